@@ -52,19 +52,34 @@ if TYPE_CHECKING:  # for editors and type checkers: the names of _HOME and _MODU
 __version__ = "0.1.0"
 
 _NAMES = {  # module → the names that `nanokv` has from it
-    "cache": "CACHES KVCache NoCache make_cache", "chat.session": "Session", "config": "Config GenerationConfig",
-    "decoding.batching": "generate_padded generate_ragged", "decoding.beam": "beam_search",
-    "decoding.generation": "generate", "decoding.speculative": "speculate", "engine": "Engine", "fast": "optimize",
-    "inference": "decode prefill prefill_chunks score", "loading": "load", "model": "Qwen3",
+    "cache": "CACHES KVCache NoCache make_cache",
+    "chat.session": "Session",
+    "config": "Config GenerationConfig",
+    "decoding.batching": "generate_padded generate_ragged",
+    "decoding.beam": "beam_search",
+    "decoding.generation": "generate",
+    "decoding.speculative": "speculate",
+    "engine": "Engine",
+    "fast": "optimize",
+    "inference": "decode prefill prefill_chunks score",
+    "loading": "load",
+    "model": "Qwen3",
     "text.tokenizer": "Tokenizer",
 }
 _HOME = {name: f"nanokv.{module}" for module, names in _NAMES.items() for name in names.split()}
 _ENTRANCES = {  # nanokv.NAME, imported or not → the module that it is
-    "batching": "nanokv.decoding.batching", "beam": "nanokv.decoding.beam", "generation": "nanokv.decoding.generation",
-    "sample": "nanokv.decoding.sample", "speculative": "nanokv.decoding.speculative",
-    "session": "nanokv.chat.session", "tokenizer": "nanokv.text.tokenizer",
-    "faults": "nanokv.lab.faults", "study": "nanokv.lab.study", "debug": "nanokv.lab.study.debug",
-    "equality": "nanokv.lab.study.equality", "course": "nanokv.school.course",
+    "batching": "nanokv.decoding.batching",
+    "beam": "nanokv.decoding.beam",
+    "generation": "nanokv.decoding.generation",
+    "sample": "nanokv.decoding.sample",
+    "speculative": "nanokv.decoding.speculative",
+    "session": "nanokv.chat.session",
+    "tokenizer": "nanokv.text.tokenizer",
+    "faults": "nanokv.lab.faults",
+    "study": "nanokv.lab.study",
+    "debug": "nanokv.lab.study.debug",
+    "equality": "nanokv.lab.study.equality",
+    "course": "nanokv.school.course",
 }
 _MODULES = _ENTRANCES | {
     name: f"nanokv.{name}"
@@ -72,9 +87,28 @@ _MODULES = _ENTRANCES | {
 }
 
 __all__ = [
-    "CACHES", "Config", "Engine", "GenerationConfig", "KVCache", "NoCache", "Qwen3", "Session", "Tokenizer",
-    "__version__", "beam_search", "decode", "generate", "generate_padded", "generate_ragged", "load", "make_cache",
-    "optimize", "prefill", "prefill_chunks", "score", "speculate",
+    "CACHES",
+    "Config",
+    "Engine",
+    "GenerationConfig",
+    "KVCache",
+    "NoCache",
+    "Qwen3",
+    "Session",
+    "Tokenizer",
+    "__version__",
+    "beam_search",
+    "decode",
+    "generate",
+    "generate_padded",
+    "generate_ragged",
+    "load",
+    "make_cache",
+    "optimize",
+    "prefill",
+    "prefill_chunks",
+    "score",
+    "speculate",
 ]
 
 

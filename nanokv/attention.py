@@ -43,19 +43,25 @@ class Causal:
         self.check(T, S)
         blocks = row_blocks(q, S)
         if T == S and len(blocks) == 1:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+            return F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+            )
         parts = []
         for a, b in blocks:
             end = S - T + b  # no query of this block sees a later key
             mask = causal_mask(b - a, end, q.device)
-            parts.append(prefill_attention(q[:, :, a:b], k[:, :, :end], v[:, :, :end], mask))  # (B,H,b−a,D)
+            parts.append(
+                prefill_attention(q[:, :, a:b], k[:, :, :end], v[:, :, :end], mask)
+            )  # (B,H,b−a,D)
         return torch.cat(parts, 2)
 
     def check(self, T: int, S: int) -> None:
         """CacheError if these S keys cannot be what the T queries expect."""
         if T > S or self.keys not in (None, S):
             expected = f"at least {T}" if self.keys is None else self.keys
-            raise CacheError(f"attention got {S} keys for {T} queries, but the cache's mask speaks of {expected}")
+            raise CacheError(
+                f"attention got {S} keys for {T} queries, but the cache's mask speaks of {expected}"
+            )
 
 
 class Masked:
@@ -71,7 +77,9 @@ class Masked:
             return prefill_attention(q, k, v, self.mask)
         # A view: one row may stand for all queries.
         mask = self.mask.expand(*self.mask.shape[:-2], q.shape[2], -1)
-        return torch.cat([prefill_attention(q[:, :, a:b], k, v, mask[..., a:b, :]) for a, b in blocks], 2)
+        return torch.cat(
+            [prefill_attention(q[:, :, a:b], k, v, mask[..., a:b, :]) for a, b in blocks], 2
+        )
 
 
 class Decode:
@@ -142,7 +150,9 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = Non
 
     Without a mask every query sees every key, the future too.
     """
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1]
+    )
 
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -67,7 +67,9 @@ class PretrainedModel(nn.Module):
         """Bytes of all weights; a tied head is counted once."""
         return sum(tensor.nbytes for tensor in chain(self.parameters(), self.buffers()))
 
-    def save(self, folder: str | os.PathLike, tokenizer: "Tokenizer | None" = None, force: bool = False) -> None:
+    def save(
+        self, folder: str | os.PathLike, tokenizer: "Tokenizer | None" = None, force: bool = False
+    ) -> None:
         """An ordinary Hugging Face folder, which nanokv.load and transformers open; with a tokenizer, its files too.
 
         The weights keep their dtype. CheckpointError names a file that is there already, unless `force` replaces it,
@@ -77,7 +79,9 @@ class PretrainedModel(nn.Module):
         files = writing.CHECKPOINT + (writing.TOKENIZER if tokenizer else ())
         try:
             with writing.new_files(folder, files, force) as new:
-                writing.write_checkpoint(new, config, self.state_dict(), self.generation_config.to_dict())
+                writing.write_checkpoint(
+                    new, config, self.state_dict(), self.generation_config.to_dict()
+                )
                 if tokenizer:
                     tokenizer.write_files(new)
         except (OSError, SafetensorError) as error:

@@ -98,7 +98,9 @@ class Config:
 
     def experts_of(self, layer: int) -> Experts | None:
         """The experts of this layer; None: it has one MLP."""
-        return self.experts if self.experts and names.is_sparse(asdict(self.experts), layer) else None
+        return (
+            self.experts if self.experts and names.is_sparse(asdict(self.experts), layer) else None
+        )
 
     @classmethod
     def from_folder(cls, folder: str | os.PathLike) -> "Config":
@@ -112,7 +114,9 @@ class Config:
         """Check every field that changes the maths; raises ConfigError with the field's name and value."""
         found = config_file.model_fields(fields)
         kinds = {"yarn": Yarn, "llama3": Llama3Rope, "experts": Experts}
-        return cls(**found | {name: kind(**found[name]) for name, kind in kinds.items() if found.get(name)})
+        return cls(
+            **found | {name: kind(**found[name]) for name, kind in kinds.items() if found.get(name)}
+        )
 
     def __repr__(self) -> str:
         """The sizes in the letters of model.py; the rest where it differs from the default."""
@@ -144,10 +148,14 @@ class GenerationConfig:
     repetition_penalty: float = 1.0
 
     @classmethod
-    def from_folder(cls, folder: str | os.PathLike, config: dict | None = None) -> "GenerationConfig":
+    def from_folder(
+        cls, folder: str | os.PathLike, config: dict | None = None
+    ) -> "GenerationConfig":
         """Read generation_config.json, and config.json unless `config` says what is in it."""
         config = config_file.optional(Path(folder) / "config.json") if config is None else config
-        return cls.from_fields(config, config_file.optional(Path(folder) / "generation_config.json"))
+        return cls.from_fields(
+            config, config_file.optional(Path(folder) / "generation_config.json")
+        )
 
     @classmethod
     def from_fields(cls, config: dict, generation: dict) -> "GenerationConfig":

@@ -23,14 +23,32 @@ DTYPES = ("float32", "bfloat16", "float16")
 ROPE_FIELDS = {  # rope_type → its fields
     "default": set(),
     "yarn": {
-        "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "attn_factor",
-        "mscale", "mscale_all_dim", "truncate", "finetuned",
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "attention_factor",
+        "attn_factor",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+        "finetuned",
     },
     "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
 }
 READ = names.SIZES.keys() | {
-    "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "layer_types",
-    "original_max_position_embeddings", "attention_bias", "tie_word_embeddings", "dtype", "torch_dtype", "model_type",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "layer_types",
+    "original_max_position_embeddings",
+    "attention_bias",
+    "tie_word_embeddings",
+    "dtype",
+    "torch_dtype",
+    "model_type",
 }
 READ_EXPERTS = names.EXPERT_SIZES.keys() | {"norm_topk_prob", "mlp_only_layers"}
 SILU = ("silu", "swish")  # two names of one function
@@ -80,26 +98,62 @@ HARMLESS_NAMES = re.compile(
 )
 # Of harmless fields, as transformers checks them: another type says that the file is damaged.
 TYPES = {
-    "architectures": (list, None), "transformers_version": (str, None), "problem_type": (str, None),
-    "id2label": (dict, None), "label2id": (dict, None), "chunk_size_feed_forward": (int,),
-    "output_hidden_states": (bool, None), "return_dict": (bool, None), "use_cache": (bool,),
-    "is_encoder_decoder": (bool,), "attention_dropout": (float, int), "initializer_range": (float, int),
+    "architectures": (list, None),
+    "transformers_version": (str, None),
+    "problem_type": (str, None),
+    "id2label": (dict, None),
+    "label2id": (dict, None),
+    "chunk_size_feed_forward": (int,),
+    "output_hidden_states": (bool, None),
+    "return_dict": (bool, None),
+    "use_cache": (bool,),
+    "is_encoder_decoder": (bool,),
+    "attention_dropout": (float, int),
+    "initializer_range": (float, int),
     "sliding_window": (int, None),
-    "max_window_layers": (int,), "bos_token_id": (int, None), "pad_token_id": (int, None),
+    "max_window_layers": (int,),
+    "bos_token_id": (int, None),
+    "pad_token_id": (int, None),
     "eos_token_id": (int, list, None),
 }
 # Read.
-SAMPLED = {"eos_token_id", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
+SAMPLED = {
+    "eos_token_id",
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+}
 # Fields of generation_config.json that are not implemented → the values, besides null, that change
 # nothing.
 NEUTRAL = {
-    "num_beams": (1,), "min_length": (0,), "min_new_tokens": (0,), "no_repeat_ngram_size": (0,), "max_time": (),
-    "stop_strings": ([],), "encoder_repetition_penalty": (1.0,), "encoder_no_repeat_ngram_size": (0,),
-    "bad_words_ids": ([],), "force_words_ids": ([],), "constraints": ([],), "sequence_bias": ([], {}),
-    "suppress_tokens": ([],), "begin_suppress_tokens": ([],), "forced_bos_token_id": (), "forced_eos_token_id": (),
-    "exponential_decay_length_penalty": (), "remove_invalid_values": (False,), "token_healing": (False,),
-    "guidance_scale": (1.0,), "watermarking_config": (), "dola_layers": (), "penalty_alpha": (0.0,),
-    "num_return_sequences": (1,), "cache_implementation": ("dynamic", "static", "offloaded", "offloaded_static"),
+    "num_beams": (1,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "no_repeat_ngram_size": (0,),
+    "max_time": (),
+    "stop_strings": ([],),
+    "encoder_repetition_penalty": (1.0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "bad_words_ids": ([],),
+    "force_words_ids": ([],),
+    "constraints": ([],),
+    "sequence_bias": ([], {}),
+    "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "exponential_decay_length_penalty": (),
+    "remove_invalid_values": (False,),
+    "token_healing": (False,),
+    "guidance_scale": (1.0,),
+    "watermarking_config": (),
+    "dola_layers": (),
+    "penalty_alpha": (0.0,),
+    "num_return_sequences": (1,),
+    "cache_implementation": ("dynamic", "static", "offloaded", "offloaded_static"),
 }
 # With do_sample.
 NEUTRAL_SAMPLED = {"typical_p": (1.0,), "top_h": (), "epsilon_cutoff": (0.0,), "eta_cutoff": (0.0,)}
@@ -151,7 +205,9 @@ def written(fields: dict, family: families.Family) -> dict:
     yarn, llama3, experts = (fields.pop(name) for name in ("yarn", "llama3", "experts"))
     theta, scaling = fields.pop("rope_theta"), yarn or llama3 or {}
     kind = "yarn" if yarn else "llama3" if llama3 else "default"
-    rope = {"rope_type": kind} | {name: value for name, value in scaling.items() if value is not None}
+    rope = {"rope_type": kind} | {
+        name: value for name, value in scaling.items() if value is not None
+    }
     if family.qkv_bias is not None:
         del fields["attention_bias"]
     if experts:
@@ -222,14 +278,19 @@ def _warn_unused(fields: dict, neutral: dict):
     """One warning that names every field which transformers would heed."""
     known = SAMPLED | NO_EFFECT | NEUTRAL_SAMPLED.keys()
     unused = [
-        f"{shown(name)[1:-1]} {shown(value)}" for name, value in fields.items()
-        if value is not None and (value not in neutral[name] if name in neutral else name not in known)
+        f"{shown(name)[1:-1]} {shown(value)}"
+        for name, value in fields.items()
+        if value is not None
+        and (value not in neutral[name] if name in neutral else name not in known)
         and not name.startswith("_")
     ]
     if unused:
         more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
-        warnings.warn(f"generation_config.json: not implemented, without effect here: {', '.join(unused[:5])}{more}",
-                      CheckpointWarning, stacklevel=5)
+        warnings.warn(
+            f"generation_config.json: not implemented, without effect here: {', '.join(unused[:5])}{more}",
+            CheckpointWarning,
+            stacklevel=5,
+        )
 
 
 def _refuse_unimplemented(fields: dict, family: families.Family):
@@ -239,7 +300,9 @@ def _refuse_unimplemented(fields: dict, family: families.Family):
         off = not (value or values[0]) or (value is None and name != "hidden_act")
         if value not in values and not off:
             known = " or ".join(map(repr, values))
-            raise ConfigError(f"{name} {shown(value)} is not implemented: {family.title} has {name} {known} only")
+            raise ConfigError(
+                f"{name} {shown(value)} is not implemented: {family.title} has {name} {known} only"
+            )
     for name, kinds in TYPES.items():
         if name in fields and not any(type(fields[name]) is (kind or type(None)) for kind in kinds):
             words = " or ".join("null" if kind is None else kind.__name__ for kind in kinds)
@@ -247,7 +310,9 @@ def _refuse_unimplemented(fields: dict, family: families.Family):
     layers = fields.get("layer_types")
     layers = layers if isinstance(layers, list) else [] if layers is None else [layers]
     if other := sorted({str(kind) for kind in layers} - {"full_attention"}):
-        raise ConfigError(f"layer_types holds {', '.join(other)}: only full_attention is implemented")
+        raise ConfigError(
+            f"layer_types holds {', '.join(other)}: only full_attention is implemented"
+        )
     in_tables = READ | (READ_EXPERTS if family.experts else set()) | some.keys() | HARMLESS
     for name, value in fields.items():
         if name not in in_tables and not HARMLESS_NAMES.fullmatch(name) and not is_off(name, value):
@@ -273,10 +338,14 @@ def _values_of_family(fields: dict, family: families.Family) -> dict[str, tuple]
 def _refuse_unknown(name: str, value: object, family: families.Family):
     label = shown(name)[1:-1]
     if QUANTIZED.fullmatch(name):
-        raise ConfigError(f"{label} {shown(value)} is not implemented: the checkpoint is quantized",
-                          hint="take the original in bf16, or a GGUF file")
+        raise ConfigError(
+            f"{label} {shown(value)} is not implemented: the checkpoint is quantized",
+            hint="take the original in bf16, or a GGUF file",
+        )
     if ALWAYS.fullmatch(name):
-        raise ConfigError(f"{label} {shown(value)} is not implemented: {family.title} has {label} True only")
+        raise ConfigError(
+            f"{label} {shown(value)} is not implemented: {family.title} has {label} True only"
+        )
     raise ConfigError(
         f"{label} {shown(value)} is not implemented: it is no field of a {family.title} config and may change "
         "the maths",
@@ -301,7 +370,9 @@ def _by_loader(check, *args):
 def _positive(fields: dict, name: str, default: float, largest: float = 1e30) -> float:
     value = fields.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= largest:
-        raise ConfigError(f"{name} is {shown(value)}: a number above 0 and at most {largest:g} was expected")
+        raise ConfigError(
+            f"{name} is {shown(value)}: a number above 0 and at most {largest:g} was expected"
+        )
     return float(value)
 
 
@@ -344,11 +415,15 @@ def _rope(fields: dict) -> tuple[float, dict[str, Any]]:
     if kind == "linear" and rope.get("factor") == 1:  # positions divided by 1
         return theta, {}
     if not isinstance(kind, str) or kind not in ROPE_FIELDS:
-        raise ConfigError(f"rope_type {shown(kind)} is not implemented: 'default', 'yarn' and 'llama3' are")
+        raise ConfigError(
+            f"rope_type {shown(kind)} is not implemented: 'default', 'yarn' and 'llama3' are"
+        )
     known = {"rope_type", "type", "rope_theta"} | ROPE_FIELDS[kind]
     for name, value in rope.items():
         if name not in known and not is_off(name, value):
-            raise ConfigError(f"rope_type {shown(kind)} with {shown(name)[1:-1]} {shown(value)} is not implemented")
+            raise ConfigError(
+                f"rope_type {shown(kind)} with {shown(name)[1:-1]} {shown(value)} is not implemented"
+            )
     if kind == "default":
         return theta, {}
     return theta, {kind: _yarn(fields, rope, theta) if kind == "yarn" else _llama3(fields, rope)}
@@ -368,7 +443,11 @@ def _rope_type(rope: dict):
 
 def _without_theta(rope: dict) -> dict:
     """What two spellings must agree on."""
-    said = {name: value for name, value in rope.items() if name not in ("rope_theta", "type") and value is not None}
+    said = {
+        name: value
+        for name, value in rope.items()
+        if name not in ("rope_theta", "type") and value is not None
+    }
     return said | {"rope_type": _rope_type(rope)}
 
 
@@ -410,7 +489,9 @@ def _llama3(fields: dict, rope: dict) -> dict[str, Any]:
             raise ConfigError(f"rope_type 'llama3' lacks {name}")
     low, high = (_positive(rope, f"{name}_freq_factor", 1.0) for name in ("low", "high"))
     if low >= high:
-        raise ConfigError(f"rope_type 'llama3': low_freq_factor {low:g} is not below high_freq_factor {high:g}")
+        raise ConfigError(
+            f"rope_type 'llama3': low_freq_factor {low:g} is not below high_freq_factor {high:g}"
+        )
     return {
         "factor": _positive(rope, "factor", 1.0),
         "original_max_position_embeddings": _original_context(fields, rope),

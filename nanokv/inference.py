@@ -43,7 +43,9 @@ def prefill(model: Model, tokens: Rows, cache: KVCache, start_pos: Position = 0)
 
 
 @torch.inference_mode()
-def prefill_chunks(model: Model, tokens: Rows, cache: KVCache, start_pos: Position = 0, chunk: int = 512) -> Tensor:
+def prefill_chunks(
+    model: Model, tokens: Rows, cache: KVCache, start_pos: Position = 0, chunk: int = 512
+) -> Tensor:
     """`prefill` of a long prompt in parts of `chunk` tokens: the same logits, a bounded peak. tokens (B,T) → (B,V).
 
     What a forward needs besides weights and cache grows with its T (MLP: 3·T·intermediate values, mask: T·S bytes);
@@ -77,7 +79,9 @@ def decode(model: Model, token: Rows, cache: KVCache, start_pos: Position) -> Te
     token = token_ids(model, token)
     check_cache(cache)
     if token.shape[1] != 1:
-        raise ValueError(f"decode takes one token per row, got {token.shape[1]}: prefill takes any number")
+        raise ValueError(
+            f"decode takes one token per row, got {token.shape[1]}: prefill takes any number"
+        )
     with fewer_threads(model, len(token)):
         hidden = model(token, cache, start_pos, attention_of_one(cache, token.device))  # (B,1,C)
         return model.lm_head(hidden[:, -1])  # (B,V)
@@ -128,7 +132,9 @@ def check_cache(cache: object) -> None:
     """CacheError for a name, or None, where a cache belongs."""
     if not hasattr(cache, "mask"):
         name = cache if isinstance(cache, str) else "dict"
-        raise CacheError(f"cache is {cache!r}: a KVCache was expected", f'make_cache("{name}", model.config)')
+        raise CacheError(
+            f"cache is {cache!r}: a KVCache was expected", f'make_cache("{name}", model.config)'
+        )
 
 
 def token_ids(model: Model, ids: Rows) -> Tensor:
@@ -137,7 +143,12 @@ def token_ids(model: Model, ids: Rows) -> Tensor:
     Valid CPU ids cost two comparisons; ids on a GPU are not checked, because that would wait for the GPU.
     """
     device, vocabulary = model.embed_tokens.weight.device, model.config.vocab_size
-    if isinstance(ids, torch.Tensor) and ids.dim() == 2 and ids.numel() and ids.dtype in (torch.int64, torch.int32):
+    if (
+        isinstance(ids, torch.Tensor)
+        and ids.dim() == 2
+        and ids.numel()
+        and ids.dtype in (torch.int64, torch.int32)
+    ):
         if ids.device.type != "cpu" and device.type != "cpu":
             return ids.to(device, torch.int64)
         # The common case, in one operator.

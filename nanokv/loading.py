@@ -26,8 +26,13 @@ Read = Callable[[Path, dict, torch.dtype | None, torch.device, Prefetch | None],
 
 
 @hinted
-def load(source: str | os.PathLike = "tiny", dtype: Dtype = "auto", device: Device = "auto",
-         revision: str | None = None, check_finite: bool = False) -> tuple[Transformer, Tokenizer]:
+def load(
+    source: str | os.PathLike = "tiny",
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    revision: str | None = None,
+    check_finite: bool = False,
+) -> tuple[Transformer, Tokenizer]:
     """("tiny" | "smollm2" | folder | GGUF file | "Qwen/Qwen3-0.6B") → (model in eval mode, tokenizer).
 
     dtype and device are torch's or their names: torch.bfloat16, "bfloat16" or "bf16". "auto" is what the command line
@@ -41,14 +46,22 @@ def load(source: str | os.PathLike = "tiny", dtype: Dtype = "auto", device: Devi
     folder = weights_loader.resolve(source, revision=revision)
     fields = read_object(folder / "config.json", ConfigError)
     if dtype == "auto":
-        dtype = weights_loader.default_dtype(source, Config.from_dict(fields).torch_dtype, place.type)
+        dtype = weights_loader.default_dtype(
+            source, Config.from_dict(fields).torch_dtype, place.type
+        )
     return load_folder(folder, fields, dtype, place, check_finite)
 
 
-def load_folder(folder: Path, fields: dict, dtype: Dtype, device: Device,
-                check_finite: bool = False, prefetched: Prefetch | None = None,
-                read: Read | None = None,
-                prepare: Callable[[Tokenizer], None] | None = None) -> tuple[Transformer, Tokenizer]:
+def load_folder(
+    folder: Path,
+    fields: dict,
+    dtype: Dtype,
+    device: Device,
+    check_finite: bool = False,
+    prefetched: Prefetch | None = None,
+    read: Read | None = None,
+    prepare: Callable[[Tokenizer], None] | None = None,
+) -> tuple[Transformer, Tokenizer]:
     """`load` of a folder on this disk; `fields` is what its config.json says. Each of its files is read once.
 
     `read` makes the model from the weights: all of it here, a rank's part in nanokv/parallel. `prepare` may give the
@@ -77,13 +90,20 @@ def load_folder(folder: Path, fields: dict, dtype: Dtype, device: Device,
     model.generation_config = generation_config
     if check_finite and (bad := unfinite(model)):
         more = f", and {len(bad) - 3} more tensors" if len(bad) > 3 else ""
-        raise CheckpointError(f"{folder}: {'; '.join(bad[:3])}{more}",
-                              hint="the file is damaged, or the training went wrong: fetch it again")
+        raise CheckpointError(
+            f"{folder}: {'; '.join(bad[:3])}{more}",
+            hint="the file is damaged, or the training went wrong: fetch it again",
+        )
     return model, tokenizer
 
 
-def read_model(folder: Path, fields: dict, dtype: torch.dtype | None, device: torch.device,
-               prefetched: Prefetch | None = None) -> Transformer:
+def read_model(
+    folder: Path,
+    fields: dict,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    prefetched: Prefetch | None = None,
+) -> Transformer:
     """All weights of a folder as a model."""
     fields, state_dict = weights_loader.read(folder, dict(fields), dtype, device, prefetched)
     return build(Config.from_dict(fields), state_dict)
@@ -100,7 +120,9 @@ def unfinite(model: Transformer) -> list[str]:
         if not (low.isfinite() and high.isfinite()):
             nans, infinite = int(weight.isnan().sum()), int(weight.isinf().sum())
             name = names.to_hugging_face(name)
-            found.append(f"{name} holds {nans:,} NaN and {infinite:,} infinite of {weight.numel():,} values")
+            found.append(
+                f"{name} holds {nans:,} NaN and {infinite:,} infinite of {weight.numel():,} values"
+            )
     return found
 
 
@@ -120,14 +142,18 @@ def fill(model: Transformer, state_dict: dict[str, torch.Tensor]) -> Transformer
     return model.requires_grad_(False).eval()
 
 
-def random_model(config: Config, dtype: torch.dtype, device: str | torch.device = "cpu") -> Transformer:
+def random_model(
+    config: Config, dtype: torch.dtype, device: str | torch.device = "cpu"
+) -> Transformer:
     """The same weights every time on one kind of device, for timing and memory; nothing is downloaded."""
     if torch.device(device).type == "cpu":
         watch(torch.get_num_threads())
     generator, state = torch.Generator(device).manual_seed(0), {}
     for name, empty in skeleton(config).named_parameters():
         matrix = torch.empty(empty.shape, dtype=dtype, device=device)
-        state[name] = matrix.normal_(0, 0.02, generator=generator) if empty.dim() > 1 else matrix.fill_(1)
+        state[name] = (
+            matrix.normal_(0, 0.02, generator=generator) if empty.dim() > 1 else matrix.fill_(1)
+        )
     return build(config, state)
 
 

@@ -89,7 +89,9 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.sizes = sizes
         self.gate = nn.Linear(C, sizes.num_experts, bias=False)  # the router
-        self.experts = nn.ModuleList(MLP(C, sizes.moe_intermediate_size) for _ in range(sizes.num_experts))
+        self.experts = nn.ModuleList(
+            MLP(C, sizes.moe_intermediate_size) for _ in range(sizes.num_experts)
+        )
 
     def forward(self, x):
         rows = x.flatten(0, 1)  # (N,C) with N = B·T: each token by itself
@@ -132,7 +134,9 @@ class Transformer(PretrainedModel):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            Block(config, layer) for layer in range(config.num_hidden_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:

@@ -48,7 +48,11 @@ def yarn_frequencies(yarn: Yarn, D: int, theta: float, wavelength):
 def llama3_frequencies(rope: Llama3Rope, speed):
     """As YaRN, but which pairs stay is decided by the positions that a full turn takes: fewer than the original context
     / high_freq_factor stay, more than the original context / low_freq_factor turn `factor` times slower."""
-    low, high, context = rope.low_freq_factor, rope.high_freq_factor, rope.original_max_position_embeddings
+    low, high, context = (
+        rope.low_freq_factor,
+        rope.high_freq_factor,
+        rope.original_max_position_embeddings,
+    )
     turn = 2 * math.pi / speed  # (D/2,) positions
     keep = (context / turn - low) / (high - low)  # 1 at the one border, 0 at the other
     between = (1 - keep) * speed / rope.factor + keep * speed

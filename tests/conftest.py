@@ -15,7 +15,10 @@ from cli_helpers import FakeStdin
 from sampling import pytest_collection_modifyitems  # noqa: F401  (a hook)
 
 # A background job or nohup ignores these, and children would inherit the deafness that tests then take for a fault.
-for number, handler in ((signal.SIGINT, signal.default_int_handler), (getattr(signal, "SIGHUP", None), signal.SIG_DFL)):
+for number, handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (getattr(signal, "SIGHUP", None), signal.SIG_DFL),
+):
     if number is not None and signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, handler)
 
@@ -30,8 +33,15 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 os.environ.pop("COLUMNS", None)
 
 BROWSER_FLAGS = (
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-    "--disable-background-networking", "--disable-component-update", "--force-device-scale-factor=1",
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-sync",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--force-device-scale-factor=1",
 )
 
 
@@ -188,7 +198,11 @@ def endless_folder(tiny_folder, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory):
     """A real Chromium without a window, for the pages that nanokv writes."""
-    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    browser = (
+        shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
     control = shutil.which("chromedriver")
     if not browser or not control:
         pytest.skip("needs chromium and chromedriver: apt-get install chromium chromium-driver")

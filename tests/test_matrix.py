@@ -7,7 +7,6 @@ tolerance is shown to be tight: with the oldest visible key of every query hidde
 `make test` tries every situation over every cache, on a model drawn by a fixed seed; `make check` on all models.
 """
 
-
 import pytest
 import torch
 
@@ -82,10 +81,16 @@ def test_all_caches_on_two_ranks(situation, processes):
     split over ranks that are threads would mix the sums of both threads."""
     name, wrong = "plain moe", []
     for spec in (spec for spec in CACHES_TRIED if not refused(situation, spec)):
-        first, second = map(torch.tensor, processes.call("matrix", model=name, situation=situation, spec=spec))
+        first, second = map(
+            torch.tensor, processes.call("matrix", model=name, situation=situation, spec=spec)
+        )
         (right, planted), allowed = truth(name, situation, spec), tolerance(name, spec)
-        if not torch.equal(first, second) or not distance(first, right) <= allowed < distance(first, planted):
-            wrong.append(f"{spec}: {distance(first, right):.1e} from the truth, {allowed} is allowed")
+        if not torch.equal(first, second) or not distance(first, right) <= allowed < distance(
+            first, planted
+        ):
+            wrong.append(
+                f"{spec}: {distance(first, right):.1e} from the truth, {allowed} is allowed"
+            )
     assert wrong == []
 
 
@@ -101,10 +106,16 @@ def test_the_numbers_of_a_dequantized_model_are_those_that_the_fast_one_holds():
     """Without this the comparison of quantized weights would compare nothing: fp32 weights survive the way exactly."""
     assert isinstance(same_numbers("fp32"), Qwen3)
     mine, theirs = same_numbers("fp32").state_dict(), plain().state_dict()
-    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert mine.keys() == theirs.keys() and all(
+        torch.equal(mine[name], theirs[name]) for name in mine
+    )
     for name in ("bf16", "int8", "int4"):
         weight = same_numbers(name).state_dict()["layers.1.mlp.down_proj.weight"]
-        assert 0 < distance(weight, theirs["layers.1.mlp.down_proj.weight"]) < (0.1 if name == "int4" else 0.01)
+        assert (
+            0
+            < distance(weight, theirs["layers.1.mlp.down_proj.weight"])
+            < (0.1 if name == "int4" else 0.01)
+        )
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -129,7 +140,9 @@ def steps_of(new, rows=2):
     def run(model):
         ids, cache = random_ids(5, rows, 42), new()
         out = [prefill(model, ids[:, :40], cache)]
-        return torch.cat([*out, *(decode(model, ids[:, t : t + 1], cache, cache.length) for t in (40, 41))]).float()
+        return torch.cat(
+            [*out, *(decode(model, ids[:, t : t + 1], cache, cache.length) for t in (40, 41))]
+        ).float()
 
     return run
 
@@ -141,12 +154,16 @@ def keys_as(change):
         def append(self, k, v):
             return tuple(change(x) for x in super().append(k, v))
 
-    return nanokv.cache.KVCache((Own() for _ in range(plain().config.num_hidden_layers)), plain().config)
+    return nanokv.cache.KVCache(
+        (Own() for _ in range(plain().config.num_hidden_layers)), plain().config
+    )
 
 
 RETURNED = {
-    "every head of its own": lambda x: x.repeat_interleave(2, 1), "one row for all": lambda x: x[:1],
-    "one head for all": lambda x: x[:, :1], "other strides": lambda x: x.transpose(1, 2).clone().transpose(1, 2),
+    "every head of its own": lambda x: x.repeat_interleave(2, 1),
+    "one row for all": lambda x: x[:1],
+    "one head for all": lambda x: x[:, :1],
+    "other strides": lambda x: x.transpose(1, 2).clone().transpose(1, 2),
 }
 
 
@@ -178,7 +195,9 @@ def test_an_append_that_was_replaced_later_is_called(model, spec, of, monkeypatc
     run, undisturbed = steps_of(new_cache), steps_of(lambda: new(plain().config, spec, 2))(plain())
     if of == "a class":
         kind = type(new(plain().config, spec)[0])
-        monkeypatch.setattr(kind, "append", lambda self, k, v, right=kind.append: right(self, k, 1.5 * v))
+        monkeypatch.setattr(
+            kind, "append", lambda self, k, v, right=kind.append: right(self, k, 1.5 * v)
+        )
     right = run(plain())
     assert distance(run(candidate(model, 2)), right) <= MODELS[model] < distance(undisturbed, right)
 
@@ -211,7 +230,9 @@ def step_with(model, mask, spec="static"):
     ids, cache = random_ids(5, 2, 11), new(plain().config, spec, 2)
     prefill(model, ids[:, :10], cache)
     with torch.inference_mode():
-        return model.lm_head(model(ids[:, 10:], cache, 10, nanokv.attention.Decode(mask)))[:, -1].float()
+        return model.lm_head(model(ids[:, 10:], cache, 10, nanokv.attention.Decode(mask)))[
+            :, -1
+        ].float()
 
 
 @pytest.mark.parametrize("model", ["fp32", "bf16", "compiled"])
@@ -225,8 +246,11 @@ def test_each_head_may_have_a_mask_of_its_own(model, spec, code):
     assert distance(step_with(plain(), None, spec), right) > 0.1
 
 
-@pytest.mark.parametrize("mask", [torch.arange(12).ge(1).expand(2, 1, 1, 12), torch.ones(2, 1, 1, 11).long()],
-                         ids=["of another width", "of integers"])
+@pytest.mark.parametrize(
+    "mask",
+    [torch.arange(12).ge(1).expand(2, 1, 1, 12), torch.ones(2, 1, 1, 11).long()],
+    ids=["of another width", "of integers"],
+)
 @pytest.mark.parametrize("model", ["plain", "fp32", "bf16"])
 def test_a_mask_that_torch_refuses_is_refused_by_all(model, mask, code):
     with pytest.raises(RuntimeError, match=r"must match|attn_mask dtype"):
@@ -237,17 +261,27 @@ def test_a_mask_that_torch_refuses_is_refused_by_all(model, mask, code):
 
 
 def drawn(model, seed: int):
-    settings = {"temperature": 1.0, "top_p": 0.95, "seed": seed, "max_new_tokens": 24, "eos_token_ids": []}
+    settings = {
+        "temperature": 1.0,
+        "top_p": 0.95,
+        "seed": seed,
+        "max_new_tokens": 24,
+        "eos_token_ids": [],
+    }
     return list(nanokv.generate(model, random_ids(8, 1, 9)[0].tolist(), **settings))
 
 
 def test_a_seed_draws_the_same_tokens_from_the_plain_and_the_fast_model_in_fp32(code):
     """Logits differ by rounding alone, so a draw could differ only if it fell between two roundings."""
-    assert [drawn(fast("fp32"), seed) for seed in range(12)] == [drawn(plain(), seed) for seed in range(12)]
+    assert [drawn(fast("fp32"), seed) for seed in range(12)] == [
+        drawn(plain(), seed) for seed in range(12)
+    ]
 
 
 @pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
 def test_a_seed_draws_other_tokens_from_other_weights(weights, code):
     """As nanokv.optimize says: a seed is repeatable on one model, not across formats of weights."""
-    assert [drawn(fast(weights), seed) for seed in range(12)] != [drawn(plain(), seed) for seed in range(12)]
+    assert [drawn(fast(weights), seed) for seed in range(12)] != [
+        drawn(plain(), seed) for seed in range(12)
+    ]
     assert drawn(fast(weights), 1) == drawn(fast(weights), 1)

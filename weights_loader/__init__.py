@@ -25,8 +25,18 @@ if TYPE_CHECKING:
     from .shards import Part
 
 __all__ = [
-    "BUNDLED", "CheckpointError", "CheckpointWarning", "Device", "Dtype", "as_dtype", "check_hashes", "check_target",
-    "config_file", "default_dtype", "load", "resolve",
+    "BUNDLED",
+    "CheckpointError",
+    "CheckpointWarning",
+    "Device",
+    "Dtype",
+    "as_dtype",
+    "check_hashes",
+    "check_target",
+    "config_file",
+    "default_dtype",
+    "load",
+    "resolve",
 ]
 
 # torch.bfloat16, "bfloat16", "bf16"; None and "auto": what is stored.
@@ -36,8 +46,13 @@ Device: TypeAlias = "torch.device | str | None"  # None and "auto": a GPU, if th
 Source = str | os.PathLike
 BUNDLED = {"tiny": Path(__file__).parent / "checkpoints" / "tiny"}
 SPELLED = {  # of a dtype, as people write it → torch's name
-    "fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "float": "float32",
-    "fp64": "float64", "double": "float64",
+    "fp16": "float16",
+    "half": "float16",
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    "float": "float32",
+    "fp64": "float64",
+    "double": "float64",
 }
 LAYOUT = (
     "a model folder holds config.json, tokenizer.json, tokenizer_config.json and model.safetensors "
@@ -45,8 +60,9 @@ LAYOUT = (
 )
 
 
-def load(source: Source, dtype: Dtype = None, device: Device = "cpu",
-         revision: str | None = None) -> "tuple[dict, dict[str, torch.Tensor]]":
+def load(
+    source: Source, dtype: Dtype = None, device: Device = "cpu", revision: str | None = None
+) -> "tuple[dict, dict[str, torch.Tensor]]":
     """(name | folder | hub id) → (config dict, {"layers.0.self_attn.q_proj.weight": tensor, ...}).
 
     dtype None or "auto" keeps the stored types; on the CPU such tensors are views of the mapped file. lm_head.weight is
@@ -61,8 +77,13 @@ def load(source: Source, dtype: Dtype = None, device: Device = "cpu",
     return read(folder, config, dtype, device)
 
 
-def read(folder: Path, config: dict, dtype: "torch.dtype | None", device: "torch.device",
-         prefetched: "Prefetch | None" = None) -> "tuple[dict, dict[str, torch.Tensor]]":
+def read(
+    folder: Path,
+    config: dict,
+    dtype: "torch.dtype | None",
+    device: "torch.device",
+    prefetched: "Prefetch | None" = None,
+) -> "tuple[dict, dict[str, torch.Tensor]]":
     """`load` of a folder whose config.json is read and whose tokenizer is checked (check_last_id)."""
     from . import shards
 
@@ -71,12 +92,16 @@ def read(folder: Path, config: dict, dtype: "torch.dtype | None", device: "torch
         entries = check(folder, config, shards.read_entries(folder, tied))
         config["tie_word_embeddings"] = names.HEAD not in entries
         where = dtype, device, prefetched
-        state = {names.to_nanokv(name): shards.materialize(entry, *where) for name, entry in entries.items()}
+        state = {
+            names.to_nanokv(name): shards.materialize(entry, *where)
+            for name, entry in entries.items()
+        }
     return config, state
 
 
-def read_part(folder: Path, config: dict, dtype: "torch.dtype | None", device: "torch.device",
-              part: "Part") -> "tuple[dict, dict[str, torch.Tensor]]":
+def read_part(
+    folder: Path, config: dict, dtype: "torch.dtype | None", device: "torch.device", part: "Part"
+) -> "tuple[dict, dict[str, torch.Tensor]]":
     """`read` of what one of several processes needs: part(our name, shape) → the Slice of each tensor. Everything is
     checked as for all of it; tensors of which nothing is wanted are left out."""
     from . import shards
@@ -88,7 +113,8 @@ def read_part(folder: Path, config: dict, dtype: "torch.dtype | None", device: "
         wanted = {name: part(names.to_nanokv(name), entry.shape) for name, entry in entries.items()}
         state = {
             names.to_nanokv(name): shards.materialize_slice(entries[name], found, dtype, device)
-            for name, found in wanted.items() if found.size
+            for name, found in wanted.items()
+            if found.size
         }
     return config, state
 
@@ -102,12 +128,16 @@ def readable(folder: Path) -> Iterator[None]:
         raise
     # ValueError: a file that became shorter since its header was read.
     except (OSError, ValueError) as error:
-        place, reason = getattr(error, "filename", None) or folder, getattr(error, "strerror", None) or error
+        place, reason = (
+            getattr(error, "filename", None) or folder,
+            getattr(error, "strerror", None) or error,
+        )
         raise CheckpointError(f"{place} cannot be read: {reason}") from error
 
 
-def check_target(dtype: Dtype = None,
-                 device: Device = "auto") -> "tuple[torch.dtype | None, torch.device]":
+def check_target(
+    dtype: Dtype = None, device: Device = "auto"
+) -> "tuple[torch.dtype | None, torch.device]":
     """What torch calls them, if weights can lie there and have this dtype; CheckpointError before any download."""
     import torch
 
@@ -116,7 +146,9 @@ def check_target(dtype: Dtype = None,
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise CheckpointError(f"device is {device!r}, which torch does not know", 'device="cpu" or "cuda"') from error
+        raise CheckpointError(
+            f"device is {device!r}, which torch does not know", 'device="cpu" or "cuda"'
+        ) from error
     present = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     if (found.index or 0) >= (count := present.get(found.type, 1 << 8)):
         why = f"torch {torch.__version__} sees {count} of its kind here"
@@ -135,14 +167,20 @@ def as_dtype(dtype: Dtype) -> "torch.dtype | None":
     if isinstance(found, torch.dtype) and found.is_floating_point:
         return found
     few = re.fullmatch("(?:u?int|q)?([48])(?:bit)?", name)
-    hint = f'optimize(model, weights="int{few[1]}")' if few else 'dtype="bfloat16", "float32" or "auto"'
+    hint = (
+        f'optimize(model, weights="int{few[1]}")'
+        if few
+        else 'dtype="bfloat16", "float32" or "auto"'
+    )
     raise CheckpointError(f"dtype {dtype!r} is not a floating-point dtype of torch", hint)
 
 
 def default_dtype(source: Source, stored: str, device: str) -> str:
     """The name of the dtype in which "auto" computes: what the checkpoint stores; on a CPU float32 for float16, for
     which it has no fast products, and for the bundled model."""
-    return "float32" if device == "cpu" and (str(source) in BUNDLED or stored == "float16") else stored
+    return (
+        "float32" if device == "cpu" and (str(source) in BUNDLED or stored == "float16") else stored
+    )
 
 
 def resolve(source: Source, revision: str | None = None) -> Path:
@@ -162,13 +200,19 @@ def resolve(source: Source, revision: str | None = None) -> Path:
         if file.endswith(".gguf") and "/" in repo and "/" not in file:
             return gguf_folder(download.gguf_file(repo, file, revision, known=tuple(BUNDLED)))
         if file and "/" in repo:
-            raise CheckpointError(f"no model {quote(text)}: behind the colon stands the name of a GGUF file",
-                                  f"{repo}:FILE.gguf")
+            raise CheckpointError(
+                f"no model {quote(text)}: behind the colon stands the name of a GGUF file",
+                f"{repo}:FILE.gguf",
+            )
         if (packaged := text.lower()) in installed.PACKAGES:
             return packaged_folder(packaged, revision)
-        return download.snapshot(download.SHORT.get(text.lower(), text), revision, known=tuple(BUNDLED))
+        return download.snapshot(
+            download.SHORT.get(text.lower(), text), revision, known=tuple(BUNDLED)
+        )
     if revision is not None:
-        raise CheckpointError(f"revision {quote(revision)} was given, but {quote(text)} is a local folder")
+        raise CheckpointError(
+            f"revision {quote(revision)} was given, but {quote(text)} is a local folder"
+        )
     if is_gguf(folder):
         return gguf_folder(folder)
     if not folder.is_dir():
@@ -179,8 +223,14 @@ def resolve(source: Source, revision: str | None = None) -> Path:
 def not_a_folder(path: Path, text: str) -> CheckpointError:
     """What stands at the place of a model, and where the model may be."""
     if not path.exists():
-        return CheckpointError(f"the bundled model {quote(text)} is not installed in {path}", LAYOUT)
-    beside = f"the model is its folder: {path.parent}" if (path.parent / "config.json").is_file() else LAYOUT
+        return CheckpointError(
+            f"the bundled model {quote(text)} is not installed in {path}", LAYOUT
+        )
+    beside = (
+        f"the model is its folder: {path.parent}"
+        if (path.parent / "config.json").is_file()
+        else LAYOUT
+    )
     return CheckpointError(f"{path} is a file, not a model folder, and no GGUF file", beside)
 
 
@@ -192,7 +242,11 @@ def only_gguf(folder: Path) -> Path:
     models = [name for name in models if is_gguf(folder / name)]
     if len(models) == 1:
         return gguf_folder(folder / models[0])
-    found = f"it has {', '.join(files[:8])}{' ...' if len(files) > 8 else ''}" if files else "it is empty"
+    found = (
+        f"it has {', '.join(files[:8])}{' ...' if len(files) > 8 else ''}"
+        if files
+        else "it is empty"
+    )
     hint = f"one of its GGUF files: {folder / models[0]}" if models else LAYOUT
     raise CheckpointError(f"folder {folder} has no config.json: {found}", hint)
 
@@ -231,7 +285,9 @@ def config_file(source: Source, revision: str | None = None) -> Path:
 
     if text.endswith(".gguf") or text.lower() in installed.PACKAGES:
         return resolve(source, revision) / "config.json"
-    return download.config_file(download.SHORT.get(text.lower(), text), revision, known=tuple(BUNDLED))
+    return download.config_file(
+        download.SHORT.get(text.lower(), text), revision, known=tuple(BUNDLED)
+    )
 
 
 def check_hashes(folder: str | os.PathLike) -> list[str]:
@@ -259,7 +315,9 @@ def check(folder: Path, config: dict, entries: dict) -> dict:
         raise CheckpointError(
             f"{entry.path}: {len(extra)} tensors that config.json does not ask for, "
             f"first {quote(extra[0])} {list(entry.shape)}",
-            'names with and without "model." are mixed' if names.to_hugging_face(extra[0]) in shapes else "",
+            'names with and without "model." are mixed'
+            if names.to_hugging_face(extra[0]) in shapes
+            else "",
         )
     missing = [name for name in shapes if name not in entries and name != names.HEAD]
     if missing:
@@ -274,7 +332,11 @@ def check(folder: Path, config: dict, entries: dict) -> dict:
                 f"config.json asks for {list(shape)}"
             )
     tied = resolve_head(config, entries)
-    return {name: entries[name] for name in shapes if name in entries and not (tied and name == names.HEAD)}
+    return {
+        name: entries[name]
+        for name in shapes
+        if name in entries and not (tied and name == names.HEAD)
+    }
 
 
 def resolve_head(config: dict, entries: dict) -> bool:
@@ -285,14 +347,22 @@ def resolve_head(config: dict, entries: dict) -> bool:
     head, embedding = entries.get(names.HEAD), entries[names.to_hugging_face(names.EMBEDDING)]
     if head is None:
         if config.get("tie_word_embeddings") is False:
-            warnings.warn(f"{embedding.path.parent}: config.json says tie_word_embeddings false, but there is no "
-                          f"{names.HEAD}: the embedding is used as the head", CheckpointWarning, stacklevel=4)
+            warnings.warn(
+                f"{embedding.path.parent}: config.json says tie_word_embeddings false, but there is no "
+                f"{names.HEAD}: the embedding is used as the head",
+                CheckpointWarning,
+                stacklevel=4,
+            )
         return True
     if shards.equal(head, embedding):
         return True
     if says_tied:
-        warnings.warn(f"{head.path}: {names.HEAD} differs from the embedding although config.json says "
-                      "tie_word_embeddings true: both are kept", CheckpointWarning, stacklevel=4)
+        warnings.warn(
+            f"{head.path}: {names.HEAD} differs from the embedding although config.json says "
+            "tie_word_embeddings true: both are kept",
+            CheckpointWarning,
+            stacklevel=4,
+        )
     return False
 
 
@@ -303,12 +373,18 @@ def check_tokenizer(path: Path, vocab_size: int) -> None:
     fields = read_object(path)
     try:
         vocab = fields["model"]["vocab"]
-        ids = dict(vocab) if isinstance(vocab, dict) else {token[0]: i for i, token in enumerate(vocab)}
+        ids = (
+            dict(vocab)
+            if isinstance(vocab, dict)
+            else {token[0]: i for i, token in enumerate(vocab)}
+        )
         ids |= {token["content"]: token["id"] for token in fields.get("added_tokens") or ()}
         last = max(ids, key=ids.__getitem__, default="")
         last_id = ids.get(last, -1) + 0
     except (KeyError, TypeError, IndexError, AttributeError) as error:
-        raise CheckpointError(f"{path}: model.vocab or added_tokens is missing or malformed ({error!r})") from error
+        raise CheckpointError(
+            f"{path}: model.vocab or added_tokens is missing or malformed ({error!r})"
+        ) from error
     check_last_id(path, last, last_id, vocab_size)
 
 

@@ -7,21 +7,59 @@ as EOT, EOM and FIM_*, and what it puts into `special_eog_ids`), with its two ex
 
 from collections.abc import Collection
 
-TURN_ENDS = frozenset({
-    "<|im_end|>", "<|endoftext|>",  # ChatML, Qwen, GPT-2
-    "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>",  # Llama 3, Granite
-    "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>",  # Phi, gpt-oss, Solar
-    "<end_of_turn>", "<eos>", "<turn|>", "<|tool_response>",  # Gemma
-    "</s>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",  # Mistral, Kimi
-    "<｜end▁of▁sentence｜>", "<end_of_utterance>",  # DeepSeek, SmolVLM
-})
+TURN_ENDS = frozenset(
+    {
+        "<|im_end|>",
+        "<|endoftext|>",  # ChatML, Qwen, GPT-2
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|end_of_text|>",  # Llama 3, Granite
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+        "<|calls|>",
+        "<|flush|>",  # Phi, gpt-oss, Solar
+        "<end_of_turn>",
+        "<eos>",
+        "<turn|>",
+        "<|tool_response>",  # Gemma
+        "</s>",
+        "<EOT>",
+        "_<EOT>",
+        "[EOT]",
+        "[EOS]",  # Mistral, Kimi
+        "<｜end▁of▁sentence｜>",
+        "<end_of_utterance>",  # DeepSeek, SmolVLM
+    }
+)
 FILL_IN = {  # of models that fill in the middle of code: the name of a token → how it is written
-    "fim_pre": ("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>",
-                "<|code_prefix|>", "<|prefix|>"),
-    "fim_suf": ("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>",
-                "<|code_suffix|>", "<|suffix|>"),
-    "fim_mid": ("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>",
-                "<|code_middle|>", "<|middle|>"),
+    "fim_pre": (
+        "<|fim_prefix|>",
+        "<fim-prefix>",
+        "<fim_prefix>",
+        "<｜fim▁begin｜>",
+        "<PRE>",
+        "<|code_prefix|>",
+        "<|prefix|>",
+    ),
+    "fim_suf": (
+        "<|fim_suffix|>",
+        "<fim-suffix>",
+        "<fim_suffix>",
+        "<｜fim▁hole｜>",
+        "<SUF>",
+        "<|code_suffix|>",
+        "<|suffix|>",
+    ),
+    "fim_mid": (
+        "<|fim_middle|>",
+        "<fim-middle>",
+        "<fim_middle>",
+        "<｜fim▁end｜>",
+        "<MID>",
+        "<|code_middle|>",
+        "<|middle|>",
+    ),
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),

@@ -32,15 +32,22 @@ from .strict import LIMITS, CheckpointError, UnknownModel, quote, read_object
 # Beside chat_template.jinja; these names are known, a list costs a request.
 TEMPLATES = "additional_chat_templates"
 SMALL = (  # optional
-    "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-    "special_tokens_map.json", "chat_template.jinja",
-    f"{TEMPLATES}/tool_use.jinja", f"{TEMPLATES}/rag.jinja",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    f"{TEMPLATES}/tool_use.jinja",
+    f"{TEMPLATES}/rag.jinja",
 )
 FAMILY = tuple(f"Qwen/Qwen3-{size}" for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B"))
 SHORT = {  # what people type → the repository
-    "smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2-360m": "HuggingFaceTB/SmolLM2-360M-Instruct",
-    "smollm2-1.7b": "HuggingFaceTB/SmolLM2-1.7B-Instruct", "llama3.2-1b": "meta-llama/Llama-3.2-1B-Instruct",
-    "llama3.2-3b": "meta-llama/Llama-3.2-3B-Instruct", "qwen2.5-0.5b": "Qwen/Qwen2.5-0.5B-Instruct",
+    "smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "smollm2-360m": "HuggingFaceTB/SmolLM2-360M-Instruct",
+    "smollm2-1.7b": "HuggingFaceTB/SmolLM2-1.7B-Instruct",
+    "llama3.2-1b": "meta-llama/Llama-3.2-1B-Instruct",
+    "llama3.2-3b": "meta-llama/Llama-3.2-3B-Instruct",
+    "qwen2.5-0.5b": "Qwen/Qwen2.5-0.5B-Instruct",
     "qwen2.5-1.5b": "Qwen/Qwen2.5-1.5B-Instruct",
 } | {name.split("/")[1].lower(): name for name in FAMILY}
 LOG = logging.getLogger("weights_loader")
@@ -171,8 +178,15 @@ def _announce(repo: str, folder: Path) -> None:
     config = read_object(folder / "config.json")
     tied = config.get("tie_word_embeddings")
     shapes = names.expected(config)
-    count = sum(math.prod(shape) for name, shape in shapes.items() if not (tied and name == names.HEAD))
-    LOG.info("%s: %s parameters, %s MB in memory as bfloat16", repo, f"{count:,}", f"{2 * count / 1e6:,.0f}")
+    count = sum(
+        math.prod(shape) for name, shape in shapes.items() if not (tied and name == names.HEAD)
+    )
+    LOG.info(
+        "%s: %s parameters, %s MB in memory as bfloat16",
+        repo,
+        f"{count:,}",
+        f"{2 * count / 1e6:,.0f}",
+    )
 
 
 def _limit(name: str) -> int | None:
@@ -265,8 +279,10 @@ def _fetch_blob(repo: str, name: str, remote: Remote, blob: Path):
         if wrong := _wrong_hash(part, remote.etag):  # resuming would keep the damage
             size = part.stat().st_size
             part.unlink()
-            raise CheckpointError(f"{repo}/{name}: {size:,} bytes arrived with {wrong}",
-                                  hint="the download was damaged on the way and is deleted: run it again")
+            raise CheckpointError(
+                f"{repo}/{name}: {size:,} bytes arrived with {wrong}",
+                hint="the download was damaged on the way and is deleted: run it again",
+            )
         os.replace(part, blob)
 
 
@@ -284,23 +300,33 @@ def _receive(repo: str, name: str, remote: Remote, file):
     url = hf_hub_url(repo, name, revision=remote.commit)
     try:
         with _pieces(KEPT):
-            http_get(url, file, resume_size=file.tell(), headers=build_hf_headers(), expected_size=remote.size,
-                     displayed_filename=name)
+            http_get(
+                url,
+                file,
+                resume_size=file.tell(),
+                headers=build_hf_headers(),
+                expected_size=remote.size,
+                displayed_filename=name,
+            )
     except CheckpointError:  # longer than announced: nothing of it can be right
         Path(file.name).unlink()
         raise
     except (HTTPError, OSError) as error:
         if getattr(error, "response", None) is not None:
             raise
-        reached = f"download of {repo}/{name} stopped at {file.tell():,} of {remote.size or 0:,} bytes"
+        reached = (
+            f"download of {repo}/{name} stopped at {file.tell():,} of {remote.size or 0:,} bytes"
+        )
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
             folder = Path(file.name).parent
             raise CheckpointError(
                 f"{reached}: no space left in {folder}, which has {shutil.disk_usage(folder).free:,} bytes free",
                 hint="make room, or set HF_HOME to a folder on a larger disk; it goes on from there",
             ) from error
-        raise CheckpointError(f"{reached}: {_reason(error)}",
-                              hint=f"run it again: it goes on from there; {OFFLINE_HINT}") from error
+        raise CheckpointError(
+            f"{reached}: {_reason(error)}",
+            hint=f"run it again: it goes on from there; {OFFLINE_HINT}",
+        ) from error
 
 
 class Bounded:
@@ -357,8 +383,10 @@ def check_hashes(folder: Path, names: list[str] | None = None) -> list[str]:
             size = blob.stat().st_size
             blob.unlink()
             pointer.unlink()
-            raise CheckpointError(f"{pointer}: its {size:,} bytes have {wrong}; it is removed from the cache",
-                                  hint="run it again, online: it is fetched anew")
+            raise CheckpointError(
+                f"{pointer}: its {size:,} bytes have {wrong}; it is removed from the cache",
+                hint="run it again, online: it is fetched anew",
+            )
         checked.append(name)
     return checked
 
@@ -370,12 +398,14 @@ def _intact(folder: Path) -> Path:
 
 
 def _wrong_hash(path: Path, etag: str) -> str:
-    """"" if the bytes have the hash that the etag names, else both in words: sha256, or git's sha1 of a blob."""
+    """ "" if the bytes have the hash that the etag names, else both in words: sha256, or git's sha1 of a blob."""
     with open(path, "rb") as file:
         if len(etag) == 64:
             kind, digest = "sha256", hashlib.file_digest(file, "sha256")
         else:
-            start = hashlib.sha1(b"blob %d\0" % os.fstat(file.fileno()).st_size, usedforsecurity=False)
+            start = hashlib.sha1(
+                b"blob %d\0" % os.fstat(file.fileno()).st_size, usedforsecurity=False
+            )
             kind, digest = "git's sha1", hashlib.file_digest(file, start.copy)
     found = digest.hexdigest()
     return "" if found == etag else f"{kind} {found[:12]}, the hub says {etag[:12]}"
@@ -406,22 +436,34 @@ def _metadata(repo: str, name: str, revision: str) -> Remote:
     meta = get_hf_file_metadata(hf_hub_url(repo, name, revision=revision))
     what, limit = f"{repo}/{name}: the server's", _limit(name)
     if not COMMIT.fullmatch(meta.commit_hash or ""):
-        raise CheckpointError(f"{what} commit is {quote(meta.commit_hash)}, not 40 hex digits", MIRROR_HINT)
+        raise CheckpointError(
+            f"{what} commit is {quote(meta.commit_hash)}, not 40 hex digits", MIRROR_HINT
+        )
     if COMMIT.fullmatch(revision) and meta.commit_hash != revision:
-        raise CheckpointError(f"{what} commit is {meta.commit_hash}, {revision} was asked for", MIRROR_HINT)
+        raise CheckpointError(
+            f"{what} commit is {meta.commit_hash}, {revision} was asked for", MIRROR_HINT
+        )
     if not ETAG.fullmatch(meta.etag or ""):
-        raise CheckpointError(f"{what} etag is {quote(meta.etag)}, not a sha256 or git's sha1", MIRROR_HINT)
+        raise CheckpointError(
+            f"{what} etag is {quote(meta.etag)}, not a sha256 or git's sha1", MIRROR_HINT
+        )
     if (meta.size is None and limit is None) or (meta.size or 0) < 0:
-        raise CheckpointError(f"{what} size is {meta.size}: nobody knows when the file ends", MIRROR_HINT)
+        raise CheckpointError(
+            f"{what} size is {meta.size}: nobody knows when the file ends", MIRROR_HINT
+        )
     if limit is not None and (meta.size or 0) > limit:
-        raise CheckpointError(f"{what} size is {meta.size:,} bytes; at most {limit:,} are read of such a file")
+        raise CheckpointError(
+            f"{what} size is {meta.size:,} bytes; at most {limit:,} are read of such a file"
+        )
     return Remote(meta.commit_hash, meta.etag, meta.size)
 
 
 def _check_revision(revision: str) -> str:
     """A branch, tag or commit becomes a path below refs/."""
     if not re.fullmatch(r"[^\s/\\:\0]+(/[^\s/\\:\0]+)*", revision) or ".." in revision.split("/"):
-        raise CheckpointError(f"revision {quote(revision)} is no name of a branch, a tag or a commit")
+        raise CheckpointError(
+            f"revision {quote(revision)} is no name of a branch, a tag or a commit"
+        )
     return revision
 
 
@@ -432,7 +474,9 @@ def _storage(repo: str) -> Path:
     return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type="model")
 
 
-def _explain(error: Exception, repo: str, revision: str, missing: list[str], known) -> CheckpointError:
+def _explain(
+    error: Exception, repo: str, revision: str, missing: list[str], known
+) -> CheckpointError:
     """What the hub's client raised → one line and a hint."""
     from huggingface_hub import constants, get_token
     from huggingface_hub import errors as hub
@@ -441,25 +485,41 @@ def _explain(error: Exception, repo: str, revision: str, missing: list[str], kno
     login = "the token in HF_TOKEN has no access" if get_token() else "set HF_TOKEN"
     page = f"{constants.ENDPOINT}/{repo}"
     if isinstance(error, hub.GatedRepoError):
-        return CheckpointError(f"{repo} is gated (HTTP {status})", f"accept its licence at {page}; {login}")
+        return CheckpointError(
+            f"{repo} is gated (HTTP {status})", f"accept its licence at {page}; {login}"
+        )
     if isinstance(error, hub.RevisionNotFoundError):
-        return CheckpointError(f"{repo} has no revision {quote(revision)}", f"branches and tags: {page}/tree/main")
+        return CheckpointError(
+            f"{repo} has no revision {quote(revision)}", f"branches and tags: {page}/tree/main"
+        )
     if isinstance(error, _no_such_file()):
         name = str(error.response.request.url).split("/resolve/")[-1].partition("/")[2]
-        return CheckpointError(f"{repo} has no {name} at revision {revision}", "is it a transformers model of today?")
+        return CheckpointError(
+            f"{repo} has no {name} at revision {revision}", "is it a transformers model of today?"
+        )
     if isinstance(error, hub.RepositoryNotFoundError) or status == 404:
-        return CheckpointError(f"no model {quote(repo)} at {constants.ENDPOINT} (HTTP {status})",
-                               f"{_nearest(repo, known)}; if it is private: {login}")
+        return CheckpointError(
+            f"no model {quote(repo)} at {constants.ENDPOINT} (HTTP {status})",
+            f"{_nearest(repo, known)}; if it is private: {login}",
+        )
     if status in (401, 403):
-        return CheckpointError(f"{repo}: the hub refused access (HTTP {status})", f"{login}; licence page: {page}")
+        return CheckpointError(
+            f"{repo}: the hub refused access (HTTP {status})", f"{login}; licence page: {page}"
+        )
     if isinstance(error, OSError) and error.filename:
-        return CheckpointError(f"{repo}: {error.filename}: {error.strerror}", "set HF_HOME to a writable folder")
+        return CheckpointError(
+            f"{repo}: {error.filename}: {error.strerror}", "set HF_HOME to a writable folder"
+        )
     lacks = f"the cache lacks {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}"
     if isinstance(error, hub.OfflineModeIsEnabled):
-        return CheckpointError(f"{repo}: offline (--offline or HF_HUB_OFFLINE) and {lacks} (revision {revision})",
-                               f"go online to download; {OFFLINE_HINT}")
-    return CheckpointError(f"{repo}: {constants.ENDPOINT} failed ({_reason(error)}) and {lacks}",
-                           f"check the network and run it again; {OFFLINE_HINT}")
+        return CheckpointError(
+            f"{repo}: offline (--offline or HF_HUB_OFFLINE) and {lacks} (revision {revision})",
+            f"go online to download; {OFFLINE_HINT}",
+        )
+    return CheckpointError(
+        f"{repo}: {constants.ENDPOINT} failed ({_reason(error)}) and {lacks}",
+        f"check the network and run it again; {OFFLINE_HINT}",
+    )
 
 
 def _reason(error: Exception) -> str:
@@ -482,8 +542,9 @@ def check_name(repo: str, known: tuple[str, ...]) -> None:
 
 
 def _unknown(source: str, known: tuple[str, ...]) -> UnknownModel:
-    return UnknownModel(f"no model {quote(source)}: not built in, not a folder, not cached",
-                        _nearest(source, known))
+    return UnknownModel(
+        f"no model {quote(source)}: not built in, not a folder, not cached", _nearest(source, known)
+    )
 
 
 def _beside(source: str) -> str | None:
@@ -494,7 +555,9 @@ def _beside(source: str) -> str | None:
             found = [entry.name for entry in islice(entries, SEARCHED) if _is_model(entry)]
     except (OSError, ValueError):
         return None
-    names = {Path(name).stem.lower(): name for name in found} | {name.lower(): name for name in found}
+    names = {Path(name).stem.lower(): name for name in found} | {
+        name.lower(): name for name in found
+    }
     close = difflib.get_close_matches(path.name.lower(), names, n=1, cutoff=0.8)
     place = path.parent / names[close[0]] if close else None
     return place and (str(place) if place.is_absolute() else f"./{place}")
@@ -511,7 +574,9 @@ def _nearest(source: str, known: tuple[str, ...]) -> str:
     if beside := _beside(source):
         return f"did you mean {beside}?"
     if source.startswith(("/", ".", "~")) or source.endswith(".gguf"):
-        return f"check the path: there is no such {'file' if source.endswith('.gguf') else 'folder'}"
+        return (
+            f"check the path: there is no such {'file' if source.endswith('.gguf') else 'folder'}"
+        )
     spelled = (*known, *PACKAGES, *SHORT, *FAMILY)
     names = {re.sub("[^a-z0-9]", "", name.split("/")[-1].lower()): name for name in spelled}
     wanted = re.sub("[^a-z0-9]", "", source.split("/")[-1].lower())
@@ -523,4 +588,6 @@ def _nearest(source: str, known: tuple[str, ...]) -> str:
 
 def _packaged(name: str) -> str:
     """The name of the package that carries this model, for who types ollama's smollm2:135m; else the name."""
-    return next((short for short, one in PACKAGES.items() if one.repository == SHORT.get(name)), name)
+    return next(
+        (short for short, one in PACKAGES.items() if one.repository == SHORT.get(name)), name
+    )

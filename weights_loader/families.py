@@ -25,17 +25,39 @@ class Family:
 
 
 QWEN3_DEFAULTS = {"num_key_value_heads": 32, "head_dim": 128}
-EXPERT_DEFAULTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1}
+EXPERT_DEFAULTS = {
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "decoder_sparse_step": 1,
+}
 FAMILIES = {
     family.model_type: family
     for family in (
         Family("qwen3", "Qwen3", "Qwen3ForCausalLM", qk_norm=True, defaults=QWEN3_DEFAULTS),
-        Family("qwen3_moe", "Qwen3-MoE", "Qwen3MoeForCausalLM", qk_norm=True, experts=True,
-               defaults={"num_key_value_heads": 4, "head_dim": None} | EXPERT_DEFAULTS),
-        Family("qwen2", "Qwen2", "Qwen2ForCausalLM", qkv_bias=True, output_bias=False,
-               defaults={"num_key_value_heads": 32, "head_dim": None}),
-        Family("llama", "Llama", "LlamaForCausalLM", window_switch=False,
-               defaults={"num_key_value_heads": None, "head_dim": None}),
+        Family(
+            "qwen3_moe",
+            "Qwen3-MoE",
+            "Qwen3MoeForCausalLM",
+            qk_norm=True,
+            experts=True,
+            defaults={"num_key_value_heads": 4, "head_dim": None} | EXPERT_DEFAULTS,
+        ),
+        Family(
+            "qwen2",
+            "Qwen2",
+            "Qwen2ForCausalLM",
+            qkv_bias=True,
+            output_bias=False,
+            defaults={"num_key_value_heads": 32, "head_dim": None},
+        ),
+        Family(
+            "llama",
+            "Llama",
+            "LlamaForCausalLM",
+            window_switch=False,
+            defaults={"num_key_value_heads": None, "head_dim": None},
+        ),
     )
 }
 
@@ -45,5 +67,7 @@ def family_of(config: dict) -> Family:
     kind = config.get("model_type", "qwen3")
     if not isinstance(kind, str) or kind not in FAMILIES:
         known = ", ".join(f"{family.title} ({family.model_type})" for family in FAMILIES.values())
-        raise CheckpointError(f"config.json: model_type {quote(kind)} is not implemented", hint=f"known: {known}")
+        raise CheckpointError(
+            f"config.json: model_type {quote(kind)} is not implemented", hint=f"known: {known}"
+        )
     return FAMILIES[kind]

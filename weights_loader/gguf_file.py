@@ -21,7 +21,19 @@ MOST_ITEMS = 2_000_000  # of one list; Gemma 3 has 262,144 tokens and 514,906 me
 # Bytes; the longest published chat templates have 20,000.
 LONGEST_KEY, LONGEST_TEXT = 1_024, 4_000_000
 MOST_DIMENSIONS = 4
-SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 TEXT, LIST = 8, 9
 DAMAGED = "the file is incomplete or damaged: fetch it again"
 
@@ -66,7 +78,9 @@ def read_gguf(path: Path) -> GgufFile:
     with open(path, "rb") as file:
         size = path.stat().st_size
         if size < 24 or file.read(4) != MAGIC:
-            raise CheckpointError(f"{path} is no GGUF file: it does not begin with GGUF and a header", DAMAGED)
+            raise CheckpointError(
+                f"{path} is no GGUF file: it does not begin with GGUF and a header", DAMAGED
+            )
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return parse(path, data)
 
@@ -77,8 +91,10 @@ def parse(path: Path, data) -> GgufFile:
     (version,) = header.numbers("I", 1)
     if version not in VERSIONS:
         swapped = ", or its bytes are in the other order" if version > 0xFFFF else ""
-        raise CheckpointError(f"{path} has GGUF version {version}{swapped}; 2 and 3 are read",
-                              "convert it again with a current llama.cpp")
+        raise CheckpointError(
+            f"{path} has GGUF version {version}{swapped}; 2 and 3 are read",
+            "convert it again with a current llama.cpp",
+        )
     count, keys = header.numbers("Q", 2)
     for what, number, most in (("tensors", count, MOST_TENSORS), ("keys", keys, MOST_KEYS)):
         if number > most:
@@ -99,7 +115,9 @@ class Header:
         self.path, self.data, self.position = path, data, 4
 
     def damaged(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self.path} {what} (byte {self.position:,} of {len(self.data):,})", DAMAGED)
+        return CheckpointError(
+            f"{self.path} {what} (byte {self.position:,} of {len(self.data):,})", DAMAGED
+        )
 
     def take(self, count: int) -> int:
         """Where the next `count` bytes begin."""
@@ -109,7 +127,9 @@ class Header:
         return self.position - count
 
     def numbers(self, form: str, count: int) -> tuple:
-        return struct.unpack_from(f"<{count}{form}", self.data, self.take(count * struct.calcsize(form)))
+        return struct.unpack_from(
+            f"<{count}{form}", self.data, self.take(count * struct.calcsize(form))
+        )
 
     def text(self, longest: int = LONGEST_TEXT) -> str:
         (length,) = self.numbers("Q", 1)
@@ -130,11 +150,15 @@ class Header:
             return self.scalars(key, kind, 1)[0]
         (kind,), (count,) = self.numbers("I", 1), self.numbers("Q", 1)
         if count > MOST_ITEMS:
-            raise self.damaged(f"key {quote(key)} has a list of {count:,} values, at most {MOST_ITEMS:,} are read")
+            raise self.damaged(
+                f"key {quote(key)} has a list of {count:,} values, at most {MOST_ITEMS:,} are read"
+            )
         if kind != TEXT:
             return list(self.scalars(key, kind, count))
         if count * 8 > len(self.data) - self.position:  # a length each, before any text
-            raise self.damaged(f"ends inside its header: key {quote(key)} announces {count:,} texts")
+            raise self.damaged(
+                f"ends inside its header: key {quote(key)} announces {count:,} texts"
+            )
         return [self.text() for _ in range(count)]
 
     def scalars(self, key: str, kind: int, count: int) -> tuple:
@@ -147,7 +171,9 @@ def tensors(header: Header, count: int, metadata: dict) -> tuple[dict[str, Tenso
     """(name → tensor, bytes of the header). Each begins where the one before it ends, as llama.cpp demands too."""
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or not 8 <= alignment <= 65_536 or alignment & (alignment - 1):
-        raise header.damaged(f"has general.alignment {alignment!r}, no power of two from 8 to 65,536")
+        raise header.damaged(
+            f"has general.alignment {alignment!r}, no power of two from 8 to 65,536"
+        )
     infos = [tensor_info(header) for _ in range(count)]
     base = -(-header.position // alignment) * alignment
     found, end = {}, 0
@@ -155,7 +181,9 @@ def tensors(header: Header, count: int, metadata: dict) -> tuple[dict[str, Tenso
         if name in found:
             raise header.damaged(f"has the tensor {quote(name)} twice")
         if offset != end:
-            raise header.damaged(f"puts tensor {quote(name)} at byte {offset:,} of its data, expected {end:,}")
+            raise header.damaged(
+                f"puts tensor {quote(name)} at byte {offset:,} of its data, expected {end:,}"
+            )
         if base + offset + nbytes > len(header.data):
             raise header.damaged(
                 f"has {len(header.data):,} bytes, but tensor {quote(name)} ends at byte {base + offset + nbytes:,}"
@@ -172,7 +200,9 @@ def tensor_info(header: Header) -> tuple:
     name = header.text(LONGEST_KEY)
     (dimensions,) = header.numbers("I", 1)
     if not 1 <= dimensions <= MOST_DIMENSIONS:
-        raise header.damaged(f"gives tensor {quote(name)} {dimensions:,} dimensions, 1 to {MOST_DIMENSIONS} are read")
+        raise header.damaged(
+            f"gives tensor {quote(name)} {dimensions:,} dimensions, 1 to {MOST_DIMENSIONS} are read"
+        )
     shape = header.numbers("Q", dimensions)[::-1]
     (kind,), (offset,) = header.numbers("I", 1), header.numbers("Q", 1)
     try:
@@ -181,5 +211,7 @@ def tensor_info(header: Header) -> tuple:
         raise header.damaged(f"gives tensor {quote(name)} the unknown type {kind}") from None
     block, block_bytes = gguf.GGML_QUANT_SIZES[type_]
     if not all(shape) or shape[-1] % block:
-        raise header.damaged(f"gives tensor {quote(name)} the shape {list(shape)}, no whole blocks of {block}")
+        raise header.damaged(
+            f"gives tensor {quote(name)} the shape {list(shape)}, no whole blocks of {block}"
+        )
     return name, shape, type_, offset, math.prod(shape) // block * block_bytes

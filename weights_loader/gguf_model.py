@@ -26,35 +26,66 @@ from .strict import CheckpointError, quote, read_object
 POINTER = "gguf.json"  # in the folder: which file holds the weights
 FAMILY_OF = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
 KEYS = {  # after the architecture's name → field of config.json
-    "context_length": "max_position_embeddings", "embedding_length": "hidden_size", "block_count": "num_hidden_layers",
-    "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads", "attention.key_length": "head_dim",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps", "rope.freq_base": "rope_theta", "expert_count": "num_experts",
-    "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "moe_intermediate_size",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
 }
 # Must say what the others say.
 CHECKED = {"attention.value_length", "rope.dimension_count", "vocab_size"}
 ROPE_SCALING = {
-    "rope.scaling.type", "rope.scaling.factor", "rope.scale_linear", "rope.scaling.original_context_length",
-    "rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_beta_fast",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scale_linear",
+    "rope.scaling.original_context_length",
+    "rope.scaling.attn_factor",
+    "rope.scaling.yarn_attn_factor",
+    "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_beta_slow",
 }
 HARMLESS = {  # what generation doesn't read
-    "rope.scaling.finetuned", "pooling_type", "tensor_data_layout", "decoder_start_token_id",
-    "classifier.output_labels", "expert_weights_norm",
+    "rope.scaling.finetuned",
+    "pooling_type",
+    "tensor_data_layout",
+    "decoder_start_token_id",
+    "classifier.output_labels",
+    "expert_weights_norm",
 }
 NEUTRAL = {  # keys in which another value than that of `is_off` stands for "as usual"
-    "attention.scale": (0.0,), "logit_scale": (0.0, 1.0), "residual_scale": (0.0, 1.0), "embedding_scale": (0.0, 1.0),
-    "expert_weights_scale": (0.0, 1.0), "expert_gating_func": (0, 1), "expert_group_count": (0, 1),
-    "expert_group_used_count": (0, 1), "rope.scaling.yarn_log_multiplier": (0.0,),
-    "rope.scaling.yarn_ext_factor": (1.0,), "rope.dimension_sections": ([0, 0, 0, 0],),
+    "attention.scale": (0.0,),
+    "logit_scale": (0.0, 1.0),
+    "residual_scale": (0.0, 1.0),
+    "embedding_scale": (0.0, 1.0),
+    "expert_weights_scale": (0.0, 1.0),
+    "expert_gating_func": (0, 1),
+    "expert_group_count": (0, 1),
+    "expert_group_used_count": (0, 1),
+    "rope.scaling.yarn_log_multiplier": (0.0,),
+    "rope.scaling.yarn_ext_factor": (1.0,),
+    "rope.dimension_sections": ([0, 0, 0, 0],),
 }
 FLOATS = {"rms_norm_eps", "rope_theta"}
 NAMES = {  # of a layer
-    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj", "ffn_gate_inp": "mlp.gate",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
 }
 # All experts in one.
 STACKED = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
@@ -81,7 +112,9 @@ def materialize(path: Path) -> Path:
     files = small_files(found) | {POINTER: {"path": str(path.resolve())}}
     temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
     for name, fields in files.items():
-        (temporary / name).write_text(json.dumps(fields, ensure_ascii=False) + "\n", encoding="utf-8")
+        (temporary / name).write_text(
+            json.dumps(fields, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
     try:
         os.replace(temporary, folder)
     except OSError:  # another process was faster, or half a folder is there
@@ -94,7 +127,9 @@ def materialize(path: Path) -> Path:
 def cache_folder() -> Path:
     """$NANOKV_CACHE or the user's cache; where neither can be written, a folder that goes with the machine's next
     start."""
-    base = os.environ.get("NANOKV_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    base = (
+        os.environ.get("NANOKV_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    )
     try:
         folder = Path(base) / "nanokv" / "gguf"
         folder.mkdir(parents=True, exist_ok=True)
@@ -111,8 +146,10 @@ def small_files(found: GgufFile) -> dict[str, dict]:
 
     parts = found.metadata.get("split.count", 0)
     if parts not in (0, 1):
-        raise CheckpointError(f"{found.path} is one of {parts} files; models in one file are read",
-                              "llama-gguf-split --merge FIRST.gguf WHOLE.gguf")
+        raise CheckpointError(
+            f"{found.path} is one of {parts} files; models in one file are read",
+            "llama-gguf-split --merge FIRST.gguf WHOLE.gguf",
+        )
     config = model_config(found)
     names_of(found, config)  # every tensor has a place
     return {"config.json": config, **tokenizer_files(found)}
@@ -122,22 +159,30 @@ def architecture(found: GgufFile) -> str:
     """One of FAMILY_OF."""
     name = found.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in FAMILY_OF:
-        raise CheckpointError(f"{found.path}: general.architecture is {quote(name)}, which is not implemented",
-                              f"known: {', '.join(FAMILY_OF)}")
+        raise CheckpointError(
+            f"{found.path}: general.architecture is {quote(name)}, which is not implemented",
+            f"known: {', '.join(FAMILY_OF)}",
+        )
     return name
 
 
 def model_config(found: GgufFile) -> dict:
     """config.json: the fields that the metadata say, under Hugging Face's names."""
     kind = architecture(found)
-    own = {key.removeprefix(f"{kind}."): value for key, value in found.metadata.items() if key.startswith(f"{kind}.")}
+    own = {
+        key.removeprefix(f"{kind}."): value
+        for key, value in found.metadata.items()
+        if key.startswith(f"{kind}.")
+    }
     fields: dict[str, Any] = {"model_type": FAMILY_OF[kind], "hidden_act": "silu"}
     for key, value in own.items():
         if key in KEYS:
             fields[KEYS[key]] = decimal(value) if KEYS[key] in FLOATS else value
         elif key not in CHECKED | ROPE_SCALING | HARMLESS and not is_neutral(key, value):
-            raise CheckpointError(f"{found.path}: {kind}.{quote(key)[1:-1]} {quote(value)} is not implemented: it may "
-                                  "change the maths")
+            raise CheckpointError(
+                f"{found.path}: {kind}.{quote(key)[1:-1]} {quote(value)} is not implemented: it may "
+                "change the maths"
+            )
     embedding = tensor(found, "token_embd.weight", 2)
     fields["vocab_size"] = embedding.shape[0]
     fields["tie_word_embeddings"] = "output.weight" not in found.tensors
@@ -149,7 +194,9 @@ def model_config(found: GgufFile) -> dict:
         fields |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
         fields.setdefault("intermediate_size", fields.get("moe_intermediate_size"))
     elif fields.pop("num_experts", 0):
-        raise CheckpointError(f"{found.path}: a mixture of experts of architecture {quote(kind)} is not implemented")
+        raise CheckpointError(
+            f"{found.path}: a mixture of experts of architecture {quote(kind)} is not implemented"
+        )
     fields["rope_parameters"] = rope(found, own, fields)
     del fields["rope_theta"]
     return fields
@@ -173,8 +220,10 @@ def check_lengths(found: GgufFile, own: dict, fields: dict) -> None:
     heads, width = fields.get("num_attention_heads"), fields.get("hidden_size")
     # Per layer, in OpenELM and others.
     if type(heads) is not int or type(width) is not int or heads < 1:
-        raise CheckpointError(f"{found.path}: head_count {quote(heads)} and embedding_length {quote(width)} are no two "
-                              "whole numbers")
+        raise CheckpointError(
+            f"{found.path}: head_count {quote(heads)} and embedding_length {quote(width)} are no two "
+            "whole numbers"
+        )
     fields.setdefault("num_key_value_heads", heads)
     head_dim = fields.setdefault("head_dim", width // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
@@ -198,8 +247,10 @@ def rope(found: GgufFile, own: dict, fields: dict) -> dict:
         return theta | {"rope_type": "yarn"} | yarn(found, own)
     # llama.cpp multiplies by it whatever the type is.
     if (attn_factor := attention_multiplier(found, own)) != 1:
-        raise CheckpointError(f"{found.path}: rope.scaling.attn_factor {attn_factor:g} with type {quote(kind)} is not "
-                              "implemented: with yarn it is")
+        raise CheckpointError(
+            f"{found.path}: rope.scaling.attn_factor {attn_factor:g} with type {quote(kind)} is not "
+            "implemented: with yarn it is"
+        )
     if ROPE_FACTORS in found.tensors:
         return theta | {"rope_type": "llama3"} | llama3(found, fields)
     factor = own.get("rope.scaling.factor", own.get("rope.scale_linear", 1.0))
@@ -211,9 +262,17 @@ def rope(found: GgufFile, own: dict, fields: dict) -> dict:
 
 def yarn(found: GgufFile, own: dict) -> dict:
     """YaRN's fields in config.json."""
-    fields = {"factor": "factor", "original_context_length": "original_max_position_embeddings",
-              "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
-    said = {fields[key]: decimal(own[f"rope.scaling.{key}"]) for key in fields if f"rope.scaling.{key}" in own}
+    fields = {
+        "factor": "factor",
+        "original_context_length": "original_max_position_embeddings",
+        "yarn_beta_fast": "beta_fast",
+        "yarn_beta_slow": "beta_slow",
+    }
+    said = {
+        fields[key]: decimal(own[f"rope.scaling.{key}"])
+        for key in fields
+        if f"rope.scaling.{key}" in own
+    }
     attn_factor = attention_multiplier(found, own)
     return said if attn_factor == 1 else said | {"attn_factor": attn_factor}
 
@@ -226,7 +285,9 @@ def attention_multiplier(found: GgufFile, own: dict) -> float:
     """
     said = [own.get(f"rope.scaling.{key}", 1.0) for key in ("attn_factor", "yarn_attn_factor")]
     if not all(type(value) is float for value in said):
-        raise CheckpointError(f"{found.path}: rope.scaling.attn_factor {quote(said)}: numbers were expected")
+        raise CheckpointError(
+            f"{found.path}: rope.scaling.attn_factor {quote(said)}: numbers were expected"
+        )
     return math.prod(map(decimal, said))
 
 
@@ -236,17 +297,25 @@ def llama3(found: GgufFile, fields: dict) -> dict:
 
     info = tensor(found, ROPE_FACTORS, 1)
     if info.type.name != "F32" or info.shape != (fields["head_dim"] // 2,):
-        raise CheckpointError(f"{found.path}: {ROPE_FACTORS} is {info.type.name} {list(info.shape)}, not F32 "
-                              f"[{fields['head_dim'] // 2}]")
+        raise CheckpointError(
+            f"{found.path}: {ROPE_FACTORS} is {info.type.name} {list(info.shape)}, not F32 "
+            f"[{fields['head_dim'] // 2}]"
+        )
     stored = numpy.fromfile(found.path, "<f4", info.shape[0], offset=info.start).astype(float)
     rule = {"factor": float(stored.max())} | LLAMA3
-    turn = 2 * math.pi * fields["rope_theta"] ** (numpy.arange(0, fields["head_dim"], 2) / fields["head_dim"])
+    turn = (
+        2
+        * math.pi
+        * fields["rope_theta"] ** (numpy.arange(0, fields["head_dim"], 2) / fields["head_dim"])
+    )
     low, high, context = (rule[name] for name in LLAMA3)
     keep = ((context / turn - low) / (high - low)).clip(0, 1)
     expected = 1 / ((1 - keep) / rule["factor"] + keep)
     if not numpy.allclose(stored, expected, rtol=1e-4):
-        raise CheckpointError(f"{found.path}: {ROPE_FACTORS} does not follow Llama 3.1's rule with factor "
-                              f"{rule['factor']:g}, which is the one that is implemented")
+        raise CheckpointError(
+            f"{found.path}: {ROPE_FACTORS} does not follow Llama 3.1's rule with factor "
+            f"{rule['factor']:g}, which is the one that is implemented"
+        )
     return rule
 
 
@@ -277,10 +346,15 @@ def names_of(found: GgufFile, config: dict) -> dict[str, tuple[TensorInfo, int, 
         elif layer and layer[2] in STACKED and kind == "weight" and len(info.shape) == 3:
             experts, rows, _ = info.shape
             prefix = f"model.layers.{layer[1]}.mlp.experts"
-            places |= {f"{prefix}.{e}.{STACKED[layer[2]]}.weight": (info, e * rows, rows) for e in range(experts)}
+            places |= {
+                f"{prefix}.{e}.{STACKED[layer[2]]}.weight": (info, e * rows, rows)
+                for e in range(experts)
+            }
         else:
-            raise CheckpointError(f"{found.path}: tensor {quote(name)} {list(info.shape)} has no place in "
-                                  f"{quote(config['model_type'])}")
+            raise CheckpointError(
+                f"{found.path}: tensor {quote(name)} {list(info.shape)} has no place in "
+                f"{quote(config['model_type'])}"
+            )
     return places
 
 

@@ -15,7 +15,9 @@ UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*%s"
 SYMBOLS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*" + REST
 LLAMA3, QWEN2 = WORDS % "{1,3}", WORDS % ""
-QWEN35 = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + REST
+QWEN35 = (
+    CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + REST
+)
 GPT4O = CASED % (CONTRACTIONS + "?", CONTRACTIONS + "?") + r"|\p{N}{1,3}" + SYMBOLS
 TEKKEN = CASED % ("", "") + r"|\p{N}" + SYMBOLS
 SEED_CODER = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+" + REST
@@ -38,7 +40,12 @@ def split(regex: str) -> dict:
 
 def byte_level(use_regex: bool) -> dict:
     """Bytes as printable characters; with GPT-2's regex before it, if that is the rule."""
-    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
+    return {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": use_regex,
+    }
 
 
 def pieces(regex: str) -> Rule:
@@ -52,14 +59,19 @@ GPT2, DIGITS_FIRST = Rule((byte_level(True),)), Rule((DIGITS, byte_level(True)))
 RULES = {
     name: rule
     for names, rule in (
-        ("gpt-2 phi-2 jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum modern-bert", GPT2),
+        (
+            "gpt-2 phi-2 jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum modern-bert",
+            GPT2,
+        ),
         ("mpt olmo jais trillion granite-docling exaone4", GPT2),
         ("smollm starcoder refact command-r codeshell exaone minerva-7b mellum2", DIGITS_FIRST),
         ("qwen2 deepseek-r1-qwen f2llmv2", replace(pieces(QWEN2), nfc=True)),
         ("kormo megrez stablelm2 hunyuan solar-open grok-2", pieces(QWEN2)),
         ("qwen35", replace(pieces(QWEN35), nfc=True)),
-        ("llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
-         replace(pieces(LLAMA3), **WHOLE_AND_BOS)),
+        (
+            "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
+            replace(pieces(LLAMA3), **WHOLE_AND_BOS),
+        ),
         ("dbrx smaug-bpe glm4 chatglm-bpe", pieces(LLAMA3)),
         ("gpt-4o llama4 kanana2 talkie minimax-m2", pieces(GPT4O)),
         ("tekken", replace(pieces(TEKKEN), **WHOLE_AND_BOS)),

@@ -14,7 +14,14 @@ from .gguf_rules import RULES, Rule, byte_level
 from .strict import CheckpointError, quote
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-SPECIAL = {"bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unknown": "unk", "padding": "pad"}
+SPECIAL = {
+    "bos": "bos",
+    "eos": "eos",
+    "eot": "eot",
+    "eom": "eom",
+    "unknown": "unk",
+    "padding": "pad",
+}
 
 
 def tokenizer_files(found: GgufFile) -> dict[str, dict]:
@@ -23,28 +30,52 @@ def tokenizer_files(found: GgufFile) -> dict[str, dict]:
     kinds, bos = token_types(found, tokens, merges), add_bos(found)
     vocabulary = {token: id for id, token in enumerate(tokens) if kinds[id] != UNUSED}
     if len(vocabulary) != sum(kind != UNUSED for kind in kinds):
-        twice = next(token for id, token in enumerate(tokens) if kinds[id] != UNUSED and vocabulary[token] != id)
+        twice = next(
+            token
+            for id, token in enumerate(tokens)
+            if kinds[id] != UNUSED and vocabulary[token] != id
+        )
         raise CheckpointError(f"{found.path}: the token {quote(twice)} has two ids")
     added = [
-        {"id": id, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
-         "special": kinds[id] == CONTROL}
-        for id, token in enumerate(tokens) if kinds[id] in (CONTROL, USER_DEFINED)
+        {
+            "id": id,
+            "content": token,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": kinds[id] == CONTROL,
+        }
+        for id, token in enumerate(tokens)
+        if kinds[id] in (CONTROL, USER_DEFINED)
     ]
     model = {
-        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-        "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": pre.whole_words,
-        "vocab": vocabulary, "merges": [pair(found, merge, vocabulary) for merge in merges],
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": pre.whole_words,
+        "vocab": vocabulary,
+        "merges": [pair(found, merge, vocabulary) for merge in merges],
     }
     config = token_names(found, tokens, kinds)
     return {
         "tokenizer.json": {
-            "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": added,
             "normalizer": {"type": "NFC"} if pre.nfc else None,
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(pre.steps)},
             "post_processor": begin(config["bos_token"], tokens) if bos else None,
-            "decoder": byte_level(True), "model": model,
+            "decoder": byte_level(True),
+            "model": model,
         },
-        "tokenizer_config.json": config | {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": bos},
+        "tokenizer_config.json": config
+        | {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": bos},
     }
 
 
@@ -56,21 +87,34 @@ def token_types(found: GgufFile, tokens: list[str], merges: list[str]) -> list[i
     """
     kinds = listed(found, "token_type", int)
     if len(kinds) != len(tokens):
-        raise CheckpointError(f"{found.path}: {len(kinds):,} token types for {len(tokens):,} tokens")
-    wrong = {id for id, token in enumerate(tokens) if token in CONTROL_TEXTS and kinds[id] != CONTROL}
+        raise CheckpointError(
+            f"{found.path}: {len(kinds):,} token types for {len(tokens):,} tokens"
+        )
+    wrong = {
+        id for id, token in enumerate(tokens) if token in CONTROL_TEXTS and kinds[id] != CONTROL
+    }
     words = {merge.replace(" ", "", 1) for merge in merges} if wrong else set()
-    return [CONTROL if id in wrong and tokens[id] not in words else kind for id, kind in enumerate(kinds)]
+    return [
+        CONTROL if id in wrong and tokens[id] not in words else kind
+        for id, kind in enumerate(kinds)
+    ]
 
 
 def rule(found: GgufFile) -> Rule:
     """How texts are cut."""
     kind, pre = (found.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
     if kind != "gpt2":
-        raise CheckpointError(f"{found.path}: tokenizer.ggml.model is {quote(kind)}, only byte-level BPE (gpt2) is "
-                              "implemented", "SentencePiece models (Llama 2, Mistral, Gemma) are not")
+        raise CheckpointError(
+            f"{found.path}: tokenizer.ggml.model is {quote(kind)}, only byte-level BPE (gpt2) is "
+            "implemented",
+            "SentencePiece models (Llama 2, Mistral, Gemma) are not",
+        )
     if not isinstance(pre, str) or pre not in RULES:
-        raise CheckpointError(f"{found.path}: tokenizer.ggml.pre is {quote(pre)}, and how that one cuts a text is not "
-                              "known here", f"known: {', '.join(RULES)}")
+        raise CheckpointError(
+            f"{found.path}: tokenizer.ggml.pre is {quote(pre)}, and how that one cuts a text is not "
+            "known here",
+            f"known: {', '.join(RULES)}",
+        )
     return RULES[pre]
 
 
@@ -78,7 +122,9 @@ def add_bos(found: GgufFile) -> bool:
     """Does a text begin with bos? As the file says, else as the rule's models do."""
     value = found.metadata.get("tokenizer.ggml.add_bos_token", rule(found).bos)
     if type(value) is not bool:
-        raise CheckpointError(f"{found.path}: tokenizer.ggml.add_bos_token is {quote(value)}, not true or false")
+        raise CheckpointError(
+            f"{found.path}: tokenizer.ggml.add_bos_token is {quote(value)}, not true or false"
+        )
     return value
 
 
@@ -91,7 +137,7 @@ def listed(found: GgufFile, key: str, kind: type) -> list:
 
 
 def pair(found: GgufFile, merge: str, vocabulary: dict) -> list[str]:
-    """"Ġ t" → two tokens that are there, as their sum is; the `tokenizers` library panics otherwise."""
+    """ "Ġ t" → two tokens that are there, as their sum is; the `tokenizers` library panics otherwise."""
     left, _, right = merge.partition(" ")
     if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
         raise CheckpointError(f"{found.path}: the merge {quote(merge)} is not made of tokens")
@@ -103,7 +149,12 @@ def token_names(found: GgufFile, tokens: list[str], kinds: list[int]) -> dict[st
     named too: fim_pad_token, fim_rep_token, fim_sep_token."""
     names: dict[str, Any] = {"bos_token": None}
     control = {token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL}
-    names |= {f"{key}_token": text for key in FILL_IN_ENDS for text in reversed(FILL_IN[key]) if text in control}
+    names |= {
+        f"{key}_token": text
+        for key in FILL_IN_ENDS
+        for text in reversed(FILL_IN[key])
+        if text in control
+    }
     for key, name in (SPECIAL | {key: key for key in FILL_IN_ENDS}).items():
         if (id := token_id(found, key, len(tokens))) is not None:
             names[f"{name}_token"] = tokens[id]
@@ -119,7 +170,11 @@ def chat_templates(found: GgufFile) -> str | list[dict]:
     for name, value in found.metadata.items():
         if (name == key or name.startswith(f"{key}.")) and not isinstance(value, str):
             raise CheckpointError(f"{found.path}: {quote(name)} is no text")
-    named = {name[len(key) + 1 :]: text for name, text in found.metadata.items() if name.startswith(f"{key}.")}
+    named = {
+        name[len(key) + 1 :]: text
+        for name, text in found.metadata.items()
+        if name.startswith(f"{key}.")
+    }
     default = found.metadata.get(key, "")
     if not named:
         return default
@@ -131,7 +186,9 @@ def token_id(found: GgufFile, key: str, count: int) -> int | None:
     """One of the special ids, checked."""
     id = found.metadata.get(f"tokenizer.ggml.{key}_token_id")
     if id is not None and (type(id) is not int or not 0 <= id < count):
-        raise CheckpointError(f"{found.path}: tokenizer.ggml.{key}_token_id is {quote(id)}, there are {count:,} tokens")
+        raise CheckpointError(
+            f"{found.path}: tokenizer.ggml.{key}_token_id is {quote(id)}, there are {count:,} tokens"
+        )
     return id
 
 
@@ -142,7 +199,8 @@ def begin(bos: str | None, tokens: list[str]) -> dict | None:
     text = {"Sequence": {"id": "A", "type_id": 0}}
     first = {"SpecialToken": {"id": bos, "type_id": 0}}
     return {
-        "type": "TemplateProcessing", "single": [first, text],
+        "type": "TemplateProcessing",
+        "single": [first, text],
         "pair": [first, text, {"Sequence": {"id": "B", "type_id": 1}}],
         "special_tokens": {bos: {"id": bos, "ids": [tokens.index(bos)], "tokens": [bos]}},
     }

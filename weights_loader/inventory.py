@@ -35,7 +35,8 @@ def bundled() -> list[Found]:
     """The models that come with the package."""
     return [
         Found(name, folder, sum(path.stat().st_size for path in folder.iterdir() if path.is_file()))
-        for name, folder in BUNDLED.items() if folder.is_dir()
+        for name, folder in BUNDLED.items()
+        if folder.is_dir()
     ]
 
 
@@ -53,11 +54,19 @@ def cached() -> tuple[Path, list[Found]]:
         return place, []
     found = []
     for repo in repos:
-        revisions = sorted(repo.revisions, key=lambda r: ("main" in r.refs, r.last_modified), reverse=True)
-        if repo.repo_type == "model" and revisions and (revisions[0].snapshot_path / "config.json").is_file():
+        revisions = sorted(
+            repo.revisions, key=lambda r: ("main" in r.refs, r.last_modified), reverse=True
+        )
+        if (
+            repo.repo_type == "model"
+            and revisions
+            and (revisions[0].snapshot_path / "config.json").is_file()
+        ):
             folder = revisions[0].snapshot_path
             gaps = [] if (folder / "tokenizer.json").is_file() else ["tokenizer.json"]
-            found.append(Found(repo.repo_id, folder, repo.size_on_disk, (*missing_weights(folder), *gaps)))
+            found.append(
+                Found(repo.repo_id, folder, repo.size_on_disk, (*missing_weights(folder), *gaps))
+            )
     return place, sorted(found, key=lambda one: one.name.lower())
 
 
@@ -109,7 +118,11 @@ def _is_model(entry: os.DirEntry) -> bool:
     try:
         if entry.is_dir():
             return (path / "config.json").is_file()
-        if not entry.name.endswith(".gguf") or entry.name.startswith("mmproj") or not entry.is_file():
+        if (
+            not entry.name.endswith(".gguf")
+            or entry.name.startswith("mmproj")
+            or not entry.is_file()
+        ):
             return False
         with open(path, "rb") as file:
             return file.read(len(MAGIC)) == MAGIC
@@ -142,7 +155,11 @@ def of_gguf(path: Path) -> tuple[dict, Counter]:
 def stored(folder: Path) -> Counter:
     """Values by safetensors dtype, {"BF16": 596049920}, from the headers of the weight files alone."""
     values = Counter()
-    names = [SINGLE] if (folder / SINGLE).is_file() else sorted(set(read_weight_map(folder / INDEX).values()))
+    names = (
+        [SINGLE]
+        if (folder / SINGLE).is_file()
+        else sorted(set(read_weight_map(folder / INDEX).values()))
+    )
     for path in (folder / name for name in names):
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")

@@ -67,7 +67,12 @@ def expected(config: dict) -> dict[str, tuple[int, ...]]:
     """
     family, found = family_of(config), sizes(config)
     V, C, I, L, H, Hk, D = (found[field] for field in SIZES)  # noqa: E741, I: the width of the MLP
-    attention = {"q_proj": (H * D, C), "k_proj": (Hk * D, C), "v_proj": (Hk * D, C), "o_proj": (C, H * D)}
+    attention = {
+        "q_proj": (H * D, C),
+        "k_proj": (Hk * D, C),
+        "v_proj": (Hk * D, C),
+        "o_proj": (C, H * D),
+    }
     # Leaf: (out, in).
     layer = {f"self_attn.{leaf}.weight": shape for leaf, shape in attention.items()}
     if family.qk_norm:
@@ -134,13 +139,23 @@ def one_spelling(config: dict) -> dict:
 
 def check_experts(config: dict, found: dict[str, int]) -> None:
     """The experts of a token are some of all; layers without experts are named by their numbers."""
-    chosen, experts, layers = found["num_experts_per_tok"], found["num_experts"], config.get("mlp_only_layers") or []
+    chosen, experts, layers = (
+        found["num_experts_per_tok"],
+        found["num_experts"],
+        config.get("mlp_only_layers") or [],
+    )
     if (pairs := experts * found["num_hidden_layers"]) > MOST_EXPERTS:
-        raise CheckpointError(f"config.json: {pairs:,} experts in all layers, at most {MOST_EXPERTS:,} are plausible")
+        raise CheckpointError(
+            f"config.json: {pairs:,} experts in all layers, at most {MOST_EXPERTS:,} are plausible"
+        )
     if chosen > experts:
-        raise CheckpointError(f"config.json: num_experts_per_tok {chosen} is more than num_experts {experts}")
+        raise CheckpointError(
+            f"config.json: num_experts_per_tok {chosen} is more than num_experts {experts}"
+        )
     if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
-        raise CheckpointError(f"config.json: mlp_only_layers is {quote(layers)}, not a list of layer numbers")
+        raise CheckpointError(
+            f"config.json: mlp_only_layers is {quote(layers)}, not a list of layer numbers"
+        )
 
 
 def flag(config: dict, field: str) -> bool:
@@ -155,13 +170,18 @@ def size(config: dict, field: str, limit: int) -> int:
     """A whole number from 1 to `limit`; a field that is absent has its family's default, if it has one."""
     defaults = family_of(config).defaults
     if field not in config and field not in defaults:
-        raise CheckpointError(f"config.json: {field} is missing", hint=f"it has {len(config)} fields; is it a model's?")
+        raise CheckpointError(
+            f"config.json: {field} is missing",
+            hint=f"it has {len(config)} fields; is it a model's?",
+        )
     value = config.get(field, defaults.get(field))
     # Null: as many as query heads, as in transformers.
     if value is None and field == "num_key_value_heads":
         return size(config, "num_attention_heads", limit)
     if value is None and field == "head_dim" and defaults[field] is None:
-        C, heads = (size(config, name, SIZES[name]) for name in ("hidden_size", "num_attention_heads"))
+        C, heads = (
+            size(config, name, SIZES[name]) for name in ("hidden_size", "num_attention_heads")
+        )
         value = C // heads
     if type(value) is not int or not 1 <= value <= limit:
         raise CheckpointError(
@@ -189,7 +209,11 @@ def read_weight_map(path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: weight_map is missing, empty or not an object")
     for name, shard in weight_map.items():
-        if not isinstance(shard, str) or not shard.endswith(".safetensors") or set(shard) & set("/\\:\0"):
+        if (
+            not isinstance(shard, str)
+            or not shard.endswith(".safetensors")
+            or set(shard) & set("/\\:\0")
+        ):
             raise CheckpointError(
                 f"{path}: tensor {quote(name)} is said to be in {quote(shard)}; "
                 "a shard must be a .safetensors file in the same folder"

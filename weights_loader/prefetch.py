@@ -70,14 +70,20 @@ class Prefetch:
         try:
             with memoryview(self.memory) as memory:
                 for path in files:
-                    wanted = sorted((start, n, at) for (file, start, n), at in self.places.items() if file == path)
+                    wanted = sorted(
+                        (start, n, at)
+                        for (file, start, n), at in self.places.items()
+                        if file == path
+                    )
                     with open(path, "rb", buffering=0) as file:
                         self.versions[path] = version(os.fstat(file.fileno()))
                         # The rest of the file, too, if it is not in memory yet.
                         if hasattr(os, "posix_fadvise"):
                             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
                         for start, places in runs(wanted):
-                            read_all(file.fileno(), [memory[at : at + n] for at, n in places], start)
+                            read_all(
+                                file.fileno(), [memory[at : at + n] for at, n in places], start
+                            )
         except (OSError, ValueError):  # shards.py will find out why
             self.places = {}
 
@@ -119,7 +125,11 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     index = parse_object((folder / INDEX).read_bytes(), INDEX)
-    files = [folder / file for file in sorted(set(index["weight_map"].values())) if Path(file).name == file]
+    files = [
+        folder / file
+        for file in sorted(set(index["weight_map"].values()))
+        if Path(file).name == file
+    ]
     if not all(map(Path.is_file, files)):  # a pipe would never end
         raise ValueError
     return files

@@ -66,7 +66,9 @@ class Entry:
         start = self.start + offset
         skip = start % mmap.ALLOCATIONGRANULARITY  # a mapping begins on a page
         with open(self.path, "rb") as file:
-            pages = mmap.mmap(file.fileno(), nbytes + skip, access=mmap.ACCESS_COPY, offset=start - skip)
+            pages = mmap.mmap(
+                file.fileno(), nbytes + skip, access=mmap.ACCESS_COPY, offset=start - skip
+            )
         # Keeps the mapping alive.
         raw = torch.frombuffer(pages, dtype=torch.uint8, count=nbytes, offset=skip)
         if start % self.dtype.itemsize:  # legal, but no view may start there
@@ -82,7 +84,10 @@ class Entry:
     def chunks(self):
         """(first element, (n,) values) over the whole tensor; each mapping is gone when the next one is made."""
         for offset in range(0, self.nbytes, CHUNK):
-            yield offset // self.dtype.itemsize, self.mapped(offset, min(CHUNK, self.nbytes - offset))
+            yield (
+                offset // self.dtype.itemsize,
+                self.mapped(offset, min(CHUNK, self.nbytes - offset)),
+            )
 
 
 @dataclass(frozen=True)
@@ -94,19 +99,30 @@ class GgufEntry(Entry):
     heads: int = 0  # of q or k whose rows are permuted; 0: they are not
 
     @classmethod
-    def of(cls, path: Path, name: str, info: TensorInfo, first: int, rows: int, heads: int) -> Entry:
+    def of(
+        cls, path: Path, name: str, info: TensorInfo, first: int, rows: int, heads: int
+    ) -> Entry:
         """`rows` rows from `first` on; plain numbers in their own order are an Entry like those of safetensors."""
         dtype = STORED.get(info.type.name, torch.float32)
         shape = (rows, *info.shape[-1:]) if len(info.shape) > 1 else info.shape
-        each = info.nbytes // math.prod(info.shape[:-1]) if len(info.shape) > 1 else info.nbytes // rows
+        each = (
+            info.nbytes // math.prod(info.shape[:-1])
+            if len(info.shape) > 1
+            else info.nbytes // rows
+        )
         place = path, name, dtype, shape, info.start + first * each, rows * each
         if heads and rows % (2 * heads):
-            raise CheckpointError(f"{path}: tensor {quote(name)} has {rows:,} rows, no pairs for {heads} heads")
+            raise CheckpointError(
+                f"{path}: tensor {quote(name)} has {rows:,} rows, no pairs for {heads} heads"
+            )
         if info.type.name in STORED and not heads:
             return Entry(*place)
         if not dequantizes(info.type):
-            raise CheckpointError(f"{path}: tensor {quote(name)} has type {info.type.name}, which the gguf package does"
-                                  " not turn into numbers", "take a file with other quantization")
+            raise CheckpointError(
+                f"{path}: tensor {quote(name)} has type {info.type.name}, which the gguf package does"
+                " not turn into numbers",
+                "take a file with other quantization",
+            )
         return cls(*place, info.type, heads)
 
     as_stored = False
@@ -125,7 +141,9 @@ class GgufEntry(Entry):
         step = max(1, CHUNK // (4 * width * unit)) * unit
         blocks = numpy.memmap(self.path, numpy.uint8, "r", self.start, (rows, self.nbytes // rows))
         for first in range(0, rows, step):
-            values = torch.from_numpy(gguf.quants.dequantize(blocks[first : first + step], self.type).copy())
+            values = torch.from_numpy(
+                gguf.quants.dequantize(blocks[first : first + step], self.type).copy()
+            )
             if self.heads:  # (heads,D/2,2,K) → (heads,2,D/2,K)
                 values = values.view(-1, unit // 2, 2, width).transpose(1, 2)
             yield first * width, values.reshape(-1)
@@ -137,7 +155,9 @@ def dequantizes(type_) -> bool:
     import gguf
 
     try:
-        gguf.quants.dequantize(numpy.zeros((1, gguf.GGML_QUANT_SIZES[type_][1]), numpy.uint8), type_)
+        gguf.quants.dequantize(
+            numpy.zeros((1, gguf.GGML_QUANT_SIZES[type_][1]), numpy.uint8), type_
+        )
     except NotImplementedError:
         return False
     return True
@@ -150,8 +170,14 @@ def weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
     if os.path.lexists(folder / INDEX):
         weight_map = read_weight_map(folder / INDEX)
         return sorted(set(weight_map.values())), weight_map
-    pickles = sorted(p.name for p in folder.iterdir() if p.suffix in {".bin", ".pt", ".pth", ".ckpt"})
-    found = f"; {pickles[0]} is a pickle, which can run any program and is never opened" if pickles else ""
+    pickles = sorted(
+        p.name for p in folder.iterdir() if p.suffix in {".bin", ".pt", ".pth", ".ckpt"}
+    )
+    found = (
+        f"; {pickles[0]} is a pickle, which can run any program and is never opened"
+        if pickles
+        else ""
+    )
     raise CheckpointError(
         f"{folder} has neither {SINGLE} nor {INDEX}{found}",
         hint="save the model as safetensors: model.save_pretrained(folder) in transformers does",
@@ -179,10 +205,14 @@ def read_entries(folder: Path, tied: bool = True) -> dict[str, Entry]:
     for file in files:
         for name, entry in read_header(folder / file).items():
             if name in entries:
-                raise CheckpointError(f"tensor {quote(name)} is in {entries[name].path.name} and in {file}")
+                raise CheckpointError(
+                    f"tensor {quote(name)} is in {entries[name].path.name} and in {file}"
+                )
             listed = (weight_map or {}).get(name, file)
             if listed != file:
-                raise CheckpointError(f"{folder / file} holds {quote(name)}, which {INDEX} puts in {listed}")
+                raise CheckpointError(
+                    f"{folder / file} holds {quote(name)}, which {INDEX} puts in {listed}"
+                )
             entries[name] = entry
     optional = {HEAD} if tied else set()
     absent = [name for name in weight_map or () if name not in entries and name not in optional]
@@ -202,50 +232,72 @@ def read_header(path: Path) -> dict[str, Entry]:
         if size < 8 or length > min(size - 8, LIMITS["safetensors header"]):
             raise CheckpointError(
                 f"{path}: header of {length:,} bytes does not fit in a file of {size:,} bytes "
-                f"(limit {LIMITS['safetensors header']:,})", FORMAT_HINT
+                f"(limit {LIMITS['safetensors header']:,})",
+                FORMAT_HINT,
             )
         header = parse_object(file.read(length), f"header of {path}")
     _check_metadata(path, header.pop("__metadata__", {}))
     if len(header) > MOST_TENSORS:
-        raise CheckpointError(f"{path} has {len(header):,} tensors; at most {MOST_TENSORS:,} are read of one file",
-                              FORMAT_HINT)
+        raise CheckpointError(
+            f"{path} has {len(header):,} tensors; at most {MOST_TENSORS:,} are read of one file",
+            FORMAT_HINT,
+        )
     entries = [_entry(path, name, fields, 8 + length) for name, fields in header.items()]
     end = 8 + length
     for entry in sorted(entries, key=lambda entry: (entry.start, entry.nbytes)):
         if entry.start != end:
-            problem = "overlaps the one before it" if entry.start < end else "leaves a hole before it"
-            raise CheckpointError(f"{path}: tensor {quote(entry.name)} begins at byte {entry.start:,}, "
-                                  f"expected {end:,}: it {problem}", FORMAT_HINT)
+            problem = (
+                "overlaps the one before it" if entry.start < end else "leaves a hole before it"
+            )
+            raise CheckpointError(
+                f"{path}: tensor {quote(entry.name)} begins at byte {entry.start:,}, "
+                f"expected {end:,}: it {problem}",
+                FORMAT_HINT,
+            )
         end += entry.nbytes
     if end != size:
         last = f", last tensor {quote(max(entries, key=lambda e: e.start).name)}" if entries else ""
-        raise CheckpointError(f"{path}: its header describes {end:,} bytes, the file has {size:,}{last}", FORMAT_HINT)
+        raise CheckpointError(
+            f"{path}: its header describes {end:,} bytes, the file has {size:,}{last}", FORMAT_HINT
+        )
     return {entry.name: entry for entry in entries}
 
 
 def _check_metadata(path: Path, metadata):
     """The one field that is no tensor: texts by name. The format allows nothing else, and other readers refuse it."""
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise CheckpointError(f"header of {path}: __metadata__ is {str(metadata)[:80]}, not texts by name", FORMAT_HINT)
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in metadata.values()
+    ):
+        raise CheckpointError(
+            f"header of {path}: __metadata__ is {str(metadata)[:80]}, not texts by name",
+            FORMAT_HINT,
+        )
 
 
 def _entry(path: Path, name: str, fields, data_start: int) -> Entry:
     """One header field → Entry; refuses an unknown dtype, a bad shape, offsets that disagree with both."""
     where = f"{path}: tensor {quote(name)}"
     if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
-        raise CheckpointError(f"{where}: expected dtype, shape and data_offsets, found {str(fields)[:80]}")
+        raise CheckpointError(
+            f"{where}: expected dtype, shape and data_offsets, found {str(fields)[:80]}"
+        )
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise CheckpointError(f"{where} has dtype {quote(dtype)}; known are {', '.join(DTYPES)}",
-                              hint="quantized checkpoints are not supported: take the bf16 original")
+        raise CheckpointError(
+            f"{where} has dtype {quote(dtype)}; known are {', '.join(DTYPES)}",
+            hint="quantized checkpoints are not supported: take the bf16 original",
+        )
     if not _naturals(shape) or len(shape) > 8:
         raise CheckpointError(f"{where} has shape {str(shape)[:80]}, not a list of sizes")
     if not _naturals(offsets) or len(offsets) != 2:
         raise CheckpointError(f"{where} has data_offsets {str(offsets)[:80]}, not [begin, end]")
     nbytes = math.prod(shape) * DTYPES[dtype].itemsize
     if offsets[1] - offsets[0] != nbytes:
-        raise CheckpointError(f"{where}: {dtype} {shape} takes {nbytes:,} bytes, its data_offsets {offsets} "
-                              f"span {offsets[1] - offsets[0]:,}", FORMAT_HINT)
+        raise CheckpointError(
+            f"{where}: {dtype} {shape} takes {nbytes:,} bytes, its data_offsets {offsets} "
+            f"span {offsets[1] - offsets[0]:,}",
+            FORMAT_HINT,
+        )
     return Entry(path, name, DTYPES[dtype], tuple(shape), data_start + offsets[0], nbytes)
 
 
@@ -253,8 +305,12 @@ def _naturals(value) -> bool:
     return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
 
 
-def materialize(entry: Entry, dtype: torch.dtype | None, device: torch.device,
-                prefetched: Prefetch | None = None) -> torch.Tensor:
+def materialize(
+    entry: Entry,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    prefetched: Prefetch | None = None,
+) -> torch.Tensor:
     """The tensor: a view of the file (or of what was read of it) if dtype and device allow it, else converted chunk by
     chunk."""
     if entry.as_stored and dtype in (None, entry.dtype) and device.type == "cpu":
@@ -277,7 +333,9 @@ def materialize(entry: Entry, dtype: torch.dtype | None, device: torch.device,
     return result
 
 
-def materialize_slice(entry: Entry, part: Slice, dtype: torch.dtype | None, device: torch.device) -> torch.Tensor:
+def materialize_slice(
+    entry: Entry, part: Slice, dtype: torch.dtype | None, device: torch.device
+) -> torch.Tensor:
     """Part of a tensor, all else as `materialize`: rows stay a view of the file, columns are copied, CHUNK bytes of
     the file at a time: no page of it stays mapped for the sake of half of its bytes."""
     if part.dim == 0:

@@ -66,7 +66,9 @@ class CheckpointWarning(UserWarning):
 def quote(text) -> str:
     """A name in a message: in double quotes, at most 200 characters, whatever could steer a terminal escaped."""
     text = str(text) if len(str(text)) <= 200 else str(text)[:197] + "..."
-    return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in json.dumps(text, ensure_ascii=False))
+    return "".join(
+        c if c.isprintable() else json.dumps(c)[1:-1] for c in json.dumps(text, ensure_ascii=False)
+    )
 
 
 def loads(data: bytes | str):
@@ -81,8 +83,13 @@ def loads(data: bytes | str):
         raise ValueError(f"{count:,} lists and objects, at most {CONTAINERS:,} are read")
     try:
         with _collector_paused():
-            value = json.loads(text, object_pairs_hook=_no_repeats, parse_constant=_finite, parse_float=_finite,
-                               parse_int=_integer)
+            value = json.loads(
+                text,
+                object_pairs_hook=_no_repeats,
+                parse_constant=_finite,
+                parse_float=_finite,
+                parse_int=_integer,
+            )
             deep = count > DEEPEST and _too_deep([value])
     except RecursionError:
         deep = True
@@ -128,7 +135,9 @@ def read_bytes(path: Path, error: type = CheckpointError, kind: str = "") -> byt
         with open(path, "rb") as file:
             data = file.read(limit + 1)
             if len(data) > limit:
-                raise error(f"{path} has {path.stat().st_size:,} bytes; at most {limit:,} are read of such a file")
+                raise error(
+                    f"{path} has {path.stat().st_size:,} bytes; at most {limit:,} are read of such a file"
+                )
     except OSError as reason:
         raise error(f"{path} cannot be read: {reason.strerror or reason}") from reason
     return data

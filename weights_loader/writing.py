@@ -24,13 +24,18 @@ if TYPE_CHECKING:
 
 CHECKPOINT = ("config.json", "generation_config.json", names.SINGLE, names.INDEX)
 TOKENIZER = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
     "additional_chat_templates",
 )
 
 
 @contextmanager
-def new_files(folder: str | os.PathLike, files: Iterable[str], force: bool = False) -> Iterator[Path]:
+def new_files(
+    folder: str | os.PathLike, files: Iterable[str], force: bool = False
+) -> Iterator[Path]:
     """Yields an empty folder; what is written there replaces `files` of `folder`, the ones that it lacks too.
 
     CheckpointError, before anything is written, if one of them is there already, unless `force`.
@@ -38,8 +43,10 @@ def new_files(folder: str | os.PathLike, files: Iterable[str], force: bool = Fal
     folder = Path(os.path.expanduser(folder))
     taken = [name for name in files if os.path.lexists(folder / name)]
     if taken and not force:
-        raise CheckpointError(f"{folder / taken[0]} exists already; nothing was written",
-                              "another folder, or force=True to replace it")
+        raise CheckpointError(
+            f"{folder / taken[0]} exists already; nothing was written",
+            "another folder, or force=True to replace it",
+        )
     folder.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=folder))
     try:
@@ -64,8 +71,12 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def write_checkpoint(folder: Path, config: dict, state_dict: dict[str, "torch.Tensor"],
-                     generation_config: dict | None = None) -> None:
+def write_checkpoint(
+    folder: Path,
+    config: dict,
+    state_dict: dict[str, "torch.Tensor"],
+    generation_config: dict | None = None,
+) -> None:
     """model.safetensors with Hugging Face's names, config.json and, if there is one, generation_config.json.
 
     A tied head is stored once. CheckpointError for tensors that are not exactly those of the config, or not floats.
@@ -74,16 +85,24 @@ def write_checkpoint(folder: Path, config: dict, state_dict: dict[str, "torch.Te
 
     tied = names.flag(config, "tie_word_embeddings")
     tensors = {names.to_hugging_face(name): tensor for name, tensor in state_dict.items()}
-    shapes = {name: shape for name, shape in names.expected(config).items() if not (tied and name == names.HEAD)}
+    shapes = {
+        name: shape
+        for name, shape in names.expected(config).items()
+        if not (tied and name == names.HEAD)
+    }
     if tied:
         tensors.pop(names.HEAD, None)
     for name in sorted(shapes.keys() | tensors.keys()):
         have = tuple(tensors[name].shape) if name in tensors else None
         if have != shapes.get(name):
-            raise CheckpointError(f"tensor {quote(name)} has shape {have}, config.json asks for {shapes.get(name)}",
-                                  "save the model that nanokv.load returns, not an optimized one")
+            raise CheckpointError(
+                f"tensor {quote(name)} has shape {have}, config.json asks for {shapes.get(name)}",
+                "save the model that nanokv.load returns, not an optimized one",
+            )
     tensors = {name: tensors[name].detach().to("cpu").contiguous() for name in shapes}
-    texts = {"config.json": config} | ({"generation_config.json": generation_config} if generation_config else {})
+    texts = {"config.json": config} | (
+        {"generation_config.json": generation_config} if generation_config else {}
+    )
     for name, fields in texts.items():
         (folder / name).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     save_file(tensors, folder / names.SINGLE, metadata={"format": "pt"})

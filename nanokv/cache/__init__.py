@@ -15,7 +15,15 @@ if TYPE_CHECKING:  # for editors and type checkers
     from nanokv.cache.registry import CACHES, make_cache
 
 __all__ = [
-    "CACHES", "BatchCache", "DictCache", "KVCache", "LayerCache", "NoCache", "PagePool", "PrefixPool", "make_cache",
+    "CACHES",
+    "BatchCache",
+    "DictCache",
+    "KVCache",
+    "LayerCache",
+    "NoCache",
+    "PagePool",
+    "PrefixPool",
+    "make_cache",
 ]
 
 if not TYPE_CHECKING:  # it would hide a name that is mistyped

@@ -72,7 +72,9 @@ class KVCache(CacheCapabilities):
     def mask(self, T: int) -> Tensor | None:
         """The mask that all layers share, asked once per forward, before any layer appends."""
         if not self:
-            raise CacheError("this cache has no layers: make_cache(name, config) gives it one for each of the model's")
+            raise CacheError(
+                "this cache has no layers: make_cache(name, config) gives it one for each of the model's"
+            )
         return self[0].mask(T)
 
     def truncate(self, n: int) -> None:

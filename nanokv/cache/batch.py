@@ -64,11 +64,19 @@ class BatchLayer(LayerCache):
             row.truncate(n)
 
     def state(self) -> dict:
-        return {f"{b}.{name}": x for b, row in enumerate(self.parts) for name, x in row.state().items()}
+        return {
+            f"{b}.{name}": x for b, row in enumerate(self.parts) for name, x in row.state().items()
+        }
 
     def restore(self, state: dict):
         for b, row in enumerate(self.parts):
-            row.restore({key.removeprefix(f"{b}."): x for key, x in state.items() if key.startswith(f"{b}.")})
+            row.restore(
+                {
+                    key.removeprefix(f"{b}."): x
+                    for key, x in state.items()
+                    if key.startswith(f"{b}.")
+                }
+            )
 
     @property
     def nbytes(self) -> int:
@@ -104,15 +112,28 @@ class BatchCache(KVCache):
         widths = [width(row[0], T, mask) for row, mask in zip(self.rows, masks, strict=True)]
         if len(set(widths)) == 1 and (T == 1 or all(torch.equal(mask, masks[0]) for mask in masks)):
             return masks[0]
-        every = [torch.ones(T, S, dtype=torch.bool) if m is None else m for S, m in zip(widths, masks, strict=True)]
+        every = [
+            torch.ones(T, S, dtype=torch.bool) if m is None else m
+            for S, m in zip(widths, masks, strict=True)
+        ]
         # Padding: False.
-        return torch.stack([F.pad(mask, (max(widths) - mask.shape[1], 0)) for mask in every])[:, None]
+        return torch.stack([F.pad(mask, (max(widths) - mask.shape[1], 0)) for mask in every])[
+            :, None
+        ]
 
     def truncate(self, n):
         """One length for all rows, or one per row; if one of them cannot go back so far, none does."""
-        lengths = torch.as_tensor(n).tolist() if isinstance(n, torch.Tensor | list | tuple) else [n] * len(self.rows)
-        if len(lengths) != len(self.rows) or any(type(length) is not int or length < 0 for length in lengths):
-            raise CacheError(f"truncate({n!r}): a number of tokens ≥ 0 for each of {len(self.rows)} rows was expected")
+        lengths = (
+            torch.as_tensor(n).tolist()
+            if isinstance(n, torch.Tensor | list | tuple)
+            else [n] * len(self.rows)
+        )
+        if len(lengths) != len(self.rows) or any(
+            type(length) is not int or length < 0 for length in lengths
+        ):
+            raise CacheError(
+                f"truncate({n!r}): a number of tokens ≥ 0 for each of {len(self.rows)} rows was expected"
+            )
         for row, length in zip(self.rows, lengths, strict=True):
             for layer in row:
                 layer._check_truncate(length)
@@ -129,7 +150,9 @@ class BatchCache(KVCache):
 
     def save(self, path, tokens=(), model_fingerprint: str = "", rank=ALONE):
         if any(row.made != self.rows[0].made for row in self.rows):
-            raise UnsupportedError("rows of mixed kinds cannot be saved in one file", hint="save each of cache.rows")
+            raise UnsupportedError(
+                "rows of mixed kinds cannot be saved in one file", hint="save each of cache.rows"
+            )
         super().save(path, tokens, model_fingerprint, rank)
 
 
@@ -138,7 +161,10 @@ def check_rows(rows, config):
     if not rows:
         raise CacheError("a batch of no rows: at least one cache was expected")
     if len({id(row) for row in rows}) < len(rows):
-        raise CacheError("one cache is given as two rows, which would append to each other", hint="pass row.fork()")
+        raise CacheError(
+            "one cache is given as two rows, which would append to each other",
+            hint="pass row.fork()",
+        )
     if wrong := [row.config for row in rows if row.config not in (None, config)]:
         raise CacheError(f"a row was made for another model than the batch: {wrong[0]}")
 

@@ -215,8 +215,13 @@ class CacheCapabilities(list):
         # In one line: no layer is ahead.
         self[:], self.made = layers, replace(self.made, batch_size=len(index))
 
-    def save(self, path: str | os.PathLike, tokens: Sequence = (), model_fingerprint: str = "",
-             rank: tuple[int, int] = saving.ALONE) -> None:
+    def save(
+        self,
+        path: str | os.PathLike,
+        tokens: Sequence = (),
+        model_fingerprint: str = "",
+        rank: tuple[int, int] = saving.ALONE,
+    ) -> None:
         """Write keys and values as safetensors, with the config, the tokens and a checksum; replaces `path` atomically.
 
         `tokens` (the ids that are in the cache; for several rows one list for all, or one each) and
@@ -226,9 +231,15 @@ class CacheCapabilities(list):
         saving.save(self, path, tokens, model_fingerprint, rank)
 
     @classmethod
-    def load(cls, path: str | os.PathLike, config: Config, model_fingerprint: str = "",
-             device: str | torch.device = "cpu", rank: tuple[int, int] = saving.ALONE,
-             **options: Any) -> Any:
+    def load(
+        cls,
+        path: str | os.PathLike,
+        config: Config,
+        model_fingerprint: str = "",
+        device: str | torch.device = "cpu",
+        rank: tuple[int, int] = saving.ALONE,
+        **options: Any,
+    ) -> Any:
         """Rebuild a saved cache. Refuses another config, other weights, an edited or a truncated file, and that of
         another rank, saying which.
 
@@ -237,4 +248,6 @@ class CacheCapabilities(list):
         """
         # By name: all kinds in it are made of this file.
         registry = importlib.import_module("nanokv.cache.registry")
-        return saving.load(path, config, registry.make_cache, model_fingerprint, device, options, rank)
+        return saving.load(
+            path, config, registry.make_cache, model_fingerprint, device, options, rank
+        )

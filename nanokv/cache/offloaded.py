@@ -32,7 +32,11 @@ class OffloadedLayer(LayerCache):
         return Sizes(self.like.shape[2] if self.length else None, self.length, self.nbytes)
 
     def append(self, k, v):
-        held = self.like[:, 0].permute(1, 2, 0, 3).expand(-1, -1, self.length, -1) if self.length else None
+        held = (
+            self.like[:, 0].permute(1, 2, 0, 3).expand(-1, -1, self.length, -1)
+            if self.length
+            else None
+        )
         check_append(k, v, held, self._expected)
         new = torch.stack((k, v)).permute(3, 0, 1, 2, 4)  # (T,2,B,Hk,D)
         past = self.near()
@@ -63,7 +67,11 @@ class OffloadedLayer(LayerCache):
 
     def state(self) -> dict:
         rows = self.near()
-        return {} if rows is None else dict(zip(("key", "value"), rows.permute(1, 2, 3, 0, 4), strict=True))
+        return (
+            {}
+            if rows is None
+            else dict(zip(("key", "value"), rows.permute(1, 2, 3, 0, 4), strict=True))
+        )
 
     def restore(self, state: dict):
         self.length, self.coming = 0, None

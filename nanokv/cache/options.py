@@ -19,20 +19,34 @@ def at_least(low: int) -> Rule:
 def one_of(*values: object) -> Rule:
     """1.0 and True are not 1."""
     listed = ", ".join(map(str, values))
-    return lambda value: any(type(value) is type(x) and value == x for x in values), f"{listed} are implemented"
+    return lambda value: any(
+        type(value) is type(x) and value == x for x in values
+    ), f"{listed} are implemented"
 
 
 TEXT: Rule = lambda value: isinstance(value, str), "a string was expected"
-FOLDER: Rule = lambda value: value is None or isinstance(value, str | os.PathLike), "the path of a folder was expected"
+FOLDER: Rule = (
+    lambda value: value is None or isinstance(value, str | os.PathLike),
+    "the path of a folder was expected",
+)
 OBJECT = None  # only a program can pass it
 PAGES: dict[str, Rule | None] = {"page": at_least(1), "pages": at_least(0), "pool": OBJECT}
 BITS = (2, 4, 8)
 KINDS: dict[str, dict[str, Rule | None]] = {  # cache → its options → (legal?, what is legal)
-    "dict": {}, "static": {}, "growing": {},
-    "paged": PAGES, "prefix": PAGES | {"salt": TEXT},
+    "dict": {},
+    "static": {},
+    "growing": {},
+    "paged": PAGES,
+    "prefix": PAGES | {"salt": TEXT},
     "sliding": {"window": at_least(0), "sinks": at_least(0)},
-    "quantized": {"bits": one_of(*BITS), "k_bits": one_of(0, *BITS), "v_bits": one_of(0, *BITS), "group": at_least(1),
-                  "residual": at_least(0), "rotate": one_of("none", "hadamard")},
+    "quantized": {
+        "bits": one_of(*BITS),
+        "k_bits": one_of(0, *BITS),
+        "v_bits": one_of(0, *BITS),
+        "group": at_least(1),
+        "residual": at_least(0),
+        "rotate": one_of("none", "hadamard"),
+    },
     "offloaded": {"to": one_of("disk", "host"), "folder": FOLDER},
     "batch": {"of": TEXT},  # and what its rows know
 }
@@ -42,9 +56,14 @@ ELSEWHERE = {  # caches of other programs, in lower case and without "cache" →
     "dynamic": "transformers' DynamicCache is 'dict' here; 'growing' holds the same, copies less",
     "default": "'dict' is the plainest, 'growing' what the chat uses",
     "sink": "'sliding:window=N:sinks=4' keeps the first tokens",
-    "offloadedstatic": "did you mean 'offloaded'?", "slidingwindow": "did you mean 'sliding'?",
-    "pagedattention": "did you mean 'paged'?", "radix": "did you mean 'prefix'?",
-    "quanto": _QUANTIZED, "hqq": _QUANTIZED, "q80": _QUANTIZED, "q40": _QUANTIZED,
+    "offloadedstatic": "did you mean 'offloaded'?",
+    "slidingwindow": "did you mean 'sliding'?",
+    "pagedattention": "did you mean 'paged'?",
+    "radix": "did you mean 'prefix'?",
+    "quanto": _QUANTIZED,
+    "hqq": _QUANTIZED,
+    "q80": _QUANTIZED,
+    "q40": _QUANTIZED,
     "fp8": _QUANTIZED,
 }
 
@@ -91,7 +110,9 @@ def check_options(name: str, options: dict, objects: bool = False) -> None:
     if name == "batch":
         of = options.get("of", "dict")
         if type(of) is not str or of not in KINDS or of == "batch":
-            raise CacheError(f"of is {of!r}: there are {', '.join(kind for kind in KINDS if kind != 'batch')}")
+            raise CacheError(
+                f"of is {of!r}: there are {', '.join(kind for kind in KINDS if kind != 'batch')}"
+            )
         known |= KINDS[of]
     known = {key: rule for key, rule in known.items() if objects or rule is not OBJECT}
     if unknown := sorted(set(options) - set(known)):

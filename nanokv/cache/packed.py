@@ -25,7 +25,9 @@ class PackedLayer(LayerCache):
         """(N,Hk,1,D) ×2 → two lists with (1,Hk,S_b,D) for each sequence; all are written, or none."""
         check_append(k, v, expected=self._expected)
         if k.shape[0] != sum(self.counts):
-            raise CacheError(f"cannot append keys {tuple(k.shape)} to sequences of {self.counts} tokens")
+            raise CacheError(
+                f"cannot append keys {tuple(k.shape)} to sequences of {self.counts} tokens"
+            )
         # (1,Hk,T_b,D) each.
         keys, values = ([rows.transpose(0, 2) for rows in x.split(self.counts)] for x in (k, v))
         with all_or_none(self.parts):
@@ -45,14 +47,23 @@ class PackedCache(KVCache):
     def __init__(self, caches, counts, config):
         check_rows(caches, config)
         if len(counts) != len(caches) or any(cache.sizes.batch_size != 1 for cache in caches):
-            raise CacheError(f"{len(counts)} prompts for {len(caches)} caches: one each, of one sequence each")
+            raise CacheError(
+                f"{len(counts)} prompts for {len(caches)} caches: one each, of one sequence each"
+            )
         self.caches, self.counts = list(caches), list(counts)
-        super().__init__((PackedLayer(parts, self.counts) for parts in zip(*caches, strict=True)), config)
+        super().__init__(
+            (PackedLayer(parts, self.counts) for parts in zip(*caches, strict=True)), config
+        )
 
     @property
     def length(self):
         """(N,) int64: how many tokens of its own sequence stand before each row."""
-        return torch.cat([cache.length + torch.arange(n) for cache, n in zip(self.caches, self.counts, strict=True)])
+        return torch.cat(
+            [
+                cache.length + torch.arange(n)
+                for cache, n in zip(self.caches, self.counts, strict=True)
+            ]
+        )
 
 
 class Packed:
@@ -65,4 +76,6 @@ class Packed:
         """q (N,H,1,D) with N = ΣT_b, keys and values lists of (1,Hk,S_b,D), the T_b new ones last → (N,H,1,D)."""
         queries = q.split([size for size, _ in self.parts])  # (T_b,H,1,D)
         each = zip(queries, keys, values, self.parts, strict=True)
-        return torch.cat([attend(rows.transpose(0, 2), k, v).transpose(0, 2) for rows, k, v, (_, attend) in each])
+        return torch.cat(
+            [attend(rows.transpose(0, 2), k, v).transpose(0, 2) for rows, k, v, (_, attend) in each]
+        )

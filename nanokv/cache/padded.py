@@ -23,8 +23,15 @@ class PaddedCache(KVCache):
     def __init__(self, inner: KVCache, pads):
         super().__init__(inner, inner.config)
         self.inner, self.pads = inner, torch.as_tensor(pads)  # (B,) int64
-        if self.pads.dim() != 1 or self.pads.numel() == 0 or self.pads.is_floating_point() or self.pads.min() < 0:
-            raise CacheError(f"pads is {self.pads.tolist()!r}: a number of columns ≥ 0 for each row was expected")
+        if (
+            self.pads.dim() != 1
+            or self.pads.numel() == 0
+            or self.pads.is_floating_point()
+            or self.pads.min() < 0
+        ):
+            raise CacheError(
+                f"pads is {self.pads.tolist()!r}: a number of columns ≥ 0 for each row was expected"
+            )
         if inner.made.options.get("sinks") and self.pads.any():
             raise UnsupportedError(
                 "the attention sinks of a padded row would be its padding",
@@ -68,9 +75,13 @@ class PaddedCache(KVCache):
 
     def truncate(self, n):
         """A `length` from before, or 0: start again, with the padding still to come."""
-        columns = self.pads * 0 if type(n) is int and n == 0 else torch.as_tensor(n) + self.pads  # (B,)
+        columns = (
+            self.pads * 0 if type(n) is int and n == 0 else torch.as_tensor(n) + self.pads
+        )  # (B,)
         if columns.numel() != len(self.pads) or columns.unique().numel() > 1 or columns[0] < 0:
-            raise UnsupportedError("the rows of a padded cache all end in the same column", hint="use the batch cache")
+            raise UnsupportedError(
+                "the rows of a padded cache all end in the same column", hint="use the batch cache"
+            )
         self.inner.truncate(int(columns[0]))
 
     def fork(self) -> "PaddedCache":
@@ -83,4 +94,6 @@ class PaddedCache(KVCache):
         self[:] = self.inner
 
     def save(self, path, tokens=(), model_fingerprint: str = "", rank=ALONE):
-        raise UnsupportedError("a padded cache cannot be saved", hint="save the rows of a batch cache")
+        raise UnsupportedError(
+            "a padded cache cannot be saved", hint="save the rows of a batch cache"
+        )

@@ -22,7 +22,9 @@ class PagedCache(KVCache):
     """B sequences of equal length over one pool: `tables[b]` lists the pages of row b, oldest first."""
 
     def __init__(self, pool: PagePool, batch_size: int = 1):
-        super().__init__((PagedLayer(self, i) for i in range(pool.config.num_hidden_layers)), pool.config)
+        super().__init__(
+            (PagedLayer(self, i) for i in range(pool.config.num_hidden_layers)), pool.config
+        )
         self.pool, self.tables, self.view = pool, [[] for _ in range(batch_size)], None
         pool.join(self)
 
@@ -30,7 +32,11 @@ class PagedCache(KVCache):
     def capacity(self) -> int | None:
         """Tokens per row, if nobody else takes pages."""
         pool = self.pool
-        return None if pool.limit is None else len(pool.references) // len(self.tables) * pool.page_size
+        return (
+            None
+            if pool.limit is None
+            else len(pool.references) // len(self.tables) * pool.page_size
+        )
 
     def reserve(self, start: int, end: int):
         """Pages for positions start … end−1 of every row, none of them shared."""
@@ -98,7 +104,9 @@ class PagedCache(KVCache):
         size, length = self.pool.page_size, max(layer.length for layer in self)
         places = (place for table in self.tables for place in enumerate(table))
         filled = {page: min(size, length - i * size) for i, page in places}
-        return Sizes(len(self.tables), length, sum(filled.values()) * self.pool.bytes_per_page // size)
+        return Sizes(
+            len(self.tables), length, sum(filled.values()) * self.pool.bytes_per_page // size
+        )
 
 
 class PagedLayer(LayerCache):
@@ -116,7 +124,9 @@ class PagedLayer(LayerCache):
     @in_place(_reserve)
     def append(self, k, v):
         table = self.write(k, v).table
-        return self.gather(self.parent.pool.keys, table), self.gather(self.parent.pool.values, table)
+        return self.gather(self.parent.pool.keys, table), self.gather(
+            self.parent.pool.values, table
+        )
 
     def write(self, k, v) -> View:
         check_append(k, v)

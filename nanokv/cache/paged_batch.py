@@ -49,12 +49,18 @@ class PagedBatch(BatchCache):
     def __init__(self, rows, config):
         super().__init__(rows, config)
         self.pool, self.view = getattr(self.rows[0], "pool", None), None
-        alike = all(getattr(row, "pool", None) is self.pool and len(row.tables) == 1 for row in self.rows)
+        alike = all(
+            getattr(row, "pool", None) is self.pool and len(row.tables) == 1 for row in self.rows
+        )
         if self.pool is None or not alike:
-            raise CacheError("the rows of a paged batch must be paged caches of one sequence over one pool")
+            raise CacheError(
+                "the rows of a paged batch must be paged caches of one sequence over one pool"
+            )
 
     def layers(self, rows) -> list[PagedBatchLayer]:
-        return [PagedBatchLayer(self, i, list(parts)) for i, parts in enumerate(zip(*rows, strict=True))]
+        return [
+            PagedBatchLayer(self, i, list(parts)) for i, parts in enumerate(zip(*rows, strict=True))
+        ]
 
     def pages(self, like) -> list[Pages] | None:
         if any(type(layer) is not PagedBatchLayer or reserve_of(layer) is None for layer in self):

@@ -36,7 +36,9 @@ class PagePool:
 
     def owned(self) -> Counter:
         """How many owners each page has: O(pages in use)."""
-        listed = Counter(page for owner in self.owners.values() for table in owner.tables for page in table)
+        listed = Counter(
+            page for owner in self.owners.values() for table in owner.tables for page in table
+        )
         return listed + self.lent
 
     def settle(self):
@@ -99,7 +101,9 @@ class PagePool:
         if not fits or held.dtype != like.dtype or held.device != like.device:
             have, new = (f"{tuple(x.shape[-4:])} {x.dtype}" for x in (held, like))
             where = "" if held.device == like.device else f": on {like.device}, not {held.device}"
-            raise CacheError(f"cannot append keys {new} to a cache of {have} (pages,Hk,page,D){where}")
+            raise CacheError(
+                f"cannot append keys {new} to a cache of {have} (pages,Hk,page,D){where}"
+            )
 
     def empty(self, pages: int, like):
         """(L,pages,Hk,page,D), not written. Usable outside inference mode too."""

@@ -48,7 +48,9 @@ class PrefixPool(PagePool):
     def available(self) -> int:
         """Pages that are free or that only the index holds."""
         self.settle()
-        return len(self.free) + sum(self.references[entry.page] == 1 for entry in self.index.values())
+        return len(self.free) + sum(
+            self.references[entry.page] == 1 for entry in self.index.values()
+        )
 
     def chain(self, tokens, salt: str):
         """(hash, tokens) of every full page of a sequence."""

@@ -20,7 +20,12 @@ class QuantizedCache(LayerCache):
     """Packed codes and scales of the old tokens; the newest, at least `residual` of them, are exact."""
 
     def __init__(self, k_bits: int, v_bits: int, group: int, residual: int, rotate: str):
-        self.bits, self.group, self.residual, self.rotate = (k_bits, v_bits), group, residual, rotate
+        self.bits, self.group, self.residual, self.rotate = (
+            (k_bits, v_bits),
+            group,
+            residual,
+            rotate,
+        )
         self.clear()
 
     def clear(self):
@@ -70,7 +75,9 @@ class QuantizedCache(LayerCache):
     def sizes(self) -> Sizes:
         """A guess ends where plain decoding would quantize a block that the guess sees exactly."""
         guess = self.residual + self.group - (self.newest - self.due * self.group)
-        return Sizes(self.exact[0].shape[0] if self.exact else None, self.length, self.nbytes, guess)
+        return Sizes(
+            self.exact[0].shape[0] if self.exact else None, self.length, self.nbytes, guess
+        )
 
     def flush(self, blocks: int):
         """Quantize the oldest so many groups of exact tokens; codes that exist already are not touched."""
@@ -94,7 +101,10 @@ class QuantizedCache(LayerCache):
         k_scale, k_low = (x.repeat_interleave(times, dim=2) for x in (k_scale, k_low))  # (B,Hk,q,D)
         k = self.rotated(dequantize(unpack(self.codes[0], self.bits[0]), k_scale, k_low))
         v = dequantize(unpack(self.codes[1], self.bits[1]), v_scale, v_low)
-        return tuple(torch.cat((old.to(new.dtype), new), 2) for old, new in zip((k, v), self.exact, strict=True))
+        return tuple(
+            torch.cat((old.to(new.dtype), new), 2)
+            for old, new in zip((k, v), self.exact, strict=True)
+        )
 
     def truncate(self, n: int):
         self._check_truncate(n)
@@ -107,8 +117,13 @@ class QuantizedCache(LayerCache):
                 blocks.pop()
             blocks[-1] -= sum(blocks) - n
             sizes = len(blocks), len(blocks), n, n
-            scales = tuple(x[:, :, :size].clone() for x, size in zip(self.scales, sizes, strict=True))
-            exact, codes = (tuple(x[:, :, :end].clone() for x in g) for g, end in ((self.exact, 0), (self.codes, n)))
+            scales = tuple(
+                x[:, :, :size].clone() for x, size in zip(self.scales, sizes, strict=True)
+            )
+            exact, codes = (
+                tuple(x[:, :, :end].clone() for x in g)
+                for g, end in ((self.exact, 0), (self.codes, n))
+            )
             self._rollback((exact, codes, scales, blocks))
         elif n < self.length:
             self.exact = tuple(x[:, :, : n - quantized].clone() for x in self.exact)
@@ -137,7 +152,9 @@ class QuantizedCache(LayerCache):
 
     def restore(self, state: dict):
         names = ("exact", "codes", "scales")
-        groups = (tuple(state[key] for key in sorted(state) if key.startswith(name)) for name in names)
+        groups = (
+            tuple(state[key] for key in sorted(state) if key.startswith(name)) for name in names
+        )
         self._rollback((*groups, state["blocks"].tolist() if state else []))
 
     @property

@@ -30,7 +30,15 @@ from nanokv.errors import CacheError
 from weights_loader import Device, Dtype
 
 __all__ = [
-    "CACHES", "BatchCache", "DictCache", "KVCache", "LayerCache", "NoCache", "PagePool", "PrefixPool", "make_cache",
+    "CACHES",
+    "BatchCache",
+    "DictCache",
+    "KVCache",
+    "LayerCache",
+    "NoCache",
+    "PagePool",
+    "PrefixPool",
+    "make_cache",
 ]
 
 Capacity = int | None  # tokens per row
@@ -53,8 +61,15 @@ def make_growing(config: Config, batch_size: int, capacity: Capacity) -> KVCache
     return KVCache((GrowingCache(capacity) for _ in range(config.num_hidden_layers)), config)
 
 
-def make_paged(config: Config, batch_size: int, capacity: Capacity, *, page: int = 0, pages: int = 0,
-               pool: PagePool | None = None) -> KVCache:
+def make_paged(
+    config: Config,
+    batch_size: int,
+    capacity: Capacity,
+    *,
+    page: int = 0,
+    pages: int = 0,
+    pool: PagePool | None = None,
+) -> KVCache:
     """Pages of 16 tokens or `page`, from a pool: `pool` is one to share, `pages` makes one of that size; without both
     it grows as needed."""
     if pool is None:
@@ -64,60 +79,111 @@ def make_paged(config: Config, batch_size: int, capacity: Capacity, *, page: int
     return PagedCache(pool, batch_size)
 
 
-def make_prefix(config: Config, batch_size: int, capacity: Capacity, *, page: int = 0, pages: int = 0,
-                pool: PagePool | None = None, salt: str = "") -> KVCache:
+def make_prefix(
+    config: Config,
+    batch_size: int,
+    capacity: Capacity,
+    *,
+    page: int = 0,
+    pages: int = 0,
+    pool: PagePool | None = None,
+    salt: str = "",
+) -> KVCache:
     """Pages that later requests with the same beginning find again; pool and pages as for the paged cache."""
     if pool is None:
         page, slots = page or 16, capacity or config.max_position_embeddings
         keep = batch_size * -(-slots // page)  # pages of one request as long as the context
-        pool = PrefixPool(config, pages, page) if pages else ElasticPrefixPool(config, FIRST_PAGES, page, keep)
+        pool = (
+            PrefixPool(config, pages, page)
+            if pages
+            else ElasticPrefixPool(config, FIRST_PAGES, page, keep)
+        )
     check_pool(pool, PrefixPool, config, page, pages)
     cache = PrefixCache(pool, batch_size)
     cache.salt = salt
     return cache
 
 
-def make_sliding(config: Config, batch_size: int, capacity: Capacity, *, window: int = 0, sinks: int = 0) -> KVCache:
+def make_sliding(
+    config: Config, batch_size: int, capacity: Capacity, *, window: int = 0, sinks: int = 0
+) -> KVCache:
     """The last `window` positions (default: capacity, then the model's context) and the first `sinks`."""
     window = window or capacity or config.max_position_embeddings
-    cache = KVCache((SlidingCache(config, window, sinks) for _ in range(config.num_hidden_layers)), config)
+    cache = KVCache(
+        (SlidingCache(config, window, sinks) for _ in range(config.num_hidden_layers)), config
+    )
     # Decided here: a file must not depend on how long the context was.
     cache.made = Made(options={"window": window})
     return cache
 
 
-def make_quantized(config: Config, batch_size: int, capacity: Capacity, *, bits: int = 8, k_bits: int = 0,
-                   v_bits: int = 0, group: int = 32, residual: int = 32, rotate: str = "none") -> KVCache:
+def make_quantized(
+    config: Config,
+    batch_size: int,
+    capacity: Capacity,
+    *,
+    bits: int = 8,
+    k_bits: int = 0,
+    v_bits: int = 0,
+    group: int = 32,
+    residual: int = 32,
+    rotate: str = "none",
+) -> KVCache:
     """`bits` for both, or k_bits and v_bits apart (K8V4: k_bits=8, v_bits=4); rotate=hadamard turns the keys first."""
     k_bits, v_bits = k_bits or bits, v_bits or bits
     for value in (k_bits, v_bits):
         if config.head_dim % (8 // value):
             raise CacheError(f"head_dim {config.head_dim} cannot be packed in {value} bits")
-    layers = (QuantizedCache(k_bits, v_bits, group, residual, rotate) for _ in range(config.num_hidden_layers))
+    layers = (
+        QuantizedCache(k_bits, v_bits, group, residual, rotate)
+        for _ in range(config.num_hidden_layers)
+    )
     return KVCache(layers, config)
 
 
-def make_offloaded(config: Config, batch_size: int, capacity: Capacity, *, to: str = "disk",
-                   folder: str | os.PathLike | None = None) -> KVCache:
+def make_offloaded(
+    config: Config,
+    batch_size: int,
+    capacity: Capacity,
+    *,
+    to: str = "disk",
+    folder: str | os.PathLike | None = None,
+) -> KVCache:
     """Layers in a file each (to=disk, in `folder` or the system's temporary folder) or in host memory (to=host)."""
     return OffloadedCache(config, partial(DiskStore, folder) if to == "disk" else HostStore)
 
 
-def make_batch(config: Config, batch_size: int, capacity: Capacity, *, of: str = "dict",
-               **options: Any) -> KVCache:
+def make_batch(
+    config: Config, batch_size: int, capacity: Capacity, *, of: str = "dict", **options: Any
+) -> KVCache:
     """Rows that may differ in length, each a cache of its own kind (`of`), with that kind's options."""
-    return BatchCache([make_cache(of, config, 1, capacity, **options) for _ in range(batch_size)], config)
+    return BatchCache(
+        [make_cache(of, config, 1, capacity, **options) for _ in range(batch_size)], config
+    )
 
 
 CACHES: dict[str, Callable[..., KVCache]] = {
-    "dict": make_dict, "static": make_static, "growing": make_growing, "paged": make_paged, "prefix": make_prefix,
-    "sliding": make_sliding, "quantized": make_quantized, "offloaded": make_offloaded, "batch": make_batch,
+    "dict": make_dict,
+    "static": make_static,
+    "growing": make_growing,
+    "paged": make_paged,
+    "prefix": make_prefix,
+    "sliding": make_sliding,
+    "quantized": make_quantized,
+    "offloaded": make_offloaded,
+    "batch": make_batch,
 }
 
 
-def make_cache(name: str, config: Config, batch_size: int = 1, capacity: Capacity = None,
-               dtype: Dtype = None, device: Device = None,
-               **options: Any) -> KVCache:
+def make_cache(
+    name: str,
+    config: Config,
+    batch_size: int = 1,
+    capacity: Capacity = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    **options: Any,
+) -> KVCache:
     """An empty cache of the named kind for a model of this config; capacity in tokens per row. Options may be part of
     the name, as on the command line: "quantized:bits=4"; an argument that says something else is refused.
 
@@ -128,12 +194,16 @@ def make_cache(name: str, config: Config, batch_size: int = 1, capacity: Capacit
         name, named = read_kind(name)
         for key in named.keys() & options.keys():
             if named[key] != options[key]:
-                raise CacheError(f"{key} is {named[key]!r} in the cache's name and {options[key]!r} as an argument",
-                                 f"leave one of them out: {key}={options[key]!r}")
+                raise CacheError(
+                    f"{key} is {named[key]!r} in the cache's name and {options[key]!r} as an argument",
+                    f"leave one of them out: {key}={options[key]!r}",
+                )
         options = named | options
     check_options(name, options, objects=True)
     if not hasattr(config, "num_hidden_layers"):
-        raise CacheError(f"config is a {type(config).__name__}, not a Config", hint="pass model.config")
+        raise CacheError(
+            f"config is a {type(config).__name__}, not a Config", hint="pass model.config"
+        )
     check("batch_size", batch_size, 1)
     if capacity is not None:
         check("capacity", capacity, 1)
@@ -164,10 +234,18 @@ def check_pool(pool: PagePool, kind: type, config: Config, page: int, pages: int
     if not isinstance(pool, kind):
         raise CacheError(f"pool is {pool!r}: a {kind.__name__} was expected")
     if pool.config != config:
-        raise CacheError("the pool was made for a model of another config: its keys would fit and be wrong")
-    for name, asked, has in (("page", page, pool.page_size), ("pages", pages, len(pool.references))):
+        raise CacheError(
+            "the pool was made for a model of another config: its keys would fit and be wrong"
+        )
+    for name, asked, has in (
+        ("page", page, pool.page_size),
+        ("pages", pages, len(pool.references)),
+    ):
         if asked not in (0, has):
-            raise CacheError(f"{name}={asked} contradicts the pool, which has {name}={has}", hint=f"leave {name}= out")
+            raise CacheError(
+                f"{name}={asked} contradicts the pool, which has {name}={has}",
+                hint=f"leave {name}= out",
+            )
 
 
 def check(name: str, value: object, low: int) -> None:

@@ -23,7 +23,9 @@ ALONE = (0, 1)  # rank and number of ranks of one process that has all heads
 MOST_ROWS = 65_536  # each is an object per layer in a batch cache
 MOST_PAGES = 4_194_304  # about 40 bytes each, before a token is stored
 MAY_CHANGE = {  # options that say where the bytes go, and nothing about what they mean
-    "paged": {"pool", "page", "pages"}, "prefix": {"pool", "page", "pages", "salt"}, "offloaded": {"to", "folder"},
+    "paged": {"pool", "page", "pages"},
+    "prefix": {"pool", "page", "pages", "salt"},
+    "offloaded": {"to", "folder"},
 }
 
 
@@ -34,7 +36,10 @@ def save(cache, path, tokens=(), model_fingerprint: str = "", rank: tuple[int, i
     if rank != ALONE:
         meta["rank"] = json.dumps(rank)
     if not path.parent.is_dir():
-        raise CacheError(f"{path} cannot be written: there is no folder {path.parent}", hint="create the folder first")
+        raise CacheError(
+            f"{path} cannot be written: there is no folder {path.parent}",
+            hint="create the folder first",
+        )
     meta["sha256"] = digest(meta, tensors)
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -55,11 +60,19 @@ def contents(cache, tokens=(), model_fingerprint: str = "") -> tuple[dict, dict]
     """(metadata, tensors) of a cache: all that `rebuild` asks for. Tensors may still be those of the cache."""
     states = [layer.state() for layer in cache]
     if cache.config is None:
-        raise CacheError("a cache without a config cannot be saved: nobody could tell whose keys it holds",
-                         hint="make it with make_cache(name, config)")
-    tensors = {f"layers.{i}.{key}": t.contiguous() for i, state in enumerate(states) for key, t in state.items()}
+        raise CacheError(
+            "a cache without a config cannot be saved: nobody could tell whose keys it holds",
+            hint="make it with make_cache(name, config)",
+        )
+    tensors = {
+        f"layers.{i}.{key}": t.contiguous()
+        for i, state in enumerate(states)
+        for key, t in state.items()
+    }
     tensors, length = _unshared(tensors), torch.as_tensor(cache.length).tolist()
-    options = {k: v for k, v in cache.made.options.items() if isinstance(v, str | int) and k != "salt"}
+    options = {
+        k: v for k, v in cache.made.options.items() if isinstance(v, str | int) and k != "salt"
+    }
     meta = {
         "format": FORMAT,
         "cache": cache.made.name,
@@ -75,7 +88,15 @@ def contents(cache, tokens=(), model_fingerprint: str = "") -> tuple[dict, dict]
     return meta, tensors
 
 
-def load(path, config, make_cache, model_fingerprint: str, device, options: dict, rank: tuple[int, int] = ALONE):
+def load(
+    path,
+    config,
+    make_cache,
+    model_fingerprint: str,
+    device,
+    options: dict,
+    rank: tuple[int, int] = ALONE,
+):
     """See KVCache.load."""
     meta, tensors = _read(path, device)
     return rebuild(path, meta, tensors, config, make_cache, model_fingerprint, options, rank)
@@ -85,13 +106,26 @@ def check_rank(path, meta: dict, rank: tuple[int, int]) -> None:
     """The heads of another rank, or of another number of ranks, are not this one's."""
     saved = loads(meta.get("rank", json.dumps(ALONE)))
     if saved != list(rank):
-        said, mine = (f"rank {which[0]} of {which[1]}" if which != list(ALONE) else "one process"
-                      for which in (saved, list(rank)))
-        raise CacheError(f"{path} was saved by {said}, this is {mine}", hint="load it on as many ranks as saved it")
+        said, mine = (
+            f"rank {which[0]} of {which[1]}" if which != list(ALONE) else "one process"
+            for which in (saved, list(rank))
+        )
+        raise CacheError(
+            f"{path} was saved by {said}, this is {mine}",
+            hint="load it on as many ranks as saved it",
+        )
 
 
-def rebuild(path, meta: dict, tensors: dict, config, make_cache, model_fingerprint: str, options: dict,
-            rank: tuple[int, int] = ALONE):
+def rebuild(
+    path,
+    meta: dict,
+    tensors: dict,
+    config,
+    make_cache,
+    model_fingerprint: str,
+    options: dict,
+    rank: tuple[int, int] = ALONE,
+):
     """The cache that `contents` was asked for; CacheError says what does not fit. `path`: what
     errors call the source.
     """
@@ -100,21 +134,38 @@ def rebuild(path, meta: dict, tensors: dict, config, make_cache, model_fingerpri
         return _rebuild(path, meta, tensors, config, make_cache, model_fingerprint, options)
     except CacheError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, OverflowError) as error:
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        IndexError,
+        RuntimeError,
+        OverflowError,
+    ) as error:
         # the checksum has no secret: whoever writes another file can also write its checksum
-        raise CacheError(f"{path} is not what a save writes: {type(error).__name__}: {str(error)[:200]}") from error
+        raise CacheError(
+            f"{path} is not what a save writes: {type(error).__name__}: {str(error)[:200]}"
+        ) from error
 
 
-def _rebuild(path, meta: dict, tensors: dict, config, make_cache, model_fingerprint: str, options: dict):
-    facts = {key: loads(meta[key]) for key in ("options", "salted", "rows", "capacity", "length", "config", "tokens")}
+def _rebuild(
+    path, meta: dict, tensors: dict, config, make_cache, model_fingerprint: str, options: dict
+):
+    facts = {
+        key: loads(meta[key])
+        for key in ("options", "salted", "rows", "capacity", "length", "config", "tokens")
+    }
     check_model(path, meta, facts["config"], config, model_fingerprint)
     name, saved, rows = meta["cache"], facts["options"], facts["rows"]
     if not 1 <= rows <= MOST_ROWS:
         raise CacheError(f"{path} says {rows} rows; 1 to {MOST_ROWS:,} are read")
     pages = 0 if {"pages", "pool"} & options.keys() else saved.get("pages", 0)
     if not 0 <= pages * rows <= MOST_PAGES:  # in a batch cache each row has a pool of its own
-        raise CacheError(f"{path} says {pages:,} pages, {rows} rows; at most {MOST_PAGES:,} are made for a file",
-                         hint="pass pages= to load")
+        raise CacheError(
+            f"{path} says {pages:,} pages, {rows} rows; at most {MOST_PAGES:,} are made for a file",
+            hint="pass pages= to load",
+        )
     sizes = {"batch_size": rows, "capacity": options.pop("capacity", facts["capacity"])}
     _check_options(path, saved.get("of", name), saved, options, facts["salted"])
     if "pool" in options:  # has pages of its own size
@@ -124,7 +175,9 @@ def _rebuild(path, meta: dict, tensors: dict, config, make_cache, model_fingerpr
         layer.restore(state)
     length, restored = facts["length"], torch.as_tensor(cache.length).tolist()
     if restored != length:
-        raise CacheError(f"{path} says {length} tokens, but a {name} cache reads {restored} from it")
+        raise CacheError(
+            f"{path} says {length} tokens, but a {name} cache reads {restored} from it"
+        )
     if (held := cache.sizes.batch_size) != rows:
         raise CacheError(f"{path} says {rows} rows, and holds {held}")
     cache.tokens = _ids(facts["tokens"], length, rows)
@@ -151,12 +204,18 @@ def _states(path, tensors: dict, config) -> list[dict]:
         _, i, name = key.split(".", 2)
         states[int(i)][name] = tensor
     for state in states:
-        if {k: (t.shape, t.dtype) for k, t in state.items()} != {k: (t.shape, t.dtype) for k, t in states[0].items()}:
+        if {k: (t.shape, t.dtype) for k, t in state.items()} != {
+            k: (t.shape, t.dtype) for k, t in states[0].items()
+        }:
             raise CacheError(f"{path} is not what a save writes: its layers differ in shape")
     want = config.num_key_value_heads, config.head_dim
     for name, tensor in states[0].items():
-        if name.rpartition(".")[2] in ("key", "value") and (tensor.dim() != 4 or tensor.shape[1::2] != want):
-            raise CacheError(f"{path}: {name} has shape {list(tensor.shape)}, not (B,{want[0]},S,{want[1]})")
+        if name.rpartition(".")[2] in ("key", "value") and (
+            tensor.dim() != 4 or tensor.shape[1::2] != want
+        ):
+            raise CacheError(
+                f"{path}: {name} has shape {list(tensor.shape)}, not (B,{want[0]},S,{want[1]})"
+            )
     return states
 
 
@@ -167,9 +226,13 @@ def check_model(path, meta: dict, saved: dict, config, model_fingerprint: str):
         differ = sorted(k for k in saved | mine if saved.get(k) != mine.get(k))
         raise CacheError(f"{path} belongs to another model: {', '.join(differ)} differ")
     if model_fingerprint and not meta["model"]:
-        raise CacheError(f"{path} does not say which weights it belongs to: it was saved without model_fingerprint")
+        raise CacheError(
+            f"{path} does not say which weights it belongs to: it was saved without model_fingerprint"
+        )
     if model_fingerprint and meta["model"] != model_fingerprint:
-        raise CacheError(f"{path} belongs to other weights: {meta['model'][:12]}, not {model_fingerprint[:12]}")
+        raise CacheError(
+            f"{path} belongs to other weights: {meta['model'][:12]}, not {model_fingerprint[:12]}"
+        )
 
 
 def _check_options(path, kind: str, saved: dict, options: dict, salted: bool):
@@ -179,23 +242,35 @@ def _check_options(path, kind: str, saved: dict, options: dict, salted: bool):
             stored = repr(saved[name]) if name in saved else "the default"
             raise CacheError(f"{name}={value!r} contradicts {path}, which was saved with {stored}")
     if salted and "salt" not in options:
-        raise CacheError(f"{path} was saved by a cache with a salt, which is not stored", hint="pass salt= to load")
+        raise CacheError(
+            f"{path} was saved by a cache with a salt, which is not stored",
+            hint="pass salt= to load",
+        )
 
 
 def _ids(tokens, length, rows: int) -> list:
     """The ids as JSON: one list, or one list per row; as many as there are tokens."""
     tokens = tokens.tolist() if isinstance(tokens, torch.Tensor) else list(tokens)
     each = bool(tokens) and isinstance(tokens[0], list | tuple)
-    lists, lengths = tokens if each else [tokens], length if isinstance(length, list) else [length] * rows
+    lists, lengths = (
+        tokens if each else [tokens],
+        length if isinstance(length, list) else [length] * rows,
+    )
     if each and len(lists) != rows:
         raise CacheError(f"{len(lists)} lists of tokens for a cache of {rows} rows")
     if tokens and not each and len(set(lengths)) > 1:
-        raise CacheError(f"rows of {lengths} tokens cannot all hold the same ids", hint="pass a list of ids for each")
+        raise CacheError(
+            f"rows of {lengths} tokens cannot all hold the same ids",
+            hint="pass a list of ids for each",
+        )
     for ids, n in zip(lists, lengths, strict=False):
         if wrong := [i for i in ids if type(i) is not int]:
             raise CacheError(f"tokens hold {wrong[0]!r}: whole numbers were expected")
         if tokens and len(ids) != n:
-            raise CacheError(f"{len(ids)} tokens do not belong to a cache that holds {n}", hint="pass tokens[:length]")
+            raise CacheError(
+                f"{len(ids)} tokens do not belong to a cache that holds {n}",
+                hint="pass tokens[:length]",
+            )
     return tokens
 
 
@@ -211,7 +286,9 @@ def _unshared(tensors: dict) -> dict:
 
 def digest(meta: dict, tensors: dict) -> str:
     """sha256 over the metadata and every tensor's name, dtype, shape and bytes."""
-    found = hashlib.sha256(json.dumps({k: v for k, v in meta.items() if k != "sha256"}, sort_keys=True).encode())
+    found = hashlib.sha256(
+        json.dumps({k: v for k, v in meta.items() if k != "sha256"}, sort_keys=True).encode()
+    )
     for key in sorted(tensors):
         tensor = tensors[key].detach().cpu().contiguous()
         found.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -226,7 +303,9 @@ def fingerprint(model) -> str:
     all of it. Some 100 kilobytes of a 0.6B model are read, in milliseconds. It tells honest mix-ups apart, a fine-tuned
     checkpoint from its base too; it is no defence against forgery.
     """
-    digest = hashlib.sha256(json.dumps(model.config.to_dict(), sort_keys=True, default=str).encode())
+    digest = hashlib.sha256(
+        json.dumps(model.config.to_dict(), sort_keys=True, default=str).encode()
+    )
     # Buffers: of an optimized one.
     for name, weight in sorted([*model.named_parameters(), *model.named_buffers()]):
         flat = weight.detach().flatten()

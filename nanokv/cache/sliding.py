@@ -26,18 +26,25 @@ class SlidingCache(LayerCache):
     def append(self, k, v):
         check_append(k, v, self.keys, self._expected)
         if self.keys is not None:
-            keys, values = torch.cat((self.keys, k), 2), torch.cat((self.values, v), 2)  # (B,Hk,n+T,D)
+            keys, values = (
+                torch.cat((self.keys, k), 2),
+                torch.cat((self.values, v), 2),
+            )  # (B,Hk,n+T,D)
         else:
             keys, values = k, v
         evicted, length, end = self.evicted(k.shape[2]), self.length + k.shape[2], keys.shape[2]
         s, keep = min(self.sinks, length), min(self.window - 1, max(0, end - self.sinks))
-        held = (torch.cat((x[:, :, :s], x[:, :, end - keep :]), 2) for x in (keys, values))  # (B,Hk,n',D) ×2
+        held = (
+            torch.cat((x[:, :, :s], x[:, :, end - keep :]), 2) for x in (keys, values)
+        )  # (B,Hk,n',D) ×2
         self._rollback((length, *held))
         if not self.sinks or int(evicted[-1]) == 0:
             return keys, values
         moved = self.moved_sinks(keys[:, :, : self.sinks], evicted)  # (B,Hk,T·sinks,D)
         copies = values[:, :, : self.sinks].repeat(1, 1, len(evicted), 1)  # (B,Hk,T·sinks,D)
-        return torch.cat((moved, keys[:, :, self.sinks :]), 2), torch.cat((copies, values[:, :, self.sinks :]), 2)
+        return torch.cat((moved, keys[:, :, self.sinks :]), 2), torch.cat(
+            (copies, values[:, :, self.sinks :]), 2
+        )
 
     def evicted(self, T: int):
         """(T,) tokens that have left the window when each of the next T queries is asked."""

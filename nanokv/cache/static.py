@@ -52,7 +52,10 @@ class StaticCache(LayerCache):
                 hint=f"make it with capacity={slots} or more, or use the growing cache",
             )
         if self.keys is None:
-            self.keys, self.values = empty_slab(like, self.capacity), empty_slab(like, self.capacity)
+            self.keys, self.values = (
+                empty_slab(like, self.capacity),
+                empty_slab(like, self.capacity),
+            )
 
     def truncate(self, n: int):
         self._check_truncate(n)
@@ -93,7 +96,9 @@ class StaticCache(LayerCache):
     def sizes(self) -> Sizes:
         if self.keys is None:
             return Sizes(None, 0, 0)
-        return Sizes(self.keys.shape[0], self.length, self.nbytes // self.keys.shape[2] * self.length)
+        return Sizes(
+            self.keys.shape[0], self.length, self.nbytes // self.keys.shape[2] * self.length
+        )
 
 
 class GrowingCache(StaticCache):

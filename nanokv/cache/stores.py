@@ -45,7 +45,9 @@ class DiskStore:
         try:
             self.file = tempfile.TemporaryFile(dir=folder, prefix="nanokv-", buffering=0)
         except OSError as error:
-            raise CacheError(f"no file can be made in {folder}: {error.strerror}", "pass another folder=") from error
+            raise CacheError(
+                f"no file can be made in {folder}: {error.strerror}", "pass another folder="
+            ) from error
 
     def write(self, start: int, new):
         """new (T,2,B,Hk,D) at token `start`."""

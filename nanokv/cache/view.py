@@ -26,7 +26,10 @@ class View:
         with torch.inference_mode(False):
             # Written by every step.
             self.lengths = torch.zeros(len(tables), dtype=torch.int32)  # (B,)
-        self.pages = [Pages(k, v, self.lengths, self.table) for k, v in zip(pool.keys, pool.values, strict=True)]
+        self.pages = [
+            Pages(k, v, self.lengths, self.table)
+            for k, v in zip(pool.keys, pool.values, strict=True)
+        ]
         self.next = self.index = None
 
     def begin(self, starts: list[int], T: int):

@@ -60,13 +60,15 @@ def _character_owners(text, messages):
     return owners + [before] * split + [("a", turn)] * (len(text) - position - split)
 
 
-def why_broken(tokenizer: "Tokenizer", cached: list[int], new: list[int], roles: list[Role], n: int) -> str:
+def why_broken(
+    tokenizer: "Tokenizer", cached: list[int], new: list[int], roles: list[Role], n: int
+) -> str:
     """One sentence on why only n of the cached ids could be kept; "" when nothing was lost."""
     if n >= len(cached):
         return ""
     turn = roles[n][1] if n < len(roles) else 1
     where = f"common prefix {n:,} of {len(cached):,}"
-    old, fresh = tokenizer.decode(cached[n:n + 64]), tokenizer.decode(new[n:n + 64])
+    old, fresh = tokenizer.decode(cached[n : n + 64]), tokenizer.decode(new[n : n + 64])
     if old.lstrip().startswith("<think>") != fresh.lstrip().startswith("<think>"):
         change = "dropped" if old.lstrip().startswith("<think>") else "added"
         return f"template rewrote turn {turn} (think {change}): {where}"

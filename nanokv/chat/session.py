@@ -49,19 +49,19 @@ SETTINGS = (*(field.name for field in fields(SamplingParams)), "max_new_tokens",
 class Turn:
     """What one answer cost. `out` counts sampled tokens with the eos; the last one is never fed to the model."""
 
-    new: int                                             # prompt tokens that were prefilled
+    new: int  # prompt tokens that were prefilled
     # Prompt tokens that were in the cache already.
     reused: int
     out: int = 0
-    ttft: float = 0.0                                    # seconds from the call to the first token
+    ttft: float = 0.0  # seconds from the call to the first token
     # Decode speed without the first token; 0 = too few to say.
     tok_s: float = 0.0
     # Stop length context interrupted stop_string loop error.
     finish_reason: str = ""
-    stop_string: str = ""                                # the one that ended it
-    kv_bytes: int = 0                                    # measured, of the whole cache
-    kv_used: int = 0                                     # of these, what its tokens take
-    cached: int = 0                                      # tokens in the cache afterwards
+    stop_string: str = ""  # the one that ended it
+    kv_bytes: int = 0  # measured, of the whole cache
+    kv_used: int = 0  # of these, what its tokens take
+    cached: int = 0  # tokens in the cache afterwards
     # This answer as the model wrote it, <think> included.
     text: str = ""
     # Where and why the prefix broke, "" = it did not.
@@ -70,7 +70,7 @@ class Turn:
     # Turns and tokens that overflow="drop" removed.
     dropped: tuple = (0, 0)
     prefill_s: float = 0.0
-    ids: list = field(default_factory=list)              # the sampled tokens
+    ids: list = field(default_factory=list)  # the sampled tokens
     # What guessing saved, where something guessed.
     speculation: dict = field(default_factory=dict)
 
@@ -81,7 +81,11 @@ def checked_settings(where: str, settings: dict, others: Iterable[str] = ()) -> 
     UnknownArgument, GenerationError.
     """
     if unknown := settings.keys() - set(SETTINGS):
-        refuse(where, unknown, [name for name in (*others, *SETTINGS) if name not in ("params", "settings")])
+        refuse(
+            where,
+            unknown,
+            [name for name in (*others, *SETTINGS) if name not in ("params", "settings")],
+        )
     given = {name: value for name, value in settings.items() if value is not None}
     StopStrings(given.pop("stop", ()))
     check_sampling(max_new_tokens=given.pop("max_new_tokens", 1))
@@ -99,22 +103,43 @@ class Session:
     `overflow`: "stop" raises ContextError before any work; "drop" forgets the oldest whole turns, the system stays.
     """
 
-    def __init__(self, model: Model, tokenizer: Tokenizer | None = None, cache: KVCache | str | None = None,
-                 params: dict | None = None, system: str | None = None, context: int | None = None,
-                 template_kwargs: dict | None = None, overflow: str = "stop", loop_guard: str = "off",
-                 make_generation: Callable[..., Generation] = Generation, **settings: Any):
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Tokenizer | None = None,
+        cache: KVCache | str | None = None,
+        params: dict | None = None,
+        system: str | None = None,
+        context: int | None = None,
+        template_kwargs: dict | None = None,
+        overflow: str = "stop",
+        loop_guard: str = "off",
+        make_generation: Callable[..., Generation] = Generation,
+        **settings: Any,
+    ):
         if tokenizer is None or isinstance(model, str | os.PathLike):
             source = model if isinstance(model, str | os.PathLike) else "tiny"
-            raise UnknownArgument(f"a Session needs a model and its tokenizer, got {model!r}",
-                                  f"nanokv.Session.from_pretrained({str(source)!r}) loads both")
-        settings = checked_settings("Session()", (params or {}) | settings, inspect.signature(Session).parameters)
-        for name, value, known in (("overflow", overflow, ("stop", "drop")), ("loop_guard", loop_guard, ("on", "off"))):
+            raise UnknownArgument(
+                f"a Session needs a model and its tokenizer, got {model!r}",
+                f"nanokv.Session.from_pretrained({str(source)!r}) loads both",
+            )
+        settings = checked_settings(
+            "Session()", (params or {}) | settings, inspect.signature(Session).parameters
+        )
+        for name, value, known in (
+            ("overflow", overflow, ("stop", "drop")),
+            ("loop_guard", loop_guard, ("on", "off")),
+        ):
             if value not in known:
-                raise SessionError(f"{name} is {value!r}: it must be {' or '.join(map(repr, known))}")
+                raise SessionError(
+                    f"{name} is {value!r}: it must be {' or '.join(map(repr, known))}"
+                )
         self.make_generation = make_generation
         self.model, self.tokenizer = model, tokenizer
         cache = "dict" if cache is None else cache
-        self.cache = make_cache(cache, model.config, capacity=context) if isinstance(cache, str) else cache
+        self.cache = (
+            make_cache(cache, model.config, capacity=context) if isinstance(cache, str) else cache
+        )
         check_cache(self.cache)
         limit = context_limit(model, self.cache)
         self.context = min(context or limit, limit)
@@ -131,11 +156,20 @@ class Session:
         self.cache.truncate(0)
 
     @classmethod
-    def from_pretrained(cls, source: str | os.PathLike = "tiny", *, dtype: Dtype = "auto", device: Device = "auto",
-                        revision: str | None = None, **options: Any) -> Self:
+    def from_pretrained(
+        cls,
+        source: str | os.PathLike = "tiny",
+        *,
+        dtype: Dtype = "auto",
+        device: Device = "auto",
+        revision: str | None = None,
+        **options: Any,
+    ) -> Self:
         """A conversation with the model that nanokv.load finds; `options` are what Session takes besides."""
         own = inspect.signature(Session).parameters
-        checked_settings("Session.from_pretrained()", {k: v for k, v in options.items() if k not in own}, own)
+        checked_settings(
+            "Session.from_pretrained()", {k: v for k, v in options.items() if k not in own}, own
+        )
         if isinstance(options.get("cache"), str):  # before a download
             check_options(*read_kind(options["cache"]), objects=True)
         return cls(*load(source, dtype=dtype, device=device, revision=revision), **options)
@@ -156,7 +190,9 @@ class Session:
         reply = "".join(self.stream(text, **settings))
         return split_thinking(reply, self.thinking_opened)[1]
 
-    def stream(self, text: str, should_stop: Callable[[], bool] = never, **settings: Any) -> Iterator[str]:
+    def stream(
+        self, text: str, should_stop: Callable[[], bool] = never, **settings: Any
+    ) -> Iterator[str]:
         """Iterator over the answer's text; whole characters only. `should_stop()` is read between tokens and chunks."""
         message = {"role": "user", "content": text}
         return self._with(settings, self._answer([*self.messages, message], [], should_stop))
@@ -171,7 +207,9 @@ class Session:
         """Go on with the last answer, which is not closed: not one token of it is computed again."""
         if not self.messages:
             raise SessionError("nothing to continue: no answer yet")
-        return self._with(settings, self._answer(self.messages[:-1], self._open_reply(), should_stop))
+        return self._with(
+            settings, self._answer(self.messages[:-1], self._open_reply(), should_stop)
+        )
 
     def _with(self, settings, answer):
         """An answer under settings of its own, checked now; those of the session are back when it ends."""
@@ -202,7 +240,9 @@ class Session:
         generation = self._generation = self._make_generation(ids, n, should_stop)
         turn = Turn(new=len(ids) - n, reused=n, why=self.why, seed=generation.seed, dropped=dropped)
         guard = {"is_loop": LoopGuard()} if self.loop_guard == "on" else {}
-        stream = TextStream(generation, self.tokenizer, tuple(self.params.get("stop") or ()), **guard)
+        stream = TextStream(
+            generation, self.tokenizer, tuple(self.params.get("stop") or ()), **guard
+        )
         before = self.tokenizer.text_of(reply)
         self.thinking_opened = inside_thinking(self.tokenizer.decode(ids[-8:]), before)
         try:
@@ -218,16 +258,24 @@ class Session:
 
     def _make_generation(self, ids, n, should_stop):
         """Checked before any work; the rest of the prompt is prefilled when its first token is asked for."""
-        sampling = {k: v for k, v in self.params.items() if k not in ("max_new_tokens", "stop") and v is not None}
+        sampling = {
+            k: v
+            for k, v in self.params.items()
+            if k not in ("max_new_tokens", "stop") and v is not None
+        }
         if (seed := chosen_seed(sampling.get("seed"))) is not None:
             sampling["seed"] = (seed + self.answers) % 2**64  # every answer draws anew, repeatably
         # The last token needs no place: it is never fed.
         room = self.context - len(ids) + 1
         self._room = room
         return self.make_generation(
-            self.model, torch.tensor([ids[n:]]), self.cache, SamplingParams(**sampling),
+            self.model,
+            torch.tensor([ids[n:]]),
+            self.cache,
+            SamplingParams(**sampling),
             max_new_tokens=min(self.params.get("max_new_tokens") or DEFAULT_NEW_TOKENS, room),
-            history=self.cached_ids, should_stop=should_stop,
+            history=self.cached_ids,
+            should_stop=should_stop,
         )
 
     def _record(self, turn, generation, stream, messages, reply, before):
@@ -237,8 +285,16 @@ class Session:
         turn.finish_reason = generation.finish_reason or "error"
         if turn.finish_reason == "length" and len(tokens) >= self._room:
             turn.finish_reason = "context"
-        turn.out, turn.ids, turn.text, turn.stop_string = len(tokens), tokens, stream.text, stream.stop_string
-        turn.ttft, turn.prefill_s = timings.first_token_seconds or 0.0, timings.prefill_seconds or 0.0
+        turn.out, turn.ids, turn.text, turn.stop_string = (
+            len(tokens),
+            tokens,
+            stream.text,
+            stream.stop_string,
+        )
+        turn.ttft, turn.prefill_s = (
+            timings.first_token_seconds or 0.0,
+            timings.prefill_seconds or 0.0,
+        )
         if len(tokens) > 1 and timings.decode_seconds:
             turn.tok_s = (len(tokens) - 1) / timings.decode_seconds
         turn.kv_bytes, turn.kv_used = self.cache.nbytes, self.cache.sizes.used_nbytes
@@ -249,7 +305,11 @@ class Session:
         if turn.finish_reason in ("interrupted", "error"):
             message["interrupted"] = True
         ended = tokens[-1] in generation.eos_token_ids
-        reply = None if turn.finish_reason == "stop_string" else reply + (tokens[:-1] if ended else tokens)
+        reply = (
+            None
+            if turn.finish_reason == "stop_string"
+            else reply + (tokens[:-1] if ended else tokens)
+        )
         # In one line.
         self.messages, self._reply_ids, self.answers = [*messages, message], reply, self.answers + 1
 
@@ -259,8 +319,8 @@ class Session:
     def cached_ids(self) -> list:
         """Ids in the cache: of prompt and answer, as far as it holds them. Never stored, so never out of date."""
         if self._generation is None:
-            return self.prompt_ids[:self.cache.length]
-        return (self.prompt_ids + self._generation.tokens)[:self._generation.sure]
+            return self.prompt_ids[: self.cache.length]
+        return (self.prompt_ids + self._generation.tokens)[: self._generation.sure]
 
     def prompt(self, messages: list[dict], add_generation_prompt: bool = True) -> list[int]:
         """Ids of these messages under the model's own template, system prompt first."""
@@ -268,14 +328,18 @@ class Session:
             return []
         system = [{"role": "system", "content": self.system}] if self.system else []
         plain = system + [{"role": m["role"], "content": m["content"]} for m in messages]
-        text = self.tokenizer.render(plain, add_generation_prompt=add_generation_prompt, **self.template_kwargs)
+        text = self.tokenizer.render(
+            plain, add_generation_prompt=add_generation_prompt, **self.template_kwargs
+        )
         return self.tokenizer.encode(text)
 
     def _fit(self, messages, reply):
         """(messages, ids, (turns, tokens) dropped) that fit the context, or ContextError with the numbers."""
         ids = first = self.prompt(messages) + reply
         kept, dropped = messages, 0
-        while self.overflow == "drop" and len(ids) > self.context - self._reserve() and len(kept) > 2:
+        while (
+            self.overflow == "drop" and len(ids) > self.context - self._reserve() and len(kept) > 2
+        ):
             kept, dropped = kept[2:], dropped + 1
             ids = self.prompt(kept) + reply
         if len(ids) > self.context:
@@ -286,7 +350,8 @@ class Session:
             shorter = "a shorter message" + ", or a larger --context N" * wider
             raise ContextError(
                 f"needs {len(first):,} of {self.context:,} tokens (history {history:,} + message {message:,})",
-                hint=dropping if turns and message <= self.context else shorter)
+                hint=dropping if turns and message <= self.context else shorter,
+            )
         return kept, ids, (dropped, len(first) - len(ids))
 
     def _reserve(self):
@@ -335,7 +400,7 @@ class Session:
         have = len(self.messages) // 2
         if not 1 <= turns <= have:
             raise SessionError(f"cannot drop {turns} of {have} turns")
-        self.replace(self.messages[2 * turns:])
+        self.replace(self.messages[2 * turns :])
 
     def clear(self) -> None:
         """Forget all messages and empty the cache; the system prompt stays."""
@@ -350,13 +415,19 @@ class Session:
         """Another history; the cache keeps what is common with it."""
         roles = [m["role"] for m in messages]
         if roles != ["user", "assistant"] * (len(roles) // 2):
-            raise SessionError(f"a conversation alternates user and assistant, this one has {', '.join(roles[:6])}")
+            raise SessionError(
+                f"a conversation alternates user and assistant, this one has {', '.join(roles[:6])}"
+            )
         self.messages, self._reply_ids, self._edited = list(messages), None, True  # in one line
-        self._truncate(common_prefix(self.cached_ids, self.prompt(messages, add_generation_prompt=False)))
+        self._truncate(
+            common_prefix(self.cached_ids, self.prompt(messages, add_generation_prompt=False))
+        )
 
     def adopt_cache(self, cache: KVCache, ids: list[int]) -> None:
         """Take over a loaded cache that holds exactly these ids."""
         if cache.length != len(ids):
-            raise SessionError(f"the saved cache holds {cache.length:,} tokens, its list of ids {len(ids):,}")
+            raise SessionError(
+                f"the saved cache holds {cache.length:,} tokens, its list of ids {len(ids):,}"
+            )
         self.cache, self.prompt_ids, self._generation = cache, list(ids), None  # in one line
         self._labelled, self._edited = self.messages, True

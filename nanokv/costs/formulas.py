@@ -10,9 +10,20 @@ from nanokv.config import Config
 from nanokv.errors import CacheError, CapacityError
 
 __all__ = [
-    "ITEMSIZE", "active_weights", "attention_parameters", "break_even_flops", "cache_bytes", "cache_slots",
-    "decode_flops", "kv_bytes",
-    "kv_bytes_per_token", "layer_parameters", "parameters", "prefill_flops", "quantized_bytes", "quantized_parts",
+    "ITEMSIZE",
+    "active_weights",
+    "attention_parameters",
+    "break_even_flops",
+    "cache_bytes",
+    "cache_slots",
+    "decode_flops",
+    "kv_bytes",
+    "kv_bytes_per_token",
+    "layer_parameters",
+    "parameters",
+    "prefill_flops",
+    "quantized_bytes",
+    "quantized_parts",
     "weight_bytes",
 ]
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -50,12 +61,21 @@ def parameters(config: Config) -> int:
 def active_weights(config: Config) -> int:
     """Weights of the layers' matrices that one token is multiplied with: of the experts those that it is sent to."""
     C, D = config.hidden_size, config.head_dim
-    total = config.num_hidden_layers * 2 * C * D * (config.num_attention_heads + config.num_key_value_heads)
+    total = (
+        config.num_hidden_layers
+        * 2
+        * C
+        * D
+        * (config.num_attention_heads + config.num_key_value_heads)
+    )
     for experts in map(config.experts_of, range(config.num_hidden_layers)):
         if experts is None:
             total += 3 * C * config.intermediate_size
         else:
-            total += 3 * C * experts.moe_intermediate_size * experts.num_experts_per_tok + C * experts.num_experts
+            total += (
+                3 * C * experts.moe_intermediate_size * experts.num_experts_per_tok
+                + C * experts.num_experts
+            )
     return total
 
 
@@ -77,7 +97,10 @@ def kv_bytes(config: Config, tokens: int, batch_size: int, itemsize: int) -> int
 def decode_flops(config: Config, context: int) -> int:
     """2 FLOPs for each weight of every matrix, and 4·H·D for each visible key (scores and mix) in every layer."""
     D, H, L = config.head_dim, config.num_attention_heads, config.num_hidden_layers
-    return 2 * (active_weights(config) + config.vocab_size * config.hidden_size) + 4 * L * H * D * context
+    return (
+        2 * (active_weights(config) + config.vocab_size * config.hidden_size)
+        + 4 * L * H * D * context
+    )
 
 
 def prefill_flops(config: Config, tokens: int, start_pos: int = 0) -> int:
@@ -98,8 +121,16 @@ def break_even_flops(config: Config, tokens: int, sent: int, link: float) -> flo
     return prefill_flops(config, tokens) * link / max(1, sent)
 
 
-def cache_bytes(name: str, config: Config, tokens: int, batch_size: int = 1, itemsize: int = 2,
-                capacity: int | None = None, last: int = 1, **options: Any) -> int:
+def cache_bytes(
+    name: str,
+    config: Config,
+    tokens: int,
+    batch_size: int = 1,
+    itemsize: int = 2,
+    capacity: int | None = None,
+    last: int = 1,
+    **options: Any,
+) -> int:
     """Bytes that a cache of this kind holds after so many tokens per row: equal to its `nbytes`, to the byte.
 
     `last`: how many of them the last append brought (a decode: 1). Only a quantized cache keeps those exact.
@@ -112,11 +143,22 @@ def cache_bytes(name: str, config: Config, tokens: int, batch_size: int = 1, ite
         name = options.pop("of", "dict")
     if name == "quantized":
         return quantized_bytes(config, tokens, batch_size, itemsize, last=last, **options)
-    return kv_bytes(config, cache_slots(name, config, tokens, capacity, **options), batch_size, itemsize)
+    return kv_bytes(
+        config, cache_slots(name, config, tokens, capacity, **options), batch_size, itemsize
+    )
 
 
-def cache_slots(name: str, config: Config, tokens: int, capacity: int | None = None, *, page: int = 16, window: int = 0,
-                sinks: int = 0, **_: Any) -> int:
+def cache_slots(
+    name: str,
+    config: Config,
+    tokens: int,
+    capacity: int | None = None,
+    *,
+    page: int = 16,
+    window: int = 0,
+    sinks: int = 0,
+    **_: Any,
+) -> int:
     """Slots of K and V a row that a cache holding so many tokens has taken."""
     whole = capacity or config.max_position_embeddings
     if name == "static" and tokens > whole:
@@ -130,15 +172,27 @@ def cache_slots(name: str, config: Config, tokens: int, capacity: int | None = N
     }.get(name, lambda: tokens)()
 
 
-def quantized_bytes(config: Config, tokens: int, batch_size: int, itemsize: int, **options: Any) -> int:
+def quantized_bytes(
+    config: Config, tokens: int, batch_size: int, itemsize: int, **options: Any
+) -> int:
     """The three parts below of every layer, KV head and row."""
     parts = quantized_parts(config, tokens, itemsize, **options)
     return batch_size * config.num_hidden_layers * config.num_key_value_heads * sum(parts)
 
 
-def quantized_parts(config: Config, tokens: int, itemsize: int, *,
-                    bits: int = 8, k_bits: int = 0, v_bits: int = 0, group: int = 32, residual: int = 32,
-                    last: int = 1, **_: Any) -> tuple[int, int, int]:
+def quantized_parts(
+    config: Config,
+    tokens: int,
+    itemsize: int,
+    *,
+    bits: int = 8,
+    k_bits: int = 0,
+    v_bits: int = 0,
+    group: int = 32,
+    residual: int = 32,
+    last: int = 1,
+    **_: Any,
+) -> tuple[int, int, int]:
     """Packed codes; two fp16 numbers a channel of each block of keys and two per token of values; the rest exact."""
     # What the last append found and quantized.
     old = max(0, (tokens - last - residual) // group * group)

@@ -10,7 +10,11 @@ def available_memory(device: str) -> int | None:
         import torch
 
         return torch.cuda.mem_get_info(device)[0]
-    known = [number for number in (_free_ram(), _free_cgroup(), free_address_space()) if number is not None]
+    known = [
+        number
+        for number in (_free_ram(), _free_cgroup(), free_address_space())
+        if number is not None
+    ]
     return max(0, min(known)) if known else None
 
 
@@ -29,10 +33,17 @@ def _proc_kb(path: str, field: str) -> int | None:
 def _free_cgroup() -> int | None:
     for limit, used in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
     ):
         try:
-            return int(Path(limit).read_text()) - int(Path(used).read_text()) + _cgroup_cache(Path(limit).parent)
+            return (
+                int(Path(limit).read_text())
+                - int(Path(used).read_text())
+                + _cgroup_cache(Path(limit).parent)
+            )
         except (OSError, ValueError):  # absent, or "max"
             continue
     return None

@@ -13,9 +13,11 @@ from nanokv.costs import formulas as costs
 from nanokv.errors import NanoKVError
 
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-UNITS = {"B": 1} | {f"{p}B": 1000**i for i, p in enumerate("kMGT", 1)} | {
-    f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)
-}
+UNITS = (
+    {"B": 1}
+    | {f"{p}B": 1000**i for i, p in enumerate("kMGT", 1)}
+    | {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
+)
 LARGEST = 1e24  # bytes: a yottabyte is a slip of the finger
 MOST_TOKENS = 1 << 40  # where a search for "how many tokens fit" ends
 
@@ -23,8 +25,16 @@ MOST_TOKENS = 1 << 40  # where a search for "how many tokens fit" ends
 def _qwen3(C: int, width: int, L: int, H: int, tied: bool) -> Config:
     """What the dense Qwen3 models have in common: V 151,936, 8 KV heads of 128, 40,960 positions, bf16."""
     return Config(
-        vocab_size=151_936, hidden_size=C, intermediate_size=width, num_hidden_layers=L, num_attention_heads=H,
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=40_960, rope_theta=1e6, tie_word_embeddings=tied,
+        vocab_size=151_936,
+        hidden_size=C,
+        intermediate_size=width,
+        num_hidden_layers=L,
+        num_attention_heads=H,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40_960,
+        rope_theta=1e6,
+        tie_word_embeddings=tied,
         torch_dtype="bfloat16",
     )
 
@@ -39,7 +49,9 @@ FAMILY = {  # from the published config.json files
 }
 MIXTURES = {  # its weights are 30 B, of which a token is multiplied with 3 B
     "Qwen/Qwen3-30B-A3B": replace(
-        _qwen3(2048, 6144, 48, 32, False), num_key_value_heads=4, model_type="qwen3_moe",
+        _qwen3(2048, 6144, 48, 32, False),
+        num_key_value_heads=4,
+        model_type="qwen3_moe",
         experts=Experts(128, 8, 768, norm_topk_prob=True),
     ),
 }
@@ -72,7 +84,9 @@ class Estimate:
 
     def cached(self, tokens: int, batch: int) -> int:
         """Bytes of this kind of cache; a static one is as long as its context."""
-        return costs.cache_bytes(self.cache, self.config, tokens, batch, self.itemsize, capacity=tokens, **self.options)
+        return costs.cache_bytes(
+            self.cache, self.config, tokens, batch, self.itemsize, capacity=tokens, **self.options
+        )
 
     @property
     def exact(self) -> int:
@@ -133,7 +147,9 @@ class Estimate:
             name = options.pop("of", "dict")
         if name == "quantized":
             L, Hk = self.config.num_hidden_layers, self.config.num_key_value_heads
-            keys, values, exact = costs.quantized_parts(self.config, self.context, self.itemsize, **options)
+            keys, values, exact = costs.quantized_parts(
+                self.config, self.context, self.itemsize, **options
+            )
             return f"{L} × {Hk} × {self.batch:,} × ({keys:,} K + {values:,} V + {exact:,} exact)"
         slots = costs.cache_slots(name, self.config, self.context, self.context, **options)
         return f"{self.per_token:,} × {slots:,} slots × {self.batch:,}"
@@ -164,20 +180,28 @@ def parse_rate(text: str) -> float:
     """10Gb/s, 10Gbit/s, 1.25 GB/s → bytes per second. b is a bit and B a byte, so a bare G is refused."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kMGT]?)(b|bit|B)(?:/s|ps)\s*", text)
     prefix = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4}
-    rate = float(found[1]) * 1000.0 ** prefix[found[2]] / (1 if found[3] == "B" else 8) if found else 0
+    rate = (
+        float(found[1]) * 1000.0 ** prefix[found[2]] / (1 if found[3] == "B" else 8) if found else 0
+    )
     if not 1 <= rate < LARGEST:
-        raise NanoKVError(f"{text!r} is not the speed of a link", "10Gb/s (bits) or 1.25GB/s (bytes)")
+        raise NanoKVError(
+            f"{text!r} is not the speed of a link", "10Gb/s (bits) or 1.25GB/s (bytes)"
+        )
     return rate
 
 
 def flop_text(count: float) -> str:
     """880.8 MFLOP, 28.86 TFLOP; with "/s" behind it a speed."""
-    return _scaled(int(count), 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"), "")
+    return _scaled(
+        int(count), 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"), ""
+    )
 
 
 def decimal(count: int) -> str:
     """114,688 B below a MB, then four digits: 1.192 GB, 15.03 GB."""
-    return _scaled(count, 1000, ("B", "kB", "MB", "GB", "TB", "PB"), f"{count:,} B" if count < 10**6 else "")
+    return _scaled(
+        count, 1000, ("B", "kB", "MB", "GB", "TB", "PB"), f"{count:,} B" if count < 10**6 else ""
+    )
 
 
 def binary(count: int) -> str:

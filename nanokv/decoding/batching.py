@@ -21,9 +21,15 @@ from nanokv.inference import decode, prefill_chunk, prefill_chunks
 from nanokv.text.ids import Ids
 
 
-def generate_padded(model: Model, prompts: Iterable[Ids], cache: KVCache | None = None, max_new_tokens: int = 64,
-                    params: SamplingParams | Sequence[SamplingParams] = GREEDY,
-                    eos_token_ids: EosIds = None, chunk: int | None = None) -> list[list[int]]:
+def generate_padded(
+    model: Model,
+    prompts: Iterable[Ids],
+    cache: KVCache | None = None,
+    max_new_tokens: int = 64,
+    params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+    eos_token_ids: EosIds = None,
+    chunk: int | None = None,
+) -> list[list[int]]:
     """New ids of every prompt, in order; an eos token ends a row and is part of it.
 
     prompts: lists of ids. cache: empty, any kind, made for len(prompts) rows; it is used up. params: one for all rows,
@@ -34,9 +40,13 @@ def generate_padded(model: Model, prompts: Iterable[Ids], cache: KVCache | None 
     if cache is None:
         cache = make_cache("dict", model.config, len(prompts))
     if not isinstance(cache.length, int) or cache.length:
-        raise CacheError(f"the cache holds {cache.length} tokens already", hint="pass an empty one, or none")
+        raise CacheError(
+            f"the cache holds {cache.length} tokens already", hint="pass an empty one, or none"
+        )
     chunk = prefill_chunk(model) if chunk is None else chunk
-    rows = _rows(model, prompts, [cache] * len(prompts), params, max_new_tokens, eos_token_ids, chunk)
+    rows = _rows(
+        model, prompts, [cache] * len(prompts), params, max_new_tokens, eos_token_ids, chunk
+    )
     longest = max(len(row.ids) for row in rows)
     pads = [longest - len(row.ids) for row in rows]
     _refuse_padding_that_cuts(cache.capacity, longest, rows)
@@ -46,9 +56,15 @@ def generate_padded(model: Model, prompts: Iterable[Ids], cache: KVCache | None 
     return _decode(model, padded, rows, logits, _drop_rows)
 
 
-def generate_ragged(model: Model, prompts: Iterable[Ids], cache: KVCache | None = None, max_new_tokens: int = 64,
-                    params: SamplingParams | Sequence[SamplingParams] = GREEDY,
-                    eos_token_ids: EosIds = None, chunk: int | None = None) -> list[list[int]]:
+def generate_ragged(
+    model: Model,
+    prompts: Iterable[Ids],
+    cache: KVCache | None = None,
+    max_new_tokens: int = 64,
+    params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+    eos_token_ids: EosIds = None,
+    chunk: int | None = None,
+) -> list[list[int]]:
     """As generate_padded, without padding. cache: make_cache("batch", config, len(prompts), of="paged" …).
 
     Rows that hold a beginning already go on from it: prompts are the tokens that are not yet in the cache. Afterwards
@@ -59,7 +75,10 @@ def generate_ragged(model: Model, prompts: Iterable[Ids], cache: KVCache | None 
         cache = make_cache("batch", model.config, len(prompts))
     caches: list[KVCache] = list(getattr(cache, "rows", ()))
     if len(caches) != len(prompts):
-        raise CacheError(f"{len(prompts)} prompts need a batch cache of as many rows", 'make_cache("batch", config, B)')
+        raise CacheError(
+            f"{len(prompts)} prompts need a batch cache of as many rows",
+            'make_cache("batch", config, B)',
+        )
     chunk = prefill_chunk(model) if chunk is None else chunk
     rows = _rows(model, prompts, caches, params, max_new_tokens, eos_token_ids, chunk)
     before = [own.length for own in caches]
@@ -146,7 +165,13 @@ def _rows(model, prompts, caches, params, max_new_tokens, eos_token_ids, chunk) 
     rows = []
     for b, (prompt, own, values) in enumerate(zip(prompts, caches, params, strict=True)):
         try:
-            rows.append(Row(Generation(model, prompt, own, values, max_new_tokens, eos_token_ids, chunk=chunk)))
+            rows.append(
+                Row(
+                    Generation(
+                        model, prompt, own, values, max_new_tokens, eos_token_ids, chunk=chunk
+                    )
+                )
+            )
         except GenerationError as error:
             raise type(error)(f"prompt {b}: {error}", error.hint) from error
     return rows

@@ -39,10 +39,20 @@ class Beam(NamedTuple):
 
 
 @hinted
-def beam_search(model: Model, ids: Ids, beams: int = 4, max_new_tokens: int = 64, length_penalty: float = 1.0,
-                early_stopping: bool | str = False, eos_token_ids: EosIds = None, num_return: int = 1,
-                cache: KVCache | None = None, repetition_penalty: float = 1.0, chunk: int | None = None,
-                should_stop: Callable[[], bool] = never) -> list[Beam]:
+def beam_search(
+    model: Model,
+    ids: Ids,
+    beams: int = 4,
+    max_new_tokens: int = 64,
+    length_penalty: float = 1.0,
+    early_stopping: bool | str = False,
+    eos_token_ids: EosIds = None,
+    num_return: int = 1,
+    cache: KVCache | None = None,
+    repetition_penalty: float = 1.0,
+    chunk: int | None = None,
+    should_stop: Callable[[], bool] = never,
+) -> list[Beam]:
     """The `num_return` best of `beams` continuations of ids (a list, (T,) or (1,T); not yet in the cache), best first.
 
     Scores are divided by length^length_penalty: above 0 favours long answers. early_stopping: True = end when `beams`
@@ -55,11 +65,22 @@ def beam_search(model: Model, ids: Ids, beams: int = 4, max_new_tokens: int = 64
         cache = make_cache("dict", model.config)
     params = SamplingParams(repetition_penalty=repetition_penalty)
     search = BeamGeneration(
-        model, ids, cache, params, max_new_tokens, eos_token_ids, should_stop=should_stop, chunk=chunk,
-        beams=beams, length_penalty=length_penalty, early_stopping=early_stopping,
+        model,
+        ids,
+        cache,
+        params,
+        max_new_tokens,
+        eos_token_ids,
+        should_stop=should_stop,
+        chunk=chunk,
+        beams=beams,
+        length_penalty=length_penalty,
+        early_stopping=early_stopping,
     )
     if type(num_return) is not int or not 1 <= num_return <= beams:
-        raise GenerationError(f"num_return is {num_return!r}: it must be an integer from 1 to beams = {beams}")
+        raise GenerationError(
+            f"num_return is {num_return!r}: it must be an integer from 1 to beams = {beams}"
+        )
     return search.find()[:num_return]
 
 
@@ -70,13 +91,21 @@ class BeamGeneration(Generation):
     the cache holds what was fed, so the winner is fed once more, in a few forwards, to the row of the prompt.
     """
 
-    def __init__(self, *args: Any, beams: int = 4, length_penalty: float = 1.0, early_stopping: bool | str = False,
-                 **options: Any):
+    def __init__(
+        self,
+        *args: Any,
+        beams: int = 4,
+        length_penalty: float = 1.0,
+        early_stopping: bool | str = False,
+        **options: Any,
+    ):
         super().__init__(*args, **options)
         self.seed = None
         eos = torch.tensor(sorted(set(self.eos_token_ids)), dtype=torch.int64)
         _check(self.model.config.vocab_size, beams, length_penalty, early_stopping, len(eos))
-        self.search = Search(beams, min(self.max_new_tokens, self.room), float(length_penalty), early_stopping, eos)
+        self.search = Search(
+            beams, min(self.max_new_tokens, self.room), float(length_penalty), early_stopping, eos
+        )
 
     def find(self) -> list[Beam]:
         """All beams, best first; the cache keeps the prompt only."""
@@ -106,14 +135,18 @@ class BeamGeneration(Generation):
                 if parents.tolist() != list(range(search.beams)):
                     rows.reorder(parents)
                 with self._listening():
-                    logits = decode(self.model, search.tokens[:, -1:], rows, start_pos=rows.length)  # (k,V)
+                    logits = decode(
+                        self.model, search.tokens[:, -1:], rows, start_pos=rows.length
+                    )  # (k,V)
 
     def _answer(self, logits, began):
         self._explore(logits)
         ids = self.search.best()[0].ids
         logprobs = self._feed(logits, ids)
         self.timings.first_token_seconds = perf_counter() - began
-        self.timings.decode_seconds = self.timings.first_token_seconds - self.timings.prefill_seconds
+        self.timings.decode_seconds = (
+            self.timings.first_token_seconds - self.timings.prefill_seconds
+        )
         try:
             for token, score in zip(ids, logprobs, strict=True):
                 self.tokens.append(token)
@@ -156,8 +189,15 @@ class Search:
     `tokens` (k,n) and `running` (k,) are the beams that go on; `answers`, `scores` (k,) and `done` (k,) what ended.
     """
 
-    def __init__(self, beams: int, most: int, length_penalty: float, early_stopping: bool | str, eos: Tensor):
-        self.beams, self.most, self.length_penalty, self.early_stopping = beams, most, length_penalty, early_stopping
+    def __init__(
+        self, beams: int, most: int, length_penalty: float, early_stopping: bool | str, eos: Tensor
+    ):
+        self.beams, self.most, self.length_penalty, self.early_stopping = (
+            beams,
+            most,
+            length_penalty,
+            early_stopping,
+        )
         if beams == 1:
             self.early_stopping = True  # greedy: the first answer is the answer
         self.eos, self.ended = eos, False
@@ -227,8 +267,14 @@ def _check(vocabulary: int, beams, length_penalty, early_stopping, eos: int):
     if type(beams) is not int or beams < 1:
         raise GenerationError(f"beams is {beams!r}: it must be an integer ≥ 1")
     if not isinstance(length_penalty, int | float) or not abs(length_penalty) <= 5:  # NaN fails too
-        raise GenerationError(f"length_penalty is {length_penalty!r}: it must be a number from -5 to 5")
+        raise GenerationError(
+            f"length_penalty is {length_penalty!r}: it must be a number from -5 to 5"
+        )
     if not any(early_stopping is value or early_stopping == value == "never" for value in EARLY):
-        raise GenerationError(f"early_stopping is {early_stopping!r}: it must be False, True or 'never'")
+        raise GenerationError(
+            f"early_stopping is {early_stopping!r}: it must be False, True or 'never'"
+        )
     if max(2, 1 + eos) > vocabulary:
-        raise GenerationError(f"{eos} eos ids leave no token of a vocabulary of {vocabulary} to go on with")
+        raise GenerationError(
+            f"{eos} eos ids leave no token of a vocabulary of {vocabulary} to go on with"
+        )

@@ -22,13 +22,20 @@ if TYPE_CHECKING:
     from nanokv.text.tokenizer import Tokenizer
 
 
-
-def completion(model: str, choices: Sequence[dict], usage: dict, id: Any = None, **facts: Any) -> dict:
+def completion(
+    model: str, choices: Sequence[dict], usage: dict, id: Any = None, **facts: Any
+) -> dict:
     """The object of one answer, or of several to one prompt. A fact that is {} is left out."""
-    kind, prefix = ("chat.completion", "chatcmpl") if "message" in choices[0] else ("text_completion", "cmpl")
+    kind, prefix = (
+        ("chat.completion", "chatcmpl") if "message" in choices[0] else ("text_completion", "cmpl")
+    )
     return {
-        "id": f"{prefix}-{uuid.uuid4().hex}" if id is None else id, "object": kind, "created": int(time.time()),
-        "model": model, "choices": list(choices), "usage": usage,
+        "id": f"{prefix}-{uuid.uuid4().hex}" if id is None else id,
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+        "choices": list(choices),
+        "usage": usage,
     } | {name: fact for name, fact in facts.items() if fact != {}}
 
 
@@ -44,11 +51,20 @@ def assistant(content: str, thinking: str) -> dict:
     return {"message": said | ({"reasoning_content": thinking} if thinking else {})}
 
 
-def choice(answer: dict, ids: Sequence[int], reason: str, stop_string: str = "", index: int = 0,
-           logprobs: dict | None = None, **facts: Any) -> dict:
+def choice(
+    answer: dict,
+    ids: Sequence[int],
+    reason: str,
+    stop_string: str = "",
+    index: int = 0,
+    logprobs: dict | None = None,
+    **facts: Any,
+) -> dict:
     """One answer (`message` or {"text": …}), its tokens with the eos, and why it ended, in our word for it."""
     ended = end(reason, stop_string)
-    return {"index": index} | answer | ended | {"logprobs": logprobs, "token_ids": list(ids)} | facts
+    return (
+        {"index": index} | answer | ended | {"logprobs": logprobs, "token_ids": list(ids)} | facts
+    )
 
 
 def end(reason: str, stop: str | int | None = None) -> dict:
@@ -65,12 +81,16 @@ def end(reason: str, stop: str | int | None = None) -> dict:
 def usage(prompt: int, new: int, cached: int = 0) -> dict:
     """Tokens; `cached` of the prompt's were in the cache already."""
     return {
-        "prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new,
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "total_tokens": prompt + new,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
 
 
-def logprobs(answer: dict, ids: Sequence[int], values: Sequence[float], tokenizer: "Tokenizer") -> dict:
+def logprobs(
+    answer: dict, ids: Sequence[int], values: Sequence[float], tokenizer: "Tokenizer"
+) -> dict:
     """Log-probabilities of the tokens as this kind of answer has them; JSON has no infinity and no NaN: null."""
     pieces = [tokenizer.token_bytes(id) for id in ids]
     tokens = [piece.decode("utf-8", "replace") for piece in pieces]
@@ -86,11 +106,22 @@ def logprobs(answer: dict, ids: Sequence[int], values: Sequence[float], tokenize
     return {"tokens": tokens, "token_logprobs": finite, "text_offset": offsets, "top_logprobs": []}
 
 
-def timings(ttft_s: float | None = None, prefill_tok_s: float | None = None, decode_tok_s: float | None = None,
-            **more: float | None) -> dict:
+def timings(
+    ttft_s: float | None = None,
+    prefill_tok_s: float | None = None,
+    decode_tok_s: float | None = None,
+    **more: float | None,
+) -> dict:
     """Seconds to the first token, tokens per second, and what else was measured; null: it was not."""
-    measured = {"ttft_s": ttft_s, "prefill_tok_s": prefill_tok_s, "decode_tok_s": decode_tok_s} | more
-    return {name: value and round(value, 2 if name.endswith("tok_s") else 6) for name, value in measured.items()}
+    measured = {
+        "ttft_s": ttft_s,
+        "prefill_tok_s": prefill_tok_s,
+        "decode_tok_s": decode_tok_s,
+    } | more
+    return {
+        name: value and round(value, 2 if name.endswith("tok_s") else 6)
+        for name, value in measured.items()
+    }
 
 
 def engine_timings(metrics: dict) -> dict:
@@ -98,7 +129,9 @@ def engine_timings(metrics: dict) -> dict:
     queue, first, each = (metrics[name] for name in ("queue_s", "ttft_s", "token_s"))
     computed = metrics["prompt_tokens"] - metrics["reused_tokens"]
     own = {name: metrics[name] for name in ("queue_s", "total_s", "preemptions")}
-    return timings(first, rate(computed, None if first is None else first - queue), rate(1, each), **own)
+    return timings(
+        first, rate(computed, None if first is None else first - queue), rate(1, each), **own
+    )
 
 
 def rate(tokens: int, seconds: float | None) -> float | None:

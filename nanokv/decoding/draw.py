@@ -40,9 +40,15 @@ class SamplingParams:
         return torch.Generator(device).manual_seed(secrets.randbits(32) if seed is None else seed)
 
     @classmethod
-    def from_checkpoint(cls, generation_config: GenerationConfig, **overrides: Any) -> "SamplingParams":
+    def from_checkpoint(
+        cls, generation_config: GenerationConfig, **overrides: Any
+    ) -> "SamplingParams":
         """The checkpoint's own sampling values; overrides that are None change nothing."""
-        own = {f.name: getattr(generation_config, f.name) for f in fields(cls) if hasattr(generation_config, f.name)}
+        own = {
+            f.name: getattr(generation_config, f.name)
+            for f in fields(cls)
+            if hasattr(generation_config, f.name)
+        }
         return cls(**own | {name: value for name, value in overrides.items() if value is not None})
 
 
@@ -58,7 +64,9 @@ class Step:
     top: tuple[tuple[int, float], ...] = ()  # (token, log-probability), the likeliest first
 
 
-def draw(logits: torch.Tensor, values: dict, generator: torch.Generator, *texts: list[int]) -> torch.Tensor:
+def draw(
+    logits: torch.Tensor, values: dict, generator: torch.Generator, *texts: list[int]
+) -> torch.Tensor:
     """One token from logits (1,V) → (1,). `values`: SamplingParams.values(); `texts`: lists of the ids before it, which
     only the repetition penalty reads."""
     previous = None

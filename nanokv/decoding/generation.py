@@ -47,9 +47,19 @@ class Timings:
 
 
 @hinted
-def generate(model: Model, ids: Ids, cache: KVCache | None = None, max_new_tokens: int = 64, temperature: float = 0.0,
-             top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, repetition_penalty: float = 1.0,
-             seed: int | None = None, eos_token_ids: EosIds = None) -> "Tokens[Generation]":
+def generate(
+    model: Model,
+    ids: Ids,
+    cache: KVCache | None = None,
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    seed: int | None = None,
+    eos_token_ids: EosIds = None,
+) -> "Tokens[Generation]":
     """Iterator over up to max_new_tokens ids that continue `ids`, which are the tokens that are not yet in the cache.
 
     ids: a list, an array or a tensor, (T,) or (1,T). An eos token ends it and is yielded, as in transformers' output.
@@ -82,30 +92,51 @@ class Generation:
     constructor, before any work.
     """
 
-    def __init__(self, model: Model, ids: Ids, cache: KVCache, params: SamplingParams = GREEDY,
-                 max_new_tokens: int = 64, eos_token_ids: EosIds = None, history: Sequence[int] | None = None,
-                 should_stop: Callable[[], bool] = never, chunk: int | None = None):
+    def __init__(
+        self,
+        model: Model,
+        ids: Ids,
+        cache: KVCache,
+        params: SamplingParams = GREEDY,
+        max_new_tokens: int = 64,
+        eos_token_ids: EosIds = None,
+        history: Sequence[int] | None = None,
+        should_stop: Callable[[], bool] = never,
+        chunk: int | None = None,
+    ):
         check_sampling(max_new_tokens=max_new_tokens)
         check_cache(cache)
         self.model, self.cache, self.params, self.should_stop = model, cache, params, should_stop
         self.ids = prompt_ids(ids, model.config.vocab_size)
-        self.max_new_tokens, self.chunk = max_new_tokens, prefill_chunk(model) if chunk is None else chunk
-        self.eos_token_ids = eos_ids(model.generation_config.eos_token_ids if eos_token_ids is None else eos_token_ids)
+        self.max_new_tokens, self.chunk = (
+            max_new_tokens,
+            prefill_chunk(model) if chunk is None else chunk,
+        )
+        self.eos_token_ids = eos_ids(
+            model.generation_config.eos_token_ids if eos_token_ids is None else eos_token_ids
+        )
         self.prompt_tokens, self.cached_tokens = len(self.ids), cache.length
         self.context = context_limit(model, cache)
         if type(self.chunk) is not int or self.chunk < 1:
             raise GenerationError(f"chunk is {chunk!r}: it must be an integer ≥ 1")
         if history is not None and len(history) != cache.length:
-            raise GenerationError(f"history has {len(history)} tokens, but the cache holds {cache.length}")
+            raise GenerationError(
+                f"history has {len(history)} tokens, but the cache holds {cache.length}"
+            )
         if cache.length + len(self.ids) > self.context:
             raise ContextError(
                 f"needs {cache.length + len(self.ids):,} of {self.context:,} tokens "
                 f"({cache.length:,} in the cache + {len(self.ids):,} new)",
-                "start with an empty cache, or shorten the prompt" if cache.length else
-                "shorten the prompt" if self.context == model.config.max_position_embeddings else
-                "shorten the prompt, or make a larger cache (capacity, pages)",
+                "start with an empty cache, or shorten the prompt"
+                if cache.length
+                else "shorten the prompt"
+                if self.context == model.config.max_position_embeddings
+                else "shorten the prompt, or make a larger cache (capacity, pages)",
             )
-        self.values, self.generator = params.values(), params.generator(model.embed_tokens.weight.device)
+        self.values, self.generator = (
+            params.values(),
+            params.generator(model.embed_tokens.weight.device),
+        )
         self.seed: int | None = self.generator.initial_seed()
         self._history = list(history or ()) if params.repetition_penalty != 1 else []
         self.tokens: list[int] = []
@@ -170,7 +201,9 @@ class Generation:
             if self.should_stop():
                 self.finish_reason = "interrupted"
                 return None
-            part = torch.tensor([self.ids[start : start + self.chunk]], device=self.generator.device)  # (1,t)
+            part = torch.tensor(
+                [self.ids[start : start + self.chunk]], device=self.generator.device
+            )  # (1,t)
             logits = self._forward(prefill, part, back_to=self.cached_tokens)
             self.prefilled = self.cached_tokens + min(start + self.chunk, len(self.ids))
         return logits
@@ -209,7 +242,9 @@ class Generation:
 
     def _choose(self, logits):
         """logits (1,V) → [Step]"""
-        token = draw(logits, self.values, self.generator, self._history, self.ids, self.tokens)  # (1,)
+        token = draw(
+            logits, self.values, self.generator, self._history, self.ids, self.tokens
+        )  # (1,)
         return [Step(int(token), float(logprob(logits, token)))]
 
     def _reason_to_end(self):
@@ -228,7 +263,9 @@ class Generation:
     @property
     def sure(self) -> int:
         """So many of (tokens before + ids + generated) every layer holds, whatever was cut short after them."""
-        return min([self.fed if self.tokens else self.prefilled, *(layer.length for layer in self.cache)])
+        return min(
+            [self.fed if self.tokens else self.prefilled, *(layer.length for layer in self.cache)]
+        )
 
 
 Report = TypeVar("Report", bound=Generation)
@@ -260,8 +297,13 @@ class TextStream:
     a chat. After the end `.text` is all that was shown.
     """
 
-    def __init__(self, generation: Generation, tokenizer: Tokenizer, stop: str | Sequence[str] = (),
-                 is_loop: Callable[[int], bool] = never):
+    def __init__(
+        self,
+        generation: Generation,
+        tokenizer: Tokenizer,
+        stop: str | Sequence[str] = (),
+        is_loop: Callable[[int], bool] = never,
+    ):
         self.generation, self.is_loop, self.text = generation, is_loop, ""
         self._shown = ShownText(tokenizer, stop, generation.eos_token_ids)
         self._chunks = self._run()
@@ -300,8 +342,9 @@ class ShownText:
     """Token ids → the text that a reader sees, up to the first stop string. Control tokens and `ends`
     are not shown, but a stop string can name them: they are looked at before they are dropped."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: str | Sequence[str] = (),
-                 ends: Iterable[int] = ()):
+    def __init__(
+        self, tokenizer: Tokenizer, stop: str | Sequence[str] = (), ends: Iterable[int] = ()
+    ):
         self._stops = StopStrings(stop)
         self._decoder = StreamDecoder(tokenizer, skip=tokenizer.control_ids | set(ends))
 

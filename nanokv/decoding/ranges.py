@@ -33,26 +33,47 @@ INT64, UINT64 = 2**63 - 1, 2**64 - 1  # the largest that torch takes
 COUNT = Range(int, 1, INT64, "an integer ≥ 1")
 RANGES = {
     "temperature": Range(
-        float, 1e-30, 1e6, "0 (always the likeliest token) or a number from 1e-30 to 1,000,000", also=0,
+        float,
+        1e-30,
+        1e6,
+        "0 (always the likeliest token) or a number from 1e-30 to 1,000,000",
+        also=0,
         help="0 = greedy: always the most probable token",
     ),  # logits divided by less than 1e-30 leave fp32's range
     "top_k": Range(
-        int, -1, INT64, "an integer ≥ 0 (0 = off; so is -1)", help="sample from the K most probable tokens; 0 = all"
+        int,
+        -1,
+        INT64,
+        "an integer ≥ 0 (0 = off; so is -1)",
+        help="sample from the K most probable tokens; 0 = all",
     ),
     "top_p": Range(
-        float, 0.0, 1.0, "a number from 0 to 1 (1 = off)",
+        float,
+        0.0,
+        1.0,
+        "a number from 0 to 1 (1 = off)",
         help="sample from the fewest tokens whose probabilities reach P; 1 = all",
     ),
     "min_p": Range(
-        float, 0.0, 1.0, "a number from 0 to 1 (0 = off)", help="drop tokens below P × the best probability; 0 = none"
+        float,
+        0.0,
+        1.0,
+        "a number from 0 to 1 (0 = off)",
+        help="drop tokens below P × the best probability; 0 = none",
     ),
     "repetition_penalty": Range(
-        float, 1e-6, 1e6, "a number from 0.000001 to 1,000,000 (1 = off)",
+        float,
+        1e-6,
+        1e6,
+        "a number from 0.000001 to 1,000,000 (1 = off)",
         help="divide the logits of tokens seen before; 1 = off",
     ),
     "max_new_tokens": COUNT._replace(help="stop after this many tokens"),
     "seed": Range(
-        int, -(2**63), UINT64, "an integer from -2^63 to 2^64 - 1 (-1: drawn)",
+        int,
+        -(2**63),
+        UINT64,
+        "an integer from -2^63 to 2^64 - 1 (-1: drawn)",
         help="makes a sampled run repeatable; drawn and printed when not given, or -1",
     ),
     "top_logprobs": Range(int, 0, INT64, "an integer ≥ 0 (0 = off)"),

@@ -48,24 +48,48 @@ def repetition_penalty(logits: Tensor, ids: Tensor, penalty: float) -> Tensor:
     return _penalized(logits, ids, penalty)
 
 
-def sample(logits: Tensor, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
-           repetition_penalty: float = 1.0, previous: Tensor | None = None,
-           generator: torch.Generator | None = None) -> Tensor:
+def sample(
+    logits: Tensor,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    previous: Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
     """One token per row: logits (B,V) of any float type → (B,) int64. `previous` (B,N) feeds the repetition penalty.
 
     Raises GenerationError for values out of range and for logits that are NaN or leave no token to choose.
     """
-    values: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
-                              "repetition_penalty": repetition_penalty}
+    values: dict[str, Any] = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+    }
     check_sampling(**values)
     return choose(logits, **values, previous=previous, generator=generator)
 
 
-def probabilities(logits: Tensor, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
-                  repetition_penalty: float = 1.0, previous: Tensor | None = None) -> Tensor:
+def probabilities(
+    logits: Tensor,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    previous: Tensor | None = None,
+) -> Tensor:
     """What `sample` draws from: logits (B,V) → (B,V) fp32, rows that sum to 1; temperature 0 puts all on the argmax."""
-    values: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
-                              "repetition_penalty": repetition_penalty}
+    values: dict[str, Any] = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+    }
     check_sampling(**values)
     return distribution(logits, **values, previous=previous)
 
@@ -73,8 +97,16 @@ def probabilities(logits: Tensor, temperature: float = 0.0, top_k: int = 0, top_
 # --- the same without a check, once per token: SamplingParams has checked its values ----------------------------------
 
 
-def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, repetition_penalty: float,
-           previous: Tensor | None, generator: torch.Generator | None) -> Tensor:
+def choose(
+    logits: Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    repetition_penalty: float,
+    previous: Tensor | None,
+    generator: torch.Generator | None,
+) -> Tensor:
     """`sample`."""
     if temperature == 0:
         # The generator stays where it is.
@@ -83,27 +115,44 @@ def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: 
     return torch.multinomial(chances, 1, generator=generator)[:, 0]  # (B,)
 
 
-def distribution(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, repetition_penalty: float,
-                 previous: Tensor | None = None) -> Tensor:
+def distribution(
+    logits: Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    repetition_penalty: float,
+    previous: Tensor | None = None,
+) -> Tensor:
     """`probabilities`."""
     logits = _prepared(logits, repetition_penalty, previous)
     if temperature == 0:
         return torch.zeros_like(logits).scatter(-1, _likeliest(logits), 1.0)
     _refuse_unusable(logits.amax(-1))
     logits = _scaled(logits, temperature)
-    for keep, value, off in ((_highest, top_k, 0), (_nucleus, top_p, 1), (_likely_enough, min_p, 0)):
+    for keep, value, off in (
+        (_highest, top_k, 0),
+        (_nucleus, top_p, 1),
+        (_likely_enough, min_p, 0),
+    ):
         if value != off:
             logits = keep(logits, value)
     probability = logits.softmax(-1)
     if not math.isfinite(probability.sum()):
-        raise GenerationError(f"temperature {temperature} is too small: the scaled logits leave fp32's range")
+        raise GenerationError(
+            f"temperature {temperature} is too small: the scaled logits leave fp32's range"
+        )
     return probability
 
 
 def _prepared(logits, penalty, previous):
     """fp32 as the reference does: bf16 has 3 digits, and sums of V of them have none."""
     logits = logits.float()
-    return logits if penalty == 1 or previous is None or not previous.numel() else _penalized(logits, previous, penalty)
+    return (
+        logits
+        if penalty == 1 or previous is None or not previous.numel()
+        else _penalized(logits, previous, penalty)
+    )
 
 
 def _likeliest(logits):
@@ -178,7 +227,9 @@ def likeliest(logits: Tensor, k: int) -> list[tuple[tuple[int, float], ...]]:
     logits = logits.float()
     ids = logits.topk(min(k, logits.shape[-1])).indices  # (B,k)
     values = logits.log_softmax(-1).gather(-1, ids)  # (B,k)
-    return [tuple(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)]
+    return [
+        tuple(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)
+    ]
 
 
 def _refuse_unusable(highest):

@@ -44,8 +44,13 @@ class Draft:
 
     vocab_size: int | None = None
 
-    def propose(self, ids: list[int], count: int, distribution: Distribution,
-                generator: torch.Generator | None) -> Guess:
+    def propose(
+        self,
+        ids: list[int],
+        count: int,
+        distribution: Distribution,
+        generator: torch.Generator | None,
+    ) -> Guess:
         """(at most `count` guesses that continue ids, q (n,V) that they were drawn from or None: they were certain).
 
         `distribution(logits (1,V), guesses so far)` applies the target's own temperature, filters and penalty.
@@ -63,8 +68,13 @@ class PromptLookup(Draft):
         check_sampling(max_ngram=max_ngram, tokens=tokens)
         self.max_ngram, self.tokens = max_ngram, tokens
 
-    def propose(self, ids: list[int], count: int, distribution: Distribution | None = None,
-                generator: torch.Generator | None = None) -> Guess:
+    def propose(
+        self,
+        ids: list[int],
+        count: int,
+        distribution: Distribution | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Guess:
         for size in range(min(self.max_ngram, len(ids) - 1), 0, -1):
             words = ids[-size:]
             # Something follows: the last words themselves are no match.
@@ -83,8 +93,13 @@ class DraftModel(Draft):
         self.cache = make_cache("dict", model.config) if cache is None else cache
         self.fed: list[int] = []  # ids that are in the cache for sure, whatever failed
 
-    def propose(self, ids: list[int], count: int, distribution: Distribution,
-                generator: torch.Generator | None) -> Guess:
+    def propose(
+        self,
+        ids: list[int],
+        count: int,
+        distribution: Distribution,
+        generator: torch.Generator | None,
+    ) -> Guess:
         room = context_limit(self.model, self.cache) - len(ids) + 1  # the last guess is never fed
         guesses: list[int] = []
         chances: list[Tensor] = []
@@ -102,7 +117,9 @@ class DraftModel(Draft):
         if keep == len(ids) - 1:
             logits = decode(self.model, [ids[keep:]], self.cache, start_pos=keep)
         else:
-            logits = prefill_chunks(self.model, [ids[keep:]], self.cache, keep, chunk=prefill_chunk(self.model))
+            logits = prefill_chunks(
+                self.model, [ids[keep:]], self.cache, keep, chunk=prefill_chunk(self.model)
+            )
         self.fed = list(ids)
         return logits
 
@@ -110,7 +127,9 @@ class DraftModel(Draft):
 class EarlyExit(DraftModel):
     """The model's own first `layers` layers, then its norm and head: no second checkpoint, no weight stored twice."""
 
-    def __init__(self, model: Transformer, layers: int, cache: KVCache | None = None, tokens: int = 4):
+    def __init__(
+        self, model: Transformer, layers: int, cache: KVCache | None = None, tokens: int = 4
+    ):
         super().__init__(first_layers(model, layers), cache, tokens)
 
 
@@ -119,15 +138,18 @@ def first_layers(model: Transformer, layers: int) -> Transformer:
     check_sampling(layers=layers)
     deep = model.config.num_hidden_layers
     if layers >= deep:
-        raise GenerationError(f"an early exit after {layers} of {deep} layers: 1 to {deep - 1} is possible")
+        raise GenerationError(
+            f"an early exit after {layers} of {deep} layers: 1 to {deep - 1} is possible"
+        )
     view = skeleton(replace(model.config, num_hidden_layers=layers))
     view.embed_tokens, view.norm, view.lm_head = model.embed_tokens, model.norm, model.lm_head
     view.layers = nn.ModuleList(model.layers[:layers])
     return view
 
 
-def speculative_sample(guesses: list[int], q: Tensor | None, p: Tensor,
-                       generator: torch.Generator | None = None) -> tuple[int, int]:
+def speculative_sample(
+    guesses: list[int], q: Tensor | None, p: Tensor, generator: torch.Generator | None = None
+) -> tuple[int, int]:
     """(how many guesses are kept, the token after them): guesses n ids, q (n,V) or None = certain, p (n+1,V)."""
     n, guessed = len(guesses), torch.tensor(guesses, dtype=torch.int64, device=p.device)
     q = F.one_hot(guessed, p.shape[-1]).to(p) if q is None else q
@@ -142,10 +164,20 @@ def speculative_sample(guesses: list[int], q: Tensor | None, p: Tensor,
 
 
 @hinted
-def speculate(model: Model, ids: Ids, draft: Draft, cache: KVCache | None = None, max_new_tokens: int = 64,
-              temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
-              repetition_penalty: float = 1.0, seed: int | None = None,
-              eos_token_ids: EosIds = None) -> "Tokens[Speculation]":
+def speculate(
+    model: Model,
+    ids: Ids,
+    draft: Draft,
+    cache: KVCache | None = None,
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    seed: int | None = None,
+    eos_token_ids: EosIds = None,
+) -> "Tokens[Speculation]":
     """nanokv.generate with guesses from `draft`: the same arguments and errors, the same greedy tokens.
 
     Returns an iterator of ids; its `.report` (a Speculation) counts rounds, guesses and forwards saved. In a round the
@@ -153,7 +185,9 @@ def speculate(model: Model, ids: Ids, draft: Draft, cache: KVCache | None = None
     """
     params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     cache = make_cache("dict", model.config) if cache is None else cache
-    return Tokens(Speculation(model, ids, cache, params, max_new_tokens, eos_token_ids, draft=draft))
+    return Tokens(
+        Speculation(model, ids, cache, params, max_new_tokens, eos_token_ids, draft=draft)
+    )
 
 
 class Speculation(Generation):
@@ -166,7 +200,9 @@ class Speculation(Generation):
         self._text = list(history or ()) + self.ids
         size = self.model.config.vocab_size
         if draft.vocab_size not in (None, size):
-            raise GenerationError(f"the draft's vocabulary has {draft.vocab_size:,} tokens, the model's {size:,}")
+            raise GenerationError(
+                f"the draft's vocabulary has {draft.vocab_size:,} tokens, the model's {size:,}"
+            )
 
     proposed = property(lambda self: sum(proposed for proposed, _ in self.rounds))
     accepted = property(lambda self: sum(accepted for _, accepted in self.rounds))
@@ -177,7 +213,10 @@ class Speculation(Generation):
     @property
     def speculation(self) -> dict:
         """The four numbers above, for a status line."""
-        return {name: getattr(self, name) for name in ("proposed", "accepted", "acceptance_rate", "forwards_saved")}
+        return {
+            name: getattr(self, name)
+            for name in ("proposed", "accepted", "acceptance_rate", "forwards_saved")
+        }
 
     def _run(self):
         try:
@@ -212,15 +251,23 @@ class Speculation(Generation):
         if room < 2:  # the newest token takes one place
             return [], None
         with self._listening():
-            guesses, q = self.draft.propose(self._text + self.tokens, room - 1, self._distribution, self.generator)
-        end = next((i for i, token in enumerate(guesses, 1) if token in self.eos_token_ids), len(guesses))
+            guesses, q = self.draft.propose(
+                self._text + self.tokens, room - 1, self._distribution, self.generator
+            )
+        end = next(
+            (i for i, token in enumerate(guesses, 1) if token in self.eos_token_ids), len(guesses)
+        )
         return guesses[:end], q if q is None else q[:end]
 
     def _check(self, guesses):
         """(guesses, logits (n+1,V)) after the newest token and each guess."""
-        tokens = torch.tensor([[self.tokens[-1], *guesses]], device=self.generator.device)  # (1,n+1)
+        tokens = torch.tensor(
+            [[self.tokens[-1], *guesses]], device=self.generator.device
+        )  # (1,n+1)
         try:
-            logits = self._forward(verify_draft if guesses else decode, tokens, back_to=self.cache.length)
+            logits = self._forward(
+                verify_draft if guesses else decode, tokens, back_to=self.cache.length
+            )
         except CapacityError:
             if not guesses:
                 raise

@@ -37,8 +37,15 @@ class Engine:
     Iterating yields (request, Step) as tokens are drawn, until nothing is left to do. `clock` is for tests.
     """
 
-    def __init__(self, model: Model, pages: int = 256, page_size: int = 16, step_tokens: int | None = None,
-                 max_running: int = 32, clock: Callable[[], float] = perf_counter):
+    def __init__(
+        self,
+        model: Model,
+        pages: int = 256,
+        page_size: int = 16,
+        step_tokens: int | None = None,
+        max_running: int = 32,
+        clock: Callable[[], float] = perf_counter,
+    ):
         sizes = {"pages": pages, "page_size": page_size, "max_running": max_running}
         sizes |= {} if step_tokens is None else {"step_tokens": step_tokens}
         for name, value in sizes.items():
@@ -56,18 +63,32 @@ class Engine:
         self._drawn: dict[tuple[int, int], tuple[Request, Step]] = {}  # what no step has handed out
 
     def __repr__(self) -> str:
-        pool, requests = self.pool, f"{len(self.scheduler.running)} running, {len(self.scheduler.waiting)} waiting"
+        pool, requests = (
+            self.pool,
+            f"{len(self.scheduler.running)} running, {len(self.scheduler.waiting)} waiting",
+        )
         pages = f"{pool.available():,} of {len(pool.references):,} pages of {pool.page_size} tokens free"
         return f"<Engine: {requests}, {pages}, {pool.nbytes:,} B>"
 
     # --- in and out -----------------------------------------------------------------------------------------------
 
-    def submit(self, ids: Ids, max_new_tokens: int = 64, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0,
-               min_p: float = 0.0, repetition_penalty: float = 1.0, seed: int | None = None,
-               eos_token_ids: EosIds = None, salt: str = "", top_logprobs: int = 0,
-               constrain: Callable[[torch.Tensor, list[int]], torch.Tensor] | None = None,
-               on_token: Callable[[Request, Step], object] | None = None,
-               prefilled: Prefilled | None = None) -> Request:
+    def submit(
+        self,
+        ids: Ids,
+        max_new_tokens: int = 64,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        seed: int | None = None,
+        eos_token_ids: EosIds = None,
+        salt: str = "",
+        top_logprobs: int = 0,
+        constrain: Callable[[torch.Tensor, list[int]], torch.Tensor] | None = None,
+        on_token: Callable[[Request, Step], object] | None = None,
+        prefilled: Prefilled | None = None,
+    ) -> Request:
         """Queue a request; the arguments mean what they mean in nanokv.generate. `top_logprobs`: so many of the
         likeliest tokens stand in each Step. `constrain(logits (1,V), tokens so far)` → logits that the next token is
         drawn from, −∞ where it must not be; log-probabilities stay those of the raw logits. `prefilled`: another
@@ -80,21 +101,40 @@ class Engine:
         check_sampling(max_new_tokens=max_new_tokens, top_logprobs=top_logprobs)
         check_salt(salt)
         if on_token is not None and not callable(on_token):
-            raise GenerationError(f"on_token is {on_token!r}: a function of (request, step), or None, was expected")
+            raise GenerationError(
+                f"on_token is {on_token!r}: a function of (request, step), or None, was expected"
+            )
         if constrain is not None and not callable(constrain):
-            raise GenerationError(f"constrain is {constrain!r}: a function of (logits, tokens), or None, was expected")
+            raise GenerationError(
+                f"constrain is {constrain!r}: a function of (logits, tokens), or None, was expected"
+            )
         params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
         prompt = prompt_ids(ids, self.config.vocab_size)
-        eos = eos_ids(self.model.generation_config.eos_token_ids if eos_token_ids is None else eos_token_ids)
+        eos = eos_ids(
+            self.model.generation_config.eos_token_ids if eos_token_ids is None else eos_token_ids
+        )
         room = self._room(len(prompt), max_new_tokens)
         if prefilled is not None:
             self.check_prefilled(prefilled, prompt)
             if prefilled.logits is None:
-                raise HandoverError(f"no logits follow the {len(prompt):,} tokens that were prefilled",
-                                    "Engine.add_prefix takes what has none")
+                raise HandoverError(
+                    f"no logits follow the {len(prompt):,} tokens that were prefilled",
+                    "Engine.add_prefix takes what has none",
+                )
         request = Request(
-            self._submitted, prompt, params, max_new_tokens, room, eos, salt, on_token, self.device,
-            self.clock() if prefilled is None else prefilled.asked, constrain, top_logprobs, prefilled,
+            self._submitted,
+            prompt,
+            params,
+            max_new_tokens,
+            room,
+            eos,
+            salt,
+            on_token,
+            self.device,
+            self.clock() if prefilled is None else prefilled.asked,
+            constrain,
+            top_logprobs,
+            prefilled,
         )
         self._submitted += 1
         self.scheduler.waiting.append(request)
@@ -123,10 +163,19 @@ class Engine:
     def check_prefilled(self, prefilled: Prefilled, prompt: list[int]) -> None:
         """HandoverError for what is not this prompt's, or not this model's."""
         if list(prefilled.tokens) != prompt:
-            raise HandoverError(f"{len(prefilled.tokens):,} tokens were prefilled, which are not the {len(prompt):,} "
-                                "of the prompt", "prefill the very ids that are submitted")
+            raise HandoverError(
+                f"{len(prefilled.tokens):,} tokens were prefilled, which are not the {len(prompt):,} "
+                "of the prompt",
+                "prefill the very ids that are submitted",
+            )
         weight = self.model.embed_tokens.weight.dtype  # of int8 weights it says nothing
-        known = self.pool.keys.dtype if self.pool.keys is not None else weight if weight.is_floating_point else None
+        known = (
+            self.pool.keys.dtype
+            if self.pool.keys is not None
+            else weight
+            if weight.is_floating_point
+            else None
+        )
         prefilled.check(self.config, known)
 
     def _room(self, prompt: int, new: int) -> int:
@@ -143,7 +192,9 @@ class Engine:
             raise CapacityError(
                 f"the request needs {needed:,} pages ({prompt:,} tokens + {new:,} new, {size} a page), "
                 f"the pool has {pages:,}",
-                f"max_new_tokens={fits} fits" if fits >= 1 else "a shorter prompt, or a larger pool",
+                f"max_new_tokens={fits} fits"
+                if fits >= 1
+                else "a shorter prompt, or a larger pool",
             )
         return room
 
@@ -240,7 +291,10 @@ class Engine:
             (later if waits else now).append((request, tokens))
         requests = [request for request, _ in now]
         starts = [request.fed for request in requests]
-        parts = [request.known[start : start + n] for (request, n), start in zip(now, starts, strict=True)]
+        parts = [
+            request.known[start : start + n]
+            for (request, n), start in zip(now, starts, strict=True)
+        ]
         caches = [request.cache for request in requests]
         self.metrics.forwards += 1
         logits = prefill_packed(self.model, parts, caches, starts)  # (B,V)
@@ -255,7 +309,9 @@ class Engine:
         if not requests:
             return
         cache = PagedBatch([request.cache for request in requests], self.config)
-        newest = torch.tensor([request.known[-1:] for request in requests], device=self.device)  # (B,1)
+        newest = torch.tensor(
+            [request.known[-1:] for request in requests], device=self.device
+        )  # (B,1)
         self.metrics.forwards += 1
         logits = decode(self.model, newest, cache, cache.length)  # (B,V)
         self.metrics.decode_tokens += len(requests)
@@ -280,7 +336,11 @@ class Engine:
             # Also when Ctrl-C leaves through the callback of the last token: no other may follow
             # it.
             finally:
-                if request.finish_reason is not None and request.handed == len(request.tokens) and not request.untold:
+                if (
+                    request.finish_reason is not None
+                    and request.handed == len(request.tokens)
+                    and not request.untold
+                ):
                     self._finish(request)
 
     def _hand_out(self, request: Request):
@@ -315,4 +375,6 @@ def check_salt(salt: object) -> None:
     """GenerationError for what is no text."""
     # Half a character.
     if not isinstance(salt, str) or salt.encode("utf-8", "ignore").decode() != salt:
-        raise GenerationError(f"salt is {salt!r}: a string was expected", 'salt="" shares with all that have none')
+        raise GenerationError(
+            f"salt is {salt!r}: a string was expected", 'salt="" shares with all that have none'
+        )

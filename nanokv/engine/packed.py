@@ -19,8 +19,13 @@ def prefill_packed(model, prompts, caches, start_pos):
     prompts = [token_ids(model, [prompt]) for prompt in prompts]  # (1,T_b)
     sizes = [prompt.shape[1] for prompt in prompts]
     pack = PackedCache(caches, sizes, model.config)
-    parts = [(T, attention_over(cache, T, prompts[0].device)) for cache, T in zip(caches, sizes, strict=True)]
-    positions = torch.cat([start + torch.arange(T) for start, T in zip(start_pos, sizes, strict=True)])  # (N,)
+    parts = [
+        (T, attention_over(cache, T, prompts[0].device))
+        for cache, T in zip(caches, sizes, strict=True)
+    ]
+    positions = torch.cat(
+        [start + torch.arange(T) for start, T in zip(start_pos, sizes, strict=True)]
+    )  # (N,)
     hidden = model(torch.cat(prompts, 1).T, pack, positions, Packed(parts))  # (N,1,C)
     last = torch.tensor(sizes).cumsum(0) - 1  # (B,) the last row of each prompt
     return model.lm_head(hidden[last, 0])  # (B,C) → (B,V)

@@ -37,13 +37,19 @@ class Prefilled:
         want = [L, Hk, len(self.tokens) - self.start, D]
         for name, found in (("keys", self.keys), ("values", self.values)):
             if list(found.shape) != want or not 0 <= self.start < len(self.tokens):
-                raise HandoverError(f"{name} of {len(self.tokens)} tokens from token {self.start} on have the shape "
-                                    f"{list(found.shape)}, not {want} (L,Hk,T,D)")
+                raise HandoverError(
+                    f"{name} of {len(self.tokens)} tokens from token {self.start} on have the shape "
+                    f"{list(found.shape)}, not {want} (L,Hk,T,D)"
+                )
             if dtype not in (None, found.dtype):
-                raise HandoverError(f"{name} are in {found.dtype}, this engine computes in {dtype}",
-                                    "load the model with the same dtype in both processes")
+                raise HandoverError(
+                    f"{name} are in {found.dtype}, this engine computes in {dtype}",
+                    "load the model with the same dtype in both processes",
+                )
         if self.logits is not None and list(self.logits.shape) != [1, config.vocab_size]:
-            raise HandoverError(f"logits have the shape {list(self.logits.shape)}, not [1, {config.vocab_size}]")
+            raise HandoverError(
+                f"logits have the shape {list(self.logits.shape)}, not [1, {config.vocab_size}]"
+            )
 
     def extend(self, cache: Any, device: torch.device | str) -> None:
         """Append what a paged cache of one row on this device does not hold yet; CapacityError changes nothing."""
@@ -64,14 +70,18 @@ def taken(cache: KVCache, tokens: Sequence[int], start: int = 0, **facts: Any) -
     Each layer's rows are gathered as a whole first: one copy of S rows, of one layer at a time.
     """
     if cache.sizes.batch_size != 1 or cache.length != len(tokens):
-        raise HandoverError(f"{len(tokens)} tokens do not belong to {cache!r}", "send the ids that it holds with it")
+        raise HandoverError(
+            f"{len(tokens)} tokens do not belong to {cache!r}", "send the ids that it holds with it"
+        )
     held: list[Tensor] = []
     for i, layer in enumerate(cache):
         state = layer.state()
         if set(state) != {"key", "value"} or state["key"].shape[2] != len(tokens):
             kind = cache.made.name
-            raise HandoverError(f"pages hold keys and values of all tokens, a {kind} cache does not keep them",
-                                "prefill into a cache that keeps exact values")
+            raise HandoverError(
+                f"pages hold keys and values of all tokens, a {kind} cache does not keep them",
+                "prefill into a cache that keeps exact values",
+            )
         rows = [state[name][0, :, start:] for name in ("key", "value")]  # (Hk,T,D) ×2
         held = held or [x.new_empty(len(cache), *x.shape) for x in rows]  # (L,Hk,T,D) ×2
         held[0][i], held[1][i] = rows

@@ -109,7 +109,9 @@ class Request:
         logits = self.logits if self.constrain is None else self.constrain(self.logits, self.tokens)
         token = draw(logits, self.params.values(), self.generator, self.prompt, self.tokens)  # (1,)
         self.logprobs[len(self.tokens) :] = [float(logprob(self.logits, token))]
-        self.tops[len(self.tokens) :] = likeliest(self.logits, self.top_logprobs) if self.top_logprobs else [()]
+        self.tops[len(self.tokens) :] = (
+            likeliest(self.logits, self.top_logprobs) if self.top_logprobs else [()]
+        )
         self.tokens.append(int(token))  # commit
         self.logits = None
 
@@ -131,7 +133,8 @@ class Request:
         return {
             "queue_s": _between(self.arrived, self.admitted),
             "ttft_s": _between(self.arrived, self.first_token),
-            "token_s": None if produced < 2 or self.finished is None
+            "token_s": None
+            if produced < 2 or self.finished is None
             else _between(self.first_token, self.finished) / (produced - 1),
             "total_s": _between(self.arrived, self.finished),
             "prompt_tokens": len(self.prompt),

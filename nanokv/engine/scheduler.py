@@ -65,7 +65,9 @@ class Scheduler:
             if request.pages_needed(size) - len(cache.tables[0]) + promised > self.pool.available():
                 cache.free()
                 return
-            reused = max(cache.hits, request.prefilled.reused if request.prefilled is not None else 0)
+            reused = max(
+                cache.hits, request.prefilled.reused if request.prefilled is not None else 0
+            )
             request.take(cache)
             insort(self.running, request, key=lambda other: other.number)
             request.state = RUNNING  # commit

@@ -28,8 +28,14 @@ FOLDER = Path(__file__).with_name("kernels")
 SOURCES = FOLDER / "decode.cpp", FOLDER / "prefill.cpp"
 # What of -ffast-math makes sums into vectors. Not the whole: a library linked with it turns small numbers into zeros in
 # the thread that loads it, for everybody's code, and forgets that there are NaN and infinity.
-MATH = ("-fassociative-math", "-freciprocal-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno",
-        "-ffp-contract=fast")
+MATH = (
+    "-fassociative-math",
+    "-freciprocal-math",
+    "-fno-signed-zeros",
+    "-fno-trapping-math",
+    "-fno-math-errno",
+    "-ffp-contract=fast",
+)
 FLAGS = ("-O3", "-march=native", *MATH, "-std=c++17", "-shared", "-fPIC")
 TIMEOUT = 120  # seconds that the compiler may take, and that who asked waits for another's
 BACKGROUND_TIMEOUT = 1200  # at the lowest priority, on a machine that is busy
@@ -61,7 +67,9 @@ def mode() -> str:
     """NANOKV_KERNELS, a key of MODES."""
     wanted = os.environ.get("NANOKV_KERNELS") or "on"
     if wanted not in MODES:
-        raise ConfigError(f"NANOKV_KERNELS is {wanted!r}: {', '.join(MODES)}", hint="unset NANOKV_KERNELS")
+        raise ConfigError(
+            f"NANOKV_KERNELS is {wanted!r}: {', '.join(MODES)}", hint="unset NANOKV_KERNELS"
+        )
     return wanted
 
 
@@ -79,7 +87,11 @@ def state() -> State:
         if first(stem, private.is_whole):
             return State(True)
         if not can_write(stem.parent):
-            return State(False, "no place to keep kernels", f"{stem.parent} cannot be written: set NANOKV_CACHE")
+            return State(
+                False,
+                "no place to keep kernels",
+                f"{stem.parent} cannot be written: set NANOKV_CACHE",
+            )
         with contextlib.suppress(FileNotFoundError):
             failure = failure_note(stem).read_text(errors="replace").strip()
             return State(False, "kernels did not build", f"the kernels did not build: {failure}")
@@ -152,7 +164,12 @@ def build(compiler: list[str], stem: Path, timeout: float) -> Path:
     with tempfile.TemporaryDirectory(prefix="building-", dir=stem.parent) as work:
         target = Path(work) / f"{stem.name}.so"
         run = functools.partial(
-            subprocess.run, check=True, capture_output=True, text=True, errors="replace", timeout=timeout,
+            subprocess.run,
+            check=True,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout,
             stdin=subprocess.DEVNULL,
         )
         try:  # torch's own OpenMP runtime is loaded already, so both share one team of threads
@@ -178,7 +195,10 @@ def reason(error) -> str:
     if isinstance(error, subprocess.TimeoutExpired):
         return f"not done after {error.timeout} seconds"
     lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-    return next((line for line in lines if "error" in line.lower()), lines[0] if lines else type(error).__name__)
+    return next(
+        (line for line in lines if "error" in line.lower()),
+        lines[0] if lines else type(error).__name__,
+    )
 
 
 # --- in the background --------------------------------------------------------------------------------------------
@@ -195,7 +215,11 @@ def begin() -> None:
     null = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with contextlib.suppress(OSError):  # no process can be started: then it stays plain
         process = subprocess.Popen(
-            command, **null, env=environment, cwd="/" if os.name == "posix" else None, start_new_session=True
+            command,
+            **null,
+            env=environment,
+            cwd="/" if os.name == "posix" else None,
+            start_new_session=True,
         )
         # Or it would stay in the table as a zombie.
         threading.Thread(target=process.wait, daemon=True).start()

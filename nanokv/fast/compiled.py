@@ -72,14 +72,21 @@ class Compiled(nn.Module):
     which runs it or says what is wrong. `backend` is torch.compile's. Raises ConfigError before anything is compiled.
     """
 
-    def __init__(self, model, capacity: int, batch_size: int = 1, buckets=None, backend: str = "inductor"):
+    def __init__(
+        self, model, capacity: int, batch_size: int = 1, buckets=None, backend: str = "inductor"
+    ):
         super().__init__()
         if buckets is None:
             buckets = [NARROWEST << i for i in range((WIDEST // NARROWEST).bit_length())]
         check_dense(model.config)
         check_sizes(model.config, capacity, batch_size, buckets)
         check_backend(backend, model.embed_tokens.weight.device)
-        self.model, self.capacity, self.batch_size, self.backend = model, capacity, batch_size, backend
+        self.model, self.capacity, self.batch_size, self.backend = (
+            model,
+            capacity,
+            batch_size,
+            backend,
+        )
         self.widths = sorted({1, *(min(width, capacity) for width in buckets)})  # 1 is decode
         # The width of each; one comes twice if the number of threads changes, say.
         self.compiles: list[int] = []
@@ -109,7 +116,9 @@ class Compiled(nn.Module):
             self.compiles.append(width)
             return torch._dynamo.lookup_backend(self.backend)(graph, inputs)
 
-        return torch_ops.compile_alone(hidden_states, fullgraph=True, dynamic=False, backend=counted)
+        return torch_ops.compile_alone(
+            hidden_states, fullgraph=True, dynamic=False, backend=counted
+        )
 
     def forward(self, tokens, cache, start_pos: int, attend):
         """As Transformer.forward: tokens (B,T) → (B,T,C)."""
@@ -132,8 +141,19 @@ class Compiled(nn.Module):
             return False
         B, T = tokens.shape
         sizes = cache.made.name, B, cache.capacity, len(cache), cache.config
-        compiled = "static", self.batch_size, self.capacity, self.config.num_hidden_layers, self.config
-        if sizes != compiled or cache.sizes.batch_size != B or type(start_pos) is not int or start_pos != cache.length:
+        compiled = (
+            "static",
+            self.batch_size,
+            self.capacity,
+            self.config.num_hidden_layers,
+            self.config,
+        )
+        if (
+            sizes != compiled
+            or cache.sizes.batch_size != B
+            or type(start_pos) is not int
+            or start_pos != cache.length
+        ):
             return False
         return start_pos + T <= self.capacity and is_plain(attend, T, start_pos + T)
 
@@ -145,7 +165,9 @@ class Compiled(nn.Module):
         are not in use are cleared, once.
         """
         config, length = self.config, cache.length
-        like = self.embed_tokens.weight.new_empty(self.batch_size, config.num_key_value_heads, 1, config.head_dim)
+        like = self.embed_tokens.weight.new_empty(
+            self.batch_size, config.num_key_value_heads, 1, config.head_dim
+        )
         pages = cache.pages(like)
         if pages is None:
             return None
@@ -160,7 +182,9 @@ class Compiled(nn.Module):
         """tokens (B,T), T at most the widest → (B,T,C). The slabs are written; nothing is counted yet."""
         T = tokens.shape[1]
         width = next(width for width in self.widths if width >= T)
-        positions = torch.arange(start_pos, start_pos + width, device=tokens.device).clamp_(max=start_pos + T - 1)
+        positions = torch.arange(start_pos, start_pos + width, device=tokens.device).clamp_(
+            max=start_pos + T - 1
+        )
         tokens = tokens[:, positions - start_pos]  # (B,width): the last one repeated
         if width == 1 and tokens.is_cuda:
             return self.replay(tokens, positions, cache[0], slabs)
@@ -215,7 +239,11 @@ def is_plain(attend, T: int, S: int) -> bool:
 
 def check_sizes(config, capacity, batch_size, buckets):
     """Whole numbers ≥ 1, and no more slots than the model has positions."""
-    sizes = ("capacity", capacity), ("batch_size", batch_size), *(("a bucket", width) for width in buckets)
+    sizes = (
+        ("capacity", capacity),
+        ("batch_size", batch_size),
+        *(("a bucket", width) for width in buckets),
+    )
     for name, value in sizes:
         if type(value) is not int or value < 1:
             raise ConfigError(f"{name} is {value!r}: a whole number ≥ 1 was expected")
@@ -235,5 +263,7 @@ def check_backend(backend: str, device):
     # As inductor looks for it.
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if backend == "inductor" and device.type == "cpu" and not shutil.which(compiler):
-        raise ConfigError(f"torch.compile needs a C++ compiler, and there is no {compiler}",
-                          hint="install g++ or set CXX")
+        raise ConfigError(
+            f"torch.compile needs a C++ compiler, and there is no {compiler}",
+            hint="install g++ or set CXX",
+        )

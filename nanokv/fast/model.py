@@ -48,10 +48,17 @@ class Block(Addressed):
         self.o = make_matrix(attention.o_proj.weight, attention.o_proj.bias)
         self.gate_up = make_matrix(*fused(mlp.gate_proj, mlp.up_proj))
         self.down = make_matrix(mlp.down_proj.weight)
-        norms = plain.input_layernorm, attention.q_norm, attention.k_norm, plain.post_attention_layernorm
+        norms = (
+            plain.input_layernorm,
+            attention.q_norm,
+            attention.k_norm,
+            plain.post_attention_layernorm,
+        )
         for name, norm in zip(("norm", "q_norm", "k_norm", "mlp_norm"), norms, strict=True):
             weight = getattr(norm, "weight", None)  # not every family norms q and k
-            self.register_buffer(name, None if weight is None else weight.detach().float().contiguous())
+            self.register_buffer(
+                name, None if weight is None else weight.detach().float().contiguous()
+            )
 
     @functools.cached_property
     def struct(self):
@@ -95,12 +102,16 @@ class Block(Addressed):
         angles = cos.data_ptr(), sin.data_ptr(), stride(cos, B, D)
         q = x.new_empty(B, H, D)
         k, v = x.new_empty(2, B, Hk, 1, D, dtype=self.dtype)
-        kernels.before_cache(layer, x.data_ptr(), B, *angles, q.data_ptr(), k.data_ptr(), v.data_ptr())
+        kernels.before_cache(
+            layer, x.data_ptr(), B, *angles, q.data_ptr(), k.data_ptr(), v.data_ptr()
+        )
         keys, values = cache.append(k, v)  # (B,Hk,S,D) ×2
         if not alike(k, keys, values):  # an `append` of the caller's own
             return self.rest(x, Decode()(q[:, :, None].to(self.dtype), keys, values))
         pages = Pages(keys, values, [keys.shape[2]] * B)
-        kernels.after_cache(layer, x.data_ptr(), B, q.data_ptr(), ctypes.byref(native.pages_struct(pages)))
+        kernels.after_cache(
+            layer, x.data_ptr(), B, q.data_ptr(), ctypes.byref(native.pages_struct(pages))
+        )
         return x
 
     def many(self, kernels, x, rope, cache, attend):
@@ -108,15 +119,33 @@ class Block(Addressed):
         for all that is between them; x is written over. Between torch's products stands the weights' dtype, between the
         kernels' fp32."""
         (B, T, _), (H, Hk, D) = x.shape, self.heads
-        few = B * T <= min(matrix.most_rows for matrix in (self.qkv, self.o, self.gate_up, self.down))
-        dtype, product = (torch.float32, Matrix.forward) if few else (self.qkv.product_dtype, Matrix.product)
+        few = B * T <= min(
+            matrix.most_rows for matrix in (self.qkv, self.o, self.gate_up, self.down)
+        )
+        dtype, product = (
+            (torch.float32, Matrix.forward) if few else (self.qkv.product_dtype, Matrix.product)
+        )
         q, k, v = (x.new_empty(B, heads, T, D, dtype=self.dtype) for heads in (H, Hk, Hk))
         (cos, sin), form = (angle.contiguous() for angle in rope), native.FORMATS[dtype]
         qkv = product(self.qkv, self.rows_normed(kernels, x, self.norm, dtype))  # (B,T,(H+2Hk)·D)
         kernels.split_rows(
-            qkv.data_ptr(), B, T, H, Hk, D, native.pointer(self.q_norm), native.pointer(self.k_norm), self.eps,
-            cos.data_ptr(), sin.data_ptr(), stride(cos, B, T * D), q.data_ptr(), k.data_ptr(),
-            v.data_ptr(), form, native.FORMATS[self.dtype],
+            qkv.data_ptr(),
+            B,
+            T,
+            H,
+            Hk,
+            D,
+            native.pointer(self.q_norm),
+            native.pointer(self.k_norm),
+            self.eps,
+            cos.data_ptr(),
+            sin.data_ptr(),
+            stride(cos, B, T * D),
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            form,
+            native.FORMATS[self.dtype],
         )
         y = self.attended(kernels, attend, q, *cache.append(k, v))  # (B,H,T,D)
         y = product(self.o, y.transpose(1, 2).reshape(B, T, H * D))  # (B,T,C)
@@ -131,7 +160,9 @@ class Block(Addressed):
     def rows_normed(self, kernels, x, weight, dtype):
         """(B,T,C) fp32 → the same in `dtype`."""
         y, (B, T, C) = torch.empty_like(x, dtype=dtype), x.shape
-        kernels.norm_rows(y.data_ptr(), x.data_ptr(), B * T, C, weight.data_ptr(), self.eps, native.FORMATS[dtype])
+        kernels.norm_rows(
+            y.data_ptr(), x.data_ptr(), B * T, C, weight.data_ptr(), self.eps, native.FORMATS[dtype]
+        )
         return y
 
     def attended(self, kernels, attend, q, k, v):
@@ -139,7 +170,11 @@ class Block(Addressed):
         if type(attend) is Packed:
             parts = [(T, functools.partial(self.attended, kernels, own)) for T, own in attend.parts]
             return Packed(parts)(q, k, v)
-        if type(attend) is not Causal or q.dtype != torch.bfloat16 or not kernels.has_flash(q.shape[-1]):
+        if (
+            type(attend) is not Causal
+            or q.dtype != torch.bfloat16
+            or not kernels.has_flash(q.shape[-1])
+        ):
             return attend(q, k, v)
         (_, H, T, D), (Hk, S), strides = q.shape, k.shape[1:3], k.stride()
         if strides != v.stride() or strides[2:] != (D, 1) or H % Hk or not alike(q[:, :Hk], k, v):
@@ -156,7 +191,10 @@ class Block(Addressed):
         qkv = self.qkv(self.normed(x, self.norm)).view(B, T, H + 2 * Hk, D)  # (B,T,H+2Hk,D)
         q, k, v = qkv.split((H, Hk, Hk), dim=2)
         q, k = self.normed(q, self.q_norm), self.normed(k, self.k_norm)
-        q, k = apply_rope(q.transpose(1, 2), rope), apply_rope(k.transpose(1, 2), rope)  # (B,H,T,D), (B,Hk,T,D)
+        q, k = (
+            apply_rope(q.transpose(1, 2), rope),
+            apply_rope(k.transpose(1, 2), rope),
+        )  # (B,H,T,D), (B,Hk,T,D)
         k, v = cache.append(k.to(self.dtype), v.transpose(1, 2).to(self.dtype))  # (B,Hk,S,D) ×2
         return self.rest(x, attend(q.to(self.dtype), k, v))
 
@@ -177,7 +215,17 @@ def flash(kernels, q, k, v):
     for a, b in row_blocks(q, S):
         rows, y = q[:, :, a:b].contiguous(), q.new_empty(B, b - a, H, D)
         kernels.flash_attention(
-            y.data_ptr(), rows.data_ptr(), k.data_ptr(), v.data_ptr(), B, H, Hk, b - a, S - T + b, D, *strides[:2]
+            y.data_ptr(),
+            rows.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            B,
+            H,
+            Hk,
+            b - a,
+            S - T + b,
+            D,
+            *strides[:2],
         )
         parts.append(y)
     return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).transpose(1, 2)
@@ -244,14 +292,26 @@ class Norm(Addressed):
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         y, C = torch.empty_like(x), x.shape[-1]
         kernels.norm_rows(
-            y.data_ptr(), x.data_ptr(), x.numel() // C, C, self.weight.data_ptr(), self.eps, native.FORMATS[x.dtype]
+            y.data_ptr(),
+            x.data_ptr(),
+            x.numel() // C,
+            C,
+            self.weight.data_ptr(),
+            self.eps,
+            native.FORMATS[x.dtype],
         )
         return y
 
 
 PLAIN = (
-    plain_model.Block, plain_model.Attention, plain_model.MLP, plain_model.RMSNorm, nn.Linear, nn.Embedding,
-    nn.ModuleList, nn.Identity,
+    plain_model.Block,
+    plain_model.Attention,
+    plain_model.MLP,
+    plain_model.RMSNorm,
+    nn.Linear,
+    nn.Embedding,
+    nn.ModuleList,
+    nn.Identity,
 )
 
 
@@ -299,7 +359,11 @@ class FastTransformer(Transformer):
         one of them, or has put another in its place."""
         if module._global_forward_hooks or module._global_forward_pre_hooks:
             return False
-        parts = (self.embed_tokens, Embedding), (self.norm, Norm), *((layer, Block) for layer in self.layers)
+        parts = (
+            (self.embed_tokens, Embedding),
+            (self.norm, Norm),
+            *((layer, Block) for layer in self.layers),
+        )
         if any(type(part) is not kind or has_own_forward(part) for part, kind in parts):
             return False
         stored = hasattr(cache, "pages") and bool(cache) and reserve_of(cache[0]) is not None
@@ -307,7 +371,9 @@ class FastTransformer(Transformer):
 
     def knows(self, tokens) -> bool:
         """Are these ids of its vocabulary? Kernels take that on trust; torch refuses what is not."""
-        return tokens.dtype == torch.int64 and all(0 <= id < self.embed_tokens.table.N for (id,) in tokens.tolist())
+        return tokens.dtype == torch.int64 and all(
+            0 <= id < self.embed_tokens.table.N for (id,) in tokens.tolist()
+        )
 
     def angles(self, start_pos):
         """`rope_angles` of one position for all rows, (D,) ×2, or of one for each, (B,D) ×2. The speeds are kept."""
@@ -324,7 +390,9 @@ class FastTransformer(Transformer):
 
 
 @overload
-def optimize(model: Transformer, weights: str | None = None, compile: None = None) -> Transformer: ...
+def optimize(
+    model: Transformer, weights: str | None = None, compile: None = None
+) -> Transformer: ...
 @overload
 def optimize(model: Transformer, weights: str | None = None, *, compile: int) -> "Compiled": ...
 @hinted
@@ -350,7 +418,9 @@ def optimize(model: Transformer, weights: str | None = None, compile: int | None
     """
     if compile is not None:
         if weights is not None:
-            raise ConfigError(f"weights={weights!r} and compile={compile!r}: kernels are compiled already, choose one")
+            raise ConfigError(
+                f"weights={weights!r} and compile={compile!r}: kernels are compiled already, choose one"
+            )
         from nanokv.fast.compiled import Compiled
 
         return Compiled(model, compile)
@@ -360,7 +430,9 @@ def optimize(model: Transformer, weights: str | None = None, compile: int | None
     own = {torch.float32: "fp32", torch.bfloat16: "bf16"}
     name = str(dtype).removeprefix("torch.")
     if dtype not in own:
-        raise ConfigError(f"there are no kernels for a model in {name}", hint="load it in bfloat16 or float32")
+        raise ConfigError(
+            f"there are no kernels for a model in {name}", hint="load it in bfloat16 or float32"
+        )
     weights = own[dtype] if weights is None else weights
     known = own[dtype], "int8", "int4"
     if weights not in known:

@@ -22,15 +22,29 @@ POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, cty
 class Weight(ctypes.Structure):
     """A matrix as the kernels see it; the module that made it keeps the memory alive."""
 
-    _fields_ = [("data", POINTER), ("scale", POINTER), ("bias", POINTER), ("N", LONG), ("K", LONG), ("format", INT)]
+    _fields_ = [
+        ("data", POINTER),
+        ("scale", POINTER),
+        ("bias", POINTER),
+        ("N", LONG),
+        ("K", LONG),
+        ("format", INT),
+    ]
 
 
 class Pages(ctypes.Structure):
     """Where the cached keys and values of each row lie."""
 
     _fields_ = [
-        ("keys", POINTER), ("values", POINTER), ("page_stride", LONG), ("head_stride", LONG), ("page_size", LONG),
-        ("table", POINTER), ("table_stride", LONG), ("lengths", POINTER), ("format", INT),
+        ("keys", POINTER),
+        ("values", POINTER),
+        ("page_stride", LONG),
+        ("head_stride", LONG),
+        ("page_size", LONG),
+        ("table", POINTER),
+        ("table_stride", LONG),
+        ("lengths", POINTER),
+        ("format", INT),
     ]
 
 
@@ -40,7 +54,9 @@ class Layer(ctypes.Structure):
     _fields_ = [
         *((name, Weight) for name in ("qkv", "o", "gate_up", "down")),
         *((name, POINTER) for name in ("norm", "q_norm", "k_norm", "mlp_norm")),
-        *((name, LONG) for name in ("H", "Hk", "D")), ("eps", FLOAT), ("format", INT),
+        *((name, LONG) for name in ("H", "Hk", "D")),
+        ("eps", FLOAT),
+        ("format", INT),
     ]
 
 
@@ -50,16 +66,46 @@ SIGNATURES = {  # name: (arguments, result)
     "linear": ((POINTER, POINTER, LONG, POINTER), None),
     "most_rows": ((POINTER,), LONG),
     "dense_rows": ((POINTER, POINTER, LONG, LONG, INT), None),
-    "before_cache": ((POINTER, POINTER, LONG, POINTER, POINTER, LONG, POINTER, POINTER, POINTER), None),
+    "before_cache": (
+        (POINTER, POINTER, LONG, POINTER, POINTER, LONG, POINTER, POINTER, POINTER),
+        None,
+    ),
     "after_cache": ((POINTER, POINTER, LONG, POINTER, POINTER), None),
     "norm_rows": ((POINTER, POINTER, LONG, LONG, POINTER, FLOAT, INT), None),
-    "split_rows": ((POINTER, *[LONG] * 5, *[POINTER] * 2, FLOAT, *[POINTER] * 2, LONG, *[POINTER] * 3, INT, INT), None),
+    "split_rows": (
+        (
+            POINTER,
+            *[LONG] * 5,
+            *[POINTER] * 2,
+            FLOAT,
+            *[POINTER] * 2,
+            LONG,
+            *[POINTER] * 3,
+            INT,
+            INT,
+        ),
+        None,
+    ),
     "gate_rows": ((POINTER, POINTER, LONG, LONG, INT), None),
     "add_rows": ((POINTER, POINTER, LONG, INT), None),
     "has_flash": ((LONG,), INT),
     "flash_attention": ((*[POINTER] * 4, *[LONG] * 8), None),
     "forward_step": (
-        (POINTER, POINTER, POINTER, LONG, POINTER, LONG, POINTER, POINTER, LONG, POINTER, POINTER, FLOAT), None,
+        (
+            POINTER,
+            POINTER,
+            POINTER,
+            LONG,
+            POINTER,
+            LONG,
+            POINTER,
+            POINTER,
+            LONG,
+            POINTER,
+            POINTER,
+            FLOAT,
+        ),
+        None,
     ),
     "steps": ((POINTER, LONG, POINTER, LONG, POINTER, POINTER, LONG, POINTER), None),
 }
@@ -79,9 +125,15 @@ def library():
     try:
         kernels, path = building.obtain(compiler, load)
     except (OSError, subprocess.SubprocessError) as error:
-        return None, f"torch operators (the kernels did not build with {compiler[0]}: {building.reason(error)})"
+        return (
+            None,
+            f"torch operators (the kernels did not build with {compiler[0]}: {building.reason(error)})",
+        )
     keep_freed_memory()
-    return kernels, f"native kernels ({kernels.instructions().decode()}, {Path(compiler[0]).name}, {path})"
+    return (
+        kernels,
+        f"native kernels ({kernels.instructions().decode()}, {Path(compiler[0]).name}, {path})",
+    )
 
 
 def keep_freed_memory():
@@ -99,7 +151,10 @@ def keep_freed_memory():
 
 def built() -> bool:
     """Does `library` give kernels without a compiler?"""
-    return building.state().ready and building.first(building.stem_of(building.find_compiler()), load) is not None
+    return (
+        building.state().ready
+        and building.first(building.stem_of(building.find_compiler()), load) is not None
+    )
 
 
 def kernels():
@@ -147,10 +202,19 @@ def pages_struct(pages):
         keys, values = pages.keys, pages.values  # (P,Hk,page,D)
         if keys.stride() != values.stride() or keys.stride()[2:] != (keys.shape[3], 1):
             keys, values = keys.contiguous(), values.contiguous()
-        table, width = (None, 0) if pages.table is None else (pages.table.data_ptr(), pages.table.shape[1])
+        table, width = (
+            (None, 0) if pages.table is None else (pages.table.data_ptr(), pages.table.shape[1])
+        )
         made = pages.struct = Pages(
-            keys.data_ptr(), values.data_ptr(), keys.stride(0), keys.stride(1), keys.shape[2], table, width,
-            pages.lengths.data_ptr(), FORMATS[keys.dtype],
+            keys.data_ptr(),
+            values.data_ptr(),
+            keys.stride(0),
+            keys.stride(1),
+            keys.shape[2],
+            table,
+            width,
+            pages.lengths.data_ptr(),
+            FORMATS[keys.dtype],
         )
         made.tensors = keys, values  # these live as long as their addresses
     return made

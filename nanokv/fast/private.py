@@ -34,9 +34,13 @@ def _check(place: Path, status: os.stat_result, refused: int) -> None:
     if not hasattr(os, "getuid"):  # Windows: the folder is in the user's profile
         return
     if status.st_uid not in (0, os.getuid()):
-        raise PermissionError(f"{place} belongs to another user: set NANOKV_CACHE to a folder of your own")
+        raise PermissionError(
+            f"{place} belongs to another user: set NANOKV_CACHE to a folder of your own"
+        )
     if status.st_mode & refused:
-        raise PermissionError(f"{place} can be written by other users: chmod go-w {place}, or set NANOKV_CACHE")
+        raise PermissionError(
+            f"{place} can be written by other users: chmod go-w {place}, or set NANOKV_CACHE"
+        )
 
 
 def named(stem: Path, content: bytes) -> Path:
@@ -57,7 +61,10 @@ def open_checked(path: Path) -> str | None:
     status = os.fstat(descriptor)
     _check(path, status, OTHERS)
     with open(descriptor, "rb", closefd=False) as file:
-        whole = stat.S_ISREG(status.st_mode) and named(path.with_name(path.name.rsplit("-", 1)[0]), file.read()) == path
+        whole = (
+            stat.S_ISREG(status.st_mode)
+            and named(path.with_name(path.name.rsplit("-", 1)[0]), file.read()) == path
+        )
     if not whole or not os.path.exists(f"/proc/self/fd/{descriptor}"):
         os.close(descriptor)
         return str(path) if whole else None

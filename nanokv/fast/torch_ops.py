@@ -39,7 +39,9 @@ def pack_int4(codes, scale):
     if has(torch.ops.aten, "_weight_int4pack_mm_for_cpu") and len(codes) % 16 == 0:
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu((codes + 8).int(), 1)
         # (K/32,N,2).
-        return packed, torch.stack((scale, torch.zeros_like(scale)), -1).transpose(0, 1).contiguous()
+        return packed, torch.stack((scale, torch.zeros_like(scale)), -1).transpose(
+            0, 1
+        ).contiguous()
     return codes, scale
 
 
@@ -50,7 +52,9 @@ def linear_int4(x, packed, group: int):
     if weight.dtype == torch.uint8:  # packed
         y = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, weight, group, scale)
     else:
-        y = F.linear(rows, (weight.bfloat16().unflatten(1, (-1, group)) * scale[..., None]).flatten(1))
+        y = F.linear(
+            rows, (weight.bfloat16().unflatten(1, (-1, group)) * scale[..., None]).flatten(1)
+        )
     return y.float().reshape(*x.shape[:-1], -1)
 
 
@@ -62,7 +66,9 @@ def compile_alone(function, **how):
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
         return torch.compile(function, isolate_recompiles=True, **how)
     if isinstance(function, types.FunctionType):
-        function = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+        function = types.FunctionType(
+            function.__code__.replace(), function.__globals__, function.__name__
+        )
     return torch.compile(function, **how)
 
 

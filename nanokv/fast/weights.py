@@ -84,7 +84,11 @@ class Matrix(Addressed):
     @functools.cached_property
     def product_dtype(self):
         """What torch multiplies many rows in: the weights' dtype, or fp32 where the processor multiplies no bf16."""
-        kernels = native.kernels() if self.weight.device.type == "cpu" and self.dtype == torch.bfloat16 else None
+        kernels = (
+            native.kernels()
+            if self.weight.device.type == "cpu" and self.dtype == torch.bfloat16
+            else None
+        )
         return self.dtype if kernels is None or native.multiplies_bf16(kernels) else torch.float32
 
     def forward(self, x):
@@ -112,7 +116,11 @@ class Matrix(Addressed):
         """The same by torch, over dense weights and in `product_dtype`; at most 2³² multiplications in one call."""
         columns, flat = [], x.to(self.product_dtype).reshape(-1, self.K)  # (rows,K)
         for first, weight in self.parts():  # (n,K)
-            bias = None if self.bias is None else self.bias[first : first + len(weight)].to(weight.dtype)
+            bias = (
+                None
+                if self.bias is None
+                else self.bias[first : first + len(weight)].to(weight.dtype)
+            )
             rows = flat.split(max(1, 2**32 // weight.numel()))
             # torch.autocast gives another dtype.
             y = [F.linear(part, weight, bias).to(weight.dtype) for part in rows]
@@ -122,7 +130,11 @@ class Matrix(Addressed):
     def parts(self):
         """(first row, those rows as a dense tensor), all of them one after the other; each is read before the next."""
         dtype = self.product_dtype
-        kernels = native.kernels() if self.weight.device.type == "cpu" and self.weight.dtype != dtype else None
+        kernels = (
+            native.kernels()
+            if self.weight.device.type == "cpu" and self.weight.dtype != dtype
+            else None
+        )
         if kernels is None:
             yield 0, self.dense()
             return
@@ -131,7 +143,11 @@ class Matrix(Addressed):
         for first in range(0, self.N, step):
             part = room[: self.N - first]  # (n,K)
             kernels.dense_rows(
-                part.data_ptr(), ctypes.byref(self.struct), first, first + len(part), native.FORMATS[dtype]
+                part.data_ptr(),
+                ctypes.byref(self.struct),
+                first,
+                first + len(part),
+                native.FORMATS[dtype],
             )
             yield first, part
 
@@ -183,7 +199,9 @@ class Int8(Matrix):
         # An fp32 copy of a whole vocabulary would cost gigabytes.
         for part in range(0, self.N, 4096):
             s = scale[part : part + 4096, None].clamp(min=1e-30)
-            codes[part : part + 4096] = (weight[part : part + 4096].float() / s).round_().to(torch.int8)
+            codes[part : part + 4096] = (
+                (weight[part : part + 4096].float() / s).round_().to(torch.int8)
+            )
         del self.scale
         self.register_buffer("weight", codes)
         self.register_buffer("scale", scale)
@@ -229,7 +247,9 @@ class Int4(Matrix):
 
     def dense(self):
         # (N,K).
-        return (self.codes().to(self.dtype) * self.scale[..., None].to(self.dtype)).flatten(1)[:, : self.K]
+        return (self.codes().to(self.dtype) * self.scale[..., None].to(self.dtype)).flatten(1)[
+            :, : self.K
+        ]
 
     @functools.cached_property
     def torch_form(self):
@@ -257,7 +277,10 @@ def quantize_int4(x):
         else:
             better = error < best_error
             best_error = torch.where(better, error, best_error)
-            best_codes, best_scale = torch.where(better, codes, best_codes), torch.where(better, scale, best_scale)
+            best_codes, best_scale = (
+                torch.where(better, codes, best_codes),
+                torch.where(better, scale, best_scale),
+            )
     return (best_codes + 8).to(torch.uint8), best_scale.squeeze(-1).bfloat16()
 
 

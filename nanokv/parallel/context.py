@@ -77,14 +77,19 @@ class ContextCache(KVCache):
 
     def __init__(self, share: KVCache, group: Ranks, page: int = 16, length: int = 0):
         if share.made.name not in KINDS:
-            raise UnsupportedError(f"the positions of a rank cannot lie in a {share.made.name!r} cache",
-                                   f"one of: {', '.join(KINDS)}")
+            raise UnsupportedError(
+                f"the positions of a rank cannot lie in a {share.made.name!r} cache",
+                f"one of: {', '.join(KINDS)}",
+            )
         if type(page) is not int or page < 1:
             raise CacheError(f"page is {page!r}: a whole number ≥ 1 of positions was expected")
         self.share, self.group, self.deal = share, group, Deal(group.rank, group.size, page)
         if share.length != self.deal.count(length):
-            raise CacheError(f"the share holds {share.length} tokens, but {self.deal.count(length)} of {length} are "
-                             f"those of rank {group.rank}", "give it an empty cache")
+            raise CacheError(
+                f"the share holds {share.length} tokens, but {self.deal.count(length)} of {length} are "
+                f"those of rank {group.rank}",
+                "give it an empty cache",
+            )
         super().__init__((ContextLayer(layer, self.deal, length) for layer in share), share.config)
 
     @property
@@ -175,7 +180,9 @@ class Share:
         raise CacheError(FOREIGN, "attend by cache.attention(T), as prefill and decode do")
 
 
-FOREIGN = "these are the keys of one rank's positions, and this attention does not know the other ranks"
+FOREIGN = (
+    "these are the keys of one rank's positions, and this attention does not know the other ranks"
+)
 
 
 class ContextAttention:
@@ -208,15 +215,20 @@ class ContextAttention:
         calls = self.group.gather(mine).tolist()  # (ranks,3)
         for rank, call in enumerate(calls):
             if call != calls[0]:
-                named = ["{} rows × {} tokens at position {}".format(*each) for each in (call, calls[0])]
-                raise ParallelError(f"rank {rank} was given {named[0]}, rank 0 {named[1]}",
-                                    "every rank must be fed the same tokens")
+                named = [
+                    "{} rows × {} tokens at position {}".format(*each) for each in (call, calls[0])
+                ]
+                raise ParallelError(
+                    f"rank {rank} was given {named[0]}, rank 0 {named[1]}",
+                    "every rank must be fed the same tokens",
+                )
         means = self.group.gather(q.float().mean(-1))  # (ranks,B,H,T)
         far = (means - means[0]).abs() > 0.1 * D**-0.5 * q.float().square().mean().sqrt()
         if far.any():
             rank, _, _, token = far.nonzero()[0].tolist()
-            raise ParallelError(f"rank {rank} was fed another token than rank 0 at position {self.start + token}",
-                                "feed every rank the same tokens, sample with the same seed, and use whole weights, "
-                                "not a tensor-parallel part",
-                                )
+            raise ParallelError(
+                f"rank {rank} was fed another token than rank 0 at position {self.start + token}",
+                "feed every rank the same tokens, sample with the same seed, and use whole weights, "
+                "not a tensor-parallel part",
+            )
         self.checked = True

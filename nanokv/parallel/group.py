@@ -130,7 +130,9 @@ class Group:
             self.dist.all_gather(marks, own, group=self.words)
         others = [str(rank) for rank, found in enumerate(marks) if not torch.equal(found, marks[0])]
         if others:
-            raise ParallelError(f"{what} of rank {', '.join(others)} differs from that of rank 0", hint)
+            raise ParallelError(
+                f"{what} of rank {', '.join(others)} differs from that of rank 0", hint
+            )
 
     def reports(self, text: str) -> list[str]:
         """A line of every rank, by rank, cut to REPORT bytes. Waits as long as their disks take."""
@@ -139,7 +141,9 @@ class Group:
         data = text.encode()[:REPORT].ljust(REPORT, b"\0")
         lines = [torch.empty(REPORT, dtype=torch.uint8) for _ in range(self.size)]
         with self._answered("all_gather"):
-            self.dist.all_gather(lines, torch.frombuffer(bytearray(data), dtype=torch.uint8), group=self.patient)
+            self.dist.all_gather(
+                lines, torch.frombuffer(bytearray(data), dtype=torch.uint8), group=self.patient
+            )
         return [bytes(line.tolist()).rstrip(b"\0").decode(errors="replace") for line in lines]
 
     def last_words(self, text: str) -> None:
@@ -165,8 +169,10 @@ class Group:
         import torch
 
         data = json.dumps(value).encode() if self.rank == 0 else b""
-        first = torch.frombuffer(bytearray((len(data).to_bytes(8, "little") + data[:INLINE]).ljust(8 + INLINE, b"\0")),
-                                 dtype=torch.uint8)
+        first = torch.frombuffer(
+            bytearray((len(data).to_bytes(8, "little") + data[:INLINE]).ljust(8 + INLINE, b"\0")),
+            dtype=torch.uint8,
+        )
         with self._answered("broadcast"):
             self.dist.broadcast(first, 0, group=group)
             length = int.from_bytes(bytes(first[:8].tolist()), "little")
@@ -242,8 +248,10 @@ def start(timeout: float = TIMEOUT_S, backend: str = "gloo") -> Group:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error):
             raise ParallelError(f"port {port} of {host} is in use", OTHER_PORT) from error
         reason = str(error).strip().splitlines()[0][:200]
-        raise ParallelError(f"rank {rank} of {size} could not join at {host}:{port}: {reason}",
-                            "all ranks must run, and reach that address") from error
+        raise ParallelError(
+            f"rank {rank} of {size} could not join at {host}:{port}: {reason}",
+            "all ranks must run, and reach that address",
+        ) from error
 
 
 def join_store(host: str, port: int, rank: int, size: int) -> Any:
@@ -255,7 +263,11 @@ def join_store(host: str, port: int, rank: int, size: int) -> Any:
 
     within = timedelta(seconds=JOIN_S)
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        listening = {"master_listen_fd": number(STORE_FD), "use_libuv": True} if STORE_FD in os.environ else {}
+        listening = (
+            {"master_listen_fd": number(STORE_FD), "use_libuv": True}
+            if STORE_FD in os.environ
+            else {}
+        )
         return dist.TCPStore(host, port, size, True, within, **listening)
     # Its socket is bound for rank 0, which answers as soon as it has imported torch.
     if LAUNCHED in os.environ:
@@ -263,8 +275,10 @@ def join_store(host: str, port: int, rank: int, size: int) -> Any:
     wait_for_listener(host, port)
     stores = in_time(lambda: dist.TCPStore(host, port, size, False, within), ANSWER_S)
     if not stores:
-        raise ParallelError(f"rank {rank} of {size}: at {host}:{port} listens another program, which does not answer",
-                            OTHER_PORT)
+        raise ParallelError(
+            f"rank {rank} of {size}: at {host}:{port} listens another program, which does not answer",
+            OTHER_PORT,
+        )
     return stores[0]
 
 
@@ -307,13 +321,21 @@ def number(name: str, default: int | None = None) -> int:
     """A number of the environment."""
     text = os.environ.get(name, "" if default is None else str(default))
     if not text.isdecimal():
-        raise ParallelError(f"{name} is {text!r}: a number was expected", "torchrun --nproc-per-node 2 -m nanokv …")
+        raise ParallelError(
+            f"{name} is {text!r}: a number was expected", "torchrun --nproc-per-node 2 -m nanokv …"
+        )
     return int(text)
 
 
 def environment(rank: int, size: int, port: int) -> dict[str, str]:
     """What a rank on this machine finds in its environment; `port`: of a store on the loopback, see `free_port`."""
-    fields = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    fields = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "MASTER_PORT": port,
+    }
     return {name: str(value) for name, value in fields.items()} | {"MASTER_ADDR": "127.0.0.1"}
 
 

@@ -45,13 +45,17 @@ class Processes:
     def __init__(self) -> None:
         self.ranks: list[subprocess.Popen] = []
 
-    def start(self, command: Sequence[str], size: int, listener: socket.socket, keep_errors: bool) -> None:
+    def start(
+        self, command: Sequence[str], size: int, listener: socket.socket, keep_errors: bool
+    ) -> None:
         """Rank 0 inherits the terminal, and the socket on which it will wait for the others."""
         port, fd = listener.getsockname()[1], listener.fileno()
         for rank in range(size):
             own = os.environ | environment(rank, size, port) | {LAUNCHED: "1"}
             if rank == 0:
-                self.ranks.append(subprocess.Popen(command, env=own | {STORE_FD: str(fd)}, pass_fds=[fd]))
+                self.ranks.append(
+                    subprocess.Popen(command, env=own | {STORE_FD: str(fd)}, pass_fds=[fd])
+                )
                 continue
             errors = None if keep_errors else subprocess.DEVNULL
             hidden = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": errors}
@@ -68,7 +72,9 @@ class Processes:
         if gone and not self.ended(first):
             first.terminate()
             self.ended(first)
-            raise ParallelError(f"rank {gone} {how(self.ranks[gone].returncode)}, and the command with it", AGAIN)
+            raise ParallelError(
+                f"rank {gone} {how(self.ranks[gone].returncode)}, and the command with it", AGAIN
+            )
         code = first.returncode
         if code < 0:  # it had no time to tell the others
             for rank in self.ranks:
@@ -124,7 +130,9 @@ class Passing:
 
 def how(code: int) -> str:
     """How a process ended."""
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return (
+        f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    )
 
 
 def this_program(words: Sequence[str]) -> list[str]:

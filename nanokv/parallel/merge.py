@@ -26,16 +26,22 @@ class Split:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (B,H,T,D), k and v (B,Hk,S,D) → (B,H,T,D)."""
         if self.mask is not None and self.mask.shape[-1] != k.shape[2]:
-            raise CacheError(f"attention got {k.shape[2]} keys, but the mask has {self.mask.shape[-1]} columns")
+            raise CacheError(
+                f"attention got {k.shape[2]} keys, but the mask has {self.mask.shape[-1]} columns"
+            )
         # Views, some empty.
         keys, values = k.tensor_split(self.n, 2), v.tensor_split(self.n, 2)  # (B,Hk,S_p,D) each
-        masks = [None] * self.n if self.mask is None else self.mask.tensor_split(self.n, -1)  # (…,T,S_p) each
+        masks = (
+            [None] * self.n if self.mask is None else self.mask.tensor_split(self.n, -1)
+        )  # (…,T,S_p) each
         parts = [partial_attention(q, *part) for part in zip(keys, values, masks, strict=True)]
         outputs, lse = map(torch.stack, zip(*parts, strict=True))  # (n,B,H,T,D), (n,B,H,T)
         return merge(outputs, lse).to(q.dtype)
 
 
-def partial_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def partial_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Attention over some of the keys, and the log-sum-exp of their scores: `merge` joins several of them.
 
     q (B,H,T,D), k and v (B,Hk,S,D), S ≥ 0, mask bool (T,S) or (B,1,T,S) → outputs (B,H,T,D), lse (B,H,T), both fp32.
@@ -45,7 +51,10 @@ def partial_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = Non
     """
     if len(blocks := row_blocks(q, max(1, k.shape[2]))) > 1:
         mask = None if mask is None else mask.expand(*mask.shape[:-2], q.shape[2], -1)
-        rows = [partial_attention(q[:, :, a:b], k, v, None if mask is None else mask[..., a:b, :]) for a, b in blocks]
+        rows = [
+            partial_attention(q[:, :, a:b], k, v, None if mask is None else mask[..., a:b, :])
+            for a, b in blocks
+        ]
         outputs, lse = (torch.cat(each, 2) for each in zip(*rows, strict=True))
         return outputs, lse
     (B, H, T, D), (Hk, S) = q.shape, k.shape[1:3]

@@ -1,7 +1,7 @@
 """A rank's model from a checkpoint: of each file it reads what its part needs, and no rank goes on with another file.
 
-    group = parallel.start()
-    model, tokenizer = parallel.load("Qwen/Qwen3-0.6B", group)      # on every rank; then as with nanokv.load
+group = parallel.start()
+model, tokenizer = parallel.load("Qwen/Qwen3-0.6B", group)      # on every rank; then as with nanokv.load
 """
 
 import hashlib
@@ -25,15 +25,24 @@ from weights_loader.prefetch import Prefetch
 from weights_loader.strict import read_object
 
 SMALL = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-    "special_tokens_map.json", "chat_template.jinja",
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
 )
 PROBE = 64  # bytes at each place of a tensor: a fine-tuned checkpoint has the headers of its base
 PLACES = 8  # both ends and between: a copy that was broken off has the right size and a hole
 
 
-def load(source: str | os.PathLike, ranks: Ranks, dtype: Dtype = torch.float32,
-         device: Device = "cpu", revision: str | None = None) -> tuple[Transformer, Tokenizer]:
+def load(
+    source: str | os.PathLike,
+    ranks: Ranks,
+    dtype: Dtype = torch.float32,
+    device: Device = "cpu",
+    revision: str | None = None,
+) -> tuple[Transformer, Tokenizer]:
     """`nanokv.load` of this rank's part. Every rank of the group calls it, with the same source.
 
     ParallelError if sizes do not divide, or if the ranks see different files; else the errors of nanokv.load.
@@ -49,8 +58,14 @@ def reader(ranks: Ranks) -> Read:
     return partial(read_shard, ranks)
 
 
-def read_shard(ranks: Ranks, folder: Path, fields: dict, dtype: torch.dtype | None, device: torch.device,
-               prefetched: Prefetch | None = None) -> Transformer:
+def read_shard(
+    ranks: Ranks,
+    folder: Path,
+    fields: dict,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    prefetched: Prefetch | None = None,
+) -> Transformer:
     """This rank's part of the weights as a model, its decisions compared with those of the other ranks."""
     # Before a byte of weights is read.
     shard = Shard(Config.from_dict(fields), ranks.rank, ranks.size)

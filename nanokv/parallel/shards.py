@@ -51,8 +51,12 @@ class Shard:
         """The config of this rank's model. head_dim is a field of its own, so nothing else changes."""
         c, n = self.config, self.size
         width = c.intermediate_size // n if has_mlp(c) else c.intermediate_size
-        return replace(c, num_attention_heads=c.num_attention_heads // n, num_key_value_heads=self.kv_heads,
-                       intermediate_size=width)
+        return replace(
+            c,
+            num_attention_heads=c.num_attention_heads // n,
+            num_key_value_heads=self.kv_heads,
+            intermediate_size=width,
+        )
 
     def words(self) -> Slice:
         """Rows of embedding and head: V/n, rounded up; the last ranks may have fewer."""
@@ -72,14 +76,20 @@ class Shard:
         if leaf in ("embed_tokens", "lm_head"):
             return self.words()
         if "experts" in path:
-            return Slice(0, 0, shape[0] if int(path[path.index("experts") + 1]) in self.experts() else 0)
+            return Slice(
+                0, 0, shape[0] if int(path[path.index("experts") + 1]) in self.experts() else 0
+            )
         if leaf in ("k_proj", "v_proj"):
             rows = self.kv_heads * self.config.head_dim
             head = self.rank * self.config.num_key_value_heads // self.size
             return Slice(0, head * self.config.head_dim, head * self.config.head_dim + rows)
         if leaf in ROWS:
             return self._share(0, shape)
-        return self._share(1, shape) if leaf in COLUMNS and path[-1] == "weight" else Slice(0, 0, shape[0])
+        return (
+            self._share(1, shape)
+            if leaf in COLUMNS and path[-1] == "weight"
+            else Slice(0, 0, shape[0])
+        )
 
     def _share(self, dim: int, shape: tuple[int, ...]) -> Slice:
         each = shape[dim] // self.size
@@ -152,7 +162,9 @@ def build_shard(shard: Shard, state: dict[str, Tensor], ranks: Ranks) -> Transfo
     return model
 
 
-def random_shard(config: Config, ranks: Ranks, dtype: torch.dtype, device: str | torch.device = "cpu") -> Transformer:
+def random_shard(
+    config: Config, ranks: Ranks, dtype: torch.dtype, device: str | torch.device = "cpu"
+) -> Transformer:
     """This rank's part of a model with random weights, for timing and memory; no rank has the whole. What lies on
     several ranks has the same values there."""
     shard, state = Shard(config, ranks.rank, ranks.size), {}
@@ -163,7 +175,9 @@ def random_shard(config: Config, ranks: Ranks, dtype: torch.dtype, device: str |
         shape = [part.size if dim == part.dim else size for dim, size in enumerate(whole.shape)]
         matrix = torch.empty(shape, dtype=dtype, device=device)
         generator = torch.Generator(device).manual_seed(number << 32 | part.first)
-        state[name] = matrix.normal_(0, 0.02, generator=generator) if whole.dim() > 1 else matrix.fill_(1)
+        state[name] = (
+            matrix.normal_(0, 0.02, generator=generator) if whole.dim() > 1 else matrix.fill_(1)
+        )
     return build_shard(shard, state, ranks)
 
 

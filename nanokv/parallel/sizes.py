@@ -14,8 +14,10 @@ def check_sizes(config: Config, ranks: int) -> None:
     if bad := misfits(config, ranks):
         possible = [n for n in range(1, config.num_attention_heads + 1) if not misfits(config, n)]
         fits = " or ".join(map(str, possible))
-        raise ParallelError(f"{config.family.title} cannot be split over {ranks} ranks: {'; '.join(bad)}",
-                            f"--tensor-parallel {fits} (torchrun: --nproc-per-node)")
+        raise ParallelError(
+            f"{config.family.title} cannot be split over {ranks} ranks: {'; '.join(bad)}",
+            f"--tensor-parallel {fits} (torchrun: --nproc-per-node)",
+        )
 
 
 def misfits(config: Config, ranks: int) -> list[str]:

@@ -42,11 +42,16 @@ class Watch:
         if differs.any():
             at = int(differs.any(0).nonzero()[0])
             ranks = ", ".join(str(rank) for rank in differs[:, at].nonzero().flatten().tolist())
-            raise ParallelError(f"the ranks have drifted apart: in step {first + at} rank {ranks} has other tokens or "
-                                "lengths than rank 0", "the same versions, files and flags on every rank")
+            raise ParallelError(
+                f"the ranks have drifted apart: in step {first + at} rank {ranks} has other tokens or "
+                "lengths than rank 0",
+                "the same versions, files and flags on every rank",
+            )
 
 
 def mark(tokens: Tensor, start_pos: Any) -> Tensor:
     """8 bytes that stand for these tokens at these positions, (8,) uint8."""
     said = f"{tuple(tokens.shape)} {tokens.tolist()} {torch.as_tensor(start_pos).tolist()}"
-    return torch.frombuffer(bytearray(hashlib.sha256(said.encode()).digest()[:8]), dtype=torch.uint8)
+    return torch.frombuffer(
+        bytearray(hashlib.sha256(said.encode()).digest()[:8]), dtype=torch.uint8
+    )

@@ -18,8 +18,15 @@ from nanokv.parallel.group import Ranks
 class LeadingEngine(Engine):
     """Rank 0's. Used as any other engine; a step is a message and the work."""
 
-    def __init__(self, ranks: Ranks, model: Model, pages: int = 256, page_size: int = 16,
-                 step_tokens: int | None = None, max_running: int = 32):
+    def __init__(
+        self,
+        ranks: Ranks,
+        model: Model,
+        pages: int = 256,
+        page_size: int = 16,
+        step_tokens: int | None = None,
+        max_running: int = 32,
+    ):
         super().__init__(model, pages, page_size, step_tokens, max_running)
         self.ranks, self.events = ranks, []  # type: ignore[var-annotated]
         ranks.hear(["engine", [pages, page_size, step_tokens, max_running]])
@@ -39,11 +46,15 @@ class LeadingEngine(Engine):
     def aside(self, function: Callable[[Model], Any]) -> Any:
         """The others take part in requests only."""
         n = self.ranks.size
-        raise GenerationError(f"log-probabilities of a prompt need one process, this model is on {n} ranks",
-                              "leave out echo, or start without --tensor-parallel")
+        raise GenerationError(
+            f"log-probabilities of a prompt need one process, this model is on {n} ranks",
+            "leave out echo, or start without --tensor-parallel",
+        )
 
     def _hand_out(self, request: Request) -> None:
-        self.events += [["token", request.number, token] for token in request.tokens[request.handed :]]
+        self.events += [
+            ["token", request.number, token] for token in request.tokens[request.handed :]
+        ]
         super()._hand_out(request)
 
     def _finish(self, request: Request) -> None:

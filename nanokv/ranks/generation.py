@@ -40,25 +40,44 @@ class Leading:
         self.ranks, self.make, self.how = ranks, make, how
         self.cache: KVCache | None = None
 
-    def __call__(self, model: Model, ids: Any, cache: KVCache, params: SamplingParams, max_new_tokens: int, *,
-                 should_stop: Callable[[], bool] = never, history: list[int] | None = None) -> Generation:
+    def __call__(
+        self,
+        model: Model,
+        ids: Any,
+        cache: KVCache,
+        params: SamplingParams,
+        max_new_tokens: int,
+        *,
+        should_stop: Callable[[], bool] = never,
+        history: list[int] | None = None,
+    ) -> Generation:
         self.check_shared(cache)
         word = Word(self.ranks, should_stop)
-        generation = self.make(model, ids, cache, params, max_new_tokens, should_stop=word, history=history)
+        generation = self.make(
+            model, ids, cache, params, max_new_tokens, should_stop=word, history=history
+        )
         self.cache = cache
         word.job = {
-            "ids": generation.ids, "keep": cache.length, "params": asdict(params) | {"seed": generation.seed},
-            "max_new_tokens": max_new_tokens, "history": history, "how": self.how,
+            "ids": generation.ids,
+            "keep": cache.length,
+            "params": asdict(params) | {"seed": generation.seed},
+            "max_new_tokens": max_new_tokens,
+            "history": history,
+            "how": self.how,
         }
         return generation
 
     def check_shared(self, cache: KVCache) -> None:
         """CacheError if only rank 0 has tokens in it."""
         if cache is not self.cache and cache.length:
-            raise CacheError(f"this cache of {cache.length:,} tokens is on rank 0 only, no other rank has its part",
-                             "start with an empty cache: the prompt is prefilled again")
+            raise CacheError(
+                f"this cache of {cache.length:,} tokens is on rank 0 only, no other rank has its part",
+                "start with an empty cache: the prompt is prefilled again",
+            )
 
-    def save(self, cache: KVCache, path: str | os.PathLike, ids: list[int], model_fingerprint: str) -> None:
+    def save(
+        self, cache: KVCache, path: str | os.PathLike, ids: list[int], model_fingerprint: str
+    ) -> None:
         """KVCache.save on every rank, each into a file of its own (`part_path`). CacheError names a rank that could
         not."""
         self.check_shared(cache)
@@ -69,7 +88,9 @@ class Leading:
         """`cache` was loaded from `path` here: the other ranks take over theirs. CacheError if one of them cannot, then
         none has."""
         if len(cache.tokens) != cache.length:
-            raise CacheError(f"{path} holds {cache.length:,} tokens, and ids of {len(cache.tokens):,}")
+            raise CacheError(
+                f"{path} holds {cache.length:,} tokens, and ids of {len(cache.tokens):,}"
+            )
         self.ranks.hear(["load", {"path": os.path.abspath(path), "ids": cache.tokens}])
         refuse(self.ranks.reports(""))
         self.cache = cache
@@ -80,7 +101,9 @@ def part_path(path: str | os.PathLike, rank: int) -> Path:
     return Path(f"{path}.rank{rank}") if rank else Path(path)
 
 
-def saved(ranks: Ranks, cache: KVCache, path: str | os.PathLike, ids: list[int], model_fingerprint: str) -> str:
+def saved(
+    ranks: Ranks, cache: KVCache, path: str | os.PathLike, ids: list[int], model_fingerprint: str
+) -> str:
     """Save this rank's part → "", or why that did not go."""
     try:
         cache.save(part_path(path, ranks.rank), ids, model_fingerprint, (ranks.rank, ranks.size))
@@ -126,8 +149,13 @@ class Following:
         self.go_back(job["keep"])
         try:
             generation = self.make(
-                self.model, torch.tensor([job["ids"]]), self.cache, SamplingParams(**job["params"]),
-                job["max_new_tokens"], should_stop=self.should_stop, history=job["history"],
+                self.model,
+                torch.tensor([job["ids"]]),
+                self.cache,
+                SamplingParams(**job["params"]),
+                job["max_new_tokens"],
+                should_stop=self.should_stop,
+                history=job["history"],
             )
             USES[job["how"]](generation)
         except ParallelError:
@@ -138,7 +166,9 @@ class Following:
     def save(self, job: dict) -> None:
         """This rank's part of the cache, as it is on rank 0."""
         self.go_back(job["keep"])
-        self.ranks.reports(saved(self.ranks, self.cache, job["path"], job["ids"], fingerprint(self.model)))
+        self.ranks.reports(
+            saved(self.ranks, self.cache, job["path"], job["ids"], fingerprint(self.model))
+        )
 
     def load(self, job: dict) -> None:
         """This rank's part of a saved cache takes the place of its cache, if every rank has found its own."""
@@ -161,8 +191,10 @@ class Following:
             self.cache.truncate(0)
         if self.cache.length != keep:
             own = self.cache.length
-            raise ParallelError(f"the cache of rank {self.ranks.rank} holds {own:,} tokens, that of rank 0 {keep:,}",
-                                "start all ranks again")
+            raise ParallelError(
+                f"the cache of rank {self.ranks.rank} holds {own:,} tokens, that of rank 0 {keep:,}",
+                "start all ranks again",
+            )
 
     def should_stop(self) -> bool:
         """Rank 0's word for this forward."""

@@ -71,9 +71,15 @@ def send(link: Link, cache: KVCache, tokens: Any = (), model_fingerprint: str = 
     return Receipt(count, perf_counter() - began)
 
 
-def receive(link: Link, config: Config, model_fingerprint: str = "", dtype: torch.dtype | None = None,
-            device: str | torch.device = "cpu", kind: str | None = None,
-            **options: Any) -> tuple[KVCache, Receipt]:
+def receive(
+    link: Link,
+    config: Config,
+    model_fingerprint: str = "",
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    kind: str | None = None,
+    **options: Any,
+) -> tuple[KVCache, Receipt]:
     """A cache that `send` has sent, for a model of this config; its ids are in `.tokens`.
 
     `dtype`: of the model that will go on. `kind`: another one of the caches that keep exact values. `options` say where
@@ -88,28 +94,46 @@ def receive(link: Link, config: Config, model_fingerprint: str = "", dtype: torc
     tensors = read_tensors(link, meta, shapes)
     with verdict(link):
         there = {name: tensor.to(device) for name, tensor in tensors.items()}
-        cache = saving.rebuild(SENT, meta | changed, there, config, make_cache, model_fingerprint, options)
+        cache = saving.rebuild(
+            SENT, meta | changed, there, config, make_cache, model_fingerprint, options
+        )
     return cache, Receipt(count + size(shapes), perf_counter() - began)
 
 
 # --- what is right ------------------------------------------------------------------------------------------------
 
 
-def check(meta: dict, shapes: Shapes, config: Config, model_fingerprint: str, dtype: torch.dtype | None) -> None:
+def check(
+    meta: dict, shapes: Shapes, config: Config, model_fingerprint: str, dtype: torch.dtype | None
+) -> None:
     """Another model, another dtype, or more bytes than so many tokens can have: told by the header alone."""
     if meta.get("format") != saving.FORMAT:
-        raise HandoverError(f"{SENT} has the format {meta.get('format')!r}, not {saving.FORMAT!r}",
-                            "both processes need the same version of nanokv")
+        raise HandoverError(
+            f"{SENT} has the format {meta.get('format')!r}, not {saving.FORMAT!r}",
+            "both processes need the same version of nanokv",
+        )
     saving.check_model(SENT, meta, loads(meta["config"]), config, model_fingerprint)
     for kind in [kind for name, kind, _ in shapes if name.rpartition(".")[2] in ("key", "exact0")]:
         if dtype not in (None, kind):
-            raise HandoverError(f"{SENT} has keys in {plain(kind)}, this model computes in {plain(dtype)}",
-                                "load the model with the same dtype in both processes")
+            raise HandoverError(
+                f"{SENT} has keys in {plain(kind)}, this model computes in {plain(dtype)}",
+                "load the model with the same dtype in both processes",
+            )
     lengths, rows = loads(meta["length"]), int(meta["rows"])
     longest = max(lengths) if isinstance(lengths, list) else lengths
-    most = WIDEST * config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * rows * longest
+    most = (
+        WIDEST
+        * config.num_hidden_layers
+        * 2
+        * config.num_key_value_heads
+        * config.head_dim
+        * rows
+        * longest
+    )
     if size(shapes) > most:
-        raise HandoverError(f"{SENT} has {size(shapes):,} bytes for {rows} × {longest:,} tokens: at most {most:,}")
+        raise HandoverError(
+            f"{SENT} has {size(shapes):,} bytes for {rows} × {longest:,} tokens: at most {most:,}"
+        )
 
 
 def as_kind(meta: dict, kind: str | None) -> dict:
@@ -117,8 +141,10 @@ def as_kind(meta: dict, kind: str | None) -> dict:
     if kind in (None, meta["cache"]):
         return {}
     if not {kind, meta["cache"]} <= set(EXACT):
-        raise HandoverError(f"a {meta['cache']} cache cannot be received as a {kind} one",
-                            f"these keep the same rows: {', '.join(EXACT)}")
+        raise HandoverError(
+            f"a {meta['cache']} cache cannot be received as a {kind} one",
+            f"these keep the same rows: {', '.join(EXACT)}",
+        )
     return {"cache": kind, "options": "{}", "salted": "false"}
 
 
@@ -170,8 +196,10 @@ def read_header(link: Link) -> tuple[dict, Shapes, int]:
             raise ValueError("a shape is made of whole numbers")
         return dict(header["meta"]), shapes, 16 + len(words)
     except (ValueError, KeyError, TypeError) as error:
-        raise HandoverError(f"a header of {len(words):,} bytes cannot be read: {type(error).__name__}",
-                            "both processes need the same version of nanokv") from error
+        raise HandoverError(
+            f"a header of {len(words):,} bytes cannot be read: {type(error).__name__}",
+            "both processes need the same version of nanokv",
+        ) from error
 
 
 def read_tensors(link: Link, meta: dict, shapes: Shapes) -> dict[str, Tensor]:
@@ -183,7 +211,9 @@ def read_tensors(link: Link, meta: dict, shapes: Shapes) -> dict[str, Tensor]:
             link.read(data)
         tensors[name] = data.view(dtype).view(shape)
     if saving.digest(meta, tensors) != meta.get("sha256"):
-        raise HandoverError(f"{size(shapes):,} bytes arrived, and are not those that were sent: the checksum differs")
+        raise HandoverError(
+            f"{size(shapes):,} bytes arrived, and are not those that were sent: the checksum differs"
+        )
     return tensors
 
 
@@ -211,8 +241,10 @@ def read_words(link: Link) -> bytes:
     link.read(head)
     magic, count = bytes(head[:8].tolist()), int.from_bytes(bytes(head[8:].tolist()), "little")
     if magic != MAGIC or count > LONGEST_HEADER:
-        raise HandoverError(f"{bytes(head.tolist())!r} begins no message of nanokv",
-                            "both processes need the same version of nanokv")
+        raise HandoverError(
+            f"{bytes(head.tolist())!r} begins no message of nanokv",
+            "both processes need the same version of nanokv",
+        )
     words = torch.empty(count, dtype=torch.uint8)
     if count:
         link.read(words)

@@ -50,9 +50,10 @@ class GroupLink:
             yield
         except RuntimeError as error:  # gloo raises no other: the peer is gone, or late
             reason = str(error).splitlines()[0].split("] ")[-1]
-            raise HandoverError(f"rank {self.peer} no longer {verb}, {len(data):,} bytes were to come: {reason}",
-                                "its own error says why it ended; one that is slow needs a longer timeout",
-                                ) from error
+            raise HandoverError(
+                f"rank {self.peer} no longer {verb}, {len(data):,} bytes were to come: {reason}",
+                "its own error says why it ended; one that is slow needs a longer timeout",
+            ) from error
 
 
 class SocketLink:
@@ -77,13 +78,17 @@ class SocketLink:
             try:
                 count = call(left)
             except TimeoutError:
-                raise HandoverError(f"the other process did not {verb} anything for {self.silence_s:g} seconds, "
-                                    f"after {size - len(left):,} of {size:,} bytes") from None
+                raise HandoverError(
+                    f"the other process did not {verb} anything for {self.silence_s:g} seconds, "
+                    f"after {size - len(left):,} of {size:,} bytes"
+                ) from None
             except OSError:
                 count = 0
             if not count:
-                raise HandoverError(f"the other process has gone after {size - len(left):,} of {size:,} bytes",
-                                    "its own error says why it ended")
+                raise HandoverError(
+                    f"the other process has gone after {size - len(left):,} of {size:,} bytes",
+                    "its own error says why it ended",
+                )
             left = left[count:]
 
     def wait(self) -> None:

@@ -89,7 +89,9 @@ class PrefillProcess:
         try:
             with socket.create_server(("127.0.0.1", 0)) as door:
                 arguments = self.load, self.sizes, door.getsockname()[1], secret
-                self._process = get_context("spawn").Process(target=run, args=arguments, daemon=True)
+                self._process = get_context("spawn").Process(
+                    target=run, args=arguments, daemon=True
+                )
                 with signals_are_ours():
                     self._process.start()
                 self._words = Words(SocketLink(self._met(door, secret), self.silence_s))
@@ -97,7 +99,9 @@ class PrefillProcess:
             while "ready" not in ready:
                 ready, *_ = self._words.hear()
                 if "error" in ready:
-                    raise NanoKVError(f"the prefill process: {ready['error'][0]}", ready["error"][1])
+                    raise NanoKVError(
+                        f"the prefill process: {ready['error'][0]}", ready["error"][1]
+                    )
         except BaseException as error:
             self.close()
             if isinstance(error, HandoverError):
@@ -114,7 +118,9 @@ class PrefillProcess:
 
     def ask(self, number: int, ids: Sequence[int], salt: str, start: int) -> None:
         """Prefill ids; what comes are the rows of ids[start:] and logits. At most all but one of them are left out."""
-        self._outbox.submit(self._say, {"prefill": number, "ids": list(ids), "salt": salt, "start": start})
+        self._outbox.submit(
+            self._say, {"prefill": number, "ids": list(ids), "salt": salt, "start": start}
+        )
 
     def cancel(self, number: int) -> None:
         """It is not needed any more; it may be on its way."""
@@ -150,8 +156,10 @@ class PrefillProcess:
                     return found
                 found.close()
             if not self._process.is_alive():
-                raise NanoKVError(f"the prefill process ended before it was ready, with exit code "
-                                  f"{self._process.exitcode}")
+                raise NanoKVError(
+                    f"the prefill process ended before it was ready, with exit code "
+                    f"{self._process.exitcode}"
+                )
         raise NanoKVError(f"the prefill process did not connect within {START_S:g} seconds")
 
     def _say(self, meta: dict) -> None:
@@ -262,8 +270,14 @@ class Prefiller:
             return
         number, prompt = told["prefill"], Prompt(told, self.hand_over)
         try:
-            self.asked[number] = self.engine.submit(told["ids"], 1, salt=told["salt"], eos_token_ids=(),
-                                                    constrain=prompt.note, on_token=prompt.complete)
+            self.asked[number] = self.engine.submit(
+                told["ids"],
+                1,
+                salt=told["salt"],
+                eos_token_ids=(),
+                constrain=prompt.note,
+                on_token=prompt.complete,
+            )
         except NanoKVError:  # it is refused over there, too, in words for the client
             self.outbox.submit(self.words.say, {"failed": number})
 
@@ -285,13 +299,17 @@ class Prefiller:
         """Where no request has pages: how many can be had."""
         if self.engine.idle:
             pool = self.engine.pool
-            self.outbox.submit(self.words.say, {"idle": {"pages": len(pool.references), "free": pool.available()}})
+            self.outbox.submit(
+                self.words.say, {"idle": {"pages": len(pool.references), "free": pool.available()}}
+            )
 
     def hand_over(self, told: dict, request: Request, logits: Tensor) -> None:
         """The rows are copied out of the pages; then the next prompt may have these."""
         found = taken(request.cache, request.prompt, told["start"])
         meta = {"done": told["prefill"], "start": found.start, "reused": request.reused_tokens}
-        self.outbox.submit(self.words.say, meta, {"keys": found.keys, "values": found.values, "logits": logits})
+        self.outbox.submit(
+            self.words.say, meta, {"keys": found.keys, "values": found.values, "logits": logits}
+        )
 
 
 class Prompt:

@@ -16,9 +16,20 @@ BY_MAKE = ("dev", "course")  # the extras that `make setup` installs
 def hint(packages) -> str:
     """The line that installs these packages or modules; in the environment that make made, `make setup` if it does."""
     names = list(dict.fromkeys(package.split(".")[0] for package in packages))
-    if Path(sys.prefix) == CHECKOUT / ".venv" and (CHECKOUT / "Makefile").is_file() and all(map(by_make, names)):
-        return "make setup" if Path.cwd() == CHECKOUT else f"make -C {shlex.quote(str(CHECKOUT))} setup"
-    asked = [f'"{text}"' if text != name else name for name, text in zip(names, map(requirement, names), strict=True)]
+    if (
+        Path(sys.prefix) == CHECKOUT / ".venv"
+        and (CHECKOUT / "Makefile").is_file()
+        and all(map(by_make, names))
+    ):
+        return (
+            "make setup"
+            if Path.cwd() == CHECKOUT
+            else f"make -C {shlex.quote(str(CHECKOUT))} setup"
+        )
+    asked = [
+        f'"{text}"' if text != name else name
+        for name, text in zip(names, map(requirement, names), strict=True)
+    ]
     return f"{shlex.quote(sys.executable)} -m pip install {' '.join(asked)}"
 
 
@@ -41,4 +52,6 @@ def declared(name: str) -> list[tuple[str, str]]:
     except metadata.PackageNotFoundError:
         return []
     found = (re.fullmatch(rf"({re.escape(name)}[<>=!~][^;]*?)\s*(;.*)?", text) for text in texts)
-    return [(one[1], "".join(re.findall(r'extra == "(\w+)"', one[2] or ""))) for one in found if one]
+    return [
+        (one[1], "".join(re.findall(r'extra == "(\w+)"', one[2] or ""))) for one in found if one
+    ]

@@ -16,14 +16,28 @@ from nanokv.text.template import NULL, ChatTemplate
 from weights_loader.strict import loads
 
 KEY = "probe_argument"
-CALL = {"id": "probe0001", "type": "function", "function": {"name": "probe", "arguments": {KEY: "probe"}}}
+CALL = {
+    "id": "probe0001",
+    "type": "function",
+    "function": {"name": "probe", "arguments": {KEY: "probe"}},
+}
 PROBE = (
-    {"role": "user", "content": "Go on."}, {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "user", "content": "Go on."},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
     {"role": "tool", "tool_call_id": "probe0001", "name": "probe", "content": "Done."},
-    {"role": "assistant", "content": "It is done."}, {"role": "user", "content": "Go on."},
+    {"role": "assistant", "content": "It is done."},
+    {"role": "user", "content": "Go on."},
 )
-TOOLS = [{"type": "function", "function": {"name": "probe", "description": "Probes.",
-          "parameters": {"type": "object", "properties": {}}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "probe",
+            "description": "Probes.",
+            "parameters": {"type": "object", "properties": {}},
+        },
+    }
+]
 # (of a message without content, of arguments).
 Form = tuple[Callable[[dict], dict], Callable[[Any], Any]]
 
@@ -40,7 +54,11 @@ def form_of(template: ChatTemplate) -> Form:
     """The first that shows a call; where none does, the first that renders."""
     forms = list(itertools.product((absent, null, empty), (as_object, as_text)))
     prompts = [probed(template, form) for form in forms]
-    shown = [form for form, prompt in zip(forms, prompts, strict=True) if prompt and shows_arguments(prompt)]
+    shown = [
+        form
+        for form, prompt in zip(forms, prompts, strict=True)
+        if prompt and shows_arguments(prompt)
+    ]
     rendered = [form for form, prompt in zip(forms, prompts, strict=True) if prompt]
     return next(iter(shown or rendered or forms))
 
@@ -69,7 +87,11 @@ def written(messages: Sequence[dict], form: Form) -> list[dict]:
 
 def is_null(message: Any) -> bool:
     """A message of the assistant without a text. What is no message is refused by the template."""
-    return isinstance(message, dict) and message.get("role") == "assistant" and message.get("content") is None
+    return (
+        isinstance(message, dict)
+        and message.get("role") == "assistant"
+        and message.get("content") is None
+    )
 
 
 def calls_of(message: Any) -> list:
@@ -96,7 +118,11 @@ def empty(message: dict) -> dict:
 def with_arguments(message: dict, form: Callable[[Any], Any]) -> dict:
     """A message whose calls have their arguments in this form."""
     calls = calls_of(message)
-    return message | {"tool_calls": [with_argument(call, form) for call in calls]} if calls else message
+    return (
+        message | {"tool_calls": [with_argument(call, form) for call in calls]}
+        if calls
+        else message
+    )
 
 
 def with_argument(call: Any, form: Callable[[Any], Any]) -> Any:

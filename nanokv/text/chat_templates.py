@@ -22,7 +22,9 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     paths |= {path.stem: path for path in sorted((folder / FOLDER).glob("*.jinja"))}
     if len(paths) > MOST:
         raise TokenizerError(f"{folder} has {len(paths):,} chat templates, at most {MOST} are read")
-    return {name: read_template(path) for name, path in paths.items()} or templates_in(config, folder)
+    return {name: read_template(path) for name, path in paths.items()} or templates_in(
+        config, folder
+    )
 
 
 def read_template(path: Path) -> str:
@@ -37,11 +39,17 @@ def templates_in(config: Mapping[str, Any], folder: Path) -> dict[str, str]:
     """Those of tokenizer_config.json: `chat_template` is a text, or a list of {"name": …, "template": …}."""
     found = config.get("chat_template")
     if isinstance(found, list):
-        named = [entry for entry in found if isinstance(entry, dict) and isinstance(entry.get("name"), str)]
+        named = [
+            entry
+            for entry in found
+            if isinstance(entry, dict) and isinstance(entry.get("name"), str)
+        ]
         found = {entry["name"]: entry.get("template") for entry in named[:MOST]}
     if isinstance(found, str):
         found = {DEFAULT: found}
-    if found is not None and not (isinstance(found, dict) and all(isinstance(one, str) for one in found.values())):
+    if found is not None and not (
+        isinstance(found, dict) and all(isinstance(one, str) for one in found.values())
+    ):
         raise TokenizerError(f"chat_template in {folder} is a {type(found).__name__}, not text")
     return found or {}
 
@@ -51,12 +59,16 @@ def pick(templates: Mapping[str, str], choice: str | None = None, tools: Any = N
     if choice is not None:
         return chosen(templates, choice)
     if not templates:
-        raise TemplateError("this tokenizer has no chat template: it belongs to a base model",
-                            "encode plain text instead, or use a chat checkpoint")
+        raise TemplateError(
+            "this tokenizer has no chat template: it belongs to a base model",
+            "encode plain text instead, or use a chat checkpoint",
+        )
     name = TOOL_USE if tools is not None and TOOL_USE in templates else DEFAULT
     if name not in templates:
-        raise TemplateError(f"none of this tokenizer's chat templates is the default: {names(templates)}",
-                            "choose one by its name: chat_template=…, --chat-template")
+        raise TemplateError(
+            f"none of this tokenizer's chat templates is the default: {names(templates)}",
+            "choose one by its name: chat_template=…, --chat-template",
+        )
     return templates[name]
 
 
@@ -65,7 +77,9 @@ def chosen(templates: Mapping[str, str], choice: str) -> str:
     if choice in templates:
         return templates[choice]
     if "{" not in choice:
-        raise TemplateError(f"no chat template {quote(choice)}: there is {names(templates) or 'none'}")
+        raise TemplateError(
+            f"no chat template {quote(choice)}: there is {names(templates) or 'none'}"
+        )
     return choice
 
 

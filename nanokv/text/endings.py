@@ -33,8 +33,13 @@ from weights_loader.control_texts import FILL_IN_ENDS, TURN_ENDS, turn_ends
 GENERATION, CONFIG = "generation_config.json", "config.json"
 NAMES = tuple(f"{name}_token" for name in ("eos", "eot", "eom", *FILL_IN_ENDS))
 BEGINNINGS = {  # of a turn, in the templates that most models have; none of these ends one
-    *SPOKEN, "<|im_start|>", "<tool_response>", "</tool_response>", "<|begin_of_text|>",
-    "<|start_header_id|>", "<|end_header_id|>",
+    *SPOKEN,
+    "<|im_start|>",
+    "<tool_response>",
+    "</tool_response>",
+    "<|begin_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
 }
 ASKED, ANSWERED = "Question7", "Answer7"  # what stands for the contents when a template is tried
 SYSTEM = {"role": "system", "content": "System7"}
@@ -57,9 +62,12 @@ def of_folder(folder: str | os.PathLike, tokenizer: Tokenizer) -> tuple[End, ...
     return ends(tokenizer, *said)
 
 
-def ends(tokenizer: Tokenizer, generation: Sequence[int] | None = None,
-         config: Sequence[int] | None = None,
-         templates: Iterable[str] | None = None) -> tuple[End, ...]:
+def ends(
+    tokenizer: Tokenizer,
+    generation: Sequence[int] | None = None,
+    config: Sequence[int] | None = None,
+    templates: Iterable[str] | None = None,
+) -> tuple[End, ...]:
     """From the two files' eos_token_id (None: it is not there) and all that the tokenizer knows.
     templates: the sources of those that a conversation may get; by default the tokenizer's.
 

@@ -29,7 +29,9 @@ def id_list(ids: Ids, vocab_size: int) -> list[int]:
         found = found[0]
     if found and isinstance(found[0], list):
         shape = len(found), len(found[0])
-        raise TokenIdsError(f"one sequence was expected, got a batch {shape}", "generate_padded takes many prompts")
+        raise TokenIdsError(
+            f"one sequence was expected, got a batch {shape}", "generate_padded takes many prompts"
+        )
     return _inside(_ints(found), vocab_size)
 
 
@@ -42,7 +44,10 @@ def id_rows(ids: Rows, vocab_size: int) -> list[list[int]]:
         raise _not_rows(str(error), error.hint) from None
     widths = sorted({len(row) for row in rows})
     if len(widths) > 1:
-        raise _not_rows(f"got rows of {widths[0]} to {widths[-1]} ids", "generate_padded takes prompts of any lengths")
+        raise _not_rows(
+            f"got rows of {widths[0]} to {widths[-1]} ids",
+            "generate_padded takes prompts of any lengths",
+        )
     if widths == [0]:
         raise _not_rows(f"got ({len(rows)},0)", ENCODE)
     return [_inside(row, vocab_size) for row in rows]
@@ -57,7 +62,9 @@ def common_prefix(cached: Sequence[int], new: Sequence[int]) -> int:
 
 
 def _not_rows(why: str, hint: str) -> TokenIdsError:
-    return TokenIdsError(f"token ids must be a (B,T) integer list, array or tensor with B and T ≥ 1: {why}", hint)
+    return TokenIdsError(
+        f"token ids must be a (B,T) integer list, array or tensor with B and T ≥ 1: {why}", hint
+    )
 
 
 def _nested(ids: Any) -> list:
@@ -69,8 +76,14 @@ def _nested(ids: Any) -> list:
         if "int" not in dtype and ids != []:
             raise TokenIdsError(f"token ids are whole numbers, these are {dtype}", INTEGERS)
     if not isinstance(ids, Iterable):
-        raise TokenIdsError(f"token ids were expected, got {type(ids).__name__} {str(ids)[:60]}", ENCODE)
-    found = list(ids) if type(ids) is list and set(map(type, ids)) <= {int} else [_plain(part) for part in ids]
+        raise TokenIdsError(
+            f"token ids were expected, got {type(ids).__name__} {str(ids)[:60]}", ENCODE
+        )
+    found = (
+        list(ids)
+        if type(ids) is list and set(map(type, ids)) <= {int}
+        else [_plain(part) for part in ids]
+    )
     kinds = set(map(type, found))
     if list in kinds and len(kinds) > 1:
         raise TokenIdsError("here ids and lists of ids are mixed", "(T,) or (B,T)")
@@ -86,7 +99,11 @@ def _plain(part: Any) -> Any:
     part = part.tolist() if hasattr(part, "tolist") else part
     if type(part) is list and set(map(type, part)) <= {int}:  # the usual case, 10 times as fast
         return list(part)
-    return [_plain(id) for id in part] if isinstance(part, Iterable) and not isinstance(part, str | bytes) else part
+    return (
+        [_plain(id) for id in part]
+        if isinstance(part, Iterable) and not isinstance(part, str | bytes)
+        else part
+    )
 
 
 def _ints(ids: list) -> list[int]:
@@ -94,11 +111,15 @@ def _ints(ids: list) -> list[int]:
         return ids
     position, id = next((n, id) for n, id in enumerate(ids) if type(id) is not int)
     hint = ENCODE if isinstance(id, str) else INTEGERS
-    raise TokenIdsError(f"id {id!r} at position {position} is of type {type(id).__name__}, not int", hint)
+    raise TokenIdsError(
+        f"id {id!r} at position {position} is of type {type(id).__name__}, not int", hint
+    )
 
 
 def _inside(ids: list[int], vocab_size: int) -> list[int]:
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
         position, id = next((n, id) for n, id in enumerate(ids) if not 0 <= id < vocab_size)
-        raise TokenIdsError(f"id {id} at position {position} is outside the vocabulary 0 … {vocab_size - 1}")
+        raise TokenIdsError(
+            f"id {id} at position {position} is outside the vocabulary 0 … {vocab_size - 1}"
+        )
     return ids

@@ -45,7 +45,9 @@ class RenderProcess:
     """One of them, which renders one template at a time."""
 
     def __init__(self) -> None:
-        folders = dict.fromkeys(str(Path(find_spec(name).origin).parents[1]) for name in ("jinja2", "markupsafe"))
+        folders = dict.fromkeys(
+            str(Path(find_spec(name).origin).parents[1]) for name in ("jinja2", "markupsafe")
+        )
         command = [sys.executable, "-I", "-S", str(WORKER), *folders]
         own = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
         # in a session of its own: Ctrl-C in the terminal is for the parent

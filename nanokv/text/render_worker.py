@@ -38,8 +38,17 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 HEAD, LENGTH = struct.Struct(">QdQQ"), struct.Struct(">Q")
 SOURCE = 131_072  # characters of a template; the longest published ones have 20,000
 CODECS = (  # jinja2 reads texts in a template with them, or the template itself names one
-    "ascii", "cp1252", "idna", "latin-1", "punycode", "unicode-escape", "utf-8",
-    "utf-16", "utf-16-le", "utf-16-be", "utf-32",
+    "ascii",
+    "cp1252",
+    "idna",
+    "latin-1",
+    "punycode",
+    "unicode-escape",
+    "utf-8",
+    "utf-16",
+    "utf-16-le",
+    "utf-16-be",
+    "utf-32",
 )
 # No files, processes, dumps.
 CLOSED = ("RLIMIT_NOFILE", "RLIMIT_NPROC", "RLIMIT_FSIZE", "RLIMIT_CORE")
@@ -132,7 +141,9 @@ def compiled(source: str):
 
 def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
     """jinja2's own escapes < and > for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def raise_exception(message):
@@ -190,8 +201,12 @@ ENVIRONMENT = ImmutableSandboxedEnvironment(
     trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
 )
 ENVIRONMENT.filters["tojson"] = tojson
-ENVIRONMENT.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now, "dict": TemplateDict(),
-                        "namespace": TemplateNamespace}
+ENVIRONMENT.globals |= {
+    "raise_exception": raise_exception,
+    "strftime_now": strftime_now,
+    "dict": TemplateDict(),
+    "namespace": TemplateNamespace,
+}
 
 if __name__ == "__main__":
     main()

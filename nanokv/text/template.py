@@ -28,8 +28,12 @@ class LeftOut(TemplateError):
 class ChatTemplate:
     """One template, compiled. `variables` (bos_token, eos_token …) are visible to it in every render."""
 
-    def __init__(self, source: str, variables: Mapping[str, str] | None = None,
-                 seconds: float = render_process.SECONDS):
+    def __init__(
+        self,
+        source: str,
+        variables: Mapping[str, str] | None = None,
+        seconds: float = render_process.SECONDS,
+    ):
         self.source, self.variables, self.seconds = source, dict(variables or {}), seconds
         render_process.answer_to(source, seconds=seconds)
 
@@ -43,33 +47,48 @@ class ChatTemplate:
         messages = checked(messages)
         try:
             messages = [_with_reasoning(message) for message in map(plain, messages)]
-            variables = self.variables | plain(template_kwargs) | {
-                "messages": messages, "tools": _checked_tools(tools),
-                "documents": plain(template_kwargs.get("documents")),
-                "add_generation_prompt": bool(add_generation_prompt),
-            }
+            variables = (
+                self.variables
+                | plain(template_kwargs)
+                | {
+                    "messages": messages,
+                    "tools": _checked_tools(tools),
+                    "documents": plain(template_kwargs.get("documents")),
+                    "add_generation_prompt": bool(add_generation_prompt),
+                }
+            )
             values = json.dumps(variables)
         # Holds itself, a key that JSON cannot have, 10**9999.
         except (RecursionError, TypeError, ValueError) as error:
-            raise TemplateError(f"messages, tools and options must be JSON values: {error}") from error
+            raise TemplateError(
+                f"messages, tools and options must be JSON values: {error}"
+            ) from error
         return render_process.answer_to(self.source, values, self.seconds)
 
-
-    def render_all(self, messages, tools=None, add_generation_prompt=True, **template_kwargs) -> str:
+    def render_all(
+        self, messages, tools=None, add_generation_prompt=True, **template_kwargs
+    ) -> str:
         """`render`, which leaves out without a word what the template does not ask for; LeftOut where those are the
         tools, or the calls of earlier messages."""
         text = self.render(messages, tools, add_generation_prompt, **template_kwargs)
 
         def says_the_same(messages, tools):
             try:
-                return text == self.render(messages, tools, add_generation_prompt, **template_kwargs)
+                return text == self.render(
+                    messages, tools, add_generation_prompt, **template_kwargs
+                )
             except TemplateError:  # so it looks at them
                 return False
 
         if tools and says_the_same(messages, None):
-            raise LeftOut("tools", "the chat template of this model has no place for tools",
-                          "a model that was trained to call tools, or a template that shows them")
-        calls = any(message["role"] == "assistant" and message.get("tool_calls") for message in messages)
+            raise LeftOut(
+                "tools",
+                "the chat template of this model has no place for tools",
+                "a model that was trained to call tools, or a template that shows them",
+            )
+        calls = any(
+            message["role"] == "assistant" and message.get("tool_calls") for message in messages
+        )
         if calls and says_the_same(without_calls(messages), tools):
             raise LeftOut("tool_calls", "the chat template of this model leaves tool_calls out")
         return text
@@ -77,31 +96,45 @@ class ChatTemplate:
 
 def without_calls(messages) -> list[dict]:
     """The same messages, as if nothing had been called."""
-    return [{"content": None} | {name: part for name, part in message.items() if name != "tool_calls"}
-            for message in messages]
+    return [
+        {"content": None} | {name: part for name, part in message.items() if name != "tool_calls"}
+        for message in messages
+    ]
 
 
 def checked(messages) -> list[dict]:
     """Messages without their None fields (as transformers drops them); TemplateError names the first bad one."""
     if isinstance(messages, str | Mapping):
         content = "text" if isinstance(messages, str) else "…"
-        raise TemplateError(f"a chat prompt needs a list of messages, got {str(messages)[:60]!r}",
-                            f'tokenizer.render([{{"role": "user", "content": {content}}}])')
+        raise TemplateError(
+            f"a chat prompt needs a list of messages, got {str(messages)[:60]!r}",
+            f'tokenizer.render([{{"role": "user", "content": {content}}}])',
+        )
     if not isinstance(messages, (list, tuple)) or not messages:
         raise TemplateError("there are no messages: a chat prompt needs a list of at least one")
     for number, message in enumerate(messages, 1):
         if not isinstance(message, Mapping):
-            raise TemplateError(f"message {number} is a {type(message).__name__}, not a dict with role and content")
+            raise TemplateError(
+                f"message {number} is a {type(message).__name__}, not a dict with role and content"
+            )
         role, content = message.get("role"), message.get("content")
         if role not in ROLES:
-            raise TemplateError(f"message {number} has the role {role!r}, not one of {', '.join(ROLES)}")
+            raise TemplateError(
+                f"message {number} has the role {role!r}, not one of {', '.join(ROLES)}"
+            )
         if "content" not in message and not (role == "assistant" and "tool_calls" in message):
-            raise TemplateError(f"message {number} ({role}) has no content", 'content: "" is an empty one')
+            raise TemplateError(
+                f"message {number} ({role}) has no content", 'content: "" is an empty one'
+            )
         if content not in (None, NULL) and not isinstance(content, str):
-            raise TemplateError(f"message {number} ({role}) has a {type(content).__name__} as content, not text")
+            raise TemplateError(
+                f"message {number} ({role}) has a {type(content).__name__} as content, not text"
+            )
         if not isinstance(message.get("tool_calls") or [], (list, tuple)):
             raise TemplateError(f"message {number} ({role}): tool_calls is not a list")
-    return [{key: value for key, value in message.items() if value is not None} for message in messages]
+    return [
+        {key: value for key, value in message.items() if value is not None} for message in messages
+    ]
 
 
 def _checked_tools(tools):
@@ -124,12 +157,22 @@ def plain(value):
     if isinstance(value, Mapping):
         return {plain(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(map(plain, value)) if type(value) in (list, tuple) else list(map(plain, value))
+        return (
+            type(value)(map(plain, value))
+            if type(value) in (list, tuple)
+            else list(map(plain, value))
+        )
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {
+            field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)
+        }
     return f"<{type(value).__name__}>"
 
 
 def _with_reasoning(message):
     reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
-    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    return (
+        message
+        if reasoning is None
+        else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    )

@@ -43,14 +43,14 @@ class ThinkSplitter:
         if self.state == "start":
             blank = self.held.lstrip()
             if blank.startswith("<think>"):
-                self.state, self.held = "think", blank[len("<think>"):]
+                self.state, self.held = "think", blank[len("<think>") :]
             elif not "<think>".startswith(blank):
                 self.state = "answer"
         if self.state == "think":
             thought, closed, rest = self.held.partition("</think>")
             keep = 0 if closed else overlap(thought, "</think>")
-            self._emit(out, thought[:len(thought) - keep])
-            self.held = rest if closed else thought[len(thought) - keep:]
+            self._emit(out, thought[: len(thought) - keep])
+            self.held = rest if closed else thought[len(thought) - keep :]
             self.state = "gap" if closed else "think"
         # Newlines between tag and answer are layout.
         if self.state == "gap" and self.held.lstrip("\n"):
@@ -82,7 +82,9 @@ class ThinkSplitter:
 
 def overlap(text: str, tag: str) -> int:
     """Characters at the end of the text that are the beginning of the tag, and not all of it."""
-    return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)
+    return next(
+        (n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0
+    )
 
 
 def split_thinking(text: str, opened: bool = False) -> tuple[str, str]:

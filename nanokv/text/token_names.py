@@ -62,7 +62,9 @@ def content(token: Any) -> str | None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise TokenizerError(f"a token is named {quote(text)}, which holds half a character") from None
+        raise TokenizerError(
+            f"a token is named {quote(text)}, which holds half a character"
+        ) from None
     return text
 
 

@@ -45,9 +45,15 @@ class Tokenizer:
     the tags of thoughts and tool calls, which some checkpoints mark special and others don't.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, names: Mapping[str, str] | None = None,
-                 chat_template: str | Mapping[str, str] | None = None, rows: int = 0, config: dict | None = None,
-                 last_id: int | None = None):
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        names: Mapping[str, str] | None = None,
+        chat_template: str | Mapping[str, str] | None = None,
+        rows: int = 0,
+        config: dict | None = None,
+        last_id: int | None = None,
+    ):
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
@@ -89,7 +95,9 @@ class Tokenizer:
         raise unknown_name(self, name, TOKENIZER)
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
-        raise UnknownArgument("a Tokenizer is not called", f"{ENCODE}, tokenizer.render(messages) a prompt")
+        raise UnknownArgument(
+            "a Tokenizer is not called", f"{ENCODE}, tokenizer.render(messages) a prompt"
+        )
 
     def __repr__(self) -> str:
         template = "a chat template" if self.chat_template else "no chat template"
@@ -99,11 +107,15 @@ class Tokenizer:
     @property
     def chat_template(self) -> str | None:
         """The one called default, or where none is the first; None for a base model. All: `chat_templates`."""
-        return self.chat_templates.get(chat_templates.DEFAULT) or next(iter(self.chat_templates.values()), None)
+        return self.chat_templates.get(chat_templates.DEFAULT) or next(
+            iter(self.chat_templates.values()), None
+        )
 
     @chat_template.setter
     def chat_template(self, value: str | Mapping[str, str] | None) -> None:
-        self.chat_templates = {chat_templates.DEFAULT: value} if isinstance(value, str) else dict(value or {})
+        self.chat_templates = (
+            {chat_templates.DEFAULT: value} if isinstance(value, str) else dict(value or {})
+        )
 
     @property
     def eos_token(self) -> str | None:
@@ -135,9 +147,13 @@ class Tokenizer:
                 if len(text) < LONG_TEXT:
                     ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
                 else:  # without offsets, and other threads may run meanwhile
-                    ids = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+                    ids = self.backend.encode_batch_fast(
+                        [text], add_special_tokens=add_special_tokens
+                    )[0].ids
             except (TypeError, UnicodeError) as error:
-                raise TokenizerError(f"text cannot be encoded: {_bad_character(text) or error}") from error
+                raise TokenizerError(
+                    f"text cannot be encoded: {_bad_character(text) or error}"
+                ) from error
         bos = self.backend.token_to_id(self.bos_token) if self.bos_token else None
         return ids[1:] if add_special_tokens and bos is not None and ids[:2] == [bos, bos] else ids
 
@@ -167,7 +183,9 @@ class Tokenizer:
 
     def pieces(self, ids: Ids) -> list[str]:
         r"""One string a token, for tables; bytes that are no whole character are written \xe2."""
-        return [self._bytes_of(id).decode("utf-8", "backslashreplace") for id in id_list(ids, self.rows)]
+        return [
+            self._bytes_of(id).decode("utf-8", "backslashreplace") for id in id_list(ids, self.rows)
+        ]
 
     def token_bytes(self, id: int) -> bytes:
         """The bytes that one token stands for; b"" for a padding row of the embedding."""
@@ -185,8 +203,14 @@ class Tokenizer:
         except KeyError:  # a word with characters of its own
             return token.encode()
 
-    def render(self, messages: list[dict], tools: list[dict] | None = None, add_generation_prompt: bool = True,
-               chat_template: str | None = None, **template_kwargs: Any) -> str:
+    def render(
+        self,
+        messages: list[dict],
+        tools: list[dict] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        **template_kwargs: Any,
+    ) -> str:
         """Messages → prompt text by the checkpoint's own template, e.g. enable_thinking=False; TemplateError.
 
         chat_template: one of `chat_templates` by name, or a source; default: tool_use with tools, if there is one. As
@@ -197,11 +221,15 @@ class Tokenizer:
 
     def template(self, choice: str | None = None, tools: list[dict] | None = None) -> ChatTemplate:
         """The template that such a conversation gets."""
-        return _compiled(chat_templates.pick(self.chat_templates, choice, tools), tuple(self.names.items()))
+        return _compiled(
+            chat_templates.pick(self.chat_templates, choice, tools), tuple(self.names.items())
+        )
 
     def write_files(self, folder: str | os.PathLike) -> None:
         """tokenizer.json, tokenizer_config.json and the chat templates into a folder, as `from_folder` reads them."""
-        fields = {"tokenizer_class": "PreTrainedTokenizerFast"} | with_names(self.config, self.names)
+        fields = {"tokenizer_class": "PreTrainedTokenizerFast"} | with_names(
+            self.config, self.names
+        )
         write_tokenizer(Path(folder), self.backend, fields, self.chat_templates)
 
 
@@ -243,7 +271,11 @@ def _bad_character(text):
             # How Python passes on an argument byte that is not UTF-8.
             byte = ord(character) - 0xDC00
             from_byte = 0x80 <= byte <= 0xFF
-            what = f"byte 0x{byte:02x} is not UTF-8" if from_byte else f"U+{ord(character):04X} is half a character"
+            what = (
+                f"byte 0x{byte:02x} is not UTF-8"
+                if from_byte
+                else f"U+{ord(character):04X} is half a character"
+            )
             return f"position {position}: {what}"
     return ""
 

@@ -41,7 +41,9 @@ def read_backend(path: Path) -> tuple[tokenizers.Tokenizer, int]:
     """(the file, checked and then parsed by the library; its largest id, −1 for none); TokenizerError names what is
     refused. The file of Qwen3, 11 MB, is read once and parsed twice: by Python for the checks, then by the library."""
     if not path.is_file():
-        raise TokenizerError(f"{path.parent} has no {path.name}", "the folder of a checkpoint holds one")
+        raise TokenizerError(
+            f"{path.parent} has no {path.name}", "the folder of a checkpoint holds one"
+        )
     data = read_bytes(path, TokenizerError)
     fields = parse_object(data, str(path), TokenizerError)
     check_fields(path, fields)
@@ -50,14 +52,20 @@ def read_backend(path: Path) -> tuple[tokenizers.Tokenizer, int]:
     added = fields.get("added_tokens") or []
     for token in added:  # one that is not in the vocabulary gets the next free id
         if (id := backend.token_to_id(token["content"])) != token.get("id"):
-            raise TokenizerError(f"{path}: added token {quote(token['content'])} says id {quote(token.get('id'))}, but "
-                                 f"comes to be {id:,}: ids are missing before it")
+            raise TokenizerError(
+                f"{path}: added token {quote(token['content'])} says id {quote(token.get('id'))}, but "
+                f"comes to be {id:,}: ids are missing before it"
+            )
     ids = itertools.chain(fields["model"]["vocab"].values(), (token["id"] for token in added))
     return backend, max(ids, default=-1)
 
 
-def write_tokenizer(folder: Path, backend: tokenizers.Tokenizer, config: dict,
-                    templates: Mapping[str, str] | None = None) -> None:
+def write_tokenizer(
+    folder: Path,
+    backend: tokenizers.Tokenizer,
+    config: dict,
+    templates: Mapping[str, str] | None = None,
+) -> None:
     """The files that make a tokenizer in Hugging Face's form. Of templates that are not in `config`, given as {name:
     source}, a single one gets a file of its own, several stand in the config as a list."""
     (folder / "tokenizer.json").write_text(backend.to_str(pretty=True), encoding="utf-8")
@@ -66,8 +74,12 @@ def write_tokenizer(folder: Path, backend: tokenizers.Tokenizer, config: dict,
         if list(templates) == [DEFAULT]:
             (folder / FILE).write_text(templates[DEFAULT], encoding="utf-8", newline="")
         elif templates:
-            config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            config["chat_template"] = [
+                {"name": name, "template": text} for name, text in templates.items()
+            ]
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config, indent=2) + "\n", encoding="utf-8"
+    )
 
 
 def check_fields(path: Path, fields: dict):
@@ -96,7 +108,9 @@ def check_fields(path: Path, fields: dict):
             _check_split(path, step.get("pattern"))
     # Two would turn bytes into bytes again.
     if (count := [_kind(step) for step in steps].count("ByteLevel")) != 1:
-        raise TokenizerError(f"{path}: pre_tokenizer has {count} ByteLevel steps, byte-level BPE has exactly 1")
+        raise TokenizerError(
+            f"{path}: pre_tokenizer has {count} ByteLevel steps, byte-level BPE has exactly 1"
+        )
     _check_added(path, fields.get("added_tokens") or [])
 
 
@@ -115,7 +129,9 @@ def check_steps(path: Path, part: str, inner: str, fields: dict, known: set) -> 
             )
         steps.append(step)
         if len(steps) + len(waiting) > MOST_STEPS:
-            raise TokenizerError(f"{path}: {part} has {len(steps) + len(waiting):,} steps, at most {MOST_STEPS}")
+            raise TokenizerError(
+                f"{path}: {part} has {len(steps) + len(waiting):,} steps, at most {MOST_STEPS}"
+            )
     return steps
 
 
@@ -133,10 +149,16 @@ def _check_split(path: Path, pattern):
 
 def _check_template(path: Path, single):
     """What goes around a text: the text itself must stand in it once, or its ids come twice, or not at all."""
-    pieces = [piece.get("Sequence") for piece in single if isinstance(piece, dict)] if isinstance(single, list) else []
+    pieces = (
+        [piece.get("Sequence") for piece in single if isinstance(piece, dict)]
+        if isinstance(single, list)
+        else []
+    )
     texts = [piece for piece in pieces if piece is not None]
     if len(texts) != 1 or not isinstance(texts[0], dict) or texts[0].get("id") != "A":
-        raise TokenizerError(f"{path}: post_processor TemplateProcessing names the text {len(texts):,} times, not once")
+        raise TokenizerError(
+            f"{path}: post_processor TemplateProcessing names the text {len(texts):,} times, not once"
+        )
 
 
 def _check_added(path: Path, added):
@@ -145,8 +167,10 @@ def _check_added(path: Path, added):
     for token in added:
         text = token.get("content") if isinstance(token, dict) else None
         if not isinstance(text, str) or not 0 < len(text) <= LONGEST_ADDED:
-            raise TokenizerError(f"{path}: added token {quote(token)}: its content must have 1 to {LONGEST_ADDED:,} "
-                                 "characters")
+            raise TokenizerError(
+                f"{path}: added token {quote(token)}: its content must have 1 to {LONGEST_ADDED:,} "
+                "characters"
+            )
 
 
 def _kind(step) -> str | None:

@@ -72,7 +72,11 @@ def test_a_class_of_ones_own_runs_everywhere(model):
         cache.truncate(5)
         assert gap(inference.verify_draft(this, ids[:, 5:], cache, 5), expected[:, 5:]) <= TOLERANCE
     batch = BatchCache([cache, own_cache(model)], model.config)
-    assert batch.length.tolist() == [12, 0] and batch.sizes.max_rollback is None and batch.capacity is None
+    assert (
+        batch.length.tolist() == [12, 0]
+        and batch.sizes.max_rollback is None
+        and batch.capacity is None
+    )
     with pytest.raises(UnsupportedError, match="Own cannot fork"):
         cache.fork()
     with pytest.raises(UnsupportedError, match="Own cannot be saved"):
@@ -141,12 +145,34 @@ def test_the_members_to_know_are_few():
     """A name that joins them makes one more thing to read before a cache is understood."""
     layer, cache = members(LayerCache(), object), members(KVCache(), list)
     assert layer == {
-        "length", "append", "mask", "truncate", "fork", "nbytes",
-        "capacity", "sizes", "pages", "reorder", "state", "restore",
+        "length",
+        "append",
+        "mask",
+        "truncate",
+        "fork",
+        "nbytes",
+        "capacity",
+        "sizes",
+        "pages",
+        "reorder",
+        "state",
+        "restore",
     }
     assert cache == {
-        "length", "mask", "truncate", "fork", "reorder", "nbytes", "save", "load",
-        "config", "capacity", "sizes", "made", "tokens", "pages",
+        "length",
+        "mask",
+        "truncate",
+        "fork",
+        "reorder",
+        "nbytes",
+        "save",
+        "load",
+        "config",
+        "capacity",
+        "sizes",
+        "made",
+        "tokens",
+        "pages",
     }
     assert (len(layer), len(cache)) == (12, 14)
 

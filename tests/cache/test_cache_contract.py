@@ -44,7 +44,10 @@ VARIANTS = {
     "prefix page=4": ("prefix", {"page": 4}),
     "sliding sinks": ("sliding", {"window": 60, "sinks": 4}),
     "quantized 4 bits": ("quantized", {"bits": 4, "residual": CAPACITY}),
-    "quantized K8V4 hadamard": ("quantized", {"k_bits": 8, "v_bits": 4, "rotate": "hadamard", "residual": CAPACITY}),
+    "quantized K8V4 hadamard": (
+        "quantized",
+        {"k_bits": 8, "v_bits": 4, "rotate": "hadamard", "residual": CAPACITY},
+    ),
     "offloaded host": ("offloaded", {"to": "host"}),
     "batch of paged": ("batch", {"of": "paged", "page": 3}),
     "batch of static": ("batch", {"of": "static"}),
@@ -110,7 +113,8 @@ def contents(cache):
 
 def same(a, b):
     return len(a) == len(b) and all(
-        x.keys() == y.keys() and all(torch.equal(x[key], y[key]) for key in x) for x, y in zip(a, b, strict=True)
+        x.keys() == y.keys() and all(torch.equal(x[key], y[key]) for key in x)
+        for x, y in zip(a, b, strict=True)
     )
 
 
@@ -148,12 +152,16 @@ def test_decode_equals_score_at_every_position(new, model, batch):
     ids = random_ids(1, batch, 24)
     expected, cache = score(model, ids), new(batch)
     for i in range(24):  # from the first token on: decode works on an empty cache too
-        assert gap(decode(model, ids[:, i : i + 1], cache, start_pos=i), expected[:, i]) <= TOLERANCE, i
+        assert (
+            gap(decode(model, ids[:, i : i + 1], cache, start_pos=i), expected[:, i]) <= TOLERANCE
+        ), i
         assert cache.length == i + 1
 
 
 @VARIANTS_TOO
-@pytest.mark.parametrize("chunks", [(1, 20), (20, 1), (7, 7, 7), (2, 3, 5, 11), (1,) * 21, (10, 1, 10)], ids=str)
+@pytest.mark.parametrize(
+    "chunks", [(1, 20), (20, 1), (7, 7, 7), (2, 3, 5, 11), (1,) * 21, (10, 1, 10)], ids=str
+)
 def test_chunks_equal_the_whole(new, model, chunks):
     ids = random_ids(2, 2, 21)
     assert gap(feed(model, ids, new(2), *chunks), score(model, ids)[:, -1]) <= TOLERANCE
@@ -174,7 +182,11 @@ def test_bf16(name, bf16_model):
 def test_bytes_equal_the_formula_to_the_byte(new, name, model, batch, tokens):
     cache = new(batch)
     feed(model, random_ids(4, batch, tokens), cache)
-    assert cache.nbytes == expected_bytes(name, model.config, tokens, batch, 4) == sum(layer.nbytes for layer in cache)
+    assert (
+        cache.nbytes
+        == expected_bytes(name, model.config, tokens, batch, 4)
+        == sum(layer.nbytes for layer in cache)
+    )
 
 
 @VARIANTS_TOO
@@ -190,7 +202,9 @@ def test_used_bytes_are_those_of_the_tokens(new, name, model, batch, tokens):
     assert cache.sizes.used_nbytes == sum(layer.sizes.used_nbytes for layer in cache)
     if cache.sizes.max_rollback is None:
         cache.truncate(tokens - 1)
-        assert cache.sizes.used_nbytes == (exact * (tokens - 1) // tokens if reserves else cache.nbytes)
+        assert cache.sizes.used_nbytes == (
+            exact * (tokens - 1) // tokens if reserves else cache.nbytes
+        )
 
 
 def test_the_mask_is_pure_and_bottom_right(new, model):
@@ -261,7 +275,9 @@ def test_a_layer_goes_back_by_itself(new, model):
     for layer, expected in zip(cache, other, strict=True):
         layer.truncate(5)
         assert layer.length == 5
-        for ours, theirs in zip(layer.append(new_k, new_v), expected.append(new_k, new_v), strict=True):
+        for ours, theirs in zip(
+            layer.append(new_k, new_v), expected.append(new_k, new_v), strict=True
+        ):
             assert gap(ours, theirs) <= TOLERANCE
 
 
@@ -296,7 +312,9 @@ def test_truncated_rows_give_their_memory_back(model):
 
 @pytest.mark.parametrize("part", ["self_attn.q_proj", "self_attn.o_proj", "mlp"])
 @pytest.mark.parametrize("layer", [0, 1, 2])
-def test_a_failed_forward_is_noticed_and_truncate_mends_it(new, name, model, layer, part, monkeypatch):
+def test_a_failed_forward_is_noticed_and_truncate_mends_it(
+    new, name, model, layer, part, monkeypatch
+):
     """Layers before the failure hold new tokens, later ones do not: unmended, positions would silently shift."""
     prompt, more = random_ids(14, 2, 9), random_ids(15, 2, 5)
     cache, clean = new(2), new(2)
@@ -323,7 +341,9 @@ def test_a_failed_forward_is_noticed_and_truncate_mends_it(new, name, model, lay
     cache.truncate(9)
     assert cache.length == 9
     assert same(contents(cache), contents(clean))
-    assert torch.equal(prefill(model, more, cache, start_pos=9), prefill(model, more, clean, start_pos=9))
+    assert torch.equal(
+        prefill(model, more, cache, start_pos=9), prefill(model, more, clean, start_pos=9)
+    )
 
 
 # --- fork and reorder -----------------------------------------------------------------------------------------------
@@ -335,7 +355,11 @@ def test_fork_and_parent_do_not_touch_each_other(new, name, model):
     feed(model, random_ids(16, 2, 8), cache)
     fork, before = cache.fork(), contents(cache)
     assert type(fork) is type(cache)
-    assert (fork.length, fork.made.name, fork.made.options, fork.config) == (8, *made_with(name), model.config)
+    assert (fork.length, fork.made.name, fork.made.options, fork.config) == (
+        8,
+        *made_with(name),
+        model.config,
+    )
     feed(model, random_ids(17, 2, 3), fork)
     fork.reorder([1, 0])
     fork.truncate(2)
@@ -364,15 +388,24 @@ def test_reorder_makes_rows_equal(new, name, model):
     assert gap(logits[:1], decode(model, next_ids, alone, start_pos=9)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("index", [
-    [2, 0, 1], (1, 1, 1), torch.tensor([0, 0, 2]), torch.tensor([2, 1, 0]).int(),
-], ids=["list", "tuple", "tensor", "int32"])
+@pytest.mark.parametrize(
+    "index",
+    [
+        [2, 0, 1],
+        (1, 1, 1),
+        torch.tensor([0, 0, 2]),
+        torch.tensor([2, 1, 0]).int(),
+    ],
+    ids=["list", "tuple", "tensor", "int32"],
+)
 def test_reorder_takes_rows_from_where_the_index_says(new, name, model, index):
     cache, ids, more = new(3), random_ids(23, 3, 7), random_ids(24, 3, 4)
     feed(model, ids, cache)
     cache.reorder(index)
     ids = ids[torch.as_tensor(index).long()]
-    assert gap(feed(model, more, cache), score(model, torch.cat((ids, more), 1))[:, -1]) <= TOLERANCE
+    assert (
+        gap(feed(model, more, cache), score(model, torch.cat((ids, more), 1))[:, -1]) <= TOLERANCE
+    )
 
 
 @VARIANTS_TOO
@@ -381,11 +414,16 @@ def test_the_batch_may_grow_and_shrink(new, name, model, index):
     cache, ids, more = new(2), random_ids(25, 2, 7), random_ids(26, len(index), 2)
     feed(model, ids, cache)
     cache.reorder(index)
-    assert gap(feed(model, more, cache), score(model, torch.cat((ids[index], more), 1))[:, -1]) <= TOLERANCE
+    assert (
+        gap(feed(model, more, cache), score(model, torch.cat((ids[index], more), 1))[:, -1])
+        <= TOLERANCE
+    )
     most = expected_bytes(name, model.config, 9, len(index), 4)
     # Rows that were made equal own their full pages together.
     shared = KINDS[name][0] in ("paged", "prefix")
-    assert cache.nbytes == most or (shared and expected_bytes(name, model.config, 9, 1, 4) < cache.nbytes < most)
+    assert cache.nbytes == most or (
+        shared and expected_bytes(name, model.config, 9, 1, 4) < cache.nbytes < most
+    )
 
 
 @pytest.mark.parametrize("index", [[2], [-1], [], [[0]], [0.5], [True, False], 1], ids=str)
@@ -437,7 +475,11 @@ def test_load_continues_with_bit_equal_logits(saved, name, model):
     path, cache = saved
     loaded = KVCache.load(path, model.config, model_fingerprint="0123456789abcdef")
     assert (loaded.made.name, loaded.made.options) == made_with(name)
-    assert (loaded.length, loaded.capacity, loaded.tokens) == (6, cache.capacity, [5, 6, 7, 8, 9, 10])
+    assert (loaded.length, loaded.capacity, loaded.tokens) == (
+        6,
+        cache.capacity,
+        [5, 6, 7, 8, 9, 10],
+    )
     assert loaded.nbytes == cache.nbytes
     assert same(contents(loaded), contents(cache))
     more = random_ids(31, 2, 5)
@@ -493,7 +535,9 @@ def test_files_that_are_no_cache_are_refused(model, tmp_path):
         KVCache.load(tmp_path / "model.safetensors", model.config)
 
 
-@pytest.mark.parametrize(("field", "value"), [("rope_theta", 5.0), ("num_hidden_layers", 4), ("rms_norm_eps", 1e-5)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("rope_theta", 5.0), ("num_hidden_layers", 4), ("rms_norm_eps", 1e-5)]
+)
 def test_another_config_is_refused_by_field(saved, model, field, value):
     """Same shapes, other theta: the keys would fit and be wrong."""
     fields = model.config.to_dict()
@@ -600,10 +644,18 @@ def test_another_batch_or_dtype_is_refused_before_anything_is_written(new, name,
 
 # --- random sequences of everything, against plain lists ------------------------------------------------------------
 
-SMALL = Config.from_dict({
-    "vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": CAPACITY,
-})
+SMALL = Config.from_dict(
+    {
+        "vocab_size": 11,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "max_position_embeddings": CAPACITY,
+    }
+)
 B = 2
 
 
@@ -683,11 +735,17 @@ class AnySequence(RuleBasedStateMachine):
     def teardown(self):
         """At the end every cache, the forked ones too, still returns exactly its own tokens."""
         zero = torch.zeros(B, 2, 1, 4)
-        for cache, lists in [(self.cache, self.lists), *self.parents] if hasattr(self, "cache") else []:
+        for cache, lists in (
+            [(self.cache, self.lists), *self.parents] if hasattr(self, "cache") else []
+        ):
             for layer, kept in zip(cache, lists, strict=True):
                 keys, values = layer.append(zero, zero)
-                assert torch.equal(keys, torch.stack([pair[0] for pair in kept] + [zero[:, :, 0]], 2))
-                assert torch.equal(values, torch.stack([pair[1] for pair in kept] + [zero[:, :, 0]], 2))
+                assert torch.equal(
+                    keys, torch.stack([pair[0] for pair in kept] + [zero[:, :, 0]], 2)
+                )
+                assert torch.equal(
+                    values, torch.stack([pair[1] for pair in kept] + [zero[:, :, 0]], 2)
+                )
 
 
 @VARIANTS_TOO
@@ -705,6 +763,10 @@ def test_metadata_of_a_saved_cache_is_plain_json(saved):
     """Readable without this program: format, kind, length, config, ids."""
     data = saved[0].read_bytes()
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
-    assert (header["format"], header["length"], header["model"]) == ("nanokv-cache-1", "6", "0123456789abcdef")
+    assert (header["format"], header["length"], header["model"]) == (
+        "nanokv-cache-1",
+        "6",
+        "0123456789abcdef",
+    )
     assert json.loads(header["tokens"]) == [5, 6, 7, 8, 9, 10]
     assert json.loads(header["config"])["model_type"] == "qwen3"

@@ -78,7 +78,9 @@ def test_a_fork_shares_pages_until_one_of_them_writes(model, pool):
     assert fork.tables[0][:2] == cache.tables[0][:2]
     assert fork.tables[0][2] != cache.tables[0][2]
     assert len(pool.free) == 8 - 4
-    assert all(torch.equal(layer.state()["key"], old) for layer, old in zip(cache, before, strict=True))
+    assert all(
+        torch.equal(layer.state()["key"], old) for layer, old in zip(cache, before, strict=True)
+    )
     table = list(cache.tables[0])
     decode(model, random_ids(3, 1, 1), cache, start_pos=10)
     assert cache.tables[0] == table  # its page is its own again: nothing to copy
@@ -91,7 +93,12 @@ def test_rewriting_an_older_shared_page_copies_it(model, pool):
     fork.truncate(2)
     prefill(model, random_ids(5, 1, 3), fork, start_pos=2)
     more = random_ids(6, 1, 2)
-    assert gap(prefill(model, more, cache, start_pos=8), score(model, torch.cat((ids, more), 1))[:, -1]) <= TOLERANCE
+    assert (
+        gap(
+            prefill(model, more, cache, start_pos=8), score(model, torch.cat((ids, more), 1))[:, -1]
+        )
+        <= TOLERANCE
+    )
 
 
 def test_the_last_owner_of_a_page_need_not_copy_it(model, pool):
@@ -160,13 +167,19 @@ def test_keys_of_another_shape_or_dtype_do_not_enter_a_shared_pool(model, pool):
     """One KV head would broadcast over two."""
     cache, other = paged(model, pool), paged(model, pool)
     prefill(model, random_ids(17, 1, 3), cache)
-    for k in (torch.zeros(1, 1, 2, 32), torch.zeros(1, 2, 2, 32, dtype=torch.float16), torch.zeros(1, 2, 2, 1)):
+    for k in (
+        torch.zeros(1, 1, 2, 32),
+        torch.zeros(1, 2, 2, 32, dtype=torch.float16),
+        torch.zeros(1, 2, 2, 1),
+    ):
         with pytest.raises(CacheError, match="cannot append keys"):
             other[0].append(k, k)
     assert (other.length, other.tables) == (0, [[]])
 
 
-@pytest.mark.parametrize("options", [{"page": 0}, {"page": -1}, {"page": 2.0}, {"pages": -3}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"page": 0}, {"page": -1}, {"page": 2.0}, {"pages": -3}], ids=str
+)
 @pytest.mark.parametrize("name", ["paged", "prefix"])
 def test_page_sizes_that_make_no_sense_are_refused(model, name, options):
     with pytest.raises(CacheError, match="page"):
@@ -190,7 +203,9 @@ def tokens(seed, count):
     return random_ids(seed, 1, count)[0].tolist()
 
 
-@pytest.mark.parametrize(("length", "hits"), [(1, 0), (4, 0), (5, 4), (8, 4), (9, 8), (12, 8), (13, 12)])
+@pytest.mark.parametrize(
+    ("length", "hits"), [(1, 0), (4, 0), (5, 4), (8, 4), (9, 8), (12, 8), (13, 12)]
+)
 def test_the_same_prompt_again_recomputes_at_least_one_token(model, prefixes, length, hits):
     """A whole hit would leave nothing to compute logits from."""
     ids = tokens(20, length)
@@ -233,10 +248,18 @@ def test_salts_share_nothing(model, prefixes):
         make_cache("prefix", model.config, salt=5)
 
 
-@pytest.mark.parametrize("hash_", [
-    lambda parent, part: b"same", lambda parent, part: bytes([sum(part) % 2]), lambda parent, part: parent,
-], ids=["constant", "two values", "parent only"])
-def test_a_hash_collision_costs_a_recomputation_and_never_a_wrong_answer(model, prefixes, monkeypatch, hash_):
+@pytest.mark.parametrize(
+    "hash_",
+    [
+        lambda parent, part: b"same",
+        lambda parent, part: bytes([sum(part) % 2]),
+        lambda parent, part: parent,
+    ],
+    ids=["constant", "two values", "parent only"],
+)
+def test_a_hash_collision_costs_a_recomputation_and_never_a_wrong_answer(
+    model, prefixes, monkeypatch, hash_
+):
     """Pages of other tokens, of another parent and of another tenant all get the same hash."""
     monkeypatch.setattr(PrefixPool, "hash", staticmethod(hash_))
     beginnings = [tokens(30 + i, 4) for i in range(3)]
@@ -248,7 +271,9 @@ def test_a_hash_collision_costs_a_recomputation_and_never_a_wrong_answer(model, 
         del cache
 
 
-def test_a_child_of_an_evicted_parent_is_not_found_through_a_colliding_one(model, prefixes, monkeypatch):
+def test_a_child_of_an_evicted_parent_is_not_found_through_a_colliding_one(
+    model, prefixes, monkeypatch
+):
     depth_only = staticmethod(lambda parent, part: b"root" if len(parent) == 32 else parent + b".")
     monkeypatch.setattr(PrefixPool, "hash", depth_only)
     x, y, z = tokens(50, 4), tokens(51, 4), tokens(52, 4)
@@ -267,7 +292,9 @@ def test_eviction_takes_the_least_recently_used_leaves_first_and_never_live_page
     assert len(prefixes.free) == 12 - 6
     big, _ = ask(model, prefixes, tokens(62, 31))  # 8 pages: two must go
     assert big.length == 31
-    assert all(torch.equal(layer.state()["key"], was) for layer, was in zip(live, kept, strict=True))
+    assert all(
+        torch.equal(layer.state()["key"], was) for layer, was in zip(live, kept, strict=True)
+    )
     del big
     cache, _ = ask(model, prefixes, old)
     assert cache.hits == 4  # the leaves went, the root stayed

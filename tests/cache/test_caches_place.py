@@ -47,7 +47,10 @@ def read_pages(q, pages):
         row = [b] if pages.table is None else pages.table[b].tolist()
         places = [(row[s // size], s % size) for s in range(length)]
         # (Hk,S,D).
-        k, v = (torch.stack([x[p, :, slot] for p, slot in places], 1) for x in (pages.keys, pages.values))
+        k, v = (
+            torch.stack([x[p, :, slot] for p, slot in places], 1)
+            for x in (pages.keys, pages.values)
+        )
         k, v = (x.repeat_interleave(G, 0) for x in (k, v))  # (H,S,D)
         out.append((q[b] @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ v)
     return torch.stack(out)
@@ -67,7 +70,10 @@ def state_of(rows):
 
 
 def equal(a, b):
-    return all(x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x) for x, y in zip(a, b, strict=True))
+    return all(
+        x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
+        for x, y in zip(a, b, strict=True)
+    )
 
 
 def test_pages_are_append_without_the_copy(model, pool):
@@ -94,7 +100,11 @@ def test_the_tables_are_made_once_a_page_and_not_once_a_layer(model, pool):
     prefill(model, random_ids(0, 1, 5), cache)
     k = randn(1, 1, 2, 1, 32)
     first = [put(layer, k, k) for layer in cache]
-    assert len({id(pages.table) for pages in first}) == len({id(pages.lengths) for pages in first}) == 1
+    assert (
+        len({id(pages.table) for pages in first})
+        == len({id(pages.lengths) for pages in first})
+        == 1
+    )
     again = [put(layer, k, k) for layer in cache]
     # So what a kernel made of them can be kept.
     assert all(a is b for a, b in zip(first, again, strict=True))
@@ -107,7 +117,10 @@ def test_pages_equal_the_rows_own_appends(model, pool):
     """What a kernel does: it writes key and value to the last place of each row itself."""
     rows = fill(model, pool, (7, 3))
     other = [row.fork() for row in rows]
-    for batch, write in ((PagedBatch(rows, model.config), put), (BatchCache(other, model.config), BatchLayer.append)):
+    for batch, write in (
+        (PagedBatch(rows, model.config), put),
+        (BatchCache(other, model.config), BatchLayer.append),
+    ):
         for step in range(6):
             for i, layer in enumerate(batch):
                 write(layer, randn(step * 9 + i, 2, 2, 1, 32), randn(step * 9 + i + 5, 2, 2, 1, 32))
@@ -118,14 +131,24 @@ def test_pages_equal_the_rows_own_appends(model, pool):
 @pytest.mark.parametrize("lengths", [(5, 14, 1, 8), (6, 6, 6), (3,), (0, 4)], ids=str)
 def test_a_paged_batch_equals_the_dense_batch(model, pool, lengths):
     rows = fill(model, pool, lengths)
-    dense, paged = BatchCache([row.fork() for row in rows], model.config), PagedBatch(rows, model.config)
+    dense, paged = (
+        BatchCache([row.fork() for row in rows], model.config),
+        PagedBatch(rows, model.config),
+    )
     B = len(lengths)
     for step in range(6):
         mask = dense.mask(1)
         for i, (a, b) in enumerate(zip(dense, paged, strict=True)):
-            k, v, q = randn(step * 9 + i, B, 2, 1, 32), randn(step * 9 + i + 5, B, 2, 1, 32), randn(7, B, 4, 1, 32)
+            k, v, q = (
+                randn(step * 9 + i, B, 2, 1, 32),
+                randn(step * 9 + i + 5, B, 2, 1, 32),
+                randn(7, B, 4, 1, 32),
+            )
             keys, values = a.append(k, v)
-            assert gap(read_pages(q, put(b, k, v)), decode_attention(q, keys, values, mask)) <= TOLERANCE
+            assert (
+                gap(read_pages(q, put(b, k, v)), decode_attention(q, keys, values, mask))
+                <= TOLERANCE
+            )
         assert torch.equal(torch.as_tensor(paged.length), torch.as_tensor(dense.length))
     assert equal(state_of(rows), state_of(dense.rows))
     assert paged.nbytes >= dense[0].nbytes
@@ -135,10 +158,15 @@ def test_a_paged_batch_equals_the_dense_batch(model, pool, lengths):
 @pytest.mark.parametrize("lengths", [(5, 14, 1, 8), (6, 6, 6), (0, 4)], ids=str)
 def test_the_plain_model_runs_over_a_paged_batch(model, pool, lengths, T):
     rows = fill(model, pool, lengths)
-    dense, paged = BatchCache([row.fork() for row in rows], model.config), PagedBatch(rows, model.config)
+    dense, paged = (
+        BatchCache([row.fork() for row in rows], model.config),
+        PagedBatch(rows, model.config),
+    )
     a, b = dense.mask(T), paged.mask(T)
     assert (a is None) == (b is None)
-    assert a is None or torch.equal(a.expand(len(lengths), 1, *a.shape[-2:]), b.expand(len(lengths), 1, *a.shape[-2:]))
+    assert a is None or torch.equal(
+        a.expand(len(lengths), 1, *a.shape[-2:]), b.expand(len(lengths), 1, *a.shape[-2:])
+    )
     ids, step = random_ids(40, len(lengths), T), decode if T == 1 else prefill
     expected = step(model, ids, dense, dense.length)
     assert gap(step(model, ids, paged, paged.length), expected) <= TOLERANCE
@@ -149,7 +177,10 @@ def test_the_plain_model_runs_over_a_paged_batch(model, pool, lengths, T):
 def test_a_paged_batch_takes_pages_for_all_rows_or_for_none(model, path):
     pool = PagePool(model.config, 5, PAGE)
     rows = fill(model, pool, (8, 4, 4))  # 4 of 5 pages, all full: three more are needed
-    batch, before = PagedBatch(rows, model.config), (list(pool.references), [list(row.tables[0]) for row in rows])
+    batch, before = (
+        PagedBatch(rows, model.config),
+        (list(pool.references), [list(row.tables[0]) for row in rows]),
+    )
     k = randn(0, 3, 2, 1, 32)
     with pytest.raises(CapacityError, match="3 pages of 4 tokens wanted, 1 of 5 free"):
         path(batch[0], k, k)
@@ -172,7 +203,10 @@ def test_a_failed_step_is_undone_by_truncating_each_row(model, pool, monkeypatch
     assert books == [2, 1, 3]
     assert batch.length.tolist() == [7, 4, 12]
     ids = random_ids(50, 3, 1)
-    assert gap(decode(model, ids, batch, batch.length), decode(model, ids, clean, clean.length)) <= TOLERANCE
+    assert (
+        gap(decode(model, ids, batch, batch.length), decode(model, ids, clean, clean.length))
+        <= TOLERANCE
+    )
 
 
 def test_rows_of_a_paged_batch_that_share_pages_copy_before_they_write(model, pool):
@@ -192,7 +226,10 @@ def test_rows_come_and_go(model, pool):
     rows = fill(model, pool, (7, 4, 12))
     alone = [row.fork() for row in rows]
     for members in ([0, 1, 2], [2, 0], [1], [0, 1, 2]):
-        batch, ids = PagedBatch([rows[b] for b in members], model.config), random_ids(60 + len(members), 3, 1)
+        batch, ids = (
+            PagedBatch([rows[b] for b in members], model.config),
+            random_ids(60 + len(members), 3, 1),
+        )
         logits = decode(model, ids[members], batch, batch.length)
         for i, b in enumerate(members):
             expected = decode(model, ids[b : b + 1], alone[b], alone[b].length)
@@ -244,10 +281,16 @@ def test_in_place_kinds_say_so(model, pool):
     one, two = torch.empty(1, 2, 1, 32), torch.empty(2, 2, 1, 32)
     for name in CACHES:
         cache = make_cache(name, model.config, batch_size=2, capacity=16)
-        assert (cache.pages(two) is not None) == (name in ("paged", "prefix", "static", "growing")), name
-        assert (cache[0].pages(two) is not None) == (name in ("paged", "prefix", "static", "growing")), name
+        assert (cache.pages(two) is not None) == (
+            name in ("paged", "prefix", "static", "growing")
+        ), name
+        assert (cache[0].pages(two) is not None) == (
+            name in ("paged", "prefix", "static", "growing")
+        ), name
     rows = [make_cache("paged", model.config, pool=pool) for _ in range(2)]
-    assert len(PagedBatch(rows, model.config).pages(two)) == 3, "a batch of paged rows is read where it lies"
+    assert len(PagedBatch(rows, model.config).pages(two)) == 3, (
+        "a batch of paged rows is read where it lies"
+    )
     assert len(rows[0].pages(one)) == 3
 
 
@@ -260,7 +303,10 @@ def test_a_wrapped_layer_of_a_paged_batch_is_not_passed_by(model, pool, where):
     layer.append = lambda k, v, right=layer.append: calls.append(len(k)) or right(k, v)
     assert batch.pages(torch.empty(2, 2, 1, 32)) is None and batch.length.tolist() == [7, 3]
     ids, fast = random_ids(50, 2, 1), nanokv.optimize(pair(**SHAPES["G2-untied-bias"])[1])
-    assert gap(decode(fast, ids, batch, batch.length), decode(model, ids, clean, clean.length)) <= TOLERANCE
+    assert (
+        gap(decode(fast, ids, batch, batch.length), decode(model, ids, clean, clean.length))
+        <= TOLERANCE
+    )
     assert calls == [1 if where == "a layer of a row" else 2]
 
 
@@ -270,7 +316,10 @@ def test_an_offloaded_cache_keeps_its_tokens_when_its_store_grows(model, to):
     ids, cache = random_ids(9, 1, 140), make_cache("offloaded", model.config, to=to)
     expected = score(model, ids)
     for start, end in ((0, 60), (60, 70), (70, 130), (130, 140)):
-        assert gap(prefill(model, ids[:, start:end], cache, start_pos=start), expected[:, end - 1]) <= TOLERANCE
+        assert (
+            gap(prefill(model, ids[:, start:end], cache, start_pos=start), expected[:, end - 1])
+            <= TOLERANCE
+        )
 
 
 def test_an_offloaded_cache_where_a_file_has_one_position_only(model, monkeypatch):
@@ -280,4 +329,7 @@ def test_an_offloaded_cache_where_a_file_has_one_position_only(model, monkeypatc
     ids, cache = random_ids(9, 1, 12), make_cache("offloaded", model.config, to="disk")
     expected = score(model, ids)
     for start, end in ((0, 9), (9, 10), (10, 12)):
-        assert gap(prefill(model, ids[:, start:end], cache, start_pos=start), expected[:, end - 1]) <= TOLERANCE
+        assert (
+            gap(prefill(model, ids[:, start:end], cache, start_pos=start), expected[:, end - 1])
+            <= TOLERANCE
+        )

@@ -57,7 +57,9 @@ def test_a_constant_block_is_exact_to_fp16():
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_packing_loses_nothing_and_takes_the_bytes_it_says(bits):
-    codes = torch.randint(0, 2**bits, (2, 3, 5, 16), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    codes = torch.randint(
+        0, 2**bits, (2, 3, 5, 16), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
+    )
     packed = pack(codes, bits)
     assert packed.dtype == torch.uint8
     assert packed.shape == (2, 3, 5, 16 * bits // 8)
@@ -95,16 +97,28 @@ def test_the_rotation_is_orthogonal_symmetric_and_spreads(D):
 # --- the cache ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [
-    {"bits": 8}, {"bits": 4}, {"bits": 2}, {"k_bits": 8, "v_bits": 4}, {"bits": 4, "rotate": "hadamard"},
-], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bits": 8},
+        {"bits": 4},
+        {"bits": 2},
+        {"k_bits": 8, "v_bits": 4},
+        {"bits": 4, "rotate": "hadamard"},
+    ],
+    ids=str,
+)
 def test_bytes_are_what_the_bits_say(model, options):
     """Packed codes, fp16 scales, the exact rest: equal to the formula after every single token."""
     cache, ids = new(model, 2, **options), random_ids(0, 2, 30)
     for i in range(30):
         decode(model, ids[:, i : i + 1], cache, start_pos=i)
-        assert cache.nbytes == costs.cache_bytes("quantized", model.config, i + 1, 2, 4, **SMALL, **options)
-    for codes, name in zip(zip(*(layer.codes for layer in cache), strict=True), ("k_bits", "v_bits"), strict=True):
+        assert cache.nbytes == costs.cache_bytes(
+            "quantized", model.config, i + 1, 2, 4, **SMALL, **options
+        )
+    for codes, name in zip(
+        zip(*(layer.codes for layer in cache), strict=True), ("k_bits", "v_bits"), strict=True
+    ):
         bits = options.get(name, options.get("bits"))
         # Tokens · rows · L · Hk · D.
         assert sum(x.nbytes for x in codes) == 24 * 2 * 3 * 2 * 32 * bits // 8
@@ -114,14 +128,16 @@ def test_the_defaults_are_8_bits_groups_of_32_and_32_exact_tokens(model):
     cache = make_cache("quantized", model.config)
     prefill(model, random_ids(0, 1, 100), cache)
     decode(model, random_ids(1, 1, 1), cache, start_pos=100)
-    assert all(layer.blocks == [32, 32] and layer.bits == (8, 8) and layer.newest == 37 for layer in cache)
+    assert all(
+        layer.blocks == [32, 32] and layer.bits == (8, 8) and layer.newest == 37 for layer in cache
+    )
     assert cache.nbytes == costs.cache_bytes("quantized", model.config, 101, 1, 4)
 
 
 def test_four_bits_take_a_quarter_of_bf16_and_a_little(model):
-    assert costs.cache_bytes("quantized", model.config, 4096, 1, 2, bits=4) < 0.36 * costs.cache_bytes(
-        "dict", model.config, 4096, 1, 2
-    )
+    assert costs.cache_bytes(
+        "quantized", model.config, 4096, 1, 2, bits=4
+    ) < 0.36 * costs.cache_bytes("dict", model.config, 4096, 1, 2)
 
 
 def test_codes_once_made_never_change(model):
@@ -196,7 +212,9 @@ def test_truncate_forgets_and_leaves_the_rest_alone(model, keep):
     cache.truncate(keep)
     assert cache.length == keep
     for layer, (k, v) in zip(cache, before, strict=True):
-        assert layer.blocks == [len(block) for block in torch.arange(min(keep, 16)).split(4) if len(block)]
+        assert layer.blocks == [
+            len(block) for block in torch.arange(min(keep, 16)).split(4) if len(block)
+        ]
         assert not keep or layer.scales[0].shape[2] == len(layer.blocks)
         keys, values = layer.dense() if keep else (k[:, :, :0], v[:, :, :0])
         assert torch.equal(keys, k[:, :, :keep])
@@ -221,7 +239,13 @@ def test_a_guess_within_rollback_leaves_no_trace(model):
         guess = verify_draft(model, ids[:, i + 1 : i + 1 + room], cache, start_pos=i + 1)
         # Plain decoding sees nothing in codes that the guess saw exactly.
         for n in range(1, room + 1):
-            assert gap(decode(model, ids[:, i + n : i + n + 1], plain, start_pos=i + n), guess[:, n - 1]) < 1e-4
+            assert (
+                gap(
+                    decode(model, ids[:, i + n : i + n + 1], plain, start_pos=i + n),
+                    guess[:, n - 1],
+                )
+                < 1e-4
+            )
         plain.truncate(i + 1)
         cache.truncate(i + 1)
         assert all(torch.equal(cache[0].state()[k], x) for k, x in plain[0].state().items())
@@ -261,7 +285,8 @@ def test_saved_codes_come_back_bit_for_bit(model, tmp_path, tokens, truncated):
     assert (loaded.length, loaded.nbytes) == (cache.length, cache.nbytes)
     more = random_ids(8, 2, 5)
     assert torch.equal(
-        prefill(model, more, loaded, start_pos=cache.length), prefill(model, more, cache, start_pos=cache.length)
+        prefill(model, more, loaded, start_pos=cache.length),
+        prefill(model, more, cache, start_pos=cache.length),
     )
 
 
@@ -276,10 +301,21 @@ def test_more_bits_are_nearer_to_the_exact_answer(model):
     assert errors[0] > 2 * errors[1] > 20 * errors[2] > 0, errors
 
 
-@pytest.mark.parametrize("options", [
-    {"bits": 3}, {"bits": 16}, {"k_bits": 5}, {"v_bits": -1}, {"group": 0}, {"residual": -1}, {"rotate": "random"},
-    {"group": 2.5}, {"bits": "4"},
-], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bits": 3},
+        {"bits": 16},
+        {"k_bits": 5},
+        {"v_bits": -1},
+        {"group": 0},
+        {"residual": -1},
+        {"rotate": "random"},
+        {"group": 2.5},
+        {"bits": "4"},
+    ],
+    ids=str,
+)
 def test_options_that_make_no_sense_are_refused(model, options):
     with pytest.raises(CacheError, match=r"expected|implemented"):
         make_cache("quantized", model.config, **options)

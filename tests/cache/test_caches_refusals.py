@@ -52,7 +52,11 @@ def zeros(T=1, B=1, Hk=2, D=32, dtype=torch.float32):
 # --- files ----------------------------------------------------------------------------------------------------------
 
 CONTRADICTIONS = [
-    ("quantized", {"group": 8, "residual": 0}, [{"rotate": "hadamard"}, {"k_bits": 4}, {"bits": 4}, {"group": 4}]),
+    (
+        "quantized",
+        {"group": 8, "residual": 0},
+        [{"rotate": "hadamard"}, {"k_bits": 4}, {"bits": 4}, {"group": 4}],
+    ),
     ("quantized", {"bits": 4}, [{"bits": 8}, {"residual": 8}]),
     ("sliding", {"window": 12}, [{"window": 5}, {"window": 100}, {"sinks": 4}]),
     ("sliding", {}, [{"window": 5}]),
@@ -102,7 +106,9 @@ def test_load_says_that_a_folder_is_gone(model, tmp_path):
     assert KVCache.load(tmp_path / "c", model.config, folder=str(tmp_path)).length == 9
 
 
-@pytest.mark.parametrize("tokens", [[1, 2], range(99), ["a"] * 9, [1.9] * 9, [True] * 9, [[1] * 9] * 2], ids=str)
+@pytest.mark.parametrize(
+    "tokens", [[1, 2], range(99), ["a"] * 9, [1.9] * 9, [True] * 9, [[1] * 9] * 2], ids=str
+)
 def test_ids_that_are_not_those_of_the_cache_are_not_saved(model, tmp_path, tokens):
     with pytest.raises(CacheError, match="tokens"):
         filled(model, "dict").save(tmp_path / "c", tokens=tokens)
@@ -182,7 +188,9 @@ def test_who_has_the_old_file_open_reads_the_old_bytes(model, tmp_path):
 def test_rows_are_in_the_file(model, tmp_path):
     filled(model, "dict", batch=3).save(tmp_path / "c")
     data = (tmp_path / "c").read_bytes()
-    assert json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]["rows"] == "3"
+    assert (
+        json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]["rows"] == "3"
+    )
 
 
 # --- another model --------------------------------------------------------------------------------------------------
@@ -217,7 +225,9 @@ def test_a_pool_serves_one_config_and_says_what_contradicts_it(model, other_conf
 
 def test_a_row_of_another_config_is_refused(model, other_config):
     with pytest.raises(CacheError, match="another model"):
-        BatchCache([make_cache("dict", model.config), make_cache("dict", other_config)], model.config)
+        BatchCache(
+            [make_cache("dict", model.config), make_cache("dict", other_config)], model.config
+        )
 
 
 @pytest.mark.parametrize("kind", sorted(CACHES))
@@ -229,7 +239,10 @@ def test_the_first_append_is_checked_too(model, kind):
             cache[0].append(k, k)
     cache = make_cache(kind, model.config, dtype=torch.bfloat16)
     for fresh in (cache, cache.fork()):
-        with pytest.raises(CacheError, match=r"dtype torch.float32 to a cache that was made for dtype torch.bfloat16"):
+        with pytest.raises(
+            CacheError,
+            match=r"dtype torch.float32 to a cache that was made for dtype torch.bfloat16",
+        ):
             fresh[0].append(zeros(3), zeros(3))
     cache = make_cache(kind, model.config, device="meta")
     with pytest.raises(CacheError, match="device cpu to a cache that was made for device meta"):
@@ -239,9 +252,16 @@ def test_the_first_append_is_checked_too(model, kind):
 
 
 @pytest.mark.parametrize("kind", sorted(CACHES))
-@pytest.mark.parametrize("v", [
-    zeros(1), zeros(3).double(), zeros(3, Hk=1), zeros(3, B=2),
-], ids=["T", "dtype", "Hk", "B"])
+@pytest.mark.parametrize(
+    "v",
+    [
+        zeros(1),
+        zeros(3).double(),
+        zeros(3, Hk=1),
+        zeros(3, B=2),
+    ],
+    ids=["T", "dtype", "Hk", "B"],
+)
 def test_values_that_differ_from_their_keys_are_refused(model, kind, v):
     """A slab broadcasts one token over three, cat promotes, and a file of bytes shifts everything behind it."""
     cache = make_cache(kind, model.config, capacity=32)
@@ -294,7 +314,10 @@ def test_remember_wants_the_ids_of_what_is_held(model):
 
 def test_hits_and_salt_follow_the_cache(model):
     pool = PrefixPool(model.config, 12, 4)
-    first, ids = make_cache("prefix", model.config, pool=pool, salt="a"), random_ids(1, 1, 9)[0].tolist()
+    first, ids = (
+        make_cache("prefix", model.config, pool=pool, salt="a"),
+        random_ids(1, 1, 9)[0].tolist(),
+    )
     prefill(model, torch.tensor([ids]), first)
     first.fork().remember(ids)
     other, same = (make_cache("prefix", model.config, pool=pool, salt=salt) for salt in ("", "a"))
@@ -389,7 +412,10 @@ def test_growing_a_pool_copies_fewer_than_two_pages_for_each_that_is_taken(model
 def test_an_elastic_prefix_pool_grows_before_it_forgets(model):
     pool = ElasticPrefixPool(model.config, 2, 4, keep=8)
     for seed in range(4):  # 12 pages in all, of which the pool keeps what fits into 8
-        cache, ids = make_cache("prefix", model.config, pool=pool), random_ids(seed, 1, 13)[0].tolist()
+        cache, ids = (
+            make_cache("prefix", model.config, pool=pool),
+            random_ids(seed, 1, 13)[0].tolist(),
+        )
         prefill(model, torch.tensor([ids]), cache)
         cache.remember(ids)
         cache.free()
@@ -446,7 +472,11 @@ def test_a_failed_forward_over_codes_can_be_repeated(model, monkeypatch, residua
     cache.truncate(7)
     assert torch.equal(prefill(model, more, cache, 7), prefill(model, more, clean, 7))
     options = {"bits": 2, "group": 4, "residual": residual}
-    assert cache.nbytes == clean.nbytes == costs.cache_bytes("quantized", model.config, 7 + T, 1, 4, last=T, **options)
+    assert (
+        cache.nbytes
+        == clean.nbytes
+        == costs.cache_bytes("quantized", model.config, 7 + T, 1, 4, last=T, **options)
+    )
 
 
 def test_a_host_store_forgets_the_dtype_with_the_tokens(model):
@@ -491,7 +521,9 @@ def test_a_latent_cache_refuses_it_too():
 def test_an_option_said_twice_must_say_one_thing(model):
     cache = make_cache("quantized:bits=4", model.config, bits=4, residual=8)
     assert (cache.made.options["bits"], cache.made.options["residual"]) == (4, 8)
-    with pytest.raises(CacheError, match="bits is 4 in the cache's name and 8 as an argument") as caught:
+    with pytest.raises(
+        CacheError, match="bits is 4 in the cache's name and 8 as an argument"
+    ) as caught:
         make_cache("quantized:bits=4", model.config, bits=8)
     assert "bits=8" in caught.value.hint
 
@@ -500,7 +532,9 @@ def test_a_pool_is_an_option_for_programs_only(model):
     """A flag can hold its text, not the object."""
     pool = PagePool(model.config, 4, 4)
     assert make_cache("paged", model.config, pool=pool).pool is pool
-    with pytest.raises(CacheError, match=r"cache 'paged' has no option pool: it knows page, pages$"):
+    with pytest.raises(
+        CacheError, match=r"cache 'paged' has no option pool: it knows page, pages$"
+    ):
         check_options("paged", {"pool": "4"})
 
 
@@ -526,11 +560,19 @@ def test_an_empty_cache_knows_how_many_rows_it_was_made_for(model, kind):
     assert cache.sizes.batch_size == 1
 
 
-@pytest.mark.parametrize(("arguments", "match"), [
-    (("nonsense", 5), "no cache is called"), (("paged", 5, {"pagesize": 4}), "no option pagesize"),
-    (("quantized", 5, {"bits": 3}), "bits is 3"), (("dict", -5), "tokens is -5"), (("dict", 2.5), "tokens is 2.5"),
-    (("batch", 5, {"of": "batch"}), "of is 'batch'"), (("quantized", 5, {"last": -1}), "last is -1"),
-], ids=str)
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (("nonsense", 5), "no cache is called"),
+        (("paged", 5, {"pagesize": 4}), "no option pagesize"),
+        (("quantized", 5, {"bits": 3}), "bits is 3"),
+        (("dict", -5), "tokens is -5"),
+        (("dict", 2.5), "tokens is 2.5"),
+        (("batch", 5, {"of": "batch"}), "of is 'batch'"),
+        (("quantized", 5, {"last": -1}), "last is -1"),
+    ],
+    ids=str,
+)
 def test_costs_of_nonsense_are_refused(model, arguments, match):
     kind, tokens, options = (*arguments, {})[:3]
     with pytest.raises(CacheError, match=match):

@@ -38,20 +38,32 @@ def state_of(cache):
 
 
 def equal(a, b):
-    return all(x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x) for x, y in zip(a, b, strict=True))
+    return all(
+        x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
+        for x, y in zip(a, b, strict=True)
+    )
 
 
 KINDS = [
-    ("dict", {}), ("static", {}), ("growing", {}), ("paged", {"page": 3}), ("offloaded", {}),
-    ("sliding", {"window": 5}), ("sliding", {"window": 5, "sinks": 2}),
+    ("dict", {}),
+    ("static", {}),
+    ("growing", {}),
+    ("paged", {"page": 3}),
+    ("offloaded", {}),
+    ("sliding", {"window": 5}),
+    ("sliding", {"window": 5, "sinks": 2}),
     ("quantized", {"bits": 2, "group": 4, "residual": 0}),
 ]
 
 
 @pytest.mark.parametrize(("kind", "options"), KINDS, ids=str)
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt(), CapacityError("full")])
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), KeyboardInterrupt(), CapacityError("full")]
+)
 @pytest.mark.parametrize("T", [1, 3])
-def test_a_row_that_fails_leaves_the_rows_before_it_as_they_were(model, kind, options, error, T, monkeypatch):
+def test_a_row_that_fails_leaves_the_rows_before_it_as_they_were(
+    model, kind, options, error, T, monkeypatch
+):
     """A window forgets and codes are rounded for good, so a truncate cannot take those back."""
     rows = [filled(model, kind, 9, **options), filled(model, "dict", 9)]
     batch, before, clean = BatchCache(rows, model.config), state_of(rows[0]), rows[0].fork()
@@ -80,9 +92,13 @@ def test_a_batch_that_failed_has_not_kept_pages(model):
 
 
 def test_a_batch_can_do_what_its_weakest_row_can(model):
-    rows = [filled(model, "static", 3, capacity=n) for n in (20, 12, 30)] + [filled(model, "dict", 3)]
+    rows = [filled(model, "static", 3, capacity=n) for n in (20, 12, 30)] + [
+        filled(model, "dict", 3)
+    ]
     assert BatchCache(rows, model.config).capacity == 12
-    rows = [filled(model, "sliding", 3, window=n) for n in (20, 12, 30)] + [filled(model, "dict", 3)]
+    rows = [filled(model, "sliding", 3, window=n) for n in (20, 12, 30)] + [
+        filled(model, "dict", 3)
+    ]
     assert BatchCache(rows, model.config).sizes.max_rollback == 12 - 1 - 3
     assert BatchCache([filled(model, "dict", 3)], model.config).capacity is None
 
@@ -100,7 +116,12 @@ def test_rows_of_equal_width_and_unequal_masks_are_not_taken_for_alike(model):
         assert gap(logits[b : b + 1], prefill(model, ids[b : b + 1], row, 4)) <= TOLERANCE
 
 
-ALL = [*KINDS, ("prefix", {"page": 4}), ("offloaded", {"to": "host"}), ("batch", {"of": "sliding", "window": 4})]
+ALL = [
+    *KINDS,
+    ("prefix", {"page": 4}),
+    ("offloaded", {"to": "host"}),
+    ("batch", {"of": "sliding", "window": 4}),
+]
 
 
 @pytest.mark.parametrize(("kind", "options"), ALL, ids=str)
@@ -122,7 +143,9 @@ def test_width_of_ragged_rows_is_that_of_the_widest(model):
     assert wide == batch[0].append(zeros(3, 2), zeros(3, 2))[0].shape[2]
 
 
-@pytest.mark.parametrize(("of", "options"), [("sliding", {"window": 5}), ("static", {}), ("paged", {})], ids=str)
+@pytest.mark.parametrize(
+    ("of", "options"), [("sliding", {"window": 5}), ("static", {}), ("paged", {})], ids=str
+)
 def test_padded_prompts_over_a_batch_of_rows(model, of, options):
     prompts = [random_ids(seed, 1, n)[0].tolist() for seed, n in ((1, 9), (2, 4))]
     cache = make_cache("batch", model.config, 2, 64, of=of, **options)
@@ -156,7 +179,9 @@ def test_a_slab_ends_where_no_more_tokens_are_expected(model, expected):
         for layer in cache:
             layer.append(zeros(), zeros())
         slots.add(cache[0].keys.shape[2])
-        assert cache.nbytes == costs.cache_bytes("growing", model.config, tokens, 1, 4, capacity=expected)
+        assert cache.nbytes == costs.cache_bytes(
+            "growing", model.config, tokens, 1, 4, capacity=expected
+        )
     assert {n for n in slots if n < expected} <= {16, 32} and expected in slots and len(slots) <= 4
     assert max(slots) == growing_slots(expected + 1) and cache.capacity is None
 
@@ -174,7 +199,9 @@ def test_a_flush_leaves_no_view_of_something_larger(model):
     assert sum(x.untyped_storage().nbytes() for x in tensors) == layer.nbytes
 
 
-@pytest.mark.parametrize(("keep", "blocks"), [(12, [4, 4, 4]), (9, [4, 4, 1]), (8, [4, 4]), (7, [4, 3]), (4, [4])])
+@pytest.mark.parametrize(
+    ("keep", "blocks"), [(12, [4, 4, 4]), (9, [4, 4, 1]), (8, [4, 4]), (7, [4, 3]), (4, [4])]
+)
 def test_truncate_at_the_edge_of_a_block_leaves_no_empty_block(model, keep, blocks):
     layer = make_cache("quantized", model.config, group=4, residual=0)[0]
     k = torch.randn(1, 2, 16, 32, generator=torch.Generator().manual_seed(0))

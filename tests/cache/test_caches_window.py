@@ -46,12 +46,17 @@ def band_scores(model, ids, window):
 @pytest.mark.parametrize("chunks", [(30,), (1,) * 30, (9, 1, 13, 7)], ids=str)
 def test_a_window_equals_a_band_mask(model, window, chunks):
     ids, position = random_ids(0, 2, 30), 0
-    expected, cache = band_scores(model, ids, window), make_cache("sliding", model.config, batch_size=2, window=window)
+    expected, cache = (
+        band_scores(model, ids, window),
+        make_cache("sliding", model.config, batch_size=2, window=window),
+    )
     for part in ids.split(list(chunks), 1):
         logits = (decode if part.shape[1] == 1 else prefill)(model, part, cache, start_pos=position)
         position += part.shape[1]
         assert gap(logits, expected[:, position - 1]) <= TOLERANCE
-        assert cache.nbytes == costs.cache_bytes("sliding", model.config, position, 2, 4, window=window)
+        assert cache.nbytes == costs.cache_bytes(
+            "sliding", model.config, position, 2, 4, window=window
+        )
     assert cache.length == 30
 
 
@@ -79,7 +84,10 @@ def test_sinks_stand_at_their_place_inside_the_cache(config, window, sinks, chun
         seen = [i for i in range(p + 1) if i < sinks or i > p - window]
         places = rope_angles(config, torch.arange(len(seen)), torch.float64)
         here = tuple(x[-1:] for x in places)
-        scores = apply_rope(q[:, :, p : p + 1].double(), here) @ apply_rope(k[:, :, seen].double(), places).mT
+        scores = (
+            apply_rope(q[:, :, p : p + 1].double(), here)
+            @ apply_rope(k[:, :, seen].double(), places).mT
+        )
         expected = (scores / math.sqrt(D)).softmax(-1) @ v[:, :, seen].double()
         assert gap(torch.cat(got, 2)[:, :, p : p + 1], expected.float()) <= 2e-5, p
 
@@ -190,11 +198,16 @@ def test_growing_copies_fewer_than_two_tokens_for_each_that_comes(monkeypatch):
 @pytest.mark.parametrize("to", ["disk", "host"])
 def test_offloaded_layers_are_bit_equal_to_the_dict_cache(model, to, tmp_path):
     folder = {"folder": str(tmp_path)} if to == "disk" else {}
-    far, near = make_cache("offloaded", model.config, batch_size=2, to=to, **folder), make_cache("dict", model.config)
+    far, near = (
+        make_cache("offloaded", model.config, batch_size=2, to=to, **folder),
+        make_cache("dict", model.config),
+    )
     ids, position = random_ids(14, 2, 90), 0
     for t in (70, 1, 1, 5, 1):
         part = ids[:, position : position + t]
-        assert torch.equal(prefill(model, part, far, position), prefill(model, part, near, position))
+        assert torch.equal(
+            prefill(model, part, far, position), prefill(model, part, near, position)
+        )
         position += t
         if t == 5:
             position = 74
@@ -211,10 +224,18 @@ def test_offloaded_layers_are_bit_equal_to_the_dict_cache(model, to, tmp_path):
 def test_a_single_layer_reads_ahead_only_what_is_written(to):
     """With one layer "the next layer" is this one: what is read ahead must hold the tokens of this step already, and
     the thread that reads must not move the place where this one writes."""
-    one = Config.from_dict({
-        "vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512,
-    })
+    one = Config.from_dict(
+        {
+            "vocab_size": 11,
+            "hidden_size": 8,
+            "intermediate_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "max_position_embeddings": 512,
+        }
+    )
     interval, generator = sys.getswitchinterval(), torch.Generator().manual_seed(0)
     sys.setswitchinterval(1e-6)  # the other thread gets its turn between any two bytecodes
     try:
@@ -232,7 +253,11 @@ def test_a_single_layer_reads_ahead_only_what_is_written(to):
 
 
 def test_a_full_disk_is_an_error_that_truncate_mends(model, monkeypatch):
-    cache, ids, more = make_cache("offloaded", model.config), random_ids(15, 1, 6), random_ids(16, 1, 2)
+    cache, ids, more = (
+        make_cache("offloaded", model.config),
+        random_ids(15, 1, 6),
+        random_ids(16, 1, 2),
+    )
     prefill(model, ids, cache)
 
     def full(start, new):
@@ -243,14 +268,26 @@ def test_a_full_disk_is_an_error_that_truncate_mends(model, monkeypatch):
         with pytest.raises(OSError, match="No space"):
             prefill(model, more, cache, start_pos=6)
     cache.truncate(6)
-    assert gap(prefill(model, more, cache, start_pos=6), score(model, torch.cat((ids, more), 1))[:, -1]) <= TOLERANCE
+    assert (
+        gap(
+            prefill(model, more, cache, start_pos=6), score(model, torch.cat((ids, more), 1))[:, -1]
+        )
+        <= TOLERANCE
+    )
 
 
 # --- ragged rows ----------------------------------------------------------------------------------------------------
 
-MIX = [("dict", {}), ("static", {}), ("growing", {}), ("paged", {"page": 3}), ("sliding", {"window": 7}),
-       ("sliding", {"window": 5, "sinks": 2}), ("quantized", {"bits": 4, "group": 4, "residual": 2}),
-       ("offloaded", {})]
+MIX = [
+    ("dict", {}),
+    ("static", {}),
+    ("growing", {}),
+    ("paged", {"page": 3}),
+    ("sliding", {"window": 7}),
+    ("sliding", {"window": 5, "sinks": 2}),
+    ("quantized", {"bits": 4, "group": 4, "residual": 2}),
+    ("offloaded", {}),
+]
 
 
 def solo(model, seed, kind, options, length):
@@ -259,20 +296,29 @@ def solo(model, seed, kind, options, length):
     return cache
 
 
-@pytest.mark.parametrize("lengths", [(3, 14, 9, 5, 20, 17, 11, 6), (9,) * 8], ids=["ragged", "equal"])
+@pytest.mark.parametrize(
+    "lengths", [(3, 14, 9, 5, 20, 17, 11, 6), (9,) * 8], ids=["ragged", "equal"]
+)
 def test_rows_of_mixed_kinds_equal_their_solo_runs(model, lengths):
     """Rows of equal length but unequal width (a window) must be padded too: unmasked zeros would be seen as keys."""
     rows = [solo(model, i, *kind, n) for i, (kind, n) in enumerate(zip(MIX, lengths, strict=True))]
     batch = BatchCache([row.fork() for row in rows], model.config)
     for step, T in enumerate((1, 1, 3, 1, 4, 1)):
         ids = random_ids(100 + step, len(rows), T)
-        logits = prefill(model, ids, batch, batch.length) if T > 1 else decode(model, ids, batch, batch.length)
+        logits = (
+            prefill(model, ids, batch, batch.length)
+            if T > 1
+            else decode(model, ids, batch, batch.length)
+        )
         for b, row in enumerate(rows):
             alone = prefill(model, ids[b : b + 1], row, row.length)
             # A last bit may turn a code into its neighbour.
             tolerance = 0.02 if MIX[b][0] == "quantized" else TOLERANCE
             assert gap(logits[b : b + 1], alone) <= tolerance, (step, MIX[b])
-    assert torch.as_tensor(batch.length).tolist() == [n + 11 for n in lengths] or batch.length == lengths[0] + 11
+    assert (
+        torch.as_tensor(batch.length).tolist() == [n + 11 for n in lengths]
+        or batch.length == lengths[0] + 11
+    )
     assert batch.nbytes == sum(row.nbytes for row in rows)
 
 
@@ -309,12 +355,16 @@ def test_a_full_row_stops_the_step_before_any_row_has_changed(model):
 
 
 def test_mixed_rows_are_not_saved_as_if_they_were_alike(model, tmp_path):
-    alike = BatchCache([solo(model, i, "paged", {"page": 3}, 4 + i) for i in range(2)], model.config)
+    alike = BatchCache(
+        [solo(model, i, "paged", {"page": 3}, 4 + i) for i in range(2)], model.config
+    )
     alike.save(tmp_path / "c")
     loaded = KVCache.load(tmp_path / "c", model.config)
     assert (loaded.made.name, loaded.made.options) == ("batch", {"of": "paged", "page": 3})
     assert loaded.length.tolist() == [4, 5]
-    mixed = BatchCache([solo(model, 0, "dict", {}, 4), solo(model, 1, "static", {}, 4)], model.config)
+    mixed = BatchCache(
+        [solo(model, 0, "dict", {}, 4), solo(model, 1, "static", {}, 4)], model.config
+    )
     with pytest.raises(UnsupportedError, match="mixed kinds"):
         mixed.save(tmp_path / "d")
 

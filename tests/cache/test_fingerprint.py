@@ -23,7 +23,10 @@ def test_the_same_weights_have_the_same_name(model):
 def test_the_name_of_given_weights_is_that_of_the_first_release():
     """Sessions saved then are read today: their fingerprint must still be that of their model."""
     model = torch.nn.Linear(100, 41)
-    model.weight.data, model.bias.data = torch.arange(4100.0).view(41, 100), torch.arange(41.0).to(torch.bfloat16)
+    model.weight.data, model.bias.data = (
+        torch.arange(4100.0).view(41, 100),
+        torch.arange(41.0).to(torch.bfloat16),
+    )
     model.config = SimpleNamespace(to_dict=lambda: {"hidden_size": 100, "vocab_size": 41})
     assert fingerprint(model) == "b5905f2958970eb7"
 

@@ -13,10 +13,18 @@ from nanokv.config import Config
 from nanokv.errors import UnsupportedError
 
 CAPACITY, B = 24, 2
-CONFIG = Config.from_dict({
-    "vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": CAPACITY,
-})
+CONFIG = Config.from_dict(
+    {
+        "vocab_size": 11,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "max_position_embeddings": CAPACITY,
+    }
+)
 # Small enough that all of them copy, grow, round and forget on the way.
 KINDS = {kind: {} for kind in CACHES} | {
     "paged page=3": {"page": 3},
@@ -56,7 +64,9 @@ def settled(cache):
         pool.settle()
         owned = pool.owned()
         assert pool.references == [owned[page] for page in range(len(pool.references))]
-        assert sorted(pool.free) == [page for page in range(len(pool.references)) if not owned[page]]
+        assert sorted(pool.free) == [
+            page for page in range(len(pool.references)) if not owned[page]
+        ]
 
 
 class Operation:
@@ -66,7 +76,9 @@ class Operation:
         self.kind, self.path = kind, folder / "cache"
 
     def fresh(self):
-        cache = make_cache(self.kind.split()[0], CONFIG, batch_size=B, capacity=CAPACITY, **KINDS[self.kind])
+        cache = make_cache(
+            self.kind.split()[0], CONFIG, batch_size=B, capacity=CAPACITY, **KINDS[self.kind]
+        )
         fill(cache, 8, 1)
         fill(cache, 5, 2)
         return [cache]
@@ -188,7 +200,11 @@ def _no_power_cut(monkeypatch):
 def operations(kind, folder):
     """All that this kind can do."""
     for name, operation in OPERATIONS.items():
-        if name != "truncate" or kind not in ("batch sliding", "sliding window=4", "sliding window=5 sinks=2"):
+        if name != "truncate" or kind not in (
+            "batch sliding",
+            "sliding window=4",
+            "sliding window=5 sinks=2",
+        ):
             (folder / name).mkdir()
             yield operation(kind, folder / name)
 

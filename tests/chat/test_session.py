@@ -115,7 +115,7 @@ def test_second_turn_feeds_only_what_is_new(session, fed):
     assert turn.reused == common_prefix(cached, prompt) > 0
     assert turn.new == len(prompt) - turn.reused
     prefilled, decoded = fed[0], fed[1:]
-    assert prefilled == (turn.reused, prompt[turn.reused:])
+    assert prefilled == (turn.reused, prompt[turn.reused :])
     assert len(decoded) == turn.out - 1, "N tokens cost one prefill and N-1 decodes"
     consistent(session)
 
@@ -186,22 +186,32 @@ def drops_think(messages, generation_prompt, enable_thinking=True):
     for i, m in enumerate(messages):
         content = m["content"] if i == len(messages) - 1 else m["content"].split("</think>")[-1]
         text += f"[{m['role']}]\n{content}\n"
-    return text + ("[assistant]\n" + ("" if enable_thinking else "<think></think>") if generation_prompt else "")
+    return text + (
+        "[assistant]\n" + ("" if enable_thinking else "<think></think>")
+        if generation_prompt
+        else ""
+    )
 
 
-def test_template_that_drops_think_breaks_the_prefix_there(loaded, decoder_of_plain_text, monkeypatch):
+def test_template_that_drops_think_breaks_the_prefix_there(
+    loaded, decoder_of_plain_text, monkeypatch
+):
     model, _ = loaded
     tokenizer = PlainText(drops_think, 3)
     session = Session(model, tokenizer, params={"max_new_tokens": 40})
     session.replace([])
     wanted = iter(tokenizer.encode("<think>hm</think>Yes.") + [2])
-    monkeypatch.setattr("nanokv.decoding.draw.choose", lambda *_, **__: torch.tensor([next(wanted)]))
+    monkeypatch.setattr(
+        "nanokv.decoding.draw.choose", lambda *_, **__: torch.tensor([next(wanted)])
+    )
     assert session.ask("Is it?") == "Yes."
     head, cached = len(session.prompt_ids), len(session.cached_ids)
     wanted = iter([5, 2])
     session.ask("Sure?")
     assert session.last.reused == head, "everything before <think> is kept, nothing after it"
-    assert session.why == f"template rewrote turn 1 (think dropped): common prefix {head} of {cached}"
+    assert (
+        session.why == f"template rewrote turn 1 (think dropped): common prefix {head} of {cached}"
+    )
 
 
 def test_published_qwen3_template_rewrites_history_and_reuse_is_still_right(qwen3_files):
@@ -213,9 +223,12 @@ def test_published_qwen3_template_rewrites_history_and_reuse_is_still_right(qwen
     first, cached = list(session.prompt_ids), list(session.cached_ids)
     session.ask("What is my name?")
     n = common_prefix(cached, session.prompt_ids)
-    assert tokenizer.decode(first[n:n + 1]) == "<think>"
+    assert tokenizer.decode(first[n : n + 1]) == "<think>"
     assert session.last.reused == n == len(first) - 4
-    assert session.why == f"template rewrote turn 1 (think dropped): common prefix {n} of {len(cached)}"
+    assert (
+        session.why
+        == f"template rewrote turn 1 (think dropped): common prefix {n} of {len(cached)}"
+    )
     fresh = Session(model, tokenizer, **options)
     fresh.replace(session.messages[:-2])
     fresh.ask("What is my name?")
@@ -225,8 +238,12 @@ def test_published_qwen3_template_rewrites_history_and_reuse_is_still_right(qwen
 
 def random_qwen3(folder):
     fields = nanokv.Config.from_folder(folder / "0.6B").to_dict() | {
-        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "head_dim": 16,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
     }
     torch.manual_seed(0)
     model = nanokv.Qwen3(nanokv.Config.from_dict(fields)).eval()
@@ -247,29 +264,41 @@ def test_why_names_a_text_that_encodes_differently(loaded):
 
 def test_the_drawing_of_a_sliding_cache_marks_what_left_the_window(loaded):
     model, tokenizer = loaded
-    for name, of, sinks in (("sliding", {}, 0), ("sliding", {}, 4), ("batch", {"of": "sliding"}, 4)):
+    for name, of, sinks in (
+        ("sliding", {}, 0),
+        ("sliding", {}, 4),
+        ("batch", {"of": "sliding"}, 4),
+    ):
         cache = nanokv.make_cache(name, model.config, **of, window=16, sinks=sinks)
         session = Session(model, tokenizer, cache=cache, params={"max_new_tokens": 20})
         session.ask("My name is Zorbla.")
         seen, held = cache.length, sinks + 15
         lines = inspector.draw(session, Style(sys.stderr, "never"), 200).splitlines()
         row = re.fullmatch(r"layer  0 (\S+)  .*", lines[1])[1]
-        assert len(row) == seen and set(row[sinks : -15]) == {"·"} and "·" not in row[:sinks] + row[-15:]
+        assert (
+            len(row) == seen and set(row[sinks:-15]) == {"·"} and "·" not in row[:sinks] + row[-15:]
+        )
         assert f"· dropped {seen - held}" in lines[0]
         assert f"× {held} tokens = {cache.nbytes:,} B · measured {cache.nbytes:,} B" in lines[-2]
-        assert lines[-1].startswith(f"18 new + 0 reused + 20 out − 1 = {seen}: the last token of an answer")
+        assert lines[-1].startswith(
+            f"18 new + 0 reused + 20 out − 1 = {seen}: the last token of an answer"
+        )
 
 
 def test_settings_show_the_limit_that_holds_where_none_was_set(loaded):
     said = []
     view = SimpleNamespace(say=said.append, thinking="show", markdown="off")
-    chat_commands.set_value(SimpleNamespace(session=Session(*loaded), view=view, width=lambda: 80), "")
+    chat_commands.set_value(
+        SimpleNamespace(session=Session(*loaded), view=view, width=lambda: 80), ""
+    )
     assert "max_new_tokens 1024 · " in said[0]
 
 
 def test_a_template_that_knows_no_thinking_is_found_out(loaded):
     _, tokenizer = loaded
-    assert chat_commands.can_think(tokenizer) and not chat_commands.can_think(nanokv.load("tiny")[1])
+    assert chat_commands.can_think(tokenizer) and not chat_commands.can_think(
+        nanokv.load("tiny")[1]
+    )
 
 
 # --- limits -------------------------------------------------------------------------------------------------------
@@ -283,8 +312,13 @@ def test_context_error_comes_before_any_work_with_numbers(loaded, fed):
         session.ask("word " * 60)
     history = len(session.prompt(before, add_generation_prompt=False))
     needs = len(session.prompt([*before, {"role": "user", "content": "word " * 60}]))
-    assert str(caught.value) == f"needs {needs} of 80 tokens (history {history} + message {needs - history})"
-    assert caught.value.hint == "a shorter message, or a larger --context N", "the message alone is too long"
+    assert (
+        str(caught.value)
+        == f"needs {needs} of 80 tokens (history {history} + message {needs - history})"
+    )
+    assert caught.value.hint == "a shorter message, or a larger --context N", (
+        "the message alone is too long"
+    )
     whole = Session(*loaded)
     with pytest.raises(ContextError) as caught:
         whole.ask("word " * whole.context)
@@ -322,7 +356,9 @@ def test_prompt_that_fills_the_context_exactly_gets_one_token(loaded):
 
 
 def test_overflow_drop_forgets_whole_turns_and_keeps_the_system(loaded):
-    session = Session(*loaded, params={"max_new_tokens": 4}, context=110, overflow="drop", system="Be kind.")
+    session = Session(
+        *loaded, params={"max_new_tokens": 4}, context=110, overflow="drop", system="Be kind."
+    )
     for i in range(8):
         session.ask(f"Message number {i} is here.")
         roles = [m["role"] for m in session.messages]
@@ -375,7 +411,11 @@ def test_interrupt_is_read_before_every_chunk_and_token(loaded, fed):
 def test_interrupt_in_prefill_takes_the_message_back(loaded, fed):
     session = Session(*loaded, params={"max_new_tokens": 4})
     list(session.stream("word " * 100, lambda: True))
-    assert session.messages == [] and session.last.out == 0 and session.last.finish_reason == "interrupted"
+    assert (
+        session.messages == []
+        and session.last.out == 0
+        and session.last.finish_reason == "interrupted"
+    )
     consistent(session)
     session.ask("word " * 100)
     assert len(session.messages) == 2
@@ -411,6 +451,7 @@ def test_exception_in_a_forward_leaves_a_usable_session(session, monkeypatch):
     before = list(session.messages)
     decode = inference.decode
     for failing in ("prefill", "decode"):
+
         def explode(*args, **kwargs):
             raise MemoryError("injected")
 
@@ -437,8 +478,8 @@ def test_continue_computes_nothing_twice(loaded, fed, first):
     cut = session.tokenizer.text_of(half).endswith("\ufffd")
     fed.clear()
     list(session.resume())
-    kept = session.prompt_ids[len(prompt):]
-    assert kept == half[:len(kept)] and (cut or kept == half) and len(half) - len(kept) < 4
+    kept = session.prompt_ids[len(prompt) :]
+    assert kept == half[: len(kept)] and (cut or kept == half) and len(half) - len(kept) < 4
     assert fed[0] == (len(prompt) + len(kept) - 1, kept[-1:])
     assert len(session.messages) == 2 and session.last.new == 1
     whole = Session(*loaded, params={"max_new_tokens": len(kept) + first})
@@ -493,19 +534,29 @@ def test_roles_cover_every_cached_token(loaded):
     assert "What is my name?" in session.tokenizer.decode([session.cached_ids[i] for i in where])
 
 
-@pytest.mark.parametrize(("begin", "runs"), [
-    ("", "ua"), ("<|im_start|>system\nYou are Qwen.\nBe kind.<|im_end|>\n", "sua"),
-])
+@pytest.mark.parametrize(
+    ("begin", "runs"),
+    [
+        ("", "ua"),
+        ("<|im_start|>system\nYou are Qwen.\nBe kind.<|im_end|>\n", "sua"),
+    ],
+)
 def test_what_a_template_adds_before_the_first_message_is_the_systems(loaded, begin, runs):
     """Qwen2.5's and SmolLM2's templates have a system message of their own."""
     model, tokenizer = loaded
-    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    own = nanokv.Tokenizer(tokenizer.backend, tokenizer.names, begin + template + "<|im_start|>assistant\n")
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    )
+    own = nanokv.Tokenizer(
+        tokenizer.backend, tokenizer.names, begin + template + "<|im_start|>assistant\n"
+    )
     session = Session(model, own, params={"max_new_tokens": 4})
     session.ask("What is my name?")
     letters = [letter for letter, _ in session.roles()]
     assert "".join(letter for letter, _ in itertools.groupby(letters)) == runs
-    said = own.decode([id for id, letter in zip(session.cached_ids, letters, strict=True) if letter == "u"])
+    said = own.decode(
+        [id for id, letter in zip(session.cached_ids, letters, strict=True) if letter == "u"]
+    )
     assert said == "<|im_start|>user\nWhat is my name?<|im_end|>\n"
 
 
@@ -522,7 +573,7 @@ def test_thinking_is_split_wherever_the_pieces_are_cut(cut):
     text = "<think>\nhm <b> </thin\n</think>\n\nYes </think> <think> no."
     splitter, out = ThinkSplitter(), []
     for i in range(0, len(text), cut):
-        out += splitter.put(text[i:i + cut])
+        out += splitter.put(text[i : i + cut])
     out += splitter.flush()
     assert "".join(t for k, t in out if k == "think") == "\nhm <b> </thin\n"
     assert "".join(t for k, t in out if k == "answer") == "Yes </think> <think> no."
@@ -554,7 +605,11 @@ def test_the_bundled_model_forgets_with_the_conversation():
 
 def test_an_answer_that_failed_between_two_tokens_is_over_at_once(loaded, monkeypatch):
     """Not when its generator is collected: guesses that nobody took would then be cut out of a later forward."""
-    session = Session(*loaded, params={"max_new_tokens": 8}, make_generation=partial(Speculation, draft=PromptLookup()))
+    session = Session(
+        *loaded,
+        params={"max_new_tokens": 8},
+        make_generation=partial(Speculation, draft=PromptLookup()),
+    )
     with monkeypatch.context() as patch:
         patch.setattr(StopStrings, "put", lambda self, text: 1 / 0)
         with pytest.raises(ZeroDivisionError) as kept:  # the traceback holds the generator
@@ -573,16 +628,24 @@ def test_settings_may_be_keywords(loaded):
     given = Session(*loaded, params={"temperature": 1.0, "seed": 3, "max_new_tokens": 8})
     session = Session(*loaded, temperature=1.0, seed=3, max_new_tokens=8)
     assert session.params == given.params and session.ask("hi") == given.ask("hi")
-    assert Session(*loaded, params={"seed": 3, "top_k": 5}, seed=4).params == {"seed": 4, "top_k": 5}
+    assert Session(*loaded, params={"seed": 3, "top_k": 5}, seed=4).params == {
+        "seed": 4,
+        "top_k": 5,
+    }
 
 
 def test_settings_of_one_answer_are_gone_after_it(loaded):
     """Also where it is cut short, and for an answer that is made again or goes on."""
     session = Session(*loaded, max_new_tokens=8)
     session.ask("hi", max_new_tokens=3, temperature=1, seed=7)
-    assert (session.last.out, session.last.seed) == (3, 7) and session.params == {"max_new_tokens": 8}
+    assert (session.last.out, session.last.seed) == (3, 7) and session.params == {
+        "max_new_tokens": 8
+    }
     first = session.last.ids
-    assert "".join(session.retry(max_new_tokens=3, temperature=1, seed=6)) == session.messages[-1]["content"]
+    assert (
+        "".join(session.retry(max_new_tokens=3, temperature=1, seed=6))
+        == session.messages[-1]["content"]
+    )
     assert session.last.ids == first, "the second answer draws with seed 6 + 1"
     list(session.resume(max_new_tokens=2))
     assert session.last.out == 2
@@ -597,20 +660,36 @@ def test_settings_of_one_answer_are_gone_after_it(loaded):
 
 def test_a_wrong_setting_is_refused_before_any_work(loaded):
     session = Session(*loaded, max_new_tokens=8)
-    for settings, words in (({"temperature": -1}, "temperature is -1"), ({"max_new_tokens": 0}, "max_new_tokens is 0"),
-                            ({"stop": [""]}, "stop strings must be"), ({"top_k": 0.5}, "top_k is 0.5"),
-                            ({"nonsense": 1}, "has no argument 'nonsense'")):
-        for call in (partial(session.ask, "hi"), partial(session.stream, "hi"), partial(Session, *loaded)):
+    for settings, words in (
+        ({"temperature": -1}, "temperature is -1"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"stop": [""]}, "stop strings must be"),
+        ({"top_k": 0.5}, "top_k is 0.5"),
+        ({"nonsense": 1}, "has no argument 'nonsense'"),
+    ):
+        for call in (
+            partial(session.ask, "hi"),
+            partial(session.stream, "hi"),
+            partial(Session, *loaded),
+        ):
             with pytest.raises(NanoKVError, match=words):
                 call(**settings)
     assert session.messages == [] and session.cache.length == 0 and session.last is None
     assert session.ask("hi", stop=None, seed=None) == Session(*loaded, max_new_tokens=8).ask("hi")
 
 
-@pytest.mark.parametrize("name", ["static", "quantized:bits=8", "sliding:window=64:sinks=4", "growing"])
+@pytest.mark.parametrize(
+    "name", ["static", "quantized:bits=8", "sliding:window=64:sinks=4", "growing"]
+)
 def test_a_cache_may_be_named(loaded, name):
     model, tokenizer = loaded
     session = Session(model, tokenizer, name, max_new_tokens=8, context=100)
-    own = Session(model, tokenizer, nanokv.make_cache(name, model.config, capacity=100), max_new_tokens=8, context=100)
+    own = Session(
+        model,
+        tokenizer,
+        nanokv.make_cache(name, model.config, capacity=100),
+        max_new_tokens=8,
+        context=100,
+    )
     assert session.ask("hi") == own.ask("hi") and session.cache.made.name == name.split(":")[0]
     assert session.context == 100 and (name != "static" or session.cache.capacity == 100)

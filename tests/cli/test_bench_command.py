@@ -31,7 +31,9 @@ def test_random_weights_get_a_tokenizer_with_an_id_for_every_row_and_never_end(t
     folder = endless(tmp_path / "model", tmp_path / "endless", 97)
     assert Tokenizer.from_folder(folder).vocab_size == 97
     assert nanokv.GenerationConfig.from_folder(folder).eos_token_ids == ()
-    assert json.loads((tmp_path / "model" / "generation_config.json").read_text()) == {"eos_token_id": 5}
+    assert json.loads((tmp_path / "model" / "generation_config.json").read_text()) == {
+        "eos_token_id": 5
+    }
     assert torch.equal(nanokv.load(folder)[0].embed_tokens.weight, model.embed_tokens.weight)
 
 
@@ -46,10 +48,14 @@ def endless_small(tmp_path):
 def test_what_the_command_says_becomes_a_measurement(endless_small, monkeypatch):
     """Load = all until the object came, without what its own clocks say of the answer."""
     runner = Command(*endless_small, [])
-    answer = {"timings": {"ttft_s": 0.5, "prefill_tok_s": 40.0, "decode_tok_s": 20.0},
-              "usage": {"prompt_tokens": 19, "completion_tokens": 5}}
+    answer = {
+        "timings": {"ttft_s": 0.5, "prefill_tok_s": 40.0, "decode_tok_s": 20.0},
+        "usage": {"prompt_tokens": 19, "completion_tokens": 5},
+    }
     asked = []
-    monkeypatch.setattr(runner, "answered", lambda prompt, words, began: asked.append(words) or (answer, 3.0))
+    monkeypatch.setattr(
+        runner, "answered", lambda prompt, words, began: asked.append(words) or (answer, 3.0)
+    )
     for seed in range(3):
         assert runner.measure(300, 20, 4, seed) == (20 / 40, 1 / 20)
     assert runner.waited(20) == {"prompt_tokens": 19, "load_s": 3.0 - 0.5 - 4 / 20, "ttft_s": 0.5}
@@ -61,7 +67,9 @@ def test_what_the_command_says_becomes_a_measurement(endless_small, monkeypatch)
 
 def test_a_command_that_fails_is_told_in_its_own_words(endless_small):
     runner = Command(*endless_small, ["--threads", "0"])
-    with pytest.raises(PeerError, match="ended with 2: nanokv: error: --threads: 0 is not a whole number"):
+    with pytest.raises(
+        PeerError, match="ended with 2: nanokv: error: --threads: 0 is not a whole number"
+    ):
         runner.measure(300, 20, 4, 0)
 
 
@@ -87,15 +95,37 @@ def test_ctrl_c_during_the_command_is_no_failure_of_it(endless_small, monkeypatc
 def test_through_the_command_stands_beside_the_rows_of_the_bench(cli, monkeypatch):
     monkeypatch.setitem(random_model.RANDOM, "small-random", small(vocab_size=300)[0].config)
     code, out, err = cli(
-        "bench", "-m", "small-random", "--dtype", "fp32", "--contexts", "24", "--steps", "3", "--repeat", "1",
-        "--weights", "fast", "--caches", "static", "--threads", "1", "--through", "cli", "--json",
+        "bench",
+        "-m",
+        "small-random",
+        "--dtype",
+        "fp32",
+        "--contexts",
+        "24",
+        "--steps",
+        "3",
+        "--repeat",
+        "1",
+        "--weights",
+        "fast",
+        "--caches",
+        "static",
+        "--threads",
+        "1",
+        "--through",
+        "cli",
+        "--json",
     )
     assert (code, err) == (0, "")
     found = json.loads(out)
     assert [(row["engine"], row["weights"], row["cache"]) for row in found["rows"]] == [
-        ("nanokv", "fast", "static"), ("nanokv generate", "fast", "static")]
+        ("nanokv", "fast", "static"),
+        ("nanokv generate", "fast", "static"),
+    ]
     own, through = found["rows"]
     (beside,) = found["through"]
     assert beside["prompt_tokens"] == 24 and beside["load_s"] > 0.1 > 0 < beside["ttft_s"]
     for name in ("prefill", "decode"):
-        assert beside[f"{name}_ratio"] == pytest.approx(through[f"{name}_tok_s"] / own[f"{name}_tok_s"])
+        assert beside[f"{name}_ratio"] == pytest.approx(
+            through[f"{name}_tok_s"] / own[f"{name}_tok_s"]
+        )

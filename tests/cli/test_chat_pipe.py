@@ -28,7 +28,10 @@ from nanokv.chat.session import Turn
 def talk(tiny_folder, monkeypatch, capfd, tmp_path):
     """talk(stdin bytes, *flags) → (exit code, stdout, stderr) of the command in this process."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
 
     def run(data, *flags, model=tiny_folder):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
@@ -74,10 +77,16 @@ def test_jsonl_is_lossless(talk, tiny_folder):
     assert [r["turn"] for r in records] == [1, 2, 3]
     last = records[-1]
     usage, reused = last["usage"], last["usage"]["prompt_tokens_details"]["cached_tokens"]
-    assert (usage["completion_tokens"], reused) == (session.last.out, session.last.reused) and reused > 0
-    assert choice(last)["finish_reason"] == "length" and choice(last)["token_ids"] == session.last.ids
+    assert (usage["completion_tokens"], reused) == (
+        session.last.out,
+        session.last.reused,
+    ) and reused > 0
+    assert (
+        choice(last)["finish_reason"] == "length" and choice(last)["token_ids"] == session.last.ids
+    )
     assert last["cache"] == {
-        "kind": "growing", "tokens": session.cache.length,
+        "kind": "growing",
+        "tokens": session.cache.length,
         "used_bytes": costs.kv_bytes(session.model.config, session.cache.length, 1, 4),
         "bytes": costs.cache_bytes("growing", session.model.config, session.cache.length, 1, 4),
     }
@@ -91,7 +100,10 @@ def test_newlines_inside_an_answer_become_backslash_n():
 def test_context_overflow_is_exit_2_and_earlier_answers_stay(talk):
     code, out, err = talk(b"One.\n" + b"word " * 300 + b"\nThree.\n", "-n", "6", "--context", "100")
     assert code == 2 and len(out.splitlines()) == 1
-    assert "of 100 tokens (history" in err and "hint: a shorter message, or a larger --context N" in err
+    assert (
+        "of 100 tokens (history" in err
+        and "hint: a shorter message, or a larger --context N" in err
+    )
 
 
 def test_overflow_drop_goes_on(talk):
@@ -140,7 +152,9 @@ def test_resume_reads_a_saved_session_and_leaves_it_alone(talk, tmp_path):
 
     folder = tmp_path / "nanokv" / "sessions"
     assert talk(b"", "--list") == (0, "", f"no saved session in {folder}\n")
-    file = transcript.Transcript(folder / "20260101-000000-aaaa.jsonl", transcript.header("tiny", "x"))
+    file = transcript.Transcript(
+        folder / "20260101-000000-aaaa.jsonl", transcript.header("tiny", "x")
+    )
     file.append({"user": "My name is Zorbla.", "answer": "Nice.", "finish_reason": "stop"})
     before = file.path.read_bytes()
     code, out, _ = talk(b"Who?\n", "--resume", "-n", "4", "--jsonl")
@@ -170,8 +184,20 @@ class Said:
 
         self.messages = [{}] * messages
         self.cache = SimpleNamespace(length=3)
-        self.last = Turn(**{"new": 14, "reused": 1200, "out": 8, "ttft": 0.021, "tok_s": 310.4, "finish_reason": "stop",
-                            "kv_used": 96_768, "kv_bytes": 147_456, "cached": 21} | turn)
+        self.last = Turn(
+            **{
+                "new": 14,
+                "reused": 1200,
+                "out": 8,
+                "ttft": 0.021,
+                "tok_s": 310.4,
+                "finish_reason": "stop",
+                "kv_used": 96_768,
+                "kv_bytes": 147_456,
+                "cached": 21,
+            }
+            | turn
+        )
 
 
 def show(capsys, said, cut=3, thinking="show", markdown=False, **turn):
@@ -195,16 +221,23 @@ THOUGHTS = [("show", "hm \x1b[2Jhm\n"), ("fold", "  thought for 0 ms\n"), ("off"
 
 @pytest.mark.parametrize(("thinking", "shown"), THOUGHTS)
 def test_thinking_goes_to_stderr_or_nowhere_and_never_to_stdout(capsys, thinking, shown):
-    out, err = show(capsys, "<think>hm \x1b[2Jhm</think>\n\nYes\x1b]0;title\x07.", thinking=thinking)
+    out, err = show(
+        capsys, "<think>hm \x1b[2Jhm</think>\n\nYes\x1b]0;title\x07.", thinking=thinking
+    )
     assert out == "Yes␛]0;title␇.\n"
     assert err.split("  14 new")[0] == sanitize(shown)
 
 
 def test_why_an_answer_ended_is_said(capsys):
     assert "[stopped at 8 tokens · /continue]" in show(capsys, "a", finish_reason="length").err
-    assert "[context full 21/2,048 · /drop N then /continue]" in show(capsys, "a", finish_reason="context").err
+    assert (
+        "[context full 21/2,048 · /drop N then /continue]"
+        in show(capsys, "a", finish_reason="context").err
+    )
     one = show(capsys, "a", finish_reason="context", messages=2).err
-    assert "[context full 21/2,048 · /clear]" in one, "without its only turn there is nothing to continue"
+    assert "[context full 21/2,048 · /clear]" in one, (
+        "without its only turn there is nothing to continue"
+    )
     assert "/continue" in show(capsys, "a", finish_reason="loop").err
     cut = show(capsys, "a", text="a\ufffd", finish_reason="length").err
     assert "[the last character was cut, shown as \ufffd]" in cut
@@ -212,12 +245,16 @@ def test_why_an_answer_ended_is_said(capsys):
 
 
 def test_markdown_blocks_are_appended_once_and_control_characters_stay_visible(capsys):
-    out, _ = show(capsys, "# Title\n\nOne [/x] *two*.\n\n```\na\n\nb\n```\n\nEnd\x1b[2J", markdown=True)
+    out, _ = show(
+        capsys, "# Title\n\nOne [/x] *two*.\n\n```\na\n\nb\n```\n\nEnd\x1b[2J", markdown=True
+    )
     assert "\x1b" not in out and "␛[2J" in out and "[/x]" in out
     assert [out.count(word) for word in ("Title", "two", "End")] == [1, 1, 1]
 
 
-def test_a_long_prefill_shows_progress_after_a_second_and_few_lines_without_a_terminal(capsys, monkeypatch):
+def test_a_long_prefill_shows_progress_after_a_second_and_few_lines_without_a_terminal(
+    capsys, monkeypatch
+):
     now = [0.0]
     monkeypatch.setattr("nanokv.apps.cli.chat.view.time.monotonic", lambda: now[0])
     session = Said()
@@ -226,7 +263,17 @@ def test_a_long_prefill_shows_progress_after_a_second_and_few_lines_without_a_te
     for now[0] in (0.5, 0.9, 1.1, 2.0, 5.0, 10.9, 11.2, 20.0, 31.0):
         stopped = progress()
         lines.append(capsys.readouterr().err)
-    assert stopped and lines == ["", "", "  prefill 3/5\n", "", "", "", "  prefill 3/5\n", "", "  prefill 3/5\n"]
+    assert stopped and lines == [
+        "",
+        "",
+        "  prefill 3/5\n",
+        "",
+        "",
+        "",
+        "  prefill 3/5\n",
+        "",
+        "  prefill 3/5\n",
+    ]
     progress.clear()
     progress()
     assert capsys.readouterr().err == "", "nothing once the answer has begun"
@@ -257,7 +304,9 @@ def test_closed_pipe_stops_generation_with_141_and_no_traceback(tiny_folder):
 def test_ctrl_c_writes_what_it_has_and_leaves_with_130(tmp_path_factory):
     from tiny_checkpoint import write_tiny_checkpoint
 
-    folder = write_tiny_checkpoint(tmp_path_factory.mktemp("pipe") / "endless", max_position_embeddings=60_000)
+    folder = write_tiny_checkpoint(
+        tmp_path_factory.mktemp("pipe") / "endless", max_position_embeddings=60_000
+    )
     (folder / "generation_config.json").write_text('{"eos_token_id": []}\n')
     with process(folder, "-n", "50000", "--no-loop-guard") as chat:
         chat.stdin.write(b"Hi\nTwo.\n")
@@ -276,5 +325,7 @@ def test_resume_of_a_header_with_wrong_types_is_one_line_and_exit_code_2(talk, t
         head = {"format": "nanokv-session-1", "model": "tiny", "fingerprint": "x"} | fields
         (folder / "one.jsonl").write_text(json.dumps(head) + "\n")
         code, out, err = talk(b"Hi\n", "--resume")
-        assert (code, out) == (2, "") and err.startswith("nanokv: error: ") and "Traceback" not in err
+        assert (
+            (code, out) == (2, "") and err.startswith("nanokv: error: ") and "Traceback" not in err
+        )
         assert f"one.jsonl, line 1: {next(iter(fields))}" in err and err.count("\n") == 2

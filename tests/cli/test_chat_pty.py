@@ -31,7 +31,9 @@ STATUS = (
 @pytest.fixture(scope="module")
 def long_folder(tmp_path_factory):
     """The same kind of model with room for long prompts and answers, and no eos: it talks until it is stopped."""
-    folder = write_tiny_checkpoint(tmp_path_factory.mktemp("long") / "endless", max_position_embeddings=60_000)
+    folder = write_tiny_checkpoint(
+        tmp_path_factory.mktemp("long") / "endless", max_position_embeddings=60_000
+    )
     settings = folder / "generation_config.json"
     settings.write_text(json.dumps({"eos_token_id": [], "do_sample": False}) + "\n")
     return folder
@@ -102,11 +104,15 @@ def test_status_line_counts_new_and_reused_tokens_and_measured_bytes(fresh, tiny
     shown = next(line for line in fresh.text.splitlines() if "reused" in line)
     from nanokv.apps.cli.common.terminal import bytes_text
 
-    counts = f"  {expected.new:,} new + {expected.reused:,} reused → {expected.out:,} out · first token "
+    counts = (
+        f"  {expected.new:,} new + {expected.reused:,} reused → {expected.out:,} out · first token "
+    )
     assert shown.startswith(counts)
     # The growing cache has 128 slots.
     used, held = expected.kv_bytes, 128 * expected.kv_bytes // expected.cached
-    assert shown.endswith(f" · cache {expected.cached}/512 · {bytes_text(used)} ({bytes_text(held)} reserved)")
+    assert shown.endswith(
+        f" · cache {expected.cached}/512 · {bytes_text(used)} ({bytes_text(held)} reserved)"
+    )
     assert expected.reused > 0
     fresh.see(r"context ▕[^▏].* [1-9]\d? %")
 
@@ -128,7 +134,7 @@ def test_the_limit_is_never_silent_and_continue_goes_on(fresh):
 
 
 def test_enter_sends_and_the_newline_keys_do_not(fresh):
-    fresh.send("one\nand\x1b\rtwo")                      # Ctrl-J, then Alt-Enter
+    fresh.send("one\nand\x1b\rtwo")  # Ctrl-J, then Alt-Enter
     fresh.see(r"> one\n  and\n  two")
     fresh.send("\r")
     fresh.see(STATUS.format(r"\d+", 512))
@@ -150,7 +156,7 @@ def test_tab_completes_commands_and_paths(fresh, tmp_path):
     fresh.send(f"/read {tmp_path}/notes-of\t")
     fresh.see("notes-of-today.txt")
     fresh.send("\r")
-    fresh.see(r"^> Hello\.")                             # the file is in the input line, not sent
+    fresh.see(r"^> Hello\.")  # the file is in the input line, not sent
     fresh.send("\x03")
 
 
@@ -209,7 +215,9 @@ def test_control_characters_of_the_model_are_visible_never_obeyed(fresh, tiny_fo
         if control:
             break
     else:
-        pytest.fail("the random model says no control character to any message: choose others, or this tests nothing")
+        pytest.fail(
+            "the random model says no control character to any message: choose others, or this tests nothing"
+        )
     fresh.ask(text, STATUS.format(r"\d+", 512))
     assert chr(0x2400 + ord(control)) in fresh.text
     saved = lines(sessions(fresh.home)[-1])[-1]
@@ -247,8 +255,10 @@ def test_context_full_before_a_turn_refuses_with_numbers_and_keeps_the_message(f
     fresh.paste("word " * 300)
     fresh.send("\r")
     fresh.see(r"needs [\d,]+ of 512 tokens \(history \d+ \+ message [\d,]+\)")
-    fresh.see(r"hint: a shorter message$")              # 512 is all that the model has
-    fresh.see(r"^the message is back in the input line: Ctrl-C clears it, then a command can be typed$")
+    fresh.see(r"hint: a shorter message$")  # 512 is all that the model has
+    fresh.see(
+        r"^the message is back in the input line: Ctrl-C clears it, then a command can be typed$"
+    )
     fresh.see(r"^> word word")
     fresh.send("\x03")
     fresh.ask("/drop 1", "dropped the oldest turn")
@@ -277,8 +287,12 @@ def test_cache_draws_a_row_a_layer_and_its_total_is_measured(fresh):
     cached = int(fresh.text.split("cache ")[1].split("/")[0])
     fresh.ask("/cache", "measured")
     total = 2 * 3 * 2 * 32 * 4 * cached
-    assert f"2 (K, V) × 3 layers × 2 KV heads × 32 × 4 B × {cached} tokens = {total:,} B" in fresh.text
-    measured, ratio = re.search(r"measured ([\d,]+) B \(growing cache: ([\d.]+) × the formula\)", fresh.text).groups()
+    assert (
+        f"2 (K, V) × 3 layers × 2 KV heads × 32 × 4 B × {cached} tokens = {total:,} B" in fresh.text
+    )
+    measured, ratio = re.search(
+        r"measured ([\d,]+) B \(growing cache: ([\d.]+) × the formula\)", fresh.text
+    ).groups()
     slots = int(measured.replace(",", "")) * cached // total  # as many as it has ever needed
     assert slots >= cached and slots.bit_count() == 1 and ratio == f"{slots / cached:.2f}"
     for layer in range(3):
@@ -290,7 +304,9 @@ def test_cache_draws_a_row_a_layer_and_its_total_is_measured(fresh):
 def test_tokens_break_between_two_tokens_and_settings_show_the_limit_that_holds(fresh):
     fresh.ask("My name is Zorbla and I live in Lisbon, by the sea.", STATUS.format(r"\d+", 512))
     fresh.ask("/tokens", r"^\d+ tokens · the last one was not fed, so the cache lacks it$")
-    rows = re.search(r"> /tokens\n(.*?)\n\d+ tokens", fresh.text, re.DOTALL | re.MULTILINE)[1].split("\n")
+    rows = re.search(r"> /tokens\n(.*?)\n\d+ tokens", fresh.text, re.DOTALL | re.MULTILINE)[
+        1
+    ].split("\n")
     assert all(re.fullmatch(r"([su a] )(\S+[₀-₉]+ ?)+", row) for row in rows)
     assert {row[0] for row in rows if row[0] != " "} >= {"u", "a"}
     fresh.ask("/set", r"max_new_tokens\s+12 ")
@@ -327,13 +343,15 @@ def test_typo_gets_the_nearest_name_and_a_path_is_text(fresh):
     fresh.ask("/hlep", r"no command /hlep\nhint: did you mean /help\?")
     fresh.ask("/etc/hosts is a file", STATUS.format(r"\d+", 512))
     fresh.ask("//comment", STATUS.format(r"\d+", 512))
-    fresh.ask("   ", READY)                              # an empty message is ignored
+    fresh.ask("   ", READY)  # an empty message is ignored
     fresh.ask("/undo", "forgot the last turn; 1 left")
     fresh.ask("/drop 5", "cannot drop 5 of 1 turns")
     fresh.ask("/drop 1", r"dropped the oldest turn; the cache keeps 0 tokens$")
     fresh.ask("/set top_p 7", "7.* is not")
     fresh.ask("/help", r"^/retry, /regen ")
-    fresh.see(r"^/system TEXT +set the system prompt .*\n(.*\n)*^/save FILE \[--kv\] \[--force\] +write")
+    fresh.see(
+        r"^/system TEXT +set the system prompt .*\n(.*\n)*^/save FILE \[--kv\] \[--force\] +write"
+    )
     fresh.see(r"^/exit, /bye, /quit +leave")
 
 
@@ -367,7 +385,9 @@ def test_a_wrong_argument_is_one_line_and_the_chat_goes_on(fresh):
 
 def test_an_error_in_a_narrow_terminal_breaks_between_words(start, tiny_folder):
     chat = start(tiny_folder, columns=40)
-    chat.ask("/set top_p 7.25", r"^error: top_p: 7.25 is not a number from\n  0 to 1 \(1 = off\)\n> *$")
+    chat.ask(
+        "/set top_p 7.25", r"^error: top_p: 7.25 is not a number from\n  0 to 1 \(1 = off\)\n> *$"
+    )
 
 
 WRONG_FIELDS = {"kv": 7, "settings": [1], "system": {"a": 1}, "fingerprint": 3, "ranks": "2"}
@@ -378,9 +398,14 @@ def test_load_of_a_file_with_a_wrong_type_names_the_field_and_changes_nothing(fr
     fresh.ask(f"/save {tmp_path}/good.jsonl", "saved 1 turn")
     head, history = lines(tmp_path / "good.jsonl")
     wrong = [({name: value}, name) for name, value in WRONG_FIELDS.items()]
-    wrong += [({"settings": {"stop": 5}}, "settings.stop"), ({"settings": {"top_k": "x"}}, "settings.top_k")]
+    wrong += [
+        ({"settings": {"stop": 5}}, "settings.stop"),
+        ({"settings": {"top_k": "x"}}, "settings.top_k"),
+    ]
     for fields, name in wrong:
-        (tmp_path / "bad.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (head | fields, history)))
+        (tmp_path / "bad.jsonl").write_text(
+            "".join(json.dumps(line) + "\n" for line in (head | fields, history))
+        )
         fresh.ask(f"/load {tmp_path}/bad.jsonl", rf"error: .*line 1: {name}\b.* not ")
     fresh.ask("/undo", "forgot the last turn; 0 left")
 
@@ -395,7 +420,9 @@ sys.exit(nanokv.apps.cli.main())
 """
 
 
-def test_a_bug_in_a_command_is_one_line_and_costs_neither_chat_nor_session(start, tiny_folder, tmp_path):
+def test_a_bug_in_a_command_is_one_line_and_costs_neither_chat_nor_session(
+    start, tiny_folder, tmp_path
+):
     """The program with two commands more: one that fails, one that hangs."""
     argv = chat_argv(tiny_folder, "-n", "4")
     chat = start(tiny_folder, argv=[argv[0], "-c", BROKEN, *argv[3:]])
@@ -414,11 +441,14 @@ def test_a_bug_in_a_command_is_one_line_and_costs_neither_chat_nor_session(start
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("editor, told", [
-    ("vi 'unbalanced", r"cannot start the editor .*: No closing quotation"),
-    ("nosuch-editor", r"cannot start the editor .*: No such file or directory"),
-    ("false", r"the editor 'false' ended with exit code 1: message unchanged"),
-])
+@pytest.mark.parametrize(
+    "editor, told",
+    [
+        ("vi 'unbalanced", r"cannot start the editor .*: No closing quotation"),
+        ("nosuch-editor", r"cannot start the editor .*: No such file or directory"),
+        ("false", r"the editor 'false' ended with exit code 1: message unchanged"),
+    ],
+)
 def test_an_editor_that_fails_is_an_error_and_costs_no_text(start, tiny_folder, editor, told):
     """By the command and by the keys, which opened another editor, or printed a traceback of prompt_toolkit."""
     chat = start(tiny_folder, env={"EDITOR": editor})
@@ -450,22 +480,34 @@ def test_save_and_load_with_cache_and_refusal_of_another_models(fresh, tmp_path)
     mine = lines(file)[0]["fingerprint"]
     file.write_text(file.read_text().replace(mine, "0123456789abcdef"))
     fresh.ask("/clear", "empty")
-    fresh.ask(f"/load {file}", rf"loaded 1 turn · cache refused: .*0123456789abcdef, this is {mine}")
+    fresh.ask(
+        f"/load {file}", rf"loaded 1 turn · cache refused: .*0123456789abcdef, this is {mine}"
+    )
     fresh.ask("Hello.", STATUS.format(r"\d+", 512))
     (tmp_path / "broken.jsonl").write_text("{}\n")
     fresh.ask(f"/load {tmp_path}/broken.jsonl", "is not a nanokv session")
-    fresh.ask("/save /dev/full", r"session not saved: no space \(need [\d.]+ k?B\).*\nhint: choose another file")
-    fresh.ask("/save /proc/x", r"session not saved: No such file or directory \(/proc/x\)\nhint: choose another file")
+    fresh.ask(
+        "/save /dev/full",
+        r"session not saved: no space \(need [\d.]+ k?B\).*\nhint: choose another file",
+    )
+    fresh.ask(
+        "/save /proc/x",
+        r"session not saved: No such file or directory \(/proc/x\)\nhint: choose another file",
+    )
     assert stat.S_ISCHR(os.stat("/dev/full").st_mode), "a device must never be replaced by a file"
 
 
 @pytest.mark.slow
-def test_two_ranks_save_their_parts_of_the_cache_and_take_them_over_again(start, tiny_folder, tmp_path):
+def test_two_ranks_save_their_parts_of_the_cache_and_take_them_over_again(
+    start, tiny_folder, tmp_path
+):
     flags, file = ("-n", "12", "-t", "0", "--tensor-parallel", "2"), tmp_path / "talk.jsonl"
     first = start(tiny_folder, *flags, columns=200)
     first.ask("My name is Zorbla.", STATUS.format(r"\d+", 512))
     cached = int(first.text.split("cache ")[1].split("/")[0])
-    first.ask(f"/save {file} --kv", rf"saved 1 turn .*cache of {cached} tokens .*the parts of 1 more rank")
+    first.ask(
+        f"/save {file} --kv", rf"saved 1 turn .*cache of {cached} tokens .*the parts of 1 more rank"
+    )
     first.ask(f"/save {file} --kv --force", "saved 1 turn")
     first.send("\x04")
     second = start(tiny_folder, *flags, columns=200)
@@ -473,7 +515,10 @@ def test_two_ranks_save_their_parts_of_the_cache_and_take_them_over_again(start,
     second.ask("/retry", r"^  1 new \+ [1-9]\d reused")
     second.send("\x04")
     alone = start(tiny_folder, "-n", "12", columns=200)
-    alone.ask(f"/load {file}", "loaded 1 turn · cache refused: it was saved by 2 ranks, this is one process")
+    alone.ask(
+        f"/load {file}",
+        "loaded 1 turn · cache refused: it was saved by 2 ranks, this is one process",
+    )
     alone.ask("Hello.", STATUS.format(r"\d+", 512))
 
 
@@ -506,7 +551,9 @@ def test_ctrl_d_leaves_with_the_session_on_disk(chat):
     (path,) = sessions(chat.home)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     last = lines(path)[-1]
-    assert last["user"] == "Bye then." and last["settings"]["max_new_tokens"] == 12 and "seed" in last
+    assert (
+        last["user"] == "Bye then." and last["settings"]["max_new_tokens"] == 12 and "seed" in last
+    )
 
 
 # --- Ctrl-C, signals, resume ------------------------------------------------------------------------------------------
@@ -515,7 +562,7 @@ def test_ctrl_d_leaves_with_the_session_on_disk(chat):
 def test_ctrl_c_keeps_the_half_answer_and_the_chat_and_resume_goes_on(start, long_folder, tmp_path):
     chat = start(long_folder, "-n", "50000", "--no-loop-guard")
     chat.send("Tell me everything.\r")
-    chat.see(r"everything\.\n.{60}")                     # the answer is on its way
+    chat.see(r"everything\.\n.{60}")  # the answer is on its way
     chat.send("\x03")
     waited = chat.see(r"\[interrupted · /continue or /retry\]")
     assert waited < 1.0, f"Ctrl-C was answered after {waited:.2f} s"
@@ -531,7 +578,7 @@ def test_ctrl_c_keeps_the_half_answer_and_the_chat_and_resume_goes_on(start, lon
     chat.send("some text")
     chat.see("> some text")
     pause(chat, 0.5)
-    chat.send("\x03")                                    # clears the text
+    chat.send("\x03")  # clears the text
     chat.see(READY, unseen="some text")
     chat.send("\x03")
     chat.see("Ctrl-C again or Ctrl-D to leave")
@@ -539,7 +586,7 @@ def test_ctrl_c_keeps_the_half_answer_and_the_chat_and_resume_goes_on(start, lon
     assert "session saved" in chat.text
 
     with open(path, "a") as file:
-        file.write('{"user": "torn')                     # the machine died while it wrote
+        file.write('{"user": "torn')  # the machine died while it wrote
     again = start(long_folder, "--resume", "-n", "8")
     again.see(r"the last line was torn, 14 bytes dropped")
     again.see(rf"resumed {path.stem} · 1 turn")
@@ -565,12 +612,14 @@ def test_ctrl_c_during_a_long_prefill_answers_and_takes_the_message_back(start, 
     chat.paste("\n".join("word " * 12 for _ in range(900)))
     chat.see(r"\[pasted 900 lines, [\d,]+ tokens\]")
     chat.send("\r")
-    chat.see(r"prefill [\d,]+/[\d,]+")                   # shown after a second
+    chat.see(r"prefill [\d,]+/[\d,]+")  # shown after a second
     chat.send("\x03")
     waited = chat.see(r"stopped before the first token")
     assert waited < 2.0, f"Ctrl-C was answered after {waited:.2f} s"
     chat.see(r"^> \[pasted 900 lines")
-    assert not [line for line in chat.text.splitlines() if line.startswith("  word")], "a paste is never echoed twice"
+    assert not [line for line in chat.text.splitlines() if line.startswith("  word")], (
+        "a paste is never echoed twice"
+    )
 
 
 def test_sigterm_during_an_answer_saves_it_and_restores_the_terminal(start, long_folder, tmp_path):
@@ -589,7 +638,9 @@ def test_sigterm_during_an_answer_saves_it_and_restores_the_terminal(start, long
 
 def test_hang_up_at_the_prompt_and_ctrl_z_with_fg(start, tiny_folder, tmp_path):
     """Under a shell with job control: Ctrl-Z stops, fg draws the prompt again, SIGHUP leaves with 143."""
-    shell = Terminal(["bash", "--norc", "--noprofile", "-i"], {"XDG_STATE_HOME": str(tmp_path), "PS1": "shell$ "})
+    shell = Terminal(
+        ["bash", "--norc", "--noprofile", "-i"], {"XDG_STATE_HOME": str(tmp_path), "PS1": "shell$ "}
+    )
     try:
         shell.see(r"shell\$")
         shell.send(" ".join(chat_argv(tiny_folder, "-n", "4")) + "\r")
@@ -615,7 +666,7 @@ def children(pid):
 
 
 def test_ctrl_c_while_loading_leaves_with_130(start, tiny_folder):
-    chat = start(tiny_folder, wait=r"nanokv 0\.")        # the banner comes before torch is imported
+    chat = start(tiny_folder, wait=r"nanokv 0\.")  # the banner comes before torch is imported
     chat.send("\x03")
     assert chat.leave() == 130
     assert "Traceback" not in chat.text
@@ -641,7 +692,7 @@ def test_lines_typed_ahead_are_sent_one_after_the_other_and_commands_are_command
     """Echoed into the answer, Enter as a newline, two lines as one message, /cache as a message: all of that was so."""
     talker.send("the second\r/set top_k 7\rhalf a thi")
     talker.see(r"(?s)> the second\n.*→ 600 out.*\n> /set top_k 7\ntop_k 7\n> half a thi$")
-    first = talker.raw.index(b"reused")                  # the status line of the first answer
+    first = talker.raw.index(b"reused")  # the status line of the first answer
     for typed in (b"the second", b"/set top_k 7", b"half a thi"):
         assert typed not in talker.raw[:first], "typed text was echoed into the answer"
     talker.send("rd\r")
@@ -702,7 +753,7 @@ def test_an_error_sends_nothing_that_was_typed_ahead(talker, tmp_path):
 
 def test_typing_while_the_model_loads_is_kept(start, tiny_folder, tmp_path):
     chat = start(tiny_folder, "-n", "4", wait=None)
-    chat.send("One.\r")                                  # before the program has even begun
+    chat.send("One.\r")  # before the program has even begun
     chat.see(r"nanokv 0\.")
     chat.send("Two.\r/set top_k 3\r")
     chat.see(r"(?s)> One\..*→ 4 out.*> Two\..*→ 4 out.*> /set top_k 3\ntop_k 3\n>")
@@ -731,14 +782,18 @@ def test_the_terminal_is_as_before_after_every_way_out(start, tiny_folder):
         while chat.pump():
             pass
         assert modes(chat) == before, leave
-        assert chat.raw.rfind(b"\x1b[?2004l") > chat.raw.rfind(b"\x1b[?2004h"), "pastes are still marked"
+        assert chat.raw.rfind(b"\x1b[?2004l") > chat.raw.rfind(b"\x1b[?2004h"), (
+            "pastes are still marked"
+        )
         assert chat.leave() == code
 
 
 @pytest.mark.slow
-def test_an_editor_gets_the_terminal_as_the_shell_had_it_and_gives_it_back(start, tiny_folder, tmp_path):
+def test_an_editor_gets_the_terminal_as_the_shell_had_it_and_gives_it_back(
+    start, tiny_folder, tmp_path
+):
     editor = tmp_path / "editor"
-    editor.write_text("#!/bin/sh\nstty -a > \"$0.modes\"\n")
+    editor.write_text('#!/bin/sh\nstty -a > "$0.modes"\n')
     editor.chmod(0o755)
     chat = start(tiny_folder, "-n", "4", env={"EDITOR": str(editor)})
     chat.send("/edit text\r")
@@ -760,7 +815,9 @@ def shell(tmp_path):
     shell.stop()
 
 
-def test_ctrl_z_during_an_answer_hands_the_terminal_back_and_fg_takes_it_again(shell, long_folder, tmp_path):
+def test_ctrl_z_during_an_answer_hands_the_terminal_back_and_fg_takes_it_again(
+    shell, long_folder, tmp_path
+):
     before = modes(shell)
     shell.send(" ".join(chat_argv(long_folder, "-n", "600", "--no-loop-guard")) + "\r")
     shell.see(READY)
@@ -776,8 +833,10 @@ def test_ctrl_z_during_an_answer_hands_the_terminal_back_and_fg_takes_it_again(s
         shell.pump()
     shell.send(" more")
     shell.see(r"(?s)→ 600 out.*^> ahead more$")
-    assert b"ahead" not in shell.raw[:shell.raw.index(b"reused")], "typed text was echoed into the answer"
-    shell.send("\x1a")                                   # at the prompt
+    assert b"ahead" not in shell.raw[: shell.raw.index(b"reused")], (
+        "typed text was echoed into the answer"
+    )
+    shell.send("\x1a")  # at the prompt
     shell.see(STOPPED)
     assert modes(shell) == before
     shell.send("clear; fg; echo code=$?\r")
@@ -824,7 +883,9 @@ def test_ctrl_z_while_keys_are_read_leaves_none_of_them_to_the_shell(shell, tmp_
 
 
 @pytest.mark.slow
-def test_an_answer_goes_on_in_the_background_and_its_prompt_waits_for_fg(shell, long_folder, tmp_path):
+def test_an_answer_goes_on_in_the_background_and_its_prompt_waits_for_fg(
+    shell, long_folder, tmp_path
+):
     before = modes(shell)
     shell.send(" ".join(chat_argv(long_folder, "-n", "600", "--no-loop-guard")) + "\r")
     shell.see(READY)
@@ -865,7 +926,9 @@ def test_dumb_terminal_gets_no_escape_at_all(start, tiny_folder):
     assert b"\x1b" not in chat.raw
 
 
-def test_ctrl_c_in_a_dumb_terminal_clears_the_line_and_leaves_as_in_any_other(start, tiny_folder, tmp_path):
+def test_ctrl_c_in_a_dumb_terminal_clears_the_line_and_leaves_as_in_any_other(
+    start, tiny_folder, tmp_path
+):
     """It came back as a text that nobody saw, before what was typed next; two presses never left."""
     chat = start(tiny_folder, "-n", "4", env={"TERM": "dumb"}, wait=r"^> ?")
     chat.raw_mode(without=termios.ISIG)
@@ -905,7 +968,9 @@ def limit_file_size():
 
 
 def test_full_disk_costs_no_old_turn_and_the_chat_goes_on(start, tiny_folder, tmp_path):
-    chat = start(tiny_folder, "-n", "8", preexec=limit_file_size, env={"PYTHONDONTWRITEBYTECODE": "1"})
+    chat = start(
+        tiny_folder, "-n", "8", preexec=limit_file_size, env={"PYTHONDONTWRITEBYTECODE": "1"}
+    )
     chat.ask("One.", r"→ 8 out")
     (path,) = sessions(tmp_path)
     assert len(lines(path)) == 2

@@ -54,21 +54,39 @@ def test_the_help_begins_with_what_nanokv_is_and_how_it_is_called(cli):
     code, out, _ = cli("--help")
     first, usage, examples, *_ = out.split("\n\n")
     assert code == 0 and " ".join(first.split()) == ABOUT and "KV cache" in ABOUT
-    assert usage == "usage: nanokv COMMAND [flags]" and examples.startswith("examples:\n  nanokv chat\n")
+    assert usage == "usage: nanokv COMMAND [flags]" and examples.startswith(
+        "examples:\n  nanokv chat\n"
+    )
     assert out.splitlines()[-3] == "exit codes:" and len(out.splitlines()[-1]) < 80
 
 
-@pytest.mark.parametrize(("typed", "hint"), [
-    ("smollm2.ggf", "did you mean ./smollm2.gguf?"), ("./smolm2.gguf", "did you mean ./smollm2.gguf?"),
-    ("smollm", "did you mean ./smollm2.gguf?"), ("mymodle", "did you mean ./mymodel?"),
-    ("./sub/Deap.gguf", "did you mean ./sub/deep.gguf?"), ("{here}/mymodl", "did you mean {here}/mymodel?"),
-    ("smollm2-135", "did you mean smollm2-135m?"), ("qwen3:0.6b", "did you mean Qwen/Qwen3-0.6B?"),
-    ("notamodel", "nanokv models lists names; for example tiny, Qwen/Qwen3-0.6B"),
-    ("./xyzzy", "check the path: there is no such folder"), ("nowhere/mymodle", None),
-])
-def test_models_on_this_disk_come_first_among_what_was_meant(cli, tmp_path, monkeypatch, typed, hint):
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("smollm2.ggf", "did you mean ./smollm2.gguf?"),
+        ("./smolm2.gguf", "did you mean ./smollm2.gguf?"),
+        ("smollm", "did you mean ./smollm2.gguf?"),
+        ("mymodle", "did you mean ./mymodel?"),
+        ("./sub/Deap.gguf", "did you mean ./sub/deep.gguf?"),
+        ("{here}/mymodl", "did you mean {here}/mymodel?"),
+        ("smollm2-135", "did you mean smollm2-135m?"),
+        ("qwen3:0.6b", "did you mean Qwen/Qwen3-0.6B?"),
+        ("notamodel", "nanokv models lists names; for example tiny, Qwen/Qwen3-0.6B"),
+        ("./xyzzy", "check the path: there is no such folder"),
+        ("nowhere/mymodle", None),
+    ],
+)
+def test_models_on_this_disk_come_first_among_what_was_meant(
+    cli, tmp_path, monkeypatch, typed, hint
+):
     """A folder without config.json and other files are no models, however near their names are."""
-    for name in ("smollm2.gguf", "mymodel/config.json", "sub/deep.gguf", "notamodels/x", "smollm2.txt"):
+    for name in (
+        "smollm2.gguf",
+        "mymodel/config.json",
+        "sub/deep.gguf",
+        "notamodels/x",
+        "smollm2.txt",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
@@ -76,13 +94,25 @@ def test_models_on_this_disk_come_first_among_what_was_meant(cli, tmp_path, monk
     assert code == 2 and (hint is None or errors_in(err)[1] == hint.format(here=tmp_path))
 
 
-@pytest.mark.parametrize(("name", "hint"), [
-    ("dynamic", "'dict'"), ("DynamicCache", "'dict'"), ("q8_0", "quantized:bits=8"), ("sliding_window", "'sliding'"),
-    ("offloaded_static", "'offloaded'"), ("pagd", "did you mean 'paged'?"), ("StaticCache", "'static'"),
-])
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("dynamic", "'dict'"),
+        ("DynamicCache", "'dict'"),
+        ("q8_0", "quantized:bits=8"),
+        ("sliding_window", "'sliding'"),
+        ("offloaded_static", "'offloaded'"),
+        ("pagd", "did you mean 'paged'?"),
+        ("StaticCache", "'static'"),
+    ],
+)
 def test_caches_of_other_programs_lead_to_ours(cli, name, hint):
     code, _, err = cli("generate", "x", "--cache", name)
-    assert code == 2 and errors_in(err)[0].startswith(f"no cache is called {name!r}") and hint in errors_in(err)[1]
+    assert (
+        code == 2
+        and errors_in(err)[0].startswith(f"no cache is called {name!r}")
+        and hint in errors_in(err)[1]
+    )
     for named in re.findall(r"'([a-z]+)[:']", errors_in(err)[1]):
         assert named in KINDS
 
@@ -100,10 +130,22 @@ def test_help_begins_with_examples_and_ends_with_exit_codes(cli, name):
 def test_help_is_fast_and_imports_no_torch():
     """torch costs two seconds; nobody waits that long for --help."""
     code = "import sys; from nanokv.apps.cli import main; main(sys.argv[1:]); print(*sys.modules, file=sys.stderr)"
-    heavy = {"torch", "numpy", "rich", "prompt_toolkit", "transformers", "huggingface_hub", "tokenizers", "safetensors",
-             "pydantic", "starlette"}
+    heavy = {
+        "torch",
+        "numpy",
+        "rich",
+        "prompt_toolkit",
+        "transformers",
+        "huggingface_hub",
+        "tokenizers",
+        "safetensors",
+        "pydantic",
+        "starlette",
+    }
     for words in (["--help"], *([name, "--help"] for name in COMMANDS)):
-        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, env=environment(), check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words], capture_output=True, env=environment(), check=True
+        )
         assert not heavy & set(done.stderr.decode().split()), words
     times = []
     for _ in range(3):
@@ -124,21 +166,37 @@ def test_version(cli):
     [
         (["chta"], "no command 'chta'", "nanokv chat"),
         (["zzzz"], "no command 'zzzz'", "generate"),
-        (["generate", "x", "-m", "/no/such/folder"], 'no model "/no/such/folder"', "check the path"),
+        (
+            ["generate", "x", "-m", "/no/such/folder"],
+            'no model "/no/such/folder"',
+            "check the path",
+        ),
         (["-q"], "-q before a command", "nanokv chat -q"),
         (["generate", "x", "--temprature", "1"], "no flag --temprature", "--temperature"),
         (["generate", "x", "--max-new-token=3"], "no flag --max-new-token", "--max-new-tokens"),
         # Argparse would take it for that.
         (["generate", "x", "--tempe", "1"], "no flag --tempe", "--temperature?"),
         (["generate", "Once", "upon"], "unexpected argument 'upon'", "quotes"),
-        (["generate", "x", "-t", "-1"], "--temperature: -1 is not 0 (always the likeliest token) or a number", ""),
-        (["generate", "x", "-t", "warm"], "'warm' is not 0 (always the likeliest token) or a number", ""),
+        (
+            ["generate", "x", "-t", "-1"],
+            "--temperature: -1 is not 0 (always the likeliest token) or a number",
+            "",
+        ),
+        (
+            ["generate", "x", "-t", "warm"],
+            "'warm' is not 0 (always the likeliest token) or a number",
+            "",
+        ),
         (["generate", "x", "--top-p", "1.1"], "--top-p: 1.1 is not a number from 0 to 1", ""),
         (["generate", "x", "--top-p", "nan"], "--top-p: nan", ""),
         (["generate", "x", "--top-k", "1.5"], "--top-k: '1.5' is not an integer", ""),
         (["generate", "x", "--repetition-penalty", "inf"], "--repetition-penalty: inf", ""),
         (["generate", "x", "-n", "0"], "--max-new-tokens: 0 is not an integer ≥ 1", ""),
-        (["generate", "x", "--seed", str(2**64)], f"--seed: {2**64} is not an integer from -2^63 to 2^64 - 1", ""),
+        (
+            ["generate", "x", "--seed", str(2**64)],
+            f"--seed: {2**64} is not an integer from -2^63 to 2^64 - 1",
+            "",
+        ),
         (["generate", "x", "--threads", "0"], "--threads: 0", ""),
         (["generate", "x", "--context", "1"], "--context: 1", ""),
         (["generate", "x", "--stop", ""], "--stop", ""),
@@ -161,7 +219,12 @@ def test_a_model_that_is_nowhere_is_named(tmp_path):
     """As a subprocess: --offline is read by huggingface_hub once, when it is imported."""
     done = run_cli("generate", "x", "-m", "qwen3-06b", "--offline", env={"HF_HOME": str(tmp_path)})
     message, hint = errors_in(done.stderr.decode())
-    assert done.returncode == 2 and done.stdout == b"" and "qwen3-06b" in message and "Qwen/Qwen3-0.6B" in hint
+    assert (
+        done.returncode == 2
+        and done.stdout == b""
+        and "qwen3-06b" in message
+        and "Qwen/Qwen3-0.6B" in hint
+    )
 
 
 def test_environment_is_checked_like_flags(cli, monkeypatch, tiny_folder):
@@ -180,7 +243,10 @@ def test_settings_of_the_chat_use_the_same_checks():
 
 
 def test_upper_and_lower_case_are_the_same_in_commands_of_the_chat():
-    assert chat_commands.parse("/Cache") == ("/cache", "") and chat_commands.parse("/?") == ("/?", "")
+    assert chat_commands.parse("/Cache") == ("/cache", "") and chat_commands.parse("/?") == (
+        "/?",
+        "",
+    )
     assert chat_commands.parse("QUIT") == chat_commands.parse(" Exit ") == ("/exit", "")
     assert chat_commands.parse("Quit smoking") is None
 
@@ -203,7 +269,11 @@ def test_color_flag_applies_to_errors_too(cli, flag):
 def test_our_own_bugs_exit_1_and_ask_for_a_report(cli, monkeypatch):
     monkeypatch.setattr("nanokv.apps.cli.commands.env.versions", lambda: 1 / 0)
     code, _, err = cli("env")
-    assert code == 1 and errors_in(err)[0] == "ZeroDivisionError: division by zero" and "please report" in err
+    assert (
+        code == 1
+        and errors_in(err)[0] == "ZeroDivisionError: division by zero"
+        and "please report" in err
+    )
     code, _, err = cli("env", "--debug")
     assert code == 1 and "Traceback" in err and "1 / 0" in err
 
@@ -212,8 +282,18 @@ def test_our_own_bugs_exit_1_and_ask_for_a_report(cli, monkeypatch):
     ("error", "code", "text"),
     [
         (MemoryError(), 2, "out of memory"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), 2, "out of memory"),
-        (FileNotFoundError(2, "No such file or directory", "a\x1bb"), 2, "a␛b: No such file or directory"),
+        (
+            RuntimeError(
+                "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+            ),
+            2,
+            "out of memory",
+        ),
+        (
+            FileNotFoundError(2, "No such file or directory", "a\x1bb"),
+            2,
+            "a␛b: No such file or directory",
+        ),
         (PermissionError(13, "Permission denied", "/x"), 2, "/x: Permission denied"),
         (ConnectionRefusedError(111, "Connection refused"), 2, "Connection refused"),
         (OSError(28, "No space left on device"), 2, "No space left on device"),
@@ -253,13 +333,22 @@ def test_a_terminal_without_prompt_is_an_error_with_an_example(cli, argv):
     """It must not sit there waiting for input that nobody knows about."""
     code, out, err = cli("generate", *argv, tty=True)
     message, hint = errors_in(err)
-    assert (code, out, message) == (2, "", "no prompt") and 'nanokv generate "What is a KV cache?", or' in hint
+    assert (code, out, message) == (
+        2,
+        "",
+        "no prompt",
+    ) and 'nanokv generate "What is a KV cache?", or' in hint
 
 
 @pytest.mark.parametrize(
     ("argv", "stdin"),
     [
-        ([""], b""), (["-"], b""), (["-"], b"\xef\xbb\xbf"), (["--chat", " "], b"\n"), ([], b""), ([" "], b"\n"),
+        ([""], b""),
+        (["-"], b""),
+        (["-"], b"\xef\xbb\xbf"),
+        (["--chat", " "], b"\n"),
+        ([], b""),
+        ([" "], b"\n"),
         (["--raw", ""], b""),
     ],
 )
@@ -288,7 +377,10 @@ def test_a_silent_pipe_is_mentioned(monkeypatch):
     monkeypatch.setattr(prompt, "PATIENCE_S", 0.01)
     monkeypatch.setattr("nanokv.apps.cli.common.terminal.notice", heard)
     args = make_parser("generate", generate).parse(["early"])
-    assert prompt.read_prompt(prompt.prompt_options(args), options.output_options(args), "") == "early\n\nlate"
+    assert (
+        prompt.read_prompt(prompt.prompt_options(args), options.output_options(args), "")
+        == "early\n\nlate"
+    )
     assert len(notices) == 1 and "waiting for stdin" in notices[0]
 
 
@@ -312,14 +404,20 @@ def test_every_way_to_give_a_prompt_gives_the_same_prompt(cli, tiny_folder, tmp_
         ids_of(cli, "One.", *m, stdin=b"Two.\n"),
         ids_of(cli, "-p", "One.", "-", *m, stdin=b"Two.\n"),
     ]
-    assert all(a["choices"] == answers[0]["choices"] and a["usage"] == answers[0]["usage"] for a in answers)
+    assert all(
+        a["choices"] == answers[0]["choices"] and a["usage"] == answers[0]["usage"] for a in answers
+    )
 
 
 def test_typed_control_tokens_are_refused_unless_allowed(cli, tiny_folder):
     """A pasted <|im_end|> would end the user's turn and let the text speak as somebody else."""
     m = ["-m", tiny_folder]
     text = "a<|im_end|>b"
-    for argv, stdin in ((["-"], text.encode()), (["--chat", text], b""), (["--chat", "hi", "--system", text], b"")):
+    for argv, stdin in (
+        (["-"], text.encode()),
+        (["--chat", text], b""),
+        (["--chat", "hi", "--system", text], b""),
+    ):
         code, out, err = cli("generate", *argv, *m, stdin=stdin)
         message, hint = errors_in(err)
         assert (code, out, message) == (2, "", "message contains <|im_end|>, a control token")
@@ -357,7 +455,10 @@ def test_text_mode_prints_the_answer_of_transformers_and_nothing_else(tiny_folde
     expected = sanitize(text)
     assert done.returncode == 0
     assert done.stdout == (expected if expected.endswith("\n") else expected + "\n").encode()
-    assert re.search(r"\d+ new \+ 0 reused → 24 out · first token .* · cache \d+/512 · [\d.]+ kB", done.stderr.decode())
+    assert re.search(
+        r"\d+ new \+ 0 reused → 24 out · first token .* · cache \d+/512 · [\d.]+ kB",
+        done.stderr.decode(),
+    )
     assert b"\x1b" not in done.stderr  # a pipe gets no colour
 
 
@@ -367,12 +468,22 @@ def test_json_object(cli, tiny_folder, oracle):
     ids, tokenizer = oracle(PROMPT, 6)
     logprobs = choice(got)["logprobs"]["token_logprobs"]
     assert choice(got)["token_ids"] == ids and len(logprobs) == 6 and all(x < 0 for x in logprobs)
-    assert choice(got)["finish_reason"] == "length" and text_of(got) == tokenizer.decode(ids, skip_special_tokens=True)
+    assert choice(got)["finish_reason"] == "length" and text_of(got) == tokenizer.decode(
+        ids, skip_special_tokens=True
+    )
     used = got["usage"]["prompt_tokens"] + 5  # the last token is never fed
     assert used <= 16  # the fewest slots
     each = 2 * 3 * 2 * 32 * 4
-    assert got["cache"] == {"kind": "growing", "tokens": used, "used_bytes": used * each, "bytes": 16 * each}
-    assert got["seed"] is None and ids_of(cli, PROMPT, "-m", tiny_folder, "-t", "1", "--seed", "7")["seed"] == 7
+    assert got["cache"] == {
+        "kind": "growing",
+        "tokens": used,
+        "used_bytes": used * each,
+        "bytes": 16 * each,
+    }
+    assert (
+        got["seed"] is None
+        and ids_of(cli, PROMPT, "-m", tiny_folder, "-t", "1", "--seed", "7")["seed"] == 7
+    )
 
 
 def test_a_drawn_seed_is_printed_and_repeats_the_run(cli, tiny_folder):
@@ -408,7 +519,11 @@ def test_a_model_with_a_template_gets_the_prompt_as_a_message(cli, edited, oracl
     assert [answered(argv, "--raw") for argv in ways[:4]] == [oracle("hi", 6)[0]] * 4
     for flags, said in (([], "chat template"), (["--raw"], "raw text")):
         for beams in ([], ["--beams", "2"]):
-            assert cli("generate", "hi", "-n", "2", "-m", folder, *flags, *beams)[2].rstrip().endswith(f" · {said}")
+            assert (
+                cli("generate", "hi", "-n", "2", "-m", folder, *flags, *beams)[2]
+                .rstrip()
+                .endswith(f" · {said}")
+            )
     code, _, err = cli("generate", "hi", "--raw", "--chat", "-m", folder)
     assert code == 2 and "not allowed with" in err
 
@@ -420,13 +535,19 @@ def test_a_model_without_a_template_continues_the_text(cli, edited, oracle):
     assert cli("generate", "hi", "-n", "2", "-m", folder)[2].rstrip().endswith(" · raw text")
     for flags, hint in ((["-s", "Be brief."], "has none, or leave --system out"), (["--chat"], "")):
         code, out, err = cli("generate", "hi", "-m", folder, *flags)
-        assert (code, out) == (2, "") and "chat template" in errors_in(err)[0] and hint in errors_in(err)[1]
+        assert (
+            (code, out) == (2, "")
+            and "chat template" in errors_in(err)[0]
+            and hint in errors_in(err)[1]
+        )
 
 
 def test_a_template_is_chosen_by_name_or_file(cli, edited, tiny_folder, oracle, tmp_path):
     named = {"default": "d{{ messages[0].content }}", "tool_use": "t{{ messages[0].content }}"}
-    folder = edited("tokenizer_config.json",
-                    chat_template=[{"name": name, "template": text} for name, text in named.items()])
+    folder = edited(
+        "tokenizer_config.json",
+        chat_template=[{"name": name, "template": text} for name, text in named.items()],
+    )
     (tmp_path / "own.jinja").write_text("f{{ messages[0].content }}")
     (tmp_path / "tool_use").write_text("a name comes before a file")
     for given, text in (None, "dhi"), ("tool_use", "thi"), (tmp_path / "own.jinja", "fhi"):
@@ -440,28 +561,66 @@ def test_a_template_is_chosen_by_name_or_file(cli, edited, tiny_folder, oracle, 
 def test_a_template_that_is_not_there_or_not_used_is_told(cli, edited, tiny_folder, tmp_path):
     (tmp_path / "broken").write_text("\n{% for %}")
     for flags, message, hint in (
-        (["rag"], '--chat-template "rag" is no file and no template of this model', 'it has "default"'),
-        ([str(tmp_path / "broken")], "the chat template is not valid jinja2, line 2: Expected an expression", ""),
-        (["default", "--raw"], "--chat-template needs a chat template", "leave out --raw, or leave --chat"),
+        (
+            ["rag"],
+            '--chat-template "rag" is no file and no template of this model',
+            'it has "default"',
+        ),
+        (
+            [str(tmp_path / "broken")],
+            "the chat template is not valid jinja2, line 2: Expected an expression",
+            "",
+        ),
+        (
+            ["default", "--raw"],
+            "--chat-template needs a chat template",
+            "leave out --raw, or leave --chat",
+        ),
     ):
         code, out, err = cli("generate", "hi", "-m", tiny_folder, "--chat-template", *flags)
-        assert (code, out) == (2, "") and errors_in(err)[0].startswith(message) and hint in errors_in(err)[1]
+        assert (
+            (code, out) == (2, "")
+            and errors_in(err)[0].startswith(message)
+            and hint in errors_in(err)[1]
+        )
     only = edited("tokenizer_config.json", chat_template=[{"name": "tool_use", "template": "x"}])
     code, _, err = cli("generate", "hi", "-m", only)
-    assert code == 2 and '"tool_use"' in errors_in(err)[0] and "--chat-template" in errors_in(err)[1]
+    assert (
+        code == 2 and '"tool_use"' in errors_in(err)[0] and "--chat-template" in errors_in(err)[1]
+    )
 
 
 def test_stop_string_ends_the_answer_before_it(cli, tiny_folder):
     whole = ids_of(cli, PROMPT, "-m", tiny_folder, "-n", "40")["choices"][0]["message"]["content"]
     cut = next(i for i in range(3, len(whole) - 2) if whole.find(whole[i : i + 2]) == i)
-    got = ids_of(cli, PROMPT, "-m", tiny_folder, "-n", "40", "--stop", "never", "--stop", whole[cut : cut + 2])
+    got = ids_of(
+        cli,
+        PROMPT,
+        "-m",
+        tiny_folder,
+        "-n",
+        "40",
+        "--stop",
+        "never",
+        "--stop",
+        whole[cut : cut + 2],
+    )
     assert choice(got)["finish_reason"] == "stop" and text_of(got) == whole[:cut]
     assert choice(got)["stop_reason"] == whole[cut : cut + 2]
 
 
 def test_a_stop_string_may_be_a_control_token(cli, edited):
     """Here <|im_start|>, which random weights write now and then, and which ends nothing by itself."""
-    argv = ["--raw", PROMPT, "-n", 40, "-m", edited("generation_config.json", eos_token_id=[]), "--temperature", 3]
+    argv = [
+        "--raw",
+        PROMPT,
+        "-n",
+        40,
+        "-m",
+        edited("generation_config.json", eos_token_id=[]),
+        "--temperature",
+        3,
+    ]
     for seed in range(30):
         whole = choice(ids_of(cli, *argv, "--seed", seed))["token_ids"]
         if 1 in whole[2:-2]:
@@ -473,7 +632,9 @@ def test_a_stop_string_may_be_a_control_token(cli, edited):
 
 def test_eos_ends_the_answer(cli, edited, oracle):
     third = oracle(PROMPT, 3)[0][2]
-    got = ids_of(cli, "--raw", PROMPT, "-m", edited("generation_config.json", eos_token_id=[0, third]))
+    got = ids_of(
+        cli, "--raw", PROMPT, "-m", edited("generation_config.json", eos_token_id=[0, third])
+    )
     ids = choice(got)["token_ids"]
     assert choice(got)["finish_reason"] == "stop" and ids[-1] == third and len(ids) <= 3
 
@@ -482,10 +643,16 @@ def test_context_limits(cli, tiny_folder):
     """A full context ends the answer and says so; a prompt that does not fit is refused before any work."""
     got = ids_of(cli, "--raw", PROMPT, "-m", tiny_folder, "--context", "16", "-n", "300")
     used = got["usage"]["total_tokens"] - 1
-    assert (choice(got)["finish_reason"], choice(got)["stop_reason"], used) == ("length", "context", 16)
+    assert (choice(got)["finish_reason"], choice(got)["stop_reason"], used) == (
+        "length",
+        "context",
+        16,
+    )
     code, out, err = cli("generate", "name " * 30, "-m", tiny_folder, "--context", "16")
     message, hint = errors_in(err)
-    assert (code, out) == (2, "") and re.fullmatch(r"the prompt has \d+ tokens, the context 16", message)
+    assert (code, out) == (2, "") and re.fullmatch(
+        r"the prompt has \d+ tokens, the context 16", message
+    )
     assert "--context 512" in hint
     code, _, err = cli("generate", "x", "-m", tiny_folder, "--context", "513")
     assert code == 2 and "--context 513 is more than the model's 512" in err
@@ -510,7 +677,9 @@ def test_too_little_memory_is_refused_with_three_numbers_and_a_context_that_fits
     fitting = re.match(r"--context (\d+)", hint)[1]
     assert "--dtype bfloat16 --context" in hint
     assert 0 < int(fitting) * 1536 < float(numbers[3].split()[0]) * 1.01e9
-    assert ids_of(cli, "x", "-m", folder, "--context", str(int(fitting) // 2))["choices"][0]["token_ids"]
+    assert ids_of(cli, "x", "-m", folder, "--context", str(int(fitting) // 2))["choices"][0][
+        "token_ids"
+    ]
 
 
 def memory_refusal(cli, monkeypatch, available, *argv):
@@ -530,13 +699,22 @@ def test_weights_and_cache_must_fit_together_to_the_byte(cli, monkeypatch, tiny_
     message, hint = memory_refusal(cli, monkeypatch, needed - 1, "-m", tiny_folder)
     assert "needs" in message and hint.startswith("--context 448 or --dtype bfloat16")
     assert memory_refusal(cli, monkeypatch, needed, "-m", tiny_folder) is None
-    assert memory_refusal(cli, monkeypatch, weight_bytes(config, 4), "-m", tiny_folder, "--context", "2")
+    assert memory_refusal(
+        cli, monkeypatch, weight_bytes(config, 4), "-m", tiny_folder, "--context", "2"
+    )
 
 
-@pytest.mark.parametrize("flags", [
-    ["--cache", "sliding:window=8"], ["--cache", "quantized:bits=4"], ["--cache", "batch:of=sliding:window=8"],
-    ["--cache", "offloaded"], ["--cache", "paged:pages=2"], ["--context", "64"],
-])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--cache", "sliding:window=8"],
+        ["--cache", "quantized:bits=4"],
+        ["--cache", "batch:of=sliding:window=8"],
+        ["--cache", "offloaded"],
+        ["--cache", "paged:pages=2"],
+        ["--context", "64"],
+    ],
+)
 def test_a_cache_that_takes_less_is_not_refused(cli, monkeypatch, tiny_folder, flags):
     """The weights and half of what an exact cache of the whole context takes are free."""
     from nanokv.config import Config
@@ -546,7 +724,9 @@ def test_a_cache_that_takes_less_is_not_refused(cli, monkeypatch, tiny_folder, f
     available = weight_bytes(config, 4) + kv_bytes(config, 512, 1, 4) * 3 // 4
     assert memory_refusal(cli, monkeypatch, available, "-m", tiny_folder, *flags) is None
     for other in ("dict", "static", "growing", "paged", "offloaded:to=host"):
-        assert memory_refusal(cli, monkeypatch, available, "-m", tiny_folder, "--cache", other), other
+        assert memory_refusal(cli, monkeypatch, available, "-m", tiny_folder, "--cache", other), (
+            other
+        )
 
 
 def test_a_pool_is_counted_as_a_whole(cli, monkeypatch, tiny_folder):
@@ -559,7 +739,9 @@ def test_a_pool_is_counted_as_a_whole(cli, monkeypatch, tiny_folder):
     assert memory_refusal(cli, monkeypatch, 20_000_000, *argv, value) is None
     pages = int(value.split("=")[1])
     assert memory_refusal(cli, monkeypatch, 20_000_000, *argv, f"paged:pages={pages + 1}")
-    message, _ = memory_refusal(cli, monkeypatch, 20_000_000, *argv, f"batch:of=prefix:page=8:pages={2 * pages + 2}")
+    message, _ = memory_refusal(
+        cli, monkeypatch, 20_000_000, *argv, f"batch:of=prefix:page=8:pages={2 * pages + 2}"
+    )
     assert "for a pool of" in message
     assert "no context fits" in memory_refusal(cli, monkeypatch, 1_000, *argv, "paged:pages=5")[1]
 
@@ -572,10 +754,15 @@ def test_who_guesses_is_counted_before_anything_is_loaded(cli, monkeypatch, tiny
     one = weight_bytes(config, 4) + kv_bytes(config, 512, 1, 4)
     loads = []
     load = importlib.import_module("nanokv.loading").load_folder
-    monkeypatch.setattr("nanokv.loading.load_folder", lambda *args: (loads.append(1), load(*args))[1])
+    monkeypatch.setattr(
+        "nanokv.loading.load_folder", lambda *args: (loads.append(1), load(*args))[1]
+    )
     draft = ("-m", tiny_folder, "--speculate", f"draft:{tiny_folder}")
     message, hint = memory_refusal(cli, monkeypatch, 2 * one - 1, *draft)
-    assert re.search(r"for weights \+ 786 kB for the cache of 512 tokens \+ ([\d.]+ [kM]B) for --speculate", message)
+    assert re.search(
+        r"for weights \+ 786 kB for the cache of 512 tokens \+ ([\d.]+ [kM]B) for --speculate",
+        message,
+    )
     assert "--context" in hint and not loads
     assert memory_refusal(cli, monkeypatch, 2 * one, *draft) is None and len(loads) == 2
     assert memory_refusal(cli, monkeypatch, one, *draft)[1] == "leave out --speculate"
@@ -587,7 +774,8 @@ def test_who_guesses_is_counted_before_anything_is_loaded(cli, monkeypatch, tiny
 
 
 @pytest.mark.parametrize(
-    ("stored", "flag", "itemsize"), [("float16", "auto", 4), ("bfloat16", "auto", 2), ("float32", "bfloat16", 2)]
+    ("stored", "flag", "itemsize"),
+    [("float16", "auto", 4), ("bfloat16", "auto", 2), ("float32", "bfloat16", 2)],
 )
 def test_dtype_auto(cli, tiny_folder, tmp_path, stored, flag, itemsize):
     """float16 runs as float32 on a CPU (it has no fast fp16 GEMM); bfloat16 stays; seen in the cache's bytes."""
@@ -595,7 +783,9 @@ def test_dtype_auto(cli, tiny_folder, tmp_path, stored, flag, itemsize):
     from safetensors.torch import load_file, save_file
 
     folder = shutil.copytree(tiny_folder, tmp_path / stored)
-    weights = {k: t.to(getattr(torch, stored)) for k, t in load_file(folder / "model.safetensors").items()}
+    weights = {
+        k: t.to(getattr(torch, stored)) for k, t in load_file(folder / "model.safetensors").items()
+    }
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text()) | {"dtype": stored}
     (folder / "config.json").write_text(json.dumps(config))
@@ -603,7 +793,9 @@ def test_dtype_auto(cli, tiny_folder, tmp_path, stored, flag, itemsize):
     assert got["cache"]["bytes"] == (got["usage"]["prompt_tokens"] + 5) * 2 * 3 * 2 * 32 * itemsize
 
 
-def test_control_characters_of_the_model_are_visible_in_text_and_escaped_in_json(cli, tiny_folder, tmp_path):
+def test_control_characters_of_the_model_are_visible_in_text_and_escaped_in_json(
+    cli, tiny_folder, tmp_path
+):
     """The checkpoint's vocabulary is changed so that the model's first token is ESC and its second is DEL."""
     first, second = ids_of(cli, PROMPT, "-m", tiny_folder)["choices"][0]["token_ids"][:2]
     assert first != second
@@ -621,7 +813,12 @@ def test_control_characters_of_the_model_are_visible_in_text_and_escaped_in_json
     assert cli("generate", PROMPT, "-m", folder, "-n", "2", "-q") == (0, "␛␡\n", "")
 
 
-THOUGHTS = [(None, "\nhmm␛\n\n"), ("show", "\nhmm␛\n\n"), ("fold", "  thought for 0 ms\n"), ("off", "")]
+THOUGHTS = [
+    (None, "\nhmm␛\n\n"),
+    ("show", "\nhmm␛\n\n"),
+    ("fold", "  thought for 0 ms\n"),
+    ("off", ""),
+]
 
 
 @pytest.mark.parametrize(("thinking", "thoughts"), THOUGHTS)
@@ -632,7 +829,9 @@ def test_thinking_goes_to_stderr(capsys, thinking, thoughts):
     from nanokv.apps.cli.commands.generate import TextOutput
 
     asked = prompt.PromptOptions(chat=True, template=options.TemplateOptions(thinking=thinking))
-    loaded = types.SimpleNamespace(tokenizer=types.SimpleNamespace(decode=lambda ids: "<|im_start|>assistant\n"))
+    loaded = types.SimpleNamespace(
+        tokenizer=types.SimpleNamespace(decode=lambda ids: "<|im_start|>assistant\n")
+    )
     out = TextOutput(asked, options.OutputOptions(color="never"), loaded, [1])
     for chunk in ("<thi", "nk>\nhmm\x1b", "\n</th", "ink>\n\nFour", ".\x07"):
         out.put(chunk)
@@ -641,7 +840,9 @@ def test_thinking_goes_to_stderr(capsys, thinking, thoughts):
     assert (shown.out, shown.err) == ("Four.␇\n", thoughts)
 
 
-@pytest.mark.parametrize("module", ["chat.repl", "chat.pipe", "commands.generate", "commands.batch"])
+@pytest.mark.parametrize(
+    "module", ["chat.repl", "chat.pipe", "commands.generate", "commands.batch"]
+)
 def test_the_banner_need_not_wait_for_torch(module):
     """torch takes seconds to import, and Ctrl-C is heard there only inside of terminal.loading()."""
     code = f"import sys, nanokv.apps.cli.{module}; print('torch' in sys.modules)"
@@ -656,7 +857,10 @@ def test_thinking_has_the_same_values_in_every_command(command):
 
     parser = make_parser(command, importlib.import_module(COMMANDS[command][0]))
     needed = {"batch": ["prompts.jsonl"], "generate": ["hi"], "trace": ["hi"]}.get(command, [])
-    given = {word: parser.parse_args([*needed, "--thinking", word]) for word in ("show", "fold", "off", "on")}
+    given = {
+        word: parser.parse_args([*needed, "--thinking", word])
+        for word in ("show", "fold", "off", "on")
+    }
     assert [args.thinking for args in given.values()] == ["show", "fold", "off", "show"]
     said = [options.template_options(args).values() for args in given.values()]
     assert said == [{"enable_thinking": word != "off"} for word in given]
@@ -680,7 +884,9 @@ def test_help_into_a_closed_pipe_and_a_full_disk():
     assert (done.returncode, done.stderr) == (141, b"")
     with open("/dev/full", "wb") as full:
         done = run_cli("env", "--help", stdout=full)
-    assert done.returncode == 2 and b"cannot write to stdout: No space left on device" in done.stderr
+    assert (
+        done.returncode == 2 and b"cannot write to stdout: No space left on device" in done.stderr
+    )
     assert len(done.stderr.splitlines()) <= 2
 
 
@@ -691,7 +897,10 @@ def test_output_that_is_still_buffered_at_the_end():
         "env.run = lambda args: print('x'); sys.exit(main())"
     )
     with open("/dev/full", "wb") as full:
-        for output, expected, text in ((closed_pipe(), 141, b""), (full, 2, b"No space left on device")):
+        for output, expected, text in (
+            (closed_pipe(), 141, b""),
+            (full, 2, b"No space left on device"),
+        ):
             done = subprocess.run(
                 [sys.executable, "-c", code, "env"],
                 stdout=output,
@@ -699,12 +908,18 @@ def test_output_that_is_still_buffered_at_the_end():
                 env=environment(),
                 check=False,
             )
-            assert done.returncode == expected and text in done.stderr and b"ignored" not in done.stderr
+            assert (
+                done.returncode == expected
+                and text in done.stderr
+                and b"ignored" not in done.stderr
+            )
 
 
 def test_a_reader_that_leaves_stops_the_generation(endless_folder):
     """`nanokv generate … | head -c 10` ends at once with 141 and no traceback, not after 90,000 tokens."""
-    process = spawn_cli("generate", PROMPT, "-m", endless_folder, "-n", "90000", "--context", "99000")
+    process = spawn_cli(
+        "generate", PROMPT, "-m", endless_folder, "-n", "90000", "--context", "99000"
+    )
     assert len(process.stdout.read(10)) == 10
     process.stdout.close()
     err = process.stderr.read()
@@ -725,7 +940,18 @@ def test_the_banner_is_on_the_screen_before_torch_is_imported(tiny_folder):
         load_model(given.model, given.cache, given.output, announce=announce)
     """
     done = subprocess.run(
-        [sys.executable, "-c", code, "-m", str(tiny_folder), "--device", "cpu", "--context", "300", "--plain"],
+        [
+            sys.executable,
+            "-c",
+            code,
+            "-m",
+            str(tiny_folder),
+            "--device",
+            "cpu",
+            "--context",
+            "300",
+            "--plain",
+        ],
         capture_output=True,
         env=environment(),
         check=False,
@@ -738,7 +964,9 @@ def test_the_banner_is_on_the_screen_before_torch_is_imported(tiny_folder):
 def test_a_full_disk_is_an_error(tiny_folder):
     with open("/dev/full", "wb") as full:
         done = run_cli("generate", PROMPT, "-m", tiny_folder, "-n", "4", stdout=full)
-    assert done.returncode == 2 and done.stderr.startswith(b"nanokv: error: cannot write to stdout: No space left")
+    assert done.returncode == 2 and done.stderr.startswith(
+        b"nanokv: error: cannot write to stdout: No space left"
+    )
     assert b"Traceback" not in done.stderr and b"Exception" not in done.stderr
 
 
@@ -787,7 +1015,10 @@ def test_interrupted_prefill_says_so(cli, monkeypatch, endless_folder):
     code, out, err = cli("generate", "name " * 600, "-m", endless_folder, "--json")
     got = json.loads(out)
     assert (code, choice(got)["stop_reason"], choice(got)["token_ids"]) == (130, "interrupted", [])
-    assert got["cache"]["bytes"] < got["usage"]["prompt_tokens"] * 1536 and got["timings"]["ttft_s"] is None
+    assert (
+        got["cache"]["bytes"] < got["usage"]["prompt_tokens"] * 1536
+        and got["timings"]["ttft_s"] is None
+    )
     assert "0 out" in err
 
 
@@ -795,7 +1026,11 @@ def test_ctrl_c_during_a_download_ends_it(tmp_path):
     """A server that accepts and then says nothing: the moment when people press Ctrl-C."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(60)
-        env = {"HF_ENDPOINT": f"http://127.0.0.1:{server.getsockname()[1]}", "HF_HOME": str(tmp_path), "NO_PROXY": "*"}
+        env = {
+            "HF_ENDPOINT": f"http://127.0.0.1:{server.getsockname()[1]}",
+            "HF_HOME": str(tmp_path),
+            "NO_PROXY": "*",
+        }
         process = spawn_cli("generate", "x", "-m", "somebody/something", env=env)
         connection, _ = server.accept()
         process.send_signal(signal.SIGINT)
@@ -810,7 +1045,11 @@ def test_a_real_terminal_without_prompt_and_colour_on_its_stderr():
     for env, colour in (({}, True), ({"NO_COLOR": "1"}, False)):
         parent, child = pty.openpty()
         process = subprocess.Popen(
-            command("generate"), stdin=child, stdout=subprocess.PIPE, stderr=child, env=environment(env)
+            command("generate"),
+            stdin=child,
+            stdout=subprocess.PIPE,
+            stderr=child,
+            env=environment(env),
         )
         os.close(child)
         assert process.communicate(timeout=60)[0] == b"" and process.returncode == 2
@@ -835,7 +1074,11 @@ def read_all(descriptor: int) -> bytes:
 
 def test_invalid_bytes_in_an_argument_exit_2_with_the_position():
     done = run_cli("generate", b"abc\xffdef")
-    assert done.returncode == 2 and b"byte 0xff at position 3" in done.stderr and len(done.stderr.splitlines()) == 2
+    assert (
+        done.returncode == 2
+        and b"byte 0xff at position 3" in done.stderr
+        and len(done.stderr.splitlines()) == 2
+    )
 
 
 def test_utf8_goes_into_pipes_whatever_the_locale():
@@ -844,7 +1087,9 @@ def test_utf8_goes_into_pipes_whatever_the_locale():
     done = run_cli("--help", env=env)
     assert done.returncode == 0 and "0 done · 1 our bug" in done.stdout.decode("utf-8")
     done = run_cli("zz", env=env)
-    assert done.returncode == 2 and done.stderr.decode("utf-8").startswith("nanokv: error: no command 'zz'")
+    assert done.returncode == 2 and done.stderr.decode("utf-8").startswith(
+        "nanokv: error: no command 'zz'"
+    )
 
 
 # --- env ----------------------------------------------------------------------------------------------------------
@@ -875,10 +1120,17 @@ def test_env_shows_which_tokens_end_an_answer_and_who_says_so(cli, edited, monke
     folder = edited("generation_config.json", eos_token_id=[300, 0])
     found = ends(folder)
     assert [id for id, _ in found.values()] == ["300", "0", "2"]
-    assert found["<|im_end|>"] == ["2", "config.json, tokenizer's eos_token, known text, chat template"]
+    assert found["<|im_end|>"] == [
+        "2",
+        "config.json, tokenizer's eos_token, known text, chat template",
+    ]
     assert found["<|endoftext|>"] == ["0", "generation_config.json, known text"]
-    assert re.search(r"ends of an answer\n(.+\n)+.*<\|im_end\|> +2 +\(config.json", cli("env", "-m", folder)[1])
-    assert ends(edited("generation_config.json", eos_token_id=[])) == {"none": ["", "answers end at their length"]}
+    assert re.search(
+        r"ends of an answer\n(.+\n)+.*<\|im_end\|> +2 +\(config.json", cli("env", "-m", folder)[1]
+    )
+    assert ends(edited("generation_config.json", eos_token_id=[])) == {
+        "none": ["", "answers end at their length"]
+    }
     assert ends("Qwen/Qwen3-0.6B")["unknown"][0] == "not on this disk"
     (folder / "tokenizer.json").write_text("{")
     assert ends(folder)["unknown"][0] == "cannot be read"
@@ -898,7 +1150,9 @@ def test_env_shows_the_ends_of_a_model_that_a_package_carries(cli, tmp_path, mon
     data = write_gguf(tmp_path / "model.gguf", reference, tmp_path).read_bytes()
     absent = json.loads(cli("env", "--json", "-m", "smollm2")[1])["ends of an answer"]
     assert absent["unknown"][0] == "not on this disk"
-    package = installed.PACKAGES["smollm2"]._replace(nbytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+    package = installed.PACKAGES["smollm2"]._replace(
+        nbytes=len(data), sha256=hashlib.sha256(data).hexdigest()
+    )
     monkeypatch.setitem(installed.PACKAGES, "smollm2", package)
     monkeypatch.syspath_prepend(fake_distribution(tmp_path / "site", data))
     for name in ("smollm2", "SmolLM2"):
@@ -915,11 +1169,19 @@ def test_a_hint_is_printed_once(cli, flags):
         assert ("Traceback" in err) == bool(debug)
 
 
-@pytest.mark.parametrize(("name", "hint"), [
-    ("tinny", "did you mean tiny?"), ("./nothing", "check the path: there is no such folder"),
-    ("a b/c", None), ("nothing.gguf", "check the path: there is no such file"), ("", None),
-])
-def test_env_says_what_is_wrong_with_a_name_that_no_model_has(cli, tmp_path, monkeypatch, name, hint):
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("tinny", "did you mean tiny?"),
+        ("./nothing", "check the path: there is no such folder"),
+        ("a b/c", None),
+        ("nothing.gguf", "check the path: there is no such file"),
+        ("", None),
+    ],
+)
+def test_env_says_what_is_wrong_with_a_name_that_no_model_has(
+    cli, tmp_path, monkeypatch, name, hint
+):
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     code, out, err = cli("env", "-m", name)
     message, told = errors_in(err)
@@ -927,7 +1189,9 @@ def test_env_says_what_is_wrong_with_a_name_that_no_model_has(cli, tmp_path, mon
     assert hint is None or told == hint
 
 
-@pytest.mark.parametrize("name", ["qwen3-0.6b", "Qwen/Qwen3-0.6B", "owner/name:file.gguf", "smollm2"])
+@pytest.mark.parametrize(
+    "name", ["qwen3-0.6b", "Qwen/Qwen3-0.6B", "owner/name:file.gguf", "smollm2"]
+)
 def test_env_of_a_model_that_would_be_fetched_asks_nobody(cli, tmp_path, monkeypatch, name):
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setattr("socket.socket.connect", None)
@@ -937,8 +1201,11 @@ def test_env_of_a_model_that_would_be_fetched_asks_nobody(cli, tmp_path, monkeyp
 
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [(["--cache", "nosuch"], "no cache is called 'nosuch'"), (["--cache", "paged:pags=3"], "has no option pags"),
-     (["--device", "tpu"], "--device 'tpu' is not auto, cpu")],
+    [
+        (["--cache", "nosuch"], "no cache is called 'nosuch'"),
+        (["--cache", "paged:pags=3"], "has no option pags"),
+        (["--device", "tpu"], "--device 'tpu' is not auto, cpu"),
+    ],
 )
 def test_env_says_what_is_wrong_with_a_setting(cli, flags, message):
     code, out, err = cli("env", *flags)
@@ -950,11 +1217,25 @@ def test_env_shows_every_variable_that_is_read(cli):
     from pathlib import Path
 
     root = Path(nanokv.__file__).parents[1]
-    text = "\n".join(p.read_text() for place in ("nanokv", "weights_loader") for p in (root / place).rglob("*.py"))
-    found = set(re.findall(r"""(?:environ(?:\.get\(|\[)|environment\()\s*["']([A-Z_]+)["']""", text))
-    found |= set(re.findall(r"\$([A-Z][A-Z_]+)\b", (root / "nanokv/apps/cli/common/arguments.py").read_text()))
+    text = "\n".join(
+        p.read_text()
+        for place in ("nanokv", "weights_loader")
+        for p in (root / place).rglob("*.py")
+    )
+    found = set(
+        re.findall(r"""(?:environ(?:\.get\(|\[)|environment\()\s*["']([A-Z_]+)["']""", text)
+    )
+    found |= set(
+        re.findall(
+            r"\$([A-Z][A-Z_]+)\b", (root / "nanokv/apps/cli/common/arguments.py").read_text()
+        )
+    )
     shown = json.loads(cli("env", "--json")[1])
-    assert {"CXX", "NANOKV_KERNELS", "NANOKV_CACHE", "XDG_CACHE_HOME"} <= found <= set(shown["environment"])
+    assert (
+        {"CXX", "NANOKV_KERNELS", "NANOKV_CACHE", "XDG_CACHE_HOME"}
+        <= found
+        <= set(shown["environment"])
+    )
     taken = set(re.findall(r"^([A-Z]+) *\?=", (root / "Makefile").read_text(), re.MULTILINE))
     assert taken and taken == set(shown["environment of make"])
 
@@ -965,7 +1246,10 @@ def test_env_names_the_folder_of_the_kernels(cli, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
     for name, origin in (("x", "XDG_CACHE_HOME"), ("k", "NANOKV_CACHE")):
         monkeypatch.setenv(origin, str(tmp_path / name))
-        assert json.loads(cli("env", "--json")[1])["paths"]["kernels"] == [str(building.folder()), origin]
+        assert json.loads(cli("env", "--json")[1])["paths"]["kernels"] == [
+            str(building.folder()),
+            origin,
+        ]
 
 
 def test_ctrl_c_inside_an_import_is_ctrl_c_all_the_same(monkeypatch, capsys):
@@ -988,12 +1272,28 @@ def test_ctrl_c_inside_an_import_is_ctrl_c_all_the_same(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
-        ("--foo", None), ("--colour", "--color"), ("--tempature", "--temperature"), ("--top_k", "--top-k"),
-        ("--max-new-token", "--max-new-tokens"), ("--quantise", "--quantize"), ("--ctx", "--context"),
-        ("--n-ctx", "--context"), ("--num-predict", "--max-new-tokens"), ("--max-length", "--max-new-tokens"),
-        ("--xyzzy", None), ("--threads-count", "--threads"), ("--Seed", "--seed"), ("-c", "--context"),
-        ("-ngl", "--device"), ("--n-gpu-layers", "--device"), ("-ctk", "--cache"), ("-V", "--version"),
-        ("-f", "--file"), ("-cnv", "--chat"), ("--repeat-penalty", "--repetition-penalty"), ("-np", None),
+        ("--foo", None),
+        ("--colour", "--color"),
+        ("--tempature", "--temperature"),
+        ("--top_k", "--top-k"),
+        ("--max-new-token", "--max-new-tokens"),
+        ("--quantise", "--quantize"),
+        ("--ctx", "--context"),
+        ("--n-ctx", "--context"),
+        ("--num-predict", "--max-new-tokens"),
+        ("--max-length", "--max-new-tokens"),
+        ("--xyzzy", None),
+        ("--threads-count", "--threads"),
+        ("--Seed", "--seed"),
+        ("-c", "--context"),
+        ("-ngl", "--device"),
+        ("--n-gpu-layers", "--device"),
+        ("-ctk", "--cache"),
+        ("-V", "--version"),
+        ("-f", "--file"),
+        ("-cnv", "--chat"),
+        ("--repeat-penalty", "--repetition-penalty"),
+        ("-np", None),
     ],
 )
 def test_the_suggested_flag_is_the_one_that_was_meant(cli, typed, meant):
@@ -1005,22 +1305,32 @@ def test_the_suggested_flag_is_the_one_that_was_meant(cli, typed, meant):
 
 
 def test_flags_of_other_programs_are_accepted_and_checked_like_ours():
-    args = make_parser("generate", generate).parse(["x", "--temp", "0.5", "--ctx-size=64", "--n-predict", "3"])
+    args = make_parser("generate", generate).parse(
+        ["x", "--temp", "0.5", "--ctx-size=64", "--n-predict", "3"]
+    )
     assert (args.temperature, args.context, args.max_new_tokens) == (0.5, 64, 3)
     assert make_parser("generate", generate).parse(["x", "--max-tokens", "4"]).max_new_tokens == 4
-    with pytest.raises(NanoKVError, match=r"--temperature: -9 is not 0 .* or a number from 1e-30 to 1,000,000"):
+    with pytest.raises(
+        NanoKVError, match=r"--temperature: -9 is not 0 .* or a number from 1e-30 to 1,000,000"
+    ):
         make_parser("generate", generate).parse(["x", "--temp", "-9"])
     # Not where it would mean nothing.
     with pytest.raises(NanoKVError, match=r"no flag --n-predict"):
-        make_parser("bench", __import__("nanokv.apps.cli.commands.bench", fromlist=["bench"])).parse(
-            ["--n-predict", "4"]
-        )
+        make_parser(
+            "bench", __import__("nanokv.apps.cli.commands.bench", fromlist=["bench"])
+        ).parse(["--n-predict", "4"])
 
 
-@pytest.mark.parametrize(("typed", "told"), [
-    ("--stream", "by default"), ("-no-cnv", "--raw"), ("--no-cnv", "--raw"), ("--no_stream", "--json"),
-    ("--trust-remote-code", "no code"),
-])
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("--stream", "by default"),
+        ("-no-cnv", "--raw"),
+        ("--no-cnv", "--raw"),
+        ("--no_stream", "--json"),
+        ("--trust-remote-code", "no code"),
+    ],
+)
 def test_a_flag_that_is_not_needed_here_is_told_why(cli, typed, told):
     code, _, err = cli("generate", "x", typed)
     message, hint = errors_in(err)
@@ -1029,10 +1339,20 @@ def test_a_flag_that_is_not_needed_here_is_told_why(cli, typed, told):
 
 @pytest.mark.parametrize(
     ("name", "told"),
-    [("run", "nanokv chat -m MODEL"), ("list", "nanokv models"), ("version", "nanokv --version"),
-     ("-V", "nanokv --version"), ("perplexity", "nanokv bench"), ("quantize", "--quantize int8"),
-     ("server", "nanokv serve"), ("rm", "nanokv models"), ("ps", "nanokv models"),
-     ("ls", "nanokv models"), ("pull", "nanokv chat -m Qwen/Qwen3-0.6B"), ("chatt", "did you mean nanokv chat?")],
+    [
+        ("run", "nanokv chat -m MODEL"),
+        ("list", "nanokv models"),
+        ("version", "nanokv --version"),
+        ("-V", "nanokv --version"),
+        ("perplexity", "nanokv bench"),
+        ("quantize", "--quantize int8"),
+        ("server", "nanokv serve"),
+        ("rm", "nanokv models"),
+        ("ps", "nanokv models"),
+        ("ls", "nanokv models"),
+        ("pull", "nanokv chat -m Qwen/Qwen3-0.6B"),
+        ("chatt", "did you mean nanokv chat?"),
+    ],
 )
 def test_commands_of_other_programs_lead_to_ours(cli, name, told):
     code, _, err = cli(name, "qwen3")
@@ -1045,11 +1365,17 @@ def test_commands_of_other_programs_lead_to_ours(cli, name, told):
 @pytest.mark.parametrize(
     ("typed", "parsed", "hint"),
     [
-        ("/?", ("/?", ""), None), ("/HELP", ("/help", ""), None), ("/Set TOP_K 5", ("/set", "TOP_K 5"), None),
-        ("/ cache", ("/ cache", ""), "did you mean /cache?"), ("/", ("/", ""), "/help lists them"),
-        ("/model qwen", ("/model", "qwen"), "nanokv chat -m NAME"), ("/chace", ("/chace", ""), "did you mean /cache?"),
+        ("/?", ("/?", ""), None),
+        ("/HELP", ("/help", ""), None),
+        ("/Set TOP_K 5", ("/set", "TOP_K 5"), None),
+        ("/ cache", ("/ cache", ""), "did you mean /cache?"),
+        ("/", ("/", ""), "/help lists them"),
+        ("/model qwen", ("/model", "qwen"), "nanokv chat -m NAME"),
+        ("/chace", ("/chace", ""), "did you mean /cache?"),
         ("/temperature 1", ("/temperature", "1"), "did you mean /set temperature?"),
-        ("/foo", ("/foo", ""), "/help lists them"), ("/ is a slash", None, None), ("//cache", None, None),
+        ("/foo", ("/foo", ""), "/help lists them"),
+        ("/ is a slash", None, None),
+        ("//cache", None, None),
     ],
 )
 def test_slash_commands_as_people_type_them(typed, parsed, hint):
@@ -1062,34 +1388,65 @@ def test_slash_commands_as_people_type_them(typed, parsed, hint):
         assert parsed[0] in chat_commands.COMMANDS
 
 
-@pytest.mark.parametrize(("rest", "hint"), [
-    ("parameter temperature 0.7", "did you mean /set temperature 0.7?"),
-    ("parameter top-k 5", "did you mean /set top_k 5?"), ("parameter temprature 1", "did you mean temperature?"),
-    ("parameter num_ctx 4096", "nanokv chat --context 4096"), ("num_ctx 4096", "nanokv chat --context 4096"),
-    ("parameter repeat_penalty 1.1", "/set repetition_penalty 1.1"), ("parameter num_predict 9", "max_new_tokens 9"),
-    ('system "Be brief."', "/system Be brief."), ("nothink", "/nothink"), ("think", "/think"),
-    ("verbose", "/stats on"), ("parameter", "one of temperature"), ("parameter xyzzy 1", "one of temperature"),
-])
+@pytest.mark.parametrize(
+    ("rest", "hint"),
+    [
+        ("parameter temperature 0.7", "did you mean /set temperature 0.7?"),
+        ("parameter top-k 5", "did you mean /set top_k 5?"),
+        ("parameter temprature 1", "did you mean temperature?"),
+        ("parameter num_ctx 4096", "nanokv chat --context 4096"),
+        ("num_ctx 4096", "nanokv chat --context 4096"),
+        ("parameter repeat_penalty 1.1", "/set repetition_penalty 1.1"),
+        ("parameter num_predict 9", "max_new_tokens 9"),
+        ('system "Be brief."', "/system Be brief."),
+        ("nothink", "/nothink"),
+        ("think", "/think"),
+        ("verbose", "/stats on"),
+        ("parameter", "one of temperature"),
+        ("parameter xyzzy 1", "one of temperature"),
+    ],
+)
 def test_settings_as_ollama_has_them_lead_to_ours(rest, hint):
     with pytest.raises(NanoKVError, match="no setting") as error:
         chat_commands.run(None, "/set", rest)
     assert hint in error.value.hint and "{" not in error.value.hint
 
 
-@pytest.mark.parametrize(("flags", "told"), [
-    ([], "nanokv chat --resume"), (["-m", "smollm2"], "nanokv chat -m smollm2 --resume"),
-    (["-m", "./my model.gguf", "--cache", "quantized:bits=4", "--resume", "x"],
-     "nanokv chat -m './my model.gguf' --cache quantized:bits=4 --resume"),
-    (["--context=64", "--quantize", "int8", "--overflow", "drop", "--plain", "--speculate", "ngram:3", "-q"],
-     "nanokv chat --context 64 --plain --quantize int8 --speculate ngram:3 --overflow drop --resume"),
-    (["-t", "0.7", "-s", "Be brief.", "--stats", "off"], "nanokv chat --resume"),
-])
-def test_the_command_that_resumes_a_chat_names_what_its_session_does_not_hold(monkeypatch, flags, told):
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ([], "nanokv chat --resume"),
+        (["-m", "smollm2"], "nanokv chat -m smollm2 --resume"),
+        (
+            ["-m", "./my model.gguf", "--cache", "quantized:bits=4", "--resume", "x"],
+            "nanokv chat -m './my model.gguf' --cache quantized:bits=4 --resume",
+        ),
+        (
+            [
+                "--context=64",
+                "--quantize",
+                "int8",
+                "--overflow",
+                "drop",
+                "--plain",
+                "--speculate",
+                "ngram:3",
+                "-q",
+            ],
+            "nanokv chat --context 64 --plain --quantize int8 --speculate ngram:3 --overflow drop --resume",
+        ),
+        (["-t", "0.7", "-s", "Be brief.", "--stats", "off"], "nanokv chat --resume"),
+    ],
+)
+def test_the_command_that_resumes_a_chat_names_what_its_session_does_not_hold(
+    monkeypatch, flags, told
+):
     """NANOKV_MODEL may be another one when it is typed."""
     from nanokv.apps.cli.chat.resume import resuming
     from nanokv.apps.cli.commands import chat
 
     monkeypatch.delenv("NANOKV_MODEL", raising=False)
+
     def resuming_with(words):
         return resuming(chat.command_options(make_parser("chat", chat).parse(words)))
 
@@ -1104,7 +1461,9 @@ def test_a_command_among_other_lines_is_found_in_any_case():
     assert chat_commands.command_line("hello\n/CACHE") == (2, "/cache")
 
 
-@pytest.mark.parametrize(("name", "example"), [("/read", "/read notes.txt"), ("/save", "/save"), ("/load", "/load")])
+@pytest.mark.parametrize(
+    ("name", "example"), [("/read", "/read notes.txt"), ("/save", "/save"), ("/load", "/load")]
+)
 def test_a_bare_file_command_asks_for_the_name(name, example):
     with pytest.raises(NanoKVError, match=f"{name} needs a file name") as error:
         chat_commands.run(None, name, "")
@@ -1112,7 +1471,9 @@ def test_a_bare_file_command_asks_for_the_name(name, example):
 
 
 def test_a_full_context_offers_no_more_turns_than_there_are(tiny_folder):
-    session = nanokv.Session(*nanokv.load(str(tiny_folder)), params={"max_new_tokens": 2}, context=120)
+    session = nanokv.Session(
+        *nanokv.load(str(tiny_folder)), params={"max_new_tokens": 2}, context=120
+    )
     hints = []
     for count in (1, 2):
         session.ask("name " * 10)

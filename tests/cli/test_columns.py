@@ -39,7 +39,9 @@ def printed(monkeypatch, capsys):
 
 def too_wide(text, width):
     """Lines wider than the terminal, but for a single word (a path) that no break could mend."""
-    return [line for line in text.splitlines() if layout.cells(line) > width and len(line.split()) > 1]
+    return [
+        line for line in text.splitlines() if layout.cells(line) > width and len(line.split()) > 1
+    ]
 
 
 def words(text):
@@ -55,20 +57,26 @@ def test_words_stay_whole():
     for width in (20, 40, 60):
         shown = layout.paragraph(text, width, "  ", "    ")
         assert shown.split() == text.split() and too_wide(shown, width) == []
-        assert shown.startswith("  --max") and all(line.startswith("    ") for line in shown.splitlines()[1:])
+        assert shown.startswith("  --max") and all(
+            line.startswith("    ") for line in shown.splitlines()[1:]
+        )
     assert layout.paragraph(text, None) == text
 
 
 def test_cells_count_what_a_terminal_shows():
     assert layout.cells("日本") == 4 and layout.cells("e\u0301") == 1 and layout.cells("a · b") == 5
-    assert layout.paragraph("日本 日本 日本 日本 日本", 20).splitlines() == ["日本 日本 日本 日本", "日本"]
+    assert layout.paragraph("日本 日本 日本 日本 日本", 20).splitlines() == [
+        "日本 日本 日本 日本",
+        "日本",
+    ]
 
 
 def test_lines_break_at_the_separator_and_drop_it():
     parts = ["14 new + 105 reused → 8 out", "first token 21 ms", "1,310 tok/s"]
     assert layout.joined(parts, None, "  ") == "  " + " · ".join(parts)
     assert layout.joined(parts, 40, "  ").splitlines() == [
-        "  14 new + 105 reused → 8 out", "  first token 21 ms · 1,310 tok/s",
+        "  14 new + 105 reused → 8 out",
+        "  first token 21 ms · 1,310 tok/s",
     ]
     long = layout.joined(["one part of many words", "b"], 20, "  ")
     assert long.splitlines() == ["  one part of many", "  words", "  b"]
@@ -82,18 +90,29 @@ def test_a_command_line_can_be_copied_from_a_narrow_terminal(tmp_path):
     for width in (20, 40, 60):
         shown = layout.shell(line, width)
         assert len(shown.splitlines()) > 1
-        same = [subprocess.run(["sh", "-c", text], capture_output=True, check=True).stdout for text in (line, shown)]
+        same = [
+            subprocess.run(["sh", "-c", text], capture_output=True, check=True).stdout
+            for text in (line, shown)
+        ]
         assert same[0] == same[1]
 
 
 def test_a_table_becomes_records_where_it_does_not_fit():
-    head, rows = ("", "prefill tok/s", "GB/s"), [("tiny dict", "3,100", "9.5"), ("tiny paged", "900", "")]
+    head, rows = (
+        ("", "prefill tok/s", "GB/s"),
+        [("tiny dict", "3,100", "9.5"), ("tiny paged", "900", "")],
+    )
     assert layout.table(head, rows, 80) == [
-        "            prefill tok/s  GB/s", "tiny dict           3,100   9.5", "tiny paged            900",
+        "            prefill tok/s  GB/s",
+        "tiny dict           3,100   9.5",
+        "tiny paged            900",
     ]
     assert layout.table(head, rows, 30)[0].split() == ["prefill"]
     assert layout.table(head, rows, 20) == [
-        "tiny dict", "    prefill tok/s\n    3,100\n    GB/s 9.5", "tiny paged", "    prefill tok/s\n    900",
+        "tiny dict",
+        "    prefill tok/s\n    3,100\n    GB/s 9.5",
+        "tiny paged",
+        "    prefill tok/s\n    900",
     ]
 
 
@@ -121,7 +140,8 @@ def test_help_fits(printed, name):
 
 
 MEMORY = (
-    ["tiny"], ["Qwen/Qwen3-0.6B", "--context", "32768", "--batch", "4"],
+    ["tiny"],
+    ["Qwen/Qwen3-0.6B", "--context", "32768", "--batch", "4"],
     ["tiny", "--cache", "quantized:k_bits=8:v_bits=4", "--fits", "24GiB"],
 )
 
@@ -139,7 +159,9 @@ def test_memory_fits_and_says_the_same(printed, argv):
 
 
 def test_env_fits(printed, monkeypatch):
-    monkeypatch.setattr("nanokv.apps.cli.commands.env.available_memory", lambda device: 22_600_000_000)
+    monkeypatch.setattr(
+        "nanokv.apps.cli.commands.env.available_memory", lambda device: 22_600_000_000
+    )
     whole = printed(200, "env")
     for width in WIDTHS:
         shown = printed(width, "env")
@@ -150,19 +172,36 @@ def test_env_fits(printed, monkeypatch):
 def bench_row(context):
     figures = {"prefill_tok_s": 7951.2, "decode_tok_s": 316.7, "gigabytes_per_second": 3.96}
     runner = types.SimpleNamespace(label="nanokv fast dict")
-    numbers = {"context": context, "spread": 0.3, "decode_s": 0.00316, "bytes": 12_500_000, "share": 0.22}
+    numbers = {
+        "context": context,
+        "spread": 0.3,
+        "decode_s": 0.00316,
+        "bytes": 12_500_000,
+        "share": 0.22,
+    }
     return types.SimpleNamespace(runner=runner, figures=lambda: figures, **numbers)
 
 
 def test_bench_fits(monkeypatch, capsys):
-    head = "tiny float32 · 2 threads · read bandwidth 18.0 GB/s · products 96 GFLOP/s (measured now)"
+    head = (
+        "tiny float32 · 2 threads · read bandwidth 18.0 GB/s · products 96 GFLOP/s (measured now)"
+    )
     for width in WIDTHS:
         monkeypatch.setenv("COLUMNS", str(width))
         noise = {"decode_spread": 0.3, "bandwidth_spread": 0.5, "other_cores": 1.1}
-        bench.print_table(head, [bench_row(128), bench_row(1024)], noise, "native kernels (c++, /cache/kernels.so)")
+        bench.print_table(
+            head,
+            [bench_row(128), bench_row(1024)],
+            noise,
+            "native kernels (c++, /cache/kernels.so)",
+        )
         shown = capsys.readouterr().out
         assert too_wide(shown, width) == []
-        assert shown.count("nanokv fast dict") == 2 and shown.count("7,951") == 2 and shown.count("22.0%") == 2
+        assert (
+            shown.count("nanokv fast dict") == 2
+            and shown.count("7,951") == 2
+            and shown.count("22.0%") == 2
+        )
         assert ("nanokv fast dict      128" in shown) is (width == 80), "a table where it fits"
 
 
@@ -181,14 +220,28 @@ def test_the_course_fits_and_says_the_same(printed, argv):
 def test_the_tally_of_a_class_fits(monkeypatch, capsys, tmp_path):
     from nanokv.school.course import grading
 
-    rows = [{"file": f"{name}.ipynb", "score": 0, "of": 1, "error": "", "05.1": f"wrong: {name} {name} {name}"}
-            for name in ("last token fed", "prompt every step", "prompt is free")]
+    rows = [
+        {
+            "file": f"{name}.ipynb",
+            "score": 0,
+            "of": 1,
+            "error": "",
+            "05.1": f"wrong: {name} {name} {name}",
+        }
+        for name in ("last token fed", "prompt every step", "prompt is free")
+    ]
     monkeypatch.setattr(grading, "grade", lambda *args: iter(rows))
     for width in WIDTHS:
         monkeypatch.setenv("COLUMNS", str(width))
-        assert main(["course", "grade", "submissions", "-o", str(tmp_path / "results.csv"), "--force"]) == 0
+        assert (
+            main(["course", "grade", "submissions", "-o", str(tmp_path / "results.csv"), "--force"])
+            == 0
+        )
         shown = capsys.readouterr()
-        assert too_wide(shown.out, width) == too_wide(shown.err, width) == [] and shown.out.count("wrong:") == 3
+        assert (
+            too_wide(shown.out, width) == too_wide(shown.err, width) == []
+            and shown.out.count("wrong:") == 3
+        )
 
 
 def test_verify_fits(monkeypatch):
@@ -201,14 +254,37 @@ def test_verify_fits(monkeypatch):
     bad = [Step(i, "rope_k", 10.0**-i, 1e-2, 1.0, 7) for i in range(3)]
     steps = [Step(None, "embed_tokens", 0.0, 1e-5, 1.0, 0), *bad]
     checks = [
-        Check("cached = uncached, keys and values", "ok", "likewise, worst layer 2, cached_v", 2.8e-6, 8e-5),
-        Check("hidden states", "differs", "3 prompts, 110 operations, worst layer 0, rope_k", 1.0, 1e-2),
-        Check("published figures", "skipped", "none are known for this model, only for Qwen/Qwen3-0.6B"),
+        Check(
+            "cached = uncached, keys and values",
+            "ok",
+            "likewise, worst layer 2, cached_v",
+            2.8e-6,
+            8e-5,
+        ),
+        Check(
+            "hidden states",
+            "differs",
+            "3 prompts, 110 operations, worst layer 0, rope_k",
+            1.0,
+            1e-2,
+        ),
+        Check(
+            "published figures",
+            "skipped",
+            "none are known for this model, only for Qwen/Qwen3-0.6B",
+        ),
     ]
     hints = {"tie_word_embeddings": (False, True)}
     report = types.SimpleNamespace(
-        name="tiny", dtype="float32", reference="transformers 5.23.0", checks=checks, steps=steps, first=steps[1],
-        first_unequal=steps[1], equal=False, hints=hints,
+        name="tiny",
+        dtype="float32",
+        reference="transformers 5.23.0",
+        checks=checks,
+        steps=steps,
+        first=steps[1],
+        first_unequal=steps[1],
+        equal=False,
+        hints=hints,
     )
     whole = as_text(report, Style(None, "never"))
     for width in WIDTHS:
@@ -221,18 +297,37 @@ def test_verify_fits(monkeypatch):
 def test_the_evaluation_fits(monkeypatch, capsys, tiny_folder):
     from nanokv.school.training import evaluate
 
-    fault = {"fault": "start_pos restarted at 0", "recalled": 0.5, "same answer": 0.25, "max |Δlogit|": 1.5}
-    said = [("What is a KV cache?", "A KV cache stores the keys and values of all past tokens, word for word. " * 2)]
-    results = [evaluate.Result(task, [0.5, 0.25], {"1 + 2 digits": (3, 4)}, []) for task in evaluate.TASKS]
+    fault = {
+        "fault": "start_pos restarted at 0",
+        "recalled": 0.5,
+        "same answer": 0.25,
+        "max |Δlogit|": 1.5,
+    }
+    said = [
+        (
+            "What is a KV cache?",
+            "A KV cache stores the keys and values of all past tokens, word for word. " * 2,
+        )
+    ]
+    results = [
+        evaluate.Result(task, [0.5, 0.25], {"1 + 2 digits": (3, 4)}, []) for task in evaluate.TASKS
+    ]
     monkeypatch.setattr(evaluate, "evaluate", lambda *args: iter(results))
     monkeypatch.setattr(evaluate, "broken_recall", lambda *args: [fault])
     monkeypatch.setattr(evaluate, "examples", lambda *args: said)
     shown = {}
     for width in (200, *WIDTHS):
         monkeypatch.setenv("COLUMNS", str(width))
-        assert main(["train", "--evaluate", "--model", str(tiny_folder), "--cases", "1", "--seeds", "2"]) == 1
+        assert (
+            main(
+                ["train", "--evaluate", "--model", str(tiny_folder), "--cases", "1", "--seeds", "2"]
+            )
+            == 1
+        )
         shown[width] = capsys.readouterr().out
-        assert too_wide(shown[width], width) == [] and set(words(shown[width])) == set(words(shown[200]))
+        assert too_wide(shown[width], width) == [] and set(words(shown[width])) == set(
+            words(shown[200])
+        )
     rows = [line.split() for line in shown[60].splitlines()]
     assert ["recall", "37.5%", "25.0%", "97%"] in rows, "a table at 60 columns"
 
@@ -283,8 +378,14 @@ def test_what_has_no_blanks_breaks_where_it_may(seed):
     assert on_screen("a " + "x" * 45 + " end", 40, seed)[0] == ["a", "x" * 40, "x" * 5 + " end"]
     code = "```\n" + "if x: " * 12 + "\n```\n" + "words " * 8
     shown, written = on_screen(code, 40, seed)
-    assert shown == ["```", ("if x: " * 12)[:40].rstrip(), ("if x: " * 12)[40:].rstrip(), "```",
-                     "words words words words words words", "words words"]
+    assert shown == [
+        "```",
+        ("if x: " * 12)[:40].rstrip(),
+        ("if x: " * 12)[40:].rstrip(),
+        "```",
+        "words words words words words words",
+        "words words",
+    ]
     assert "if x: " * 12 in written  # can be copied as one line
     astronaut = "\U0001f9d1\u200d\U0001f680"
     assert astronaut in on_screen("e\u0301" * 30 + " " + astronaut * 4, 40, seed)[1]
@@ -354,8 +455,17 @@ def test_a_chat_and_a_generate_break_their_answers_between_words(width, tmp_path
 
 
 def test_the_status_line_breaks_before_the_cache():
-    turn = types.SimpleNamespace(new=14, reused=105, out=8, ttft=0.021, tok_s=1310.4, cached=121, kv_used=557_568,
-                                 kv_bytes=589_824, speculation=None)
+    turn = types.SimpleNamespace(
+        new=14,
+        reused=105,
+        out=8,
+        ttft=0.021,
+        tok_s=1310.4,
+        cached=121,
+        kv_used=557_568,
+        kv_bytes=589_824,
+        speculation=None,
+    )
     assert status(turn, 2048, 80).splitlines() == [
         "  14 new + 105 reused → 8 out · first token 21 ms · 1,310 tok/s",
         "  cache 121/2,048 · 558 kB (590 kB reserved)",
@@ -365,12 +475,39 @@ def test_the_status_line_breaks_before_the_cache():
     assert status(turn, 2048).endswith(" · cache 121/2,048 · 558 kB")  # nothing is reserved
 
 
-@pytest.mark.parametrize(("columns", "lines"), [
-    (100, ["nanokv 0.1.0 · tiny 3.1 M fp32 · 16 threads · cache growing · context 2,048 · fast kernels · /help"]),
-    (80, ["nanokv 0.1.0 · tiny 3.1 M fp32 · 16 threads · cache growing · context 2,048", "fast kernels · /help"]),
-    (60, ["nanokv 0.1.0 · tiny 3.1 M fp32 · 16 threads · cache growing", "context 2,048 · fast kernels · /help"]),
-    (40, ["nanokv 0.1.0 · tiny 3.1 M fp32", "16 threads · cache growing", "context 2,048 · fast kernels · /help"]),
-])
+@pytest.mark.parametrize(
+    ("columns", "lines"),
+    [
+        (
+            100,
+            [
+                "nanokv 0.1.0 · tiny 3.1 M fp32 · 16 threads · cache growing · context 2,048 · fast kernels · /help"
+            ],
+        ),
+        (
+            80,
+            [
+                "nanokv 0.1.0 · tiny 3.1 M fp32 · 16 threads · cache growing · context 2,048",
+                "fast kernels · /help",
+            ],
+        ),
+        (
+            60,
+            [
+                "nanokv 0.1.0 · tiny 3.1 M fp32 · 16 threads · cache growing",
+                "context 2,048 · fast kernels · /help",
+            ],
+        ),
+        (
+            40,
+            [
+                "nanokv 0.1.0 · tiny 3.1 M fp32",
+                "16 threads · cache growing",
+                "context 2,048 · fast kernels · /help",
+            ],
+        ),
+    ],
+)
 def test_the_banner_of_the_bundled_model_breaks_between_its_parts(columns, lines):
     from dataclasses import replace
 
@@ -399,13 +536,17 @@ def test_no_word_is_broken_on_the_screen(tiny_folder, tmp_path):
     try:
         chat.see(r"^> *$")
         begin = " ".join(words(chat.text.split(">")[0]))
-        assert begin.endswith("tiny-random 0.2 M fp32 1 thread cache growing context 512 plain (--plain) /help")
+        assert begin.endswith(
+            "tiny-random 0.2 M fp32 1 thread cache growing context 512 plain (--plain) /help"
+        )
         for width in (40, 60, 80):
             resize(chat, width)
             chat.ask("My name is Zorbla.", "first token")
             last = re.sub(r"(?s).*?(\d+ new)", r"\1", chat.text.split("context ▕")[0])
-            assert re.search(r"\d+ new \+ \d+ reused → 4 out first token [\d.]+ m?s .*cache \d+/512 [\d.]+ k?B",
-                             " ".join(words(last)))
+            assert re.search(
+                r"\d+ new \+ \d+ reused → 4 out first token [\d.]+ m?s .*cache \d+/512 [\d.]+ k?B",
+                " ".join(words(last)),
+            )
             chat.ask("/help", "Ctrl-D leave")
             shown = " ".join(words(chat.text))
             texts = [text for command in SLASH.values() for text in (command.takes, command.text)]
@@ -413,7 +554,9 @@ def test_no_word_is_broken_on_the_screen(tiny_folder, tmp_path):
             chat.ask("/cache", r"measured|tokens =")
             shown = " ".join(words(chat.text))
             assert "of 512 tokens 1 cell =" in shown and "KV heads × 32 × 4 B ×" in shown
-            assert re.search(r"= [\d,]+ B measured [\d,]+ B", shown) and re.search(r"layer 2 [ua]+ [\d.]+ kB", shown)
+            assert re.search(r"= [\d,]+ B measured [\d,]+ B", shown) and re.search(
+                r"layer 2 [ua]+ [\d.]+ kB", shown
+            )
     finally:
         chat.stop()
 
@@ -424,12 +567,24 @@ def test_a_resumed_chat_shows_where_it_was(capsys, monkeypatch):
 
     monkeypatch.setenv("COLUMNS", "40")
     view = View(OutputOptions(color="never"))
-    answer = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHello\x1b[2J Zorbla.", "interrupted": True}
-    view.recall("Be brief.\nBe kind. " * 9, [{"role": "user", "content": "My name is Zorbla. " * 3}, answer])
+    answer = {
+        "role": "assistant",
+        "content": "<think>\nhm\n</think>\n\nHello\x1b[2J Zorbla.",
+        "interrupted": True,
+    }
+    view.recall(
+        "Be brief.\nBe kind. " * 9, [{"role": "user", "content": "My name is Zorbla. " * 3}, answer]
+    )
     shown = capsys.readouterr().err.splitlines()
-    assert shown[0].startswith("system: Be brief.␊Be kind.") and shown[0].endswith("…") and len(shown[0]) <= 40
+    assert (
+        shown[0].startswith("system: Be brief.␊Be kind.")
+        and shown[0].endswith("…")
+        and len(shown[0]) <= 40
+    )
     assert shown[1:] == [
-        "> My name is Zorbla. My name is Zorbla.", "  My name is Zorbla.", "Hello␛[2J Zorbla.",
+        "> My name is Zorbla. My name is Zorbla.",
+        "  My name is Zorbla.",
+        "Hello␛[2J Zorbla.",
         "  [interrupted · /continue or /retry]",
     ]
     view.recall(None, [{"role": "user", "content": "line\n" * 500}])

@@ -36,7 +36,11 @@ def convert(capsys, monkeypatch):
 
 def test_transformers_opens_the_folder_and_gives_our_logits(convert, gguf_file, tmp_path):
     out = tmp_path / "new"
-    assert convert(gguf_file, out, "--dtype", "fp32") == (0, f"{out}\n", "Llama, 452 kB in float32\n")
+    assert convert(gguf_file, out, "--dtype", "fp32") == (
+        0,
+        f"{out}\n",
+        "Llama, 452 kB in float32\n",
+    )
     model, tokenizer = nanokv.load(gguf_file, dtype=torch.float32)
     reference, ids = AutoModelForCausalLM.from_pretrained(out).eval(), random_ids(1, 2, 30, 320)
     assert gap(score(model, ids), reference_logits(reference, ids)) <= 1e-5
@@ -91,4 +95,8 @@ def test_nothing_is_replaced_unasked(convert, gguf_file, tmp_path):
 @pytest.mark.parametrize("source", ["missing.gguf", "./missing.gguf"])
 def test_a_file_that_is_not_there(source, convert, tmp_path):
     code, _, err = convert(source, tmp_path / "new")
-    assert code == 2 and "check the path: there is no such file" in err and not (tmp_path / "new").exists()
+    assert (
+        code == 2
+        and "check the path: there is no such file" in err
+        and not (tmp_path / "new").exists()
+    )

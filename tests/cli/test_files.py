@@ -19,7 +19,10 @@ WRITERS = {  # command with OUT for the folder → the files in it that it would
     "memory Qwen/Qwen3-0.6B --plot OUT/memory.svg": ["memory.svg"],
     "bench --contexts 16 --weights plain --steps 1 --repeat 1 --plot OUT/bench.svg": ["bench.svg"],
     "course exam 05 --folder NOTEBOOKS -o OUT": ["A.md", "key.md"],
-    "course variants 05 --students OUT/names.txt --folder NOTEBOOKS -o OUT": ["key.csv", "05_the_waste/Ada.ipynb"],
+    "course variants 05 --students OUT/names.txt --folder NOTEBOOKS -o OUT": [
+        "key.csv",
+        "05_the_waste/Ada.ipynb",
+    ],
     "course build 05 --folder OUT": ["05_the_waste.ipynb"],
     "course record 05 --folder NOTEBOOKS -o OUT": ["recorded-05.json"],
     "course book --folder NOTEBOOKS -o OUT": ["style.css", "05_the_waste.html"],
@@ -30,7 +33,11 @@ WRITERS = {  # command with OUT for the folder → the files in it that it would
     "course grade OUT/handed_in -o OUT/results.csv": ["results.csv"],
 }
 SLOW = (  # writing takes long: only the question is tried
-    "bench", "course record", "course book", "course site", "course slides",
+    "bench",
+    "course record",
+    "course book",
+    "course site",
+    "course slides",
 )
 
 
@@ -47,7 +54,10 @@ def place(tmp_path, monkeypatch):
 
 
 def argv(line, place):
-    return [word.replace("OUT", str(place)).replace("NOTEBOOKS", str(NOTEBOOKS)) for word in line.split()]
+    return [
+        word.replace("OUT", str(place)).replace("NOTEBOOKS", str(NOTEBOOKS))
+        for word in line.split()
+    ]
 
 
 def write_old(place, names):
@@ -63,8 +73,13 @@ def test_what_exists_is_refused_and_stays(line, place, capsys):
         before = sorted(place.rglob("*"))
         assert main(argv(line, place)) == 2
         out, err = capsys.readouterr()
-        assert f"{name} would be replaced; nothing was written" in err and "--force" in err.split("hint:")[1]
-        assert out == "" and (place / name).read_text() == "old" and sorted(place.rglob("*")) == before
+        assert (
+            f"{name} would be replaced; nothing was written" in err
+            and "--force" in err.split("hint:")[1]
+        )
+        assert (
+            out == "" and (place / name).read_text() == "old" and sorted(place.rglob("*")) == before
+        )
         (place / name).unlink()
 
 
@@ -128,7 +143,9 @@ def test_only_files_count_and_links_to_them(tmp_path):
     files.ask_to_replace(True, tmp_path / "a")
 
 
-def test_a_batch_with_other_settings_drops_no_answer_unasked(tmp_path, tiny_folder, capsys, monkeypatch):
+def test_a_batch_with_other_settings_drops_no_answer_unasked(
+    tmp_path, tiny_folder, capsys, monkeypatch
+):
     """The same command goes on; another -n, another prompt or a missing line would lose answers."""
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines = [json.dumps({"prompt": text}) + "\n" for text in ("Once", "upon", "a time")]
@@ -138,17 +155,29 @@ def test_a_batch_with_other_settings_drops_no_answer_unasked(tmp_path, tiny_fold
     before = out.read_bytes()
     capsys.readouterr()
     assert main([*batch, "-n", "4"]) == 2
-    assert "3 answers in" in (err := capsys.readouterr().err) and "--force" in err and out.read_bytes() == before
+    assert (
+        "3 answers in" in (err := capsys.readouterr().err)
+        and "--force" in err
+        and out.read_bytes() == before
+    )
     source.write_text("not JSON\n" + lines[0] + lines[2])
     assert main([*batch, "-n", "3"]) == 2
     err = capsys.readouterr().err
-    assert "1 answers in" in err and "would be dropped; nothing was written" in err and out.read_bytes() == before
+    assert (
+        "1 answers in" in err
+        and "would be dropped; nothing was written" in err
+        and out.read_bytes() == before
+    )
     source.write_text("".join(lines))
     assert main([*batch, "-n", "4", "--force"]) == 0
-    assert [json.loads(line)["usage"]["completion_tokens"] for line in out.read_text().splitlines()] == [4, 4, 4]
+    assert [
+        json.loads(line)["usage"]["completion_tokens"] for line in out.read_text().splitlines()
+    ] == [4, 4, 4]
 
 
-@pytest.mark.parametrize(("name", "told"), [("~nosuchuser/x", "there is no user 'nosuchuser'"), ("a\0b", "NUL")])
+@pytest.mark.parametrize(
+    ("name", "told"), [("~nosuchuser/x", "there is no user 'nosuchuser'"), ("a\0b", "NUL")]
+)
 def test_a_name_that_is_no_path_is_an_error(name, told):
     with pytest.raises(NanoKVError, match=told):
         files.user_path(name)

@@ -25,7 +25,9 @@ def process(request):
     """press.py with its model built; all cores, as a user has them."""
     env = {name: value for name, value in environment().items() if name != "OMP_NUM_THREADS"}
     argv = [sys.executable, str(Path(__file__).parents[1] / "support" / "press.py"), request.param]
-    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+    process = subprocess.Popen(
+        argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+    )
     assert process.stdout.readline() == "ready\n"
     yield process
     process.stdin.close()
@@ -45,7 +47,9 @@ def waits(process, chunk: int, prompt: int, longest: float, presses: int = 5) ->
         process.send_signal(signal.SIGINT)
         stopped, length, tokens = process.stdout.readline().split()
         seconds.append(float(stopped) - pressed)
-        assert int(length) % chunk == 0 or int(tokens), "a chunk that was cut short is forgotten, finished ones stay"
+        assert int(length) % chunk == 0 or int(tokens), (
+            "a chunk that was cut short is forgotten, finished ones stay"
+        )
     return sorted(seconds)
 
 

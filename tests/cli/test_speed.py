@@ -38,7 +38,9 @@ def loaded_of(given):
 def steps(monkeypatch):
     """Calls of fused layers."""
     seen, real = [], Block.forward
-    monkeypatch.setattr(Block, "forward", lambda self, *rest: (seen.append(1), real(self, *rest))[1])
+    monkeypatch.setattr(
+        Block, "forward", lambda self, *rest: (seen.append(1), real(self, *rest))[1]
+    )
     return seen
 
 
@@ -46,32 +48,46 @@ def steps(monkeypatch):
 
 
 @needs_kernels
-@pytest.mark.parametrize("argv", [
-    ["generate", PROMPT, "-n", "8", "-t", "0"],
-    ["generate", PROMPT, "-n", "8", "-t", "1", "--seed", "3"],
-    ["generate", PROMPT, "-n", "6", "--beams", "3"],
-    ["generate", PROMPT, "-n", "8", "-t", "0", "--speculate", "ngram"],
-    ["generate", PROMPT, "-n", "8", "-t", "0", "--speculate", "early-exit:1"],
-    ["generate", PROMPT, "-n", "8", "-t", "0", "--speculate", "draft:tiny", "-m", "tiny"],
-    ["generate", PROMPT, "-n", "8", "-t", "0", "--cache", "paged"],
-    ["chat", "-n", "6", "-t", "0"],
-    ["batch", "-", "-n", "6", "-t", "0"],
-], ids=" ".join)
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["generate", PROMPT, "-n", "8", "-t", "0"],
+        ["generate", PROMPT, "-n", "8", "-t", "1", "--seed", "3"],
+        ["generate", PROMPT, "-n", "6", "--beams", "3"],
+        ["generate", PROMPT, "-n", "8", "-t", "0", "--speculate", "ngram"],
+        ["generate", PROMPT, "-n", "8", "-t", "0", "--speculate", "early-exit:1"],
+        ["generate", PROMPT, "-n", "8", "-t", "0", "--speculate", "draft:tiny", "-m", "tiny"],
+        ["generate", PROMPT, "-n", "8", "-t", "0", "--cache", "paged"],
+        ["chat", "-n", "6", "-t", "0"],
+        ["batch", "-", "-n", "6", "-t", "0"],
+    ],
+    ids=" ".join,
+)
 def test_kernels_are_what_runs_and_answer_as_the_plain_model_does(cli, steps, tiny_folder, argv):
-    lines = {"chat": b"Who are you?\nAnd I?\n", "batch": b'{"prompt": "Once"}\n{"prompt": "My name"}\n'}
+    lines = {
+        "chat": b"Who are you?\nAnd I?\n",
+        "batch": b'{"prompt": "Once"}\n{"prompt": "My name"}\n',
+    }
     model = [] if "-m" in argv else ["-m", tiny_folder]
     said = {}
     for flags in ([], ["--plain"], ["--fast"]):
         before = len(steps)
         code, said[" ".join(flags)], err = cli(*argv, *model, *flags, stdin=lines.get(argv[0], b""))
         assert code == 0, err
-        assert (len(steps) > before) == (flags != ["--plain"]) and ("fast: " in err) == (flags == ["--fast"])
+        assert (len(steps) > before) == (flags != ["--plain"]) and ("fast: " in err) == (
+            flags == ["--fast"]
+        )
     if argv[0] == "batch":
-        said = {flag: [json.loads(line)["choices"] for line in text.splitlines()] for flag, text in said.items()}
+        said = {
+            flag: [json.loads(line)["choices"] for line in text.splitlines()]
+            for flag, text in said.items()
+        }
     assert said[""] and said[""] == said["--plain"] == said["--fast"]
 
 
-@pytest.mark.parametrize("flags", [["--fast"], ["--quantize", "int8"], ["--fast", "--quantize", "int4"]])
+@pytest.mark.parametrize(
+    "flags", [["--fast"], ["--quantize", "int8"], ["--fast", "--quantize", "int4"]]
+)
 @pytest.mark.parametrize("command", ["generate", "chat", "batch"])
 def test_plain_contradicts_the_flags_that_ask_for_kernels(cli, tmp_path, command, flags):
     (tmp_path / "in.jsonl").write_text('{"prompt": "x"}\n')
@@ -82,41 +98,75 @@ def test_plain_contradicts_the_flags_that_ask_for_kernels(cli, tmp_path, command
 
 
 @needs_kernels
-def test_a_batch_that_the_plain_model_began_is_finished_by_the_kernels(cli, steps, tiny_folder, tmp_path):
+def test_a_batch_that_the_plain_model_began_is_finished_by_the_kernels(
+    cli, steps, tiny_folder, tmp_path
+):
     """The name of the weights in a half-finished output is that of the checkpoint, whatever computes."""
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": "Once"}\n')
-    assert cli("batch", source, "-o", out, "-m", tiny_folder, "-n", 3, "--plain")[0] == 0 and not steps
+    assert (
+        cli("batch", source, "-o", out, "-m", tiny_folder, "-n", 3, "--plain")[0] == 0 and not steps
+    )
     source.write_text('{"prompt": "Once"}\n{"prompt": "Then"}\n')
     code, _, err = cli("batch", source, "-o", out, "-m", tiny_folder, "-n", 3)
     assert code == 0 and "2 of 2 lines answered · 1 of them before" in err and steps
     plain, fast = (loaded_of(parsed("x", "-m", tiny_folder, *flags)) for flags in (["--plain"], []))
     assert plain.fingerprints() == fast.fingerprints()[:1]
-    assert loaded_of(parsed("x", "-m", tiny_folder, "--quantize", "int8")).fingerprints() != plain.fingerprints()
+    assert (
+        loaded_of(parsed("x", "-m", tiny_folder, "--quantize", "int8")).fingerprints()
+        != plain.fingerprints()
+    )
 
 
 # --- what decides ---------------------------------------------------------------------------------------------------
 
 
 def plan(**changes):
-    config = Config.from_folder(Path(__file__).parents[2] / "weights_loader" / "checkpoints" / "tiny")
-    return SimpleNamespace(**{"device": "cpu", "dtype_name": "float32", "config": config, "ranks": ALONE} | changes)
+    config = Config.from_folder(
+        Path(__file__).parents[2] / "weights_loader" / "checkpoints" / "tiny"
+    )
+    return SimpleNamespace(
+        **{"device": "cpu", "dtype_name": "float32", "config": config, "ranks": ALONE} | changes
+    )
 
 
-@pytest.mark.parametrize(("flags", "changes", "state", "text"), [
-    ([], {}, building.State(True), "fast kernels"),
-    (["--plain"], {}, building.State(True), "plain (--plain)"),
-    (["--fast"], {}, building.State(False, "no C++ compiler"), "fast"),
-    (["--quantize", "int4"], {}, building.State(True), "fast int4"),
-    ([], {"device": "cuda:1"}, building.State(True), "plain (kernels are for CPUs, this is cuda)"),
-    ([], {"dtype_name": "float16"}, building.State(True), "plain (no kernels for float16)"),
-    ([], {"config": SimpleNamespace(experts=True)}, building.State(True), "plain (no kernels for experts)"),
-    ([], {}, building.State(False, "no C++ compiler"), "plain (no C++ compiler)"),
-    ([], {}, building.State(False, "kernels are not built", missing=True), "plain (kernels are not built)"),
-], ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("flags", "changes", "state", "text"),
+    [
+        ([], {}, building.State(True), "fast kernels"),
+        (["--plain"], {}, building.State(True), "plain (--plain)"),
+        (["--fast"], {}, building.State(False, "no C++ compiler"), "fast"),
+        (["--quantize", "int4"], {}, building.State(True), "fast int4"),
+        (
+            [],
+            {"device": "cuda:1"},
+            building.State(True),
+            "plain (kernels are for CPUs, this is cuda)",
+        ),
+        ([], {"dtype_name": "float16"}, building.State(True), "plain (no kernels for float16)"),
+        (
+            [],
+            {"config": SimpleNamespace(experts=True)},
+            building.State(True),
+            "plain (no kernels for experts)",
+        ),
+        ([], {}, building.State(False, "no C++ compiler"), "plain (no C++ compiler)"),
+        (
+            [],
+            {},
+            building.State(False, "kernels are not built", missing=True),
+            "plain (kernels are not built)",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
 def test_the_banner_says_what_runs_and_why(monkeypatch, flags, changes, state, text):
     monkeypatch.setattr(building, "state", lambda: state)
-    monkeypatch.setattr(building, "begin", lambda: pytest.fail("NANOKV_KERNELS=explicit: no build in the background"))
+    monkeypatch.setattr(
+        building,
+        "begin",
+        lambda: pytest.fail("NANOKV_KERNELS=explicit: no build in the background"),
+    )
     choice = speed.choose(plan(**changes), parsed("x", *flags).model.speed, lambda fusing: True)
     assert choice.text == text and choice.fast == text.startswith("fast")
 
@@ -138,7 +188,11 @@ def test_commands_without_the_flags_keep_the_plain_model(tiny_folder):
 def test_env_says_what_runs(cli, monkeypatch):
     for state, value, origin in (
         (building.State(True), "native kernels", "NANOKV_KERNELS=explicit: built for --fast"),
-        (building.State(False, "no C++ compiler", building.NO_COMPILER), "plain", "install g++ or clang++"),
+        (
+            building.State(False, "no C++ compiler", building.NO_COMPILER),
+            "plain",
+            "install g++ or clang++",
+        ),
     ):
         monkeypatch.setattr(building, "state", lambda state=state: state)
         shown = json.loads(cli("env", "--json")[1])["settings"]["kernels"]
@@ -164,7 +218,9 @@ def place(monkeypatch, tmp_path):
     env = {"NANOKV_CACHE": str(tmp_path), "NANOKV_KERNELS": "on", "CXX": str(script)}
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    made = SimpleNamespace(env=env, log=tmp_path / "log", go=tmp_path / "go", folder=tmp_path / "nanokv")
+    made = SimpleNamespace(
+        env=env, log=tmp_path / "log", go=tmp_path / "go", folder=tmp_path / "nanokv"
+    )
     made.copy = f'for last; do :; done; cp {ready[0] if ready else "/dev/null"} "$last"'
     made.wait = f"while [ ! -e {made.go} ]; do sleep 0.02; done; "
 
@@ -172,7 +228,10 @@ def place(monkeypatch, tmp_path):
         script.write_text(f"#!/bin/sh\ncat /proc/$$/stat >> {made.log}\n{text}\n")
         script.chmod(0o755)
 
-    made.script, made.runs = write, lambda: made.log.read_text().splitlines() if made.log.exists() else []
+    made.script, made.runs = (
+        write,
+        lambda: made.log.read_text().splitlines() if made.log.exists() else [],
+    )
     write(made.copy)
     native.library.cache_clear()
     yield made
@@ -192,7 +251,9 @@ linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs L
 
 @linux
 @needs_kernels
-def test_a_start_without_kernels_runs_plain_and_the_next_one_finds_them(place, cli, steps, tiny_folder):
+def test_a_start_without_kernels_runs_plain_and_the_next_one_finds_them(
+    place, cli, steps, tiny_folder
+):
     """The compiler waits until it is told to go on: a start that waited for it would never end."""
     place.script(place.wait + place.copy)
     argv = ("generate", PROMPT, "-m", tiny_folder, "-n", "4")
@@ -218,7 +279,10 @@ def test_a_build_is_of_this_package_and_for_this_folder(place, monkeypatch, tmp_
     monkeypatch.chdir(tmp_path)
     building.begin()
     until(lambda: building.state().ready)
-    assert private.kept(building.stem_of(building.find_compiler()))[0].parent == tmp_path / "kept" / "nanokv"
+    assert (
+        private.kept(building.stem_of(building.find_compiler()))[0].parent
+        == tmp_path / "kept" / "nanokv"
+    )
 
 
 @linux
@@ -266,7 +330,7 @@ def test_starts_at_the_same_time_build_once_out_of_sight_and_leave_no_zombie(pla
 @linux
 @needs_kernels
 def test_a_build_that_is_killed_leaves_nothing_half(place):
-    place.script(f"for last; do :; done; echo half > \"$last\"; {place.wait}{place.copy}")
+    place.script(f'for last; do :; done; echo half > "$last"; {place.wait}{place.copy}')
     building.begin()
     until(place.runs)
     # The parent of the compiler.
@@ -288,7 +352,10 @@ def test_a_failed_build_is_remembered_until_somebody_asks(place, monkeypatch, ca
     assert found.why == "kernels did not build" and "error: no such luck" in found.detail and tried
     assert "no such luck" in speed.setting()[1]
     monkeypatch.setattr(building, "begin", lambda: pytest.fail("it was tried, and failed"))
-    assert speed.choose(plan(), parsed("x").model.speed, lambda fusing: True).text == "plain (kernels did not build)"
+    assert (
+        speed.choose(plan(), parsed("x").model.speed, lambda fusing: True).text
+        == "plain (kernels did not build)"
+    )
     place.script(place.copy)
     if native.library()[0]:  # asked for, as by --fast
         assert building.state().ready and not list(place.folder.glob("*.failed"))
@@ -298,20 +365,29 @@ def test_a_failed_build_is_remembered_until_somebody_asks(place, monkeypatch, ca
 def test_who_asks_is_told_that_it_takes_a_while_once(place, cli, tiny_folder):
     argv = ("generate", PROMPT, "-m", tiny_folder, "-n", "2", "--fast")
     code, _, err = cli(*argv)
-    assert code == 0 and f"building the native kernels, once: about {building.SECONDS} seconds" in err
+    assert (
+        code == 0 and f"building the native kernels, once: about {building.SECONDS} seconds" in err
+    )
     assert "fast: fp32 weights, native kernels" in err and "building" not in cli(*argv)[2]
 
 
 def test_no_compiler_no_place_and_off_start_nothing(place, monkeypatch, tmp_path):
-    monkeypatch.setattr(building, "begin", lambda: pytest.fail("nothing to build with, or no wish to"))
+    monkeypatch.setattr(
+        building, "begin", lambda: pytest.fail("nothing to build with, or no wish to")
+    )
     for name, value, why in (
-        ("CXX", "no-such-compiler", "no C++ compiler"), ("CXX", "g++ 'oops", "no kernels"),
-        ("NANOKV_KERNELS", "off", "NANOKV_KERNELS=off"), ("NANOKV_KERNELS", "explicit", "kernels are not built"),
+        ("CXX", "no-such-compiler", "no C++ compiler"),
+        ("CXX", "g++ 'oops", "no kernels"),
+        ("NANOKV_KERNELS", "off", "NANOKV_KERNELS=off"),
+        ("NANOKV_KERNELS", "explicit", "kernels are not built"),
         ("NANOKV_CACHE", str(tmp_path / "cxx"), "no place to keep kernels"),
     ):
         with monkeypatch.context() as here:
             here.setenv(name, value)
-            assert speed.choose(plan(), parsed("x").model.speed, lambda fusing: True).text == f"plain ({why})"
+            assert (
+                speed.choose(plan(), parsed("x").model.speed, lambda fusing: True).text
+                == f"plain ({why})"
+            )
     monkeypatch.setenv("NANOKV_KERNELS", "maybe")
     with pytest.raises(NanoKVError, match="on, explicit, off"):
         building.state()
@@ -325,4 +401,9 @@ def test_a_kept_library_that_does_not_load_is_no_reason_to_wait(place, cli, tiny
     file.write_bytes(b"no library")
     file.chmod(0o600)
     code, _, err = cli("generate", PROMPT, "-m", tiny_folder, "-n", "2")
-    assert code == 0 and "cannot be loaded; --fast builds them again" in err and not steps and not place.runs()
+    assert (
+        code == 0
+        and "cannot be loaded; --fast builds them again" in err
+        and not steps
+        and not place.runs()
+    )

@@ -32,12 +32,18 @@ COUNT = """if True:
 """
 
 
-@pytest.mark.parametrize("argv", [["generate", "Hi", "-n", "1"], ["chat", "-n", "1"]], ids=lambda argv: argv[0])
+@pytest.mark.parametrize(
+    "argv", [["generate", "Hi", "-n", "1"], ["chat", "-n", "1"]], ids=lambda argv: argv[0]
+)
 def test_a_start_reads_each_file_once_and_imports_no_compiler(tiny_folder, argv):
     """config.json was read 5 times and tokenizer.json 3 times: 11 MB for Qwen3."""
     done = subprocess.run(
-        [sys.executable, "-c", COUNT, *argv, "-m", str(tiny_folder)], input=b"Hi\n", env=environment(), check=True,
-        capture_output=True, timeout=120,
+        [sys.executable, "-c", COUNT, *argv, "-m", str(tiny_folder)],
+        input=b"Hi\n",
+        env=environment(),
+        check=True,
+        capture_output=True,
+        timeout=120,
     )
     code, opened, heavy = json.loads(done.stderr.splitlines()[-1])
     expected = {path.name for path in tiny_folder.glob("*.json")} - {"special_tokens_map.json"}
@@ -74,22 +80,35 @@ def test_prefetched_tensors_are_those_of_the_file(tmp_path, monkeypatch, options
     assert len(list(folder.glob("*.safetensors"))) > 1 or not options
     early, mapped = Prefetch(folder, "float32", FUSED), loaded(folder, None)
     found = loaded(folder, early)
-    assert found.keys() == mapped.keys() and all(torch.equal(found[name], mapped[name]) for name in mapped)
-    inside = {name for name, x in found.items() if x.untyped_storage().nbytes() == len(early.memory)}
+    assert found.keys() == mapped.keys() and all(
+        torch.equal(found[name], mapped[name]) for name in mapped
+    )
+    inside = {
+        name for name, x in found.items() if x.untyped_storage().nbytes() == len(early.memory)
+    }
     assert inside == {name for name in mapped if name.split(".")[-2] in sum(FUSED, ())}
 
 
 @needs_kernels
 def test_fusing_what_was_prefetched_copies_nothing(tiny_folder):
     """q, k and v lie below each other, gate and up too: the fused matrix is the same memory."""
-    args = make_parser("generate", generate).parse(["x", "-m", str(tiny_folder), "--dtype", "float32"])
+    args = make_parser("generate", generate).parse(
+        ["x", "-m", str(tiny_folder), "--dtype", "float32"]
+    )
     given = generate.command_options(args)
     found = load_model(given.model, given.cache, given.output)
     for plain, fused in zip(found.plain.layers, found.model.layers, strict=True):
         for matrix, parts in ((fused.qkv, "qkv"), (fused.gate_up, ("gate", "up"))):
-            own = [getattr(plain.self_attn if len(part) == 1 else plain.mlp, f"{part}_proj").weight for part in parts]
-            assert matrix.weight.data_ptr() == own[0].data_ptr() and torch.equal(matrix.weight, torch.cat(own))
-            assert matrix.weight.untyped_storage().nbytes() > 2 * matrix.weight.nbytes, "all of them in one storage"
+            own = [
+                getattr(plain.self_attn if len(part) == 1 else plain.mlp, f"{part}_proj").weight
+                for part in parts
+            ]
+            assert matrix.weight.data_ptr() == own[0].data_ptr() and torch.equal(
+                matrix.weight, torch.cat(own)
+            )
+            assert matrix.weight.untyped_storage().nbytes() > 2 * matrix.weight.nbytes, (
+                "all of them in one storage"
+            )
 
 
 @pytest.mark.parametrize("change", ["half", "hole", "dtype", "json", "absent"])
@@ -129,7 +148,9 @@ def test_a_file_that_changed_since_is_not_mixed_with_the_old_one(tmp_path, how):
     early = Prefetch(folder, "float32", FUSED)
     early.thread.join()
     data = bytearray(path.read_bytes())
-    data[8 + int.from_bytes(data[:8], "little") :] = bytes(len(data) - 8 - int.from_bytes(data[:8], "little"))
+    data[8 + int.from_bytes(data[:8], "little") :] = bytes(
+        len(data) - 8 - int.from_bytes(data[:8], "little")
+    )
     if how == "replaced":
         path.unlink()
     path.write_bytes(data)
@@ -140,18 +161,25 @@ def test_a_file_that_ends_too_soon_is_not_half_taken(tmp_path, monkeypatch):
     monkeypatch.setattr(prefetch.os, "preadv", lambda descriptor, views, start: 0)
     folder = folder_of(tmp_path)
     early = Prefetch(folder, "float32", FUSED)
-    assert all(x.untyped_storage().nbytes() < len(early.memory) for x in loaded(folder, early).values())
+    assert all(
+        x.untyped_storage().nbytes() < len(early.memory) for x in loaded(folder, early).values()
+    )
     assert early.places == {}
 
 
 def test_a_short_read_goes_on_where_it_stopped(tmp_path, monkeypatch):
     """One call of the system takes at most 2 GiB."""
     real = prefetch.os.preadv
-    monkeypatch.setattr(prefetch.os, "preadv", lambda file, views, start: real(file, [views[0][:999]], start))
+    monkeypatch.setattr(
+        prefetch.os, "preadv", lambda file, views, start: real(file, [views[0][:999]], start)
+    )
     folder = folder_of(tmp_path)
     early = Prefetch(folder, "float32", FUSED)
     mapped = loaded(folder, None)
-    assert all(torch.equal(x, mapped[name]) for name, x in loaded(folder, early).items()) and early.places
+    assert (
+        all(torch.equal(x, mapped[name]) for name, x in loaded(folder, early).items())
+        and early.places
+    )
 
 
 # --- what a start takes -----------------------------------------------------------------------------------------------
@@ -175,5 +203,19 @@ def test_profile_start_says_where_the_time_goes(cli, tiny_folder):
 def test_profile_start_needs_a_folder_and_tells_what_generate_said(cli, tmp_path):
     code, _, err = cli("profile", "--start", "-m", "qwen3-0.6b-random")
     assert code == 2 and "no folder that a start could read" in err
-    code, out, err = cli("profile", "--start", "--repeat", "1", "-m", "tiny", "--weights", "int4", "--dtype", "float16")
-    assert (code, out) == (2, "") and "nanokv generate ended with 2: nanokv: error: there are no kernels" in err
+    code, out, err = cli(
+        "profile",
+        "--start",
+        "--repeat",
+        "1",
+        "-m",
+        "tiny",
+        "--weights",
+        "int4",
+        "--dtype",
+        "float16",
+    )
+    assert (code, out) == (
+        2,
+        "",
+    ) and "nanokv generate ended with 2: nanokv: error: there are no kernels" in err

@@ -58,7 +58,12 @@ def test_stream_filter_equals_the_whole_filter_for_every_split():
     for i in range(len(text) + 1):
         for j in range(i, len(text) + 1):
             stream = Sanitizer()
-            parts = [stream.put(text[:i]), stream.put(text[i:j]), stream.put(text[j:]), stream.flush()]
+            parts = [
+                stream.put(text[:i]),
+                stream.put(text[i:j]),
+                stream.put(text[j:]),
+                stream.flush(),
+            ]
             assert "".join(parts) == sanitize(text)
     assert sanitize(text) == "one\ntwo␍three␛[2J␍\nend␍"
 
@@ -137,8 +142,16 @@ def test_closed_streams_do_not_crash(monkeypatch):
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (96_768, "96.8 kB"), (999_999, "1.00 MB"), (114_688, "115 kB"),
-     (1_192_099_840, "1.19 GB"), (15.03e9, "15.0 GB")],
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.00 kB"),
+        (96_768, "96.8 kB"),
+        (999_999, "1.00 MB"),
+        (114_688, "115 kB"),
+        (1_192_099_840, "1.19 GB"),
+        (15.03e9, "15.0 GB"),
+    ],
 )
 def test_byte_counts_are_decimal_with_three_digits(count, text):
     assert bytes_text(count) == text

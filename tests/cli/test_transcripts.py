@@ -9,12 +9,19 @@ import pytest
 from nanokv.apps.cli.chat import transcript
 from nanokv.errors import SessionError
 
-TURN = {"user": "My name is Zorbla.", "answer": "Nice to meet you.", "finish_reason": "stop", "settings": {"seed": 1}}
+TURN = {
+    "user": "My name is Zorbla.",
+    "answer": "Nice to meet you.",
+    "finish_reason": "stop",
+    "settings": {"seed": 1},
+}
 
 
 @pytest.fixture
 def file(tmp_path):
-    return transcript.Transcript(tmp_path / "nanokv" / "sessions" / "one.jsonl", transcript.header("tiny", "abc"))
+    return transcript.Transcript(
+        tmp_path / "nanokv" / "sessions" / "one.jsonl", transcript.header("tiny", "abc")
+    )
 
 
 def test_nothing_is_created_before_the_first_turn(file):
@@ -26,23 +33,47 @@ def test_nothing_is_created_before_the_first_turn(file):
 
 def test_turns_come_back_with_settings_and_half_answers_marked(file):
     file.append(TURN)
-    file.append(TURN | {"user": "And\nme \u2028?", "answer": "\x1b[2J half", "finish_reason": "interrupted",
-                        "settings": {"seed": 2}})
+    file.append(
+        TURN
+        | {
+            "user": "And\nme \u2028?",
+            "answer": "\x1b[2J half",
+            "finish_reason": "interrupted",
+            "settings": {"seed": 2},
+        }
+    )
     head, messages, turns, notices = transcript.read(file.path)
     assert [m["role"] for m in messages] == ["user", "assistant"] * 2
     assert messages[2]["content"] == "And\nme \u2028?"
     assert messages[3] == {"role": "assistant", "content": "\x1b[2J half", "interrupted": True}
-    assert head["settings"] == {"seed": 2} and head["model"] == "tiny" and len(turns) == 2 and notices == []
+    assert (
+        head["settings"] == {"seed": 2}
+        and head["model"] == "tiny"
+        and len(turns) == 2
+        and notices == []
+    )
 
 
 def test_a_history_line_replaces_what_came_before(file):
     file.append(TURN)
-    file.append({"history": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
+    file.append(
+        {"history": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    )
     file.append(TURN)
-    assert [m["content"] for m in transcript.read(file.path)[1]] == ["a", "b", TURN["user"], TURN["answer"]]
+    assert [m["content"] for m in transcript.read(file.path)[1]] == [
+        "a",
+        "b",
+        TURN["user"],
+        TURN["answer"],
+    ]
 
 
-TORN = (b'{"user": "to', b'{"user": "whole but no newline", "answer": "x"}', b"\xff\xfe\x00", b"[1]")
+TORN = (
+    b'{"user": "to',
+    b'{"user": "whole but no newline", "answer": "x"}',
+    b"\xff\xfe\x00",
+    b"[1]",
+)
 
 
 @pytest.mark.parametrize("torn", TORN)
@@ -51,7 +82,9 @@ def test_a_torn_last_line_is_reported_and_repaired(file, torn):
     good = file.path.read_bytes()
     file.path.write_bytes(good + torn)
     _, messages, _, notices = transcript.read(file.path)
-    assert len(messages) == 2 and notices == [f"one.jsonl: the last line was torn, {len(torn)} bytes dropped"]
+    assert len(messages) == 2 and notices == [
+        f"one.jsonl: the last line was torn, {len(torn)} bytes dropped"
+    ]
     assert file.path.read_bytes() == good + torn, "reading alone changes nothing"
     transcript.read(file.path, repair=True)
     assert file.path.read_bytes() == good
@@ -74,9 +107,16 @@ def test_a_file_that_is_no_session_is_refused(tmp_path, data):
         transcript.read(tmp_path / "x.jsonl")
 
 
-@pytest.mark.parametrize("entry", [
-    {"history": "text"}, {"history": [{"role": "user"}]}, {"user": 7, "answer": "x"}, {"user": "x"}, {"history": [1]},
-])
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"history": "text"},
+        {"history": [{"role": "user"}]},
+        {"user": 7, "answer": "x"},
+        {"user": "x"},
+        {"history": [1]},
+    ],
+)
 def test_wrong_types_inside_a_line_are_refused(file, entry):
     file.append(TURN)
     file.append(entry)
@@ -91,7 +131,7 @@ def full_after(monkeypatch, room):
     def limited(descriptor, data):
         if left[0] <= 0:
             raise OSError(28, "No space left on device")
-        count = write(descriptor, bytes(data[:left[0]]))
+        count = write(descriptor, bytes(data[: left[0]]))
         left[0] -= count
         return count
 
@@ -109,7 +149,9 @@ def test_full_disk_takes_a_half_written_line_back_and_tries_again(file, monkeypa
     assert file.path.read_bytes() == good
     file.append(TURN | {"user": "Three."})
     users = [m["content"] for m in transcript.read(file.path)[1][::2]]
-    assert users == [TURN["user"], "Two.", "Three."], "what could not be saved came with the next turn"
+    assert users == [TURN["user"], "Two.", "Three."], (
+        "what could not be saved came with the next turn"
+    )
 
 
 def test_dev_full(tmp_path):
@@ -153,7 +195,9 @@ def test_newest_session_is_found_and_a_prefix_is_enough(tmp_path):
 
 def test_the_newest_session_to_resume_is_none_that_was_cleared(tmp_path):
     """The chat was left after /clear, and `--resume` brought back 0 turns instead of the talk before it."""
-    told, cleared = (transcript.Transcript(tmp_path / f"{n}.jsonl", transcript.header("tiny", "x")) for n in "ab")
+    told, cleared = (
+        transcript.Transcript(tmp_path / f"{n}.jsonl", transcript.header("tiny", "x")) for n in "ab"
+    )
     told.append(TURN)
     cleared.append(TURN)
     cleared.append({"history": []})
@@ -168,9 +212,17 @@ def test_the_newest_session_to_resume_is_none_that_was_cleared(tmp_path):
 
 
 WRONG = {
-    "model": 5, "fingerprint": ["a"], "system": 7, "kv": "../other.kv", "settings": "hot",
-    "settings.stop": 5, "settings.temperature": "warm", "settings.top_k": 1.5, "settings.seed": 2**64,
-    "settings.top_p": 2.5, "settings.min_p": True,
+    "model": 5,
+    "fingerprint": ["a"],
+    "system": 7,
+    "kv": "../other.kv",
+    "settings": "hot",
+    "settings.stop": 5,
+    "settings.temperature": "warm",
+    "settings.top_k": 1.5,
+    "settings.seed": 2**64,
+    "settings.top_p": 2.5,
+    "settings.min_p": True,
 }
 
 
@@ -183,12 +235,21 @@ def test_a_wrong_type_is_an_error_with_line_and_field(file, name, where):
     (head if where == "header" else turn).update(fields)
     file.path.parent.mkdir(parents=True)
     file.path.write_text(json.dumps(head) + "\n" + json.dumps(turn) + "\n")
-    with pytest.raises(SessionError, match=rf"one.jsonl, line {1 if where == 'header' else 2}: {name}\b.* not "):
+    with pytest.raises(
+        SessionError, match=rf"one.jsonl, line {1 if where == 'header' else 2}: {name}\b.* not "
+    ):
         transcript.read(file.path)
 
 
 def test_settings_of_every_allowed_kind_are_read(file):
-    settings = {"stop": ["END"], "temperature": 1, "top_p": 0.5, "seed": 2**62, "top_k": None, "from_tomorrow": [1]}
+    settings = {
+        "stop": ["END"],
+        "temperature": 1,
+        "top_p": 0.5,
+        "seed": 2**62,
+        "top_k": None,
+        "from_tomorrow": [1],
+    }
     file.append(TURN | {"settings": settings, "system": None})
     assert transcript.read(file.path)[0]["settings"] == settings
 

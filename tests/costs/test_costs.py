@@ -74,10 +74,14 @@ def test_parameters_equal_the_modules_of_any_config(config):
     assert costs.parameters(config) == sum(p.numel() for p in model.parameters())
     layer = model.layers[0]
     assert costs.layer_parameters(config) == sum(p.numel() for p in layer.parameters())
-    assert costs.attention_parameters(config) == sum(p.numel() for p in layer.self_attn.parameters())
+    assert costs.attention_parameters(config) == sum(
+        p.numel() for p in layer.self_attn.parameters()
+    )
 
 
-@given(CONFIGS, st.integers(1, 5), st.integers(1, 3), st.sampled_from([torch.float32, torch.bfloat16]))
+@given(
+    CONFIGS, st.integers(1, 5), st.integers(1, 3), st.sampled_from([torch.float32, torch.bfloat16])
+)
 @settings(max_examples=40, deadline=None)
 def test_kv_bytes_equal_a_filled_cache_of_any_config(config, tokens, batch, dtype):
     cache = make_cache("dict", config, batch_size=batch, dtype=dtype)
@@ -108,7 +112,9 @@ def test_flops_of_the_matrices_equal_what_pytorch_counts(shape):
     counted = count_flops(lambda: prefill(model, random_ids(0, 1, 10), cache))
     assert counted == costs.prefill_flops(config, 10) - attention * 55
     counted = count_flops(lambda: decode(model, random_ids(1, 1, 1), cache, start_pos=10))
-    assert counted == costs.decode_flops(config, 11) - attention * 11 == costs.decode_flops(config, 0)
+    assert (
+        counted == costs.decode_flops(config, 11) - attention * 11 == costs.decode_flops(config, 0)
+    )
 
 
 @given(CONFIGS, st.integers(1, 20), st.integers(0, 20))

@@ -36,7 +36,10 @@ def models():
 @pytest.fixture(scope="module")
 def alone(models):
     """What each prompt gives by itself, never stopped."""
-    return [list(generate(models[1], prompt, max_new_tokens=NEW, eos_token_ids=[])) for prompt in PROMPTS]
+    return [
+        list(generate(models[1], prompt, max_new_tokens=NEW, eos_token_ids=[]))
+        for prompt in PROMPTS
+    ]
 
 
 @pytest.fixture(params=[generate_padded, generate_ragged])
@@ -46,7 +49,9 @@ def way(request):
 
 def test_every_row_equals_its_solo_run(models, alone, way):
     assert way(models[1], PROMPTS, max_new_tokens=NEW, eos_token_ids=[]) == alone
-    assert way(models[1], PROMPTS[::-1], max_new_tokens=NEW, eos_token_ids=[], chunk=4) == alone[::-1]
+    assert (
+        way(models[1], PROMPTS[::-1], max_new_tokens=NEW, eos_token_ids=[], chunk=4) == alone[::-1]
+    )
 
 
 @pytest.mark.parametrize("cache", ["static", "growing", "paged", "prefix"])
@@ -54,10 +59,20 @@ def test_padded_rows_of_the_bundled_model_say_the_same_on_the_fast_one(cache):
     """In words, as a user meets it: short rows once read their padding on every cache that kernels write in place."""
     plain, tokenizer = nanokv.load("tiny")
     fast = nanokv.optimize(nanokv.load("tiny")[0])
-    questions = ("Hello!", "My name is Zorbla. I live in Oslo. What is my name?", "What is a KV cache?", "12 + 30 = ?")
-    prompts = [tokenizer.encode(tokenizer.render([{"role": "user", "content": text}])) for text in questions]
+    questions = (
+        "Hello!",
+        "My name is Zorbla. I live in Oslo. What is my name?",
+        "What is a KV cache?",
+        "12 + 30 = ?",
+    )
+    prompts = [
+        tokenizer.encode(tokenizer.render([{"role": "user", "content": text}]))
+        for text in questions
+    ]
     own = make_cache(cache, plain.config, len(prompts), 200)
-    assert generate_padded(fast, prompts, own) == [list(generate(plain, prompt)) for prompt in prompts]
+    assert generate_padded(fast, prompts, own) == [
+        list(generate(plain, prompt)) for prompt in prompts
+    ]
 
 
 def test_rows_equal_transformers_with_left_padding(models, alone, way):
@@ -68,7 +83,12 @@ def test_rows_equal_transformers_with_left_padding(models, alone, way):
     eos = [alone[0][4], alone[3][2]]  # rows end at different steps
     with torch.inference_mode():
         out = reference.generate(
-            ids, attention_mask=seen, do_sample=False, max_new_tokens=NEW, eos_token_id=eos, pad_token_id=0
+            ids,
+            attention_mask=seen,
+            do_sample=False,
+            max_new_tokens=NEW,
+            eos_token_id=eos,
+            pad_token_id=0,
         )[:, ids.shape[1] :]
     ours = way(model, PROMPTS, max_new_tokens=NEW, eos_token_ids=eos)
     assert len({len(row) for row in ours}) > 1
@@ -94,7 +114,9 @@ def test_rows_that_ended_leave_the_batch(models, alone, way):
     ]
 
 
-@pytest.mark.parametrize("params", [{"temperature": 0.9, "top_k": 20}, {"temperature": 1.2, "repetition_penalty": 1.3}])
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0.9, "top_k": 20}, {"temperature": 1.2, "repetition_penalty": 1.3}]
+)
 def test_sampling_with_a_seed_a_row_equals_solo(models, way, params):
     """One generator for the batch would make a row's text depend on its neighbours."""
     _, model = models
@@ -122,7 +144,11 @@ def test_a_window_slides_over_padding(models):
     """Distances decide what a window holds, and padding in front changes none of them."""
     _, model = models
     expected = [
-        list(generate(model, prompt, make_cache("sliding", model.config, window=5), NEW, eos_token_ids=[]))
+        list(
+            generate(
+                model, prompt, make_cache("sliding", model.config, window=5), NEW, eos_token_ids=[]
+            )
+        )
         for prompt in PROMPTS
     ]
     cache = make_cache("sliding", model.config, len(PROMPTS), window=5)
@@ -161,7 +187,9 @@ def test_padded_logits_equal_every_row_alone(models, name):
     other.reorder([1])
     prefill(model, ids[:1, :3], other, other.length)
     other.truncate(torch.tensor([9]))
-    assert other.length.tolist() == [9] and cache.length.tolist() == [5, 9] and cache.nbytes == before
+    assert (
+        other.length.tolist() == [9] and cache.length.tolist() == [5, 9] and cache.nbytes == before
+    )
     cache.truncate([2, 6])
     assert cache.length.tolist() == [2, 6]
     again = prefill(model, ids[:, 6:], cache, cache.length)
@@ -170,8 +198,13 @@ def test_padded_logits_equal_every_row_alone(models, name):
 
 def test_a_padded_cache_is_copied_only_when_a_row_ends(models, alone, monkeypatch):
     copied, drop = [], batching._drop_rows
-    monkeypatch.setattr(batching, "_drop_rows", lambda cache, keep: (copied.append(keep), drop(cache, keep))[1])
-    assert generate_padded(models[1], PROMPTS, max_new_tokens=NEW, eos_token_ids=[]) == alone and copied == []
+    monkeypatch.setattr(
+        batching, "_drop_rows", lambda cache, keep: (copied.append(keep), drop(cache, keep))[1]
+    )
+    assert (
+        generate_padded(models[1], PROMPTS, max_new_tokens=NEW, eos_token_ids=[]) == alone
+        and copied == []
+    )
     first = alone[0][2]
     generate_padded(models[1], PROMPTS[:2], max_new_tokens=NEW, eos_token_ids=[first])
     assert copied == [[1]] and first not in alone[0][:2] + alone[1]
@@ -204,18 +237,26 @@ def test_padding_that_would_cut_an_answer_is_refused(models):
     def static(capacity):
         return make_cache("static", model.config, len(PROMPTS), capacity=capacity)
 
-    with pytest.raises(CapacityError, match=r"prompt 0 \(3 tokens\) may have 11 new tokens alone, but 3 after 8") as e:
+    with pytest.raises(
+        CapacityError, match=r"prompt 0 \(3 tokens\) may have 11 new tokens alone, but 3 after 8"
+    ) as e:
         generate_padded(model, PROMPTS, static(13), 50, eos_token_ids=[])
     assert e.value.hint == "a capacity of 21, max_new_tokens=3, or generate_ragged"
     with pytest.raises(CapacityError, match="but 3 after"):
-        generate_padded(model, [[1] * 4, [1] * 14], make_cache("static", model.config, 2, capacity=16), NEW)
-    expected = [list(generate(model, prompt, max_new_tokens=3, eos_token_ids=[])) for prompt in PROMPTS]
+        generate_padded(
+            model, [[1] * 4, [1] * 14], make_cache("static", model.config, 2, capacity=16), NEW
+        )
+    expected = [
+        list(generate(model, prompt, max_new_tokens=3, eos_token_ids=[])) for prompt in PROMPTS
+    ]
     assert generate_padded(model, PROMPTS, static(13), 3, eos_token_ids=[]) == expected
 
 
 @pytest.mark.parametrize("at", [1, 2, 4, 5, 9])
 @pytest.mark.parametrize("kind", ["dict", "paged"])
-def test_an_interrupted_ragged_batch_leaves_every_row_as_it_was(models, alone, monkeypatch, kind, at):
+def test_an_interrupted_ragged_batch_leaves_every_row_as_it_was(
+    models, alone, monkeypatch, kind, at
+):
     """In a prefill or in a decode, after rows have left: all rows are there, and go on from before."""
     _, model = models
     cache = make_cache("batch", model.config, len(PROMPTS), of=kind)
@@ -265,7 +306,10 @@ def test_chunks_give_the_same_logits(models, chunk):
     assert gap(prefill_chunks(model, ids, cache, 0, chunk), score(model, ids)[:, -1]) <= TOLERANCE
     assert cache.length == 21
     more = torch.cat((ids, ids[:, :5]), 1)
-    assert gap(prefill_chunks(model, more[:, 21:], cache, 21, chunk=2), score(model, more)[:, -1]) <= TOLERANCE
+    assert (
+        gap(prefill_chunks(model, more[:, 21:], cache, 21, chunk=2), score(model, more)[:, -1])
+        <= TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("chunk", [0, -1, 2.5, None])
@@ -306,7 +350,11 @@ def test_chunks_bound_the_peak_memory():
     peaks, logits = {}, {}
     for chunk in (0, 256):
         done = subprocess.run(
-            [sys.executable, "-c", PEAK, str(chunk)], env=environment(), capture_output=True, text=True, check=False
+            [sys.executable, "-c", PEAK, str(chunk)],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode == 0, done.stderr
         peak, *values = done.stdout.split()
@@ -320,4 +368,8 @@ def test_chunks_bound_the_peak_memory():
 
 def test_who_says_nothing_gets_64_greedy_tokens_per_row():
     for function in (generate_padded, generate_ragged):
-        assert defaults(function) == ANSWER | {"cache": None, "params": SamplingParams(), "chunk": None}
+        assert defaults(function) == ANSWER | {
+            "cache": None,
+            "params": SamplingParams(),
+            "chunk": None,
+        }

@@ -47,12 +47,22 @@ def reference_beams(reference, ids, beams, new, eos, **options):
     """[(new ids up to and with eos, score)] of transformers."""
     with torch.inference_mode():
         out = reference.generate(
-            ids, attention_mask=torch.ones_like(ids), num_beams=beams, num_return_sequences=beams, max_new_tokens=new,
-            do_sample=False, eos_token_id=eos or None, pad_token_id=0, return_dict_in_generate=True, output_scores=True,
+            ids,
+            attention_mask=torch.ones_like(ids),
+            num_beams=beams,
+            num_return_sequences=beams,
+            max_new_tokens=new,
+            do_sample=False,
+            eos_token_id=eos or None,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_scores=True,
             **options,
         )
     answers = []
-    for row, value in zip(out.sequences[:, ids.shape[1] :].tolist(), out.sequences_scores.tolist(), strict=True):
+    for row, value in zip(
+        out.sequences[:, ids.shape[1] :].tolist(), out.sequences_scores.tolist(), strict=True
+    ):
         end = next((i + 1 for i, token in enumerate(row) if token in eos), len(row))
         answers.append((row[:end], value))
     return answers
@@ -60,13 +70,17 @@ def reference_beams(reference, ids, beams, new, eos, **options):
 
 def assert_equal(ours, theirs):
     assert [beam.ids for beam in ours] == [ids for ids, _ in theirs]
-    assert [beam.score for beam in ours] == pytest.approx([value for _, value in theirs], abs=1e-5, rel=1e-6)
+    assert [beam.score for beam in ours] == pytest.approx(
+        [value for _, value in theirs], abs=1e-5, rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0, -1.0, 5, -5])
 @pytest.mark.parametrize(("beams", "eos_ids"), [(2, 2), (4, 3)])
-def test_sequences_and_scores_equal_transformers(models, beams, eos_ids, length_penalty, early_stopping):
+def test_sequences_and_scores_equal_transformers(
+    models, beams, eos_ids, length_penalty, early_stopping
+):
     compare(models, beams, eos_ids, length_penalty=length_penalty, early_stopping=early_stopping)
 
 
@@ -91,7 +105,9 @@ def test_the_options_change_the_answer(models):
     eos = likely_eos(model, ids, 2)
 
     def lengths(penalty, early_stopping):
-        found = beam_search(model, ids, 2, 12, penalty, early_stopping, eos_token_ids=eos, num_return=2)
+        found = beam_search(
+            model, ids, 2, 12, penalty, early_stopping, eos_token_ids=eos, num_return=2
+        )
         return [len(beam.ids) for beam in found]
 
     assert lengths(1.0, True) == lengths(1.0, False) == [1, 2] and lengths(1.0, "never") == [1, 3]
@@ -116,15 +132,30 @@ def test_one_beam_equals_transformers_for_every_penalty(models, penalty, early_s
         eos = EOS if seed % 2 else []
         with torch.inference_mode():
             out = reference.generate(
-                ids, attention_mask=torch.ones_like(ids), num_beams=1, do_sample=False, max_new_tokens=16,
-                eos_token_id=eos or None, pad_token_id=0, return_dict_in_generate=True, output_scores=True,
+                ids,
+                attention_mask=torch.ones_like(ids),
+                num_beams=1,
+                do_sample=False,
+                max_new_tokens=16,
+                eos_token_id=eos or None,
+                pad_token_id=0,
+                return_dict_in_generate=True,
+                output_scores=True,
                 repetition_penalty=penalty,
             )
-            steps = reference.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
+            steps = reference.compute_transition_scores(
+                out.sequences, out.scores, normalize_logits=True
+            )
         tokens = out.sequences[0, ids.shape[1] :].tolist()
         (beam,) = beam_search(model, ids, 1, 16, eos_token_ids=eos, **options)
-        assert beam.ids == tokens == list(
-            generate(model, ids, max_new_tokens=16, repetition_penalty=penalty, eos_token_ids=eos)
+        assert (
+            beam.ids
+            == tokens
+            == list(
+                generate(
+                    model, ids, max_new_tokens=16, repetition_penalty=penalty, eos_token_ids=eos
+                )
+            )
         )
         assert beam.score == pytest.approx(steps.sum().item() / len(tokens), abs=1e-5)
 
@@ -196,7 +227,9 @@ def test_a_full_context_ends_the_beams(models):
     cache = make_cache("static", model.config, capacity=8)
     assert len(beam_search(model, ids, 2, 50, eos_token_ids=[], cache=cache)[0].ids) == 3
     with pytest.raises(ContextError, match="needs 9 of 8 tokens"):
-        beam_search(model, random_ids(9, 1, 9, V), 2, cache=make_cache("static", model.config, capacity=8))
+        beam_search(
+            model, random_ids(9, 1, 9, V), 2, cache=make_cache("static", model.config, capacity=8)
+        )
 
 
 def test_a_failed_prefill_leaves_the_cache_as_it_was(models, monkeypatch):
@@ -213,7 +246,10 @@ def test_who_says_nothing_gets_four_beams_of_64_tokens():
     search = {"beams": 4, "length_penalty": 1.0, "early_stopping": False}
     assert defaults(BeamGeneration) == search
     assert defaults(beam_search) == ANSWER | search | {
-        "num_return": 1, "cache": None, "repetition_penalty": 1.0, "chunk": None
+        "num_return": 1,
+        "cache": None,
+        "repetition_penalty": 1.0,
+        "chunk": None,
     }
 
 
@@ -241,7 +277,9 @@ def test_wrong_values_are_refused_before_any_work(models, options, message):
 
 def test_nan_logits_are_an_error_and_not_an_answer(models, monkeypatch):
     _, model = models
-    monkeypatch.setattr(model.lm_head, "forward", lambda hidden: torch.full((len(hidden), V), torch.nan))
+    monkeypatch.setattr(
+        model.lm_head, "forward", lambda hidden: torch.full((len(hidden), V), torch.nan)
+    )
     with pytest.raises(GenerationError, match="cannot be searched"):
         beam_search(model, [1, 2, 3], 2)
 
@@ -269,10 +307,15 @@ def test_a_stopped_search_returns_the_best_so_far(models, steps):
         calls.append(1)
         return len(calls) > steps
 
-    found = beam_search(model, ids, 3, 12, eos_token_ids=EOS, num_return=3, cache=cache, should_stop=should_stop)
+    found = beam_search(
+        model, ids, 3, 12, eos_token_ids=EOS, num_return=3, cache=cache, should_stop=should_stop
+    )
     assert cache.length == (9 if steps else 0) and len(calls) == steps + 1
     assert [beam.score for beam in found] == sorted((beam.score for beam in found), reverse=True)
-    assert len(found) == (3 if steps else 0) and max((len(beam.ids) for beam in found), default=0) == steps
+    assert (
+        len(found) == (3 if steps else 0)
+        and max((len(beam.ids) for beam in found), default=0) == steps
+    )
     for beam in found:
         total = log_probability(model, ids, beam.ids)
         assert beam.score == pytest.approx(total / len(beam.ids), abs=1e-5)
@@ -283,7 +326,13 @@ def test_a_stopped_search_returns_no_beam_that_is_not_there_yet():
     _, model = pair(seed=1, vocab_size=7)
     stops = iter([False, True])
     found = beam_search(
-        model, random_ids(7, 1, 9, 7), 9, 12, eos_token_ids=[], num_return=9, should_stop=lambda: next(stops)
+        model,
+        random_ids(7, 1, 9, 7),
+        9,
+        12,
+        eos_token_ids=[],
+        num_return=9,
+        should_stop=lambda: next(stops),
     )
     assert sorted(beam.ids for beam in found) == [[token] for token in range(7)]
 
@@ -293,16 +342,24 @@ def test_a_beam_as_a_generation_leaves_the_cache_as_decoding_would(models, name)
     """The winner of beam_search, with the raw log-probabilities; the cache holds it all but its last token."""
     _, model = models
     ids = random_ids(7, 1, 9, V)
-    cache = make_cache(name, model.config, capacity=96, **{"quantized": {"residual": 64}}.get(name, {}))
+    cache = make_cache(
+        name, model.config, capacity=96, **{"quantized": {"residual": 64}}.get(name, {})
+    )
     expected = beam_search(model, ids, 3, 40, eos_token_ids=[], length_penalty=0.7)[0]
-    answer = BeamGeneration(model, ids, cache, max_new_tokens=40, eos_token_ids=[], beams=3, length_penalty=0.7)
+    answer = BeamGeneration(
+        model, ids, cache, max_new_tokens=40, eos_token_ids=[], beams=3, length_penalty=0.7
+    )
     steps = list(answer)
-    assert [step.token for step in steps] == answer.tokens == expected.ids and len(expected.ids) > REPLAY
+    assert [step.token for step in steps] == answer.tokens == expected.ids and len(
+        expected.ids
+    ) > REPLAY
     assert (answer.finish_reason, answer.seed) == ("length", None)
     assert sum(step.logprob for step in steps) / 40**0.7 == pytest.approx(expected.score, abs=1e-4)
     assert {layer.length for layer in cache} == {9 + 39} and cache.sizes.batch_size == 1
     after = list(generate(model, expected.ids[-1:], cache, 4, eos_token_ids=[]))
-    assert after == list(generate(model, ids[0].tolist() + expected.ids, max_new_tokens=4, eos_token_ids=[]))
+    assert after == list(
+        generate(model, ids[0].tolist() + expected.ids, max_new_tokens=4, eos_token_ids=[])
+    )
 
 
 def test_a_beam_that_nobody_takes_to_its_end_is_forgotten(models):
@@ -311,7 +368,11 @@ def test_a_beam_that_nobody_takes_to_its_end_is_forgotten(models):
     answer = BeamGeneration(model, ids, cache, max_new_tokens=12, eos_token_ids=[], beams=3)
     taken = [next(answer).token for _ in range(4)]
     answer.finish("loop")
-    assert list(answer) == [] and answer.tokens == taken and {layer.length for layer in cache} == {9 + 3}
+    assert (
+        list(answer) == []
+        and answer.tokens == taken
+        and {layer.length for layer in cache} == {9 + 3}
+    )
     # Cannot go back: empty rather than another text.
     window = make_cache("sliding", model.config, window=4)
     answer = BeamGeneration(model, ids, window, max_new_tokens=12, eos_token_ids=[], beams=3)
@@ -329,7 +390,9 @@ def test_the_first_token_of_a_beam_comes_after_the_whole_search(models, monkeypa
     clock.slow(beam_module, "decode", 1), clock.slow(beam_module, "verify_draft", 3)
     clock.slow(generation_module, "prefill", 10)
     cache = make_cache("dict", model.config)
-    generation = BeamGeneration(model, random_ids(9, 1, 6, V), cache, max_new_tokens=5, eos_token_ids=[], beams=2)
+    generation = BeamGeneration(
+        model, random_ids(9, 1, 6, V), cache, max_new_tokens=5, eos_token_ids=[], beams=2
+    )
     for _ in generation:
         clock.now += 100
     t = generation.timings
@@ -344,8 +407,12 @@ def test_a_stopped_generation_of_beams_says_so(models):
         calls.append(1)
         return len(calls) == 4
 
-    answer = BeamGeneration(model, ids, cache, max_new_tokens=12, eos_token_ids=[], beams=3, should_stop=should_stop)
-    assert len(list(answer)) == 3 and answer.finish_reason == "interrupted" and cache.length == 9 + 2
+    answer = BeamGeneration(
+        model, ids, cache, max_new_tokens=12, eos_token_ids=[], beams=3, should_stop=should_stop
+    )
+    assert (
+        len(list(answer)) == 3 and answer.finish_reason == "interrupted" and cache.length == 9 + 2
+    )
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
@@ -383,13 +450,18 @@ def test_the_command_prints_the_best_beam_of_transformers(tiny_folder):
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert [beam["token_ids"] for beam in answer["choices"]] == [ids for ids, _ in expected]
-    assert [beam["score"] for beam in answer["choices"]] == pytest.approx([value for _, value in expected], abs=1e-5)
+    assert [beam["score"] for beam in answer["choices"]] == pytest.approx(
+        [value for _, value in expected], abs=1e-5
+    )
     texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids, _ in expected]
     assert [(beam["index"], beam["text"]) for beam in answer["choices"]] == list(enumerate(texts))
     reasons = ["stop" if ids[-1] in (0, 2) else "length" for ids, _ in expected]
     assert [beam["finish_reason"] for beam in answer["choices"]] == reasons
     assert answer["usage"]["completion_tokens"] == sum(len(ids) for ids, _ in expected)
-    assert f"{ids.shape[1]} prompt → {len(expected[0][0])} out · best of 3 beams, score".encode() in done.stderr
+    assert (
+        f"{ids.shape[1]} prompt → {len(expected[0][0])} out · best of 3 beams, score".encode()
+        in done.stderr
+    )
     from nanokv.apps.cli.common.terminal import sanitize
 
     text = sanitize(texts[0])
@@ -404,7 +476,11 @@ def test_the_command_prints_the_best_beam_of_transformers(tiny_folder):
         (["--beams", "2", "--top-k", "5"], "draws nothing: --top-k", "leave out --top-k"),
         (["--beams", "2", "--seed", "1"], "draws nothing: --seed", "leave out --seed"),
         (["--beams", "2", "--stop", "x"], "--stop works on a stream", "leave out --stop"),
-        (["--beams", "2", "--speculate", "ngram"], "--speculate works on a stream", "leave out --speculate"),
+        (
+            ["--beams", "2", "--speculate", "ngram"],
+            "--speculate works on a stream",
+            "leave out --speculate",
+        ),
         (["--length-penalty", "2"], "--length-penalty is part of beam search", "--beams 4"),
         (["--beams", "0"], "--beams: 0 is not a whole number", ""),
     ],
@@ -441,10 +517,30 @@ def test_greedy_temperature_goes_with_beams(monkeypatch, tiny_folder):
     from nanokv.apps.cli import main
 
     no_stdin(monkeypatch)
-    assert main(["generate", "x", "-m", str(tiny_folder), "-n", "2", "--beams", "2", "-t", "0", "--top-p", "1"]) == 0
+    assert (
+        main(
+            [
+                "generate",
+                "x",
+                "-m",
+                str(tiny_folder),
+                "-n",
+                "2",
+                "--beams",
+                "2",
+                "-t",
+                "0",
+                "--top-p",
+                "1",
+            ]
+        )
+        == 0
+    )
 
 
-@pytest.mark.parametrize("flags", [["-n", "300"], [], ["-n", "9"], ["--cache", "paged:page=4:pages=12"]])
+@pytest.mark.parametrize(
+    "flags", [["-n", "300"], [], ["-n", "9"], ["--cache", "paged:page=4:pages=12"]]
+)
 def test_the_reason_to_end_is_that_of_plain_generate(capsys, monkeypatch, endless_folder, flags):
     """No eos: both end at the length that was asked for, or at the end of context or pool, and say which it was."""
     from nanokv.apps.cli import main
@@ -491,7 +587,11 @@ def test_ctrl_c_prints_the_best_beam_so_far(capsys, monkeypatch, endless_folder,
     if form == "json":
         answer = json.loads(out)
         best, *others = answer["choices"]
-        assert (best["finish_reason"], best["stop_reason"], len(best["token_ids"])) == ("length", "interrupted", at)
+        assert (best["finish_reason"], best["stop_reason"], len(best["token_ids"])) == (
+            "length",
+            "interrupted",
+            at,
+        )
         assert (best["score"] is None, len(others)) == ((False, 2) if at else (True, 0))
     else:
         assert bool(out) == bool(at)
@@ -508,12 +608,16 @@ def chat(monkeypatch, capsys, folder, data, *flags):
     return code, *capsys.readouterr()
 
 
-def test_each_answer_of_a_chat_is_the_best_beam_and_the_next_turn_reuses_it(monkeypatch, capsys, tiny_folder):
+def test_each_answer_of_a_chat_is_the_best_beam_and_the_next_turn_reuses_it(
+    monkeypatch, capsys, tiny_folder
+):
     from nanokv.loading import load
 
     model, tokenizer = load(tiny_folder)
     flags = ("--beams", "3", "--length-penalty", "0.5", "-n", "8", "--jsonl")
-    code, out, err = chat(monkeypatch, capsys, tiny_folder, b"My name is Zorbla.\nWho am I?\n", *flags)
+    code, out, err = chat(
+        monkeypatch, capsys, tiny_folder, b"My name is Zorbla.\nWho am I?\n", *flags
+    )
     turns, messages, held = [json.loads(line) for line in out.splitlines()], [], []
     assert (code, err, len(turns)) == (0, "", 2)
     for text, turn in zip(("My name is Zorbla.", "Who am I?"), turns, strict=True):
@@ -536,7 +640,9 @@ def test_the_winner_is_not_computed_again(tiny_folder):
     make = partial(BeamGeneration, beams=3)
     session = Session(*load(tiny_folder), params={"max_new_tokens": 8}, make_generation=make)
     session.ask("My name is Zorbla.")
-    assert session.last.out == 8 and session.cached_ids == session.prompt_ids + session.last.ids[:-1]
+    assert (
+        session.last.out == 8 and session.cached_ids == session.prompt_ids + session.last.ids[:-1]
+    )
     held = len(session.cached_ids)
     for _ in session.resume():
         pass
@@ -570,4 +676,6 @@ def test_settings_that_beams_would_ignore_cannot_be_set_in_a_chat():
     chat_commands.set_value(talk, "max_new_tokens 5")
     talk.given.sampling = SamplingOptions()
     chat_commands.set_value(talk, "seed 5")
-    assert talk.session.params == {"temperature": 0, "max_new_tokens": 5, "seed": 5} and len(said) == 3
+    assert (
+        talk.session.params == {"temperature": 0, "max_new_tokens": 5, "seed": 5} and len(said) == 3
+    )

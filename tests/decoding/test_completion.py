@@ -47,13 +47,20 @@ def tokenizer(tiny_folder):
 
 TOP = ["id", "object", "created", "model", "choices", "usage"]
 OWN = {
-    "chat": ["turn", "timings", "cache", "seed"], "generate": ["timings", "cache", "seed"],
-    "generate --raw": ["timings", "cache", "seed"], "beams": ["timings", "cache", "seed"],
-    "batch": ["timings", "seed", "request"], "batch, a prompt": ["timings", "seed", "request"],
+    "chat": ["turn", "timings", "cache", "seed"],
+    "generate": ["timings", "cache", "seed"],
+    "generate --raw": ["timings", "cache", "seed"],
+    "beams": ["timings", "cache", "seed"],
+    "batch": ["timings", "seed", "request"],
+    "batch, a prompt": ["timings", "seed", "request"],
 }
 TIMINGS = {
-    "chat": [], "generate": ["load_s"], "generate --raw": ["load_s"], "beams": ["load_s", "total_s"],
-    "batch": ["queue_s", "total_s", "preemptions"], "batch, a prompt": ["queue_s", "total_s", "preemptions"],
+    "chat": [],
+    "generate": ["load_s"],
+    "generate --raw": ["load_s"],
+    "beams": ["load_s", "total_s"],
+    "batch": ["queue_s", "total_s", "preemptions"],
+    "batch, a prompt": ["queue_s", "total_s", "preemptions"],
 }
 
 
@@ -62,12 +69,25 @@ def test_the_keys_of_every_command(answers, tiny_folder, name):
     found = answers(name)
     assert list(found) == ["line"] * name.startswith("batch") + TOP + OWN[name]
     assert list(found["timings"]) == ["ttft_s", "prefill_tok_s", "decode_tok_s", *TIMINGS[name]]
-    assert list(found["usage"]) == ["prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"]
+    assert list(found["usage"]) == [
+        "prompt_tokens",
+        "completion_tokens",
+        "total_tokens",
+        "prompt_tokens_details",
+    ]
     said = "message" if name in MESSAGES else "text"
-    keys = ["index", said, "finish_reason", "stop_reason", "logprobs", "token_ids"] + ["score"] * (name == "beams")
+    keys = ["index", said, "finish_reason", "stop_reason", "logprobs", "token_ids"] + ["score"] * (
+        name == "beams"
+    )
     assert [list(one) for one in found["choices"]] == [keys] * (2 if name == "beams" else 1)
-    kind, prefix = ("chat.completion", "chatcmpl-") if said == "message" else ("text_completion", "cmpl-")
-    assert found["object"] == kind and found["id"].startswith(prefix) and found["model"] == str(tiny_folder)
+    kind, prefix = (
+        ("chat.completion", "chatcmpl-") if said == "message" else ("text_completion", "cmpl-")
+    )
+    assert (
+        found["object"] == kind
+        and found["id"].startswith(prefix)
+        and found["model"] == str(tiny_folder)
+    )
     assert type(found["created"]) is int and found["created"] > 1_700_000_000
     if said == "message":
         assert list(found["choices"][0]["message"]) == ["role", "content", "refusal"]
@@ -85,7 +105,11 @@ def test_every_answer_is_what_openai_describes(answers, api, name):
 def test_a_failed_line_is_what_openai_describes(cli, api, tiny_folder):
     code, out, _ = cli("batch", "-", "-m", tiny_folder, stdin=b'{"prompt": "Hi", "stopp": "x"}\n')
     found = json.loads(out)
-    assert (code, list(found), found["hint"]) == (2, ["line", "error", "hint"], "did you mean stop?")
+    assert (code, list(found), found["hint"]) == (
+        2,
+        ["line", "error", "hint"],
+        "did you mean stop?",
+    )
     assert schema_errors(api, "ErrorResponse", found) == []
 
 
@@ -101,23 +125,36 @@ def thinking_folder(tiny_folder, tmp_path):
     return folder
 
 
-@pytest.mark.parametrize("case", ["length", "a stop string", "no stop string", "context", "thinking", "no thinking"])
-def test_the_same_question_has_the_same_answer_in_every_command(answers, tiny_folder, thinking_folder, case):
+@pytest.mark.parametrize(
+    "case", ["length", "a stop string", "no stop string", "context", "thinking", "no thinking"]
+)
+def test_the_same_question_has_the_same_answer_in_every_command(
+    answers, tiny_folder, thinking_folder, case
+):
     """Text, thoughts, tokens, reasons and usage; what is not the same is when and how fast."""
     folder = thinking_folder if "thinking" in case else tiny_folder
     whole = answers("chat", folder=folder)
     flags = {
-        "a stop string": ["--stop", text_of(whole)[3:5]], "no stop string": ["--stop", "zz"],
-        "context": ["--context", whole["usage"]["prompt_tokens"] + 3], "no thinking": ["--thinking", "off"],
+        "a stop string": ["--stop", text_of(whole)[3:5]],
+        "no stop string": ["--stop", "zz"],
+        "context": ["--context", whole["usage"]["prompt_tokens"] + 3],
+        "no thinking": ["--thinking", "off"],
     }.get(case, [])
-    chat, generate, batch = (answers(name, *flags, folder=folder) for name in ("chat", "generate", "batch"))
+    chat, generate, batch = (
+        answers(name, *flags, folder=folder) for name in ("chat", "generate", "batch")
+    )
     assert len(choice(generate)["logprobs"]["content"]) == chat["usage"]["completion_tokens"]
     generate["choices"][0]["logprobs"] = None  # the others keep none
     assert chat["choices"] == generate["choices"] == batch["choices"]
     assert chat["usage"] == generate["usage"] == batch["usage"]
-    assert chat["cache"] == generate["cache"] and chat["seed"] is generate["seed"] is batch["seed"] is None
+    assert (
+        chat["cache"] == generate["cache"]
+        and chat["seed"] is generate["seed"] is batch["seed"] is None
+    )
     reasons = {"a stop string": ("stop", text_of(whole)[3:5]), "context": ("length", "context")}
-    assert (choice(chat)["finish_reason"], choice(chat)["stop_reason"]) == reasons.get(case, ("length", None))
+    assert (choice(chat)["finish_reason"], choice(chat)["stop_reason"]) == reasons.get(
+        case, ("length", None)
+    )
     assert bool(choice(chat)["message"].get("reasoning_content")) == (case == "thinking")
 
 
@@ -132,9 +169,14 @@ def test_what_was_drawn_has_its_seed(answers):
 @pytest.mark.parametrize(
     ("reason", "stop_string", "expected"),
     [
-        ("stop", "", ("stop", None)), ("stop_string", "\n", ("stop", "\n")), ("length", "\n", ("stop", "\n")),
-        ("length", "", ("length", None)), ("context", "", ("length", "context")), ("loop", "", ("length", "loop")),
-        ("interrupted", "", ("length", "interrupted")), ("cancelled", "", ("length", "cancelled")),
+        ("stop", "", ("stop", None)),
+        ("stop_string", "\n", ("stop", "\n")),
+        ("length", "\n", ("stop", "\n")),
+        ("length", "", ("length", None)),
+        ("context", "", ("length", "context")),
+        ("loop", "", ("length", "loop")),
+        ("interrupted", "", ("length", "interrupted")),
+        ("cancelled", "", ("length", "cancelled")),
     ],
 )
 def test_reasons_are_openais_with_ours_beside_them(reason, stop_string, expected):
@@ -144,7 +186,12 @@ def test_reasons_are_openais_with_ours_beside_them(reason, stop_string, expected
 
 def test_thoughts_are_set_apart():
     said = completion.message("<think>\nhm\n</think>\n\nYes.")["message"]
-    assert said == {"role": "assistant", "content": "Yes.", "refusal": None, "reasoning_content": "\nhm\n"}
+    assert said == {
+        "role": "assistant",
+        "content": "Yes.",
+        "refusal": None,
+        "reasoning_content": "\nhm\n",
+    }
     assert completion.message("hm</think>Yes.", opened=True)["message"]["reasoning_content"] == "hm"
     assert "reasoning_content" not in completion.message("Yes.")["message"]
 
@@ -160,9 +207,28 @@ def test_logprobs_of_half_characters_control_tokens_and_what_is_no_number(tokeni
     assert len(ids) == 7
     values = [-1.0, -2.0, -3.0, -math.inf, math.nan, -0.5, -0.25]
     found = completion.logprobs({"text": "a€z"}, ids, values, tokenizer)
-    assert found["tokens"] == ["a", *"���", "<|im_start|>", "z", "z"] and found["text_offset"] == [0, 1, 1, 1, 2, 2, 3]
-    assert found["token_logprobs"] == [-1, -2, -3, None, None, -0.5, -0.25] and found["top_logprobs"] == []
-    assert completion.logprobs({"text": "a"}, ids, values, tokenizer)["text_offset"] == [0, 1, 1, 1, 1, 1, 1]
+    assert found["tokens"] == ["a", *"���", "<|im_start|>", "z", "z"] and found["text_offset"] == [
+        0,
+        1,
+        1,
+        1,
+        2,
+        2,
+        3,
+    ]
+    assert (
+        found["token_logprobs"] == [-1, -2, -3, None, None, -0.5, -0.25]
+        and found["top_logprobs"] == []
+    )
+    assert completion.logprobs({"text": "a"}, ids, values, tokenizer)["text_offset"] == [
+        0,
+        1,
+        1,
+        1,
+        1,
+        1,
+        1,
+    ]
     content = completion.logprobs(completion.message("a€zz"), ids, values, tokenizer)["content"]
     assert content[1] == {"token": "�", "logprob": -2.0, "bytes": [0xE2], "top_logprobs": []}
 
@@ -203,7 +269,9 @@ OLD = r"""
 {"line": 4, "te""".lstrip().replace("\\\n", "")
 
 
-def test_an_output_of_the_first_release_is_resumed_in_one_shape(cli, monkeypatch, tiny_folder, tmp_path):
+def test_an_output_of_the_first_release_is_resumed_in_one_shape(
+    cli, monkeypatch, tiny_folder, tmp_path
+):
     """No line is computed again, and the answers keep what they said (line 2 was edited: it thinks)."""
     monkeypatch.setattr("nanokv.cache.saving.fingerprint", lambda model: "weights")
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -215,10 +283,20 @@ def test_an_output_of_the_first_release_is_resumed_in_one_shape(cli, monkeypatch
     said = {"role": "assistant", "content": "b", "refusal": None, "reasoning_content": "a"}
     assert (second["id"], choice(second)["message"]) == ("mine", said)
     assert [text_of(row) for row in (first, third)] == ["\x19��", "��"]
-    assert [choice(row)["token_ids"] for row in rows] == [[216, 116, 107], [304, 72, 24], [181, 181]]
-    assert second["usage"] == completion.usage(21, 3, cached=16) and [row["seed"] for row in rows] == [None, None, 5]
+    assert [choice(row)["token_ids"] for row in rows] == [
+        [216, 116, 107],
+        [304, 72, 24],
+        [181, 181],
+    ]
+    assert second["usage"] == completion.usage(21, 3, cached=16) and [
+        row["seed"] for row in rows
+    ] == [None, None, 5]
     assert first["timings"] == {
-        "ttft_s": 0.008317, "prefill_tok_s": 1144.31, "decode_tok_s": 338.07, "queue_s": 0.000452, "total_s": 0.014233,
+        "ttft_s": 0.008317,
+        "prefill_tok_s": 1144.31,
+        "decode_tok_s": 338.07,
+        "queue_s": 0.000452,
+        "total_s": 0.014233,
         "preemptions": 0,
     }
     before = out.read_bytes()
@@ -234,18 +312,33 @@ def test_a_run_that_ends_early_leaves_no_old_line(cli, monkeypatch, tiny_folder,
     """What was found is converted before the first new answer; what nobody asked for any more stays until the end."""
     monkeypatch.setattr("nanokv.cache.saving.fingerprint", lambda model: "weights")
     monkeypatch.setattr(
-        "nanokv.apps.cli.commands.batch.answer_all", lambda *args: (_ for _ in ()).throw(NanoKVError("cut"))
+        "nanokv.apps.cli.commands.batch.answer_all",
+        lambda *args: (_ for _ in ()).throw(NanoKVError("cut")),
     )
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text("".join(json.dumps(line) + "\n" for line in (*REQUESTS[:2], {"prompt": "new"})))
+    source.write_text(
+        "".join(json.dumps(line) + "\n" for line in (*REQUESTS[:2], {"prompt": "new"}))
+    )
     out.write_text(OLD)
     assert cli("batch", source, "-o", out, "-m", tiny_folder, "-n", "3", "--force")[0] == 2
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert ["choices" in row for row in rows] == [True, True, False] and rows[2]["ids"] == [181, 181]
+    assert ["choices" in row for row in rows] == [True, True, False] and rows[2]["ids"] == [
+        181,
+        181,
+    ]
 
 
 def test_a_line_of_batch_keeps_its_id_and_an_unnamed_one_gets_one(cli, tiny_folder):
     lines = ({"id": "mine"}, {"id": 7}, {"id": None}, {}, {})
-    data = "".join(json.dumps({"prompt": "Hi", "max_new_tokens": 1} | line) + "\n" for line in lines)
-    ids = [json.loads(line)["id"] for line in cli("batch", "-", "-m", tiny_folder, stdin=data.encode())[1].splitlines()]
-    assert ids[:2] == ["mine", 7] and all(id.startswith("cmpl-") for id in ids[2:]) and len(set(ids)) == 5
+    data = "".join(
+        json.dumps({"prompt": "Hi", "max_new_tokens": 1} | line) + "\n" for line in lines
+    )
+    ids = [
+        json.loads(line)["id"]
+        for line in cli("batch", "-", "-m", tiny_folder, stdin=data.encode())[1].splitlines()
+    ]
+    assert (
+        ids[:2] == ["mine", 7]
+        and all(id.startswith("cmpl-") for id in ids[2:])
+        and len(set(ids)) == 5
+    )

@@ -46,7 +46,9 @@ def prompt(seed, length=None):
 
 def reference_tokens(reference, ids, n, **kwargs):
     x = torch.tensor([ids])
-    out = reference.generate(x, attention_mask=torch.ones_like(x), max_new_tokens=n, pad_token_id=0, **kwargs)
+    out = reference.generate(
+        x, attention_mask=torch.ones_like(x), max_new_tokens=n, pad_token_id=0, **kwargs
+    )
     return out[0, len(ids) :].tolist()
 
 
@@ -60,10 +62,22 @@ class Counter:
     def __init__(self, monkeypatch):
         self.prefills, self.decodes = [], []
         real_prefill, real_decode = module.prefill, module.decode
-        monkeypatch.setattr(module, "prefill", lambda m, x, c, start_pos: (
-            self.prefills.append(x.shape[1]), real_prefill(m, x, c, start_pos))[1])
-        monkeypatch.setattr(module, "decode", lambda m, x, c, start_pos: (
-            self.decodes.append(start_pos), real_decode(m, x, c, start_pos))[1])
+        monkeypatch.setattr(
+            module,
+            "prefill",
+            lambda m, x, c, start_pos: (
+                self.prefills.append(x.shape[1]),
+                real_prefill(m, x, c, start_pos),
+            )[1],
+        )
+        monkeypatch.setattr(
+            module,
+            "decode",
+            lambda m, x, c, start_pos: (
+                self.decodes.append(start_pos),
+                real_decode(m, x, c, start_pos),
+            )[1],
+        )
 
 
 @pytest.mark.parametrize("seed", range(32))
@@ -90,7 +104,9 @@ def test_sampling_equals_transformers(models, values, seed):
     ids = prompt(seed + 100)
     with torch.random.fork_rng():
         set_seed(seed)
-        theirs = reference_tokens(reference, ids, 48, do_sample=True, **{"top_k": 0, "top_p": 1.0} | values)
+        theirs = reference_tokens(
+            reference, ids, 48, do_sample=True, **{"top_k": 0, "top_p": 1.0} | values
+        )
     assert list(generate(ours, ids, max_new_tokens=48, seed=seed, **values)) == theirs
 
 
@@ -110,7 +126,9 @@ def test_history_feeds_the_penalty(model):
     whole = [step.token for step in Generation(model, ids, new_cache(model), params, 16)]
     cache = new_cache(model)
     module.prefill(model, torch.tensor([ids[:12]]), cache, 0)
-    assert [s.token for s in Generation(model, ids[12:], cache, params, 16, history=ids[:12])] == whole
+    assert [
+        s.token for s in Generation(model, ids[12:], cache, params, 16, history=ids[:12])
+    ] == whole
     with pytest.raises(GenerationError, match="history has 3 tokens, but the cache holds"):
         Generation(model, ids, cache, params, history=[1, 2, 3])
 
@@ -178,13 +196,19 @@ def test_seconds_are_those_of_the_forwards(model, monkeypatch):
 def test_steps_carry_raw_logprobs_and_counts(models):
     reference, ours = models
     ids, cache = prompt(8, 11), new_cache(ours)
-    generation = Generation(ours, ids, cache, SamplingParams(temperature=2.0, seed=4), max_new_tokens=6)
+    generation = Generation(
+        ours, ids, cache, SamplingParams(temperature=2.0, seed=4), max_new_tokens=6
+    )
     steps = list(generation)
     with torch.no_grad():
         raw = reference(torch.tensor([ids + generation.tokens])).logits[0, 10:-1].log_softmax(-1)
     expected = raw.gather(1, torch.tensor(generation.tokens)[:, None])[:, 0]
     assert torch.allclose(torch.tensor([s.logprob for s in steps]), expected, atol=1e-5)
-    assert (generation.prompt_tokens, generation.cached_tokens, generation.finish_reason) == (11, 0, "length")
+    assert (generation.prompt_tokens, generation.cached_tokens, generation.finish_reason) == (
+        11,
+        0,
+        "length",
+    )
     assert generation.seed == 4 and generation.logprobs == [s.logprob for s in steps]
     t = generation.timings
     assert 0 < t.prefill_seconds <= t.first_token_seconds and t.decode_seconds > 0
@@ -193,33 +217,60 @@ def test_steps_carry_raw_logprobs_and_counts(models):
 def test_ids_may_be_a_list_or_a_tensor(model):
     ids = prompt(3, 5)
     expected = list(generate(model, ids, max_new_tokens=4))
-    for form in (tuple(ids), torch.tensor(ids), torch.tensor([ids]), torch.tensor(ids, dtype=torch.int32)):
+    for form in (
+        tuple(ids),
+        torch.tensor(ids),
+        torch.tensor([ids]),
+        torch.tensor(ids, dtype=torch.int32),
+    ):
         assert list(generate(model, form, max_new_tokens=4)) == expected
     assert all(type(token) is int for token in expected)
 
 
-@pytest.mark.parametrize(("ids", "words"), [
-    ([], "empty"), (torch.zeros(1, 0, dtype=torch.long), "empty"), ([1, V], "id 151 at position 1 .* 0 … 150"),
-    ([-1], "id -1 at position 0"), ([1.0], "position 0 .* float"), ([True], "position 0 .* bool"),
-    (torch.zeros(2, 3, dtype=torch.long), r"\(2, 3\)"), (torch.zeros(3), "float32"),
-])
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        ([], "empty"),
+        (torch.zeros(1, 0, dtype=torch.long), "empty"),
+        ([1, V], "id 151 at position 1 .* 0 … 150"),
+        ([-1], "id -1 at position 0"),
+        ([1.0], "position 0 .* float"),
+        ([True], "position 0 .* bool"),
+        (torch.zeros(2, 3, dtype=torch.long), r"\(2, 3\)"),
+        (torch.zeros(3), "float32"),
+    ],
+)
 def test_prompts_that_cannot_be_fed(model, ids, words):
     """At the call, not at the first token."""
     with pytest.raises(GenerationError, match=words):
         generate(model, ids)
 
 
-@pytest.mark.parametrize("values", [{"max_new_tokens": 0}, {"max_new_tokens": -3}, {"max_new_tokens": 2.5},
-                                    {"seed": 2**64}, {"seed": 1.5}, {"temperature": -1}, {"top_p": 2.0},
-                                    {"top_k": -2}])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"max_new_tokens": 0},
+        {"max_new_tokens": -3},
+        {"max_new_tokens": 2.5},
+        {"seed": 2**64},
+        {"seed": 1.5},
+        {"temperature": -1},
+        {"top_p": 2.0},
+        {"top_k": -2},
+    ],
+)
 def test_bad_values_raise_at_the_call(model, values):
-    with pytest.raises(GenerationError, match=f"{next(iter(values))} is {next(iter(values.values()))!r}"):
+    with pytest.raises(
+        GenerationError, match=f"{next(iter(values))} is {next(iter(values.values()))!r}"
+    ):
         generate(model, [1], **values)
 
 
 def test_a_prompt_beyond_the_context_is_refused_before_any_work(model, monkeypatch):
     counter, cache = Counter(monkeypatch), new_cache(model)
-    with pytest.raises(ContextError, match=r"needs 513 of 512 tokens \(0 in the cache \+ 513 new\)"):
+    with pytest.raises(
+        ContextError, match=r"needs 513 of 512 tokens \(0 in the cache \+ 513 new\)"
+    ):
         generate(model, [1] * 513, cache)
     assert counter.prefills == [] and cache.length == 0
 
@@ -229,7 +280,11 @@ def test_the_context_may_be_filled_to_the_last_token(model):
     generation = Generation(model, [1] * 512, new_cache(model), max_new_tokens=5)
     assert len(list(generation)) == 1 and generation.finish_reason == "context"
     generation = Generation(model, [1] * 508, new_cache(model), max_new_tokens=50)
-    assert len(list(generation)) == 5 and generation.finish_reason == "context" and generation.cache.length == 512
+    assert (
+        len(list(generation)) == 5
+        and generation.finish_reason == "context"
+        and generation.cache.length == 512
+    )
     generation = Generation(model, [1] * 508, new_cache(model), max_new_tokens=5)
     assert len(list(generation)) == 5 and generation.finish_reason == "length"
 
@@ -242,7 +297,9 @@ def test_the_caches_capacity_is_a_limit_too(model):
     with pytest.raises(ContextError, match="needs 21 of 20"):
         generate(model, [1] * 21, cache)
     generation = Generation(model, [1] * 15, cache, max_new_tokens=50)
-    assert len(list(generation)) == 6 and generation.finish_reason == "context" and cache.length == 20
+    assert (
+        len(list(generation)) == 6 and generation.finish_reason == "context" and cache.length == 20
+    )
 
 
 def test_the_same_seed_repeats_and_the_global_random_state_stays(model):
@@ -251,7 +308,11 @@ def test_the_same_seed_repeats_and_the_global_random_state_stays(model):
     one = list(generate(model, [1, 2], seed=9, **kwargs))
     torch.rand(5)  # a stranger's draw in between
     torch.set_rng_state(before)
-    assert one == list(generate(model, [1, 2], seed=9, **kwargs)) != list(generate(model, [1, 2], seed=10, **kwargs))
+    assert (
+        one
+        == list(generate(model, [1, 2], seed=9, **kwargs))
+        != list(generate(model, [1, 2], seed=10, **kwargs))
+    )
     list(generate(model, [1, 2], **kwargs))
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -266,7 +327,9 @@ def test_a_drawn_seed_is_reported_and_repeats(model):
     first = Generation(model, [1, 2], new_cache(model), free, 12)
     tokens = [s.token for s in first]
     assert first.seed != Generation(model, [1, 2], new_cache(model), free).seed
-    assert tokens == list(generate(model, [1, 2], max_new_tokens=12, temperature=1.0, seed=first.seed))
+    assert tokens == list(
+        generate(model, [1, 2], max_new_tokens=12, temperature=1.0, seed=first.seed)
+    )
     seeds = {free.generator("cpu").initial_seed() for _ in range(64)}  # of 32 bits, the highest too
     assert len(seeds) > 60 and 2**31 <= max(seeds) < 2**32
 
@@ -291,7 +354,9 @@ def fail_in_layer(monkeypatch, model, layer, call, error):
 @pytest.mark.parametrize("error", [Boom, KeyboardInterrupt])
 @pytest.mark.parametrize("layer", [0, 1, 2])
 @pytest.mark.parametrize("call", [1, 2, 4])
-def test_a_failed_forward_leaves_a_cache_that_can_be_continued(models, monkeypatch, layer, call, error):
+def test_a_failed_forward_leaves_a_cache_that_can_be_continued(
+    models, monkeypatch, layer, call, error
+):
     """Call 1 is the prefill, the others decodes. Then all layers are equally long, and going on gives the truth."""
     reference, ours = models
     ids, cache, before = prompt(9, 7), new_cache(ours), prompt(10, 5)
@@ -318,11 +383,17 @@ def test_a_failure_in_a_later_chunk_goes_back_to_the_start(models, monkeypatch):
         with pytest.raises(Boom):
             list(Generation(ours, ids, cache, chunk=8))
     assert {layer.length for layer in cache} == {0}
-    assert list(generate(ours, ids, cache, max_new_tokens=9)) == reference_tokens(reference, ids, 9, do_sample=False)
+    assert list(generate(ours, ids, cache, max_new_tokens=9)) == reference_tokens(
+        reference, ids, 9, do_sample=False
+    )
 
 
-@pytest.mark.parametrize(("call", "held", "out"), [(1, 0, 0), (3, 16, 0), (4, 24, 0), (5, 30, 1), (7, 32, 3)])
-def test_ctrl_c_inside_a_forward_ends_the_answer_and_is_no_failure(models, monkeypatch, call, held, out):
+@pytest.mark.parametrize(
+    ("call", "held", "out"), [(1, 0, 0), (3, 16, 0), (4, 24, 0), (5, 30, 1), (7, 32, 3)]
+)
+def test_ctrl_c_inside_a_forward_ends_the_answer_and_is_no_failure(
+    models, monkeypatch, call, held, out
+):
     """Calls 1 to 4 are the chunks of the prompt: those that were finished stay, where a failure forgets them all."""
     reference, ours = models
     ids, cache, press = prompt(11, 30), new_cache(ours), Press()
@@ -342,14 +413,20 @@ def test_a_keyboard_interrupt_that_should_stop_knows_nothing_of_is_raised(models
     with monkeypatch.context() as patch:
         fail_in_layer(patch, models[1], 1, 2, KeyboardInterrupt)
         with pytest.raises(KeyboardInterrupt, match="injected"):
-            list(Generation(models[1], prompt(11, 30), new_cache(models[1]), chunk=8, should_stop=Press()))
+            list(
+                Generation(
+                    models[1], prompt(11, 30), new_cache(models[1]), chunk=8, should_stop=Press()
+                )
+            )
 
 
 def test_a_window_that_has_moved_on_is_emptied_and_the_error_stays_what_it_was(models, monkeypatch):
     """A sliding cache cannot go back; UnsupportedError in place of Ctrl-C would hide the cause."""
     _, ours = models
     ids, cache = prompt(12, 20), make_cache("sliding", ours.config, window=8)
-    expected = list(generate(ours, ids, make_cache("sliding", ours.config, window=8), max_new_tokens=6))
+    expected = list(
+        generate(ours, ids, make_cache("sliding", ours.config, window=8), max_new_tokens=6)
+    )
     with monkeypatch.context() as patch:
         fail_in_layer(patch, ours, 1, 3, KeyboardInterrupt)
         with pytest.raises(KeyboardInterrupt, match="injected"):
@@ -393,7 +470,9 @@ def test_should_stop_is_read_between_tokens_and_between_chunks(model):
     for step in generation:
         seen.append(step.token)
     assert generation.tokens == seen and generation.finish_reason == "interrupted"
-    assert cache.length == 40 + 2 and generation.tokens == list(generate(model, ids, max_new_tokens=3))
+    assert cache.length == 40 + 2 and generation.tokens == list(
+        generate(model, ids, max_new_tokens=3)
+    )
 
 
 def test_sampling_params_take_the_checkpoints_values():
@@ -410,7 +489,9 @@ def test_sampling_params_take_the_checkpoints_values():
 def tokenizer():
     """Byte-level, no merges: id = byte in GPT-2's order, so that every character border falls between tokens."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, [])
+    )
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
     backend.add_special_tokens(["<eos>"])
@@ -422,7 +503,12 @@ class Script:
     """Plays a fixed list of tokens through a real Generation's text layer."""
 
     def __init__(self, tokens, reason="length", eos_token_ids=()):
-        self.tokens, self.finish_reason, self.eos_token_ids, self.fed = tokens, None, eos_token_ids, 0
+        self.tokens, self.finish_reason, self.eos_token_ids, self.fed = (
+            tokens,
+            None,
+            eos_token_ids,
+            0,
+        )
         self.reason, self.ended = reason, False
 
     def __iter__(self):
@@ -446,21 +532,24 @@ def shown(tokenizer, text, stop=(), **kwargs):
     return stream, chunks, script
 
 
-@pytest.mark.parametrize(("text", "stop", "expected"), [
-    ("one END two", ["END"], "one "),
-    ("one EN two", ["END"], "one EN two"),
-    ("one EN", ["END"], "one EN"),
-    ("EEND", ["END"], "E"),
-    ("aaab", ["aab"], "a"),
-    ("hello world", ["hello world", "lo"], "hel"),
-    ("hello-world", ["hello-world", "lo"], "hel"),
-    ("xab", ["b", "ab"], "x"),
-    ("日本語です", ["語"], "日本"),
-    ("a🧑‍🚀b", ["🚀"], "a🧑\u200d"),
-    ("x\n\nUser: y", ["\nUser:", "\n\nUser:"], "x"),
-    ("END", "END", ""),
-    ("abc", [], "abc"),
-])
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [
+        ("one END two", ["END"], "one "),
+        ("one EN two", ["END"], "one EN two"),
+        ("one EN", ["END"], "one EN"),
+        ("EEND", ["END"], "E"),
+        ("aaab", ["aab"], "a"),
+        ("hello world", ["hello world", "lo"], "hel"),
+        ("hello-world", ["hello-world", "lo"], "hel"),
+        ("xab", ["b", "ab"], "x"),
+        ("日本語です", ["語"], "日本"),
+        ("a🧑‍🚀b", ["🚀"], "a🧑\u200d"),
+        ("x\n\nUser: y", ["\nUser:", "\n\nUser:"], "x"),
+        ("END", "END", ""),
+        ("abc", [], "abc"),
+    ],
+)
 def test_stop_strings_across_tokens_never_show(tokenizer, text, stop, expected):
     """Every byte is a token here, so each stop string spans several."""
     stream, _, script = shown(tokenizer, text, stop)
@@ -484,18 +573,31 @@ def test_a_cut_character_is_shown_once_at_the_end(tokenizer):
 def test_eos_and_control_tokens_have_no_text(tokenizer):
     special = tokenizer.special_tokens["<eos>"]
     z = tokenizer.encode("z")[0]
-    script = Script([*tokenizer.encode("hi"), special, *tokenizer.encode("!"), z], "stop", eos_token_ids=(z,))
+    script = Script(
+        [*tokenizer.encode("hi"), special, *tokenizer.encode("!"), z], "stop", eos_token_ids=(z,)
+    )
     assert "".join(TextStream(script, tokenizer)) == "hi!"
 
 
-@pytest.mark.parametrize(("text", "stop", "expected"), [
-    ("one<eos>two", ["<eos>"], "one"), ("one<eos>two", ["<eos>tw"], "one"),
-    ("one<eos>two", ["ne<eos>"], "o"), ("one<eos>two", ["x", "e<eos>t"], "on"),
-    ("a<eos>\n<eos>b", ["<eos><eos>", "<eos>\n<eos>"], "a"), ("a<eos>b", ["os>b"], "a"),
-    ("a<eo<eos>b", ["<eos>"], "a<eo"), ("a<eo<eos>b<eos>", ["o<eos>b"], "a<e"),
-    ("<eos>b", ["<eos>"], ""), ("日<eos>本", ["日<eos>"], ""), ("hello world<eos>", ["world<eos>"], "hello "),
-    ("ab<eos>cd", ["bc"], "abcd"), ("a<eos>b", ["<eos>c"], "ab"), ("a<eos>", ["<eos>c"], "a"),
-])
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [
+        ("one<eos>two", ["<eos>"], "one"),
+        ("one<eos>two", ["<eos>tw"], "one"),
+        ("one<eos>two", ["ne<eos>"], "o"),
+        ("one<eos>two", ["x", "e<eos>t"], "on"),
+        ("a<eos>\n<eos>b", ["<eos><eos>", "<eos>\n<eos>"], "a"),
+        ("a<eos>b", ["os>b"], "a"),
+        ("a<eo<eos>b", ["<eos>"], "a<eo"),
+        ("a<eo<eos>b<eos>", ["o<eos>b"], "a<e"),
+        ("<eos>b", ["<eos>"], ""),
+        ("日<eos>本", ["日<eos>"], ""),
+        ("hello world<eos>", ["world<eos>"], "hello "),
+        ("ab<eos>cd", ["bc"], "abcd"),
+        ("a<eos>b", ["<eos>c"], "ab"),
+        ("a<eos>", ["<eos>c"], "a"),
+    ],
+)
 def test_a_stop_string_may_name_control_tokens(tokenizer, text, stop, expected):
     """Where transformers' generate(stop_strings=…) stops, at the same token; the control tokens are not shown."""
     stream, _, script = shown(tokenizer, text, stop)
@@ -510,7 +612,9 @@ def test_a_stop_string_may_name_control_tokens(tokenizer, text, stop, expected):
 def test_an_eos_is_named_by_a_stop_string_too(tokenizer):
     z = tokenizer.encode("z")[0]
     for stop, text in ((["z"], "hi"), (["iz"], "h"), (["q"], "hi")):
-        stream = TextStream(Script([*tokenizer.encode("hi"), z], "stop", eos_token_ids=(z,)), tokenizer, stop)
+        stream = TextStream(
+            Script([*tokenizer.encode("hi"), z], "stop", eos_token_ids=(z,)), tokenizer, stop
+        )
         assert "".join(stream) == text and stream.stop_string == (stop[0] if stop != ["q"] else "")
 
 
@@ -535,7 +639,9 @@ def test_text_of_a_real_generation(model, tokenizer):
     free = Generation(model, [5, 6], new_cache(model), params, max_new_tokens=30)
     text = "".join(TextStream(free, tokenizer))
     assert text == tokenizer.text_of(free.tokens) and free.finish_reason == "length"
-    stop = next(character for character in text[3:] if character.isascii() and character.isprintable())
+    stop = next(
+        character for character in text[3:] if character.isascii() and character.isprintable()
+    )
     generation = Generation(model, [5, 6], cache, params, max_new_tokens=30)
     stream = TextStream(generation, tokenizer, [stop])
     assert "".join(stream) == text[: text.index(stop)] and stream.finish_reason == "stop_string"
@@ -579,7 +685,12 @@ def test_stop_strings_cut_the_same_text_however_it_is_split(cut):
     assert stops.found == "abc " and "".join(shown) + stops.flush() == "an ab "
     stops = StopStrings("abcd")
     shown = [stops.put(piece) for piece in ("x a", "b", "c", "abc")]
-    assert shown == ["x ", "", "", "abc"] and not stops.found and stops.flush() == "abc" and stops.flush() == ""
+    assert (
+        shown == ["x ", "", "", "abc"]
+        and not stops.found
+        and stops.flush() == "abc"
+        and stops.flush() == ""
+    )
     for wrong in ([""], [3]):
         with pytest.raises(GenerationError, match="non-empty"):
             StopStrings(wrong)
@@ -587,14 +698,23 @@ def test_stop_strings_cut_the_same_text_however_it_is_split(cut):
 
 def test_who_says_nothing_gets_64_greedy_tokens():
     assert defaults(generate) == ANSWER | SAMPLING | {"seed": None, "cache": None}
-    assert defaults(Generation) == ANSWER | {"params": SamplingParams(), "history": None, "chunk": None}
+    assert defaults(Generation) == ANSWER | {
+        "params": SamplingParams(),
+        "history": None,
+        "chunk": None,
+    }
     assert defaults(SamplingParams) == SAMPLING | {"seed": None}
     assert defaults(LoopGuard) == {"period": 16, "times": 20}
 
 
-@pytest.mark.parametrize(("name", "tokens"), [
-    ("Qwen/Qwen3-0.6B", 512), ("Qwen/Qwen3-1.7B", 128), ("Qwen/Qwen3-32B", 64),
-])
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [
+        ("Qwen/Qwen3-0.6B", 512),
+        ("Qwen/Qwen3-1.7B", 128),
+        ("Qwen/Qwen3-32B", 64),
+    ],
+)
 def test_a_chunk_is_as_long_as_one_product_may_take(name, tokens):
     """At most 8 GFLOP for gate and up together, but never so few rows that reading the weights decides."""
     from nanokv.costs.memory import FAMILY
@@ -618,7 +738,9 @@ def test_every_path_prefills_in_the_same_chunks(model, monkeypatch):
     for place in ("generation", "batching"):
         monkeypatch.setattr(f"nanokv.decoding.{place}.prefill_chunk", lambda model: 4)
     sizes, forward, ids = [], model.forward, [3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
-    monkeypatch.setattr(model, "forward", lambda ids, *rest: sizes.append(ids.shape[1]) or forward(ids, *rest))
+    monkeypatch.setattr(
+        model, "forward", lambda ids, *rest: sizes.append(ids.shape[1]) or forward(ids, *rest)
+    )
     next(generate(model, ids))
     batching.generate_padded(model, [ids], max_new_tokens=1)
     batching.generate_ragged(model, [ids], max_new_tokens=1)

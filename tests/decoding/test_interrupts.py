@@ -27,7 +27,12 @@ SAMPLE, MANY = 12, 25
 def model():
     """fp64: a forward that is repeated with other neighbours must not turn a near-tie around."""
     return pair(
-        seed=3, num_hidden_layers=2, hidden_size=16, intermediate_size=16, head_dim=8, vocab_size=31,
+        seed=3,
+        num_hidden_layers=2,
+        hidden_size=16,
+        intermediate_size=16,
+        head_dim=8,
+        vocab_size=31,
         max_position_embeddings=64,
     )[1].double()
 
@@ -58,7 +63,14 @@ class EngineSteps:
         values = [{}, drawn, {}, {"temperature": 1.2, "seed": 1}, {}]
         for i, (ids, how) in enumerate(zip(prompts, values, strict=True)):
             stop = {"eos_token_ids": list(range(31))} if i == 4 else {"eos_token_ids": []}
-            engine.submit(ids, max_new_tokens=5, on_token=None if i == 1 else on_token, **how, **stop, **self.more(ids))
+            engine.submit(
+                ids,
+                max_new_tokens=5,
+                on_token=None if i == 1 else on_token,
+                **how,
+                **stop,
+                **self.more(ids),
+            )
         return engine, list(engine.scheduler.waiting), told, handed
 
     def more(self, ids):
@@ -81,14 +93,19 @@ class EngineSteps:
         engine, requests, told, handed = state
         handed += [(request.number, step.token) for request, step in engine]
         for request in requests:
-            assert request.cache is None and request.logits is None and len(request.logprobs) == len(request.tokens)
+            assert (
+                request.cache is None
+                and request.logits is None
+                and len(request.logprobs) == len(request.tokens)
+            )
             for seen in (handed, told) if request.on_token else (handed,):
-                self.check_news([token for number, token in seen if number == request.number], request.tokens)
+                self.check_news(
+                    [token for number, token in seen if number == request.number], request.tokens
+                )
         all_free(engine.pool)
         del requests[2].tokens[2:]
         answers = [(request.tokens, request.finish_reason) for request in requests]
         return answers, [request.error for request in requests], engine.metrics.finished
-
 
     def check_news(self, seen, tokens):
         """Every token was handed out, once."""
@@ -123,7 +140,9 @@ def all_free(pool):
     """Nobody but the index owns a page, and the counts say so."""
     pool.settle()
     owned = pool.owned()
-    assert not pool.lent and not any(table for cache in pool.owners.values() for table in cache.tables)
+    assert not pool.lent and not any(
+        table for cache in pool.owners.values() for table in cache.tables
+    )
     assert pool.references == [owned[page] for page in range(len(pool.references))]
     assert sorted(pool.free) == [page for page in range(len(pool.references)) if not owned[page]]
 
@@ -198,7 +217,9 @@ class Answer:
             state.got += self.start(known[keep:], state.cache, 8 - len(state.got))
         state.cache.truncate(14)
         assert sorted(state.got) and state.cache.length == 14
-        return state.got, list(nanokv.generate(self.model, state.got[-1:] + [3], state.cache, max_new_tokens=3))
+        return state.got, list(
+            nanokv.generate(self.model, state.got[-1:] + [3], state.cache, max_new_tokens=3)
+        )
 
 
 class AnswerOnPages(Answer):
@@ -211,7 +232,9 @@ class Lookup(Answer):
     """Guesses from the text itself."""
 
     def start(self, ids, cache, new):
-        return nanokv.decoding.speculative.speculate(self.model, ids, PromptLookup(), cache, max_new_tokens=new)
+        return nanokv.decoding.speculative.speculate(
+            self.model, ids, PromptLookup(), cache, max_new_tokens=new
+        )
 
 
 class Drafted(Answer):
@@ -225,7 +248,9 @@ class Drafted(Answer):
         return super().fresh()
 
     def start(self, ids, cache, new):
-        return nanokv.decoding.speculative.speculate(self.model, ids, self.draft, cache, max_new_tokens=new)
+        return nanokv.decoding.speculative.speculate(
+            self.model, ids, self.draft, cache, max_new_tokens=new
+        )
 
 
 class Beams:
@@ -235,10 +260,14 @@ class Beams:
         self.model = model
 
     def fresh(self):
-        return SimpleNamespace(cache=nanokv.make_cache("paged", self.model.config, page=4), found=None)
+        return SimpleNamespace(
+            cache=nanokv.make_cache("paged", self.model.config, page=4), found=None
+        )
 
     def search(self, cache, ids):
-        return nanokv.beam_search(self.model, ids, beams=3, max_new_tokens=5, cache=cache, chunk=3, eos_token_ids=[])
+        return nanokv.beam_search(
+            self.model, ids, beams=3, max_new_tokens=5, cache=cache, chunk=3, eos_token_ids=[]
+        )
 
     def call(self, state):
         state.found = self.search(state.cache, prompt(0, 7))
@@ -268,7 +297,10 @@ class Letters:
     text_of = decode
 
     def render(self, messages, add_generation_prompt=True):
-        return "".join(message["role"][0] + message["content"] for message in messages) + "a" * add_generation_prompt
+        return (
+            "".join(message["role"][0] + message["content"] for message in messages)
+            + "a" * add_generation_prompt
+        )
 
 
 class LetterStream:
@@ -297,7 +329,11 @@ class Conversation:
 
     def fresh(self):
         session = nanokv.Session(
-            self.model, Letters(), params={"max_new_tokens": 3}, system="B", make_generation=self.make_generation
+            self.model,
+            Letters(),
+            params={"max_new_tokens": 3},
+            system="B",
+            make_generation=self.make_generation,
         )
         session.ask("One")
         return session
@@ -307,7 +343,9 @@ class Conversation:
 
     def go_on(self, session):
         state = inspect.getgeneratorstate(session._generation._steps)
-        assert state != inspect.GEN_SUSPENDED, "an answer is left open, which cuts the cache when it is collected"
+        assert state != inspect.GEN_SUSPENDED, (
+            "an answer is left open, which cuts the cache when it is collected"
+        )
         if len(session.messages) == 4:
             session.undo()
         answers = [session.ask("Twotwo"), session.ask("Three")]
@@ -324,9 +362,17 @@ class GuessedConversation(Conversation):
 
 
 SCENARIOS = {
-    "engine": EngineSteps, "prefilled": EnginePrefilled, "stream": EngineStream, "cancel": EngineCancel,
-    "generate": Answer, "generate on pages": AnswerOnPages, "prompt lookup": Lookup,
-    "draft model": Drafted, "beams": Beams, "session": Conversation, "session with guesses": GuessedConversation,
+    "engine": EngineSteps,
+    "prefilled": EnginePrefilled,
+    "stream": EngineStream,
+    "cancel": EngineCancel,
+    "generate": Answer,
+    "generate on pages": AnswerOnPages,
+    "prompt lookup": Lookup,
+    "draft model": Drafted,
+    "beams": Beams,
+    "session": Conversation,
+    "session with guesses": GuessedConversation,
 }
 NAMES = pytest.mark.parametrize("name", SCENARIOS)
 

@@ -52,17 +52,23 @@ def logits_of(kind, seed=0, rows=4):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("name", "values", "reference"), [
-    ("temperature", [0.01, 0.6, 1.0, 1.7, 100.0], TemperatureLogitsWarper),
-    ("top_k", [1, 2, 20, V - 1, V, V + 1, 10**9], TopKLogitsWarper),
-    ("top_p", [0.0, 1e-9, 0.1, 0.5, 0.95, 0.999999, 1.0], TopPLogitsWarper),
-    ("min_p", [0.0, 1e-9, 0.05, 0.5, 0.999, 1.0], MinPLogitsWarper),
-])
+@pytest.mark.parametrize(
+    ("name", "values", "reference"),
+    [
+        ("temperature", [0.01, 0.6, 1.0, 1.7, 100.0], TemperatureLogitsWarper),
+        ("top_k", [1, 2, 20, V - 1, V, V + 1, 10**9], TopKLogitsWarper),
+        ("top_p", [0.0, 1e-9, 0.1, 0.5, 0.95, 0.999999, 1.0], TopPLogitsWarper),
+        ("min_p", [0.0, 1e-9, 0.05, 0.5, 0.999, 1.0], MinPLogitsWarper),
+    ],
+)
 def test_each_step_equals_transformers(kind, name, values, reference):
     for value, seed in itertools.product(values, range(5)):
         x = logits_of(kind, seed)
         kept = x.clone()
-        assert torch.equal(getattr(module, name)(x, value), reference(value)(None, x.clone())), (value, seed)
+        assert torch.equal(getattr(module, name)(x, value), reference(value)(None, x.clone())), (
+            value,
+            seed,
+        )
         assert torch.equal(x, kept), "the caller's logits were changed"
 
 
@@ -80,9 +86,22 @@ def test_repetition_penalty_equals_transformers(kind, penalty):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_whole_chain_draws_what_transformers_draws(kind, dtype):
     """Same order of steps, same fp32, same use of the random stream: equal tokens for 200 seeded draws."""
-    steps = {"temperature": 0.7, "top_k": 30, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.4}
-    chain = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.4), TemperatureLogitsWarper(0.7),
-                                 TopKLogitsWarper(30), TopPLogitsWarper(0.9), MinPLogitsWarper(0.02)])
+    steps = {
+        "temperature": 0.7,
+        "top_k": 30,
+        "top_p": 0.9,
+        "min_p": 0.02,
+        "repetition_penalty": 1.4,
+    }
+    chain = LogitsProcessorList(
+        [
+            RepetitionPenaltyLogitsProcessor(1.4),
+            TemperatureLogitsWarper(0.7),
+            TopKLogitsWarper(30),
+            TopPLogitsWarper(0.9),
+            MinPLogitsWarper(0.02),
+        ]
+    )
     generator = torch.Generator().manual_seed(11)
     ours, theirs, previous = [], [], torch.tensor([[1, 2, 2, 50]] * 4)
     with torch.random.fork_rng():
@@ -118,27 +137,56 @@ def test_the_global_random_state_is_not_touched():
 
 def test_frequencies_follow_the_distribution():
     x = torch.tensor([[0.0, 1.0, 2.0]]).repeat(20_000, 1)
-    drawn = sample(x, temperature=1.0, generator=torch.Generator().manual_seed(5)).bincount(minlength=3) / 20_000
+    drawn = (
+        sample(x, temperature=1.0, generator=torch.Generator().manual_seed(5)).bincount(minlength=3)
+        / 20_000
+    )
     assert torch.allclose(drawn, x[0].softmax(0), atol=0.015)
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    ("temperature", -0.1), ("temperature", float("nan")), ("temperature", float("inf")), ("temperature", "1"),
-    ("temperature", True), ("temperature", 1e-31), ("top_k", -2),
-    ("top_k", 1.5), ("top_p", 1.01), ("top_p", -0.1), ("top_p", float("nan")),
-    ("min_p", 1.1), ("min_p", -1e-9), ("repetition_penalty", 0.0), ("repetition_penalty", -1.0), ("top_p", None),
-    ("repetition_penalty", float("inf")),
-])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("temperature", "1"),
+        ("temperature", True),
+        ("temperature", 1e-31),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("top_p", 1.01),
+        ("top_p", -0.1),
+        ("top_p", float("nan")),
+        ("min_p", 1.1),
+        ("min_p", -1e-9),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", -1.0),
+        ("top_p", None),
+        ("repetition_penalty", float("inf")),
+    ],
+)
 def test_values_out_of_range_are_named(name, value):
     with pytest.raises(GenerationError) as caught:
         sample(logits_of("normal"), **{name: value})
-    assert name in str(caught.value) and repr(value) in str(caught.value) and "must be" in str(caught.value)
+    assert (
+        name in str(caught.value)
+        and repr(value) in str(caught.value)
+        and "must be" in str(caught.value)
+    )
 
 
 EDGES = {
-    "temperature": (1e-30, 1e6), "top_k": (-1, 2**63 - 1), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0),
-    "repetition_penalty": (1e-6, 1e6), "seed": (-(2**63), 2**64 - 1), "max_new_tokens": (1, 2**63 - 1),
-    "max_ngram": (1, 2**63 - 1), "tokens": (1, 2**63 - 1), "layers": (1, 2**63 - 1),
+    "temperature": (1e-30, 1e6),
+    "top_k": (-1, 2**63 - 1),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (1e-6, 1e6),
+    "seed": (-(2**63), 2**64 - 1),
+    "max_new_tokens": (1, 2**63 - 1),
+    "max_ngram": (1, 2**63 - 1),
+    "tokens": (1, 2**63 - 1),
+    "layers": (1, 2**63 - 1),
     "top_logprobs": (0, 2**63 - 1),
 }
 
@@ -148,8 +196,14 @@ def test_both_ends_of_a_range_are_in_it_and_the_next_values_are_not(name):
     """2^63 − 1 and 2^64 − 1 are the largest that torch takes."""
     for edge, beyond in zip(EDGES[name], (-math.inf, math.inf), strict=True):
         module.check_sampling(**{name: edge})
-        outside = math.nextafter(edge, beyond) if type(edge) is float else edge + int(math.copysign(1, beyond))
-        with pytest.raises(GenerationError, match=rf"^{name} is {re.escape(repr(outside))}: it must be "):
+        outside = (
+            math.nextafter(edge, beyond)
+            if type(edge) is float
+            else edge + int(math.copysign(1, beyond))
+        )
+        with pytest.raises(
+            GenerationError, match=rf"^{name} is {re.escape(repr(outside))}: it must be "
+        ):
             module.check_sampling(**{name: outside})
 
 
@@ -158,11 +212,30 @@ def test_the_command_line_and_the_server_take_what_the_library_takes(name):
     """`nanokv batch` gives its lines' values to the engine, which is the library."""
     asked = {"max_new_tokens": "max_tokens"}.get(name, name)
     low, high = EDGES[name]
-    values = [low, high, 0, 1, -1, 20, 2**64 - 1, 2**64, -(2**63), -(2**63) - 1, 0.5, 1e-31, 1e7, 1.5]
+    values = [
+        low,
+        high,
+        0,
+        1,
+        -1,
+        20,
+        2**64 - 1,
+        2**64,
+        -(2**63),
+        -(2**63) - 1,
+        0.5,
+        1e-31,
+        1e7,
+        1.5,
+    ]
     right = [value for value in values if RANGES[name].holds(value)]
     assert 2 < len(right) < len(values)
     for value in values:
-        check = partial(SamplingParams, **{name: value}) if asked == name else partial(check_max_new_tokens, value)
+        check = (
+            partial(SamplingParams, **{name: value})
+            if asked == name
+            else partial(check_max_new_tokens, value)
+        )
         assert accepts(check) == (value in right), value
         assert accepts(partial(parse_setting, name, repr(value))) == (value in right), value
         request = {"messages": [{"role": "user", "content": "Hi"}], asked: value}
@@ -185,7 +258,9 @@ def accepts(check) -> bool:
 def test_no_top_k_keeps_all(k):
     x = logits_of("ties")
     assert torch.equal(module.top_k(x, k), x)
-    assert torch.equal(module.probabilities(x, temperature=1.0, top_k=k), module.probabilities(x, temperature=1.0))
+    assert torch.equal(
+        module.probabilities(x, temperature=1.0, top_k=k), module.probabilities(x, temperature=1.0)
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -217,7 +292,9 @@ def test_the_likeliest_tokens_have_exactly_the_log_probabilities_of_logprob():
 def test_logprob_is_that_of_the_raw_logits():
     x = logits_of("normal").bfloat16()
     token = torch.tensor([0, 5, 9, 96])
-    assert torch.allclose(logprob(x, token), x.float().log_softmax(-1)[torch.arange(4), token], atol=1e-6)
+    assert torch.allclose(
+        logprob(x, token), x.float().log_softmax(-1)[torch.arange(4), token], atol=1e-6
+    )
 
 
 def test_who_says_nothing_gets_the_likeliest_token():
@@ -245,7 +322,9 @@ def test_ranges_are_checked_where_values_enter_and_not_at_every_token(temperatur
     """Twice per token and once more in each filter, before."""
     model, _ = small()
     params = SamplingParams(temperature, 5, 0.9, 0.1, 1.2, seed=1)
-    generation = Generation(model, [1, 2, 3], make_cache("dict", model.config), params, max_new_tokens=4)
+    generation = Generation(
+        model, [1, 2, 3], make_cache("dict", model.config), params, max_new_tokens=4
+    )
     checked = []
     monkeypatch.setattr(module, "check_sampling", lambda **values: checked.append(values))
     assert len(list(generation)) == 4 and checked == []

@@ -40,7 +40,9 @@ V = 151
 FALSE_ALARM = 1e-6
 CAPACITY = 64
 TIGHT = {  # caches that go on losing something: small enough that it happens in a short test
-    "sliding": {"window": 20}, "quantized": {"bits": 4, "group": 4, "residual": 6}, "paged": {"page": 4},
+    "sliding": {"window": 20},
+    "quantized": {"bits": 4, "group": 4, "residual": 6},
+    "paged": {"page": 4},
     "prefix": {"page": 4},
 }
 
@@ -68,10 +70,14 @@ class Scripted(Draft):
 
     def propose(self, ids, count, distribution, generator):
         self.asked.append(count)
-        assert ids == self.text[: len(ids)], "the draft is told another text than what was generated"
+        assert ids == self.text[: len(ids)], (
+            "the draft is told another text than what was generated"
+        )
         guesses = self.text[len(ids) : len(ids) + min(count, self.tokens)]
         lies = torch.rand(len(guesses), generator=self.random) < self.wrong
-        return [(x + 1) % V if lie else x for x, lie in zip(guesses, lies.tolist(), strict=True)], None
+        return [
+            (x + 1) % V if lie else x for x, lie in zip(guesses, lies.tolist(), strict=True)
+        ], None
 
 
 def contents(cache):
@@ -79,7 +85,10 @@ def contents(cache):
 
 
 def close_contents(a, b):
-    return all(x.keys() == y.keys() and all(alike(x[k], y[k]) for k in x) for x, y in zip(a, b, strict=True))
+    return all(
+        x.keys() == y.keys() and all(alike(x[k], y[k]) for k in x)
+        for x, y in zip(a, b, strict=True)
+    )
 
 
 def alike(x, y):
@@ -100,7 +109,9 @@ def test_lookup_equals_transformers():
         length = int(torch.randint(1, 40, (1,), generator=generator))
         ids = torch.randint(0, 3 + case % 9, (1, length), generator=generator)
         size, tokens = 1 + case % 4, 1 + case % 7
-        theirs = PromptLookupCandidateGenerator(None, tokens, size, max_length=10_000).get_candidates(ids)[0]
+        theirs = PromptLookupCandidateGenerator(
+            None, tokens, size, max_length=10_000
+        ).get_candidates(ids)[0]
         guesses, q = PromptLookup(max_ngram=size, tokens=tokens).propose(ids[0].tolist(), 100)
         assert ids[0].tolist() + guesses == theirs[0].tolist() and q is None, (case, size, tokens)
         found += bool(guesses)
@@ -113,7 +124,10 @@ def test_verify_gives_the_logits_of_every_position(model, name):
     expected = score(model, ids)
     assert gap(verify_draft(model, ids[:, :6], cache, 0), expected[:, :6]) <= TOLERANCE
     assert gap(verify_draft(model, ids[:, 6:7], cache, 6), expected[:, 6:7]) <= TOLERANCE
-    assert gap(verify_draft(model, ids[:, 7:], cache, 7), expected[:, 7:]) <= TOLERANCE and cache.length == 15
+    assert (
+        gap(verify_draft(model, ids[:, 7:], cache, 7), expected[:, 7:]) <= TOLERANCE
+        and cache.length == 15
+    )
     with pytest.raises(ValueError, match="start_pos"):
         verify_draft(model, ids, cache, 3)
 
@@ -143,7 +157,10 @@ def test_the_rule_equals_transformers():
             torch.manual_seed(seed)
             tokens, matches = _speculative_sampling(guesses, q, n, p)
         ours = module.speculative_sample(
-            guesses[0].tolist(), q[0].softmax(-1), p[0].softmax(-1), torch.Generator().manual_seed(seed)
+            guesses[0].tolist(),
+            q[0].softmax(-1),
+            p[0].softmax(-1),
+            torch.Generator().manual_seed(seed),
         )
         assert ours == (int(matches), int(tokens[0, -1])), seed
         kept.append(ours[0] == n)
@@ -186,7 +203,10 @@ def test_a_quantized_cache_is_guessed_for_only_until_its_next_block(model):
     verify_draft(model, [prompt(2, 3)], window, 6)
     window.truncate(6)
     verify_draft(model, [prompt(2, 4)], window, 6)
-    assert window.sizes.max_rollback == 0 and make_cache("dict", model.config).sizes.max_rollback is None
+    assert (
+        window.sizes.max_rollback == 0
+        and make_cache("dict", model.config).sizes.max_rollback is None
+    )
 
 
 @pytest.mark.parametrize("penalty", [0.7, 1.3])
@@ -194,7 +214,12 @@ def test_the_penalty_counts_the_guesses_before(model, penalty):
     """Also within a run: the third guess is judged with the first two already counted."""
     ids = prompt(8, 6)
     expected = list(generate(model, ids, max_new_tokens=40, repetition_penalty=penalty))
-    for draft in (Scripted(ids + expected), Scripted(ids + expected, wrong=0), DraftModel(model), PromptLookup(1)):
+    for draft in (
+        Scripted(ids + expected),
+        Scripted(ids + expected, wrong=0),
+        DraftModel(model),
+        PromptLookup(1),
+    ):
         tokens = speculate(model, ids, draft, max_new_tokens=40, repetition_penalty=penalty)
         assert list(tokens) == expected
         if isinstance(draft, DraftModel):
@@ -206,7 +231,9 @@ def test_an_eos_in_the_middle_of_a_run_ends_it_there(model):
     free = list(generate(model, ids, max_new_tokens=20, eos_token_ids=[]))
     for eos in sorted(set(free)):
         cut, cache = free[: free.index(eos) + 1], make_cache("static", model.config, capacity=40)
-        tokens = speculate(model, ids, Scripted(ids + free, wrong=0, tokens=6), cache, 20, eos_token_ids=[eos])
+        tokens = speculate(
+            model, ids, Scripted(ids + free, wrong=0, tokens=6), cache, 20, eos_token_ids=[eos]
+        )
         assert list(tokens) == cut and tokens.report.finish_reason == "stop"
         assert {layer.length for layer in cache} == {len(ids) + len(cut) - 1}
         assert list(generate(model, cut[-1:], cache, 5, eos_token_ids=[])) == list(
@@ -254,24 +281,38 @@ def test_no_more_than_max_new_tokens_and_no_guess_that_could_not_be_used(model, 
     draft, cache = Scripted(ids + expected, wrong=0, tokens=6), make_cache("dict", model.config)
     tokens = speculate(model, ids, draft, cache, max_new_tokens=n)
     assert list(tokens) == expected[:n] and tokens.report.finish_reason == "length"
-    assert cache.length == 4 + n - 1 and sum(proposed + 1 for proposed, _ in tokens.report.rounds) == n - 1
+    assert (
+        cache.length == 4 + n - 1
+        and sum(proposed + 1 for proposed, _ in tokens.report.rounds) == n - 1
+    )
 
 
-@pytest.mark.parametrize(("name", "options"), [
-    ("static", {}), ("paged", {"page": 4, "pages": 5}), ("prefix", {"page": 4, "pages": 5}),
-])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("static", {}),
+        ("paged", {"page": 4, "pages": 5}),
+        ("prefix", {"page": 4, "pages": 5}),
+    ],
+)
 def test_guesses_never_overflow_the_cache(model, name, options):
     for length in (1, 5, 18, 19, 20):
         ids = prompt(10, length)
-        plain = Generation(model, ids, make_cache(name, model.config, capacity=20, **options), max_new_tokens=50)
+        plain = Generation(
+            model, ids, make_cache(name, model.config, capacity=20, **options), max_new_tokens=50
+        )
         expected = [step.token for step in plain]
         script = list(generate(model, ids, max_new_tokens=40))
         cache = make_cache(name, model.config, capacity=20, **options)
-        tokens = speculate(model, ids, Scripted(ids + script, wrong=0.2, tokens=9), cache, max_new_tokens=50)
+        tokens = speculate(
+            model, ids, Scripted(ids + script, wrong=0.2, tokens=9), cache, max_new_tokens=50
+        )
         assert list(tokens) == expected and len(expected) == 21 - length
         assert tokens.report.finish_reason == "context" and cache.length == 20
     with pytest.raises(ContextError, match="needs 21 of 20"):
-        speculate(model, [1] * 21, PromptLookup(), make_cache(name, model.config, capacity=20, **options))
+        speculate(
+            model, [1] * 21, PromptLookup(), make_cache(name, model.config, capacity=20, **options)
+        )
 
 
 def test_the_models_context_is_a_limit_for_target_and_draft():
@@ -294,7 +335,9 @@ def test_a_pool_that_others_emptied_still_gives_its_last_page(model):
     pool = PagePool(model.config, 8, 4)
     other, cache = (make_cache("paged", model.config, pool=pool) for _ in "ab")
     prefill(model, [prompt(1, 16)], other)
-    tokens = speculate(model, ids, Scripted(ids + expected, wrong=0, tokens=12), cache, max_new_tokens=9)
+    tokens = speculate(
+        model, ids, Scripted(ids + expected, wrong=0, tokens=12), cache, max_new_tokens=9
+    )
     got = [next(tokens)]
     # 6 pages of 8 are gone now, and the cache has the other two.
     prefill(model, [prompt(1, 5)], other, 16)
@@ -318,7 +361,9 @@ class Boom(Exception):
 @pytest.mark.parametrize("error", [Boom, KeyboardInterrupt])
 @pytest.mark.parametrize("layer", [0, 2])
 @pytest.mark.parametrize("call", [2, 4])
-def test_a_failed_check_leaves_a_cache_that_can_be_continued(model, monkeypatch, layer, call, error):
+def test_a_failed_check_leaves_a_cache_that_can_be_continued(
+    model, monkeypatch, layer, call, error
+):
     ids, cache = prompt(12, 6), make_cache("static", model.config, capacity=CAPACITY)
     expected = list(generate(model, ids, max_new_tokens=25))
     real, seen, got = model.layers[layer].forward, [], []
@@ -342,7 +387,12 @@ def test_a_failed_check_leaves_a_cache_that_can_be_continued(model, monkeypatch,
 def test_a_failed_draft_can_be_asked_again(model, monkeypatch, call):
     """Its own layers are of unequal length then; the target's cache is as after the last whole token."""
     _, small = pair(seed=8, num_hidden_layers=2)
-    ids, cache, draft, got = prompt(13, 6), make_cache("dict", model.config), DraftModel(small, tokens=3), []
+    ids, cache, draft, got = (
+        prompt(13, 6),
+        make_cache("dict", model.config),
+        DraftModel(small, tokens=3),
+        [],
+    )
     expected = list(generate(model, ids, max_new_tokens=20))
     real, seen = small.layers[1].forward, []
 
@@ -357,7 +407,9 @@ def test_a_failed_draft_can_be_asked_again(model, monkeypatch, call):
         for token in speculate(model, ids, draft, cache, max_new_tokens=20):
             got.append(token)
     assert {layer.length for layer in cache} == {6 + len(got) - 1}
-    rest = Speculation(model, got[-1:], cache, max_new_tokens=20 - len(got), draft=draft, history=(ids + got)[:-1])
+    rest = Speculation(
+        model, got[-1:], cache, max_new_tokens=20 - len(got), draft=draft, history=(ids + got)[:-1]
+    )
     assert got + [step.token for step in rest] == expected
     assert {layer.length for layer in draft.cache} == {len(draft.fed)}
 
@@ -366,7 +418,9 @@ def test_a_failed_draft_can_be_asked_again(model, monkeypatch, call):
 def test_closing_in_the_middle_of_a_run_forgets_what_nobody_took(model, taken):
     ids, cache = prompt(14, 6), make_cache("growing", model.config)
     expected = list(generate(model, ids, max_new_tokens=15))
-    tokens = speculate(model, ids, Scripted(ids + expected, wrong=0, tokens=5), cache, max_new_tokens=15)
+    tokens = speculate(
+        model, ids, Scripted(ids + expected, wrong=0, tokens=5), cache, max_new_tokens=15
+    )
     got = list(itertools.islice(tokens, taken))
     tokens.close()
     assert {layer.length for layer in cache} == {6 + taken - 1} and list(tokens) == []
@@ -376,18 +430,28 @@ def test_closing_in_the_middle_of_a_run_forgets_what_nobody_took(model, taken):
 def test_should_stop_is_read_between_the_tokens_of_a_run(model):
     ids, cache, seen = prompt(15, 6), make_cache("dict", model.config), []
     draft = Scripted(ids + list(generate(model, ids, max_new_tokens=15)), wrong=0)
-    for step in Speculation(model, ids, cache, max_new_tokens=15, draft=draft, should_stop=lambda: len(seen) == 3):
+    for step in Speculation(
+        model, ids, cache, max_new_tokens=15, draft=draft, should_stop=lambda: len(seen) == 3
+    ):
         seen.append(step.token)
     assert len(seen) == 3 and cache.length == 6 + 3 - 1
 
 
-@pytest.mark.parametrize(("make", "words"), [
-    (lambda m: PromptLookup(max_ngram=0), "max_ngram is 0"), (lambda m: PromptLookup(tokens=1.5), "tokens is 1.5"),
-    (lambda m: EarlyExit(m, 3), "after 3 of 3 layers: 1 to 2"), (lambda m: EarlyExit(m, 0), "layers is 0"),
-    (lambda m: speculate(m, [1], DraftModel(pair(vocab_size=60)[1])), "has 60 tokens, the model's 151"),
-    (lambda m: speculate(m, [], PromptLookup()), "empty"),
-    (lambda m: speculate(m, [1], PromptLookup(), top_p=3.0), "top_p is 3.0"),
-])
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda m: PromptLookup(max_ngram=0), "max_ngram is 0"),
+        (lambda m: PromptLookup(tokens=1.5), "tokens is 1.5"),
+        (lambda m: EarlyExit(m, 3), "after 3 of 3 layers: 1 to 2"),
+        (lambda m: EarlyExit(m, 0), "layers is 0"),
+        (
+            lambda m: speculate(m, [1], DraftModel(pair(vocab_size=60)[1])),
+            "has 60 tokens, the model's 151",
+        ),
+        (lambda m: speculate(m, [], PromptLookup()), "empty"),
+        (lambda m: speculate(m, [1], PromptLookup(), top_p=3.0), "top_p is 3.0"),
+    ],
+)
 def test_wrong_values_raise_at_the_call(model, make, words):
     with pytest.raises(GenerationError, match=words):
         make(model)
@@ -407,14 +471,24 @@ def test_the_counts_are_those_of_the_forwards(model, monkeypatch):
     expected = list(generate(model, ids, max_new_tokens=31))
     for name in ("verify_draft", "decode"):
         real = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda m, x, c, start_pos, real=real: (
-            forwards.append(x.shape[1]), real(m, x, c, start_pos))[1])
+        monkeypatch.setattr(
+            module,
+            name,
+            lambda m, x, c, start_pos, real=real: (
+                forwards.append(x.shape[1]),
+                real(m, x, c, start_pos),
+            )[1],
+        )
     tokens = speculate(model, ids, Scripted(ids + expected, wrong=0.4), max_new_tokens=31)
     report = tokens.report
     assert list(tokens) == expected and forwards == [proposed + 1 for proposed, _ in report.rounds]
     assert report.forwards_saved == 30 - len(forwards) == report.accepted > 5
     assert report.proposed == sum(forwards) - len(forwards) and 0 < report.acceptance_rate < 1
-    assert report.acceptance_rate == report.accepted / report.proposed == report.speculation["acceptance_rate"]
+    assert (
+        report.acceptance_rate
+        == report.accepted / report.proposed
+        == report.speculation["acceptance_rate"]
+    )
 
 
 def test_a_draft_model_computes_what_its_cache_does_not_hold(model, monkeypatch):
@@ -422,12 +496,20 @@ def test_a_draft_model_computes_what_its_cache_does_not_hold(model, monkeypatch)
     ids, fed = prompt(16, 6), []
     for name in ("prefill_chunks", "decode"):
         real = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda m, x, c, start_pos, real=real, **more: (
-            fed.append((start_pos, len(x[0]))), real(m, x, c, start_pos=start_pos, **more))[1])
+        monkeypatch.setattr(
+            module,
+            name,
+            lambda m, x, c, start_pos, real=real, **more: (
+                fed.append((start_pos, len(x[0]))),
+                real(m, x, c, start_pos=start_pos, **more),
+            )[1],
+        )
     draft = DraftModel(model, tokens=3)
 
     def guess(ids, count):
-        return draft.propose(ids, count, lambda logits, guesses: probabilities(logits, temperature=0), None)[0]
+        return draft.propose(
+            ids, count, lambda logits, guesses: probabilities(logits, temperature=0), None
+        )[0]
 
     first = guess(ids, 3)
     assert fed == [(0, 6), (6, 1), (7, 1)]
@@ -440,9 +522,13 @@ def test_steps_carry_the_raw_logprobs(model):
     ids = prompt(17, 6)
     plain = list(Generation(model, ids, make_cache("dict", model.config), max_new_tokens=20))
     draft = Scripted(ids + [step.token for step in plain])
-    ours = list(Speculation(model, ids, make_cache("dict", model.config), max_new_tokens=20, draft=draft))
+    ours = list(
+        Speculation(model, ids, make_cache("dict", model.config), max_new_tokens=20, draft=draft)
+    )
     assert [step.token for step in ours] == [step.token for step in plain]
-    assert torch.allclose(torch.tensor([s.logprob for s in ours]), torch.tensor([s.logprob for s in plain]), atol=1e-4)
+    assert torch.allclose(
+        torch.tensor([s.logprob for s in ours]), torch.tensor([s.logprob for s in plain]), atol=1e-4
+    )
 
 
 # --- sampling: the same distribution --------------------------------------------------------------------------------
@@ -456,14 +542,19 @@ def chi_square(counts, expected):
     expected = torch.cat((expected[~rare], expected[rare].sum()[None]))
     counts, expected = counts[expected > 0], expected[expected > 0]
     distance = ((counts - expected) ** 2 / expected).sum()
-    return float(torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2).double(), distance / 2))
+    return float(
+        torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2).double(), distance / 2)
+    )
 
 
 @pytest.mark.parametrize("certain", [False, True], ids=["drawn", "certain"])
 def test_two_tokens_of_the_rule_follow_the_target(certain):
     """Tables for p and q, 4,000 pairs: first token and, from the table of the first, the second."""
     generator, size, n = torch.Generator().manual_seed(1), 5, 4_000
-    p1, p2, p3 = (torch.randn(*shape, size, generator=generator).mul(1.5).softmax(-1) for shape in ((), (5,), (5, 5)))
+    p1, p2, p3 = (
+        torch.randn(*shape, size, generator=generator).mul(1.5).softmax(-1)
+        for shape in ((), (5,), (5, 5))
+    )
     q1, q2 = (torch.randn(*shape, size, generator=generator).softmax(-1) for shape in ((), (5,)))
     counts, accepted = torch.zeros(size, size), [0, 0, 0]
     for _ in range(n):
@@ -479,17 +570,26 @@ def test_two_tokens_of_the_rule_follow_the_target(certain):
     assert min(accepted) > 100
     joint = p1[:, None] * p2
     assert chi_square(counts.flatten(), joint.flatten()) > FALSE_ALARM
-    assert chi_square(counts.flatten(), (0.8 * joint + 0.2 / size**2).flatten()) < FALSE_ALARM, "no power"
+    assert chi_square(counts.flatten(), (0.8 * joint + 0.2 / size**2).flatten()) < FALSE_ALARM, (
+        "no power"
+    )
 
 
 @pytest.fixture(scope="module")
 def four_words():
     """Target, and a smaller draft: a vocabulary of 4, so that every continuation can be enumerated."""
     shape = {
-        "vocab_size": 4, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "head_dim": 8, "initializer_range": 0.5,
+        "vocab_size": 4,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "initializer_range": 0.5,
     }
-    return pair(seed=2, num_hidden_layers=2, **shape)[1], pair(seed=9, num_hidden_layers=1, **shape)[1]
+    return pair(seed=2, num_hidden_layers=2, **shape)[1], pair(
+        seed=9, num_hidden_layers=1, **shape
+    )[1]
 
 
 def joint_of_tokens_2_to_4(model, ids, values):
@@ -507,21 +607,34 @@ def joint_of_tokens_2_to_4(model, ids, values):
 FILTERS = {"temperature": 1.4, "top_k": 3, "top_p": 0.9, "repetition_penalty": 1.5}
 
 
-@pytest.mark.parametrize(("kind", "values"), [
-    ("draft", {"temperature": 1.0}), ("early-exit", FILTERS), ("lookup", FILTERS),
-], ids=["draft", "early-exit", "lookup"])
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        ("draft", {"temperature": 1.0}),
+        ("early-exit", FILTERS),
+        ("lookup", FILTERS),
+    ],
+    ids=["draft", "early-exit", "lookup"],
+)
 def test_whole_answers_follow_the_target(four_words, kind, values):
     """600 answers of four tokens each through models, cache, filters and rule, against the enumeration."""
     target, small = four_words
-    draft = {"draft": lambda: DraftModel(small), "early-exit": lambda: EarlyExit(target, 1),
-             "lookup": lambda: PromptLookup(max_ngram=1)}[kind]()
+    draft = {
+        "draft": lambda: DraftModel(small),
+        "early-exit": lambda: EarlyExit(target, 1),
+        "lookup": lambda: PromptLookup(max_ngram=1),
+    }[kind]()
     ids, counts, accepted, proposed = [0, 1, 2, 3, 0], torch.zeros(64), 0, 0
     for seed in range(600):
-        tokens = speculate(target, ids, draft, max_new_tokens=4, seed=seed, eos_token_ids=[], **values)
+        tokens = speculate(
+            target, ids, draft, max_new_tokens=4, seed=seed, eos_token_ids=[], **values
+        )
         _, a, b, c = tokens
         counts[16 * a + 4 * b + c] += 1
         accepted, proposed = accepted + tokens.report.accepted, proposed + tokens.report.proposed
-    assert min(accepted, proposed - accepted) > 100, "both branches of the rule must have been taken"
+    assert min(accepted, proposed - accepted) > 100, (
+        "both branches of the rule must have been taken"
+    )
     exact = joint_of_tokens_2_to_4(target, ids, values)
     assert chi_square(counts, exact) > FALSE_ALARM
     assert counts[exact == 0].sum() == 0, "a token that the filters forbid"
@@ -540,15 +653,21 @@ def test_the_same_seed_repeats(model):
 def test_a_stop_string_inside_a_run_and_a_second_turn(tiny_folder):
     model, tokenizer = load(tiny_folder)
     plain = Session(model, tokenizer, params={"max_new_tokens": 24})
-    ours = Session(model, tokenizer, params={"max_new_tokens": 24},
-                   make_generation=partial(Speculation, draft=DraftModel(model)))
+    ours = Session(
+        model,
+        tokenizer,
+        params={"max_new_tokens": 24},
+        make_generation=partial(Speculation, draft=DraftModel(model)),
+    )
     for words in ("Once upon a time", "And then?"):
         assert plain.ask(words) == ours.ask(words) and plain.last.ids == ours.last.ids
         assert plain.cached_ids == ours.cached_ids and ours.cache.length == len(ours.cached_ids)
     assert ours.last.speculation["acceptance_rate"] == 1 and plain.last.speculation == {}
     ids, cache = tokenizer.encode("Once upon a time"), make_cache("dict", model.config)
     text = tokenizer.decode(list(generate(model, ids, max_new_tokens=24)))
-    generation = Speculation(model, ids, cache, SamplingParams(), 24, draft=DraftModel(model, tokens=9))
+    generation = Speculation(
+        model, ids, cache, SamplingParams(), 24, draft=DraftModel(model, tokens=9)
+    )
     stream = TextStream(generation, tokenizer, stop=text[5:7])
     assert text.startswith("".join(stream)) and stream.finish_reason == "stop_string"
     assert {layer.length for layer in cache} == {len(ids) + len(generation.tokens) - 1}
@@ -562,7 +681,18 @@ def cli(monkeypatch, capsys, tiny_folder):
     monkeypatch.setattr("sys.stdin", None)
 
     def call(*argv):
-        code = main(["generate", "-m", str(tiny_folder), "--prompt", "once upon a time once upon", "-n", "20", *argv])
+        code = main(
+            [
+                "generate",
+                "-m",
+                str(tiny_folder),
+                "--prompt",
+                "once upon a time once upon",
+                "-n",
+                "20",
+                *argv,
+            ]
+        )
         return code, *capsys.readouterr()
 
     return call
@@ -573,17 +703,26 @@ def test_the_flag_changes_the_work_and_not_the_text(cli, tiny_folder):
     assert code == 0 and "guesses" not in status
     for how in ("ngram", "ngram:3", "early-exit:1", f"draft:{tiny_folder}"):
         code, out, status = cli("--speculate", how, "--cache", "static")
-        assert (code, out) == (0, plain) and "guesses right" in status and "forwards saved" in status, how
+        assert (
+            (code, out) == (0, plain) and "guesses right" in status and "forwards saved" in status
+        ), how
     assert "(100%), " in status, "the model guesses itself"
     assert '"speculation": {"proposed": ' in cli("--speculate", "ngram", "--json")[1]
 
 
-@pytest.mark.parametrize(("how", "words"), [
-    ("medusa", "is not one of ngram[:N], early-exit:K, draft:MODEL"), ("early-exit", "early-exit:K"),
-    ("ngarm", "did you mean ngram[:N]?"), ("ngram:0", "whole number"), ("early-exit:x", "'x' is not a whole number"),
-    ("early-exit:99", "an early exit after 99 of"), ("draft:/nowhere/model", "/nowhere/model"),
-    ("draft:", "draft:MODEL"),
-])
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("medusa", "is not one of ngram[:N], early-exit:K, draft:MODEL"),
+        ("early-exit", "early-exit:K"),
+        ("ngarm", "did you mean ngram[:N]?"),
+        ("ngram:0", "whole number"),
+        ("early-exit:x", "'x' is not a whole number"),
+        ("early-exit:99", "an early exit after 99 of"),
+        ("draft:/nowhere/model", "/nowhere/model"),
+        ("draft:", "draft:MODEL"),
+    ],
+)
 def test_a_wrong_flag_is_named(cli, how, words):
     code, out, err = cli("--speculate", how)
     assert (code, out) == (2, "") and err.startswith("nanokv: error: ") and words in err

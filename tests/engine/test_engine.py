@@ -56,10 +56,6 @@ def prompt(seed: int, tokens: int) -> list[int]:
     return random_ids(seed, 1, tokens)[0].tolist()
 
 
-
-
-
-
 # --- equal to a run alone -----------------------------------------------------------------------------------------
 
 
@@ -70,17 +66,24 @@ def test_each_answer_equals_its_solo_run(model, step_tokens):
     requests = [engine.submit(ids, max_new_tokens=9) for ids in prompts]
     engine.run()
     for ids, request in zip(prompts, requests, strict=True):
-        assert request.tokens == alone(model, ids, max_new_tokens=9) and request.finish_reason == "length"
+        assert (
+            request.tokens == alone(model, ids, max_new_tokens=9)
+            and request.finish_reason == "length"
+        )
     assert all_free(engine)
 
 
 def test_sampled_answers_equal_their_solo_runs(model):
     """A generator a request: neighbours in a batch must not shift each other's random numbers."""
     engine = Engine(model, pages=14, page_size=4, step_tokens=7)
-    requests = [engine.submit(prompt(i, 6 + i), max_new_tokens=14, seed=i, **SAMPLED) for i in range(4)]
+    requests = [
+        engine.submit(prompt(i, 6 + i), max_new_tokens=14, seed=i, **SAMPLED) for i in range(4)
+    ]
     engine.run()
     for i, request in enumerate(requests):
-        assert request.tokens == alone(model, prompt(i, 6 + i), max_new_tokens=14, seed=i, **SAMPLED)
+        assert request.tokens == alone(
+            model, prompt(i, 6 + i), max_new_tokens=14, seed=i, **SAMPLED
+        )
     # A preempted one continues its own random numbers.
     assert engine.metrics.preemptions > 0 and all_free(engine)
 
@@ -98,13 +101,23 @@ REQUESTS = st.lists(
 )
 
 
-@given(REQUESTS, st.integers(8, 16), st.sampled_from([1, 2, 4]), st.integers(1, 12), st.integers(1, 4))
+@given(
+    REQUESTS, st.integers(8, 16), st.sampled_from([1, 2, 4]), st.integers(1, 12), st.integers(1, 4)
+)
 @settings(max_examples=25, deadline=None)
-def test_random_arrivals_in_tiny_pools(exact_model, plan, slots, page_size, step_tokens, max_running):
+def test_random_arrivals_in_tiny_pools(
+    exact_model, plan, slots, page_size, step_tokens, max_running
+):
     """Every greedy answer is the solo one, or a beginning of it when it was cancelled; no page is lost."""
     # 18 … 36 slots: a request may need 31, so at most one or two fit at a time.
     pages = 2 * slots // page_size + 2
-    engine = Engine(exact_model, pages=pages, page_size=page_size, step_tokens=step_tokens, max_running=max_running)
+    engine = Engine(
+        exact_model,
+        pages=pages,
+        page_size=page_size,
+        step_tokens=step_tokens,
+        max_running=max_running,
+    )
     arrivals, step = sorted(enumerate(plan), key=lambda item: item[1][0]), 0
     requests = {}
     while arrivals or not engine.idle:
@@ -141,7 +154,11 @@ def test_transformers_continuous_batching_gives_the_same_tokens(models):
         prompts,
         generation_config=GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=-1),
         continuous_batching_config=ContinuousBatchingConfig(
-            page_size=4, num_blocks=64, max_batch_tokens=64, max_requests_per_batch=2, use_cuda_graph=False
+            page_size=4,
+            num_blocks=64,
+            max_batch_tokens=64,
+            max_requests_per_batch=2,
+            use_cuda_graph=False,
         ),
         progress_bar=False,
     )
@@ -173,7 +190,9 @@ def test_reasons_to_end(model):
 
 def test_what_can_never_fit_is_refused_with_numbers(model):
     engine = Engine(model, pages=4, page_size=4)
-    with pytest.raises(CapacityError, match=r"needs 5 pages \(10 tokens \+ 8 new, 4 a page\), the pool has 4") as error:
+    with pytest.raises(
+        CapacityError, match=r"needs 5 pages \(10 tokens \+ 8 new, 4 a page\), the pool has 4"
+    ) as error:
         engine.submit(prompt(0, 10), max_new_tokens=8)
     assert error.value.hint == "max_new_tokens=7 fits"
     request = engine.submit(prompt(0, 10), max_new_tokens=7)
@@ -192,9 +211,18 @@ def test_what_can_never_fit_is_refused_with_numbers(model):
 
 
 def test_who_says_nothing_gets_64_greedy_tokens_of_a_pool_of_256_pages():
-    assert defaults(Engine) == {"pages": 256, "page_size": 16, "step_tokens": None, "max_running": 32}
+    assert defaults(Engine) == {
+        "pages": 256,
+        "page_size": 16,
+        "step_tokens": None,
+        "max_running": 32,
+    }
     assert defaults(Engine.submit) == ANSWER | SAMPLING | {
-        "seed": None, "salt": "", "top_logprobs": 0, "constrain": None, "on_token": None,
+        "seed": None,
+        "salt": "",
+        "top_logprobs": 0,
+        "constrain": None,
+        "on_token": None,
         "prefilled": None,
     }
 
@@ -209,15 +237,22 @@ def test_a_step_feeds_as_many_tokens_as_a_long_prompts_chunk(model):
 def test_an_answer_that_the_context_ends_needs_no_pages_for_more(model):
     """The pages of the context are enough, whatever max_new_tokens says."""
     context = model.config.max_position_embeddings
-    request = Engine(model, pages=context // 4, page_size=4).submit(prompt(0, 6), max_new_tokens=10**9)
+    request = Engine(model, pages=context // 4, page_size=4).submit(
+        prompt(0, 6), max_new_tokens=10**9
+    )
     assert request.room == context - 6 + 1
 
 
 def test_foreign_pages_are_reported_instead_of_waiting_for_ever(model):
     engine = Engine(model, pages=4, page_size=4)
     taken = engine.pool.take(3)
-    request, later = engine.submit(prompt(0, 6), max_new_tokens=2), engine.submit(prompt(1, 9), max_new_tokens=2)
-    with pytest.raises(CapacityError, match=f"request {request.number} needs 2 pages, but 1 of 4 can be had"):
+    request, later = (
+        engine.submit(prompt(0, 6), max_new_tokens=2),
+        engine.submit(prompt(1, 9), max_new_tokens=2),
+    )
+    with pytest.raises(
+        CapacityError, match=f"request {request.number} needs 2 pages, but 1 of 4 can be had"
+    ):
         engine.run()
     engine.cancel(later)
     engine.pool.release(taken)
@@ -261,7 +296,10 @@ def test_a_shared_beginning_is_computed_once(model):
     first = engine.submit([*system, 1], max_new_tokens=3)
     engine.run()
     computed = engine.metrics.prefill_tokens
-    second, other = engine.submit([*system, 2, 3], max_new_tokens=3), engine.submit([*system, 2], salt="tenant")
+    second, other = (
+        engine.submit([*system, 2, 3], max_new_tokens=3),
+        engine.submit([*system, 2], salt="tenant"),
+    )
     engine.run()
     assert (first.reused_tokens, second.reused_tokens, other.reused_tokens) == (0, 20, 0)
     assert engine.metrics.prefill_tokens == computed + 4 + 23 and engine.metrics.reused_tokens == 20
@@ -277,7 +315,9 @@ def test_an_equal_prompt_computes_exactly_one_token(model):
         request = engine.submit(ids, max_new_tokens=4)
         engine.run()
         answers.append(request.tokens)
-    assert request.reused_tokens == 8 and answers[0] == answers[1] == alone(model, ids, max_new_tokens=4)
+    assert request.reused_tokens == 8 and answers[0] == answers[1] == alone(
+        model, ids, max_new_tokens=4
+    )
 
 
 # --- streaming, cancelling, failing -------------------------------------------------------------------------------
@@ -286,7 +326,9 @@ def test_an_equal_prompt_computes_exactly_one_token(model):
 def test_streaming_three_ways(model):
     engine = Engine(model, pages=64, page_size=4)
     seen = []
-    one = engine.submit(prompt(0, 5), max_new_tokens=6, on_token=lambda request, step: seen.append(step.token))
+    one = engine.submit(
+        prompt(0, 5), max_new_tokens=6, on_token=lambda request, step: seen.append(step.token)
+    )
     two = engine.submit(prompt(1, 5), max_new_tokens=9)
     assert [step.token for step in engine.stream(one)] == one.tokens == seen
     assert 6 <= len(two.tokens) < 9  # went on meanwhile
@@ -306,7 +348,11 @@ def test_cancel_from_a_callback_and_submit_from_a_callback(model):
     request = engine.submit(prompt(0, 5), max_new_tokens=6, on_token=third_token)
     other = engine.submit(prompt(1, 5), max_new_tokens=6)
     engine.run()
-    assert (len(request.tokens), request.finish_reason, other.finish_reason) == (3, "cancelled", "cancelled")
+    assert (len(request.tokens), request.finish_reason, other.finish_reason) == (
+        3,
+        "cancelled",
+        "cancelled",
+    )
     assert added[0].tokens == alone(model, prompt(3, 4), max_new_tokens=2)
     engine.cancel(request)  # harmless
     assert engine.metrics.finished == 3 and all_free(engine)
@@ -332,7 +378,9 @@ def test_an_interrupt_in_any_forward_loses_nothing(model, monkeypatch, at):
         engine.run()
     engine.run()
     monkeypatch.undo()
-    assert [request.tokens for request in requests] == [alone(model, ids, max_new_tokens=5) for ids in prompts]
+    assert [request.tokens for request in requests] == [
+        alone(model, ids, max_new_tokens=5) for ids in prompts
+    ]
     assert all_free(engine)
 
 
@@ -345,11 +393,15 @@ def test_an_interrupt_between_forward_and_token_loses_nothing(model):
             raise KeyboardInterrupt
 
     hit = []
-    requests = [engine.submit(prompt(i, 6), max_new_tokens=5, on_token=interrupt_once) for i in range(3)]
+    requests = [
+        engine.submit(prompt(i, 6), max_new_tokens=5, on_token=interrupt_once) for i in range(3)
+    ]
     with pytest.raises(KeyboardInterrupt):
         engine.run()
     engine.run()
-    assert [r.tokens for r in requests] == [alone(model, prompt(i, 6), max_new_tokens=5) for i in range(3)]
+    assert [r.tokens for r in requests] == [
+        alone(model, prompt(i, 6), max_new_tokens=5) for i in range(3)
+    ]
 
 
 # --- metrics ------------------------------------------------------------------------------------------------------
@@ -364,7 +416,9 @@ def test_times_are_those_of_the_clock(model):
     metrics = request.metrics()
     # Step 2, 3 and 4 read the clock once each, the end once.
     assert metrics["queue_s"] == 1 and metrics["ttft_s"] == 2
-    assert metrics["total_s"] == request.finished and math.isclose(metrics["token_s"], (request.finished - 2) / 3)
+    assert metrics["total_s"] == request.finished and math.isclose(
+        metrics["token_s"], (request.finished - 2) / 3
+    )
     assert (metrics["prompt_tokens"], metrics["new_tokens"], metrics["preemptions"]) == (5, 4, 0)
 
 
@@ -374,7 +428,11 @@ def test_page_use_and_waste(model):
     engine.submit(prompt(0, 5), max_new_tokens=3)
     engine.run()
     metrics = engine.metrics.as_dict()
-    assert metrics["waste"] == (3 + 2 + 1) / 24 and metrics["page_use"] == 2 / 8 and metrics["peak_pages"] == 2
+    assert (
+        metrics["waste"] == (3 + 2 + 1) / 24
+        and metrics["page_use"] == 2 / 8
+        and metrics["peak_pages"] == 2
+    )
     assert (metrics["steps"], metrics["forwards"]) == (3, 3)
     assert (metrics["prefill_tokens"], metrics["decode_tokens"]) == (5, 2)
 
@@ -454,7 +512,9 @@ def test_nobody_is_admitted_into_the_page_that_a_running_request_takes_next(mode
     requests = [engine.submit(prompt(i, 8), max_new_tokens=4) for i in range(2)]
     engine.run()
     assert engine.metrics.preemptions == 0
-    assert [request.tokens for request in requests] == [alone(model, prompt(i, 8), max_new_tokens=4) for i in range(2)]
+    assert [request.tokens for request in requests] == [
+        alone(model, prompt(i, 8), max_new_tokens=4) for i in range(2)
+    ]
 
 
 def test_the_pages_of_an_answer_are_found_by_the_next_turn(model):
@@ -473,8 +533,15 @@ def test_the_pages_of_an_answer_are_found_by_the_next_turn(model):
     computed, reused = engine.metrics.prefill_tokens, engine.metrics.reused_tokens
     engine.scheduler.preempt(third)
     engine.run()
-    assert engine.metrics.reused_tokens == reused + 16 and engine.metrics.prefill_tokens <= computed + 1
-    assert third.tokens == alone(model, ids, max_new_tokens=16) and third.reused_tokens == 0 and all_free(engine)
+    assert (
+        engine.metrics.reused_tokens == reused + 16
+        and engine.metrics.prefill_tokens <= computed + 1
+    )
+    assert (
+        third.tokens == alone(model, ids, max_new_tokens=16)
+        and third.reused_tokens == 0
+        and all_free(engine)
+    )
 
 
 # --- interrupts in callbacks, and what ends one request only ------------------------------------------------------
@@ -490,7 +557,9 @@ def test_an_interrupt_in_a_callback_neither_adds_nor_loses_tokens(model, at):
             hit.append(1)
             raise KeyboardInterrupt
 
-    requests = [engine.submit(prompt(i, 6), max_new_tokens=3, on_token=interrupt_once) for i in range(3)]
+    requests = [
+        engine.submit(prompt(i, 6), max_new_tokens=3, on_token=interrupt_once) for i in range(3)
+    ]
     seen = {request: [] for request in requests}
     with pytest.raises(KeyboardInterrupt):
         for request, step in engine:
@@ -513,7 +582,11 @@ def test_tokens_of_an_interrupted_last_step_are_still_handed_out(model):
     request = engine.submit(prompt(0, 6), max_new_tokens=1, on_token=interrupt)
     with pytest.raises(KeyboardInterrupt):
         list(engine)
-    assert engine.idle and [(r, step.token) for r, step in engine] == [(request, hit[0])] and list(engine) == []
+    assert (
+        engine.idle
+        and [(r, step.token) for r, step in engine] == [(request, hit[0])]
+        and list(engine) == []
+    )
 
 
 def test_an_interrupt_before_the_end_is_noticed_does_not_add_a_token(model):
@@ -541,7 +614,9 @@ def test_any_error_of_one_request_ends_only_that_one(model, monkeypatch, wrong):
         raise ValueError("injected")
 
     engine = Engine(model, pages=64, page_size=4)
-    bad = engine.submit(prompt(0, 5), max_new_tokens=6, on_token=fail if wrong == "callback" else None)
+    bad = engine.submit(
+        prompt(0, 5), max_new_tokens=6, on_token=fail if wrong == "callback" else None
+    )
     good = engine.submit(prompt(1, 5), max_new_tokens=6)
     if wrong == "nan":
         draw = type(bad).draw
@@ -554,16 +629,30 @@ def test_any_error_of_one_request_ends_only_that_one(model, monkeypatch, wrong):
         monkeypatch.setattr(type(bad), "draw", poisoned)
     engine.run()
     assert bad.finish_reason == "error" and isinstance(bad.error, ValueError)
-    assert "injected" in str(bad.error) if wrong == "callback" else "cannot be sampled" in str(bad.error)
-    assert good.tokens == alone(model, prompt(1, 5), max_new_tokens=6) and good.finish_reason == "length"
+    assert (
+        "injected" in str(bad.error)
+        if wrong == "callback"
+        else "cannot be sampled" in str(bad.error)
+    )
+    assert (
+        good.tokens == alone(model, prompt(1, 5), max_new_tokens=6)
+        and good.finish_reason == "length"
+    )
     assert all_free(engine)
 
 
-@pytest.mark.parametrize(("wrong", "message"), [
-    ({"salt": None}, "salt is None"), ({"salt": 5}, "salt is 5"), ({"on_token": "print"}, "on_token is 'print'"),
-    ({"eos_token_ids": 1.5}, "eos_token_ids is 1.5"), ({"eos_token_ids": [1.5]}, "eos_token_ids is"),
-    ({"eos_token_ids": "2"}, "eos_token_ids is '2'"), ({"salt": "\ud800"}, "salt is"),
-])
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"salt": None}, "salt is None"),
+        ({"salt": 5}, "salt is 5"),
+        ({"on_token": "print"}, "on_token is 'print'"),
+        ({"eos_token_ids": 1.5}, "eos_token_ids is 1.5"),
+        ({"eos_token_ids": [1.5]}, "eos_token_ids is"),
+        ({"eos_token_ids": "2"}, "eos_token_ids is '2'"),
+        ({"salt": "\ud800"}, "salt is"),
+    ],
+)
 def test_a_wrong_argument_is_refused_at_submit_and_poisons_nothing(model, wrong, message):
     engine = Engine(model, pages=64, page_size=4)
     with pytest.raises(GenerationError, match=message):

@@ -41,11 +41,19 @@ def test_each_prompt_is_as_if_it_were_alone(models, kind, fast):
     for seed in (0, 10):
         starts = [cache.length for cache in together]
         logits = prefill_packed(model, prompts(seed), together, starts)  # (B,V)
-        expected = [prefill(model, [ids], own, own.length) for ids, own in zip(prompts(seed), apart, strict=True)]
+        expected = [
+            prefill(model, [ids], own, own.length)
+            for ids, own in zip(prompts(seed), apart, strict=True)
+        ]
         assert gap(logits, torch.cat(expected)) <= TOLERANCE
-        assert [cache.length for cache in together] == [start + n for start, n in zip(starts, LENGTHS, strict=True)]
+        assert [cache.length for cache in together] == [
+            start + n for start, n in zip(starts, LENGTHS, strict=True)
+        ]
     for mine, own in zip(together, apart, strict=True):
-        assert gap(decode(model, [[7]], mine, mine.length), decode(model, [[7]], own, own.length)) <= TOLERANCE
+        assert (
+            gap(decode(model, [[7]], mine, mine.length), decode(model, [[7]], own, own.length))
+            <= TOLERANCE
+        )
 
 
 def test_one_prompt_may_go_alone(models):
@@ -70,7 +78,9 @@ def test_bf16_over_pages(models):
     model = nanokv.optimize(nanokv.load("tiny", dtype=torch.bfloat16)[0])
     together, apart = caches("paged", model), caches("paged", model)
     logits = prefill_packed(model, prompts(0), together, [0] * len(LENGTHS))
-    expected = torch.cat([prefill(model, [ids], own, 0) for ids, own in zip(prompts(0), apart, strict=True)])
+    expected = torch.cat(
+        [prefill(model, [ids], own, 0) for ids, own in zip(prompts(0), apart, strict=True)]
+    )
     assert gap(logits, expected) <= 0.03 * expected.abs().max().item()
 
 
@@ -86,7 +96,9 @@ def test_what_failed_half_way_is_mended_by_truncating(models, monkeypatch, kind)
         cache.truncate(length)
     clean = caches(kind, model)
     prefill_packed(model, prompts(0), clean, [0] * len(LENGTHS))
-    again, expected = (prefill_packed(model, prompts(10), mine, LENGTHS) for mine in (together, clean))
+    again, expected = (
+        prefill_packed(model, prompts(10), mine, LENGTHS) for mine in (together, clean)
+    )
     assert torch.equal(again, expected)
 
 
@@ -135,11 +147,21 @@ def test_who_begins_alike_waits_for_the_first_of_them_and_others_do_not(models):
     """Four prompts, three with one beginning of two pages: it is computed once, then the two others go together."""
     engine = Engine(models[1], pages=40, page_size=4, step_tokens=256)
     beginning = random_ids(50, 1, 9)[0].tolist()
-    ids = [beginning + [1, 2, 3], beginning + [4, 5], random_ids(51, 1, 7)[0].tolist(), beginning + [6]]
+    ids = [
+        beginning + [1, 2, 3],
+        beginning + [4, 5],
+        random_ids(51, 1, 7)[0].tolist(),
+        beginning + [6],
+    ]
     asked = [engine.submit(prompt, max_new_tokens=1) for prompt in ids]
     salted = engine.submit(beginning + [1], max_new_tokens=1, salt="another tenant")
     engine.step()
     assert engine.metrics.forwards == 2
-    assert [request.reused_tokens for request in asked] == [0, 8, 0, 8] and salted.reused_tokens == 0
+    assert [request.reused_tokens for request in asked] == [
+        0,
+        8,
+        0,
+        8,
+    ] and salted.reused_tokens == 0
     for prompt, request in zip(ids, asked, strict=True):
         assert request.tokens == list(nanokv.generate(models[1], prompt, max_new_tokens=1))

@@ -22,7 +22,9 @@ from nanokv.lab.bench import gpu, gpu_ranks
 from oracle import SHAPES, gap, pair, random_ids
 
 CAPACITY = 100
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++, which is not here")
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="torch.compile needs g++, which is not here"
+)
 
 
 def small(**changes):
@@ -57,7 +59,10 @@ def test_prompts_of_many_lengths_compile_once_a_width():
     for n in (*range(1, 41), 64):
         cache = fast.make_cache()
         assert gap(prefill(fast, ids[:, :n], cache), score(model, ids[:, :n])[:, -1]) <= 1e-5
-        assert gap(decode(fast, ids[:, n : n + 1], cache, n), score(model, ids[:, : n + 1])[:, -1]) <= 1e-5
+        assert (
+            gap(decode(fast, ids[:, n : n + 1], cache, n), score(model, ids[:, : n + 1])[:, -1])
+            <= 1e-5
+        )
     assert sorted(fast.compiles) == [1, 16, 32, 64]
 
 
@@ -106,7 +111,9 @@ def test_truncate_fork_and_verify(traced):
     prefill(fast, ids[:, :30], cache)
     cache.truncate(12)
     copy = cache.fork()
-    assert gap(verify_draft(fast, ids[:, 12:17], cache, 12), score(model, ids[:, :17])[:, 12:]) <= 1e-5
+    assert (
+        gap(verify_draft(fast, ids[:, 12:17], cache, 12), score(model, ids[:, :17])[:, 12:]) <= 1e-5
+    )
     assert beside(model, fast, copy, ids, (1, 20, 1), start=12) <= 1e-5
     assert len(fast.compiles) == len(set(fast.compiles))
 
@@ -116,7 +123,10 @@ def test_a_prompt_wider_than_the_widest_goes_in_parts():
     fast = Compiled(model, CAPACITY, buckets=(8,), backend="eager")
     assert beside(model, fast, fast.make_cache(), ids, (37, 1, 9)) <= 1e-5
     assert sorted(fast.compiles) == [1, 8]
-    assert gap(verify_draft(fast, ids[:, :20], fast.make_cache(), 0), score(model, ids[:, :20])) <= 1e-5
+    assert (
+        gap(verify_draft(fast, ids[:, :20], fast.make_cache(), 0), score(model, ids[:, :20]))
+        <= 1e-5
+    )
 
 
 @pytest.mark.parametrize("shape", [name for name in SHAPES if not name.startswith("moe")])
@@ -131,12 +141,21 @@ def test_generate_and_beams_run_on_it(traced):
     model, ids, fast = traced
     prompt = ids[0, :21].tolist()
     expected = list(nanokv.generate(model, prompt, max_new_tokens=30, eos_token_ids=[]))
-    assert list(nanokv.generate(fast, prompt, cache=fast.make_cache(), max_new_tokens=30, eos_token_ids=[])) == expected
+    assert (
+        list(
+            nanokv.generate(
+                fast, prompt, cache=fast.make_cache(), max_new_tokens=30, eos_token_ids=[]
+            )
+        )
+        == expected
+    )
     # A dict cache.
     assert list(nanokv.generate(fast, prompt, max_new_tokens=30, eos_token_ids=[])) == expected
     caches = make_cache("static", model.config, capacity=CAPACITY), fast.make_cache()
-    beams = [nanokv.beam_search(m, prompt, 3, 6, eos_token_ids=[], cache=c)[0]
-             for m, c in zip((model, fast), caches, strict=True)]
+    beams = [
+        nanokv.beam_search(m, prompt, 3, 6, eos_token_ids=[], cache=c)[0]
+        for m, c in zip((model, fast), caches, strict=True)
+    ]
     assert beams[0].ids == beams[1].ids and len(beams[0].ids) == 6
     assert len(fast.compiles) == len(set(fast.compiles))
 
@@ -173,8 +192,10 @@ def test_overflow_is_refused_before_anything_is_written(traced):
     with pytest.raises(CapacityError, match="holds 98 of 100 tokens: 3 more do not fit"):
         prefill(fast, ids[:, :3], cache, 98)
     assert cache.length == 98
-    assert all(torch.equal(layer.keys, k) and torch.equal(layer.values, v)
-               for layer, (k, v) in zip(cache, before, strict=True))
+    assert all(
+        torch.equal(layer.keys, k) and torch.equal(layer.values, v)
+        for layer, (k, v) in zip(cache, before, strict=True)
+    )
 
 
 @pytest.mark.parametrize("start_pos", [0, 4, 6])
@@ -218,11 +239,18 @@ def test_optimize_refuses_both_at_once():
         nanokv.optimize(small()[0], "int8", compile=CAPACITY)
 
 
-@pytest.mark.parametrize(("sizes", "says"), [
-    ({"capacity": 0}, "capacity is 0"), ({"capacity": 1.5}, "capacity is 1.5"), ({"batch_size": 0}, "batch_size is 0"),
-    ({"buckets": ()}, "buckets is empty"), ({"buckets": (16, -1)}, "a bucket is -1"),
-    ({"capacity": 100_000}, "more than the model's 512 positions"), ({"backend": "inducter"}, "'inducter' is not one"),
-])
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ({"capacity": 0}, "capacity is 0"),
+        ({"capacity": 1.5}, "capacity is 1.5"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"buckets": ()}, "buckets is empty"),
+        ({"buckets": (16, -1)}, "a bucket is -1"),
+        ({"capacity": 100_000}, "more than the model's 512 positions"),
+        ({"backend": "inducter"}, "'inducter' is not one"),
+    ],
+)
 def test_sizes_are_checked(sizes, says):
     with pytest.raises((ConfigError, CapacityError), match=says):
         Compiled(small()[0], **{"capacity": 10, "backend": "eager"} | sizes)
@@ -246,8 +274,12 @@ def repeated(step):
 def test_a_recorded_step_reads_its_inputs_and_keeps_no_result(monkeypatch):
     monkeypatch.setattr(compiled, "cuda_graph", repeated)
     slab = torch.zeros(4)
-    step = Recorded(lambda tokens, positions, slabs: tokens * 10 + positions + slabs[0], torch.tensor(1),
-                    torch.tensor(2), [slab])
+    step = Recorded(
+        lambda tokens, positions, slabs: tokens * 10 + positions + slabs[0],
+        torch.tensor(1),
+        torch.tensor(2),
+        [slab],
+    )
     first = step(torch.tensor(3), torch.tensor(4))
     slab += 0.5
     assert step(torch.tensor(5), torch.tensor(6)).tolist() == [56.5] * 4
@@ -258,9 +290,16 @@ def test_each_cache_has_a_recording_of_its_own(traced, monkeypatch):
     """Two caches in turn; one gets new slabs on the way; a recording goes with its cache."""
     model, ids, fast = traced
     recordings = []
-    monkeypatch.setattr(compiled, "cuda_graph", lambda step: recordings.append(step) or repeated(step))
-    monkeypatch.setattr(Compiled, "run", lambda self, tokens, start, cache, slabs: self.replay(
-        tokens.clone(), torch.arange(start, start + 1), cache[0], slabs))
+    monkeypatch.setattr(
+        compiled, "cuda_graph", lambda step: recordings.append(step) or repeated(step)
+    )
+    monkeypatch.setattr(
+        Compiled,
+        "run",
+        lambda self, tokens, start, cache, slabs: self.replay(
+            tokens.clone(), torch.arange(start, start + 1), cache[0], slabs
+        ),
+    )
     caches = [fast.make_cache(), fast.make_cache()]
     for start in range(4):
         for cache in caches:
@@ -286,7 +325,9 @@ def test_only_the_decode_step_of_a_gpu_is_recorded(monkeypatch):
     for T, gpu_too in ((1, True), (1, False), (2, True), (5, True), (5, False)):
         part = tokens[:, :T].as_subclass(OnGpu) if gpu_too else tokens[:, :T]
         found = fast.run(part, 0, fast.make_cache(), [])
-        assert found == "recorded" if (T, gpu_too) == (1, True) else found.tolist() == [list(range(T))]
+        assert (
+            found == "recorded" if (T, gpu_too) == (1, True) else found.tolist() == [list(range(T))]
+        )
 
 
 # --- the default backend --------------------------------------------------------------------------------------------
@@ -321,8 +362,14 @@ def test_bf16_is_as_near_to_fp32_as_the_plain_model():
     model, ids = small()
     half = model.to(torch.bfloat16)
     exact, fast, logits = copy.deepcopy(half).float(), Compiled(half, CAPACITY), []
-    for who, cache in ((fast, fast.make_cache()), (half, make_cache("static", half.config, capacity=CAPACITY))):
-        steps = [prefill(who, ids[:, :20], cache), *(decode(who, ids[:, i : i + 1], cache, i) for i in range(20, 60))]
+    for who, cache in (
+        (fast, fast.make_cache()),
+        (half, make_cache("static", half.config, capacity=CAPACITY)),
+    ):
+        steps = [
+            prefill(who, ids[:, :20], cache),
+            *(decode(who, ids[:, i : i + 1], cache, i) for i in range(20, 60)),
+        ]
         logits.append(torch.cat(steps).float())
     expected = score(exact, ids[:, :60])[0, 19:]  # (41,V)
     compiled_error, plain_error = ((x - expected).square().mean().sqrt() for x in logits)
@@ -340,12 +387,21 @@ def test_the_gpu_script_runs_dry(tmp_path, capsys):
     report = json.loads((tmp_path / "dry.json").read_text())
     assert report["dry_run"] and report["faults"] == [] and 0 < report["parity"]["gap"] <= 1e-4
     assert sorted(report["parity"]["compiles"]) == [1, 16]
-    assert len(report["rows"]) == 6 and all(row["tok_s"] > 0 and row["step_bytes"] > 0 for row in report["rows"])
+    assert len(report["rows"]) == 6 and all(
+        row["tok_s"] > 0 and row["step_bytes"] > 0 for row in report["rows"]
+    )
     assert len({row["runner"] for row in report["rows"]}) == 6
-    assert all(row["equal"] for row in report["offload"]) and report["versions"]["torch"] == torch.__version__
+    assert (
+        all(row["equal"] for row in report["offload"])
+        and report["versions"]["torch"] == torch.__version__
+    )
     one, two = report["ranks"]
     assert (one["ranks"], two["ranks"]) == (1, 2) and two["tok_s"] > 0 and 0 < two["gap"] <= 1e-5
-    assert (two["sums"], two["summed_bytes"], two["gathered_bytes"]) == (2 * 3 + 1, 7 * 2 * 64 * 2, 2 * 49 * 2)
+    assert (two["sums"], two["summed_bytes"], two["gathered_bytes"]) == (
+        2 * 3 + 1,
+        7 * 2 * 64 * 2,
+        2 * 49 * 2,
+    )
     assert two["step_bytes"] < 0.6 * one["step_bytes"]
     text = (tmp_path / "dry.md").read_text()
     assert text.startswith("# Dry run on a CPU: no figures") and "nanokv compiled static" in text
@@ -364,21 +420,34 @@ RANKS = {"ranks": 2, "gap": 1e-6, "summed_bytes": 8, "expected_bytes": 8}
 
 def test_the_gpu_script_finds_every_fault():
     good = {
-        "parity": {"gap": 1e-6, "compiles": [16, 1]}, "attention": [{"call": "x", "kernel": "flash", "gap": 1e-3}],
-        "offload": [{"context": 8, "equal": True}], "rows": [{"runner": "nanokv compiled static", "tok_s": 1.0}],
+        "parity": {"gap": 1e-6, "compiles": [16, 1]},
+        "attention": [{"call": "x", "kernel": "flash", "gap": 1e-3}],
+        "offload": [{"context": 8, "equal": True}],
+        "rows": [{"runner": "nanokv compiled static", "tok_s": 1.0}],
         "ranks": [{"ranks": 1}, dict(RANKS, ranks=2)],
     }
     assert gpu.faults(good) == []
-    broken = {"runner": "nanokv compiled static", "batch": 1, "context": 8, "failed": "an illegal memory access"}
+    broken = {
+        "runner": "nanokv compiled static",
+        "batch": 1,
+        "context": 8,
+        "failed": "an illegal memory access",
+    }
     for name, value, says in (
-        ("parity", {"gap": 1e-2, "compiles": [1]}, "off by"), ("parity", {"gap": float("nan"), "compiles": []}, "nan"),
-        ("parity", {"gap": 0.0, "compiles": [1, 1]}, "compiled twice"), ("rows", [broken], "illegal memory access"),
+        ("parity", {"gap": 1e-2, "compiles": [1]}, "off by"),
+        ("parity", {"gap": float("nan"), "compiles": []}, "nan"),
+        ("parity", {"gap": 0.0, "compiles": [1, 1]}, "compiled twice"),
+        ("rows", [broken], "illegal memory access"),
         ("attention", [{"call": "x", "kernel": "attention_math", "gap": 1e-3}], "no fused kernel"),
         ("attention", [{"call": "x", "kernel": "flash", "gap": 0.5}], "off by"),
         ("offload", [{"context": 8, "equal": False}], "offload differs"),
         ("ranks", [dict(RANKS, gap=float("nan"))], "2 ranks: off by nan"),
         ("ranks", [dict(RANKS, summed_bytes=9)], "9 bytes in all_reduce, by formula 8"),
-        ("ranks", [{"ranks": 4, "failed": "NCCL: unhandled system error"}], "4 ranks: NCCL: unhandled"),
+        (
+            "ranks",
+            [{"ranks": 4, "failed": "NCCL: unhandled system error"}],
+            "4 ranks: NCCL: unhandled",
+        ),
     ):
         (fault,) = gpu.faults(good | {name: value})
         assert says in fault
@@ -396,6 +465,13 @@ def test_a_runner_that_fails_is_a_row(monkeypatch):
     """Out of memory, or a compiler that gives up: the rest goes on."""
     model = gpu.random_model(gpu.TINY, torch.bfloat16, "cpu")
     runner = gpu.Nano(model, "static", 1)
-    monkeypatch.setattr(runner, "step", lambda: (_ for _ in ()).throw(RuntimeError("out of memory\nand more")))
+    monkeypatch.setattr(
+        runner, "step", lambda: (_ for _ in ()).throw(RuntimeError("out of memory\nand more"))
+    )
     row = gpu.decode_row(runner, 8, gpu.SMALL, bandwidth=None)
-    assert row == {"runner": "nanokv plain static", "batch": 1, "context": 8, "failed": "out of memory"}
+    assert row == {
+        "runner": "nanokv plain static",
+        "batch": 1,
+        "context": 8,
+        "failed": "out of memory",
+    }

@@ -49,7 +49,9 @@ def run(model, ids, cache, steps=24):
     """Logits of a prefill and of `steps` decodes."""
     out = [prefill(model, ids, cache)]
     for i in range(steps):
-        out.append(decode(model, torch.full((ids.shape[0], 1), (7 * i + 3) % 97), cache, cache.length))
+        out.append(
+            decode(model, torch.full((ids.shape[0], 1), (7 * i + 3) % 97), cache, cache.length)
+        )
     return torch.stack(out).float()
 
 
@@ -70,14 +72,26 @@ def code(request, monkeypatch):
 # --- equal to the plain model ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes", [
-    {}, {"num_key_value_heads": 4}, {"num_key_value_heads": 1}, {"num_attention_heads": 6, "num_key_value_heads": 2},
-    {"tie_word_embeddings": False}, {"attention_bias": True}, {"head_dim": 8}, {"hidden_size": 72, "head_dim": 20},
-])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_key_value_heads": 4},
+        {"num_key_value_heads": 1},
+        {"num_attention_heads": 6, "num_key_value_heads": 2},
+        {"tie_word_embeddings": False},
+        {"attention_bias": True},
+        {"head_dim": 8},
+        {"hidden_size": 72, "head_dim": 20},
+    ],
+)
 def test_fp32_is_equal_on_every_shape(code, changes):
     model, ids = small(**changes)
     expected = run(model, ids, make_cache("dict", model.config))
-    assert gap(run(optimize(model), ids, make_cache("static", model.config, capacity=100)), expected) <= 1e-5
+    assert (
+        gap(run(optimize(model), ids, make_cache("static", model.config, capacity=100)), expected)
+        <= 1e-5
+    )
     assert gap(score(optimize(model), ids), score(model, ids)) <= 1e-5
 
 
@@ -85,7 +99,10 @@ def test_fp32_is_equal_on_every_shape(code, changes):
 def test_fp32_is_equal_on_every_cache(code, name):
     model, ids = small()
     expected = run(model, ids, make_cache(name, model.config, capacity=100))
-    assert gap(run(optimize(model), ids, make_cache(name, model.config, capacity=100)), expected) <= 1e-5
+    assert (
+        gap(run(optimize(model), ids, make_cache(name, model.config, capacity=100)), expected)
+        <= 1e-5
+    )
 
 
 def test_more_keys_than_one_task_takes(code):
@@ -102,7 +119,13 @@ def test_chunks_verify_and_truncate(code):
     model, ids = small()
     fast = optimize(model)
     cache = make_cache("static", model.config, capacity=100)
-    assert gap(prefill_chunks(fast, ids, cache, chunk=7), prefill(model, ids, make_cache("dict", model.config))) <= 1e-5
+    assert (
+        gap(
+            prefill_chunks(fast, ids, cache, chunk=7),
+            prefill(model, ids, make_cache("dict", model.config)),
+        )
+        <= 1e-5
+    )
     cache.truncate(20)
     assert gap(verify_draft(fast, ids[:, 20:25], cache, 20), score(model, ids)[:, 20:25]) <= 1e-5
     cache.truncate(22)
@@ -127,7 +150,9 @@ def test_ragged_rows_in_one_step(code):
     for row, n in zip(dense.rows, (3, 9), strict=True):
         prefill(fast, ids[:, :n], row)
     logits = decode(fast, torch.tensor([[1], [1]]), dense, dense.length)
-    assert gap(logits[0], score(model, torch.cat((ids[:, :3], torch.tensor([[1]])), 1))[0, -1]) <= 1e-5
+    assert (
+        gap(logits[0], score(model, torch.cat((ids[:, :3], torch.tensor([[1]])), 1))[0, -1]) <= 1e-5
+    )
 
 
 def test_generation_beams_engine_and_speculation_run_on_it(code):
@@ -139,7 +164,9 @@ def test_generation_beams_engine_and_speculation_run_on_it(code):
     requests = [engine.submit(prompt[:n], max_new_tokens=8, eos_token_ids=[]) for n in (40, 11, 23)]
     list(engine)
     for request, n in zip(requests, (40, 11, 23), strict=True):
-        assert request.tokens == list(nanokv.generate(model, prompt[:n], max_new_tokens=8, eos_token_ids=[]))
+        assert request.tokens == list(
+            nanokv.generate(model, prompt[:n], max_new_tokens=8, eos_token_ids=[])
+        )
 
 
 def test_weights_are_shared_with_the_plain_model():
@@ -148,7 +175,10 @@ def test_weights_are_shared_with_the_plain_model():
     fast = optimize(model)
     layer, plain = fast.layers[1], model.layers[1]
     assert plain.self_attn.q_proj.weight.data_ptr() == layer.qkv.weight.data_ptr()
-    assert plain.mlp.up_proj.weight.untyped_storage().data_ptr() == layer.gate_up.weight.untyped_storage().data_ptr()
+    assert (
+        plain.mlp.up_proj.weight.untyped_storage().data_ptr()
+        == layer.gate_up.weight.untyped_storage().data_ptr()
+    )
     assert fast.embed_tokens.weight.data_ptr() == model.embed_tokens.weight.data_ptr()
     assert torch.equal(score(model, ids), before)
 
@@ -183,7 +213,9 @@ def test_an_optimized_model_keeps_its_dtypes(name, dtype):
     before = run(fast, ids, make_cache("static", model.config, capacity=100))
     with pytest.raises(ConfigError, match="keeps its dtypes"):
         fast.to(dtype)
-    assert torch.equal(run(fast.to("cpu"), ids, make_cache("static", model.config, capacity=100)), before)
+    assert torch.equal(
+        run(fast.to("cpu"), ids, make_cache("static", model.config, capacity=100)), before
+    )
 
 
 @pytest.mark.parametrize("name", [None, "int8", "int4"])
@@ -206,9 +238,13 @@ def test_weights_loaded_into_a_model_that_has_run(code, name, assign):
     fast, other = optimize(model, name), optimize(small(rms_norm_eps=1e-6)[0], name)
     with torch.no_grad():
         other.layers[0].norm.mul_(1.5)
-        other.layers[0].qkv.scale = other.layers[0].qkv.scale if name is None else other.layers[0].qkv.scale * 2
+        other.layers[0].qkv.scale = (
+            other.layers[0].qkv.scale if name is None else other.layers[0].qkv.scale * 2
+        )
     before = run(fast, ids, make_cache("static", model.config, capacity=100))
-    fast.load_state_dict({key: tensor.clone() for key, tensor in other.state_dict().items()}, assign=assign)
+    fast.load_state_dict(
+        {key: tensor.clone() for key, tensor in other.state_dict().items()}, assign=assign
+    )
     after = run(fast, ids, make_cache("static", model.config, capacity=100))
     assert torch.equal(after, run(other, ids, make_cache("static", model.config, capacity=100)))
     assert gap(after, before) > 1e-3
@@ -228,7 +264,9 @@ def test_the_plain_model_can_be_trained_afterwards():
     torch.optim.SGD(held, lr=0.01).step()
     assert gap(score(model, ids), before) > 1e-3
     fast = optimize(model)
-    assert gap(score(fast, ids), score(model, ids)) <= 1e-5 and not any(b.requires_grad for b in fast.buffers())
+    assert gap(score(fast, ids), score(model, ids)) <= 1e-5 and not any(
+        b.requires_grad for b in fast.buffers()
+    )
 
 
 def test_optimizing_twice_and_what_cannot_be_optimized():
@@ -273,7 +311,9 @@ def test_what_a_caller_put_in_the_place_of_a_part_is_not_left_out_in_silence(cha
 def test_a_model_of_two_dtypes_is_named():
     model, _ = small(tie_word_embeddings=False)
     model.layers[1].bfloat16()
-    with pytest.raises(ConfigError, match=r"lm_head\.weight is torch\.float32 and layers\.1.* is torch\.bfloat16"):
+    with pytest.raises(
+        ConfigError, match=r"lm_head\.weight is torch\.float32 and layers\.1.* is torch\.bfloat16"
+    ):
         optimize(model)
 
 
@@ -342,7 +382,11 @@ def test_codes_are_as_near_as_their_bits_allow(name, bound):
     weight = torch.randn(64, 288, generator=torch.Generator().manual_seed(0))
     matrix = weights.FORMATS[name](weight)
     assert float((matrix.dense() - weight).abs().mean() / weight.abs().mean()) <= bound
-    step = matrix.scale[:, None] if name == "int8" else matrix.scale.float().repeat_interleave(32, 1)[:, :288]
+    step = (
+        matrix.scale[:, None]
+        if name == "int8"
+        else matrix.scale.float().repeat_interleave(32, 1)[:, :288]
+    )
     assert bool(((matrix.dense() - weight).abs() <= step.abs() * 1.01).all())
 
 
@@ -380,7 +424,10 @@ def test_a_kernel_takes_a_mask_that_shows_each_row_its_own_tokens():
 def test_a_kernel_reads_a_part_of_a_slab_where_it_lies():
     """A copy of keys and values per step would cost what the kernel saves; only another order of values is copied."""
     slabs = torch.zeros(2, 1, 4, 9, 8)
-    part, turned = Pages(*slabs[:, :, :, :5], [5]), Pages(*slabs.mT.contiguous().mT[:, :, :, :5], [5])
+    part, turned = (
+        Pages(*slabs[:, :, :, :5], [5]),
+        Pages(*slabs.mT.contiguous().mT[:, :, :, :5], [5]),
+    )
     for pages, copied in ((part, False), (turned, True)):
         native.pages_struct(pages)
         for read, given in zip(pages.struct.tensors, (pages.keys, pages.values), strict=True):
@@ -397,10 +444,17 @@ def test_only_keys_and_values_like_the_new_ones_go_to_a_kernel():
 
 def test_torch_packs_four_bits_where_it_can():
     """One byte for two codes, in blocks of 16 rows; other matrices keep a byte for each."""
-    codes, scale = torch.randint(-8, 8, (48, 64), dtype=torch.int8), torch.ones(48, 2, dtype=torch.bfloat16)
+    codes, scale = (
+        torch.randint(-8, 8, (48, 64), dtype=torch.int8),
+        torch.ones(48, 2, dtype=torch.bfloat16),
+    )
     packed, scales = torch_ops.pack_int4(codes, scale)
     if torch_ops.has(torch.ops.aten, "_weight_int4pack_mm_for_cpu"):
-        assert packed.dtype == torch.uint8 and packed.nbytes == 48 * 64 // 2 and scales.shape == (2, 48, 2)
+        assert (
+            packed.dtype == torch.uint8
+            and packed.nbytes == 48 * 64 // 2
+            and scales.shape == (2, 48, 2)
+        )
     assert torch_ops.pack_int4(codes[:40], scale[:40])[0].nbytes == 40 * 64
 
 
@@ -419,7 +473,9 @@ def test_products_with_codes(code, name, rows, K, N):
 @pytest.mark.parametrize("rows", [1, 2, 3, 9, 33])
 @pytest.mark.parametrize(("N", "K"), [(8, 32), (37, 40), (101, 288), (1, 7)])
 def test_products_with_dense_weights(code, dtype, rows, N, K):
-    matrix = weights.Dense(torch.randn(N, K, generator=torch.Generator().manual_seed(0)).to(dtype), torch.ones(N))
+    matrix = weights.Dense(
+        torch.randn(N, K, generator=torch.Generator().manual_seed(0)).to(dtype), torch.ones(N)
+    )
     x = torch.randn(rows, K, generator=torch.Generator().manual_seed(1))
     expected = x.double() @ matrix.weight.double().T + 1
     assert gap(matrix(x).double(), expected) <= (1e-5 if dtype == torch.float32 else 0.01)
@@ -439,20 +495,26 @@ def test_codes_made_dense_by_the_kernels_are_those_of_torch(monkeypatch, dtype, 
         assert len(parts) == -(-N // max(1, count // K))
         assert torch.equal(torch.cat([part for _, part in parts]), matrix.dense())
     x = torch.randn(40, K)
-    assert gap(matrix(x), F.linear(x.to(dtype), matrix.dense()).float()) < (1e-5 if dtype == torch.float32 else 0.02)
+    assert gap(matrix(x), F.linear(x.to(dtype), matrix.dense()).float()) < (
+        1e-5 if dtype == torch.float32 else 0.02
+    )
 
 
 @needs_kernels
 @pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
 @pytest.mark.parametrize(("N", "K"), [(8, 32), (37, 96), (101, 288), (40, 480)])
-def test_many_rows_are_products_of_fp32_where_the_processor_has_none_of_bf16(monkeypatch, name, N, K):
+def test_many_rows_are_products_of_fp32_where_the_processor_has_none_of_bf16(
+    monkeypatch, name, N, K
+):
     """Neither weights nor activations are rounded then, however many rows of weights are widened at a time."""
     monkeypatch.setattr(native, "multiplies_bf16", lambda kernels: False)
     g = torch.Generator().manual_seed(0)
     matrix = weights.FORMATS[name](torch.randn(N, K, generator=g).bfloat16(), torch.ones(N))
     x, (_, whole) = torch.randn(140, K, generator=g), next(matrix.parts())
     whole = whole.clone()
-    assert whole.shape == (N, K) and gap(whole.double(), matrix.dense().double()) <= (0 if name == "bf16" else 0.004)
+    assert whole.shape == (N, K) and gap(whole.double(), matrix.dense().double()) <= (
+        0 if name == "bf16" else 0.004
+    )
     for count in (K, 3 * K, weights.WIDENED):
         monkeypatch.setattr(weights, "WIDENED", count)
         assert gap(matrix.product(x).double(), x.double() @ whole.double().T + 1) <= 1e-6
@@ -474,7 +536,9 @@ def test_a_prefill_in_products_of_fp32_agrees_with_one_in_bf16(monkeypatch, name
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 4, 5, 16, 17, 32, 49])
-@pytest.mark.parametrize(("N", "K"), [(31, 64), (32, 32), (40, 96), (101, 288), (40, 480), (600, 1024)])
+@pytest.mark.parametrize(
+    ("N", "K"), [(31, 64), (32, 32), (40, 96), (101, 288), (40, 480), (600, 1024)]
+)
 def test_products_with_whole_numbers_are_exact(dtype, rows, N, K):
     """No sum reaches 2²⁴: every order of additions and every width of vectors gives the same bits."""
     g = torch.Generator().manual_seed(0)
@@ -488,7 +552,10 @@ def test_products_with_whole_numbers_are_exact(dtype, rows, N, K):
 def test_bundled_model_keeps_its_likelihoods(code, weights_name):
     """Mean |Δ log-likelihood| a token of held-out conversations: bf16 0.01, int8 0.03, int4 0.4."""
     plain, tokenizer = nanokv.load("tiny")
-    model = optimize(nanokv.load("tiny", dtype=torch.bfloat16)[0] if weights_name is None else plain, weights_name)
+    model = optimize(
+        nanokv.load("tiny", dtype=torch.bfloat16)[0] if weights_name is None else plain,
+        weights_name,
+    )
     text = render(conversation(random.Random("fast:0"), 16, held_out=True))
     ids = torch.tensor([tokenizer.encode(text)[:200]])
     cache, out = make_cache("static", plain.config, capacity=200), []
@@ -516,9 +583,16 @@ def test_int4_takes_the_best_of_its_scales():
 
 
 @needs_kernels
-@pytest.mark.parametrize(("B", "H", "Hk", "T", "S", "D"), [
-    (1, 4, 2, 70, 70, 64), (2, 4, 2, 33, 100, 128), (1, 2, 2, 200, 333, 32), (1, 3, 1, 5, 64, 16), (1, 8, 2, 1, 65, 48),
-])
+@pytest.mark.parametrize(
+    ("B", "H", "Hk", "T", "S", "D"),
+    [
+        (1, 4, 2, 70, 70, 64),
+        (2, 4, 2, 33, 100, 128),
+        (1, 2, 2, 200, 333, 32),
+        (1, 3, 1, 5, 64, 16),
+        (1, 8, 2, 1, 65, 48),
+    ],
+)
 def test_flash_attention(B, H, Hk, T, S, D):
     if not KERNELS.has_flash(D):
         pytest.skip("this processor does not multiply bf16")
@@ -527,15 +601,30 @@ def test_flash_attention(B, H, Hk, T, S, D):
     k, v = (torch.randn(B, Hk, S + 7, D, generator=g).bfloat16()[:, :, :S] for _ in "kv")
     y = torch.empty(B, T, H, D, dtype=torch.bfloat16)
     KERNELS.flash_attention(
-        y.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), B, H, Hk, T, S, D, k.stride(0), k.stride(1)
+        y.data_ptr(),
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        B,
+        H,
+        Hk,
+        T,
+        S,
+        D,
+        k.stride(0),
+        k.stride(1),
     )
     mask = causal_mask(T, S)
-    expected = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), attn_mask=mask, enable_gqa=True)
+    expected = F.scaled_dot_product_attention(
+        q.float(), k.float(), v.float(), attn_mask=mask, enable_gqa=True
+    )
     assert gap(y.float(), expected.transpose(1, 2)) <= 0.01
 
 
 @needs_kernels
-@pytest.mark.parametrize(("kernel", "other", "chosen"), [(1.0, 0.8, 1), (1.0, 0.95, 0), (1.0, 2.0, 0)])
+@pytest.mark.parametrize(
+    ("kernel", "other", "chosen"), [(1.0, 0.8, 1), (1.0, 0.95, 0), (1.0, 2.0, 0)]
+)
 def test_attention_over_tiles_is_measured_once(monkeypatch, kernel, other, chosen):
     """By an injected clock. Long prefills take what was faster, short ones the kernel, and nobody measures without."""
     if not KERNELS.has_flash(32):
@@ -543,9 +632,13 @@ def test_attention_over_tiles_is_measured_once(monkeypatch, kernel, other, chose
     ticks = [tick for seconds in [kernel] * 3 + [other] * 3 for tick in (0, seconds)]
     used, its_choice = [], choice.Choice(lambda: ticks.pop(0))
     monkeypatch.setattr(choice, "attention", lambda: its_choice)
-    monkeypatch.setattr(fast_model, "flash", lambda kernels, *qkv: (used.append("kernel"), Causal()(*qkv))[1])
+    monkeypatch.setattr(
+        fast_model, "flash", lambda kernels, *qkv: (used.append("kernel"), Causal()(*qkv))[1]
+    )
     block = optimize(small(torch.bfloat16)[0]).layers[0]
-    long, short = ([torch.randn(1, heads, T, 32).bfloat16() for heads in (4, 2, 2)] for T in (300, 40))
+    long, short = (
+        [torch.randn(1, heads, T, 32).bfloat16() for heads in (4, 2, 2)] for T in (300, 40)
+    )
     monkeypatch.setattr(native, "has_tiles", lambda kernels: False)
     block.attended(KERNELS, Causal(), *long)
     assert used == ["kernel"] and len(ticks) == 12  # no tiles: nothing is measured
@@ -565,14 +658,21 @@ def test_decode_attention_over_scattered_pages(dtype, G):
     Hk, D, page, lengths = 2, 48, 16, [1, 16, 17, 700]
     g = torch.Generator().manual_seed(0)
     keys, values = (torch.full((80, Hk, page, D), torch.nan, dtype=dtype) for _ in "kv")
-    table, free, dense = torch.zeros(4, 44, dtype=torch.int32), torch.randperm(80, generator=g).tolist(), []
+    table, free, dense = (
+        torch.zeros(4, 44, dtype=torch.int32),
+        torch.randperm(80, generator=g).tolist(),
+        [],
+    )
     for b, n in enumerate(lengths):
         k, v = (torch.randn(Hk, n, D, generator=g).to(dtype) for _ in "kv")
         dense.append((k, v))
         for i in range(-(-n // page)):
             table[b, i] = at = free.pop()
             part = slice(i * page, min(n, (i + 1) * page))
-            keys[at, :, : part.stop - part.start], values[at, :, : part.stop - part.start] = k[:, part], v[:, part]
+            keys[at, :, : part.stop - part.start], values[at, :, : part.stop - part.start] = (
+                k[:, part],
+                v[:, part],
+            )
     pages = Pages(keys, values, lengths, table)
     y, expected = attended(pages, torch.randn(4, Hk * G, D, generator=g), Hk, dtype, dense)
     # Sums in fp32 over the very same bf16 values.
@@ -586,7 +686,15 @@ def attended(pages, q, Hk, dtype, dense):
     nothing, down = weights.Dense(torch.zeros(64, H * D)), weights.Dense(torch.zeros(H * D, 32))
     ones = torch.ones(H * D)
     layer = native.Layer(
-        nothing.struct, identity.struct, nothing.struct, down.struct, *[ones.data_ptr()] * 4, H, Hk, D, 1e-6,
+        nothing.struct,
+        identity.struct,
+        nothing.struct,
+        down.struct,
+        *[ones.data_ptr()] * 4,
+        H,
+        Hk,
+        D,
+        1e-6,
         native.FORMATS[dtype],
     )
     x, scratch = torch.zeros(B, H * D), q.clone()
@@ -605,7 +713,12 @@ def test_a_step_asks_torch_for_almost_nothing_whatever_the_context():
     """Two small operators per layer, as many at 200 tokens as at 20; nobody copies, joins or multiplies."""
     called = {(layers, n): operators_of_a_step(layers, n) for layers in (3, 6) for n in (20, 200)}
     for counts in called.values():
-        assert not set(counts) & {"aten::mm", "aten::addmm", "aten::bmm", "aten::scaled_dot_product_attention"}
+        assert not set(counts) & {
+            "aten::mm",
+            "aten::addmm",
+            "aten::bmm",
+            "aten::scaled_dot_product_attention",
+        }
         assert counts.get("aten::cat", 0) <= 1  # the angles
     totals = {key: sum(counts.values()) for key, counts in called.items()}
     assert totals[3, 20] == totals[3, 200]
@@ -635,7 +748,9 @@ print(min(faults))
 def test_a_prefill_does_not_ask_the_system_for_its_buffers_again():
     """Two layers of Qwen3-0.6B's shapes, 1,024 tokens: 60 MB of buffers, which would be 15,000 pages every time. The
     least of six counts: the heap still grows in the first ones."""
-    done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True
+    )
     assert int(done.stdout) < 1_000
 
 
@@ -649,7 +764,11 @@ def operators_of_a_step(layers: int, n: int) -> dict:
     with torch.profiler.profile() as profiler:
         decode(fast, ids[:, :1], cache, cache.length)
     assert cache[0].keys.data_ptr() == at
-    return {event.key: event.count for event in profiler.key_averages() if event.key.startswith("aten::")}
+    return {
+        event.key: event.count
+        for event in profiler.key_averages()
+        if event.key.startswith("aten::")
+    }
 
 
 @needs_kernels
@@ -672,7 +791,9 @@ def test_a_step_is_one_call_until_somebody_listens(name, monkeypatch):
     (model, ids), layers = small(), []
     fast, right = optimize(model), Transformer.run_layers
     monkeypatch.setattr(
-        Transformer, "run_layers", lambda self, *args: (layers.append(len(args[2])), right(self, *args))[1]
+        Transformer,
+        "run_layers",
+        lambda self, *args: (layers.append(len(args[2])), right(self, *args))[1],
     )
 
     def listened(where):
@@ -729,7 +850,9 @@ STRETCHED = {"yarn": Yarn(factor=4.0, original_max_position_embeddings=128)}
 
 
 @needs_kernels
-@pytest.mark.parametrize("changes", [{}, STRETCHED, {"tie_word_embeddings": False, "attention_bias": True}])
+@pytest.mark.parametrize(
+    "changes", [{}, STRETCHED, {"tie_word_embeddings": False, "attention_bias": True}]
+)
 @pytest.mark.parametrize("lengths", [[9], [9, 9], [9, 4, 7]])
 @pytest.mark.parametrize("format", [None, "int8", "int4"])
 def test_one_call_is_what_module_after_module_gives(monkeypatch, format, lengths, changes):
@@ -745,7 +868,9 @@ def test_one_call_is_what_module_after_module_gives(monkeypatch, format, lengths
         batch = PagedBatch(rows, model.config)
         return [decode(fast, ids[:, i : i + len(rows)].mT, batch, batch.length) for i in range(3)]
 
-    monkeypatch.setattr(FastTransformer, "is_one_call", lambda *args: calls.append(asked(*args)) or calls[-1])
+    monkeypatch.setattr(
+        FastTransformer, "is_one_call", lambda *args: calls.append(asked(*args)) or calls[-1]
+    )
     found = three_steps()
     assert calls == [True] * 3
     monkeypatch.setattr(FastTransformer, "is_one_call", lambda *args: False)
@@ -776,7 +901,9 @@ def decode_plain(model, ids, name):
 @needs_kernels
 def test_gates_far_below_zero_are_closed():
     """silu(−100) is −4e-42. An exponential that ran over once made it −100."""
-    gate = torch.tensor([-3e38, -1e4, -1000, -100, -95, -90, -89.5, -89, -88.5, -88, -20, -1, 0, 1, 100, 1e4])
+    gate = torch.tensor(
+        [-3e38, -1e4, -1000, -100, -95, -90, -89.5, -89, -88.5, -88, -20, -1, 0, 1, 100, 1e4]
+    )
     for dtype, form in ((torch.float32, 0), (torch.bfloat16, 1)):
         both, y = torch.cat((gate, torch.ones(16)))[None].to(dtype), torch.empty(1, 16, dtype=dtype)
         KERNELS.gate_rows(y.data_ptr(), both.data_ptr(), 1, 16, form)
@@ -802,7 +929,9 @@ def test_a_part_of_nothing_but_nan_counts():
     """Key 256 begins a part of its own; when it is NaN so is the answer, as it is for any other key."""
     k, v = torch.randn(1, 2, 257, 16), torch.randn(1, 2, 257, 16)
     k[:, :, 256] = torch.nan
-    y, expected = attended(Pages(k, v, [257]), torch.randn(1, 4, 16), 2, torch.float32, [(k[0], v[0])])
+    y, expected = attended(
+        Pages(k, v, [257]), torch.randn(1, 4, 16), 2, torch.float32, [(k[0], v[0])]
+    )
     assert bool(expected.isnan().all()) and bool(y.isnan().all())
 
 
@@ -813,12 +942,17 @@ def test_a_part_of_nothing_but_nan_counts():
 def test_two_models_decode_in_two_threads():
     """No buffer is shared, and each thread has its own times."""
     pairs = [small(num_hidden_layers=layers) for layers in (2, 3)]
-    work = [(optimize(model), ids, run(model, ids, make_cache("dict", model.config))) for model, ids in pairs]
+    work = [
+        (optimize(model), ids, run(model, ids, make_cache("dict", model.config)))
+        for model, ids in pairs
+    ]
     gaps, clocks = [], []
 
     def repeat(fast, ids, expected):
         for _ in range(10):
-            gaps.append(gap(run(fast, ids, make_cache("static", fast.config, capacity=100)), expected))
+            gaps.append(
+                gap(run(fast, ids, make_cache("static", fast.config, capacity=100)), expected)
+            )
         clocks.append(ctypes.addressof(KERNELS.times().contents))
 
     in_threads(*(lambda case=case: repeat(*case) for case in work))
@@ -836,7 +970,10 @@ def in_threads(*functions):
 
 
 @needs_kernels
-@pytest.mark.skipif(KERNELS is not None and not hasattr(KERNELS, "omp_get_max_threads"), reason="built without OpenMP")
+@pytest.mark.skipif(
+    KERNELS is not None and not hasattr(KERNELS, "omp_get_max_threads"),
+    reason="built without OpenMP",
+)
 def test_threads_are_as_many_as_torch_was_told():
     """OpenMP keeps the number for each thread; in one that has just begun it is the default."""
     before, found = torch.get_num_threads(), []
@@ -872,7 +1009,10 @@ def fresh(monkeypatch, tmp_path):
         monkeypatch.setenv("CXX", str(path))
         return path
 
-    compiler.folder, compiler.runs = tmp_path / "nanokv", lambda: len((tmp_path / "log").read_text().split())
+    compiler.folder, compiler.runs = (
+        tmp_path / "nanokv",
+        lambda: len((tmp_path / "log").read_text().split()),
+    )
     yield compiler
     monkeypatch.undo()
     native.library.cache_clear()
@@ -901,7 +1041,7 @@ def copying(fresh):
 def test_half_a_file_is_noticed_before_it_is_mapped(fresh, copying, kept):
     """A short .so that is mapped kills the process with SIGBUS, at every later start."""
     kernels, why = native.library()
-    path, = fresh.folder.glob("kernels-*.so")
+    (path,) = fresh.folder.glob("kernels-*.so")
     assert kernels and str(path) in why and path.stat().st_mode & 0o777 == 0o600
     whole = path.read_bytes()
     native.library.cache_clear()
@@ -929,16 +1069,26 @@ def test_another_content_under_the_name_is_not_loaded(fresh, copying):
 def planted(fresh):
     """A file of the right name and content hash, as an attacker would leave it."""
     fresh.folder.mkdir(exist_ok=True)
-    path = private.named(fresh.folder / f"kernels-{building.build_key(building.find_compiler())}", b"planted")
+    path = private.named(
+        fresh.folder / f"kernels-{building.build_key(building.find_compiler())}", b"planted"
+    )
     path.write_bytes(b"planted")
     path.chmod(0o600)
     return path
 
 
-@pytest.mark.parametrize(("place", "mode"), [
-    ("folder", 0o777), ("folder", 0o770), ("folder", 0o1777), ("file", 0o602), ("file", 0o620), ("parent", 0o777),
-    ("parent", 0o775),
-])
+@pytest.mark.parametrize(
+    ("place", "mode"),
+    [
+        ("folder", 0o777),
+        ("folder", 0o770),
+        ("folder", 0o1777),
+        ("file", 0o602),
+        ("file", 0o620),
+        ("parent", 0o777),
+        ("parent", 0o775),
+    ],
+)
 def test_code_that_others_can_write_is_not_loaded(fresh, monkeypatch, place, mode):
     fresh("exit 0")
     monkeypatch.setenv("NANOKV_CACHE", str(fresh.folder.parent / "parent"))
@@ -974,7 +1124,9 @@ def test_what_another_user_owns_is_not_loaded(fresh, monkeypatch):
 
 def test_a_file_that_is_not_whole_is_closed_again(tmp_path, monkeypatch):
     opened, real = [], os.open
-    monkeypatch.setattr(os, "open", lambda *arguments: (opened.append(real(*arguments)), opened[-1])[1])
+    monkeypatch.setattr(
+        os, "open", lambda *arguments: (opened.append(real(*arguments)), opened[-1])[1]
+    )
     path = tmp_path / f"kernels-{'0' * 64}.so"
     path.touch(mode=0o600)
     opened.clear()
@@ -990,13 +1142,16 @@ def test_folders_are_made_for_this_user_alone(tmp_path):
         private.make_folder(tmp_path / "a" / "b")
     finally:
         os.umask(before)
-    assert [place.stat().st_mode & 0o777 for place in (tmp_path / "a", tmp_path / "a" / "b")] == [0o700, 0o700]
+    assert [place.stat().st_mode & 0o777 for place in (tmp_path / "a", tmp_path / "a" / "b")] == [
+        0o700,
+        0o700,
+    ]
 
 
 def test_a_compiler_name_with_an_open_quote_is_named(fresh, monkeypatch):
     monkeypatch.setenv("CXX", "g++ 'oops")
     kernels, why = native.library()
-    assert kernels is None and "CXX is \"g++ 'oops\": No closing quotation" in why
+    assert kernels is None and 'CXX is "g++ \'oops": No closing quotation' in why
 
 
 def test_a_compiler_that_hangs_and_one_that_warns_first(fresh, monkeypatch):
@@ -1006,7 +1161,9 @@ def test_a_compiler_that_hangs_and_one_that_warns_first(fresh, monkeypatch):
     fresh("echo 'a.cpp:1: warning: x' >&2; echo 'a.cpp:2: error: no such luck' >&2; exit 1")
     native.library.cache_clear()
     assert "a.cpp:2: error: no such luck" in native.library()[1]
-    assert not list(fresh.folder.glob("building-*")) and not private.kept(building.stem_of([os.environ["CXX"]]))
+    assert not list(fresh.folder.glob("building-*")) and not private.kept(
+        building.stem_of([os.environ["CXX"]])
+    )
 
 
 def test_no_home_and_no_place_to_write_are_named(fresh, monkeypatch):
@@ -1026,7 +1183,7 @@ def test_no_home_and_no_place_to_write_are_named(fresh, monkeypatch):
 
 
 def test_cxx_may_have_arguments_and_is_not_replaced(fresh, monkeypatch):
-    path = fresh("echo error: \"$1\" >&2; exit 1")
+    path = fresh('echo error: "$1" >&2; exit 1')
     monkeypatch.setenv("CXX", f"{path} -some-flag")
     assert "error: -some-flag" in native.library()[1]
     monkeypatch.setenv("CXX", "no-such-compiler")
@@ -1060,8 +1217,12 @@ def test_the_key_names_the_processor_on_arm_too(monkeypatch):
 @pytest.mark.parametrize("name", ["_weight_int8pack_mm", "_weight_int4pack_mm_for_cpu"])
 def test_low_bit_operators_exist_and_mean_what_they_meant(name, monkeypatch):
     """Each is used, and a plain product in its place gives the same."""
-    assert torch_ops.has(torch.ops.aten, name), f"torch {torch.__version__} has no {name}: torch_ops falls back"
-    codes = torch.randint(-8, 8, (64, 128), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
+    assert torch_ops.has(torch.ops.aten, name), (
+        f"torch {torch.__version__} has no {name}: torch_ops falls back"
+    )
+    codes = torch.randint(
+        -8, 8, (64, 128), dtype=torch.int8, generator=torch.Generator().manual_seed(0)
+    )
     x = torch.randn(1, 128, generator=torch.Generator().manual_seed(1))
     if "int8" in name:
         scale = torch.rand(64) + 0.5
@@ -1069,8 +1230,13 @@ def test_low_bit_operators_exist_and_mean_what_they_meant(name, monkeypatch):
         product, limit = (lambda: torch_ops.linear_int8(x, codes, scale)), 0.01
     else:
         scale = (torch.rand(64, 4) + 0.5).bfloat16()
-        expected = x.bfloat16().double() @ (codes.double() * scale.double().repeat_interleave(32, 1)).T
-        product, limit = (lambda: torch_ops.linear_int4(x, torch_ops.pack_int4(codes, scale), 32)), 0.02
+        expected = (
+            x.bfloat16().double() @ (codes.double() * scale.double().repeat_interleave(32, 1)).T
+        )
+        product, limit = (
+            (lambda: torch_ops.linear_int4(x, torch_ops.pack_int4(codes, scale), 32)),
+            0.02,
+        )
     for used in (True, False):
         with torch.profiler.profile() as profiler:
             assert gap(product().double(), expected) <= limit
@@ -1091,11 +1257,28 @@ def test_pointwise_operator_of_onednn():
 def test_without_kernels_everything_else_here_still_holds():
     """The same file once more with the kernels switched off; what needs them says so."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-rs", "-k", "not without_kernels", "-p", "no:cacheprovider", __file__],
-        env=os.environ | {"NANOKV_KERNELS": "off"}, capture_output=True, text=True, timeout=600, check=False,
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-rs",
+            "-k",
+            "not without_kernels",
+            "-p",
+            "no:cacheprovider",
+            __file__,
+        ],
+        env=os.environ | {"NANOKV_KERNELS": "off"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:]
-    passed, skipped = (int(re.search(rf"(\d+) {word}", done.stdout)[1]) for word in ("passed", "skipped"))
+    passed, skipped = (
+        int(re.search(rf"(\d+) {word}", done.stdout)[1]) for word in ("passed", "skipped")
+    )
     assert passed > 100 and skipped > 100
     said = [line for line in done.stdout.splitlines() if line.startswith("SKIPPED")]
     assert said and all("NANOKV_KERNELS=off" in line for line in said)

@@ -35,29 +35,48 @@ def macros() -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.parametrize(("flags", "needs", "expected"), [
-    ("-mno-avx", "__AVX__", "portable"),
-    ("-mno-avx512f", "__AVX2__", "AVX2"),
-    ("-mno-avx512bf16", "__AVX512F__", "AVX-512"),
-    # Where there are no tiles, test_fast.py itself runs on this.
-    ("-mno-amx-bf16", "__AMX_BF16__", "AVX-512 bf16"),
-    ("-mamx-tile -mamx-bf16", "__AVX512BF16__", "AVX-512 bf16, tiles( refused by the system)?"),
-    ("-DNANOKV_TILES=emulated", "__AVX512BF16__", "AVX-512 bf16, emulated tiles"),
-])
+@pytest.mark.parametrize(
+    ("flags", "needs", "expected"),
+    [
+        ("-mno-avx", "__AVX__", "portable"),
+        ("-mno-avx512f", "__AVX2__", "AVX2"),
+        ("-mno-avx512bf16", "__AVX512F__", "AVX-512"),
+        # Where there are no tiles, test_fast.py itself runs on this.
+        ("-mno-amx-bf16", "__AMX_BF16__", "AVX-512 bf16"),
+        ("-mamx-tile -mamx-bf16", "__AVX512BF16__", "AVX-512 bf16, tiles( refused by the system)?"),
+        ("-DNANOKV_TILES=emulated", "__AVX512BF16__", "AVX-512 bf16, emulated tiles"),
+    ],
+)
 def test_kernels_compiled_for_another_processor(tmp_path, flags, needs, expected):
     if needs not in macros():
         pytest.skip(f"this processor and compiler have no {needs}")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-rs", "-k", f"({KERNEL_TESTS}) and not torch", "-p", "no:cacheprovider",
-         str(Path(__file__).with_name("test_fast.py"))],
-        env=os.environ | {"CXX": f"{building.find_compiler()[0]} {flags}", "NANOKV_CACHE": str(tmp_path)},
-        capture_output=True, text=True, timeout=600, check=False,
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-rs",
+            "-k",
+            f"({KERNEL_TESTS}) and not torch",
+            "-p",
+            "no:cacheprovider",
+            str(Path(__file__).with_name("test_fast.py")),
+        ],
+        env=os.environ
+        | {"CXX": f"{building.find_compiler()[0]} {flags}", "NANOKV_CACHE": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:]
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 100
     skipped = [line for line in done.stdout.splitlines() if line.startswith("SKIPPED")]
-    assert all("does not multiply bf16" in line for line in skipped) and ("bf16" in expected) == (not skipped)
-    library, = tmp_path.glob("nanokv/kernels-*.so")
+    assert all("does not multiply bf16" in line for line in skipped) and ("bf16" in expected) == (
+        not skipped
+    )
+    (library,) = tmp_path.glob("nanokv/kernels-*.so")
     kernels = ctypes.CDLL(str(library))
     kernels.instructions.restype = ctypes.c_char_p
     assert re.fullmatch(expected, kernels.instructions().decode())
@@ -83,7 +102,14 @@ class Cases:
     def add(self, name, sizes, bound, expected, *inputs):
         """`bound`: largest difference, as a part of the largest value."""
         form = [native.FORMATS[expected.dtype]]
-        parts = [name.encode(), torch.tensor(sizes), torch.tensor([bound]), expected, torch.tensor(form), *inputs]
+        parts = [
+            name.encode(),
+            torch.tensor(sizes),
+            torch.tensor([bound]),
+            expected,
+            torch.tensor(form),
+            *inputs,
+        ]
         with self.path.open("ab") as file:
             for part in parts:
                 data = part if isinstance(part, bytes) else raw(part)
@@ -92,7 +118,9 @@ class Cases:
 
 
 def raw(tensor) -> bytes:
-    return b"" if tensor is None else tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return (
+        b"" if tensor is None else tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    )
 
 
 def parts(matrix):
@@ -103,7 +131,12 @@ def parts(matrix):
 def record(path) -> int:
     """How many cases there are. Whole numbers up to 127 are their own codes in 8 bits, so products are exact."""
     cases = Cases(path)
-    for name, dtype in ((None, torch.float32), (None, torch.bfloat16), ("int8", None), ("int4", None)):
+    for name, dtype in (
+        (None, torch.float32),
+        (None, torch.bfloat16),
+        ("int8", None),
+        ("int4", None),
+    ):
         for rows, N, K in ((1, 37, 96), (5, 48, 288), (20, 70, 64)):
             make = weights.Dense if name is None else weights.FORMATS[name]
             matrix = make(cases.whole(N, K).to(dtype or torch.float32), cases.whole(N))
@@ -111,7 +144,9 @@ def record(path) -> int:
             x[:, ::32] = 127
             expected = (x.double() @ matrix.dense().double().T + matrix.bias).float()
             # of more than 8 rows codes become bf16, where the processor multiplies it
-            cases.add("linear", [rows], 5e-3 if name and rows > 8 else 2e-6, expected, *parts(matrix), x)
+            cases.add(
+                "linear", [rows], 5e-3 if name and rows > 8 else 2e-6, expected, *parts(matrix), x
+            )
     for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 0.02)):
         record_step(cases, dtype, bound)
     for dtype, bound in ((torch.float32, 2e-6), (torch.bfloat16, 0.008)):
@@ -122,7 +157,9 @@ def record(path) -> int:
         y = F.scaled_dot_product_attention(
             q.float(), k.float(), v.float(), attn_mask=causal_mask(T, S), enable_gqa=True
         )
-        cases.add("flash_attention", [B, H, Hk, T, S, D], 0.01, y.transpose(1, 2).bfloat16(), q, k, v)
+        cases.add(
+            "flash_attention", [B, H, Hk, T, S, D], 0.01, y.transpose(1, 2).bfloat16(), q, k, v
+        )
     return cases.count
 
 
@@ -145,42 +182,78 @@ def record_step(cases, dtype, bound):
     expected = block.torch_path(x, [angle[:, None] for angle in rope], one[0], Decode(one.mask(1)))
     pages = other[0].pages(block.like.expand(3, -1, -1, -1))
     sizes = [3, H, Hk, D, native.FORMATS[dtype], Hk * 4 * D, 4 * D, 4, pages.table.shape[1]]
-    matrices = [part for matrix in (block.qkv, block.o, block.gate_up, block.down) for part in parts(matrix)]
+    matrices = [
+        part for matrix in (block.qkv, block.o, block.gate_up, block.down) for part in parts(matrix)
+    ]
     cases.add(
-        "steps", sizes, bound, expected, *matrices, block.norm, block.q_norm, block.k_norm, block.mlp_norm, *rope,
-        pages.keys, pages.values, pages.table, pages.lengths, x,
+        "steps",
+        sizes,
+        bound,
+        expected,
+        *matrices,
+        block.norm,
+        block.q_norm,
+        block.k_norm,
+        block.mlp_norm,
+        *rope,
+        pages.keys,
+        pages.values,
+        pages.table,
+        pages.lengths,
+        x,
     )
 
 
 def record_rows(cases, dtype, bound):
     """What stands between the products of a prefill; 40 and 100 are no multiples of 16."""
     form, x, weight = native.FORMATS[dtype], cases.random(5, 100), cases.random(100)
-    cases.add("norm_rows", [5, 100, form], bound, F.rms_norm(x, (100,), weight, 1e-6).to(dtype), x, weight)
+    cases.add(
+        "norm_rows", [5, 100, form], bound, F.rms_norm(x, (100,), weight, 1e-6).to(dtype), x, weight
+    )
     both = cases.random(5, 200).to(dtype)
     gate, up = both.float().chunk(2, 1)
     cases.add("gate_rows", [5, 100, form], bound, (F.silu(gate) * up).to(dtype), both)
     B, T, H, Hk, D = 2, 5, 4, 2, 40
-    qkv, norms, angles = cases.random(B, T, H + 2 * Hk, D).to(dtype), cases.random(2, D), cases.random(T, D // 2)
+    qkv, norms, angles = (
+        cases.random(B, T, H + 2 * Hk, D).to(dtype),
+        cases.random(2, D),
+        cases.random(T, D // 2),
+    )
     angles = angles.repeat(1, 2)
     rope = angles.cos(), angles.sin()
     q, k, v = qkv.float().transpose(1, 2).split((H, Hk, Hk), 1)
-    q, k = (apply_rope(F.rms_norm(x, (D,), norm, 1e-6), rope) for x, norm in ((q, norms[0]), (k, norms[1])))
+    q, k = (
+        apply_rope(F.rms_norm(x, (D,), norm, 1e-6), rope)
+        for x, norm in ((q, norms[0]), (k, norms[1]))
+    )
     expected = torch.cat([part.flatten() for part in (q, k, v)])
-    cases.add("split_rows", [B, T, H, Hk, D, form, form], bound, expected.to(dtype), qkv, *norms, *rope)
+    cases.add(
+        "split_rows", [B, T, H, Hk, D, form, form], bound, expected.to(dtype), qkv, *norms, *rope
+    )
     if dtype == torch.float32:  # after a product of the kernels
         to = native.FORMATS[torch.bfloat16]
-        cases.add("split_rows", [B, T, H, Hk, D, form, to], 0.008, expected.bfloat16(), qkv, *norms, *rope)
+        cases.add(
+            "split_rows", [B, T, H, Hk, D, form, to], 0.008, expected.bfloat16(), qkv, *norms, *rope
+        )
 
 
 SANITIZED = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
 
-@pytest.mark.parametrize(("compiler", "flags", "runner", "expected"), [
-    ("g++", [*SANITIZED, "-march=native", "-DNANOKV_TILES=emulated"], [], "AVX-512 bf16, emulated tiles|(?!.*bf16).*"),
-    ("g++", [*SANITIZED, "-march=native", "-mno-amx-bf16"], [], "AVX-512 bf16|(?!.*bf16).*"),
-    ("g++", [*SANITIZED, "-march=native", "-mno-avx512f"], [], "AVX2"),
-    ("aarch64-linux-gnu-g++", ["-O3", "-static"], ["qemu-aarch64"], "portable"),
-])
+@pytest.mark.parametrize(
+    ("compiler", "flags", "runner", "expected"),
+    [
+        (
+            "g++",
+            [*SANITIZED, "-march=native", "-DNANOKV_TILES=emulated"],
+            [],
+            "AVX-512 bf16, emulated tiles|(?!.*bf16).*",
+        ),
+        ("g++", [*SANITIZED, "-march=native", "-mno-amx-bf16"], [], "AVX-512 bf16|(?!.*bf16).*"),
+        ("g++", [*SANITIZED, "-march=native", "-mno-avx512f"], [], "AVX2"),
+        ("aarch64-linux-gnu-g++", ["-O3", "-static"], ["qemu-aarch64"], "portable"),
+    ],
+)
 def test_kernels_over_recorded_inputs(tmp_path, compiler, flags, runner, expected):
     """Within stated bounds of torch, on Arm too; and here no byte beyond an array is read."""
     for name in (compiler, *runner):
@@ -189,9 +262,21 @@ def test_kernels_over_recorded_inputs(tmp_path, compiler, flags, runner, expecte
     program, count = tmp_path / "driver", record(tmp_path / "cases")
     source = str(Path(__file__).parents[1] / "support" / "kernels_driver.cpp")
     subprocess.run(
-        [compiler, *flags, *building.MATH, "-std=c++17", f"-I{building.FOLDER}", source, "-o", program], check=True
+        [
+            compiler,
+            *flags,
+            *building.MATH,
+            "-std=c++17",
+            f"-I{building.FOLDER}",
+            source,
+            "-o",
+            program,
+        ],
+        check=True,
     )
-    done = subprocess.run([*runner, program, tmp_path / "cases"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*runner, program, tmp_path / "cases"], capture_output=True, text=True, check=False
+    )
     first, *lines = done.stdout.splitlines()
     assert done.returncode == 0 and re.fullmatch(expected, first), done.stdout + done.stderr
     assert len(lines) == count and not [line for line in lines if "BAD" in line], done.stdout

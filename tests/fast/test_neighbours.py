@@ -76,13 +76,21 @@ def crowded(two_threads, monkeypatch):
 # --- when a neighbour is noticed --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("cores", "threads", "others", "crowded", "free"), [
-    (2, 2, 0, False, 2), (2, 2, 0.3, False, 2),  # a moment now and then
-    (2, 2, 0.5, True, 1),  # what a busy program gets of a core beside one that spins
-    (2, 2, 1, True, 1), (2, 2, 2, True, 1),  # one thread at least
-    (16, 16, 1, True, 15), (16, 16, 1.3, True, 15), (16, 16, 1.5, True, 14),
-    (16, 8, 1, False, 16), (16, 8, 9, True, 7),  # only cores that our threads would use
-])
+@pytest.mark.parametrize(
+    ("cores", "threads", "others", "crowded", "free"),
+    [
+        (2, 2, 0, False, 2),
+        (2, 2, 0.3, False, 2),  # a moment now and then
+        (2, 2, 0.5, True, 1),  # what a busy program gets of a core beside one that spins
+        (2, 2, 1, True, 1),
+        (2, 2, 2, True, 1),  # one thread at least
+        (16, 16, 1, True, 15),
+        (16, 16, 1.3, True, 15),
+        (16, 16, 1.5, True, 14),
+        (16, 8, 1, False, 16),
+        (16, 8, 9, True, 7),  # only cores that our threads would use
+    ],
+)
 def test_a_core_that_others_keep_busy_is_noticed(cores, threads, others, crowded, free):
     crowd, machine = crowd_of(cores, threads)
     crowd.look(machine.goes_on(others, own=threads))
@@ -173,7 +181,9 @@ def test_processor_times_are_those_of_the_cores_of_this_process(tmp_path, monkey
     read = neighbours.ProcessorTimes()
     assert len(read.cores) == len(os.sched_getaffinity(0))
     stat = tmp_path / "stat"
-    stat.write_text("cpu  9 9 9 9 9 9 9 9 0 0\ncpu0 1 2 4 500 600 8 16 32 7 7\ncpu1 9 9 9 9 9 9 9 9 9 9\nintr 5 5\n")
+    stat.write_text(
+        "cpu  9 9 9 9 9 9 9 9 0 0\ncpu0 1 2 4 500 600 8 16 32 7 7\ncpu1 9 9 9 9 9 9 9 9 9 9\nintr 5 5\n"
+    )
     read.file, read.cores = stat.open(), {"cpu0"}
     assert read.busy() == 1 + 2 + 4 + 8 + 16 + 32
     assert read().busy == 63 / os.sysconf("SC_CLK_TCK") == read().busy
@@ -207,16 +217,31 @@ def test_decode_takes_them_and_prefill_does_not(crowded, rows):
     assert torch.get_num_threads() == 2
 
 
-@pytest.mark.parametrize(("changes", "threads", "free", "expected"), [
-    ({}, 2, 1, 1), ({}, 2, 2, 2), ({}, 4, 3, 2), ({}, 4, 1, 1), ({}, 3, 2, 3),
-    ({"vocab_size": 97}, 2, 1, 2), ({"intermediate_size": 144}, 2, 1, 2), ({"intermediate_size": 160}, 4, 3, 4),
-])
-def test_a_plain_model_takes_a_number_of_threads_that_rounds_alike(changes, threads, free, expected):
+@pytest.mark.parametrize(
+    ("changes", "threads", "free", "expected"),
+    [
+        ({}, 2, 1, 1),
+        ({}, 2, 2, 2),
+        ({}, 4, 3, 2),
+        ({}, 4, 1, 1),
+        ({}, 3, 2, 3),
+        ({"vocab_size": 97}, 2, 1, 2),
+        ({"intermediate_size": 144}, 2, 1, 2),
+        ({"intermediate_size": 160}, 4, 3, 4),
+    ],
+)
+def test_a_plain_model_takes_a_number_of_threads_that_rounds_alike(
+    changes, threads, free, expected
+):
     config = small(**{"vocab_size": 128, "intermediate_size": 256} | changes)[0].config
     assert neighbours.same_bits(config, threads, free) == expected
 
 
-FORMATS = ["plain", pytest.param(None, marks=needs_kernels), pytest.param("int4", marks=needs_kernels)]
+FORMATS = [
+    "plain",
+    pytest.param(None, marks=needs_kernels),
+    pytest.param("int4", marks=needs_kernels),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -224,7 +249,12 @@ FORMATS = ["plain", pytest.param(None, marks=needs_kernels), pytest.param("int4"
 @pytest.mark.parametrize("weights", FORMATS)
 def test_an_answer_is_the_same_to_the_last_bit(crowded, dtype, vocab_size, weights):
     """Large enough for two threads: they share the products of 2.6 MB."""
-    sizes = {"hidden_size": 512, "intermediate_size": 1280, "num_hidden_layers": 2, "vocab_size": vocab_size}
+    sizes = {
+        "hidden_size": 512,
+        "intermediate_size": 1280,
+        "num_hidden_layers": 2,
+        "vocab_size": vocab_size,
+    }
     model, ids = small(dtype, **sizes)
     model = model if weights == "plain" else optimize(model, weights)
     found = []
@@ -232,7 +262,9 @@ def test_an_answer_is_the_same_to_the_last_bit(crowded, dtype, vocab_size, weigh
         neighbours.WATCH.crowd.free = free
         cache = nanokv.make_cache("dict", model.config)
         nanokv.prefill(model, ids, cache)
-        found.append(torch.stack([nanokv.decode(model, ids[:, t : t + 1], cache, 40 + t) for t in range(20)]))
+        found.append(
+            torch.stack([nanokv.decode(model, ids[:, t : t + 1], cache, 40 + t) for t in range(20)])
+        )
     assert torch.equal(*found)
 
 
@@ -268,7 +300,9 @@ print(libgomp() is not None, *found)
 
 @linux
 @pytest.mark.serial
-@pytest.mark.skipif(len(getattr(os, "sched_getaffinity", lambda _: [0])(0)) != 2, reason="libgomp counts cores")
+@pytest.mark.skipif(
+    len(getattr(os, "sched_getaffinity", lambda _: [0])(0)) != 2, reason="libgomp counts cores"
+)
 def test_threads_sleep_while_short_waits_are_held():
     """The second thread sleeps between two operators of torch that are 0.3 ms apart, or it spins."""
     env = {name: value for name, value in os.environ.items() if name not in neighbours.CHOSEN}

@@ -59,7 +59,7 @@ def test_every_runner_takes_its_turn_and_the_first_round_does_not_count(monkeypa
     log = []
     rotation = Rotation([Scripted(name, log, 0) for name in "abc"], [5, 9], 97, repeat=3, steps=3)
     assert len(list(rotation.run())) == rotation.total == 4 * 3 * 2
-    assert [name for name, context in log if context == 5] == list("abc" "bca" "cab" "abc")
+    assert [name for name, context in log if context == 5] == list("abcbcacababc")
     assert [len(row.decodes) for row in rotation.finished()] == [3] * 6
 
 
@@ -132,10 +132,15 @@ def test_profile_floors_are_the_best_readings_between_the_measurements(monkeypat
     assert first.floor == pytest.approx(costs.prefill_flops(model.config, 60) / 4e9 + 60 * kv / 8e9)
 
 
-@pytest.mark.parametrize(("noise", "words"), [
-    ((0.1, 0.1, 0.1), []), ((0.4, 0.1, 0.1), ["spread ±20%"]), ((None, None, None), []),
-    ((0.1, 0.5, 1.25), ["memory at times 50% slower", "others keep 1.2 cores busy"]),
-])
+@pytest.mark.parametrize(
+    ("noise", "words"),
+    [
+        ((0.1, 0.1, 0.1), []),
+        ((0.4, 0.1, 0.1), ["spread ±20%"]),
+        ((None, None, None), []),
+        ((0.1, 0.5, 1.25), ["memory at times 50% slower", "others keep 1.2 cores busy"]),
+    ],
+)
 def test_noise_is_told_with_its_numbers(noise, words):
     named = dict(zip(("decode_spread", "bandwidth_spread", "other_cores"), noise, strict=True))
     assert bench.noisy(named) == words
@@ -144,7 +149,10 @@ def test_noise_is_told_with_its_numbers(noise, words):
 def test_noise_is_what_the_rows_and_the_readings_say():
     rows = [types.SimpleNamespace(spread=spread) for spread in (None, 0.2, 0.6)]
     assert bench.noise_of(rows, 1.5, [30e9, 20e9, 40e9]) == {
-        "decode_spread": 0.6, "other_cores": 1.5, "bandwidth_spread": 0.5}
+        "decode_spread": 0.6,
+        "other_cores": 1.5,
+        "bandwidth_spread": 0.5,
+    }
     assert set(bench.noise_of([], None, [1e9]).values()) == {None}
 
 
@@ -186,14 +194,18 @@ def greedy(runner, ids, steps=6):
     runner.start(ids, steps + 1)
     tokens = []
     for _ in range(steps):
-        tokens.append(torch.as_tensor(runner.token).flatten().tolist() if hasattr(runner, "token") else None)
+        tokens.append(
+            torch.as_tensor(runner.token).flatten().tolist() if hasattr(runner, "token") else None
+        )
         runner.step()
     return tokens
 
 
 def test_all_runners_give_the_same_tokens():
     _, model = pair(seed=3)
-    ids = torch.randint(model.config.vocab_size, (1, 17), generator=torch.Generator().manual_seed(2))
+    ids = torch.randint(
+        model.config.vocab_size, (1, 17), generator=torch.Generator().manual_seed(2)
+    )
     expected = greedy(Ours(model, "plain", "dict", {}, 1, torch.float32), ids)
     assert len({token for (token,) in expected}) > 1
     assert greedy(Ours(optimize(model), "fast", "static", {}, 1, torch.float32), ids) == expected
@@ -212,7 +224,9 @@ def test_the_bench_prefills_in_the_chunks_of_every_command(monkeypatch):
     model, ids = small()
     sizes = []
     forward = model.forward
-    monkeypatch.setattr(model, "forward", lambda ids, *rest: sizes.append(ids.shape[1]) or forward(ids, *rest))
+    monkeypatch.setattr(
+        model, "forward", lambda ids, *rest: sizes.append(ids.shape[1]) or forward(ids, *rest)
+    )
     Ours(model, "plain", "dict", {}, 1, torch.float32).start(ids[:, :20], 3)
     assert sizes == [8, 8, 4]
 
@@ -222,7 +236,10 @@ def test_bytes_of_a_step_are_those_of_the_formula(tied):
     model, _ = small(torch.bfloat16, tie_word_embeddings=tied)
     config = model.config
     table = config.vocab_size * config.hidden_size
-    norms = 2 * (config.num_hidden_layers * (2 * config.hidden_size + 2 * config.head_dim) + config.hidden_size)
+    norms = 2 * (
+        config.num_hidden_layers * (2 * config.hidden_size + 2 * config.head_dim)
+        + config.hidden_size
+    )
     read = costs.weight_bytes(config, 2) - (0 if tied else 2 * table)
     plain = Ours(model, "plain", "dict", {}, 3, torch.bfloat16)
     assert plain.weight_bytes == read
@@ -247,9 +264,16 @@ def test_gguf_holds_the_same_weights_under_their_names(tmp_path):
         data = torch.from_numpy(theirs.data.copy())
         data = data.view(torch.bfloat16).float() if tensor.dim() == 2 else data
         assert torch.equal(data.view(tensor.shape), tensor.float())
-    fields = {key: field.contents() for key, field in reader.fields.items() if key.startswith("qwen3.")}
-    assert fields["qwen3.attention.head_count_kv"] == 2 and fields["qwen3.attention.key_length"] == 32
-    assert fields["qwen3.block_count"] == 3 and fields["qwen3.rope.freq_base"] == model.config.rope_theta
+    fields = {
+        key: field.contents() for key, field in reader.fields.items() if key.startswith("qwen3.")
+    }
+    assert (
+        fields["qwen3.attention.head_count_kv"] == 2 and fields["qwen3.attention.key_length"] == 32
+    )
+    assert (
+        fields["qwen3.block_count"] == 3
+        and fields["qwen3.rope.freq_base"] == model.config.rope_theta
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
@@ -265,13 +289,18 @@ def test_gguf_of_the_other_dense_families_is_read_back(family, tmp_path):
     for name, place in gguf_model.names_of(found, config).items():
         entry = shards.GgufEntry.of(found.path, name, *place, heads.get(name.split(".")[-2], 0))
         ours = model.state_dict()[name.removeprefix("model.")]
-        assert torch.equal(shards.materialize(entry, torch.float32, torch.device("cpu")), ours.float()), name
+        assert torch.equal(
+            shards.materialize(entry, torch.float32, torch.device("cpu")), ours.float()
+        ), name
 
 
-@pytest.mark.parametrize("changes", [
-    {"yarn": nanokv.config.Yarn(4.0, 128)},
-    {"model_type": "qwen3_moe", "experts": nanokv.config.Experts(4, 2, 32)},
-])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"yarn": nanokv.config.Yarn(4.0, 128)},
+        {"model_type": "qwen3_moe", "experts": nanokv.config.Experts(4, 2, 32)},
+    ],
+)
 def test_what_is_not_written_for_llama_cpp_is_refused(changes, tmp_path):
     with pytest.raises(NanoKVError, match="is not written for"):
         gguf.write(small(torch.bfloat16, **changes)[0], tmp_path / "model.gguf")
@@ -279,7 +308,9 @@ def test_what_is_not_written_for_llama_cpp_is_refused(changes, tmp_path):
 
 def test_llama_cpp_gives_the_same_logits(tmp_path):
     """Where it is installed; nothing else here needs it."""
-    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed (pip install nanokv[bench])")
+    pytest.importorskip(
+        "llama_cpp", reason="llama-cpp-python is not installed (pip install nanokv[bench])"
+    )
     from nanokv.lab.bench.runners import LlamaCpp
 
     model, tokenizer = nanokv.load("tiny")
@@ -289,21 +320,34 @@ def test_llama_cpp_gives_the_same_logits(tmp_path):
     assert (torch.tensor(runner.logits.copy()) - nanokv.score(model, ids)[0, -1]).abs().max() < 0.1
 
 
-@pytest.mark.parametrize(("shape", "refused"), [
-    ("G2-tied", []), ("llama-G2", []), ("qwen2-G2", []), ("moe-normed", ["llama.cpp", "transformers"]),
-])
-def test_a_family_that_another_runtime_would_not_get_whole_is_refused_by_name(shape, refused, tmp_path):
+@pytest.mark.parametrize(
+    ("shape", "refused"),
+    [
+        ("G2-tied", []),
+        ("llama-G2", []),
+        ("qwen2-G2", []),
+        ("moe-normed", ["llama.cpp", "transformers"]),
+    ],
+)
+def test_a_family_that_another_runtime_would_not_get_whole_is_refused_by_name(
+    shape, refused, tmp_path
+):
     """A model that lost a part on the way would be timed, and be no model at all."""
     reference, model = pair(**SHAPES[shape])
-    makers = {"llama.cpp": lambda: gguf.write(model, tmp_path / "x.gguf"),
-              "transformers": lambda: Transformers(model, "dynamic", 1)}
+    makers = {
+        "llama.cpp": lambda: gguf.write(model, tmp_path / "x.gguf"),
+        "transformers": lambda: Transformers(model, "dynamic", 1),
+    }
     for name in refused:
         with pytest.raises(NanoKVError, match=model.config.family.title):
             makers.pop(name)()
     made = {name: make() for name, make in makers.items()}
     if "transformers" in made:
         ids = torch.tensor([[5, 6, 7]])
-        assert gap(reference_logits(made["transformers"].model, ids), reference_logits(reference, ids)) == 0
+        assert (
+            gap(reference_logits(made["transformers"].model, ids), reference_logits(reference, ids))
+            == 0
+        )
 
 
 # --- random models of the published shapes ----------------------------------------------------------------------------
@@ -321,7 +365,9 @@ def test_a_random_model_is_the_same_every_time(monkeypatch):
     config = small()[0].config
     monkeypatch.setitem(random_model.RANDOM, "small-random", config)
     wanted = ModelOptions("small-random", dtype="bfloat16", threads=1)
-    first, second = (random_model.load_random(wanted, CacheOptions()).model.state_dict() for _ in "ab")
+    first, second = (
+        random_model.load_random(wanted, CacheOptions()).model.state_dict() for _ in "ab"
+    )
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert first["layers.1.mlp.up_proj.weight"].float().std() == pytest.approx(0.02, rel=0.1)
 
@@ -332,14 +378,38 @@ def test_a_random_model_is_the_same_every_time(monkeypatch):
 def test_bench_prints_one_json_object_and_a_picture(tmp_path):
     picture = tmp_path / "speed.svg"
     result = run_cli(
-        "bench", "--contexts", "16,40", "--weights", "plain,fast,int8", "--caches", "static,quantized:bits=4",
-        "--uncached", "--batch", "1,2", "--against", "transformers", "--steps", "2", "--repeat", "1", "--threads", "1",
-        "--json", "--plot", str(picture),
+        "bench",
+        "--contexts",
+        "16,40",
+        "--weights",
+        "plain,fast,int8",
+        "--caches",
+        "static,quantized:bits=4",
+        "--uncached",
+        "--batch",
+        "1,2",
+        "--against",
+        "transformers",
+        "--steps",
+        "2",
+        "--repeat",
+        "1",
+        "--threads",
+        "1",
+        "--json",
+        "--plot",
+        str(picture),
     )
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
-    assert found["bandwidth"] == max(found["bandwidths"]) > 1e8 and found["gemm_flops"] > 1e8 and found["threads"] == 1
-    kinds = Counter((row["engine"], row["weights"], row["cache"], row["batch"]) for row in found["rows"])
+    assert (
+        found["bandwidth"] == max(found["bandwidths"]) > 1e8
+        and found["gemm_flops"] > 1e8
+        and found["threads"] == 1
+    )
+    kinds = Counter(
+        (row["engine"], row["weights"], row["cache"], row["batch"]) for row in found["rows"]
+    )
     assert len(kinds) == 3 * 2 * 2 + 3 + 1 and set(kinds.values()) == {2}
     assert set(found["noise"]) == {"decode_spread", "bandwidth_spread", "other_cores"}
     assert found["noisy"] is any((value or 0) > 0.15 for value in found["noise"].values())
@@ -365,13 +435,28 @@ def test_the_limit_of_products_is_that_of_the_fastest_dtype(monkeypatch):
 def test_bench_table_never_shows_speed_without_bandwidth():
     """What is asked for twice is measured once; of one round no spread is known."""
     result = run_cli(
-        "bench", "--contexts", "16,16", "--steps", "1", "--repeat", "1", "--threads", "1", "--weights",
-        "plain,fast,fast", "--caches", "dict,dict", "--batch", "1,1",
+        "bench",
+        "--contexts",
+        "16,16",
+        "--steps",
+        "1",
+        "--repeat",
+        "1",
+        "--threads",
+        "1",
+        "--weights",
+        "plain,fast,fast",
+        "--caches",
+        "dict,dict",
+        "--batch",
+        "1,1",
     )
     assert result.returncode == 0, result.stderr
     text = result.stdout.decode()
     rows = [line for line in text.splitlines() if line.startswith("nanokv")]
-    assert "· 1 thread ·" in text and len(rows) == 2 and all(line.split()[7] == "–" for line in rows)
+    assert (
+        "· 1 thread ·" in text and len(rows) == 2 and all(line.split()[7] == "–" for line in rows)
+    )
     assert "read bandwidth" in text and "% of" in text and "GB/s" in text
     assert "nanokv plain dict" in text and "nanokv fast dict" in text
 
@@ -379,13 +464,27 @@ def test_bench_table_never_shows_speed_without_bandwidth():
 @pytest.mark.slow
 def test_requests_go_through_the_engine_and_through_transformers():
     result = run_cli(
-        "bench", "--requests", "5", "--contexts", "20", "--steps", "3", "--repeat", "1", "--threads", "1",
-        "--against", "transformers", "--json",
+        "bench",
+        "--requests",
+        "5",
+        "--contexts",
+        "20",
+        "--steps",
+        "3",
+        "--repeat",
+        "1",
+        "--threads",
+        "1",
+        "--against",
+        "transformers",
+        "--json",
     )
     assert result.returncode == 0, result.stderr
     rows = json.loads(result.stdout)["rows"]
     assert [row["label"] for row in rows] == [
-        "nanokv plain engine", "nanokv fast engine", "transformers generate_batch"
+        "nanokv plain engine",
+        "nanokv fast engine",
+        "transformers generate_batch",
     ]
     for row in rows:
         assert row["generated"] == 5 * 3 and 5 * 8 <= row["prompt_tokens"] <= 5 * 20
@@ -394,25 +493,50 @@ def test_requests_go_through_the_engine_and_through_transformers():
 
 @pytest.mark.slow
 def test_quality_tells_what_the_formats_cost():
-    result = run_cli("bench", "--quality", "--weights", "plain,fast,int8,int4", "--threads", "1", "--json")
+    result = run_cli(
+        "bench", "--quality", "--weights", "plain,fast,int8,int4", "--threads", "1", "--json"
+    )
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     change = {row["weights"]: row["mean_change"] for row in found["rows"]}
-    assert change["plain"] == 0 and change["fast"] < 1e-5 < change["int8"] < 0.02 < change["int4"] < 0.2
+    assert (
+        change["plain"] == 0
+        and change["fast"] < 1e-5 < change["int8"] < 0.02 < change["int4"] < 0.2
+    )
     assert all(abs(row["bias"]) <= row["mean_change"] for row in found["rows"])
-    assert {row["cache"] for row in found["rows"]} == {None} and found["text"] == "held-out conversation"
+    assert {row["cache"] for row in found["rows"]} == {None} and found[
+        "text"
+    ] == "held-out conversation"
 
 
 def test_quality_tells_what_caches_cost_on_a_text_of_ones_own(cli, tmp_path):
     """Bytes per token are the formula's, perplexity is the exponential of the mean."""
-    (tmp_path / "text").write_text("My name is Zorbla. What is my name? Your name is Zorbla.\n" * 20)
+    (tmp_path / "text").write_text(
+        "My name is Zorbla. What is my name? Your name is Zorbla.\n" * 20
+    )
     caches = "dict,quantized:bits=8,quantized:bits=2,sliding:window=16"
-    argv = ("bench", "--quality", "--text", tmp_path / "text", "--context", 201, "--weights", "plain", "--dtype",
-            "float32", "--caches", caches)
+    argv = (
+        "bench",
+        "--quality",
+        "--text",
+        tmp_path / "text",
+        "--context",
+        201,
+        "--weights",
+        "plain",
+        "--dtype",
+        "float32",
+        "--caches",
+        caches,
+    )
     code, out, _ = cli(*argv, "--json")
     found = json.loads(out)
     exact, eight, two, window = found["rows"]
-    assert code == 0 and found["tokens"] == 201 and [row["cache"] for row in found["rows"]] == caches.split(",")
+    assert (
+        code == 0
+        and found["tokens"] == 201
+        and [row["cache"] for row in found["rows"]] == caches.split(",")
+    )
     assert exact["kv_bytes_per_token"] == 4_608 and window["kv_bytes_per_token"] == 4_608 * 15 / 200
     assert 4_608 / 4 < eight["kv_bytes_per_token"] < 4_608 / 2 and exact["mean_change"] < 1e-5
     assert exact["mean_change"] < eight["mean_change"] < two["mean_change"] < window["mean_change"]
@@ -447,18 +571,36 @@ def test_beside_a_busy_core_stands_what_the_model_does_alone_and_in_one_thread(c
     before, threads, children = torch.get_num_threads(), [], []
     speed, popen = beside.Beside.speed, subprocess.Popen
     monkeypatch.setattr(
-        beside.Beside, "speed", lambda row, *args: threads.append(torch.get_num_threads()) or speed(row, *args)
+        beside.Beside,
+        "speed",
+        lambda row, *args: threads.append(torch.get_num_threads()) or speed(row, *args),
     )
     monkeypatch.setattr(
-        beside, "subprocess", types.SimpleNamespace(
+        beside,
+        "subprocess",
+        types.SimpleNamespace(
             Popen=lambda *args, **how: children.append(popen(*args, **how)) or children[-1],
             DEVNULL=subprocess.DEVNULL,
         ),
     )
     try:
         code, out, err = cli(
-            "bench", "--beside", "busy", "--weights", "plain,fast", "--contexts", "9", "--batch", "1,2",
-            "--steps", "2", "--repeat", "2", "--threads", "2", "--json",
+            "bench",
+            "--beside",
+            "busy",
+            "--weights",
+            "plain,fast",
+            "--contexts",
+            "9",
+            "--batch",
+            "1,2",
+            "--steps",
+            "2",
+            "--repeat",
+            "2",
+            "--threads",
+            "2",
+            "--json",
         )
     finally:
         torch.set_num_threads(before)
@@ -466,67 +608,93 @@ def test_beside_a_busy_core_stands_what_the_model_does_alone_and_in_one_thread(c
     found = json.loads(out)
     assert found["threads"] == 2 and found["beside"] == "busy"
     assert [(row["weights"], row["batch"], row["context"]) for row in found["rows"]] == [
-        ("plain", 1, 9), ("fast", 1, 9), ("plain", 2, 9), ("fast", 2, 9)
+        ("plain", 1, 9),
+        ("fast", 1, 9),
+        ("plain", 2, 9),
+        ("fast", 2, 9),
     ]
     for row in found["rows"]:
-        assert row["rounds"] == 2 and min(row["alone_tok_s"], row["beside_tok_s"], row["one_thread_tok_s"]) > 0
+        assert (
+            row["rounds"] == 2
+            and min(row["alone_tok_s"], row["beside_tok_s"], row["one_thread_tok_s"]) > 0
+        )
     assert threads == [2, 2, 1] * 3 * 4
     assert len(children) == 3 * 4 and all(child.returncode not in (None, 0) for child in children)
 
 
 def test_the_ratio_beside_a_busy_core_is_that_of_each_round():
     row = beside.Beside(Scripted("a", [], 0), 5, 3)
-    row.alone, row.beside, row.one_thread = [50.0, 50.0, 70.0], [9.0, 20.0, 30.0], [10.0, 40.0, 20.0]
+    row.alone, row.beside, row.one_thread = (
+        [50.0, 50.0, 70.0],
+        [9.0, 20.0, 30.0],
+        [10.0, 40.0, 20.0],
+    )
     figures = row.figures()
-    assert figures["alone_tok_s"] == 50 and figures["beside_tok_s"] == 20 and figures["ratio"] == 0.9
+    assert (
+        figures["alone_tok_s"] == 50 and figures["beside_tok_s"] == 20 and figures["ratio"] == 0.9
+    )
 
 
 def test_served_answers_are_those_of_generate():
     _, model = pair(seed=4)
     prompts = serving.requests_of(model.config.vocab_size, 6, 30)
     assert len({len(prompt) for prompt in prompts}) > 1
-    expected = [list(nanokv.generate(model, prompt, max_new_tokens=7, eos_token_ids=[])) for prompt in prompts]
+    expected = [
+        list(nanokv.generate(model, prompt, max_new_tokens=7, eos_token_ids=[]))
+        for prompt in prompts
+    ]
     assert serving.engine(optimize(model), prompts, 7)() == expected
     assert serving.generate_batch(Transformers(model, "dynamic", 1).model, prompts, 7)() == expected
 
 
-@pytest.mark.parametrize(("argv", "message"), [
-    (["--requests", "3", "--against", "llama.cpp"], "generate_batch only"),
-    (["--requests", "3", "--plot", "x.png"], "--plot means nothing to --requests"),
-    (["--contexts", "0"], "list of numbers"), (["--batch", "0"], "hint: --batch 1,4"),
-    (["--contexts", "2048"], "leaves no room"),
-    (["--weights", "int3"], "'int3' is not one of plain"), (["--against", "vllm"], "'vllm' is not one of"),
-    (["--plot", "x.pdf"], "does not end in .png or .svg"), (["--caches", "ring"], "ring"),
-    (["-m", "qwen3-0.7b-random"], "qwen3-0.7b-random"),
-    (["--plot", "no/such/folder/x.png"], "no file can be written there"),
-    (["--quality", "--plot", "x.png"], "--plot means nothing to --quality"),
-    (["--quality", "--against", "transformers"], "--against means nothing to --quality"),
-    (["--quality", "--requests", "3"], "--requests means nothing to --quality"),
-    (["--quality", "--batch", "4"], "--batch means nothing to --quality"),
-    (["--quality", "--caches", "ring"], "no cache is called 'ring'"),
-    (["--quality", "--text", "no-such-file"], "no-such-file"), (["--quality", "--text", os.devnull], "has 0 tokens"),
-    (["--text", "README.md"], "--text is the text of --quality"),
-    (["--requests", "3", "--through", "cli"], "--through means nothing to --requests"),
-    (["--beside", "busy", "--threads", "1"], "hint: --device cpu --threads 2"),
-    (["--beside", "busy", "--requests", "3"], "--beside means nothing to --requests"),
-    (["--beside", "busy", "--through", "cli"], "--through means nothing to --beside"),
-    (["--beside", "busy", "--against", "transformers"], "--against means nothing to --beside"),
-    (["--requests", "3", "--uncached"], "--uncached means nothing to --requests"),
-    (["--requests", "3", "--caches", "static"], "--caches means nothing to --requests"),
-    (["--dtype", "float16"], "no kernels for a model in float16"),
-])
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--requests", "3", "--against", "llama.cpp"], "generate_batch only"),
+        (["--requests", "3", "--plot", "x.png"], "--plot means nothing to --requests"),
+        (["--contexts", "0"], "list of numbers"),
+        (["--batch", "0"], "hint: --batch 1,4"),
+        (["--contexts", "2048"], "leaves no room"),
+        (["--weights", "int3"], "'int3' is not one of plain"),
+        (["--against", "vllm"], "'vllm' is not one of"),
+        (["--plot", "x.pdf"], "does not end in .png or .svg"),
+        (["--caches", "ring"], "ring"),
+        (["-m", "qwen3-0.7b-random"], "qwen3-0.7b-random"),
+        (["--plot", "no/such/folder/x.png"], "no file can be written there"),
+        (["--quality", "--plot", "x.png"], "--plot means nothing to --quality"),
+        (["--quality", "--against", "transformers"], "--against means nothing to --quality"),
+        (["--quality", "--requests", "3"], "--requests means nothing to --quality"),
+        (["--quality", "--batch", "4"], "--batch means nothing to --quality"),
+        (["--quality", "--caches", "ring"], "no cache is called 'ring'"),
+        (["--quality", "--text", "no-such-file"], "no-such-file"),
+        (["--quality", "--text", os.devnull], "has 0 tokens"),
+        (["--text", "README.md"], "--text is the text of --quality"),
+        (["--requests", "3", "--through", "cli"], "--through means nothing to --requests"),
+        (["--beside", "busy", "--threads", "1"], "hint: --device cpu --threads 2"),
+        (["--beside", "busy", "--requests", "3"], "--beside means nothing to --requests"),
+        (["--beside", "busy", "--through", "cli"], "--through means nothing to --beside"),
+        (["--beside", "busy", "--against", "transformers"], "--against means nothing to --beside"),
+        (["--requests", "3", "--uncached"], "--uncached means nothing to --requests"),
+        (["--requests", "3", "--caches", "static"], "--caches means nothing to --requests"),
+        (["--dtype", "float16"], "no kernels for a model in float16"),
+    ],
+)
 def test_bench_refuses_before_work(cli, argv, message):
     code, out, err = cli("bench", *argv)
     assert code == 2 and out == ""
     assert message in err and err.count("\n") <= 2
 
 
-def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(cli, tmp_path, monkeypatch):
+def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(
+    cli, tmp_path, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setattr("nanokv.apps.cli.commands.bench.load_model", None)
     code, out, err = cli("bench", "--plot", tmp_path / "x.png")
     assert (code, out) == (2, "")
-    assert err == f"nanokv: error: --plot needs matplotlib\nhint: {installing.hint(['matplotlib'])}\n"
+    assert (
+        err == f"nanokv: error: --plot needs matplotlib\nhint: {installing.hint(['matplotlib'])}\n"
+    )
 
 
 @pytest.mark.parametrize("weights", ["plain", "fast"])
@@ -541,7 +709,10 @@ def test_profile_parts_add_up_and_floors_are_arithmetic(weights):
         assert sum(spent.values()) >= 0.99 * phase["seconds"] or spent["the rest"] > 0
     config = nanokv.load("tiny")[0].config
     floors = {part["name"]: part for part in step["parts"]}
-    assert floors["attention"]["work"] == f"{40 * costs.kv_bytes_per_token(config, 4) / 1e6:,.1f} MB read"
+    assert (
+        floors["attention"]["work"]
+        == f"{40 * costs.kv_bytes_per_token(config, 4) / 1e6:,.1f} MB read"
+    )
 
 
 def test_profile_tells_prefill_and_decode_apart():
@@ -660,24 +831,35 @@ def one_thread():
 
 @needs_kernels
 @pytest.mark.serial
-@pytest.mark.parametrize(("size", "against_plain", "against_transformers"), [("tiny", 2, 2), ("middle", 1.5, 1.7)])
+@pytest.mark.parametrize(
+    ("size", "against_plain", "against_transformers"), [("tiny", 2, 2), ("middle", 1.5, 1.7)]
+)
 def test_fast_stays_ahead(one_thread, size, against_plain, against_transformers):
     """Ratios with slack, three tries: measured 3.8 and 4.2 for the bundled model, 3.2 and 3.6 for the larger one."""
     if size == "tiny":
         model = nanokv.load("tiny")[0]
     else:
         model, _ = small(
-            torch.bfloat16, vocab_size=8192, hidden_size=512, intermediate_size=1536, num_hidden_layers=6,
-            num_attention_heads=8, num_key_value_heads=4, head_dim=64,
+            torch.bfloat16,
+            vocab_size=8192,
+            hidden_size=512,
+            intermediate_size=1536,
+            num_hidden_layers=6,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            head_dim=64,
         )
     dtype = model.embed_tokens.weight.dtype
     ids = torch.randint(97, (1, 128), generator=torch.Generator().manual_seed(1))
     runners = [
-        Ours(optimize(model), "fast", "static", {}, 1, dtype), Ours(model, "plain", "static", {}, 1, dtype),
+        Ours(optimize(model), "fast", "static", {}, 1, dtype),
+        Ours(model, "plain", "static", {}, 1, dtype),
         Transformers(model, "dynamic", 1),
     ]
     for _ in range(3):
         fast, plain, theirs = best_of_rounds(runners, ids)
         if plain >= against_plain * fast and theirs >= against_transformers * fast:
             return
-    pytest.fail(f"plain {plain / fast:.2f}×, transformers {theirs / fast:.2f}× ({native.library()[1]})")
+    pytest.fail(
+        f"plain {plain / fast:.2f}×, transformers {theirs / fast:.2f}× ({native.library()[1]})"
+    )

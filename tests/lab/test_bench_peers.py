@@ -23,7 +23,19 @@ from nanokv.lab.bench.runners import Ours, Runner
 from nanokv.support import installing
 from small_model import small
 
-BENCH = ("bench", "--contexts", "16,20", "--steps", "2", "--repeat", "2", "--threads", "1", "--weights", "fast")
+BENCH = (
+    "bench",
+    "--contexts",
+    "16,20",
+    "--steps",
+    "2",
+    "--repeat",
+    "2",
+    "--threads",
+    "1",
+    "--weights",
+    "fast",
+)
 
 
 @pytest.fixture
@@ -51,11 +63,16 @@ def gone(pid: int, seconds: float = 10) -> bool:
     return False
 
 
-@pytest.mark.parametrize(("name", "why"), [
-    ("crashing", "ended by SIGILL"), ("killed", "ended by SIGKILL, as the system does when memory runs out"),
-    ("leaving", "ended with exit code 3: the library says so"), ("raising", "RuntimeError: no room for"),
-    ("hanging", "no answer after 2 s: ended"),
-])
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("crashing", "ended by SIGILL"),
+        ("killed", "ended by SIGKILL, as the system does when memory runs out"),
+        ("leaving", "ended with exit code 3: the library says so"),
+        ("raising", "RuntimeError: no room for"),
+        ("hanging", "no answer after 2 s: ended"),
+    ],
+)
 def test_a_peer_that_fails_is_a_row_that_says_so(cli, fake, name, why):
     """Its finished rounds and all of ours are there, and nothing went wrong."""
     fake(name)
@@ -63,14 +80,26 @@ def test_a_peer_that_fails_is_a_row_that_says_so(cli, fake, name, why):
     found = json.loads(out)
     assert (code, err) == (0, "")
     rounds = [(row["engine"], row["context"], row["rounds"]) for row in found["rows"]]
-    assert rounds == [("nanokv", 16, 2), ("transformers", 16, 1), ("nanokv", 20, 2), ("transformers", 20, 1)]
+    assert rounds == [
+        ("nanokv", 16, 2),
+        ("transformers", 16, 1),
+        ("nanokv", 20, 2),
+        ("transformers", 20, 1),
+    ]
     assert found["rows"][1]["decode_s"] == 0.25 and found["rows"][1]["step_bytes"] == 1000 + 17 * 10
-    assert [(row["context"], row["rounds"], row["error"]) for row in found["failed"]] == [(16, 1, why), (20, 1, why)]
+    assert [(row["context"], row["rounds"], row["error"]) for row in found["failed"]] == [
+        (16, 1, why),
+        (20, 1, why),
+    ]
 
 
-@pytest.mark.parametrize(("name", "why"), [
-    ("missing", "ModuleNotFoundError: No module named 'no_such_library'"), ("crashing_at_once", "ended by SIGSEGV"),
-])
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("missing", "ModuleNotFoundError: No module named 'no_such_library'"),
+        ("crashing_at_once", "ended by SIGSEGV"),
+    ],
+)
 def test_a_peer_that_never_begins_says_so_once_in_the_table(cli, fake, name, why):
     fake(name)
     code, out, _ = cli(*BENCH, "--against", "transformers")
@@ -80,11 +109,29 @@ def test_a_peer_that_never_begins_says_so_once_in_the_table(cli, fake, name, why
 
 def test_many_requests_survive_a_peer_as_well(cli, fake):
     fake("hanging_batch")
-    code, out, _ = cli("bench", "--requests", "2", "--contexts", "16", "--steps", "2", "--repeat", "2", "--weights",
-                       "fast", "--against", "transformers", "--peer-timeout", "2", "--json")
+    code, out, _ = cli(
+        "bench",
+        "--requests",
+        "2",
+        "--contexts",
+        "16",
+        "--steps",
+        "2",
+        "--repeat",
+        "2",
+        "--weights",
+        "fast",
+        "--against",
+        "transformers",
+        "--peer-timeout",
+        "2",
+        "--json",
+    )
     found = json.loads(out)
     assert code == 0 and [(row["label"], row["rounds"]) for row in found["rows"]] == [
-        ("nanokv fast engine", 2), ("transformers generate_batch", 1)]
+        ("nanokv fast engine", 2),
+        ("transformers generate_batch", 1),
+    ]
     (failed,) = found["failed"]
     assert failed["error"] == "no answer after 2 s: ended" and failed["rounds"] == 1
 
@@ -124,14 +171,22 @@ def bench_with_a_hanging_peer(tmp_path):
             f"remote.PEERS['transformers'] = 'fake_peers:{name}'; "
             "from nanokv.__main__ import main; sys.exit(main())"
         )
-        path = os.pathsep.join([str(Path(__file__).parents[1] / "support"), environment()["PYTHONPATH"]])
+        path = os.pathsep.join(
+            [str(Path(__file__).parents[1] / "support"), environment()["PYTHONPATH"]]
+        )
         bench = subprocess.Popen(
-            [sys.executable, "-c", script, *BENCH, "--against", "transformers", "--json"], stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, env=environment({"FAKE_PEER": str(where), "PYTHONPATH": path}),
+            [sys.executable, "-c", script, *BENCH, "--against", "transformers", "--json"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment({"FAKE_PEER": str(where), "PYTHONPATH": path}),
         )
         started.append(bench)
         end = time.monotonic() + 60
-        while not (where.exists() and where.read_text()) and time.monotonic() < end and bench.poll() is None:
+        while (
+            not (where.exists() and where.read_text())
+            and time.monotonic() < end
+            and bench.poll() is None
+        ):
             time.sleep(0.05)
         return bench, int(where.read_text())
 
@@ -142,8 +197,18 @@ def bench_with_a_hanging_peer(tmp_path):
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs /proc")
-@pytest.mark.parametrize("name", ["hanging", pytest.param("hanging_with_the_lock", marks=pytest.mark.skipif(
-    sys.platform != "linux", reason="only Linux ends a process with its parent"))])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hanging",
+        pytest.param(
+            "hanging_with_the_lock",
+            marks=pytest.mark.skipif(
+                sys.platform != "linux", reason="only Linux ends a process with its parent"
+            ),
+        ),
+    ],
+)
 def test_a_bench_that_is_killed_leaves_no_peer(bench_with_a_hanging_peer, name):
     bench, pid = bench_with_a_hanging_peer(name)
     bench.kill()
@@ -200,12 +265,16 @@ def test_a_peer_maps_the_file_that_the_bench_maps(tmp_path):
 @pytest.mark.slow
 def test_transformers_in_its_own_process_reads_the_same_weights(tmp_path):
     model, _ = small(torch.bfloat16)
-    process = Process(remote.PEERS["transformers"], checkpoint(tmp_path / "model") | {"cache": "dynamic"})
+    process = Process(
+        remote.PEERS["transformers"], checkpoint(tmp_path / "model") | {"cache": "dynamic"}
+    )
     try:
         runner = Remote("transformers", "bfloat16", "dynamic", process)
         prefill, decode = runner.measure(97, 12, 2, seed=1)
         assert 0 < decode and 0 < prefill < 60
-        assert runner.step_bytes(20) == Ours(model, "plain", "dict", {}, 1, torch.bfloat16).step_bytes(20)
+        assert runner.step_bytes(20) == Ours(
+            model, "plain", "dict", {}, 1, torch.bfloat16
+        ).step_bytes(20)
         # Ids that the model does not have.
         with pytest.raises(PeerError, match="IndexError: index out of range"):
             runner.measure(1 << 20, 12, 2, seed=1)
@@ -243,19 +312,40 @@ def llama_model_quantize(source, target, params):
 """
 
 
-def test_llama_cpp_reads_a_file_of_the_same_weights_and_one_variant_may_crash(cli, tmp_path, monkeypatch):
+def test_llama_cpp_reads_a_file_of_the_same_weights_and_one_variant_may_crash(
+    cli, tmp_path, monkeypatch
+):
     (tmp_path / "llama_cpp.py").write_text(FAKE_LLAMA)
     monkeypatch.syspath_prepend(tmp_path)
     model, _ = small(torch.bfloat16)
     monkeypatch.setitem(random_model.RANDOM, "small-random", model.config)
     code, out, _ = cli(
-        "bench", "-m", "small-random", "--dtype", "bf16", "--contexts", "16", "--steps", "1", "--repeat", "1",
-        "--weights", "plain", "--against", "llama.cpp,llama.cpp:q4_0,llama.cpp:q8_0", "--json",
+        "bench",
+        "-m",
+        "small-random",
+        "--dtype",
+        "bf16",
+        "--contexts",
+        "16",
+        "--steps",
+        "1",
+        "--repeat",
+        "1",
+        "--weights",
+        "plain",
+        "--against",
+        "llama.cpp,llama.cpp:q4_0,llama.cpp:q8_0",
+        "--json",
     )
     found = json.loads(out)
     assert code == 0 and [(row["engine"], row["weights"]) for row in found["rows"]] == [
-        ("nanokv", "plain"), ("llama.cpp", "bf16"), ("llama.cpp", "q8_0")]
-    assert [(row["weights"], row["error"]) for row in found["failed"]] == [("q4_0", "ended by SIGILL")]
+        ("nanokv", "plain"),
+        ("llama.cpp", "bf16"),
+        ("llama.cpp", "q8_0"),
+    ]
+    assert [(row["weights"], row["error"]) for row in found["failed"]] == [
+        ("q4_0", "ended by SIGILL")
+    ]
     full, half = (row["step_bytes"] for row in found["rows"][1:])
     assert half < full < 2 * half
 
@@ -264,7 +354,11 @@ def test_llama_cpp_that_is_not_installed_is_named(cli, tmp_path, monkeypatch):
     """A module of that name that cannot be imported stands in its way, installed or not."""
     (tmp_path / "llama_cpp.py").write_text("raise ImportError('not here')")
     monkeypatch.syspath_prepend(tmp_path)
-    code, out, err = cli("bench", "--against", "llama.cpp", "--contexts", "16", "--steps", "1", "--repeat", "1")
+    code, out, err = cli(
+        "bench", "--against", "llama.cpp", "--contexts", "16", "--steps", "1", "--repeat", "1"
+    )
     assert code == 0 and err == "" and "nanokv plain growing" in out
     hint = installing.hint(["llama-cpp-python", "gguf"])
-    assert f"llama.cpp bf16 fp16, context 16: llama.cpp is not installed ({hint})" in " ".join(out.split())
+    assert f"llama.cpp bf16 fp16, context 16: llama.cpp is not installed ({hint})" in " ".join(
+        out.split()
+    )

@@ -20,7 +20,11 @@ from oracle import SHAPES, pair, pair_from_disk, random_ids, tiny_reference
 
 IDS = random_ids(7, 2, 12)
 PLACES = {name: place for name, place in debug.OPERATIONS.items() if place}
-WEIGHTS = [name for name, (module, side) in PLACES.items() if module not in ("", "mlp") and side == "output"]
+WEIGHTS = [
+    name
+    for name, (module, side) in PLACES.items()
+    if module not in ("", "mlp") and side == "output"
+]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +34,9 @@ def models():
 
 def operations(config, layer: int) -> list[str]:
     """Those that this layer has: norms of q and k or none, an MLP or experts."""
-    absent = {"gate_proj", "up_proj", "swiglu", "down_proj"} if config.experts_of(layer) else {"experts"}
+    absent = (
+        {"gate_proj", "up_proj", "swiglu", "down_proj"} if config.experts_of(layer) else {"experts"}
+    )
     absent |= set() if config.qk_norm else {"q_norm", "k_norm"}
     *others, last = debug.OPERATIONS
     return [name for name in (*others, "experts", last) if name not in absent]
@@ -49,7 +55,10 @@ def test_equal_models_have_no_divergence_and_every_operation_was_compared(shape)
     reference, ours = pair(1, **SHAPES[shape])
     steps = debug.compare(debug.record(ours, IDS), debug.record(reference, IDS))
     layers = range(ours.config.num_hidden_layers)
-    names = [(None, "embed_tokens"), *((i, name) for i in layers for name in operations(ours.config, i))]
+    names = [
+        (None, "embed_tokens"),
+        *((i, name) for i in layers for name in operations(ours.config, i)),
+    ]
     assert [(s.layer, s.operation) for s in steps] == [*names, (None, "norm"), (None, "lm_head")]
     assert [str(s) for s in steps if not s.ok] == []
     assert max(s.difference for s in steps) < 1e-5
@@ -61,8 +70,12 @@ def test_what_is_recorded_is_what_the_forward_computes(models):
     found = debug.record(ours, IDS)
     theirs = reference(IDS, use_cache=True)
     assert torch.allclose(found[None, "lm_head"], theirs.logits, atol=1e-5)
-    assert torch.allclose(found[2, "rope_k"].transpose(1, 2), theirs.past_key_values.layers[2].keys, atol=1e-6)
-    assert torch.allclose(found[2, "cached_v"].transpose(1, 2), theirs.past_key_values.layers[2].values, atol=1e-6)
+    assert torch.allclose(
+        found[2, "rope_k"].transpose(1, 2), theirs.past_key_values.layers[2].keys, atol=1e-6
+    )
+    assert torch.allclose(
+        found[2, "cached_v"].transpose(1, 2), theirs.past_key_values.layers[2].values, atol=1e-6
+    )
     position_ids = torch.arange(12)[None]
     cos, sin = reference.model.rotary_emb(torch.zeros(1), position_ids)
     rotated = apply_rope(found[1, "q_norm"].transpose(1, 2), (cos, sin))
@@ -73,9 +86,15 @@ def test_in_bf16_the_tolerance_is_that_of_bf16(tmp_path):
     reference, ours = pair_from_disk(tmp_path, 2)
     assert debug.first_divergence(ours, reference, IDS) is None
     step = debug.first_divergence(ours, tiny_reference(2), IDS, tolerance=1e-5)
-    assert (step.layer, step.operation) == (None, "embed_tokens"), "the weights were rounded, so everything differs"
-    wrong = broken(ours, lambda model: setattr(model, "config", replace(model.config, rope_theta=1e4)))
-    assert debug.first_divergence(wrong, reference, IDS).place == "layer 0, rope_k", "far more than rounding"
+    assert (step.layer, step.operation) == (None, "embed_tokens"), (
+        "the weights were rounded, so everything differs"
+    )
+    wrong = broken(
+        ours, lambda model: setattr(model, "config", replace(model.config, rope_theta=1e4))
+    )
+    assert debug.first_divergence(wrong, reference, IDS).place == "layer 0, rope_k", (
+        "far more than rounding"
+    )
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
@@ -93,7 +112,9 @@ def test_a_wrong_weight_names_its_layer_and_operation(models, name):
 @pytest.mark.parametrize("name", ["embed_tokens", "norm", "lm_head"])
 def test_a_wrong_weight_outside_the_layers_is_named(models, name):
     reference, ours = models
-    step = debug.first_divergence(broken(ours, lambda m: m.get_submodule(name).weight.data.mul_(1.01)), reference, IDS)
+    step = debug.first_divergence(
+        broken(ours, lambda m: m.get_submodule(name).weight.data.mul_(1.01)), reference, IDS
+    )
     assert (step.layer, step.operation) == (None, name)
 
 
@@ -145,7 +166,9 @@ def test_a_lost_residual_is_found_where_it_is_lost(models):
     def no_second(model):
         layer = model.layers[1]
         layer.forward = lambda x, rope, cache, attend: layer.mlp(
-            layer.post_attention_layernorm(x + layer.self_attn(layer.input_layernorm(x), rope, cache, attend))
+            layer.post_attention_layernorm(
+                x + layer.self_attn(layer.input_layernorm(x), rope, cache, attend)
+            )
         )
 
     def no_first(model):
@@ -190,10 +213,13 @@ def test_a_small_error_beside_a_huge_value_is_seen():
 
 def test_other_shapes_and_missing_layers_are_named(models):
     ours = models[1]
+
     def fault(model):
         mlp = model.layers[0].mlp
         for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
-            linear.weight.data = torch.zeros(128, 64) if linear is not mlp.down_proj else torch.zeros(64, 128)
+            linear.weight.data = (
+                torch.zeros(128, 64) if linear is not mlp.down_proj else torch.zeros(64, 128)
+            )
 
     wide = broken(ours, fault)
     step = debug.first_divergence(wide, ours, IDS)
@@ -230,8 +256,14 @@ def test_recording_leaves_no_hook_behind(models):
 
 def test_a_step_reads_as_one_sentence(models):
     reference, ours = models
-    step = debug.first_divergence(broken(ours, lambda m: m.norm.weight.data.mul_(2)), reference, IDS)
-    assert str(step).startswith("norm: max |Δ| ") and "at position" in str(step) and "tolerance 2.9e-05" in str(step)
+    step = debug.first_divergence(
+        broken(ours, lambda m: m.norm.weight.data.mul_(2)), reference, IDS
+    )
+    assert (
+        str(step).startswith("norm: max |Δ| ")
+        and "at position" in str(step)
+        and "tolerance 2.9e-05" in str(step)
+    )
     assert step.place == "norm" and replace(step, layer=4).place == "layer 4, norm"
 
 
@@ -260,7 +292,10 @@ def test_a_cached_run_is_recorded_like_an_uncached_one(models, cut):
     """Every operation of every token: a watched prefill and its decodes, end to end, are what `record` gives."""
     ours = models[1]
     passes, whole = passes_of(ours, cut), debug.record(ours, IDS)
-    assert [one.start for one in passes] == [0, *range(cut, 12)] and passes[0].tokens.shape == (2, cut)
+    assert [one.start for one in passes] == [0, *range(cut, 12)] and passes[0].tokens.shape == (
+        2,
+        cut,
+    )
     steps = debug.compare(joined(passes), whole)
     assert len(steps) == len(whole) and [str(step) for step in steps if not step.ok] == []
 
@@ -285,7 +320,9 @@ def test_the_first_wrong_layer_and_token_of_a_cached_run_are_found(models):
     passes = passes_of(ours, 3, forget)
     cached, whole = joined(passes), debug.record(ours, IDS)
     step = next(step for step in debug.compare(cached, whole) if not step.ok)
-    assert (step.layer, step.operation) == (1, "rope_k") and debug.earliest(cached, whole, step) == (6, 1)
+    assert (step.layer, step.operation) == (1, "rope_k") and debug.earliest(
+        cached, whole, step
+    ) == (6, 1)
 
 
 def test_the_first_difference_is_not_the_largest():

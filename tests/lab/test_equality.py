@@ -48,7 +48,9 @@ def of(*layers):
 def test_every_exact_cache_passes_every_case(name, model):
     report = equality.check(name, model)
     assert [str(case) for case in report.cases if case.status != "passed"] == []
-    assert report.passed and report.first_failure is None and len(report.cases) == len(equality.CASES)
+    assert (
+        report.passed and report.first_failure is None and len(report.cases) == len(equality.CASES)
+    )
 
 
 def test_a_cache_that_forgets_fails_only_where_it_forgets(model):
@@ -120,7 +122,9 @@ def test_what_a_class_raises_is_its_result(error, model):
             raise error("oh")
 
     report = equality.check(Broken, model)
-    assert [case.status for case in report.cases].count("failed") == len(equality.CASES) - 1, "all but loading"
+    assert [case.status for case in report.cases].count("failed") == len(equality.CASES) - 1, (
+        "all but loading"
+    )
     assert report.first_failure.detail == f"{error.__name__}: oh"
     assert len(equality.check(Broken, model, stop=True).cases) == 1
 
@@ -214,11 +218,18 @@ def claims(count):
 
 
 WRONG = [
-    (window(49), equality.long_text), (window(64), equality.long_text), (window(129), equality.long_text),
-    (window(249), equality.long_text), (ForgetsSharing, equality.fork_taken_back),
-    (ReordersInPlace, equality.fork_reordered), (SameRowsOnly, equality.more_rows_and_fewer),
-    (GrowsWrong, equality.more_rows_and_fewer), (ThreeRows, equality.batch_rows, equality.more_rows_and_fewer),
-    (claims(1), equality.bytes_held), (claims(-5), equality.bytes_held), (claims(10**6), equality.bytes_held),
+    (window(49), equality.long_text),
+    (window(64), equality.long_text),
+    (window(129), equality.long_text),
+    (window(249), equality.long_text),
+    (ForgetsSharing, equality.fork_taken_back),
+    (ReordersInPlace, equality.fork_reordered),
+    (SameRowsOnly, equality.more_rows_and_fewer),
+    (GrowsWrong, equality.more_rows_and_fewer),
+    (ThreeRows, equality.batch_rows, equality.more_rows_and_fewer),
+    (claims(1), equality.bytes_held),
+    (claims(-5), equality.bytes_held),
+    (claims(10**6), equality.bytes_held),
 ]
 
 
@@ -238,7 +249,9 @@ def test_the_right_slab_passes(model):
 def test_a_tolerance_that_means_nothing_is_refused(tolerance, model):
     with pytest.raises(NanoKVError, match="the tolerance is"):
         equality.check("dict", model, tolerance=tolerance)
-    assert not equality.check("dict", model, tolerance=0, stop=True).passed, "another path rounds otherwise"
+    assert not equality.check("dict", model, tolerance=0, stop=True).passed, (
+        "another path rounds otherwise"
+    )
 
 
 def test_a_model_that_cannot_be_compared_with_is_refused(model):
@@ -305,7 +318,9 @@ def test_every_case_can_fail(case, model):
 
 def test_a_file_of_other_keys_is_noticed(model, monkeypatch):
     """Keys in another order than their values."""
-    monkeypatch.setattr(DictCache, "state", lambda self: {"key": self["key"].flip(2), "value": self["value"]})
+    monkeypatch.setattr(
+        DictCache, "state", lambda self: {"key": self["key"].flip(2), "value": self["value"]}
+    )
     with pytest.raises(equality.Different, match="attention"):
         equality.save_and_load(equality.Lab(model, equality.maker("dict"), equality.TOLERANCE))
 

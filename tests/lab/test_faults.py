@@ -70,7 +70,9 @@ def test_what_is_stated_is_what_happens(name, bundled):
     if fault.seen_by in ("words", "logits"):
         assert max(found.deltas) > 1e-2
     if name in COST:
-        assert (found.token, found.layer, max(found.deltas)) == (None, None, 0) and found.bytes[1] > 2 * found.bytes[0]
+        assert (found.token, found.layer, max(found.deltas)) == (None, None, 0) and found.bytes[
+            1
+        ] > 2 * found.bytes[0]
     else:
         assert found.token is not None and (found.layer is not None or name == "right_padding")
     assert found.right[0] == "Your name is Zorbla." or fault.scenario == "long"
@@ -105,8 +107,12 @@ def test_the_byte_faults_cost_what_they_say(bundled):
 
 def test_a_model_without_a_tokenizer_is_diagnosed_by_ids(model):
     found = faults.diagnose("start_pos_restarts", model)
-    assert found.token == 24 and re.fullmatch(r"[\d ]+", found.right[0]) and max(found.deltas) > 1e-3
-    own = faults.diagnose("start_pos_restarts", model, prompts=[[*range(10)], [*range(4, 15)], [*range(5, 16)]])
+    assert (
+        found.token == 24 and re.fullmatch(r"[\d ]+", found.right[0]) and max(found.deltas) > 1e-3
+    )
+    own = faults.diagnose(
+        "start_pos_restarts", model, prompts=[[*range(10)], [*range(4, 15)], [*range(5, 16)]]
+    )
     assert own.token == 10
 
 
@@ -114,7 +120,9 @@ def test_a_model_without_a_tokenizer_is_diagnosed_by_ids(model):
 def test_prompts_that_cannot_show_every_fault_are_refused(lengths, model):
     """One prompt has no second request, three tokens make no second chunk, equal lengths need no padding."""
     for name in ("right_padding", "not_cleared", "reorder_ignored", "top_left_mask"):
-        with pytest.raises(NanoKVError, match=f"three prompts of 10 tokens or more, .*{re.escape(str(lengths))}"):
+        with pytest.raises(
+            NanoKVError, match=f"three prompts of 10 tokens or more, .*{re.escape(str(lengths))}"
+        ):
             faults.diagnose(name, model, prompts=[[*range(2, 2 + n)] for n in lengths])
 
 
@@ -137,7 +145,9 @@ def test_scenarios_agree_with_the_uncached_model(scenario, model):
     if scenario == "batch":
         expected = torch.cat([nanokv.score(model, [prompt])[:, -1] for prompt in prompts])
     elif scenario == "beams":
-        expected = torch.cat([nanokv.score(model, [prompt[:9]])[:, -1] for prompt in (prompts[1], prompts[0])])
+        expected = torch.cat(
+            [nanokv.score(model, [prompt[:9]])[:, -1] for prompt in (prompts[1], prompts[0])]
+        )
     else:
         ids = prompts[0] + outcome.answers[0][:-1]
         expected = nanokv.score(model, [ids])[0, 11:]
@@ -151,7 +161,10 @@ def test_scenarios_agree_with_the_uncached_model(scenario, model):
 def test_everything_is_as_before_afterwards(name, model):
     """The same objects, not equal ones; also when an exception flies, and logits to the last bit."""
     before = cached_logits(model)
-    places = [(owner, attribute, vars(owner)[attribute]) for owner, attribute, _ in faults.FAULTS[name].swaps()]
+    places = [
+        (owner, attribute, vars(owner)[attribute])
+        for owner, attribute, _ in faults.FAULTS[name].swaps()
+    ]
     assert places
     with faults.inject(name) as fault:
         assert fault is faults.FAULTS[name]
@@ -175,10 +188,17 @@ def test_a_fault_is_not_injected_twice_but_others_nest(model):
     right = cached_logits(model)
     with faults.inject("first_token_unwritten"):
         once = cached_logits(model)
-        with pytest.raises(NanoKVError, match="injected already"), faults.inject("first_token_unwritten"):
+        with (
+            pytest.raises(NanoKVError, match="injected already"),
+            faults.inject("first_token_unwritten"),
+        ):
             pass
         assert torch.equal(cached_logits(model), once)
-        with faults.inject("start_pos_off_by_one"), faults.inject("not_cleared"), faults.inject("cached_queries"):
+        with (
+            faults.inject("start_pos_off_by_one"),
+            faults.inject("not_cleared"),
+            faults.inject("cached_queries"),
+        ):
             assert not torch.equal(cached_logits(model), once)
             with pytest.raises(AssertionError):
                 faults.smallest_test("not_cleared")(model)
@@ -193,20 +213,30 @@ def test_each_injection_begins_without_memory(model):
     right = cached_logits(model)
     for _ in range(2):
         with faults.inject("not_cleared"):
-            assert torch.equal(cached_logits(model), right), "the first request has nothing before it"
+            assert torch.equal(cached_logits(model), right), (
+                "the first request has nothing before it"
+            )
             assert not torch.allclose(cached_logits(model), right, atol=1e-3)
 
 
 def test_an_unknown_fault_is_named_with_the_known_ones(model):
-    asks = faults.smallest_test, lambda name: faults.diagnose(name, model), lambda name: faults.inject(name).__enter__()
+    asks = (
+        faults.smallest_test,
+        lambda name: faults.diagnose(name, model),
+        lambda name: faults.inject(name).__enter__(),
+    )
     for ask in asks:
-        with pytest.raises(NanoKVError, match="no fault is called 'not_claered': there are start_pos") as caught:
+        with pytest.raises(
+            NanoKVError, match="no fault is called 'not_claered': there are start_pos"
+        ) as caught:
             ask("not_claered")
         assert caught.value.hint == "did you mean 'not_cleared'?"
 
 
 @pytest.mark.parametrize("kind", sorted(nanokv.CACHES))
-@pytest.mark.parametrize("name", ["start_pos_off_by_one", "first_token_unwritten", "one_dict_for_all_layers"])
+@pytest.mark.parametrize(
+    "name", ["start_pos_off_by_one", "first_token_unwritten", "one_dict_for_all_layers"]
+)
 def test_a_fault_reaches_every_kind_of_cache_and_one_made_before(name, kind, model):
     right = cached_logits(model, kind)
     cache = nanokv.make_cache(kind, model.config)
@@ -296,7 +326,10 @@ def test_what_is_kept_for_an_object_goes_with_it():
 def test_the_smallest_test_passes_on_right_code_and_fails_under_the_fault(name, model):
     smallest = faults.smallest_test(name)
     smallest(model)
-    with faults.inject(name), pytest.raises((AssertionError, RuntimeError, nanokv.errors.CacheError)):
+    with (
+        faults.inject(name),
+        pytest.raises((AssertionError, RuntimeError, nanokv.errors.CacheError)),
+    ):
         smallest(model)
     smallest(model)
 
@@ -304,7 +337,10 @@ def test_the_smallest_test_passes_on_right_code_and_fails_under_the_fault(name, 
 def test_smallest_tests_can_be_shown_and_pass_on_the_bundled_model(bundled):
     for smallest in {faults.smallest_test(name) for name in faults.FAULTS}:
         source = inspect.getsource(smallest)
-        assert source.startswith(f"def {smallest.__name__}(model):\n") and len(source.splitlines()) <= 14
+        assert (
+            source.startswith(f"def {smallest.__name__}(model):\n")
+            and len(source.splitlines()) <= 14
+        )
         smallest(bundled[0])
 
 
@@ -366,7 +402,9 @@ def test_whatever_is_raised_under_a_fault_is_a_kill(error):
         if (cached_logits(model)[-1] - nanokv.score(model, IDS)[0, -1]).abs().max() > 1e-3:
             raise error("no")
 
-    assert list(faults.grade(picky, faults=["start_pos_off_by_one"]).kills) == ["start_pos_off_by_one"]
+    assert list(faults.grade(picky, faults=["start_pos_off_by_one"]).kills) == [
+        "start_pos_off_by_one"
+    ]
 
 
 def test_a_skipped_test_kills_nothing_and_ctrl_c_is_ctrl_c():
@@ -411,7 +449,10 @@ def test_a_test_that_swallows_its_end_is_late_all_the_same(caught, model):
                 pass
 
     began = time.monotonic()
-    assert faults.grade(stubborn, model, seconds=0.3).false_alarm == "Overtime: the test took longer than 0.3 s"
+    assert (
+        faults.grade(stubborn, model, seconds=0.3).false_alarm
+        == "Overtime: the test took longer than 0.3 s"
+    )
     assert (time.monotonic() - began < 1.5) == (caught is Exception)
 
     def under_a_fault(model):
@@ -440,7 +481,9 @@ def test_a_test_that_depends_on_what_ran_before_is_a_false_alarm(model):
         assert len(runs) == 1
 
     grade = faults.grade(content_once, model, ["not_cleared"])
-    assert grade.false_alarm.startswith("only in a later run, so it depends on what ran before: AssertionError")
+    assert grade.false_alarm.startswith(
+        "only in a later run, so it depends on what ran before: AssertionError"
+    )
     assert grade.kills == {} and len(runs) == 3
 
 
@@ -457,11 +500,14 @@ def test_a_coin_falls_the_same_way_in_every_run(draw, model):
     assert draw() not in drawn, "outside, the numbers go on where they were"
 
 
-@pytest.mark.parametrize("spy", [
-    lambda: [None for name in faults.FAULTS for _ in [faults.inject(name).__enter__()]],
-    lambda: [entry for entry in faults.injection._stack if entry.fault.name] and 1 / 0,
-    lambda: 1 / len(faults.injection._stack) == 1 or 1 / 0,
-])
+@pytest.mark.parametrize(
+    "spy",
+    [
+        lambda: [None for name in faults.FAULTS for _ in [faults.inject(name).__enter__()]],
+        lambda: [entry for entry in faults.injection._stack if entry.fault.name] and 1 / 0,
+        lambda: 1 / len(faults.injection._stack) == 1 or 1 / 0,
+    ],
+)
 def test_asking_whether_a_fault_is_in_kills_nothing(spy, model):
     """What can be seen of an injection is there on right code too, and a graded test injects nothing."""
 
@@ -479,9 +525,18 @@ def test_what_a_test_replaces_is_put_back(model):
     found, _ = [], vars(nanokv).pop("Session", None)  # not asked for yet
 
     def vandal(model):
-        found.append((torch.allclose, torch.get_default_dtype(), torch.is_grad_enabled(), nanokv.score,
-                      nanokv.cache.DictCache.append, hasattr(torch.Tensor, "allclose_"),
-                      hasattr(nanokv.cache.DictCache, "width_"), nanokv.cache.DictCache.mask))
+        found.append(
+            (
+                torch.allclose,
+                torch.get_default_dtype(),
+                torch.is_grad_enabled(),
+                nanokv.score,
+                nanokv.cache.DictCache.append,
+                hasattr(torch.Tensor, "allclose_"),
+                hasattr(nanokv.cache.DictCache, "width_"),
+                nanokv.cache.DictCache.mask,
+            )
+        )
         torch.allclose = lambda *args, **options: True
         nanokv.score = nanokv.Session = nanokv.inference.prefill = None
         nanokv.cache.DictCache.append = nanokv.cache.DictCache.mask = None
@@ -492,7 +547,10 @@ def test_what_a_test_replaces_is_put_back(model):
 
     assert faults.grade(vandal, model, ["not_cleared", "square_mask"]).false_alarm == ""
     assert len(found) == 4 and len(set(found)) == 1
-    assert (torch.allclose, torch.get_default_dtype()) == (allclose, torch.float32) and torch.is_grad_enabled()
+    assert (torch.allclose, torch.get_default_dtype()) == (
+        allclose,
+        torch.float32,
+    ) and torch.is_grad_enabled()
     assert nanokv.Session is nanokv.chat.session.Session and nanokv.cache.DictCache.append is append
     assert torch.equal(cached_logits(model), right)
 

@@ -57,11 +57,13 @@ def by_hand(layer, x):
         for t in range(x.shape[1]):
             q, heads = layer.q_proj(x[b, t]).view(c.H, -1), []
             for h in range(c.H):
-                scores = torch.stack([
-                    q[h, : c.Dn] @ (layer.key_up[h] @ latent[b, s])
-                    + turn(q[h, c.Dn :], t) @ turn(layer.k_rope(x[b, s]), s)
-                    for s in range(t + 1)
-                ])
+                scores = torch.stack(
+                    [
+                        q[h, : c.Dn] @ (layer.key_up[h] @ latent[b, s])
+                        + turn(q[h, c.Dn :], t) @ turn(layer.k_rope(x[b, s]), s)
+                        for s in range(t + 1)
+                    ]
+                )
                 p = (scores / (c.Dn + c.Dr) ** 0.5).softmax(0)
                 heads.append(sum(p[s] * (layer.value_up[h] @ latent[b, s]) for s in range(t + 1)))
             rows.append(layer.o_proj(torch.cat(heads)))
@@ -88,7 +90,11 @@ def test_the_definition_by_hand(layer):
 def test_the_cache_holds_one_latent_and_one_key_a_token(layer):
     x = texts()
     _, cache = run(layer, x, absorbed, (13,))
-    assert cache.nbytes == 2 * 13 * (TINY.R + TINY.Dr) * 8 == 2 * 13 * values_per_token("mla", R=16, Dr=6) * 8
+    assert (
+        cache.nbytes
+        == 2 * 13 * (TINY.R + TINY.Dr) * 8
+        == 2 * 13 * values_per_token("mla", R=16, Dr=6) * 8
+    )
     cache.truncate(9)
     assert (cache.length, cache.nbytes) == (9, 2 * 9 * 22 * 8)
     whole, _ = run(layer, x, naive, (13,))
@@ -98,7 +104,12 @@ def test_the_cache_holds_one_latent_and_one_key_a_token(layer):
 def test_where_the_93_percent_come_from():
     saved = [round(100 * x, 1) for x in deepseek_v2_savings().values()]
     assert saved == [93.3, 82.2, 71.9, 98.2, -125.0]
-    assert [values_per_token(kind) for kind in ("mha", "gqa", "mqa", "mla")] == [32768, 2048, 256, 576]
+    assert [values_per_token(kind) for kind in ("mha", "gqa", "mqa", "mla")] == [
+        32768,
+        2048,
+        256,
+        576,
+    ]
 
 
 # --- KV heads -------------------------------------------------------------------------------------------------------

@@ -65,7 +65,9 @@ def page(loaded, run):
 
 def data_of(page: str) -> dict:
     """The JSON block, found as a browser finds it."""
-    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])
+    return json.loads(
+        re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1]
+    )
 
 
 def numbers(array: dict) -> np.ndarray:
@@ -109,8 +111,10 @@ def test_rows_and_bytes_are_those_of_the_real_cache(loaded, ids, run):
 def test_attention_weights_reproduce_the_output_of_attention(loaded, ids, run):
     """Weights times the recorded values, heads merged, is what o_proj is given in a run that nobody watches."""
     model, seen = loaded[0], []
-    hooks = [block.self_attn.o_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-             for block in model.layers]
+    hooks = [
+        block.self_attn.o_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        for block in model.layers
+    ]
     try:
         list(nanokv.generate(model, ids, max_new_tokens=24))
     finally:
@@ -121,11 +125,15 @@ def test_attention_weights_reproduce_the_output_of_attention(loaded, ids, run):
     for n, step in enumerate(run.steps):
         for layer in run.layers:
             weights = step.attention[layer]  # (H,T,S)
-            values = run.caches[layer].at(n)[:, 1].transpose(0, 1).repeat_interleave(groups, 0)  # (H,S,D)
+            values = (
+                run.caches[layer].at(n)[:, 1].transpose(0, 1).repeat_interleave(groups, 0)
+            )  # (H,S,D)
             merged = (weights @ values).transpose(0, 1).flatten(1)  # (T,H·D)
             torch.testing.assert_close(merged, next(outputs)[0].float(), rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:2]))
-            future = torch.ones(weights.shape[1:], dtype=torch.bool).triu(weights.shape[2] - weights.shape[1] + 1)
+            future = torch.ones(weights.shape[1:], dtype=torch.bool).triu(
+                weights.shape[2] - weights.shape[1] + 1
+            )
             assert not weights[:, future].any()
     assert max(step.error for step in run.steps) < 1e-4
 
@@ -160,12 +168,17 @@ def test_a_row_is_kept_once_unless_it_changes():
 def test_layers_limit_what_is_kept_not_what_runs(loaded, ids, run):
     few = trace.record(loaded[0], ids, 3, layers=[0, 5])
     assert list(few.caches) == [0, 5] == list(few.steps[1].attention)
-    assert few.steps[1].nbytes == run.steps[1].nbytes and torch.equal(few.steps[2].logits, run.steps[2].logits)
+    assert few.steps[1].nbytes == run.steps[1].nbytes and torch.equal(
+        few.steps[2].logits, run.steps[2].logits
+    )
 
 
 def test_measured_times_have_one_entry_a_step(loaded, run):
     costs = trace.measure(loaded[0], run, repeat=2)
-    assert len(costs.cached) == len(costs.uncached) == len(run.steps) and min(costs.cached + costs.uncached) > 0
+    assert (
+        len(costs.cached) == len(costs.uncached) == len(run.steps)
+        and min(costs.cached + costs.uncached) > 0
+    )
     assert costs.difference < 1e-3
     assert trace.measure(loaded[0], run, repeat=1, uncached=False).uncached == []
 
@@ -195,7 +208,9 @@ def test_the_step_where_a_fault_shows(loaded, ids, run):
             return divergence(run, trace.record(loaded[0], ids, 24, may_fail=True), 1e-4)
 
     restarts, rounded = parted("start_pos_restarts"), parted("rounded_to_bf16")
-    assert restarts["logitsStep"] == 1 and restarts["wordsStep"] >= 1 and restarts["bytesStep"] is None
+    assert (
+        restarts["logitsStep"] == 1 and restarts["wordsStep"] >= 1 and restarts["bytesStep"] is None
+    )
     assert rounded["logitsStep"] == 0 and rounded["wordsStep"] is None
     queries = parted("cached_queries")
     assert queries["logitsStep"] is queries["wordsStep"] is None and queries["bytesStep"] == 0
@@ -230,7 +245,9 @@ def cached(model, run, name=None):
                 nanokv.decode(model, torch.tensor([step.fed]), cache, start_pos=cache.length)
             else:
                 nanokv.prefill(model, torch.tensor([step.fed]), cache)
-            rows = [torch.cat((layer["key"], layer["value"])).transpose(1, 2) for layer in cache]  # (2,S,Hk,D)
+            rows = [
+                torch.cat((layer["key"], layer["value"])).transpose(1, 2) for layer in cache
+            ]  # (2,S,Hk,D)
             found.append(torch.stack(rows))
     return found
 
@@ -250,7 +267,9 @@ def restarted(loaded, ids):
         return trace.record(loaded[0], ids, 6)
 
 
-def test_differences_are_keys_and_values_of_the_right_cache_minus_those_of_the_wrong(loaded, ids, run, restarted):
+def test_differences_are_keys_and_values_of_the_right_cache_minus_those_of_the_wrong(
+    loaded, ids, run, restarted
+):
     model, listed = loaded[0], places(run, restarted, torch.float32)
     assert listed == sorted(listed)
     rights, wrongs = cached(model, run), cached(model, restarted, "start_pos_restarts")
@@ -261,7 +280,9 @@ def test_differences_are_keys_and_values_of_the_right_cache_minus_those_of_the_w
         torch.testing.assert_close(table, expected.where(expected > rounding, 0.0))
 
 
-def test_the_first_difference_of_restarting_positions_is_the_first_key_of_the_answer(ids, run, restarted):
+def test_the_first_difference_of_restarting_positions_is_the_first_key_of_the_answer(
+    ids, run, restarted
+):
     step, layer, position, key, value, weight = places(run, restarted, torch.float32)[0]
     # The prompt is right, and so is the value: it is not rotated.
     assert (step, layer, position) == (1, 0, len(ids))
@@ -292,11 +313,16 @@ def test_a_fault_of_memory_only_differs_nowhere(name, loaded, ids, run):
 
 def test_top_logits_are_those_of_both_runs(run, restarted):
     for step, a, b in zip(top_logits(run, restarted), run.steps, restarted.steps, strict=False):
-        assert {i for i, _, _ in step} == {*a.logits.topk(5).indices.tolist(), *b.logits.topk(5).indices.tolist()}
+        assert {i for i, _, _ in step} == {
+            *a.logits.topk(5).indices.tolist(),
+            *b.logits.topk(5).indices.tolist(),
+        }
         assert all((x, y) == (a.logits[i].item(), b.logits[i].item()) for i, x, y in step)
 
 
-def test_the_page_has_the_differences_with_four_digits_and_null_for_what_is_no_number(loaded, run, restarted):
+def test_the_page_has_the_differences_with_four_digits_and_null_for_what_is_no_number(
+    loaded, run, restarted
+):
     broken = copy.deepcopy(restarted)
     broken.caches[0].rows[-1][0, 0, 0, 0] = torch.nan
     fault = trace.Fault("x", "about", broken)
@@ -305,7 +331,11 @@ def test_the_page_has_the_differences_with_four_digits_and_null_for_what_is_no_n
     exact = places(run, broken, torch.float32)
     shown = [tuple(place) for place in data["places"]]
     assert [place[:3] for place in shown] == [place[:3] for place in exact]
-    for a, b in zip((x for place in shown for x in place[3:]), (x for place in exact for x in place[3:]), strict=True):
+    for a, b in zip(
+        (x for place in shown for x in place[3:]),
+        (x for place in exact for x in place[3:]),
+        strict=True,
+    ):
         assert a is None if b == np.inf else a == pytest.approx(b, rel=1e-3)
     assert [None in place for place in shown].count(True) == 1
     logits = [one.steps[1].logits[run.steps[1].chosen].item() for one in (run, broken)]
@@ -316,7 +346,9 @@ def test_rows_and_weights_of_other_lengths_end_with_the_newest_token():
     rows = torch.arange(6.0).reshape(3, 2)
     assert last_rows(rows, 2).tolist() == [[2, 3], [4, 5]]
     assert last_rows(rows, 4)[0].isnan().all() and torch.equal(last_rows(rows, 4)[1:], rows)
-    assert weight_gap(torch.tensor([[[1.0]]]), torch.tensor([[[0.25, 0.75]]])).tolist() == [[[-0.25, 0.25]]]
+    assert weight_gap(torch.tensor([[[1.0]]]), torch.tensor([[[0.25, 0.75]]])).tolist() == [
+        [[-0.25, 0.25]]
+    ]
 
 
 # --- the page -----------------------------------------------------------------------------------------------------
@@ -325,18 +357,26 @@ def test_rows_and_weights_of_other_lengths_end_with_the_newest_token():
 def test_page_holds_what_was_recorded(run, page):
     data = data_of(page)["runs"][0]
     norms = numbers(data["arrays"]["norms"])
-    real = np.concatenate([torch.cat(run.caches[layer].rows).norm(dim=-1).flatten() for layer in run.layers])
+    real = np.concatenate(
+        [torch.cat(run.caches[layer].rows).norm(dim=-1).flatten() for layer in run.layers]
+    )
     assert np.abs(norms - real).max() <= data["arrays"]["norms"]["error"] * (1 + 1e-6)
     assert [t[0] for t in data["tokens"]] == run.tokens
     for n, step in enumerate(run.steps):
         top = step.logits.topk(10)
         assert [i for i, _ in data["steps"][n]["top"]] == top.indices.tolist()
-        assert np.array_equal(numbers(data["arrays"]["logits"])[10 * n : 10 * n + 10], top.values.numpy())
+        assert np.array_equal(
+            numbers(data["arrays"]["logits"])[10 * n : 10 * n + 10], top.values.numpy()
+        )
     weights = numbers(data["arrays"]["attention"])
     kept = [n for step in data["seen"] for layer in step for n in layer[1:]]
-    assert len(weights) == 6 * sum(kept) and kept[: len(run.ids)] == list(range(1, len(run.ids) + 1))
+    assert len(weights) == 6 * sum(kept) and kept[: len(run.ids)] == list(
+        range(1, len(run.ids) + 1)
+    )
     last = run.steps[-1].attention[5][-1, 0]  # (S,), what lies at the very end
-    assert np.abs(weights[-len(last) :] - last.numpy()).max() <= data["arrays"]["attention"]["error"] * (1 + 1e-6)
+    assert np.abs(weights[-len(last) :] - last.numpy()).max() <= data["arrays"]["attention"][
+        "error"
+    ] * (1 + 1e-6)
 
 
 def test_rounding_is_stated_and_nothing_overflows():
@@ -388,16 +428,29 @@ def test_a_hostile_prompt_stays_text(loaded, page):
 
 def test_page_asks_for_nothing_and_runs_only_its_own_script(page):
     tags = Tags(page).found
-    assert [attrs for tag, attrs in tags if tag in ("img", "iframe", "object", "embed", "form", "base")] == []
+    assert [
+        attrs for tag, attrs in tags if tag in ("img", "iframe", "object", "embed", "form", "base")
+    ] == []
     assert [attrs["href"] for tag, attrs in tags if "href" in attrs] == ["data:,", "#step"]
-    assert [attrs for tag, attrs in tags if "src" in attrs or any(name.startswith("on") for name in attrs)] == []
+    assert [
+        attrs
+        for tag, attrs in tags
+        if "src" in attrs or any(name.startswith("on") for name in attrs)
+    ] == []
     # The name of a kind of element.
     assert set(re.findall(r"\w+://[^\"\s]+", page)) == {"http://www.w3.org/2000/svg"}
-    policy = next(attrs["content"] for _, attrs in tags if attrs.get("http-equiv") == "Content-Security-Policy")
+    policy = next(
+        attrs["content"]
+        for _, attrs in tags
+        if attrs.get("http-equiv") == "Content-Security-Policy"
+    )
     for tag in ("style", "script"):
         text = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
         assert len(text) == 1
-        assert f"{tag}-src 'sha256-{base64.b64encode(hashlib.sha256(text[0].encode()).digest()).decode()}'" in policy
+        assert (
+            f"{tag}-src 'sha256-{base64.b64encode(hashlib.sha256(text[0].encode()).digest()).decode()}'"
+            in policy
+        )
     assert "default-src 'none'" in policy
 
 
@@ -413,17 +466,35 @@ def test_a_page_of_64_tokens_is_small_and_its_size_is_known_before(loaded, ids):
     run = trace.record(model, ids, new, eos_token_ids=[])
     costs = trace.Costs(1, [0.0] * new, [0.0] * new)
     for fault, runs in ((None, 1), (trace.Fault("x", "", run), 2)):
-        size = len(trace.build(model, tokenizer, run, costs, name="tiny", prompt=PROMPT, fault=fault))
+        size = len(
+            trace.build(model, tokenizer, run, costs, name="tiny", prompt=PROMPT, fault=fault)
+        )
         assert size < 3_000_000
-        assert trace.page_bytes(model.config, len(ids), new, 6, runs) == pytest.approx(size, rel=0.1)
+        assert trace.page_bytes(model.config, len(ids), new, 6, runs) == pytest.approx(
+            size, rel=0.1
+        )
 
 
 # --- the command --------------------------------------------------------------------------------------------------
 
 
 def test_stdout_is_the_path_and_nothing_else(tmp_path):
-    done = run_cli("trace", "--chat", PROMPT, "-n", "6", "-o", tmp_path / "a.html", "--fault", "start_pos_restarts",
-                   "--layers", "5,0", "--repeat", "1", stdin=None)
+    done = run_cli(
+        "trace",
+        "--chat",
+        PROMPT,
+        "-n",
+        "6",
+        "-o",
+        tmp_path / "a.html",
+        "--fault",
+        "start_pos_restarts",
+        "--layers",
+        "5,0",
+        "--repeat",
+        "1",
+        stdin=None,
+    )
     assert (done.returncode, done.stdout.decode()) == (0, f"{tmp_path / 'a.html'}\n"), done.stderr
     data = data_of((tmp_path / "a.html").read_text())
     assert data["layers"] == [0, 5] and data["fault"]["name"] == "start_pos_restarts"
@@ -434,13 +505,21 @@ def test_stdout_is_the_path_and_nothing_else(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message", "hint"),
     [
-        (["-n", "600"], r"\d+ \+ 600 tokens would be a page of about [\d.]+ MB; a trace has at most 512", "-n 49"),
+        (
+            ["-n", "600"],
+            r"\d+ \+ 600 tokens would be a page of about [\d.]+ MB; a trace has at most 512",
+            "-n 49",
+        ),
         (["-o", "{tmp}/none/a.html"], "there is no folder", "mkdir -p"),
         (["-o", "{tmp}"], "is not a file", "--out"),
         (["--layers", "0,6"], "'6' is not a layer from 0 to 5", "--layers 0"),
         (["--layers", ""], "is not a layer", "--layers 0"),
         (["--cache", "paged"], "only the dict cache can be traced", "--cache"),
-        (["--fault", "start_pos_restart"], "no fault 'start_pos_restart'", "did you mean start_pos_restarts"),
+        (
+            ["--fault", "start_pos_restart"],
+            "no fault 'start_pos_restart'",
+            "did you mean start_pos_restarts",
+        ),
         (["--fault", "top_left_mask"], "shows only in another situation", "one of"),
         (["--context", "8"], "the context is 8", "smaller -n"),
         (["--prompt", ""], "the prompt is empty", 'nanokv trace "What'),
@@ -458,9 +537,31 @@ def test_refusals_say_why_and_leave_with_2(flags, message, hint, tmp_path, capsy
 
 def test_a_fault_that_breaks_the_prefill_is_told(tmp_path, monkeypatch, capsys):
     record = trace.record
-    monkeypatch.setattr(trace, "record", lambda *args, may_fail=False: (
-        trace.Run(args[1], args[3], stopped="RuntimeError: shapes") if may_fail else record(*args)))
-    assert main(["trace", "-p", "Once", "-n", "1", "--fault", "wrong_axis", "-o", str(tmp_path / "a.html")]) == 2
+    monkeypatch.setattr(
+        trace,
+        "record",
+        lambda *args, may_fail=False: (
+            trace.Run(args[1], args[3], stopped="RuntimeError: shapes")
+            if may_fail
+            else record(*args)
+        ),
+    )
+    assert (
+        main(
+            [
+                "trace",
+                "-p",
+                "Once",
+                "-n",
+                "1",
+                "--fault",
+                "wrong_axis",
+                "-o",
+                str(tmp_path / "a.html"),
+            ]
+        )
+        == 2
+    )
     assert "broke the first step" in capsys.readouterr().err
 
 
@@ -472,7 +573,24 @@ def test_a_full_disk_leaves_the_old_page(tmp_path, monkeypatch, capsys):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    assert main(["trace", "-p", "Once", "-n", "1", "--no-uncached", "--repeat", "1", "-o", str(place), "--force"]) == 2
+    assert (
+        main(
+            [
+                "trace",
+                "-p",
+                "Once",
+                "-n",
+                "1",
+                "--no-uncached",
+                "--repeat",
+                "1",
+                "-o",
+                str(place),
+                "--force",
+            ]
+        )
+        == 2
+    )
     assert "No space left" in capsys.readouterr().err
     assert place.read_text() == "old" and list(tmp_path.iterdir()) == [place]
 
@@ -490,7 +608,24 @@ def test_open_starts_the_browser_with_the_file(tmp_path, monkeypatch, capsys):
     opened = []
     monkeypatch.setattr("webbrowser.open", lambda address: opened.append(address) or True)
     place = tmp_path / "a b.html"
-    assert main(["trace", "-p", "Once", "-n", "1", "--no-uncached", "--repeat", "1", "-o", str(place), "--open"]) == 0
+    assert (
+        main(
+            [
+                "trace",
+                "-p",
+                "Once",
+                "-n",
+                "1",
+                "--no-uncached",
+                "--repeat",
+                "1",
+                "-o",
+                str(place),
+                "--open",
+            ]
+        )
+        == 0
+    )
     assert opened == [place.as_uri()] and capsys.readouterr().out == f"{place}\n"
 
 
@@ -500,12 +635,18 @@ def test_the_command_of_a_notebook_is_one(number):
     (source,) = (Path(trace.__file__).parents[3] / "notebooks" / "source").glob(f"{number}_*.py")
     (command,) = re.findall(r"^# \.venv/bin/nanokv (trace .*)$", source.read_text(), re.MULTILINE)
     args = make_parser("trace", nanokv.apps.cli.commands.trace).parse_args(shlex.split(command)[1:])
-    assert args.open and args.out.suffix == ".html" and (number == "07") == (find_fault(args.fault) is not None)
+    assert (
+        args.open
+        and args.out.suffix == ".html"
+        and (number == "07") == (find_fault(args.fault) is not None)
+    )
 
 
 def test_layers_are_a_list_of_numbers(loaded):
     config = loaded[0].config
-    assert choose_layers(None, config) == [0, 1, 2, 3, 4, 5] and choose_layers("5, 0,5", config) == [0, 5]
+    assert choose_layers(None, config) == [0, 1, 2, 3, 4, 5] and choose_layers(
+        "5, 0,5", config
+    ) == [0, 5]
     with pytest.raises(NanoKVError, match="²"):
         choose_layers("²", config)
 
@@ -514,7 +655,10 @@ def test_the_parts_of_the_page_are_package_data():
     """setuptools takes .py files by itself; what the page is made of has to be named."""
     folder = Path(trace.__file__).parent
     project = tomllib.loads((folder.parents[2] / "pyproject.toml").read_text())
-    declared = {path for pattern in project["tool"]["setuptools"]["package-data"]["nanokv.lab.trace"]
-                for path in folder.glob(pattern)}
+    declared = {
+        path
+        for pattern in project["tool"]["setuptools"]["package-data"]["nanokv.lab.trace"]
+        for path in folder.glob(pattern)
+    }
     parts = {path for path in folder.rglob("*") if path.suffix in (".html", ".css", ".js")}
     assert parts == declared and {*SCRIPTS, *STYLES, "page.html"} == {path.name for path in parts}

@@ -38,9 +38,15 @@ def write(path, runs, prompt=PROMPT, right=None, fault=True):
     model, tokenizer, usual, wrong = runs
     right = right or usual
     costs = trace.measure(model, right, repeat=1)
-    fault = trace.Fault("start_pos_restarts", "Every call counts positions from 0.", wrong) if fault else None
+    fault = (
+        trace.Fault("start_pos_restarts", "Every call counts positions from 0.", wrong)
+        if fault
+        else None
+    )
     roles = ["u"] * (len(right.ids) - 4) + ["a"] * 4
-    page = trace.build(model, tokenizer, right, costs, name="tiny", prompt=prompt, roles=roles, fault=fault)
+    page = trace.build(
+        model, tokenizer, right, costs, name="tiny", prompt=prompt, roles=roles, fault=fault
+    )
     path.write_text(page, encoding="utf-8")
     return path.as_uri()
 
@@ -68,18 +74,10 @@ def page(opened):
     return opened
 
 
-
-
-
-
-
-
-
-
-
-
 def state(driver):
-    return driver.execute_script("return {step: view.step, run: view.run, tab: PANELS[tab].name, playing: !!timer}")
+    return driver.execute_script(
+        "return {step: view.step, run: view.run, tab: PANELS[tab].name, playing: !!timer}"
+    )
 
 
 def painted(driver, canvas="canvas.map"):
@@ -94,19 +92,24 @@ def table(driver, figure):
         # Not under the sticky bar.
         driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", button)
         button.click()
-    return driver.execute_script("""
+    return driver.execute_script(
+        """
         const table = arguments[0].querySelector("table"), texts = (row) => [...row.cells].map((c) => c.textContent);
         return [table.caption.textContent, texts(table.tHead.rows[0]), [...table.tBodies[0].rows].map(texts)];
-    """, figure)
+    """,
+        figure,
+    )
 
 
 def visible_figures(driver):
-    return [figure for figure in driver.find_elements("css selector", "main figure") if figure.is_displayed()]
+    return [
+        figure
+        for figure in driver.find_elements("css selector", "main figure")
+        if figure.is_displayed()
+    ]
 
 
 # --- what it must not do ------------------------------------------------------------------------------------------
-
-
 
 
 def test_no_request_but_the_file_itself(page, address):
@@ -120,7 +123,9 @@ def test_no_request_but_the_file_itself(page, address):
 
 
 def test_a_hostile_prompt_runs_nothing(driver, runs, tmp_path):
-    hostile = "</script><img src=x onerror=\"window.hit=1\"><script>window.hit=1</script>\x1b[2J\u202e<b>"
+    hostile = (
+        '</script><img src=x onerror="window.hit=1"><script>window.hit=1</script>\x1b[2J\u202e<b>'
+    )
     model, tokenizer = runs[:2]
     right = trace.record(model, tokenizer.encode(hostile), 3)
     driver.get_log("browser")
@@ -128,7 +133,10 @@ def test_a_hostile_prompt_runs_nothing(driver, runs, tmp_path):
     assert driver.execute_script("return window.hit") is None
     assert driver.find_elements("css selector", "img, b:not(.role b)") == []
     shown = find(driver, "#prompt").text
-    assert shown.startswith('</script><img src=x onerror="window.hit=1">') and "\\u001b[2J\\u202e<b>" in shown
+    assert (
+        shown.startswith('</script><img src=x onerror="window.hit=1">')
+        and "\\u001b[2J\\u202e<b>" in shown
+    )
     assert driver.title.count("</script>") == 2
     assert not find(driver, "#runs").is_displayed() and driver.get_log("browser") == []
 
@@ -142,7 +150,9 @@ def test_the_slider_moves_the_cache_by_keyboard(page, runs):
     before = painted(page)
     press(page, "ARROW_RIGHT")
     assert state(page)["step"] == 1 and painted(page) != before
-    assert "Step 1 of 8 · decode" in slider.get_attribute("aria-valuetext") == find(page, "#now").text
+    assert (
+        "Step 1 of 8 · decode" in slider.get_attribute("aria-valuetext") == find(page, "#now").text
+    )
     assert f"{right.steps[1].nbytes:,} B measured" in find(page, "#panel-0 .fact").text
     press(page, "END")
     assert state(page)["step"] == len(right.steps) - 1
@@ -185,12 +195,19 @@ def test_tabs_by_keyboard(page):
         chosen = find(page, '[role="tab"][aria-selected="true"]')
         assert chosen.text == name == state(page)["tab"] and page.switch_to.active_element == chosen
         panel = find(page, f"#{chosen.get_attribute('aria-controls')}")
-        assert panel.is_displayed() and panel.get_attribute("aria-labelledby") == chosen.get_attribute("id")
+        assert panel.is_displayed() and panel.get_attribute(
+            "aria-labelledby"
+        ) == chosen.get_attribute("id")
     press(page, "END")
     assert state(page)["tab"] == TABS[-1]
     press(page, "HOME")
     assert state(page)["tab"] == "Cache"
-    assert len([p for p in page.find_elements("css selector", '[role="tabpanel"]') if p.is_displayed()]) == 1
+    assert (
+        len(
+            [p for p in page.find_elements("css selector", '[role="tabpanel"]') if p.is_displayed()]
+        )
+        == 1
+    )
 
 
 def test_the_focus_can_be_seen_everywhere(page):
@@ -210,9 +227,17 @@ def test_the_key_norms_table_is_what_was_recorded(page, runs):
     caption, head, rows = table(page, visible_figures(page)[1])
     right = runs[2]
     expected = [right.caches[layer].at(3)[:, 0].flatten(1).norm(dim=-1) for layer in range(6)]
-    assert "Keys" in caption and "step 3" in caption and head == ["row", "token", *(f"layer {i}" for i in range(6))]
+    assert (
+        "Keys" in caption
+        and "step 3" in caption
+        and head == ["row", "token", *(f"layer {i}" for i in range(6))]
+    )
     assert len(rows) == len(right.ids) + 3
-    assert all(close(row[2 + layer], expected[layer][p]) for p, row in enumerate(rows) for layer in range(6))
+    assert all(
+        close(row[2 + layer], expected[layer][p])
+        for p, row in enumerate(rows)
+        for layer in range(6)
+    )
     press(page, "HOME")  # an open table follows the step
     page.execute_script("goTo(4)")
     assert len(table(page, visible_figures(page)[1])[2]) == len(right.ids) + 4
@@ -222,8 +247,14 @@ def test_the_attention_table_is_what_was_recorded(page, runs):
     page.execute_script("openTab(1); goTo(2); view.layer = 3; view.head = 4; refreshTab()")
     caption, head, rows = table(page, visible_figures(page)[1])
     weights = runs[2].steps[2].attention[3][4, 0]
-    assert "layer 3, query head 4, step 2" in caption and head == ["key", "token", f"query {len(runs[2].ids) + 1}"]
-    assert len(rows) == len(weights) and all(close(row[2], w) for row, w in zip(rows, weights, strict=True))
+    assert "layer 3, query head 4, step 2" in caption and head == [
+        "key",
+        "token",
+        f"query {len(runs[2].ids) + 1}",
+    ]
+    assert len(rows) == len(weights) and all(
+        close(row[2], w) for row, w in zip(rows, weights, strict=True)
+    )
     ranked = table(page, visible_figures(page)[2])[2]
     # Two weights may be equal in the half precision of a page.
     first = weights[[int(row[0]) for row in ranked[:5]]]
@@ -251,13 +282,21 @@ def test_the_cost_tables_and_the_byte_table_add_up(page, runs):
     work = table(page, visible_figures(page)[2])[2]
     fed = [len(right.ids) + n for n in range(len(right.steps))]
     assert [row[1] for row in work] == [str(n) for n in fed]
-    assert [int(row[2].replace(",", "")) for row in work] == [sum(fed[: n + 1]) for n in range(len(fed))]
+    assert [int(row[2].replace(",", "")) for row in work] == [
+        sum(fed[: n + 1]) for n in range(len(fed))
+    ]
     whole = find(page, "p.whole").text
-    assert whole.startswith(f"The whole run, {len(fed)} steps: {fed[-1]} tokens through the model in ")
+    assert whole.startswith(
+        f"The whole run, {len(fed)} steps: {fed[-1]} tokens through the model in "
+    )
     assert f"with the cache, {sum(fed):,} tokens in " in whole and whole.endswith(" times as long.")
     page.execute_script("openTab(0)")
     rows = table(page, visible_figures(page)[4])[2]
-    assert [row[2] for row in rows] == [row[3] for row in rows] == [f"{step.nbytes:,}" for step in right.steps]
+    assert (
+        [row[2] for row in rows]
+        == [row[3] for row in rows]
+        == [f"{step.nbytes:,}" for step in right.steps]
+    )
 
 
 def test_every_picture_has_a_table(page):
@@ -267,7 +306,8 @@ def test_every_picture_has_a_table(page):
             caption, head, rows = table(page, figure)
             assert caption and rows and all(len(row) == len(head) for row in rows)
             scopes = page.execute_script(
-                "return [...arguments[0].querySelectorAll('th')].map((th) => th.scope)", figure)
+                "return [...arguments[0].querySelectorAll('th')].map((th) => th.scope)", figure
+            )
             assert scopes == ["col"] * len(head) + ["row"] * len(rows)
 
 
@@ -277,12 +317,17 @@ def test_hover_and_keyboard_tell_the_same_value(page, runs):
     page.execute_script("goTo(2)")
     norm = runs[2].caches[2].at(2)[7, 0].norm()
     figure = visible_figures(page)[1]
-    canvas, readout = (figure.find_element("css selector", name) for name in ("canvas.map", ".readout"))
-    x, y = page.execute_script("""
+    canvas, readout = (
+        figure.find_element("css selector", name) for name in ("canvas.map", ".readout")
+    )
+    x, y = page.execute_script(
+        """
         const {left, top, cell, height} = cachePanel.maps[0].layout, box = arguments[0].getBoundingClientRect();
         arguments[0].scrollIntoView({block: "center"});
         return [left + 7.5 * cell - box.width / 2, top + 2.5 * height - box.height / 2];
-    """, canvas)
+    """,
+        canvas,
+    )
     ActionChains(page).move_to_element_with_offset(canvas, round(x), round(y)).perform()
     by_hand = readout.text
     assert "layer 2, position 7" in by_hand and close(by_hand.split()[-1], norm)
@@ -297,7 +342,9 @@ def test_hover_and_keyboard_tell_the_same_value(page, runs):
 
 def test_rounding_is_on_the_page(page):
     find(page, "#about summary").click()
-    rows = page.execute_script("return [...document.querySelectorAll('#about tbody tr')].map((r) => r.innerText)")
+    rows = page.execute_script(
+        "return [...document.querySelectorAll('#about tbody tr')].map((r) => r.innerText)"
+    )
     assert len(rows) == 14 and "float16" in rows[0]
     assert "rounded to float16" in find(page, "#about").text
 
@@ -307,13 +354,25 @@ def test_rounding_is_on_the_page(page):
 
 def test_the_fault_toggle_marks_where_the_runs_part(page, runs):
     right, wrong = runs[2:]
-    first = next(n for n, (a, b) in enumerate(zip(right.steps, wrong.steps, strict=False)) if a.chosen != b.chosen)
+    first = next(
+        n
+        for n, (a, b) in enumerate(zip(right.steps, wrong.steps, strict=False))
+        if a.chosen != b.chosen
+    )
     note = find(page, "#fault-note").text
-    assert "The logits differ from step 1 on" in note and f"The words differ from step {first} on." in note
-    assert [mark.text for mark in page.find_elements("css selector", "#marks span")] == ["≠ logits", "≠ words"]
+    assert (
+        "The logits differ from step 1 on" in note
+        and f"The words differ from step {first} on." in note
+    )
+    assert [mark.text for mark in page.find_elements("css selector", "#marks span")] == [
+        "≠ logits",
+        "≠ words",
+    ]
     page.execute_script(f"goTo({first})")
     here = find(page, "#now").text
-    assert here.endswith("logits and words differ from here on" if first == 1 else " · words differ from here on")
+    assert here.endswith(
+        "logits and words differ from here on" if first == 1 else " · words differ from here on"
+    )
     chosen = find(page, ".token.out .piece").text
     tab_to(page, "#runs input")
     press(page, "ARROW_RIGHT")
@@ -333,10 +392,16 @@ def test_a_page_with_a_fault_opens_at_the_first_difference(opened, runs):
     key = (right.caches[0].at(1)[-1, 0] - wrong.caches[0].at(1)[-1, 0]).abs().max().item()
     assert state(opened) == {"step": 1, "run": 0, "tab": "Right − wrong", "playing": False}
     said = find(opened, "#panel-5 .fact").text
-    assert said.startswith(f"First difference: step 1, layer 0, position {len(right.ids)} “") and "of " in said
+    assert (
+        said.startswith(f"First difference: step 1, layer 0, position {len(right.ids)} “")
+        and "of " in said
+    )
     assert float(re.search(r"key differs by ([\d.]+)", said)[1]) == pytest.approx(key, rel=0.06)
     assert "First difference" in find(opened, "#fault-note").text
-    gaps = [(right.steps[1].attention[0][h, 0] - wrong.steps[1].attention[0][h, 0]).abs().max() for h in range(6)]
+    gaps = [
+        (right.steps[1].attention[0][h, 0] - wrong.steps[1].attention[0][h, 0]).abs().max()
+        for h in range(6)
+    ]
     assert opened.execute_script("return other.head") == int(torch.stack(gaps).argmax())
 
 
@@ -349,7 +414,9 @@ def test_differences_by_keyboard(opened, runs, width):
     press(opened, "ENTER", "ENTER")
     step, layer, position = places[2][:3]
     said = find(opened, "#panel-5 .fact").text
-    assert said.startswith(f"Difference 3 of {count}: step {step}, layer {layer}, position {position} “")
+    assert said.startswith(
+        f"Difference 3 of {count}: step {step}, layer {layer}, position {position} “"
+    )
     press(opened, BACK, "ENTER")  # previous
     assert find(opened, "#panel-5 .fact").text.startswith(f"Difference 2 of {count}")
     press(opened, BACK, "ENTER")  # the first
@@ -358,40 +425,60 @@ def test_differences_by_keyboard(opened, runs, width):
     press(opened, "ARROW_DOWN")
     readout = find(opened, "#panel-5 .readout").text
     assert f"layer 1, position {len(runs[2].ids)} “" in readout and "key differs by" in readout
-    assert opened.execute_script("""  // the column is in sight, in a box that scrolls by itself
+    assert opened.execute_script(
+        """  // the column is in sight, in a box that scrolls by itself
         const box = arguments[0].parentNode, {left, cell} = differencePanel.map.layout, x = left + arguments[1] * cell;
         return x >= box.scrollLeft && x + cell <= box.scrollLeft + box.clientWidth;
-    """, canvas, len(runs[2].ids))
+    """,
+        canvas,
+        len(runs[2].ids),
+    )
     assert opened.execute_script("return document.documentElement.scrollWidth") <= width
 
 
 def test_the_difference_tables_are_right_minus_wrong(opened, runs):
     right, wrong = runs[2:]
-    rows, vector, weights, logits = [table(opened, figure)[2] for figure in visible_figures(opened)[1:]]
+    rows, vector, weights, logits = [
+        table(opened, figure)[2] for figure in visible_figures(opened)[1:]
+    ]
     gap = right.caches[0].at(1)[-1] - wrong.caches[0].at(1)[-1]  # (2,Hk,D)
-    assert all(close(row[1 + i], gap.flatten(0, 1)[i, d]) for d, row in enumerate(vector) for i in range(4))
+    assert all(
+        close(row[1 + i], gap.flatten(0, 1)[i, d]) for d, row in enumerate(vector) for i in range(4)
+    )
     assert [row[0] for row in rows] == [str(p) for p in range(len(right.ids) + 1)]
     assert {row[2] for row in rows[:-1]} == {"0"} and close(rows[-1][2], gap[0].abs().max())
     head = opened.execute_script("return other.head")
     a, b = (run.steps[1].attention[0][head, 0] for run in (right, wrong))
     assert all(close(row[4], x) for row, x in zip(weights, a - b, strict=True))
     a, b = right.steps[1].logits, wrong.steps[1].logits
-    assert {int(row[0]) for row in logits} == {*a.topk(5).indices.tolist(), *b.topk(5).indices.tolist()}
+    assert {int(row[0]) for row in logits} == {
+        *a.topk(5).indices.tolist(),
+        *b.topk(5).indices.tolist(),
+    }
     assert all(close(row[4], a[int(row[0])] - b[int(row[0])]) for row in logits)
     chosen = {row[5]: int(row[0]) for row in logits if row[5]}
-    assert chosen in ({"both": right.steps[1].chosen}, {"right": right.steps[1].chosen, "wrong": wrong.steps[1].chosen})
+    assert chosen in (
+        {"both": right.steps[1].chosen},
+        {"right": right.steps[1].chosen, "wrong": wrong.steps[1].chosen},
+    )
 
 
 @pytest.mark.parametrize(("kind", "name"), list(enumerate(("key", "value", "attention"))))
 def test_show_goes_to_the_first_difference_of_its_kind(opened, runs, kind, name):
     places = difference.places(runs[2], runs[3], torch.float32)
     step, layer, position = next(place[:3] for place in places if place[3 + kind] != 0)
-    opened.execute_script("goTo(1); other.layer = other.position = 0; other.kind = -1; refreshTab()")
-    opened.execute_script("""
+    opened.execute_script(
+        "goTo(1); other.layer = other.position = 0; other.kind = -1; refreshTab()"
+    )
+    opened.execute_script(
+        """
         const [select, kind] = arguments;
         select.value = kind;
         select.dispatchEvent(new Event("change"));
-    """, find(opened, "#panel-5 select"), kind)
+    """,
+        find(opened, "#panel-5 select"),
+        kind,
+    )
     said = find(opened, "#panel-5 .fact").text
     assert f"step {step}, layer {layer}, position {position} “" in said and name in said
 
@@ -401,7 +488,10 @@ def test_the_largest_logit_difference_is_said(opened, runs):
     shown = sorted({*right.topk(5).indices.tolist(), *wrong.topk(5).indices.tolist()})
     gap = max((right[id] - wrong[id]).abs().item() for id in shown)
     said = opened.execute_script("return differencePanel.logits.title.textContent")
-    assert close(abs(float(re.search(r"The largest difference is that of “.*”: (−?-?[\d.e-]+)\.", said)[1])), gap)
+    assert close(
+        abs(float(re.search(r"The largest difference is that of “.*”: (−?-?[\d.e-]+)\.", said)[1])),
+        gap,
+    )
 
 
 def test_keys_are_named_by_position_also_behind_rows_that_were_left(driver, runs, tmp_path):
@@ -410,15 +500,21 @@ def test_keys_are_named_by_position_also_behind_rows_that_were_left(driver, runs
         list(nanokv.generate(model, right.ids[:7], max_new_tokens=1))
         wrong = trace.record(model, right.ids, 3)
     driver.get(write(tmp_path / "left.html", (*runs[:3], wrong)))
-    driver.execute_script("document.querySelectorAll('#runs input')[1].click(); openTab(1); goTo(1)")
+    driver.execute_script(
+        "document.querySelectorAll('#runs input')[1].click(); openTab(1); goTo(1)"
+    )
     left = driver.execute_script("return now().looks[1][0].S") - len(right.ids) - 1
     assert left > 0
     keys = driver.execute_script("return attentionTable().rows.map((row) => row[0])")
     assert keys == [*(f"row {n}" for n in range(left)), *map(str, range(len(right.ids) + 1))]
     labels = driver.execute_script("return weightBars().items.map(({label}) => label)")
     assert all(re.match(r"row \d+ left over$|\d+ ", label) for label in labels)
-    assert all(int(label.split()[0]) <= len(right.ids) for label in labels if not label.startswith("row"))
-    said = driver.execute_script("return attentionGrid().describe(newest(), now().looks[1][0].S - 1)")
+    assert all(
+        int(label.split()[0]) <= len(right.ids) for label in labels if not label.startswith("row")
+    )
+    said = driver.execute_script(
+        "return attentionGrid().describe(newest(), now().looks[1][0].S - 1)"
+    )
     assert f"key {len(right.ids)} “" in said
 
 
@@ -428,7 +524,10 @@ def test_a_fault_that_changes_no_value_says_so(driver, runs, tmp_path):
         wrong = trace.record(model, right.ids, 3)
     driver.get(write(tmp_path / "bytes.html", (*runs[:3], wrong)))
     said = find(driver, "#panel-5 .fact").text
-    assert said.startswith("Nothing differs under") and f"{wrong.steps[0].nbytes:,} B instead of" in said
+    assert (
+        said.startswith("Nothing differs under")
+        and f"{wrong.steps[0].nbytes:,} B instead of" in said
+    )
     buttons = driver.find_elements("css selector", "#panel-5 .controls button")
     assert [button.get_attribute("aria-disabled") for button in buttons] == ["true"] * 3
     buttons[0].click()
@@ -446,10 +545,13 @@ def stop(driver):
 
 def in_sight(driver, element):
     """Not above the window, and not wholly behind the card of the tour."""
-    return driver.execute_script("""
+    return driver.execute_script(
+        """
         const {top, bottom} = arguments[0].getBoundingClientRect();
         return bottom > 0 && top < document.getElementById("tour").getBoundingClientRect().top;
-    """, element)
+    """,
+        element,
+    )
 
 
 @pytest.mark.parametrize("width", [390, 1200])
@@ -467,7 +569,9 @@ def test_the_tour_by_keyboard(driver, runs, tmp_path, width, fault):
     press(driver, "ENTER")
     right, seen = runs[2], {}
     live = find(driver, "#tour [aria-live]")
-    assert live.get_attribute("aria-live") == "polite" and live.get_attribute("aria-atomic") == "true"
+    assert (
+        live.get_attribute("aria-live") == "polite" and live.get_attribute("aria-atomic") == "true"
+    )
     press(driver, "ENTER")
     assert stop(driver)[0] == "2 of 8", "the card has the focus"
     press(driver, "ARROW_LEFT")
@@ -484,7 +588,10 @@ def test_the_tour_by_keyboard(driver, runs, tmp_path, width, fault):
     check_figures(seen, right, fault, runs[1].pieces(right.tokens))
     assert not find(driver, "#tour").is_displayed()
     assert driver.switch_to.active_element.get_attribute("id") == "tour-start"
-    assert driver.find_elements("css selector", ".lit") == [] and find(driver, "#tour-start").text == "Tour again"
+    assert (
+        driver.find_elements("css selector", ".lit") == []
+        and find(driver, "#tour-start").text == "Tour again"
+    )
     press(driver, "ENTER", "ARROW_RIGHT", "ARROW_LEFT", "ARROW_LEFT")
     assert stop(driver)[0] == "1 of 8"
     press(driver, "ESCAPE")
@@ -498,10 +605,18 @@ def test_the_tour_by_keyboard(driver, runs, tmp_path, width, fault):
 def clearest_look(right, pieces):
     """(weight, position, key): the answer's hardest look at a word of the prompt, a copied token among them."""
     prompt, word = len(right.ids), re.compile(r"[^\W_]")
-    keys = [k for k in range(1, prompt - 4) if word.search(pieces[k]) and pieces[k - 1] != "<|im_start|>"]
+    keys = [
+        k
+        for k in range(1, prompt - 4)
+        if word.search(pieces[k]) and pieces[k - 1] != "<|im_start|>"
+    ]
     asking = [n for n in range(1, len(right.steps)) if word.search(pieces[prompt + n - 1])]
-    return max((right.steps[n].attention[layer][:, -1, k].max().item(), prompt + n - 1, k)
-               for n in asking for layer in right.layers for k in keys)
+    return max(
+        (right.steps[n].attention[layer][:, -1, k].max().item(), prompt + n - 1, k)
+        for n in asking
+        for layer in right.layers
+        for k in keys
+    )
 
 
 def check_figures(seen, right, fault, pieces):
@@ -510,14 +625,25 @@ def check_figures(seen, right, fault, pieces):
     texts = {title: text for title, (text, _) in seen.items()}
     states = {title: (one["tab"], one["step"]) for title, (_, one) in seen.items()}
     assert f"holds {fed} tokens in 6 layers" in texts["What a KV cache is"]
-    norm = max(log.at(last)[:, 0].flatten(1).norm(dim=-1).max().item() for log in right.caches.values())
+    norm = max(
+        log.at(last)[:, 0].flatten(1).norm(dim=-1).max().item() for log in right.caches.values()
+    )
     assert close(re.search(r"here ([\d.]+),", texts["Why a norm is drawn"])[1], norm)
-    assert f"{len(right.ids)} tokens of the prompt" in texts["Prefill"] and states["Prefill"] == ("Cache", 0)
+    assert f"{len(right.ids)} tokens of the prompt" in texts["Prefill"] and states["Prefill"] == (
+        "Cache",
+        0,
+    )
     assert f"reads {len(right.ids) + 1} columns, {len(right.ids)} of them" in texts["Decode"]
     assert states["Decode"] == ("Cache", 1)
-    assert f"{right.steps[0].nbytes:,} B after step 0 and {right.steps[-1].nbytes:,} B" in texts["What each token adds"]
+    assert (
+        f"{right.steps[0].nbytes:,} B after step 0 and {right.steps[-1].nbytes:,} B"
+        in texts["What each token adds"]
+    )
     again = sum(len(right.ids) + n for n in range(len(right.steps)))
-    assert f"{again:,} tokens" in texts["What reuse saves"] and f"{fed} tokens" in texts["What reuse saves"]
+    assert (
+        f"{again:,} tokens" in texts["What reuse saves"]
+        and f"{fed} tokens" in texts["What reuse saves"]
+    )
     tab, t = states["Attention reads the cache"]
     weight, position, key = clearest_look(right, pieces)
     said = texts["Attention reads the cache"]
@@ -526,7 +652,9 @@ def check_figures(seen, right, fault, pieces):
     assert ("the same token" in said) == (right.tokens[position + 1] == right.tokens[key])
     assert close(re.search(r"gets ([\d.e-]+)\.(?: |$)", said)[1], weight)
     assert states["A fault"] == (("Right − wrong", 1) if fault else ("Logits", last))
-    assert ("First difference: step 1, layer 0" if fault else "--fault start_pos_restarts") in texts["A fault"]
+    assert (
+        "First difference: step 1, layer 0" if fault else "--fault start_pos_restarts"
+    ) in texts["A fault"]
 
 
 # --- tokens on the axes -------------------------------------------------------------------------------------------
@@ -539,14 +667,18 @@ def test_tokens_are_written_on_the_axes(page, runs):
     right = runs[2]
     for panel, grid in ((0, "normGrid(0)"), (1, "attentionGrid()"), (5, "offGrid()")):
         page.execute_script(f"openTab({panel}); goTo(2)")
-        shown = page.execute_script(f"return [5, 6].map((c) => [{grid}.colName(c), {grid}.colText(c)])")
+        shown = page.execute_script(
+            f"return [5, 6].map((c) => [{grid}.colName(c), {grid}.colText(c)])"
+        )
         assert shown == [["5", "␣name"], ["6", "␣is"]]
     assert page.execute_script("return attentionGrid().rowName(5)") == "␣name 5"
     page.execute_script("openTab(1); goTo(2)")
     tab_to(page, "#panel-1 canvas.map", most=60)
     press(page, "HOME")
     readout = find(page, "#panel-1 .readout").text
-    assert re.search(rf"position {len(right.ids) + 1} “.*”, key 0 “<\|im_start\|>”: weight [\d.e-]+$", readout)
+    assert re.search(
+        rf"position {len(right.ids) + 1} “.*”, key 0 “<\|im_start\|>”: weight [\d.e-]+$", readout
+    )
 
 
 # --- widths, themes, speed ----------------------------------------------------------------------------------------
@@ -561,9 +693,13 @@ def test_no_sideways_scrolling_and_colours_of_the_system(page, width, dark):
         for figure in visible_figures(page):
             table(page, figure)
         root = "document.documentElement"
-        wide, room, window = page.execute_script(f"return [{root}.scrollWidth, {root}.clientWidth, innerWidth]")
+        wide, room, window = page.execute_script(
+            f"return [{root}.scrollWidth, {root}.clientWidth, innerWidth]"
+        )
         assert wide <= room <= window == width, TABS[n]
-    paper = page.execute_script("return getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
+    paper = page.execute_script(
+        "return getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)"
+    )
     assert (max(paper) < 60) if dark else (min(paper) > 200)
 
 
@@ -577,12 +713,17 @@ def test_text_has_contrast(page, dark):
     """)
 
     def luminance(rgb):
-        parts = [c / 255 / 12.92 if c / 255 <= 0.04045 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in rgb]
+        parts = [
+            c / 255 / 12.92 if c / 255 <= 0.04045 else ((c / 255 + 0.055) / 1.055) ** 2.4
+            for c in rgb
+        ]
         return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
 
     for name in set(colours) - {"paper", "card"}:
         for ground in ("paper", "card"):
-            light, low = sorted((luminance(colours[name]), luminance(colours[ground])), reverse=True)
+            light, low = sorted(
+                (luminance(colours[name]), luminance(colours[ground])), reverse=True
+            )
             assert (light + 0.05) / (low + 0.05) >= 4.5, (name, ground)
 
 

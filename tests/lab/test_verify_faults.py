@@ -36,8 +36,13 @@ def shifted_append(self, k, v):
 def test_rope_with_the_wrong_pairs_is_found(verify, tiny_folder, monkeypatch):
     monkeypatch.setattr(nanokv.model, "apply_rope", interleaved)
     report = report_of(verify, tiny_folder)
-    assert (report["first_divergence"]["layer"], report["first_divergence"]["operation"]) == (0, "rope_k")
-    assert report["status"]["rope"] == "ok" and report["status"]["cached = uncached, logits"] == "ok"
+    assert (report["first_divergence"]["layer"], report["first_divergence"]["operation"]) == (
+        0,
+        "rope_k",
+    )
+    assert (
+        report["status"]["rope"] == "ok" and report["status"]["cached = uncached, logits"] == "ok"
+    )
     assert report["status"]["greedy tokens"] == "differs"
 
 
@@ -49,13 +54,18 @@ def test_a_wrong_cache_is_found_even_without_transformers(verify, tiny_folder, m
     assert failed == {"cached = uncached, logits", "cached = uncached, keys and values"}
     report = report_of(verify, tiny_folder)
     failed = {name for name, status in report["status"].items() if status == "differs"}
-    assert failed > {"keys and values, in steps", "greedy tokens"} and report["first_divergence"] is None
+    assert (
+        failed > {"keys and values, in steps", "greedy tokens"}
+        and report["first_divergence"] is None
+    )
 
 
 def test_wrong_angles_at_far_positions_are_found(verify, tiny_folder, monkeypatch):
     """A table that stops at position 256 is right for every short prompt."""
     angles = nanokv.model.rope_angles
-    monkeypatch.setattr(evidence, "rope_angles", lambda config, p, dtype: angles(config, p.clamp(max=256), dtype))
+    monkeypatch.setattr(
+        evidence, "rope_angles", lambda config, p, dtype: angles(config, p.clamp(max=256), dtype)
+    )
     report = report_of(verify, tiny_folder)
     assert [name for name, status in report["status"].items() if status == "differs"] == ["rope"]
 
@@ -64,7 +74,11 @@ def test_wrong_angles_at_far_positions_are_found(verify, tiny_folder, monkeypatc
     ("method", "wrong", "check"),
     [
         ("encode", lambda right, self, text: right(self, text.strip()), "tokenizer encode"),
-        ("decode", lambda right, self, ids: right(self, ids).replace("\ufffd", "?"), "tokenizer decode"),
+        (
+            "decode",
+            lambda right, self, ids: right(self, ids).replace("\ufffd", "?"),
+            "tokenizer decode",
+        ),
         ("render", lambda right, self, *a, **k: right(self, *a, **k) + "\n", "chat template"),
     ],
 )
@@ -97,16 +111,26 @@ def test_greedy_tokens_may_differ_only_where_two_logits_tie():
     tie = checks.check_greedy(side([0, 1, 2]), side([0, 2, 0]))
     assert tie.status == "ok" and "1 prompts up to a tie" in tie.detail
     decode_erred = checks.check_greedy(side([0, 0, 2]), side([0, 1, 2]))
-    assert decode_erred.status == "differs", "the uncached logits prefer the reference's token: that is no tie"
+    assert decode_erred.status == "differs", (
+        "the uncached logits prefer the reference's token: that is no tie"
+    )
     wrong = checks.check_greedy(side([0, 1, 2]), side([0, 0, 2]))
-    assert wrong.status == "differs" and "new token 2" in wrong.detail and wrong.difference == pytest.approx(0.9)
-    assert checks.check_greedy(side([0, 1, 2]), side([0, 1, 99])).status == "differs", "an id beyond the vocabulary"
+    assert (
+        wrong.status == "differs"
+        and "new token 2" in wrong.detail
+        and wrong.difference == pytest.approx(0.9)
+    )
+    assert checks.check_greedy(side([0, 1, 2]), side([0, 1, 99])).status == "differs", (
+        "an id beyond the vocabulary"
+    )
 
 
 # --- without transformers, published figures --------------------------------------------------------------------------
 
 
-def test_without_transformers_it_checks_what_it_can_and_says_what_it_skipped(verify, tiny_folder, monkeypatch):
+def test_without_transformers_it_checks_what_it_can_and_says_what_it_skipped(
+    verify, tiny_folder, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "transformers", None)  # as if it were not installed
     assert oracle.version() is None
     code, out, _ = verify(tiny_folder)
@@ -114,8 +138,13 @@ def test_without_transformers_it_checks_what_it_can_and_says_what_it_skipped(ver
     assert code == 0 and found["files"] == found["cached = uncached, logits"] == "ok"
     needed = nanokv.lab.verify.NEEDS_REFERENCE
     assert {found[name] for name in needed} == {"skipped"}
-    assert out.count(f"transformers is not installed: {installing.hint(['transformers'])}") == len(needed)
-    assert "no difference in 4 checks, but nothing to compare with" in out and "equal" not in out.splitlines()[-1]
+    assert out.count(f"transformers is not installed: {installing.hint(['transformers'])}") == len(
+        needed
+    )
+    assert (
+        "no difference in 4 checks, but nothing to compare with" in out
+        and "equal" not in out.splitlines()[-1]
+    )
 
 
 @pytest.fixture
@@ -123,7 +152,10 @@ def figure_of_tiny(tiny_folder, monkeypatch):
     """Published figures of the random checkpoint, made with transformers; recognised by the weights' sha256."""
     from transformers import AutoTokenizer, Qwen3ForCausalLM
 
-    model, tokenizer = Qwen3ForCausalLM.from_pretrained(tiny_folder), AutoTokenizer.from_pretrained(tiny_folder)
+    model, tokenizer = (
+        Qwen3ForCausalLM.from_pretrained(tiny_folder),
+        AutoTokenizer.from_pretrained(tiny_folder),
+    )
     with torch.inference_mode():
         logits = model(torch.tensor([[5, 6, 7, 8]])).logits[0]
     prompt = tokenizer("My name is", return_tensors="pt")
@@ -133,11 +165,20 @@ def figure_of_tiny(tiny_folder, monkeypatch):
     weights = tiny_folder / "model.safetensors"
     figure = {
         "shape": {"hidden_size": 64},
-        "weights_bytes": weights.stat().st_size, "weights_sha256": figures.sha256(weights),
-        "logits": {"ids": [5, 6, 7, 8], "mean": logits.mean(-1).tolist(), "first": logits[0, :30].tolist()},
+        "weights_bytes": weights.stat().st_size,
+        "weights_sha256": figures.sha256(weights),
+        "logits": {
+            "ids": [5, 6, 7, 8],
+            "mean": logits.mean(-1).tolist(),
+            "first": logits[0, :30].tolist(),
+        },
         "greedy": [{"prompt": "My name is", "new_ids": new.tolist(), "tolerance": 1e-2}],
-        "template": {"messages": messages, "ids": tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=False)},
+        "template": {
+            "messages": messages,
+            "ids": tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=False
+            ),
+        },
     }
     monkeypatch.setattr(figures, "FIGURES", {"Acme/Tiny": figure})
     return figure
@@ -146,7 +187,10 @@ def figure_of_tiny(tiny_folder, monkeypatch):
 def test_published_figures_are_checked_and_can_fail(verify, tiny_folder, figure_of_tiny):
     report = report_of(verify, tiny_folder, "--alone")
     names = [
-        "published logits, mean", "published logits, first", "published continuation", "published template ids",
+        "published logits, mean",
+        "published logits, first",
+        "published continuation",
+        "published template ids",
     ]
     assert {report["status"][name] for name in [*names, "published model"]} == {"ok"}
     figure_of_tiny["logits"]["mean"][2] += 0.1
@@ -157,7 +201,9 @@ def test_published_figures_are_checked_and_can_fail(verify, tiny_folder, figure_
     assert [name for name, status in report["status"].items() if status == "differs"] == names
 
 
-def test_a_model_is_recognised_by_weights_or_by_name_and_shape(tiny_folder, figure_of_tiny, tmp_path):
+def test_a_model_is_recognised_by_weights_or_by_name_and_shape(
+    tiny_folder, figure_of_tiny, tmp_path
+):
     config = Config.from_folder(tiny_folder)
     assert figures.recognise("x", tiny_folder, config) == ("Acme/Tiny", "weights' sha256")
     hub = tmp_path / "models--Acme--Tiny" / "snapshots" / "abc"
@@ -166,7 +212,8 @@ def test_a_model_is_recognised_by_weights_or_by_name_and_shape(tiny_folder, figu
     assert figures.recognise("Tiny-2", tmp_path, config)[0] is None
     figure_of_tiny["shape"] = {"hidden_size": 65}
     assert figures.recognise("Acme/Tiny", tmp_path, config) == (
-        None, "named like Acme/Tiny, but with another hidden_size"
+        None,
+        "named like Acme/Tiny, but with another hidden_size",
     )
 
 
@@ -177,9 +224,15 @@ def test_the_figures_are_the_published_ones(qwen3_files):
     assert ours["logits"]["ids"] == base["logits_test"]["input_ids"]
     assert ours["logits"]["mean"] == base["logits_test"]["logits_mean_dim_last"]
     assert ours["logits"]["first"] == base["logits_test"]["logits_0_0_first30"]
-    assert ours["greedy"][0]["prompt"] + ours["greedy"][0]["text"] == base["greedy_text"]["completion_full"]
+    assert (
+        ours["greedy"][0]["prompt"] + ours["greedy"][0]["text"]
+        == base["greedy_text"]["completion_full"]
+    )
     ours = figures.FIGURES["Qwen/Qwen3-0.6B"]
-    assert (ours["weights_bytes"], ours["weights_sha256"]) == (chat["weights_bytes"], chat["weights_sha256"])
+    assert (ours["weights_bytes"], ours["weights_sha256"]) == (
+        chat["weights_bytes"],
+        chat["weights_sha256"],
+    )
     assert ours["greedy"][0]["new_ids"] == chat["greedy"][0]["new_ids"]
     assert ours["greedy"][1]["text"] == chat["greedy"][1]["text_prefix"]
     assert ours["template"]["ids"] == chat["template_ids_no_thinking"]["ids"]
@@ -192,7 +245,12 @@ def test_published_tokens_and_template_hold_for_the_published_tokenizer(qwen3_fi
     assert [check.status for check in figures.check_qwen3_tokens(tokenizer)] == ["ok"]
     figure = figures.FIGURES["Qwen/Qwen3-0.6B"]["template"]
     assert figures.check_template_ids(tokenizer, **figure).status == "ok"
-    assert figures.check_template_ids(tokenizer, **figure | {"enable_thinking": True}).status == "differs"
+    assert (
+        figures.check_template_ids(tokenizer, **figure | {"enable_thinking": True}).status
+        == "differs"
+    )
     for figure in figures.FIGURES["Qwen/Qwen3-0.6B-Base"]["greedy"]:
         prompt = tokenizer.encode(figure["prompt"])
-        assert tokenizer.encode(figure["prompt"] + figure["text"])[: len(prompt)] == prompt, "no merge over the border"
+        assert tokenizer.encode(figure["prompt"] + figure["text"])[: len(prompt)] == prompt, (
+            "no merge over the border"
+        )

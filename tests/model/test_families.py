@@ -25,46 +25,127 @@ from weights_loader import CheckpointError, families, names
 FAMILIES = {
     name: shape for name, shape in SHAPES.items() if shape.get("model_type", "qwen3") != "qwen3"
 }  # the Qwen3 shapes have their tests in test_config.py and test_weights_loader.py
-COMMON = {"hidden_act": "silu", "initializer_range": 0.02, "use_cache": True, "torch_dtype": "bfloat16"}
+COMMON = {
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "use_cache": True,
+    "torch_dtype": "bfloat16",
+}
 PUBLISHED = {  # facts of config.json files on the hub
-    "HuggingFaceTB/SmolLM2-135M-Instruct": COMMON | {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
-        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2, "hidden_size": 576, "intermediate_size": 1536,
-        "is_llama_config": True, "max_position_embeddings": 8192, "mlp_bias": False, "num_attention_heads": 9,
-        "num_hidden_layers": 30, "num_key_value_heads": 3, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
-        "rope_interleaved": False, "rope_scaling": None, "rope_theta": 100000, "tie_word_embeddings": True,
-        "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"}}, "vocab_size": 49152,
+    "HuggingFaceTB/SmolLM2-135M-Instruct": COMMON
+    | {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 2,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "is_llama_config": True,
+        "max_position_embeddings": 8192,
+        "mlp_bias": False,
+        "num_attention_heads": 9,
+        "num_hidden_layers": 30,
+        "num_key_value_heads": 3,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_interleaved": False,
+        "rope_scaling": None,
+        "rope_theta": 100000,
+        "tie_word_embeddings": True,
+        "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"}},
+        "vocab_size": 49152,
     },
-    "meta-llama/Llama-3.2-1B-Instruct": COMMON | {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
-        "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "head_dim": 64, "hidden_size": 2048,
-        "intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": False, "num_attention_heads": 32,
-        "num_hidden_layers": 16, "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
-        "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
-                         "original_max_position_embeddings": 8192, "rope_type": "llama3"},
-        "rope_theta": 500000.0, "tie_word_embeddings": True, "vocab_size": 128256,
+    "meta-llama/Llama-3.2-1B-Instruct": COMMON
+    | {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 128000,
+        "eos_token_id": [128001, 128008, 128009],
+        "head_dim": 64,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 8,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 32.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+        "vocab_size": 128256,
     },
-    "Qwen/Qwen2.5-0.5B-Instruct": COMMON | {
-        "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
-        "eos_token_id": 151645, "hidden_size": 896, "intermediate_size": 4864, "max_position_embeddings": 32768,
-        "max_window_layers": 21, "num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": True,
-        "use_sliding_window": False, "vocab_size": 151936,
+    "Qwen/Qwen2.5-0.5B-Instruct": COMMON
+    | {
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "max_position_embeddings": 32768,
+        "max_window_layers": 21,
+        "num_attention_heads": 14,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "sliding_window": 32768,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
     },
-    "Qwen/Qwen3-30B-A3B": COMMON | {
-        "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False,
-        "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151645, "decoder_sparse_step": 1,
-        "head_dim": 128, "hidden_size": 2048, "intermediate_size": 6144, "max_position_embeddings": 40960,
-        "max_window_layers": 48, "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": True,
-        "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
-        "num_key_value_heads": 4, "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_scaling": None,
-        "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None, "tie_word_embeddings": False,
-        "use_sliding_window": False, "vocab_size": 151936,
+    "Qwen/Qwen3-30B-A3B": COMMON
+    | {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 48,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.001,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
     },
 }
 PARAMETERS = {  # as their model cards count them
-    "HuggingFaceTB/SmolLM2-135M-Instruct": 134_515_008, "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
-    "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768, "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "HuggingFaceTB/SmolLM2-135M-Instruct": 134_515_008,
+    "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
+    "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
 }
 
 
@@ -81,7 +162,9 @@ def llama(**changes) -> dict:
 def test_published_configs(name):
     config, fields = Config.from_dict(PUBLISHED[name]), PUBLISHED[name]
     heads, width = fields["num_attention_heads"], fields["hidden_size"]
-    assert config.head_dim == fields.get("head_dim", width // heads), "hidden / heads where the file is silent"
+    assert config.head_dim == fields.get("head_dim", width // heads), (
+        "hidden / heads where the file is silent"
+    )
     assert costs.parameters(config) == PARAMETERS[name]
     assert config.qk_norm == ("Qwen3" in name) and config.qkv_bias == ("Qwen2.5" in name)
     assert not config.output_bias
@@ -95,14 +178,22 @@ def test_tensors_are_those_of_transformers(name):
         fields |= {"num_hidden_layers": 2}  # 18,000 names otherwise
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
-    expected = {key: tuple(value.shape) for key, value in theirs.state_dict().items() if ".experts." not in key}
+    expected = {
+        key: tuple(value.shape)
+        for key, value in theirs.state_dict().items()
+        if ".experts." not in key
+    }
     shapes = names.expected(fields)
     assert {key: shape for key, shape in shapes.items() if ".experts." not in key} == expected
     for key, value in theirs.state_dict().items():
         if key.endswith("experts.gate_up_proj"):
             E, width, C = value.shape
             prefix = key.removesuffix("gate_up_proj")
-            found = {shapes[f"{prefix}{expert}.{part}_proj.weight"] for expert in range(E) for part in ("gate", "up")}
+            found = {
+                shapes[f"{prefix}{expert}.{part}_proj.weight"]
+                for expert in range(E)
+                for part in ("gate", "up")
+            }
             assert found == {(width // 2, C)} and f"{prefix}{E}.up_proj.weight" not in shapes
     ours = skeleton(Config.from_dict(fields)).state_dict()
     assert {names.to_hugging_face(key): tuple(p.shape) for key, p in ours.items()} == shapes
@@ -118,7 +209,11 @@ def test_a_silent_config_has_the_defaults_of_its_family(family):
     theirs = AutoConfig.for_model(**fields | sizes)
     ours = Config.from_dict(fields | sizes)
     assert ours.head_dim == getattr(theirs, "head_dim", 4) == 4
-    assert ours.num_key_value_heads == theirs.num_key_value_heads == {"llama": 32, "qwen2": 32, "qwen3_moe": 4}[family]
+    assert (
+        ours.num_key_value_heads
+        == theirs.num_key_value_heads
+        == {"llama": 32, "qwen2": 32, "qwen3_moe": 4}[family]
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -129,7 +224,9 @@ def test_a_folder_that_transformers_saved_is_read_and_ours_is_read_by_it(name, t
     model, tokenizer = load(tmp_path / "theirs")
     assert gap(score(model, ids), reference_logits(reference, ids)) <= 1e-5
     model.save(tmp_path / "ours", tokenizer)
-    back = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", experts_implementation="eager").eval()
+    back = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", experts_implementation="eager"
+    ).eval()
     assert type(back) is type(reference)
     assert torch.equal(reference_logits(back, ids), reference_logits(reference, ids))
     assert Config.from_folder(tmp_path / "ours") == model.config
@@ -138,7 +235,10 @@ def test_a_folder_that_transformers_saved_is_read_and_ours_is_read_by_it(name, t
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_a_backbone_that_transformers_saved_alone_is_read(family, tmp_path):
     """As Qwen3-Embedding was: `layers.0…` without `model.`, and the embedding is the head."""
-    reference, ids = tiny_reference(model_type=family, tie_word_embeddings=True), random_ids(1, 2, 9)
+    reference, ids = (
+        tiny_reference(model_type=family, tie_word_embeddings=True),
+        random_ids(1, 2, 9),
+    )
     reference.model.save_pretrained(tmp_path)
     write_tokenizer_for(tmp_path)
     assert "Model" in json.loads((tmp_path / "config.json").read_text())["architectures"][0]
@@ -150,25 +250,52 @@ def test_a_backbone_that_transformers_saved_alone_is_read(family, tmp_path):
 
 CARRIED = {  # fields that published checkpoints carry and that switch nothing on, by the family
     "qwen3_moe": {  # Qwen3-Coder-30B-A3B-Instruct
-        "qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0, "max_window_layers": 28,
-        "router_aux_loss_coef": 0.0, "output_router_logits": False, "num_nextn_predict_layers": 0,
+        "qkv_bias": False,
+        "use_qk_norm": True,
+        "shared_expert_intermediate_size": 0,
+        "max_window_layers": 28,
+        "router_aux_loss_coef": 0.0,
+        "output_router_logits": False,
+        "num_nextn_predict_layers": 0,
     },
-    "qwen3": {"num_experts": 0, "rope_scaling": None, "use_qk_norm": True, "mlp_bias": False, "first_k_dense": 0},
+    "qwen3": {
+        "num_experts": 0,
+        "rope_scaling": None,
+        "use_qk_norm": True,
+        "mlp_bias": False,
+        "first_k_dense": 0,
+    },
     "qwen2": {  # DeepSeek-R1-Distill-Qwen, and what trainers leave behind
-        "use_mrope": False, "max_window_layers": 21, "sliding_window": 4096, "qkv_bias": True, "attention_bias": False,
-        "_attn_implementation_autoset": True, "logit_scale": 1.0, "num_key_value_groups": 0,
+        "use_mrope": False,
+        "max_window_layers": 21,
+        "sliding_window": 4096,
+        "qkv_bias": True,
+        "attention_bias": False,
+        "_attn_implementation_autoset": True,
+        "logit_scale": 1.0,
+        "num_key_value_groups": 0,
     },
     "llama": {  # SmolLM2, Granite's names with neutral values, unsloth
-        "rope_interleaved": False, "is_llama_config": True, "pretraining_tp": 1, "attention_multiplier": 1.0,
-        "residual_multiplier": 1, "unsloth_fixed": True, "head_dim": None, "use_rope": True, "sliding_window": 0,
-        "final_logit_softcapping": None, "rope_scaling": {"type": "linear", "factor": 1.0},
+        "rope_interleaved": False,
+        "is_llama_config": True,
+        "pretraining_tp": 1,
+        "attention_multiplier": 1.0,
+        "residual_multiplier": 1,
+        "unsloth_fixed": True,
+        "head_dim": None,
+        "use_rope": True,
+        "sliding_window": 0,
+        "final_logit_softcapping": None,
+        "rope_scaling": {"type": "linear", "factor": 1.0},
     },
 }
 
 
 @pytest.mark.parametrize("family", CARRIED)
 def test_fields_that_switch_nothing_on_leave_the_logits_of_transformers(family, tmp_path):
-    sizes = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16} if family == "llama" else {}
+    sizes = (
+        {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16} if family == "llama" else {}
+    )
     reference, ids = tiny_reference(model_type=family, **sizes), random_ids(1, 2, 40)
     reference.save_pretrained(tmp_path)
     write_tokenizer_for(tmp_path)
@@ -182,7 +309,12 @@ def test_fields_that_switch_nothing_on_leave_the_logits_of_transformers(family, 
 
 def test_a_context_beyond_what_the_file_says_has_the_logits_of_transformers(tmp_path):
     """Qwen's recipe: YaRN is added and max_position_embeddings stays. 2,000 tokens, of which the file announces 640."""
-    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 512}
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 4.0,
+        "original_max_position_embeddings": 512,
+    }
     reference = tiny_reference(rope_parameters=rope, max_position_embeddings=640)
     reference.save_pretrained(tmp_path / "it")
     write_tokenizer_for(tmp_path / "it")
@@ -207,22 +339,36 @@ def write_tokenizer_for(folder):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("values", [{}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "values", [{}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9}], ids=["greedy", "sampled"]
+)
 def test_answers_are_those_of_transformers(name, values):
     """48 tokens of three prompts, and again over two turns in one cache."""
     reference, ours = pair(6, **SHAPES[name])
     for seed in range(3):
         ids = random_ids(seed, 1, 4 + 5 * seed)
-        sampler = {"do_sample": bool(values), "top_k": 0, "top_p": 1.0} | values if values else {"do_sample": False}
+        sampler = (
+            {"do_sample": bool(values), "top_k": 0, "top_p": 1.0} | values
+            if values
+            else {"do_sample": False}
+        )
         with torch.random.fork_rng():
             set_seed(seed)
-            theirs = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, pad_token_id=0,
-                                        **sampler)[0, ids.shape[1] :].tolist()
+            theirs = reference.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=48,
+                pad_token_id=0,
+                **sampler,
+            )[0, ids.shape[1] :].tolist()
         cache = make_cache("dict", ours.config)
         assert list(generate(ours, ids, cache, max_new_tokens=48, seed=seed, **values)) == theirs
         more = torch.tensor([theirs[-1:] + [7, 8, 9]])  # the newest token is not in the cache yet
         whole = torch.cat((ids, torch.tensor([theirs]), more[:, 1:]), 1)
-        assert gap(prefill(ours, more, cache, cache.length), reference_logits(reference, whole)[:, -1]) <= 1e-5
+        assert (
+            gap(prefill(ours, more, cache, cache.length), reference_logits(reference, whole)[:, -1])
+            <= 1e-5
+        )
 
 
 # --- experts --------------------------------------------------------------------------------------------------------
@@ -274,7 +420,12 @@ def test_a_decode_step_reads_the_chosen_experts_only():
 
 def test_which_layers_have_experts():
     _, ours = pair(**SHAPES["moe-every-2nd"])  # 4 layers, every second, but not the last
-    assert [isinstance(layer.mlp, MixtureOfExperts) for layer in ours.layers] == [False, True, False, False]
+    assert [isinstance(layer.mlp, MixtureOfExperts) for layer in ours.layers] == [
+        False,
+        True,
+        False,
+        False,
+    ]
     assert costs.parameters(ours.config) == sum(p.numel() for p in ours.parameters())
 
 
@@ -289,7 +440,9 @@ def test_no_kernel_routes_tokens_and_the_refusal_says_so(compile):
 # --- refused by name ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["mistral", "gemma3_text", "olmo2", "smollm3", "gpt_oss", "qwen3_next", "LLAMA", 7])
+@pytest.mark.parametrize(
+    "kind", ["mistral", "gemma3_text", "olmo2", "smollm3", "gpt_oss", "qwen3_next", "LLAMA", 7]
+)
 def test_other_families_are_refused_by_name(kind):
     with pytest.raises(ConfigError, match="model_type") as caught:
         Config.from_dict(llama(model_type=kind))
@@ -298,17 +451,34 @@ def test_other_families_are_refused_by_name(kind):
         names.expected(llama(model_type=kind))
 
 
-@pytest.mark.parametrize(("family", "field", "value"), [
-    ("llama", "mlp_bias", True), ("llama", "qk_norm", True), ("llama", "num_experts", 8),
-    ("llama", "use_qk_norm", True), ("llama", "partial_rotary_factor", 0.5), ("llama", "no_rope_layers", [1]),
-    ("llama", "hidden_act", "gelu"), ("llama", "sliding_window", 4096),
-    ("qwen2", "use_sliding_window", True), ("qwen2", "qk_norm", True),
-    ("qwen2", "layer_types", ["sliding_attention"]), ("qwen2", "use_mrope", True), ("qwen3", "num_experts", 8),
-    ("qwen3_moe", "num_experts_per_tok", 7), ("qwen3_moe", "num_experts", 0), ("qwen3_moe", "num_experts", 10**9),
-    ("qwen3_moe", "mlp_only_layers", "all"), ("qwen3_moe", "norm_topk_prob", "yes"), ("qwen3_moe", "qk_norm", False),
-    ("qwen3_moe", "decoder_sparse_step", 0), ("qwen3_moe", "shared_expert_intermediate_size", 64),
-    ("qwen3_moe", "num_local_experts", 7), ("llama", "num_experts_per_tok", 2),
-])
+@pytest.mark.parametrize(
+    ("family", "field", "value"),
+    [
+        ("llama", "mlp_bias", True),
+        ("llama", "qk_norm", True),
+        ("llama", "num_experts", 8),
+        ("llama", "use_qk_norm", True),
+        ("llama", "partial_rotary_factor", 0.5),
+        ("llama", "no_rope_layers", [1]),
+        ("llama", "hidden_act", "gelu"),
+        ("llama", "sliding_window", 4096),
+        ("qwen2", "use_sliding_window", True),
+        ("qwen2", "qk_norm", True),
+        ("qwen2", "layer_types", ["sliding_attention"]),
+        ("qwen2", "use_mrope", True),
+        ("qwen3", "num_experts", 8),
+        ("qwen3_moe", "num_experts_per_tok", 7),
+        ("qwen3_moe", "num_experts", 0),
+        ("qwen3_moe", "num_experts", 10**9),
+        ("qwen3_moe", "mlp_only_layers", "all"),
+        ("qwen3_moe", "norm_topk_prob", "yes"),
+        ("qwen3_moe", "qk_norm", False),
+        ("qwen3_moe", "decoder_sparse_step", 0),
+        ("qwen3_moe", "shared_expert_intermediate_size", 64),
+        ("qwen3_moe", "num_local_experts", 7),
+        ("llama", "num_experts_per_tok", 2),
+    ],
+)
 def test_a_field_that_a_family_does_not_know_is_refused(family, field, value):
     fields = tiny_config(model_type=family).to_dict()
     if "num_local_experts" in fields and field == "num_local_experts":
@@ -328,11 +498,18 @@ def test_so_many_experts_that_their_names_alone_would_fill_the_memory():
         names.expected(fields)
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    ({"low_freq_factor": None}, "lacks low_freq_factor"), ({"high_freq_factor": 1.0}, "is not below"),
-    ({"factor": 0}, "factor is 0"), ({"factor": None}, "lacks factor"), ({"beta_fast": 32}, "beta_fast"),
-    ({"original_max_position_embeddings": "x"}, "original_max_position_embeddings"),
-], ids=str)
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"low_freq_factor": None}, "lacks low_freq_factor"),
+        ({"high_freq_factor": 1.0}, "is not below"),
+        ({"factor": 0}, "factor is 0"),
+        ({"factor": None}, "lacks factor"),
+        ({"beta_fast": 32}, "beta_fast"),
+        ({"original_max_position_embeddings": "x"}, "original_max_position_embeddings"),
+    ],
+    ids=str,
+)
 def test_a_llama3_rope_that_is_not_quite_one_is_refused(change, words):
     rope = published("meta-llama/Llama-3.2-1B-Instruct")["rope_scaling"]
     Config.from_dict(llama(rope_scaling=rope))

@@ -21,7 +21,10 @@ D = 16
 
 def qkv(H, Hk, T, S, B=3, dtype=torch.float32):
     generator = torch.Generator().manual_seed(H * 1000 + T * 100 + S)
-    return [torch.randn(B, h, n, D, generator=generator).to(dtype) for h, n in ((H, T), (Hk, S), (Hk, S))]
+    return [
+        torch.randn(B, h, n, D, generator=generator).to(dtype)
+        for h, n in ((H, T), (Hk, S), (Hk, S))
+    ]
 
 
 def torchs(q, k, v, mask=None):
@@ -43,12 +46,17 @@ def ragged(T, S, B=3):
 def merged(q, k, v, mask, sets):
     """The keys dealt out to `sets` of positions, each attended to alone."""
     some = [(k[:, :, at], v[:, :, at], None if mask is None else mask[..., at]) for at in sets]
-    return merge(*map(torch.stack, zip(*(partial_attention(q, *part) for part in some), strict=True)))
+    return merge(
+        *map(torch.stack, zip(*(partial_attention(q, *part) for part in some), strict=True))
+    )
 
 
 def test_two_numbers_by_hand():
     """Scores ln 1 and ln 3, values 10 and 2: the weights are 1/4 and 3/4, so the whole is 4."""
-    outputs, lse = torch.tensor([10.0, 2.0]).view(2, 1, 1, 1, 1), torch.tensor([1.0, 3.0]).log().view(2, 1, 1, 1)
+    outputs, lse = (
+        torch.tensor([10.0, 2.0]).view(2, 1, 1, 1, 1),
+        torch.tensor([1.0, 3.0]).log().view(2, 1, 1, 1),
+    )
     assert merge(outputs, lse).item() == pytest.approx(4)
     # two parts of several keys each: weights 1 and 2 on 30 and 3, then 4 and 5 on 0 and 9, of 12 in all
     outputs = torch.tensor([(1 * 30 + 2 * 3) / 3, (4 * 0 + 5 * 9) / 9]).view(2, 1, 1, 1, 1)
@@ -107,7 +115,11 @@ def test_a_query_that_sees_nothing_gets_zero_as_from_torch():
     mask = torch.ones(3, 12, dtype=torch.bool)
     mask[1] = False
     ours, right = Split(mask, 3)(q, k, v), torchs(q, k, v, mask)
-    assert ours[:, :, 1].abs().max() == 0 and right[:, :, 1].abs().max() == 0 and gap(ours, right) <= 1e-6
+    assert (
+        ours[:, :, 1].abs().max() == 0
+        and right[:, :, 1].abs().max() == 0
+        and gap(ours, right) <= 1e-6
+    )
 
 
 def test_a_part_without_keys_may_come_with_any_output():
@@ -134,13 +146,21 @@ def test_many_queries_go_in_blocks(mask, monkeypatch):
         return [(0, 4), (4, 8), (8, 11)] if q.shape[2] == 11 else [(0, q.shape[2])]
 
     monkeypatch.setattr(nanokv.parallel.merge, "row_blocks", small_blocks)
-    assert gap(partial_attention(q, k, v, mask)[0], torchs(q, k, v, mask)) <= 1e-6 and sizes == [11, 4, 4, 3]
+    assert gap(partial_attention(q, k, v, mask)[0], torchs(q, k, v, mask)) <= 1e-6 and sizes == [
+        11,
+        4,
+        4,
+        3,
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_merged_in_fp32_and_rounded_once(dtype):
     q, k, v = qkv(4, 2, 5, 23, dtype=dtype)
-    ours, right = Split(causal_mask(5, 23), 4)(q, k, v), torchs(q.float(), k.float(), v.float(), causal_mask(5, 23))
+    ours, right = (
+        Split(causal_mask(5, 23), 4)(q, k, v),
+        torchs(q.float(), k.float(), v.float(), causal_mask(5, 23)),
+    )
     assert ours.dtype == dtype
     assert gap(ours.float(), right) <= torch.finfo(dtype).eps * float(right.abs().max())
 

@@ -91,7 +91,10 @@ def test_score_equals_transformers(models):
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s != "G3-yarn"])
 def test_other_constants_reach_the_forward_pass(shape):
     """eps and theta at unusual values: a hard-coded 1e-6 or 1e6 passes every other test."""
-    changes = {"rms_norm_eps": 0.05, "rope_parameters": {"rope_type": "default", "rope_theta": 137.0}}
+    changes = {
+        "rms_norm_eps": 0.05,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 137.0},
+    }
     reference, ours = pair(seed=3, **SHAPES[shape] | changes)
     ids = random_ids(2, 2, 30)
     assert gap(score(ours, ids), reference_logits(reference, ids)) <= TOLERANCE
@@ -105,17 +108,27 @@ def test_every_layer_hands_on_the_same_hidden_state(models):
         # Embedding, L-1 blocks, norm.
         theirs = reference(ids, output_hidden_states=True, use_cache=False).hidden_states
     modules = [ours.embed_tokens, *ours.layers[:-1], ours.norm]
-    hooks = [m.register_forward_hook(lambda module, args, output: seen.append(output)) for m in modules]
+    hooks = [
+        m.register_forward_hook(lambda module, args, output: seen.append(output)) for m in modules
+    ]
     score(ours, ids)
     for hook in hooks:
         hook.remove()
     assert len(seen) == len(theirs) == len(ours.layers) + 1
     for i, (mine, other) in enumerate(zip(seen, theirs, strict=True)):
-        name = "final norm" if i == len(ours.layers) else f"output of layer {i - 1}" if i else "embedding"
+        name = (
+            "final norm"
+            if i == len(ours.layers)
+            else f"output of layer {i - 1}"
+            if i
+            else "embedding"
+        )
         assert gap(mine, other) <= TOLERANCE, name
 
 
-@pytest.mark.parametrize("part", ["input_layernorm", "self_attn", "post_attention_layernorm", "mlp"])
+@pytest.mark.parametrize(
+    "part", ["input_layernorm", "self_attn", "post_attention_layernorm", "mlp"]
+)
 def test_every_part_of_a_block_equals_its_counterpart(models, part):
     reference, ours = models
     ids, pairs = random_ids(5, 2, 11), []
@@ -144,7 +157,9 @@ def test_prefill_and_64_decodes_equal_transformers_and_its_cache(models):
     assert_same_kv(cache, theirs)
     for i in range(12, 76):
         logits = decode(ours, ids[:, i : i + 1], cache, start_pos=i)
-        assert gap(logits, reference_step(reference, ids[:, i : i + 1], theirs)) <= TOLERANCE, f"position {i}"
+        assert gap(logits, reference_step(reference, ids[:, i : i + 1], theirs)) <= TOLERANCE, (
+            f"position {i}"
+        )
         assert gap(logits, full[:, i]) <= TOLERANCE, f"position {i}"
     assert_same_kv(cache, theirs, tolerance=REORDERED)
 
@@ -219,7 +234,10 @@ def test_after_truncate_equals_after_crop(models, keep):
     logits = prefill(ours, new, cache, start_pos=keep)
     assert gap(logits, reference_step(reference, new, theirs)) <= TOLERANCE
     assert_same_kv(cache, theirs)
-    assert gap(logits, reference_logits(reference, torch.cat((old[:, :keep], new), 1))[:, -1]) <= TOLERANCE
+    assert (
+        gap(logits, reference_logits(reference, torch.cat((old[:, :keep], new), 1))[:, -1])
+        <= TOLERANCE
+    )
 
 
 def test_rows_of_a_batch_do_not_see_each_other(models):
@@ -248,7 +266,11 @@ def test_greedy_64_tokens_on_32_prompts_equal_generate(one):
         ids = random_ids(200 + seed, 1, 3 + seed)
         with torch.inference_mode():
             expected = reference.generate(
-                ids, do_sample=False, max_new_tokens=64, attention_mask=torch.ones_like(ids), pad_token_id=0
+                ids,
+                do_sample=False,
+                max_new_tokens=64,
+                attention_mask=torch.ones_like(ids),
+                pad_token_id=0,
             )[0, ids.shape[1] :].tolist()
         cache = make_cache("dict", ours.config)
         token = prefill(ours, ids, cache).argmax(-1, keepdim=True)
@@ -290,7 +312,9 @@ def test_bf16_prefill_chunks_and_decode(bf16):
         chunk = ids[:, at : at + n]
         logits = (decode if n == 1 else prefill)(ours, chunk, cache, start_pos=at)
         at += n
-        assert gap(logits, reference_step(reference, chunk, theirs)) <= BF16_PATHS, f"{n} tokens up to {at}"
+        assert gap(logits, reference_step(reference, chunk, theirs)) <= BF16_PATHS, (
+            f"{n} tokens up to {at}"
+        )
         assert gap(logits, full[:, at - 1]) <= BF16_PATHS
         if at == n:
             assert_same_kv(cache, theirs, tolerance=0.0)
@@ -335,7 +359,11 @@ def qkv(H, Hk, T, S, D=16, B=2):
 
 def test_causal_mask_by_hand():
     assert causal_mask(1, 5) is None
-    assert causal_mask(3, 3).tolist() == [[True, False, False], [True, True, False], [True, True, True]]
+    assert causal_mask(3, 3).tolist() == [
+        [True, False, False],
+        [True, True, False],
+        [True, True, True],
+    ]
     assert causal_mask(2, 5).tolist() == [[True, True, True, True, False], [True] * 5]
     assert causal_mask(2, 5).dtype == torch.bool
 
@@ -370,9 +398,13 @@ def test_without_a_mask_every_query_sees_every_key():
 def test_attention_refuses_keys_that_its_mask_does_not_speak_of():
     q, k, v = qkv(4, 2, 3, 8)
     assert gap(Causal(keys=8)(q, k, v), causal_attention(q, k, v)) == 0
-    with pytest.raises(CacheError, match="got 8 keys for 3 queries, but the cache's mask speaks of 5"):
+    with pytest.raises(
+        CacheError, match="got 8 keys for 3 queries, but the cache's mask speaks of 5"
+    ):
         Causal(keys=5)(q, k, v)
-    with pytest.raises(CacheError, match="got 2 keys for 3 queries, but the cache's mask speaks of at least 3"):
+    with pytest.raises(
+        CacheError, match="got 2 keys for 3 queries, but the cache's mask speaks of at least 3"
+    ):
         causal_attention(q, k[:, :, :2], v[:, :, :2])
 
 
@@ -388,19 +420,29 @@ def test_one_object_serves_chunks_of_any_size():
 def test_many_queries_go_in_blocks_and_give_the_same(T, S, monkeypatch):
     """So that Ctrl-C is heard in between; a whole prompt gives the same bits as in one call."""
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, heads, n, 128, generator=generator) for heads, n in ((16, T), (8, S), (8, S)))
+    q, k, v = (
+        torch.randn(1, heads, n, 128, generator=generator) for heads, n in ((16, T), (8, S), (8, S))
+    )
     blocks = row_blocks(q, S)
     assert len(blocks) > 1 and blocks[0][0] == 0 and blocks[-1][1] == T
-    assert all(start % 256 == 0 and start == end for (_, end), (start, _) in itertools.pairwise(blocks))
+    assert all(
+        start % 256 == 0 and start == end for (_, end), (start, _) in itertools.pairwise(blocks)
+    )
     mask = causal_mask(T, S)
     whole = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     rows = []  # of each call
-    monkeypatch.setattr(attention, "prefill_attention", lambda q, *rest: (
-        rows.append(q.shape[2]), prefill_attention(q, *rest))[1])
+    monkeypatch.setattr(
+        attention,
+        "prefill_attention",
+        lambda q, *rest: (rows.append(q.shape[2]), prefill_attention(q, *rest))[1],
+    )
     assert gap(Causal()(q, k, v), whole) <= 1e-6 and gap(Masked(mask)(q, k, v), whole) <= 1e-6
     assert rows == [end - start for start, end in blocks] * 2
     if T == S:
-        assert torch.equal(Causal()(q, k, v), F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))
+        assert torch.equal(
+            Causal()(q, k, v),
+            F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
+        )
 
 
 def test_a_decode_mask_that_only_hides_padding_is_told_as_lengths():
@@ -411,7 +453,9 @@ def test_a_decode_mask_that_only_hides_padding_is_told_as_lengths():
     hole = padding.clone()
     hole[1, ..., 3] = False
     behind = padding.flip(-1)
-    assert Decode().lengths is None and Decode(hole).lengths is None and Decode(behind).lengths is None
+    assert (
+        Decode().lengths is None and Decode(hole).lengths is None and Decode(behind).lengths is None
+    )
 
 
 @pytest.mark.parametrize(("H", "Hk"), [(4, 4), (4, 2), (6, 2), (4, 1)])
@@ -438,7 +482,11 @@ def test_sdpa_is_causal_would_hide_the_past():
 # --- what the three functions refuse --------------------------------------------------------------------------------
 
 
-NOT_IDS = {"3-D": torch.zeros(1, 3, 1).long(), "empty": torch.zeros(1, 0).long(), "float": torch.ones(1, 3)}
+NOT_IDS = {
+    "3-D": torch.zeros(1, 3, 1).long(),
+    "empty": torch.zeros(1, 0).long(),
+    "float": torch.ones(1, 3),
+}
 
 
 @pytest.mark.parametrize("ids", NOT_IDS.values(), ids=NOT_IDS)
@@ -471,8 +519,12 @@ def test_a_tied_head_is_one_parameter_and_an_untied_one_is_not():
 def test_build_refuses_missing_and_extra_tensors(one):
     _, ours = one
     state = ours.state_dict()
-    with pytest.raises((RuntimeError, ConfigError, ValueError), match=r"layers\.1\.self_attn\.q_norm\.weight"):
-        build(ours.config, {k: v for k, v in state.items() if k != "layers.1.self_attn.q_norm.weight"})
+    with pytest.raises(
+        (RuntimeError, ConfigError, ValueError), match=r"layers\.1\.self_attn\.q_norm\.weight"
+    ):
+        build(
+            ours.config, {k: v for k, v in state.items() if k != "layers.1.self_attn.q_norm.weight"}
+        )
     with pytest.raises((RuntimeError, ConfigError, ValueError), match="surplus"):
         build(ours.config, state | {"surplus": torch.zeros(1)})
 
@@ -489,7 +541,10 @@ def test_the_model_holds_no_tensor_besides_its_weights(one):
 def test_queries_in_blocks_see_what_they_see_together(monkeypatch):
     """Long prompts: attention is called for some queries at a time, so that Ctrl-C is heard between two calls."""
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, heads, S, 8, generator=generator).double() for heads, S in ((4, 50), (2, 50), (2, 50)))
+    q, k, v = (
+        torch.randn(2, heads, S, 8, generator=generator).double()
+        for heads, S in ((4, 50), (2, 50), (2, 50))
+    )
     ragged = torch.rand(2, 1, 37, 50, generator=generator) < 0.7
     ragged[..., 0] = True
     late = attention.causal_mask(37, 50)

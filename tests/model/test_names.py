@@ -32,7 +32,9 @@ assert catalogue.__name__ == "nanokv.lab.faults.catalogue", catalogue
 
 
 def python(code: str, *flags: str):
-    return subprocess.run([sys.executable, *flags, "-c", code], capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, *flags, "-c", code], capture_output=True, text=True, timeout=60
+    )
 
 
 @pytest.mark.parametrize("name", sorted(nanokv._ENTRANCES))
@@ -55,7 +57,9 @@ def test_public_names_warn_of_nothing():
         for name in dir(nanokv):
             assert getattr(nanokv, name) is not None
     assert nanokv.tokenizer.Tokenizer is nanokv.Tokenizer
-    done = python("import sys, nanokv; print([m for m in sys.modules if m.startswith(('torch', 'nanokv.'))])")
+    done = python(
+        "import sys, nanokv; print([m for m in sys.modules if m.startswith(('torch', 'nanokv.'))])"
+    )
     assert done.stdout == "[]\n", done.stdout + done.stderr
 
 
@@ -65,7 +69,9 @@ def test_options_of_caches_and_costs_need_no_torch():
     assert done.stdout == "False\n", done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", ["nanokv.kind", "nanokv.faults.fault", "nanokv.course.checks.nb99"])
+@pytest.mark.parametrize(
+    "name", ["nanokv.kind", "nanokv.faults.fault", "nanokv.course.checks.nb99"]
+)
 def test_what_there_is_not_is_not_found(name):
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module(name)

@@ -26,7 +26,12 @@ from oracle import (
 
 pytestmark = pytest.mark.sampled
 
-YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32768,
+}
 ROPES = {
     "default": {"rope_type": "default", "rope_theta": 1e6},
     "theta-1e4": {"rope_type": "default", "rope_theta": 1e4},
@@ -40,11 +45,18 @@ ROPES = {
     "yarn-mscale": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5},
     "yarn-mscale-of-deepseek": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707, "factor": 40.0},
     "yarn-mscale-alone": YARN | {"mscale": 0.5, "mscale_all_dim": 0},
-    "yarn-attention-factor-and-mscale": YARN | {"attention_factor": 0.75, "mscale": 2.0, "mscale_all_dim": 1.0},
+    "yarn-attention-factor-and-mscale": YARN
+    | {"attention_factor": 0.75, "mscale": 2.0, "mscale_all_dim": 1.0},
     "yarn-borders-between-pairs": YARN | {"truncate": False},
     "yarn-no-factor": YARN | {"factor": None},
-    "llama3": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
-               "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
     "yarn-short-context": YARN | {"original_max_position_embeddings": 64, "rope_theta": 1e4},
 }
 POSITIONS = [0, 1, 255, 256, 257, 2048, 4095, 32767, 32768, 40959, 131071]
@@ -52,7 +64,9 @@ POSITIONS = [0, 1, 255, 256, 257, 2048, 4095, 32767, 32768, 40959, 131071]
 
 def both(rope, head_dim=128):
     """(reference rotary embedding, our config)."""
-    config = tiny_config(rope_parameters=dict(rope), head_dim=head_dim, max_position_embeddings=131072)
+    config = tiny_config(
+        rope_parameters=dict(rope), head_dim=head_dim, max_position_embeddings=131072
+    )
     return Qwen3RotaryEmbedding(config), Config.from_dict(config.to_dict())
 
 
@@ -101,7 +115,9 @@ def test_missing_original_context_means_max_position_embeddings():
 
 def test_the_original_context_beside_the_rope_comes_first_as_in_transformers():
     fields = tiny_config(rope_parameters=dict(YARN), original_max_position_embeddings=256).to_dict()
-    theirs = Qwen3RotaryEmbedding(tiny_config(rope_parameters=dict(YARN), original_max_position_embeddings=256))
+    theirs = Qwen3RotaryEmbedding(
+        tiny_config(rope_parameters=dict(YARN), original_max_position_embeddings=256)
+    )
     config = Config.from_dict(fields)
     assert config.yarn.original_max_position_embeddings == 256
     assert gap(rope_frequencies(config)[0], theirs.inv_freq) == 0.0
@@ -110,23 +126,32 @@ def test_the_original_context_beside_the_rope_comes_first_as_in_transformers():
 ATTN_FACTOR = YARN | {"attn_factor": 0.8782488562869419}  # as in DeepSeek-R1-0528-Qwen3-8B
 
 
-@pytest.mark.parametrize(("rope", "replaced"), [
-    (ATTN_FACTOR, 0.8782488562869419 * (0.1 * math.log(4) + 1)),
-    (ATTN_FACTOR | {"attn_factor": 0.5, "mscale": 2.0, "mscale_all_dim": 1.0},
-     0.5 * (0.2 * math.log(4) + 1) / (0.1 * math.log(4) + 1)),
-    (ATTN_FACTOR | {"attention_factor": 0.9}, 0.9),
-])
+@pytest.mark.parametrize(
+    ("rope", "replaced"),
+    [
+        (ATTN_FACTOR, 0.8782488562869419 * (0.1 * math.log(4) + 1)),
+        (
+            ATTN_FACTOR | {"attn_factor": 0.5, "mscale": 2.0, "mscale_all_dim": 1.0},
+            0.5 * (0.2 * math.log(4) + 1) / (0.1 * math.log(4) + 1),
+        ),
+        (ATTN_FACTOR | {"attention_factor": 0.9}, 0.9),
+    ],
+)
 def test_attn_factor_multiplies_what_attention_factor_replaces(rope, replaced):
     """The reference is transformers with the product as attention_factor: it has no name for the multiplier."""
     rope = rope | {"original_max_position_embeddings": 64}
-    told = {name: value for name, value in rope.items() if name != "attn_factor"} | {"attention_factor": replaced}
+    told = {name: value for name, value in rope.items() if name != "attn_factor"} | {
+        "attention_factor": replaced
+    }
     reference = tiny_reference(rope_parameters=told)
     ours = copy_of(reference)
     ours.config = Config.from_dict(reference.config.to_dict() | {"rope_parameters": rope})
     ids = random_ids(0, 2, 200)
     assert gap(score(ours, ids), reference_logits(reference, ids)) <= 1e-5
     plain = tiny_reference(rope_parameters=rope)  # which ignores it
-    assert ("attention_factor" in rope) == (gap(score(ours, ids), reference_logits(plain, ids)) <= 1e-5)
+    assert ("attention_factor" in rope) == (
+        gap(score(ours, ids), reference_logits(plain, ids)) <= 1e-5
+    )
 
 
 @pytest.mark.parametrize("name", ["default", "yarn"])
@@ -135,7 +160,10 @@ def test_rotation_equals_transformers(name, dtype):
     """Pairing i with i + D/2 (not 2i with 2i+1), rotation in the model's own dtype."""
     theirs, config = both(ROPES[name])
     generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(2, heads, len(POSITIONS), 128, generator=generator).to(dtype) for heads in (4, 2))
+    q, k = (
+        torch.randn(2, heads, len(POSITIONS), 128, generator=generator).to(dtype)
+        for heads in (4, 2)
+    )
     positions = torch.tensor(POSITIONS)
     expected = apply_rotary_pos_emb(q, k, *theirs(q, positions[None]))
     rope = rope_angles(config, positions, dtype)
@@ -149,7 +177,9 @@ def test_rotation_by_hand():
     x = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 1, 1, 4)
     y = apply_rope(x, rope_angles(config, torch.tensor([1]), torch.float32)).flatten()
     c, s, c2, s2 = math.cos(1), math.sin(1), math.cos(0.1), math.sin(0.1)
-    assert torch.allclose(y, torch.tensor([c - 3 * s, 2 * c2 - 4 * s2, 3 * c + s, 4 * c2 + 2 * s2]), atol=1e-6)
+    assert torch.allclose(
+        y, torch.tensor([c - 3 * s, 2 * c2 - 4 * s2, 3 * c + s, 4 * c2 + 2 * s2]), atol=1e-6
+    )
 
 
 def test_rows_may_have_positions_of_their_own():
@@ -192,7 +222,9 @@ def test_default_dtype_and_device_of_the_process_do_not_matter():
 
 @pytest.mark.parametrize("name", ["default", "yarn", "yarn-betas"])
 def test_bf16_model_uses_the_same_positions_as_transformers_from_disk(tmp_path, name):
-    reference, ours = pair_from_disk(tmp_path, rope_parameters=dict(ROPES[name]), max_position_embeddings=131072)
+    reference, ours = pair_from_disk(
+        tmp_path, rope_parameters=dict(ROPES[name]), max_position_embeddings=131072
+    )
     ids = random_ids(0, 1, 400)
     assert gap(score(ours, ids), reference_logits(reference, ids)) == 0.0
 

@@ -46,13 +46,19 @@ def folders(tiny_folder, tmp_path_factory):
         folder = place / name.replace(" ", "-").replace(",", "")
         shutil.copytree(tiny_folder, folder)
         fields = json.loads((folder / "config.json").read_text())
-        fields = {key: value for key, value in (fields | {"tie_word_embeddings": flag}).items() if value is not None}
+        fields = {
+            key: value
+            for key, value in (fields | {"tie_word_embeddings": flag}).items()
+            if value is not None
+        }
         (folder / "config.json").write_text(json.dumps(fields))
         tensors = load_file(folder / "model.safetensors")
         assert "lm_head.weight" not in tensors
         embedding = tensors["model.embed_tokens.weight"]
         if head:
-            tensors["lm_head.weight"] = embedding.clone() if head == "equal" else embedding.flip(0).contiguous()
+            tensors["lm_head.weight"] = (
+                embedding.clone() if head == "equal" else embedding.flip(0).contiguous()
+            )
             save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return place
 
@@ -65,8 +71,13 @@ def test_every_command_follows_the_tensors(name, command, folders, tmp_path, mon
     model = nanokv.load(folder)[0]
     assert model.config.tie_word_embeddings is CASES[name][2]
     (tmp_path / "in.jsonl").write_text('{"prompt": "Once"}\n')
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Once\n" if command == "chat" else b"")))
-    words = [word.replace("FOLDER", str(folder)).replace("OUT", str(tmp_path)) for word in COMMANDS[command].split()]
+    monkeypatch.setattr(
+        sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Once\n" if command == "chat" else b""))
+    )
+    words = [
+        word.replace("FOLDER", str(folder)).replace("OUT", str(tmp_path))
+        for word in COMMANDS[command].split()
+    ]
     code = main(words)
     out, err = capsys.readouterr()
     assert code == 0, err

@@ -66,7 +66,11 @@ def test_logits_keys_and_bytes_at_the_true_shapes(folder, dtype):
     for start, end in ((0, 270), (270, 271), (271, 272), (272, 290)):
         step = nanokv.decode if end - start == 1 else nanokv.prefill
         mine.append(step(ours, ids[:, start:end], cache, start_pos=start))
-    assert cache.nbytes == costs.kv_bytes(ours.config, 290, 1, dtype.itemsize) == 290 * 57_344 * dtype.itemsize
+    assert (
+        cache.nbytes
+        == costs.kv_bytes(ours.config, 290, 1, dtype.itemsize)
+        == 290 * 57_344 * dtype.itemsize
+    )
     del ours
     gc.collect()
 
@@ -82,10 +86,17 @@ def test_logits_keys_and_bytes_at_the_true_shapes(folder, dtype):
     names = ("score", "prefill", "decode", "second decode", "second chunk")
     found = {name: gap(a, b) / scale for name, a, b in zip(names, mine, theirs, strict=True)}
     keys = {f"layer {i}": gap(cache[i]["key"], layer.keys) for i, layer in enumerate(kept.layers)}
-    values = {f"layer {i}": gap(cache[i]["value"], layer.values) for i, layer in enumerate(kept.layers)}
-    prefix = max(gap(cache[i]["key"][:, :, :270], layer.keys[:, :, :270]) for i, layer in enumerate(kept.layers))
+    values = {
+        f"layer {i}": gap(cache[i]["value"], layer.values) for i, layer in enumerate(kept.layers)
+    }
+    prefix = max(
+        gap(cache[i]["key"][:, :, :270], layer.keys[:, :, :270])
+        for i, layer in enumerate(kept.layers)
+    )
     print(f"{dtype}: logits up to {scale:.3g}, of that {found}")
-    print(f"keys {max(keys.values()):.2g} (prefill {prefix:.2g}), values {max(values.values()):.2g}")
+    print(
+        f"keys {max(keys.values()):.2g} (prefill {prefix:.2g}), values {max(values.values()):.2g}"
+    )
     assert found["score"] <= same_path
     assert max(found.values()) <= other_path, found
     assert prefix <= same_path * 10

@@ -37,7 +37,9 @@ def model():
 
 
 def new(config, group, kind="dict", page=4, rows=1, capacity=64):
-    return ContextCache(make_cache(kind, config, rows, capacity, **OPTIONS.get(kind, {})), group, page)
+    return ContextCache(
+        make_cache(kind, config, rows, capacity, **OPTIONS.get(kind, {})), group, page
+    )
 
 
 # --- which positions are whose --------------------------------------------------------------------------------------
@@ -61,7 +63,11 @@ def test_every_position_is_one_ranks_and_shares_differ_by_a_page_at_most(ranks, 
         assert all(own.tolist() == sorted(own.tolist()) for own in positions)
     for slots in range(1, 3 * page + 2):
         longest = deals[0].most(slots)
-        assert max(deal.count(longest) for deal in deals) == slots < max(deal.count(longest + 1) for deal in deals)
+        assert (
+            max(deal.count(longest) for deal in deals)
+            == slots
+            < max(deal.count(longest + 1) for deal in deals)
+        )
 
 
 # --- the logits of one process --------------------------------------------------------------------------------------
@@ -123,12 +129,21 @@ def test_a_share_may_lie_in_any_cache_that_keeps_exact_values(model, kind):
 @pytest.mark.parametrize("optimized", [False, True])
 def test_generate_and_beams_run_as_on_one_process(model, optimized):
     this = nanokv.optimize(pair(**SHAPES["G2-untied-bias"])[1]) if optimized else model
-    ids, settings = random_ids(4, 1, 41)[0], {"max_new_tokens": 20, "eos_token_ids": [], "temperature": 1.0, "seed": 3}
+    ids, settings = (
+        random_ids(4, 1, 41)[0],
+        {"max_new_tokens": 20, "eos_token_ids": [], "temperature": 1.0, "seed": 3},
+    )
 
     def work(group):
         drawn = list(nanokv.generate(this, ids, new(model.config, group), **settings))
-        beams = nanokv.beam_search(this, ids[:9], cache=new(model.config, group), beams=3, max_new_tokens=8,
-                                   eos_token_ids=[])
+        beams = nanokv.beam_search(
+            this,
+            ids[:9],
+            cache=new(model.config, group),
+            beams=3,
+            max_new_tokens=8,
+            eos_token_ids=[],
+        )
         return drawn, [beam.ids for beam in beams]
 
     one = make_cache("dict", model.config)
@@ -140,31 +155,45 @@ def test_generate_and_beams_run_as_on_one_process(model, optimized):
 def test_prompts_are_packed_and_guesses_are_checked_as_on_one_process(model):
     """The engine's prefill of several prompts in one forward, and speculative decoding."""
     ids = random_ids(12, 2, 30)
-    prompts, settings = [ids[0, :17].tolist(), ids[1, :6].tolist()], {"max_new_tokens": 20, "eos_token_ids": []}
+    prompts, settings = (
+        [ids[0, :17].tolist(), ids[1, :6].tolist()],
+        {"max_new_tokens": 20, "eos_token_ids": []},
+    )
 
     def work(group):
         logits = prefill_packed(model, prompts, [new(model.config, group) for _ in prompts], [0, 0])
-        guessed = nanokv.speculate(model, prompts[0], PromptLookup(), new(model.config, group), **settings)
+        guessed = nanokv.speculate(
+            model, prompts[0], PromptLookup(), new(model.config, group), **settings
+        )
         return logits, list(guessed)
 
     right = torch.cat([nanokv.score(model, [prompt])[:, -1] for prompt in prompts])
     for logits, tokens in on_ranks(2, work):
-        assert gap(logits, right) <= TOLERANCE and tokens == list(nanokv.generate(model, prompts[0], **settings))
+        assert gap(logits, right) <= TOLERANCE and tokens == list(
+            nanokv.generate(model, prompts[0], **settings)
+        )
 
 
 def test_half_precision_stays_as_near_as_one_process(model):
     half = pair(**SHAPES["G2-untied-bias"])[1].to(torch.bfloat16)
     ids = random_ids(5, 1, 50)
-    right, one = nanokv.score(model, ids)[:, -1], prefill(half, ids, make_cache("dict", model.config))
+    right, one = (
+        nanokv.score(model, ids)[:, -1],
+        prefill(half, ids, make_cache("dict", model.config)),
+    )
     for got in on_ranks(2, lambda group: prefill(half, ids, new(model.config, group))):
-        assert got.dtype == torch.bfloat16 and gap(got.float(), right) <= 1.5 * gap(one.float(), right)
+        assert got.dtype == torch.bfloat16 and gap(got.float(), right) <= 1.5 * gap(
+            one.float(), right
+        )
 
 
 def test_one_process_alone_is_a_group_too(model):
     ids = random_ids(6, 1, 12)
     cache = new(model.config, Alone())
     assert gap(prefill(model, ids, cache), nanokv.score(model, ids)[:, -1]) <= TOLERANCE
-    assert cache.length == 12 and cache.nbytes == 12 * nanokv.costs.kv_bytes_per_token(model.config, 4)
+    assert cache.length == 12 and cache.nbytes == 12 * nanokv.costs.kv_bytes_per_token(
+        model.config, 4
+    )
 
 
 # --- what a rank keeps and receives ---------------------------------------------------------------------------------
@@ -205,7 +234,9 @@ def test_what_is_received_does_not_depend_on_the_length(model):
         return received, group.messages
 
     for received, messages in on_ranks(3, work):
-        assert received == [2 * (24 + T * (token + 4 * c.num_attention_heads)) for T in (1, 1, 36, 1, 1)]
+        assert received == [
+            2 * (24 + T * (token + 4 * c.num_attention_heads)) for T in (1, 1, 36, 1, 1)
+        ]
         assert messages == 5 * (c.num_hidden_layers + 2)
 
 
@@ -221,7 +252,9 @@ def test_a_share_that_forgets_rounds_or_counts_is_refused(model, kind):
 def test_a_share_that_holds_something_and_a_wrong_page_are_refused(model):
     share = make_cache("dict", model.config)
     prefill(model, [[1, 2, 3]], share)
-    with pytest.raises(CacheError, match="the share holds 3 tokens, but 0 of 0 are those of rank 0"):
+    with pytest.raises(
+        CacheError, match="the share holds 3 tokens, but 0 of 0 are those of rank 0"
+    ):
         ContextCache(share, Alone())
     with pytest.raises(CacheError, match="page is 0"):
         ContextCache(make_cache("dict", model.config), Alone(), page=0)
@@ -234,7 +267,10 @@ def test_another_attention_is_refused_and_does_not_take_a_share_for_the_whole(mo
     def work(group):
         cache = new(model.config, group)
         prefill(model, [[1, 2, 3, 4, 5, 6, 7]], cache)
-        with pytest.raises(CacheError, match="keys of one rank's positions"), torch.inference_mode():
+        with (
+            pytest.raises(CacheError, match="keys of one rank's positions"),
+            torch.inference_mode(),
+        ):
             model(torch.tensor([[1]]), cache, 7, attend)
 
     on_ranks(2, work)
@@ -279,15 +315,26 @@ def test_ranks_that_are_fed_other_tokens_are_told(model, at):
         mine[0, at] = (mine[0, at] + group.rank) % model.config.vocab_size
         prefill(model, mine, new(model.config, group))
 
-    with pytest.raises(ParallelError, match=f"was fed another token than rank 0 at position {at}\n"):
+    with pytest.raises(
+        ParallelError, match=f"was fed another token than rank 0 at position {at}\n"
+    ):
         on_ranks(2, work)
 
 
 def test_ranks_that_sample_without_a_common_seed_are_told(model):
     def work(group):
         ids = random_ids(10, 1, 8)[0]
-        return list(nanokv.generate(model, ids, new(model.config, group), temperature=5.0, eos_token_ids=[],
-                                    max_new_tokens=20, seed=group.rank))
+        return list(
+            nanokv.generate(
+                model,
+                ids,
+                new(model.config, group),
+                temperature=5.0,
+                eos_token_ids=[],
+                max_new_tokens=20,
+                seed=group.rank,
+            )
+        )
 
     with pytest.raises(ParallelError, match="sample with the same seed"):
         on_ranks(2, work)
@@ -300,7 +347,10 @@ def test_ranks_at_different_positions_are_told(model):
         cache.truncate(5 - group.rank)
         decode(model, [[1]], cache, cache.length)
 
-    with pytest.raises(ParallelError, match="rank 1 was given 1 rows × 1 tokens at position 4, rank 0 1 rows × 1 tok"):
+    with pytest.raises(
+        ParallelError,
+        match="rank 1 was given 1 rows × 1 tokens at position 4, rank 0 1 rows × 1 tok",
+    ):
         on_ranks(2, work)
 
 

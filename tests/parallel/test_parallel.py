@@ -72,7 +72,9 @@ def test_logits_are_those_of_one_process_and_bytes_its_share(name, size, folders
     right["decode"] = decode(model, ids[:, -1:], cache, cache.length)
     found = ranks_of(size).call("paths", folder=str(folder), ids=ids.tolist())
     for rank in found:
-        assert {path: rank[path] == found[0][path] for path in right} == dict.fromkeys(right, True), "to the last bit"
+        assert {path: rank[path] == found[0][path] for path in right} == dict.fromkeys(
+            right, True
+        ), "to the last bit"
         assert max(distance(rank[path], right[path]) for path in right) <= 1e-5
         copies = max(1, size // model.config.num_key_value_heads)  # of each KV head
         assert rank["cache_bytes"] * size == cache.nbytes * copies
@@ -84,7 +86,9 @@ def test_a_sum_that_is_left_out_is_seen(folders, ranks_of):
     assert distance(wrong[0], score(model, [PROMPTS[0]])) > 0.1
 
 
-@pytest.mark.parametrize(("name", "size"), [("G2-tied", 2), ("moe-every-2nd", 4), ("llama-G4-rope-bias", 2)])
+@pytest.mark.parametrize(
+    ("name", "size"), [("G2-tied", 2), ("moe-every-2nd", 4), ("llama-G4-rope-bias", 2)]
+)
 def test_every_way_to_answer_gives_the_tokens_of_one_process(name, size, folders, ranks_of):
     folder, model = folders[name]
     parallel_work.model_of.cache_clear()
@@ -125,14 +129,18 @@ def test_a_cache_that_every_rank_saves_goes_on_to_the_last_bit(size, folders, ra
     """A file for each rank; whose it is stands in it, and no other rank, nor one process, takes it."""
     folder, model = folders["G2-tied"]
     path = tmp_path / "talk.kv"
-    first, *others = ranks_of(size).call("kept", folder=str(folder), prompts=PROMPTS, path=str(path))
+    first, *others = ranks_of(size).call(
+        "kept", folder=str(folder), prompts=PROMPTS, path=str(path)
+    )
     third, other, again, lost, _ = first[2:]
     assert third == again and third != other and len(set(third[1])) > 1
     assert lost.startswith(f"rank 1 of {size}: ") and "No such file" in lost
     for checksums in others:
         assert checksums[2] == checksums[4] != checksums[3] and len(checksums) == 6
     assert sorted(file.name for file in tmp_path.iterdir()) == [
-        "talk.kv", *(f"talk.kv.rank{rank}" for rank in range(2, size))]
+        "talk.kv",
+        *(f"talk.kv.rank{rank}" for rank in range(2, size)),
+    ]
     with pytest.raises(CacheError, match=f"was saved by rank 0 of {size}, this is one process"):
         KVCache.load(path, model.config)
     with pytest.raises(CacheError, match=f"was saved by rank 0 of {size}, this is rank 1 of 2"):
@@ -143,10 +151,15 @@ def test_a_cache_that_every_rank_saves_goes_on_to_the_last_bit(size, folders, ra
 def test_a_rank_takes_the_memory_of_its_share(tmp_path):
     """Shapes of Qwen3-0.6B in bf16 over 2 ranks, each above an idle rank: weights and cache, and 5 % at most."""
     config = FAMILY["Qwen/Qwen3-0.6B"]
-    for name, shape in (("small", replace(config, num_hidden_layers=1, vocab_size=512)), ("whole", config)):
+    for name, shape in (
+        ("small", replace(config, num_hidden_layers=1, vocab_size=512)),
+        ("whole", config),
+    ):
         random_model(shape, torch.bfloat16).save(tmp_path / name)
     with Ranks(2) as ranks:
-        found = ranks.call("memory_of", small=str(tmp_path / "small"), folder=str(tmp_path / "whole"))
+        found = ranks.call(
+            "memory_of", small=str(tmp_path / "small"), folder=str(tmp_path / "whole")
+        )
     whole = sum(file.stat().st_size for file in (tmp_path / "whole").glob("*.safetensors"))
     for rank in found:
         share = rank["weights"] + rank["cache"]
@@ -159,7 +172,10 @@ def test_a_rank_that_decides_otherwise_is_told_at_which_step(folders, ranks_of):
     folder, _ = folders["G2-tied"]
     fresh = Ranks(2)
     try:
-        with pytest.raises(RankError, match="drifted apart: in step 70 rank 1 has other tokens or lengths than rank 0"):
+        with pytest.raises(
+            RankError,
+            match="drifted apart: in step 70 rank 1 has other tokens or lengths than rank 0",
+        ):
             fresh.call("drift", folder=str(folder), at=70)
     finally:
         fresh.close()
@@ -189,7 +205,9 @@ def test_ranks_that_see_different_things_all_say_so(ranks_of):
     assert error.value.args[0] == [["error", "ParallelError", said]] * 4
 
 
-def test_another_file_on_one_rank_is_refused_before_its_weights_are_read(folders, ranks_of, tmp_path):
+def test_another_file_on_one_rank_is_refused_before_its_weights_are_read(
+    folders, ranks_of, tmp_path
+):
     """A fine-tuned checkpoint has the config and the headers of its base."""
     folder, _ = folders["G2-tied"]
     same, other = (shutil.copytree(folder, tmp_path / name) for name in ("same", "other"))
@@ -199,7 +217,10 @@ def test_another_file_on_one_rank_is_refused_before_its_weights_are_read(folders
     path.write_bytes(data)
     ranks = ranks_of(2)
     for rank, place in enumerate((same, other)):
-        line = json.dumps(["paths", {"folder": str(place), "ids": [[1, 2, 3, 4, 5, 6]]}]).encode() + b"\n"
+        line = (
+            json.dumps(["paths", {"folder": str(place), "ids": [[1, 2, 3, 4, 5, 6]]}]).encode()
+            + b"\n"
+        )
         ranks.processes[rank].stdin.write(line)
         ranks.processes[rank].stdin.flush()
     answers = [ranks.answer(rank) for rank in range(2)]
@@ -214,7 +235,10 @@ def test_a_killed_rank_is_an_error_on_every_other_one_within_seconds(victim, aft
         began, said = time.monotonic(), [ranks.answer(rank) for rank in range(4)]
         assert ranks.processes[victim].wait(5) == -signal.SIGKILL and said[victim] is None
         others = [answer for rank, answer in enumerate(said) if rank != victim]
-        assert all(answer[1] == "ParallelError" and "a rank of 4 has ended" in answer[2] for answer in others), others
+        assert all(
+            answer[1] == "ParallelError" and "a rank of 4 has ended" in answer[2]
+            for answer in others
+        ), others
         # Each one that gives up tells its neighbours, a second later at most.
         assert time.monotonic() - began < 10
 
@@ -247,17 +271,38 @@ def test_a_hole_in_the_middle_of_one_tensor_changes_the_fingerprint(folders, tmp
 
 
 QWEN3_32B = {
-    "vocab_size": 151936, "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64,
-    "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
+    "vocab_size": 151936,
+    "hidden_size": 5120,
+    "intermediate_size": 25600,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
 }
 
 
-@pytest.mark.parametrize(("changes", "ranks", "said"), [
-    ({"num_attention_heads": 6, "num_key_value_heads": 2}, 4, "num_attention_heads 6 is no multiple of 4"),
-    ({"intermediate_size": 100}, 8, "intermediate_size 100 is no multiple of 8"),
-    ({"num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 96}, 6, "heads 4 neither"),
-    ({"vocab_size": 5}, 4, "vocab_size 5 leaves a rank of 4 without a word"),  # 2, 2, 1 and none
-])
+@pytest.mark.parametrize(
+    ("changes", "ranks", "said"),
+    [
+        (
+            {"num_attention_heads": 6, "num_key_value_heads": 2},
+            4,
+            "num_attention_heads 6 is no multiple of 4",
+        ),
+        ({"intermediate_size": 100}, 8, "intermediate_size 100 is no multiple of 8"),
+        (
+            {"num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 96},
+            6,
+            "heads 4 neither",
+        ),
+        (
+            {"vocab_size": 5},
+            4,
+            "vocab_size 5 leaves a rank of 4 without a word",
+        ),  # 2, 2, 1 and none
+    ],
+)
 def test_sizes_that_do_not_divide_are_named_with_what_would_do(changes, ranks, said):
     with pytest.raises(ParallelError, match=said) as error:
         check_sizes(Config(**QWEN3_32B | changes), ranks)
@@ -272,12 +317,16 @@ def test_every_value_of_every_weight_lies_on_as_many_ranks_as_it_should():
         shards = [Shard(config, rank, 8) for rank in range(8)]
         rows = {"q_proj": 8192, "k_proj": heads * 128, "gate_proj": 25600}
         for leaf, count in rows.items():
-            parts = [shard.part(f"layers.0.self_attn.{leaf}.weight", (count, 5120)) for shard in shards]
+            parts = [
+                shard.part(f"layers.0.self_attn.{leaf}.weight", (count, 5120)) for shard in shards
+            ]
             held = [row for part in parts for row in range(part.first, part.end)]
             assert sorted(held) == sorted(list(range(count)) * (copies if leaf == "k_proj" else 1))
         for leaf in ("embed_tokens", "lm_head"):
             words = [shard.part(f"{leaf}.weight", (151_937, 5120)) for shard in shards]
-            assert [row for part in words for row in range(part.first, part.end)] == list(range(151_937))
+            assert [row for part in words for row in range(part.first, part.end)] == list(
+                range(151_937)
+            )
         assert shards[3].part("layers.0.self_attn.o_proj.weight", (5120, 8192)).dim == 1
         assert shards[3].part("layers.0.self_attn.o_proj.bias", (5120,)).size == 5120
         assert shards[3].local.num_key_value_heads == max(1, heads // 8)

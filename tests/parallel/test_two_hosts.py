@@ -35,7 +35,9 @@ def measured(folder) -> list[dict]:
 
 def test_a_sequence_over_two_hosts_gives_the_logits_of_one(tiny_folder):
     model, _ = nanokv.load(tiny_folder)
-    ids = torch.randint(model.config.vocab_size, (1, 420), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(
+        model.config.vocab_size, (1, 420), generator=torch.Generator().manual_seed(1)
+    )
     right = nanokv.score(model, ids)[0, 399:]
     for rank in measured(tiny_folder):
         assert rank["sum"] == 3
@@ -76,7 +78,18 @@ def test_a_cable_that_is_cut_ends_both_hosts_within_seconds(tiny_folder):
 
 def test_one_model_over_two_hosts_answers_as_on_one(tiny_folder, cli):
     """`torchrun --nnodes 2 … -m nanokv generate --tensor-parallel 2`: rank 0 prints, the other host prints nothing."""
-    words = ["generate", "Hello", "-m", str(tiny_folder), "-n", "12", "--raw", "--plain", "--tensor-parallel", "2"]
+    words = [
+        "generate",
+        "Hello",
+        "-m",
+        str(tiny_folder),
+        "-n",
+        "12",
+        "--raw",
+        "--plain",
+        "--tensor-parallel",
+        "2",
+    ]
     code, alone, _ = cli(*words[:-2])
     done = in_two_hosts("command", *words)
     assert code == 0 and done["codes"] == [0, 0] and done["left"] == [], done

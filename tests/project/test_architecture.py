@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = sorted(p for package in ("nanokv", "weights_loader") for p in (ROOT / package).rglob("*.py"))
+SOURCES = sorted(
+    p for package in ("nanokv", "weights_loader") for p in (ROOT / package).rglob("*.py")
+)
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 LONGEST_FUNCTION = 53  # lines below its signature and docstring; one screen is 40
 LONGEST_MODEL = 185  # and no file beside it but rope.py
@@ -27,7 +29,12 @@ LAYERS = [
     # apps: what people start
     {"nanokv.apps.cli"},
     {"nanokv.apps.cli.commands"},
-    {"nanokv.apps.cli.chat", "nanokv.apps.cli.batch", "nanokv.apps.cli.bench", "nanokv.apps.cli.train"},
+    {
+        "nanokv.apps.cli.chat",
+        "nanokv.apps.cli.batch",
+        "nanokv.apps.cli.bench",
+        "nanokv.apps.cli.train",
+    },
     {"nanokv.apps.cli.common"},
     {"nanokv.apps.serve", "nanokv.apps.serve.http"},
     {"nanokv.apps.serve.run"},
@@ -65,14 +72,27 @@ ONLY = {
     "nanokv.attention": {"nanokv.errors"},
     "nanokv.errors": {"weights_loader"},
     "nanokv.inference": {
-        "nanokv.attention", "nanokv.errors", "nanokv.text.ids", "nanokv.checkpoint", "nanokv.support.neighbours",
-        *((room, name) for room in ("nanokv.cache.base", "nanokv.cache") for name in ("KVCache", "NoCache")),
+        "nanokv.attention",
+        "nanokv.errors",
+        "nanokv.text.ids",
+        "nanokv.checkpoint",
+        "nanokv.support.neighbours",
+        *(
+            (room, name)
+            for room in ("nanokv.cache.base", "nanokv.cache")
+            for name in ("KVCache", "NoCache")
+        ),
     },
     "nanokv.cache": {
-        "nanokv.errors", "nanokv.config", "nanokv.cache", "nanokv.cache.options", "weights_loader",
+        "nanokv.errors",
+        "nanokv.config",
+        "nanokv.cache",
+        "nanokv.cache.options",
+        "weights_loader",
         ("nanokv.attention", "causal_mask"),
         # Sinks move: their keys are turned on.
-        ("nanokv.rope", "apply_rope"), ("nanokv.rope", "rope_frequencies"),
+        ("nanokv.rope", "apply_rope"),
+        ("nanokv.rope", "rope_frequencies"),
     },
     "weights_loader": {"weights_loader"},
 }
@@ -149,7 +169,9 @@ def upward_imports(module: str, source: str) -> list[str]:
             continue
         allowed = ONLY.get(here)
         if allowed is not None and not any(a in (target, there, (target, name)) for a in allowed):
-            bad.append(f"{module} imports {name or 'all'} of {target}; allowed: {sorted(map(str, allowed))}")
+            bad.append(
+                f"{module} imports {name or 'all'} of {target}; allowed: {sorted(map(str, allowed))}"
+            )
         elif there != here and place.get(there, -1) <= place[here]:
             bad.append(f"{module} imports {target}, which is not below it")
     return bad
@@ -168,7 +190,9 @@ def circles(sources: dict[str, str]) -> list[str]:
         for targets in reach.values():
             if middle in targets:
                 targets |= reach[middle]
-    together = {module: " ".join(sorted(m for m in reach[module] if module in reach[m])) for module in reach}
+    together = {
+        module: " ".join(sorted(m for m in reach[module] if module in reach[m])) for module in reach
+    }
     return sorted({names for module, names in together.items() if module in reach[module]})
 
 
@@ -188,10 +212,16 @@ def mentions(source: str, name: str) -> list[int]:
 
 
 def long_functions(source: str, limit: int = LONGEST_FUNCTION) -> list[str]:
-    functions = (n for n in ast.walk(tree(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+    functions = (
+        n for n in ast.walk(tree(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
     sizes = ((f.name, f.end_lineno - below(f) + 1, f.lineno) for f in functions)
     sizes = (found for found in sizes if not FLAGS.fullmatch(found[0]))
-    return [f"line {line}: {name} has {size} lines, limit {limit}" for name, size, line in sizes if size > limit]
+    return [
+        f"line {line}: {name} has {size} lines, limit {limit}"
+        for name, size, line in sizes
+        if size > limit
+    ]
 
 
 def below(function) -> int:
@@ -201,17 +231,28 @@ def below(function) -> int:
 
 def marks_against_the_formatter(source: str) -> list[int]:
     """Lines that ask `ruff format` to leave them alone."""
-    return [n for n, line in enumerate(source.splitlines(), 1) if re.search(r"# fmt: (skip|off)", line)]
+    return [
+        n for n, line in enumerate(source.splitlines(), 1) if re.search(r"# fmt: (skip|off)", line)
+    ]
 
 
 def defined_twice(source: str) -> list[str]:
     """A second `def` of a name takes the place of the first, also where the first was meant."""
-    bodies = [tree(source).body, *(n.body for n in ast.walk(tree(source)) if isinstance(n, ast.ClassDef))]
+    bodies = [
+        tree(source).body,
+        *(n.body for n in ast.walk(tree(source)) if isinstance(n, ast.ClassDef)),
+    ]
     again = []
     for body in bodies:
-        plain = [n for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef) and not n.decorator_list]
+        plain = [
+            n
+            for n in body
+            if isinstance(n, ast.FunctionDef | ast.ClassDef) and not n.decorator_list
+        ]
         names = [n.name for n in plain]
-        again += [f"line {n.lineno}: {n.name} again" for i, n in enumerate(plain) if n.name in names[:i]]
+        again += [
+            f"line {n.lineno}: {n.name} again" for i, n in enumerate(plain) if n.name in names[:i]
+        ]
     return again
 
 
@@ -229,24 +270,43 @@ def namespaces(module: str, source: str) -> list[str]:
         bad += [f"{where} takes the Namespace {a.arg}" for a in taken if not reads]
         if not framed:
             bad += [f"{where} passes args on to {other}" for other in sorted(receivers(function))]
-    written = [n for n in ast.walk(tree(source)) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
-    return bad + [f"line {n.lineno}: writes {ast.unparse(n)}" for n in written if ast.unparse(n.value) == "args"]
+    written = [
+        n
+        for n in ast.walk(tree(source))
+        if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)
+    ]
+    return bad + [
+        f"line {n.lineno}: writes {ast.unparse(n)}"
+        for n in written
+        if ast.unparse(n.value) == "args"
+    ]
 
 
 def is_namespace(parameter: ast.arg) -> bool:
     """By its name, or by its annotation."""
-    return parameter.arg == "args" or "Namespace" in ast.unparse(parameter.annotation or ast.Constant(""))
+    return parameter.arg == "args" or "Namespace" in ast.unparse(
+        parameter.annotation or ast.Constant("")
+    )
 
 
 def functions_of(node: ast.AST) -> list:
     """Also those without a name."""
-    return [n for n in ast.walk(node) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)]
+    return [
+        n
+        for n in ast.walk(node)
+        if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+    ]
 
 
 def receivers(function: ast.AST) -> set[str]:
     """What a function does with `args` but read its fields or have them read: the calls, or "another name"."""
     fields = {id(n.value) for n in ast.walk(function) if isinstance(n, ast.Attribute)}
-    calls = {id(a): ast.unparse(n.func) for n in ast.walk(function) if isinstance(n, ast.Call) for a in n.args}
+    calls = {
+        id(a): ast.unparse(n.func)
+        for n in ast.walk(function)
+        if isinstance(n, ast.Call)
+        for a in n.args
+    }
     used = [n for n in ast.walk(function) if isinstance(n, ast.Name) and n.id == "args"]
     given = {calls.get(id(n), "another name") for n in used if id(n) not in fields}
     return {name for name in given if not READER.fullmatch(name.rpartition(".")[2])}
@@ -254,27 +314,47 @@ def receivers(function: ast.AST) -> set[str]:
 
 def thawed(source: str) -> list[str]:
     """Options and plans that are no frozen dataclass."""
-    classes = [n for n in ast.walk(tree(source)) if isinstance(n, ast.ClassDef) and FROZEN.fullmatch(n.name)]
+    classes = [
+        n
+        for n in ast.walk(tree(source))
+        if isinstance(n, ast.ClassDef) and FROZEN.fullmatch(n.name)
+    ]
     marks = {n: [ast.unparse(d) for d in n.decorator_list] for n in classes}
-    return [f"line {n.lineno}: {n.name} is not frozen" for n in classes if marks[n] != ["dataclass(frozen=True)"]]
+    return [
+        f"line {n.lineno}: {n.name} is not frozen"
+        for n in classes
+        if marks[n] != ["dataclass(frozen=True)"]
+    ]
 
 
 def late_patching(source: str) -> list[str]:
     """What a file puts on a class or a module of ours: nobody who reads that one knows of it."""
     # What they do when called is their own business.
     functions = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    nodes = [n for part in tree(source).body if not isinstance(part, functions) for n in ast.walk(part)]
+    nodes = [
+        n for part in tree(source).body if not isinstance(part, functions) for n in ast.walk(part)
+    ]
     named = [n for n in nodes if isinstance(n, ast.Import | ast.ImportFrom)]
     ours = [n for n in named if "nanokv" in ast.unparse(n) or "weights_loader" in ast.unparse(n)]
     imported = {(alias.asname or alias.name).split(".")[0] for n in ours for alias in n.names}
     set_here = [n for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
-    set_here += [n.args[0] for n in nodes if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "setattr"]
-    return [f"line {n.lineno}: {ast.unparse(n)}" for n in set_here if ast.unparse(n).split(".")[0] in imported]
+    set_here += [
+        n.args[0]
+        for n in nodes
+        if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "setattr"
+    ]
+    return [
+        f"line {n.lineno}: {ast.unparse(n)}"
+        for n in set_here
+        if ast.unparse(n).split(".")[0] in imported
+    ]
 
 
 def missing_docstring(source: str) -> list[str]:
     said = len(ast.get_docstring(tree(source)) or "")
-    return [] if said >= 40 else [f"its docstring of {said} characters does not say what the file is"]
+    return (
+        [] if said >= 40 else [f"its docstring of {said} characters does not say what the file is"]
+    )
 
 
 def cache_kind_questions(source: str) -> list[str]:
@@ -282,7 +362,9 @@ def cache_kind_questions(source: str) -> list[str]:
     return [
         f"line {node.lineno}: {ast.unparse(node)}"
         for node in ast.walk(tree(source))
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance" and len(node.args) == 2
+        if isinstance(node, ast.Call)
+        and getattr(node.func, "id", "") == "isinstance"
+        and len(node.args) == 2
         and re.search(r"Cache\b", ast.unparse(node.args[1]))
     ]
 
@@ -293,7 +375,9 @@ def unsafe_loading(source: str) -> list[str]:
     lines = [f"line {line}: {word}" for word in words for line in mentions(source, word)]
     for node in ast.walk(tree(source)):
         call = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-        if call in ("torch.load", "torch.save", "eval", "exec") or call.endswith(("numpy.load", "np.load")):
+        if call in ("torch.load", "torch.save", "eval", "exec") or call.endswith(
+            ("numpy.load", "np.load")
+        ):
             lines.append(f"line {node.lineno}: {call}")
     return lines
 
@@ -308,18 +392,24 @@ def concrete_caches() -> set[str]:
 
 def imported_tests(source: str) -> list[str]:
     """Test files that this one imports: what two of them need stands in tests/support."""
-    found = sorted({module for module, _ in imports(source)} | {name for _, name in imports(source)})
+    found = sorted(
+        {module for module, _ in imports(source)} | {name for _, name in imports(source)}
+    )
     return [f"imports {name}" for name in found if name.split(".")[-1].startswith("test_")]
 
 
 def complaints(rule, paths) -> list[str]:
     """All that a rule from source text to complaints finds in these files, each with its file."""
-    return [f"{path.relative_to(ROOT)}: {line}" for path in paths for line in rule(path.read_text())]
+    return [
+        f"{path.relative_to(ROOT)}: {line}" for path in paths for line in rule(path.read_text())
+    ]
 
 
 def test_imports_point_downward():
     """cli → generation → inference → attention; model → config; caches → causal_mask; weights_loader → nothing."""
-    assert [bad for path in SOURCES for bad in upward_imports(module_name(path), path.read_text())] == []
+    assert [
+        bad for path in SOURCES for bad in upward_imports(module_name(path), path.read_text())
+    ] == []
 
 
 def test_no_circle_between_files():
@@ -334,15 +424,22 @@ def test_no_circle_between_files():
 
 def test_admission_metrics_and_prefill_of_the_server_name_none_of_each_other():
     """Each is understood alone; what they share are the messages."""
-    room, names = "nanokv.apps.serve.run", ("admission", "metrics", "prefill", "engine_thread", "engine_client")
+    room, names = (
+        "nanokv.apps.serve.run",
+        ("admission", "metrics", "prefill", "engine_thread", "engine_client"),
+    )
     for name in names[:3]:
-        found = imports((ROOT / room.replace(".", "/") / f"{name}.py").read_text(), f"{room}.{name}")
+        found = imports(
+            (ROOT / room.replace(".", "/") / f"{name}.py").read_text(), f"{room}.{name}"
+        )
         assert {m.removeprefix(f"{room}.") for m, _ in found} & set(names) == set(), name
 
 
 def test_model_imports_torch_and_config_only():
     """A cache or a kernel in model.py is how copies of the model begin."""
-    outside = {m.split(".")[0] for m, _ in imports((ROOT / "nanokv/model.py").read_text(), "nanokv.model")}
+    outside = {
+        m.split(".")[0] for m, _ in imports((ROOT / "nanokv/model.py").read_text(), "nanokv.model")
+    }
     assert outside - set(sys.stdlib_module_names) == {"torch", "nanokv"}
 
 
@@ -360,8 +457,12 @@ def test_only_one_file_draws_tokens():
     answers in its own way.
     """
     found = {path: imports(path.read_text(), module_name(path)) for path in SOURCES}
-    users = {path.name for path, names in found.items() for how in ("sample", "choose")
-             if ("nanokv.decoding.sample", how) in names}
+    users = {
+        path.name
+        for path, names in found.items()
+        for how in ("sample", "choose")
+        if ("nanokv.decoding.sample", how) in names
+    }
     assert users == {"draw.py"}
 
 
@@ -405,34 +506,59 @@ def test_no_test_imports_a_test():
 def test_options_travel_below_a_command_and_never_its_namespace():
     """Frozen dataclasses that can be printed, not a bag that each function asks for what it may hold."""
     files = [path for path in SOURCES if module_name(path).startswith(COMMAND_LINE)]
-    assert [f"{path.name}: {line}" for path in files for line in namespaces(module_name(path), path.read_text())] == []
+    assert [
+        f"{path.name}: {line}"
+        for path in files
+        for line in namespaces(module_name(path), path.read_text())
+    ] == []
     assert complaints(thawed, files) == []
     assert sum("Options:" in path.read_text() for path in files) > 9, "there are such classes"
 
 
-@pytest.mark.parametrize(("source", "complaint"), [
-    ("def plan(args): return args.model", "line 1: plan takes the Namespace args"),
-    ("def plan(given: argparse.Namespace): return given.model", "line 1: plan takes the Namespace given"),
-    ("def run(args): return getattr(args, 'fast', False)", "line 1: run passes args on to getattr"),
-    ("def run(args): load(1, args)", "line 1: run passes args on to load"),
-    ("plan = lambda args: args.model", "line 1: lambda takes the Namespace args"),
-    ("def run(args):\n    given = args", "line 1: run passes args on to another name"),
-    ("def run(args):\n    args.cache = 1", "line 2: writes args.cache"),
-    ("def run(args):\n    args.threads += 1", "line 2: writes args.threads"),
-    ("def run(args):\n    def load(): return plan(args)", "line 1: run passes args on to plan"),
-])
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        ("def plan(args): return args.model", "line 1: plan takes the Namespace args"),
+        (
+            "def plan(given: argparse.Namespace): return given.model",
+            "line 1: plan takes the Namespace given",
+        ),
+        (
+            "def run(args): return getattr(args, 'fast', False)",
+            "line 1: run passes args on to getattr",
+        ),
+        ("def run(args): load(1, args)", "line 1: run passes args on to load"),
+        ("plan = lambda args: args.model", "line 1: lambda takes the Namespace args"),
+        ("def run(args):\n    given = args", "line 1: run passes args on to another name"),
+        ("def run(args):\n    args.cache = 1", "line 2: writes args.cache"),
+        ("def run(args):\n    args.threads += 1", "line 2: writes args.threads"),
+        ("def run(args):\n    def load(): return plan(args)", "line 1: run passes args on to plan"),
+    ],
+)
 def test_the_rule_about_namespaces_can_fail(source, complaint):
     assert complaint in namespaces("nanokv.apps.cli.commands.x", source)
-    assert namespaces("nanokv.apps.cli.commands.x", "def run(args):\n    load(model_options(args), args.out)") == []
-    assert namespaces("nanokv.apps.cli.common.x", "def run(args): ...") == ["line 1: run takes the Namespace args"]
-    assert thawed("class AOptions: ...\n@dataclass\nclass Plan: ...\n@dataclass(frozen=True)\nclass Loaded: ...") == [
-        "line 1: AOptions is not frozen", "line 3: Plan is not frozen",
+    assert (
+        namespaces(
+            "nanokv.apps.cli.commands.x", "def run(args):\n    load(model_options(args), args.out)"
+        )
+        == []
+    )
+    assert namespaces("nanokv.apps.cli.common.x", "def run(args): ...") == [
+        "line 1: run takes the Namespace args"
+    ]
+    assert thawed(
+        "class AOptions: ...\n@dataclass\nclass Plan: ...\n@dataclass(frozen=True)\nclass Loaded: ..."
+    ) == [
+        "line 1: AOptions is not frozen",
+        "line 3: Plan is not frozen",
     ]
 
 
 def test_the_formatter_formats():
     """A few tables may keep their form; each says why."""
-    assert sum(len(marks_against_the_formatter(path.read_text())) for path in SOURCES + TESTS) <= MARKS
+    assert (
+        sum(len(marks_against_the_formatter(path.read_text())) for path in SOURCES + TESTS) <= MARKS
+    )
 
 
 def test_no_name_is_defined_twice():
@@ -441,17 +567,33 @@ def test_no_name_is_defined_twice():
 
 def test_lines_fit_in_120_columns():
     files = {path.relative_to(ROOT): path.read_text().splitlines() for path in SOURCES + TESTS}
-    assert [f"{path}:{n}" for path, lines in files.items() for n, line in enumerate(lines, 1) if len(line) > 120] == []
+    assert [
+        f"{path}:{n}"
+        for path, lines in files.items()
+        for n, line in enumerate(lines, 1)
+        if len(line) > 120
+    ] == []
 
 
 def test_text_files_end_cleanly():
     """One newline at the end, no trailing blanks, no carriage returns: diffs stay about content."""
-    files = [*SOURCES, *TESTS, *ROOT.glob("*.md"), *ROOT.glob("*.toml"), *ROOT.glob("*.txt"), ROOT / "Makefile"]
+    files = [
+        *SOURCES,
+        *TESTS,
+        *ROOT.glob("*.md"),
+        *ROOT.glob("*.toml"),
+        *ROOT.glob("*.txt"),
+        ROOT / "Makefile",
+    ]
     files += [ROOT / ".ci" / "run", ROOT / ".gitignore"]
     bad = []
     for path in files:
         text = path.read_bytes().decode("utf-8")
-        if text and (not text.endswith("\n") or text.endswith("\n\n") or re.search(r"[ \t]+$|\r", text, re.MULTILINE)):
+        if text and (
+            not text.endswith("\n")
+            or text.endswith("\n\n")
+            or re.search(r"[ \t]+$|\r", text, re.MULTILINE)
+        ):
             bad.append(str(path.relative_to(ROOT)))
     assert bad == []
 
@@ -478,21 +620,40 @@ def test_the_import_rule_can_fail(module, source):
 
 
 def test_the_other_rules_can_fail():
-    assert mentions("import F\nF.scaled_dot_product_attention(q)", "scaled_dot_product_attention") == [2]
+    assert mentions(
+        "import F\nF.scaled_dot_product_attention(q)", "scaled_dot_product_attention"
+    ) == [2]
     assert mentions("from a import make_cache", "make_cache") == [1]
     assert cache_kind_questions("if isinstance(c, (NoCache, x.PagedCache)): pass") != []
     assert unsafe_loading("import torch\nw = torch.load('w.bin')") == ["line 2: torch.load"]
     assert unsafe_loading("from pickle import loads") == ["line 1: pickle"]
     assert long_functions("def f():\n" + "    x = 1\n" * 54) == ["line 1: f has 54 lines, limit 53"]
     assert marks_against_the_formatter("x = 1  # fmt: skip\ny = 2  # fmt\n# fmt: off") == [1, 3]
-    assert defined_twice("def f(): ...\nx = f\ndef f(): ...\nclass A:\n    def g(self): ...\n    def g(self): ...") == [
-        "line 3: f again", "line 6: g again",
+    assert defined_twice(
+        "def f(): ...\nx = f\ndef f(): ...\nclass A:\n    def g(self): ...\n    def g(self): ..."
+    ) == [
+        "line 3: f again",
+        "line 6: g again",
     ]
-    for patch in ("A.maker = staticmethod(f)", "a.B.c += 1", "setattr(A, 'maker', f)", "if f:\n    A.maker, x = f, 1"):
-        assert len(late_patching(f"import nanokv.a as a\nfrom nanokv.a import A\n{patch}")) == 1, patch
-    here = "class B: ...\nB.maker = f", "def g():\n    A.maker = f", "table = A.maker", "import sys\nsys.path += [A]"
+    for patch in (
+        "A.maker = staticmethod(f)",
+        "a.B.c += 1",
+        "setattr(A, 'maker', f)",
+        "if f:\n    A.maker, x = f, 1",
+    ):
+        assert len(late_patching(f"import nanokv.a as a\nfrom nanokv.a import A\n{patch}")) == 1, (
+            patch
+        )
+    here = (
+        "class B: ...\nB.maker = f",
+        "def g():\n    A.maker = f",
+        "table = A.maker",
+        "import sys\nsys.path += [A]",
+    )
     for own in here:
         assert late_patching(f"from nanokv.a import A\n{own}") == [], own
-    assert missing_docstring('"""A file."""') == ["its docstring of 7 characters does not say what the file is"]
+    assert missing_docstring('"""A file."""') == [
+        "its docstring of 7 characters does not say what the file is"
+    ]
     assert missing_docstring("import json") and not missing_docstring(f'"""{"x" * 40}"""')
     assert {"PagedCache", "DictCache", "make_cache"} <= concrete_caches()

@@ -41,7 +41,10 @@ NOBODY = 54321  # a user id that no system knows
 
 def run(name, folder, tmp_path, redirect="", env=None, wrap=(), limit=""):
     """The command through bash, so that the redirection is a user's own: `>&-`, `2>/dev/full`."""
-    words = [word.replace("FOLDER", str(folder)).replace("OUT", str(tmp_path)) for word in COMMANDS[name].split()]
+    words = [
+        word.replace("FOLDER", str(folder)).replace("OUT", str(tmp_path))
+        for word in COMMANDS[name].split()
+    ]
     line = f"{limit} exec {' '.join([*wrap, *command(*words)])} {redirect}"
     env = environment({"XDG_STATE_HOME": str(tmp_path)} | (env or {}))
     env = {key: value for key, value in env.items() if value is not None}
@@ -50,7 +53,9 @@ def run(name, folder, tmp_path, redirect="", env=None, wrap=(), limit=""):
     # Something for chat --list to print.
     (sessions / "one.jsonl").write_text('{"format": "nanokv-session-1"}\n')
     stdin = INPUT.get(name, b"Once\n" if name in READERS else b"")
-    done = subprocess.run(["bash", "-c", line], input=stdin, env=env, capture_output=True, timeout=300, check=False)
+    done = subprocess.run(
+        ["bash", "-c", line], input=stdin, env=env, capture_output=True, timeout=300, check=False
+    )
     return done.returncode, done.stdout.decode(), done.stderr.decode()
 
 
@@ -90,7 +95,9 @@ def test_a_dash_asks_for_a_stdin_that_is_there(tiny_folder, tmp_path, monkeypatc
     assert_refused(code, err, "stdin is closed")
 
 
-@pytest.mark.parametrize("name", ["env", "memory", pytest.param("generate", marks=pytest.mark.slow), "chat --list"])
+@pytest.mark.parametrize(
+    "name", ["env", "memory", pytest.param("generate", marks=pytest.mark.slow), "chat --list"]
+)
 def test_a_user_without_a_home(name, tmp_path, monkeypatch):
     """Raw text, without a chat template: where root's own folder holds Python, nobody can start no process of it."""
     if os.geteuid() != 0 or not shutil.which("setpriv"):
@@ -109,7 +116,9 @@ def test_a_user_without_a_home(name, tmp_path, monkeypatch):
 def test_a_wrong_number_of_threads_is_an_error(value, monkeypatch):
     monkeypatch.delenv("NANOKV_THREADS", raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", value)
-    with pytest.raises(NanoKVError, match=r"OMP_NUM_THREADS: .* is not a number of threads") as error:
+    with pytest.raises(
+        NanoKVError, match=r"OMP_NUM_THREADS: .* is not a number of threads"
+    ) as error:
         loading.thread_count()
     assert error.value.hint == "unset OMP_NUM_THREADS" and len(str(error.value)) < 120
 
@@ -126,22 +135,38 @@ def test_a_small_model_has_no_more_threads_than_it_can_use(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
     assert loading.thread_count() == 16 == loading.thread_count(1, 1_200_000_000)
-    assert [loading.thread_count(1, weights) for weights in (1000, 6_100_000, 12_200_000)] == [1, 3, 6]
+    assert [loading.thread_count(1, weights) for weights in (1000, 6_100_000, 12_200_000)] == [
+        1,
+        3,
+        6,
+    ]
     assert loading.thread_count(2, 1_200_000_000) == 1
     monkeypatch.setenv("NANOKV_THREADS", "8")  # who says a number has it
     assert loading.thread_count(1, 1000) == 8
 
 
-@pytest.mark.parametrize("kilobytes", [100_000, 300_000, pytest.param(450_000, marks=pytest.mark.slow)])
-def test_an_address_space_too_small_for_torch_is_told_before_it_aborts(kilobytes, tiny_folder, tmp_path):
+@pytest.mark.parametrize(
+    "kilobytes", [100_000, 300_000, pytest.param(450_000, marks=pytest.mark.slow)]
+)
+def test_an_address_space_too_small_for_torch_is_told_before_it_aborts(
+    kilobytes, tiny_folder, tmp_path
+):
     """At 300 MB torch raised ImportError ("this is a bug"), at 450 MB its libraries aborted the process."""
     code, out, err = run("generate", tiny_folder, tmp_path, limit=f"ulimit -v {kilobytes};")
-    assert_refused(code, err, "torch takes about 600 MB of address space", "hint: ulimit -v unlimited")
+    assert_refused(
+        code, err, "torch takes about 600 MB of address space", "hint: ulimit -v unlimited"
+    )
     assert out == "" and err.count("\n") == 2
 
 
 def test_an_import_that_fails_is_the_installations_fault_unless_it_is_ours():
     full = ImportError("libtorch_cpu.so: failed to map segment from shared object")
     assert describe(full) == (f"an import failed: {full}", "more memory: ulimit -v unlimited")
-    assert describe(ImportError("libcudnn.so.9: cannot open shared object file"))[1] == "install it again with pip"
-    assert describe(ImportError("cannot import name 'x' from 'nanokv.cache'", name="nanokv.cache")) is None
+    assert (
+        describe(ImportError("libcudnn.so.9: cannot open shared object file"))[1]
+        == "install it again with pip"
+    )
+    assert (
+        describe(ImportError("cannot import name 'x' from 'nanokv.cache'", name="nanokv.cache"))
+        is None
+    )

@@ -35,7 +35,9 @@ def test_the_cache_is_equal_to_no_cache(counted):
     from nanokv.lab.study import equality
 
     report = equality.check("counted")
-    assert [case for case in report.cases if case.status == "failed"] == [] and len(report.cases) > 10
+    assert [case for case in report.cases if case.status == "failed"] == [] and len(
+        report.cases
+    ) > 10
 
 
 def test_the_cache_counts_what_it_says(counted):
@@ -55,7 +57,24 @@ def test_the_cache_is_known_to_the_command_line(counted, tiny_folder, capsys, mo
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     answers = []
     for kind in ("dict", "counted"):
-        assert main(["generate", "Hi", "-m", str(tiny_folder), "-n", "4", "-q", "-t", "0", "--cache", kind]) == 0
+        assert (
+            main(
+                [
+                    "generate",
+                    "Hi",
+                    "-m",
+                    str(tiny_folder),
+                    "-n",
+                    "4",
+                    "-q",
+                    "-t",
+                    "0",
+                    "--cache",
+                    kind,
+                ]
+            )
+            == 0
+        )
         answers.append(capsys.readouterr().out)
     assert answers[0] == answers[1]
 
@@ -73,7 +92,9 @@ def test_the_command_runs(monkeypatch, capsys):
     _, tokenizer = nanokv.load("tiny")
     assert [int(line.split()[0]) for line in lines] == tokenizer.encode("Hello\x1b there")
     assert not any("\x1b" in line for line in lines)
-    assert main(["tokens", "--help"]) == 0 and "nanokv tokens [flags] TEXT" in capsys.readouterr().out
+    assert (
+        main(["tokens", "--help"]) == 0 and "nanokv tokens [flags] TEXT" in capsys.readouterr().out
+    )
 
 
 def test_the_notebook_is_accepted(tmp_path):

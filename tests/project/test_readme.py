@@ -34,7 +34,11 @@ def commands(text: str) -> list[str]:
         lines = body.replace("\\\n", " ").splitlines()
         if language == "console":
             lines = [line[2:] for line in lines if line.startswith("$ ")]
-        found += [re.sub(r"\s+#\s.*$", "", line).strip() for line in lines if line.strip() and line.strip()[0] != "#"]
+        found += [
+            re.sub(r"\s+#\s.*$", "", line).strip()
+            for line in lines
+            if line.strip() and line.strip()[0] != "#"
+        ]
     return found
 
 
@@ -60,7 +64,9 @@ def readme() -> str:
 
 def reason_not_to_run(command: str) -> str | None:
     command = command.removeprefix(".venv/bin/")
-    return next((reason for reason, pattern in NOT_RUN.items() if re.search(pattern, command)), None)
+    return next(
+        (reason for reason, pattern in NOT_RUN.items() if re.search(pattern, command)), None
+    )
 
 
 def runnable() -> list[str]:
@@ -77,7 +83,9 @@ def test_readme_shows_commands():
 def test_every_command_of_the_readme_is_known():
     """Each word that begins a command is make, nanokv, or one of the few foreign tools."""
     known = {"make", "nanokv", *FOREIGN}
-    first = {Path(part[0]).name: command for command in commands(readme()) for part in parts(command)}
+    first = {
+        Path(part[0]).name: command for command in commands(readme()) for part in parts(command)
+    }
     assert {word: command for word, command in first.items() if word not in known} == {}
 
 
@@ -85,7 +93,14 @@ def test_make_targets_of_the_readme_exist():
     """Also those in running text, between backticks."""
     text = readme()
     targets = set(re.findall(r"^\.PHONY: (\w+)$", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = {word for c in commands(text) for p in parts(c) if p[0] == "make" for word in p[1:] if "=" not in word}
+    named = {
+        word
+        for c in commands(text)
+        for p in parts(c)
+        if p[0] == "make"
+        for word in p[1:]
+        if "=" not in word
+    }
     named |= set(re.findall(r"`make (\w+)", text))
     assert named - targets == set()
 
@@ -115,7 +130,12 @@ def test_every_install_is_of_this_folder():
     """`pip install nanokv` would fetch somebody else's. With constraints.txt pip would take a user's own torch away, so
     the exact versions are offered and not asked for."""
     blocks = re.findall(r"^```bash\n(.*?)^```", readme(), re.MULTILINE | re.DOTALL)
-    lines = [line.split(" #")[0].strip() for block in blocks for line in block.splitlines() if "pip install" in line]
+    lines = [
+        line.split(" #")[0].strip()
+        for block in blocks
+        for line in block.splitlines()
+        if "pip install" in line
+    ]
     assert lines == ["pip install .", "pip install . -c constraints.txt"]
     assert set(re.findall(r"https?://\S+", readme())) == set(), "an address that may not exist"
 
@@ -137,12 +157,20 @@ def test_the_readme_is_short():
 def test_prose_of_the_readme_is_80_columns_wide():
     """Headings, pictures, tables and code may be wider."""
     prose = re.sub(r"^```.*?^```$", "", readme(), flags=re.MULTILINE | re.DOTALL)
-    assert [line for line in prose.splitlines() if len(line) > 80 and not line.startswith(("#", "!", "|"))] == []
+    assert [
+        line
+        for line in prose.splitlines()
+        if len(line) > 80 and not line.startswith(("#", "!", "|"))
+    ] == []
 
 
 def test_the_example_of_a_smaller_cache_takes_half_the_bytes(cli):
     """As the status line shows it, beside the same command without --cache."""
-    (line,) = [line for line in readme().splitlines() if "--cache quantized" in line and "half the bytes" in line]
+    (line,) = [
+        line
+        for line in readme().splitlines()
+        if "--cache quantized" in line and "half the bytes" in line
+    ]
     (words,) = parts(commands(f"```bash\n{line}\n```")[0])
     sizes = [bytes_shown(cli(*given)) for given in (words[1:], words[1 : words.index("--cache")])]
     assert 0 < sizes[0] <= 0.55 * sizes[1]
@@ -150,17 +178,25 @@ def test_the_example_of_a_smaller_cache_takes_half_the_bytes(cli):
 
 def bytes_shown(done) -> float:
     """The size of the cache in the status line of (exit code, stdout, stderr)."""
-    number, unit, _ = re.search(r" ([\d.,]+) ([kM])B( \([\d.]+ [kM]B reserved\))? · ", done[2]).groups()
+    number, unit, _ = re.search(
+        r" ([\d.,]+) ([kM])B( \([\d.]+ [kM]B reserved\))? · ", done[2]
+    ).groups()
     return float(number.replace(",", "")) * {"k": 1e3, "M": 1e6}[unit]
 
 
 def test_the_map_of_the_code_is_whole():
     """docs/code.md names every module and every package of nanokv."""
     text = (ROOT / "docs" / "code.md").read_text()
-    parts = [path for path in (ROOT / "nanokv").iterdir() if path.suffix in ("", ".py") and path.name[:2] != "__"]
+    parts = [
+        path
+        for path in (ROOT / "nanokv").iterdir()
+        if path.suffix in ("", ".py") and path.name[:2] != "__"
+    ]
     names = {f"{path.name}/" if path.is_dir() else path.name for path in parts}
     assert [name for name in sorted(names) if name not in text] == []
-    assert [name for name in re.findall(r"^  (\w+(?:\.py|/))", text, re.MULTILINE) if name not in names] == []
+    assert [
+        name for name in re.findall(r"^  (\w+(?:\.py|/))", text, re.MULTILINE) if name not in names
+    ] == []
 
 
 def test_proofs_name_tests_and_commands_that_exist():
@@ -186,8 +222,18 @@ def test_readme_command_runs(command, tmp_path):
     env = os.environ | {"PATH": f"{program.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     env |= {"HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     line = re.sub(r"(^|\s)\.venv/bin/nanokv\b", r"\1nanokv", command)
-    options = {"cwd": ROOT, "env": env, "stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
-    written = [path for path in (ROOT / name for name in re.findall(r"-o (\S+)", line)) if not path.exists()]
+    options = {
+        "cwd": ROOT,
+        "env": env,
+        "stdin": subprocess.DEVNULL,
+        "capture_output": True,
+        "text": True,
+    }
+    written = [
+        path
+        for path in (ROOT / name for name in re.findall(r"-o (\S+)", line))
+        if not path.exists()
+    ]
     done = subprocess.run(["bash", "-o", "pipefail", "-c", line], timeout=300, **options)
     for path in written:  # the next run would be asked whether it may replace them
         path.unlink(missing_ok=True)
@@ -234,7 +280,9 @@ def test_commands_of_the_docs_parse():
                 if Path(part[0]).name == "nanokv":
                     seen += 1
                     try:
-                        cli.make_parser(part[1], importlib.import_module(cli.COMMANDS[part[1]][0])).parse(part[2:])
+                        cli.make_parser(
+                            part[1], importlib.import_module(cli.COMMANDS[part[1]][0])
+                        ).parse(part[2:])
                     except Exception as error:
                         bad[command] = repr(error)
     assert bad == {} and seen > 4
@@ -248,7 +296,9 @@ ROWS = re.findall(r"^\| (`.+) \| `(.+)` \|$", HABITS.read_text(encoding="utf-8")
 
 def test_each_program_has_its_rows():
     tables = re.split(r"^## ", HABITS.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
-    rows = {table.split("\n")[0]: len(re.findall(r"^\| `", table, re.MULTILINE)) for table in tables}
+    rows = {
+        table.split("\n")[0]: len(re.findall(r"^\| `", table, re.MULTILINE)) for table in tables
+    }
     assert list(rows) == ["transformers", "llama.cpp", "ollama"] and min(rows.values()) >= 10
     assert sum(rows.values()) == len(ROWS)
 
@@ -256,11 +306,15 @@ def test_each_program_has_its_rows():
 def test_the_flags_that_are_said_to_be_accepted_are_those():
     from nanokv.apps.cli.common.arguments import ALIASES
 
-    (said,) = re.findall(r"Four flags .* accepted: (.*?)\.\s", HABITS.read_text(encoding="utf-8"), re.DOTALL)
+    (said,) = re.findall(
+        r"Four flags .* accepted: (.*?)\.\s", HABITS.read_text(encoding="utf-8"), re.DOTALL
+    )
     assert set(re.findall(r"`(--[a-z-]+)`", said)) == set(ALIASES) and len(ALIASES) == 4
 
 
-@pytest.mark.parametrize("ours", dict.fromkeys(one for _, ours in ROWS for one in ours.split("`, or `")))
+@pytest.mark.parametrize(
+    "ours", dict.fromkeys(one for _, ours in ROWS for one in ours.split("`, or `"))
+)
 def test_what_the_table_of_habits_says_works(ours, tmp_path):
     """Python runs as it stands, after the page's own first block; a command is parsed, its flags checked."""
     import importlib
@@ -279,9 +333,13 @@ def test_what_the_table_of_habits_says_works(ours, tmp_path):
         return
     if ours.startswith("/"):
         name, rest = chat_commands.parse(ours)
-        assert name in chat_commands.COMMANDS and (name != "/set" or arguments.parse_setting(*rest.split()) is not None)
+        assert name in chat_commands.COMMANDS and (
+            name != "/set" or arguments.parse_setting(*rest.split()) is not None
+        )
         return
-    (before,) = re.findall(r"^```python\n(.*?)^```", HABITS.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    (before,) = re.findall(
+        r"^```python\n(.*?)^```", HABITS.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
     names = {"folder": tmp_path / "saved"}
     exec(before, names)
     exec(ours, names)
@@ -312,7 +370,9 @@ def quotes(page: str) -> list[tuple[str, str]]:
 def blocks(page: str) -> list[tuple[str, str]]:
     """(file, code) of every block of `quotes`, its lines together."""
     file, found = "", []
-    for name, code in re.findall(r"^`(\S+/\S+)`$|^```(?:python|cpp)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
+    for name, code in re.findall(
+        r"^`(\S+/\S+)`$|^```(?:python|cpp)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE
+    ):
         file = name or file
         found += [(file, code)] if code else []
     return found
@@ -324,10 +384,20 @@ def test_the_life_of_a_token_quotes_lines_that_exist():
     found = quotes(page)
     assert len({file for file, _ in found}) >= 12, "from the command line to the kernel"
     served = {file for file, _ in quotes(page.split("## A request through the server")[1])}
-    assert 8 <= len(served) <= 12, "from the socket to the engine and back, in so few files that a reader follows"
+    assert 8 <= len(served) <= 12, (
+        "from the socket to the engine and back, in so few files that a reader follows"
+    )
     lines = {file: (ROOT / file).read_text(encoding="utf-8").splitlines() for file, _ in found}
     assert [(file, line) for file, line in found if line not in lines[file]] == []
-    gaps = [block for file, block in blocks(page) if block not in (ROOT / file).read_text(encoding="utf-8")]
+    gaps = [
+        block
+        for file, block in blocks(page)
+        if block not in (ROOT / file).read_text(encoding="utf-8")
+    ]
     assert gaps == [], "lines with others between them would read as one statement"
-    assert [file for file in re.findall(r"`(nanokv/[\w/]+\.py)` \|", page) if not (ROOT / file).is_file()] == []
+    assert [
+        file
+        for file in re.findall(r"`(nanokv/[\w/]+\.py)` \|", page)
+        if not (ROOT / file).is_file()
+    ] == []
     assert quotes("`a/b.py`\n```python\nx = 1\n```\n```console\ny\n```\n") == [("a/b.py", "x = 1")]

@@ -49,7 +49,9 @@ def test_what_is_run_and_what_is_left_out_are_all_there_is(request):
         assert all(item.get_closest_marker("slow") for item in rest)
         assert not any(item.get_closest_marker("slow") for item in chosen)
         left_out = {pair for item in rest for pair in sampling.values_of(item).items()}
-        assert left_out <= {pair for item in chosen for pair in sampling.values_of(item).items()}, test
+        assert left_out <= {pair for item in chosen for pair in sampling.values_of(item).items()}, (
+            test
+        )
 
 
 def test_the_rest_is_slow_and_the_sample_is_not(pytester):
@@ -95,7 +97,10 @@ def test_a_serial_test_is_alone_and_is_not_passed_by(tmp_path, monkeypatch):
             time.sleep(0.005)
         return thread
 
-    threads = [start("a", False, lambda: "a in" in order), start("b", False, lambda: "b in" in order)]
+    threads = [
+        start("a", False, lambda: "a in" in order),
+        start("b", False, lambda: "b in" in order),
+    ]
     threads.append(start("serial", True, turnstile_is_taken))
     threads.append(start("c", False, lambda: True))
     assert order == ["a in", "b in"], "two that need not be alone are in the room together"

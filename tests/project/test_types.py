@@ -16,8 +16,11 @@ import nanokv
 
 ROOT = Path(__file__).resolve().parents[2]
 MYPY = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
-FILES = sorted(file for name in MYPY["files"] for file in ([ROOT / name] if name[-3:] == ".py" else
-               (ROOT / name).glob("*.py")))
+FILES = sorted(
+    file
+    for name in MYPY["files"]
+    for file in ([ROOT / name] if name[-3:] == ".py" else (ROOT / name).glob("*.py"))
+)
 # There the shapes stand in comments, for people who learn.
 TYPED = [path for path in FILES if path.name != "model.py"]
 PROGRAM = """
@@ -41,9 +44,18 @@ nanokv.generate(model, 5)
 nanokv.lod("tiny")
 """
 SEEN = [
-    "nanokv.model.Transformer", "nanokv.text.tokenizer.Tokenizer", "torch._C.device", "nanokv.cache.base.KVCache",
-    "int", "torch._tensor.Tensor", "nanokv.decoding.generation.Tokens[", "nanokv.chat.session.Session", "str",
-    "typing.Iterator[str]", "list[int]", "str",
+    "nanokv.model.Transformer",
+    "nanokv.text.tokenizer.Tokenizer",
+    "torch._C.device",
+    "nanokv.cache.base.KVCache",
+    "int",
+    "torch._tensor.Tensor",
+    "nanokv.decoding.generation.Tokens[",
+    "nanokv.chat.session.Session",
+    "str",
+    "typing.Iterator[str]",
+    "list[int]",
+    "str",
 ]
 
 
@@ -53,11 +65,15 @@ def untyped(source: str) -> list[str]:
     for node in ast.parse(source).body:
         public = isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_")
         for f in (node.body if isinstance(node, ast.ClassDef) else [node]) if public else ():
-            if not isinstance(f, ast.FunctionDef) or (f.name.startswith("_") and f.name != "__init__"):
+            if not isinstance(f, ast.FunctionDef) or (
+                f.name.startswith("_") and f.name != "__init__"
+            ):
                 continue
             arguments = [*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs]
             # Self.
-            arguments = arguments[isinstance(node, ast.ClassDef) and "staticmethod" not in ast.unparse(f) :]
+            arguments = arguments[
+                isinstance(node, ast.ClassDef) and "staticmethod" not in ast.unparse(f) :
+            ]
             if not all(a.annotation for a in arguments) or not (f.returns or f.name == "__init__"):
                 bad.append(f"{f.lineno}: {f.name}")
     return bad
@@ -77,49 +93,88 @@ def test_the_rule_can_fail():
 def test_every_public_name_lies_in_a_checked_file():
     files = {str(path.relative_to(ROOT)) for path in FILES}
     homes = {home.replace(".", "/") for home in nanokv._HOME.values()}
-    assert [home for home in sorted(homes) if not {f"{home}.py", f"{home}/__init__.py"} & files] == []
+    assert [
+        home for home in sorted(homes) if not {f"{home}.py", f"{home}/__init__.py"} & files
+    ] == []
 
 
 def test_type_checkers_import_what_is_imported_on_first_use():
     """The names beside `__getattr__` are the names that it knows, from the same modules."""
     for package in ("nanokv", "nanokv/cache", "nanokv/school/course"):
         tree = ast.parse((ROOT / package / "__init__.py").read_text())
-        (block,) = (n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
-        seen = {alias.asname or alias.name: node.module for node in block.body for alias in node.names}
+        (block,) = (
+            n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"
+        )
+        seen = {
+            alias.asname or alias.name: node.module for node in block.body for alias in node.names
+        }
         module = __import__(package.replace("/", "."), fromlist=["_"])
         assert set(module.__all__) - {"__version__"} <= set(seen)
         assert list(module.__all__) == sorted(module.__all__) or package == "nanokv/cache"
-        assert set(getattr(module, "_HOME", module.__all__)) == set(module.__all__) - {"__version__"}
+        assert set(getattr(module, "_HOME", module.__all__)) == set(module.__all__) - {
+            "__version__"
+        }
         for name, home in seen.items():
             if name in module.__all__:
                 assert getattr(__import__(home, fromlist=["_"]), name) is getattr(module, name)
         modules = getattr(module, "_MODULES", {})
-        assert {seen.get(name) for name in modules} == {home.rpartition(".")[0] for home in modules.values()}
+        assert {seen.get(name) for name in modules} == {
+            home.rpartition(".")[0] for home in modules.values()
+        }
 
 
 def test_jedi_completes_names_and_knows_their_types():
     import jedi
 
     def names(code):
-        return {found.name: found for found in jedi.Script(code, project=jedi.Project(ROOT)).complete()}
+        return {
+            found.name: found for found in jedi.Script(code, project=jedi.Project(ROOT)).complete()
+        }
 
     found = names("import nanokv\nnanokv.")
     assert set(nanokv.__all__) <= set(found)
-    (signature,) = jedi.Script("import nanokv\nnanokv.load(", project=jedi.Project(ROOT)).get_signatures()
+    (signature,) = jedi.Script(
+        "import nanokv\nnanokv.load(", project=jedi.Project(ROOT)
+    ).get_signatures()
     assert [p.name for p in signature.params][:4] == ["source", "dtype", "device", "revision"]
-    assert {"ask", "stream", "from_pretrained", "undo"} <= set(names("import nanokv\nnanokv.Session(1, 2)."))
-    assert {"save", "device", "nbytes"} <= set(names("import nanokv\nmodel, tokenizer = nanokv.load()\nmodel."))
+    assert {"ask", "stream", "from_pretrained", "undo"} <= set(
+        names("import nanokv\nnanokv.Session(1, 2).")
+    )
+    assert {"save", "device", "nbytes"} <= set(
+        names("import nanokv\nmodel, tokenizer = nanokv.load()\nmodel.")
+    )
 
 
 @pytest.mark.slow
 def test_mypy_sees_the_types_of_the_public_names(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "mypy", "--config-file=", "--follow-imports=silent", "program.py"]
-    options = {"cwd": tmp_path, "env": {"MYPYPATH": str(ROOT)}, "capture_output": True, "text": True, "timeout": 300}
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--config-file=",
+        "--follow-imports=silent",
+        "program.py",
+    ]
+    options = {
+        "cwd": tmp_path,
+        "env": {"MYPYPATH": str(ROOT)},
+        "capture_output": True,
+        "text": True,
+        "timeout": 300,
+    }
     done = subprocess.run(command, **options)
-    told = [line.split('Revealed type is "')[1].rstrip('"') for line in done.stdout.splitlines() if "Revealed" in line]
+    told = [
+        line.split('Revealed type is "')[1].rstrip('"')
+        for line in done.stdout.splitlines()
+        if "Revealed" in line
+    ]
     assert [found.replace("builtins.", "") for found in told] != [], done.stdout + done.stderr
     for found, expected in zip(told, SEEN, strict=True):
         assert expected in found.replace("builtins.", "")
     errors = [line for line in done.stdout.splitlines() if "error:" in line]
-    assert len(errors) == 2 and 'Argument 2 to "generate"' in errors[0] and 'has no attribute "lod"' in errors[1]
+    assert (
+        len(errors) == 2
+        and 'Argument 2 to "generate"' in errors[0]
+        and 'has no attribute "lod"' in errors[1]
+    )

@@ -61,7 +61,11 @@ def tcp_pair():
 
 def specs(scenario):
     """Rows of different lengths need a cache for each."""
-    return {spec: options for spec, options in CACHES_TRIED.items() if scenario != "ragged" or spec.startswith("batch")}
+    return {
+        spec: options
+        for spec, options in CACHES_TRIED.items()
+        if scenario != "ragged" or spec.startswith("batch")
+    }
 
 
 def same(mine, theirs) -> bool:
@@ -144,7 +148,9 @@ def test_the_receiver_may_keep_it_in_another_kind_of_cache(peer, model, kind):
     mine, tokens = other.filled(model, "turns", "paged", {"page": 3})
     pool = PrefixPool(model.config, 9, 5) if kind == "prefix" else PagePool(model.config, 9, 5)
     more = {"pool": pool} if kind in ("paged", "prefix") else {}
-    theirs, _ = receive(peer.prefill("tcp", "turns", "paged", {"page": 3}), model.config, kind=kind, **more)
+    theirs, _ = receive(
+        peer.prefill("tcp", "turns", "paged", {"page": 3}), model.config, kind=kind, **more
+    )
     peer.said()
     assert (theirs.made.name, theirs.tokens) == (kind, tokens)
     assert torch.equal(other.go_on(model, theirs), other.go_on(model, mine))
@@ -165,11 +171,24 @@ def refused(peer, words, *args, scenario="whole", name="dict", options=None, **m
 
 def test_another_model_is_refused_before_a_key_is_sent(peer, model):
     deep = replace(model.config, num_hidden_layers=4)
-    refused(peer, "the cache that was sent belongs to another model: num_hidden_layers differ", deep)
+    refused(
+        peer, "the cache that was sent belongs to another model: num_hidden_layers differ", deep
+    )
     refused(peer, "belongs to other weights: .{12}, not 0123", model.config, "0123456789abcdef")
-    error = refused(peer, "has keys in float32, this model computes in bfloat16", model.config, dtype=torch.bfloat16)
+    error = refused(
+        peer,
+        "has keys in float32, this model computes in bfloat16",
+        model.config,
+        dtype=torch.bfloat16,
+    )
     assert error.hint == "load the model with the same dtype in both processes"
-    refused(peer, "a quantized cache cannot be received as a paged one", model.config, kind="paged", name="quantized")
+    refused(
+        peer,
+        "a quantized cache cannot be received as a paged one",
+        model.config,
+        kind="paged",
+        name="quantized",
+    )
     theirs, _ = receive(peer.prefill("tcp", "whole", "dict", {}), model.config)
     assert theirs.length == 13 and peer.said()[0] > 0
 
@@ -178,8 +197,13 @@ def test_too_few_pages_and_too_small_a_slab_are_told_with_their_numbers(peer, mo
     pool = PagePool(model.config, 3, 4)
     taken = make_cache("paged", model.config, pool=pool)
     prefill(model, other.ids(1, 1, 5), taken)
-    refused(peer, "the page pool is exhausted: 4 pages of 4 tokens wanted, 1 of 3 free", model.config, kind="paged",
-            pool=pool)
+    refused(
+        peer,
+        "the page pool is exhausted: 4 pages of 4 tokens wanted, 1 of 3 free",
+        model.config,
+        kind="paged",
+        pool=pool,
+    )
     assert len(pool.free) == 1 and taken.length == 5
     error = refused(peer, "13 more do not fit", model.config, name="static", capacity=12)
     assert isinstance(error, CapacityError) and "capacity=13" in error.hint
@@ -195,6 +219,7 @@ def test_wrong_ids_are_refused_by_the_sender(model, ends):
 
 def changed(model, ends, change):
     """What a receiver says to a message of which `change(data)` is left; the sender then closes."""
+
     class Kept:
         def __init__(self):
             self.data = b""
@@ -240,25 +265,45 @@ def edited(data, change):
 
 
 def test_what_was_changed_on_the_way_is_told(model, ends):
-    assert "checksum differs" in changed(model, ends, lambda data: data[:-5] + bytes([data[-5] ^ 1]) + data[-4:])
+    assert "checksum differs" in changed(
+        model, ends, lambda data: data[:-5] + bytes([data[-5] ^ 1]) + data[-4:]
+    )
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    (lambda header: header["meta"].update(length="12"), "bytes|checksum"),
-    (lambda header: header["meta"].update(format="nanokv-cache-9"), "has the format 'nanokv-cache-9'"),
-    (lambda header: header["tensors"][0].__setitem__(2, [1, 2, 1 << 40, 32]), "bytes for 1 × 13 tokens: at most"),
-    (lambda header: header["tensors"][0].__setitem__(1, "complex64"), "cannot be read: KeyError"),
-    (lambda header: header["tensors"][0].__setitem__(2, [-1]), "cannot be read: ValueError"),
-    (lambda header: header.pop("meta"), "cannot be read: KeyError"),
-    (lambda header: header["meta"].pop("config"), "is not what send writes"),
-])
-def test_a_header_that_says_something_else_is_refused_before_memory_is_taken(model, ends, change, words):
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda header: header["meta"].update(length="12"), "bytes|checksum"),
+        (
+            lambda header: header["meta"].update(format="nanokv-cache-9"),
+            "has the format 'nanokv-cache-9'",
+        ),
+        (
+            lambda header: header["tensors"][0].__setitem__(2, [1, 2, 1 << 40, 32]),
+            "bytes for 1 × 13 tokens: at most",
+        ),
+        (
+            lambda header: header["tensors"][0].__setitem__(1, "complex64"),
+            "cannot be read: KeyError",
+        ),
+        (lambda header: header["tensors"][0].__setitem__(2, [-1]), "cannot be read: ValueError"),
+        (lambda header: header.pop("meta"), "cannot be read: KeyError"),
+        (lambda header: header["meta"].pop("config"), "is not what send writes"),
+    ],
+)
+def test_a_header_that_says_something_else_is_refused_before_memory_is_taken(
+    model, ends, change, words
+):
     assert re.search(words, changed(model, ends, lambda data: edited(data, change)))
 
 
 def test_another_protocol_is_no_cache(model, ends):
-    assert "begins no message of nanokv" in changed(model, ends, lambda data: b"GET / HTTP/1.1\r\nHost: nowhere\r\n")
-    assert "begins no message" in changed(model, tcp_links(), lambda data: data[:8] + b"\xff" * 8 + data[16:])
+    assert "begins no message of nanokv" in changed(
+        model, ends, lambda data: b"GET / HTTP/1.1\r\nHost: nowhere\r\n"
+    )
+    assert "begins no message" in changed(
+        model, tcp_links(), lambda data: data[:8] + b"\xff" * 8 + data[16:]
+    )
 
 
 def tcp_links():
@@ -271,7 +316,9 @@ def test_one_who_is_silent_is_waited_for_so_many_seconds(model):
     with sender, receiver:
         link = SocketLink(receiver, 0.3)
         sender.sendall(handover.MAGIC + (1000).to_bytes(8, "little") + b"abc")
-        with pytest.raises(HandoverError, match=r"did not send anything for 0\.3 seconds, after 3 of 1,000 bytes"):
+        with pytest.raises(
+            HandoverError, match=r"did not send anything for 0\.3 seconds, after 3 of 1,000 bytes"
+        ):
             receive(link, model.config)
         full = SocketLink(sender, 0.3)
         with pytest.raises(HandoverError, match=r"did not take anything for 0\.3 seconds"):
@@ -279,7 +326,7 @@ def test_one_who_is_silent_is_waited_for_so_many_seconds(model):
     assert time.monotonic() - began < 5
 
 
-DIES = '''
+DIES = """
 import os, sys, torch
 import handover_peer as other
 from nanokv.remote.link import GroupLink
@@ -300,7 +347,7 @@ if rank == 0:
     link.write(next(iter(tensors.values())).flatten().view(torch.uint8))
     os.kill(os.getpid(), 9)  # in the middle of the tensors
 handover.receive(GroupLink(0), model.config)
-'''
+"""
 
 
 @pytest.mark.slow
@@ -309,8 +356,13 @@ def test_a_sender_that_is_killed_ends_the_receiver_within_seconds(tiny_folder):
     port = other.parallel.free_port()
     env = environment() | {"PYTHONPATH": f"{HOME}:{SUPPORT}"}
     both = [
-        subprocess.Popen([sys.executable, "-c", DIES, str(rank), str(port), str(tiny_folder)], env=env,
-                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", DIES, str(rank), str(port), str(tiny_folder)],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for rank in range(2)
     ]
     for process in both:
@@ -327,9 +379,19 @@ def test_the_example_of_the_docs_runs_as_it_stands(tmp_path):
     code = re.search(r"```python\n(import nanokv, torch\n.*?)```", text, re.DOTALL)[1]
     (tmp_path / "two.py").write_text(code)
     env = {name: value for name, value in environment().items() if name != "OMP_NUM_THREADS"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port",
-               str(other.parallel.free_port()), "two.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(other.parallel.free_port()),
+        "two.py",
+    ]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     sent, got = (int(count) for count in re.findall(r"Receipt\(nbytes=(\d+), ", done.stdout))
     assert sent == got > 10_000 and "<PagedCache 'paged': 6 layers × " in done.stdout

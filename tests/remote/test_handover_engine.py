@@ -82,7 +82,9 @@ def prompt(seed, tokens):
 
 def answer(model, ids, engine=None, **options):
     """(tokens, their log-probabilities) of an engine that prefills itself."""
-    request = (engine or Engine(model, **SIZES)).submit(ids, max_new_tokens=9, eos_token_ids=(), **options)
+    request = (engine or Engine(model, **SIZES)).submit(
+        ids, max_new_tokens=9, eos_token_ids=(), **options
+    )
     return request, lambda: (request.tokens, request.logprobs)
 
 
@@ -123,7 +125,10 @@ def test_one_token_is_an_answer_too(model, ask):
     engine.run()
     assert request.tokens == alone(model, ids, max_new_tokens=1, eos_token_ids=[])
     times = request.metrics()
-    assert 0 <= times["queue_s"] <= times["ttft_s"] <= times["total_s"] and engine.metrics.forwards == 0
+    assert (
+        0 <= times["queue_s"] <= times["ttft_s"] <= times["total_s"]
+        and engine.metrics.forwards == 0
+    )
 
 
 def test_only_what_is_missing_is_sent(model, ask):
@@ -153,12 +158,17 @@ def test_what_came_twice_is_kept_once(model, ask):
     others = [answer(model, ids, engine, prefilled=found)[0], answer(model, ids, engine)[0]]
     engine.step()
     assert held - len(engine.pool.free) == 2  # the last page of each
-    assert [other.reused_tokens for other in others] == [20, 20] and engine.metrics.prefill_tokens == 2
+    assert [other.reused_tokens for other in others] == [
+        20,
+        20,
+    ] and engine.metrics.prefill_tokens == 2
     engine.run()
     assert others[0].tokens == others[1].tokens == first.tokens
     # Of steps with other neighbours.
     assert others[0].logprobs == pytest.approx(first.logprobs, abs=1e-5)
-    assert first.tokens == alone(model, ids, max_new_tokens=9, eos_token_ids=[]) and all_free(engine)
+    assert first.tokens == alone(model, ids, max_new_tokens=9, eos_token_ids=[]) and all_free(
+        engine
+    )
 
 
 def test_pages_that_were_evicted_meanwhile_are_computed_here(model, ask):
@@ -175,16 +185,39 @@ def test_prefixes_are_shared_under_the_same_salt_only(ask):
     assert [ask(ids, salt).reused for salt in ("one", "one", "two", "")] == [0, 12, 0, 0]
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    (lambda found: replace(found, tokens=found.tokens[:-1]), "12 tokens were prefilled, which are not the 13 "),
-    (lambda found: replace(found, tokens=[9, *found.tokens[1:]]), "13 tokens were prefilled, which are not the 13 "),
-    (lambda found: replace(found, keys=found.keys[:, :, 1:]), r"keys of 13 tokens .* \[3, 2, 12, 32\], not \[3, 2, 13"),
-    (lambda found: replace(found, values=found.values[:2]), "values of 13 tokens from token 0 on have the shape"),
-    (lambda found: replace(found, keys=found.keys.half()), "keys are in torch.float16, this engine computes in"),
-    (lambda found: replace(found, logits=found.logits[:, 1:]), "logits have the shape"),
-    (lambda found: replace(found, logits=None), "no logits follow the 13 tokens"),
-    (lambda found: replace(found, start=13, keys=found.keys[:, :, :0], values=found.values[:, :, :0]), "the shape"),
-])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda found: replace(found, tokens=found.tokens[:-1]),
+            "12 tokens were prefilled, which are not the 13 ",
+        ),
+        (
+            lambda found: replace(found, tokens=[9, *found.tokens[1:]]),
+            "13 tokens were prefilled, which are not the 13 ",
+        ),
+        (
+            lambda found: replace(found, keys=found.keys[:, :, 1:]),
+            r"keys of 13 tokens .* \[3, 2, 12, 32\], not \[3, 2, 13",
+        ),
+        (
+            lambda found: replace(found, values=found.values[:2]),
+            "values of 13 tokens from token 0 on have the shape",
+        ),
+        (
+            lambda found: replace(found, keys=found.keys.half()),
+            "keys are in torch.float16, this engine computes in",
+        ),
+        (lambda found: replace(found, logits=found.logits[:, 1:]), "logits have the shape"),
+        (lambda found: replace(found, logits=None), "no logits follow the 13 tokens"),
+        (
+            lambda found: replace(
+                found, start=13, keys=found.keys[:, :, :0], values=found.values[:, :, :0]
+            ),
+            "the shape",
+        ),
+    ],
+)
 def test_what_does_not_belong_to_the_prompt_is_refused(model, ask, change, words):
     ids = prompt(43, 13)
     found = change(ask(ids))
@@ -202,14 +235,18 @@ def test_a_cancelled_request_gives_its_pages_back(model, ask):
     engine.step()
     engine.cancel(requests[1])
     engine.run()
-    assert requests[2].tokens == alone(model, ids, max_new_tokens=9, eos_token_ids=[]) and all_free(engine)
+    assert requests[2].tokens == alone(model, ids, max_new_tokens=9, eos_token_ids=[]) and all_free(
+        engine
+    )
 
 
 # --- prefixes -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", ["memory", "file"])
-@pytest.mark.parametrize("spec", [("dict", {}), ("paged", {"page": 3}), ("static", {}), ("offloaded", {})])
+@pytest.mark.parametrize(
+    "spec", [("dict", {}), ("paged", {"page": 3}), ("static", {}), ("offloaded", {})]
+)
 def test_a_received_prefix_becomes_pages_of_the_index(model, spec, way, tmp_path):
     """A request that begins with it computes only the rest; one of another salt computes all."""
     name, options = spec
@@ -227,7 +264,9 @@ def test_a_received_prefix_becomes_pages_of_the_index(model, spec, way, tmp_path
     engine.run()
     assert (request.reused_tokens, stranger.reused_tokens) == (20, 0)
     assert engine.metrics.prefill_tokens == len(ids) - 20 + len(ids)
-    assert request.tokens == stranger.tokens == alone(model, ids, max_new_tokens=9, eos_token_ids=[])
+    assert (
+        request.tokens == stranger.tokens == alone(model, ids, max_new_tokens=9, eos_token_ids=[])
+    )
     assert engine.add_prefix(cache, salt="a") == 20 and all_free(engine)
 
 
@@ -260,7 +299,9 @@ def test_a_prefix_that_cannot_be_used_changes_nothing(model):
     with pytest.raises(HandoverError, match="20 tokens do not belong to"):
         engine.add_prefix(cache)
     for name in ("quantized", "sliding"):
-        cache, tokens = other.filled(model, "chunked", name, {"window": 6} if name == "sliding" else {})
+        cache, tokens = other.filled(
+            model, "chunked", name, {"window": 6} if name == "sliding" else {}
+        )
         cache.tokens = tokens
         with pytest.raises(HandoverError, match=f"a {name} cache does not keep them"):
             engine.add_prefix(cache)
@@ -278,7 +319,9 @@ def test_a_prefix_shorter_than_a_page_is_none(model):
 def test_taken_leaves_out_what_the_other_has(model):
     cache, tokens = other.filled(model, "chunked", "paged", {"page": 4})
     all_of_it, rest = taken(cache, tokens), taken(cache, tokens, 16)
-    assert torch.equal(all_of_it.keys[:, :, 16:], rest.keys) and torch.equal(all_of_it.values[:, :, 16:], rest.values)
+    assert torch.equal(all_of_it.keys[:, :, 16:], rest.keys) and torch.equal(
+        all_of_it.values[:, :, 16:], rest.values
+    )
     assert rest.nbytes == 2 * 3 * 2 * 5 * 32 * 4 and isinstance(rest, Prefilled)
 
 
@@ -301,11 +344,17 @@ def test_it_says_what_it_has_loaded_and_ends_when_it_is_closed(model, tiny_folde
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("load", "words"), [
-    (partial(other.fails, "no such model"), "the prefill process: no such model"),
-    (partial(other.ends, 3), "the prefill process has not become ready: the other process has gone"),
-    (partial(other.load, "/nowhere"), "the prefill process: "),
-])
+@pytest.mark.parametrize(
+    ("load", "words"),
+    [
+        (partial(other.fails, "no such model"), "the prefill process: no such model"),
+        (
+            partial(other.ends, 3),
+            "the prefill process has not become ready: the other process has gone",
+        ),
+        (partial(other.load, "/nowhere"), "the prefill process: "),
+    ],
+)
 def test_one_that_cannot_load_is_an_error_and_leaves_no_process(load, words):
     process = PrefillProcess(load, SIZES, print)
     with pytest.raises(NanoKVError, match=words):

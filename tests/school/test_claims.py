@@ -16,10 +16,33 @@ from nanokv.school.course.claims.shapes import QWEN
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 COUNTS = {0: 19, 1: 24, 2: 15, 3: 20, 4: 14}
 TRUE = {  # worked out by hand, apart from the code that computes them
-    "0.4": 128, "0.5": 114_688, "0.8": 64, "0.14": 1_244_659_712, "0.15": 469_762_048, "0.16": 961_837_793_280,
-    "0.18": 14, "1.1": 1, "1.6": 10_395, "1.7": 25.0, "1.8": 30_064_771_072, "1.9": 85_899_345_920,
-    "1.10": 687_194_767_360, "1.15": 12, "1.17": 1.88235, "1.18": 4, "1.19": 98.2422, "1.20": 36, "2.1": 1.6129,
-    "2.8": 23_040, "3.4": 36, "3.6": 21, "3.12": 1_610_612_736, "3.13": 3.9406, "3.14": 8.0, "3.20": 2, "4.9": 60,
+    "0.4": 128,
+    "0.5": 114_688,
+    "0.8": 64,
+    "0.14": 1_244_659_712,
+    "0.15": 469_762_048,
+    "0.16": 961_837_793_280,
+    "0.18": 14,
+    "1.1": 1,
+    "1.6": 10_395,
+    "1.7": 25.0,
+    "1.8": 30_064_771_072,
+    "1.9": 85_899_345_920,
+    "1.10": 687_194_767_360,
+    "1.15": 12,
+    "1.17": 1.88235,
+    "1.18": 4,
+    "1.19": 98.2422,
+    "1.20": 36,
+    "2.1": 1.6129,
+    "2.8": 23_040,
+    "3.4": 36,
+    "3.6": 21,
+    "3.12": 1_610_612_736,
+    "3.13": 3.9406,
+    "3.14": 8.0,
+    "3.20": 2,
+    "4.9": 60,
     "4.13": 40,
 }
 # Digits that stand in the text.
@@ -35,9 +58,17 @@ def test_the_readme_says_what_the_table_says():
     """How many claims, how many of them false, and one with its two numbers."""
     text = " ".join((NOTEBOOKS.parent / "README.md").read_text(encoding="utf-8").split())
     wrong = [claim for claim in CLAIMS.values() if claim.verdict == "wrong"]
-    assert f"Of {len(CLAIMS)} claims in five articles {len(wrong)} are false" in text and len(ARTICLES) == 5
-    truth, printed = re.search(r"8K context and batch 32 takes ([\d.]+) GB, and not ([\d.]+) ", text).groups()
-    assert (float(truth), float(printed)) == (round(TRUE["1.9"] / 1e9, 1), CLAIMS["1.9"].printed / 1e9)
+    assert (
+        f"Of {len(CLAIMS)} claims in five articles {len(wrong)} are false" in text
+        and len(ARTICLES) == 5
+    )
+    truth, printed = re.search(
+        r"8K context and batch 32 takes ([\d.]+) GB, and not ([\d.]+) ", text
+    ).groups()
+    assert (float(truth), float(printed)) == (
+        round(TRUE["1.9"] / 1e9, 1),
+        CLAIMS["1.9"].printed / 1e9,
+    )
     assert CLAIMS["1.9"] in wrong and "Llama-2-70B at 8K context and batch 32" in CLAIMS["1.9"].says
 
 
@@ -76,10 +107,14 @@ def test_a_notebook_executes_its_claims():
     """A claim filed under a notebook that exists is called there, once: shown, or confirmed in silence."""
     for path in sorted((NOTEBOOKS / "source").glob("*.py")):
         called = re.findall(r'course\.(?:claim|confirm)\(\s*"([\d.]+)"', path.read_text())
-        assert sorted(called) == sorted(c.id for c in CLAIMS.values() if c.where == path.stem[:2]), path.name
+        assert sorted(called) == sorted(
+            c.id for c in CLAIMS.values() if c.where == path.stem[:2]
+        ), path.name
 
 
-@pytest.mark.parametrize("path", sorted((NOTEBOOKS / "source").glob("*.py")), ids=lambda p: p.stem[:2])
+@pytest.mark.parametrize(
+    "path", sorted((NOTEBOOKS / "source").glob("*.py")), ids=lambda p: p.stem[:2]
+)
 def test_a_page_shows_three_claims_at_most_none_of_them_right_and_links_to_the_others(path):
     text = path.read_text()
     shown = re.findall(r'course\.claim\(\s*"([\d.]+)", "(\w+)"', text)
@@ -99,7 +134,9 @@ def test_the_page_of_claims_is_what_the_registry_gives():
     """`nanokv course build` writes it."""
     assert (NOTEBOOKS / "claims.md").read_text("utf-8") == page()
     rows = [line.count("|") for line in page().splitlines() if line.startswith("|")]
-    assert len(rows) == len(CLAIMS) + 2 * len(ARTICLES) and set(rows) == {6}, "a | in a claim would tear its row"
+    assert len(rows) == len(CLAIMS) + 2 * len(ARTICLES) and set(rows) == {6}, (
+        "a | in a claim would tear its row"
+    )
 
 
 def test_confirm_refuses_another_verdict_and_another_number():
@@ -124,8 +161,14 @@ def test_the_table_says_printed_only_of_what_an_article_prints():
     assert {id for id in numbers if not CLAIMS[id].implied} == PRINTED
     assert not any(claim.implied and claim.printed is None for claim in CLAIMS.values())
     text, pages = table(), page()
-    assert "printed 64, computed 128 values per head" in text and "implied 69,120, computed 23,040 B per token" in text
-    lines = [len(re.findall(rf"^ +{word} [\d.,]+, computed", text, re.MULTILINE)) for word in ("printed", "implied")]
+    assert (
+        "printed 64, computed 128 values per head" in text
+        and "implied 69,120, computed 23,040 B per token" in text
+    )
+    lines = [
+        len(re.findall(rf"^ +{word} [\d.,]+, computed", text, re.MULTILINE))
+        for word in ("printed", "implied")
+    ]
     assert lines == [len(PRINTED), len(numbers - PRINTED)]
     assert "printed 57,344" in pages and "implied 30,064,771,072" in pages
 

@@ -36,29 +36,84 @@ FEWER = {"second": 0.05}  # of the older exchanges: most is what is hard
 ADDED = {"second": {"put_first", "remove_place", "replace_item", "steps"}}  # what comes often there
 SPLITS = (*STAGES, "held_out")
 OFTEN = (  # kinds of exchange, as kind_of calls them: at least 100 of 16,000 in every split
-    "tell", "ask", "pet", "ask pet", "object", "owner", "ask object", "list again", "list backwards", "list nth",
-    "list remember", "confirm", "add", "count", "refuse", "cache", "talk", "nth", "home", "ask home", "ask owner",
+    "tell",
+    "ask",
+    "pet",
+    "ask pet",
+    "object",
+    "owner",
+    "ask object",
+    "list again",
+    "list backwards",
+    "list nth",
+    "list remember",
+    "confirm",
+    "add",
+    "count",
+    "refuse",
+    "cache",
+    "talk",
+    "nth",
+    "home",
+    "ask home",
+    "ask owner",
 )
 AT_TIMES = (  # at least 10
-    "everything", "list length", "length", "again", "backwards", "member", "before", "add_item", "remove_item", "next",
-    "after", "story", "greet", "no list", "confirm pet", "ask animal", "no owner", "owns nothing",
+    "everything",
+    "list length",
+    "length",
+    "again",
+    "backwards",
+    "member",
+    "before",
+    "add_item",
+    "remove_item",
+    "next",
+    "after",
+    "story",
+    "greet",
+    "no list",
+    "confirm pet",
+    "ask animal",
+    "no owner",
+    "owns nothing",
 )
 # In one stage only.
 OLD, NEW = {"object", "ask object"}, {"spot", "ask spot", "ask relative", "of others"}
 # No pool has these.
 NAMES = {"name", "friend", "friends", "word", "song", "book", "film", "band", *words.RELATIVES}
 POOLS = set("job hobby colour food drink animal sport fruit flower instrument game subject".split())
-POOLED = {word.lower() for pool in (
-    words.COLOURS, words.CITIES, words.FOODS, words.DRINKS, words.ANIMALS, words.JOBS, words.HOBBIES, words.PLACES,
-    words.SPORTS, words.SEASONS, words.FRUITS, words.FLOWERS, words.INSTRUMENTS, words.GAMES, words.SUBJECTS,
-    words.LANGUAGES,
-) for word in pool}
+POOLED = {
+    word.lower()
+    for pool in (
+        words.COLOURS,
+        words.CITIES,
+        words.FOODS,
+        words.DRINKS,
+        words.ANIMALS,
+        words.JOBS,
+        words.HOBBIES,
+        words.PLACES,
+        words.SPORTS,
+        words.SEASONS,
+        words.FRUITS,
+        words.FLOWERS,
+        words.INSTRUMENTS,
+        words.GAMES,
+        words.SUBJECTS,
+        words.LANGUAGES,
+    )
+    for word in pool
+}
 
 
 def talks(split: str, name: str = "test", count: int = CONVERSATIONS) -> list[Conversation]:
     """Conversations of a stage of the training or of the held-out half."""
     stage, held_out = STAGES.get(split, corpus.FIRST), split == "held_out"
-    return [corpus.talk(random.Random(f"{name}:{split}:{i}"), EXCHANGES, held_out, stage) for i in range(count)]
+    return [
+        corpus.talk(random.Random(f"{name}:{split}:{i}"), EXCHANGES, held_out, stage)
+        for i in range(count)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +146,9 @@ def test_the_seed_decides_everything(stage, all_talks):
     """Whatever was drawn before: batch i of a resumed run must be batch i."""
     random.seed(1)
     for i in (7, 3):
-        again = corpus.conversation(random.Random(f"test:{stage}:{i}"), EXCHANGES, stage=STAGES[stage])
+        again = corpus.conversation(
+            random.Random(f"test:{stage}:{i}"), EXCHANGES, stage=STAGES[stage]
+        )
         assert again == all_talks[stage][i].messages
     assert talks(stage, name="other", count=1)[0].messages != all_talks[stage][0].messages
 
@@ -107,7 +164,9 @@ def test_shape_of_a_conversation(trained):
         roles = [m["role"] for m in talk.messages]
         assert roles[roles[0] == "system" :] == ["user", "assistant"] * len(talk.log)
         assert len(talk.log) >= EXCHANGES
-    assert 0.08 < sum(talk.messages[0]["role"] == "system" for talk in trained) / len(trained) < 0.16
+    assert (
+        0.08 < sum(talk.messages[0]["role"] == "system" for talk in trained) / len(trained) < 0.16
+    )
 
 
 # --- every answer is right ----------------------------------------------------------------------------------------
@@ -116,9 +175,12 @@ def test_shape_of_a_conversation(trained):
 @pytest.mark.parametrize("split", SPLITS)
 def test_every_answer_follows_from_the_conversation(split, all_talks):
     """16,000 exchanges a split: each says what it means, and each answer is worked out again."""
-    kinds = Counter(chain.from_iterable(
-        check(talk.messages, talk.log, f"{split} {i}", split == "second") for i, talk in enumerate(all_talks[split])
-    ))
+    kinds = Counter(
+        chain.from_iterable(
+            check(talk.messages, talk.log, f"{split} {i}", split == "second")
+            for i, talk in enumerate(all_talks[split])
+        )
+    )
     assert sum(kinds.values()) >= CONVERSATIONS * EXCHANGES
     often = {*OFTEN, *NEW} - OLD if split == "second" else {*OFTEN}
     often |= ADDED.get(split, set())
@@ -132,7 +194,9 @@ def is_family(user, one, other) -> bool:
     """Does one sentence tell of these two relatives?"""
     if {one[0], other[0]} != {"tell"} or not {one[1], other[1]} <= set(words.RELATIVES):
         return False
-    return says(user, phrases("facts")["family"]["told"], a=one[1], x=one[2], b=other[1], y=other[2])
+    return says(
+        user, phrases("facts")["family"]["told"], a=one[1], x=one[2], b=other[1], y=other[2]
+    )
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -145,13 +209,21 @@ def test_what_the_kinds_do_not_show(split, all_talks):
         for name, *values in steps:
             said = plain(str(values[-1])) if values else ""
             seen["friends"] += name in ("tell", "ask", "confirm") and values[0] == "friends"
-            seen["several owners"] += name == "owner" and sum(step[0] == "owner" for step in steps) > 1
+            seen["several owners"] += (
+                name == "owner" and sum(step[0] == "owner" for step in steps) > 1
+            )
             seen["no colour"] += name == "owner" and not values[1]
-            seen["handed on"] += name == "owner" and says(user, BELONGING["moved"], p=values[0], t=values[2])
-            seen["moved"] += name == "home" and says(user, HOME["changed"], p=values[0], v=values[1])
+            seen["handed on"] += name == "owner" and says(
+                user, BELONGING["moved"], p=values[0], t=values[2]
+            )
+            seen["moved"] += name == "home" and says(
+                user, HOME["changed"], p=values[0], v=values[1]
+            )
             seen["strange value"] += name == "tell" and values[0] in POOLS and said not in POOLED
             seen["two words"] += name == "tell" and values[0] in POOLS and " " in said
-            seen["strange place"] += name in ("object", "spot") and said.split(" the ")[-1] not in words.PLACES
+            seen["strange place"] += (
+                name in ("object", "spot") and said.split(" the ")[-1] not in words.PLACES
+            )
             seen["strange animal"] += name == "pet" and values[0] not in words.ANIMALS
     few = {what for what, count in seen.items() if count < (5 if split == "second" else 10)}
     # Few live where they lived.
@@ -208,9 +280,17 @@ def test_a_wrong_answer_is_noticed(all_talks):
         start = talk.messages[0]["role"] == "system"
         for i, (_, answer, steps, _) in enumerate(exchanges([talk])):
             found = rng.choice(list(re.finditer(r"[A-Za-z]+|\d+", answer))[-2:])
-            wrong = answer[: found.start()] + ("7777" if found[0].isdigit() else "xyzzy") + answer[found.end() :]
+            wrong = (
+                answer[: found.start()]
+                + ("7777" if found[0].isdigit() else "xyzzy")
+                + answer[found.end() :]
+            )
             at = start + 2 * i + 1
-            changed = [*talk.messages[:at], {"role": "assistant", "content": wrong}, *talk.messages[at + 1 :]]
+            changed = [
+                *talk.messages[:at],
+                {"role": "assistant", "content": wrong},
+                *talk.messages[at + 1 :],
+            ]
             seen[kind_of(steps)] += 1
             if not noticed(changed, talk.log, split == "second") and kind_of(steps) != "story":
                 missed.append((steps, wrong))
@@ -231,14 +311,20 @@ def test_a_wrong_meaning_is_noticed(all_talks):
         for i, steps in enumerate(talk.log):
             for j, (name, *values) in enumerate(steps):
                 for place, value in enumerate(values):
-                    other = rng.choice([v for v in pool[name, place] if plain(str(v)) != plain(str(value))])
+                    other = rng.choice(
+                        [v for v in pool[name, place] if plain(str(v)) != plain(str(value))]
+                    )
                     wrong = (name, *values[:place], other, *values[place + 1 :])
                     log = [*talk.log[:i], [*steps[:j], wrong, *steps[j + 1 :]], *talk.log[i + 1 :]]
                     seen += 1
                     if not noticed(talk.messages, log):
                         missed.append((steps, wrong))
                 if name in ("list", "count"):
-                    log = [*talk.log[:i], [*steps[:j], (name, *values[::-1]), *steps[j + 1 :]], *talk.log[i + 1 :]]
+                    log = [
+                        *talk.log[:i],
+                        [*steps[:j], (name, *values[::-1]), *steps[j + 1 :]],
+                        *talk.log[i + 1 :],
+                    ]
                     assert noticed(talk.messages, log), steps
     assert missed == [] and seen > 1000
 
@@ -260,7 +346,11 @@ def test_a_wrong_meaning_is_noticed(all_talks):
         ("I live in Oslo.", "Oslo sounds nice.", ("tell", "city", "Osl")),
         ("What is on my list?", "moon, chair.", ("again",)),
         ("Where is the box?", "The box is in the hall.", ("ask object", "box")),
-        ("My friends are Ada and Tom.", "Say hello to Ada and Tim.", ("tell", "friends", "Ada and Tom")),
+        (
+            "My friends are Ada and Tom.",
+            "Say hello to Ada and Tim.",
+            ("tell", "friends", "Ada and Tom"),
+        ),
         ("Who are my friends?", "Your friends are Ada and Tom.", ("ask", "friends")),
         ("What is Rex?", "Rex is a dog.", ("ask animal", "Rex")),
         ("Ada has a lamp.", "Good for Ada.", ("owner", "Ada", "red", "lamp")),
@@ -270,11 +360,23 @@ def test_a_wrong_meaning_is_noticed(all_talks):
         ("Tom lives in Oslo.", "So Tom lives in Rome.", ("home", "Tom", "Oslo")),
         ("Where does Tom live?", "Tom lives in Oslo.", ("ask home", "Tom")),
         ("Who lives in Oslo?", "You have not told me where Tom lives.", ("ask home", "Tom")),
-        ("What is RoPE?", "Logits are the raw scores of all tokens for the next position.", ("cache", "RoPE")),
-        ("Tell me a story about Ada and Tom.", "Tom went home. He ate. He slept. The end.", ("story", "Ada", "Tom")),
+        (
+            "What is RoPE?",
+            "Logits are the raw scores of all tokens for the next position.",
+            ("cache", "RoPE"),
+        ),
+        (
+            "Tell me a story about Ada and Tom.",
+            "Tom went home. He ate. He slept. The end.",
+            ("story", "Ada", "Tom"),
+        ),
         ("What is 300 + 4?", "300 + 4 = 304.", ("refuse", "arithmetic")),
         ("One hundred plus one", "100 + 1 = 101.", ("refuse", "arithmetic")),
-        ("Count from 12 to 4.", "12, 13, 14.", ("count", "12", "11", "10", "9", "8", "7", "6", "5", "4")),
+        (
+            "Count from 12 to 4.",
+            "12, 13, 14.",
+            ("count", "12", "11", "10", "9", "8", "7", "6", "5", "4"),
+        ),
         ("Count from 5 to 5.", "5, 6.", ("count", "5")),
         ("Count by twos to 8.", "2, 4, 6.", ("steps", "2", "4", "6")),
         ("Count by threes to 8.", "2, 4, 6, 8.", ("steps", "2", "4", "6", "8")),
@@ -302,13 +404,20 @@ def test_the_reader_knows_wrong_from_right(user, answer, step):
 def test_what_is_told_is_said_again_whole_and_in_its_order(answer, right):
     """In the second stage, which says so."""
     steps = [("tell", "name", "Ada"), ("pet", "cat", "Leo"), ("tell", "city", "Rome")]
-    talk = [{"role": "user", "content": "I'm Ada, my cat is called Leo and I live in Rome."},
-            {"role": "assistant", "content": answer}]
+    talk = [
+        {"role": "user", "content": "I'm Ada, my cat is called Leo and I live in Rome."},
+        {"role": "assistant", "content": answer},
+    ]
     assert noticed(talk, [steps], says_again=True) == (not right)
     assert noticed(talk, [steps]) == (answer != "Nice to meet you, Ada.")
 
 
-INTRODUCED = [("tell", "name", "Ada"), ("tell", "age", "29"), ("tell", "job", "nurse"), ("tell", "city", "Oslo")]
+INTRODUCED = [
+    ("tell", "name", "Ada"),
+    ("tell", "age", "29"),
+    ("tell", "job", "nurse"),
+    ("tell", "city", "Oslo"),
+]
 
 
 @pytest.mark.parametrize(
@@ -343,33 +452,86 @@ def test_an_introduction_tells_two_facts_and_more(all_talks):
         for i, (user, _, steps, _) in enumerate(said):
             if len(steps) > 1 and introduces(user, steps):
                 later = {step for _, _, later, _ in said[i + 1 : i + 4] for step in later}
-                found, asked = [*found, steps], asked + bool(later & {("ask", kind) for _, kind, _ in steps})
+                found, asked = (
+                    [*found, steps],
+                    asked + bool(later & {("ask", kind) for _, kind, _ in steps}),
+                )
     assert len(found) > 400 and max(map(len, found)) == 4 and asked > len(found) / 2
 
 
-FAMILY = "I have a son called Leo and an aunt called Mia.", [("tell", "son", "Leo"), ("tell", "aunt", "Mia")]
-TWO_THINGS = "Ada has a red lamp. Tom owns the boat.", [("owner", "Ada", "red", "lamp"), ("owner", "Tom", "", "boat")]
-HOMES = "Tom lives in Oslo and Ada moved to Rome.", [("home", "Tom", "Oslo"), ("home", "Ada", "Rome")]
-PETS = "My dog is called Rex. I have a cat named Rex.", [("pet", "dog", "Rex"), ("pet", "cat", "Rex")]
+FAMILY = (
+    "I have a son called Leo and an aunt called Mia.",
+    [("tell", "son", "Leo"), ("tell", "aunt", "Mia")],
+)
+TWO_THINGS = (
+    "Ada has a red lamp. Tom owns the boat.",
+    [("owner", "Ada", "red", "lamp"), ("owner", "Tom", "", "boat")],
+)
+HOMES = (
+    "Tom lives in Oslo and Ada moved to Rome.",
+    [("home", "Tom", "Oslo"), ("home", "Ada", "Rome")],
+)
+PETS = (
+    "My dog is called Rex. I have a cat named Rex.",
+    [("pet", "dog", "Rex"), ("pet", "cat", "Rex")],
+)
 HANDED_ON = "Eva has the lamp now.", "Good for Eva."
 
 
 @pytest.mark.parametrize(
     ("told", "noted", "user", "right", "wrong", "step"),
     [
-        (FAMILY, "Say hello to Leo and Mia.", "Who is my aunt?", "{aunt} Mia.", "{aunt} Leo.", ("ask", "aunt")),
-        (TWO_THINGS, "Good for Tom.", "Whose boat is it?", "Tom has the boat.", "Ada has the boat.",
-         ("ask owner", "who", "Tom")),
-        (TWO_THINGS, "Good for Tom.", "What does Ada have?", "Ada has a red lamp.", "Ada has a lamp.",
-         ("ask owner", "what", "Ada")),
+        (
+            FAMILY,
+            "Say hello to Leo and Mia.",
+            "Who is my aunt?",
+            "{aunt} Mia.",
+            "{aunt} Leo.",
+            ("ask", "aunt"),
+        ),
+        (
+            TWO_THINGS,
+            "Good for Tom.",
+            "Whose boat is it?",
+            "Tom has the boat.",
+            "Ada has the boat.",
+            ("ask owner", "who", "Tom"),
+        ),
+        (
+            TWO_THINGS,
+            "Good for Tom.",
+            "What does Ada have?",
+            "Ada has a red lamp.",
+            "Ada has a lamp.",
+            ("ask owner", "what", "Ada"),
+        ),
         (TWO_THINGS, "Good for Tom.", *HANDED_ON, "Good for Ada.", ("owner", "Eva", "red", "lamp")),
         # It is still red.
         (TWO_THINGS, "Good for Tom.", *HANDED_ON, None, ("owner", "Eva", "", "lamp")),
-        (HOMES, "Noted: Ada lives in Rome.", "Who lives in Oslo?", "Tom lives in Oslo.", "Ada lives in Oslo.",
-         ("ask home", "Tom")),
-        (HOMES, "Noted: Ada lives in Rome.", "Tom has moved to Bonn.", "So Tom lives in Bonn.", "So Tom lives in Oslo.",
-         ("home", "Tom", "Bonn")),
-        (PETS, "Say hello to Rex.", "What kind of pet is Rex?", "Rex is a dog.", None, ("ask animal", "Rex")),
+        (
+            HOMES,
+            "Noted: Ada lives in Rome.",
+            "Who lives in Oslo?",
+            "Tom lives in Oslo.",
+            "Ada lives in Oslo.",
+            ("ask home", "Tom"),
+        ),
+        (
+            HOMES,
+            "Noted: Ada lives in Rome.",
+            "Tom has moved to Bonn.",
+            "So Tom lives in Bonn.",
+            "So Tom lives in Oslo.",
+            ("home", "Tom", "Bonn"),
+        ),
+        (
+            PETS,
+            "Say hello to Rex.",
+            "What kind of pet is Rex?",
+            "Rex is a dog.",
+            None,
+            ("ask animal", "Rex"),
+        ),
     ],
 )
 def test_the_reader_remembers_other_people(told, noted, user, right, wrong, step):
@@ -388,11 +550,26 @@ def test_the_reader_remembers_other_people(told, noted, user, right, wrong, step
 @pytest.mark.parametrize(
     ("user", "step", "right", "wrong"),
     [
-        ("Replace chair with lamp.", ("replace_item", "chair", "lamp"), "moon, lamp, drum", "moon, drum, lamp"),
+        (
+            "Replace chair with lamp.",
+            ("replace_item", "chair", "lamp"),
+            "moon, lamp, drum",
+            "moon, drum, lamp",
+        ),
         ("Remove the second one.", ("remove_place", "second"), "moon, drum", "chair, drum"),
         ("Take the last one off.", ("remove_place", "last"), "moon, chair", "moon, chair, drum"),
-        ("Put lamp first.", ("put_first", "lamp"), "lamp, moon, chair, drum", "moon, chair, drum, lamp"),
-        ("Put lamp last.", ("add_item", "lamp"), "moon, chair, drum, lamp", "lamp, moon, chair, drum"),
+        (
+            "Put lamp first.",
+            ("put_first", "lamp"),
+            "lamp, moon, chair, drum",
+            "moon, chair, drum, lamp",
+        ),
+        (
+            "Put lamp last.",
+            ("add_item", "lamp"),
+            "moon, chair, drum, lamp",
+            "lamp, moon, chair, drum",
+        ),
     ],
 )
 def test_the_reader_edits_lists(user, step, right, wrong):
@@ -415,9 +592,13 @@ def test_a_statement_says_nothing_else():
 
 
 def test_slips_and_marks_are_read():
-    assert says("teh nmae's Bob", ["The name's {v}."], v="bob") and says("u r Bob!", ["You are {v}"], v="Bob")
+    assert says("teh nmae's Bob", ["The name's {v}."], v="bob") and says(
+        "u r Bob!", ["You are {v}"], v="Bob"
+    )
     assert says("whats twenty-one plus 3", ["What's {} plus {}?"], "twenty one", 3)
-    assert not says("27 - 48", ["{} + {}"], 27, 48) and not says("I am Bobby", ["I am {v}."], v="Bob")
+    assert not says("27 - 48", ["{} + {}"], 27, 48) and not says(
+        "I am Bobby", ["I am {v}."], v="Bob"
+    )
 
 
 # --- the words of the evaluation ----------------------------------------------------------------------------------
@@ -437,7 +618,9 @@ def drawn(found) -> set[str]:
             skipped = 1 if name in ("tell", "confirm") else 0  # the kind of fact
             parts = set(" ".join(values[skipped:]).replace(",", "").split()) - {"and"}
             always = name in ("tell", "confirm") and values[0] in NAMES
-            new.update(part for part in parts if part.isalpha() and (always or part.lower() not in POOLED))
+            new.update(
+                part for part in parts if part.isalpha() and (always or part.lower() not in POOLED)
+            )
     return {word.translate(ACCENTS) for word in new}
 
 
@@ -465,7 +648,9 @@ def test_the_halves_are_both_usable():
         assert 0 < hidden < len(pool) / 4
     rng = random.Random(0)
     invented = [words.invent(rng, held_out=True) for _ in range(2000)]
-    assert len(set(invented)) > 500 and all(3 <= len(word) <= 12 and word.isalpha() for word in invented)
+    assert len(set(invented)) > 500 and all(
+        3 <= len(word) <= 12 and word.isalpha() for word in invented
+    )
 
 
 def test_training_asks_no_held_out_phrasing(trained):
@@ -482,7 +667,9 @@ def test_training_wraps_no_question_as_the_evaluation_does(trained):
     for line, _, steps, _ in exchanges(trained):
         if steps[-1][0] == "cache":
             for phrasing in (p for p in phrasings if p in plain(line)):
-                wrapped += [line for w in HELD_OUT_WRAPPERS if says(line, [w], q=phrasing, l=phrasing)]
+                wrapped += [
+                    line for w in HELD_OUT_WRAPPERS if says(line, [w], q=phrasing, l=phrasing)
+                ]
     assert wrapped == []
 
 
@@ -502,13 +689,19 @@ def test_the_second_stage_frames_its_lists(all_talks):
     answers = [answer for _, answer, *_ in exchanges(all_talks["second"])]
     assert sum(text.startswith("You said: ") for text in answers) > 400
     assert sum(text.startswith("Reversed: ") for text in answers) > 400
-    named = [answer for _, answer, steps, _ in exchanges(all_talks["second"]) if steps[-1][0] in ("again", "backwards")]
+    named = [
+        answer
+        for _, answer, steps, _ in exchanges(all_talks["second"])
+        if steps[-1][0] in ("again", "backwards")
+    ]
     assert [text for text in named if not text.startswith(("You said: ", "Reversed: "))] == []
 
 
 def test_no_phrasing_has_two_answers():
     """Then no model could be right."""
-    owners = Counter(plain(phrasing) for _, phrasings in QUESTIONS + YES_OR_NO for phrasing in phrasings)
+    owners = Counter(
+        plain(phrasing) for _, phrasings in QUESTIONS + YES_OR_NO for phrasing in phrasings
+    )
     assert [phrasing for phrasing, count in owners.items() if count > 1] == []
     assert all(len(phrasings) >= 4 for _, phrasings in QUESTIONS + YES_OR_NO)
 
@@ -518,7 +711,9 @@ def test_no_phrasing_has_two_answers():
 
 def test_sums_are_of_two_numbers_up_to_99(trained):
     """A third and more has a number of one digit, which chance would give to one sum in five."""
-    added = [step[1:] for _, _, steps, _ in exchanges(trained) for step in steps if step[0] == "add"]
+    added = [
+        step[1:] for _, _, steps, _ in exchanges(trained) for step in steps if step[0] == "add"
+    ]
     assert min(min(pair) for pair in added) == 0 and max(max(pair) for pair in added) == 99
     assert sum(min(pair) < 10 for pair in added) > len(added) / 3
     assert {a for a, _ in added} | {b for _, b in added} == set(range(100))
@@ -526,7 +721,10 @@ def test_sums_are_of_two_numbers_up_to_99(trained):
 
 SUMS = [
     *phrases("stories")["arithmetic"]["big"],
-    *(text.replace("{}", "{a}", 1).replace("{}", "{b}", 1) for text in phrases("requests")["numbers"]["add"]),
+    *(
+        text.replace("{}", "{a}", 1).replace("{}", "{b}", 1)
+        for text in phrases("requests")["numbers"]["add"]
+    ),
 ]
 
 
@@ -541,7 +739,11 @@ def is_small_sum(line: str) -> bool:
 
 
 def test_only_other_arithmetic_is_refused(trained):
-    assert is_small_sum("ok, whats 3 plus 99") and not is_small_sum("-3 + 99") and not is_small_sum("3 + 99 - 1")
+    assert (
+        is_small_sum("ok, whats 3 plus 99")
+        and not is_small_sum("-3 + 99")
+        and not is_small_sum("3 + 99 - 1")
+    )
     refused, added = [], []
     for line, answer, steps, _ in exchanges(trained):
         is_refused = steps[-1] == ("refuse", "arithmetic")
@@ -585,7 +787,9 @@ def test_slips_are_there_and_rare(trained):
     slips = sum(bool(re.search(r"\b(?:u|ur|waht|teh|wich|nmae|thx|pls)\b", line)) for line in lines)
     assert 0.02 < slips / len(lines) < 0.2
     neat = [line for line, _, _, talk in exchanges(trained) if talk.style in ("written", "no mark")]
-    assert [line for line in neat if re.search(r"\b(?:waht|teh|wich|nmae|remeber|lsit)\b", line)] == []
+    assert [
+        line for line in neat if re.search(r"\b(?:waht|teh|wich|nmae|remeber|lsit)\b", line)
+    ] == []
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -593,7 +797,12 @@ def test_texts_are_clean(split, all_talks):
     """One line, single spaces, no template braces; answers end like sentences, and all but their accents is ASCII."""
     for message in chain.from_iterable(talk.messages for talk in all_talks[split]):
         text = message["content"]
-        assert text.strip() and text.isprintable() and "  " not in text and not re.search(r"[{}<>|]", text), text
+        assert (
+            text.strip()
+            and text.isprintable()
+            and "  " not in text
+            and not re.search(r"[{}<>|]", text)
+        ), text
         assert text == text.strip(), text
         marks = text.replace("= ?", "=").replace("...", "")
         assert not re.search(r"\S\s[,.!?]|[,.!?]{2}", marks), text
@@ -604,8 +813,11 @@ def test_texts_are_clean(split, all_talks):
 def test_answers_begin_with_a_capital(trained):
     """Lists and names apart; and the names of a user who types everything small."""
     plain_start = [
-        (steps, answer) for _, answer, steps, talk in exchanges(trained)
-        if answer[0].islower() and not answer.startswith(("nanokv", "start_pos")) and talk.style != "small"
+        (steps, answer)
+        for _, answer, steps, talk in exchanges(trained)
+        if answer[0].islower()
+        and not answer.startswith(("nanokv", "start_pos"))
+        and talk.style != "small"
         and steps[-1][0] not in ("again", "backwards", "count")
     ]
     assert plain_start == []
@@ -613,7 +825,9 @@ def test_answers_begin_with_a_capital(trained):
 
 def test_articles_agree(trained):
     """Always in what the assistant says; users write "an LLM" as it is spoken, and little that is wrong."""
-    wrong = re.compile(r"\b[Aa] (?!uni|one\b|eu|use)[aeiou]|\b[Aa]n (?![aeiouAEIOU]|[A-Z]{2}|hour|honest)")
+    wrong = re.compile(
+        r"\b[Aa] (?!uni|one\b|eu|use)[aeiou]|\b[Aa]n (?![aeiouAEIOU]|[A-Z]{2}|hour|honest)"
+    )
     answers = [answer for _, answer, *_ in exchanges(trained)]
     assert [text for text in answers if wrong.search(text)] == []
     typed = [line for line in users(trained) if wrong.search(line)]
@@ -626,16 +840,26 @@ def test_articles_agree(trained):
 @pytest.fixture(params=["natural", "paraphrased"])
 def written(request):
     """The rows of a file of 200 conversations."""
-    lines = (files("nanokv.school.training") / f"{request.param}.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (
+        (files("nanokv.school.training") / f"{request.param}.jsonl")
+        .read_text(encoding="utf-8")
+        .splitlines()
+    )
     return [json.loads(line) for line in lines]
 
 
 def test_the_written_examples_pass_their_own_rules(written):
     """Each conversation has an answer that its patterns accept; they do not accept just anything."""
-    assert len(written) == 200 and all(row["turns"] and row["right"] and all(row["turns"]) for row in written)
+    assert len(written) == 200 and all(
+        row["turns"] and row["right"] and all(row["turns"]) for row in written
+    )
     for row in written:
-        assert all(re.search(pattern, row["example"], re.IGNORECASE) for pattern in row["right"]), row
-        assert not any(re.search(pattern, row["example"], re.IGNORECASE) for pattern in row["wrong"]), row
+        assert all(re.search(pattern, row["example"], re.IGNORECASE) for pattern in row["right"]), (
+            row
+        )
+        assert not any(
+            re.search(pattern, row["example"], re.IGNORECASE) for pattern in row["wrong"]
+        ), row
         assert not all(re.search(pattern, "xyzzy", re.IGNORECASE) for pattern in row["right"]), row
 
 
@@ -643,14 +867,21 @@ def leaves(texts):
     """Every sentence of a file."""
     if isinstance(texts, str):
         return [texts]
-    return [text for part in (texts.values() if isinstance(texts, dict) else texts) for text in leaves(part)]
+    return [
+        text
+        for part in (texts.values() if isinstance(texts, dict) else texts)
+        for text in leaves(part)
+    ]
 
 
 def test_written_turns_are_not_in_the_corpus(written):
     """A whole turn of more than five words that stands in both is chance; these three do."""
     turns = {plain(turn) for row in written for turn in row["turns"] if len(turn.split()) > 5}
-    corpus_texts = {plain(text) for name in ("facts", "requests", "stories", "cache_questions")
-                    for text in leaves(phrases(name))}
+    corpus_texts = {
+        plain(text)
+        for name in ("facts", "requests", "stories", "cache_questions")
+        for text in leaves(phrases(name))
+    }
     known = {"What do I do for work?", "What do I need to buy?", "Tell me what a token is."}
     assert len(turns) > 150 and len(corpus_texts) > 2000
     assert turns & corpus_texts <= set(map(plain, known))

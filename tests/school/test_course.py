@@ -57,12 +57,28 @@ def each_source(test):
 @pytest.mark.parametrize(
     ("answer", "right"),
     [
-        (8, 8), (8.0, 8), ("8", 8), ("6,112", 6112), (torch.tensor(8), 8), ((1, 2), [1, 2]), ([1, (2, 3)], (1, [2, 3])),
-        (torch.Size([1, 2]), (1, 2)), (torch.ones(2, 2), [[1, 1], [1, 1]]), ("  Axis  0", "axis 0"),
+        (8, 8),
+        (8.0, 8),
+        ("8", 8),
+        ("6,112", 6112),
+        (torch.tensor(8), 8),
+        ((1, 2), [1, 2]),
+        ([1, (2, 3)], (1, [2, 3])),
+        (torch.Size([1, 2]), (1, 2)),
+        (torch.ones(2, 2), [[1, 1], [1, 1]]),
+        ("  Axis  0", "axis 0"),
         ({"k", "V"}, {"K", "v"}),
-        ({"a": (1, 2)}, {"a": [1, 2]}), (True, True), (1 / 3, 0.33333333), ("b", Sealed("x", seal("x", "B "))),
-        ({"K", "Q"}, Sealed("x", seal("x", {"q", "k"}))), (["K", "q"], Sealed("x", seal("x", {"q", "k"}))),
-        (["V", "k"], {"K", "v"}), ([2, 0], {0, 2}), ((), set()), ("-1,024.5", -1024.5), ("1_024", 1024),
+        ({"a": (1, 2)}, {"a": [1, 2]}),
+        (True, True),
+        (1 / 3, 0.33333333),
+        ("b", Sealed("x", seal("x", "B "))),
+        ({"K", "Q"}, Sealed("x", seal("x", {"q", "k"}))),
+        (["K", "q"], Sealed("x", seal("x", {"q", "k"}))),
+        (["V", "k"], {"K", "v"}),
+        ([2, 0], {0, 2}),
+        ((), set()),
+        ("-1,024.5", -1024.5),
+        ("1_024", 1024),
     ],
 )
 def test_two_ways_to_say_the_same(answer, right):
@@ -72,12 +88,33 @@ def test_two_ways_to_say_the_same(answer, right):
 @pytest.mark.parametrize(
     ("answer", "right"),
     [
-        (8, 9), ("eight", 8), (True, 1), (1, True), ((1, 2), (2, 1)), ((1,), (1, 2)), (8, (8,)),
-        (float("nan"), float("nan")), (torch.ones(2), [1, 1, 1]), ("axis 1", "axis 0"), ({"K"}, {"K", "V"}),
-        ({"a": 1}, {"b": 1}), (None, 0), (lambda: 8, 8),
-        ("0,5", 5), ("1,5", 15), ("0,500", 500), ("10,00", 1000), (10**400, 8), ("1e999", 8), (["K", "K"], {"K"}),
-        ("K", {"K"}), (type("Yes", (), {"__eq__": lambda *a: True, "__hash__": None})(), {"K"}),
-        ("c", Sealed("x", seal("x", "b"))), ("b", Sealed("y", seal("x", "b"))), (8.0001, 8), (float("inf"), 8),
+        (8, 9),
+        ("eight", 8),
+        (True, 1),
+        (1, True),
+        ((1, 2), (2, 1)),
+        ((1,), (1, 2)),
+        (8, (8,)),
+        (float("nan"), float("nan")),
+        (torch.ones(2), [1, 1, 1]),
+        ("axis 1", "axis 0"),
+        ({"K"}, {"K", "V"}),
+        ({"a": 1}, {"b": 1}),
+        (None, 0),
+        (lambda: 8, 8),
+        ("0,5", 5),
+        ("1,5", 15),
+        ("0,500", 500),
+        ("10,00", 1000),
+        (10**400, 8),
+        ("1e999", 8),
+        (["K", "K"], {"K"}),
+        ("K", {"K"}),
+        (type("Yes", (), {"__eq__": lambda *a: True, "__hash__": None})(), {"K"}),
+        ("c", Sealed("x", seal("x", "b"))),
+        ("b", Sealed("y", seal("x", "b"))),
+        (8.0001, 8),
+        (float("inf"), 8),
     ],
 )
 def test_two_different_answers(answer, right):
@@ -89,8 +126,19 @@ def test_tolerance_is_relative_or_absolute():
     assert same(0.1, 0, atol=0.2) and not same(0.3, 0, atol=0.2)
 
 
-@pytest.mark.parametrize(("answer", "blank"), [(..., True), (None, True), ((1, ...), True), (" ", True), (0, False),
-                                               ((), False), (False, False), ("0", False)])
+@pytest.mark.parametrize(
+    ("answer", "blank"),
+    [
+        (..., True),
+        (None, True),
+        ((1, ...), True),
+        (" ", True),
+        (0, False),
+        ((), False),
+        (False, False),
+        ("0", False),
+    ],
+)
 def test_an_untouched_stub_is_no_answer(answer, blank):
     assert is_blank(answer) == blank
 
@@ -98,7 +146,10 @@ def test_an_untouched_stub_is_no_answer(answer, blank):
 # --- judging ------------------------------------------------------------------------------------------------------
 
 EXAMPLE = value(
-    "x.1", right=lambda c: c.n + 1, parameters={"n": (5, 6, 7)}, otherwise="count again",
+    "x.1",
+    right=lambda c: c.n + 1,
+    parameters={"n": (5, 6, 7)},
+    otherwise="count again",
     wrong=(Mistake("off by one", lambda c: c.n, "you forgot the new one"),),
 )
 
@@ -106,18 +157,26 @@ EXAMPLE = value(
 def test_a_value_is_right_wrong_known_or_blank():
     case = EXAMPLE.case()
     assert EXAMPLE.judge(6, case).state == "right"
-    assert EXAMPLE.judge(5, case) == checking.Outcome("wrong", "you forgot the new one", "off by one")
+    assert EXAMPLE.judge(5, case) == checking.Outcome(
+        "wrong", "you forgot the new one", "off by one"
+    )
     assert EXAMPLE.judge(99, case) == checking.Outcome("wrong", "count again")
     assert EXAMPLE.judge(..., case).state == "unanswered"
 
 
 def test_a_variant_is_the_same_for_the_same_seed():
     drawn = [EXAMPLE.case(seed).n for seed in range(20)]
-    assert EXAMPLE.case().n == 5 and set(drawn) == {5, 6, 7} and drawn == [EXAMPLE.case(seed).n for seed in range(20)]
+    assert (
+        EXAMPLE.case().n == 5
+        and set(drawn) == {5, 6, 7}
+        and drawn == [EXAMPLE.case(seed).n for seed in range(20)]
+    )
 
 
 SQUARE = function(
-    "x.2", right=lambda n: n * n, inputs=lambda rng: (rng.randint(3, 9),),
+    "x.2",
+    right=lambda n: n * n,
+    inputs=lambda rng: (rng.randint(3, 9),),
     wrong=(Mistake("doubled", lambda n: 2 * n, "that is twice"),),
 )
 
@@ -125,10 +184,15 @@ SQUARE = function(
 @pytest.mark.parametrize(
     ("answer", "state", "words"),
     [
-        (lambda n: n**2, "right", ""), (lambda n: n + n, "wrong", "that is twice"), (lambda n: ..., "unanswered", ""),
-        (lambda n: n // 0, "wrong", "stopped with ZeroDivisionError"), (lambda: 1, "wrong", "stopped with TypeError"),
-        (lambda n: n * n if n < 9 else 0, "wrong", "(9)\n    gives     0\n    expected  81"), (49, "wrong", "itself"),
-        (..., "unanswered", ""), (lambda n: "x", "wrong", "(3)\n    gives     'x'"),
+        (lambda n: n**2, "right", ""),
+        (lambda n: n + n, "wrong", "that is twice"),
+        (lambda n: ..., "unanswered", ""),
+        (lambda n: n // 0, "wrong", "stopped with ZeroDivisionError"),
+        (lambda: 1, "wrong", "stopped with TypeError"),
+        (lambda n: n * n if n < 9 else 0, "wrong", "(9)\n    gives     0\n    expected  81"),
+        (49, "wrong", "itself"),
+        (..., "unanswered", ""),
+        (lambda n: "x", "wrong", "(3)\n    gives     'x'"),
     ],
 )
 def test_a_function_is_tried_on_random_inputs(answer, state, words):
@@ -162,7 +226,9 @@ def normed(x, weight, eps):
 
 def attended(q, k, v):
     q /= q.shape[-1] ** 0.5
-    return (q @ k.T).masked_fill_(torch.ones(len(q), len(q)).triu(1).bool(), -torch.inf).softmax(-1) @ v
+    return (q @ k.T).masked_fill_(torch.ones(len(q), len(q)).triu(1).bool(), -torch.inf).softmax(
+        -1
+    ) @ v
 
 
 def decoded(pieces):
@@ -186,7 +252,14 @@ def accepted(guesses, best):
 
 @pytest.mark.parametrize(
     ("id", "answer"),
-    [("03.2", rotated), ("03.3", normed), ("02.2", attended), ("01.2", decoded), ("01.5", until), ("11.5", accepted)],
+    [
+        ("03.2", rotated),
+        ("03.3", normed),
+        ("02.2", attended),
+        ("01.2", decoded),
+        ("01.5", until),
+        ("11.5", accepted),
+    ],
 )
 def test_a_right_function_may_change_what_it_is_given(id, answer):
     check = checking.find(id)
@@ -196,8 +269,10 @@ def test_a_right_function_may_change_what_it_is_given(id, answer):
 @pytest.mark.parametrize(
     ("id", "answer"),
     [
-        ("03.2", lambda x, cos, sin: x.zero_()), ("03.3", lambda x, weight, eps: x.zero_()),
-        ("02.2", lambda q, k, v: v.zero_()), ("01.3", lambda chances, p: chances.clear() or set()),
+        ("03.2", lambda x, cos, sin: x.zero_()),
+        ("03.3", lambda x, weight, eps: x.zero_()),
+        ("02.2", lambda q, k, v: v.zero_()),
+        ("01.3", lambda chances, p: chances.clear() or set()),
         ("11.4", lambda cached, new: cached.clear() or new.__setitem__(slice(None), [1]) or 0),
         ("11.5", lambda g, b: g.clear() or b.__setitem__(slice(None), [7]) or [7]),
     ],
@@ -220,12 +295,25 @@ RECURSIVE = [1]
 RECURSIVE.append(RECURSIVE)
 
 
-@pytest.mark.parametrize("id", ["05.1", "05.2", "05.5", "04.5", "08.2", "01.3", "03.5", "12.5", "05.q1"])
+@pytest.mark.parametrize(
+    "id", ["05.1", "05.2", "05.5", "04.5", "08.2", "01.3", "03.5", "12.5", "05.q1"]
+)
 @pytest.mark.parametrize(
     "odd",
-    [Odd(), (Odd(), Odd()), lambda *_: Odd(), (10**400, 1), RECURSIVE, torch.ones(2, device="meta"), pytest.fail,
-     lambda *_: pytest.skip("x"), lambda *_: exit(3), lambda *_: RECURSIVE, lambda *_: torch.ones(2, device="meta"),
-     lambda *_: (_ for _ in ()).throw(KeyError(Odd()))],
+    [
+        Odd(),
+        (Odd(), Odd()),
+        lambda *_: Odd(),
+        (10**400, 1),
+        RECURSIVE,
+        torch.ones(2, device="meta"),
+        pytest.fail,
+        lambda *_: pytest.skip("x"),
+        lambda *_: exit(3),
+        lambda *_: RECURSIVE,
+        lambda *_: torch.ones(2, device="meta"),
+        lambda *_: (_ for _ in ()).throw(KeyError(Odd())),
+    ],
 )
 def test_no_answer_is_so_odd_that_check_raises(id, odd, capsys):
     result = session.answer(id, odd) if "q" in id else session.check(id, odd)
@@ -247,13 +335,19 @@ def test_two_tensors_of_one_shape_are_told_apart_in_words():
         return torch.ones(T, n + T, dtype=torch.bool).tril(n)
 
     floats = check.judge(lambda n, T: right(n, T).float(), check.case()).message
-    assert "the right numbers as torch.float32" in floats and "they have to be torch.bool\n" in floats
+    assert (
+        "the right numbers as torch.float32" in floats and "they have to be torch.bool\n" in floats
+    )
     one = check.judge(lambda n, T: right(n, T) if T > 1 else None, check.case())
     assert one.state == "wrong" and "returned None" in one.message and "(n=0, T=1)" in one.message
     check = checking.find("03.2")
-    message = check.judge(lambda x, cos, sin: rotated(x, cos, sin) + torch.tensor([0.0, 1] * (x.shape[-1] // 2)),
-                          check.case()).message
-    assert re.search(r"yours gives (\S+) \(torch.float32\) at \[0, 0, 0, 1\], but it is (?!\1)", message)
+    message = check.judge(
+        lambda x, cos, sin: rotated(x, cos, sin) + torch.tensor([0.0, 1] * (x.shape[-1] // 2)),
+        check.case(),
+    ).message
+    assert re.search(
+        r"yours gives (\S+) \(torch.float32\) at \[0, 0, 0, 1\], but it is (?!\1)", message
+    )
 
 
 def test_a_case_shows_its_numbers_unless_they_are_the_answer():
@@ -263,7 +357,9 @@ def test_a_case_shows_its_numbers_unless_they_are_the_answer():
     assert all(repr(check.case()) == "Case(hidden)" == str(check.case(3)) for check in hidden)
 
 
-@pytest.mark.parametrize("check", [c for _, c in EXERCISES if c.parameters and c.mistakes], ids=lambda check: check.id)
+@pytest.mark.parametrize(
+    "check", [c for _, c in EXERCISES if c.parameters and c.mistakes], ids=lambda check: check.id
+)
 def test_no_draw_makes_two_mistakes_one(check):
     for values in itertools.product(*check.parameters.values()):
         case = checking.Case(dict(zip(check.parameters, values, strict=True)))
@@ -292,11 +388,13 @@ def floored(x, bits, dim):
 @pytest.mark.parametrize(
     ("answer", "mistake"),
     [
-        (rounded, ""), (lambda x, bits, dim: x if bits > 2 else rounded(x, bits, dim), "levels"),
+        (rounded, ""),
+        (lambda x, bits, dim: x if bits > 2 else rounded(x, bits, dim), "levels"),
         (lambda x, bits, dim: x if bits > 4 else rounded(x, bits, dim), "levels"),
         (lambda x, bits, dim: rounded(x, 8 if bits > 2 else 2, dim), "levels"),
         (lambda x, bits, dim: rounded(x, bits, dim, most=4), "error"),
-        (lambda x, bits, dim: symmetric(x, bits, dim), "ends"), (lambda x, bits, dim: floored(x, bits, dim), "floor"),
+        (lambda x, bits, dim: symmetric(x, bits, dim), "ends"),
+        (lambda x, bits, dim: floored(x, bits, dim), "floor"),
         (lambda x, bits, dim: rounded(x, bits, (dim + 1) % 4), "dimension"),
         (lambda x, bits, dim: rounded(x, bits, (0, 1, 2, 3)), "one scale"),
         (lambda x, bits, dim: x / 0 * 0, ""),
@@ -315,9 +413,13 @@ def one_kv_head(model, change=None):
     weights = {name: weight.clone() for name, weight in model.state_dict().items()}
     for name in weights:
         if name.endswith(("k_proj.weight", "v_proj.weight")):
-            weights[name] = weights[name].view(model.config.num_key_value_heads, config.head_dim, -1).mean(0)
+            weights[name] = (
+                weights[name].view(model.config.num_key_value_heads, config.head_dim, -1).mean(0)
+            )
         elif change and change in name:
-            weights[name] = torch.randn(weights[name].shape, generator=torch.Generator().manual_seed(0))
+            weights[name] = torch.randn(
+                weights[name].shape, generator=torch.Generator().manual_seed(0)
+            )
     made = Qwen3(config).requires_grad_(False).eval()
     made.load_state_dict(weights)
     return made
@@ -333,8 +435,10 @@ class Store:
 
     def get(self, tokens):
         def shared(other):
-            return next((i for i, (a, b) in enumerate(zip(tokens, other, strict=False)) if a != b),
-                        min(len(tokens), len(other)))
+            return next(
+                (i for i, (a, b) in enumerate(zip(tokens, other, strict=False)) if a != b),
+                min(len(tokens), len(other)),
+            )
 
         best = max(self.kept, key=shared, default=())
         n = min(shared(best), len(tokens) - 1)
@@ -354,14 +458,18 @@ class Store:
             del self.kept[next(iter(self.kept))]
 
 
-@pytest.mark.parametrize(("touched", "mistake"), [(("get", "put"), ""), (("put",), "get no use"), ((), "order")])
+@pytest.mark.parametrize(
+    ("touched", "mistake"), [(("get", "put"), ""), (("put",), "get no use"), ((), "order")]
+)
 def test_a_store_forgets_what_was_used_least_recently(touched, mistake):
     check, store = checking.find("12.5"), type("Mine", (Store,), {"touched": touched})
     assert check.judge(("prefix", store), check.case()).mistake == mistake
     assert check.judge(("prefix", store), check.case()).state == ("wrong" if mistake else "right")
 
 
-@pytest.mark.parametrize("change", [None, "embed_tokens", "o_proj", "q_norm", "1.input_layernorm", "down_proj"])
+@pytest.mark.parametrize(
+    "change", [None, "embed_tokens", "o_proj", "q_norm", "1.input_layernorm", "down_proj"]
+)
 def test_a_converted_model_keeps_every_other_weight(change):
     check = checking.find("12.5")
     outcome = check.judge(("mqa", lambda model: one_kv_head(model, change)), check.case())
@@ -370,8 +478,13 @@ def test_a_converted_model_keeps_every_other_weight(change):
 
 @pytest.mark.parametrize(
     ("weights", "state"),
-    [([1, 2, 3, 4] * 2, "right"), ([1e6, 2, 3, 4] * 2, "right"), ([1e-3, 2e-3, 1e-3, 3e-3] * 2, "right"),
-     ([1e6, 1, 2, 3, 1e6, 5, 6, 7], "wrong"), ([1] * 7 + [1.0001], "wrong")],
+    [
+        ([1, 2, 3, 4] * 2, "right"),
+        ([1e6, 2, 3, 4] * 2, "right"),
+        ([1e-3, 2e-3, 1e-3, 3e-3] * 2, "right"),
+        ([1e6, 1, 2, 3, 1e6, 5, 6, 7], "wrong"),
+        ([1] * 7 + [1.0001], "wrong"),
+    ],
 )
 def test_weights_that_commute_with_the_rotation_are_told_whatever_their_size(weights, state):
     check = checking.find("03.5")
@@ -407,7 +520,9 @@ def test_a_leak_test_has_to_look_at_every_position():
 
 
 def test_a_quiz_question_explains_the_letter_that_was_chosen():
-    question = Question("x.q1", "why?", {"a": ("…", "no, because"), "b": ("…", "yes, because")}, seal("x.q1", "b"))
+    question = Question(
+        "x.q1", "why?", {"a": ("…", "no, because"), "b": ("…", "yes, because")}, seal("x.q1", "b")
+    )
     assert question.judge(" B ") == checking.Outcome("right", "yes, because")
     assert question.judge("a") == checking.Outcome("wrong", "no, because", "a")
     assert question.judge("z").state == "wrong" and question.judge(...).state == "unanswered"
@@ -422,7 +537,11 @@ def test_every_registered_mistake_is_recognised(number, check, seed):
         if check.key:
             assert check.judge(check.key(case), case).state == "right"
         for mistake in check.mistakes:
-            answer = mistake.gives if check.judge(1, case).message.startswith("hand in") else mistake.gives(case)
+            answer = (
+                mistake.gives
+                if check.judge(1, case).message.startswith("hand in")
+                else mistake.gives(case)
+            )
             outcome = check.judge(answer, case)
             assert (outcome.state, outcome.mistake) == ("wrong", mistake.name), (seed, answer)
 
@@ -440,7 +559,10 @@ def test_three_digits_are_enough_and_a_mistake_stays_one(id):
         case = checking.Case(dict(zip(check.parameters, values, strict=True)))
         assert check.judge(to_digits(check.key(case), 3), case).state == "right", case
         for mistake in check.mistakes:
-            assert check.judge(to_digits(mistake.gives(case), 4), case).mistake == mistake.name, (case, mistake)
+            assert check.judge(to_digits(mistake.gives(case), 4), case).mistake == mistake.name, (
+                case,
+                mistake,
+            )
 
 
 def test_a_layer_that_is_right_is_said_to_be_right_whatever_the_cause():
@@ -456,7 +578,10 @@ def test_a_layer_that_is_right_is_said_to_be_right_whatever_the_cause():
             assert (found[0].state, found[0].mistake) == right
             assert [one.mistake for one in found[1:]] == ["last layer", "counted from 1", ""]
         assert cause not in check.judge((layer, "f"), case).message.split()
-    assert "a pair" in check.judge((2, "x"), check.case()).message and "a pair" in check.judge(2, check.case()).message
+    assert (
+        "a pair" in check.judge((2, "x"), check.case()).message
+        and "a pair" in check.judge(2, check.case()).message
+    )
 
 
 @pytest.mark.parametrize("number", [1e-3, "0.001", torch.tensor(1e-3), torch.tensor(1e-3).numpy()])
@@ -467,8 +592,10 @@ def test_a_tolerance_is_a_number_of_any_kind(number):
 
 @pytest.mark.parametrize(
     ("id", "sets", "names"),
-    [("04.5", [{"theta"}, {"head"}, ["eps", "head"]], "theta, eps, head"),
-     ("05.5", [{"K"}, {"q", "v"}, []], "Q, K, V")],
+    [
+        ("04.5", [{"theta"}, {"head"}, ["eps", "head"]], "theta, eps, head"),
+        ("05.5", [{"K"}, {"q", "v"}, []], "Q, K, V"),
+    ],
 )
 def test_only_what_is_no_set_of_the_names_is_told_the_form(id, sets, names):
     check = checking.find(id)
@@ -476,13 +603,18 @@ def test_only_what_is_no_set_of_the_names_is_told_the_form(id, sets, names):
         outcome = check.judge(answer, check.case())
         assert outcome.state == "wrong" and "Experiment" in outcome.message, answer
     for answer in ("head", 3, {"thetta"}, {"K", 3}, {"Q": 1}, ["K", "K"]):
-        assert check.judge(answer, check.case()).message.endswith(f"all or some or none: {names}"), answer
+        assert check.judge(answer, check.case()).message.endswith(
+            f"all or some or none: {names}"
+        ), answer
 
 
 def test_what_is_not_a_number_is_called_so():
     nan = float("nan")
     check = checking.find("08.2")
-    assert check.judge((nan, 1), check.case()).message == check.judge(torch.tensor([1, nan]), check.case()).message
+    assert (
+        check.judge((nan, 1), check.case()).message
+        == check.judge(torch.tensor([1, nan]), check.case()).message
+    )
     assert "NaN" in check.judge((nan, 1), check.case()).message
     check = checking.find("02.2")
     half = check.judge(lambda q, k, v: torch.cat((q[:1] * nan, v[1:])), check.case()).message
@@ -496,7 +628,11 @@ def test_what_is_not_a_number_is_called_so():
         ("02.2", lambda q, k, v: scores(k, q).softmax(-1) @ v, "exchanged"),
         ("03.2", lambda x, cos, sin: rotated(x, sin, cos), "exchanged"),
         ("03.3", lambda x, weight, eps: normed(x, weight, 0), "eps is missing"),
-        ("03.3", lambda x, weight, eps: weight * x / (x.square().mean(1, keepdim=True) + eps), "root is missing"),
+        (
+            "03.3",
+            lambda x, weight, eps: weight * x / (x.square().mean(1, keepdim=True) + eps),
+            "root is missing",
+        ),
     ],
 )
 def test_a_slip_in_a_formula_is_named(id, answer, words):
@@ -530,7 +666,11 @@ def test_check_prints_and_returns_and_never_raises(capsys, tmp_path, monkeypatch
     assert session.check("05.1", (5 + 6 + 7 + 8, 8))
     printed = capsys.readouterr().out.splitlines()
     assert printed == ["05.1: not answered yet.", str(wrong), "05.1: right."]
-    assert [event["state"] for event in log.read(tmp_path / "log")] == ["unanswered", "wrong", "right"]
+    assert [event["state"] for event in log.read(tmp_path / "log")] == [
+        "unanswered",
+        "wrong",
+        "right",
+    ]
 
 
 def test_an_id_that_does_not_exist_is_the_authors_error():
@@ -549,7 +689,9 @@ def test_a_slow_cell_takes_less_of_a_larger_model(monkeypatch):
     assert session.sized(1024, 256) == 1024 * session.BUNDLED // costs.parameters(deeper) > 512
     monkeypatch.setitem(session._STATE, "model", SimpleNamespace(config=FAMILY["Qwen/Qwen3-0.6B"]))
     assert session.sized(1024, 256) == 256
-    monkeypatch.setitem(session._STATE, "model", SimpleNamespace(config=replace(deeper, num_hidden_layers=1)))
+    monkeypatch.setitem(
+        session._STATE, "model", SimpleNamespace(config=replace(deeper, num_hidden_layers=1))
+    )
     assert session.sized(1024, 256) == 1024
 
 
@@ -574,7 +716,10 @@ def test_a_model_is_found_from_where_jupyter_was_started_too(name, tmp_path, mon
     assert session.located(name) == name, "there is none: the loader says so"
     (tmp_path / name).write_text("")
     assert (tmp_path / name).samefile(session.located(name))
-    assert session.located("tiny") == "tiny" and session.located("a/name-on-the-hub") == "a/name-on-the-hub"
+    assert (
+        session.located("tiny") == "tiny"
+        and session.located("a/name-on-the-hub") == "a/name-on-the-hub"
+    )
     (tmp_path / "notebooks" / "models").mkdir()
     (tmp_path / "notebooks" / name).write_text("")
     assert session.located(name) == name, "the one beside the notebook comes first"
@@ -598,7 +743,11 @@ def test_a_model_that_does_not_exist_is_told_with_the_way_back(name, tmp_path, m
     monkeypatch.setattr(session.os, "environ", {"NANOKV_MODEL": name})
     with pytest.raises(CourseError) as told:
         session.start("05")
-    assert name[:9] in str(told.value) and len(str(told.value)) < 3000 and "without NANOKV_MODEL" in told.value.hint
+    assert (
+        name[:9] in str(told.value)
+        and len(str(told.value)) < 3000
+        and "without NANOKV_MODEL" in told.value.hint
+    )
 
 
 def test_another_model_is_told_what_to_do_when_a_cell_is_slow(monkeypatch, capsys):
@@ -609,7 +758,11 @@ def test_another_model_is_told_what_to_do_when_a_cell_is_slow(monkeypatch, capsy
     monkeypatch.setenv("NANOKV_MODEL", "a/large-one")
     session.start("05")
     said = capsys.readouterr().out
-    assert 'course.start("05", model="tiny")' in said and "make book" in said and "of the bundled model" in said
+    assert (
+        'course.start("05", model="tiny")' in said
+        and "make book" in said
+        and "of the bundled model" in said
+    )
     monkeypatch.delenv("NANOKV_MODEL")
     session.start("05")
     assert "Too slow?" not in capsys.readouterr().out
@@ -618,7 +771,9 @@ def test_another_model_is_told_what_to_do_when_a_cell_is_slow(monkeypatch, capsy
 def test_the_numbers_of_another_exercise_are_told_apart():
     """All cells were run, so `case` is that of the last exercise; then somebody answers the first."""
     case = checking.find("00.4").case()
-    with pytest.raises(AttributeError, match=r"no 'a' among the numbers of this case \(n, C, D\).*course\.case"):
+    with pytest.raises(
+        AttributeError, match=r"no 'a' among the numbers of this case \(n, C, D\).*course\.case"
+    ):
         case.a  # noqa: B018
     assert case.n == 5 and not hasattr(case, "_repr_html_")
 
@@ -647,7 +802,9 @@ def test_a_negative_prediction_is_refused_where_it_makes_no_sense(capsys):
     session.predict("x.a", 7, unit="lists")
     session.predict("x.a", "-5", unit="lists")
     assert not session._PREDICTIONS, "the earlier one is taken back too"
-    assert capsys.readouterr().out.endswith("x.a: no prediction yet. -5 lists cannot be: the number is 0 or more.\n")
+    assert capsys.readouterr().out.endswith(
+        "x.a: no prediction yet. -5 lists cannot be: the number is 0 or more.\n"
+    )
     session.predict("x.a", 0)
     session.predict("x.b", -5, unit="percent", signed=True)
     assert session._PREDICTIONS == {"x.a": (0, ""), "x.b": (-5, "percent")}
@@ -660,14 +817,29 @@ def test_a_bet_may_be_collected_in_anything_and_loses_no_name_silently(kind, cap
     assert capsys.readouterr().out == ""
     assert session.chosen(kind(["cached_querys", "cached_queries"]), names) == {"cached_queries"}
     assert capsys.readouterr().out == "not among the names, so left out: cached_querys\n"
-    assert session.chosen("cached_queries", names) == {"cached_queries"} and session.chosen([], names) == set()
-    assert [session.chosen(blank, names) for blank in (..., None, 3, ["cached_queries", ...])] == [None] * 4
+    assert (
+        session.chosen("cached_queries", names) == {"cached_queries"}
+        and session.chosen([], names) == set()
+    )
+    assert [session.chosen(blank, names) for blank in (..., None, 3, ["cached_queries", ...])] == [
+        None
+    ] * 4
 
 
 @pytest.mark.parametrize(
     ("number", "words"),
-    [(10920.6, "10,921"), (1.092e4, "10,920"), (123456.7, "123,457"), (48.128, "48.13"), (1234.5, "1,234"), (5, "5"),
-     (0.0213, "0.0213"), (2.4e-5, "2.4e-05"), (1e20, "1e+20"), (math.inf, "inf")],
+    [
+        (10920.6, "10,921"),
+        (1.092e4, "10,920"),
+        (123456.7, "123,457"),
+        (48.128, "48.13"),
+        (1234.5, "1,234"),
+        (5, "5"),
+        (0.0213, "0.0213"),
+        (2.4e-5, "2.4e-05"),
+        (1e20, "1e+20"),
+        (math.inf, "inf"),
+    ],
 )
 def test_a_quantity_is_written_as_people_do(number, words):
     assert session.quantity(number, "times") == f"{words} times"
@@ -682,10 +854,20 @@ def test_a_comma_is_no_decimal_point(capsys):
 
 @pytest.mark.parametrize(
     ("guess", "measured", "words"),
-    [(5, 5, "exactly right"), (5.2, 5, "within a tenth"), (6, 5, "the right size, 1.2 times too high"),
-     (1, 100, "100 times too low"), (0, 3, "too low by 3"), (8, 0, "too high by 8"), (-1, 1, "sign"),
-     (1e9, 1, "too high by 10^9"), (1e-320, 5, "too low by 10^321"), (5, math.inf, "too low"),
-     (1e300, 1e-300, "too high by 10^600"), (-2e-300, -1e-300, "the right size, 2 times too high")],
+    [
+        (5, 5, "exactly right"),
+        (5.2, 5, "within a tenth"),
+        (6, 5, "the right size, 1.2 times too high"),
+        (1, 100, "100 times too low"),
+        (0, 3, "too low by 3"),
+        (8, 0, "too high by 8"),
+        (-1, 1, "sign"),
+        (1e9, 1, "too high by 10^9"),
+        (1e-320, 5, "too low by 10^321"),
+        (5, math.inf, "too low"),
+        (1e300, 1e-300, "too high by 10^600"),
+        (-2e-300, -1e-300, "the right size, 2 times too high"),
+    ],
 )
 def test_the_comment_on_a_prediction(guess, measured, words):
     assert words in session.comment(guess, measured)
@@ -718,7 +900,9 @@ def test_a_student_notebook_holds_nothing_that_it_should_not(path):
     source = twins.read(path)
     notebook = source.student()
     text = "".join("".join(cell["source"]) + "\n" for cell in notebook["cells"])
-    stubs = {line.strip() for c in source.cells if c.role != "solution" for line in c.text.splitlines()}
+    stubs = {
+        line.strip() for c in source.cells if c.role != "solution" for line in c.text.splitlines()
+    }
     shown = {line.strip() for line in text.splitlines()}
     for cell in source.cells:
         if cell.role == "solution":
@@ -741,7 +925,9 @@ def test_every_exercise_is_used_once(path):
     used = re.findall(r'course\.(?:check|answer)\(\s*"([\w.]+)"', code)
     assert sorted(used) == sorted(item.id for item in (*module.CHECKS, *module.QUESTIONS))
     assert f'course.quiz("{source.number}")' in code
-    predicted, revealed = (re.findall(rf'course\.{f}\(\s*"([\w.]+)"', code) for f in ("predict", "reveal"))
+    predicted, revealed = (
+        re.findall(rf'course\.{f}\(\s*"([\w.]+)"', code) for f in ("predict", "reveal")
+    )
     assert predicted and predicted == revealed and len(set(predicted)) == len(predicted)
 
 
@@ -756,7 +942,9 @@ def test_every_figure_in_the_text_is_recorded_and_every_number_marked(path):
     assert "$" not in prose.FREE.sub("", source.prose()), "formulas are Unicode or code"
 
 
-@pytest.mark.parametrize("path", [*twins.sources(NOTEBOOKS), *sorted(NOTEBOOKS.rglob("*.md"))], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path", [*twins.sources(NOTEBOOKS), *sorted(NOTEBOOKS.rglob("*.md"))], ids=lambda p: p.name
+)
 def test_no_line_of_the_text_begins_with_a_mark(path):
     """To Markdown such a line is HTML: it tears its paragraph, and `code` in it is shown with its backticks."""
     text = twins.read(path).prose() if path.suffix == ".py" else path.read_text("utf-8")
@@ -769,7 +957,9 @@ def test_a_command_to_be_typed_is_that_of_the_environment_and_parses(path):
     """The lines of a bash block: `.venv/bin/nanokv`, as in the README."""
     from nanokv.apps import cli
 
-    for block in re.findall(r"^```bash\n(.*?)^```", twins.read(path).prose(), re.MULTILINE | re.DOTALL):
+    for block in re.findall(
+        r"^```bash\n(.*?)^```", twins.read(path).prose(), re.MULTILINE | re.DOTALL
+    ):
         for line in block.splitlines():
             program, name, *words = shlex.split(line, comments=True)
             assert program == ".venv/bin/nanokv", line
@@ -817,13 +1007,26 @@ x = 42 + 42
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("# # 05 · T", "# # 06 · T", "first cell"), ("# ## Quiz\n", "", "sections"),
+        ("# # 05 · T", "# # 06 · T", "first cell"),
+        ("# ## Quiz\n", "", "sections"),
         ('start("05")', 'start("06")', "start"),
         ('# %% tags=["solution"]\nx = 42 + 42\n', "", "its solution right after"),
         ('# %% tags=["exercise"]\nx = ...\n', "", "right after its exercise"),
-        ('\ncourse.start', '\ncourse.figure("05.a", 1)\ncourse.start', "course.show, figure or confirm"),
-        ('# %%\ncourse.start', '# %% tags=["hide-input"]\ncourse.start', "course.show, figure or confirm"),
-        ('# %%\ncourse.start', '# %% tags=["hide-input"]\ncourse.figure(course.reveal())\ncourse.start', "learner"),
+        (
+            "\ncourse.start",
+            '\ncourse.figure("05.a", 1)\ncourse.start',
+            "course.show, figure or confirm",
+        ),
+        (
+            "# %%\ncourse.start",
+            '# %% tags=["hide-input"]\ncourse.start',
+            "course.show, figure or confirm",
+        ),
+        (
+            "# %%\ncourse.start",
+            '# %% tags=["hide-input"]\ncourse.figure(course.reveal())\ncourse.start',
+            "learner",
+        ),
         ('"exercise"]', '"exercise", "hide-input"]', "tags"),
     ],
 )
@@ -831,7 +1034,9 @@ def test_a_malformed_source_is_refused(tmp_path, old, new, words):
     path = tmp_path / "05_t.py"
     path.write_text(PLAIN)
     source = twins.read(path)
-    assert "42 + 42" in json.dumps(source.solution()) and "42 + 42" not in json.dumps(source.student())
+    assert "42 + 42" in json.dumps(source.solution()) and "42 + 42" not in json.dumps(
+        source.student()
+    )
     path.write_text(PLAIN.replace(old, new))
     with pytest.raises(CourseError, match=words):
         twins.read(path)
@@ -845,7 +1050,11 @@ def test_what_draws_or_keeps_books_is_folded_in_both_twins(tmp_path):
     path.write_text(PLAIN.replace('# %% tags=["exercise"]', FOLDED))
     source = twins.read(path)
     for twin in (source.student(), source.solution()):
-        folded = [cell for cell in twin["cells"] if cell["metadata"].get("jupyter") == {"source_hidden": True}]
+        folded = [
+            cell
+            for cell in twin["cells"]
+            if cell["metadata"].get("jupyter") == {"source_hidden": True}
+        ]
         assert [(cell["metadata"]["tags"], cell["source"]) for cell in folded] == [
             (["hide-input"], ['course.figure("05.a", 48)'])
         ]
@@ -881,19 +1090,33 @@ def test_a_book_of_one_chapter_lists_what_is_there(tmp_path, monkeypatch, capsys
 def test_a_page_of_the_book_folds_code_on_demand_and_scrolls_tables_in_their_box():
     import nbformat.v4 as form
 
-    folded = form.new_code_cell("course.show(fig)", metadata={"tags": ["hide-input"]}, outputs=[
-        form.new_output("stream", name="stdout", text="In words")])
-    page = book.render(form.new_notebook(cells=[
-        form.new_code_cell("decode()"), folded, form.new_markdown_cell("| a |\n|---|\n| 1 |")]))
+    folded = form.new_code_cell(
+        "course.show(fig)",
+        metadata={"tags": ["hide-input"]},
+        outputs=[form.new_output("stream", name="stdout", text="In words")],
+    )
+    page = book.render(
+        form.new_notebook(
+            cells=[
+                form.new_code_cell("decode()"),
+                folded,
+                form.new_markdown_cell("| a |\n|---|\n| 1 |"),
+            ]
+        )
+    )
     hidden = re.search(r"<details.*?</details>", page, re.DOTALL)
     assert "Code of the figure</summary>" in hidden[0] and "show" in hidden[0]
     assert "decode" in page[: hidden.start()] and "In words" in page[hidden.end() :]
     assert re.search(r'<div class="scroll" tabindex="0"><table>.*</table></div>', page, re.DOTALL)
 
 
-@pytest.mark.parametrize(("printed", "scrolls"), [
-    ("S   without   with\n16      136     16", True), ("claim 2.9: it is 64\n    wrong. It is 128.", False),
-])
+@pytest.mark.parametrize(
+    ("printed", "scrolls"),
+    [
+        ("S   without   with\n16      136     16", True),
+        ("claim 2.9: it is 64\n    wrong. It is 128.", False),
+    ],
+)
 def test_printed_columns_scroll_and_printed_sentences_wrap(printed, scrolls):
     import nbformat.v4 as form
 
@@ -906,7 +1129,12 @@ def test_what_is_printed_between_two_pictures_is_one_box():
     def output(kind, text=""):
         return {"output_type": kind, "text": text, "name": "stdout"}
 
-    sent = [output("stream", "a"), output("stream", "b"), output("display_data"), output("stream", "c")]
+    sent = [
+        output("stream", "a"),
+        output("stream", "b"),
+        output("display_data"),
+        output("stream", "c"),
+    ]
     joined = running.joined([*sent, output("stream", "d") | {"name": "stderr"}])
     assert [o["text"] for o in joined] == ["ab", "", "c", "d"]
 
@@ -914,12 +1142,23 @@ def test_what_is_printed_between_two_pictures_is_one_box():
 @pytest.mark.parametrize(
     ("quoted", "recorded", "allowed", "fits"),
     [
-        ("48", 48.13, "", True), ("48.1", 48.13, "", True), ("48.2", 48.13, "", False),
+        ("48", 48.13, "", True),
+        ("48.1", 48.13, "", True),
+        ("48.2", 48.13, "", False),
         ("6,112", 6112, "", True),
-        ("6,113", 6112, "", False), ("2e-5", 2.4e-5, "", True), ("2e-5", 2.6e-5, "", False),
-        ("−3", -3.2, "", True), ("12", 30, "x3", True), ("12", 40, "x3", False), ("12", -12, "x3", False),
-        ("4", 5.0, "above", True), ("4", 3.9, "above", False), ("4", 3.9, "below", True), ("4", 5.0, "below", False),
-        ("about 5", 5, "", False), ("1", math.inf, "", False),
+        ("6,113", 6112, "", False),
+        ("2e-5", 2.4e-5, "", True),
+        ("2e-5", 2.6e-5, "", False),
+        ("−3", -3.2, "", True),
+        ("12", 30, "x3", True),
+        ("12", 40, "x3", False),
+        ("12", -12, "x3", False),
+        ("4", 5.0, "above", True),
+        ("4", 3.9, "above", False),
+        ("4", 3.9, "below", True),
+        ("4", 5.0, "below", False),
+        ("about 5", 5, "", False),
+        ("1", math.inf, "", False),
     ],
 )
 def test_a_quoted_figure_agrees_to_the_digits_written(quoted, recorded, allowed, fits):
@@ -936,13 +1175,19 @@ def test_unmarked_numbers_are_found():
 
 
 def test_variants_differ_and_the_key_holds_their_answers(tmp_path):
-    key = variants.write([p for p in SOURCES if p.stem[:2] == "05"], ["Ada L.", "", "Bo/b"], 7, tmp_path)
+    key = variants.write(
+        [p for p in SOURCES if p.stem[:2] == "05"], ["Ada L.", "", "Bo/b"], 7, tmp_path
+    )
     lines = key.read_text().splitlines()
     assert len(lines) == 3 and lines[1].startswith("Ada_L,05,") and lines[2].startswith("Bo_b,05,")
     seeds = grading.read_seeds(key)
     notebook = json.loads((tmp_path / "05_the_waste" / "Ada_L.ipynb").read_text())
-    assert f'course.start("05", seed={seeds["Ada_L", "05"]})' in json.dumps(notebook).replace('\\"', '"')
-    assert len(set(seeds.values())) == 2 and variants.seed_of(7, "05", "Ada_L") == seeds["Ada_L", "05"]
+    assert f'course.start("05", seed={seeds["Ada_L", "05"]})' in json.dumps(notebook).replace(
+        '\\"', '"'
+    )
+    assert (
+        len(set(seeds.values())) == 2 and variants.seed_of(7, "05", "Ada_L") == seeds["Ada_L", "05"]
+    )
     case = checking.find("05.1").case(seeds["Ada_L", "05"])
     assert f"P = {case.P}, N = {case.N} → [" in lines[1]
 
@@ -959,16 +1204,28 @@ def test_the_last_answer_counts_and_another_variant_does_not():
         {"event": "check", "id": "05.3", "state": "wrong", "mistake": "old square", "seed": 3},
         {"event": "answer", "id": "05.q1", "state": "wrong", "mistake": "a"},
         {"event": "answer", "id": "05.q1", "state": "right"},
-        {"event": "check", "id": "99.9", "state": "right"}, {"event": "check"},
+        {"event": "check", "id": "99.9", "state": "right"},
+        {"event": "check"},
     ]
     found = grading.results("05", events, seed=3)
-    assert found["05.1"] == "right" and found["05.2"] == "other variant" and found["05.3"] == "wrong: old square"
+    assert (
+        found["05.1"] == "right"
+        and found["05.2"] == "other variant"
+        and found["05.3"] == "wrong: old square"
+    )
     assert found["05.q1"] == "right" and found["05.4"] == "missing" and "99.9" not in found
 
 
 def test_the_table_is_safe_to_open_in_a_spreadsheet(tmp_path):
-    grading.write([{"student": "=HYPERLINK()", "error": "a\nb"}, {"student": "b", "05.1": "right"}], tmp_path / "t.csv")
-    assert (tmp_path / "t.csv").read_text().splitlines() == ["student,error,05.1", "'=HYPERLINK(),a b,", "b,,right"]
+    grading.write(
+        [{"student": "=HYPERLINK()", "error": "a\nb"}, {"student": "b", "05.1": "right"}],
+        tmp_path / "t.csv",
+    )
+    assert (tmp_path / "t.csv").read_text().splitlines() == [
+        "student,error,05.1",
+        "'=HYPERLINK(),a b,",
+        "b,,right",
+    ]
 
 
 def test_a_log_with_rubbish_is_read(tmp_path):
@@ -977,7 +1234,9 @@ def test_a_log_with_rubbish_is_read(tmp_path):
 
 
 def test_a_log_that_never_ends_is_not_read(tmp_path, monkeypatch):
-    (tmp_path / "deep").write_text('{"event": "check"}\n' + "[" * 100_000 + '\n{"event": "answer"}\n')
+    (tmp_path / "deep").write_text(
+        '{"event": "check"}\n' + "[" * 100_000 + '\n{"event": "answer"}\n'
+    )
     assert [event["event"] for event in log.read(tmp_path / "deep")] == ["check", "answer"]
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zero").symlink_to("/dev/zero")
@@ -997,4 +1256,8 @@ def test_a_function_check_is_tried_on_the_same_inputs_every_time():
         tries = []
         check.judge(lambda n, tries=tries: tries.append(n) or n, check.case())
         seen.append(tries)
-    assert seen[0] == seen[1] and len(set(seen[0])) == checking.TRIALS and random.random() != seen[0][0]
+    assert (
+        seen[0] == seen[1]
+        and len(set(seen[0])) == checking.TRIALS
+        and random.random() != seen[0][0]
+    )

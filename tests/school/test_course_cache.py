@@ -71,7 +71,9 @@ WRONG = {
     "count": lambda model, ids, n: itertools.repeat(3),
     "last token fed": feeds_all,
     "prompt in pieces": lambda *a: pieces(*a, prefill=0),
-    "borrowed": lambda model, ids, n: nanokv.generate(model, ids, max_new_tokens=n, eos_token_ids=[]),
+    "borrowed": lambda model, ids, n: nanokv.generate(
+        model, ids, max_new_tokens=n, eos_token_ids=[]
+    ),
 }
 
 
@@ -83,8 +85,13 @@ def test_a_wrong_generator_is_told_its_own_mistake(mistake, case):
 
 
 def test_a_prompt_but_for_its_last_token_is_no_prefill(case):
-    outcome = LOOP.judge(lambda model, ids, n: pieces(model, ids, n, prefill=ids.shape[1] - 1), case)
-    assert outcome.mistake == "prompt in pieces" and "took 7 forwards where 6 are enough" in outcome.message
+    outcome = LOOP.judge(
+        lambda model, ids, n: pieces(model, ids, n, prefill=ids.shape[1] - 1), case
+    )
+    assert (
+        outcome.mistake == "prompt in pieces"
+        and "took 7 forwards where 6 are enough" in outcome.message
+    )
 
 
 @pytest.mark.parametrize("blank", [lambda *a: ..., lambda *a: [...], lambda *a: iter([...])])

@@ -39,18 +39,33 @@ def told(id, answer):
 # --- nothing returned ---------------------------------------------------------------------------------------------
 
 FORGOTTEN = {
-    "01.2": lambda pieces: None, "02.2": lambda q, k, v: None, "02.4": lambda forward, ids, V: None,
-    "04.2": lambda path, name: None, "06.4": lambda model, ids, n: None, "09.2": lambda start, clock: None,
-    "10.5": lambda table, owners, free_pages: None, "11.5": lambda guesses, best: None,
-    "12.1": lambda prompts: None, "12.4": lambda x, bits, dim: None, "12.5": ("mqa", lambda model: None),
+    "01.2": lambda pieces: None,
+    "02.2": lambda q, k, v: None,
+    "02.4": lambda forward, ids, V: None,
+    "04.2": lambda path, name: None,
+    "06.4": lambda model, ids, n: None,
+    "09.2": lambda start, clock: None,
+    "10.5": lambda table, owners, free_pages: None,
+    "11.5": lambda guesses, best: None,
+    "12.1": lambda prompts: None,
+    "12.4": lambda x, bits, dim: None,
+    "12.5": ("mqa", lambda model: None),
     "12.6": lambda engine, ids, most: None,
     "06.3": type("C", (), {"append": lambda self, k, v: None}),
 }
 STUBS = FORGOTTEN | {
-    "01.2": lambda pieces: ..., "02.2": lambda q, k, v: ..., "02.4": lambda forward, ids, V: ...,
-    "04.2": lambda path, name: ..., "06.4": lambda model, ids, n: ..., "09.2": lambda start, clock: (..., ...),
-    "10.5": lambda table, owners, free_pages: ..., "11.5": lambda guesses, best: ..., "12.1": lambda prompts: (1, ...),
-    "12.4": lambda x, bits, dim: ..., "12.5": ("mqa", lambda model: ...), "12.6": lambda engine, ids, most: ...,
+    "01.2": lambda pieces: ...,
+    "02.2": lambda q, k, v: ...,
+    "02.4": lambda forward, ids, V: ...,
+    "04.2": lambda path, name: ...,
+    "06.4": lambda model, ids, n: ...,
+    "09.2": lambda start, clock: (..., ...),
+    "10.5": lambda table, owners, free_pages: ...,
+    "11.5": lambda guesses, best: ...,
+    "12.1": lambda prompts: (1, ...),
+    "12.4": lambda x, bits, dim: ...,
+    "12.5": ("mqa", lambda model: ...),
+    "12.6": lambda engine, ids, most: ...,
     "06.3": type("C", (), {"append": lambda self, k, v: ...}),
 }
 
@@ -58,7 +73,10 @@ STUBS = FORGOTTEN | {
 @pytest.mark.parametrize("id", FORGOTTEN)
 def test_a_forgotten_return_is_told_and_a_stub_is_not_answered(id):
     outcome = told(id, FORGOTTEN[id])
-    assert outcome.state == "wrong" and "your function returned None: is a return missing?" in outcome.message
+    assert (
+        outcome.state == "wrong"
+        and "your function returned None: is a return missing?" in outcome.message
+    )
     assert told(id, STUBS[id]).state == "unanswered"
 
 
@@ -90,10 +108,18 @@ def scale(*_):
 @pytest.mark.parametrize(
     ("id", "name", "words"),
     [
-        ("03.4", "kv_head", "IndexError: index 7 is out of bounds for dimension 0 with size 3\n    line 3 of your "
-                            "cell, in half: return torch.tensor(x)[7]\n    try       kv_head(h="),
-        ("06.3", "MyCache", "AttributeError: 'MyCache' object has no attribute 'kept'\n    line 11 of your cell, "
-                            "in append: return self.kept"),
+        (
+            "03.4",
+            "kv_head",
+            "IndexError: index 7 is out of bounds for dimension 0 with size 3\n    line 3 of your "
+            "cell, in half: return torch.tensor(x)[7]\n    try       kv_head(h=",
+        ),
+        (
+            "06.3",
+            "MyCache",
+            "AttributeError: 'MyCache' object has no attribute 'kept'\n    line 11 of your cell, "
+            "in append: return self.kept",
+        ),
         ("06.4", "loop", "NameError: name 'missing' is not defined\n    line 14 of your cell"),
         ("07.4", "test", "line 17 of your cell, in test: assert model.lm_head is None"),
         ("12.4", "scale", "line 3 of your cell, in half: return torch.tensor(x)[7]"),
@@ -115,16 +141,24 @@ class Late:
         self.length += k.shape[2]
         return tuple(torch.cat(part, dim=2) for part in zip(*self.parts))
 """)["Late"]
-    assert "ValueError: too late\n    line 7 of your cell, in append: raise ValueError(" in told("06.3", late).message
+    assert (
+        "ValueError: too late\n    line 7 of your cell, in append: raise ValueError("
+        in told("06.3", late).message
+    )
 
 
 def test_the_line_is_the_deepest_one_of_the_learner_and_of_no_library(tmp_path, monkeypatch):
-    (tmp_path / "my_own_helpers.py").write_text("import json\n\n\ndef read(text):\n    return json.loads(text)\n")
+    (tmp_path / "my_own_helpers.py").write_text(
+        "import json\n\n\ndef read(text):\n    return json.loads(text)\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     names = cell("import my_own_helpers\ndef f(n):\n    return my_own_helpers.read('{')\n")
     check = function("x.1", right=lambda n: n, inputs=lambda rng: (rng.randint(1, 9),))
     message = check.judge(names["f"], check.case()).message
-    assert "JSONDecodeError: Expecting" in message and "line 5 of my_own_helpers.py, in read: return json.l" in message
+    assert (
+        "JSONDecodeError: Expecting" in message
+        and "line 5 of my_own_helpers.py, in read: return json.l" in message
+    )
     # Raised by the call itself: no line of theirs.
     message = check.judge(lambda: 1, check.case()).message
     assert "takes 0 positional arguments but 1 was given\n    compare what your def" in message
@@ -140,7 +174,9 @@ def test_inputs_grow_and_those_that_are_short_to_type_come_first():
     assert tries == trials.drawn(lambda rng: (rng.randint(1, 1000), rng.randint(5, 6)), "x", 50)
     mixed = trials.drawn(lambda rng: ([rng.randint(1, 9)] * rng.choice((9, 1, 5)),), "x", 50)
     lengths = [len(items) for (items,) in mixed]
-    assert lengths == sorted(lengths) and set(lengths) == {1, 5, 9}, "what is short to type comes first"
+    assert lengths == sorted(lengths) and set(lengths) == {1, 5, 9}, (
+        "what is short to type comes first"
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,11 +184,22 @@ def test_inputs_grow_and_those_that_are_short_to_type_come_first():
     [
         ("05.2", lambda P, N: P * N + (P > 50), r"your_function\(P=\d, N=\d\)"),
         ("03.4", lambda h, H, Hk: h % 7, r"your_function\(h=\d+, H=\d+, Hk=\d\)"),
-        ("02.2", lambda q, k, v: v + 1,
-         r"your_function\((\w=torch.tensor\(\[\[-?[012].0, -?[012].0\]\]\)(, )?){3}\)"),
-        ("03.3", lambda x, weight, eps: x + 1, r"your_function\(x=torch.tensor\(.+\), weight=.+, eps=1e-06\)"),
+        (
+            "02.2",
+            lambda q, k, v: v + 1,
+            r"your_function\((\w=torch.tensor\(\[\[-?[012].0, -?[012].0\]\]\)(, )?){3}\)",
+        ),
+        (
+            "03.3",
+            lambda x, weight, eps: x + 1,
+            r"your_function\(x=torch.tensor\(.+\), weight=.+, eps=1e-06\)",
+        ),
         ("01.3", lambda chances, p: {0, 1}, r"your_function\(chances=\[[\d., ]+\], p=[\d.]+\)"),
-        ("09.4", lambda weights, per_token, context, batch, bandwidth: 1.5, r"your_function\(weights=\d0+, .+\)"),
+        (
+            "09.4",
+            lambda weights, per_token, context, batch, bandwidth: 1.5,
+            r"your_function\(weights=\d0+, .+\)",
+        ),
     ],
 )
 def test_the_example_of_a_wrong_function_is_small_and_is_code_that_runs(id, answer, call):
@@ -173,7 +220,10 @@ def test_nothing_short_is_cut_and_nothing_long_is_written_down():
     check = function("x.1", right=lambda n: list(range(200)), inputs=lambda rng: (1,))
     assert "196, 197, 198, 199]" in check.judge(lambda n: [7], check.case()).message
     check = function("x.1", right=lambda n: torch.ones(100, 100), inputs=lambda rng: (1,))
-    assert "expected  a tensor (100, 100) of torch.float32" in check.judge(lambda n: torch.zeros(100, 100), 0).message
+    assert (
+        "expected  a tensor (100, 100) of torch.float32"
+        in check.judge(lambda n: torch.zeros(100, 100), 0).message
+    )
 
 
 # --- the form before the content ----------------------------------------------------------------------------------
@@ -192,18 +242,38 @@ def flat(value):
     ("id", "change", "words"),
     [
         ("00.2", lambda right: "half", "this is a text, wanted is 2 numbers, such as (1.5, 2.5)"),
-        ("01.1", "|".join, "this is a text, wanted is a list of texts, written as ['b', 'an', 'an', 'a']"),
+        (
+            "01.1",
+            "|".join,
+            "this is a text, wanted is a list of texts, written as ['b', 'an', 'an', 'a']",
+        ),
         ("01.1", lambda right: 4, "this is a number, wanted is a list of texts, such as ['yz', "),
-        ("03.1", flat, "wanted is 3 times 2 numbers, written as ((288, 192), (96, 192), (192, 288))"),
-        ("05.1", lambda right: f"{right[0]} and {right[1]}", "this is a text, wanted is 2 numbers, written as (26, 8)"),
+        (
+            "03.1",
+            flat,
+            "wanted is 3 times 2 numbers, written as ((288, 192), (96, 192), (192, 288))",
+        ),
+        (
+            "05.1",
+            lambda right: f"{right[0]} and {right[1]}",
+            "this is a text, wanted is 2 numbers, written as (26, 8)",
+        ),
         ("05.1", lambda right: right[0], "this is a number, wanted is 2 numbers, such as (1, 2)"),
         ("05.1", lambda right: {"a": 1}, "this is a dict, wanted is 2 numbers, such as (1, 2)"),
         ("08.2", lambda right: tuple(f"{x:.1f} GB" for x in right), "written as (85.9, 80)"),
         ("08.5", lambda right: [right], "wanted is a number, written as 14"),
-        ("10.1", lambda right: f"{right:,} rows", "this is a text, wanted is a number, written as 4950"),
+        (
+            "10.1",
+            lambda right: f"{right:,} rows",
+            "this is a text, wanted is a number, written as 4950",
+        ),
         ("10.1", lambda right: "many", "this is a text, wanted is a number, such as 1"),
         ("10.1", lambda right: True, "this is True or False, wanted is a number, such as 1"),
-        ("02.3", lambda right: torch.ones(3), "this is a tensor (3,), wanted is a number, such as 1.5"),
+        (
+            "02.3",
+            lambda right: torch.ones(3),
+            "this is a tensor (3,), wanted is a number, such as 1.5",
+        ),
         ("05.3", lambda right: {*right}, "this is a set, wanted is 2 numbers, "),
     ],
 )
@@ -215,8 +285,12 @@ def test_the_form_of_a_value_is_told_before_its_content(id, change, words):
 
 def test_where_a_pair_is_asked_for_the_right_answer_is_one():
     """Its form is what the hint asks for."""
-    pairs = [(c, exam.asked(twins.read(path), c, c.case())) for path in twins.sources(NOTEBOOKS)
-             for c in checking.exercises(path.stem[:2]).CHECKS if c.key and not c.hidden]
+    pairs = [
+        (c, exam.asked(twins.read(path), c, c.case()))
+        for path in twins.sources(NOTEBOOKS)
+        for c in checking.exercises(path.stem[:2]).CHECKS
+        if c.key and not c.hidden
+    ]
     pairs = [check for check, text in pairs if "with a pair" in text]
     assert len(pairs) >= 8
     for check in pairs:
@@ -230,26 +304,60 @@ def test_an_example_of_a_form_does_not_give_the_answer_away():
             if check.key and check.parameters and not check.hidden:
                 outcome = check.judge(object(), check.case())
                 assert outcome.mistake == "form" and "such as" in outcome.message, check.id
-                assert not checking.same(eval(outcome.message.split("such as ")[1]), check.key(check.case())), check.id
+                assert not checking.same(
+                    eval(outcome.message.split("such as ")[1]), check.key(check.case())
+                ), check.id
 
 
 @pytest.mark.parametrize(
     ("id", "answer", "words"),
     [
         ("01.2", lambda pieces: b"".join(pieces), "this is a bytes, wanted is a text"),
-        ("11.4", lambda cached, new: new[:-1], "this is an empty list, wanted is a number, such as 1\n"),
-        ("11.5", lambda guesses, best: 3, "this is a number, wanted is a list of numbers, such as [1, 2, 3]"),
-        ("10.4", lambda table, i, page: [table[i // page], [i % page]], "wanted is 2 numbers, written as ("),
-        ("11.1", lambda cached, T: torch.ones(T * (cached + T)) > 0, "the shape is (4,), and it has to be (2, 2)\n"),
+        (
+            "11.4",
+            lambda cached, new: new[:-1],
+            "this is an empty list, wanted is a number, such as 1\n",
+        ),
+        (
+            "11.5",
+            lambda guesses, best: 3,
+            "this is a number, wanted is a list of numbers, such as [1, 2, 3]",
+        ),
+        (
+            "10.4",
+            lambda table, i, page: [table[i // page], [i % page]],
+            "wanted is 2 numbers, written as (",
+        ),
+        (
+            "11.1",
+            lambda cached, T: torch.ones(T * (cached + T)) > 0,
+            "the shape is (4,), and it has to be (2, 2)\n",
+        ),
         ("02.2", lambda q, k, v: 7, "this is a number, wanted is a torch.float32 tensor (1, 2)"),
-        ("12.4", lambda x, bits, dim: x.numpy(), "a numpy array (4, 3, 64, 8), wanted is a torch.float64 tensor"),
+        (
+            "12.4",
+            lambda x, bits, dim: x.numpy(),
+            "a numpy array (4, 3, 64, 8), wanted is a torch.float64 tensor",
+        ),
         ("12.4", lambda x, bits, dim: x.tolist(), "torch.tensor(…) makes one"),
-        ("12.4", lambda x, bits, dim: x[0], "the shape is (3, 64, 8), and it has to be (4, 3, 64, 8)"),
+        (
+            "12.4",
+            lambda x, bits, dim: x[0],
+            "the shape is (3, 64, 8), and it has to be (4, 3, 64, 8)",
+        ),
         ("12.1", lambda prompts: prompts, "wanted is 2 items, such as ([[1"),
         ("09.2", lambda start, clock: 3.0, "this is a number, wanted is 2 items, such as (1.5, "),
         ("03.5", ["a"] * 8, "wanted is a list of numbers"),
-        ("12.1", lambda prompts: ([1], [[1]]), "the form of item 0 is another one: this is a list of numbers, wanted"),
-        ("03.4", lambda h, H, Hk: str(h * Hk // H), "returns the text '1': return the value itself"),
+        (
+            "12.1",
+            lambda prompts: ([1], [[1]]),
+            "the form of item 0 is another one: this is a list of numbers, wanted",
+        ),
+        (
+            "03.4",
+            lambda h, H, Hk: str(h * Hk // H),
+            "returns the text '1': return the value itself",
+        ),
         ("12.4", lambda x, bits, dim: x.half(), "this is torch.float16"),
     ],
 )
@@ -259,7 +367,9 @@ def test_the_form_of_what_a_function_returns_is_told_before_its_content(id, answ
 
 
 def test_a_result_may_be_asked_for_in_a_form():
-    check = judged("x.3", lambda answer, case: result_of(answer, 3, like=(1, "a")) and checking.RIGHT)
+    check = judged(
+        "x.3", lambda answer, case: result_of(answer, 3, like=(1, "a")) and checking.RIGHT
+    )
     assert check.judge(lambda n: [n, "b"], None).state == "right"
     assert check.judge(lambda n: (n, n), None).mistake == "form"
 
@@ -281,7 +391,9 @@ def test_a_huge_tensor_is_told_by_its_shape_and_not_read_number_by_number(monkey
 
 @pytest.mark.parametrize("id", ["02.4", "04.2", "06.4", "09.2", "12.1", "12.4", "12.6"])
 def test_a_function_that_was_called_already_is_told_so(id):
-    assert told(id, torch.zeros(2)).message.startswith("hand in the function itself, without calling it"), id
+    assert told(id, torch.zeros(2)).message.startswith(
+        "hand in the function itself, without calling it"
+    ), id
 
 
 class Named(LayerCache):
@@ -298,7 +410,10 @@ class Named(LayerCache):
             raise CapacityError(f"{self.length + T} tokens, {self.slots} slots")
         if not self.length:
             self.both = k.new_zeros(2, B, Hk, self.slots, D)
-        self.both[0, :, :, self.length : self.length + T], self.both[1, :, :, self.length : self.length + T] = k, v
+        (
+            self.both[0, :, :, self.length : self.length + T],
+            self.both[1, :, :, self.length : self.length + T],
+        ) = k, v
         self.length += T
         return self.both[0, :, :, : self.length], self.both[1, :, :, : self.length]
 
@@ -316,8 +431,15 @@ def test_a_static_layer_may_call_its_capacity_as_it_likes():
 
 @pytest.mark.parametrize(
     ("id", "words"),
-    [("02.1", "within 0.5 %"), ("02.3", "within 0.5 %"), ("08.3", "within 0.2 %"), ("08.4", "within 0.1"),
-     ("09.1", "within 0.35 %"), ("09.3", "within 1 %"), ("12.3", "within 0.5 %")],
+    [
+        ("02.1", "within 0.5 %"),
+        ("02.3", "within 0.5 %"),
+        ("08.3", "within 0.2 %"),
+        ("08.4", "within 0.1"),
+        ("09.1", "within 0.35 %"),
+        ("09.3", "within 1 %"),
+        ("12.3", "within 0.5 %"),
+    ],
 )
 def test_a_wrong_number_is_told_how_exact_it_has_to_be(id, words):
     right = right_of(id)
@@ -327,8 +449,12 @@ def test_a_wrong_number_is_told_how_exact_it_has_to_be(id, words):
 
 def test_a_number_that_is_counted_needs_no_tolerance():
     assert "within" not in told("05.1", (1, 1)).message
-    check = value("x.1", right=lambda c: 1.5, wrong=(Mistake("half", lambda c: 0.5, "half"),), rel=0.01)
-    assert check.judge(0.5, None).message == "half" and "within 1 %" in check.judge(0.6, None).message
+    check = value(
+        "x.1", right=lambda c: 1.5, wrong=(Mistake("half", lambda c: 0.5, "half"),), rel=0.01
+    )
+    assert (
+        check.judge(0.5, None).message == "half" and "within 1 %" in check.judge(0.6, None).message
+    )
     assert "(within 0.0001 %)" in told("09.4", lambda *a: 1.5).message
 
 
@@ -353,20 +479,35 @@ INF = float("inf")
 @pytest.mark.parametrize(
     ("answer", "mistake"),
     [
-        (attention(), ""), (attention(root=lambda q: q.size(1)), "divided by D"),
-        (attention(root=lambda q: len(q) ** 0.5), "root of T"), (attention(root=lambda q: 1.0), "no division"),
+        (attention(), ""),
+        (attention(root=lambda q: q.size(1)), "divided by D"),
+        (attention(root=lambda q: len(q) ** 0.5), "root of T"),
+        (attention(root=lambda q: 1.0), "no division"),
         (attention(root=lambda q: 1 / q.shape[1] ** 0.5), "multiplied by the root"),
-        (attention(root=lambda q: 1, finish=lambda s, q, k, v: s.softmax(-1) / q.shape[1] ** 0.5 @ v),
-         "divided after softmax"),
+        (
+            attention(
+                root=lambda q: 1, finish=lambda s, q, k, v: s.softmax(-1) / q.shape[1] ** 0.5 @ v
+            ),
+            "divided after softmax",
+        ),
         (attention(mask=lambda s, future: s), "no mask"),
         (attention(mask=lambda s, future: s * (1 - future)), "multiplied"),
-        (attention(mask=lambda s, future: s.masked_fill(torch.ones_like(s).triu() == 1, -INF)), "sees not itself, NaN"),
+        (
+            attention(mask=lambda s, future: s.masked_fill(torch.ones_like(s).triu() == 1, -INF)),
+            "sees not itself, NaN",
+        ),
         (attention(mask=lambda s, future: s.masked_fill(future == 0, -INF)), "inverted"),
         (attention(mask=lambda s, future: s.masked_fill(future.triu(2) == 1, -INF)), "one ahead"),
-        (attention(mask=lambda s, future: s.masked_fill(torch.ones_like(s).tril(-1) == 1, -INF)), "upside down"),
+        (
+            attention(mask=lambda s, future: s.masked_fill(torch.ones_like(s).tril(-1) == 1, -INF)),
+            "upside down",
+        ),
         (attention(mask=lambda s, future: s + future * -INF), "zero times infinity"),
         (attention(mask=lambda s, future: s + (1 - future)), "ones added"),
-        (attention(mask=lambda s, future: s * (1 - future), finish=lambda s, q, k, v: s @ v), "no softmax"),
+        (
+            attention(mask=lambda s, future: s * (1 - future), finish=lambda s, q, k, v: s @ v),
+            "no softmax",
+        ),
         (attention(finish=lambda s, q, k, v: s.softmax(-1)), "weights returned"),
         (attention(finish=lambda s, q, k, v: s.softmax(-1) @ k), "keys mixed"),
         (attention(finish=lambda s, q, k, v: s.softmax(0) @ v), "over queries"),
@@ -380,13 +521,19 @@ def test_a_typical_attention_is_told_what_is_wrong_with_it(answer, mistake):
 @pytest.mark.parametrize(
     ("answer", "mistake"),
     [
-        (lambda h, H, Hk: h // (H // Hk), ""), (lambda h, H, Hk: h * Hk // H, ""),
-        (lambda h, H, Hk: h % Hk, "dealt out"), (lambda h, H, Hk: h // (H // Hk) + 1, "counted from 1"),
-        (lambda h, H, Hk: h / (H / Hk), "not rounded"), (lambda h, H, Hk: round(h / (H / Hk)), "to the nearest"),
+        (lambda h, H, Hk: h // (H // Hk), ""),
+        (lambda h, H, Hk: h * Hk // H, ""),
+        (lambda h, H, Hk: h % Hk, "dealt out"),
+        (lambda h, H, Hk: h // (H // Hk) + 1, "counted from 1"),
+        (lambda h, H, Hk: h / (H / Hk), "not rounded"),
+        (lambda h, H, Hk: round(h / (H / Hk)), "to the nearest"),
         (lambda h, H, Hk: math.ceil(h / (H // Hk)), "rounded up"),
-        (lambda h, H, Hk: H // Hk, "group size"), (lambda h, H, Hk: h // (H // Hk) * (H // Hk), "first of the group"),
-        (lambda h, H, Hk: h, "its own"), (lambda h, H, Hk: h if h < Hk else Hk - 1, "the last ones shared"),
-        (lambda h, H, Hk: h // Hk, "divided by Hk"), (lambda h, H, Hk: h % (H // Hk), "within the group"),
+        (lambda h, H, Hk: H // Hk, "group size"),
+        (lambda h, H, Hk: h // (H // Hk) * (H // Hk), "first of the group"),
+        (lambda h, H, Hk: h, "its own"),
+        (lambda h, H, Hk: h if h < Hk else Hk - 1, "the last ones shared"),
+        (lambda h, H, Hk: h // Hk, "divided by Hk"),
+        (lambda h, H, Hk: h % (H // Hk), "within the group"),
     ],
 )
 def test_a_typical_kv_head_is_told_what_is_wrong_with_it(answer, mistake):
@@ -394,7 +541,9 @@ def test_a_typical_kv_head_is_told_what_is_wrong_with_it(answer, mistake):
     assert (outcome.state, outcome.mistake) == ("wrong" if mistake else "right", mistake)
 
 
-def rounding(to=torch.round, steps=lambda bits: 2**bits - 1, back=lambda codes, step, low: codes * step + low):
+def rounding(
+    to=torch.round, steps=lambda bits: 2**bits - 1, back=lambda codes, step, low: codes * step + low
+):
     """A learner's 12.4 with something else in it."""
 
     def round_trip(x, bits, dim):
@@ -408,8 +557,11 @@ def rounding(to=torch.round, steps=lambda bits: 2**bits - 1, back=lambda codes, 
 @pytest.mark.parametrize(
     ("answer", "mistake"),
     [
-        (rounding(), ""), (rounding(to=torch.floor), "floor"), (rounding(to=lambda t: t.int()), "floor"),
-        (rounding(to=torch.floor, steps=lambda bits: 2**bits), "floor"), (rounding(to=torch.ceil), "ceil"),
+        (rounding(), ""),
+        (rounding(to=torch.floor), "floor"),
+        (rounding(to=lambda t: t.int()), "floor"),
+        (rounding(to=torch.floor, steps=lambda bits: 2**bits), "floor"),
+        (rounding(to=torch.ceil), "ceil"),
         (rounding(back=lambda codes, step, low: codes), "codes"),
         (rounding(back=lambda codes, step, low: codes.to(torch.uint8)), "codes"),
         (rounding(to=torch.floor, back=lambda codes, step, low: codes), "codes"),
@@ -437,7 +589,9 @@ def test_padding_on_the_right_is_told_of_lists_and_of_tuples(kind):
     assert told("12.1", rectangle).mistake == "right"
 
 
-@pytest.mark.parametrize(("more", "pad", "mistake"), [(1, 0, "too wide"), (0, 1, "padding id"), (0, 0, "")])
+@pytest.mark.parametrize(
+    ("more", "pad", "mistake"), [(1, 0, "too wide"), (0, 1, "padding id"), (0, 0, "")]
+)
 def test_a_rectangle_is_as_wide_as_the_longest_prompt_and_padded_with_zeros(more, pad, mistake):
     def rectangle(prompts):
         longest = max(map(len, prompts)) + more
@@ -475,8 +629,10 @@ def test_a_function_that_takes_other_arguments_is_sent_to_its_def(attend):
 EVENTS = [
     {"event": "check", "id": "05.1", "state": "wrong", "mistake": "swapped"},
     {"event": "check", "id": "05.1", "state": "right"},
-    {"event": "check", "id": "05.2", "state": "wrong"}, {"event": "check", "id": "05.3", "state": "unanswered"},
-    {"event": "answer", "id": "05.q1", "state": "right"}, {"event": "check", "id": "06.1", "state": "right"},
+    {"event": "check", "id": "05.2", "state": "wrong"},
+    {"event": "check", "id": "05.3", "state": "unanswered"},
+    {"event": "answer", "id": "05.q1", "state": "right"},
+    {"event": "check", "id": "06.1", "state": "right"},
 ]
 
 
@@ -484,7 +640,9 @@ def test_the_score_of_a_notebook_counts_the_last_answers():
     assert scores.line("05", EVENTS) == (
         "05: 2 of 8 right. Not yet: 05.2. Not answered: 05.3, 05.4, 05.5, 05.q2, 05.q3."
     )
-    every = [{"event": "check", "id": id, "state": "right"} for id in scores.results("05", [], None)]
+    every = [
+        {"event": "check", "id": id, "state": "right"} for id in scores.results("05", [], None)
+    ]
     assert scores.line("05", every) == "05: 8 of 8 right."
 
 
@@ -496,13 +654,17 @@ def test_a_notebook_ends_with_its_score(monkeypatch, capsys):
     session.answer("05.q1", ...)
     course.progress()
     said = capsys.readouterr().out.splitlines()
-    assert said[-2].startswith("05: 1 of 8 right. Not answered: 05.2, ") and said[-1].endswith("nanokv course progress")
+    assert said[-2].startswith("05: 1 of 8 right. Not answered: 05.2, ") and said[-1].endswith(
+        "nanokv course progress"
+    )
     session._STATE["notebook"] = None
     with pytest.raises(CourseError, match="no notebook was started"):
         course.progress()
 
 
-def test_a_learners_own_notebook_keeps_its_answers_and_the_command_shows_them(tmp_path, monkeypatch, capsys):
+def test_a_learners_own_notebook_keeps_its_answers_and_the_command_shows_them(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(log, "_own", None)
     assert main(["course", "progress", "--folder", str(tmp_path)]) == 2
     assert "progress.jsonl" in capsys.readouterr().err
@@ -516,8 +678,15 @@ def test_a_learners_own_notebook_keeps_its_answers_and_the_command_shows_them(tm
     log.note("figure", id="05.a", value=1)
     assert main(["course", "progress", "--folder", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[5] == scores.line("05", EVENTS) and lines[4] == "04: 0 of 8 right. Not begun." and len(lines) == 15
-    assert lines[-1] == f"all: 3 of {sum(len(scores.results(f'{n:02}', [], None)) for n in range(14))} right."
+    assert (
+        lines[5] == scores.line("05", EVENTS)
+        and lines[4] == "04: 0 of 8 right. Not begun."
+        and len(lines) == 15
+    )
+    assert (
+        lines[-1]
+        == f"all: 3 of {sum(len(scores.results(f'{n:02}', [], None)) for n in range(14))} right."
+    )
     assert "figure" not in (tmp_path / "progress.jsonl").read_text()
     # Where a learner's notebooks lie, with nothing else of the checkout.
     monkeypatch.chdir(tmp_path)
@@ -531,7 +700,9 @@ def test_where_nothing_can_be_kept_a_check_still_works(tmp_path, monkeypatch, ca
     monkeypatch.setenv(log.VARIABLE, str(tmp_path / "log"))
     log.keep(tmp_path)
     session.check("05.1", 3)
-    assert [path.name for path in tmp_path.iterdir()] == ["log"], "one who runs the notebook has said where"
+    assert [path.name for path in tmp_path.iterdir()] == ["log"], (
+        "one who runs the notebook has said where"
+    )
 
 
 def test_only_where_somebody_works_are_answers_kept(tmp_path, monkeypatch, capsys):
@@ -539,7 +710,9 @@ def test_only_where_somebody_works_are_answers_kept(tmp_path, monkeypatch, capsy
     monkeypatch.setattr(session, "_STATE", {})
     monkeypatch.setattr(log, "_own", None)
     for shell in (None, object()):
-        monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda shell=shell: shell))
+        monkeypatch.setitem(
+            sys.modules, "IPython", SimpleNamespace(get_ipython=lambda shell=shell: shell)
+        )
         session.start("05")
         session.check("05.1", 3)
         assert (tmp_path / "progress.jsonl").exists() == bool(shell)

@@ -22,7 +22,11 @@ def evidence(name):
     for a, b in zip(right, seen, strict=True):
         for operation in ("rope_k", "cached_v", "attention"):
             key = 0, operation
-            gaps = (a.values[key] - b.values[key]).flatten(2).abs().amax((0, 2)) if key in b.values else None
+            gaps = (
+                (a.values[key] - b.values[key]).flatten(2).abs().amax((0, 2))
+                if key in b.values
+                else None
+            )
             rows.append(None if gaps is None else tuple(round(float(gap), 2) for gap in gaps))
     return tuple(rows)
 
@@ -40,7 +44,11 @@ def test_a_name_is_right_near_or_elsewhere(fault):
     family = next(names for names in nb07.FAMILIES.values() if fault in names)
     for name in nb07.SUSPECTS:
         outcome = NAME.judge(name, case)
-        expected = ("right", "") if name == fault else ("wrong", "same family" if name in family else "elsewhere")
+        expected = (
+            ("right", "")
+            if name == fault
+            else ("wrong", "same family" if name in family else "elsewhere")
+        )
         assert (outcome.state, outcome.mistake) == expected
 
 
@@ -70,9 +78,16 @@ def test_a_test_is_judged_by_what_it_kills():
     found = {test.__name__: TEST.judge(test, case) for test in (blind, runs, alarm, unfinished)}
     found["one"] = TEST.judge(faults.smallest_test("start_pos_restarts"), case)
     assert {name: outcome.mistake for name, outcome in found.items()} == {
-        "blind": "vacuous", "runs": "vacuous", "alarm": "false alarm", "unfinished": "", "one": "survivors",
+        "blind": "vacuous",
+        "runs": "vacuous",
+        "alarm": "false alarm",
+        "unfinished": "",
+        "one": "survivors",
     }
-    assert found["unfinished"].state == "unanswered" and "survived: top_left_mask" in found["one"].message
+    assert (
+        found["unfinished"].state == "unanswered"
+        and "survived: top_left_mask" in found["one"].message
+    )
 
     def everything(model):
         for name in faults.FAULTS:
@@ -97,7 +112,9 @@ def test_a_test_that_returns_its_verdict_is_told_that_nobody_looks_at_it():
     assert TEST.judge(both, TEST.case()).state == "right"
 
 
-@pytest.mark.parametrize("leave", [pytest.fail, pytest.skip, lambda _: sys.exit(1)], ids=["fail", "skip", "exit"])
+@pytest.mark.parametrize(
+    "leave", [pytest.fail, pytest.skip, lambda _: sys.exit(1)], ids=["fail", "skip", "exit"]
+)
 def test_a_test_is_run_under_guard_and_a_stub_but_once(leave, monkeypatch):
     """Nothing that a test raises escapes, and what never ends is ended."""
     runs = []
@@ -174,7 +191,10 @@ class Whole(nanokv.cache.LayerCache):
 
     def fork(self):
         other = type(self)()
-        other.length, other.slabs = self.length, self.slabs and [slab.clone() for slab in self.slabs]
+        other.length, other.slabs = (
+            self.length,
+            self.slabs and [slab.clone() for slab in self.slabs],
+        )
         return other
 
     def reorder(self, index):
@@ -192,4 +212,7 @@ def test_a_mended_cache_passes_and_must_still_do_all_that_the_broken_one_did():
     assert CACHE.judge(Plain, case).mistake == "not offered" and equality.check(Plain).passed
     for copied in (Copied, nanokv.cache.DictCache):
         assert CACHE.judge(copied, case).mistake == "moved" and equality.check(copied).passed
-    assert CACHE.judge(Shallow, case).mistake == "differs" and CACHE.judge(Whole(), case).state == "wrong"
+    assert (
+        CACHE.judge(Shallow, case).mistake == "differs"
+        and CACHE.judge(Whole(), case).state == "wrong"
+    )

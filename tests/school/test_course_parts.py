@@ -79,31 +79,55 @@ def test_a_right_answer_is_kept_and_a_later_notebook_takes_it(working, capsys):
     wrong = cells("def attend(q, k, v):\n    return v")["attend"]
     assert not session.check("02.2", wrong) and not (working / "my").exists()
     assert session.check("02.2", cells(ATTEND)["attend"])
-    assert capsys.readouterr().out.endswith("02.2: right.\n02.2: kept as my/attention.py, for later notebooks.\n")
+    assert capsys.readouterr().out.endswith(
+        "02.2: right.\n02.2: kept as my/attention.py, for later notebooks.\n"
+    )
     q = torch.randn(4, 6)
     assert torch.allclose(session.mine("attention")(q, q, q), cells(ATTEND)["attend"](q, q, q))
     assert capsys.readouterr().out == "attention: yours (my/attention.py)\n"
     assert [path.name for path in (working / "my").iterdir()] == ["attention.py"]
-    assert session.check("05.1", (26, 8)) and "kept" not in capsys.readouterr().out, "it makes no part"
+    assert session.check("05.1", (26, 8)) and "kept" not in capsys.readouterr().out, (
+        "it makes no part"
+    )
 
 
 def test_a_part_takes_along_what_it_uses_and_nothing_else(tmp_path):
     assert kept(tmp_path, HELPED).startswith("02.2: kept")
     text = (tmp_path / "my" / "attention.py").read_text()
-    order = ("import math\n", "LOW = float", "def visible", "class Mask", "@torch.inference_mode()\ndef attend")
+    order = (
+        "import math\n",
+        "LOW = float",
+        "def visible",
+        "class Mask",
+        "@torch.inference_mode()\ndef attend",
+    )
     assert sorted(map(text.index, order)) == list(map(text.index, order))
-    assert "import torch.nn.functional" not in text and "nanokv" not in text, "F is a name of the function's own"
+    assert "import torch.nn.functional" not in text and "nanokv" not in text, (
+        "F is a name of the function's own"
+    )
     assert parts.find("attention", tmp_path).yours
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("def attend(q, k, v):\n    return table * q", "it uses `table` of another cell, which is of type "),
-        ("def make():\n    def attend(q, k, v):\n        return v\n    return attend\nattend = make()", "left margin"),
+        (
+            "def attend(q, k, v):\n    return table * q",
+            "it uses `table` of another cell, which is of type ",
+        ),
+        (
+            "def make():\n    def attend(q, k, v):\n        return v\n    return attend\nattend = make()",
+            "left margin",
+        ),
         ("if True:\n    def attend(q, k, v):\n        return v", "left margin"),
-        ("class Attend:\n    def __call__(self, q, k, v):\n        return v\nattend = Attend()", "left margin"),
-        ("def helper(q):\n    return model(q)\nmodel = open\ndef attend(q, k, v):\n    return helper(q)", ""),
+        (
+            "class Attend:\n    def __call__(self, q, k, v):\n        return v\nattend = Attend()",
+            "left margin",
+        ),
+        (
+            "def helper(q):\n    return model(q)\nmodel = open\ndef attend(q, k, v):\n    return helper(q)",
+            "",
+        ),
     ],
 )
 def test_what_does_not_run_alone_is_not_kept_and_told(tmp_path, text, words):
@@ -115,14 +139,31 @@ def test_what_does_not_run_alone_is_not_kept_and_told(tmp_path, text, words):
 @pytest.mark.parametrize(
     ("cell", "old", "new", "words"),
     [
-        ("P = namedtuple('P', 'x')\np = P(0.5)", "** 0.5", "** p.x", "it uses `p` of another cell, which is of type P"),
-        ("low = [-math.inf]", "-torch.inf", "low[0]", "it uses `low` of another cell, which is of type list"),
-        ("class Half:\n    p = 0.5", "** 0.5", "** Half.p", "`Half` is not made by a `def`, or a `class` with methods"),
+        (
+            "P = namedtuple('P', 'x')\np = P(0.5)",
+            "** 0.5",
+            "** p.x",
+            "it uses `p` of another cell, which is of type P",
+        ),
+        (
+            "low = [-math.inf]",
+            "-torch.inf",
+            "low[0]",
+            "it uses `low` of another cell, which is of type list",
+        ),
+        (
+            "class Half:\n    p = 0.5",
+            "** 0.5",
+            "** Half.p",
+            "`Half` is not made by a `def`, or a `class` with methods",
+        ),
     ],
 )
 def test_why_a_part_is_not_kept_names_what_it_uses(tmp_path, cell, old, new, words):
     first = "import math\nfrom collections import namedtuple\n" + cell
-    assert words in kept(tmp_path, first + ATTEND.replace(old, new)) and not list(tmp_path.glob("my/*"))
+    assert words in kept(tmp_path, first + ATTEND.replace(old, new)) and not list(
+        tmp_path.glob("my/*")
+    )
 
 
 def test_a_name_of_python_that_a_cell_defines_and_a_counter_are_taken_along(tmp_path):
@@ -140,7 +181,10 @@ def test_a_statement_beside_a_lambda_is_not_kept(tmp_path):
 
 def test_two_things_of_one_name_are_told(tmp_path):
     """A kept part has names of its own: a file has room for one `sign`."""
-    names = cells("def sign():\n    return -1", "def both(q, k, v):\n    return sign() * sign() * attend(q, k, v)")
+    names = cells(
+        "def sign():\n    return -1",
+        "def both(q, k, v):\n    return sign() * sign() * attend(q, k, v)",
+    )
     names["attend"] = cells("def sign():\n    return 1\n" + ATTEND.rstrip() + " * sign()")["attend"]
     told = parts.keep("02.2", names["both"], tmp_path)
     assert "it uses two different things named `sign`" in told and not list(tmp_path.glob("my/*"))
@@ -150,7 +194,10 @@ def test_a_partial_a_reference_and_a_lambda(tmp_path):
     names = cells(ATTEND + "own = lambda q, k, v: attend(q, k, v)")
     assert "not kept" in parts.keep("02.2", partial(names["attend"]), tmp_path)
     assert "not written in a cell" in parts.keep("02.2", parts.reference("attention"), tmp_path)
-    assert "kept as" in parts.keep("02.2", names["own"], tmp_path) and parts.find("attention", tmp_path).yours
+    assert (
+        "kept as" in parts.keep("02.2", names["own"], tmp_path)
+        and parts.find("attention", tmp_path).yours
+    )
 
 
 def test_the_file_of_before_is_not_lost(tmp_path):
@@ -159,7 +206,10 @@ def test_the_file_of_before_is_not_lost(tmp_path):
     (tmp_path / "my" / "attention.py").write_text(edited)
     assert kept(tmp_path, ATTEND).endswith("The one before is my/attention.old.py.")
     assert (tmp_path / "my" / "attention.old.py").read_text() == edited
-    assert sorted(path.name for path in (tmp_path / "my").iterdir()) == ["attention.old.py", "attention.py"]
+    assert sorted(path.name for path in (tmp_path / "my").iterdir()) == [
+        "attention.old.py",
+        "attention.py",
+    ]
 
 
 def test_a_disk_that_fills_leaves_the_old_file_and_the_check_right(working, monkeypatch, capsys):
@@ -201,11 +251,19 @@ RIGHT = "import torch\n" + ATTEND + '\n__all__ = ["attend"]\n'
         (RIGHT.replace(".tril()", ""), "does not pass 02.2: There is no mask"),
         (RIGHT.replace("visible = ", "visible = missing or "), "in attend: visible = missing or"),
         (RIGHT.replace("len(q), len(q)", "1 // 0"), "stopped with ZeroDivisionError"),
-        ("1 / 0", "my/attention.py: it stopped with ZeroDivisionError: division by zero\n    line 1 of attention.py"),
-        ("import sys\nsys.exit(3)", "SystemExit"), (RIGHT[13:], "NameError: name 'torch'"),
-        ("import torch\n" + ATTEND, "has no attribute '__all__'"), ("__all__ = []", "IndexError"),
-        ("__all__ = ['x']\nx = 7", "hand in the function itself"), ("", "__all__"), ("\0", "null byte"),
-        ("__all__ = ['x']\ndef x(q, k, v):\n    return ...", "there is only the stub"), ("x" * 200_000, "larger than"),
+        (
+            "1 / 0",
+            "my/attention.py: it stopped with ZeroDivisionError: division by zero\n    line 1 of attention.py",
+        ),
+        ("import sys\nsys.exit(3)", "SystemExit"),
+        (RIGHT[13:], "NameError: name 'torch'"),
+        ("import torch\n" + ATTEND, "has no attribute '__all__'"),
+        ("__all__ = []", "IndexError"),
+        ("__all__ = ['x']\nx = 7", "hand in the function itself"),
+        ("", "__all__"),
+        ("\0", "null byte"),
+        ("__all__ = ['x']\ndef x(q, k, v):\n    return ...", "there is only the stub"),
+        ("x" * 200_000, "larger than"),
         ("__all__ = ['x']\nx = print", "returned None"),
     ],
 )
@@ -216,14 +274,22 @@ def test_a_part_that_was_spoiled_is_told_and_the_reference_taken(tmp_path, text,
     assert words in found.why
 
 
-@pytest.mark.parametrize("text", ["while True: pass", RIGHT.replace("visible =", "while True: pass\n    visible ="),
-                                  "import time\ntime.sleep(9)",
-                                  "try:\n    while True: pass\nexcept: pass\nwhile True: pass"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "while True: pass",
+        RIGHT.replace("visible =", "while True: pass\n    visible ="),
+        "import time\ntime.sleep(9)",
+        "try:\n    while True: pass\nexcept: pass\nwhile True: pass",
+    ],
+)
 def test_an_endless_part_is_interrupted(tmp_path, monkeypatch, text):
     monkeypatch.setattr(parts, "SECONDS", 1.0)
     begin = time.monotonic()
     found = edited(tmp_path, text)
-    assert found.why == "my/attention.py: it ran for longer than 1 s" and time.monotonic() - begin < 8
+    assert (
+        found.why == "my/attention.py: it ran for longer than 1 s" and time.monotonic() - begin < 8
+    )
 
 
 def test_who_interrupts_is_not_taken_for_the_clock(tmp_path):
@@ -232,7 +298,9 @@ def test_who_interrupts_is_not_taken_for_the_clock(tmp_path):
 
 
 def test_what_a_part_prints_while_it_is_checked_is_not_shown(tmp_path, capfd):
-    assert edited(tmp_path, RIGHT.replace("visible =", "print('noise')\n    visible =") + "print('loud')").yours
+    assert edited(
+        tmp_path, RIGHT.replace("visible =", "print('noise')\n    visible =") + "print('loud')"
+    ).yours
     assert capfd.readouterr().out == ""
 
 
@@ -263,7 +331,10 @@ def test_two_students_have_two_folders(tmp_path):
         (tmp_path / name).mkdir()
     kept(tmp_path / "ada", ATTEND)
     assert parts.find("attention", tmp_path / "ada").yours
-    assert parts.find("attention", tmp_path / "bo").why == "02.2 is not done yet: there is no my/attention.py"
+    assert (
+        parts.find("attention", tmp_path / "bo").why
+        == "02.2 is not done yet: there is no my/attention.py"
+    )
 
 
 def test_who_grades_takes_and_keeps_no_part(working, monkeypatch, capsys):
@@ -281,7 +352,9 @@ def test_the_table_of_parts_says_whose_each_is(working, capsys):
     capsys.readouterr()
     session.whose()
     assert capsys.readouterr().out.splitlines() == [
-        "part       exercise  whose", "attention  02.2      yours", "cache      06.3      reference",
+        "part       exercise  whose",
+        "attention  02.2      yours",
+        "cache      06.3      reference",
     ]
     with pytest.raises(CourseError, match="no part 'atention'"):
         session.mine("atention")
@@ -295,7 +368,9 @@ def test_the_reference_of_a_part_passes_its_check(name):
     part = parts.PARTS[name]
     check = checking.find(part.id)
     outcome = (part.judge or check.judge)(parts.reference(name), check.case())
-    assert (outcome.state, outcome.mistake) == (("wrong", "borrowed") if name == "loop" else ("right", ""))
+    assert (outcome.state, outcome.mistake) == (
+        ("wrong", "borrowed") if name == "loop" else ("right", "")
+    )
 
 
 def solution(id: str) -> str:
@@ -303,7 +378,9 @@ def solution(id: str) -> str:
     cells = twins.read(next((NOTEBOOKS / "source").glob(f"{id[:2]}_*.py"))).cells
     at = next(i for i, cell in enumerate(cells) if f'course.check("{id}"' in cell.text)
     first = next(cell.text for cell in cells if cell.kind == "code")
-    imports = [ast.unparse(n) for n in ast.parse(first).body if isinstance(n, ast.Import | ast.ImportFrom)]
+    imports = [
+        ast.unparse(n) for n in ast.parse(first).body if isinstance(n, ast.Import | ast.ImportFrom)
+    ]
     return "\n".join([*imports, cells[at - 1].text])
 
 
@@ -322,7 +399,11 @@ def test_a_part_takes_along_a_kept_part_that_it_uses(tmp_path):
     names["keep"] = parts.find("prefix", tmp_path).made
     assert "kept as" in parts.keep("12.6", names["turn"], tmp_path)
     text = (tmp_path / "my" / "turn.py").read_text()
-    assert "def keep(cached, new):" in text and "nanokv" not in text.replace("# ", "") and '["turn"]' in text
+    assert (
+        "def keep(cached, new):" in text
+        and "nanokv" not in text.replace("# ", "")
+        and '["turn"]' in text
+    )
     assert parts.find("turn", tmp_path).yours
 
 
@@ -331,9 +412,16 @@ CACHE = solution("06.3")
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [("return k, v", "return k[:, :, -1:], v[:, :, -1:]"), ("(self.key, k)", "(k, self.key)"), ("dim=2)", "dim=0)"),
-     ("k.shape[2]", "1"), ("return k, v", "return v, k"), ("return k, v", "return k + 1e-2, v"),
-     ("return k, v", "pass"), ("self.length = 0", "self.length = 1")],
+    [
+        ("return k, v", "return k[:, :, -1:], v[:, :, -1:]"),
+        ("(self.key, k)", "(k, self.key)"),
+        ("dim=2)", "dim=0)"),
+        ("k.shape[2]", "1"),
+        ("return k, v", "return v, k"),
+        ("return k, v", "return k + 1e-2, v"),
+        ("return k, v", "pass"),
+        ("self.length = 0", "self.length = 1"),
+    ],
 )
 def test_a_cache_that_was_spoiled_is_noticed_quickly(old, new):
     check, names = checking.find("06.3"), cells(CACHE.replace(old, new))
@@ -355,34 +443,55 @@ TURN = exam.solution(twins.read(NOTEBOOKS / "source" / "12_batches_and_eviction.
 @pytest.mark.parametrize(
     ("old", "new", "mistake"),
     [
-        ("", "", ""), ("return said", "return torch.tensor(said)", ""),
-        ("engine.clear()\n        n = 0", "pass", "not cleared"), ("        n = 0\n", "", "start_pos"),
-        ("len(engine.held))))", "len(engine.held) + 1)))", "start_pos"), ("(engine.held))))", "(ids))))", "start_pos"),
-        ("ids[n:], n)", "ids[n:], 0)", "start_pos"), (" and said[-1] not in engine.stop", "", "stop ignored"),
+        ("", "", ""),
+        ("return said", "return torch.tensor(said)", ""),
+        ("engine.clear()\n        n = 0", "pass", "not cleared"),
+        ("        n = 0\n", "", "start_pos"),
+        ("len(engine.held))))", "len(engine.held) + 1)))", "start_pos"),
+        ("(engine.held))))", "(ids))))", "start_pos"),
+        ("ids[n:], n)", "ids[n:], 0)", "start_pos"),
+        (" and said[-1] not in engine.stop", "", "stop ignored"),
         ("said[-1] not in engine.stop", "said[-1] != engine.stop[0]", "one stop id"),
-        ("len(said) < most and", "", "last token fed"), ("len(said) < most", "len(said) <= most", "last token fed"),
-        ("return said", "return ids + said", "with prompt"), ("return said", "return said[:-1]", "no end"),
-        ("return said", "return said[::-1]", "tokens"), ("n < len(engine.held)", "engine.held", "nothing kept"),
+        ("len(said) < most and", "", "last token fed"),
+        ("len(said) < most", "len(said) <= most", "last token fed"),
+        ("return said", "return ids + said", "with prompt"),
+        ("return said", "return said[:-1]", "no end"),
+        ("return said", "return said[::-1]", "tokens"),
+        ("n < len(engine.held)", "engine.held", "nothing kept"),
         ("n = keep(engine.held, ids)", "n = len(engine.held)", "not cleared"),
-        ("engine.feed(ids[n:], n)", "[engine.feed([i], n + j) for j, i in enumerate(ids[n:])][-1]", "rows"),
-        ("return said", "return said + [7]", "tokens"), ("return said", "return 7", "form"),
+        (
+            "engine.feed(ids[n:], n)",
+            "[engine.feed([i], n + j) for j, i in enumerate(ids[n:])][-1]",
+            "rows",
+        ),
+        ("return said", "return said + [7]", "tokens"),
+        ("return said", "return 7", "form"),
         ("return said", "pass", "None"),
-        ("n = keep(engine.held, ids)", "n = min(len(engine.held), len(ids)) if engine.held[:len(ids)] == ids[:"
-         # All of a prompt that is held whole.
-         "len(engine.held)] else keep(engine.held, ids)", "nothing fed"),
-        ("said[-1:]", "[]", "nothing fed"), ("while len", "while True or len", "stop ignored"),
+        (
+            "n = keep(engine.held, ids)",
+            "n = min(len(engine.held), len(ids)) if engine.held[:len(ids)] == ids[:"
+            # All of a prompt that is held whole.
+            "len(engine.held)] else keep(engine.held, ids)",
+            "nothing fed",
+        ),
+        ("said[-1:]", "[]", "nothing fed"),
+        ("while len", "while True or len", "stop ignored"),
     ],
 )
 def test_a_typical_turn_is_told_what_is_wrong_with_it(old, new, mistake):
     check = checking.find("12.6")
     answer = cells(TURN.replace(old, new) if old else TURN)["turn"]
     outcome = check.judge(answer, check.case())
-    assert (outcome.state, outcome.mistake) == ("wrong" if mistake else "right", mistake), outcome.message
+    assert (outcome.state, outcome.mistake) == ("wrong" if mistake else "right", mistake), (
+        outcome.message
+    )
     named = {known.name for known in mistakes.registered("12") if known.id == "12.6"}
     assert mistake in named | {"", "form", "None"}
 
 
-@pytest.mark.parametrize("odd", [..., None, 7, "turn", print, lambda *a: exit(3), lambda e, i, m: 1 / 0, type])
+@pytest.mark.parametrize(
+    "odd", [..., None, 7, "turn", print, lambda *a: exit(3), lambda e, i, m: 1 / 0, type]
+)
 def test_an_absurd_turn_never_raises(odd):
     check = checking.find("12.6")
     assert check.judge(odd, check.case()).state == ("unanswered" if odd in (..., None) else "wrong")
@@ -404,8 +513,16 @@ def test_the_letters_of_a_notebook_are_defined_before_its_first_shape(path):
     cells = [cell for cell in twins.read(path).cells if cell.role != "solution"]
     line = cells[0].text.split("\nLetters: ")[1]
     defined = set(re.findall(r"`(\w+)`\s\w", line))
-    texts = [cell.text if cell.kind == "markdown" else "\n".join(re.findall(r"#.*", cell.text)) for cell in cells]
-    used = {letter for text in texts for shape in SHAPE.findall(text) for letter in re.findall(r"[A-Z]k?\b", shape)}
+    texts = [
+        cell.text if cell.kind == "markdown" else "\n".join(re.findall(r"#.*", cell.text))
+        for cell in cells
+    ]
+    used = {
+        letter
+        for text in texts
+        for shape in SHAPE.findall(text)
+        for letter in re.findall(r"[A-Z]k?\b", shape)
+    }
     assert used <= defined and "glossary.md#letters" in line
     glossary = (NOTEBOOKS / "glossary.md").read_text("utf-8")
     assert all(f"| `{letter}` |" in glossary for letter in defined)

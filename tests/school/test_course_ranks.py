@@ -11,7 +11,12 @@ pytestmark = pytest.mark.slow
 
 def total(group, x):
     found = group.gather(torch.tensor(x) * (group.rank + 1))
-    return {"rank": group.rank, "of": group.size, "all": found.tolist(), "sum": int(group.sum(torch.tensor(x)))}
+    return {
+        "rank": group.rank,
+        "of": group.size,
+        "all": found.tolist(),
+        "sum": int(group.sum(torch.tensor(x))),
+    }
 
 
 def fails(group, number):
@@ -21,7 +26,9 @@ def fails(group, number):
 
 
 def test_each_rank_gets_the_arguments_and_returns_its_result():
-    assert on_ranks(total, 3, x=5) == [{"rank": rank, "of": 3, "all": [5, 10, 15], "sum": 15} for rank in range(3)]
+    assert on_ranks(total, 3, x=5) == [
+        {"rank": rank, "of": 3, "all": [5, 10, 15], "sum": 15} for rank in range(3)
+    ]
 
 
 def test_the_reason_is_the_one_of_the_rank_that_failed_and_not_of_the_one_that_waited():

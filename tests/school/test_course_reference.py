@@ -11,8 +11,15 @@ from nanokv.school.course import checking, reference
 from nanokv.school.course.checks import nb04
 
 FIRST = {  # what is wrong → the first operation that reads it
-    "theta": (0, "rope_k"), "eps": (0, "input_layernorm"), "head": (None, "lm_head"),
-    "a": "gate_proj", "b": "q_norm", "c": "q_proj", "d": "down_proj", "e": "o_proj", "f": "input_layernorm",
+    "theta": (0, "rope_k"),
+    "eps": (0, "input_layernorm"),
+    "head": (None, "lm_head"),
+    "a": "gate_proj",
+    "b": "q_norm",
+    "c": "q_proj",
+    "d": "down_proj",
+    "e": "o_proj",
+    "f": "input_layernorm",
 }
 
 
@@ -27,11 +34,17 @@ def first(wrong, right):
 
 def test_the_stored_numbers_are_those_of_transformers(model):
     ids, kept, author = reference.stored(model)
-    assert author.startswith("transformers 5.") and torch.equal(ids, reference.prompt(model)) and ids.shape[1] > 10
+    assert (
+        author.startswith("transformers 5.")
+        and torch.equal(ids, reference.prompt(model))
+        and ids.shape[1] > 10
+    )
     theirs = reference.last_token(debug.record(reference.in_transformers("tiny"), ids))
     assert theirs.keys() == kept.keys()
     assert all(step.ok for step in debug.compare(theirs, kept))
-    assert all(step.ok for step in debug.compare(reference.last_token(debug.record(model, ids)), kept))
+    assert all(
+        step.ok for step in debug.compare(reference.last_token(debug.record(model, ids)), kept)
+    )
 
 
 def test_numbers_of_other_weights_are_not_handed_out(model):
@@ -65,7 +78,9 @@ def test_a_family_without_norms_of_its_heads_gets_another_cause(model):
     check, ids = checking.find("04.4"), reference.prompt(plain)
     case = checking.Case({"place": 1, "cause": "b"}, plain)
     step = first(nb04.mystery(case, ids), debug.record(plain, ids))
-    assert (step.layer, step.operation) == (1, "input_layernorm") and check.judge((1, "f"), case).state == "right"
+    assert (step.layer, step.operation) == (1, "input_layernorm") and check.judge(
+        (1, "f"), case
+    ).state == "right"
 
 
 def test_one_by_one_gives_the_same_values_but_not_the_same_bits(model):
@@ -76,13 +91,25 @@ def test_one_by_one_gives_the_same_values_but_not_the_same_bits(model):
 
 @pytest.mark.parametrize(
     ("atol", "mistake"),
-    [(1e-4, ""), (1e-3, ""), ("0.0005", ""), (0, "zero"), (-1, "zero"), (1e-8, "below rounding"), (0.1, "too loose"),
-     (100, "too loose"), ("small", "")],
+    [
+        (1e-4, ""),
+        (1e-3, ""),
+        ("0.0005", ""),
+        (0, "zero"),
+        (-1, "zero"),
+        (1e-8, "below rounding"),
+        (0.1, "too loose"),
+        (100, "too loose"),
+        ("small", ""),
+    ],
 )
 def test_a_tolerance_is_judged_by_what_it_lets_through(atol, mistake, model):
     check = checking.find("04.3")
     outcome = check.judge(atol, check.case(model=model))
-    assert (outcome.state, outcome.mistake) == ("right" if not mistake and atol != "small" else "wrong", mistake)
+    assert (outcome.state, outcome.mistake) == (
+        "right" if not mistake and atol != "small" else "wrong",
+        mistake,
+    )
 
 
 def test_a_reader_is_judged_by_the_tensors_that_it_reads(model):
@@ -93,15 +120,21 @@ def test_a_reader_is_judged_by_the_tensors_that_it_reads(model):
         data = Path(path).read_bytes()
         n = int.from_bytes(data[:8], "little")
         entry = json.loads(data[8 : 8 + n])[name]
-        begin, end = (8 + n) * skip + entry["data_offsets"][0], (8 + n) * skip + entry["data_offsets"][1]
+        begin, end = (
+            (8 + n) * skip + entry["data_offsets"][0],
+            (8 + n) * skip + entry["data_offsets"][1],
+        )
         dtype = {"F32": torch.float32, "BF16": torch.bfloat16}[entry["dtype"]]
         flat = torch.frombuffer(bytearray(data[begin:end]), dtype=dtype)
         return flat.view(entry["shape"]) if whole else flat
 
     answers = {
-        "": read, "offset": lambda path, name: read(path, name, skip=False), "no tensor": lambda path, name: [1.0],
+        "": read,
+        "offset": lambda path, name: read(path, name, skip=False),
+        "no tensor": lambda path, name: [1.0],
         "shape": lambda path, name: read(path, name, whole=False),
-        "dtype": lambda path, name: read(path, name).double(), "size": lambda path, name: read(path, name)[:1],
+        "dtype": lambda path, name: read(path, name).double(),
+        "size": lambda path, name: read(path, name)[:1],
     }
     check = checking.find("04.2")
     for mistake, answer in answers.items():

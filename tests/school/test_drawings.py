@@ -16,7 +16,9 @@ WIDE = 0.6, 0.64  # of a letter in a wide font, usual and bold, as a share of th
 
 
 def each_drawing(test):
-    return pytest.mark.parametrize("make", drawings.ALL, ids=[make.__name__ for make in drawings.ALL])(test)
+    return pytest.mark.parametrize(
+        "make", drawings.ALL, ids=[make.__name__ for make in drawings.ALL]
+    )(test)
 
 
 def frame(text) -> tuple[float, float, float, float]:
@@ -55,7 +57,9 @@ def faults(svg: str) -> list[str]:
         x, y = (left + right) / 2, (top + bottom) / 2
         under = [r for r in rects if r is rects[0] or inside(r, x, y)][-1]
         if contrast(shape.get("fill"), under.get("fill")) < 4.5:
-            found.append(f"{shape.text}: contrast {contrast(shape.get('fill'), under.get('fill')):.1f}")
+            found.append(
+                f"{shape.text}: contrast {contrast(shape.get('fill'), under.get('fill')):.1f}"
+            )
         if not (inside(under, left, y) and inside(under, right, y)):
             found.append(f"{shape.text}: wider than its box")
         found += [f"{shape.text} over {words}" for words, other in seen if meet(box, other)]
@@ -65,7 +69,9 @@ def faults(svg: str) -> list[str]:
 
 def inside(rect, x, y) -> bool:
     left, top = float(rect.get("x", 0)), float(rect.get("y", 0))
-    return left <= x <= left + float(rect.get("width")) and top <= y <= top + float(rect.get("height"))
+    return left <= x <= left + float(rect.get("width")) and top <= y <= top + float(
+        rect.get("height")
+    )
 
 
 def meet(a, b) -> bool:
@@ -102,27 +108,43 @@ def test_a_still_drawing_hides_nothing(make):
     still = drawing.still.svg
     assert not re.search(r"<style|<animate|@keyframes|opacity", still)
     assert ET.fromstring(still).findall(f".//{SVG}text") and drawing.still.still == drawing.still
-    kept = [[text.text for text in ET.fromstring(svg).iter(f"{SVG}text")] for svg in (drawing.svg, still)]
+    kept = [
+        [text.text for text in ET.fromstring(svg).iter(f"{SVG}text")]
+        for svg in (drawing.svg, still)
+    ]
     assert kept[0] == kept[1]
 
 
 def test_the_arriving_token_moves_and_comes_to_rest():
     drawing = drawings.token_arrives()
-    assert drawing.still != drawing and [make().still == make() for make in drawings.ALL].count(False) == 1
+    assert (
+        drawing.still != drawing
+        and [make().still == make() for make in drawings.ALL].count(False) == 1
+    )
     style = re.search(r"<style>(.*)</style>", drawing.svg)[1]
     steps = set(re.findall(r'class="([\w-]+)"', drawing.svg))
-    assert steps == {f"arrives-{i}" for i in (1, 2, 3, 4)} == set(re.findall(r"@keyframes ([\w-]+)", style))
+    assert (
+        steps
+        == {f"arrives-{i}" for i in (1, 2, 3, 4)}
+        == set(re.findall(r"@keyframes ([\w-]+)", style))
+    )
     assert "infinite" not in style and "prefers-reduced-motion:reduce" in style and "print" in style
     words = drawing._repr_mimebundle_()[0]["text/html"]
     assert '<source media="print, (prefers-reduced-motion: reduce)"' in words
 
 
 def test_colours_are_those_of_the_plots_or_grey():
-    greys = {color for color, _ in FILLS.values() if len({color[i : i + 2] for i in (1, 3, 5)}) == 1}
+    greys = {
+        color for color, _ in FILLS.values() if len({color[i : i + 2] for i in (1, 3, 5)}) == 1
+    }
     assert {color for color, _ in FILLS.values()} - greys <= set(COLORS) and len(greys) == 2
     kinds = [fill for name, (fill, _) in FILLS.items() if name not in ("plain", "work")]
     assert len(set(kinds)) == len(kinds)
-    used = {color for make in drawings.ALL for color in re.findall(r'<rect[^>]* fill="([^"]+)"', make().svg)}
+    used = {
+        color
+        for make in drawings.ALL
+        for color in re.findall(r'<rect[^>]* fill="([^"]+)"', make().svg)
+    }
     assert used == set(dict(FILLS.values()))
 
 
@@ -134,8 +156,14 @@ def test_the_rules_can_fail():
     canvas.box(300, 40, 60, 30, "pale", "new")
     svg = canvas.drawing("words").svg.replace('fill="#000000">pale', 'fill="#FFFFFF">pale')
     kinds = [line.split(": ")[-1] for line in faults(svg)]
-    assert kinds == ["leaves the frame", "wider than its box", "leaves the frame", "wider than its box",
-                     "over the title over Title", "contrast 2.3"]
+    assert kinds == [
+        "leaves the frame",
+        "wider than its box",
+        "leaves the frame",
+        "wider than its box",
+        "over the title over Title",
+        "contrast 2.3",
+    ]
 
 
 @each_drawing
@@ -143,7 +171,10 @@ def test_a_drawing_is_shown_with_its_words(make, capsys):
     show(make())
     assert capsys.readouterr().out == f"In words: {make().alt}\n"
     data, metadata = make()._repr_mimebundle_()
-    assert data["image/svg+xml"] == make()._repr_svg_() == make().svg and metadata["image/svg+xml"]["alt"] == make().alt
+    assert (
+        data["image/svg+xml"] == make()._repr_svg_() == make().svg
+        and metadata["image/svg+xml"]["alt"] == make().alt
+    )
     assert data["text/html"].count("<img alt=") == 1 and 'src="http' not in data["text/html"]
     made = [slides.Slide("T")]
     slides._add_outputs(made, [{"data": data, "metadata": metadata}])
@@ -157,9 +188,15 @@ def test_a_page_shows_the_picture_with_its_words():
     from nanokv.school.course import book
 
     data, metadata = drawings.token_arrives()._repr_mimebundle_()
-    cell = nbformat.new_code_cell("", outputs=[nbformat.new_output("display_data", data, metadata=metadata)])
+    cell = nbformat.new_code_cell(
+        "", outputs=[nbformat.new_output("display_data", data, metadata=metadata)]
+    )
     page = book.render(nbformat.new_notebook(cells=[cell]))
-    assert page.count("<img") == page.count("alt=") == 1 and "<svg" not in page and "Four columns" in page
+    assert (
+        page.count("<img") == page.count("alt=") == 1
+        and "<svg" not in page
+        and "Four columns" in page
+    )
 
 
 def test_drawings_need_neither_torch_nor_matplotlib():

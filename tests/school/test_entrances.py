@@ -13,8 +13,13 @@ ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = ROOT / "notebooks"
 TEXT = (NOTEBOOKS / "README.md").read_text("utf-8")
 PARTS = dict(part.split("\n", 1) for part in re.split(r"^## ", TEXT, flags=re.MULTILINE)[1:])
-PATHS = dict(re.findall(r"^\*\*(One hour|One day|A term)\*\*(.+?)(?=^\*\*|\Z)", PARTS["One hour, one day, a term"],
-                        re.DOTALL | re.MULTILINE))
+PATHS = dict(
+    re.findall(
+        r"^\*\*(One hour|One day|A term)\*\*(.+?)(?=^\*\*|\Z)",
+        PARTS["One hour, one day, a term"],
+        re.DOTALL | re.MULTILINE,
+    )
+)
 
 
 def rows(path):
@@ -26,7 +31,10 @@ def rows(path):
 def lengths(number):
     """The minutes for which a lesson is planned: the head of its plan's table."""
     text = (NOTEBOOKS / "teach" / f"{number}_plan.md").read_text("utf-8")
-    return [int(n) for n in re.search(r"^\| activity \| (\d+) \| (\d+) \|$", text, re.MULTILINE).groups()]
+    return [
+        int(n)
+        for n in re.search(r"^\| activity \| (\d+) \| (\d+) \|$", text, re.MULTILINE).groups()
+    ]
 
 
 def test_the_hour_is_an_hour_of_parts_that_exist():
@@ -48,7 +56,9 @@ def test_the_minutes_of_whole_notebooks_are_those_of_the_plans(path, said):
     assert all(minutes in lengths(number) for number, minutes in found) and said in PATHS[path]
     assert not said or sum(minutes for _, minutes in found) == 330
     if path == "A term":
-        assert [number for number, _ in found] == [path.stem[:2] for path in twins.sources(NOTEBOOKS)]
+        assert [number for number, _ in found] == [
+            path.stem[:2] for path in twins.sources(NOTEBOOKS)
+        ]
 
 
 def test_the_day_says_which_parts_need_notebooks_that_it_leaves_out():
@@ -72,21 +82,33 @@ def test_minutes_are_marked_as_estimated_and_seconds_as_measured():
     assert "**estimated**" in text.split("**One hour**")[0]
     measured = re.search(r"\*\*Measured\*\*.+?: ((?:\d\d: \d+(?:, |\.))+)", text, re.DOTALL)[1]
     times = {number: int(seconds) for number, seconds in re.findall(r"(\d\d): (\d+)", measured)}
-    assert times and all(0 < seconds <= 180 for seconds in times.values()), "the budget of a notebook"
+    assert times and all(0 < seconds <= 180 for seconds in times.values()), (
+        "the budget of a notebook"
+    )
 
 
 def test_each_way_in_says_whether_it_was_tried():
-    ways = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|$", PARTS["Where to run them"], re.MULTILINE)[1:]
+    ways = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|$", PARTS["Where to run them"], re.MULTILINE)[
+        1:
+    ]
     assert len(ways) >= 6 and all(re.match("(un)?tried", tried) for _, _, tried in ways)
-    assert not re.search(r"https?://", TEXT), "an address may not exist; those of the project do not yet"
+    assert not re.search(r"https?://", TEXT), (
+        "an address may not exist; those of the project do not yet"
+    )
 
 
 def test_binder_gets_what_the_project_pins():
     lines = (ROOT / ".binder" / "requirements.txt").read_text().splitlines()
     constraints = [line.split()[1] for line in lines if line.startswith("-c ")]
-    assert [(ROOT / ".binder" / name).resolve() for name in constraints] == [ROOT / "constraints.txt"]
+    assert [(ROOT / ".binder" / name).resolve() for name in constraints] == [
+        ROOT / "constraints.txt"
+    ]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    (extras,) = [re.fullmatch(r"\.\[(.+)\]", line)[1].split(",") for line in lines if not line.startswith("-")]
+    (extras,) = [
+        re.fullmatch(r"\.\[(.+)\]", line)[1].split(",")
+        for line in lines
+        if not line.startswith("-")
+    ]
     assert set(extras) <= project["optional-dependencies"].keys()
     python = (ROOT / ".binder" / "runtime.txt").read_text().strip().removeprefix("python-")
     matrix = (ROOT / ".github" / "workflows").glob("*.yml")
@@ -95,13 +117,19 @@ def test_binder_gets_what_the_project_pins():
 
 def colab():
     """The cell as Python: the magic becomes a call."""
-    (cell,) = [code for code in re.findall(r"```python\n(.+?)```", TEXT, re.DOTALL) if "%pip" in code]
+    (cell,) = [
+        code for code in re.findall(r"```python\n(.+?)```", TEXT, re.DOTALL) if "%pip" in code
+    ]
     return re.sub(r"^%pip install --quiet \{(.+)\}$", r"install(\1)", cell, flags=re.MULTILINE)
 
 
 def test_the_cell_for_colab_installs_the_newest_wheel(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("nanokv-0.1.0-py3-none-any.whl", "nanokv-0.2.0-py3-none-any.whl", "other-9-py3-none-any.whl"):
+    for name in (
+        "nanokv-0.1.0-py3-none-any.whl",
+        "nanokv-0.2.0-py3-none-any.whl",
+        "other-9-py3-none-any.whl",
+    ):
         (tmp_path / name).write_text("")
     installed = []
     exec(colab(), {"install": installed.append})

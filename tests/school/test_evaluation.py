@@ -66,8 +66,16 @@ def folder(tmp_path_factory):
 
 def test_targets_are_the_promised_ones():
     assert TARGETS == {
-        "recall": 0.97, "updates": 0.95, "never told": 0.95, "repeat": 0.97, "nth": 0.97, "reverse": 0.95,
-        "count": 0.97, "sums": 0.97, "cache questions": 0.97, "natural": 0.80,
+        "recall": 0.97,
+        "updates": 0.95,
+        "never told": 0.95,
+        "repeat": 0.97,
+        "nth": 0.97,
+        "reverse": 0.95,
+        "count": 0.97,
+        "sums": 0.97,
+        "cache questions": 0.97,
+        "natural": 0.80,
     }
     assert set(TARGETS) <= set(ALL)
 
@@ -84,7 +92,9 @@ def test_expected_lists_are_right(task):
         items, request = case.expected.split(", "), case.turns[-1]
         places = [re.search(rf"\b{re.escape(item)}\b", request).start() for item in items]
         assert all(a < b for a, b in pairwise(places if task == "repeat" else places[::-1])), case
-        assert case.accepts(case.expected + ".") and not case.accepts(f"{case.expected}, {items[0]}")
+        assert case.accepts(case.expected + ".") and not case.accepts(
+            f"{case.expected}, {items[0]}"
+        )
         assert not case.accepts(", ".join(items[1:]))
 
 
@@ -93,14 +103,28 @@ def test_expected_places_are_right():
     seen = 0
     for case in cases("nth", 4 * CASES, seed=3):
         found = re.search(r"([\w-]+(?:, [\w-]+){2,})", case.turns[-1])
-        place = re.search(rf"\b({'|'.join(words.ORDINALS)}|last|\d(?:st|nd|rd|th))\b", case.turns[-1], re.IGNORECASE)
+        place = re.search(
+            rf"\b({'|'.join(words.ORDINALS)}|last|\d(?:st|nd|rd|th))\b",
+            case.turns[-1],
+            re.IGNORECASE,
+        )
         if not found or not place:
             continue
-        items = [item for item in found[1].split(", ") if item.lower() not in ("what", "which", "tell", "give", "the")]
+        items = [
+            item
+            for item in found[1].split(", ")
+            if item.lower() not in ("what", "which", "tell", "give", "the")
+        ]
         where = place[1].lower()
         if not held(found[1], case.expected) or " and " in case.turns[-1]:
             continue
-        index = -1 if where == "last" else int(where[0]) - 1 if where[0].isdigit() else words.ORDINALS.index(where)
+        index = (
+            -1
+            if where == "last"
+            else int(where[0]) - 1
+            if where[0].isdigit()
+            else words.ORDINALS.index(where)
+        )
         assert items[index] == case.expected, case
         assert case.accepts(f"The {where} is {case.expected}.") and not case.accepts(found[1])
         seen += 1
@@ -114,9 +138,15 @@ def test_expected_sums_are_right():
     """The two numbers of the request, in digits or in words, added here; every length of both comes up."""
     lengths = set()
     for case in cases("sums", 2 * CASES, seed=3):
-        request = re.sub(r"(?<=ty) (?=(one|two|three|four|five|six|seven|eight|nine)\b)", "-", case.turns[-1].lower())
+        request = re.sub(
+            r"(?<=ty) (?=(one|two|three|four|five|six|seven|eight|nine)\b)",
+            "-",
+            case.turns[-1].lower(),
+        )
         spelled = re.findall(r"[a-z]+(?:-[a-z]+)?", request)
-        numbers = [int(n) for n in re.findall(r"\d+", request)] or [SPELLED[w] for w in spelled if w in SPELLED]
+        numbers = [int(n) for n in re.findall(r"\d+", request)] or [
+            SPELLED[w] for w in spelled if w in SPELLED
+        ]
         a, b = numbers[-2:]
         assert max(a, b) <= LARGEST and case.expected == str(a + b), case
         assert case.accepts(f"{a} + {b} = {a + b}.") and not case.accepts(f"{a} + {b} = {a + b}0.")
@@ -132,7 +162,9 @@ def test_expected_counts_are_right():
         said = case.expected.split(", ")
         numbers = [int(n) if n.isdigit() else SPELLED[n] for n in said]
         assert {b - a for a, b in pairwise(numbers)} in ({1}, {-1}), case
-        assert held(case.turns[-1], said[-1]) or (numbers[-1] == 1 and held(case.turns[-1], said[0])), case
+        assert held(case.turns[-1], said[-1]) or (
+            numbers[-1] == 1 and held(case.turns[-1], said[0])
+        ), case
         forms.add((said[0].isdigit(), numbers[0] < numbers[-1], held(case.turns[-1], said[0])))
     assert len(forms) >= 6
 
@@ -165,7 +197,10 @@ def test_expected_answers_to_cache_questions_are_right():
     by_answer = {answer.rstrip("."): phrasings for answer, phrasings in QUESTIONS + YES_OR_NO}
     for case in cases("cache questions", CASES, seed=3):
         bare = re.sub(r"\W", "", case.turns[-1]).lower()
-        assert any(re.sub(r"\W", "", phrasing).lower() in bare for phrasing in by_answer[case.expected][:-1]), case
+        assert any(
+            re.sub(r"\W", "", phrasing).lower() in bare
+            for phrasing in by_answer[case.expected][:-1]
+        ), case
     for case in cases("cache questions, new phrasing", CASES, seed=3):
         assert case.turns[-1] == by_answer[case.expected][-1]
 
@@ -174,7 +209,9 @@ def test_a_written_conversation_accepts_its_own_example():
     """Both files: the same conversations, line for line in other words, each with an answer that its judge takes."""
     rows = {}
     for name in WRITTEN.values():
-        lines = (ROOT / f"nanokv/school/training/{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = (
+            (ROOT / f"nanokv/school/training/{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        )
         rows[name] = [json.loads(line) for line in lines]
         for row in rows[name]:
             judged = Judged(*(tuple(row[key]) for key in ("turns", "right", "wrong")))
@@ -190,7 +227,9 @@ def test_a_written_conversation_accepts_its_own_example():
 def test_both_written_tasks_take_the_same_lines():
     natural, paraphrased = (cases(task, 50, seed=4) for task in WRITTEN)
     everything = [evaluate.written_cases(name) for name in WRITTEN.values()]
-    assert [everything[0].index(case) for case in natural] == [everything[1].index(case) for case in paraphrased]
+    assert [everything[0].index(case) for case in natural] == [
+        everything[1].index(case) for case in paraphrased
+    ]
 
 
 def test_cases_use_words_that_training_never_drew():
@@ -200,9 +239,14 @@ def test_cases_use_words_that_training_never_drew():
     """
     for task in ("repeat", "reverse"):
         for case in cases(task, CASES, seed=5):
-            assert all(words.is_held_out(word) for word in re.findall(r"[a-zA-Z]+", case.expected)), case
+            assert all(
+                words.is_held_out(word) for word in re.findall(r"[a-zA-Z]+", case.expected)
+            ), case
     for case in cases("recall", CASES, seed=5):
-        if re.search(r"name|sister|friend|word|called", case.turns[-1]) and not case.expected.isdigit():
+        if (
+            re.search(r"name|sister|friend|word|called", case.turns[-1])
+            and not case.expected.isdigit()
+        ):
             # Friends: Ada, Tom and Lea.
             drawn = set(re.findall(r"\w+", case.expected.translate(ACCENTS))) - {"and"}
             assert all(map(words.is_held_out, drawn)), case
@@ -261,7 +305,9 @@ def test_lists_and_numbers_are_compared_whole(frame, expected, answer, right):
 
 def test_telling_everything_is_no_recall():
     case = Case(("My name is Ada. I live in Oslo.", "What is my name?"), "Ada", others=("Oslo",))
-    assert case.accepts("Your name is Ada.") and not case.accepts("Your name is Ada. You live in Oslo.")
+    assert case.accepts("Your name is Ada.") and not case.accepts(
+        "Your name is Ada. You live in Oslo."
+    )
 
 
 # --- stubs through the greedy chat path ------------------------------------------------------------------------------
@@ -283,7 +329,9 @@ class Stub(torch.nn.Module):
         assert start_pos == cache.length
         self.seen = self.seen[:start_pos] + tokens[0].tolist()
         for layer in cache:
-            layer.append(*torch.zeros(2, 1, SMALL.num_key_value_heads, tokens.shape[1], SMALL.head_dim))
+            layer.append(
+                *torch.zeros(2, 1, SMALL.num_key_value_heads, tokens.shape[1], SMALL.head_dim)
+            )
         text = self.bpe.decode(self.seen, skip_special_tokens=False)
         turns = tuple(re.findall(r"<\|im_start\|>user\n (.*?)<\|im_end\|>", text))
         said = text.rpartition("<|im_start|>assistant\n")[2]
@@ -300,7 +348,9 @@ def tokenizer(folder):
 
 
 def shares(stub, tokenizer, count: int = 6) -> dict[str, float]:
-    return {result.task: result.mean for result in evaluate.evaluate(stub, tokenizer, count, seeds=[1])}
+    return {
+        result.task: result.mean for result in evaluate.evaluate(stub, tokenizer, count, seeds=[1])
+    }
 
 
 def test_a_model_that_knows_reaches_everything(tokenizer):
@@ -314,7 +364,9 @@ def test_a_model_that_knows_reaches_everything(tokenizer):
 def written_answers() -> dict[tuple, str]:
     """The example of every written conversation."""
     files = (ROOT / f"nanokv/school/training/{name}.jsonl" for name in WRITTEN.values())
-    rows = (json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines())
+    rows = (
+        json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()
+    )
     return {tuple(row["turns"]): row["example"] for row in rows}
 
 
@@ -323,7 +375,11 @@ def test_shares_of_several_seeds_stand_side_by_side(tokenizer):
     known = {case.turns: case.expected for task in EXACT for case in cases(task, 4, seed=1)}
     stub = Stub(lambda turns: known.get(turns, "Ok."))
     found = {result.task: result for result in evaluate.evaluate(stub, tokenizer, 4, seeds=[1, 2])}
-    assert found["sums"].shares == [1.0, 0.0] and found["sums"].mean == 0.5 and not found["sums"].reached
+    assert (
+        found["sums"].shares == [1.0, 0.0]
+        and found["sums"].mean == 0.5
+        and not found["sums"].reached
+    )
     assert sum(right for right, _ in found["sums"].groups.values()) == 4
     assert sum(count for _, count in found["sums"].groups.values()) == 8
 
@@ -348,9 +404,18 @@ def test_broken_caches_are_told_apart(tokenizer):
     stub = Stub(lambda turns: known.get(turns, "Ok."))
     rows = {row["fault"]: row for row in broken_recall(stub, tokenizer, 6, seed=1)}
     assert set(rows) == {
-        "right", "start_pos off by one", "start_pos restarted at 0", "start_pos doubled", "cache cleared",
+        "right",
+        "start_pos off by one",
+        "start_pos restarted at 0",
+        "start_pos doubled",
+        "cache cleared",
     }
-    assert rows["right"] == {"fault": "right", "recalled": 1.0, "same answer": 1.0, "max |Δlogit|": 0.0}
+    assert rows["right"] == {
+        "fault": "right",
+        "recalled": 1.0,
+        "same answer": 1.0,
+        "max |Δlogit|": 0.0,
+    }
     assert rows["cache cleared"]["recalled"] == rows["start_pos restarted at 0"]["recalled"] == 0
     assert rows["cache cleared"]["same answer"] == 0 and rows["cache cleared"]["max |Δlogit|"] == 1
 
@@ -366,7 +431,12 @@ def rotated(keys, by: int):
     return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), dim=-1)
 
 
-SHIFTS = {"right": 0, "start_pos off by one": 1, "start_pos restarted at 0": -9, "start_pos doubled": 9}
+SHIFTS = {
+    "right": 0,
+    "start_pos off by one": 1,
+    "start_pos restarted at 0": -9,
+    "start_pos doubled": 9,
+}
 
 
 @pytest.mark.parametrize(("fault", "shift"), SHIFTS.items())
@@ -381,7 +451,9 @@ def test_a_lie_shifts_the_keys_that_follow(folder, fault, shift):
     assert lying.length == 9 + shift
     prefill(model, ids[:, 9:14], lying, start_pos=lying.length)
     decode(model, ids[:, 14:], lying, start_pos=lying.length)
-    (keys, values), (lied, same) = ((c[0].state()["key"], c[0].state()["value"]) for c in (right, wrong))
+    (keys, values), (lied, same) = (
+        (c[0].state()["key"], c[0].state()["value"]) for c in (right, wrong)
+    )
     assert torch.equal(lied[:, :, :9], keys[:, :, :9])
     assert (lied[:, :, 9:] - rotated(keys[:, :, 9:], shift)).abs().max() < 1e-5
     assert (same - values).abs().max() < 1e-6
@@ -393,8 +465,12 @@ def test_a_lie_about_nothing_changes_no_logit(folder, tokenizer):
     model, _ = nanokv.load(folder, dtype=torch.float32)
     ids = tokenizer.encode(data.render([{"role": "user", "content": "My name is Zorbla."}] * 2))
     whole = prefill(model, torch.tensor([ids]), make_cache("dict", SMALL))[0]
-    _, split = evaluate.answer_from(model, tokenizer, ids[:9], ids[9:], lambda length: length, limit=3)
-    _, off = evaluate.answer_from(model, tokenizer, ids[:9], ids[9:], lambda length: length + 1, limit=3)
+    _, split = evaluate.answer_from(
+        model, tokenizer, ids[:9], ids[9:], lambda length: length, limit=3
+    )
+    _, off = evaluate.answer_from(
+        model, tokenizer, ids[:9], ids[9:], lambda length: length + 1, limit=3
+    )
     assert (whole - split).abs().max() < 1e-5 < (whole - off).abs().max()
 
 
@@ -403,25 +479,53 @@ def test_a_lie_about_nothing_changes_no_logit(folder, tokenizer):
 
 def test_json_is_one_object_and_nothing_else(folder, capsys):
     """An untrained model misses every target: exit code 1, and the report says which and why."""
-    assert cli.main(["train", "--evaluate", "--model", str(folder), "--cases", "1", "--seed", "7", "--json"]) == 1
+    assert (
+        cli.main(
+            ["train", "--evaluate", "--model", str(folder), "--cases", "1", "--seed", "7", "--json"]
+        )
+        == 1
+    )
     out, err = capsys.readouterr()
     assert err == "" and out.endswith("}\n") and out.count("\n") == 1
     report = json.loads(out)
     assert report["missed"] == list(TARGETS) and report["tasks"] == {task: [0.0] for task in ALL}
     assert (report["seeds"], report["cases"], report["model"]) == ([7], 1, str(folder))
     wrong = report["wrong"]["nth"][0]
-    assert wrong["turns"] == list(cases("nth", 1, seed=7)[0].turns) and set(wrong) == {"turns", "expected", "answer"}
+    assert wrong["turns"] == list(cases("nth", 1, seed=7)[0].turns) and set(wrong) == {
+        "turns",
+        "expected",
+        "answer",
+    }
     assert len(report["faults"]) == 5
 
 
 @pytest.mark.parametrize(("shares", "code"), [([1.0], 0), ([0.97, 0.97], 0), ([1.0, 0.969], 1)])
-def test_exit_code_says_whether_every_seed_reaches_the_targets(folder, capsys, monkeypatch, shares, code):
-    results = [evaluate.Result(task, shares, {"2 + 2 digits": (3, 4)} if task == "sums" else {}, []) for task in ALL]
+def test_exit_code_says_whether_every_seed_reaches_the_targets(
+    folder, capsys, monkeypatch, shares, code
+):
+    results = [
+        evaluate.Result(task, shares, {"2 + 2 digits": (3, 4)} if task == "sums" else {}, [])
+        for task in ALL
+    ]
     monkeypatch.setattr(evaluate, "evaluate", lambda *args: iter(results))
-    fault = {"fault": "start_pos doubled", "recalled": 0.5, "same answer": 0.25, "max |Δlogit|": 1.5}
+    fault = {
+        "fault": "start_pos doubled",
+        "recalled": 0.5,
+        "same answer": 0.25,
+        "max |Δlogit|": 1.5,
+    }
     monkeypatch.setattr(evaluate, "broken_recall", lambda *args: [fault])
     monkeypatch.setattr(evaluate, "examples", lambda *args: [("My name is Zorbla.", "Hi \x1b[2J")])
-    command = ["train", "--evaluate", "--model", str(folder), "--cases", "1", "--seeds", str(len(shares))]
+    command = [
+        "train",
+        "--evaluate",
+        "--model",
+        str(folder),
+        "--cases",
+        "1",
+        "--seeds",
+        str(len(shares)),
+    ]
     assert cli.main(command) == code
     out = capsys.readouterr().out
     which = "seed 0" if len(shares) == 1 else "seeds 0 to 1"
@@ -429,7 +533,11 @@ def test_exit_code_says_whether_every_seed_reaches_the_targets(folder, capsys, m
         f"1 cases per task · {which} · greedy chat, names and list words never trained on"
     )
     row = re.search(r"^recall +(.*)$", out, re.MULTILINE)[1].split()
-    assert row == [f"{sum(shares) / len(shares):.1%}", *([f"{min(shares):.1%}"] if len(shares) > 1 else []), "97%"]
+    assert row == [
+        f"{sum(shares) / len(shares):.1%}",
+        *([f"{min(shares):.1%}"] if len(shares) > 1 else []),
+        "97%",
+    ]
     assert re.search(r"^  2 \+ 2 digits +75.0% +3 of 4$", out, re.MULTILINE)
     assert "start_pos doubled                   50.0%        25.0%          1.50\n" in out
     assert ("missed: recall, repeat, nth, count, sums, cache questions" in out) == bool(code)
@@ -442,7 +550,10 @@ def test_exit_code_says_whether_every_seed_reaches_the_targets(folder, capsys, m
 def test_the_bundled_model_answers():
     """Twelve cases per task, at least two in three right; a hundred below."""
     model, tokenizer = nanokv.load("tiny")
-    found = {result.task: result.mean for result in evaluate.evaluate(model, tokenizer, 6, seeds=[100, 101])}
+    found = {
+        result.task: result.mean
+        for result in evaluate.evaluate(model, tokenizer, 6, seeds=[100, 101])
+    }
     assert {task: found[task] for task in TARGETS if found[task] < 4 / 6} == {}
 
 
@@ -455,7 +566,9 @@ def test_the_card_of_the_bundled_model_is_true():
     rows = re.findall(row, (folder / "README.md").read_text(), re.M)
     lowest = {task: float(share) / 100 for task, share in rows}
     model, tokenizer = nanokv.load("tiny")
-    found = {result.task: result.mean for result in evaluate.evaluate(model, tokenizer, 100, seeds=[0])}
+    found = {
+        result.task: result.mean for result in evaluate.evaluate(model, tokenizer, 100, seeds=[0])
+    }
     assert set(found) == set(lowest)
     assert {task: share for task, share in found.items() if share < lowest[task] - 0.02} == {}
 

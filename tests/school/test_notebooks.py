@@ -28,7 +28,10 @@ pytestmark = pytest.mark.slow
 
 def each_source(test):
     """Where figures are seconds, nothing else runs."""
-    paths = [pytest.param(path, marks=pytest.mark.serial) if path.stem[:2] in TIMED else path for path in SOURCES]
+    paths = [
+        pytest.param(path, marks=pytest.mark.serial) if path.stem[:2] in TIMED else path
+        for path in SOURCES
+    ]
     return pytest.mark.parametrize("path", paths, ids=NUMBERS)(test)
 
 
@@ -77,9 +80,13 @@ def test_every_picture_has_words(path):
     shown = [event["alt"] for event in done.events if event["event"] == "show"]
     outputs = [o for cell in done.notebook["cells"] for o in cell.get("outputs", [])]
     kinds = {"image/png", "image/svg+xml"}
-    alts = [o["metadata"][kind]["alt"] for o in outputs for kind in o.get("data", {}).keys() & kinds]
+    alts = [
+        o["metadata"][kind]["alt"] for o in outputs for kind in o.get("data", {}).keys() & kinds
+    ]
     assert shown and alts == shown
-    assert not [o for o in outputs if "text/html" in o.get("data", {}) and "image/svg+xml" not in o["data"]]
+    assert not [
+        o for o in outputs if "text/html" in o.get("data", {}) and "image/svg+xml" not in o["data"]
+    ]
 
 
 # --- what runs somebody else's notebook ---------------------------------------------------------------------------
@@ -89,7 +96,11 @@ def notebook(*cells: str, number: str = "05") -> dict:
     """A small notebook of code cells."""
     base = twins.read(SOURCES[NUMBERS.index(number)]).student()
     code = next(c for c in base["cells"] if c["cell_type"] == "code")
-    return base | {"cells": [copy.deepcopy(code) | {"id": f"c{i}", "source": [text]} for i, text in enumerate(cells)]}
+    return base | {
+        "cells": [
+            copy.deepcopy(code) | {"id": f"c{i}", "source": [text]} for i, text in enumerate(cells)
+        ]
+    }
 
 
 REACH = """
@@ -109,7 +120,9 @@ print(socket.create_connection(local.getsockname(), 2) is not None)
 def test_a_notebook_reaches_this_machine_and_no_other():
     done = running.run(notebook(REACH), WALL)
     text = "".join(o.get("text", "") for cell in done.notebook["cells"] for o in cell["outputs"])
-    assert done.error == "" and text.split("\n")[:-1] == ["ConnectionRefusedError True"] * 3 + ["True"]
+    assert done.error == "" and text.split("\n")[:-1] == ["ConnectionRefusedError True"] * 3 + [
+        "True"
+    ]
 
 
 def test_an_endless_notebook_is_stopped_with_all_that_it_started():
@@ -122,7 +135,9 @@ def test_an_endless_notebook_is_stopped_with_all_that_it_started():
 def sleepers(seconds: int) -> list:
     import psutil
 
-    return [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", str(seconds)]]
+    return [
+        p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", str(seconds)]
+    ]
 
 
 LOOSE = """
@@ -192,21 +207,30 @@ with open(path, "a") as file:
 """
 
 
-@pytest.mark.parametrize("begin", ["pass", "from nanokv import course\ncourse.start('05')\ncourse.check('05.1', 3)"])
+@pytest.mark.parametrize(
+    "begin", ["pass", "from nanokv import course\ncourse.start('05')\ncourse.check('05.1', 3)"]
+)
 def test_lines_added_to_the_log_count_nothing_and_are_told(tmp_path, begin):
     (tmp_path / "a.ipynb").write_text(json.dumps(notebook(begin, FORGED)))
     (row,) = grading.grade(tmp_path, limit=60)
     assert row["score"] == 0 and row["05.2"] == "missing"
-    assert "2 lines of its log were forged" in row["error"] and "its code names NANOKV_COURSE_LOG" in row["error"]
+    assert (
+        "2 lines of its log were forged" in row["error"]
+        and "its code names NANOKV_COURSE_LOG" in row["error"]
+    )
     assert ("course.start" in row["error"]) == (begin == "pass")
 
 
 def test_what_prints_without_end_fails_and_the_answers_after_it_count():
     begin, right = 'from nanokv import course\ncourse.start("05")', 'course.check("05.1", (26, 8))'
-    done = running.run(notebook(begin, right, "while True: print('x' * 10**6)", right), WALL, keep_going=True)
+    done = running.run(
+        notebook(begin, right, "while True: print('x' * 10**6)", right), WALL, keep_going=True
+    )
     # Linux counts a process's starter as its peak too.
     ours = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert done.error.startswith("OSError: more than 5,000,000 characters") and done.peak < max(2**30, 1.1 * ours)
+    assert done.error.startswith("OSError: more than 5,000,000 characters") and done.peak < max(
+        2**30, 1.1 * ours
+    )
     assert done.states("check") == {"05.1": ["right", "right"]}
     assert "05.1: right." in done.notebook["cells"][-1]["outputs"][0]["text"]
 
@@ -217,10 +241,16 @@ def test_a_submission_cannot_make_its_reader_wait(tmp_path, trick, name):
     """By putting something else where the run leaves what the grader reads."""
     begin = "import os\nfrom nanokv import course\ncourse.start('05')"
     there = f"p = os.path.join(os.path.dirname(os.environ['NANOKV_COURSE_LOG']), '{name}')"
-    made = notebook(begin, f"{there}\nos.path.exists(p) and os.remove(p)\n{trick}\nos.kill(os.getppid(), 9)")
+    made = notebook(
+        begin, f"{there}\nos.path.exists(p) and os.remove(p)\n{trick}\nos.kill(os.getppid(), 9)"
+    )
     (tmp_path / "a.ipynb").write_text(json.dumps(made))
     (row,) = grading.grade(tmp_path, limit=60)
-    assert "events.jsonl: not a file of its own" in row["error"] if name == "events.jsonl" else row["error"]
+    assert (
+        "events.jsonl: not a file of its own" in row["error"]
+        if name == "events.jsonl"
+        else row["error"]
+    )
 
 
 def test_submissions_are_graded_each_for_itself(tmp_path):
@@ -239,7 +269,11 @@ def test_submissions_are_graded_each_for_itself(tmp_path):
     with open(tmp_path / "out.csv", newline="") as file:
         rows = {row["student"]: row for row in csv.DictReader(file)}
     assert set(rows) == {"good", "crash", "hang", "kill", "'=broken"}
-    assert rows["good"]["score"] == "1" and rows["good"]["error"] == "" and rows["good"]["05.q1"] == "wrong: a"
+    assert (
+        rows["good"]["score"] == "1"
+        and rows["good"]["error"] == ""
+        and rows["good"]["05.q1"] == "wrong: a"
+    )
     assert rows["good"]["of"] == str(len(ids("05", "CHECKS")) + len(ids("05", "QUESTIONS")))
     assert rows["crash"]["score"] == "1" and rows["crash"]["error"].startswith("ZeroDivisionError")
     assert rows["hang"]["05.1"] == "right" and rows["hang"]["05.3"] == "wrong: row and column"
@@ -253,10 +287,17 @@ def test_a_page_of_the_book_never_scrolls_sideways(driver, tmp_path, width):
     import nbformat.v4 as form
 
     printed = form.new_output("stream", name="stdout", text="   ".join(["column"] * 40))
-    notebook = form.new_notebook(cells=[
-        form.new_code_cell("total = " + " + ".join(["something"] * 30), outputs=[printed]),
-        form.new_markdown_cell("|" + " a_wide_column |" * 30 + "\n|" + "---|" * 30 + "\n|" + " 1 |" * 30)])
-    (tmp_path / "style.css").write_text(book.asset("book.css") + book.highlighting(), encoding="utf-8")
+    notebook = form.new_notebook(
+        cells=[
+            form.new_code_cell("total = " + " + ".join(["something"] * 30), outputs=[printed]),
+            form.new_markdown_cell(
+                "|" + " a_wide_column |" * 30 + "\n|" + "---|" * 30 + "\n|" + " 1 |" * 30
+            ),
+        ]
+    )
+    (tmp_path / "style.css").write_text(
+        book.asset("book.css") + book.highlighting(), encoding="utf-8"
+    )
     path = book.write(tmp_path / "page.html", "A page", book.render(notebook))
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
@@ -280,8 +321,16 @@ def test_the_book_has_a_page_for_everything_and_needs_nothing_from_elsewhere(tmp
             # The next notebook may not be written yet.
             assert name in anchors or re.match(r"\d\d_", name), name
             assert not anchor or anchor in anchors[name], (name, anchor)
-        assert "<title>" in text and "<script" not in text and 'src="http' not in text and 'css" href="http' not in text
-        assert text.count("<img") == text.count("alt=") and "No description has been provided" not in text
+        assert (
+            "<title>" in text
+            and "<script" not in text
+            and 'src="http' not in text
+            and 'css" href="http' not in text
+        )
+        assert (
+            text.count("<img") == text.count("alt=")
+            and "No description has been provided" not in text
+        )
         assert ".ipynb" not in text.replace("notebooks/", "")
     assert 'id="kv-cache"' in (tmp_path / "glossary.html").read_text()
     assert "prefers-color-scheme: dark" in (tmp_path / "style.css").read_text()

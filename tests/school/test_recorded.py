@@ -17,7 +17,9 @@ NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 SOURCES = {path.stem[:2]: path for path in twins.sources(NOTEBOOKS)}
 FILES = sorted(recorded.FOLDER.glob("recorded-*.json"))
 MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
-ONE = recorded.Recording("big.gguf", "2026-11-23", "nanokv course record 05", {recorded.key("print(size)"): "7 < 9\n"})
+ONE = recorded.Recording(
+    "big.gguf", "2026-11-23", "nanokv course record 05", {recorded.key("print(size)"): "7 < 9\n"}
+)
 
 
 def source(*cells: twins.Cell) -> twins.Source:
@@ -37,8 +39,14 @@ def stream(text: str) -> dict:
 
 def test_what_differs_is_kept_but_for_answers_and_what_is_the_readers_own(monkeypatch, tmp_path):
     made = source(
-        twins.Cell("markdown", "# 05"), code("where"), code("same"), code("stub", "exercise"), code("own", "solution"),
-        code("value"), code("picture"), code("wrong"),
+        twins.Cell("markdown", "# 05"),
+        code("where"),
+        code("same"),
+        code("stub", "exercise"),
+        code("own", "solution"),
+        code("value"),
+        code("picture"),
+        code("wrong"),
     )
     model = str(tmp_path / "big.gguf")
 
@@ -47,22 +55,35 @@ def test_what_differs_is_kept_but_for_answers_and_what_is_the_readers_own(monkey
         value = form.new_output("execute_result", data={"text/plain": f"value of {name}"})
         picture = form.new_output("display_data", data={"text/plain": f"<figure of {name}>"})
         outputs = {
-            "where": [stream(f"{name}: 30 layers\ncache: the reference (none)\n05.a: you predicted 3.\nToo slow?\n")],
-            "same": [stream("2\n")], "own": [stream(name)], "value": [value],
-            "picture": [picture], "wrong": [stream(f"05.1: right. {name}")],
+            "where": [
+                stream(
+                    f"{name}: 30 layers\ncache: the reference (none)\n05.a: you predicted 3.\nToo slow?\n"
+                )
+            ],
+            "same": [stream("2\n")],
+            "own": [stream(name)],
+            "value": [value],
+            "picture": [picture],
+            "wrong": [stream(f"05.1: right. {name}")],
         }
         cells = [
             form.new_code_cell(text, outputs=outputs[text])
-            for text in ("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code")
+            for text in (
+                "".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"
+            )
         ]
         return running.Run({"cells": [form.new_markdown_cell("# 05"), *cells]})
 
     monkeypatch.setattr(running, "run", run)
     found = recorded.record(made, model, 9)
     assert found.cells == {
-        recorded.key("where"): "big.gguf: 30 layers\n", recorded.key("value"): "value of big.gguf\n",
+        recorded.key("where"): "big.gguf: 30 layers\n",
+        recorded.key("value"): "value of big.gguf\n",
     }
-    assert (found.model, found.command) == ("big.gguf", "NANOKV_MODEL=big.gguf nanokv course record 05")
+    assert (found.model, found.command) == (
+        "big.gguf",
+        "NANOKV_MODEL=big.gguf nanokv course record 05",
+    )
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", found.date)
     path = recorded.path_of("05", tmp_path)
     recorded.write(found, path)
@@ -71,7 +92,9 @@ def test_what_differs_is_kept_but_for_answers_and_what_is_the_readers_own(monkey
 
 
 def test_a_run_that_fails_records_nothing(monkeypatch):
-    monkeypatch.setattr(running, "run", lambda *given, env: running.Run(None, error="stopped after 9 s"))
+    monkeypatch.setattr(
+        running, "run", lambda *given, env: running.Run(None, error="stopped after 9 s")
+    )
     with pytest.raises(CourseError, match=r"05_a on big\.gguf: stopped after 9 s"):
         recorded.record(source(code("x")), "big.gguf", 9)
 
@@ -79,9 +102,16 @@ def test_a_run_that_fails_records_nothing(monkeypatch):
 def test_the_bundled_model_is_not_recorded(cli, tmp_path, monkeypatch):
     monkeypatch.setattr(recorded, "record", None)
     for name in ("", "tiny"):
-        monkeypatch.setattr("nanokv.apps.cli.commands.course.environment", lambda _, name=name: name)
+        monkeypatch.setattr(
+            "nanokv.apps.cli.commands.course.environment", lambda _, name=name: name
+        )
         status, out, err = cli("course", "record", "05", "--folder", NOTEBOOKS, "-o", tmp_path)
-        assert status == 2 and "another model than the bundled one" in err and "NANOKV_MODEL=" in err and out == ""
+        assert (
+            status == 2
+            and "another model than the bundled one" in err
+            and "NANOKV_MODEL=" in err
+            and out == ""
+        )
 
 
 # --- what is committed --------------------------------------------------------------------------------------------
@@ -89,7 +119,9 @@ def test_the_bundled_model_is_not_recorded(cli, tmp_path, monkeypatch):
 
 def test_there_are_recordings_and_they_are_small():
     assert FILES and sum(path.stat().st_size for path in FILES) < 300_000
-    said = re.search(r"Recorded\s+so\s+far:\s+([\d,\s]+)\.", (NOTEBOOKS / "README.md").read_text("utf-8"))[1]
+    said = re.search(
+        r"Recorded\s+so\s+far:\s+([\d,\s]+)\.", (NOTEBOOKS / "README.md").read_text("utf-8")
+    )[1]
     assert re.split(r",\s+", said) == [path.stem.removeprefix("recorded-") for path in FILES]
 
 
@@ -98,7 +130,9 @@ def test_a_recording_fits_its_notebook(path):
     """Where it fails, a cell was changed after the recording: record the notebook again."""
     number = path.stem.removeprefix("recorded-")
     found, cells = recorded.read(number), twins.read(SOURCES[number]).cells
-    there = {recorded.key(cell.text) for cell in cells if cell.kind == "code" and cell.role == "both"}
+    there = {
+        recorded.key(cell.text) for cell in cells if cell.kind == "code" and cell.role == "both"
+    }
     again = f"NANOKV_MODEL={MODEL} nanokv course record {number} --force"
     assert found.cells and set(found.cells) <= there, again
     assert found.model == MODEL and f"{found.command} --force" == again
@@ -113,7 +147,9 @@ def test_a_recording_fits_its_notebook(path):
 def shell(monkeypatch):
     """An IPython without a kernel: run(code) ends a cell and returns what was shown below it."""
     shown = []
-    monkeypatch.setattr(recorded.figures, "display", lambda data, metadata: shown.append(data["text/plain"]))
+    monkeypatch.setattr(
+        recorded.figures, "display", lambda data, metadata: shown.append(data["text/plain"])
+    )
     events = EventManager(None, available_events)
 
     def run(code):
@@ -151,7 +187,11 @@ def test_a_model_that_cannot_be_loaded_leads_to_the_recording(shell, monkeypatch
     assert "tiny" not in told.value.hint, "there is no recording"
     session.start("05", model="tiny")
     said = capsys.readouterr().out
-    assert said.startswith("tiny: 6 layers") and "stands what big.gguf printed" in said and shell.run("print(size)")
+    assert (
+        said.startswith("tiny: 6 layers")
+        and "stands what big.gguf printed" in said
+        and shell.run("print(size)")
+    )
     monkeypatch.delenv("NANOKV_MODEL")
     session.start("05")
     assert "big.gguf" not in capsys.readouterr().out
@@ -174,7 +214,10 @@ def test_the_book_shows_it_folded_and_the_run_stays_as_it_was():
     cells = [form.new_code_cell("print(size)", outputs=[stream("3\n")]), form.new_code_cell("1")]
     notebook = form.new_notebook(cells=cells)
     page = book.render(recorded.beneath(notebook, ONE))
-    assert page.count('<details class="recorded"><summary>Recorded with big, 2026-11-23</summary>') == 1
+    assert (
+        page.count('<details class="recorded"><summary>Recorded with big, 2026-11-23</summary>')
+        == 1
+    )
     assert "<pre>$ nanokv course record 05\n7 &lt; 9\n</pre>" in page
     assert page.index("3\n") < page.index("7 &lt; 9") and len(notebook["cells"][0]["outputs"]) == 1
     assert "recorded" not in book.render(recorded.beneath(notebook, None))
@@ -184,5 +227,9 @@ def test_a_cell_is_known_in_the_source_and_in_the_students_notebook():
     for number, path in SOURCES.items():
         keys = {recorded.key(cell.text) for cell in twins.read(path).cells if cell.kind == "code"}
         made = json.loads(next(NOTEBOOKS.glob(f"{number}_*.ipynb")).read_text(encoding="utf-8"))
-        cells = [recorded.key("".join(cell["source"])) for cell in made["cells"] if cell["cell_type"] == "code"]
+        cells = [
+            recorded.key("".join(cell["source"]))
+            for cell in made["cells"]
+            if cell["cell_type"] == "code"
+        ]
         assert set(cells) <= keys and len(cells) > 5

@@ -19,7 +19,13 @@ from waiting import drawn, leave, until
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = ROOT / "notebooks"
-MODULES = ["nanokv", "nanokv.cache", "nanokv.cache.base", "nanokv.cache.dict_cache", "nanokv.inference"]
+MODULES = [
+    "nanokv",
+    "nanokv.cache",
+    "nanokv.cache.base",
+    "nanokv.cache.dict_cache",
+    "nanokv.inference",
+]
 ONE = recordings.RECORDINGS[:1]
 LIGHT, DARK = "rgb(251, 251, 250)", "rgb(20, 24, 28)"  # paper of a recording
 
@@ -30,17 +36,32 @@ def course() -> list[Page]:
 
     printed = form.new_output("stream", name="stdout", text="secret_output")
     cells = [
-        form.new_markdown_cell("# 05 · The waste\n\nSee [RoPE](glossary.md#rope).\n\n" + "## Same\n\nx\n\n" * 4),
+        form.new_markdown_cell(
+            "# 05 · The waste\n\nSee [RoPE](glossary.md#rope).\n\n" + "## Same\n\nx\n\n" * 4
+        ),
         form.new_code_cell("nanokv.decode(model, token, cache, start_pos=4)", outputs=[printed]),
     ]
     made = book.anchored(book.render(form.new_notebook(cells=cells))).replace(".md", ".html")
     glossary = book.anchored(book.markdown((NOTEBOOKS / "glossary.md").read_text(encoding="utf-8")))
     contents = '<h1>The course</h1><ul><li><a href="05_the_waste.html">05</a></li></ul>'
     return [
-        Page("book/05_the_waste.html", "05 · The waste", made, "Course", "notebooks/05_the_waste.ipynb"),
+        Page(
+            "book/05_the_waste.html",
+            "05 · The waste",
+            made,
+            "Course",
+            "notebooks/05_the_waste.ipynb",
+        ),
         Page("book/glossary.html", "Glossary", glossary, "Glossary", "notebooks/glossary.md"),
-        Page("book/claims.html", "What the articles say", "<h1>Claims</h1>", "Course", "notebooks/claims.md"),
-        Page("book/index.html", "The course", contents, "Course", "notebooks"), site.paths(NOTEBOOKS),
+        Page(
+            "book/claims.html",
+            "What the articles say",
+            "<h1>Claims</h1>",
+            "Course",
+            "notebooks/claims.md",
+        ),
+        Page("book/index.html", "The course", contents, "Course", "notebooks"),
+        site.paths(NOTEBOOKS),
     ]
 
 
@@ -50,7 +71,10 @@ def small(tmp_path_factory):
     out = tmp_path_factory.mktemp("site")
     (out / "traces").mkdir()
     (out / "traces" / f"{ONE[0].name}-alone.html").write_text("<p>recorded</p>")
-    traces = [Page("traces/index.html", "Recordings", recordings.listing(ONE), "Recordings"), recordings.page(ONE[0])]
+    traces = [
+        Page("traces/index.html", "Recordings", recordings.listing(ONE), "Recordings"),
+        recordings.page(ONE[0]),
+    ]
     texts = [*site.documents(ROOT), *site.for_teachers(NOTEBOOKS)]
     site.assemble([*course(), *texts, *api.pages(MODULES), *traces], ROOT, out)
     return out
@@ -72,10 +96,16 @@ def check_pages(out: Path) -> None:
         # Of a tag: code may hold such letters too.
         names = re.findall(r'<[a-z][^<>]* id="([^"]*)"', text)
         assert "main-text" in names and len(names) == len(set(names)), path
-        assert re.findall(r'<nav aria-label="Parts">.*?</nav>', text)[0].count("<a ") == len(PARTS) + 1
+        assert (
+            re.findall(r'<nav aria-label="Parts">.*?</nav>', text)[0].count("<a ") == len(PARTS) + 1
+        )
         assert text.count("<img") == len(re.findall(r'<img[^>]* alt="[^"]+', text)), path
-        fetched = re.findall(r'<(?:script|link|img|iframe|source)\b[^>]*?(?:src|href)="([^"]*)"', text)
-        assert len(fetched) >= 3 and [a for a in fetched if re.match(r"(?!data:)\w+:|/", a)] == [], path
+        fetched = re.findall(
+            r'<(?:script|link|img|iframe|source)\b[^>]*?(?:src|href)="([^"]*)"', text
+        )
+        assert (
+            len(fetched) >= 3 and [a for a in fetched if re.match(r"(?!data:)\w+:|/", a)] == []
+        ), path
         assert str(ROOT) not in text, path
     assert links.problems(out) == []
 
@@ -98,37 +128,62 @@ def test_what_the_hub_reads_of_a_model_card_is_not_on_its_page(small):
 
 
 def test_a_link_into_the_repository_leads_to_the_page_that_shows_the_file(small):
-    code, readme = ((small / f"docs/{name}.html").read_text(encoding="utf-8") for name in ("code", "readme"))
+    code, readme = (
+        (small / f"docs/{name}.html").read_text(encoding="utf-8") for name in ("code", "readme")
+    )
     assert '<a href="../api/nanokv/inference.html">inference.py</a>' in code
     assert '<a href="contributing.html#a-cache">' in code, "with its anchor"
-    assert '<span class="file" title="nanokv/model.py, in the repository">nanokv/model.py</span>' in code
-    assert '<a href="../book/index.html">notebooks</a>' in readme and ".md" not in re.findall(r'href="([^"]*)"', readme)
+    assert (
+        '<span class="file" title="nanokv/model.py, in the repository">nanokv/model.py</span>'
+        in code
+    )
+    assert '<a href="../book/index.html">notebooks</a>' in readme and ".md" not in re.findall(
+        r'href="([^"]*)"', readme
+    )
     waste = (small / "book/05_the_waste.html").read_text(encoding="utf-8")
-    assert '<a href="glossary.html#rope">' in waste and '<a href="#same">Same</a>' in waste, "a list of headings"
+    assert '<a href="glossary.html#rope">' in waste and '<a href="#same">Same</a>' in waste, (
+        "a list of headings"
+    )
     assert '<h2 id="same-3">' in waste, "each has a place of its own"
 
 
-def test_the_paths_and_the_teachers_texts_are_reached_from_the_front_page_and_from_each_other(small):
-    front, way, teach = ((small / f"{name}.html").read_text("utf-8") for name in ("index", "book/paths", "teach/index"))
+def test_the_paths_and_the_teachers_texts_are_reached_from_the_front_page_and_from_each_other(
+    small,
+):
+    front, way, teach = (
+        (small / f"{name}.html").read_text("utf-8")
+        for name in ("index", "book/paths", "teach/index")
+    )
     assert '<a href="book/paths.html">' in front and '<a href="teach/pilot.html">' in front
     assert '<a href="../teach/index.html">Teachers</a>' in way, "in the header"
     assert '<a href="05_the_waste.html">05' in way and '<a href="../docs/authoring.html">' in way
     assert '<a href="07_plan.html">07</a>' in teach and '<a href="../book/glossary.html">' in teach
     assert '<a href="00_plan.html">' in (small / "teach/pilot.html").read_text("utf-8")
-    assert '<a href="../teach/index.html">notebooks/teach/</a>' in (small / "docs/readme.html").read_text("utf-8")
+    assert '<a href="../teach/index.html">notebooks/teach/</a>' in (
+        small / "docs/readme.html"
+    ).read_text("utf-8")
     parts = {row[0]: row[1] for row in rows(small)}
-    assert (parts["book/paths.html#another-model"], parts["teach/pilot.html#the-hour"]) == ("Course", "Teachers")
+    assert (parts["book/paths.html#another-model"], parts["teach/pilot.html#the-hour"]) == (
+        "Course",
+        "Teachers",
+    )
 
 
 def test_a_picture_is_copied_without_fonts_from_elsewhere(small):
-    assert '<img src="../files/docs/chat.svg"' in (small / "docs/readme.html").read_text(encoding="utf-8")
-    copy, there = ((folder / "docs/chat.svg").read_text(encoding="utf-8") for folder in (small / "files", ROOT))
+    assert '<img src="../files/docs/chat.svg"' in (small / "docs/readme.html").read_text(
+        encoding="utf-8"
+    )
+    copy, there = (
+        (folder / "docs/chat.svg").read_text(encoding="utf-8") for folder in (small / "files", ROOT)
+    )
     assert "@font-face" in there and "@font-face" not in copy and "Zorbla" in copy
 
 
 def test_the_api_has_each_name_with_its_line_and_no_guesses(small):
     page = (small / "api/nanokv/cache/dict_cache.html").read_text(encoding="utf-8")
-    line = re.search(r'<section id="DictCache">.*?<a class="line" href="#L-(\d+)">', page, re.DOTALL)[1]
+    line = re.search(
+        r'<section id="DictCache">.*?<a class="line" href="#L-(\d+)">', page, re.DOTALL
+    )[1]
     lines = (ROOT / "nanokv/cache/dict_cache.py").read_text().splitlines()
     assert lines[int(line) - 1].startswith("class DictCache")
     assert page.count("<details") >= 1 and "View Source" not in page and "Edit on" not in page
@@ -138,8 +193,12 @@ def test_the_api_has_each_name_with_its_line_and_no_guesses(small):
 
 def test_the_modules_of_the_api():
     names = api.modules()
-    assert {"nanokv", "nanokv.cache.paged", "weights_loader", "nanokv.lab.faults"} <= set(names) and len(names) > 100
-    assert [name for name in names if re.search(r"course\.checks|\.cli|__main__", name)] == [], "answers and commands"
+    assert {"nanokv", "nanokv.cache.paged", "weights_loader", "nanokv.lab.faults"} <= set(
+        names
+    ) and len(names) > 100
+    assert [name for name in names if re.search(r"course\.checks|\.cli|__main__", name)] == [], (
+        "answers and commands"
+    )
 
 
 # --- the search ---------------------------------------------------------------------------------------------------
@@ -153,10 +212,18 @@ def test_the_search_has_names_terms_headings_and_code(small):
     assert heads["Glossary", "RoPE"] == "book/glossary.html#rope"
     assert heads["Docs", "The alphabet"] == "docs/code.html#the-alphabet"
     texts = {part: " ".join(row[4] for row in found if row[1] == part) for part in PARTS}
-    assert ("Glossary", "start_pos") in heads and "start_pos" in texts["Course"] and "start_pos" in texts["API"]
+    assert (
+        ("Glossary", "start_pos") in heads
+        and "start_pos" in texts["Course"]
+        and "start_pos" in texts["API"]
+    )
     assert "secret_output" not in texts["Course"] and "Kept as" not in texts["Recordings"]
-    source = " ".join(row[4] for row in found if row[0].startswith("api/nanokv/cache/dict_cache.html"))
-    assert "torch.cat(" not in source, "the source of a module stands on its page and not in the search"
+    source = " ".join(
+        row[4] for row in found if row[0].startswith("api/nanokv/cache/dict_cache.html")
+    )
+    assert "torch.cat(" not in source, (
+        "the source of a module stands on its page and not in the search"
+    )
 
 
 def test_sections_are_cut_at_headings_and_members():
@@ -166,38 +233,69 @@ def test_sections_are_cut_at_headings_and_members():
         '<details class="source"><details>inner</details>hidden</details>after'
     )
     assert search.sections(body) == [
-        (0, "", "", "before"), (1, "a", "One x", "first line"),
-        (2, "K", "K", "class K"), (3, "K.f", "K.f", "says after"),
+        (0, "", "", "before"),
+        (1, "a", "One x", "first line"),
+        (2, "K", "K", "class K"),
+        (3, "K.f", "K.f", "says after"),
     ]
 
 
 # --- the checker --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("markup", "why"), [
-    ('<a href="b.html#here">b</a><a href="https://example.com/x">x</a><img src="data:,"><a href="#me" id="me">', ""),
-    ('<a href="c.html">c</a>', "a.html: c.html: there is no such file"),
-    ('<a href="b.html#gone">b</a>', "a.html: b.html#gone: there is no such place in b.html"),
-    ('<a href="#gone">b</a>', "a.html: #gone: there is no such place in a.html"),
-    ('<img src="b.png">', "a.html: b.png: there is no such file"),
-    ('<a href="/b.html">b</a>', "a.html: /b.html: an absolute path"),
-    ('<a href="sub">b</a>', "a.html: sub: there is no such file"),
-    ('<a href="javascript:alert()">b</a>', "a.html: javascript:alert(): asks another machine"),
-    ('<script src="https://cdn.example/x.js"></script>', "a.html: https://cdn.example/x.js: asks another machine"),
-    ('<img src="//cdn.example/x.png">', "a.html: //cdn.example/x.png: asks another machine"),
-    ("<style>p { background: url(http://cdn.example/) }</style>", "a.html: http://cdn.example/: asks another machine"),
-    ('<p style="background: url(x.png)">', "a.html: x.png: there is no such file"),
-    ('<a href="http://[x">b</a>', "a.html: http://[x: no address: Invalid IPv6 URL"),
-    ('<svg><a xlink:href="https://example.com/x"/><use xlink:href="#me"/><g id="me"/></svg>', ""),
-    ('<svg><a xlink:href="gone.html"/></svg>', "a.html: gone.html: there is no such file"),
-    ('<svg><use xlink:href="#gone"/></svg>', "a.html: #gone: there is no such place in a.html"),
-    ('<svg><image xlink:href="https://x.example/a.png"/></svg>',
-     "a.html: https://x.example/a.png: asks another machine"),
-    ('<meta http-equiv="refresh" content="5"><meta http-equiv="Refresh" content="0; url=b.html#here">', ""),
-    ('<meta http-equiv="refresh" content="0; url=gone.html">', "a.html: gone.html: there is no such file"),
-    ('<meta http-equiv="REFRESH" content="0,URL = \'/b.html\'">', "a.html: /b.html: an absolute path"),
-    ('<meta http-equiv="refresh" content="1.5 https://x.example">', "a.html: https://x.example: asks another machine"),
-])
+@pytest.mark.parametrize(
+    ("markup", "why"),
+    [
+        (
+            '<a href="b.html#here">b</a><a href="https://example.com/x">x</a><img src="data:,"><a href="#me" id="me">',
+            "",
+        ),
+        ('<a href="c.html">c</a>', "a.html: c.html: there is no such file"),
+        ('<a href="b.html#gone">b</a>', "a.html: b.html#gone: there is no such place in b.html"),
+        ('<a href="#gone">b</a>', "a.html: #gone: there is no such place in a.html"),
+        ('<img src="b.png">', "a.html: b.png: there is no such file"),
+        ('<a href="/b.html">b</a>', "a.html: /b.html: an absolute path"),
+        ('<a href="sub">b</a>', "a.html: sub: there is no such file"),
+        ('<a href="javascript:alert()">b</a>', "a.html: javascript:alert(): asks another machine"),
+        (
+            '<script src="https://cdn.example/x.js"></script>',
+            "a.html: https://cdn.example/x.js: asks another machine",
+        ),
+        ('<img src="//cdn.example/x.png">', "a.html: //cdn.example/x.png: asks another machine"),
+        (
+            "<style>p { background: url(http://cdn.example/) }</style>",
+            "a.html: http://cdn.example/: asks another machine",
+        ),
+        ('<p style="background: url(x.png)">', "a.html: x.png: there is no such file"),
+        ('<a href="http://[x">b</a>', "a.html: http://[x: no address: Invalid IPv6 URL"),
+        (
+            '<svg><a xlink:href="https://example.com/x"/><use xlink:href="#me"/><g id="me"/></svg>',
+            "",
+        ),
+        ('<svg><a xlink:href="gone.html"/></svg>', "a.html: gone.html: there is no such file"),
+        ('<svg><use xlink:href="#gone"/></svg>', "a.html: #gone: there is no such place in a.html"),
+        (
+            '<svg><image xlink:href="https://x.example/a.png"/></svg>',
+            "a.html: https://x.example/a.png: asks another machine",
+        ),
+        (
+            '<meta http-equiv="refresh" content="5"><meta http-equiv="Refresh" content="0; url=b.html#here">',
+            "",
+        ),
+        (
+            '<meta http-equiv="refresh" content="0; url=gone.html">',
+            "a.html: gone.html: there is no such file",
+        ),
+        (
+            '<meta http-equiv="REFRESH" content="0,URL = \'/b.html\'">',
+            "a.html: /b.html: an absolute path",
+        ),
+        (
+            '<meta http-equiv="refresh" content="1.5 https://x.example">',
+            "a.html: https://x.example: asks another machine",
+        ),
+    ],
+)
 def test_an_address_that_leads_nowhere_or_elsewhere_is_named(tmp_path, markup, why):
     (tmp_path / "sub").mkdir()
     (tmp_path / "b.html").write_text('<p id="here">')
@@ -206,13 +304,18 @@ def test_an_address_that_leads_nowhere_or_elsewhere_is_named(tmp_path, markup, w
 
 
 def test_style_sheets_and_pictures_are_checked_too(tmp_path):
-    (tmp_path / "a.css").write_text('@import "https://x.example/a.css"; p { background: url(gone.png) }')
+    (tmp_path / "a.css").write_text(
+        '@import "https://x.example/a.css"; p { background: url(gone.png) }'
+    )
     (tmp_path / "a.svg").write_text(
         "<svg><style>@font-face { src: url('https://x.example/f.woff') }</style><g id='g' style='fill: url(#g)'/>"
         "<image xlink:href='lost.png'/><image href='data:,'/></svg>"
     )
     assert [line.split(": ")[1] for line in links.problems(tmp_path)] == [
-        "https://x.example/a.css", "gone.png", "https://x.example/f.woff", "lost.png",
+        "https://x.example/a.css",
+        "gone.png",
+        "https://x.example/f.woff",
+        "lost.png",
     ]
 
 
@@ -229,7 +332,9 @@ def test_a_file_of_this_machine_is_no_file_of_the_repository(tmp_path):
 def test_a_broken_link_ends_the_build_with_its_page(tmp_path, monkeypatch):
     monkeypatch.setattr(site, "SHOWN", 99)  # the front page has links to all that is missing here
     bad = Page("docs/x.html", "X", '<h1>X</h1><a href="nowhere.md">x</a>', "Docs", "docs/x.md")
-    with pytest.raises(CourseError, match=r"broken links: .*docs/x\.html: nowhere\.md: there is no such file"):
+    with pytest.raises(
+        CourseError, match=r"broken links: .*docs/x\.html: nowhere\.md: there is no such file"
+    ):
         site.assemble([bad], ROOT, tmp_path)
 
 
@@ -239,7 +344,16 @@ def test_a_broken_link_ends_the_build_with_its_page(tmp_path, monkeypatch):
 def test_a_book_that_lacks_a_page_is_refused_before_any_work(cli, tmp_path, monkeypatch):
     monkeypatch.setattr(api, "pages", None)
     (tmp_path / "book").mkdir()
-    argv = ["course", "site", "--folder", NOTEBOOKS, "-o", tmp_path / "out", "--book", tmp_path / "book"]
+    argv = [
+        "course",
+        "site",
+        "--folder",
+        NOTEBOOKS,
+        "-o",
+        tmp_path / "out",
+        "--book",
+        tmp_path / "book",
+    ]
     code, out, err = cli(*argv)
     assert code == 2 and "has no 00_the_bridge.html" in err and "nanokv course book -o" in err
     assert out == "" and not (tmp_path / "out").exists()
@@ -289,15 +403,26 @@ def page(driver, small):
         driver.get_log(kind)
     yield open_page
     messages = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
-    asked = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+    asked = [
+        m["params"]["request"]["url"]
+        for m in messages
+        if m["method"] == "Network.requestWillBeSent"
+    ]
     assert asked and [url for url in asked if not url.startswith((small.as_uri(), "data:"))] == []
-    assert [m for m in messages if m["method"] == "Network.loadingFailed"] == [] == driver.get_log("browser")
+    assert (
+        [m for m in messages if m["method"] == "Network.loadingFailed"]
+        == []
+        == driver.get_log("browser")
+    )
 
 
 def results(driver) -> list[tuple[str, str]]:
     """(heading, address within the site) of what was found."""
     found = driver.find_elements("css selector", "#results a")
-    return [(link.text, link.get_attribute("href").partition("/site")[2].partition("/")[2]) for link in found]
+    return [
+        (link.text, link.get_attribute("href").partition("/site")[2].partition("/")[2])
+        for link in found
+    ]
 
 
 def press(driver, *keys):
@@ -314,24 +439,41 @@ def test_the_search_finds_terms_and_names_from_any_page(page):
     leave(driver)
     press(driver, "start_pos", "ENTER")
     until(driver, drawn)
-    assert driver.current_url.endswith("search.html?q=start_pos") and "for “start_pos”" in driver.page_source
+    assert (
+        driver.current_url.endswith("search.html?q=start_pos")
+        and "for “start_pos”" in driver.page_source
+    )
     assert results(driver)[0] == ("start_pos", "book/glossary.html#start_pos")
     assert {"api", "docs", "book"} <= {address.split("/")[0] for _, address in results(driver)}
     for question, first in (
         ("DictCache.append", "api/nanokv/cache/dict_cache.html#DictCache.append"),
-        ("dictcache", "api/nanokv/cache/dict_cache.html#DictCache"), ("kv cache", "book/glossary.html#kv-cache"),
-        ("alphabet", "docs/code.html#the-alphabet"), ("waste", "book/05_the_waste.html#05--the-waste"),
+        ("dictcache", "api/nanokv/cache/dict_cache.html#DictCache"),
+        ("kv cache", "book/glossary.html#kv-cache"),
+        ("alphabet", "docs/code.html#the-alphabet"),
+        ("waste", "book/05_the_waste.html#05--the-waste"),
     ):
         page(f"search.html?q={question}")
         assert first in [address for _, address in results(driver)][:3], question
-    for question, typed in (("kv cache", "kv-cache"), ("quantized", "quantised"), ("rope", "positional encoding")):
+    for question, typed in (
+        ("kv cache", "kv-cache"),
+        ("quantized", "quantised"),
+        ("rope", "positional encoding"),
+    ):
         page(f"search.html?q={question}")
         wanted = results(driver)[0]
         page(f"search.html?q={typed}")
         assert results(driver)[0] == wanted, typed
-    for question, most in (("kv cache", 0), ("prefill", 0), ("attention", 0), ("quantized", 2), ("temperature", 2)):
+    for question, most in (
+        ("kv cache", 0),
+        ("prefill", 0),
+        ("attention", 0),
+        ("quantized", 2),
+        ("temperature", 2),
+    ):
         page(f"search.html?q={question}")
-        assert sum(address.startswith("api/") for _, address in results(driver)[:3]) <= most, question
+        assert sum(address.startswith("api/") for _, address in results(driver)[:3]) <= most, (
+            question
+        )
     page("search.html?q=--prefill-worker")
     said = [row.text for row in driver.find_elements("css selector", "#results li")]
     assert said and all("--prefill-worker" in text for text in said)
@@ -355,7 +497,9 @@ def test_the_dark_switch_is_remembered_on_every_page(page):
     page("index.html", dark=True)
     driver.find_element("id", "theme-switch").click()
     page("api/nanokv/cache/dict_cache.html", dark=True)
-    assert driver.execute_script(colour) == "rgb(255, 255, 255)", "light was chosen, whatever the system says"
+    assert driver.execute_script(colour) == "rgb(255, 255, 255)", (
+        "light was chosen, whatever the system says"
+    )
     code = "return getComputedStyle(document.querySelector('.highlight .k, .pdoc-code .k, .attr')).color"
     assert driver.execute_script(code) != "rgb(255, 123, 114)", "and the colours of code go with it"
 
@@ -382,7 +526,9 @@ def test_the_dark_switch_reaches_a_recording_which_alone_follows_the_system(page
     light = colour(LIGHT)
     frame("goTo(2)")
     driver.find_element("id", "theme-switch").click()
-    assert colour(DARK) != light and frame("return view.step") == 2, "pictures too, and nothing is begun again"
+    assert colour(DARK) != light and frame("return view.step") == 2, (
+        "pictures too, and nothing is begun again"
+    )
     page("index.html")
     page(f"traces/{ONE[0].name}.html")
     dark = colour(DARK)
@@ -397,14 +543,30 @@ def test_the_dark_switch_reaches_a_recording_which_alone_follows_the_system(page
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [390, 1200])
 def test_no_page_scrolls_sideways_and_the_keyboard_skips_the_header(page, width):
-    for path in ("index.html", "docs/readme.html", "docs/code.html", "docs/real-models.html", "book/05_the_waste.html",
-                 "book/paths.html", "teach/index.html", "teach/mistakes.html", "teach/00_plan.html",
-                 "api/nanokv/inference.html", "api/index.html", "traces/answer.html", "search.html?q=a"):
+    for path in (
+        "index.html",
+        "docs/readme.html",
+        "docs/code.html",
+        "docs/real-models.html",
+        "book/05_the_waste.html",
+        "book/paths.html",
+        "teach/index.html",
+        "teach/mistakes.html",
+        "teach/00_plan.html",
+        "api/nanokv/inference.html",
+        "api/index.html",
+        "traces/answer.html",
+        "search.html?q=a",
+    ):
         driver = page(path, width)
-        assert driver.execute_script("return document.documentElement.scrollWidth <= innerWidth"), path
+        assert driver.execute_script("return document.documentElement.scrollWidth <= innerWidth"), (
+            path
+        )
     driver = page("docs/model-card.html", width)
     table = driver.find_element("css selector", ".rows")
-    assert driver.execute_script("return arguments[0].scrollWidth <= arguments[0].clientWidth", table)
+    assert driver.execute_script(
+        "return arguments[0].scrollWidth <= arguments[0].clientWidth", table
+    )
     assert table.find_element("tag name", "th").is_displayed() == (width > 600)
     head = "return getComputedStyle(arguments[0].querySelector('td'), '::before').content"
     assert driver.execute_script(head, table) == ('"task: "' if width < 600 else "none")
@@ -425,15 +587,24 @@ def test_the_whole_site(tmp_path, monkeypatch):
     from solved_notebooks import solved
 
     paths = {path.stem[:2]: path for path in twins.sources(NOTEBOOKS)}
-    monkeypatch.setattr(running, "run", lambda made, limit: solved(paths[made["metadata"]["nanokv"]["notebook"]]))
+    monkeypatch.setattr(
+        running, "run", lambda made, limit: solved(paths[made["metadata"]["nanokv"]["notebook"]])
+    )
     built = site.build(NOTEBOOKS, tmp_path)
     check_pages(tmp_path)
     assert built.pages > 180 and built.size < 40e6
     found = rows(tmp_path)
     heads = {(part, heading) for _, part, _, heading, _ in found}
-    assert {("API", "PagedCache"), ("API", "prefill"), ("Glossary", "start_pos"), ("Glossary", "RoPE")} <= heads
+    assert {
+        ("API", "PagedCache"),
+        ("API", "prefill"),
+        ("Glossary", "start_pos"),
+        ("Glossary", "RoPE"),
+    } <= heads
     assert {row[0].partition("#")[0] for row in found if "start_pos" in row[4]} >= {
-        "book/06_build_the_cache.html", "docs/life-of-a-token.html", "api/nanokv/inference.html",
+        "book/06_build_the_cache.html",
+        "docs/life-of-a-token.html",
+        "api/nanokv/inference.html",
     }
     assert {path.stem for path in (tmp_path / "traces").glob("*-alone.html")} == {
         f"{one.name}-alone" for one in recordings.RECORDINGS

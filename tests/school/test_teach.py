@@ -72,7 +72,10 @@ def test_there_is_a_plan_for_every_lesson():
 @each_plan
 def test_the_minutes_of_a_plan_add_up(path):
     text = path.read_text("utf-8")
-    rows = [[int(n) for n in pair] for pair in re.findall(r"^\|.*\| (\d+) \| (\d+) \|$", text, re.MULTILINE)]
+    rows = [
+        [int(n) for n in pair]
+        for pair in re.findall(r"^\|.*\| (\d+) \| (\d+) \|$", text, re.MULTILINE)
+    ]
     lengths = [30, 45] if path.stem == "00_plan" else [60, 90]
     assert len(rows) >= 6 and rows[0] == lengths  # the head of the table
     assert [sum(column) for column in zip(*rows[1:], strict=True)] == lengths
@@ -84,7 +87,9 @@ def test_the_experiments_of_a_plan_are_called_as_in_the_notebook(path):
     headings = re.findall(r"^## (.+)$", twins.read(SOURCES[path.stem[:2]]).prose(), re.MULTILINE)
     rows = [row for row in minutes(path) if re.search(r"Experiment \d: ", row)]
     named = [name.strip() for row in rows for name in re.findall(r"Experiment \d: [^(,;]+", row)]
-    assert [name for name in named if not any(heading.startswith(name) for heading in headings)] == []
+    assert [
+        name for name in named if not any(heading.startswith(name) for heading in headings)
+    ] == []
 
 
 def test_the_table_of_lessons_says_what_the_plans_and_the_notebooks_say():
@@ -96,9 +101,14 @@ def test_the_table_of_lessons_says_what_the_plans_and_the_notebooks_say():
     for number, name, title, short, long, before, needed, produced in rows:
         plan = (TEACH / name).read_text("utf-8")
         goal = " ".join(plan.split("\n\n")[1].split())
-        assert plan.startswith(f"# Lesson {number}: {title}\n") and f"| activity | {short} | {long} |" in plan
+        assert (
+            plan.startswith(f"# Lesson {number}: {title}\n")
+            and f"| activity | {short} | {long} |" in plan
+        )
         assert f"Before: {before}. Needed: notebook {number}, {needed}." in goal
-        assert re.findall("`(.+?)`", produced) == [part for id, part in parts.NAMES.items() if id.startswith(number)]
+        assert re.findall("`(.+?)`", produced) == [
+            part for id, part in parts.NAMES.items() if id.startswith(number)
+        ]
 
 
 def minutes(path):
@@ -117,8 +127,11 @@ def test_the_pilot_is_an_hour_around_the_plan_of_lesson_00():
 def test_each_question_of_the_pilot_has_an_answer():
     text = (TEACH / "pilot.md").read_text("utf-8")
     parts = dict(part.split("\n", 1) for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:])
-    asked = [f"{when} {n}" for when in ("before", "after")
-             for n in re.findall(r"^(\d)\. ", parts[f"Questions {when}"], re.MULTILINE)]
+    asked = [
+        f"{when} {n}"
+        for when in ("before", "after")
+        for n in re.findall(r"^(\d)\. ", parts[f"Questions {when}"], re.MULTILINE)
+    ]
     assert re.findall(r"^\| ((?:before|after) \d) \| \S", parts["Answers"], re.MULTILINE) == asked
     assert len(asked) == 10
 
@@ -137,7 +150,9 @@ def test_what_a_text_names_exists(path):
     assert set(re.findall(r"open\.\d+", text)) <= set(OPEN)
 
 
-@pytest.mark.parametrize("path", [p for p in PLANS if p.stem[:2] in SOURCES], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [p for p in PLANS if p.stem[:2] in SOURCES], ids=lambda path: path.stem
+)
 def test_a_plan_leaves_no_prediction_exercise_or_question_out(path):
     named = {id for id, _ in ID.findall(path.read_text("utf-8"))} | set(in_mistakes(path.stem[:2]))
     assert ids(path.stem[:2]) <= named
@@ -169,7 +184,10 @@ def test_every_figure_is_recorded_in_a_notebook_and_every_number_marked(path):
 
 
 QUESTIONS_TEXT = (TEACH / "open_questions.md").read_text("utf-8")
-OPEN = {part.split("\n", 1)[0]: part for part in re.split(r"^## ", QUESTIONS_TEXT, flags=re.MULTILINE)[1:]}
+OPEN = {
+    part.split("\n", 1)[0]: part
+    for part in re.split(r"^## ", QUESTIONS_TEXT, flags=re.MULTILINE)[1:]
+}
 
 
 @pytest.mark.parametrize("id", OPEN)
@@ -184,9 +202,13 @@ def test_an_open_question_has_a_weak_a_middling_and_a_strong_answer(id):
 def test_the_rubric_has_four_levels_for_each_type():
     text = (TEACH / "rubric.md").read_text("utf-8")
     sections = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
-    levels = {s.split("\n")[0]: re.findall(r"^- \*\*(\d)\*\* \S", s, re.MULTILINE) for s in sections}
+    levels = {
+        s.split("\n")[0]: re.findall(r"^- \*\*(\d)\*\* \S", s, re.MULTILINE) for s in sections
+    }
     assert len([found for found in levels.values() if found == ["3", "2", "1", "0"]]) >= 5
-    assert all(found in (["3", "2", "1", "0"], []) or "open" in name for name, found in levels.items())
+    assert all(
+        found in (["3", "2", "1", "0"], []) or "open" in name for name, found in levels.items()
+    )
 
 
 # --- mistakes -----------------------------------------------------------------------------------------------------
@@ -205,20 +227,26 @@ def test_a_mistake_was_met_in_a_thread_or_in_a_claim():
     for id, (echo, advice) in COMMENTS.items():
         assert advice.endswith((".", "?")), id
         claim = re.fullmatch(r"claim (\d\.\d+)", echo)
-        assert not echo or (claim and claim[1] in CLAIMS) or re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", echo), (id, echo)
+        assert (
+            not echo or (claim and claim[1] in CLAIMS) or re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", echo)
+        ), (id, echo)
 
 
 def test_the_table_of_mistakes_shows_each_once():
     table = mistakes.table(["05", "06"], TEACH / "mistakes.md").splitlines()
     assert len(table) == 2 + len(mistakes.registered("05")) + len(mistakes.registered("06"))
-    assert any(line.startswith("| 05.3 | row and column |") and line.endswith("#3118 |") for line in table)
+    assert any(
+        line.startswith("| 05.3 | row and column |") and line.endswith("#3118 |") for line in table
+    )
     assert any(line.startswith("| 06.3 | axis |") for line in table), "from a judge"
-    assert any(line.startswith("| 05.q2 | a |") for line in table) and "| 05.q2 | c |" not in "\n".join(table)
+    assert any(
+        line.startswith("| 05.q2 | a |") for line in table
+    ) and "| 05.q2 | c |" not in "\n".join(table)
     assert all(len(re.findall(r"(?<!\\)\|", line)) == 5 for line in table)
 
 
 def test_the_mistakes_of_a_judge_are_read_from_what_it_calls():
-    source = '''
+    source = """
 def helper(x):
     return wrong(f"got {x} | no", "deep")
 def other():
@@ -226,9 +254,13 @@ def other():
 def judge(answer, case):
     return wrong("unnamed") if answer else (wrong("flat", "flat") and helper(answer))
 CHECKS = (judged("x.1", judge), judged("x.2", lambda a, c: other()), judged("x.3", print))
-'''
+"""
     found = mistakes.judged(source)
-    assert found == {"x.1": [("flat", "flat"), ("deep", "got … | no")], "x.2": [("other", "not mine")], "x.3": []}
+    assert found == {
+        "x.1": [("flat", "flat"), ("deep", "got … | no")],
+        "x.2": [("other", "not mine")],
+        "x.3": [],
+    }
 
 
 # --- the exam -----------------------------------------------------------------------------------------------------
@@ -244,10 +276,17 @@ def test_an_exam_has_two_sheets_with_other_numbers_and_a_key(tmp_path):
     assert len(tasks[0]) == len(tasks[1]) == len(items)
     for item, *pair in zip(items, *tasks, strict=True):
         fixed = item.kind == "open" or item.id == "06.3"
-        assert (pair[0] == pair[1]) == fixed and (item.answer["A"] == item.answer["B"]) == fixed, item.id
+        assert (pair[0] == pair[1]) == fixed and (item.answer["A"] == item.answer["B"]) == fixed, (
+            item.id
+        )
     full, common = exam.open_question(TEACH / "open_questions.md", "open.1")[1:]
     assert full in key and common in key and full not in a and "open_questions.md" in key
-    assert "self.key" not in a and "self.key" in key and "last token fed" in key and "last token fed" not in a
+    assert (
+        "self.key" not in a
+        and "self.key" in key
+        and "last token fed" in key
+        and "last token fed" not in a
+    )
     assert "Points: ______ of 16" not in a and f"of {3 * 5 + 1 * 4}" in a
     exam.write(NOTEBOOKS, words, 7, tmp_path / "again")
     assert (tmp_path / "again" / "A.md").read_text("utf-8") == a
@@ -265,7 +304,10 @@ def test_no_sheet_holds_the_answer(number):
         for name, case in exam.draw(check, 7).items():
             if check.key and check.parameters:
                 right = exam._shown(check.key(case))
-                assert not re.search(rf"(?<![\w.]){re.escape(right)}(?![\w.])", item.text[name]), (check.id, right)
+                assert not re.search(rf"(?<![\w.]){re.escape(right)}(?![\w.])", item.text[name]), (
+                    check.id,
+                    right,
+                )
                 drawn = {str(getattr(case, parameter)) for parameter in check.parameters}
                 assert not drawn & set(map(str, [right, *texts_in(check.key(case))])), check.id
 
@@ -279,11 +321,14 @@ def test_a_sheet_needs_no_screen(number, tmp_path):
         assert re.findall(r".*(?:\bprint|\bcells?\b below|at the top).*", text) == []
 
 
-@pytest.mark.parametrize(("id", "numbers"), [
-    ("02.3", ["C = 192", "H = 6", "Hk = 2", "D = 48"]),
-    ("08.5", ["parameters = ", "C = ", "L = ", "H = ", "Hk = 8", "D = 128"]),
-    ("09.3", ["C = ", "L = ", "H = ", "Hk = 8", "D = 128", "width of the MLP = ", "V = "]),
-])
+@pytest.mark.parametrize(
+    ("id", "numbers"),
+    [
+        ("02.3", ["C = 192", "H = 6", "Hk = 2", "D = 48"]),
+        ("08.5", ["parameters = ", "C = ", "L = ", "H = ", "Hk = 8", "D = 128"]),
+        ("09.3", ["C = ", "L = ", "H = ", "Hk = 8", "D = 128", "width of the MLP = ", "V = "]),
+    ],
+)
 def test_a_sheet_brings_the_sizes_of_a_model(id, numbers):
     item = exam.chosen(NOTEBOOKS, id, 7)[0]
     assert all(f"`{number}" in item.text[name] for number in numbers for name in exam.SHEETS)
@@ -313,14 +358,18 @@ def test_the_answers_of_both_sheets_are_right_and_differ(number, seed):
         cases = exam.draw(check, seed)
         if check.key and check.parameters:
             right = {name: check.key(case) for name, case in cases.items()}
-            assert all(check.judge(right[name], cases[name]).state == "right" for name in exam.SHEETS)
+            assert all(
+                check.judge(right[name], cases[name]).state == "right" for name in exam.SHEETS
+            )
             assert check.judge(right["A"], cases["B"]).state == "wrong"
     for question in checking.exercises(number).QUESTIONS:
         item = exam.chosen(NOTEBOOKS, question.id, seed)[0]
         for name in exam.SHEETS:
             shown = dict(re.findall(r"^- \*\*(\w)\)\*\* (.+)$", item.text[name], re.MULTILINE))
             chosen = shown[item.answer[name].strip("*")]
-            letter = next(letter for letter, (text, _) in question.options.items() if text == chosen)
+            letter = next(
+                letter for letter, (text, _) in question.options.items() if text == chosen
+            )
             assert question.judge(letter).state == "right"
 
 
@@ -331,8 +380,17 @@ def test_an_exam_of_what_does_not_exist_is_refused(word):
 
 
 def test_names_become_safe_and_are_not_lost(tmp_path):
-    assert [variants.file_name(name) for name in ("-rf /", "=1+1", "Ada L.", "../x", "日本", "\ufeffBo", "?")] == [
-        "rf", "1_1", "Ada_L", "x", "日本", "Bo", "student",
+    assert [
+        variants.file_name(name)
+        for name in ("-rf /", "=1+1", "Ada L.", "../x", "日本", "\ufeffBo", "?")
+    ] == [
+        "rf",
+        "1_1",
+        "Ada_L",
+        "x",
+        "日本",
+        "Bo",
+        "student",
     ]
     with pytest.raises(CourseError, match="not all different"):
         variants.write([SOURCES["05"]], ["ada", "Ada"], 7, tmp_path)
@@ -353,8 +411,17 @@ START = {"event": "start"}
 
 def small(*cells: str) -> str:
     base = twins.read(SOURCES["05"]).student()
-    code = [{"cell_type": "code", "id": f"c{i}", "metadata": {}, "outputs": [], "execution_count": None, "source": text}
-            for i, text in enumerate(cells)]
+    code = [
+        {
+            "cell_type": "code",
+            "id": f"c{i}",
+            "metadata": {},
+            "outputs": [],
+            "execution_count": None,
+            "source": text,
+        }
+        for i, text in enumerate(cells)
+    ]
     return json.dumps(base | {"cells": code})
 
 
@@ -362,8 +429,18 @@ def test_whatever_is_in_the_folder_costs_one_row_at_most(tmp_path, monkeypatch):
     folder = tmp_path / "in"
     (folder / "Ada_1").mkdir(parents=True)
     (folder / ".ipynb_checkpoints").mkdir()
-    for name in ("good.ipynb", "=1+1.ipynb", "--help.ipynb", "a\nb.ipynb", "breaks.ipynb", "silent.ipynb",
-                 "Ada_1/05.ipynb", ".ipynb_checkpoints/good-checkpoint.ipynb", "._good.ipynb", "UPPER.IPYNB"):
+    for name in (
+        "good.ipynb",
+        "=1+1.ipynb",
+        "--help.ipynb",
+        "a\nb.ipynb",
+        "breaks.ipynb",
+        "silent.ipynb",
+        "Ada_1/05.ipynb",
+        ".ipynb_checkpoints/good-checkpoint.ipynb",
+        "._good.ipynb",
+        "UPPER.IPYNB",
+    ):
         (folder / name).write_text(small(name))
     with open(os.fsencode(folder) + b"/bad\xff.ipynb", "w") as file:
         file.write(small("bad"))
@@ -378,17 +455,31 @@ def test_whatever_is_in_the_folder_costs_one_row_at_most(tmp_path, monkeypatch):
         if "breaks" in notebook["cells"][0]["source"]:
             raise IsADirectoryError("log")
         odd = [{"event": "check", "id": ["05.1"], "state": {}}, {"event": "answer", "id": "05.q1"}]
-        return running.Run(notebook, [] if "silent" in notebook["cells"][0]["source"] else [START, *odd, right])
+        return running.Run(
+            notebook, [] if "silent" in notebook["cells"][0]["source"] else [START, *odd, right]
+        )
 
     monkeypatch.setattr(running, "run", run)
     grading.write(grading.grade(folder), tmp_path / "t.csv")
-    rows = {row["file"]: row for row in csv.DictReader(open(tmp_path / "t.csv", newline="", encoding="utf-8"))}
+    rows = {
+        row["file"]: row
+        for row in csv.DictReader(open(tmp_path / "t.csv", newline="", encoding="utf-8"))
+    }
     assert {name for name, row in rows.items() if row["score"] == "1"} == {
-        "good.ipynb", "'=1+1.ipynb", "'--help.ipynb", "a b.ipynb", "Ada_1/05.ipynb", "UPPER.IPYNB", "bad\\udcff.ipynb",
+        "good.ipynb",
+        "'=1+1.ipynb",
+        "'--help.ipynb",
+        "a b.ipynb",
+        "Ada_1/05.ipynb",
+        "UPPER.IPYNB",
+        "bad\\udcff.ipynb",
     }
     for name in ("dir", "dangling", "link", "pipe"):
         assert rows[f"{name}.ipynb"]["error"] == f"{name}.ipynb: not a file of its own"
-    assert "RecursionError" in rows["deep.ipynb"]["error"] and "IsADirectoryError" in rows["breaks.ipynb"]["error"]
+    assert (
+        "RecursionError" in rows["deep.ipynb"]["error"]
+        and "IsADirectoryError" in rows["breaks.ipynb"]["error"]
+    )
     assert "course.start" in rows["silent.ipynb"]["error"] and len(rows) == 14
 
 
@@ -416,16 +507,23 @@ def test_a_log_that_was_tampered_with_says_so(tmp_path, monkeypatch):
     whole = [{"event": "check", "id": f"05.{number}", "state": "wrong"} for number in range(3)]
     forged = json.dumps({"event": "check", "id": "05.1", "state": "right"})
     for changed, events, strange in (
-        (lines, whole, 0), ([*lines, forged], whole, 1), ([*lines, "3 " + "0" * 64 + " " + forged], whole, 1),
-        ([*lines, lines[0]], whole, 1), (lines[1:], whole[1:], 1), ([lines[0], lines[2]], [whole[0], whole[2]], 1),
-        ([lines[0].replace("wrong", "right"), *lines[1:]], whole[1:], 2), (["", "x y", "9" * 99 + " a b"], [], 3),
+        (lines, whole, 0),
+        ([*lines, forged], whole, 1),
+        ([*lines, "3 " + "0" * 64 + " " + forged], whole, 1),
+        ([*lines, lines[0]], whole, 1),
+        (lines[1:], whole[1:], 1),
+        ([lines[0], lines[2]], [whole[0], whole[2]], 1),
+        ([lines[0].replace("wrong", "right"), *lines[1:]], whole[1:], 2),
+        (["", "x y", "9" * 99 + " a b"], [], 3),
     ):
         path.write_text("\n".join(changed))
         assert log.read_sealed(path, key) == (events, strange)
 
 
 def test_a_killed_process_is_not_blamed_on_what_it_said_last():
-    assert running._ended(-9, "UserWarning: x").startswith("the process that runs it was killed (SIGKILL)")
+    assert running._ended(-9, "UserWarning: x").startswith(
+        "the process that runs it was killed (SIGKILL)"
+    )
     assert running._ended(1, "OSError: no kernel") == "OSError: no kernel"
     assert running._ended(3, "UserWarning: x") == "the process that runs it ended with code 3"
 
@@ -433,8 +531,11 @@ def test_a_killed_process_is_not_blamed_on_what_it_said_last():
 @pytest.mark.parametrize(
     "code",
     [
-        "from nanokv.school.course import log", "from nanokv.school.course import checking as c",
-        "from nanokv.course import log", "course.session._tell('check')", "os.environ['NANOKV_COURSE_LOG']",
+        "from nanokv.school.course import log",
+        "from nanokv.school.course import checking as c",
+        "from nanokv.course import log",
+        "course.session._tell('check')",
+        "os.environ['NANOKV_COURSE_LOG']",
     ],
 )
 def test_code_that_names_the_judgement_is_pointed_out(tmp_path, monkeypatch, code):
@@ -446,8 +547,12 @@ def test_code_that_names_the_judgement_is_pointed_out(tmp_path, monkeypatch, cod
 
 @pytest.mark.parametrize(
     "saved",
-    [b"student,notebook,seed,05.1\nBo,05,3,x\n", b"\xef\xbb\xbfstudent,notebook,seed\r\nBo,05,3\r\n",
-     b"\xef\xbb\xbfstudent;notebook;seed;05.1\r\nBo;5;3;\"1,2\"\r\n", b"student\tnotebook\tseed\nBo\t5\t3\n"],
+    [
+        b"student,notebook,seed,05.1\nBo,05,3,x\n",
+        b"\xef\xbb\xbfstudent,notebook,seed\r\nBo,05,3\r\n",
+        b'\xef\xbb\xbfstudent;notebook;seed;05.1\r\nBo;5;3;"1,2"\r\n',
+        b"student\tnotebook\tseed\nBo\t5\t3\n",
+    ],
 )
 def test_a_key_that_a_spreadsheet_has_saved_is_read(tmp_path, saved):
     (tmp_path / "key.csv").write_bytes(saved)
@@ -456,34 +561,62 @@ def test_a_key_that_a_spreadsheet_has_saved_is_read(tmp_path, saved):
 
 @pytest.mark.parametrize(
     ("saved", "words"),
-    [(b"name,notebook,seed\nBo,05,3\n", "key.csv: no column student"), (b"", "no column notebook, seed, student"),
-     (b"student,notebook,seed\nBo,05,1E+09\n", "line 2, column seed: '1E+09'"),
-     (b"student,notebook,seed\nBo,05\n", "line 2, column seed: None"),
-     (b"student,notebook,seed\nJ\xf6,05,3\n", "key.csv: not UTF-8 at byte 23")],
+    [
+        (b"name,notebook,seed\nBo,05,3\n", "key.csv: no column student"),
+        (b"", "no column notebook, seed, student"),
+        (b"student,notebook,seed\nBo,05,1E+09\n", "line 2, column seed: '1E+09'"),
+        (b"student,notebook,seed\nBo,05\n", "line 2, column seed: None"),
+        (b"student,notebook,seed\nJ\xf6,05,3\n", "key.csv: not UTF-8 at byte 23"),
+    ],
 )
 def test_a_key_that_is_none_is_the_teachers_error(tmp_path, saved, words, capsys):
     (tmp_path / "key.csv").write_bytes(saved)
     (tmp_path / "Bo.ipynb").write_text(small("x"))
     out = tmp_path / "r.csv"
-    assert main(["course", "grade", str(tmp_path), "--key", str(tmp_path / "key.csv"), "-o", str(out)]) == 2
+    assert (
+        main(["course", "grade", str(tmp_path), "--key", str(tmp_path / "key.csv"), "-o", str(out)])
+        == 2
+    )
     assert words in capsys.readouterr().err and not out.exists()
 
 
 def test_names_in_another_encoding_are_the_teachers_error(tmp_path, capsys):
     (tmp_path / "names.txt").write_bytes("Jörg".encode("latin-1"))
-    assert main(["course", "variants", "05", "--students", str(tmp_path / "names.txt"), "-o", str(tmp_path)]) == 2
+    assert (
+        main(
+            [
+                "course",
+                "variants",
+                "05",
+                "--students",
+                str(tmp_path / "names.txt"),
+                "-o",
+                str(tmp_path),
+            ]
+        )
+        == 2
+    )
     assert "names.txt: not UTF-8 at byte 1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["build", "99"], ["claims", "99"], ["book", "99"], ["slides", "5"], ["exam", "5"]])
+@pytest.mark.parametrize(
+    "words", [["build", "99"], ["claims", "99"], ["book", "99"], ["slides", "5"], ["exam", "5"]]
+)
 def test_what_does_not_exist_is_not_passed_over(words, capsys):
-    assert main(["course", *words, "--folder", str(NOTEBOOKS)]) == 2 and words[1] in capsys.readouterr().err
+    assert (
+        main(["course", *words, "--folder", str(NOTEBOOKS)]) == 2
+        and words[1] in capsys.readouterr().err
+    )
 
 
-@pytest.mark.parametrize("words", [["-o", "X", "05", "06"], ["05", "-o", "X", "06"], ["05", "06", "-o", "X"]])
+@pytest.mark.parametrize(
+    "words", [["-o", "X", "05", "06"], ["05", "-o", "X", "06"], ["05", "06", "-o", "X"]]
+)
 def test_flags_may_stand_anywhere(words, monkeypatch, capsys):
     made = []
-    monkeypatch.setattr(slides, "build", lambda paths, out, limit: made.append((paths, str(out))) or [])
+    monkeypatch.setattr(
+        slides, "build", lambda paths, out, limit: made.append((paths, str(out))) or []
+    )
     assert main(["course", "slides", *words, "--folder", str(NOTEBOOKS)]) == 0
     assert made == [([SOURCES["05"], SOURCES["06"]], "X")]
     for bad in (["--ot", "X"], []):
@@ -491,7 +624,11 @@ def test_flags_may_stand_anywhere(words, monkeypatch, capsys):
 
 
 def test_a_notebook_is_named_by_its_number_or_whole():
-    assert twins.chosen(NOTEBOOKS, ["05_the_waste"]) == twins.chosen(NOTEBOOKS, ["05"]) == [SOURCES["05"]]
+    assert (
+        twins.chosen(NOTEBOOKS, ["05_the_waste"])
+        == twins.chosen(NOTEBOOKS, ["05"])
+        == [SOURCES["05"]]
+    )
     assert twins.chosen(NOTEBOOKS) == list(SOURCES.values())
     assert exam.chosen(NOTEBOOKS, "05_the_waste", 7) == exam.chosen(NOTEBOOKS, "05", 7)
 
@@ -507,7 +644,10 @@ def test_a_grade_is_kept_as_soon_as_it_is_there(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(running, "run", run)
     words = ["course", "grade", str(tmp_path), "-o"]
-    assert main([*words, str(tmp_path / "nowhere" / "r.csv")]) == 2 and main([*words, str(tmp_path)]) == 2
+    assert (
+        main([*words, str(tmp_path / "nowhere" / "r.csv")]) == 2
+        and main([*words, str(tmp_path)]) == 2
+    )
     assert seen == [] and "nowhere" in capsys.readouterr().err, "said before anything is run"
     assert main([*words, str(out)]) == 0
     assert [len(lines) for lines in seen] == [1, 2] and seen[1][1].startswith("a,a.ipynb,05,1,")
@@ -515,25 +655,45 @@ def test_a_grade_is_kept_as_soon_as_it_is_there(tmp_path, monkeypatch, capsys):
 
 
 def test_a_submission_is_called_like_its_file_or_like_its_folder(tmp_path, monkeypatch):
-    for name in ("Ada/05_the_waste", "Bo_1/05_the_waste-Copy1", "05_the_waste", "group/Cy", "Di/answer"):
+    for name in (
+        "Ada/05_the_waste",
+        "Bo_1/05_the_waste-Copy1",
+        "05_the_waste",
+        "group/Cy",
+        "Di/answer",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / f"{name}.ipynb").write_text(small("x"))
     monkeypatch.setattr(running, "run", lambda *args, **more: running.Run({}, [{"event": "start"}]))
     rows = {row["file"]: row for row in grading.grade(tmp_path)}
     assert {file: row["student"] for file, row in rows.items()} == {
-        "05_the_waste.ipynb": "05_the_waste", "Ada/05_the_waste.ipynb": "Ada", "Bo_1/05_the_waste-Copy1.ipynb": "Bo_1",
-        "Di/answer.ipynb": "answer", "group/Cy.ipynb": "Cy",
+        "05_the_waste.ipynb": "05_the_waste",
+        "Ada/05_the_waste.ipynb": "Ada",
+        "Bo_1/05_the_waste-Copy1.ipynb": "Bo_1",
+        "Di/answer.ipynb": "answer",
+        "group/Cy.ipynb": "Cy",
     }
-    (tmp_path / "key.csv").write_text("student,notebook,seed\nAda,05,1\nCy,05,2\nDi,05,3\nBo,05,4\n")
-    rows = {row["file"].split("/")[0]: row for row in grading.grade(tmp_path, key=tmp_path / "key.csv")}
+    (tmp_path / "key.csv").write_text(
+        "student,notebook,seed\nAda,05,1\nCy,05,2\nDi,05,3\nBo,05,4\n"
+    )
+    rows = {
+        row["file"].split("/")[0]: row for row in grading.grade(tmp_path, key=tmp_path / "key.csv")
+    }
     assert {name: (row["student"], row["error"] == "") for name, row in rows.items()} == {
-        "Ada": ("Ada", True), "group": ("Cy", True), "Di": ("Di", True), "Bo_1": ("Bo_1", False),
+        "Ada": ("Ada", True),
+        "group": ("Cy", True),
+        "Di": ("Di", True),
+        "Bo_1": ("Bo_1", False),
         "05_the_waste.ipynb": ("05_the_waste", False),
     }
 
 
 def test_the_class_is_counted():
-    rows = [{"student": "a", "05.1": "right"}, {"student": "b", "05.1": "right"}, {"student": "c", "05.1": "wrong: x"}]
+    rows = [
+        {"student": "a", "05.1": "right"},
+        {"student": "b", "05.1": "right"},
+        {"student": "c", "05.1": "wrong: x"},
+    ]
     assert grading.tally([*rows, {"student": "d", "error": "?"}]) == "05.1    2 right, 1 wrong: x\n"
 
 
@@ -547,9 +707,18 @@ def pretend(source) -> dict:
     notebook = source.solution()
     for i, cell in enumerate(notebook["cells"]):
         if cell["cell_type"] == "code":
-            cell["outputs"] = [{"output_type": "stream", "name": "stdout", "text": f"output {i}.\nIn words: twice\n"}]
+            cell["outputs"] = [
+                {
+                    "output_type": "stream",
+                    "name": "stdout",
+                    "text": f"output {i}.\nIn words: twice\n",
+                }
+            ]
             if "course.show" in "".join(cell["source"]):
-                picture = {"data": {"image/png": PIXEL}, "metadata": {"image/png": {"alt": f'plot <{i}> "x"'}}}
+                picture = {
+                    "data": {"image/png": PIXEL},
+                    "metadata": {"image/png": {"alt": f'plot <{i}> "x"'}},
+                }
                 cell["outputs"].append({"output_type": "display_data"} | picture)
     return notebook
 
@@ -562,25 +731,44 @@ def test_a_deck_holds_headings_plots_and_tasks_and_no_answers(number):
     titles = [slide.title for slide in deck]
     assert titles[0] == source.title and {"Predict", "Next"} <= set(titles)
     module = checking.exercises(number)
-    assert {f"Exercise {c.id}" for c in module.CHECKS} | {f"Quiz {q.id}" for q in module.QUESTIONS} <= set(titles)
-    assert "output " in page and page.count("<img") == page.count("<figure>") == source.code().count("course.show(")
-    assert all(slide.body for slide in deck[1:]) and "In words" not in page and "<!--fig" not in page
-    assert 'src="http' not in page and page.count("<script") == 1 and not re.search(r'href="(?!https://)', page)
+    assert {f"Exercise {c.id}" for c in module.CHECKS} | {
+        f"Quiz {q.id}" for q in module.QUESTIONS
+    } <= set(titles)
+    assert "output " in page and page.count("<img") == page.count(
+        "<figure>"
+    ) == source.code().count("course.show(")
+    assert (
+        all(slide.body for slide in deck[1:]) and "In words" not in page and "<!--fig" not in page
+    )
+    assert (
+        'src="http' not in page
+        and page.count("<script") == 1
+        and not re.search(r'href="(?!https://)', page)
+    )
     for question in module.QUESTIONS:
-        assert not [comment for _, comment in question.options.values() if html.escape(comment) in page]
+        assert not [
+            comment for _, comment in question.options.values() if html.escape(comment) in page
+        ]
     printed = set(re.findall(r"output \d+\.", page))
     for i, cell in enumerate(cell for cell in source.cells if cell.role != "exercise"):
         if cell.role == "solution" or re.search(r"course\.(check|answer|predict)\(", cell.text):
             assert f"output {i}." not in printed, cell.text
         if cell.role == "solution" and cell.kind == "code":
-            assert not [line for line in cell.text.splitlines() if len(line) > 25 and html.escape(line.strip()) in page]
+            assert not [
+                line
+                for line in cell.text.splitlines()
+                if len(line) > 25 and html.escape(line.strip()) in page
+            ]
 
 
 def test_the_pages_own_script_is_the_only_one_that_may_run():
     page = slides.page("<T>", [slides.Slide("<T>", ["<p>x</p>"], ["<p>y</p>"])])
     script = re.search(r"<script>(.*)</script>", page, re.DOTALL)[1]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    assert f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in page
+    assert (
+        f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+        in page
+    )
     assert "&lt;T&gt;" in page and "<aside><p>y</p></aside>" in page and "{css}" not in page
 
 
@@ -588,33 +776,59 @@ def test_a_text_becomes_slides_at_headings_and_exercises():
     text = "Before.\n\n## One `x`\n\nTo [06](06_x.ipynb) and [web](https://a.b).\n\n**05.1** Do it.\n\n**05.2** Too."
     made = slides.of_text(text, "Old")
     assert [slide.title for slide in made] == ["Old", "One x", "Exercise 05.1", "Exercise 05.2"]
-    assert "06_x" not in made[1].body[0] and 'href="https://a.b"' in made[1].body[0] and "Do it" in made[2].body[0]
+    assert (
+        "06_x" not in made[1].body[0]
+        and 'href="https://a.b"' in made[1].body[0]
+        and "Do it" in made[2].body[0]
+    )
 
 
 def test_a_long_text_goes_on_on_slides_of_the_same_title():
     sentence = " ".join(["Word"] * (slides.WORDS // 2)) + "."
     text = f"## H\n\nFirst. {sentence} {sentence} {sentence} Last one."
     made, (whole,) = slides.of_text(text, "T"), slides.of_text(text, "T", whole=True)
-    assert [slide.title for slide in made] == ["H", "H"] and not any(slide.notes for slide in (*made, whole))
+    assert [slide.title for slide in made] == ["H", "H"] and not any(
+        slide.notes for slide in (*made, whole)
+    )
     assert [text for slide in made for text in slide.body] == whole.body and len(whole.body) == 5
-    assert all(len(re.sub("<[^>]*>", "", "".join(slide.body)).split()) <= slides.WORDS + slides.REST for slide in made)
+    assert all(
+        len(re.sub("<[^>]*>", "", "".join(slide.body)).split()) <= slides.WORDS + slides.REST
+        for slide in made
+    )
     full, rest = " ".join(["Word"] * slides.WORDS), " ".join(["Rest"] * slides.REST)
-    assert [len(slides.of_text(f"## H\n\n{full}. {rest}{more}.", "T")) for more in ("", " more")] == [1, 2]
+    assert [
+        len(slides.of_text(f"## H\n\n{full}. {rest}{more}.", "T")) for more in ("", " more")
+    ] == [1, 2]
 
 
 def test_a_plot_has_its_slide_to_itself_and_long_words_are_notes():
     picture = {"data": {"image/png": PIXEL}, "metadata": {"image/png": {"alt": "short words"}}}
-    long = {"data": {"image/png": PIXEL}, "metadata": {"image/png": {"alt": "word " * (slides.CAPTION + 1)}}}
+    long = {
+        "data": {"image/png": PIXEL},
+        "metadata": {"image/png": {"alt": "word " * (slides.CAPTION + 1)}},
+    }
     made = [slides.Slide("T", ["<p>x</p>"])]
-    slides._add_outputs(made, [picture, {"text": "printed\n"}, long, {"text": "y\n" * (slides.LINES + 1)}])
+    slides._add_outputs(
+        made, [picture, {"text": "printed\n"}, long, {"text": "y\n" * (slides.LINES + 1)}]
+    )
     assert [slide.title for slide in made] == ["T"] * 4
-    assert "<figcaption>short words" in made[1].body[0] and len(made[1].body) == 1 and "printed" in made[2].body[0]
-    assert "<figcaption>" not in made[3].body[0] and "word word" in made[3].notes[0] and "y" in made[3].notes[1]
+    assert (
+        "<figcaption>short words" in made[1].body[0]
+        and len(made[1].body) == 1
+        and "printed" in made[2].body[0]
+    )
+    assert (
+        "<figcaption>" not in made[3].body[0]
+        and "word word" in made[3].notes[0]
+        and "y" in made[3].notes[1]
+    )
 
 
 def test_a_question_stands_before_its_answer_and_what_is_said_to_one_learner_is_not_shown():
     made = [slides.Slide("T", ["<p>Predict first: how many?</p>"])]
-    slides._add_outputs(made, [{"text": "8 of 8\n06.b: you predicted 8 tokens, it is 8 tokens: exactly right.\n"}])
+    slides._add_outputs(
+        made, [{"text": "8 of 8\n06.b: you predicted 8 tokens, it is 8 tokens: exactly right.\n"}]
+    )
     assert len(made) == 2 and made[1].body == ["<pre>8 of 8</pre>"]
     alone = "06.a: it is 3 tokens. You made no prediction.\nrotation: the reference (none)\n"
     slides._add_outputs(made, [{"text": alone}])
@@ -623,14 +837,22 @@ def test_a_question_stands_before_its_answer_and_what_is_said_to_one_learner_is_
 
 def test_long_output_goes_to_the_notes():
     made = [slides.Slide("T")]
-    slides._add_outputs(made, [{"text": "x\n" * slides.LINES}, {"text": "y\n" * (slides.LINES + 1)}, {"text": " \n"}])
+    slides._add_outputs(
+        made,
+        [{"text": "x\n" * slides.LINES}, {"text": "y\n" * (slides.LINES + 1)}, {"text": " \n"}],
+    )
     assert len(made[0].body) == 1 and "y" in made[0].notes[0] and len(made[0].notes) == 1
 
 
 @pytest.mark.parametrize(
     ("text", "parts"),
-    [("One. Two? Three", 3), ("Use `a. B` here. Done.", 2), ("**Bold. Still.** Then.", 2), ("See [a. B](c.d). E.", 2),
-     ("3.5 ms, e.g. nothing.", 1)],
+    [
+        ("One. Two? Three", 3),
+        ("Use `a. B` here. Done.", 2),
+        ("**Bold. Still.** Then.", 2),
+        ("See [a. B](c.d). E.", 2),
+        ("3.5 ms, e.g. nothing.", 1),
+    ],
 )
 def test_a_paragraph_is_cut_between_sentences_only(text, parts):
     assert len(slides.sentences(text)) == parts and " ".join(slides.sentences(text)) == text
@@ -639,7 +861,8 @@ def test_a_paragraph_is_cut_between_sentences_only(text, parts):
 def test_authors_can_show_code_and_leave_cells_out(tmp_path):
     text = SOURCES["05"].read_text("utf-8")
     shown = text.replace("# %%\nclass RowCounter", '# %% tags=["slide"]\nclass RowCounter').replace(
-        "# %% [markdown]\n# ## Experiment 2", '# %% [markdown] tags=["skip"]\n# ## Experiment 2')
+        "# %% [markdown]\n# ## Experiment 2", '# %% [markdown] tags=["skip"]\n# ## Experiment 2'
+    )
     path = tmp_path / SOURCES["05"].name
     path.write_text(shown, "utf-8")
     source = twins.read(path)
@@ -681,7 +904,9 @@ def test_a_cell_that_never_ends_is_named_by_its_time():
 @pytest.mark.slow
 def test_a_notebook_that_fills_the_memory_is_stopped(monkeypatch):
     monkeypatch.setattr(running, "MEMORY_LIMIT", 2**30)
-    done = running.run(json.loads(small("x = []\nwhile True: x.append(b'1' * 10**7)")), 300, keep_going=True)
+    done = running.run(
+        json.loads(small("x = []\nwhile True: x.append(b'1' * 10**7)")), 300, keep_going=True
+    )
     assert done.error == "stopped at 1 GiB of memory"
 
 
@@ -691,15 +916,28 @@ def test_a_deck_is_used_with_the_keyboard(driver, tmp_path):
 
     source = twins.read(SOURCES["05"])
     path = tmp_path / "deck.html"
-    path.write_text(slides.page(source.title, slides.deck(source, solved(SOURCES["05"]).notebook)), "utf-8")
+    path.write_text(
+        slides.page(source.title, slides.deck(source, solved(SOURCES["05"]).notebook)), "utf-8"
+    )
     driver.get_log("performance")
     driver.get(path.as_uri())
-    body, shown = driver.find_element("tag name", "body"), lambda: driver.find_elements("css selector", "section.now")
+    body, shown = (
+        driver.find_element("tag name", "body"),
+        lambda: driver.find_elements("css selector", "section.now"),
+    )
     last = len(driver.find_elements("tag name", "section"))
-    for key, number in ((Keys.ARROW_RIGHT, 2), (Keys.SPACE, 3), (Keys.ARROW_LEFT, 2), (Keys.END, last), (Keys.HOME, 1),
-                        (Keys.PAGE_UP, 1)):
+    for key, number in (
+        (Keys.ARROW_RIGHT, 2),
+        (Keys.SPACE, 3),
+        (Keys.ARROW_LEFT, 2),
+        (Keys.END, last),
+        (Keys.HOME, 1),
+        (Keys.PAGE_UP, 1),
+    ):
         driver.switch_to.active_element.send_keys(key)
-        assert len(shown()) == 1 and shown()[0].get_attribute("aria-label").startswith(f"{number} of {last}: ")
+        assert len(shown()) == 1 and shown()[0].get_attribute("aria-label").startswith(
+            f"{number} of {last}: "
+        )
         assert driver.switch_to.active_element == shown()[0], "a screen reader is taken along"
     assert not [note for note in driver.find_elements("tag name", "aside") if note.is_displayed()]
     driver.execute_script("show(slides.findIndex((slide) => slide.querySelector('aside')))")
@@ -708,10 +946,16 @@ def test_a_deck_is_used_with_the_keyboard(driver, tmp_path):
     body.send_keys("n")
     body.send_keys(Keys.HOME)
     for number in range(1, last + 1):
-        height = driver.execute_script("return [arguments[0].scrollHeight, arguments[0].clientHeight]", shown()[0])
+        height = driver.execute_script(
+            "return [arguments[0].scrollHeight, arguments[0].clientHeight]", shown()[0]
+        )
         assert height[0] <= height[1] + 1, f"slide {number} does not fit"
         driver.switch_to.active_element.send_keys(Keys.ARROW_RIGHT)
     messages = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
-    asked = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+    asked = [
+        m["params"]["request"]["url"]
+        for m in messages
+        if m["method"] == "Network.requestWillBeSent"
+    ]
     assert [url for url in asked if url.startswith(("http", "ws"))] == []
     assert [entry for entry in driver.get_log("browser") if entry["level"] == "SEVERE"] == []

@@ -93,7 +93,9 @@ def assert_same_run(one: Path, other: Path):
     tensors = ("weights.safetensors", "optimizer.safetensors")
     names = [f"checkpoint-{STEPS}/{name}" for name in (*tensors, "state.json")]
     names += [f"model/{path.name}" for path in (one / "model").iterdir()]
-    assert [name for name in names if (one / name).read_bytes() != (other / name).read_bytes()] == []
+    assert [
+        name for name in names if (one / name).read_bytes() != (other / name).read_bytes()
+    ] == []
     assert run_folder.records(one / "metrics.jsonl") == run_folder.records(other / "metrics.jsonl")
 
 
@@ -123,7 +125,12 @@ def test_training_text_is_the_chat_template(folder, theirs):
         assert theirs.apply_chat_template(list(MESSAGES[:n]), tokenize=False) == text
         prompt = text + "<|im_start|>assistant\n"
         assert ours.render(list(MESSAGES[:n]), add_generation_prompt=True) == prompt
-        assert theirs.apply_chat_template(list(MESSAGES[:n]), tokenize=False, add_generation_prompt=True) == prompt
+        assert (
+            theirs.apply_chat_template(
+                list(MESSAGES[:n]), tokenize=False, add_generation_prompt=True
+            )
+            == prompt
+        )
 
 
 def test_the_tokenizer_means_the_same_everywhere(folder, theirs):
@@ -159,10 +166,15 @@ def spans_of_answers(messages) -> list[bool]:
 def said_by_the_assistant(ids) -> list[bool]:
     """By a walk over the tokens: from a header of the assistant to the end of the message."""
     tokenizer, said, answering = small_tokenizer(), [], False
-    header, end = tokenizer.encode("<|im_start|>assistant\n").ids, tokenizer.token_to_id("<|im_end|>")
+    header, end = (
+        tokenizer.encode("<|im_start|>assistant\n").ids,
+        tokenizer.token_to_id("<|im_end|>"),
+    )
     for i, token in enumerate(ids):
         said.append(answering)
-        answering = token != end if answering else ids[max(0, i - len(header) + 1) : i + 1] == header
+        answering = (
+            token != end if answering else ids[max(0, i - len(header) + 1) : i + 1] == header
+        )
     return said
 
 
@@ -200,8 +212,12 @@ def test_a_few_rows_are_stories_without_a_chat(monkeypatch):
     monkeypatch.setattr(data, "PLAIN_SHARE", 0.4)
     drawn = [rows.row(rng, 64) for _ in range(100)]
     stories = [(ids, counts) for ids, counts in drawn if rows.assistant[0] not in ids]
-    assert 25 < len(stories) < 55 and all(len(ids) == len(counts) == 65 and all(counts) for ids, counts in stories)
-    told = tokenizer.decode(rows.plain_row(rng, 1024)[0], skip_special_tokens=False).split("<|endoftext|>")
+    assert 25 < len(stories) < 55 and all(
+        len(ids) == len(counts) == 65 and all(counts) for ids, counts in stories
+    )
+    told = tokenizer.decode(rows.plain_row(rng, 1024)[0], skip_special_tokens=False).split(
+        "<|endoftext|>"
+    )
     assert len(told) > 2 and all(part[-1] in ".!" for part in told[:-1])
     monkeypatch.setattr(data, "PLAIN_SHARE", 1.0)
     inputs, _, _ = rows.held_out(5, 64)
@@ -215,7 +231,9 @@ def test_targets_are_the_inputs_shifted_by_one():
         assert inputs.shape == targets.shape == counts.shape and counts.dtype == torch.bool
         assert torch.equal(inputs[:, 1:], targets[:, :-1])
     header, text = rows.assistant, inputs[0].tolist()
-    first = next(i for i in range(len(text)) if text[i : i + len(header)] == header) + len(header) - 1
+    first = (
+        next(i for i in range(len(text)) if text[i : i + len(header)] == header) + len(header) - 1
+    )
     assert counts[0, first] and not counts[0, :first].any()
 
 
@@ -228,7 +246,9 @@ def test_batches_depend_on_their_number_alone():
     for one, other in zip(forwards, backwards, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
     other_seed = data.Rows(small_tokenizer(), 1, 512).batch(0)
-    assert other_seed[0].shape != forwards[0][0].shape or not torch.equal(other_seed[0], forwards[0][0])
+    assert other_seed[0].shape != forwards[0][0].shape or not torch.equal(
+        other_seed[0], forwards[0][0]
+    )
     assert {inputs.numel() for inputs, _, _ in forwards} == {512}
 
 
@@ -263,7 +283,11 @@ def test_validation_uses_held_out_words(monkeypatch):
     run = Trainer(Recipe(steps=2, tokens_per_batch=256), config=SMALL, tokenizer=tokenizer)
     first = run.validate()
     assert asked and all(asked)
-    assert run.validate() == first and run.step == 0 and all(p.grad is None for p in run.model.parameters())
+    assert (
+        run.validate() == first
+        and run.step == 0
+        and all(p.grad is None for p in run.model.parameters())
+    )
     run.train_step()
     assert asked[-1] is False and run.validate() != first
 
@@ -301,7 +325,9 @@ def test_the_loss_is_the_mean_over_what_counts():
     for row in range(2):
         apart.append(run.loss(inputs[row : row + 1], targets[row : row + 1], counts[row : row + 1]))
     weights = counts.sum(1) / counts.sum()
-    assert loss.item() == pytest.approx(sum(w * part for w, part in zip(weights, apart, strict=True)).item(), abs=0.01)
+    assert loss.item() == pytest.approx(
+        sum(w * part for w, part in zip(weights, apart, strict=True)).item(), abs=0.01
+    )
     assert run.loss(inputs, targets.where(counts, 7), counts) == loss
     assert run.loss(inputs, targets.where(~counts, 7), counts) != loss
 
@@ -340,7 +366,9 @@ def test_the_loss_is_the_mean_of_minus_the_log_probabilities():
     logits = torch.randn(50, 33, generator=torch.Generator().manual_seed(0)).bfloat16()
     targets = torch.arange(50) % 33
     exact = logits.double()
-    by_hand = sum(exact[i].exp().sum().log() - exact[i, token] for i, token in enumerate(targets)) / 50
+    by_hand = (
+        sum(exact[i].exp().sum().log() - exact[i, token] for i, token in enumerate(targets)) / 50
+    )
     assert trainer.cross_entropy(logits, targets).item() == pytest.approx(by_hand.item(), rel=1e-6)
 
 
@@ -348,7 +376,10 @@ def test_the_loss_is_the_mean_of_minus_the_log_probabilities():
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 def test_compiled_layers_learn_the_same():
     """Loss within 1e-3 and gradients within 2 % of their norm, for a short and a longer row."""
-    runs = [Trainer(Recipe(tokens_per_batch=512), config=SMALL, tokenizer=small_tokenizer()) for _ in range(2)]
+    runs = [
+        Trainer(Recipe(tokens_per_batch=512), config=SMALL, tokenizer=small_tokenizer())
+        for _ in range(2)
+    ]
     assert runs[1].compile() and runs[1].cross_entropy is not trainer.cross_entropy
     for length in (64, 300):
         batch = runs[0].short.held_out(4, length)
@@ -371,7 +402,11 @@ def test_without_a_compiler_layers_stay_as_they_are(monkeypatch):
         raise torch._dynamo.exc.TorchDynamoException("no compiler")
 
     for layer in run.model.layers:
-        monkeypatch.setattr(layer, "compile", lambda layer=layer, **_: setattr(layer, "_compiled_call_impl", missing))
+        monkeypatch.setattr(
+            layer,
+            "compile",
+            lambda layer=layer, **_: setattr(layer, "_compiled_call_impl", missing),
+        )
     assert not run.compile() and run.loss(*run.short.held_out(2, 64)) == expected
     assert run.cross_entropy is trainer.cross_entropy
 
@@ -393,9 +428,18 @@ def test_sixty_steps_on_one_batch_learn_it():
 
 
 def test_every_parameter_is_trained_by_exactly_one_optimizer():
-    run = Trainer(Recipe(steps=4, tokens_per_batch=256, warmup=1), config=SMALL, tokenizer=small_tokenizer())
-    owned = [p for optimizer in run.optimizers for group in optimizer.param_groups for p in group["params"]]
-    assert {id(p) for p in owned} == {id(p) for p in run.model.parameters()} and len(owned) == len(set(map(id, owned)))
+    run = Trainer(
+        Recipe(steps=4, tokens_per_batch=256, warmup=1), config=SMALL, tokenizer=small_tokenizer()
+    )
+    owned = [
+        p
+        for optimizer in run.optimizers
+        for group in optimizer.param_groups
+        for p in group["params"]
+    ]
+    assert {id(p) for p in owned} == {id(p) for p in run.model.parameters()} and len(owned) == len(
+        set(map(id, owned))
+    )
     before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
     run.train_step()
     assert [name for name, p in run.model.named_parameters() if torch.equal(p, before[name])] == []
@@ -407,9 +451,15 @@ def test_the_rate_warms_up_and_ends_near_zero(steps):
     recipe = Recipe().scaled(steps)
     rates = [recipe.rate(step) for step in range(steps)]
     warm = recipe.warmup
-    assert rates[0] == 1 / warm and max(rates) == rates[warm] == 1 and rates[-1] == 1 / (steps - warm)
-    assert [one - other for one, other in pairwise(rates[warm:])] == pytest.approx([rates[-1]] * (steps - warm - 1))
-    assert [other - one for one, other in pairwise(rates[:warm])] == pytest.approx([rates[0]] * (warm - 1))
+    assert (
+        rates[0] == 1 / warm and max(rates) == rates[warm] == 1 and rates[-1] == 1 / (steps - warm)
+    )
+    assert [one - other for one, other in pairwise(rates[warm:])] == pytest.approx(
+        [rates[-1]] * (steps - warm - 1)
+    )
+    assert [other - one for one, other in pairwise(rates[:warm])] == pytest.approx(
+        [rates[0]] * (warm - 1)
+    )
     for name in ("warmup", "long_rows_from", "second_from"):
         assert abs(getattr(recipe, name) / steps - getattr(Recipe, name) / Recipe.steps) < 1e-3
 
@@ -431,7 +481,9 @@ def spawn_and_die(out, *moment):
 
 
 @pytest.mark.parametrize(
-    ("moment", "left", "done"), [(("--die-at", 10), [4, 8], 10), (("--die-in-save", 8), [4], 8)], ids=["step", "save"]
+    ("moment", "left", "done"),
+    [(("--die-at", 10), [4, 8], 10), (("--die-in-save", 8), [4], 8)],
+    ids=["step", "save"],
 )
 def test_a_killed_run_ends_in_the_same_bits(tmp_path, small, finished, moment, left, done):
     """SIGKILL between two checkpoints, and in the middle of writing one."""
@@ -446,8 +498,12 @@ def test_a_killed_run_ends_in_the_same_bits(tmp_path, small, finished, moment, l
     assert not (tmp_path / "checkpoint.tmp").exists()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)])
-def test_a_stopped_run_is_saved_and_ends_in_the_same_bits(tmp_path, small, finished, capsys, number, code):
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)]
+)
+def test_a_stopped_run_is_saved_and_ends_in_the_same_bits(
+    tmp_path, small, finished, capsys, number, code
+):
     """Ctrl-C, SIGTERM, a closed terminal: the step is finished, saved, and its plot is there."""
     one_step = Trainer.train_step
 
@@ -476,9 +532,17 @@ def forget_presses():
 def test_a_second_ctrl_c_leaves_without_saving(tmp_path, small, capsys):
     """Whoever presses again wants out now; the older checkpoint stays whole."""
     one_step = Trainer.train_step
-    small.setattr(Trainer, "train_step", lambda self: (self.step == 5 and signal.raise_signal(2), one_step(self))[1])
+    small.setattr(
+        Trainer,
+        "train_step",
+        lambda self: (self.step == 5 and signal.raise_signal(2), one_step(self))[1],
+    )
     save = Trainer.save
-    small.setattr(Trainer, "save", lambda self, out: (self.step == 6 and signal.raise_signal(2), save(self, out))[1])
+    small.setattr(
+        Trainer,
+        "save",
+        lambda self, out: (self.step == 6 and signal.raise_signal(2), save(self, out))[1],
+    )
     forget_presses()
     assert train(tmp_path, *FLAGS) == 130
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-4"]
@@ -517,7 +581,12 @@ def test_a_full_disk_keeps_the_old_checkpoint(tmp_path, small, finished, capsys)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     said = capsys.readouterr().err
-    assert code == 2 and "checkpoint-8 was not saved" in said and "MB are free" in said and "hint:" in said
+    assert (
+        code == 2
+        and "checkpoint-8 was not saved" in said
+        and "MB are free" in said
+        and "hint:" in said
+    )
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-4"]
     assert not (tmp_path / "checkpoint.tmp").exists()
     small.setattr(Trainer, "train_step", one_step)
@@ -531,7 +600,11 @@ def test_a_full_disk_keeps_the_old_checkpoint(tmp_path, small, finished, capsys)
 def test_what_a_run_leaves(finished):
     """Two checkpoints, a line a step, a plot, a model; nothing temporary."""
     assert sorted(path.name for path in finished.iterdir()) == [
-        "checkpoint-12", "checkpoint-8", "loss.png", "metrics.jsonl", "model",
+        "checkpoint-12",
+        "checkpoint-8",
+        "loss.png",
+        "metrics.jsonl",
+        "model",
     ]
     lines = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
@@ -547,9 +620,13 @@ def test_resumed_metrics_drop_what_is_done_again(tmp_path, small, finished):
     shutil.rmtree(tmp_path / "run" / "checkpoint-12")
     with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
         file.write('{"loss": 4.1, "st')
-    assert train(tmp_path / "run", "--resume", "--checkpoint-every", EVERY, "--threads", 1, "-q") == 0
+    assert (
+        train(tmp_path / "run", "--resume", "--checkpoint-every", EVERY, "--threads", 1, "-q") == 0
+    )
     assert_same_run(finished, tmp_path / "run")
-    assert (tmp_path / "run" / "metrics.jsonl").read_text() == (finished / "metrics.jsonl").read_text()
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == (
+        finished / "metrics.jsonl"
+    ).read_text()
 
 
 def test_resuming_a_finished_run_changes_nothing(tmp_path, small, finished):
@@ -565,26 +642,65 @@ def test_incomplete_checkpoints_are_ignored(tmp_path, small, finished):
     shutil.copytree(tmp_path / "run" / "checkpoint-12", tmp_path / "run" / "checkpoint-90")
     (tmp_path / "run" / "checkpoint-90" / "state.json").unlink()
     shutil.copytree(tmp_path / "run" / "checkpoint-12", tmp_path / "run" / "checkpoint-old")
-    assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-8", "checkpoint-12"]
+    assert [path.name for path in checkpoints(tmp_path / "run")] == [
+        "checkpoint-8",
+        "checkpoint-12",
+    ]
     assert train(tmp_path / "run", "--resume", "--threads", 1, "-q") == 0
 
 
 REFUSED = {
     "no --out": ([], "--out is missing", "--evaluate"),
-    "not empty": (["--out", "RUN"], "is not empty", "--resume continues that run, --force throws it away"),
+    "not empty": (
+        ["--out", "RUN"],
+        "is not empty",
+        "--resume continues that run, --force throws it away",
+    ),
     "a file": (["--out", "FILE"], "is a file, not a folder", "another --out"),
-    "nothing to resume": (["--out", "NEW", "--resume"], "holds no checkpoint to resume from", "without --resume"),
-    "other steps": (["--out", "RUN", "--resume", "--steps", "13"], "a run with --steps 12, not 13", "--steps"),
-    "other batch": (["--out", "RUN", "--resume", "--batch-tokens", "512"], "--batch-tokens 256, not 512", "leave out"),
-    "other seed": (["--out", "RUN", "--resume", "--seed", "4"], "--seed 0, not 4", "leave out --seed"),
-    "other length": (["--out", "RUN", "--resume", "--minutes", "4"], "a run of 12 steps", "leave out --minutes"),
+    "nothing to resume": (
+        ["--out", "NEW", "--resume"],
+        "holds no checkpoint to resume from",
+        "without --resume",
+    ),
+    "other steps": (
+        ["--out", "RUN", "--resume", "--steps", "13"],
+        "a run with --steps 12, not 13",
+        "--steps",
+    ),
+    "other batch": (
+        ["--out", "RUN", "--resume", "--batch-tokens", "512"],
+        "--batch-tokens 256, not 512",
+        "leave out",
+    ),
+    "other seed": (
+        ["--out", "RUN", "--resume", "--seed", "4"],
+        "--seed 0, not 4",
+        "leave out --seed",
+    ),
+    "other length": (
+        ["--out", "RUN", "--resume", "--minutes", "4"],
+        "a run of 12 steps",
+        "leave out --minutes",
+    ),
     "both": (["--out", "RUN", "--resume", "--force"], "not allowed with", "--help"),
-    "foreign files": (["--out", "HOME", "--force"], "holds letters.txt: not part of a training run", "another --out"),
-    "foreign, not forced": (["--out", "HOME"], "holds letters.txt: not part of a training run", "another --out"),
+    "foreign files": (
+        ["--out", "HOME", "--force"],
+        "holds letters.txt: not part of a training run",
+        "another --out",
+    ),
+    "foreign, not forced": (
+        ["--out", "HOME"],
+        "holds letters.txt: not part of a training run",
+        "another --out",
+    ),
     "no model yet": (["--out", "NEW", "--evaluate"], "holds no finished model", "new makes one"),
     "no GPU": (["--out", "NEW", "--device", "cuda"], "sees no GPU", "--device cpu"),
     "no such device": (["--out", "NEW", "--device", "tpu"], "invalid choice: 'tpu'", "--help"),
-    "no steps": (["--out", "NEW", "--steps", "0"], "0 is not a whole number of at least 1", "--help"),
+    "no steps": (
+        ["--out", "NEW", "--steps", "0"],
+        "0 is not a whole number of at least 1",
+        "--help",
+    ),
 }
 
 
@@ -592,7 +708,12 @@ REFUSED = {
 def test_refused_with_a_reason_and_a_way_out(tmp_path, small, finished, capsys, name):
     """Exit code 2, and nothing was touched."""
     flags, message, hint = REFUSED[name]
-    places = {"RUN": finished, "FILE": tmp_path / "file", "HOME": tmp_path / "home", "NEW": tmp_path / "new"}
+    places = {
+        "RUN": finished,
+        "FILE": tmp_path / "file",
+        "HOME": tmp_path / "home",
+        "NEW": tmp_path / "new",
+    }
     places["FILE"].write_text("x")
     places["HOME"].mkdir()
     (places["HOME"] / "letters.txt").write_text("dear")
@@ -601,13 +722,19 @@ def test_refused_with_a_reason_and_a_way_out(tmp_path, small, finished, capsys, 
     assert cli.main(["train", *(str(places.get(flag, flag)) for flag in flags)]) == 2
     said = capsys.readouterr().err
     assert message in said and hint in said.split("hint:")[1]
-    assert sorted(finished.rglob("*")) == before and (places["HOME"] / "letters.txt").read_text() == "dear"
+    assert (
+        sorted(finished.rglob("*")) == before
+        and (places["HOME"] / "letters.txt").read_text() == "dear"
+    )
     assert not places["NEW"].exists()
 
 
 def test_force_starts_anew(tmp_path, small, finished):
     shutil.copytree(finished, tmp_path / "run")
-    assert train(tmp_path / "run", "--force", "--steps", 2, "--batch-tokens", 64, "--threads", 1, "-q") == 0
+    assert (
+        train(tmp_path / "run", "--force", "--steps", 2, "--batch-tokens", 64, "--threads", 1, "-q")
+        == 0
+    )
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-2"]
     assert len(run_folder.records(tmp_path / "run" / "metrics.jsonl")) == 2
 
@@ -633,7 +760,11 @@ def test_a_damaged_checkpoint_is_named(tmp_path, small, finished, capsys, name, 
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path, finished):
-    run = Trainer(replace(Recipe(), tokens_per_batch=256).scaled(STEPS), config=SMALL, tokenizer=small_tokenizer())
+    run = Trainer(
+        replace(Recipe(), tokens_per_batch=256).scaled(STEPS),
+        config=SMALL,
+        tokenizer=small_tokenizer(),
+    )
     state = finished / "checkpoint-12" / "state.json"
     other = tmp_path / "checkpoint-12" / "state.json"
     shutil.copytree(finished / "checkpoint-12", tmp_path / "checkpoint-12")
@@ -655,12 +786,25 @@ def test_lines_without_a_terminal(tmp_path, small, capsys):
     lines = err.splitlines()
     assert out == "" and "\x1b" not in err
     count = sum(p.numel() for p in nanokv.load(tmp_path / "model")[0].parameters())
-    assert lines[0] == f"{count:,} parameters · 12 steps of 256 tokens · cpu · from step 0 · {tmp_path}"
+    assert (
+        lines[0]
+        == f"{count:,} parameters · 12 steps of 256 tokens · cpu · from step 0 · {tmp_path}"
+    )
     steps = [line for line in lines if line.startswith("step ")]
-    assert [line.split(" ·")[0] for line in steps] == ["step 1/12", "step 4/12", "step 8/12", "step 12/12"]
+    assert [line.split(" ·")[0] for line in steps] == [
+        "step 1/12",
+        "step 4/12",
+        "step 8/12",
+        "step 12/12",
+    ]
     number = r"\d+\.\d{3}"
-    assert re.fullmatch(rf"step 1/12 · loss {number} · [\d.]+k tok/s · ETA \d+ min", steps[0]) and "nan" not in err
-    assert re.fullmatch(rf"step 8/12 · loss {number} · val {number} · [\d.]+k tok/s · ETA \d+ min", steps[2])
+    assert (
+        re.fullmatch(rf"step 1/12 · loss {number} · [\d.]+k tok/s · ETA \d+ min", steps[0])
+        and "nan" not in err
+    )
+    assert re.fullmatch(
+        rf"step 8/12 · loss {number} · val {number} · [\d.]+k tok/s · ETA \d+ min", steps[2]
+    )
     assert sum(" → " in line for line in lines) == 3 and len(lines) == 1 + 4 + 3
 
 
@@ -669,18 +813,25 @@ def test_quiet_says_nothing(tmp_path, small, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(("steps", "cases"), [(1, 5), (6, 5), (630, 10), (3150, 50), (6300, 100), (9000, 100)])
+@pytest.mark.parametrize(
+    ("steps", "cases"), [(1, 5), (6, 5), (630, 10), (3150, 50), (6300, 100), (9000, 100)]
+)
 def test_a_short_run_is_evaluated_shortly(steps, cases):
     from nanokv.apps.cli.commands.train import cases_after
 
     assert cases_after(steps) == cases
 
 
-def test_evaluation_gets_the_cases_of_the_run_unless_they_are_given_and_can_be_left_out(tmp_path, small, capsys):
+def test_evaluation_gets_the_cases_of_the_run_unless_they_are_given_and_can_be_left_out(
+    tmp_path, small, capsys
+):
     asked = []
     noted = lambda given, *rest: asked.append(given.cases) or no_evaluation(given, *rest)  # noqa: E731
     small.setattr("nanokv.apps.cli.commands.train.evaluate", noted)
-    assert train(tmp_path / "a", *FLAGS[:6], "-q") == 0 and train(tmp_path / "b", *FLAGS[:6], "--cases", 7, "-q") == 0
+    assert (
+        train(tmp_path / "a", *FLAGS[:6], "-q") == 0
+        and train(tmp_path / "b", *FLAGS[:6], "--cases", 7, "-q") == 0
+    )
     assert asked == [5, 7] and (tmp_path / "a" / "model" / "README.md").exists()
     assert train(tmp_path / "c", *FLAGS[:6], "--no-evaluate") == 0
     assert asked == [5, 7] and not (tmp_path / "c" / "model" / "README.md").exists()
@@ -718,7 +869,9 @@ def test_the_evaluation_shows_how_far_it_is(monkeypatch, tty):
         progress()
     progress.clear()
     said = screen.getvalue()
-    assert "evaluating · 4/8 conversations · 12 s left" in said and said.count("evaluating") == (8 if tty else 2)
+    assert "evaluating · 4/8 conversations · 12 s left" in said and said.count("evaluating") == (
+        8 if tty else 2
+    )
     assert said.endswith("\r\x1b[K" if tty else "\n")
 
 
@@ -731,7 +884,11 @@ def test_a_bar_on_a_terminal(tmp_path, small, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     assert train(tmp_path, *FLAGS) == 0
     said = screen.getvalue()
-    assert "step 12/12 · loss" in said and "ETA" in said and "What is a KV cache? → " not in said.split("\n")[0]
+    assert (
+        "step 12/12 · loss" in said
+        and "ETA" in said
+        and "What is a KV cache? → " not in said.split("\n")[0]
+    )
     assert said.count(" → ") == 3 and "━" in said
 
 
@@ -747,7 +904,9 @@ def test_measuring_the_speed_disturbs_nothing():
     run = Trainer(Recipe(steps=4, tokens_per_batch=256), config=SMALL, tokenizer=small_tokenizer())
     before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
     assert trainer.estimate_speed(run, seconds=0.1) > 0
-    assert run.step == 0 and all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())
+    assert run.step == 0 and all(
+        torch.equal(p, before[name]) for name, p in run.model.named_parameters()
+    )
 
 
 # --- the finished model ----------------------------------------------------------------------------------------------
@@ -757,9 +916,15 @@ def test_the_export_is_the_checkpoint_in_bf16(finished):
     weights = load_file(finished / "checkpoint-12" / "weights.safetensors")
     exported = load_file(finished / "model" / "model.safetensors")
     assert {f"model.{name}" for name in weights} == set(exported)
-    assert all(torch.equal(exported[f"model.{name}"], w.to(torch.bfloat16)) for name, w in weights.items())
+    assert all(
+        torch.equal(exported[f"model.{name}"], w.to(torch.bfloat16)) for name, w in weights.items()
+    )
     assert sorted(path.name for path in (finished / "model").iterdir()) == [
-        "README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+        "README.md",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
         "tokenizer_config.json",
     ]
 
@@ -767,23 +932,35 @@ def test_the_export_is_the_checkpoint_in_bf16(finished):
 def test_the_export_is_an_ordinary_hugging_face_folder(finished):
     """nanokv.load and transformers read the same model out of it: logits, ids, template, eos."""
     model, tokenizer = nanokv.load(finished / "model", dtype=torch.float32)
-    reference = transformers.AutoModelForCausalLM.from_pretrained(finished / "model", dtype=torch.float32).eval()
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        finished / "model", dtype=torch.float32
+    ).eval()
     theirs = transformers.AutoTokenizer.from_pretrained(finished / "model")
     assert type(reference).__name__ == "Qwen3ForCausalLM"
     text = tokenizer.render(list(MESSAGES), add_generation_prompt=True)
-    assert text == theirs.apply_chat_template(list(MESSAGES), tokenize=False, add_generation_prompt=True)
+    assert text == theirs.apply_chat_template(
+        list(MESSAGES), tokenize=False, add_generation_prompt=True
+    )
     ids = torch.tensor([tokenizer.encode(text)])
     assert theirs(text)["input_ids"] == ids[0].tolist()
     with torch.inference_mode():
         gap = (nanokv.score(model, ids) - reference(ids).logits).abs().max().item()
     assert gap <= 1e-5
-    assert set(reference.generation_config.eos_token_id) == set(model.generation_config.eos_token_ids)
-    assert theirs.eos_token_id == theirs.convert_tokens_to_ids("<|im_end|>") in model.generation_config.eos_token_ids
+    assert set(reference.generation_config.eos_token_id) == set(
+        model.generation_config.eos_token_ids
+    )
+    assert (
+        theirs.eos_token_id
+        == theirs.convert_tokens_to_ids("<|im_end|>")
+        in model.generation_config.eos_token_ids
+    )
 
 
 def test_the_export_can_be_talked_to(finished):
     """Session, the path of the chat: some answer, and a cache that holds the conversation."""
-    session = nanokv.Session(*nanokv.load(finished / "model", dtype=torch.float32), params={"max_new_tokens": 5})
+    session = nanokv.Session(
+        *nanokv.load(finished / "model", dtype=torch.float32), params={"max_new_tokens": 5}
+    )
     session.ask("My name is Zorbla.")
     session.ask("What is my name?")
     assert session.last.reused > 0 and session.cache.length > 20
@@ -802,16 +979,36 @@ def test_the_bundled_recipe_is_the_default():
 @pytest.mark.slow
 def test_smoke_run_of_the_real_command(tmp_path):
     """Four steps of the bundled model's own recipe, from nothing to the evaluation's table, in its own process."""
-    flags = ("--steps", 4, "--batch-tokens", 512, "--checkpoint-every", 2, "--cases", 1, "--threads", 1)
+    flags = (
+        "--steps",
+        4,
+        "--batch-tokens",
+        512,
+        "--checkpoint-every",
+        2,
+        "--cases",
+        1,
+        "--threads",
+        1,
+    )
     done = run_cli("train", "--out", tmp_path / "run", *flags, "--json", timeout=600)
     assert done.returncode == 0, done.stderr.decode()
     report = json.loads(done.stdout)
-    assert set(report["missed"]) <= set(report["tasks"]) and report["cases"] == 1 and len(report["faults"]) == 5
+    assert (
+        set(report["missed"]) <= set(report["tasks"])
+        and report["cases"] == 1
+        and len(report["faults"]) == 5
+    )
     size = sum(path.stat().st_size for path in (tmp_path / "run" / "model").iterdir())
     assert size < 12_000_000
     model, tokenizer = nanokv.load(tmp_path / "run" / "model", dtype=torch.float32)
-    assert model.config.to_dict() == trainer.TINY.to_dict() and tokenizer.vocab_size == trainer.VOCAB_SIZE
-    again = run_cli("train", "--out", tmp_path / "run", "--evaluate", "--cases", 1, "--json", timeout=600)
+    assert (
+        model.config.to_dict() == trainer.TINY.to_dict()
+        and tokenizer.vocab_size == trainer.VOCAB_SIZE
+    )
+    again = run_cli(
+        "train", "--out", tmp_path / "run", "--evaluate", "--cases", 1, "--json", timeout=600
+    )
     # A bad model, measured alone: 1.
     assert again.returncode == 1 and json.loads(again.stdout) == report
     stored = json.loads((tmp_path / "run" / "model" / "tokenizer.json").read_text())

@@ -18,7 +18,12 @@ pytestmark = pytest.mark.slow
 
 STORY = "Once upon a time there was a cache with one key. " * 3
 ENDLESS = {"max_tokens": 200, "ignore_eos": True}
-LOST = ("ERR_CONNECTION_REFUSED", "ERR_INCOMPLETE_CHUNKED_ENCODING", "ERR_CONNECTION_RESET", "ERR_EMPTY_RESPONSE")
+LOST = (
+    "ERR_CONNECTION_REFUSED",
+    "ERR_INCOMPLETE_CHUNKED_ENCODING",
+    "ERR_CONNECTION_RESET",
+    "ERR_EMPTY_RESPONSE",
+)
 
 
 @pytest.fixture(scope="module")
@@ -92,11 +97,14 @@ def send(driver, text, *keys):
 
 def answered(driver) -> str:
     """The newest answer, when it is complete and the picture shows that it has ended."""
-    wait(driver, """
+    wait(
+        driver,
+        """
         const usage = chat.turns.at(-1).usage, turn = cache.turn;
         return !chat.asking && usage && turn && turn.reason && turn.prompt === usage.prompt_tokens
             && turn.generated === usage.completion_tokens && turn.reused === usage.prompt_tokens_details.cached_tokens;
-    """)
+    """,
+    )
     return driver.execute_script("return chat.turns.at(-1).content")
 
 
@@ -107,7 +115,11 @@ def words(driver) -> list[str]:
 
 def figure(driver, n):
     """The text of a figure: the turn, the pool, the requests, the steps."""
-    return driver.find_elements("css selector", "#figures figure")[n].find_element("css selector", ".readout").text
+    return (
+        driver.find_elements("css selector", "#figures figure")[n]
+        .find_element("css selector", ".readout")
+        .text
+    )
 
 
 def table(driver, n):
@@ -116,9 +128,12 @@ def table(driver, n):
     button = element.find_element("css selector", ".twin")
     if button.get_attribute("aria-expanded") == "false":
         driver.execute_script("arguments[0].click()", button)
-    return driver.execute_script("""
+    return driver.execute_script(
+        """
         return [...arguments[0].querySelectorAll("tbody tr")].map((row) => [...row.cells].map((c) => c.textContent));
-    """, element)
+    """,
+        element,
+    )
 
 
 @contextlib.contextmanager
@@ -144,19 +159,32 @@ def test_a_chat_by_keyboard_and_the_second_turn_reuses(page, server):
     first = answered(page)
     assert words(page) == ["My name is Zorbla.", first] and first
     assert find(page, "#said").get_attribute("textContent").startswith("Answer complete, ")
-    assert figure(page, 0).startswith("0 of ") and page.execute_script("return cache.turn.reused") == 0
+    assert (
+        figure(page, 0).startswith("0 of ") and page.execute_script("return cache.turn.reused") == 0
+    )
     send(page, "What is my name?")
     assert "Zorbla" in answered(page)
     turn = page.execute_script("return cache.turn")
     usage = page.execute_script("return chat.turns.at(-1).usage")
-    assert turn["reused"] == usage["prompt_tokens_details"]["cached_tokens"] > 0 and turn["reused"] % 8 == 0
-    assert figure(page, 0).startswith(f"{turn['reused']} of {turn['prompt']} prompt tokens reused, ")
+    assert (
+        turn["reused"] == usage["prompt_tokens_details"]["cached_tokens"] > 0
+        and turn["reused"] % 8 == 0
+    )
+    assert figure(page, 0).startswith(
+        f"{turn['reused']} of {turn['prompt']} prompt tokens reused, "
+    )
     rows = dict(table(page, 0))
     assert int(rows["prompt, reused"]) + int(rows["prompt, computed"]) == usage["prompt_tokens"]
-    assert int(rows["answer"]) == usage["completion_tokens"] and int(rows["kept for reuse"]) == turn["kept"] > 0
+    assert (
+        int(rows["answer"]) == usage["completion_tokens"]
+        and int(rows["kept for reuse"]) == turn["kept"] > 0
+    )
     assert "stay for reuse" in figure(page, 0)
     drawn = page.execute_script("return tokensOf(cache.turn)")
-    assert drawn[: turn["reused"]] == ["reused"] * turn["reused"] and drawn[turn["reused"]] == "computed"
+    assert (
+        drawn[: turn["reused"]] == ["reused"] * turn["reused"]
+        and drawn[turn["reused"]] == "computed"
+    )
     assert drawn.count("absent") == len(drawn) - turn["kept"]
 
 
@@ -177,8 +205,12 @@ def test_the_picture_follows_an_answer_through_queue_prefill_and_decode(page, se
     with server.held():
         send(page, "Who are you?")
         server.wait(lambda: server.tickets)
-    turn = wait(page, "const t = cache.turn; return t && t.state === 'decode' && t.generated > 2 && t")
-    assert turn["held"] == turn["prompt"] + turn["generated"] - 1 and turn["pages"] == -(-turn["held"] // 8)
+    turn = wait(
+        page, "const t = cache.turn; return t && t.state === 'decode' && t.generated > 2 && t"
+    )
+    assert turn["held"] == turn["prompt"] + turn["generated"] - 1 and turn["pages"] == -(
+        -turn["held"] // 8
+    )
     answered(page)
     last = page.execute_script("return cache.history")
     assert any(step["prefill"] > 0 for step in last) and last[-1]["decode"] > 0
@@ -189,7 +221,10 @@ def test_the_picture_follows_an_answer_through_queue_prefill_and_decode(page, se
 def test_stop_frees_the_place_and_keeps_what_was_answered(page, server, how):
     endless(page)
     send(page, "Tell me about keys and values.")
-    wait(page, "return chat.turns.at(-1).content.length > 10 && cache.turn && cache.turn.generated > 10")
+    wait(
+        page,
+        "return chat.turns.at(-1).content.length > 10 && cache.turn && cache.turn.generated > 10",
+    )
     if how == "button":
         tab_to(page, "#stop")
         press(page, "ENTER")
@@ -202,12 +237,20 @@ def test_stop_frees_the_place_and_keeps_what_was_answered(page, server, how):
     assert "stopped by you" in find(page, ".turn.assistant .end").text
     assert find(page, "#said").get_attribute("textContent").startswith("Stopped.")
     assert figure(page, 0).count("Stopped: its place is free.") == 1
-    assert page.execute_script("return cache.turn.kept") == 8 * page.execute_script("return cache.now.pool.kept") > 0
+    assert (
+        page.execute_script("return cache.turn.kept")
+        == 8 * page.execute_script("return cache.now.pool.kept")
+        > 0
+    )
     assert not find(page, "#stop").is_displayed()
     page.execute_script("window.fetch = window.real")
     tab_to(page, "#retry", most=60)
     press(page, "ENTER")
-    assert answered(page) and len(words(page)) == 2 and page.execute_script("return cache.turn.reused") > 0
+    assert (
+        answered(page)
+        and len(words(page)) == 2
+        and page.execute_script("return cache.turn.reused") > 0
+    )
 
 
 def endless(driver):
@@ -221,9 +264,13 @@ def endless(driver):
 
 def test_the_model_writes_no_html_and_thoughts_are_folded(page, server):
     hostile = "<img src=x onerror=alert(1)><b>bold</b>"
-    page.execute_script("""
+    page.execute_script(
+        """
         window.fetch = (path) => Promise.resolve(new Response(arguments0, {status: 200}));
-    """.replace("arguments0", json.dumps(events({"reasoning_content": hostile}, {"content": hostile}))))
+    """.replace(
+            "arguments0", json.dumps(events({"reasoning_content": hostile}, {"content": hostile}))
+        )
+    )
     send(page, "<i>hi</i>")
     wait(page, "return chat.turns.length === 2 && !chat.asking")
     assert words(page) == ["<i>hi</i>", hostile]
@@ -232,13 +279,20 @@ def test_the_model_writes_no_html_and_thoughts_are_folded(page, server):
     assert fold.get_attribute("open") is None and fold.text == "Thoughts"
     fold.find_element("css selector", "summary").click()
     assert fold.find_element("css selector", ".words").text == hostile
-    assert page.execute_script("try { document.body.innerHTML = 'x' } catch (e) { return e.name }") == "TypeError"
-    assert "TrustedHTML" in str(page.get_log("browser")), "the policy refuses it, and this test would notice"
+    assert (
+        page.execute_script("try { document.body.innerHTML = 'x' } catch (e) { return e.name }")
+        == "TypeError"
+    )
+    assert "TrustedHTML" in str(page.get_log("browser")), (
+        "the policy refuses it, and this test would notice"
+    )
 
 
 def events(*deltas) -> str:
     """A stream as the server writes it."""
-    chunks = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
+    chunks = [
+        {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas
+    ]
     return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
 
 
@@ -288,11 +342,19 @@ def test_two_tabs_at_once_each_see_the_other(page, server):
         visit(page, server)
         endless(page)
         send(page, "Who are you?")
-        wait(page, "return cache.now.requests.length === 2 && cache.turn && cache.turn.state === 'decode'")
-        assert wait(page, "return cache.now.requests.map((one) => one.whose).sort().join()") == "key,tab"
+        wait(
+            page,
+            "return cache.now.requests.length === 2 && cache.turn && cache.turn.state === 'decode'",
+        )
+        assert (
+            wait(page, "return cache.now.requests.map((one) => one.whose).sort().join()")
+            == "key,tab"
+        )
         listed = [item.text for item in page.find_elements("css selector", ".clients li")]
         assert len(listed) == 2 and sum("this tab" in text for text in listed) == 1
-        assert "A" in {row[2][0] for row in table(page, 1)} and "B" in {row[2][0] for row in table(page, 1)}
+        assert "A" in {row[2][0] for row in table(page, 1)} and "B" in {
+            row[2][0] for row in table(page, 1)
+        }
         page.execute_script("chat.stop()")
         wait(page, "return cache.turn.reason === 'cancelled'")
     finally:
@@ -310,21 +372,31 @@ def test_a_key_is_asked_for_and_another_keys_requests_are_lengths(browser, bundl
         assert browser.switch_to.active_element == find(browser, "#key")
         assert not find(browser, "#figures").is_displayed(), "there is nothing to draw yet"
         press(browser, "wrong", "ENTER")
-        wait(browser, "return !document.getElementById('key-form').hidden && document.activeElement.id === 'key'")
+        wait(
+            browser,
+            "return !document.getElementById('key-form').hidden && document.activeElement.id === 'key'",
+        )
         press(browser, "secret-1", "ENTER")
         wait(browser, "return cache.now !== null")
         assert not find(browser, "#key-form").is_displayed()
         with others(server, headers={"Authorization": "Bearer secret-2"}):
             wait(browser, "return cache.now.requests.length === 1")
             assert "another key · " in find(browser, ".clients li").text
-            assert "reused" not in find(browser, ".clients li").text and table(browser, 2)[0][5] == "–"
+            assert (
+                "reused" not in find(browser, ".clients li").text and table(browser, 2)[0][5] == "–"
+            )
             send(browser, "Who are you?")
             wait(browser, "return !chat.asking && chat.turns.at(-1).state === 'done'")
         browser.refresh()
         wait(browser, "return cache.now !== null")  # the key is still known in this tab
         assert not [entry for entry in browser.get_log("browser") if "401" not in entry["message"]]
         assert {address.removeprefix(server.url) for address in requests(browser)} <= {
-            "/", "/live", CHAT, "data:,", "about:blank"}
+            "/",
+            "/live",
+            CHAT,
+            "data:,",
+            "about:blank",
+        }
         leave(browser, server)
 
 
@@ -334,9 +406,16 @@ def test_a_small_pool_preempts_and_says_whom(browser, bundled):
         endless(browser)
         with others(server, 2, max_tokens=100):
             send(browser, "Who are you?")
-            wait(browser, "return cache.now.requests.some((one) => one.whose === 'tab' && one.preemptions)")
-            assert "gave its pages back" in wait(browser, "return document.getElementById('said').textContent")
-            assert "preempted 1×" in browser.execute_script("return document.querySelector('.clients').textContent")
+            wait(
+                browser,
+                "return cache.now.requests.some((one) => one.whose === 'tab' && one.preemptions)",
+            )
+            assert "gave its pages back" in wait(
+                browser, "return document.getElementById('said').textContent"
+            )
+            assert "preempted 1×" in browser.execute_script(
+                "return document.querySelector('.clients').textContent"
+            )
             assert "preemption" in figure(browser, 1) and "this tab" in figure(browser, 1)
             assert next(row for row in table(browser, 2) if row[1] == "this tab")[7] != "0"
         wait(browser, "return cache.turn && cache.turn.state === 'decode'")
@@ -363,8 +442,14 @@ def test_a_server_that_goes_is_told_and_comes_back_by_itself(browser, bundled):
         send(browser, "Who are you?")
         wait(browser, "return chat.turns.at(-1).content.length > 5")
     wait(browser, "return !chat.asking && !document.getElementById('stale').hidden")
-    assert "Trying again" in find(browser, "#stale").text and find(browser, "#connection").text == "not connected"
-    assert browser.execute_script("return chat.turns.at(-1).state") == "failed" and len(words(browser)[1]) > 5
+    assert (
+        "Trying again" in find(browser, "#stale").text
+        and find(browser, "#connection").text == "not connected"
+    )
+    assert (
+        browser.execute_script("return chat.turns.at(-1).state") == "failed"
+        and len(words(browser)[1]) > 5
+    )
     assert find(browser, ".turn .wrong").text.startswith("Error: ")
     browser.execute_script("window.fetch = window.real")
     press(browser, "Are you there?", "ENTER")
@@ -405,17 +490,27 @@ def test_no_sideways_scrolling_and_colours_of_the_system(page, server, width, da
     for n in range(4):
         table(page, n)
     root = "document.documentElement"
-    wide, room, window = page.execute_script(f"return [{root}.scrollWidth, {root}.clientWidth, innerWidth]")
+    wide, room, window = page.execute_script(
+        f"return [{root}.scrollWidth, {root}.clientWidth, innerWidth]"
+    )
     assert wide <= room <= window == width
     paper = "return getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)"
-    assert (max(page.execute_script(paper)) < 60) if dark else (min(page.execute_script(paper)) > 200)
-    page.execute_script("document.getElementById('theme').value = arguments[0];"
-                        "document.getElementById('theme').dispatchEvent(new Event('change'))",
-                        "light" if dark else "dark")
-    assert (min(page.execute_script(paper)) > 200) if dark else (max(page.execute_script(paper)) < 60)
+    assert (
+        (max(page.execute_script(paper)) < 60) if dark else (min(page.execute_script(paper)) > 200)
+    )
+    page.execute_script(
+        "document.getElementById('theme').value = arguments[0];"
+        "document.getElementById('theme').dispatchEvent(new Event('change'))",
+        "light" if dark else "dark",
+    )
+    assert (
+        (min(page.execute_script(paper)) > 200) if dark else (max(page.execute_script(paper)) < 60)
+    )
     page.refresh()
     wait(page, "return cache.now !== null")
-    assert (min(page.execute_script(paper)) > 200) if dark else (max(page.execute_script(paper)) < 60)
+    assert (
+        (min(page.execute_script(paper)) > 200) if dark else (max(page.execute_script(paper)) < 60)
+    )
 
 
 def test_every_control_has_a_name_and_a_focus_that_can_be_seen(page):
@@ -447,7 +542,11 @@ def test_text_has_contrast(page):
         return arguments[0].map(([a, b]) => ratio(light(a), light(b)));
     """
     pairs = [["--on", name] for name in page.execute_script("return COLOURS")]
-    pairs += [[ink, ground] for ink in ("--ink", "--soft", "--mark", "--broken") for ground in ("--paper", "--card")]
+    pairs += [
+        [ink, ground]
+        for ink in ("--ink", "--soft", "--mark", "--broken")
+        for ground in ("--paper", "--card")
+    ]
     for dark in (False, True):
         look(page, 1200, dark)
         ratios = page.execute_script(luminance, pairs)
@@ -457,8 +556,13 @@ def test_text_has_contrast(page):
 def test_no_request_leaves_for_another_server(page, server):
     send(page, "Who are you?")
     answered(page)
-    assert {address.removeprefix(server.url) for address in requests(page)} <= {"/", "/live", CHAT, "data:,",
-                                                                                  "about:blank"}
+    assert {address.removeprefix(server.url) for address in requests(page)} <= {
+        "/",
+        "/live",
+        CHAT,
+        "data:,",
+        "about:blank",
+    }
     page.execute_script("fetch('http://127.0.0.1:9/').catch(() => {})")
     wait(page, "return true")
     complaints = [entry["message"] for entry in page.get_log("browser")]

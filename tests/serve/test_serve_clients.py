@@ -46,30 +46,48 @@ def run(request, tmp_path, python_clients):
     """run("python", code, …): what code prints that is read from the standard input, where the clients are installed"""
     programs = python_clients / "bin"
     interpreters = {
-        "python": [programs / "python", "-"], "bash": ["bash", "-es", "-"],
+        "python": [programs / "python", "-"],
+        "bash": ["bash", "-es", "-"],
         "js": [programs / "node", "--input-type=module", "-"],
     }
     variables = {
-        "PATH": os.pathsep.join([str(programs), os.environ["PATH"]]), "HOME": str(tmp_path), "HF_HOME": str(tmp_path),
-        "LLM_USER_PATH": str(tmp_path), "LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_OFFLINE": "1",
+        "PATH": os.pathsep.join([str(programs), os.environ["PATH"]]),
+        "HOME": str(tmp_path),
+        "HF_HOME": str(tmp_path),
+        "LLM_USER_PATH": str(tmp_path),
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "HF_HUB_OFFLINE": "1",
         "OPENAI_API_KEY": "any",
     }
 
     def call(language: str, code: str, *arguments: str) -> str:
         folder = request.getfixturevalue("node_clients") if language == "js" else tmp_path
-        return client_environment.run([*interpreters[language], *arguments], code, folder, **variables)
+        return client_environment.run(
+            [*interpreters[language], *arguments], code, folder, **variables
+        )
 
     return call
 
 
-@pytest.mark.parametrize("client", [
-    "openai_node.mjs", "ai_sdk.mjs", "litellm_client.py", "langchain_client.py", "llm_client.py",
-])
+@pytest.mark.parametrize(
+    "client",
+    [
+        "openai_node.mjs",
+        "ai_sdk.mjs",
+        "litellm_client.py",
+        "langchain_client.py",
+        "llm_client.py",
+    ],
+)
 def test_a_client_is_told_what_the_server_says(locked, run, client):
     def said(**fields):
         status, found = locked.post(CHAT, SHORT | fields, KEY)
         assert status == 200
-        return found["choices"][0]["message"]["content"], found["choices"][0]["finish_reason"], found["usage"]
+        return (
+            found["choices"][0]["message"]["content"],
+            found["choices"][0]["finish_reason"],
+            found["usage"],
+        )
 
     text, reason, usage = said()
     stop = text[4:6]
@@ -79,16 +97,26 @@ def test_a_client_is_told_what_the_server_says(locked, run, client):
     language = "js" if client.endswith(".mjs") else "python"
     counts = [usage["prompt_tokens"], usage["completion_tokens"]]
     assert json.loads(run(language, script, locked.url, "secret", stop)) == {
-        "whole": text, "reason": reason, "usage": counts,
-        "streamed": text, "stream_reason": reason, "stream_usage": counts,
-        "stopped": cut, "stop_reason": why, "no_model": 404, "no_key": 401,
+        "whole": text,
+        "reason": reason,
+        "usage": counts,
+        "streamed": text,
+        "stream_reason": reason,
+        "stream_usage": counts,
+        "stopped": cut,
+        "stop_reason": why,
+        "no_model": 404,
+        "no_key": 401,
     }
 
 
-@pytest.mark.parametrize(("output_type", "documents"), [
-    ("generate_until", [("Who are you?", ""), ("Once upon", "")]),
-    ("loglikelihood", [("Who are you?", " I am"), ("Once upon", " a time")]),
-])
+@pytest.mark.parametrize(
+    ("output_type", "documents"),
+    [
+        ("generate_until", [("Who are you?", ""), ("Once upon", "")]),
+        ("loglikelihood", [("Who are you?", " I am"), ("Once upon", " a time")]),
+    ],
+)
 def test_lm_eval_scores_the_model(server, loaded, tiny_folder, run, output_type, documents):
     model, tokenizer = loaded
 
@@ -97,7 +125,10 @@ def test_lm_eval_scores_the_model(server, loaded, tiny_folder, run, output_type,
         ids, known = tokenizer.encode(context + answer), len(tokenizer.encode(context))
         logprobs = nanokv.score(model, [ids]).log_softmax(-1)[0, known - 1 : -1]
         taken = logprobs[range(len(ids) - known), ids[known:]]
-        return [pytest.approx(taken.sum().item(), abs=1e-3), bool((taken == logprobs.amax(-1)).all())]
+        return [
+            pytest.approx(taken.sum().item(), abs=1e-3),
+            bool((taken == logprobs.amax(-1)).all()),
+        ]
 
     def text(context: str, _: str) -> str:
         return server.post(TEXT, {"prompt": context, "max_tokens": 12})[1]["choices"][0]["text"]
@@ -123,22 +154,41 @@ def test_curl_shows_a_stream_while_it_comes(locked, curl):
     """The first event before the first token is computed."""
     body = json.dumps(SHORT | {"stream": True})
     with locked.held():
-        process = subprocess.Popen([*curl, "-N", locked.url + CHAT, "-d", body], stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            [*curl, "-N", locked.url + CHAT, "-d", body], stdout=subprocess.PIPE, text=True
+        )
         first = process.stdout.readline()
-        assert json.loads(first.removeprefix("data: "))["choices"][0]["delta"]["role"] == "assistant"
+        assert (
+            json.loads(first.removeprefix("data: "))["choices"][0]["delta"]["role"] == "assistant"
+        )
     *events, end = (first + process.stdout.read()).split("\n\n")
     process.stdout.close()
     assert process.wait(60) == 0
     text = "".join(one["choices"][0]["delta"].get("content", "") for one in chunks(events))
-    assert end == "" and text == locked.post(CHAT, SHORT, KEY)[1]["choices"][0]["message"]["content"]
+    assert (
+        end == "" and text == locked.post(CHAT, SHORT, KEY)[1]["choices"][0]["message"]["content"]
+    )
 
 
-@pytest.mark.parametrize(("fields", "header", "status"), [
-    ({}, [], "200"), ({"model": "gpt-9"}, [], "404"), ({}, ["-H", "Authorization: Bearer wrong"], "401"),
-])
+@pytest.mark.parametrize(
+    ("fields", "header", "status"),
+    [
+        ({}, [], "200"),
+        ({"model": "gpt-9"}, [], "404"),
+        ({}, ["-H", "Authorization: Bearer wrong"], "401"),
+    ],
+)
 def test_curl_is_told_what_went_wrong(locked, curl, fields, header, status):
-    command = [*(curl[:4] if header else curl), *header, locked.url + CHAT, "-d", json.dumps(SHORT | fields)]
-    done = subprocess.run([*command, "-w", "\n%{http_code}"], capture_output=True, text=True, timeout=60, check=True)
+    command = [
+        *(curl[:4] if header else curl),
+        *header,
+        locked.url + CHAT,
+        "-d",
+        json.dumps(SHORT | fields),
+    ]
+    done = subprocess.run(
+        [*command, "-w", "\n%{http_code}"], capture_output=True, text=True, timeout=60, check=True
+    )
     body, _, code = done.stdout.rpartition("\n")
     assert code == status and ("error" in json.loads(body)) == (status != "200")
 
@@ -159,9 +209,15 @@ def test_the_calls_of_the_docs_run_as_they_stand(server, run, language, code):
 
 
 def test_where_no_index_answers_the_reason_is_given(tmp_path, monkeypatch):
-    for name, value in (("XDG_CACHE_HOME", str(tmp_path)), ("PIP_NO_INDEX", "1"), ("PIP_FIND_LINKS", str(tmp_path))):
+    for name, value in (
+        ("XDG_CACHE_HOME", str(tmp_path)),
+        ("PIP_NO_INDEX", "1"),
+        ("PIP_FIND_LINKS", str(tmp_path)),
+    ):
         monkeypatch.setenv(name, value)
-    with pytest.raises(pytest.skip.Exception, match=r"no Python package can be fetched: .*uv==0\.13\.9"):
+    with pytest.raises(
+        pytest.skip.Exception, match=r"no Python package can be fetched: .*uv==0\.13\.9"
+    ):
         client_environment.python_clients()
 
 

@@ -52,7 +52,9 @@ def test_a_second_signal_ends_a_server_at_once(endless_folder, number):
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_leaves_its_clients_with_an_error_and_can_be_started_again(endless_folder):
+def test_a_server_that_is_killed_leaves_its_clients_with_an_error_and_can_be_started_again(
+    endless_folder,
+):
     with serving(endless_folder) as (process, port):
         response = send(port, ask(max_tokens=50_000, stream=True)).getresponse()
         response.readline()
@@ -64,7 +66,10 @@ def test_a_server_that_is_killed_leaves_its_clients_with_an_error_and_can_be_sta
 
 
 def test_a_port_of_a_server_that_is_still_loading_is_in_use():
-    with listen("127.0.0.1", 0) as bound, pytest.raises(NanoKVError, match="Address already in use") as raised:
+    with (
+        listen("127.0.0.1", 0) as bound,
+        pytest.raises(NanoKVError, match="Address already in use") as raised,
+    ):
         listen("127.0.0.1", bound.getsockname()[1])
     assert "--port 0" in raised.value.hint
 
@@ -73,7 +78,10 @@ def test_a_key_of_the_environment_is_checked_as_one_of_the_command_line(cli, mon
     """A file read with its line break would make every key a wrong one."""
     monkeypatch.setenv("NANOKV_API_KEY", "abc\n")
     code, out, err = cli("serve", "--port", "0")
-    assert (code, out) == (2, "") and "NANOKV_API_KEY: a key is made of visible ASCII characters" in err
+    assert (code, out) == (
+        2,
+        "",
+    ) and "NANOKV_API_KEY: a key is made of visible ASCII characters" in err
 
 
 def test_a_port_in_use_is_told_before_the_model_is_loaded(cli, monkeypatch):
@@ -82,7 +90,10 @@ def test_a_port_in_use_is_told_before_the_model_is_loaded(cli, monkeypatch):
         port = taken.getsockname()[1]
         code, out, err = cli("serve", "--port", port)
     message, hint = errors_in(err)
-    assert (code, out) == (2, "") and message == f"cannot listen at 127.0.0.1 port {port}: Address already in use"
+    assert (code, out) == (
+        2,
+        "",
+    ) and message == f"cannot listen at 127.0.0.1 port {port}: Address already in use"
     assert hint == "--port 0 takes a free one"
     code, _, err = cli("serve", "--host", "no such host")
     assert code == 2 and errors_in(err)[0].startswith("cannot listen at no such host")
@@ -109,12 +120,18 @@ def test_the_name_that_was_typed_is_a_name_of_the_model(tiny_folder, tmp_path):
         assert response.status == 404 and "--alias NAME" in found["hint"]
 
 
-@pytest.mark.parametrize(("flags", "said"), [
-    (["--api-key", ""], "--api-key: "), (["--api-key", "two words"], "--api-key: "), (["--port", "70000"], "--port: "),
-    (["--cache", "dict"], "--cache dict with serve"), (["--cache", "static"], "--cache static with serve"),
-    (["--queue", "-1"], "--queue: "),
-    (["--pages", "5", "--cache", "prefix:pages=6"], "contradict each other"),
-])
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--api-key", ""], "--api-key: "),
+        (["--api-key", "two words"], "--api-key: "),
+        (["--port", "70000"], "--port: "),
+        (["--cache", "dict"], "--cache dict with serve"),
+        (["--cache", "static"], "--cache static with serve"),
+        (["--queue", "-1"], "--queue: "),
+        (["--pages", "5", "--cache", "prefix:pages=6"], "contradict each other"),
+    ],
+)
 def test_wrong_flags_are_told_at_once(cli, flags, said):
     code, _, err = cli("serve", *flags)
     assert code == 2 and said in errors_in(err)[0]

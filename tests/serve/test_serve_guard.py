@@ -35,7 +35,11 @@ def only_request(server):
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 def test_a_client_that_leaves_in_prefill_frees_its_place_and_its_pages(loaded, stream, path):
-    body = ask(LONG, stream=stream, **ENDLESS) if path == CHAT else {"prompt": LONG, "stream": stream} | ENDLESS
+    body = (
+        ask(LONG, stream=stream, **ENDLESS)
+        if path == CHAT
+        else {"prompt": LONG, "stream": stream} | ENDLESS
+    )
     with Serving(*loaded, step_tokens=4) as server:
         with server.held():
             connection = server.send("POST", path, body)
@@ -62,7 +66,9 @@ def test_a_client_that_leaves_in_decode_frees_its_place_and_its_pages(loaded, st
 
 def test_a_client_that_reads_nothing_does_not_stay(loaded, monkeypatch):
     monkeypatch.setattr("nanokv.apps.serve.http.server.READER_S", 0.2)
-    monkeypatch.setattr(forms.ChatForm, "opening", lambda self, index: b":" + b"x" * 12_000_000 + b"\n\n")
+    monkeypatch.setattr(
+        forms.ChatForm, "opening", lambda self, index: b":" + b"x" * 12_000_000 + b"\n\n"
+    )
     with Serving(*loaded) as server:
         step = server.engine.step
         server.engine.step = lambda: (time.sleep(0.003), step())[1]
@@ -77,10 +83,14 @@ def test_a_client_that_reads_nothing_of_a_whole_answer_does_not_stay(loaded, mon
     """All of it is written, and the request has ended, while the socket has taken a part of it."""
     monkeypatch.setattr(forms.ChatForm, "whole", lambda *args, **facts: {"x": "x" * 12_000_000})
     with Serving(*loaded) as server:
-        assert len(server.raw("POST", CHAT, ask(max_tokens=2))[2]) > 12_000_000, "who reads has all of it"
+        assert len(server.raw("POST", CHAT, ask(max_tokens=2))[2]) > 12_000_000, (
+            "who reads has all of it"
+        )
         monkeypatch.setattr("nanokv.apps.serve.http.server.READER_S", 0.3)
         connection = server.send("POST", CHAT, ask(max_tokens=2))
-        server.wait(lambda: b'reason="length"} 2.0' in server.engine_client.metrics.text({}) and server.free)
+        server.wait(
+            lambda: b'reason="length"} 2.0' in server.engine_client.metrics.text({}) and server.free
+        )
         server.wait(lambda: not server.server.server_state.connections)
         connection.close()
 
@@ -89,7 +99,10 @@ def test_the_event_loop_never_waits_for_a_forward(server):
     with server.held():
         with asked(server, ask(max_tokens=2)) as found:
             only_request(server)
-            assert server.get("/health") == (200, {"status": "ok"}) and server.get("/v1/models")[0] == 200
+            assert (
+                server.get("/health") == (200, {"status": "ok"})
+                and server.get("/v1/models")[0] == 200
+            )
             assert server.post("/tokenize", {"prompt": "Hi"})[0] == 200 and not found
             server.gate.set()
         assert found[0][0] == 200
@@ -106,11 +119,16 @@ def test_a_full_queue_is_429_with_retry_after(loaded):
         status, headers, data = server.raw("POST", CHAT, ask())
         assert status == 429 and int(headers["retry-after"]) >= 1
         assert error(json.loads(data))["code"] == "queue_full"
-        with server.client() as client, pytest.raises(openai.RateLimitError, match="2 requests run or wait"):
+        with (
+            server.client() as client,
+            pytest.raises(openai.RateLimitError, match="2 requests run or wait"),
+        ):
             client.chat.completions.create(model="tiny", **ask())
         server.gate.set()
         server.wait(lambda: all(both))
-        assert [found[0][0] for found in both] == [200, 200] and server.post(CHAT, ask(max_tokens=1))[0] == 200
+        assert [found[0][0] for found in both] == [200, 200] and server.post(
+            CHAT, ask(max_tokens=1)
+        )[0] == 200
         server.wait(lambda: server.free)
 
 
@@ -133,13 +151,23 @@ def test_an_error_after_the_200_stands_in_the_stream(server, failing, caplog):
     """Of one request; its neighbour goes on. The answer does not quote what the log does not either."""
     with asked(server, ask(max_tokens=8, ignore_eos=True)) as neighbour:
         events = server.stream(CHAT, ask(seed=13, temperature=1, max_tokens=8, ignore_eos=True))
-        assert server.post(CHAT, ask(seed=13, temperature=1, max_tokens=8, ignore_eos=True))[0] == 500
+        assert (
+            server.post(CHAT, ask(seed=13, temperature=1, max_tokens=8, ignore_eos=True))[0] == 500
+        )
     assert neighbour[0][1]["usage"]["completion_tokens"] == 8
     assert error(json.loads(events[-1].removeprefix("data: ")))["type"] == "server_error"
-    assert "data: [DONE]" not in events and len(events) > 1 and "secret" not in str(events) + caplog.text
+    assert (
+        "data: [DONE]" not in events
+        and len(events) > 1
+        and "secret" not in str(events) + caplog.text
+    )
     assert "RuntimeError at " in caplog.text
     with server.client() as client, pytest.raises(openai.APIError, match="its log says why"):
-        list(client.chat.completions.create(model="tiny", stream=True, seed=13, **ask(temperature=1, max_tokens=8)))
+        list(
+            client.chat.completions.create(
+                model="tiny", stream=True, seed=13, **ask(temperature=1, max_tokens=8)
+            )
+        )
 
 
 def test_a_fault_in_the_stream_itself_is_told_in_the_stream(server, monkeypatch, caplog):
@@ -154,7 +182,9 @@ def test_a_fault_in_the_stream_itself_is_told_in_the_stream(server, monkeypatch,
 def test_a_step_that_fails_ends_its_requests_and_not_the_server(loaded, monkeypatch):
     with Serving(*loaded) as server:
         decode = server.engine._decode
-        monkeypatch.setattr(server.engine, "_decode", lambda requests: 1 / 0 if requests else decode(requests))
+        monkeypatch.setattr(
+            server.engine, "_decode", lambda requests: 1 / 0 if requests else decode(requests)
+        )
         assert server.post(CHAT, ask(max_tokens=5, ignore_eos=True))[0] == 500
         monkeypatch.setattr(server.engine, "_decode", decode)
         assert server.post(CHAT, ask(max_tokens=5))[0] == 200
@@ -214,9 +244,15 @@ def test_answers_that_do_not_finish_in_time_are_told(loaded):
 
 def test_an_end_in_the_middle_of_a_body_is_told_at_once(loaded, caplog):
     with Serving(*loaded, grace=60) as server, contextlib.ExitStack() as stack:
-        halves = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(2)]
+        halves = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            for _ in range(2)
+        ]
         for half, path in zip(halves, (CHAT, "/tokenize"), strict=True):
-            half.sendall(b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{" % path.encode())
+            half.sendall(
+                b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
+                % path.encode()
+            )
         server.wait(lambda: server.admission.reading == 2)
         server.stop.set()
         for half in halves:
@@ -228,24 +264,43 @@ def test_an_end_in_the_middle_of_a_body_is_told_at_once(loaded, caplog):
 
 def test_a_client_that_reads_nothing_does_not_keep_a_server_that_ends(loaded, monkeypatch, caplog):
     monkeypatch.setattr("nanokv.apps.serve.http.server.FAREWELL_S", 0.2)
-    monkeypatch.setattr(forms.ChatForm, "opening", lambda self, index: b":" + b"x" * 12_000_000 + b"\n\n")
+    monkeypatch.setattr(
+        forms.ChatForm, "opening", lambda self, index: b":" + b"x" * 12_000_000 + b"\n\n"
+    )
     with Serving(*loaded, grace=0.1) as server:
         connection = server.send("POST", CHAT, ask(stream=True, **ENDLESS))
         only_request(server)
         server.stop.set()
         server.thread.join(5)
-        assert not server.thread.is_alive() and "Exception" not in caplog.text and "Cancel" not in caplog.text
+        assert (
+            not server.thread.is_alive()
+            and "Exception" not in caplog.text
+            and "Cancel" not in caplog.text
+        )
         connection.close()
 
 
 # --- hosts, origins, keys ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("host", "allowed"), [
-    ("127.0.0.1:8000", True), ("localhost", True), ("LOCALHOST:1", True), ("[::1]:8000", True), ("evil.com", False),
-    ("127.0.0.1.evil.com", False), ("evil.com:8000", False), ("localhost:8000@evil.com", False), ("", False),
-    ("evil.com/127.0.0.1", False), ("8.8.8.8", False), ("localhost:x", False), ("localhost.", False),
-])
+@pytest.mark.parametrize(
+    ("host", "allowed"),
+    [
+        ("127.0.0.1:8000", True),
+        ("localhost", True),
+        ("LOCALHOST:1", True),
+        ("[::1]:8000", True),
+        ("evil.com", False),
+        ("127.0.0.1.evil.com", False),
+        ("evil.com:8000", False),
+        ("localhost:8000@evil.com", False),
+        ("", False),
+        ("evil.com/127.0.0.1", False),
+        ("8.8.8.8", False),
+        ("localhost:x", False),
+        ("localhost.", False),
+    ],
+)
 def test_only_known_hosts_are_answered(server, host, allowed):
     """A page whose name was bound to 127.0.0.1 afterwards still sends its own name."""
     status, found = server.get("/v1/models", {"Host": host})
@@ -253,7 +308,9 @@ def test_only_known_hosts_are_answered(server, host, allowed):
     assert allowed or error(found)["code"] == "unknown_host"
 
 
-@pytest.mark.parametrize("origin", ["http://evil.com", "null", "http://127.0.0.1:1", "http://localhost", "file://"])
+@pytest.mark.parametrize(
+    "origin", ["http://evil.com", "null", "http://127.0.0.1:1", "http://localhost", "file://"]
+)
 def test_a_page_of_another_site_is_refused_and_there_is_no_cors(server, origin):
     for method in ("POST", "OPTIONS", "GET"):
         status, headers, data = server.raw(method, CHAT, ask(max_tokens=1), {"Origin": origin})
@@ -287,13 +344,27 @@ def locked(loaded):
         yield server
 
 
-@pytest.mark.parametrize("header", [
-    None, "", "Bearer", "Bearer ", "Bearer wrong", "Bearer one-ke", "Bearer one-key1", "Basic one-key", "one-key",
-    "Bearer one-key another-key", "Bearer \xe9",
-])
+@pytest.mark.parametrize(
+    "header",
+    [
+        None,
+        "",
+        "Bearer",
+        "Bearer ",
+        "Bearer wrong",
+        "Bearer one-ke",
+        "Bearer one-key1",
+        "Basic one-key",
+        "one-key",
+        "Bearer one-key another-key",
+        "Bearer \xe9",
+    ],
+)
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/v1/nothing", "//metrics/"])
 def test_nothing_without_a_key(locked, header, path):
-    status, headers, data = locked.raw("GET", path, headers={} if header is None else {"Authorization": header})
+    status, headers, data = locked.raw(
+        "GET", path, headers={} if header is None else {"Authorization": header}
+    )
     assert status == 401 and headers["www-authenticate"] == "Bearer"
     assert error(json.loads(data))["code"] == "invalid_api_key"
 
@@ -309,7 +380,9 @@ def test_each_key_opens_and_health_needs_none(locked):
 
 def test_every_key_is_compared_by_digest(monkeypatch):
     compared = []
-    monkeypatch.setattr("hmac.compare_digest", lambda a, b: compared.append((len(a), len(b))) or a == b)
+    monkeypatch.setattr(
+        "hmac.compare_digest", lambda a, b: compared.append((len(a), len(b))) or a == b
+    )
     keys = Keys(["a", "bb", "ccc"])
     assert keys.salt("Bearer a") != keys.salt("Bearer bb")
     assert compared == [(32, 32)] * 6, "also those after the right one"
@@ -330,7 +403,9 @@ def test_two_keys_at_once_share_nothing(locked):
     """In one step too: the engine lets a request wait for the pages of another, unless their salts differ."""
     prompt = {"prompt": "Nice to meet you, Zorbla. " * 9, "max_tokens": 1}
     with locked.held(), contextlib.ExitStack() as stack:
-        headers = [{"Authorization": f"Bearer {key}"} for key in ("one-key", "another-key", "one-key")]
+        headers = [
+            {"Authorization": f"Bearer {key}"} for key in ("one-key", "another-key", "one-key")
+        ]
         first = stack.enter_context(asked(locked, ask("hold", max_tokens=1), CHAT, headers[0]))
         only_request(locked)
         found = [stack.enter_context(asked(locked, prompt, TEXT, header)) for header in headers]
@@ -344,13 +419,23 @@ def test_two_keys_at_once_share_nothing(locked):
 # --- bodies and headers -----------------------------------------------------------------------------------------------
 
 HOSTILE = {
-    "nothing": b"", "no JSON": b"{", "a list": b"[1]", "a text": b'"x"', "NaN": b'{"temperature": NaN}',
-    "infinity": b'{"temperature": -Infinity}', "too large a number": b'{"temperature": 1e999}',
-    "a huge integer": b'{"max_tokens": ' + b"9" * 5_000 + b"}", "deep": b"[" * 100_000 + b"]" * 100_000,
-    "deep objects": b'{"a":' * 5_000 + b"1" + b"}" * 5_000, "many lists": b'{"a": [' + b"[]," * 300_000 + b"[]]}",
-    "twice": b'{"messages": [], "messages": []}', "not UTF-8": b'{"a": "\xff"}', "UTF-16": '{"a": 1}'.encode("utf-16"),
+    "nothing": b"",
+    "no JSON": b"{",
+    "a list": b"[1]",
+    "a text": b'"x"',
+    "NaN": b'{"temperature": NaN}',
+    "infinity": b'{"temperature": -Infinity}',
+    "too large a number": b'{"temperature": 1e999}',
+    "a huge integer": b'{"max_tokens": ' + b"9" * 5_000 + b"}",
+    "deep": b"[" * 100_000 + b"]" * 100_000,
+    "deep objects": b'{"a":' * 5_000 + b"1" + b"}" * 5_000,
+    "many lists": b'{"a": [' + b"[]," * 300_000 + b"[]]}",
+    "twice": b'{"messages": [], "messages": []}',
+    "not UTF-8": b'{"a": "\xff"}',
+    "UTF-16": '{"a": 1}'.encode("utf-16"),
     "half a character": b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
-    "half a character as a name": b'{"\\udfff": 1}', "NUL": b"\x00",
+    "half a character as a name": b'{"\\udfff": 1}',
+    "NUL": b"\x00",
 }
 
 
@@ -379,9 +464,15 @@ def test_a_body_that_does_not_arrive_is_408(loaded):
 
 
 def test_many_bodies_at_once_are_bounded(loaded):
-    start = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3000\r\n\r\n" + b" " * 2_000
+    start = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3000\r\n\r\n"
+        + b" " * 2_000
+    )
     with Serving(*loaded, limits=Limits(bodies=5_000)) as server, contextlib.ExitStack() as stack:
-        halves = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(3)]
+        halves = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            for _ in range(3)
+        ]
         for half in halves:
             half.sendall(start)
         assert b" 503 " in halves[2].recv(10_000)
@@ -400,7 +491,9 @@ def busy(monkeypatch):
 
 def test_requests_to_the_tokenizer_are_bounded(loaded, busy):
     with Serving(*loaded, limits=Limits(beside=3)) as server, contextlib.ExitStack() as stack:
-        found = [stack.enter_context(asked(server, {"prompt": "Hi"}, "/tokenize")) for _ in range(3)]
+        found = [
+            stack.enter_context(asked(server, {"prompt": "Hi"}, "/tokenize")) for _ in range(3)
+        ]
         server.wait(lambda: server.admission.beside == 3)
         for path, body in (("/tokenize", {"prompt": "Hi"}), ("/detokenize", {"tokens": [5]})):
             status, headers, data = server.raw("POST", path, body)
@@ -408,7 +501,9 @@ def test_requests_to_the_tokenizer_are_bounded(loaded, busy):
             assert error(json.loads(data))["code"] == "queue_full"
         busy.set()
         server.wait(lambda: all(found))
-        assert [one[0][0] for one in found] == [200] * 3 and server.post("/tokenize", {"prompt": "Hi"})[0] == 200
+        assert [one[0][0] for one in found] == [200] * 3 and server.post(
+            "/tokenize", {"prompt": "Hi"}
+        )[0] == 200
 
 
 @pytest.mark.parametrize("path", [TEXT, "/tokenize"])
@@ -425,7 +520,8 @@ def test_bodies_that_wait_for_the_tokenizer_count_as_bodies_that_arrive(loaded, 
 
 
 NO_HTTP = {
-    "TLS": b"\x16\x03\x01\x02\x00\r\n\r\n", "two hosts": b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+    "TLS": b"\x16\x03\x01\x02\x00\r\n\r\n",
+    "two hosts": b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
     "two words": b"\r\n\r\n\r\nx y\r\n\r\n",
     "no length of a chunk": b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nno\r\n",
 }
@@ -458,12 +554,17 @@ def test_a_body_that_turns_out_to_be_none_after_the_answer_ends_the_connection(s
     assert "Exception" not in caplog.text and "Fatal" not in caplog.text
 
 
-@pytest.mark.parametrize(("head", "status"), [
-    (b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n", b" 200 "),
-    (b"POST /x HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n", b" 404 "),
-    (b"POST /tokenize HTTP/1.1\r\nHost: evil\r\nContent-Length: 1000000\r\n\r\n", b" 403 "),
-])
-def test_a_body_that_goes_on_after_the_answer_does_not_hold_the_connection(server, monkeypatch, head, status):
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n", b" 200 "),
+        (b"POST /x HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n", b" 404 "),
+        (b"POST /tokenize HTTP/1.1\r\nHost: evil\r\nContent-Length: 1000000\r\n\r\n", b" 403 "),
+    ],
+)
+def test_a_body_that_goes_on_after_the_answer_does_not_hold_the_connection(
+    server, monkeypatch, head, status
+):
     monkeypatch.setattr("nanokv.apps.serve.http.server.UNREAD_S", 0.3)
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as raw:
         raw.sendall(head)
@@ -491,8 +592,12 @@ def test_a_body_that_arrives_after_the_answer_keeps_the_connection(server, monke
 
 def test_a_body_with_two_lengths_is_refused_and_nothing_after_it_is_read(server):
     heads = b"Host: localhost\r\nContent-Length: 6\r\nTransfer-Encoding: chunked\r\n\r\n"
-    found = said(server, b"POST /tokenize HTTP/1.1\r\n" + heads + b"0\r\n\r\nGET /health HTTP/1.1\r\n\r\n")
-    assert found.count(b"HTTP/1.1 ") == 1 and b"HTTP/1.1 400" in found and b"one of them says" in found
+    found = said(
+        server, b"POST /tokenize HTTP/1.1\r\n" + heads + b"0\r\n\r\nGET /health HTTP/1.1\r\n\r\n"
+    )
+    assert (
+        found.count(b"HTTP/1.1 ") == 1 and b"HTTP/1.1 400" in found and b"one of them says" in found
+    )
 
 
 def test_a_connection_too_many_is_told_so(loaded, monkeypatch):
@@ -512,7 +617,10 @@ def test_a_connection_too_many_is_told_so(loaded, monkeypatch):
 def test_headers_that_come_at_once_are_bounded_too(server):
     """The parser counts only those whose end it has not seen."""
     assert server.get("/health", {"X": "x" * 15_000})[0] == 200
-    for headers in ({"X": "x" * 17_000}, {f"X{i}": "x" * 80 for i in range(90)} | {"Y": "y" * 10_000}):
+    for headers in (
+        {"X": "x" * 17_000},
+        {f"X{i}": "x" * 80 for i in range(90)} | {"Y": "y" * 10_000},
+    ):
         assert server.raw("GET", "/health", headers=headers)[0] in (400, 431)
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as raw:
         raw.sendall(b"GET /%s HTTP/1.1\r\nHost: localhost\r\n\r\n" % (b"x" * 20_000))
@@ -535,10 +643,18 @@ def test_headers_that_do_not_arrive_or_are_too_long_close_the_connection(server,
     assert server.get("/health")[0] == 200
 
 
-@pytest.mark.parametrize(("method", "path", "status"), [
-    ("POST", "/", 405), ("POST", "/live", 405), ("GET", "/v1/nothing", 404), ("GET", CHAT, 405),
-    ("DELETE", "/v1/models/tiny", 405), ("GET", "/v1/../health", 404), ("POST", "/health", 405),
-])
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("POST", "/", 405),
+        ("POST", "/live", 405),
+        ("GET", "/v1/nothing", 404),
+        ("GET", CHAT, 405),
+        ("DELETE", "/v1/models/tiny", 405),
+        ("GET", "/v1/../health", 404),
+        ("POST", "/health", 405),
+    ],
+)
 def test_unknown_addresses_have_the_form_of_an_error_too(server, method, path, status):
     got, _, data = server.raw(method, path)
     assert got == status and error(json.loads(data))
@@ -554,7 +670,9 @@ def test_the_log_says_what_happened_and_nothing_of_a_prompt(server, caplog):
     server.post(CHAT, {"messages": [{"role": "Zanzibar", "content": "x"}]})
     server.raw("GET", "/a%1b%5b2Jb%0anew")
     server.wait(lambda: "new 404" in caplog.text)
-    assert r'ignored: "no\u001b[2Jsuch"' in caplog.text and r"GET /a\u001b[2Jb\nnew 404" in caplog.text
+    assert (
+        r'ignored: "no\u001b[2Jsuch"' in caplog.text and r"GET /a\u001b[2Jb\nnew 404" in caplog.text
+    )
     assert "POST /v1/chat/completions 200 · " in caplog.text and "→ 2 out" in caplog.text
     assert not [word for word in ("Zanzibar", "Timbuktu", "\x1b") if word in caplog.text]
     assert all("\n" not in record.getMessage() for record in caplog.records)

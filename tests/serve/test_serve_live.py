@@ -31,7 +31,10 @@ class Watcher:
 
     def __init__(self, server, **headers):
         names = {"tab": "X-Nanokv-Tab", "key": "Authorization"}
-        given = {names[name]: f"Bearer {text}" if name == "key" else text for name, text in headers.items()}
+        given = {
+            names[name]: f"Bearer {text}" if name == "key" else text
+            for name, text in headers.items()
+        }
         self.connection = server.send("GET", "/live", headers=given)
         self.response = self.connection.getresponse()
         self.comments = 0
@@ -97,10 +100,15 @@ def test_a_snapshot_counts_what_the_engine_holds(engine):
     engine.step()
     taken = view(snapshot(engine, {first.number: "mine", second.number: "yours"}), "", "mine")
     one, two = taken["requests"]
-    assert (one["whose"], two["whose"]) == ("tab", "key") and one["state"] == two["state"] == "decode"
+    assert (one["whose"], two["whose"]) == ("tab", "key") and one["state"] == two[
+        "state"
+    ] == "decode"
     assert (one["prompt"], one["reused"], one["prefilled"], one["generated"]) == (17, 0, 17, 2)
     assert (two["prompt"], two["reused"], two["prefilled"], two["generated"]) == (19, 16, 3, 1)
-    assert (one["tokens"], one["held"], one["pages"]) == (19, 18, 5) and (two["held"], two["pages"]) == (19, 5)
+    assert (one["tokens"], one["held"], one["pages"]) == (19, 18, 5) and (
+        two["held"],
+        two["pages"],
+    ) == (19, 5)
     pool = taken["pool"]
     assert (pool["pages"], pool["free"], pool["kept"], pool["cell"]) == (20, 14, 0, 1)
     assert pool["bytes_per_page"] == engine.pool.bytes_per_page > 0
@@ -111,15 +119,21 @@ def test_a_snapshot_counts_what_the_engine_holds(engine):
 
 
 def test_a_queue_and_a_preemption_are_in_it(engine):
-    requests = [engine.submit([7 + i, *PROMPT], max_new_tokens=40, eos_token_ids=[]) for i in range(5)]
+    requests = [
+        engine.submit([7 + i, *PROMPT], max_new_tokens=40, eos_token_ids=[]) for i in range(5)
+    ]
     taken = snapshot(engine, {})
-    assert [one["state"] for one in taken["requests"]] == ["queued"] * 5 and taken["engine"]["waiting"] == 5
+    assert [one["state"] for one in taken["requests"]] == ["queued"] * 5 and taken["engine"][
+        "waiting"
+    ] == 5
     while not engine.metrics.preemptions:
         engine.step()
     found = [one for one in snapshot(engine, {})["requests"] if one["preemptions"]]
     (hit,) = [request for request in requests if request.preemptions]
     assert [(one["state"], one["pages"], one["held"]) for one in found] == [("queued", 0, 0)]
-    assert found[0]["tokens"] == len(hit.known) and snapshot(engine, {})["engine"]["preemptions"] == 1
+    assert (
+        found[0]["tokens"] == len(hit.known) and snapshot(engine, {})["engine"]["preemptions"] == 1
+    )
 
 
 def test_what_a_stopped_request_leaves_is_counted_until_it_is_evicted(engine):
@@ -131,8 +145,15 @@ def test_what_a_stopped_request_leaves_is_counted_until_it_is_evicted(engine):
     left = [departed(engine, request, "mine", held)]
     taken = view(snapshot(engine, {}, left), "", "mine")
     (one,) = taken["ended"]
-    assert (one["reason"], one["generated"], one["prefilled"], one["kept"]) == ("cancelled", 5, 17, 20)
-    assert taken["cells"] == runs([KEPT if page in kept_pages(engine) else FREE for page in range(20)])
+    assert (one["reason"], one["generated"], one["prefilled"], one["kept"]) == (
+        "cancelled",
+        5,
+        17,
+        20,
+    )
+    assert taken["cells"] == runs(
+        [KEPT if page in kept_pages(engine) else FREE for page in range(20)]
+    )
     for salt, tab in (("", "other"), ("x", "mine"), ("", "")):
         assert view(snapshot(engine, {}, left), salt, tab)["ended"] == []
     engine.submit(range(30, 90), max_new_tokens=18, eos_token_ids=[])
@@ -169,7 +190,9 @@ def test_a_large_pool_has_several_pages_in_a_cell(loaded):
     engine.submit(PROMPT, max_new_tokens=3, eos_token_ids=[])
     engine.step()
     taken = view(snapshot(engine, {}), "", "")
-    assert taken["pool"]["cell"] == 4 and sum(n for _, n in taken["cells"]) == -(-(3 * CELLS + 1) // 4)
+    assert taken["pool"]["cell"] == 4 and sum(n for _, n in taken["cells"]) == -(
+        -(3 * CELLS + 1) // 4
+    )
     assert taken["cells"] == [[0, 2], [FREE, 383]]
 
 
@@ -179,23 +202,37 @@ def test_a_large_pool_has_several_pages_in_a_cell(loaded):
 def test_a_watcher_sees_its_request_from_the_queue_to_what_it_leaves(loaded):
     with slow(Serving(*loaded)) as server, Watcher(server, tab="here") as watcher:
         first = watcher.next()
-        assert watcher.response.status == 200 and first["requests"] == [] and first["model"] == "tiny"
+        assert (
+            watcher.response.status == 200 and first["requests"] == [] and first["model"] == "tiny"
+        )
         assert watcher.response.headers["content-type"] == "text/event-stream; charset=utf-8"
         assert watcher.response.headers["cache-control"] == "no-store"
         with streaming(server, ask(**ENDLESS), **{"X-Nanokv-Tab": "here"}):
             seen = watcher.wait(lambda now: now["requests"] and now["requests"][0]["generated"] > 3)
-            assert seen["requests"][0]["whose"] == "tab" and seen["requests"][0]["state"] == "decode"
+            assert (
+                seen["requests"][0]["whose"] == "tab" and seen["requests"][0]["state"] == "decode"
+            )
         left = watcher.wait(lambda now: now["ended"])
         assert left["requests"] == [] and left["ended"][0]["reason"] == "cancelled"
         assert left["ended"][0]["kept"] == 4 * left["pool"]["kept"] > 0
         assert server.post(CHAT, ask(max_tokens=1), {"X-Nanokv-Tab": "here"})[0] == 200
-        assert watcher.wait(lambda now: now["ended"][0]["reason"] == "length")["ended"][0]["reused"] > 0
+        assert (
+            watcher.wait(lambda now: now["ended"][0]["reason"] == "length")["ended"][0]["reused"]
+            > 0
+        )
 
 
 def test_a_request_that_is_stopped_in_prefill_leaves_what_it_has_computed(loaded):
-    with slow(Serving(*loaded, step_tokens=8), 0.05) as server, Watcher(server, tab="here") as watcher:
-        with streaming(server, ask("My name is Zorbla. " * 40, **ENDLESS), **{"X-Nanokv-Tab": "here"}):
-            seen = watcher.wait(lambda now: now["requests"] and now["requests"][0]["prefilled"] > 20)["requests"][0]
+    with (
+        slow(Serving(*loaded, step_tokens=8), 0.05) as server,
+        Watcher(server, tab="here") as watcher,
+    ):
+        with streaming(
+            server, ask("My name is Zorbla. " * 40, **ENDLESS), **{"X-Nanokv-Tab": "here"}
+        ):
+            seen = watcher.wait(
+                lambda now: now["requests"] and now["requests"][0]["prefilled"] > 20
+            )["requests"][0]
             assert seen["state"] == "prefill" and seen["held"] == seen["prefilled"] < seen["prompt"]
         (left,) = watcher.wait(lambda now: now["ended"])["ended"]
         assert seen["prefilled"] <= left["prefilled"] < left["prompt"] and left["generated"] == 0
@@ -205,7 +242,10 @@ def test_a_request_that_is_stopped_in_prefill_leaves_what_it_has_computed(loaded
 
 
 def test_another_client_and_another_tab_are_no_request_of_mine(loaded):
-    with slow(Serving(*loaded, keys=["one", "two"])) as server, Watcher(server, key="one", tab="a") as watcher:
+    with (
+        slow(Serving(*loaded, keys=["one", "two"])) as server,
+        Watcher(server, key="one", tab="a") as watcher,
+    ):
         with contextlib.ExitStack() as stack:
             for key, tab in (("one", "a"), ("one", "b"), ("two", "a")):
                 header = {"Authorization": f"Bearer {key}", "X-Nanokv-Tab": tab}
@@ -340,13 +380,18 @@ def test_the_page_runs_its_own_script_only_and_talks_to_this_server_only(server)
     policy = {name: values for name, *values in parts}
     for name in ("default-src", "frame-ancestors", "base-uri", "form-action", "trusted-types"):
         assert policy[name] == ["'none'"]
-    assert policy["connect-src"] == ["'self'"] and policy["require-trusted-types-for"] == ["'script'"]
+    assert policy["connect-src"] == ["'self'"] and policy["require-trusted-types-for"] == [
+        "'script'"
+    ]
     text = data.decode()
     for tag in ("script", "style"):
         (found,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(found.encode()).digest()).decode()
         assert policy[f"{tag}-src"] == [f"'sha256-{digest}'"]
-    assert headers["referrer-policy"] == "no-referrer" and headers["x-content-type-options"] == "nosniff"
+    assert (
+        headers["referrer-policy"] == "no-referrer"
+        and headers["x-content-type-options"] == "nosniff"
+    )
     assert headers["x-frame-options"] == "DENY"
     # The name of a kind of element.
     assert set(re.findall(r"\w+://[^\"\s]+", text)) == {"http://www.w3.org/2000/svg"}
@@ -378,7 +423,11 @@ def test_the_parts_of_the_page_are_package_data():
     patterns = project["tool"]["setuptools"]["package-data"]["nanokv.apps.serve.http"]
     declared = {path for pattern in patterns for path in folder.glob(pattern)}
     parts = {path for path in folder.rglob("*") if path.suffix in (".html", ".css", ".js")}
-    assert parts == declared and {path.name for path in parts} == {*page.SCRIPTS, *page.STYLES, "live.html"}
+    assert parts == declared and {path.name for path in parts} == {
+        *page.SCRIPTS,
+        *page.STYLES,
+        "live.html",
+    }
 
 
 def test_closing_the_page_frees_its_place(server):

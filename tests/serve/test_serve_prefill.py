@@ -25,7 +25,13 @@ from nanokv.errors import NanoKVError
 from served_command import ended, send, serving
 from serving import CHAT, TEXT, Serving, ask, chunks, error
 
-QUESTIONS = ["Who are you?", "My name is Zorbla.", "What is my name?", "Once upon a time", "The cache holds one key"]
+QUESTIONS = [
+    "Who are you?",
+    "My name is Zorbla.",
+    "What is my name?",
+    "Once upon a time",
+    "The cache holds one key",
+]
 PAGE = 4
 SIZES = {"pages": 300, "page_size": PAGE, "step_tokens": 256, "max_running": 8}
 
@@ -46,8 +52,10 @@ def with_process(folder, slow_s=0.0, weights=None, **sizes):
 def both(loaded, tiny_folder):
     """(with the process, without)"""
     torch.set_num_threads(1)
-    with Serving(*loaded, prefills=with_process(tiny_folder), keys=("one", "two")) as server, \
-            Serving(*loaded, keys=("one", "two")) as plain:
+    with (
+        Serving(*loaded, prefills=with_process(tiny_folder), keys=("one", "two")) as server,
+        Serving(*loaded, keys=("one", "two")) as plain,
+    ):
         yield server, plain
 
 
@@ -73,8 +81,10 @@ def key(name="one"):
 def metrics(server, headers=None) -> dict[str, float]:
     """nanokv_X and nanokv_X_total as X."""
     text = server.raw("GET", "/metrics", headers=headers or key())[2].decode()
-    return {name.removesuffix("_total"): float(value)
-            for name, value in re.findall(r"^nanokv_(\w+) ([\d.e+-]+)$", text, re.MULTILINE)}
+    return {
+        name.removesuffix("_total"): float(value)
+        for name, value in re.findall(r"^nanokv_(\w+) ([\d.e+-]+)$", text, re.MULTILINE)
+    }
 
 
 def said(server, path, body, headers=None):
@@ -84,11 +94,19 @@ def said(server, path, body, headers=None):
     return {name: found[name] for name in ("choices", "usage", "seed")}
 
 
-@pytest.mark.parametrize("fields", [
-    {}, {"temperature": 1.0, "top_p": 0.9, "seed": 7}, {"temperature": 0.8, "seed": 3, "n": 3},
-    {"logprobs": True, "top_logprobs": 3}, {"max_tokens": 1}, {"stop": ["e"]},
-    {"response_format": {"type": "json_object"}, "max_tokens": 30},
-], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"temperature": 1.0, "top_p": 0.9, "seed": 7},
+        {"temperature": 0.8, "seed": 3, "n": 3},
+        {"logprobs": True, "top_logprobs": 3},
+        {"max_tokens": 1},
+        {"stop": ["e"]},
+        {"response_format": {"type": "json_object"}, "max_tokens": 30},
+    ],
+    ids=str,
+)
 def test_answers_are_those_of_a_server_without_the_process(both, fields):
     server, plain = both
     before = metrics(server)
@@ -103,7 +121,8 @@ def test_completions_echo_and_several_prompts(both):
     for body in (
         {"prompt": QUESTIONS, "max_tokens": 5, "n": 2, "seed": 1, "temperature": 1.0},
         {"prompt": "The cache", "max_tokens": 4, "echo": True, "logprobs": 2},
-        {"prompt": "The cache", "max_tokens": 0, "echo": True, "logprobs": 0}, {"prompt": [5, 9, 300], "max_tokens": 3},
+        {"prompt": "The cache", "max_tokens": 0, "echo": True, "logprobs": 0},
+        {"prompt": [5, 9, 300], "max_tokens": 3},
     ):
         assert said(server, TEXT, body) == said(plain, TEXT, body)
 
@@ -120,7 +139,10 @@ def test_a_stream_is_the_whole_answer(both):
 
 def test_32_at_a_time_are_not_mixed_up(both):
     server, plain = both
-    bodies = [ask(f"{QUESTIONS[i % 5]} {i}", max_tokens=6, seed=i, temperature=float(i % 2)) for i in range(32)]
+    bodies = [
+        ask(f"{QUESTIONS[i % 5]} {i}", max_tokens=6, seed=i, temperature=float(i % 2))
+        for i in range(32)
+    ]
     with concurrent.futures.ThreadPoolExecutor(32) as pool:
         found = list(pool.map(lambda body: said(server, CHAT, body)["choices"], bodies))
     assert found == [said(plain, CHAT, body)["choices"] for body in bodies]
@@ -135,8 +157,12 @@ def test_beginnings_are_reused_under_one_key_and_only_what_is_missing_is_sent(bo
         before = metrics(server)
         usage = said(server, TEXT, {"prompt": text, "max_tokens": 3}, key(name))["usage"]
         after = metrics(server)
-        counts.append((usage["prompt_tokens_details"]["cached_tokens"],
-                       after["handover_bytes"] - before["handover_bytes"]))
+        counts.append(
+            (
+                usage["prompt_tokens_details"]["cached_tokens"],
+                after["handover_bytes"] - before["handover_bytes"],
+            )
+        )
     (first, sent), (second, less), (third, more) = counts
     tokens, row = usage["prompt_tokens"], 2 * 3 * 2 * 32 * 4
     assert (first, third) == (0, 0) and second == (tokens - 1) // PAGE * PAGE
@@ -152,13 +178,24 @@ def test_metrics_count_what_was_handed_over(both):
     after = metrics(server)
     change = {name: after[name] - before[name] for name in after}
     assert change["handover_prompts"] == 1  # for three answers
-    assert change["handover_bytes"] > 0 and 0 < change["handover_seconds"] < 5 and change["handover_lost"] == 0
+    assert (
+        change["handover_bytes"] > 0
+        and 0 < change["handover_seconds"] < 5
+        and change["handover_lost"] == 0
+    )
     assert after["prefill_worker_up"] == 1 and after["prefills_waiting"] == 0
-    assert not any(name.startswith(("handover", "prefill_worker", "prefills")) for name in metrics(plain))
+    assert not any(
+        name.startswith(("handover", "prefill_worker", "prefills")) for name in metrics(plain)
+    )
 
 
 def test_what_is_refused_is_refused_as_without_it(both):
-    for body in (ask("x " * 600), ask("Hi", model="no such"), {"prompt": []}, ask("Hi", max_tokens=-1)):
+    for body in (
+        ask("x " * 600),
+        ask("Hi", model="no such"),
+        {"prompt": []},
+        ask("Hi", max_tokens=-1),
+    ):
         path = TEXT if "prompt" in body else CHAT
         (status, mine), (other_status, theirs) = (one.post(path, body, key()) for one in both)
         assert (status, error(mine)) == (other_status, error(theirs)) and status >= 400
@@ -186,7 +223,9 @@ def until_asked(server, count=1):
 
 @pytest.mark.slow
 def test_a_client_that_leaves_during_the_prefill_frees_both_sides(slow):
-    connections = [slow.send("POST", CHAT, ask(f"{i} {LONG}", stream=i % 2 == 0)) for i in range(AHEAD + 2)]
+    connections = [
+        slow.send("POST", CHAT, ask(f"{i} {LONG}", stream=i % 2 == 0)) for i in range(AHEAD + 2)
+    ]
     until_asked(slow, AHEAD)
     assert metrics(slow)["prefills_waiting"] == AHEAD + 2 and len(slow.prefills.asked) == AHEAD
     for connection in connections:
@@ -196,7 +235,9 @@ def test_a_client_that_leaves_during_the_prefill_frees_both_sides(slow):
     slow.wait(lambda: metrics(slow)["prefill_worker_pages_free"] == SIZES["pages"])
     assert metrics(slow)["handover_prompts"] == 0
     began = time.monotonic()
-    assert slow.post(CHAT, ask("Hi", max_tokens=2))[0] == 200 and metrics(slow)["prefill_tokens"] == 0
+    assert (
+        slow.post(CHAT, ask("Hi", max_tokens=2))[0] == 200 and metrics(slow)["prefill_tokens"] == 0
+    )
     # The others' prompts, over 400 tokens in steps of 16, were not completed.
     assert time.monotonic() - began < 2
 
@@ -208,19 +249,31 @@ def test_when_the_process_is_killed_prompts_are_prefilled_here(slow, loaded, str
     with concurrent.futures.ThreadPoolExecutor(AHEAD + 2) as pool:
         send = (lambda: slow.stream(CHAT, body)) if stream else (lambda: slow.post(CHAT, body)[1])
         asked = [pool.submit(send) for _ in range(2)]
-        others = [pool.submit(slow.post, CHAT, ask(f"{i} {LONG}", max_tokens=2)) for i in range(AHEAD)]
+        others = [
+            pool.submit(slow.post, CHAT, ask(f"{i} {LONG}", max_tokens=2)) for i in range(AHEAD)
+        ]
         until_asked(slow, AHEAD)
         began = time.monotonic()
         os.kill(slow.prefills.process.pid, signal.SIGKILL)
         found = [one.result(20) for one in asked]
-        assert [one.result(20)[0] for one in others] == [200] * AHEAD and time.monotonic() - began < 10
+        assert [one.result(20)[0] for one in others] == [
+            200
+        ] * AHEAD and time.monotonic() - began < 10
     with Serving(*loaded) as plain:
         text = plain.post(CHAT, body)[1]["choices"][0]["message"]["content"]
-    said = ["".join(e["choices"][0]["delta"].get("content") or "" for e in chunks(one)) if stream
-            else one["choices"][0]["message"]["content"] for one in found]
+    said = [
+        "".join(e["choices"][0]["delta"].get("content") or "" for e in chunks(one))
+        if stream
+        else one["choices"][0]["message"]["content"]
+        for one in found
+    ]
     assert said == [text] * 2
     counts = metrics(slow)
-    assert counts["prefill_worker_up"] == 0 and counts["handover_lost"] == AHEAD + 2 and counts["prefill_tokens"] > 0
+    assert (
+        counts["prefill_worker_up"] == 0
+        and counts["handover_lost"] == AHEAD + 2
+        and counts["prefill_tokens"] > 0
+    )
     assert slow.post(CHAT, ask("Hi", max_tokens=2))[0] == 200 and slow.free
     # Later ones never were its own.
     assert counts["handover_lost"] == metrics(slow)["handover_lost"]
@@ -228,7 +281,9 @@ def test_when_the_process_is_killed_prompts_are_prefilled_here(slow, loaded, str
 
 @pytest.mark.slow
 def test_a_server_that_ends_tells_those_who_wait_and_ends_its_process(loaded, tiny_folder):
-    with Serving(*loaded, prefills=with_process(tiny_folder, 0.5, step_tokens=4), grace=0.2) as server:
+    with Serving(
+        *loaded, prefills=with_process(tiny_folder, 0.5, step_tokens=4), grace=0.2
+    ) as server:
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             asked = pool.submit(server.post, CHAT, ask(LONG))
             until_asked(server)
@@ -253,15 +308,30 @@ def rows(tokens=5, config=None, **changes):
     """(what is said of a prompt of so many tokens, its tensors) → the same with changes."""
     c = config
     keys = torch.ones(c.num_hidden_layers, c.num_key_value_heads, tokens, c.head_dim)
-    meta, tensors = {"done": 1, "start": 0, "reused": 0}, {"keys": keys, "values": keys, "logits": torch.ones(1, 320)}
-    return {name: changes.get(name, x) for name, x in meta.items()}, {n: changes.get(n, x) for n, x in tensors.items()}
+    meta, tensors = (
+        {"done": 1, "start": 0, "reused": 0},
+        {"keys": keys, "values": keys, "logits": torch.ones(1, 320)},
+    )
+    return {name: changes.get(name, x) for name, x in meta.items()}, {
+        n: changes.get(n, x) for n, x in tensors.items()
+    }
 
 
-@pytest.mark.parametrize("change", [
-    {"keys": torch.ones(3, 2, 6, 32)}, {"values": torch.ones(3, 2, 5, 32).double()}, {"logits": torch.ones(1, 7)},
-    {"values": torch.full((3, 2, 5, 32), torch.nan)}, {"start": 1 << 40}, {"start": "0"}, {"done": [1]},
-    {"start": -1, "keys": torch.ones(3, 2, 6, 32), "values": torch.ones(3, 2, 6, 32)}, None,
-], ids=lambda change: "-".join(change or ["nothing"]))
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"keys": torch.ones(3, 2, 6, 32)},
+        {"values": torch.ones(3, 2, 5, 32).double()},
+        {"logits": torch.ones(1, 7)},
+        {"values": torch.full((3, 2, 5, 32), torch.nan)},
+        {"start": 1 << 40},
+        {"start": "0"},
+        {"done": [1]},
+        {"start": -1, "keys": torch.ones(3, 2, 6, 32), "values": torch.ones(3, 2, 6, 32)},
+        None,
+    ],
+    ids=lambda change: "-".join(change or ["nothing"]),
+)
 def test_what_is_not_the_prompts_is_computed_here_and_the_process_ended(loaded, change):
     """The engine's thread ended, or a client was told that its messages have the wrong shape."""
     engine = Engine(loaded[0], **SIZES)
@@ -270,7 +340,10 @@ def test_what_is_not_the_prompts_is_computed_here_and_the_process_ended(loaded, 
     elsewhere.process.killed, elsewhere.process.alive = False, True
     elsewhere.start(elsewhere.take)
     submit = SimpleNamespace(opened=0.0)
-    for message in (rows(5, engine.config), rows(5, engine.config, **change) if change else ({"hello": 1}, {})):
+    for message in (
+        rows(5, engine.config),
+        rows(5, engine.config, **change) if change else ({"hello": 1}, {}),
+    ):
         elsewhere.asked[1] = ("", (1, 2, 3, 4, 5)), [submit]
         elsewhere._news(*message, 0, 0.0)
         entered += [prefilled for _, prefilled in elsewhere.ready()]
@@ -285,7 +358,9 @@ def test_a_server_goes_on_with_right_answers(loaded, tiny_folder, lie):
     torch.set_num_threads(1)
 
     def make(engine):
-        elsewhere = Elsewhere(engine, partial(other.lies, str(tiny_folder), lie), SIZES, fingerprint(engine.model))
+        elsewhere = Elsewhere(
+            engine, partial(other.lies, str(tiny_folder), lie), SIZES, fingerprint(engine.model)
+        )
         elsewhere.load()
         return elsewhere
 
@@ -294,7 +369,9 @@ def test_a_server_goes_on_with_right_answers(loaded, tiny_folder, lie):
             body = ask(question, max_tokens=6)
             status, found = server.post(CHAT, body)
             assert status == 200 and found["choices"] == plain.post(CHAT, body)[1]["choices"]
-        assert server.admission.closed is None and server.free and metrics(server)["handover_lost"] > 0
+        assert (
+            server.admission.closed is None and server.free and metrics(server)["handover_lost"] > 0
+        )
 
 
 @pytest.mark.slow
@@ -334,13 +411,21 @@ def state(pid) -> str:
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="looks for processes in /proc")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_the_command_starts_the_process_and_takes_it_along(endless_folder, number):
-    with serving(endless_folder, "--prefill-worker", "--pages", "64", "--context", "512") as (process, port):
+    with serving(endless_folder, "--prefill-worker", "--pages", "64", "--context", "512") as (
+        process,
+        port,
+    ):
         pids = children(process.pid)
         answer = json.loads(send(port, ask("Hi", max_tokens=3)).getresponse().read())
         assert answer["usage"]["completion_tokens"] == 3
         text = send(port, None, "GET", "/metrics").getresponse().read().decode()
-        assert "nanokv_prefill_tokens_total 0.0" in text and "nanokv_handover_prompts_total 1.0" in text
+        assert (
+            "nanokv_prefill_tokens_total 0.0" in text
+            and "nanokv_handover_prompts_total 1.0" in text
+        )
         process.send_signal(number)
-        assert ended(process) == {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGKILL: -9}[number]
+        assert (
+            ended(process) == {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGKILL: -9}[number]
+        )
         assert pids and "Traceback" not in process.stderr.read()
         gone(pids)

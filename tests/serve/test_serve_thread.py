@@ -93,7 +93,9 @@ def test_an_answer_is_pieces_and_then_its_end(door, loaded):
     assert (end.reason, end.stop, end.calls, end.metrics["new_tokens"]) == ("length", None, 0, 9)
     assert pieces[-1].usage.prompt == len(job.ids) == end.metrics["prompt_tokens"]
     text = "".join(piece.text for message in pieces for piece in message.pieces)
-    assert text and text in loaded[1].decode([step.token for m in pieces for p in m.pieces for step, _ in p.tokens])
+    assert text and text in loaded[1].decode(
+        [step.token for m in pieces for p in m.pieces for step, _ in p.tokens]
+    )
     assert thread.running == {} and len(thread.departed) == 1
 
 

@@ -8,16 +8,36 @@ import pytest
 
 import soak
 
-QUIET = {"pages": 8.0, "pages_free": 8.0, "requests_running": 0.0, "requests_waiting": 0.0, "preemptions_total": 0.0,
-         "generated_tokens_total": 1.0, "prefix_hit_tokens_total": 0.0}
+QUIET = {
+    "pages": 8.0,
+    "pages_free": 8.0,
+    "requests_running": 0.0,
+    "requests_waiting": 0.0,
+    "preemptions_total": 0.0,
+    "generated_tokens_total": 1.0,
+    "prefix_hit_tokens_total": 0.0,
+}
 
 
 def result(outcomes=(), **more):
     """Of a soak that passes, but for what is given."""
-    tallies = {"whole": collections.Counter({soak.FINE: 1}), "stream": collections.Counter({soak.FINE: 1})}
-    tallies["half"] = collections.Counter({soak.LEFT: 3, soak.BUSY: 2, soak.CUT: 1, **dict(outcomes)})
-    facts = {"memory": [90, 110, 130, 100, 101, 99, 100, 101, 100], "metrics": QUIET, "exit_code": 143, "log": "fine\n",
-             "restart_s": 1.0, "seconds": 9.0, "answers": 2, "flat": 0.02}
+    tallies = {
+        "whole": collections.Counter({soak.FINE: 1}),
+        "stream": collections.Counter({soak.FINE: 1}),
+    }
+    tallies["half"] = collections.Counter(
+        {soak.LEFT: 3, soak.BUSY: 2, soak.CUT: 1, **dict(outcomes)}
+    )
+    facts = {
+        "memory": [90, 110, 130, 100, 101, 99, 100, 101, 100],
+        "metrics": QUIET,
+        "exit_code": 143,
+        "log": "fine\n",
+        "restart_s": 1.0,
+        "seconds": 9.0,
+        "answers": 2,
+        "flat": 0.02,
+    }
     return soak.Result(tallies, **facts | more)
 
 
@@ -27,14 +47,20 @@ def test_a_soak_passes_where_nothing_went_wrong():
     assert found.table().splitlines()[3].split() == ["half", "6", "0", "3", "2", "1", "0", "0", "0"]
 
 
-@pytest.mark.parametrize(("more", "said"), [
-    ({"outcomes": {soak.WRONG: 1}}, "1 wrong"), ({"outcomes": {soak.LOST: 2}}, "2 lost"),
-    ({"outcomes": {soak.HUNG: 1}}, "1 hung"), ({"metrics": QUIET | {"pages_free": 5.0}}, "3 pages leaked"),
-    ({"metrics": QUIET | {"requests_running": 1.0}}, "1 requests left in the engine"),
-    ({"memory": [100] * 6 + [103] * 3}, r"memory changed by +3.0%"),
-    ({"memory": [100] * 6 + [97] * 3}, r"memory changed by -3.0%"), ({"exit_code": -9}, "exit code -9 after SIGTERM"),
-    ({"log": "fine\nException in ASGI application\n"}, "log: Exception in ASGI application"),
-])
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"outcomes": {soak.WRONG: 1}}, "1 wrong"),
+        ({"outcomes": {soak.LOST: 2}}, "2 lost"),
+        ({"outcomes": {soak.HUNG: 1}}, "1 hung"),
+        ({"metrics": QUIET | {"pages_free": 5.0}}, "3 pages leaked"),
+        ({"metrics": QUIET | {"requests_running": 1.0}}, "1 requests left in the engine"),
+        ({"memory": [100] * 6 + [103] * 3}, r"memory changed by +3.0%"),
+        ({"memory": [100] * 6 + [97] * 3}, r"memory changed by -3.0%"),
+        ({"exit_code": -9}, "exit code -9 after SIGTERM"),
+        ({"log": "fine\nException in ASGI application\n"}, "log: Exception in ASGI application"),
+    ],
+)
 def test_a_soak_fails_for_each_fault(more, said):
     assert result(**more).failures() == [said]
 

@@ -11,10 +11,8 @@ def look(driver, width, dark=False):
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
 
 
-
 def find(driver, selector):
     return driver.find_element("css selector", selector)
-
 
 
 def press(driver, *keys):
@@ -25,7 +23,6 @@ def press(driver, *keys):
         driver.switch_to.active_element.send_keys(getattr(Keys, key, key))
 
 
-
 def tab_through(driver, times):
     """Each element that gets the focus by so many Tabs; that it has it must be seen."""
     for _ in range(times):
@@ -33,9 +30,10 @@ def tab_through(driver, times):
         element = driver.switch_to.active_element
         outline = [element.value_of_css_property(f"outline-{part}") for part in ("style", "width")]
         if element.tag_name != "body":
-            assert outline[0] != "none" and outline[1] != "0px", element.get_attribute("outerHTML")[:80]
+            assert outline[0] != "none" and outline[1] != "0px", element.get_attribute("outerHTML")[
+                :80
+            ]
             yield element
-
 
 
 def tab_to(driver, selector, most=40):
@@ -48,10 +46,13 @@ def tab_to(driver, selector, most=40):
     raise AssertionError(f"Tab does not reach {selector}")
 
 
-
 def requests(driver):
     """Addresses that a page asked for since the log was last read: no data in the page itself, and no pictures of the
     browser's own empty tab, which may still be on their way when the page is opened."""
     messages = (json.loads(entry["message"])["message"] for entry in driver.get_log("performance"))
-    urls = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+    urls = [
+        m["params"]["request"]["url"]
+        for m in messages
+        if m["method"] == "Network.requestWillBeSent"
+    ]
     return [url for url in urls if not url.startswith(("data:", "chrome://"))]

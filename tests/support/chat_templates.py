@@ -247,5 +247,12 @@ DEEPSEEK = (
     "{%- endfor -%}{% if add_generation_prompt and not ns.is_tool %}{{'<｜Assistant｜><think>\\n'}}{% endif %}"
 )
 
-FAMILIES = {"Llama 3.1": LLAMA, "SmolLM2": SMOLLM, "Qwen2.5": QWEN25, "Gemma 2": GEMMA, "Mistral": MISTRAL,
-            "Phi 3": PHI, "DeepSeek R1": DEEPSEEK}
+FAMILIES = {
+    "Llama 3.1": LLAMA,
+    "SmolLM2": SMOLLM,
+    "Qwen2.5": QWEN25,
+    "Gemma 2": GEMMA,
+    "Mistral": MISTRAL,
+    "Phi 3": PHI,
+    "DeepSeek R1": DEEPSEEK,
+}

@@ -21,9 +21,19 @@ class Terminal:
     def __init__(self, argv, env=None, columns=110, lines=40, preexec=None):
         drop = ("NANOKV_", "NO_COLOR", "FORCE_COLOR", "PROMPT_", "COLUMNS", "VISUAL")
         base = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
-        base |= {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1", "LANG": "C.UTF-8", "PYTHONUNBUFFERED": "1"}
+        base |= {
+            "TERM": "xterm-256color",
+            "OMP_NUM_THREADS": "1",
+            "LANG": "C.UTF-8",
+            "PYTHONUNBUFFERED": "1",
+        }
         self.child = pexpect.spawn(
-            argv[0], list(argv[1:]), env=base | (env or {}), dimensions=(lines, columns), timeout=60, preexec_fn=preexec
+            argv[0],
+            list(argv[1:]),
+            env=base | (env or {}),
+            dimensions=(lines, columns),
+            timeout=60,
+            preexec_fn=preexec,
         )
         self.child.delaybeforesend = None
         self.screen = pyte.Screen(columns, lines)
@@ -54,7 +64,9 @@ class Terminal:
         while not self.shows(wanted) or (unseen and self.shows(unseen)):
             if not alive or time.monotonic() - began > deadline:
                 state = "running" if alive else "ended"
-                raise AssertionError(f"not on the screen of the {state} program: {wanted}\n{self.text}")
+                raise AssertionError(
+                    f"not on the screen of the {state} program: {wanted}\n{self.text}"
+                )
             alive = self.pump()
         return time.monotonic() - began
 
@@ -102,7 +114,11 @@ class Terminal:
         while self.child.isalive() and time.monotonic() - began < deadline:
             time.sleep(0.01)
         self.child.close(force=False)
-        return self.child.exitstatus if self.child.exitstatus is not None else 128 + self.child.signalstatus
+        return (
+            self.child.exitstatus
+            if self.child.exitstatus is not None
+            else 128 + self.child.signalstatus
+        )
 
     def stop(self):
         if self.child.isalive():

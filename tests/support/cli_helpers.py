@@ -31,7 +31,15 @@ def command(*argv) -> list:
 def environment(extra: dict | None = None) -> dict:
     """The test's environment without the variables that change what the command does; one thread; the kernels as
     conftest.py says."""
-    drop = ("NANOKV_", "HF_", "FORCE_COLOR", "NO_COLOR", "COLUMNS", "PYTHONIOENCODING", "PYTHONUNBUFFERED")
+    drop = (
+        "NANOKV_",
+        "HF_",
+        "FORCE_COLOR",
+        "NO_COLOR",
+        "COLUMNS",
+        "PYTHONIOENCODING",
+        "PYTHONUNBUFFERED",
+    )
     kept = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
     kept |= {"OMP_NUM_THREADS": "1", "TERM": "xterm", "PYTHONPATH": HOME}
     return kept | {"NANOKV_KERNELS": os.environ["NANOKV_KERNELS"]} | (extra or {})
@@ -49,19 +57,31 @@ def text_of(completion: dict) -> str:
     return found["message"]["content"] if "message" in found else found["text"]
 
 
-def run_cli(*argv, stdin: bytes | None = b"", env: dict | None = None, timeout: float = 120, **popen):
+def run_cli(
+    *argv, stdin: bytes | None = b"", env: dict | None = None, timeout: float = 120, **popen
+):
     """Run to the end → CompletedProcess with bytes. stdin None = the null device."""
     where = {"stdin": subprocess.DEVNULL} if stdin is None else {"input": stdin}
     if "stdout" not in popen:
         popen["stdout"] = subprocess.PIPE
     return subprocess.run(
-        command(*argv), env=environment(env), stderr=subprocess.PIPE, timeout=timeout, check=False, **where, **popen
+        command(*argv),
+        env=environment(env),
+        stderr=subprocess.PIPE,
+        timeout=timeout,
+        check=False,
+        **where,
+        **popen,
     )
 
 
 def spawn_cli(*argv, env: dict | None = None, **popen) -> subprocess.Popen:
     """Start it and let it run; stdin is the null device, stdout and stderr are pipes."""
-    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | popen
+    streams = {
+        "stdin": subprocess.DEVNULL,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+    } | popen
     return subprocess.Popen(command(*argv), env=environment(env), **streams)
 
 
@@ -70,4 +90,6 @@ def errors_in(err: str) -> tuple[str, str]:
     lines = err.splitlines()
     assert 1 <= len(lines) <= 2 and lines[0].startswith("nanokv: error: "), err
     assert len(lines) == 1 or lines[1].startswith("hint: "), err
-    return lines[0].removeprefix("nanokv: error: "), lines[-1].removeprefix("hint: ") if len(lines) == 2 else ""
+    return lines[0].removeprefix("nanokv: error: "), lines[-1].removeprefix("hint: ") if len(
+        lines
+    ) == 2 else ""

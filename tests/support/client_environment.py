@@ -28,7 +28,11 @@ def python_clients() -> Path:
 def node_clients(python: Path) -> Path:
     """The folder whose node_modules package-lock.json describes; `python` is the venv."""
     npm = python / "bin" / "npm"
-    return installed("clients-node", ("package.json", "package-lock.json"), lambda folder: install_node(folder, npm))
+    return installed(
+        "clients-node",
+        ("package.json", "package-lock.json"),
+        lambda folder: install_node(folder, npm),
+    )
 
 
 def installed(name: str, pins: tuple[str, ...], install: Callable[[Path], None]) -> Path:
@@ -50,7 +54,17 @@ def install_python(folder: Path) -> None:
     """pip brings uv, which shows that there is an index; uv brings the rest."""
     run([sys.executable, "-m", "venv", folder])
     python = folder / "bin" / "python"
-    first = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--retries", "1", UV]
+    first = [
+        python,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--retries",
+        "1",
+        UV,
+    ]
     answers(first, "no Python package can be fetched")
     uv = [folder / "bin" / "uv", "pip", "install", "--quiet", "--no-deps", "--python", python]
     run([*uv, "--requirement", HERE / "requirements.txt"])
@@ -75,9 +89,18 @@ def answers(command: list, why: str) -> None:
 
 def run(command: list, script: str = "", cwd: Path | None = None, **variables: str) -> str:
     """What it prints, with `script` as its input; AssertionError with what it says where it fails."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "VIRTUAL_ENV")
+    }
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd,
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=cwd,
         env=kept | {"NO_PROXY": "127.0.0.1"} | variables,
     ) as process:
         try:
@@ -85,5 +108,7 @@ def run(command: list, script: str = "", cwd: Path | None = None, **variables: s
         except subprocess.TimeoutExpired:
             process.kill()
             raise AssertionError(f"{command[-1]} took more than {SECONDS} s") from None
-    assert process.returncode == 0, f"{command}: exit code {process.returncode}\n{out[-8_000:]}{said[-4_000:]}"
+    assert process.returncode == 0, (
+        f"{command}: exit code {process.returncode}\n{out[-8_000:]}{said[-4_000:]}"
+    )
     return out

@@ -28,15 +28,26 @@ def resident() -> int:
 def answer(group, folder) -> dict:
     """A prompt in chunks, tokens, a second turn after an edit; then a drawn answer. The logits of every stage."""
     model, _ = nanokv.load(folder)
-    ids = torch.randint(model.config.vocab_size, (1, 90), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(
+        model.config.vocab_size, (1, 90), generator=torch.Generator().manual_seed(1)
+    )
     cache, out = ContextCache(nanokv.make_cache("paged", model.config, page=8), group, page=8), []
     out.append(nanokv.prefill_chunks(model, ids[:, :70], cache, chunk=33))
     for t in range(70, 80):
         out.append(nanokv.decode(model, ids[:, t : t + 1], cache, t))
     cache.truncate(20)
     out.append(nanokv.prefill(model, ids[:, 20:], cache, 20))
-    drawn = list(nanokv.generate(model, [5], cache, max_new_tokens=30, temperature=1.0, seed=7, eos_token_ids=[]))
-    return {"logits": torch.cat(out).tolist(), "drawn": drawn, "nbytes": cache.nbytes, "length": cache.length}
+    drawn = list(
+        nanokv.generate(
+            model, [5], cache, max_new_tokens=30, temperature=1.0, seed=7, eos_token_ids=[]
+        )
+    )
+    return {
+        "logits": torch.cat(out).tolist(),
+        "drawn": drawn,
+        "nbytes": cache.nbytes,
+        "length": cache.length,
+    }
 
 
 def memory(group, folder) -> dict:
@@ -44,17 +55,28 @@ def memory(group, folder) -> dict:
 
     MALLOC_MMAP_THRESHOLD_ is set: what `cat` frees goes back. Left to itself glibc keeps some of it, a quarter more.
     """
-    config = nanokv.Config(vocab_size=99, hidden_size=64, intermediate_size=64, num_hidden_layers=8,
-                           num_attention_heads=16, num_key_value_heads=8, head_dim=256,
-                           max_position_embeddings=32768)
+    config = nanokv.Config(
+        vocab_size=99,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=8,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=256,
+        max_position_embeddings=32768,
+    )
     cache, before = ContextCache(nanokv.make_cache("dict", config), group, page=16), resident()
     for _ in range(8):
         for layer in cache:
             k, v = torch.ones(2, 1, 8, 512, 256)
             layer.append(k, v)
     del k, v
-    return {"taken": resident() - before, "nbytes": cache.nbytes, "each": kv_bytes_per_token(config, 4),
-            "length": cache.length}
+    return {
+        "taken": resident() - before,
+        "nbytes": cache.nbytes,
+        "each": kv_bytes_per_token(config, 4),
+        "length": cache.length,
+    }
 
 
 def decode_for_ever(group, folder) -> None:

@@ -18,23 +18,46 @@ from nanokv.school.training.phrases import phrases
 STRANGERS, REQUESTS, STORIES = phrases("strangers"), phrases("requests"), phrases("stories")
 NEARBY = phrases("nearby")
 MOVED, EDITS, INTRODUCTION = NEARBY["moved"], NEARBY["edits"], phrases("introductions")
-FACTS = phrases("facts") | {kind: texts for kind, texts in (STRANGERS | NEARBY).items() if "recalled" in texts}
-PET, OWNER, BELONGING, HOME, OBJECT = (FACTS[name] for name in ("pet", "owner", "belonging", "home", "object"))
+FACTS = phrases("facts") | {
+    kind: texts for kind, texts in (STRANGERS | NEARBY).items() if "recalled" in texts
+}
+PET, OWNER, BELONGING, HOME, OBJECT = (
+    FACTS[name] for name in ("pet", "owner", "belonging", "home", "object")
+)
 LIST, REMEMBERED, NUMBERS = REQUESTS["list"], REQUESTS["remembered"], REQUESTS["numbers"]
 RECALLED = {
-    "name": "Your name is {v}.", "city": "You live in {v}.", "job": "You work as a {v}.", "hobby": "Your hobby is {v}.",
-    "friend": "Your friend is called {v}.", "friends": "Your friends are {v}.", "age": "You are {v} years old.",
-    "number": "The number is {v}.", "word": "The word is {v}.", "sibling": "Your {thing} is called {v}.",
-    "favourite": "Your favourite {thing} is {v}.", "birthplace": "You were born in {v}.",
-    "childhood": "You grew up in {v}.", "workplace": "You work in {v}.", "password": "The password is {v}.",
-    "played": "You play the {v}.", "language": "You speak {v}.", "code": "Your {thing} is {v}.",
+    "name": "Your name is {v}.",
+    "city": "You live in {v}.",
+    "job": "You work as a {v}.",
+    "hobby": "Your hobby is {v}.",
+    "friend": "Your friend is called {v}.",
+    "friends": "Your friends are {v}.",
+    "age": "You are {v} years old.",
+    "number": "The number is {v}.",
+    "word": "The word is {v}.",
+    "sibling": "Your {thing} is called {v}.",
+    "favourite": "Your favourite {thing} is {v}.",
+    "birthplace": "You were born in {v}.",
+    "childhood": "You grew up in {v}.",
+    "workplace": "You work in {v}.",
+    "password": "The password is {v}.",
+    "played": "You play the {v}.",
+    "language": "You speak {v}.",
+    "code": "Your {thing} is {v}.",
 }
 NOTES = {
-    "colour": "{v} is a lovely colour.", "food": "Mmm, {v}.", "drink": "{v} is good.", "animal": "I like that: {v}.",
+    "colour": "{v} is a lovely colour.",
+    "food": "Mmm, {v}.",
+    "drink": "{v} is good.",
+    "animal": "I like that: {v}.",
 }
 RESTATED = {
-    "tell": "", "pet": "Your {a} is called {b}.", "owner": "{a} has a {b} {c}.", "home": "{a} lives in {b}.",
-    "object": "The {a} is in the {b}.", "spot": "The {a} is {b}.",
+    "tell": "",
+    "pet": "Your {a} is called {b}.",
+    "owner": "{a} has a {b} {c}.",
+    "home": "{a} lives in {b}.",
+    "object": "The {a} is in the {b}.",
+    "spot": "The {a} is {b}.",
 }
 # What else is said is answered, if anything is.
 STATEMENTS = ("tell", "pet", "owner", "home", "object", "spot", "list")
@@ -42,7 +65,11 @@ SCENES = (  # what a sentence about two or three at once means, and where it sta
     ((("tell", "name", "{n}"), ("tell", "{r}", "{p}")), "together", "told"),
     ((("tell", "name", "{n}"), ("tell", "job", "{j}"), ("tell", "hobby", "{h}")), "form", "told"),
     ((("pet", "{k}", "{p}"), ("pet", "{j}", "{q}")), "pets", "told"),
-    ((("tell", "{r}", "{p}"), ("home", "{p}", "{c}"), ("tell", "city", "{d}")), "relative_home", "both"),
+    (
+        (("tell", "{r}", "{p}"), ("home", "{p}", "{c}"), ("tell", "city", "{d}")),
+        "relative_home",
+        "both",
+    ),
     ((("tell", "{r}", "{p}"), ("home", "{p}", "{c}")), "relative_home", "told"),
 )
 ORDINALS = "first second third fourth fifth sixth seventh eighth ninth tenth".split()
@@ -51,10 +78,21 @@ STEPS = {2: "twos", 3: "threes", 5: "fives", 10: "tens"}
 _ONES = "one two three four five six seven eight nine".split()
 _TEENS = "ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split()
 _TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
-IN_WORDS = ["zero", *_ONES, *_TEENS, *(f"{ten}-{one}".strip("-") for ten in _TENS for one in ("", *_ONES))]
+IN_WORDS = [
+    "zero",
+    *_ONES,
+    *_TEENS,
+    *(f"{ten}-{one}".strip("-") for ten in _TENS for one in ("", *_ONES)),
+]
 ACCENTS = {ord(accented): letter for letter, forms in words.ACCENTS.items() for accented in forms}
 SAME = {slip: word for word, slip in SLIPS.items()}  # one spelling of each word
-SAME |= {"an": "a", "color": "colour", "favorite": "favourite", "favorit": "favourite", "favrite": "favourite"}
+SAME |= {
+    "an": "a",
+    "color": "colour",
+    "favorite": "favourite",
+    "favorit": "favourite",
+    "favrite": "favourite",
+}
 
 
 # What the corpus changes so.
@@ -68,7 +106,9 @@ class WrongAnswer(AssertionError):
 @cache
 def plain(text: str) -> str:
     """Words, numbers and operators with a space between, each word in one spelling; {placeholders} stay."""
-    text = re.sub(r"\{\w*\}|[^\W\d_]+", lambda word: SAME.get(word[0], word[0]), text.casefold()).replace("'", "")
+    text = re.sub(
+        r"\{\w*\}|[^\W\d_]+", lambda word: SAME.get(word[0], word[0]), text.casefold()
+    ).replace("'", "")
     text = re.sub(r"(?<=[a-z])-(?=[a-z])", " ", text)  # twenty-one
     return " ".join(re.findall(r"(?:\{\w*\}|[^\W_])+|[-+*/^%=]", text))
 
@@ -85,8 +125,12 @@ def shape(text: str) -> re.Pattern:
     """The sentence with anything in its places: numbers at a, b and c."""
     pieces = re.split(r"(\{\w*\})", plain(text))
     number = r"(?:\d+|[a-z ]*?hundred[a-z ]*?|(?:" + "|".join(map(plain, IN_WORDS)) + "))"
-    holes = {"{a}": number, "{b}": number, "{c}": number} | ({"{c}": ".+"} if "{a}" not in pieces else {})
-    return re.compile(f" {''.join(holes.get(p, '.+') if p[:1] == '{' else re.escape(p) for p in pieces)} ")
+    holes = {"{a}": number, "{b}": number, "{c}": number} | (
+        {"{c}": ".+"} if "{a}" not in pieces else {}
+    )
+    return re.compile(
+        f" {''.join(holes.get(p, '.+') if p[:1] == '{' else re.escape(p) for p in pieces)} "
+    )
 
 
 def section(kind: str) -> str:
@@ -99,7 +143,9 @@ def section(kind: str) -> str:
 
 
 _SECTIONS = (*FACTS.values(), *STRANGERS.values())
-VOCABULARY = {word for part in _SECTIONS for texts in part.values() for word in plain(" ".join(texts)).split()}
+VOCABULARY = {
+    word for part in _SECTIONS for texts in part.values() for word in plain(" ".join(texts)).split()
+}
 
 
 def introduces(user: str, steps: list[tuple]) -> bool:
@@ -108,7 +154,9 @@ def introduces(user: str, steps: list[tuple]) -> bool:
         places = re.findall(r"\{(\w+)\}", sentence)
         meant = steps[-len(places) :]
         if len(meant) == len(places) and all(map(stands_for, places, meant)):
-            ways = product(*(clauses(place, step) for place, step in zip(places, meant, strict=True)))
+            ways = product(
+                *(clauses(place, step) for place, step in zip(places, meant, strict=True))
+            )
             filled = {plain(sentence.format(**dict(zip(places, way, strict=True)))) for way in ways}
             if any(f" {plain(user)} ".endswith(f" {text} ") for text in filled):
                 return True
@@ -118,7 +166,9 @@ def introduces(user: str, steps: list[tuple]) -> bool:
 def stands_for(place: str, step: tuple) -> bool:
     """May the step be told in this place of an introduction?"""
     name, kind, _ = step if len(step) == 3 else ("", "", "")
-    return name == "pet" if place == "pet" else name == "tell" and (kind == place or place == "other")
+    return (
+        name == "pet" if place == "pet" else name == "tell" and (kind == place or place == "other")
+    )
 
 
 def clauses(place: str, step: tuple) -> list[str]:
@@ -156,19 +206,25 @@ class Reader:
             try:
                 said, right = getattr(self, f"_{name.replace(' ', '_')}")(user, *values)
             except (AttributeError, LookupError, TypeError, ValueError) as error:
-                raise WrongAnswer(f"{steps}: there is no right answer to {(name, *values)}: {error!r}") from error
+                raise WrongAnswer(
+                    f"{steps}: there is no right answer to {(name, *values)}: {error!r}"
+                ) from error
             if not said:
                 raise WrongAnswer(f"{(name, *values)} is not what {user!r} says")
             if name in STATEMENTS:
                 told, statements = [*told, *right], statements + 1
             else:
                 asked.append(right)
-        self.latest = [kind for name, kind, *_ in (step for step in steps if len(step) > 1) if name == "tell"]
+        self.latest = [
+            kind for name, kind, *_ in (step for step in steps if len(step) > 1) if name == "tell"
+        ]
         thanks = ["Thank you, I will remember that."] if statements > 1 else []
         right = [" ".join(parts) for parts in product(*asked)] if asked else told + thanks
         if not asked and self.says_again and all(name in RESTATED for name, *_ in steps):
             right = [self.said_again(steps)]
-        right = {re.sub(r"\b([Aa]) (?!uni|one\b|eu|use)(?=[aeiou])", r"\1n ", text) for text in right}
+        right = {
+            re.sub(r"\b([Aa]) (?!uni|one\b|eu|use)(?=[aeiou])", r"\1n ", text) for text in right
+        }
         if answer not in right | {text[0].upper() + text[1:] for text in right}:
             raise WrongAnswer(f"{steps}: {user!r} → {answer!r}, expected {sorted(right)}")
 
@@ -191,7 +247,13 @@ class Reader:
         if any(name not in STATEMENTS for name, *_ in steps):
             return []
         meant = set(plain(" ".join(str(value) for step in steps for value in step)).split())
-        known = {*self.facts.values(), *self.pets.values(), *self.owners, *self.homes, *self.homes.values()}
+        known = {
+            *self.facts.values(),
+            *self.pets.values(),
+            *self.owners,
+            *self.homes,
+            *self.homes.values(),
+        }
         if len(steps) == 1 and steps[0][0] == "tell":
             known.discard(self.old(steps[0][1]))  # "olive, not red"
             if before_and_now(user, *steps[0][1:]):
@@ -237,7 +299,9 @@ class Reader:
         for one, other in pairwise(self.steps):
             if {one[0], other[0]} == {"tell"} and kind in (one[1], other[1]):
                 (_, a, x), (_, b, y) = one, other
-                if {a, b} <= set(words.RELATIVES) and says(user, FACTS["family"]["told"], a=a, x=x, b=b, y=y):
+                if {a, b} <= set(words.RELATIVES) and says(
+                    user, FACTS["family"]["told"], a=a, x=x, b=b, y=y
+                ):
                     return f"{x} and {y}"
         return None
 
@@ -254,12 +318,19 @@ class Reader:
         return said or says(user, STRANGERS["follow_up"]["fact"], x=label), self.recalled(kind)
 
     def _confirm(self, user, kind, probe):
-        said, right = says(user, FACTS[section(kind)]["confirm"], v=probe, thing=kind), self.recalled(kind)
-        return said, [agreed(probe == self.facts[kind], text) for text in right] if kind in self.facts else right
+        said, right = (
+            says(user, FACTS[section(kind)]["confirm"], v=probe, thing=kind),
+            self.recalled(kind),
+        )
+        return said, [
+            agreed(probe == self.facts[kind], text) for text in right
+        ] if kind in self.facts else right
 
     def _everything(self, user):
         right = [text for kind in list(self.facts)[-4:] for text in self.recalled(kind)]
-        right += [f"You have a {kind} called {name}." for kind, name in list(self.pets.items())[-1:]]
+        right += [
+            f"You have a {kind} called {name}." for kind, name in list(self.pets.items())[-1:]
+        ]
         right = right or ["Nothing yet. Tell me something about you."]
         return says(user, FACTS["everything"]["asked"]), [" ".join(right)]
 
@@ -268,7 +339,9 @@ class Reader:
         self.pets[kind] = name
         if scene := self.scene(user):
             return True, scene
-        said = says(user, PET["told"] + PET["changed"], k=kind, v=name) or introduces(user, self.steps)
+        said = says(user, PET["told"] + PET["changed"], k=kind, v=name) or introduces(
+            user, self.steps
+        )
         return said, [text.format(k=kind, v=name) for text in PET["noted"]]
 
     def _ask_pet(self, user, kind):
@@ -331,35 +404,48 @@ class Reader:
         self.homes[person] = city
         if scene := self.scene(user):
             return True, scene
-        return says(user, texts, p=person, v=city), [text.format(p=person, v=city) for text in HOME["noted"]]
+        return says(user, texts, p=person, v=city), [
+            text.format(p=person, v=city) for text in HOME["noted"]
+        ]
 
     def _ask_home(self, user, person):
         said, city = says(user, HOME["where_asked"], p=person), self.homes.get(person)
         if list(self.homes.values()).count(city) == 1:  # who lives there is clear
             said |= says(user, HOME["who_asked"], v=city)
-        return said, [f"{person} lives in {city}." if city else f"You have not told me where {person} lives."]
+        return said, [
+            f"{person} lives in {city}." if city else f"You have not told me where {person} lives."
+        ]
 
     def _ask_relative(self, user, kind):
         said, person = says(user, STRANGERS["relative_home"]["asked"], r=kind), self.facts.get(kind)
         if person is None:
             return said, self.recalled(kind)
         missing = f"You have not told me where {person} lives."
-        return said, [f"{person} lives in {self.homes[person]}." if person in self.homes else missing]
+        return said, [
+            f"{person} lives in {self.homes[person]}." if person in self.homes else missing
+        ]
 
     def _of_others(self, user, person):
         texts = STRANGERS["of_others"]
-        return says(user, texts["asked"], p=person), [text.format(p=person) for text in texts["answered"]]
+        return says(user, texts["asked"], p=person), [
+            text.format(p=person) for text in texts["answered"]
+        ]
 
     def _spot(self, user, thing, place):
         """A thing is `under the bed`: what moves was somewhere before."""
         texts, (way, where) = STRANGERS["spot"], place.split(" the ")
-        told, named = "changed" if thing in self.objects else "told", {"t": thing, "w": way, "p": where}
+        told, named = (
+            "changed" if thing in self.objects else "told",
+            {"t": thing, "w": way, "p": where},
+        )
         self.objects[thing] = place
         return says(user, texts[told], **named), [text.format(**named) for text in texts["noted"]]
 
     def _ask_spot(self, user, thing):
         place = self.objects.get(thing)
-        right = f"The {thing} is {place}." if place else f"You have not told me where the {thing} is."
+        right = (
+            f"The {thing} is {place}." if place else f"You have not told me where the {thing} is."
+        )
         return says(user, STRANGERS["spot"]["asked"], t=thing), [right]
 
     def _object(self, user, thing, place):
@@ -369,7 +455,11 @@ class Reader:
 
     def _ask_object(self, user, thing):
         place = self.objects.get(thing)
-        right = f"The {thing} is in the {place}." if place else f"You have not told me where the {thing} is."
+        right = (
+            f"The {thing} is in the {place}."
+            if place
+            else f"You have not told me where the {thing} is."
+        )
         return says(user, OBJECT["asked"], t=thing), [right]
 
     # --- lists -------------------------------------------------------------------------------------------------------
@@ -416,11 +506,15 @@ class Reader:
         return self.listed(user, LIST["remember"] + STRANGERS["list"]["remember"]), right
 
     def _no_list(self, user):
-        return not self.list and says(user, REMEMBERED["unknown"]), ["You have not given me a list yet."]
+        return not self.list and says(user, REMEMBERED["unknown"]), [
+            "You have not given me a list yet."
+        ]
 
     def _add_item(self, user, item):
         self.list = [*self.list, item]
-        said = says(user, LIST["add_item"] + STRANGERS["list"]["add_item"], item) or says(user, EDITS["append"], v=item)
+        said = says(user, LIST["add_item"] + STRANGERS["list"]["add_item"], item) or says(
+            user, EDITS["append"], v=item
+        )
         return said, [f"Your list is now: {', '.join(self.list)}."]
 
     def _remove_item(self, user, item):
@@ -431,7 +525,9 @@ class Reader:
 
     def _put_first(self, user, item):
         self.list = [item, *self.list]
-        return says(user, EDITS["put_first"], v=item), [f"Your list is now: {', '.join(self.list)}."]
+        return says(user, EDITS["put_first"], v=item), [
+            f"Your list is now: {', '.join(self.list)}."
+        ]
 
     def _remove_place(self, user, where):
         i = len(self.list) - 1 if where == "last" else ORDINALS.index(where)
@@ -442,10 +538,16 @@ class Reader:
 
     def _replace_item(self, user, old, new):
         self.list[self.list.index(old)] = new
-        return says(user, EDITS["replace_item"], w=old, v=new), [f"Your list is now: {', '.join(self.list)}."]
+        return says(user, EDITS["replace_item"], w=old, v=new), [
+            f"Your list is now: {', '.join(self.list)}."
+        ]
 
     def _member(self, user, word):
-        right = f"Yes, {word} is on the list." if word in self.list else f"No, {word} is not on the list."
+        right = (
+            f"Yes, {word} is on the list."
+            if word in self.list
+            else f"No, {word} is not on the list."
+        )
         return says(user, REMEMBERED["member"], word), [right]
 
     def _next(self, user, word):
@@ -454,7 +556,9 @@ class Reader:
 
     def _before(self, user, this):
         if isinstance(this, int):
-            return says(user, NUMBERS["previous_number"], this), [f"Before {this} comes {this - 1}."]
+            return says(user, NUMBERS["previous_number"], this), [
+                f"Before {this} comes {this - 1}."
+            ]
         after, before = dict(zip(self.list[1:], self.list, strict=False)), REMEMBERED["before"]
         return says(user, before, this), [f"Before {this} comes {after[this]}."]
 
@@ -477,15 +581,22 @@ class Reader:
         )
         wished = [form for form in ("in_words", "in_digits") if says(user, wishes(form))]
         as_words = wished == ["in_words"] if wished else not digits
-        return (digits or spelled) and as_words == (numbers[0] in IN_WORDS), [", ".join(numbers) + "."]
+        return (digits or spelled) and as_words == (numbers[0] in IN_WORDS), [
+            ", ".join(numbers) + "."
+        ]
 
     def _steps(self, user, *numbers):
         values = list(map(int, numbers))
         (step,) = {after - before for before, after in pairwise(values)}
         named = {"a": values[0], "b": values[-1], "n": step}
-        said = any(says(user, NEARBY["counting"]["steps"], s=s, **named) for s in (STEPS[step], f"{step}s"))
+        said = any(
+            says(user, NEARBY["counting"]["steps"], s=s, **named) for s in (STEPS[step], f"{step}s")
+        )
         if values[0] == step:
-            said |= any(says(user, NEARBY["counting"]["steps_to"], s=s, **named) for s in (STEPS[step], f"{step}s"))
+            said |= any(
+                says(user, NEARBY["counting"]["steps_to"], s=s, **named)
+                for s in (STEPS[step], f"{step}s")
+            )
         return said, [", ".join(numbers) + "."]
 
     def _add(self, user, a, b):
@@ -498,14 +609,21 @@ class Reader:
     def _refuse(self, user, what):
         asked = list(STORIES[what]["asked"])
         if what == "arithmetic":
-            asked += [*STORIES["arithmetic"]["big"], *(text.replace("{}", "{a}") for text in NUMBERS["add"])]
-        return any(shape(text).search(f" {plain(user)} ") for text in asked), STORIES[what]["answered"]
+            asked += [
+                *STORIES["arithmetic"]["big"],
+                *(text.replace("{}", "{a}") for text in NUMBERS["add"]),
+            ]
+        return any(shape(text).search(f" {plain(user)} ") for text in asked), STORIES[what][
+            "answered"
+        ]
 
     def _cache(self, user, answer):
         """The longest trained phrasing that stands in the line decides which answer is right."""
         line = f" {plain(user)} "
         known = QUESTIONS + YES_OR_NO
-        said = [(len(p), right) for right, asked in known for p in asked[:-1] if f" {plain(p)} " in line]
+        said = [
+            (len(p), right) for right, asked in known for p in asked[:-1] if f" {plain(p)} " in line
+        ]
         return bool(said), [answer] if said and max(said)[1] == answer else []
 
     def _greet(self, user):
@@ -545,7 +663,9 @@ def before_and_now(user: str, kind: str, value: str) -> bool:
 def two_codes(user: str, kind: str, value: str) -> bool:
     """Is it one of the two in the sentence, and is the value its own?"""
     for named, valued in (("{a}", "{x}"), ("{b}", "{y}")):
-        texts = (text.replace(named, kind).replace(valued, value) for text in NEARBY["codes"]["told"])
+        texts = (
+            text.replace(named, kind).replace(valued, value) for text in NEARBY["codes"]["told"]
+        )
         if talks(user, (re.sub(r"\{\w\}", "{t}", text) for text in texts)):
             return True
     return False
@@ -578,10 +698,16 @@ def agreed(yes: bool, sentence: str) -> str:
 
 def kind_of(steps: list[tuple]) -> str:
     """What the exchange is: its last step, and whether the list came with it."""
-    return f"list {steps[-1][0]}" if steps[-1][0] != "list" and "list" in {step[0] for step in steps} else steps[-1][0]
+    return (
+        f"list {steps[-1][0]}"
+        if steps[-1][0] != "list" and "list" in {step[0] for step in steps}
+        else steps[-1][0]
+    )
 
 
-def check(messages: list[dict], log: list[list[tuple]], name="the conversation", says_again=False) -> list[str]:
+def check(
+    messages: list[dict], log: list[list[tuple]], name="the conversation", says_again=False
+) -> list[str]:
     """Read one conversation; the kind of every exchange."""
     reader, said = Reader(says_again), messages[messages[0]["role"] == "system" :]
     for i, (user, assistant, steps) in enumerate(zip(said[::2], said[1::2], log, strict=True)):

@@ -7,7 +7,6 @@ def alone(model, ids, **options) -> list[int]:
     return list(nanokv.generate(model, ids, **options))
 
 
-
 def all_free(engine) -> bool:
     """Nobody but the index holds a page, and what it holds can be taken."""
     pool = engine.pool

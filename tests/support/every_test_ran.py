@@ -17,10 +17,16 @@ class EveryTestRan:
         return self.expected - self.finished
 
     def pytest_sessionfinish(self, session):
-        if self.missing() and not (session.shouldfail or session.shouldstop) and session.exitstatus in (0, 1):
+        if (
+            self.missing()
+            and not (session.shouldfail or session.shouldstop)
+            and session.exitstatus in (0, 1)
+        ):
             session.exitstatus = 1
 
     def pytest_terminal_summary(self, terminalreporter):
         if self.missing():
             lost = sorted(self.missing())
-            terminalreporter.write_line(f"{len(lost)} tests were collected and not run: {lost[:5]}", red=True)
+            terminalreporter.write_line(
+                f"{len(lost)} tests were collected and not run: {lost[:5]}", red=True
+            )

@@ -11,13 +11,24 @@ from oracle import unfused
 
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
 LEAVES = {
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
 }
-ENDS = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
-        "lm_head.weight": "output.weight"}
+ENDS = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
 
 
 def write_gguf(path, reference, tokenizer_folder=None, kind: str = "F32", changes=()):
@@ -25,7 +36,9 @@ def write_gguf(path, reference, tokenizer_folder=None, kind: str = "F32", change
     config = reference.config
     architecture = ARCHITECTURES[config.model_type]
     writer = gguf.GGUFWriter(str(path), architecture)
-    values = metadata(config, architecture) | (tokenizer(tokenizer_folder) if tokenizer_folder else {})
+    values = metadata(config, architecture) | (
+        tokenizer(tokenizer_folder) if tokenizer_folder else {}
+    )
     for key, value in changes:
         values.pop(key, None)
         if value is not None:
@@ -61,21 +74,31 @@ def add(writer, key: str, value) -> None:
 def metadata(config, architecture: str) -> dict:
     heads = config.num_attention_heads
     found = {
-        "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,
-        "attention.head_count": heads, "attention.head_count_kv": config.num_key_value_heads,
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": heads,
+        "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": getattr(config, "head_dim", None) or config.hidden_size // heads,
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "rope.freq_base": float(config.rope_parameters["rope_theta"]), "vocab_size": config.vocab_size,
+        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        "vocab_size": config.vocab_size,
     }
     found["attention.value_length"] = found["rope.dimension_count"] = found["attention.key_length"]
     if config.rope_parameters["rope_type"] == "yarn":
         rope = config.rope_parameters
-        found |= {"rope.scaling.type": "yarn", "rope.scaling.factor": rope["factor"],
-                  "rope.scaling.original_context_length": rope["original_max_position_embeddings"]}
+        found |= {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": rope["factor"],
+            "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+        }
     if architecture == "qwen3moe":
-        found |= {"expert_count": config.num_experts, "expert_used_count": config.num_experts_per_tok,
-                  "expert_feed_forward_length": config.moe_intermediate_size}
+        found |= {
+            "expert_count": config.num_experts,
+            "expert_used_count": config.num_experts_per_tok,
+            "expert_feed_forward_length": config.moe_intermediate_size,
+        }
     return {f"{architecture}.{key}": value for key, value in found.items()}
 
 
@@ -84,13 +107,19 @@ def tokenizer(folder) -> dict:
     fields = json.loads((folder / "tokenizer.json").read_text())
     tokens = sorted(fields["model"]["vocab"].items(), key=lambda item: item[1])
     special = {token["id"] for token in fields["added_tokens"]}
-    merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in fields["model"]["merges"]]
+    merges = [
+        " ".join(pair) if isinstance(pair, list) else pair for pair in fields["model"]["merges"]
+    ]
     template = json.loads((folder / "tokenizer_config.json").read_text())["chat_template"]
     return {
-        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": [token for token, _ in tokens],
-        "tokenizer.ggml.token_type": [3 if id in special else 1 for _, id in tokens], "tokenizer.ggml.merges": merges,
-        "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.padding_token_id": 0, "tokenizer.chat_template": template,
+        "tokenizer.ggml.token_type": [3 if id in special else 1 for _, id in tokens],
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.padding_token_id": 0,
+        "tokenizer.chat_template": template,
     }
 
 

@@ -87,8 +87,14 @@ def ragged(model, cache):
     return [prompt[0].tolist() for prompt in prompts]
 
 
-SCENARIOS = {"whole": (whole, 1), "chunked": (chunked, 1), "turns": (turns, 1), "truncated": (truncated, 1),
-             "rows": (rows, 3), "ragged": (ragged, 3)}
+SCENARIOS = {
+    "whole": (whole, 1),
+    "chunked": (chunked, 1),
+    "turns": (turns, 1),
+    "truncated": (truncated, 1),
+    "rows": (rows, 3),
+    "ragged": (ragged, 3),
+}
 
 
 def filled(model, scenario: str, name: str, options: dict):
@@ -102,7 +108,9 @@ def go_on(model, cache):
     """Logits of three steps and of a draft of two tokens."""
     count = cache.sizes.batch_size
     steps = [decode(model, ids(20 + t, count, 1), cache, cache.length) for t in range(3)]
-    return torch.stack([*steps, *verify_draft(model, ids(30, count, 2), cache, cache.length).unbind(1)])
+    return torch.stack(
+        [*steps, *verify_draft(model, ids(30, count, 2), cache, cache.length).unbind(1)]
+    )
 
 
 # --- the process ------------------------------------------------------------------------------------------------------
@@ -116,7 +124,9 @@ class Peer:
         port = parallel.free_port()
         with socket.create_server(("127.0.0.1", 0)) as door:
             arguments = theirs, str(folder), port, door.getsockname()[1]
-            self.process = multiprocessing.get_context("spawn").Process(target=main, args=arguments, daemon=True)
+            self.process = multiprocessing.get_context("spawn").Process(
+                target=main, args=arguments, daemon=True
+            )
             self.process.start()
             door.settimeout(PATIENCE_S)
             tcp = door.accept()[0]
@@ -201,7 +211,9 @@ def ends(code: int):
 
 
 LIES = {  # what is said instead of a prompt's rows: lie(words, meta, tensors)
-    "one row more": lambda words, meta, tensors: words.say(meta, tensors | {"keys": wider(tensors["keys"])}),
+    "one row more": lambda words, meta, tensors: words.say(
+        meta, tensors | {"keys": wider(tensors["keys"])}
+    ),
     "an exabyte": lambda words, meta, tensors: say_raw(words, [["keys", "float32", [1 << 58]]]),
 }
 

@@ -43,7 +43,9 @@ class HubServer(ThreadingHTTPServer):
         self.endless: set[str] = set()
 
     def __enter__(self):
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        threading.Thread(
+            target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        ).start()
         return self
 
     def __exit__(self, *exception):
@@ -84,8 +86,14 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self):
         path = unquote(urlsplit(self.path).path)
-        self.record = {"method": self.command, "path": path, "range": self.headers.get("Range"),
-                       "authorization": self.headers.get("Authorization"), "status": 0, "sent": 0}
+        self.record = {
+            "method": self.command,
+            "path": path,
+            "range": self.headers.get("Range"),
+            "authorization": self.headers.get("Authorization"),
+            "status": 0,
+            "sent": 0,
+        }
         # A registry that the client reads once a day for its user agent.
         if path == "/api/agent-harnesses":
             return self.fail(404)
@@ -97,9 +105,16 @@ class Handler(BaseHTTPRequestHandler):
         if not api and not resolve:
             return self.fail(404)
         repo, revision = (api[1], api[3] or "main") if api else (resolve[1], resolve[2])
-        authorized = self.server.token is None or self.record["authorization"] == f"Bearer {self.server.token}"
+        authorized = (
+            self.server.token is None
+            or self.record["authorization"] == f"Bearer {self.server.token}"
+        )
         if repo in self.server.gated:
-            return self.fail(403 if self.record["authorization"] else 401, "GatedRepo", "Access to it is restricted.")
+            return self.fail(
+                403 if self.record["authorization"] else 401,
+                "GatedRepo",
+                "Access to it is restricted.",
+            )
         if not authorized and self.record["authorization"]:
             return self.fail(401, message="Invalid credentials in Authorization header")
         if not (self.server.folder / repo).is_dir() or ".." in repo:
@@ -117,12 +132,26 @@ class Handler(BaseHTTPRequestHandler):
         self.send_file(files[resolve[3]], commit)
 
     def describe(self, repo, commit, files, what):
-        entries = [{"type": "file", "path": n, "size": p.stat().st_size, "oid": etag(p)} for n, p in files.items()]
-        siblings = [{"rfilename": e["path"], "size": e["size"], "blobId": e["oid"]} for e in entries]
-        info = {"id": repo, "modelId": repo, "sha": commit, "private": False, "tags": [], "downloads": 0,
-                "siblings": siblings}
+        entries = [
+            {"type": "file", "path": n, "size": p.stat().st_size, "oid": etag(p)}
+            for n, p in files.items()
+        ]
+        siblings = [
+            {"rfilename": e["path"], "size": e["size"], "blobId": e["oid"]} for e in entries
+        ]
+        info = {
+            "id": repo,
+            "modelId": repo,
+            "sha": commit,
+            "private": False,
+            "tags": [],
+            "downloads": 0,
+            "siblings": siblings,
+        }
         body = json.dumps(entries if what == "tree" else info).encode()
-        self.reply(200, {"Content-Type": "application/json", "Content-Length": str(len(body))}, body)
+        self.reply(
+            200, {"Content-Type": "application/json", "Content-Length": str(len(body))}, body
+        )
 
     def send_file(self, path, commit):
         data = path.read_bytes()
@@ -140,11 +169,17 @@ class Handler(BaseHTTPRequestHandler):
         headers["Content-Length"] = str(len(data))
         headers |= self.server.lies.get(path.name, {})
         if self.command == "GET" and path.name in self.server.redirect:
-            return self.reply(302, {"Location": self.server.redirect[path.name], "Content-Length": "0"}, b"")
+            return self.reply(
+                302, {"Location": self.server.redirect[path.name], "Content-Length": "0"}, b""
+            )
         if self.command == "GET" and path.name in self.server.endless:
             return self.send_for_ever(headers)
         cuts = self.server.cut.get(path.name) if self.command == "GET" else None
-        self.reply(206 if "Content-Range" in headers else 200, headers, data[: cuts.pop(0)] if cuts else data)
+        self.reply(
+            206 if "Content-Range" in headers else 200,
+            headers,
+            data[: cuts.pop(0)] if cuts else data,
+        )
 
     def send_for_ever(self, headers):
         """Chunked, so that no length was promised that could be exceeded."""
@@ -193,7 +228,9 @@ def etag(path: Path) -> str:
 
 
 def main():
-    parser = argparse.ArgumentParser(description="serve FOLDER/<org>/<name>/* as a Hugging Face hub on 127.0.0.1")
+    parser = argparse.ArgumentParser(
+        description="serve FOLDER/<org>/<name>/* as a Hugging Face hub on 127.0.0.1"
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--token", help="demand this token")

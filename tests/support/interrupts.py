@@ -102,7 +102,9 @@ def last(seen: dict) -> list:
 
 def some(count: int, seed: int = 0):
     """So many of `first_and_last`, drawn by lot."""
-    return lambda seen: random.Random(seed).sample(every := first_and_last(seen), min(count, len(every)))
+    return lambda seen: random.Random(seed).sample(
+        every := first_and_last(seen), min(count, len(every))
+    )
 
 
 def survives(scenario, choose=first_and_last, error=KeyboardInterrupt):

@@ -35,17 +35,35 @@ from thread_ranks import on_ranks
 # Slots, tokens of a prompt, tokens of prompts of different lengths.
 CAPACITY, PROMPT, SHORT = 48, 11, (3, 11, 7)
 CACHES_TRIED = {
-    "dict": {}, "static": {}, "growing": {}, "paged": {}, "paged:page=3": {"page": 3}, "prefix": {},
-    "prefix:page=4": {"page": 4, "salt": "s"}, "sliding": {}, "sliding:window=6": {"window": 6},
-    "sliding:window=6:sinks=2": {"window": 6, "sinks": 2}, "quantized": {"residual": 2, "group": 4},
+    "dict": {},
+    "static": {},
+    "growing": {},
+    "paged": {},
+    "paged:page=3": {"page": 3},
+    "prefix": {},
+    "prefix:page=4": {"page": 4, "salt": "s"},
+    "sliding": {},
+    "sliding:window=6": {"window": 6},
+    "sliding:window=6:sinks=2": {"window": 6, "sinks": 2},
+    "quantized": {"residual": 2, "group": 4},
     "quantized:bits=4": {"bits": 4, "residual": 4, "group": 4},
-    "quantized:bits=2:rotate=hadamard": {"bits": 2, "rotate": "hadamard", "residual": 8, "group": 2},
+    "quantized:bits=2:rotate=hadamard": {
+        "bits": 2,
+        "rotate": "hadamard",
+        "residual": 8,
+        "group": 2,
+    },
     "quantized:k_bits=8:v_bits=4": {"k_bits": 8, "v_bits": 4, "residual": 4, "group": 4},
-    "offloaded": {}, "offloaded:to=host": {"to": "host"}, "batch": {}, "batch:of=static": {"of": "static"},
-    "batch:of=paged": {"of": "paged", "page": 3}, "batch:of=prefix": {"of": "prefix"},
+    "offloaded": {},
+    "offloaded:to=host": {"to": "host"},
+    "batch": {},
+    "batch:of=static": {"of": "static"},
+    "batch:of=paged": {"of": "paged", "page": 3},
+    "batch:of=prefix": {"of": "prefix"},
     "batch:of=sliding": {"of": "sliding", "window": 6},
     "batch:of=quantized": {"of": "quantized", "residual": 2, "group": 4},
-    "batch:of=growing": {"of": "growing"}, "batch:of=offloaded": {"of": "offloaded"},
+    "batch:of=growing": {"of": "growing"},
+    "batch:of=offloaded": {"of": "offloaded"},
 }
 LOSSY = ("window=6", "quantized", "of=sliding")
 
@@ -61,7 +79,12 @@ def new(config, spec: str, rows: int = 1):
 # --- the models: each with the plain fp32 model that holds the same numbers -----------------------------------------
 
 
-FAMILIES = {"": "G2-untied-bias", "llama": "llama-G4-rope-bias", "qwen2": "qwen2-G2", "moe": "moe-every-2nd"}
+FAMILIES = {
+    "": "G2-untied-bias",
+    "llama": "llama-G4-rope-bias",
+    "qwen2": "qwen2-G2",
+    "moe": "moe-every-2nd",
+}
 
 
 @functools.cache
@@ -73,20 +96,29 @@ def plain(family: str = ""):
 def dequantized(fast):
     """A plain model on the weights that `fast` really holds, in fp32."""
     H, Hk, D = fast.layers[0].heads
-    state = {"embed_tokens.weight": fast.embed_tokens.table.dense(), "lm_head.weight": fast.lm_head.dense(),
-             "norm.weight": fast.norm.weight}
+    state = {
+        "embed_tokens.weight": fast.embed_tokens.table.dense(),
+        "lm_head.weight": fast.lm_head.dense(),
+        "norm.weight": fast.norm.weight,
+    }
     for i, layer in enumerate(fast.layers):
         sizes, names = (H * D, Hk * D, Hk * D), ("q_proj", "k_proj", "v_proj")
         for kind, fused in (("weight", layer.qkv.dense()), ("bias", layer.qkv.bias)):
-            for name, part in zip(names, [None] * 3 if fused is None else fused.split(sizes), strict=True):
+            for name, part in zip(
+                names, [None] * 3 if fused is None else fused.split(sizes), strict=True
+            ):
                 state[f"layers.{i}.self_attn.{name}.{kind}"] = part
         state[f"layers.{i}.self_attn.o_proj.weight"] = layer.o.dense()
         state[f"layers.{i}.self_attn.o_proj.bias"] = layer.o.bias
         gate, up = layer.gate_up.dense().chunk(2)
         mlp = {"gate_proj": gate, "up_proj": up, "down_proj": layer.down.dense()}
         state |= {f"layers.{i}.mlp.{name}.weight": weight for name, weight in mlp.items()}
-        norms = {"input_layernorm": layer.norm, "post_attention_layernorm": layer.mlp_norm,
-                 "self_attn.q_norm": layer.q_norm, "self_attn.k_norm": layer.k_norm}
+        norms = {
+            "input_layernorm": layer.norm,
+            "post_attention_layernorm": layer.mlp_norm,
+            "self_attn.q_norm": layer.q_norm,
+            "self_attn.k_norm": layer.k_norm,
+        }
         state |= {f"layers.{i}.{name}.weight": weight for name, weight in norms.items()}
     there = {name: tensor for name, tensor in state.items() if tensor is not None}
     return build(fast.config, {name: tensor.float().clone() for name, tensor in there.items()})
@@ -95,7 +127,9 @@ def dequantized(fast):
 def copied(dtype, family: str = ""):
     """The plain model once more: optimize makes views of the weights that it is given."""
     model = plain(family)
-    return build(model.config, {name: x.to(dtype).clone() for name, x in model.state_dict().items()})
+    return build(
+        model.config, {name: x.to(dtype).clone() for name, x in model.state_dict().items()}
+    )
 
 
 @functools.cache
@@ -118,10 +152,19 @@ def same_numbers(name: str):
 # name → largest distance from the truth (see `distance`). bf16 rounds keys, values and queries to 8 bits; products of
 # few rows by int8 and int4 weights round activations to 8 bits, and to bf16 where no kernel is.
 NO_KERNELS = {"plain": 1e-5, "compiled": 1e-5}
-MODELS = NO_KERNELS | {"fp32": 1e-5, "bf16": 0.015, "int8": 0.03, "int4": 0.03} | {
-    "plain llama": 1e-5, "fp32 llama": 1e-5, "int8 llama": 0.03, "compiled qwen2": 1e-5, "fp32 qwen2": 1e-5,
-    "bf16 qwen2": 0.015, "plain moe": 1e-5,
-}
+MODELS = (
+    NO_KERNELS
+    | {"fp32": 1e-5, "bf16": 0.015, "int8": 0.03, "int4": 0.03}
+    | {
+        "plain llama": 1e-5,
+        "fp32 llama": 1e-5,
+        "int8 llama": 0.03,
+        "compiled qwen2": 1e-5,
+        "fp32 qwen2": 1e-5,
+        "bf16 qwen2": 0.015,
+        "plain moe": 1e-5,
+    }
+)
 # A key that is rounded otherwise may get the next code of a quantized cache.
 STEP = {"8": 0.01, "4": 0.03, "2": 0.06}
 
@@ -187,7 +230,9 @@ def padded(model, new):
     """Prompts of different lengths in one rectangle; one row leaves half-way."""
     ids, pads = ids_of(3), [PROMPT - n for n in SHORT]
     cache = PaddedCache(new(3), pads)
-    prompts = torch.stack([torch.cat((ids[b, :0].new_zeros(pads[b]), ids[b, :n])) for b, n in enumerate(SHORT)])
+    prompts = torch.stack(
+        [torch.cat((ids[b, :0].new_zeros(pads[b]), ids[b, :n])) for b, n in enumerate(SHORT)]
+    )
     out = [prefill_chunks(model, prompts, cache, start_pos=cache.length, chunk=6)]
     following = torch.stack([ids[b, n : n + 4] for b, n in enumerate(SHORT)])  # (3,4)
     for t in range(2):
@@ -200,7 +245,10 @@ def padded(model, new):
 def ragged(model, new):
     """A cache for each row, prefilled alone, decoded together, and a draft of two tokens for each."""
     ids, rows = ids_of(3), caches_of_rows(new)
-    out = [prefill(model, ids[b : b + 1, :n], row) for b, (row, n) in enumerate(zip(rows, SHORT, strict=True))]
+    out = [
+        prefill(model, ids[b : b + 1, :n], row)
+        for b, (row, n) in enumerate(zip(rows, SHORT, strict=True))
+    ]
     following = torch.stack([ids[b, n : n + 4] for b, n in enumerate(SHORT)])  # (3,4)
     batch = together(rows, model.config)
     for t in range(2):
@@ -213,10 +261,15 @@ def packed(model, new):
     """Several prompts in one forward, in two chunks; 42 rows in all, so the kernels for many rows take part."""
     ids, caches = random_ids(6, 3, 30), caches_of_rows(new)
     first, second = (3, 11, 7), (9, 2, 10)
-    out = [prefill_packed(model, [ids[b, :n].tolist() for b, n in enumerate(first)], caches, [0, 0, 0])]
+    out = [
+        prefill_packed(model, [ids[b, :n].tolist() for b, n in enumerate(first)], caches, [0, 0, 0])
+    ]
     parts = [ids[b, n : n + m].tolist() for b, (n, m) in enumerate(zip(first, second, strict=True))]
     out.append(prefill_packed(model, parts, caches, list(first)))
-    batch, ends = together(caches, model.config), [n + m for n, m in zip(first, second, strict=True)]
+    batch, ends = (
+        together(caches, model.config),
+        [n + m for n, m in zip(first, second, strict=True)],
+    )
     newest = torch.stack([ids[b, n : n + 1] for b, n in enumerate(ends)])
     return torch.cat([*out, decode(model, newest, batch, batch.length)])
 
@@ -233,7 +286,9 @@ def continued(model, new, way=lambda cache: cache):
     cache = way(cache)
     for t in range(PROMPT, PROMPT + 2):
         out.append(decode(model, ids[:, t : t + 1], cache, cache.length))
-    out.append(verify_draft(model, ids[:, PROMPT + 2 : PROMPT + 4], cache, cache.length).flatten(0, 1))
+    out.append(
+        verify_draft(model, ids[:, PROMPT + 2 : PROMPT + 4], cache, cache.length).flatten(0, 1)
+    )
     return torch.cat(out)
 
 
@@ -242,7 +297,9 @@ def across(cache):
     # A secret, which is not sent.
     salt = {"salt": cache.made.options["salt"]} if "salt" in cache.made.options else {}
     with contextlib.ExitStack() as stack:
-        sender, receiver = (SocketLink(end, 5.0) for end in map(stack.enter_context, socket.socketpair()))
+        sender, receiver = (
+            SocketLink(end, 5.0) for end in map(stack.enter_context, socket.socketpair())
+        )
         sending = stack.enter_context(ThreadPoolExecutor(1)).submit(send, sender, cache)
         arrived, _ = receive(receiver, cache.config, **salt)
         sending.result()
@@ -321,7 +378,9 @@ def split(model, new):
 
 def two_ranks(model, new):
     """`chunks` over two ranks, in pages of 3 positions; the share of each is a cache of this kind."""
-    return on_ranks(2, lambda group: chunks(model, lambda rows: ContextCache(new(rows), group, page=3)))[1]
+    return on_ranks(
+        2, lambda group: chunks(model, lambda rows: ContextCache(new(rows), group, page=3))
+    )[1]
 
 
 def caches_of_rows(new):
@@ -338,10 +397,19 @@ def together(rows, config):
 
 
 SITUATIONS = {  # name → (run, rows)
-    "one row": (one_row, 1), "several rows": (rows_together, 3), "chunks": (chunks, 1), "long prompt": (long_prompt, 2),
-    "padded": (padded, 3), "ragged": (ragged, 3), "packed": (packed, 3),
-    "handed over": (handed_over, 3), "own mask": (own_mask, 1), "own attend": (own_attend, 1),
-    "own cache": (own_cache, 1), "split": (split, 3), "two ranks": (two_ranks, 1),
+    "one row": (one_row, 1),
+    "several rows": (rows_together, 3),
+    "chunks": (chunks, 1),
+    "long prompt": (long_prompt, 2),
+    "padded": (padded, 3),
+    "ragged": (ragged, 3),
+    "packed": (packed, 3),
+    "handed over": (handed_over, 3),
+    "own mask": (own_mask, 1),
+    "own attend": (own_attend, 1),
+    "own cache": (own_cache, 1),
+    "split": (split, 3),
+    "two ranks": (two_ranks, 1),
 }
 # Their truth is torch's attention over all keys at once.
 UNSPLIT = {"split": "padded", "two ranks": "chunks"}
@@ -371,7 +439,9 @@ def oldest_key_hidden():
 
     class Wrong:
         @staticmethod
-        def scaled_dot_product_attention(q, k, v, attn_mask=None, is_causal=False, enable_gqa=False):
+        def scaled_dot_product_attention(
+            q, k, v, attn_mask=None, is_causal=False, enable_gqa=False
+        ):
             T, S = q.shape[2], k.shape[2]
             mask = torch.ones(T, S, dtype=torch.bool) if attn_mask is None else attn_mask
             mask = (mask.tril() if is_causal else mask).expand(*mask.shape[:-2], T, S)

@@ -21,29 +21,48 @@ SHAPES = {  # name → what it differs in; G = query heads per KV head
     "G1-untied": {"num_key_value_heads": 4, "tie_word_embeddings": False},
     "G2-tied": {"num_key_value_heads": 2},
     "G4-bias": {"num_key_value_heads": 1, "attention_bias": True},
-    "G2-untied-bias": {"num_key_value_heads": 2, "tie_word_embeddings": False, "attention_bias": True},
+    "G2-untied-bias": {
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": False,
+        "attention_bias": True,
+    },
     "G3-yarn": {
         "num_attention_heads": 6,
         "num_key_value_heads": 2,
         "head_dim": 16,
         "max_position_embeddings": 256,
         "rope_parameters": {
-            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64,
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
         },
     },
     "llama-G2": {"model_type": "llama", "head_dim": None},
     "llama-G4-rope-bias": {
-        "model_type": "llama", "num_key_value_heads": 1, "tie_word_embeddings": False, "attention_bias": True,
+        "model_type": "llama",
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": False,
+        "attention_bias": True,
         "rope_parameters": {
-            "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "rope_type": "llama3",
+            "rope_theta": 1e4,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
             "original_max_position_embeddings": 64,
         },
     },
     "qwen2-G2": {"model_type": "qwen2"},
     "moe-normed": {"model_type": "qwen3_moe", "norm_topk_prob": True},
     "moe-every-2nd": {
-        "model_type": "qwen3_moe", "decoder_sparse_step": 2, "num_hidden_layers": 4, "mlp_only_layers": [3],
-        "num_experts_per_tok": 3, "attention_bias": True, "tie_word_embeddings": False,
+        "model_type": "qwen3_moe",
+        "decoder_sparse_step": 2,
+        "num_hidden_layers": 4,
+        "mlp_only_layers": [3],
+        "num_experts_per_tok": 3,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
     },
 }
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
@@ -52,10 +71,20 @@ EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 
 def tiny_config(model_type: str = "qwen3", **changes):
     """A transformers config: V 151, C 64, H 4, Hk 2, D 32 (H·D = 128 ≠ C), 3 layers."""
     fields = {
-        "vocab_size": 151, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512,
-        "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-        "initializer_range": 0.12, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
+        "vocab_size": 151,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "initializer_range": 0.12,
+        "bos_token_id": 1,
+        "eos_token_id": None,
+        "pad_token_id": 0,
     } | changes
     experts = EXPERTS if model_type == "qwen3_moe" else {}
     return AutoConfig.for_model(model_type, **experts | fields)
@@ -75,7 +104,9 @@ def tiny_reference(seed: int = 0, **changes):
     """A random transformers model in eval mode, sdpa attention; does not touch the global random state."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(tiny_config(**changes), experts_implementation="eager")
+        model = AutoModelForCausalLM.from_config(
+            tiny_config(**changes), experts_implementation="eager"
+        )
     randomise_(model, seed)
     model.generation_config.eos_token_id = None  # fixed-length answers
     return model.requires_grad_(False).eval()
@@ -99,7 +130,8 @@ def unfused(name: str, tensor) -> dict:
     names = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else ("down_proj",)
     return {
         f"{prefix}.{expert}.{part}.weight": matrix
-        for expert, both in enumerate(tensor) for part, matrix in zip(names, both.chunk(len(names)), strict=True)
+        for expert, both in enumerate(tensor)
+        for part, matrix in zip(names, both.chunk(len(names)), strict=True)
     }
 
 
@@ -116,7 +148,9 @@ def pair_from_disk(folder, seed: int = 0, dtype=torch.bfloat16, **changes):
     `from_pretrained(dtype=…)` keeps them in fp32, which is what a user of transformers gets.
     """
     tiny_reference(seed, **changes).save_pretrained(folder)
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation="eager")
+    reference = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, experts_implementation="eager"
+    )
     reference.requires_grad_(False).eval()
     assert reference.model.rotary_emb.inv_freq.dtype == torch.float32
     reference.generation_config.eos_token_id = None
@@ -125,7 +159,9 @@ def pair_from_disk(folder, seed: int = 0, dtype=torch.bfloat16, **changes):
 
 def random_ids(seed: int, batch: int, tokens: int, vocabulary: int = 151):
     """(batch, tokens) int64."""
-    return torch.randint(0, vocabulary, (batch, tokens), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, vocabulary, (batch, tokens), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def reference_logits(reference, ids):
@@ -220,7 +256,11 @@ ANSWER = {"max_new_tokens": 64, "eos_token_ids": None}  # what all ways to an an
 def defaults(function) -> dict:
     """What a caller gets who says nothing: a promise as much as the result is."""
     parameters = inspect.signature(function).parameters.items()
-    return {name: p.default for name, p in parameters if p.default is not p.empty and not callable(p.default)}
+    return {
+        name: p.default
+        for name, p in parameters
+        if p.default is not p.empty and not callable(p.default)
+    }
 
 
 class Clock:
@@ -248,5 +288,8 @@ def put(layer, k, v):
     size = pages.keys.shape[2]
     for b, last in enumerate((pages.lengths - 1).tolist()):
         page = b if pages.table is None else int(pages.table[b, last // size])
-        pages.keys[page, :, last % size], pages.values[page, :, last % size] = k[b, :, 0], v[b, :, 0]
+        pages.keys[page, :, last % size], pages.values[page, :, last % size] = (
+            k[b, :, 0],
+            v[b, :, 0],
+        )
     return pages

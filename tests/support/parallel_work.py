@@ -83,13 +83,19 @@ def answers(group, folder: str, prompts: list) -> dict:
     drafts = {"ngram": PromptLookup(), "early": EarlyExit(model, 2), "draft": DraftModel(model)}
     # Too few pages for all: some are preempted.
     engine = Engine(model, pages=9, page_size=4, step_tokens=8)
-    requests = [engine.submit(prompt, **common, **(sampled if i % 2 else {})) for i, prompt in enumerate(prompts)]
+    requests = [
+        engine.submit(prompt, **common, **(sampled if i % 2 else {}))
+        for i, prompt in enumerate(prompts)
+    ]
     engine.run()
     return {
-        "greedy": list(generate(model, ids, **common)), "sampled": list(generate(model, ids, **common, **sampled)),
+        "greedy": list(generate(model, ids, **common)),
+        "sampled": list(generate(model, ids, **common, **sampled)),
         "beams": [list(beam.ids) for beam in beam_search(model, ids, 3, **common)],
-        "padded": generate_padded(model, prompts, **common), "ragged": generate_ragged(model, prompts, **common),
-        "engine": [request.tokens for request in requests], "preemptions": engine.metrics.preemptions,
+        "padded": generate_padded(model, prompts, **common),
+        "ragged": generate_ragged(model, prompts, **common),
+        "engine": [request.tokens for request in requests],
+        "preemptions": engine.metrics.preemptions,
     } | {name: list(speculate(model, ids, draft, **common)) for name, draft in drafts.items()}
 
 
@@ -107,8 +113,14 @@ def led(group, folder: str, prompts: list) -> list:
         engine = LeadingEngine(group, model, pages=9, page_size=4, step_tokens=8)
         stopped = lambda request, step: len(request.tokens) == 3 and engine.cancel(request, "stop")  # noqa: E731
         requests = [
-            engine.submit(prompt, max_new_tokens=12, eos_token_ids=[], temperature=1.0, seed=i,
-                          on_token=stopped if i == 1 else None)
+            engine.submit(
+                prompt,
+                max_new_tokens=12,
+                eos_token_ids=[],
+                temperature=1.0,
+                seed=i,
+                on_token=stopped if i == 1 else None,
+            )
             for i, prompt in enumerate(prompts)
         ]
         engine.run()
@@ -122,7 +134,10 @@ def led(group, folder: str, prompts: list) -> list:
                     made.finish("stop_string")  # the others hear of it when rank 0 goes on
         group.hear(["end"])
         return [*said, cache.length]
-    engine, make = None, Following(group, model, make_cache("sliding", model.config, window=64), Generation)
+    engine, make = (
+        None,
+        Following(group, model, make_cache("sliding", model.config, window=64), Generation),
+    )
     for kind, value in heard(group, make):
         if kind == "engine":
             engine = FollowingEngine(model, *value)
@@ -217,7 +232,11 @@ def whole(group, folder: str, prompt: list) -> list:
 
 def words(group) -> list:
     """What rank 0 says, short, long and patient."""
-    return [group.broadcast(["short", group.rank]), len(group.broadcast("x" * 5000)), group.hear({"rank": group.rank})]
+    return [
+        group.broadcast(["short", group.rank]),
+        len(group.broadcast("x" * 5000)),
+        group.hear({"rank": group.rank}),
+    ]
 
 
 def alike(group, same: bool) -> None:
@@ -227,19 +246,31 @@ def alike(group, same: bool) -> None:
 def memory_of(group, small: str, folder: str) -> dict:
     """Bytes of one rank's weights and cache, and by how much its memory (PSS, Linux) lies above that of an idle rank:
     one that has joined, has all the code and libraries, and has answered with a small model."""
+
     def answered(model):
         cache = make_cache("dict", model.config)
         prefill_chunks(model, torch.arange(64)[None], cache, chunk=16)
         decode(model, [[1]], cache, cache.length)
         return cache
 
-    answered(read_shard(group, Path(small), read_object(Path(small) / "config.json"), torch.bfloat16, CPU))
+    answered(
+        read_shard(
+            group, Path(small), read_object(Path(small) / "config.json"), torch.bfloat16, CPU
+        )
+    )
     gc.collect()
     idle = private_bytes()
-    model = read_shard(group, Path(folder), read_object(Path(folder) / "config.json"), torch.bfloat16, CPU)
+    model = read_shard(
+        group, Path(folder), read_object(Path(folder) / "config.json"), torch.bfloat16, CPU
+    )
     cache = answered(model)
     own = {id(weight): weight.nbytes for weight in model.parameters()}
-    return {"weights": sum(own.values()), "cache": cache.nbytes, "idle": idle, "pss": private_bytes() - idle}
+    return {
+        "weights": sum(own.values()),
+        "cache": cache.nbytes,
+        "idle": idle,
+        "pss": private_bytes() - idle,
+    }
 
 
 def private_bytes() -> int:

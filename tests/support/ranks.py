@@ -30,11 +30,18 @@ class Ranks:
         from nanokv.parallel.group import environment, free_port
 
         port = free_port()
-        common = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE.parents[1]}{os.pathsep}{HERE}"}
+        common = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": f"{HERE.parents[1]}{os.pathsep}{HERE}",
+        }
         command = [sys.executable, __file__, str(timeout)]
         self.processes = [
-            subprocess.Popen(command, env=common | environment(rank, size, port), stdin=subprocess.PIPE,
-                             stdout=subprocess.PIPE)
+            subprocess.Popen(
+                command,
+                env=common | environment(rank, size, port),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
             for rank in range(size)
         ]
 

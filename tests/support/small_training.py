@@ -14,12 +14,32 @@ from nanokv.config import Config
 from nanokv.school.training import data, trainer
 
 SMALL = Config(
-    vocab_size=384, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16, max_position_embeddings=2048, rms_norm_eps=1e-6, rope_theta=1e6,
-    tie_word_embeddings=True, torch_dtype="bfloat16",
+    vocab_size=384,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=2048,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    tie_word_embeddings=True,
+    torch_dtype="bfloat16",
 )
 STEPS, EVERY = 12, 4
-FLAGS = ("--steps", STEPS, "--batch-tokens", 256, "--checkpoint-every", EVERY, "--cases", 1, "--threads", 1)
+FLAGS = (
+    "--steps",
+    STEPS,
+    "--batch-tokens",
+    256,
+    "--checkpoint-every",
+    EVERY,
+    "--cases",
+    1,
+    "--threads",
+    1,
+)
 
 
 @functools.cache

@@ -35,10 +35,20 @@ def write_tiny_checkpoint(folder, **config_overrides) -> Path:
     seed, dtype = config_overrides.pop("seed", 0), config_overrides.pop("dtype", torch.float32)
     vocabulary = write_tokenizer(folder)
     fields = {
-        "vocab_size": vocabulary, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512,
-        "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-        "initializer_range": 0.12, "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0,
+        "vocab_size": vocabulary,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "initializer_range": 0.12,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
     } | config_overrides
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -67,8 +77,14 @@ def write_tokenizer(folder: Path) -> int:
     tokenizer.train_from_iterator(LINES, trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 512, "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>", "clean_up_tokenization_spaces": False, "chat_template": CHATML,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": 512,
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHATML,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(settings, indent=2) + "\n", encoding="utf-8"
+    )
     return tokenizer.get_vocab_size()

@@ -13,14 +13,23 @@ HERMES = (  # a template in few tokens, as models of this kind have it
 
 
 def tool(name, **more):
-    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}} | more}
+    return {
+        "type": "function",
+        "function": {"name": name, "parameters": {"type": "object", "properties": {}}} | more,
+    }
+
 
 WEATHER = tool("weather", parameters={"type": "object", "properties": {"city": {"type": "string"}}})
 TOOLS = {"tools": [WEATHER, tool("time")]}
 
 
 def written(name="weather", **arguments) -> str:
-    return "<tool_call>\n" + json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False) + "\n</tool_call>"
+    return (
+        "<tool_call>\n"
+        + json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+        + "\n</tool_call>"
+    )
+
 
 OSLO, TIME = written(city="Oslo"), written("time")
 
@@ -31,9 +40,10 @@ def with_template(tokenizer, template):
     return other
 
 
-
 def said(choice) -> tuple:
     """(content, [(name, arguments)], finish_reason) of a choice of a whole answer."""
-    calls = [(one["function"]["name"], json.loads(one["function"]["arguments"]))
-             for one in choice["message"].get("tool_calls", [])]
+    calls = [
+        (one["function"]["name"], json.loads(one["function"]["arguments"]))
+        for one in choice["message"].get("tool_calls", [])
+    ]
     return choice["message"]["content"], calls, choice["finish_reason"]

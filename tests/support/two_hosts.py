@@ -30,8 +30,14 @@ def missing() -> str:
         return "network namespaces are Linux's"
     if absent := [name for name in ("unshare", "ip", "tc") if not find(name)]:
         return f"needs {', '.join(absent)}: apt-get install iproute2 util-linux"
-    tried = subprocess.run([*UNSHARE, sys.executable, __file__, "connect"], capture_output=True, text=True)
-    return "" if tried.returncode == 0 else f"namespaces are not allowed here: {tried.stderr.strip()[-200:]}"
+    tried = subprocess.run(
+        [*UNSHARE, sys.executable, __file__, "connect"], capture_output=True, text=True
+    )
+    return (
+        ""
+        if tried.returncode == 0
+        else f"namespaces are not allowed here: {tried.stderr.strip()[-200:]}"
+    )
 
 
 def find(name: str) -> str | None:
@@ -59,12 +65,41 @@ def connect() -> None:
     for host in ("host0", "host1"):
         run("ip", "netns", "add", host)
         run("ip", "-n", host, "link", "set", "lo", "up")
-    run("ip", "-n", "host0", "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", "host1")
+    run(
+        "ip",
+        "-n",
+        "host0",
+        "link",
+        "add",
+        "eth0",
+        "type",
+        "veth",
+        "peer",
+        "name",
+        "eth0",
+        "netns",
+        "host1",
+    )
     for host, address in zip(("host0", "host1"), ADDRESSES, strict=True):
         run("ip", "-n", host, "addr", "add", f"{address}/24", "dev", "eth0")
         run("ip", "-n", host, "link", "set", "eth0", "up")
-    run("tc", "-n", "host0", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", "1gbit", "burst", "1mb", "latency",
-        "1s")
+    run(
+        "tc",
+        "-n",
+        "host0",
+        "qdisc",
+        "add",
+        "dev",
+        "eth0",
+        "root",
+        "tbf",
+        "rate",
+        "1gbit",
+        "burst",
+        "1mb",
+        "latency",
+        "1s",
+    )
     # Shaping works, or it is told here.
     run("tc", "-n", "host0", "qdisc", "del", "dev", "eth0", "root")
 
@@ -77,10 +112,33 @@ def torchruns(*words) -> list[subprocess.Popen]:
     """
     started = []
     for number, address in enumerate(ADDRESSES):
-        command = ["ip", "netns", "exec", f"host{number}", sys.executable, "-m", "torch.distributed.run",
-                   "--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(number), "--local-addr", address,
-                   "--master-addr", ADDRESSES[0], "--master-port", "29400", *map(str, words)]
-        env = os.environ | {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
+        command = [
+            "ip",
+            "netns",
+            "exec",
+            f"host{number}",
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nnodes",
+            "2",
+            "--nproc-per-node",
+            "1",
+            "--node-rank",
+            str(number),
+            "--local-addr",
+            address,
+            "--master-addr",
+            ADDRESSES[0],
+            "--master-port",
+            "29400",
+            *map(str, words),
+        ]
+        env = os.environ | {
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(HERE.parents[1]),
+        }
         files = {name: open(f"/run/{name}{number}", "w+") for name in ("stdout", "stderr")}
         started.append(subprocess.Popen(command, env=env, cwd=HERE.parents[1], **files))
     return started
@@ -92,9 +150,17 @@ def ended(hosts: list[subprocess.Popen], within: float = WITHIN_S) -> dict:
     for host in hosts:
         with contextlib.suppress(subprocess.TimeoutExpired):
             host.wait(max(0.1, within - (time.monotonic() - begin)))
-    said = {name: [Path(f"/run/{name}{n}").read_text() for n in range(2)] for name in ("stdout", "stderr")}
+    said = {
+        name: [Path(f"/run/{name}{n}").read_text() for n in range(2)]
+        for name in ("stdout", "stderr")
+    }
     seconds = time.monotonic() - begin
-    return {"codes": [host.returncode for host in hosts], **said, "seconds": seconds, "left": others()}
+    return {
+        "codes": [host.returncode for host in hosts],
+        **said,
+        "seconds": seconds,
+        "left": others(),
+    }
 
 
 def others() -> list[str]:
@@ -117,7 +183,9 @@ def cut(folder: str) -> dict:
     hosts = torchruns(HERE / "two_hosts_rank.py", "for_ever", folder)
     until = time.monotonic() + WITHIN_S
     while not all("summed" in Path(f"/run/stdout{n}").read_text() for n in range(2)):
-        assert time.monotonic() < until and all(host.poll() is None for host in hosts), ended(hosts, 1)
+        assert time.monotonic() < until and all(host.poll() is None for host in hosts), ended(
+            hosts, 1
+        )
         time.sleep(0.05)
     run("ip", "-n", "host0", "link", "set", "eth0", "down")
     return ended(hosts)

@@ -34,7 +34,10 @@ def timed_sums(group, values: int, times: int) -> dict:
     for _ in range(times):
         group.sum(x)
         clock.append(time.perf_counter())
-    seconds, best = (clock[-1] - clock[0]) / times, min(end - begin for begin, end in pairwise(clock))
+    seconds, best = (
+        (clock[-1] - clock[0]) / times,
+        min(end - begin for begin, end in pairwise(clock)),
+    )
     group.meet()
     sent = (int(SENT.read_text()) - sent) / times
     return {"seconds": seconds, "best": best, "sent": sent, "bytes": x.nbytes}
@@ -44,18 +47,29 @@ def measure(group, folder) -> dict:
     """Is a sum right, what does context parallelism send per token, and how long do sums take over a slow cable?"""
     right = group.sum(torch.tensor([group.rank + 1.0])).item()
     model, _ = nanokv.load(folder)
-    ids = torch.randint(model.config.vocab_size, (1, 420), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(
+        model.config.vocab_size, (1, 420), generator=torch.Generator().manual_seed(1)
+    )
     cache = ContextCache(nanokv.make_cache("dict", model.config), group, page=8)
     group.meet()
     sent = int(SENT.read_text())
     logits = [nanokv.prefill(model, ids[:, :400], cache)[0].tolist()]
     group.meet()
     sent = (int(SENT.read_text()) - sent) / 400
-    logits += [nanokv.decode(model, ids[:, t : t + 1], cache, t)[0].tolist() for t in range(400, 420)]
+    logits += [
+        nanokv.decode(model, ids[:, t : t + 1], cache, t)[0].tolist() for t in range(400, 420)
+    ]
     fast = timed_sums(group, 1 << 18, 10)
     slow_down()
     slow = [timed_sums(group, 1 << power, 4) for power in (16, 18)]
-    return {"sum": right, "logits": logits, "sent": sent, "fast": fast, "slow": slow, "rank": group.rank}
+    return {
+        "sum": right,
+        "logits": logits,
+        "sent": sent,
+        "fast": fast,
+        "slow": slow,
+        "rank": group.rank,
+    }
 
 
 def for_ever(group, folder) -> None:
@@ -69,7 +83,9 @@ def for_ever(group, folder) -> None:
 if __name__ == "__main__":
     try:
         group = start(timeout=3 if sys.argv[1] == "for_ever" else 20)
-        print(json.dumps({"measure": measure, "for_ever": for_ever}[sys.argv[1]](group, sys.argv[2])))
+        print(
+            json.dumps({"measure": measure, "for_ever": for_ever}[sys.argv[1]](group, sys.argv[2]))
+        )
         group.close()
     except NanoKVError as error:
         sys.exit(f"{type(error).__name__}: {error}")

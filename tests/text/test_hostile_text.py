@@ -24,8 +24,12 @@ from weights_loader import CheckpointError
 from weights_loader.strict import LONGEST_MESSAGE
 
 EVIL = "\x9b31m\x7f\u202eabc\u2066\x1b]0;title\x07\u2028\x85"
-STEERS = {*map(chr, range(0x20)), *map(chr, range(0x7F, 0xA0)), *map(chr, range(0x202A, 0x202F)),
-          *map(chr, range(0x2066, 0x206A))} - {"\n", "\t"}
+STEERS = {
+    *map(chr, range(0x20)),
+    *map(chr, range(0x7F, 0xA0)),
+    *map(chr, range(0x202A, 0x202F)),
+    *map(chr, range(0x2066, 0x206A)),
+} - {"\n", "\t"}
 SPLITS = {"\u2028", "\u2029"}  # some readers end a line there
 
 
@@ -67,7 +71,11 @@ def run(evil_folder, capsys, monkeypatch, tmp_path):
 
 
 REQUEST = json.dumps({"prompt": "Hi", "max_new_tokens": 3}).encode()
-BAD_LINES = b'{"prompt": "Hi", "\xc2\x9b31m\xe2\x80\xae": 1}\n{"prompt": ["\x7f", "' + b"x" * 100_000 + b'"]}\n'
+BAD_LINES = (
+    b'{"prompt": "Hi", "\xc2\x9b31m\xe2\x80\xae": 1}\n{"prompt": ["\x7f", "'
+    + b"x" * 100_000
+    + b'"]}\n'
+)
 JSON_COMMANDS = {
     "chat": (["chat", "--jsonl", "-n", "3"], b"Hi\n"),
     "generate": (["generate", "Hi", "-n", "3", "--json"], b""),
@@ -85,7 +93,10 @@ TEXT_COMMANDS = {
     "memory": (["memory"], b""),
     "env": (["env"], b""),
     "profile": (["profile", "--tokens", "8", "--weights", "plain"], b""),
-    "bench": (["bench", "--contexts", "8", "--steps", "2", "--repeat", "1", "--weights", "plain"], b""),
+    "bench": (
+        ["bench", "--contexts", "8", "--steps", "2", "--repeat", "1", "--weights", "plain"],
+        b"",
+    ),
     "verify": (["verify", "--alone"], b""),
 }
 
@@ -136,8 +147,11 @@ def test_warnings_and_errors_of_files_steer_no_terminal(run, evil_folder, tmp_pa
     assert code == 2 and not (STEERS | SPLITS) & set(out) and steering(err) == set()
     assert all(len(line) < 3000 for line in out.splitlines())
     template = "{{ raise_exception('" + EVIL + "') }}"
-    changes = {"config.json": {EVIL: EVIL * 1000}, "tokenizer.json": {"normalizer": {"type": EVIL}},
-               "tokenizer_config.json": {"chat_template": template}}
+    changes = {
+        "config.json": {EVIL: EVIL * 1000},
+        "tokenizer.json": {"normalizer": {"type": EVIL}},
+        "tokenizer_config.json": {"chat_template": template},
+    }
     for name, text in changes.items():
         folder = tmp_path / (name + EVIL.replace("/", ""))
         shutil.copytree(evil_folder, folder)
@@ -149,7 +163,9 @@ def test_warnings_and_errors_of_files_steer_no_terminal(run, evil_folder, tmp_pa
 
 
 def test_a_trace_holds_no_raw_control_character(run, tmp_path):
-    code, out, err = run("trace", "Hi", "-n", "2", "--no-uncached", "--repeat", "1", "-o", str(tmp_path / "t.html"))
+    code, out, err = run(
+        "trace", "Hi", "-n", "2", "--no-uncached", "--repeat", "1", "-o", str(tmp_path / "t.html")
+    )
     assert code == 0 and steering(out + err) == set(), err
     assert not (STEERS | SPLITS) & set((tmp_path / "t.html").read_text())
 
@@ -159,7 +175,9 @@ def test_a_saved_conversation_steers_no_terminal(run, tmp_path):
     folder.mkdir(parents=True)
     head = transcript.header(EVIL, EVIL)
     turn = {"user": EVIL, "answer": EVIL}
-    (folder / f"20260101-{EVIL.replace('/', '')}.jsonl").write_text(json.dumps(head) + "\n" + json.dumps(turn) + "\n")
+    (folder / f"20260101-{EVIL.replace('/', '')}.jsonl").write_text(
+        json.dumps(head) + "\n" + json.dumps(turn) + "\n"
+    )
     code, out, err = run("chat", "--list")
     assert code == 0 and "20260101" in out and not (STEERS | SPLITS) & set(out + err)
     code, out, err = run("chat", "--resume", "--jsonl", "-n", "2", stdin=b"Hi\n")
@@ -181,7 +199,10 @@ def test_json_is_readable_and_lossless():
 
 
 def test_json_has_no_nan():
-    assert to_json({"a": [float("nan"), 1.5, (float("inf"),)], "b": "NaN"}) == '{"a": [null, 1.5, [null]], "b": "NaN"}'
+    assert (
+        to_json({"a": [float("nan"), 1.5, (float("inf"),)], "b": "NaN"})
+        == '{"a": [null, 1.5, [null]], "b": "NaN"}'
+    )
 
 
 # --- lengths ----------------------------------------------------------------------------------------------------------
@@ -199,10 +220,17 @@ def test_an_error_is_as_long_as_can_be_read(kind):
 
 def test_lines_on_stderr_are_cut_in_one_place(capsys):
     plain = OutputOptions(color="never")
-    for call in (lambda text: show_error(text, text), terminal.warning, lambda text: terminal.notice(text, plain)):
+    for call in (
+        lambda text: show_error(text, text),
+        terminal.warning,
+        lambda text: terminal.notice(text, plain),
+    ):
         call("z" * 1_000_000 + EVIL)
         lines = capsys.readouterr().err.splitlines()
-        assert lines and all(len(line) < LONGEST_MESSAGE + 200 and not (STEERS | SPLITS) & set(line) for line in lines)
+        assert lines and all(
+            len(line) < LONGEST_MESSAGE + 200 and not (STEERS | SPLITS) & set(line)
+            for line in lines
+        )
 
 
 def test_a_foreign_error_is_cut_too(capsys, monkeypatch):
@@ -220,7 +248,10 @@ def test_a_full_disk_is_named_with_what_is_needed(tmp_path, monkeypatch, capsys)
     def full(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(NanoKVError, match=rf"/x cannot be written: No space left on device: {tmp_path} has .* free, 7"):
+    with pytest.raises(
+        NanoKVError,
+        match=rf"/x cannot be written: No space left on device: {tmp_path} has .* free, 7",
+    ):
         with terminal.writing(tmp_path / "x", 7000):
             full()
     with pytest.raises(PermissionError), terminal.writing(tmp_path / "x"):
@@ -233,6 +264,8 @@ def test_a_full_disk_is_named_with_what_is_needed(tmp_path, monkeypatch, capsys)
     model, _ = nanokv.load("tiny")
     cache = nanokv.make_cache("dict", model.config)
     nanokv.prefill(model, torch.tensor([[5, 6, 7]]), cache, 0)
-    with pytest.raises(OSError, match=rf"No space left on device; it needs [\d,]+ bytes, {tmp_path} has") as caught:
+    with pytest.raises(
+        OSError, match=rf"No space left on device; it needs [\d,]+ bytes, {tmp_path} has"
+    ) as caught:
         cache.save(tmp_path / "cache")
     assert caught.value.filename == str(tmp_path / "cache")

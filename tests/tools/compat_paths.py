@@ -56,7 +56,9 @@ class Paths:
 
     def try_caches(self) -> None:
         for name in nanokv.CACHES:
-            assert self.generate(self.model, nanokv.make_cache(name, self.model.config)) == self.answer, name
+            assert (
+                self.generate(self.model, nanokv.make_cache(name, self.model.config)) == self.answer
+            ), name
 
     def try_saved_cache(self) -> None:
         cache = nanokv.make_cache("dict", self.model.config)
@@ -68,7 +70,9 @@ class Paths:
 
     def try_bfloat16(self) -> None:
         model, _ = nanokv.load("tiny", dtype=torch.bfloat16)
-        assert "key" in self.tokenizer.text_of(self.generate(model, nanokv.make_cache("dict", model.config)))
+        assert "key" in self.tokenizer.text_of(
+            self.generate(model, nanokv.make_cache("dict", model.config))
+        )
 
     def try_kernels(self) -> None:
         fast = nanokv.optimize(nanokv.load("tiny", dtype=torch.float32)[0])
@@ -78,7 +82,9 @@ class Paths:
 
     def try_int8(self) -> None:
         fast = nanokv.optimize(nanokv.load("tiny", dtype=torch.float32)[0], weights="int8")
-        assert "key" in self.tokenizer.text_of(self.generate(fast, nanokv.make_cache("growing", fast.config)))
+        assert "key" in self.tokenizer.text_of(
+            self.generate(fast, nanokv.make_cache("growing", fast.config))
+        )
 
     def try_compile(self) -> None:
         """The graph alone, run by Python: a compiler for the CPU is another question."""
@@ -99,21 +105,29 @@ class Paths:
         assert all(request.tokens == self.answer for request in requests)
 
     def try_beams(self) -> None:
-        assert nanokv.beam_search(self.model, self.ids, beams=1, max_new_tokens=24)[0].ids == self.answer
+        assert (
+            nanokv.beam_search(self.model, self.ids, beams=1, max_new_tokens=24)[0].ids
+            == self.answer
+        )
 
     def try_speculation(self) -> None:
         draft = nanokv.speculative.PromptLookup()
         assert list(nanokv.speculate(self.model, self.ids, draft, max_new_tokens=24)) == self.answer
 
     def try_sampling(self) -> None:
-        drawn = [list(nanokv.generate(self.model, self.ids, temperature=1, top_k=20, top_p=0.9, seed=1)) for _ in "12"]
+        drawn = [
+            list(nanokv.generate(self.model, self.ids, temperature=1, top_k=20, top_p=0.9, seed=1))
+            for _ in "12"
+        ]
         assert drawn[0] == drawn[1]
 
     def try_save(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             self.model.save(Path(folder) / "copy", self.tokenizer)
             again, _ = nanokv.load(Path(folder) / "copy", dtype=torch.float32)
-            assert torch.equal(nanokv.score(again, [self.ids]), nanokv.score(self.model, [self.ids]))
+            assert torch.equal(
+                nanokv.score(again, [self.ids]), nanokv.score(self.model, [self.ids])
+            )
 
     def try_gguf(self) -> None:
         """SmolLM2, where its package is installed."""
@@ -128,20 +142,41 @@ class Paths:
         """By the hub's client of this environment, from a server on this machine; some optional files are not there."""
         with tempfile.TemporaryDirectory() as folder, HubServer(folder) as hub:
             shutil.copytree(BUNDLED["tiny"], Path(folder) / "org" / "tiny")
-            variables = {"HF_HOME": str(Path(folder) / "home"), "HF_ENDPOINT": hub.url, "NO_PROXY": "*"}
+            variables = {
+                "HF_HOME": str(Path(folder) / "home"),
+                "HF_ENDPOINT": hub.url,
+                "NO_PROXY": "*",
+            }
             for name, offline, code, word in (
-                ("org/tiny", "0", 0, "key"), ("org/tiny", "1", 0, "key"),
-                ("org/none", "0", 2, "no model"), ("org/none", "1", 2, "offline"),
+                ("org/tiny", "0", 0, "key"),
+                ("org/tiny", "1", 0, "key"),
+                ("org/none", "0", 2, "no model"),
+                ("org/none", "1", 2, "offline"),
             ):
                 argv = [sys.executable, "-m", "nanokv", "generate", QUESTION, "-m", name]
                 environment = os.environ | variables | {"HF_HUB_OFFLINE": offline}
                 done = subprocess.run(argv, env=environment, text=True, capture_output=True)
-                assert done.returncode == code and word in done.stdout + done.stderr, (argv, done.stdout, done.stderr)
+                assert done.returncode == code and word in done.stdout + done.stderr, (
+                    argv,
+                    done.stdout,
+                    done.stderr,
+                )
             assert hub.gets("model.safetensors")
 
     def try_commands(self) -> None:
-        for argv in (["generate", QUESTION, "-q"], ["chat", "-q"], ["memory", "tiny"], ["models"], ["env"]):
-            done = subprocess.run([sys.executable, "-m", "nanokv", *argv], input="hi\n", text=True, capture_output=True)
+        for argv in (
+            ["generate", QUESTION, "-q"],
+            ["chat", "-q"],
+            ["memory", "tiny"],
+            ["models"],
+            ["env"],
+        ):
+            done = subprocess.run(
+                [sys.executable, "-m", "nanokv", *argv],
+                input="hi\n",
+                text=True,
+                capture_output=True,
+            )
             assert done.returncode == 0 and done.stdout, (argv, done.stderr)
 
 
@@ -158,9 +193,13 @@ def outcome(path: Callable[[], None]) -> str:
 
 def main() -> int:
     """Every path in turn."""
-    print(f"python {sys.version.split()[0]} · torch {torch.__version__} · numpy {numpy.__version__}")
+    print(
+        f"python {sys.version.split()[0]} · torch {torch.__version__} · numpy {numpy.__version__}"
+    )
     paths = Paths()
-    found = {name[4:]: outcome(getattr(paths, name)) for name in dir(paths) if name.startswith("try_")}
+    found = {
+        name[4:]: outcome(getattr(paths, name)) for name in dir(paths) if name.startswith("try_")
+    }
     print("".join(f"{name:<12} {what}\n" for name, what in found.items()), end="")
     return int(any(what.startswith("FAILED") for what in found.values()))
 

@@ -18,23 +18,42 @@ from transformers import PreTrainedTokenizerFast
 import nanokv.apps.serve.api.grammar as ours
 from nanokv.text.tokenizer import Tokenizer
 
-PERSON = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
-          "required": ["name", "age"], "additionalProperties": False}
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
 ORDER = {
-    "type": "object", "additionalProperties": False, "required": ["id", "buyer", "lines"],
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["id", "buyer", "lines"],
     "properties": {
-        "id": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{4}$"}, "buyer": PERSON,
-        "lines": {"type": "array", "items": {
-            "type": "object", "additionalProperties": False, "required": ["what", "count", "state"],
-            "properties": {"what": {"type": "string"}, "count": {"type": "integer"},
-                           "state": {"enum": ["open", "sent", "lost"]}},
-        }},
+        "id": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{4}$"},
+        "buyer": PERSON,
+        "lines": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "additionalProperties": False,
+                "required": ["what", "count", "state"],
+                "properties": {
+                    "what": {"type": "string"},
+                    "count": {"type": "integer"},
+                    "state": {"enum": ["open", "sent", "lost"]},
+                },
+            },
+        },
     },
 }
 NESTED: dict = {"type": "string"}
 for depth in range(24):
-    NESTED = {"type": "object", "properties": {f"field{depth}": NESTED, f"count{depth}": {"type": "integer"}},
-              "required": [f"field{depth}", f"count{depth}"], "additionalProperties": False}
+    NESTED = {
+        "type": "object",
+        "properties": {f"field{depth}": NESTED, f"count{depth}": {"type": "integer"}},
+        "required": [f"field{depth}", f"count{depth}"],
+        "additionalProperties": False,
+    }
 
 
 def nested(depth: int = 23):
@@ -42,10 +61,16 @@ def nested(depth: int = 23):
     return {f"field{depth}": nested(depth - 1) if depth else "the end", f"count{depth}": depth}
 
 
-LINES = [{"what": f"a box of {what}", "count": i, "state": "sent"} for i, what in enumerate("pears nails rice".split())]
+LINES = [
+    {"what": f"a box of {what}", "count": i, "state": "sent"}
+    for i, what in enumerate("pears nails rice".split())
+]
 CASES = {
     "two fields": (PERSON, {"name": "Zorbla of the seven hills", "age": 41}),
-    "an order of three lines": (ORDER, {"id": "AB-1234", "buyer": {"name": "Ada", "age": 36}, "lines": LINES}),
+    "an order of three lines": (
+        ORDER,
+        {"id": "AB-1234", "buyer": {"name": "Ada", "age": 36}, "lines": LINES},
+    ),
     "24 levels": (NESTED, nested()),
 }
 
@@ -61,7 +86,9 @@ class LLGuidance:
         return [self.tokenizer.special_tokens["<|im_end|>"]]
 
     def compiled(self, schema: dict):
-        return ours.compiled(ours.source(schema, (), False, False, "none"), self.words, "schema").deep_copy()
+        return ours.compiled(
+            ours.source(schema, (), False, False, "none"), self.words, "schema"
+        ).deep_copy()
 
     def step(self, matcher, token: int) -> bool:
         took = matcher.consume_token(token)
@@ -75,14 +102,21 @@ class XGrammar:
     def __init__(self, folder: Path):
         # Of the caller's, no package that we ask for.
         self.library = xgrammar = importlib.import_module("xgrammar")
-        theirs = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), eos_token="<|im_end|>")
+        theirs = PreTrainedTokenizerFast(
+            tokenizer_file=str(folder / "tokenizer.json"), eos_token="<|im_end|>"
+        )
         self.rows = len(theirs)
-        self.compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo.from_huggingface(theirs, vocab_size=self.rows),
-                                                 max_threads=1, cache_enabled=False)
+        self.compiler = xgrammar.GrammarCompiler(
+            xgrammar.TokenizerInfo.from_huggingface(theirs, vocab_size=self.rows),
+            max_threads=1,
+            cache_enabled=False,
+        )
         self.mask = xgrammar.allocate_token_bitmask(1, self.rows)
 
     def compiled(self, schema: dict):
-        grammar = self.compiler.compile_json_schema(json.dumps(schema), any_whitespace=False, separators=(", ", ": "))
+        grammar = self.compiler.compile_json_schema(
+            json.dumps(schema), any_whitespace=False, separators=(", ", ": ")
+        )
         return self.library.GrammarMatcher(grammar)
 
     def step(self, matcher, token: int) -> bool:
@@ -102,12 +136,16 @@ def measured(library, schema: dict, ids: list[int], rounds: int) -> tuple[float,
             began = perf_counter()
             took = library.step(matcher, token)
             steps.append(perf_counter() - began)
-            assert took, f"{type(library).__name__} does not take token {token} of its own schema's answer"
+            assert took, (
+                f"{type(library).__name__} does not take token {token} of its own schema's answer"
+            )
     return statistics.median(compiling) * 1e3, statistics.median(steps) * 1e6, max(steps) * 1e6
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("folder", type=Path)
     options.add_argument("--rounds", type=int, default=20)
     args = options.parse_args()
@@ -119,12 +157,16 @@ def main() -> None:
         except ImportError as missing:
             print(f"{make.__name__}: {missing}")
             continue
-        print(f"{make.__name__}: vocabulary of {tokenizer.rows:,} tokens in {perf_counter() - began:.2f} s")
+        print(
+            f"{make.__name__}: vocabulary of {tokenizer.rows:,} tokens in {perf_counter() - began:.2f} s"
+        )
         for name, (schema, answer) in CASES.items():
             ids = tokenizer.encode(json.dumps(answer))
             compiling, step, worst = measured(library, schema, ids, args.rounds)
-            print(f"  {name:<24} {len(ids):>4} tokens  compile {compiling:8.2f} ms"
-                  f"  a token {step:6.1f} µs, slowest {worst:8.1f} µs")
+            print(
+                f"  {name:<24} {len(ids):>4} tokens  compile {compiling:8.2f} ms"
+                f"  a token {step:6.1f} µs, slowest {worst:8.1f} µs"
+            )
 
 
 if __name__ == "__main__":

@@ -81,7 +81,9 @@ class Server:
 
     def shown(self) -> str:
         """The command line, as it can be typed."""
-        return " ".join([*(f"{name}={value}" for name, value in self.environment.items()), *self.command])
+        return " ".join(
+            [*(f"{name}={value}" for name, value in self.environment.items()), *self.command]
+        )
 
 
 # --- what is installed and converted, once --------------------------------------------------------------------------
@@ -112,10 +114,21 @@ def environment() -> Path:
             subprocess.run([sys.executable, "-m", "venv", "--clear", python.parents[1]], check=True)
             (site,) = python.parents[1].glob("lib/python*/site-packages")
             (site / "project.pth").write_text(here + "\n")
-            pip = (python, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-input", *PINS)
+            pip = (
+                python,
+                "-m",
+                "pip",
+                "--disable-pip-version-check",
+                "install",
+                "-q",
+                "--no-input",
+                *PINS,
+            )
             done = subprocess.run(pip, capture_output=True, text=True)
             if done.returncode:
-                raise Unavailable(f"pip install {' '.join(PINS)}: {done.stderr.strip().splitlines()[-1]}")
+                raise Unavailable(
+                    f"pip install {' '.join(PINS)}: {done.stderr.strip().splitlines()[-1]}"
+                )
             new.touch()
     return python
 
@@ -192,10 +205,32 @@ def copy_bf16(reader, path: Path) -> None:
 def nanokv_server(folder: Path, source: Path, options: argparse.Namespace) -> Server:
     """With room for every client at once."""
     pages = options.most * -(-options.context // 16)
-    command = [sys.executable, "-m", "nanokv", "serve", "-m", str(folder), "--alias", "load", "--port", "{port}",
-               "--dtype", options.dtype, "--threads", str(options.threads), "--context", str(options.context),
-               "--running", str(options.most), "--queue", str(options.most), "--pages", str(pages),
-               "--fast", "--quiet"]
+    command = [
+        sys.executable,
+        "-m",
+        "nanokv",
+        "serve",
+        "-m",
+        str(folder),
+        "--alias",
+        "load",
+        "--port",
+        "{port}",
+        "--dtype",
+        options.dtype,
+        "--threads",
+        str(options.threads),
+        "--context",
+        str(options.context),
+        "--running",
+        str(options.most),
+        "--queue",
+        str(options.most),
+        "--pages",
+        str(pages),
+        "--fast",
+        "--quiet",
+    ]
     return Server("nanokv", nanokv.__version__, command, "load", {"ignore_eos": True})
 
 
@@ -204,9 +239,24 @@ def transformers_server(folder: Path, source: Path, options: argparse.Namespace)
     import transformers
 
     blocks = options.most * -(-options.context // 32)
-    command = [str(environment()), "-m", "transformers.cli.transformers", "serve", str(folder), "--port", "{port}",
-               "--device", "cpu", "--dtype", options.dtype, "--continuous-batching", "--cb-block-size", "32",
-               "--cb-num-blocks", str(blocks)]
+    command = [
+        str(environment()),
+        "-m",
+        "transformers.cli.transformers",
+        "serve",
+        str(folder),
+        "--port",
+        "{port}",
+        "--device",
+        "cpu",
+        "--dtype",
+        options.dtype,
+        "--continuous-batching",
+        "--cb-block-size",
+        "32",
+        "--cb-num-blocks",
+        str(blocks),
+    ]
     threads = {"OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1"}
     return Server("transformers", transformers.__version__, command, str(folder), {}, threads)
 
@@ -215,15 +265,37 @@ def llama_server(folder: Path, source: Path, options: argparse.Namespace) -> Ser
     """One slot for every client, each with its own context."""
     program = shutil.which(options.llama_server)
     if program is None:
-        raise Unavailable(f"no {options.llama_server}: --llama-server PATH, docs/serve.md says how it is built")
+        raise Unavailable(
+            f"no {options.llama_server}: --llama-server PATH, docs/serve.md says how it is built"
+        )
     said = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60)
     found = re.search(r"version: (.+)", said.stdout + said.stderr)
     if options.dtype != "bfloat16":
         raise Unavailable(f"its weights are bfloat16 here, not {options.dtype}")
-    command = [program, "-m", str(bf16_gguf(source, folder)), "--alias", "load", "--port", "{port}", "--threads",
-               str(options.threads), "--threads-batch", str(options.threads), "--parallel", str(options.most),
-               "-c", str(options.most * options.context)]
-    return Server("llama.cpp", found[1] if found else "?", command, "load", {"ignore_eos": True, "cache_prompt": True})
+    command = [
+        program,
+        "-m",
+        str(bf16_gguf(source, folder)),
+        "--alias",
+        "load",
+        "--port",
+        "{port}",
+        "--threads",
+        str(options.threads),
+        "--threads-batch",
+        str(options.threads),
+        "--parallel",
+        str(options.most),
+        "-c",
+        str(options.most * options.context),
+    ]
+    return Server(
+        "llama.cpp",
+        found[1] if found else "?",
+        command,
+        "load",
+        {"ignore_eos": True, "cache_prompt": True},
+    )
 
 
 MAKERS = {"nanokv": nanokv_server, "transformers": transformers_server, "llama.cpp": llama_server}
@@ -237,8 +309,14 @@ def running(server: Server, log: Path) -> Iterator[str]:
         port = free.getsockname()[1]
     url, command = f"http://127.0.0.1:{port}", [part.format(port=port) for part in server.command]
     with open(log, "w") as out:
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, process_group=0,
-                                 env=os.environ | server.environment)
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            process_group=0,
+            env=os.environ | server.environment,
+        )
     try:
         wait_until_healthy(url, child, log)
         warm(server, url)
@@ -254,7 +332,10 @@ def wait_until_healthy(url: str, child: subprocess.Popen, log: Path) -> None:
         if child.poll() is not None:
             said = log.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
             raise Unavailable(f"ended with exit code {child.returncode}: {said[-1]}")
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+        with (
+            contextlib.suppress(OSError),
+            urllib.request.urlopen(f"{url}/health", timeout=5) as answer,
+        ):
             if answer.status == 200:
                 return
         time.sleep(0.1)
@@ -288,7 +369,9 @@ def end(child: subprocess.Popen) -> None:
 def texts(count: int, seed: str) -> list[str]:
     """Prompts of mixed lengths; half of them begin with one of four texts, the others share nothing."""
     prefixes = [words(PREFIX_WORDS, f"{seed}-prefix-{number}") for number in range(PREFIXES)]
-    found = [words(LENGTHS[number // 2 % len(LENGTHS)], f"{seed}-{number}") for number in range(count)]
+    found = [
+        words(LENGTHS[number // 2 % len(LENGTHS)], f"{seed}-{number}") for number in range(count)
+    ]
     for number in range(1, count, 2):
         found[number] = f"{prefixes[number // 2 % PREFIXES]} {found[number]}"
     random.Random(seed).shuffle(found)
@@ -307,29 +390,57 @@ def clients(server: Server, url: str, options: argparse.Namespace, work: Path) -
 
 def point(server: Server, url: str, count: int, options: argparse.Namespace, work: Path) -> dict:
     """What guidellm measures with so many clients."""
-    requests, data, report = max(options.least, options.rounds * count), work / "prompts.jsonl", work / "report.json"
-    lines = [json.dumps({"prompt": text}) + "\n" for text in texts(requests, f"{options.seed}-{count}")]
+    requests, data, report = (
+        max(options.least, options.rounds * count),
+        work / "prompts.jsonl",
+        work / "report.json",
+    )
+    lines = [
+        json.dumps({"prompt": text}) + "\n" for text in texts(requests, f"{options.seed}-{count}")
+    ]
     data.write_text("".join(lines))
     report.unlink(missing_ok=True)
     backend = {
-        "kind": "openai_http", "target": url, "model": server.model, "request_format": "/v1/completions",
-        "http2": False, "max_tokens": options.tokens, "extras": {"body": {"temperature": 0} | server.extra},
+        "kind": "openai_http",
+        "target": url,
+        "model": server.model,
+        "request_format": "/v1/completions",
+        "http2": False,
+        "max_tokens": options.tokens,
+        "extras": {"body": {"temperature": 0} | server.extra},
     }
     parts = {
-        "--backend": backend, "--profile": {"kind": "concurrent", "streams": count},
-        "--data": {"kind": "json_file", "path": str(data)}, "--output": {"kind": "json", "path": str(report)},
+        "--backend": backend,
+        "--profile": {"kind": "concurrent", "streams": count},
+        "--data": {"kind": "json_file", "path": str(data)},
+        "--output": {"kind": "json", "path": str(report)},
     }
     command = [environment(), "-m", "guidellm", "run", "--disable-console"]
     command += [part for name, value in parts.items() for part in (name, json.dumps(value))]
-    for limit in ({"kind": "max_requests", "count": requests}, {"kind": "max_duration", "seconds": options.seconds}):
+    for limit in (
+        {"kind": "max_requests", "count": requests},
+        {"kind": "max_duration", "seconds": options.seconds},
+    ):
         command += ["--constraint", json.dumps(limit)]
-    quiet = {"GUIDELLM__MAX_WORKER_PROCESSES": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    quiet = {
+        "GUIDELLM__MAX_WORKER_PROCESSES": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
     row = {"server": server.name, "clients": count, "requests": requests}
     try:
-        done = subprocess.run(command, env=os.environ | quiet, capture_output=True, text=True, cwd=work,
-                              timeout=options.seconds + LOADING_S)
+        done = subprocess.run(
+            command,
+            env=os.environ | quiet,
+            capture_output=True,
+            text=True,
+            cwd=work,
+            timeout=options.seconds + LOADING_S,
+        )
     except subprocess.TimeoutExpired:
-        return row | {"error": f"the generator did not end within {options.seconds + LOADING_S:g} s"}
+        return row | {
+            "error": f"the generator did not end within {options.seconds + LOADING_S:g} s"
+        }
     if not report.exists():
         said = done.stderr.strip().splitlines() or ["it said nothing"]
         return row | {"error": f"the generator ended with exit code {done.returncode}: {said[-1]}"}
@@ -340,17 +451,25 @@ def figures(found: dict, tokens: int) -> dict:
     """Of guidellm's report: tokens per second of all complete answers together, quantiles over them."""
     answers = found["requests"]["successful"]
     whole = [one for one in answers if one["output_tokens"] == tokens]
-    counts = {"ok": len(whole), "failed": len(answers) - len(whole) + len(found["requests"]["errored"]),
-              "unfinished": len(found["requests"]["incomplete"])}
+    counts = {
+        "ok": len(whole),
+        "failed": len(answers) - len(whole) + len(found["requests"]["errored"]),
+        "unfinished": len(found["requests"]["incomplete"]),
+    }
     if not whole:
         return counts | {"error": f"no complete answer: {reason(found['requests'], tokens)}"}
-    seconds = max(one["request_end_time"] for one in whole) - min(one["request_start_time"] for one in whole)
+    seconds = max(one["request_end_time"] for one in whole) - min(
+        one["request_start_time"] for one in whole
+    )
     first = [one["time_to_first_token_ms"] for one in whole]
     between = [one["inter_token_latency_ms"] for one in whole]
     return counts | {
-        "seconds": seconds, "prompt_tokens": sum(one["prompt_tokens"] for one in whole),
-        "tokens_per_s": tokens * len(whole) / seconds, "ttft_p50_ms": quantile(first, 0.5),
-        "ttft_p99_ms": quantile(first, 0.99), "itl_p50_ms": quantile(between, 0.5),
+        "seconds": seconds,
+        "prompt_tokens": sum(one["prompt_tokens"] for one in whole),
+        "tokens_per_s": tokens * len(whole) / seconds,
+        "ttft_p50_ms": quantile(first, 0.5),
+        "ttft_p99_ms": quantile(first, 0.99),
+        "itl_p50_ms": quantile(between, 0.5),
         "itl_p99_ms": quantile(between, 0.99),
     }
 
@@ -359,7 +478,11 @@ def reason(requests: dict, tokens: int) -> str:
     """Why no answer is complete."""
     if requests["successful"]:
         return f"one has {requests['successful'][0]['output_tokens']} tokens, and {tokens} were asked for"
-    return str(requests["errored"][0]["info"].get("error")) if requests["errored"] else "the time was over"
+    return (
+        str(requests["errored"][0]["info"].get("error"))
+        if requests["errored"]
+        else "the time was over"
+    )
 
 
 def quantile(values: list[float], part: float) -> float:
@@ -375,19 +498,33 @@ def long(server: Server, url: str, options: argparse.Namespace, work: Path) -> l
     """Clients decode while one sends long prompts: does a token have to wait for a whole prompt?"""
     row = {"server": server.name, "clients": DECODERS}
     try:
-        return [row | asyncio.run(asyncio.wait_for(beside_long_prompts(server, url, options), 4 * options.seconds))]
+        return [
+            row
+            | asyncio.run(
+                asyncio.wait_for(beside_long_prompts(server, url, options), 4 * options.seconds)
+            )
+        ]
     except (openai.OpenAIError, TimeoutError) as error:
         return [row | {"error": f"{type(error).__name__}: {error}".removesuffix(": ")}]
 
 
 async def beside_long_prompts(server: Server, url: str, options: argparse.Namespace) -> dict:
     """Gaps between tokens before and while prompts of LONG_WORDS words come, one after another."""
-    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", timeout=LOADING_S, max_retries=0)
-    asked = functools.partial(client.completions.create, model=server.model, temperature=0, extra_body=server.extra)
+    client = openai.AsyncOpenAI(
+        base_url=f"{url}/v1", api_key="any", timeout=LOADING_S, max_retries=0
+    )
+    asked = functools.partial(
+        client.completions.create, model=server.model, temperature=0, extra_body=server.extra
+    )
     seen: list[list[float]] = [[] for _ in range(DECODERS)]
     until, waits = time.perf_counter() + options.seconds, []
-    async with client, together(decode(asked, times, f"{options.seed}-decode-{number}", until)
-                                for number, times in enumerate(seen)) as decoding:
+    async with (
+        client,
+        together(
+            decode(asked, times, f"{options.seed}-decode-{number}", until)
+            for number, times in enumerate(seen)
+        ) as decoding,
+    ):
         while min(map(len, seen)) < ALONE and not any(task.done() for task in decoding):
             await asyncio.sleep(0.01)
         begun = time.perf_counter()
@@ -396,15 +533,22 @@ async def beside_long_prompts(server: Server, url: str, options: argparse.Namesp
             await asked(prompt=words(LONG_WORDS, f"{options.seed}-long-{len(waits)}"), max_tokens=1)
             waits.append(time.perf_counter() - started)
         ended = time.perf_counter()
-    gaps = [(after, after - before) for times in seen for before, after in itertools.pairwise(times)]
+    gaps = [
+        (after, after - before) for times in seen for before, after in itertools.pairwise(times)
+    ]
     alone = [gap * 1e3 for at, gap in gaps if at <= begun]
     beside = [gap * 1e3 for at, gap in gaps if begun < at <= ended]
     if not waits or not beside:
         raise TimeoutError("no long prompt was answered while the others decoded")
     p50, p99 = quantile(beside, 0.5), quantile(beside, 0.99)
     return {
-        "tokens": len(beside), "long_prompts": len(waits), "long_ttft_p50_ms": statistics.median(waits) * 1e3,
-        "alone_p50_ms": quantile(alone, 0.5), "itl_p50_ms": p50, "itl_p99_ms": p99, "p99_over_p50": p99 / p50,
+        "tokens": len(beside),
+        "long_prompts": len(waits),
+        "long_ttft_p50_ms": statistics.median(waits) * 1e3,
+        "alone_p50_ms": quantile(alone, 0.5),
+        "itl_p50_ms": p50,
+        "itl_p99_ms": p99,
+        "p99_over_p50": p99 / p50,
     }
 
 
@@ -446,9 +590,16 @@ def many(server: Server, url: str, options: argparse.Namespace, work: Path) -> l
     lost = [text for text in wrong if isinstance(text, Exception)]
     mixed = [text for text in wrong if text in others]
     row = {
-        "server": server.name, "clients": options.most, "requests": len(wanted), "distinct": len(others),
-        "ok": len(wanted) - len(wrong), "lost": len(lost), "mixed_up": len(mixed),
-        "other": len(wrong) - len(lost) - len(mixed), "seconds": seconds, "requests_per_s": len(wanted) / seconds,
+        "server": server.name,
+        "clients": options.most,
+        "requests": len(wanted),
+        "distinct": len(others),
+        "ok": len(wanted) - len(wrong),
+        "lost": len(lost),
+        "mixed_up": len(mixed),
+        "other": len(wrong) - len(lost) - len(mixed),
+        "seconds": seconds,
+        "requests_per_s": len(wanted) / seconds,
     }
     return [row | ({"first_wrong": str(wrong[0])} if wrong else {})]
 
@@ -458,12 +609,19 @@ def known_answers(count: int, dtype: str) -> list[str]:
     import torch
 
     model, tokenizer = nanokv.load(TINY, dtype=getattr(torch, dtype))
-    prompts = [tokenizer.encode(tokenizer.render(message(number), add_generation_prompt=True))
-               for number in range(count)]
+    prompts = [
+        tokenizer.encode(tokenizer.render(message(number), add_generation_prompt=True))
+        for number in range(count)
+    ]
     answers = []
     for first in range(0, count, 128):
-        rows = nanokv.generate_padded(model, prompts[first : first + 128], max_new_tokens=ANSWER_TOKENS)
-        answers += [tokenizer.decode([token for token in row if token not in tokenizer.control_ids]) for row in rows]
+        rows = nanokv.generate_padded(
+            model, prompts[first : first + 128], max_new_tokens=ANSWER_TOKENS
+        )
+        answers += [
+            tokenizer.decode([token for token in row if token not in tokenizer.control_ids])
+            for row in rows
+        ]
     return answers
 
 
@@ -480,15 +638,25 @@ async def ask_all(server: Server, url: str, options: argparse.Namespace) -> list
         for number in numbers:
             try:
                 said = await client.chat.completions.create(
-                    model=server.model, messages=message(number), max_tokens=ANSWER_TOKENS, temperature=0, stream=stream
+                    model=server.model,
+                    messages=message(number),
+                    max_tokens=ANSWER_TOKENS,
+                    temperature=0,
+                    stream=stream,
                 )
-                parts = [part.choices[0].delta.content or "" async for part in said] if stream else []
+                parts = (
+                    [part.choices[0].delta.content or "" async for part in said] if stream else []
+                )
                 answers[number] = "".join(parts) if stream else said.choices[0].message.content
             except openai.OpenAIError as error:
                 answers[number] = error
 
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", timeout=60, max_retries=0) as client:
-        await asyncio.gather(*(ask(client, stream=worker % 2 == 0) for worker in range(options.most)))
+    async with openai.AsyncOpenAI(
+        base_url=f"{url}/v1", api_key="any", timeout=60, max_retries=0
+    ) as client:
+        await asyncio.gather(
+            *(ask(client, stream=worker % 2 == 0) for worker in range(options.most))
+        )
     return answers
 
 
@@ -497,29 +665,57 @@ async def ask_all(server: Server, url: str, options: argparse.Namespace) -> list
 SCENARIOS = {"clients": clients, "long": long, "many": many}
 COLUMNS = {  # scenario → field → heading, digits
     "clients": {
-        "server": ("server",), "clients": ("clients",), "ok": ("ok",), "failed": ("failed",),
+        "server": ("server",),
+        "clients": ("clients",),
+        "ok": ("ok",),
+        "failed": ("failed",),
         "unfinished": ("unfinished",),
-        "tokens_per_s": ("tokens/s", 1), "ttft_p50_ms": ("first p50 ms", 0), "ttft_p99_ms": ("first p99 ms", 0),
-        "itl_p50_ms": ("between p50 ms", 1), "itl_p99_ms": ("between p99 ms", 1), "ratio": ("nanokv is", 2),
+        "tokens_per_s": ("tokens/s", 1),
+        "ttft_p50_ms": ("first p50 ms", 0),
+        "ttft_p99_ms": ("first p99 ms", 0),
+        "itl_p50_ms": ("between p50 ms", 1),
+        "itl_p99_ms": ("between p99 ms", 1),
+        "ratio": ("nanokv is", 2),
     },
     "long": {
-        "server": ("server",), "clients": ("clients",), "tokens": ("tokens",), "alone_p50_ms": ("alone p50 ms", 1),
-        "itl_p50_ms": ("p50 ms", 1), "itl_p99_ms": ("p99 ms", 1), "p99_over_p50": ("p99 / p50", 2),
-        "long_prompts": ("long prompts",), "long_ttft_p50_ms": ("their first p50 ms", 0),
+        "server": ("server",),
+        "clients": ("clients",),
+        "tokens": ("tokens",),
+        "alone_p50_ms": ("alone p50 ms", 1),
+        "itl_p50_ms": ("p50 ms", 1),
+        "itl_p99_ms": ("p99 ms", 1),
+        "p99_over_p50": ("p99 / p50", 2),
+        "long_prompts": ("long prompts",),
+        "long_ttft_p50_ms": ("their first p50 ms", 0),
     },
     "many": {
-        "server": ("server",), "clients": ("clients",), "requests": ("requests",), "distinct": ("distinct",),
-        "ok": ("ok",), "lost": ("lost",), "mixed_up": ("mixed up",), "other": ("other",),
-        "seconds": ("seconds", 1), "requests_per_s": ("requests/s", 1),
+        "server": ("server",),
+        "clients": ("clients",),
+        "requests": ("requests",),
+        "distinct": ("distinct",),
+        "ok": ("ok",),
+        "lost": ("lost",),
+        "mixed_up": ("mixed up",),
+        "other": ("other",),
+        "seconds": ("seconds", 1),
+        "requests_per_s": ("requests/s", 1),
     },
 }
 
 
 def with_ratios(rows: list[dict]) -> list[dict]:
     """How many times as many tokens per second nanokv has, at each number of clients."""
-    ours = {row["clients"]: row["tokens_per_s"] for row in rows if row["server"] == "nanokv" and "tokens_per_s" in row}
-    return [row | {"ratio": ours[row["clients"]] / row["tokens_per_s"]}
-            if "tokens_per_s" in row and row.get("clients") in ours else row for row in rows]
+    ours = {
+        row["clients"]: row["tokens_per_s"]
+        for row in rows
+        if row["server"] == "nanokv" and "tokens_per_s" in row
+    }
+    return [
+        row | {"ratio": ours[row["clients"]] / row["tokens_per_s"]}
+        if "tokens_per_s" in row and row.get("clients") in ours
+        else row
+        for row in rows
+    ]
 
 
 def table(rows: list[dict], scenario: str) -> str:
@@ -561,7 +757,11 @@ def failed(rows: list[dict]) -> list[dict]:
     """Rows of nanokv that are not as they have to be."""
     ours = [row for row in rows if row["server"] == "nanokv"]
     wrong = ("error", "failed", "lost", "mixed_up", "other")
-    return [row for row in ours if any(row.get(name) for name in wrong) or row.get("p99_over_p50", 0) > MOST_GAP]
+    return [
+        row
+        for row in ours
+        if any(row.get(name) for name in wrong) or row.get("p99_over_p50", 0) > MOST_GAP
+    ]
 
 
 def names(text: str) -> list[str]:
@@ -583,23 +783,44 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     """Flags, and what follows from them: `most` clients at a time, `context` tokens for each."""
     parser = argparse.ArgumentParser(prog="make load", description=__doc__.split("\n\n")[0])
     parser.add_argument("--scenario", choices=SCENARIOS, default="clients")
-    parser.add_argument("--model", default="tiny", help="tiny, smollm2, a GGUF file or a folder (default: tiny)")
-    parser.add_argument("--servers", type=names, default=["nanokv"], help=f"of {','.join(SERVERS)} (default: nanokv)")
+    parser.add_argument(
+        "--model", default="tiny", help="tiny, smollm2, a GGUF file or a folder (default: tiny)"
+    )
+    parser.add_argument(
+        "--servers",
+        type=names,
+        default=["nanokv"],
+        help=f"of {','.join(SERVERS)} (default: nanokv)",
+    )
     parser.add_argument("--llama-server", metavar="PATH", default="llama-server")
-    parser.add_argument("--clients", type=counts, default=[1, 8, 32, 128], help="(default: 1,8,32,128)")
-    parser.add_argument("--rounds", type=int, default=1, help="requests of each client (default: 1) ...")
-    parser.add_argument("--least", type=int, default=16, help="... but at least so many in all (default: 16)")
+    parser.add_argument(
+        "--clients", type=counts, default=[1, 8, 32, 128], help="(default: 1,8,32,128)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="requests of each client (default: 1) ..."
+    )
+    parser.add_argument(
+        "--least", type=int, default=16, help="... but at least so many in all (default: 16)"
+    )
     parser.add_argument("--tokens", type=int, default=32, help="of each answer (default: 32)")
     parser.add_argument("--requests", type=int, default=10_000, help="of `many` (default: 10,000)")
-    parser.add_argument("--seconds", type=float, default=60.0, help="at most, for each row (default: 60)")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each server (default: all cores)")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="(default: bfloat16; `many`: float32)")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="at most, for each row (default: 60)"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=os.cpu_count(), help="of each server (default: all cores)"
+    )
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), help="(default: bfloat16; `many`: float32)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE", help="the rows, and what was run")
     options = parser.parse_args(argv)
     if options.scenario == "many" and (options.model != "tiny" or options.servers != ["nanokv"]):
         parser.error("many asks nanokv with the bundled model, whose answers are known")
-    options.most = {"clients": max(options.clients), "long": DECODERS + 1, "many": 32}[options.scenario]
+    options.most = {"clients": max(options.clients), "long": DECODERS + 1, "many": 32}[
+        options.scenario
+    ]
     options.context = 512 if options.scenario != "long" else 2_048
     options.dtype = options.dtype or ("float32" if options.scenario == "many" else "bfloat16")
     return options

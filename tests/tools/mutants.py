@@ -77,18 +77,36 @@ TESTS = {
 # --- which mutants there are ----------------------------------------------------------------------------------------
 
 COMPARED = {
-    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
 }
 COMPUTED = {
-    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult,
-    ast.Mod: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.LShift: ast.RShift, ast.RShift: ast.LShift,
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Add,
+    ast.FloorDiv: ast.Mult,
+    ast.Div: ast.Mult,
+    ast.Mod: ast.Mult,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+    ast.LShift: ast.RShift,
+    ast.RShift: ast.LShift,
 }
 REMOVED = ast.Assign | ast.AugAssign | ast.Raise | ast.Expr
 
 
 def is_text(node: ast.AST) -> bool:
-    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return isinstance(node, ast.JoinedStr) or (
+        isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
 
 
 def replacements(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
@@ -96,7 +114,11 @@ def replacements(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
     if isinstance(node, ast.Compare) and type(node.ops[0]) in COMPARED:
         swapped = [COMPARED[type(node.ops[0])](), *node.ops[1:]]
         yield "comparison", ast.Compare(node.left, swapped, node.comparators)
-    if isinstance(node, ast.BinOp) and type(node.op) in COMPUTED and not (is_text(node.left) or is_text(node.right)):
+    if (
+        isinstance(node, ast.BinOp)
+        and type(node.op) in COMPUTED
+        and not (is_text(node.left) or is_text(node.right))
+    ):
         yield "arithmetic", ast.BinOp(node.left, COMPUTED[type(node.op)](), node.right)
     if isinstance(node, ast.Constant) and type(node.value) is int:
         yield "constant", ast.Constant(node.value + 1)
@@ -104,7 +126,10 @@ def replacements(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
     if isinstance(node, ast.Constant) and type(node.value) is bool:
         yield "constant", ast.Constant(not node.value)
     if isinstance(node, ast.BoolOp):
-        yield "and/or", ast.BoolOp(ast.Or() if isinstance(node.op, ast.And) else ast.And(), node.values)
+        yield (
+            "and/or",
+            ast.BoolOp(ast.Or() if isinstance(node.op, ast.And) else ast.And(), node.values),
+        )
     if isinstance(node, ast.If | ast.While):
         kind = type(node)
         yield "negation", kind(ast.UnaryOp(ast.Not(), node.test), node.body, node.orelse)
@@ -112,9 +137,15 @@ def replacements(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
         yield "negation", ast.IfExp(ast.UnaryOp(ast.Not(), node.test), node.body, node.orelse)
     if isinstance(node, ast.Return) and ast.unparse(node) not in ("return", "return None"):
         yield "return None", ast.Return(ast.Constant(None))
-    if isinstance(node, REMOVED) and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+    if isinstance(node, REMOVED) and not (
+        isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    ):
         yield "removed", ast.Pass()
-    if isinstance(node, ast.Call) and len(node.args) >= 2 and not isinstance(node.args[0], ast.Starred):
+    if (
+        isinstance(node, ast.Call)
+        and len(node.args) >= 2
+        and not isinstance(node.args[0], ast.Starred)
+    ):
         first, second, *rest = node.args
         yield "swapped", ast.Call(node.func, [second, first, *rest], node.keywords)
 
@@ -156,7 +187,10 @@ def mutate(source: str, number: int) -> tuple[str, str, str]:
 
 
 def tests_of(path: str) -> list[str]:
-    key = max((key for key in TESTS if path == key or (key.endswith("/") and path.startswith(key))), key=len)
+    key = max(
+        (key for key in TESTS if path == key or (key.endswith("/") and path.startswith(key))),
+        key=len,
+    )
     found = {path.stem.removeprefix("test_"): path for path in (ROOT / "tests").rglob("test_*.py")}
     return [found[name].relative_to(ROOT).as_posix() for name in TESTS[key].split()]
 
@@ -166,7 +200,9 @@ def sizes() -> dict[str, int]:
     """How many mutants each file has."""
     folders = [key for key in TESTS if key.endswith("/")] + ["nanokv/decoding/"]
     files = {key for key in TESTS if not key.endswith("/")}
-    files |= {str(path.relative_to(ROOT)) for folder in folders for path in (ROOT / folder).glob("*.py")}
+    files |= {
+        str(path.relative_to(ROOT)) for folder in folders for path in (ROOT / folder).glob("*.py")
+    }
     counts = {path: len(list(sites(ast.parse(read(path))))) for path in sorted(files)}
     return {path: count for path, count in counts.items() if count}
 
@@ -246,7 +282,10 @@ class InOrder:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items):
-        items[:] = sorted((item for item in items if item.nodeid in self.rank), key=lambda item: self.rank[item.nodeid])
+        items[:] = sorted(
+            (item for item in items if item.nodeid in self.rank),
+            key=lambda item: self.rank[item.nodeid],
+        )
 
 
 def covering(lines: dict, path: str, line: int) -> list[str]:
@@ -255,7 +294,10 @@ def covering(lines: dict, path: str, line: int) -> list[str]:
     files = tests_of(path)
     about = [test for test in lines if test.partition("::")[0] in files]
     chosen = [test for test in about if line in lines[test]["lines"].get(path, ())] or about
-    rank = {test: (lines[test]["s"] > 0.5, files.index(test.partition("::")[0]), lines[test]["s"]) for test in chosen}
+    rank = {
+        test: (lines[test]["s"] > 0.5, files.index(test.partition("::")[0]), lines[test]["s"])
+        for test in chosen
+    }
     return sorted(chosen, key=rank.get)
 
 
@@ -273,7 +315,7 @@ def warm_up() -> None:
 
 
 def pytest_in_child(copy: Path, argv: list[str], plugin: object, seconds: float) -> str:
-    """"passed", "failed" or "timeout" of pytest in a forked process, in the copy. The limit is on the processor's
+    """ "passed", "failed" or "timeout" of pytest in a forked process, in the copy. The limit is on the processor's
     seconds, so a busy machine stops nothing early; who only waits is stopped after ten times as long."""
     import resource  # not on Windows, nor is fork
 
@@ -337,8 +379,17 @@ def one(copy: Path, path: str, number: int, lines: dict, argv: list[str], stamp:
     seconds = round(time.monotonic() - began, 1)
     shutil.copy2(ROOT / path, copy / path)
     by = reason(copy) if outcome == "failed" else ""
-    return {"file": path, "number": number, "place": place, "what": what, "outcome": outcome, "s": seconds, "by": by,
-            "tests": len(chosen), "expected": round(expected, 1)}
+    return {
+        "file": path,
+        "number": number,
+        "place": place,
+        "what": what,
+        "outcome": outcome,
+        "s": seconds,
+        "by": by,
+        "tests": len(chosen),
+        "expected": round(expected, 1),
+    }
 
 
 def recorded(copy: Path, paths: list[str], argv: list[str], out: Path) -> dict:
@@ -361,14 +412,26 @@ def report(results: list[dict]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=400, help="how many of the list, from its beginning (400)")
-    parser.add_argument("--skip", type=int, default=0, help="pass over so many first, to go on with a list")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--count", type=int, default=400, help="how many of the list, from its beginning (400)"
+    )
+    parser.add_argument(
+        "--skip", type=int, default=0, help="pass over so many first, to go on with a list"
+    )
     parser.add_argument("--seed", type=int, default=1, help="another list (1)")
     parser.add_argument("--only", default="", help="mutants of files whose path holds this")
-    parser.add_argument("--marks", default="not slow", help="pytest's -m; an empty text runs the slow tests too")
-    parser.add_argument("--lines", type=Path, help="a file for the lines that each test runs: the next run reads it")
-    parser.add_argument("--out", type=Path, help="a file for the results, a JSON line for each mutant")
+    parser.add_argument(
+        "--marks", default="not slow", help="pytest's -m; an empty text runs the slow tests too"
+    )
+    parser.add_argument(
+        "--lines", type=Path, help="a file for the lines that each test runs: the next run reads it"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="a file for the results, a JSON line for each mutant"
+    )
     args = parser.parse_args()
     chosen = [m for m in all_mutants(args.seed) if args.only in m[0]][args.skip :][: args.count]
     results = []
@@ -380,11 +443,16 @@ def main() -> int:
             duplicate(ROOT / name, copy / name)
         warm_up()
         argv = ["-m", args.marks] if args.marks else []
-        lines = recorded(copy, [path for path, _ in chosen], argv, args.lines or copy / "lines.json")
+        lines = recorded(
+            copy, [path for path, _ in chosen], argv, args.lines or copy / "lines.json"
+        )
         for n, (path, number) in enumerate(chosen):
             result = one(copy, path, number, lines, argv, 1_000_000_000 + n)
-            print(f"{n + args.skip:4} {result['outcome']:8}{result['s']:6} s  {path}:{result['place']}: "
-                  f"{result['what'][:90]}  {result['by']}", flush=True)
+            print(
+                f"{n + args.skip:4} {result['outcome']:8}{result['s']:6} s  {path}:{result['place']}: "
+                f"{result['what'][:90]}  {result['by']}",
+                flush=True,
+            )
             results.append(result)
             if args.out:
                 with args.out.open("a") as out:

@@ -67,7 +67,9 @@ def styled(screen, row: int) -> Text:
 
 def draw(lines: list[Text]) -> str:
     """The SVG."""
-    console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, legacy_windows=False)
+    console = Console(
+        record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, legacy_windows=False
+    )
     for line in lines:
         console.print(line, soft_wrap=True)
     return console.export_svg(title="nanokv chat", unique_id="nanokv")
@@ -77,5 +79,7 @@ if __name__ == "__main__":
     PICTURE.parent.mkdir(exist_ok=True)
     recorded = record()
     PICTURE.write_text(draw(recorded), encoding="utf-8")
-    PICTURE.with_suffix(".txt").write_text("\n".join(line.plain for line in recorded) + "\n", encoding="utf-8")
+    PICTURE.with_suffix(".txt").write_text(
+        "\n".join(line.plain for line in recorded) + "\n", encoding="utf-8"
+    )
     print(PICTURE.relative_to(ROOT))

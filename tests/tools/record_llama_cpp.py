@@ -34,7 +34,9 @@ def serve(path: str):
 
     def ask(place: str, question: dict) -> dict:
         body, head = json.dumps(question).encode(), {"Content-Type": "application/json"}
-        with urllib.request.urlopen(urllib.request.Request(server.listening_address + place, body, head)) as reply:
+        with urllib.request.urlopen(
+            urllib.request.Request(server.listening_address + place, body, head)
+        ) as reply:
             return json.load(reply)
 
     return ask
@@ -45,9 +47,13 @@ def record(path: str) -> dict:
     ask = serve(path)
 
     def ids(text: str) -> list[int]:
-        return ask("/tokenize", {"content": text, "add_special": False, "parse_special": True})["tokens"]
+        return ask("/tokenize", {"content": text, "add_special": False, "parse_special": True})[
+            "tokens"
+        ]
 
-    prompts = [ask("/apply-template", {"messages": messages})["prompt"] for messages in conversations()]
+    prompts = [
+        ask("/apply-template", {"messages": messages})["prompt"] for messages in conversations()
+    ]
     return {
         "llama.cpp": "xllamacpp 2026.10.11549",
         "spelled": [ids(text) for text in SPELLED],
@@ -60,5 +66,7 @@ def record(path: str) -> dict:
 
 if __name__ == "__main__":
     FACTS.parent.mkdir(exist_ok=True)
-    FACTS.write_text(json.dumps(record(sys.argv[1]), separators=(",", ":")) + "\n", encoding="utf-8")
+    FACTS.write_text(
+        json.dumps(record(sys.argv[1]), separators=(",", ":")) + "\n", encoding="utf-8"
+    )
     print(FACTS)

@@ -39,7 +39,13 @@ BODY_S = 35.0  # after which the server has sent away who does not send its body
 START_S = 120.0
 SAMPLES = 9  # of the memory, at least
 FLAGS = ("--dtype", "float32", "--running", "16", "--queue", "6", "--pages", "28", "--port")
-BROKEN = (httpx2.TransportError, OSError, anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError)
+BROKEN = (
+    httpx2.TransportError,
+    OSError,
+    anyio.EndOfStream,
+    anyio.BrokenResourceError,
+    anyio.ClosedResourceError,
+)
 # The last three are failures.
 OUTCOMES = ("as expected", "left", "busy", "cut", "wrong", "lost", "hung")
 FINE, LEFT, BUSY, CUT, WRONG, LOST, HUNG = OUTCOMES
@@ -76,14 +82,23 @@ def questions() -> list[Question]:
     torch.set_num_threads(1)
     model, tokenizer = nanokv.load("tiny", dtype=torch.float32)
     names = ("Zorbla", "Mira", "Tom", "Anna", "Otto", "Lena", "Ben", "Ida")
-    talk = [f"My name is {names[0]}.", "Nice to meet you.", "Tell me a story about a cat.", "The cat sat by the bag."]
-    asked: list[tuple[list[str], dict]] = [([f"My name is {name}. What is my name?"], {}) for name in names]
+    talk = [
+        f"My name is {names[0]}.",
+        "Nice to meet you.",
+        "Tell me a story about a cat.",
+        "The cat sat by the bag.",
+    ]
+    asked: list[tuple[list[str], dict]] = [
+        ([f"My name is {name}. What is my name?"], {}) for name in names
+    ]
     asked += [([f"What is {number} + {number + 2}?"], {}) for number in range(8)]
     asked += [([*talk * (1 + number), f"What is {number} + 1?"], {}) for number in range(6)]
     asked += [(["Tell me a story."], {"temperature": 1.0, "seed": seed}) for seed in range(10)]
     found = []
     for turns, sampling in asked:
-        messages = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
+        messages = [
+            {"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)
+        ]
         ids = tokenizer.encode(tokenizer.render(messages))
         tokens = list(nanokv.generate(model, ids, max_new_tokens=40, **sampling))
         ended = tokens[-1] in model.generation_config.eos_token_ids
@@ -107,14 +122,22 @@ class Server:
         # The same code from the first request to the last.
         environment |= {"NANOKV_KERNELS": "explicit"}
         with open(log, "wb") as errors:
-            self.process = subprocess.Popen(command, stderr=errors, stdout=subprocess.DEVNULL, env=environment)
+            self.process = subprocess.Popen(
+                command, stderr=errors, stdout=subprocess.DEVNULL, env=environment
+            )
         self.port = self._ready()
 
     def _ready(self) -> int:
         until = time.monotonic() + START_S
-        while not (found := re.search(r"ready: http://127\.0\.0\.1:(\d+)/v1", self.log.read_text(errors="replace"))):
+        while not (
+            found := re.search(
+                r"ready: http://127\.0\.0\.1:(\d+)/v1", self.log.read_text(errors="replace")
+            )
+        ):
             if self.process.poll() is not None or time.monotonic() > until:
-                raise SystemExit(f"the server did not start:\n{self.log.read_text(errors='replace')}")
+                raise SystemExit(
+                    f"the server did not start:\n{self.log.read_text(errors='replace')}"
+                )
             time.sleep(0.05)
         return int(found[1])
 
@@ -126,7 +149,9 @@ class Server:
     def metrics(self) -> dict[str, float]:
         """What /metrics says."""
         headers = {"Authorization": f"Bearer {KEYS[0]}"}
-        text = httpx2.get(f"http://127.0.0.1:{self.port}/metrics", headers=headers, timeout=PATIENCE_S).text
+        text = httpx2.get(
+            f"http://127.0.0.1:{self.port}/metrics", headers=headers, timeout=PATIENCE_S
+        ).text
         lines = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
         return {name.removeprefix("nanokv_"): float(value) for name, value in lines}
 
@@ -139,7 +164,9 @@ class Clients:
 
     def __init__(self, port: int, known: list[Question]):
         self.port, self.known, self.until = port, known, 0.0
-        self.http = httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=None, trust_env=False)
+        self.http = httpx2.AsyncClient(
+            base_url=f"http://127.0.0.1:{port}", timeout=None, trust_env=False
+        )
 
     def post(self, rng: random.Random, path: str, body: dict, **more):
         headers = {"Authorization": f"Bearer {rng.choice(KEYS)}"}
@@ -163,7 +190,10 @@ class Clients:
             return busy(response)
         expect(response.status_code == 200, found)
         (choice,) = found["choices"]
-        same = (choice["message"]["content"], choice["finish_reason"]) == (question.text, question.reason)
+        same = (choice["message"]["content"], choice["finish_reason"]) == (
+            question.text,
+            question.reason,
+        )
         expect(same and found["usage"]["prompt_tokens"] == question.prompt, (question, found))
         return FINE
 
@@ -179,7 +209,10 @@ class Clients:
                     event = json.loads(line.removeprefix("data: "))
                     expect("error" not in event, event)
                     (choice,) = event["choices"]
-                    text, reason = text + (choice["delta"].get("content") or ""), choice["finish_reason"]
+                    text, reason = (
+                        text + (choice["delta"].get("content") or ""),
+                        choice["finish_reason"],
+                    )
                     await anyio.sleep(nap)
                 events += [line] if line else []
         if not events or events[-1] != "data: [DONE]":
@@ -189,7 +222,11 @@ class Clients:
 
     async def cancels(self, rng: random.Random) -> str:
         """Leaves after a few events of an answer that would go on."""
-        fields = rng.choice(self.known).fields | {"stream": True, "ignore_eos": True, "max_tokens": 300}
+        fields = rng.choice(self.known).fields | {
+            "stream": True,
+            "ignore_eos": True,
+            "max_tokens": 300,
+        }
         count = rng.randrange(12)
         async with self.post(rng, CHAT, fields) as response:
             if response.status_code == 429:
@@ -254,7 +291,10 @@ class Clients:
 
     async def tokenizes(self, rng: random.Random) -> str:
         """There and back, for a text of any length."""
-        text = "".join(rng.choice("The cat sat by the bag. Ünïcödé ☃ 🧑") for _ in range(rng.randrange(1, 20_000)))
+        text = "".join(
+            rng.choice("The cat sat by the bag. Ünïcödé ☃ 🧑")
+            for _ in range(rng.randrange(1, 20_000))
+        )
         body: dict = {"prompt": text}
         for path, name in (("/tokenize", "tokens"), ("/detokenize", "prompt")):
             async with self.post(rng, path, body) as response:
@@ -282,8 +322,16 @@ def busy(response) -> str:
 
 
 KINDS = {  # how often each comes
-    Clients.whole: 60, Clients.stream: 60, Clients.cancels: 30, Clients.leaves: 40, Clients.half: 6,
-    Clients.garbage: 20, Clients.large: 2, Clients.stranger: 10, Clients.tokenizes: 10, Clients.unread: 4,
+    Clients.whole: 60,
+    Clients.stream: 60,
+    Clients.cancels: 30,
+    Clients.leaves: 40,
+    Clients.half: 6,
+    Clients.garbage: 20,
+    Clients.large: 2,
+    Clients.stranger: 10,
+    Clients.tokenizes: 10,
+    Clients.unread: 4,
 }
 Kind = Callable[[Clients, random.Random], Awaitable[str]]
 
@@ -309,7 +357,10 @@ class Result:
     def thirds(self) -> list[float]:
         """Bytes of memory: the medians of the middle and the last third of the time. The first one warms up."""
         third = len(self.memory) // 3
-        return [statistics.median(part) for part in (self.memory[third : 2 * third], self.memory[2 * third :])]
+        return [
+            statistics.median(part)
+            for part in (self.memory[third : 2 * third], self.memory[2 * third :])
+        ]
 
     def growth(self) -> float:
         """Of the memory."""
@@ -319,8 +370,14 @@ class Result:
     def failures(self) -> list[str]:
         """In words; none is a pass."""
         total = sum(self.tallies.values(), collections.Counter())
-        found = [f"{total[outcome]:,} {outcome}" for outcome in (WRONG, LOST, HUNG) if total[outcome]]
-        found += [f"no client {kind} fared as expected" for kind in ("whole", "stream") if not self.tallies[kind][FINE]]
+        found = [
+            f"{total[outcome]:,} {outcome}" for outcome in (WRONG, LOST, HUNG) if total[outcome]
+        ]
+        found += [
+            f"no client {kind} fared as expected"
+            for kind in ("whole", "stream")
+            if not self.tallies[kind][FINE]
+        ]
         if taken := int(self.metrics["pages"] - self.metrics["pages_free"]):
             found.append(f"{taken:,} pages leaked")
         if left := int(self.metrics["requests_running"] + self.metrics["requests_waiting"]):
@@ -330,28 +387,47 @@ class Result:
         if self.exit_code != 143:
             found.append(f"exit code {self.exit_code} after SIGTERM")
         words = ("Traceback", "Exception", "failed", "Fatal", "was never")
-        found += [f"log: {line}" for line in self.log.splitlines() if any(word in line for word in words)][:5]
+        found += [
+            f"log: {line}" for line in self.log.splitlines() if any(word in line for word in words)
+        ][:5]
         return found + self.notes
 
     def table(self) -> str:
         """Kinds of clients by outcome, then the figures."""
         rows = [["client", "came", *OUTCOMES]]
-        for name, tally in [*self.tallies.items(), ("all", sum(self.tallies.values(), collections.Counter()))]:
-            rows.append([name, f"{tally.total():,}", *(f"{tally[outcome]:,}" for outcome in OUTCOMES)])
+        for name, tally in [
+            *self.tallies.items(),
+            ("all", sum(self.tallies.values(), collections.Counter())),
+        ]:
+            rows.append(
+                [name, f"{tally.total():,}", *(f"{tally[outcome]:,}" for outcome in OUTCOMES)]
+            )
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join([row[0].ljust(widths[0]), *(map(str.rjust, row[1:], widths[1:]))]) for row in rows]
+        lines = [
+            "  ".join([row[0].ljust(widths[0]), *(map(str.rjust, row[1:], widths[1:]))])
+            for row in rows
+        ]
         middle, last = (size / 1e6 for size in self.thirds())
-        names = ("pages", "pages_free", "preemptions_total", "generated_tokens_total", "prefix_hit_tokens_total")
+        names = (
+            "pages",
+            "pages_free",
+            "preemptions_total",
+            "generated_tokens_total",
+            "prefix_hit_tokens_total",
+        )
         pages, free, preempted, generated, reused = (int(self.metrics[name]) for name in names)
-        return "\n".join([
-            *lines, "",
-            f"{self.seconds:,.0f} s; {self.answers} different right answers; after SIGKILL ready again in "
-            f"{self.restart_s:.1f} s",
-            f"memory of the second server: {middle:.1f} MB in its middle third, {last:.1f} MB in its last, "
-            f"{self.growth():+.2%}",
-            f"pages: {pages:,}, leaked: {pages - free:,}, preemptions: {preempted:,}",
-            f"tokens: {generated:,} generated, {reused:,} reused",
-        ])
+        return "\n".join(
+            [
+                *lines,
+                "",
+                f"{self.seconds:,.0f} s; {self.answers} different right answers; after SIGKILL ready again in "
+                f"{self.restart_s:.1f} s",
+                f"memory of the second server: {middle:.1f} MB in its middle third, {last:.1f} MB in its last, "
+                f"{self.growth():+.2%}",
+                f"pages: {pages:,}, leaked: {pages - free:,}, preemptions: {preempted:,}",
+                f"tokens: {generated:,} generated, {reused:,} reused",
+            ]
+        )
 
 
 class Soak:
@@ -361,7 +437,9 @@ class Soak:
         self.folder, self.seed = folder, seed
         self.server = Server(folder / "first.log")
         self.clients = Clients(self.server.port, known)
-        self.tallies: dict[str, collections.Counter] = {kind.__name__: collections.Counter() for kind in KINDS}
+        self.tallies: dict[str, collections.Counter] = {
+            kind.__name__: collections.Counter() for kind in KINDS
+        }
         self.memory: list[int] = []
         self.notes: list[str] = []
         self.down, self.up, self.over = float("inf"), float("inf"), False
@@ -397,7 +475,9 @@ class Soak:
         self.down = time.monotonic()
         self.server.process.kill()
         await anyio.to_thread.run_sync(self.server.process.wait)
-        self.server = await anyio.to_thread.run_sync(Server, self.folder / "second.log", self.server.port)
+        self.server = await anyio.to_thread.run_sync(
+            Server, self.folder / "second.log", self.server.port
+        )
         self.up = time.monotonic()
         return self.up - self.down
 
@@ -419,9 +499,20 @@ class Soak:
         self.server.process.terminate()
         exit_code = await anyio.to_thread.run_sync(self.server.process.wait)
         answers = len({question.text for question in self.clients.known})
-        log = "".join((self.folder / name).read_text(errors="replace") for name in ("first.log", "second.log"))
-        return Result(self.tallies, self.memory, metrics, exit_code, log, restart_s, time.monotonic() - began, answers,
-                      self.notes[:5])
+        log = "".join(
+            (self.folder / name).read_text(errors="replace") for name in ("first.log", "second.log")
+        )
+        return Result(
+            self.tallies,
+            self.memory,
+            metrics,
+            exit_code,
+            log,
+            restart_s,
+            time.monotonic() - began,
+            answers,
+            self.notes[:5],
+        )
 
     def quiet(self) -> dict[str, float]:
         """The metrics, once nothing runs any more; those of a request that never ends show it."""
@@ -433,11 +524,18 @@ class Soak:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--clients", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--flat", type=float, default=2.0, help="percent by which the memory may change (default: 2)")
+    parser.add_argument(
+        "--flat",
+        type=float,
+        default=2.0,
+        help="percent by which the memory may change (default: 2)",
+    )
     args = parser.parse_args(arguments)
     known = questions()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -447,7 +545,9 @@ def main(arguments: list[str] | None = None) -> int:
     result.flat = args.flat / 100
     failures = result.failures()
     print(result.table())
-    print("".join(f"FAILED {line}\n" for line in failures) or "passed", end="" if failures else "\n")
+    print(
+        "".join(f"FAILED {line}\n" for line in failures) or "passed", end="" if failures else "\n"
+    )
     return bool(failures)
 
 

@@ -30,10 +30,45 @@ TEXT = "The cache holds aaaaaaaaaaaaaaaa 世界 3.14 <|im_end|>"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 JSON_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
 ODD = (  # values in place of any other
-    None, True, False, 0, 1, -1, 2, 7, 10**9, 10**30, -(10**30), 1.5, 1e-30, 1e300, "", "x", "0", "\x9b\u202e\x00",
-    "a" * 10_000, [], {}, [[]], {"a": 1}, [0], "NaN", ["full_attention"],
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2,
+    7,
+    10**9,
+    10**30,
+    -(10**30),
+    1.5,
+    1e-30,
+    1e300,
+    "",
+    "x",
+    "0",
+    "\x9b\u202e\x00",
+    "a" * 10_000,
+    [],
+    {},
+    [[]],
+    {"a": 1},
+    [0],
+    "NaN",
+    ["full_attention"],
 )
-RAW = (b"NaN", b"-Infinity", b"1e999", b"1" * 6000, b"[" * 3000, b'"\xff"', b'"\\ud800"', b"", b"[1,]", b"{'a': 1}")
+RAW = (
+    b"NaN",
+    b"-Infinity",
+    b"1e999",
+    b"1" * 6000,
+    b"[" * 3000,
+    b'"\xff"',
+    b'"\\ud800"',
+    b"",
+    b"[1,]",
+    b"{'a': 1}",
+)
 
 
 # --- what can be damaged ----------------------------------------------------------------------------------------------
@@ -68,7 +103,9 @@ def overwrite(folder, rng, name):
     """A block of zeros or noise, as a bad sector leaves it."""
     data = bytearray((folder / name).read_bytes())
     start, length = rng.randrange(len(data)), rng.choice((16, 512, 4096))
-    data[start : start + length] = rng.choice((bytes(length), rng.randbytes(length)))[: len(data) - start]
+    data[start : start + length] = rng.choice((bytes(length), rng.randbytes(length)))[
+        : len(data) - start
+    ]
     (folder / name).write_bytes(data)
 
 
@@ -101,14 +138,26 @@ def tensors_changed(folder, rng):
     if kind == 0:
         del tensors[one]
     elif kind == 1:
-        tensors[rng.choice(("model.layers.3.mlp.up_proj.weight", "x", "lm_head.bias", "model.rotary_emb.inv_freq",
-                            "model.layers.0.self_attn.rotary_emb.inv_freq", "\x9b"))] = torch.ones(4)
+        tensors[
+            rng.choice(
+                (
+                    "model.layers.3.mlp.up_proj.weight",
+                    "x",
+                    "lm_head.bias",
+                    "model.rotary_emb.inv_freq",
+                    "model.layers.0.self_attn.rotary_emb.inv_freq",
+                    "\x9b",
+                )
+            )
+        ] = torch.ones(4)
     elif kind == 2:
         tensors[one], tensors[other] = tensors[other], tensors[one]
     elif kind == 3:
         tensors[one] = tensors[one].flatten()
     elif kind == 4:
-        tensors[one] = tensors[one].to(rng.choice((torch.int8, torch.int64, torch.bool, torch.float64)))
+        tensors[one] = tensors[one].to(
+            rng.choice((torch.int8, torch.int64, torch.bool, torch.float64))
+        )
     elif kind == 5:
         tensors[one] = tensors[one].to(rng.choice((torch.bfloat16, torch.float16)))
     elif kind == 6:
@@ -116,7 +165,9 @@ def tensors_changed(folder, rng):
     elif kind == 7:
         tensors[one] = tensors[one][:-1].clone()
     elif kind == 8:
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone() * rng.choice((1.0, 0.5))
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone() * rng.choice(
+            (1.0, 0.5)
+        )
     else:
         tensors[one.removeprefix("model.")] = tensors.pop(one)
     save_file(tensors, folder / WEIGHTS, {"format": "pt"})
@@ -131,17 +182,25 @@ def header_lies(folder, rng):
     one, other = rng.sample(names, 2)
     kind = rng.randrange(10)
     if kind == 0:
-        header[one]["dtype"] = rng.choice(("F64", "I8", "BF16", "f32", "", None, 3, ["F32"], "F8_E4M3"))
+        header[one]["dtype"] = rng.choice(
+            ("F64", "I8", "BF16", "f32", "", None, 3, ["F32"], "F8_E4M3")
+        )
     elif kind == 1:
-        header[one]["shape"] = rng.choice(([], [0], [2**62, 4], [-1], [1.0], "x", None, [10**40], [1] * 2000, [[1]]))
+        header[one]["shape"] = rng.choice(
+            ([], [0], [2**62, 4], [-1], [1.0], "x", None, [10**40], [1] * 2000, [[1]])
+        )
     elif kind == 2:
-        header[one]["data_offsets"] = rng.choice(([0, 0], [0], [-4, 0], [0, 10**18], [0, 10**39], None, "x", [4, 0]))
+        header[one]["data_offsets"] = rng.choice(
+            ([0, 0], [0], [-4, 0], [0, 10**18], [0, 10**39], None, "x", [4, 0])
+        )
     elif kind == 3:
         header[one]["data_offsets"] = header[other]["data_offsets"]
     elif kind == 4:
         header[one]["extra"] = 1
     elif kind == 5:
-        header["__metadata__"] = rng.choice((None, 3, [], {"a": 1}, {"format": "tf"}, "x", {"a": "b" * 10_000}))
+        header["__metadata__"] = rng.choice(
+            (None, 3, [], {"a": 1}, {"format": "tf"}, "x", {"a": "b" * 10_000})
+        )
     elif kind == 6:
         header[one] = rng.choice(ODD)
     elif kind == 7:
@@ -180,11 +239,18 @@ def shards_damaged(folder, rng):
     """Two shards and an index that says something else."""
     tensors = load_file(folder / WEIGHTS)
     (folder / WEIGHTS).unlink()
-    names, files = sorted(tensors), ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+    names, files = (
+        sorted(tensors),
+        ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
+    )
     half = len(names) // 2
     placed = {name: files[i >= half] for i, name in enumerate(names)}
     for file in files:
-        save_file({name: tensors[name] for name in names if placed[name] == file}, folder / file, {"format": "pt"})
+        save_file(
+            {name: tensors[name] for name in names if placed[name] == file},
+            folder / file,
+            {"format": "pt"},
+        )
     index = {"metadata": {"total_size": 1}, "weight_map": dict(placed)}
     one, kind = rng.choice(names), rng.randrange(9)
     if kind == 0:
@@ -253,23 +319,54 @@ def json_text(folder, rng, name):
 def steps(folder, rng):
     """A pipeline in tokenizer.json that nobody publishes."""
     fields = json.loads((folder / "tokenizer.json").read_text())
-    split = {"type": "Split", "pattern": {"Regex": rng.choice(("(a+)+$|x", "(?:", "", ".*.*.*x", "(?<=a)+"))},
-             "behavior": rng.choice(("Isolated", "x")), "invert": False}
-    replace = {"type": "Replace", "pattern": {"String": rng.choice(("", "a"))}, "content": "a" * 300}
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": rng.choice(("(a+)+$|x", "(?:", "", ".*.*.*x", "(?<=a)+"))},
+        "behavior": rng.choice(("Isolated", "x")),
+        "invert": False,
+    }
+    replace = {
+        "type": "Replace",
+        "pattern": {"String": rng.choice(("", "a"))},
+        "content": "a" * 300,
+    }
     bytes_step = fields["pre_tokenizer"]
-    part, value = rng.choice((
-        ("pre_tokenizer", split), ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [split, bytes_step]}),
-        ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [bytes_step] * 30}), ("pre_tokenizer", None),
-        ("pre_tokenizer", bytes_step | {"add_prefix_space": 3}), ("normalizer", {"type": "NFC"}),
-        ("normalizer", {"type": "Sequence", "normalizers": [replace] * 9}), ("normalizer", {"type": "Precompiled"}),
-        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "/////w=="}), ("decoder", None),
-        ("decoder", {"type": "Sequence", "decoders": []}), ("post_processor", {"type": "BertProcessing"}),
-        ("truncation", {"max_length": 1, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}),
-        ("padding", {"strategy": {"Fixed": 10**9}, "direction": "Left", "pad_to_multiple_of": 10**9, "pad_id": 0,
-                     "pad_type_id": 0, "pad_token": "x"}),
-        ("added_tokens", [{"id": 0, "content": "a" * 100_000}]), ("added_tokens", [{"id": -1}]),
-        ("model", {"type": "BPE"}), ("added_tokens", [fields["added_tokens"][0] | {"id": 10**6}]), ("version", "9.9"),
-    ))
+    part, value = rng.choice(
+        (
+            ("pre_tokenizer", split),
+            ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [split, bytes_step]}),
+            ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [bytes_step] * 30}),
+            ("pre_tokenizer", None),
+            ("pre_tokenizer", bytes_step | {"add_prefix_space": 3}),
+            ("normalizer", {"type": "NFC"}),
+            ("normalizer", {"type": "Sequence", "normalizers": [replace] * 9}),
+            ("normalizer", {"type": "Precompiled"}),
+            ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "/////w=="}),
+            ("decoder", None),
+            ("decoder", {"type": "Sequence", "decoders": []}),
+            ("post_processor", {"type": "BertProcessing"}),
+            (
+                "truncation",
+                {"max_length": 1, "strategy": "LongestFirst", "stride": 0, "direction": "Right"},
+            ),
+            (
+                "padding",
+                {
+                    "strategy": {"Fixed": 10**9},
+                    "direction": "Left",
+                    "pad_to_multiple_of": 10**9,
+                    "pad_id": 0,
+                    "pad_type_id": 0,
+                    "pad_token": "x",
+                },
+            ),
+            ("added_tokens", [{"id": 0, "content": "a" * 100_000}]),
+            ("added_tokens", [{"id": -1}]),
+            ("model", {"type": "BPE"}),
+            ("added_tokens", [fields["added_tokens"][0] | {"id": 10**6}]),
+            ("version", "9.9"),
+        )
+    )
     fields[part] = value
     (folder / "tokenizer.json").write_text(json.dumps(fields))
 
@@ -283,13 +380,31 @@ def of(change, name):
 
 
 DAMAGES = [
-    *(of(change, name) for change in (flip_bits, truncate, overwrite, replace_file, json_value, json_text)
-      for name in JSON_FILES),
-    *(of(json_value, "config.json") for _ in range(3)), *(of(json_value, "tokenizer.json") for _ in range(2)),
+    *(
+        of(change, name)
+        for change in (flip_bits, truncate, overwrite, replace_file, json_value, json_text)
+        for name in JSON_FILES
+    ),
+    *(of(json_value, "config.json") for _ in range(3)),
+    *(of(json_value, "tokenizer.json") for _ in range(2)),
     *(of(change, WEIGHTS) for change in (flip_bits, truncate, extend, overwrite, replace_file)),
     of(extend, "config.json"),
-    flip_header, flip_header, tensors_changed, tensors_changed, tensors_changed, header_lies, header_lies, header_lies,
-    header_broken, header_broken, shards_damaged, shards_damaged, shards_damaged, steps, steps, steps,
+    flip_header,
+    flip_header,
+    tensors_changed,
+    tensors_changed,
+    tensors_changed,
+    header_lies,
+    header_lies,
+    header_lies,
+    header_broken,
+    header_broken,
+    shards_damaged,
+    shards_damaged,
+    shards_damaged,
+    steps,
+    steps,
+    steps,
 ]
 
 
@@ -311,7 +426,7 @@ def peak_bytes() -> int:
 
 
 def check(tiny_folder, folder, seed) -> str:
-    """"refused", or "equal": loaded, and transformers has the same logits."""
+    """ "refused", or "equal": loaded, and transformers has the same logits."""
     what = damaged(tiny_folder, folder, seed)
     began, before = time.perf_counter(), peak_bytes()
     try:

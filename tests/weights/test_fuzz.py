@@ -34,7 +34,9 @@ def test_seeds_are_read(worker, name):
     """Some of them without an error: a target that refuses everything tests nothing."""
     target = importlib.import_module(f"target_{name}")
     seeds = target.seeds()
-    assert seeds and {key: worker.run(name, data) for key, data in seeds.items()} == dict.fromkeys(seeds, "")
+    assert seeds and {key: worker.run(name, data) for key, data in seeds.items()} == dict.fromkeys(
+        seeds, ""
+    )
     refused = 0
     for data in seeds.values():
         try:
@@ -80,12 +82,24 @@ def run(data):
 """
 
 
-@pytest.mark.parametrize(("data", "told"), [
-    ("fine", ""), ("allowed", ""), ("print", ""), ("error", "KeyError in target_bad.py:run: 'x'"),
-    ("exit", "SystemExit in target_bad.py:run: 3"), ("panic", "BaseException in target_bad.py:run"),
-    ("abort", "died with SIGABRT"), ("hang", "no answer after 0.5 s"),
-    pytest.param("memory", "MemoryError", marks=pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS")),
-])
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        ("fine", ""),
+        ("allowed", ""),
+        ("print", ""),
+        ("error", "KeyError in target_bad.py:run: 'x'"),
+        ("exit", "SystemExit in target_bad.py:run: 3"),
+        ("panic", "BaseException in target_bad.py:run"),
+        ("abort", "died with SIGABRT"),
+        ("hang", "no answer after 0.5 s"),
+        pytest.param(
+            "memory",
+            "MemoryError",
+            marks=pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS"),
+        ),
+    ],
+)
 def test_the_harness_can_fail(tmp_path, monkeypatch, data, told):
     (tmp_path / "target_bad.py").write_text(BAD)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -95,23 +109,42 @@ def test_the_harness_can_fail(tmp_path, monkeypatch, data, told):
         found = worker.run("bad", data.encode())
         assert found.startswith(told) and bool(found) == bool(told)
         monkeypatch.setattr("worker.SECONDS", 60)
-        assert worker.run("bad", b"fine") == "", "the next input is run, by another process if need be"
+        assert worker.run("bad", b"fine") == "", (
+            "the next input is run, by another process if need be"
+        )
 
 
 def test_the_figures_of_libfuzzer_are_read():
     text = "#2\tINITED cov: 33 ft: 40 corp: 4/9b exec/s: 0\nx\n#900\tDONE   cov: 52 ft: 99 corp: 23/1Kb lim: 4\n"
-    assert runner.statistics(text) == {"executions": 900, "covered": 52, "at first": 33, "corpus": 23}
+    assert runner.statistics(text) == {
+        "executions": 900,
+        "covered": 52,
+        "at first": 33,
+        "corpus": 23,
+    }
     assert runner.statistics("nothing")["executions"] == 0
 
 
 def test_every_target_says_what_it_instruments():
     for name in common.TARGETS:
         target = importlib.import_module(f"target_{name}")
-        assert runner._instrumented(name) == target.INSTRUMENT and target.ALLOWED and callable(target.mutate)
+        assert (
+            runner._instrumented(name) == target.INSTRUMENT
+            and target.ALLOWED
+            and callable(target.mutate)
+        )
 
 
 def test_without_atheris_it_says_what_to_do(tmp_path):
-    code = "import importlib.util, runpy, sys\nimportlib.util.find_spec = lambda name: None\n" \
-           f"sys.argv = ['runner.py']; runpy.run_path({str(FUZZ / 'runner.py')!r}, run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 2 and "atheris is not installed" in done.stderr and "Traceback" not in done.stderr
+    code = (
+        "import importlib.util, runpy, sys\nimportlib.util.find_spec = lambda name: None\n"
+        f"sys.argv = ['runner.py']; runpy.run_path({str(FUZZ / 'runner.py')!r}, run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert (
+        done.returncode == 2
+        and "atheris is not installed" in done.stderr
+        and "Traceback" not in done.stderr
+    )

@@ -32,14 +32,32 @@ from weights_loader.gguf_tokenizer import tokenizer_files
 
 SIZES = {"vocab_size": 320, "tie_word_embeddings": False}
 SHAPES = {
-    "qwen3": SIZES, "qwen3-tied": SIZES | {"tie_word_embeddings": True}, "qwen2": SIZES | {"model_type": "qwen2"},
+    "qwen3": SIZES,
+    "qwen3-tied": SIZES | {"tie_word_embeddings": True},
+    "qwen2": SIZES | {"model_type": "qwen2"},
     "llama": SIZES | {"model_type": "llama", "head_dim": None, "num_key_value_heads": 1},
-    "llama-3.1": SIZES | {"model_type": "llama", "rope_parameters": {
-        "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192}},
+    "llama-3.1": SIZES
+    | {
+        "model_type": "llama",
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
     "moe": SIZES | {"model_type": "qwen3_moe", "norm_topk_prob": True, "moe_intermediate_size": 64},
-    "yarn": SIZES | {"rope_parameters": {
-        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}},
+    "yarn": SIZES
+    | {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+        }
+    },
 }
 # What the gguf package can write.
 TYPES = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]
@@ -57,7 +75,9 @@ def make(tmp_path):
     def make(shape="llama", kind="F32", changes=(), tokenizer=True):
         reference = tiny_reference(**SHAPES[shape])
         write_tokenizer(tmp_path)
-        return reference, write_gguf(tmp_path / "model.gguf", reference, tmp_path if tokenizer else None, kind, changes)
+        return reference, write_gguf(
+            tmp_path / "model.gguf", reference, tmp_path if tokenizer else None, kind, changes
+        )
 
     return make
 
@@ -77,15 +97,19 @@ def test_a_model_of_each_family_gives_the_logits_of_the_one_that_was_written(sha
 @pytest.mark.parametrize("kind", TYPES)
 def test_every_type_gives_the_numbers_that_transformers_reads(kind, make):
     reference, path = make("llama", kind)
-    theirs = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=reference)["tensors"]
+    theirs = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=reference)[
+        "tensors"
+    ]
     _, ours = weights_loader.load(path, dtype=torch.float32)
     state = {name.removeprefix("model."): tensor for name, tensor in theirs.items()}
     assert ours.keys() == state.keys()
     assert all(torch.equal(ours[name], state[name]) for name in ours)
 
 
-@pytest.mark.parametrize(("kind", "stored"), [("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16"),
-                                              ("Q8_0", "bfloat16")])
+@pytest.mark.parametrize(
+    ("kind", "stored"),
+    [("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16"), ("Q8_0", "bfloat16")],
+)
 def test_the_dtype_that_a_chat_takes(kind, stored, make):
     _, path = make("qwen3", kind)
     config, _ = weights_loader.load(path)
@@ -127,12 +151,18 @@ def test_tokenizer_and_template_are_those_that_were_written(make, tmp_path):
 
 def test_all_templates_of_a_file(make):
     """Named ones stand in keys of their own, a list of their names beside them."""
-    named = ("tokenizer.chat_template.tool_use", "t{{ tools }}"), ("tokenizer.chat_template.rag", "r")
+    named = (
+        ("tokenizer.chat_template.tool_use", "t{{ tools }}"),
+        ("tokenizer.chat_template.rag", "r"),
+    )
     _, path = make(changes=[*named, ("tokenizer.chat_templates", ["tool_use", "rag"])])
     _, tokenizer = nanokv.load(path)
     assert list(tokenizer.chat_templates) == ["default", "tool_use", "rag"]
     messages = [{"role": "user", "content": "hi"}]
-    assert tokenizer.render(messages, [{"a": 1}]) == "t[{'a': 1}]" and tokenizer.render(messages, None, False) != "r"
+    assert (
+        tokenizer.render(messages, [{"a": 1}]) == "t[{'a': 1}]"
+        and tokenizer.render(messages, None, False) != "r"
+    )
     assert tokenizer.render(messages, chat_template="rag") == "r"
     _, path = make(changes=[*named, ("tokenizer.chat_template", None)])
     assert list(nanokv.load(path)[1].chat_templates) == ["tool_use", "rag"]
@@ -141,10 +171,16 @@ def test_all_templates_of_a_file(make):
 BOS = ("tokenizer.ggml.bos_token_id", 1)
 
 
-@pytest.mark.parametrize(("changes", "first"), [
-    ([BOS, ("tokenizer.ggml.add_bos_token", True)], [1]), ([BOS, ("tokenizer.ggml.add_bos_token", False)], []),
-    ([BOS], []), ([BOS, ("tokenizer.ggml.pre", "llama-bpe")], [1]), ([("tokenizer.ggml.pre", "llama-bpe")], []),
-])
+@pytest.mark.parametrize(
+    ("changes", "first"),
+    [
+        ([BOS, ("tokenizer.ggml.add_bos_token", True)], [1]),
+        ([BOS, ("tokenizer.ggml.add_bos_token", False)], []),
+        ([BOS], []),
+        ([BOS, ("tokenizer.ggml.pre", "llama-bpe")], [1]),
+        ([("tokenizer.ggml.pre", "llama-bpe")], []),
+    ],
+)
 def test_bos_comes_as_the_file_says_and_never_twice(changes, first, make):
     """Where the file is silent, as Llama 3's rule has it; a chat template brings its own."""
     _, path = make(changes=changes)
@@ -155,12 +191,17 @@ def test_bos_comes_as_the_file_says_and_never_twice(changes, first, make):
     assert typed == [1, *ids]
 
 
-@pytest.mark.parametrize(("changes", "ends"), [
-    ((), {2, 0}),  # <|im_end|> is named, <|endoftext|> is known
-    ([("tokenizer.ggml.eot_token_id", 1)], {0, 1, 2}), ([("tokenizer.ggml.eom_token_id", 300)], {0, 2, 300}),
-    ([("tokenizer.ggml.eos_token_id", None)], {0, 2}), ([("tokenizer.ggml.eos_token_id", 300)], {0, 2, 300}),
-    ([("tokenizer.ggml.fim_pad_token_id", 301)], {0, 2, 301}),
-])
+@pytest.mark.parametrize(
+    ("changes", "ends"),
+    [
+        ((), {2, 0}),  # <|im_end|> is named, <|endoftext|> is known
+        ([("tokenizer.ggml.eot_token_id", 1)], {0, 1, 2}),
+        ([("tokenizer.ggml.eom_token_id", 300)], {0, 2, 300}),
+        ([("tokenizer.ggml.eos_token_id", None)], {0, 2}),
+        ([("tokenizer.ggml.eos_token_id", 300)], {0, 2, 300}),
+        ([("tokenizer.ggml.fim_pad_token_id", 301)], {0, 2, 301}),
+    ],
+)
 def test_the_ends_are_those_that_the_file_names_and_those_that_are_known(changes, ends, make):
     _, path = make(changes=changes)
     model, _ = nanokv.load(path)
@@ -173,8 +214,12 @@ def test_an_end_is_one_whatever_its_type(kind, eos, make, tmp_path):
     """As llama.cpp corrects it: the type of a token with the text of a control token is CONTROL."""
     write_tokenizer(tmp_path)
     types = gguf_files.tokenizer(tmp_path)["tokenizer.ggml.token_type"]
-    _, path = make(changes=[("tokenizer.ggml.token_type", [*types[:2], kind, *types[3:]]),
-                            ("tokenizer.ggml.eos_token_id", eos)])
+    _, path = make(
+        changes=[
+            ("tokenizer.ggml.token_type", [*types[:2], kind, *types[3:]]),
+            ("tokenizer.ggml.eos_token_id", eos),
+        ]
+    )
     model, tokenizer = nanokv.load(path)
     assert set(model.generation_config.eos_token_ids) == {0, 2} and {0, 2} <= tokenizer.control_ids
     assert tokenizer.encode("a<|im_end|>")[-1] == 2 and tokenizer.text_of([2]) == ""
@@ -184,7 +229,10 @@ def test_the_small_files_are_made_once_and_anew_for_another_file(make, tmp_path)
     _, path = make()
     folder = weights_loader.resolve(path)
     made = (folder / "config.json").stat().st_mtime_ns
-    assert weights_loader.resolve(path) == folder and (folder / "config.json").stat().st_mtime_ns == made
+    assert (
+        weights_loader.resolve(path) == folder
+        and (folder / "config.json").stat().st_mtime_ns == made
+    )
     make(changes=[("llama.context_length", 64)])
     assert weights_loader.resolve(path) != folder
     os.remove(path)
@@ -202,31 +250,53 @@ def test_without_a_folder_that_can_be_written(make, monkeypatch, tmp_path):
 # --- refused by name --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("key", "value", "words"), [
-    ("split.count", 3, "one of 3 files"), ("tokenizer.ggml.model", "llama", "byte-level BPE"),
-    ("tokenizer.ggml.pre", "kimi-k2", "kimi-k2"), ("tokenizer.ggml.pre", "default", "default"),
-    ("tokenizer.ggml.pre", None, "tokenizer.ggml.pre"),
-    ("llama.attention.sliding_window", 4096, "sliding_window"), ("llama.expert_count", 8, "mixture of experts"),
-    ("llama.logit_scale", 0.5, "logit_scale"), ("llama.rope.dimension_count", 8, "rope.dimension_count"),
-    ("llama.attention.value_length", 64, "value_length"), ("llama.rope.scaling.type", "linear", "linear"),
-    ("llama.rope.scaling.factor", 2.0, "linear.*2.0"), ("llama.rope.scale_linear", 2.0, "linear.*2.0"),
-    ("llama.rope.scaling.type", "longrope", "longrope"), ("llama.rope.scaling.attn_factor", 0.9, "attn_factor 0.9"),
-    ("llama.rope.scaling.yarn_attn_factor", 0.9, "attn_factor 0.9"), ("llama.rope.scaling.attn_factor", 1, "numbers"),
-    ("llama.rope.scaling.yarn_log_multiplier", 0.1, "yarn_log_multiplier"),
-    ("llama.rope.scaling.yarn_ext_factor", 0.5, "yarn_ext_factor"), ("llama.attention.causal", False, "causal"),
-    ("llama.attention.scale", 0.5, "attention.scale"), ("llama.expert_weights_scale", 2.5, "expert_weights_scale"),
-    ("llama.expert_gating_func", 2, "expert_gating_func"), ("llama.expert_shared_count", 1, "expert_shared_count"),
-    ("llama.attn_logit_softcapping", 50.0, "softcapping"), ("llama.nextn_predict_layers", 1, "nextn"),
-    ("llama.use_parallel_residual", True, "use_parallel_residual"), ("llama.something_new", 1, "something_new"),
-    ("llama.vocab_size", 7, "vocab_size"), ("llama.attention.head_count", [4, 4, 4], "head_count"),
-    ("llama.context_length", None, "max_position_embeddings is missing"),
-    ("llama.block_count", 4, "tensors are missing"), ("llama.block_count", 2, "does not ask for"),
-    ("llama.embedding_length", 32, "has shape"), ("tokenizer.ggml.eos_token_id", 999, "999"),
-    ("tokenizer.ggml.tokens", ["a", "b", "c"], "token types"), ("tokenizer.ggml.merges", ["q z"], "merge"),
-    ("tokenizer.ggml.token_type", None, "token_type"), ("tokenizer.chat_template", 7, "chat_template"),
-    ("tokenizer.chat_template.rag", 7, r"chat_template\.rag"),
-    ("tokenizer.ggml.add_bos_token", 1, "add_bos_token"), ("general.alignment", 12, "general.alignment"),
-])
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("split.count", 3, "one of 3 files"),
+        ("tokenizer.ggml.model", "llama", "byte-level BPE"),
+        ("tokenizer.ggml.pre", "kimi-k2", "kimi-k2"),
+        ("tokenizer.ggml.pre", "default", "default"),
+        ("tokenizer.ggml.pre", None, "tokenizer.ggml.pre"),
+        ("llama.attention.sliding_window", 4096, "sliding_window"),
+        ("llama.expert_count", 8, "mixture of experts"),
+        ("llama.logit_scale", 0.5, "logit_scale"),
+        ("llama.rope.dimension_count", 8, "rope.dimension_count"),
+        ("llama.attention.value_length", 64, "value_length"),
+        ("llama.rope.scaling.type", "linear", "linear"),
+        ("llama.rope.scaling.factor", 2.0, "linear.*2.0"),
+        ("llama.rope.scale_linear", 2.0, "linear.*2.0"),
+        ("llama.rope.scaling.type", "longrope", "longrope"),
+        ("llama.rope.scaling.attn_factor", 0.9, "attn_factor 0.9"),
+        ("llama.rope.scaling.yarn_attn_factor", 0.9, "attn_factor 0.9"),
+        ("llama.rope.scaling.attn_factor", 1, "numbers"),
+        ("llama.rope.scaling.yarn_log_multiplier", 0.1, "yarn_log_multiplier"),
+        ("llama.rope.scaling.yarn_ext_factor", 0.5, "yarn_ext_factor"),
+        ("llama.attention.causal", False, "causal"),
+        ("llama.attention.scale", 0.5, "attention.scale"),
+        ("llama.expert_weights_scale", 2.5, "expert_weights_scale"),
+        ("llama.expert_gating_func", 2, "expert_gating_func"),
+        ("llama.expert_shared_count", 1, "expert_shared_count"),
+        ("llama.attn_logit_softcapping", 50.0, "softcapping"),
+        ("llama.nextn_predict_layers", 1, "nextn"),
+        ("llama.use_parallel_residual", True, "use_parallel_residual"),
+        ("llama.something_new", 1, "something_new"),
+        ("llama.vocab_size", 7, "vocab_size"),
+        ("llama.attention.head_count", [4, 4, 4], "head_count"),
+        ("llama.context_length", None, "max_position_embeddings is missing"),
+        ("llama.block_count", 4, "tensors are missing"),
+        ("llama.block_count", 2, "does not ask for"),
+        ("llama.embedding_length", 32, "has shape"),
+        ("tokenizer.ggml.eos_token_id", 999, "999"),
+        ("tokenizer.ggml.tokens", ["a", "b", "c"], "token types"),
+        ("tokenizer.ggml.merges", ["q z"], "merge"),
+        ("tokenizer.ggml.token_type", None, "token_type"),
+        ("tokenizer.chat_template", 7, "chat_template"),
+        ("tokenizer.chat_template.rag", 7, r"chat_template\.rag"),
+        ("tokenizer.ggml.add_bos_token", 1, "add_bos_token"),
+        ("general.alignment", 12, "general.alignment"),
+    ],
+)
 def test_what_is_not_implemented_or_contradicts_itself_is_refused_by_name(key, value, words, make):
     changes = [("llama.rope.scaling.factor", 2.0)] if value == "linear" else []
     _, path = make(changes=[*changes, (key, value)])
@@ -236,15 +306,33 @@ def test_what_is_not_implemented_or_contradicts_itself_is_refused_by_name(key, v
 
 
 READ_BY_NOBODY = [
-    ("llama.pooling_type", 3), ("llama.attention.causal", True), ("llama.tensor_data_layout", "Meta AI original pth"),
-    ("llama.classifier.output_labels", ["yes", "no"]), ("llama.decoder_start_token_id", 1), ("llama.expert_count", 0),
-    ("llama.expert_used_count", 0), ("llama.expert_weights_scale", 1.0), ("llama.expert_weights_norm", True),
-    ("llama.expert_gating_func", 1), ("llama.expert_shared_count", 0), ("llama.attention.sliding_window", 0),
-    ("llama.leading_dense_block_count", 0), ("llama.nextn_predict_layers", 0), ("llama.logit_scale", 0.0),
-    ("llama.attn_logit_softcapping", 0.0), ("llama.attention.scale", 0.0), ("llama.use_parallel_residual", False),
-    ("llama.rope.scaling.type", "none"), ("llama.rope.scaling.factor", 1.0), ("llama.rope.scaling.finetuned", True),
-    ("llama.rope.scaling.attn_factor", 1.0), ("llama.rope.scaling.yarn_ext_factor", 1.0), ("general.anything", [1, 2]),
-    ("quantize.imatrix.file", "x.dat"), ("general.quantization_version", 2), ("mradermacher.quantize_version", "2"),
+    ("llama.pooling_type", 3),
+    ("llama.attention.causal", True),
+    ("llama.tensor_data_layout", "Meta AI original pth"),
+    ("llama.classifier.output_labels", ["yes", "no"]),
+    ("llama.decoder_start_token_id", 1),
+    ("llama.expert_count", 0),
+    ("llama.expert_used_count", 0),
+    ("llama.expert_weights_scale", 1.0),
+    ("llama.expert_weights_norm", True),
+    ("llama.expert_gating_func", 1),
+    ("llama.expert_shared_count", 0),
+    ("llama.attention.sliding_window", 0),
+    ("llama.leading_dense_block_count", 0),
+    ("llama.nextn_predict_layers", 0),
+    ("llama.logit_scale", 0.0),
+    ("llama.attn_logit_softcapping", 0.0),
+    ("llama.attention.scale", 0.0),
+    ("llama.use_parallel_residual", False),
+    ("llama.rope.scaling.type", "none"),
+    ("llama.rope.scaling.factor", 1.0),
+    ("llama.rope.scaling.finetuned", True),
+    ("llama.rope.scaling.attn_factor", 1.0),
+    ("llama.rope.scaling.yarn_ext_factor", 1.0),
+    ("general.anything", [1, 2]),
+    ("quantize.imatrix.file", "x.dat"),
+    ("general.quantization_version", 2),
+    ("mradermacher.quantize_version", "2"),
 ]
 
 
@@ -254,19 +342,32 @@ def test_keys_that_generation_does_not_read_change_nothing(make):
     assert gap(score(nanokv.load(path)[0], ids), reference_logits(reference, ids)) <= 1e-5
 
 
-@pytest.mark.parametrize(("changes", "factor"), [
-    ([], None), ([("qwen3.rope.scaling.attn_factor", 0.8782488562869419)], 1.0),
-    ([("qwen3.rope.scaling.yarn_attn_factor", 0.8782488562869419)], 1.0),
-    ([("qwen3.rope.scaling.attn_factor", 0.5)], 0.5 * (0.1 * math.log(4) + 1)),
-    ([("qwen3.rope.scaling.yarn_beta_fast", 16.0), ("qwen3.rope.scaling.yarn_beta_slow", 2.0)], None),
-])
+@pytest.mark.parametrize(
+    ("changes", "factor"),
+    [
+        ([], None),
+        ([("qwen3.rope.scaling.attn_factor", 0.8782488562869419)], 1.0),
+        ([("qwen3.rope.scaling.yarn_attn_factor", 0.8782488562869419)], 1.0),
+        ([("qwen3.rope.scaling.attn_factor", 0.5)], 0.5 * (0.1 * math.log(4) + 1)),
+        (
+            [
+                ("qwen3.rope.scaling.yarn_beta_fast", 16.0),
+                ("qwen3.rope.scaling.yarn_beta_slow", 2.0),
+            ],
+            None,
+        ),
+    ],
+)
 def test_yarn_of_a_file_is_yarn_of_a_config(changes, factor, make):
     """attn_factor multiplies 0.1 ln 4 + 1, as in llama.cpp; the context is factor × original."""
     reference, path = make("yarn", changes=changes)
     betas = {"beta_fast": 16.0, "beta_slow": 2.0} if factor is None and changes else {}
-    rope = reference.config.rope_parameters | ({"attention_factor": factor} if factor else {}) | betas
-    told = AutoModelForCausalLM.from_config(type(reference.config)(**reference.config.to_dict() | {
-        "rope_parameters": dict(rope)})).eval()
+    rope = (
+        reference.config.rope_parameters | ({"attention_factor": factor} if factor else {}) | betas
+    )
+    told = AutoModelForCausalLM.from_config(
+        type(reference.config)(**reference.config.to_dict() | {"rope_parameters": dict(rope)})
+    ).eval()
     told.load_state_dict(reference.state_dict())
     model, _ = nanokv.load(path)
     assert model.config.max_position_embeddings == 512
@@ -287,7 +388,9 @@ def test_a_file_is_known_by_its_first_bytes(make, tmp_path):
     (tmp_path / "link.bin").symlink_to(blob)
     for place in (blob, tmp_path / "link.bin"):
         model, tokenizer = nanokv.load(place)
-        assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+        assert all(
+            torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items()
+        )
         assert tokenizer.render([{"role": "user", "content": "hi"}])
         assert weights_loader.config_file(place).name == "config.json"
 
@@ -300,7 +403,9 @@ def test_a_folder_with_one_file_stands_for_it(make, tmp_path):
     (folder / "mmproj-a.gguf").write_bytes(b"GGUF")
     assert nanokv.load(folder)[0].config.model_type == "qwen3"
     (folder / "b.gguf").write_bytes(b"GGUF")
-    with pytest.raises(CheckpointError, match=r"no config\.json: it has a\.gguf, b\.gguf") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"no config\.json: it has a\.gguf, b\.gguf"
+    ) as caught:
         nanokv.load(folder)
     assert str(folder / "a.gguf") in caught.value.hint
 
@@ -308,7 +413,9 @@ def test_a_folder_with_one_file_stands_for_it(make, tmp_path):
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "notes.txt"])
 def test_another_file_is_refused_and_its_folder_named(name, tmp_path):
     (tmp_path / name).write_bytes(bytes(64))
-    with pytest.raises(CheckpointError, match=f"{name} is a file, not a model folder, and no GGUF file") as caught:
+    with pytest.raises(
+        CheckpointError, match=f"{name} is a file, not a model folder, and no GGUF file"
+    ) as caught:
         nanokv.load(tmp_path / name)
     assert "config.json" in caught.value.hint
     (tmp_path / "config.json").write_text("{}")
@@ -332,9 +439,12 @@ def test_what_stands_behind_the_colon_of_a_hub_name():
 # --- how a text is cut ------------------------------------------------------------------------------------------------
 
 TEXTS = [
-    "Hello world  twice\n\n \t x", "I'll SAY'S it's we'VE 12 345678 ²٣ 1st",
-    "def f(x):\n    return x**2  # 'comment'\r\n", "e\u0301 \u00e9 naïve CamelCaseWORDS 世界你好 हिन्दी में שלום 🙂🧑",
-    "a/b/c// ...\n//\n!?\n", "\r\n  \n x\u3000y\u00a0z",
+    "Hello world  twice\n\n \t x",
+    "I'll SAY'S it's we'VE 12 345678 ²٣ 1st",
+    "def f(x):\n    return x**2  # 'comment'\r\n",
+    "e\u0301 \u00e9 naïve CamelCaseWORDS 世界你好 हिन्दी में שלום 🙂🧑",
+    "a/b/c// ...\n//\n!?\n",
+    "\r\n  \n x\u3000y\u00a0z",
 ]
 
 
@@ -343,8 +453,9 @@ def test_every_rule_is_one_that_a_tokenizer_json_may_have(name, make):
     _, path = make(changes=[("tokenizer.ggml.pre", name)])
     _, tokenizer = nanokv.load(path)
     for text in TEXTS:
-        assert tokenizer.decode(tokenizer.encode(text)) == (unicodedata.normalize("NFC", text) if
-                                                            gguf_rules.RULES[name].nfc else text)
+        assert tokenizer.decode(tokenizer.encode(text)) == (
+            unicodedata.normalize("NFC", text) if gguf_rules.RULES[name].nfc else text
+        )
 
 
 def cuts(steps, text: str) -> list[str]:
@@ -359,7 +470,10 @@ def cuts(steps, text: str) -> list[str]:
 def test_rules_are_those_of_transformers():
     """Its own table of names and regexes; and the classes of GPT-2 and Command-R for the rules that have none."""
     for name, regex in GGUF_PRE_TOKENIZER_SPLITS.items():
-        assert gguf_rules.RULES[name].steps == (gguf_rules.split(regex), gguf_rules.byte_level(False)), name
+        assert gguf_rules.RULES[name].steps == (
+            gguf_rules.split(regex),
+            gguf_rules.byte_level(False),
+        ), name
     for name, tokenizer in (("gpt-2", GPT2Tokenizer()), ("command-r", CohereTokenizer())):
         theirs = tokenizer.backend_tokenizer.pre_tokenizer
         for text in TEXTS:
@@ -371,7 +485,10 @@ def test_rules_by_hand():
     """What tells the rules apart: digits, contractions, capitals, marks, line ends after signs."""
 
     def texts(name, text):
-        return [piece.replace("Ġ", " ").replace("Ċ", "\n") for piece in cuts(gguf_rules.RULES[name].steps, text)]
+        return [
+            piece.replace("Ġ", " ").replace("Ċ", "\n")
+            for piece in cuts(gguf_rules.RULES[name].steps, text)
+        ]
 
     assert texts("gpt-2", "12345 I'll") == ["12345", " I", "'ll"]
     assert texts("starcoder", "12345 I'LL") == ["1", "2", "3", "4", "5", " I", "'", "LL"]
@@ -379,7 +496,11 @@ def test_rules_by_hand():
     assert texts("pixtral", "12345 I'LL") == ["123", "45", " I", "'LL"]
     assert texts("gpt-4o", "12345 CamelCase I'LL") == ["123", "45", " Camel", "Case", " I'LL"]
     assert texts("tekken", "123 CamelCase") == ["1", "2", "3", " Camel", "Case"]
-    assert texts("qwen2", "x;\n") == ["x", ";\n"] and texts("seed-coder", "x;\n") == ["x", ";", "\n"]
+    assert texts("qwen2", "x;\n") == ["x", ";\n"] and texts("seed-coder", "x;\n") == [
+        "x",
+        ";",
+        "\n",
+    ]
     assert len(texts("qwen35", "में")) == 1 and len(texts("qwen2", "में")) > 1
 
 
@@ -425,11 +546,15 @@ def small(*parts) -> bytes:
 
 KEY = struct.pack("<Q", 1) + b"k"
 HOSTILE = {
-    "nothing": b"", "another format": b"PK\3\4" + bytes(40), "cut after the magic": b"GGUF\3\0\0\0",
-    "version 1": b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "big endian": b"GGUF" + struct.pack(">IQQ", 3, 0, 0),
+    "nothing": b"",
+    "another format": b"PK\3\4" + bytes(40),
+    "cut after the magic": b"GGUF\3\0\0\0",
+    "version 1": b"GGUF" + struct.pack("<IQQ", 1, 0, 0),
+    "big endian": b"GGUF" + struct.pack(">IQQ", 3, 0, 0),
     "2**60 tensors": b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 0),
     "2**60 keys": b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 60),
-    "a key of 2**60 bytes": small(struct.pack("<Q", 1 << 60)), "a key that ends late": small(struct.pack("<Q", 900)),
+    "a key of 2**60 bytes": small(struct.pack("<Q", 1 << 60)),
+    "a key that ends late": small(struct.pack("<Q", 900)),
     "a text of 2**60 bytes": small(KEY, struct.pack("<IQ", 8, 1 << 60)),
     "a text that is no UTF-8": small(KEY, struct.pack("<IQ", 8, 2), b"\xff\xfe"),
     "a list of 2**60 numbers": small(KEY, struct.pack("<IIQ", 9, 4, 1 << 60)),
@@ -437,15 +562,37 @@ HOSTILE = {
     "a list of lists": small(KEY, struct.pack("<IIQ", 9, 9, 1), bytes(40)),
     "an unknown type": small(KEY, struct.pack("<I", 77), bytes(40)),
     "a key twice": b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + 2 * (KEY + struct.pack("<II", 4, 1)),
-    "a tensor of nine dimensions": b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + KEY + struct.pack("<I", 9) + bytes(90),
-    "a tensor of 2**256 values": b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + KEY
+    "a tensor of nine dimensions": b"GGUF"
+    + struct.pack("<IQQ", 3, 1, 0)
+    + KEY
+    + struct.pack("<I", 9)
+    + bytes(90),
+    "a tensor of 2**256 values": b"GGUF"
+    + struct.pack("<IQQ", 3, 1, 0)
+    + KEY
     + struct.pack("<I4QIQ", 4, *[(1 << 64) - 1] * 4, 0, 0),
-    "an unknown tensor type": b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + KEY + struct.pack("<IQIQ", 1, 4, 999, 0),
-    "a tensor of no values": b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + KEY + struct.pack("<IQIQ", 1, 0, 0, 0),
-    "half a block": b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + KEY + struct.pack("<IQIQ", 1, 40, 8, 0) + bytes(64),
-    "an offset that is not aligned": b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + KEY
-    + struct.pack("<IQIQ", 1, 4, 0, 7) + bytes(99),
-    "a tensor beyond the end": b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + KEY + struct.pack("<IQIQ", 1, 4096, 0, 0),
+    "an unknown tensor type": b"GGUF"
+    + struct.pack("<IQQ", 3, 1, 0)
+    + KEY
+    + struct.pack("<IQIQ", 1, 4, 999, 0),
+    "a tensor of no values": b"GGUF"
+    + struct.pack("<IQQ", 3, 1, 0)
+    + KEY
+    + struct.pack("<IQIQ", 1, 0, 0, 0),
+    "half a block": b"GGUF"
+    + struct.pack("<IQQ", 3, 1, 0)
+    + KEY
+    + struct.pack("<IQIQ", 1, 40, 8, 0)
+    + bytes(64),
+    "an offset that is not aligned": b"GGUF"
+    + struct.pack("<IQQ", 3, 1, 0)
+    + KEY
+    + struct.pack("<IQIQ", 1, 4, 0, 7)
+    + bytes(99),
+    "a tensor beyond the end": b"GGUF"
+    + struct.pack("<IQQ", 3, 1, 0)
+    + KEY
+    + struct.pack("<IQIQ", 1, 4096, 0, 0),
 }
 
 
@@ -474,12 +621,18 @@ def test_what_the_library_reads_is_what_was_written(make):
     """Against gguf.GGUFReader: every key, and where each tensor lies."""
     _, path = make("qwen3", "Q4_0")
     ours, theirs = read_gguf(path), gguf.GGUFReader(str(path))
-    keys = {name: field.contents() for name, field in theirs.fields.items() if not name.startswith("GGUF.")}
+    keys = {
+        name: field.contents()
+        for name, field in theirs.fields.items()
+        if not name.startswith("GGUF.")
+    }
     assert ours.metadata == keys
     for tensor in theirs.tensors:
         info = ours.tensors[tensor.name]
         assert (info.start, info.nbytes, list(info.shape)) == (
-            tensor.data_offset, tensor.n_bytes, tensor.shape.tolist()[::-1],
+            tensor.data_offset,
+            tensor.n_bytes,
+            tensor.shape.tolist()[::-1],
         )
     assert json.loads((weights_loader.resolve(path) / "gguf.json").read_text())["path"] == str(path)
 
@@ -488,14 +641,22 @@ def test_the_published_qwen_tokenizer_survives_the_way_through_gguf(qwen3_files,
     """Vocabulary, merges and `pre: qwen2`, as llama.cpp's converter writes them: transformers' recorded ids."""
     folder = qwen3_files / "tokenizer"
     fields = json.loads((folder / "tokenizer.json").read_text())
-    ids = fields["model"]["vocab"] | {token["content"]: token["id"] for token in fields["added_tokens"]}
+    ids = fields["model"]["vocab"] | {
+        token["content"]: token["id"] for token in fields["added_tokens"]
+    }
     kinds = {token["id"]: 3 if token["special"] else 4 for token in fields["added_tokens"]}
     tokens = sorted(ids, key=ids.get)
-    merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in fields["model"]["merges"]]
+    merges = [
+        " ".join(pair) if isinstance(pair, list) else pair for pair in fields["model"]["merges"]
+    ]
     metadata = {
-        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [kinds.get(id, 1) for id in range(len(tokens))], "tokenizer.ggml.merges": merges,
-        "tokenizer.ggml.eos_token_id": ids["<|im_end|>"], "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [kinds.get(id, 1) for id in range(len(tokens))],
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.eos_token_id": ids["<|im_end|>"],
+        "tokenizer.ggml.add_bos_token": False,
     }
     found = GgufFile(tmp_path / "qwen.gguf", metadata, {}, 0)
     for name, content in tokenizer_files(found).items():
@@ -506,8 +667,12 @@ def test_the_published_qwen_tokenizer_survives_the_way_through_gguf(qwen3_files,
     assert len(texts) > 20
     for text in texts:
         assert ours.encode(text) == published.encode(text), text
-    code = {token: id for token, id in ids.items() if token.startswith(("<|fim_", "<|repo_", "<|file_"))}
+    code = {
+        token: id for token, id in ids.items() if token.startswith(("<|fim_", "<|repo_", "<|file_"))
+    }
     assert ours.control_ids == published.control_ids | set(code.values()) and len(code) == 6
     named = [end.text for end in endings.ends(ours)]
     assert named == ["<|im_end|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|endoftext|>"]
-    assert "</s>" in fields["model"]["vocab"] and "</s>" not in ours.special_tokens, "a word that merges make stays one"
+    assert "</s>" in fields["model"]["vocab"] and "</s>" not in ours.special_tokens, (
+        "a word that merges make stays one"
+    )

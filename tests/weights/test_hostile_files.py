@@ -54,11 +54,16 @@ def test_a_repeated_key_is_found_in_linear_time(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[" * 66 + "]" * 66, "nested more than 64 levels"), ('{"a":' * 900 + "1" + "}" * 900, "more than 64 levels"),
-        ("[" * 200_000, "nested more than 64 levels"), ("1" * 41, "an integer of 41 digits"),
-        ("-" + "9" * 5000, "an integer of 5,001 digits"), ("1e999", "1e999 is no finite number"),
+        ("[" * 66 + "]" * 66, "nested more than 64 levels"),
+        ('{"a":' * 900 + "1" + "}" * 900, "more than 64 levels"),
+        ("[" * 200_000, "nested more than 64 levels"),
+        ("1" * 41, "an integer of 41 digits"),
+        ("-" + "9" * 5000, "an integer of 5,001 digits"),
+        ("1e999", "1e999 is no finite number"),
         ("[" + "[]," * 2_000_001 + "1]", "2,000,002 lists and objects, at most 2,000,000"),
-        (b"\xff\xfe{\0}\0", "codec can't decode"), (b"\xef\xbb\xbf{}", "BOM"), ("", "Expecting value"),
+        (b"\xff\xfe{\0}\0", "codec can't decode"),
+        (b"\xef\xbb\xbf{}", "BOM"),
+        ("", "Expecting value"),
     ],
     ids=lambda value: str(value)[:20],
 )
@@ -105,7 +110,9 @@ def test_the_deepest_json_that_is_read():
     assert strict.loads("null") is None
 
 
-@pytest.mark.parametrize("name", [name for name in strict.LIMITS if name.endswith((".json", ".jinja"))])
+@pytest.mark.parametrize(
+    "name", [name for name in strict.LIMITS if name.endswith((".json", ".jinja"))]
+)
 def test_every_file_of_a_model_has_a_limit(tmp_path, name, monkeypatch):
     monkeypatch.setitem(strict.LIMITS, name, 100)
     (tmp_path / name).write_text('{"a": "' + "x" * 92 + '"}')
@@ -152,23 +159,41 @@ def test_a_cache_file_with_a_right_checksum_and_wrong_facts(tmp_path):
     cache.save(tmp_path / "c", tokens=[5, 6, 7])
     with safe_open(tmp_path / "c", framework="pt") as file:
         meta, tensors = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}
-    wrong = [("rows", "abc"), ("rows", "2"), ("rows", "1000000000000"), ("rows", "null"), ("length", "[[[["),
-             ("options", "[]"), ("options", '{"a": 1}'), ("cache", "nothing"), ("tokens", '{"a": 1}'),
-             ("tokens", '[1, "x", 2]'), ("capacity", '"9"'), ("salted", "{"),
-             ("config", "[1]"), ("length", "1" * 5000)]
+    wrong = [
+        ("rows", "abc"),
+        ("rows", "2"),
+        ("rows", "1000000000000"),
+        ("rows", "null"),
+        ("length", "[[[["),
+        ("options", "[]"),
+        ("options", '{"a": 1}'),
+        ("cache", "nothing"),
+        ("tokens", '{"a": 1}'),
+        ("tokens", '[1, "x", 2]'),
+        ("capacity", '"9"'),
+        ("salted", "{"),
+        ("config", "[1]"),
+        ("length", "1" * 5000),
+    ]
     for field, value in wrong:
         changed = meta | {field: value}
-        save_file(tensors, tmp_path / "d", metadata=changed | {"sha256": saving.digest(changed, tensors)})
+        save_file(
+            tensors, tmp_path / "d", metadata=changed | {"sha256": saving.digest(changed, tensors)}
+        )
         with pytest.raises(NanoKVError):
             KVCache.load(tmp_path / "d", model.config)
     for rows in ("0", "65537"):
         changed = meta | {"rows": rows}
-        save_file(tensors, tmp_path / "d", metadata=changed | {"sha256": saving.digest(changed, tensors)})
+        save_file(
+            tensors, tmp_path / "d", metadata=changed | {"sha256": saving.digest(changed, tensors)}
+        )
         with pytest.raises(CacheError, match=f"says {rows} rows; 1 to 65,536 are read"):
             KVCache.load(tmp_path / "d", model.config)
     for less in ("rows", "tokens", "cache"):
         changed = {key: text for key, text in meta.items() if key != less}
-        save_file(tensors, tmp_path / "d", metadata=changed | {"sha256": saving.digest(changed, tensors)})
+        save_file(
+            tensors, tmp_path / "d", metadata=changed | {"sha256": saving.digest(changed, tensors)}
+        )
         with pytest.raises(NanoKVError):
             KVCache.load(tmp_path / "d", model.config)
     for key in ("layers.0.key", "layers.1.value"):
@@ -197,7 +222,9 @@ def test_a_cache_file_does_not_say_how_much_memory_is_taken(tmp_path, kind, opti
 # --- foreign code -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reason", [Panic("Onig: retry-limit"), Exception("plain"), RuntimeError("x" * 3_000_000)])
+@pytest.mark.parametrize(
+    "reason", [Panic("Onig: retry-limit"), Exception("plain"), RuntimeError("x" * 3_000_000)]
+)
 def test_whatever_a_library_raises_gets_a_name(reason):
     """A panic of Rust code is a BaseException: `except Exception` lets it through, and the user sees exit code 1."""
     call = foreign("text cannot be encoded", TokenizerError)
@@ -206,7 +233,9 @@ def test_whatever_a_library_raises_gets_a_name(reason):
     assert len(str(caught.value)) < 400
 
 
-@pytest.mark.parametrize("reason", [KeyboardInterrupt(), SystemExit(3), MemoryError(), ConfigError("ours")])
+@pytest.mark.parametrize(
+    "reason", [KeyboardInterrupt(), SystemExit(3), MemoryError(), ConfigError("ours")]
+)
 def test_what_is_no_failure_of_the_library_passes(reason):
     with pytest.raises(type(reason)), foreign("text cannot be encoded", TokenizerError):
         raise reason
@@ -215,8 +244,12 @@ def test_what_is_no_failure_of_the_library_passes(reason):
 def test_a_real_panic_gets_a_name(small):
     """A Tokenizer can also be made of a backend that was not read from a file."""
     backend = tokenizers.Tokenizer.from_str(small.to_str())
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("(a+)+$|x"), "isolated")
-    with pytest.raises(TokenizerError, match=r"text of 61 characters cannot be encoded: .*retry-limit"):
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(
+        tokenizers.Regex("(a+)+$|x"), "isolated"
+    )
+    with pytest.raises(
+        TokenizerError, match=r"text of 61 characters cannot be encoded: .*retry-limit"
+    ):
         Tokenizer(backend).encode("a" * 60 + "b")
 
 
@@ -259,25 +292,62 @@ SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
-        ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [
-            SPLIT | {"pattern": {"Regex": "(a+)+$|x"}}, BYTES]}}, r'regex of 8 characters: "\(a\+\)\+\$\|x"'),
-        ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [
-            SPLIT | {"pattern": {"Regex": "a|" * 50_000}}, BYTES]}}, "regex of 100,000 characters"),
+        (
+            {
+                "pre_tokenizer": {
+                    "type": "Sequence",
+                    "pretokenizers": [SPLIT | {"pattern": {"Regex": "(a+)+$|x"}}, BYTES],
+                }
+            },
+            r'regex of 8 characters: "\(a\+\)\+\$\|x"',
+        ),
+        (
+            {
+                "pre_tokenizer": {
+                    "type": "Sequence",
+                    "pretokenizers": [SPLIT | {"pattern": {"Regex": "a|" * 50_000}}, BYTES],
+                }
+            },
+            "regex of 100,000 characters",
+        ),
         ({"pre_tokenizer": SPLIT | {"pattern": {"String": ""}}}, "unknown regex"),
         ({"pre_tokenizer": SPLIT | {"pattern": 3}}, "unknown regex"),
         ({"pre_tokenizer": None}, "0 ByteLevel steps"),
-        ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [BYTES, BYTES]}}, "2 ByteLevel steps"),
-        ({"pre_tokenizer": {"type": "Metaspace"}}, '"Metaspace" is not accepted: ByteLevel, Digits'),
-        ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Digits"}] * 9}}, "9 steps, at most 8"),
-        ({"normalizer": {"type": "Sequence", "normalizers": [DOUBLE] * 9}}, '"Replace" is not accepted: NFC, NFD'),
-        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAAAAAA"}}, '"Precompiled" is not accepted'),
+        (
+            {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [BYTES, BYTES]}},
+            "2 ByteLevel steps",
+        ),
+        (
+            {"pre_tokenizer": {"type": "Metaspace"}},
+            '"Metaspace" is not accepted: ByteLevel, Digits',
+        ),
+        (
+            {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Digits"}] * 9}},
+            "9 steps, at most 8",
+        ),
+        (
+            {"normalizer": {"type": "Sequence", "normalizers": [DOUBLE] * 9}},
+            '"Replace" is not accepted: NFC, NFD',
+        ),
+        (
+            {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAAAAAA"}},
+            '"Precompiled" is not accepted',
+        ),
         ({"normalizer": {"type": "Sequence", "normalizers": [None]}}, '"None" is not accepted'),
         ({"normalizer": {"type": "Sequence"}}, '"Sequence" is not accepted'),
         ({"normalizer": []}, "is not accepted"),
         ({"normalizer": {"type": ["NFC"]}}, "is not accepted"),
         ({"post_processor": {"type": "BertProcessing"}}, '"BertProcessing" is not accepted'),
-        *(({"post_processor": template(single)}, "names the text")
-          for single in ([TEXT] * 10_000, [TEXT] * 2, [], "$A", [{"Sequence": {"id": "B", "type_id": 0}}])),
+        *(
+            ({"post_processor": template(single)}, "names the text")
+            for single in (
+                [TEXT] * 10_000,
+                [TEXT] * 2,
+                [],
+                "$A",
+                [{"Sequence": {"id": "B", "type_id": 0}}],
+            )
+        ),
         ({"model__continuing_subword_prefix": "x" * 1_000_000}, "byte-level BPE has none"),
         ({"model__end_of_word_suffix": "</w>"}, 'end_of_word_suffix is "</w>"'),
         ({"model__dropout": 0.9}, 'dropout is "0.9"'),
@@ -285,7 +355,10 @@ SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
         ({"model": []}, 'model "None", only BPE'),
         ({"decoder": "ByteLevel"}, 'decoder "None", only ByteLevel'),
         ({"added_tokens": [{"content": f"<{i}>"} for i in range(10_001)]}, "at most 10,000 tokens"),
-        ({"added_tokens": [{"content": "x" * 1001}]}, "its content must have 1 to 1,000 characters"),
+        (
+            {"added_tokens": [{"content": "x" * 1001}]},
+            "its content must have 1 to 1,000 characters",
+        ),
         ({"added_tokens": [3]}, "its content must have"),
         ({"model__merges": [["a", "nowhere"]]}, "cannot be read"),
     ],
@@ -302,11 +375,20 @@ def test_a_tokenizer_that_could_run_for_ever_is_refused(write, parts, words):
 @pytest.mark.parametrize(
     "parts",
     [
-        {"normalizer": None}, {"normalizer": {"type": "NFKC"}}, {"model__dropout": None}, {"model__dropout": 0.0},
+        {"normalizer": None},
+        {"normalizer": {"type": "NFKC"}},
+        {"model__dropout": None},
+        {"model__dropout": 0.0},
         {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFD"}, {"type": "NFC"}]}},
         {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [DIGITS, BYTES]}},
-        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [SPLIT | {"pattern": {"String": " "}}, BYTES]}},
-        {"post_processor": BYTES}, {"post_processor": template([TEXT])},
+        {
+            "pre_tokenizer": {
+                "type": "Sequence",
+                "pretokenizers": [SPLIT | {"pattern": {"String": " "}}, BYTES],
+            }
+        },
+        {"post_processor": BYTES},
+        {"post_processor": template([TEXT])},
         {"model__continuing_subword_prefix": "", "model__end_of_word_suffix": None},
     ],
     ids=str,
@@ -351,7 +433,9 @@ def test_ids_of_the_vocabulary_must_be_whole_numbers(write):
 
 def test_a_header_of_countless_empty_tensors_is_refused(tmp_path):
     """300,000 of them took 11 s and 500 MB of memory for a file of 20 MB."""
-    header = {f"t{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(50_001)}
+    header = {
+        f"t{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(50_001)
+    }
     text = json.dumps(header).encode()
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
     with pytest.raises(CheckpointError, match="has 50,001 tensors; at most 50,000"):

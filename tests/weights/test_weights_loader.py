@@ -26,9 +26,18 @@ pytestmark = pytest.mark.sampled
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 31, "hidden_size": 16,
-    "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 6, "max_position_embeddings": 64, "tie_word_embeddings": True, "torch_dtype": "float32",
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 31,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
 }
 UP = "model.layers.1.mlp.up_proj.weight"
 
@@ -36,8 +45,14 @@ UP = "model.layers.1.mlp.up_proj.weight"
 def make_tensors(config, dtype=torch.float32, head=False):
     """Random values for everything that the config asks for; lm_head only on request."""
     generator = torch.Generator().manual_seed(0)
-    shapes = {name: shape for name, shape in names.expected(config).items() if head or name != "lm_head.weight"}
-    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+    shapes = {
+        name: shape
+        for name, shape in names.expected(config).items()
+        if head or name != "lm_head.weight"
+    }
+    return {
+        name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()
+    }
 
 
 def write(folder, config=CONFIG, tensors=None):
@@ -52,10 +67,14 @@ def write_shards(folder, config=CONFIG, tensors=None):
     tensors = make_tensors(config) if tensors is None else tensors
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    weight_map = {name: f"model-{1 + (2 * i >= len(tensors))}.safetensors" for i, name in enumerate(tensors)}
+    weight_map = {
+        name: f"model-{1 + (2 * i >= len(tensors))}.safetensors" for i, name in enumerate(tensors)
+    }
     for file in set(weight_map.values()):
         save_file({n: t for n, t in tensors.items() if weight_map[n] == file}, folder / file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     return folder
 
 
@@ -96,7 +115,10 @@ def test_names_and_shapes_are_those_of_transformers(tied, bias, tmp_path):
     """Oracle: the checkpoint that transformers writes, one file and ten shards; every value arrives bit for bit."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    fields = {name: CONFIG[name] for name in names.SIZES} | {"tie_word_embeddings": tied, "attention_bias": bias}
+    fields = {name: CONFIG[name] for name in names.SIZES} | {
+        "tie_word_embeddings": tied,
+        "attention_bias": bias,
+    }
     model = Qwen3ForCausalLM(Qwen3Config(**fields))
     for folder, size in ((tmp_path / "one", "1GB"), (tmp_path / "many", "5KB")):
         model.save_pretrained(folder, max_shard_size=size)
@@ -117,7 +139,9 @@ def test_published_configs_give_transformers_parameters(size, qwen3_files):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(qwen3_files / size))
     config = json.loads((qwen3_files / size / "config.json").read_text())
-    assert names.expected(config) == {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    assert names.expected(config) == {
+        name: tuple(value.shape) for name, value in model.state_dict().items()
+    }
 
 
 def test_the_name_map_is_invertible():
@@ -201,7 +225,9 @@ def test_a_backbone_that_was_saved_alone_lacks_a_prefix(tmp_path):
     bare["layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(3)
     for more in ({}, {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}):
         found = weights_loader.load(write(tmp_path, tensors=bare | more))[1]
-        assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+        assert found.keys() == expected.keys() and all(
+            torch.equal(found[name], expected[name]) for name in found
+        )
     shards_of_it = write_shards(tmp_path / "shards", tensors=bare)
     assert weights_loader.load(shards_of_it)[1].keys() == expected.keys()
 
@@ -227,7 +253,9 @@ def test_an_equal_head_is_tied_and_dropped(says, tmp_path, monkeypatch):
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        config, state = weights_loader.load(write(tmp_path, CONFIG | {"tie_word_embeddings": says}, tensors))
+        config, state = weights_loader.load(
+            write(tmp_path, CONFIG | {"tie_word_embeddings": says}, tensors)
+        )
     assert "lm_head.weight" not in state and config["tie_word_embeddings"] is True
 
 
@@ -239,18 +267,25 @@ def test_a_different_head_is_kept_with_a_warning(tmp_path, monkeypatch):
     tensors["lm_head.weight"][-1, -1] += 1
     with pytest.warns(weights_loader.CheckpointWarning, match="lm_head.weight differs"):
         config, state = weights_loader.load(write(tmp_path, tensors=tensors))
-    assert torch.equal(state["lm_head.weight"], tensors["lm_head.weight"]) and config["tie_word_embeddings"] is False
+    assert (
+        torch.equal(state["lm_head.weight"], tensors["lm_head.weight"])
+        and config["tie_word_embeddings"] is False
+    )
 
 
 def test_an_untied_config_without_a_head_is_tied_with_a_warning(tmp_path):
     with pytest.warns(weights_loader.CheckpointWarning, match="no lm_head.weight"):
-        config, state = weights_loader.load(write(tmp_path, CONFIG | {"tie_word_embeddings": False}))
+        config, state = weights_loader.load(
+            write(tmp_path, CONFIG | {"tie_word_embeddings": False})
+        )
     assert config["tie_word_embeddings"] is True and "lm_head.weight" not in state
 
 
 def test_code_that_a_checkpoint_names_is_not_run_and_that_is_said_once(tmp_path):
     code = {"auto_map": {"AutoModelForCausalLM": "modeling_mine.Mine"}}
-    with pytest.warns(weights_loader.CheckpointWarning, match=r"auto_map.*not run.*plain Qwen3") as caught:
+    with pytest.warns(
+        weights_loader.CheckpointWarning, match=r"auto_map.*not run.*plain Qwen3"
+    ) as caught:
         weights_loader.load(write(tmp_path, CONFIG | code))
     assert len(caught) == 1
 
@@ -334,15 +369,26 @@ def test_a_header_longer_than_the_file(length, tmp_path):
     path = write(tmp_path) / "model.safetensors"
     header, values = read_raw(path)
     write_raw(path, header, values, length)
-    refused(tmp_path, "model.safetensors", f"{length:,} bytes does not fit in a file of {path.stat().st_size:,}")
+    refused(
+        tmp_path,
+        "model.safetensors",
+        f"{length:,} bytes does not fit in a file of {path.stat().st_size:,}",
+    )
 
 
 @pytest.mark.parametrize(
     ("header", "words"),
-    [(b"not json", "not valid JSON"), (b"[1]", "not an object"), (b"\xff\xfe", "not valid JSON"),
-     (b'{"a": NaN}', "NaN is no finite number"), (b'{"a": 1, "a": 2}', '"a" appears twice'),
-     (b"[" * 100000, "nested more than 64 levels"), ("{}".encode("utf-16"), "not valid JSON"),
-     (b'{"__metadata__": 3}', "__metadata__ is 3"), (b'{"a": ' + b"1" * 5000 + b"}", "an integer of 5,000 digits")],
+    [
+        (b"not json", "not valid JSON"),
+        (b"[1]", "not an object"),
+        (b"\xff\xfe", "not valid JSON"),
+        (b'{"a": NaN}', "NaN is no finite number"),
+        (b'{"a": 1, "a": 2}', '"a" appears twice'),
+        (b"[" * 100000, "nested more than 64 levels"),
+        ("{}".encode("utf-16"), "not valid JSON"),
+        (b'{"__metadata__": 3}', "__metadata__ is 3"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "an integer of 5,000 digits"),
+    ],
 )
 def test_a_broken_header(header, words, tmp_path):
     write_raw(write(tmp_path) / "model.safetensors", header, b"")
@@ -351,20 +397,22 @@ def test_a_broken_header(header, words, tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [({"dtype": "F8_E4M3"}, ['"F8_E4M3"', "BF16, F16, F32"]),
-     ({"dtype": "I64"}, ['"I64"']),
-     ({"dtype": None}, ['"None"']),
-     ({"dtype": ["F32"]}, ["F32"]),
-     ({"dtype": "BF16"}, ["takes 768 bytes", "span 1,536"]),
-     ({"shape": [24, 17]}, ["[24, 17]", "1,632", "1,536"]),
-     ({"shape": [24, -16]}, ["[24, -16]"]),
-     ({"shape": [24.0, 16]}, ["[24.0, 16]"]),
-     ({"shape": "24x16"}, ["24x16"]),
-     ({"shape": [2**62, 2**62, 4]}, ["span 1,536"]),
-     ({"data_offsets": [0]}, ["[begin, end]"]),
-     ({"data_offsets": [-8, 1528]}, ["[begin, end]"]),
-     ({"data_offsets": [1536, 0]}, ["span -1,536"]),
-     ({"extra": 1}, ["expected dtype, shape and data_offsets"])],
+    [
+        ({"dtype": "F8_E4M3"}, ['"F8_E4M3"', "BF16, F16, F32"]),
+        ({"dtype": "I64"}, ['"I64"']),
+        ({"dtype": None}, ['"None"']),
+        ({"dtype": ["F32"]}, ["F32"]),
+        ({"dtype": "BF16"}, ["takes 768 bytes", "span 1,536"]),
+        ({"shape": [24, 17]}, ["[24, 17]", "1,632", "1,536"]),
+        ({"shape": [24, -16]}, ["[24, -16]"]),
+        ({"shape": [24.0, 16]}, ["[24.0, 16]"]),
+        ({"shape": "24x16"}, ["24x16"]),
+        ({"shape": [2**62, 2**62, 4]}, ["span 1,536"]),
+        ({"data_offsets": [0]}, ["[begin, end]"]),
+        ({"data_offsets": [-8, 1528]}, ["[begin, end]"]),
+        ({"data_offsets": [1536, 0]}, ["span -1,536"]),
+        ({"extra": 1}, ["expected dtype, shape and data_offsets"]),
+    ],
 )
 def test_a_tensor_that_is_described_wrongly(change, words, tmp_path):
     path = write(tmp_path) / "model.safetensors"
@@ -385,7 +433,9 @@ def test_overlap_and_hole(tmp_path):
     """Two tensors over the same bytes, or bytes of nobody: no writer makes them, so something is wrong."""
     path = write(tmp_path) / "model.safetensors"
     header, values = read_raw(path)
-    order = sorted((n for n in header if n != "__metadata__"), key=lambda n: header[n]["data_offsets"])
+    order = sorted(
+        (n for n in header if n != "__metadata__"), key=lambda n: header[n]["data_offsets"]
+    )
     overlap = copy.deepcopy(header)
     overlap[order[1]]["data_offsets"] = [offset - 4 for offset in header[order[1]]["data_offsets"]]
     write_raw(path, overlap, values)
@@ -419,9 +469,15 @@ def test_missing_tensor(gone, tmp_path):
     refused(write(tmp_path, tensors=tensors), "1 of 25 tensors are missing", gone)
 
 
-@pytest.mark.parametrize("extra", [
-    "model.layers.2.mlp.up_proj.weight", "layers.0.mlp.up_proj.weight", "x\x1b[31m", "x\x9b31m\u202e",
-])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        "model.layers.2.mlp.up_proj.weight",
+        "layers.0.mlp.up_proj.weight",
+        "x\x1b[31m",
+        "x\x9b31m\u202e",
+    ],
+)
 def test_extra_tensor(extra, tmp_path):
     """A layer too many is a config of another model; a control sequence in a name must not reach the terminal."""
     tensors = make_tensors(CONFIG) | {extra: torch.zeros(24, 16)}
@@ -437,18 +493,28 @@ def test_a_long_name_is_cut(tmp_path):
 def test_bias_must_be_announced(tmp_path):
     tensors = make_tensors(CONFIG | {"attention_bias": True})
     refused(write(tmp_path, tensors=tensors), "8 tensors", "bias")
-    refused(write(tmp_path, CONFIG | {"attention_bias": True}, make_tensors(CONFIG)), "8 of 33", "bias")
-    refused(write(tmp_path, CONFIG | {"attention_bias": "no"}, make_tensors(CONFIG)), "attention_bias", '"no"')
+    refused(
+        write(tmp_path, CONFIG | {"attention_bias": True}, make_tensors(CONFIG)), "8 of 33", "bias"
+    )
+    refused(
+        write(tmp_path, CONFIG | {"attention_bias": "no"}, make_tensors(CONFIG)),
+        "attention_bias",
+        '"no"',
+    )
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '"text"', '{"vocab_size": NaN}', '{"a": 1, "a": 1}', "\x00"])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", '"text"', '{"vocab_size": NaN}', '{"a": 1, "a": 1}', "\x00"]
+)
 def test_config_that_is_not_an_object(text, tmp_path):
     folder = write(tmp_path)
     (folder / "config.json").write_text(text)
     refused(folder, "config.json")
 
 
-@pytest.mark.parametrize("field", sorted(set(names.SIZES) - set(families.FAMILIES["qwen3"].defaults)))
+@pytest.mark.parametrize(
+    "field", sorted(set(names.SIZES) - set(families.FAMILIES["qwen3"].defaults))
+)
 def test_config_lacks_a_field(field, tmp_path):
     config = {name: value for name, value in CONFIG.items() if name != field}
     folder = write(tmp_path)
@@ -495,16 +561,30 @@ def test_index_names_a_missing_shard(tmp_path):
     refused(folder, "1 of 2 weight files", "model-2.safetensors")
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}"] + ['{"weight_map": ' + x for x in ("[]}", "{}}", '{"a": 1}}')])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}"] + ['{"weight_map": ' + x for x in ("[]}", "{}}", '{"a": 1}}')]
+)
 def test_index_that_is_broken(text, tmp_path):
     folder = write_shards(tmp_path)
     (folder / "model.safetensors.index.json").write_text(text)
     refused(folder, "model.safetensors.index.json")
 
 
-@pytest.mark.parametrize("shard", ["../model-2.safetensors", "/tmp/model-2.safetensors", "sub/../../x.safetensors",
-                                   "..\\x.safetensors", "C:x.safetensors", "x\0.safetensors", "..", "", "x.bin",
-                                   "sub/model-2.safetensors"])
+@pytest.mark.parametrize(
+    "shard",
+    [
+        "../model-2.safetensors",
+        "/tmp/model-2.safetensors",
+        "sub/../../x.safetensors",
+        "..\\x.safetensors",
+        "C:x.safetensors",
+        "x\0.safetensors",
+        "..",
+        "",
+        "x.bin",
+        "sub/model-2.safetensors",
+    ],
+)
 def test_a_shard_that_leaves_the_folder(shard, tmp_path):
     """A readable, perfectly good file lies at the other end: the name alone must be refused."""
     folder = write_shards(tmp_path / "model")
@@ -518,10 +598,14 @@ def test_index_and_shards_disagree(tmp_path):
     change_index(folder, lambda weight_map: weight_map.update({UP: "model-1.safetensors"}))
     refused(folder, "model-2.safetensors holds", UP, "puts in model-1.safetensors")
     folder = write_shards(tmp_path)
-    change_index(folder, lambda weight_map: weight_map.update({"model.ghost": "model-2.safetensors"}))
+    change_index(
+        folder, lambda weight_map: weight_map.update({"model.ghost": "model-2.safetensors"})
+    )
     refused(folder, "model-2.safetensors lacks", "model.ghost")
     folder = write_shards(tmp_path)
-    change_index(folder, lambda weight_map: weight_map.update({"lm_head.weight": "model-2.safetensors"}))
+    change_index(
+        folder, lambda weight_map: weight_map.update({"lm_head.weight": "model-2.safetensors"})
+    )
     config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
     (folder / "config.json").write_text(json.dumps(config))
     refused(folder, "model-2.safetensors lacks", "lm_head.weight")
@@ -542,7 +626,9 @@ def test_what_the_shards_hold_counts_and_not_what_the_index_lists(left_out, tmp_
 
 def test_a_tied_head_that_only_the_index_knows(tmp_path):
     folder = write_shards(tmp_path)
-    change_index(folder, lambda weight_map: weight_map.update({"lm_head.weight": "model-2.safetensors"}))
+    change_index(
+        folder, lambda weight_map: weight_map.update({"lm_head.weight": "model-2.safetensors"})
+    )
     config, state = weights_loader.load(folder)
     assert config["tie_word_embeddings"] is True and "lm_head.weight" not in state
 
@@ -563,7 +649,9 @@ def test_symlinks(tmp_path):
     shard = folder / "model-2.safetensors"
     shard.rename(blob / "2")
     shard.symlink_to("../blobs/2")
-    assert torch.equal(weights_loader.load(folder)[1][names.to_nanokv(UP)], make_tensors(CONFIG)[UP])
+    assert torch.equal(
+        weights_loader.load(folder)[1][names.to_nanokv(UP)], make_tensors(CONFIG)[UP]
+    )
     for target in ("nowhere", "model-2.safetensors", "."):
         shard.unlink()
         shard.symlink_to(target)
@@ -586,11 +674,15 @@ def test_a_pipe_does_not_hang_the_loader(name, tmp_path):
 
 
 def tokenizer(last_vocab, last_added):
-    return {"model": {"type": "BPE", "vocab": {"a": 0, "z": last_vocab}},
-            "added_tokens": [{"id": last_added, "content": "<|im_end|>"}]}
+    return {
+        "model": {"type": "BPE", "vocab": {"a": 0, "z": last_vocab}},
+        "added_tokens": [{"id": last_added, "content": "<|im_end|>"}],
+    }
 
 
-@pytest.mark.parametrize(("ids", "token"), [((31, 5), '"z" has id 31'), ((5, 40), '"<|im_end|>" has id 40')])
+@pytest.mark.parametrize(
+    ("ids", "token"), [((31, 5), '"z" has id 31'), ((5, 40), '"<|im_end|>" has id 40')]
+)
 def test_tokenizer_beyond_the_embedding(ids, token, tmp_path):
     """Such an id would fail deep inside the first forward; ids up to vocab_size - 1 are fine."""
     folder = write(tmp_path)
@@ -600,8 +692,16 @@ def test_tokenizer_beyond_the_embedding(ids, token, tmp_path):
     refused(folder, "tokenizer.json", token, "31 rows")
 
 
-@pytest.mark.parametrize("fields", [{}, {"model": 1}, {"model": {"vocab": {"a": "b"}}}, {"model": {"vocab": [1]}},
-                                    {"model": {"vocab": {}}, "added_tokens": [{"id": 1}]}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"model": 1},
+        {"model": {"vocab": {"a": "b"}}},
+        {"model": {"vocab": [1]}},
+        {"model": {"vocab": {}}, "added_tokens": [{"id": 1}]},
+    ],
+)
 def test_tokenizer_that_is_malformed(fields, tmp_path):
     folder = write(tmp_path)
     (folder / "tokenizer.json").write_text(json.dumps(fields))
@@ -655,10 +755,23 @@ def large(tmp_path_factory):
 
 def write_large(folder, head):
     """About 200 MB of bf16, its embedding the largest tensor, as in the published 0.6B (which stores an equal head)."""
-    config = CONFIG | {"vocab_size": 20000, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 5,
-                       "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
-    shapes = {name: shape for name, shape in names.expected(config).items() if head or name != names.HEAD}
-    write(folder, config, {name: torch.full(shape, 0.5, dtype=torch.bfloat16) for name, shape in shapes.items()})
+    config = CONFIG | {
+        "vocab_size": 20000,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    }
+    shapes = {
+        name: shape for name, shape in names.expected(config).items() if head or name != names.HEAD
+    }
+    write(
+        folder,
+        config,
+        {name: torch.full(shape, 0.5, dtype=torch.bfloat16) for name, shape in shapes.items()},
+    )
     assert (folder / "model.safetensors").stat().st_size > 195e6
     return folder
 
@@ -673,18 +786,24 @@ def test_peak_memory_is_the_models_own_size(dtype, large, capsys):
     """
     command = [sys.executable, "-c", MEASURE, str(ROOT), str(large(True)), dtype]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=True)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=environment, check=True
+    )
     seen = json.loads(done.stdout)
     extra = (seen["peak"] - seen["base"] - seen["own"]) / seen["own"]
     anonymous = seen["after"]["Anonymous"] - seen["before"]["Anonymous"]
     with capsys.disabled():
-        print(f"\n  dtype {dtype}: tensors {seen['own'] / 1e6:.0f} MB, peak above start "
-              f"{(seen['peak'] - seen['base']) / 1e6:.0f} MB (extra {extra:+.1%}), private {anonymous / 1e6:.0f} MB, "
-              f"load {seen['seconds'] * 1e3:.0f} ms")
+        print(
+            f"\n  dtype {dtype}: tensors {seen['own'] / 1e6:.0f} MB, peak above start "
+            f"{(seen['peak'] - seen['base']) / 1e6:.0f} MB (extra {extra:+.1%}), private {anonymous / 1e6:.0f} MB, "
+            f"load {seen['seconds'] * 1e3:.0f} ms"
+        )
     assert seen["peak"] - seen["base"] > 0.95 * seen["own"], "the measurement did not see the model"
     assert extra <= 0.05
     if dtype == "None":
-        assert anonymous < 0.05 * seen["own"], "an unconverted load must be views of the file, not copies"
+        assert anonymous < 0.05 * seen["own"], (
+            "an unconverted load must be views of the file, not copies"
+        )
     else:
         assert anonymous > 0.95 * seen["own"]
 
@@ -718,12 +837,20 @@ def test_time_against_safetensors(head, limit, large, capsys):
     Generous limits, for noisy machines. A stored head costs one more pass over 2·V·C values: it is compared, not kept.
     """
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", TIME, str(ROOT), str(large(head))], capture_output=True, text=True,
-                          timeout=120, env=environment, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", TIME, str(ROOT), str(large(head))],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+        check=True,
+    )
     ours, theirs = map(float, done.stdout.split())
     with capsys.disabled():
-        print(f"\n  head stored {head}: load + touch {ours * 1e3:.0f} ms, safetensors.torch.load_file "
-              f"{theirs * 1e3:.0f} ms, ratio {ours / theirs:.2f}")
+        print(
+            f"\n  head stored {head}: load + touch {ours * 1e3:.0f} ms, safetensors.torch.load_file "
+            f"{theirs * 1e3:.0f} ms, ratio {ours / theirs:.2f}"
+        )
     assert ours < limit * theirs + 0.05
 
 

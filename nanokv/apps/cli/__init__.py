@@ -24,41 +24,80 @@ from nanokv.errors import NanoKVError
 
 COMMANDS = {  # name → (module, what it does)
     "chat": ("nanokv.apps.cli.commands.chat", "talk with a model and see its cache"),
-    "generate": ("nanokv.apps.cli.commands.generate", "answer or continue a prompt, a file or stdin"),
+    "generate": (
+        "nanokv.apps.cli.commands.generate",
+        "answer or continue a prompt, a file or stdin",
+    ),
     "batch": ("nanokv.apps.cli.commands.batch", "answer many prompts of a JSONL file together"),
     "serve": ("nanokv.apps.cli.commands.serve", "answer over HTTP, as OpenAI's API does"),
-    "models": ("nanokv.apps.cli.commands.models", "list the models that are here, with what to type for each"),
-    "memory": ("nanokv.apps.cli.commands.memory", "weights and cache of a model in bytes, from its config alone"),
-    "bench": ("nanokv.apps.cli.commands.bench", "prefill and decode speed here, beside the memory bandwidth"),
-    "profile": ("nanokv.apps.cli.commands.profile", "where a prefill and a decode step spend their time"),
+    "models": (
+        "nanokv.apps.cli.commands.models",
+        "list the models that are here, with what to type for each",
+    ),
+    "memory": (
+        "nanokv.apps.cli.commands.memory",
+        "weights and cache of a model in bytes, from its config alone",
+    ),
+    "bench": (
+        "nanokv.apps.cli.commands.bench",
+        "prefill and decode speed here, beside the memory bandwidth",
+    ),
+    "profile": (
+        "nanokv.apps.cli.commands.profile",
+        "where a prefill and a decode step spend their time",
+    ),
     "trace": ("nanokv.apps.cli.commands.trace", "record a run and write it as one HTML page"),
     "train": ("nanokv.apps.cli.commands.train", "train the bundled model from nothing"),
-    "convert": ("nanokv.apps.cli.commands.convert", "write a GGUF file, or any model, as a Hugging Face folder"),
-    "verify": ("nanokv.apps.cli.commands.verify", "compare a checkpoint with transformers, layer by layer"),
+    "convert": (
+        "nanokv.apps.cli.commands.convert",
+        "write a GGUF file, or any model, as a Hugging Face folder",
+    ),
+    "verify": (
+        "nanokv.apps.cli.commands.verify",
+        "compare a checkpoint with transformers, layer by layer",
+    ),
     "course": (
         "nanokv.apps.cli.commands.course",
         "the notebooks: build, execute, render, grade; the claims of the articles",
     ),
-    "env": ("nanokv.apps.cli.commands.env", "show the settings that apply and where they come from"),
+    "env": (
+        "nanokv.apps.cli.commands.env",
+        "show the settings that apply and where they come from",
+    ),
 }
 ABOUT = (
     "nanokv: language models from scratch in PyTorch, with a KV cache that you can see and talk to."
 )
-EXAMPLES = ("nanokv chat", 'nanokv generate "What is a KV cache?"', "nanokv chat -m Qwen/Qwen3-0.6B")
+EXAMPLES = (
+    "nanokv chat",
+    'nanokv generate "What is a KV cache?"',
+    "nanokv chat -m Qwen/Qwen3-0.6B",
+)
 _PULL = "a model is downloaded when it is first used: nanokv chat -m Qwen/Qwen3-0.6B"
 _SERVE = "nanokv serve answers over HTTP, as llama-server and OpenAI's API do"
 _DISK = "nanokv models shows where models lie; hf cache rm deletes one"
 _VERSION = "nanokv --version, or nanokv env for the versions of all packages"
 _LIST = "nanokv models lists what is here and what can be loaded"
 ELSEWHERE = {  # commands of other programs → what does it here
-    "run": "nanokv chat -m MODEL talks with it; nanokv generate PROMPT answers once", "pull": _PULL, "download": _PULL,
-    "list": _LIST, "ls": _LIST, "show": "nanokv memory MODEL, or nanokv models", "complete": "nanokv generate PROMPT",
-    "version": _VERSION, "-V": _VERSION, "-v": _VERSION, "rm": _DISK, "server": _SERVE, "api": _SERVE,
+    "run": "nanokv chat -m MODEL talks with it; nanokv generate PROMPT answers once",
+    "pull": _PULL,
+    "download": _PULL,
+    "list": _LIST,
+    "ls": _LIST,
+    "show": "nanokv memory MODEL, or nanokv models",
+    "complete": "nanokv generate PROMPT",
+    "version": _VERSION,
+    "-V": _VERSION,
+    "-v": _VERSION,
+    "rm": _DISK,
+    "server": _SERVE,
+    "api": _SERVE,
     "ps": "nanokv models lists what is here; nothing runs in the background",
     "cli": "nanokv chat, or nanokv generate PROMPT",
     "perplexity": "nanokv bench --quality compares quantized weights and caches with exact ones",
     "quantize": "--quantize int8 or int4 with nanokv chat, generate, batch, serve; writes no file",
-    "llama-bench": "nanokv bench", "tokenize": "in Python: nanokv.load(NAME)[1].encode(TEXT)",
+    "llama-bench": "nanokv bench",
+    "tokenize": "in Python: nanokv.load(NAME)[1].encode(TEXT)",
 }
 
 
@@ -110,7 +149,9 @@ def make_parser(name: str, module) -> Parser:
     parser.examples = getattr(module, "EXAMPLES", ())
     module.add_arguments(parser)
     group = add_common_arguments(parser)
-    group.add_argument("--version", action="version", version=version().strip(), help="print the version")
+    group.add_argument(
+        "--version", action="version", version=version().strip(), help="print the version"
+    )
     parser.accept_aliases()
     return parser
 
@@ -118,7 +159,9 @@ def make_parser(name: str, module) -> Parser:
 def overview() -> str:
     """`nanokv --help`."""
     width = help_width()
-    commands = "\n".join(layout.definitions([(name, about) for name, (_, about) in COMMANDS.items()], width))
+    commands = "\n".join(
+        layout.definitions([(name, about) for name, (_, about) in COMMANDS.items()], width)
+    )
     end = "nanokv COMMAND --help lists a command's flags. nanokv --version prints the version."
     examples = examples_text(EXAMPLES).strip()
     parts = [ABOUT, "usage: nanokv COMMAND [flags]", examples, f"commands:\n{commands}", end]
@@ -135,7 +178,9 @@ def version() -> str:
 def unknown_command(name: str) -> NanoKVError:
     """The error for a first word that is no command."""
     if name.startswith("-") and name not in ELSEWHERE:
-        return NanoKVError(f"{name} before a command", f"flags follow the command: nanokv chat {name}")
+        return NanoKVError(
+            f"{name} before a command", f"flags follow the command: nanokv chat {name}"
+        )
     close = nearest(name, COMMANDS)
     hint = f"did you mean nanokv {close}?" if close else f"commands: {', '.join(COMMANDS)}"
     return NanoKVError(f"no command {name!r}", ELSEWHERE.get(name) or hint)

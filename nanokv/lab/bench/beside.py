@@ -55,10 +55,16 @@ class Beside:
         ratios = [beside / one for beside, one in zip(self.beside, self.one_thread, strict=True)]
         runner, median = self.runner, statistics.median
         return {
-            "label": runner.label, "weights": runner.weights, "cache": runner.cache,
-            "batch": runner.batch, "context": self.context, "rounds": len(ratios),
-            "alone_tok_s": median(self.alone), "beside_tok_s": median(self.beside),
-            "one_thread_tok_s": median(self.one_thread), "ratio": median(ratios),
+            "label": runner.label,
+            "weights": runner.weights,
+            "cache": runner.cache,
+            "batch": runner.batch,
+            "context": self.context,
+            "rounds": len(ratios),
+            "alone_tok_s": median(self.alone),
+            "beside_tok_s": median(self.beside),
+            "one_thread_tok_s": median(self.one_thread),
+            "ratio": median(ratios),
         }
 
 

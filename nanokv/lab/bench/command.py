@@ -24,7 +24,12 @@ from nanokv.lab.bench.runners import Ours, Runner
 from nanokv.text.tokenizer import Tokenizer
 
 # --weights → the same for generate
-FLAGS = {"plain": ["--plain"], "fast": [], "int8": ["--quantize", "int8"], "int4": ["--quantize", "int4"]}
+FLAGS = {
+    "plain": ["--plain"],
+    "fast": [],
+    "int8": ["--quantize", "int8"],
+    "int4": ["--quantize", "int4"],
+}
 WORDS = "the of and to in is you that it he was for on are as with his they at be this have from or one had by".split()
 
 
@@ -32,10 +37,26 @@ class Command(Runner):
     """One command line, with a prompt of about so many tokens on stdin."""
 
     def __init__(self, ours: Ours, folder: Path, flags: list[str]):
-        super().__init__("nanokv generate", ours.weights, ours.cache, 1, ours.weight_bytes, ours.kv_bytes)
+        super().__init__(
+            "nanokv generate", ours.weights, ours.cache, 1, ours.weight_bytes, ours.kv_bytes
+        )
         self.tokenizer = Tokenizer.from_folder(folder)
-        self.words = [sys.executable, "-m", "nanokv", "generate", "-", "--raw", "--json", "--quiet", "-m", str(folder),
-                      "-t", "0", *FLAGS[ours.weights], *flags]
+        self.words = [
+            sys.executable,
+            "-m",
+            "nanokv",
+            "generate",
+            "-",
+            "--raw",
+            "--json",
+            "--quiet",
+            "-m",
+            str(folder),
+            "-t",
+            "0",
+            *FLAGS[ours.weights],
+            *flags,
+        ]
         # Context → what each round waited for, the warm-up first.
         self.waits: dict[int, list[dict]] = {}
 
@@ -47,17 +68,27 @@ class Command(Runner):
         if tokens["completion_tokens"] != steps + 1:
             raise PeerError(f"{tokens['completion_tokens']} tokens came back, not {steps + 1}")
         decoding = steps / speed["decode_tok_s"]
-        self.waits.setdefault(context, []).append({
-            "prompt_tokens": tokens["prompt_tokens"], "load_s": arrived - speed["ttft_s"] - decoding,
-            "ttft_s": speed["ttft_s"],
-        })
+        self.waits.setdefault(context, []).append(
+            {
+                "prompt_tokens": tokens["prompt_tokens"],
+                "load_s": arrived - speed["ttft_s"] - decoding,
+                "ttft_s": speed["ttft_s"],
+            }
+        )
         return context / speed["prefill_tok_s"], decoding / steps
 
     def answered(self, prompt: str, words: list[str], began: float) -> tuple[dict, float]:
         """(the JSON object, seconds until it came). PeerError with the command's own words if there is none."""
-        with tempfile.TemporaryFile() as errors, subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment()
-        ) as child:
+        with (
+            tempfile.TemporaryFile() as errors,
+            subprocess.Popen(
+                words,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=environment(),
+            ) as child,
+        ):
             guard = threading.Timer(max(LEAST, self.patience), child.kill)
             guard.start()
             try:
@@ -112,7 +143,9 @@ def stand_in(vocab_size: int) -> Tokenizer:
     """A tokenizer for random weights: as many ids as the model has, each byte of a text is one token."""
     names = sorted(pre_tokenizers.ByteLevel.alphabet())
     names += [f"t{i}" for i in range(len(names), vocab_size)]
-    backend = tokenizers.Tokenizer(models.BPE({name: i for i, name in enumerate(names[:vocab_size])}, []))
+    backend = tokenizers.Tokenizer(
+        models.BPE({name: i for i, name in enumerate(names[:vocab_size])}, [])
+    )
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     return Tokenizer(backend, rows=vocab_size)
@@ -120,8 +153,11 @@ def stand_in(vocab_size: int) -> Tokenizer:
 
 def comparison(rows) -> list[dict]:
     """Each finished row of a Command, what it waited for, and its speeds beside those of the bench's own row."""
-    own = {(row.runner.weights, row.runner.cache, row.context): row for row in rows if isinstance(row.runner, Ours)
-           and row.runner.batch == 1}
+    own = {
+        (row.runner.weights, row.runner.cache, row.context): row
+        for row in rows
+        if isinstance(row.runner, Ours) and row.runner.batch == 1
+    }
     found = []
     for row in (row for row in rows if isinstance(row.runner, Command)):
         key = row.runner.weights, row.runner.cache, row.context
@@ -131,8 +167,12 @@ def comparison(rows) -> list[dict]:
         speeds = {name: theirs[name] for name in ("prefill_tok_s", "decode_tok_s")}
         found.append(
             {"weights": theirs["weights"], "cache": theirs["cache"], "context": row.context}
-            | row.runner.waited(row.context) | speeds | {f"bench_{name}": ours[name] for name in speeds}
-            | {"prefill_ratio": speeds["prefill_tok_s"] / ours["prefill_tok_s"],
-               "decode_ratio": speeds["decode_tok_s"] / ours["decode_tok_s"]}
+            | row.runner.waited(row.context)
+            | speeds
+            | {f"bench_{name}": ours[name] for name in speeds}
+            | {
+                "prefill_ratio": speeds["prefill_tok_s"] / ours["prefill_tok_s"],
+                "decode_ratio": speeds["decode_tok_s"] / ours["decode_tok_s"],
+            }
         )
     return found

@@ -18,8 +18,10 @@ def write(model, path) -> Path:
     """Matrices in bf16, vectors in fp32. NanoKVError for experts and for a context that was extended: not written."""
     config = model.config
     if config.experts or config.yarn or config.llama3:
-        raise NanoKVError(f"{config} is not written for llama.cpp: experts or an extended context",
-                          "leave llama.cpp out of --against")
+        raise NanoKVError(
+            f"{config} is not written for llama.cpp: experts or an extended context",
+            "leave llama.cpp out of --against",
+        )
     writer = gguf.GGUFWriter(str(path), ARCHITECTURES[config.model_type])
     writer.add_name("nanokv")
     for key, field in KEYS.items():
@@ -48,7 +50,9 @@ def write(model, path) -> Path:
 
 def permuted(name: str, tensor, config):
     """Rows of Llama's q and k: the halves of a head → pairs side by side, as llama.cpp turns them."""
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(
+        name.split(".")[-2]
+    )
     if config.model_type != "llama" or not heads:
         return tensor
     return tensor.view(heads, 2, config.head_dim // 2, -1).transpose(1, 2).reshape(tensor.shape)

@@ -55,12 +55,21 @@ EXACT, ROUNDED = 1e-4, 2e-2  # largest gap that passes, fp32 and bf16, of the la
 
 def main(argv=None) -> int:
     """Run all parts, write both files, print the tables."""
-    parser = argparse.ArgumentParser(prog="python -m nanokv.lab.bench.gpu", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", default="gpu", metavar="NAME", help="NAME.json and NAME.md (default: %(default)s)")
-    parser.add_argument("--dry-run", action="store_true", help="the same code, tiny, on a CPU: no figures")
+    parser = argparse.ArgumentParser(
+        prog="python -m nanokv.lab.bench.gpu", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "--out", default="gpu", metavar="NAME", help="NAME.json and NAME.md (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="the same code, tiny, on a CPU: no figures"
+    )
     args = parser.parse_args(argv)
     if not args.dry_run and not torch.cuda.is_available():
-        print("nanokv.lab.bench.gpu: torch sees no GPU here (--dry-run runs the code on a CPU)", file=sys.stderr)
+        print(
+            "nanokv.lab.bench.gpu: torch sees no GPU here (--dry-run runs the code on a CPU)",
+            file=sys.stderr,
+        )
         return 2
     report = measure(SMALL if args.dry_run else FULL)
     Path(f"{args.out}.json").write_text(json.dumps(report, indent=1) + "\n")
@@ -73,11 +82,17 @@ def measure(plan: Plan) -> dict:
     """The whole report as one object of plain values."""
     dtype = torch.bfloat16
     model = random_model(plan.config, dtype, plan.device)
-    report = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "dry_run": plan.device == "cpu"}
+    report = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "dry_run": plan.device == "cpu",
+    }
     report |= {"machine": machine(plan.device), "versions": versions(), "parity": parity(plan)}
     report["attention"] = attention_kernels(plan.config, dtype, plan.device)
     bandwidth = Bandwidth(plan.device)
-    report["gemm_flops"], report["rows"] = gemm_peak(dtype, plan.device), decode_rows(model, plan, bandwidth)
+    report["gemm_flops"], report["rows"] = (
+        gemm_peak(dtype, plan.device),
+        decode_rows(model, plan, bandwidth),
+    )
     report["bandwidth"] = bandwidth.best()
     for row in report["rows"]:
         add_share(row, bandwidth)
@@ -94,13 +109,21 @@ def machine(device: str) -> dict:
     facts = {"system": platform.platform(), "processor": platform.machine()}
     if device == "cuda":
         gpu = torch.cuda.get_device_properties(0)
-        facts |= {"gpu": gpu.name, "gpu_bytes": gpu.total_memory, "capability": f"{gpu.major}.{gpu.minor}"}
+        facts |= {
+            "gpu": gpu.name,
+            "gpu_bytes": gpu.total_memory,
+            "capability": f"{gpu.major}.{gpu.minor}",
+        }
     return facts
 
 
 def versions() -> dict:
     """Of everything that is compared."""
-    own = {"python": platform.python_version(), "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    own = {
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+    }
     return own | {name: metadata.version(name) for name in ("nanokv", "torch", "transformers")}
 
 
@@ -117,7 +140,12 @@ def parity(plan: Plan) -> dict:
         for i, (mine, plain) in enumerate(pairs):
             T = 5 + 6 * i if turn == 0 else 1
             part, path = ids[:, turn + i : turn + i + T], prefill if turn == 0 else decode
-            worst = max(worst, gap(path(compiled, part, mine, mine.length), path(model, part, plain, plain.length)))
+            worst = max(
+                worst,
+                gap(
+                    path(compiled, part, mine, mine.length), path(model, part, plain, plain.length)
+                ),
+            )
         if turn == 4:
             for cache in pairs[0]:
                 cache.truncate(6)
@@ -140,8 +168,10 @@ def attention_kernels(config: Config, dtype, device: str) -> list[dict]:
     }
     rows = []
     for name, (attend, queries, keys) in calls.items():
-        q, k, v = (torch.randn(1, heads, n, D, dtype=dtype, device=device)
-                   for heads, n in ((H, queries), (Hk, keys), (Hk, keys)))
+        q, k, v = (
+            torch.randn(1, heads, n, D, dtype=dtype, device=device)
+            for heads, n in ((H, queries), (Hk, keys), (Hk, keys))
+        )
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             y = attend(q, k, v)
         with sdpa_kernel(SDPBackend.MATH):
@@ -178,22 +208,30 @@ class Peer(Transformers):
             return
         torch.compiler.cudagraph_mark_step_begin()
         # (B,1,V).
-        logits = self.compiled(ids, past_key_values=self.store, use_cache=True, logits_to_keep=1).logits
+        logits = self.compiled(
+            ids, past_key_values=self.store, use_cache=True, logits_to_keep=1
+        ).logits
         self.token = logits[:, -1].argmax(-1, keepdim=True)
 
 
 def decode_rows(model, plan: Plan, bandwidth: Bandwidth) -> list[dict]:
     """One runner at a time, so that each has the whole memory; every row says what came of it."""
     kinds = (  # (whose, cache, backend of torch.compile)
-        (Nano, "static", plan.backend), (Nano, "static", None), (Nano, "dict", None),
-        (Peer, "static", plan.backend), (Peer, "static", None), (Peer, "dynamic", None),
+        (Nano, "static", plan.backend),
+        (Nano, "static", None),
+        (Nano, "dict", None),
+        (Peer, "static", plan.backend),
+        (Peer, "static", None),
+        (Peer, "dynamic", None),
     )
     rows = []
     for batch in plan.batches:
         for context in plan.contexts:
             for kind, cache, backend in kinds:
                 bandwidth.probe()
-                rows.append(decode_row(kind(model, cache, batch, backend), context, plan, bandwidth))
+                rows.append(
+                    decode_row(kind(model, cache, batch, backend), context, plan, bandwidth)
+                )
                 gc.collect()  # the runner and its cache are gone
                 if plan.device == "cuda":
                     torch.cuda.empty_cache()
@@ -219,10 +257,18 @@ def offload(model, plan: Plan) -> list[dict]:
             logits.append(torch.stack(out))
             seconds.append(statistics.median(times[1:]))
         moved = costs.kv_bytes(plan.config, context, 1, 2)
-        rows.append({
-            "context": context, "equal": torch.equal(*logits), "near_s": seconds[0], "far_s": seconds[1],
-            "moved_bytes": moved, "transfer_s": moved / pinned, "pinned_rate": pinned, "pageable_rate": pageable,
-        })
+        rows.append(
+            {
+                "context": context,
+                "equal": torch.equal(*logits),
+                "near_s": seconds[0],
+                "far_s": seconds[1],
+                "moved_bytes": moved,
+                "transfer_s": moved / pinned,
+                "pinned_rate": pinned,
+                "pageable_rate": pageable,
+            }
+        )
     return rows
 
 
@@ -230,7 +276,9 @@ def transfer_rate(device: str, pin: bool, size: int = 1 << 28) -> float:
     """Bytes per second from host memory to the device, median of 5."""
     source = torch.ones(size, dtype=torch.uint8, pin_memory=pin)
     target = torch.empty(size, dtype=torch.uint8, device=device)
-    return size / statistics.median(timed(lambda: target.copy_(source, non_blocking=True), 5, device))
+    return size / statistics.median(
+        timed(lambda: target.copy_(source, non_blocking=True), 5, device)
+    )
 
 
 # --- the report -----------------------------------------------------------------------------------------------------
@@ -248,10 +296,18 @@ def faults(report: dict) -> list[str]:
             found.append(f"attention, {row['call']}: off by {row['gap']:.1e}")
         if row["kernel"] in ("attention_math", "none seen"):
             found.append(f"attention, {row['call']}: no fused kernel ({row['kernel']})")
-    found += [f"offload differs at context {row['context']:,}" for row in report["offload"] if not row["equal"]]
-    found += [f"{row['runner']}, batch {row['batch']}, context {row['context']:,}: {row['failed']}"
-              for row in report["rows"] if "failed" in row and row["runner"].startswith("nanokv compiled")
-              and "need" not in row["failed"]]
+    found += [
+        f"offload differs at context {row['context']:,}"
+        for row in report["offload"]
+        if not row["equal"]
+    ]
+    found += [
+        f"{row['runner']}, batch {row['batch']}, context {row['context']:,}: {row['failed']}"
+        for row in report["rows"]
+        if "failed" in row
+        and row["runner"].startswith("nanokv compiled")
+        and "need" not in row["failed"]
+    ]
     return found
 
 
@@ -262,17 +318,40 @@ def markdown(report: dict) -> str:
     lines = ["# Dry run on a CPU: no figures" if report["dry_run"] else "# Decoding on a GPU", ""]
     lines += [f"{report['date']} · {where} · {names}", ""]
     rate, flops = report["bandwidth"] / 1e9, report["gemm_flops"] / 1e12
-    lines += [f"Read bandwidth {rate:,.0f} GB/s, bf16 products {flops:,.1f} TFLOP/s, measured in this run. "
-              f"Compiled against plain, fp32: {report['parity']['gap']:.1e}.", ""]
+    lines += [
+        f"Read bandwidth {rate:,.0f} GB/s, bf16 products {flops:,.1f} TFLOP/s, measured in this run. "
+        f"Compiled against plain, fp32: {report['parity']['gap']:.1e}.",
+        "",
+    ]
     lines += ["Faults: " + ("; ".join(report["faults"]) or "none"), ""]
-    rows = [(row["runner"], row["batch"], f"{row['context']:,}", *decode_cells(row)) for row in report["rows"]]
-    lines += table(("runner", "batch", "context", "ms per step", "tok/s", "of the limit", "±"), rows)
+    rows = [
+        (row["runner"], row["batch"], f"{row['context']:,}", *decode_cells(row))
+        for row in report["rows"]
+    ]
+    lines += table(
+        ("runner", "batch", "context", "ms per step", "tok/s", "of the limit", "±"), rows
+    )
     rows = [(row["call"], row["kernel"], f"{row['gap']:.1e}") for row in report["attention"]]
     lines += table(("attention", "kernel", "gap"), rows)
-    rows = [(f"{row['context']:,}", row["equal"], f"{row['near_s'] * 1e3:.2f}", f"{row['far_s'] * 1e3:.2f}",
-             f"{row['transfer_s'] * 1e3:.2f}", f"{row['pinned_rate'] / 1e9:.1f} / {row['pageable_rate'] / 1e9:.1f}")
-            for row in report["offload"]]
-    head = ("context", "offload equal", "ms near", "ms in host memory", "ms of transfer", "GB/s pinned / pageable")
+    rows = [
+        (
+            f"{row['context']:,}",
+            row["equal"],
+            f"{row['near_s'] * 1e3:.2f}",
+            f"{row['far_s'] * 1e3:.2f}",
+            f"{row['transfer_s'] * 1e3:.2f}",
+            f"{row['pinned_rate'] / 1e9:.1f} / {row['pageable_rate'] / 1e9:.1f}",
+        )
+        for row in report["offload"]
+    ]
+    head = (
+        "context",
+        "offload equal",
+        "ms near",
+        "ms in host memory",
+        "ms of transfer",
+        "GB/s pinned / pageable",
+    )
     return "\n".join(lines + table(head, rows) + ranks_table(report))
 
 
@@ -280,7 +359,12 @@ def decode_cells(row: dict) -> tuple:
     """Milliseconds, tokens per second, share of the limit and half of the spread; or why there are none."""
     if "failed" in row:
         return row["failed"], "", "", ""
-    return f"{row['decode_s'] * 1e3:.2f}", f"{row['tok_s']:,.0f}", f"{row['share']:.0%}", f"{row['spread'] / 2:.0%}"
+    return (
+        f"{row['decode_s'] * 1e3:.2f}",
+        f"{row['tok_s']:,.0f}",
+        f"{row['share']:.0%}",
+        f"{row['spread'] / 2:.0%}",
+    )
 
 
 def ranks_table(report: dict) -> list[str]:
@@ -288,11 +372,27 @@ def ranks_table(report: dict) -> list[str]:
     if not report["ranks"]:
         return [f"No tensor parallel: {report['no_ranks']}.", ""]
     rows = [
-        (row["ranks"], row.get("batch", ""), f"{row['context']:,}" if "context" in row else "", *decode_cells(row),
-         f"{row['summed_bytes']:,}" if "summed_bytes" in row else "", f"{row['gap']:.1e}" if "gap" in row else "")
+        (
+            row["ranks"],
+            row.get("batch", ""),
+            f"{row['context']:,}" if "context" in row else "",
+            *decode_cells(row),
+            f"{row['summed_bytes']:,}" if "summed_bytes" in row else "",
+            f"{row['gap']:.1e}" if "gap" in row else "",
+        )
         for row in report["ranks"]
     ]
-    head = ("ranks", "batch", "context", "ms per step", "tok/s", "of the limit", "±", "all_reduce bytes", "gap")
+    head = (
+        "ranks",
+        "batch",
+        "context",
+        "ms per step",
+        "tok/s",
+        "of the limit",
+        "±",
+        "all_reduce bytes",
+        "gap",
+    )
     return table(head, rows)
 
 

@@ -48,8 +48,11 @@ def tensor_parallel(model, plan: Plan, bandwidth: Bandwidth) -> tuple[list[dict]
     sizes = [size for size in SIZES if size <= count and not misfits(plan.config, size)]
     if not sizes:
         return [], f"{count} GPU here: a model is cut for 2 at least"
-    rows = [{"ranks": 1} | decode_row(Nano(model, "static", batch), context, plan, bandwidth)
-            for batch in plan.batches for context in plan.contexts]
+    rows = [
+        {"ranks": 1} | decode_row(Nano(model, "static", batch), context, plan, bandwidth)
+        for batch in plan.batches
+        for context in plan.contexts
+    ]
     for row in rows:
         add_share(row, bandwidth)
     return rows + [row for size in sizes for row in on_ranks(size, plan)], ""
@@ -89,8 +92,10 @@ def faults(rows: list[dict]) -> list[str]:
             if not row["gap"] <= 1e-4:
                 found.append(f"{where}: off by {row['gap']:.1e} of the largest logit")
             if row["summed_bytes"] != row["expected_bytes"]:
-                found.append(f"{where}: {row['summed_bytes']:,} bytes in all_reduce, by formula "
-                             f"{row['expected_bytes']:,}")
+                found.append(
+                    f"{where}: {row['summed_bytes']:,} bytes in all_reduce, by formula "
+                    f"{row['expected_bytes']:,}"
+                )
     return found
 
 
@@ -121,7 +126,9 @@ class Counted:
 
 def main(argv=None) -> int:
     """Join, measure; rank 0 writes the rows, or why there are none."""
-    parser = argparse.ArgumentParser(prog="python -m nanokv.lab.bench.gpu_ranks", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m nanokv.lab.bench.gpu_ranks", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("out", type=Path)
     parser.add_argument("--dry-run", action="store_true")
     args = parser.parse_args(argv)
@@ -178,8 +185,12 @@ def sent(ranks: Counted, config: Config, runner: Nano) -> dict:
     ranks.clear()
     runner.step()
     expected = (2 * config.num_hidden_layers + 1) * runner.batch * config.hidden_size * 2
-    return {"sums": ranks.sums, "summed_bytes": ranks.summed, "expected_bytes": expected,
-            "gathered_bytes": ranks.gathered}
+    return {
+        "sums": ranks.sums,
+        "summed_bytes": ranks.summed,
+        "expected_bytes": expected,
+        "gathered_bytes": ranks.gathered,
+    }
 
 
 if __name__ == "__main__":

@@ -16,8 +16,15 @@ from nanokv.lab.bench.machine import Bandwidth, now
 from nanokv.lab.bench.runners import Ours
 
 TINY = Config(
-    vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=32, max_position_embeddings=256, tie_word_embeddings=True,
+    vocab_size=97,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=256,
+    tie_word_embeddings=True,
 )
 WARM_UP = 3  # steps before the clock runs: the first compiles and records
 ALIGNED = 64  # slots of a slab come in multiples of this
@@ -42,13 +49,17 @@ class Plan:
         return WARM_UP + self.steps * self.rounds
 
 
-FULL = Plan(FAMILY["Qwen/Qwen3-0.6B"], "cuda", (1, 4, 16, 64), (128, 1024, 8192, 32_768), steps=32, rounds=5)
+FULL = Plan(
+    FAMILY["Qwen/Qwen3-0.6B"], "cuda", (1, 4, 16, 64), (128, 1024, 8192, 32_768), steps=32, rounds=5
+)
 SMALL = Plan(TINY, "cpu", (2,), (24,), steps=2, rounds=2, backend="eager")
 
 
 def random_ids(config: Config, batch: int, tokens: int, device: str):
     """(B,T) int64, the same on every device."""
-    ids = torch.randint(config.vocab_size, (batch, tokens), generator=torch.Generator().manual_seed(tokens))
+    ids = torch.randint(
+        config.vocab_size, (batch, tokens), generator=torch.Generator().manual_seed(tokens)
+    )
     return ids.to(device)
 
 
@@ -81,7 +92,11 @@ def part_of(model, batch: int) -> int:
 
 def decode_row(runner, context: int, plan: Plan, bandwidth: Bandwidth) -> dict:
     """Seconds per step, median of the rounds, or why there are none. The context grows by a token per step."""
-    row = {"runner": f"{runner.engine} {runner.weights} {runner.cache}", "batch": runner.batch, "context": context}
+    row = {
+        "runner": f"{runner.engine} {runner.weights} {runner.cache}",
+        "batch": runner.batch,
+        "context": context,
+    }
     wanted = costs.kv_bytes(plan.config, context + plan.room, runner.batch, 2) * 5 // 4 + SPARE
     if plan.device == "cuda" and wanted > torch.cuda.mem_get_info()[0]:
         return row | {"failed": f"the cache and its working memory need {wanted / 1e9:,.0f} GB"}
@@ -98,8 +113,11 @@ def decode_row(runner, context: int, plan: Plan, bandwidth: Bandwidth) -> dict:
     seconds, read = statistics.median(times), runner.step_bytes(context + plan.room // 2)
     bandwidth.probe(read)
     return row | {
-        "prefill_s": prefill_s, "decode_s": seconds, "spread": (max(times) - min(times)) / seconds,
-        "tok_s": runner.batch / seconds, "step_bytes": read,
+        "prefill_s": prefill_s,
+        "decode_s": seconds,
+        "spread": (max(times) - min(times)) / seconds,
+        "tok_s": runner.batch / seconds,
+        "step_bytes": read,
     }
 
 

@@ -30,7 +30,9 @@ def main() -> None:
     threading.Thread(target=listen, args=(questions,), daemon=True).start()
     setup = questions.get()
     name, _, function = setup["make"].partition(":")
-    peer = reply(out, lambda: getattr(importlib.import_module(name), function)(**setup["facts"]), bytes_of)
+    peer = reply(
+        out, lambda: getattr(importlib.import_module(name), function)(**setup["facts"]), bytes_of
+    )
     while peer is not None:
         reply(out, functools.partial(peer.measure, **questions.get()))
 
@@ -103,7 +105,9 @@ def llama_cpp(path: str, variant: str, context: int, **checkpoint):
 
         from nanokv.lab.bench import gguf
     except ImportError:
-        raise NanoKVError("llama.cpp is not installed", installing.hint(["llama-cpp-python", "gguf"])) from None
+        raise NanoKVError(
+            "llama.cpp is not installed", installing.hint(["llama-cpp-python", "gguf"])
+        ) from None
     from nanokv.config import Config
     from nanokv.lab.bench.runners import LlamaCpp
 
@@ -111,7 +115,9 @@ def llama_cpp(path: str, variant: str, context: int, **checkpoint):
     if not file.exists():
         gguf.write(model_of(**checkpoint), file.with_suffix(".half")).rename(file)
     file = file if variant == "bf16" else gguf.quantize(file, variant)
-    return LlamaCpp(Config.from_folder(checkpoint["folder"]), file, variant, context, checkpoint["threads"])
+    return LlamaCpp(
+        Config.from_folder(checkpoint["folder"]), file, variant, context, checkpoint["threads"]
+    )
 
 
 @dataclasses.dataclass
@@ -132,7 +138,9 @@ def generate_batch(prompts: list, tokens: int, **checkpoint) -> GenerateBatch:
     from nanokv.lab.bench.runners import Transformers
     from nanokv.lab.bench.serving import generate_batch
 
-    return GenerateBatch(generate_batch(Transformers(model_of(**checkpoint), "dynamic", 1).model, prompts, tokens))
+    return GenerateBatch(
+        generate_batch(Transformers(model_of(**checkpoint), "dynamic", 1).model, prompts, tokens)
+    )
 
 
 if __name__ == "__main__":

@@ -48,7 +48,10 @@ def decorate(speed, share, labels, bars: bool) -> None:
         speed.set_xlabel("decode, tokens per second (line: the limit that memory sets)")
         share.set_xlabel("% of the limit")
         return
-    speed.set(xlabel="context, tokens", ylabel="decode, tokens per second (dotted: the limit that memory sets)")
+    speed.set(
+        xlabel="context, tokens",
+        ylabel="decode, tokens per second (dotted: the limit that memory sets)",
+    )
     share.set(xlabel="context, tokens", ylabel="% of the limit")
     speed.set_ylim(bottom=0)
     share.set_ylim(0, 105)

@@ -20,7 +20,14 @@ from nanokv.fast import native
 from nanokv.inference import decode, prefill
 from nanokv.lab.bench.machine import Bandwidth, gemm_peak, timed
 
-PRODUCTS = {"linear", "mm", "addmm", "_weight_int8pack_mm", "_weight_int4pack_mm_for_cpu", "_linear_pointwise"}
+PRODUCTS = {
+    "linear",
+    "mm",
+    "addmm",
+    "_weight_int8pack_mm",
+    "_weight_int4pack_mm_for_cpu",
+    "_linear_pointwise",
+}
 REPEAT = 5
 
 
@@ -47,12 +54,16 @@ class Phase:
         return sum(part.floor for part in self.parts)
 
 
-def phases(model, cache_name: str, options: dict, context: int, weight_bytes: int, dtype) -> list[Phase]:
+def phases(
+    model, cache_name: str, options: dict, context: int, weight_bytes: int, dtype
+) -> list[Phase]:
     """The prefill of `context` tokens and one decode step behind them."""
     config, device = model.config, model.embed_tokens.weight.device
     kv = costs.kv_bytes_per_token(config, dtype.itemsize)
     limits = Limits(dtype, device, weight_bytes + context * kv)
-    ids = torch.randint(config.vocab_size, (1, context), generator=torch.Generator().manual_seed(0)).to(device)
+    ids = torch.randint(
+        config.vocab_size, (1, context), generator=torch.Generator().manual_seed(0)
+    ).to(device)
     cache = make_cache(cache_name, config, capacity=context + 3 * REPEAT, **options)
 
     def fill():
@@ -64,7 +75,14 @@ def phases(model, cache_name: str, options: dict, context: int, weight_bytes: in
 
     found = [measure(run, cache, limits) for run in (fill, step)]
     rate, peak = limits.bandwidth.best(limits.size), limits.peak
-    scores = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * context * (context + 1)
+    scores = (
+        2
+        * config.num_hidden_layers
+        * config.num_attention_heads
+        * config.head_dim
+        * context
+        * (context + 1)
+    )
     flops = costs.prefill_flops(config, context)
     first = {
         "weights": ((flops - scores) / peak, f"{(flops - scores) / 1e9:,.1f} GFLOP"),
@@ -106,9 +124,15 @@ def measure(run, cache, limits: Limits) -> tuple[float, dict[str, float]]:
 def phase(name: str, found: tuple[float, dict[str, float]], floors: dict) -> Phase:
     """The parts beside their floors; what is in no part is the rest."""
     total, spent = found
-    parts = [Part(part, spent[part], *floors.get(part, (0.0, ""))) for part in spent if part in floors or spent[part]]
+    parts = [
+        Part(part, spent[part], *floors.get(part, (0.0, "")))
+        for part in spent
+        if part in floors or spent[part]
+    ]
     rest = max(0.0, total - sum(spent.values()))
-    return Phase(name, total, [*parts, Part("the rest", rest, 0.0, "Python, dispatch, unattributed")])
+    return Phase(
+        name, total, [*parts, Part("the rest", rest, 0.0, "Python, dispatch, unattributed")]
+    )
 
 
 def parts_of(run, cache) -> dict[str, float]:
@@ -174,10 +198,16 @@ class Watched(LayerCache):
     def __init__(self, layer, timed):
         self.layer, self.capacity = layer, layer.capacity
         self.timed_append, self.timed_pages = timed(layer.append), timed(layer.pages)
-        self.mask, self.truncate, self.fetch = layer.mask, layer.truncate, getattr(layer, "fetch", None)
+        self.mask, self.truncate, self.fetch = (
+            layer.mask,
+            layer.truncate,
+            getattr(layer, "fetch", None),
+        )
 
     @in_place(lambda self, like: self.timed_pages(like))
     def append(self, k, v):
         return self.timed_append(k, v)
 
-    length = property(lambda self: self.layer.length, lambda self, n: setattr(self.layer, "length", n))
+    length = property(
+        lambda self: self.layer.length, lambda self, n: setattr(self.layer, "length", n)
+    )

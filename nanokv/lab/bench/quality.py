@@ -22,8 +22,12 @@ def changes(plain, models: dict, ids, caches: dict) -> Iterator[dict]:
             found, held = likelihood(model, ids, kind)
             change = found - truth
             yield {
-                "weights": name, "cache": label, "bytes": read, "kv_bytes_per_token": held,
-                "mean_change": float(change.abs().mean()), "bias": float(change.mean()),
+                "weights": name,
+                "cache": label,
+                "bytes": read,
+                "kv_bytes_per_token": held,
+                "mean_change": float(change.abs().mean()),
+                "bias": float(change.mean()),
                 "perplexity": math.exp(-float(found.mean())),
             }
 

@@ -22,7 +22,8 @@ from nanokv.lab.bench.runners import Runner
 LOADING = 600.0  # seconds that a peer may take to load its weights, or to quantize them
 LEAST = 60.0  # and at least to answer; see Rotation.patience
 PEERS = {  # name → what makes it, module:function
-    "transformers": "nanokv.lab.bench.peer:transformers", "llama.cpp": "nanokv.lab.bench.peer:llama_cpp",
+    "transformers": "nanokv.lab.bench.peer:transformers",
+    "llama.cpp": "nanokv.lab.bench.peer:llama_cpp",
     "generate_batch": "nanokv.lab.bench.peer:generate_batch",
 }
 
@@ -37,7 +38,10 @@ def never() -> bool:
 
 def environment() -> dict:
     """A child imports what this process imports, and nothing from the folder in which it was started."""
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "PYTHONSAFEPATH": "1",
+    }
 
 
 class Process:
@@ -50,8 +54,12 @@ class Process:
         # Ctrl-C is for the bench, which ends its peers.
         group = {"process_group": 0} if os.name == "posix" else {}
         self.child = subprocess.Popen(
-            [sys.executable, "-m", "nanokv.lab.bench.peer"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=self.errors, env=environment(), **group,
+            [sys.executable, "-m", "nanokv.lab.bench.peer"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            env=environment(),
+            **group,
         )
         self.answers: queue.SimpleQueue = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
@@ -111,7 +119,9 @@ class Process:
             words = self.errors.read()[-300:].decode("utf-8", "replace").strip().splitlines()
             return ": ".join([f"ended with exit code {code}", *words[-1:]])
         name = signal.Signals(-code).name
-        return f"ended by {name}" + ", as the system does when memory runs out" * (name == "SIGKILL")
+        return f"ended by {name}" + ", as the system does when memory runs out" * (
+            name == "SIGKILL"
+        )
 
     def end(self) -> None:
         """Whatever it is doing."""

@@ -36,7 +36,11 @@ class Row:
     @property
     def spread(self) -> float | None:
         """(slowest − fastest) / median of the decode steps; of one round nothing is known."""
-        return None if len(self.decodes) < 2 else (max(self.decodes) - min(self.decodes)) / self.decode_s
+        return (
+            None
+            if len(self.decodes) < 2
+            else (max(self.decodes) - min(self.decodes)) / self.decode_s
+        )
 
     @property
     def bytes(self) -> int:
@@ -52,25 +56,49 @@ class Row:
         """What the table shows, raw: seconds, bytes, tokens per second over all rows of a batch."""
         batch = self.runner.batch
         return {
-            "engine": self.runner.engine, "weights": self.runner.weights, "cache": self.runner.cache, "batch": batch,
-            "context": self.context, "prefill_s": self.prefill_s, "decode_s": self.decode_s, "spread": self.spread,
-            "prefill_tok_s": batch * self.context / self.prefill_s, "decode_tok_s": batch / self.decode_s,
-            "step_bytes": self.bytes, "gigabytes_per_second": self.bytes / self.decode_s / 1e9, "share": self.share,
-            "bandwidth": self.bandwidth, "rounds": len(self.decodes),
+            "engine": self.runner.engine,
+            "weights": self.runner.weights,
+            "cache": self.runner.cache,
+            "batch": batch,
+            "context": self.context,
+            "prefill_s": self.prefill_s,
+            "decode_s": self.decode_s,
+            "spread": self.spread,
+            "prefill_tok_s": batch * self.context / self.prefill_s,
+            "decode_tok_s": batch / self.decode_s,
+            "step_bytes": self.bytes,
+            "gigabytes_per_second": self.bytes / self.decode_s / 1e9,
+            "share": self.share,
+            "bandwidth": self.bandwidth,
+            "rounds": len(self.decodes),
         }
 
     def failure(self) -> dict:
         """What the table says of a peer that failed."""
         runner = self.runner
-        return {"engine": runner.engine, "weights": runner.weights, "cache": runner.cache, "batch": runner.batch,
-                "context": self.context, "rounds": len(self.decodes), "error": self.error}
+        return {
+            "engine": runner.engine,
+            "weights": runner.weights,
+            "cache": runner.cache,
+            "batch": runner.batch,
+            "context": self.context,
+            "rounds": len(self.decodes),
+            "error": self.error,
+        }
 
 
 class Rotation:
     """`rows` fill up while `run` is iterated; stop at any time and keep what is finished."""
 
-    def __init__(self, runners, contexts, vocab_size: int, device="cpu", repeat: int = 5, steps: int = STEPS):
-        self.runners, self.contexts, self.repeat, self.steps = list(runners), list(contexts), repeat, steps
+    def __init__(
+        self, runners, contexts, vocab_size: int, device="cpu", repeat: int = 5, steps: int = STEPS
+    ):
+        self.runners, self.contexts, self.repeat, self.steps = (
+            list(runners),
+            list(contexts),
+            repeat,
+            steps,
+        )
         self.vocab_size, self.device, self.bandwidth = vocab_size, device, Bandwidth(device)
         self.rows = {(id(r), c): Row(r, c, steps) for c in self.contexts for r in self.runners}
         self.slowest = dict.fromkeys(self.contexts, 0.0)  # seconds of a whole measurement
@@ -98,7 +126,9 @@ class Rotation:
         row.runner.patience = max(LEAST, 20 * self.slowest[row.context])
         began = time.perf_counter()
         try:
-            prefill, decode = row.runner.measure(self.vocab_size, row.context, self.steps, seed=turn)
+            prefill, decode = row.runner.measure(
+                self.vocab_size, row.context, self.steps, seed=turn
+            )
         except PeerError as error:
             row.error = str(error)
             return

@@ -70,25 +70,39 @@ class Ours(Runner):
     """One of our models over one of our caches."""
 
     def __init__(self, model, weights: str, cache: str, options: dict, batch: int, dtype):
-        held = sum(t.nbytes for t in {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}.values())
+        held = sum(
+            t.nbytes
+            for t in {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}.values()
+        )
         # Of it a step reads one row; tied, it is the head as well.
         table = model.embed_tokens.weight
         read = held if model.config.tie_word_embeddings else held - table.nbytes
         super().__init__(
-            "nanokv", weights, cache, batch, read, costs.kv_bytes_per_token(model.config, dtype.itemsize)
+            "nanokv",
+            weights,
+            cache,
+            batch,
+            read,
+            costs.kv_bytes_per_token(model.config, dtype.itemsize),
         )
         self.model, self.options, self.device = model, options, model.embed_tokens.weight.device
 
     def start(self, ids, room: int):
         self.store = make_cache(
-            self.cache, self.model.config, batch_size=self.batch, capacity=ids.shape[1] + room, **self.options
+            self.cache,
+            self.model.config,
+            batch_size=self.batch,
+            capacity=ids.shape[1] + room,
+            **self.options,
         )
         # As every command does.
         logits = prefill_chunks(self.model, ids, self.store, chunk=prefill_chunk(self.model))
         self.token = logits.argmax(-1, keepdim=True)  # (B,1)
 
     def step(self):
-        self.token = decode(self.model, self.token, self.store, self.store.length).argmax(-1, keepdim=True)
+        self.token = decode(self.model, self.token, self.store, self.store.length).argmax(
+            -1, keepdim=True
+        )
 
 
 class Uncached(Ours):
@@ -105,7 +119,9 @@ class Uncached(Ours):
     def step(self):
         # Thrown away: what a model without a cache would compute.
         cache = make_cache("dict", self.model.config)
-        token = prefill_chunks(self.model, self.ids, cache, chunk=self.ids.shape[1]).argmax(-1, keepdim=True)
+        token = prefill_chunks(self.model, self.ids, cache, chunk=self.ids.shape[1]).argmax(
+            -1, keepdim=True
+        )
         self.ids = torch.cat((self.ids, token), 1)
 
 
@@ -116,11 +132,15 @@ class Transformers(Runner):
         try:
             import transformers
         except ImportError:
-            raise NanoKVError("transformers is not installed", installing.hint(["transformers"])) from None
+            raise NanoKVError(
+                "transformers is not installed", installing.hint(["transformers"])
+            ) from None
         family = model.config.family
         if family.experts:  # transformers keeps those of a layer in one tensor
-            raise NanoKVError(f"transformers is compared on dense models only, this one is a {family.title}",
-                              "leave out --against")
+            raise NanoKVError(
+                f"transformers is compared on dense models only, this one is a {family.title}",
+                "leave out --against",
+            )
         fields = {**model.config.to_dict(), "dtype": None}
         config = transformers.AutoConfig.for_model(**fields)
         own = model.embed_tokens.weight
@@ -132,9 +152,13 @@ class Transformers(Runner):
         self.device, rotary = own.device, type(self.model.model.rotary_emb)
         self.model.model.rotary_emb = rotary(config).to(own.device)  # its buffers were on meta
         self.model.requires_grad_(False).eval()
-        weights = costs.weight_bytes(model.config, own.itemsize) - table_bytes(model.config, own.itemsize)
+        weights = costs.weight_bytes(model.config, own.itemsize) - table_bytes(
+            model.config, own.itemsize
+        )
         kv = costs.kv_bytes_per_token(model.config, own.itemsize)
-        super().__init__("transformers", str(own.dtype).removeprefix("torch."), cache, batch, weights, kv)
+        super().__init__(
+            "transformers", str(own.dtype).removeprefix("torch."), cache, batch, weights, kv
+        )
 
     @torch.inference_mode()
     def start(self, ids, room: int):
@@ -143,7 +167,8 @@ class Transformers(Runner):
         dynamic = self.cache == "dynamic"
         length = ids.shape[1] + room
         self.store = (
-            transformers.DynamicCache() if dynamic
+            transformers.DynamicCache()
+            if dynamic
             else transformers.StaticCache(self.model.config, max_cache_len=length)
         )
         self.forward(ids)
@@ -153,7 +178,9 @@ class Transformers(Runner):
         self.forward(self.token)
 
     def forward(self, ids):
-        logits = self.model(ids, past_key_values=self.store, use_cache=True, logits_to_keep=1).logits  # (B,1,V)
+        logits = self.model(
+            ids, past_key_values=self.store, use_cache=True, logits_to_keep=1
+        ).logits  # (B,1,V)
         self.token = logits[:, -1].argmax(-1, keepdim=True)
 
 
@@ -164,7 +191,12 @@ class LlamaCpp(Runner):
         from llama_cpp import Llama
 
         self.llama = Llama(
-            str(path), n_ctx=context, n_threads=threads, n_threads_batch=threads, n_batch=512, verbose=False
+            str(path),
+            n_ctx=context,
+            n_threads=threads,
+            n_threads_batch=threads,
+            n_batch=512,
+            verbose=False,
         )
         self.vocab_size = config.vocab_size
         kv = costs.kv_bytes_per_token(config, 2)  # it keeps fp16

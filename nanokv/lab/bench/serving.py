@@ -31,8 +31,12 @@ class Served:
         """Medians; tokens per second over all requests."""
         seconds = statistics.median(self.seconds)
         return {
-            "label": self.label, "seconds": seconds, "rounds": len(self.seconds), "prompt_tokens": self.prompt_tokens,
-            "generated": self.tokens, "tok_s": self.tokens / seconds,
+            "label": self.label,
+            "seconds": seconds,
+            "rounds": len(self.seconds),
+            "prompt_tokens": self.prompt_tokens,
+            "generated": self.tokens,
+            "tok_s": self.tokens / seconds,
         }
 
 
@@ -56,7 +60,10 @@ def engine(model, prompts, new_tokens: int):
 
     def serve():
         running = Engine(model, pages=pages, page_size=PAGE, max_running=len(prompts))
-        asked = [running.submit(prompt, max_new_tokens=new_tokens, eos_token_ids=[]) for prompt in prompts]
+        asked = [
+            running.submit(prompt, max_new_tokens=new_tokens, eos_token_ids=[])
+            for prompt in prompts
+        ]
         running.run()
         return [request.tokens for request in asked]
 
@@ -93,10 +100,14 @@ def generate_batch(reference, prompts, new_tokens: int):
 
     def serve():
         answers = reference.generate_batch(prompts, **settings)
-        found = {tuple(answer.prompt_ids): list(answer.generated_tokens) for answer in answers.values()}
+        found = {
+            tuple(answer.prompt_ids): list(answer.generated_tokens) for answer in answers.values()
+        }
         missing = [prompt for prompt in prompts if tuple(prompt) not in found]
         if missing:
-            raise NanoKVError(f"transformers' generate_batch left {len(missing)} of {len(prompts)} prompts unanswered")
+            raise NanoKVError(
+                f"transformers' generate_batch left {len(missing)} of {len(prompts)} prompts unanswered"
+            )
         return [found[tuple(prompt)] for prompt in prompts]
 
     return serve

@@ -18,5 +18,14 @@ from nanokv.lab.faults.scenarios import SCENARIOS, Outcome
 from nanokv.lab.faults.smallest import smallest_test
 
 __all__ = [
-    "FAULTS", "SCENARIOS", "Diagnosis", "Fault", "Grade", "Outcome", "diagnose", "grade", "inject", "smallest_test",
+    "FAULTS",
+    "SCENARIOS",
+    "Diagnosis",
+    "Fault",
+    "Grade",
+    "Outcome",
+    "diagnose",
+    "grade",
+    "inject",
+    "smallest_test",
 ]

@@ -48,7 +48,9 @@ def fault(title, cause, thread, seen_by, scenario="solo"):
     """Enter the decorated function into FAULTS under its own name."""
 
     def enter(swaps):
-        FAULTS[swaps.__name__] = Fault(swaps.__name__, title, cause, thread, seen_by, scenario, swaps)
+        FAULTS[swaps.__name__] = Fault(
+            swaps.__name__, title, cause, thread, seen_by, scenario, swaps
+        )
         return swaps
 
     return enter
@@ -61,7 +63,8 @@ def fault(title, cause, thread, seen_by, scenario="solo"):
     "every decode is one position too far",
     "The loop counts the newest token before it is fed, so all of the answer is rotated one position on. Distances "
     "inside the answer stay right; only the gap to the prompt is wrong.",
-    "karpathy/nanochat#855", "logits",
+    "karpathy/nanochat#855",
+    "logits",
 )
 def start_pos_off_by_one():
     """start + 1 wherever something is cached."""
@@ -72,7 +75,8 @@ def start_pos_off_by_one():
     "the offset is advanced twice",
     "Cache and loop both add what was fed, so after a prompt of 6 tokens the offset says 12, and it grows by two from "
     "there.",
-    "skyzh/tiny-llm#46", "words",
+    "skyzh/tiny-llm#46",
+    "words",
 )
 def start_pos_advanced_twice():
     """2·start."""
@@ -83,7 +87,8 @@ def start_pos_advanced_twice():
     "every call counts positions from 0",
     "The angles are sliced [:T] where [start_pos:start_pos+T] was meant: the prompt is right, and each new token is "
     "rotated as if it were the first.",
-    "karpathy/nanochat#855", "words",
+    "karpathy/nanochat#855",
+    "words",
 )
 def start_pos_restarts():
     """start forgotten."""
@@ -94,7 +99,9 @@ def start_pos_restarts():
     "the RoPE table is too short, and the index is clamped",
     f"The table has {TABLE} rows, or T if one call brings more: its size is checked against T where T0+T was meant. "
     "Later positions all take the last row, so short texts are right.",
-    "karpathy/nanochat#520", "words", "long",
+    "karpathy/nanochat#520",
+    "words",
+    "long",
 )
 def rope_table_too_short():
     """Positions end at the last row of the table."""
@@ -105,7 +112,8 @@ def rope_table_too_short():
     "keys are cached before they are rotated",
     "The cache stores k first and RoPE turns only the new keys afterwards, so every key that comes back from the cache "
     "stands at position 0.",
-    "EleutherAI/gpt-neox#363", "words",
+    "EleutherAI/gpt-neox#363",
+    "words",
 )
 def cached_before_rope():
     """Nothing is rotated on its way into the cache; queries and new keys are, on their way to attention."""
@@ -131,7 +139,8 @@ def cached_before_rope():
     "new keys are joined along the wrong axis",
     "cat(dim=0) stacks tokens as if they were rows of the batch. Token by token the shapes fit and scores come out; "
     "here the reshape after attention notices, or cat itself.",
-    "deepspeedai/Megatron-DeepSpeed#112", "error",
+    "deepspeedai/Megatron-DeepSpeed#112",
+    "error",
 )
 def wrong_axis():
     """cat along the batch."""
@@ -149,7 +158,8 @@ def wrong_axis():
     "the first token is never written",
     "The write begins at slot 1, so key and value of position 0 stay zero for ever. Attention gives a zero key some "
     "weight like any other, and no shape is wrong.",
-    "TrenTorch/TrenTorch#192", "logits",
+    "TrenTorch/TrenTorch#192",
+    "logits",
 )
 def first_token_unwritten():
     """Slot 0 stays zero."""
@@ -167,7 +177,8 @@ def first_token_unwritten():
     "all layers share one dict",
     "`[{}] * L` makes one dict L times: each layer writes its own new rows over those of the layer before, so the past "
     "that every layer reads is the last layer's.",
-    "lucidrains/x-transformers#219", "words",
+    "lucidrains/x-transformers#219",
+    "words",
 )
 def one_dict_for_all_layers():
     """One slab a cache."""
@@ -185,7 +196,8 @@ def one_dict_for_all_layers():
     "every layer is bound to the last one by a closure",
     "Functions made in a loop share the loop's variable: when they are called, all of them run the last block. Only "
     "the cached path is wrapped like this, so the uncached one stays right.",
-    "TrenTorch/TrenTorch#141", "words",
+    "TrenTorch/TrenTorch#141",
+    "words",
 )
 def last_layer_closure():
     """`[lambda …: block(…) for block in layers]`, called after the loop."""
@@ -207,18 +219,23 @@ def last_layer_closure():
     "keys and values are cached in half precision",
     "Everything is rounded to bfloat16 on its way into the cache of a float32 model. Whether that is a bug or rounding "
     "is the most repeated question of all; the size of the difference answers it.",
-    "karpathy/nanoGPT#613", "logits",
+    "karpathy/nanoGPT#613",
+    "logits",
 )
 def rounded_to_bf16():
     """8 bits of mantissa are kept."""
-    return between(lambda cache, i, k, v: cache[i].append(k.bfloat16().to(k.dtype), v.bfloat16().to(v.dtype)))
+    return between(
+        lambda cache, i, k, v: cache[i].append(k.bfloat16().to(k.dtype), v.bfloat16().to(v.dtype))
+    )
 
 
 @fault(
     "a full buffer drops new tokens without a word",
     "Capacity is never checked: a write behind the last slot is a write into an empty slice, which torch allows. The "
     "position moves on, and the newest tokens cannot be seen by anyone.",
-    "rasbt/LLMs-from-scratch#925", "logits", "overflow",
+    "rasbt/LLMs-from-scratch#925",
+    "logits",
+    "overflow",
 )
 def static_overflow():
     """The static cache counts tokens that it does not keep."""
@@ -246,7 +263,9 @@ def static_overflow():
     "the mask of a chunk is square",
     "A (T,T) mask where the chunk sees T0+T keys: right for a first prompt, a shape error for the next chunk of a "
     "conversation.",
-    "meta-llama/llama#899", "error", "chunked",
+    "meta-llama/llama#899",
+    "error",
+    "chunked",
 )
 def square_mask():
     """History forgotten in the mask's width."""
@@ -257,7 +276,9 @@ def square_mask():
     "the causal mask is aligned top-left",
     "SDPA's is_causal=True counts from the first key: query t of a chunk sees keys ≤ t, so most of the cache is hidden "
     "from it. Equal to the right mask only while nothing is cached.",
-    "lucidrains/x-transformers#187", "words", "chunked",
+    "lucidrains/x-transformers#187",
+    "words",
+    "chunked",
 )
 def top_left_mask():
     """tril(0) instead of tril(S − T)."""
@@ -268,11 +289,15 @@ def top_left_mask():
     "a chunk after the first has no mask",
     "is_causal=(T == S) is false as soon as something is cached, and nothing else masks: the tokens of a chunk see "
     "those that come after them.",
-    "huggingface/nanoVLM#90", "logits", "chunked",
+    "huggingface/nanoVLM#90",
+    "logits",
+    "chunked",
 )
 def no_mask_on_chunk():
     """Causal only while T == S."""
-    return masks(lambda right, T, S: right(T, S) if T in (1, S) else torch.ones(T, S, dtype=torch.bool))
+    return masks(
+        lambda right, T, S: right(T, S) if T in (1, S) else torch.ones(T, S, dtype=torch.bool)
+    )
 
 
 def masks(wrong) -> list:
@@ -297,7 +322,9 @@ def masks(wrong) -> list:
     "prompts of a batch are padded on the right",
     "The last column of logits is read for every row, but in the shorter ones it follows padding, which is also "
     "cached and never masked.",
-    "huggingface/transformers#25420", "words", "batch",
+    "huggingface/transformers#25420",
+    "words",
+    "batch",
 )
 def right_padding():
     """Rows are turned so that their padding comes last, and nothing hides it."""
@@ -319,7 +346,9 @@ def right_padding():
     "every row gets the mask of row 0",
     "The mask is built for one prompt and broadcast: rows with more padding see it, rows with less lose their first "
     "tokens. Row 0, which is looked at first, is right.",
-    "huggingface/candle#3582", "logits", "batch",
+    "huggingface/candle#3582",
+    "logits",
+    "batch",
 )
 def mask_of_row_0():
     """(B,1,T,S) from its first row."""
@@ -338,7 +367,9 @@ def mask_of_row_0():
     "the cache is not reordered with its beams",
     "Beam search keeps the best continuations and moves their tokens, but every row of the cache stays where it was: "
     "beams go on with the past of others.",
-    "huggingface/transformers#46612", "logits", "beams",
+    "huggingface/transformers#46612",
+    "logits",
+    "beams",
 )
 def reorder_ignored():
     """Rows stay where they are, as long as their number does."""
@@ -359,7 +390,9 @@ def reorder_ignored():
 @fault(
     "the cache is not cleared between requests",
     "A new request starts at position 0, but the rows of the last one are still there and can be seen.",
-    "EricLBuehler/candle-vllm#6", "words", "two_requests",
+    "EricLBuehler/candle-vllm#6",
+    "words",
+    "two_requests",
 )
 def not_cleared():
     """Whatever starts empty sees the rows of the request before it."""
@@ -379,7 +412,9 @@ def not_cleared():
     "two requests share one storage",
     "The buffers hang on the model, or are a default argument that is made once: whoever writes last owns the slots, "
     "and the other request goes on with a foreign past.",
-    "MemTensor/MemOS#2301", "words", "interleaved",
+    "MemTensor/MemOS#2301",
+    "words",
+    "interleaved",
 )
 def shared_between_requests():
     """One slab per layer, for all caches."""
@@ -397,7 +432,9 @@ def shared_between_requests():
     "truncate moves the length, but the rows stay",
     "After a rejected draft or an undone turn the forgotten keys can still be seen; positions go on from the right "
     "place, so nothing looks odd.",
-    "ml-explore/mlx-lm#1486", "logits", "undo",
+    "ml-explore/mlx-lm#1486",
+    "logits",
+    "undo",
 )
 def truncate_keeps_rows():
     """What truncate should forget is seen by all that comes later."""
@@ -424,7 +461,8 @@ def truncate_keeps_rows():
     "queries are cached too",
     "Q is stored beside K and V although no later token ever asks for an old query: every value is right, and the "
     "cache is (H + 2·Hk) / (2·Hk) times as large.",
-    "jingyaogong/minimind#156", "bytes",
+    "jingyaogong/minimind#156",
+    "bytes",
 )
 def cached_queries():
     """Queries are kept beside every layer."""
@@ -448,7 +486,8 @@ def cached_queries():
     "KV heads are repeated before they are cached",
     "repeat_kv comes before the cache instead of after it, so each of the Hk heads is stored G times: the saving of "
     "grouped-query attention is gone, and no value tells.",
-    "FYYFU/HeadKV#3", "bytes",
+    "FYYFU/HeadKV#3",
+    "bytes",
 )
 def repeated_before_caching():
     """The other G − 1 copies of every head are kept beside every layer."""
@@ -477,7 +516,10 @@ def written(slab, own, T: int):
     S = own[0].shape[2]
     if slab is None or slab[0].shape[0] != own[0].shape[0]:
         return tuple(x.clone() for x in own)
-    slab = tuple(torch.cat((old, new[:, :, old.shape[2] :]), dim=2) for old, new in zip(slab, own, strict=True))
+    slab = tuple(
+        torch.cat((old, new[:, :, old.shape[2] :]), dim=2)
+        for old, new in zip(slab, own, strict=True)
+    )
     for old, new in zip(slab, own, strict=True):
         old[:, :, S - T : S] = new[:, :, S - T :]
     return slab
@@ -485,7 +527,11 @@ def written(slab, own, T: int):
 
 def behind(stale, own):
     """`own` keys and values with stale ones in front of them: attention does not mind in which order keys come."""
-    return own if stale is None else tuple(torch.cat(pair, dim=2) for pair in zip(stale, own, strict=True))
+    return (
+        own
+        if stale is None
+        else tuple(torch.cat(pair, dim=2) for pair in zip(stale, own, strict=True))
+    )
 
 
 def seeing_all_stale(attend):
@@ -513,7 +559,11 @@ def counted(held) -> list:
 
     def make(right):
         def nbytes(cache):
-            extra = [held.of(layer)[:, :, : layer.length] for layer in cache if held.of(layer) is not None]
+            extra = [
+                held.of(layer)[:, :, : layer.length]
+                for layer in cache
+                if held.of(layer) is not None
+            ]
             return right.fget(cache) + sum(x.nbytes for x in extra)
 
         return property(nbytes)

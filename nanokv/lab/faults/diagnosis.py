@@ -47,12 +47,19 @@ class Diagnosis:
         if self.token is not None:
             layer = "" if self.layer is None else f"layer {self.layer}, "
             place = f"first difference: {layer}token {self.token} ({self.operation})"
-        lines = [f"{self.fault.name}: {self.fault.title}", f"  scenario {self.fault.scenario}, {place}"]
+        lines = [
+            f"{self.fault.name}: {self.fault.title}",
+            f"  scenario {self.fault.scenario}, {place}",
+        ]
         for right, wrong in zip(self.right, self.wrong, strict=True):
             lines += [f"  right  {right}"] + [f"  wrong  {wrong}"] * (wrong != right)
         if self.deltas:
-            lines.append(f"  max |Δ logits| {max(self.deltas):.3g}, bytes {self.bytes[0]:,} → {self.bytes[1]:,}")
-        return "\n".join([*lines, *([f"  {self.error}"] if self.error else []), f"  seen by: {self.seen_by}"])
+            lines.append(
+                f"  max |Δ logits| {max(self.deltas):.3g}, bytes {self.bytes[0]:,} → {self.bytes[1]:,}"
+            )
+        return "\n".join(
+            [*lines, *([f"  {self.error}"] if self.error else []), f"  seen by: {self.seen_by}"]
+        )
 
 
 def diagnose(name: str, model, tokenizer=None, prompts=None) -> Diagnosis:
@@ -84,15 +91,27 @@ def diagnose(name: str, model, tokenizer=None, prompts=None) -> Diagnosis:
     sizes = truth.bytes, 0 if wrong is None else wrong.bytes
     text = (lambda ids: " ".join(map(str, ids))) if tokenizer is None else tokenizer.text_of
     return Diagnosis(
-        fault, seen_by(right.answers, answers, deltas, sizes, error), [text(ids) for ids in right.answers],
-        [text(ids) for ids in answers], layer, token, step, deltas, sizes, error,
+        fault,
+        seen_by(right.answers, answers, deltas, sizes, error),
+        [text(ids) for ids in right.answers],
+        [text(ids) for ids in answers],
+        layer,
+        token,
+        step,
+        deltas,
+        sizes,
+        error,
     )
 
 
 def seen_by(right, wrong, deltas, sizes, error: str) -> str:
     """What the weakest observer needs: nothing but the words, or logits, or a byte counter."""
-    seen = {"error": bool(error), "words": right != wrong, "logits": max(deltas, default=0) > SEEN,
-            "bytes": sizes[0] != sizes[1]}
+    seen = {
+        "error": bool(error),
+        "words": right != wrong,
+        "logits": max(deltas, default=0) > SEEN,
+        "bytes": sizes[0] != sizes[1],
+    }
     return next((observer for observer, sees in seen.items() if sees), "nothing")
 
 
@@ -139,7 +158,9 @@ def talk(tokenizer) -> list[list[int]]:
     """The conversations of TALK under the model's own template."""
     prompts = []
     for lines in TALK:
-        messages = [{"role": ("user", "assistant")[i % 2], "content": line} for i, line in enumerate(lines)]
+        messages = [
+            {"role": ("user", "assistant")[i % 2], "content": line} for i, line in enumerate(lines)
+        ]
         prompts.append(tokenizer.encode(tokenizer.render(messages, add_generation_prompt=True)))
     return prompts
 
@@ -147,4 +168,7 @@ def talk(tokenizer) -> list[list[int]]:
 def random_prompts(model) -> list[list[int]]:
     """Three prompts of 24, 17 and 20 ids."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(model.config.vocab_size, (T,), generator=generator).tolist() for T in (24, 17, 20)]
+    return [
+        torch.randint(model.config.vocab_size, (T,), generator=generator).tolist()
+        for T in (24, 17, 20)
+    ]

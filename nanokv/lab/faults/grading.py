@@ -41,11 +41,16 @@ class Grade:
         return len(self.kills) / max(1, len(self.kills) + len(self.survivors))
 
     def __str__(self):
-        lines = [f"{len(self.kills)} of {len(self.kills) + len(self.survivors)} faults killed ({self.score:.0%})"]
+        lines = [
+            f"{len(self.kills)} of {len(self.kills) + len(self.survivors)} faults killed ({self.score:.0%})"
+        ]
         if self.false_alarm:
             lines = [f"false alarm: fails on right code, so it is not graded: {self.false_alarm}"]
         survivors = (FAULTS[name] for name in self.survivors)
-        lines += [f"  survived: {fault.name}: {fault.title} (shows in: {fault.scenario})" for fault in survivors]
+        lines += [
+            f"  survived: {fault.name}: {fault.title} (shows in: {fault.scenario})"
+            for fault in survivors
+        ]
         return "\n".join([*lines, *([self.note] if self.note else [])])
 
 
@@ -72,7 +77,9 @@ def grade(test, model=None, faults=None, seconds: float = 60.0) -> Grade:
     errors = {name: attempt(test, model, seconds, FAULTS[name])[0] for name in names}
     error, _ = attempt(test, model, seconds, NOTHING)
     if error:
-        return Grade({}, (), false_alarm=f"only in a later run, so it depends on what ran before: {error}")
+        return Grade(
+            {}, (), false_alarm=f"only in a later run, so it depends on what ran before: {error}"
+        )
     kills = {name: error for name, error in errors.items() if error}
     note = ""
     if not passes:
@@ -94,7 +101,9 @@ def attempt(test, model, seconds: float, fault: Fault) -> tuple[str, int]:
             raise
         except BaseException as raised:  # pytest.fail and sys.exit are no Exceptions
             if type(raised).__name__ != "Skipped":  # pytest.skip says nothing
-                error = f"{type(raised).__name__}: {raised}".strip().splitlines()[0].removesuffix(":")
+                error = (
+                    f"{type(raised).__name__}: {raised}".strip().splitlines()[0].removesuffix(":")
+                )
     if perf_counter() - began >= seconds:  # also where the test caught what ended it
         error = f"Overtime: the test took longer than {seconds:g} s"
     return error, len(count)
@@ -135,7 +144,10 @@ def alarm(seconds: float, late):
 
     The alarm comes again every 0.1 s, for code that catches what the first raised.
     """
-    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+    if (
+        not hasattr(signal, "setitimer")
+        or threading.current_thread() is not threading.main_thread()
+    ):
         yield
         return
     before = signal.signal(signal.SIGALRM, late)

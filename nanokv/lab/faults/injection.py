@@ -20,7 +20,12 @@ class _Injected:
     """A fault that is in. `alone`: nothing may be put in on top of it."""
 
     def __init__(self, fault: Fault, alone: bool):
-        self.fault, self.alone, self.thread, self.undo = fault, alone, threading.current_thread(), ExitStack()
+        self.fault, self.alone, self.thread, self.undo = (
+            fault,
+            alone,
+            threading.current_thread(),
+            ExitStack(),
+        )
 
     def put_in(self):
         with ExitStack() as swapped:  # if one of the swaps fails, those before it go out again
@@ -76,9 +81,14 @@ def _refuse(entry: _Injected):
             hint="faults change code that all threads share: inject from one thread at a time",
         )
     if any(one.alone for one in _stack):
-        raise NanoKVError(f"{name} cannot be injected by a test that is being graded", hint="grade(test) does that")
+        raise NanoKVError(
+            f"{name} cannot be injected by a test that is being graded",
+            hint="grade(test) does that",
+        )
     if any(one.fault.name == name for one in _stack):
-        raise NanoKVError(f"{name} is injected already", hint="a fault twice would be another fault")
+        raise NanoKVError(
+            f"{name} is injected already", hint="a fault twice would be another fault"
+        )
 
 
 def _take_out(entry: _Injected):

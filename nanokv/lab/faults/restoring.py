@@ -29,7 +29,9 @@ def globals_restored():
 def places() -> list:
     """Modules and classes whose names a test could replace."""
     ours = [module for name, module in sys.modules.items() if name.partition(".")[0] == "nanokv"]
-    classes = {value for module in ours for value in vars(module).values() if inspect.isclass(value)}
+    classes = {
+        value for module in ours for value in vars(module).values() if inspect.isclass(value)
+    }
     torches = [torch, torch.Tensor, torch.nn, torch.nn.functional, torch.testing]
     return [*torches, *ours, *(cls for cls in classes if cls.__module__.startswith("nanokv"))]
 

@@ -68,7 +68,10 @@ def second_request_equals_score(model):
 def two_requests_at_once(model):
     """One request goes on after another one was read."""
     ids, other = torch.arange(2, 8)[None], torch.arange(20, 26)[None]
-    cache, another = nanokv.make_cache("dict", model.config), nanokv.make_cache("dict", model.config)
+    cache, another = (
+        nanokv.make_cache("dict", model.config),
+        nanokv.make_cache("dict", model.config),
+    )
     nanokv.prefill(model, ids[:, :5], cache, start_pos=0)
     nanokv.prefill(model, other, another, start_pos=0)
     logits = nanokv.decode(model, ids[:, 5:], cache, start_pos=5)

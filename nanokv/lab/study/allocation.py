@@ -29,14 +29,18 @@ def check(estimate: Estimate) -> dict:
     return {"tokens": tokens, "batch": batch, "caches": list(kinds), "weights_bytes": counted}
 
 
-def compare(estimate: Estimate, name: str, options: dict, tokens: int, batch: int) -> tuple[int, int]:
+def compare(
+    estimate: Estimate, name: str, options: dict, tokens: int, batch: int
+) -> tuple[int, int]:
     """(nbytes of a filled cache, the formula)."""
     c, dtype = estimate.config, getattr(torch, estimate.dtype)
     cache = make_cache(name, c, batch_size=batch, capacity=tokens, **options)
     rows = torch.zeros(batch, c.num_key_value_heads, tokens, c.head_dim, dtype=dtype)  # (B,Hk,T,D)
     for layer in cache:
         layer.append(rows, rows.clone())
-    formula = costs.cache_bytes(name, c, tokens, batch, estimate.itemsize, capacity=tokens, last=tokens, **options)
+    formula = costs.cache_bytes(
+        name, c, tokens, batch, estimate.itemsize, capacity=tokens, last=tokens, **options
+    )
     return cache.nbytes, formula
 
 

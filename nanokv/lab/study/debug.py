@@ -85,7 +85,9 @@ def first_divergence(a, b, ids, tolerance: float | None = None) -> Step | None:
     ids (B,T) int64, T ≥ 2. `tolerance` is relative to each position's largest value; None takes TOLERANCE of the
     wider rounding of the two dtypes; 0 finds the first operation that is not bit-equal.
     """
-    return next((step for step in compare(record(a, ids), record(b, ids), tolerance) if not step.ok), None)
+    return next(
+        (step for step in compare(record(a, ids), record(b, ids), tolerance) if not step.ok), None
+    )
 
 
 @torch.inference_mode()
@@ -138,7 +140,11 @@ def watch(model):
 
     def attention(q, k, v):
         now, T = passes[-1], passes[-1].tokens.shape[1]
-        seen = {"rope_q": q.reshape(len(q), -1, T, q.shape[-1]), "rope_k": k[:, :, -T:], "cached_v": v[:, :, -T:]}
+        seen = {
+            "rope_q": q.reshape(len(q), -1, T, q.shape[-1]),
+            "rope_k": k[:, :, -T:],
+            "cached_v": v[:, :, -T:],
+        }
         now.values |= {(now.calls, name): _token_major(x) for name, x in seen.items()}
         now.calls += 1
 
@@ -160,13 +166,26 @@ def compare(a: dict, b: dict, tolerance: float | None = None) -> list[Step]:
 
     def order(key):
         layer, operation = key
-        return (last * (ENDS[operation] > 0) + ENDS[operation], 0) if layer is None else (layer, names.index(operation))
+        return (
+            (last * (ENDS[operation] > 0) + ENDS[operation], 0)
+            if layer is None
+            else (layer, names.index(operation))
+        )
 
     for key in sorted(a.keys() | b.keys(), key=order):
         if key in a and key in b:
             steps.append(_step(*key, a[key], b[key], tolerance))
         elif key[0] not in layers_a & layers_b:
-            steps.append(Step(*key, float("inf"), tolerance, 1.0, None, "only one of the models has this layer"))
+            steps.append(
+                Step(
+                    *key,
+                    float("inf"),
+                    tolerance,
+                    1.0,
+                    None,
+                    "only one of the models has this layer",
+                )
+            )
     return steps
 
 
@@ -190,7 +209,14 @@ def _step(layer, operation, a, b, tolerance: float) -> Step:
     difference, scale, ratio = _ratio(a, b)
     worst = int(ratio.flatten().argmax())
     size = scale.flatten()[worst].item()
-    return Step(layer, operation, difference.flatten()[worst].item(), tolerance * size, size, worst % a.shape[1])
+    return Step(
+        layer,
+        operation,
+        difference.flatten()[worst].item(),
+        tolerance * size,
+        size,
+        worst % a.shape[1],
+    )
 
 
 def _ratio(a, b):
@@ -211,11 +237,17 @@ def _hooks(model, keep):
     """While inside, keep((layer or None, operation), value) is called for all that has a module; then all hooks go."""
     body, handles = _body(model), []
     try:
-        for name, module in (("embed_tokens", body.embed_tokens), ("norm", body.norm), ("lm_head", model.lm_head)):
+        for name, module in (
+            ("embed_tokens", body.embed_tokens),
+            ("norm", body.norm),
+            ("lm_head", model.lm_head),
+        ):
             handles.append(_hook(module, "output", keep, (None, name)))
         for i, layer in enumerate(body.layers):
             modules = dict(layer.named_modules())
-            for operation, place in (OPERATIONS | (EXPERTS if "mlp.experts" in modules else {})).items():
+            for operation, place in (
+                OPERATIONS | (EXPERTS if "mlp.experts" in modules else {})
+            ).items():
                 if place and place[0] in modules:  # a family may lack a norm
                     handles.append(_hook(modules[place[0]], place[1], keep, (i, operation)))
         yield
@@ -227,9 +259,13 @@ def _hooks(model, keep):
 def _hook(module, side: str, keep, key):
     """Keep a module's first input or its output; returns the handle that removes the hook."""
     if side == "input":
-        return module.register_forward_pre_hook(lambda module, args: keep(key, args[0].detach().cpu()))
+        return module.register_forward_pre_hook(
+            lambda module, args: keep(key, args[0].detach().cpu())
+        )
     return module.register_forward_hook(
-        lambda module, args, out: keep(key, (out[0] if isinstance(out, tuple) else out).detach().cpu())
+        lambda module, args, out: keep(
+            key, (out[0] if isinstance(out, tuple) else out).detach().cpu()
+        )
     )
 
 

@@ -102,7 +102,15 @@ def check(make, model=None, tolerance: float = TOLERANCE, stop: bool = False) ->
         except Different as error:
             cases.append(Case(name, "failed", **error.where))
         except (Exception, SystemExit) as error:  # whatever a learner's class raises is its result
-            cases.append(Case(name, "failed", f"{type(error).__name__}: {error}", delta=float("inf"), raised=error))
+            cases.append(
+                Case(
+                    name,
+                    "failed",
+                    f"{type(error).__name__}: {error}",
+                    delta=float("inf"),
+                    raised=error,
+                )
+            )
     return Report(tuple(cases))
 
 
@@ -113,7 +121,10 @@ def maker(make):
             raise CacheError(f"no cache is called {make!r}: there are {', '.join(CACHES)}")
         return partial(make_cache, make)
     if not callable(make):
-        raise CacheError(f"{make!r:.60} makes no cache", hint="a name, a class for one layer, or a function makes one")
+        raise CacheError(
+            f"{make!r:.60} makes no cache",
+            hint="a name, a class for one layer, or a function makes one",
+        )
     if not isinstance(make, type):
         return make
     layer = make if issubclass(make, LayerCache) else type(make.__name__, (make, LayerCache), {})
@@ -128,10 +139,19 @@ def maker(make):
 
 def small_model(seed: int = 0) -> Transformer:
     """A random Qwen3 whose logits react to everything: H·D ≠ C, G = 2, random norms, weights far from zero."""
-    config = Config.from_dict({
-        "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 12,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
-    })
+    config = Config.from_dict(
+        {
+            "vocab_size": 61,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "head_dim": 12,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 256,
+            "rms_norm_eps": 1e-6,
+        }
+    )
     generator = torch.Generator().manual_seed(seed)
     model = Transformer(config)
     for name, weight in model.named_parameters():
@@ -148,9 +168,14 @@ class Lab:
     def __init__(self, model, make, tolerance: float):
         dtype, room = model.embed_tokens.weight.dtype, model.config.max_position_embeddings
         if dtype not in (torch.float32, torch.float64):
-            raise NanoKVError(f"the model is in {dtype}, which rounds more than a bug may change", hint="model.float()")
+            raise NanoKVError(
+                f"the model is in {dtype}, which rounds more than a bug may change",
+                hint="model.float()",
+            )
         if room < LONGEST:
-            raise NanoKVError(f"the model has {room} positions, and the longest case takes {LONGEST}")
+            raise NanoKVError(
+                f"the model has {room} positions, and the longest case takes {LONGEST}"
+            )
         if not 0 <= tolerance < float("inf"):
             raise NanoKVError(f"the tolerance is {tolerance!r}: a number ≥ 0 was expected")
         self.model, self.make, self.tolerance = model, make, tolerance
@@ -162,7 +187,9 @@ class Lab:
     def ids(self, seed: int, batch_size: int, tokens: int):
         """(B,T) int64."""
         generator = torch.Generator().manual_seed(seed)
-        return torch.randint(self.model.config.vocab_size, (batch_size, tokens), generator=generator)
+        return torch.randint(
+            self.model.config.vocab_size, (batch_size, tokens), generator=generator
+        )
 
     def feed(self, cache, ids, *parts, start: int = 0):
         """ids (B,T) from position `start` on, in parts of so many tokens; every logit is compared with the truth."""
@@ -189,10 +216,14 @@ class Lab:
         with watch(self.model) as passes:
             score(self.model, ids)
         truth = {key: value[:, start:] for key, value in passes[0].values.items()}
-        steps = (step for step in compare(one.values, truth) if step.layer is not None and not step.ok)
+        steps = (
+            step for step in compare(one.values, truth) if step.layer is not None and not step.ok
+        )
         step = next(steps, None)
         if step is None:
-            return Different(f"logits at token {token}: max |Δ| {delta:.3g}", token=token, delta=delta)
+            return Different(
+                f"logits at token {token}: max |Δ| {delta:.3g}", token=token, delta=delta
+            )
         first = earliest(one.values, truth, step)
         token = start + first[0] if first else token
         detail = f"layer {step.layer}, token {token} ({step.operation}), max |Δ logits| {delta:.3g}"
@@ -217,7 +248,14 @@ def prefill_then_decode(lab):
 def every_split(lab):
     """Every split of 12 tokens into two chunks, and some into three."""
     ids = lab.ids(3, 1, 12)
-    for split in [*((a, 12 - a) for a in range(1, 12)), (4, 4, 4), (1, 5, 6), (5, 1, 6), (2, 9, 1), (9, 2, 1)]:
+    for split in [
+        *((a, 12 - a) for a in range(1, 12)),
+        (4, 4, 4),
+        (1, 5, 6),
+        (5, 1, 6),
+        (2, 9, 1),
+        (9, 2, 1),
+    ]:
         lab.feed(lab.cache(), ids, *split)
 
 
@@ -336,7 +374,9 @@ def more_rows_and_fewer(lab):
 def save_and_load(lab):
     """A file goes on where the cache was."""
     ids, cache = lab.ids(20, 1, 12), lab.cache()
-    if cache.made.name not in CACHES or type(cache[0]) is not type(make_cache(cache.made.name, cache.config)[0]):
+    if cache.made.name not in CACHES or type(cache[0]) is not type(
+        make_cache(cache.made.name, cache.config)[0]
+    ):
         raise UnsupportedError("loading needs a kind of cache that is in nanokv.CACHES")
     lab.feed(cache, ids, 7)
     with tempfile.TemporaryDirectory() as folder:
@@ -352,7 +392,9 @@ def more_than_fits(lab):
         lab.feed(cache, ids, 1, 1, 2, start=8)
     except CapacityError:
         if cache.length != 8:
-            raise Different(f"length is {cache.length} after a refusal at 8 tokens", token=8) from None
+            raise Different(
+                f"length is {cache.length} after a refusal at 8 tokens", token=8
+            ) from None
 
 
 def bytes_held(lab):
@@ -368,7 +410,22 @@ def bytes_held(lab):
 
 
 CASES = (
-    token_by_token, prefill_then_decode, every_split, long_text, batch_rows, padded_rows, truncate_and_go_on,
-    second_request, emptied, two_at_once, fork, fork_taken_back, fork_reordered, reorder, more_rows_and_fewer,
-    save_and_load, more_than_fits, bytes_held,
+    token_by_token,
+    prefill_then_decode,
+    every_split,
+    long_text,
+    batch_rows,
+    padded_rows,
+    truncate_and_go_on,
+    second_request,
+    emptied,
+    two_at_once,
+    fork,
+    fork_taken_back,
+    fork_reordered,
+    reorder,
+    more_rows_and_fewer,
+    save_and_load,
+    more_than_fits,
+    bytes_held,
 )

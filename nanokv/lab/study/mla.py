@@ -88,7 +88,9 @@ class LatentAttention(nn.Module):
         key = apply_rope(self.k_rope(x)[:, None], rope)[:, 0]  # (B,T,Dr)
         latent, key = cache.append(self.norm(self.down(x)), key)  # (B,S,R), (B,S,Dr)
         position = q_rope @ key[:, None].mT  # (B,H,T,S)
-        y = attend(self, q_plain, latent, position, causal_mask(T, start + T, x.device))  # (B,H,T,Dv)
+        y = attend(
+            self, q_plain, latent, position, causal_mask(T, start + T, x.device)
+        )  # (B,H,T,Dv)
         return self.o_proj(y.transpose(1, 2).flatten(2))  # (B,T,H·Dv) → (B,T,C)
 
 
@@ -114,12 +116,16 @@ def weights(layer, scores, mask):
 
 def rope_angles(config: LatentConfig, start: int, T: int, like):
     """cos and sin (T,Dr) for positions start … start+T−1."""
-    speed = config.theta ** (-torch.arange(0, config.Dr, 2, device=like.device, dtype=torch.float64) / config.Dr)
+    speed = config.theta ** (
+        -torch.arange(0, config.Dr, 2, device=like.device, dtype=torch.float64) / config.Dr
+    )
     angle = torch.arange(start, start + T, device=like.device)[:, None] * torch.cat((speed, speed))
     return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
 
 
-def values_per_token(kind: str, H: int = 128, D: int = 128, groups: int = 8, R: int = 512, Dr: int = 64) -> int:
+def values_per_token(
+    kind: str, H: int = 128, D: int = 128, groups: int = 8, R: int = 512, Dr: int = 64
+) -> int:
     """Cached numbers per token and layer: keys and values of every KV head, or one latent and one key."""
     return {"mha": 2 * H * D, "gqa": 2 * groups * D, "mqa": 2 * D, "mla": R + Dr}[kind]
 
@@ -129,7 +135,8 @@ def deepseek_v2_savings() -> dict[str, float]:
     mha, gqa, mqa, mla = (values_per_token(kind) for kind in ("mha", "gqa", "mqa", "mla"))
     gqa_67b, mla_v2 = 95 * gqa, 60 * mla  # 194,560 and 34,560 a token
     return {
-        "as published: V2 in 6 bits against the 67B (95 layers, GQA-8) in 16": 1 - mla_v2 * 6 / (gqa_67b * 16),
+        "as published: V2 in 6 bits against the 67B (95 layers, GQA-8) in 16": 1
+        - mla_v2 * 6 / (gqa_67b * 16),
         "the same in equal bits": 1 - mla_v2 / gqa_67b,
         "a layer against GQA-8 of the same head size": 1 - mla / gqa,
         "a layer against its own 128 heads without sharing (MHA)": 1 - mla / mha,
@@ -144,7 +151,12 @@ def with_kv_heads(config: Config, state: dict, heads: int) -> tuple[Config, dict
     2023 do it (arXiv 2305.13245) before they train on for 5 % of the steps; without that it is another model.
     """
     Hk, D = config.num_key_value_heads, config.head_dim
-    if type(heads) is not int or heads < 1 or config.num_attention_heads % heads or (Hk % heads and heads % Hk):
+    if (
+        type(heads) is not int
+        or heads < 1
+        or config.num_attention_heads % heads
+        or (Hk % heads and heads % Hk)
+    ):
         raise ConfigError(
             f"{Hk} KV heads cannot become {heads!r}: it must divide {config.num_attention_heads} query heads, "
             f"and be a divisor or a multiple of {Hk}"
@@ -157,5 +169,7 @@ def with_kv_heads(config: Config, state: dict, heads: int) -> tuple[Config, dict
         return x.float().unflatten(0, (heads, -1)).mean(1).flatten(0, 1).to(x.dtype)
 
     names = ("self_attn.k_proj.", "self_attn.v_proj.")
-    state = {name: convert(x) if any(part in name for part in names) else x for name, x in state.items()}
+    state = {
+        name: convert(x) if any(part in name for part in names) else x for name, x in state.items()
+    }
     return dataclasses.replace(config, num_key_value_heads=heads), state

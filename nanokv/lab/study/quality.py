@@ -33,7 +33,11 @@ class Scheme:
         """(B,Hk,T,D) → the same, as it would be read back."""
         planted = torch.ones(k.shape[-1], device=k.device)
         planted[list(self.outliers)] = self.factor
-        turn = hadamard(k.shape[-1], k.device) if self.rotate else torch.eye(k.shape[-1], device=k.device)
+        turn = (
+            hadamard(k.shape[-1], k.device)
+            if self.rotate
+            else torch.eye(k.shape[-1], device=k.device)
+        )
         x = (k.float() * planted) @ turn
         if self.k_scale == "channel":
             blocks = x.split(self.group, dim=2)  # the last one may be shorter
@@ -76,7 +80,9 @@ class _Rounding(NoCache):
 
     def rounded(self, k, v, scheme):
         rounded = scheme.keys(k), scheme.values(v)
-        self.errors.append([relative_error(new, old) for new, old in zip(rounded, (k, v), strict=True)])
+        self.errors.append(
+            [relative_error(new, old) for new, old in zip(rounded, (k, v), strict=True)]
+        )
         return rounded
 
 

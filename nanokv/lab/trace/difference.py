@@ -37,7 +37,9 @@ def places(right: Run, wrong: Run, dtype: torch.dtype) -> list[tuple]:
             before = now.clone()
             now[:, :2] = largest(a - last_rows(b, len(a)), dims=(2, 3))
             if layer in x.attention and layer in y.attention:
-                now[-len(x.fed) :, 2] = largest(weight_gap(x.attention[layer], y.attention[layer]), dims=(0, 2))
+                now[-len(x.fed) :, 2] = largest(
+                    weight_gap(x.attention[layer], y.attention[layer]), dims=(0, 2)
+                )
             now[now <= limit] = 0
             moved = (now != before).any(1).nonzero().flatten().tolist()
             found += [(n, i, position, *now[position].tolist()) for position in moved]
@@ -66,7 +68,10 @@ def top_logits(right: Run, wrong: Run) -> list[list[tuple]]:
     """For each step that both runs have: (id, logit right, logit wrong) of the highest of either run."""
     steps = []
     for a, b in zip(right.steps, wrong.steps, strict=False):
-        tops = [x.logits.nan_to_num(nan=-torch.inf).topk(min(TOP, len(x.logits))).indices.tolist() for x in (a, b)]
+        tops = [
+            x.logits.nan_to_num(nan=-torch.inf).topk(min(TOP, len(x.logits))).indices.tolist()
+            for x in (a, b)
+        ]
         ids = list(dict.fromkeys(tops[0] + tops[1]))
         steps.append(list(zip(ids, a.logits[ids].tolist(), b.logits[ids].tolist(), strict=True)))
     return steps
@@ -79,7 +84,11 @@ def divergence(right: Run, wrong: Run, tolerance: float) -> dict:
         for a, b in zip(right.steps, wrong.steps, strict=False)
     ]
     bounds = [tolerance * step.logits.abs().max().item() for step in right.steps]
-    beyond = [n for n, (delta, limit) in enumerate(zip(deltas, bounds, strict=False)) if not delta <= limit]
+    beyond = [
+        n
+        for n, (delta, limit) in enumerate(zip(deltas, bounds, strict=False))
+        if not delta <= limit
+    ]
     pairs = list(zip_longest(right.steps, wrong.steps))
     words = [n for n, (a, b) in enumerate(pairs) if None in (a, b) or a.chosen != b.chosen]
     sizes = [n for n, (a, b) in enumerate(pairs) if None not in (a, b) and a.nbytes != b.nbytes]

@@ -27,7 +27,16 @@ from nanokv.rope import rope_frequencies
 
 # A tab each.
 VIEWS = ("cache.js", "attention.js", "positions.js", "logits.js", "cost.js", "difference.js")
-SCRIPTS = ("text.js", "data.js", "figure.js", "pictures.js", "view.js", *VIEWS, "tour.js", "page.js")
+SCRIPTS = (
+    "text.js",
+    "data.js",
+    "figure.js",
+    "pictures.js",
+    "view.js",
+    *VIEWS,
+    "tour.js",
+    "page.js",
+)
 STYLES = ("base.css", "page.css")
 ASSETS = files("nanokv.lab.trace") / "assets"
 TOP = 10
@@ -42,8 +51,18 @@ class Fault:
     run: Run
 
 
-def build(model, tokenizer, run: Run, costs: Costs, *, name: str, prompt: str, roles=None, fault: Fault | None = None,
-          threads: int = 1) -> str:
+def build(
+    model,
+    tokenizer,
+    run: Run,
+    costs: Costs,
+    *,
+    name: str,
+    prompt: str,
+    roles=None,
+    fault: Fault | None = None,
+    threads: int = 1,
+) -> str:
     """The page. `roles`: a letter for each token of the prompt, s(ystem), u(ser), a(ssistant) or p(rompt), the default.
 
     `name` and `prompt` are shown, whatever they contain.
@@ -52,12 +71,20 @@ def build(model, tokenizer, run: Run, costs: Costs, *, name: str, prompt: str, r
     roles = "".join(roles or "p" * len(run.ids))
     data = {
         "model": {
-            "name": visible(name), "parameters": parameters(config), "dtype": str(dtype).removeprefix("torch."),
-            "layers": config.num_hidden_layers, "heads": config.num_attention_heads,
-            "kvHeads": config.num_key_value_heads, "headDim": config.head_dim, "vocabulary": config.vocab_size,
-            "ropeTheta": config.rope_theta, "fingerprint": fingerprint(model), "itemsize": dtype.itemsize,
+            "name": visible(name),
+            "parameters": parameters(config),
+            "dtype": str(dtype).removeprefix("torch."),
+            "layers": config.num_hidden_layers,
+            "heads": config.num_attention_heads,
+            "kvHeads": config.num_key_value_heads,
+            "headDim": config.head_dim,
+            "vocabulary": config.vocab_size,
+            "ropeTheta": config.rope_theta,
+            "fingerprint": fingerprint(model),
+            "itemsize": dtype.itemsize,
             "bytesPerToken": kv_bytes_per_token(config, dtype.itemsize),
-            "weightBytes": parameters(config) * dtype.itemsize, "context": config.max_position_embeddings,
+            "weightBytes": parameters(config) * dtype.itemsize,
+            "context": config.max_position_embeddings,
             "ropeSpeeds": rope_frequencies(config)[0].tolist(),  # radians per position
         },
         "version": __version__,
@@ -65,13 +92,19 @@ def build(model, tokenizer, run: Run, costs: Costs, *, name: str, prompt: str, r
         "prompt": visible(prompt),
         "layers": run.layers,
         "costs": {
-            "repeat": costs.repeat, "cached": milliseconds(costs.cached), "uncached": milliseconds(costs.uncached),
+            "repeat": costs.repeat,
+            "cached": milliseconds(costs.cached),
+            "uncached": milliseconds(costs.uncached),
             "difference": number(costs.difference),
         },
-        "runs": [pack_run(model, tokenizer, one, roles) for one in ([run, fault.run] if fault else [run])],
+        "runs": [
+            pack_run(model, tokenizer, one, roles) for one in ([run, fault.run] if fault else [run])
+        ],
         "fault": None if fault is None else pack_fault(tokenizer, run, fault, dtype),
     }
-    return fill(f"nanokv trace of {visible(name)}: {visible(prompt)} (nanokv {__version__}, recorded)", data)
+    return fill(
+        f"nanokv trace of {visible(name)}: {visible(prompt)} (nanokv {__version__}, recorded)", data
+    )
 
 
 def fill(title: str, data: dict) -> str:
@@ -84,7 +117,13 @@ def fill(title: str, data: dict) -> str:
     text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     for character in "<>&":  # neither a tag nor a comment can begin or end inside the block
         text = text.replace(character, f"\\u{ord(character):04x}")
-    parts = {"title": html.escape(title), "policy": policy, "style": style, "script": script, "data": text}
+    parts = {
+        "title": html.escape(title),
+        "policy": policy,
+        "style": style,
+        "script": script,
+        "data": text,
+    }
     return put_into((ASSETS / "page.html").read_text("utf-8"), parts)
 
 
@@ -96,7 +135,9 @@ def joined(names: Iterable[str], folder=ASSETS) -> str:
 def put_into(template: str, parts: dict[str, str]) -> str:
     """The template with parts["name"] for each {{name}}."""
     pieces = template.split("{{")  # one pass, so that nothing inside a part is taken for a place
-    return pieces[0] + "".join(parts[key] + rest for key, _, rest in (piece.partition("}}") for piece in pieces[1:]))
+    return pieces[0] + "".join(
+        parts[key] + rest for key, _, rest in (piece.partition("}}") for piece in pieces[1:])
+    )
 
 
 def digest(text: str) -> str:
@@ -130,18 +171,31 @@ def pack_run(model, tokenizer, run: Run, roles: str) -> dict:
     for step in run.steps:
         ids = step.logits.nan_to_num(nan=-torch.inf).topk(min(TOP, len(step.logits))).indices
         top.append((step.logits[ids], (step.logits - step.logits.logsumexp(0)).exp()[ids]))
-        steps.append({
-            "kind": step.kind, "fed": len(step.fed), "start": step.start_pos, "nbytes": step.nbytes,
-            "chosen": step.chosen, "positions": angle_positions(model, step), "error": number(step.error),
-            "top": [[i, visible(piece)] for i, piece in zip(ids.tolist(), tokenizer.pieces(ids.tolist()), strict=True)],
-        })
+        steps.append(
+            {
+                "kind": step.kind,
+                "fed": len(step.fed),
+                "start": step.start_pos,
+                "nbytes": step.nbytes,
+                "chosen": step.chosen,
+                "positions": angle_positions(model, step),
+                "error": number(step.error),
+                "top": [
+                    [i, visible(piece)]
+                    for i, piece in zip(ids.tolist(), tokenizer.pieces(ids.tolist()), strict=True)
+                ],
+            }
+        )
     logs = [run.caches[layer] for layer in run.layers]
     rows = [torch.cat(log.rows) for log in logs]  # each (n,2,Hk,D)
     counts, weights = pack_attention(run)
     return {
         "promptLength": len(run.ids),
         "stopped": visible(run.stopped),
-        "tokens": [[i, visible(p), r] for i, p, r in zip(tokens, tokenizer.pieces(tokens), letters, strict=True)],
+        "tokens": [
+            [i, visible(p), r]
+            for i, p, r in zip(tokens, tokenizer.pieces(tokens), letters, strict=True)
+        ],
         "steps": steps,
         "cache": [[[length, spans(changed)] for length, changed in log.steps] for log in logs],
         "rowCounts": [len(layer) for layer in rows],
@@ -194,11 +248,17 @@ def pack(tensors, kind="f2") -> dict:
     values = np.concatenate([x.reshape(-1).numpy() for x in tensors] or [np.zeros(0, np.float32)])
     finite = np.isfinite(values)
     largest = float(np.abs(values[finite]).max(initial=0))
-    scale = 2.0 ** max(0, int(np.ceil(np.log2(largest / 32768)))) if kind == "f2" and largest else 1.0
+    scale = (
+        2.0 ** max(0, int(np.ceil(np.log2(largest / 32768)))) if kind == "f2" and largest else 1.0
+    )
     stored = (values / scale).astype("<" + kind)
     moved = np.abs(stored[finite].astype(np.float32) * np.float32(scale) - values[finite])
     return {
-        "kind": kind, "count": len(values), "scale": scale, "largest": largest, "error": float(moved.max(initial=0)),
+        "kind": kind,
+        "count": len(values),
+        "scale": scale,
+        "largest": largest,
+        "error": float(moved.max(initial=0)),
         "data": base64.b64encode(stored.tobytes()).decode(),
     }
 
@@ -207,13 +267,19 @@ def pack_fault(tokenizer, right: Run, fault: Fault, dtype: torch.dtype) -> dict:
     """Where the two runs differ. Amounts have four digits; what is not finite is null."""
     parted = divergence(right, fault.run, TOLERANCE[dtype])
     return {
-        "name": fault.name, "about": visible(fault.about),
-        **parted, "deltas": [number(delta) for delta in parted["deltas"]],
+        "name": fault.name,
+        "about": visible(fault.about),
+        **parted,
+        "deltas": [number(delta) for delta in parted["deltas"]],
         "share": TOLERANCE[dtype],
-        "places": [[*where, *(short(x) for x in (key, value, weight))]
-                   for *where, key, value, weight in places(right, fault.run, dtype)],
-        "logits": [[[i, visible(tokenizer.pieces([i])[0]), number(a), number(b)] for i, a, b in step]
-                   for step in top_logits(right, fault.run)],
+        "places": [
+            [*where, *(short(x) for x in (key, value, weight))]
+            for *where, key, value, weight in places(right, fault.run, dtype)
+        ],
+        "logits": [
+            [[i, visible(tokenizer.pieces([i])[0]), number(a), number(b)] for i, a, b in step]
+            for step in top_logits(right, fault.run)
+        ],
     }
 
 
@@ -226,7 +292,12 @@ def short(value: float) -> float | None:
 
 def page_bytes(config, prompt: int, new: int, layers: int, runs: int = 1) -> int:
     """About how many bytes a page of prompt + new tokens over so many layers has: 2 bytes per number, 4/3 in base64."""
-    S, H, Hk, D = prompt + new - 1, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    S, H, Hk, D = (
+        prompt + new - 1,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+    )
     each = S * layers * 2 * Hk * (D + 1) + S * (S + 1) // 2 * layers * H + S * D
     # Top logits of both runs, places that differ.
     compared = (runs - 1) * (450 * new + 35 * S * layers)

@@ -107,7 +107,9 @@ def record(model, ids, max_new_tokens=32, layers=None, eos_token_ids=None, may_f
     layers = list(range(model.config.num_hidden_layers)) if layers is None else list(layers)
     cache = make_cache("dict", model.config)
     run = Run(list(ids), layers, caches={layer: CacheLog() for layer in layers})
-    generation = Generation(model, ids, cache, SamplingParams(), max_new_tokens, eos_token_ids, chunk=len(ids))
+    generation = Generation(
+        model, ids, cache, SamplingParams(), max_new_tokens, eos_token_ids, chunk=len(ids)
+    )
     with Watch(model, layers) as watch:
         while True:
             try:
@@ -148,7 +150,12 @@ class Watch(TorchFunctionMode):
     def _begin(self, model, args):
         tokens, _, start_pos, _ = args
         self.layer, self.read = -1, {}  # read: layer → (S,2,Hk,D)
-        self.seen = {"fed": tokens[0].tolist(), "start_pos": int(start_pos), "attention": {}, "error": 0.0}
+        self.seen = {
+            "fed": tokens[0].tolist(),
+            "start_pos": int(start_pos),
+            "attention": {},
+            "error": 0.0,
+        }
 
     def _next_layer(self, block, args):
         self.layer += 1
@@ -162,20 +169,29 @@ class Watch(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
-        if getattr(function, "__name__", "") == "scaled_dot_product_attention" and self.layer in self.layers:
+        if (
+            getattr(function, "__name__", "") == "scaled_dot_product_attention"
+            and self.layer in self.layers
+        ):
             self._attention(out, *args, **(kwargs or {}))
         return out
 
     def _attention(self, out, q, k, v, **options):
         weights, error = attention_weights(out, q, k, v, **options)
         T = len(self.seen["fed"])
-        self.seen["attention"][self.layer] = weights.reshape(-1, T, weights.shape[-1]).cpu()  # (H,T,S)
+        self.seen["attention"][self.layer] = weights.reshape(
+            -1, T, weights.shape[-1]
+        ).cpu()  # (H,T,S)
         self.seen["error"] = max(self.seen["error"], error)
         # A copy.
-        self.read[self.layer] = torch.stack((k[0], v[0])).float().cpu().permute(2, 0, 1, 3)  # (S,2,Hk,D)
+        self.read[self.layer] = (
+            torch.stack((k[0], v[0])).float().cpu().permute(2, 0, 1, 3)
+        )  # (S,2,Hk,D)
 
 
-def attention_weights(out, q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+def attention_weights(
+    out, q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+):
     """softmax(q kᵀ · scale) of the first row of a batch, and how far its product with v is from the kernel's `out`.
 
     q (B,h,r,D), k and v (B,Hk,S,D) → (h,r,S). decode_attention groups heads, h = Hk and r = G: (Hk,G,S) is (H,1,S).
@@ -199,7 +215,9 @@ def angle_positions(model, step: Step) -> list[int]:
     """The positions whose angles the recorded cos and sin (T,D/2) are: the nearest of 0 … 2·(start_pos + T)."""
     candidates = torch.arange(2 * (step.start_pos + len(step.fed)))
     half = step.cos.shape[-1]
-    cos, sin = (x[:, :half] for x in rope_angles(model.config, candidates, torch.float32))  # (N,D/2)
+    cos, sin = (
+        x[:, :half] for x in rope_angles(model.config, candidates, torch.float32)
+    )  # (N,D/2)
     near = torch.cdist(torch.cat((step.cos, step.sin), 1), torch.cat((cos, sin), 1))  # (T,N)
     return near.argmin(1).tolist()
 
@@ -219,9 +237,12 @@ def measure(model, run: Run, repeat=3, uncached=True) -> Costs:
 
     Nothing is attached to the model here. A first pass of each kind warms up and is thrown away.
     """
+
     def with_cache():
         cache, seconds = make_cache("dict", model.config), []
-        steps = Generation(model, run.ids, cache, SamplingParams(), len(run.steps), [], chunk=len(run.ids))
+        steps = Generation(
+            model, run.ids, cache, SamplingParams(), len(run.steps), [], chunk=len(run.ids)
+        )
         for _ in run.steps:
             began = perf_counter()
             next(steps)
@@ -236,7 +257,11 @@ def measure(model, run: Run, repeat=3, uncached=True) -> Costs:
         return perf_counter() - began, logits.float().cpu()
 
     with_cache()
-    costs = Costs(repeat, [median(times) for times in zip(*(with_cache() for _ in range(repeat)), strict=True)], [])
+    costs = Costs(
+        repeat,
+        [median(times) for times in zip(*(with_cache() for _ in range(repeat)), strict=True)],
+        [],
+    )
     for n, step in enumerate(run.steps if uncached else ()):
         if n == 0:
             without(n)

@@ -27,8 +27,16 @@ ALONE = "--alone was given"
 NOT_FROM_HUB = "not in the hub's cache: nothing says what the bytes should be"
 ALONE_TOO = ("cached = uncached, logits", "cached = uncached, keys and values")
 NEEDS_REFERENCE = (
-    "config", "rope", "hidden states", "keys and values", "keys and values, in steps", "logits",
-    "greedy tokens", "tokenizer encode", "tokenizer decode", "chat template",
+    "config",
+    "rope",
+    "hidden states",
+    "keys and values",
+    "keys and values, in steps",
+    "logits",
+    "greedy tokens",
+    "tokenizer encode",
+    "tokenizer decode",
+    "chat template",
 )
 
 
@@ -60,8 +68,15 @@ class Report:
         return next((step for step in self.steps if step.difference != 0), None)
 
 
-def verify(source: str, folder: Path, against: Path | None = None, against_name: str | None = None,
-           dtype=torch.float32, alone: bool = False, say=lambda text: None) -> Report:
+def verify(
+    source: str,
+    folder: Path,
+    against: Path | None = None,
+    against_name: str | None = None,
+    dtype=torch.float32,
+    alone: bool = False,
+    say=lambda text: None,
+) -> Report:
     """Run every check that is possible here, on the CPU. `source` is the name that was asked for, `folder` its files.
 
     `against` is another checkpoint's folder, read by nanokv; without it the reference is transformers. `say` gets a
@@ -74,7 +89,10 @@ def verify(source: str, folder: Path, against: Path | None = None, against_name:
     model, tokenizer = load(folder, dtype=dtype, device="cpu")
     report.checks += [files_check(model), finite_check(model)]
     if not report.equal:  # what is computed with such weights says nothing
-        report.checks += [Check(name, "skipped", "the weights are not finite") for name in ALONE_TOO + NEEDS_REFERENCE]
+        report.checks += [
+            Check(name, "skipped", "the weights are not finite")
+            for name in ALONE_TOO + NEEDS_REFERENCE
+        ]
         return report
     questions = evidence.ask(
         tokenizer, min(c.vocab_size for c in limits), min(c.max_position_embeddings for c in limits)
@@ -88,7 +106,11 @@ def verify(source: str, folder: Path, against: Path | None = None, against_name:
     name = against_name or str(against)
     theirs = reference_answers(against, name, folder, questions, dtype, alone, say)
     if theirs is None:
-        why = ALONE if alone else f"transformers is not installed: {installing.hint(['transformers'])}"
+        why = (
+            ALONE
+            if alone
+            else f"transformers is not installed: {installing.hint(['transformers'])}"
+        )
         report.checks += [Check(name, "skipped", why) for name in NEEDS_REFERENCE]
         return report
     report.reference = theirs.name
@@ -121,10 +143,16 @@ def finite_check(model) -> Check:
     """NaN in a projection can leave logits that are finite and wrong: softmax makes numbers of it."""
     bad = unfinite(model)
     more = f"; {len(bad) - 3} more tensors" if len(bad) > 3 else ""
-    return make.verdict("finite weights", not bad, "; ".join(bad[:3]) + more or "no NaN and no infinity")
+    return make.verdict(
+        "finite weights", not bad, "; ".join(bad[:3]) + more or "no NaN and no infinity"
+    )
 
 
 def files_check(model) -> Check:
     """Reached only if every name, shape and dtype of the files was as config.json says: loading refuses the rest."""
     parameters = list(model.parameters())
-    return make.verdict("files", True, f"{len(parameters)} tensors, {sum(p.numel() for p in parameters):,} parameters")
+    return make.verdict(
+        "files",
+        True,
+        f"{len(parameters)} tensors, {sum(p.numel() for p in parameters):,} parameters",
+    )

@@ -47,16 +47,25 @@ def excess(step: Step) -> float:
     return ratio if ratio == ratio else float("inf")
 
 
-def compare_evidence(a: Evidence, b: Evidence, questions: Questions, steps: list[Step]) -> list[Check]:
+def compare_evidence(
+    a: Evidence, b: Evidence, questions: Questions, steps: list[Step]
+) -> list[Check]:
     """All checks of `a` against the reference `b`; `steps` are layer_steps(a, b)."""
-    logits, hidden = ([s for s in steps if (s.operation == "lm_head") is last] for last in (True, False))
+    logits, hidden = (
+        [s for s in steps if (s.operation == "lm_head") is last] for last in (True, False)
+    )
     cache = [s for s in steps if s.operation in ("rope_k", "cached_v")]
     return [
         check_config(a, b),
         check_rope(a, b, questions.positions),
         check_steps("hidden states", hidden, f"{len(a.records)} prompts"),
         check_steps("keys and values", cache, "after one prefill"),
-        check_cached("keys and values, in steps", a, b.records, f"chunked prefill and decode against {b.name}"),
+        check_cached(
+            "keys and values, in steps",
+            a,
+            b.records,
+            f"chunked prefill and decode against {b.name}",
+        ),
         check_steps("logits", logits, f"{sum(p.shape[1] for p in questions.prompts)} positions"),
         check_greedy(a, b),
         *check_tokenizer(a, b, questions),
@@ -83,7 +92,9 @@ def check_rope(a: Evidence, b: Evidence, positions) -> Check:
     if a.rope.shape != b.rope.shape:
         return verdict("rope", False, f"head_dim {a.rope.shape[-1]} and {b.rope.shape[-1]}")
     difference, tolerance = (a.rope - b.rope).abs().max().item(), TOLERANCE[torch.float32]
-    return Check("rope", "ok" if difference <= tolerance else "differs", where, difference, tolerance)
+    return Check(
+        "rope", "ok" if difference <= tolerance else "differs", where, difference, tolerance
+    )
 
 
 def check_steps(name: str, steps: list[Step], detail: str) -> Check:
@@ -113,7 +124,9 @@ def check_cached_logits(a: Evidence) -> Check:
         full, key = record[None, "lm_head"][:, -len(logits) :], (None, "lm_head")
         steps += compare({key: logits[None]}, {key: full.float()}, CACHED * TOLERANCE[full.dtype])
     worst = max(steps, key=excess)
-    return verdict("cached = uncached, logits", worst.ok, "chunked prefill and decode against one pass", worst)
+    return verdict(
+        "cached = uncached, logits", worst.ok, "chunked prefill and decode against one pass", worst
+    )
 
 
 def check_greedy(a: Evidence, b: Evidence) -> Check:
@@ -133,7 +146,11 @@ def check_greedy(a: Evidence, b: Evidence) -> Check:
             detail = f"prompt {i + 1}, new token {n + 1}: {ours[n]} against {theirs[n]}, their logits {gap:.3g} apart"
             return Check("greedy tokens", "differs", detail, gap, limit)
         ties += 1
-    return verdict("greedy tokens", True, f"{count} tokens equal" + (f", {ties} prompts up to a tie" if ties else ""))
+    return verdict(
+        "greedy tokens",
+        True,
+        f"{count} tokens equal" + (f", {ties} prompts up to a tie" if ties else ""),
+    )
 
 
 def check_tokenizer(a: Evidence, b: Evidence, questions: Questions) -> list[Check]:
@@ -150,7 +167,10 @@ def check_template(a: Evidence, b: Evidence, questions: Questions) -> Check:
         return Check("chat template", "skipped", "the checkpoint has none")
     if a.templates is None or b.templates is None:
         return verdict("chat template", False, f"{(a if a.templates is None else b).name} has none")
-    sides = [["refused" if text.startswith("refused: ") else text for text in side.templates] for side in (a, b)]
+    sides = [
+        ["refused" if text.startswith("refused: ") else text for text in side.templates]
+        for side in (a, b)
+    ]
     return check_list("chat template", *sides, [c["messages"] for c in questions.conversations])
 
 

@@ -22,24 +22,63 @@ from nanokv.text.template import LeftOut
 
 PROMPT = "The cache holds one key and one value for every token, layer and KV head: 12 + 34 = 46. Grüße, 世界! 🙂🧑‍🚀\n"
 TEXTS = (
-    "", " ", "\n", "\t\n \n", "Hello world", " Hello  world ", "I'll say it's we've THEY'D", "3.14159 1234567890 ٣ ²",
-    "def f(x):\n    return x**2  # comment\r\n", "Grüße aus Köln", "世界你好，今天天气很好。", "こんにちは",
-    "한국어 텍스트", "हिन्दी में", "שלום עולם", "مرحبا بالعالم", "e\u0301 \u00e9 \u212b \ufb01", "🙂🧑‍🚀👩‍👩‍👧 🇩🇪",
-    "\x00\x1b[31m\x7f\u200b\ufeff", "a" * 200,
-    "<think>\n\n</think>", "<|im_start|>user\nhi<|im_end|>\n", "<|im_end", "https://example.org/?q=a%20b&c=d#e", PROMPT,
+    "",
+    " ",
+    "\n",
+    "\t\n \n",
+    "Hello world",
+    " Hello  world ",
+    "I'll say it's we've THEY'D",
+    "3.14159 1234567890 ٣ ²",
+    "def f(x):\n    return x**2  # comment\r\n",
+    "Grüße aus Köln",
+    "世界你好，今天天气很好。",
+    "こんにちは",
+    "한국어 텍스트",
+    "हिन्दी में",
+    "שלום עולם",
+    "مرحبا بالعالم",
+    "e\u0301 \u00e9 \u212b \ufb01",
+    "🙂🧑‍🚀👩‍👩‍👧 🇩🇪",
+    "\x00\x1b[31m\x7f\u200b\ufeff",
+    "a" * 200,
+    "<think>\n\n</think>",
+    "<|im_start|>user\nhi<|im_end|>\n",
+    "<|im_end",
+    "https://example.org/?q=a%20b&c=d#e",
+    PROMPT,
 )
-TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {
-    "type": "object", "properties": {"a": {"type": "number"}}, "required": ["a"]}}}
-USER, ANSWER = {"role": "user", "content": "What is my name?"}, {"role": "assistant", "content": "Zorbla."}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "number"}},
+            "required": ["a"],
+        },
+    },
+}
+USER, ANSWER = (
+    {"role": "user", "content": "What is my name?"},
+    {"role": "assistant", "content": "Zorbla."},
+)
 THOUGHT = {"role": "assistant", "content": "<think>\nThe user said it.\n</think>\n\nZorbla."}
-CALL = {"role": "assistant", "content": "", "tool_calls": [
-    {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
+}
 CONVERSATIONS = (
     {"messages": [USER]},
     {"messages": [{"role": "system", "content": "Be brief. 世界"}, USER], "enable_thinking": False},
     {"messages": [USER, THOUGHT, USER]},
     {"messages": [USER, THOUGHT], "add_generation_prompt": False},
-    {"messages": [USER, ANSWER, {"role": "user", "content": "  <b>&amp;</b> \n"}], "enable_thinking": True},
+    {
+        "messages": [USER, ANSWER, {"role": "user", "content": "  <b>&amp;</b> \n"}],
+        "enable_thinking": True,
+    },
     {"messages": [USER], "tools": [TOOL]},
     {"messages": [USER, CALL, {"role": "tool", "content": "2"}, ANSWER, USER], "tools": [TOOL]},
 )
@@ -79,17 +118,28 @@ def ask(tokenizer, vocabulary: int, context: int) -> Questions:
     prompts = [tokenizer.encode(PROMPT)]
     if tokenizer.chat_template is not None:
         texts = (_render(tokenizer, conversation) for conversation in CONVERSATIONS)
-        prompts.append(tokenizer.encode(next((text for text in texts if not text.startswith("refused")), "")))
+        prompts.append(
+            tokenizer.encode(next((text for text in texts if not text.startswith("refused")), ""))
+        )
     generator = torch.Generator().manual_seed(0)
-    prompts.append(torch.randint(0, min(vocabulary, tokenizer.vocab_size), (33,), generator=generator).tolist())
+    prompts.append(
+        torch.randint(0, min(vocabulary, tokenizer.vocab_size), (33,), generator=generator).tolist()
+    )
     prompts = [torch.tensor([ids[:room]]) % vocabulary for ids in prompts if len(ids) >= 2]
     specials = list(tokenizer.special_tokens)
     texts = [*TEXTS, *specials, *(f"a{s} b" for s in specials[:8]), "".join(specials)]
-    lists = [torch.randint(0, tokenizer.vocab_size, (20,), generator=generator).tolist() for _ in range(30)]
+    lists = [
+        torch.randint(0, tokenizer.vocab_size, (20,), generator=generator).tolist()
+        for _ in range(30)
+    ]
     positions = sorted({p for p in (0, 1, 17, 2048, 32767, context - 1) if p < context})
     return Questions(
-        prompts, min(32, context - max(p.shape[1] for p in prompts)), texts,
-        [*lists, *([id] for id in tokenizer.special_tokens.values())], list(CONVERSATIONS), torch.tensor(positions),
+        prompts,
+        min(32, context - max(p.shape[1] for p in prompts)),
+        texts,
+        [*lists, *([id] for id in tokenizer.special_tokens.values())],
+        list(CONVERSATIONS),
+        torch.tensor(positions),
     )
 
 
@@ -110,7 +160,9 @@ def answers_of_ours(name: str, model, tokenizer, questions: Questions) -> Eviden
         greedy,
         [tokenizer.encode(text) for text in questions.texts],
         [tokenizer.decode(ids) for ids in questions.id_lists],
-        None if tokenizer.chat_template is None else [_render(tokenizer, c) for c in questions.conversations],
+        None
+        if tokenizer.chat_template is None
+        else [_render(tokenizer, c) for c in questions.conversations],
         [cached_path(model, ids.to(device)) for ids in questions.prompts],
         forced,
     )
@@ -124,13 +176,17 @@ def load_and_answer(name: str, folder: Path, questions: Questions, dtype) -> Evi
 
 def cached_path(model, ids):
     """The same tokens in two prefill chunks, then one by one → logits (t,V) of the last t positions, [(key, value)]."""
-    cache = make_cache("dict", model.config, dtype=model.embed_tokens.weight.dtype, device=ids.device)
+    cache = make_cache(
+        "dict", model.config, dtype=model.embed_tokens.weight.dtype, device=ids.device
+    )
     half, tail = ids.shape[1] // 2, max(ids.shape[1] - 8, ids.shape[1] // 2)
     rows = [prefill(model, ids[:, :half], cache, 0)]
     if half < tail:
         rows = [prefill(model, ids[:, half:tail], cache, half)]
     rows += [decode(model, ids[:, i : i + 1], cache, i) for i in range(tail, ids.shape[1])]
-    return torch.cat(rows).float().cpu(), [(layer["key"].cpu(), layer["value"].cpu()) for layer in cache]
+    return torch.cat(rows).float().cpu(), [
+        (layer["key"].cpu(), layer["value"].cpu()) for layer in cache
+    ]
 
 
 def _render(tokenizer, conversation: dict) -> str:

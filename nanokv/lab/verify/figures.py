@@ -15,7 +15,12 @@ from nanokv.inference import score
 from nanokv.lab.verify.checks import Check, verdict
 
 BF16_STEPS = 0.25
-SHAPE_06B = {"vocab_size": 151936, "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16}
+SHAPE_06B = {
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+}
 FIGURES = {
     "Qwen/Qwen3-0.6B-Base": {
         "shape": SHAPE_06B,
@@ -24,16 +29,45 @@ FIGURES = {
             # Over V, at each position.
             "mean": [-1.4577, 1.3261, 3.8498, 3.4229, 2.9009, 1.8813, 2.1530, 2.1431],
             "first": [
-                5.9062, 6.0938, 5.5625, 3.8594, 2.6094, 1.9531, 4.3125, 4.9375, 3.8906, 3.1094, 3.6719, 5.1562, 6.9062,
-                5.7500, 5.4062, 7.0625, 8.7500, 8.7500, 8.1250, 7.9375, 8.0625, 7.5312, 7.3750, 7.2188, 7.2500, 5.8750,
-                2.8750, 4.3438, 2.3438, 2.2500,
+                5.9062,
+                6.0938,
+                5.5625,
+                3.8594,
+                2.6094,
+                1.9531,
+                4.3125,
+                4.9375,
+                3.8906,
+                3.1094,
+                3.6719,
+                5.1562,
+                6.9062,
+                5.7500,
+                5.4062,
+                7.0625,
+                8.7500,
+                8.7500,
+                8.1250,
+                7.9375,
+                8.0625,
+                7.5312,
+                7.3750,
+                7.2188,
+                7.2500,
+                5.8750,
+                2.8750,
+                4.3438,
+                2.3438,
+                2.2500,
             ],  # position 0, the first 30 of V
         },
-        "greedy": [{
-            "prompt": "My favourite condiment is ",
-            "text": "100% plain, unflavoured, and unadulterated. It is",
-            "tolerance": BF16_STEPS,
-        }],
+        "greedy": [
+            {
+                "prompt": "My favourite condiment is ",
+                "text": "100% plain, unflavoured, and unadulterated. It is",
+                "tolerance": BF16_STEPS,
+            }
+        ],
     },
     "Qwen/Qwen3-0.6B": {
         "shape": SHAPE_06B,
@@ -52,13 +86,35 @@ FIGURES = {
             "messages": [{"role": "user", "content": "What is the capital of France?"}],
             "enable_thinking": False,
             "ids": [
-                151644, 872, 198, 3838, 374, 279, 6722, 315, 9625, 30, 151645, 198, 151644, 77091, 198, 151667, 271,
-                151668, 271,
+                151644,
+                872,
+                198,
+                3838,
+                374,
+                279,
+                6722,
+                315,
+                9625,
+                30,
+                151645,
+                198,
+                151644,
+                77091,
+                198,
+                151667,
+                271,
+                151668,
+                271,
             ],
         },
     },
 }
-QWEN3_TOKENS = {"size": 151669, "special": ("<|im_end|>", 151645), "text": "Hello world", "ids": [9707, 1879]}
+QWEN3_TOKENS = {
+    "size": 151669,
+    "special": ("<|im_end|>", 151645),
+    "text": "Hello world",
+    "ids": [9707, 1879],
+}
 
 
 def published_checks(source: str, folder: Path, model, tokenizer) -> list[Check]:
@@ -71,7 +127,9 @@ def published_checks(source: str, folder: Path, model, tokenizer) -> list[Check]
     checks.append(verdict("published model", True, f"{name}, recognised by its {why}"))
     if "logits" in figures:
         checks += check_logits(name, model, figures["logits"])
-    checks += [check_continuation(name, model, tokenizer, figure) for figure in figures.get("greedy", ())]
+    checks += [
+        check_continuation(name, model, tokenizer, figure) for figure in figures.get("greedy", ())
+    ]
     if "template" in figures:
         checks.append(check_template_ids(tokenizer, **figures["template"]))
     return checks
@@ -82,9 +140,16 @@ def recognise(source: str, folder: Path, config) -> tuple[str | None, str]:
     weights = Path(folder) / "model.safetensors"
     size = weights.stat().st_size if weights.is_file() else None
     for name, figures in FIGURES.items():
-        if size is not None and figures.get("weights_bytes") == size and sha256(weights) == figures["weights_sha256"]:
+        if (
+            size is not None
+            and figures.get("weights_bytes") == size
+            and sha256(weights) == figures["weights_sha256"]
+        ):
             return name, "weights' sha256"
-    names = {part.casefold() for part in (str(source), *Path(source).parts[-1:], *Path(folder).resolve().parts[-3:])}
+    names = {
+        part.casefold()
+        for part in (str(source), *Path(source).parts[-1:], *Path(folder).resolve().parts[-3:])
+    }
     for name, figures in FIGURES.items():
         spellings = {name, name.split("/")[-1], "models--" + name.replace("/", "--")}
         if names & {spelling.casefold() for spelling in spellings}:
@@ -104,31 +169,52 @@ def sha256(path: Path) -> str:
 def check_logits(name: str, model, figure: dict) -> list[Check]:
     """Mean over the vocabulary at each position, and the first 30 logits of position 0."""
     logits = score(model, torch.tensor([figure["ids"]]))[0].float().cpu()  # (T,V)
-    rows = (("mean", logits.mean(-1), 0.05), ("first", logits[0, : len(figure["first"])], BF16_STEPS))
+    rows = (
+        ("mean", logits.mean(-1), 0.05),
+        ("first", logits[0, : len(figure["first"])], BF16_STEPS),
+    )
     checks = []
     for key, ours, tolerance in rows:
         difference = (ours - torch.tensor(figure[key])).abs().max().item()
         status = "ok" if difference <= tolerance else "differs"
-        checks.append(Check(f"published logits, {key}", status, f"{name}, published in bf16", difference, tolerance))
+        checks.append(
+            Check(
+                f"published logits, {key}",
+                status,
+                f"{name}, published in bf16",
+                difference,
+                tolerance,
+            )
+        )
     return checks
 
 
 def check_continuation(name: str, model, tokenizer, figure: dict) -> Check:
     """Every published greedy token is our own best one, or as good within the tolerance."""
     prompt = tokenizer.encode(figure["prompt"])
-    new = figure.get("new_ids") or tokenizer.encode(figure["prompt"] + figure["text"])[len(prompt) :]
-    rows = score(model, torch.tensor([prompt + new]))[0, len(prompt) - 1 : -1].float().cpu()  # (N,V)
+    new = (
+        figure.get("new_ids") or tokenizer.encode(figure["prompt"] + figure["text"])[len(prompt) :]
+    )
+    rows = (
+        score(model, torch.tensor([prompt + new]))[0, len(prompt) - 1 : -1].float().cpu()
+    )  # (N,V)
     gaps = rows.max(-1).values - rows.gather(-1, torch.tensor(new)[:, None])[:, 0]  # (N,)
     wide = model.embed_tokens.weight.dtype != torch.float32
     tolerance, gap = max(figure["tolerance"], BF16_STEPS if wide else 0), gaps.max().item()
     detail = f"{figure['prompt']!r} + {len(new)} tokens, {name}"
-    return Check("published continuation", "ok" if gap <= tolerance else "differs", detail, gap, tolerance)
+    return Check(
+        "published continuation", "ok" if gap <= tolerance else "differs", detail, gap, tolerance
+    )
 
 
 def check_template_ids(tokenizer, messages, ids, **kwargs) -> Check:
     """Template and tokenizer together."""
     ours = tokenizer.encode(tokenizer.render(messages, **kwargs)) if tokenizer.chat_template else []
-    return verdict("published template ids", ours == ids, f"{len(ids)} ids" if ours == ids else f"{ours} against {ids}")
+    return verdict(
+        "published template ids",
+        ours == ids,
+        f"{len(ids)} ids" if ours == ids else f"{ours} against {ids}",
+    )
 
 
 def check_qwen3_tokens(tokenizer) -> list[Check]:

@@ -44,7 +44,9 @@ def answers(folder: Path, questions: Questions, dtype) -> Evidence:
         [_greedy(model, ids, questions.new_tokens) for ids in questions.prompts],
         [tokenizer(text, add_special_tokens=False)["input_ids"] for text in questions.texts],
         [tokenizer.decode(ids, skip_special_tokens=False) for ids in questions.id_lists],
-        None if tokenizer.chat_template is None else [_render(tokenizer, c) for c in questions.conversations],
+        None
+        if tokenizer.chat_template is None
+        else [_render(tokenizer, c) for c in questions.conversations],
     )
 
 
@@ -77,13 +79,21 @@ def load(folder: Path, dtype):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         _tell_attn_factor(config, folder)
         model = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=dtype, attn_implementation="sdpa", use_safetensors=True,
-            local_files_only=True, trust_remote_code=False,
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
         )
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise NanoKVError(
-            f"transformers {version()} cannot read {folder}: {error}", "--alone checks it without transformers"
+            f"transformers {version()} cannot read {folder}: {error}",
+            "--alone checks it without transformers",
         ) from error
     # Plain greedy.
     model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -101,18 +111,24 @@ def _tell_attn_factor(config, folder: Path):
 def _rope(model, positions):
     """cos and sin (2,P,D); the buffers are fp32 whatever the weights are, so the model's dtype does not matter."""
     rotary = model.model.rotary_emb
-    cos, sin = rotary(torch.zeros(1, device=rotary.inv_freq.device), positions[None].to(rotary.inv_freq.device))
+    cos, sin = rotary(
+        torch.zeros(1, device=rotary.inv_freq.device), positions[None].to(rotary.inv_freq.device)
+    )
     return torch.stack((cos[0], sin[0])).cpu()
 
 
 def _greedy(model, ids, new_tokens: int) -> list[int]:
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False)
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False
+    )
     return out[0, ids.shape[1] :].tolist()
 
 
 def _render(tokenizer, conversation: dict) -> str:
     conversation = {"add_generation_prompt": True, **conversation}
     try:
-        return tokenizer.apply_chat_template(conversation.pop("messages"), tokenize=False, **conversation)
+        return tokenizer.apply_chat_template(
+            conversation.pop("messages"), tokenize=False, **conversation
+        )
     except Exception as error:  # jinja2's errors, and whatever a template's own code provokes
         return f"refused: {error}"

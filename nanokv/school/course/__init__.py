@@ -33,8 +33,25 @@ if TYPE_CHECKING:  # for editors and type checkers
 
 _FIGURES = ("COLORS", "show", "subplots")  # the other names are in session.py
 __all__ = [
-    "COLORS", "answer", "case", "check", "chosen", "claim", "confirm", "drawings", "figure", "mine", "predict",
-    "progress", "quiz", "reveal", "show", "sized", "start", "subplots", "whose",
+    "COLORS",
+    "answer",
+    "case",
+    "check",
+    "chosen",
+    "claim",
+    "confirm",
+    "drawings",
+    "figure",
+    "mine",
+    "predict",
+    "progress",
+    "quiz",
+    "reveal",
+    "show",
+    "sized",
+    "start",
+    "subplots",
+    "whose",
 ]
 
 if not TYPE_CHECKING:  # it would hide a name that is mistyped

@@ -46,7 +46,11 @@ class _Parts:
             return name
         self._known[name] = value
         for used in sorted(_used(text)):
-            if used in names and not _is_builtin(used, names[used]) and not self._is_known(used, names[used]):
+            if (
+                used in names
+                and not _is_builtin(used, names[used])
+                and not self._is_known(used, names[used])
+            ):
                 self._take(used, names[used])
         self.definitions.append(text)
         return name
@@ -55,7 +59,9 @@ class _Parts:
         """Is it here already? NotAlone if the name is, for something else: a kept part has names of its own."""
         known = self._known.get(name, value)
         if known is not value and not (_is_plain(value) and repr(known) == repr(value)):
-            raise NotAlone(f"it uses two different things named `{name}`: give one of them another name")
+            raise NotAlone(
+                f"it uses two different things named `{name}`: give one of them another name"
+            )
         return name in self._known
 
     def _take(self, name: str, value) -> None:
@@ -68,7 +74,9 @@ class _Parts:
             if own != name:
                 self.definitions.append(f"{name} = {own}")
         else:
-            raise NotAlone(f"it uses `{name}` of another cell, which is of type {type(value).__name__}")
+            raise NotAlone(
+                f"it uses `{name}` of another cell, which is of type {type(value).__name__}"
+            )
         self._known.setdefault(name, value)
 
 
@@ -85,7 +93,9 @@ def _statement(value) -> tuple[str, str, dict]:
             if first <= code.co_firstlineno <= node.end_lineno and (name := _named(node, value)):
                 return name, _text(lines, first, node), function.__globals__
     name = f"`{value.__name__}`" if isinstance(value, type) else "it"
-    raise NotAlone(f"{name} is not made by a `def`, or a `class` with methods, at the left margin of a cell")
+    raise NotAlone(
+        f"{name} is not made by a `def`, or a `class` with methods, at the left margin of a cell"
+    )
 
 
 def _text(lines: list[str], first: int, node) -> str:
@@ -98,7 +108,10 @@ def _text(lines: list[str], first: int, node) -> str:
 def _functions(value) -> list[FunctionType]:
     """The function itself, or those of a class: they know their cell."""
     if isinstance(value, type):
-        made = (getattr(one, "fget", None) or getattr(one, "__func__", one) for one in vars(value).values())
+        made = (
+            getattr(one, "fget", None) or getattr(one, "__func__", one)
+            for one in vars(value).values()
+        )
         return [one for one in map(inspect.unwrap, made) if isinstance(one, FunctionType)]
     one = inspect.unwrap(value)
     return [one] if isinstance(one, FunctionType) else []
@@ -108,7 +121,11 @@ def _named(node, value) -> str:
     """The name that a statement gives to this value; "" if it makes something else."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return node.name if node.name == getattr(value, "__qualname__", "") else ""
-    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda) and isinstance(node.targets[0], ast.Name):
+    if (
+        isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Lambda)
+        and isinstance(node.targets[0], ast.Name)
+    ):
         return node.targets[0].id
     return ""
 
@@ -128,7 +145,9 @@ def _used(text: str) -> set[str]:
 def _is_builtin(name: str, value) -> bool:
     """Python's own, and not what a cell calls so; IPython brings an `open` and an `exit`."""
     theirs = str(getattr(value, "__module__", "")).startswith(("IPython", "_io", "io"))
-    return name in dir(builtins) and (name.startswith("__") or theirs or value is getattr(builtins, name))
+    return name in dir(builtins) and (
+        name.startswith("__") or theirs or value is getattr(builtins, name)
+    )
 
 
 def _import(name: str, value) -> str:
@@ -139,7 +158,10 @@ def _import(name: str, value) -> str:
         return f"import {name}" if value.__name__ == name else f"import {value.__name__} as {name}"
     own = str(getattr(value, "__name__", name))
     for module in (getattr(value, "__module__", None), *MODULES):
-        if module not in (None, "__main__") and getattr(sys.modules.get(module), own, None) is value:
+        if (
+            module not in (None, "__main__")
+            and getattr(sys.modules.get(module), own, None) is value
+        ):
             return f"from {module} import {own}" + (f" as {name}" if own != name else "")
     return ""
 
@@ -147,7 +169,9 @@ def _import(name: str, value) -> str:
 def _is_plain(value) -> bool:
     # Not a named tuple: its class would be missing.
     if type(value) in (list, tuple, set, frozenset):
-        return len(value) <= 100 and all(_is_plain(x) and repr(x) not in ("inf", "-inf", "nan") for x in value)
+        return len(value) <= 100 and all(
+            _is_plain(x) and repr(x) not in ("inf", "-inf", "nan") for x in value
+        )
     if type(value) is dict:
         return _is_plain(list(value)) and _is_plain(list(value.values()))
     return type(value) in PLAIN and len(repr(value)) <= 1000
@@ -155,4 +179,8 @@ def _is_plain(value) -> bool:
 
 def _written(value) -> str:
     """A plain value as code; inf and nan have no literal of their own."""
-    return f'float("{value}")' if isinstance(value, float) and not math.isfinite(value) else repr(value)
+    return (
+        f'float("{value}")'
+        if isinstance(value, float) and not math.isfinite(value)
+        else repr(value)
+    )

@@ -37,7 +37,11 @@ def canonical(answer) -> str:
     if isinstance(answer, str):
         number = as_number(answer)
         return " ".join(answer.casefold().split()) if number is None else canonical(number)
-    return f"{answer:.6g}" if isinstance(answer, numbers.Real) and not isinstance(answer, bool) else repr(answer)
+    return (
+        f"{answer:.6g}"
+        if isinstance(answer, numbers.Real) and not isinstance(answer, bool)
+        else repr(answer)
+    )
 
 
 def is_blank(answer) -> bool:
@@ -67,12 +71,14 @@ def same(answer, right, rel: float = 1e-6, atol: float = 0.0) -> bool:
         return answer is not None and abs(answer - right) <= max(atol, rel * abs(right))
     if isinstance(right, list):
         return (
-            isinstance(answer, list) and len(answer) == len(right)
+            isinstance(answer, list)
+            and len(answer) == len(right)
             and all(same(a, b, rel, atol) for a, b in zip(answer, right, strict=True))
         )
     if isinstance(right, dict):
         return (
-            isinstance(answer, dict) and set(answer) == set(right)
+            isinstance(answer, dict)
+            and set(answer) == set(right)
             and all(same(answer[key], right[key], rel, atol) for key in right)
         )
     if isinstance(right, set):
@@ -112,7 +118,13 @@ def has_nan(value) -> bool:
 def named(value):
     """The same with NaN as a text, so that two of them are alike."""
     value = plain(value)
-    return [named(item) for item in value] if isinstance(value, list) else "NaN" if has_nan(value) else value
+    return (
+        [named(item) for item in value]
+        if isinstance(value, list)
+        else "NaN"
+        if has_nan(value)
+        else value
+    )
 
 
 def as_number(value) -> float | None:

@@ -37,10 +37,20 @@ def build(folder, out, limit: float = running.TIME_LIMIT, words=()) -> list[Path
         if done.error or done.stderr:
             why = done.error or done.stderr.strip()
             raise CourseError(f"{source.name}: {why}", f"nanokv course run {source.number}")
-        pages[source.name] = (source.title, render(recorded.beneath(done.notebook, recorded.read(source.number))))
-    pages["glossary"] = ("Glossary", markdown((Path(folder) / "glossary.md").read_text(encoding="utf-8")))
+        pages[source.name] = (
+            source.title,
+            render(recorded.beneath(done.notebook, recorded.read(source.number))),
+        )
+    pages["glossary"] = (
+        "Glossary",
+        markdown((Path(folder) / "glossary.md").read_text(encoding="utf-8")),
+    )
     pages["claims"] = ("What the articles say", markdown(claims.page()))
-    there = [s for s in map(twins.read, twins.sources(folder)) if s.name in pages or (out / f"{s.name}.html").exists()]
+    there = [
+        s
+        for s in map(twins.read, twins.sources(folder))
+        if s.name in pages or (out / f"{s.name}.html").exists()
+    ]
     pages["index"] = ("nanokv: the course", contents(there))
     (out / "style.css").write_text(asset("book.css") + highlighting(), encoding="utf-8")
     return [write(out / f"{name}.html", title, body) for name, (title, body) in pages.items()]
@@ -55,7 +65,9 @@ def file_names(folder, words=()) -> list[str]:
 def write(path: Path, title: str, body: str) -> Path:
     """One page, with links to notebooks and texts turned into links to pages."""
     body = re.sub(r'href="(\w[\w./-]*)\.(?:ipynb|md)(#[^"]*)?"', r'href="\1.html\2"', body)
-    path.write_text(asset("book.html").format(title=html.escape(title), body=anchored(body)), encoding="utf-8")
+    path.write_text(
+        asset("book.html").format(title=html.escape(title), body=anchored(body)), encoding="utf-8"
+    )
     return path
 
 
@@ -66,7 +78,11 @@ def anchored(body: str) -> str:
     def place(match):
         name = slug(unquote(match[2]))
         seen[name] += 1
-        return f'<{match[1]} id="{name}"' if seen[name] == 1 else f'<{match[1]} id="{name}-{seen[name] - 1}"'
+        return (
+            f'<{match[1]} id="{name}"'
+            if seen[name] == 1
+            else f'<{match[1]} id="{name}-{seen[name] - 1}"'
+        )
 
     body = re.sub(r'<a class="anchor-link"[^>]*>[^<]*</a>', "", body)
     return re.sub(r'<(h[1-6]) id="([^"]*)"', place, body)
@@ -83,7 +99,9 @@ def render(notebook) -> str:
     from nbconvert import HTMLExporter
 
     loader = DictLoader({"cells.html.j2": asset("cells.html.j2")})
-    exporter = HTMLExporter(template_name="basic", template_file="cells.html.j2", extra_loaders=[loader])
+    exporter = HTMLExporter(
+        template_name="basic", template_file="cells.html.j2", extra_loaders=[loader]
+    )
     return wide(exporter.from_notebook_node(notebook)[0])
 
 
@@ -106,8 +124,13 @@ def _boxed(match) -> str:
     heads = re.findall(r"<th\b[^>]*>(.*?)</th>", table, re.DOTALL)
     cells = re.findall(r"<td\b[^>]*>(.*?)</td>", table, re.DOTALL)
     if len(heads) > 2 and any(len(re.sub("<[^>]*>", "", cell)) > SENTENCE for cell in cells):
-        names = itertools.cycle(html.escape(html.unescape(re.sub("<[^>]*>", "", head))) for head in heads)
-        table, kind = re.sub("<td", lambda _: f'<td data-head="{next(names)}"', table), "scroll rows"
+        names = itertools.cycle(
+            html.escape(html.unescape(re.sub("<[^>]*>", "", head))) for head in heads
+        )
+        table, kind = (
+            re.sub("<td", lambda _: f'<td data-head="{next(names)}"', table),
+            "scroll rows",
+        )
     return f'<div class="{kind}" tabindex="0">{table}</div>'
 
 
@@ -126,7 +149,9 @@ def highlighting() -> str:
 
 
 def contents(sources) -> str:
-    items = "\n".join(f'<li><a href="{s.name}.html">{html.escape(s.title)}</a></li>' for s in sources)
+    items = "\n".join(
+        f'<li><a href="{s.name}.html">{html.escape(s.title)}</a></li>' for s in sources
+    )
     return (
         "<h1>nanokv: the course</h1>\n<p>How a language model runs, and what a KV cache is, on a model that runs here. "
         "These pages show the solved notebooks; to learn, open the others with <code>make notebooks</code>.</p>\n"

@@ -55,7 +55,9 @@ class Case(SimpleNamespace):
         raise AttributeError(f"no {name!r} among the numbers of this case ({have}). {hint}")
 
     def __repr__(self):
-        given = [f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_")]
+        given = [
+            f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_")
+        ]
         return f"Case({'hidden' if self._hidden else ', '.join(given)})"
 
     @property
@@ -121,7 +123,9 @@ class Check:
     def case(self, seed: int | None = None, model=None) -> Case:
         """The course's own numbers without a seed, a draw of them with one: the same for the same seed."""
         rng = random.Random(f"{self.id} {seed}")
-        values = {name: rng.choice(s) if seed is not None else s[0] for name, s in self.parameters.items()}
+        values = {
+            name: rng.choice(s) if seed is not None else s[0] for name, s in self.parameters.items()
+        }
         return Case(values, model, self.hidden)
 
 
@@ -150,7 +154,9 @@ def guarded(judge):
         # SystemExit, and what pytest.fail and pytest.skip raise, are no Exception.
         except BaseException as error:
             kind = type(arguments[0]).__name__
-            called = isinstance(error, TypeError) and str(error) == f"{kind!r} object is not callable"
+            called = (
+                isinstance(error, TypeError) and str(error) == f"{kind!r} object is not callable"
+            )
             return wrong(CALLED.format(arguments[0]) if called else stopped(error))
 
     return careful
@@ -170,8 +176,13 @@ def result_of(function, *arguments, like=None):
 
 
 FIELDS = {  # the glossary's letters → fields of a config
-    "C": "hidden_size", "L": "num_hidden_layers", "H": "num_attention_heads", "Hk": "num_key_value_heads",
-    "D": "head_dim", "V": "vocab_size", "width of the MLP": "intermediate_size",
+    "C": "hidden_size",
+    "L": "num_hidden_layers",
+    "H": "num_attention_heads",
+    "Hk": "num_key_value_heads",
+    "D": "head_dim",
+    "V": "vocab_size",
+    "width of the MLP": "intermediate_size",
 }
 
 
@@ -181,7 +192,15 @@ def sizes(config, letters) -> dict[str, int]:
 
 
 def value(
-    id: str, right, wrong=(), rel=EXACT[0], atol=EXACT[1], parameters=None, otherwise="", names=(), hidden=False,
+    id: str,
+    right,
+    wrong=(),
+    rel=EXACT[0],
+    atol=EXACT[1],
+    parameters=None,
+    otherwise="",
+    names=(),
+    hidden=False,
     given=None,
 ) -> Check:
     """An exercise whose answer is a value. `right`: case → value, or a Sealed; `otherwise`: for an unknown mistake.
@@ -200,17 +219,24 @@ def value(
         if known:
             return Outcome("wrong", known.message, known.name)
         if names and not _is_set_of(names, answer):
-            return Outcome("wrong", f"answer with a set of these names, all or some or none: {', '.join(names)}")
+            return Outcome(
+                "wrong",
+                f"answer with a set of these names, all or some or none: {', '.join(names)}",
+            )
         if has_nan(answer):
             return Outcome("wrong", "that is NaN, no number")
         problem = "" if isinstance(expected, Sealed) else misfit(answer, expected)
         if problem:
             return Outcome("wrong", problem, "form")
         near = _tolerance(rel, atol) if (rel, atol) != EXACT else ""
-        return Outcome("wrong", f"{otherwise} Numbers count as right {near}.".lstrip() if near else otherwise)
+        return Outcome(
+            "wrong", f"{otherwise} Numbers count as right {near}.".lstrip() if near else otherwise
+        )
 
     key = None if isinstance(right, Sealed) else right
-    return Check(id, judge, parameters or {}, key, tuple(wrong), hidden, (rel, atol), otherwise, given=given)
+    return Check(
+        id, judge, parameters or {}, key, tuple(wrong), hidden, (rel, atol), otherwise, given=given
+    )
 
 
 def _is_set_of(names, answer) -> bool:
@@ -255,13 +281,22 @@ def _tried(answer, arguments):
         outcome = error.outcome if isinstance(error, Told) else wrong(stopped(error))
         if outcome.state != "wrong":
             raise
-        raise Told(wrong(f"{outcome.message}\n    try       {call(answer, arguments)}", outcome.mistake)) from error
+        raise Told(
+            wrong(f"{outcome.message}\n    try       {call(answer, arguments)}", outcome.mistake)
+        ) from error
 
 
 def _compared(answer, tries, given, expected, mistakes, rel, atol) -> Outcome:
     """The results of a learner's function beside those of the reference and of the known mistakes."""
     alike = partial(_alike, rel=rel, atol=atol)
-    at = next((i for i, (g, right) in enumerate(zip(given, expected, strict=True)) if not alike(g, right)), None)
+    at = next(
+        (
+            i
+            for i, (g, right) in enumerate(zip(given, expected, strict=True))
+            if not alike(g, right)
+        ),
+        None,
+    )
     if at is None:
         return RIGHT
 
@@ -270,7 +305,10 @@ def _compared(answer, tries, given, expected, mistakes, rel, atol) -> Outcome:
         return example(answer, tries[i], given[i], expected[i], within)
 
     for mistake in mistakes:
-        if all(alike(named(g), named(mistake.gives(*copy.deepcopy(a)))) for g, a in zip(given, tries, strict=True)):
+        if all(
+            alike(named(g), named(mistake.gives(*copy.deepcopy(a))))
+            for g, a in zip(given, tries, strict=True)
+        ):
             return wrong(mistake.message + shown(at), mistake.name)
     for i, problem in enumerate(map(misfit, given, expected)):
         if isinstance(given[i], str) and not isinstance(expected[i], str):
@@ -295,8 +333,14 @@ def _difference(given, right, alike) -> str:
     shape = getattr(right, "shape", ())
     if shape and getattr(given, "shape", ()) == shape:
         if given.dtype != right.dtype and alike(given.to(right.dtype), right):
-            return f"yours gives the right numbers as {given.dtype}, but they have to be {right.dtype}"
-        at = next(place for place in itertools.product(*map(range, shape)) if not alike(given[place], right[place]))
+            return (
+                f"yours gives the right numbers as {given.dtype}, but they have to be {right.dtype}"
+            )
+        at = next(
+            place
+            for place in itertools.product(*map(range, shape))
+            if not alike(given[place], right[place])
+        )
         g, r = (f"{x[at].item():.6g} ({x.dtype})" for x in (given, right))
         return f"yours gives {g.replace('nan', 'NaN')} at {list(at)}, but it is {r}"
     return "not for this input:"
@@ -319,7 +363,9 @@ def no_class(answer) -> Outcome | None:
     """An Outcome for a cache that is not handed in as a class."""
     if isinstance(answer, type):
         return None
-    return wrong("hand in the class itself, without calling it: there will be one object for each layer")
+    return wrong(
+        "hand in the class itself, without calling it: there will be one object for each layer"
+    )
 
 
 def failing(report) -> str:
@@ -336,7 +382,11 @@ def shown(value) -> str:
     """A value in a message: short, and a tensor as its shape and type."""
     if isinstance(value, tuple):
         return "(" + ", ".join(shown(item) for item in value) + ")"
-    text = f"{tuple(value.shape)} tensor of {value.dtype}" if getattr(value, "shape", ()) else repr(value)
+    text = (
+        f"{tuple(value.shape)} tensor of {value.dtype}"
+        if getattr(value, "shape", ())
+        else repr(value)
+    )
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -364,7 +414,9 @@ class Question:
 
 def questions(notebook: str) -> tuple[Question, ...]:
     """The multiple choice of a notebook, from nanokv/school/course/checks/nbNN.toml."""
-    texts = tomllib.loads((files("nanokv.school.course.checks") / f"nb{notebook}.toml").read_text(encoding="utf-8"))
+    texts = tomllib.loads(
+        (files("nanokv.school.course.checks") / f"nb{notebook}.toml").read_text(encoding="utf-8")
+    )
     return tuple(Question(f"{notebook}.{number}", **fields) for number, fields in texts.items())
 
 
@@ -372,7 +424,7 @@ def questions(notebook: str) -> tuple[Question, ...]:
 
 
 def numbers() -> list[str]:
-    """"00" to "13": the notebooks that have checks."""
+    """ "00" to "13": the notebooks that have checks."""
     names = (path.name for path in files("nanokv.school.course.checks").iterdir())
     return sorted(name[2:4] for name in names if name.startswith("nb") and name.endswith(".py"))
 

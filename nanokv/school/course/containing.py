@@ -49,7 +49,11 @@ def adopting():
         yield left
     finally:
         for _ in range(ROUNDS if linux else 0):
-            found = [p for p in me.children(recursive=True) if p.pid not in before and _of_another_session(p.pid)]
+            found = [
+                p
+                for p in me.children(recursive=True)
+                if p.pid not in before and _of_another_session(p.pid)
+            ]
             left += [name for name in map(_killed, found) if name]
             if not found:
                 break

@@ -32,7 +32,9 @@ class Item:
 
 def write(folder: Path, words: list[str], number: int, out: Path) -> list[Path]:
     """A.md, B.md and key.md. `words`: notebooks (05), ids of exercises or questions (05.1, 05.q2), open.1."""
-    items = list({item.id: item for word in words for item in chosen(Path(folder), word, number)}.values())
+    items = list(
+        {item.id: item for word in words for item in chosen(Path(folder), word, number)}.values()
+    )
     if not items:
         raise CourseError("an exam of what?", "nanokv course exam 05 06.1 open.1 --seed 7 -o exam")
     out.mkdir(parents=True, exist_ok=True)
@@ -47,7 +49,9 @@ def chosen(folder: Path, word: str, number: int) -> list[Item]:
     if word.startswith("open."):
         return [_open(folder / "teach" / "open_questions.md", word)]
     source, checks, questions = named(folder, word)
-    return [_exercise(source, c, number) for c in checks] + [_question(q, number) for q in questions]
+    return [_exercise(source, c, number) for c in checks] + [
+        _question(q, number) for q in questions
+    ]
 
 
 def named(folder: Path, word: str) -> tuple:
@@ -55,11 +59,19 @@ def named(folder: Path, word: str) -> tuple:
     source = twins.read(twins.chosen(folder, [word if word[2:3] == "_" else word[:2]])[0])
     module = checking.exercises(source.number)
     if word in (source.number, source.name):
-        checks, questions = [c for c in module.CHECKS if c.parameters and c.key and not c.hidden], module.QUESTIONS
+        checks, questions = (
+            [c for c in module.CHECKS if c.parameters and c.key and not c.hidden],
+            module.QUESTIONS,
+        )
     else:
-        checks, questions = [c for c in module.CHECKS if c.id == word], [q for q in module.QUESTIONS if q.id == word]
+        checks, questions = (
+            [c for c in module.CHECKS if c.id == word],
+            [q for q in module.QUESTIONS if q.id == word],
+        )
     if not (*checks, *questions):
-        raise CourseError(f"no exercise {word!r}", ", ".join(x.id for x in (*module.CHECKS, *module.QUESTIONS)))
+        raise CourseError(
+            f"no exercise {word!r}", ", ".join(x.id for x in (*module.CHECKS, *module.QUESTIONS))
+        )
     return source, checks, questions
 
 
@@ -76,11 +88,20 @@ def _exercise(source, check, number: int) -> Item:
 def asked(source, check, case) -> str:
     """The text of an exercise with the numbers of this case."""
     if check.hidden:  # its parameters are the answer, and a sheet could show nothing else of it
-        raise CourseError(f"{check.id} works only at a computer", "nanokv course variants gives everyone their own")
-    task = re.search(rf"^\*\*{re.escape(check.id)}\*\*\s*(.+?)(?=^\*\*\d\d\.|^#|\Z)", source.prose(), re.S | re.M)
+        raise CourseError(
+            f"{check.id} works only at a computer",
+            "nanokv course variants gives everyone their own",
+        )
+    task = re.search(
+        rf"^\*\*{re.escape(check.id)}\*\*\s*(.+?)(?=^\*\*\d\d\.|^#|\Z)", source.prose(), re.S | re.M
+    )
     if task is None:
-        raise CourseError(f"{source.name} has no text **{check.id}**", "each exercise begins with its id in bold")
-    numbers = {p: getattr(case, p) for p in check.parameters} | (check.given(case) if check.given else {})
+        raise CourseError(
+            f"{source.name} has no text **{check.id}**", "each exercise begins with its id in bold"
+        )
+    numbers = {p: getattr(case, p) for p in check.parameters} | (
+        check.given(case) if check.given else {}
+    )
     given = ", ".join(f"`{name} = {number}`" for name, number in numbers.items())
     return task[1].strip() + (f"\n\n{given}" if given else "")
 
@@ -92,9 +113,13 @@ def draw(check, number: int) -> dict:
     others = (check.case(seed_of(number, notebook, f"{SHEETS[1]}{i}")) for i in range(TRIES))
     if not (check.parameters and check.key):
         return dict.fromkeys(SHEETS, check.case())
-    second = next((case for case in others if plain(check.key(case)) != plain(check.key(first))), None)
+    second = next(
+        (case for case in others if plain(check.key(case)) != plain(check.key(first))), None
+    )
     if second is None:
-        raise CourseError(f"{check.id}: its numbers do not give two different answers", "choose another exercise")
+        raise CourseError(
+            f"{check.id}: its numbers do not give two different answers", "choose another exercise"
+        )
     return {SHEETS[0]: first, SHEETS[1]: second}
 
 
@@ -123,9 +148,13 @@ def _question(question, number: int) -> Item:
     first = rng.sample(list(question.options), len(question.options))
     # Turned by one: no option keeps its letter.
     orders = {SHEETS[0]: first, SHEETS[1]: first[1:] + first[:1]}
-    text = {name: f"{question.text}\n\n" + "\n".join(
-        f"- **{chr(97 + i)})** {question.options[letter][0]}" for i, letter in enumerate(order)
-    ) for name, order in orders.items()}
+    text = {
+        name: f"{question.text}\n\n"
+        + "\n".join(
+            f"- **{chr(97 + i)})** {question.options[letter][0]}" for i, letter in enumerate(order)
+        )
+        for name, order in orders.items()
+    }
     answer = {name: f"**{chr(97 + order.index(right))}**" for name, order in orders.items()}
     return Item(question.id, "question", text, answer)
 
@@ -142,7 +171,9 @@ def _open(path: Path, id: str) -> Item:
 
 def open_question(path: Path, id: str) -> tuple[str, str, str]:
     """(the question, what a full answer says, the common wrong answer)."""
-    full, common = (rf"(\*\*{name}\*\*.+?)\n\n" for name in ("A full answer", "Common wrong answer"))
+    full, common = (
+        rf"(\*\*{name}\*\*.+?)\n\n" for name in ("A full answer", "Common wrong answer")
+    )
     pattern = rf"^## {re.escape(id)}\n+(.+?)\n\n{full}{common}"
     found = re.search(pattern, path.read_text(encoding="utf-8"), re.S | re.M)
     if not found:
@@ -153,7 +184,9 @@ def open_question(path: Path, id: str) -> tuple[str, str, str]:
 def sheet(name: str, items: list[Item]) -> str:
     """What the students get."""
     total = sum(POINTS[item.kind] for item in items)
-    parts = [f"# Exam, sheet {name}\n\nName: ______________________________    Points: ______ of {total}"]
+    parts = [
+        f"# Exam, sheet {name}\n\nName: ______________________________    Points: ______ of {total}"
+    ]
     for i, item in enumerate(items, 1):
         points = POINTS[item.kind]
         parts.append(f"**{i}.** ({points} point{'s' * (points > 1)})\n\n{item.text[name]}")
@@ -167,5 +200,8 @@ def key(items: list[Item], number: int) -> str:
     for i, item in enumerate(items, 1):
         answers = "\n".join(f"- {name}: {item.answer[name]}" for name in SHEETS)
         same = item.answer[SHEETS[0]] == item.answer[SHEETS[1]]
-        parts.append(f"**{i}.** {item.id}\n\n" + (f"Both sheets:\n\n{item.answer[SHEETS[0]]}" if same else answers))
+        parts.append(
+            f"**{i}.** {item.id}\n\n"
+            + (f"Both sheets:\n\n{item.answer[SHEETS[0]]}" if same else answers)
+        )
     return "\n\n".join(parts) + "\n"

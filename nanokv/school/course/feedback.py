@@ -9,7 +9,10 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 LONGEST = 1000  # characters of a value; a longer one is described
-LIBRARIES = (str(Path(__file__).parents[2]), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+LIBRARIES = (
+    str(Path(__file__).parents[2]),
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+)
 PACKAGES = ("site-packages", "dist-packages")
 
 
@@ -24,12 +27,16 @@ def line(error: BaseException) -> str:
         if text and not of_a_library(file):
             # The file of a cell does not exist.
             home = Path(file).name if os.path.exists(file) else "your cell"
-            return f"line {number} of {home}{'' if name.startswith('<') else f', in {name}'}: {text}"
+            return (
+                f"line {number} of {home}{'' if name.startswith('<') else f', in {name}'}: {text}"
+            )
     return ""
 
 
 def of_a_library(file: str) -> bool:
-    return file.startswith((*LIBRARIES, "<frozen")) or any(part in PACKAGES for part in Path(file).parts)
+    return file.startswith((*LIBRARIES, "<frozen")) or any(
+        part in PACKAGES for part in Path(file).parts
+    )
 
 
 def stopped(error: BaseException) -> str:
@@ -51,7 +58,9 @@ def typed(value) -> str:
         return _array(value)
     if isinstance(value, list | tuple | set) and type(value) in (list, tuple, set) and value:
         inside = ", ".join(map(typed, sorted(value, key=repr) if isinstance(value, set) else value))
-        left, right = {list: "[]", tuple: ("(", ",)" if len(value) == 1 else ")"), set: "{}"}[type(value)]
+        left, right = {list: "[]", tuple: ("(", ",)" if len(value) == 1 else ")"), set: "{}"}[
+            type(value)
+        ]
         return f"{left}{inside}{right}"
     if is_dataclass(value) and not isinstance(value, type):
         changed = [f.name for f in fields(value) if f.init and getattr(value, f.name) != f.default]
@@ -100,5 +109,9 @@ def call(function, arguments: tuple) -> str:
 
 def example(function, arguments: tuple, given, right, within: str) -> str:
     """Three lines: what to type in, what came back, what should have."""
-    lines = {"try": call(function, arguments), "gives": shown(given), "expected": shown(right) + within}
+    lines = {
+        "try": call(function, arguments),
+        "gives": shown(given),
+        "expected": shown(right) + within,
+    }
     return "".join(f"\n    {name:<9} {text}" for name, text in lines.items())

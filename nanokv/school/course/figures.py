@@ -9,9 +9,18 @@ from nanokv.school.course import log
 # Okabe and Ito 2008.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 STYLE = {
-    "figure.dpi": 100, "savefig.dpi": 144, "figure.constrained_layout.use": True, "font.size": 10.5,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25,
-    "axes.titlesize": 11, "axes.titlelocation": "left", "image.cmap": "cividis", "legend.frameon": False,
+    "figure.dpi": 100,
+    "savefig.dpi": 144,
+    "figure.constrained_layout.use": True,
+    "font.size": 10.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "image.cmap": "cividis",
+    "legend.frameon": False,
 }
 
 
@@ -31,7 +40,10 @@ def show(picture, alt: str = "") -> None:
     """
     alt = alt or getattr(picture, "alt", "")
     if len(alt.split()) < 8:
-        raise CourseError("the text alternative is too short to replace the picture", 'show(fig, alt="what it shows")')
+        raise CourseError(
+            "the text alternative is too short to replace the picture",
+            'show(fig, alt="what it shows")',
+        )
     drawn = getattr(picture, "_repr_mimebundle_", None)
     bundle = drawn() if drawn else _rendered(picture, alt)
     log.note("show", alt=alt)

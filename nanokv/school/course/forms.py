@@ -28,7 +28,11 @@ def misfit(answer, right) -> str:
     # They differ further inside.
     if this == wanted and isinstance(right, tuple) and isinstance(answer, list | tuple):
         at = next(i for i, pair in enumerate(zip(answer, right, strict=True)) if not fits(*pair))
-        where, this, wanted = f"the form of item {at}", _described(answer[at]), _described(right[at])
+        where, this, wanted = (
+            f"the form of item {at}",
+            _described(answer[at]),
+            _described(right[at]),
+        )
     else:
         where = "the form"
     return f"{where} is another one: this is {this}, wanted is {wanted}, {example}"
@@ -46,9 +50,13 @@ def fits(answer, right) -> bool:
     if isinstance(right, set | frozenset):
         return isinstance(as_set(answer), set)
     if isinstance(right, tuple):
-        return isinstance(answer, list) and len(answer) == len(right) and all(map(fits, answer, right))
+        return (
+            isinstance(answer, list) and len(answer) == len(right) and all(map(fits, answer, right))
+        )
     if isinstance(right, list):
-        return isinstance(answer, list) and all(fits(item, right[0] if right else None) for item in answer)
+        return isinstance(answer, list) and all(
+            fits(item, right[0] if right else None) for item in answer
+        )
     return True
 
 
@@ -86,14 +94,18 @@ def _described(value) -> str:
         of = {_described(item) for item in value}
         if TOO_LARGE in of:
             return f"a {kind} with {TOO_LARGE}"
-        inside = {"a number": "numbers", "a text": "texts"}.get(min(of)) if len(of) == 1 else "items"
+        inside = (
+            {"a number": "numbers", "a text": "texts"}.get(min(of)) if len(of) == 1 else "items"
+        )
         if isinstance(value, list) and inside != "items":
             return f"a list of {inside}" if inside else f"a list, each item {min(of)}"
         many = f"{len(value)} {inside}" if inside else f"{len(value)} times {min(of)}"
         return many if len(value) > 1 or not inside else f"a tuple of {many[:-1]}"
     if isinstance(value, int):
         return TOO_LARGE
-    return "a text" if isinstance(value, str) else f"a{'n' if kind[0] in 'aeiouAEIOU' else ''} {kind}"
+    return (
+        "a text" if isinstance(value, str) else f"a{'n' if kind[0] in 'aeiouAEIOU' else ''} {kind}"
+    )
 
 
 def _example(right):
@@ -109,7 +121,13 @@ def _example(right):
             return [made(part[0] if part else 0) for _ in range(3)]
         if isinstance(part, str):
             return WORDS[next(counter) % len(WORDS)]
-        return {1, 2} if isinstance(part, set) else next(counter) if isinstance(part, int) else next(counter) + 0.5
+        return (
+            {1, 2}
+            if isinstance(part, set)
+            else next(counter)
+            if isinstance(part, int)
+            else next(counter) + 0.5
+        )
 
     return made(right)
 
@@ -143,5 +161,7 @@ def _parts(leaf, texts: bool) -> Iterable:
     """The words or the numbers in one leaf."""
     if isinstance(leaf, str):
         found = re.findall(r"\w+", leaf) if texts else map(as_number, NUMBER.findall(leaf))
-        return [int(part) if isinstance(part, float) and part.is_integer() else part for part in found]
+        return [
+            int(part) if isinstance(part, float) and part.is_integer() else part for part in found
+        ]
     return [leaf] if as_number(leaf) is not None and not texts else []

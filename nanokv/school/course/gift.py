@@ -50,7 +50,9 @@ def write(folder: Path, words: list[str], number: int, out: Path) -> list[str]:
         left += unasked
     found = list({entry.name: entry for entry in found}.values())  # named twice, asked once
     if not found:
-        raise CourseError("which questions?", "nanokv course gift 05 06.2 open.1 --seed 7 -o questions.gift")
+        raise CourseError(
+            "which questions?", "nanokv course gift 05 06.2 open.1 --seed 7 -o questions.gift"
+        )
     out.write_text(page(found, number), encoding="utf-8")
     return left
 
@@ -69,14 +71,22 @@ def page(entries: list[Entry], number: int) -> str:
 def of_word(folder: Path, word: str, number: int) -> tuple[list[Entry], list[str]]:
     """(entries, ids that GIFT cannot ask). The latter is an error where the id itself was named."""
     if word.startswith("open."):
-        return [essay(word, *exam.open_question(folder / "teach" / "open_questions.md", word)[:2])], []
+        return [
+            essay(word, *exam.open_question(folder / "teach" / "open_questions.md", word)[:2])
+        ], []
     source, checks, questions = exam.named(folder, word)
     found = {check.id: exercise(source, check, number) for check in checks}
-    of_all = checking.exercises(source.number).CHECKS if word in (source.number, source.name) else checks
+    of_all = (
+        checking.exercises(source.number).CHECKS if word in (source.number, source.name) else checks
+    )
     left = [check.id for check in of_all if not found.get(check.id)]
     if word in left:
-        raise CourseError(f"{word}: its answer is no number and no list of numbers", "nanokv course exam takes it")
-    return [e for entries in found.values() for e in entries] + [choice(question) for question in questions], left
+        raise CourseError(
+            f"{word}: its answer is no number and no list of numbers", "nanokv course exam takes it"
+        )
+    return [e for entries in found.values() for e in entries] + [
+        choice(question) for question in questions
+    ], left
 
 
 def choice(question) -> Entry:
@@ -86,7 +96,9 @@ def choice(question) -> Entry:
         f"{'=' if letter == right else '~'}{formatted(text, 'plain')}#{formatted(comment, 'plain')}"
         for letter, (text, comment) in question.options.items()
     )
-    return Entry(category(question.id), question.id, formatted(question.text, "plain"), tuple(lines))
+    return Entry(
+        category(question.id), question.id, formatted(question.text, "plain"), tuple(lines)
+    )
 
 
 def essay(id: str, text: str, full: str) -> Entry:
@@ -108,14 +120,23 @@ def exercise(source, check, number: int) -> list[Entry]:
             which = f" {i + 1} of {len(right)}" if len(right) > 1 else ""
             text = f"{task}\n\n{_asks(part, which)}"
             lines = _shapes(part, known) if isinstance(part, list) else _numbers(part, known, check)
-            found.append(Entry(category(check.id) + which, f"{check.id} {sheet}{which}", formatted(text), tuple(lines)))
+            found.append(
+                Entry(
+                    category(check.id) + which,
+                    f"{check.id} {sheet}{which}",
+                    formatted(text),
+                    tuple(lines),
+                )
+            )
     return sorted(found, key=lambda entry: entry.category)
 
 
 def _likeliest(slips, right, i) -> list:
     """Mistakes that answer as many parts, first those with which the most other parts are right: only i is asked."""
     fitting = [slip for slip in slips if len(slip[0]) == len(right)]
-    return sorted(fitting, key=lambda slip: -sum(slip[0][j] == right[j] for j in range(len(right)) if j != i))
+    return sorted(
+        fitting, key=lambda slip: -sum(slip[0][j] == right[j] for j in range(len(right)) if j != i)
+    )
 
 
 def category(id: str) -> str:
@@ -168,8 +189,11 @@ def _shapes(right, known) -> list[str]:
         if shape != right:
             wrong.setdefault(str(tuple(shape)), message)
     lines = [f"={escaped(text)}" for text in _spellings(str(tuple(right)))]
-    return lines + [f"=%0%{escaped(text)}#{formatted(wrong[shape], 'plain')}" for shape in wrong
-                    for text in _spellings(shape)]
+    return lines + [
+        f"=%0%{escaped(text)}#{formatted(wrong[shape], 'plain')}"
+        for shape in wrong
+        for text in _spellings(shape)
+    ]
 
 
 def _spellings(shape: str) -> tuple[str, ...]:
@@ -181,7 +205,9 @@ def _spellings(shape: str) -> tuple[str, ...]:
 def formatted(text: str, form: str = "markdown") -> str:
     """A text with its form in front, escaped. What Moodle has no escape for is refused."""
     if found := PLACEHOLDER.search(text):
-        raise CourseError(f"GIFT cannot hold the text {found[0]}", "Moodle would read it as an escaped character")
+        raise CourseError(
+            f"GIFT cannot hold the text {found[0]}", "Moodle would read it as an escaped character"
+        )
     clean = RELATIVE.sub(r"\1", COMMENT.sub("", text)) if form == "markdown" else text
     return f"[{form}]{escaped(clean.strip())}"
 

@@ -20,34 +20,49 @@ from nanokv.school.course.scores import results
 
 LARGEST = 20_000_000  # bytes of a submission; outputs count
 # What no answer needs: the judgement, and where it is written down.
-INSIDE = re.compile(r"NANOKV_COURSE\w*|course\.log\b|course import log\b|\blog\.note\b|\b_tell\b|\bchecking\b|"
-                    r"course\.session\b|setsid|PR_SET_\w+|os\.kill\b")
+INSIDE = re.compile(
+    r"NANOKV_COURSE\w*|course\.log\b|course import log\b|\blog\.note\b|\b_tell\b|\bchecking\b|"
+    r"course\.session\b|setsid|PR_SET_\w+|os\.kill\b"
+)
 # Columns before those of the exercises.
 FIXED = ("student", "file", "notebook", "score", "of", "error", "seconds")
 
 
-def grade(folder: Path, limit: float = running.TIME_LIMIT, key: Path | None = None) -> Iterator[dict]:
+def grade(
+    folder: Path, limit: float = running.TIME_LIMIT, key: Path | None = None
+) -> Iterator[dict]:
     """One row for each notebook below a folder, as it is done. `key`: the file that `nanokv course variants` wrote."""
     folder = Path(folder)
     files = submissions(folder)
     if not files:
         raise CourseError(f"{folder} holds no *.ipynb")
     seeds = read_seeds(key) if key else None
-    return (row(path, limit, seeds, folder) | {"file": path.relative_to(folder).as_posix()} for path in files)
+    return (
+        row(path, limit, seeds, folder) | {"file": path.relative_to(folder).as_posix()}
+        for path in files
+    )
 
 
 def submissions(folder: Path) -> list[Path]:
     """All *.ipynb of a folder and of those in it (a learning platform makes one per student), without hidden ones:
     Jupyter's checkpoints, and what macOS puts into archives."""
     found = (path for path in folder.rglob("*") if path.suffix.lower() == ".ipynb")
-    return sorted(path for path in found if not any(p.startswith(".") for p in path.relative_to(folder).parts))
+    return sorted(
+        path for path in found if not any(p.startswith(".") for p in path.relative_to(folder).parts)
+    )
 
 
 def row(path: Path, limit: float, seeds: dict | None, folder: Path | None = None) -> dict:
     """student, file, notebook, score, of, error, seconds, and the state of every exercise. Whatever a submission does
     to its reader ends in its own row. folder: what is graded; below it the folder of a file may bear the name."""
     names = [path.stem] if folder in (None, path.parent) else [path.stem, path.parent.name]
-    fixed = dict.fromkeys(FIXED, "") | {"student": names[0], "file": path.name, "score": 0, "of": 0, "seconds": 0.0}
+    fixed = dict.fromkeys(FIXED, "") | {
+        "student": names[0],
+        "file": path.name,
+        "score": 0,
+        "of": 0,
+        "seconds": 0.0,
+    }
     try:
         notebook = load(path)
         number = notebook["metadata"]["nanokv"]["notebook"]
@@ -59,18 +74,34 @@ def row(path: Path, limit: float, seeds: dict | None, folder: Path | None = None
         return fixed | {"error": str(error)}
     except Exception as error:
         return fixed | {"error": f"cannot be graded: {type(error).__name__}: {error}"}
-    fixed |= {"notebook": number, "of": len(states), "score": sum(state == "right" for state in states.values())}
+    fixed |= {
+        "notebook": number,
+        "of": len(states),
+        "score": sum(state == "right" for state in states.values()),
+    }
     unknown = seeds is not None and seed is None
-    found = [done.error, done.doubt, "not in the key: nobody knows which numbers are theirs" if unknown else "",
-             doubts(notebook, done.events)]
-    return fixed | {"error": "; ".join(filter(None, found)), "seconds": round(done.seconds, 1)} | states
+    found = [
+        done.error,
+        done.doubt,
+        "not in the key: nobody knows which numbers are theirs" if unknown else "",
+        doubts(notebook, done.events),
+    ]
+    return (
+        fixed
+        | {"error": "; ".join(filter(None, found)), "seconds": round(done.seconds, 1)}
+        | states
+    )
 
 
 def doubts(notebook: dict, events: list[dict]) -> str:
     """What a teacher should look at: a log without a beginning, code that names what only the grader needs."""
     code = "\n".join(cell["source"] for cell in notebook["cells"] if cell["cell_type"] == "code")
     inside = sorted(set(INSIDE.findall(code)))
-    found = [] if any(event["event"] == "start" for event in events) else ["no cell of it has called course.start"]
+    found = (
+        []
+        if any(event["event"] == "start" for event in events)
+        else ["no cell of it has called course.start"]
+    )
     found += [f"its code names {', '.join(inside)[:80]}: look at it"] if inside else []
     return "; ".join(found)
 
@@ -91,7 +122,11 @@ def load(path: Path) -> dict:
         checking.exercises(number)
         for cell in notebook["cells"]:
             if cell["cell_type"] == "code":
-                cell["outputs"], cell["execution_count"], cell["source"] = [], None, "".join(cell["source"])
+                cell["outputs"], cell["execution_count"], cell["source"] = (
+                    [],
+                    None,
+                    "".join(cell["source"]),
+                )
     except (ValueError, KeyError, TypeError, RecursionError, CourseError) as error:
         raise CourseError(f"not a notebook of this course ({type(error).__name__})") from error
     return notebook
@@ -102,25 +137,37 @@ def tally(rows: list[dict]) -> str:
     ids = sorted({name for row in rows for name in row} - set(FIXED))
     counts = {id: Counter(row[id] for row in rows if row.get(id)) for id in ids}
     return "".join(
-        f"{id:<7} " + ", ".join(f"{number} {state}" for state, number in counts[id].most_common()) + "\n" for id in ids
+        f"{id:<7} "
+        + ", ".join(f"{number} {state}" for state, number in counts[id].most_common())
+        + "\n"
+        for id in ids
     )
 
 
 def read_seeds(key: Path) -> dict[tuple[str, str], int]:
     """{(student, notebook): seed} from a key, also from one that a spreadsheet program has saved."""
     text = read_text(key)
-    lines = csv.DictReader(io.StringIO(text, newline=""), delimiter=max(",;\t", key=text.split("\n")[0].count))
+    lines = csv.DictReader(
+        io.StringIO(text, newline=""), delimiter=max(",;\t", key=text.split("\n")[0].count)
+    )
     missing = {"student", "notebook", "seed"} - set(lines.fieldnames or ())
     if missing:
-        raise CourseError(f"{key}: no column {', '.join(sorted(missing))}", "nanokv course variants writes such a file")
+        raise CourseError(
+            f"{key}: no column {', '.join(sorted(missing))}",
+            "nanokv course variants writes such a file",
+        )
     seeds = {}
     for line in lines:
         try:
             # A spreadsheet makes 5 of 05.
             seeds[line["student"], line["notebook"].zfill(2)] = int(line["seed"])
         except (ValueError, TypeError, AttributeError) as error:
-            message = f"{key}, line {lines.line_num}, column seed: {line['seed']!r} is no whole number"
-            raise CourseError(message, "a spreadsheet may have rounded it: use the file as it was written") from error
+            message = (
+                f"{key}, line {lines.line_num}, column seed: {line['seed']!r} is no whole number"
+            )
+            raise CourseError(
+                message, "a spreadsheet may have rounded it: use the file as it was written"
+            ) from error
     return seeds
 
 
@@ -129,7 +176,9 @@ def read_text(path: Path) -> str:
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise CourseError(f"{path}: not UTF-8 at byte {error.start}", "save it as UTF-8 text") from error
+        raise CourseError(
+            f"{path}: not UTF-8 at byte {error.start}", "save it as UTF-8 text"
+        ) from error
 
 
 def write(rows: Iterable[dict], path: Path) -> None:

@@ -83,8 +83,12 @@ def read_sealed(path, key: bytes) -> tuple[list[dict], int]:
     events, strange, expected = [], 0, 0
     for line in _lines(path):
         number, tag, text = (*line.split(" ", 2), "", "")[:3]
-        right = number.isdecimal() and len(number) < 12 and tag.isascii() and \
-            hmac.compare_digest(tag, seal(key, int(number), text))
+        right = (
+            number.isdecimal()
+            and len(number) < 12
+            and tag.isascii()
+            and hmac.compare_digest(tag, seal(key, int(number), text))
+        )
         if not right or int(number) < expected:  # not ours, or ours a second time
             strange += 1
             continue

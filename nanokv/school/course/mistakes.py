@@ -38,23 +38,37 @@ def registered(notebook: str) -> list[Known]:
         found += [Known(check.id, name, told) for name, told in in_judges.get(check.id, ())]
     for question in module.QUESTIONS:
         wrong = [letter for letter in question.options if question.judge(letter).state == "wrong"]
-        found += [Known(question.id, letter, " → ".join(question.options[letter])) for letter in wrong]
+        found += [
+            Known(question.id, letter, " → ".join(question.options[letter])) for letter in wrong
+        ]
     return found
 
 
 def judged(source: str) -> dict[str, list[tuple[str, str]]]:
     """{id: [(name, message), …]} of `judged(id, judge)`: every wrong(message, name) in the judge and what it calls."""
     tree = ast.parse(source)
-    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    tables = (node for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name))
+    functions = {
+        node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
+    tables = (
+        node
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    )
     functions |= {node.targets[0].id: node for node in tables}
     found = {}
     for call in _calls(tree, "judged"):
         seen, todo, names = set(), list(call.args[1:]), {}
         while todo:
             part = todo.pop(0)
-            names |= {_text(w.args[1]): _text(w.args[0]) for w in _calls(part, "wrong") if len(w.args) == 2}
-            used = {node.id for node in ast.walk(part) if isinstance(node, ast.Name)} & functions.keys() - seen
+            names |= {
+                _text(w.args[1]): _text(w.args[0])
+                for w in _calls(part, "wrong")
+                if len(w.args) == 2
+            }
+            used = {
+                node.id for node in ast.walk(part) if isinstance(node, ast.Name)
+            } & functions.keys() - seen
             seen |= used
             todo += [functions[name] for name in sorted(used)]
         found[_text(call.args[0])] = list(names.items())
@@ -62,7 +76,9 @@ def judged(source: str) -> dict[str, list[tuple[str, str]]]:
 
 
 def _calls(tree, name: str) -> list[ast.Call]:
-    return [n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == name]
+    return [
+        n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == name
+    ]
 
 
 def _text(node) -> str:
@@ -86,7 +102,9 @@ def rows(notebooks: list[str], path: Path) -> list[list[str]]:
     """Check, mistake, what the student is told, where it was met in public: each on one line."""
     written = comments(path.read_text(encoding="utf-8")) if path.exists() else {}
     known = [one for notebook in notebooks for one in registered(notebook)]
-    cells = [(one.id, one.name, one.told, written.get((one.id, one.name), [""])[0]) for one in known]
+    cells = [
+        (one.id, one.name, one.told, written.get((one.id, one.name), [""])[0]) for one in known
+    ]
     return [[" ".join(text.split()) for text in row] for row in cells]
 
 

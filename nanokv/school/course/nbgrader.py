@@ -65,7 +65,9 @@ def assignment(source) -> dict:
     module = checking.exercises(source.number)
     tested = sorted(meta["grade_id"] for _, meta in pairs if meta.get("grade"))
     if tested != sorted(f"test-{_plain(item.id)}" for item in (*module.CHECKS, *module.QUESTIONS)):
-        raise CourseError(f"{source.name}: its checks are not tested once each", f"found: {', '.join(tested)}")
+        raise CourseError(
+            f"{source.name}: its checks are not tested once each", f"found: {', '.join(tested)}"
+        )
     notebook = source.notebook([cell for cell, _ in pairs])
     for cell, (_, meta) in zip(notebook["cells"], pairs, strict=True):
         if meta:
@@ -120,8 +122,15 @@ def judged(cell) -> dict:
 
 
 def _metadata(id: str, **more) -> dict:
-    return {"schema_version": SCHEMA, "grade_id": id, "grade": False, "solution": False, "locked": False,
-            "task": False, **more}
+    return {
+        "schema_version": SCHEMA,
+        "grade_id": id,
+        "grade": False,
+        "solution": False,
+        "locked": False,
+        "task": False,
+        **more,
+    }
 
 
 def _plain(id: str) -> str:

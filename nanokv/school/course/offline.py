@@ -11,7 +11,13 @@ import sys
 from nanokv.school.course import log
 
 OUTPUT_LIMIT = 5_000_000  # characters that a cell may print
-EVENTS = ("socket.connect", "socket.sendto", "socket.getaddrinfo", "socket.gethostbyname", "urllib.Request")
+EVENTS = (
+    "socket.connect",
+    "socket.sendto",
+    "socket.getaddrinfo",
+    "socket.gethostbyname",
+    "urllib.Request",
+)
 
 
 def block() -> None:

@@ -98,7 +98,9 @@ class Found:
     why: str = ""
 
     def __str__(self):
-        return f"{self.name}: " + (f"yours ({FOLDER}/{self.name}.py)" if self.yours else f"the reference ({self.why})")
+        return f"{self.name}: " + (
+            f"yours ({FOLDER}/{self.name}.py)" if self.yours else f"the reference ({self.why})"
+        )
 
 
 class Unusable(Exception):
@@ -153,7 +155,11 @@ def _checked(text: str, path: Path, part: Part, model):
     """Run the text, silently, and judge what it holds. Unusable."""
     check = checking.find(part.id)
     linecache.checkcache(str(path))
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+    with (
+        open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
+    ):
         made = _run(text, path)
         outcome = (part.judge or check.judge)(made, check.case(None, model))
     if outcome.state != "right":
@@ -164,7 +170,9 @@ def _checked(text: str, path: Path, part: Part, model):
 
 def _run(text: str, path: Path):
     """What `__all__` of this text names. Unusable."""
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(path.stem, _Text(text, path)))
+    module = importlib.util.module_from_spec(
+        importlib.util.spec_from_loader(path.stem, _Text(text, path))
+    )
     try:
         module.__loader__.exec_module(module)
         return getattr(module, module.__all__[0])
@@ -223,7 +231,9 @@ def keep(id: str, answer, folder: Path, model=None) -> str:
         before = _write(path, text)
     except Exception as error:  # the answer is right, whatever its source is
         return f"{id}: right, but not kept for later notebooks: {error}"
-    return f"{id}: kept as {shown}, for later notebooks." + (f" The one before is {before}." if before else "")
+    return f"{id}: kept as {shown}, for later notebooks." + (
+        f" The one before is {before}." if before else ""
+    )
 
 
 def _text(name: str, id: str, answer) -> str:

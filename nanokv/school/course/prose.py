@@ -13,7 +13,9 @@ import re
 
 FIGURE = re.compile(r"<!--fig ([\w.-]+)(?: (x[\d.]+|above|below))?-->(.*?)<!--/fig-->", re.DOTALL)
 EXACT = re.compile(r"<!--def-->.*?<!--/def-->", re.DOTALL)
-FREE = re.compile(r"```.*?```|`[^`\n]*`|\]\([^)]*\)|https?://\S+|<!--.*?-->|^#.*$", re.DOTALL | re.MULTILINE)
+FREE = re.compile(
+    r"```.*?```|`[^`\n]*`|\]\([^)]*\)|https?://\S+|<!--.*?-->|^#.*$", re.DOTALL | re.MULTILINE
+)
 UNITS = (
     r"%|×|x\b|times\b|tokens?\b|token-forwards?\b|forwards?\b|bytes?\b|B\b|[kMGT]i?B\b|KiB\b|"
     r"ms\b|µs\b|s\b|seconds?\b|layers?\b|FLOPs?\b|percent\b"
@@ -38,7 +40,9 @@ def agrees(quoted: str, recorded: float, allowed: str = "") -> bool:
     if allowed == "below":
         return recorded < number
     if allowed:
-        return number * recorded > 0 and max(number / recorded, recorded / number) <= float(allowed.removeprefix("x"))
+        return number * recorded > 0 and max(number / recorded, recorded / number) <= float(
+            allowed.removeprefix("x")
+        )
     half = 0.5 * 10.0 ** (exponent - decimals)
     return math.isfinite(recorded) and abs(number - recorded) <= half * (1 + 1e-9)
 

@@ -48,22 +48,38 @@ def on_ranks(work: Callable, size: int = 2, timeout: float = 30.0, **arguments: 
     source = textwrap.dedent(inspect.getsource(work))
     with tempfile.TemporaryDirectory(prefix="nanokv-ranks-") as folder:
         path = Path(folder) / "rank.py"
-        path.write_text(PROGRAM.format(source=source, name=work.__name__, timeout=timeout), encoding="utf-8")
+        path.write_text(
+            PROGRAM.format(source=source, name=work.__name__, timeout=timeout), encoding="utf-8"
+        )
         command = [sys.executable, str(path), json.dumps(arguments)]
         port, common = free_port(), os.environ | {"OMP_NUM_THREADS": "1"}
-        ranks = [subprocess.Popen(command, env=common | environment(rank, size, port), text=True, encoding="utf-8",
-                                  stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-                 for rank in range(size)]
+        ranks = [
+            subprocess.Popen(
+                command,
+                env=common | environment(rank, size, port),
+                text=True,
+                encoding="utf-8",
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+            for rank in range(size)
+        ]
         try:
             said = [rank.communicate(timeout=LIMIT_S) for rank in ranks]
         except subprocess.TimeoutExpired as error:
-            raise CourseError(f"{work.__name__} did not end within {LIMIT_S:g} s on {size} ranks") from error
+            raise CourseError(
+                f"{work.__name__} did not end within {LIMIT_S:g} s on {size} ranks"
+            ) from error
         finally:
             for rank in ranks:
                 rank.kill()
                 rank.wait()
     codes = [rank.returncode for rank in ranks]
-    reasons = {number: _reason(errors, codes[number]) for number, (_, errors) in enumerate(said) if codes[number]}
+    reasons = {
+        number: _reason(errors, codes[number])
+        for number, (_, errors) in enumerate(said)
+        if codes[number]
+    }
     if reasons:  # who was waiting for another one fails too: its own reason comes first
         number = min(reasons, key=lambda number: "ParallelError" in reasons[number])
         raise CourseError(f"{work.__name__} failed on rank {number}: {reasons[number]}")

@@ -43,9 +43,15 @@ class Recording:
         text = self.cells.get(key(code))
         if text is None:
             return {}
-        mark, text = f"Recorded with {self.model.removesuffix('.gguf')}, {self.date}", f"$ {self.command}\n{text}"
+        mark, text = (
+            f"Recorded with {self.model.removesuffix('.gguf')}, {self.date}",
+            f"$ {self.command}\n{text}",
+        )
         folded = f"<summary>{html.escape(mark)}</summary><pre>{html.escape(text)}</pre>"
-        return {"text/plain": f"{mark}\n{text}", "text/html": f'<details class="recorded">{folded}</details>'}
+        return {
+            "text/plain": f"{mark}\n{text}",
+            "text/html": f'<details class="recorded">{folded}</details>',
+        }
 
 
 def path_of(number: str, folder=FOLDER) -> Path:
@@ -71,7 +77,9 @@ def record(source: twins.Source, model: str, limit: float) -> Recording:
     theirs, ours = (printed(source, name, limit) for name in (model, "tiny"))
     name, number = Path(model).name, source.number
     cells = {
-        code: text.replace(os.path.abspath(model), name) for code, text in theirs.items() if text and text != ours[code]
+        code: text.replace(os.path.abspath(model), name)
+        for code, text in theirs.items()
+        if text and text != ours[code]
     }
     command = shlex.join([f"NANOKV_MODEL={name}", "nanokv", "course", "record", number])
     return Recording(name, date.today().isoformat(), command, cells)
@@ -81,22 +89,35 @@ def printed(source: twins.Source, model: str, limit: float) -> dict[str, str]:
     """{hash: text} of all code cells that are in both twins."""
     done = running.run(source.solution(), limit, env={"NANOKV_MODEL": model})
     if done.error:
-        raise CourseError(f"{source.name} on {model}: {done.error}", f"nanokv course run {source.number}")
-    pairs = zip((c for c in source.cells if c.role != "exercise"), done.notebook["cells"], strict=True)
-    return {key(cell.text): words(made) for cell, made in pairs if cell.kind == "code" and cell.role == "both"}
+        raise CourseError(
+            f"{source.name} on {model}: {done.error}", f"nanokv course run {source.number}"
+        )
+    pairs = zip(
+        (c for c in source.cells if c.role != "exercise"), done.notebook["cells"], strict=True
+    )
+    return {
+        key(cell.text): words(made)
+        for cell, made in pairs
+        if cell.kind == "code" and cell.role == "both"
+    }
 
 
 def words(cell: dict) -> str:
     """What a cell printed, and the value of its last line."""
     texts = [
-        output["text"] if output["output_type"] == "stream" else output["data"].get("text/plain", "") + "\n"
-        for output in cell["outputs"] if output["output_type"] in ("stream", "execute_result")
+        output["text"]
+        if output["output_type"] == "stream"
+        else output["data"].get("text/plain", "") + "\n"
+        for output in cell["outputs"]
+        if output["output_type"] in ("stream", "execute_result")
     ]
     return OWN.sub("", "".join(texts))
 
 
 def write(recording: Recording, path: Path) -> None:
-    path.write_text(json.dumps(asdict(recording), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(
+        json.dumps(asdict(recording), indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
 
 
 # --- showing ------------------------------------------------------------------------------------------------------

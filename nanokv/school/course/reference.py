@@ -47,7 +47,11 @@ def stored(model) -> tuple[torch.Tensor, dict, str] | None:
         author = file.metadata()["author"]
     ids = kept.pop("ids")
     names = ((key, *key.split(" ")) for key in kept)
-    return ids, {(None if layer == "-" else int(layer), name): kept[key] for key, layer, name in names}, author
+    return (
+        ids,
+        {(None if layer == "-" else int(layer), name): kept[key] for key, layer, name in names},
+        author,
+    )
 
 
 def last_token(record: dict) -> dict:
@@ -64,9 +68,14 @@ def prompt(model) -> torch.Tensor:
 def write() -> None:
     """Ask transformers for the last token's record of QUESTION, in fp32, with the bundled model."""
     model, tokenizer = load("tiny", dtype="float32", device="cpu")
-    ids = torch.tensor([tokenizer.encode(tokenizer.render([{"role": "user", "content": QUESTION}]))])
+    ids = torch.tensor(
+        [tokenizer.encode(tokenizer.render([{"role": "user", "content": QUESTION}]))]
+    )
     theirs = last_token(record(in_transformers("tiny"), ids))
-    tensors = {f"{'-' if layer is None else layer} {name}": x.contiguous() for (layer, name), x in theirs.items()}
+    tensors = {
+        f"{'-' if layer is None else layer} {name}": x.contiguous()
+        for (layer, name), x in theirs.items()
+    }
     about = {"model": fingerprint(model), "author": f"transformers {oracle.version()}"}
     save_file(tensors | {"ids": ids}, STORED, about)
 
@@ -88,7 +97,9 @@ def sabotaged(model) -> dict:
     theta and eps stand in config.json. The head is what a loader leaves that takes embeddings and head for two
     parameters where the file has one: as it was initialized.
     """
-    weights = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
+    weights = {
+        name: value for name, value in model.state_dict().items() if name != "lm_head.weight"
+    }
     if not model.config.tie_word_embeddings:
         weights["lm_head.weight"] = model.lm_head.weight
     right, generator = model.lm_head.weight, torch.Generator().manual_seed(0)  # (V,C)
@@ -96,7 +107,9 @@ def sabotaged(model) -> dict:
     wrong = {
         "theta": build(replace(model.config, rope_theta=model.config.rope_theta / 100), weights),
         "eps": build(replace(model.config, rms_norm_eps=model.config.rms_norm_eps * 10), weights),
-        "head": build(replace(model.config, tie_word_embeddings=False), weights | {"lm_head.weight": head}),
+        "head": build(
+            replace(model.config, tie_word_embeddings=False), weights | {"lm_head.weight": head}
+        ),
     }
     for one in wrong.values():
         one.generation_config = model.generation_config

@@ -59,12 +59,19 @@ def run(notebook: dict, limit: float = TIME_LIMIT, keep_going: bool = False, env
         work = folder / "work"
         work.mkdir()
         command = [
-            *containing.namespace(), sys.executable, "-m", "nanokv.school.course.running", str(folder),
-            str(limit), str(int(keep_going)),
+            *containing.namespace(),
+            sys.executable,
+            "-m",
+            "nanokv.school.course.running",
+            str(folder),
+            str(limit),
+            str(int(keep_going)),
         ]
         begin = time.monotonic()
         with containing.adopting() as left:
-            stopped, code, usage, tail = _supervise(command, work, limit, _environment(folder, env or {}))
+            stopped, code, usage, tail = _supervise(
+                command, work, limit, _environment(folder, env or {})
+            )
         seconds = time.monotonic() - begin
         events, strange = log.read_sealed(folder / "events.jsonl", key)
         executed = _load(folder / "out.ipynb")
@@ -73,9 +80,22 @@ def run(notebook: dict, limit: float = TIME_LIMIT, keep_going: bool = False, env
         failed = f"a cell took longer than {_a_cell(limit)} s"
     error = stopped or (_ended(code, tail) if code or executed is None else failed)
     doubts = [f"{strange} lines of its log were forged or are missing"] if strange else []
-    doubts += [f"it left {len(left)} processes running ({', '.join(sorted(set(left)))[:80]}): ended"] if left else []
+    doubts += (
+        [f"it left {len(left)} processes running ({', '.join(sorted(set(left)))[:80]}): ended"]
+        if left
+        else []
+    )
     peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return Run(executed, events, error, stderr, seconds, usage.ru_utime + usage.ru_stime, peak, "; ".join(doubts))
+    return Run(
+        executed,
+        events,
+        error,
+        stderr,
+        seconds,
+        usage.ru_utime + usage.ru_stime,
+        peak,
+        "; ".join(doubts),
+    )
 
 
 def _ended(code: int, tail: str) -> str:
@@ -95,11 +115,23 @@ def _environment(folder: Path, extra: dict) -> dict:
     # It runs elsewhere; tiny is the bundled one everywhere.
     if model not in ("", "tiny") and os.path.exists(model):
         env["NANOKV_MODEL"] = os.path.abspath(model)
-    private = {name: str(folder / name.lower()) for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR")}
-    return env | private | {
-        "PYTHONPATH": path, "PYDEVD_DISABLE_FILE_VALIDATION": "1", "HF_HUB_OFFLINE": "1", "PYTHONHASHSEED": "0",
-        log.VARIABLE: str(folder / "events.jsonl"), log.KEY_FILE: str(folder / "key"), **extra,
+    private = {
+        name: str(folder / name.lower())
+        for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR")
     }
+    return (
+        env
+        | private
+        | {
+            "PYTHONPATH": path,
+            "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONHASHSEED": "0",
+            log.VARIABLE: str(folder / "events.jsonl"),
+            log.KEY_FILE: str(folder / "key"),
+            **extra,
+        }
+    )
 
 
 def _supervise(command, work, limit, env) -> tuple:
@@ -108,7 +140,12 @@ def _supervise(command, work, limit, env) -> tuple:
 
     with open(work.parent / "stderr", "w+b") as stderr:
         child = subprocess.Popen(
-            command, cwd=work, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr,
+            command,
+            cwd=work,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
             start_new_session=True,
         )
         family, kernels, stopped, deadline = {}, {}, "", time.monotonic() + limit
@@ -196,7 +233,10 @@ def joined(outputs: list) -> list:
     found: list = []
     for output in outputs:
         last = found[-1] if found else {}
-        if output.get("output_type") == last.get("output_type") == "stream" and output["name"] == last["name"]:
+        if (
+            output.get("output_type") == last.get("output_type") == "stream"
+            and output["name"] == last["name"]
+        ):
             last["text"] += output["text"]
         else:
             found.append(output)
@@ -227,8 +267,13 @@ def _execute(folder: Path, limit: float, keep_going: bool) -> None:
     notebook = nbformat.read(folder / "in.ipynb", as_version=4)
     a_cell = _a_cell(limit) if keep_going else int(limit)
     client = NotebookClient(
-        notebook, timeout=a_cell, interrupt_on_timeout=keep_going, kernel_name="python3", allow_errors=keep_going,
-        extra_arguments=[f"--IPKernelApp.extensions={offline.__name__}"], resources={"metadata": {"path": os.getcwd()}},
+        notebook,
+        timeout=a_cell,
+        interrupt_on_timeout=keep_going,
+        kernel_name="python3",
+        allow_errors=keep_going,
+        extra_arguments=[f"--IPKernelApp.extensions={offline.__name__}"],
+        resources={"metadata": {"path": os.getcwd()}},
     )
     try:
         client.execute()

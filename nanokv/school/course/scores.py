@@ -44,5 +44,9 @@ def table(numbers: list[str], events: list[dict]) -> str:
     for number in numbers:
         right, of, _, open_ = counts(number, events)
         sums = [sums[0] + right, sums[1] + of]
-        lines.append(line(number, events) if len(open_) < of else f"{number}: {right} of {of} right. Not begun.")
+        lines.append(
+            line(number, events)
+            if len(open_) < of
+            else f"{number}: {right} of {of} right. Not begun."
+        )
     return "\n".join([*lines, f"all: {sums[0]} of {sums[1]} right."]) + "\n"

@@ -34,7 +34,9 @@ class Result:
         return self.state == "right"
 
     def __str__(self):
-        lead = {"right": "right.", "wrong": "not yet.", "unanswered": "not answered yet."}[self.state]
+        lead = {"right": "right.", "wrong": "not yet.", "unanswered": "not answered yet."}[
+            self.state
+        ]
         return f"{self.id}: {lead} {self.message}".rstrip()
 
     def _ipython_display_(self):
@@ -85,25 +87,39 @@ def _instead(notebook: str, recording) -> str:
 def _introduce(source: str, wanted: str, recording) -> None:
     """Print the sizes of the model, and what another one than the bundled changes."""
     c, notebook = _STATE["model"].config, _STATE["notebook"]
-    print(f"{source}: {c.num_hidden_layers} layers, hidden size C = {c.hidden_size}, vocabulary {c.vocab_size:,},")
-    print(f"{c.num_attention_heads} query heads and {c.num_key_value_heads} KV heads of size D = {c.head_dim}.")
+    print(
+        f"{source}: {c.num_hidden_layers} layers, hidden size C = {c.hidden_size}, vocabulary {c.vocab_size:,},"
+    )
+    print(
+        f"{c.num_attention_heads} query heads and {c.num_key_value_heads} KV heads of size D = {c.head_dim}."
+    )
     if source != wanted:
         print(f"This notebook takes {source}, not {wanted}: its first cell says so.")
         if recording:
-            print(f"Below a cell whose output depends on the model stands what {recording.model} printed when it was")
+            print(
+                f"Below a cell whose output depends on the model stands what {recording.model} printed when it was"
+            )
             print("recorded, on another machine.")
     elif source != "tiny":
-        print("The figures in the text are those of the bundled model; yours stand in the output of the cells.")
-        print(f'Too slow? Stop the cell, write course.start("{notebook}", model="tiny") here, and run all cells again.')
+        print(
+            "The figures in the text are those of the bundled model; yours stand in the output of the cells."
+        )
+        print(
+            f'Too slow? Stop the cell, write course.start("{notebook}", model="tiny") here, and run all cells again.'
+        )
         if recording:
-            print(f"It takes the bundled model then, and shows below its outputs what {recording.model} printed.")
+            print(
+                f"It takes the bundled model then, and shows below its outputs what {recording.model} printed."
+            )
         print("Or read on without running: `make book` records the outputs with the bundled model.")
 
 
 def located(name: str) -> str:
     """The model of NANOKV_MODEL: a relative path may begin where Jupyter was started, above the notebook's folder."""
     beside = os.path.join(os.pardir, name)
-    return beside if name != "tiny" and not os.path.exists(name) and os.path.exists(beside) else name
+    return (
+        beside if name != "tiny" and not os.path.exists(name) and os.path.exists(beside) else name
+    )
 
 
 def sized(full: int, least: int) -> int:
@@ -123,8 +139,14 @@ def check(id: str, answer, seed: int | None = None) -> Result:
     """Judge an answer, print the judgement, return it; a wrong answer never raises."""
     exercise = checking.find(id)
     seed = _STATE["seed"] if seed is None else seed
-    result = _tell("check", id, exercise.judge(answer, exercise.case(seed, _STATE["model"])), seed=seed)
-    if result and (folder := log.folder()) and (told := parts.keep(id, answer, folder, _STATE["model"])):
+    result = _tell(
+        "check", id, exercise.judge(answer, exercise.case(seed, _STATE["model"])), seed=seed
+    )
+    if (
+        result
+        and (folder := log.folder())
+        and (told := parts.keep(id, answer, folder, _STATE["model"]))
+    ):
         print(told)
     return result
 
@@ -190,12 +212,20 @@ def predict(id: str, value, unit: str = "", signed: bool = False) -> None:
     _PREDICTIONS.pop(id, None)  # an earlier one is taken back
     if impossible:
         why = "the number is finite" if endless else "the number is 0 or more"
-        print(f"{id}: no prediction yet. {number if endless else quantity(number, unit)} cannot be: {why}.")
+        print(
+            f"{id}: no prediction yet. {number if endless else quantity(number, unit)} cannot be: {why}."
+        )
         return
     if number is None:
         shown = checking.shown(value)
-        said = "" if is_blank(value) else f" {shown} is no number (a half is 0.5, a thousand 1000 or 1,000)."
-        print(f"{id}: no prediction yet. Write a number first: a wrong guess teaches more than none.{said}")
+        said = (
+            ""
+            if is_blank(value)
+            else f" {shown} is no number (a half is 0.5, a thousand 1000 or 1,000)."
+        )
+        print(
+            f"{id}: no prediction yet. Write a number first: a wrong guess teaches more than none.{said}"
+        )
         return
     _PREDICTIONS[id] = (number, unit)
     print(f"{id}: you predict {quantity(number, unit)}.")
@@ -222,7 +252,9 @@ def reveal(id: str, measured, unit: str = "") -> None:
         return
     guess, said = _PREDICTIONS[id]
     unit = unit or said
-    print(f"{id}: you predicted {quantity(guess, unit)}, it is {quantity(measured, unit)}: {comment(guess, measured)}.")
+    print(
+        f"{id}: you predicted {quantity(guess, unit)}, it is {quantity(measured, unit)}: {comment(guess, measured)}."
+    )
 
 
 def comment(guess: float, measured: float) -> str:
@@ -241,7 +273,11 @@ def comment(guess: float, measured: float) -> str:
     factor = max(guess / measured, measured / guess)
     if factor <= 1.1:
         return "within a tenth"
-    return f"the right size, {factor:.2g} times too {side}" if factor <= 2 else f"{factor:,.0f} times too {side}"
+    return (
+        f"the right size, {factor:.2g} times too {side}"
+        if factor <= 2
+        else f"{factor:,.0f} times too {side}"
+    )
 
 
 def quantity(number: float, unit: str = "") -> str:
@@ -280,4 +316,6 @@ def claim(id: str, verdict: str, found=None) -> None:
     record = CLAIMS[id]
     print(f"claim {id}: {record.says}\n    {record.verdict}. {record.truth}")
     if found is not None:
-        print(f"    Found here: {found if isinstance(found, str) else quantity(as_number(found), record.unit)}.")
+        print(
+            f"    Found here: {found if isinstance(found, str) else quantity(as_number(found), record.unit)}."
+        )

@@ -25,7 +25,9 @@ LINES = 12  # of output
 UNSHOWN = re.compile(r"In words: |\d\d\.\w+: (you predicted|it is) |\w+: the reference \(")
 # Cells that print a judgement of the solution's answers.
 SILENT = re.compile(r"course\.(check|answer|predict)\(")
-HEADING = re.compile(r"^(?:#{1,3} (?P<heading>.+)|(?=\*\*(?P<exercise>\d\d\.\d+)\*\*))", re.MULTILINE)
+HEADING = re.compile(
+    r"^(?:#{1,3} (?P<heading>.+)|(?=\*\*(?P<exercise>\d\d\.\d+)\*\*))", re.MULTILINE
+)
 BLOCK = re.compile(r"```.*?```|(?:(?!\n\s*\n).)+", re.DOTALL)
 
 
@@ -64,7 +66,9 @@ def deck(source: twins.Source, executed: dict) -> list[Slide]:
         if cell.kind == "markdown":
             slides += of_text(cell.text, title, whole=cell.slide == "slide")
         elif "course.quiz(" in cell.text:
-            slides += [of_question(question) for question in checking.exercises(source.number).QUESTIONS]
+            slides += [
+                of_question(question) for question in checking.exercises(source.number).QUESTIONS
+            ]
         elif cell.slide == "slide":
             slides.append(Slide(title, [_code(cell.text)]))
             _add_outputs(slides, done["outputs"])
@@ -83,14 +87,18 @@ def of_text(text: str, title: str, whole: bool = False) -> list[Slide]:
         name = match["heading"] or f"Exercise {match['exercise']}"
         begin = match.end() + len(f"**{match['exercise']}**") * bool(match["exercise"])
         parts.append((Slide(re.sub(r"[`*]", "", name)), text[begin:end]))
-    filled = (_filled(slide, part, whole or slide.title.startswith("Exercise ")) for slide, part in parts)
+    filled = (
+        _filled(slide, part, whole or slide.title.startswith("Exercise ")) for slide, part in parts
+    )
     return [slide for slides in filled for slide in slides]
 
 
 def of_question(question) -> Slide:
     """A quiz question with its options, and not with its answer."""
     items = "".join(f"<li>{html.escape(text)}</li>" for text, _ in question.options.values())
-    return Slide(f"Quiz {question.id}", [f'<p>{html.escape(question.text)}</p><ol type="a">{items}</ol>'])
+    return Slide(
+        f"Quiz {question.id}", [f'<p>{html.escape(question.text)}</p><ol type="a">{items}</ol>']
+    )
 
 
 def sentences(paragraph: str) -> list[str]:
@@ -131,7 +139,9 @@ def _code(text: str) -> str:
     from pygments.formatters import HtmlFormatter
     from pygments.lexers import PythonLexer
 
-    return highlight(text, PythonLexer(), HtmlFormatter(style="xcode", noclasses=True, nobackground=True))
+    return highlight(
+        text, PythonLexer(), HtmlFormatter(style="xcode", noclasses=True, nobackground=True)
+    )
 
 
 def _add_outputs(slides: list[Slide], outputs: list) -> None:
@@ -150,7 +160,9 @@ def _add_outputs(slides: list[Slide], outputs: list) -> None:
             short = len(lines) <= LINES
             if short and _stands_alone(slides[-1]):
                 slides.append(Slide(slides[-1].title))
-            (slides[-1].body if short else slides[-1].notes).append(f"<pre>{html.escape(chr(10).join(lines))}</pre>")
+            (slides[-1].body if short else slides[-1].notes).append(
+                f"<pre>{html.escape(chr(10).join(lines))}</pre>"
+            )
 
 
 def _stands_alone(slide: Slide) -> bool:
@@ -161,7 +173,11 @@ def _stands_alone(slide: Slide) -> bool:
 
 def _source(kind: str, picture: str) -> str:
     """A picture of an output as an address: a PNG is base64 already, a drawing is text."""
-    return drawings.address(picture) if kind == "image/svg+xml" else f"data:{kind};base64,{''.join(picture.split())}"
+    return (
+        drawings.address(picture)
+        if kind == "image/svg+xml"
+        else f"data:{kind};base64,{''.join(picture.split())}"
+    )
 
 
 def page(title: str, slides: list[Slide]) -> str:
@@ -169,7 +185,9 @@ def page(title: str, slides: list[Slide]) -> str:
     parts = [_section(slide, i, len(slides)) for i, slide in enumerate(slides)]
     css, script, template = (book.asset(f"slides.{kind}") for kind in ("css", "js", "html"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return template.format(title=html.escape(title), css=css, script=script, hash=digest, slides="\n".join(parts))
+    return template.format(
+        title=html.escape(title), css=css, script=script, hash=digest, slides="\n".join(parts)
+    )
 
 
 def _section(slide: Slide, i: int, of: int) -> str:
@@ -177,4 +195,6 @@ def _section(slide: Slide, i: int, of: int) -> str:
     notes = f"<aside>{''.join(slide.notes)}</aside>" if slide.notes else ""
     label = f'tabindex="-1" role="group" aria-roledescription="slide" aria-label="{i + 1} of {of}: {title}"'
     kind = "" if i else ' class="first"'
-    return f"<section{kind} {label}><{level}>{title}</{level}>{''.join(slide.body)}{notes}</section>"
+    return (
+        f"<section{kind} {label}><{level}>{title}</{level}>{''.join(slide.body)}{notes}</section>"
+    )

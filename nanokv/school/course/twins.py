@@ -15,7 +15,13 @@ from nanokv.school.course import claims
 
 # Second-level headings that every notebook has, in this order; others may stand between them.
 SECTIONS = (
-    "What you will be able to do", "Predict", "What the articles say", "Exercises", "Quiz", "Further reading", "Next",
+    "What you will be able to do",
+    "Predict",
+    "What the articles say",
+    "Exercises",
+    "Quiz",
+    "Further reading",
+    "Next",
 )
 TAGS = {"exercise", "solution"}
 SLIDE_TAGS = {"slide", "skip"}  # of the deck: with its code, or not at all
@@ -76,7 +82,11 @@ class Source:
                 body["metadata"] = {"jupyter": {"source_hidden": True}, "tags": [FOLDED]}
             made.append(body | {"source": cell.text.splitlines(keepends=True)})
         kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
-        metadata = {"kernelspec": kernel, "language_info": {"name": "python"}, "nanokv": {"notebook": self.number}}
+        metadata = {
+            "kernelspec": kernel,
+            "language_info": {"name": "python"},
+            "nanokv": {"notebook": self.number},
+        }
         return {"cells": made, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
 
 
@@ -90,7 +100,10 @@ def read(path) -> Source:
     for i, cell in enumerate(notebook.cells):
         tags = set(cell.metadata.get("tags", []))
         if len(tags) > 1 or tags - TAGS - SLIDE_TAGS - {FOLDED} or cell.cell_type == "raw":
-            raise CourseError(f"{path.name}, cell {i}: {cell.cell_type}, tags {sorted(tags)}", "one tag, code or text")
+            raise CourseError(
+                f"{path.name}, cell {i}: {cell.cell_type}, tags {sorted(tags)}",
+                "one tag, code or text",
+            )
         role, slide, fold = ("".join(tags & kind) for kind in (TAGS, SLIDE_TAGS, {FOLDED}))
         cells.append(Cell(cell.cell_type, cell.source.strip("\n"), role or "both", slide, fold))
     source = Source(path.stem, tuple(cells))
@@ -104,15 +117,23 @@ def complaints(source: Source) -> list[str]:
     cells, found = source.cells, []
     if not re.fullmatch(r"\d\d_[a-z0-9_]+", source.name):
         found.append("the file name is not NN_words.py")
-    if not cells or cells[0].kind != "markdown" or not cells[0].text.startswith(f"# {source.number} · "):
+    if (
+        not cells
+        or cells[0].kind != "markdown"
+        or not cells[0].text.startswith(f"# {source.number} · ")
+    ):
         found.append(f"the first cell does not begin with `# {source.number} · Title`")
     for i, cell in enumerate(cells):
-        if cell.role == "exercise" and (cell.kind != "code" or i + 1 == len(cells) or cells[i + 1].role != "solution"):
+        if cell.role == "exercise" and (
+            cell.kind != "code" or i + 1 == len(cells) or cells[i + 1].role != "solution"
+        ):
             found.append(f"cell {i}: an exercise is a code cell with its solution right after it")
         if cell.role == "solution" and cell.kind == "code" and cells[i - 1].role != "exercise":
             found.append(f"cell {i}: a solution stands right after its exercise")
         if cell.kind == "code" and bool(cell.fold) != bool(BOOKKEEPING.search(cell.text)):
-            found.append(f'cell {i}: tagged "{FOLDED}" is what calls course.show, figure or confirm, and nothing else')
+            found.append(
+                f'cell {i}: tagged "{FOLDED}" is what calls course.show, figure or confirm, and nothing else'
+            )
         if cell.fold and re.search(r"course\.(predict|reveal|check|answer|claim)\(", cell.text):
             found.append(f"cell {i}: what speaks to the learner is not folded")
     headings = re.findall(r"^## (.+)$", source.prose(), re.MULTILINE)
@@ -142,15 +163,22 @@ def chosen(folder, words=()) -> list[Path]:
     found = sources(folder)
     unknown = set(words) - {name for path in found for name in (path.stem, path.stem[:2])}
     if unknown:
-        raise CourseError(f"no notebook {', '.join(sorted(unknown))}", ", ".join(path.stem for path in found))
+        raise CourseError(
+            f"no notebook {', '.join(sorted(unknown))}", ", ".join(path.stem for path in found)
+        )
     return [path for path in found if not words or {path.stem, path.stem[:2]} & set(words)]
 
 
 def outdated(folder, words=()) -> dict[Path, str]:
     """{file: its new text} of a notebooks folder, or of those named, where it is another or missing: the student twins,
     and claims.md, to which they link."""
-    found = {Path(folder) / f"{path.stem}.ipynb": to_text(read(path).student()) for path in chosen(folder, words)}
+    found = {
+        Path(folder) / f"{path.stem}.ipynb": to_text(read(path).student())
+        for path in chosen(folder, words)
+    }
     found[Path(folder) / "claims.md"] = claims.page()
     return {
-        path: text for path, text in found.items() if not path.exists() or path.read_text("utf-8", "replace") != text
+        path: text
+        for path, text in found.items()
+        if not path.exists() or path.read_text("utf-8", "replace") != text
     }

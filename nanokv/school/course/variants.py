@@ -32,8 +32,13 @@ def write(sources: list[Path], students: list[str], number: int, out: Path) -> P
         folder.mkdir(parents=True, exist_ok=True)
         for student in files:
             seed = seed_of(number, source.number, student)
-            (folder / f"{student}.ipynb").write_text(twins.to_text(variant(source, seed)), encoding="utf-8")
-            lines.append({"student": student, "notebook": source.number, "seed": seed} | answers(source.number, seed))
+            (folder / f"{student}.ipynb").write_text(
+                twins.to_text(variant(source, seed)), encoding="utf-8"
+            )
+            lines.append(
+                {"student": student, "notebook": source.number, "seed": seed}
+                | answers(source.number, seed)
+            )
     names = list(dict.fromkeys(name for line in lines for name in line))
     with open(out / "key.csv", "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, names, restval="")
@@ -53,7 +58,9 @@ def file_names(students: list[str]) -> list[str]:
 
 def targets(sources: list[Path], students: list[str], out: Path) -> list[Path]:
     """All files that `write` would write."""
-    files = [out / path.stem / f"{student}.ipynb" for path in sources for student in file_names(students)]
+    files = [
+        out / path.stem / f"{student}.ipynb" for path in sources for student in file_names(students)
+    ]
     return [out / "key.csv", *files]
 
 
@@ -62,7 +69,9 @@ def variant(source, seed: int) -> dict:
     notebook = source.student()
     call = f'course.start("{source.number}"'
     if source.code().count(call) != 1:
-        raise CourseError(f"{source.name}: {call}) stands in no cell, or in several", "the seed is put in there")
+        raise CourseError(
+            f"{source.name}: {call}) stands in no cell, or in several", "the seed is put in there"
+        )
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
             cell["source"] = [line.replace(call, f"{call}, seed={seed}") for line in cell["source"]]

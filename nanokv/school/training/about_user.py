@@ -45,7 +45,11 @@ def tell(talk: Conversation, first: str | None = None):
         sentences.insert(place, sentence)
         meaning.insert(place, step)
         noted = [*noted, answer]
-    answer = talk.rng.choice(noted) if len(noted) == 1 else talk.one_of((*noted, "Thank you, I will remember that."))
+    answer = (
+        talk.rng.choice(noted)
+        if len(noted) == 1
+        else talk.one_of((*noted, "Thank you, I will remember that."))
+    )
     message = joined(talk, sentences)
     if talk.rng.random() < 0.1:
         message = talk.rng.choice(OPENINGS).format(s=message, l=lower_first(message, talk.capitals))
@@ -84,7 +88,11 @@ def statement(talk: Conversation, kind: str, told=(), value: str = "") -> tuple[
     sentence = talk.one_of(texts, v=value)
     if known and talk.rng.random() < 0.2:
         sentence = talk.one_of(CHANGED, s=sentence, l=lower_first(sentence, talk.capitals))
-    return upper_first(sentence), upper_first(talk.one_of(fact.noted, v=value)), ("tell", kind, value)
+    return (
+        upper_first(sentence),
+        upper_first(talk.one_of(fact.noted, v=value)),
+        ("tell", kind, value),
+    )
 
 
 def keep(talk: Conversation, kind: str, value: str):
@@ -136,7 +144,9 @@ def asked(talk: Conversation, question: str) -> str:
     """Questions seldom come bare: "Hey, what is my name? Thanks." """
     dice = talk.rng.random()
     if dice < 0.15:
-        question = talk.rng.choice(REQUESTS["lead_ins"]).format(lower_first(question, talk.capitals))
+        question = talk.rng.choice(REQUESTS["lead_ins"]).format(
+            lower_first(question, talk.capitals)
+        )
     return talk.rng.choice(REQUESTS["tails"]).format(question) if 0.1 < dice < 0.2 else question
 
 
@@ -147,7 +157,11 @@ def recall(talk: Conversation, kind: str | None = None):
             tell(talk)
         known = talk.facts and talk.rng.random() < 0.62
         kind = talk.rng.choice(list(talk.facts)) if known else draw(talk.rng, talk.facts)
-    question, answer, meaning = talk.one_of(FACTS[kind].asked), recalled(talk, kind), [("ask", kind)]
+    question, answer, meaning = (
+        talk.one_of(FACTS[kind].asked),
+        recalled(talk, kind),
+        [("ask", kind)],
+    )
     others = [other for other in talk.facts if other != kind]
     if others and talk.rng.random() < 0.08:
         other = talk.rng.choice(others)
@@ -160,14 +174,20 @@ def recall(talk: Conversation, kind: str | None = None):
 def recalled(talk: Conversation, kind: str) -> str:
     """Your name is Ada, or that it was not told."""
     fact = FACTS[kind]
-    return talk.one_of(fact.recalled, v=talk.facts[kind]) if kind in talk.facts else talk.one_of(fact.missing)
+    return (
+        talk.one_of(fact.recalled, v=talk.facts[kind])
+        if kind in talk.facts
+        else talk.one_of(fact.missing)
+    )
 
 
 def tell_and_ask(talk: Conversation):
     """A fact and its question in one message."""
     sentence, _, step = statement(talk, draw(talk.rng))
     kind = step[1]
-    talk.say(f"{sentence} {talk.one_of(FACTS[kind].asked)}", recalled(talk, kind), step, ("ask", kind))
+    talk.say(
+        f"{sentence} {talk.one_of(FACTS[kind].asked)}", recalled(talk, kind), step, ("ask", kind)
+    )
 
 
 def confirm(talk: Conversation):
@@ -176,18 +196,30 @@ def confirm(talk: Conversation):
         tell(talk)
     rng = talk.rng
     kind = rng.choice(list(talk.facts)) if rng.random() < 0.85 else draw(rng, talk.facts)
-    probe = talk.facts[kind] if kind in talk.facts and rng.random() < 0.5 else told_value(talk, kind)
+    probe = (
+        talk.facts[kind] if kind in talk.facts and rng.random() < 0.5 else told_value(talk, kind)
+    )
     answer = recalled(talk, kind)
     if kind in talk.facts:
         answer = f"{'Yes' if probe == talk.facts[kind] else 'No'}, {lower_first(answer)}"
-    talk.say(asked(talk, talk.one_of(FACTS[kind].confirm, v=probe)), answer, ("confirm", kind, probe))
+    talk.say(
+        asked(talk, talk.one_of(FACTS[kind].confirm, v=probe)), answer, ("confirm", kind, probe)
+    )
 
 
 def everything(talk: Conversation):
     """What do you know about me? At most the four latest facts and a pet."""
-    answers = [talk.one_of(FACTS[kind].recalled, v=talk.facts[kind]) for kind in list(talk.facts)[-4:]]
-    answers += [PET["recalled"].format(k=kind, v=name) for kind, name in list(talk.pets.items())[-1:]]
-    talk.say(talk.one_of(EVERYTHING["asked"]), " ".join(answers) or EVERYTHING["nothing"], ("everything",))
+    answers = [
+        talk.one_of(FACTS[kind].recalled, v=talk.facts[kind]) for kind in list(talk.facts)[-4:]
+    ]
+    answers += [
+        PET["recalled"].format(k=kind, v=name) for kind, name in list(talk.pets.items())[-1:]
+    ]
+    talk.say(
+        talk.one_of(EVERYTHING["asked"]),
+        " ".join(answers) or EVERYTHING["nothing"],
+        ("everything",),
+    )
 
 
 # --- pets ----------------------------------------------------------------------------------------------------------
@@ -209,13 +241,21 @@ def _pet_statement(talk: Conversation) -> tuple[str, str, tuple]:
         pass
     sentence = talk.one_of(PET["changed" if kind in talk.pets else "told"], k=kind, v=name)
     keep_pet(talk, kind, name)
-    return upper_first(sentence), upper_first(talk.one_of(PET["noted"], k=kind, v=name)), ("pet", kind, name)
+    return (
+        upper_first(sentence),
+        upper_first(talk.one_of(PET["noted"], k=kind, v=name)),
+        ("pet", kind, name),
+    )
 
 
 def animal(talk: Conversation) -> str:
     """A kind of animal, one in five of them one that nobody has heard of."""
     known = talk.rng.random() < 0.8
-    return talk.rng.choice(words.ANIMALS) if known else talk.cased(words.splice(talk.rng, talk.held_out))
+    return (
+        talk.rng.choice(words.ANIMALS)
+        if known
+        else talk.cased(words.splice(talk.rng, talk.held_out))
+    )
 
 
 def recall_pet(talk: Conversation):
@@ -226,9 +266,15 @@ def recall_pet(talk: Conversation):
     if not talk.pets or rng.random() < 0.35:
         kind = rng.choice([kind for kind in words.ANIMALS if kind not in talk.pets])
         if not talk.pets and rng.random() < 0.4:
-            return talk.say(asked(talk, talk.one_of(PET["asked"])), talk.one_of(PET["missing"]), ("ask pet", None))
+            return talk.say(
+                asked(talk, talk.one_of(PET["asked"])),
+                talk.one_of(PET["missing"]),
+                ("ask pet", None),
+            )
         question = talk.one_of(PET["name_asked" if rng.random() < 0.7 else "have_asked"], k=kind)
-        return talk.say(asked(talk, question), talk.one_of(PET["kind_missing"], k=kind), ("ask pet", kind))
+        return talk.say(
+            asked(talk, question), talk.one_of(PET["kind_missing"], k=kind), ("ask pet", kind)
+        )
     kind = rng.choice(list(talk.pets))
     dice = rng.random()
     if dice < 0.15:
@@ -247,7 +293,11 @@ def _confirm_pet(talk: Conversation, kind: str):
     probe = talk.pets[kind] if talk.rng.random() < 0.5 else talk.name()
     answer = lower_first(PET["name_recalled"].format(k=kind, v=talk.pets[kind]))
     word = "Yes" if probe == talk.pets[kind] else "No"
-    talk.say(talk.one_of(PET["confirm"], k=kind, v=probe), f"{word}, {answer}", ("confirm pet", kind, probe))
+    talk.say(
+        talk.one_of(PET["confirm"], k=kind, v=probe),
+        f"{word}, {answer}",
+        ("confirm pet", kind, probe),
+    )
 
 
 # --- other people, and things --------------------------------------------------------------------------------------
@@ -260,7 +310,11 @@ def tell_owner(talk: Conversation):
     """One to three people have something: facts about somebody else."""
     told = [_owner_statement(talk) for _ in range(talk.rng.choice(PEOPLE))]
     noted = talk.one_of(OWNER["noted"], p=told[-1][1][1])
-    talk.say(joined(talk, [sentence for sentence, _ in told]), upper_first(noted), *(step for _, step in told))
+    talk.say(
+        joined(talk, [sentence for sentence, _ in told]),
+        upper_first(noted),
+        *(step for _, step in told),
+    )
 
 
 def _owner_statement(talk: Conversation) -> tuple[str, tuple]:
@@ -271,9 +325,17 @@ def _owner_statement(talk: Conversation) -> tuple[str, tuple]:
         texts = BELONGING["moved"]
     else:
         colour = talk.rng.choice(words.COLOURS) if talk.rng.random() < 0.5 else ""
-        texts, thing = (OWNER if colour else BELONGING)["told"], new_thing(talk, [it for _, it in talk.owners.values()])
+        texts, thing = (
+            (OWNER if colour else BELONGING)["told"],
+            new_thing(talk, [it for _, it in talk.owners.values()]),
+        )
     talk.owners[person] = (colour, thing)
-    return upper_first(talk.one_of(texts, p=person, c=colour, t=thing)), ("owner", person, colour, thing)
+    return upper_first(talk.one_of(texts, p=person, c=colour, t=thing)), (
+        "owner",
+        person,
+        colour,
+        thing,
+    )
 
 
 def new_name(talk: Conversation, taken) -> str:
@@ -287,7 +349,11 @@ def new_thing(talk: Conversation, taken) -> str:
     """A thing that is not in `taken`, one in three of them one that nobody has heard of."""
     while True:
         known = talk.rng.random() < 0.65
-        thing = words.pick(talk.rng, words.NOUNS, talk.held_out) if known else words.splice(talk.rng, talk.held_out)
+        thing = (
+            words.pick(talk.rng, words.NOUNS, talk.held_out)
+            if known
+            else words.splice(talk.rng, talk.held_out)
+        )
         if thing not in taken:
             return thing
 
@@ -301,11 +367,13 @@ def recall_owner(talk: Conversation):
     person = talk.rng.choice(list(talk.owners))
     colour, thing = talk.owners[person]
     coloured = f"{colour} {thing}".strip()
-    which, answer = talk.rng.choice((
-        ("what", f"{person} has a {coloured}."),
-        ("who", f"{person} has the {coloured}."),
-        ("colour", f"The {thing} of {person} is {colour}."),
-    )[: 3 if colour else 2])
+    which, answer = talk.rng.choice(
+        (
+            ("what", f"{person} has a {coloured}."),
+            ("who", f"{person} has the {coloured}."),
+            ("colour", f"The {thing} of {person} is {colour}."),
+        )[: 3 if colour else 2]
+    )
     texts = BELONGING["who_asked"] if which == "who" and not colour else OWNER[f"{which}_asked"]
     question = talk.one_of(texts, p=person, c=colour, t=thing)
     talk.say(asked(talk, question), upper_first(answer), ("ask owner", which, person))
@@ -314,11 +382,16 @@ def recall_owner(talk: Conversation):
 def _ask_missing_owner(talk: Conversation):
     if talk.rng.random() < 0.5:
         thing = new_thing(talk, [it for _, it in talk.owners.values()])
-        question, answer = talk.one_of(BELONGING["who_asked"], t=thing), f"You have not told me who has the {thing}."
+        question, answer = (
+            talk.one_of(BELONGING["who_asked"], t=thing),
+            f"You have not told me who has the {thing}.",
+        )
         return talk.say(asked(talk, question), answer, ("no owner", thing))
     person = new_name(talk, talk.owners)
     answer = f"You have not told me what {person} has."
-    talk.say(asked(talk, talk.one_of(OWNER["what_asked"], p=person)), answer, ("owns nothing", person))
+    talk.say(
+        asked(talk, talk.one_of(OWNER["what_asked"], p=person)), answer, ("owns nothing", person)
+    )
 
 
 def tell_home(talk: Conversation):
@@ -328,7 +401,11 @@ def tell_home(talk: Conversation):
         told.append(_home_statement(talk, told))
     _, person, city = told[-1][1]
     noted = talk.one_of(HOME["noted"], p=person, v=city)
-    talk.say(joined(talk, [sentence for sentence, _ in told]), upper_first(noted), *(step for _, step in told))
+    talk.say(
+        joined(talk, [sentence for sentence, _ in told]),
+        upper_first(noted),
+        *(step for _, step in told),
+    )
 
 
 def _home_statement(talk: Conversation, told) -> tuple[str, tuple]:
@@ -349,7 +426,9 @@ def recall_home(talk: Conversation):
     if talk.rng.random() < 0.2:
         person = new_name(talk, talk.homes)
         answer = f"You have not told me where {person} lives."
-        return talk.say(asked(talk, talk.one_of(HOME["where_asked"], p=person)), answer, ("ask home", person))
+        return talk.say(
+            asked(talk, talk.one_of(HOME["where_asked"], p=person)), answer, ("ask home", person)
+        )
     person = talk.rng.choice(list(talk.homes))
     which = talk.rng.choice(("where_asked", "where_asked", "who_asked"))
     answer = upper_first(f"{person} lives in {talk.homes[person]}.")
@@ -366,7 +445,11 @@ def tell_object(talk: Conversation):
         pass
     sentence = talk.one_of(OBJECT["changed" if known else "told"], t=thing, p=place)
     talk.objects[thing] = place
-    talk.say(sentence, upper_first(talk.one_of(OBJECT["noted"], t=thing, p=place)), ("object", thing, place))
+    talk.say(
+        sentence,
+        upper_first(talk.one_of(OBJECT["noted"], t=thing, p=place)),
+        ("object", thing, place),
+    )
 
 
 def _place(talk: Conversation) -> str:

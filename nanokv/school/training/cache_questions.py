@@ -19,8 +19,13 @@ def depending() -> dict[str, list[str]]:
     return {
         thing["answer"]: [
             way.format(**{letter: value, "do": "Do" if value.startswith(PLURAL) else "Does"})
-            for letter, ways in (("x", depends["on"]), ("m", depends["more"]), ("l", depends["less"]))
-            for value in thing[letter] for way in ways
+            for letter, ways in (
+                ("x", depends["on"]),
+                ("m", depends["more"]),
+                ("l", depends["less"]),
+            )
+            for value in thing[letter]
+            for way in ways
         ]
         for thing in depends["thing"]
     }

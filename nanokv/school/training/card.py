@@ -76,8 +76,14 @@ def card(config, recipe, report: dict) -> str:
     """Markdown, from the run's recipe and the report of `nanokv train --evaluate --json`."""
     seeds, cases = report["seeds"], report["cases"]
     text = HEAD.format(
-        parameters=parameters(config), kv=kv_bytes_per_token(config, 4), cases=cases, first=seeds[0], count=len(seeds),
-        tokens=recipe.steps * recipe.tokens_per_batch / 1e6, **vars(config), **vars(recipe),
+        parameters=parameters(config),
+        kv=kv_bytes_per_token(config, 4),
+        cases=cases,
+        first=seeds[0],
+        count=len(seeds),
+        tokens=recipe.steps * recipe.tokens_per_batch / 1e6,
+        **vars(config),
+        **vars(recipe),
     )
     for task, shares in report["tasks"].items():
         target = f"{TARGETS[task]:.0%}" if task in TARGETS else "none"
@@ -86,7 +92,10 @@ def card(config, recipe, report: dict) -> str:
     below = ", ".join(report["missed"])
     text += f"\nBelow their targets: {below}.\n" if below else ""
     for task, groups in report["groups"].items():
-        parts = (f"{group} {right / count:.1%} of {count}" for group, (right, count) in sorted(groups.items()))
+        parts = (
+            f"{group} {right / count:.1%} of {count}"
+            for group, (right, count) in sorted(groups.items())
+        )
         text += f"\n{task[0].upper()}{task[1:]}: {', '.join(parts)}.\n"
     text += FAULTS
     for row in report["faults"]:

@@ -9,13 +9,37 @@ import re
 from nanokv.school.training import words
 
 STYLES = {  # how users type → how often
-    "written": 58, "no mark": 12, "casual": 20, "small": 10,
+    "written": 58,
+    "no mark": 12,
+    "casual": 20,
+    "small": 10,
 }
 SLIPS = {  # how some spell the commonest words
-    "you": "u", "your": "ur", "are": "r", "please": "pls", "thanks": "thx", "what": "waht", "the": "teh",
-    "remember": "remeber", "which": "wich", "favourite": "favorit", "favorite": "favrite", "because": "cuz",
-    "tomorrow": "tmrw", "people": "ppl", "does": "dose", "called": "caled", "name": "nmae", "want": "wanna", "and": "n",
-    "again": "agian", "friend": "freind", "number": "nubmer", "where": "were", "list": "lsit", "is": "si",
+    "you": "u",
+    "your": "ur",
+    "are": "r",
+    "please": "pls",
+    "thanks": "thx",
+    "what": "waht",
+    "the": "teh",
+    "remember": "remeber",
+    "which": "wich",
+    "favourite": "favorit",
+    "favorite": "favrite",
+    "because": "cuz",
+    "tomorrow": "tmrw",
+    "people": "ppl",
+    "does": "dose",
+    "called": "caled",
+    "name": "nmae",
+    "want": "wanna",
+    "and": "n",
+    "again": "agian",
+    "friend": "freind",
+    "number": "nubmer",
+    "where": "were",
+    "list": "lsit",
+    "is": "si",
     "tell": "tel",
 }
 AN = re.compile(r"\b([Aa])(?= (?!uni|one\b|eu|use)[aeiou])")  # "a engineer", not "a unicorn"
@@ -26,7 +50,10 @@ class Conversation:
 
     def __init__(self, rng, held_out: bool = False, stage=None):
         self.rng, self.held_out, self.stage = rng, held_out, stage
-        self.style, self.american = rng.choices(list(STYLES), list(STYLES.values()))[0], rng.random() < 0.3
+        self.style, self.american = (
+            rng.choices(list(STYLES), list(STYLES.values()))[0],
+            rng.random() < 0.3,
+        )
         self.messages: list[dict] = []
         # Said in the same message as the next request, with its meaning.
         self.before: tuple[str, tuple] | None = None
@@ -67,7 +94,11 @@ class Conversation:
         if self.rng.random() < 0.5:
             text = re.sub(r"(?<=\w)'(?=(s|m|re|t|ll|ve|d)\b)", "", text)  # whats, im, dont
         keep = self.capitals if self.style == "casual" else ()
-        return re.sub(r"[^\W\d_]+", lambda word: word[0] if word[0] in keep else self.slip(word[0].lower()), text)
+        return re.sub(
+            r"[^\W\d_]+",
+            lambda word: word[0] if word[0] in keep else self.slip(word[0].lower()),
+            text,
+        )
 
     def slip(self, word: str) -> str:
         """A common word, now and then in a spelling that is not in the dictionary."""
@@ -102,4 +133,8 @@ def upper_first(sentence: str) -> str:
 def lower_first(sentence: str, keep=()) -> str:
     """A sentence after a lead-in: "Hey, what is my name?". Names and I keep their capital."""
     word = re.match(r"[^\W\d_]*", sentence)[0]
-    return sentence if word in keep or word == "I" or word[:2].isupper() else sentence[0].lower() + sentence[1:]
+    return (
+        sentence
+        if word in keep or word == "I" or word[:2].isupper()
+        else sentence[0].lower() + sentence[1:]
+    )

@@ -48,7 +48,8 @@ ROW_LENGTHS = ((64, 2), (128, 5), (256, 8), (512, 3), (1024, 1.5), (2048, 0.5))
 def render(messages) -> str:
     """ChatML, exactly what CHAT_TEMPLATE gives."""
     return "".join(
-        f"<|im_start|>{m['role']}\n{' ' if m['role'] == 'user' else ''}{m['content']}<|im_end|>\n" for m in messages
+        f"<|im_start|>{m['role']}\n{' ' if m['role'] == 'user' else ''}{m['content']}<|im_end|>\n"
+        for m in messages
     )
 
 
@@ -68,21 +69,44 @@ def train_tokenizer(seed: int, vocab_size: int, conversations: int = 6000) -> To
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = (m["content"] for i in range(conversations) for m in conversation(random.Random(f"{seed}:bpe:{i}"), 12))
+    texts = (
+        m["content"]
+        for i in range(conversations)
+        for m in conversation(random.Random(f"{seed}:bpe:{i}"), 12)
+    )
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS]
+    )
     return tokenizer
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder):
     """tokenizer.json and tokenizer_config.json, as transformers writes them."""
-    special = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+    special = {
+        "lstrip": False,
+        "normalized": False,
+        "rstrip": False,
+        "single_word": False,
+        "special": True,
+    }
     config = {
-        "tokenizer_class": "Qwen2Tokenizer", "model_max_length": 2048, "add_prefix_space": False,
-        "add_bos_token": False, "bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
-        "unk_token": None, "errors": "replace", "clean_up_tokenization_spaces": False, "split_special_tokens": False,
-        "chat_template": CHAT_TEMPLATE, "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
-        "added_tokens_decoder": {str(tokenizer.token_to_id(t)): {"content": t} | special for t in SPECIAL_TOKENS},
+        "tokenizer_class": "Qwen2Tokenizer",
+        "model_max_length": 2048,
+        "add_prefix_space": False,
+        "add_bos_token": False,
+        "bos_token": None,
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "unk_token": None,
+        "errors": "replace",
+        "clean_up_tokenization_spaces": False,
+        "split_special_tokens": False,
+        "chat_template": CHAT_TEMPLATE,
+        "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
+        "added_tokens_decoder": {
+            str(tokenizer.token_to_id(t)): {"content": t} | special for t in SPECIAL_TOKENS
+        },
     }
     write_tokenizer(Path(folder), tokenizer, config)
 
@@ -90,10 +114,21 @@ def save_tokenizer(tokenizer: Tokenizer, folder):
 class Rows:
     """Batches by step number: batch i is the same whatever was drawn before, so a resumed run sees the same data."""
 
-    def __init__(self, tokenizer: Tokenizer, seed: int, tokens_per_batch: int, longest: int = 2048, stage=FIRST):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        seed: int,
+        tokens_per_batch: int,
+        longest: int = 2048,
+        stage=FIRST,
+    ):
         self.tokenizer, self.seed, self.tokens_per_batch = tokenizer, seed, tokens_per_batch
         self.stage: Stage = stage
-        self.lengths = [(length, weight) for length, weight in ROW_LENGTHS if length <= min(longest, tokens_per_batch)]
+        self.lengths = [
+            (length, weight)
+            for length, weight in ROW_LENGTHS
+            if length <= min(longest, tokens_per_batch)
+        ]
         self.assistant = tokenizer.encode("<|im_start|>assistant\n").ids
 
     def batch(self, step: int):
@@ -104,7 +139,9 @@ class Rows:
 
     def held_out(self, count: int, length: int = 512):
         """Rows of conversations whose names and words training never uses, only answers count; the same every time."""
-        return self.rows([self.row(random.Random(f"held out:{i}"), length, held_out=True) for i in range(count)])
+        return self.rows(
+            [self.row(random.Random(f"held out:{i}"), length, held_out=True) for i in range(count)]
+        )
 
     def row(self, rng, length: int, held_out: bool = False) -> tuple[list[int], list[bool]]:
         """length + 1 ids and whether each counts, from a conversation that grows until it fills the row."""
@@ -118,7 +155,9 @@ class Rows:
             more, answers = self.encode(talk.messages[done:])
             ids, said, done = ids + more, said + answers, len(talk.messages)
         share = 0 if held_out else USER_SHARE
-        return ids[: length + 1], [answered or rng.random() < share for answered in said[: length + 1]]
+        return ids[: length + 1], [
+            answered or rng.random() < share for answered in said[: length + 1]
+        ]
 
     def plain_row(self, rng, length: int) -> tuple[list[int], list[bool]]:
         """Stories, each ended by <|endoftext|>; every token counts."""

@@ -33,8 +33,16 @@ from nanokv.school.training.conversation import Conversation, upper_first
 from nanokv.school.training.facts import FACTS
 
 TARGETS = {
-    "recall": 0.97, "updates": 0.95, "never told": 0.95, "repeat": 0.97, "nth": 0.97, "reverse": 0.95, "count": 0.97,
-    "sums": 0.97, "cache questions": 0.97, "natural": 0.80,
+    "recall": 0.97,
+    "updates": 0.95,
+    "never told": 0.95,
+    "repeat": 0.97,
+    "nth": 0.97,
+    "reverse": 0.95,
+    "count": 0.97,
+    "sums": 0.97,
+    "cache questions": 0.97,
+    "natural": 0.80,
 }
 
 
@@ -58,7 +66,9 @@ class Case:
         if self.frame is not None:
             whole = rf"(?:{self.frame})?{re.escape(self.expected)}\.?"
             return re.fullmatch(whole, answer.strip(), re.IGNORECASE) is not None
-        return _holds(answer, self.expected) and not any(_holds(answer, other) for other in self.others)
+        return _holds(answer, self.expected) and not any(
+            _holds(answer, other) for other in self.others
+        )
 
 
 def _holds(answer: str, expected: str) -> bool:
@@ -83,11 +93,20 @@ class Judged:
     def accepts(self, answer: str) -> bool:
         """All that is right is there, and nothing wrong; capitals do not matter."""
         found = (re.search(pattern, answer, re.IGNORECASE) for pattern in self.right)
-        return all(found) and not any(re.search(pattern, answer, re.IGNORECASE) for pattern in self.wrong)
+        return all(found) and not any(
+            re.search(pattern, answer, re.IGNORECASE) for pattern in self.wrong
+        )
 
 
 NOT_TOLD = "not told|don't know"
-FILLERS = (sums.add, sums.count, small_talk.cache_question, lists.repeat, small_talk.small_talk, small_talk.unknown)
+FILLERS = (
+    sums.add,
+    sums.count,
+    small_talk.cache_question,
+    lists.repeat,
+    small_talk.small_talk,
+    small_talk.unknown,
+)
 
 
 def _talk(rng) -> Conversation:
@@ -126,7 +145,11 @@ def recall_case(rng: random.Random) -> Case:
     _fill(talk)
     if talk.pets and rng.random() < 0.4:
         kind = rng.choice(list(talk.pets))
-        talk.say(about_user.asked(talk, talk.one_of(facts.PET["name_asked"], k=kind)), "?", ("ask pet", kind))
+        talk.say(
+            about_user.asked(talk, talk.one_of(facts.PET["name_asked"], k=kind)),
+            "?",
+            ("ask pet", kind),
+        )
         return _recall(talk, talk.pets[kind])
     kind = rng.choice(list(talk.facts))
     talk.say(about_user.asked(talk, talk.one_of(FACTS[kind].asked)), "?", ("ask", kind))
@@ -173,9 +196,15 @@ def before_and_now_case(rng: random.Random) -> Case:
     """A sentence that names what was and what is: what was is wrong."""
     talk = _talk(rng)
     kind = rng.choice(nearby.MOVING)
-    while (old := talk.cased(FACTS[kind].value(rng, True))) == (new := talk.cased(FACTS[kind].value(rng, True))):
+    while (old := talk.cased(FACTS[kind].value(rng, True))) == (
+        new := talk.cased(FACTS[kind].value(rng, True))
+    ):
         pass
-    talk.say(upper_first(talk.one_of(nearby.before_and_now(kind), v=new, w=old, x=kind)), "?", ("tell", kind, new))
+    talk.say(
+        upper_first(talk.one_of(nearby.before_and_now(kind), v=new, w=old, x=kind)),
+        "?",
+        ("tell", kind, new),
+    )
     _fill(talk, 1)
     talk.say(about_user.asked(talk, talk.one_of(FACTS[kind].asked)), "?", ("ask", kind))
     return Case(_script(talk), new, others=(old,))
@@ -204,7 +233,12 @@ def _whole(answer: str) -> str:
     return answer.rstrip(".")
 
 
-def _from_segment(segment: Callable, expected: Callable = _whole, frame: str = "", group: Callable = lambda step: ""):
+def _from_segment(
+    segment: Callable,
+    expected: Callable = _whole,
+    frame: str = "",
+    group: Callable = lambda step: "",
+):
     """The corpus' own generator, on held-out words: its last answer is the right one."""
 
     def make(rng: random.Random) -> Case:
@@ -212,7 +246,12 @@ def _from_segment(segment: Callable, expected: Callable = _whole, frame: str = "
         if rng.random() < 0.3:
             small_talk.small_talk(talk)
         segment(talk)
-        return Case(_script(talk), expected(talk.messages[-1]["content"]), frame, group=group(talk.log[-1][-1]))
+        return Case(
+            _script(talk),
+            expected(talk.messages[-1]["content"]),
+            frame,
+            group=group(talk.log[-1][-1]),
+        )
 
     return make
 
@@ -236,9 +275,14 @@ def new_phrasing_case(rng: random.Random) -> Case:
 
 def written_cases(name: str) -> list[Judged]:
     """The conversations of a file, which nobody who made the corpus wrote."""
-    lines = (files("nanokv.school.training") / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (
+        (files("nanokv.school.training") / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    )
     rows = map(json.loads, lines)
-    return [Judged(*(tuple(row[key]) for key in ("turns", "right", "wrong")), row["about"]) for row in rows]
+    return [
+        Judged(*(tuple(row[key]) for key in ("turns", "right", "wrong")), row["about"])
+        for row in rows
+    ]
 
 
 TASKS: dict[str, Callable] = {
@@ -254,7 +298,9 @@ TASKS: dict[str, Callable] = {
     "edited lists": _from_segment(nearby.edit_once, frame="your list is now: "),
     "count": _from_segment(sums.count),
     "other counts": _from_segment(nearby.count),
-    "sums": _from_segment(sums.add, lambda answer: _whole(answer).split("= ")[1], r"\d+ \+ \d+ = ", digits),
+    "sums": _from_segment(
+        sums.add, lambda answer: _whole(answer).split("= ")[1], r"\d+ \+ \d+ = ", digits
+    ),
     "other arithmetic refused": _from_segment(sums.refuse),
     "cache questions": cache_case,
     "cache questions, new phrasing": new_phrasing_case,
@@ -349,7 +395,9 @@ def faults(cached: int) -> dict[str, Callable[[int], int]]:
     }
 
 
-def broken_recall(model, tokenizer, count: int = 100, seed: int = 0, done=lambda: None) -> list[dict]:
+def broken_recall(
+    model, tokenizer, count: int = 100, seed: int = 0, done=lambda: None
+) -> list[dict]:
     """The recall cases, asked with a right cache, a cleared one, and wrong positions.
 
     One row a fault: share recalled, share of answers that stay the same to the letter, and the median over cases of
@@ -361,7 +409,11 @@ def broken_recall(model, tokenizer, count: int = 100, seed: int = 0, done=lambda
         for turn in case.turns[:-1]:
             session.ask(turn)
         ids = session.prompt([*session.messages, {"role": "user", "content": case.turns[-1]}])
-        cached = len(session.prompt(session.messages, add_generation_prompt=False)) if session.messages else 0
+        cached = (
+            len(session.prompt(session.messages, add_generation_prompt=False))
+            if session.messages
+            else 0
+        )
         full, question = ids[:cached], ids[cached:]
         reference = answer_from(model, tokenizer, full, question, lambda length: length)
         trials = {name: (full, lie) for name, lie in faults(cached).items()}
@@ -390,9 +442,13 @@ def answer_from(model, tokenizer, context, question, lie, limit: int = 40):
     if context:
         prefill(model, torch.tensor([context]), cache, start_pos=0)
     cache = WrongPosition(cache, lie)
-    first = logits = prefill(model, torch.tensor([question]), cache, start_pos=cache.length)  # (1,V)
+    first = logits = prefill(
+        model, torch.tensor([question]), cache, start_pos=cache.length
+    )  # (1,V)
     ids: list[int] = []
-    while (token := int(logits.argmax())) not in model.generation_config.eos_token_ids and len(ids) < limit:
+    while (token := int(logits.argmax())) not in model.generation_config.eos_token_ids and len(
+        ids
+    ) < limit:
         ids.append(token)
         logits = decode(model, torch.tensor([[token]]), cache, start_pos=cache.length)  # (1,V)
     return tokenizer.decode(ids), first[0]
@@ -402,7 +458,12 @@ def examples(model, tokenizer) -> list[tuple[str, str]]:
     """A fixed conversation, to see at a glance what the model says."""
     session = Session(model, tokenizer, params={"max_new_tokens": 60})
     turns = (
-        "Hello!", "My name is Zorbla.", "I have a cat called Miso.", "What is my name?", "What is 27 + 48?",
-        "What is a KV cache?", "What is my cat called?",
+        "Hello!",
+        "My name is Zorbla.",
+        "I have a cat called Miso.",
+        "What is my name?",
+        "What is 27 + 48?",
+        "What is a KV cache?",
+        "What is my cat called?",
     )
     return [(turn, session.ask(turn)) for turn in turns]

@@ -33,15 +33,22 @@ class Fact:
 
 def _fact(section: str, value: Callable, **filled: str) -> Fact:
     """A section of the file, its {thing} and {note} filled in."""
-    texts = {field.name: _TEXTS[section][field.name] for field in fields(Fact) if field.name != "value"}
+    texts = {
+        field.name: _TEXTS[section][field.name] for field in fields(Fact) if field.name != "value"
+    }
     for name, text in filled.items():
-        texts = {key: [line.replace(f"{{{name}}}", text) for line in lines] for key, lines in texts.items()}
+        texts = {
+            key: [line.replace(f"{{{name}}}", text) for line in lines]
+            for key, lines in texts.items()
+        }
     return Fact(value, **texts)
 
 
 def _from(pool, known: float = 0.55):
     """A word of the pool, or one that no pool has: a model that only knew the pool would answer from it."""
-    return lambda rng, held_out: rng.choice(pool) if rng.random() < known else words.strange(rng, held_out)
+    return lambda rng, held_out: (
+        rng.choice(pool) if rng.random() < known else words.strange(rng, held_out)
+    )
 
 
 def _city(rng, held_out):
@@ -51,7 +58,9 @@ def _city(rng, held_out):
 def _title(rng, held_out):
     """A song, a book, a band: one or two words that mean nothing."""
     count = rng.choice((1, 1, 2))
-    return " ".join(words.distinct(rng, count, lambda: words.varied_word(rng, held_out).capitalize()))
+    return " ".join(
+        words.distinct(rng, count, lambda: words.varied_word(rng, held_out).capitalize())
+    )
 
 
 def _names(rng, held_out):
@@ -122,15 +131,31 @@ LATE = {  # kinds that resemble others: in the second stage of the training
     "language": _fact("language", _from(words.LANGUAGES)),
 } | {thing: _favourite(thing, words.strange) for thing in words.FAVOURITES}
 CODES = {  # in the second stage
-    code: _fact("code", _login if code.endswith("password") else _code, thing=code) for code in words.CODES
+    code: _fact("code", _login if code.endswith("password") else _code, thing=code)
+    for code in words.CODES
 }
 FACTS |= LATE | CODES
 
 # how often a kind comes up; brothers and sisters more than colleagues, colours more than flowers
 WEIGHTS = dict.fromkeys(FACTS, 1.0)
-WEIGHTS |= {kind: 0.5 for kind in words.RELATIVES if kind not in ("sister", "brother", "mother", "son", "daughter")}
-WEIGHTS |= dict.fromkeys(("season", "fruit", "flower", "instrument", "subject", "song", "book", "film", "band"), 0.5)
-WEIGHTS |= {"name": 5.0, "city": 3.0, "job": 2.0, "colour": 2.0, "food": 1.5, "number": 2.5, "word": 2.0, "hobby": 1.5}
+WEIGHTS |= {
+    kind: 0.5
+    for kind in words.RELATIVES
+    if kind not in ("sister", "brother", "mother", "son", "daughter")
+}
+WEIGHTS |= dict.fromkeys(
+    ("season", "fruit", "flower", "instrument", "subject", "song", "book", "film", "band"), 0.5
+)
+WEIGHTS |= {
+    "name": 5.0,
+    "city": 3.0,
+    "job": 2.0,
+    "colour": 2.0,
+    "food": 1.5,
+    "number": 2.5,
+    "word": 2.0,
+    "hobby": 1.5,
+}
 WEIGHTS |= {"friend": 1.5, "age": 1.5, "friends": 0.5}
 WEIGHTS |= dict.fromkeys((*LATE, *CODES), 0)
 

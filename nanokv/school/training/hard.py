@@ -14,11 +14,19 @@ SENTENCES = " ".join(str(phrases(name)) for name in ("facts", "requests", "nearb
 # "withme" begins with a token that no list has.
 EVERY_WORD = sorted(set(re.findall("[a-z]{4,}", SENTENCES.lower())))
 ASKED_LATER = phrases("requests")["remembered"]["nth"]
-OTHERS = (sums.add, sums.count, small_talk.cache_question, lists.repeat, small_talk.small_talk, small_talk.unknown)
+OTHERS = (
+    sums.add,
+    sums.count,
+    small_talk.cache_question,
+    lists.repeat,
+    small_talk.small_talk,
+    small_talk.unknown,
+)
 LENGTHS = (3, 4, 5, 5, 6, 6, 7, 7, 8, 8)
 FIRST = 0.55  # how often a statement begins with its value, where it can
 FIRST_TEXTS = {
-    kind: [text for text in (*fact.told, *fact.changed) if text.startswith("{v}")] for kind, fact in FACTS.items()
+    kind: [text for text in (*fact.told, *fact.changed) if text.startswith("{v}")]
+    for kind, fact in FACTS.items()
     if kind not in CODES
 }  # kind → the phrasings that begin with the value
 INTRODUCTION = phrases("introductions")
@@ -26,7 +34,17 @@ UNKNOWN = 0.25  # how often something that was not told is asked for, among what
 PET_FIRST = [text for text in PET["told"] if text.startswith("{v}")]
 INTRODUCED = ["This is {v}.", "It's {v} here, by the way.", *FIRST_TEXTS["name"]]
 PROPER = {  # kinds whose values have a capital
-    "name", "friend", "city", "song", "book", "film", "band", "birthplace", "childhood", "workplace", *words.RELATIVES,
+    "name",
+    "friend",
+    "city",
+    "song",
+    "book",
+    "film",
+    "band",
+    "birthplace",
+    "childhood",
+    "workplace",
+    *words.RELATIVES,
 }
 POOLED = ("age", "number", "friends", "season")
 BEGINNING = [kind for kind, texts in FIRST_TEXTS.items() if texts and kind not in POOLED]
@@ -48,7 +66,12 @@ def remember(talk: Conversation):
     pets = [kind for kind, name in talk.pets.items() if before.get(kind) != name]
     if pets:
         unknown = rng.random() < UNKNOWN
-        _ask_pet(talk, rng.choice([kind for kind in words.ANIMALS if kind not in talk.pets] if unknown else pets))
+        _ask_pet(
+            talk,
+            rng.choice(
+                [kind for kind in words.ANIMALS if kind not in talk.pets] if unknown else pets
+            ),
+        )
 
 
 def begin(talk: Conversation):
@@ -57,7 +80,11 @@ def begin(talk: Conversation):
     if rng.random() < 0.25:
         kind, name = about_user.animal(talk), talk.cased(_new_value(talk).title())
         about_user.keep_pet(talk, kind, name)
-        talk.say(upper_first(talk.one_of(PET_FIRST, k=kind, v=name)), f"{name} the {kind}.", ("pet", kind, name))
+        talk.say(
+            upper_first(talk.one_of(PET_FIRST, k=kind, v=name)),
+            f"{name} the {kind}.",
+            ("pet", kind, name),
+        )
         return
     kind, value = rng.choice(BEGINNING), _new_value(talk)
     value = talk.cased(value.title() if kind in PROPER else value)
@@ -71,7 +98,11 @@ def introduce(talk: Conversation):
     rng, told = talk.rng, [about_user.statement(talk, "name", INTRODUCED)]
     if rng.random() < 0.5:
         told.insert(rng.randrange(2), _statement(talk, draw(rng, ("name",))))
-    talk.say(about_user.joined(talk, [sentence for sentence, _, _ in told]), told[0][1], *(step for _, _, step in told))
+    talk.say(
+        about_user.joined(talk, [sentence for sentence, _, _ in told]),
+        told[0][1],
+        *(step for _, _, step in told),
+    )
     _others(talk, 1)
     about_user.recall(talk, "name")
 
@@ -90,7 +121,11 @@ def tell_at_once(talk: Conversation) -> list[str]:
     clauses = {place: _clause(talk, place) for place in re.findall(r"{(\w+)}", sentence)}
     steps = [step for _, step in clauses.values()]
     sentence = sentence.format(**{place: text for place, (text, _) in clauses.items()})
-    said = re.sub(r"(?:^|[.!] )\w", lambda first: first[0].upper(), talk.rng.choice(INTRODUCTION["hello"]) + sentence)
+    said = re.sub(
+        r"(?:^|[.!] )\w",
+        lambda first: first[0].upper(),
+        talk.rng.choice(INTRODUCTION["hello"]) + sentence,
+    )
     talk.say(said, "Thank you, I will remember that.", *steps)
     return [kind for name, kind, _ in steps if name == "tell"]
 
@@ -179,7 +214,9 @@ _RECALLED = {
     "tell": lambda kind, value: upper_first(FACTS[kind].recalled[0].format(v=value)),
     "pet": lambda kind, name: PET["name_recalled"].format(k=kind, v=name),
     "home": lambda person, city: upper_first(f"{person} lives in {city}."),
-    "owner": lambda person, colour, thing: upper_first(f"{person} has a {f'{colour} {thing}'.strip()}."),
+    "owner": lambda person, colour, thing: upper_first(
+        f"{person} has a {f'{colour} {thing}'.strip()}."
+    ),
     "object": lambda thing, place: f"The {thing} is in the {place}.",
     "spot": lambda thing, place: f"The {thing} is {place}.",
 }  # what was told → how it is recalled
@@ -199,7 +236,9 @@ def _tell(talk: Conversation, kind: str | None = None, pets: float = 0.0) -> lis
     told = [_statement(talk, kind) for kind in kinds]
     if rng.random() < pets:
         told.insert(rng.randrange(len(told) + 1), _pet(talk))
-    noted = told[0][1] if len(told) == 1 or rng.random() < 0.3 else "Thank you, I will remember that."
+    noted = (
+        told[0][1] if len(told) == 1 or rng.random() < 0.3 else "Thank you, I will remember that."
+    )
     message = about_user.joined(talk, [sentence for sentence, _, _ in told])
     talk.say(message, noted, *(step for _, _, step in told))
     return kinds
@@ -217,7 +256,11 @@ def _statement(talk: Conversation, kind: str) -> tuple[str, str, tuple]:
 def _ask_pet(talk: Conversation, kind: str):
     """The name of a pet, or that it was not told."""
     question, name = talk.one_of(PET["name_asked"], k=kind), talk.pets.get(kind)
-    answer = PET["name_recalled"].format(k=kind, v=name) if name else talk.one_of(PET["kind_missing"], k=kind)
+    answer = (
+        PET["name_recalled"].format(k=kind, v=name)
+        if name
+        else talk.one_of(PET["kind_missing"], k=kind)
+    )
     talk.say(about_user.asked(talk, question), answer, ("ask pet", kind))
 
 
@@ -226,4 +269,8 @@ def _pet(talk: Conversation) -> tuple[str, str, tuple]:
     kind, name = about_user.animal(talk), talk.name()
     about_user.keep_pet(talk, kind, name)
     sentence = talk.one_of(PET_FIRST if talk.rng.random() < FIRST else PET["told"], k=kind, v=name)
-    return upper_first(sentence), upper_first(talk.one_of(PET["noted"], k=kind, v=name)), ("pet", kind, name)
+    return (
+        upper_first(sentence),
+        upper_first(talk.one_of(PET["noted"], k=kind, v=name)),
+        ("pet", kind, name),
+    )

@@ -82,7 +82,12 @@ def remember(talk: Conversation):
     new_list(talk)
     all_of_it = f"Ok, I will remember {', '.join(talk.list)}."
     count = f"I will remember these {words.number(len(talk.list))} words."
-    _ask(talk, "remember", talk.one_of((all_of_it, count, "Ok, I will remember the list.")), ("remember",))
+    _ask(
+        talk,
+        "remember",
+        talk.one_of((all_of_it, count, "Ok, I will remember the list.")),
+        ("remember",),
+    )
 
 
 def edit(talk: Conversation):
@@ -101,7 +106,11 @@ def edit(talk: Conversation):
 
 def position(rng, items) -> tuple[str, str]:
     i = rng.randrange(len(items))
-    return ("last", items[-1]) if i == len(items) - 1 and rng.random() < 0.5 else (words.ORDINALS[i], items[i])
+    return (
+        ("last", items[-1])
+        if i == len(items) - 1 and rng.random() < 0.5
+        else (words.ORDINALS[i], items[i])
+    )
 
 
 def digits(rng, where: str) -> str:
@@ -120,7 +129,9 @@ def ask(talk: Conversation):
         request = talk.rng.choice(REQUESTS["remembered"]["unknown"])
         return talk.say(request, "You have not given me a list yet.", ("no list",))
     how, filled, answer, meaning = talk.rng.choice(QUESTIONS)(talk)
-    request = talk.rng.choice(REQUESTS["remembered"][how]).format(*filled, o=filled[0] if filled else "")
+    request = talk.rng.choice(REQUESTS["remembered"][how]).format(
+        *filled, o=filled[0] if filled else ""
+    )
     talk.say(asked(talk, request), answer, meaning)
 
 
@@ -132,7 +143,11 @@ def _ask_nth(talk):
 def _ask_member(talk):
     inside = talk.rng.random() < 0.5
     probe = talk.rng.choice(talk.list) if inside else talk.word()
-    answer = f"Yes, {probe} is on the list." if probe in talk.list else f"No, {probe} is not on the list."
+    answer = (
+        f"Yes, {probe} is on the list."
+        if probe in talk.list
+        else f"No, {probe} is not on the list."
+    )
     return "member", (probe,), answer, ("member", probe)
 
 
@@ -148,11 +163,20 @@ def _ask_next(talk):
 
 def _ask_length(talk):
     count = len(talk.list)
-    return "length", (), f"There are {words.number(count)}." if count > 1 else "There is one.", ("length",)
+    return (
+        "length",
+        (),
+        f"There are {words.number(count)}." if count > 1 else "There is one.",
+        ("length",),
+    )
 
 
 QUESTIONS = (  # positions twice as often as the others
-    _ask_nth, _ask_nth, _ask_member, _ask_next, _ask_length,
+    _ask_nth,
+    _ask_nth,
+    _ask_member,
+    _ask_next,
+    _ask_length,
     lambda talk: ("again", (), again(talk), ("again",)),
     lambda talk: ("backwards", (), backwards(talk), ("backwards",)),
 )

@@ -14,9 +14,28 @@ from nanokv.school.training.phrases import phrases
 from nanokv.school.training.small_talk import ARITHMETIC
 
 _TEXTS = phrases("nearby")
-MOVED, SETTLING, COUNTING, EDITS = (_TEXTS[name] for name in ("moved", "settling", "counting", "edits"))
-MOVING = ("city", "city", "city", "name", "name", "job", "job", "hobby", "colour", "food", "drink", "animal", "sport",
-          "sister", "brother", "game", "instrument")
+MOVED, SETTLING, COUNTING, EDITS = (
+    _TEXTS[name] for name in ("moved", "settling", "counting", "edits")
+)
+MOVING = (
+    "city",
+    "city",
+    "city",
+    "name",
+    "name",
+    "job",
+    "job",
+    "hobby",
+    "colour",
+    "food",
+    "drink",
+    "animal",
+    "sport",
+    "sister",
+    "brother",
+    "game",
+    "instrument",
+)
 ROUND = (20, 25, 30, 40, 50, 60, 100)
 STEPS = {2: "twos", 3: "threes", 5: "fives", 10: "tens"}
 
@@ -112,14 +131,22 @@ def count(talk: Conversation):
         numbers = list(range(1, min(last, 40 if in_words else last) + 1))
         down = rng.random() < 0.2
         numbers = numbers[::-1] if down else numbers
-        request = rng.choice(sums.NUMBERS["down_from" if down else "up_to"]).format(said(numbers[0 if down else -1]))
+        request = rng.choice(sums.NUMBERS["down_from" if down else "up_to"]).format(
+            said(numbers[0 if down else -1])
+        )
     else:
         lowest = -10 if dice > 0.9 and not in_words else 0
         first = rng.randint(lowest, rng.choice((5, 20, 20, 90)))
-        last = first if rng.random() < 0.2 else min(max(lowest, first + rng.randint(-15, 15)), 99 if in_words else 105)
+        last = (
+            first
+            if rng.random() < 0.2
+            else min(max(lowest, first + rng.randint(-15, 15)), 99 if in_words else 105)
+        )
         numbers = list(range(first, last + 1)) or list(range(first, last - 1, -1))
         request = rng.choice(COUNTING["either"]).format(a=said(first), b=said(last))
-    talk.say(upper_first(request), f"{', '.join(map(said, numbers))}.", ("count", *map(said, numbers)))
+    talk.say(
+        upper_first(request), f"{', '.join(map(said, numbers))}.", ("count", *map(said, numbers))
+    )
 
 
 def _count_steps(talk: Conversation):
@@ -145,7 +172,9 @@ def refuse(talk: Conversation):
     rng.shuffle(both)
     said = hundreds if rng.random() < 0.5 else str
     a, b = map(said, both)
-    talk.say(rng.choice(sums.BIG).format(a=a, b=b), ARITHMETIC["answered"][0], ("refuse", "arithmetic"))
+    talk.say(
+        rng.choice(sums.BIG).format(a=a, b=b), ARITHMETIC["answered"][0], ("refuse", "arithmetic")
+    )
 
 
 def hundreds(n: int) -> str:
@@ -167,7 +196,9 @@ def edit(talk: Conversation):
         _change(talk)
     if rng.random() < 0.6:
         how, filled, answer, meaning = rng.choice(lists.QUESTIONS)(talk)
-        request = rng.choice(lists.REQUESTS["remembered"][how]).format(*filled, o=filled[0] if filled else "")
+        request = rng.choice(lists.REQUESTS["remembered"][how]).format(
+            *filled, o=filled[0] if filled else ""
+        )
         talk.say(asked(talk, request), answer, meaning)
 
 
@@ -187,11 +218,20 @@ def _change(talk: Conversation):
     ]
     shorter = [
         ("remove_word", {"w": other}, _without(items, other), ("remove_item", other)),
-        ("remove_place", {"o": lists.digits(rng, where)}, _without(items, item), ("remove_place", where)),
+        (
+            "remove_place",
+            {"o": lists.digits(rng, where)},
+            _without(items, item),
+            ("remove_place", where),
+        ),
     ]
     changed = [new if word == other else word for word in items]
     replaced = ("replace_item", {"w": other, "v": new}, changed, ("replace_item", other, new))
-    options = [replaced, *(longer if len(items) < lists.LONGEST else []), *(shorter if len(items) > 2 else [])]
+    options = [
+        replaced,
+        *(longer if len(items) < lists.LONGEST else []),
+        *(shorter if len(items) > 2 else []),
+    ]
     how, filled, talk.list, meaning = rng.choice(options)
     request = upper_first(rng.choice(EDITS[how]).format(**filled))
     talk.say(request, f"Your list is now: {', '.join(talk.list)}.", meaning)
@@ -213,4 +253,8 @@ def _new_item(talk: Conversation) -> str:
 def yes_or_no(talk: Conversation):
     """Does batch size change the cache size?"""
     answer, phrasings = talk.rng.choice(YES_OR_NO)
-    talk.say(ask(talk.rng, talk.rng.choice(phrasings[:-1]), talk.stage.wrappers), answer, ("cache", answer))
+    talk.say(
+        ask(talk.rng, talk.rng.choice(phrasings[:-1]), talk.stage.wrappers),
+        answer,
+        ("cache", answer),
+    )

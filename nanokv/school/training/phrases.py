@@ -9,4 +9,6 @@ from importlib.resources import files
 
 def phrases(name: str) -> dict:
     """What nanokv/school/training/NAME.toml holds."""
-    return tomllib.loads((files("nanokv.school.training") / f"{name}.toml").read_text(encoding="utf-8"))
+    return tomllib.loads(
+        (files("nanokv.school.training") / f"{name}.toml").read_text(encoding="utf-8")
+    )

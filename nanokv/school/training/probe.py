@@ -22,7 +22,9 @@ def reply(trainer, question: str, limit: int = 40) -> str:
     ids = tokenizer.encode(f"{asked}<|im_start|>assistant\n").ids
     cache, answer = make_cache("dict", model.config), []
     logits = prefill(model, torch.tensor([ids]), cache)
-    while (token := int(logits.argmax())) != tokenizer.token_to_id("<|im_end|>") and len(answer) < limit:
+    while (token := int(logits.argmax())) != tokenizer.token_to_id("<|im_end|>") and len(
+        answer
+    ) < limit:
         answer.append(token)
         logits = decode(model, torch.tensor([[token]]), cache, start_pos=cache.length)
     return tokenizer.decode(answer)

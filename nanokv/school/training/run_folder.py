@@ -39,7 +39,8 @@ def read_state(checkpoint: Path) -> dict:
 def damaged(checkpoint: Path, error) -> NanoKVError:
     """The error for a checkpoint that was whole once: the disk or a hand changed it."""
     return NanoKVError(
-        f"{checkpoint} is damaged: {error}", hint="remove that folder: --resume then continues from the one before it"
+        f"{checkpoint} is damaged: {error}",
+        hint="remove that folder: --resume then continues from the one before it",
     )
 
 
@@ -85,11 +86,14 @@ def drop_old(folder: Path, keep: int = 2):
 
 def refuse_foreign(folder: Path):
     """`--out ~ --force` must not cost a home directory: a folder with other files in it is not a run."""
-    foreign = sorted(path.name for path in folder.iterdir() if not any(path.match(pattern) for pattern in OWN))
+    foreign = sorted(
+        path.name for path in folder.iterdir() if not any(path.match(pattern) for pattern in OWN)
+    )
     if foreign:
         more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
         raise NanoKVError(
-            f"{folder} holds {', '.join(foreign[:3])}{more}: not part of a training run", hint="another --out"
+            f"{folder} holds {', '.join(foreign[:3])}{more}: not part of a training run",
+            hint="another --out",
         )
 
 

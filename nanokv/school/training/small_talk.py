@@ -12,7 +12,11 @@ _TEXTS = phrases("stories")
 PARTS = tuple(_TEXTS["parts"].values())
 # (what users say, what nanokv answers).
 TALK = [(talk["said"], talk["answered"]) for talk in _TEXTS["talk"]]
-GREETINGS, ARITHMETIC, SYSTEM_PROMPTS = _TEXTS["greetings"], _TEXTS["arithmetic"], _TEXTS["system"]["prompts"]
+GREETINGS, ARITHMETIC, SYSTEM_PROMPTS = (
+    _TEXTS["greetings"],
+    _TEXTS["arithmetic"],
+    _TEXTS["system"]["prompts"],
+)
 STRANGERS = ("a fox", "an owl", "a small bear", "a friend")
 PLACES = (*words.PLACES, "river", "forest", "market", "harbour", "lake", "hill")
 
@@ -20,13 +24,19 @@ PLACES = (*words.PLACES, "river", "forest", "market", "harbour", "lake", "hill")
 def cache_question(talk: Conversation):
     """A question about KV caches; the last phrasing of each is kept for the evaluation."""
     answer, phrasings = talk.rng.choice(QUESTIONS)
-    talk.say(ask(talk.rng, talk.rng.choice(phrasings[:-1]), talk.stage.wrappers), answer, ("cache", answer))
+    talk.say(
+        ask(talk.rng, talk.rng.choice(phrasings[:-1]), talk.stage.wrappers),
+        answer,
+        ("cache", answer),
+    )
 
 
 def story(talk: Conversation):
     """Five sentences with the characters that the user names."""
     rng, kind = talk.rng, talk.rng.random()
-    a, b = words.distinct(rng, 2, lambda: talk.name() if rng.random() < 0.7 else f"the {rng.choice(words.ANIMALS)}")
+    a, b = words.distinct(
+        rng, 2, lambda: talk.name() if rng.random() < 0.7 else f"the {rng.choice(words.ANIMALS)}"
+    )
     if kind < 0.6:
         request = talk.one_of(_TEXTS["requests"]["two"], a=a, b=b)
     elif kind < 0.75:
@@ -41,8 +51,12 @@ def tale(rng, a: str, b: str) -> str:
     """The story of a and b; the second is "a fox" at first and "the fox" from then on."""
     form = {"p": rng.choice(PLACES), "t": rng.choice(words.NOUNS)}
     later = re.sub("^an? ", "the ", b)
-    sentences = [rng.choice(part).format(a=a, b=later if i else b, **form) for i, part in enumerate(PARTS)]
-    return ". ".join(upper_first(sentence) for sentence in " ".join(map(upper_first, sentences)).split(". "))
+    sentences = [
+        rng.choice(part).format(a=a, b=later if i else b, **form) for i, part in enumerate(PARTS)
+    ]
+    return ". ".join(
+        upper_first(sentence) for sentence in " ".join(map(upper_first, sentences)).split(". ")
+    )
 
 
 def small_talk(talk: Conversation):
@@ -58,7 +72,11 @@ def small_talk(talk: Conversation):
 def unknown(talk: Conversation):
     """An honest "I don't know that", or that it cannot do it."""
     rng = talk.rng
-    city = rng.choice(words.CITIES) if rng.random() < 0.5 else words.invent(rng, talk.held_out).capitalize()
+    city = (
+        rng.choice(words.CITIES)
+        if rng.random() < 0.5
+        else words.invent(rng, talk.held_out).capitalize()
+    )
     form = {"c": talk.cased(city), "n": talk.name(), "w": words.invent(rng, talk.held_out)}
     form |= {"t": rng.choice(words.NOUNS), "f": rng.choice(words.FOODS)}
     section = "unknown" if rng.random() < 0.75 else "impossible"

@@ -23,7 +23,9 @@ def tell_late(talk: Conversation):
 def recall_late(talk: Conversation):
     """Half of them were told."""
     known = [kind for kind in talk.facts if kind in LATE]
-    kind = talk.rng.choice(known) if known and talk.rng.random() < 0.6 else talk.rng.choice(list(LATE))
+    kind = (
+        talk.rng.choice(known) if known and talk.rng.random() < 0.6 else talk.rng.choice(list(LATE))
+    )
     about_user.recall(talk, kind)
 
 
@@ -62,7 +64,9 @@ def form(talk: Conversation):
     n, j, h = values
     told = talk.one_of(_TEXTS["form"]["told"], n=n, j=j, h=h)
     noted = talk.one_of(_TEXTS["form"]["noted"], n=n)
-    talk.say(told, noted, *(("tell", kind, value) for kind, value in zip(kinds, values, strict=True)))
+    talk.say(
+        told, noted, *(("tell", kind, value) for kind, value in zip(kinds, values, strict=True))
+    )
     if talk.rng.random() < 0.6:
         about_user.recall(talk, talk.rng.choice(kinds))
 
@@ -86,7 +90,9 @@ def chat(talk: Conversation):
 
 def ask_name(talk: Conversation):
     """Guess who I am!"""
-    talk.say(asked(talk, talk.one_of(_TEXTS["who"]["asked"])), recalled(talk, "name"), ("ask", "name"))
+    talk.say(
+        asked(talk, talk.one_of(_TEXTS["who"]["asked"])), recalled(talk, "name"), ("ask", "name")
+    )
 
 
 def label(kind: str) -> str:
@@ -100,8 +106,14 @@ def follow_up(talk: Conversation):
     """A question, and at once another in two words: "And my sister?" """
     about_user.recall(talk)
     known = [kind for kind in talk.facts if label(kind)]
-    kind = talk.rng.choice(known) if known and talk.rng.random() < 0.6 else talk.rng.choice(words.RELATIVES)
-    talk.say(talk.one_of(_TEXTS["follow_up"]["fact"], x=label(kind)), recalled(talk, kind), ("ask", kind))
+    kind = (
+        talk.rng.choice(known)
+        if known and talk.rng.random() < 0.6
+        else talk.rng.choice(words.RELATIVES)
+    )
+    talk.say(
+        talk.one_of(_TEXTS["follow_up"]["fact"], x=label(kind)), recalled(talk, kind), ("ask", kind)
+    )
 
 
 # --- pets, people, things ------------------------------------------------------------------------------------------
@@ -133,7 +145,9 @@ def relative_home(talk: Conversation):
     if both:
         about_user.keep(talk, "city", own)
         steps.append(("tell", "city", own))
-    told = talk.one_of(_TEXTS["relative_home"]["both" if both else "told"], r=kind, p=person, c=city, d=own)
+    told = talk.one_of(
+        _TEXTS["relative_home"]["both" if both else "told"], r=kind, p=person, c=city, d=own
+    )
     noted = talk.one_of(_TEXTS["relative_home"]["noted"], p=person, c=city)
     talk.say(upper_first(told), upper_first(noted), *steps)
     dice = rng.random()
@@ -141,7 +155,9 @@ def relative_home(talk: Conversation):
         ask_relative(talk, kind)
     elif dice < 0.5:
         question = talk.one_of(HOME["where_asked"], p=person)
-        talk.say(asked(talk, question), upper_first(f"{person} lives in {city}."), ("ask home", person))
+        talk.say(
+            asked(talk, question), upper_first(f"{person} lives in {city}."), ("ask home", person)
+        )
     elif dice < 0.75:
         about_user.recall(talk, "city")
 
@@ -149,7 +165,11 @@ def relative_home(talk: Conversation):
 def ask_relative(talk: Conversation, kind: str | None = None):
     """Where does my sister live? Where she was told; else that she was not, or that her home was not."""
     known = [r for r in words.RELATIVES if talk.facts.get(r) in talk.homes]
-    kind = kind or (talk.rng.choice(known) if known and talk.rng.random() < 0.7 else talk.rng.choice(words.RELATIVES))
+    kind = kind or (
+        talk.rng.choice(known)
+        if known and talk.rng.random() < 0.7
+        else talk.rng.choice(words.RELATIVES)
+    )
     person = talk.facts.get(kind)
     if person is None:
         answer = recalled(talk, kind)
@@ -157,15 +177,27 @@ def ask_relative(talk: Conversation, kind: str | None = None):
         answer = upper_first(f"{person} lives in {talk.homes[person]}.")
     else:
         answer = f"You have not told me where {person} lives."
-    talk.say(asked(talk, talk.one_of(_TEXTS["relative_home"]["asked"], r=kind)), answer, ("ask relative", kind))
+    talk.say(
+        asked(talk, talk.one_of(_TEXTS["relative_home"]["asked"], r=kind)),
+        answer,
+        ("ask relative", kind),
+    )
 
 
 def of_others(talk: Conversation):
     """Something about a person who was mentioned, that was not told."""
-    people = [*talk.homes, *talk.owners, *(talk.facts[r] for r in words.RELATIVES if r in talk.facts)]
+    people = [
+        *talk.homes,
+        *talk.owners,
+        *(talk.facts[r] for r in words.RELATIVES if r in talk.facts),
+    ]
     person = talk.rng.choice(people) if people else talk.name()
     texts = _TEXTS["of_others"]
-    talk.say(talk.one_of(texts["asked"], p=person), talk.one_of(texts["answered"], p=person), ("of others", person))
+    talk.say(
+        talk.one_of(texts["asked"], p=person),
+        talk.one_of(texts["answered"], p=person),
+        ("of others", person),
+    )
 
 
 def tell_spots(talk: Conversation):
@@ -174,11 +206,15 @@ def tell_spots(talk: Conversation):
     told: list[tuple[str, tuple]] = []
     for _ in range(rng.choice((1, 1, 2))):
         moves = bool(talk.objects) and not told and rng.random() < 0.35
-        thing = rng.choice(list(talk.objects)) if moves else about_user.new_thing(talk, talk.objects)
+        thing = (
+            rng.choice(list(talk.objects)) if moves else about_user.new_thing(talk, talk.objects)
+        )
         place = f"{rng.choice(words.BESIDE)} the {_place(talk)}"
         way, _, where = place.partition(" the ")
         talk.objects[thing] = place
-        sentence = talk.one_of(_TEXTS["spot"]["changed" if moves else "told"], t=thing, w=way, p=where)
+        sentence = talk.one_of(
+            _TEXTS["spot"]["changed" if moves else "told"], t=thing, w=way, p=where
+        )
         told.append((upper_first(sentence), ("spot", thing, place)))
     _, (_, thing, place) = told[-1]
     way, _, where = place.partition(" the ")
@@ -206,7 +242,9 @@ def recall_spot(talk: Conversation):
     else:
         thing = talk.rng.choice(list(talk.objects))
         answer = f"The {thing} is {talk.objects[thing]}."
-    talk.say(asked(talk, talk.one_of(_TEXTS["spot"]["asked"], t=thing)), answer, ("ask spot", thing))
+    talk.say(
+        asked(talk, talk.one_of(_TEXTS["spot"]["asked"], t=thing)), answer, ("ask spot", thing)
+    )
 
 
 # --- numbers, lists, stories ---------------------------------------------------------------------------------------
@@ -248,11 +286,17 @@ def list_at_once(talk: Conversation):
     how = talk.rng.choice(("reverse", "reverse", "repeat", "nth", "nth"))
     where, item = lists.position(talk.rng, items)
     answer, meaning = {
-        "reverse": (lists.backwards(talk), ("backwards",)), "repeat": (lists.again(talk), ("again",)),
+        "reverse": (lists.backwards(talk), ("backwards",)),
+        "repeat": (lists.again(talk), ("again",)),
         "nth": (f"The {where} is {item}.", ("nth", where)),
     }[how]
     listed, place = lists.typed(talk.rng, items), lists.digits(talk.rng, where)
-    talk.say(talk.rng.choice(_TEXTS["list"][how]).format(l=listed, o=place), answer, ("list", *items), meaning)
+    talk.say(
+        talk.rng.choice(_TEXTS["list"][how]).format(l=listed, o=place),
+        answer,
+        ("list", *items),
+        meaning,
+    )
 
 
 def list_later(talk: Conversation):
@@ -282,13 +326,20 @@ def _change_list(talk: Conversation, texts) -> None:
         while (item := talk.word()) in talk.list:
             pass
         talk.list, how = [*talk.list, item], "add_item"
-    talk.say(talk.rng.choice(texts[how]).format(item), f"Your list is now: {', '.join(talk.list)}.", (how, item))
+    talk.say(
+        talk.rng.choice(texts[how]).format(item),
+        f"Your list is now: {', '.join(talk.list)}.",
+        (how, item),
+    )
 
 
 def story(talk: Conversation):
     """A story about two who have a kind and a name."""
     a, b = words.distinct(talk.rng, 2, talk.name)
-    k, j = talk.rng.choice((*words.ANIMALS, "girl", "boy", "fox", "hedgehog", "owl")), talk.rng.choice(words.ANIMALS)
+    k, j = (
+        talk.rng.choice((*words.ANIMALS, "girl", "boy", "fox", "hedgehog", "owl")),
+        talk.rng.choice(words.ANIMALS),
+    )
     request = talk.one_of(_TEXTS["stories"]["told"], a=a, b=b, k=k, j=j)
     talk.say(request, tale(talk.rng, a, b), ("story", a, b))
 

@@ -7,7 +7,10 @@ from nanokv.school.training.small_talk import ARITHMETIC
 
 NUMBERS = REQUESTS["numbers"]
 # a sum is asked for in the same words, whatever its size
-BIG = [*ARITHMETIC["big"], *(request.replace("{}", "{a}", 1).replace("{}", "{b}", 1) for request in NUMBERS["add"])]
+BIG = [
+    *ARITHMETIC["big"],
+    *(request.replace("{}", "{a}", 1).replace("{}", "{b}", 1) for request in NUMBERS["add"]),
+]
 LARGEST = 99  # of two numbers that are added
 
 
@@ -36,7 +39,9 @@ def neighbour(talk: Conversation):
     """Which number comes after 41?"""
     number, after = talk.rng.randint(1, talk.rng.choice((20, 100, 999))), talk.rng.random() < 0.6
     request = talk.rng.choice(NUMBERS["next_number" if after else "previous_number"]).format(number)
-    answer = f"After {number} comes {number + 1}." if after else f"Before {number} comes {number - 1}."
+    answer = (
+        f"After {number} comes {number + 1}." if after else f"Before {number} comes {number - 1}."
+    )
     talk.say(request, answer, ("after" if after else "before", number))
 
 
@@ -52,7 +57,11 @@ def add(talk: Conversation):
     request = rng.choice(NUMBERS["add"]).format(said(a), said(b))
     if said is words.number and rng.random() < 0.3:
         request = request.replace("-", " ")
-    talk.say(asked(talk, request) if rng.random() < 0.2 else request, f"{a} + {b} = {a + b}.", ("add", a, b))
+    talk.say(
+        asked(talk, request) if rng.random() < 0.2 else request,
+        f"{a} + {b} = {a + b}.",
+        ("add", a, b),
+    )
 
 
 def refuse(talk: Conversation):

@@ -98,11 +98,23 @@ class Trainer:
         rows = partial(Rows, self.tokenizer, recipe.seed, recipe.tokens_per_batch)
         self.short, self.long = rows(longest=512), rows()
         # step from which → what is drawn from
-        self.sources = {0: self.short, recipe.long_rows_from: self.long, recipe.second_from: rows(stage=SECOND)}
+        self.sources = {
+            0: self.short,
+            recipe.long_rows_from: self.long,
+            recipe.second_from: rows(stage=SECOND),
+        }
 
     def _new_optimizers(self) -> list[torch.optim.Optimizer]:
-        matrices = [p for name, p in self.model.named_parameters() if p.dim() == 2 and name != "embed_tokens.weight"]
-        rest = [p for name, p in self.model.named_parameters() if p.dim() != 2 or name == "embed_tokens.weight"]
+        matrices = [
+            p
+            for name, p in self.model.named_parameters()
+            if p.dim() == 2 and name != "embed_tokens.weight"
+        ]
+        rest = [
+            p
+            for name, p in self.model.named_parameters()
+            if p.dim() != 2 or name == "embed_tokens.weight"
+        ]
         rate, decay = self.recipe.learning_rate, self.recipe.weight_decay
         return [
             torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
@@ -136,7 +148,9 @@ class Trainer:
         """Mean cross entropy of the targets that count, in nats per token; bf16 autocast, logits in fp32."""
         inputs, targets, counts = (t.to(self.device) for t in (inputs, targets, counts))
         with torch.autocast(torch.device(self.device).type, torch.bfloat16):
-            hidden = self.model(inputs, NoCache(self.config.num_hidden_layers), 0, self.attend)  # (B,T,C)
+            hidden = self.model(
+                inputs, NoCache(self.config.num_hidden_layers), 0, self.attend
+            )  # (B,T,C)
             logits = self.model.lm_head(hidden[counts])  # (N,V), only where somebody looks
         return self.cross_entropy(logits, targets[counts])
 
@@ -176,7 +190,11 @@ class Trainer:
             with new_checkpoint(folder, name) as temporary:
                 save_file(self.weights(), temporary / "weights.safetensors")
                 save_file(self._optimizer_tensors(), temporary / "optimizer.safetensors")
-                state = {"step": self.step, "recipe": asdict(self.recipe), "config": self.config.to_dict()}
+                state = {
+                    "step": self.step,
+                    "recipe": asdict(self.recipe),
+                    "config": self.config.to_dict(),
+                }
                 (temporary / "state.json").write_text(json.dumps(state, indent=1))
         drop_old(folder)
 
@@ -185,7 +203,11 @@ class Trainer:
         newest = newest_checkpoint(folder)
         if (recipe := stored_recipe(newest)) != self.recipe:
             mine = asdict(self.recipe)
-            differ = [f"{key} {value}, not {mine[key]}" for key, value in asdict(recipe).items() if value != mine[key]]
+            differ = [
+                f"{key} {value}, not {mine[key]}"
+                for key, value in asdict(recipe).items()
+                if value != mine[key]
+            ]
             raise NanoKVError(f"{newest} was made with another recipe: {', '.join(differ)}")
         state = read_state(newest)
         if state["config"] != json.loads(json.dumps(self.config.to_dict())):
@@ -205,7 +227,10 @@ class Trainer:
         tensors = {}
         for i, optimizer in enumerate(self.optimizers):
             for j, state in optimizer.state_dict()["state"].items():
-                tensors |= {f"{i}.{j}.{key}": torch.as_tensor(value).cpu().clone() for key, value in state.items()}
+                tensors |= {
+                    f"{i}.{j}.{key}": torch.as_tensor(value).cpu().clone()
+                    for key, value in state.items()
+                }
         return tensors
 
     def _load_optimizers(self, tensors: dict):
@@ -221,7 +246,10 @@ class Trainer:
     def export(self, folder):
         """The finished model as an ordinary Hugging Face folder, weights in bf16."""
         folder = Path(folder)
-        with saving(folder), writing.new_files(folder, writing.CHECKPOINT + writing.TOKENIZER, force=True) as new:
+        with (
+            saving(folder),
+            writing.new_files(folder, writing.CHECKPOINT + writing.TOKENIZER, force=True) as new,
+        ):
             self._write_model(new)
 
     def _write_model(self, folder: Path):
@@ -248,15 +276,24 @@ def causal_in_blocks(q, k, v):
     mixed = []
     # Which would make a copy of the scores in fp32.
     with torch.autocast(q.device.type, enabled=False):
-        grouped, k = (q * D**-0.5).to(v.dtype).reshape(B, k.shape[1], -1, T, D), k.to(v.dtype)  # (B,Hk,G,T,D)
+        grouped, k = (
+            (q * D**-0.5).to(v.dtype).reshape(B, k.shape[1], -1, T, D),
+            k.to(v.dtype),
+        )  # (B,Hk,G,T,D)
         for start in range(0, T, BLOCK):
             end = min(T, start + BLOCK)
             # A group shares its keys.
             queries = grouped[:, :, :, start:end].flatten(2, 3)  # (B,Hk,G·N,D)
-            hidden = torch.full((end - start, end), -torch.inf, dtype=v.dtype, device=v.device).triu(start + 1)
-            scores = (queries @ k[:, :, :end].transpose(-1, -2)).unflatten(2, (-1, end - start)) + hidden
+            hidden = torch.full(
+                (end - start, end), -torch.inf, dtype=v.dtype, device=v.device
+            ).triu(start + 1)
+            scores = (queries @ k[:, :, :end].transpose(-1, -2)).unflatten(
+                2, (-1, end - start)
+            ) + hidden
             mixed.append(scores.softmax(-1).flatten(2, 3) @ v[:, :, :end])  # (B,Hk,G·N,D)
-    blocks = [block.unflatten(2, (H // k.shape[1], -1)).flatten(1, 2) for block in mixed]  # (B,H,N,D) each
+    blocks = [
+        block.unflatten(2, (H // k.shape[1], -1)).flatten(1, 2) for block in mixed
+    ]  # (B,H,N,D) each
     return torch.cat(blocks, dim=2)
 
 
@@ -266,14 +303,19 @@ def initialise(model: Transformer) -> Transformer:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2:
-                parameter.normal_(0, 0.02 * (shrink if name.endswith(("o_proj.weight", "down_proj.weight")) else 1))
+                parameter.normal_(
+                    0,
+                    0.02 * (shrink if name.endswith(("o_proj.weight", "down_proj.weight")) else 1),
+                )
     return model
 
 
 def newest_checkpoint(folder) -> Path:
     """Where --resume continues."""
     if not (found := checkpoints(folder)):
-        raise NanoKVError(f"{folder} holds no checkpoint to resume from", hint="start without --resume")
+        raise NanoKVError(
+            f"{folder} holds no checkpoint to resume from", hint="start without --resume"
+        )
     return found[-1]
 
 
@@ -282,7 +324,9 @@ def stored_recipe(checkpoint: Path) -> Recipe:
     try:
         return Recipe(**read_state(checkpoint)["recipe"])
     except (KeyError, TypeError) as error:
-        raise damaged(checkpoint, f"its recipe is not one that this version knows ({error})") from error
+        raise damaged(
+            checkpoint, f"its recipe is not one that this version knows ({error})"
+        ) from error
 
 
 def estimate_speed(trainer: Trainer, seconds: float = 6.0) -> float:

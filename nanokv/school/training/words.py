@@ -63,21 +63,79 @@ FAVOURITES = "place dessert tree bird vegetable planet singer writer toy month s
 LANGUAGES = """English French German Spanish Italian Dutch Polish Turkish Arabic Hindi Japanese Korean Greek Swedish
 Portuguese Swahili""".split()
 CODES = (  # what has a number that a user tells
-    "PIN", "door code", "gate code", "locker code", "alarm code", "safe code", "bike lock", "phone code", "wifi code",
-    "room number", "flat number", "house number", "locker number", "bus number", "seat number", "wifi password",
-    "laptop password", "customer number", "lock code", "card PIN", "postcode", "code", "alarm", "locker", "tablet code",
-    "suitcase lock", "shed code", "mailbox code", "garage code", "ticket number", "table number", "garden lock",
+    "PIN",
+    "door code",
+    "gate code",
+    "locker code",
+    "alarm code",
+    "safe code",
+    "bike lock",
+    "phone code",
+    "wifi code",
+    "room number",
+    "flat number",
+    "house number",
+    "locker number",
+    "bus number",
+    "seat number",
+    "wifi password",
+    "laptop password",
+    "customer number",
+    "lock code",
+    "card PIN",
+    "postcode",
+    "code",
+    "alarm",
+    "locker",
+    "tablet code",
+    "suitcase lock",
+    "shed code",
+    "mailbox code",
+    "garage code",
+    "ticket number",
+    "table number",
+    "garden lock",
 )
 TITLES = ("Dr.", "Captain", "Professor", "Mr.", "Mrs.", "Doctor", "Sir", "Lady")
 BESIDE = (  # where things lie
-    "under", "behind", "on", "next to", "beside", "above", "in front of", "in", "on top of", "near",
+    "under",
+    "behind",
+    "on",
+    "next to",
+    "beside",
+    "above",
+    "in front of",
+    "in",
+    "on top of",
+    "near",
 )
-ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
+ORDINALS = (
+    "first",
+    "second",
+    "third",
+    "fourth",
+    "fifth",
+    "sixth",
+    "seventh",
+    "eighth",
+    "ninth",
+    "tenth",
+)
 _TO_NINETEEN = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
 seventeen eighteen nineteen""".split()
 _TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
 
-ACCENTS = {"a": "áàäåãâ", "e": "éèëê", "i": "íï", "o": "óöøô", "u": "úü", "c": "ç", "n": "ñ", "s": "š", "z": "ž"}
+ACCENTS = {
+    "a": "áàäåãâ",
+    "e": "éèëê",
+    "i": "íï",
+    "o": "óöøô",
+    "u": "úü",
+    "c": "ç",
+    "n": "ñ",
+    "s": "š",
+    "z": "ž",
+}
 
 COMMON = set(
     "and the they them then that this what where when which who why how she you not has had have was will with".split()

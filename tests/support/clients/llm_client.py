@@ -14,7 +14,9 @@ models = [entry | {"model_id": name, "model_name": name} for name in ("tiny", "g
 
 
 def ask(model="tiny", key=key, stream=False, **options):
-    return llm.get_model(model).prompt("Who are you?", key=key, stream=stream, max_tokens=12, **options)
+    return llm.get_model(model).prompt(
+        "Who are you?", key=key, stream=stream, max_tokens=12, **options
+    )
 
 
 def status(**more) -> int:
@@ -35,9 +37,19 @@ def usage(response) -> list[int]:
 
 
 whole, stopped, stream = ask(), ask(stop=stop), ask(stream=True)
-print(json.dumps({
-    "whole": whole.text(), "reason": reason(whole), "usage": usage(whole),
-    "streamed": "".join(stream), "stream_reason": reason(stream), "stream_usage": usage(stream),
-    "stopped": stopped.text(), "stop_reason": reason(stopped),
-    "no_model": status(model="gpt-9"), "no_key": status(key="wrong"),
-}))
+print(
+    json.dumps(
+        {
+            "whole": whole.text(),
+            "reason": reason(whole),
+            "usage": usage(whole),
+            "streamed": "".join(stream),
+            "stream_reason": reason(stream),
+            "stream_usage": usage(stream),
+            "stopped": stopped.text(),
+            "stop_reason": reason(stopped),
+            "no_model": status(model="gpt-9"),
+            "no_key": status(key="wrong"),
+        }
+    )
+)

@@ -10,9 +10,34 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 TINY = ROOT / "weights_loader" / "checkpoints" / "tiny"
 REGRESSIONS = Path(__file__).with_name("regressions")
-TARGETS = sorted(path.stem.removeprefix("target_") for path in Path(__file__).parent.glob("target_*.py"))
-ODD = (None, True, False, 0, -1, 1, 2**31, 2**63, 10**25, 1.5, -0.0, 1e308, "", "a", "\x00", "\ud800", "../x", [], {},
-       [[]], "\u202e", "9" * 5000, {"type": "x"})
+TARGETS = sorted(
+    path.stem.removeprefix("target_") for path in Path(__file__).parent.glob("target_*.py")
+)
+ODD = (
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    2**31,
+    2**63,
+    10**25,
+    1.5,
+    -0.0,
+    1e308,
+    "",
+    "a",
+    "\x00",
+    "\ud800",
+    "../x",
+    [],
+    {},
+    [[]],
+    "\u202e",
+    "9" * 5000,
+    {"type": "x"},
+)
 
 
 @functools.cache
@@ -50,7 +75,9 @@ def byte_mutator(data: bytes, rng: random.Random) -> bytes:
         elif kind == 2:
             data[at:at] = data[at : at + length] * rng.choice((1, 2, 50))
         else:
-            data[at:at] = rng.choice((b"{", b"}", b"[", b'"', b"\\u0000", b"9" * 20, b"\xff", b"NaN", b"1e999", b"%}"))
+            data[at:at] = rng.choice(
+                (b"{", b"}", b"[", b'"', b"\\u0000", b"9" * 20, b"\xff", b"NaN", b"1e999", b"%}")
+            )
     return bytes(data)
 
 
@@ -87,7 +114,13 @@ def json_mutator(data: bytes, rng: random.Random) -> bytes:
 
 def _places(value, depth=0):
     """(dict or list, key or index) of everything in a JSON value; of long lists the beginning."""
-    keys = list(value) if isinstance(value, dict) else range(min(len(value), 20)) if isinstance(value, list) else ()
+    keys = (
+        list(value)
+        if isinstance(value, dict)
+        else range(min(len(value), 20))
+        if isinstance(value, list)
+        else ()
+    )
     for key in list(keys)[:200]:
         yield value, key
         if depth < 12:

@@ -47,7 +47,11 @@ class Findings:
 
 def in_worker(name: str, seconds: float, out: Path, seed: int) -> dict:
     """Seeds, then mutations of seeds and of earlier mutations, in a process with limits."""
-    target, rng, findings = importlib.import_module(f"target_{name}"), random.Random(seed), Findings(out / name)
+    target, rng, findings = (
+        importlib.import_module(f"target_{name}"),
+        random.Random(seed),
+        Findings(out / name),
+    )
     pool, count, end = list(target.seeds().values()), 0, time.monotonic() + seconds
     begun = list(pool)
     with Worker(name) as worker:
@@ -65,8 +69,18 @@ def under_atheris(name: str, seconds: float, out: Path, seed: int) -> dict:
     begin, rows, corpus = time.monotonic(), [], out / name / "corpus"
     corpus.mkdir(parents=True, exist_ok=True)
     while (left := seconds - (time.monotonic() - begin)) > 1 or not rows:
-        command = [sys.executable, __file__, "--inside", name, "--seconds", str(int(left) + 1), "--out", str(out),
-                   "--seed", str(seed + len(rows))]
+        command = [
+            sys.executable,
+            __file__,
+            "--inside",
+            name,
+            "--seconds",
+            str(int(left) + 1),
+            "--out",
+            str(out),
+            "--seed",
+            str(seed + len(rows)),
+        ]
         done = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors="replace")
         rows.append(statistics(done.stderr))
         for line in done.stderr.splitlines():
@@ -75,17 +89,30 @@ def under_atheris(name: str, seconds: float, out: Path, seed: int) -> dict:
         if done.returncode not in (0, 70, 71, 77):
             print(done.stderr[-2000:], file=sys.stderr)
             break
-    return {"executions": sum(row["executions"] for row in rows), "covered": max(row["covered"] for row in rows),
-            "at first": rows[0]["at first"], "corpus": max(row["corpus"] for row in rows)}
+    return {
+        "executions": sum(row["executions"] for row in rows),
+        "covered": max(row["covered"] for row in rows),
+        "at first": rows[0]["at first"],
+        "corpus": max(row["corpus"] for row in rows),
+    }
 
 
 def statistics(text: str) -> dict:
     """What libFuzzer prints: '#1234 DONE cov: 56 ft: 78 corp: 9/10b …'."""
-    found = [(int(n), int(cov), int(corp)) for n, cov, corp in
-             re.findall(r"^#(\d+)\s+\w+\s+cov: (\d+) ft: \d+ corp: (\d+)", text, re.MULTILINE)]
+    found = [
+        (int(n), int(cov), int(corp))
+        for n, cov, corp in re.findall(
+            r"^#(\d+)\s+\w+\s+cov: (\d+) ft: \d+ corp: (\d+)", text, re.MULTILINE
+        )
+    ]
     if not found:
         return {"executions": 0, "covered": 0, "at first": 0, "corpus": 0}
-    return {"executions": found[-1][0], "covered": found[-1][1], "at first": found[0][1], "corpus": found[-1][2]}
+    return {
+        "executions": found[-1][0],
+        "covered": found[-1][1],
+        "at first": found[0][1],
+        "corpus": found[-1][2],
+    }
 
 
 def inside(name: str, seconds: int, out: Path, seed: int) -> None:
@@ -110,11 +137,25 @@ def inside(name: str, seconds: int, out: Path, seed: int) -> None:
             return atheris.Mutate(data, largest)
         return getattr(target, "mutate", common.byte_mutator)(data, rng)[:largest]
 
-    idle = int(Path("/proc/self/statm").read_text().split()[1]) * 4096 if sys.platform == "linux" else 10**9
-    atheris.Setup([
-        sys.argv[0], str(seeds), f"-max_total_time={seconds}", f"-timeout={int(SECONDS)}", f"-seed={seed + 1}",
-        f"-rss_limit_mb={(idle + MEMORY) >> 20}", f"-max_len={LARGEST}", f"-artifact_prefix={out / name}/",
-    ], one_input, custom_mutator=mutator)
+    idle = (
+        int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+        if sys.platform == "linux"
+        else 10**9
+    )
+    atheris.Setup(
+        [
+            sys.argv[0],
+            str(seeds),
+            f"-max_total_time={seconds}",
+            f"-timeout={int(SECONDS)}",
+            f"-seed={seed + 1}",
+            f"-rss_limit_mb={(idle + MEMORY) >> 20}",
+            f"-max_len={LARGEST}",
+            f"-artifact_prefix={out / name}/",
+        ],
+        one_input,
+        custom_mutator=mutator,
+    )
     atheris.Fuzz()
 
 
@@ -128,8 +169,10 @@ def table(rows: list[dict]) -> str:
     head = ("target", "seconds", "executions", "coverage", "corpus", "findings")
     lines = [head] + [tuple(str(row.get(name, "")) for name in head) for row in rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-                     for line in lines)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
 
 
 def fuzz(names: list[str], seconds: float, out: Path, seed: int) -> int:
@@ -139,11 +182,25 @@ def fuzz(names: list[str], seconds: float, out: Path, seed: int) -> int:
         text = (HERE / f"target_{name}.py").read_text()
         run, begin = in_worker if "IN_PROCESS = False" in text else under_atheris, time.monotonic()
         row = run(name, seconds, out, seed)
-        found = [p for p in (out / name).glob("*") if p.stat().st_mtime >= started and
-                 (p.suffix == ".txt" or p.name.startswith(("crash-", "timeout-", "oom-", "slow-unit-")))]
+        found = [
+            p
+            for p in (out / name).glob("*")
+            if p.stat().st_mtime >= started
+            and (
+                p.suffix == ".txt"
+                or p.name.startswith(("crash-", "timeout-", "oom-", "slow-unit-"))
+            )
+        ]
         coverage = f"{row['at first']} → {row['covered']}" if "covered" in row else "outside"
-        rows.append(row | {"target": name, "seconds": round(time.monotonic() - begin), "coverage": coverage,
-                           "findings": len(found)})
+        rows.append(
+            row
+            | {
+                "target": name,
+                "seconds": round(time.monotonic() - begin),
+                "coverage": coverage,
+                "findings": len(found),
+            }
+        )
     print(table(rows))
     found = sum(row["findings"] for row in rows)
     if found:
@@ -153,18 +210,30 @@ def fuzz(names: list[str], seconds: float, out: Path, seed: int) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="fuzz what nanokv reads")
-    parser.add_argument("--seconds", type=int, default=30, help="for each target (default 30: five minutes in all)")
-    parser.add_argument("--target", nargs="*", default=common.TARGETS, choices=common.TARGETS, metavar="NAME",
-                        help=", ".join(common.TARGETS))
-    parser.add_argument("--out", type=Path, default=common.ROOT / "runs" / "fuzz", help="corpus and findings")
+    parser.add_argument(
+        "--seconds", type=int, default=30, help="for each target (default 30: five minutes in all)"
+    )
+    parser.add_argument(
+        "--target",
+        nargs="*",
+        default=common.TARGETS,
+        choices=common.TARGETS,
+        metavar="NAME",
+        help=", ".join(common.TARGETS),
+    )
+    parser.add_argument(
+        "--out", type=Path, default=common.ROOT / "runs" / "fuzz", help="corpus and findings"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if importlib.util.find_spec("atheris") is None:
-        print("fuzz: error: atheris is not installed (Linux on x86-64, Python 3.11 to 3.13)\n"
-              "hint: make fuzz PYTHON=python3.11, or pip install -e '.[fuzz]'; "
-              "the replay of seeds and past findings needs nothing: make test ARGS=tests/weights/test_fuzz.py",
-              file=sys.stderr)
+        print(
+            "fuzz: error: atheris is not installed (Linux on x86-64, Python 3.11 to 3.13)\n"
+            "hint: make fuzz PYTHON=python3.11, or pip install -e '.[fuzz]'; "
+            "the replay of seeds and past findings needs nothing: make test ARGS=tests/weights/test_fuzz.py",
+            file=sys.stderr,
+        )
         return 2
     if args.inside:
         inside(args.inside, args.seconds, args.out, args.seed)

@@ -23,4 +23,6 @@ def run(data: bytes) -> None:
     for _, line in batch_lines.read_lines(str(path)):
         fields = batch_lines.parse_line(line)
         batch_lines.check_fields(fields)
-        assert len(batch_lines.digest(fields)) == 32 and all(isinstance(t, str) for t in batch_lines.texts(fields))
+        assert len(batch_lines.digest(fields)) == 32 and all(
+            isinstance(t, str) for t in batch_lines.texts(fields)
+        )

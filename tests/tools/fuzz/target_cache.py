@@ -15,9 +15,23 @@ from nanokv.errors import NanoKVError
 
 INSTRUMENT = ["nanokv.cache", "nanokv.cache.options"]
 ALLOWED = (NanoKVError,)
-SIZES = {"vocab_size": 8, "hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 2, "num_attention_heads": 2,
-         "num_key_value_heads": 1, "head_dim": 2, "max_position_embeddings": 64}
-KINDS = {"dict": {}, "static": {"capacity": 8}, "paged": {"page": 4}, "sliding": {"window": 4}, "quantized": {}}
+SIZES = {
+    "vocab_size": 8,
+    "hidden_size": 4,
+    "intermediate_size": 4,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 2,
+    "max_position_embeddings": 64,
+}
+KINDS = {
+    "dict": {},
+    "static": {"capacity": 8},
+    "paged": {"page": 4},
+    "sliding": {"window": 4},
+    "quantized": {},
+}
 mutate = target_safetensors.mutate
 
 

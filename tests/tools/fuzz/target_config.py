@@ -14,9 +14,18 @@ mutate = common.json_mutator
 
 
 def seeds() -> dict[str, bytes]:
-    files = {name: (common.TINY / name).read_bytes() for name in ("config.json", "generation_config.json")}
+    files = {
+        name: (common.TINY / name).read_bytes()
+        for name in ("config.json", "generation_config.json")
+    }
     fields = json.loads(files["config.json"])
-    yarn = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}
+    yarn = {
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32768,
+        }
+    }
     return files | {"yarn": json.dumps(fields | yarn).encode(), "empty": b"{}"}
 
 

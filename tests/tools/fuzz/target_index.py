@@ -16,7 +16,10 @@ SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 def seeds() -> dict[str, bytes]:
     whole = {"metadata": {"total_size": 32}, "weight_map": {"a": SHARDS[0], "b": SHARDS[1]}}
-    return {"whole": json.dumps(whole).encode(), "outside": b'{"weight_map": {"a": "../a.safetensors"}}'}
+    return {
+        "whole": json.dumps(whole).encode(),
+        "outside": b'{"weight_map": {"a": "../a.safetensors"}}',
+    }
 
 
 def run(data: bytes) -> None:

@@ -21,8 +21,16 @@ def file(header: dict, values: bytes) -> bytes:
 def seeds() -> dict[str, bytes]:
     one = {"a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}
     two = one | {"b": {"dtype": "BF16", "shape": [3], "data_offsets": [16, 22]}}
-    zero = {"z": {"dtype": "F16", "shape": [0, 4], "data_offsets": [0, 0]}, "__metadata__": {"format": "pt"}}
-    return {"one": file(one, bytes(16)), "two": file(two, bytes(22)), "zero": file(zero, b""), "none": file({}, b"")}
+    zero = {
+        "z": {"dtype": "F16", "shape": [0, 4], "data_offsets": [0, 0]},
+        "__metadata__": {"format": "pt"},
+    }
+    return {
+        "one": file(one, bytes(16)),
+        "two": file(two, bytes(22)),
+        "zero": file(zero, b""),
+        "none": file({}, b""),
+    }
 
 
 def mutate(data: bytes, rng) -> bytes:

@@ -11,17 +11,27 @@ from nanokv.apps.cli.chat import transcript
 from nanokv.errors import NanoKVError
 from nanokv.parallel.group import Alone
 
-INSTRUMENT = ["nanokv.apps.cli.chat.transcript", "nanokv.apps.cli.chat.files", "nanokv.chat.session"]
+INSTRUMENT = [
+    "nanokv.apps.cli.chat.transcript",
+    "nanokv.apps.cli.chat.files",
+    "nanokv.chat.session",
+]
 ALLOWED = (NanoKVError,)
 
 
 def seeds() -> dict[str, bytes]:
     head = transcript.header("tiny", "0" * 16, kv="a.kv")
     turn = {"user": "hi", "answer": "Hello!", "finish_reason": "stop", "seconds": 0.1}
-    history = {"history": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "system": "s",
-               "settings": {"temperature": 0.5, "stop": ["x"], "seed": 1}}
+    history = {
+        "history": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+        "system": "s",
+        "settings": {"temperature": 0.5, "stop": ["x"], "seed": 1},
+    }
     lines = {"turns": [head, turn, turn], "history": [head, history, turn], "head": [head]}
-    return {name: "".join(json.dumps(line) + "\n" for line in each).encode() for name, each in lines.items()}
+    return {
+        name: "".join(json.dumps(line) + "\n" for line in each).encode()
+        for name, each in lines.items()
+    }
 
 
 def mutate(data: bytes, rng) -> bytes:

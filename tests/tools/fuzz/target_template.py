@@ -14,21 +14,68 @@ from nanokv.text.template import ChatTemplate
 
 INSTRUMENT = ["nanokv.text.template", "nanokv.text.render_process"]
 ALLOWED = (TemplateError,)
-MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "naïve <b> " * 20},
-            {"role": "assistant", "content": "<think>hm</think>Sunny."}]
-TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
-VALUES = ("messages", "tools", "messages[0].content", "n.x", "x", "y", "loop", "1", "-1", "9999", "2.5", "'a'", "'%s'",
-          "'{0}{0}'", "' '", "[]", "[1, 'a']", "{}", "{'a': [1]}", "(1, 2)", "none", "true", "'a' * 90000",
-          "range(9999)|list", "missing", "'%9999d'", "2 ** 4000", "'ab,' * 30000")
-METHODS = sorted(name for kind in (str, list, tuple, dict, int) for name in vars(kind) if not name.startswith("_"))
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "naïve <b> " * 20},
+    {"role": "assistant", "content": "<think>hm</think>Sunny."},
+]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "properties": {}}},
+    }
+]
+VALUES = (
+    "messages",
+    "tools",
+    "messages[0].content",
+    "n.x",
+    "x",
+    "y",
+    "loop",
+    "1",
+    "-1",
+    "9999",
+    "2.5",
+    "'a'",
+    "'%s'",
+    "'{0}{0}'",
+    "' '",
+    "[]",
+    "[1, 'a']",
+    "{}",
+    "{'a': [1]}",
+    "(1, 2)",
+    "none",
+    "true",
+    "'a' * 90000",
+    "range(9999)|list",
+    "missing",
+    "'%9999d'",
+    "2 ** 4000",
+    "'ab,' * 30000",
+)
+METHODS = sorted(
+    name
+    for kind in (str, list, tuple, dict, int)
+    for name in vars(kind)
+    if not name.startswith("_")
+)
 FILTERS = sorted({*DEFAULT_FILTERS, "tojson"})
 TESTS = sorted(name for name in DEFAULT_TESTS if name.isidentifier() and name != "in")
 OPERATORS = ("+", "-", "*", "//", "/", "%", "**", "~", "==", "<", ">=", "in", "not in", "and", "or")
 
 STATEMENTS = (
-    "{{ EXPR }}", "{% set x = EXPR %}", "{% set y = EXPR %}", "{% set n = namespace(x=EXPR) %}", "{% set n.x = EXPR %}",
-    "{% for x in EXPR %}BODY{% endfor %}", "{% if EXPR %}BODY{% endif %}", "{% set x %}BODY{% endset %}",
-    "{% macro f(x, y=1) %}BODY{% endmacro %}{{ f(EXPR) }}", "{% generation %}BODY{% endgeneration %}",
+    "{{ EXPR }}",
+    "{% set x = EXPR %}",
+    "{% set y = EXPR %}",
+    "{% set n = namespace(x=EXPR) %}",
+    "{% set n.x = EXPR %}",
+    "{% for x in EXPR %}BODY{% endfor %}",
+    "{% if EXPR %}BODY{% endif %}",
+    "{% set x %}BODY{% endset %}",
+    "{% macro f(x, y=1) %}BODY{% endmacro %}{{ f(EXPR) }}",
+    "{% generation %}BODY{% endgeneration %}",
 )
 
 
@@ -67,11 +114,23 @@ def expression(rng, depth) -> str:
     if kind == 5:
         return f"({one()}) is {rng.choice(TESTS)}"
     if kind == 6:
-        return rng.choice((f"({one()})[{two()}]", f"({one()})[::-1]", f"[{one()}, {two()}]", f"{{'a': {one()}}}"))
-    return rng.choice((f"dict(a={one()})", f"range({one()})", f"cycler({one()}, {two()}).next()",
-                       f"namespace(x={one()})", f"strftime_now({one()})", f"loop.cycle({one()})"))
+        return rng.choice(
+            (f"({one()})[{two()}]", f"({one()})[::-1]", f"[{one()}, {two()}]", f"{{'a': {one()}}}")
+        )
+    return rng.choice(
+        (
+            f"dict(a={one()})",
+            f"range({one()})",
+            f"cycler({one()}, {two()}).next()",
+            f"namespace(x={one()})",
+            f"strftime_now({one()})",
+            f"loop.cycle({one()})",
+        )
+    )
 
 
 def run(data: bytes) -> None:
-    template = ChatTemplate(data.decode("utf-8", "replace"), {"eos_token": "<|im_end|>"}, seconds=0.2)
+    template = ChatTemplate(
+        data.decode("utf-8", "replace"), {"eos_token": "<|im_end|>"}, seconds=0.2
+    )
     assert isinstance(template.render(MESSAGES, TOOLS), str)

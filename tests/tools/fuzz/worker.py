@@ -27,7 +27,9 @@ def finding(target, data: bytes) -> str:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # pyo3's PanicException is no Exception
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if "/fuzz/" not in f.filename]
+        frames = [
+            f for f in traceback.extract_tb(error.__traceback__) if "/fuzz/" not in f.filename
+        ]
         where = f"{Path(frames[-1].filename).name}:{frames[-1].name}" if frames else "?"
         return f"{type(error).__name__} in {where}: {error}"[:300]
     return ""
@@ -52,15 +54,21 @@ class Worker:
         if self.process is None:
             self._start()
         try:
-            self.process.stdin.write(json.dumps({"target": target, "size": len(data)}).encode() + b"\n" + data)
+            self.process.stdin.write(
+                json.dumps({"target": target, "size": len(data)}).encode() + b"\n" + data
+            )
             self.process.stdin.flush()
         except BrokenPipeError:
             pass
         return self._answer(SECONDS)
 
     def _start(self) -> None:
-        self.process = subprocess.Popen([sys.executable, __file__, *self.targets], stdin=subprocess.PIPE,
-                                        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, *self.targets],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
         if problem := self._answer(120):
             raise RuntimeError(f"the worker for {self.targets} did not start: {problem}")
 

@@ -37,11 +37,15 @@ def parse_line(data: bytes) -> dict:
     try:
         fields = loads(data)
     except UnicodeDecodeError as error:
-        raise NanoKVError(f"not UTF-8: byte 0x{data[error.start]:02x} at position {error.start}") from None
+        raise NanoKVError(
+            f"not UTF-8: byte 0x{data[error.start]:02x} at position {error.start}"
+        ) from None
     except ValueError as error:
         raise NanoKVError(f"not JSON: {error}") from None
     if not isinstance(fields, dict):
-        raise NanoKVError(f"a JSON object was expected, not {type(fields).__name__}", '{"prompt": "…"}')
+        raise NanoKVError(
+            f"a JSON object was expected, not {type(fields).__name__}", '{"prompt": "…"}'
+        )
     for name in ALIASES:
         if name in fields and "max_new_tokens" not in fields:
             fields["max_new_tokens"] = fields.pop(name)
@@ -60,7 +64,9 @@ def check_fields(fields: dict) -> None:
         raise NanoKVError(f"prompt is {fields['prompt']!r}: a non-empty text was expected")
     stop = fields.get("stop") or []
     fields["stop"] = [stop] if isinstance(stop, str) else stop
-    if not isinstance(fields["stop"], list) or not all(isinstance(text, str) and text for text in fields["stop"]):
+    if not isinstance(fields["stop"], list) or not all(
+        isinstance(text, str) and text for text in fields["stop"]
+    ):
         raise NanoKVError(f"stop is {stop!r}: a non-empty text or a list of them was expected")
 
 

@@ -93,12 +93,17 @@ class ResumableOutput(OrderedOutput):
         super().__init__()
         self.path = Path(os.path.realpath(path))  # a link stays a link
         if self.path.exists() and not self.path.is_file():
-            raise NanoKVError(f"{path} is no regular file", "choose another file, or leave out -o and redirect stdout")
+            raise NanoKVError(
+                f"{path} is no regular file",
+                "choose another file, or leave out -o and redirect stdout",
+            )
         if not self.path.parent.is_dir():
             raise NanoKVError(f"{self.path.parent} is no folder", "create it first")
         answers = read_output(self.path)
         if answers is None:
-            raise NanoKVError(f"{path} is not an output of nanokv batch", "choose another file, or remove it")
+            raise NanoKVError(
+                f"{path} is not an output of nanokv batch", "choose another file, or remove it"
+            )
         # Request → its answers, more than one where a line occurs more than once.
         self.old = defaultdict(list)
         for answer in answers:

@@ -15,7 +15,9 @@ class Peers:
         """`needed`: will there be any? `loaded` is from then on the model with the weights that they map."""
         self.loaded, self.timeout, self.stack, self.processes = loaded, timeout, ExitStack(), []
         if needed:
-            self.folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory(prefix="nanokv-bench-")))
+            self.folder = Path(
+                self.stack.enter_context(tempfile.TemporaryDirectory(prefix="nanokv-bench-"))
+            )
             self.weights, self.loaded = mapped(loaded, self.folder / "checkpoint")
 
     def __enter__(self) -> "Peers":
@@ -27,7 +29,12 @@ class Peers:
     def checkpoint(self) -> dict:
         """What a peer loads."""
         of = self.loaded
-        return {"folder": str(self.weights), "dtype": of.dtype_name, "device": str(of.device), "threads": of.threads}
+        return {
+            "folder": str(self.weights),
+            "dtype": of.dtype_name,
+            "device": str(of.device),
+            "threads": of.threads,
+        }
 
     def start(self, name: str, facts: dict):
         """A process that loads it."""
@@ -49,11 +56,21 @@ class Peers:
 
         loaded = self.loaded
         folder = endless(self.weights, self.folder / "endless", loaded.config.vocab_size)
-        shared = ["--dtype", loaded.dtype_name, "--threads", str(loaded.threads), "--device", str(loaded.device)]
+        shared = [
+            "--dtype",
+            loaded.dtype_name,
+            "--threads",
+            str(loaded.threads),
+            "--device",
+            str(loaded.device),
+        ]
         shared += ["--context", str(context)] if context else []
         cached = [one for one in ours if one.batch == 1 and one.cache != "none"]
         caches = [kind_text(one.cache, one.options) for one in cached]
-        return [Command(one, folder, [*shared, "--cache", cache]) for one, cache in zip(cached, caches, strict=True)]
+        return [
+            Command(one, folder, [*shared, "--cache", cache])
+            for one, cache in zip(cached, caches, strict=True)
+        ]
 
     def runners(self, against, room: int) -> list:
         """One for each name in `against`."""
@@ -67,15 +84,25 @@ class Peers:
                 facts = {"cache": cache}
             else:
                 weights, cache = variant or "bf16", "fp16"
-                facts = {"path": str(self.folder / "model.gguf"), "variant": weights, "context": room}
-            found.append(Remote(engine, weights, cache, self.start(engine, self.checkpoint() | facts)))
+                facts = {
+                    "path": str(self.folder / "model.gguf"),
+                    "variant": weights,
+                    "context": room,
+                }
+            found.append(
+                Remote(engine, weights, cache, self.start(engine, self.checkpoint() | facts))
+            )
         return found
 
 
 def mapped(loaded: Loaded, folder: Path) -> tuple[Path, Loaded]:
     """A checkpoint with these very weights, and the model on it: this process and its peers map it, memory holds it
     once."""
-    if loaded.tokenizer is not None and loaded.folder.is_dir() and loaded.config.torch_dtype == loaded.dtype_name:
+    if (
+        loaded.tokenizer is not None
+        and loaded.folder.is_dir()
+        and loaded.config.torch_dtype == loaded.dtype_name
+    ):
         return loaded.folder, loaded
     from nanokv.lab.bench.peer import model_of
 

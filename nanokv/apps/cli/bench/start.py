@@ -23,10 +23,20 @@ from nanokv.errors import NanoKVError
 from nanokv.fast import native
 
 PROMPT = "one two three four five six seven eight nine ten eleven twelve"
-WEIGHTS = {"plain": ["--plain"], "fast": [], "int8": ["--quantize", "int8"], "int4": ["--quantize", "int4"]}
+WEIGHTS = {
+    "plain": ["--plain"],
+    "fast": [],
+    "int8": ["--quantize", "int8"],
+    "int4": ["--quantize", "int4"],
+}
 PARTS = {  # stamp → what lies before it
-    "plan": "Python, flags, config.json, banner", "torch": "import torch", "code": "import the model's code",
-    "tokenizer": "tokenizer", "weights": "weights", "kernels": "kernels, fusing", "prompt": "prompt to ids",
+    "plan": "Python, flags, config.json, banner",
+    "torch": "import torch",
+    "code": "import the model's code",
+    "tokenizer": "tokenizer",
+    "weights": "weights",
+    "kernels": "kernels, fusing",
+    "prompt": "prompt to ids",
     "token": "prefill, first token",
 }
 FLOORS = {  # stamp → the least that has to be done for it
@@ -56,11 +66,20 @@ def run(plan: Plan, device: str, weights: str, repeat: int, json: bool) -> int:
     rows = [(PARTS[name], median(taken[name]), median(floors.get(name, []))) for name in PARTS]
     rows.append(("together", sum(row[1] for row in rows), sum(row[2] for row in rows)))
     if json:
-        terminal.write_out(to_json([{"part": a, "seconds": b, "floor_seconds": c} for a, b, c in rows]) + "\n")
+        terminal.write_out(
+            to_json([{"part": a, "seconds": b, "floor_seconds": c} for a, b, c in rows]) + "\n"
+        )
         return 0
-    cells = [(name, f"{1e3 * took:,.0f}", f"{1e3 * floor:,.0f}" if floor else "") for name, took, floor in rows]
-    terminal.write_out(f"{plan.name} {plan.dtype_name} {weights} · {len(PROMPT.split())} words, first token\n")
-    lines = layout.table(("median of " + str(repeat), "ms", "floor ms"), cells, layout.columns(sys.stdout))
+    cells = [
+        (name, f"{1e3 * took:,.0f}", f"{1e3 * floor:,.0f}" if floor else "")
+        for name, took, floor in rows
+    ]
+    terminal.write_out(
+        f"{plan.name} {plan.dtype_name} {weights} · {len(PROMPT.split())} words, first token\n"
+    )
+    lines = layout.table(
+        ("median of " + str(repeat), "ms", "floor ms"), cells, layout.columns(sys.stdout)
+    )
     terminal.write_out("\n".join(lines) + "\n")
     return 0
 
@@ -76,7 +95,9 @@ def one_start(plan: Plan, device: str, weights: str) -> dict[str, float]:
         env = os.environ | {"NANOKV_STAMPS": str(log)}
         last = time.time()
         command = [sys.executable, "-m", "nanokv", "generate", PROMPT, "-n", "1", "-t", "0", *flags]
-        done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+        done = subprocess.run(
+            command, env=env, stdin=subprocess.DEVNULL, capture_output=True, check=False
+        )
         if done.returncode:
             said = done.stderr.decode(errors="replace").strip().splitlines() or ["no word"]
             error = next((line for line in said if "error:" in line), said[-1])

@@ -24,17 +24,27 @@ from nanokv.apps.cli.common.text import read_prompt_bytes
 from nanokv.errors import NanoKVError, SessionError
 
 CHOICES = {
-    "overflow": ("stop", "drop"), "thinking": ("show", "fold", "off"),
-    "loop_guard": ("on", "off"), "markdown": ("on", "off"),
+    "overflow": ("stop", "drop"),
+    "thinking": ("show", "fold", "off"),
+    "loop_guard": ("on", "off"),
+    "markdown": ("on", "off"),
 }
 OFF = {  # setting → (the value with which it does nothing, what that means)
-    "temperature": (0, "greedy"), "top_k": (0, "all"), "top_p": (1, "all"), "min_p": (0, "none"),
+    "temperature": (0, "greedy"),
+    "top_k": (0, "all"),
+    "top_p": (1, "all"),
+    "min_p": (0, "none"),
     "repetition_penalty": (1, "off"),
 }
 OF_SESSION = ("overflow", "loop_guard")  # the others belong to the view
 LONGEST_FILE = 16_000_000  # bytes that /read takes
 KEYS = (
-    "Enter send", "Alt-Enter, Ctrl-J newline", '""" block', "Ctrl-R search", "Ctrl-X Ctrl-E editor", "Ctrl-D leave",
+    "Enter send",
+    "Alt-Enter, Ctrl-J newline",
+    '""" block',
+    "Ctrl-R search",
+    "Ctrl-X Ctrl-E editor",
+    "Ctrl-D leave",
 )
 WHOLE_TEXT = ("/system", "/edit")  # what follows them may have several lines
 
@@ -77,7 +87,9 @@ def run(chat, name, rest):
         raise NanoKVError(f"no command {name}", suggestion(name))
     function = COMMANDS[name].run
     if rest and function in ALONE:
-        raise NanoKVError(f"{name} takes no argument, not {sanitize_line(rest[:20])!r}", f"{name}, alone")
+        raise NanoKVError(
+            f"{name} takes no argument, not {sanitize_line(rest[:20])!r}", f"{name}, alone"
+        )
     return function(chat, rest)
 
 
@@ -103,7 +115,10 @@ def show_help(chat, rest):
 
 def clear(chat, rest):
     chat.session.clear()
-    chat.view.say("history and cache are empty" + (" (the system prompt stays)" if chat.session.system else ""))
+    chat.view.say(
+        "history and cache are empty"
+        + (" (the system prompt stays)" if chat.session.system else "")
+    )
 
 
 def system(chat, rest):
@@ -113,7 +128,9 @@ def system(chat, rest):
     if chat.control_token_refused(rest):
         return
     chat.session.set_system("" if rest in ('""', "''") else rest)
-    chat.view.say(f"system prompt {'set' if chat.session.system else 'removed'}; the cache starts again from there")
+    chat.view.say(
+        f"system prompt {'set' if chat.session.system else 'removed'}; the cache starts again from there"
+    )
 
 
 def think(chat, rest):
@@ -125,13 +142,18 @@ def think(chat, rest):
 
 def _check_thinking(chat):
     if not can_think(chat.session.tokenizer):
-        raise NanoKVError("this model cannot be asked to think", "its chat template has no enable_thinking")
+        raise NanoKVError(
+            "this model cannot be asked to think", "its chat template has no enable_thinking"
+        )
 
 
 def can_think(tokenizer) -> bool:
     """Whether the chat template says something else when it is asked for thinking."""
     hello = [{"role": "user", "content": "Hi"}]
-    said = {tokenizer.render(hello, add_generation_prompt=True, enable_thinking=flag) for flag in (True, False)}
+    said = {
+        tokenizer.render(hello, add_generation_prompt=True, enable_thinking=flag)
+        for flag in (True, False)
+    }
     return len(said) == 2
 
 
@@ -162,7 +184,9 @@ def set_value(chat, rest):
     name = name.replace("-", "_")
     if not value.strip() and (not rest or name in (*SETTINGS, *CHOICES)):
         shown = [name] if rest else [*SETTINGS, *CHOICES]
-        chat.view.say(layout.joined([f"{key} {_setting(chat, key)}" for key in shown], chat.width()))
+        chat.view.say(
+            layout.joined([f"{key} {_setting(chat, key)}" for key in shown], chat.width())
+        )
     elif name in CHOICES:
         if value.strip() not in CHOICES[name]:
             raise NanoKVError(f"{name} {value.strip()!r} is not {' or '.join(CHOICES[name])}")
@@ -171,7 +195,9 @@ def set_value(chat, rest):
             chat.session.template_kwargs["enable_thinking"] = value.strip() != "off"
         chat.view.say(f"{name} {value.strip()}")
     elif name not in SETTINGS:
-        raise NanoKVError(f"no setting {sanitize_line(name[:40])!r}", setting_hint(name, value.strip()))
+        raise NanoKVError(
+            f"no setting {sanitize_line(name[:40])!r}", setting_hint(name, value.strip())
+        )
     else:
         new = parse_setting(name, value)
         if chat.given.sampling.beams:
@@ -212,7 +238,9 @@ def show_tokens(chat, rest):
 def save(chat, rest):
     name, flags = _split_flags(rest, "--kv", "--force")
     if not name:
-        raise SessionError("/save needs a file name", "/save notes.jsonl, or /save notes.jsonl --kv")
+        raise SessionError(
+            "/save needs a file name", "/save notes.jsonl, or /save notes.jsonl --kv"
+        )
     path = user_path(name)
     caches = chat_files.cache_paths(path, chat.loaded.ranks.size) if "--kv" in flags else []
     with chat.keyboard.lend():
@@ -232,7 +260,9 @@ def _split_flags(rest, *flags):
         words = shlex.split(rest)
     except ValueError as error:
         raise SessionError(f"{sanitize_line(rest)}: {error}") from None
-    return " ".join(word for word in words if word not in flags), {word for word in words if word in flags}
+    return " ".join(word for word in words if word not in flags), {
+        word for word in words if word in flags
+    }
 
 
 def undo(chat, rest):
@@ -250,11 +280,15 @@ def resume(chat, rest):
 
 def drop(chat, rest):
     if not rest.isdecimal() or len(rest) > 9:
-        raise SessionError(f"/drop needs a number of turns, not {sanitize_line(rest[:20])!r}", "/drop 1")
+        raise SessionError(
+            f"/drop needs a number of turns, not {sanitize_line(rest[:20])!r}", "/drop 1"
+        )
     turns = int(rest)
     chat.session.drop(turns)
     what = "the oldest turn" if turns == 1 else f"the {turns} oldest turns"
-    again = " · the turns left move to other positions and are computed again" * bool(chat.session.messages)
+    again = " · the turns left move to other positions and are computed again" * bool(
+        chat.session.messages
+    )
     chat.view.say(f"dropped {what}; the cache keeps {chat.session.cache.length:,} tokens{again}")
 
 
@@ -265,11 +299,13 @@ def read(chat, rest):
     shown = sanitize_line(str(path))
     try:
         with open(path, "rb") as file:
-            data = file.read(LONGEST_FILE + 1)           # a device may never end
+            data = file.read(LONGEST_FILE + 1)  # a device may never end
     except OSError as error:
         raise NanoKVError(f"cannot read {shown}: {error.strerror or error}") from error
     if len(data) > LONGEST_FILE:
-        raise NanoKVError(f"{shown} has more than {bytes_text(LONGEST_FILE)}, too much for an input line")
+        raise NanoKVError(
+            f"{shown} has more than {bytes_text(LONGEST_FILE)}, too much for an input line"
+        )
     chat.draft = read_prompt_bytes(data, shown)
 
 
@@ -288,9 +324,14 @@ def edit(chat, rest):
             with chat.keyboard.lend():
                 code = subprocess.call([*words, str(path)])
         except OSError as error:
-            raise NanoKVError(f"cannot start the editor {editor!r}: {error.strerror}", "set EDITOR") from error
+            raise NanoKVError(
+                f"cannot start the editor {editor!r}: {error.strerror}", "set EDITOR"
+            ) from error
         if code:
-            raise NanoKVError(f"the editor {editor!r} ended with exit code {code}: message unchanged", "set EDITOR")
+            raise NanoKVError(
+                f"the editor {editor!r} ended with exit code {code}: message unchanged",
+                "set EDITOR",
+            )
         chat.draft = read_prompt_bytes(path.read_bytes(), "the edited message").rstrip("\n")
 
 
@@ -305,7 +346,9 @@ def copy(chat, rest):
         raise NanoKVError("this terminal has no clipboard for programs")
     data = text.encode("utf-8", "replace")
     if len(data) > 74_000:
-        raise NanoKVError(f"{bytes_text(len(data))} is more than terminals take (74 kB)", "/save FILE")
+        raise NanoKVError(
+            f"{bytes_text(len(data))} is more than terminals take (74 kB)", "/save FILE"
+        )
     write_err(f"\x1b]52;c;{base64.b64encode(data).decode()}\x07")
     chat.view.say(f"sent {len(text):,} characters to the terminal's clipboard")
 
@@ -323,13 +366,16 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "/help": Command(show_help, "this list"), "/?": Command(show_help),
-    "/clear": Command(clear, "forget the conversation, empty the cache"), "/reset": Command(clear),
+    "/help": Command(show_help, "this list"),
+    "/?": Command(show_help),
+    "/clear": Command(clear, "forget the conversation, empty the cache"),
+    "/reset": Command(clear),
     "/system": Command(system, 'set the system prompt ("" removes it); alone: show it', "TEXT"),
     "/think": Command(think, "ask the model to think"),
     "/nothink": Command(no_think, "ask it not to"),
     "/set": Command(
-        set_value, "temperature, top_k, seed, max_new_tokens, overflow ...; alone: show them",
+        set_value,
+        "temperature, top_k, seed, max_new_tokens, overflow ...; alone: show them",
         "NAME VALUE",
     ),
     "/stats": Command(stats, "status line on or off"),
@@ -340,25 +386,47 @@ COMMANDS = {
     ),
     "/load": Command(load, "a saved conversation, with its cache if it fits", "FILE"),
     "/undo": Command(undo, "forget the last turn"),
-    "/retry": Command(retry, "answer the last message again"), "/regen": Command(retry),
+    "/retry": Command(retry, "answer the last message again"),
+    "/regen": Command(retry),
     "/continue": Command(resume, "go on with the last answer"),
     "/drop": Command(drop, "forget the oldest N turns", "N"),
     "/read": Command(read, "put a file into the input line", "FILE"),
     "/edit": Command(edit, "write the message in $EDITOR"),
     "/copy": Command(copy, "last answer to the clipboard"),
     "/exit": Command(leave, "leave (also exit, quit, Ctrl-D)"),
-    "/bye": Command(leave), "/quit": Command(leave),
+    "/bye": Command(leave),
+    "/quit": Command(leave),
 }
 OLLAMA = {  # settings of its chat → what to type here; {} is the value
-    "system": "/system {}", "num_ctx": "a chat keeps its context: /exit, then nanokv chat --context {}",
-    "num_predict": "/set max_new_tokens {}", "repeat_penalty": "/set repetition_penalty {}",
-    "think": "/think", "nothink": "/nothink", "verbose": "/stats on", "quiet": "/stats off",
+    "system": "/system {}",
+    "num_ctx": "a chat keeps its context: /exit, then nanokv chat --context {}",
+    "num_predict": "/set max_new_tokens {}",
+    "repeat_penalty": "/set repetition_penalty {}",
+    "think": "/think",
+    "nothink": "/nothink",
+    "verbose": "/stats on",
+    "quiet": "/stats off",
     "stop": "a chat keeps its stop strings: /exit, then nanokv chat --stop STR",
 }
 _MODEL = "a chat keeps its model: /exit, then nanokv chat -m NAME (nanokv models lists names)"
 ELSEWHERE = {  # commands of other programs → what does it here
-    "model": _MODEL, "models": _MODEL, "new": "did you mean /clear?", "redo": "did you mean /retry?",
+    "model": _MODEL,
+    "models": _MODEL,
+    "new": "did you mean /clear?",
+    "redo": "did you mean /retry?",
     "history": "/tokens shows the last prompt, /save FILE writes the conversation",
     "show": "/set shows the settings, /system the system prompt, /cache the cache; nanokv memory the model's sizes",
 }
-ALONE = (show_help, clear, think, no_think, show_cache, show_tokens, undo, retry, resume, copy, leave)
+ALONE = (
+    show_help,
+    clear,
+    think,
+    no_think,
+    show_cache,
+    show_tokens,
+    undo,
+    retry,
+    resume,
+    copy,
+    leave,
+)

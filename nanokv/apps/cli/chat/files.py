@@ -31,7 +31,9 @@ def save(chat, path, kv) -> str:
     ranks = chat.loaded.ranks.size
     extra = ({"kv": kv.name} | ({"ranks": ranks} if ranks > 1 else {})) if kv else {}
     history = {"history": session.messages, "system": session.system, "settings": session.params}
-    size = transcript.write_whole(path, [transcript.header(chat.loaded.name, mark, **extra), history])
+    size = transcript.write_whole(
+        path, [transcript.header(chat.loaded.name, mark, **extra), history]
+    )
     text = f"saved {transcript.turns_text(session.messages)} to {sanitize_line(str(path))} ({bytes_text(size)})"
     if not kv:
         return text
@@ -46,7 +48,11 @@ def save(chat, path, kv) -> str:
         need = bytes_text(session.cache.nbytes)
         raise SessionError(f"{text}; its cache not saved: {error} (needs {need})") from error
     size = bytes_text(kv.stat().st_size)
-    parts = f", and beside it the parts of {ranks - 1} more rank{'s' * (ranks > 2)}" if ranks > 1 else ""
+    parts = (
+        f", and beside it the parts of {ranks - 1} more rank{'s' * (ranks > 2)}"
+        if ranks > 1
+        else ""
+    )
     return f"{text}, cache of {session.cache.length:,} tokens to {sanitize_line(kv.name)} ({size}){parts}"
 
 
@@ -74,10 +80,14 @@ def _load_cache(chat, path, head):
     if of != ranks.size:
         return f"cache refused: it was saved by {ranks_text(of)}, this is {ranks_text(ranks.size)}"
     if saved not in known:
-        return f"cache refused: it was saved by model {sanitize_line(str(saved))}, this is {known[0]}"
+        return (
+            f"cache refused: it was saved by model {sanitize_line(str(saved))}, this is {known[0]}"
+        )
     try:
         own = (ranks.rank, ranks.size)
-        cache = type(session.cache).load(path, session.model.config, model_fingerprint=saved, rank=own)
+        cache = type(session.cache).load(
+            path, session.model.config, model_fingerprint=saved, rank=own
+        )
         dtypes = {t.dtype for t in cache[0].state().values() if t.is_floating_point()}
         mine = getattr(session.model.layers[0], "dtype", session.model.embed_tokens.weight.dtype)
         if cache.made.name != "quantized" and dtypes - {mine}:

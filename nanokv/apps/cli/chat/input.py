@@ -49,7 +49,7 @@ class Folds:
         if lines <= FOLD_LINES:
             return text
         mark = f"[pasted {lines:,} lines, {self.count_tokens(text):,} tokens]"
-        while self.texts.get(mark, text) != text:        # two different pastes of the same size
+        while self.texts.get(mark, text) != text:  # two different pastes of the same size
             mark = mark.removesuffix("]") + "']"
         self.texts[mark] = text
         return mark
@@ -98,7 +98,11 @@ class CommandCompleter(Completer):
         text = document.text_before_cursor
         word = text.rsplit(None, 1)[-1] if text and not text[-1].isspace() else ""
         if text.startswith("/") and " " not in text and "/" not in text[1:]:
-            yield from (Completion(name, start_position=-len(text)) for name in self.names if name.startswith(text))
+            yield from (
+                Completion(name, start_position=-len(text))
+                for name in self.names
+                if name.startswith(text)
+            )
         elif text.split(" ", 1)[0] in PATH_COMMANDS or word.startswith(("./", "../", "~/", "/")):
             yield from self.paths.get_completions(Document(word, len(word)), complete_event)
 
@@ -114,17 +118,27 @@ class Input:
         self.toolbar = toolbar
         bar = "noreverse" + (" ansibrightblack" if color else "")
         plain = {} if color else {"color_depth": ColorDepth.DEPTH_1_BIT}
-        with create_app_session(output=plain_output() if os.environ.get("TERM") == "dumb" else None):
+        with create_app_session(
+            output=plain_output() if os.environ.get("TERM") == "dumb" else None
+        ):
             self.session = self._prompt_session(plain, bar)
         # A line of noise in simple terminals.
         self.session.app.renderer.cpr_not_supported_callback = lambda: None
 
     def _prompt_session(self, plain, bar):
         return PromptSession(
-            input=self.keyboard.input, history=self.history, completer=CommandCompleter(self.names),
-            key_bindings=self._keys(), style=ToolkitStyle.from_dict({"bottom-toolbar": bar}), **plain, multiline=True,
-            complete_while_typing=False, enable_suspend=True, interrupt_exception=ControlC,
-            bottom_toolbar=self._toolbar, prompt_continuation="  ",
+            input=self.keyboard.input,
+            history=self.history,
+            completer=CommandCompleter(self.names),
+            key_bindings=self._keys(),
+            style=ToolkitStyle.from_dict({"bottom-toolbar": bar}),
+            **plain,
+            multiline=True,
+            complete_while_typing=False,
+            enable_suspend=True,
+            interrupt_exception=ControlC,
+            bottom_toolbar=self._toolbar,
+            prompt_continuation="  ",
         )
 
     def read(self, default="") -> str:
@@ -152,7 +166,11 @@ class Input:
 
     def _toolbar(self):
         text = self.session.default_buffer.text
-        hint = "Alt-P unfolds the paste" if any(mark in text for mark in self.folds.texts) else "Alt-Enter newline"
+        hint = (
+            "Alt-P unfolds the paste"
+            if any(mark in text for mark in self.folds.texts)
+            else "Alt-Enter newline"
+        )
         return f"{self.toolbar()}  ·  {hint}"
 
     def _keys(self):
@@ -178,7 +196,9 @@ class Input:
         return text.startswith(BLOCK) and text.count(BLOCK) < 2
 
     def _paste(self, event):
-        event.current_buffer.insert_text(self.folds.fold(event.data.replace("\r\n", "\n").replace("\r", "\n")))
+        event.current_buffer.insert_text(
+            self.folds.fold(event.data.replace("\r\n", "\n").replace("\r", "\n"))
+        )
 
     def _unfold(self, event):
         text = self.folds.unfold(event.current_buffer.text)

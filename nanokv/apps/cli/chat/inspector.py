@@ -22,7 +22,7 @@ NAMES = {"s": "system", "u": "user", "a": "assistant", "·": "dropped"}
 def cells(roles, width):
     """(letters, tokens per cell): at most `width` cells; the last one may hold fewer tokens."""
     per = max(1, -(-len(roles) // max(width, 1)))
-    groups = [[letter for letter, _ in roles[i:i + per]] for i in range(0, len(roles), per)]
+    groups = [[letter for letter, _ in roles[i : i + per]] for i in range(0, len(roles), per)]
     return "".join(Counter(group).most_common(1)[0][0] for group in groups), per
 
 
@@ -31,19 +31,33 @@ def draw(session, style, width=80) -> str:
     config, cache = session.model.config, session.cache
     length = cache.length
     if not length:
-        kept = f" ({bytes_text(cache.nbytes)} of memory kept for the next tokens)" if cache.nbytes else ""
+        kept = (
+            f" ({bytes_text(cache.nbytes)} of memory kept for the next tokens)"
+            if cache.nbytes
+            else ""
+        )
         return layout.paragraph(f"cache empty: 0 tokens{kept or ', 0 B'}", width)
     held = cache[0].sizes.held  # of a sliding cache fewer than it has seen
     roles = held_roles(session.roles()[:length], held, cache.made.options.get("sinks", 0))
     label = len(f"layer {len(cache) - 1:>2} ")
     letters, per = cells(roles, max(width - label - 12, 10))
-    painted = "".join(getattr(style, COLOURS[letter])(letter) if letter in COLOURS else letter for letter in letters)
+    painted = "".join(
+        getattr(style, COLOURS[letter])(letter) if letter in COLOURS else letter
+        for letter in letters
+    )
     counts = Counter(letter for letter, _ in roles)
-    parts = [f"{length:,} of {session.context:,} tokens", f"1 cell = {per:,} token{'s' * (per > 1)}"]
-    parts += [f"{letter} {name} {counts[letter]:,}" for letter, name in NAMES.items() if counts[letter]]
+    parts = [
+        f"{length:,} of {session.context:,} tokens",
+        f"1 cell = {per:,} token{'s' * (per > 1)}",
+    ]
+    parts += [
+        f"{letter} {name} {counts[letter]:,}" for letter, name in NAMES.items() if counts[letter]
+    ]
     lines = [layout.joined(parts, width)]
     for i, layer in enumerate(cache):
-        lines.append(f"layer {i:>2} ".ljust(label) + painted + "  " + bytes_text(layer.sizes.used_nbytes))
+        lines.append(
+            f"layer {i:>2} ".ljust(label) + painted + "  " + bytes_text(layer.sizes.used_nbytes)
+        )
     lines.append(layout.joined(formula(config, cache, held).split(" · "), width))
     notes = filter(None, (balance(session), session.why))
     lines += [layout.paragraph(text, width) for text in notes]
@@ -53,7 +67,7 @@ def draw(session, style, width=80) -> str:
 def held_roles(roles, held, sinks):
     """The roles of all tokens that were seen, with a dot for those that left the window: between sinks and window."""
     gone = len(roles) - held
-    return [*roles[:sinks], *[("·", 0)] * gone, *roles[sinks + gone:]] if gone else roles
+    return [*roles[:sinks], *[("·", 0)] * gone, *roles[sinks + gone :]] if gone else roles
 
 
 def formula(config, cache, length) -> str:

@@ -79,7 +79,11 @@ class PosixKeyboard(Keyboard):
             self.raw, self.own = termios.tcgetattr(self.fd), termios.tcgetattr(self.fd)
         # NOFLSH: Ctrl-C does not throw away what was typed before it.
         self.own[LFLAG] |= termios.ISIG | termios.NOFLSH
-        for number, handler in ((signal.SIGTSTP, self._stop), (signal.SIGQUIT, self._stop), (signal.SIGCONT, self._on)):
+        for number, handler in (
+            (signal.SIGTSTP, self._stop),
+            (signal.SIGQUIT, self._stop),
+            (signal.SIGCONT, self._on),
+        ):
             if signal.getsignal(number) != signal.SIG_IGN:
                 self.handlers[number] = signal.signal(number, handler)
                 # A tcsetattr that waited in the background goes on.
@@ -88,7 +92,9 @@ class PosixKeyboard(Keyboard):
         self.poll()
         # Typed before this: the kernel had made newlines of the Enters.
         keys = get_typeahead(self.input)
-        store_typeahead(self.input, [KeyPress(Keys.Enter) if key.key == Keys.ControlJ else key for key in keys])
+        store_typeahead(
+            self.input, [KeyPress(Keys.Enter) if key.key == Keys.ControlJ else key for key in keys]
+        )
         return self
 
     def __exit__(self, *exception):

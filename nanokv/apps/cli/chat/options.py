@@ -39,19 +39,42 @@ def add_arguments(parser):
     group = parser.add_argument_group("chat")
     options.add_speculate_argument(group)
     options.add_beam_arguments(parser)
-    group.add_argument("--resume", metavar="ID", nargs="?", const="", help="go on with the last session, or with ID")
+    group.add_argument(
+        "--resume",
+        metavar="ID",
+        nargs="?",
+        const="",
+        help="go on with the last session, or with ID",
+    )
     group.add_argument("--list", action="store_true", help="saved sessions, newest first")
     group.add_argument("--no-save", action="store_true", help="keep this conversation off the disk")
-    group.add_argument("--overflow", choices=("stop", "drop"), default="stop",
-                       help="context full: refuse with numbers (default), or drop the oldest turns")
+    group.add_argument(
+        "--overflow",
+        choices=("stop", "drop"),
+        default="stop",
+        help="context full: refuse with numbers (default), or drop the oldest turns",
+    )
     options.add_template_argument(group)
     options.add_thinking_argument(group)
-    group.add_argument("--stats", choices=("on", "off"), default="on",
-                       help="the line after each answer, in a terminal (default on)")
-    group.add_argument("--markdown", action="store_true", help="format finished blocks of an answer")
-    group.add_argument("--jsonl", "--json", action="store_true", help="an OpenAI chat.completion per turn, lossless")
+    group.add_argument(
+        "--stats",
+        choices=("on", "off"),
+        default="on",
+        help="the line after each answer, in a terminal (default on)",
+    )
+    group.add_argument(
+        "--markdown", action="store_true", help="format finished blocks of an answer"
+    )
+    group.add_argument(
+        "--jsonl",
+        "--json",
+        action="store_true",
+        help="an OpenAI chat.completion per turn, lossless",
+    )
     options.add_special_argument(group, "typed control tokens become control tokens")
-    group.add_argument("--no-loop-guard", action="store_true", help="do not stop an answer that repeats itself")
+    group.add_argument(
+        "--no-loop-guard", action="store_true", help="do not stop an answer that repeats itself"
+    )
 
 
 def command_options(args) -> ChatOptions:
@@ -60,7 +83,16 @@ def command_options(args) -> ChatOptions:
     speed = replace(options.speed_options(args), speculate=args.speculate)
     template = replace(options.template_options(args), system=args.system)
     return ChatOptions(
-        options.model_options(args, speed, template), options.cache_options(args), sampling,
-        options.output_options(args), options.rank_options(args), args.resume, args.no_save, args.overflow, args.stats,
-        args.markdown, args.jsonl, args.no_loop_guard,
+        options.model_options(args, speed, template),
+        options.cache_options(args),
+        sampling,
+        options.output_options(args),
+        options.rank_options(args),
+        args.resume,
+        args.no_save,
+        args.overflow,
+        args.stats,
+        args.markdown,
+        args.jsonl,
+        args.no_loop_guard,
     )

@@ -97,7 +97,10 @@ def record(session, model: str) -> dict:
 
 def _say_why_it_stopped(session, number):
     """A limit that nobody set must not cut an answer in silence."""
-    turn, reasons = session.last, {"context": "the context is full", "loop": "it repeated itself (--no-loop-guard)"}
+    turn, reasons = (
+        session.last,
+        {"context": "the context is full", "loop": "it repeated itself (--no-loop-guard)"},
+    )
     if session.params.get("max_new_tokens") is None:
         reasons["length"] = f"{turn.out:,} tokens (--max-new-tokens)"
     if turn.finish_reason in reasons:

@@ -59,14 +59,25 @@ class Chat:
     def __init__(self, given: ChatOptions, view, keyboard, loaded, session):
         from nanokv.apps.cli.chat.input import Input
 
-        self.given, self.view, self.keyboard, self.loaded, self.session = given, view, keyboard, loaded, session
+        self.given, self.view, self.keyboard, self.loaded, self.session = (
+            given,
+            view,
+            keyboard,
+            loaded,
+            session,
+        )
         self.draft, self.recorded, self.file = "", [], None
         # Only then what was typed ahead is sent by itself.
         self.went_well = True
         self.marks = loaded.fingerprints()
         self.input = Input(
-            keyboard, chat_commands.COMMANDS, lambda text: len(session.tokenizer.encode(text)), self.toolbar,
-            transcript.state_folder() / "history", view.say, view.out.enabled,
+            keyboard,
+            chat_commands.COMMANDS,
+            lambda text: len(session.tokenizer.encode(text)),
+            self.toolbar,
+            transcript.state_folder() / "history",
+            view.say,
+            view.out.enabled,
         )
 
     # --- the loop -------------------------------------------------------------------------------------------------
@@ -116,7 +127,9 @@ class Chat:
                 write_err(sanitize("".join(traceback.format_exception(error))))
             self.view.problem(error)
             if self.draft == text:
-                self.view.say("the message is back in the input line: Ctrl-C clears it, then a command can be typed")
+                self.view.say(
+                    "the message is back in the input line: Ctrl-C clears it, then a command can be typed"
+                )
 
     def turn(self, text) -> bool:
         """One line of input: a command, a message, or nothing. Was it carried out to its end?"""
@@ -159,15 +172,23 @@ class Chat:
         if found is None:
             return False
         with self.keyboard.lend():
-            return not confirm("line {} is {}, a command. Send it to the model as text?".format(*found))
+            return not confirm(
+                "line {} is {}, a command. Send it to the model as text?".format(*found)
+            )
 
     def control_token_refused(self, text) -> bool:
         """Ask before a typed <|im_end|> becomes the control token; No keeps the message in the input line."""
-        token = None if self.given.model.template.allow_special else find_special(text, self.session.tokenizer)
+        token = (
+            None
+            if self.given.model.template.allow_special
+            else find_special(text, self.session.tokenizer)
+        )
         if token is None:
             return False
         with self.keyboard.lend():
-            return not confirm(f"message contains {sanitize_line(token)}, a control token. Send it as one?")
+            return not confirm(
+                f"message contains {sanitize_line(token)}, a control token. Send it as one?"
+            )
 
     def toolbar(self) -> str:
         """context ▕▏      ▏ 1 %"""
@@ -212,8 +233,13 @@ class Chat:
         if messages[:-2] == self.recorded:
             turn = self.session.last
             line = {
-                "user": messages[-2]["content"], "answer": messages[-1]["content"], "finish_reason": turn.finish_reason,
-                "tokens": turn.out, "new": turn.new, "reused": turn.reused, "seed": turn.seed,
+                "user": messages[-2]["content"],
+                "answer": messages[-1]["content"],
+                "finish_reason": turn.finish_reason,
+                "tokens": turn.out,
+                "new": turn.new,
+                "reused": turn.reused,
+                "seed": turn.seed,
             }
         else:
             line = {"history": messages}

@@ -30,8 +30,14 @@ def make_session(given: ChatOptions, loaded, saved=None):
         from nanokv.chat.session import Session  # torch: after the banner
 
     return Session(
-        loaded.model, loaded.tokenizer, cache=loaded.make_cache(), params=params, system=system, context=loaded.context,
-        template_kwargs=template.values(), overflow=given.overflow,
+        loaded.model,
+        loaded.tokenizer,
+        cache=loaded.make_cache(),
+        params=params,
+        system=system,
+        context=loaded.context,
+        template_kwargs=template.values(),
+        overflow=given.overflow,
         loop_guard="off" if given.no_loop_guard else "on",
         make_generation=kind,
     )

@@ -42,8 +42,13 @@ def new_id() -> str:
 
 
 def header(model, fingerprint, **more) -> dict:
-    return {"format": FORMAT, "model": model, "fingerprint": fingerprint,
-            "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **more}
+    return {
+        "format": FORMAT,
+        "model": model,
+        "fingerprint": fingerprint,
+        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        **more,
+    }
 
 
 class Transcript:
@@ -68,12 +73,16 @@ class Transcript:
 
     def flush(self):
         """Write the pending lines."""
-        data = "".join(json.dumps(entry, ensure_ascii=True) + "\n" for entry in self.pending).encode()
+        data = "".join(
+            json.dumps(entry, ensure_ascii=True) + "\n" for entry in self.pending
+        ).encode()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             write_at_end(self.path, data)
         except OSError as error:
-            raise _not_saved(error, len(data), self.path, "the chat goes on; the next turn tries again") from error
+            raise _not_saved(
+                error, len(data), self.path, "the chat goes on; the next turn tries again"
+            ) from error
         self.pending, self.saved = [], True
 
 
@@ -85,7 +94,7 @@ def write_at_end(path, data: bytes):
         try:
             view = memoryview(data)
             while view:
-                view = view[os.write(descriptor, view):]
+                view = view[os.write(descriptor, view) :]
             try:
                 os.fsync(descriptor)
             except OSError as error:
@@ -136,7 +145,9 @@ def read(path, repair=False):
     data = read_bytes(path, SessionError, "session")
     entries, good, notices = _entries(data, path)
     if not entries or entries[0].get("format") != FORMAT:
-        raise SessionError(f"{path} is not a nanokv session (its first line has no format {FORMAT!r})")
+        raise SessionError(
+            f"{path} is not a nanokv session (its first line has no format {FORMAT!r})"
+        )
     if good < len(data) and repair:
         os.truncate(path, good)
     messages, turns = [], []
@@ -151,8 +162,10 @@ def read(path, repair=False):
         elif "user" in entry:
             turns.append(entry)
             messages.append({"role": "user", "content": entry["user"]})
-            messages.append({"role": "assistant", "content": entry["answer"]}
-                            | ({"interrupted": True} if entry.get("finish_reason") == "interrupted" else {}))
+            messages.append(
+                {"role": "assistant", "content": entry["answer"]}
+                | ({"interrupted": True} if entry.get("finish_reason") == "interrupted" else {})
+            )
     return entries[0] | _latest(entries, "system", "settings"), messages, turns, notices
 
 
@@ -173,22 +186,32 @@ def _check_fields(entry, place):
             raise SessionError(f"{place}: {name} is {_shown(entry[name])}, not {wanted}", hint=CUT)
     kv = entry.get("kv")
     if kv is not None and (kv in ("", ".", "..") or set(kv) & set("/\\\0")):
-        raise SessionError(f"{place}: kv is {_shown(kv)}, not the name of a file in the same folder", hint=CUT)
+        raise SessionError(
+            f"{place}: kv is {_shown(kv)}, not the name of a file in the same folder", hint=CUT
+        )
     for name, value in (entry.get("settings") or {}).items():
         _check_setting(name, value, place)
 
 
 FIELDS = {  # field of a header or a line → (types, in words); absent and null are always right
-    "model": ((str,), "a text"), "fingerprint": ((str,), "a text"), "system": ((str,), "a text"),
-    "kv": ((str,), "a file name"), "ranks": ((int,), "a number"), "settings": ((dict,), "an object"),
+    "model": ((str,), "a text"),
+    "fingerprint": ((str,), "a text"),
+    "system": ((str,), "a text"),
+    "kv": ((str,), "a file name"),
+    "ranks": ((int,), "a number"),
+    "settings": ((dict,), "an object"),
 }
 
 
 def _check_setting(name, value, place):
     """The ranges are those of the flags. A name that this version does not know is left out by whoever reads it."""
     if name == "stop":
-        if not isinstance(value, list | None) or not all(isinstance(text, str) for text in value or ()):
-            raise SessionError(f"{place}: settings.stop is {_shown(value)}, not a list of texts", hint=CUT)
+        if not isinstance(value, list | None) or not all(
+            isinstance(text, str) for text in value or ()
+        ):
+            raise SessionError(
+                f"{place}: settings.stop is {_shown(value)}, not a list of texts", hint=CUT
+            )
     elif name in SETTINGS and value is not None:
         try:
             if type(value) not in (int, float):
@@ -238,7 +261,9 @@ def listing(folder):
             head, messages, _, _ = read(path)
             users = [m["content"] for m in messages if m["role"] == "user"]
             first = users[0] if users else ""
-            rows.append((path.stem, path.stat().st_mtime, len(users), head.get("model", "?"), first))
+            rows.append(
+                (path.stem, path.stat().st_mtime, len(users), head.get("model", "?"), first)
+            )
     return rows
 
 
@@ -252,7 +277,9 @@ def find(folder, wanted):
         return next((path for path in paths if not _cleared(path)), paths[0])
     if len(matches) != 1:
         found = len(matches) or "no"
-        raise SessionError(f"{found} sessions begin with {wanted!r}", hint="nanokv chat --list shows them")
+        raise SessionError(
+            f"{found} sessions begin with {wanted!r}", hint="nanokv chat --list shows them"
+        )
     return matches[0]
 
 

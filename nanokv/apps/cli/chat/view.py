@@ -64,7 +64,13 @@ def ending(turn, session) -> str:
 class View:
     """Prints for the person at the prompt. `thinking`, `stats` and `markdown` may change during the chat."""
 
-    def __init__(self, output: OutputOptions, thinking: str | None = None, stats: str = "on", markdown: bool = False):
+    def __init__(
+        self,
+        output: OutputOptions,
+        thinking: str | None = None,
+        stats: str = "on",
+        markdown: bool = False,
+    ):
         self.out, self.err = Style(sys.stdout, output.color), Style(sys.stderr, output.color)
         self.quiet, self.thinking, self.stats = output.quiet, thinking or "show", stats
         self.markdown = "on" if markdown else "off"
@@ -95,7 +101,10 @@ class View:
 
     def problem(self, error):
         """An error that the chat survives: one line, and one for the hint. Our own bugs are named by their type."""
-        message, hint = describe(error) or (f"{type(error).__name__}: {error}", f"{REPORT}; the chat goes on")
+        message, hint = describe(error) or (
+            f"{type(error).__name__}: {error}",
+            f"{REPORT}; the chat goes on",
+        )
         cut = "…" * (len(message) > LONGEST_PROBLEM)
         write_line(self.err.red("error: ") + sanitize_line(message[:LONGEST_PROBLEM] + cut))
         if hint:
@@ -124,7 +133,9 @@ class View:
         turn = session.last
         turns, tokens = turn.dropped
         if turns:
-            self.say(f"  dropped {turns:,} turn{'s' * (turns > 1)} (−{tokens:,}); prefilled {turn.new:,} again")
+            self.say(
+                f"  dropped {turns:,} turn{'s' * (turns > 1)} (−{tokens:,}); prefilled {turn.new:,} again"
+            )
         if note := ending(turn, session):
             self.say(f"  {note}")
         if self.stats == "on" and not self.quiet:
@@ -168,7 +179,9 @@ class Markdown:
 
         if text := block.strip("\n"):
             color = None if self.colors else True
-            Console(file=sys.stdout, no_color=color, force_terminal=self.colors).print(Formatted(text))
+            Console(file=sys.stdout, no_color=color, force_terminal=self.colors).print(
+                Formatted(text)
+            )
             sys.stdout.flush()
 
 
@@ -198,7 +211,9 @@ class Progress:
         if now >= self.next and not self.done and not self.view.quiet:
             self.next = now + (0.1 if self.moves else 10.0)
             read, prompt = self.session.cache.length, len(self.session.prompt_ids)
-            text = f"  prefill {read:,}/{prompt:,}" if read < prompt else "  looking for the best beam"
+            text = (
+                f"  prefill {read:,}/{prompt:,}" if read < prompt else "  looking for the best beam"
+            )
             write_err(("\r" + self.view.err.dim(text)) if self.moves else text + "\n")
             self.width = len(text) if self.moves else 0
         return self.stop()

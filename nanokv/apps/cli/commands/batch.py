@@ -80,15 +80,20 @@ class BatchOptions:
 
 def add_arguments(parser) -> None:
     """Input, output, how many at a time; then the shared flags, which are the defaults of every line."""
-    parser.add_argument("file", metavar="FILE.jsonl", help="the requests, one JSON object per line; - reads stdin")
-    parser.add_argument("-o", "--output", metavar="OUT", type=Path, help="write (and resume) OUT (default: stdout)")
+    parser.add_argument(
+        "file", metavar="FILE.jsonl", help="the requests, one JSON object per line; - reads stdin"
+    )
+    parser.add_argument(
+        "-o", "--output", metavar="OUT", type=Path, help="write (and resume) OUT (default: stdout)"
+    )
     add_force(parser)
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
         "--chat", action="store_true", help="each prompt is one user message in the chat template"
     )
     form.add_argument(
-        "--raw", action="store_true",
+        "--raw",
+        action="store_true",
         help="each prompt is raw text (the default, with a warning if the model is a chat model)",
     )
     pool.add_arguments(parser)
@@ -98,8 +103,15 @@ def command_options(args) -> BatchOptions:
     """Of add_arguments."""
     model = options.model_options(args, options.speed_options(args), options.template_options(args))
     return BatchOptions(
-        args.file, args.output, args.force, args.chat, args.raw, pool.pool_options(args), model,
-        pool.sized(options.cache_options(args), "batch"), options.sampling_options(args),
+        args.file,
+        args.output,
+        args.force,
+        args.chat,
+        args.raw,
+        pool.pool_options(args),
+        model,
+        pool.sized(options.cache_options(args), "batch"),
+        options.sampling_options(args),
         options.output_options(args),
     )
 
@@ -169,7 +181,9 @@ def prepare(given: BatchOptions, loaded, lines, output) -> tuple[list[Job], list
             if (found := next(filter(None, map(output.find, digests)), None)) is None:
                 jobs.append(job)
             else:
-                output.keep(number, found if "choices" in found else first_release(loaded, job, found))
+                output.keep(
+                    number, found if "choices" in found else first_release(loaded, job, found)
+                )
         except NanoKVError as error:
             wrong.append((job, error))
     return jobs, wrong
@@ -202,7 +216,10 @@ def warn_of_raw_prompts(given: BatchOptions, loaded, jobs) -> None:
 def common_settings(given: BatchOptions, loaded) -> dict:
     """What applies where a line says nothing."""
     params = given.sampling.resolve(loaded.model.generation_config)
-    return asdict(params) | {"max_new_tokens": given.sampling.most, "stop": list(given.sampling.stop)}
+    return asdict(params) | {
+        "max_new_tokens": given.sampling.most,
+        "stop": list(given.sampling.stop),
+    }
 
 
 def encode(template: TemplateOptions, tokenizer, job: Job) -> list[int]:
@@ -221,7 +238,9 @@ def encode(template: TemplateOptions, tokenizer, job: Job) -> list[int]:
         text = tokenizer.render(messages, add_generation_prompt=True, **template.values())
     except LeftOut:  # warn_of_calls says so
         job.left_out = True
-        text = tokenizer.template().render(messages, add_generation_prompt=True, **template.values())
+        text = tokenizer.template().render(
+            messages, add_generation_prompt=True, **template.values()
+        )
     return tokenizer.encode(text)
 
 
@@ -235,7 +254,9 @@ def warn_of_calls(jobs) -> None:
 def fail(given: BatchOptions, output, job: Job, error: Exception) -> None:
     """Into the output, with the line's number and id, and onto stderr, with the number."""
     id = job.fields.get("id")
-    output.put(job.line, {"line": job.line} | ({} if id is None else {"id": id}) | completion.error(error))
+    output.put(
+        job.line, {"line": job.line} | ({} if id is None else {"id": id}) | completion.error(error)
+    )
     terminal.warning(f"{'stdin' if given.file == '-' else given.file}:{job.line}: {error}")
 
 
@@ -287,13 +308,19 @@ def new_tokens(job: Job, common: int) -> int:
 def submit(given: BatchOptions, loaded, engine, job: Job) -> None:
     """The line's settings over the common ones."""
     settings = common_settings(given, loaded)
-    settings |= {name: job.fields[name] for name in (*SAMPLING, "max_new_tokens") if job.fields.get(name) is not None}
+    settings |= {
+        name: job.fields[name]
+        for name in (*SAMPLING, "max_new_tokens")
+        if job.fields.get(name) is not None
+    }
     stop, wanted = job.fields["stop"] or settings["stop"], settings.pop("max_new_tokens")
     del settings["stop"]
     job.wanted = wanted
     if type(wanted) is int and wanted > 0:
         wanted = room(wanted, loaded, job.ids)
-    job.answer = Answer(engine, loaded.tokenizer, stop, loaded.model.generation_config.eos_token_ids)
+    job.answer = Answer(
+        engine, loaded.tokenizer, stop, loaded.model.generation_config.eos_token_ids
+    )
     job.request = engine.submit(job.ids, max_new_tokens=wanted, on_token=job.answer.put, **settings)
 
 
@@ -325,8 +352,14 @@ def result(loaded, job: Job) -> dict:
     # `room` allowed fewer.
     cut = request.finish_reason == "length" and len(request.tokens) < job.wanted
     return line_of(
-        loaded, job, job.answer.text, request.tokens, "context" if cut else request.finish_reason,
-        completion.seed(request), request.metrics(), job.answer.shown.stop_string,
+        loaded,
+        job,
+        job.answer.text,
+        request.tokens,
+        "context" if cut else request.finish_reason,
+        completion.seed(request),
+        request.metrics(),
+        job.answer.shown.stop_string,
     )
 
 
@@ -335,7 +368,9 @@ def line_of(loaded, job: Job, text, ids, finish_reason, seed, metrics, stop_stri
     said = {"text": text}
     if "messages" in job.fields:
         said = completion.message(text, opens_thinking(loaded.tokenizer, job.ids))
-    prompt, new, cached = (metrics[name] for name in ("prompt_tokens", "new_tokens", "reused_tokens"))
+    prompt, new, cached = (
+        metrics[name] for name in ("prompt_tokens", "new_tokens", "reused_tokens")
+    )
     return {"line": job.line} | completion.completion(
         loaded.source,
         [completion.choice(said, ids, finish_reason, stop_string)],

@@ -65,41 +65,74 @@ class BenchOptions:
 
 def add_arguments(parser) -> None:
     """What to measure."""
-    parser.add_argument("--contexts", default="128,1024", metavar="N,N", help="cached tokens (default: %(default)s)")
-    parser.add_argument("--caches", metavar="KIND,KIND", help="cache kinds (default: the one of --cache)")
     parser.add_argument(
-        "--weights", metavar="W,W",
+        "--contexts", default="128,1024", metavar="N,N", help="cached tokens (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--caches", metavar="KIND,KIND", help="cache kinds (default: the one of --cache)"
+    )
+    parser.add_argument(
+        "--weights",
+        metavar="W,W",
         help="plain = the model that is read, fast = nanokv.optimize, int8, int4 (default: plain,fast; of several "
         "ranks plain)",
     )
-    parser.add_argument("--batch", default="1", metavar="N,N", help="rows decoded together (default: %(default)s)")
-    parser.add_argument("--uncached", action="store_true", help="also without a cache: every token again at every step")
-    parser.add_argument("--against", metavar="X,X", help=f"other runtimes in the same rotation: {', '.join(AGAINST)}")
     parser.add_argument(
-        "--through", choices=("cli",), metavar="cli",
+        "--batch", default="1", metavar="N,N", help="rows decoded together (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--uncached",
+        action="store_true",
+        help="also without a cache: every token again at every step",
+    )
+    parser.add_argument(
+        "--against",
+        metavar="X,X",
+        help=f"other runtimes in the same rotation: {', '.join(AGAINST)}",
+    )
+    parser.add_argument(
+        "--through",
+        choices=("cli",),
+        metavar="cli",
         help="also as `nanokv generate`, started anew for every measurement: what a user waits for",
     )
     parser.add_argument(
-        "--peer-timeout", type=real(0, above=True), metavar="S",
+        "--peer-timeout",
+        type=real(0, above=True),
+        metavar="S",
         help="end a runtime of --against that takes longer to load, or for one measurement (default: 10 minutes to "
         "load; 20 × the slowest measurement so far, at least 60 s)",
     )
-    parser.add_argument("--steps", type=integer(1), default=16, help="decode steps a measurement (default: 16)")
-    parser.add_argument("--repeat", type=integer(1), default=5, help="rounds; medians are shown (default: %(default)s)")
     parser.add_argument(
-        "--requests", type=integer(1), metavar="N",
+        "--steps", type=integer(1), default=16, help="decode steps a measurement (default: 16)"
+    )
+    parser.add_argument(
+        "--repeat",
+        type=integer(1),
+        default=5,
+        help="rounds; medians are shown (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--requests",
+        type=integer(1),
+        metavar="N",
         help="instead: N prompts of 8 … the largest of --contexts tokens through the engine, --steps new ones each",
     )
     parser.add_argument(
-        "--beside", choices=("busy",), metavar="busy",
+        "--beside",
+        choices=("busy",),
+        metavar="busy",
         help="instead: decode tok/s alone, beside a process that keeps a core busy, and with one thread there",
     )
     parser.add_argument(
-        "--quality", action="store_true",
+        "--quality",
+        action="store_true",
         help="instead: what each of --weights, and of --caches, does to the likelihood of a text",
     )
     parser.add_argument(
-        "--text", metavar="FILE", type=Path,
+        "--text",
+        metavar="FILE",
+        type=Path,
         help="the text of --quality, up to --context tokens (default: conversations that tiny never saw)",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
@@ -111,9 +144,24 @@ def add_arguments(parser) -> None:
 def command_options(args) -> BenchOptions:
     """Of add_arguments."""
     return BenchOptions(
-        args.contexts, args.caches, args.weights, args.batch, args.uncached, args.against,
-        args.through, args.peer_timeout, args.steps, args.repeat, args.requests, args.quality,
-        args.text, args.beside, args.json, args.plot, options.model_options(args), options.cache_options(args),
+        args.contexts,
+        args.caches,
+        args.weights,
+        args.batch,
+        args.uncached,
+        args.against,
+        args.through,
+        args.peer_timeout,
+        args.steps,
+        args.repeat,
+        args.requests,
+        args.quality,
+        args.text,
+        args.beside,
+        args.json,
+        args.plot,
+        options.model_options(args),
+        options.cache_options(args),
         options.output_options(args),
     )
 
@@ -129,7 +177,9 @@ def run(args, ranks: Ranks = ALONE) -> int:
         return quality(given, loaded, weights)
     longest = loaded.context - given.steps
     if max(contexts) > longest:
-        raise NanoKVError(f"--contexts {max(contexts):,} leaves no room for {given.steps} steps: at most {longest:,}")
+        raise NanoKVError(
+            f"--contexts {max(contexts):,} leaves no room for {given.steps} steps: at most {longest:,}"
+        )
     if given.requests:
         return serve(given, loaded, weights, against, max(contexts))
     if given.beside:
@@ -154,8 +204,13 @@ def measure(given: BenchOptions, loaded: Loaded, contexts, batches, weights, aga
         runners = make_runners(given, loaded, weights, batches)
         runners += peers.commands(runners, given.cache.context) if given.through else []
         runners += peers.runners(against, max(contexts) + given.steps)
-        peak, others = gemm_peak(loaded.dtype, loaded.device), Others([*peers.pids(), *rank_pids(loaded.ranks)])
-        rotation = Rotation(runners, contexts, loaded.config.vocab_size, loaded.device, given.repeat, given.steps)
+        peak, others = (
+            gemm_peak(loaded.dtype, loaded.device),
+            Others([*peers.pids(), *rank_pids(loaded.ranks)]),
+        )
+        rotation = Rotation(
+            runners, contexts, loaded.config.vocab_size, loaded.device, given.repeat, given.steps
+        )
         # Until here Ctrl-C leaves.
         stop = carry_out(rotation.run(), rotation.total, given.output, loaded.ranks, peers)
         busy = others.cores()
@@ -167,7 +222,10 @@ def measure(given: BenchOptions, loaded: Loaded, contexts, batches, weights, aga
 
 def checked(given: BenchOptions, ranks: int) -> tuple[list[int], list[int], list[str], list[str]]:
     """(contexts, batches, weights, against) of the flags, which are in order and go together."""
-    contexts, batches = numbers("--contexts", given.contexts, "128,1024"), numbers("--batch", given.batch, "1,4")
+    contexts, batches = (
+        numbers("--contexts", given.contexts, "128,1024"),
+        numbers("--batch", given.batch, "1,4"),
+    )
     weights = weights_of(given, ranks)
     against = names("--against", given.against, AGAINST) if given.against else []
     check_flags(given, against)
@@ -178,8 +236,12 @@ def check_flags(given: BenchOptions, against) -> None:
     """Flags that do not go together, and a picture that could not be written, before anything is loaded."""
     if given.plot and Path(given.plot).suffix not in (".png", ".svg"):
         raise NanoKVError(f"--plot {given.plot!r} does not end in .png or .svg", "--plot bench.png")
-    if given.plot and not (Path(given.plot).parent.is_dir() and os.access(Path(given.plot).parent, os.W_OK)):
-        raise NanoKVError(f"--plot {given.plot!r}: no file can be written there", "--plot bench.png")
+    if given.plot and not (
+        Path(given.plot).parent.is_dir() and os.access(Path(given.plot).parent, os.W_OK)
+    ):
+        raise NanoKVError(
+            f"--plot {given.plot!r}: no file can be written there", "--plot bench.png"
+        )
     if given.plot:
         from nanokv.lab.bench.plot import figure_class
 
@@ -187,17 +249,25 @@ def check_flags(given: BenchOptions, against) -> None:
     modes = {"--quality": given.quality, "--requests": given.requests, "--beside": given.beside}
     mode = next((flag for flag, wanted in modes.items() if wanted), None)
     if mode == "--requests" and not set(against) <= {"transformers"}:
-        raise NanoKVError("--requests compares with transformers' generate_batch only", hint="--against transformers")
+        raise NanoKVError(
+            "--requests compares with transformers' generate_batch only",
+            hint="--against transformers",
+        )
     unused = {
-        "--against": against and mode != "--requests", "--plot": given.plot, "--uncached": given.uncached,
-        "--caches": given.caches and mode == "--requests", "--batch": given.batch != "1" and mode != "--beside",
+        "--against": against and mode != "--requests",
+        "--plot": given.plot,
+        "--uncached": given.uncached,
+        "--caches": given.caches and mode == "--requests",
+        "--batch": given.batch != "1" and mode != "--beside",
         "--through": given.through,
     } | {flag: wanted and flag != mode for flag, wanted in modes.items()}
     for flag, wanted in unused.items():
         if mode and wanted:
             raise NanoKVError(f"{flag} means nothing to {mode}", hint=f"leave {flag} out")
     if given.text and not given.quality:
-        raise NanoKVError("--text is the text of --quality", hint="nanokv bench --quality --text FILE")
+        raise NanoKVError(
+            "--text is the text of --quality", hint="nanokv bench --quality --text FILE"
+        )
 
 
 def weights_of(given: BenchOptions, ranks: int) -> list[str]:
@@ -209,20 +279,29 @@ def check_ranks(given: BenchOptions, ranks: int) -> None:
     """What is measured in one process only is refused by name, before ranks are started."""
     others = [f"--weights {name}" for name in weights_of(given, ranks) if name != "plain"]
     one_process = {
-        "--against": given.against, "--requests": given.requests, "--quality": given.quality,
+        "--against": given.against,
+        "--requests": given.requests,
+        "--quality": given.quality,
         "--through": given.through,
         "--beside": given.beside,
     } | dict.fromkeys(others, True)
     for flag in (flag for flag, wanted in one_process.items() if wanted):
-        raise NanoKVError(f"{flag} with --tensor-parallel: it is measured in one process, this would be on "
-                          f"{ranks}", f"leave out {flag}")
+        raise NanoKVError(
+            f"{flag} with --tensor-parallel: it is measured in one process, this would be on "
+            f"{ranks}",
+            f"leave out {flag}",
+        )
     checked(given, ranks)
 
 
 def config_of(given: BenchOptions):
     """Of the model that will be measured."""
     model = given.model
-    return RANDOM[model.source] if model.source in RANDOM else plan_model(model, given.cache, given.output).config
+    return (
+        RANDOM[model.source]
+        if model.source in RANDOM
+        else plan_model(model, given.cache, given.output).config
+    )
 
 
 def rank_pids(ranks) -> list[int]:
@@ -243,16 +322,28 @@ def serve(given: BenchOptions, loaded, weights, against, longest: int) -> int:
     with Peers(loaded, against, given.peer_timeout) as peers:
         loaded = peers.loaded
         served = [
-            serving.Served(f"nanokv {name} engine", serving.ours(model, prompts, given.steps), tokens)
+            serving.Served(
+                f"nanokv {name} engine", serving.ours(model, prompts, given.steps), tokens
+            )
             for name, model in made(loaded, weights).items()
         ]
         if against:
-            process = peers.start("generate_batch", peers.checkpoint() | {"prompts": prompts, "tokens": given.steps})
-            served.append(serving.Served("transformers generate_batch", serving.theirs(process), tokens))
+            process = peers.start(
+                "generate_batch", peers.checkpoint() | {"prompts": prompts, "tokens": given.steps}
+            )
+            served.append(
+                serving.Served("transformers generate_batch", serving.theirs(process), tokens)
+            )
         total = (given.repeat + 1) * len(served)
-        stop = carry_out(serving.rounds(served, given.repeat), total, given.output, loaded.ranks, peers)
+        stop = carry_out(
+            serving.rounds(served, given.repeat), total, given.output, loaded.ranks, peers
+        )
     rows = [one.figures() for one in served if one.seconds]
-    failed = [{"label": one.label, "rounds": len(one.seconds), "error": one.error} for one in served if one.error]
+    failed = [
+        {"label": one.label, "rounds": len(one.seconds), "error": one.error}
+        for one in served
+        if one.error
+    ]
     tell_served(given, loaded, rows, failed)
     stop.finish()
     return 130 if stop.requested else 0
@@ -265,11 +356,25 @@ def tell_served(given: BenchOptions, loaded, rows: list[dict], failed: list[dict
         facts |= {"requests": given.requests}
         terminal.write_out(to_json(facts | {"rows": rows, "failed": failed}) + "\n")
     else:
-        head = [f"{loaded.name} {loaded.dtype_name}", threads_text(loaded), f"{given.requests} requests"]
-        show(head, ("", "prompt tokens", "new tokens", "seconds", "new tok/s"), [
-            (f["label"], f"{f['prompt_tokens']:,}", f"{f['generated']:,}", f"{f['seconds']:.2f}", f"{f['tok_s']:,.1f}")
-            for f in rows
-        ])
+        head = [
+            f"{loaded.name} {loaded.dtype_name}",
+            threads_text(loaded),
+            f"{given.requests} requests",
+        ]
+        show(
+            head,
+            ("", "prompt tokens", "new tokens", "seconds", "new tok/s"),
+            [
+                (
+                    f["label"],
+                    f"{f['prompt_tokens']:,}",
+                    f"{f['generated']:,}",
+                    f"{f['seconds']:.2f}",
+                    f"{f['tok_s']:,.1f}",
+                )
+                for f in rows
+            ],
+        )
         show_failed((f["label"], f["error"], "") for f in failed)
 
 
@@ -281,18 +386,38 @@ def beside(given: BenchOptions, loaded, runners, contexts) -> int:
         what = "--beside busy compares several threads of a CPU with one"
         raise NanoKVError(what, "--device cpu --threads 2, or more")
     rows = [Beside(runner, context, given.steps) for context in contexts for runner in runners]
-    rounds = (row.measure(loaded.config.vocab_size, turn) for turn in range(given.repeat + 1) for row in rows)
+    rounds = (
+        row.measure(loaded.config.vocab_size, turn)
+        for turn in range(given.repeat + 1)
+        for row in rows
+    )
     stop = carry_out(rounds, (given.repeat + 1) * len(rows), given.output)
     found = [row.figures() for row in rows if row.alone]
     if given.json:
-        facts = {"model": loaded.name, "dtype": loaded.dtype_name, "threads": loaded.threads, "beside": given.beside}
+        facts = {
+            "model": loaded.name,
+            "dtype": loaded.dtype_name,
+            "threads": loaded.threads,
+            "beside": given.beside,
+        }
         terminal.write_out(to_json(facts | {"rows": found}) + "\n")
     else:
         head = [f"{loaded.name} {loaded.dtype_name}", threads_text(loaded), "decode tok/s"]
-        show(head, ("", "context", "alone", "beside a busy core", "one thread there", "of one thread"), [
-            (f["label"], f"{f['context']:,}", f"{f['alone_tok_s']:,.1f}", f"{f['beside_tok_s']:,.1f}",
-             f"{f['one_thread_tok_s']:,.1f}", f"{f['ratio']:.0%}") for f in found
-        ])
+        show(
+            head,
+            ("", "context", "alone", "beside a busy core", "one thread there", "of one thread"),
+            [
+                (
+                    f["label"],
+                    f"{f['context']:,}",
+                    f"{f['alone_tok_s']:,.1f}",
+                    f"{f['beside_tok_s']:,.1f}",
+                    f"{f['one_thread_tok_s']:,.1f}",
+                    f"{f['ratio']:.0%}",
+                )
+                for f in found
+            ],
+        )
     stop.finish()
     return 130 if stop.requested else 0
 
@@ -300,7 +425,9 @@ def beside(given: BenchOptions, loaded, runners, contexts) -> int:
 def quality(given: BenchOptions, loaded, weights) -> int:
     """Mean |Δ log-likelihood| per token against the plain model, perplexity, and the bytes of weights or cache."""
     if loaded.tokenizer is None:
-        raise NanoKVError("random weights make every text equally unlikely", hint="nanokv bench --quality -m tiny")
+        raise NanoKVError(
+            "random weights make every text equally unlikely", hint="nanokv bench --quality -m tiny"
+        )
     import torch
 
     from nanokv.cache.options import check_options
@@ -310,11 +437,18 @@ def quality(given: BenchOptions, loaded, weights) -> int:
     for name, how in caches.values():
         check_options(name, how)
     ids, source = text_ids(given.text, loaded)
-    measured = changes(loaded.model, made(loaded, weights), torch.tensor([ids], device=loaded.device), caches)
+    measured = changes(
+        loaded.model, made(loaded, weights), torch.tensor([ids], device=loaded.device), caches
+    )
     rows: list[dict] = []
     stop = carry_out(map(rows.append, measured), len(weights) * max(1, len(caches)), given.output)
     if given.json:
-        facts = {"model": loaded.name, "dtype": loaded.dtype_name, "text": source, "tokens": len(ids)}
+        facts = {
+            "model": loaded.name,
+            "dtype": loaded.dtype_name,
+            "text": source,
+            "tokens": len(ids),
+        }
         terminal.write_out(to_json(facts | {"rows": rows}) + "\n")
     else:
         quality_table(loaded, f"{len(ids):,} tokens of {source}", rows, caches)
@@ -327,14 +461,23 @@ def quality_table(loaded, text: str, rows, caches) -> None:
     head = [f"{loaded.name} {loaded.dtype_name}", text]
     columns = {"weights": lambda row: row["weights"]}
     if caches:
-        columns |= {"cache": lambda row: row["cache"], "B/token": lambda row: f"{row['kv_bytes_per_token']:,.0f}"}
+        columns |= {
+            "cache": lambda row: row["cache"],
+            "B/token": lambda row: f"{row['kv_bytes_per_token']:,.0f}",
+        }
     else:
         columns |= {"MB/step": lambda row: f"{row['bytes'] / 1e6:.2f}"}
     columns |= {
-        "mean |Δ log p|": lambda row: f"{row['mean_change']:.5f}", "mean Δ log p": lambda row: f"{row['bias']:.5f}",
+        "mean |Δ log p|": lambda row: f"{row['mean_change']:.5f}",
+        "mean Δ log p": lambda row: f"{row['bias']:.5f}",
         "perplexity": lambda row: f"{row['perplexity']:.4f}",
     }
-    show(head, columns, [[cell(row) for cell in columns.values()] for row in rows], (0, 1) if caches else (0,))
+    show(
+        head,
+        columns,
+        [[cell(row) for cell in columns.values()] for row in rows],
+        (0, 1) if caches else (0,),
+    )
 
 
 def text_ids(path: Path | None, loaded) -> tuple[list[int], str]:
@@ -344,21 +487,27 @@ def text_ids(path: Path | None, loaded) -> tuple[list[int], str]:
         text = read_prompt_bytes(path.read_bytes(), name)
         ids = loaded.tokenizer.encode(text, add_special_tokens=True)[: loaded.context]
         if len(ids) < 2:
-            raise NanoKVError(f"{name} has {len(ids)} tokens: there is none whose likelihood could be asked")
+            raise NanoKVError(
+                f"{name} has {len(ids)} tokens: there is none whose likelihood could be asked"
+            )
         return ids, name
     import random
 
     from nanokv.school.training.corpus import conversation
     from nanokv.school.training.data import render
 
-    text = "".join(render(conversation(random.Random(f"bench:{i}"), 16, held_out=True)) for i in range(4))
+    text = "".join(
+        render(conversation(random.Random(f"bench:{i}"), 16, held_out=True)) for i in range(4)
+    )
     return loaded.tokenizer.encode(text)[: loaded.context], "held-out conversation"
 
 
 def show(head, names, rows, left: tuple = (0,)) -> None:
     """Facts of the run, then the table, as wide as the terminal allows; the columns in `left` are words."""
     width = layout.columns(sys.stdout)
-    terminal.write_out("\n".join([layout.joined(head, width), *layout.table(names, rows, width, left)]) + "\n")
+    terminal.write_out(
+        "\n".join([layout.joined(head, width), *layout.table(names, rows, width, left)]) + "\n"
+    )
 
 
 def show_failed(rows) -> None:
@@ -378,7 +527,11 @@ def made(loaded, weights) -> dict:
     from nanokv.fast import optimize
 
     models = {"plain": loaded.model}
-    models |= {name: optimize(loaded.model, None if name == "fast" else name) for name in weights if name != "plain"}
+    models |= {
+        name: optimize(loaded.model, None if name == "fast" else name)
+        for name in weights
+        if name != "plain"
+    }
     return {name: models[name] for name in weights}
 
 
@@ -392,7 +545,9 @@ def make_runners(given: BenchOptions, loaded, weights, batches) -> list:
     models = made(loaded, weights)
     runners = [
         Ours(models[name], name, kind, how, batch, loaded.dtype)
-        for batch in batches for name in weights for kind, how in caches
+        for batch in batches
+        for name in weights
+        for kind, how in caches
     ]
     if given.uncached:
         runners += [Uncached(models[name], name, 1, loaded.dtype) for name in weights]
@@ -400,7 +555,7 @@ def make_runners(given: BenchOptions, loaded, weights, batches) -> list:
 
 
 def numbers(flag: str, text: str, example: str) -> list[int]:
-    """"128,1024" → [128, 1024]."""
+    """ "128,1024" → [128, 1024]."""
     try:
         found = list(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
@@ -415,11 +570,15 @@ def names(flag: str, text: str, known) -> list[str]:
     found = list(dict.fromkeys(text.split(",")))
     wrong = [name for name in found if name not in known]
     if wrong:
-        raise NanoKVError(f"{flag}: {wrong[0]!r} is not one of {', '.join(known)}", hint=f"{flag} {known[0]}")
+        raise NanoKVError(
+            f"{flag}: {wrong[0]!r} is not one of {', '.join(known)}", hint=f"{flag} {known[0]}"
+        )
     return found
 
 
-def carry_out(rounds, total: int, output: OutputOptions, ranks: Ranks = ALONE, peers=None) -> terminal.Interrupt:
+def carry_out(
+    rounds, total: int, output: OutputOptions, ranks: Ranks = ALONE, peers=None
+) -> terminal.Interrupt:
     """All rounds, with a bar; Ctrl-C ends after the one that runs, a peer's at once, and is in what is returned."""
     with terminal.Interrupt() as stop:
         for process in peers.processes if peers else ():
@@ -440,7 +599,9 @@ def progress(done: int, total: int, seconds: float) -> None:
     """One line that is written over, on a terminal only, with the time that is left."""
     if terminal.is_tty(sys.stderr):
         bar, left = "#" * (20 * done // total), seconds / done * (total - done)
-        terminal.write_err(f"\r[{bar:<20}] {done}/{total} · {left:,.0f} s left " + ("\n" if done == total else ""))
+        terminal.write_err(
+            f"\r[{bar:<20}] {done}/{total} · {left:,.0f} s left " + ("\n" if done == total else "")
+        )
 
 
 def report(given: BenchOptions, loaded, rotation, peak: float, others: float | None) -> None:
@@ -461,13 +622,23 @@ def report(given: BenchOptions, loaded, rotation, peak: float, others: float | N
     head += f" · products {peak / 1e9:,.0f} GFLOP/s (measured now)"
     if given.json:
         facts = {
-            "model": loaded.name, "dtype": loaded.dtype_name, "threads": loaded.threads,
-            "ranks": loaded.ranks.size, "bandwidth": rate,
-            "bandwidths": rotation.bandwidth.rates, "gemm_flops": peak, "other_cores": others,
-            "noise": noise, "noisy": bool(noisy(noise)),
-            "code": "plain" if loaded.ranks.size > 1 else native.library()[1], "peak_bytes": peak_bytes(),
+            "model": loaded.name,
+            "dtype": loaded.dtype_name,
+            "threads": loaded.threads,
+            "ranks": loaded.ranks.size,
+            "bandwidth": rate,
+            "bandwidths": rotation.bandwidth.rates,
+            "gemm_flops": peak,
+            "other_cores": others,
+            "noise": noise,
+            "noisy": bool(noisy(noise)),
+            "code": "plain" if loaded.ranks.size > 1 else native.library()[1],
+            "peak_bytes": peak_bytes(),
         }
-        facts |= {"rows": [row.figures() for row in rows], "failed": [row.failure() for row in rotation.failed()]}
+        facts |= {
+            "rows": [row.figures() for row in rows],
+            "failed": [row.failure() for row in rotation.failed()],
+        }
         terminal.write_out(to_json(facts | ({"through": through} if through else {})) + "\n")
     else:
         print_table(head, rows, noise, "plain" if loaded.ranks.size > 1 else code_text())
@@ -482,19 +653,38 @@ def report(given: BenchOptions, loaded, rotation, peak: float, others: float | N
 def print_through(through) -> None:
     """What a user of `nanokv generate` waits for, and how near it comes to the bench's own rows."""
     if through:
-        head = ["load: from the start of the process", "first token: from there", "speeds: of the bench's own"]
+        head = [
+            "load: from the start of the process",
+            "first token: from there",
+            "speeds: of the bench's own",
+        ]
         names = ("nanokv generate", "context", "load s", "first token s", "prefill", "decode")
         terminal.write_out("\n")
-        show(head, names, [
-            (f"{f['weights']} {f['cache']}", f"{f['context']:,}", f"{f['load_s']:.2f}", f"{f['ttft_s']:.2f}",
-             f"{f['prefill_ratio']:.0%}", f"{f['decode_ratio']:.0%}") for f in through
-        ])
+        show(
+            head,
+            names,
+            [
+                (
+                    f"{f['weights']} {f['cache']}",
+                    f"{f['context']:,}",
+                    f"{f['load_s']:.2f}",
+                    f"{f['ttft_s']:.2f}",
+                    f"{f['prefill_ratio']:.0%}",
+                    f"{f['decode_ratio']:.0%}",
+                )
+                for f in through
+            ],
+        )
 
 
 def threads_text(loaded) -> str:
     """1 thread, 2 threads, 2 ranks of 1 thread."""
     threads = f"{loaded.threads} thread{'s' * (loaded.threads > 1)}"
-    return threads if loaded.ranks.size == 1 else f"{loaded.ranks.size} ranks of {threads}, bytes of one rank"
+    return (
+        threads
+        if loaded.ranks.size == 1
+        else f"{loaded.ranks.size} ranks of {threads}, bytes of one rank"
+    )
 
 
 def peak_bytes() -> int | None:
@@ -503,7 +693,9 @@ def peak_bytes() -> int | None:
         import resource
     except ImportError:  # Windows
         return None
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 def noise_of(rows, others: float | None, rates) -> dict:
@@ -511,7 +703,8 @@ def noise_of(rows, others: float | None, rates) -> dict:
     (largest − smallest) of the middle or best one, and the cores that other processes kept busy; null: not known."""
     spreads = [row.spread for row in rows if row.spread is not None]
     return {
-        "decode_spread": max(spreads, default=None), "other_cores": others,
+        "decode_spread": max(spreads, default=None),
+        "other_cores": others,
         "bandwidth_spread": (max(rates) - min(rates)) / max(rates) if len(rates) > 1 else None,
     }
 
@@ -529,15 +722,36 @@ def noisy(noise: dict) -> list[str]:
 def print_table(head: str, rows, noise: dict, code: str) -> None:
     """tok/s never without GB/s and the share of the limit."""
     peak = peak_bytes()
-    parts = [*head.split(" · "), *([f"peak memory {peak / 1e9:.1f} GB"] if peak else []),
-             *([f"noisy: {', '.join(noisy(noise))}"] if noisy(noise) else [])]
-    names = ("", "context", "prefill tok/s", "decode tok/s", "ms/step", "±", "MB/step", "GB/s", "% of limit")
+    parts = [
+        *head.split(" · "),
+        *([f"peak memory {peak / 1e9:.1f} GB"] if peak else []),
+        *([f"noisy: {', '.join(noisy(noise))}"] if noisy(noise) else []),
+    ]
+    names = (
+        "",
+        "context",
+        "prefill tok/s",
+        "decode tok/s",
+        "ms/step",
+        "±",
+        "MB/step",
+        "GB/s",
+        "% of limit",
+    )
     lines = []
     for row in rows:
         f, spread = row.figures(), "–" if row.spread is None else f"{row.spread / 2:.0%}"
-        lines.append((
-            row.runner.label, f"{row.context:,}", f"{f['prefill_tok_s']:,.0f}", f"{f['decode_tok_s']:,.1f}",
-            f"{row.decode_s * 1e3:.2f}", spread, f"{row.bytes / 1e6:,.1f}", f"{f['gigabytes_per_second']:.2f}",
-            f"{row.share:.1%}",
-        ))
+        lines.append(
+            (
+                row.runner.label,
+                f"{row.context:,}",
+                f"{f['prefill_tok_s']:,.0f}",
+                f"{f['decode_tok_s']:,.1f}",
+                f"{row.decode_s * 1e3:.2f}",
+                spread,
+                f"{row.bytes / 1e6:,.1f}",
+                f"{f['gigabytes_per_second']:.2f}",
+                f"{row.share:.1%}",
+            )
+        )
     show([*parts, code], names, lines)

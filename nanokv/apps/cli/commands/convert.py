@@ -32,10 +32,21 @@ DESCRIPTION = (
 
 def add_arguments(parser) -> None:
     """From, to, and in which type."""
-    parser.add_argument("source", metavar="MODEL", help="a GGUF file, a folder, tiny, or a name on the hub")
-    parser.add_argument("folder", metavar="FOLDER", type=Path, help="where the files go; it is made if it is not there")
     parser.add_argument(
-        "--dtype", choices=DTYPES, default="auto", metavar="TYPE", type=dtype_name,
+        "source", metavar="MODEL", help="a GGUF file, a folder, tiny, or a name on the hub"
+    )
+    parser.add_argument(
+        "folder",
+        metavar="FOLDER",
+        type=Path,
+        help="where the files go; it is made if it is not there",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="auto",
+        metavar="TYPE",
+        type=dtype_name,
         help="float32, bfloat16 or float16 (default: the checkpoint's own, bfloat16 for quantized GGUF)",
     )
     add_force(parser)

@@ -71,23 +71,48 @@ def add_arguments(parser) -> None:
     """One action and what it works on."""
     parser.intermixed = True
     parser.add_argument("action", choices=ACTIONS, metavar="ACTION", help=", ".join(ACTIONS))
-    parser.add_argument("words", nargs="*", metavar="WHAT", help="notebooks, a folder, or an id and an answer")
-    parser.add_argument("--folder", type=Path, default=folder(),
-                        help="the notebooks (default: notebooks, or this folder inside of it)")
+    parser.add_argument(
+        "words", nargs="*", metavar="WHAT", help="notebooks, a folder, or an id and an answer"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=folder(),
+        help="the notebooks (default: notebooks, or this folder inside of it)",
+    )
     parser.add_argument("-o", "--out", type=Path, metavar="PATH", help="where the result goes")
     add_force(parser)
-    parser.add_argument("--limit", type=real(1, 3600), default=180.0, metavar="S", help="seconds per notebook (180)")
-    parser.add_argument("--seed", type=integer(0, 2**31), default=0, metavar="N", help="of variants, exam and gift")
-    parser.add_argument("--students", type=Path, metavar="FILE", help="one name per line, for variants")
-    parser.add_argument("--book", type=Path, metavar="FOLDER", help="for site: a book that is already written")
-    parser.add_argument("--key", type=Path, metavar="FILE", help="the key of the variants, for grade")
+    parser.add_argument(
+        "--limit", type=real(1, 3600), default=180.0, metavar="S", help="seconds per notebook (180)"
+    )
+    parser.add_argument(
+        "--seed", type=integer(0, 2**31), default=0, metavar="N", help="of variants, exam and gift"
+    )
+    parser.add_argument(
+        "--students", type=Path, metavar="FILE", help="one name per line, for variants"
+    )
+    parser.add_argument(
+        "--book", type=Path, metavar="FOLDER", help="for site: a book that is already written"
+    )
+    parser.add_argument(
+        "--key", type=Path, metavar="FILE", help="the key of the variants, for grade"
+    )
 
 
 def command_options(args) -> CourseOptions:
     """Of add_arguments."""
     return CourseOptions(
-        args.action, tuple(args.words), args.folder, args.out, args.force, args.limit, args.seed,
-        args.students, args.book, args.key, output_options(args),
+        args.action,
+        tuple(args.words),
+        args.folder,
+        args.out,
+        args.force,
+        args.limit,
+        args.seed,
+        args.students,
+        args.book,
+        args.key,
+        output_options(args),
     )
 
 
@@ -130,7 +155,9 @@ def _record(given: CourseOptions) -> None:
     ask_to_replace(given.force, *paths.values())
     model = environment("NANOKV_MODEL") or "tiny"
     if model == "tiny":
-        raise CourseError("record needs another model than the bundled one", "NANOKV_MODEL=smollm2.gguf")
+        raise CourseError(
+            "record needs another model than the bundled one", "NANOKV_MODEL=smollm2.gguf"
+        )
     for source, path in paths.items():
         recorded.write(recorded.record(twins.read(source), model, given.limit), path)
         terminal.write_out(f"{path}\n")
@@ -140,7 +167,9 @@ def _book(given: CourseOptions) -> None:
     from nanokv.school.course import book
 
     out = given.out or Path("book")
-    ask_to_replace(given.force, *(out / name for name in book.file_names(given.folder, given.words)))
+    ask_to_replace(
+        given.force, *(out / name for name in book.file_names(given.folder, given.words))
+    )
     for page in book.build(given.folder, out, given.limit, given.words):
         terminal.write_out(f"{page}\n")
 
@@ -212,7 +241,9 @@ def _gift(given: CourseOptions) -> None:
     left = gift.write(given.folder, list(given.words), given.seed, out)
     terminal.write_out(f"{out}\n")
     if left:
-        terminal.notice(f"left out, because the answer is not made of numbers: {', '.join(left)}", given.output)
+        terminal.notice(
+            f"left out, because the answer is not made of numbers: {', '.join(left)}", given.output
+        )
 
 
 def _nbgrader(given: CourseOptions) -> None:
@@ -232,7 +263,10 @@ def _progress(given: CourseOptions) -> None:
     if wanted - set(known):
         raise CourseError(f"no notebook {', '.join(sorted(wanted - set(known)))}", ", ".join(known))
     if not kept.exists():
-        raise CourseError(f"no answers yet: there is no {kept}", "a notebook keeps them beside it when its checks run")
+        raise CourseError(
+            f"no answers yet: there is no {kept}",
+            "a notebook keeps them beside it when its checks run",
+        )
     write(scores.table([number for number in known if number in (wanted or known)], log.read(kept)))
 
 
@@ -251,30 +285,45 @@ def _grade(given: CourseOptions) -> None:
     from nanokv.school.course import grading
 
     if len(given.words) != 1:
-        raise CourseError("grade takes one folder of notebooks", "nanokv course grade submissions -o results.csv")
+        raise CourseError(
+            "grade takes one folder of notebooks", "nanokv course grade submissions -o results.csv"
+        )
     out, rows = given.out or Path("results.csv"), []
     graded = grading.grade(Path(given.words[0]), given.limit, given.key)
     if not out.parent.is_dir() or out.is_dir():  # said now, not after an hour of work
-        raise CourseError(f"{out} cannot be written: {out.parent} is no folder, or {out} is one", "-o results.csv")
+        raise CourseError(
+            f"{out} cannot be written: {out.parent} is no folder, or {out} is one", "-o results.csv"
+        )
     ask_to_replace(given.force, out)
     grading.write(rows, out)
     try:
         for row in graded:
             rows.append(row)
             grading.write(rows, out)
-            terminal.notice(f"{row['file']}: {row['score']} of {row['of']}  {row['error']}".rstrip(), given.output)
+            terminal.notice(
+                f"{row['file']}: {row['score']} of {row['of']}  {row['error']}".rstrip(),
+                given.output,
+            )
     finally:
         grading.write(rows, out)  # whole, also when somebody interrupts while it is written
     write(grading.tally(rows) + f"{out}\n")
-    terminal.notice(f"{len(rows)} submissions, {sum(bool(row['error']) for row in rows)} with an error", given.output)
+    terminal.notice(
+        f"{len(rows)} submissions, {sum(bool(row['error']) for row in rows)} with an error",
+        given.output,
+    )
 
 
 def write(text: str) -> None:
     """To stdout, long lines broken between words on a terminal."""
-    terminal.write_out(layout.wrapped(terminal.sanitize(text), layout.columns(sys.stdout, None), " " * 8))
+    terminal.write_out(
+        layout.wrapped(terminal.sanitize(text), layout.columns(sys.stdout, None), " " * 8)
+    )
 
 
 def _no_words(given: CourseOptions) -> None:
     """For actions that are about the whole course."""
     if given.words:
-        raise CourseError(f"{given.action} takes no names; here is {given.words[0]!r}", f"nanokv course {given.action}")
+        raise CourseError(
+            f"{given.action} takes no names; here is {given.words[0]!r}",
+            f"nanokv course {given.action}",
+        )

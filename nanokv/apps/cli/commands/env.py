@@ -34,23 +34,68 @@ from nanokv.cache.options import check_options
 from nanokv.costs.free_memory import available_memory
 from weights_loader.strict import UnknownModel
 
-EXAMPLES = ("nanokv env", "nanokv env -m ./folder", "nanokv env --json", "NANOKV_THREADS=1 nanokv env")
+EXAMPLES = (
+    "nanokv env",
+    "nanokv env -m ./folder",
+    "nanokv env --json",
+    "NANOKV_THREADS=1 nanokv env",
+)
 DESCRIPTION = (
     "Print versions, paths and settings, each with its origin; and which tokens end an answer of the "
     "model, each with the files that say so."
 )
 PACKAGES = (
-    "torch", "numpy", "tokenizers", "safetensors", "huggingface_hub", "jinja2", "rich", "prompt_toolkit",
+    "torch",
+    "numpy",
+    "tokenizers",
+    "safetensors",
+    "huggingface_hub",
+    "jinja2",
+    "rich",
+    "prompt_toolkit",
     "transformers",
 )
 VARIABLES = (
-    "NANOKV_MODEL", "NANOKV_THREADS", "NANOKV_NO_HISTORY", "NANOKV_DEBUG", "NANOKV_KERNELS", "NANOKV_CACHE", "CXX",
-    "NANOKV_STAMPS", "NANOKV_API_KEY", "NANOKV_RANK_TIMEOUT", "NANOKV_LAUNCHED", "NANOKV_STORE_FD",
-    "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
+    "NANOKV_MODEL",
+    "NANOKV_THREADS",
+    "NANOKV_NO_HISTORY",
+    "NANOKV_DEBUG",
+    "NANOKV_KERNELS",
+    "NANOKV_CACHE",
+    "CXX",
+    "NANOKV_STAMPS",
+    "NANOKV_API_KEY",
+    "NANOKV_RANK_TIMEOUT",
+    "NANOKV_LAUNCHED",
+    "NANOKV_STORE_FD",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_USE_AGENT_STORE",
-    "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "NO_COLOR", "FORCE_COLOR", "TERM", "COLUMNS", "PYTHONIOENCODING",
-    "VISUAL", "EDITOR", "XDG_STATE_HOME", "XDG_CACHE_HOME", "LOCALAPPDATA", "HF_HOME", "HF_HUB_CACHE", "HF_TOKEN",
-    "HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS", "HTTPS_PROXY", "NO_PROXY", "SSL_CERT_FILE",
+    "OMP_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES",
+    "NO_COLOR",
+    "FORCE_COLOR",
+    "TERM",
+    "COLUMNS",
+    "PYTHONIOENCODING",
+    "VISUAL",
+    "EDITOR",
+    "XDG_STATE_HOME",
+    "XDG_CACHE_HOME",
+    "LOCALAPPDATA",
+    "HF_HOME",
+    "HF_HUB_CACHE",
+    "HF_TOKEN",
+    "HF_ENDPOINT",
+    "HF_HUB_OFFLINE",
+    "HF_HUB_DISABLE_PROGRESS_BARS",
+    "HTTPS_PROXY",
+    "NO_PROXY",
+    "SSL_CERT_FILE",
 )
 MAKE = ("PYTHON", "ARGS", "OUT", "JOBS", "TORCH")  # what the Makefile takes from the environment
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD")
@@ -58,7 +103,9 @@ SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD")
 
 def add_arguments(parser) -> None:
     """The model flags, to see what they would select; --json."""
-    parser.add_argument("--json", action="store_true", help="one JSON object: {section: {name: [value, origin]}}")
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object: {section: {name: [value, origin]}}"
+    )
     add_model_arguments(parser, CACHE)
 
 
@@ -68,8 +115,10 @@ def run(args) -> int:
     check_options(cache.name, cache.options)
     check_device(model.device)
     sections = {
-        "versions": versions(), "settings": settings(model, cache, output),
-        "ends of an answer": ends(model.source), "paths": paths(),
+        "versions": versions(),
+        "settings": settings(model, cache, output),
+        "ends of an answer": ends(model.source),
+        "paths": paths(),
         "environment": {name: (shown(name), "") for name in VARIABLES},
         "environment of make": {name: (shown(name), "") for name in MAKE},
     }
@@ -82,8 +131,10 @@ def run(args) -> int:
     width = layout.columns(sys.stdout)
     column = max(len(name) for rows in sections.values() for name in rows) + 4
     for title, rows in sections.items():
-        texts = {n: terminal.sanitize_line(v) + (f"   ({terminal.sanitize_line(o)})" if o else "")
-                 for n, (v, o) in rows.items()}
+        texts = {
+            n: terminal.sanitize_line(v) + (f"   ({terminal.sanitize_line(o)})" if o else "")
+            for n, (v, o) in rows.items()
+        }
         lines = layout.definitions(texts.items(), width, column=column)
         terminal.write_out("\n".join([style.bold(title), *lines]) + "\n")
     return 0
@@ -100,7 +151,10 @@ def versions() -> dict:
         try:
             rows[name] = (importlib.metadata.version(name), "")
         except importlib.metadata.PackageNotFoundError:
-            rows[name] = ("not installed", "optional: nanokv verify" if name == "transformers" else "required")
+            rows[name] = (
+                "not installed",
+                "optional: nanokv verify" if name == "transformers" else "required",
+            )
     return rows
 
 
@@ -108,8 +162,13 @@ def settings(model: ModelOptions, cache: CacheOptions, output: OutputOptions) ->
     """Value and origin of what the flags, the environment and the defaults decide."""
     given = {"flag"} if model.source != (environment("NANOKV_MODEL") or "tiny") else set()
     origin = "flag" if given else "NANOKV_MODEL" if environment("NANOKV_MODEL") else "built-in"
-    threads = "flag" if model.threads else next(
-        (name for name in ("NANOKV_THREADS", "OMP_NUM_THREADS") if environment(name)), "cores this process may use"
+    threads = (
+        "flag"
+        if model.threads
+        else next(
+            (name for name in ("NANOKV_THREADS", "OMP_NUM_THREADS") if environment(name)),
+            "cores this process may use",
+        )
     )
     free = available_memory("cpu")
     device, device_origin = device_in_use(model.device)
@@ -117,7 +176,9 @@ def settings(model: ModelOptions, cache: CacheOptions, output: OutputOptions) ->
         "model": (display_name(model.source), origin),
         "dtype": (
             model.dtype,
-            "flag" if model.dtype != "auto" else "the checkpoint's own; on a CPU float32 for tiny and float16",
+            "flag"
+            if model.dtype != "auto"
+            else "the checkpoint's own; on a CPU float32 for tiny and float16",
         ),
         "device": (device, device_origin),
         "threads": (str(model.threads or thread_count()), threads),
@@ -127,13 +188,20 @@ def settings(model: ModelOptions, cache: CacheOptions, output: OutputOptions) ->
             "temperature, top_k, top_p, min_p, repetition_penalty",
             "flag > the checkpoint's generation_config > greedy",
         ),
-        "free memory": ("unknown" if free is None else terminal.bytes_text(free), "smallest of RAM, container, ulimit"),
+        "free memory": (
+            "unknown" if free is None else terminal.bytes_text(free),
+            "smallest of RAM, container, ulimit",
+        ),
         "colour on stdout": (
             str(terminal.use_color(sys.stdout, output.color)).lower(),
             "--color, NO_COLOR, FORCE_COLOR, TERM, tty",
         ),
-        "history": ("off", "NANOKV_NO_HISTORY") if environment("NANOKV_NO_HISTORY") else ("on", "built-in"),
-        "network": ("offline", "flag or HF_HUB_OFFLINE") if model.offline or hub_offline() else ("allowed", "built-in"),
+        "history": ("off", "NANOKV_NO_HISTORY")
+        if environment("NANOKV_NO_HISTORY")
+        else ("on", "built-in"),
+        "network": ("offline", "flag or HF_HUB_OFFLINE")
+        if model.offline or hub_offline()
+        else ("allowed", "built-in"),
     }
 
 
@@ -169,7 +237,11 @@ def device_in_use(wanted: str) -> tuple[str, str]:
     # A broken install raises anything: this command is for finding that out.
     except Exception as error:
         return "none", f"torch cannot be imported: {terminal.sanitize_line(error)}"
-    return ("cuda", torch.cuda.get_device_name(0)) if torch.cuda.is_available() else ("cpu", "torch sees no GPU")
+    return (
+        ("cuda", torch.cuda.get_device_name(0))
+        if torch.cuda.is_available()
+        else ("cpu", "torch sees no GPU")
+    )
 
 
 def hub_offline() -> bool:
@@ -180,7 +252,9 @@ def hub_offline() -> bool:
 def paths() -> dict:
     """Folders that are read or written."""
     own = os.path.expanduser("~")  # stays "~" where this user has no home folder
-    home = environment("HF_HOME") or str(Path(environment("XDG_CACHE_HOME") or f"{own}/.cache") / "huggingface")
+    home = environment("HF_HOME") or str(
+        Path(environment("XDG_CACHE_HOME") or f"{own}/.cache") / "huggingface"
+    )
     hub = environment("HF_HUB_CACHE")
     state = environment("XDG_STATE_HOME") or environment("LOCALAPPDATA") or f"{own}/.local/state"
     return {
@@ -191,11 +265,22 @@ def paths() -> dict:
         ),
         "sessions": (
             str(Path(state) / "nanokv" / "sessions"),
-            next((name for name in ("XDG_STATE_HOME", "LOCALAPPDATA") if environment(name)), "built-in"),
+            next(
+                (name for name in ("XDG_STATE_HOME", "LOCALAPPDATA") if environment(name)),
+                "built-in",
+            ),
         ),
         "kernels": (
-            str(Path(environment("NANOKV_CACHE") or environment("XDG_CACHE_HOME") or f"{own}/.cache") / "nanokv"),
-            next((name for name in ("NANOKV_CACHE", "XDG_CACHE_HOME") if environment(name)), "built-in"),
+            str(
+                Path(
+                    environment("NANOKV_CACHE") or environment("XDG_CACHE_HOME") or f"{own}/.cache"
+                )
+                / "nanokv"
+            ),
+            next(
+                (name for name in ("NANOKV_CACHE", "XDG_CACHE_HOME") if environment(name)),
+                "built-in",
+            ),
         ),
     }
 

@@ -97,7 +97,10 @@ def run_stream(given: GenerateOptions, loaded: Loaded, ids: list[int]) -> int:
 
     make_generation = speculation.generation_type(given.model.speed.speculate, loaded)
     cache, sampling = loaded.make_cache(), given.sampling
-    params, most = sampling.resolve(loaded.model.generation_config), room(sampling.most, loaded, ids)
+    params, most = (
+        sampling.resolve(loaded.model.generation_config),
+        room(sampling.most, loaded, ids),
+    )
     with terminal.Interrupt() as stop:
         generation = make_generation(loaded.model, ids, cache, params, most, should_stop=stop)
         stream = TextStream(generation, loaded.tokenizer, stop=sampling.stop)
@@ -136,7 +139,9 @@ def run_beams(given: GenerateOptions, loaded: Loaded, ids: list[int]) -> int:
 class TextOutput:
     """The answer as it comes, and the newline that ends every answer."""
 
-    def __init__(self, prompt: PromptOptions, output: OutputOptions, loaded: Loaded, ids: list[int]):
+    def __init__(
+        self, prompt: PromptOptions, output: OutputOptions, loaded: Loaded, ids: list[int]
+    ):
         style = terminal.Style(sys.stderr, output.color)
         self.writer = AnswerWriter(thoughts(prompt.template.thinking, output.quiet), style)
         # The template may have opened <think> at the prompt's end.
@@ -193,7 +198,11 @@ def status(found: dict, context: int) -> str:
     usage, speed, cache = found["usage"], found["timings"], found["cache"]
     reused, out = usage["prompt_tokens_details"]["cached_tokens"], usage["completion_tokens"]
     parts = [f"{usage['prompt_tokens'] - reused:,} new + {reused:,} reused → {out:,} out"]
-    parts += [f"first token {terminal.seconds_text(speed['ttft_s'])}"] if speed["ttft_s"] is not None else []
+    parts += (
+        [f"first token {terminal.seconds_text(speed['ttft_s'])}"]
+        if speed["ttft_s"] is not None
+        else []
+    )
     parts += [f"{speed['decode_tok_s']:,.0f} tok/s"] if speed["decode_tok_s"] else []
     parts += speculation.status(found.get("speculation"))
     parts += [f"cache {cache['tokens']:,}/{context:,}"]
@@ -201,5 +210,7 @@ def status(found: dict, context: int) -> str:
     parts += [f"seed {found['seed']}"] if found["seed"] is not None else []
     if found["choices"][0]["finish_reason"] != "stop":
         reason = found["choices"][0]["stop_reason"]
-        parts += [{None: f"stopped at {out:,} tokens", "context": "context full"}.get(reason, reason)]
+        parts += [
+            {None: f"stopped at {out:,} tokens", "context": "context full"}.get(reason, reason)
+        ]
     return "  " + " · ".join(parts)

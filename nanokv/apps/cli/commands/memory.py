@@ -43,17 +43,29 @@ EXAMPLES = (
     "nanokv memory Qwen/Qwen3-8B --fits 24GiB --cache quantized:k_bits=8:v_bits=4",
     "nanokv memory tiny --check",
 )
-DESCRIPTION = "Bytes of weights and KV cache, from config.json alone. The Qwen3 family works offline."
+DESCRIPTION = (
+    "Bytes of weights and KV cache, from config.json alone. The Qwen3 family works offline."
+)
 
 
 def add_arguments(parser) -> None:
     """The model as an argument, then what is asked of it."""
-    parser.add_argument("source", nargs="?", metavar="MODEL", help="as -m; also the path of a config.json")
-    parser.add_argument("--batch", metavar="N", type=integer(1, 10**9), default=1, help="sequences (default: 1)")
+    parser.add_argument(
+        "source", nargs="?", metavar="MODEL", help="as -m; also the path of a config.json"
+    )
+    parser.add_argument(
+        "--batch", metavar="N", type=integer(1, 10**9), default=1, help="sequences (default: 1)"
+    )
     parser.add_argument("--fits", metavar="SIZE", help="what fits into SIZE: 24GiB, 80GB")
-    parser.add_argument("--link", metavar="SPEED", help="send a cache, or prefill again? over 10Gb/s, 1.25GB/s")
-    parser.add_argument("--check", action="store_true", help="allocate every cache and compare with the formula")
-    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw cache against context: .png, .svg or .pdf")
+    parser.add_argument(
+        "--link", metavar="SPEED", help="send a cache, or prefill again? over 10Gb/s, 1.25GB/s"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="allocate every cache and compare with the formula"
+    )
+    parser.add_argument(
+        "--plot", metavar="FILE", type=Path, help="draw cache against context: .png, .svg or .pdf"
+    )
     add_force(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     add_model_arguments(parser)
@@ -68,7 +80,9 @@ def run(args) -> int:
     estimate, output = plan(model, cache_options(args), args.batch), output_options(args)
     limit = estimate.config.max_position_embeddings
     if estimate.context > limit:
-        terminal.warning(f"--context {estimate.context:,} is more than the model's {limit:,} positions")
+        terminal.warning(
+            f"--context {estimate.context:,} is more than the model's {limit:,} positions"
+        )
     checked = None
     if args.check:
         from nanokv.lab.study.allocation import check
@@ -93,7 +107,9 @@ def plan(model: ModelOptions, cache: CacheOptions, batch: int) -> Estimate:
     context = cache.context or config.max_position_embeddings
     check_pool(cache.options, context, batch)
     dtype = choose_dtype(model, config, "cpu" if model.device == "auto" else model.device)
-    return Estimate(display_name(model.source), config, dtype, context, batch, cache.name, cache.options)
+    return Estimate(
+        display_name(model.source), config, dtype, context, batch, cache.name, cache.options
+    )
 
 
 def check_pool(options: dict, context: int, batch: int) -> None:
@@ -124,7 +140,11 @@ def find_config(model: ModelOptions) -> Config:
 def text(estimate: Estimate, memory, checked, style) -> str:
     """The rows with their formulas, what fits, the check, and the table of the family."""
     crossover = estimate.crossover
-    note = "never reaches the weights" if crossover is None else f"equals the weights at {crossover:,} tokens"
+    note = (
+        "never reaches the weights"
+        if crossover is None
+        else f"equals the weights at {crossover:,} tokens"
+    )
     width = layout.columns(sys.stdout)
     both = f"{estimate.weights:,} + {estimate.total - estimate.weights:,} B"
     rows = [*estimate.rows(), ("together", both, estimate.total)]
@@ -188,8 +208,13 @@ def link_text(estimate: Estimate, link: float, style) -> str:
     )
     head = ("", "KV sent", "in", "prefill", "equal at")
     rows = [
-        (("▸ " if row.config == estimate.config else "  ") + row.name.removeprefix("Qwen/")[:14], decimal(row.sent),
-         terminal.seconds_text(row.sent / link), flop_text(row.prefill), f"{flop_text(row.break_even(link))}/s")
+        (
+            ("▸ " if row.config == estimate.config else "  ") + row.name.removeprefix("Qwen/")[:14],
+            decimal(row.sent),
+            terminal.seconds_text(row.sent / link),
+            flop_text(row.prefill),
+            f"{flop_text(row.break_even(link))}/s",
+        )
         for row in family(estimate, FAMILY | MIXTURES)
     ]
     note = f"one sequence of {estimate.context:,} tokens, {SHORT[estimate.dtype]}, {estimate.cache} cache, {speed}"
@@ -200,14 +225,27 @@ def link_text(estimate: Estimate, link: float, style) -> str:
 def table(estimate: Estimate, memory, style, width: int) -> list[str]:
     """One line per model; the one that was requested is marked."""
     about = f"{SHORT[estimate.dtype]}, {estimate.cache} cache, {estimate.batch:,} × {estimate.context:,} tokens"
-    head = ("", "params", "weights", "KV / token", "a sequence", "all", "= weights at", "batch fits")
+    head = (
+        "",
+        "params",
+        "weights",
+        "KV / token",
+        "a sequence",
+        "all",
+        "= weights at",
+        "batch fits",
+    )
     rows = []
     for row in family(estimate):
         mark = "▸ " if row.config == estimate.config else "  "
         one, whole = row.cached(row.context, 1), row.cached(row.context, row.batch)
         cells = (
-            mark + row.name.removeprefix("Qwen/")[:14], count_text(costs.parameters(row.config)), decimal(row.weights),
-            decimal(row.per_token), binary(one), binary(whole),
+            mark + row.name.removeprefix("Qwen/")[:14],
+            count_text(costs.parameters(row.config)),
+            decimal(row.weights),
+            decimal(row.per_token),
+            binary(one),
+            binary(whole),
             "never" if row.crossover is None else f"{row.crossover:,}",
             f"{row.max_batch(memory):,}" if memory else "",
         )
@@ -221,20 +259,49 @@ def table(estimate: Estimate, memory, style, width: int) -> list[str]:
 
 def report(estimate: Estimate, memory, checked, link) -> dict:
     """The same numbers, in bytes and tokens."""
-    fits = {} if memory is None else {
-        "fits": {"bytes": memory, "max_batch": estimate.max_batch(memory), "max_context": estimate.max_context(memory)}
-    }
+    fits = (
+        {}
+        if memory is None
+        else {
+            "fits": {
+                "bytes": memory,
+                "max_batch": estimate.max_batch(memory),
+                "max_context": estimate.max_context(memory),
+            }
+        }
+    )
     rows = [numbers(row) for row in family(estimate)]
-    sent = {} if link is None else {"link": {"bytes_per_second": link} | transfer(estimate, link) | {
-        "family": [{"model": row.name} | transfer(row, link) for row in family(estimate, FAMILY | MIXTURES)]
-    }}
-    return numbers(estimate) | fits | {"family": rows} | sent | ({} if checked is None else {"check": checked})
+    sent = (
+        {}
+        if link is None
+        else {
+            "link": {"bytes_per_second": link}
+            | transfer(estimate, link)
+            | {
+                "family": [
+                    {"model": row.name} | transfer(row, link)
+                    for row in family(estimate, FAMILY | MIXTURES)
+                ]
+            }
+        }
+    )
+    return (
+        numbers(estimate)
+        | fits
+        | {"family": rows}
+        | sent
+        | ({} if checked is None else {"check": checked})
+    )
 
 
 def transfer(row: Estimate, link: float) -> dict:
     """One sequence over a link."""
-    return {"bytes": row.sent, "seconds": row.sent / link, "prefill_flops": row.prefill,
-            "break_even_flops_per_second": row.break_even(link)}
+    return {
+        "bytes": row.sent,
+        "seconds": row.sent / link,
+        "prefill_flops": row.prefill,
+        "break_even_flops_per_second": row.break_even(link),
+    }
 
 
 def numbers(row: Estimate) -> dict:
@@ -250,7 +317,9 @@ def numbers(row: Estimate) -> dict:
         "kv_bytes_per_sequence": row.per_token * row.context,
         "kv_bytes": row.exact,
         "cache": {
-            "kind": row.cache, "options": row.options, "bytes": row.cached(row.context, row.batch),
+            "kind": row.cache,
+            "options": row.options,
+            "bytes": row.cached(row.context, row.batch),
             "bytes_per_sequence": row.cached(row.context, 1),
         },
         "total_bytes": row.total,
@@ -270,9 +339,17 @@ def plot(estimate: Estimate, path: Path) -> None:
     tokens = [2**i for i in range(8, 21)]
     for i, row in enumerate(family(estimate)):
         width = 2.5 if row.config == estimate.config else 1.2
-        axes.plot(tokens, [row.cached(n, 1) / 1e9 for n in tokens], color=f"C{i}", lw=width, label=row.name)
+        axes.plot(
+            tokens,
+            [row.cached(n, 1) / 1e9 for n in tokens],
+            color=f"C{i}",
+            lw=width,
+            label=row.name,
+        )
         axes.axhline(row.weights / 1e9, color=f"C{i}", lw=width / 2, ls="--")
-    axes.set(xscale="log", yscale="log", xlabel="tokens in the cache, over all sequences", ylabel="GB")
+    axes.set(
+        xscale="log", yscale="log", xlabel="tokens in the cache, over all sequences", ylabel="GB"
+    )
     axes.set_title(f"{estimate.cache} cache (solid) and weights (dashed), {SHORT[estimate.dtype]}")
     axes.legend(fontsize="small")
     axes.grid(alpha=0.3)

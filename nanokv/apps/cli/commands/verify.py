@@ -27,17 +27,30 @@ CONTEXT = 512
 
 def add_arguments(parser) -> None:
     """The model, the reference, the form of the report."""
-    parser.add_argument("source", metavar="MODEL", nargs="?", help="tiny (bundled), a folder, or a name on the hub")
+    parser.add_argument(
+        "source", metavar="MODEL", nargs="?", help="tiny (bundled), a folder, or a name on the hub"
+    )
     parser.add_argument("-m", "--model", metavar="NAME", help="the same as MODEL")
-    parser.add_argument("--against", metavar="NAME", help="compare with this checkpoint instead of transformers")
-    parser.add_argument("--alone", action="store_true", help="do not use transformers, even if it is installed")
-    parser.add_argument("--json", action="store_true", help="one JSON object with every operation of every layer")
+    parser.add_argument(
+        "--against", metavar="NAME", help="compare with this checkpoint instead of transformers"
+    )
+    parser.add_argument(
+        "--alone", action="store_true", help="do not use transformers, even if it is installed"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object with every operation of every layer"
+    )
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub MODEL")
     parser.add_argument(
-        "--dtype", choices=DTYPES, default="float32", metavar="TYPE",
+        "--dtype",
+        choices=DTYPES,
+        default="float32",
+        metavar="TYPE",
         help="auto, float32, bfloat16 or float16 (default: float32, where equal means 1e-5)",
     )
-    parser.add_argument("--threads", metavar="N", type=integer(1, 4096), help="CPU threads (default: all cores)")
+    parser.add_argument(
+        "--threads", metavar="N", type=integer(1, 4096), help="CPU threads (default: all cores)"
+    )
     parser.add_argument("--offline", action="store_true", help="never ask the network")
 
 
@@ -48,10 +61,16 @@ def run(args) -> int:
     from nanokv.errors import NanoKVError
 
     if args.source and args.model:
-        raise NanoKVError(f"two models: {args.source} and --model {args.model}", "--against compares two checkpoints")
+        raise NanoKVError(
+            f"two models: {args.source} and --model {args.model}",
+            "--against compares two checkpoints",
+        )
     if args.alone and args.against:
         raise NanoKVError("--alone and --against exclude each other", "leave out --alone")
-    source, output = args.source or args.model or environment("NANOKV_MODEL") or "tiny", output_options(args)
+    source, output = (
+        args.source or args.model or environment("NANOKV_MODEL") or "tiny",
+        output_options(args),
+    )
     model = ModelOptions(source, args.revision, args.dtype, "cpu", args.threads, args.offline)
     others = [replace(model, source=args.against, revision=None)] if args.against else []
     plans = [plan_model(one, CacheOptions(), output) for one in (model, *others)]
@@ -65,8 +84,13 @@ def run(args) -> int:
 
     torch.set_num_threads(plans[0].threads)
     report = verify(
-        plans[0].name, plans[0].folder, plans[1].folder if args.against else None, args.against,
-        getattr(torch, plans[0].dtype_name), args.alone, say=lambda text: terminal.notice(f"{text} …", output),
+        plans[0].name,
+        plans[0].folder,
+        plans[1].folder if args.against else None,
+        args.against,
+        getattr(torch, plans[0].dtype_name),
+        args.alone,
+        say=lambda text: terminal.notice(f"{text} …", output),
     )
     style, width = terminal.Style(sys.stdout, output.color), layout.columns(sys.stdout, None)
     terminal.write_out(as_json(report) if args.json else as_text(report, style, width))
@@ -83,21 +107,33 @@ def as_json(report) -> str:
     def row(step):
         return None if step is None else asdict(step) | {"ok": step.ok}
 
-    return to_json({
-        "model": report.name, "reference": report.reference, "dtype": report.dtype,
-        "verdict": "equal" if report.equal else "differs",
-        "first_divergence": row(report.first), "first_unequal": row(report.first_unequal),
-        "checks": [asdict(check) for check in report.checks],
-        "config_differences": {name: [str(x), str(y)] for name, (x, y) in report.hints.items()},
-        "operations": [row(step) for step in report.steps],
-    }) + "\n"
+    return (
+        to_json(
+            {
+                "model": report.name,
+                "reference": report.reference,
+                "dtype": report.dtype,
+                "verdict": "equal" if report.equal else "differs",
+                "first_divergence": row(report.first),
+                "first_unequal": row(report.first_unequal),
+                "checks": [asdict(check) for check in report.checks],
+                "config_differences": {
+                    name: [str(x), str(y)] for name, (x, y) in report.hints.items()
+                },
+                "operations": [row(step) for step in report.steps],
+            }
+        )
+        + "\n"
+    )
 
 
 def as_text(report, style, width: int | None = None) -> str:
     """Checks, the layer table, the guilty layer's operations, the verdict. Everything read from files is sanitised."""
     title = f"{report.name} · {report.dtype} · reference: {report.reference or 'none'}"
     lines = [style.bold(layout.joined(terminal.sanitize_line(title).split(" · "), width)), ""]
-    lines += layout.definitions([check_row(check, style) for check in report.checks], width, column=47)
+    lines += layout.definitions(
+        [check_row(check, style) for check in report.checks], width, column=47
+    )
     if report.steps:
         lines += ["", *table("by layer", worst_of_layers(report.steps), style, width)]
     first = report.first
@@ -111,7 +147,9 @@ def as_text(report, style, width: int | None = None) -> str:
 def check_row(check, style) -> tuple[str, str]:
     """`ok       logits` and `2.1e-06 of 1.0e-05 · detail`."""
     paint = {"ok": style.green, "differs": style.red, "skipped": style.yellow}[check.status]
-    figures = [] if check.difference is None else [f"{check.difference:.1e} of {check.tolerance:.1e}"]
+    figures = (
+        [] if check.difference is None else [f"{check.difference:.1e} of {check.tolerance:.1e}"]
+    )
     details = [terminal.sanitize_line(check.detail)] if check.detail else []
     return f"{paint(check.status.ljust(8))} {check.name}", style.dim(" · ".join(figures + details))
 
@@ -122,7 +160,9 @@ def worst_of_layers(steps) -> list:
 
     groups: dict = {}
     for step in steps:
-        groups.setdefault(step.operation if step.layer is None else f"layer {step.layer}", []).append(step)
+        groups.setdefault(
+            step.operation if step.layer is None else f"layer {step.layer}", []
+        ).append(step)
     return [(name, max(group, key=excess)) for name, group in groups.items()]
 
 
@@ -133,7 +173,9 @@ def table(title: str, rows, style, width: int | None) -> list[str]:
         mark = "" if step.ok else " ← differs"
         position = "" if step.position is None else step.position
         what = ("" if step.operation == name or step.difference == 0 else step.operation) + mark
-        cells.append((f"  {name}", f"{step.difference:.1e}", f"{step.tolerance:.1e}", position, what.strip()))
+        cells.append(
+            (f"  {name}", f"{step.difference:.1e}", f"{step.tolerance:.1e}", position, what.strip())
+        )
     head = (f"  {title}", "max |Δ|", "tolerance", "position", "worst operation")
     lines = layout.table(head, cells, width, left=(0, 4))
     return [style.red(line) if "← differs" in line else line for line in lines]
@@ -142,12 +184,19 @@ def table(title: str, rows, style, width: int | None) -> list[str]:
 def verdict_lines(report, style) -> list[str]:
     """The last lines: what differs first, which config fields differ, what was skipped."""
     failed = [check.name for check in report.checks if check.status == "differs"]
-    lines = [f"config.json differs: {name} {x} against {y}" for name, (x, y) in report.hints.items()]
+    lines = [
+        f"config.json differs: {name} {x} against {y}" for name, (x, y) in report.hints.items()
+    ]
     lines = [terminal.sanitize_line(line) for line in lines]
     if report.equal:
         done = sum(check.status == "ok" for check in report.checks)
         if report.reference is None:
-            return [*lines, style.yellow(f"no difference in {done} checks, but nothing to compare with: see skipped")]
+            return [
+                *lines,
+                style.yellow(
+                    f"no difference in {done} checks, but nothing to compare with: see skipped"
+                ),
+            ]
         return [*lines, style.green(f"equal within tolerance ({done} checks)")]
     lines.append(style.red(f"DIFFERS: {', '.join(failed)}"))
     if report.first is not None:

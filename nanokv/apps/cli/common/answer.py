@@ -66,4 +66,7 @@ class AnswerWriter:
         if self.thinking == "show":
             write_err(self.style.dim(self.dim.flush()) + "\n")
         elif self.thinking == "fold":
-            write_err(self.style.dim(f"  thought for {seconds_text(time.monotonic() - self.since)}") + "\n")
+            write_err(
+                self.style.dim(f"  thought for {seconds_text(time.monotonic() - self.since)}")
+                + "\n"
+            )

@@ -17,31 +17,71 @@ from nanokv.decoding.ranges import RANGES, chosen_seed
 from nanokv.errors import CacheError, NanoKVError
 
 EXIT_CODES = (
-    "0 done", "1 our bug", "2 flag, model, file, network, memory", "130 Ctrl-C", "141 reader closed the pipe",
+    "0 done",
+    "1 our bug",
+    "2 flag, model, file, network, memory",
+    "130 Ctrl-C",
+    "141 reader closed the pipe",
     "143 SIGTERM",
 )
 ALIASES = {  # flags of llama.cpp, mlx-lm and the OpenAI interface → ours
-    "--temp": "--temperature", "--ctx-size": "--context", "--n-predict": "--max-new-tokens",
+    "--temp": "--temperature",
+    "--ctx-size": "--context",
+    "--n-predict": "--max-new-tokens",
     "--max-tokens": "--max-new-tokens",
 }
 SYNONYMS = {  # not accepted, but clear: what is typed, without dashes → the flag to suggest
-    "n-ctx": "context", "num-ctx": "context", "max-model-len": "context", "num-predict": "max-new-tokens",
-    "max-length": "max-new-tokens", "max-completion-tokens": "max-new-tokens", "verbose": "debug", "silent": "quiet",
-    "c": "context", "b": "step-tokens", "ub": "step-tokens", "f": "file", "V": "version", "v": "debug",
-    "hf": "model", "hf-repo": "model", "sys": "system", "p-system": "system", "np": "running", "parallel": "running",
-    "ngl": "device", "n-gpu-layers": "device", "gpu-layers": "device", "dev": "device", "device-map": "device",
-    "ctk": "cache", "ctv": "cache", "cache-type-k": "cache", "cache-type-v": "cache", "kv-cache-dtype": "cache",
-    "repeat-penalty": "repetition-penalty", "load-in-8bit": "quantize", "load-in-4bit": "quantize",
-    "quantization": "quantize", "torch-dtype": "dtype", "served-model-name": "alias", "max-num-seqs": "running",
-    "max-num-batched-tokens": "step-tokens", "gpu-memory-utilization": "pages",
-    "tensor-parallel-size": "tensor-parallel", "tp": "tensor-parallel", "cnv": "chat", "conversation": "chat",
+    "n-ctx": "context",
+    "num-ctx": "context",
+    "max-model-len": "context",
+    "num-predict": "max-new-tokens",
+    "max-length": "max-new-tokens",
+    "max-completion-tokens": "max-new-tokens",
+    "verbose": "debug",
+    "silent": "quiet",
+    "c": "context",
+    "b": "step-tokens",
+    "ub": "step-tokens",
+    "f": "file",
+    "V": "version",
+    "v": "debug",
+    "hf": "model",
+    "hf-repo": "model",
+    "sys": "system",
+    "p-system": "system",
+    "np": "running",
+    "parallel": "running",
+    "ngl": "device",
+    "n-gpu-layers": "device",
+    "gpu-layers": "device",
+    "dev": "device",
+    "device-map": "device",
+    "ctk": "cache",
+    "ctv": "cache",
+    "cache-type-k": "cache",
+    "cache-type-v": "cache",
+    "kv-cache-dtype": "cache",
+    "repeat-penalty": "repetition-penalty",
+    "load-in-8bit": "quantize",
+    "load-in-4bit": "quantize",
+    "quantization": "quantize",
+    "torch-dtype": "dtype",
+    "served-model-name": "alias",
+    "max-num-seqs": "running",
+    "max-num-batched-tokens": "step-tokens",
+    "gpu-memory-utilization": "pages",
+    "tensor-parallel-size": "tensor-parallel",
+    "tp": "tensor-parallel",
+    "cnv": "chat",
+    "conversation": "chat",
 }
 SAID = {  # flags of other programs without one of ours → how it is here
     "stream": "nanokv chat and generate stream an answer by default",
     "no-stream": "--json writes an answer when it is whole",
     "no-cnv": "nanokv generate PROMPT --raw continues a text, without a chat template",
     "no-conversation": "nanokv generate PROMPT --raw continues a text, without a chat template",
-    "i": "nanokv chat talks with the model", "interactive": "nanokv chat talks with the model",
+    "i": "nanokv chat talks with the model",
+    "interactive": "nanokv chat talks with the model",
     "trust-remote-code": "no code of a checkpoint is run",
 }
 
@@ -65,7 +105,9 @@ class Parser(argparse.ArgumentParser):
     def format_help(self) -> str:
         # Only here: argparse makes one for each flag that is added.
         self.formatter_class = Formatter
-        self.usage = layout.paragraph(self.shape, help_width() - len("usage: "), rest=" " * len("usage: "))
+        self.usage = layout.paragraph(
+            self.shape, help_width() - len("usage: "), rest=" " * len("usage: ")
+        )
         return f"{examples_text(self.examples)}{super().format_help()}\n{exit_codes_text()}\n"
 
     def _print_message(self, message: str, file=None):
@@ -78,12 +120,19 @@ class Parser(argparse.ArgumentParser):
         head, colon, missing = message.partition("the following arguments are required: ")
         if colon:  # parse_known_intermixed_args also names those that may be left out
             free = {action.metavar for action in self._actions if action.nargs in ("*", "?")}
-            message = head + colon + ", ".join(name for name in missing.split(", ") if name not in free)
+            message = (
+                head + colon + ", ".join(name for name in missing.split(", ") if name not in free)
+            )
         raise NanoKVError(message, f"{self.prog} --help")
 
     def flags(self) -> list[str]:
         """Every long flag of this command."""
-        return [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+        return [
+            flag
+            for action in self._actions
+            for flag in action.option_strings
+            if flag.startswith("--")
+        ]
 
     def accept_aliases(self) -> None:
         """Names that other programs have for our flags mean the same here; help and errors show our own."""
@@ -98,12 +147,18 @@ class Parser(argparse.ArgumentParser):
         self.shape = " ".join([self.prog, "[flags]", *words])
         if foreign := next(filter(self.is_foreign, itertools.takewhile("--".__ne__, argv)), None):
             raise self.unknown_flag(foreign)
-        args, extra = (self.parse_known_intermixed_args if self.intermixed else self.parse_known_args)(argv)
+        args, extra = (
+            self.parse_known_intermixed_args if self.intermixed else self.parse_known_args
+        )(argv)
         if not extra:
             return args
         flag = next((word for word in extra if word.startswith("-") and word != "-"), None)
         if flag is None:
-            hint = 'put the text in quotes: "What is a KV cache?"' if "prompt" in args else f"{self.prog} --help"
+            hint = (
+                'put the text in quotes: "What is a KV cache?"'
+                if "prompt" in args
+                else f"{self.prog} --help"
+            )
             raise NanoKVError(f"unexpected argument {extra[0]!r}", hint)
         raise self.unknown_flag(flag)
 
@@ -117,7 +172,9 @@ class Parser(argparse.ArgumentParser):
         if said := SAID.get(name.lstrip("-").replace("_", "-").lower()):
             return NanoKVError(f"no flag {name}", said)
         close = nearest_flag(name, self.flags())
-        return NanoKVError(f"no flag {name}", f"did you mean {close}?" if close else f"{self.prog} --help")
+        return NanoKVError(
+            f"no flag {name}", f"did you mean {close}?" if close else f"{self.prog} --help"
+        )
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
@@ -147,7 +204,11 @@ def help_width() -> int:
 
 def examples_text(lines) -> str:
     """The beginning of every help."""
-    return "".join(["examples:\n", *(layout.shell(line, help_width()) + "\n" for line in lines), "\n"]) if lines else ""
+    return (
+        "".join(["examples:\n", *(layout.shell(line, help_width()) + "\n" for line in lines), "\n"])
+        if lines
+        else ""
+    )
 
 
 def exit_codes_text() -> str:
@@ -199,14 +260,20 @@ def real(low: float, high: float | None = None, above: bool = False):
 
 def _number(kind, noun: str, low, high, above: bool):
     floor = f"above {low:,}" if above else f"of at least {low:,}"
-    span = f"{noun} {floor}" if high is None else f"{noun} {'above' if above else 'from'} {low:,} to {high:,}"
+    span = (
+        f"{noun} {floor}"
+        if high is None
+        else f"{noun} {'above' if above else 'from'} {low:,} to {high:,}"
+    )
 
     def convert(text: str):
         try:
             value = kind(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not {span}") from None
-        inside = (value > low if above else value >= low) and (value <= high if high is not None else value < 1e18)
+        inside = (value > low if above else value >= low) and (
+            value <= high if high is not None else value < 1e18
+        )
         if not inside:  # also nan, for which every comparison is false
             raise argparse.ArgumentTypeError(f"{text} is not {span}")
         return value
@@ -214,7 +281,15 @@ def _number(kind, noun: str, low, high, above: bool):
     return convert
 
 
-SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "seed")
+SETTINGS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "max_new_tokens",
+    "seed",
+)
 
 
 def setting(name: str):

@@ -24,7 +24,9 @@ class Found(NamedTuple):
     interrupted: bool
 
 
-def search(sampling: SamplingOptions, prompt: PromptOptions, loaded, ids: list[int], should_stop) -> Found:
+def search(
+    sampling: SamplingOptions, prompt: PromptOptions, loaded, ids: list[int], should_stop
+) -> Found:
     """Run it. Cut short before the first token it finds one answer of none."""
     most = room(sampling.most, loaded, ids)
     check_memory(sampling.beams, loaded, len(ids) + most)
@@ -40,12 +42,17 @@ def search(sampling: SamplingOptions, prompt: PromptOptions, loaded, ids: list[i
     seconds = time.perf_counter() - start
     ends = [text_and_reason(sampling.most, loaded, generation, beam) for beam in beams]
     choices = [
-        completion.choice(answer(prompt, loaded, ids, text), beam.ids, reason, index=i, score=beam.score)
+        completion.choice(
+            answer(prompt, loaded, ids, text), beam.ids, reason, index=i, score=beam.score
+        )
         for i, (beam, (text, reason)) in enumerate(zip(beams, ends, strict=True))
     ]
     found = completion.completion(
-        loaded.source, choices, completion.usage(len(ids), sum(len(beam.ids) for beam in beams)),
-        timings=completion.timings(load_s=loaded.load_s, total_s=seconds), cache=completion.cache(generation.cache),
+        loaded.source,
+        choices,
+        completion.usage(len(ids), sum(len(beam.ids) for beam in beams)),
+        timings=completion.timings(load_s=loaded.load_s, total_s=seconds),
+        cache=completion.cache(generation.cache),
         seed=None,
     )
     return Found(found, ends[0][0], generation.finish_reason == "interrupted")
@@ -57,7 +64,9 @@ def text_and_reason(wanted: int, loaded, generation, beam) -> tuple[str, str]:
     if out and beam.ids[-1] in generation.eos_token_ids:
         return loaded.tokenizer.text_of(beam.ids[:-1]), "stop"
     reason = "context" if out < wanted else "length"
-    return loaded.tokenizer.text_of(beam.ids), "interrupted" if out < generation.search.most else reason
+    return loaded.tokenizer.text_of(
+        beam.ids
+    ), "interrupted" if out < generation.search.most else reason
 
 
 def status(found: Found) -> str:
@@ -79,7 +88,9 @@ def generation_type(options: BeamOptions, loaded):
 
     def make(model, ids, cache, params, max_new_tokens, **more):
         check_memory(options, loaded, cache.length + ids.numel() + max_new_tokens)
-        return BeamGeneration(model, ids, cache, params, max_new_tokens, **keywords(options), **more)
+        return BeamGeneration(
+            model, ids, cache, params, max_new_tokens, **keywords(options), **more
+        )
 
     return loaded.leading(make)
 
@@ -98,8 +109,13 @@ def check_memory(options: BeamOptions, loaded, tokens: int) -> None:
     available = None if available is None else available // loaded.ranks.local
     if available is not None and each * (options.count + 1) > available:
         fit = available // each - 1
-        wanted, free = terminal.bytes_text(each * (options.count + 1)), terminal.bytes_text(available)
+        wanted, free = (
+            terminal.bytes_text(each * (options.count + 1)),
+            terminal.bytes_text(available),
+        )
         raise NanoKVError(
             f"--beams {options.count} needs {wanted} for caches of {tokens:,} tokens; {free} are free",
-            f"--beams {fit}, or a smaller --max-new-tokens" if fit >= 1 else "a smaller --max-new-tokens",
+            f"--beams {fit}, or a smaller --max-new-tokens"
+            if fit >= 1
+            else "a smaller --max-new-tokens",
         )

@@ -24,7 +24,9 @@ def confirm(question: str) -> bool:
 
 def add_force(parser) -> None:
     """The flag that answers the question beforehand."""
-    parser.add_argument("--force", action="store_true", help="replace what is there; without it a terminal is asked")
+    parser.add_argument(
+        "--force", action="store_true", help="replace what is there; without it a terminal is asked"
+    )
 
 
 def ask_to_replace(force: bool, *paths) -> None:
@@ -32,10 +34,16 @@ def ask_to_replace(force: bool, *paths) -> None:
 
     Only files count, also those that a link leads to: writing to a device or a pipe loses nothing.
     """
-    taken = [path for path in map(Path, paths) if path.is_file() or (path.is_symlink() and not path.exists())]
+    taken = [
+        path
+        for path in map(Path, paths)
+        if path.is_file() or (path.is_symlink() and not path.exists())
+    ]
     if taken:
         more = f" and {len(taken) - 1:,} more" if len(taken) > 1 else ""
-        ask_to_lose(force, f"{sanitize_line(str(taken[0]))}{more} would be replaced", "another name")
+        ask_to_lose(
+            force, f"{sanitize_line(str(taken[0]))}{more} would be replaced", "another name"
+        )
 
 
 def ask_to_lose(force: bool, loss: str, instead: str) -> None:
@@ -56,4 +64,6 @@ def user_path(name) -> Path:
         user = Path(name).parts[0][1:]
         if not user:
             raise NanoKVError(f"{shown}: the home folder is unknown", "set HOME") from None
-        raise NanoKVError(f"{shown}: there is no user {sanitize_line(user)!r} here", f"./{shown}") from None
+        raise NanoKVError(
+            f"{shown}: there is no user {sanitize_line(user)!r} here", f"./{shown}"
+        ) from None

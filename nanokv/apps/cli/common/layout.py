@@ -27,7 +27,10 @@ def columns(stream, otherwise: int | None = 80) -> int | None:
 def cells(text: str) -> int:
     """Columns that a text takes: two for a CJK character or an emoji, none for a combining mark or a colour."""
     plain = re.sub(r"\x1b\[\d+m", "", text)
-    return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in plain)
+    return sum(
+        0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF")
+        for c in plain
+    )
 
 
 def paragraph(text: str, width: int | None, indent: str = "", rest: str | None = None) -> str:
@@ -75,7 +78,9 @@ def shell(line: str, width: int | None, indent: str = "  ") -> str:
     return "\n".join([*lines, now])
 
 
-def definitions(rows, width: int | None, indent: str = "  ", column: int | None = None) -> list[str]:
+def definitions(
+    rows, width: int | None, indent: str = "  ", column: int | None = None
+) -> list[str]:
     """(name, text) rows: texts in one column beside the names, or below them where that column would be too narrow."""
     rows = list(rows)
     column = column or max(cells(name) for name, _ in rows) + len(indent) + 2
@@ -86,7 +91,10 @@ def definitions(rows, width: int | None, indent: str = "  ", column: int | None 
             first, rest = head + " " * (column - cells(head)), " " * column
             lines.append(paragraph(text, width, first, rest).rstrip())
         else:
-            lines += [paragraph(head, width, rest=indent * 2), *([paragraph(text, width, indent * 2)] if text else [])]
+            lines += [
+                paragraph(head, width, rest=indent * 2),
+                *([paragraph(text, width, indent * 2)] if text else []),
+            ]
     return lines
 
 
@@ -103,11 +111,16 @@ def table(head, rows, width: int | None, left: tuple = (0,)) -> list[str]:
             top = [[first for first, _ in heads], [second for _, second in heads]]
             top = top if any(top[1]) else top[:1]
             if len(top) == 2:  # a header of one line stands on the lower one
-                top = [list(pair) for pair in zip(*((a, b) if b else ("", a) for a, b in heads), strict=True)]
+                top = [
+                    list(pair)
+                    for pair in zip(*((a, b) if b else ("", a) for a, b in heads), strict=True)
+                ]
             return [_line(row, wide, gap, left) for row in [*top, *rows]]
     lines = [paragraph(head[0], width)] if head[0] else []
     for row in rows:
-        pairs = [f"{name} {cell}".strip() for name, cell in zip(head[1:], row[1:], strict=True) if cell]
+        pairs = [
+            f"{name} {cell}".strip() for name, cell in zip(head[1:], row[1:], strict=True) if cell
+        ]
         lines += [paragraph(row[0], width), joined(pairs, width, "    ")]
     return lines
 

@@ -67,9 +67,19 @@ class Plan:
 
     def banner(self) -> list[str]:
         """The parts of: nanokv 0.1.0 · tiny 3.1 M fp32 · 2 threads · cache dict · context 2,048 · fast kernels"""
-        where = f"{self.threads} thread{'s' * (self.threads > 1)}" if self.device == "cpu" else self.device
+        where = (
+            f"{self.threads} thread{'s' * (self.threads > 1)}"
+            if self.device == "cpu"
+            else self.device
+        )
         model = f"{self.name} {count_text(parameters(self.config))} {SHORT[self.dtype_name]}"
-        parts = [f"nanokv {__version__}", model, where, f"cache {self.cache_name}", f"context {self.context:,}"]
+        parts = [
+            f"nanokv {__version__}",
+            model,
+            where,
+            f"cache {self.cache_name}",
+            f"context {self.context:,}",
+        ]
         return [*parts, *filter(None, [self.code.text])]
 
 
@@ -119,7 +129,11 @@ class Loaded(Plan):
 
 
 def load_model(
-    model: ModelOptions, cache: CacheOptions, output: OutputOptions, ranks: Ranks = ALONE, announce=None
+    model: ModelOptions,
+    cache: CacheOptions,
+    output: OutputOptions,
+    ranks: Ranks = ALONE,
+    announce=None,
 ) -> Loaded:
     """Carry out the options. `announce(plan)` is called before torch is imported wherever that is possible."""
     with loading():
@@ -174,7 +188,11 @@ def carried_out(plan: Plan, read, made, tokenizer, dtype, seconds: float) -> Loa
         code = speed.Choice(False, "plain (kernels cannot be loaded)")
     changes = {"config": made.config, "code": code}  # the tensors decide whether the head is tied
     return Loaded(
-        **vars(plan) | changes, model=made, tokenizer=tokenizer, dtype=dtype, load_s=seconds,
+        **vars(plan) | changes,
+        model=made,
+        tokenizer=tokenizer,
+        dtype=dtype,
+        load_s=seconds,
         plain=None if made is read or plan.code.quantize else read,
     )
 
@@ -199,7 +217,9 @@ def compare(plan: Plan) -> None:
     """ParallelError where the ranks have found different things. Flags were compared by ranks.py."""
     plan.ranks.meet()  # one of them may have had to download the model
     for what, value in (("config.json", plan.fields), ("the dtype", plan.dtype_name)):
-        plan.ranks.check_alike(what, json.dumps(value, sort_keys=True), "the same files and devices on every rank")
+        plan.ranks.check_alike(
+            what, json.dumps(value, sort_keys=True), "the same files and devices on every rank"
+        )
 
 
 def read_of(ranks):
@@ -214,11 +234,17 @@ def read_of(ranks):
 def decide(plan: Plan, wanted: SpeedOptions | None, output: OutputOptions, announce) -> Plan:
     """The plan with the code that runs; then the banner, or, where there is none, a line if a build begins. Refused
     where it does not fit into memory."""
-    available, guessing = available_memory(plan.device), speculation.memory(wanted and wanted.speculate, plan)
+    available, guessing = (
+        available_memory(plan.device),
+        speculation.memory(wanted and wanted.speculate, plan),
+    )
     taken = weight_bytes(plan.config, ITEMSIZE[plan.dtype_name]) + cache_memory(plan) + guessing
-    plan = replace(plan, code=speed.choose(
-        plan, wanted, lambda more: available is None or taken + more <= available
-    ))
+    plan = replace(
+        plan,
+        code=speed.choose(
+            plan, wanted, lambda more: available is None or taken + more <= available
+        ),
+    )
     if announce:
         announce(plan)
     elif speed.NEXT_START in plan.code.text:
@@ -247,8 +273,18 @@ def plan_model(
     dtype_name = choose_dtype(model, config, "cpu")
     threads = model.threads or thread_count(ranks.size, weight_bytes(config, ITEMSIZE[dtype_name]))
     return Plan(
-        model.source, display_name(model.source), folder, config, dtype_name, threads, "cpu",
-        choose_context(cache.context, config), cache.name, cache.options, fields=fields, ranks=ranks,
+        model.source,
+        display_name(model.source),
+        folder,
+        config,
+        dtype_name,
+        threads,
+        "cpu",
+        choose_context(cache.context, config),
+        cache.name,
+        cache.options,
+        fields=fields,
+        ranks=ranks,
     )
 
 
@@ -270,7 +306,9 @@ def said(output: OutputOptions):
 def check_device(name: str) -> None:
     """A name that a device could have; whether it is there only torch knows."""
     if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", name):
-        raise NanoKVError(f"--device {name!r} is not auto, cpu, cuda, cuda:N or mps", "--device auto")
+        raise NanoKVError(
+            f"--device {name!r} is not auto, cpu, cuda, cuda:N or mps", "--device auto"
+        )
 
 
 def display_name(source: str) -> str:
@@ -283,14 +321,19 @@ def choose_context(wanted: int | None, config: Config) -> int:
     limit = config.max_position_embeddings
     if wanted is not None and wanted > limit:
         raise ContextError(
-            f"--context {wanted:,} is more than the model's {limit:,} positions", f"--context {limit}, or less"
+            f"--context {wanted:,} is more than the model's {limit:,} positions",
+            f"--context {limit}, or less",
         )
     return wanted or limit
 
 
 def choose_dtype(model: ModelOptions, config: Config, device: str) -> str:
     """--dtype; auto is that of nanokv.load."""
-    return default_dtype(model.source, config.torch_dtype, device) if model.dtype == "auto" else model.dtype
+    return (
+        default_dtype(model.source, config.torch_dtype, device)
+        if model.dtype == "auto"
+        else model.dtype
+    )
 
 
 def thread_count(ranks: int = 1, weights: int | None = None) -> int:
@@ -306,11 +349,16 @@ def thread_count(ranks: int = 1, weights: int | None = None) -> int:
     if text is not None:
         first = text.split(",")[0].strip()  # "4,2": the outer level
         if not re.fullmatch("0*[1-9][0-9]{0,5}", first):
-            raise NanoKVError(f"OMP_NUM_THREADS: {text[:40]!r} is not a number of threads", "unset OMP_NUM_THREADS")
+            raise NanoKVError(
+                f"OMP_NUM_THREADS: {text[:40]!r} is not a number of threads",
+                "unset OMP_NUM_THREADS",
+            )
         return int(first)
     if ranks > 1:
         return 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return cores if weights is None else min(cores, max(1, weights // SHARE))
 
 
@@ -333,9 +381,15 @@ def _device(wanted: str) -> str:
     if wanted == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, index = wanted.partition(":")
-    count = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}[kind]
+    count = {
+        "cpu": 1,
+        "cuda": torch.cuda.device_count(),
+        "mps": int(torch.backends.mps.is_available()),
+    }[kind]
     if int(index or 0) >= count:
-        raise NanoKVError(f"--device {wanted}: there are {count} {kind} devices here", "--device cpu")
+        raise NanoKVError(
+            f"--device {wanted}: there are {count} {kind} devices here", "--device cpu"
+        )
     return wanted
 
 
@@ -343,7 +397,12 @@ def _make_cache(plan: Plan, dtype):
     from nanokv.cache import make_cache
 
     return make_cache(
-        plan.cache_name, plan.config, batch_size=1, capacity=plan.context, dtype=dtype, device=plan.device,
+        plan.cache_name,
+        plan.config,
+        batch_size=1,
+        capacity=plan.context,
+        dtype=dtype,
+        device=plan.device,
         **plan.cache_options,
     )
 
@@ -353,7 +412,10 @@ def check_address_space() -> None:
     free = free_address_space()
     if free is not None and free < TORCH_BYTES:
         need, left = bytes_text(TORCH_BYTES), bytes_text(max(0, free))
-        raise NanoKVError(f"torch takes about {need} of address space, ulimit -v leaves {left}", "ulimit -v unlimited")
+        raise NanoKVError(
+            f"torch takes about {need} of address space, ulimit -v leaves {left}",
+            "ulimit -v unlimited",
+        )
 
 
 def check_memory(plan: Plan, available: int | None, flags: dict[str, int] | None = None) -> None:
@@ -373,7 +435,8 @@ def check_memory(plan: Plan, available: int | None, flags: dict[str, int] | None
     without = f"leave out {' and '.join(flags)}" if flags else NOTHING_FITS
     raise NanoKVError(
         f"{plan.name} needs {bytes_text(weights)} for weights + {bytes_text(cached)} for {holder}{rest} in "
-        f"{SHORT[plan.dtype_name]}; {bytes_text(available)} are free", memory_hint(plan, available - more) or without,
+        f"{SHORT[plan.dtype_name]}; {bytes_text(available)} are free",
+        memory_hint(plan, available - more) or without,
     )
 
 
@@ -400,9 +463,17 @@ def memory_hint(plan: Plan, available: int) -> str:
             continue
         other = replace(plan, dtype_name=dtype)
         room = available - weight_bytes(plan.config, ITEMSIZE[dtype])
-        flag = smaller_pool(other, room) if plan.cache_options.get("pages") else smaller_context(other, room)
+        flag = (
+            smaller_pool(other, room)
+            if plan.cache_options.get("pages")
+            else smaller_context(other, room)
+        )
         if flag is not None:
-            fits.append(" ".join(filter(None, ("" if dtype == plan.dtype_name else f"--dtype {dtype}", flag))))
+            fits.append(
+                " ".join(
+                    filter(None, ("" if dtype == plan.dtype_name else f"--dtype {dtype}", flag))
+                )
+            )
     return " or ".join(dict.fromkeys(fits))
 
 
@@ -419,4 +490,10 @@ def smaller_pool(plan: Plan, room: int) -> str | None:
     options = plan.cache_options
     pages = min(options["pages"], room * options["pages"] // cache_memory(plan))
     values = "".join(f":{key}={value}" for key, value in (options | {"pages": pages}).items())
-    return None if pages < 1 else f"--cache {plan.cache_name}{values}" if pages < options["pages"] else ""
+    return (
+        None
+        if pages < 1
+        else f"--cache {plan.cache_name}{values}"
+        if pages < options["pages"]
+        else ""
+    )

@@ -51,7 +51,9 @@ def add_speed_arguments(parser) -> None:
         "--plain", action="store_true", help="the plain model, without fused weights and kernels"
     )
     group.add_argument(
-        "--quantize", choices=("int8", "int4"), metavar="TYPE",
+        "--quantize",
+        choices=("int8", "int4"),
+        metavar="TYPE",
         help="weights in int8 or int4; implies --fast",
     )
 
@@ -67,7 +69,9 @@ GUESSES = {"ngram": "ngram[:N]", "early-exit": "early-exit:K", "draft": "draft:M
 def add_speculate_argument(group) -> None:
     """What guesses ahead; fills SpeedOptions.speculate."""
     group.add_argument(
-        "--speculate", metavar="HOW", type=guess,
+        "--speculate",
+        metavar="HOW",
+        type=guess,
         help="guess tokens and check them together: ngram[:N] copies what followed the same N "
         "words (default 2), early-exit:K asks the first K layers, draft:MODEL a smaller model of "
         "the same vocabulary",
@@ -111,7 +115,8 @@ WORDS = "show: dim, on stderr (default); fold: one line; off: ask the model not 
 def add_template_argument(parser) -> None:
     """Which template."""
     parser.add_argument(
-        "--chat-template", metavar="NAME|FILE",
+        "--chat-template",
+        metavar="NAME|FILE",
         help="one of the checkpoint's templates by its name, or a file with one",
     )
 
@@ -120,8 +125,11 @@ def add_thinking_argument(parser, words: str = WORDS) -> None:
     """What becomes of thoughts. None where it is not given: then the template decides, and they are
     shown. "on" is another word for show."""
     parser.add_argument(
-        "--thinking", choices=THINKING, type=lambda word: {"on": "show"}.get(word, word),
-        metavar="{show,fold,off}", help=words,
+        "--thinking",
+        choices=THINKING,
+        type=lambda word: {"on": "show"}.get(word, word),
+        metavar="{show,fold,off}",
+        help=words,
     )
 
 
@@ -178,39 +186,58 @@ def add_model_arguments(parser, cache: str = "dict") -> None:
     """Which model, how it is held, which cache, how many ranks."""
     group = parser.add_argument_group("model")
     group.add_argument(
-        "-m", "--model", metavar="NAME", default=environment("NANOKV_MODEL") or "tiny",
+        "-m",
+        "--model",
+        metavar="NAME",
+        default=environment("NANOKV_MODEL") or "tiny",
         help="tiny (bundled), a folder, FILE.gguf, a short name (nanokv models), or a hub name: "
         "Qwen/Qwen3-0.6B, owner/name:FILE.gguf (default: $NANOKV_MODEL, else tiny)",
     )
     group.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub model")
     group.add_argument(
-        "--dtype", choices=DTYPES, default="auto", metavar="TYPE", type=dtype_name,
+        "--dtype",
+        choices=DTYPES,
+        default="auto",
+        metavar="TYPE",
+        type=dtype_name,
         help="float32, bfloat16, float16, or auto: the checkpoint's own (default)",
     )
     group.add_argument(
-        "--device", metavar="NAME", default="auto",
+        "--device",
+        metavar="NAME",
+        default="auto",
         help="cpu, cuda, cuda:1 (default: cuda if there is one)",
     )
     group.add_argument(
-        "--threads", metavar="N", type=integer(1, 4096),
+        "--threads",
+        metavar="N",
+        type=integer(1, 4096),
         help="CPU threads (default: $NANOKV_THREADS, else the cores, at most one for 2 MB of weights)",
     )
     group.add_argument(
-        "--cache", metavar="KIND", type=cache_name, default=(cache, {}),
+        "--cache",
+        metavar="KIND",
+        type=cache_name,
+        default=(cache, {}),
         help=f"NAME or NAME:option=value (default: {cache})",
     )
     group.add_argument(
-        "--context", metavar="N", type=integer(2, 100_000_000),
+        "--context",
+        metavar="N",
+        type=integer(2, 100_000_000),
         help="at most N tokens in the cache (default: the model's limit)",
     )
     group.add_argument(
-        "--tensor-parallel", metavar="N", type=integer(1, 1024),
+        "--tensor-parallel",
+        metavar="N",
+        type=integer(1, 1024),
         help="split each layer over N processes of this machine (torchrun starts them on several; "
         "docs/parallel.md)",
     )
     group.add_argument("--offline", action="store_true", help="never ask the network")
     group.add_argument(
-        "--check-finite", action="store_true",
+        "--check-finite",
+        action="store_true",
         help="refuse weights that hold NaN or infinity: reads them all first, 0.1 to 0.2 s per GB "
         "in memory",
     )
@@ -226,8 +253,15 @@ def model_options(
 ) -> ModelOptions:
     """Of add_model_arguments, with what else the command knows of."""
     return ModelOptions(
-        args.model, args.revision, args.dtype, args.device, args.threads, args.offline,
-        args.check_finite, speed, template,
+        args.model,
+        args.revision,
+        args.dtype,
+        args.device,
+        args.threads,
+        args.offline,
+        args.check_finite,
+        speed,
+        template,
     )
 
 
@@ -288,11 +322,17 @@ def add_sampling_arguments(parser) -> None:
     for name in SETTINGS:
         flags = [*short.get(name, []), "--" + name.replace("_", "-")]
         group.add_argument(
-            *flags, metavar="N" if name != "temperature" else "T", type=setting(name),
+            *flags,
+            metavar="N" if name != "temperature" else "T",
+            type=setting(name),
             help=RANGES[name].help + default.get(name, ""),
         )
     group.add_argument(
-        "--stop", metavar="STR", action="append", default=[], type=_stop,
+        "--stop",
+        metavar="STR",
+        action="append",
+        default=[],
+        type=_stop,
         help="end the answer before STR (repeatable)",
     )
 
@@ -306,8 +346,15 @@ def _stop(text: str) -> str:
 def sampling_options(args, beams: BeamOptions | None = None) -> SamplingOptions:
     """Of add_sampling_arguments."""
     return SamplingOptions(
-        args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty,
-        args.max_new_tokens, args.seed, tuple(args.stop), beams,
+        args.temperature,
+        args.top_k,
+        args.top_p,
+        args.min_p,
+        args.repetition_penalty,
+        args.max_new_tokens,
+        args.seed,
+        tuple(args.stop),
+        beams,
     )
 
 
@@ -315,11 +362,15 @@ def add_beam_arguments(parser) -> None:
     """Beam search (beams.py)."""
     group = parser.add_argument_group("beam search")
     group.add_argument(
-        "--beams", metavar="K", type=integer(1, 1000),
+        "--beams",
+        metavar="K",
+        type=integer(1, 1000),
         help="keep the K likeliest answers, print the best",
     )
     group.add_argument(
-        "--length-penalty", metavar="X", type=real(-5, 5),
+        "--length-penalty",
+        metavar="X",
+        type=real(-5, 5),
         help="divide log-probabilities by length^X: above 0 favours long answers (default: 1)",
     )
 
@@ -332,8 +383,13 @@ def beam_options(args) -> BeamOptions | None:
                 "--length-penalty is part of beam search", "add --beams 4, or leave it out"
             )
         return None
-    shaping = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p,
-               "min_p": args.min_p, "seed": args.seed}
+    shaping = {
+        "temperature": args.temperature,
+        "top_k": args.top_k,
+        "top_p": args.top_p,
+        "min_p": args.min_p,
+        "seed": args.seed,
+    }
     for name, value in shaping.items():
         refuse_draw(name, value, "--" + name.replace("_", "-"))
     for flag, given in (("--stop", args.stop), ("--speculate", args.speculate)):
@@ -345,7 +401,11 @@ def beam_options(args) -> BeamOptions | None:
 
 
 NO_DRAW: dict[str, tuple] = {  # settings of a draw → values with which there is none anyway
-    "temperature": (0,), "top_k": (0, -1), "top_p": (1,), "min_p": (0,), "seed": (),
+    "temperature": (0,),
+    "top_k": (0, -1),
+    "top_p": (1,),
+    "min_p": (0,),
+    "seed": (),
 }
 
 

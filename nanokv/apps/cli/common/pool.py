@@ -23,11 +23,22 @@ def add_arguments(parser, step_tokens: int | None = None) -> None:
     """How many requests at a time and tokens in a step (None: as many as the engine takes by itself); then what applies
     to all of them."""
     parser.add_argument(
-        "--running", metavar="N", type=arguments.integer(1, 4096), default=16, help="requests at a time (default: 16)"
+        "--running",
+        metavar="N",
+        type=arguments.integer(1, 4096),
+        default=16,
+        help="requests at a time (default: 16)",
     )
-    default = f"{step_tokens}, so that no stream waits for long" if step_tokens else "a long prompt's chunk: 64 to 512"
+    default = (
+        f"{step_tokens}, so that no stream waits for long"
+        if step_tokens
+        else "a long prompt's chunk: 64 to 512"
+    )
     parser.add_argument(
-        "--step-tokens", metavar="N", type=arguments.integer(1), default=step_tokens,
+        "--step-tokens",
+        metavar="N",
+        type=arguments.integer(1),
+        default=step_tokens,
         help=f"tokens per step (default: {default})",
     )
     options.add_thinking_argument(
@@ -49,7 +60,8 @@ def sized(cache: CacheOptions, command: str) -> CacheOptions:
     """--cache prefix:page=P:pages=N sizes the pool; the engine knows no other cache."""
     if cache.name != "prefix" or set(cache.options) - {"page", "pages"}:
         raise NanoKVError(
-            f"--cache {cache.name} with {command}", f"{command} runs on a page pool: --cache prefix:page=16:pages=256"
+            f"--cache {cache.name} with {command}",
+            f"{command} runs on a page pool: --cache prefix:page=16:pages=256",
         )
     check_options("prefix", cache.options)
     return replace(cache, options={"page": PAGE} | cache.options)

@@ -44,7 +44,9 @@ class PromptOptions:
 def add_prompt_arguments(parser) -> None:
     """PROMPT, -p, --file, and how they are sent."""
     parser.add_argument(
-        "prompt", nargs="?", metavar="PROMPT",
+        "prompt",
+        nargs="?",
+        metavar="PROMPT",
         help="the text; - reads stdin; piped stdin is put after it, with a blank line between",
     )
     group = parser.add_argument_group("prompt")
@@ -52,16 +54,21 @@ def add_prompt_arguments(parser) -> None:
         "-p", "--prompt", dest="prompt_flag", metavar="TEXT", help="the same as PROMPT"
     )
     group.add_argument(
-        "--file", metavar="FILE", type=Path, help="read the prompt from FILE (after PROMPT, if both)"
+        "--file",
+        metavar="FILE",
+        type=Path,
+        help="read the prompt from FILE (after PROMPT, if both)",
     )
     form = group.add_mutually_exclusive_group()
     form.add_argument(
-        "--raw", action="store_true",
+        "--raw",
+        action="store_true",
         help="continue the text as it is; otherwise it is a message in the chat template of a "
         "model that has one",
     )
     form.add_argument(
-        "--chat", action="store_true",
+        "--chat",
+        action="store_true",
         help="insist on the chat template: an error where there is none",
     )
     add_system_argument(group)
@@ -79,7 +86,9 @@ def prompt_options(args) -> PromptOptions:
 def read_prompt(options: PromptOptions, output: OutputOptions, example: str) -> str:
     """Argument, file and stdin, in that order, a blank line between; none at all: NanoKVError with the example."""
     if options.argument not in (None, "-") and options.flag is not None:
-        raise NanoKVError("the prompt is given twice: as an argument and with -p", "leave one of them out")
+        raise NanoKVError(
+            "the prompt is given twice: as an argument and with -p", "leave one of them out"
+        )
     text = options.argument if options.flag is None else options.flag
     wants_stdin = options.argument == "-"
     parts = [] if text in (None, "-") else [clean(text)]
@@ -90,7 +99,9 @@ def read_prompt(options: PromptOptions, output: OutputOptions, example: str) -> 
     if piped and (wants_stdin or options.file is None):
         parts.append(read_stdin(output).removesuffix("\n"))
     if not parts:
-        raise NanoKVError("no prompt", f"{example}, or pipe it: cat notes.txt | {' '.join(example.split()[:2])} -")
+        raise NanoKVError(
+            "no prompt", f"{example}, or pipe it: cat notes.txt | {' '.join(example.split()[:2])} -"
+        )
     prompt = "\n\n".join(part for part in parts if part)
     if not prompt or (options.chat and not prompt.strip()):
         raise NanoKVError("the prompt is empty", example)
@@ -117,10 +128,15 @@ def encode(options: PromptOptions, loaded: Loaded, prompt: str) -> list[int]:
         refuse_special(text, tokenizer, template.allow_special)
     if not templated(options, tokenizer):
         without = "leave out --raw" if options.raw else f"{loaded.name} has none"
-        for flag, given in (("--system", template.system), ("--thinking", template.thinking),
-                            ("--chat-template", template.choice)):
+        for flag, given in (
+            ("--system", template.system),
+            ("--thinking", template.thinking),
+            ("--chat-template", template.choice),
+        ):
             if given:
-                raise NanoKVError(f"{flag} needs a chat template", f"{without}, or leave {flag} out")
+                raise NanoKVError(
+                    f"{flag} needs a chat template", f"{without}, or leave {flag} out"
+                )
         return tokenizer.encode(prompt, add_special_tokens=True)
     if not prompt.strip():
         raise NanoKVError("the prompt is empty", "--raw continues blanks")
@@ -159,5 +175,7 @@ def room(wanted: int, loaded: Loaded, ids: list[int]) -> int:
     if left < 1:
         limit = loaded.config.max_position_embeddings
         hint = f"--context {limit} allows more" if loaded.context < limit else "shorten the prompt"
-        raise ContextError(f"the prompt has {len(ids):,} tokens, the context {loaded.context:,}", hint)
+        raise ContextError(
+            f"the prompt has {len(ids):,} tokens, the context {loaded.context:,}", hint
+        )
     return min(wanted, left)

@@ -22,9 +22,19 @@ from nanokv.costs.memory import FAMILY
 from nanokv.parallel.group import ALONE, Ranks
 
 SMOLLM2 = Config(  # from the published config.json of HuggingFaceTB/SmolLM2-135M
-    model_type="llama", vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
-    num_attention_heads=9, num_key_value_heads=3, head_dim=64, max_position_embeddings=8192, rope_theta=100_000.0,
-    rms_norm_eps=1e-5, tie_word_embeddings=True, torch_dtype="bfloat16",
+    model_type="llama",
+    vocab_size=49_152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    head_dim=64,
+    max_position_embeddings=8192,
+    rope_theta=100_000.0,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=True,
+    torch_dtype="bfloat16",
 )
 RANDOM = {f"{name.removeprefix('Qwen/').lower()}-random": config for name, config in FAMILY.items()}
 RANDOM["smollm2-135m-random"] = SMOLLM2
@@ -42,8 +52,17 @@ def _build(wanted: ModelOptions, cache: CacheOptions, ranks: Ranks) -> Loaded:
     ranks.hear()  # the other ranks come here at once, rank 0 when nothing is left to ask
     dtype_name = config.torch_dtype if wanted.dtype == "auto" else wanted.dtype
     plan = Plan(
-        name, name, Path("."), config, dtype_name, wanted.threads or thread_count(ranks.size), "cpu",
-        choose_context(cache.context, config), cache.name, cache.options, ranks=ranks,
+        name,
+        name,
+        Path("."),
+        config,
+        dtype_name,
+        wanted.threads or thread_count(ranks.size),
+        "cpu",
+        choose_context(cache.context, config),
+        cache.name,
+        cache.options,
+        ranks=ranks,
     )
     check_address_space()
     import torch
@@ -61,4 +80,6 @@ def _build(wanted: ModelOptions, cache: CacheOptions, ranks: Ranks) -> Loaded:
         model = random_shard(config, ranks, dtype)
         ranks.meet()
     known = vars(plan) | {"config": model.config}
-    return Loaded(**known, model=model, tokenizer=None, dtype=dtype, load_s=time.perf_counter() - start)
+    return Loaded(
+        **known, model=model, tokenizer=None, dtype=dtype, load_s=time.perf_counter() - start
+    )

@@ -24,8 +24,19 @@ from nanokv.ranks.roles import Follower, follow, lead, leave_interrupts, rank, r
 TIMEOUT = "NANOKV_RANK_TIMEOUT"
 FIRST_S = 1.0  # ranks that fail for one reason do so within this time
 ALIKE = (  # flags that shape a forward
-    "cache", "dtype", "context", "speculate", "beams", "length_penalty",
-    "contexts", "caches", "weights", "batch", "uncached", "steps", "repeat",
+    "cache",
+    "dtype",
+    "context",
+    "speculate",
+    "beams",
+    "length_penalty",
+    "contexts",
+    "caches",
+    "weights",
+    "batch",
+    "uncached",
+    "steps",
+    "repeat",
 )
 
 
@@ -39,7 +50,8 @@ def run(module, args, words) -> int:
         return module.run(args)
     if size > 1 and wanted not in (None, size):
         raise NanoKVError(
-            f"--tensor-parallel {wanted}, but {size} ranks were started", "leave out --tensor-parallel"
+            f"--tensor-parallel {wanted}, but {size} ranks were started",
+            "leave out --tensor-parallel",
         )
     given = options_of(module, args, count)
     if size == 1:

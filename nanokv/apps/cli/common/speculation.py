@@ -42,7 +42,9 @@ def memory(how, plan) -> int:
         weights = weight_bytes(config, itemsize)
     else:
         config = replace(plan.config, num_hidden_layers=min(value, plan.config.num_hidden_layers))
-    return weights + kv_bytes(config, min(plan.context, config.max_position_embeddings), 1, itemsize)
+    return weights + kv_bytes(
+        config, min(plan.context, config.max_position_embeddings), 1, itemsize
+    )
 
 
 def load_draft(source: str, loaded):

@@ -35,10 +35,14 @@ def check(wanted: SpeedOptions | None, ranks: int) -> None:
         return
     flag = "--fast" if wanted.fast else "--quantize"
     if wanted.plain:
-        raise NanoKVError(f"--plain and {flag} contradict each other", f"leave out --plain, or {flag}")
+        raise NanoKVError(
+            f"--plain and {flag} contradict each other", f"leave out --plain, or {flag}"
+        )
     if ranks > 1:
-        raise NanoKVError(f"{flag} with --tensor-parallel: the kernels compute with whole weights, a rank has parts",
-                          f"leave out {flag}")
+        raise NanoKVError(
+            f"{flag} with --tensor-parallel: the kernels compute with whole weights, a rank has parts",
+            f"leave out {flag}",
+        )
 
 
 def choose(plan, wanted: SpeedOptions | None, fits) -> Choice:
@@ -68,7 +72,9 @@ def prefetch(plan):
     if plan.code.fast and plan.device == "cpu" and not plan.code.quantize:
         from weights_loader.prefetch import Prefetch
 
-        return Prefetch(plan.folder, plan.dtype_name, (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")))
+        return Prefetch(
+            plan.folder, plan.dtype_name, (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+        )
     return None
 
 
@@ -99,7 +105,10 @@ def optimized(model, choice: Choice, output: OutputOptions):
 
     if not choice.requested:
         if not native.built():
-            notice("plain: the kernels that are built cannot be loaded; --fast builds them again", output)
+            notice(
+                "plain: the kernels that are built cannot be loaded; --fast builds them again",
+                output,
+            )
             return model
         return optimize(model)
     if building.mode() != "off" and building.state().missing:
@@ -123,7 +132,10 @@ def setting() -> tuple[str, str]:
     except ConfigError as error:
         return "refused", str(error)
     if found.ready:
-        return "native kernels", f"NANOKV_KERNELS={building.mode()}: {building.MODES[building.mode()]}"
+        return (
+            "native kernels",
+            f"NANOKV_KERNELS={building.mode()}: {building.MODES[building.mode()]}",
+        )
     if found.missing and building.mode() == "on":
         return "plain", "kernels are not built yet: the first chat, generate or batch begins that"
     return "plain", sanitize_line(found.detail or found.why)

@@ -131,7 +131,9 @@ def notice(text: str, output) -> None:
     if not output.quiet:
         style, width = Style(sys.stderr, output.color), layout.columns(sys.stderr, None)
         indent = text[: len(text) - len(text.lstrip(" "))]
-        lines = layout.joined(message_line(text.lstrip(" ")).split(" · "), width, indent).split("\n")
+        lines = layout.joined(message_line(text.lstrip(" ")).split(" · "), width, indent).split(
+            "\n"
+        )
         write_err("".join(style.dim(line) + "\n" for line in lines))
 
 
@@ -157,8 +159,10 @@ def writing(path, need: int | None = None):
         folder = Path(path).absolute().parent
         needs = "" if need is None else f", {bytes_text(need)} are needed"
         free = bytes_text(shutil.disk_usage(folder).free)
-        raise NanoKVError(f"{path} cannot be written: {error.strerror}: {folder} has {free} free{needs}",
-                          "free some space on that disk, or choose another place") from error
+        raise NanoKVError(
+            f"{path} cannot be written: {error.strerror}: {folder} has {free} free{needs}",
+            "free some space on that disk, or choose another place",
+        ) from error
 
 
 def silence_stdout() -> None:
@@ -192,7 +196,16 @@ class Style:
     Order: --color always|never, NO_COLOR (non-empty, no-color.org), FORCE_COLOR, TERM=dumb, isatty.
     """
 
-    CODES = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow": 33, "blue": 34, "magenta": 35, "cyan": 36}
+    CODES = {
+        "bold": 1,
+        "dim": 2,
+        "red": 31,
+        "green": 32,
+        "yellow": 33,
+        "blue": 34,
+        "magenta": 35,
+        "cyan": 36,
+    }
 
     def __init__(self, stream, when: str = "auto"):
         self.enabled = use_color(stream, when)
@@ -270,7 +283,11 @@ def _terminate(signum, frame) -> None:
 
 def install_signals() -> None:
     """SIGINT, SIGTERM and SIGHUP as this program wants them; a signal that the parent ignores (nohup) stays ignored."""
-    for name, handler in (("SIGINT", interrupt_at_prompt), ("SIGTERM", _terminate), ("SIGHUP", _terminate)):
+    for name, handler in (
+        ("SIGINT", interrupt_at_prompt),
+        ("SIGTERM", _terminate),
+        ("SIGHUP", _terminate),
+    ):
         number = getattr(signal, name, None)  # Windows has no SIGHUP
         if number is not None and signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, handler)

@@ -43,7 +43,11 @@ def check_argument(text: str, where: str) -> str:
     """An argument whose bytes were not UTF-8 carries surrogates (PEP 383); tokenizers would raise a TypeError later."""
     for position, character in enumerate(text):
         if 0xD800 <= ord(character) <= 0xDFFF:
-            byte = f"byte 0x{ord(character) - 0xDC00:02x}" if ord(character) >= 0xDC80 else "a lone surrogate"
+            byte = (
+                f"byte 0x{ord(character) - 0xDC00:02x}"
+                if ord(character) >= 0xDC80
+                else "a lone surrogate"
+            )
             before = len(text[:position].encode())
             raise NanoKVError(
                 f"{where} is not UTF-8: {byte} at position {before}, after {sanitize_line(text[:position][-20:])!r}",
@@ -62,7 +66,8 @@ def refuse_special(text: str, tokenizer, allow: bool) -> None:
     token = None if allow else find_special(text, tokenizer)
     if token is not None:
         raise NanoKVError(
-            f"message contains {token}, a control token", "--allow-special sends it to the model as that token"
+            f"message contains {token}, a control token",
+            "--allow-special sends it to the model as that token",
         )
 
 

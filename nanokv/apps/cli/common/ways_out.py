@@ -54,11 +54,20 @@ def describe(error: BaseException) -> tuple[str, str] | None:
         return str(error), getattr(error, "hint", "")
     if isinstance(error, MemoryError) or _is_torch_memory(error):
         return "out of memory", "a smaller --context, --dtype bfloat16, or -m tiny"
-    if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith(("nanokv", "weights_loader")):
+    if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith(
+        ("nanokv", "weights_loader")
+    ):
         return f"the package {error.name} is not installed", installing.hint([error.name])
-    if isinstance(error, ImportError) and not (error.name or "").startswith(("nanokv", "weights_loader")):
-        full = "failed to map segment" in str(error) or "cannot allocate memory" in str(error).lower()
-        return f"an import failed: {error}", "more memory: ulimit -v unlimited" if full else "install it again with pip"
+    if isinstance(error, ImportError) and not (error.name or "").startswith(
+        ("nanokv", "weights_loader")
+    ):
+        full = (
+            "failed to map segment" in str(error) or "cannot allocate memory" in str(error).lower()
+        )
+        return (
+            f"an import failed: {error}",
+            "more memory: ulimit -v unlimited" if full else "install it again with pip",
+        )
     if isinstance(error, OSError):
         reason = error.strerror or str(error) or type(error).__name__
         place = f"{error.filename}: " if error.filename is not None else ""
@@ -69,7 +78,9 @@ def describe(error: BaseException) -> tuple[str, str] | None:
 
 def _is_torch_memory(error: BaseException) -> bool:
     text = str(error)
-    return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text)
+    return isinstance(error, RuntimeError) and (
+        "can't allocate memory" in text or "out of memory" in text
+    )
 
 
 def show_error(message: str, hint: str = "", when: str = "auto") -> None:

@@ -36,7 +36,9 @@ class Progress:
 
             color = "auto" if terminal.use_color(sys.stderr, self.output.color) else None
             columns = TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("ETA")
-            self.bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True, color_system=color))
+            self.bar = Progress(
+                *columns, TimeRemainingColumn(), console=Console(stderr=True, color_system=color)
+            )
             self.bar.start()
             self.task = self.bar.add_task("", total=self.trainer.recipe.steps, completed=self.first)
         return self

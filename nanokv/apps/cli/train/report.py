@@ -42,7 +42,11 @@ def evaluate(given: EvaluationOptions, name: str, seeds: list[int]) -> dict:
         if not given.json:
             terminal.write_out(text)
 
-    about = [f"{given.cases} cases per task", seeds_text(seeds), "greedy chat, names and list words never trained on"]
+    about = [
+        f"{given.cases} cases per task",
+        seeds_text(seeds),
+        "greedy chat, names and list words never trained on",
+    ]
     write(layout.joined([terminal.sanitize_line(name), *about], width) + "\n\n")
     write(task_row("task", "right", "lowest" if len(seeds) > 1 else "", "target", width))
     results = []
@@ -53,7 +57,12 @@ def evaluate(given: EvaluationOptions, name: str, seeds: list[int]) -> dict:
     said = examples(model, tokenizer)
     missed = [result.task for result in results if not result.reached]
     write(fault_table(faults, width))
-    write(layout.wrapped("".join(f"> {question}\n{terminal.sanitize(answer)}\n" for question, answer in said), width))
+    write(
+        layout.wrapped(
+            "".join(f"> {question}\n{terminal.sanitize(answer)}\n" for question, answer in said),
+            width,
+        )
+    )
     write(layout.wrapped(f"\nmissed: {', '.join(missed)}\n", width) if missed else "")
     report = {"model": name, "cases": given.cases, "seeds": seeds, **as_json(results)}
     report |= {"faults": faults, "said": said, "missed": missed}
@@ -74,7 +83,8 @@ def as_json(results) -> dict:
         "groups": {result.task: result.groups for result in results if result.groups},
         "wrong": {
             result.task: [
-                {"turns": case.turns, "expected": case.expected, "answer": answer} for case, answer in result.wrong
+                {"turns": case.turns, "expected": case.expected, "answer": answer}
+                for case, answer in result.wrong
             ]
             for result in results
         },
@@ -84,7 +94,13 @@ def as_json(results) -> dict:
 def result_rows(result, target: float | None, width: int | None) -> str:
     """The mean over the seeds, the lowest of them, the target; then a line for every group."""
     lowest = f"{min(result.shares):.1%}" if len(result.shares) > 1 else ""
-    text = task_row(result.task, f"{result.mean:.1%}", lowest, "none" if target is None else f"{target:.0%}", width)
+    text = task_row(
+        result.task,
+        f"{result.mean:.1%}",
+        lowest,
+        "none" if target is None else f"{target:.0%}",
+        width,
+    )
     for group, (right, count) in sorted(result.groups.items()):
         text += task_row(f"  {group}", f"{right / count:.1%}", "", f"{right} of {count}", width)
     return text
@@ -100,7 +116,12 @@ def fault_table(faults: list[dict], width: int | None) -> str:
     """What a broken cache does to recall, a row a fault."""
     head = ("recall when the last turn meets", "recalled", "same answer", "max |Δlogit|")
     rows = [
-        (row["fault"], f"{row['recalled']:.1%}", f"{row['same answer']:.1%}", f"{row['max |Δlogit|']:.2f}")
+        (
+            row["fault"],
+            f"{row['recalled']:.1%}",
+            f"{row['same answer']:.1%}",
+            f"{row['max |Δlogit|']:.2f}",
+        )
         for row in faults
     ]
     return "\n".join(["", *layout.table(head, rows, width), "", ""])
@@ -111,4 +132,6 @@ def write_card(folder: Path, recipe, report: dict) -> None:
     from nanokv.config import Config
     from nanokv.school.training.card import card
 
-    (folder / "README.md").write_text(card(Config.from_folder(folder), recipe, report), encoding="utf-8")
+    (folder / "README.md").write_text(
+        card(Config.from_folder(folder), recipe, report), encoding="utf-8"
+    )

@@ -58,8 +58,16 @@ class AnswerText:
     request names, a stop string or one of stop_ids that is no control token, is part of the answer.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], splitter: Splitter, calls: NoCalls | ToolCalls,
-                 eos: Sequence[int] = (), stop_ids: Sequence[int] = (), include: bool = False):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str],
+        splitter: Splitter,
+        calls: NoCalls | ToolCalls,
+        eos: Sequence[int] = (),
+        stop_ids: Sequence[int] = (),
+        include: bool = False,
+    ):
         self.stops, self.splitter, self.calls = StopStrings(stop, include), splitter, calls
         hidden = {*eos, *(() if include else stop_ids)}
         self.decoder = StreamDecoder(tokenizer, skip=tokenizer.control_ids | hidden)
@@ -145,11 +153,19 @@ class AnswerText:
     def _shown(self, text: str) -> Piece:
         begin, self._next = self._next, self._next + len(text)
         tokens = self._tokens(self._next) if text else ()
-        return Piece("answer", text, tuple((step, at) for step, at, end in tokens if at >= begin or end > begin))
+        return Piece(
+            "answer",
+            text,
+            tuple((step, at) for step, at, end in tokens if at >= begin or end > begin),
+        )
 
     def _end(self) -> Piece:
         """Tokens without text: the one that ended the answer."""
-        return Piece("end", "", tuple((step, at) for step, at, _ in self._tokens(self._length + 1) if at >= self._next))
+        return Piece(
+            "end",
+            "",
+            tuple((step, at) for step, at, _ in self._tokens(self._length + 1) if at >= self._next),
+        )
 
     def _tokens(self, end: int) -> tuple:
         """Those whose text begins before `end`; each once."""

@@ -31,12 +31,19 @@ class Call(NamedTuple):
     @property
     def message(self) -> dict:
         """As a message has it."""
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.name, "arguments": self.arguments},
+        }
 
     @property
     def deltas(self) -> list[dict]:
         """As a stream has it: who is called, then with what."""
-        head = self.message | {"index": self.place, "function": {"name": self.name, "arguments": ""}}
+        head = self.message | {
+            "index": self.place,
+            "function": {"name": self.name, "arguments": ""},
+        }
         return [head, {"index": self.place, "function": {"arguments": self.arguments}}]
 
 
@@ -150,6 +157,9 @@ def in_string(text: str) -> bool:
     """Whether a JSON string has begun in the text and not ended."""
     inside = escaped = False
     for character in text:
-        escaped, quoted = character == "\\" and not escaped and inside, character == '"' and not escaped
+        escaped, quoted = (
+            character == "\\" and not escaped and inside,
+            character == '"' and not escaped,
+        )
         inside ^= quoted
     return inside

@@ -18,10 +18,23 @@ logger = logging.getLogger(__name__)
 class ApiError(Exception):
     """A refusal or a failure that the client is told. `param` names the field of the request that caused it."""
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None, hint: str = "",
-                 headers: dict[str, str] | None = None):
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        hint: str = "",
+        headers: dict[str, str] | None = None,
+    ):
         super().__init__(bounded(message))
-        self.status, self.param, self.code, self.hint, self.headers = status, param, code, hint, headers or {}
+        self.status, self.param, self.code, self.hint, self.headers = (
+            status,
+            param,
+            code,
+            hint,
+            headers or {},
+        )
 
     @property
     def body(self) -> dict:
@@ -52,7 +65,9 @@ def named(param: str, function: Callable, *args: Any) -> Any:
 
 def internal() -> ApiError:
     """Our bug. What it was stands in the log and not in the answer: it may quote another client's request."""
-    return ApiError(500, "the server failed at this request; its log says why", code="internal_error")
+    return ApiError(
+        500, "the server failed at this request; its log says why", code="internal_error"
+    )
 
 
 def where(error: BaseException) -> str:

@@ -22,7 +22,9 @@ from nanokv.decoding.ranges import RANGES
 class Fields(BaseModel):
     """An object of a request. What nobody knows is ignored, as OpenAI's clients expect."""
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        strict=True, frozen=True, extra="ignore", use_attribute_docstrings=True
+    )
 
 
 Model = TypeVar("Model", bound=Fields)
@@ -76,9 +78,16 @@ def refusal(error: ValidationError) -> ApiError:
 
 
 EXPECTED = {  # pydantic's type of error → what was expected
-    "string_type": "a text", "bool_type": "true or false", "int_type": "an integer", "float_type": "a number",
-    "dict_type": "an object", "model_type": "an object", "model_attributes_type": "an object", "list_type": "a list",
-    "too_short": "a list of at least {min_length:,}", "too_long": "a list of at most {max_length:,}",
+    "string_type": "a text",
+    "bool_type": "true or false",
+    "int_type": "an integer",
+    "float_type": "a number",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+    "list_type": "a list",
+    "too_short": "a list of at least {min_length:,}",
+    "too_long": "a list of at most {max_length:,}",
 }
 
 
@@ -92,7 +101,9 @@ def place(steps: tuple) -> str:
     """("messages", 2, "content") → messages[2].content"""
     # <…>: a Tag.
     named = [step for step in steps if isinstance(step, int) or not step.startswith("<")]
-    return "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in named).removeprefix(".")
+    return "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in named).removeprefix(
+        "."
+    )
 
 
 def say(value: Any) -> str:
@@ -167,8 +178,12 @@ class Ranged(Checked):
     def __init__(self, name: str, *more: int):
         self.range, self.more = RANGES[name], more
         also = [*more] if self.range.also is None else [self.range.also, *more]
-        span = {"type": "integer" if self.range.kind is int else "number", "minimum": self.range.low,
-                "maximum": self.range.high, "description": self.range.words}
+        span = {
+            "type": "integer" if self.range.kind is int else "number",
+            "minimum": self.range.low,
+            "maximum": self.range.high,
+            "description": self.range.words,
+        }
         super().__init__(self.holds, {"anyOf": [span, {"enum": also}]} if also else span)
 
     def holds(self, value: Any) -> Any:

@@ -27,18 +27,32 @@ class ChatForm:
 
     kind, prefix = "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, model: str, include_usage: bool = False, shown: logprobs.Shown = logprobs.none):
-        self.id, self.created, self.model = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time()), model
+    def __init__(
+        self, model: str, include_usage: bool = False, shown: logprobs.Shown = logprobs.none
+    ):
+        self.id, self.created, self.model = (
+            f"{self.prefix}-{uuid.uuid4().hex}",
+            int(time.time()),
+            model,
+        )
         # OpenAI: null in each chunk but the last.
         self.nothing = {"usage": None} if include_usage else {}
         self.shown = shown  # tokens → `logprobs`
 
     def _event(self, choices: list[dict], **more) -> bytes:
-        top = {"id": self.id, "object": self.kind, "created": self.created, "model": self.model, "choices": choices}
+        top = {
+            "id": self.id,
+            "object": self.kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
         return data(top | self.nothing | more)
 
     def _choice(self, index: int, said: dict, ended: dict | None = None) -> dict:
-        return {"index": index} | {"logprobs": None} | said | {"finish_reason": None} | (ended or {})
+        return (
+            {"index": index} | {"logprobs": None} | said | {"finish_reason": None} | (ended or {})
+        )
 
     def opening(self, index: int) -> bytes:
         """Before the first token."""
@@ -54,7 +68,11 @@ class ChatForm:
             return [{"delta": {"tool_calls": [part]}} for part in piece.call.deltas]
         if piece.kind == "think":
             return [{"delta": {"reasoning_content": piece.text}}]
-        return [{"delta": {"content": piece.text}, "logprobs": self.shown(piece.tokens, 0)}] if piece.text else []
+        return (
+            [{"delta": {"content": piece.text}, "logprobs": self.shown(piece.tokens, 0)}]
+            if piece.text
+            else []
+        )
 
     def closing(self, index: int, ended: dict, **facts) -> bytes:
         """After the last token."""
@@ -66,14 +84,21 @@ class ChatForm:
 
     def whole(self, answers: Iterable[tuple[list[Piece], dict]], usage: dict, **facts) -> dict:
         """Not streamed."""
-        choices = [self._choice(i, self._said(pieces), ended) for i, (pieces, ended) in enumerate(answers)]
+        choices = [
+            self._choice(i, self._said(pieces), ended) for i, (pieces, ended) in enumerate(answers)
+        ]
         return completion.completion(self.model, choices, usage, self.id, **facts)
 
     def _said(self, pieces: list[Piece]) -> dict:
-        texts = {kind: "".join(piece.text for piece in pieces if piece.kind == kind) for kind in ("think", "answer")}
+        texts = {
+            kind: "".join(piece.text for piece in pieces if piece.kind == kind)
+            for kind in ("think", "answer")
+        }
         tokens = [token for piece in pieces if piece.kind == "answer" for token in piece.tokens]
         calls = [piece.call.message for piece in pieces if piece.call]
-        said = completion.assistant(texts["answer"], texts["think"]) | {"logprobs": self.shown(tokens, 0)}
+        said = completion.assistant(texts["answer"], texts["think"]) | {
+            "logprobs": self.shown(tokens, 0)
+        }
         if calls:
             said["message"] |= {"content": texts["answer"] or None, "tool_calls": calls}
         return said
@@ -93,7 +118,11 @@ class TextForm(ChatForm):
 
     def chunk(self, index: int, pieces: Sequence[Piece]) -> bytes:
         said = [self._text(index, [piece]) for piece in joined(pieces)]
-        return b"".join(self._event([self._choice(index, one)]) for one in said if one["text"] or one["logprobs"])
+        return b"".join(
+            self._event([self._choice(index, one)])
+            for one in said
+            if one["text"] or one["logprobs"]
+        )
 
     def closing(self, index: int, ended: dict, **facts) -> bytes:
         return self._event([self._choice(index, {"text": ""}, ended)], **facts)
@@ -107,10 +136,16 @@ class TextForm(ChatForm):
         lists: list[dict] = []
         for piece in pieces:
             repeated = piece.kind == "prompt"
-            lists.append(self.shown(piece.tokens, 0 if repeated else self.before.get(index, 0)) or {})
+            lists.append(
+                self.shown(piece.tokens, 0 if repeated else self.before.get(index, 0)) or {}
+            )
             if repeated:
                 self.before[index] = len(piece.text)
-        merged = {name: [one for part in lists for one in part[name]] for name in lists[0]} if lists else {}
+        merged = (
+            {name: [one for part in lists for one in part[name]] for name in lists[0]}
+            if lists
+            else {}
+        )
         return {"text": "".join(piece.text for piece in pieces), "logprobs": merged or None}
 
 

@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 LONGEST = 100_000  # characters of a grammar
 # Of one answer. llguidance's own limits are ten times as high: 14 ms of fuel for a token, 250,000 states of 1 to 2 kB.
 LIMITS: dict[str, Any] = {
-    "step_lexer_fuel": 20_000, "step_max_items": 10_000, "max_lexer_states": 20_000, "verbose_errors": False,
+    "step_lexer_fuel": 20_000,
+    "step_max_items": 10_000,
+    "max_lexer_states": 20_000,
+    "verbose_errors": False,
 }
 # Seconds of masks that an answer may take: they are computed between two steps of everybody's
 # answers.
@@ -52,7 +55,9 @@ def thoughts(tokenizer: Tokenizer, ids: Sequence[int], opened: bool) -> str:
     return "optional" if "<think>" in tokenizer.special_tokens and not closed else "none"
 
 
-def source(schema: dict | None, functions: Sequence[dict], many: bool, forced: bool, thought: str) -> str:
+def source(
+    schema: dict | None, functions: Sequence[dict], many: bool, forced: bool, thought: str
+) -> str:
     """The grammar: JSON of the schema, or calls of these functions, or either. `many` calls may follow each other;
     where one is `forced`, JSON alone is not enough."""
     rules, bodies = [THOUGHTS[thought]], []
@@ -61,7 +66,9 @@ def source(schema: dict | None, functions: Sequence[dict], many: bool, forced: b
         rules.append(f"answer: {json_of(schema)}\n")
     if functions:
         bodies.append('call ("\\n" call)*' if many else "call")
-        rules.append("call: " + " | ".join(f"call{number}" for number in range(len(functions))) + "\n")
+        rules.append(
+            "call: " + " | ".join(f"call{number}" for number in range(len(functions))) + "\n"
+        )
     for number, function in enumerate(functions):
         begin, end = f'{OPEN}\n{{"name": "{function["name"]}", "arguments": ', f"}}\n{CLOSE}"
         schema = {"type": "object"} | (function.get("parameters") or {})
@@ -92,7 +99,9 @@ class Words:
 
     def __init__(self, tokenizer: Tokenizer, rows: int, eos: Sequence[int]):
         self.tokenizer, self.eos_token_id = tokenizer, eos[0]
-        self.tokens = [tokenizer.token_bytes(id) if id < tokenizer.rows else b"" for id in range(rows)]
+        self.tokens = [
+            tokenizer.token_bytes(id) if id < tokenizer.rows else b"" for id in range(rows)
+        ]
         # An end inside of a string would cut it.
         self.special_token_ids = sorted(tokenizer.control_ids | set(eos))
 
@@ -122,12 +131,18 @@ def compiled(grammar: str, words: "LLTokenizer", param: str) -> Compiled:
     from llguidance import LLMatcher, LLParserLimits
 
     if len(grammar) > LONGEST:
-        raise ApiError(400, f"{param} makes a grammar of {len(grammar):,} characters, at most {LONGEST:,} are taken",
-                       param)
-    matcher = LLMatcher(words, LLMatcher.grammar_from_lark(grammar), log_level=0,
-                        limits=LLParserLimits(**LIMITS))
+        raise ApiError(
+            400,
+            f"{param} makes a grammar of {len(grammar):,} characters, at most {LONGEST:,} are taken",
+            param,
+        )
+    matcher = LLMatcher(
+        words, LLMatcher.grammar_from_lark(grammar), log_level=0, limits=LLParserLimits(**LIMITS)
+    )
     if matcher.is_error():
-        raise ApiError(400, f"{param} cannot be turned into a grammar: {reason(matcher)}", param, "unsupported")
+        raise ApiError(
+            400, f"{param} cannot be turned into a grammar: {reason(matcher)}", param, "unsupported"
+        )
     probe(Compiled(matcher.deep_copy(), param))
     return Compiled(matcher, param)
 
@@ -140,7 +155,9 @@ def probe(grammar: Compiled) -> None:
         check_limits(grammar)
         if grammar.matcher.is_stopped():
             return
-        found = np.flatnonzero(np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little"))[:PROBED]
+        found = np.flatnonzero(np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little"))[
+            :PROBED
+        ]
         tried = [Compiled(grammar.matcher.deep_copy(), grammar.param) for _ in found]
         for token, one in zip(found.tolist(), tried, strict=True):
             one.matcher.consume_token(token)
@@ -151,8 +168,13 @@ def probe(grammar: Compiled) -> None:
 def check_limits(grammar: Compiled) -> None:
     """ApiError where llguidance has given up."""
     if grammar.matcher.is_error():
-        raise ApiError(400, f"{grammar.param}: the schema leads beyond the limits of llguidance: "
-                       f"{reason(grammar.matcher)}", grammar.param, "unsupported")
+        raise ApiError(
+            400,
+            f"{grammar.param}: the schema leads beyond the limits of llguidance: "
+            f"{reason(grammar.matcher)}",
+            grammar.param,
+            "unsupported",
+        )
 
 
 def reason(matcher: "LLMatcher") -> str:
@@ -162,7 +184,11 @@ def reason(matcher: "LLMatcher") -> str:
     line = line.partition("failed to compile JSON schema: ")[2] or line.strip()
     if keys := re.fullmatch(r"Unimplemented keys: \[(.*)\]", line):
         return f"{keys[1].replace(chr(34), '')} is not done"
-    return "oneOf is done where no two of its schemas may overlap, else anyOf" if "coerce_one_of" in line else line
+    return (
+        "oneOf is done where no two of its schemas may overlap, else anyOf"
+        if "coerce_one_of" in line
+        else line
+    )
 
 
 class Constraint:
@@ -183,9 +209,15 @@ class Constraint:
         self.seconds += perf_counter() - began
         check_limits(Compiled(self.matcher, self.param))
         if self.seconds > MASKS_S:
-            raise ApiError(400, f"{self.param}: the schema is too slow: {len(tokens):,} tokens took "
-                           f"{self.seconds:.1f} s of masks, {MASKS_S:g} are allowed",
-                           self.param, "unsupported")
+            raise ApiError(
+                400,
+                f"{self.param}: the schema is too slow: {len(tokens):,} tokens took "
+                f"{self.seconds:.1f} s of masks, {MASKS_S:g} are allowed",
+                self.param,
+                "unsupported",
+            )
         # (V,).
-        allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little")[: logits.shape[-1]].astype(bool))
+        allowed = torch.from_numpy(
+            np.unpackbits(bits, bitorder="little")[: logits.shape[-1]].astype(bool)
+        )
         return logits.masked_fill(~allowed.to(logits.device), -torch.inf)

@@ -43,7 +43,11 @@ class Content:
 
     def _token(self, token: int, value: float) -> dict:
         piece = self.tokenizer.token_bytes(token)
-        return {"token": piece.decode("utf-8", "replace"), "logprob": bounded(value), "bytes": list(piece)}
+        return {
+            "token": piece.decode("utf-8", "replace"),
+            "logprob": bounded(value),
+            "bytes": list(piece),
+        }
 
 
 class Legacy:
@@ -57,14 +61,19 @@ class Legacy:
         steps = [step for step, _ in tokens]
         return {
             "tokens": [self._name(step.token) for step in steps],
-            "token_logprobs": [None if step.logprob is None else bounded(step.logprob) for step in steps],
-            "top_logprobs": [self._top(step) for step in steps], "text_offset": [before + at for _, at in tokens],
+            "token_logprobs": [
+                None if step.logprob is None else bounded(step.logprob) for step in steps
+            ],
+            "top_logprobs": [self._top(step) for step in steps],
+            "text_offset": [before + at for _, at in tokens],
         }
 
     def _top(self, step: Step) -> dict | None:
         if step.logprob is None:
             return None
-        likely = [(token, value) for token, value in (*step.top[: self.top], (step.token, step.logprob))]
+        likely = [
+            (token, value) for token, value in (*step.top[: self.top], (step.token, step.logprob))
+        ]
         # Of one name the likeliest.
         return {self._name(token): bounded(value) for token, value in reversed(likely)}
 
@@ -112,7 +121,10 @@ def prompt_steps(model: Model, ids: list[int], top: int) -> Iterator[list[Step]]
     size = max(1, min(prefill_chunk(model), LOGITS // model.config.vocab_size))
     cache = make_cache("static", model.config, capacity=len(ids))
     for start in range(0, len(ids) - 1, size):
-        part, follow = ids[start : min(start + size, len(ids) - 1)], ids[start + 1 : start + size + 1]
+        part, follow = (
+            ids[start : min(start + size, len(ids) - 1)],
+            ids[start + 1 : start + size + 1],
+        )
         # Each row knows what follows its token.
         logits = verify_draft(model, [part], cache, start)[0]  # (T,V)
         values = logprob(logits, torch.tensor(follow, device=logits.device)).tolist()

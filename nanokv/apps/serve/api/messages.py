@@ -65,7 +65,9 @@ class ToolCallFunction(Fields):
     that is not the JSON of an object stays as the model wrote it."""
 
     name: str
-    arguments: Annotated[str | dict[str, Any], Expected("a text or an object"), AfterValidator(as_object)]
+    arguments: Annotated[
+        str | dict[str, Any], Expected("a text or an object"), AfterValidator(as_object)
+    ]
 
 
 class ToolCall(Fields):
@@ -78,8 +80,11 @@ class ToolCall(Fields):
 
 # --- messages ---------------------------------------------------------------------------------------------------------
 
-Unfinished = Annotated[Any, Nothing(False, hint="/v1/completions goes on with a text, a chat starts a new message"),
-                       Field(exclude=True)]
+Unfinished = Annotated[
+    Any,
+    Nothing(False, hint="/v1/completions goes on with a text, a chat starts a new message"),
+    Field(exclude=True),
+]
 
 
 class Message(Fields):
@@ -88,7 +93,9 @@ class Message(Fields):
     name: Text = None
     prefix: Unfinished = None
     partial: Unfinished = None
-    function_call: Annotated[Any, Nothing({}, hint="tool_calls is done"), Field(exclude=True)] = None
+    function_call: Annotated[Any, Nothing({}, hint="tool_calls is done"), Field(exclude=True)] = (
+        None
+    )
 
 
 class UserMessage(Message):
@@ -108,7 +115,8 @@ class AssistantMessage(Message):
     role: Literal["assistant"]
     content: Content | None = None
     tool_calls: Annotated[
-        Annotated[list[ToolCall], Field(fail_fast=True)] | None, AfterValidator(lambda calls: calls or None)
+        Annotated[list[ToolCall], Field(fail_fast=True)] | None,
+        AfterValidator(lambda calls: calls or None),
     ] = None
     reasoning_content: Text = None  # REASONING of template.py, which makes one field of them
     thinking: Text = None
@@ -159,7 +167,11 @@ class Tools:
     @property
     def offered(self) -> list[dict] | None:
         """As templates take them; None where nothing may be called."""
-        return [{"type": "function", "function": one} for one in self.functions] if self.choice != "none" else None
+        return (
+            [{"type": "function", "function": one} for one in self.functions]
+            if self.choice != "none"
+            else None
+        )
 
     @property
     def many(self) -> bool:
@@ -170,4 +182,8 @@ class Tools:
     def callable(self) -> list[dict]:
         """The functions that may be called."""
         named = self.forced and self.choice != "required"
-        return [one for one in self.functions if self.choice == one["name"] or not named] if self.offered else []
+        return (
+            [one for one in self.functions if self.choice == one["name"] or not named]
+            if self.offered
+            else []
+        )

@@ -55,30 +55,45 @@ class Served:
     def vocabulary(self) -> "LLTokenizer":
         """For grammars."""
         config = self.engine.model.generation_config
-        return grammar.vocabulary(self.tokenizer, self.engine.config.vocab_size, config.eos_token_ids)
+        return grammar.vocabulary(
+            self.tokenizer, self.engine.config.vocab_size, config.eos_token_ids
+        )
 
     def name(self, asked: str | None) -> str:
         """The model of a request."""
         if asked is None or asked in self.names:
             return asked or self.names[0]
         known = ", ".join(self.names)
-        raise ApiError(404, f"no model {quote(asked)}: this server has {known}", "model", "model_not_found",
-                       hint="nanokv serve --alias NAME gives the model another name")
+        raise ApiError(
+            404,
+            f"no model {quote(asked)}: this server has {known}",
+            "model",
+            "model_not_found",
+            hint="nanokv serve --alias NAME gives the model another name",
+        )
 
     def stop_ids(self, ids: Sequence[int]) -> Sequence[int]:
         """`stop_token_ids` of a request: ids of this model."""
         size = self.engine.config.vocab_size
         if wrong := [id for id in ids if not 0 <= id < size]:
-            raise ApiError(400, f"stop_token_ids holds {wrong[0]}: ids from 0 to {size - 1:,} were expected",
-                           "stop_token_ids")
+            raise ApiError(
+                400,
+                f"stop_token_ids holds {wrong[0]}: ids from 0 to {size - 1:,} were expected",
+                "stop_token_ids",
+            )
         return ids
 
     def room(self, prompt: int, param: str) -> int:
         """Tokens that may follow a prompt: the last one is never fed, so it needs no place."""
         if prompt > self.context:
             what = "messages" if param == "messages" else "prompt"
-            raise ApiError(400, f"This model's maximum context length is {self.context} tokens. However, your {what} "
-                           f"resulted in {prompt} tokens.", param, "context_length_exceeded")
+            raise ApiError(
+                400,
+                f"This model's maximum context length is {self.context} tokens. However, your {what} "
+                f"resulted in {prompt} tokens.",
+                param,
+                "context_length_exceeded",
+            )
         return self.context - prompt + 1
 
 
@@ -113,13 +128,20 @@ def prepare(served: Served, asked: Asked, salt: str) -> Prepared:
     settings = sampling | {"seed": seed, "salt": salt, "top_logprobs": asked.logprobs or 0}
     prompts = [prompt(served, asked, number) for number in range(len(asked.sources))]
     if asked.echo and asked.logprobs is not None and (total := sum(map(len, prompts))) > ECHOED:
-        raise ApiError(400, f"the prompts have {total:,} tokens, at most {ECHOED:,} get log-probabilities", "logprobs")
+        raise ApiError(
+            400,
+            f"the prompts have {total:,} tokens, at most {ECHOED:,} get log-probabilities",
+            "logprobs",
+        )
     jobs = []
     for ids in prompts:
         echo = Echo(served.tokenizer, ids, asked.logprobs) if asked.echo else None
         rules = grammar_of(served, asked, ids) if asked.constrained else None
         for i in range(asked.n):
-            own = {"seed": (settings["seed"] + i) % 2**64, "constrain": rules and grammar.Constraint(rules)}
+            own = {
+                "seed": (settings["seed"] + i) % 2**64,
+                "constrain": rules and grammar.Constraint(rules),
+            }
             jobs.append(job(served, asked, ids, settings | own, echo, i == 0))
     return Prepared(asked, model, jobs, sampling["seed"] if sampling["temperature"] else None)
 
@@ -148,7 +170,9 @@ def grammar_of(served: Served, asked: Asked, ids: list[int]) -> grammar.Compiled
     return rules
 
 
-def job(served: Served, asked: Asked, ids: list[int], settings: dict, echo: Echo | None, first: bool) -> Job:
+def job(
+    served: Served, asked: Asked, ids: list[int], settings: dict, echo: Echo | None, first: bool
+) -> Job:
     """One answer to one prompt."""
     chat, room = asked.param == "messages", served.room(len(ids), asked.param)
     wanted = asked.max_new_tokens
@@ -160,8 +184,13 @@ def job(served: Served, asked: Asked, ids: list[int], settings: dict, echo: Echo
     names = [one["name"] for one in asked.tools.callable]
     calls = ToolCalls(names, asked.tools.parallel) if names else NoCalls()
     stop = served.stop if asked.stop is None else asked.stop
-    text = AnswerText(served.tokenizer, stop, splitter, calls, eos, asked.stop_token_ids, asked.include_stop)
-    settings = settings | {"max_new_tokens": room if wanted is None else min(wanted, room), "eos_token_ids": ends}
+    text = AnswerText(
+        served.tokenizer, stop, splitter, calls, eos, asked.stop_token_ids, asked.include_stop
+    )
+    settings = settings | {
+        "max_new_tokens": room if wanted is None else min(wanted, room),
+        "eos_token_ids": ends,
+    }
     return Job(ids, text, settings, wanted, echo, first)
 
 
@@ -204,8 +233,13 @@ def chosen_template(served: Served, asked: Asked) -> ChatTemplate:
 def check_calls(template: ChatTemplate) -> None:
     """Is a call written as calls.py reads it?"""
     if OPEN not in template.source or "<function=" in template.source:
-        raise ApiError(400, f"this model does not write calls as JSON between {OPEN} and {CLOSE}, which is what this "
-                       "server reads", "tools", "unsupported")
+        raise ApiError(
+            400,
+            f"this model does not write calls as JSON between {OPEN} and {CLOSE}, which is what this "
+            "server reads",
+            "tools",
+            "unsupported",
+        )
 
 
 def texts(value: Any, place: str) -> Iterator[tuple[str, str]]:
@@ -225,10 +259,16 @@ def refuse_control(tokenizer: Tokenizer, text: str, param: str) -> None:
     """Control tokens that are spelled out; <think> is an ordinary token and may be talked about."""
     for token in tokenizer.special_tokens_in(text):
         if tokenizer.special_tokens[token] in tokenizer.control_ids:
-            raise ApiError(400, f"{param} contains {token}, a control token", param,
-                           hint="nanokv serve --allow-special lets it through")
+            raise ApiError(
+                400,
+                f"{param} contains {token}, a control token",
+                param,
+                hint="nanokv serve --allow-special lets it through",
+            )
 
 
 def text_ids(served: Served, prompt: Any, add_special_tokens: bool = True) -> list[int]:
     """Whoever writes a raw prompt writes all of it: control tokens are meant."""
-    return served.tokenizer.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
+    return (
+        served.tokenizer.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
+    )

@@ -67,7 +67,9 @@ def parse_object(data: bytes) -> dict:
     """The JSON object in a body, bounded in depth and size; no NaN, no repeated names, no half characters."""
     brackets = data.count(b"[") + data.count(b"{")
     if brackets > MOST_BRACKETS:
-        raise ApiError(400, f"the body has {brackets:,} lists and objects, at most {MOST_BRACKETS:,} are read")
+        raise ApiError(
+            400, f"the body has {brackets:,} lists and objects, at most {MOST_BRACKETS:,} are read"
+        )
     try:
         value = loads(data)
         if b"\\u" in data:
@@ -77,7 +79,9 @@ def parse_object(data: bytes) -> dict:
         raise ApiError(400, f"the body holds U+{half:04X}, which is half a character") from None
     except UnicodeDecodeError as error:
         bad = data[error.start]
-        raise ApiError(400, f"the body is not UTF-8: byte 0x{bad:02x} at position {error.start:,}") from None
+        raise ApiError(
+            400, f"the body is not UTF-8: byte 0x{bad:02x} at position {error.start:,}"
+        ) from None
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
     if not isinstance(value, dict):
@@ -92,10 +96,16 @@ def chat(fields: dict) -> Asked:
     likely = request.top_logprobs or 0
     if likely and not request.logprobs:
         raise ApiError(400, f"top_logprobs is {likely}: it needs logprobs: true", "top_logprobs")
-    asked = replace(chat_prompt(request, fields), logprobs=likely if request.logprobs else None,
-                    schema=schema(request), **common(request))
+    asked = replace(
+        chat_prompt(request, fields),
+        logprobs=likely if request.logprobs else None,
+        schema=schema(request),
+        **common(request),
+    )
     if asked.constrained and asked.ignore_eos:
-        raise ApiError(400, "ignore_eos does not go together with an answer that has an end", "ignore_eos")
+        raise ApiError(
+            400, "ignore_eos does not go together with an answer that has an end", "ignore_eos"
+        )
     return asked
 
 
@@ -110,10 +120,18 @@ def text(fields: dict) -> Asked:
     note_unknown(fields, TextRequest)
     for name in ("max_tokens", "max_completion_tokens"):
         if getattr(request, name) == 0 and not request.echo:
-            raise ApiError(400, f"{name} is 0: {RANGES['max_new_tokens'].words} was expected, or echo", name)
+            raise ApiError(
+                400, f"{name} is 0: {RANGES['max_new_tokens'].words} was expected, or echo", name
+            )
     logprobs = None if request.logprobs is False else request.logprobs
-    return Asked(request.prompt, "prompt", logprobs=logprobs, echo=bool(request.echo),
-                 special=request.add_special_tokens is not False, **common(request))
+    return Asked(
+        request.prompt,
+        "prompt",
+        logprobs=logprobs,
+        echo=bool(request.echo),
+        special=request.add_special_tokens is not False,
+        **common(request),
+    )
 
 
 def common(request: Common) -> dict:
@@ -124,9 +142,15 @@ def common(request: Common) -> dict:
         name = "include_stop_str_in_output"
         raise ApiError(400, f"{name} is true: it needs stop or stop_token_ids", name)
     return {
-        "model": request.model, "n": request.n or 1, "sampling": sampling(request), "stop": stop,
-        "stop_token_ids": tuple(request.stop_token_ids or ()), "include_stop": include,
-        "max_new_tokens": most_tokens(request), "ignore_eos": bool(request.ignore_eos), "stream": bool(request.stream),
+        "model": request.model,
+        "n": request.n or 1,
+        "sampling": sampling(request),
+        "stop": stop,
+        "stop_token_ids": tuple(request.stop_token_ids or ()),
+        "include_stop": include,
+        "max_new_tokens": most_tokens(request),
+        "ignore_eos": bool(request.ignore_eos),
+        "stream": bool(request.stream),
         "include_usage": bool(request.stream_options and request.stream_options.include_usage),
     }
 
@@ -142,8 +166,9 @@ def sampling(request: Common) -> dict:
     """How tokens are drawn, as far as the request says it."""
     found = {name: getattr(request, name) for name in SAMPLING}
     if request.repeat_penalty is not None:
-        found["repetition_penalty"] = same("repetition_penalty", found["repetition_penalty"],
-                                           "repeat_penalty", penalty(request))
+        found["repetition_penalty"] = same(
+            "repetition_penalty", found["repetition_penalty"], "repeat_penalty", penalty(request)
+        )
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -161,14 +186,20 @@ def penalty(request: Common) -> float:
 def same(name: str, value: float | None, other: str, wanted: float) -> float:
     """The value of a field that has two names; ApiError where they contradict each other."""
     if value not in (None, wanted):
-        raise ApiError(400, f"{other} is {say(wanted)} and {name} is {say(value)}: they mean the same", other)
+        raise ApiError(
+            400, f"{other} is {say(wanted)} and {name} is {say(value)}: they mean the same", other
+        )
     return wanted
 
 
 def most_tokens(request: Common) -> int | None:
     """max_completion_tokens, or its older name, or what other servers call it. 0 where a prompt is repeated and nothing
     is to follow it."""
-    found = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    found = (
+        request.max_tokens
+        if request.max_completion_tokens is None
+        else request.max_completion_tokens
+    )
     for name in ("max_new_tokens", "n_predict", "num_predict"):
         if (value := getattr(request, name)) is not None:
             wanted = int(RANGES["max_new_tokens"].high) if value == ENDLESS else value
@@ -182,8 +213,14 @@ def most_tokens(request: Common) -> int | None:
 def chat_prompt(request: ChatPrompt, fields: dict) -> Asked:
     """What makes the prompt of a chat."""
     own, contrast = thinking(request)
-    return Asked([for_template(request.messages)], "messages", template=own | (request.chat_template_kwargs or {}),
-                 contrast=contrast, chat_template=request.chat_template, tools=tools(request, fields))
+    return Asked(
+        [for_template(request.messages)],
+        "messages",
+        template=own | (request.chat_template_kwargs or {}),
+        contrast=contrast,
+        chat_template=request.chat_template,
+        tools=tools(request, fields),
+    )
 
 
 def thinking(request: ChatPrompt) -> tuple[dict, dict[str, dict]]:
@@ -198,7 +235,9 @@ def thinking(request: ChatPrompt) -> tuple[dict, dict[str, dict]]:
     for name, value in wishes(request):
         on = value not in (False, "none")
         if variables.get("enable_thinking", on) != on:
-            raise ApiError(400, f"{name} is {say(value)}, and {next(iter(contrast))} says the opposite", name)
+            raise ApiError(
+                400, f"{name} is {say(value)}, and {next(iter(contrast))} says the opposite", name
+            )
         variables |= {"enable_thinking": on, "thinking": on}
         contrast[name] = {"enable_thinking": not on, "thinking": not on}
         if on and value is not True:
@@ -211,9 +250,11 @@ def wishes(request: ChatPrompt) -> Iterator[tuple[str, bool | str]]:
     """(field, true, false or an effort): all that the request says of thinking."""
     reasoning = request.reasoning
     said: dict[str, Any] = {
-        "enable_thinking": request.enable_thinking, "think": request.think,
+        "enable_thinking": request.enable_thinking,
+        "think": request.think,
         "thinking": request.thinking and request.thinking.type == "enabled",
-        "reasoning.enabled": reasoning and reasoning.enabled, "reasoning.effort": reasoning and reasoning.effort,
+        "reasoning.enabled": reasoning and reasoning.enabled,
+        "reasoning.effort": reasoning and reasoning.effort,
         "reasoning_effort": request.reasoning_effort,
     }
     return ((name, value) for name, value in said.items() if value is not None)
@@ -231,7 +272,9 @@ def schema(request: ChatRequest) -> dict | None:
 def tools(request: ChatPrompt, fields: dict) -> Tools:
     """`tools`, `tool_choice` and `parallel_tool_calls`. Templates get what the client sent of a function."""
     given = [tool["function"] for tool in fields.get("tools") or []]
-    functions = tuple({key: value for key, value in one.items() if value is not None} for one in given)
+    functions = tuple(
+        {key: value for key, value in one.items() if value is not None} for one in given
+    )
     names = [one["name"] for one in functions]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ApiError(400, f"tools has {min(twice)} twice", "tools")
@@ -247,5 +290,7 @@ def chosen(choice: str | NamedTool | None, names: list[str]) -> tuple[str, bool]
         raise ApiError(400, "tool_choice is required, and there are no tools", "tool_choice")
     name = choice.function.name if isinstance(choice, NamedTool) else choice
     if isinstance(choice, NamedTool) and name not in names:
-        raise ApiError(400, f"tool_choice names {say(name)}, which is not one of the tools", "tool_choice")
+        raise ApiError(
+            400, f"tool_choice names {say(name)}, which is not one of the tools", "tool_choice"
+        )
     return name, True

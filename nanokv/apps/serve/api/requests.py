@@ -35,8 +35,16 @@ MOST_ANSWERS, MOST_PROMPTS = 16, 256  # `n`; and prompts of a request, all with 
 MOST_LIKELY = {"messages": 20, "prompt": 5}
 MOST_TOOLS = 128
 RESERVED = (  # of the template's own variables, and what the checkpoint sets
-    "self", "messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "pad_token",
-    "unk_token", "chat_template",
+    "self",
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "bos_token",
+    "eos_token",
+    "pad_token",
+    "unk_token",
+    "chat_template",
 )
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 SCHEMA = "a JSON schema comes with the type json_schema, or as schema with json_object"
@@ -114,7 +122,11 @@ class StreamOptions(Fields):
 class Function(Fields):
     """A function that the model may call; `parameters` is a JSON schema. Templates see other fields too."""
 
-    name: Annotated[str, Field(pattern=f"^{NAME.pattern}$"), Expected("a name of 1 to 64 letters, digits, _ and -")]
+    name: Annotated[
+        str,
+        Field(pattern=f"^{NAME.pattern}$"),
+        Expected("a name of 1 to 64 letters, digits, _ and -"),
+    ]
     description: Text = None
     parameters: Object = None
     strict: YesNo = None
@@ -176,7 +188,9 @@ def form(value: Any) -> str | None:
 
 
 Format = Annotated[
-    Annotated[AnyText, Tag("<text>")] | Annotated[AnyObject, Tag("<object>")] | Annotated[OfSchema, Tag("<schema>")],
+    Annotated[AnyText, Tag("<text>")]
+    | Annotated[AnyObject, Tag("<object>")]
+    | Annotated[OfSchema, Tag("<schema>")],
     Discriminator(form, "expected", "an object with the type text, json_object or json_schema"),
 ]
 
@@ -207,11 +221,22 @@ class ChatPrompt(Fields):
         Expected('none, auto, required or {"type": "function", "function": {"name": …}}'),
     ] = None
     parallel_tool_calls: YesNo = None
-    chat_template: Annotated[str | None, Checked(template_name, {"type": "string", "pattern": "^[^{]+$"})] = None
-    chat_template_kwargs: Annotated[dict | None, Checked(variables, {
-        "type": "object",
-        "propertyNames": {"pattern": "^[A-Za-z_][A-Za-z0-9_]*$", "not": {"enum": list(RESERVED)}},
-    })] = None
+    chat_template: Annotated[
+        str | None, Checked(template_name, {"type": "string", "pattern": "^[^{]+$"})
+    ] = None
+    chat_template_kwargs: Annotated[
+        dict | None,
+        Checked(
+            variables,
+            {
+                "type": "object",
+                "propertyNames": {
+                    "pattern": "^[A-Za-z_][A-Za-z0-9_]*$",
+                    "not": {"enum": list(RESERVED)},
+                },
+            },
+        ),
+    ] = None
     enable_thinking: YesNo = None
     think: Annotated[bool | Effort | None, Expected(f"true, false, {EFFORTS}")] = None
     thinking: Thinking | None = None
@@ -277,9 +302,24 @@ class ChatRequest(_Chat, ChatPrompt):
 class TextRequest(_Text):
     """Of /v1/completions: a text, token ids, or a list of them. Where the prompt is repeated, nothing need follow."""
 
-    prompt: Annotated[list, Checked(each_prompt, {"anyOf": [
-        *PROMPT, {"type": "array", "items": {"anyOf": PROMPT}, "minItems": 1, "maxItems": MOST_PROMPTS},
-    ]}, needed=True)]
+    prompt: Annotated[
+        list,
+        Checked(
+            each_prompt,
+            {
+                "anyOf": [
+                    *PROMPT,
+                    {
+                        "type": "array",
+                        "items": {"anyOf": PROMPT},
+                        "minItems": 1,
+                        "maxItems": MOST_PROMPTS,
+                    },
+                ]
+            },
+            needed=True,
+        ),
+    ]
     echo: YesNo = None
     logprobs: Annotated[Any, Between(0, MOST_LIKELY["prompt"], False)] = None
     add_special_tokens: YesNo = None

@@ -9,26 +9,71 @@ import json
 from typing import Any
 
 # Llguidance's.
-FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
-DIALECTS = tuple(f"json-schema.org/{name}/schema" for name in (
-    "draft-03", "draft-04", "draft-06", "draft-07", "draft/2019-09", "draft/2020-12",
-))
+FORMATS = {
+    "date-time",
+    "time",
+    "date",
+    "duration",
+    "email",
+    "hostname",
+    "ipv4",
+    "ipv6",
+    "uuid",
+    "uri",
+}
+DIALECTS = tuple(
+    f"json-schema.org/{name}/schema"
+    for name in (
+        "draft-03",
+        "draft-04",
+        "draft-06",
+        "draft-07",
+        "draft/2019-09",
+        "draft/2020-12",
+    )
+)
 ANYTHING: tuple = (True, {})
 NOTHING: dict[str, tuple] = {  # keyword → values with which every JSON is right
-    "uniqueItems": (False,), "not": (False,), "propertyNames": (*ANYTHING, {"type": "string"}),
-    "unevaluatedProperties": ANYTHING, "unevaluatedItems": ANYTHING, "dependentRequired": ({},),
-    "dependentSchemas": ({},), "dependencies": ({},),
+    "uniqueItems": (False,),
+    "not": (False,),
+    "propertyNames": (*ANYTHING, {"type": "string"}),
+    "unevaluatedProperties": ANYTHING,
+    "unevaluatedItems": ANYTHING,
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "dependencies": ({},),
 }
 NEEDS = {  # keyword → the ones without which it says nothing
-    "minContains": ("contains",), "maxContains": ("contains",), "if": ("then", "else"), "then": ("if",),
+    "minContains": ("contains",),
+    "maxContains": ("contains",),
+    "if": ("then", "else"),
+    "then": ("if",),
     "else": ("if",),
 }
-OF = {"uniqueItems": "array", "contains": "array", "unevaluatedItems": "array", "propertyNames": "object",
-      "unevaluatedProperties": "object", "dependentRequired": "object", "dependentSchemas": "object"}
+OF = {
+    "uniqueItems": "array",
+    "contains": "array",
+    "unevaluatedItems": "array",
+    "propertyNames": "object",
+    "unevaluatedProperties": "object",
+    "dependentRequired": "object",
+    "dependentSchemas": "object",
+}
 MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-SINGLE = ("items", "additionalItems", "additionalProperties", "unevaluatedProperties", "unevaluatedItems", "contains",
-          "propertyNames", "not", "if", "then", "else")
+SINGLE = (
+    "items",
+    "additionalItems",
+    "additionalProperties",
+    "unevaluatedProperties",
+    "unevaluatedItems",
+    "contains",
+    "propertyNames",
+    "not",
+    "if",
+    "then",
+    "else",
+)
 
 
 def plain(schema: dict) -> dict:
@@ -40,7 +85,11 @@ def cleaned(schema: Any, unused: frozenset[str]) -> Any:
     """A schema and those within it, without these keywords and those that say nothing."""
     if not isinstance(schema, dict):
         return schema
-    kept = {name: value for name, value in schema.items() if name not in unused and says_something(name, value, schema)}
+    kept = {
+        name: value
+        for name, value in schema.items()
+        if name not in unused and says_something(name, value, schema)
+    }
     found = {name: inner(name, value, unused) for name, value in kept.items()}
     for bound, name in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
         if found.get(name) is True and bound in found:  # as in draft 4
@@ -61,7 +110,11 @@ def says_something(name: str, value: Any, schema: dict) -> bool:
     """Whether a keyword forbids anything."""
     if any(json.dumps(value) == json.dumps(one) for one in NOTHING.get(name, ())):
         return False
-    if name in OF and isinstance(wanted := schema.get("type"), str | list) and OF[name] not in (wanted, *wanted):
+    if (
+        name in OF
+        and isinstance(wanted := schema.get("type"), str | list)
+        and OF[name] not in (wanted, *wanted)
+    ):
         return False
     if name in NEEDS and not any(other in schema for other in NEEDS[name]):
         return False
@@ -69,7 +122,11 @@ def says_something(name: str, value: Any, schema: dict) -> bool:
         return isinstance(value, str) and value in FORMATS
     if name == "$schema":
         return isinstance(value, str) and value.partition("://")[2].rstrip("#") in DIALECTS
-    if name in ("contains", "minContains") and schema.get("minContains") == 0 and "maxContains" not in schema:
+    if (
+        name in ("contains", "minContains")
+        and schema.get("minContains") == 0
+        and "maxContains" not in schema
+    ):
         return False
     if name == "unevaluatedProperties" and "additionalProperties" in schema:
         return False  # none is left

@@ -43,10 +43,13 @@ class Application:
     def routes(self) -> list[Route]:
         """Every address."""
         return [
-            Route("/", self.page), Route("/live", self.live),
-            Route("/health", self.health), Route("/metrics", self.metrics),
+            Route("/", self.page),
+            Route("/live", self.live),
+            Route("/health", self.health),
+            Route("/metrics", self.metrics),
             Route("/openapi.json", self.described),
-            Route("/v1/models", self.models), Route("/v1/models/{name:path}", self.model),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.model),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.text, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
@@ -79,15 +82,22 @@ class Application:
 
     async def models(self, request: Request) -> Response:
         """One model, under each of its names."""
-        return JSONResponse({"object": "list", "data": [self._model(name) for name in self.served.names]})
+        return JSONResponse(
+            {"object": "list", "data": [self._model(name) for name in self.served.names]}
+        )
 
     async def model(self, request: Request) -> Response:
         """One of them."""
         return JSONResponse(self._model(self.served.name(request.path_params["name"])))
 
     def _model(self, name: str) -> dict:
-        return {"id": name, "object": "model", "created": self.served.created, "owned_by": "nanokv",
-                "max_model_len": self.served.context}
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.served.created,
+            "owned_by": "nanokv",
+            "max_model_len": self.served.context,
+        }
 
     async def tokenize(self, request: Request) -> Response:
         """{"prompt": text} or {"messages": […]} → {"tokens": […], "count": N}."""
@@ -99,7 +109,9 @@ class Application:
 
     def _tokens(self, body: bytes) -> Response:
         ids = self._ids(body)
-        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self.served.context})
+        return JSONResponse(
+            {"tokens": ids, "count": len(ids), "max_model_len": self.served.context}
+        )
 
     def _ids(self, body: bytes) -> list[int]:
         fields = protocol.parse_object(body)
@@ -112,13 +124,17 @@ class Application:
 
     def _text(self, body: bytes) -> Response:
         request = read(Detokenize, protocol.parse_object(body))
-        return JSONResponse({"prompt": named("tokens", self.served.tokenizer.decode, request.tokens)})
+        return JSONResponse(
+            {"prompt": named("tokens", self.served.tokenizer.decode, request.tokens)}
+        )
 
     async def _beside(self, request: Request, function: Callable[[bytes], Response]) -> Response:
         """function(body), for an address that needs no engine; 4 MB of text make 15 MB of JSON, also in the thread."""
         async with self._body(request) as body:
             with self.admission.thread(self.limits.beside):
-                return await asyncio.get_running_loop().run_in_executor(self.side_thread, function, body)
+                return await asyncio.get_running_loop().run_in_executor(
+                    self.side_thread, function, body
+                )
 
     async def _in_thread(self, function: Callable, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self.threads, function, *args)
@@ -140,7 +156,9 @@ class Application:
             async with self.admission.wait(self.limits.body_s):
                 await self._read(request, body)
         except TimeoutError:
-            raise ApiError(408, f"the body took more than {self.limits.body_s:g} seconds", code="timeout") from None
+            raise ApiError(
+                408, f"the body took more than {self.limits.body_s:g} seconds", code="timeout"
+            ) from None
         except ClientDisconnect:
             raise ClientGone from None
 
@@ -154,7 +172,9 @@ class Application:
             if size > DRAINED:
                 break
         if size > self.limits.body:
-            raise ApiError(413, f"the body has more than {self.limits.body:,} bytes", code="body_too_large")
+            raise ApiError(
+                413, f"the body has more than {self.limits.body:,} bytes", code="body_too_large"
+            )
 
     # --- answers ----------------------------------------------------------------------------------------------------
 
@@ -166,14 +186,20 @@ class Application:
         """The continuation of a text."""
         return await self._answer(request, protocol.text, TextForm, logprobs.Legacy)
 
-    async def _answer(self, request: Request, check: Callable, form_type: type[ChatForm], shown: Callable) -> Response:
+    async def _answer(
+        self, request: Request, check: Callable, form_type: type[ChatForm], shown: Callable
+    ) -> Response:
         async with self._body(request) as body:
             tickets, prepared = await self._prepared(body, check, request)
         asked = prepared.asked
         try:
             for ticket, job in zip(tickets, prepared.jobs, strict=True):
                 self.client.submit(ticket, job, asked.param)
-            likely = logprobs.none if asked.logprobs is None else shown(self.served.tokenizer, asked.logprobs)
+            likely = (
+                logprobs.none
+                if asked.logprobs is None
+                else shown(self.served.tokenizer, asked.logprobs)
+            )
             form = form_type(prepared.model, asked.include_usage, likely)
             answer = Answer(self.client, tickets, prepared, form, self.limits)
             if asked.stream:
@@ -186,7 +212,9 @@ class Application:
         self.client.close(tickets)
         return response
 
-    async def _prepared(self, body: bytes, check: Callable, request: Request) -> tuple[list[Ticket], Prepared]:
+    async def _prepared(
+        self, body: bytes, check: Callable, request: Request
+    ) -> tuple[list[Ticket], Prepared]:
         tab = tab_of(request)
         # One place before anything else is done; then those of all answers.
         tickets = self.admission.open(tab)
@@ -201,7 +229,9 @@ class Application:
         return prompts.prepare(self.served, check(protocol.parse_object(body)), salt)
 
 
-def make_app(served: Served, client: EngineClient, hosts: Hosts, keys: Keys, limits: Limits | None = None) -> Guard:
+def make_app(
+    served: Served, client: EngineClient, hosts: Hosts, keys: Keys, limits: Limits | None = None
+) -> Guard:
     """The ASGI application."""
 
     async def told(request: Request, error: Any) -> Response:
@@ -220,7 +250,12 @@ def make_app(served: Served, client: EngineClient, hosts: Hosts, keys: Keys, lim
         return Response(status_code=499)  # nobody reads it
 
     routes = Application(served, client, limits or Limits()).routes()
-    handlers: dict[Any, Callable] = {ApiError: told, HTTPException: unknown, ClientGone: gone, Exception: failed}
+    handlers: dict[Any, Callable] = {
+        ApiError: told,
+        HTTPException: unknown,
+        ClientGone: gone,
+        Exception: failed,
+    }
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
     return Guard(app, hosts, keys)

@@ -36,7 +36,9 @@ def tab_of(request: Request) -> str:
     """The tab of the page that asks, as it names itself; "" for every other client."""
     tab = request.headers.get(TAB, "")
     if not re.fullmatch(TABS, tab):
-        raise ApiError(400, "X-Nanokv-Tab is made of at most 64 ASCII letters, digits, - and _", TAB)
+        raise ApiError(
+            400, "X-Nanokv-Tab is made of at most 64 ASCII letters, digits, - and _", TAB
+        )
     return tab
 
 
@@ -57,8 +59,12 @@ class Live:
         """A place among those who watch."""
         self.check()
         if self.watchers >= WATCHERS:
-            raise ApiError(429, f"{self.watchers} pages watch the cache, which is the limit; close one",
-                           code="too_many_watchers", headers={"retry-after": "10"})
+            raise ApiError(
+                429,
+                f"{self.watchers} pages watch the cache, which is the limit; close one",
+                code="too_many_watchers",
+                headers={"retry-after": "10"},
+            )
         self.watchers += 1
         if self._task is None:
             self._task = asyncio.create_task(self._take())

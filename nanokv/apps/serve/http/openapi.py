@@ -26,7 +26,11 @@ class Operation(NamedTuple):
 
 
 TABBED = {"parameters": [{"name": TAB, "in": "header", "schema": TEXT | {"pattern": f"^{TABS}$"}}]}
-NAMED = {"parameters": [{"name": "name", "in": "path", "required": True, "schema": TEXT | {"minLength": 1}}]}
+NAMED = {
+    "parameters": [
+        {"name": "name", "in": "path", "required": True, "schema": TEXT | {"minLength": 1}}
+    ]
+}
 FREE: dict = {"security": []}  # needs no key
 OPERATIONS = {
     "/v1/chat/completions": Operation(
@@ -44,7 +48,12 @@ OPERATIONS = {
 STREAMS = ("/v1/chat/completions", "/v1/completions")
 OTHERS = {  # what has no model: path → (fields of the document, media type, its schema, what it is)
     "/": (FREE, "text/html", TEXT, "a chat beside the cache"),
-    "/live": (TABBED, "text/event-stream", TEXT, "the engine, whenever it has changed; without end"),
+    "/live": (
+        TABBED,
+        "text/event-stream",
+        TEXT,
+        "the engine, whenever it has changed; without end",
+    ),
     "/metrics": ({}, "text/plain", TEXT, "for Prometheus"),
     "/openapi.json": ({}, "application/json", {"type": "object"}, "this document"),
 }
@@ -63,9 +72,13 @@ class Plain(GenerateJsonSchema):
 @functools.cache
 def document() -> dict:
     """All of it, as a JSON object."""
-    models = {model for one in OPERATIONS.values() for model in (*one.asked, *one.told)} | {replies.Error}
+    models = {model for one in OPERATIONS.values() for model in (*one.asked, *one.told)} | {
+        replies.Error
+    }
     ordered = sorted(models, key=lambda model: model.__name__)
-    inputs: list[tuple[type[BaseModel], Literal["validation"]]] = [(one, "validation") for one in ordered]
+    inputs: list[tuple[type[BaseModel], Literal["validation"]]] = [
+        (one, "validation") for one in ordered
+    ]
     _, found = models_json_schema(
         inputs, ref_template="#/components/schemas/{model}", schema_generator=Plain
     )
@@ -73,13 +86,19 @@ def document() -> dict:
     refusals = {"4XX": error, "5XX": error}
     paths = {path: operation(path, one, refusals) for path, one in OPERATIONS.items()}
     for path, (more, media_type, schema, text) in OTHERS.items():
-        paths[path] = {"get": more | {"responses": {"200": content(text, {media_type: schema})} | refusals}}
+        paths[path] = {
+            "get": more | {"responses": {"200": content(text, {media_type: schema})} | refusals}
+        }
     return {
-        "openapi": "3.1.0", "info": {"title": "nanokv serve", "version": "1"},
-        "security": [{"key": []}, {}], "paths": paths,
+        "openapi": "3.1.0",
+        "info": {"title": "nanokv serve", "version": "1"},
+        "security": [{"key": []}, {}],
+        "paths": paths,
         "components": {
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-            "responses": {"Error": content("what was wrong", {"application/json": any_of((replies.Error,))})},
+            "responses": {
+                "Error": content("what was wrong", {"application/json": any_of((replies.Error,))})
+            },
             "schemas": found["$defs"],
         },
     }
@@ -105,5 +124,8 @@ def any_of(models: tuple[type[BaseModel], ...]) -> dict:
 
 def content(text: str, forms: dict[str, dict | None]) -> dict:
     """A response: media type → its schema."""
-    said = {media_type: {} if schema is None else {"schema": schema} for media_type, schema in forms.items()}
+    said = {
+        media_type: {} if schema is None else {"schema": schema}
+        for media_type, schema in forms.items()
+    }
     return {"description": text, "content": said}

@@ -30,7 +30,9 @@ def script() -> str:
 @functools.cache
 def html() -> str:
     """The page."""
-    return put_into((ASSETS / "live.html").read_text("utf-8"), {"style": style(), "script": script()})
+    return put_into(
+        (ASSETS / "live.html").read_text("utf-8"), {"style": style(), "script": script()}
+    )
 
 
 @functools.cache
@@ -43,6 +45,10 @@ def headers() -> dict[str, str]:
         "require-trusted-types-for 'script'; trusted-types 'none'"
     )
     return {
-        "content-security-policy": policy, "referrer-policy": "no-referrer", "x-content-type-options": "nosniff",
-        "x-frame-options": "DENY", "cross-origin-resource-policy": "same-origin", "cache-control": "no-cache",
+        "content-security-policy": policy,
+        "referrer-policy": "no-referrer",
+        "x-content-type-options": "nosniff",
+        "x-frame-options": "DENY",
+        "cross-origin-resource-policy": "same-origin",
+        "cache-control": "no-cache",
     }

@@ -22,8 +22,11 @@ from nanokv.apps.serve.run.ticket import Ticket
 from nanokv.decoding import completion
 
 logger = logging.getLogger(__name__)
-EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"),
-                (b"x-accel-buffering", b"no")]
+EVENT_STREAM = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),
+]
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,9 @@ class Limits:
 class Watch:
     """While an answer comes: has the client gone, is the time over?"""
 
-    def __init__(self, client: EngineClient, tickets: Sequence[Ticket], receive: Receive, seconds: float):
+    def __init__(
+        self, client: EngineClient, tickets: Sequence[Ticket], receive: Receive, seconds: float
+    ):
         late = ApiError(504, f"the answer took more than {seconds:g} seconds", code="timeout")
         self.timer = asyncio.get_running_loop().call_later(seconds, client.fail, tickets, late)
         self.task = asyncio.create_task(self._gone(client, tickets, receive))
@@ -63,7 +68,12 @@ class Answer(Response):
     """The answers of a request: `whole` gives them as a response; as a response itself it is a stream."""
 
     def __init__(
-        self, client: EngineClient, tickets: Sequence[Ticket], prepared: Prepared, form: ChatForm, limits: Limits
+        self,
+        client: EngineClient,
+        tickets: Sequence[Ticket],
+        prepared: Prepared,
+        form: ChatForm,
+        limits: Limits,
     ):
         self.client, self.tickets = client, tickets
         self.prepared, self.form, self.limits = prepared, form, limits
@@ -145,7 +155,10 @@ class Answer(Response):
 
     def closing(self, ended: Ended) -> dict:
         """finish_reason, and what ended it."""
-        wanted, new = self.prepared.jobs[self.index[ended.ticket]].wanted, ended.metrics["new_tokens"]
+        wanted, new = (
+            self.prepared.jobs[self.index[ended.ticket]].wanted,
+            ended.metrics["new_tokens"],
+        )
         cut = ended.reason == "length" and (wanted is None or new < wanted)
         found = completion.end("context" if cut else ended.reason, ended.stop)
         called = ended.calls and found["finish_reason"] == "stop"

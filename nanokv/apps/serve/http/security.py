@@ -35,7 +35,9 @@ class Keys:
     def __init__(self, keys: Iterable[str] = ()):
         secret = secrets.token_bytes(32)  # so that a salt says nothing about its key
         known = [key.encode() for key in keys]
-        self.salts = [(_digest(key), hmac.new(secret, key, hashlib.sha256).hexdigest()) for key in known]
+        self.salts = [
+            (_digest(key), hmac.new(secret, key, hashlib.sha256).hexdigest()) for key in known
+        ]
 
     def salt(self, authorization: str) -> str:
         """Of the request's key; ApiError where it has none that is known."""
@@ -45,8 +47,12 @@ class Keys:
         given = _digest(key.strip().encode("latin-1"))
         found = [salt for digest, salt in self.salts if hmac.compare_digest(digest, given)]
         if not found or scheme.lower() != "bearer":
-            message = "a wrong API key" if authorization else "no API key: send Authorization: Bearer KEY"
-            raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+            message = (
+                "a wrong API key" if authorization else "no API key: send Authorization: Bearer KEY"
+            )
+            raise ApiError(
+                401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"}
+            )
         return found[0]
 
 
@@ -66,11 +72,17 @@ class Hosts:
         (host, *more) = headers.getlist("host") or [""]
         name = host_name(host)
         if more or not (name in self.names or (self.any_address and is_address(name))):
-            raise ApiError(403, f"unknown host {quote(host)}", code="unknown_host",
-                           hint="nanokv serve --allow-host NAME serves it")
+            raise ApiError(
+                403,
+                f"unknown host {quote(host)}",
+                code="unknown_host",
+                hint="nanokv serve --allow-host NAME serves it",
+            )
         for origin in headers.getlist("origin"):
             if origin not in (f"http://{host}", f"https://{host}"):
-                raise ApiError(403, f"a page of {quote(origin)} may not use this server", code="unknown_origin")
+                raise ApiError(
+                    403, f"a page of {quote(origin)} may not use this server", code="unknown_origin"
+                )
 
 
 def host_name(host: str) -> str:
@@ -127,7 +139,14 @@ class Guard:
                 await respond(internal())(scope, receive, watched)
         note = " · ".join(["", *scope["note"]])
         seconds = perf_counter() - began
-        logger.info("%s %s %d%s · %.3f s", scope["method"], quote(scope["path"])[1:-1], status[0], note, seconds)
+        logger.info(
+            "%s %s %d%s · %.3f s",
+            scope["method"],
+            quote(scope["path"])[1:-1],
+            status[0],
+            note,
+            seconds,
+        )
 
 
 def check_length(scope: Scope) -> None:
@@ -135,14 +154,20 @@ def check_length(scope: Scope) -> None:
     size = sum(len(name) + len(value) for name, value in scope["headers"])
     size += len(scope["raw_path"]) + len(scope["query_string"])
     if size > HEADER_BYTES:
-        raise ApiError(431, f"address and headers have {size:,} bytes, at most {HEADER_BYTES:,} are read")
+        raise ApiError(
+            431, f"address and headers have {size:,} bytes, at most {HEADER_BYTES:,} are read"
+        )
 
 
 def check_framing(headers: Headers) -> None:
     """One length of the body: where two are given, a proxy may believe the other one (RFC 9112, 6.3)."""
     if "content-length" in headers and "transfer-encoding" in headers:
-        raise ApiError(400, "Content-Length and Transfer-Encoding were both given: one of them says where a body ends",
-                       code="invalid_http", headers={"connection": "close"})
+        raise ApiError(
+            400,
+            "Content-Length and Transfer-Encoding were both given: one of them says where a body ends",
+            code="invalid_http",
+            headers={"connection": "close"},
+        )
 
 
 def respond(error: ApiError) -> JSONResponse:

@@ -74,7 +74,9 @@ class Protocol(H11Protocol):
             body = json.dumps(ApiError(400, msg, code="invalid_http").body).encode()
             kind = (b"content-type", b"application/json")
             length = (b"content-length", str(len(body)).encode())
-            start = h11.Response(status_code=400, headers=[kind, length, CLOSE], reason=b"Bad Request")
+            start = h11.Response(
+                status_code=400, headers=[kind, length, CLOSE], reason=b"Bad Request"
+            )
             for event in (start, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
@@ -100,8 +102,12 @@ class Protocol(H11Protocol):
 
 async def crowded(scope: Scope, receive: Receive, send: Send) -> None:
     """The application of a connection that is one too many."""
-    full = ApiError(503, f"{CONNECTIONS:,} connections are open, which is the limit", code="overloaded",
-                    headers={"connection": "close", "retry-after": "1"})
+    full = ApiError(
+        503,
+        f"{CONNECTIONS:,} connections are open, which is the limit",
+        code="overloaded",
+        headers={"connection": "close", "retry-after": "1"},
+    )
     await respond(full)(scope, receive, send)
 
 
@@ -110,14 +116,37 @@ class Server(uvicorn.Server):
     It ends, too, when the engine has lost a rank.
     """
 
-    def __init__(self, app: Guard, client: EngineClient, stop: Callable[[], bool], hurry: Callable[[], bool],
-                 grace: float = 10.0, ready: Callable[[], None] = lambda: None):
-        super().__init__(uvicorn.Config(
-            app, http=Protocol, ws="none", loop="asyncio", lifespan="off", log_config=None, access_log=False,
-            proxy_headers=False, server_header=False, h11_max_incomplete_event_size=HEADER_BYTES,
-            timeout_graceful_shutdown=int(grace) + 10,  # should _farewell fail
-        ))
-        self.client, self.stop, self.hurry, self.grace, self.ready = client, stop, hurry, grace, ready
+    def __init__(
+        self,
+        app: Guard,
+        client: EngineClient,
+        stop: Callable[[], bool],
+        hurry: Callable[[], bool],
+        grace: float = 10.0,
+        ready: Callable[[], None] = lambda: None,
+    ):
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=Protocol,
+                ws="none",
+                loop="asyncio",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                h11_max_incomplete_event_size=HEADER_BYTES,
+                timeout_graceful_shutdown=int(grace) + 10,  # should _farewell fail
+            )
+        )
+        self.client, self.stop, self.hurry, self.grace, self.ready = (
+            client,
+            stop,
+            hurry,
+            grace,
+            ready,
+        )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self.client.start()
@@ -157,13 +186,19 @@ class Server(uvicorn.Server):
 def listen(host: str, port: int) -> socket.socket:
     """A bound socket, before anything is loaded; NanoKVError where the address cannot be had."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, _, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
         found = socket.socket(family, socket.SOCK_STREAM)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind(address)
         found.listen()  # who comes while the model is loaded waits; a second server is refused now
     except OSError as error:
-        hint = "--port 0 takes a free one" if not isinstance(error, socket.gaierror) else "--host 127.0.0.1"
+        hint = (
+            "--port 0 takes a free one"
+            if not isinstance(error, socket.gaierror)
+            else "--host 127.0.0.1"
+        )
         raise NanoKVError(f"cannot listen at {host} port {port}: {error.strerror}", hint) from error
     return found
 

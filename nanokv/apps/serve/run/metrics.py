@@ -11,17 +11,23 @@ from nanokv.engine import Engine
 FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 GAUGES = {
-    "requests_running": "Requests that hold pages", "requests_waiting": "Requests that wait for pages",
-    "pages": "Pages of the pool", "pages_free": "Pages that hold nothing, or a prefix that nobody uses now",
+    "requests_running": "Requests that hold pages",
+    "requests_waiting": "Requests that wait for pages",
+    "pages": "Pages of the pool",
+    "pages_free": "Pages that hold nothing, or a prefix that nobody uses now",
     "prefill_worker_up": "1 while a process of its own prefills",
     "prefills_waiting": "Requests whose prompts wait for it, or are computed there",
-    "prefill_worker_pages": "Pages of its pool", "prefill_worker_pages_free": "Those free when it was last idle",
+    "prefill_worker_pages": "Pages of its pool",
+    "prefill_worker_pages_free": "Those free when it was last idle",
 }
 COUNTERS = {
-    "prefill_tokens": "Prompt tokens computed", "prefix_hit_tokens": "Prompt tokens found in the prefix cache",
-    "generated_tokens": "Tokens generated", "preemptions": "Requests that gave their pages back and waited again",
+    "prefill_tokens": "Prompt tokens computed",
+    "prefix_hit_tokens": "Prompt tokens found in the prefix cache",
+    "generated_tokens": "Tokens generated",
+    "preemptions": "Requests that gave their pages back and waited again",
     "handover_prompts": "Prompts that the prefill process has handed over",
-    "handover_bytes": "Bytes of their keys, values and logits", "handover_seconds": "Seconds that they took to arrive",
+    "handover_bytes": "Bytes of their keys, values and logits",
+    "handover_seconds": "Seconds that they took to arrive",
     "handover_lost": "Prompts that were prefilled here because that process had ended",
 }
 
@@ -30,9 +36,12 @@ def engine_counts(engine: Engine) -> dict[str, float]:
     """Run in the engine's thread: the pool counts its pages anew."""
     counts, scheduler = engine.metrics, engine.scheduler
     return {
-        "requests_running": len(scheduler.running), "requests_waiting": len(scheduler.waiting),
-        "pages": len(engine.pool.references), "pages_free": engine.pool.available(),
-        "prefill_tokens": counts.prefill_tokens, "prefix_hit_tokens": counts.reused_tokens,
+        "requests_running": len(scheduler.running),
+        "requests_waiting": len(scheduler.waiting),
+        "pages": len(engine.pool.references),
+        "pages_free": engine.pool.available(),
+        "prefill_tokens": counts.prefill_tokens,
+        "prefix_hit_tokens": counts.reused_tokens,
         "preemptions": counts.preemptions,
     }
 
@@ -42,9 +51,15 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._requests = Counter("nanokv_requests", "Requests by how they ended", ["reason"], registry=self.registry)
-        self._first = self._histogram("time_to_first_token", "Seconds from arrival to the first token", FIRST)
-        self._between = self._histogram("inter_token", "Seconds between two tokens of a request", BETWEEN)
+        self._requests = Counter(
+            "nanokv_requests", "Requests by how they ended", ["reason"], registry=self.registry
+        )
+        self._first = self._histogram(
+            "time_to_first_token", "Seconds from arrival to the first token", FIRST
+        )
+        self._between = self._histogram(
+            "inter_token", "Seconds between two tokens of a request", BETWEEN
+        )
         self._state: dict[str, float] = {}
         self._generated = 0
         self.registry.register(self)  # type: ignore[arg-type]  # it has `collect`, which is all that is asked
@@ -64,7 +79,9 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """What the engine knows."""
         families = [(GAUGES, GaugeMetricFamily), (COUNTERS, CounterMetricFamily)]
-        for name, text, family in ((*item, family) for table, family in families for item in table.items()):
+        for name, text, family in (
+            (*item, family) for table, family in families for item in table.items()
+        ):
             if name in self._state:
                 yield family(f"nanokv_{name}", text, value=self._state[name])
 

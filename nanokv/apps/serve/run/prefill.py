@@ -81,8 +81,10 @@ class Elsewhere(Here):
         differ = [name for name, value in mine.items() if facts[name] != value]
         if differ:
             self.process.close()
-            raise NanoKVError(f"the prefill process has loaded another model: its {' and '.join(differ)} differ",
-                              "do not change the files of the model while a server starts")
+            raise NanoKVError(
+                f"the prefill process has loaded another model: its {' and '.join(differ)} differ",
+                "do not change the files of the model while a server starts",
+            )
 
     def start(self, put: Callable[[Arrived], None]) -> None:
         self._put = put
@@ -121,7 +123,10 @@ class Elsewhere(Here):
 
     def counts(self) -> dict[str, float]:
         waiting = [*self.waiting.values(), *(submits for _, submits in self.asked.values())]
-        counts = {"prefill_worker_up": self.process.alive, "prefills_waiting": sum(map(len, waiting))}
+        counts = {
+            "prefill_worker_up": self.process.alive,
+            "prefills_waiting": sum(map(len, waiting)),
+        }
         return self.state | counts
 
     def close(self) -> None:
@@ -132,8 +137,10 @@ class Elsewhere(Here):
         if "lost" in meta:
             return self._lose(meta["lost"])
         if "idle" in meta:
-            self.state |= {"prefill_worker_pages": meta["idle"]["pages"],
-                           "prefill_worker_pages_free": meta["idle"]["free"]}
+            self.state |= {
+                "prefill_worker_pages": meta["idle"]["pages"],
+                "prefill_worker_pages_free": meta["idle"]["free"],
+            }
             return
         try:
             number = meta["done"] if "done" in meta else meta["failed"]
@@ -141,7 +148,9 @@ class Elsewhere(Here):
             done = "done" in meta
             found = [self._believed(message, ids, one) if done else None for one in submits]
         except (KeyError, TypeError, NanoKVError) as error:  # a client is not told of it
-            return self._lose(f"it has sent what nobody has asked for: {type(error).__name__}: {error}")
+            return self._lose(
+                f"it has sent what nobody has asked for: {type(error).__name__}: {error}"
+            )
         self.asked.pop(number, None)
         if done and submits:
             self.state["handover_prompts"] += 1
@@ -165,7 +174,9 @@ class Elsewhere(Here):
     def _lose(self, reason: str) -> None:
         """Whatever was under way is prefilled here."""
         self.process.kill()
-        logger.warning("the prefill process is lost, prompts are prefilled here from now on: %s", reason)
+        logger.warning(
+            "the prefill process is lost, prompts are prefilled here from now on: %s", reason
+        )
         lost = [submit for submits in self.waiting.values() for submit in submits]
         lost += [submit for _, submits in self.asked.values() for submit in submits]
         self.waiting.clear()
@@ -176,4 +187,8 @@ class Elsewhere(Here):
 
 def finite(x: Tensor) -> bool:
     """No NaN and no infinity in x of any shape: the smallest and the largest value tell."""
-    return not x.numel() or not x.is_floating_point() or bool(torch.stack(x.aminmax()).isfinite().all())
+    return (
+        not x.numel()
+        or not x.is_floating_point()
+        or bool(torch.stack(x.aminmax()).isfinite().all())
+    )

@@ -50,16 +50,28 @@ def snapshot(engine: Engine, tabs: Mapping[int, str], left: Iterable[Departed] =
     kept = [entry.page for entry in pool.index.values() if pool.references[entry.page] == 1]
     return {
         "pool": {
-            "pages": len(pool.references), "free": len(pool.free), "kept": len(kept), "page_size": pool.page_size,
-            "bytes_per_page": pool.bytes_per_page, "cell": pages_per_cell(pool),
+            "pages": len(pool.references),
+            "free": len(pool.free),
+            "kept": len(kept),
+            "page_size": pool.page_size,
+            "bytes_per_page": pool.bytes_per_page,
+            "cell": pages_per_cell(pool),
         },
         "engine": {
-            "running": len(scheduler.running), "waiting": len(scheduler.waiting), "step_tokens": scheduler.step_tokens,
-            "steps": counts.steps, "prefill_tokens": counts.prefill_tokens, "decode_tokens": counts.decode_tokens,
-            "reused_tokens": counts.reused_tokens, "preemptions": counts.preemptions, "finished": counts.finished,
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "step_tokens": scheduler.step_tokens,
+            "steps": counts.steps,
+            "prefill_tokens": counts.prefill_tokens,
+            "decode_tokens": counts.decode_tokens,
+            "reused_tokens": counts.reused_tokens,
+            "preemptions": counts.preemptions,
+            "finished": counts.finished,
         },
         "requests": [described(request, tabs.get(request.number, "")) for request in listed],
-        "ended": [(one.tab, one.salt, one.counts | {"kept": still_kept(pool, one)}) for one in left],
+        "ended": [
+            (one.tab, one.salt, one.counts | {"kept": still_kept(pool, one)}) for one in left
+        ],
         "cells": cells(pool, [request.cache.tables[0] for request in scheduler.running], kept),
     }
 
@@ -67,7 +79,11 @@ def snapshot(engine: Engine, tabs: Mapping[int, str], left: Iterable[Departed] =
 def view(taken: dict, salt: str, tab: str) -> dict:
     """For a client with this key and this tab: `whose` is "tab", "key" or "other"."""
     requests = [visible(request, salt, tab) for request in taken["requests"]]
-    mine = [counts for theirs, their_salt, counts in taken["ended"] if tab and (theirs, their_salt) == (tab, salt)]
+    mine = [
+        counts
+        for theirs, their_salt, counts in taken["ended"]
+        if tab and (theirs, their_salt) == (tab, salt)
+    ]
     owners = [visible_owner(owner, requests) for owner in taken["cells"]]
     return taken | {"requests": requests, "ended": mine[-1:], "cells": runs(owners)}
 
@@ -84,8 +100,10 @@ def lengths(request: Request, held: int) -> dict:
     """Tokens: of the prompt those that were reused and those computed by now; those of the answer."""
     prompt = len(request.prompt)
     return {
-        "prompt": prompt, "reused": request.reused_tokens,
-        "prefilled": max(0, min(held, prompt) - request.reused_tokens), "generated": len(request.tokens),
+        "prompt": prompt,
+        "reused": request.reused_tokens,
+        "prefilled": max(0, min(held, prompt) - request.reused_tokens),
+        "generated": len(request.tokens),
     }
 
 
@@ -94,9 +112,14 @@ def described(request: Request, tab: str) -> dict:
     decodes = request.tokens and request.pending == 1
     state = "queued" if request.cache is None else "decode" if decodes else "prefill"
     return {
-        "salt": request.salt, "tab": tab, "id": opaque(request), "state": state,
-        "tokens": len(request.prompt) + len(request.tokens), "held": request.fed,
-        "pages": len(request.cache.tables[0]) if request.cache is not None else 0, "preemptions": request.preemptions,
+        "salt": request.salt,
+        "tab": tab,
+        "id": opaque(request),
+        "state": state,
+        "tokens": len(request.prompt) + len(request.tokens),
+        "held": request.fed,
+        "pages": len(request.cache.tables[0]) if request.cache is not None else 0,
+        "preemptions": request.preemptions,
     } | lengths(request, request.fed)
 
 
@@ -105,7 +128,9 @@ def visible(request: dict, salt: str, tab: str) -> dict:
     if request["salt"] != salt:
         return {"whose": "other"} | {name: request[name] for name in OTHERS_FIELDS}
     whose = "tab" if tab and request["tab"] == tab else "key"
-    return {"whose": whose} | {name: value for name, value in request.items() if name not in ("salt", "tab")}
+    return {"whose": whose} | {
+        name: value for name, value in request.items() if name not in ("salt", "tab")
+    }
 
 
 def still_kept(pool: PrefixPool, one: Departed) -> int:
@@ -129,7 +154,10 @@ def cells(pool: PrefixPool, tables: list[list[int]], kept: list[int]) -> list[tu
     for owner, pages in [*enumerate(tables), (KEPT, kept)]:
         for cell, count in Counter(page // size for page in pages).items():
             found[cell][owner] = count
-    return [(max(counts, key=counts.__getitem__), several(counts)) if counts else (FREE, False) for counts in found]
+    return [
+        (max(counts, key=counts.__getitem__), several(counts)) if counts else (FREE, False)
+        for counts in found
+    ]
 
 
 def several(counts: Counter) -> bool:

@@ -116,57 +116,103 @@ def _until(stream, stop):
 
 CHECKS = (
     value(
-        "01.1", right=lambda case: _pieces(case.word),
+        "01.1",
+        right=lambda case: _pieces(case.word),
         parameters={"word": ("banana", "cabana", "nabana")},
         wrong=(
-            Mistake("longest first", lambda c: _longest_first(c.word),
-                    "You went from the left and took what fits. The rules go first: rule 1 in the whole word, then "
-                    "rule 2 on what is left."),
+            Mistake(
+                "longest first",
+                lambda c: _longest_first(c.word),
+                "You went from the left and took what fits. The rules go first: rule 1 in the whole word, then "
+                "rule 2 on what is left.",
+            ),
             Mistake("letters", lambda c: tuple(c.word), "Those are the letters, before any rule."),
         ),
         otherwise="Join a+n everywhere, then b+a, then n+a, each on the pieces that are left.",
     ),
     function(
-        "01.2", right=_text_of, inputs=_cut_text,
+        "01.2",
+        right=_text_of,
+        inputs=_cut_text,
         wrong=(
-            Mistake("piece by piece", lambda pieces: "".join(p.decode("utf-8", "replace") for p in pieces),
-                    "You decoded each piece on its own, so a character that was cut is lost. Join the bytes first."),
-            Mistake("dropped", lambda pieces: b"".join(pieces).decode("utf-8", "ignore"),
-                    "What is no character is to be shown as U+FFFD, not dropped: a reader should know."),
-            Mistake("Latin-1", lambda pieces: b"".join(pieces).decode("latin-1"), "The bytes are UTF-8."),
+            Mistake(
+                "piece by piece",
+                lambda pieces: "".join(p.decode("utf-8", "replace") for p in pieces),
+                "You decoded each piece on its own, so a character that was cut is lost. Join the bytes first.",
+            ),
+            Mistake(
+                "dropped",
+                lambda pieces: b"".join(pieces).decode("utf-8", "ignore"),
+                "What is no character is to be shown as U+FFFD, not dropped: a reader should know.",
+            ),
+            Mistake(
+                "Latin-1", lambda pieces: b"".join(pieces).decode("latin-1"), "The bytes are UTF-8."
+            ),
         ),
     ),
     function(
-        "01.3", right=_top_p, inputs=_chances,
+        "01.3",
+        right=_top_p,
+        inputs=_chances,
         wrong=(
-            Mistake("stays below", _below,
-                    "You stop before p is reached. The token that crosses it stays: otherwise a token with more than p "
-                    "would leave nothing."),
+            Mistake(
+                "stays below",
+                _below,
+                "You stop before p is reached. The token that crosses it stays: otherwise a token with more than p "
+                "would leave nothing.",
+            ),
             Mistake("not sorted", _unsorted, "Begin with the likeliest, not with index 0."),
-            Mistake("a threshold", lambda chances, p: {i for i, chance in enumerate(chances) if chance >= p},
-                    "p is a share of all together, not what each token has to reach."),
+            Mistake(
+                "a threshold",
+                lambda chances, p: {i for i, chance in enumerate(chances) if chance >= p},
+                "p is a share of all together, not what each token has to reach.",
+            ),
         ),
     ),
     value(
-        "01.4", right=lambda case: _times_as_likely(case.d, case.T),
+        "01.4",
+        right=lambda case: _times_as_likely(case.d, case.T),
         parameters={"d": (3.0, 2.0, 4.0), "T": (0.5, 2.0)},
         wrong=(
-            Mistake("temperature ignored", lambda c: _times_as_likely(c.d, 1.0), "That is at temperature 1."),
-            Mistake("times", lambda c: _times_as_likely(c.d * c.T, 1.0),
-                    "Logits are divided by the temperature, not multiplied."),
-            Mistake("no softmax", lambda c: c.d / c.T, "That is the difference of the scaled logits: now e to it."),
+            Mistake(
+                "temperature ignored",
+                lambda c: _times_as_likely(c.d, 1.0),
+                "That is at temperature 1.",
+            ),
+            Mistake(
+                "times",
+                lambda c: _times_as_likely(c.d * c.T, 1.0),
+                "Logits are divided by the temperature, not multiplied.",
+            ),
+            Mistake(
+                "no softmax",
+                lambda c: c.d / c.T,
+                "That is the difference of the scaled logits: now e to it.",
+            ),
         ),
-        otherwise="Softmax of two numbers: only their difference counts.", rel=5e-3,
+        otherwise="Softmax of two numbers: only their difference counts.",
+        rel=5e-3,
     ),
     function(
-        "01.5", right=_until, inputs=_stream,
+        "01.5",
+        right=_until,
+        inputs=_stream,
         wrong=(
-            Mistake("first stop id only", lambda stream, stop: stream[: stream.index(stop[0])],
-                    "You look at one stop id only. The set may hold several, and each of them ends the answer."),
-            Mistake("end included", lambda stream, stop: stream[: len(_until(stream, stop)) + 1],
-                    "The token that ends the answer does not belong to it."),
-            Mistake("filtered", lambda stream, stop: [token for token in stream if token not in stop],
-                    "You left the stop ids out and went on. What comes after the first one was never said."),
+            Mistake(
+                "first stop id only",
+                lambda stream, stop: stream[: stream.index(stop[0])],
+                "You look at one stop id only. The set may hold several, and each of them ends the answer.",
+            ),
+            Mistake(
+                "end included",
+                lambda stream, stop: stream[: len(_until(stream, stop)) + 1],
+                "The token that ends the answer does not belong to it.",
+            ),
+            Mistake(
+                "filtered",
+                lambda stream, stop: [token for token in stream if token not in stop],
+                "You left the stop ids out and went on. What comes after the first one was never said.",
+            ),
         ),
     ),
 )

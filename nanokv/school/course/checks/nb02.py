@@ -42,7 +42,9 @@ MASKS = {  # what becomes of the scores; `visible` is 1 where a query may look a
     "none": lambda scores, visible: scores,
     "multiplied": lambda scores, visible: scores * visible,
     "strict": lambda scores, visible: scores.masked_fill(visible.tril(-1) == 0, -1e9),
-    "strict, infinite": lambda scores, visible: scores.masked_fill(visible.tril(-1) == 0, -math.inf),
+    "strict, infinite": lambda scores, visible: scores.masked_fill(
+        visible.tril(-1) == 0, -math.inf
+    ),
     "inverted": lambda scores, visible: scores.masked_fill(visible == 1, -math.inf),
     "upside down": lambda scores, visible: scores.masked_fill(visible.tril(-1) == 1, -math.inf),
     "one ahead": lambda scores, visible: scores.masked_fill((1 - visible).triu(2) == 1, -math.inf),
@@ -82,16 +84,44 @@ def _judge_leak_test(answer, case):
     noise = torch.Generator().manual_seed(0)
     V = case.config.vocab_size
     ids = torch.randint(V, (1, 8), generator=noise)
-    says, unseen = "does not see the future, but your test says it does", "sees the future, unnoticed"
+    says, unseen = (
+        "does not see the future, but your test says it does",
+        "sees the future, unnoticed",
+    )
     # (attention, size of the rounding noise, does it leak?, what to say where the test is wrong).
     subjects = (
         (causal_attention, 0.0, False, wrong(f"nanokv's causal model {says}", "false alarm")),
         (prefill_attention, 0.0, True, wrong(f"a model without a mask {unseen}", "no mask missed")),
-        (_multiplied, 0.0, True, wrong(f"a model with a multiplied mask {unseen}", "multiplied missed")),
-        (_one_ahead, 0.0, True, wrong(f"a model that sees one token ahead {unseen}", "one ahead missed")),
-        (_first_row, 0.0, True, wrong(f"a model whose first token sees ahead {unseen}", "first row missed")),
-        (_late_row, 0.0, True, wrong(f"a model whose last token but one sees ahead {unseen}", "late row missed")),
-        (causal_attention, 1e-6, False, wrong(f"a causal model with noise of 1e-6 {says}", "rounding as a leak")),
+        (
+            _multiplied,
+            0.0,
+            True,
+            wrong(f"a model with a multiplied mask {unseen}", "multiplied missed"),
+        ),
+        (
+            _one_ahead,
+            0.0,
+            True,
+            wrong(f"a model that sees one token ahead {unseen}", "one ahead missed"),
+        ),
+        (
+            _first_row,
+            0.0,
+            True,
+            wrong(f"a model whose first token sees ahead {unseen}", "first row missed"),
+        ),
+        (
+            _late_row,
+            0.0,
+            True,
+            wrong(f"a model whose last token but one sees ahead {unseen}", "late row missed"),
+        ),
+        (
+            causal_attention,
+            1e-6,
+            False,
+            wrong(f"a causal model with noise of 1e-6 {says}", "rounding as a leak"),
+        ),
     )
     for attend, size, leaks, outcome in subjects:
         given = result_of(answer, _forward(case.model, attend, size, noise), ids.clone(), V)
@@ -145,74 +175,170 @@ def _late_row(q, k, v):
 
 CHECKS = (
     value(
-        "02.1", right=lambda c: _weights((math.log(c.a), math.log(c.b), -math.inf)),
+        "02.1",
+        right=lambda c: _weights((math.log(c.a), math.log(c.b), -math.inf)),
         parameters={"a": (1, 2), "b": (3, 5), "c": (4, 6, 7)},
         wrong=(
-            Mistake("no mask", lambda c: _weights((math.log(c.a), math.log(c.b), math.log(c.c))),
-                    "That is the row without a mask: the third weight has to be 0."),
-            Mistake("multiplied", lambda c: _weights((math.log(c.a), math.log(c.b), 0)),
-                    "You made the forbidden score 0. e to the 0 is 1: it still takes its share."),
-            Mistake("masked after softmax",
-                    lambda c: (*_weights((math.log(c.a), math.log(c.b), math.log(c.c)))[:2], 0),
-                    "You masked after softmax. The weights no longer add up to 1."),
-            Mistake("scores, not weights", lambda c: (c.a, c.b, 0), "Divide by their sum: weights add up to 1."),
+            Mistake(
+                "no mask",
+                lambda c: _weights((math.log(c.a), math.log(c.b), math.log(c.c))),
+                "That is the row without a mask: the third weight has to be 0.",
+            ),
+            Mistake(
+                "multiplied",
+                lambda c: _weights((math.log(c.a), math.log(c.b), 0)),
+                "You made the forbidden score 0. e to the 0 is 1: it still takes its share.",
+            ),
+            Mistake(
+                "masked after softmax",
+                lambda c: (*_weights((math.log(c.a), math.log(c.b), math.log(c.c)))[:2], 0),
+                "You masked after softmax. The weights no longer add up to 1.",
+            ),
+            Mistake(
+                "scores, not weights",
+                lambda c: (c.a, c.b, 0),
+                "Divide by their sum: weights add up to 1.",
+            ),
         ),
-        otherwise="e to each score, 0 for the forbidden one, divided by the sum.", rel=5e-3,
+        otherwise="e to each score, 0 for the forbidden one, divided by the sum.",
+        rel=5e-3,
         atol=1e-4,
     ),
     function(
-        "02.2", right=_attention, inputs=_qkv, rel=1e-4, atol=1e-5,
+        "02.2",
+        right=_attention,
+        inputs=_qkv,
+        rel=1e-4,
+        atol=1e-5,
         wrong=(
-            Mistake("no division", _variant(lambda q: 1), "The division by the root of D is missing."),
-            Mistake("divided by D", _variant(lambda q: q.shape[-1]), "You divide by D: its root is missing."),
-            Mistake("root of T", _variant(lambda q: q.shape[0] ** 0.5),
-                    "You divide by the root of T, the number of tokens. D is the last axis of q."),
-            Mistake("multiplied by the root", _variant(lambda q: q.shape[-1] ** -0.5),
-                    "The scores are divided by the root of D, not multiplied."),
-            Mistake("divided after softmax", lambda q, k, v: _variant(lambda q: 1)(q, k, v) / q.shape[-1] ** 0.5,
-                    "You divide after softmax, so the weights no longer add up to 1. Divide the scores."),
-            Mistake("multiplied", _variant(mask="multiplied"),
-                    "Your mask makes forbidden scores 0. They have to become −∞: e to the 0 is 1."),
-            Mistake("no mask", _variant(mask="none"), "There is no mask: every token sees every other."),
-            Mistake("masked after softmax", _variant(mask="after softmax"),
-                    "You masked after softmax, so the rows no longer add up to 1. Mask the scores."),
-            Mistake("sees not itself", _variant(mask="strict"), "A token sees itself too: the diagonal is allowed."),
-            Mistake("sees not itself, NaN", _variant(mask="strict, infinite"),
-                    "A token sees itself too: the diagonal is allowed. The first row has nothing left: NaN."),
-            Mistake("inverted", _variant(mask="inverted"),
-                    "Your mask is the other way round: it hides the past and shows the future."),
-            Mistake("upside down", _variant(mask="upside down"),
-                    "Your triangle is the upper one: a token sees itself and the later ones. tril is the lower one."),
-            Mistake("one ahead", _variant(mask="one ahead"),
-                    "Every token sees the next one. The mask begins right above the diagonal."),
-            Mistake("zero times infinity", _variant(mask="zero times infinity"),
-                    "All is NaN. Did you multiply −∞ by 0? Put −∞ only where it belongs: masked_fill does."),
-            Mistake("ones added", _variant(mask="ones added"),
-                    "You add 1 to the allowed scores. Add −∞ to the forbidden ones instead."),
-            Mistake("no softmax", lambda q, k, v: (q @ k.mT / q.shape[-1] ** 0.5).tril() @ v,
-                    "The softmax is missing: scores are no weights yet."),
-            Mistake("weights returned", lambda q, k, v: _weighted(q, k),
-                    "Those are the weights (T,T). They mix the values: multiply by v."),
-            Mistake("keys mixed", lambda q, k, v: _variant()(q, k, k),
-                    "You mix the keys. Keys decide the weights; the values are what is mixed."),
-            Mistake("over queries", _variant(axis=-2),
-                    "Your softmax runs down the columns. Each row, one query's weights, adds up to 1: the last axis."),
-            Mistake("swapped", lambda q, k, v: _variant()(k, q, v),
-                    "Queries and keys are exchanged: row i holds the scores of query i with every key."),
+            Mistake(
+                "no division", _variant(lambda q: 1), "The division by the root of D is missing."
+            ),
+            Mistake(
+                "divided by D",
+                _variant(lambda q: q.shape[-1]),
+                "You divide by D: its root is missing.",
+            ),
+            Mistake(
+                "root of T",
+                _variant(lambda q: q.shape[0] ** 0.5),
+                "You divide by the root of T, the number of tokens. D is the last axis of q.",
+            ),
+            Mistake(
+                "multiplied by the root",
+                _variant(lambda q: q.shape[-1] ** -0.5),
+                "The scores are divided by the root of D, not multiplied.",
+            ),
+            Mistake(
+                "divided after softmax",
+                lambda q, k, v: _variant(lambda q: 1)(q, k, v) / q.shape[-1] ** 0.5,
+                "You divide after softmax, so the weights no longer add up to 1. Divide the scores.",
+            ),
+            Mistake(
+                "multiplied",
+                _variant(mask="multiplied"),
+                "Your mask makes forbidden scores 0. They have to become −∞: e to the 0 is 1.",
+            ),
+            Mistake(
+                "no mask", _variant(mask="none"), "There is no mask: every token sees every other."
+            ),
+            Mistake(
+                "masked after softmax",
+                _variant(mask="after softmax"),
+                "You masked after softmax, so the rows no longer add up to 1. Mask the scores.",
+            ),
+            Mistake(
+                "sees not itself",
+                _variant(mask="strict"),
+                "A token sees itself too: the diagonal is allowed.",
+            ),
+            Mistake(
+                "sees not itself, NaN",
+                _variant(mask="strict, infinite"),
+                "A token sees itself too: the diagonal is allowed. The first row has nothing left: NaN.",
+            ),
+            Mistake(
+                "inverted",
+                _variant(mask="inverted"),
+                "Your mask is the other way round: it hides the past and shows the future.",
+            ),
+            Mistake(
+                "upside down",
+                _variant(mask="upside down"),
+                "Your triangle is the upper one: a token sees itself and the later ones. tril is the lower one.",
+            ),
+            Mistake(
+                "one ahead",
+                _variant(mask="one ahead"),
+                "Every token sees the next one. The mask begins right above the diagonal.",
+            ),
+            Mistake(
+                "zero times infinity",
+                _variant(mask="zero times infinity"),
+                "All is NaN. Did you multiply −∞ by 0? Put −∞ only where it belongs: masked_fill does.",
+            ),
+            Mistake(
+                "ones added",
+                _variant(mask="ones added"),
+                "You add 1 to the allowed scores. Add −∞ to the forbidden ones instead.",
+            ),
+            Mistake(
+                "no softmax",
+                lambda q, k, v: (q @ k.mT / q.shape[-1] ** 0.5).tril() @ v,
+                "The softmax is missing: scores are no weights yet.",
+            ),
+            Mistake(
+                "weights returned",
+                lambda q, k, v: _weighted(q, k),
+                "Those are the weights (T,T). They mix the values: multiply by v.",
+            ),
+            Mistake(
+                "keys mixed",
+                lambda q, k, v: _variant()(q, k, k),
+                "You mix the keys. Keys decide the weights; the values are what is mixed.",
+            ),
+            Mistake(
+                "over queries",
+                _variant(axis=-2),
+                "Your softmax runs down the columns. Each row, one query's weights, adds up to 1: the last axis.",
+            ),
+            Mistake(
+                "swapped",
+                lambda q, k, v: _variant()(k, q, v),
+                "Queries and keys are exchanged: row i holds the scores of query i with every key.",
+            ),
         ),
     ),
     value(
-        "02.3", right=lambda case: case.config.head_dim**-0.5,
+        "02.3",
+        right=lambda case: case.config.head_dim**-0.5,
         wrong=(
-            Mistake("head size derived", lambda c: (c.config.hidden_size / c.config.num_attention_heads) ** -0.5,
-                    "You took hidden size over heads for the head size. D is a number of its own."),
-            Mistake("hidden size", lambda c: c.config.hidden_size**-0.5,
-                    "A query has D numbers, the size of a head, not C."),
-            Mistake("head size", lambda c: c.config.head_dim, "That is D. The factor is one over its root."),
-            Mistake("no root", lambda c: 1 / c.config.head_dim, "That is 1/D: the root is missing."),
-            Mistake("times", lambda c: c.config.head_dim**0.5, "The scores are divided by it, not multiplied."),
+            Mistake(
+                "head size derived",
+                lambda c: (c.config.hidden_size / c.config.num_attention_heads) ** -0.5,
+                "You took hidden size over heads for the head size. D is a number of its own.",
+            ),
+            Mistake(
+                "hidden size",
+                lambda c: c.config.hidden_size**-0.5,
+                "A query has D numbers, the size of a head, not C.",
+            ),
+            Mistake(
+                "head size",
+                lambda c: c.config.head_dim,
+                "That is D. The factor is one over its root.",
+            ),
+            Mistake(
+                "no root", lambda c: 1 / c.config.head_dim, "That is 1/D: the root is missing."
+            ),
+            Mistake(
+                "times",
+                lambda c: c.config.head_dim**0.5,
+                "The scores are divided by it, not multiplied.",
+            ),
         ),
-        otherwise="One over the root of the head size, to three digits.", rel=5e-3,
+        otherwise="One over the root of the head size, to three digits.",
+        rel=5e-3,
         given=lambda case: sizes(case.config, ("C", "H", "Hk", "D")),
     ),
     judged("02.4", _judge_leak_test),

@@ -30,7 +30,8 @@ def _judge_reader(read, case):
     from safetensors.torch import save_file
 
     tensors = {
-        "first": torch.arange(6.0).view(2, 3), "half": torch.linspace(-2, 2, 20).bfloat16().view(4, 5),
+        "first": torch.arange(6.0).view(2, 3),
+        "half": torch.linspace(-2, 2, 20).bfloat16().view(4, 5),
         "last": torch.tensor([7.5, -1.25]),
     }
     with tempfile.TemporaryDirectory() as folder:
@@ -50,11 +51,19 @@ def _tensor_outcome(name, given, right):
     if not isinstance(given, torch.Tensor):
         return wrong(f"“{name}” came back as {type(given).__name__}, not as a tensor", "no tensor")
     if given.dtype != right.dtype:
-        return wrong(f"“{name}” is stored as {right.dtype}, and yours is {given.dtype}: see its dtype field", "dtype")
+        return wrong(
+            f"“{name}” is stored as {right.dtype}, and yours is {given.dtype}: see its dtype field",
+            "dtype",
+        )
     if given.numel() != right.numel():
-        return wrong(f"“{name}” has {right.numel()} values, and yours {given.numel()}: the offsets are bytes", "size")
+        return wrong(
+            f"“{name}” has {right.numel()} values, and yours {given.numel()}: the offsets are bytes",
+            "size",
+        )
     if given.shape != right.shape:
-        return wrong(f"“{name}” has shape {tuple(right.shape)}, and yours {tuple(given.shape)}", "shape")
+        return wrong(
+            f"“{name}” has shape {tuple(right.shape)}, and yours {tuple(given.shape)}", "shape"
+        )
     if not torch.equal(given, right):
         message = "has the right shape and wrong numbers: data_offsets count from the end of the header, at byte 8 + n"
         return wrong(f"“{name}” {message}", "offset")
@@ -91,13 +100,22 @@ def _judge_tolerance(answer, case):
     bugs = {name: found[name] for name in ("theta", "eps", "head") if found[name] > 4 * noise}
     missed = [name for name, size in bugs.items() if size <= atol]
     if atol <= 0:
-        return wrong("zero asks for equal bits: right code that multiplies in another order fails", "zero")
+        return wrong(
+            "zero asks for equal bits: right code that multiplies in another order fails", "zero"
+        )
     if atol <= noise:
-        return wrong(f"rounding alone gives {noise:.1e} in Experiment 3: right code would fail", "below rounding")
+        return wrong(
+            f"rounding alone gives {noise:.1e} in Experiment 3: right code would fail",
+            "below rounding",
+        )
     if missed:
-        return wrong(f"with {atol:g} these wrong checkpoints pass: {', '.join(missed)}", "too loose")
+        return wrong(
+            f"with {atol:g} these wrong checkpoints pass: {', '.join(missed)}", "too loose"
+        )
     if atol < 2 * noise:
-        return wrong(f"just above the {noise:.1e} of this machine; another one will go over it", "no margin")
+        return wrong(
+            f"just above the {noise:.1e} of this machine; another one will go over it", "no margin"
+        )
     return RIGHT
 
 
@@ -132,13 +150,18 @@ def mystery(case, ids) -> dict:
     from nanokv.lab.study.debug import record
     from nanokv.loading import build
 
-    weights = {name: weight for name, weight in case.model.state_dict().items() if name != "lm_head.weight"}
+    weights = {
+        name: weight for name, weight in case.model.state_dict().items() if name != "lm_head.weight"
+    }
     if not case.config.tie_word_embeddings:
         weights["lm_head.weight"] = case.model.lm_head.weight
     here, D = _place(case), case.config.head_dim
     mine, next_one = f"layers.{here}.", f"layers.{(here + 1) % case.config.num_hidden_layers}."
-    pairs = {"a": ("mlp.gate_proj", "mlp.up_proj"), "b": ("self_attn.q_norm", "self_attn.k_norm"),
-             "f": ("input_layernorm", "post_attention_layernorm")}
+    pairs = {
+        "a": ("mlp.gate_proj", "mlp.up_proj"),
+        "b": ("self_attn.q_norm", "self_attn.k_norm"),
+        "f": ("input_layernorm", "post_attention_layernorm"),
+    }
     if (cause := _cause(case)) in pairs:
         one, other = (f"{mine}{name}.weight" for name in pairs[cause])
         weights[one], weights[other] = weights[other], weights[one]
@@ -155,7 +178,11 @@ def mystery(case, ids) -> dict:
 def _judge_place(answer, case):
     """A pair of layer and cause: what is said of the layer holds whatever the cause is."""
     answer = plain(answer)
-    if not isinstance(answer, list) or len(answer) != 2 or str(answer[1]).strip().casefold() not in CAUSES:
+    if (
+        not isinstance(answer, list)
+        or len(answer) != 2
+        or str(answer[1]).strip().casefold() not in CAUSES
+    ):
         return wrong(f'answer with a pair such as (0, "a"), its second one of {", ".join(CAUSES)}')
     place = _place(case)
     if same(answer, (place, _cause(case))):
@@ -168,40 +195,72 @@ def _judge_place(answer, case):
         return wrong(message + "begin?", "last layer")
     if same(answer[0], place + 1):
         return wrong("layers are counted from 0", "counted from 1")
-    return wrong("go through nanokv.debug.compare in order: the first step that is not ok has a layer and an "
-                 "operation. Which of the causes first touches that operation?")
+    return wrong(
+        "go through nanokv.debug.compare in order: the first step that is not ok has a layer and an "
+        "operation. Which of the causes first touches that operation?"
+    )
 
 
 CHECKS = (
     function(
-        "04.1", right=_tensors, inputs=lambda rng: (rng.randint(1, 80), rng.random() < 0.5),
+        "04.1",
+        right=_tensors,
+        inputs=lambda rng: (rng.randint(1, 80), rng.random() < 0.5),
         wrong=(
-            Mistake("head always", lambda L, tied: 11 * L + 3, "A tied head is the embedding: it is not stored again."),
-            Mistake("head never", lambda L, tied: 11 * L + 2, "A head that is not tied is one tensor more."),
-            Mistake("swapped", lambda L, tied: 11 * L + 2 + tied, "Tied means that the head needs no tensor."),
             Mistake(
-                "two norms", lambda L, tied: 9 * L + 2 + (not tied),
+                "head always",
+                lambda L, tied: 11 * L + 3,
+                "A tied head is the embedding: it is not stored again.",
+            ),
+            Mistake(
+                "head never",
+                lambda L, tied: 11 * L + 2,
+                "A head that is not tied is one tensor more.",
+            ),
+            Mistake(
+                "swapped",
+                lambda L, tied: 11 * L + 2 + tied,
+                "Tied means that the head needs no tensor.",
+            ),
+            Mistake(
+                "two norms",
+                lambda L, tied: 9 * L + 2 + (not tied),
                 "Nine a layer: you forgot q_norm and k_norm, which Qwen3 has and Llama has not.",
             ),
-            Mistake("no last norm", lambda L, tied: 11 * L + 1 + (not tied), "There is a norm after the last layer."),
+            Mistake(
+                "no last norm",
+                lambda L, tied: 11 * L + 1 + (not tied),
+                "There is a norm after the last layer.",
+            ),
         ),
     ),
     judged("04.2", _judge_reader),
     judged("04.3", _judge_tolerance),
     judged(
-        "04.4", _judge_place, {"place": (2, 1, 3), "cause": ("c", "a", "b", "d", "e")},
-        key=lambda case: (_place(case), _cause(case)), hidden=True,
+        "04.4",
+        _judge_place,
+        {"place": (2, 1, 3), "cause": ("c", "a", "b", "d", "e")},
+        key=lambda case: (_place(case), _cause(case)),
+        hidden=True,
     ),
     value(
-        "04.5", right=_hidden_by_bf16,
+        "04.5",
+        right=_hidden_by_bf16,
         wrong=(
-            Mistake("all found", lambda case: set(),
-                    "Compare the changes of the logits in Experiment 4 with the rounding of bf16 in Experiment 3."),
-            Mistake("same words", lambda case: {"theta", "eps"},
-                    "Those give the same words. Do both stay below the rounding of bf16 in their logits?"),
+            Mistake(
+                "all found",
+                lambda case: set(),
+                "Compare the changes of the logits in Experiment 4 with the rounding of bf16 in Experiment 3.",
+            ),
+            Mistake(
+                "same words",
+                lambda case: {"theta", "eps"},
+                "Those give the same words. Do both stay below the rounding of bf16 in their logits?",
+            ),
         ),
         otherwise="Go through the three, one at a time: is the change of its logits in Experiment 4 larger than the "
-        "rounding of bf16 in Experiment 3?", names=("theta", "eps", "head"),
+        "rounding of bf16 in Experiment 3?",
+        names=("theta", "eps", "head"),
     ),
 )
 

@@ -35,7 +35,9 @@ def _judge_class(answer, case):
     if outcome:
         return outcome
     failed = failing(equality.check(answer, stop=True))
-    return wrong(f"compared with the model without a cache, {failed}", "differs") if failed else RIGHT
+    return (
+        wrong(f"compared with the model without a cache, {failed}", "differs") if failed else RIGHT
+    )
 
 
 @guarded
@@ -51,7 +53,9 @@ def judge_quickly(answer, case):
     cache = equality.maker(answer)(model.config, 1, None)
     prefill(model, [ids[0][:4]], cache, start_pos=0)
     prefill(model, [ids[0][4:7]], cache, start_pos=4)
-    gap = float((decode(model, [ids[0][7:]], cache, start_pos=7) - score(model, ids)[:, -1]).abs().max())
+    gap = float(
+        (decode(model, [ids[0][7:]], cache, start_pos=7) - score(model, ids)[:, -1]).abs().max()
+    )
     return RIGHT if gap < equality.TOLERANCE else wrong(f"the logits are off by {gap:.0e}")
 
 
@@ -69,20 +73,30 @@ def _two_appends(make):
     keys, values = pair
     axes = [axis for axis in range(4) if keys.shape[axis] != k.shape[axis]]
     if keys.shape[2] == 1 and not [axis for axis in axes if axis != 2]:
-        return wrong("append returns the new token only. Attention needs everything so far.", "only new")
+        return wrong(
+            "append returns the new token only. Attention needs everything so far.", "only new"
+        )
     if axes:
         name = {0: "the batch", 1: "the KV heads", 2: "the tokens", 3: "the head size"}[axes[0]]
-        return wrong(f"after two tokens the keys have shape {tuple(keys.shape)}: axis {axes[0]} is {name}", "axis")
+        return wrong(
+            f"after two tokens the keys have shape {tuple(keys.shape)}: axis {axes[0]} is {name}",
+            "axis",
+        )
     if torch.equal(keys, v) and torch.equal(values, k):
         return wrong("keys and values come back in each other's place", "swapped")
     if torch.equal(keys[:, :, :1], k[:, :, 1:]):
-        return wrong("the new token stands before the old ones. One query would not notice; a chunk would.", "order")
+        return wrong(
+            "the new token stands before the old ones. One query would not notice; a chunk would.",
+            "order",
+        )
     if not (torch.equal(keys, k) and torch.equal(values, v)):
         return wrong("the numbers that come back are not those that went in", "values")
     if layer.length != 2:
         return wrong(f"length is {layer.length} after 2 tokens: it is the next start_pos", "length")
     if make().append(k, v)[0].shape[2] != 2:
-        return wrong("a second object finds the tokens of the first: they share one store", "shared")
+        return wrong(
+            "a second object finds the tokens of the first: they share one store", "shared"
+        )
     return None
 
 
@@ -98,11 +112,18 @@ def _judge_loop(answer, case):
     rng = random.Random("06.4")
     for P, n in ((1, 1), (5, 6), (12, 9)):
         ids = torch.tensor([[rng.randrange(case.config.vocab_size) for _ in range(P)]])
-        given, rows, borrowed = _watched(case.model, lambda ids=ids, n=n: answer(case.model, ids, n), P + n + 1)
+        given, rows, borrowed = _watched(
+            case.model, lambda ids=ids, n=n: answer(case.model, ids, n), P + n + 1
+        )
         if borrowed:
-            return wrong("that loop is nanokv's own: write yours, with nanokv.prefill and nanokv.decode", "borrowed")
+            return wrong(
+                "that loop is nanokv's own: write yours, with nanokv.prefill and nanokv.decode",
+                "borrowed",
+            )
         expected = list(generate(case.model, ids, max_new_tokens=n, eos_token_ids=[]))
-        outcome = _loop_outcome([int(token) for token in given], expected, ids[0].tolist(), rows, P, n)
+        outcome = _loop_outcome(
+            [int(token) for token in given], expected, ids[0].tolist(), rows, P, n
+        )
         if outcome:
             return outcome
     return RIGHT
@@ -139,43 +160,79 @@ def _loop_outcome(given, expected, prompt, rows, P, n):
         return wrong(f"tokens asked for: {n}, given: {many}", "count")
     if given != expected:
         at = next(i for i, (a, b) in enumerate(zip(given, expected, strict=True)) if a != b)
-        return wrong(f"token {at} is {given[at]}, but greedy decoding gives {expected[at]}", "tokens")
+        return wrong(
+            f"token {at} is {given[at]}, but greedy decoding gives {expected[at]}", "tokens"
+        )
     if sum(rows) == P + n:
-        return wrong("the tokens are right, but you fed the last one too: N − 1 decodes are enough", "last token fed")
+        return wrong(
+            "the tokens are right, but you fed the last one too: N − 1 decodes are enough",
+            "last token fed",
+        )
     if sum(rows) != P + n - 1:
-        return wrong(f"the tokens are right, but {sum(rows)} rows were fed where {P + n - 1} are enough", "rows")
+        return wrong(
+            f"the tokens are right, but {sum(rows)} rows were fed where {P + n - 1} are enough",
+            "rows",
+        )
     if rows != [P] + [1] * (n - 1):
-        pieces = f"{P} tokens of prompt and {n} new ones took {len(rows)} forwards where {n} are enough"
-        return wrong(f"the tokens are right, but {pieces}: one prefill takes the whole prompt", "prompt in pieces")
+        pieces = (
+            f"{P} tokens of prompt and {n} new ones took {len(rows)} forwards where {n} are enough"
+        )
+        return wrong(
+            f"the tokens are right, but {pieces}: one prefill takes the whole prompt",
+            "prompt in pieces",
+        )
     return None
 
 
 CHECKS = (
     value(
-        "06.1", right=_shapes,
+        "06.1",
+        right=_shapes,
         parameters={"B": (2, 3, 1), "H": (4, 8, 6), "Hk": (2, 1), "D": (16, 32), "t": (5, 7, 9)},
         wrong=(
-            Mistake("query heads cached", lambda c: _shapes(c, H=c.H),
-                    "The cache has Hk heads, not H: grouped queries share keys."),
-            Mistake("before the append", lambda c: _shapes(c, S=c.t - 1),
-                    "That is before the append. The new token attends to itself, so its key is there too."),
-            Mistake("all queries",
-                    lambda c: ((c.B, c.H, c.t, c.D), (c.B, c.Hk, c.t, c.D), (c.B, c.H, c.t, c.t)),
-                    "That is a forward without a cache: a decode step has one query row."),
+            Mistake(
+                "query heads cached",
+                lambda c: _shapes(c, H=c.H),
+                "The cache has Hk heads, not H: grouped queries share keys.",
+            ),
+            Mistake(
+                "before the append",
+                lambda c: _shapes(c, S=c.t - 1),
+                "That is before the append. The new token attends to itself, so its key is there too.",
+            ),
+            Mistake(
+                "all queries",
+                lambda c: ((c.B, c.H, c.t, c.D), (c.B, c.Hk, c.t, c.D), (c.B, c.H, c.t, c.t)),
+                "That is a forward without a cache: a decode step has one query row.",
+            ),
         ),
         otherwise="Go through the three in turn: which heads, how many rows, how wide.",
     ),
     value(
-        "06.2", right=lambda case: (case.P + case.N - 1, case.M + 1),
+        "06.2",
+        right=lambda case: (case.P + case.N - 1, case.M + 1),
         parameters={"P": (20, 30, 41), "N": (8, 12, 5), "M": (10, 6, 15)},
         wrong=(
-            Mistake("all fed", lambda c: (c.P + c.N, c.M),
-                    "The last token of the answer was never fed, so the cache does not hold it. It is fed now."),
-            Mistake("from zero", lambda c: (0, c.P + c.N + c.M), "That throws away the cache of the first turn."),
-            Mistake("answer not cached", lambda c: (c.P, c.N + c.M),
-                    "The tokens of the answer were fed one by one, all but the last: they are in the cache."),
-            Mistake("last token lost", lambda c: (c.P + c.N - 1, c.M),
-                    "The start is right. But then the last token of the answer would never be fed."),
+            Mistake(
+                "all fed",
+                lambda c: (c.P + c.N, c.M),
+                "The last token of the answer was never fed, so the cache does not hold it. It is fed now.",
+            ),
+            Mistake(
+                "from zero",
+                lambda c: (0, c.P + c.N + c.M),
+                "That throws away the cache of the first turn.",
+            ),
+            Mistake(
+                "answer not cached",
+                lambda c: (c.P, c.N + c.M),
+                "The tokens of the answer were fed one by one, all but the last: they are in the cache.",
+            ),
+            Mistake(
+                "last token lost",
+                lambda c: (c.P + c.N - 1, c.M),
+                "The start is right. But then the last token of the answer would never be fed.",
+            ),
         ),
         otherwise="How many tokens does the cache hold after the first turn? Which have not been fed yet?",
     ),

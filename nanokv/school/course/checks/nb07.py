@@ -46,12 +46,21 @@ def _position_of(config, key, rotated):
 
 FAMILIES = {
     "What goes into attention is right and what comes out is not. Which tokens of the second chunk are wrong, the last "
-    "one too? And the single tokens after it?":
-        ("no_mask_on_chunk", "top_left_mask", "cached_before_rope"),
-    "Positions are wrong, yes. By how much? Your function of 07.1 says where a key stands.":
-        ("start_pos_off_by_one", "start_pos_advanced_twice", "start_pos_restarts"),
-    "The first key is wrong already. Only that of token 0, or all of them, and by how much?":
-        ("first_token_unwritten", "rounded_to_bf16", "last_layer_closure"),
+    "one too? And the single tokens after it?": (
+        "no_mask_on_chunk",
+        "top_left_mask",
+        "cached_before_rope",
+    ),
+    "Positions are wrong, yes. By how much? Your function of 07.1 says where a key stands.": (
+        "start_pos_off_by_one",
+        "start_pos_advanced_twice",
+        "start_pos_restarts",
+    ),
+    "The first key is wrong already. Only that of token 0, or all of them, and by how much?": (
+        "first_token_unwritten",
+        "rounded_to_bf16",
+        "last_layer_closure",
+    ),
 }
 SUSPECTS = tuple(sorted(name for family in FAMILIES.values() for name in family))
 
@@ -114,8 +123,11 @@ def _judge_test(test, case):
     if grade.false_alarm:
         return wrong("\n    ".join([str(grade), *filter(None, raised[:1])]), "false alarm")
     if len(grade.kills) < WANTED and any(isinstance(one, bool) for one in returned):
-        return wrong("it returns True or False, which nobody looks at: raise where something is wrong, as "
-                     "`assert` does", "returned")
+        return wrong(
+            "it returns True or False, which nobody looks at: raise where something is wrong, as "
+            "`assert` does",
+            "returned",
+        )
     if grade.note:
         return wrong(grade.note, "vacuous")
     if len(grade.kills) < WANTED:
@@ -135,13 +147,24 @@ def _judge_cache(answer, case):
     report = equality.check(answer)
     if not report.passed:
         failed = sum(one.status == "failed" for one in report.cases)
-        return wrong(f"{failed} cases fail. The first to mend is {checking.failing(report)}", "differs")
-    dropped = [one.name for one in report.cases if one.status == "not offered" and not one.name.startswith(OPTIONAL)]
+        return wrong(
+            f"{failed} cases fail. The first to mend is {checking.failing(report)}", "differs"
+        )
+    dropped = [
+        one.name
+        for one in report.cases
+        if one.status == "not offered" and not one.name.startswith(OPTIONAL)
+    ]
     if dropped:
-        return wrong(f"nothing fails, but the broken one could do more: {'; '.join(dropped)}", "not offered")
+        return wrong(
+            f"nothing fails, but the broken one could do more: {'; '.join(dropped)}", "not offered"
+        )
     moves = _moves(answer())
     if moves > APPENDS // 2:
-        return wrong(f"the cases pass, but {APPENDS} tokens moved the keys {moves} times: write in place", "moved")
+        return wrong(
+            f"the cases pass, but {APPENDS} tokens moved the keys {moves} times: write in place",
+            "moved",
+        )
     return Outcome("right", str(report).splitlines()[-1])
 
 
@@ -160,25 +183,55 @@ OPTIONAL = ("A file", "32 tokens take")  # cases that need save and nbytes, whic
 
 CHECKS = (
     function(
-        "07.1", right=_position_of, inputs=_key,
+        "07.1",
+        right=_position_of,
+        inputs=_key,
         wrong=(
-            Mistake("counted from 1", lambda *a: _position_of(*a) + 1, "One too many: positions are counted from 0."),
-            Mistake("first is nearest", lambda *a: 0, "Always 0: are you comparing the rotated key with itself?"),
+            Mistake(
+                "counted from 1",
+                lambda *a: _position_of(*a) + 1,
+                "One too many: positions are counted from 0.",
+            ),
+            Mistake(
+                "first is nearest",
+                lambda *a: 0,
+                "Always 0: are you comparing the rotated key with itself?",
+            ),
         ),
         trials=20,
     ),
-    judged("07.2", _judge_name, {"fault": ("no_mask_on_chunk", *SUSPECTS)}, key=lambda case: case.fault, hidden=True),
+    judged(
+        "07.2",
+        _judge_name,
+        {"fault": ("no_mask_on_chunk", *SUSPECTS)},
+        key=lambda case: case.fault,
+        hidden=True,
+    ),
     function(
-        "07.3", right=lambda H, Hk: ((H + 2 * Hk) / (2 * Hk), H / Hk),
+        "07.3",
+        right=lambda H, Hk: ((H + 2 * Hk) / (2 * Hk), H / Hk),
         inputs=lambda rng: (lambda Hk: (Hk * rng.randint(2, 8), Hk))(rng.randint(1, 8)),
         wrong=(
-            Mistake("as if H = Hk", lambda H, Hk: (1.5, H / Hk),
-                    "One and a half times would be right if there were as many query heads as KV heads."),
-            Mistake("one of K and V", lambda H, Hk: ((H + Hk) / Hk, H / Hk),
-                    "The right cache holds keys and values: 2·Hk heads per layer, not Hk."),
-            Mistake("swapped", lambda H, Hk: (H / Hk, (H + 2 * Hk) / (2 * Hk)), "Right numbers in the wrong order."),
-            Mistake("one more copy", lambda H, Hk: ((H + 2 * Hk) / (2 * Hk), H / Hk + 1),
-                    "The repeated heads replace the Hk that there were: H of them, no more."),
+            Mistake(
+                "as if H = Hk",
+                lambda H, Hk: (1.5, H / Hk),
+                "One and a half times would be right if there were as many query heads as KV heads.",
+            ),
+            Mistake(
+                "one of K and V",
+                lambda H, Hk: ((H + Hk) / Hk, H / Hk),
+                "The right cache holds keys and values: 2·Hk heads per layer, not Hk.",
+            ),
+            Mistake(
+                "swapped",
+                lambda H, Hk: (H / Hk, (H + 2 * Hk) / (2 * Hk)),
+                "Right numbers in the wrong order.",
+            ),
+            Mistake(
+                "one more copy",
+                lambda H, Hk: ((H + 2 * Hk) / (2 * Hk), H / Hk + 1),
+                "The repeated heads replace the Hk that there were: H of them, no more.",
+            ),
         ),
     ),
     judged("07.4", _judge_test),

@@ -17,8 +17,14 @@ def _per_token(C, L, H, Hk, D, itemsize):
 def _sizes(rng):
     """C, L, H, Hk, D and bytes per value of a plausible model; D is rarely C / H."""
     Hk = rng.choice((1, 2, 4, 8))
-    return 64 * rng.randint(4, 80), rng.randint(2, 80), Hk * rng.randint(2, 8), Hk, rng.choice((48, 64, 128)), \
-        rng.choice((1, 2, 4))
+    return (
+        64 * rng.randint(4, 80),
+        rng.randint(2, 80),
+        Hk * rng.randint(2, 8),
+        Hk,
+        rng.choice((48, 64, 128)),
+        rng.choice((1, 2, 4)),
+    )
 
 
 def _llama(case, config=LLAMA_2_70B, share=1.0):
@@ -34,9 +40,16 @@ def _table(case, share=1.0):
 
 def _savings(case, bits=None, layers=(60, 95), both=2):
     """Percent saved by the latent: few bits against the 67B, equal bits against the 67B, against its own heads."""
-    latent, old = layers[0] * values_per_token("mla"), layers[1] * values_per_token("gqa") * both / 2
+    latent, old = (
+        layers[0] * values_per_token("mla"),
+        layers[1] * values_per_token("gqa") * both / 2,
+    )
     own = 1 - values_per_token("mla") / (values_per_token("mha") * both / 2)
-    return [100 * (1 - latent * (bits or case.bits) / (old * 16)), 100 * (1 - latent / old), 100 * own]
+    return [
+        100 * (1 - latent * (bits or case.bits) / (old * 16)),
+        100 * (1 - latent / old),
+        100 * own,
+    ]
 
 
 def _published(case):
@@ -58,76 +71,166 @@ def _fitting(case, memory=None):
 
 CHECKS = (
     function(
-        "08.1", right=_per_token, inputs=_sizes,
+        "08.1",
+        right=_per_token,
+        inputs=_sizes,
         wrong=(
-            Mistake("derived head size", lambda C, L, H, Hk, D, itemsize: 2 * L * Hk * (C // H) * itemsize,
-                    "You derived the head size as C / H. It is a number of its own in the config: D."),
-            Mistake("derived head size, not rounded", lambda C, L, H, Hk, D, itemsize: 2 * L * Hk * (C / H) * itemsize,
-                    "You derived the head size as C / H. It is a number of its own in the config: D."),
-            Mistake("query heads", lambda C, L, H, Hk, D, itemsize: 2 * L * H * D * itemsize,
-                    "You counted query heads. Queries are not cached: Hk."),
-            Mistake("hidden size", lambda C, L, H, Hk, D, itemsize: 2 * L * C * itemsize,
-                    "You took the hidden size for the width of keys and values. They are Hk heads of D numbers."),
-            Mistake("keys only", lambda C, L, H, Hk, D, itemsize: L * Hk * D * itemsize,
-                    "There are keys and values: twice that."),
-            Mistake("one layer", lambda C, L, H, Hk, D, itemsize: 2 * Hk * D * itemsize,
-                    "Every layer has a cache of its own."),
-            Mistake("numbers, not bytes", lambda C, L, H, Hk, D, itemsize: 2 * L * Hk * D,
-                    "That counts numbers; each takes itemsize bytes."),
+            Mistake(
+                "derived head size",
+                lambda C, L, H, Hk, D, itemsize: 2 * L * Hk * (C // H) * itemsize,
+                "You derived the head size as C / H. It is a number of its own in the config: D.",
+            ),
+            Mistake(
+                "derived head size, not rounded",
+                lambda C, L, H, Hk, D, itemsize: 2 * L * Hk * (C / H) * itemsize,
+                "You derived the head size as C / H. It is a number of its own in the config: D.",
+            ),
+            Mistake(
+                "query heads",
+                lambda C, L, H, Hk, D, itemsize: 2 * L * H * D * itemsize,
+                "You counted query heads. Queries are not cached: Hk.",
+            ),
+            Mistake(
+                "hidden size",
+                lambda C, L, H, Hk, D, itemsize: 2 * L * C * itemsize,
+                "You took the hidden size for the width of keys and values. They are Hk heads of D numbers.",
+            ),
+            Mistake(
+                "keys only",
+                lambda C, L, H, Hk, D, itemsize: L * Hk * D * itemsize,
+                "There are keys and values: twice that.",
+            ),
+            Mistake(
+                "one layer",
+                lambda C, L, H, Hk, D, itemsize: 2 * Hk * D * itemsize,
+                "Every layer has a cache of its own.",
+            ),
+            Mistake(
+                "numbers, not bytes",
+                lambda C, L, H, Hk, D, itemsize: 2 * L * Hk * D,
+                "That counts numbers; each takes itemsize bytes.",
+            ),
         ),
     ),
     value(
-        "08.2", right=_llama, parameters={"tokens": (8192, 4096, 2048), "batch": (32, 16, 24)},
+        "08.2",
+        right=_llama,
+        parameters={"tokens": (8192, 4096, 2048), "batch": (32, 16, 24)},
         rel=5e-3,
         wrong=(
-            Mistake("a tenth", lambda c: _llama(c, share=0.1), "That is the article's slip: a factor of ten is lost."),
-            Mistake("query heads", lambda c: _llama(c, LLAMA_2_70B_MHA),
-                    "That counts a key for every query head. This model has 8 KV heads."),
-            Mistake("swapped", lambda c: _llama(c)[::-1], "Right numbers, wrong order: a GiB is the larger unit, so "
-                    "there are fewer of them."),
-            Mistake("one unit", lambda c: (_llama(c)[0],) * 2, "The second number is in GiB: divide by 1024³."),
-            Mistake("keys only", lambda c: _llama(c, share=0.5), "There are keys and values: twice that."),
+            Mistake(
+                "a tenth",
+                lambda c: _llama(c, share=0.1),
+                "That is the article's slip: a factor of ten is lost.",
+            ),
+            Mistake(
+                "query heads",
+                lambda c: _llama(c, LLAMA_2_70B_MHA),
+                "That counts a key for every query head. This model has 8 KV heads.",
+            ),
+            Mistake(
+                "swapped",
+                lambda c: _llama(c)[::-1],
+                "Right numbers, wrong order: a GiB is the larger unit, so there are fewer of them.",
+            ),
+            Mistake(
+                "one unit",
+                lambda c: (_llama(c)[0],) * 2,
+                "The second number is in GiB: divide by 1024³.",
+            ),
+            Mistake(
+                "keys only",
+                lambda c: _llama(c, share=0.5),
+                "There are keys and values: twice that.",
+            ),
         ),
         otherwise="Bytes first: 2 · layers · KV heads · head size · bytes per number · tokens · sequences. "
         "Then divide; three digits are enough.",
     ),
     value(
-        "08.3", right=_table, parameters={"itemsize": (2, 4, 1)}, rel=2e-3,
+        "08.3",
+        right=_table,
+        parameters={"itemsize": (2, 4, 1)},
+        rel=2e-3,
         wrong=(
-            Mistake("as printed", lambda c: list(TABLE.values()), "These are the printed numbers. Compute the first "
-                    "row by hand: 2 · 12 · 12 · 64 numbers."),
-            Mistake("keys only", lambda c: _table(c, 0.5), "There are keys and values: twice that."),
-            Mistake("kB", lambda c: _table(c, 1024 / 1000), "That is in kB of 1000 bytes. A KiB has 1024."),
+            Mistake(
+                "as printed",
+                lambda c: list(TABLE.values()),
+                "These are the printed numbers. Compute the first "
+                "row by hand: 2 · 12 · 12 · 64 numbers.",
+            ),
+            Mistake(
+                "keys only", lambda c: _table(c, 0.5), "There are keys and values: twice that."
+            ),
+            Mistake(
+                "kB",
+                lambda c: _table(c, 1024 / 1000),
+                "That is in kB of 1000 bytes. A KiB has 1024.",
+            ),
             Mistake("bytes", lambda c: _table(c, 1024), "That is in bytes; divide by 1024."),
         ),
         otherwise="2 · layers · KV heads · head size · bytes per number, divided by 1024; four rows in their order.",
         given=lambda c: {"(layers, KV heads, head size)": ", ".join(map(str, TABLE))},
     ),
     value(
-        "08.4", right=_published, parameters={"bits": (6, 8, 4)}, rel=0, atol=0.1,
+        "08.4",
+        right=_published,
+        parameters={"bits": (6, 8, 4)},
+        rel=0,
+        atol=0.1,
         wrong=(
-            Mistake("bits forgotten", lambda c: _savings(c, bits=16),
-                    "In (a) the new cache is stored in fewer bits than the old one: that counts too."),
-            Mistake("one layer each", lambda c: _savings(c, layers=(1, 1)),
-                    "The two models differ in their number of layers, and every layer has a cache."),
-            Mistake("keys only", lambda c: _savings(c, both=1),
-                    "With heads there are keys and values; the latent replaces both."),
-            Mistake("fractions", lambda c: [x / 100 for x in _published(c)], "Percent were asked for: times 100."),
-            Mistake("what remains", lambda c: [100 - x for x in _published(c)],
-                    "That is what remains; the saving is the rest up to 100."),
+            Mistake(
+                "bits forgotten",
+                lambda c: _savings(c, bits=16),
+                "In (a) the new cache is stored in fewer bits than the old one: that counts too.",
+            ),
+            Mistake(
+                "one layer each",
+                lambda c: _savings(c, layers=(1, 1)),
+                "The two models differ in their number of layers, and every layer has a cache.",
+            ),
+            Mistake(
+                "keys only",
+                lambda c: _savings(c, both=1),
+                "With heads there are keys and values; the latent replaces both.",
+            ),
+            Mistake(
+                "fractions",
+                lambda c: [x / 100 for x in _published(c)],
+                "Percent were asked for: times 100.",
+            ),
+            Mistake(
+                "what remains",
+                lambda c: [100 - x for x in _published(c)],
+                "That is what remains; the saving is the rest up to 100.",
+            ),
         ),
         otherwise="For each: numbers per token of both caches, over all layers, times bits; then 1 − new / old.",
     ),
     value(
-        "08.5", right=_fitting,
-        parameters={"name": ("Qwen/Qwen3-4B", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-8B"), "tokens": (8192, 4096),
-                    "gib": (24, 40)},
+        "08.5",
+        right=_fitting,
+        parameters={
+            "name": ("Qwen/Qwen3-4B", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-8B"),
+            "tokens": (8192, 4096),
+            "gib": (24, 40),
+        },
         wrong=(
-            Mistake("weights forgotten", lambda c: _fitting(c, lambda case, e: case.gib * GIB + e.weights),
-                    "The weights are in the same memory."),
-            Mistake("GB", lambda c: _fitting(c, lambda case, e: int(case.gib * GB)),
-                    "That is the answer for GB. A GiB is 1024³ bytes."),
-            Mistake("rounded up", lambda c: _fitting(c) + 1, "The last one does not fit whole: round down."),
+            Mistake(
+                "weights forgotten",
+                lambda c: _fitting(c, lambda case, e: case.gib * GIB + e.weights),
+                "The weights are in the same memory.",
+            ),
+            Mistake(
+                "GB",
+                lambda c: _fitting(c, lambda case, e: int(case.gib * GB)),
+                "That is the answer for GB. A GiB is 1024³ bytes.",
+            ),
+            Mistake(
+                "rounded up",
+                lambda c: _fitting(c) + 1,
+                "The last one does not fit whole: round down.",
+            ),
         ),
         otherwise="Memory minus weights, divided by the bytes of one full sequence, rounded down.",
         given=_given,

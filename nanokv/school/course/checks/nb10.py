@@ -53,74 +53,144 @@ def _one_free(answer, table, owners, free):
     should_owners = [n - held.count(p) for p, n in enumerate(before)]
     should_free = sorted(was_free + [p for p in held if should_owners[p] == 0])
     if sorted(free) == sorted(was_free + held) and sorted(free) != should_free:
-        return wrong("a page that another table holds is free now: the next request would write over it", "shared")
+        return wrong(
+            "a page that another table holds is free now: the next request would write over it",
+            "shared",
+        )
     if len(free) != len(set(free)):
         return wrong("a page is in the free list twice: two requests would get it", "twice")
     if owners == before:
-        return wrong("owners does not change: count down for every page of the table", "not counted")
+        return wrong(
+            "owners does not change: count down for every page of the table", "not counted"
+        )
     if sorted(free) == sorted(was_free) != should_free:
-        return wrong("no page came back to free_pages. Soon the pool is empty, and nobody uses it.", "not returned")
+        return wrong(
+            "no page came back to free_pages. Soon the pool is empty, and nobody uses it.",
+            "not returned",
+        )
     if owners != should_owners:
         return wrong(f"owners is {owners}, but should be {should_owners}", "owners")
     if sorted(free) != should_free:
         return wrong(f"free_pages is {sorted(free)}, but should be {should_free}", "free list")
     if table:
-        return wrong("the table still lists its pages: used once more, it would write into those of others", "table")
+        return wrong(
+            "the table still lists its pages: used once more, it would write into those of others",
+            "table",
+        )
     if returned is not free:
-        return wrong("change free_pages in place and return it: the pool goes on using that very list", "another list")
+        return wrong(
+            "change free_pages in place and return it: the pool goes on using that very list",
+            "another list",
+        )
     return None
 
 
 CHECKS = (
     value(
-        "10.1", right=lambda case: copied_by_cat(case.N), parameters={"N": (100, 64, 200, 500)},
+        "10.1",
+        right=lambda case: copied_by_cat(case.N),
+        parameters={"N": (100, 64, 200, 500)},
         wrong=(
-            Mistake("all rows", lambda c: c.N * (c.N + 1) // 2,
-                    "You counted the new rows too; they are written once each, that is N of them."),
-            Mistake("square", lambda c: c.N**2, "The cache is not that long all the time: it grows from 1."),
-            Mistake("once each", lambda c: c.N, "Every step copies everything that is there, not only the newest row."),
-            Mistake("half the square", lambda c: c.N**2 // 2, "Nearly. The last row is never old, and the first append "
-                    "copies nothing: sum 1 + 2 + … + (N − 1)."),
+            Mistake(
+                "all rows",
+                lambda c: c.N * (c.N + 1) // 2,
+                "You counted the new rows too; they are written once each, that is N of them.",
+            ),
+            Mistake(
+                "square",
+                lambda c: c.N**2,
+                "The cache is not that long all the time: it grows from 1.",
+            ),
+            Mistake(
+                "once each",
+                lambda c: c.N,
+                "Every step copies everything that is there, not only the newest row.",
+            ),
+            Mistake(
+                "half the square",
+                lambda c: c.N**2 // 2,
+                "Nearly. The last row is never old, and the first append "
+                "copies nothing: sum 1 + 2 + … + (N − 1).",
+            ),
         ),
         otherwise="Step 2 copies 1 row, step 3 copies 2. Add them up.",
     ),
     value(
-        "10.2", right=lambda case: (case.P + case.n, case.P + case.n - 1),
+        "10.2",
+        right=lambda case: (case.P + case.n, case.P + case.n - 1),
         parameters={"P": (4, 7, 20), "n": (10, 5, 8)},
         wrong=(
-            Mistake("prompt forgotten", lambda c: (c.n + 1, c.n),
-                    "That is the article's diagram, and it forgets the prompt from the first step on."),
-            Mistake("new row copied", lambda c: (c.P + c.n, c.P + c.n),
-                    "The new token is written too, but it is not an old one."),
-            Mistake("one ahead", lambda c: (c.P + c.n + 1, c.P + c.n),
-                    "The first decode is step 1: before it there are P tokens, after it P + 1."),
-            Mistake("one behind", lambda c: (c.P + c.n - 1, c.P + c.n - 2),
-                    "The prefill wrote all P, so the first decode makes P + 1."),
+            Mistake(
+                "prompt forgotten",
+                lambda c: (c.n + 1, c.n),
+                "That is the article's diagram, and it forgets the prompt from the first step on.",
+            ),
+            Mistake(
+                "new row copied",
+                lambda c: (c.P + c.n, c.P + c.n),
+                "The new token is written too, but it is not an old one.",
+            ),
+            Mistake(
+                "one ahead",
+                lambda c: (c.P + c.n + 1, c.P + c.n),
+                "The first decode is step 1: before it there are P tokens, after it P + 1.",
+            ),
+            Mistake(
+                "one behind",
+                lambda c: (c.P + c.n - 1, c.P + c.n - 2),
+                "The prefill wrote all P, so the first decode makes P + 1.",
+            ),
         ),
         otherwise="Write down the lengths before and after step 1.",
     ),
     value(
-        "10.3", right=_wasted,
+        "10.3",
+        right=_wasted,
         parameters={"used": (100, 77, 999), "capacity": (2048, 4096), "page": (16, 32)},
         wrong=(
-            Mistake("pages waste nothing", lambda c: (c.capacity - c.used, 0),
-                    "The last page is taken whole, whoever needs how much of it."),
-            Mistake("filled part", lambda c: (c.capacity - c.used, c.used % c.page),
-                    "That is the part of the last page that is used."),
-            Mistake("swapped", lambda c: tuple(reversed(_wasted(c))), "Right numbers, wrong order: the slab first."),
+            Mistake(
+                "pages waste nothing",
+                lambda c: (c.capacity - c.used, 0),
+                "The last page is taken whole, whoever needs how much of it.",
+            ),
+            Mistake(
+                "filled part",
+                lambda c: (c.capacity - c.used, c.used % c.page),
+                "That is the part of the last page that is used.",
+            ),
+            Mistake(
+                "swapped",
+                lambda c: tuple(reversed(_wasted(c))),
+                "Right numbers, wrong order: the slab first.",
+            ),
         ),
         otherwise="How many pages does it take? What do they hold together?",
     ),
     function(
-        "10.4", right=lambda table, i, page: (table[i // page], i % page), inputs=_table,
+        "10.4",
+        right=lambda table, i, page: (table[i // page], i % page),
+        inputs=_table,
         wrong=(
-            Mistake("no table", lambda table, i, page: (i // page, i % page),
-                    "That is the place in the table. The page's number in the pool is what the table says there."),
-            Mistake("place instead of slot", lambda table, i, page: (table[i // page], i),
-                    "The slot counts from the beginning of the page."),
-            Mistake("swapped", lambda table, i, page: (i % page, table[i // page]), "First the page, then the slot."),
-            Mistake("table by remainder", lambda table, i, page: (table[i % len(table)], i // len(table)),
-                    "Tokens fill one page after another. They are not dealt out in turn."),
+            Mistake(
+                "no table",
+                lambda table, i, page: (i // page, i % page),
+                "That is the place in the table. The page's number in the pool is what the table says there.",
+            ),
+            Mistake(
+                "place instead of slot",
+                lambda table, i, page: (table[i // page], i),
+                "The slot counts from the beginning of the page.",
+            ),
+            Mistake(
+                "swapped",
+                lambda table, i, page: (i % page, table[i // page]),
+                "First the page, then the slot.",
+            ),
+            Mistake(
+                "table by remainder",
+                lambda table, i, page: (table[i % len(table)], i // len(table)),
+                "Tokens fill one page after another. They are not dealt out in turn.",
+            ),
         ),
     ),
     judged("10.5", _judge_free),

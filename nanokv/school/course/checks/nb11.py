@@ -51,76 +51,142 @@ def _accept(guesses, best):
 
 CHECKS = (
     function(
-        "11.1", right=_chunk_mask, inputs=_split,
+        "11.1",
+        right=_chunk_mask,
+        inputs=_split,
         wrong=(
-            Mistake("top left", lambda n, T: _ones(T, n + T).tril(),
-                    "This begins in the top left corner: query 0 of the chunk sees key 0 only. Its own key is number "
-                    "`cached`."),
-            Mistake("square", lambda n, T: _ones(T, T).tril(),
-                    "This knows the chunk only. There is a column for every cached key too."),
-            Mistake("no mask", lambda n, T: _ones(T, n + T),
-                    "Within the chunk every token sees what comes after it."),
-            Mistake("without itself", lambda n, T: _ones(T, n + T).tril(n - 1), "A token sees itself too."),
-            Mistake("inverted", lambda n, T: ~_chunk_mask(n, T),
-                    "The other way round: True where a query may look."),
+            Mistake(
+                "top left",
+                lambda n, T: _ones(T, n + T).tril(),
+                "This begins in the top left corner: query 0 of the chunk sees key 0 only. Its own key is number "
+                "`cached`.",
+            ),
+            Mistake(
+                "square",
+                lambda n, T: _ones(T, T).tril(),
+                "This knows the chunk only. There is a column for every cached key too.",
+            ),
+            Mistake(
+                "no mask",
+                lambda n, T: _ones(T, n + T),
+                "Within the chunk every token sees what comes after it.",
+            ),
+            Mistake(
+                "without itself",
+                lambda n, T: _ones(T, n + T).tril(n - 1),
+                "A token sees itself too.",
+            ),
+            Mistake(
+                "inverted",
+                lambda n, T: ~_chunk_mask(n, T),
+                "The other way round: True where a query may look.",
+            ),
         ),
     ),
     value(
-        "11.2", right=lambda case: prefilled_after_prefix(case.system, case.question, case.page),
+        "11.2",
+        right=lambda case: prefilled_after_prefix(case.system, case.question, case.page),
         parameters={"system": (397, 333, 251), "question": (20, 33, 45), "page": (16, 32, 8)},
         wrong=(
-            Mistake("half pages", lambda c: c.question,
-                    "The system prompt does not end at the end of a page, and only full pages are kept."),
-            Mistake("rounded up", lambda c: c.system + c.question - -(-c.system // c.page) * c.page,
-                    "The last page of the system prompt also holds the other question, so it is not the same page."),
+            Mistake(
+                "half pages",
+                lambda c: c.question,
+                "The system prompt does not end at the end of a page, and only full pages are kept.",
+            ),
+            Mistake(
+                "rounded up",
+                lambda c: c.system + c.question - -(-c.system // c.page) * c.page,
+                "The last page of the system prompt also holds the other question, so it is not the same page.",
+            ),
             Mistake("nothing reused", lambda c: c.system + c.question, "That is the whole prompt."),
         ),
         otherwise="How many full pages are there in the shared part? The rest is fed.",
     ),
     value(
-        "11.3", right=lambda case: (case.n + 1 + case.g, case.n + 1 + case.k),
+        "11.3",
+        right=lambda case: (case.n + 1 + case.g, case.n + 1 + case.k),
         # G = k + 1: two mistakes would look alike.
         parameters={"n": (40, 57, 33), "g": (4, 5, 6), "k": (2, 1)},
         wrong=(
-            Mistake("newest forgotten", lambda c: (c.n + c.g, c.n + c.k),
-                    "The newest token is fed in front of the guesses: it was drawn, but nobody has fed it yet."),
-            Mistake("newest forgotten when cutting", lambda c: (c.n + 1 + c.g, c.n + c.k),
-                    "The first number is right. Then you cut off a token too many: the newest one stays as well."),
-            Mistake("drawn token kept", lambda c: (c.n + 1 + c.g, c.n + 2 + c.k),
-                    "The first number is right. The token that the model put in place of the wrong guess has not been "
-                    "fed; what stands at its place is the wrong guess."),
-            Mistake("only accepted written", lambda c: (c.n + 1 + c.k, c.n + 1 + c.k),
-                    "The check writes all guesses. Which are right is known only afterwards."),
-            Mistake("nothing taken back", lambda c: (c.n + 1 + c.g, c.n + 1 + c.g),
-                    "The rejected guesses would stay, and every later token would see them."),
+            Mistake(
+                "newest forgotten",
+                lambda c: (c.n + c.g, c.n + c.k),
+                "The newest token is fed in front of the guesses: it was drawn, but nobody has fed it yet.",
+            ),
+            Mistake(
+                "newest forgotten when cutting",
+                lambda c: (c.n + 1 + c.g, c.n + c.k),
+                "The first number is right. Then you cut off a token too many: the newest one stays as well.",
+            ),
+            Mistake(
+                "drawn token kept",
+                lambda c: (c.n + 1 + c.g, c.n + 2 + c.k),
+                "The first number is right. The token that the model put in place of the wrong guess has not been "
+                "fed; what stands at its place is the wrong guess.",
+            ),
+            Mistake(
+                "only accepted written",
+                lambda c: (c.n + 1 + c.k, c.n + 1 + c.k),
+                "The check writes all guesses. Which are right is known only afterwards.",
+            ),
+            Mistake(
+                "nothing taken back",
+                lambda c: (c.n + 1 + c.g, c.n + 1 + c.g),
+                "The rejected guesses would stay, and every later token would see them.",
+            ),
         ),
         otherwise="Count what is fed: the newest token and all guesses. Then count what of it is right.",
     ),
     function(
-        "11.4", right=_keep, inputs=_two_lists,
+        "11.4",
+        right=_keep,
+        inputs=_two_lists,
         wrong=(
-            Mistake("nothing left to feed", common_prefix,
-                    "If the whole prompt is in the cache, nothing is left to feed, and so there are no logits. One "
-                    "token must be fed again."),
-            Mistake("equal places", lambda a, b: min(sum(x == y for x, y in zip(a, b, strict=False)), len(b) - 1),
-                    "You count all places that are equal. After the first difference nothing can be kept: every later "
-                    "key has seen it."),
-            Mistake("by length", lambda a, b: min(len(a), len(b) - 1),
-                    "This takes for granted that the new prompt goes on where the cache ends. A template may have "
-                    "changed it."),
+            Mistake(
+                "nothing left to feed",
+                common_prefix,
+                "If the whole prompt is in the cache, nothing is left to feed, and so there are no logits. One "
+                "token must be fed again.",
+            ),
+            Mistake(
+                "equal places",
+                lambda a, b: min(sum(x == y for x, y in zip(a, b, strict=False)), len(b) - 1),
+                "You count all places that are equal. After the first difference nothing can be kept: every later "
+                "key has seen it.",
+            ),
+            Mistake(
+                "by length",
+                lambda a, b: min(len(a), len(b) - 1),
+                "This takes for granted that the new prompt goes on where the cache ends. A template may have "
+                "changed it.",
+            ),
         ),
     ),
     function(
-        "11.5", right=_accept, inputs=_guessed,
+        "11.5",
+        right=_accept,
+        inputs=_guessed,
         wrong=(
-            Mistake("no token of its own", lambda g, b: g[: common_prefix(g, b)],
-                    "The model's own choice after the last good guess is known too: a round adds at least one token."),
-            Mistake("last choice", lambda g, b: [*g[: common_prefix(g, b)], b[-1]],
-                    "The last of the choices follows the wrong guesses. Take the one after the last good guess."),
-            Mistake("all that agree", lambda g, b: [x for x, y in zip(g, b, strict=False) if x == y] + [b[-1]],
-                    "A guess behind a wrong one was made for another text, even if it agrees by chance."),
-            Mistake("the model's list", lambda g, b: list(b),
-                    "Behind the first wrong guess the model was asked about another text."),
+            Mistake(
+                "no token of its own",
+                lambda g, b: g[: common_prefix(g, b)],
+                "The model's own choice after the last good guess is known too: a round adds at least one token.",
+            ),
+            Mistake(
+                "last choice",
+                lambda g, b: [*g[: common_prefix(g, b)], b[-1]],
+                "The last of the choices follows the wrong guesses. Take the one after the last good guess.",
+            ),
+            Mistake(
+                "all that agree",
+                lambda g, b: [x for x, y in zip(g, b, strict=False) if x == y] + [b[-1]],
+                "A guess behind a wrong one was made for another text, even if it agrees by chance.",
+            ),
+            Mistake(
+                "the model's list",
+                lambda g, b: list(b),
+                "Behind the first wrong guess the model was asked about another text.",
+            ),
         ),
     ),
 )

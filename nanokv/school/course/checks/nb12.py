@@ -47,18 +47,30 @@ def _rectangle_outcome(prompts, rows, pads):
     longest = max(map(len, prompts))
     widths = {len(row) for row in rows}
     if len(rows) != len(prompts) or len(pads) != len(prompts):
-        return wrong(f"{len(prompts)} prompts need as many rows and as many numbers of columns", "count")
+        return wrong(
+            f"{len(prompts)} prompts need as many rows and as many numbers of columns", "count"
+        )
     if len(widths) > 1:
-        return wrong(f"the rows are {sorted(widths)} long: a rectangle has rows of one length", "ragged")
+        return wrong(
+            f"the rows are {sorted(widths)} long: a rectangle has rows of one length", "ragged"
+        )
     if min(widths) < longest:
         return wrong("the longest prompt was cut: fill up the short ones instead", "cut")
     if all(list(row[: len(prompt)]) == prompt for row, prompt in zip(rows, prompts, strict=True)):
-        return wrong("the padding is on the right: what follows the last column would follow the padding", "right")
+        return wrong(
+            "the padding is on the right: what follows the last column would follow the padding",
+            "right",
+        )
     right = [len(row) - len(prompt) for row, prompt in zip(rows, prompts, strict=True)]
     if pads != right:
-        return wrong(f"the numbers of padding columns are {pads}, but your rows have {right}", "pads")
+        return wrong(
+            f"the numbers of padding columns are {pads}, but your rows have {right}", "pads"
+        )
     if min(pads) > 0:
-        return wrong(f"every row has padding, {min(pads)} columns at least: the longest prompt needs none", "too wide")
+        return wrong(
+            f"every row has padding, {min(pads)} columns at least: the longest prompt needs none",
+            "too wide",
+        )
     if any(set(row[:pad]) - {0} for row, pad in zip(rows, pads, strict=True)):
         return wrong("the padding id has to be 0", "padding id")
     return None
@@ -110,11 +122,16 @@ def _rounding_outcome(x, given, bits, dim):
     if bool(given.isnan().any()):
         return wrong(f"with bits={bits} and dim={dim} some values come back as NaN")
     if bool((off.abs() <= HALF).all()):
-        most = max(len(line.unique()) for line in given.movedim(dim, -1).reshape(-1, x.shape[dim]).round(decimals=9))
+        most = max(
+            len(line.unique())
+            for line in given.movedim(dim, -1).reshape(-1, x.shape[dim]).round(decimals=9)
+        )
         many = f"with bits={bits} a group has {most} levels, and at most {2**bits} = 2**bits are allowed"
         return wrong(many, "levels") if most > 2**bits else None
     return (
-        _codes_outcome(x, given, low, step) or _side_outcome(off) or _ends_outcome(x, given, bits, dim)
+        _codes_outcome(x, given, low, step)
+        or _side_outcome(off)
+        or _ends_outcome(x, given, bits, dim)
         or _steps_outcome(float(off.abs().max()), bits, dim)
     )
 
@@ -126,13 +143,21 @@ def _codes_outcome(x, given, low, step):
         return bool(((values - x).abs() <= 1.01 * step).all())
 
     if near(given * step + low):
-        return wrong("those are the codes, from 0 on: scale them back, times the step plus the smallest value", "codes")
+        return wrong(
+            "those are the codes, from 0 on: scale them back, times the step plus the smallest value",
+            "codes",
+        )
     if near((given - low) * step + low):
         return wrong("the codes were not multiplied by the step on the way back", "no step")
     if near(given + low):
-        return wrong("the smallest value was subtracted and not added again on the way back", "no low")
+        return wrong(
+            "the smallest value was subtracted and not added again on the way back", "no low"
+        )
     if bool((given == x.round()).all()):
-        return wrong("your step does not depend on the values: it is their range over 2**bits − 1", "fixed step")
+        return wrong(
+            "your step does not depend on the values: it is their range over 2**bits − 1",
+            "fixed step",
+        )
     return None
 
 
@@ -140,9 +165,14 @@ def _side_outcome(off):
     """An Outcome if all values, in steps, are off to one side."""
     if bool((off.abs() <= 2 * HALF).all()):
         if bool((off <= 1e-3).all()):
-            return wrong("every value is moved down, by up to a whole step: round to the nearest, not down", "floor")
+            return wrong(
+                "every value is moved down, by up to a whole step: round to the nearest, not down",
+                "floor",
+            )
         if bool((off >= -1e-3).all()):
-            return wrong("every value is moved up, by up to a whole step: round to the nearest", "ceil")
+            return wrong(
+                "every value is moved up, by up to a whole step: round to the nearest", "ceil"
+            )
     return None
 
 
@@ -150,9 +180,14 @@ def _steps_outcome(worst: float, bits, dim):
     """What is wrong with the number of steps, by the largest distance in steps; the ends are right."""
     steps = 2**bits - 1
     if worst <= steps / (steps - 1) * HALF:
-        return wrong("nearly: 2**bits levels have 2**bits − 1 steps between them", "one step too few")
+        return wrong(
+            "nearly: 2**bits levels have 2**bits − 1 steps between them", "one step too few"
+        )
     if worst <= steps / (2 ** (bits - 1) - 1) * HALF:
-        return wrong("those are 2**(bits − 1) levels, half of them: there is no bit for a sign here", "half the levels")
+        return wrong(
+            "those are 2**(bits − 1) levels, half of them: there is no bit for a sign here",
+            "half the levels",
+        )
     return wrong(f"with bits={bits} and dim={dim} a value is off by {worst:.2f} steps", "error")
 
 
@@ -169,12 +204,21 @@ def _ends_outcome(x, given, bits, dim):
         return None
     for other in {0, 1, 2, 3} - {dim}:
         if _same_ends(x, given, other):
-            return wrong(f"for dim={dim} you took the smallest and the largest along {other}", "dimension")
+            return wrong(
+                f"for dim={dim} you took the smallest and the largest along {other}", "dimension"
+            )
     if _same_ends(x, given, (0, 1, 2, 3)) and len(given.unique()) <= 2**bits:
-        return wrong("one scale for all: each line along `dim` has its own smallest and largest value", "one scale")
+        return wrong(
+            "one scale for all: each line along `dim` has its own smallest and largest value",
+            "one scale",
+        )
     groups = [t.movedim(dim, -1).flatten(0, -2) for t in (x, given)]  # (groups, values in one)
-    worst = sum((groups[0].aminmax(dim=1)[i] - groups[1].aminmax(dim=1)[i]).abs() for i in (0, 1)).argmax()
-    values, levels = (f"from {float(g[worst].min()):.3g} to {float(g[worst].max()):.3g}" for g in groups)
+    worst = sum(
+        (groups[0].aminmax(dim=1)[i] - groups[1].aminmax(dim=1)[i]).abs() for i in (0, 1)
+    ).argmax()
+    values, levels = (
+        f"from {float(g[worst].min()):.3g} to {float(g[worst].max()):.3g}" for g in groups
+    )
     message = f"with bits={bits} the values of a group go {values}, and its levels {levels}: the lowest level has to "
     message += "be the smallest value, the highest the largest. One scale around 0 without a zero point cannot do that"
     return wrong(message, "ends")
@@ -194,7 +238,9 @@ def _suite(make, model=None):
     from nanokv.lab.study import equality
 
     found = failing(equality.check(make, model, stop=True))
-    return wrong(f"it differs from the model without a cache: {found}", "equality") if found else None
+    return (
+        wrong(f"it differs from the model without a cache: {found}", "equality") if found else None
+    )
 
 
 def _judge_static(layer):
@@ -215,15 +261,22 @@ def _judge_static(layer):
 
     k, one = torch.randn(1, 2, 1, 6), layer(4)
     if {name for name in dir(LayerCache) if not name.startswith("_")} - set(dir(one)):
-        return wrong("write class MyLayer(nanokv.cache.LayerCache): masks and batches come from there", "no base")
+        return wrong(
+            "write class MyLayer(nanokv.cache.LayerCache): masks and batches come from there",
+            "no base",
+        )
     places = {one.append(k, k)[0].data_ptr() for _ in range(4)}
     if len(places) > 1:
-        return wrong("the keys moved while tokens came: take the memory once, and write into it", "moved")
+        return wrong(
+            "the keys moved while tokens came: take the memory once, and write into it", "moved"
+        )
     try:
         one.append(k, k)
     except CapacityError:
         if one.length != 4:
-            return wrong(f"after the refusal length is {one.length}: check before you write", "late check")
+            return wrong(
+                f"after the refusal length is {one.length}: check before you write", "late check"
+            )
     else:
         return wrong("a fifth token went into 4 slots without a CapacityError", "no refusal")
     one.truncate(2)
@@ -244,7 +297,9 @@ def _judge_prefix(store):
         """A request as a server would run it → (tokens found, cache)."""
         cache, n = own.get(tokens)
         if cache.length != n or not 0 <= n < len(tokens):
-            raise ValueError(f"get of {len(tokens)} tokens gave n = {n} and a cache of {cache.length}")
+            raise ValueError(
+                f"get of {len(tokens)} tokens gave n = {n} and a cache of {cache.length}"
+            )
         logits = prefill(model, [tokens[n:]], cache, start_pos=n)
         if not torch.allclose(logits, score(model, [tokens])[:, -1], atol=1e-3):
             raise ValueError(f"after {n} reused tokens the logits are others than without a cache")
@@ -255,7 +310,10 @@ def _judge_prefix(store):
     own = store(model.config, 2)
     first = ask(own, a)[0], ask(own, b)[0], ask(own, a)[0]
     if first != (0, 0, len(a) - 1):
-        return wrong(f"two prompts and the first once more: {first} reused, expected (0, 0, {len(a) - 1})", "reuse")
+        return wrong(
+            f"two prompts and the first once more: {first} reused, expected (0, 0, {len(a) - 1})",
+            "reuse",
+        )
     n, cache = ask(own, [*a[:5], 1, 2])
     if n != 5:
         return wrong(f"a prompt that shares 5 tokens reused {n}", "common prefix")
@@ -269,11 +327,17 @@ def _judge_prefix(store):
     for tokens in (a, b, a, c):
         ask(own, tokens)
     if ask(own, [*a, 7])[0] != len(a) or ask(own, [*b, 7])[0] != 0:
-        return wrong("with room for two, a, b, a, c must forget b: the least recently used, not the oldest", "order")
+        return wrong(
+            "with room for two, a, b, a, c must forget b: the least recently used, not the oldest",
+            "order",
+        )
     own = store(model.config, 2)
     ask(own, a), ask(own, b), own.get([*a, 7]), ask(own, c)
     if ask(own, [*a, 7])[0] != len(a):
-        return wrong("get is a use too: after put a, put b, get a, put c it is b that must be forgotten", "get no use")
+        return wrong(
+            "get is a use too: after put a, put b, get a, put c it is b that must be forgotten",
+            "get no use",
+        )
     return _suite(lambda config, batch_size, capacity: store(config, 2).get([1, 2])[0]) or RIGHT
 
 
@@ -292,10 +356,17 @@ def _judge_mqa(convert):
         return wrong("the config must say one KV head, and the head size must stay", "config")
     for old, new in zip(model.layers, made.layers, strict=True):
         for name in ("k_proj", "v_proj"):
-            mean = getattr(old.self_attn, name).weight.view(config.num_key_value_heads, config.head_dim, -1).mean(0)
+            mean = (
+                getattr(old.self_attn, name)
+                .weight.view(config.num_key_value_heads, config.head_dim, -1)
+                .mean(0)
+            )
             given = getattr(new.self_attn, name).weight
             if given.shape != mean.shape:
-                return wrong(f"{name} is {tuple(given.shape)}, one head of it is {tuple(mean.shape)}", "shape")
+                return wrong(
+                    f"{name} is {tuple(given.shape)}, one head of it is {tuple(mean.shape)}",
+                    "shape",
+                )
             if not torch.allclose(given, mean, atol=1e-6):
                 return wrong(f"{name} is not the mean of the old heads", "mean")
     unlike = _first_unlike(before, made.state_dict())
@@ -356,20 +427,35 @@ class Desk:
     def _cache_slip(self, ids, start_pos):
         held = len(self.held)
         if not self.fed and self.held != self._prompt[:held]:
-            return wrong(f"the cache holds {held} tokens that the prompt does not begin with: clear it", "not cleared")
+            return wrong(
+                f"the cache holds {held} tokens that the prompt does not begin with: clear it",
+                "not cleared",
+            )
         if not ids:
-            return wrong("no token was fed: keep one token of the prompt less, its logits are needed", "nothing fed")
+            return wrong(
+                "no token was fed: keep one token of the prompt less, its logits are needed",
+                "nothing fed",
+            )
         if start_pos != held:
-            return wrong(f"start_pos is {start_pos}, but the cache holds {held} tokens", "start_pos")
+            return wrong(
+                f"start_pos is {start_pos}, but the cache holds {held} tokens", "start_pos"
+            )
         return None
 
     def _end_slip(self, ids):
         if len(self.held) >= len(self._prompt) and ids[-1] in self.stop:
             if ids[-1] == self.stop[0]:
-                return wrong("an end token was drawn, and you went on: it ends the answer", "stop ignored")
-            return wrong("you look at one stop id only: each of engine.stop ends the answer", "one stop id")
+                return wrong(
+                    "an end token was drawn, and you went on: it ends the answer", "stop ignored"
+                )
+            return wrong(
+                "you look at one stop id only: each of engine.stop ends the answer", "one stop id"
+            )
         if len(self.fed) == self._most:
-            return wrong(f"token {self._most} of at most {self._most} was fed: it is the last one", "last token fed")
+            return wrong(
+                f"token {self._most} of at most {self._most} was fed: it is the last one",
+                "last token fed",
+            )
         return None
 
 
@@ -380,12 +466,27 @@ def _judge_turn(answer, case):
 
     model = small_model()
     first, other, third = [5, 8, 13, 21, 34, 2], [5, 8, 40, 25, 17], [50, 7, 7, 19]
-    stop = [list(generate(model, prompt, max_new_tokens=4, eos_token_ids=[]))[-1] for prompt in (first, other)]
+    stop = [
+        list(generate(model, prompt, max_new_tokens=4, eos_token_ids=[]))[-1]
+        for prompt in (first, other)
+    ]
     said = list(generate(model, first, max_new_tokens=9, eos_token_ids=stop))
     desk = Desk(model, stop)
-    turns = (first, 9), ([*first, *said, 44, 9, 30], 9), (other, 9), (other, 9), (third, 2), (third, 1), (third, 1)
+    turns = (
+        (first, 9),
+        ([*first, *said, 44, 9, 30], 9),
+        (other, 9),
+        (other, 9),
+        (third, 2),
+        (third, 1),
+        (third, 1),
+    )
     for prompt, most in turns:
-        kept = len(desk.held) if desk.held == prompt[: len(desk.held)] and len(desk.held) < len(prompt) else 0
+        kept = (
+            len(desk.held)
+            if desk.held == prompt[: len(desk.held)] and len(desk.held) < len(prompt)
+            else 0
+        )
         desk.begin(prompt, most)
         given = result_of(answer, desk, list(prompt), most, like=[1])
         expected = list(generate(model, prompt, max_new_tokens=most, eos_token_ids=stop))
@@ -400,12 +501,17 @@ def _turn_outcome(given, expected, prompt, kept, desk):
     if given == prompt + expected:
         return wrong("return the answer only, without the prompt", "with prompt")
     if given == expected[:-1] and expected[-1] in desk.stop:
-        return wrong("the end token is missing: it is the last one of an answer, as in nanokv.generate", "no end")
+        return wrong(
+            "the end token is missing: it is the last one of an answer, as in nanokv.generate",
+            "no end",
+        )
     if given != expected:
         return wrong(f"the answer is {given}, but nanokv.generate gives {expected}", "tokens")
     if kept and desk.fed[0] == len(prompt):
-        return wrong(f"right tokens, but all {len(prompt)} of the prompt were fed: {kept} of them were in the cache",
-                     "nothing kept")
+        return wrong(
+            f"right tokens, but all {len(prompt)} of the prompt were fed: {kept} of them were in the cache",
+            "nothing kept",
+        )
     rows = len(prompt) - kept + len(expected) - 1
     if sum(desk.fed) != rows or len(desk.fed) != len(expected):
         fed = f"{sum(desk.fed)} rows were fed in {len(desk.fed)} forwards"
@@ -416,27 +522,52 @@ def _turn_outcome(given, expected, prompt, kept, desk):
 CHECKS = (
     judged("12.1", _judge_rectangle),
     value(
-        "12.2", right=_window, parameters={"w": (16, 32, 24), "s": (4, 2, 6), "t": (100, 77, 150)},
+        "12.2",
+        right=_window,
+        parameters={"w": (16, 32, 24), "s": (4, 2, 6), "t": (100, 77, 150)},
         wrong=(
             Mistake("no sinks", lambda c: (c.w, c.t - c.w + 1), "The sinks are seen as well."),
-            Mistake("one too many", lambda c: (c.w + c.s + 1, c.t - c.w),
-                    "The window counts the query's own position."),
-            Mistake("oldest one off", lambda c: (c.w + c.s, c.t - c.w),
-                    "The count is right. From t down, w positions end at t − w + 1."),
+            Mistake(
+                "one too many",
+                lambda c: (c.w + c.s + 1, c.t - c.w),
+                "The window counts the query's own position.",
+            ),
+            Mistake(
+                "oldest one off",
+                lambda c: (c.w + c.s, c.t - c.w),
+                "The count is right. From t down, w positions end at t − w + 1.",
+            ),
             Mistake("everything", lambda c: (c.t + 1, 0), "That is without a window."),
-            Mistake("sinks in the window", lambda c: (c.w, c.t - c.w + c.s + 1),
-                    "Here the sinks come on top of the window. In some programs they are taken out of it."),
+            Mistake(
+                "sinks in the window",
+                lambda c: (c.w, c.t - c.w + c.s + 1),
+                "Here the sinks come on top of the window. In some programs they are taken out of it.",
+            ),
         ),
         otherwise="List the positions that it sees: t, t − 1, … and the sinks.",
     ),
     value(
-        "12.3", right=lambda case: 16 / (case.bits + 2 * 16 / case.group),
-        parameters={"bits": (4, 8, 2), "group": (64, 32, 128)}, rel=5e-3,
+        "12.3",
+        right=lambda case: 16 / (case.bits + 2 * 16 / case.group),
+        parameters={"bits": (4, 8, 2), "group": (64, 32, 128)},
+        rel=5e-3,
         wrong=(
-            Mistake("no scales", lambda c: 16 / c.bits, "Every group has a scale and a zero point too."),
-            Mistake("scale only", lambda c: 16 / (c.bits + 16 / c.group), "There is a zero point besides the scale."),
-            Mistake("per value", lambda c: 16 / (c.bits + 32), "The two are shared by the whole group."),
-            Mistake("upside down", lambda c: (c.bits + 32 / c.group) / 16, "How many times smaller: a number above 1."),
+            Mistake(
+                "no scales", lambda c: 16 / c.bits, "Every group has a scale and a zero point too."
+            ),
+            Mistake(
+                "scale only",
+                lambda c: 16 / (c.bits + 16 / c.group),
+                "There is a zero point besides the scale.",
+            ),
+            Mistake(
+                "per value", lambda c: 16 / (c.bits + 32), "The two are shared by the whole group."
+            ),
+            Mistake(
+                "upside down",
+                lambda c: (c.bits + 32 / c.group) / 16,
+                "How many times smaller: a number above 1.",
+            ),
         ),
         otherwise="How many bits does one value take, its share of scale and zero point included? To three digits.",
     ),

@@ -58,55 +58,113 @@ def _seconds(c, bits=8, tokens=True):
 
 CHECKS = (
     value(
-        "13.1", right=lambda c: _summed(c) * 2 * (c.n - 1) / c.n,
-        parameters={"L": (28, 36, 24), "C": (1024, 2560, 2048), "n": (4, 8, 16), "itemsize": (2, 4)},
+        "13.1",
+        right=lambda c: _summed(c) * 2 * (c.n - 1) / c.n,
+        parameters={
+            "L": (28, 36, 24),
+            "C": (1024, 2560, 2048),
+            "n": (4, 8, 16),
+            "itemsize": (2, 4),
+        },
         wrong=(
-            Mistake("one sum per layer", lambda c: _summed(c) * (c.n - 1) / c.n,
-                    "Attention and MLP end in a sum each: two per layer."),
-            Mistake("vector once", _summed,
-                    "That is what is summed. In a ring each rank sends a part of it on, twice round: 2·(n−1)/n of it."),
-            Mistake("to everybody", lambda c: _summed(c) * (c.n - 1),
-                    "So much is sent if each rank sends its whole vector to every other one. A ring sends parts."),
-            Mistake("not divided", lambda c: _summed(c) * 2 * (c.n - 1),
-                    "A ring passes parts on: each message is an n-th of the vector."),
+            Mistake(
+                "one sum per layer",
+                lambda c: _summed(c) * (c.n - 1) / c.n,
+                "Attention and MLP end in a sum each: two per layer.",
+            ),
+            Mistake(
+                "vector once",
+                _summed,
+                "That is what is summed. In a ring each rank sends a part of it on, twice round: 2·(n−1)/n of it.",
+            ),
+            Mistake(
+                "to everybody",
+                lambda c: _summed(c) * (c.n - 1),
+                "So much is sent if each rank sends its whole vector to every other one. A ring sends parts.",
+            ),
+            Mistake(
+                "not divided",
+                lambda c: _summed(c) * 2 * (c.n - 1),
+                "A ring passes parts on: each message is an n-th of the vector.",
+            ),
         ),
         otherwise="Two sums per layer, of C numbers each; a ring sends 2·(n−1)/n of these bytes from each rank.",
     ),
     function(
-        "13.2", right=_kv_heads, inputs=_ranks_and_heads,
+        "13.2",
+        right=_kv_heads,
+        inputs=_ranks_and_heads,
         wrong=(
-            Mistake("dealt out", lambda Hk, n, rank: list(range(rank % Hk, Hk, n)),
-                    "You deal the heads out one by one. Query heads that share a KV head lie side by side, so a rank "
-                    "has a run of KV heads."),
-            Mistake("no head left", lambda Hk, n, rank: list(range(rank * Hk // n, (rank + 1) * Hk // n)),
-                    "With more ranks than KV heads some ranks get none this way. Each rank has query heads, and they "
-                    "need a KV head: a copy."),
-            Mistake("all heads", lambda Hk, n, rank: list(range(Hk)),
-                    "Then every rank would hold the whole cache. It needs only what its own query heads read."),
+            Mistake(
+                "dealt out",
+                lambda Hk, n, rank: list(range(rank % Hk, Hk, n)),
+                "You deal the heads out one by one. Query heads that share a KV head lie side by side, so a rank "
+                "has a run of KV heads.",
+            ),
+            Mistake(
+                "no head left",
+                lambda Hk, n, rank: list(range(rank * Hk // n, (rank + 1) * Hk // n)),
+                "With more ranks than KV heads some ranks get none this way. Each rank has query heads, and they "
+                "need a KV head: a copy.",
+            ),
+            Mistake(
+                "all heads",
+                lambda Hk, n, rank: list(range(Hk)),
+                "Then every rank would hold the whole cache. It needs only what its own query heads read.",
+            ),
         ),
     ),
     function(
-        "13.3", right=_merged, inputs=_two_parts, rel=1e-6, atol=1e-9,
+        "13.3",
+        right=_merged,
+        inputs=_two_parts,
+        rel=1e-6,
+        atol=1e-9,
         wrong=(
-            Mistake("mean", lambda a, la, b, lb: (a + b) / 2,
-                    "The mean is right only where both parts weigh the same. The log-sum-exps say what they weigh."),
-            Mistake("weighted by lse", lambda a, la, b, lb: (la * a + lb * b) / (la + lb),
-                    "The weight of a part is exp(lse), not lse: lse is its logarithm."),
-            Mistake("swapped", lambda a, la, b, lb: _merged(b, la, a, lb),
-                    "Each output belongs to its own log-sum-exp."),
+            Mistake(
+                "mean",
+                lambda a, la, b, lb: (a + b) / 2,
+                "The mean is right only where both parts weigh the same. The log-sum-exps say what they weigh.",
+            ),
+            Mistake(
+                "weighted by lse",
+                lambda a, la, b, lb: (la * a + lb * b) / (la + lb),
+                "The weight of a part is exp(lse), not lse: lse is its logarithm.",
+            ),
+            Mistake(
+                "swapped",
+                lambda a, la, b, lb: _merged(b, la, a, lb),
+                "Each output belongs to its own log-sum-exp.",
+            ),
         ),
     ),
     value(
-        "13.4", right=_seconds, rel=5e-3,
-        parameters={"T": (8000, 4000, 16000), "kv": (114_688, 147_456), "P": (600_000_000, 4_000_000_000),
-                    "F": (20, 100, 50), "link": (10, 100, 25)},
+        "13.4",
+        right=_seconds,
+        rel=5e-3,
+        parameters={
+            "T": (8000, 4000, 16000),
+            "kv": (114_688, 147_456),
+            "P": (600_000_000, 4_000_000_000),
+            "F": (20, 100, 50),
+            "link": (10, 100, 25),
+        },
         wrong=(
-            Mistake("bits and bytes", lambda c: _seconds(c, bits=1),
-                    "A link is sold in bits per second, and a byte has 8 of them."),
-            Mistake("one token", lambda c: _seconds(c, tokens=False),
-                    "The first number is right. The prefill computes all T tokens, with 2 FLOPs per weight for each."),
-            Mistake("swapped", lambda c: _seconds(c)[::-1],
-                    "Right numbers, wrong order: first sending, then computing."),
+            Mistake(
+                "bits and bytes",
+                lambda c: _seconds(c, bits=1),
+                "A link is sold in bits per second, and a byte has 8 of them.",
+            ),
+            Mistake(
+                "one token",
+                lambda c: _seconds(c, tokens=False),
+                "The first number is right. The prefill computes all T tokens, with 2 FLOPs per weight for each.",
+            ),
+            Mistake(
+                "swapped",
+                lambda c: _seconds(c)[::-1],
+                "Right numbers, wrong order: first sending, then computing.",
+            ),
         ),
         otherwise="Sending: T · bytes per token · 8 / bits per second. Computing: 2 · P · T / FLOPs per second.",
     ),

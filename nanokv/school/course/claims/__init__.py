@@ -38,14 +38,25 @@ def table() -> str:
 
 def page() -> str:
     """Every claim in a Markdown table for each article: notebooks/claims.md, which `nanokv course build` writes."""
-    lines = ["# What the articles say, and what is true", "",
-             "A notebook executes each claim. Claim 2.7 is the seventh of article 2. The articles stand here in the",
-             "order of their numbers, from 0 on."]
+    lines = [
+        "# What the articles say, and what is true",
+        "",
+        "A notebook executes each claim. Claim 2.7 is the seventh of article 2. The articles stand here in the",
+        "order of their numbers, from 0 on.",
+    ]
     for number, title in ARTICLES.items():
-        lines += ["", f"## {title}", "", "| No. | It says | Verdict | True is | Numbers |", "|---|---|---|---|---|"]
+        lines += [
+            "",
+            f"## {title}",
+            "",
+            "| No. | It says | Verdict | True is | Numbers |",
+            "|---|---|---|---|---|",
+        ]
         for claim in (c for c in _all().values() if c.id.startswith(f"{number}.")):
-            lines.append(f"| {claim.id} | {claim.says} | {claim.verdict} | {claim.truth} | "
-                         f"{numbers(claim)}notebook {claim.where} |")
+            lines.append(
+                f"| {claim.id} | {claim.says} | {claim.verdict} | {claim.truth} | "
+                f"{numbers(claim)}notebook {claim.where} |"
+            )
     return "\n".join(lines) + "\n"
 
 

@@ -28,5 +28,12 @@ class Claim:
         """CourseError unless verdict and number are the registry's (to a thousandth)."""
         if verdict != self.verdict:
             raise CourseError(f"claim {self.id} is filed as {self.verdict}, not as {verdict!r}")
-        if self.value and found is not None and not isinstance(found, str) and not same(found, self.value(), rel=1e-3):
-            raise CourseError(f"claim {self.id}: found {found}, but the registry computes {self.value()}")
+        if (
+            self.value
+            and found is not None
+            and not isinstance(found, str)
+            and not same(found, self.value(), rel=1e-3)
+        ):
+            raise CourseError(
+                f"claim {self.id}: found {found}, but the registry computes {self.value()}"
+            )

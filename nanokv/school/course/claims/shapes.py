@@ -12,7 +12,10 @@ KIB = 1024
 def shape(layers: int, kv_heads: int, head_dim: int, heads: int | None = None) -> Config:
     """A config of which only the cache is asked; heads default to one query head for each KV head."""
     return replace(
-        QWEN, num_hidden_layers=layers, num_key_value_heads=kv_heads, head_dim=head_dim,
+        QWEN,
+        num_hidden_layers=layers,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
         num_attention_heads=heads or kv_heads,
     )
 

@@ -14,5 +14,14 @@ from nanokv.school.course.drawings.transformer_block import block
 
 ALL = (block, token_arrives, ruler, pages, prefix_tree, speculation, cuts)
 __all__ = [
-    "ALL", "Drawing", "address", "block", "cuts", "pages", "prefix_tree", "ruler", "speculation", "token_arrives",
+    "ALL",
+    "Drawing",
+    "address",
+    "block",
+    "cuts",
+    "pages",
+    "prefix_tree",
+    "ruler",
+    "speculation",
+    "token_arrives",
 ]

@@ -31,7 +31,15 @@ def token_arrives(tokens=("The", "fox", "asked", "the"), alt: str = ALT) -> Draw
 
 def _compute(canvas, columns):
     canvas.text(12, 118, "1 compute", 12, bold=True, step=1)
-    canvas.box(columns[0], 98, columns[3] - columns[0] - 5, 32, "nothing: done when they came", dashed=True, step=1)
+    canvas.box(
+        columns[0],
+        98,
+        columns[3] - columns[0] - 5,
+        32,
+        "nothing: done when they came",
+        dashed=True,
+        step=1,
+    )
     for i, letter in enumerate("qkv"):
         canvas.box(columns[3] + 24 * i, 98, 22, 32, f"{letter}₃", "new", step=1)
 
@@ -42,8 +50,15 @@ def _append(canvas, columns):
     canvas.arrow((columns[3] + 47, 130), (columns[3] + 47, 156), step=2)
     for row, letter in enumerate("kv"):
         for i, x in enumerate(columns):
-            canvas.box(x, 156 + 38 * row, WIDE, 32, f"{letter}{LOW[i]}", "new" if i == 3 else "cached",
-                       step=2 if i == 3 else 0)
+            canvas.box(
+                x,
+                156 + 38 * row,
+                WIDE,
+                32,
+                f"{letter}{LOW[i]}",
+                "new" if i == 3 else "cached",
+                step=2 if i == 3 else 0,
+            )
 
 
 def _scores(canvas, columns):

@@ -45,7 +45,11 @@ class Drawing:
         """The SVG, and for pages an image with its alt text, which stands still in print and
         where motion is unwanted.
         """
-        data = {"image/svg+xml": self.svg, "text/html": self._html(), "text/plain": f"<figure: {self.alt}>"}
+        data = {
+            "image/svg+xml": self.svg,
+            "text/html": self._html(),
+            "text/plain": f"<figure: {self.alt}>",
+        }
         return data, {"image/svg+xml": {"alt": self.alt}}
 
     def _html(self) -> str:
@@ -74,28 +78,41 @@ class Canvas:
         """A rectangle with text in its middle, one line per line."""
         fill, ink = FILLS[kind]
         dash = ' stroke-dasharray="4 3"' if dashed else ""
-        self._add(f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="4" fill="{fill}" '
-                  f'stroke="{LINE}"{dash}/>', step)
+        self._add(
+            f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="4" fill="{fill}" '
+            f'stroke="{LINE}"{dash}/>',
+            step,
+        )
         lines = text.split("\n") if text else []
         top = y + height / 2 - (len(lines) - 1) * size * 0.62 + size * 0.35
         for i, line in enumerate(lines):
-            self.text(x + width / 2, top + i * size * 1.24, line, size, "middle", ink=ink, step=step)
+            self.text(
+                x + width / 2, top + i * size * 1.24, line, size, "middle", ink=ink, step=step
+            )
 
     def text(self, x, y, words, size=13, anchor="start", bold=False, ink=INK, step=0):
         """One line of text on its base line."""
         weight = ' font-weight="bold"' if bold else ""
         place = f'x="{x:g}" y="{y:g}" font-size="{size:g}" text-anchor="{anchor}"'
-        self._add(f'<text {place} fill="{ink}"{weight}>{html.escape(words, quote=False)}</text>', step)
+        self._add(
+            f'<text {place} fill="{ink}"{weight}>{html.escape(words, quote=False)}</text>', step
+        )
 
     def arrow(self, *points, step=0, dashed=False, head=True):
         """A line through (x, y) points, with a head at the last one."""
         dash = ' stroke-dasharray="4 3"' if dashed else ""
         path = " ".join(f"{x:g},{y:g}" for x, y in points)
-        self._add(f'<polyline points="{path}" fill="none" stroke="{LINE}" stroke-width="1.5"{dash}/>', step)
+        self._add(
+            f'<polyline points="{path}" fill="none" stroke="{LINE}" stroke-width="1.5"{dash}/>',
+            step,
+        )
         if head:
             (x0, y0), (x, y) = points[-2:]
             angle = math.atan2(y - y0, x - x0)
-            sides = [(x - 8 * math.cos(angle + turn), y - 8 * math.sin(angle + turn)) for turn in (0.4, -0.4)]
+            sides = [
+                (x - 8 * math.cos(angle + turn), y - 8 * math.sin(angle + turn))
+                for turn in (0.4, -0.4)
+            ]
             tip = " ".join(f"{a:.1f},{b:.1f}" for a, b in [(x, y), *sides])
             self._add(f'<polygon points="{tip}" fill="{LINE}"/>', step)
 

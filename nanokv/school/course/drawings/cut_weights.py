@@ -11,8 +11,13 @@ ALT = (
     "dealt out in turn; results are gathered and merged."
 )
 PARTS = (  # name, what a rank has, what is sent
-    ("embedding", "words", "sum"), ("q, k, v", "heads", ""), ("KV cache", "KV heads", ""), ("o", "columns", "sum"),
-    ("gate, up", "width", ""), ("down", "columns", "sum"), ("head", "words", "gather"),
+    ("embedding", "words", "sum"),
+    ("q, k, v", "heads", ""),
+    ("KV cache", "KV heads", ""),
+    ("o", "columns", "sum"),
+    ("gate, up", "width", ""),
+    ("down", "columns", "sum"),
+    ("head", "words", "gather"),
 )
 LEFT, WIDE = 98, 104
 

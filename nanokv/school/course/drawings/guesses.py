@@ -30,7 +30,9 @@ def speculation(alt: str = ALT) -> Drawing:
     for i, x in enumerate(places[:4]):
         kind, words = ("new", f"✓ {GUESSES[i]}") if i < KEPT else ("wrong", f"✗ {GUESSES[i]}")
         canvas.box(x, 258, WIDE, 32, words, kind)
-    canvas.text(12, 312, f"Taken: {GUESSES[0]}, {GUESSES[1]}, and the model's own {CHOICES[KEPT]}.", 12)
+    canvas.text(
+        12, 312, f"Taken: {GUESSES[0]}, {GUESSES[1]}, and the model's own {CHOICES[KEPT]}.", 12
+    )
     canvas.text(12, 350, "4 Roll back: the cache forgets wrong guesses", bold=True)
     for i, x in enumerate(places):
         words = ("fox", *GUESSES)[i]

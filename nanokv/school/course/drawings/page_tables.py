@@ -24,7 +24,9 @@ def pages(alt: str = ALT) -> Drawing:
             owners.setdefault(page, []).append(name)
     for page in range(6):
         _page(canvas, page, owners.get(page, []))
-    canvas.legend(414, ("shared", "of A and B"), ("cached", "of A"), ("new", "of B"), ("plain", "empty"))
+    canvas.legend(
+        414, ("shared", "of A and B"), ("cached", "of A"), ("new", "of B"), ("plain", "empty")
+    )
     return canvas.drawing(alt)
 
 
@@ -54,5 +56,13 @@ def _page(canvas, page, names):
         if names:
             position = SLOTS * TABLES[names[0]].index(page) + slot
             used = position < TOKENS[names[0]]
-        canvas.box(x + 8, y + 8 + 25 * slot, WIDE - 16, 22, str(position) if used else "", kind if used else "plain",
-                   size=12, dashed=not used)
+        canvas.box(
+            x + 8,
+            y + 8 + 25 * slot,
+            WIDE - 16,
+            22,
+            str(position) if used else "",
+            kind if used else "plain",
+            size=12,
+            dashed=not used,
+        )

@@ -20,9 +20,18 @@ def ruler(alt: str = ALT) -> Drawing:
         _cell(canvas, position, 62, kind, dashed=position >= CACHED)
     _row(canvas, 118, "✓", f"start_pos = {CACHED}, the number of cached tokens", CACHED, "new")
     _row(canvas, 196, "✗", "start_pos = 0: positions 0, 1, 2 given twice", 0, "wrong")
-    _row(canvas, 274, "✗", f"start_pos = {CACHED + 1}: position {CACHED} is left out", CACHED + 1, "wrong")
+    _row(
+        canvas,
+        274,
+        "✗",
+        f"start_pos = {CACHED + 1}: position {CACHED} is left out",
+        CACHED + 1,
+        "wrong",
+    )
     _cell(canvas, CACHED, 284, "plain", "?", dashed=True)
-    canvas.legend(354, ("cached", "cached"), ("new", "the new chunk"), ("wrong", "in a wrong place"))
+    canvas.legend(
+        354, ("cached", "cached"), ("new", "the new chunk"), ("wrong", "in a wrong place")
+    )
     return canvas.drawing(alt)
 
 

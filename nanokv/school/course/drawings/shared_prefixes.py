@@ -23,7 +23,11 @@ def prefix_tree(alt: str = ALT) -> Drawing:
         canvas.box(x, 206, 116, 40, words, kind)
         canvas.arrow((102, 166), (x + 58, 206))
     canvas.text(12, 282, "A new request:", bold=True)
-    request = (("system prompt", 110, "shared"), ("Tell me of the fox.", 144, "shared"), ("Is it tame?", 106, "new"))
+    request = (
+        ("system prompt", 110, "shared"),
+        ("Tell me of the fox.", 144, "shared"),
+        ("Is it tame?", 106, "new"),
+    )
     x = 12
     for words, width, kind in request:
         canvas.box(x, 292, width, 34, words, kind, size=12)

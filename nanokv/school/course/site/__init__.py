@@ -18,12 +18,16 @@ from nanokv.school.course.site.pages import Page, files, markdown, write
 
 SCRIPTS = ("site.js", "search.js")
 TEXTS = {  # of the repository, beside docs/*.md: file → page
-    "CONTRIBUTING.md": "docs/contributing.html", "notebooks/AUTHORING.md": "docs/authoring.html",
+    "CONTRIBUTING.md": "docs/contributing.html",
+    "notebooks/AUTHORING.md": "docs/authoring.html",
     "CHANGELOG.md": "docs/changelog.html",
 }
 NAMED = {  # those that call themselves nanokv and tiny
     "README.md": ("docs/readme.html", "README: install and use nanokv"),
-    "weights_loader/checkpoints/tiny/README.md": ("docs/model-card.html", "The bundled model: its card"),
+    "weights_loader/checkpoints/tiny/README.md": (
+        "docs/model-card.html",
+        "The bundled model: its card",
+    ),
 }
 PATHS = (
     '<p><a href="paths.html">Paths and ways in</a> names what to take in an hour, a day or a term, and where the '
@@ -45,7 +49,10 @@ def build(folder, out, ready=None, limit: float = running.TIME_LIMIT) -> Built:
     """Write the site of a checkout, whose notebooks are in `folder`; `ready` is a book that is already written."""
     root = Path(folder).resolve().parent
     if not (root / "README.md").is_file() or not (root / "docs").is_dir():
-        raise CourseError(f"{root} has no README.md and docs", "run it in the checkout, or pass --folder notebooks")
+        raise CourseError(
+            f"{root} has no README.md and docs",
+            "run it in the checkout, or pass --folder notebooks",
+        )
     with tempfile.TemporaryDirectory(prefix="nanokv-site-") as name:
         made = Path(name, "site")
         made.mkdir()
@@ -66,32 +73,54 @@ def assemble(pages: list[Page], root: Path, out: Path) -> Built:
     script = search.index(pages)
     write([*pages, Page("search.html", "Search", book.asset("search.html"))], root, out)
     (out / "search-index.js").write_text(script, encoding="utf-8")
-    (out / "style.css").write_text(book.asset("book.css") + book.highlighting() + book.asset("site.css"), "utf-8")
+    (out / "style.css").write_text(
+        book.asset("book.css") + book.highlighting() + book.asset("site.css"), "utf-8"
+    )
     for name in SCRIPTS:
         (out / name).write_text(book.asset(name), encoding="utf-8")
     if broken := links.problems(out):
         more = f" and {len(broken) - SHOWN} more" if len(broken) > SHOWN else ""
-        raise CourseError(f"{len(broken)} broken links: {'; '.join(broken[:SHOWN])}{more}", "mend the page's source")
-    return Built(len(pages) + 1, search.entries(script), sum(path.stat().st_size for path in files(out)))
+        raise CourseError(
+            f"{len(broken)} broken links: {'; '.join(broken[:SHOWN])}{more}",
+            "mend the page's source",
+        )
+    return Built(
+        len(pages) + 1, search.entries(script), sum(path.stat().st_size for path in files(out))
+    )
 
 
 def outdated(folder, ready) -> list[tuple[Path, Path]]:
     """(page, source) of a book whose notebooks have changed since it was written."""
-    pairs = [(Path(ready) / f"{path.stem}.html", path) for path in twins.sources(folder)] if ready else []
-    return [(page, path) for page, path in pairs if page.is_file() and page.stat().st_mtime < path.stat().st_mtime]
+    pairs = (
+        [(Path(ready) / f"{path.stem}.html", path) for path in twins.sources(folder)]
+        if ready
+        else []
+    )
+    return [
+        (page, path)
+        for page, path in pairs
+        if page.is_file() and page.stat().st_mtime < path.stat().st_mtime
+    ]
 
 
 def of_book(folder, ready: Path) -> list[Page]:
     """The pages of a book, taken out of their frame."""
     sources = {path.stem: f"notebooks/{path.stem}.ipynb" for path in twins.sources(folder)}
-    sources |= {"glossary": "notebooks/glossary.md", "claims": "notebooks/claims.md", "index": "notebooks"}
+    sources |= {
+        "glossary": "notebooks/glossary.md",
+        "claims": "notebooks/claims.md",
+        "index": "notebooks",
+    }
     pages = []
     for name, source in sources.items():
         path = ready / f"{name}.html"
         if not path.is_file():
             raise CourseError(f"{ready} has no {path.name}", f"nanokv course book -o {ready}")
         text = path.read_text(encoding="utf-8")
-        title, body = (re.search(p, text, re.DOTALL)[1] for p in (r"<title>(.*?)</title>", r"<main[^>]*>(.*)</main>"))
+        title, body = (
+            re.search(p, text, re.DOTALL)[1]
+            for p in (r"<title>(.*?)</title>", r"<main[^>]*>(.*)</main>")
+        )
         part = "Glossary" if name == "glossary" else "Course"
         body += PATHS if name == "index" else ""
         pages.append(Page(f"book/{name}.html", html.unescape(title), body, part, source))
@@ -109,18 +138,31 @@ def for_teachers(folder) -> list[Page]:
     found = sorted((Path(folder) / "teach").glob("*.md"))
     names = {path: "index" if path.stem == "README" else path.stem for path in found}
     return [
-        markdown(f"teach/{name}.html", path.read_text(encoding="utf-8"), "Teachers", f"notebooks/teach/{path.name}")
+        markdown(
+            f"teach/{name}.html",
+            path.read_text(encoding="utf-8"),
+            "Teachers",
+            f"notebooks/teach/{path.name}",
+        )
         for path, name in names.items()
     ]
 
 
 def documents(root: Path) -> list[Page]:
     """docs/*.md and the other texts, and their list."""
-    docs = {f"docs/{path.name}": f"docs/{path.stem}.html" for path in sorted((root / "docs").glob("*.md"))}
+    docs = {
+        f"docs/{path.name}": f"docs/{path.stem}.html"
+        for path in sorted((root / "docs").glob("*.md"))
+    }
     texts = {source: (path, "") for source, path in (docs | TEXTS).items()}
     pages = [
         markdown(path, (root / source).read_text(encoding="utf-8"), "Docs", source, title)
         for source, (path, title) in (NAMED | texts).items()
     ]
-    items = "".join(f'<li><a href="{Path(page.path).name}">{html.escape(page.title)}</a></li>' for page in pages)
-    return [Page("docs/index.html", "Docs", f"<h1>Docs</h1>\n<ul>{items}</ul>", "Docs", "docs"), *pages]
+    items = "".join(
+        f'<li><a href="{Path(page.path).name}">{html.escape(page.title)}</a></li>' for page in pages
+    )
+    return [
+        Page("docs/index.html", "Docs", f"<h1>Docs</h1>\n<ul>{items}</ul>", "Docs", "docs"),
+        *pages,
+    ]

@@ -26,8 +26,15 @@ LEFT_OUT = re.compile(r"nanokv\.(__main__|apps\.cli|school\.course\.checks)\b")
 
 def modules() -> list[str]:
     """All modules of the two packages; pdoc's own walk leaves out what `__all__` does not name."""
-    paths = [path for package in ("nanokv", "weights_loader") for path in sorted((ROOT / package).rglob("*.py"))]
-    names = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths]
+    paths = [
+        path
+        for package in ("nanokv", "weights_loader")
+        for path in sorted((ROOT / package).rglob("*.py"))
+    ]
+    names = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in paths
+    ]
     return sorted(name for name in names if not LEFT_OUT.match(name))
 
 
@@ -46,7 +53,10 @@ def pages(names=None) -> list[Page]:
         found = {name: pdoc.doc.Module(loaded(name)) for name in names or modules()}
         for module in found.values():
             forget_builtins(module)
-        made = [page(name, pdoc.render.html_module(module, found), found) for name, module in found.items()]
+        made = [
+            page(name, pdoc.render.html_module(module, found), found)
+            for name, module in found.items()
+        ]
     return [Page("api/index.html", "The Python API", listing(found), "API"), *resolved(made)]
 
 
@@ -73,23 +83,37 @@ def page(name: str, rendered: str, found: dict) -> Page:
     inside = re.sub(r'<a href="https?://[^"]*">(.*?)</a>', r"\1", inside)
     inside = inside.replace(f"{ROOT}/", "").replace(str(ROOT), ".")
     path = name.replace(".", "/")
-    here, below = path.rpartition("/")[2], [child for child in found if child.rpartition(".")[0] == name]
-    items = [f'<li><a href="{here}/{child.rpartition(".")[2]}.html">{child}</a></li>' for child in below]
+    here, below = (
+        path.rpartition("/")[2],
+        [child for child in found if child.rpartition(".")[0] == name],
+    )
+    items = [
+        f'<li><a href="{here}/{child.rpartition(".")[2]}.html">{child}</a></li>' for child in below
+    ]
     inside = inside.replace("<!-- modules -->", f"<ul>{''.join(items)}</ul>" if items else "")
     source = path if (ROOT / path).is_dir() else f"{path}.py"  # what a link in the docs would name
-    return Page(f"api/{path}.html", name, f'<div class="pdoc">{book.wide(inside)}</div>', "API", source)
+    return Page(
+        f"api/{path}.html", name, f'<div class="pdoc">{book.wide(inside)}</div>', "API", source
+    )
 
 
 def resolved(made: list[Page]) -> list[Page]:
     """Without pdoc's guesses: a word in a docstring that happens to name a member which no page shows."""
-    places = {(page.path, name) for page in made for name in re.findall(r' id="([^"]*)"', page.body)}
+    places = {
+        (page.path, name) for page in made for name in re.findall(r' id="([^"]*)"', page.body)
+    }
 
     def real(match, path):
-        target = posixpath.normpath(posixpath.join(posixpath.dirname(path), match[1])) if match[1] else path
+        target = (
+            posixpath.normpath(posixpath.join(posixpath.dirname(path), match[1]))
+            if match[1]
+            else path
+        )
         return match[0] if (target, match[2]) in places else match[3]
 
     return [
-        replace(page, body=GUESS.sub(lambda match, path=page.path: real(match, path), page.body)) for page in made
+        replace(page, body=GUESS.sub(lambda match, path=page.path: real(match, path), page.body))
+        for page in made
     ]
 
 

@@ -10,7 +10,17 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-ADDRESSES = {"href", "src", "action", "poster", "data", "srcset", "formaction", "background", "xlink:href"}
+ADDRESSES = {
+    "href",
+    "src",
+    "action",
+    "poster",
+    "data",
+    "srcset",
+    "formaction",
+    "background",
+    "xlink:href",
+}
 # 0; url=where.
 REFRESH = re.compile(r"""[\s\d.]*[;,\s]\s*(?:url\s*=\s*)?['"]?([^'"]*)""", re.IGNORECASE)
 IN_STYLE = re.compile(r"""(?:url\(\s*['"]?|@import\s+['"])([^'")\s]+)""")
@@ -56,8 +66,16 @@ class Addresses(HTMLParser):
 
 def problems(folder) -> list[str]:
     """One line for each address that is wrong, with its page and the reason."""
-    pages = {posixpath.join(*p.relative_to(folder).parts): p for p in Path(folder).rglob("*") if p.is_file()}
-    read = {name: addresses(path) for name, path in sorted(pages.items()) if path.suffix in (".html", ".css", ".svg")}
+    pages = {
+        posixpath.join(*p.relative_to(folder).parts): p
+        for p in Path(folder).rglob("*")
+        if p.is_file()
+    }
+    read = {
+        name: addresses(path)
+        for name, path in sorted(pages.items())
+        if path.suffix in (".html", ".css", ".svg")
+    }
     found = []
     for name, (wanted, _) in read.items():
         for address, fetched in dict.fromkeys(wanted):
@@ -92,10 +110,18 @@ def complaint(page: str, address: str, fetched: bool, pages: dict, read: dict) -
     if parts.scheme == "data":
         return "" if fetched else "a link to data"
     if parts.scheme or parts.netloc:
-        return "asks another machine" if fetched or parts.scheme not in ("http", "https", "mailto") else ""
+        return (
+            "asks another machine"
+            if fetched or parts.scheme not in ("http", "https", "mailto")
+            else ""
+        )
     if parts.path.startswith("/"):
         return "an absolute path"
-    target = posixpath.normpath(posixpath.join(posixpath.dirname(page), unquote(parts.path))) if parts.path else page
+    target = (
+        posixpath.normpath(posixpath.join(posixpath.dirname(page), unquote(parts.path)))
+        if parts.path
+        else page
+    )
     if target not in pages:
         return "there is no such file"
     if parts.fragment and unquote(parts.fragment) not in read.get(target, ((), ()))[1]:

@@ -17,10 +17,16 @@ from nanokv.school.course import book
 from nanokv.school.course.site.search import contents
 
 PARTS = {  # of the header, each with its first page
-    "Course": "book/index.html", "Glossary": "book/glossary.html", "Recordings": "traces/index.html",
-    "Teachers": "teach/index.html", "Docs": "docs/index.html", "API": "api/index.html",
+    "Course": "book/index.html",
+    "Glossary": "book/glossary.html",
+    "Recordings": "traces/index.html",
+    "Teachers": "teach/index.html",
+    "Docs": "docs/index.html",
+    "API": "api/index.html",
 }
-LINK = re.compile(r'<a href="(?P<target>[^"]*)"[^>]*>(?P<text>.*?)</a>|(?<= src=")(?P<picture>[^"]*)', re.DOTALL)
+LINK = re.compile(
+    r'<a href="(?P<target>[^"]*)"[^>]*>(?P<text>.*?)</a>|(?<= src=")(?P<picture>[^"]*)', re.DOTALL
+)
 ELSEWHERE = re.compile(r"[a-z]+:|//|#|$", re.IGNORECASE)
 MANY = 4  # headings, from which on a page gets a list of them
 
@@ -43,7 +49,13 @@ def markdown(path: str, text: str, part: str, source: str, title: str = "") -> P
     """
     text = re.sub(r"\A---\n.*?^---\n", "", text, flags=re.DOTALL | re.MULTILINE)
     body = book.anchored(book.markdown(text))
-    return Page(path, title or plain(re.search(r"<h1[^>]*>(.*?)</h1>", body, re.DOTALL)[1]), body, part, source)
+    return Page(
+        path,
+        title or plain(re.search(r"<h1[^>]*>(.*?)</h1>", body, re.DOTALL)[1]),
+        body,
+        part,
+        source,
+    )
 
 
 def plain(markup: str) -> str:
@@ -58,14 +70,20 @@ def relative(target: str, page: str) -> str:
 
 def write(pages: list[Page], root: Path, out: Path) -> None:
     """All pages, each in the frame and with links that lead somewhere; pictures of the repository are copied."""
-    known = {page.path for page in pages} | {path.relative_to(out).as_posix() for path in files(out)}
+    known = {page.path for page in pages} | {
+        path.relative_to(out).as_posix() for path in files(out)
+    }
     shown = {page.source: page.path for page in pages if page.source}
-    folders = {posixpath.dirname(file): path for file, path in shown.items() if file.endswith("/README.md")}
+    folders = {
+        posixpath.dirname(file): path for file, path in shown.items() if file.endswith("/README.md")
+    }
     places = Places(root, out, known, folders | shown)
     for page in pages:
         path = out / page.path
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(framed(page, LINK.sub(partial(places.linked, page), page.body)), encoding="utf-8")
+        path.write_text(
+            framed(page, LINK.sub(partial(places.linked, page), page.body)), encoding="utf-8"
+        )
 
 
 @dataclass(frozen=True)
@@ -112,13 +130,25 @@ def framed(page: Page, body: str) -> str:
     """The whole page: header with the parts, search and theme, a list of its headings, and the body."""
     root = posixpath.relpath(".", posixpath.dirname(page.path) or ".") + "/"
     current = {page.part: ' aria-current="true"'}
-    parts = " ".join(f'<a href="{root}{path}"{current.get(name, "")}>{name}</a>' for name, path in PARTS.items())
+    parts = " ".join(
+        f'<a href="{root}{path}"{current.get(name, "")}>{name}</a>' for name, path in PARTS.items()
+    )
     headings = contents(body)
-    items = "".join(f'<li><a href="#{html.escape(id)}">{html.escape(text)}</a></li>' for id, text in headings)
-    toc = f"<details><summary>On this page</summary><ul>{items}</ul></details>" if len(headings) >= MANY else ""
+    items = "".join(
+        f'<li><a href="#{html.escape(id)}">{html.escape(text)}</a></li>' for id, text in headings
+    )
+    toc = (
+        f"<details><summary>On this page</summary><ul>{items}</ul></details>"
+        if len(headings) >= MANY
+        else ""
+    )
     return book.asset("site.html").format(
-        title=html.escape(page.title if page.title == "nanokv" else f"{page.title} · nanokv"), root=root, parts=parts,
-        kind=(page.part or "front").lower(), body=body, version=__version__,
+        title=html.escape(page.title if page.title == "nanokv" else f"{page.title} · nanokv"),
+        root=root,
+        parts=parts,
+        kind=(page.part or "front").lower(),
+        body=body,
+        version=__version__,
         contents=toc and f'<nav class="contents" aria-label="On this page">{toc}</nav>',
     )
 

@@ -28,29 +28,49 @@ class Recording:
 
     def command(self, out: str) -> list[str]:
         fault = ["--fault", self.fault] if self.fault else []
-        return ["nanokv", "trace", self.prompt, "-n", str(self.tokens), *fault, "-m", "tiny", "-o", out]
+        return [
+            "nanokv",
+            "trace",
+            self.prompt,
+            "-n",
+            str(self.tokens),
+            *fault,
+            "-m",
+            "tiny",
+            "-o",
+            out,
+        ]
 
 
 RECORDINGS = (
     Recording(
-        "answer", "A question and its answer",
+        "answer",
+        "A question and its answer",
         "The first step feeds the whole prompt. Each later step feeds one token, and the cache grows by one row.",
-        "What is a KV cache?", tokens=40,
+        "What is a KV cache?",
+        tokens=40,
     ),
     Recording(
-        "recall", "A name is recalled",
+        "recall",
+        "A name is recalled",
         "When the answer names Zorbla, the attention of some heads goes back to the name in the prompt.",
-        "My name is Zorbla. What is my name?", tokens=24,
+        "My name is Zorbla. What is my name?",
+        tokens=24,
     ),
     Recording(
-        "restart", "Fault: every call counts positions from 0",
+        "restart",
+        "Fault: every call counts positions from 0",
         "The cache has the right size, and its keys are rotated to the wrong positions.",
-        "Reverse: moon, kettle, blorf", "start_pos_restarts",
+        "Reverse: moon, kettle, blorf",
+        "start_pos_restarts",
     ),
     Recording(
-        "not-cleared", "Fault: the cache is not cleared between requests",
+        "not-cleared",
+        "Fault: the cache is not cleared between requests",
         "The keys of an earlier request are still there, and the new tokens attend to them.",
-        "My name is Zorbla. What is my name?", "not_cleared", tokens=24,
+        "My name is Zorbla. What is my name?",
+        "not_cleared",
+        tokens=24,
     ),
 )
 
@@ -60,7 +80,10 @@ def pages(out: Path, recordings=RECORDINGS) -> list[Page]:
     (out / "traces").mkdir(parents=True, exist_ok=True)
     for one in recordings:
         record(one, out / "traces" / f"{one.name}-alone.html")
-    return [Page("traces/index.html", "Recordings", listing(recordings), "Recordings"), *map(page, recordings)]
+    return [
+        Page("traces/index.html", "Recordings", listing(recordings), "Recordings"),
+        *map(page, recordings),
+    ]
 
 
 def record(recording: Recording, path: Path) -> None:
@@ -69,7 +92,10 @@ def record(recording: Recording, path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise CourseError(f"the recording {recording.name}: {said[0]}", shlex.join(recording.command("trace.html")))
+        raise CourseError(
+            f"the recording {recording.name}: {said[0]}",
+            shlex.join(recording.command("trace.html")),
+        )
 
 
 def page(recording: Recording) -> Page:

@@ -57,12 +57,17 @@ def sections(body: str) -> list[tuple[int, str, str, str]]:
     parser = Sections()
     parser.feed(body)
     parser.close()
-    return [(level, anchor, *(" ".join(text.split()) for text in texts)) for level, anchor, *texts in parser.found]
+    return [
+        (level, anchor, *(" ".join(text.split()) for text in texts))
+        for level, anchor, *texts in parser.found
+    ]
 
 
 def contents(body: str) -> list[tuple[str, str]]:
     """(anchor, heading) of the second level: what a page is about."""
-    return [(anchor, heading) for level, anchor, heading, _ in sections(body) if level == 2 and anchor]
+    return [
+        (anchor, heading) for level, anchor, heading, _ in sections(body) if level == 2 and anchor
+    ]
 
 
 def index(pages) -> str:
