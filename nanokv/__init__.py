@@ -49,7 +49,7 @@ if TYPE_CHECKING:  # for editors and type checkers: the names of _HOME and _MODU
     from nanokv.text import tokenizer as tokenizer
     from nanokv.text.tokenizer import Tokenizer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _NAMES = {  # module → the names that `nanokv` has from it
     "cache": "CACHES KVCache NoCache make_cache",

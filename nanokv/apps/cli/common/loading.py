@@ -66,7 +66,7 @@ class Plan:
     ranks: Ranks = field(default=ALONE, kw_only=True)  # of a Group, once loaded, config is a rank's
 
     def banner(self) -> list[str]:
-        """The parts of: nanokv 0.1.0 · tiny 3.1 M fp32 · 2 threads · cache dict · context 2,048 · fast kernels"""
+        """The parts of: nanokv 0.2.0 · tiny 3.1 M fp32 · 2 threads · cache dict · context 2,048 · fast kernels"""
         where = (
             f"{self.threads} thread{'s' * (self.threads > 1)}"
             if self.device == "cpu"
