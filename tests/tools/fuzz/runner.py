@@ -10,9 +10,9 @@ Exit code 1 if there were findings, 2 if atheris is missing.
 """
 
 import argparse
+import ast
 import importlib
 import importlib.util
-import json
 import random
 import re
 import subprocess
@@ -161,8 +161,9 @@ def inside(name: str, seconds: int, out: Path, seed: int) -> None:
 
 def _instrumented(name: str) -> list[str]:
     """The list stands in the target, which must not be imported before atheris looks."""
-    text = (HERE / f"target_{name}.py").read_text()
-    return json.loads(re.search(r"^INSTRUMENT = (\[.*\])$", text, re.MULTILINE)[1])
+    body = ast.parse((HERE / f"target_{name}.py").read_text()).body
+    lists = {ast.unparse(n.targets[0]): n.value for n in body if isinstance(n, ast.Assign)}
+    return ast.literal_eval(lists["INSTRUMENT"])
 
 
 def table(rows: list[dict]) -> str:

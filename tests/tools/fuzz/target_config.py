@@ -8,7 +8,7 @@ from nanokv.config import Config, GenerationConfig
 from nanokv.errors import ConfigError
 from weights_loader import names, strict
 
-INSTRUMENT = ["nanokv.config", "weights_loader"]
+INSTRUMENT = ["nanokv.config", "nanokv.config_file", "weights_loader"]
 ALLOWED = (ConfigError, strict.CheckpointError)
 mutate = common.json_mutator
 
