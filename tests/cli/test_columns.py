@@ -430,6 +430,7 @@ def test_a_pipe_gets_an_answer_as_it_is(tmp_path, monkeypatch):
         assert wrapping.write_words(file, print) is print
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [80, 60])
 def test_a_chat_and_a_generate_break_their_answers_between_words(width, tmp_path):
     """The same answer on the screen and through a pipe; after /retry and Ctrl-C the words are whole too."""

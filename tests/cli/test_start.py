@@ -185,6 +185,7 @@ def test_a_short_read_goes_on_where_it_stopped(tmp_path, monkeypatch):
 # --- what a start takes -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_profile_start_says_where_the_time_goes(cli, tiny_folder):
     """Each part of the real command, from its process's start to the first token; floors beside three of them."""
     from nanokv.apps.cli.bench.start import FLOORS, PARTS
@@ -200,6 +201,7 @@ def test_profile_start_says_where_the_time_goes(cli, tiny_folder):
     assert floors["torch"] > 10 * floors["plan"], "torch is imported, and it is the largest part"
 
 
+@pytest.mark.slow
 def test_profile_start_needs_a_folder_and_tells_what_generate_said(cli, tmp_path):
     code, _, err = cli("profile", "--start", "-m", "qwen3-0.6b-random")
     assert code == 2 and "no folder that a start could read" in err

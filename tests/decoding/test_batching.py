@@ -345,6 +345,7 @@ print(peak() - before, *logits[0].tolist())
 """
 
 
+@pytest.mark.slow
 def test_chunks_bound_the_peak_memory():
     """4,096 tokens through an MLP 6,144 wide: 100 MB an activation at once, 6 MB in chunks of 256."""
     peaks, logits = {}, {}

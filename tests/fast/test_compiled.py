@@ -53,6 +53,7 @@ def beside(model, fast, cache, ids, lengths, start=0):
 # --- equal, and compiled once ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_prompts_of_many_lengths_compile_once_a_width():
     model, ids = small()
     fast = Compiled(model, CAPACITY, backend="eager")

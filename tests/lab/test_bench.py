@@ -375,6 +375,7 @@ def test_a_random_model_is_the_same_every_time(monkeypatch):
 # --- the commands -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_bench_prints_one_json_object_and_a_picture(tmp_path):
     picture = tmp_path / "speed.svg"
     result = run_cli(
@@ -432,6 +433,7 @@ def test_the_limit_of_products_is_that_of_the_fastest_dtype(monkeypatch):
     assert set(asked) == set(seconds)
 
 
+@pytest.mark.slow
 def test_bench_table_never_shows_speed_without_bandwidth():
     """What is asked for twice is measured once; of one round no spread is known."""
     result = run_cli(
@@ -509,6 +511,7 @@ def test_quality_tells_what_the_formats_cost():
     ] == "held-out conversation"
 
 
+@pytest.mark.slow
 def test_quality_tells_what_caches_cost_on_a_text_of_ones_own(cli, tmp_path):
     """Bytes per token are the formula's, perplexity is the exponential of the mean."""
     (tmp_path / "text").write_text(
@@ -697,6 +700,7 @@ def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["plain", "fast"])
 def test_profile_parts_add_up_and_floors_are_arithmetic(weights):
     result = run_cli("profile", "--tokens", "40", "--weights", weights, "--threads", "1", "--json")

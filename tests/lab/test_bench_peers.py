@@ -107,6 +107,7 @@ def test_a_peer_that_never_begins_says_so_once_in_the_table(cli, fake, name, why
     assert " ".join(out.split()).endswith(f"transformers float32 dynamic, context 16, 20: {why}")
 
 
+@pytest.mark.slow
 def test_many_requests_survive_a_peer_as_well(cli, fake):
     fake("hanging_batch")
     code, out, _ = cli(
@@ -196,6 +197,7 @@ def bench_with_a_hanging_peer(tmp_path):
         bench.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs /proc")
 @pytest.mark.parametrize(
     "name",
@@ -215,6 +217,7 @@ def test_a_bench_that_is_killed_leaves_no_peer(bench_with_a_hanging_peer, name):
     assert gone(pid)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs /proc")
 def test_ctrl_c_ends_a_peer_that_hangs_and_shows_the_finished_rounds(bench_with_a_hanging_peer):
     bench, pid = bench_with_a_hanging_peer("hanging")
@@ -312,6 +315,7 @@ def llama_model_quantize(source, target, params):
 """
 
 
+@pytest.mark.slow
 def test_llama_cpp_reads_a_file_of_the_same_weights_and_one_variant_may_crash(
     cli, tmp_path, monkeypatch
 ):

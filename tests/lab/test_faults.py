@@ -347,6 +347,7 @@ def test_smallest_tests_can_be_shown_and_pass_on_the_bundled_model(bundled):
 # --- grading tests --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_full_equality_suite_kills_every_fault(monkeypatch):
     # Its files are not needed after a power cut.
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
@@ -435,6 +436,7 @@ def test_a_test_that_hangs_is_ended(forwards, model):
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.slow
 @pytest.mark.serial
 @pytest.mark.parametrize("caught", [Exception, BaseException])
 def test_a_test_that_swallows_its_end_is_late_all_the_same(caught, model):

@@ -188,6 +188,7 @@ def test_a_checkpoint_equals_itself(verify, tiny_folder):
     )
 
 
+@pytest.mark.slow
 def test_checkpoints_of_other_sizes_are_compared_without_a_crash(verify, tiny_folder, tmp_path):
     """Another vocabulary, fewer layers: differences that have no number are inf, and null in JSON."""
     write_tiny_checkpoint(tmp_path / "other", num_hidden_layers=2, vocab_size=400, head_dim=16)
@@ -248,6 +249,7 @@ def test_a_broken_checkpoint_leaves_with_2(verify, tiny_folder, tmp_path):
     assert (code, out) == (2, "") and "model.safetensors" in err
 
 
+@pytest.mark.slow
 def test_in_a_real_process_with_a_hostile_folder_name(tiny_folder, tmp_path):
     """stdout is the report, stderr the progress; the name reaches neither with its escape sequence."""
     folder = tmp_path / "evil\x1b[31mname"

@@ -59,6 +59,7 @@ def test_every_kind_of_fault_is_made_once_and_texts_are_left_alone():
     ]
 
 
+@pytest.mark.slow
 def test_the_list_depends_on_the_seed_alone_and_holds_every_file_with_its_tests():
     first = mutants.all_mutants(1)
     assert (

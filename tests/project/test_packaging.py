@@ -324,6 +324,7 @@ def test_import_nanokv_loads_nothing_heavy():
     assert loaded_after("import nanokv, weights_loader") == set()
 
 
+@pytest.mark.slow
 @pytest.mark.serial
 def test_import_nanokv_is_cheap_beside_torch():
     """Under 1.5 × import torch, also when every public name is used, so that laziness hides nothing."""

@@ -172,6 +172,7 @@ def test_shape_of_a_conversation(trained):
 # --- every answer is right ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", SPLITS)
 def test_every_answer_follows_from_the_conversation(split, all_talks):
     """16,000 exchanges a split: each says what it means, and each answer is worked out again."""
@@ -272,6 +273,7 @@ def noticed(messages, log, says_again: bool = False) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_a_wrong_answer_is_noticed(all_talks):
     """One of the last two words of any answer changed; only a story may go on as it likes."""
     rng, seen, missed = random.Random(0), Counter(), []
@@ -298,6 +300,7 @@ def test_a_wrong_answer_is_noticed(all_talks):
     assert sum(seen.values()) >= 2000 and len(seen) > 25
 
 
+@pytest.mark.slow
 def test_a_wrong_meaning_is_noticed(all_talks):
     """Any one part of a meaning replaced by the same part of another exchange; items in another order."""
     rng, pool = random.Random(0), defaultdict(set)

@@ -61,6 +61,7 @@ def test_a_tool_that_finds_positions_finds_them():
         assert torch.allclose(nb07._rotated(config, key, position), rotated, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_test_is_judged_by_what_it_kills():
     def blind(model):
         pass
@@ -96,6 +97,7 @@ def test_a_test_is_judged_by_what_it_kills():
     assert TEST.judge(everything, case).message.startswith("22 of 22 faults killed")
 
 
+@pytest.mark.slow
 def test_a_test_that_returns_its_verdict_is_told_that_nobody_looks_at_it():
     def verdict(model):
         ids = torch.arange(5)[None]
@@ -201,6 +203,7 @@ class Whole(nanokv.cache.LayerCache):
         self.slabs = self.slabs and [slab[index] for slab in self.slabs]
 
 
+@pytest.mark.slow
 def test_a_mended_cache_passes_and_must_still_do_all_that_the_broken_one_did():
     class Shallow(Whole):
         def fork(self):

@@ -391,6 +391,7 @@ def test_a_model_that_says_nothing_reaches_nothing(tokenizer):
         assert result.wrong == [(case, "") for case in cases(result.task, 3, seed=1)]
 
 
+@pytest.mark.slow
 def test_a_model_that_repeats_what_it_heard_reaches_little(tokenizer):
     """All the words of the conversation in every answer: that is no memory."""
     found = shares(Stub(" ".join), tokenizer)
@@ -477,6 +478,7 @@ def test_a_lie_about_nothing_changes_no_logit(folder, tokenizer):
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_json_is_one_object_and_nothing_else(folder, capsys):
     """An untrained model misses every target: exit code 1, and the report says which and why."""
     assert (
@@ -547,6 +549,7 @@ def test_exit_code_says_whether_every_seed_reaches_the_targets(
 # --- the bundled model -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_bundled_model_answers():
     """Twelve cases per task, at least two in three right; a hundred below."""
     model, tokenizer = nanokv.load("tiny")

@@ -480,6 +480,7 @@ def spawn_and_die(out, *moment):
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("moment", "left", "done"),
     [(("--die-at", 10), [4, 8], 10), (("--die-in-save", 8), [4], 8)],
@@ -822,6 +823,7 @@ def test_a_short_run_is_evaluated_shortly(steps, cases):
     assert cases_after(steps) == cases
 
 
+@pytest.mark.slow
 def test_evaluation_gets_the_cases_of_the_run_unless_they_are_given_and_can_be_left_out(
     tmp_path, small, capsys
 ):

@@ -637,6 +637,7 @@ def test_what_the_library_reads_is_what_was_written(make):
     assert json.loads((weights_loader.resolve(path) / "gguf.json").read_text())["path"] == str(path)
 
 
+@pytest.mark.slow
 def test_the_published_qwen_tokenizer_survives_the_way_through_gguf(qwen3_files, tmp_path):
     """Vocabulary, merges and `pre: qwen2`, as llama.cpp's converter writes them: transformers' recorded ids."""
     folder = qwen3_files / "tokenizer"

@@ -829,6 +829,7 @@ print(min(ours[1:]), min(theirs[1:]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.serial
 @pytest.mark.parametrize(("head", "limit"), [(False, 2), (True, 4)])
 def test_time_against_safetensors(head, limit, large, capsys):
