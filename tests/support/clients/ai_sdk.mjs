@@ -1,4 +1,4 @@
-// The AI SDK with its OpenAI-compatible provider: prints what tests/test_serve_clients.py compares.
+// The AI SDK with its OpenAI-compatible provider: prints what tests/serve/test_serve_clients.py compares.
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { generateText, streamText } from "ai";
 

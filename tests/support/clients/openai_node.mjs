@@ -1,4 +1,4 @@
-// openai for Node: prints what tests/test_serve_clients.py compares.
+// openai for Node: prints what tests/serve/test_serve_clients.py compares.
 import OpenAI from "openai";
 
 const [url, key, stop] = process.argv.slice(2);
