@@ -11,6 +11,7 @@ Names are imported on first use, so `import nanokv` is light and `nanokv --help`
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -130,19 +131,45 @@ def __dir__() -> list[str]:
     return sorted([*__all__, *_MODULES])
 
 
-class _Entrance(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class _Entrance(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
     """`from nanokv.faults import inject` works as `nanokv.faults.inject` does: both are nanokv.lab.faults itself."""
 
-    def find_spec(self, name, path=None, target=None):
+    @staticmethod
+    def home(name: str) -> str:
+        """nanokv.faults.catalogue → nanokv.lab.faults.catalogue; "" for what is no entrance."""
         package, _, rest = name.partition(".")
-        if package == "nanokv" and rest.partition(".")[0] in _ENTRANCES:
-            return importlib.machinery.ModuleSpec(name, self)
-        return None
+        entrance, _, inside = rest.partition(".")
+        if package != "nanokv" or entrance not in _ENTRANCES:
+            return ""
+        return _ENTRANCES[entrance] + (f".{inside}" if inside else "")
+
+    def find_spec(self, name, path=None, target=None):
+        found = importlib.util.find_spec(self.home(name)) if self.home(name) else None
+        if found is None:
+            return None
+        is_package = found.submodule_search_locations is not None
+        return importlib.machinery.ModuleSpec(
+            name, self, origin=found.origin, is_package=is_package
+        )
 
     def exec_module(self, module):
-        name, _, inside = module.__name__.removeprefix("nanokv.").partition(".")
-        home = _ENTRANCES[name] + (f".{inside}" if inside else "")
-        sys.modules[module.__name__] = importlib.import_module(home)
+        name = module.__name__
+        sys.modules[name] = importlib.import_module(self.home(name))
+
+    def is_package(self, name):
+        return self.loader(name).is_package(self.home(name))
+
+    def get_code(self, name):
+        return self.loader(name).get_code(self.home(name))
+
+    def get_source(self, name):
+        return self.loader(name).get_source(self.home(name))
+
+    def loader(self, name) -> Any:
+        found = importlib.util.find_spec(self.home(name))
+        return found and found.loader
 
 
-sys.meta_path.insert(0, _Entrance())  # before the finder of files, which would load a second copy
+# Before the finder of files, which would load a second copy; once, also after a reload.
+if not any(type(finder).__name__ == _Entrance.__name__ for finder in sys.meta_path):
+    sys.meta_path.insert(0, _Entrance())

@@ -86,7 +86,15 @@ def reserve_of(layer: Any) -> Callable | None:
 
     Changes nothing, and takes any class: one of the caller's may call something else `pages`.
     """
-    return RESERVES.get(getattr(layer.append, "__func__", None))  # type: ignore[arg-type]
+    append = layer.append
+    if getattr(append, "__self__", None) is not layer:  # a function, or another layer's append
+        return None
+    return RESERVES.get(append.__func__)
+
+
+def has_pages(cache: Any) -> bool:
+    """Does its class say where keys and values lie? Not one that passes on what it is asked."""
+    return callable(getattr(type(cache), "pages", None)) and len(cache) > 0
 
 
 class LayerCapabilities:
@@ -175,10 +183,13 @@ class CacheCapabilities(list):
 
         None, and nothing is changed, if one of them has none.
         """
+        reserves = list(filter(None, map(reserve_of, self)))
+        if len(reserves) < len(self):
+            return None
         found, before = [], []
-        for layer in self:
+        for layer, reserve in zip(self, reserves, strict=True):
             before.append(layer._snapshot())
-            pages = None if reserve_of(layer) is None else layer.pages(like)
+            pages = reserve(layer, like)
             if pages is None:
                 for asked, snapshot in zip(self, before[:-1], strict=False):
                     asked._rollback(snapshot)

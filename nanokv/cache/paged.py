@@ -116,7 +116,9 @@ class PagedLayer(LayerCache):
         # No cycle: pages go back at once.
         self.parent, self.layer, self.length = weakref.proxy(parent), layer, 0
 
-    def _reserve(self, like) -> Pages:
+    def _reserve(self, like) -> Pages | None:
+        if not as_made(self):  # one of the caller's may write and gather in its own way
+            return None
         view = self.step(1, like)
         self.length += 1
         return view.pages[self.layer]

@@ -20,13 +20,16 @@ class StaticCache(LayerCache):
         self.capacity, self.length, self.keys, self.values = capacity, 0, None, None
         self.given, self.made_for, self.slots = None, None, 0  # Pages given, to whom, how many fit
 
-    def _reserve(self, like) -> Pages:
+    def _reserve(self, like) -> Pages | None:
         pages, made_for = self.given, (like.shape[0], like.dtype)
         # As in the step before.
-        same = pages is not None and pages.keys is self.keys and self.made_for == made_for
+        same = pages is not None and pages.keys is self.keys and pages.values is self.values
+        same = same and self.made_for == made_for
         if not same or self.length == self.slots:
             check_append(like, like, self.keys, self._expected)
             self.make_room(self.length + 1, like)
+            if not (self.keys.is_contiguous() and self.values.is_contiguous()):
+                return None  # somebody put a view in their place
             self.given = pages = Pages(self.keys, self.values, [0] * like.shape[0])
             self.made_for, self.slots = made_for, self.keys.shape[2]
         pages.lengths.fill_(self.length + 1)

@@ -1,6 +1,6 @@
 """How much memory a model and its cache take: the published Qwen3 sizes, the formulas with numbers, what still fits.
 
-Arithmetic over a Config with the counts of costs.py; no torch, no weights, no network. `nanokv memory` prints it and
+Arithmetic over a Config with the counts of formulas.py; no torch, no weights, no network. `nanokv memory` prints it and
 its --check allocates every cache and compares. Not here: activations (a chunk of a prefill) and the program itself.
 """
 

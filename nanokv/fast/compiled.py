@@ -23,6 +23,7 @@ from torch import nn
 
 from nanokv.attention import Causal, Decode, Masked
 from nanokv.cache import KVCache, make_cache
+from nanokv.cache.capabilities import has_pages, reserve_of
 from nanokv.errors import CapacityError, ConfigError
 from nanokv.fast import torch_ops
 from nanokv.fast.weights import check_dense
@@ -137,7 +138,9 @@ class Compiled(nn.Module):
 
     def takes(self, tokens, cache, start_pos, attend) -> bool:
         """Is this what was compiled for?"""
-        if not hasattr(cache, "pages"):  # a class of the caller's
+        if not has_pages(cache) or any(
+            reserve_of(layer) is None for layer in cache
+        ):  # the caller's
             return False
         B, T = tokens.shape
         sizes = cache.made.name, B, cache.capacity, len(cache), cache.config
@@ -168,7 +171,7 @@ class Compiled(nn.Module):
         like = self.embed_tokens.weight.new_empty(
             self.batch_size, config.num_key_value_heads, 1, config.head_dim
         )
-        pages = cache.pages(like)
+        pages = type(cache).pages(cache, like)
         if pages is None:
             return None
         for layer, one in zip(cache, pages, strict=True):

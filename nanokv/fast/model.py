@@ -17,14 +17,14 @@ from torch.nn.modules import module
 
 from nanokv import model as plain_model
 from nanokv.attention import Causal, Decode, row_blocks
-from nanokv.cache.capabilities import Pages, reserve_of
+from nanokv.cache.capabilities import Pages, has_pages, reserve_of
 from nanokv.cache.packed import Packed
 from nanokv.errors import CacheError, ConfigError
 from nanokv.fast import choice, native
 from nanokv.fast.weights import FORMATS, Addressed, Dense, Int8, Matrix, check_dense
 from nanokv.loading import skeleton
 from nanokv.model import Transformer
-from nanokv.rope import apply_rope, rope_frequencies
+from nanokv.rope import apply_rope, rope_angles, rope_frequencies
 from nanokv.support.habits import hinted
 from nanokv.support.neighbours import watch
 
@@ -72,7 +72,8 @@ class Block(Addressed):
         kernels = native.kernels() if x.device.type == "cpu" else None
         if kernels and x.shape[1] == 1 and sees_its_row(attend, cache):
             like = self.token_like(len(x))
-            pages = None if reserve_of(cache) is None else cache.pages(like)
+            reserve = reserve_of(cache)
+            pages = None if reserve is None else reserve(cache, like)
             if pages is not None:
                 return self.step(kernels, x, rope, pages)
             if attend.mask is None:
@@ -336,7 +337,7 @@ class FastTransformer(Transformer):
         B, C, D = len(tokens), self.config.hidden_size, self.config.head_dim
         cos, sin = self.angles(start_pos)  # (D,) or (B,D) ×2
         angles = cos.data_ptr(), sin.data_ptr(), stride(cos, B, D)
-        found = cache.pages(self.layers[0].token_like(B))
+        found = type(cache).pages(cache, self.layers[0].token_like(B))
         if found is None:  # nothing has changed so far
             return super().forward(tokens, cache, start_pos, attend)
         tokens, x = tokens.contiguous(), tokens.new_empty(B, 1, C, dtype=torch.float32)
@@ -366,8 +367,9 @@ class FastTransformer(Transformer):
         )
         if any(type(part) is not kind or has_own_forward(part) for part, kind in parts):
             return False
-        stored = hasattr(cache, "pages") and bool(cache) and reserve_of(cache[0]) is not None
-        return stored and sees_its_row(attend, cache[0])
+        if plain_model.rope_angles is not rope_angles or not has_pages(cache):
+            return False
+        return reserve_of(cache[0]) is not None and sees_its_row(attend, cache[0])
 
     def knows(self, tokens) -> bool:
         """Are these ids of its vocabulary? Kernels take that on trust; torch refuses what is not."""
@@ -382,8 +384,8 @@ class FastTransformer(Transformer):
             self.speeds = self.config, torch.cat((speed, speed)), scale
         _, speed, scale = self.speeds
         if type(start_pos) is not int:
-            # Or (B,1).
-            start_pos = torch.as_tensor(start_pos, device=speed.device)[..., None].float()  # (1)
+            start_pos = torch.as_tensor(start_pos, device=speed.device)  # () or (B,)
+            start_pos = start_pos[..., None].float()  # (1) or (B,1)
         angle = start_pos * speed
         cos, sin = angle.cos(), angle.sin()
         return (cos, sin) if scale == 1 else (cos * scale, sin * scale)
@@ -461,17 +463,37 @@ def check_plain(model) -> None:
         )
     check_dense(model.config)
     for name, part in model.named_modules():
-        if name and (type(part) not in PLAIN or has_own_forward(part)):
+        known = type(part) in PLAIN if name else type(part) is Transformer
+        if not known or has_own_forward(part):
             raise ConfigError(
-                f"{name} is a {type(part).__name__} with a forward or hooks of its own: kernels would leave them out",
+                f"{name or 'the model'} is a {type(part).__name__} with a forward or hooks of its own: "
+                "kernels would leave them out",
                 hint="use the plain model; hooks that only listen can be put on the optimized one",
             )
+        check_values(name, part, model.config)
     dtypes = {weight.dtype: name for name, weight in model.named_parameters() if weight.dim() == 2}
     if len(dtypes) > 1:
         (one, first), (other, second) = list(dtypes.items())[:2]
         raise ConfigError(
             f"{first} is {one} and {second} is {other}: an optimized model has one dtype",
             hint="bring the model into one dtype: model.to(torch.bfloat16)",
+        )
+
+
+def check_values(name: str, part, config) -> None:
+    """ConfigError for a bias, or an eps, that the config knows nothing of: the kernels go by the config."""
+    biased = {"q_proj": config.qkv_bias, "k_proj": config.qkv_bias, "v_proj": config.qkv_bias}
+    biased["o_proj"] = config.output_bias
+    expected = biased.get(name.rpartition(".")[2], False)
+    if type(part) is nn.Linear and (part.bias is not None) != expected:
+        raise ConfigError(
+            f"{name} has {'no' if expected else 'a'} bias, other than the config says: kernels go by the config",
+            hint="use the plain model",
+        )
+    if type(part) is plain_model.RMSNorm and part.eps != config.rms_norm_eps:
+        raise ConfigError(
+            f"{name} has eps {part.eps}, and the config {config.rms_norm_eps}: kernels go by the config",
+            hint="use the plain model",
         )
 
 

@@ -113,7 +113,36 @@ class Wrapped(LayerCache):
         return self.layer.append(k, v)
 
 
+class Borrowed(LayerCache):
+    """A layer whose append is the method of another one."""
+
+    def __init__(self, layer, calls):
+        right = layer.append
+        layer.append = lambda k, v: calls.append(k.shape[2]) or right(k, v)
+        self.layer, self.append, self.truncate = layer, layer.append, layer.truncate
+
+    length = property(lambda self: self.layer.length)
+
+
+class Duck:
+    """No class of ours: append, length and mask alone, and something else that is called pages."""
+
+    pages = 3
+    mask, capacity, batch_size, nbytes = LayerCache.mask, None, None, 0
+
+    def __init__(self, layer, calls):
+        self.layer, self.calls = layer, calls
+
+    length = property(lambda self: self.layer.length)
+
+    def append(self, k, v):
+        self.calls.append(k.shape[2])
+        return self.layer.append(k, v)
+
+
 WAYS = {
+    "a layer with a borrowed append": Borrowed,
+    "an object that is no layer": Duck,
     "a layer around it": Wrapped,
     "a class below it": lambda layer, calls: type("Own", (counting(calls), type(layer)), {})(20),
     "a method put on it": on_an_object,
@@ -179,3 +208,25 @@ def test_the_members_to_know_are_few():
 
 def test_the_null_object_has_no_length(model):
     assert NoCache(3).length == 0 and NoCache(3).fork().capacity == 0 and NoCache(3).nbytes == 0
+
+
+def test_keys_that_lie_in_another_layer_are_appended_there(model):
+    """A bound method of another layer: the slots of this one must not be written in its place."""
+    cache, others = (make_cache("static", model.config, capacity=20) for _ in range(2))
+    for layer, other in zip(cache, others, strict=True):
+        layer.append = other.append
+    assert cache.pages(torch.empty(1, 2, 1, 32)) is None
+
+
+def test_values_that_were_replaced_are_read(model):
+    """As keys are: what the step before gave to the kernel is given again only while both are there."""
+    ids, fast = random_ids(1, 1, 8), nanokv.optimize(pair(**SHAPES["G2-untied-bias"])[1])
+    found = []
+    for this in (model, fast):
+        cache = make_cache("static", model.config, capacity=20)
+        inference.prefill(this, ids[:, :5], cache)
+        inference.decode(this, ids[:, 5:6], cache, 5)
+        for layer in cache:
+            layer.values = torch.zeros_like(layer.values)
+        found.append(inference.decode(this, ids[:, 6:7], cache, 6))
+    assert gap(*found) <= TOLERANCE

@@ -1,4 +1,4 @@
-"""The arithmetic of costs.py against published sizes, against the modules themselves, and against a cache's bytes."""
+"""The arithmetic of nanokv.costs against published sizes, the modules themselves, and the bytes of a cache."""
 
 import subprocess
 import sys

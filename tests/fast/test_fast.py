@@ -1298,3 +1298,46 @@ def test_a_hook_keeps_what_a_layer_was_given_and_gave(tokens):
     half = len(kept) // 2
     for plain, other in zip(kept[:half], kept[half:], strict=True):
         assert all(gap(a, b) < 1e-4 for a, b in zip(plain, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda model: hooked(model), "the model is a Transformer with a forward or hooks"),
+        (lambda model: biased(model.layers[0].mlp, "down_proj"), "down_proj has a bias"),
+        (lambda model: biased(model, "lm_head"), "lm_head has a bias"),
+        (lambda model: setattr(model.layers[1].input_layernorm, "eps", 0.5), "has eps 0.5"),
+    ],
+    ids=["hook", "bias", "bias of the head", "eps"],
+)
+def test_what_the_config_does_not_say_is_refused(change, words):
+    """Kernels go by the config: a part that differs from it would be left out in silence."""
+    model, _ = small()
+    change(model)
+    with pytest.raises(ConfigError, match=words):
+        optimize(model)
+
+
+def hooked(model):
+    model.register_forward_hook(lambda *args: None)
+
+
+def biased(part, name):
+    old = getattr(part, name)
+    setattr(part, name, torch.nn.Linear(old.in_features, old.out_features, bias=True))
+
+
+def test_other_angles_are_taken_in_every_step(monkeypatch):
+    """A name of the model's file that was replaced: prefill and decode obey it alike, or neither would."""
+    model, ids = small()
+    fast, ids = optimize(copy.deepcopy(model)), ids[:, :5]
+    plain = sys.modules["nanokv.model"]
+    monkeypatch.setattr(
+        plain, "rope_angles", lambda config, at, dtype: rope_angles(config, 2 * at, dtype)
+    )
+    found = []
+    for this in (model, fast):
+        cache = make_cache("static", model.config, capacity=8)
+        prefill(this, ids[:, :4], cache)
+        found.append(decode(this, ids[:, 4:], cache, 4))
+    assert (found[0] - found[1]).abs().max() < 1e-4

@@ -1,6 +1,7 @@
 """The public names of nanokv: `nanokv.NAME`, `import nanokv.NAME` and what is below it are the module itself."""
 
 import importlib
+import importlib.util
 import subprocess
 import sys
 import warnings
@@ -73,5 +74,17 @@ def test_options_of_caches_and_costs_need_no_torch():
     "name", ["nanokv.kind", "nanokv.faults.fault", "nanokv.course.checks.nb99"]
 )
 def test_what_there_is_not_is_not_found(name):
-    with pytest.raises(ModuleNotFoundError):
+    with pytest.raises(ModuleNotFoundError, match=name):
         importlib.import_module(name)
+    assert importlib.util.find_spec(name) is None
+
+
+def test_an_entrance_is_found_by_tools_that_look_at_files():
+    """pydoc, runpy and inspect ask the spec and its loader, not the module."""
+    spec = importlib.util.find_spec("nanokv.course.checks.nb07")
+    assert spec.origin.endswith("school/course/checks/nb07.py")
+    assert "CHECKS" in spec.loader.get_source(spec.name)
+    done = subprocess.run(
+        [sys.executable, "-m", "pydoc", "nanokv.faults.inject"], capture_output=True, text=True
+    )
+    assert "nanokv.faults.inject = inject(name" in done.stdout, done.stdout + done.stderr

@@ -82,9 +82,9 @@ def test_the_cache_is_known_to_the_command_line(counted, tiny_folder, capsys, mo
 def test_the_command_runs(monkeypatch, capsys):
     from nanokv.apps.cli import COMMANDS, main
 
-    module = types.ModuleType("nanokv.apps.cli.tokens")
+    module = types.ModuleType("nanokv.apps.cli.commands.tokens")
     exec(COMMAND, module.__dict__)
-    monkeypatch.setitem(sys.modules, "nanokv.apps.cli.tokens", module)
+    monkeypatch.setitem(sys.modules, "nanokv.apps.cli.commands.tokens", module)
     monkeypatch.setattr("nanokv.apps.cli.COMMANDS", dict(COMMANDS))
     exec(LINE, {"COMMANDS": nanokv.apps.cli.COMMANDS})
     assert main(["tokens", "Hello\x1b there"]) == 0

@@ -203,7 +203,7 @@ def interrupt_at(monkeypatch, layer, at: int):
 
 
 class Press:
-    """A should_stop whose Ctrl-C comes inside a forward, as cli/terminal.py's Interrupt does it."""
+    """A should_stop whose Ctrl-C comes inside a forward, as apps/cli/common/terminal.py's Interrupt does it."""
 
     pressed = listening = False
 

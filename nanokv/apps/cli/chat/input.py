@@ -2,7 +2,7 @@
 
 Enter sends, Alt-Enter or Ctrl-J is a newline, three double quotes open and close a block. A paste of more than 20 lines
 is folded into `[pasted 2,632 lines, 48,210 tokens]`, which is shown once and sent in full (Alt-P unfolds it).
-What was typed before the prompt came is in it (chat_keyboard.py).
+What was typed before the prompt came is in it (keyboard.py).
 Imported only on a tty. Nothing here knows the model: text goes out, a counting function comes in.
 """
 

@@ -1,7 +1,7 @@
 """`nanokv train`: make the bundled model again from nothing, or measure how good a model is.
 
 Only the frame: flags and what Ctrl-C does. The work is in nanokv/school/training/, the bar and the plot in
-train_log.py, the evaluation's table in train_report.py.
+../train/log.py, the evaluation's table in ../train/report.py.
 """
 
 import json

@@ -10,7 +10,14 @@ from dataclasses import asdict, replace
 
 from nanokv.apps.cli.common import layout, terminal
 from nanokv.apps.cli.common.arguments import environment, integer
-from nanokv.apps.cli.common.options import DTYPES, CacheOptions, ModelOptions, output_options
+from nanokv.apps.cli.common.options import (
+    DTYPES,
+    THREADS,
+    CacheOptions,
+    ModelOptions,
+    dtype_name,
+    output_options,
+)
 
 EXAMPLES = (
     "nanokv verify tiny",
@@ -46,11 +53,10 @@ def add_arguments(parser) -> None:
         choices=DTYPES,
         default="float32",
         metavar="TYPE",
+        type=dtype_name,
         help="auto, float32, bfloat16 or float16 (default: float32, where equal means 1e-5)",
     )
-    parser.add_argument(
-        "--threads", metavar="N", type=integer(1, 4096), help="CPU threads (default: all cores)"
-    )
+    parser.add_argument("--threads", metavar="N", type=integer(1, 4096), help=THREADS)
     parser.add_argument("--offline", action="store_true", help="never ask the network")
 
 

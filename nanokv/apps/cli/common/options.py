@@ -24,6 +24,7 @@ from nanokv.errors import NanoKVError
 DEFAULT_NEW_TOKENS = 1024
 CACHE = "growing"  # holds what the dict cache holds, which copies every key and value at every step
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+THREADS = "CPU threads (default: $NANOKV_THREADS, else the cores, at most one for 2 MB of weights)"
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -212,7 +213,7 @@ def add_model_arguments(parser, cache: str = "dict") -> None:
         "--threads",
         metavar="N",
         type=integer(1, 4096),
-        help="CPU threads (default: $NANOKV_THREADS, else the cores, at most one for 2 MB of weights)",
+        help=THREADS,
     )
     group.add_argument(
         "--cache",

@@ -1,4 +1,4 @@
-"""Shapes of the models that the articles speak of, as configs, so that costs.py can count for them."""
+"""Shapes of the models that the articles speak of, as configs, so that nanokv/costs can count for them."""
 
 from dataclasses import replace
 
