@@ -96,25 +96,33 @@ class WriteCounter(TorchDispatchMode):
         return result
 
 
-def write_token(cache, k, append="append"):
+def append(cache, k):
     for layer in cache:
-        getattr(layer, append)(k, k)
+        layer.append(k, k)
+
+
+def write_in_place(cache, k):
+    """As a kernel does: the cache says where its pages are, and the new token is written there."""
+    for pages in cache.pages(k):  # one for each layer
+        page, slot = divmod(int(pages.lengths[0]) - 1, 16)
+        pages.keys[pages.table[0, page].item(), :, slot] = k[0, :, 0]
+        pages.values[pages.table[0, page].item(), :, slot] = k[0, :, 0]
 
 
 longest, every = 512, 32
 k = torch.randn(1, c.num_key_value_heads, 1, c.head_dim)  # (B,Hk,T,D): which numbers they are does not matter
 token_bytes = costs.kv_bytes_per_token(c, 4)
 pages = {"pages": longest // 16, "page": 16}
-kinds = {"dict (cat)": ("dict", "append", {}), "growing (doubles)": ("growing", "append", {}),
-         "static slab": ("static", "append", {}), "pages, gathered": ("paged", "append", pages),
-         "pages, read in place": ("paged", "place", pages)}
+kinds = {"dict (cat)": ("dict", append, {}), "growing (doubles)": ("growing", append, {}),
+         "static slab": ("static", append, {}), "pages, gathered": ("paged", append, pages),
+         "pages, read in place": ("paged", write_in_place, pages)}
 written = {}
-for name, (kind, append, options) in kinds.items():
+for name, (kind, write_token, options) in kinds.items():
     cache = nanokv.make_cache(kind, c, capacity=longest, **options)
     with WriteCounter() as counter:
         written[name] = [0]
         for i in range(longest):
-            write_token(cache, k, append)
+            write_token(cache, k)
             if (i + 1) % every == 0:
                 written[name].append(counter.bytes)
     print(f"{name:<21} holds {cache.nbytes / 2**20:5.2f} MiB, wrote {counter.bytes / 2**20:8.1f} MiB: every byte "
@@ -157,7 +165,7 @@ MyCache = course.mine("cache")
 layers = [MyCache() for _ in range(c.num_hidden_layers)]
 with WriteCounter() as counter:
     for _ in range(longest):
-        write_token(layers, k)
+        append(layers, k)
 print(f"every byte was written {counter.bytes / (longest * token_bytes):.1f} times")
 
 # %% [markdown]
@@ -167,7 +175,7 @@ print(f"every byte was written {counter.bytes / (longest * token_bytes):.1f} tim
 cache, moved, counts = nanokv.make_cache("dict", c), 0, []
 for i in range(1000):
     with WriteCounter() as counter:
-        write_token(cache, k)
+        append(cache, k)
     new = token_bytes if i else 0  # the first append keeps what it is given
     moved += counter.bytes - new  # what was in the cache already
     if i < 4 or 996 <= i:

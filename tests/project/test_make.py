@@ -304,9 +304,9 @@ def test_the_notebooks_open_at_the_first_one_without_questions(clone):
 
 def lab_flags(*settings: str) -> list[str]:
     """The words behind `jupyter lab` in the line that make would run."""
-    done = subprocess.run(
-        ["make", "-n", "notebooks", *settings], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    env = {name: value for name, value in os.environ.items() if name not in ("ARGS", "MAKEFLAGS")}
+    command = ["make", "-n", "notebooks", *settings]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
     (line,) = [line for line in done.stdout.splitlines() if "/jupyter lab " in line]
     return shlex.split(line.split("/jupyter lab ")[1])
 

@@ -330,7 +330,7 @@ DIES = """
 import os, sys, torch
 import handover_peer as other
 from nanokv.remote.link import GroupLink
-from nanokv.engine import handover
+from nanokv.remote import handover
 rank, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 torch.set_num_threads(1)
 import nanokv
