@@ -482,27 +482,27 @@ def test_the_status_line_breaks_before_the_cache():
         (
             100,
             [
-                "nanokv 0.1.0 · tiny 3.1 M fp32 · 16 threads · cache growing · context 2,048 · fast kernels · /help"
+                "nanokv 0.2.0 · tiny 3.1 M fp32 · 16 threads · cache growing · context 2,048 · fast kernels · /help"
             ],
         ),
         (
             80,
             [
-                "nanokv 0.1.0 · tiny 3.1 M fp32 · 16 threads · cache growing · context 2,048",
+                "nanokv 0.2.0 · tiny 3.1 M fp32 · 16 threads · cache growing · context 2,048",
                 "fast kernels · /help",
             ],
         ),
         (
             60,
             [
-                "nanokv 0.1.0 · tiny 3.1 M fp32 · 16 threads · cache growing",
+                "nanokv 0.2.0 · tiny 3.1 M fp32 · 16 threads · cache growing",
                 "context 2,048 · fast kernels · /help",
             ],
         ),
         (
             40,
             [
-                "nanokv 0.1.0 · tiny 3.1 M fp32",
+                "nanokv 0.2.0 · tiny 3.1 M fp32",
                 "16 threads · cache growing",
                 "context 2,048 · fast kernels · /help",
             ],

@@ -491,6 +491,8 @@ def test_a_test_that_depends_on_what_ran_before_is_a_false_alarm(model):
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: float(torch.rand(1))])
 def test_a_coin_falls_the_same_way_in_every_run(draw, model):
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(7)  # an earlier test may have left the very state that a grade begins with
     drawn = []
 
     def tosses(model):
