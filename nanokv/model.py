@@ -102,7 +102,7 @@ class MixtureOfExperts(nn.Module):
         weights = weights.to(x.dtype)
         y = torch.zeros_like(rows)
         for expert in chosen.unique().tolist():  # the weights of the others are not read
-            # Which of its k choices, of which token.
+            # slot: which of its k choices; row: of which token.
             slot, row = torch.where(chosen.T == expert)  # (n,) ×2
             part = self.experts[expert](rows[row])  # (n,C)
             y.index_add_(0, row, part * weights[row, slot, None])

@@ -34,7 +34,7 @@ class BatchLayer(LayerCache):
         if k.shape[0] != len(self.parts):
             raise CacheError(f"cannot append keys {tuple(k.shape)} to {len(self.parts)} rows")
         with all_or_none(self.parts):
-            # (1,Hk,S_b,D) ×2.
+            # Each pair is (1,Hk,S_b,D) ×2.
             pairs = [row.append(k[b : b + 1], v[b : b + 1]) for b, row in enumerate(self.parts)]
             longest = max(key.shape[2] for key, _ in pairs)
             keys, values = zip(*pairs, strict=True)

@@ -63,7 +63,7 @@ class Made:
     batch_size: int = 1
 
 
-# Append → reserve(layer, like), what a kernel may call instead.
+# For each append: reserve(layer, like), what a kernel may call instead.
 RESERVES: dict[Callable, Callable] = {}
 
 

@@ -28,10 +28,10 @@ class PackedLayer(LayerCache):
             raise CacheError(
                 f"cannot append keys {tuple(k.shape)} to sequences of {self.counts} tokens"
             )
-        # (1,Hk,T_b,D) each.
+        # Lists of (1,Hk,T_b,D).
         keys, values = ([rows.transpose(0, 2) for rows in x.split(self.counts)] for x in (k, v))
         with all_or_none(self.parts):
-            # (1,Hk,S_b,D) ×2.
+            # Each pair is (1,Hk,S_b,D) ×2.
             pairs = [part.append(*new) for part, *new in zip(self.parts, keys, values, strict=True)]
         return tuple(map(list, zip(*pairs, strict=True)))
 

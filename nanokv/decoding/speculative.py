@@ -207,7 +207,7 @@ class Speculation(Generation):
     proposed = property(lambda self: sum(proposed for proposed, _ in self.rounds))
     accepted = property(lambda self: sum(accepted for _, accepted in self.rounds))
     acceptance_rate = property(lambda self: self.accepted / self.proposed if self.proposed else 0.0)
-    # Of N−1.
+    # Of the N−1 forwards that plain decoding takes after the prefill.
     forwards_saved = property(lambda self: max(0, len(self.tokens) - 1 - len(self.rounds)))
 
     @property

@@ -398,7 +398,7 @@ def optimize(
 @overload
 def optimize(model: Transformer, weights: str | None = None, *, compile: int) -> "Compiled": ...
 @hinted
-# Or the plain model, whose weights become views, could not be trained any more.
+# Outside of inference mode: the plain model, whose weights become views, can still be trained.
 @torch.inference_mode(False)
 @torch.no_grad()
 def optimize(model: Transformer, weights: str | None = None, compile: int | None = None):

@@ -38,8 +38,7 @@ def pack_int4(codes, scale):
     """int8 codes (N,K) in −8 … 7 and scales (N,K/32) → what linear_int4 takes."""
     if has(torch.ops.aten, "_weight_int4pack_mm_for_cpu") and len(codes) % 16 == 0:
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu((codes + 8).int(), 1)
-        # (K/32,N,2).
-        return packed, torch.stack((scale, torch.zeros_like(scale)), -1).transpose(
+        return packed, torch.stack((scale, torch.zeros_like(scale)), -1).transpose(  # (K/32,N,2)
             0, 1
         ).contiguous()
     return codes, scale

@@ -246,7 +246,7 @@ class Int4(Matrix):
         return torch.stack((pairs & 15, pairs >> 4), 2).flatten(1, 2).to(torch.int8) - 8
 
     def dense(self):
-        # (N,K).
+        # Gives (N,K).
         return (self.codes().to(self.dtype) * self.scale[..., None].to(self.dtype)).flatten(1)[
             :, : self.K
         ]

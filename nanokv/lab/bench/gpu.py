@@ -207,8 +207,7 @@ class Peer(Transformers):
                 super().forward(part)
             return
         torch.compiler.cudagraph_mark_step_begin()
-        # (B,1,V).
-        logits = self.compiled(
+        logits = self.compiled(  # (B,1,V)
             ids, past_key_values=self.store, use_cache=True, logits_to_keep=1
         ).logits
         self.token = logits[:, -1].argmax(-1, keepdim=True)

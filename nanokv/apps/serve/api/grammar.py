@@ -216,8 +216,7 @@ class Constraint:
                 self.param,
                 "unsupported",
             )
-        # (V,).
-        allowed = torch.from_numpy(
+        allowed = torch.from_numpy(  # (V,)
             np.unpackbits(bits, bitorder="little")[: logits.shape[-1]].astype(bool)
         )
         return logits.masked_fill(~allowed.to(logits.device), -torch.inf)
