@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanokv import backends
 from nanokv.errors import CacheError
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v → y
@@ -42,10 +43,8 @@ class Causal:
         T, S = q.shape[2], k.shape[2]
         self.check(T, S)
         blocks = row_blocks(q, S)
-        if T == S and len(blocks) == 1:
-            return F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
-            )
+        if len(blocks) == 1:
+            return attention(q, k, v, causal=True)
         parts = []
         for a, b in blocks:
             end = S - T + b  # no query of this block sees a later key
@@ -150,9 +149,7 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = Non
 
     Without a mask every query sees every key, the future too.
     """
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    return attention(q, k, v, mask)
 
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -165,6 +162,30 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
     """
     B, H, _, D = q.shape
     q = q.reshape(B, k.shape[1], -1, D)  # (B,Hk,G,D)
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)  # (B,Hk,G,D)
+    y = attention(q, k, v, mask)  # (B,Hk,G,D)
     # Free on a CPU; some GPU kernels return the rows in another order in memory.
     return y.reshape(B, H, 1, D)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False
+) -> Tensor:
+    """softmax(q kᵀ / sqrt(D)) v, by a kernel that never has all T×S scores in memory, where there is one.
+
+    q (B,H,T,D), k and v (B,Hk,S,D) → (B,H,T,D). A mask is (T,S) or (B,1,T,S); `causal`, instead of one: the T queries
+    are the last T of the S positions.
+    """
+    T, S, H = q.shape[2], k.shape[2], q.shape[1]
+    with backends.chosen(q.device):
+        if causal and 1 < T < S:
+            y = backends.lower_right(q, k, v)
+            if y is not None:
+                return y
+            mask = causal_mask(T, S, q.device)
+        if k.shape[1] != H and not backends.takes_groups(q, k, v, mask):
+            k, v = backends.repeated(k, H), backends.repeated(v, H)  # (B,H,S,D) ×2
+        # torch's own causal mask is top-left aligned: right only for T = S.
+        causal, groups = causal and T == S, k.shape[1] != H
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=groups
+        )

@@ -15,7 +15,10 @@ from torch import Tensor
 
 from nanokv.attention import Attend, Causal, Decode, Masked, is_causal
 from nanokv.cache.base import KVCache, NoCache
+from nanokv.cache.capabilities import causal_keys
 from nanokv.checkpoint import Model
+from nanokv.costs.formulas import forward_bytes
+from nanokv.costs.free_memory import available_memory
 from nanokv.errors import CacheError
 from nanokv.support.neighbours import fewer_threads
 from nanokv.text.ids import Rows, id_rows
@@ -59,18 +62,33 @@ def prefill_chunks(
     return logits  # (B,V)
 
 
-def prefill_chunk(model: Model) -> int:
+def prefill_chunk(model: Model, rows: int = 1) -> int:
     """Tokens per forward of a long prompt: of every command, generate, Session, beams, batches, drafts and the bench,
     and the engine's budget of a step. (`nanokv serve` has a smaller one; prefill_chunks takes what it is given.)
 
     Ctrl-C is heard inside a forward, between two operators, so one product must be short: 8 GFLOP, 0.2 s of a slow
     CPU. The longest makes gate and up of all tokens, 4·C·I FLOPs for each. At least 64, because from 33 rows on a
     forward is bound by arithmetic and no longer by reading the weights; 512 cost no more per token than 2,048.
+
+    On a GPU a forward is as long as memory allows, up to 16,384 tokens in all `rows`.
     """
-    if model.embed_tokens.weight.device.type != "cpu":
+    device = model.embed_tokens.weight.device
+    if device.type == "cuda":
+        return chunk_in(available_memory(str(device)), model, rows)
+    if device.type != "cpu":
         return 2048
     wanted = 8e9 / (4 * model.config.hidden_size * model.config.intermediate_size)
     return min(512, max(64, 2 ** int(math.log2(wanted))))
+
+
+def chunk_in(free: int | None, model: Model, rows: int) -> int:
+    """Tokens of each row whose forward takes at most a quarter of the free bytes: a power of two, 512 … 16,384 for one.
+
+    A quarter, because the cache grows into the same memory, and because two processes may share the device.
+    """
+    each = forward_bytes(model.config, model.embed_tokens.weight.element_size())
+    fit = 16_384 if free is None else free // 4 // each
+    return max(64, min(16_384, max(512, 1 << max(1, fit).bit_length() - 1)) // rows)
 
 
 @torch.inference_mode()
@@ -116,6 +134,8 @@ def attention_over(cache: KVCache, T: int, device: torch.device) -> Attend:
     """How the next T queries see what is cached; asked once, before the first append."""
     if own := own_attention(cache, T):
         return own
+    if keys := causal_keys(cache, T):  # of most caches
+        return Causal(keys)
     mask = cache.mask(T)
     if mask is None:
         # A cache that answers None lets its queries see everything.

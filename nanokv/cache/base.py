@@ -10,7 +10,13 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from nanokv.attention import causal_mask
-from nanokv.cache.capabilities import CacheCapabilities, Index, LayerCapabilities
+from nanokv.cache.capabilities import (
+    CacheCapabilities,
+    Index,
+    LayerCapabilities,
+    causal,
+    causal_keys,
+)
 from nanokv.cache.checks import check_index
 from nanokv.config import Config
 from nanokv.errors import CacheError, UnsupportedError
@@ -26,6 +32,7 @@ class LayerCache(LayerCapabilities):
         """(B,Hk,T,D) ×2, keys already rotated → (B,Hk,S,D) ×2, oldest first; the last T rows are the new ones."""
         raise NotImplementedError
 
+    @causal(lambda layer, T: layer.length + T)
     def mask(self, T: int) -> Tensor | None:
         """Which keys the next T queries see: None = all, else bool (T,S), bottom-right causal. Changes nothing."""
         return causal_mask(T, self.length + T)
@@ -69,6 +76,7 @@ class KVCache(CacheCapabilities):
         """Bytes of keys and values in all layers."""
         return sum(layer.nbytes for layer in self)
 
+    @causal(lambda cache, T: causal_keys(cache[0], T) if cache else None)
     def mask(self, T: int) -> Tensor | None:
         """The mask that all layers share, asked once per forward, before any layer appends."""
         if not self:

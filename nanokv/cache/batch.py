@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from nanokv.cache.base import KVCache, LayerCache
-from nanokv.cache.capabilities import Made, Sizes
+from nanokv.cache.capabilities import Made, Sizes, causal, causal_keys
 from nanokv.cache.checks import check_append, check_index
 from nanokv.cache.saving import ALONE
 from nanokv.errors import CacheError, UnsupportedError
@@ -106,6 +106,12 @@ class BatchCache(KVCache):
         """Of the row that holds least."""
         return min((row.capacity for row in self.rows if row.capacity is not None), default=None)
 
+    def alike(self, T: int) -> int | None:
+        """The keys of the next T queries, if all rows are as long and as causal as each other."""
+        keys = {causal_keys(row, T) for row in self.rows}
+        return keys.pop() if len(keys) == 1 else None
+
+    @causal(alike)
     def mask(self, T: int):
         """(B,1,T,S): each row's own mask behind its padding; None or (T,S) while all rows are alike."""
         masks = [row.mask(T) for row in self.rows]

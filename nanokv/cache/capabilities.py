@@ -1,6 +1,7 @@
 """What a cache may offer besides the contract of base.py, and what it answers if it does not.
 
     kernels   pages: where keys and values lie, so that a decode step copies nothing
+    masks     causal_keys: that a mask would be the plain causal one, so that nobody makes it
     batches   sizes, capacity: rows, keys and bytes held, and how much fits
     beams     reorder
     files     state, restore of a layer; save, load of all, `tokens`, and what the cache was `made` with
@@ -90,6 +91,35 @@ def reserve_of(layer: Any) -> Callable | None:
     if getattr(append, "__self__", None) is not layer:  # a function, or another layer's append
         return None
     return RESERVES.get(append.__func__)
+
+
+# For each mask: keys(cache, T), how many it would say are seen, if causally.
+CAUSAL_MASKS: dict[Callable, Callable] = {}
+
+
+def causal(keys: Callable) -> Callable:
+    """Decorator of a `mask` that is often the plain causal one: keys(cache, T) says when, without making it.
+
+    As `in_place`, for this very function: a mask that takes its place is asked itself.
+    """
+
+    def known(mask: Callable) -> Callable:
+        CAUSAL_MASKS[mask] = keys
+        return mask
+
+    return known
+
+
+def causal_keys(cache: Any, T: int) -> int | None:
+    """S, if `cache.mask(T)` would be the plain causal mask over S keys, 1 < T; None: ask it.
+
+    The mask has T·S bytes, and to look at one is to wait for the device that holds it.
+    """
+    mask = cache.mask
+    if T == 1 or getattr(mask, "__self__", None) is not cache:
+        return None
+    keys = CAUSAL_MASKS.get(mask.__func__)
+    return None if keys is None else keys(cache, T)
 
 
 def has_pages(cache: Any) -> bool:

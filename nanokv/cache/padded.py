@@ -11,7 +11,7 @@ import torch
 
 from nanokv.cache.base import KVCache
 from nanokv.cache.batch import width
-from nanokv.cache.capabilities import Sizes
+from nanokv.cache.capabilities import Sizes, causal, causal_keys
 from nanokv.cache.checks import check_index
 from nanokv.cache.saving import ALONE
 from nanokv.errors import CacheError, UnsupportedError
@@ -58,6 +58,7 @@ class PaddedCache(KVCache):
         """Padding included."""
         return replace(self.inner.sizes, batch_size=len(self.pads))
 
+    @causal(lambda cache, T: None if cache.pads.any() else causal_keys(cache.inner, T))
     def mask(self, T: int):
         """(B,1,T,S) bool: the inner mask without the padding. A query in the padding sees itself only: nobody reads
         what comes out of it, but a softmax over nothing would be NaN, and NaN × 0 is NaN in every later sum."""

@@ -9,7 +9,7 @@ import weakref
 import torch
 
 from nanokv.cache.batch import BatchCache, BatchLayer
-from nanokv.cache.capabilities import Pages, in_place, reserve_of
+from nanokv.cache.capabilities import Pages, causal, in_place, reserve_of
 from nanokv.cache.checks import check_append
 from nanokv.cache.paged import as_made
 from nanokv.cache.view import next_view
@@ -78,6 +78,7 @@ class PagedBatch(BatchCache):
         """Of each row, oldest page first."""
         return [row.tables[0] for row in self.rows]
 
+    @causal(BatchCache.alike)
     def mask(self, T: int):
         """(B,1,T,S) bool: causal behind each row's padding; None or (T,S) while all rows are equally long."""
         lengths = [row[0].length for row in self.rows]

@@ -9,7 +9,7 @@ query gets its own copy of the few sink keys, rotated on by as many positions as
 import torch
 
 from nanokv.cache.base import LayerCache
-from nanokv.cache.capabilities import Sizes
+from nanokv.cache.capabilities import Sizes, causal
 from nanokv.cache.checks import check_append
 from nanokv.errors import UnsupportedError
 from nanokv.rope import apply_rope, rope_frequencies
@@ -58,6 +58,11 @@ class SlidingCache(LayerCache):
         moved = apply_rope(sinks.float(), rope).to(sinks.dtype)  # (T,B,Hk,sinks,D)
         return moved.permute(1, 2, 0, 3, 4).flatten(2, 3)  # (B,Hk,T·sinks,D)
 
+    def within(self, T: int) -> int | None:
+        """The keys of T more queries, while the window holds every token."""
+        return self.length + T if self.length + T <= self.window else None
+
+    @causal(within)
     def mask(self, T: int):
         """Band of `window` keys for each query, and its own copy of the sinks; None for one token: all is visible."""
         if T == 1:

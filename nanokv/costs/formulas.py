@@ -17,6 +17,7 @@ __all__ = [
     "cache_bytes",
     "cache_slots",
     "decode_flops",
+    "forward_bytes",
     "kv_bytes",
     "kv_bytes_per_token",
     "layer_parameters",
@@ -82,6 +83,15 @@ def active_weights(config: Config) -> int:
 def weight_bytes(config: Config, itemsize: int) -> int:
     """Bytes of the weights in memory."""
     return parameters(config) * itemsize
+
+
+def forward_bytes(config: Config, itemsize: int) -> int:
+    """Bytes per token that a forward holds at most besides weights and cache, rounded up: gate, up and their product,
+    the residual stream, and what attention makes of it, each norm and rotation with a copy in fp32.
+    """
+    C, D = config.hidden_size, config.head_dim
+    heads = (2 * config.num_attention_heads + 2 * config.num_key_value_heads) * D
+    return 3 * config.intermediate_size * itemsize + (3 * C + heads) * (itemsize + 4)
 
 
 def kv_bytes_per_token(config: Config, itemsize: int) -> int:

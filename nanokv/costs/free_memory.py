@@ -1,15 +1,20 @@
-"""How many bytes this process can still take: free RAM, the limit of its container, and `ulimit -v`. No torch."""
+"""How many bytes this process can still take: free RAM, the limit of its container, and `ulimit -v`. No torch, but for
+a GPU."""
 
 import re
 from pathlib import Path
 
 
 def available_memory(device: str) -> int | None:
-    """Bytes that can still be taken: the smallest of free RAM, container limit and ulimit -v. None = unknown."""
+    """Bytes that can still be taken: the smallest of free RAM, container limit and ulimit -v. None = unknown.
+
+    Of a GPU: what nobody has, and what torch keeps for this process without using it.
+    """
     if device.startswith("cuda"):
         import torch
 
-        return torch.cuda.mem_get_info(device)[0]
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
     known = [
         number
         for number in (_free_ram(), _free_cgroup(), free_address_space())

@@ -43,7 +43,7 @@ def generate_padded(
         raise CacheError(
             f"the cache holds {cache.length} tokens already", hint="pass an empty one, or none"
         )
-    chunk = prefill_chunk(model) if chunk is None else chunk
+    chunk = prefill_chunk(model, len(prompts)) if chunk is None else chunk
     rows = _rows(
         model, prompts, [cache] * len(prompts), params, max_new_tokens, eos_token_ids, chunk
     )

@@ -26,7 +26,9 @@ from safetensors.torch import save_file
 
 from nanokv import cache as cache_module
 from nanokv import costs
+from nanokv.attention import causal_mask, is_causal
 from nanokv.cache import CACHES, DictCache, KVCache, LayerCache, NoCache, make_cache
+from nanokv.cache.capabilities import causal_keys
 from nanokv.config import Config
 from nanokv.errors import CacheError, UnsupportedError
 from nanokv.inference import decode, prefill, score
@@ -216,6 +218,41 @@ def test_the_mask_is_pure_and_bottom_right(new, model):
     assert cache.mask(1) is None
     assert cache.length == 5
     assert same(contents(cache), before)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+@pytest.mark.parametrize("T", [1, 2, 7])
+def test_a_plainly_causal_mask_is_known_without_making_it(new, model, monkeypatch, tokens, T):
+    cache = new()
+    if tokens:
+        feed(model, random_ids(5, 1, tokens), cache)
+    mask = cache.mask(T)
+    with monkeypatch.context() as patch:
+        patch.setattr("nanokv.cache.base.causal_mask", None)
+        patch.setattr("nanokv.cache.sliding.torch", None)
+        keys = causal_keys(cache, T)
+    assert keys == (None if T == 1 else tokens + T)
+    assert is_causal(mask) == (keys is not None)
+
+
+def test_a_mask_of_the_caller_s_own_is_asked(new, model):
+    """In a subclass, on one object, or in one layer."""
+
+    def own(T):
+        asked.append(T)
+        return causal_mask(T, T)
+
+    asked, caches = [], [new(), new(), new()]
+    caches[0].__class__ = type("Own", (type(caches[0]),), {"mask": lambda self, T: own(T)})
+    caches[1].mask = own
+    wrapped = getattr(caches[2], "rows", [caches[2]])[0]
+    wrapped[0].mask = own
+    for count, cache in enumerate(caches, 1):
+        if cache is caches[2] and type(cache).__name__ == "PagedBatch":
+            continue  # its mask is its own
+        assert causal_keys(cache, 3) is None
+        feed(model, random_ids(5, 1, 3), cache)
+        assert len(asked) >= count
 
 
 # --- start_pos ------------------------------------------------------------------------------------------------------

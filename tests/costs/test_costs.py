@@ -149,3 +149,26 @@ def test_free_memory_is_known_to_the_library_without_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_free_memory_of_a_gpu_is_what_nobody_has_and_what_torch_keeps_unused(monkeypatch):
+    from nanokv.costs.free_memory import available_memory
+
+    for name, number in (
+        ("mem_get_info", (70, 100)),
+        ("memory_reserved", 20),
+        ("memory_allocated", 5),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda device, number=number: number)
+    assert available_memory("cuda:0") == 85
+
+
+def test_a_forward_holds_no_more_than_was_counted():
+    """All that is alive at the end of gate and up, counted by shapes of Qwen3-0.6B in bf16."""
+    from nanokv.costs.memory import FAMILY
+
+    config = FAMILY["Qwen/Qwen3-0.6B"]
+    at_mlp = 2 * (3 * config.intermediate_size + 2 * config.hidden_size)
+    H, Hk, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    at_attention = (2 + 4) * (H + Hk) * D + 2 * Hk * D + 2 * 2 * config.hidden_size
+    assert max(at_mlp, at_attention) <= costs.forward_bytes(config, 2) <= 4 * at_mlp

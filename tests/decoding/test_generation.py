@@ -1,5 +1,7 @@
 """The loop: equal to transformers' generate, no wasted forward, and a cache that survives what can go wrong."""
 
+from types import SimpleNamespace
+
 import pytest
 import tokenizers
 import torch
@@ -728,6 +730,36 @@ def test_a_chunk_is_as_long_as_one_product_may_take(name, tokens):
     assert flops <= 8e9 or tokens == 64
 
 
+@pytest.mark.parametrize(
+    ("name", "free", "rows", "tokens"),
+    [
+        ("Qwen/Qwen3-0.6B", 100e9, 1, 16_384),
+        ("Qwen/Qwen3-0.6B", None, 1, 16_384),  # not known
+        ("Qwen/Qwen3-0.6B", 100e9, 8, 2048),
+        ("Qwen/Qwen3-0.6B", 3e9, 1, 8192),
+        ("Qwen/Qwen3-8B", 6e9, 1, 4096),
+        ("Qwen/Qwen3-8B", 1e6, 1, 512),
+        ("Qwen/Qwen3-8B", 1e6, 64, 64),
+    ],
+)
+def test_a_chunk_on_a_gpu_is_as_long_as_memory_allows(monkeypatch, name, free, rows, tokens):
+    """A power of two, a quarter of what is free, so that it is the same tomorrow."""
+    from nanokv import inference
+    from nanokv.costs.formulas import forward_bytes
+    from nanokv.costs.memory import FAMILY
+    from nanokv.loading import skeleton
+
+    asked, model = [], skeleton(FAMILY[name])
+    weight = SimpleNamespace(device=torch.device("cuda:1"), element_size=lambda: 2)
+    monkeypatch.setattr(
+        inference, "available_memory", lambda device: asked.append(device) or (free and int(free))
+    )
+    model = SimpleNamespace(config=model.config, embed_tokens=SimpleNamespace(weight=weight))
+    assert prefill_chunk(model, rows) == tokens and asked == ["cuda:1"]
+    if free and tokens > 512:
+        assert tokens * rows * forward_bytes(model.config, 2) <= free / 4
+
+
 def test_the_chunk_of_an_answer_is_that_of_the_one_policy(model):
     generation = Generation(model, prompt(1), make_cache("dict", model.config))
     assert generation.chunk == prefill_chunk(model) == 512
@@ -736,7 +768,7 @@ def test_the_chunk_of_an_answer_is_that_of_the_one_policy(model):
 def test_every_path_prefills_in_the_same_chunks(model, monkeypatch):
     """The Python API took 2,048 tokens where the commands took 512, and batches always 512."""
     for place in ("generation", "batching"):
-        monkeypatch.setattr(f"nanokv.decoding.{place}.prefill_chunk", lambda model: 4)
+        monkeypatch.setattr(f"nanokv.decoding.{place}.prefill_chunk", lambda model, rows=1: 4)
     sizes, forward, ids = [], model.forward, [3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
     monkeypatch.setattr(
         model, "forward", lambda ids, *rest: sizes.append(ids.shape[1]) or forward(ids, *rest)

@@ -165,7 +165,7 @@ class Clock(TorchDispatchMode):
         seconds, name = time.perf_counter() - began, function.name()
         if name.split("::")[1].split(".")[0] in PRODUCTS:
             self.products += seconds
-        elif "scaled_dot_product" in name:
+        elif "attention" in name:
             self.attention += seconds
         return result
 

@@ -16,6 +16,7 @@ import nanokv.cache.base
 import nanokv.decoding.batching
 from nanokv.attention import prefill_attention
 from nanokv.cache import BatchCache, KVCache
+from nanokv.cache.base import LayerCache
 from nanokv.cache.capabilities import CacheCapabilities
 from nanokv.cache.padded import PaddedCache
 from nanokv.cache.sliding import SlidingCache
@@ -304,15 +305,15 @@ def masks(wrong) -> list:
     """Swaps for the mask that caches share and for the sliding cache's own; wrong(right, T, S) gives (T,S) or None."""
     right, band = nanokv.cache.base.causal_mask, SlidingCache.mask
 
-    def causal_mask(T, S, device=None):
-        return wrong(right, T, S)
-
     def mask(self, T):
+        return wrong(right, T, self.length + T)
+
+    def window(self, T):
         own = band(self, T)
         S = self.sizes.held + T if own is None else own.shape[1]
         return wrong(lambda t, s: own if s == S else right(t, s), T, S)
 
-    return [(nanokv.cache.base, "causal_mask", causal_mask), (SlidingCache, "mask", mask)]
+    return [(LayerCache, "mask", mask), (SlidingCache, "mask", window)]
 
 
 # --- batches --------------------------------------------------------------------------------------------------------
