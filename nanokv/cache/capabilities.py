@@ -277,18 +277,20 @@ class CacheCapabilities(list):
         path: str | os.PathLike,
         config: Config,
         model_fingerprint: str = "",
-        device: str | torch.device = "cpu",
+        device: str | torch.device | None = None,
         rank: tuple[int, int] = saving.ALONE,
         **options: Any,
     ) -> Any:
         """Rebuild a saved cache. Refuses another config, other weights, an edited or a truncated file, and that of
         another rank, saying which.
 
-        The ids that were saved with it are in `.tokens` of the result. `options` may say where the bytes go (a page
-        pool, a folder, another capacity); what would change the stored tokens' meaning is refused.
+        The ids that were saved with it are in `.tokens` of the result. `device`: that of the model that goes on, which
+        need not be the one that began (default: where the `pool` is, else the CPU). `options` may say where the bytes
+        go (a page pool, a folder, another capacity); what would change the stored tokens' meaning is refused.
         """
         # By name: all kinds in it are made of this file.
         registry = importlib.import_module("nanokv.cache.registry")
+        _, place = registry.check_target(None, device)
         return saving.load(
-            path, config, registry.make_cache, model_fingerprint, device, options, rank
+            path, config, registry.make_cache, model_fingerprint, place, options, rank
         )

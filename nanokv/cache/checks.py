@@ -42,7 +42,10 @@ def check_append(k, v, held=None, expected=(None, None, None, None)):
             if held.device == k.device
             else f": the keys are on {k.device}, the cache on {held.device}"
         )
-        raise CacheError(f"cannot append keys {came} to a cache of {have} (B,Hk,S,D){devices}")
+        hint = "KVCache.load(path, config, device=…) loads it there" if devices else ""
+        raise CacheError(
+            f"cannot append keys {came} to a cache of {have} (B,Hk,S,D){devices}", hint
+        )
     for name, want, got in zip(
         ("KV heads", "head_dim", "dtype", "device"), expected, new[1:], strict=True
     ):

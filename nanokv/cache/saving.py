@@ -98,8 +98,12 @@ def load(
     rank: tuple[int, int] = ALONE,
 ):
     """See KVCache.load."""
-    meta, tensors = _read(path, device)
-    return rebuild(path, meta, tensors, config, make_cache, model_fingerprint, options, rank)
+    if device is None:  # where the pool is that was given
+        device = getattr(getattr(options.get("pool"), "keys", None), "device", "cpu")
+    meta, tensors = _read(path)
+    return rebuild(
+        path, meta, tensors, config, make_cache, model_fingerprint, options, rank, device
+    )
 
 
 def check_rank(path, meta: dict, rank: tuple[int, int]) -> None:
@@ -125,13 +129,14 @@ def rebuild(
     model_fingerprint: str,
     options: dict,
     rank: tuple[int, int] = ALONE,
+    device="cpu",
 ):
     """The cache that `contents` was asked for; CacheError says what does not fit. `path`: what
-    errors call the source.
+    errors call the source. Layers go to the device one by one.
     """
     try:
         check_rank(path, meta, rank)
-        return _rebuild(path, meta, tensors, config, make_cache, model_fingerprint, options)
+        return _rebuild(path, meta, tensors, config, make_cache, model_fingerprint, options, device)
     except CacheError:
         raise
     except (
@@ -150,7 +155,14 @@ def rebuild(
 
 
 def _rebuild(
-    path, meta: dict, tensors: dict, config, make_cache, model_fingerprint: str, options: dict
+    path,
+    meta: dict,
+    tensors: dict,
+    config,
+    make_cache,
+    model_fingerprint: str,
+    options: dict,
+    device,
 ):
     facts = {
         key: loads(meta[key])
@@ -172,7 +184,7 @@ def _rebuild(
         saved = {key: value for key, value in saved.items() if key not in ("page", "pages")}
     cache = make_cache(name, config, **sizes, **(saved | options))
     for layer, state in zip(cache, _states(path, tensors, config), strict=True):
-        layer.restore(state)
+        layer.restore({name: tensor.to(device) for name, tensor in state.items()})
     length, restored = facts["length"], torch.as_tensor(cache.length).tolist()
     if restored != length:
         raise CacheError(
@@ -184,10 +196,10 @@ def _rebuild(
     return cache
 
 
-def _read(path, device):
-    """(metadata, tensors) of a whole, unchanged file."""
+def _read(path):
+    """(metadata, tensors) of a whole, unchanged file; the tensors are in this computer's memory."""
     with foreign(f"{path} is not a readable cache file", CacheError):
-        with safe_open(path, framework="pt", device=str(device)) as file:
+        with safe_open(path, framework="pt") as file:
             meta = dict(file.metadata() or {})
             tensors = {key: file.get_tensor(key) for key in file.keys()}
     if meta.get("format") != FORMAT:

@@ -175,7 +175,8 @@ class Following:
         cache, path, said = self.cache, part_path(job["path"], self.ranks.rank), ""
         try:
             mark, own = fingerprint(self.model), (self.ranks.rank, self.ranks.size)
-            cache = type(self.cache).load(path, self.model.config, mark, rank=own)
+            device = self.model.embed_tokens.weight.device
+            cache = type(self.cache).load(path, self.model.config, mark, device, own)
             if cache.tokens != job["ids"]:
                 said = f"{path} holds another text than the file of rank 0"
         except (NanoKVError, OSError) as error:

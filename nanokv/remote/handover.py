@@ -93,9 +93,15 @@ def receive(
         changed = as_kind(meta, kind)
     tensors = read_tensors(link, meta, shapes)
     with verdict(link):
-        there = {name: tensor.to(device) for name, tensor in tensors.items()}
         cache = saving.rebuild(
-            SENT, meta | changed, there, config, make_cache, model_fingerprint, options
+            SENT,
+            meta | changed,
+            tensors,
+            config,
+            make_cache,
+            model_fingerprint,
+            options,
+            device=device,
         )
     return cache, Receipt(count + size(shapes), perf_counter() - began)
 

@@ -12,7 +12,16 @@ import torch
 
 import nanokv
 from nanokv import costs
-from nanokv.cache import CACHES, BatchCache, DictCache, KVCache, PagePool, PrefixPool, make_cache
+from nanokv.cache import (
+    CACHES,
+    BatchCache,
+    DictCache,
+    KVCache,
+    PagePool,
+    PrefixPool,
+    make_cache,
+    offloaded,
+)
 from nanokv.cache.codes import LARGEST
 from nanokv.cache.options import check_options
 from nanokv.cache.pool import ElasticPool
@@ -93,6 +102,67 @@ def test_load_may_say_where_the_bytes_go(model, tmp_path):
     assert len(pool.free) == 20
     filled(model, "offloaded").save(tmp_path / "far")
     assert KVCache.load(tmp_path / "far", model.config, to="host").length == 9
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("dict", {}),
+        ("static", {}),
+        ("growing", {}),
+        ("paged", {"page": 4}),
+        ("prefix", {"page": 4}),
+        ("batch", {"of": "paged"}),
+    ],
+    ids=str,
+)
+def test_a_file_is_loaded_onto_the_device_of_the_model_that_goes_on(model, tmp_path, kind, options):
+    """The meta device stands for a GPU. What was saved on a CPU lay on the CPU, and the next decode refused it."""
+    filled(model, kind, **options).save(tmp_path / "c")
+    loaded = KVCache.load(tmp_path / "c", model.config, device="meta")
+    assert loaded.length == 9
+    for layer in loaded:
+        assert {tensor.device.type for tensor in layer.state().values()} == {"meta"}
+    there = zeros().to("meta")
+    keys, values = loaded[0].append(there, there)
+    assert keys.device.type == values.device.type == "meta" and keys.shape[2] == 10
+
+
+def test_each_layer_goes_to_the_device_by_itself(model, tmp_path, monkeypatch):
+    """An offloaded cache may be larger than the device: one layer is there at a time, and host memory keeps it."""
+    filled(model, "offloaded", to="host").save(tmp_path / "c")
+    moved, to = [], torch.Tensor.to
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda x, *args, **how: moved.append(x) or to(x, *args, **how)
+    )
+    restored = []
+    monkeypatch.setattr(
+        offloaded.OffloadedLayer, "restore", lambda layer, state: restored.append(len(moved))
+    )
+    with pytest.raises(CacheError, match="reads 0 from it"):
+        KVCache.load(tmp_path / "c", model.config, device="cpu")
+    assert restored == [2 * (i + 1) for i in range(len(model.layers))]
+
+
+def test_a_file_follows_the_pool_that_is_given(model, tmp_path):
+    filled(model, "paged", page=4).save(tmp_path / "c")
+    pool = PagePool(model.config, 20, 4)
+    pool.storage(zeros().to("meta"))
+    loaded = KVCache.load(tmp_path / "c", model.config, pool=pool)
+    assert {tensor.device.type for tensor in loaded[0].state().values()} == {"meta"}
+
+
+def test_a_device_that_is_not_there_is_refused_before_the_file_is_read(model, tmp_path):
+    for device, text in (("gpu", "which torch does not know"), ("cuda:99", "but torch")):
+        with pytest.raises(CacheError, match=f"device is '{device}', {text}"):
+            KVCache.load(tmp_path / "none", model.config, device=device)
+
+
+def test_keys_of_another_device_are_refused_with_the_way_to_load_them(model):
+    cache, there = filled(model, "dict"), zeros().to("meta")
+    with pytest.raises(CacheError, match="the keys are on meta, the cache on cpu") as caught:
+        cache[0].append(there, there)
+    assert "device=" in caught.value.hint
 
 
 def test_load_says_that_a_folder_is_gone(model, tmp_path):

@@ -194,6 +194,7 @@ def test_bench_fits(monkeypatch, capsys):
             [bench_row(128), bench_row(1024)],
             noise,
             "native kernels (c++, /cache/kernels.so)",
+            5_300_000_000,
         )
         shown = capsys.readouterr().out
         assert too_wide(shown, width) == []

@@ -1,5 +1,6 @@
 """Which code answers: the kernels where they are built, the plain model elsewhere, and never a wait for a compiler."""
 
+import contextlib
 import importlib
 import json
 import os
@@ -9,15 +10,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from cli_helpers import run_cli
 from nanokv.apps.cli import COMMANDS, make_parser
-from nanokv.apps.cli.common import speed
+from nanokv.apps.cli.commands import bench
+from nanokv.apps.cli.common import random_model, speed
 from nanokv.apps.cli.common.loading import load_model
 from nanokv.config import Config
 from nanokv.errors import NanoKVError
 from nanokv.fast import building, native, private
 from nanokv.fast.model import Block
+from nanokv.lab.bench import machine
 from nanokv.parallel.group import ALONE
 from small_model import needs_kernels
 
@@ -407,3 +411,79 @@ def test_a_kept_library_that_does_not_load_is_no_reason_to_wait(place, cli, tiny
         and not steps
         and not place.runs()
     )
+
+
+@pytest.fixture
+def h200(monkeypatch):
+    """What torch says where there is one GPU."""
+    for name, value in (
+        ("is_available", True),
+        ("device_count", 1),
+        ("get_device_name", "NVIDIA H200"),
+        ("mem_get_info", (130_000_000_000, 151_000_000_000)),
+        ("max_memory_allocated", 2_000_000_000),
+        ("memory_reserved", 0),
+        ("memory_allocated", 0),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+
+
+def test_env_on_a_gpu_names_it_and_no_kernels_of_a_cpu(cli, monkeypatch, h200):
+    monkeypatch.setattr(building, "state", lambda: building.State(True))
+    for flags in ([], ["--device", "cuda"], ["--device", "cuda:0"]):
+        shown = json.loads(cli("env", "--json", *flags)[1])["settings"]
+        assert shown["device"] == [flags[-1] if flags else "cuda", "NVIDIA H200"]
+        assert "native" not in shown["kernels"][0]
+        assert shown["GPU memory"] == ["130 GB", "of 151 GB"]
+    shown = json.loads(cli("env", "--json", "--device", "cpu")[1])["settings"]
+    assert shown["kernels"][0] == "native kernels" and "GPU memory" not in shown
+
+
+def test_env_says_of_a_gpu_that_is_not_there_that_it_is_not(cli, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    shown = json.loads(cli("env", "--json", "--device", "cuda:1")[1])["settings"]
+    assert shown["device"] == ["cuda:1", "torch sees no GPU of this number"]
+
+
+def test_bench_on_a_gpu_names_it_and_whose_kernels_compute(h200):
+    loaded = SimpleNamespace(
+        name="tiny", dtype_name="bfloat16", device="cuda:0", threads=16, ranks=ALONE
+    )
+    assert bench.where_text(loaded) == "NVIDIA H200"
+    facts = bench.facts_of(loaded)
+    assert (facts["device"], facts["device_name"]) == ("cuda:0", "NVIDIA H200")
+    code = bench.code_of(loaded, lambda: pytest.fail("kernels of the CPU"))
+    assert code.startswith(f"torch {torch.__version__}")
+    assert machine.peak_memory("cuda:0") == 2_000_000_000
+    loaded.device = "cpu"
+    assert (
+        bench.where_text(loaded) == "16 threads" and bench.facts_of(loaded)["device_name"] is None
+    )
+    assert bench.code_of(loaded, lambda: "native") == "native"
+
+
+def test_the_bandwidth_of_a_gpu_is_read_from_a_buffer_that_is_large_there(monkeypatch, h200):
+    """512 MB are 0.1 ms of an H200, near to what a launch takes; a small GPU has not 4 GB to spare."""
+    assert machine.buffer_bytes("cpu") == machine.BUFFER
+    assert machine.buffer_bytes("cuda") == machine.GPU_BUFFER
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (8_000_000_000, 8_000_000_000))
+    assert machine.buffer_bytes("cuda:0") == 2_000_000_000
+
+
+def test_random_weights_are_made_on_the_device_that_is_asked_for(monkeypatch, h200):
+    """It measured the CPU on a machine with a GPU, whatever --device said."""
+    made = []
+    monkeypatch.setattr("nanokv.loading.random_model", lambda *how: made.append(how))
+    monkeypatch.setattr(random_model, "Loaded", lambda **known: SimpleNamespace(**known))
+    for flags, device in (
+        ([], "cuda"),
+        (["--device", "cuda:0"], "cuda:0"),
+        (["--device", "cpu"], "cpu"),
+    ):
+        given = parsed("-m", "qwen3-0.6b-random", *flags, command="bench")
+        with contextlib.suppress(AttributeError):  # there is no model
+            random_model.load_random(given.model, given.cache)
+        assert made[-1][2] == device
+    given = parsed("-m", "qwen3-0.6b-random", "--device", "cuda:7", command="bench")
+    with pytest.raises(NanoKVError, match="--device cuda:7: there are 1 cuda devices here"):
+        random_model.load_random(given.model, given.cache)

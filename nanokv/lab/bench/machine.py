@@ -1,13 +1,19 @@
 """What this machine can do, measured now: read bandwidth, matrix products, and how much of it others take."""
 
 import functools
+import importlib.metadata
+import importlib.util
 import os
+import sys
 import time
 
 import torch
 import torch.nn.functional as F
 
+from nanokv.costs.free_memory import available_memory
+
 BUFFER = 1 << 29  # bytes of the largest read: far more than a cache of the processor holds
+GPU_BUFFER = 1 << 32  # of a GPU, which would read the other one in the time of a few launches
 AGAIN = 1 << 26  # bytes that a reading streams: what is smaller is read several times, at most 100
 SIDE = 1024  # rows and columns of the matrices whose product is timed
 
@@ -23,18 +29,18 @@ class Bandwidth:
     """
 
     def __init__(self, device="cpu"):
-        self.buffer = torch.ones(BUFFER // 4, device=device)
+        self.buffer = torch.ones(buffer_bytes(device) // 4, device=device)
         self.readings: dict[int, list[float]] = {}  # bytes → bytes per second of each
 
-    def probe(self, size: int = BUFFER) -> float:
-        """One reading of so many bytes."""
+    def probe(self, size: int | None = None) -> float:
+        """One reading of so many bytes (default: the buffer)."""
         part = self.buffer[: self.bytes(size) // 4]
         seconds = min(timed(part.sum, min(100, max(1, AGAIN // part.nbytes)), part.device))
         self.readings.setdefault(part.nbytes, []).append(part.nbytes / seconds)
         return part.nbytes / seconds
 
-    def best(self, size: int = BUFFER) -> float:
-        """The fastest reading of so many bytes; 0 before the first."""
+    def best(self, size: int | None = None) -> float:
+        """The fastest reading of so many bytes (default: the buffer); 0 before the first."""
         return max(self.readings.get(self.bytes(size), [0.0]))
 
     @property
@@ -42,11 +48,47 @@ class Bandwidth:
         """All readings of memory."""
         return self.readings.get(self.buffer.nbytes, [])
 
-    def bytes(self, size: int) -> int:
+    def bytes(self, size: int | None) -> int:
         """What is read for `size`: at most the buffer, whole values; on a GPU always the buffer, because a launch takes
         longer than the read of what its caches hold."""
         whole = self.buffer.nbytes
-        return min(max(4, size // 4 * 4), whole) if self.buffer.device.type == "cpu" else whole
+        if size is None or self.buffer.device.type != "cpu":
+            return whole
+        return min(max(4, size // 4 * 4), whole)
+
+
+def buffer_bytes(device) -> int:
+    """Of the largest read: on a GPU at most a quarter of what is free there."""
+    if torch.device(device).type != "cuda":
+        return BUFFER
+    return min(GPU_BUFFER, (available_memory(str(device)) or BUFFER) // 4)
+
+
+def device_name(device) -> str | None:
+    """What the maker calls this GPU; None for a CPU."""
+    return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else None
+
+
+def device_code(device) -> str:
+    """Whose kernels compute on this GPU, with their versions."""
+    versions = [f"torch {torch.__version__}"]
+    if torch.version.cuda:
+        versions.append(f"CUDA {torch.version.cuda}")
+    if importlib.util.find_spec("triton"):
+        versions.append(f"triton {importlib.metadata.version('triton')}")
+    return ", ".join(versions)
+
+
+def peak_memory(device) -> int | None:
+    """The most bytes that this process has held: of a GPU's memory, or of this computer's."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def gemm_peak(dtype, device="cpu", repeat: int = 5) -> float:

@@ -381,7 +381,9 @@ def save_and_load(lab):
     lab.feed(cache, ids, 7)
     with tempfile.TemporaryDirectory() as folder:
         cache.save(Path(folder) / "cache")
-        lab.feed(KVCache.load(Path(folder) / "cache", lab.model.config), ids, 3, 1, 1, start=7)
+        device = lab.model.embed_tokens.weight.device
+        loaded = KVCache.load(Path(folder) / "cache", lab.model.config, device=device)
+        lab.feed(loaded, ids, 3, 1, 1, start=7)
 
 
 def more_than_fits(lab):

@@ -84,9 +84,9 @@ def _load_cache(chat, path, head):
             f"cache refused: it was saved by model {sanitize_line(str(saved))}, this is {known[0]}"
         )
     try:
-        own = (ranks.rank, ranks.size)
+        own, device = (ranks.rank, ranks.size), session.model.embed_tokens.weight.device
         cache = type(session.cache).load(
-            path, session.model.config, model_fingerprint=saved, rank=own
+            path, session.model.config, model_fingerprint=saved, device=device, rank=own
         )
         dtypes = {t.dtype for t in cache[0].state().values() if t.is_floating_point()}
         mine = getattr(session.model.layers[0], "dtype", session.model.embed_tokens.weight.dtype)

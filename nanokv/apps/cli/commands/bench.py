@@ -352,13 +352,12 @@ def serve(given: BenchOptions, loaded, weights, against, longest: int) -> int:
 def tell_served(given: BenchOptions, loaded, rows: list[dict], failed: list[dict]) -> None:
     """The table of `serve`, or one JSON object."""
     if given.json:
-        facts = {"model": loaded.name, "dtype": loaded.dtype_name, "threads": loaded.threads}
-        facts |= {"requests": given.requests}
+        facts = facts_of(loaded) | {"requests": given.requests}
         terminal.write_out(to_json(facts | {"rows": rows, "failed": failed}) + "\n")
     else:
         head = [
             f"{loaded.name} {loaded.dtype_name}",
-            threads_text(loaded),
+            where_text(loaded),
             f"{given.requests} requests",
         ]
         show(
@@ -394,12 +393,7 @@ def beside(given: BenchOptions, loaded, runners, contexts) -> int:
     stop = carry_out(rounds, (given.repeat + 1) * len(rows), given.output)
     found = [row.figures() for row in rows if row.alone]
     if given.json:
-        facts = {
-            "model": loaded.name,
-            "dtype": loaded.dtype_name,
-            "threads": loaded.threads,
-            "beside": given.beside,
-        }
+        facts = facts_of(loaded) | {"beside": given.beside}
         terminal.write_out(to_json(facts | {"rows": found}) + "\n")
     else:
         head = [f"{loaded.name} {loaded.dtype_name}", threads_text(loaded), "decode tok/s"]
@@ -443,12 +437,7 @@ def quality(given: BenchOptions, loaded, weights) -> int:
     rows: list[dict] = []
     stop = carry_out(map(rows.append, measured), len(weights) * max(1, len(caches)), given.output)
     if given.json:
-        facts = {
-            "model": loaded.name,
-            "dtype": loaded.dtype_name,
-            "text": source,
-            "tokens": len(ids),
-        }
+        facts = facts_of(loaded) | {"text": source, "tokens": len(ids)}
         terminal.write_out(to_json(facts | {"rows": rows}) + "\n")
     else:
         quality_table(loaded, f"{len(ids):,} tokens of {source}", rows, caches)
@@ -604,10 +593,12 @@ def progress(done: int, total: int, seconds: float) -> None:
         )
 
 
-def report(given: BenchOptions, loaded, rotation, peak: float, others: float | None) -> None:
+def report(given: BenchOptions, loaded, rotation, flops: float, others: float | None) -> None:
     """Table or JSON, and the picture."""
     from nanokv.fast import native
+    from nanokv.lab.bench.machine import peak_memory
 
+    peak = peak_memory(loaded.device)
     rows = rotation.finished()
     through = []
     if given.through:
@@ -616,24 +607,21 @@ def report(given: BenchOptions, loaded, rotation, peak: float, others: float | N
         through = comparison(rows)
     rate = rotation.rate
     noise = noise_of(rows, others, rotation.bandwidth.rates)
-    head = f"{loaded.name} {loaded.dtype_name} · {threads_text(loaded)} · read bandwidth {rate / 1e9:.1f} GB/s"
+    head = f"{loaded.name} {loaded.dtype_name} · {where_text(loaded)} · read bandwidth {rate / 1e9:.1f} GB/s"
     if rows and rotation.bandwidth.bytes(rows[0].bytes) == rows[0].bytes // 4 * 4:
         head += f", {rows[0].bandwidth / 1e9:.1f} GB/s of {rows[0].bytes / 1e6:.1f} MB"
-    head += f" · products {peak / 1e9:,.0f} GFLOP/s (measured now)"
+    head += f" · products {flops / 1e9:,.0f} GFLOP/s (measured now)"
     if given.json:
-        facts = {
-            "model": loaded.name,
-            "dtype": loaded.dtype_name,
-            "threads": loaded.threads,
+        facts = facts_of(loaded) | {
             "ranks": loaded.ranks.size,
             "bandwidth": rate,
             "bandwidths": rotation.bandwidth.rates,
-            "gemm_flops": peak,
+            "gemm_flops": flops,
             "other_cores": others,
             "noise": noise,
             "noisy": bool(noisy(noise)),
-            "code": "plain" if loaded.ranks.size > 1 else native.library()[1],
-            "peak_bytes": peak_bytes(),
+            "code": code_of(loaded, lambda: native.library()[1]),
+            "peak_bytes": peak,
         }
         facts |= {
             "rows": [row.figures() for row in rows],
@@ -641,7 +629,7 @@ def report(given: BenchOptions, loaded, rotation, peak: float, others: float | N
         }
         terminal.write_out(to_json(facts | ({"through": through} if through else {})) + "\n")
     else:
-        print_table(head, rows, noise, "plain" if loaded.ranks.size > 1 else code_text())
+        print_table(head, rows, noise, code_of(loaded, code_text), peak)
         print_through(through)
         show_failed((row.runner.label, row.error, f"{row.context:,}") for row in rotation.failed())
     if given.plot and rows:
@@ -687,15 +675,33 @@ def threads_text(loaded) -> str:
     )
 
 
-def peak_bytes() -> int | None:
-    """The most memory that this process has held."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
+def where_text(loaded) -> str:
+    """The GPU by its name; of a CPU the threads."""
+    from nanokv.lab.bench.machine import device_name
+
+    return device_name(loaded.device) or threads_text(loaded)
+
+
+def facts_of(loaded) -> dict:
+    """What every JSON object of this command begins with."""
+    from nanokv.lab.bench.machine import device_name
+
+    return {
+        "model": loaded.name,
+        "dtype": loaded.dtype_name,
+        "device": loaded.device,
+        "device_name": device_name(loaded.device),
+        "threads": loaded.threads,
+    }
+
+
+def code_of(loaded, native) -> str:
+    """Which code the rows ran on; native(): the text of a CPU's kernels."""
+    from nanokv.lab.bench.machine import device_code
+
+    if loaded.device.startswith("cuda"):
+        return device_code(loaded.device)
+    return "plain" if loaded.ranks.size > 1 else native()
 
 
 def noise_of(rows, others: float | None, rates) -> dict:
@@ -719,9 +725,8 @@ def noisy(noise: dict) -> list[str]:
     return [text(noise[name]) for name, text in texts.items() if (noise[name] or 0) > NOISY]
 
 
-def print_table(head: str, rows, noise: dict, code: str) -> None:
+def print_table(head: str, rows, noise: dict, code: str, peak: int | None) -> None:
     """tok/s never without GB/s and the share of the limit."""
-    peak = peak_bytes()
     parts = [
         *head.split(" · "),
         *([f"peak memory {peak / 1e9:.1f} GB"] if peak else []),

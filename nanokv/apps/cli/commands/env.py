@@ -182,7 +182,7 @@ def settings(model: ModelOptions, cache: CacheOptions, output: OutputOptions) ->
         ),
         "device": (device, device_origin),
         "threads": (str(model.threads or thread_count()), threads),
-        "kernels": speed.setting(),
+        "kernels": speed.setting() if device in ("cpu", "none") else gpu_kernels(device),
         "cache": (cache.name, "flag" if (cache.name, cache.options) != (CACHE, {}) else "built-in"),
         "sampling": (
             "temperature, top_k, top_p, min_p, repetition_penalty",
@@ -192,6 +192,7 @@ def settings(model: ModelOptions, cache: CacheOptions, output: OutputOptions) ->
             "unknown" if free is None else terminal.bytes_text(free),
             "smallest of RAM, container, ulimit",
         ),
+        **({"GPU memory": gpu_memory(device)} if device.startswith("cuda") else {}),
         "colour on stdout": (
             str(terminal.use_color(sys.stdout, output.color)).lower(),
             "--color, NO_COLOR, FORCE_COLOR, TERM, tty",
@@ -229,7 +230,7 @@ def ends(model: str) -> dict:
 
 def device_in_use(wanted: str) -> tuple[str, str]:
     """The device that `auto` means here; a torch that cannot be imported is reported, not raised."""
-    if wanted != "auto":
+    if wanted in ("cpu", "mps"):
         return wanted, "flag"
     try:
         check_address_space()
@@ -237,11 +238,29 @@ def device_in_use(wanted: str) -> tuple[str, str]:
     # A broken install raises anything: this command is for finding that out.
     except Exception as error:
         return "none", f"torch cannot be imported: {terminal.sanitize_line(error)}"
-    return (
-        ("cuda", torch.cuda.get_device_name(0))
-        if torch.cuda.is_available()
-        else ("cpu", "torch sees no GPU")
+    if torch.cuda.is_available():
+        device = "cuda" if wanted == "auto" else wanted
+        if int(device.partition(":")[2] or 0) < torch.cuda.device_count():
+            return device, torch.cuda.get_device_name(device)
+    return ("cpu" if wanted == "auto" else wanted), "torch sees no GPU" + (
+        "" if wanted == "auto" else " of this number"
     )
+
+
+def gpu_kernels(device: str) -> tuple[str, str]:
+    """What computes on this device; native kernels are for CPUs."""
+    return "torch's", f"native kernels are for CPUs, this is {device.partition(':')[0]}"
+
+
+def gpu_memory(device: str) -> tuple[str, str]:
+    """Free bytes there, of how many."""
+    import torch
+
+    try:
+        free, whole = torch.cuda.mem_get_info(device)
+    except (RuntimeError, AssertionError) as error:  # there is none, or its driver is broken
+        return "unknown", terminal.sanitize_line(error)
+    return terminal.bytes_text(free), f"of {terminal.bytes_text(whole)}"
 
 
 def hub_offline() -> bool:

@@ -158,7 +158,7 @@ def _load_model(model, cache, output, ranks, announce) -> Loaded:
     import torch  # the first of about 2 seconds
 
     stamp("torch")
-    device = _device(model.device)
+    device = find_device(model.device)
     plan = replace(plan, device=device, dtype_name=choose_dtype(model, plan.config, device))
     compare(plan)
     if not early:
@@ -375,7 +375,8 @@ def _gpu_possible() -> bool:
     return os.path.exists("/dev/nvidia0") or os.path.exists("/dev/kfd") or os.name == "nt"
 
 
-def _device(wanted: str) -> str:
+def find_device(wanted: str) -> str:
+    """What `auto` means here; NanoKVError if there is no such device."""
     import torch
 
     if wanted == "auto":

@@ -4,14 +4,17 @@
 """
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from nanokv.apps.cli.common.loading import (
     Loaded,
     Plan,
     check_address_space,
+    check_device,
     check_memory,
     choose_context,
+    find_device,
     thread_count,
 )
 from nanokv.apps.cli.common.options import CacheOptions, ModelOptions
@@ -48,6 +51,7 @@ def load_random(model: ModelOptions, cache: CacheOptions, ranks: Ranks = ALONE) 
 
 def _build(wanted: ModelOptions, cache: CacheOptions, ranks: Ranks) -> Loaded:
     start, name = time.perf_counter(), wanted.source
+    check_device(wanted.device)
     config = RANDOM[name]
     ranks.hear()  # the other ranks come here at once, rank 0 when nothing is left to ask
     dtype_name = config.torch_dtype if wanted.dtype == "auto" else wanted.dtype
@@ -67,13 +71,15 @@ def _build(wanted: ModelOptions, cache: CacheOptions, ranks: Ranks) -> Loaded:
     check_address_space()
     import torch
 
-    check_memory(plan, available_memory("cpu"))
+    if ranks.size == 1:  # parts of a model are drawn on the CPU
+        plan = replace(plan, device=find_device(wanted.device))
+    check_memory(plan, available_memory(plan.device))
     torch.set_num_threads(plan.threads)
     dtype = getattr(torch, dtype_name)
     if ranks.size == 1:
         from nanokv.loading import random_model
 
-        model = random_model(config, dtype)
+        model = random_model(config, dtype, plan.device)
     else:
         from nanokv.parallel.shards import random_shard
 
