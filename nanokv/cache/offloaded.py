@@ -1,12 +1,12 @@
 """Layers live outside the memory that computes: in host memory when a GPU computes, in a mapped file when a CPU does.
 
-Only two layers are near at a time. While layer i computes, a thread fetches layer i + 1, so the transfer hides behind
-the arithmetic if it is fast enough: every step moves the whole cache once. Bit-equal to the dict cache.
+Only two layers are near at a time. While layer i computes, layer i + 1 is fetched, by a thread or by a GPU's own copy
+engine (ferry.py), so the transfer hides behind the arithmetic if it is fast enough: every step moves the whole cache
+once. Bit-equal to the dict cache.
 Reference: transformers' offloaded DynamicCache (CUDA only), FlexGen (arXiv 2303.06865).
 """
 
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
@@ -14,9 +14,7 @@ import torch
 from nanokv.cache.base import KVCache, LayerCache
 from nanokv.cache.capabilities import Sizes
 from nanokv.cache.checks import check_append, check_index
-
-# One: transfers share one bus anyway.
-READER = ThreadPoolExecutor(1, thread_name_prefix="nanokv-offload")
+from nanokv.cache.ferry import Arriving, ferry_for
 
 
 class OffloadedLayer(LayerCache):
@@ -41,43 +39,45 @@ class OffloadedLayer(LayerCache):
         new = torch.stack((k, v)).permute(3, 0, 1, 2, 4)  # (T,2,B,Hk,D)
         past = self.near()
         self.like = new[:1].clone()  # a view would keep the whole chunk near
-        self.store.write(self.length, new)
+        self.store.write(self.length, new, self.parent.ferry(k.device))
         self.length += k.shape[2]
         # While this layer computes; it may be this very one.
         self.parent[(self.number + 1) % len(self.parent)].fetch()
-        rows = new if past is None else torch.cat((past, new))  # (S,2,B,Hk,D)
+        rows = new if past is None else joined(past, new)  # (S,2,B,Hk,D)
         k, v = rows.permute(1, 2, 3, 0, 4)  # (B,Hk,S,D) ×2
         return k, v
 
     def fetch(self):
         """Begin to bring this layer's rows near."""
         if self.length and self.coming is None:
-            self.coming = self.length, READER.submit(self.store.read, self.length, self.like)
+            self.coming = self.length, self.begin()
+
+    def begin(self):
+        return self.store.begin(self.length, self.like, self.parent.ferry(self.like.device))
 
     def near(self):
         """The rows so far, waiting for the fetch that has begun; it is of use if it is of the right length."""
         (tokens, coming), self.coming = self.coming or (None, None), None
         if not self.length:
             return None
-        return coming.result() if tokens == self.length else self.store.read(self.length, self.like)
+        return (coming if tokens == self.length else self.begin()).result()
 
     def truncate(self, n: int):
         self._check_truncate(n)
         self.length = min(n, self.length)
 
     def state(self) -> dict:
-        rows = self.near()
-        return (
-            {}
-            if rows is None
-            else dict(zip(("key", "value"), rows.permute(1, 2, 3, 0, 4), strict=True))
-        )
+        past = self.near()
+        if past is None:
+            return {}
+        rows = joined(past)  # (S,2,B,Hk,D)
+        return dict(zip(("key", "value"), rows.permute(1, 2, 3, 0, 4), strict=True))
 
     def restore(self, state: dict):
         self.length, self.coming = 0, None
         if state:
             rows = torch.stack((state["key"], state["value"])).permute(3, 0, 1, 2, 4)
-            self.store.write(0, rows)
+            self.store.write(0, rows, self.parent.ferry(rows.device))
             self.length, self.like = len(rows), rows[:1].clone()
 
     @property
@@ -85,13 +85,29 @@ class OffloadedLayer(LayerCache):
         return self.length * self.like.nbytes if self.length else 0
 
 
+def joined(past, *new):
+    """(S,2,B,Hk,D): what was fetched, and the new rows. Of a buffer a copy, because it is written again."""
+    if not isinstance(past, Arriving):
+        return torch.cat((past, *new)) if new else past
+    try:
+        return torch.cat((past.use(), *new)) if new else past.use().clone()
+    finally:
+        past.done()
+
+
 class OffloadedCache(KVCache):
     """`make_store()` gives the place of one layer."""
 
     def __init__(self, config, make_store):
         super().__init__((), config)
-        self.make_store = make_store
+        self.make_store, self.ferries = make_store, {}
         self.extend(OffloadedLayer(self, i, make_store()) for i in range(config.num_hidden_layers))
+
+    def ferry(self, device):
+        """What carries rows to this device and back; None for a CPU."""
+        if device not in self.ferries:
+            self.ferries[device] = ferry_for(device)
+        return self.ferries[device]
 
     def fork(self) -> "OffloadedCache":
         copy = OffloadedCache(self.config, self.make_store)

@@ -1,12 +1,20 @@
-"""Where an offloaded layer keeps its tokens: rows (N,2,B,Hk,D) in host memory, or in a file without a name."""
+"""Where an offloaded layer keeps its tokens: rows (N,2,B,Hk,D) in host memory, or in a file without a name.
+
+`begin` answers with something whose `result()` are the rows; with a ferry they are Arriving.
+"""
 
 import os
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from nanokv.cache.ferry import host_rows
 from nanokv.errors import CacheError
+
+# One: transfers share one bus anyway.
+READER = ThreadPoolExecutor(1, thread_name_prefix="nanokv-offload")
 
 
 class HostStore:
@@ -15,24 +23,28 @@ class HostStore:
     def __init__(self):
         self.rows = None  # (N,2,B,Hk,D): tokens first, so growing appends at the end
 
-    def write(self, start: int, new):
+    def write(self, start: int, new, ferry=None):
         """new (T,2,B,Hk,D) at token `start`; it at least doubles when it is full: fewer than 2N copies for N tokens."""
         kinds = {(x.shape[1:], x.dtype) for x in (self.rows, new) if x is not None}
         if start == 0 and len(kinds) > 1:
             self.rows = None  # another batch size: beams that were multiplied; or another dtype
         held = 0 if self.rows is None else self.rows.shape[0]
         if start + new.shape[0] > held:
-            with torch.inference_mode(False):
-                shape = (max(64, 2 * held, start + new.shape[0]), *new.shape[1:])
-                grown = torch.empty(shape, dtype=new.dtype, pin_memory=new.is_cuda)
+            shape = (max(64, 2 * held, start + new.shape[0]), *new.shape[1:])
+            grown = host_rows(shape, new.dtype, pinned=ferry is not None)
             if start:
+                if ferry:
+                    ferry.wait()
                 grown[:start] = self.rows[:start]
             self.rows = grown
-        self.rows[start : start + new.shape[0]] = new
+        rows = self.rows[start : start + new.shape[0]]
+        ferry.away(rows, new) if ferry else rows.copy_(new)
 
-    def read(self, tokens: int, like):
-        """(tokens,2,B,Hk,D) on the device that computes."""
-        return self.rows[:tokens].to(like.device, non_blocking=True)
+    def begin(self, tokens: int, like, ferry=None):
+        """(tokens,2,B,Hk,D), to the device that computes."""
+        if ferry:
+            return ferry.near(self.rows[:tokens])
+        return READER.submit(self.rows[:tokens].to, like.device)
 
 
 class DiskStore:
@@ -49,24 +61,28 @@ class DiskStore:
                 f"no file can be made in {folder}: {error.strerror}", "pass another folder="
             ) from error
 
-    def write(self, start: int, new):
-        """new (T,2,B,Hk,D) at token `start`."""
+    def write(self, start: int, new, ferry=None):
+        """new (T,2,B,Hk,D) at token `start`; waits for them where they are computed."""
         data = new.cpu().contiguous().view(torch.uint8).numpy().data.cast("B")
         place = start * new[0].nbytes
         while data:
             count = write_at(self.file.fileno(), data, place)
             data, place = data[count:], place + count
 
-    def read(self, tokens: int, like):
+    def begin(self, tokens: int, like, ferry=None):
+        """(tokens,2,B,Hk,D), to the device that computes."""
+        return READER.submit(self.read, tokens, like, ferry)
+
+    def read(self, tokens: int, like, ferry=None):
         """Read, not mapped: mapped pages would be waited for one by one when attention touches them."""
-        rows = torch.empty(tokens, *like.shape[1:], dtype=like.dtype)
+        rows = host_rows((tokens, *like.shape[1:]), like.dtype, pinned=ferry is not None)
         target, place = memoryview(rows.view(torch.uint8).numpy()).cast("B"), 0
         while target:
             count = read_at(self.file.fileno(), target, place)
             if not count:
                 raise CacheError(f"the file of an offloaded cache is shorter than {tokens} tokens")
             target, place = target[count:], place + count
-        return rows.to(like.device)
+        return ferry.near(rows) if ferry else rows.to(like.device)
 
 
 # --- bytes at a place of a file: os.pwrite and os.preadv, and a lock where there are none (Windows) -------------------

@@ -260,7 +260,7 @@ def test_a_full_disk_is_an_error_that_truncate_mends(model, monkeypatch):
     )
     prefill(model, ids, cache)
 
-    def full(start, new):
+    def full(*_):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:

@@ -1,0 +1,96 @@
+"""Rows of tokens on their way between host memory and a GPU, on a stream of their own beside the one that computes.
+
+Nobody waits but the streams, for events: the copy of the next layer runs while this one computes. Two layers are near
+at a time, each in a buffer that is kept, because the host is far ahead of the GPU: new memory for every copy would be
+memory for all layers. Copies happen in the order in which they are asked for, so a row is read after it was written.
+
+References: transformers' OffloadedCache (a prefetch stream), torch's notes on CUDA semantics (streams, record_stream).
+"""
+
+import torch
+
+
+def ferry_for(device: torch.device) -> "Ferry | None":
+    """None where host memory is the memory that computes."""
+    return Ferry(device) if device.type == "cuda" else None
+
+
+def host_rows(shape, dtype, pinned: bool):
+    """Not written; pinned: a copy to or from a GPU does not wait for the host. Usable outside inference mode too."""
+    with torch.inference_mode(False):
+        return torch.empty(shape, dtype=dtype, pin_memory=pinned)
+
+
+class Arriving:
+    """Rows (S,2,B,Hk,D) in one of the two buffers, there when `arrived` has happened."""
+
+    def __init__(self, ferry: "Ferry", rows, slot: int, arrived):
+        self.ferry, self.rows, self.slot, self.arrived = ferry, rows, slot, arrived
+
+    def result(self) -> "Arriving":
+        """As of a Future: the copy was asked for."""
+        return self
+
+    def use(self):
+        """For what is computed from now on. Say `done` when that has been asked for."""
+        self.ferry.computing().wait_event(self.arrived)
+        return self.rows
+
+    def done(self) -> None:
+        """The buffer may be written once all that was asked for so far is computed."""
+        computing = self.ferry.computing()
+        self.ferry.used[self.slot].record(computing)
+        self.rows.record_stream(computing)  # should the buffer be given back, for a larger one
+
+
+class Ferry:
+    """Of one cache, to one GPU."""
+
+    def __init__(self, device):
+        self.device, self.stream = device, torch.cuda.Stream(device)
+        self.buffers, self.turn = [None, None], 0
+        self.used = [
+            torch.cuda.Event(),
+            torch.cuda.Event(),
+        ]  # each buffer, by the last that computed with it
+
+    def computing(self):
+        """The stream of whoever asks."""
+        return torch.cuda.current_stream(self.device)
+
+    def away(self, rows, new) -> None:
+        """Copy `new`, on the GPU and perhaps not computed yet, into pinned `rows`."""
+        self.stream.wait_stream(self.computing())
+        with torch.cuda.stream(self.stream):
+            copy(rows, new)
+        new.record_stream(self.stream)  # its memory stays until then
+
+    def near(self, rows) -> Arriving:
+        """Copy pinned `rows` into the buffer whose turn it is."""
+        self.turn, slot = 1 - self.turn, self.turn
+        with torch.cuda.stream(self.stream):
+            self.stream.wait_event(self.used[slot])
+            target = self.buffer(slot, rows)
+            copy(target, rows)
+            return Arriving(self, target, slot, self.stream.record_event())
+
+    def buffer(self, slot: int, rows):
+        """As many rows of the buffer; one that is too small is replaced by a larger one."""
+        held = self.buffers[slot]
+        if held is None or held.shape[1:] != rows.shape[1:] or held.dtype != rows.dtype:
+            held = rows[:0]
+        if len(held) < len(rows):
+            with torch.inference_mode(False):
+                size = len(rows) * 5 // 4  # there is little room: not twice as many
+                held = torch.empty(size, *rows.shape[1:], dtype=rows.dtype, device=self.device)
+            self.buffers[slot] = held
+        return held[: len(rows)]
+
+    def wait(self) -> None:
+        """Until every copy is done: before the host itself touches rows."""
+        self.stream.synchronize()
+
+
+def copy(target, source) -> None:
+    """On the stream that is current."""
+    target.copy_(source, non_blocking=True)
