@@ -17,7 +17,7 @@ A layer of a decode step is 7 launches, 6 where attention has one split. N rows,
 
 More rows than product takes go through torch's product, then `rms_norm` (N·C·n, twice that with `add`) and `swiglu`
 (N·2I·n) are launches of their own: 9 a layer. In Qwen3-0.6B the weights of a layer are 31 MB, the rows between the
-products 10 kB: there a launch costs more than what it reads.
+products a few kB: there a launch costs more than what it reads.
 
 Triton: Tillet et al. 2019, "Triton: an intermediate language and compiler for tiled neural network computations".
 """
@@ -115,6 +115,15 @@ def swiglu(gate_up, out=None):
 
 
 @triton.jit
+def halves_of_row(row, D: tl.constexpr, HALF: tl.constexpr):
+    """D numbers at `row` → both halves (1,HALF), fp32: of cos, of sin, of the weight of a norm."""
+    i = tl.arange(0, HALF)[None, :]
+    first = tl.load(row + i, i < D // 2, 0)
+    second = tl.load(row + D // 2 + i, i < D // 2, 0)
+    return first.to(tl.float32), second.to(tl.float32)
+
+
+@triton.jit
 def halves_of_heads(
     qkv, n, head, q_norm, k_norm, eps, cos, sin, angle,
     H: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
@@ -138,17 +147,15 @@ def halves_of_heads(
     y1, y2 = x1, x2
     if q_norm is not None:
         scale = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / D + eps)[:, None]  # (R,1)
-        weight = tl.where((head < H)[:, None], q_norm, k_norm) + i  # (R,HALF) of pointers
-        y1 = held(tl.load(weight, inside, 0).to(tl.float32) * held(x1 * scale, dtype), dtype)
-        y2 = held(
-            tl.load(weight + D // 2, inside, 0).to(tl.float32) * held(x2 * scale, dtype), dtype
-        )
-    cos += angle * D + i
-    sin += angle * D + i
-    c1, c2 = tl.load(cos, inside, 0), tl.load(cos + D // 2, inside, 0)  # (1,HALF) ×2
-    s1, s2 = tl.load(sin, inside, 0), tl.load(sin + D // 2, inside, 0)
-    z1 = held(y1 * c1.to(tl.float32), dtype) - held(y2 * s1.to(tl.float32), dtype)
-    z2 = held(y2 * c2.to(tl.float32), dtype) + held(y1 * s2.to(tl.float32), dtype)
+        q1, q2 = halves_of_row(q_norm, D, HALF)  # (1,HALF) ×2
+        k1, k2 = halves_of_row(k_norm, D, HALF)
+        is_q = (head < H)[:, None]  # (R,1)
+        y1 = held(tl.where(is_q, q1, k1) * held(x1 * scale, dtype), dtype)
+        y2 = held(tl.where(is_q, q2, k2) * held(x2 * scale, dtype), dtype)
+    c1, c2 = halves_of_row(cos + angle * D, D, HALF)  # (1,HALF) ×2
+    s1, s2 = halves_of_row(sin + angle * D, D, HALF)
+    z1 = held(y1 * c1, dtype) - held(y2 * s1, dtype)
+    z2 = held(y2 * c2, dtype) + held(y1 * s2, dtype)
     turned = (head < H + Hk)[:, None]  # v is neither normed nor rotated
     return tl.where(turned, z1, x1), tl.where(turned, z2, x2)
 

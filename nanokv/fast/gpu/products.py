@@ -11,7 +11,9 @@ import triton.language as tl
 
 from nanokv.fast.gpu.kernels import WARP, check, held, silu_times
 
-MOST_ROWS = 8  # of x; for more, torch's product uses matrix instructions
+# Of x. N rows are N multiplications per weight, and with a norm about as many operations on x: up to about 4 rows these
+# take less time than the reading. For many rows torch's product, which uses matrix instructions, is the right one.
+MOST_ROWS = 8
 TILE_BYTES = 8_192  # of weights per program and turn
 THREAD_BYTES = 64  # of them per thread: four loads of 16 bytes
 PROGRAMS = 512  # at least: four for each of 132 processors
