@@ -54,10 +54,10 @@ def waits(process, chunk: int, prompt: int, longest: float, presses: int = 5) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", [16, 512, 2048])
+@pytest.mark.parametrize("chunk", [16, 2048])
 def test_ctrl_c_in_a_prefill_is_answered_within_200_ms(process, chunk):
     """The median: a press may also meet another process's turn."""
-    found = waits(process, chunk, 6000, longest=3.0)
+    found = waits(process, chunk, 6000, longest=1.6)
     assert found[len(found) // 2] < LIMIT and found[-1] < 5 * LIMIT, found
 
 
@@ -68,17 +68,18 @@ def test_ctrl_c_in_a_decode_is_answered_within_200_ms(process):
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_loading_ends_the_program_at_once():
+@pytest.mark.parametrize("presses", [10, pytest.param(24, marks=pytest.mark.night)])
+def test_ctrl_c_while_loading_ends_the_program_at_once(presses):
     """In an import of torch, in the reading of weights: no traceback, no press lost.
 
     A KeyboardInterrupt out of an import became another exception, or nothing, or an abort.
     """
     spawn_cli("generate", "hi", "-n", "1").communicate(timeout=60)  # files are in memory then
     late = []
-    for at in range(24):
+    for at in range(presses):
         # Loads, then waits for a line that never comes.
         process = spawn_cli("chat", stdin=subprocess.PIPE)
-        time.sleep(0.2 + 0.06 * at)  # earlier it is the start of Python itself
+        time.sleep(0.2 + 1.4 * at / presses)  # earlier it is the start of Python itself
         pressed = time.monotonic()
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
