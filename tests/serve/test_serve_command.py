@@ -1,5 +1,6 @@
 """`nanokv serve` as a process: its flags, the line that says that it is ready, and how it ends."""
 
+import contextlib
 import http.client
 import importlib.util
 import json
@@ -72,6 +73,16 @@ def test_a_port_of_a_server_that_is_still_loading_is_in_use():
     ):
         listen("127.0.0.1", bound.getsockname()[1])
     assert "--port 0" in raised.value.hint
+
+
+def test_the_second_part_of_an_answer_does_not_wait_for_the_first_to_be_acknowledged(server):
+    """Nagle's algorithm and delayed acknowledgements would cost 40 ms per answer."""
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port)) as connection:
+        connection.request("GET", "/health")
+        assert connection.getresponse().read()
+        (held,) = server.server.server_state.connections
+        accepted = held.transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_a_key_of_the_environment_is_checked_as_one_of_the_command_line(cli, monkeypatch):

@@ -186,10 +186,11 @@ class Server(uvicorn.Server):
 def listen(host: str, port: int) -> socket.socket:
     """A bound socket, before anything is loaded; NanoKVError where the address cannot be had."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(
+        family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        found = socket.socket(family, socket.SOCK_STREAM)
+        # asyncio sets TCP_NODELAY only where the protocol is named; else the second part of an answer waits 40 ms.
+        found = socket.socket(family, kind, protocol)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind(address)
         found.listen()  # who comes while the model is loaded waits; a second server is refused now
