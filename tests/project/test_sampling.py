@@ -110,6 +110,40 @@ def test_a_serial_test_is_alone_and_is_not_passed_by(tmp_path, monkeypatch):
     assert order[4:] == ["serial in", "serial out", "c in", "c out"]
 
 
+def test_a_test_that_becomes_serial_waits_for_others_and_lets_them_in_again(tmp_path, monkeypatch):
+    for name in ("ROOM", "TURNSTILE"):
+        (tmp_path / name).touch()
+        monkeypatch.setattr(taking_turns, name, tmp_path / name)
+
+    def others_may_come() -> bool:
+        with open(taking_turns.ROOM) as room:
+            try:
+                fcntl.flock(room, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+        return True
+
+    found, go = [], threading.Event()
+
+    def becomes_serial():
+        with taking_turns.turn(alone=False):
+            found.append(others_may_come())
+            with taking_turns.alone():
+                found.append((others_may_come(), go.is_set()))
+            found.append(others_may_come())
+
+    with taking_turns.turn(alone=False):
+        thread = threading.Thread(target=becomes_serial)
+        thread.start()
+        end = time.monotonic() + 30
+        while not turnstile_is_taken() and time.monotonic() < end:
+            time.sleep(0.005)
+        time.sleep(0.05)
+        go.set()
+    thread.join(30)
+    assert found == [True, (False, True), True]
+
+
 def turnstile_is_taken() -> bool:
     with open(taking_turns.TURNSTILE) as file:
         try:

@@ -6,6 +6,7 @@ The budget is processor time, so that a busy machine does not fail a notebook.
 import copy
 import csv
 import json
+import os
 import re
 import resource
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from nanokv.school.course import book, checking, containing, grading, prose, running, twins
-from solved_notebooks import TIMED, WALL, solved
+from solved_notebooks import WALL, solved
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 SOURCES = sorted((NOTEBOOKS / "source").glob("*.py"))
@@ -22,17 +23,12 @@ NUMBERS = [path.stem[:2] for path in SOURCES]
 # Of one core, at most: the slowest takes 40 s alone, and several times that beside a test that streams gigabytes
 # through the processor's cache.
 SECONDS, MEMORY = 360, 4 * 2**30
+SLEEP = 10**5 + os.getpid()  # seconds that no other process of this machine sleeps
 
 pytestmark = pytest.mark.slow
 
 
-def each_source(test):
-    """Where figures are seconds, nothing else runs."""
-    paths = [
-        pytest.param(path, marks=pytest.mark.serial) if path.stem[:2] in TIMED else path
-        for path in SOURCES
-    ]
-    return pytest.mark.parametrize("path", paths, ids=NUMBERS)(test)
+each_source = pytest.mark.parametrize("path", SOURCES, ids=NUMBERS)
 
 
 def ids(number: str, kind: str) -> list[str]:
@@ -126,36 +122,35 @@ def test_a_notebook_reaches_this_machine_and_no_other():
 
 
 def test_an_endless_notebook_is_stopped_with_all_that_it_started():
-    start = "import subprocess\nchild = subprocess.Popen(['sleep', '987'])\nprint(child.pid, flush=True)"
-    done = running.run(notebook(start, "while True: pass"), limit=20)
-    assert done.error == "stopped after 20 s" and done.seconds < 60
-    assert sleepers(987) == []
+    start = f"import subprocess\nchild = subprocess.Popen(['sleep', '{SLEEP}'])\nprint(child.pid, flush=True)"
+    done = running.run(notebook(start, "while True: pass"), limit=10)
+    assert done.error == "stopped after 10 s" and done.seconds < 40
+    assert sleepers() == []
 
 
-def sleepers(seconds: int) -> list:
+def sleepers() -> list:
     import psutil
 
     return [
-        p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", str(seconds)]
+        p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", str(SLEEP)]
     ]
 
 
-LOOSE = """
+LOOSE = f"""
 import os
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
-        os.execvp("sleep", ["sleep", "4242"])
+        os.execvp("sleep", ["sleep", "{SLEEP}"])
     os._exit(0)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's PR_SET_CHILD_SUBREAPER")
-@pytest.mark.serial  # it looks for its process among all of the machine's
 @pytest.mark.parametrize("then", ["pass", "while True: pass"])
 def test_what_has_cut_itself_loose_is_ended_too(then):
-    done = running.run(notebook(LOOSE, then), limit=20)
-    assert done.error == ("" if then == "pass" else "stopped after 20 s") and sleepers(4242) == []
+    done = running.run(notebook(LOOSE, then), limit=20 if then == "pass" else 10)
+    assert done.error == ("" if then == "pass" else "stopped after 10 s") and sleepers() == []
 
 
 @pytest.fixture(params=["namespace", "no namespace"])
@@ -168,14 +163,14 @@ def contained(request, monkeypatch):
     return request.param
 
 
-ORPHAN = """
+ORPHAN = f"""
 import os, signal, time, warnings
 warnings.warn("nothing to do with it")
 runner = os.getppid()
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
-        os.execvp("sleep", ["sleep", "4343"])
+        os.execvp("sleep", ["sleep", "{SLEEP}"])
     time.sleep(0.5)
     os.kill(runner, 9)
     os._exit(0)
@@ -184,7 +179,6 @@ time.sleep(2)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's PR_SET_CHILD_SUBREAPER")
-@pytest.mark.serial  # it looks for its process among all of the machine's
 def test_what_leaves_its_session_and_kills_its_parent_is_ended_and_told(tmp_path, contained):
     """It forks, calls setsid and kills the process that runs the notebook. The table says what happened, and does not
     blame the last warning on stderr."""
@@ -192,7 +186,7 @@ def test_what_leaves_its_session_and_kills_its_parent_is_ended_and_told(tmp_path
     made = notebook(begin, ORPHAN)
     (tmp_path / "a.ipynb").write_text(json.dumps(made))
     (row,) = grading.grade(tmp_path, limit=60)
-    assert sleepers(4343) == []
+    assert sleepers() == []
     assert "warn" not in row["error"] and "os.kill" in row["error"] and "setsid" in row["error"]
     if contained == "no namespace":
         assert "was killed (SIGKILL)" in row["error"] and "processes running" in row["error"]
@@ -235,7 +229,10 @@ def test_what_prints_without_end_fails_and_the_answers_after_it_count():
     assert "05.1: right." in done.notebook["cells"][-1]["outputs"][0]["text"]
 
 
-@pytest.mark.parametrize("trick", ["os.mkfifo(p)", "os.symlink('/dev/zero', p)"])
+PIPE = "os.mkfifo(p)"
+
+
+@pytest.mark.parametrize("trick", [PIPE, "os.symlink('/dev/zero', p)"])
 @pytest.mark.parametrize("name", ["events.jsonl", "out.ipynb"])
 def test_a_submission_cannot_make_its_reader_wait(tmp_path, trick, name):
     """By putting something else where the run leaves what the grader reads."""
@@ -245,7 +242,8 @@ def test_a_submission_cannot_make_its_reader_wait(tmp_path, trick, name):
         begin, f"{there}\nos.path.exists(p) and os.remove(p)\n{trick}\nos.kill(os.getppid(), 9)"
     )
     (tmp_path / "a.ipynb").write_text(json.dumps(made))
-    (row,) = grading.grade(tmp_path, limit=60)
+    # Who writes into a pipe waits for a reader, until the time is over.
+    (row,) = grading.grade(tmp_path, limit=15 if (name, trick) == ("out.ipynb", PIPE) else 60)
     assert (
         "events.jsonl: not a file of its own" in row["error"]
         if name == "events.jsonl"
@@ -265,7 +263,8 @@ def test_submissions_are_graded_each_for_itself(tmp_path):
     for name, made in submissions.items():
         (tmp_path / f"{name}.ipynb").write_text(json.dumps(made))
     (tmp_path / "=broken.ipynb").write_text("{not json")
-    grading.write(grading.grade(tmp_path, limit=60), tmp_path / "out.csv")
+    # A cell that hangs has a quarter of it.
+    grading.write(grading.grade(tmp_path, limit=32), tmp_path / "out.csv")
     with open(tmp_path / "out.csv", newline="") as file:
         rows = {row["student"]: row for row in csv.DictReader(file)}
     assert set(rows) == {"good", "crash", "hang", "kill", "'=broken"}

@@ -879,7 +879,6 @@ def test_authors_can_show_code_and_leave_cells_out(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.serial
 @each_plan
 def test_the_figures_of_a_plan_are_what_was_measured(path):
     quoted = prose.figures(path.read_text("utf-8"))
@@ -896,8 +895,8 @@ def test_the_figures_of_a_plan_are_what_was_measured(path):
 
 @pytest.mark.slow
 def test_a_cell_that_never_ends_is_named_by_its_time():
-    done = running.run(json.loads(small("while True: pass", "print(5)")), 60, keep_going=True)
-    assert done.error == "a cell took longer than 15 s"
+    done = running.run(json.loads(small("while True: pass", "print(5)")), 24, keep_going=True)
+    assert done.error == "a cell took longer than 6 s"
     assert "5" in done.notebook["cells"][1]["outputs"][0]["text"]
 
 
