@@ -109,11 +109,17 @@ def test_the_bundled_model_is_equal(verify):
 
 @pytest.mark.slow
 def test_published_vocabulary_and_head_shapes(verify, qwen3_files, tmp_path):
-    """V 151,936 and H·D ≠ C with the published config, tokenizer and template; two layers of random weights."""
+    """V 151,936 and H·D ≠ C with the published config, tokenizer and template; two narrow layers of random weights."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     fields = json.loads((qwen3_files / "0.6B" / "config.json").read_text())
-    config = Qwen3Config(**fields | {"num_hidden_layers": 2, "max_window_layers": 2})
+    fewer = {
+        "num_hidden_layers": 2,
+        "max_window_layers": 2,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+    }
+    config = Qwen3Config(**fields | fewer)
     folder = tmp_path / "Qwen3-0.6B"
     Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -122,7 +128,7 @@ def test_published_vocabulary_and_head_shapes(verify, qwen3_files, tmp_path):
     found = rows(out)
     assert code == 0, out
     assert found["published token ids"] == "ok" and found["chat template"] == "ok"
-    assert found["published figures"] == "skipped" and "another num_hidden_layers" in out
+    assert found["published figures"] == "skipped" and "another hidden_size" in out
 
 
 # --- three sabotaged checkpoints --------------------------------------------------------------------------------------

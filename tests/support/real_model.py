@@ -100,7 +100,11 @@ def fake_distribution(site: Path, data: bytes) -> Path:
     return site
 
 
-def notebook(number: str, model: Path) -> running.Run:
-    """The solution of a notebook, run on a model; it is stopped when it hangs."""
+def notebook(number: str, model: Path, code_cells: int | None = None) -> running.Run:
+    """The solution of a notebook, or its first cells of code, run on a model; it is stopped when it hangs."""
     (path,) = SOURCES.glob(f"{number}_*.py")
-    return running.run(twins.read(path).solution(), WALL, env={"NANOKV_MODEL": str(model)})
+    made = twins.read(path).solution()
+    if code_cells:
+        code = [cell for cell in made["cells"] if cell["cell_type"] == "code"]
+        made["cells"] = code[:code_cells]
+    return running.run(made, WALL, env={"NANOKV_MODEL": str(model)})
