@@ -43,10 +43,17 @@ def ended(processes) -> bool:
     return not psutil.wait_procs(processes, timeout=10)[1]
 
 
+@pytest.fixture(scope="module")
+def greedy():
+    """What one process says."""
+    return run_cli(*GREEDY)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [(), ("-t", "1", "--seed", "7")], ids=["greedy", "sampled"])
-def test_two_ranks_say_what_one_process_says(flags):
-    one, two = (run_cli(*GREEDY, *flags, *more) for more in ((), ("--tensor-parallel", "2")))
+def test_two_ranks_say_what_one_process_says(flags, greedy):
+    two = run_cli(*GREEDY, *flags, "--tensor-parallel", "2")
+    one = run_cli(*GREEDY, *flags) if flags else greedy
     assert (two.returncode, two.stdout, two.stderr) == (
         0,
         one.stdout,
@@ -55,7 +62,7 @@ def test_two_ranks_say_what_one_process_says(flags):
 
 
 @pytest.mark.slow
-def test_torchrun_says_it_too():
+def test_torchrun_says_it_too(greedy):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -72,7 +79,7 @@ def test_torchrun_says_it_too():
         *GREEDY,
     ]
     done = subprocess.run(command, env=environment(), capture_output=True, timeout=120)
-    assert done.returncode == 0 and done.stdout == run_cli(*GREEDY).stdout
+    assert done.returncode == 0 and done.stdout == greedy.stdout
 
 
 @pytest.mark.parametrize(
@@ -208,7 +215,7 @@ def test_bench_on_two_ranks_reads_half_of_the_bytes_on_each_and_prints_once():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("after", [0.2, 1.5, 4.0])
+@pytest.mark.parametrize("after", [0.2, pytest.param(1.5, marks=pytest.mark.night), 4.0])
 def test_a_rank_that_is_killed_ends_the_command(after):
     # Waits for its user.
     process = spawn_cli("chat", "-q", "--tensor-parallel", "2", stdin=subprocess.PIPE)
@@ -297,7 +304,7 @@ def test_a_port_that_is_in_use_is_one_line_on_every_rank(spawn):
 
 
 @pytest.mark.slow
-def test_a_server_of_two_ranks_answers_and_ends_when_one_is_lost():
+def test_a_server_of_two_ranks_answers_and_ends_when_one_is_lost(greedy):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -317,7 +324,7 @@ def test_a_server_of_two_ranks_answers_and_ends_when_one_is_lost():
     ranks = ranks_of(process)
     answer = httpx2.post(f"{address}/v1/chat/completions", json=body, timeout=60).json()
     text = answer["choices"][0]["message"]["content"]
-    assert text.strip() and text == run_cli(*GREEDY).stdout.decode().strip("\n")
+    assert text.strip() and text == greedy.stdout.decode().strip("\n")
     os.kill(ranks[-1].pid, signal.SIGKILL)
     _, stderr = process.communicate(timeout=60)
     assert (

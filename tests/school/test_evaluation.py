@@ -551,11 +551,10 @@ def test_exit_code_says_whether_every_seed_reaches_the_targets(
 
 @pytest.mark.slow
 def test_the_bundled_model_answers():
-    """Twelve cases per task, at least two in three right; a hundred below."""
+    """Six cases per task, at least two in three right; a hundred below."""
     model, tokenizer = nanokv.load("tiny")
     found = {
-        result.task: result.mean
-        for result in evaluate.evaluate(model, tokenizer, 6, seeds=[100, 101])
+        result.task: result.mean for result in evaluate.evaluate(model, tokenizer, 6, seeds=[100])
     }
     assert {task: found[task] for task in TARGETS if found[task] < 4 / 6} == {}
 

@@ -1008,10 +1008,5 @@ def test_smoke_run_of_the_real_command(tmp_path):
         model.config.to_dict() == trainer.TINY.to_dict()
         and tokenizer.vocab_size == trainer.VOCAB_SIZE
     )
-    again = run_cli(
-        "train", "--out", tmp_path / "run", "--evaluate", "--cases", 1, "--json", timeout=600
-    )
-    # A bad model, measured alone: 1.
-    assert again.returncode == 1 and json.loads(again.stdout) == report
     stored = json.loads((tmp_path / "run" / "model" / "tokenizer.json").read_text())
     assert stored == json.loads(data.train_tokenizer(0, trainer.VOCAB_SIZE).to_str())

@@ -72,8 +72,9 @@ def test_a_soak_without_an_answer_is_none():
 
 
 @pytest.mark.slow
-@pytest.mark.serial
-@pytest.mark.parametrize("minutes", ["0.5", pytest.param("2", marks=pytest.mark.night)])
+@pytest.mark.parametrize(
+    "minutes", ["0.33", pytest.param("2", marks=[pytest.mark.night, pytest.mark.serial])]
+)
 def test_every_kind_of_client(minutes):
     """Memory needs more minutes to settle: here it may only not multiply."""
     command = [sys.executable, soak.__file__, "--minutes", minutes, "--flat", "30"]
