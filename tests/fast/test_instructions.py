@@ -237,6 +237,13 @@ def record_rows(cases, dtype, bound):
         )
 
 
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """(file, how many cases it has)."""
+    path = tmp_path_factory.mktemp("recorded") / "cases"
+    return path, record(path)
+
+
 SANITIZED = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
 
@@ -254,12 +261,12 @@ SANITIZED = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover
         ("aarch64-linux-gnu-g++", ["-O3", "-static"], ["qemu-aarch64"], "portable"),
     ],
 )
-def test_kernels_over_recorded_inputs(tmp_path, compiler, flags, runner, expected):
+def test_kernels_over_recorded_inputs(tmp_path, recorded, compiler, flags, runner, expected):
     """Within stated bounds of torch, on Arm too; and here no byte beyond an array is read."""
     for name in (compiler, *runner):
         if not shutil.which(name):
             pytest.skip(f"{name} is not installed: apt install g++-aarch64-linux-gnu qemu-user")
-    program, count = tmp_path / "driver", record(tmp_path / "cases")
+    program, (cases, count) = tmp_path / "driver", recorded
     source = str(Path(__file__).parents[1] / "support" / "kernels_driver.cpp")
     subprocess.run(
         [
@@ -274,9 +281,7 @@ def test_kernels_over_recorded_inputs(tmp_path, compiler, flags, runner, expecte
         ],
         check=True,
     )
-    done = subprocess.run(
-        [*runner, program, tmp_path / "cases"], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([*runner, program, cases], capture_output=True, text=True, check=False)
     first, *lines = done.stdout.splitlines()
     assert done.returncode == 0 and re.fullmatch(expected, first), done.stdout + done.stderr
     assert len(lines) == count and not [line for line in lines if "BAD" in line], done.stdout
