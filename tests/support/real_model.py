@@ -100,11 +100,13 @@ def fake_distribution(site: Path, data: bytes) -> Path:
     return site
 
 
-def notebook(number: str, model: Path, code_cells: int | None = None) -> running.Run:
-    """The solution of a notebook, or its first cells of code, run on a model; it is stopped when it hangs."""
+def notebook(number: str, model: Path, until: str = "") -> running.Run:
+    """The solution of a notebook, or its code up to the cell with these words, run on a model; it is stopped when it
+    hangs."""
     (path,) = SOURCES.glob(f"{number}_*.py")
     made = twins.read(path).solution()
-    if code_cells:
+    if until:
         code = [cell for cell in made["cells"] if cell["cell_type"] == "code"]
-        made["cells"] = code[:code_cells]
+        last = next(i for i, cell in enumerate(code) if until in "".join(cell["source"]))
+        made["cells"] = code[: last + 1]
     return running.run(made, WALL, env={"NANOKV_MODEL": str(model)})
