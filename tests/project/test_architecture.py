@@ -201,19 +201,27 @@ def circles(sources: dict[str, str]) -> list[str]:
     return sorted({names for module, names in together.items() if module in reach[module]})
 
 
+WORDS = {
+    ast.Name: lambda n: [n.id],
+    ast.Attribute: lambda n: [n.attr],
+    ast.ImportFrom: lambda n: [n.module or "", *(a.name for a in n.names)],
+    ast.Import: lambda n: [a.name for a in n.names],
+}
+
+
+@functools.cache
+def names_used(source: str) -> list[tuple[int, set[str]]]:
+    """(line, names) of each identifier, attribute and import; a dotted name counts as its parts."""
+    return [
+        (node.lineno, {part for word in WORDS[type(node)](node) for part in word.split(".")})
+        for node in ast.walk(tree(source))
+        if type(node) in WORDS
+    ]
+
+
 def mentions(source: str, name: str) -> list[int]:
     """Lines that use a name as an identifier, attribute or import (comments and docstrings are free)."""
-    lines = []
-    for node in ast.walk(tree(source)):
-        words = {
-            ast.Name: lambda n: [n.id],
-            ast.Attribute: lambda n: [n.attr],
-            ast.ImportFrom: lambda n: [n.module or "", *(a.name for a in n.names)],
-            ast.Import: lambda n: [a.name for a in n.names],
-        }.get(type(node), lambda n: [])(node)
-        if any(name in word.split(".") for word in words):
-            lines.append(node.lineno)
-    return lines
+    return [line for line, names in names_used(source) if name in names]
 
 
 def long_functions(source: str, limit: int = LONGEST_FUNCTION) -> list[str]:

@@ -5,6 +5,7 @@ the already installed dependencies (a path file), because torch alone is a gigab
 """
 
 import ast
+import functools
 import importlib.metadata
 import json
 import os
@@ -167,17 +168,24 @@ def test_what_make_compat_runs_passes_here_and_can_fail(monkeypatch, capsys):
     assert "caches       FAILED\nTraceback" in capsys.readouterr().out
 
 
+@functools.cache
+def ours() -> frozenset[str]:
+    """Names of our packages and of the files of the tests."""
+    return frozenset(
+        {"nanokv", "weights_loader", *(p.stem for p in (ROOT / "tests").rglob("*.py"))}
+    )
+
+
 def imported(path: Path, top_level_only: bool) -> set[str]:
     """Third-party packages that a file imports."""
     tree = ast.parse(path.read_text())
     nodes = tree.body if top_level_only else ast.walk(tree)
     names = {alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names}
     names |= {n.module for n in nodes if isinstance(n, ast.ImportFrom) and n.module and not n.level}
-    local = {"nanokv", "weights_loader", *(p.stem for p in (ROOT / "tests").rglob("*.py"))}
     return (
         {name.split(".")[0] for name in names}
         - set(sys.stdlib_module_names)
-        - local
+        - ours()
         - {"__future__"}
     )
 

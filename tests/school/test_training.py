@@ -71,6 +71,18 @@ def small(monkeypatch):
     return monkeypatch
 
 
+@pytest.fixture
+def picture():
+    """Asked for by the test that looks at loss.png."""
+
+
+@pytest.fixture(autouse=True)
+def _no_picture(request, monkeypatch):
+    """It is drawn for nobody else: that takes longer than a small run."""
+    if "picture" not in request.fixturenames:
+        monkeypatch.setattr("nanokv.apps.cli.train.log.plot", lambda out, output: None)
+
+
 def train(out, *more) -> int:
     return cli.main([str(word) for word in ("train", "--out", out, *more)])
 
@@ -503,7 +515,7 @@ def test_a_killed_run_ends_in_the_same_bits(tmp_path, small, finished, moment, l
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)]
 )
 def test_a_stopped_run_is_saved_and_ends_in_the_same_bits(
-    tmp_path, small, finished, capsys, number, code
+    tmp_path, small, finished, picture, capsys, number, code
 ):
     """Ctrl-C, SIGTERM, a closed terminal: the step is finished, saved, and its plot is there."""
     one_step = Trainer.train_step

@@ -5,6 +5,7 @@ the cell after it, tagged "solution", takes its place in the other twin; everyth
 cannot leak into a student's notebook. A cell tagged "hide-input" is folded: what draws or records figures.
 """
 
+import functools
 import json
 import re
 from dataclasses import dataclass
@@ -92,23 +93,30 @@ class Source:
 
 def read(path) -> Source:
     """Parse a source file and check its form; CourseError names the file, the cell and what is wrong."""
+    path = Path(path)
+    return parsed(path.name, path.read_text(encoding="utf-8"))
+
+
+# An exam asks for the same sources again and again, and one takes 20 ms.
+@functools.lru_cache(maxsize=64)
+def parsed(file: str, text: str) -> Source:
+    """The source that this text is, in a file of this name."""
     import jupytext
 
-    path = Path(path)
-    notebook = jupytext.reads(path.read_text(encoding="utf-8"), fmt="py:percent")
+    notebook = jupytext.reads(text, fmt="py:percent")
     cells = []
     for i, cell in enumerate(notebook.cells):
         tags = set(cell.metadata.get("tags", []))
         if len(tags) > 1 or tags - TAGS - SLIDE_TAGS - {FOLDED} or cell.cell_type == "raw":
             raise CourseError(
-                f"{path.name}, cell {i}: {cell.cell_type}, tags {sorted(tags)}",
+                f"{file}, cell {i}: {cell.cell_type}, tags {sorted(tags)}",
                 "one tag, code or text",
             )
         role, slide, fold = ("".join(tags & kind) for kind in (TAGS, SLIDE_TAGS, {FOLDED}))
         cells.append(Cell(cell.cell_type, cell.source.strip("\n"), role or "both", slide, fold))
-    source = Source(path.stem, tuple(cells))
+    source = Source(Path(file).stem, tuple(cells))
     for complaint in complaints(source):
-        raise CourseError(f"{path.name}: {complaint}", "notebooks/AUTHORING.md describes the form")
+        raise CourseError(f"{file}: {complaint}", "notebooks/AUTHORING.md describes the form")
     return source
 
 
