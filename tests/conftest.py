@@ -128,12 +128,14 @@ def qwen3_files() -> Path:
 
 @pytest.fixture(scope="session")
 def api() -> dict:
-    """OpenAI's description of its API: $NANOKV_OPENAI, else ../shared/openai/openapi-subset.json."""
+    """OpenAI's description of its API, as JSON Schema: $NANOKV_OPENAI, else ../shared/openai/openapi-subset.json."""
     beside = Path(__file__).resolve().parents[2] / "shared" / "openai" / "openapi-subset.json"
     path = Path(os.environ.get("NANOKV_OPENAI") or beside)
     if not path.is_file():
         pytest.skip(f"OpenAI's API description is not at {path} (set NANOKV_OPENAI)")
-    return json.loads(path.read_text())
+    from api_schema import with_null
+
+    return with_null(json.loads(path.read_text()))
 
 
 @pytest.fixture(scope="session")

@@ -383,11 +383,14 @@ def test_a_wrong_argument_is_one_line_and_the_chat_goes_on(fresh):
     fresh.ask("/undo", "nothing to undo")
 
 
-def test_an_error_in_a_narrow_terminal_breaks_between_words(start, tiny_folder):
-    chat = start(tiny_folder, columns=40)
-    chat.ask(
+def test_an_error_in_a_narrow_terminal_breaks_between_words(fresh):
+    fresh.child.setwinsize(44, 40)
+    fresh.screen.resize(44, 40)
+    fresh.ask(
         "/set top_p 7.25", r"^error: top_p: 7.25 is not a number from\n  0 to 1 \(1 = off\)\n> *$"
     )
+    fresh.child.setwinsize(44, 200)
+    fresh.screen.resize(44, 200)
 
 
 WRONG_FIELDS = {"kv": 7, "settings": [1], "system": {"a": 1}, "fingerprint": 3, "ranks": "2"}

@@ -4,8 +4,8 @@ import jsonschema
 
 
 def schema_errors(api: dict, name: str, value) -> list[str]:
-    """What jsonschema has to say against it as a `name`."""
-    schema = {"$ref": f"#/components/schemas/{name}", "components": with_null(api["components"])}
+    """What jsonschema has to say against it as a `name`; `api` is the document as with_null gives it."""
+    schema = {"$ref": f"#/components/schemas/{name}", "components": api["components"]}
     return [error.message for error in jsonschema.Draft202012Validator(schema).iter_errors(value)]
 
 
