@@ -40,6 +40,10 @@ class HandoverError(CacheError):
     """Keys and values of another process did not arrive, or are not what was sent."""
 
 
+class DeviceMemoryError(NanoKVError, MemoryError):
+    """The memory of the GPU is full. The cache holds what it held before; with less at a time the same call works."""
+
+
 class ContextError(NanoKVError):
     """Prompt and answer do not fit into the context window."""
 

@@ -20,6 +20,7 @@ from nanokv.checkpoint import Model
 from nanokv.costs.formulas import forward_bytes
 from nanokv.costs.free_memory import available_memory
 from nanokv.errors import CacheError
+from nanokv.support.device_memory import full_memory_named
 from nanokv.support.neighbours import fewer_threads
 from nanokv.text.ids import Rows, id_rows
 
@@ -30,8 +31,9 @@ Position = int | Tensor  # of the next token; (B,) where rows differ in length
 def score(model: Model, tokens: Rows) -> Tensor:
     """Logits of every position without a cache. tokens (B,T) → (B,T,V); V·T·4 bytes: 622 MB at T 1024, V 151,936."""
     cache = NoCache(model.config.num_hidden_layers)
-    hidden = model(token_ids(model, tokens), cache, 0, Causal())  # (B,T,C)
-    return model.lm_head(hidden)  # (B,T,V)
+    with full_memory_named(model):
+        hidden = model(token_ids(model, tokens), cache, 0, Causal())  # (B,T,C)
+        return model.lm_head(hidden)  # (B,T,V)
 
 
 @torch.inference_mode()
@@ -100,7 +102,7 @@ def decode(model: Model, token: Rows, cache: KVCache, start_pos: Position) -> Te
         raise ValueError(
             f"decode takes one token per row, got {token.shape[1]}: prefill takes any number"
         )
-    with fewer_threads(model, len(token)):
+    with fewer_threads(model, len(token)), full_memory_named(model, cache):
         hidden = model(token, cache, start_pos, attention_of_one(cache, token.device))  # (B,1,C)
         return model.lm_head(hidden[:, -1])  # (B,V)
 
@@ -112,14 +114,17 @@ def verify_draft(model: Model, tokens: Rows, cache: KVCache, start_pos: Position
     Weights and cache are read once for all T, so a memory-bound machine checks T guesses for about the price of one
     decode; the logits are B·T·V·4 bytes. What was guessed wrong is then taken back with cache.truncate.
     """
-    return model.lm_head(_append(model, tokens, cache, start_pos))  # (B,T,C) → (B,T,V)
+    with full_memory_named(model, cache):
+        return model.lm_head(_append(model, tokens, cache, start_pos))  # (B,T,C) → (B,T,V)
 
 
 def _append(model, tokens, cache, start_pos):
     """Any T new tokens over what is cached → hidden states (B,T,C)."""
     tokens = token_ids(model, tokens)
     check_cache(cache)
-    return model(tokens, cache, start_pos, attention_over(cache, tokens.shape[1], tokens.device))
+    with full_memory_named(model, cache):
+        attend = attention_over(cache, tokens.shape[1], tokens.device)
+        return model(tokens, cache, start_pos, attend)
 
 
 def attention_of_one(cache: KVCache, device: torch.device) -> Attend:

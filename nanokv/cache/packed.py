@@ -56,6 +56,11 @@ class PackedCache(KVCache):
         )
 
     @property
+    def nbytes(self) -> int:
+        """Of every sequence; a page that several share counts for each."""
+        return sum(cache.nbytes for cache in self.caches)
+
+    @property
     def length(self):
         """(N,) int64: how many tokens of its own sequence stand before each row."""
         return torch.cat(

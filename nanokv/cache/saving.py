@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from nanokv.errors import CacheError, foreign
+from nanokv.support.device_memory import full_memory
 from weights_loader.strict import loads
 
 FORMAT = "nanokv-cache-1"
@@ -139,6 +140,8 @@ def rebuild(
         return _rebuild(path, meta, tensors, config, make_cache, model_fingerprint, options, device)
     except CacheError:
         raise
+    except torch.OutOfMemoryError as error:
+        raise full_memory(error) from error
     except (
         KeyError,
         TypeError,

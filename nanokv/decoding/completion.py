@@ -155,7 +155,9 @@ def seed(run: Any) -> int | None:
 
 def error(reason: Exception) -> dict:
     """Why there is no answer; what would mend it stands beside OpenAI's object, in `hint`."""
-    kind = "invalid_request_error" if isinstance(reason, NanoKVError) else "server_error"
+    full = isinstance(reason, MemoryError)
+    refused = isinstance(reason, NanoKVError) and not full
+    kind = "invalid_request_error" if refused else "server_error"
     code = "context_length_exceeded" if isinstance(reason, ContextError) else None
     hint = getattr(reason, "hint", "")
     body = {"message": str(reason), "type": kind, "param": None, "code": code}

@@ -8,6 +8,7 @@ import torch
 
 from nanokv.cache.packed import Packed, PackedCache
 from nanokv.inference import attention_over, token_ids
+from nanokv.support.device_memory import full_memory_named
 
 
 @torch.inference_mode()
@@ -26,6 +27,7 @@ def prefill_packed(model, prompts, caches, start_pos):
     positions = torch.cat(
         [start + torch.arange(T) for start, T in zip(start_pos, sizes, strict=True)]
     )  # (N,)
-    hidden = model(torch.cat(prompts, 1).T, pack, positions, Packed(parts))  # (N,1,C)
     last = torch.tensor(sizes).cumsum(0) - 1  # (B,) the last row of each prompt
-    return model.lm_head(hidden[last, 0])  # (B,C) → (B,V)
+    with full_memory_named(model, pack):
+        hidden = model(torch.cat(prompts, 1).T, pack, positions, Packed(parts))  # (N,1,C)
+        return model.lm_head(hidden[last, 0])  # (B,C) → (B,V)

@@ -79,6 +79,7 @@ ONLY = {
         "nanokv.text.ids",
         "nanokv.checkpoint",
         "nanokv.support.neighbours",
+        "nanokv.support.device_memory",
         ("nanokv.costs.formulas", "forward_bytes"),
         ("nanokv.costs.free_memory", "available_memory"),
         ("nanokv.cache.capabilities", "causal_keys"),
@@ -94,6 +95,7 @@ ONLY = {
         "nanokv.cache",
         "nanokv.cache.options",
         "weights_loader",
+        ("nanokv.support.device_memory", "full_memory"),
         ("nanokv.attention", "causal_mask"),
         # Sinks move: their keys are turned on.
         ("nanokv.rope", "apply_rope"),

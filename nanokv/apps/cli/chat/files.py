@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nanokv.apps.cli.chat import transcript
 from nanokv.apps.cli.common.terminal import bytes_text, sanitize_line
-from nanokv.errors import CacheError, SessionError
+from nanokv.errors import CacheError, DeviceMemoryError, SessionError
 
 
 def cache_path(path):
@@ -95,7 +95,7 @@ def _load_cache(chat, path, head):
         if ranks.size > 1:
             session.make_generation.load(cache, path)
         session.adopt_cache(cache, cache.tokens)
-    except (CacheError, SessionError, OSError) as error:
+    except (CacheError, DeviceMemoryError, SessionError, OSError) as error:
         return f"cache refused: {sanitize_line(str(error))}"
     return f"cache of {cache.length:,} tokens ({bytes_text(cache.nbytes)})"
 

@@ -49,6 +49,11 @@ def interrupted(error) -> bool:
 
 def describe(error: BaseException) -> tuple[str, str] | None:
     """(message, hint) of an error that the user or the machine caused; None if it is our bug."""
+    full = getattr(sys.modules.get("torch"), "OutOfMemoryError", ())
+    if isinstance(error, full):  # while weights were loaded
+        from nanokv.support.device_memory import full_memory
+
+        error = full_memory(error)
     checkpoint_error = getattr(sys.modules.get("weights_loader"), "CheckpointError", ())
     if isinstance(error, NanoKVError) or isinstance(error, checkpoint_error):
         return str(error), getattr(error, "hint", "")

@@ -39,7 +39,7 @@ from nanokv.decoding.draw import SamplingParams, Step
 from nanokv.engine import Engine, Request
 from nanokv.engine.prefilled import Prefilled
 from nanokv.engine.request import FINISHED
-from nanokv.errors import NanoKVError, ParallelError
+from nanokv.errors import DeviceMemoryError, NanoKVError, ParallelError
 
 logger = logging.getLogger(__name__)
 LONGEST_STEP_S = 30.0
@@ -252,6 +252,9 @@ def told(error: Exception, param: str = "") -> ApiError:
     `param`: the field that a refusal of the engine is about."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, DeviceMemoryError):
+        logger.error("a request failed: %s", error)
+        return ApiError(503, str(error), code="out_of_memory", hint=error.hint)
     if param and isinstance(error, NanoKVError):
         return refused(error, param)
     logger.error("a request failed: %s", where(error))
