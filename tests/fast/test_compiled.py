@@ -7,18 +7,19 @@ is the same for all. The default backend writes C++ and takes seconds for each w
 import copy
 import json
 import shutil
+import time
 
 import pytest
 import torch
 
 import nanokv
 from nanokv.attention import decode_attention
-from nanokv.cache import make_cache
+from nanokv.cache import CACHES, make_cache
 from nanokv.errors import CapacityError, ConfigError
 from nanokv.fast import compiled
 from nanokv.fast.compiled import Compiled, Recorded
 from nanokv.inference import decode, prefill, score, verify_draft
-from nanokv.lab.bench import gpu, gpu_ranks
+from nanokv.lab.bench import gpu, gpu_ranks, serving
 from oracle import SHAPES, gap, pair, random_ids
 
 CAPACITY = 100
@@ -387,17 +388,21 @@ def test_bf16_is_as_near_to_fp32_as_the_plain_model():
 def test_the_gpu_script_runs_dry(tmp_path, capsys):
     assert gpu.main(["--dry-run", "--out", str(tmp_path / "dry")]) == 0
     report = json.loads((tmp_path / "dry.json").read_text())
-    assert report["dry_run"] and report["faults"] == [] and 0 < report["parity"]["gap"] <= 1e-4
-    assert sorted(report["parity"]["compiles"]) == [1, 16]
-    assert len(report["rows"]) == 6 and all(
-        row["tok_s"] > 0 and row["step_bytes"] > 0 for row in report["rows"]
-    )
-    assert len({row["runner"] for row in report["rows"]}) == 6
-    assert (
-        all(row["equal"] for row in report["offload"])
-        and report["versions"]["torch"] == torch.__version__
-    )
-    one, two = report["ranks"]
+    assert report["dry_run"] and report["faults"] == [] and report["cut"] == {}
+    assert set(report["rows"]) == set(report["seconds"]) == set(gpu.PARTS)
+    rows = report["rows"]
+    checked = [row["check"] for row in rows["equality"]]
+    assert checked == [f"{how}, {kind}" for how in ("plain", "optimize") for kind in sorted(CACHES)]
+    assert all(row["gap"] <= row["most"] for row in rows["equality"])
+    equality, *compiled = rows["compiled"]
+    assert 0 < equality["gap"] <= 1e-4 and sorted(equality["compiles"]) == [1, 16]
+    for part, count in (("decode", 6), ("prefill", 3), ("generate", 2), ("engine", 3)):
+        assert len(rows[part]) == count == len({row["runner"] for row in rows[part]})
+        assert all(row["tok_s"] > 0 for row in rows[part])
+    assert all(row["step_bytes"] > 0 and row["share"] > 0 for row in rows["decode"] + compiled)
+    assert all(row["equal"] for row in rows["offload"])
+    assert report["versions"]["torch"] == torch.__version__
+    one, two = rows["ranks"]
     assert (one["ranks"], two["ranks"]) == (1, 2) and two["tok_s"] > 0 and 0 < two["gap"] <= 1e-5
     assert (two["sums"], two["summed_bytes"], two["gathered_bytes"]) == (
         2 * 3 + 1,
@@ -417,42 +422,119 @@ def test_the_gpu_script_without_a_gpu_says_so_in_one_line(monkeypatch, capsys):
     assert out == "" and err.count("\n") == 1 and "sees no GPU" in err
 
 
+def test_the_gpu_script_has_a_shorter_name_and_ends_within_four_minutes():
+    from nanokv.bench.gpu import main
+
+    assert main is gpu.main
+    assert sum(part.seconds for part in gpu.PARTS.values() if not part.long) <= 240
+
+
+def dry(tmp_path, monkeypatch, parts):
+    """The report of these parts, and what was on the disk when the last row of the first one came."""
+    seen = []
+
+    def watched(name, part):
+        def rows(bench):
+            for row in part(bench):
+                yield row
+                seen.append(json.loads((tmp_path / "dry.json").read_text())["rows"][name])
+
+        return gpu.Part(rows, 1)
+
+    monkeypatch.setattr(gpu, "LONGER", 1)
+    monkeypatch.setattr(gpu, "gemm_peak", lambda *_: 1e12)
+    monkeypatch.setattr(gpu.Bandwidth, "probe", lambda *_: 1e9)
+    monkeypatch.setattr(gpu, "PARTS", {n: watched(n, part) for n, part in parts.items()})
+    code = gpu.main(["--dry-run", "--out", str(tmp_path / "dry")])
+    return code, json.loads((tmp_path / "dry.json").read_text()), seen
+
+
+def test_a_part_that_takes_too_long_is_cut_and_keeps_what_it_has(tmp_path, monkeypatch):
+    def slow(bench):
+        yield {"check": "first", "gap": 0.0, "most": 1.0}
+        try:
+            time.sleep(30)
+        except Exception:  # of a library that catches all of them
+            pytest.fail("caught")
+
+    def broken(bench):
+        yield {"check": "second", "gap": 0.0, "most": 1.0}
+        raise RuntimeError("no such kernel\nand more")
+
+    started = time.monotonic()
+    code, report, seen = dry(tmp_path, monkeypatch, {"equality": slow, "compiled": broken})
+    assert time.monotonic() - started < 10
+    assert [rows[-1]["check"] for rows in seen] == ["first", "second"]
+    assert [row["check"] for row in report["rows"]["equality"]] == ["first"]
+    assert report["cut"] == {
+        "equality": "cut after 1 s",
+        "compiled": "RuntimeError: no such kernel",
+    }
+    # Time is no fault, an error is.
+    assert code == 1 and report["faults"] == ["compiled: RuntimeError: no such kernel"]
+    assert "cut after 1 s" in (tmp_path / "dry.md").read_text()
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_only_the_parts_that_are_asked_for_run(monkeypatch, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        gpu.main(["--dry-run", "--parts", "decode,nonsense"])
+    assert "nonsense is not one of equality, attention, decode" in capsys.readouterr().err
+
+
 RANKS = {"ranks": 2, "gap": 1e-6, "summed_bytes": 8, "expected_bytes": 8}
 
 
 def test_the_gpu_script_finds_every_fault():
     good = {
-        "parity": {"gap": 1e-6, "compiles": [16, 1]},
+        "equality": [
+            {"check": "x", "gap": 1e-6, "most": 1e-4},
+            {"check": "y", "skipped": "no GPU"},
+        ],
         "attention": [{"call": "x", "kernel": "flash", "gap": 1e-3}],
         "offload": [{"context": 8, "equal": True}],
-        "rows": [{"runner": "nanokv compiled static", "tok_s": 1.0}],
+        "decode": [{"runner": "nanokv plain static", "tok_s": 1.0}],
+        "compiled": [{"check": "z", "gap": 1e-6, "most": 1e-4, "compiles": [16, 1]}],
+        "engine": [{"runner": "transformers", "failed": "theirs"}],
         "ranks": [{"ranks": 1}, dict(RANKS, ranks=2)],
     }
-    assert gpu.faults(good) == []
-    broken = {
-        "runner": "nanokv compiled static",
-        "batch": 1,
-        "context": 8,
-        "failed": "an illegal memory access",
-    }
+
+    def found(rows, cut=()):
+        return gpu.faults({"rows": rows, "cut": dict(cut)})
+
+    assert found(good, {"decode": "cut after 9 s"}) == []
+    assert found(good | {"ranks": [{"skipped": "1 GPU here"}]}) == []
+    wrong = {"check": "x", "gap": 1e-2, "most": 1e-4}
+    broken = {"runner": "nanokv compiled static", "failed": "an illegal memory access"}
     for name, value, says in (
-        ("parity", {"gap": 1e-2, "compiles": [1]}, "off by"),
-        ("parity", {"gap": float("nan"), "compiles": []}, "nan"),
-        ("parity", {"gap": 0.0, "compiles": [1, 1]}, "compiled twice"),
-        ("rows", [broken], "illegal memory access"),
-        ("attention", [{"call": "x", "kernel": "attention_math", "gap": 1e-3}], "no fused kernel"),
-        ("attention", [{"call": "x", "kernel": "flash", "gap": 0.5}], "off by"),
-        ("offload", [{"context": 8, "equal": False}], "offload differs"),
-        ("ranks", [dict(RANKS, gap=float("nan"))], "2 ranks: off by nan"),
-        ("ranks", [dict(RANKS, summed_bytes=9)], "9 bytes in all_reduce, by formula 8"),
-        (
-            "ranks",
-            [{"ranks": 4, "failed": "NCCL: unhandled system error"}],
-            "4 ranks: NCCL: unhandled",
-        ),
+        ("equality", wrong, "off by"),
+        ("equality", wrong | {"gap": float("nan")}, "nan"),
+        ("compiled", wrong | {"gap": 0.0, "compiles": [1, 1]}, "compiled twice"),
+        ("decode", broken, "illegal memory access"),
+        ("engine", broken, "illegal memory access"),
+        ("attention", {"call": "x", "kernel": "attention_math", "gap": 1e-3}, "no fused kernel"),
+        ("attention", {"call": "x", "kernel": "flash", "gap": 0.5}, "off by"),
+        ("offload", {"context": 8, "equal": False}, "offload differs"),
+        ("ranks", dict(RANKS, gap=float("nan")), "2 ranks: off by nan"),
+        ("ranks", dict(RANKS, summed_bytes=9), "9 bytes in all_reduce, by formula 8"),
+        ("ranks", {"ranks": 4, "failed": "NCCL: unhandled system error"}, "4 ranks: NCCL: unhand"),
     ):
-        (fault,) = gpu.faults(good | {name: value})
+        (fault,) = found(good | {name: [value]})
         assert says in fault
+
+
+@pytest.mark.parametrize("page", ["page_size", "block_size"])
+def test_continuous_batching_is_told_in_the_words_that_it_has(page):
+    """transformers 5.17 calls a page a block."""
+    names = [page, "num_blocks", "max_batch_tokens", "use_cuda_graph"]
+    kind = type("Config", (), {"__init__": eval(f"lambda self, {', '.join(names)}: None")})
+    told = serving.batching(kind, [[1] * 20], 13, "cpu")
+    assert told.pop(page) == 16 and told == {
+        "num_blocks": 4,
+        "max_batch_tokens": 256,
+        "use_cuda_graph": False,
+    }
+    assert serving.batching(kind, [[1] * 20], 13, "cuda") == {page: 16}  # its own defaults
 
 
 @pytest.mark.slow

@@ -220,7 +220,7 @@ def test_all_runners_give_the_same_tokens():
 
 def test_the_bench_prefills_in_the_chunks_of_every_command(monkeypatch):
     """One forward of the whole prompt was faster than what a user waits for."""
-    monkeypatch.setattr("nanokv.lab.bench.runners.prefill_chunk", lambda model: 8)
+    monkeypatch.setattr("nanokv.lab.bench.runners.prefill_chunk", lambda model, rows: 8)
     model, ids = small()
     sizes = []
     forward = model.forward

@@ -36,6 +36,7 @@ LAYERS = [
         "nanokv.apps.cli.train",
     },
     {"nanokv.apps.cli.common"},
+    {"nanokv.bench"},  # an entrance
     {"nanokv.apps.serve", "nanokv.apps.serve.http"},
     {"nanokv.apps.serve.run"},
     {"nanokv.apps.serve.api"},
@@ -64,7 +65,7 @@ LAYERS = [
     {"weights_loader"},
 ]
 # They use the library; only their names stand in LAYERS.
-NEIGHBOURS = {"nanokv.apps", "nanokv.lab", "nanokv.school"}
+NEIGHBOURS = {"nanokv.apps", "nanokv.bench", "nanokv.lab", "nanokv.school"}
 # May use the public names.
 PROGRAMS = {"nanokv.apps.cli", "nanokv.lab.faults", "nanokv.school.training"}
 # Narrower than the layers: all that these may import of the project, as (module, name) or a whole module.

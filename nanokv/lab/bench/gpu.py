@@ -1,22 +1,37 @@
-"""Decoding on a GPU, measured and checked in one run: python -m nanokv.lab.bench.gpu --out gpu
+"""A GPU, checked and measured in one run of four minutes: python -m nanokv.bench.gpu --out gpu
 
-    parity      the recorded CUDA graph gives what the plain model gives, also for a second cache and after a truncate
+    equality    each cache on the GPU gives what it gives on the CPU, plain and by optimize()
     attention   which of torch's attention kernels runs for each of our calls, and its distance from the exact one
-    decode      Qwen3-0.6B shapes in bf16, random weights: ours with CUDA graphs and without, transformers' dynamic and
-                static cache; batch 1 … 64, context up to 32k; beside the memory bandwidth measured in the same run
+    decode      Qwen3-0.6B shapes in bf16, random weights: by optimize() and plain, transformers' dynamic and static
+                cache; beside the memory bandwidth measured in the same run
+    prefill     the same, prompts of 128, 1,024 and 8,192 tokens
+    generate    the bundled model, from the prompt to the last token
     offload     a cache in host memory: equal bit by bit, and how much of the transfer hides behind the arithmetic
-    ranks       tensor parallel on the GPUs of this machine (gpu_ranks.py): logits of one process, bytes of all_reduce
+    compiled    torch.compile of ours and of transformers'
+    engine      many requests at once, and transformers' continuous batching
+    ranks       with --long: tensor parallel on the GPUs of this machine (gpu_ranks.py)
 
-Writes gpu.json and gpu.md. Leaves with 1 if a check failed, with 2 where torch sees no GPU. `--dry-run` runs the same
-code on a CPU with a tiny model, to show that it runs: its times mean nothing.
+Every part has a time of its own, after which it is cut; `--long` has more rows and ten times as long. Writes gpu.json
+and gpu.md after every row, so that a run that is killed keeps what it has. Leaves with 1 if a check failed, with 2
+where torch sees no GPU. `--dry-run` runs the same code on a CPU with a tiny model, to show that it runs: its times mean
+nothing.
 """
 
 import argparse
-import gc
+import functools
 import json
+import os
 import platform
+import re
+import signal
 import statistics
 import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata
@@ -28,77 +43,174 @@ from torch.profiler import ProfilerActivity, profile
 
 from nanokv import costs
 from nanokv.attention import causal_attention, causal_mask, decode_attention, prefill_attention
-from nanokv.cache import make_cache
-from nanokv.config import Config
-from nanokv.fast import torch_ops
+from nanokv.cache import CACHES, make_cache
+from nanokv.decoding.generation import generate
+from nanokv.errors import NanoKVError
+from nanokv.fast import optimize
 from nanokv.fast.compiled import Compiled
-from nanokv.inference import decode, prefill, prefill_chunk, prefill_chunks
-from nanokv.lab.bench import gpu_ranks
+from nanokv.inference import decode, prefill, prefill_chunk, prefill_chunks, verify_draft
+from nanokv.lab.bench import gpu_ranks, serving
 from nanokv.lab.bench.gpu_steps import (
     FULL,
+    QUICK,
     SMALL,
     TINY,
     Nano,
+    Peer,
     Plan,
     add_share,
     decode_row,
     gap,
-    part_of,
+    let_go,
+    prefill_row,
     random_ids,
+    why,
 )
 from nanokv.lab.bench.machine import Bandwidth, gemm_peak, now, timed
-from nanokv.lab.bench.runners import Transformers
-from nanokv.loading import random_model
+from nanokv.lab.bench.runners import Ours
+from nanokv.loading import load, random_model
 
 EXACT, ROUNDED = 1e-4, 2e-2  # largest gap that passes, fp32 and bf16, of the largest value
+LONGER = 10  # times, with --long
+QUESTION = "My name is Zorbla. What is my name?"
+
+
+class OutOfTime(BaseException):
+    """A part has had its time. No Exception: whoever catches those must not take it for one of theirs."""
+
+
+class Bench:
+    """What the parts share."""
+
+    def __init__(self, plan: Plan):
+        self.plan, self.dtype = plan, torch.bfloat16
+        self.bandwidth = Bandwidth(plan.device)
+
+    @functools.cached_property
+    def model(self):
+        return random_model(self.plan.config, self.dtype, self.plan.device)
+
+    @functools.cached_property
+    def fast(self):
+        """By optimize(); NanoKVError where it has nothing for this machine."""
+        return optimize(self.model)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows, and the seconds that they may take."""
+
+    rows: Callable[[Bench], Iterator[dict]]
+    seconds: int
+    long: bool = False  # with --long only
 
 
 def main(argv=None) -> int:
     """Run all parts, write both files, print the tables."""
     parser = argparse.ArgumentParser(
-        prog="python -m nanokv.lab.bench.gpu", description=__doc__.splitlines()[0]
+        prog="python -m nanokv.bench.gpu", description=__doc__.splitlines()[0]
     )
     parser.add_argument(
         "--out", default="gpu", metavar="NAME", help="NAME.json and NAME.md (default: %(default)s)"
+    )
+    parser.add_argument("--long", action="store_true", help="more rows, and ten times as long")
+    parser.add_argument(
+        "--parts", metavar="NAME,NAME", help=f"only these of {', '.join(PARTS)} (default: all)"
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="the same code, tiny, on a CPU: no figures"
     )
     args = parser.parse_args(argv)
+    wanted = args.parts.split(",") if args.parts else list(PARTS)
+    if unknown := set(wanted) - set(PARTS):
+        parser.error(f"--parts {min(unknown)} is not one of {', '.join(PARTS)}")
     if not args.dry_run and not torch.cuda.is_available():
         print(
-            "nanokv.lab.bench.gpu: torch sees no GPU here (--dry-run runs the code on a CPU)",
+            "nanokv.bench.gpu: torch sees no GPU here (--dry-run runs the code on a CPU)",
             file=sys.stderr,
         )
         return 2
-    report = measure(SMALL if args.dry_run else FULL)
-    Path(f"{args.out}.json").write_text(json.dumps(report, indent=1) + "\n")
-    Path(f"{args.out}.md").write_text(markdown(report))
+    plan = SMALL if args.dry_run else FULL if args.long else QUICK
+    parts = {
+        name: part
+        for name, part in PARTS.items()
+        if name in wanted and (args.long or args.dry_run or not part.long)
+    }
+    longer = LONGER if args.long or args.dry_run else 1
+    report = measure(plan, parts, longer, partial(write, args.out))
     print(markdown(report))
     return 1 if report["faults"] else 0
 
 
-def measure(plan: Plan) -> dict:
-    """The whole report as one object of plain values."""
-    dtype = torch.bfloat16
-    model = random_model(plan.config, dtype, plan.device)
-    report = {
+def write(out: str, report: dict) -> None:
+    """Both files, whole at every moment."""
+    for name, text in (("json", json.dumps(report, indent=1) + "\n"), ("md", markdown(report))):
+        path = Path(f"{out}.{name}")
+        path.with_suffix(f".{name}.tmp").write_text(text)
+        os.replace(path.with_suffix(f".{name}.tmp"), path)
+
+
+def measure(plan: Plan, parts: dict[str, Part], longer: int, save: Callable) -> dict:
+    """The whole report as one object of plain values; `save(report)` after every row."""
+    report: dict = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "dry_run": plan.device == "cpu",
+        "machine": machine(plan.device),
+        "versions": versions(),
     }
-    report |= {"machine": machine(plan.device), "versions": versions(), "parity": parity(plan)}
-    report["attention"] = attention_kernels(plan.config, dtype, plan.device)
-    bandwidth = Bandwidth(plan.device)
-    report["gemm_flops"], report["rows"] = (
-        gemm_peak(dtype, plan.device),
-        decode_rows(model, plan, bandwidth),
-    )
-    report["bandwidth"] = bandwidth.best()
-    for row in report["rows"]:
-        add_share(row, bandwidth)
-    report["offload"] = offload(model, plan)
-    report["ranks"], report["no_ranks"] = gpu_ranks.tensor_parallel(model, plan, bandwidth)
-    return report | {"faults": faults(report)}
+    bench = Bench(plan)
+    report |= {"bandwidth": bench.bandwidth.probe(), "seconds": {}, "cut": {}}
+    report |= {"gemm_flops": gemm_peak(bench.dtype, plan.device), "rows": {}, "faults": []}
+    for name, part in parts.items():
+        began, rows = time.perf_counter(), report["rows"].setdefault(name, [])
+        try:
+            with at_most(part.seconds * longer):
+                for row in part.rows(bench):
+                    rows.append(row)
+                    save(finished(report, bench))
+        except OutOfTime:
+            report["cut"][name] = f"cut after {part.seconds * longer} s"
+        except Exception as error:  # the other parts go on
+            report["cut"][name] = f"{type(error).__name__}: {why(error)}"
+        report["seconds"][name] = round(time.perf_counter() - began, 1)
+        let_go(plan)
+        save(finished(report, bench))
+    return report
+
+
+def finished(report: dict, bench: Bench) -> dict:
+    """The report with what follows from its rows."""
+    report["bandwidth"] = bench.bandwidth.best()
+    for row in [*report["rows"].get("decode", ()), *report["rows"].get("compiled", ())]:
+        add_share(row, bench.bandwidth)
+    report["faults"] = faults(report)
+    return report
+
+
+@contextmanager
+def at_most(seconds: int):
+    """OutOfTime inside, after so many seconds; what hangs in a call into C for half a minute more ends the process."""
+
+    def stop(*_):
+        raise OutOfTime
+
+    if (
+        not hasattr(signal, "setitimer")
+        or threading.current_thread() is not threading.main_thread()
+    ):
+        yield
+        return
+    last = threading.Timer(seconds + 30, os._exit, [3])
+    last.daemon = True
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    last.start()
+    try:
+        yield
+    finally:
+        last.cancel()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 # --- what it runs on ------------------------------------------------------------------------------------------------
@@ -124,14 +236,49 @@ def versions() -> dict:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
     }
-    return own | {name: metadata.version(name) for name in ("nanokv", "torch", "transformers")}
+    for name in ("nanokv", "torch", "triton", "transformers"):
+        try:
+            own[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            own[name] = None
+    return own
 
 
-# --- parity ---------------------------------------------------------------------------------------------------------
+# --- equality -------------------------------------------------------------------------------------------------------
 
 
-def parity(plan: Plan) -> dict:
+def equality(bench: Bench) -> Iterator[dict]:
+    """Every kind of cache: the CPU's plain model against the plain and the optimized one here, fp32, all logits."""
+    here, there = (random_model(TINY, torch.float32, "cpu") for _ in "ab")
+    here = here.to(bench.plan.device)  # each kind of device draws other numbers
+    models = {"plain": lambda: here, "optimize": lambda: optimize(here)}
+    for how, make in models.items():
+        try:
+            model = make()
+        except NanoKVError as error:
+            yield {"check": how, "skipped": why(error)}
+            continue
+        for kind in sorted(CACHES):
+            right, mine = walk(there, kind, "cpu"), walk(model, kind, bench.plan.device)
+            most = ROUNDED if kind == "quantized" else EXACT
+            yield {"check": f"{how}, {kind}", "gap": gap(mine.cpu(), right), "most": most}
+
+
+def walk(model, kind: str, device: str):
+    """A prompt in two chunks, steps, a draft that is taken back, and steps again → all logits (n,V)."""
+    ids, cache = random_ids(TINY, 1, 40, device), make_cache(kind, TINY, capacity=64)
+    out = [prefill(model, ids[:, :9], cache), prefill(model, ids[:, 9:20], cache, 9)]
+    for t in range(20, 23):
+        out.append(decode(model, ids[:, t : t + 1], cache, t))
+    out.append(verify_draft(model, ids[:, 23:27], cache, 23)[0])
+    cache.truncate(24)
+    out.append(decode(model, ids[:, 24:25], cache, 24))
+    return torch.cat(out)
+
+
+def compiled_equality(bench: "Bench") -> Iterator[dict]:
     """Compiled and recorded against the plain model, fp32: two caches in turn, and one of them cut back."""
+    plan = bench.plan
     model = random_model(TINY, torch.float32, plan.device)
     compiled = Compiled(model, capacity=64, buckets=(16,), backend=plan.backend)
     pairs = [(compiled.make_cache(), make_cache("dict", TINY)) for _ in range(2)]
@@ -149,24 +296,25 @@ def parity(plan: Plan) -> dict:
         if turn == 4:
             for cache in pairs[0]:
                 cache.truncate(6)
-    return {"gap": worst, "compiles": compiled.compiles}
+    yield {"check": "torch.compile", "gap": worst, "most": EXACT, "compiles": compiled.compiles}
 
 
 # --- attention ------------------------------------------------------------------------------------------------------
 
 
-def attention_kernels(config: Config, dtype, device: str) -> list[dict]:
+def attention_kernels(bench: "Bench") -> Iterator[dict]:
     """For each way in which attention is called: the kernel that torch chose, and its gap from the plain formula."""
+    config, device, dtype = bench.plan.config, bench.plan.device, bench.dtype
     H, Hk, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     T, S = 64, 256
     slab = torch.arange(S, device=device)[None] < S // 2  # (1,S): half of the slots in use
     calls = {  # name: (function, queries, keys)
         "prefill, empty cache": (causal_attention, T, T),
-        "prefill over a cache": (partial(prefill_attention, mask=causal_mask(T, S, device)), T, S),
+        "a later chunk": (causal_attention, T, S),
+        "behind a mask": (partial(prefill_attention, mask=causal_mask(T, S, device)), T, S),
         "decode": (decode_attention, 1, S),
         "decode over a slab": (partial(decode_attention, mask=slab), 1, S),
     }
-    rows = []
     for name, (attend, queries, keys) in calls.items():
         q, k, v = (
             torch.randn(1, heads, n, D, dtype=dtype, device=device)
@@ -176,75 +324,128 @@ def attention_kernels(config: Config, dtype, device: str) -> list[dict]:
             y = attend(q, k, v)
         with sdpa_kernel(SDPBackend.MATH):
             exact = attend(q.double(), k.double(), v.double())
-        rows.append({"call": name, "kernel": chosen(profiler), "gap": gap(y, exact)})
-    return rows
+        yield {"call": name, "kernel": chosen(profiler), "gap": gap(y, exact)}
 
 
 def chosen(profiler) -> str:
     """flash_attention, efficient_attention, cudnn_attention, …; attention_math multiplies out all T·S scores."""
-    prefix = "aten::_scaled_dot_product_"
-    names = (event.key for event in profiler.key_averages() if event.key.startswith(prefix))
-    return next((name.removeprefix(prefix) for name in names), "none seen")
+    names = (event.key for event in profiler.key_averages() if "attention" in event.key)
+    names = (re.sub("^aten::_(scaled_dot_product_)?", "", name) for name in names)
+    return next((name for name in names if not name.startswith("aten::")), "none seen")
 
 
-# --- decode ---------------------------------------------------------------------------------------------------------
+# --- decode, prefill, generate --------------------------------------------------------------------------------------
 
 
-class Peer(Transformers):
-    """transformers, with a prefill in parts; `backend` given: decode compiled as its documentation advises."""
-
-    def __init__(self, model, cache: str, batch: int, backend: str | None = None):
-        super().__init__(model, cache, batch)
-        self.part, self.compiled = part_of(model, batch), None
-        if backend:
-            self.weights += " compiled"
-            how = {"mode": "reduce-overhead"} if backend == "inductor" else {"backend": backend}
-            self.compiled = torch_ops.compile_alone(self.model.forward, fullgraph=True, **how)
-
-    def forward(self, ids):
-        if self.compiled is None or ids.shape[1] > 1:
-            for part in ids.split(self.part, dim=1):
-                super().forward(part)
-            return
-        torch.compiler.cudagraph_mark_step_begin()
-        logits = self.compiled(  # (B,1,V)
-            ids, past_key_values=self.store, use_cache=True, logits_to_keep=1
-        ).logits
-        self.token = logits[:, -1].argmax(-1, keepdim=True)
+def runners(bench: Bench, batch: int) -> Iterator[Callable]:
+    """Makers of what decodes and prefills, the most telling first."""
+    plain = bench.model
+    for cache in ("dict", "paged"):
+        yield lambda cache=cache: Ours(bench.fast, "optimize", cache, {}, batch, bench.dtype)
+    yield lambda: Peer(plain, "dynamic", batch)
+    if batch == bench.plan.batches[0]:
+        yield lambda: Ours(plain, "plain", "dict", {}, batch, bench.dtype)
+        yield lambda: Ours(plain, "plain", "static", {}, batch, bench.dtype)
+        yield lambda: Peer(plain, "static", batch)
 
 
-def decode_rows(model, plan: Plan, bandwidth: Bandwidth) -> list[dict]:
+def decode_rows(bench: Bench) -> Iterator[dict]:
     """One runner at a time, so that each has the whole memory; every row says what came of it."""
-    kinds = (  # (whose, cache, backend of torch.compile)
-        (Nano, "static", plan.backend),
-        (Nano, "static", None),
-        (Nano, "dict", None),
-        (Peer, "static", plan.backend),
-        (Peer, "static", None),
-        (Peer, "dynamic", None),
-    )
-    rows = []
-    for batch in plan.batches:
-        for context in plan.contexts:
-            for kind, cache, backend in kinds:
-                bandwidth.probe()
-                rows.append(
-                    decode_row(kind(model, cache, batch, backend), context, plan, bandwidth)
-                )
-                gc.collect()  # the runner and its cache are gone
-                if plan.device == "cuda":
-                    torch.cuda.empty_cache()
-    return rows
+    for batch in bench.plan.batches:
+        for context in bench.plan.contexts:
+            for make in runners(bench, batch):
+                bench.bandwidth.probe()
+                yield row_of(make, decode_row, context, bench.plan, bench.bandwidth)
+                let_go(bench.plan)
 
 
-# --- offload --------------------------------------------------------------------------------------------------------
+def prefill_rows(bench: Bench) -> Iterator[dict]:
+    """Batch 1."""
+    for tokens in bench.plan.prompts:
+        for make in runners(bench, 1):
+            yield row_of(make, prefill_row, tokens, bench.plan)
+            let_go(bench.plan)
 
 
-def offload(model, plan: Plan) -> list[dict]:
+def row_of(make: Callable, measure: Callable, *how) -> dict:
+    """The row of a runner, or why there is no such runner here."""
+    try:
+        runner = make()
+    except (NanoKVError, ImportError) as error:
+        return {"runner": "none", "failed": why(error)}
+    return measure(runner, *how)
+
+
+def generate_rows(bench: Bench) -> Iterator[dict]:
+    """The bundled model answers, by the loop that every command has; the second answer counts."""
+    device, new = bench.plan.device, 8 if bench.plan.device == "cpu" else 512
+    began = now(device)
+    plain, tokenizer = load("tiny", device=device)
+    load_s, ids = now(device) - began, tokenizer.encode(QUESTION)
+    for how, make in (("optimize", lambda: optimize(plain)), ("plain", lambda: plain)):
+        try:
+            model = make()
+        except NanoKVError as error:
+            yield {"runner": how, "failed": why(error)}
+            continue
+        first, (second, rest) = (answer(model, ids, new, device) for _ in range(2))
+        row = {"runner": how, "load_s": load_s, "first_s": sum(first), "ttft_s": second}
+        yield row | {"new_tokens": new, "tok_s": (new - 1) / rest}
+
+
+def answer(model, ids, new: int, device: str) -> tuple[float, float]:
+    """Seconds until the first token, and of all others."""
+    began = now(device)
+    tokens = generate(model, ids, max_new_tokens=new, eos_token_ids=[])
+    next(tokens)
+    first = now(device)
+    list(tokens)
+    return first - began, now(device) - first
+
+
+def compiled_rows(bench: Bench) -> Iterator[dict]:
+    """torch.compile takes long, so these come late; a model whose weights are fused is not for it."""
+    yield from compiled_equality(bench)
+    plan, model = bench.plan, random_model(bench.plan.config, bench.dtype, bench.plan.device)
+    for kind in (Peer, Nano):
+        make = partial(kind, model, "static", 1, plan.backend)
+        yield row_of(make, decode_row, plan.contexts[0], plan, bench.bandwidth)
+        let_go(plan)
+
+
+# --- engine ---------------------------------------------------------------------------------------------------------
+
+
+def engine_rows(bench: Bench) -> Iterator[dict]:
+    """The same requests, all at once, after a few that warm up."""
+    count, shortest, longest, new = bench.plan.requests
+    prompts = serving.requests_of(bench.plan.config.vocab_size, count, longest, shortest=shortest)
+    makers = {
+        "nanokv optimize": lambda prompts: serving.engine(bench.fast, prompts, new),
+        "nanokv plain": lambda prompts: serving.engine(bench.model, prompts, new),
+        "transformers continuous batching": lambda prompts: serving.generate_batch(
+            Peer(bench.model, "dynamic", 1).model, prompts, new
+        ),
+    }
+    for name, make in makers.items():
+        row = {"runner": name, "requests": count, "prompt_tokens": sum(map(len, prompts))}
+        try:
+            make(prompts[:2])()
+            seconds, tokens = serving.timed(make(prompts))
+            yield row | {"seconds": seconds, "new_tokens": tokens, "tok_s": tokens / seconds}
+        except Exception as error:  # of another library too
+            yield row | {"failed": why(error)}
+        let_go(bench.plan)
+
+
+# --- offload, ranks -------------------------------------------------------------------------------------------------
+
+
+def offload(bench: "Bench") -> Iterator[dict]:
     """A cache in host memory beside one in place: the same logits, the seconds of a step, the bytes that moved."""
+    model, plan = bench.model, bench.plan
     pinned, pageable = (transfer_rate(plan.device, pin) for pin in (plan.device == "cuda", False))
-    rows = []
-    for context in plan.contexts[:3]:
+    for context in sorted(plan.contexts)[:3]:
         ids, logits, seconds = random_ids(plan.config, 1, context, plan.device), [], []
         for name, options in (("dict", {}), ("offloaded", {"to": "host"})):
             cache, times = make_cache(name, model.config, **options), []
@@ -256,19 +457,16 @@ def offload(model, plan: Plan) -> list[dict]:
             logits.append(torch.stack(out))
             seconds.append(statistics.median(times[1:]))
         moved = costs.kv_bytes(plan.config, context, 1, 2)
-        rows.append(
-            {
-                "context": context,
-                "equal": torch.equal(*logits),
-                "near_s": seconds[0],
-                "far_s": seconds[1],
-                "moved_bytes": moved,
-                "transfer_s": moved / pinned,
-                "pinned_rate": pinned,
-                "pageable_rate": pageable,
-            }
-        )
-    return rows
+        yield {
+            "context": context,
+            "equal": torch.equal(*logits),
+            "near_s": seconds[0],
+            "far_s": seconds[1],
+            "moved_bytes": moved,
+            "transfer_s": moved / pinned,
+            "pinned_rate": pinned,
+            "pageable_rate": pageable,
+        }
 
 
 def transfer_rate(device: str, pin: bool, size: int = 1 << 28) -> float:
@@ -280,78 +478,118 @@ def transfer_rate(device: str, pin: bool, size: int = 1 << 28) -> float:
     )
 
 
+def rank_rows(bench: Bench) -> Iterator[dict]:
+    """Of gpu_ranks.py, or why there are none."""
+    rows, reason = gpu_ranks.tensor_parallel(bench.model, bench.plan, bench.bandwidth)
+    yield from rows or [{"skipped": reason}]
+
+
+PARTS = {  # the seconds of those that always run: 4 minutes
+    "equality": Part(equality, 30),
+    "attention": Part(attention_kernels, 10),
+    "decode": Part(decode_rows, 60),
+    "prefill": Part(prefill_rows, 20),
+    "generate": Part(generate_rows, 20),
+    "engine": Part(engine_rows, 50),
+    "offload": Part(offload, 10),
+    "compiled": Part(compiled_rows, 35),
+    "ranks": Part(rank_rows, 60, long=True),
+}
+
+
 # --- the report -----------------------------------------------------------------------------------------------------
 
 
 def faults(report: dict) -> list[str]:
-    """What must not be: a wrong answer, attention without a fused kernel, a second compile, an offload that differs."""
-    parity, found = report["parity"], gpu_ranks.faults(report["ranks"])
-    if not parity["gap"] <= EXACT:
-        found.append(f"compiled decode is off by {parity['gap']:.1e} of the largest logit")
-    if len(parity["compiles"]) != len(set(parity["compiles"])):
-        found.append(f"a width was compiled twice: {parity['compiles']}")
-    for row in report["attention"]:
+    """What must not be: a wrong answer, attention without a fused kernel, a second compile, an offload that differs, a
+    part or a runner of ours that failed. What was cut, and what a machine does not have, is none."""
+    rows = defaultdict(list, report["rows"])
+    found = [f"{name}: {text}" for name, text in report["cut"].items() if "cut after" not in text]
+    for row in [*rows["equality"], *rows["compiled"]]:
+        if "gap" in row and not row["gap"] <= row["most"]:
+            found.append(f"{row['check']}: off by {row['gap']:.1e} of the largest logit")
+        if len(row.get("compiles", [])) != len(set(row.get("compiles", []))):
+            found.append(f"a width was compiled twice: {row['compiles']}")
+    for row in rows["attention"]:
         if not row["gap"] <= ROUNDED:
             found.append(f"attention, {row['call']}: off by {row['gap']:.1e}")
         if row["kernel"] in ("attention_math", "none seen"):
             found.append(f"attention, {row['call']}: no fused kernel ({row['kernel']})")
     found += [
         f"offload differs at context {row['context']:,}"
-        for row in report["offload"]
+        for row in rows["offload"]
         if not row["equal"]
     ]
-    found += [
-        f"{row['runner']}, batch {row['batch']}, context {row['context']:,}: {row['failed']}"
-        for row in report["rows"]
-        if "failed" in row
-        and row["runner"].startswith("nanokv compiled")
-        and "need" not in row["failed"]
-    ]
-    return found
+    for name in ("decode", "prefill", "compiled", "engine"):
+        found += [
+            f"{name}, {row['runner']}: {row['failed']}"
+            for row in rows[name]
+            if "failed" in row
+            and row["runner"].startswith("nanokv")
+            and "need" not in row["failed"]
+        ]
+    return found + gpu_ranks.faults([row for row in rows["ranks"] if "skipped" not in row])
 
 
 def markdown(report: dict) -> str:
     """The report for people."""
     names = ", ".join(f"{name} {value}" for name, value in report["versions"].items())
     where = ", ".join(str(value) for value in report["machine"].values())
-    lines = ["# Dry run on a CPU: no figures" if report["dry_run"] else "# Decoding on a GPU", ""]
+    lines = ["# Dry run on a CPU: no figures" if report["dry_run"] else "# On a GPU", ""]
     lines += [f"{report['date']} · {where} · {names}", ""]
     rate, flops = report["bandwidth"] / 1e9, report["gemm_flops"] / 1e12
     lines += [
-        f"Read bandwidth {rate:,.0f} GB/s, bf16 products {flops:,.1f} TFLOP/s, measured in this run. "
-        f"Compiled against plain, fp32: {report['parity']['gap']:.1e}.",
+        f"Read bandwidth {rate:,.0f} GB/s, bf16 products {flops:,.1f} TFLOP/s, measured in this run.",
+        "",
+        "Faults: " + ("; ".join(report["faults"]) or "none"),
         "",
     ]
-    lines += ["Faults: " + ("; ".join(report["faults"]) or "none"), ""]
-    rows = [
-        (row["runner"], row["batch"], f"{row['context']:,}", *decode_cells(row))
-        for row in report["rows"]
-    ]
-    lines += table(
-        ("runner", "batch", "context", "ms per step", "tok/s", "of the limit", "±"), rows
-    )
-    rows = [(row["call"], row["kernel"], f"{row['gap']:.1e}") for row in report["attention"]]
-    lines += table(("attention", "kernel", "gap"), rows)
-    rows = [
-        (
-            f"{row['context']:,}",
-            row["equal"],
-            f"{row['near_s'] * 1e3:.2f}",
-            f"{row['far_s'] * 1e3:.2f}",
-            f"{row['transfer_s'] * 1e3:.2f}",
-            f"{row['pinned_rate'] / 1e9:.1f} / {row['pageable_rate'] / 1e9:.1f}",
-        )
-        for row in report["offload"]
-    ]
-    head = (
-        "context",
-        "offload equal",
-        "ms near",
-        "ms in host memory",
-        "ms of transfer",
-        "GB/s pinned / pageable",
-    )
-    return "\n".join(lines + table(head, rows) + ranks_table(report))
+    for name, rows in report["rows"].items():
+        took = f"{report['seconds'][name]:.0f} s" if name in report["seconds"] else "running"
+        lines += [" · ".join([f"## {name}", took, *filter(None, [report["cut"].get(name)])]), ""]
+        lines += rank_lines(rows) if name == "ranks" else plain_table(rows)
+    return "\n".join(lines)
+
+
+def plain_table(rows: list[dict]) -> list[str]:
+    """A column for each name in the rows, in the order of their coming."""
+    names = list(dict.fromkeys(name for row in rows for name in row if name not in HIDDEN))
+    cells = [[cell(name, row.get(name)) for name in names] for row in rows]
+    return table([HEADS.get(name, name.replace("_", " ")) for name in names], cells) if rows else []
+
+
+HIDDEN = ("most", "compiles", "step_bytes", "moved_bytes")
+HEADS = {
+    "decode_s": "ms per step",
+    "first_s": "ms of the first",
+    "prefill_s": "ms of the prompt",
+    "ttft_s": "ms to the first token",
+    "tok_s": "tok/s",
+    "share": "of the limit",
+    "spread": "±",
+    "near_s": "ms near",
+    "far_s": "ms in host memory",
+    "transfer_s": "ms of transfer",
+    "pinned_rate": "GB/s pinned",
+    "pageable_rate": "GB/s pageable",
+}
+
+
+def cell(name: str, value) -> str:
+    """As a table shows it."""
+    if value is None:
+        return ""
+    if name == "gap":
+        return f"{value:.1e}"
+    if name in ("share", "spread"):
+        return f"{value / (1 if name == 'share' else 2):.0%}"
+    if name.endswith("_rate"):
+        return f"{value / 1e9:.1f}"
+    if name in HEADS and name.endswith("_s") and name != "tok_s":
+        return f"{value * 1e3:,.2f}"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
+    return f"{value:,}" if type(value) is int else str(value)
 
 
 def decode_cells(row: dict) -> tuple:
@@ -366,10 +604,10 @@ def decode_cells(row: dict) -> tuple:
     )
 
 
-def ranks_table(report: dict) -> list[str]:
+def rank_lines(rows: list[dict]) -> list[str]:
     """Tensor parallel: bytes are those that a rank gives to all_reduce in a step."""
-    if not report["ranks"]:
-        return [f"No tensor parallel: {report['no_ranks']}.", ""]
+    if any("skipped" in row for row in rows):
+        return [f"No tensor parallel: {rows[0]['skipped']}.", ""]
     rows = [
         (
             row["ranks"],
@@ -379,7 +617,7 @@ def ranks_table(report: dict) -> list[str]:
             f"{row['summed_bytes']:,}" if "summed_bytes" in row else "",
             f"{row['gap']:.1e}" if "gap" in row else "",
         )
-        for row in report["ranks"]
+        for row in rows
     ]
     head = (
         "ranks",

@@ -1,7 +1,9 @@
-"""What is run on a GPU, and how a decode step is timed there; gpu.py makes the report of it, gpu_ranks.py its ranks."""
+"""What is run on a GPU, and how a prefill and a decode step are timed there: for gpu.py, which makes the report, and
+gpu_ranks.py."""
 
+import gc
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -10,10 +12,11 @@ from nanokv.cache import make_cache
 from nanokv.config import Config
 from nanokv.costs.memory import FAMILY
 from nanokv.errors import NanoKVError
+from nanokv.fast import torch_ops
 from nanokv.fast.compiled import Compiled
 from nanokv.inference import prefill_chunk, prefill_chunks
 from nanokv.lab.bench.machine import Bandwidth, now
-from nanokv.lab.bench.runners import Ours
+from nanokv.lab.bench.runners import Ours, Transformers
 
 TINY = Config(
     vocab_size=97,
@@ -38,7 +41,11 @@ class Plan:
     config: Config
     device: str
     batches: tuple[int, ...]
-    contexts: tuple[int, ...]
+    contexts: tuple[int, ...]  # of decode, the most telling first
+    prompts: tuple[int, ...]  # of prefill
+    requests: tuple[
+        int, int, int, int
+    ]  # of the engine: how many, shortest, longest prompt, new tokens
     steps: int  # decode steps a round
     rounds: int
     backend: str = "inductor"
@@ -49,10 +56,25 @@ class Plan:
         return WARM_UP + self.steps * self.rounds
 
 
-FULL = Plan(
-    FAMILY["Qwen/Qwen3-0.6B"], "cuda", (1, 4, 16, 64), (128, 1024, 8192, 32_768), steps=32, rounds=5
+QUICK = Plan(
+    FAMILY["Qwen/Qwen3-0.6B"],
+    "cuda",
+    batches=(1, 16),
+    contexts=(1024, 8192, 128),
+    prompts=(1024, 8192, 128),
+    requests=(64, 8, 512, 64),
+    steps=16,
+    rounds=3,
 )
-SMALL = Plan(TINY, "cpu", (2,), (24,), steps=2, rounds=2, backend="eager")
+FULL = replace(
+    QUICK,
+    batches=(1, 4, 16, 64),
+    contexts=(128, 1024, 8192, 32_768),
+    requests=(256, 100, 1024, 512),
+    steps=32,
+    rounds=5,
+)
+SMALL = Plan(TINY, "cpu", (2,), (24,), (24,), (3, 4, 12, 4), steps=2, rounds=2, backend="eager")
 
 
 def random_ids(config: Config, batch: int, tokens: int, device: str):
@@ -87,7 +109,57 @@ class Nano(Ours):
 
 def part_of(model, batch: int) -> int:
     """Tokens per row in one forward of a prefill: what is in flight stays the same for every batch."""
-    return max(1, prefill_chunk(model) // batch)
+    return prefill_chunk(model, batch)
+
+
+class Peer(Transformers):
+    """transformers, with a prefill in parts; `backend` given: decode compiled as its documentation advises."""
+
+    def __init__(self, model, cache: str, batch: int, backend: str | None = None):
+        super().__init__(model, cache, batch)
+        self.part, self.compiled = part_of(model, batch), None
+        if backend:
+            self.weights += " compiled"
+            how = {"mode": "reduce-overhead"} if backend == "inductor" else {"backend": backend}
+            self.compiled = torch_ops.compile_alone(self.model.forward, fullgraph=True, **how)
+
+    def forward(self, ids):
+        if self.compiled is None or ids.shape[1] > 1:
+            for part in ids.split(self.part, dim=1):
+                super().forward(part)
+            return
+        torch.compiler.cudagraph_mark_step_begin()
+        logits = self.compiled(  # (B,1,V)
+            ids, past_key_values=self.store, use_cache=True, logits_to_keep=1
+        ).logits
+        self.token = logits[:, -1].argmax(-1, keepdim=True)
+
+
+def why(error: BaseException) -> str:
+    """One line of an error."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def let_go(plan: Plan) -> None:
+    """What the last runner held is free for the next one."""
+    gc.collect()
+    if plan.device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def prefill_row(runner, tokens: int, plan: Plan) -> dict:
+    """Seconds of a prompt in an empty cache, median of the rounds after one that warms up; or why there are none."""
+    row = {"runner": f"{runner.engine} {runner.weights} {runner.cache}", "tokens": tokens}
+    ids, times = random_ids(plan.config, runner.batch, tokens, plan.device), []
+    try:
+        for _ in range(plan.rounds + 1):
+            began = now(plan.device)
+            runner.start(ids, plan.room)
+            times.append(now(plan.device) - began)
+    except (RuntimeError, NanoKVError) as error:
+        return row | {"failed": why(error)}
+    seconds = statistics.median(times[1:])
+    return row | {"prefill_s": seconds, "tok_s": tokens / seconds, "first_s": times[0]}
 
 
 def decode_row(runner, context: int, plan: Plan, bandwidth: Bandwidth) -> dict:
@@ -104,16 +176,17 @@ def decode_row(runner, context: int, plan: Plan, bandwidth: Bandwidth) -> dict:
         began = now(plan.device)
         runner.start(random_ids(plan.config, runner.batch, context, plan.device), plan.room)
         prefill_s, times = now(plan.device) - began, []
-        steps(runner, WARM_UP, plan.device)
+        first_s = steps(runner, WARM_UP, plan.device)  # it compiles and records
         for _ in range(plan.rounds):
             times.append(steps(runner, plan.steps, plan.device) / plan.steps)
     # Out of memory, a compiler that gives up: a row of its own.
     except (RuntimeError, NanoKVError) as error:
-        return row | {"failed": (str(error).splitlines() or [type(error).__name__])[0][:200]}
+        return row | {"failed": why(error)}
     seconds, read = statistics.median(times), runner.step_bytes(context + plan.room // 2)
     bandwidth.probe(read)
     return row | {
         "prefill_s": prefill_s,
+        "first_s": first_s,
         "decode_s": seconds,
         "spread": (max(times) - min(times)) / seconds,
         "tok_s": runner.batch / seconds,

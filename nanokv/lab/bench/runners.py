@@ -96,7 +96,8 @@ class Ours(Runner):
             **self.options,
         )
         # As every command does.
-        logits = prefill_chunks(self.model, ids, self.store, chunk=prefill_chunk(self.model))
+        chunk = prefill_chunk(self.model, self.batch)
+        logits = prefill_chunks(self.model, ids, self.store, chunk=chunk)
         self.token = logits.argmax(-1, keepdim=True)  # (B,1)
 
     def step(self):

@@ -1,5 +1,6 @@
 """Many requests of mixed lengths at once: our engine beside transformers' generate_batch, round after round."""
 
+import inspect
 import statistics
 import time
 from collections.abc import Callable
@@ -47,11 +48,13 @@ def timed(serve) -> tuple[float, int]:
     return time.perf_counter() - began, sum(map(len, answers))
 
 
-def requests_of(vocab_size: int, count: int, longest: int, seed: int = 0) -> list[list[int]]:
-    """`count` prompts of random ids, 8 … `longest` tokens each."""
+def requests_of(
+    vocab_size: int, count: int, longest: int, seed: int = 0, shortest: int = 8
+) -> list[list[int]]:
+    """`count` prompts of random ids, `shortest` … `longest` tokens each."""
     generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(8, max(longest, 8) + 1, (count,), generator=generator).tolist()
-    return [torch.randint(vocab_size, (n,), generator=generator).tolist() for n in lengths]
+    lengths = torch.randint(shortest, max(longest, shortest) + 1, (count,), generator=generator)
+    return [torch.randint(vocab_size, (n,), generator=generator).tolist() for n in lengths.tolist()]
 
 
 def engine(model, prompts, new_tokens: int):
@@ -87,13 +90,12 @@ def generate_batch(reference, prompts, new_tokens: int):
     """What serves them with transformers; `reference` is its model of the same weights."""
     import transformers
 
-    pages = sum(-(-(len(prompt) + new_tokens) // PAGE) + 1 for prompt in prompts)
     settings = {
         "generation_config": transformers.GenerationConfig(
             max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1
         ),
         "continuous_batching_config": transformers.ContinuousBatchingConfig(
-            page_size=PAGE, num_blocks=pages, max_batch_tokens=256, use_cuda_graph=False
+            **batching(transformers.ContinuousBatchingConfig, prompts, new_tokens, reference.device)
         ),
         "progress_bar": False,
     }
@@ -111,6 +113,17 @@ def generate_batch(reference, prompts, new_tokens: int):
         return [found[tuple(prompt)] for prompt in prompts]
 
     return serve
+
+
+def batching(kind: type, prompts, new_tokens: int, device) -> dict:
+    """What transformers' continuous batching is told: on a CPU the sizes of our engine, on a GPU its own defaults, with
+    pages of ours. Up to transformers 5.17 a page is a block."""
+    known = inspect.signature(kind).parameters
+    told = {"page_size" if "page_size" in known else "block_size": PAGE}
+    if torch.device(device).type == "cpu":
+        pages = sum(-(-(len(prompt) + new_tokens) // PAGE) + 1 for prompt in prompts)
+        told |= {"num_blocks": pages, "max_batch_tokens": 256, "use_cuda_graph": False}
+    return {name: value for name, value in told.items() if name in known}
 
 
 def rounds(served: list[Served], repeat: int):
