@@ -21,6 +21,7 @@ from torch.overrides import has_torch_function
 ORDER = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # What sdpa_kernel sets holds for the whole process, and it puts back what it found: threads take turns.
 TURN = threading.Lock()
+NO_CHOICE = contextlib.nullcontext()
 LOWER_RIGHT = 2  # torch's number for that causal mask
 
 
@@ -29,17 +30,20 @@ def chooses(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-@contextlib.contextmanager
-def chosen(device: torch.device):
+def chosen(device: torch.device) -> contextlib.AbstractContextManager:
     """Inside, attention on this device takes the first of ORDER that can compute it; afterwards all is as before."""
     if not chooses(device):
+        return NO_CHOICE
+    if torch.compiler.is_compiling():  # the graph keeps the choice
+        return sdpa_kernel(ORDER, set_priority=True)
+    return in_turn()
+
+
+@contextlib.contextmanager
+def in_turn():
+    """The choice, by one thread at a time."""
+    with TURN, sdpa_kernel(ORDER, set_priority=True):
         yield
-    elif torch.compiler.is_compiling():  # the graph keeps the choice
-        with sdpa_kernel(ORDER, set_priority=True):
-            yield
-    else:
-        with TURN, sdpa_kernel(ORDER, set_priority=True):
-            yield
 
 
 def takes_groups(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
