@@ -17,7 +17,7 @@ import torch.nn.functional as F
 # Before the kernels.
 from triton_interpreter import DEVICE  # isort: split
 
-from nanokv.attention import decode_attention
+from nanokv.attention import Decode, decode_attention
 from nanokv.cache import make_cache
 from nanokv.cache.capabilities import Pages
 from nanokv.decoding.counter import draw_rows
@@ -237,6 +237,44 @@ def test_a_layer_of_a_real_cache(name):
     for ours, theirs in zip(mine, plain, strict=True):
         for key, value in theirs.state().items():
             torch.testing.assert_close(ours.state()[key], value, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_layer_of_a_step_is_seven_launches(dtype, monkeypatch):
+    """And gives what the plain block gives, to the rounding of one number of attention."""
+    model = small(dtype)[0].to(DEVICE)
+    config, block = model.config, model.layers[0]
+    attention, mlp = block.self_attn, block.mlp
+    heads = _, Hk, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    plain, mine = (make_cache("static", config, capacity=40) for _ in range(2))
+    old = new(2, 1, Hk, 16, D, dtype=dtype)
+    for cache in (plain, mine):
+        cache[0].append(*old)
+    x, rope = new(1, config.hidden_size, dtype=dtype), new(2, 1, D, dtype=dtype)
+    expected = block(x[:, None], tuple(rope), plain[0], Decode())[:, 0]
+    qkv = torch.cat(
+        [part.weight for part in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    )
+    gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
+    pages = mine[0].pages(new(1, Hk, 1, D, dtype=dtype))
+    places, lengths = kernels.places([pages]), pages.lengths[None].to(DEVICE)
+    launches, kind = [], type(kernels.rms_norm_kernel)
+    run = kind.run
+    monkeypatch.setattr(
+        kind, "run", lambda kernel, *a, **k: launches.append(kernel) or run(kernel, *a, **k)
+    )
+
+    with torch.no_grad():
+        y = product(x, qkv, norm=(block.input_layernorm.weight, EPS))
+        norms = attention.q_norm.weight, attention.k_norm.weight
+        q = kernels.split_heads_into_pages(y, heads, *norms, EPS, *rope, places, 0, lengths)
+        y = paged_attention(q, places, 0, lengths, 2, Hk).view(1, -1)
+        x = product(y, attention.o_proj.weight, add=x, out=x)
+        norm = block.post_attention_layernorm.weight, EPS
+        y = product(x, gate_up, norm=norm, swiglu=True)
+        x = product(y, mlp.down_proj.weight, add=x, out=x)
+    assert len(launches) == 7
+    assert gap(x, expected) <= (2e-6 if dtype == torch.float32 else 2**-7)
 
 
 def test_as_many_splits_as_keep_a_gpu_busy():
