@@ -27,7 +27,9 @@ def column(*numbers):
     ],
 )
 def test_the_words_are_those_of_random123(counter, key, words):
-    """The known answers of philox4x32 with 10 rounds, from the library of its authors (kat_vectors)."""
+    """The known answers of philox4x32 with 10 rounds, from the library of its authors
+    (kat_vectors).
+    """
     assert tuple(map(int, philox(column(*counter), column(*key)))) == words
 
 
@@ -64,7 +66,9 @@ def test_frequencies_are_those_of_softmax(vary, temperature):
 
 @pytest.mark.parametrize("step", [(0, 1), (1, 0)], ids=["position", "seed"])
 def test_neighbours_are_independent(step):
-    """Pairs of draws at a place and the next one: the table of 6 × 6 is that of two draws by themselves."""
+    """Pairs of draws at a place and the next one: the table of 6 × 6 is that of two draws by
+    themselves.
+    """
     logits = torch.tensor([0.0, 0.5, 1.0, 1.0, 1.5, 2.0])
     places = torch.arange(0, 2 * N, 2)
     fixed = torch.full((N,), 11)

@@ -1,7 +1,9 @@
-"""Triton's kernels against the plain lines that they stand for: in the interpreter, or on a GPU where there is one.
+"""Triton's kernels against the plain lines that they stand for: in the interpreter, or on a GPU
+where there is one.
 
-fp32 within 1e-6 of the largest number. bf16 and fp16 to the bit where no sum is ordered differently. And compiled for
-two GPUs without having one: nothing spilled, wide loads, shared memory that fits.
+fp32 within 1e-6 of the largest number. bf16 and fp16 to the bit where no sum is ordered
+differently. And compiled for two GPUs without having one: nothing spilled, wide loads, shared
+memory that fits.
 """
 
 import json
@@ -110,7 +112,9 @@ def test_split_heads(heads, normed, ragged, dtype):
 
 
 def cache_of(lengths, Hk, D, page, dtype):
-    """Keys and values (B,Hk,S,D), the same in pages of `page` tokens (None: one slab per row), NaN where none is."""
+    """Keys and values (B,Hk,S,D), the same in pages of `page` tokens (None: one slab per row), NaN
+    where none is.
+    """
     B, S = len(lengths), max(lengths)
     dense = new(2, B, Hk, S, D, dtype=dtype)
     rows = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
@@ -211,7 +215,9 @@ def test_paged_attention(lengths, heads, page, splits, dtype):
 
 @pytest.mark.parametrize("name", ["paged", "static", "growing"])
 def test_a_layer_of_a_real_cache(name):
-    """Written and read by the kernels: what `append` and plain attention give, and the same state afterwards."""
+    """Written and read by the kernels: what `append` and plain attention give, and the same state
+    afterwards.
+    """
     config = small()[0].config
     H, Hk, D, B = config.num_attention_heads, config.num_key_value_heads, config.head_dim, 2
     plain, mine = (make_cache(name, config, capacity=40, batch_size=B) for _ in range(2))
@@ -349,7 +355,9 @@ def test_draw_takes_the_first_of_equals_and_shows_what_is_broken():
 
 @pytest.fixture(scope="module", params=[80, 90])
 def compiled(request, tmp_path_factory):
-    """What the compiler made of every kernel for the A100 or the H100, see support/compiled_kernels.py."""
+    """What the compiler made of every kernel for the A100 or the H100, see
+    support/compiled_kernels.py.
+    """
     script = Path(__file__).parents[1] / "support" / "compiled_kernels.py"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {

@@ -1,7 +1,9 @@
-"""The kernels compiled for a GPU on a machine without one: registers, spills, shared memory, how wide the loads are.
+"""The kernels compiled for a GPU on a machine without one: registers, spills, shared memory, how
+wide the loads are.
 
-`python compiled_kernels.py 90` starts every launcher on tensors of Qwen3-0.6B's shapes, which have no memory, and takes
-what it would launch: so the compiler gets exactly the constants, warps and hints of a real run. Prints JSON lines.
+`python compiled_kernels.py 90` starts every launcher on tensors of Qwen3-0.6B's shapes, which have
+no memory, and takes what it would launch: so the compiler gets exactly the constants, warps and
+hints of a real run. Prints JSON lines.
 """
 
 import json
@@ -77,12 +79,15 @@ def figures(compiled) -> dict:
     for width in re.findall(r"cp\.async\.c[ag]\.shared\.global .*?, (0x\w+|\d+)", ptx):
         loads[int(width, 0)] = loads.get(int(width, 0), 0) + 1
     return {
-        "registers": registers, "spilled": stack, "shared": compiled.metadata.shared, "loads": loads,
+        "registers": registers, "spilled": stack,
+        "shared": compiled.metadata.shared, "loads": loads,
     }  # fmt: skip
 
 
 def compile_all(arch: int) -> list[dict]:
-    """Every launcher of FILES at the shapes of a decode step of Qwen3-0.6B, and a prefill of 512 tokens."""
+    """Every launcher of FILES at the shapes of a decode step of Qwen3-0.6B, and a prefill of 512
+    tokens.
+    """
     results: list[dict] = []
     modules = {}
     for file in FILES:

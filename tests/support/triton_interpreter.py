@@ -1,6 +1,8 @@
-"""Triton's kernels on a CPU, in its interpreter; on a machine with a GPU they run there. Import it before the kernels.
+"""Triton's kernels on a CPU, in its interpreter; on a machine with a GPU they run there. Import it
+before the kernels.
 
-The interpreter cuts bfloat16 off where every GPU rounds to the nearest (triton 3.5 to 3.9); here it rounds too.
+The interpreter cuts bfloat16 off where every GPU rounds to the nearest (triton 3.5 to 3.9); here it
+rounds too.
 """
 
 import os

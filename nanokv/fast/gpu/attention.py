@@ -1,8 +1,10 @@
-"""Attention of a decode step over pages, in Triton: keys and values are read once, where they lie, in parts.
+"""Attention of a decode step over pages, in Triton: keys and values are read once, where they lie,
+in parts.
 
-One query row alone cannot keep a GPU busy: a program per row and KV head would be 8 programs for 132 processors. So the
-tokens of a row are split, each part has a program, and a second kernel merges the partial results by the logarithms of
-their sums (Dao et al. 2023, "Flash-Decoding for long-context inference"; paging: Kwon et al. 2023, arXiv 2309.06180).
+One query row alone cannot keep a GPU busy: a program per row and KV head would be 8 programs for
+132 processors. So the tokens of a row are split, each part has a program, and a second kernel
+merges the partial results by the logarithms of their sums (Dao et al. 2023, "Flash-Decoding for
+long-context inference"; paging: Kwon et al. 2023, arXiv 2309.06180).
 """
 
 import torch
@@ -14,9 +16,9 @@ from nanokv.fast.gpu.kernels import PLACE, aligned, check, place_of
 TILE_ROWS = 16  # query rows of a matrix instruction; the G rows of a KV head are padded to them
 TILE_BYTES = 16_384  # of keys, and of values: 64 tokens of 128 numbers of bf16
 WARPS = 8  # with 4 the tiles of fp32 do not fit into their registers
-# A page is looked up two blocks before its tile is copied, and that two blocks before it is used: 2 × 2 × 16 kB are on
-# their way per program, and two programs fit on a processor. By Little's law 4 TB/s at 0.7 µs are 3 MB on the way,
-# 21 kB for each of 132 processors.
+# A page is looked up two blocks before its tile is copied, and that two blocks before it is used: 2
+# × 2 × 16 kB are on their way per program, and two programs fit on a processor. By Little's law 4
+# TB/s at 0.7 µs are 3 MB on the way, 21 kB for each of 132 processors.
 STAGES = 5
 PROCESSORS = 132  # of an H100 or H200
 MOST_SPLITS = 64
@@ -31,11 +33,12 @@ def paged_attention_kernel(
 ):  # fmt: skip
     """The G query heads of one KV head over one part of a row's tokens, BLOCK at a time.
 
-    attention.py, decode_attention:  F.scaled_dot_product_attention(q, k, v)   # q (B,Hk,G,D), k and v (B,Hk,S,D)
+    attention.py, decode_attention:  F.scaled_dot_product_attention(q, k, v)  # q (B,Hk,G,D)
 
-    softmax(q kᵀ) v without the scores in memory: the highest score so far and the sum of exp(score − highest) are kept,
-    and what was added before is scaled down when a higher one comes (Milakov & Gimelshein 2018, arXiv 1805.02867).
-    `scale` holds 1/sqrt(D) and log2(e): a GPU has 2ˣ, not eˣ. With one split y is the result and `sums` is None.
+    softmax(q kᵀ) v without the scores in memory: the highest score so far and the sum of exp(score
+    − highest) are kept, and what was added before is scaled down when a higher one comes (Milakov &
+    Gimelshein 2018, arXiv 1805.02867). `scale` holds 1/sqrt(D) and log2(e): a GPU has 2ˣ, not eˣ.
+    With one split y is the result and `sums` is None.
     """
     b, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     keys, values, page_stride, head_stride, token_stride, size, table, table_stride = place_of(
@@ -89,7 +92,8 @@ def merge_kernel(
 ):
     """One query row per program: its parts, each weighted by its share of the whole sum.
 
-    parallel/merge.py does the same between processes. parts (B·H,SPLITS,D) and sums (B·H,SPLITS), log2 of Σ 2^score.
+    parallel/merge.py does the same between processes. parts (B·H,SPLITS,D) and sums (B·H,SPLITS),
+    log2 of Σ 2^score.
     """
     row = tl.program_id(0)
     s, d = tl.arange(0, PADDED), tl.arange(0, WIDTH)
@@ -104,11 +108,13 @@ def merge_kernel(
 
 
 def paged_attention(q, places, layer: int, lengths, splits: int, kv_heads: int, out=None):
-    """q (B,H,D) over the cache of one layer → (B,H,D). Row b sees lengths[layer,b] tokens; one that sees none gets 0.
+    """q (B,H,D) over the cache of one layer → (B,H,D). Row b sees lengths[layer,b] tokens; one that
+    sees none gets 0.
 
-    places (L,8) and lengths (L,B): see kernels.places and split_heads_into_pages. splits: parts of a row's tokens, a
-    number of the launch (see `splits_for`); where each ends is found on the device. Reads 2·S·Hk·D numbers per row,
-    and with splits > 1 writes and reads B·H·splits·(D+1) of fp32.
+    places (L,8) and lengths (L,B): see kernels.places and split_heads_into_pages. splits: parts of
+    a row's tokens, a number of the launch (see `splits_for`); where each ends is found on the
+    device. Reads 2·S·Hk·D numbers per row, and with splits > 1 writes and reads B·H·splits·(D+1) of
+    fp32.
     """
     check(q, places, lengths)
     B, H, D = q.shape
@@ -134,6 +140,8 @@ def paged_attention(q, places, layer: int, lengths, splits: int, kv_heads: int, 
 
 
 def splits_for(rows: int, kv_heads: int, processors: int = PROCESSORS) -> int:
-    """A power of two that gives each processor about two programs, and 1 where rows and heads do so alone."""
+    """A power of two that gives each processor about two programs, and 1 where rows and heads do so
+    alone.
+    """
     wanted = 2 * processors // (rows * kv_heads)
     return min(MOST_SPLITS, 1 << max(wanted, 1).bit_length() - 1)

@@ -1,8 +1,9 @@
 """The draw of a recorded step, in Triton: a token for every row, without a word to the host.
 
-decoding/counter.py, `draw_rows`, is the plain form: the same random words by seed, position and token, so the same
-token up to the last bit of a logarithm. A row of 151,936 logits is cut into chunks, one for each program; a second
-kernel takes the best of the chunks. Reads B·V·n bytes, twice that with `filtered`.
+decoding/counter.py, `draw_rows`, is the plain form: the same random words by seed, position and
+token, so the same token up to the last bit of a logarithm. A row of 151,936 logits is cut into
+chunks, one for each program; a second kernel takes the best of the chunks. Reads B·V·n bytes, twice
+that with `filtered`.
 """
 
 import torch
@@ -18,7 +19,9 @@ WARPS = 4
 
 @triton.jit
 def gumbel_of(seed, position, counter):
-    """counter (N,) int32 → Gumbel noise of the tokens 4·counter … 4·counter + 3, (4N,). See counter.gumbel."""
+    """counter (N,) int32 → Gumbel noise of the tokens 4·counter … 4·counter + 3, (4N,). See
+    counter.gumbel.
+    """
     zero = tl.zeros_like(counter)
     low = zero + (position & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)
     high = zero + (position >> 32).to(tl.int32)
@@ -37,10 +40,11 @@ def draw_chunk_kernel(
 ):  # fmt: skip
     """One chunk of a row per program.
 
-    counter.py, draw_rows:  torch.where(greedy, scaled, scaled + noise).argmax(-1);  logits.log_softmax(-1)
+    counter.py, draw_rows:  torch.where(greedy, scaled, scaled + noise).argmax(-1)
+                            logits.log_softmax(-1)
 
-    Writes of the chunk: the best score, its token and raw logit, the highest raw logit and Σ exp(logit − that), and
-    the highest of what is drawn from, NaN if one of them is.
+    Writes of the chunk: the best score, its token and raw logit, the highest raw logit and Σ
+    exp(logit − that), and the highest of what is drawn from, NaN if one of them is.
     """
     b, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = chunk * CHUNK + tl.arange(0, CHUNK)  # (CHUNK,)
@@ -73,7 +77,9 @@ def draw_chunk_kernel(
 def draw_merge_kernel(
     best, which, raw, tops, sums, highest, tokens, logprobs, highests, chunks, PADDED: tl.constexpr
 ):
-    """The best of a row's chunks, one row per program; log-sum-exp over them as in attention.merge_kernel."""
+    """The best of a row's chunks, one row per program; log-sum-exp over them as in
+    attention.merge_kernel.
+    """
     b = tl.program_id(0)
     c = tl.arange(0, PADDED)
     inside = c < chunks
@@ -93,9 +99,11 @@ def draw_merge_kernel(
 
 
 def draw(logits, temperature, seeds, positions, filtered=None, out=None):
-    """counter.draw_rows in two launches: logits (B,V) → tokens (B,) int64, logprobs (B,) and highest (B,) fp32.
+    """counter.draw_rows in two launches: logits (B,V) → tokens (B,) int64, logprobs (B,) and
+    highest (B,) fp32.
 
-    temperature (B,) fp32, seeds and positions (B,) int64, filtered (B,V). `out`: the three results' memory.
+    temperature (B,) fp32, seeds and positions (B,) int64, filtered (B,V). `out`: the three results'
+    memory.
     """
     check(logits, temperature, seeds, positions, filtered)
     B, V = logits.shape

@@ -1,25 +1,29 @@
 """What a layer does between its products, in Triton: norm, heads, rotation, SwiGLU.
 
-Each kernel says which line of the plain model it stands for, and rounds where that line rounds: fp32 inside, then the
-model's dtype. A launcher takes tensors, chooses the grid and starts the kernel; it never waits for the device. Its
-result goes into `out`, or into new memory. So a step can be recorded as a CUDA graph.
+Each kernel says which line of the plain model it stands for, and rounds where that line rounds:
+fp32 inside, then the model's dtype. A launcher takes tensors, chooses the grid and starts the
+kernel; it never waits for the device. Its result goes into `out`, or into new memory. So a step can
+be recorded as a CUDA graph.
 
-A layer of a decode step is 7 launches, 6 where attention has one split. N rows, n bytes per number, S cached tokens:
+A layer of a decode step is 7 launches, 6 where attention has one split. N rows, n bytes per number,
+S cached tokens:
 
     launch                                     file        reads
     product(norm=…)              x → q, k, v   products    (H+2Hk)·D·C·n, the weights
-    split_heads_into_pages       q; k, v → cache  kernels  N·(H+2Hk)·D·n
+    split_heads_into_pages       k, v → cache  kernels     N·(H+2Hk)·D·n
     paged_attention              partial sums  attention   N·2·Hk·S·D·n, the cache
     merge                        y             attention   N·H·splits·(D+1)·4
     product(add=x)               x + o(y)      products    C·H·D·n
     product(norm=…, swiglu=True) gate, up      products    2I·C·n
     product(add=x)               x + down      products    C·I·n
 
-More rows than product takes go through torch's product, then `rms_norm` (N·C·n, twice that with `add`) and `swiglu`
-(N·2I·n) are launches of their own: 9 a layer. In Qwen3-0.6B the weights of a layer are 31 MB, the rows between the
-products a few kB: there a launch costs more than what it reads.
+More rows than product takes go through torch's product; then two `rms_norm` (N·2C·n each, with the
+residual) and `swiglu` (N·2I·n) are launches of their own: 10 a layer. In Qwen3-0.6B the weights of
+a layer are 31 MB, the rows between the products a few kB: there a launch costs more than what it
+reads. The draw is two launches a step.
 
-Triton: Tillet et al. 2019, "Triton: an intermediate language and compiler for tiled neural network computations".
+Triton: Tillet et al. 2019, "Triton: an intermediate language and compiler for tiled neural network
+computations".
 """
 
 import torch
@@ -37,7 +41,7 @@ def held(x, DTYPE: tl.constexpr):
     return x.to(DTYPE).to(tl.float32)
 
 
-# --- RMSNorm, with the residual --------------------------------------------------------------------------------------
+# --- RMSNorm, with the residual -------------------------------------------------------------------
 
 
 @triton.jit
@@ -63,7 +67,8 @@ def rms_norm_kernel(x, add, weight, y, C, eps, BLOCK: tl.constexpr):
 
 
 def rms_norm(x, weight, eps: float, add=None, out=None):
-    """RMSNorm of every row: x (N,C), weight (C,) → (N,C). With `add` (N,C) x becomes x + add first, in its place.
+    """RMSNorm of every row: x (N,C), weight (C,) → (N,C). With `add` (N,C) x becomes x + add first,
+    in its place.
 
     Reads N·C numbers, or twice as many, and writes as many.
     """
@@ -75,7 +80,7 @@ def rms_norm(x, weight, eps: float, add=None, out=None):
     return out
 
 
-# --- SwiGLU ----------------------------------------------------------------------------------------------------------
+# --- SwiGLU ---------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -111,7 +116,7 @@ def swiglu(gate_up, out=None):
     return out
 
 
-# --- heads: norm, rotation, and where they go ------------------------------------------------------------------------
+# --- heads: norm, rotation, and where they go -----------------------------------------------------
 
 
 @triton.jit
@@ -128,14 +133,14 @@ def halves_of_heads(
     qkv, n, head, q_norm, k_norm, eps, cos, sin, angle,
     H: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of row n of qkv, as they are cached: normed where the family has it, q and k rotated.
+    """Some heads of row n of qkv, normed where the family has it, q and k rotated.
 
     model.py, Attention:  q = self.q_norm(q);  k = self.k_norm(k)
     rope.py:              x1, x2 = x.chunk(2, dim=-1)
                           x * cos + torch.cat((-x2, x1), -1) * sin
 
-    head (R,) → the first and the second half of each, both (R,HALF) fp32 that the model's dtype holds. Dimension i
-    turns with i + D/2, so a thread has both.
+    head (R,) → the first and the second half of each, both (R,HALF) fp32 that the model's dtype
+    holds. Dimension i turns with i + D/2, so a thread has both.
     """
     dtype = qkv.dtype.element_ty
     i = tl.arange(0, HALF)[None, :]  # (1,HALF), D/2 and the padding
@@ -162,7 +167,9 @@ def halves_of_heads(
 
 @triton.jit
 def store_heads(at, first, second, mine, D: tl.constexpr, HALF: tl.constexpr):
-    """Both halves of the heads that are `mine` (R,), to the addresses `at` (R,) of their first numbers."""
+    """Both halves of the heads that are `mine` (R,), to the addresses `at` (R,) of their first
+    numbers.
+    """
     i = tl.arange(0, HALF)[None, :]
     here = mine[:, None] & (i < D // 2)  # (R,HALF)
     to = at[:, None] + i
@@ -176,7 +183,10 @@ def split_heads_kernel(
     qkv, q_norm, k_norm, eps, cos, sin, angles, q, k, v, T,
     H: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """R heads of one token per program. See halves_of_heads; model.py: .view(B, T, -1, D).transpose(1, 2)."""
+    """R heads of one token per program, see halves_of_heads.
+
+    model.py, Attention:  .view(B, T, -1, self.head_dim).transpose(1, 2)
+    """
     n = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * R + tl.arange(0, R)  # (R,): those of q, of k, of v
     first, second = halves_of_heads(
@@ -193,10 +203,11 @@ def split_heads_kernel(
 
 
 def split_heads(qkv, heads, q_norm, k_norm, eps: float, cos, sin, T: int, out=None):
-    """qkv (B·T,(H+2Hk)·D) → q (B,H,T,D), k and v (B,Hk,T,D), q and k normed and rotated. For a prefill.
+    """qkv (B·T,(H+2Hk)·D) → q (B,H,T,D), k and v (B,Hk,T,D), q and k normed and rotated. For a
+    prefill.
 
-    heads: (H,Hk,D). q_norm and k_norm (D,), or None ×2. cos and sin (T,D), (B,T,D) or (B,1,T,D). Reads and writes
-    B·T·(H+2Hk)·D numbers.
+    heads: (H,Hk,D). q_norm and k_norm (D,), or None ×2. cos and sin (T,D), (B,T,D) or (B,1,T,D).
+    Reads and writes B·T·(H+2Hk)·D numbers.
     """
     check(qkv, q_norm, k_norm, cos, sin)
     H, Hk, D = heads
@@ -215,9 +226,11 @@ def split_heads(qkv, heads, q_norm, k_norm, eps: float, cos, sin, T: int, out=No
 
 @triton.jit
 def place_of(places, layer, like, PLACE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where a layer's cache lies: row `layer` of places, addresses as pointers of the type of `like`.
+    """Where a layer's cache lies: row `layer` of places, addresses as pointers of the type of
+    `like`.
 
-    ALIGNED numbers in a row of memory begin where as many would: what the compiler needs to know for wide loads.
+    ALIGNED numbers in a row of memory begin where as many would: what the compiler needs to know
+    for wide loads.
     """
     row = places + layer * PLACE
     bytes_: tl.constexpr = ALIGNED * like.dtype.element_ty.primitive_bitwidth // 8
@@ -238,7 +251,10 @@ def split_heads_into_pages_kernel(
     H: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, R: tl.constexpr,
     PLACE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """R heads of one row per program. See halves_of_heads; cache/view.py: keys[layer][page, :, slot] = k."""
+    """R heads of one row per program, see halves_of_heads.
+
+    cache/view.py, View.write:  keys[layer][page, :, slot] = k, and so the values
+    """
     b = tl.program_id(0)
     head = tl.program_id(1) * R + tl.arange(0, R)  # (R,): those of q, of k, of v
     first, second = halves_of_heads(
@@ -264,10 +280,12 @@ def split_heads_into_pages_kernel(
 def split_heads_into_pages(
     qkv, heads, q_norm, k_norm, eps: float, cos, sin, places, layer: int, lengths, out=None
 ):
-    """qkv (B,(H+2Hk)·D), one token per row → q (B,H,D), normed and rotated; k and v go to the cache. For a decode.
+    """qkv (B,(H+2Hk)·D), one token per row → q (B,H,D), normed and rotated; k and v go to the
+    cache. For a decode.
 
-    cos and sin (B,D), or of that many numbers. places (L,8) int64 says where, see `places`; lengths (L,B) int32 counts
-    the new token; 0 is a row of padding, which writes nothing but its q. Reads and writes B·(H+2Hk)·D numbers.
+    cos and sin (B,D), or of that many numbers. places (L,8) int64 says where, see `places`; lengths
+    (L,B) int32 counts the new token; 0 is a row of padding, which writes nothing but its q. Reads
+    and writes B·(H+2Hk)·D numbers.
     """
     check(qkv, q_norm, k_norm, cos, sin, places, lengths)
     H, Hk, D = heads
@@ -282,7 +300,7 @@ def split_heads_into_pages(
     return q
 
 
-# --- what the launchers share ----------------------------------------------------------------------------------------
+# --- what the launchers share ---------------------------------------------------------------------
 
 
 def check(*tensors) -> None:
@@ -298,17 +316,21 @@ def warps(numbers: int) -> int:
 
 
 def aligned(D: int, dtype: torch.dtype) -> int:
-    """How many of the D numbers of a head one load may take: 16 bytes, or less where D is not a multiple of that."""
+    """How many of the D numbers of a head one load may take: 16 bytes, or less where D is not a
+    multiple of that.
+    """
     widest = 16 // dtype.itemsize
     return min(widest, D & -D)  # the largest power of two that divides D
 
 
 def places(pages, out=None):
-    """Where the layers of a cache lie: Pages of each of L layers → (L,8) int64 for the kernels; on the cache's device.
+    """Where the layers of a cache lie: Pages of each of L layers → (L,8) int64 for the kernels; on
+    the cache's device.
 
-    A row: the addresses of keys and values; from page to page, head to head and token to token, in numbers; tokens per
-    page; the address of the table and from row to row of it, or 0. A recorded step reads it each time, so `out`
-    can be filled anew for another cache. Whoever fills it keeps the tensors alive.
+    A row: the addresses of keys and values; from page to page, head to head and token to token, in
+    numbers; tokens per page; the address of the table and from row to row of it, or 0. A recorded
+    step reads it each time, so `out` can be filled anew for another cache. Whoever fills it keeps
+    the tensors alive.
     """
     rows = [place(layer) for layer in pages]
     host = torch.tensor(rows, dtype=torch.int64)  # (L,8)

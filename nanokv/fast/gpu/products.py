@@ -1,9 +1,11 @@
-"""The products of a decode step, in Triton: few rows, so that time is what it takes to read the weights once.
+"""The products of a decode step, in Triton: few rows, so that time is what it takes to read the
+weights once.
 
-A product of one row does 2 operations per weight: no matrix instruction is needed, and nothing is used twice but x,
-which is small and comes from the caches. What matters is that enough loads are on their way (see attention.STAGES): a
-thread has 64 bytes of weights in flight before it multiplies. What stands before and after the product in a layer is
-done by the same programs: a launch of its own would take as long as reading 8 MB.
+A product of one row does 2 operations per weight: no matrix instruction is needed, and nothing is
+used twice but x, which is small and comes from the caches. What matters is that enough loads are on
+their way (see attention.STAGES): a thread has 64 bytes of weights in flight before it multiplies.
+What stands before and after the product in a layer is done by the same programs: a launch of its
+own would take as long as reading 8 MB.
 """
 
 import triton
@@ -11,8 +13,9 @@ import triton.language as tl
 
 from nanokv.fast.gpu.kernels import WARP, check, held, silu_times
 
-# Of x. N rows are N multiplications per weight, and with a norm about as many operations on x: up to about 4 rows these
-# take less time than the reading. For many rows torch's product, which uses matrix instructions, is the right one.
+# Of x. N rows are N multiplications per weight, and with a norm about as many operations on x: up
+# to about 4 rows these take less time than the reading. For many rows torch's product, which uses
+# matrix instructions, is the right one.
 MOST_ROWS = 8
 TILE_BYTES = 8_192  # of weights per program and turn
 THREAD_BYTES = 64  # of them per thread: four loads of 16 bytes
@@ -21,7 +24,7 @@ PROGRAMS = 512  # at least: four for each of 132 processors
 
 @triton.jit
 def scale_of_row(x, K, eps, BLOCK_K: tl.constexpr):
-    """model.py, RMSNorm:  torch.rsqrt(x.float().pow(2).mean(-1) + eps), of one row of K numbers at x."""
+    """model.py, RMSNorm:  torch.rsqrt(x.float().pow(2).mean(-1) + eps), of one row at x (K,)."""
     k = tl.arange(0, BLOCK_K)
     squares = tl.zeros((BLOCK_K,), tl.float32)
     for first in range(0, K, BLOCK_K):
@@ -34,10 +37,13 @@ def scale_of_row(x, K, eps, BLOCK_K: tl.constexpr):
 def rows_times_weights(
     x, weight, rows, norm, eps, K, N: tl.constexpr, PADDED: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """x (N,K), normed if `norm` is its weight, times some rows (R,) of weight → (R,PADDED) fp32, N and padding."""
+    """x (N,K), normed if `norm` is its weight, times some rows (R,) of weight → (R,PADDED) fp32, N
+    and padding.
+    """
     n, k = tl.arange(0, PADDED), tl.arange(0, BLOCK_K)
     at = weight + rows.to(tl.int64)[:, None] * K + k[None, :]  # (R,BLOCK_K)
-    # The weights are on their way before anything waits for x. Each is used once: the caches are for x.
+    # The weights are on their way before anything waits for x. Each is used once: the caches are
+    # for x.
     w = tl.load(at, (k < K)[None, :], 0, eviction_policy="evict_first")
     scales = tl.zeros((PADDED,), tl.float32)
     if norm is not None:
@@ -99,9 +105,10 @@ def product_kernel(
 def product(x, weight, bias=None, norm=None, add=None, swiglu: bool = False, out=None):
     """x (N,K) · weightᵀ (M,K) → (N,M) for N ≤ 8 rows. Sums are fp32; rounding is the plain model's.
 
-    bias (M,) is added to the sum. norm: (weight (K,), eps) of an RMSNorm of x that comes first. add (N,M): the
-    residual, added last; it may be `out`. swiglu: the weights are gate's and up's, (2M,K), and the result is
-    silu(gate) · up. Reads M·K numbers, or 2·M·K, and x from the caches, once per program.
+    bias (M,) is added to the sum. norm: (weight (K,), eps) of an RMSNorm of x that comes first. add
+    (N,M): the residual, added last; it may be `out`. swiglu: the weights are gate's and up's,
+    (2M,K), and the result is silu(gate) · up. Reads M·K numbers, or 2·M·K, and x from the caches,
+    once per program.
     """
     norm, eps = norm or (None, 0.0)
     check(x, weight, bias, norm, add)
@@ -120,8 +127,9 @@ def product(x, weight, bias=None, norm=None, add=None, swiglu: bool = False, out
 
 
 def tile(rows: int, K: int, size: int) -> tuple[int, int]:
-    """Rows and columns of the tile of weights that a program reads in one turn, for K numbers of `size` bytes: whole
-    rows where they are short, and several of them if enough programs are left."""
+    """Rows and columns of the tile of weights that a program reads in one turn, for K numbers of
+    `size` bytes: whole rows where they are short, and several of them if enough programs are left.
+    """
     BLOCK_K = min(triton.next_power_of_2(K), TILE_BYTES // size)
     R = TILE_BYTES // (BLOCK_K * size)
     while R > 1 and rows // R < PROGRAMS:
