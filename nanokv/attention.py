@@ -89,6 +89,8 @@ class Decode:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (B,H,1,D), k and v (B,Hk,S,D) → (B,H,1,D)."""
+        if self.mask is not None and self.mask.device != q.device:
+            self.mask = self.mask.to(q.device)  # once, for all layers
         return decode_attention(q, k, v, self.mask)
 
     @functools.cached_property

@@ -103,7 +103,7 @@ def decode(model: Model, token: Rows, cache: KVCache, start_pos: Position) -> Te
             f"decode takes one token per row, got {token.shape[1]}: prefill takes any number"
         )
     with fewer_threads(model, len(token)), full_memory_named(model, cache):
-        hidden = model(token, cache, start_pos, attention_of_one(cache, token.device))  # (B,1,C)
+        hidden = model(token, cache, start_pos, attention_of_one(cache))  # (B,1,C)
         return model.lm_head(hidden[:, -1])  # (B,V)
 
 
@@ -127,12 +127,12 @@ def _append(model, tokens, cache, start_pos):
         return model(tokens, cache, start_pos, attend)
 
 
-def attention_of_one(cache: KVCache, device: torch.device) -> Attend:
-    """`attention_over` of a decode step."""
+def attention_of_one(cache: KVCache) -> Attend:
+    """`attention_over` of a decode step. The mask stays where it is: a kernel that reads each row's length from it must
+    not wait for a GPU."""
     if own := own_attention(cache, 1):
         return own
-    mask = cache.mask(1)  # None, unless rows differ in length
-    return Decode(mask if mask is None else mask.to(device))
+    return Decode(cache.mask(1))  # None, unless rows differ in length
 
 
 def attention_over(cache: KVCache, T: int, device: torch.device) -> Attend:

@@ -66,10 +66,17 @@ def rope_angles(config: Config, positions, dtype):
     Angles in fp32 (bf16 cannot tell position 257 from 256), then cast to the model's dtype, as the reference does.
     """
     speed, scale = rope_frequencies(config, positions.device)
-    angle = positions[..., None].float() * speed  # (T,D/2) or (B,T,D/2)
+    cos, sin = turned(speed, scale, positions, dtype)  # (…,T,D) ×2
+    if cos.dim() == 3:
+        cos, sin = cos[:, None], sin[:, None]  # (B,1,T,D) ×2: the same for every head
+    return cos, sin
+
+
+def turned(speed, scale: float, positions, dtype):
+    """cos and sin (…,D) of positions (…) at these speeds (D/2,); what `rope_frequencies` gives goes in front."""
+    angle = positions[..., None].float() * speed  # (…,D/2)
     # Dims i and i + D/2 form a pair and share an angle.
-    angle = torch.cat((angle, angle), dim=-1)  # (…,T,D)
-    angle = angle if angle.dim() == 2 else angle[:, None]  # (B,1,T,D): the same for every head
+    angle = torch.cat((angle, angle), dim=-1)  # (…,D)
     return (angle.cos() * scale).to(dtype), (angle.sin() * scale).to(dtype)
 
 

@@ -6,7 +6,7 @@ It is imported on first use: building.py, which says whether there are kernels, 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nanokv.fast.model import optimize
+    from nanokv.fast.optimizing import optimize
 
 __all__ = ["optimize"]
 
@@ -16,6 +16,6 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
         if name != "optimize":
             raise AttributeError(f"module 'nanokv.fast' has no attribute {name!r}")
-        from nanokv.fast.model import optimize
+        from nanokv.fast.optimizing import optimize
 
         return optimize

@@ -1,4 +1,4 @@
-"""optimize(model): the same model, caches and functions, with blocks whose decode step runs at the memory's speed.
+"""The same model, caches and functions, with blocks whose decode step runs at the memory's speed: a CPU's.
 
 What changes, in order of gain: one row of activations goes through kernels that read every weight once, in the format
 it is stored in; keys and values are read once, where the cache keeps them; q, k and v are one product, gate and up are
@@ -8,28 +8,22 @@ Prefill takes the kernels' products for few rows and torch's for many, over the 
 
 import ctypes
 import functools
-from typing import TYPE_CHECKING, overload
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.modules import module
 
-from nanokv import model as plain_model
 from nanokv.attention import Causal, Decode, row_blocks
-from nanokv.cache.capabilities import Pages, has_pages, reserve_of
+from nanokv.cache.capabilities import Pages, reserve_of
 from nanokv.cache.packed import Packed
 from nanokv.errors import CacheError, ConfigError
 from nanokv.fast import choice, native
-from nanokv.fast.weights import FORMATS, Addressed, Dense, Int8, Matrix, check_dense
+from nanokv.fast.checks import is_one_call, sees_its_row
+from nanokv.fast.fusing import fused
+from nanokv.fast.weights import FORMATS, Addressed, Dense, Int8, Matrix
 from nanokv.loading import skeleton
 from nanokv.model import Transformer
-from nanokv.rope import apply_rope, rope_angles, rope_frequencies
-from nanokv.support.habits import hinted
-from nanokv.support.neighbours import watch
-
-if TYPE_CHECKING:
-    from nanokv.fast.compiled import Compiled
+from nanokv.rope import apply_rope, rope_frequencies
 
 
 class Block(Addressed):
@@ -232,21 +226,6 @@ def flash(kernels, q, k, v):
     return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).transpose(1, 2)
 
 
-def sees_its_row(attend, cache) -> bool:
-    """Does each query see every token of its own row and nothing else? That is what the decode kernel computes.
-
-    A mask is honoured where the kernel reads the keys where they lie, as many for each row as the mask shows.
-    """
-    if type(attend) is not Decode:
-        return False
-    if attend.mask is None:
-        return True
-    lengths = None if reserve_of(cache) is None else attend.lengths
-    if lengths is None or attend.mask.shape[-1] != lengths.max():
-        return False
-    return bool((lengths == torch.as_tensor(cache.length) + 1).all())
-
-
 def stride(cos, rows: int, each: int) -> int:
     """Numbers between two rows' angles; 0 where all rows share theirs. Kernels would read behind the end of others."""
     if cos.numel() not in (each, rows * each):
@@ -304,23 +283,6 @@ class Norm(Addressed):
         return y
 
 
-PLAIN = (
-    plain_model.Block,
-    plain_model.Attention,
-    plain_model.MLP,
-    plain_model.RMSNorm,
-    nn.Linear,
-    nn.Embedding,
-    nn.ModuleList,
-    nn.Identity,
-)
-
-
-def has_own_forward(part) -> bool:
-    """Does somebody listen to this module, or was a forward put on this very object?"""
-    return bool("forward" in vars(part) or part._forward_hooks or part._forward_pre_hooks)
-
-
 class FastTransformer(Transformer):
     """The plain model's forward. A decode step is one call from the embedding to the last norm, where every module and
     the cache allow it. From module to module Python and torch take 10 to 50 µs each: 0.1 of the 0.5 ms of the bundled
@@ -331,7 +293,7 @@ class FastTransformer(Transformer):
     def forward(self, tokens, cache, start_pos, attend):
         on_cpu = tokens.device.type == self.norm.weight.device.type == "cpu"
         kernels = native.kernels() if on_cpu and tokens.shape[1] == 1 else None
-        if not kernels or not self.is_one_call(cache, attend) or not self.knows(tokens):
+        if not kernels or not is_one_call(self, KINDS, cache, attend) or not self.knows(tokens):
             return super().forward(tokens, cache, start_pos, attend)
         self.check(cache, start_pos)
         B, C, D = len(tokens), self.config.hidden_size, self.config.head_dim
@@ -355,22 +317,6 @@ class FastTransformer(Transformer):
         matrix in one thread; torch does not."""
         return self.norm.weight.device.type == "cpu" and native.kernels() is not None
 
-    def is_one_call(self, cache, attend) -> bool:
-        """Would module after module compute what the kernel computes? Not if somebody listens to
-        one of them, or has put another in its place."""
-        if module._global_forward_hooks or module._global_forward_pre_hooks:
-            return False
-        parts = (
-            (self.embed_tokens, Embedding),
-            (self.norm, Norm),
-            *((layer, Block) for layer in self.layers),
-        )
-        if any(type(part) is not kind or has_own_forward(part) for part, kind in parts):
-            return False
-        if plain_model.rope_angles is not rope_angles or not has_pages(cache):
-            return False
-        return reserve_of(cache[0]) is not None and sees_its_row(attend, cache[0])
-
     def knows(self, tokens) -> bool:
         """Are these ids of its vocabulary? Kernels take that on trust; torch refuses what is not."""
         return tokens.dtype == torch.int64 and all(
@@ -391,43 +337,12 @@ class FastTransformer(Transformer):
         return (cos, sin) if scale == 1 else (cos * scale, sin * scale)
 
 
-@overload
-def optimize(
-    model: Transformer, weights: str | None = None, compile: None = None
-) -> Transformer: ...
-@overload
-def optimize(model: Transformer, weights: str | None = None, *, compile: int) -> "Compiled": ...
-@hinted
-# Outside of inference mode: the plain model, whose weights become views, can still be trained.
-@torch.inference_mode(False)
-@torch.no_grad()
-def optimize(model: Transformer, weights: str | None = None, compile: int | None = None):
-    """A model that decodes faster and answers the same: for every function and cache that takes the plain one.
+# Of embedding, norm and layers, where nobody has put another in their place.
+KINDS = Embedding, Norm, Block
 
-    `weights`: None (as loaded), "fp32", "bf16", "int8" or "int4". int4 keeps the embedding and the head in int8, as
-    llama.cpp keeps them in more bits than the rest. As loaded, the weights are shared: those of `model` become views of
-    the fused ones, and an optimizer finds them as they were. If you change `model` later, call optimize again. Logits
-    are fp32. Raises ConfigError for another name, a shape that has no whole groups, a model in float16, or one that is
-    optimized already.
 
-    A kernel takes the place of attention only where it computes the same: causal prefill in bf16, and decode steps
-    whose queries see the whole of their own row. Other masks, functions and cache classes of the caller's are called as
-    they are. Seeds: in fp32 a seed draws the tokens that it draws from the plain model, since logits differ by rounding
-    alone (about 1e-6). In bf16, int8 and int4 it draws others: a seed is repeatable on one format of weights.
-
-    `compile`: instead of all that, the plain blocks through torch.compile with static shapes, for a cache of so many
-    slots, `result.make_cache()`: for GPUs, where a step is then one CUDA graph (nanokv/fast/compiled.py).
-    """
-    if compile is not None:
-        if weights is not None:
-            raise ConfigError(
-                f"weights={weights!r} and compile={compile!r}: kernels are compiled already, choose one"
-            )
-        from nanokv.fast.compiled import Compiled
-
-        return Compiled(model, compile)
-    check_plain(model)
-    watch(torch.get_num_threads())
+def fuse(model: Transformer, weights: str | None) -> FastTransformer:
+    """What `optimize` gives for a CPU; ConfigError for weights in another format than these blocks read."""
     dtype = model.embed_tokens.weight.dtype
     own = {torch.float32: "fp32", torch.bfloat16: "bf16"}
     name = str(dtype).removeprefix("torch.")
@@ -452,74 +367,3 @@ def optimize(model: Transformer, weights: str | None = None, compile: int | None
     fast.layers = nn.ModuleList(Block(layer, model.config, make_matrix) for layer in model.layers)
     fast.generation_config, fast.weights = model.generation_config, weights
     return fast.requires_grad_(False).eval()
-
-
-def check_plain(model) -> None:
-    """ConfigError for what has no plain blocks, has experts, parts of the caller's own or weights of several dtypes."""
-    if not all(hasattr(layer, "self_attn") for layer in getattr(model, "layers", [None])):
-        raise ConfigError(
-            f"{type(model).__name__} has no plain blocks to fuse: it is optimized already, or not a Transformer",
-            hint="optimize the model that nanokv.load returns",
-        )
-    check_dense(model.config)
-    for name, part in model.named_modules():
-        known = type(part) in PLAIN if name else type(part) is Transformer
-        if not known or has_own_forward(part):
-            raise ConfigError(
-                f"{name or 'the model'} is a {type(part).__name__} with a forward or hooks of its own: "
-                "kernels would leave them out",
-                hint="use the plain model; hooks that only listen can be put on the optimized one",
-            )
-        check_values(name, part, model.config)
-    dtypes = {weight.dtype: name for name, weight in model.named_parameters() if weight.dim() == 2}
-    if len(dtypes) > 1:
-        (one, first), (other, second) = list(dtypes.items())[:2]
-        raise ConfigError(
-            f"{first} is {one} and {second} is {other}: an optimized model has one dtype",
-            hint="bring the model into one dtype: model.to(torch.bfloat16)",
-        )
-
-
-def check_values(name: str, part, config) -> None:
-    """ConfigError for a bias, or an eps, that the config knows nothing of: the kernels go by the config."""
-    biased = {"q_proj": config.qkv_bias, "k_proj": config.qkv_bias, "v_proj": config.qkv_bias}
-    biased["o_proj"] = config.output_bias
-    expected = biased.get(name.rpartition(".")[2], False)
-    if type(part) is nn.Linear and (part.bias is not None) != expected:
-        raise ConfigError(
-            f"{name} has {'no' if expected else 'a'} bias, other than the config says: kernels go by the config",
-            hint="use the plain model",
-        )
-    if type(part) is plain_model.RMSNorm and part.eps != config.rms_norm_eps:
-        raise ConfigError(
-            f"{name} has eps {part.eps}, and the config {config.rms_norm_eps}: kernels go by the config",
-            hint="use the plain model",
-        )
-
-
-def fused(*linears):
-    """Weights and biases one below the other; the parts become views, so that they are not stored twice.
-
-    Each part stays the same Parameter: whoever trains it, or holds it, goes on.
-    """
-    weights = [part.weight.detach() for part in linears]
-    weight = side_by_side(weights) if len(weights) > 1 else None
-    weight = torch.cat(weights) if weight is None else weight  # (ΣN,K)
-    bias = None if linears[0].bias is None else torch.cat([part.bias for part in linears])
-    start = 0
-    for part in linears:
-        part.weight.data = weight[start : start + part.out_features]
-        start += part.out_features
-    return weight, bias
-
-
-def side_by_side(weights):
-    """One tensor over these (N,K) if they lie one below the other in one storage, as prefetch.py puts them; or None."""
-    first, at = weights[0], weights[0].data_ptr()
-    storage, rows = first.untyped_storage().data_ptr(), 0
-    for weight in weights:
-        inside = weight.untyped_storage().data_ptr() == storage and weight.is_contiguous()
-        if not inside or weight.data_ptr() != at or weight.dtype != first.dtype:
-            return None
-        at, rows = at + weight.nbytes, rows + weight.shape[0]
-    return first.as_strided((rows, first.shape[1]), first.stride())

@@ -1,0 +1,109 @@
+"""What kernels take on trust, looked at before they are used.
+
+at optimize    the model is the plain one, as its config says
+at each step   nobody listens to a part or has put another in its place, and each query sees the whole of its row
+"""
+
+import torch
+from torch import nn
+from torch.nn.modules import module
+
+from nanokv import model as plain_model
+from nanokv.attention import Decode
+from nanokv.cache.capabilities import has_pages, reserve_of
+from nanokv.errors import ConfigError
+from nanokv.fast.weights import check_dense
+from nanokv.model import Transformer
+from nanokv.rope import rope_angles
+
+PLAIN = (
+    plain_model.Block,
+    plain_model.Attention,
+    plain_model.MLP,
+    plain_model.RMSNorm,
+    nn.Linear,
+    nn.Embedding,
+    nn.ModuleList,
+    nn.Identity,
+)
+
+
+def check_plain(model) -> None:
+    """ConfigError for what has no plain blocks, has experts, parts of the caller's own or weights of several dtypes."""
+    if not all(hasattr(layer, "self_attn") for layer in getattr(model, "layers", [None])):
+        raise ConfigError(
+            f"{type(model).__name__} has no plain blocks to fuse: it is optimized already, or not a Transformer",
+            hint="optimize the model that nanokv.load returns",
+        )
+    check_dense(model.config)
+    for name, part in model.named_modules():
+        known = type(part) in PLAIN if name else type(part) is Transformer
+        if not known or has_own_forward(part):
+            raise ConfigError(
+                f"{name or 'the model'} is a {type(part).__name__} with a forward or hooks of its own: "
+                "kernels would leave them out",
+                hint="use the plain model; hooks that only listen can be put on the optimized one",
+            )
+        check_values(name, part, model.config)
+    dtypes = {weight.dtype: name for name, weight in model.named_parameters() if weight.dim() == 2}
+    if len(dtypes) > 1:
+        (one, first), (other, second) = list(dtypes.items())[:2]
+        raise ConfigError(
+            f"{first} is {one} and {second} is {other}: an optimized model has one dtype",
+            hint="bring the model into one dtype: model.to(torch.bfloat16)",
+        )
+
+
+def check_values(name: str, part, config) -> None:
+    """ConfigError for a bias, or an eps, that the config knows nothing of: the kernels go by the config."""
+    biased = {"q_proj": config.qkv_bias, "k_proj": config.qkv_bias, "v_proj": config.qkv_bias}
+    biased["o_proj"] = config.output_bias
+    expected = biased.get(name.rpartition(".")[2], False)
+    if type(part) is nn.Linear and (part.bias is not None) != expected:
+        raise ConfigError(
+            f"{name} has {'no' if expected else 'a'} bias, other than the config says: kernels go by the config",
+            hint="use the plain model",
+        )
+    if type(part) is plain_model.RMSNorm and part.eps != config.rms_norm_eps:
+        raise ConfigError(
+            f"{name} has eps {part.eps}, and the config {config.rms_norm_eps}: kernels go by the config",
+            hint="use the plain model",
+        )
+
+
+def has_own_forward(part) -> bool:
+    """Does somebody listen to this module, or was a forward put on this very object?"""
+    return bool("forward" in vars(part) or part._forward_hooks or part._forward_pre_hooks)
+
+
+def is_one_call(model, kinds, cache, attend) -> bool:
+    """Would module after module compute what one call computes? Not if somebody listens to one of
+    them, or has put another in its place. `kinds`: of embedding, norm and layers."""
+    if module._global_forward_hooks or module._global_forward_pre_hooks:
+        return False
+    parts = model.embed_tokens, model.norm, *model.layers
+    embedding, norm, block = kinds
+    known = embedding, norm, *[block] * len(model.layers)
+    if any(
+        type(part) is not kind or has_own_forward(part)
+        for part, kind in zip(parts, known, strict=True)
+    ):
+        return False
+    if plain_model.rope_angles is not rope_angles or not has_pages(cache):
+        return False
+    return reserve_of(cache[0]) is not None and sees_its_row(attend, cache[0])
+
+
+def sees_its_row(attend, cache) -> bool:
+    """Does each query see every token of its own row and nothing else? That is what the decode kernel computes.
+
+    A mask is honoured where the kernel reads the keys where they lie, as many for each row as the mask shows.
+    """
+    if type(attend) is not Decode:
+        return False
+    if attend.mask is None:
+        return True
+    lengths = None if reserve_of(cache) is None else attend.lengths
+    if lengths is None or attend.mask.shape[-1] != lengths.max():
+        return False
+    return bool((lengths == torch.as_tensor(cache.length) + 1).all())

@@ -1,0 +1,148 @@
+"""The model on a GPU: the plain model's products, with one kernel for all that stands between two of them.
+
+A decode step over a cache that says where its keys lie is one recorded graph (recorded.py): `Block.step`. All the rest
+goes from layer to layer (prefill, caches that give no pages): `Block.forward`, the same kernels around the cache's
+`append` and the caller's `attend`. Activations have the model's dtype, as in the plain model.
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanokv.fast.checks import is_one_call
+from nanokv.fast.fusing import fused
+from nanokv.fast.gpu import kernels
+from nanokv.fast.gpu.recorded import SIZES, Steps
+from nanokv.fast.weights import check_dense
+from nanokv.loading import skeleton
+from nanokv.model import RMSNorm, Transformer
+from nanokv.rope import rope_frequencies, turned
+
+
+class Block(nn.Module):
+    """One layer of `plain`, its weights fused: q, k and v are one product, gate and up another."""
+
+    def __init__(self, plain, config):
+        super().__init__()
+        attention, mlp = plain.self_attn, plain.mlp
+        self.heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.eps = config.rms_norm_eps
+        qkv, qkv_bias = fused(attention.q_proj, attention.k_proj, attention.v_proj)
+        gate_up, _ = fused(mlp.gate_proj, mlp.up_proj)
+        tensors = {
+            "qkv": qkv,  # ((H+2Hk)·D,C)
+            "qkv_bias": qkv_bias,
+            "o": attention.o_proj.weight,  # (C,H·D)
+            "o_bias": attention.o_proj.bias,
+            "gate_up": gate_up,  # (2I,C)
+            "down": mlp.down_proj.weight,  # (C,I)
+            "norm": plain.input_layernorm.weight,
+            "mlp_norm": plain.post_attention_layernorm.weight,
+            # Not every family norms q and k.
+            "q_norm": getattr(attention.q_norm, "weight", None),
+            "k_norm": getattr(attention.k_norm, "weight", None),
+        }
+        for name, tensor in tensors.items():
+            self.register_buffer(name, None if tensor is None else tensor.detach())
+
+    def forward(self, x, rope, cache, attend):
+        """x (B,T,C) → (B,T,C), as the plain Block."""
+        (B, T, C), (cos, sin) = x.shape, rope
+        rows = x.reshape(B * T, C)
+        y = kernels.rms_norm(rows, self.norm, self.eps)
+        qkv = F.linear(y, self.qkv, self.qkv_bias)  # (B·T,(H+2Hk)·D)
+        q, k, v = kernels.split_heads(
+            qkv, self.heads, self.q_norm, self.k_norm, self.eps, cos, sin, T
+        )  # (B,H,T,D), (B,Hk,T,D) ×2
+        k, v = cache.append(k, v)  # (B,Hk,S,D) ×2
+        y = attend(q, k, v)  # (B,H,T,D)
+        y = y.transpose(1, 2).reshape(B * T, -1)  # (B·T,H·D)
+        rows = rows + F.linear(y, self.o, self.o_bias)
+        y = kernels.rms_norm(rows, self.mlp_norm, self.eps)
+        return (rows + self.mlp(y)).view(B, T, C)
+
+    def mlp(self, y):
+        """(N,C) → (N,C): SwiGLU."""
+        return F.linear(kernels.swiglu(F.linear(y, self.gate_up)), self.down)
+
+    def step(self, x, new, cos, sin, places, layer, lengths):
+        """One token per row: the residual stream x (B,C), which is written over, and what the layer before adds to it.
+
+        → what this layer's MLP adds, (B,C). The caches are written; nothing is gathered.
+        """
+        y = kernels.rms_norm(x, self.norm, self.eps, add=new)
+        qkv = F.linear(y, self.qkv, self.qkv_bias)  # (B,(H+2Hk)·D)
+        q = kernels.split_heads_into_pages(
+            qkv, self.heads, self.q_norm, self.k_norm, self.eps, cos, sin, places, layer, lengths
+        )  # (B,H,D)
+        y = kernels.paged_attention(q, self.heads, places, layer, lengths)  # (B,H,D)
+        new = F.linear(y.flatten(1), self.o, self.o_bias)  # (B,C)
+        y = kernels.rms_norm(x, self.mlp_norm, self.eps, add=new)
+        return self.mlp(y)
+
+
+class GpuTransformer(Transformer):
+    """The plain model's forward; a decode step is one recording where every module and the cache allow it."""
+
+    weights: str
+
+    def forward(self, tokens, cache, start_pos, attend):
+        kinds = nn.Embedding, RMSNorm, Block
+        one_token = tokens.shape[1] == 1 and len(tokens) <= SIZES[-1]
+        if one_token and is_one_call(self, kinds, cache, attend):
+            self.check(cache, start_pos)
+            pages = type(cache).pages(cache, self.token_like(len(tokens)))
+            if pages is not None:  # else nothing has changed so far
+                positions = torch.as_tensor(start_pos, device="cpu")  # () or (B,)
+                hidden = self.steps(tokens[:, 0], positions, pages)  # (B,C)
+                return hidden[:, None].clone()  # the next step writes over it
+        return super().forward(tokens, cache, start_pos, attend)
+
+    @functools.cached_property
+    def steps(self) -> Steps:
+        """The recordings of this model."""
+        return Steps(self.step, len(self.layers), self.device)
+
+    @functools.cached_property
+    def speeds(self):
+        """(D/2,) radians per position, and the factor of cos and sin."""
+        return rope_frequencies(self.config, self.device)
+
+    def step(self, tokens, positions, places, lengths):
+        """What is recorded: tokens (B,) at positions (B,) → (B,C). `places` and `lengths`: see kernels.py."""
+        x, new = self.embed_tokens(tokens), None  # (B,C)
+        cos, sin = turned(*self.speeds, positions, x.dtype)  # (B,D) ×2
+        for i, layer in enumerate(self.layers):
+            new = layer.step(x, new, cos, sin, places, i, lengths)
+        return kernels.rms_norm(x, self.norm.weight, self.norm.eps, add=new)
+
+    def _apply(self, function, recurse=True):  # behind .to(), .half() …
+        self.forget()
+        return super()._apply(function, recurse)
+
+    def __getstate__(self):  # for copy and pickle
+        self.forget()
+        return super().__getstate__()
+
+    def forget(self):
+        """Recordings know tensors by their addresses: dropped when these change."""
+        for name in ("steps", "speeds"):
+            self.__dict__.pop(name, None)
+
+    def token_like(self, rows: int):
+        """(B,Hk,1,D): what one token per row adds to a cache, for its shape, dtype and device."""
+        config, weight = self.config, self.embed_tokens.weight
+        return weight.new_empty(rows, config.num_key_value_heads, 1, config.head_dim)
+
+
+def recorded(model) -> GpuTransformer:
+    """The same weights, as views of the fused ones, in a model whose decode steps are recorded."""
+    check_dense(model.config)
+    fast = skeleton(model.config, GpuTransformer)
+    fast.embed_tokens, fast.norm, fast.lm_head = model.embed_tokens, model.norm, model.lm_head
+    fast.layers = nn.ModuleList(Block(layer, model.config) for layer in model.layers)
+    fast.generation_config = model.generation_config
+    fast.weights = str(model.embed_tokens.weight.dtype).removeprefix("torch.")
+    return fast.eval()

@@ -1,0 +1,131 @@
+"""A decode step that is recorded once and replayed: one launch for all layers of all rows.
+
+A CUDA graph repeats the very same kernels on the very same addresses. So whatever changes from step to step is the
+value of a tensor at a fixed address: the tokens, their positions, how many keys each row sees. Where the cache keeps
+those are numbers as well: kernels.py reads addresses, strides and page tables from `places`. One recording therefore
+serves every cache, and caches may grow and change between two steps.
+
+There is one recording for each of a few batch sizes. Rows that are not there see 0 keys: nothing is written for them.
+Without a GPU the step is simply called. References: gpt-fast; nano-vllm's model_runner.py, mini-sglang's graph.py.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from nanokv.cache.capabilities import Pages
+
+# Rows of a recording; a batch takes the next larger one. Powers of two: at most half of the rows are padding.
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+# Numbers that say where a layer lies.
+FIELDS = 8
+
+# tokens (B,), positions (B,), places (L,FIELDS), lengths (L,B) → hidden states (B,C)
+Step = Callable[..., torch.Tensor]
+
+
+class Inputs:
+    """What a step of `rows` rows reads, in one piece of memory: one copy to the GPU fills all of it."""
+
+    def __init__(self, layers: int, rows: int, device: torch.device):
+        counts = rows, layers * FIELDS, layers * rows
+        self.packed = torch.zeros(sum(counts), dtype=torch.int64, device=device)
+        positions, places, lengths = self.packed.split(counts)
+        self.positions = positions  # (B,)
+        self.places = places.view(layers, FIELDS)
+        self.lengths = lengths.view(layers, rows)
+        self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+
+    def fill(self, tokens: torch.Tensor, positions: torch.Tensor, pages: list[Pages]) -> None:
+        """tokens (b,) on the device, positions () or (b,) on the host; b ≤ B, the other rows see nothing."""
+        b, layers, rows = len(tokens), *self.lengths.shape
+        host = torch.zeros(len(self.packed), dtype=torch.int64)
+        at, places, lengths = host.split((rows, layers * FIELDS, layers * rows))
+        at[:b] = positions
+        torch.cat([place(page) for page in pages], out=places)
+        lengths.view(layers, rows)[:, :b] = lengths_of(pages)
+        # Not pinned: then the copy has read the host's memory when it returns, and the next step may reuse it.
+        self.packed.copy_(host, non_blocking=True)
+        self.tokens[:b].copy_(tokens)
+
+
+def lengths_of(pages: list[Pages]) -> torch.Tensor:
+    """(b,) where all layers share theirs, else (L,b)."""
+    first = pages[0].lengths
+    if all(page.lengths is first for page in pages):
+        return first
+    return torch.stack([page.lengths for page in pages])
+
+
+def place(pages: Pages) -> torch.Tensor:
+    """(FIELDS,) int64: where a layer lies, as kernels.py reads it. Made once for each, and kept on it."""
+    made = vars(pages).get("place")
+    if made is None:
+        keys, values, table = pages.keys, pages.values, pages.table  # (P,Hk,page,D) ×2, (B,n)
+        if keys.stride() != values.stride() or keys.stride(3) != 1:
+            raise ValueError("keys and values of a layer must lie alike")
+        made = pages.place = torch.tensor(  # type: ignore[attr-defined]
+            [
+                keys.data_ptr(),
+                values.data_ptr(),
+                *keys.stride()[:3],
+                keys.shape[2],
+                0 if table is None else table.data_ptr(),
+                0 if table is None else table.stride(0),
+            ]
+        )
+    return made
+
+
+class Recorded:
+    """One step, for `rows` rows. On a GPU it is recorded at its first call, elsewhere it is called each time."""
+
+    def __init__(self, step: Step, layers: int, rows: int, device: torch.device, memory):
+        self.inputs = Inputs(layers, rows, device)
+        self.step, self.device, self.memory = step, device, memory
+        self.graph, self.hidden = None, None
+
+    def __call__(self, tokens, positions, pages) -> torch.Tensor:
+        """tokens (b,) → hidden states (b,C), valid until the next step of the model."""
+        self.inputs.fill(tokens, positions, pages)
+        if self.device.type != "cuda":
+            self.hidden = self.run()
+        elif self.graph is None:
+            self.record()
+        if self.graph is not None:
+            self.graph.replay()
+        return self.hidden[: len(tokens)]
+
+    def run(self) -> torch.Tensor:
+        inputs = self.inputs
+        return self.step(inputs.tokens, inputs.positions, inputs.places, inputs.lengths)
+
+    def record(self) -> None:
+        """The first runs compile the kernels and choose the products' algorithms. To repeat a step is harmless: it
+        writes the same keys to the same place."""
+        side, graph = torch.cuda.Stream(self.device), torch.cuda.CUDAGraph()
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                self.run()
+        torch.cuda.current_stream(self.device).wait_stream(side)
+        with torch.cuda.graph(graph, pool=self.memory):
+            hidden = self.run()
+        self.graph, self.hidden = graph, hidden  # commit
+
+
+class Steps:
+    """The decode steps of one model, each of its own number of rows; recordings share their scratch memory, because
+    no two run at a time."""
+
+    def __init__(self, step: Step, layers: int, device: torch.device):
+        self.step, self.layers, self.device = step, layers, device
+        self.memory = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self.recorded: dict[int, Recorded] = {}
+
+    def __call__(self, tokens, positions, pages) -> torch.Tensor:
+        """tokens (b,), b ≤ SIZES[-1] → hidden states (b,C), valid until the next step."""
+        rows = next(size for size in SIZES if size >= len(tokens))
+        if rows not in self.recorded:
+            self.recorded[rows] = Recorded(self.step, self.layers, rows, self.device, self.memory)
+        return self.recorded[rows](tokens, positions, pages)
