@@ -14,7 +14,7 @@ import torch
 from nanokv.cache import BatchCache, KVCache, make_cache
 from nanokv.cache.padded import PaddedCache
 from nanokv.checkpoint import Model
-from nanokv.decoding.draw import GREEDY, SamplingParams, draw, reason_to_end
+from nanokv.decoding.draw import GREEDY, Sampler, SamplingParams, Step, next_steps, reason_to_end
 from nanokv.decoding.generation import EosIds, Generation
 from nanokv.errors import CacheError, CapacityError, GenerationError
 from nanokv.inference import decode, prefill_chunk, prefill_chunks
@@ -103,11 +103,13 @@ class Row:
         self.ids, self.eos = alone.ids, alone.eos_token_ids
         self.tokens: list[int] = []
         self.room = min(alone.max_new_tokens, alone.room)
-        self.values, self.generator = alone.values, alone.generator
+        self.sampler = Sampler(alone.params, alone.generator, self.ids, self.tokens)
 
-    def take(self, logits: torch.Tensor) -> bool:
-        """Draw from logits (1,V) with this row's own generator; False when the answer is complete."""
-        self.tokens.append(int(draw(logits, self.values, self.generator, self.ids, self.tokens)))
+    def take(self, step: Step | GenerationError) -> bool:
+        """One more token; False when the answer is complete."""
+        if isinstance(step, GenerationError):
+            raise step
+        self.tokens.append(step.token)
         return reason_to_end(self.tokens, self.eos, self.room, self.room) is None
 
 
@@ -117,7 +119,8 @@ def _decode(model, cache, rows, logits, narrow) -> list[list[int]]:
     """
     going = rows
     while True:
-        keep = [b for b, row in enumerate(going) if row.take(logits[b : b + 1])]
+        steps = next_steps(logits, [row.sampler for row in going])
+        keep = [b for b, row in enumerate(going) if row.take(steps[b])]
         if not keep:
             return [row.tokens for row in rows]
         if len(keep) < len(going):

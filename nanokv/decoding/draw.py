@@ -1,10 +1,16 @@
-"""One token drawn, and the decision whether it was the last: for the loop, for the engine and for batches alike.
+"""Tokens drawn, and the decision whether one was the last: for the loop, for the engine and for batches alike.
 
-`draw` changes nothing but its generator. Its caller commits the token afterwards, in one line: Ctrl-C may come between
-any two lines, and a draw that was cut short can be repeated.
+    draw         one row, with a generator, as transformers draws: the way of a CPU
+    next_steps   all rows of a step. On a GPU they are drawn together, by numbers that a counter gives, and waited for
+                 once: a generator is a launch and a wait for each row. Alone and in any batch a row draws the same.
+
+`draw` changes nothing but its generator, a counter nothing at all. Their callers commit the token afterwards, in one
+line: Ctrl-C may come between any two lines, and a draw that was cut short can be repeated.
 """
 
+import math
 import secrets
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import chain
 from typing import Any
@@ -12,8 +18,11 @@ from typing import Any
 import torch
 
 from nanokv.config import GenerationConfig
+from nanokv.decoding.counter import draw_rows
 from nanokv.decoding.ranges import check_sampling, chosen_seed
-from nanokv.decoding.sample import choose
+from nanokv.decoding.sample import choose, kept, logprob, penalized, unusable
+from nanokv.errors import GenerationError
+from nanokv.fast import gpu
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,11 @@ class SamplingParams:
     def values(self) -> dict:
         """The keyword arguments of `sample`: all but the seed, which is what a generator begins with."""
         return {name: value for name, value in asdict(self).items() if name != "seed"}
+
+    def filters(self) -> tuple:
+        """(top_k, top_p, min_p) where one of them may leave out a token, else ()."""
+        off = self.top_k <= 0 and self.top_p == 1 and self.min_p == 0
+        return () if off or not self.temperature else (self.top_k, self.top_p, self.min_p)
 
     def generator(self, device: torch.device | str) -> torch.Generator:
         """Random numbers of one answer; its `initial_seed()` repeats them, also where no seed was given."""
@@ -73,6 +87,106 @@ def draw(
     if values["repetition_penalty"] != 1:
         previous = torch.tensor([[*chain(*texts)]], device=logits.device)  # (1,N)
     return choose(logits, **values, previous=previous, generator=generator)
+
+
+class Sampler:
+    """How one row is drawn: its parameters, its random numbers, and the text so far, which the penalty reads.
+
+    `tokens`, the answer so far, is the caller's own list and grows. `constrain(logits (1,V), tokens)` → logits, before
+    each token is drawn.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        generator: torch.Generator,
+        prompt: list[int],
+        tokens: list[int],
+        constrain: Callable[[torch.Tensor, list[int]], torch.Tensor] | None = None,
+    ):
+        self.values, self.filters = params.values(), params.filters()
+        self.temperature, self.constrain = params.temperature, constrain
+        self.generator, self.prompt, self.tokens = generator, prompt, tokens
+
+    def constrained(self, logits: torch.Tensor) -> torch.Tensor:
+        """(1,V) → (1,V)."""
+        return logits if self.constrain is None else self.constrain(logits, self.tokens)
+
+
+def next_steps(
+    logits: torch.Tensor, samplers: Sequence[Sampler]
+) -> list[Step] | list[Step | GenerationError]:
+    """logits (B,V) → a Step for each row, or why it cannot have one: NaN, infinity, nothing left to draw from."""
+    if logits.device.type != "cpu":
+        return by_counter(logits, samplers)
+    return [by_generator(logits[b : b + 1], sampler) for b, sampler in enumerate(samplers)]
+
+
+def by_generator(logits: torch.Tensor, sampler: Sampler) -> Step | GenerationError:
+    """logits (1,V) → the Step that this row's generator gives."""
+    left, texts = sampler.constrained(logits), (sampler.prompt, sampler.tokens)
+    try:
+        token = draw(left, sampler.values, sampler.generator, *texts)  # (1,)
+    except GenerationError as error:
+        return error
+    return Step(int(token), float(logprob(logits, token)))
+
+
+def by_counter(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[Step | GenerationError]:
+    """logits (B,V) → a Step for each row: its seed and the number of its token say what is drawn. One wait for all."""
+    device, (left, temperatures) = logits.device, allowed(logits, samplers)
+    seeds = [signed(sampler.generator.initial_seed()) for sampler in samplers]  # (B)
+    places = [len(sampler.tokens) for sampler in samplers]  # (B)
+    numbers = torch.tensor([seeds, places]).to(device)  # (2,B)
+    temperature = torch.tensor(temperatures, dtype=torch.float32).to(device)  # (B,)
+    chosen = drawing(device)(logits, temperature, *numbers, left)
+    # Tokens, log-probabilities and highest logits; the wait.
+    found = torch.stack([part.double() for part in chosen], 1).tolist()  # (B,3)
+    return [
+        Step(int(token), logprob) if math.isfinite(highest) else unusable(highest)
+        for token, logprob, highest in found
+    ]
+
+
+def allowed(
+    logits: torch.Tensor, samplers: Sequence[Sampler]
+) -> tuple[torch.Tensor | None, list[float]]:
+    """(B,V) fp32 that is drawn from, None where nothing is left out or changed; and each row's temperature for it.
+
+    Rows with equal filters are filtered together.
+    """
+    temperatures = [sampler.temperature for sampler in samplers]
+    if not any(sampler.filters or sampler.constrain for sampler in samplers):
+        return None, temperatures
+    left = logits.to(torch.float32, copy=True)  # (B,V)
+    groups: dict[tuple, list[int]] = {}
+    for b, sampler in enumerate(samplers):
+        row = sampler.constrained(left[b : b + 1])  # (1,V)
+        if (penalty := sampler.values["repetition_penalty"]) != 1:
+            seen = torch.tensor([sampler.prompt + sampler.tokens], device=row.device)  # (1,N)
+            row = penalized(row, seen, penalty)
+        left[b : b + 1] = row
+        if sampler.filters:
+            groups.setdefault((sampler.temperature, *sampler.filters), []).append(b)
+    for filters, members in groups.items():
+        left[members] = kept(left[members], *filters)
+        for b in members:
+            temperatures[b] = 1.0  # they are divided by it already
+    return left, temperatures
+
+
+def drawing(device: torch.device) -> Callable:
+    """The kernel that draws, or the same draw in torch's operators where there is no Triton."""
+    if gpu.missing(device, torch.float32):
+        return draw_rows
+    from nanokv.fast.gpu import drawing
+
+    return drawing.draw
+
+
+def signed(seed: int) -> int:
+    """The same 64 bits as a signed number."""
+    return (seed + 2**63) % 2**64 - 2**63
 
 
 def reason_to_end(

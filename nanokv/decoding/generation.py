@@ -20,9 +20,15 @@ import torch
 
 from nanokv.cache import KVCache, make_cache
 from nanokv.checkpoint import Model
-from nanokv.decoding.draw import GREEDY, SamplingParams, Step, draw, reason_to_end
+from nanokv.decoding.draw import (
+    GREEDY,
+    Sampler,
+    SamplingParams,
+    Step,
+    next_steps,
+    reason_to_end,
+)
 from nanokv.decoding.ranges import check_sampling
-from nanokv.decoding.sample import logprob
 from nanokv.errors import ContextError, GenerationError, TokenIdsError, UnsupportedError
 from nanokv.inference import check_cache, decode, prefill, prefill_chunk
 from nanokv.support.habits import hinted
@@ -141,6 +147,7 @@ class Generation:
         self._history = list(history or ()) if params.repetition_penalty != 1 else []
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
+        self.sampler = Sampler(params, self.generator, self._history + self.ids, self.tokens)
         self.timings = Timings()
         self.finish_reason: str | None = None
         self.prefilled = cache.length
@@ -242,10 +249,10 @@ class Generation:
 
     def _choose(self, logits):
         """logits (1,V) → [Step]"""
-        token = draw(
-            logits, self.values, self.generator, self._history, self.ids, self.tokens
-        )  # (1,)
-        return [Step(int(token), float(logprob(logits, token)))]
+        (step,) = next_steps(logits, [self.sampler])
+        if isinstance(step, GenerationError):
+            raise step
+        return [step]
 
     def _reason_to_end(self):
         return reason_to_end(self.tokens, self.eos_token_ids, self.max_new_tokens, self.room)

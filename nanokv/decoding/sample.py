@@ -45,7 +45,7 @@ def min_p(logits: Tensor, p: float) -> Tensor:
 def repetition_penalty(logits: Tensor, ids: Tensor, penalty: float) -> Tensor:
     """Make tokens that occur in ids (B,N) less likely, once each however often they occur (CTRL, arXiv 1909.05858)."""
     check_sampling(repetition_penalty=penalty)
-    return _penalized(logits, ids, penalty)
+    return penalized(logits, ids, penalty)
 
 
 def sample(
@@ -129,6 +129,16 @@ def distribution(
     if temperature == 0:
         return torch.zeros_like(logits).scatter(-1, _likeliest(logits), 1.0)
     _refuse_unusable(logits.amax(-1))
+    probability = kept(logits, temperature, top_k, top_p, min_p).softmax(-1)
+    if not math.isfinite(probability.sum()):
+        raise GenerationError(
+            f"temperature {temperature} is too small: the scaled logits leave fp32's range"
+        )
+    return probability
+
+
+def kept(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """fp32 logits (B,V), divided by the temperature, −∞ where a filter leaves no chance."""
     logits = _scaled(logits, temperature)
     for keep, value, off in (
         (_highest, top_k, 0),
@@ -137,12 +147,7 @@ def distribution(
     ):
         if value != off:
             logits = keep(logits, value)
-    probability = logits.softmax(-1)
-    if not math.isfinite(probability.sum()):
-        raise GenerationError(
-            f"temperature {temperature} is too small: the scaled logits leave fp32's range"
-        )
-    return probability
+    return logits
 
 
 def _prepared(logits, penalty, previous):
@@ -151,7 +156,7 @@ def _prepared(logits, penalty, previous):
     return (
         logits
         if penalty == 1 or previous is None or not previous.numel()
-        else _penalized(logits, previous, penalty)
+        else penalized(logits, previous, penalty)
     )
 
 
@@ -177,7 +182,9 @@ def _highest(logits, k):
 
 
 def _nucleus(logits, p):
-    if (few := _nucleus_of_few(logits, p)) is not None:
+    # To count what is left would be a wait for a GPU.
+    few = _nucleus_of_few(logits, p) if logits.is_cpu else None
+    if few is not None:
         return few
     ordered, index = logits.sort(descending=False)  # (B,V) ascending: the tail to drop comes first
     drop = ordered.softmax(-1).cumsum(-1) <= 1 - p
@@ -207,7 +214,8 @@ def _likely_enough(logits, p):
     return logits.masked_fill(drop, -torch.inf)
 
 
-def _penalized(logits, ids, penalty):
+def penalized(logits: Tensor, ids: Tensor, penalty: float) -> Tensor:
+    """`repetition_penalty`."""
     seen = logits.gather(1, ids)  # (B,N)
     seen = torch.where(seen < 0, seen * penalty, seen / penalty)
     # A token that occurs twice is written twice with the same value.
@@ -234,7 +242,12 @@ def likeliest(logits: Tensor, k: int) -> list[tuple[tuple[int, float], ...]]:
 
 def _refuse_unusable(highest):
     for value in filterfalse(math.isfinite, highest.flatten().tolist()):
-        raise GenerationError(
-            f"the model's logits cannot be sampled: the highest is {value}",
-            "the weights or the cache hold NaN or infinity; fp32 (--dtype float32) rules out overflow",
-        )
+        raise unusable(value)
+
+
+def unusable(highest: float) -> GenerationError:
+    """Logits whose highest is NaN or infinite."""
+    return GenerationError(
+        f"the model's logits cannot be sampled: the highest is {highest}",
+        "the weights or the cache hold NaN or infinity; fp32 (--dtype float32) rules out overflow",
+    )

@@ -8,6 +8,7 @@ Ctrl-C can come at any line. Nothing is undone then: the next step begins by set
 """
 
 import gc
+import operator
 from collections.abc import Callable, Iterator
 from time import perf_counter
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from nanokv.cache import KVCache, PrefixPool, make_cache
 from nanokv.cache.paged_batch import PagedBatch
 from nanokv.checkpoint import Model
-from nanokv.decoding.draw import SamplingParams, Step
+from nanokv.decoding.draw import SamplingParams, Step, next_steps
 from nanokv.decoding.generation import EosIds, eos_ids, prompt_ids
 from nanokv.decoding.ranges import check_sampling
 from nanokv.engine.metrics import Metrics
@@ -60,6 +61,7 @@ class Engine:
         self.metrics = Metrics()
         self.scheduler = Scheduler(model.config, self.pool, step_tokens, max_running, self.metrics)
         self._submitted = 0
+        self._batch: PagedBatch | None = None
         self._drawn: dict[tuple[int, int], tuple[Request, Step]] = {}  # what no step has handed out
 
     def __repr__(self) -> str:
@@ -307,8 +309,9 @@ class Engine:
     def _decode(self, requests):
         """One token of each, rows of any length."""
         if not requests:
+            self._batch = None
             return
-        cache = PagedBatch([request.cache for request in requests], self.config)
+        cache = self._batch_of([request.cache for request in requests])
         newest = torch.tensor(
             [request.known[-1:] for request in requests], device=self.device
         )  # (B,1)
@@ -318,8 +321,17 @@ class Engine:
         for row, request in enumerate(requests):
             request.feed(logits[row : row + 1])
 
+    def _batch_of(self, caches) -> PagedBatch:
+        """That of the last step if the same requests go on: tables are made when pages come."""
+        batch = self._batch
+        same = batch is not None and len(batch.rows) == len(caches)
+        if batch is None or not same or any(map(operator.is_not, batch.rows, caches)):
+            batch = self._batch = PagedBatch(caches, self.config)
+        return batch
+
     def _draw(self):
         """A token for every request that is fed. One that cannot go on ends alone, the others go on."""
+        self._draw_together()
         for request in list(self.scheduler.running):
             if request.state != RUNNING:  # a callback has cancelled it
                 continue
@@ -342,6 +354,21 @@ class Engine:
                     and not request.untold
                 ):
                     self._finish(request)
+
+    def _draw_together(self):
+        """On a GPU one draw, and one wait, for all that are fed. A grammar is Python of the caller's: drawn alone."""
+        if self.device.type == "cpu":
+            return
+        fed = [
+            request
+            for request in self.scheduler.running
+            if request.state == RUNNING and request.pending == 0 and not request.constrain
+        ]
+        if fed:
+            logits = torch.cat([request.logits for request in fed])  # (B,V)
+            steps = next_steps(logits, [request.sampler for request in fed])
+            for request, step in zip(fed, steps, strict=True):
+                request.drawn = len(request.tokens), step
 
     def _hand_out(self, request: Request):
         """What was drawn, to the caller of `step` and to the callback. Both queues are dicts: what an interrupt makes

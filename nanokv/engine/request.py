@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from nanokv.decoding.draw import SamplingParams, Step, draw, reason_to_end
-from nanokv.decoding.sample import likeliest, logprob
+from nanokv.decoding.draw import Sampler, SamplingParams, Step, next_steps, reason_to_end
+from nanokv.decoding.sample import likeliest
+from nanokv.errors import GenerationError
 
 WAITING, RUNNING, FINISHED = "waiting", "running", "finished"
 
@@ -55,6 +56,11 @@ class Request:
     def __post_init__(self):
         self.generator = self.params.generator(self.device)
         self.seed = self.generator.initial_seed()
+        self.sampler = Sampler(
+            self.params, self.generator, self.prompt, self.tokens, self.constrain
+        )
+        # (tokens drawn so far, what was drawn after them, for this request and others at once).
+        self.drawn: tuple[int, Step | GenerationError] | None = None
         self.untold: dict[int, Step] = {}  # i → Step that on_token is still to be called with
         # (tokens drawn so far, the generator's state then).
         self.random: tuple[int, torch.Tensor] | None = None
@@ -101,18 +107,21 @@ class Request:
         return Step(self.tokens[i], self.logprobs[i], self.tops[i])
 
     def draw(self) -> None:
-        """A token from `logits`, with this request's own generator; the same one again if the
-        first draw was cut short.
+        """A token from `logits`: what was drawn for all, else by this request's own generator; the
+        same one again if the first draw was cut short.
         """
-        if self.params.temperature:
-            self._rewind()
-        logits = self.logits if self.constrain is None else self.constrain(self.logits, self.tokens)
-        token = draw(logits, self.params.values(), self.generator, self.prompt, self.tokens)  # (1,)
-        self.logprobs[len(self.tokens) :] = [float(logprob(self.logits, token))]
+        if self.drawn is None or self.drawn[0] != len(self.tokens):
+            if self.params.temperature:
+                self._rewind()
+            self.drawn = len(self.tokens), *next_steps(self.logits, [self.sampler])
+        step = self.drawn[1]
+        if isinstance(step, GenerationError):
+            raise step
+        self.logprobs[len(self.tokens) :] = [step.logprob]
         self.tops[len(self.tokens) :] = (
             likeliest(self.logits, self.top_logprobs) if self.top_logprobs else [()]
         )
-        self.tokens.append(int(token))  # commit
+        self.tokens.append(step.token)  # commit
         self.logits = None
 
     def _rewind(self):

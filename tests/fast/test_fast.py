@@ -858,7 +858,7 @@ STRETCHED = {"yarn": Yarn(factor=4.0, original_max_position_embeddings=128)}
 def test_one_call_is_what_module_after_module_gives(monkeypatch, format, lengths, changes):
     """To the bit, for rows of one length and of several, over three steps."""
     model, ids = small(torch.bfloat16, **changes)
-    fast, calls, asked = optimize(model, format), [], FastTransformer.is_one_call
+    fast, calls, asked = optimize(model, format), [], fast_model.is_one_call
 
     def three_steps():
         pool = make_cache("paged", model.config, page=4).pool
@@ -869,11 +869,11 @@ def test_one_call_is_what_module_after_module_gives(monkeypatch, format, lengths
         return [decode(fast, ids[:, i : i + len(rows)].mT, batch, batch.length) for i in range(3)]
 
     monkeypatch.setattr(
-        FastTransformer, "is_one_call", lambda *args: calls.append(asked(*args)) or calls[-1]
+        fast_model, "is_one_call", lambda *args: calls.append(asked(*args)) or calls[-1]
     )
     found = three_steps()
     assert calls == [True] * 3
-    monkeypatch.setattr(FastTransformer, "is_one_call", lambda *args: False)
+    monkeypatch.setattr(fast_model, "is_one_call", lambda *args: False)
     assert all(map(torch.equal, found, three_steps()))
 
 

@@ -14,36 +14,39 @@ from collections.abc import Callable
 import torch
 
 from nanokv.cache.capabilities import Pages
+from nanokv.fast.gpu import kernels
+from nanokv.fast.gpu.kernels import PLACE
 
 # Rows of a recording; a batch takes the next larger one. Powers of two: at most half of the rows are padding.
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-# Numbers that say where a layer lies.
-FIELDS = 8
-
-# tokens (B,), positions (B,), places (L,FIELDS), lengths (L,B) → hidden states (B,C)
+# tokens (B,), positions (B,), places (L,PLACE), lengths (L,B) → hidden states (B,C)
 Step = Callable[..., torch.Tensor]
 
 
 class Inputs:
     """What a step of `rows` rows reads, in one piece of memory: one copy to the GPU fills all of it."""
 
-    def __init__(self, layers: int, rows: int, device: torch.device):
-        counts = rows, layers * FIELDS, layers * rows
-        self.packed = torch.zeros(sum(counts), dtype=torch.int64, device=device)
-        positions, places, lengths = self.packed.split(counts)
-        self.positions = positions  # (B,)
-        self.places = places.view(layers, FIELDS)
-        self.lengths = lengths.view(layers, rows)
+    def __init__(self, layers: int, rows: int, device: torch.device | str):
+        # As int64; two lengths share one.
+        self.counts = rows, layers * PLACE, -(-layers * rows // 2)
+        self.layers, self.rows = layers, rows
+        self.packed = torch.zeros(sum(self.counts), dtype=torch.int64, device=device)
+        self.positions, self.places, self.lengths = self.parts(self.packed)
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+
+    def parts(self, packed):
+        """positions (B,) and places (L,PLACE) int64, lengths (L,B) int32: views."""
+        positions, places, lengths = packed.split(self.counts)
+        lengths = lengths.view(torch.int32)[: self.layers * self.rows]
+        return positions, places.view(self.layers, PLACE), lengths.view(self.layers, self.rows)
 
     def fill(self, tokens: torch.Tensor, positions: torch.Tensor, pages: list[Pages]) -> None:
         """tokens (b,) on the device, positions () or (b,) on the host; b ≤ B, the other rows see nothing."""
-        b, layers, rows = len(tokens), *self.lengths.shape
-        host = torch.zeros(len(self.packed), dtype=torch.int64)
-        at, places, lengths = host.split((rows, layers * FIELDS, layers * rows))
+        b, host = len(tokens), torch.zeros_like(self.packed, device="cpu")
+        at, places, lengths = self.parts(host)
         at[:b] = positions
-        torch.cat([place(page) for page in pages], out=places)
-        lengths.view(layers, rows)[:, :b] = lengths_of(pages)
+        places.copy_(torch.tensor([place_of(page) for page in pages]))
+        lengths[:, :b] = lengths_of(pages)
         # Not pinned: then the copy has read the host's memory when it returns, and the next step may reuse it.
         self.packed.copy_(host, non_blocking=True)
         self.tokens[:b].copy_(tokens)
@@ -57,23 +60,11 @@ def lengths_of(pages: list[Pages]) -> torch.Tensor:
     return torch.stack([page.lengths for page in pages])
 
 
-def place(pages: Pages) -> torch.Tensor:
-    """(FIELDS,) int64: where a layer lies, as kernels.py reads it. Made once for each, and kept on it."""
+def place_of(pages: Pages) -> list[int]:
+    """Where a layer lies, as the kernels read it; made once for each Pages, and kept on it."""
     made = vars(pages).get("place")
     if made is None:
-        keys, values, table = pages.keys, pages.values, pages.table  # (P,Hk,page,D) ×2, (B,n)
-        if keys.stride() != values.stride() or keys.stride(3) != 1:
-            raise ValueError("keys and values of a layer must lie alike")
-        made = pages.place = torch.tensor(  # type: ignore[attr-defined]
-            [
-                keys.data_ptr(),
-                values.data_ptr(),
-                *keys.stride()[:3],
-                keys.shape[2],
-                0 if table is None else table.data_ptr(),
-                0 if table is None else table.stride(0),
-            ]
-        )
+        made = pages.place = kernels.place(pages)  # type: ignore[attr-defined]
     return made
 
 

@@ -1,8 +1,9 @@
-"""Which code answers: the native kernels, or the plain model. Decided once, before torch is imported; never changed in
-the middle of a run, so the tokens of one run come from one code.
+"""Which code answers: kernels for this device, or the plain model. Decided once, on a CPU before torch is imported. It
+never changes in the middle of a run, so the tokens of one run come from one code.
 
-    neither flag           kernels, where they are built and this model can use them; where they are only not built yet,
-                           a process in the background builds them for the next start
+    neither flag           kernels, where this model can use them. On a CPU they have to be built: where they are not, a
+                           process in the background builds them for the next start. On CUDA a decode step is a
+                           recorded graph
     --plain                the model of nanokv/model.py
     --fast, --quantize     the fused model, whatever it takes: waits for the compiler; says why if there are no kernels
 """
@@ -17,6 +18,7 @@ from nanokv.errors import ConfigError, NanoKVError
 from nanokv.fast import building
 
 NEXT_START = "kernels are being built for the next start"
+GRAPHS = "CUDA graphs"  # the path of a GPU, in the banner
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ def choose(plan, wanted: SpeedOptions | None, fits) -> Choice:
         return Choice(False, "plain (--plain)")
     if plan.ranks.size > 1:
         return Choice(False, f"plain, {plan.ranks.size} ranks")
+    if plan.device.startswith("cuda"):
+        return choose_on_gpu(plan, wanted, fits)
     if wanted.fast or wanted.quantize:
         text = " ".join(filter(None, ("fast", wanted.quantize)))
         return Choice(True, text, requested=True, quantize=wanted.quantize)
@@ -64,6 +68,27 @@ def choose(plan, wanted: SpeedOptions | None, fits) -> Choice:
             building.begin()
             why = NEXT_START
     return Choice(False, f"plain ({why})") if why else Choice(True, "fast kernels")
+
+
+def choose_on_gpu(plan, wanted: SpeedOptions, fits) -> Choice:
+    """A recorded graph of Triton's kernels, or why not. NanoKVError where a flag asks for what a GPU does not have."""
+    import torch
+
+    from nanokv.fast import gpu
+
+    if wanted.quantize:
+        raise NanoKVError(
+            f"--quantize {wanted.quantize} on {plan.device}: products of {wanted.quantize} codes are for CPUs",
+            "leave out --quantize, or --device cpu",
+        )
+    why = "experts" if plan.config.experts else ""
+    why = why or gpu.missing(plan.device, getattr(torch, plan.dtype_name))
+    why = why or ("" if fits(fusing_bytes(plan)) else "no memory to fuse weights")
+    if why and wanted.fast:
+        raise NanoKVError(f"--fast on {plan.device}: {why}", "leave out --fast")
+    if why:
+        return Choice(False, f"plain ({why})")
+    return Choice(True, GRAPHS)
 
 
 def prefetch(plan):
@@ -103,6 +128,8 @@ def optimized(model, choice: Choice, output: OutputOptions):
         return model
     from nanokv.fast import native, optimize
 
+    if model.device.type == "cuda":
+        return optimize(model)
     if not choice.requested:
         if not native.built():
             notice(
