@@ -32,7 +32,7 @@ from nanokv.config import Yarn
 from nanokv.errors import CacheError, ConfigError
 from nanokv.fast import building, choice, native, optimize, private, torch_ops, weights
 from nanokv.fast import model as fast_model
-from nanokv.fast.model import FastTransformer, alike, sees_its_row
+from nanokv.fast.model import alike, sees_its_row
 from nanokv.inference import decode, prefill, prefill_chunks, score, verify_draft
 from nanokv.lab.bench.profile import parts_of
 from nanokv.lab.study.quality import log_likelihood

@@ -9,10 +9,12 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import pytest
 import torch
 
 import nanokv
 import nanokv.attention
+import plain_kernels
 from nanokv.attention import causal_attention, decode_attention
 from nanokv.cache import BatchCache, make_cache
 from nanokv.cache.batch import width
@@ -144,14 +146,28 @@ def compiled(family: str, rows: int):
 
 
 @functools.cache
+def on_gpu(name: str):
+    """The model of a GPU, here: kernels in torch's operators, and a step that is called where it would be replayed."""
+    pytest.importorskip("triton", reason="no Triton here: pip install triton")
+    from nanokv.fast.gpu.model import recorded
+
+    weights, _, family = name.partition(" ")
+    model = recorded(copied(torch.bfloat16 if weights == "gpu-bf16" else torch.float32, family))
+    model.forward = plain_kernels.around(model.forward)
+    return model
+
+
+@functools.cache
 def same_numbers(name: str):
     weights, _, family = name.partition(" ")
+    if weights == "gpu-bf16":
+        return copied(torch.bfloat16, family).float()
     return plain(family) if weights in NO_KERNELS else dequantized(fast(name))
 
 
 # name → largest distance from the truth (see `distance`). bf16 rounds keys, values and queries to 8 bits; products of
 # few rows by int8 and int4 weights round activations to 8 bits, and to bf16 where no kernel is.
-NO_KERNELS = {"plain": 1e-5, "compiled": 1e-5}
+NO_KERNELS = {"plain": 1e-5, "compiled": 1e-5, "gpu": 1e-5, "gpu-bf16": 0.03}
 MODELS = (
     NO_KERNELS
     | {"fp32": 1e-5, "bf16": 0.015, "int8": 0.03, "int4": 0.03}
@@ -163,6 +179,8 @@ MODELS = (
         "fp32 qwen2": 1e-5,
         "bf16 qwen2": 0.015,
         "plain moe": 1e-5,
+        "gpu llama": 1e-5,
+        "gpu qwen2": 1e-5,
     }
 )
 # A key that is rounded otherwise may get the next code of a quantized cache.
@@ -181,6 +199,8 @@ def candidate(name: str, rows: int):
     weights, _, family = name.partition(" ")
     if weights == "plain":
         return plain(family)
+    if weights.startswith("gpu"):
+        return on_gpu(name)
     return compiled(family, rows) if weights == "compiled" else fast(name)
 
 

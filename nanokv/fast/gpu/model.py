@@ -14,6 +14,7 @@ from torch import nn
 from nanokv.fast.checks import is_one_call
 from nanokv.fast.fusing import fused
 from nanokv.fast.gpu import kernels
+from nanokv.fast.gpu.attention import PROCESSORS, paged_attention, splits_for
 from nanokv.fast.gpu.recorded import SIZES, Steps
 from nanokv.fast.weights import check_dense
 from nanokv.loading import skeleton
@@ -29,6 +30,7 @@ class Block(nn.Module):
         attention, mlp = plain.self_attn, plain.mlp
         self.heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.eps = config.rms_norm_eps
+        self.processors = processors_of(attention.q_proj.weight.device)
         qkv, qkv_bias = fused(attention.q_proj, attention.k_proj, attention.v_proj)
         gate_up, _ = fused(mlp.gate_proj, mlp.up_proj)
         tensors = {
@@ -77,7 +79,8 @@ class Block(nn.Module):
         q = kernels.split_heads_into_pages(
             qkv, self.heads, self.q_norm, self.k_norm, self.eps, cos, sin, places, layer, lengths
         )  # (B,H,D)
-        y = kernels.paged_attention(q, self.heads, places, layer, lengths)  # (B,H,D)
+        splits, Hk = splits_for(len(q), self.heads[1], self.processors), self.heads[1]
+        y = paged_attention(q, places, layer, lengths, splits, Hk)  # (B,H,D)
         new = F.linear(y.flatten(1), self.o, self.o_bias)  # (B,C)
         y = kernels.rms_norm(x, self.mlp_norm, self.eps, add=new)
         return self.mlp(y)
@@ -135,6 +138,13 @@ class GpuTransformer(Transformer):
         """(B,Hk,1,D): what one token per row adds to a cache, for its shape, dtype and device."""
         config, weight = self.config, self.embed_tokens.weight
         return weight.new_empty(rows, config.num_key_value_heads, 1, config.head_dim)
+
+
+def processors_of(device: torch.device) -> int:
+    """Of this GPU; without one, as many as an H100 has."""
+    if device.type != "cuda":
+        return PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def recorded(model) -> GpuTransformer:
