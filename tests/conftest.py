@@ -29,6 +29,9 @@ os.environ.setdefault("NANOKV_KERNELS", "explicit")
 # Answers are compared with those of a CPU: where nobody says a device, a model would go to the GPU of this machine.
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
+# Triton runs its kernels on the CPU, program by program; read when it is imported.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # Pytest-xdist sets it in its processes: what is printed would be fitted to that.
 os.environ.pop("COLUMNS", None)
 

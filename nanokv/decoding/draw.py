@@ -108,16 +108,27 @@ class Sampler:
         self.temperature, self.constrain = params.temperature, constrain
         self.generator, self.prompt, self.tokens = generator, prompt, tokens
 
+    @property
+    def changes(self) -> bool:
+        """Is it drawn from other logits than the model's?"""
+        penalty = self.values["repetition_penalty"]
+        return bool(self.filters or self.constrain or penalty != 1)
+
     def constrained(self, logits: torch.Tensor) -> torch.Tensor:
         """(1,V) → (1,V)."""
         return logits if self.constrain is None else self.constrain(logits, self.tokens)
+
+
+def together(device: torch.device) -> bool:
+    """Are the rows of a step drawn by a counter, all at once?"""
+    return device.type != "cpu"
 
 
 def next_steps(
     logits: torch.Tensor, samplers: Sequence[Sampler]
 ) -> list[Step] | list[Step | GenerationError]:
     """logits (B,V) → a Step for each row, or why it cannot have one: NaN, infinity, nothing left to draw from."""
-    if logits.device.type != "cpu":
+    if together(logits.device):
         return by_counter(logits, samplers)
     return [by_generator(logits[b : b + 1], sampler) for b, sampler in enumerate(samplers)]
 
@@ -156,7 +167,7 @@ def allowed(
     Rows with equal filters are filtered together.
     """
     temperatures = [sampler.temperature for sampler in samplers]
-    if not any(sampler.filters or sampler.constrain for sampler in samplers):
+    if not any(sampler.changes for sampler in samplers):
         return None, temperatures
     left = logits.to(torch.float32, copy=True)  # (B,V)
     groups: dict[tuple, list[int]] = {}
@@ -179,9 +190,9 @@ def drawing(device: torch.device) -> Callable:
     """The kernel that draws, or the same draw in torch's operators where there is no Triton."""
     if gpu.missing(device, torch.float32):
         return draw_rows
-    from nanokv.fast.gpu import drawing
+    from nanokv.fast.gpu.draw import draw as kernel
 
-    return drawing.draw
+    return kernel
 
 
 def signed(seed: int) -> int:

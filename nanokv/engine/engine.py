@@ -18,7 +18,7 @@ import torch
 from nanokv.cache import KVCache, PrefixPool, make_cache
 from nanokv.cache.paged_batch import PagedBatch
 from nanokv.checkpoint import Model
-from nanokv.decoding.draw import SamplingParams, Step, next_steps
+from nanokv.decoding.draw import SamplingParams, Step, next_steps, together
 from nanokv.decoding.generation import EosIds, eos_ids, prompt_ids
 from nanokv.decoding.ranges import check_sampling
 from nanokv.engine.metrics import Metrics
@@ -357,7 +357,7 @@ class Engine:
 
     def _draw_together(self):
         """On a GPU one draw, and one wait, for all that are fed. A grammar is Python of the caller's: drawn alone."""
-        if self.device.type == "cpu":
+        if not together(self.device):
             return
         fed = [
             request

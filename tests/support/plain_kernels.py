@@ -1,4 +1,4 @@
-"""What nanokv/fast/gpu/kernels.py and attention.py compute, in torch's operators: for tests of the model around them.
+"""What the kernels of nanokv/fast/gpu compute, in torch's operators: for tests of the model around them.
 
 Same names, same arguments. Triton's interpreter runs the kernels themselves, program by program in Python, a hundred
 times slower than these.
@@ -93,6 +93,16 @@ def paged_attention(q, places, layer, lengths, splits, kv_heads, out=None):
     return out
 
 
+def product(x, weight, bias=None, norm=None, add=None, swiglu=False, out=None):
+    x = x if norm is None else normed(x, *norm)
+    y = F.linear(x, weight, bias)
+    if swiglu:
+        gate, up = y.chunk(2, dim=-1)
+        y = F.silu(gate) * up
+    y = y if add is None else add + y
+    return y if out is None else out.copy_(y)
+
+
 @contextmanager
 def in_place():
     """Meanwhile the model of a GPU calls these."""
@@ -103,6 +113,7 @@ def in_place():
         for name in names:
             patch.setattr(kernels, name, globals()[name])
         patch.setattr(model, "paged_attention", paged_attention)
+        patch.setattr(model, "product", product)
         yield
 
 

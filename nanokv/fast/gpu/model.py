@@ -5,6 +5,7 @@ goes from layer to layer (prefill, caches that give no pages): `Block.forward`, 
 `append` and the caller's `attend`. Activations have the model's dtype, as in the plain model.
 """
 
+import copy
 import functools
 
 import torch
@@ -15,6 +16,7 @@ from nanokv.fast.checks import is_one_call
 from nanokv.fast.fusing import fused
 from nanokv.fast.gpu import kernels
 from nanokv.fast.gpu.attention import PROCESSORS, paged_attention, splits_for
+from nanokv.fast.gpu.products import MOST_ROWS, product
 from nanokv.fast.gpu.recorded import SIZES, Steps
 from nanokv.fast.weights import check_dense
 from nanokv.loading import skeleton
@@ -69,21 +71,33 @@ class Block(nn.Module):
         """(N,C) → (N,C): SwiGLU."""
         return F.linear(kernels.swiglu(F.linear(y, self.gate_up)), self.down)
 
-    def step(self, x, new, cos, sin, places, layer, lengths):
+    def step(self, x, new, *where):
         """One token per row: the residual stream x (B,C), which is written over, and what the layer before adds to it.
 
-        → what this layer's MLP adds, (B,C). The caches are written; nothing is gathered.
+        → what this layer's MLP adds, (B,C). The caches are written; nothing is gathered. `where`: see `attention`.
         """
         y = kernels.rms_norm(x, self.norm, self.eps, add=new)
-        qkv = F.linear(y, self.qkv, self.qkv_bias)  # (B,(H+2Hk)·D)
-        q = kernels.split_heads_into_pages(
-            qkv, self.heads, self.q_norm, self.k_norm, self.eps, cos, sin, places, layer, lengths
-        )  # (B,H,D)
-        splits, Hk = splits_for(len(q), self.heads[1], self.processors), self.heads[1]
-        y = paged_attention(q, places, layer, lengths, splits, Hk)  # (B,H,D)
-        new = F.linear(y.flatten(1), self.o, self.o_bias)  # (B,C)
+        y = self.attention(F.linear(y, self.qkv, self.qkv_bias), *where)
+        new = F.linear(y, self.o, self.o_bias)  # (B,C)
         y = kernels.rms_norm(x, self.mlp_norm, self.eps, add=new)
         return self.mlp(y)
+
+    def step_of_few(self, x, *where):
+        """`step` for so few rows that time is launches and what is read: norm and residual are in the products."""
+        y = product(x, self.qkv, self.qkv_bias, norm=(self.norm, self.eps))  # (B,(H+2Hk)·D)
+        y = self.attention(y, *where)
+        product(y, self.o, self.o_bias, add=x, out=x)
+        y = product(x, self.gate_up, norm=(self.mlp_norm, self.eps), swiglu=True)  # (B,I)
+        product(y, self.down, add=x, out=x)
+
+    def attention(self, qkv, cos, sin, places, layer, lengths):
+        """qkv (B,(H+2Hk)·D) of one token per row → (B,H·D). Keys and values go to their pages first."""
+        norms = self.q_norm, self.k_norm, self.eps
+        q = kernels.split_heads_into_pages(
+            qkv, self.heads, *norms, cos, sin, places, layer, lengths
+        )  # (B,H,D)
+        splits, Hk = splits_for(len(q), self.heads[1], self.processors), self.heads[1]
+        return paged_attention(q, places, layer, lengths, splits, Hk).flatten(1)
 
 
 class GpuTransformer(Transformer):
@@ -115,10 +129,16 @@ class GpuTransformer(Transformer):
 
     def step(self, tokens, positions, places, lengths):
         """What is recorded: tokens (B,) at positions (B,) → (B,C). `places` and `lengths`: see kernels.py."""
-        x, new = self.embed_tokens(tokens), None  # (B,C)
+        x = self.embed_tokens(tokens)  # (B,C)
         cos, sin = turned(*self.speeds, positions, x.dtype)  # (B,D) ×2
-        for i, layer in enumerate(self.layers):
-            new = layer.step(x, new, cos, sin, places, i, lengths)
+        where = [(cos, sin, places, layer, lengths) for layer in range(len(self.layers))]
+        if len(x) <= MOST_ROWS:
+            for layer, its in zip(self.layers, where, strict=True):
+                layer.step_of_few(x, *its)
+            return kernels.rms_norm(x, self.norm.weight, self.norm.eps)
+        new = None
+        for layer, its in zip(self.layers, where, strict=True):
+            new = layer.step(x, new, *its)
         return kernels.rms_norm(x, self.norm.weight, self.norm.eps, add=new)
 
     def _apply(self, function, recurse=True):  # behind .to(), .half() …
@@ -151,8 +171,22 @@ def recorded(model) -> GpuTransformer:
     """The same weights, as views of the fused ones, in a model whose decode steps are recorded."""
     check_dense(model.config)
     fast = skeleton(model.config, GpuTransformer)
-    fast.embed_tokens, fast.norm, fast.lm_head = model.embed_tokens, model.norm, model.lm_head
+    fast.embed_tokens, fast.norm, fast.lm_head = map(
+        sharing, (model.embed_tokens, model.norm, model.lm_head)
+    )
+    if model.lm_head.weight is model.embed_tokens.weight:
+        fast.lm_head.weight = fast.embed_tokens.weight
     fast.layers = nn.ModuleList(Block(layer, model.config) for layer in model.layers)
     fast.generation_config = model.generation_config
     fast.weights = str(model.embed_tokens.weight.dtype).removeprefix("torch.")
     return fast.eval()
+
+
+def sharing(module):
+    """A module of the same kind over the same memory: what `.to()` does to one does not change the other."""
+    twin = copy.copy(module)
+    twin._parameters = {
+        name: None if own is None else nn.Parameter(own.detach(), requires_grad=False)
+        for name, own in module._parameters.items()
+    }
+    return twin

@@ -17,8 +17,8 @@ from nanokv.cache.capabilities import Pages
 from nanokv.fast.gpu import kernels
 from nanokv.fast.gpu.kernels import PLACE
 
-# Rows of a recording; a batch takes the next larger one. Powers of two: at most half of the rows are padding.
-SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+# Rows of a recording; a batch takes the next larger one. From 16 on at most a third of the rows are padding.
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 # tokens (B,), positions (B,), places (L,PLACE), lengths (L,B) → hidden states (B,C)
 Step = Callable[..., torch.Tensor]
 
@@ -100,7 +100,8 @@ class Recorded:
             for _ in range(2):
                 self.run()
         torch.cuda.current_stream(self.device).wait_stream(side)
-        with torch.cuda.graph(graph, pool=self.memory):
+        # Other threads may use the GPU meanwhile.
+        with torch.cuda.graph(graph, pool=self.memory, capture_error_mode="thread_local"):
             hidden = self.run()
         self.graph, self.hidden = graph, hidden  # commit
 
@@ -114,6 +115,7 @@ class Steps:
         self.memory = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self.recorded: dict[int, Recorded] = {}
 
+    @torch.inference_mode()
     def __call__(self, tokens, positions, pages) -> torch.Tensor:
         """tokens (b,), b ≤ SIZES[-1] → hidden states (b,C), valid until the next step."""
         rows = next(size for size in SIZES if size >= len(tokens))
