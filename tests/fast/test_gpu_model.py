@@ -66,8 +66,10 @@ def batch_of(model, lengths, ids):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3, MOST_ROWS + 1])
-def test_the_kernels_themselves_give_what_the_plain_model_gives(rows):
+def test_the_kernels_themselves_give_what_the_plain_model_gives(rows, monkeypatch):
     """In Triton's interpreter: products of few rows, torch's for more, rows of a recording that are not there."""
+    monkeypatch.setattr(products, "PROGRAMS", 8)  # each takes a millisecond
+    monkeypatch.setattr(gpu_model, "PROCESSORS", 4)
     (_, plain), ids = pair(num_hidden_layers=2), random_ids(1, rows, 20)
     tried = recorded(pair(num_hidden_layers=2)[1])
     lengths = [3 + (5 * b) % 11 for b in range(rows)]

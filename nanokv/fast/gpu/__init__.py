@@ -1,4 +1,35 @@
-"""A decode step on a GPU: kernels in Triton, and a step that is recorded once and replayed.
+"""A GPU at the memory's speed: a decode step is one recorded graph over the pages of any cache.
 
-Nothing here is imported before a model is on such a device, and this file imports nothing.
+    products.py    few rows times the weights, with the norm before and the residual after   )  in Triton, each
+    kernels.py     what stands between two products: norm, heads, rotation, SwiGLU           )  beside the plain line
+    attention.py   one query per row over the pages of any cache                             )  that it replaces
+    draw.py        a token for each row                                                      )
+    recorded.py    a step at fixed addresses, recorded once for each of a few batch sizes and replayed
+    model.py       the model that calls them; what is no decode step goes from layer to layer, by the same kernels
+
+Nothing here is imported before a model on a GPU is optimized: Triton takes a second.
 """
+
+import importlib.util
+
+import torch
+
+# Triton's products of 16-bit floats, and bf16 itself.
+OLDEST = (8, 0)
+
+
+def missing(device: torch.device | str, dtype: torch.dtype) -> str:
+    """Why a model of this dtype cannot be recorded on this device, or ""."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return f"kernels are for CPUs and CUDA, this is {device.type}"
+    if torch.version.hip:
+        return "the kernels were never tried on ROCm"
+    if importlib.util.find_spec("triton") is None:
+        return "there is no Triton: pip install triton"
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"no kernels for {str(dtype).removeprefix('torch.')}"
+    have = torch.cuda.get_device_capability(device)
+    if have < OLDEST:
+        return f"the kernels need compute capability 8.0, this GPU has {have[0]}.{have[1]}"
+    return ""
