@@ -28,6 +28,7 @@ pytest.importorskip("triton", reason="no Triton here: pip install triton")
 
 import plain_kernels
 from nanokv.fast.gpu import model as gpu_model
+from nanokv.fast.gpu import products
 from nanokv.fast.gpu import recorded as recording
 from nanokv.fast.gpu.model import recorded
 from nanokv.fast.gpu.products import MOST_ROWS
