@@ -184,7 +184,7 @@ def scripted(monkeypatch, loaded):
     def script(text):
         ids = [*loaded[1].encode(text), loaded[1].eos_token_id]
         draw = lambda logits, values, generator, prompt, tokens: torch.tensor([ids[len(tokens)]])  # noqa: E731
-        monkeypatch.setattr("nanokv.engine.request.draw", draw)
+        monkeypatch.setattr("nanokv.decoding.draw.draw", draw)
 
     return script
 

@@ -520,7 +520,7 @@ def test_a_stop_string_may_name_a_control_token(cli, monkeypatch, loaded):
     """The request ends at that token, and none of its text is shown."""
     ids = loaded[1].encode("One.<|im_start|>two<|im_end|>")
     monkeypatch.setattr(
-        "nanokv.engine.request.draw", lambda *args: torch.tensor([ids[len(args[-1])]])
+        "nanokv.decoding.draw.draw", lambda *args: torch.tensor([ids[len(args[-1])]])
     )
     for stop, text in (
         (".<|im_start|>", "One"),

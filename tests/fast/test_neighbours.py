@@ -170,7 +170,7 @@ def test_a_process_is_watched_once(two_threads, monkeypatch):
 
 @linux
 def test_loading_and_optimizing_begin_to_watch(two_threads, monkeypatch):
-    for module in (nanokv.loading, nanokv.fast.model):
+    for module in (nanokv.loading, nanokv.fast.optimizing):
         monkeypatch.setattr(module, "watch", told := [].append)
         nanokv.load("tiny") if module is nanokv.loading else optimize(small()[0])
         assert told.__self__ == [2], module

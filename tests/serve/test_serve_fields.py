@@ -463,9 +463,9 @@ def test_a_client_that_leaves_frees_all_of_its_places(loaded, stream):
 
 
 def test_one_answer_that_fails_ends_the_request(server, monkeypatch):
-    from nanokv.engine import request
+    from nanokv.decoding import draw as drawing
 
-    draw = request.draw
+    draw = drawing.draw
 
     def fail(logits, values, generator, prompt, tokens):
         return (
@@ -474,7 +474,7 @@ def test_one_answer_that_fails_ends_the_request(server, monkeypatch):
             else 1 / 0
         )
 
-    monkeypatch.setattr(request, "draw", fail)
+    monkeypatch.setattr(drawing, "draw", fail)
     status, found = server.post(CHAT, ask(seed=11, n=3, temperature=1, **ENDLESS))
     assert (status, error(found)["code"]) == (500, "internal_error")
     events = server.stream(CHAT, ask(seed=11, n=3, temperature=1, **ENDLESS))

@@ -135,16 +135,16 @@ def test_a_full_queue_is_429_with_retry_after(loaded):
 @pytest.fixture
 def failing(monkeypatch):
     """A request with seed 13 fails at its third token, in drawing; its message quotes the prompt."""
-    from nanokv.engine import request
+    from nanokv.decoding import draw as drawing
 
-    draw = request.draw
+    draw = drawing.draw
 
     def fail(logits, values, generator, prompt, tokens):
         if generator.initial_seed() == 13 and len(tokens) == 2:
             raise RuntimeError("secret words of the prompt")
         return draw(logits, values, generator, prompt, tokens)
 
-    monkeypatch.setattr(request, "draw", fail)
+    monkeypatch.setattr(drawing, "draw", fail)
 
 
 def test_an_error_after_the_200_stands_in_the_stream(server, failing, caplog):
