@@ -20,8 +20,10 @@ from nanokv.attention import (
     decode_attention,
     prefill_attention,
 )
+from nanokv.fast.compiled import Compiled
+from nanokv.inference import decode, prefill, score
 from nanokv.lab.trace.recorder import attention_weights
-from oracle import gap
+from oracle import SHAPES, TOLERANCE, gap, pair, random_ids
 
 GPU = torch.device("cuda")
 
@@ -271,3 +273,15 @@ def test_torch_compile_is_not_imported_for_it():
         "import sys, nanokv.attention, nanokv.backends; assert 'torch._dynamo' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_compiled_model_keeps_the_choice(monkeypatch):
+    """Its layers are a region that is compiled once, in which the choice stands too."""
+    model, ids = pair(**SHAPES["G2-tied"])[1], random_ids(1, 1, 30)
+    right = score(model, ids)
+    monkeypatch.setattr(backends, "chooses", lambda device: True)
+    fast, before = Compiled(model, 64, backend="aot_eager"), flags()
+    cache = fast.make_cache()
+    assert gap(prefill(fast, ids[:, :20], cache), right[:, 19]) <= TOLERANCE
+    assert gap(decode(fast, ids[:, 20:21], cache, 20), right[:, 20]) <= TOLERANCE
+    assert fast.compiles == [32, 1] and flags() == before
