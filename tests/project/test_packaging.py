@@ -197,11 +197,18 @@ def distributions(requirements) -> set[str]:
 
 def test_every_runtime_import_is_declared():
     """`pip install nanokv` without extras must import everything, but for what stands inside a function in OPTIONAL,
-    and the server, which is its own extra as a whole."""
+    and the server, which is its own extra as a whole, and kernels that are imported on a GPU alone."""
     files = [p for package in ("nanokv", "weights_loader") for p in (ROOT / package).rglob("*.py")]
     declared, server = distributions(RUNTIME), ROOT / "nanokv" / "apps" / "serve"
+    gpu = ROOT / "nanokv" / "fast" / "gpu"
     extra = {
-        path: distributions(EXTRAS["serve"]) if server in path.parents else set() for path in files
+        path: distributions(EXTRAS["serve"])
+        if server in path.parents
+        # A CUDA build of torch brings it.
+        else {"triton"}
+        if gpu in path.parents
+        else set()
+        for path in files
     }
     wrong = {str(p.relative_to(ROOT)): imported(p, True) - declared - extra[p] for p in files}
     assert {path: names for path, names in wrong.items() if names} == {}
