@@ -220,6 +220,17 @@ def test_a_buffer_is_written_after_its_last_use_only(gpu):
     assert carrier.near(rows).slot == first.slot and waited == [used]
 
 
+def test_rows_leave_after_they_were_computed_and_stay_until_then(gpu, monkeypatch):
+    carrier, events = ferry.Ferry(torch.device("cpu")), []
+    monkeypatch.setattr(carrier.stream, "wait_stream", lambda other: events.append(other))
+    monkeypatch.setattr(carrier.stream, "ask", lambda work: events.append("copy"))
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda x, stream: events.append((len(x), stream))
+    )
+    carrier.away(torch.zeros(4, 2), torch.zeros(4, 2))
+    assert events == [gpu.computing, "copy", (4, carrier.stream)]
+
+
 def test_on_a_cpu_nothing_is_carried():
     cache = make_cache("offloaded", pair(**SHAPES["G2-untied-bias"])[1].config, to="host")
     assert cache.ferry(torch.device("cpu")) is None and cache.ferry(torch.device("meta")) is None
