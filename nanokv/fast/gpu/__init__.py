@@ -10,6 +10,7 @@
 Nothing here is imported before a model on a GPU is optimized: Triton takes a second.
 """
 
+import functools
 import importlib.util
 
 import torch
@@ -32,4 +33,18 @@ def missing(device: torch.device | str, dtype: torch.dtype) -> str:
     have = torch.cuda.get_device_capability(device)
     if have < OLDEST:
         return f"the kernels need compute capability 8.0, this GPU has {have[0]}.{have[1]}"
+    return trial(device)
+
+
+@functools.cache
+def trial(device: torch.device) -> str:
+    """Why the smallest kernel does not run there, or "": Triton needs a C compiler, the headers of Python, a driver."""
+    try:
+        from nanokv.fast.gpu.kernels import swiglu
+
+        swiglu(torch.ones(1, 32, device=device)).tolist()
+    # Whatever a compiler, a driver or an installation may raise: the plain model runs all the same.
+    except Exception as error:
+        said = [*filter(None, map(str.strip, str(error).splitlines())), ""]
+        return f"Triton does not run here: {type(error).__name__} {said[0]}".rstrip()
     return ""

@@ -96,7 +96,7 @@ def add_arguments(parser) -> None:
         action="store_true",
         help="each prompt is raw text (the default, with a warning if the model is a chat model)",
     )
-    pool.add_arguments(parser)
+    pool.add_arguments(parser, "a long prompt's chunk: 64 to 512, on a GPU up to 16,384")
 
 
 def command_options(args) -> BatchOptions:
@@ -265,7 +265,7 @@ def fail(given: BatchOptions, output, job: Job, error: Exception) -> None:
 
 def answer_all(given: BatchOptions, loaded, jobs, output, stop) -> None:
     """Feed the engine a few requests ahead, so that a long file costs no memory; write each answer when it is done."""
-    page, sizes = given.cache.options["page"], given.pool
+    page, sizes = given.cache.options["page"], given.pool.on(loaded.device)
     pages = given.cache.options.get("pages") or pool_pages(given, loaded, jobs, page)
     engine = loaded.make_engine(pages, page, sizes.step_tokens, sizes.running)
     progress, waiting, active = Progress(given.output.quiet, len(jobs)), list(reversed(jobs)), []
@@ -292,7 +292,7 @@ def answer_all(given: BatchOptions, loaded, jobs, output, stop) -> None:
 
 def pool_pages(given: BatchOptions, loaded, jobs, page: int) -> int:
     """Twice what the `running` longest requests need, so that beginnings stay; at most half of the free memory."""
-    running, common = given.pool.running, given.sampling.most
+    running, common = given.pool.on(loaded.device).running, given.sampling.most
     tokens = (min(loaded.context, len(job.ids) + new_tokens(job, common)) for job in jobs)
     wanted = sorted((-(-count // page) for count in tokens), reverse=True)
     most = pool.affordable(loaded, page)

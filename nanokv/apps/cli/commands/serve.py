@@ -122,7 +122,9 @@ def add_arguments(parser) -> None:
         default=10.0,
         help="seconds for running answers when the server is ended (default: 10)",
     )
-    pool.add_arguments(parser, step_tokens=256)
+    short = pool.SHORT_STEPS
+    steps = f"{short['cpu']}, on a GPU {short['cuda']:,}: no stream waits for long"
+    pool.add_arguments(parser, steps)
 
 
 def key(text: str) -> str:
@@ -147,7 +149,7 @@ def command_options(args) -> ServeOptions:
         args.timeout,
         args.prefill_worker,
         args.grace,
-        pool.pool_options(args),
+        pool.pool_options(args, pool.SHORT_STEPS),
         model,
         cache,
         options.sampling_options(args),
@@ -221,7 +223,11 @@ def make_server(given: ServeOptions, loaded: Loaded, stop: "Stop", ready):
     from nanokv.apps.serve.http.server import Server
     from nanokv.apps.serve.run.engine_client import EngineClient
 
-    page, sizes, sampling = given.cache.options["page"], given.pool, given.sampling
+    page, sizes, sampling = (
+        given.cache.options["page"],
+        given.pool.on(loaded.device),
+        given.sampling,
+    )
     pages = given.cache.options.get("pages") or pool_pages(sizes.running, loaded, page)
     engine = loaded.make_engine(pages, page, sizes.step_tokens, sizes.running)
     context = min(loaded.context, pages * page)
@@ -264,11 +270,12 @@ def prefills(given: ServeOptions, loaded: Loaded, engine, context: int):
     if not given.prefill_worker:
         return Here()
     size, pages = engine.pool.page_size, len(engine.pool.references)
+    its = given.pool.on(loaded.device)
     sizes = {
         "pages": min(pages, AHEAD * (-(-context // size) + 1)),
         "page_size": size,
-        "step_tokens": given.pool.step_tokens,
-        "max_running": given.pool.running,
+        "step_tokens": its.step_tokens,
+        "max_running": its.running,
     }
     elsewhere = Elsewhere(engine, partial(load_again, given), sizes, loaded.fingerprints()[0])
     elsewhere.load()
