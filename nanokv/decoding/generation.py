@@ -75,7 +75,8 @@ def generate(
     """
     params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     if cache is None:
-        cache = make_cache("dict", model.config)
+        # As the dict cache, without its copy of the past at each step.
+        cache = make_cache("growing", model.config)
     generation = Generation(model, ids, cache, params, max_new_tokens, eos_token_ids)
     return Tokens(generation)
 

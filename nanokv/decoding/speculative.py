@@ -90,7 +90,7 @@ class DraftModel(Draft):
     def __init__(self, model: Model, cache: KVCache | None = None, tokens: int = 4):
         check_sampling(tokens=tokens)
         self.model, self.tokens, self.vocab_size = model, tokens, model.config.vocab_size
-        self.cache = make_cache("dict", model.config) if cache is None else cache
+        self.cache = make_cache("growing", model.config) if cache is None else cache
         self.fed: list[int] = []  # ids that are in the cache for sure, whatever failed
 
     def propose(
@@ -184,7 +184,7 @@ def speculate(
     cache may be ahead of the ids that were taken from the iterator: exhaust or close() it before using the cache.
     """
     params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    cache = make_cache("dict", model.config) if cache is None else cache
+    cache = make_cache("growing", model.config) if cache is None else cache
     return Tokens(
         Speculation(model, ids, cache, params, max_new_tokens, eos_token_ids, draft=draft)
     )

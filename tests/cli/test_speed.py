@@ -5,7 +5,9 @@ import importlib
 import json
 import os
 import signal
+import sys
 import time
+import types
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,12 +16,12 @@ import torch
 
 from cli_helpers import run_cli
 from nanokv.apps.cli import COMMANDS, make_parser
-from nanokv.apps.cli.commands import bench
+from nanokv.apps.cli.commands import bench, env
 from nanokv.apps.cli.common import random_model, speed
 from nanokv.apps.cli.common.loading import load_model
 from nanokv.config import Config
 from nanokv.errors import NanoKVError
-from nanokv.fast import building, native, private
+from nanokv.fast import building, gpu, native, private
 from nanokv.fast.model import Block
 from nanokv.lab.bench import machine
 from nanokv.parallel.group import ALONE
@@ -143,9 +145,9 @@ def plan(**changes):
         (["--quantize", "int4"], {}, building.State(True), "fast int4"),
         (
             [],
-            {"device": "cuda:1"},
+            {"device": "mps"},
             building.State(True),
-            "plain (kernels are for CPUs, this is cuda)",
+            "plain (kernels are for CPUs, this is mps)",
         ),
         ([], {"dtype_name": "float16"}, building.State(True), "plain (no kernels for float16)"),
         (
@@ -428,12 +430,71 @@ def h200(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
 
 
+# What Triton and torch say where a GPU has its kernels, and the one thing that is missing → what is told.
+ABILITIES = {"find_spec": "there", "hip": None, "capability": (9, 0), "trial": ""}
+LACKS = {
+    "": {},
+    "there is no Triton: pip install triton": {"find_spec": None},
+    "the kernels were never tried on ROCm": {"hip": "6.4"},
+    "the kernels need compute capability 8.0, this GPU has 7.5": {"capability": (7, 5)},
+    "Triton does not run here: RuntimeError no cc": {"trial": RuntimeError("\nno cc\nat all")},
+}
+
+
+@pytest.fixture(params=LACKS)
+def lack(request, monkeypatch, h200):
+    """Why this GPU has no recorded steps, or ""."""
+    able = ABILITIES | LACKS[request.param]
+    kernels = types.ModuleType("nanokv.fast.gpu.kernels")
+
+    def swiglu(x):
+        if able["trial"]:
+            raise able["trial"]
+        return x
+
+    kernels.swiglu = swiglu
+    monkeypatch.setitem(sys.modules, "nanokv.fast.gpu.kernels", kernels)
+    monkeypatch.setattr(gpu, "find_spec", lambda name: able["find_spec"])
+    monkeypatch.setattr(torch.version, "hip", able["hip"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: able["capability"])
+    right = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda *shape, device=None: right(*shape))
+    gpu.trial.cache_clear()
+    yield request.param
+    gpu.trial.cache_clear()
+
+
+def test_a_gpu_records_steps_by_default_or_says_why_not(lack):
+    """No flag is needed, --plain turns it off, and who asks for what is not there is told before weights are read."""
+
+    def choose(*flags, **changes):
+        return speed.choose(plan(device="cuda", **changes), parsed("x", *flags).model.speed, fits)
+
+    def fits(fusing):
+        return True
+
+    choice = choose()
+    assert (choice.fast, choice.text) == (not lack, f"plain ({lack})" if lack else "CUDA graphs")
+    assert choose("--plain").text == "plain (--plain)"
+    assert not choose(config=SimpleNamespace(experts=True)).fast
+    with pytest.raises(NanoKVError, match=r"--quantize int8 on cuda: .* for CPUs"):
+        choose("--quantize", "int8")
+    if lack:
+        with pytest.raises(NanoKVError, match=f"--fast on cuda: {lack}"):
+            choose("--fast")
+        assert env.gpu_kernels("cuda:0") == ("torch's", f"plain: {lack}")
+    else:
+        assert choose("--fast").fast
+        assert env.gpu_kernels("cuda:0")[0] == "CUDA graphs"
+
+
 def test_env_on_a_gpu_names_it_and_no_kernels_of_a_cpu(cli, monkeypatch, h200):
+    monkeypatch.setattr(gpu, "find_spec", lambda name: None)
     monkeypatch.setattr(building, "state", lambda: building.State(True))
     for flags in ([], ["--device", "cuda"], ["--device", "cuda:0"]):
         shown = json.loads(cli("env", "--json", *flags)[1])["settings"]
         assert shown["device"] == [flags[-1] if flags else "cuda", "NVIDIA H200"]
-        assert "native" not in shown["kernels"][0]
+        assert shown["kernels"] == ["torch's", "plain: there is no Triton: pip install triton"]
         assert shown["GPU memory"] == ["130 GB", "of 151 GB"]
     shown = json.loads(cli("env", "--json", "--device", "cpu")[1])["settings"]
     assert shown["kernels"][0] == "native kernels" and "GPU memory" not in shown

@@ -11,7 +11,7 @@ Nothing here is imported before a model on a GPU is optimized: Triton takes a se
 """
 
 import functools
-import importlib.util
+from importlib.util import find_spec
 
 import torch
 
@@ -24,9 +24,11 @@ def missing(device: torch.device | str, dtype: torch.dtype) -> str:
     device = torch.device(device)
     if device.type != "cuda":
         return f"kernels are for CPUs and CUDA, this is {device.type}"
+    if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
+        return "torch sees no such GPU"
     if torch.version.hip:
         return "the kernels were never tried on ROCm"
-    if importlib.util.find_spec("triton") is None:
+    if find_spec("triton") is None:
         return "there is no Triton: pip install triton"
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"no kernels for {str(dtype).removeprefix('torch.')}"

@@ -173,6 +173,7 @@ def run(args, ranks: Ranks = ALONE) -> int:
     if not ranks.rank:
         ask_to_replace(args.force, *filter(None, [given.plot]))
     loaded = load(given, ranks)
+    weights = runnable(given, loaded, weights)
     if given.quality:
         return quality(given, loaded, weights)
     longest = loaded.context - given.steps
@@ -522,6 +523,18 @@ def made(loaded, weights) -> dict:
         if name != "plain"
     }
     return {name: models[name] for name in weights}
+
+
+def runnable(given: BenchOptions, loaded, weights: list[str]) -> list[str]:
+    """Without the default's "fast" on a GPU that has no kernels; who asks for it by name is refused by `optimize`."""
+    if given.weights or not loaded.device.startswith("cuda"):
+        return weights
+    from nanokv.fast import gpu
+
+    if why := gpu.missing(loaded.device, loaded.dtype):
+        terminal.warning(f"plain only: {why}")
+        return ["plain"]
+    return weights
 
 
 def make_runners(given: BenchOptions, loaded, weights, batches) -> list:

@@ -248,8 +248,17 @@ def device_in_use(wanted: str) -> tuple[str, str]:
 
 
 def gpu_kernels(device: str) -> tuple[str, str]:
-    """What computes on this device; native kernels are for CPUs."""
-    return "torch's", f"native kernels are for CPUs, this is {device.partition(':')[0]}"
+    """What computes on this device where no flag says otherwise, and why."""
+    kind = device.partition(":")[0]
+    if kind != "cuda":
+        return "torch's", f"native kernels are for CPUs, this is {kind}"
+    import torch
+
+    from nanokv.fast import gpu
+
+    if why := gpu.missing(device, torch.bfloat16):
+        return "torch's", f"plain: {why}"
+    return speed.GRAPHS, "recorded decode steps, kernels in Triton"
 
 
 def gpu_memory(device: str) -> tuple[str, str]:

@@ -43,7 +43,10 @@ class SpeedOptions:
 
 def add_speed_arguments(parser) -> None:
     """For the commands that answer."""
-    about = "Default: native kernels, as soon as they are built in the background."
+    about = (
+        "Default: native kernels, as soon as they are built in the background; on a GPU a decode "
+        "step is a recorded graph."
+    )
     group = parser.add_argument_group("speed", about)
     group.add_argument(
         "--fast", action="store_true", help="wait until the kernels are built, and say what runs"
@@ -55,7 +58,7 @@ def add_speed_arguments(parser) -> None:
         "--quantize",
         choices=("int8", "int4"),
         metavar="TYPE",
-        help="weights in int8 or int4; implies --fast",
+        help="weights in int8 or int4, on a CPU; implies --fast",
     )
 
 
