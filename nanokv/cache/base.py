@@ -10,13 +10,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from nanokv.attention import causal_mask
-from nanokv.cache.capabilities import (
-    CacheCapabilities,
-    Index,
-    LayerCapabilities,
-    causal,
-    causal_keys,
-)
+from nanokv.cache.capabilities import CacheCapabilities, Index, LayerCapabilities, causal
 from nanokv.cache.checks import check_index
 from nanokv.config import Config
 from nanokv.errors import CacheError, UnsupportedError
@@ -76,7 +70,7 @@ class KVCache(CacheCapabilities):
         """Bytes of keys and values in all layers."""
         return sum(layer.nbytes for layer in self)
 
-    @causal(lambda cache, T: causal_keys(cache[0], T) if cache else None)
+    @causal(CacheCapabilities._causal_keys)
     def mask(self, T: int) -> Tensor | None:
         """The mask that all layers share, asked once per forward, before any layer appends."""
         if not self:

@@ -227,6 +227,10 @@ class CacheCapabilities(list):
             found.append(pages)
         return found
 
+    def _causal_keys(self, T: int) -> int | None:
+        """`causal_keys` of all layers is that of the first."""
+        return causal_keys(self[0], T) if self else None
+
     def copy(self) -> Any:
         return self.fork()
 
