@@ -4,7 +4,8 @@ A new model, cache, kind of batch or kernel joins by an entry in MODELS, CACHES_
 cache that keeps exact values is the plain model over the dict cache, each row alone; for a cache that rounds or forgets
 it is the plain model over the same cache; for quantized weights it is a plain model that holds the same numbers. Each
 tolerance is shown to be tight: with the oldest visible key of every query hidden, the same comparison fails.
-`make test` tries every situation over every cache, on a model drawn by a fixed seed; `make check` on all models.
+`make test` tries every situation over every cache, on a model drawn by a fixed seed; `make check` on more, and
+`make night` on all models.
 """
 
 import pytest

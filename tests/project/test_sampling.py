@@ -1,4 +1,4 @@
-"""The sample of `make test` leaves out combinations, never a value: each cache, path and model is in it."""
+"""The samples of a day leave out combinations, never a value: each cache, path and model is in them."""
 
 import fcntl
 import itertools
@@ -44,10 +44,14 @@ def test_what_is_run_and_what_is_left_out_are_all_there_is(request):
     collected = request.config.stash[sampling.SPLIT]
     if not collected:
         pytest.skip("no sampled test was collected")
-    for test, (chosen, rest) in collected.items():
+    for test, (chosen, rest, night) in collected.items():
         assert not {item.nodeid for item in chosen} & {item.nodeid for item in rest}
         assert all(item.get_closest_marker("slow") for item in rest)
         assert not any(item.get_closest_marker("slow") for item in chosen)
+        by_day = [item for item in rest if not item.get_closest_marker("night")]
+        assert len(by_day) + len(night) == len(rest) and (not night or 3 * len(by_day) >= len(rest))
+        later = {pair for item in night for pair in sampling.values_of(item).items()}
+        assert later <= {pair for item in by_day for pair in sampling.values_of(item).items()}
         left_out = {pair for item in rest for pair in sampling.values_of(item).items()}
         assert left_out <= {pair for item in chosen for pair in sampling.values_of(item).items()}, (
             test
@@ -74,6 +78,22 @@ def test_the_rest_is_slow_and_the_sample_is_not(pytester):
     done = pytester.inline_run("-p", "sampling", "-m", "slow", "-p", "no:anyio", "-W", "ignore")
     left_out = done.getcalls("pytest_deselected")[0].items
     assert (done.countoutcomes(), len(left_out)) == ([8 + 1, 0, 0], 4 + 5 + 1)
+
+
+def test_of_many_combinations_the_night_runs_two_thirds(pytester):
+    pytester.makepyfile("""
+        import pytest
+
+        @pytest.mark.sampled
+        @pytest.mark.parametrize("a", range(10))
+        @pytest.mark.parametrize("b", range(10))
+        def test_two_lists(a, b): pass
+    """)
+    counts = []
+    for marks in ("not slow", "slow and not night", "night"):
+        flags = "-p", "sampling", "-m", marks, "-p", "no:anyio", "-W", "ignore"
+        counts.append(pytester.inline_run(*flags).countoutcomes()[0])
+    assert sum(counts) == 100 and counts[0] == 10 and 30 <= counts[1] <= 40
 
 
 def test_a_serial_test_is_alone_and_is_not_passed_by(tmp_path, monkeypatch):

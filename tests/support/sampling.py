@@ -1,8 +1,9 @@
-"""Which combinations of a parametrized test `make test` runs: few, drawn by a fixed seed, with every value in them.
+"""Which combinations of a parametrized test run by day: few, drawn by a fixed seed, with every value in them.
 
 A file with `pytestmark = pytest.mark.sampled` (or one test with the mark) says that its parameters are lists whose
-product is tried: cache × path × model. `make test` runs a sample in which each value of each parameter occurs; what the
-sample leaves out is marked slow, so `make check` runs exactly the rest. `pytest tests/test_x.py` alone runs all.
+product is tried: cache × path × model. `make test` runs a sample in which each value of each parameter occurs. What it
+leaves out is marked slow: `make check` runs a second such sample and a third of the rest, and `make night` what is left
+then. Few combinations are not left to the night. `pytest tests/test_x.py` alone runs all.
 """
 
 import random
@@ -11,7 +12,8 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import pytest
 
-SPLIT = pytest.StashKey()  # test → (sample, rest), for the tests of this file
+SPLIT = pytest.StashKey()  # test → (sample, rest, of it the night's), for the tests of this file
+FEW = 24  # combinations of a rest that `make check` runs whole
 
 
 def sample(cases: Sequence[Mapping[str, Hashable]], seed: str) -> list[int]:
@@ -54,14 +56,25 @@ def values_of(item) -> dict[tuple, tuple]:
     }
 
 
-def split(items) -> dict[str, tuple[list, list]]:
-    """test → (the sample, the rest)."""
+def nightly(rest: list, test: str) -> list:
+    """Of the rest what repeats: neither in a second sample nor in a third that the seed draws."""
+    if len(rest) <= FEW:
+        return []
+    by_day = set(sample([values_of(case) for case in rest], test + " by day"))
+    by_day |= set(random.Random(test).sample(range(len(rest)), len(rest) // 3))
+    return [case for i, case in enumerate(rest) if i not in by_day]
+
+
+def split(items) -> dict[str, tuple[list, list, list]]:
+    """test → (the sample, the rest, of the rest what the night runs)."""
     found = {}
     for test, cases in by_test(items).items():
         chosen = set(sample([values_of(case) for case in cases], test))
+        rest = [case for i, case in enumerate(cases) if i not in chosen]
         found[test] = (
             [case for i, case in enumerate(cases) if i in chosen],
-            [case for i, case in enumerate(cases) if i not in chosen],
+            rest,
+            nightly(rest, test),
         )
     return found
 
@@ -69,9 +82,11 @@ def split(items) -> dict[str, tuple[list, list]]:
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config, items):
     config.stash[SPLIT] = found = split(items)
-    for _, rest in found.values():
+    for _, rest, night in found.values():
         for item in rest:
             item.add_marker(pytest.mark.slow)
+        for item in night:
+            item.add_marker(pytest.mark.night)
     for item in items:
         if item.get_closest_marker("night"):
             item.add_marker(pytest.mark.slow)
