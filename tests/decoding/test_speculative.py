@@ -616,6 +616,7 @@ FILTERS = {"temperature": 1.4, "top_k": 3, "top_p": 0.9, "repetition_penalty": 1
     ],
     ids=["draft", "early-exit", "lookup"],
 )
+@pytest.mark.slow
 def test_whole_answers_follow_the_target(four_words, kind, values):
     """600 answers of four tokens each through models, cache, filters and rule, against the enumeration."""
     target, small = four_words

@@ -336,6 +336,7 @@ def test_only_the_decode_step_of_a_gpu_is_recorded(monkeypatch):
 # --- the default backend --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_generated_code_is_equal_and_writes_in_place():
     """Decode alone: one compile of a few seconds."""

@@ -1018,6 +1018,7 @@ def fresh(monkeypatch, tmp_path):
     native.library.cache_clear()
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_numbers_next_to_zero_stay_what_they_are(fresh):
     """A library linked with all of -ffast-math sets the processor's mode for whoever loads it: 1e-320 becomes 0."""

@@ -94,6 +94,7 @@ def plain_heads(qkv, heads, q_norm, k_norm, rope, T):
     return apply_rope(q, rope), apply_rope(k, rope), v
 
 
+@pytest.mark.sampled
 @every_dtype
 @pytest.mark.parametrize("heads", [(4, 2, 32), (3, 1, 80), (6, 3, 20)])
 @pytest.mark.parametrize("normed", [True, False])
@@ -148,6 +149,7 @@ def test_places_say_where_layers_lie_and_refuse_what_cannot_be_read():
         kernels.place(Pages(pages.keys, by_tokens, [3, 2]))
 
 
+@pytest.mark.sampled
 @every_dtype
 @pytest.mark.parametrize("page", [16, 5, None])
 @pytest.mark.parametrize("heads", [(4, 2, 32), (3, 1, 80)])
@@ -245,6 +247,7 @@ def test_a_layer_of_a_real_cache(name):
             torch.testing.assert_close(ours.state()[key], value, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_layer_of_a_step_is_seven_launches(dtype, monkeypatch):
     """And gives what the plain block gives, to the rounding of one number of attention."""
@@ -288,6 +291,7 @@ def test_as_many_splits_as_keep_a_gpu_busy():
     assert splits_for(1, 1) == 64
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("N, K, M", [(1, 40, 30), (3, 300, 17), (8, 64, 21), (1, 5000, 3)])
 def test_product_with_what_stands_before_and_after_it(N, K, M, dtype):

@@ -244,6 +244,7 @@ FORMATS = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", [97, 160])
 @pytest.mark.parametrize("weights", FORMATS)

@@ -126,6 +126,7 @@ def test_prompts_that_cannot_show_every_fault_are_refused(lengths, model):
             faults.diagnose(name, model, prompts=[[*range(2, 2 + n)] for n in lengths])
 
 
+@pytest.mark.slow
 @EACH
 def test_the_shortest_prompts_that_are_taken_show_every_fault(name, model):
     prompts = [[*range(2, 12)], [*range(20, 30)], [*range(40, 51)]]

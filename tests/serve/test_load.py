@@ -104,6 +104,7 @@ def test_a_server_that_ends_while_it_loads_is_a_row_that_says_so(tmp_path, monke
 
 def test_a_peer_that_is_not_there_is_a_row_that_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(load, "folder_of", lambda source: tmp_path)
+    monkeypatch.setattr(load, "environment", lambda: None)
     rows = load.measure(
         load.parse(["--servers", "llama.cpp", "--llama-server", str(tmp_path / "none")]), print
     )

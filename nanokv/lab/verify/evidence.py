@@ -148,7 +148,8 @@ def answers_of_ours(name: str, model, tokenizer, questions: Questions) -> Eviden
     device = model.embed_tokens.weight.device
     greedy, forced = [], []
     for ids in (ids.to(device) for ids in questions.prompts):
-        new = list(generate(model, ids, max_new_tokens=questions.new_tokens, eos_token_ids=[]))
+        cache = make_cache("dict", model.config)  # the one that the cached path is asked about
+        new = list(generate(model, ids, cache, questions.new_tokens, eos_token_ids=[]))
         whole = torch.cat((ids, torch.tensor([new], device=device)), dim=1)  # (1,T+N)
         greedy.append(new)
         forced.append(score(model, whole)[0, ids.shape[1] - 1 : -1].float().cpu())  # (N,V)
