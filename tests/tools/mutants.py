@@ -33,6 +33,7 @@ COPIED = ("nanokv", "weights_loader", "tests", "pyproject.toml")
 CONTRACT = "cache_contract caches_refusals matrix"
 # A file, or the longest folder that holds it → the test files that are about it, quick and close ones first.
 TESTS = {
+    "nanokv/backends.py": "backends",
     "nanokv/attention.py": "model_parity matrix fast generation latent caches_window batching",
     "nanokv/inference.py": "cache_contract generation matrix caches_window caches_rows batching",
     "nanokv/cache/": CONTRACT,
@@ -40,6 +41,7 @@ TESTS = {
     "nanokv/cache/batch.py": f"{CONTRACT} caches_rows batching interrupts_caches",
     "nanokv/cache/capabilities.py": f"cache_base {CONTRACT} caches_place caches_rows interrupts_caches",
     "nanokv/cache/codes.py": f"caches_quantized {CONTRACT}",
+    "nanokv/cache/ferry.py": "ferry caches_place",
     "nanokv/cache/offloaded.py": f"caches_place {CONTRACT}",
     "nanokv/cache/options.py": f"{CONTRACT} caches_window caches_quantized cli",
     "nanokv/cache/packed.py": f"engine_packed {CONTRACT}",
@@ -58,7 +60,8 @@ TESTS = {
     "nanokv/decoding/batching.py": "batching batch_command beam",
     "nanokv/decoding/beam.py": "beam",
     "nanokv/decoding/completion.py": "completion cli",
-    "nanokv/decoding/draw.py": "generation speculative engine batching session",
+    "nanokv/decoding/counter.py": "counter gpu_model",
+    "nanokv/decoding/draw.py": "gpu_model generation speculative engine batching session",
     "nanokv/decoding/generation.py": "generation session speculative cli batching",
     "nanokv/decoding/ranges.py": "sample transcripts serve_fields cli",
     "nanokv/decoding/sample.py": "sample generation beam speculative",
@@ -66,6 +69,8 @@ TESTS = {
     "nanokv/engine/": "engine engine_packed batch_command interrupts",
     "nanokv/engine/prefilled.py": "handover_engine",
     "nanokv/fast/": "fast matrix",
+    "nanokv/fast/gpu/": "gpu_model gpu_kernels matrix",
+    "nanokv/fast/gpu/draw.py": "counter gpu_kernels",
     "nanokv/fast/compiled.py": "compiled matrix",
     "nanokv/fast/native.py": "fast",
     "nanokv/ranks/": "parallel",
