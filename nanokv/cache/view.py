@@ -22,7 +22,8 @@ class View:
         widest = max(map(len, tables))
         # The padding is never read.
         padded = [table + [0] * (widest - len(table)) for table in tables]
-        self.table = torch.tensor(padded, dtype=torch.int32, device=pool.keys.device)  # (B,n)
+        table = torch.tensor(padded, dtype=torch.int32)  # (B,n)
+        self.table = table.to(pool.keys.device, non_blocking=True)  # not pinned: read by now
         with torch.inference_mode(False):
             # Written by every step.
             self.lengths = torch.zeros(len(tables), dtype=torch.int32)  # (B,)

@@ -119,6 +119,12 @@ class Sampler:
         return logits if self.constrain is None else self.constrain(logits, self.tokens)
 
 
+def sent(values: list, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """torch.tensor(values, device=device) waits for all that a GPU was asked before; this does not. Memory that is not
+    pinned has been read when the copy returns."""
+    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+
+
 def together(device: torch.device) -> bool:
     """Are the rows of a step drawn by a counter, all at once?"""
     return device.type != "cpu"
@@ -148,9 +154,10 @@ def by_counter(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[Step |
     device, (left, temperatures) = logits.device, allowed(logits, samplers)
     seeds = [signed(sampler.generator.initial_seed()) for sampler in samplers]  # (B)
     places = [len(sampler.tokens) for sampler in samplers]  # (B)
-    numbers = torch.tensor([seeds, places]).to(device)  # (2,B)
-    temperature = torch.tensor(temperatures, dtype=torch.float32).to(device)  # (B,)
-    chosen = drawing(device)(logits, temperature, *numbers, left)
+    numbers = sent([seeds, places], device)  # (2,B)
+    temperature = sent(temperatures, device, torch.float32)  # (B,)
+    with gpu.on(device):
+        chosen = drawing(device)(logits, temperature, *numbers, left)
     # Tokens, log-probabilities and highest logits; the wait.
     found = torch.stack([part.double() for part in chosen], 1).tolist()  # (B,3)
     return [
@@ -174,13 +181,14 @@ def allowed(
     for b, sampler in enumerate(samplers):
         row = sampler.constrained(left[b : b + 1])  # (1,V)
         if (penalty := sampler.values["repetition_penalty"]) != 1:
-            seen = torch.tensor([sampler.prompt + sampler.tokens], device=row.device)  # (1,N)
+            seen = sent([sampler.prompt + sampler.tokens], row.device)  # (1,N)
             row = penalized(row, seen, penalty)
         left[b : b + 1] = row
         if sampler.filters:
             groups.setdefault((sampler.temperature, *sampler.filters), []).append(b)
     for filters, members in groups.items():
-        left[members] = kept(left[members], *filters)
+        rows = sent(members, left.device)  # (n,): a list would be copied there, with a wait
+        left[rows] = kept(left[rows], *filters)
         for b in members:
             temperatures[b] = 1.0  # they are divided by it already
     return left, temperatures

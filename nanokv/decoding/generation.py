@@ -27,6 +27,7 @@ from nanokv.decoding.draw import (
     Step,
     next_steps,
     reason_to_end,
+    sent,
 )
 from nanokv.decoding.ranges import check_sampling
 from nanokv.errors import ContextError, GenerationError, TokenIdsError, UnsupportedError
@@ -199,7 +200,7 @@ class Generation:
 
     def _round(self):
         """One forward for the newest token → the Steps that it gives: one here, more where more were guessed."""
-        token = torch.tensor([self.tokens[-1:]], device=self.generator.device)  # (1,1)
+        token = sent([self.tokens[-1:]], self.generator.device)  # (1,1)
         return self._choose(self._forward(decode, token, back_to=self.cache.length))
 
     def _prefill(self):

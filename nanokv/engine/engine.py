@@ -18,7 +18,7 @@ import torch
 from nanokv.cache import KVCache, PrefixPool, make_cache
 from nanokv.cache.paged_batch import PagedBatch
 from nanokv.checkpoint import Model
-from nanokv.decoding.draw import SamplingParams, Step, next_steps, together
+from nanokv.decoding.draw import SamplingParams, Step, next_steps, sent, together
 from nanokv.decoding.generation import EosIds, eos_ids, prompt_ids
 from nanokv.decoding.ranges import check_sampling
 from nanokv.engine.metrics import Metrics
@@ -312,9 +312,7 @@ class Engine:
             self._batch = None
             return
         cache = self._batch_of([request.cache for request in requests])
-        newest = torch.tensor(
-            [request.known[-1:] for request in requests], device=self.device
-        )  # (B,1)
+        newest = sent([request.known[-1:] for request in requests], self.device)  # (B,1)
         self.metrics.forwards += 1
         logits = decode(self.model, newest, cache, cache.length)  # (B,V)
         self.metrics.decode_tokens += len(requests)
