@@ -2,6 +2,7 @@
 called where it would be replayed. tests/test_matrix.py compares it over every cache and kind of batch."""
 
 import functools
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,7 @@ from nanokv.decoding import draw
 from nanokv.decoding.batching import generate_ragged
 from nanokv.decoding.beam import beam_search
 from nanokv.decoding.draw import SamplingParams
-from nanokv.decoding.speculative import PromptLookup, speculate
+from nanokv.decoding.speculative import EarlyExit, PromptLookup, speculate
 from nanokv.engine import Engine
 from nanokv.engine import engine as engine_module
 from nanokv.errors import GenerationError
@@ -142,13 +143,27 @@ def test_a_step_is_recorded_at_its_first_call_and_then_replayed(monkeypatch):
         def replay(self):
             told.append("replay")
 
-    graph, nothing = Graph(), SimpleNamespace(wait_stream=lambda other: None)
+    class Stream:
+        def __init__(self, name):
+            self.name = name
+
+        def wait_stream(self, other):
+            told.append(f"{self.name} waits for {other.name}")
+
+        def __enter__(self):
+            told.append(self.name)
+
+        def __exit__(self, *_):
+            told.append(f"{self.name} ends")
+
+    streams = {name: Stream(name) for name in ("current", "trying", "recording")}
+    graph, space = Graph(), SimpleNamespace(memory="memory", **streams)
+    del space.current
     for name, value in {
-        "Stream": lambda device: nothing,
-        "current_stream": lambda device: nothing,
+        "current_stream": lambda device: streams["current"],
         "CUDAGraph": lambda: graph,
-        "stream": lambda side: torch.inference_mode(),
-        "graph": lambda made, pool, capture_error_mode: made,
+        "stream": lambda stream: stream,
+        "graph": lambda made, *where, capture_error_mode: told.append(where) or made,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
 
@@ -159,12 +174,14 @@ def test_a_step_is_recorded_at_its_first_call_and_then_replayed(monkeypatch):
     steps = recording.Steps(step, plain.config.num_hidden_layers, torch.device("cpu"))
     cache = make_cache("static", plain.config, 3, 16)
     like = torch.zeros(3, plain.config.num_key_value_heads, 1, plain.config.head_dim)
-    steps.recorded[4] = recording.Recorded(step, len(cache), 4, torch.device("cpu"), None)
+    steps.recorded[4] = recording.Recorded(step, len(cache), 4, torch.device("cpu"), space)
     steps.recorded[4].device = SimpleNamespace(type="cuda")
     for _ in range(2):
         hidden = steps(torch.zeros(3, dtype=torch.int64), torch.tensor(0), cache.pages(like))
         assert hidden.shape == (3, 4)
-    assert told == ["run", "run", "record", "run", "end", "replay", "replay"]
+    first = ["trying waits for current", "trying", "run", "run", ("memory", streams["recording"])]
+    recorded_on = ["record", "run", "end", "trying ends", "current waits for trying"]
+    assert told == [*first, *recorded_on, "replay", "replay"]
 
 
 def test_the_rows_that_are_not_there_see_nothing():
@@ -252,7 +269,8 @@ def test_a_token_is_one_wait_for_the_device(kernels, counted_draws, monkeypatch)
     _, tried = models()
     engine, waits = Engine(tried, pages=64), []
     for b in range(5):
-        engine.submit(random_ids(b, 1, 6)[0].tolist(), 8, temperature=1.0, seed=b, eos_token_ids=[])
+        values = {"temperature": 1.0, "seed": b, "top_k": 5 * (b % 2), "repetition_penalty": 1.1}
+        engine.submit(random_ids(b, 1, 6)[0].tolist(), 8, **values, eos_token_ids=[])
     engine.step()
     real = torch.stack
 
@@ -261,11 +279,56 @@ def test_a_token_is_one_wait_for_the_device(kernels, counted_draws, monkeypatch)
             waits.append("draw")
         return real(tensors, *args, **kwargs)
 
+    made, to = torch.tensor, torch.Tensor.to
+
+    def tensor(*args, **kwargs):  # straight to a device: a copy that is waited for
+        waits.extend(["tensor"] * ("device" in kwargs))
+        return made(*args, **kwargs)
+
+    def moved(self, *args, non_blocking=False, **kwargs):
+        # The ids of a step are there already.
+        device = list(map(type, args)) == [torch.device] or "device" in kwargs
+        waits.extend(["to"] * (device and not non_blocking))
+        return to(self, *args, non_blocking=non_blocking, **kwargs)
+
+    monkeypatch.setattr(torch, "tensor", tensor)
+    monkeypatch.setattr(torch.Tensor, "to", moved)
     monkeypatch.setattr(torch, "stack", stacked)
     for kind in ("nonzero", "cpu", "numpy"):
         monkeypatch.setattr(torch.Tensor, kind, lambda *_, kind=kind: waits.append(kind))
     engine.step()
     assert waits == ["draw"]
+
+
+def test_kernels_are_launched_on_the_device_of_their_tensors(kernels, counted_draws, monkeypatch):
+    """Triton takes the current device, which is another one where the model is on cuda:1."""
+    _, tried = models()
+    current, launched = [], []
+
+    @contextmanager
+    def on(device):
+        current.append(device)
+        yield
+        current.pop()
+
+    def watched(name, launch):
+        return lambda *args, **kwargs: launched.append((name, *current)) or launch(*args, **kwargs)
+
+    monkeypatch.setattr(gpu_model, "on", on)
+    monkeypatch.setattr(draw.gpu, "on", on)
+    names = "rms_norm", "swiglu", "split_heads", "split_heads_into_pages"
+    for name in names:
+        monkeypatch.setattr(
+            gpu_model.kernels, name, watched(name, getattr(gpu_model.kernels, name))
+        )
+    for name in ("product", "paged_attention"):
+        monkeypatch.setattr(gpu_model, name, watched(name, getattr(gpu_model, name)))
+    rows = watched("draw", draw.drawing(tried.device))
+    monkeypatch.setattr(draw, "drawing", lambda device: rows)
+    answer = speculate(tried, prompts(2)[1] * 3, EarlyExit(tried, 1), None, 3, eos_token_ids=[])
+    assert list(answer) and alone(tried, prompts(1)[0], n=3)
+    assert {name for name, *_ in launched} == {*names, "product", "paged_attention", "draw"}
+    assert all(device == [tried.device] for _, *device in launched)
 
 
 # --- the ways to answer ---------------------------------------------------------------------------------------------

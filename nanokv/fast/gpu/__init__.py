@@ -10,6 +10,7 @@
 Nothing here is imported before a model on a GPU is optimized: Triton takes a second.
 """
 
+import contextlib
 import functools
 from importlib.util import find_spec
 
@@ -38,13 +39,20 @@ def missing(device: torch.device | str, dtype: torch.dtype) -> str:
     return trial(device)
 
 
+def on(device: torch.device) -> contextlib.AbstractContextManager:
+    """Inside, Triton and recordings are on this device. They take the current one, which each thread has of its own
+    and which is cuda:0 until somebody says otherwise; torch's operators go by their tensors."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
 @functools.cache
 def trial(device: torch.device) -> str:
     """Why the smallest kernel does not run there, or "": Triton needs a C compiler, the headers of Python, a driver."""
     try:
         from nanokv.fast.gpu.kernels import swiglu
 
-        swiglu(torch.ones(1, 32, device=device)).tolist()
+        with on(device):
+            swiglu(torch.ones(1, 32, device=device)).tolist()
     # Whatever a compiler, a driver or an installation may raise: the plain model runs all the same.
     except Exception as error:
         said = [*filter(None, map(str.strip, str(error).splitlines())), ""]

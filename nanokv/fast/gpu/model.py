@@ -14,7 +14,7 @@ from torch import nn
 
 from nanokv.fast.checks import is_one_call
 from nanokv.fast.fusing import fused
-from nanokv.fast.gpu import kernels
+from nanokv.fast.gpu import kernels, on
 from nanokv.fast.gpu.attention import PROCESSORS, paged_attention, splits_for
 from nanokv.fast.gpu.products import MOST_ROWS, product
 from nanokv.fast.gpu.recorded import SIZES, Steps
@@ -53,7 +53,12 @@ class Block(nn.Module):
 
     def forward(self, x, rope, cache, attend):
         """x (B,T,C) → (B,T,C), as the plain Block."""
-        (B, T, C), (cos, sin) = x.shape, rope
+        with on(x.device):
+            return self.whole(x, *rope, cache, attend)
+
+    def whole(self, x, cos, sin, cache, attend):
+        """`forward`, on the device of x."""
+        B, T, C = x.shape
         rows = x.reshape(B * T, C)
         y = kernels.rms_norm(rows, self.norm, self.eps)
         qkv = F.linear(y, self.qkv, self.qkv_bias)  # (B·T,(H+2Hk)·D)
@@ -113,7 +118,8 @@ class GpuTransformer(Transformer):
             pages = type(cache).pages(cache, self.token_like(len(tokens)))
             if pages is not None:  # else nothing has changed so far
                 positions = torch.as_tensor(start_pos, device="cpu")  # () or (B,)
-                hidden = self.steps(tokens[:, 0], positions, pages)  # (B,C)
+                with on(tokens.device):
+                    hidden = self.steps(tokens[:, 0], positions, pages)  # (B,C)
                 return hidden[:, None].clone()  # the next step writes over it
         return super().forward(tokens, cache, start_pos, attend)
 

@@ -71,9 +71,9 @@ def place_of(pages: Pages) -> list[int]:
 class Recorded:
     """One step, for `rows` rows. On a GPU it is recorded at its first call, elsewhere it is called each time."""
 
-    def __init__(self, step: Step, layers: int, rows: int, device: torch.device, memory):
+    def __init__(self, step: Step, layers: int, rows: int, device: torch.device, space: "Space"):
         self.inputs = Inputs(layers, rows, device)
-        self.step, self.device, self.memory = step, device, memory
+        self.step, self.device, self.space = step, device, space
         self.graph, self.hidden = None, None
 
     def __call__(self, tokens, positions, pages) -> torch.Tensor:
@@ -94,25 +94,40 @@ class Recorded:
     def record(self) -> None:
         """The first runs compile the kernels and choose the products' algorithms. To repeat a step is harmless: it
         writes the same keys to the same place."""
-        side, graph = torch.cuda.Stream(self.device), torch.cuda.CUDAGraph()
-        side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(side):
+        space, graph = self.space, torch.cuda.CUDAGraph()
+        current = torch.cuda.current_stream(self.device)
+        space.trying.wait_stream(current)
+        # Whatever fails inside, the stream of before is the current one again.
+        with torch.cuda.stream(space.trying):
             for _ in range(2):
                 self.run()
-        torch.cuda.current_stream(self.device).wait_stream(side)
-        # Other threads may use the GPU meanwhile.
-        with torch.cuda.graph(graph, pool=self.memory, capture_error_mode="thread_local"):
-            hidden = self.run()
+            # Other threads may use the GPU meanwhile.
+            with torch.cuda.graph(
+                graph, space.memory, space.recording, capture_error_mode="thread_local"
+            ):
+                hidden = self.run()
+        current.wait_stream(space.trying)
         self.graph, self.hidden = graph, hidden  # commit
 
 
+class Space:
+    """What the recordings of one model share, because no two run at a time: scratch memory and two streams.
+
+    torch keeps 32 MB of scratch for cuBLAS on each stream that has multiplied. That of `recording` is taken while the
+    first graph is recorded, so it lies in `memory` and stays.
+    """
+
+    def __init__(self, device: torch.device):
+        self.memory = torch.cuda.graph_pool_handle()
+        self.trying, self.recording = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+
 class Steps:
-    """The decode steps of one model, each of its own number of rows; recordings share their scratch memory, because
-    no two run at a time."""
+    """The decode steps of one model, each of its own number of rows."""
 
     def __init__(self, step: Step, layers: int, device: torch.device):
         self.step, self.layers, self.device = step, layers, device
-        self.memory = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self.space = Space(device) if device.type == "cuda" else None
         self.recorded: dict[int, Recorded] = {}
 
     @torch.inference_mode()
@@ -120,5 +135,5 @@ class Steps:
         """tokens (b,), b ≤ SIZES[-1] → hidden states (b,C), valid until the next step."""
         rows = next(size for size in SIZES if size >= len(tokens))
         if rows not in self.recorded:
-            self.recorded[rows] = Recorded(self.step, self.layers, rows, self.device, self.memory)
+            self.recorded[rows] = Recorded(self.step, self.layers, rows, self.device, self.space)
         return self.recorded[rows](tokens, positions, pages)
