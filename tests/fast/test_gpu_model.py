@@ -2,6 +2,8 @@
 called where it would be replayed. tests/test_matrix.py compares it over every cache and kind of batch."""
 
 import functools
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -12,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import nanokv
 from matrix import copied
 from nanokv.cache import make_cache
+from nanokv.cache.capabilities import Pages
 from nanokv.cache.paged_batch import PagedBatch
 from nanokv.decoding import draw
 from nanokv.decoding.batching import generate_ragged
@@ -182,6 +185,32 @@ def test_a_step_is_recorded_at_its_first_call_and_then_replayed(monkeypatch):
     first = ["trying waits for current", "trying", "run", "run", ("memory", streams["recording"])]
     recorded_on = ["record", "run", "end", "trying ends", "current waits for trying"]
     assert told == [*first, *recorded_on, "replay", "replay"]
+
+
+def test_threads_that_share_a_model_take_turns():
+    """A step reads its inputs where the next one writes its own."""
+    inside, most = [], []
+
+    def step(tokens, positions, places, lengths):
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.002)
+        hidden = tokens[:, None] + torch.zeros(4)
+        inside.pop()
+        return hidden
+
+    steps = recording.Steps(step, 1, torch.device("cpu"))
+    pages = [Pages(torch.zeros(1, 2, 8, 4), torch.zeros(1, 2, 8, 4), [1])]
+
+    def asked(number):
+        return [
+            steps(torch.tensor([number]), torch.tensor(0), pages).unique().tolist()
+            for _ in range(5)
+        ]
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(asked, range(4))) == [[[n]] * 5 for n in range(4)]
+    assert max(most) == 1
 
 
 def test_the_rows_that_are_not_there_see_nothing():

@@ -120,7 +120,7 @@ class GpuTransformer(Transformer):
                 positions = torch.as_tensor(start_pos, device="cpu")  # () or (B,)
                 with on(tokens.device):
                     hidden = self.steps(tokens[:, 0], positions, pages)  # (B,C)
-                return hidden[:, None].clone()  # the next step writes over it
+                return hidden[:, None]  # (B,1,C)
         return super().forward(tokens, cache, start_pos, attend)
 
     @functools.cached_property

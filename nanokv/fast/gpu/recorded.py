@@ -9,6 +9,7 @@ There is one recording for each of a few batch sizes. Rows that are not there se
 Without a GPU the step is simply called. References: gpt-fast; nano-vllm's model_runner.py, mini-sglang's graph.py.
 """
 
+import threading
 from collections.abc import Callable
 
 import torch
@@ -129,11 +130,17 @@ class Steps:
         self.step, self.layers, self.device = step, layers, device
         self.space = Space(device) if device.type == "cuda" else None
         self.recorded: dict[int, Recorded] = {}
+        self.turn = threading.Lock()  # threads that share a model would write each other's inputs
 
     @torch.inference_mode()
     def __call__(self, tokens, positions, pages) -> torch.Tensor:
-        """tokens (b,), b ≤ SIZES[-1] → hidden states (b,C), valid until the next step."""
+        """tokens (b,), b ≤ SIZES[-1] → hidden states (b,C)."""
         rows = next(size for size in SIZES if size >= len(tokens))
+        with self.turn:
+            return self.recording(rows)(tokens, positions, pages).clone()  # it is written again
+
+    def recording(self, rows: int) -> Recorded:
+        """For so many rows, made when it is first asked for."""
         if rows not in self.recorded:
             self.recorded[rows] = Recorded(self.step, self.layers, rows, self.device, self.space)
-        return self.recorded[rows](tokens, positions, pages)
+        return self.recorded[rows]
