@@ -2,7 +2,8 @@
 
     draw         one row, with a generator, as transformers draws: the way of a CPU
     next_steps   all rows of a step. On a GPU they are drawn together, by numbers that a counter gives, and waited for
-                 once: a generator is a launch and a wait for each row. Alone and in any batch a row draws the same.
+                 once: a generator is a launch and a wait for each row. From equal logits a row draws the same alone and in
+                 any batch; on a GPU those of another batch size differ by rounding.
 
 `draw` changes nothing but its generator, a counter nothing at all. Their callers commit the token afterwards, in one
 line: Ctrl-C may come between any two lines, and a draw that was cut short can be repeated.
