@@ -389,6 +389,15 @@ def test_a_row_draws_alone_what_it_draws_in_any_batch(kernels, counted_draws, pa
     assert sum(request.preemptions for request in asked) > 0
 
 
+def test_a_counter_draws_on_cuda_alone():
+    assert [*map(draw.together, map(torch.device, ("cuda", "cuda:1", "cpu", "mps")))] == [
+        1,
+        1,
+        0,
+        0,
+    ]
+
+
 def test_filters_penalty_and_grammar_are_each_rows_own(kernels, counted_draws):
     _, tried = models()
     values = [
