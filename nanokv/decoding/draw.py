@@ -2,8 +2,8 @@
 
     draw         one row, with a generator, as transformers draws: the way of a CPU
     next_steps   all rows of a step. On a GPU they are drawn together, by numbers that a counter gives, and waited for
-                 once: a generator is a launch and a wait for each row. From equal logits a row draws the same alone and in
-                 any batch; on a GPU those of another batch size differ by rounding.
+                 once: a generator is a launch and a wait for each row. From equal logits a row draws the same
+                 alone and in any batch; on a GPU those of another batch size differ by rounding.
 
 `draw` changes nothing but its generator, a counter nothing at all. Their callers commit the token afterwards, in one
 line: Ctrl-C may come between any two lines, and a draw that was cut short can be repeated.
@@ -180,11 +180,13 @@ def allowed(
     left = logits.to(torch.float32, copy=True)  # (B,V)
     groups: dict[tuple, list[int]] = {}
     for b, sampler in enumerate(samplers):
-        row = sampler.constrained(left[b : b + 1])  # (1,V)
+        before = left[b : b + 1]  # (1,V)
+        row = sampler.constrained(before)  # (1,V)
         if (penalty := sampler.values["repetition_penalty"]) != 1:
             seen = sent([sampler.prompt + sampler.tokens], row.device)  # (1,N)
             row = penalized(row, seen, penalty)
-        left[b : b + 1] = row
+        if row is not before:  # else a launch for nothing
+            left[b : b + 1] = row
         if sampler.filters:
             groups.setdefault((sampler.temperature, *sampler.filters), []).append(b)
     for filters, members in groups.items():
