@@ -97,8 +97,12 @@ class QuantizedCache(LayerCache):
         if not self.blocks:
             return self.exact
         k_scale, k_low, v_scale, v_low = self.scales
-        times = torch.tensor(self.blocks, device=k_scale.device)
-        k_scale, k_low = (x.repeat_interleave(times, dim=2) for x in (k_scale, k_low))  # (B,Hk,q,D)
+        # A GPU is not asked how many that are, and the copy is not waited for.
+        times = torch.tensor(self.blocks).to(k_scale.device, non_blocking=True)
+        k_scale, k_low = (
+            x.repeat_interleave(times, dim=2, output_size=sum(self.blocks))
+            for x in (k_scale, k_low)
+        )  # (B,Hk,q,D)
         k = self.rotated(dequantize(unpack(self.codes[0], self.bits[0]), k_scale, k_low))
         v = dequantize(unpack(self.codes[1], self.bits[1]), v_scale, v_low)
         return tuple(
