@@ -393,7 +393,9 @@ def test_the_gpu_script_runs_dry(tmp_path, capsys):
     assert set(report["rows"]) == set(report["seconds"]) == set(gpu.PARTS)
     rows = report["rows"]
     checked = [row["check"] for row in rows["equality"]]
-    assert checked == [f"{how}, {kind}" for how in ("plain", "optimize") for kind in sorted(CACHES)]
+    kinds = [*sorted(CACHES), *(f"{n} rows of their own lengths" for n in (3, 9))]
+    each = [f"{how}, {kind}" for how in ("plain", "optimize") for kind in kinds]
+    assert checked == [*each, "draw"]
     assert all(row["gap"] <= row["most"] for row in rows["equality"])
     equality, *compiled = rows["compiled"]
     assert 0 < equality["gap"] <= 1e-4 and sorted(equality["compiles"]) == [1, 16]

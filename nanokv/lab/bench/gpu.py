@@ -44,6 +44,9 @@ from torch.profiler import ProfilerActivity, profile
 from nanokv import costs
 from nanokv.attention import causal_attention, causal_mask, decode_attention, prefill_attention
 from nanokv.cache import CACHES, make_cache
+from nanokv.cache.paged_batch import PagedBatch
+from nanokv.decoding.counter import draw_rows
+from nanokv.decoding.draw import drawing
 from nanokv.decoding.generation import generate
 from nanokv.errors import NanoKVError
 from nanokv.fast import optimize
@@ -262,6 +265,32 @@ def equality(bench: Bench) -> Iterator[dict]:
             right, mine = walk(there, kind, "cpu"), walk(model, kind, bench.plan.device)
             most = ROUNDED if kind == "quantized" else EXACT
             yield {"check": f"{how}, {kind}", "gap": gap(mine.cpu(), right), "most": most}
+        for rows in (3, 9):  # recorded for 4, by our products of few rows, and for 16, by torch's
+            right, mine = together(there, rows, "cpu"), together(model, rows, bench.plan.device)
+            check = f"{how}, {rows} rows of their own lengths"
+            yield {"check": check, "gap": gap(mine.cpu(), right), "most": EXACT}
+    yield {"check": "draw", "gap": draws(bench.plan.device), "most": EXACT}
+
+
+def together(model, rows: int, device: str):
+    """Three steps of rows of 3 to 13 tokens over one pool → all logits (3·rows,V)."""
+    ids, pool = random_ids(TINY, rows, 20, device), make_cache("paged", TINY, page=4).pool
+    caches = [make_cache("paged", TINY, pool=pool) for _ in range(rows)]
+    for b, cache in enumerate(caches):
+        prefill(model, ids[b : b + 1, : 3 + 5 * b % 11], cache)
+    batch = PagedBatch(caches, TINY)
+    return torch.cat([decode(model, ids[:, t : t + 1], batch, batch.length) for t in range(17, 20)])
+
+
+def draws(device: str) -> float:
+    """The kernel's log-probabilities, off those of the plain draw; inf where a token is another one."""
+    V, rows = 151_936, 6
+    logits = torch.randn(rows, V, generator=torch.Generator().manual_seed(0)).to(device)
+    temperature = torch.tensor([0, 0.7, 1, 1, 1.5, 2]).to(device)
+    seeds = torch.tensor([0, 1, -1, 2**40, 7, 7]).to(device)
+    how = logits, temperature, seeds, torch.arange(rows).to(device)
+    (mine, ours, _), (right, theirs, _) = drawing(logits.device)(*how), draw_rows(*how)
+    return gap(ours, theirs) if torch.equal(mine, right) else float("inf")
 
 
 def walk(model, kind: str, device: str):
