@@ -19,6 +19,7 @@ from nanokv.cache.dict_cache import DictCache
 from nanokv.cache.offloaded import OffloadedCache
 from nanokv.cache.options import check_options, read_kind
 from nanokv.cache.paged import PagedCache
+from nanokv.cache.paged_batch import PagedBatch
 from nanokv.cache.pool import ElasticPool, PagePool
 from nanokv.cache.prefix import ElasticPrefixPool, PrefixCache, PrefixPool
 from nanokv.cache.quantized import QuantizedCache
@@ -157,9 +158,24 @@ def make_batch(
     config: Config, batch_size: int, capacity: Capacity, *, of: str = "dict", **options: Any
 ) -> KVCache:
     """Rows that may differ in length, each a cache of its own kind (`of`), with that kind's options."""
+    if of in ("paged", "prefix") and not options.get("pages"):
+        return make_paged_batch(config, batch_size, capacity, of, options)
     return BatchCache(
         [make_cache(of, config, 1, capacity, **options) for _ in range(batch_size)], config
     )
+
+
+def make_paged_batch(
+    config: Config, batch_size: int, capacity: Capacity, of: str, options: dict[str, Any]
+) -> PagedBatch:
+    """All rows over one pool that grows, so that a decode step finds the pages of all in one table."""
+    first: Any = make_cache(of, config, 1, capacity, **options)
+    shared = {name: value for name, value in options.items() if name != "page"}
+    shared["pool"] = first.pool
+    rows = [first, *(make_cache(of, config, 1, capacity, **shared) for _ in range(1, batch_size))]
+    for row in rows:
+        row.made = first.made
+    return PagedBatch(rows, config)
 
 
 CACHES: dict[str, Callable[..., KVCache]] = {

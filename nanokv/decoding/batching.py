@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from nanokv.cache import BatchCache, KVCache, make_cache
+from nanokv.cache import KVCache, make_cache
 from nanokv.cache.padded import PaddedCache
 from nanokv.checkpoint import Model
 from nanokv.decoding.draw import GREEDY, Sampler, SamplingParams, Step, next_steps, reason_to_end
@@ -72,7 +72,7 @@ def generate_ragged(
     """
     prompts = _prompts(prompts)
     if cache is None:
-        cache = make_cache("batch", model.config, len(prompts))
+        cache = make_cache("batch", model.config, len(prompts), of="paged")
     caches: list[KVCache] = list(getattr(cache, "rows", ()))
     if len(caches) != len(prompts):
         raise CacheError(
@@ -138,7 +138,7 @@ def _drop_rows(cache, keep):
 
 def _some_rows(cache, keep):
     """The very rows that go on, nothing is copied; the caller's cache keeps them all."""
-    return BatchCache([cache.rows[i] for i in keep], cache.config)
+    return type(cache)([cache.rows[i] for i in keep], cache.config)
 
 
 def _refuse_padding_that_cuts(capacity, longest: int, rows):

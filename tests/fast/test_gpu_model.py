@@ -485,3 +485,18 @@ def test_ctrl_c_in_a_replay_leaves_cache_and_text_whole(kernels, monkeypatch, at
     assert cache.length <= len(text) and {layer.length for layer in cache} == {cache.length}
     rest = nanokv.generate(tried, text[cache.length :], cache, 6, eos_token_ids=[])
     assert got + list(rest) == right
+
+
+@pytest.mark.parametrize("of", ["paged", "prefix"])
+def test_rows_of_a_ragged_batch_share_a_recording(kernels, of):
+    """The batch that make_cache gives has one pool, so every step of all rows is one replay."""
+    plain, tried = models()
+    texts = prompts(5)
+    tried.steps.recorded.clear()
+    cache = make_cache("batch", plain.config, 5, of=of)
+    answers = generate_ragged(tried, texts, cache, 9, SamplingParams(), [])
+    assert answers == [alone(plain, ids, SamplingParams(), 9) for ids in texts]
+    assert set(tried.steps.recorded) == {8}
+    tried.steps.recorded.clear()
+    assert generate_ragged(tried, texts, None, 9, SamplingParams(), []) == answers
+    assert set(tried.steps.recorded) == {8}
