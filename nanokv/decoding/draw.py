@@ -9,6 +9,7 @@
 line: Ctrl-C may come between any two lines, and a draw that was cut short can be repeated.
 """
 
+import functools
 import math
 import secrets
 from collections.abc import Callable, Sequence
@@ -197,6 +198,7 @@ def allowed(
     return left, temperatures
 
 
+@functools.cache
 def drawing(device: torch.device) -> Callable:
     """The kernel that draws, or the same draw in torch's operators where there is no Triton."""
     if gpu.missing(device, torch.float32):

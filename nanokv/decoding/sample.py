@@ -15,6 +15,8 @@ from torch import Tensor
 from nanokv.decoding.ranges import check_sampling
 from nanokv.errors import GenerationError
 
+FEW = 1024  # logits that are sorted instead of all V
+
 
 def temperature(logits: Tensor, t: float) -> Tensor:
     """Divide by t > 0: below 1 sharper, above 1 flatter."""
@@ -140,6 +142,9 @@ def distribution(
 def kept(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
     """fp32 logits (B,V), divided by the temperature, −∞ where a filter leaves no chance."""
     logits = _scaled(logits, temperature)
+    # To sort all V for the few that top-k leaves takes a GPU longer than the step.
+    if not logits.is_cpu and 0 < top_k <= FEW and top_p < 1:
+        logits, top_k, top_p = _nucleus_of_highest(logits, top_k, top_p), 0, 1
     for keep, value, off in (
         (_highest, top_k, 0),
         (_nucleus, top_p, 1),
@@ -198,7 +203,7 @@ def _nucleus_of_few(logits, p):
     None where the answer could depend on how a sum over all V is rounded, or on the order of equals.
     """
     index = (logits > -torch.inf).nonzero()[:, 1] if logits.shape[0] == 1 else ()  # (n,)
-    if not 0 < len(index) <= 1024:
+    if not 0 < len(index) <= FEW:
         return None
     ordered, order = logits[0, index].sort(descending=False)  # (n,) ascending
     below = ordered.softmax(-1).cumsum(-1) - (1 - p)
@@ -206,6 +211,16 @@ def _nucleus_of_few(logits, p):
     if below.abs().min() < 1e-5 or (dropped and ordered[dropped - 1] == ordered[dropped]):
         return None
     return logits.index_fill(1, index[order[:dropped]], -torch.inf)
+
+
+def _nucleus_of_highest(logits, k, p):
+    """`_highest`, then `_nucleus`: only k are sorted. Of equals of the k-th it keeps some; no wait for a GPU."""
+    highest, index = logits.topk(min(k, logits.shape[-1]))  # (B,k) ×2, descending
+    tail = highest.softmax(-1).flip(-1).cumsum(-1).flip(-1)  # (B,k): of each and those below it
+    drop = tail <= 1 - p
+    drop[..., 0] = False  # the likeliest always stays
+    left = torch.full_like(logits, -torch.inf)
+    return left.scatter(-1, index, highest.masked_fill(drop, -torch.inf))
 
 
 def _likely_enough(logits, p):

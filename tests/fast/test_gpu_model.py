@@ -16,7 +16,7 @@ from matrix import copied
 from nanokv.cache import make_cache
 from nanokv.cache.capabilities import Pages
 from nanokv.cache.paged_batch import PagedBatch
-from nanokv.decoding import draw
+from nanokv.decoding import draw, sample
 from nanokv.decoding.batching import generate_ragged
 from nanokv.decoding.beam import beam_search
 from nanokv.decoding.draw import SamplingParams
@@ -500,3 +500,36 @@ def test_rows_of_a_ragged_batch_share_a_recording(kernels, of):
     tried.steps.recorded.clear()
     assert generate_ragged(tried, texts, None, 9, SamplingParams(), []) == answers
     assert set(tried.steps.recorded) == {8}
+
+
+def test_more_rows_than_a_recording_has_go_in_parts(kernels, monkeypatch):
+    """Of a slab and of pages; the answers of each row alone."""
+    plain, tried = models()
+    monkeypatch.setattr(recording, "SIZES", (1, 2))
+    ids = random_ids(6, 5, 12)
+    lengths = [3, 7, 5, 4, 6]
+    right = [batch_of(plain, lengths, ids), make_cache("static", plain.config, 5, 16)]
+    found = [batch_of(plain, lengths, ids), make_cache("static", plain.config, 5, 16)]
+    for cache in (right[1], found[1]):
+        prefill(plain, ids[:, :4], cache)
+    tried.steps.recorded.clear()
+    for theirs, ours in zip(right, found, strict=True):
+        got = decode(tried, ids[:, 8:9], ours, ours.length)
+        wanted = decode(plain, ids[:, 8:9], theirs, theirs.length)
+        assert (got - wanted).abs().max() < 1e-5 * wanted.abs().max()
+    assert set(tried.steps.recorded) == {1, 2}
+    tried.steps.recorded.clear()
+
+
+def test_a_server_has_its_steps_recorded_before_the_first_request(kernels):
+    _, tried = models()
+    tried.steps.recorded.clear()
+    tried.prepare(20)
+    assert list(tried.steps.recorded) == [1, 2, 4, 8, 16, 24]
+
+
+@pytest.mark.parametrize("k, p", [(1, 0.9), (20, 0.95), (20, 0.3), (1000, 0.8), (5, 1e-9)])
+def test_of_few_the_nucleus_is_found_without_a_sort_of_all(k, p):
+    logits = 3 * torch.randn(4, 300, generator=torch.Generator().manual_seed(1))
+    right = sample._nucleus(sample._highest(logits, k), p)
+    assert torch.equal(sample._nucleus_of_highest(logits, k, p), right)

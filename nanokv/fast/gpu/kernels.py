@@ -178,7 +178,7 @@ def store_heads(at, first, second, mine, D: tl.constexpr, HALF: tl.constexpr):
     tl.store(to + D // 2, second.to(dtype), here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["angles", "T"])
 def split_heads_kernel(
     qkv, q_norm, k_norm, eps, cos, sin, angles, q, k, v, T,
     H: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, R: tl.constexpr,

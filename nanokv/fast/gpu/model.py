@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanokv.cache import make_cache
 from nanokv.fast.checks import is_one_call
 from nanokv.fast.fusing import fused
 from nanokv.fast.gpu import kernels, on
@@ -19,6 +20,7 @@ from nanokv.fast.gpu.attention import PROCESSORS, paged_attention, splits_for
 from nanokv.fast.gpu.products import MOST_ROWS, product
 from nanokv.fast.gpu.recorded import SIZES, Steps
 from nanokv.fast.weights import check_dense
+from nanokv.inference import decode
 from nanokv.loading import skeleton
 from nanokv.model import RMSNorm, Transformer
 from nanokv.rope import rope_frequencies, turned
@@ -112,8 +114,7 @@ class GpuTransformer(Transformer):
 
     def forward(self, tokens, cache, start_pos, attend):
         kinds = nn.Embedding, RMSNorm, Block
-        one_token = tokens.shape[1] == 1 and len(tokens) <= SIZES[-1]
-        if one_token and is_one_call(self, kinds, cache, attend):
+        if tokens.shape[1] == 1 and is_one_call(self, kinds, cache, attend):
             self.check(cache, start_pos)
             pages = type(cache).pages(cache, self.token_like(len(tokens)))
             if pages is not None:  # else nothing has changed so far
@@ -132,6 +133,14 @@ class GpuTransformer(Transformer):
     def speeds(self):
         """(D/2,) radians per position, and the factor of cos and sin."""
         return rope_frequencies(self.config, self.device)
+
+    def prepare(self, rows: int) -> None:
+        """Record the steps of up to so many rows now, so that no answer waits for it: seconds, and the first time on a
+        machine the compiler's."""
+        needed = next((size for size in SIZES if size >= rows), SIZES[-1])
+        for size in SIZES[: SIZES.index(needed) + 1]:
+            cache = make_cache("static", self.config, size, 1)
+            decode(self, torch.zeros(size, 1, dtype=torch.int64), cache, 0)
 
     def step(self, tokens, positions, places, lengths):
         """What is recorded: tokens (B,) at positions (B,) → (B,C). `places` and `lengths`: see kernels.py."""

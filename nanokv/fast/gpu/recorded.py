@@ -61,6 +61,13 @@ def lengths_of(pages: list[Pages]) -> torch.Tensor:
     return torch.stack([page.lengths for page in pages])
 
 
+def rows_of(pages: Pages, a: int, b: int) -> Pages:
+    """Rows a … b−1 of a layer."""
+    if pages.table is None:
+        return Pages(pages.keys[a:b], pages.values[a:b], pages.lengths[a:b])
+    return Pages(pages.keys, pages.values, pages.lengths[a:b], pages.table[a:b])
+
+
 def place_of(pages: Pages) -> list[int]:
     """Where a layer lies, as the kernels read it; made once for each Pages, and kept on it."""
     made = vars(pages).get("place")
@@ -134,7 +141,22 @@ class Steps:
 
     @torch.inference_mode()
     def __call__(self, tokens, positions, pages) -> torch.Tensor:
-        """tokens (b,), b ≤ SIZES[-1] → hidden states (b,C)."""
+        """tokens (b,), positions () or (b,) → hidden states (b,C). More rows than a recording has go one part after the
+        other."""
+        most = SIZES[-1]
+        if len(tokens) > most:
+            positions = positions.expand(len(tokens))
+            starts = range(0, len(tokens), most)
+            return torch.cat(
+                [
+                    self(
+                        tokens[a : a + most],
+                        positions[a : a + most],
+                        [rows_of(layer, a, a + most) for layer in pages],
+                    )
+                    for a in starts
+                ]
+            )
         rows = next(size for size in SIZES if size >= len(tokens))
         with self.turn:
             return self.recording(rows)(tokens, positions, pages).clone()  # it is written again

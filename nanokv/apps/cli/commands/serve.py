@@ -230,6 +230,7 @@ def make_server(given: ServeOptions, loaded: Loaded, stop: "Stop", ready):
     )
     pages = given.cache.options.get("pages") or pool_pages(sizes.running, loaded, page)
     engine = loaded.make_engine(pages, page, sizes.step_tokens, sizes.running)
+    record(loaded.model, sizes.running, given)
     context = min(loaded.context, pages * page)
     if context < loaded.context:
         terminal.warning(
@@ -254,6 +255,14 @@ def make_server(given: ServeOptions, loaded: Loaded, stop: "Stop", ready):
     hosts, keys = Hosts(given.host, given.allow_hosts), Keys(given.api_keys)
     app = make_app(served, client, hosts, keys, Limits(answer_s=given.timeout))
     return Server(app, client, stop, stop.twice, given.grace, ready)
+
+
+def record(model, running: int, given: ServeOptions) -> None:
+    """On a GPU the steps of all batch sizes, before the first request."""
+    prepare = getattr(model, "prepare", None)
+    if prepare is not None:
+        terminal.notice(f"recording the decode steps of 1 to {running} requests", given.output)
+        prepare(running)
 
 
 def model_names(given: ServeOptions, loaded: Loaded) -> tuple[str, ...]:
