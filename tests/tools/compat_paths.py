@@ -5,6 +5,7 @@
 Prints a line for every path. Leaves with 1 if one of them failed or answered something else.
 """
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -13,6 +14,9 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+
+# Triton's kernels run on a CPU; read when it is imported, and a torch with CUDA imports it.
+os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy
 import torch
@@ -53,6 +57,25 @@ class Paths:
         parts = nanokv.prefill(self.model, ids[:, :-1], cache)
         parts = nanokv.decode(self.model, ids[:, -1:], cache, start_pos=cache.length)
         assert (whole - parts).abs().max() <= 1e-5 * whole.abs().max()
+
+    def try_gpu(self) -> None:
+        """The kernels of a GPU, in Triton's interpreter: prefill and two steps over pages."""
+        if importlib.util.find_spec("triton") is None:
+            raise UnsupportedError("there is no Triton")
+        from nanokv.fast.gpu import model, products
+
+        products.PROGRAMS, model.PROCESSORS = 8, 4  # each takes a millisecond
+        plain, _ = nanokv.load("tiny", dtype=torch.float32, device="cpu")
+        caches = [nanokv.make_cache("paged", plain.config) for _ in "ab"]
+        models = self.model, model.recorded(plain)
+        for ids in (self.ids[:5], self.ids[5:6], self.ids[6:7]):
+            run = nanokv.prefill if len(ids) > 1 else nanokv.decode
+            right, found = (
+                run(one, torch.tensor([ids]), cache, start_pos=cache.length)
+                for one, cache in zip(models, caches, strict=True)
+            )
+            assert (right - found).abs().max() <= 1e-5 * right.abs().max()
+        assert set(models[1].steps.recorded) == {1}
 
     def try_caches(self) -> None:
         for name in nanokv.CACHES:
