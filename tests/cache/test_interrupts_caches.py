@@ -215,7 +215,7 @@ def test_ctrl_c_at_some_lines_of_a_cache_is_survived(kind, tmp_path):
         survives(operation, some(2, seed))
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @EACH
 def test_ctrl_c_at_any_line_of_a_cache_is_survived(kind, tmp_path):
     for operation in operations(kind, tmp_path):

@@ -49,7 +49,17 @@ def test_every_solution_is_right_and_checked_once(path):
     assert done.states("answer") == {id: ["right"] for id in ids(number, "QUESTIONS")}
 
 
-@each_source
+# Twenty to fifty seconds each; their solutions run by day.
+LONG = {"07", "09", "12", "13"}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=number, marks=[pytest.mark.night] if number in LONG else [])
+        for path, number in zip(SOURCES, NUMBERS, strict=True)
+    ],
+)
 def test_every_stub_is_unanswered_and_the_notebook_still_runs_to_its_end(path):
     number = path.stem[:2]
     done = running.run(twins.read(path).student(), WALL)

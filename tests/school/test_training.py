@@ -384,7 +384,7 @@ def test_the_loss_is_the_mean_of_minus_the_log_probabilities():
     assert trainer.cross_entropy(logits, targets).item() == pytest.approx(by_hand.item(), rel=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 def test_compiled_layers_learn_the_same():
     """Loss within 1e-3 and gradients within 2 % of their norm, for a short and a longer row."""

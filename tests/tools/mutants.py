@@ -33,7 +33,6 @@ COPIED = ("nanokv", "weights_loader", "tests", "pyproject.toml")
 CONTRACT = "cache_contract caches_refusals matrix"
 # A file, or the longest folder that holds it → the test files that are about it, quick and close ones first.
 TESTS = {
-    "nanokv/backends.py": "backends",
     "nanokv/attention.py": "model_parity matrix fast generation latent caches_window batching",
     "nanokv/inference.py": "cache_contract generation matrix caches_window caches_rows batching",
     "nanokv/cache/": CONTRACT,
@@ -69,8 +68,6 @@ TESTS = {
     "nanokv/engine/": "engine engine_packed batch_command interrupts",
     "nanokv/engine/prefilled.py": "handover_engine",
     "nanokv/fast/": "fast matrix",
-    "nanokv/fast/gpu/": "gpu_model gpu_kernels matrix",
-    "nanokv/fast/gpu/draw.py": "counter gpu_kernels",
     "nanokv/fast/compiled.py": "compiled matrix",
     "nanokv/fast/native.py": "fast",
     "nanokv/ranks/": "parallel",
