@@ -64,6 +64,7 @@ class Paths:
             raise UnsupportedError("there is no Triton")
         from nanokv.fast.gpu import model, products
 
+        take_arrays_of_one()
         products.PROGRAMS, model.PROCESSORS = 8, 4  # each takes a millisecond
         plain, _ = nanokv.load("tiny", dtype=torch.float32, device="cpu")
         caches = [nanokv.make_cache("paged", plain.config) for _ in "ab"]
@@ -201,6 +202,25 @@ class Paths:
                 capture_output=True,
             )
             assert done.returncode == 0 and done.stdout, (argv, done.stderr)
+
+
+class Whole(type):
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, int)
+
+
+class Int(metaclass=Whole):
+    """int, which takes an array of one number too, as NumPy allowed before 2.4."""
+
+    def __new__(cls, value: object = 0) -> int:
+        return int(value.item() if isinstance(value, numpy.ndarray) else value)
+
+
+def take_arrays_of_one() -> None:
+    """Triton's interpreter up to 3.6 makes int of such arrays."""
+    from triton.runtime import interpreter
+
+    interpreter.int = Int
 
 
 def outcome(path: Callable[[], None]) -> str:
