@@ -457,6 +457,7 @@ def lack(request, monkeypatch, h200):
     monkeypatch.setattr(gpu, "find_spec", lambda name: able["find_spec"])
     monkeypatch.setattr(torch.version, "hip", able["hip"])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: able["capability"])
+    monkeypatch.setattr(gpu, "on", lambda device: contextlib.nullcontext())
     right = torch.ones
     monkeypatch.setattr(torch, "ones", lambda *shape, device=None: right(*shape))
     gpu.trial.cache_clear()

@@ -19,6 +19,7 @@ from nanokv.attention import causal_attention, decode_attention
 from nanokv.cache import BatchCache, make_cache
 from nanokv.cache.batch import width
 from nanokv.cache.padded import PaddedCache
+from nanokv.cache.paged import PagedCache
 from nanokv.cache.paged_batch import PagedBatch
 from nanokv.engine.packed import prefill_packed
 from nanokv.errors import CacheError, UnsupportedError
@@ -406,14 +407,14 @@ def two_ranks(model, new):
 def caches_of_rows(new):
     """Three caches of one row; paged ones share a pool, as in the engine."""
     first = new(1)
-    pool = getattr(first, "pool", None)
-    if pool is None:
+    if not isinstance(first, PagedCache):
         return [first, new(1), new(1)]
-    return [make_cache(first.made.name, first.config, pool=pool) for _ in range(3)]
+    return [make_cache(first.made.name, first.config, pool=first.pool) for _ in range(3)]
 
 
 def together(rows, config):
-    return PagedBatch(rows, config) if hasattr(rows[0], "pool") else BatchCache(rows, config)
+    paged = isinstance(rows[0], PagedCache)
+    return PagedBatch(rows, config) if paged else BatchCache(rows, config)
 
 
 SITUATIONS = {  # name → (run, rows)
