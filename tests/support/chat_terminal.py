@@ -4,6 +4,7 @@
 Cursor position requests are answered as a terminal does, so prompt_toolkit draws its toolbar.
 """
 
+import errno
 import os
 import re
 import signal
@@ -13,6 +14,76 @@ import time
 
 import pexpect
 import pyte
+from pexpect.fdpexpect import fdspawn
+
+import warm
+from cli_helpers import HOME
+
+
+class Forked(fdspawn):
+    """pexpect.spawn for a command that warm.py forks: the same members, as far as tests use them."""
+
+    def __init__(self, argv, env: dict, dimensions: tuple[int, int]):
+        master, slave = os.openpty()
+        termios.tcsetwinsize(slave, dimensions)
+        streams = {"stdin": slave, "stdout": slave, "stderr": slave}
+        self.process = warm.start(argv, env, terminal=True, **streams)
+        os.close(slave)
+        super().__init__(master, timeout=60)
+        self.pid = self.process.pid
+        self.exitstatus = self.signalstatus = None
+
+    def setwinsize(self, rows: int, columns: int):
+        termios.tcsetwinsize(self.child_fd, (rows, columns))
+
+    def read_nonblocking(self, size: int, timeout: float) -> bytes:
+        try:
+            return super().read_nonblocking(size, timeout)
+        except OSError as error:
+            # Linux tells the end of a terminal so.
+            if error.errno == errno.EIO:
+                raise pexpect.EOF("the program has ended") from None
+            raise
+
+    def isalive(self) -> bool:
+        code = self.process.poll()
+        if code is None:
+            return True
+        if code < 0:
+            self.signalstatus = -code
+        else:
+            self.exitstatus = code
+        return False
+
+    def kill(self, number: int):
+        self.process.send_signal(number)
+
+    def close(self, force: bool = False):
+        super().close()
+        if force:
+            self.process.kill()
+            self.process.wait()
+        self.isalive()
+
+
+class Screen(pyte.Screen):
+    """Renders the lines that have changed: a wait looks at the screen whenever something comes."""
+
+    def __init__(self, columns: int, lines: int):
+        self.rendered = {}
+        super().__init__(columns, lines)
+
+    def texts(self) -> list[str]:
+        """The lines without the spaces at their ends."""
+        for y in self.dirty:
+            self.rendered[y] = self.line(y).rstrip()
+        self.dirty.clear()
+        return [self.rendered[y] for y in range(self.lines)]
+
+    def line(self, y: int) -> str:
+        characters = [self.buffer[y][x].data for x in range(self.columns)]
+        # Behind a wide character stands a place that holds nothing.
+        return "".join(characters)
 
 
 class Terminal:
@@ -26,17 +97,22 @@ class Terminal:
             "OMP_NUM_THREADS": "1",
             "LANG": "C.UTF-8",
             "PYTHONUNBUFFERED": "1",
+            "PYTHONPATH": HOME,
         }
-        self.child = pexpect.spawn(
-            argv[0],
-            list(argv[1:]),
-            env=base | (env or {}),
-            dimensions=(lines, columns),
-            timeout=60,
-            preexec_fn=preexec,
-        )
+        env = base | (env or {})
+        if preexec is None and warm.can_fork(list(argv), env, {}):
+            self.child = Forked(argv, env, (lines, columns))
+        else:
+            self.child = pexpect.spawn(
+                argv[0],
+                list(argv[1:]),
+                env=env,
+                dimensions=(lines, columns),
+                timeout=60,
+                preexec_fn=preexec,
+            )
         self.child.delaybeforesend = None
-        self.screen = pyte.Screen(columns, lines)
+        self.screen = Screen(columns, lines)
         self.screen.write_process_input = lambda data: self.child.send(data)
         self.stream, self.raw = pyte.ByteStream(self.screen), b""
 
@@ -55,7 +131,7 @@ class Terminal:
 
     @property
     def text(self):
-        return "\n".join(line.rstrip() for line in self.screen.display).rstrip("\n")
+        return "\n".join(self.screen.texts()).rstrip("\n")
 
     def see(self, wanted, deadline=60.0, unseen=None):
         """Wait until the screen matches the regular expression (and no longer matches `unseen`); seconds waited."""

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import nanokv
+import warm
 
 # The very package that this test process imported.
 HOME = str(Path(nanokv.__file__).resolve().parents[1])
@@ -61,18 +62,19 @@ def run_cli(
     *argv, stdin: bytes | None = b"", env: dict | None = None, timeout: float = 120, **popen
 ):
     """Run to the end → CompletedProcess with bytes. stdin None = the null device."""
-    where = {"stdin": subprocess.DEVNULL} if stdin is None else {"input": stdin}
-    if "stdout" not in popen:
-        popen["stdout"] = subprocess.PIPE
-    return subprocess.run(
-        command(*argv),
-        env=environment(env),
-        stderr=subprocess.PIPE,
-        timeout=timeout,
-        check=False,
-        **where,
-        **popen,
-    )
+    streams = {
+        "stdin": subprocess.DEVNULL if stdin is None else subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+    }
+    argv = command(*argv)
+    with warm.start(argv, environment(env), **streams | popen) as process:
+        try:
+            out, err = process.communicate(stdin, timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(argv, process.returncode, out, err)
 
 
 def spawn_cli(*argv, env: dict | None = None, **popen) -> subprocess.Popen:
@@ -82,7 +84,7 @@ def spawn_cli(*argv, env: dict | None = None, **popen) -> subprocess.Popen:
         "stdout": subprocess.PIPE,
         "stderr": subprocess.PIPE,
     } | popen
-    return subprocess.Popen(command(*argv), env=environment(env), **streams)
+    return warm.start(command(*argv), environment(env), **streams)
 
 
 def errors_in(err: str) -> tuple[str, str]:
