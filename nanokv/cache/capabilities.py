@@ -213,7 +213,7 @@ class CacheCapabilities(list):
 
         None, and nothing is changed, if one of them has none.
         """
-        reserves = list(filter(None, map(reserve_of, self)))
+        reserves = [reserve for reserve in map(reserve_of, self) if reserve is not None]
         if len(reserves) < len(self):
             return None
         found, before = [], []

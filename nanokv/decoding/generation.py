@@ -159,8 +159,10 @@ class Generation:
         return self
 
     def __next__(self) -> Step:
-        with self._stopping():
+        try:  # _stopping(), without the cost of a generator at each token
             return next(self._steps)
+        except KeyboardInterrupt:
+            self._check_asked()
         raise StopIteration
 
     @property
@@ -239,9 +241,13 @@ class Generation:
         try:
             yield
         except KeyboardInterrupt:
-            if not self.should_stop():
-                raise
-            self.finish_reason = "interrupted"
+            self._check_asked()
+
+    def _check_asked(self):
+        """A KeyboardInterrupt that should_stop knows of is the end of the answer; any other goes on."""
+        if not self.should_stop():
+            raise
+        self.finish_reason = "interrupted"
 
     def _go_back(self, n: int):
         try:

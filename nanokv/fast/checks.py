@@ -73,7 +73,7 @@ def check_values(name: str, part, config) -> None:
 
 def has_own_forward(part) -> bool:
     """Does somebody listen to this module, or was a forward put on this very object?"""
-    return bool("forward" in vars(part) or part._forward_hooks or part._forward_pre_hooks)
+    return bool("forward" in part.__dict__ or part._forward_hooks or part._forward_pre_hooks)
 
 
 def is_one_call(model, kinds, cache, attend) -> bool:
@@ -81,17 +81,21 @@ def is_one_call(model, kinds, cache, attend) -> bool:
     them, or has put another in its place. `kinds`: of embedding, norm and layers."""
     if module._global_forward_hooks or module._global_forward_pre_hooks:
         return False
-    parts = model.embed_tokens, model.norm, *model.layers
     embedding, norm, block = kinds
-    known = embedding, norm, *[block] * len(model.layers)
-    if any(
-        type(part) is not kind or has_own_forward(part)
-        for part, kind in zip(parts, known, strict=True)
-    ):
+    modules = model._modules  # model.layers would be two calls of Python more
+    if is_changed(modules["embed_tokens"], embedding) or is_changed(modules["norm"], norm):
         return False
+    for layer in modules["layers"]:
+        if is_changed(layer, block):
+            return False
     if plain_model.rope_angles is not rope_angles or not has_pages(cache):
         return False
     return reserve_of(cache[0]) is not None and sees_its_row(attend, cache[0])
+
+
+def is_changed(part, kind: type) -> bool:
+    """Has somebody put another in its place, or does somebody listen to it?"""
+    return type(part) is not kind or has_own_forward(part)
 
 
 def sees_its_row(attend, cache) -> bool:

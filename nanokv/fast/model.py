@@ -291,7 +291,8 @@ class FastTransformer(Transformer):
     speeds: tuple | None = None  # (config, (D,) radians per position, factor of cos and sin)
 
     def forward(self, tokens, cache, start_pos, attend):
-        on_cpu = tokens.device.type == self.norm.weight.device.type == "cpu"
+        norm = self.norm
+        on_cpu = tokens.device.type == norm.weight.device.type == "cpu"
         kernels = native.kernels() if on_cpu and tokens.shape[1] == 1 else None
         if not kernels or not is_one_call(self, KINDS, cache, attend) or not self.knows(tokens):
             return super().forward(tokens, cache, start_pos, attend)
@@ -299,16 +300,16 @@ class FastTransformer(Transformer):
         B, C, D = len(tokens), self.config.hidden_size, self.config.head_dim
         cos, sin = self.angles(start_pos)  # (D,) or (B,D) ×2
         angles = cos.data_ptr(), sin.data_ptr(), stride(cos, B, D)
-        found = type(cache).pages(cache, self.layers[0].token_like(B))
+        blocks = list(self.layers)
+        found = type(cache).pages(cache, blocks[0].token_like(B))
         if found is None:  # nothing has changed so far
             return super().forward(tokens, cache, start_pos, attend)
         tokens, x = tokens.contiguous(), tokens.new_empty(B, 1, C, dtype=torch.float32)
-        structs = [layer.struct for layer in self.layers]
-        layers = native.addresses(structs)
+        layers = native.addresses([block.struct for block in blocks])
         pages = native.addresses([native.pages_struct(pages) for pages in found])
         rows = ctypes.byref(self.embed_tokens.table.struct), tokens.data_ptr()
-        norm = self.norm.weight.data_ptr(), self.norm.eps
-        kernels.forward_step(*rows, layers, len(layers), x.data_ptr(), B, *angles, pages, *norm)
+        last = norm.weight.data_ptr(), norm.eps
+        kernels.forward_step(*rows, layers, len(blocks), x.data_ptr(), B, *angles, pages, *last)
         return x
 
     @property
