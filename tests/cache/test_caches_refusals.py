@@ -495,6 +495,20 @@ def test_an_elastic_prefix_pool_grows_before_it_forgets(model):
     assert make_cache("prefix", model.config, pool=pool).reuse(ids) == 12
 
 
+@pytest.mark.parametrize(("keep", "pages"), [(4, [4, 4]), (5, [4, 8])])
+def test_an_elastic_prefix_pool_grows_only_for_pages_that_it_lacks(model, keep, pages):
+    """What is free is used up first; from `keep` pages on, what nobody uses is forgotten first."""
+    pool, found = ElasticPrefixPool(model.config, 4, 4, keep=keep), []
+    for seed in range(2):
+        cache = make_cache("prefix", model.config, pool=pool)
+        ids = random_ids(seed, 1, 16)
+        prefill(model, ids, cache)
+        found.append(len(pool.references))
+        cache.remember(ids[0])
+        cache.free()
+    assert found == pages
+
+
 # --- numbers --------------------------------------------------------------------------------------------------------
 
 

@@ -394,6 +394,7 @@ def test_no_compiler_no_place_and_off_start_nothing(place, monkeypatch, tmp_path
                 speed.choose(plan(), parsed("x").model.speed, lambda fusing: True).text
                 == f"plain ({why})"
             )
+            assert building.state()[:2] == (False, why)
     monkeypatch.setenv("NANOKV_KERNELS", "maybe")
     with pytest.raises(NanoKVError, match="on, explicit, off"):
         building.state()

@@ -222,6 +222,20 @@ def test_what_a_padded_cache_cannot_do_is_refused(models, tmp_path):
         PaddedCache(make_cache("dict", config, 2), [-1, 0])
 
 
+def test_a_padded_cache_goes_back_to_lengths_it_had_and_to_its_beginning(models):
+    _, model = models
+    cache = PaddedCache(make_cache("dict", model.config, 2), [3, 0])
+    columns = random_ids(0, 2, 5)
+    whole = prefill(model, columns, cache, cache.length)
+    cache.truncate([1, 4])
+    assert cache.length.tolist() == [1, 4] and cache.inner.length == 4
+    for start in (4, 0):
+        cache.truncate(cache.length if start else 0)
+        assert cache.inner.length == start
+        again = prefill(model, columns[:, start:], cache, cache.length)
+        assert gap(again, whole) <= TOLERANCE
+
+
 def test_a_full_cache_ends_the_ragged_rows_one_by_one(models):
     _, model = models
     cache = make_cache("batch", model.config, len(PROMPTS), capacity=13, of="static")

@@ -168,6 +168,18 @@ def test_more_candidates_than_the_first_beam_has(models):
     assert_equal(ours, reference_beams(reference, ids, 4, 6, [1, 2, 3]))
 
 
+@pytest.mark.parametrize("eos", [[], [1], [1, 2, 3]])
+def test_all_beams_go_on_though_every_eos_of_every_beam_is_likelier(eos):
+    """The beams' eos are all the best candidates: only as many more again hold one that each beam goes on with."""
+    search = beam_module.Search(4, 9, 1.0, "never", torch.tensor(eos))
+    search.tokens, search.running = torch.zeros(4, 1, dtype=torch.int64), torch.zeros(4)
+    log_probs = torch.full((4, 7), -50.0)  # (k,V)
+    log_probs[:, eos], log_probs[:, 5] = -1.0, torch.tensor([-2.0, -3.0, -4.0, -5.0])
+    assert search.step(log_probs).tolist() == [0, 1, 2, 3]
+    assert search.tokens.tolist() == [[0, 5]] * 4 and not search.ended
+    assert search.running.tolist() == [-2, -3, -4, -5]
+
+
 def test_a_score_is_the_log_probability_of_its_tokens(models):
     _, model = models
     ids = random_ids(6, 1, 6, V)

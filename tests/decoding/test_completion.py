@@ -184,6 +184,11 @@ def test_reasons_are_openais_with_ours_beside_them(reason, stop_string, expected
     assert (found["finish_reason"], found["stop_reason"]) == expected
 
 
+def test_a_rate_of_nothing_and_in_no_time_is_none():
+    assert completion.rate(6, 1.5) == 4
+    assert [completion.rate(*x) for x in ((0, 1.5), (6, None), (6, 0.0), (6, -1.0))] == [None] * 4
+
+
 def test_thoughts_are_set_apart():
     said = completion.message("<think>\nhm\n</think>\n\nYes.")["message"]
     assert said == {

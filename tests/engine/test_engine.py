@@ -404,6 +404,28 @@ def test_an_interrupt_between_forward_and_token_loses_nothing(model):
     ]
 
 
+def test_an_interrupted_search_for_known_pages_loses_nothing(model, monkeypatch):
+    """The layers are empty again, and the request still says that the pages it had found are fed."""
+    engine, ids = Engine(model, pages=20, page_size=4), prompt(0, 9)
+    engine.submit(ids, max_new_tokens=1)
+    engine.run()
+    request = engine.submit([*ids, 1, 2], max_new_tokens=3)
+    find, calls = engine.pool.find, []
+
+    def interrupted(tokens, salt):
+        calls.append(request.fed)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return find(tokens, salt)
+
+    monkeypatch.setattr(engine.pool, "find", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.run()
+    assert calls == [0, 8] and request.cache.length == 0
+    engine.run()
+    assert request.tokens == alone(model, [*ids, 1, 2], max_new_tokens=3) and all_free(engine)
+
+
 # --- metrics ------------------------------------------------------------------------------------------------------
 
 

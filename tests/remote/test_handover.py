@@ -217,6 +217,19 @@ def test_wrong_ids_are_refused_by_the_sender(model, ends):
         send(ends[0], nanokv.cache.KVCache(), ())
 
 
+def test_who_is_refused_sends_no_key(model, ends):
+    """The receiver's no has come before the first tensor goes."""
+    (sender, receiver), config = ends, replace(model.config, num_hidden_layers=4)
+    cache, tokens = other.filled(model, "whole", "dict", {})
+    told = in_thread(lambda: receive(receiver, config))
+    with pytest.raises(HandoverError, match="the receiver has refused: "):
+        send(sender, cache, tokens)
+    assert "num_hidden_layers differ" in str(told())
+    receiver.socket.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        receiver.socket.recv(1)
+
+
 def changed(model, ends, change):
     """What a receiver says to a message of which `change(data)` is left; the sender then closes."""
 
