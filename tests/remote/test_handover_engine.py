@@ -6,8 +6,10 @@ same chunks, and log-probabilities must be equal in every bit.
 
 import os
 import queue
+import re
 import signal
 import socket
+import threading
 import time
 from dataclasses import replace
 from functools import partial
@@ -24,6 +26,7 @@ from nanokv.engine import Engine
 from nanokv.engine.prefilled import Prefilled, taken
 from nanokv.errors import CapacityError, HandoverError, NanoKVError
 from nanokv.inference import prefill
+from nanokv.remote import prefill_process
 from nanokv.remote.link import SocketLink
 from nanokv.remote.prefill_process import PrefillProcess, received
 
@@ -325,6 +328,15 @@ def test_taken_leaves_out_what_the_other_has(model):
     assert rest.nbytes == 2 * 3 * 2 * 5 * 32 * 4 and isinstance(rest, Prefilled)
 
 
+def test_rows_of_a_whole_prompt_begin_with_its_first_token(model):
+    cache, tokens = other.filled(model, "whole", "dict", {})
+    rows = taken(cache, tokens)
+    assert rows.start == rows.reused == 0
+    Prefilled(tokens, rows.keys, rows.values).check(model.config, torch.float32)
+    with pytest.raises(HandoverError, match=re.escape("from token 1 on have the shape [3, 2, 13,")):
+        replace(rows, start=1).check(model.config, None)
+
+
 # --- the process ----------------------------------------------------------------------------------------------------
 
 
@@ -341,6 +353,34 @@ def test_it_says_what_it_has_loaded_and_ends_when_it_is_closed(model, tiny_folde
     process.close()
     assert time.monotonic() - began < 5 and process._process.exitcode == 0 and not process.alive
     assert all("lost" not in message[0] for message in list(news.queue))
+
+
+def test_it_says_that_it_lives_while_it_loads_and_while_it_waits(model, monkeypatch):
+    """Who started it takes silence for its end."""
+    exits, loading = [], threading.Event()
+    monkeypatch.setattr(prefill_process, "BEAT_S", 0.01)
+    monkeypatch.setattr(os, "_exit", exits.append)
+
+    def load():
+        assert loading.wait(PATIENCE_S)
+        return model, "its weights"
+
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        arguments = load, SIZES, door.getsockname()[1], bytes(32)
+        thread = threading.Thread(target=prefill_process.run, args=arguments, daemon=True)
+        thread.start()
+        words = prefill_process.Words(SocketLink(door.accept()[0], 5.0))
+    words.link.read(torch.empty(32, dtype=torch.uint8))
+    assert [words.hear()[0] for _ in "ab"] == [{"beat": True}] * 2
+    loading.set()
+    heard = [words.hear()[0]]
+    while "ready" not in heard[-1]:
+        heard.append(words.hear()[0])
+    assert heard[-1]["ready"]["weights"] == "its weights"
+    assert words.hear()[0] == {"beat": True}
+    words.link.close()
+    thread.join(PATIENCE_S)
+    assert exits == [0]
 
 
 @pytest.mark.slow
