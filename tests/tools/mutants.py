@@ -80,7 +80,7 @@ TESTS = {
     "nanokv/fast/native.py": "fast speed",
     "nanokv/fast/optimizing.py": "fast neighbours speed",
     "nanokv/fast/private.py": "fast speed hostile_files",
-    "nanokv/ranks/": "parallel",
+    "nanokv/ranks/": "ranks parallel",
     "nanokv/remote/": "handover_engine serve_prefill",
     "nanokv/remote/handover.py": "handover",
     "nanokv/remote/link.py": "handover handover_engine",
