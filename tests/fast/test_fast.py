@@ -17,6 +17,7 @@ import sys
 import threading
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -1111,6 +1112,40 @@ def test_a_sticky_parent_as_tmp_is_fine_and_a_link_is_not(fresh, monkeypatch):
     file.rename(elsewhere)
     file.symlink_to(elsewhere)
     assert "did not build" in native.library()[1] and not file.is_symlink() and elsewhere.exists()
+
+
+def test_a_link_to_a_whole_library_is_not_followed(tmp_path):
+    """What it leads to can be changed after it was looked at."""
+    path = private.named(tmp_path / "kernels-0", b"a library")
+    path.write_bytes(b"a library")
+    path.chmod(0o600)
+    assert private.is_whole(path)
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="symbolic links"):
+        private.is_whole(path)
+
+
+def test_a_library_is_the_users_alone_whatever_the_compiler_says(tmp_path, monkeypatch):
+    def compiler(command, **_):
+        target = Path(command[-1])
+        target.write_bytes(b"a library")
+        target.chmod(0o666)
+
+    monkeypatch.setattr(building.subprocess, "run", compiler)
+    path = building.build(["c++"], tmp_path / "kernels-0", 1.0)
+    assert path.stat().st_mode & 0o777 == 0o600 and private.is_whole(path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
+def test_freed_memory_is_kept_for_the_next_operator(monkeypatch):
+    """malloc.h: -3 is what a block may have and still lie in the heap, -1 what is free at its end."""
+    said = []
+    monkeypatch.setattr(
+        native.ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=lambda *kv: said.append(kv))
+    )
+    native.keep_freed_memory()
+    assert said == [(-3, 2**25), (-1, 2**28)]
 
 
 def test_what_another_user_owns_is_not_loaded(fresh, monkeypatch):

@@ -439,6 +439,35 @@ def test_a_prompt_that_is_cancelled_half_way_gives_its_pages_back(tiny_folder):
         process.close()
 
 
+def test_one_that_ends_before_it_is_ready_is_an_error(monkeypatch):
+    """As a process that has no memory for its model."""
+    ended = []
+
+    class Ends:
+        """A process that connects, and is gone."""
+
+        pid = 1
+
+        def __init__(self, target, args, daemon):
+            self.port, self.secret = args[2:]
+
+        def start(self):
+            link = SocketLink(socket.create_connection(("127.0.0.1", self.port)))
+            link.write(torch.tensor(list(self.secret), dtype=torch.uint8))
+            link.close()
+
+        def join(self, timeout=None):
+            ended.append(timeout)
+
+        kill = join
+
+    monkeypatch.setattr(prefill_process, "get_context", lambda how: SimpleNamespace(Process=Ends))
+    process = PrefillProcess(other.load, SIZES, print)
+    with pytest.raises(NanoKVError, match="has not become ready: the other process") as raised:
+        process.start()
+    assert type(raised.value) is NanoKVError and ended and not process.alive
+
+
 def test_a_stranger_at_the_door_is_sent_away():
     """Any user of the machine can connect to the loopback."""
     process = PrefillProcess(other.load, SIZES, print)
