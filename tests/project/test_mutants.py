@@ -120,7 +120,7 @@ def test_alone(): pass
 @pytest.mark.slow
 def test_it_says_which_faults_the_tests_do_not_notice(tmp_path):
     """A tree of one function: 2 · 2 is 2 + 2, and a line that no test runs can be anything."""
-    for path in (*mutants.TESTS, "weights_loader/", "tests/tools/", "nanokv/decoding/"):
+    for path in (*mutants.TESTS, "weights_loader/", "docs/", "tests/tools/", "nanokv/decoding/"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).mkdir(exist_ok=True) if path.endswith("/") else (tmp_path / path).touch()
     for path in ("nanokv/__init__.py", *mutants.tests_of("nanokv/attention.py")):

@@ -31,8 +31,8 @@ ROOT = Path(__file__).resolve().parents[2]
 NO_TESTS = pytest.ExitCode.NO_TESTS_COLLECTED
 # Seconds. Who waited longer for a processor, or for a deadline, may have failed because the machine was busy: the fault
 # is noticed if it happens twice. What fails without a fault is never asked.
-PATIENCE = 3.0
-COPIED = ("nanokv", "weights_loader", "tests", "pyproject.toml")
+PATIENCE = 8.0
+COPIED = ("nanokv", "weights_loader", "tests", "docs", "pyproject.toml")
 CONTRACT = "cache_contract caches_refusals matrix"
 # A file, or the longest folder that holds it → the test files that are about it, quick and close ones first.
 TESTS = {
@@ -459,7 +459,9 @@ def main() -> int:
     results = []
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        copy = Path(folder)
+        copy = Path(folder) / ROOT.name
+        copy.mkdir()
+        (copy.parent / "shared").symlink_to(ROOT.parent / "shared")  # test data that lies beside
         for name in COPIED:
             duplicate = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
             duplicate(ROOT / name, copy / name)
