@@ -21,9 +21,9 @@ from nanokv.apps.serve.api import protocol
 from nanokv.apps.serve.api.errors import ApiError
 from nanokv.cache import make_cache
 from nanokv.decoding import sample as module
-from nanokv.decoding.draw import SamplingParams
+from nanokv.decoding.draw import SamplingParams, signed
 from nanokv.decoding.generation import Generation
-from nanokv.decoding.ranges import RANGES
+from nanokv.decoding.ranges import RANGES, chosen_seed
 from nanokv.decoding.sample import logprob, sample
 from nanokv.errors import GenerationError, NanoKVError
 from oracle import SAMPLING, defaults
@@ -295,6 +295,20 @@ def test_logprob_is_that_of_the_raw_logits():
     assert torch.allclose(
         logprob(x, token), x.float().log_softmax(-1)[torch.arange(4), token], atol=1e-6
     )
+
+
+def test_temperature_zero_scales_nothing():
+    with pytest.raises(GenerationError, match="temperature 0 is argmax and has no scaled logits"):
+        module.temperature(logits_of("normal"), 0)
+
+
+def test_a_seed_is_64_bits_with_or_without_a_sign():
+    """A negative one is the same bits as a large one; -1 asks for a drawn one."""
+    seeds = [0, 5, 2**63 - 1, 2**63, 2**64 - 2]
+    assert [chosen_seed(seed) for seed in seeds] == seeds
+    assert [signed(seed) for seed in seeds] == [0, 5, 2**63 - 1, -(2**63), -2]
+    assert [chosen_seed(signed(seed)) for seed in seeds] == seeds
+    assert chosen_seed(-1) is chosen_seed(None) is None
 
 
 def test_who_says_nothing_gets_the_likeliest_token():

@@ -7,6 +7,7 @@ import torch
 
 import nanokv
 from nanokv.cache import CACHES, make_cache
+from nanokv.cache.packed import PackedCache
 from nanokv.engine import Engine
 from nanokv.engine.packed import prefill_packed
 from nanokv.errors import CacheError
@@ -128,6 +129,11 @@ def test_what_does_not_fit_together_is_refused(models):
     with pytest.raises(IndexError, match="outside the vocabulary"):
         prefill_packed(model, [[1], [10**6]], four[:2], [0, 0])
     assert [cache.length for cache in four] == [0] * 4
+
+
+def test_a_packed_cache_says_what_it_is(models):
+    packed = PackedCache(caches("dict", models[1]), LENGTHS, models[1].config)
+    assert repr(packed).startswith("<PackedCache 'packed': 3 layers")
 
 
 # --- in the engine ------------------------------------------------------------------------------------------------

@@ -259,6 +259,12 @@ def test_sizes_are_checked(sizes, says):
         Compiled(small()[0], **{"capacity": 10, "backend": "eager"} | sizes)
 
 
+@pytest.mark.parametrize(("capacity", "widest"), [(100, [64, 100]), (4096, [1024, 2048])])
+def test_who_names_no_buckets_gets_powers_of_two(capacity, widest):
+    fast = Compiled(small(max_position_embeddings=4096)[0], capacity, backend="eager")
+    assert fast.widths[:3] == [1, 16, 32] and fast.widths[-2:] == widest
+
+
 def test_without_a_compiler_the_error_says_so(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler"):

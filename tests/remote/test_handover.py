@@ -142,6 +142,10 @@ def test_what_is_sent_is_what_is_held(peer, model, spec):
     assert theirs.nbytes < exact.nbytes or name == "dict"
 
 
+def test_a_rate_is_in_bytes_per_second():
+    assert handover.Receipt(6, 1.5).rate == 4
+
+
 @pytest.mark.parametrize("kind", handover.EXACT)
 def test_the_receiver_may_keep_it_in_another_kind_of_cache(peer, model, kind):
     """Pages of another size, too: rows are sent."""
