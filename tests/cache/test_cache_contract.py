@@ -30,7 +30,8 @@ from nanokv.attention import causal_mask, is_causal
 from nanokv.cache import CACHES, DictCache, KVCache, LayerCache, NoCache, make_cache
 from nanokv.cache.capabilities import causal_keys
 from nanokv.config import Config
-from nanokv.errors import CacheError, UnsupportedError
+from nanokv.decoding.generation import generate
+from nanokv.errors import CacheError, ContextError, UnsupportedError
 from nanokv.inference import decode, prefill, score
 from oracle import SHAPES, TOLERANCE, gap, pair, pair_from_disk, random_ids
 
@@ -624,6 +625,12 @@ def test_a_cache_with_unequal_layers_is_not_saved(new, name, model, tmp_path):
 
 
 # --- make_cache, NoCache, and what the dict cache refuses -----------------------------------------------------------
+
+
+def test_nothing_is_generated_with_a_cache_that_keeps_nothing(model):
+    """Not even one token after one: every decode would see one token and no past."""
+    with pytest.raises(ContextError, match="needs 1 of 0 tokens"):
+        next(iter(generate(model, [1], NoCache(len(model.layers)), max_new_tokens=1)))
 
 
 def test_an_unknown_cache_or_option_is_named_with_the_known_ones(name, model):

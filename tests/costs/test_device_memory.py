@@ -126,6 +126,15 @@ def test_a_command_prints_two_lines_and_leaves_with_2(cli, monkeypatch):
     assert code == 2 and "21.47 GB asked" in err and "hint: " in err
 
 
+def test_a_saved_cache_that_does_not_fit_is_no_broken_file(model, monkeypatch, tmp_path):
+    cache = make_cache("dict", model.config)
+    prefill(model, random_ids(1, 1, 5), cache)
+    cache.save(tmp_path / "cache")
+    monkeypatch.setattr("nanokv.cache.dict_cache.DictCache.restore", full)
+    with pytest.raises(DeviceMemoryError, match="the memory of the GPU is full: 21"):
+        KVCache.load(tmp_path / "cache", model.config)
+
+
 def test_it_is_no_fault_of_the_request(cli, monkeypatch, tmp_path):
     error = full_memory(torch.OutOfMemoryError(TEXT))
     assert completion.error(error)["error"]["type"] == "server_error"

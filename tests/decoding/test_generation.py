@@ -676,6 +676,13 @@ def test_eos_ids_are_ids(model, wrong):
         generate(model, [1, 2], eos_token_ids=wrong)
 
 
+def test_pieces_that_a_stop_string_could_contain_begin_in_or_end_in():
+    stops = StopStrings(["abcd"])
+    assert all(map(stops.meets, ["bc", "abcd", "xabcdx", "xa", "xabc", "dx", "bcdx"]))
+    assert not any(map(stops.meets, ["x", "ac", "xb", "cx", "axd"]))
+    assert not StopStrings().meets("a")
+
+
 @pytest.mark.parametrize("cut", [1, 2, 3, 50])
 def test_stop_strings_cut_the_same_text_however_it_is_split(cut):
     """The first stop string to be complete decides; text that may begin one is held back, never more."""

@@ -54,7 +54,8 @@ TESTS = {
     "nanokv/cache/prefix.py": f"caches_paged interrupts_caches interrupts engine {CONTRACT}",
     "nanokv/cache/quantized.py": f"caches_quantized {CONTRACT} caches_place",
     "nanokv/cache/registry.py": f"{CONTRACT} cli caches_quantized memory library",
-    "nanokv/cache/saving.py": f"{CONTRACT} hostile_files caches_quantized caches_window session fingerprint handover",
+    "nanokv/cache/saving.py": f"{CONTRACT} hostile_files caches_quantized caches_window session fingerprint "
+    "handover device_memory",
     "nanokv/cache/sliding.py": f"caches_window {CONTRACT} interrupts_caches",
     "nanokv/cache/static.py": f"{CONTRACT} compiled fast caches_place",
     "nanokv/cache/stores.py": f"caches_place ferry caches_quantized caches_rows {CONTRACT}",
