@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,9 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 # Triton runs its kernels on the CPU, program by program; read when it is imported.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# jsonschema would compile a grammar of addresses, for a format that no schema here has: 2 s of each process.
+sys.modules.setdefault("rfc3987_syntax", None)
 
 # Pytest-xdist sets it in its processes: what is printed would be fitted to that.
 os.environ.pop("COLUMNS", None)
