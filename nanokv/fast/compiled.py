@@ -207,7 +207,9 @@ class Recorded:
 
     def __init__(self, step, tokens, positions, slabs):
         self.tokens, self.positions, self.slabs = tokens.clone(), positions.clone(), slabs
-        self.play, self.hidden = cuda_graph(lambda: step(self.tokens, self.positions, self.slabs))
+        self.play, self.hidden = cuda_graph(
+            lambda: step(self.tokens, self.positions, self.slabs), tokens.device
+        )
 
     def __call__(self, tokens, positions):
         self.tokens.copy_(tokens)
@@ -216,20 +218,21 @@ class Recorded:
         return self.hidden.clone()  # the next step writes over it
 
 
-def cuda_graph(step):
-    """(function that replays what `step` launches, the tensor that it then has written).
+def cuda_graph(step, device):
+    """(function that replays what `step` launches on `device`, the tensor that it then has written).
 
     It runs before it is recorded, because the first call compiles. To repeat a decode step is harmless: it writes the
-    same slot.
+    same slot. Another thread may go on with the GPU meanwhile.
     """
-    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    with torch.cuda.graph(graph):
-        output = step()
+    with torch.cuda.device(device):
+        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            output = step()
     return graph.replay, output
 
 

@@ -274,7 +274,7 @@ def test_without_a_compiler_the_error_says_so(monkeypatch):
 # --- recording ------------------------------------------------------------------------------------------------------
 
 
-def repeated(step):
+def repeated(step, device):
     """In place of a CUDA graph: `play` runs the step again, into the tensor of the first time."""
     output = step()
     return lambda: output.copy_(step()), output
@@ -300,7 +300,7 @@ def test_each_cache_has_a_recording_of_its_own(traced, monkeypatch):
     model, ids, fast = traced
     recordings = []
     monkeypatch.setattr(
-        compiled, "cuda_graph", lambda step: recordings.append(step) or repeated(step)
+        compiled, "cuda_graph", lambda *asked: recordings.append(asked) or repeated(*asked)
     )
     monkeypatch.setattr(
         Compiled,
