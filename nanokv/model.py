@@ -164,9 +164,11 @@ class Transformer(PretrainedModel):
 
     def check(self, cache, start_pos):
         """A wrong position, or keys of another model, give fluent nonsense: an error and not a guess."""
-        if not torch.equal(torch.as_tensor(start_pos), torch.as_tensor(cache.length)):
+        held = cache.length
+        same = (type(held) is int and start_pos == held) is True
+        if not same and not torch.equal(torch.as_tensor(start_pos), torch.as_tensor(held)):
             raise ValueError(
-                f"start_pos is {start_pos}, but the cache holds {cache.length} tokens: pass start_pos={cache.length}"
+                f"start_pos is {start_pos}, but the cache holds {held} tokens: pass start_pos={held}"
             )
         if len(cache) != len(self.layers):
             raise ValueError(

@@ -4,6 +4,8 @@ The price: the capacity must be known, and its bytes are taken however few token
 StaticCache, which cannot roll back; this one can, because a length is all there is to change.
 """
 
+from operator import attrgetter, is_
+
 import torch
 
 from nanokv.cache.base import LayerCache
@@ -11,6 +13,44 @@ from nanokv.cache.capabilities import Pages, Sizes, in_place
 from nanokv.cache.checks import check_append
 from nanokv.cache.options import growing_slots
 from nanokv.errors import CapacityError
+
+KEYS, VALUES = attrgetter("keys"), attrgetter("values")
+
+
+class Slabs:
+    """Pages of all layers with one tensor of lengths: a step writes one number and not one per layer."""
+
+    def __init__(self, layers, like):
+        self.like = like.shape, like.dtype, like.device
+        with torch.inference_mode(False):  # steps outside of that mode write to it too
+            self.lengths = torch.zeros(like.shape[0], dtype=torch.int32)  # (B,)
+        self.pages = [Pages(layer.keys, layer.values, self.lengths) for layer in layers]
+        self.slots = min(layer.slots for layer in layers)
+
+    def hold(self, layers, like) -> bool:
+        """Are these still the slabs of the layers, and is `like` what they were made for?"""
+        same = self.like == (like.shape, like.dtype, like.device) and len(layers) == len(self.pages)
+        return (
+            same
+            and all(map(is_, map(KEYS, layers), map(KEYS, self.pages)))
+            and all(map(is_, map(VALUES, layers), map(VALUES, self.pages)))
+        )
+
+
+def reserve_all(cache, like) -> list[Pages] | None:
+    """`_reserve` of every layer, where a step was before this one; else None, and nothing is changed."""
+    lengths = [layer.length for layer in cache]
+    slabs, start = vars(cache).get("slabs"), lengths[0]
+    if slabs is None or not slabs.hold(cache, like):
+        if not all(layer.as_before(like) for layer in cache):
+            return None
+        slabs = cache.slabs = Slabs(cache, like)
+    if start >= slabs.slots or lengths.count(start) < len(lengths):
+        return None
+    slabs.lengths.fill_(start + 1)
+    for layer in cache:
+        layer.length = start + 1
+    return slabs.pages
 
 
 class StaticCache(LayerCache):
@@ -21,22 +61,25 @@ class StaticCache(LayerCache):
         self.given, self.made_for, self.slots = None, None, 0  # Pages given, to whom, how many fit
 
     def _reserve(self, like) -> Pages | None:
-        pages, made_for = self.given, (like.shape[0], like.dtype)
-        # As in the step before.
-        same = pages is not None and pages.keys is self.keys and pages.values is self.values
-        same = same and self.made_for == made_for
-        if not same or self.length == self.slots:
+        pages = self.given
+        if not self.as_before(like) or self.length == self.slots:
             check_append(like, like, self.keys, self._expected)
             self.make_room(self.length + 1, like)
             if not (self.keys.is_contiguous() and self.values.is_contiguous()):
                 return None  # somebody put a view in their place
             self.given = pages = Pages(self.keys, self.values, [0] * like.shape[0])
-            self.made_for, self.slots = made_for, self.keys.shape[2]
+            self.made_for, self.slots = (like.shape[0], like.dtype), self.keys.shape[2]
         pages.lengths.fill_(self.length + 1)
         self.length += 1
         return pages
 
-    @in_place(_reserve)
+    def as_before(self, like) -> bool:
+        """Are slab and keys to come those of the step before?"""
+        pages = self.given
+        same = pages is not None and pages.keys is self.keys and pages.values is self.values
+        return same and self.made_for == (like.shape[0], like.dtype)
+
+    @in_place(_reserve, at_once=reserve_all)
     def append(self, k, v):
         check_append(k, v, self.keys, self._expected)
         start, end = self.length, self.length + k.shape[2]

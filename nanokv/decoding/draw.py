@@ -13,16 +13,25 @@ import functools
 import math
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain
 from typing import Any
 
+import numpy
 import torch
 
 from nanokv.config import GenerationConfig
 from nanokv.decoding.counter import draw_rows
 from nanokv.decoding.ranges import check_sampling, chosen_seed
-from nanokv.decoding.sample import choose, kept, logprob, penalized, unusable
+from nanokv.decoding.sample import (
+    choose,
+    kept,
+    likeliest,
+    likeliest_rows,
+    logprob,
+    penalized,
+    unusable,
+)
 from nanokv.errors import GenerationError
 from nanokv.fast import gpu
 
@@ -105,26 +114,25 @@ class Sampler:
         prompt: list[int],
         tokens: list[int],
         constrain: Callable[[torch.Tensor, list[int]], torch.Tensor] | None = None,
+        top: int = 0,
     ):
+        self.top = top  # so many of the likeliest tokens stand in each Step
+        self.seed = signed(generator.initial_seed())
         self.values, self.filters = params.values(), params.filters()
         self.temperature, self.constrain = params.temperature, constrain
         self.generator, self.prompt, self.tokens = generator, prompt, tokens
-
-    @property
-    def changes(self) -> bool:
-        """Is it drawn from other logits than the model's?"""
-        penalty = self.values["repetition_penalty"]
-        return bool(self.filters or self.constrain or penalty != 1)
+        # Is it drawn from other logits than the model's?
+        self.changes = bool(self.filters or constrain or params.repetition_penalty != 1)
 
     def constrained(self, logits: torch.Tensor) -> torch.Tensor:
         """(1,V) → (1,V)."""
         return logits if self.constrain is None else self.constrain(logits, self.tokens)
 
 
-def sent(values: list, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+def sent(values: list, device: torch.device, dtype: type = numpy.int64) -> torch.Tensor:
     """torch.tensor(values, device=device) waits for all that a GPU was asked before; this does not. Memory that is not
-    pinned has been read when the copy returns."""
-    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+    pinned has been read when the copy returns. (NumPy reads a list in a fifth of torch's time.)"""
+    return torch.from_numpy(numpy.array(values, dtype)).to(device, non_blocking=True)
 
 
 def together(device: torch.device) -> bool:
@@ -148,24 +156,52 @@ def by_generator(logits: torch.Tensor, sampler: Sampler) -> Step | GenerationErr
         token = draw(left, sampler.values, sampler.generator, *texts)  # (1,)
     except GenerationError as error:
         return error
-    return Step(int(token), float(logprob(logits, token)))
+    (top,) = likeliest(logits, sampler.top) if sampler.top else [()]
+    return Step(int(token), float(logprob(logits, token)), top)
 
 
 def by_counter(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[Step | GenerationError]:
     """logits (B,V) → a Step for each row: its seed and the number of its token say what is drawn. One wait for all."""
     device, (left, temperatures) = logits.device, allowed(logits, samplers)
-    seeds = [signed(sampler.generator.initial_seed()) for sampler in samplers]  # (B)
+    seeds = [sampler.seed for sampler in samplers]  # (B)
     places = [len(sampler.tokens) for sampler in samplers]  # (B)
-    numbers = sent([seeds, places], device)  # (2,B)
-    temperature = sent(temperatures, device, torch.float32)  # (B,)
+    numbers = sent([seeds, places], device).unbind()  # (B,) ×2
+    temperature = sent(temperatures, device, numpy.float32)  # (B,)
     with gpu.on(device):
-        chosen = drawing(device)(logits, temperature, *numbers, left)
-    # Tokens, log-probabilities and highest logits; the wait.
-    found = torch.stack([part.double() for part in chosen], 1).tolist()  # (B,3)
-    return [
-        Step(int(token), logprob) if math.isfinite(highest) else unusable(highest)
-        for token, logprob, highest in found
+        drawn = drawing(device)(logits, temperature, *numbers, left)
+    asking = [b for b, sampler in enumerate(samplers) if sampler.top]
+    tops = top_of(logits, asking, samplers) if asking else ()
+    tokens, logprobs, highest, *tops = brought(*drawn, *tops)
+    steps: list[Step | GenerationError] = [
+        Step(token, logprob) if math.isfinite(high) else unusable(high)
+        for token, logprob, high in zip(tokens, logprobs, highest, strict=True)
     ]
+    for b, *pairs in zip(asking, *tops, strict=True):
+        if isinstance(steps[b], Step):
+            top = tuple(zip(*pairs, strict=True))[: samplers[b].top]
+            steps[b] = replace(steps[b], top=top)  # type: ignore[type-var]
+    return steps
+
+
+def top_of(logits: torch.Tensor, asking: list[int], samplers: Sequence[Sampler]) -> list:
+    """likeliest_rows of the rows that ask for them, as many as any of these does: ids and log-probabilities (n,k)."""
+    rows = logits if len(asking) == len(logits) else logits[sent(asking, logits.device)]
+    return [*likeliest_rows(rows, max(samplers[b].top for b in asking))]
+
+
+def brought(*tensors: torch.Tensor) -> list[list]:
+    """Tensors of a device, of 4 or 8 bytes per number, as lists: by one copy, the one wait of a step."""
+    whole = torch.cat([tensor.flatten().view(torch.int32) for tensor in tensors]).cpu().numpy()
+    lists, start = [], 0
+    for tensor in tensors:
+        end = start + tensor.nbytes // 4
+        numbers = whole[start:end].view(NUMPY[tensor.dtype])
+        lists.append(numbers.reshape(tensor.shape).tolist())
+        start = end
+    return lists
+
+
+NUMPY = {torch.int64: numpy.int64, torch.float32: numpy.float32}
 
 
 def allowed(

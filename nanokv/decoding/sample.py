@@ -247,12 +247,15 @@ def likeliest(logits: Tensor, k: int) -> list[tuple[tuple[int, float], ...]]:
     """For each row of the raw logits (B,V) the k likeliest tokens with what `logprob` gives for
     them, likeliest first.
     """
+    rows = (x.tolist() for x in likeliest_rows(logits, k))
+    return [tuple(zip(*row, strict=True)) for row in zip(*rows, strict=True)]
+
+
+def likeliest_rows(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """`likeliest` as tensors: ids (B,k) int64 and their log-probabilities (B,k) fp32."""
     logits = logits.float()
     ids = logits.topk(min(k, logits.shape[-1])).indices  # (B,k)
-    values = logits.log_softmax(-1).gather(-1, ids)  # (B,k)
-    return [
-        tuple(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)
-    ]
+    return ids, logits.log_softmax(-1).gather(-1, ids)
 
 
 def _refuse_unusable(highest):

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from nanokv.decoding.draw import Sampler, SamplingParams, Step, next_steps, reason_to_end
-from nanokv.decoding.sample import likeliest
 from nanokv.errors import GenerationError
 
 WAITING, RUNNING, FINISHED = "waiting", "running", "finished"
@@ -57,7 +56,12 @@ class Request:
         self.generator = self.params.generator(self.device)
         self.seed = self.generator.initial_seed()
         self.sampler = Sampler(
-            self.params, self.generator, self.prompt, self.tokens, self.constrain
+            self.params,
+            self.generator,
+            self.prompt,
+            self.tokens,
+            self.constrain,
+            self.top_logprobs,
         )
         # (tokens drawn so far, what was drawn after them, for this request and others at once).
         self.drawn: tuple[int, Step | GenerationError] | None = None
@@ -118,9 +122,7 @@ class Request:
         if isinstance(step, GenerationError):
             raise step
         self.logprobs[len(self.tokens) :] = [step.logprob]
-        self.tops[len(self.tokens) :] = (
-            likeliest(self.logits, self.top_logprobs) if self.top_logprobs else [()]
-        )
+        self.tops[len(self.tokens) :] = [step.top]
         self.tokens.append(step.token)  # commit
         self.logits = None
 

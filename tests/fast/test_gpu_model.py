@@ -293,40 +293,62 @@ def test_launches_of_a_recorded_step(kernels, monkeypatch, rows, each):
     assert each * L < len(counter.launches) <= each * L + 11
 
 
-def test_a_token_is_one_wait_for_the_device(kernels, counted_draws, monkeypatch):
-    """What asks a tensor for its value waits for a GPU: the draw alone does, once for all rows of a step."""
-    _, tried = models()
-    engine, waits = Engine(tried, pages=64), []
-    for b in range(5):
-        values = {"temperature": 1.0, "seed": b, "top_k": 5 * (b % 2), "repetition_penalty": 1.1}
-        engine.submit(random_ids(b, 1, 6)[0].tolist(), 8, **values, eos_token_ids=[])
-    engine.step()
-    real = torch.stack
-
-    def stacked(tensors, *args, **kwargs):  # the draw's results, brought over together
-        if len(tensors) == 3 and tensors[0].dtype == torch.float64:
-            waits.append("draw")
-        return real(tensors, *args, **kwargs)
-
-    made, to = torch.tensor, torch.Tensor.to
+@pytest.fixture
+def waits(monkeypatch):
+    """What would wait for a GPU: a tensor that is asked for its values, or a list that goes straight to a device."""
+    found, made, to, cpu = [], torch.tensor, torch.Tensor.to, torch.Tensor.cpu
 
     def tensor(*args, **kwargs):  # straight to a device: a copy that is waited for
-        waits.extend(["tensor"] * ("device" in kwargs))
+        found.extend(["tensor"] * ("device" in kwargs))
         return made(*args, **kwargs)
 
     def moved(self, *args, non_blocking=False, **kwargs):
         # The ids of a step are there already.
         device = list(map(type, args)) == [torch.device] or "device" in kwargs
-        waits.extend(["to"] * (device and not non_blocking))
+        found.extend(["to"] * (device and not non_blocking))
         return to(self, *args, non_blocking=non_blocking, **kwargs)
 
     monkeypatch.setattr(torch, "tensor", tensor)
     monkeypatch.setattr(torch.Tensor, "to", moved)
-    monkeypatch.setattr(torch, "stack", stacked)
-    for kind in ("nonzero", "cpu", "numpy"):
-        monkeypatch.setattr(torch.Tensor, kind, lambda *_, kind=kind: waits.append(kind))
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda self: found.append("cpu") or cpu(self))
+    monkeypatch.setattr(torch.Tensor, "nonzero", lambda self: found.append("nonzero"))
+    return found
+
+
+@pytest.mark.parametrize("top", [0, 3])
+def test_a_token_is_one_wait_for_the_device(kernels, counted_draws, waits, top):
+    """The draw alone waits: once for all rows of a step, and for the likeliest tokens of those that ask for them."""
+    _, tried = models()
+    engine = Engine(tried, pages=64)
+    for b in range(5):
+        values = {"temperature": 1.0, "seed": b, "top_k": 5 * (b % 2), "repetition_penalty": 1.1}
+        values["top_logprobs"] = top * (b % 3)
+        engine.submit(random_ids(b, 1, 6)[0].tolist(), 8, **values, eos_token_ids=[])
     engine.step()
-    assert waits == ["draw"]
+    waits.clear()
+    steps = engine.step()
+    assert waits == ["cpu"]
+    assert [len(step.top) for _, step in steps] == [top * (b % 3) for b in range(5)]
+
+
+def test_the_likeliest_tokens_come_with_the_draw(kernels, counted_draws):
+    """Of each row as many as it asks for: those of a request alone."""
+    _, tried = models()
+    ids, found = prompts(3)[1], {}
+    for asked in ([0, 1, 4], [4], [1]):
+        engine = Engine(tried, pages=64)
+        requests = [
+            engine.submit(ids, 5, top_logprobs=top, eos_token_ids=[], seed=1) for top in asked
+        ]
+        engine.run()
+        for top, request in zip(asked, requests, strict=True):
+            assert [len(pairs) for pairs in request.tops] == [top] * 5
+            tokens = [[token for token, _ in pairs] for pairs in request.tops]
+            assert found.setdefault(top, tokens) == tokens
+            for token, value, pairs in zip(
+                request.tokens, request.logprobs, request.tops, strict=True
+            ):
+                assert not pairs or pairs[0] == (token, pytest.approx(value, abs=1e-5))
 
 
 def test_kernels_are_launched_on_the_device_of_their_tensors(kernels, counted_draws, monkeypatch):

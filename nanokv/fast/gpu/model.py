@@ -118,9 +118,8 @@ class GpuTransformer(Transformer):
             self.check(cache, start_pos)
             pages = type(cache).pages(cache, self.token_like(len(tokens)))
             if pages is not None:  # else nothing has changed so far
-                positions = torch.as_tensor(start_pos, device="cpu")  # () or (B,)
                 with on(tokens.device):
-                    hidden = self.steps(tokens[:, 0], positions, pages)  # (B,C)
+                    hidden = self.steps(tokens[:, 0], start_pos, pages)  # (B,C)
                 return hidden[:, None]  # (B,1,C)
         return super().forward(tokens, cache, start_pos, attend)
 
@@ -166,13 +165,21 @@ class GpuTransformer(Transformer):
 
     def forget(self):
         """Recordings know tensors by their addresses: dropped when these change."""
-        for name in ("steps", "speeds"):
+        for name in ("steps", "speeds", "likes"):
             self.__dict__.pop(name, None)
 
     def token_like(self, rows: int):
         """(B,Hk,1,D): what one token per row adds to a cache, for its shape, dtype and device."""
-        config, weight = self.config, self.embed_tokens.weight
-        return weight.new_empty(rows, config.num_key_value_heads, 1, config.head_dim)
+        if rows not in self.likes:
+            config, weight = self.config, self.embed_tokens.weight
+            like = weight.new_empty(1, config.num_key_value_heads, 1, config.head_dim)
+            self.likes[rows] = like.expand(rows, -1, -1, -1)
+        return self.likes[rows]
+
+    @functools.cached_property
+    def likes(self) -> dict[int, torch.Tensor]:
+        """`token_like` of some numbers of rows."""
+        return {}
 
 
 def processors_of(device: torch.device) -> int:

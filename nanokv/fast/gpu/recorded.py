@@ -10,30 +10,46 @@ Without a GPU the step is simply called. References: gpt-fast; nano-vllm's model
 """
 
 import threading
+from bisect import bisect_left
 from collections.abc import Callable
+from itertools import repeat
+from operator import attrgetter, is_
 
+import numpy
 import torch
 
 from nanokv.cache.capabilities import Pages
 from nanokv.fast.gpu import kernels
 from nanokv.fast.gpu.kernels import PLACE
+from nanokv.inference import Position
 
 # Rows of a recording; a batch takes the next larger one. From 16 on at most a third of the rows are padding.
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+LENGTHS = attrgetter("lengths")
 # tokens (B,), positions (B,), places (L,PLACE), lengths (L,B) → hidden states (B,C)
 Step = Callable[..., torch.Tensor]
 
 
 class Inputs:
-    """What a step of `rows` rows reads, in one piece of memory: one copy to the GPU fills all of it."""
+    """What a step of `rows` rows reads, in one piece of memory: one copy to the GPU fills all of it.
+
+    The host has the same piece. Only what changes is written there: numbers of a step, and addresses where a cache has
+    grown or is another one.
+    """
 
     def __init__(self, layers: int, rows: int, device: torch.device | str):
+        on_gpu = torch.device(device).type == "cuda"
         # As int64; two lengths share one.
         self.counts = rows, layers * PLACE, -(-layers * rows // 2)
         self.layers, self.rows = layers, rows
         self.packed = torch.zeros(sum(self.counts), dtype=torch.int64, device=device)
         self.positions, self.places, self.lengths = self.parts(self.packed)
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.host = torch.zeros(sum(self.counts), dtype=torch.int64, pin_memory=on_gpu)
+        self.numbers = [part.numpy() for part in self.parts(self.host)]
+        # A copy from pinned memory goes on when it has returned.
+        self.copied = torch.cuda.Event() if on_gpu else None
+        self.written: list[list[int]] = []  # the places on the host
 
     def parts(self, packed):
         """positions (B,) and places (L,PLACE) int64, lengths (L,B) int32: views."""
@@ -41,24 +57,32 @@ class Inputs:
         lengths = lengths.view(torch.int32)[: self.layers * self.rows]
         return positions, places.view(self.layers, PLACE), lengths.view(self.layers, self.rows)
 
-    def fill(self, tokens: torch.Tensor, positions: torch.Tensor, pages: list[Pages]) -> None:
+    def fill(self, tokens: torch.Tensor, positions: Position, pages: list[Pages]) -> None:
         """tokens (b,) on the device, positions () or (b,) on the host; b ≤ B, the other rows see nothing."""
-        b, host = len(tokens), torch.zeros_like(self.packed, device="cpu")
-        at, places, lengths = self.parts(host)
-        at[:b] = positions
-        places.copy_(torch.tensor([place_of(page) for page in pages]))
+        b, (at, places, lengths) = len(tokens), self.numbers
+        found = list(map(place_of, pages))
+        if self.copied is not None:
+            self.copied.synchronize()
+        if found != self.written:
+            self.written = []
+            places[:] = found
+            self.written = found
+        at[:b] = positions if type(positions) is int else torch.as_tensor(positions, device="cpu")
         lengths[:, :b] = lengths_of(pages)
-        # Not pinned: then the copy has read the host's memory when it returns, and the next step may reuse it.
-        self.packed.copy_(host, non_blocking=True)
-        self.tokens[:b].copy_(tokens)
+        if b < self.rows:
+            at[b:], lengths[:, b:] = 0, 0
+        self.packed.copy_(self.host, non_blocking=True)
+        if self.copied is not None:
+            self.copied.record()
+        (self.tokens if b == self.rows else self.tokens[:b]).copy_(tokens)
 
 
-def lengths_of(pages: list[Pages]) -> torch.Tensor:
+def lengths_of(pages: list[Pages]) -> numpy.ndarray:
     """(b,) where all layers share theirs, else (L,b)."""
     first = pages[0].lengths
-    if all(page.lengths is first for page in pages):
-        return first
-    return torch.stack([page.lengths for page in pages])
+    if all(map(is_, map(LENGTHS, pages), repeat(first))):
+        return first.numpy()
+    return numpy.stack([page.lengths.numpy() for page in pages])
 
 
 def rows_of(pages: Pages, a: int, b: int) -> Pages:
@@ -93,7 +117,8 @@ class Recorded:
             self.record()
         if self.graph is not None:
             self.graph.replay()
-        return self.hidden[: len(tokens)]
+        b = len(tokens)
+        return self.hidden if b == self.inputs.rows else self.hidden[:b]
 
     def run(self) -> torch.Tensor:
         inputs = self.inputs
@@ -139,13 +164,15 @@ class Steps:
         self.recorded: dict[int, Recorded] = {}
         self.turn = threading.Lock()  # threads that share a model would write each other's inputs
 
-    @torch.inference_mode()
     def __call__(self, tokens, positions, pages) -> torch.Tensor:
         """tokens (b,), positions () or (b,) → hidden states (b,C). More rows than a recording has go one part after the
         other."""
+        if not torch.is_inference_mode_enabled():  # to enter it once more takes 5 µs
+            with torch.inference_mode():
+                return self(tokens, positions, pages)
         most = SIZES[-1]
         if len(tokens) > most:
-            positions = positions.expand(len(tokens))
+            positions = torch.as_tensor(positions).expand(len(tokens))
             starts = range(0, len(tokens), most)
             return torch.cat(
                 [
@@ -157,7 +184,7 @@ class Steps:
                     for a in starts
                 ]
             )
-        rows = next(size for size in SIZES if size >= len(tokens))
+        rows = SIZES[bisect_left(SIZES, len(tokens))]
         with self.turn:
             return self.recording(rows)(tokens, positions, pages).clone()  # it is written again
 
