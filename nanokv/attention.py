@@ -87,6 +87,20 @@ class Decode:
     def __init__(self, mask: Tensor | None = None):
         self.mask = mask
 
+    @classmethod
+    def of_rows(cls, lengths: Tensor) -> "Decode":
+        """Row b sees its last lengths[b] keys, (B,) int64. The mask is made for those who ask for it."""
+        attend = cls.__new__(cls)
+        attend.__dict__["lengths"] = lengths
+        return attend
+
+    @functools.cached_property
+    def mask(self) -> Tensor | None:
+        """Of `of_rows`: (B,1,1,S)."""
+        lengths: Tensor = self.lengths  # type: ignore[assignment]
+        column = torch.arange(int(lengths.max()))  # (S,)
+        return (column >= len(column) - lengths[:, None])[:, None, None]
+
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (B,H,1,D), k and v (B,Hk,S,D) → (B,H,1,D)."""
         if self.mask is not None and self.mask.device != q.device:

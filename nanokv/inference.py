@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanokv.attention import Attend, Causal, Decode, Masked, is_causal
 from nanokv.cache.base import KVCache, NoCache
-from nanokv.cache.capabilities import causal_keys
+from nanokv.cache.capabilities import causal_keys, row_lengths
 from nanokv.checkpoint import Model
 from nanokv.costs.formulas import forward_bytes
 from nanokv.costs.free_memory import available_memory
@@ -132,6 +132,8 @@ def attention_of_one(cache: KVCache) -> Attend:
     not wait for a GPU."""
     if own := own_attention(cache, 1):
         return own
+    if (lengths := row_lengths(cache)) is not None:
+        return Decode.of_rows(lengths)
     return Decode(cache.mask(1))  # None, unless rows differ in length
 
 

@@ -8,6 +8,7 @@ prompts are prefilled alone and joined here.
 
 from contextlib import contextmanager
 
+import numpy
 import torch
 import torch.nn.functional as F
 
@@ -194,7 +195,7 @@ def width(layer, T: int, mask) -> int:
 
 def one_or_each(lengths):
     """An int if all are equal, else (B,) int64."""
-    return lengths[0] if len(set(lengths)) == 1 else torch.tensor(lengths)
+    return lengths[0] if len(set(lengths)) == 1 else torch.from_numpy(numpy.array(lengths))
 
 
 def _pad_left(tensors, longest: int):

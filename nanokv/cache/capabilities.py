@@ -118,9 +118,11 @@ def reserve_of(layer: Any) -> Callable | None:
 
 # For each mask: keys(cache, T), how many it would say are seen, if causally.
 CAUSAL_MASKS: dict[Callable, Callable] = {}
+# For some of these: rows(cache), how many keys the next token of each row sees, (B,); None: ask the mask.
+ROW_MASKS: dict[Callable, Callable] = {}
 
 
-def causal(keys: Callable) -> Callable:
+def causal(keys: Callable, rows: Callable | None = None) -> Callable:
     """Decorator of a `mask` that is often the plain causal one: keys(cache, T) says when, without making it.
 
     As `in_place`, for this very function: a mask that takes its place is asked itself.
@@ -128,9 +130,18 @@ def causal(keys: Callable) -> Callable:
 
     def known(mask: Callable) -> Callable:
         CAUSAL_MASKS[mask] = keys
+        if rows:
+            ROW_MASKS[mask] = rows
         return mask
 
     return known
+
+
+def row_lengths(cache: Any) -> torch.Tensor | None:
+    """(B,) keys, if `cache.mask(1)` would hide the padding on the left of rows of so many keys and nothing else."""
+    mask = cache.mask
+    rows = ROW_MASKS.get(getattr(mask, "__func__", mask))
+    return None if rows is None or mask.__self__ is not cache else rows(cache)
 
 
 def causal_keys(cache: Any, T: int) -> int | None:

@@ -6,10 +6,11 @@
 
 import weakref
 
+import numpy
 import torch
 
 from nanokv.cache.batch import BatchCache, BatchLayer
-from nanokv.cache.capabilities import Pages, causal, in_place, reserve_of
+from nanokv.cache.capabilities import Pages, causal, in_place, reserve_of_all
 from nanokv.cache.checks import check_append
 from nanokv.cache.paged import all_as_made, as_made
 from nanokv.cache.view import next_view
@@ -63,14 +64,13 @@ class PagedBatch(BatchCache):
         ]
 
     def pages(self, like) -> list[Pages] | None:
-        if any(type(layer) is not PagedBatchLayer or reserve_of(layer) is None for layer in self):
+        if type(self[0]) is not PagedBatchLayer or reserve_of_all(self) is None:
             return super().pages(like)
         if not all_as_made(self.rows):
             return None
-        view = next_view(self, 0, [row[0].length for row in self.rows], 1, like)
+        view = next_view(self, 0, [row.counts[0] for row in self.rows], 1, like)
         for row in self.rows:
-            for layer in row:
-                layer.length += 1
+            row.advance()
         return view.pages
 
     @property
@@ -78,7 +78,12 @@ class PagedBatch(BatchCache):
         """Of each row, oldest page first."""
         return [row.tables[0] for row in self.rows]
 
-    @causal(BatchCache.alike)
+    def next_lengths(self) -> torch.Tensor | None:
+        """(B,) int64: the keys that one more token of each row sees; None while all rows are equally long."""
+        lengths = [row[0].length for row in self.rows]
+        return None if len(set(lengths)) == 1 else torch.from_numpy(numpy.array(lengths) + 1)
+
+    @causal(BatchCache.alike, rows=next_lengths)
     def mask(self, T: int):
         """(B,1,T,S) bool: causal behind each row's padding; None or (T,S) while all rows are equally long."""
         lengths = [row[0].length for row in self.rows]

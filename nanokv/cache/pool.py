@@ -114,6 +114,8 @@ class PagePool:
 
     def reserve(self, tables, starts, T: int):
         """Pages for T tokens from starts[b] on in every row, none of them shared: for all rows, or for none."""
+        if not self.lacking(tables, starts, T):
+            return
         size, shared, missing, seen = self.page_size, [], [], Counter()
         with self.change():
             for table, start in zip(tables, starts, strict=True):
@@ -133,6 +135,16 @@ class PagePool:
                 self._release([old])
             for table in missing:
                 table.append(fresh.pop())
+
+    def lacking(self, tables, starts, T: int) -> list[int]:
+        """Rows that `reserve` may give a page to; of the others each has one of its own with T free places."""
+        self.settle()
+        size, references, rows = self.page_size, self.references, []
+        for b, (table, start) in enumerate(zip(tables, starts, strict=True)):
+            i = start // size
+            if i >= len(table) or references[table[i]] != 1 or start + T > (i + 1) * size:
+                rows.append(b)
+        return rows
 
     def take(self, count: int) -> list[int]:
         """So many free pages, or CapacityError and nothing changed. They belong to the caller until `release`."""

@@ -3,6 +3,9 @@
 Made by the first layer and found by the others: a table per step and not a table per layer.
 """
 
+from itertools import chain
+
+import numpy
 import torch
 
 from nanokv.cache.capabilities import Pages
@@ -10,22 +13,27 @@ from nanokv.cache.checks import check_append
 from nanokv.cache.pool import PagePool
 from nanokv.errors import CacheError
 
+SPARE = 16  # a table's width is a multiple of it
+
 
 class View:
     """Tables and lengths as tensors, made by the first layer of a step and used by all.
 
-    `pages[i]`, where layer i lies, stays the same object for as long as no page comes or goes.
+    `pages[i]`, where layer i lies, stays the same object for as long as the rows and the pool's memory do. A page that
+    comes is one number in a table that has room for more.
     """
 
     def __init__(self, pool: PagePool, tables):
         self.pool, self.keys, self.tables = pool, pool.keys, [list(table) for table in tables]
-        widest = max(map(len, tables))
-        # The padding is never read.
-        padded = [table + [0] * (widest - len(table)) for table in tables]
-        table = torch.tensor(padded, dtype=torch.int32)  # (B,n)
-        self.table = table.to(pool.keys.device, non_blocking=True)  # not pinned: read by now
+        sizes = numpy.fromiter(map(len, tables), numpy.int64, len(tables))  # (B,)
+        width = (int(sizes.max()) // SPARE + 1) * SPARE
+        # Behind a row's last page the numbers are never read.
+        self.host = numpy.zeros((len(tables), width), numpy.int32)  # (B,n)
+        every = chain.from_iterable(tables)
+        self.host[numpy.arange(width) < sizes[:, None]] = numpy.fromiter(every, numpy.int32)
         with torch.inference_mode(False):
-            # Written by every step.
+            # Written by later steps. Not pinned: read when the copy returns.
+            self.table = torch.from_numpy(self.host).to(pool.keys.device, non_blocking=True)
             self.lengths = torch.zeros(len(tables), dtype=torch.int32)  # (B,)
         self.pages = [
             Pages(k, v, self.lengths, self.table)
@@ -33,10 +41,26 @@ class View:
         ]
         self.next = self.index = None
 
+    def follows(self, pool: PagePool, tables) -> bool:
+        """Take over the pages that have come or gone in some rows; False if this takes another view."""
+        if self.keys is not pool.keys or len(tables) != len(self.tables):
+            return False
+        changed = [b for b, table in enumerate(tables) if table != self.tables[b]]
+        if any(len(tables[b]) > self.host.shape[1] for b in changed):
+            return False
+        for b in changed:
+            self.host[b, : len(tables[b])] = tables[b]
+        if changed and self.table.device.type != "cpu":  # there it is the same memory
+            self.table.copy_(torch.from_numpy(self.host), non_blocking=True)
+        for b in changed:  # last: what was cut short before is done again
+            self.tables[b] = list(tables[b])
+        return True
+
     def begin(self, starts: list[int], T: int):
         """T new tokens at starts[b] of every row."""
         self.next, self.index = (starts, T), None
-        self.lengths.copy_(torch.tensor([start + T for start in starts]))
+        self.lengths.numpy()[:] = starts
+        self.lengths += T
 
     def write(self, layer: int, k, v):
         """The new tokens' keys and values, to their places in the pool: T rows written, whatever S is."""
@@ -64,7 +88,8 @@ def next_view(owner, layer: int, starts: list[int], T: int, like) -> View:
         return view
     check_append(like, like, expected=owner[layer]._expected)
     pool.reserve(owner.tables, starts, T)
-    if view is None or view.keys is not pool.keys or view.tables != owner.tables:
-        view = owner.view = View(pool, owner.tables)
+    tables = owner.tables
+    if view is None or not view.follows(pool, tables):
+        view = owner.view = View(pool, tables)
     view.begin(starts, T)
     return view

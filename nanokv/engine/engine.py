@@ -24,7 +24,7 @@ from nanokv.decoding.ranges import check_sampling
 from nanokv.engine.metrics import Metrics
 from nanokv.engine.packed import prefill_packed
 from nanokv.engine.prefilled import Prefilled, taken
-from nanokv.engine.request import FINISHED, RUNNING, Request
+from nanokv.engine.request import FINISHED, RUNNING, Request, logits_of
 from nanokv.engine.scheduler import Scheduler
 from nanokv.errors import CapacityError, ContextError, GenerationError, HandoverError
 from nanokv.inference import decode, prefill_chunk
@@ -62,6 +62,7 @@ class Engine:
         self.scheduler = Scheduler(model.config, self.pool, step_tokens, max_running, self.metrics)
         self._submitted = 0
         self._batch: PagedBatch | None = None
+        self._whole = True  # was the last step not cut short?
         self._drawn: dict[tuple[int, int], tuple[Request, Step]] = {}  # what no step has handed out
 
     def __repr__(self) -> str:
@@ -202,9 +203,11 @@ class Engine:
 
     def cancel(self, request: Request, reason: str = "cancelled") -> None:
         """End a request now, whatever it is doing; its tokens stay, its pages are free. Nothing if it is finished."""
+        whole, self._whole = self._whole, False
         if request.state != FINISHED:
             request.finish_reason = reason  # commit
         self._finish(request)  # of one that is finished: what Ctrl-C has left of it in the engine
+        self._whole = whole
 
     def aside(self, function: Callable[[Model], Any]) -> Any:
         """function(model), between two steps: forwards that belong to no request, over a cache of their own."""
@@ -237,7 +240,7 @@ class Engine:
                 sent += 1
                 yield request.step_at(sent - 1)
             if request.state == FINISHED:
-                return self._finish(request)  # nobody may call again who would give its pages back
+                return self.cancel(request)  # nobody may call again who would give its pages back
             self.step()
 
     # --- one step -------------------------------------------------------------------------------------------------
@@ -250,19 +253,23 @@ class Engine:
 
     def _step(self):
         self._settle()
+        self._whole = False
         work = self.scheduler.plan() or self._plan_again()
         now = self.clock()
-        # It came prefilled.
-        complete = [request for request in self.scheduler.running if request.pending == 0]
-        for request in (*(request for request, _ in work), *complete):
-            request.admitted = now if request.admitted is None else request.admitted
-        decodes = [request for request, _ in work if request.pending == 1]
-        chunks = [(request, tokens) for request, tokens in work if request.pending > 1]
+        fed = {id(request) for request, _ in work}
+        for request in self.scheduler.running:
+            # What is complete came prefilled.
+            if request.admitted is None and (id(request) in fed or request.pending == 0):
+                request.admitted = now
+        pending = [(request.pending, request, tokens) for request, tokens in work]
+        decodes = [request for n, request, _ in pending if n == 1]
+        chunks = [(request, tokens) for n, request, tokens in pending if n > 1]
         while chunks:
             chunks = self._prefill(chunks)
         self._decode(decodes)
         self.metrics.note_step(self.pool, self.scheduler.running)
         self._draw()
+        self._whole = True
 
     def _plan_again(self) -> list:
         """Nobody can go on. A cache that a step which was cut short has left among its frames may still hold pages."""
@@ -277,8 +284,9 @@ class Engine:
     def _settle(self):
         """Carry on with what a step that was cut short left behind; nothing after one that was not."""
         self.pool.settle()
-        self.scheduler.mend()
-        self._draw()
+        if not self._whole:
+            self.scheduler.mend()
+            self._draw()
 
     def _prefill(self, chunks) -> list:
         """The next chunk of each request in one forward; the last chunk gives the logits. Returns the chunks that have
@@ -301,7 +309,7 @@ class Engine:
         self.metrics.forwards += 1
         logits = prefill_packed(self.model, parts, caches, starts)  # (B,V)
         for row, (request, tokens) in enumerate(now):
-            request.feed(logits[row : row + 1])
+            request.feed(logits, row)
             self.metrics.prefill_tokens += tokens
             request.cache.remember(request.known)
         return later
@@ -312,12 +320,12 @@ class Engine:
             self._batch = None
             return
         cache = self._batch_of([request.cache for request in requests])
-        newest = sent([request.known[-1:] for request in requests], self.device)  # (B,1)
+        newest = sent([[request.newest] for request in requests], self.device)  # (B,1)
         self.metrics.forwards += 1
         logits = decode(self.model, newest, cache, cache.length)  # (B,V)
         self.metrics.decode_tokens += len(requests)
         for row, request in enumerate(requests):
-            request.feed(logits[row : row + 1])
+            request.feed(logits, row)
 
     def _batch_of(self, caches) -> PagedBatch:
         """That of the last step if the same requests go on: tables are made when pages come."""
@@ -363,8 +371,7 @@ class Engine:
             if request.state == RUNNING and request.pending == 0 and not request.constrain
         ]
         if fed:
-            logits = torch.cat([request.logits for request in fed])  # (B,V)
-            steps = next_steps(logits, [request.sampler for request in fed])
+            steps = next_steps(logits_of(fed), [request.sampler for request in fed])
             for request, step in zip(fed, steps, strict=True):
                 request.drawn = len(request.tokens), step
 

@@ -53,6 +53,6 @@ class Metrics:
 
 def page_use(pool, requests) -> tuple[int, int]:
     """(pages that these requests hold, slots in them without a token). Only a request's own last pages are not full."""
-    tables = [(request.cache.tables[0], request.cache.length) for request in requests]
-    used = {page for table, _ in tables for page in table}
+    tables = [(request.cache.tables[0], request.fed) for request in requests]
+    used: set[int] = set().union(*(table for table, _ in tables))
     return len(used), sum(len(table) * pool.page_size - length for table, length in tables)

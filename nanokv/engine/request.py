@@ -39,7 +39,9 @@ class Request:
     state: str = WAITING
     cache: Any = None  # a PrefixCache while it runs
     fed: int = 0  # known tokens that every layer of the cache holds for sure
-    logits: Any = None  # (1,V) after all known tokens, once all are fed
+    after: Any = (
+        None  # (logits (B,V) of a forward, row that follows all known tokens), once all are fed
+    )
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     tops: list[tuple] = field(default_factory=list)  # Step.top of each
@@ -53,6 +55,7 @@ class Request:
     finished: float | None = None
 
     def __post_init__(self):
+        self.prompt_tokens = len(self.prompt)
         self.generator = self.params.generator(self.device)
         self.seed = self.generator.initial_seed()
         self.sampler = Sampler(
@@ -75,9 +78,26 @@ class Request:
         return self.prompt + self.tokens
 
     @property
+    def logits(self) -> Any:
+        """(1,V) after all known tokens, once all are fed."""
+        if self.after is None:
+            return None
+        whole, row = self.after
+        return whole[row : row + 1]
+
+    @logits.setter
+    def logits(self, logits: torch.Tensor | None) -> None:
+        self.after = None if logits is None else (logits, 0)
+
+    @property
+    def newest(self) -> int:
+        """The last known token."""
+        return (self.tokens or self.prompt)[-1]
+
+    @property
     def pending(self) -> int:
         """Known tokens that are not in the cache."""
-        return len(self.prompt) + len(self.tokens) - self.fed
+        return self.prompt_tokens + len(self.tokens) - self.fed
 
     def pages_needed(self, page_size: int) -> int:
         """Pages still missing to hold all known tokens."""
@@ -87,27 +107,31 @@ class Request:
     def take(self, cache: Any) -> None:
         """Become the owner of a cache that holds a beginning. What another process has prefilled goes into it, unless
         pages have been evicted that it was to follow: then the prompt is prefilled here."""
-        given, logits = self.prefilled, None
+        given, after = self.prefilled, None
         if given is not None and given.start <= cache.length:
             given.extend(cache, self.device)
             cache.remember(self.prompt)
-            logits = given.logits.to(self.device)  # (1,V)
-        self.cache, self.fed, self.logits, self.prefilled = cache, cache.length, logits, None
+            after = given.logits.to(self.device), 0  # (1,V)
+        self.cache, self.fed, self.after, self.prefilled = cache, cache.length, after, None
 
     def settle(self) -> None:
         """Forget what a forward that was cut short left in some of the layers."""
+        if self.cache.even() == self.fed:
+            return
         lengths = {layer.length for layer in self.cache}
         # Fewer only where a search for known pages was cut short.
         self.fed = min(self.fed, *lengths)
         if lengths != {self.fed}:
             self.cache.truncate(self.fed)
 
-    def feed(self, logits: torch.Tensor) -> None:
-        """A forward is complete: `logits` (1,V) follow the last token that the cache holds now."""
-        self.fed, self.logits = self.cache.length, logits  # commit
+    def feed(self, logits: torch.Tensor, row: int) -> None:
+        """A forward is complete: this row of `logits` (B,V) follows the last token that the cache holds now."""
+        self.fed, self.after = self.cache.length, (logits, row)  # commit
 
     def step_at(self, i: int) -> Step:
         """Token i of the answer."""
+        if self.drawn is not None and self.drawn[0] == i and isinstance(self.drawn[1], Step):
+            return self.drawn[1]
         return Step(self.tokens[i], self.logprobs[i], self.tops[i])
 
     def draw(self) -> None:
@@ -124,7 +148,7 @@ class Request:
         self.logprobs[len(self.tokens) :] = [step.logprob]
         self.tops[len(self.tokens) :] = [step.top]
         self.tokens.append(step.token)  # commit
-        self.logits = None
+        self.after = None
 
     def _rewind(self):
         """The generator as it was right after the newest token."""
@@ -153,6 +177,15 @@ class Request:
             "reused_tokens": self.reused_tokens,
             "preemptions": self.preemptions,
         }
+
+
+def logits_of(requests: list[Request]) -> torch.Tensor:
+    """What each of them draws from, (B,V): no copy of what is the whole result of one forward."""
+    whole = requests[0].after[0]
+    rows = [request.after[1] for request in requests if request.after[0] is whole]
+    if rows == list(range(len(whole))) and len(rows) == len(requests):
+        return whole
+    return torch.cat([request.logits for request in requests])
 
 
 def _between(start, end):

@@ -32,14 +32,24 @@ class Scheduler:
         """(request, how many of its pending tokens to feed), pages reserved; oldest first."""
         self.admit()
         budget, work = self.step_tokens, []
-        decodes = [request for request in self.running if request.pending == 1]
-        for request in decodes + [request for request in self.running if request.pending > 1]:
-            tokens = min(budget, request.pending)
-            if request.state == RUNNING and tokens and self.reserve(request, tokens):
+        pending = [(request, request.pending) for request in self.running]
+        decodes = [(request, n) for request, n in pending if n == 1]
+        lacking = set(self.lacking([request for request, _ in decodes]))
+        for i, (request, n) in enumerate(decodes + [pair for pair in pending if pair[1] > 1]):
+            tokens = min(budget, n)
+            if request.state != RUNNING or not tokens:
+                continue
+            held = n == 1 and i not in lacking
+            if held or self.reserve(request, tokens):
                 work.append((request, tokens))
                 budget -= tokens
         # Some may have lost pages.
         return [(request, tokens) for request, tokens in work if request.state == RUNNING]
+
+    def lacking(self, decodes: list[Request]) -> list[int]:
+        """Which of these have no place for the next token: few, so the others are not asked one by one."""
+        tables = [request.cache.tables[0] for request in decodes]
+        return self.pool.lacking(tables, [request.fed for request in decodes], 1)
 
     def mend(self):
         """Carry on with what was cut short: moves out of `running`, and forwards."""
@@ -132,5 +142,5 @@ class Scheduler:
             request.settle()
             request.cache.remember(request.known)
             request.cache.free()
-        request.cache, request.logits, request.fed = None, None, 0
+        request.cache, request.after, request.fed = None, None, 0
         self.running.remove(request)

@@ -109,9 +109,10 @@ def sees_its_row(attend, cache) -> bool:
     """
     if type(attend) is not Decode:
         return False
-    if attend.mask is None:
+    made = vars(attend).get("mask", attend)  # of rows it is made for those who ask
+    if made is None:
         return True
     lengths = None if reserve_of(cache) is None else attend.lengths
-    if lengths is None or attend.mask.shape[-1] != lengths.max():
+    if lengths is None or (made is not attend and made.shape[-1] != lengths.max()):
         return False
     return bool((lengths == torch.as_tensor(cache.length) + 1).all())

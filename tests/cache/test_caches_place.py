@@ -110,7 +110,11 @@ def test_the_tables_are_made_once_a_page_and_not_once_a_layer(model, pool):
     assert all(a is b for a, b in zip(first, again, strict=True))
     for _ in range(2):
         last = [put(layer, k, k) for layer in cache]
-    assert last[0].table.shape == (1, 3) and last[0] is not first[0]  # 9 tokens: a third page
+    # 9 tokens: a third page, in a table that has room for it.
+    assert last[0] is first[0] and last[0].table[0, :3].tolist() == cache.tables[0]
+    for _ in range(64):
+        last = [put(layer, k, k) for layer in cache]
+    assert last[0] is not first[0] and last[0].table[0, :19].tolist() == cache.tables[0]
 
 
 def test_pages_equal_the_rows_own_appends(model, pool):

@@ -8,6 +8,7 @@ import copy
 import json
 import shutil
 import time
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -391,6 +392,16 @@ def test_bf16_is_as_near_to_fp32_as_the_plain_model():
 # --- the GPU script -------------------------------------------------------------------------------------------------
 
 
+HOST = [
+    ("decode", 1),
+    ("decode", 1),
+    ("generate", 1),
+    ("generate", 1),
+    ("engine", 1),
+    ("engine", 256),
+]
+
+
 @pytest.mark.slow
 def test_the_gpu_script_runs_dry(tmp_path, capsys):
     assert gpu.main(["--dry-run", "--out", str(tmp_path / "dry")]) == 0
@@ -410,6 +421,9 @@ def test_the_gpu_script_runs_dry(tmp_path, capsys):
         assert all(row["tok_s"] > 0 for row in rows[part])
     assert all(row["step_bytes"] > 0 and row["share"] > 0 for row in rows["decode"] + compiled)
     assert all(row["equal"] for row in rows["offload"])
+    if find_spec("triton"):
+        assert [(row["path"], row["rows"]) for row in rows["host"]] == HOST
+        assert all(0 < row["host_s"] <= row["slow_s"] for row in rows["host"])
     assert report["versions"]["torch"] == torch.__version__
     one, two = rows["ranks"]
     assert (one["ranks"], two["ranks"]) == (1, 2) and two["tok_s"] > 0 and 0 < two["gap"] <= 1e-5

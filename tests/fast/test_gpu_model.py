@@ -5,6 +5,7 @@ import functools
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -349,6 +350,114 @@ def test_the_likeliest_tokens_come_with_the_draw(kernels, counted_draws):
                 request.tokens, request.logprobs, request.tops, strict=True
             ):
                 assert not pairs or pairs[0] == (token, pytest.approx(value, abs=1e-5))
+
+
+def small(kind, config):
+    """A cache, one row of which holds what is decoded: two rows of their own lengths where it is a batch."""
+    if kind != "batch":
+        return make_cache(kind, config, capacity=64)
+    pool = make_cache("paged", config, page=3).pool
+    return PagedBatch([make_cache("paged", config, pool=pool) for _ in "ab"], config)
+
+
+def layer_of(cache, i):
+    return cache.rows[-1][i] if hasattr(cache, "rows") else cache[i]
+
+
+def wrapped(cache, told):
+    layer = layer_of(cache, 1)
+    layer.append = lambda k, v, right=layer.append: told.append(1) or right(k, v)
+
+
+def borrowed(cache, told):
+    """The layer of a fork, which holds the same."""
+    told.append(cache.fork())
+    cache[1] = told[-1][1]
+
+
+def moved(cache, told):
+    """Its memory lies elsewhere, and where it lay is nonsense."""
+    layer = layer_of(cache, 1)
+    pool = getattr(getattr(layer, "parent", None), "pool", None)
+    owner = layer if pool is None else pool
+    owner.keys, before = owner.keys.clone(), owner.keys
+    before.fill_(torch.nan)
+    told.append(1)
+
+
+def cut(cache, told):
+    """One layer alone: a failed forward leaves it so, and truncate mends it."""
+    layer = layer_of(cache, 1)
+    layer.truncate(layer.length - 2)
+    row = cache.rows[-1] if hasattr(cache, "rows") else cache
+    row.truncate(layer.length)
+    told.append(1)
+
+
+@pytest.mark.parametrize(
+    "kind, change",
+    [
+        *product(("growing", "static", "paged"), (wrapped, borrowed, moved, cut)),
+        *product(["batch"], (wrapped, moved, cut)),  # its layers are those that it was made of
+    ],
+)
+def test_what_is_kept_from_step_to_step_is_still_true(kernels, kind, change):
+    """Between two steps a caller changes a layer: the next one gives what the plain model gives."""
+    plain, tried = models()
+    ids, caches = random_ids(8, 2, 24), [small(kind, plain.config) for _ in "ab"]
+    rows = 2 if kind == "batch" else 1
+    for model, cache in zip((tried, plain), caches, strict=True):
+        for b, row in enumerate(cache.rows if kind == "batch" else [cache]):
+            prefill(model, ids[b : b + 1, : 5 + 2 * b], row)
+    told, others = [], []
+    for t in range(10, 20):
+        if t == 14:
+            change(caches[0], told)
+            change(caches[1], others)
+        token = ids[:rows, t : t + 1]
+        right = decode(plain, token, caches[1], caches[1].length)
+        got = decode(tried, token, caches[0], caches[0].length)
+        assert (got - right).abs().max() < 1e-5 * right.abs().max(), t
+    assert told
+
+
+def test_the_hosts_work_in_a_step_does_not_grow_with_the_layers(kernels, monkeypatch):
+    """Operators of torch, views too: inputs, their copy and the head, but nothing for each layer."""
+    counts = []
+    for layers in (3, 9):
+        tried = recorded(pair(num_hidden_layers=layers)[1])
+        hidden = torch.zeros(1, tried.config.hidden_size)
+        monkeypatch.setattr(type(tried), "step", lambda *_, hidden=hidden: hidden)
+        for kind in ("growing", "paged"):
+            cache, counter = make_cache(kind, tried.config), Operators()
+            prefill(tried, random_ids(9, 1, 5), cache)
+            token = torch.zeros(1, 1, dtype=torch.int64)
+            for _ in range(3):
+                decode(tried, token, cache, cache.length)
+            monkeypatch.setattr(Operators, "FREE", ())
+            with counter:
+                decode(tried, token, cache, cache.length)
+            counts.append(len(counter.launches))
+    assert counts[:2] == counts[2:] and max(counts) <= 18
+
+
+def test_a_step_takes_pages_for_the_rows_alone_that_need_one(kernels, counted_draws, monkeypatch):
+    _, tried = models()
+    engine, asked = Engine(tried, pages=64, page_size=4), []
+    for b in range(6):
+        engine.submit(random_ids(b, 1, 4 + b)[0].tolist(), 12, eos_token_ids=[])
+    engine.step()
+    real = type(engine.scheduler).reserve
+    monkeypatch.setattr(
+        type(engine.scheduler),
+        "reserve",
+        lambda self, request, tokens: asked.append(request.number) or real(self, request, tokens),
+    )
+    for _ in range(8):
+        full = [one.number for one in engine.scheduler.running if one.fed % 4 == 0]
+        engine.step()
+        assert asked == full
+        asked.clear()
 
 
 def test_kernels_are_launched_on_the_device_of_their_tensors(kernels, counted_draws, monkeypatch):

@@ -84,6 +84,7 @@ ONLY = {
         ("nanokv.costs.formulas", "forward_bytes"),
         ("nanokv.costs.free_memory", "available_memory"),
         ("nanokv.cache.capabilities", "causal_keys"),
+        ("nanokv.cache.capabilities", "row_lengths"),
         *(
             (room, name)
             for room in ("nanokv.cache.base", "nanokv.cache")

@@ -9,6 +9,7 @@
     offload     a cache in host memory: equal bit by bit, and how much of the transfer hides behind the arithmetic
     compiled    torch.compile of ours and of transformers'
     engine      many requests at once, and transformers' continuous batching
+    host        what Python takes in a step: the same code, the GPU's work left out (gpu_host.py)
     ranks       with --long: tensor parallel on the GPUs of this machine (gpu_ranks.py)
 
 Every part has a time of its own, after which it is cut; `--long` has more rows and ten times as long. Writes gpu.json
@@ -35,6 +36,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -469,6 +471,16 @@ def engine_rows(bench: Bench) -> Iterator[dict]:
         let_go(bench.plan)
 
 
+def host(bench: Bench) -> Iterator[dict]:
+    """What Python takes in a step, the GPU's work left out."""
+    if find_spec("triton") is None:
+        yield {"skipped": "there is no Triton"}
+        return
+    from nanokv.lab.bench import gpu_host
+
+    yield from gpu_host.host_rows(TINY, bench.plan.device)
+
+
 # --- offload, ranks -------------------------------------------------------------------------------------------------
 
 
@@ -522,6 +534,7 @@ PARTS = {  # the seconds of those that always run: 4 minutes
     "prefill": Part(prefill_rows, 20),
     "generate": Part(generate_rows, 20),
     "engine": Part(engine_rows, 50),
+    "host": Part(host, 5),
     "offload": Part(offload, 10),
     "compiled": Part(compiled_rows, 35),
     "ranks": Part(rank_rows, 60, long=True),
@@ -595,6 +608,8 @@ HEADS = {
     "first_s": "ms of the first",
     "prefill_s": "ms of the prompt",
     "ttft_s": "ms to the first token",
+    "host_s": "ms of Python",
+    "slow_s": "ms, one step of ten",
     "tok_s": "tok/s",
     "share": "of the limit",
     "spread": "±",

@@ -1,8 +1,8 @@
-"""What Python costs in a decode step of a GPU, where the next step waits for it: the same code with nothing behind it.
+"""What Python costs in a decode step of a GPU, where each token is waited for: the same code with nothing behind it.
 
-The GPU computes while Python prepares the step, but each token is waited for before the next step begins, so what
-Python takes comes on top. Here replays, kernels and the draw are replaced by nothing, and a model of Qwen3-0.6B's 28
-layers has tiny ones. What is left are the loop or the engine, the checks, caches, inputs and their copies.
+Replays and the draw are replaced by nothing, and the layers are tiny ones, as many as Qwen3-0.6B has. What is left are
+the loop or the engine, the checks, the caches, the inputs of a step and their copies. So it means something on a
+machine without a GPU as well; a GPU adds what its driver takes for each copy and launch.
 """
 
 import statistics
@@ -21,11 +21,14 @@ from nanokv.decoding.generation import generate
 from nanokv.engine import Engine
 from nanokv.engine import engine as engines
 from nanokv.fast.gpu.model import GpuTransformer, recorded
-from nanokv.inference import decode
+from nanokv.inference import decode, prefill
 from nanokv.loading import random_model
 
 LAYERS = 28
-PROMPT = 100
+CONTEXT = 4096
+PROMPT = 100  # tokens
+STEPS = 100
+MANY = 256  # requests of the engine
 
 
 class Nothing(GpuTransformer):
@@ -43,11 +46,11 @@ class Nothing(GpuTransformer):
 
 
 def nothing(config: Config, device: str) -> Nothing:
-    """As many layers as Qwen3-0.6B, each of tiny matrices."""
-    plain = random_model(replace(config, num_hidden_layers=LAYERS), torch.float32, device)
-    model = recorded(plain)
+    """As many layers as Qwen3-0.6B, each as small as this config says."""
+    config = replace(config, num_hidden_layers=LAYERS, max_position_embeddings=CONTEXT)
+    model = recorded(random_model(config, torch.float32, device))
     model.__class__ = Nothing
-    return model
+    return model  # type: ignore[return-value]
 
 
 def draw_nothing(logits, temperature, seeds, positions, filtered=None):
@@ -67,73 +70,53 @@ def without_work():
         yield
 
 
-def host_rows(
-    config: Config, device: str, tokens: int, requests: tuple[int, ...]
-) -> Iterator[dict]:
+def host_rows(config: Config, device: str) -> Iterator[dict]:
     """Seconds of Python per step: of `decode` and `generate` over some caches, and of the engine."""
     model = nothing(config, device)
+    ways = [(path, kind, 1) for path in ("decode", "generate") for kind in ("growing", "paged")]
+    makers = {"decode": decodes, "generate": tokens, "engine": engine_steps}
     with without_work():
-        for kind in ("growing", "static", "paged"):
-            yield {
-                "path": "decode",
-                "cache": kind,
-                "rows": 1,
-                **timed(decodes(model, kind), tokens),
-            }
-        for kind in ("growing", "paged"):
-            yield {
-                "path": "generate",
-                "cache": kind,
-                "rows": 1,
-                **timed(tokens_of(model, kind), tokens),
-            }
-        for rows in requests:
-            yield {
-                "path": "engine",
-                "cache": "prefix",
-                "rows": rows,
-                **timed(steps_of(model, rows, tokens), tokens),
-            }
+        for path, kind, rows in [*ways, ("engine", "prefix", 1), ("engine", "prefix", MANY)]:
+            row = {"path": path, "cache": kind, "rows": rows}
+            yield row | timed(makers[path](model, kind, rows))
 
 
-def timed(step: Callable[[], object], count: int) -> dict:
-    """The median, and the tenth that took longest: pages come in some steps and not in others."""
+def timed(step: Callable[[], object]) -> dict:
+    """The median, and what one step of ten exceeds: in some steps a page comes, or a slab grows."""
     for _ in range(3):
         step()
     seconds = []
-    for _ in range(count):
+    for _ in range(STEPS):
         began = perf_counter()
         step()
         seconds.append(perf_counter() - began)
     return {"host_s": statistics.median(seconds), "slow_s": statistics.quantiles(seconds, n=10)[-1]}
 
 
-def decodes(model, kind: str) -> Callable[[], object]:
-    cache = make_cache(kind, model.config, capacity=model.config.max_position_embeddings)
-    model(torch.zeros(1, PROMPT, dtype=torch.int64, device=model.device), cache, 0, None)
-    token = torch.zeros(1, 1, dtype=torch.int64)
-
-    def step():
-        decode(model, token, cache, cache.length)
-
-    return step
+def decodes(model, kind: str, rows: int) -> Callable[[], object]:
+    """One forward after the other."""
+    cache = make_cache(kind, model.config, rows)
+    prompt = torch.zeros(rows, PROMPT, dtype=torch.int64, device=model.device)
+    prefill(model, prompt, cache)
+    return lambda: decode(model, prompt[:, :1], cache, cache.length)
 
 
-def tokens_of(model, kind: str) -> Callable[[], object]:
-    cache = make_cache(kind, model.config)
-    answer = generate(model, [1] * PROMPT, cache, max_new_tokens=10**6, eos_token_ids=[])
+def tokens(model, kind: str, rows: int) -> Callable[[], object]:
+    """One token after the other."""
+    answer = generate(
+        model, [1] * PROMPT, make_cache(kind, model.config), CONTEXT - PROMPT, eos_token_ids=[]
+    )
     return lambda: next(answer)
 
 
-def steps_of(model, rows: int, tokens: int) -> Callable[[], object]:
-    """Of an engine all of whose requests decode."""
-    engine = Engine(model, pages=rows * (2 + (PROMPT + tokens + 8) // 16), max_running=rows)
+def engine_steps(model, kind: str, rows: int) -> Callable[[], object]:
+    """Of an engine all of whose requests decode; every 16th of them gets a page in a step."""
+    new, V = STEPS + 8, model.config.vocab_size
+    engine = Engine(model, pages=rows * (1 + (PROMPT + new) // 16), max_running=rows)
     for b in range(rows):
-        engine.submit(
-            [b % 64] + [1] * (PROMPT - 1 - b % 7), max_new_tokens=tokens + 8, eos_token_ids=[]
-        )
-    while any(
-        request.pending > 1 for request in [*engine.scheduler.running, *engine.scheduler.waiting]
-    ):
-        engine.step()
+        prompt = [b % V, b // V] + [1] * (PROMPT - 2 - b % 16)
+        engine.submit(prompt, max_new_tokens=new, eos_token_ids=[])
+    for request in engine.scheduler.waiting[-1:]:
+        while not request.tokens:
+            engine.step()
     return engine.step
