@@ -58,7 +58,7 @@ check: $(VENV)/.dev ## before you hand it on: the slow tests, twenty minutes
 
 .PHONY: night
 night: $(VENV)/.dev ## before a release: what repeats for longer, half an hour
-	@$(PYTEST) -m night $(ARGS)
+	@NANOKV_COLD_TESTS=1 $(PYTEST) -m night $(ARGS)
 
 .PHONY: fuzz
 fuzz: $(VENV)/.fuzz ## when you changed what reads files: hostile input, minutes

@@ -336,6 +336,13 @@ def test_streaming_three_ways(model):
     assert rest == [(two, token) for token in two.tokens[-len(rest) :]] and len(two.tokens) == 9
 
 
+def test_a_cancelled_request_waits_no_more(model):
+    engine = Engine(model, pages=64, page_size=4)
+    requests = [engine.submit(prompt(seed, 5), max_new_tokens=2) for seed in range(3)]
+    engine.cancel(requests[1])
+    assert engine.scheduler.waiting == [requests[0], requests[2]]
+
+
 def test_cancel_from_a_callback_and_submit_from_a_callback(model):
     engine, added = Engine(model, pages=64, page_size=4), []
 
