@@ -112,11 +112,10 @@ def tokens(model, kind: str, rows: int) -> Callable[[], object]:
 def engine_steps(model, kind: str, rows: int) -> Callable[[], object]:
     """Of an engine all of whose requests decode; every 16th of them gets a page in a step."""
     new, V = STEPS + 8, model.config.vocab_size
-    engine = Engine(model, pages=rows * (1 + (PROMPT + new) // 16), max_running=rows)
+    pages = rows * (1 + (PROMPT + new) // 16)
+    engine = Engine(model, pages, step_tokens=rows * PROMPT, max_running=rows)
     for b in range(rows):
         prompt = [b % V, b // V] + [1] * (PROMPT - 2 - b % 16)
         engine.submit(prompt, max_new_tokens=new, eos_token_ids=[])
-    for request in engine.scheduler.waiting[-1:]:
-        while not request.tokens:
-            engine.step()
+    engine.step()
     return engine.step
