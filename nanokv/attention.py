@@ -82,24 +82,22 @@ class Masked:
 
 
 class Decode:
-    """One query for each row. It sees every key, or what the mask says: bool (1,S) or (B,1,1,S)."""
+    """One query for each row. It sees every key, or what the mask says: bool (1,S) or (B,1,1,S).
 
-    def __init__(self, mask: Tensor | None = None):
-        self.mask = mask
+    `rows` instead of a mask: row b sees its last rows[b] keys, (B,) int64. A mask is made only for those who ask.
+    """
 
-    @classmethod
-    def of_rows(cls, lengths: Tensor) -> "Decode":
-        """Row b sees its last lengths[b] keys, (B,) int64. The mask is made for those who ask for it."""
-        attend = cls.__new__(cls)
-        attend.__dict__["lengths"] = lengths
-        return attend
+    def __init__(self, mask: Tensor | None = None, rows: Tensor | None = None):
+        self.rows = rows
+        if rows is None:
+            self.mask = mask
 
     @functools.cached_property
     def mask(self) -> Tensor | None:
-        """Of `of_rows`: (B,1,1,S)."""
-        lengths: Tensor = self.lengths  # type: ignore[assignment]
-        column = torch.arange(int(lengths.max()))  # (S,)
-        return (column >= len(column) - lengths[:, None])[:, None, None]
+        """What `rows` says: (B,1,1,S)."""
+        if self.rows is None:
+            return None
+        return behind_padding(self.rows, int(self.rows.max()))[:, None, None]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (B,H,1,D), k and v (B,Hk,S,D) → (B,H,1,D)."""
@@ -110,14 +108,21 @@ class Decode:
     @functools.cached_property
     def lengths(self) -> Tensor | None:
         """(B,) int64 if the mask hides padding on the left and nothing else: row b sees its last lengths[b] keys."""
+        if self.rows is not None:
+            return self.rows
         if self.mask is None or self.mask.dim() != 4 or self.mask.dtype != torch.bool:
             return None
         if self.mask.shape[1:3] != (1, 1):  # each head has a mask of its own
             return None
         seen = self.mask[:, 0, 0]  # (B,S)
         lengths = seen.sum(-1)  # (B,)
-        column = torch.arange(seen.shape[1], device=seen.device)  # (S,)
-        return lengths if torch.equal(seen, column >= seen.shape[1] - lengths[:, None]) else None
+        return lengths if torch.equal(seen, behind_padding(lengths, seen.shape[1])) else None
+
+
+def behind_padding(lengths: Tensor, S: int) -> Tensor:
+    """(B,S) bool: row b's last lengths[b] of S keys."""
+    column = torch.arange(S, device=lengths.device)  # (S,)
+    return column >= S - lengths[:, None]
 
 
 def row_blocks(q: Tensor, S: int) -> list[tuple[int, int]]:

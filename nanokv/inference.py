@@ -133,7 +133,7 @@ def attention_of_one(cache: KVCache) -> Attend:
     if own := own_attention(cache, 1):
         return own
     if (lengths := row_lengths(cache)) is not None:
-        return Decode.of_rows(lengths)
+        return Decode(rows=lengths)
     return Decode(cache.mask(1))  # None, unless rows differ in length
 
 
