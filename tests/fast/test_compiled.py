@@ -357,7 +357,7 @@ def test_generated_code_is_equal_and_writes_in_place():
     assert fast.compiles == [1]
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @needs_compiler
 def test_generated_code_of_every_width():
     model, ids = small()

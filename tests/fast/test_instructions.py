@@ -40,10 +40,15 @@ def macros() -> str:
     [
         ("-mno-avx", "__AVX__", "portable"),
         ("-mno-avx512f", "__AVX2__", "AVX2"),
-        ("-mno-avx512bf16", "__AVX512F__", "AVX-512"),
+        pytest.param("-mno-avx512bf16", "__AVX512F__", "AVX-512", marks=pytest.mark.night),
         # Where there are no tiles, test_fast.py itself runs on this.
-        ("-mno-amx-bf16", "__AMX_BF16__", "AVX-512 bf16"),
-        ("-mamx-tile -mamx-bf16", "__AVX512BF16__", "AVX-512 bf16, tiles( refused by the system)?"),
+        pytest.param("-mno-amx-bf16", "__AMX_BF16__", "AVX-512 bf16", marks=pytest.mark.night),
+        pytest.param(
+            "-mamx-tile -mamx-bf16",
+            "__AVX512BF16__",
+            "AVX-512 bf16, tiles( refused by the system)?",
+            marks=pytest.mark.night,
+        ),
         ("-DNANOKV_TILES=emulated", "__AVX512BF16__", "AVX-512 bf16, emulated tiles"),
     ],
 )

@@ -227,7 +227,15 @@ def test_another_file_on_one_rank_is_refused_before_its_weights_are_read(
     assert all("of rank 1 differs from that of rank 0" in answer[2] for answer in answers), answers
 
 
-@pytest.mark.parametrize(("victim", "after"), [(0, 0.0), (0, 0.3), (2, 0.0), (2, 0.6)])
+@pytest.mark.parametrize(
+    ("victim", "after"),
+    [
+        (0, 0.3),
+        (2, 0.0),
+        pytest.param(0, 0.0, marks=pytest.mark.night),
+        pytest.param(2, 0.6, marks=pytest.mark.night),
+    ],
+)
 def test_a_killed_rank_is_an_error_on_every_other_one_within_seconds(victim, after):
     with Ranks(4) as ranks:
         ranks.call("words")  # all have imported torch
