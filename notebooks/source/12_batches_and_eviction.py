@@ -750,7 +750,7 @@ course.answer("12.q3", q3)
 #
 # ## Next
 #
-# Now you have an engine on one machine. In notebook [13](13_more_than_one_machine.ipynb) a model, its cache and a prompt are
+# Now you have an engine on one machine. In notebook [14](14_more_than_one_machine.ipynb) a model, its cache and a prompt are
 # divided among several.
 
 # %% tags=["skip"]

@@ -424,7 +424,7 @@ def questions(notebook: str) -> tuple[Question, ...]:
 
 
 def numbers() -> list[str]:
-    """ "00" to "13": the notebooks that have checks."""
+    """ "00" to "14": the notebooks that have checks."""
     names = (path.name for path in files("nanokv.school.course.checks").iterdir())
     return sorted(name[2:4] for name in names if name.startswith("nb") and name.endswith(".py"))
 

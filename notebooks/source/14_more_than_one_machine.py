@@ -7,7 +7,7 @@
 # ---
 
 # %% [markdown]
-# # 13 · One machine is not enough
+# # 14 · One machine is not enough
 #
 # A model or its cache can be too large for one machine. Then both are cut into parts, and each part lies on a machine
 # of its own. The machines must exchange results before the next token is known. In this notebook two processes stand
@@ -37,7 +37,7 @@ from nanokv.parallel.merge import merge, partial_attention
 from nanokv.parallel.shards import Shard
 from nanokv.school.course.ranks import on_ranks
 
-model, tokenizer = course.start("13", model="tiny")  # each process loads it once more
+model, tokenizer = course.start("14", model="tiny")  # each process loads it once more
 c = model.config
 ids = torch.randint(c.vocab_size, (1, 1200), generator=torch.Generator().manual_seed(13))
 qwen = FAMILY["Qwen/Qwen3-0.6B"]  # its published shape
@@ -55,7 +55,7 @@ messages = ...
 messages = 6  # a common first guess: once per layer
 
 # %%
-course.predict("13.a", messages, unit="messages")
+course.predict("14.a", messages, unit="messages")
 
 # %% [markdown]
 # Second: now the weights are whole on both ranks, and the *positions* of one long sequence are divided between them.
@@ -69,7 +69,7 @@ growth = ...
 growth = 10  # a common first guess: there are ten times as many keys
 
 # %%
-course.predict("13.b", growth, unit="times")
+course.predict("14.b", growth, unit="times")
 
 # %% [markdown]
 # ## Experiment 1: cut a matrix
@@ -150,20 +150,20 @@ print(f"logits off by {off:.0e}; the ranks agree to the bit: {two[0]['logits'] =
 print(f"weights of a rank {two[0]['weights']:,} of {model.nbytes:,} bytes")
 print(f"cache of a rank {two[0]['cache']:,} of {cache.nbytes:,} bytes")
 print(f"for one token: {len(sums)} sums of {set(sums)} bytes, {len(gathers)} gather of {set(gathers)} bytes")
-course.reveal("13.a", len(two[0]["sent"]))
+course.reveal("14.a", len(two[0]["sent"]))
 
 # %% tags=["hide-input"]
-course.figure("13.messages", len(two[0]["sent"]))
-course.figure("13.off", off)
-course.figure("13.cache", two[0]["cache"] / cache.nbytes)
-course.figure("13.sum", sums[0])
+course.figure("14.messages", len(two[0]["sent"]))
+course.figure("14.off", off)
+course.figure("14.cache", two[0]["cache"] / cache.nbytes)
+course.figure("14.sum", sums[0])
 
 # %% [markdown]
-# Two sums per layer, one for the embedding, and one gather for the logits: <!--fig 13.messages-->14<!--/fig--> messages
-# for one token. The cache of a rank is <!--fig 13.cache-->0.5<!--/fig--> of the whole, and the logits differ by
-# rounding, about <!--fig 13.off x10-->1e-5<!--/fig-->: a sum of two halves rounds otherwise than one long sum.
+# Two sums per layer, one for the embedding, and one gather for the logits: <!--fig 14.messages-->14<!--/fig--> messages
+# for one token. The cache of a rank is <!--fig 14.cache-->0.5<!--/fig--> of the whole, and the logits differ by
+# rounding, about <!--fig 14.off x10-->1e-5<!--/fig-->: a sum of two halves rounds otherwise than one long sum.
 #
-# Each sum has only `C` numbers per token, here <!--fig 13.sum-->768<!--/fig--> bytes, however large the model's
+# Each sum has only `C` numbers per token, here <!--fig 14.sum-->768<!--/fig--> bytes, however large the model's
 # matrices are. So it is not the bytes that make a decode slow on two machines. It is the waiting: the messages come one
 # after another, and none can be sent before the work in front of it is done. In a prefill of a thousand tokens each
 # message is a thousand times as large, and then the bytes count. In a ring of `n` ranks each rank sends `2·(n−1)/n` of
@@ -177,12 +177,12 @@ print(f"Qwen3-0.6B, a decode step on two machines: {per_token:,} bytes, {1e6 * s
 print(f"{1e6 * waiting:.0f} µs of waiting for {2 * qwen.num_hidden_layers} messages of 20 µs each")
 
 # %% tags=["hide-input"]
-course.figure("13.bytes", per_token)
-course.figure("13.waiting", waiting / sending)
+course.figure("14.bytes", per_token)
+course.figure("14.waiting", waiting / sending)
 
 # %% [markdown]
-# For Qwen3-0.6B a decode step sends <!--fig 13.bytes-->114,688<!--/fig--> bytes, and waits
-# about <!--fig 13.waiting-->12<!--/fig--> times as long as the sending itself takes, if a message needs `20 µs` and the
+# For Qwen3-0.6B a decode step sends <!--fig 14.bytes-->114,688<!--/fig--> bytes, and waits
+# about <!--fig 14.waiting-->12<!--/fig--> times as long as the sending itself takes, if a message needs `20 µs` and the
 # link has `10 Gbit/s`. So tensor parallelism is used inside one machine, where a message takes less.
 
 # %% [markdown]
@@ -201,8 +201,8 @@ for n, heads, positions in zip(n_ranks, by_heads, by_positions):
     print(f"{n:>2} ranks: {heads:6.0f} MiB per rank by heads, {positions:6.0f} MiB by positions")
 
 # %% tags=["hide-input"]
-course.figure("13.heads16", by_heads[0] / by_heads[-1])
-course.figure("13.positions16", by_positions[0] / by_positions[-1])
+course.figure("14.heads16", by_heads[0] / by_heads[-1])
+course.figure("14.positions16", by_positions[0] / by_positions[-1])
 fig, axis = course.subplots(width=6, height=2.8)
 axis.plot(n_ranks, by_heads, "o-", label="cut by heads", color=course.COLORS[1])
 axis.plot(n_ranks, by_positions, "s--", label="cut by positions", color=course.COLORS[0])
@@ -217,8 +217,8 @@ course.show(fig, alt=f"Cache per rank: cut by heads it falls from {by_heads[0]:.
             f"{by_positions[-1]:.0f} MiB on sixteen.")
 
 # %% [markdown]
-# On sixteen ranks the cache of a rank is <!--fig 13.heads16-->8<!--/fig--> times smaller by heads,
-# and <!--fig 13.positions16-->16<!--/fig--> times by positions. Grouped queries make the cache smaller for everybody,
+# On sixteen ranks the cache of a rank is <!--fig 14.heads16-->8<!--/fig--> times smaller by heads,
+# and <!--fig 14.positions16-->16<!--/fig--> times by positions. Grouped queries make the cache smaller for everybody,
 # and leave fewer KV heads to divide. Multi-head latent attention caches one vector per token for all heads, so by heads
 # its cache cannot be divided at all.
 
@@ -241,11 +241,11 @@ print(f"the first key weighs {share_a}, the second {1 - share_a}: {by_hand}")
 print(f"the mean of the two outputs would be {(value_a + value_b) / 2}")
 
 # %% tags=["hide-input"]
-course.figure("13.hand", by_hand)
-course.figure("13.mean", (value_a + value_b) / 2)
+course.figure("14.hand", by_hand)
+course.figure("14.mean", (value_a + value_b) / 2)
 
 # %% [markdown]
-# The answer is <!--fig 13.hand-->4<!--/fig-->, and not the mean, which is <!--fig 13.mean-->6<!--/fig-->. The same with
+# The answer is <!--fig 14.hand-->4<!--/fig-->, and not the mean, which is <!--fig 14.mean-->6<!--/fig-->. The same with
 # all heads and many keys: `partial_attention` gives outputs and log-sum-exps of a part, `merge` joins any number of
 # parts. A part may be empty, or hidden by the mask. Its log-sum-exp is then `−∞`, and its share 0.
 
@@ -266,12 +266,12 @@ for name, answer in (("merged", merge(outputs, lse)), ("mean", mean), ("weighted
     print(f"{name:<31} off by {errors[name]:.0e}")
 
 # %% tags=["hide-input"]
-course.figure("13.merged", errors["merged"])
-course.figure("13.count", errors["weighted by the number of keys"])
+course.figure("14.merged", errors["merged"])
+course.figure("14.count", errors["weighted by the number of keys"])
 
 # %% [markdown]
-# Merged, the result is torch's, to <!--fig 13.merged x10-->2e-7<!--/fig-->. Weighted by the number of keys it is off
-# by <!--fig 13.count x2-->0.04<!--/fig-->: what counts is how large the scores are, not how many there are.
+# Merged, the result is torch's, to <!--fig 14.merged x10-->2e-7<!--/fig-->. Weighted by the number of keys it is off
+# by <!--fig 14.count x2-->0.04<!--/fig-->: what counts is how large the scores are, not how many there are.
 
 # %% [markdown]
 # ## Experiment 5: positions on two ranks
@@ -316,21 +316,21 @@ whole = costs.kv_bytes(c, length, 1, 4)
 print(f"logits off by {off:.0e}")
 print(f"received per token: {short:,} bytes behind 100 tokens, {long:,} bytes behind 1,000")
 print(f"cache: {[rank['cache'] for rank in ranks]} bytes, of {whole:,} in one process")
-course.reveal("13.b", long / short)
+course.reveal("14.b", long / short)
 
 # %% tags=["hide-input"]
-course.figure("13.cpoff", off)
-course.figure("13.received", long)
-course.figure("13.growth", long / short)
-course.figure("13.unequal", max(rank["cache"] for rank in ranks) / (whole / 2))
-course.figure("13.keys", whole / 2 / long)
+course.figure("14.cpoff", off)
+course.figure("14.received", long)
+course.figure("14.growth", long / short)
+course.figure("14.unequal", max(rank["cache"] for rank in ranks) / (whole / 2))
+course.figure("14.keys", whole / 2 / long)
 
 # %% [markdown]
-# A rank receives <!--fig 13.received-->7,104<!--/fig--> bytes per token, and as many behind a thousand tokens as behind
-# a hundred: the factor is <!--fig 13.growth-->1<!--/fig-->. It receives results, `H·(D+1)` numbers per layer and a few
+# A rank receives <!--fig 14.received-->7,104<!--/fig--> bytes per token, and as many behind a thousand tokens as behind
+# a hundred: the factor is <!--fig 14.growth-->1<!--/fig-->. It receives results, `H·(D+1)` numbers per layer and a few
 # bytes of a check, and those do not grow with the sequence. Sending the keys and values of the other rank instead would
-# be <!--fig 13.keys-->325<!--/fig--> times as many bytes at this length. The larger share of the cache
-# is <!--fig 13.unequal-->1.01<!--/fig--> of a half, because a rank may be a page ahead.
+# be <!--fig 14.keys-->325<!--/fig--> times as many bytes at this length. The larger share of the cache
+# is <!--fig 14.unequal-->1.01<!--/fig--> of a half, because a rank may be a page ahead.
 
 # %% [markdown]
 # ## Experiment 6: hand over what was computed
@@ -370,11 +370,11 @@ print(f"{sent:,} bytes were sent for {len(prompt) - 1} tokens; the same answer: 
 print(tokenizer.text_of(answer))
 
 # %% tags=["hide-input"]
-course.figure("13.sent", sent / (len(prompt) - 1))
-course.figure("13.same", int(answer == alone))
+course.figure("14.sent", sent / (len(prompt) - 1))
+course.figure("14.same", int(answer == alone))
 
 # %% [markdown]
-# That was <!--fig 13.sent-->4,608<!--/fig--> bytes per token, as the formula of notebook 08 says. Is it worth it? The
+# That was <!--fig 14.sent-->4,608<!--/fig--> bytes per token, as the formula of notebook 08 says. Is it worth it? The
 # other machine could also compute the prompt once more. Sending takes `T · bytes per token / link`, computing `2 ·
 # weights · T / speed`, and a little more for attention. Both grow with `T`, so for short prompts `T` cancels out. What
 # decides is the link and the speed of the arithmetic.
@@ -392,8 +392,8 @@ for name, seconds in compute.items():
     print(f"a prefill of {T:,} tokens on {name}: {seconds:.3f} s")
 
 # %% tags=["hide-input"]
-course.figure("13.cores", compute["2 cores"] / send[1])
-course.figure("13.datacenter", send[2] / compute["a GPU of a data center"])
+course.figure("14.cores", compute["2 cores"] / send[1])
+course.figure("14.datacenter", send[2] / compute["a GPU of a data center"])
 fig, axis = course.subplots(width=7, height=3)
 axis.plot(links, send, "o-", label="send the cache", color=course.COLORS[0])
 for (name, seconds), color in zip(compute.items(), course.COLORS[1:]):
@@ -406,9 +406,9 @@ course.show(fig, alt=f"Seconds to send the cache fall from {send[0]:.0f} at {lin
             f"{links[-1]}. Horizontal lines: a prefill takes " + ", ".join(f"{s:.2g} s on {n}" for n, s in compute.items()) + ".")
 
 # %% [markdown]
-# On two cores the prefill takes <!--fig 13.cores-->15<!--/fig--> times as long as sending the cache over `1 Gbit/s`. On
+# On two cores the prefill takes <!--fig 14.cores-->15<!--/fig--> times as long as sending the cache over `1 Gbit/s`. On
 # a GPU of a data center it is the other way round: over `10 Gbit/s`, sending
-# takes <!--fig 13.datacenter-->27<!--/fig--> times as long as computing. A larger model has more weights for each byte
+# takes <!--fig 14.datacenter-->27<!--/fig--> times as long as computing. A larger model has more weights for each byte
 # of its cache, so for it handing over pays at a lower speed of the link. (The speeds are rounded, and no machine
 # reaches its own.)
 
@@ -421,12 +421,12 @@ course.show(fig, alt=f"Seconds to send the cache fall from {send[0]:.0f} at {lin
 # %% [markdown]
 # ## Exercises
 #
-# **13.1** A model has `L` layers and a hidden size of `C`. It is cut over `n` ranks by heads, and its sums are of
+# **14.1** A model has `L` layers and a hidden size of `C`. It is cut over `n` ranks by heads, and its sums are of
 # numbers of `itemsize` bytes. How many bytes does each rank send per token for the sums behind attention and MLP
 # of all layers? A ring sends `2·(n−1)/n` of the bytes that are summed from each rank. Leave out embedding and logits.
 
 # %%
-case = course.case("13.1")
+case = course.case("14.1")
 print(case)
 
 # %% tags=["exercise"]
@@ -436,10 +436,10 @@ bytes_sent = ...
 bytes_sent = 2 * case.L * case.C * case.itemsize * 2 * (case.n - 1) / case.n
 
 # %%
-course.check("13.1", bytes_sent)
+course.check("14.1", bytes_sent)
 
 # %% [markdown]
-# **13.2** Which KV heads does a rank need? Rank `r` of `n` has query heads side by side, from `r·H/n` on, and query
+# **14.2** Which KV heads does a rank need? Rank `r` of `n` has query heads side by side, from `r·H/n` on, and query
 # head `h` reads KV head `h·Hk // H`. Write a function that gets `Hk`, `n` and the rank, and returns the list of numbers
 # of its KV heads. Either `n` divides `Hk`, or `Hk` divides `n`.
 
@@ -456,10 +456,10 @@ def kv_heads_of(Hk, n, rank):
 
 
 # %%
-course.check("13.2", kv_heads_of)
+course.check("14.2", kv_heads_of)
 
 # %% [markdown]
-# **13.3** Merge two parts. `a` and `b` are outputs, numbers here, and `la` and `lb` their log-sum-exps. Some are as
+# **14.3** Merge two parts. `a` and `b` are outputs, numbers here, and `la` and `lb` their log-sum-exps. Some are as
 # large as `1000`, where `exp` overflows: subtract the larger one from both first. One of them may be `−∞`
 # (`float("-inf")`), if its part sees nothing.
 
@@ -479,16 +479,16 @@ def merge_two(a, la, b, lb):
 
 
 # %%
-course.check("13.3", merge_two)
+course.check("14.3", merge_two)
 
 # %% [markdown]
-# **13.4** A prompt of `T` tokens was computed on another machine. Its cache takes `kv` bytes per token, the link has
+# **14.4** A prompt of `T` tokens was computed on another machine. Its cache takes `kv` bytes per token, the link has
 # `link` Gbit/s (`10⁹` bits). The model has `P` weights, and this machine computes `F` TFLOPs (`10¹²`) per second.
 # Answer with a pair: the seconds to send the cache, and the seconds to compute it here, with two FLOPs per weight and
 # token. Three digits are enough.
 
 # %%
-case = course.case("13.4")
+case = course.case("14.4")
 print(case)
 
 # %% tags=["exercise"]
@@ -499,13 +499,13 @@ to_send = case.T * case.kv * 8 / (case.link * 1e9)
 to_compute = 2 * case.P * case.T / (case.F * 1e12)
 
 # %%
-course.check("13.4", (to_send, to_compute))
+course.check("14.4", (to_send, to_compute))
 
 # %% [markdown]
 # ## Quiz
 
 # %%
-course.quiz("13")
+course.quiz("14")
 
 # %% tags=["exercise"]
 q1, q2, q3 = ..., ..., ...  # letters
@@ -514,9 +514,9 @@ q1, q2, q3 = ..., ..., ...  # letters
 q1, q2, q3 = "b", "b", "c"
 
 # %%
-course.answer("13.q1", q1)
-course.answer("13.q2", q2)
-course.answer("13.q3", q3)
+course.answer("14.q1", q1)
+course.answer("14.q2", q2)
+course.answer("14.q3", q3)
 
 # %% [markdown]
 # ## Further reading

@@ -1,4 +1,4 @@
-"""Notebook 13, several machines: what is sent, which heads lie where, the merge, and KV handed
+"""Notebook 14, several machines: what is sent, which heads lie where, the merge, and KV handed
 over or computed again.
 """
 
@@ -6,7 +6,7 @@ import math
 
 from nanokv.school.course.checking import Mistake, function, questions, value
 
-# --- 13.1: bytes of the sums --------------------------------------------------------------------------------------
+# --- 14.1: bytes of the sums --------------------------------------------------------------------------------------
 
 
 def _summed(c) -> int:
@@ -14,7 +14,7 @@ def _summed(c) -> int:
     return 2 * c.L * c.C * c.itemsize
 
 
-# --- 13.2: which KV heads a rank needs ----------------------------------------------------------------------------
+# --- 14.2: which KV heads a rank needs ----------------------------------------------------------------------------
 
 
 def _ranks_and_heads(rng):
@@ -28,7 +28,7 @@ def _kv_heads(Hk, n, rank):
     return list(range(first, first + max(1, Hk // n)))
 
 
-# --- 13.3: the merge ----------------------------------------------------------------------------------------------
+# --- 14.3: the merge ----------------------------------------------------------------------------------------------
 
 
 def _two_parts(rng):
@@ -48,7 +48,7 @@ def _merged(a, la, b, lb):
     return (wa * a + wb * b) / (wa + wb)
 
 
-# --- 13.4: hand over or prefill again -----------------------------------------------------------------------------
+# --- 14.4: hand over or prefill again -----------------------------------------------------------------------------
 
 
 def _seconds(c, bits=8, tokens=True):
@@ -58,7 +58,7 @@ def _seconds(c, bits=8, tokens=True):
 
 CHECKS = (
     value(
-        "13.1",
+        "14.1",
         right=lambda c: _summed(c) * 2 * (c.n - 1) / c.n,
         parameters={
             "L": (28, 36, 24),
@@ -91,7 +91,7 @@ CHECKS = (
         otherwise="Two sums per layer, of C numbers each; a ring sends 2·(n−1)/n of these bytes from each rank.",
     ),
     function(
-        "13.2",
+        "14.2",
         right=_kv_heads,
         inputs=_ranks_and_heads,
         wrong=(
@@ -115,7 +115,7 @@ CHECKS = (
         ),
     ),
     function(
-        "13.3",
+        "14.3",
         right=_merged,
         inputs=_two_parts,
         rel=1e-6,
@@ -139,7 +139,7 @@ CHECKS = (
         ),
     ),
     value(
-        "13.4",
+        "14.4",
         right=_seconds,
         rel=5e-3,
         parameters={
@@ -170,4 +170,4 @@ CHECKS = (
     ),
 )
 
-QUESTIONS = questions("13")
+QUESTIONS = questions("14")
