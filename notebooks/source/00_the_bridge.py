@@ -78,7 +78,8 @@ for token, id in zip(tokenizer.pieces(ids), ids):
 table = model.embed_tokens.weight
 V, C = table.shape
 print(f"V = {V:,} rows, C = {C} columns")
-print(f"the row of id {ids[1]} begins with", [round(number, 2) for number in table[ids[1], :4].tolist()])
+print(f"the row of id {ids[1]} begins with",
+      [round(number, 2) for number in table[ids[1], :4].tolist()])
 
 # %% tags=["hide-input"]
 course.figure("00.rows", V)
@@ -219,7 +220,8 @@ computed = 0  # how many vectors were projected
 
 
 def arrive(x, cache):
-    """One token with the embedding x; `cache` holds the k and v of the tokens before it, and gets its own."""
+    """One token with the embedding x; `cache` holds the k and v of the tokens before
+    it, and gets its own."""
     global computed
     q, k, v = project(q_table, x), project(k_table, x), project(v_table, x)
     computed += 3
@@ -232,7 +234,8 @@ cache = {"k": [], "v": []}
 for token, id in zip(tokenizer.pieces(ids), ids):
     before, known = computed, len(cache["k"])
     y = arrive(embedding[id], cache)
-    print(f"{token:<8} computed {computed - before}, read {2 * known}   mix {[round(number, 2) for number in y]}")
+    print(f"{token:<8} computed {computed - before}, read {2 * known}   mix "
+          f"{[round(number, 2) for number in y]}")
 print("the cache holds k", cache["k"], "and v", cache["v"])
 
 # %% [markdown]
@@ -374,7 +377,7 @@ course.check("00.4", saved)
 course.quiz("00")
 
 # %% tags=["exercise"]
-q1, q2, q3 = ..., ..., ...  # letters
+q1, q2, q3 = ..., ..., ...  # letters in quotes
 
 # %% tags=["solution"]
 q1, q2, q3 = "b", "a", "b"

@@ -46,7 +46,8 @@ model, tokenizer = course.start("02")
 config = model.config
 layers = config.num_hidden_layers
 
-question = tokenizer.render([{"role": "user", "content": "My name is Zorbla. What is my name?"}])
+question = tokenizer.render([{"role": "user",
+                              "content": "My name is Zorbla. What is my name?"}])
 ids = torch.tensor([tokenizer.encode(question)])  # (1,T), short: for looking
 
 
@@ -54,7 +55,8 @@ ids = torch.tensor([tokenizer.encode(question)])  # (1,T), short: for looking
 def conversation(seed):
     """(1,160): a talk with words that the model never saw."""
     talk = corpus.conversation(random.Random(seed), 8, held_out=True)
-    return torch.tensor([tokenizer.encode(tokenizer.render(talk, add_generation_prompt=False))])[:, :160]
+    text = tokenizer.render(talk, add_generation_prompt=False)
+    return torch.tensor([tokenizer.encode(text)])[:, :160]
 
 
 text = conversation(1)  # for measuring
@@ -86,19 +88,23 @@ course.predict("02.a", guess, unit="percent")
 
 # %%
 def weights(q, k, mask="added", factor=1.0):
-    """How much each query takes of each key: q (B,H,T,D), k (B,Hk,T,D) → (B,H,T,T), rows that sum to 1."""
-    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # (B,H,T,D): neighbouring query heads share a KV head
+    """How much each query takes of each key: q (B,H,T,D), k (B,Hk,T,D) → (B,H,T,T),
+    rows that sum to 1."""
+    # (B,H,T,D): neighbouring query heads share a KV head
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     scores = factor * (q @ k.transpose(2, 3)) / q.shape[-1] ** 0.5  # (B,H,T,T)
     visible = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
     if mask == "added":
-        scores = scores + torch.zeros(visible.shape).masked_fill(~visible, -torch.inf)  # M: 0 or −∞
+        # M: 0 or −∞
+        scores = scores + torch.zeros(visible.shape).masked_fill(~visible, -torch.inf)
     elif mask == "multiplied":
         scores = scores * visible  # 1 or 0
     return scores.softmax(-1)  # mask "none": everything is visible
 
 
 def attention(mask="added", factor=1.0, keep=None):
-    """An attention function for the model; `keep` collects the weights of each layer."""
+    """An attention function for the model; `keep` collects the weights of each
+    layer."""
 
     def attend(q, k, v):
         w = weights(q, k, mask, factor)
@@ -116,8 +122,10 @@ def logits_with(attend, ids):
 
 
 maps = []
-begun = torch.tensor([tokenizer.encode(question + "Your name is")])  # (1,T), the name comes next
-gap = float((logits_with(attention(keep=maps), begun) - nanokv.score(model, begun)).abs().max())
+# (1,T), the name comes next
+begun = torch.tensor([tokenizer.encode(question + "Your name is")])
+gap = float((logits_with(attention(keep=maps),
+                         begun) - nanokv.score(model, begun)).abs().max())
 print(f"the formula and the kernel agree: max |Δ| of the logits {gap:.0e}")
 
 # %% [markdown]
@@ -127,24 +135,29 @@ print(f"the formula and the kernel agree: max |Δ| of the logits {gap:.0e}")
 # %% tags=["hide-input"]
 pieces = tokenizer.pieces(begun[0].tolist())
 starts = [len("".join(pieces[:i])) for i in range(len(pieces) + 1)]
-name = max(i for i in range(len(pieces)) if starts[i] <= question.index("Zorbla"))  # the token that holds the Z
-looks = torch.stack(maps)[:, :, -1, name]  # (L,H): how much the last token takes of the name
-best = [divmod(int(i), config.num_attention_heads) for i in looks.flatten().topk(2).indices]
+# the token that holds the Z
+name = max(i for i in range(len(pieces)) if starts[i] <= question.index("Zorbla"))
+# (L,H): how much the last token takes of the name
+looks = torch.stack(maps)[:, :, -1, name]
+best = [divmod(int(i), config.num_attention_heads)
+        for i in looks.flatten().topk(2).indices]
 plain = divmod(int(looks.flatten().argmin()), config.num_attention_heads)
 fig, axes = course.subplots(1, 3, width=12, height=5.2, sharey=True)
 shown = [piece.replace("\n", "\\n") for piece in pieces]
 for axis, (i, h) in zip(axes, [*best, plain]):
     axis.grid(False)
     axis.imshow(maps[i][h], vmin=0, vmax=1)
-    axis.set(title=f"layer {i}, head {h}: {100 * looks[i, h]:.0f} % on the name", xlabel="key of")
+    axis.set(title=f"layer {i}, head {h}: {100 * looks[i, h]:.0f} % on the name",
+             xlabel="key of")
     axis.set_xticks(range(len(shown)), shown, rotation=90, fontsize=6.5)
     axis.set_yticks(range(len(shown)), shown, fontsize=6.5)
 axes[0].set_ylabel("query of")
 reader, most = "layer {}, head {}".format(*best[0]), 100 * float(looks[best[0]])
 course.figure("02.most", most)
-course.show(fig, alt=f"Three attention maps, nothing above the diagonal. In {reader} the last row has one bright cell: "
-            f"{most:.0f} percent on {pieces[name]!r}. The second head gives it {100 * looks[best[1]]:.0f} percent; the "
-            f"third looks at other tokens.")
+course.show(fig, alt=f"Three attention maps, nothing above the diagonal. In {reader} "
+            f"the last row has one bright cell: {most:.0f} percent on "
+            f"{pieces[name]!r}. The second head gives it {100 * looks[best[1]]:.0f} "
+            "percent; the third looks at other tokens.")
 
 # %% [markdown]
 # One head takes <!--fig 02.most-->98<!--/fig--> percent of its mix from the first piece of the name. The output of a
@@ -159,7 +172,8 @@ course.show(fig, alt=f"Three attention maps, nothing above the diagonal. In {rea
 
 # %%
 def future(w):
-    """(H,T,T) → (T,): the share of each row that goes to later tokens, mean over the heads."""
+    """(H,T,T) → (T,): the share of each row that goes to later tokens, mean over the
+    heads."""
     return w.triu(1).sum(-1).mean(0)
 
 
@@ -179,13 +193,16 @@ course.figure("02.first.longer", 100 * future(longer["multiplied"][0])[0])
 fig, axes = course.subplots(1, 3, width=11, height=3.7, sharey=True)
 for axis, mask in zip(axes, masks):
     axis.grid(False)
-    picture = axis.imshow(kept[mask][0].mean(0), norm=PowerNorm(0.4, 0, 0.5))  # so that faint ones show
-    axis.set(title=f"mask {mask}: first row {100 * first[mask]:.0f} % ahead", xlabel="key")
+    # so that faint ones show
+    picture = axis.imshow(kept[mask][0].mean(0), norm=PowerNorm(0.4, 0, 0.5))
+    axis.set(title=f"mask {mask}: first row {100 * first[mask]:.0f} % ahead",
+             xlabel="key")
 axes[0].set_ylabel("query")
 fig.colorbar(picture, ax=axes, label="weight, mean of the heads")
-course.show(fig, alt="Three attention maps of layer 0. Mask added: nothing above the diagonal. Multiplied: the upper "
-            f"right is filled, faintly and row by row; the first row has {100 * first['multiplied']:.0f} percent "
-            f"there. No mask: filled, with {100 * first['none']:.0f} percent of the first row.")
+course.show(fig, alt="Three attention maps of layer 0. Mask added: nothing above the "
+            "diagonal. Multiplied: the upper right is filled, faintly and row by row; "
+            f"the first row has {100 * first['multiplied']:.0f} percent there. No "
+            f"mask: filled, with {100 * first['none']:.0f} percent of the first row.")
 
 # %% [markdown]
 # Here <!--fig 02.first-->22<!--/fig--> percent of the attention of the first token goes to later tokens. In a text of
@@ -206,7 +223,8 @@ def answer(attend, n=12):
     """Greedy, with the whole text fed at every step."""
     written = ids
     for _ in range(n):
-        written = torch.cat((written, logits_with(attend, written)[:, -1:].argmax(-1)), dim=1)
+        written = torch.cat((written, logits_with(attend, written)[:, -1:].argmax(-1)),
+                            dim=1)
     return tokenizer.decode(written[0, ids.shape[1] :].tolist()).split("<|im_end|>")[0]
 
 
@@ -215,8 +233,8 @@ for mask in masks:
     logits = logits_with(attention(mask), text)
     losses[mask] = loss_of(logits, text)
     choices[mask] = 100 * float((logits.argmax(-1) == truth.argmax(-1)).float().mean())
-    print(f"mask {mask:<11} loss {losses[mask]:.3f}   same first choice {choices[mask]:3.0f} of 100   "
-          f"{answer(attention(mask))!r}")
+    print(f"mask {mask:<11} loss {losses[mask]:.3f}   same first choice "
+          f"{choices[mask]:3.0f} of 100   {answer(attention(mask))!r}")
 
 # %% tags=["hide-input"]
 course.figure("02.loss", losses["added"])
@@ -239,9 +257,11 @@ changed = text.clone()
 changed[0, -1] = (changed[0, -1] + 1) % config.vocab_size
 moves = {}
 for mask in masks:
-    before, after = (logits_with(attention(mask), each)[0] for each in (text, changed))  # (T,V)
+    # (T,V)
+    before, after = (logits_with(attention(mask), each)[0] for each in (text, changed))
     moves[mask] = (after - before).abs().amax(-1)  # (T,)
-    print(f"mask {mask:<11} earlier logits move by up to {float(moves[mask][:-1].max()):.1e}")
+    print(f"mask {mask:<11} earlier logits move by up to "
+          f"{float(moves[mask][:-1].max()):.1e}")
 
 # %% tags=["hide-input"]
 course.figure("02.leak", float(moves["multiplied"][:-1].max()))
@@ -262,7 +282,8 @@ course.figure("02.leak", float(moves["multiplied"][:-1].max()))
 # %%
 V, T = 16, 8
 small = replace(
-    config, vocab_size=V, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+    config, vocab_size=V, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+    num_attention_heads=2,
     num_key_value_heads=1, head_dim=16, tie_word_embeddings=True,
 )
 
@@ -292,11 +313,12 @@ def train(attend, steps=300):
 honest, honest_history = train(attention("added"))
 cheat, cheat_history = train(attention("multiplied"))
 with torch.no_grad():
-    used = float(loss_on_noise(cheat, Causal(), rows=512))  # as in generation: there is no future yet
+    # as in generation: there is no future yet
+    used = float(loss_on_noise(cheat, Causal(), rows=512))
 reached = sum(cheat_history[-20:]) / 20
 floor = math.log(V)
-print(f"best possible {floor:.2f}   mask added {sum(honest_history[-20:]) / 20:.2f}   multiplied {reached:.2f}   "
-      f"the latter when it generates {used:.2f}")
+print(f"best possible {floor:.2f}   mask added {sum(honest_history[-20:]) / 20:.2f}   "
+      f"multiplied {reached:.2f}   the latter when it generates {used:.2f}")
 
 # %% tags=["hide-input"]
 course.figure("02.floor", floor)
@@ -306,19 +328,25 @@ fig, (left, right) = course.subplots(1, 2, width=10.5, height=3.5)
 colors = dict(zip(masks, (course.COLORS[0], course.COLORS[1], course.COLORS[3])))
 for mask in masks:
     most_moved = float(moves[mask][:-1].max())
-    left.plot(moves[mask][:-1].clamp(min=1e-8), color=colors[mask], label=f"mask {mask}: up to {most_moved:.2g}")
-left.set(yscale="log", xlabel="position", ylabel="change of its logits (log)", title="the last token is changed")
+    left.plot(moves[mask][:-1].clamp(min=1e-8), color=colors[mask], label="mask "
+              f"{mask}: up to {most_moved:.2g}")
+left.set(yscale="log", xlabel="position", ylabel="change of its logits (log)",
+         title="the last token is changed")
 left.legend(loc="center", bbox_to_anchor=(0.5, 0.3))
 right.plot(honest_history, color=colors["added"], label="mask added")
 right.plot(cheat_history, color=colors["multiplied"], label="mask multiplied")
 right.axhline(floor, color="gray", linestyle=":", label="best possible")
-right.plot([len(cheat_history)], [used], "X", color=colors["multiplied"], label="the same when it generates")
-right.set(xlabel="training step", ylabel="loss (nats)", title="trained on random tokens")
+right.plot([len(cheat_history)], [used], "X", color=colors["multiplied"],
+           label="the same when it generates")
+right.set(xlabel="training step", ylabel="loss (nats)",
+          title="trained on random tokens")
 right.legend(loc="center left", fontsize=9, bbox_to_anchor=(0.02, 0.68))
-course.show(fig, alt="Left, on a log scale: with the mask added no earlier logit moves; multiplied, they move by up "
-            f"to {float(moves['multiplied'][:-1].max()):.2g}; without a mask by up to "
-            f"{float(moves['none'][:-1].max()):.2g}. Right: on random tokens the loss with the mask added stays at "
-            f"{floor:.2f}; multiplied it falls to {reached:.2f}. A cross marks the same model in use: {used:.1f}.")
+course.show(fig, alt="Left, on a log scale: with the mask added no earlier logit "
+            "moves; multiplied, they move by up to "
+            f"{float(moves['multiplied'][:-1].max()):.2g}; without a mask by up to "
+            f"{float(moves['none'][:-1].max()):.2g}. Right: on random tokens the loss "
+            f"with the mask added stays at {floor:.2f}; multiplied it falls to "
+            f"{reached:.2f}. A cross marks the same model in use: {used:.1f}.")
 
 # %% [markdown]
 # The honest model stays at <!--fig 02.floor-->2.77<!--/fig-->. The other model
@@ -345,7 +373,8 @@ for D in (4, 16, 64, 256):
 
 
 def spread(w):
-    """(H,T,T) → how many tokens a row is spread over: e to the entropy, mean over rows and heads."""
+    """(H,T,T) → how many tokens a row is spread over: e to the entropy, mean over
+    rows and heads."""
     return float(torch.special.entr(w).sum(-1).exp().mean())
 
 
@@ -357,7 +386,8 @@ def measured(factor, text=text):
 
 
 right_loss, right_spread = measured(1.0)
-print(f"\nthe model as it is: a token spreads its attention over {right_spread:.1f} tokens, loss {right_loss:.3f}")
+print(f"\nthe model as it is: a token spreads its attention over {right_spread:.1f} "
+      f"tokens, loss {right_loss:.3f}")
 
 # %% tags=["hide-input"]
 course.figure("02.sharp", sharp)
@@ -377,21 +407,25 @@ course.figure("02.spread", right_spread)
 tokens = ...
 
 # %% tags=["solution"]
-tokens = right_spread / config.head_dim**0.5  # a guess: as many times fewer as the factor says
+# a guess: as many times fewer as the factor says
+tokens = right_spread / config.head_dim**0.5
 
 # %%
 course.predict("02.b", tokens, unit="tokens")
 
 # %%
 root = config.head_dim**0.5
-factors = [1 / config.head_dim, 1 / root, 0.5, 0.8, 1.0, 1.25, 2.0, root, config.head_dim]
+factors = [1 / config.head_dim, 1 / root, 0.5, 0.8, 1.0, 1.25, 2.0, root,
+           config.head_dim]
 points = [measured(factor) for factor in factors]
 for factor, (loss, tokens_read) in zip(factors, points):
-    print(f"scores times {factor:6.3f}: loss {loss:.3f}, spread over {tokens_read:4.1f} tokens")
+    print(f"scores times {factor:6.3f}: loss {loss:.3f}, spread over "
+          f"{tokens_read:4.1f} tokens")
 loss_without, spread_without = points[factors.index(root)]
 talks = [conversation(seed) for seed in range(2, 32)]
 better = sum(measured(0.8, talk)[0] < measured(1.0, talk)[0] for talk in talks)
-print(f"scores times 0.8 give a lower loss than times 1 in {better} of {len(talks)} other texts")
+print(f"scores times 0.8 give a lower loss than times 1 in {better} of {len(talks)} "
+      "other texts")
 course.reveal("02.b", spread_without)
 print("without the division the model says", repr(answer(attention(factor=root))))
 
@@ -405,15 +439,18 @@ course.figure("02.better", better)
 course.figure("02.spread.root", spread_without)
 fig, (left, right) = course.subplots(1, 2, width=10, height=3.3)
 left.plot(factors, [loss for loss, _ in points], "o-", color=course.COLORS[0])
-right.plot(factors, [tokens_read for _, tokens_read in points], "o-", color=course.COLORS[2])
-for axis, title, words in ((left, "loss", "nats per token"), (right, "spread", "tokens a row is spread over")):
+right.plot(factors, [tokens_read for _, tokens_read in points], "o-",
+           color=course.COLORS[2])
+for axis, title, words in ((left, "loss", "nats per token"),
+                           (right, "spread", "tokens a row is spread over")):
     axis.set(xscale="log", title=title, xlabel="scores times (log)", ylabel=words)
     axis.axvline(root, color="gray", linestyle=":")
 left.text(root * 1.1, right_loss, "no division", fontsize=9, color="gray")
-course.show(fig, alt=f"Two curves over the factor on the scores. The loss is low around 1, with {right_loss:.2f}; "
-            f"without the division it is {loss_without:.2f}, and on the other side it rises to {points[0][0]:.1f}. "
-            f"The spread falls from {points[0][1]:.0f} tokens to {points[-1][1]:.1f}, and is {spread_without:.1f} "
-            "without the division.")
+course.show(fig, alt="Two curves over the factor on the scores. The loss is low around "
+            f"1, with {right_loss:.2f}; without the division it is {loss_without:.2f}, "
+            f"and on the other side it rises to {points[0][0]:.1f}. The spread falls "
+            f"from {points[0][1]:.0f} tokens to {points[-1][1]:.1f}, and is "
+            f"{spread_without:.1f} without the division.")
 
 # %% [markdown]
 # It is <!--fig 02.spread.root-->1.8<!--/fig--> tokens: attention nearly picks a single token. The loss
@@ -439,14 +476,19 @@ q, k = (x @ torch.randn(1000, 10, 10) for _ in range(2))  # (1000,5,10)
 scores, visible = q @ k.transpose(1, 2), torch.ones(5, 5).tril()
 ahead = (scores * visible / 10**0.5).softmax(-1).triu(1).sum(-1).mean(0)  # (5,)
 masked = scores.masked_fill(visible == 0, -torch.inf)
-apart = float((masked.softmax(-1) - (masked / 10**0.5).softmax(-1)).abs().amax((1, 2)).mean())
-course.claim("2.3", "wrong", found=f"the first row gives {100 * ahead[0]:.0f} percent to the future on average, "
+by_root_of_ten = (masked / 10**0.5).softmax(-1)
+apart = float((masked.softmax(-1) - by_root_of_ten).abs().amax((1, 2)).mean())
+course.claim("2.3", "wrong", found=f"the first row gives {100 * ahead[0]:.0f} percent "
+             f"to the future on average, "
              f"the first four on average {100 * ahead[:4].mean():.0f}")
-course.claim("2.4", "wrong", found=f"the largest difference of a weight is {apart:.2f} on average")
-course.claim("3.1", "misleading", found=f"multiplied by the root instead, the loss here is {points[-1][0]:.2f}")
+course.claim("2.4", "wrong", found=f"the largest difference of a weight is {apart:.2f} "
+             f"on average")
+course.claim("3.1", "misleading", found=f"multiplied by the root instead, the loss "
+             f"here is {points[-1][0]:.2f}")
 
 # %% tags=["hide-input"]
-course.confirm("3.2", "right", found=f"{reader} looks up the name with {most:.0f} percent")
+course.confirm("3.2", "right", found=f"{reader} looks up the name with {most:.0f} "
+               f"percent")
 
 # %% [markdown]
 # ## Exercises
@@ -516,7 +558,8 @@ def leaks(forward, ids, V):
     for place in range(1, ids.shape[1]):
         changed = ids.clone()
         changed[0, place] = (changed[0, place] + 1) % V
-        if not torch.allclose(forward(changed)[:, :place], before[:, :place], atol=1e-4):
+        if not torch.allclose(forward(changed)[:, :place], before[:, :place],
+                              atol=1e-4):
             return True
     return False
 
@@ -531,7 +574,7 @@ course.check("02.4", leaks)
 course.quiz("02")
 
 # %% tags=["exercise"]
-q1, q2, q3 = ..., ..., ...  # letters
+q1, q2, q3 = ..., ..., ...  # letters in quotes
 
 # %% tags=["solution"]
 q1, q2, q3 = "a", "c", "b"

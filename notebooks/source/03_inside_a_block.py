@@ -46,11 +46,14 @@ from nanokv.school.training import corpus
 model, tokenizer = course.start("03")
 c = model.config
 
-talk = corpus.conversation(random.Random(1), 8, held_out=True)  # with words that the bundled model never saw
-text = torch.tensor([tokenizer.encode(tokenizer.render(talk, add_generation_prompt=False))])[:, :160]  # (1,T)
+# with words that the bundled model never saw
+talk = corpus.conversation(random.Random(1), 8, held_out=True)
+rendered = tokenizer.render(talk, add_generation_prompt=False)
+text = torch.tensor([tokenizer.encode(rendered)])[:, :160]  # (1,T)
 seen = nanokv.debug.record(model, text)  # what every operation of a forward gave
 truth = nanokv.score(model, text)  # (1,T,V)
-print(f"\na conversation of {text.shape[1]} tokens, which begins: {tokenizer.decode(text[0, :24].tolist())!r}")
+print(f"\na conversation of {text.shape[1]} tokens, which begins: "
+      f"{tokenizer.decode(text[0, :24].tolist())!r}")
 
 # %% [markdown]
 # ## Predict
@@ -103,10 +106,12 @@ course.figure("03.head", c.head_dim)
 parts = {"embedding": model.embed_tokens}
 for kind, name in (("attention", "self_attn"), ("MLP", "mlp")):
     parts[kind] = nn.ModuleList(getattr(layer, name) for layer in model.layers)
-sizes = {name: sum(p.numel() for p in part.parameters()) for name, part in parts.items()}
+sizes = {name: sum(p.numel() for p in part.parameters())
+         for name, part in parts.items()}
 total = sum(p.numel() for p in model.parameters())  # a shared tensor counts once
 shared = model.lm_head.weight is model.embed_tokens.weight
-sizes["other norms"] = total - sum(sizes.values()) - (0 if shared else model.lm_head.weight.numel())
+head = 0 if shared else model.lm_head.weight.numel()
+sizes["other norms"] = total - sum(sizes.values()) - head
 print(", ".join(f"{name} {size:,}" for name, size in sizes.items()))
 print(f"all together {total:,}; the head is the embedding: {shared}")
 
@@ -140,7 +145,8 @@ with torch.inference_mode():
         for name, f in (("RMSNorm", norm), ("LayerNorm", layer_norm))
     }
 for name, change in moved.items():
-    print(f"{name:<10} changes by {100 * change:8.3f} percent when 1 is added to every entry")
+    print(f"{name:<10} changes by {100 * change:8.3f} percent when 1 is added to every "
+          "entry")
 
 
 def rms(x):
@@ -148,25 +154,32 @@ def rms(x):
     return x[0].float().pow(2).mean(-1).sqrt()
 
 
-stream = [rms(seen[None, "embed_tokens"])] + [rms(seen[i, "mlp_residual"]) for i in range(len(model.layers))]
-normed = [rms(seen[i, "input_layernorm"]) for i in range(len(model.layers))] + [rms(seen[None, "norm"])]
+stream = [rms(seen[None, "embed_tokens"])]
+stream += [rms(seen[i, "mlp_residual"]) for i in range(len(model.layers))]
+normed = [rms(seen[i, "input_layernorm"])
+          for i in range(len(model.layers))] + [rms(seen[None, "norm"])]
 
 # %% tags=["hide-input"]
 blue, orange = course.COLORS[:2]
 fig, axis = course.subplots(width=7.5, height=3.4)
-for values, name, color in ((stream, "the residual stream", orange), (normed, "after the norm", blue)):
-    low, middle, high = torch.stack(values).quantile(torch.tensor([0.0, 0.5, 1.0]), dim=1)
-    axis.fill_between(range(len(values)), low, high, color=color, alpha=0.2, linewidth=0)
+for values, name, color in ((stream, "the residual stream", orange),
+                            (normed, "after the norm", blue)):
+    low, middle, high = torch.stack(values).quantile(torch.tensor([0.0, 0.5, 1.0]),
+                                                     dim=1)
+    axis.fill_between(range(len(values)), low, high, color=color, alpha=0.2,
+                      linewidth=0)
     axis.plot(range(len(values)), middle, "o-", color=color, label=name)
-axis.set(yscale="log", xlabel="layer that reads it (the last one is the head)", ylabel="root mean square (log)",
+axis.set(yscale="log", xlabel="layer that reads it (the last one is the head)",
+         ylabel="root mean square (log)",
          title="size of a token: median and range")
 axis.legend()
 first, last = float(stream[0].median()), float(stream[-1].median())
-low, high = min(float(n.median()) for n in normed[:-1]), max(float(n.median()) for n in normed[:-1])
+low, high = min(float(n.median())
+                for n in normed[:-1]), max(float(n.median()) for n in normed[:-1])
 course.figure("03.grow", last / first)
-course.show(fig, alt="Two lines over the layers, on a log scale. The residual stream grows from "
-            f"{first:.2f} to {last:.1f}. After the norm, what the layers read stays between {low:.2f} and {high:.2f} "
-            "in the median.")
+course.show(fig, alt="Two lines over the layers, on a log scale. The residual stream "
+            f"grows from {first:.2f} to {last:.1f}. After the norm, what the layers "
+            f"read stays between {low:.2f} and {high:.2f} in the median.")
 
 # %% [markdown]
 # The stream grows by a factor of <!--fig 03.grow-->61<!--/fig--> from the bottom to the top. The first layer alone
@@ -187,14 +200,18 @@ turn = 2 * torch.pi / speed
 context = c.max_position_embeddings
 slow = int((turn > context).sum())
 layer, head = len(model.layers) // 2, 0
-q, k = seen[layer, "q_norm"][0, 40, head], seen[layer, "k_norm"][0, 12, 0]  # (D,) each, before the rotation
+# (D,) each, before the rotation
+q, k = seen[layer, "q_norm"][0, 40, head], seen[layer, "k_norm"][0, 12, 0]
 distances = torch.arange(200)
 
 
 def products(start):
-    """q·k / sqrt(D) with the key at `start` and the query at start + distance, for all distances."""
-    key = apply_rope(k.view(1, 1, 1, -1), rope_angles(c, torch.tensor([start]), k.dtype))
-    queries = apply_rope(q.expand(1, 1, len(distances), -1), rope_angles(c, start + distances, q.dtype))
+    """q·k / sqrt(D) with the key at `start` and the query at start + distance, for
+    all distances."""
+    key = apply_rope(k.view(1, 1, 1, -1),
+                     rope_angles(c, torch.tensor([start]), k.dtype))
+    queries = apply_rope(q.expand(1, 1, len(distances), -1),
+                         rope_angles(c, start + distances, q.dtype))
     return (queries @ key.transpose(2, 3)).flatten() / c.head_dim**0.5
 
 
@@ -205,19 +222,23 @@ apart = float((here - there).abs().max())
 fig, (left, right) = course.subplots(1, 2, width=9.5)
 left.bar(range(len(turn)), turn, color=[orange if t > context else blue for t in turn])
 left.axhline(context, color="gray", linestyle=":")
-left.set(yscale="log", title="tokens for a full turn", xlabel="pair", ylabel="tokens (log)")
+left.set(yscale="log", title="tokens for a full turn", xlabel="pair",
+         ylabel="tokens (log)")
 left.text(0, context * 1.3, f"context {context:,}", fontsize=9)
-right.plot(distances, here, color=blue, linewidth=4, alpha=0.4, label="key at position 0")
-right.plot(distances, there, color=course.COLORS[6], linewidth=1, linestyle="--", label="key at position 1,000")
+right.plot(distances, here, color=blue, linewidth=4, alpha=0.4, label="key at "
+           "position 0")
+right.plot(distances, there, color=course.COLORS[6], linewidth=1, linestyle="--",
+           label="key at position 1,000")
 right.set(title="one query times one key", xlabel="distance in tokens", ylabel="score")
 right.legend()
 course.figure("03.slow", slow)
 course.figure("03.pairs", len(turn))
 course.figure("03.apart", apart)
-course.show(fig, alt=f"Left: bars on a log scale, from {turn[0]:.1f} tokens for a full turn of pair 0 to "
-            f"{turn[-1]:,.0f} for the last; {slow} of {len(turn)} pairs need more than the context of {context:,}. "
-            f"Right: a curve that swings between {here.min():.1f} and {here.max():.1f} over 200 tokens; a second "
-            "one, for positions 1,000 higher, lies on it.")
+course.show(fig, alt=f"Left: bars on a log scale, from {turn[0]:.1f} tokens for a full "
+            f"turn of pair 0 to {turn[-1]:,.0f} for the last; {slow} of {len(turn)} "
+            f"pairs need more than the context of {context:,}. Right: a curve that "
+            f"swings between {here.min():.1f} and {here.max():.1f} over 200 tokens; a "
+            "second one, for positions 1,000 higher, lies on it.")
 
 # %% [markdown]
 # The two curves differ by <!--fig 03.apart x9-->3e-5<!--/fig-->: only the distance counts. That is why a
@@ -263,7 +284,8 @@ def changed_model(**parts):
 
 @contextmanager
 def without_norms():
-    """The model without q_norm and k_norm, inside a `with` block; gives the pairs that were taken out."""
+    """The model without q_norm and k_norm, inside a `with` block; gives the pairs
+    that were taken out."""
     norms = [(layer.self_attn.q_norm, layer.self_attn.k_norm) for layer in model.layers]
     with ExitStack() as stack:
         for layer in model.layers:
@@ -285,14 +307,24 @@ def norm_after_rotation():
 
 
 variants = {}
+
+
+def base_10_000(config, *rest):
+    return rope_angles(replace(config, rope_theta=1e4), *rest)
+
+
+def shifted(config, positions, dtype):
+    return rope_angles(config, positions + 1000, dtype)
+
+
 with changed_model(apply_rope=interleaved):
     variants["neighbours as pairs"] = nanokv.score(model, text)
-with changed_model(rope_angles=lambda config, *rest: rope_angles(replace(config, rope_theta=1e4), *rest)):
+with changed_model(rope_angles=base_10_000):
     variants["base 10,000"] = nanokv.score(model, text)
 with without_norms():
     variants["no q/k norm"] = nanokv.score(model, text)
 variants["norm after rotation"] = norm_after_rotation()
-with changed_model(rope_angles=lambda config, positions, dtype: rope_angles(config, positions + 1000, dtype)):
+with changed_model(rope_angles=shifted):
     variants["all positions + 1,000"] = nanokv.score(model, text)
 
 losses = {"right": -float(log_likelihood(truth, text).mean())}
@@ -301,11 +333,13 @@ for name, logits in variants.items():
     gap[name] = (logits - truth)[0].abs().amax(-1)  # (T,)
     same[name] = 100 * float((logits.argmax(-1) == truth.argmax(-1)).float().mean())
     losses[name] = -float(log_likelihood(logits, text).mean())
-print(f"{'':<24}position 0   position 1   largest   same first choice   loss (right: {losses['right']:.3f})")
+print(f"{'':<24}position 0   position 1   largest   same first choice   loss (right: "
+      f"{losses['right']:.3f})")
 for name in variants:
-    print(f"{name:<24}{gap[name][0]:10.0e}   {gap[name][1]:10.0e}   {gap[name].max():7.0e}   "
-          f"{same[name]:13.0f} of 100   {losses[name]:.3f}")
-pairs, late, shift = "neighbours as pairs", "norm after rotation", "all positions + 1,000"
+    print(f"{name:<24}{gap[name][0]:10.0e}   {gap[name][1]:10.0e}   "
+          f"{gap[name].max():7.0e}   {same[name]:13.0f} of 100   {losses[name]:.3f}")
+pairs, late = "neighbours as pairs", "norm after rotation"
+shift = "all positions + 1,000"
 course.reveal("03.b", same["neighbours as pairs"])
 
 # %% tags=["hide-input"]
@@ -323,14 +357,17 @@ for name, values in gap.items():
     smooth = values.unfold(0, window, 1).median(-1).values
     place = range(window // 2, window // 2 + len(smooth))
     axis.plot(place, smooth, color=course.COLORS[colors[name]], label=name)
-    axis.plot(range(1, 4), values[1:4], ".", color=course.COLORS[colors[name]], markersize=4)
-axis.set(yscale="log", ylim=(1e-6, 60), xlabel="position in the text", ylabel="largest change of a logit (log)",
+    axis.plot(range(1, 4), values[1:4], ".", color=course.COLORS[colors[name]],
+              markersize=4)
+axis.set(yscale="log", ylim=(1e-6, 60), xlabel="position in the text",
+         ylabel="largest change of a logit (log)",
          title="what each mistake does, by position")
 axis.legend(loc="center right", bbox_to_anchor=(1, 0.42), ncols=2, fontsize=9)
 at_end = {name: float(values[-window:].median()) for name, values in gap.items()}
-course.show(fig, alt="Lines over the positions of the text, on a log scale. At position 0 nothing differs. Near the "
-            "end the logits are off by "
-            + ", ".join(f"{value:.1g} ({name})" for name, value in at_end.items()) + ". The last of these is rounding.")
+course.show(fig, alt="Lines over the positions of the text, on a log scale. At "
+            "position 0 nothing differs. Near the end the logits are off by "
+            + ", ".join(f"{value:.1g} ({name})" for name, value in at_end.items())
+            + ". The last of these is rounding.")
 
 # %% [markdown]
 # The wrong pairs keep <!--fig 03.pairs.same-->56<!--/fig--> of 100 first choices. Many tokens are determined by their
@@ -349,7 +386,8 @@ course.show(fig, alt="Lines over the positions of the text, on a log scale. At p
 # Can you see the wrong pairs in an answer?
 
 # %%
-question = tokenizer.encode(tokenizer.render([{"role": "user", "content": "My name is Zorbla. What is my name?"}]))
+asked = {"role": "user", "content": "My name is Zorbla. What is my name?"}
+question = tokenizer.encode(tokenizer.render([asked]))
 
 
 def answer():
@@ -360,7 +398,7 @@ def answer():
 print("right:              ", answer())
 with changed_model(apply_rope=interleaved):
     print("neighbours as pairs:", answer())
-with changed_model(rope_angles=lambda config, *rest: rope_angles(replace(config, rope_theta=1e4), *rest)):
+with changed_model(rope_angles=base_10_000):
     print("base 10,000:        ", answer())
 
 # %% [markdown]
@@ -375,13 +413,18 @@ with changed_model(rope_angles=lambda config, *rest: rope_angles(replace(config,
 
 # %%
 H, Hk = c.num_attention_heads, c.num_key_value_heads
-q, k, v = (seen[layer, name].transpose(1, 2) for name in ("rope_q", "rope_k", "cached_v"))  # (B,H,T,D), (B,Hk,T,D) ×2
+# (B,H,T,D), (B,Hk,T,D) ×2
+q, k, v = (seen[layer, name].transpose(1, 2)
+           for name in ("rope_q", "rope_k", "cached_v"))
 without = v.clone()
 without[:, Hk - 1] = 0
-moved_heads = (causal_attention(q, k, without) - causal_attention(q, k, v)).abs().amax((0, 2, 3)) > 0
-print(f"KV head {Hk - 1} is read by the query heads", [h for h in range(H) if moved_heads[h]], f"of 0 … {H - 1}")
+apart = causal_attention(q, k, without) - causal_attention(q, k, v)  # (B,H,T,D)
+moved_heads = apart.abs().amax((0, 2, 3)) > 0
+print(f"KV head {Hk - 1} is read by the query heads",
+      [h for h in range(H) if moved_heads[h]], f"of 0 … {H - 1}")
 
-gates = torch.cat([nn.functional.silu(seen[i, "gate_proj"]).flatten() for i in range(len(model.layers))])
+gates = torch.cat([nn.functional.silu(seen[i, "gate_proj"]).flatten()
+                   for i in range(len(model.layers))])
 closed = 100 * float((gates.abs() < 0.1).float().mean())
 print(f"MLP gates that let through less than a tenth: {closed:.0f} percent")
 
@@ -399,8 +442,11 @@ course.figure("03.readers", int(moved_heads.sum()))
 # %%
 attend = course.mine("attention")
 G = H // Hk
-heads = [attend(q[0, h].clone(), k[0, h // G].clone(), v[0, h // G].clone()) for h in range(H)]  # (T,D) each
-print(f"largest difference to nanokv's: {float((torch.stack(heads) - causal_attention(q, k, v)[0]).abs().max()):.0e}")
+# (T,D) each
+heads = [attend(q[0, h].clone(), k[0, h // G].clone(), v[0, h // G].clone())
+         for h in range(H)]
+print("largest difference to nanokv's: "
+      f"{float((torch.stack(heads) - causal_attention(q, k, v)[0]).abs().max()):.0e}")
 
 # %% [markdown]
 # The MLP works on each token alone. It computes two vectors; one of them is a gate. `silu(gate)` decides, for each unit
@@ -413,7 +459,8 @@ print(f"largest difference to nanokv's: {float((torch.stack(heads) - causal_atte
 # %%
 def loss_without(part):
     """The loss when this module adds nothing to the residual stream."""
-    hook = part.register_forward_hook(lambda module, inputs, output: torch.zeros_like(output))
+    silent = lambda module, inputs, output: torch.zeros_like(output)
+    hook = part.register_forward_hook(silent)
     try:
         return -float(log_likelihood(nanokv.score(model, text), text).mean())
     finally:
@@ -421,24 +468,29 @@ def loss_without(part):
 
 
 worth = {
-    name: [loss_without(getattr(layer, name)) - losses["right"] for layer in model.layers]
+    name: [loss_without(getattr(layer, name)) - losses["right"]
+           for layer in model.layers]
     for name in ("self_attn", "mlp")
 }
 
 # %% tags=["hide-input"]
 fig, axis = course.subplots(width=7.5)
 place = torch.arange(len(model.layers))
-for bars, name, words in ((-0.2, "self_attn", "without its attention"), (0.2, "mlp", "without its MLP")):
+for bars, name, words in ((-0.2, "self_attn", "without its attention"),
+                          (0.2, "mlp", "without its MLP")):
     drawn = axis.bar(place + bars, worth[name], 0.4, label=words)
     axis.bar_label(drawn, fmt="%.2f", fontsize=8)
-axis.set(xlabel="layer", ylabel="loss added (nats per token)", title="one part taken out", xticks=place)
+axis.set(xlabel="layer", ylabel="loss added (nats per token)",
+         title="one part taken out", xticks=place)
 axis.legend()
-dear = max((value, name, i) for name, values in worth.items() for i, value in enumerate(values))
+dear = max((value, name, i) for name, values in worth.items()
+           for i, value in enumerate(values))
 course.figure("03.dear", dear[0])
 course.figure("03.uniform", torch.tensor(float(c.vocab_size)).log())
-course.show(fig, alt="Bars for each layer: the loss that is added when its attention or its MLP is left out. The "
-            f"largest is {dear[0]:.1f} nats, for {'the MLP' if dear[1] == 'mlp' else 'the attention'} of layer "
-            f"{dear[2]}; the smallest is {min(min(values) for values in worth.values()):.3f}.")
+course.show(fig, alt="Bars for each layer: the loss that is added when its attention "
+            f"or its MLP is left out. The largest is {dear[0]:.1f} nats, for "
+            f"{'the MLP' if dear[1] == 'mlp' else 'the attention'} of layer {dear[2]}; "
+            f"the smallest is {min(min(values) for values in worth.values()):.3f}.")
 
 # %% [markdown]
 # One part matters most: without the first MLP the loss rises by <!--fig 03.dear-->6.9<!--/fig--> nats. The loss
@@ -454,22 +506,28 @@ course.show(fig, alt="Bars for each layer: the loss that is added when its atten
 
 # %%
 calls = []
-with changed_model(rope_angles=lambda *arguments: calls.append(1) or rope_angles(*arguments)):
+with changed_model(rope_angles=lambda *arguments: calls.append(1)
+                   or rope_angles(*arguments)):
     nanokv.score(model, text)
 
 from nanokv.school.course.claims.shapes import QWEN
 
-one = torch.eye(QWEN.head_dim)[0].view(1, 1, 1, -1)  # dimension 0 of a head of Qwen3-0.6B
+# dimension 0 of a head of Qwen3-0.6B
+one = torch.eye(QWEN.head_dim)[0].view(1, 1, 1, -1)
 turned = apply_rope(one, rope_angles(QWEN, torch.tensor([1]), one.dtype)).flatten()
 course.claim("0.8", "wrong", found=int(turned[1:].abs().argmax()) + 1)
-course.claim("0.11", "misleading", found=f"adding 1 changes RMSNorm by {100 * moved['RMSNorm']:.0f} percent, "
+course.claim("0.11", "misleading",
+             found=f"adding 1 changes RMSNorm by {100 * moved['RMSNorm']:.0f} percent, "
              f"LayerNorm by {100 * moved['LayerNorm']:.0f}")
-by_hand = apply_rope(seen[0, "k_norm"].transpose(1, 2), rope_angles(c, torch.arange(text.shape[1]), torch.float32))
+by_hand = apply_rope(seen[0, "k_norm"].transpose(1, 2),
+                     rope_angles(c, torch.arange(text.shape[1]), torch.float32))
 gap_to_cache = float((by_hand - seen[0, "rope_k"].transpose(1, 2)).abs().max())
 
 # %% tags=["hide-input"]
-course.confirm("0.7", "right", found=f"{len(calls)} computation for {len(model.layers)} layers")
-course.confirm("0.12", "right", found=f"normed, then rotated: the {by_hand.shape[1]} cached heads to {gap_to_cache:.0e}")
+course.confirm("0.7", "right",
+               found=f"{len(calls)} computation for {len(model.layers)} layers")
+course.confirm("0.12", "right", found=f"normed, then rotated: the {by_hand.shape[1]} "
+               f"cached heads to {gap_to_cache:.0e}")
 
 # %% [markdown]
 # ## Exercises
@@ -564,7 +622,7 @@ course.check("03.5", weight)
 course.quiz("03")
 
 # %% tags=["exercise"]
-q1, q2, q3 = ..., ..., ...  # letters
+q1, q2, q3 = ..., ..., ...  # letters in quotes
 
 # %% tags=["solution"]
 q1, q2, q3 = "b", "c", "a"

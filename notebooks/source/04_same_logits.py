@@ -44,7 +44,8 @@ folder = weights_loader.resolve(source)
 
 def chat(question):
     """A question in the model's own template, (1,T)."""
-    return torch.tensor([tokenizer.encode(tokenizer.render([{"role": "user", "content": question}]))])
+    asked = tokenizer.render([{"role": "user", "content": question}])
+    return torch.tensor([tokenizer.encode(asked)])
 
 
 ids = chat(reference.QUESTION)
@@ -81,11 +82,15 @@ course.predict("04.b", other_words, unit="of three")
 # refuses it.)
 
 # %%
-stored = {name: entry.shape for name, entry in weights_loader.shards.read_entries(folder).items()}  # headers only
+# headers only
+stored = {name: entry.shape
+          for name, entry in weights_loader.shards.read_entries(folder).items()}
 first = [name for name in stored if ".layers.0." in name]
 for name in [name for name in stored if ".layers." not in name] + first:
-    print(f"{name:<48} {str(stored[name]):<14} → {weights_loader.names.to_nanokv(name)}")
-print(f"{len(stored)} tensors, {len(first)} of them in layer 0; lm_head is stored: {'lm_head.weight' in stored}")
+    print(f"{name:<48} {str(stored[name]):<14} → "
+          f"{weights_loader.names.to_nanokv(name)}")
+print(f"{len(stored)} tensors, {len(first)} of them in layer 0; lm_head is stored: "
+      f"{'lm_head.weight' in stored}")
 
 # %% tags=["hide-input"]
 course.figure("04.tensors", len(stored))
@@ -99,10 +104,12 @@ course.figure("04.a_layer", len(first))
 # an error for a missing tensor, an extra tensor, or a wrong shape:
 
 # %%
-weights = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
+weights = {name: value for name, value in model.state_dict().items()
+           if name != "lm_head.weight"}
 if not c.tie_word_embeddings:
     weights["lm_head.weight"] = model.lm_head.weight
-incomplete = {name: value for name, value in weights.items() if "layers.0.self_attn.k_proj" not in name}
+incomplete = {name: value for name, value in weights.items()
+              if "layers.0.self_attn.k_proj" not in name}
 try:
     nanokv.loading.build(c, incomplete)
 except RuntimeError as error:
@@ -120,17 +127,23 @@ theirs = reference.in_transformers(source)  # None where it is not installed
 kept = reference.stored(model)
 ours = debug.record(model, ids)
 if theirs is not None:
-    who, steps = f"transformers {reference.oracle.version()}, run here", debug.compare(ours, debug.record(theirs, ids))
+    who = f"transformers {reference.oracle.version()}, run here"
+    steps = debug.compare(ours, debug.record(theirs, ids))
 elif kept is not None and torch.equal(kept[0], ids):
-    who, steps = f"{kept[2]}, stored, last token only", debug.compare(reference.last_token(ours), kept[1])
+    who = f"{kept[2]}, stored, last token only"
+    steps = debug.compare(reference.last_token(ours), kept[1])
 else:
-    who, steps = "nobody: transformers is not installed, and no numbers are stored for this model", []
+    who = ("nobody: transformers is not installed, and no numbers are stored for this "
+           "model")
+    steps = []
 print("compared with", who)
 for step in steps:
     if step.layer in (None, c.num_hidden_layers - 1):
-        print(f"    {step.place:<34} max |Δ| {step.difference:.1e}   values up to {step.scale:7.2f}")
+        print(f"    {step.place:<34} max |Δ| {step.difference:.1e}   values up to "
+              f"{step.scale:7.2f}")
 different = [step for step in steps if not step.ok]
-print(f"{len(steps)} operations compared, {sum(step.difference == 0 for step in steps)} equal to the last bit, "
+print(f"{len(steps)} operations compared, "
+      f"{sum(step.difference == 0 for step in steps)} equal to the last bit, "
       f"{len(different)} differ by more than rounding")
 
 # %% [markdown]
@@ -146,7 +159,8 @@ print(f"{len(steps)} operations compared, {sum(step.difference == 0 for step in 
 
 # %%
 half = nanokv.load(source, dtype="bfloat16", device="cpu")[0]
-alone, ours_half, alone_half = reference.one_by_one(model, ids), debug.record(half, ids), reference.one_by_one(half, ids)
+alone, alone_half = reference.one_by_one(model, ids), reference.one_by_one(half, ids)
+ours_half = debug.record(half, ids)
 
 
 def logit_gap(a, b):
@@ -154,14 +168,16 @@ def logit_gap(a, b):
     return float((a[None, "lm_head"].float() - b[None, "lm_head"].float()).abs().max())
 
 
-noise, noise_half, to_half = logit_gap(alone, ours), logit_gap(alone_half, ours_half), logit_gap(ours_half, ours)
+noise, noise_half = logit_gap(alone, ours), logit_gap(alone_half, ours_half)
+to_half = logit_gap(ours_half, ours)
 print(f"logits go up to {float(ours[None, 'lm_head'].abs().max()):.0f}")
 print(f"fp32, one by one against at once: {noise:.1e}")
 print(f"bf16, one by one against at once: {noise_half:.1e}")
 print(f"bf16 against fp32:                {to_half:.1e}")
 if theirs is not None:
     theirs_half = debug.record(reference.in_transformers(source, torch.bfloat16), ids)
-    print(f"transformers' bf16 against its own fp32: {logit_gap(theirs_half, debug.record(theirs, ids)):.1e}")
+    print("transformers' bf16 against its own fp32: "
+          f"{logit_gap(theirs_half, debug.record(theirs, ids)):.1e}")
 course.reveal("04.a", noise_half / noise)
 
 # %% tags=["hide-input"]
@@ -222,25 +238,31 @@ course.figure("04.eps", gaps["eps"])
 
 # %% tags=["hide-input"]
 depth = c.num_hidden_layers
-records_to_show = {"wrong theta": records["theta"], "rounding of bf16": ours_half, "wrong eps": records["eps"],
+records_to_show = {"wrong theta": records["theta"], "rounding of bf16": ours_half,
+                   "wrong eps": records["eps"],
                    "rounding of fp32": alone}
-marks = {"wrong theta": (4, "-D"), "rounding of bf16": (5, ":o"), "wrong eps": (1, "-s"), "rounding of fp32": (0, ":o")}
+marks = {"wrong theta": (4, "-D"), "rounding of bf16": (5, ":o"),
+         "wrong eps": (1, "-s"), "rounding of fp32": (0, ":o")}
 fig, axis = course.subplots(width=8.5, height=3.6)
 paths = {}
 for name, record in records_to_show.items():
     steps = debug.compare(record, ours)
-    after = [s.difference / s.scale for s in steps if s.operation in ("mlp_residual", "lm_head")]
+    after = [s.difference / s.scale
+             for s in steps if s.operation in ("mlp_residual", "lm_head")]
     paths[name] = after
     color, mark = marks[name]
     axis.plot(range(depth + 1), after, mark, color=course.COLORS[color], label=name)
-axis.set(yscale="log", xticks=range(depth + 1), ylabel="difference ÷ largest value (log)", xlabel="after layer",
+axis.set(yscale="log", xticks=range(depth + 1),
+         ylabel="difference ÷ largest value (log)", xlabel="after layer",
          title="rounding and bugs on their way through the model")
 axis.set_xticklabels([*range(depth), "logits"])
 axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-course.show(fig, alt="Four lines on a log scale, from the first layer to the logits. Lowest, rounding in fp32, "
-            f"{paths['rounding of fp32'][0]:.0e} to {max(paths['rounding of fp32']):.0e}; then the wrong eps, between "
-            f"{min(paths['wrong eps']):.0e} and {max(paths['wrong eps']):.0e}; above it rounding in bf16, up to "
-            f"{max(paths['rounding of bf16']):.0e}; on top the wrong theta, up to {max(paths['wrong theta']):.1g}.")
+course.show(fig, alt="Four lines on a log scale, from the first layer to the logits. "
+            f"Lowest, rounding in fp32, {paths['rounding of fp32'][0]:.0e} to "
+            f"{max(paths['rounding of fp32']):.0e}; then the wrong eps, between "
+            f"{min(paths['wrong eps']):.0e} and {max(paths['wrong eps']):.0e}; above "
+            f"it rounding in bf16, up to {max(paths['rounding of bf16']):.0e}; on top "
+            f"the wrong theta, up to {max(paths['wrong theta']):.1g}.")
 
 # %% [markdown]
 # The line of the wrong eps runs between the two kinds of rounding: far above that of fp32, below that of bf16. The next
@@ -250,7 +272,8 @@ course.show(fig, alt="Four lines on a log scale, from the first layer to the log
 trusted = theirs if theirs is not None else model  # Experiment 2 showed that they agree
 for name, one in wrong.items():
     print(f"{name:<6} first:   {debug.first_divergence(one, trusted, ids)}")
-    print(f"       largest: {max(debug.compare(records[name], ours), key=lambda step: step.difference)}")
+    steps = debug.compare(records[name], ours)
+    print(f"       largest: {max(steps, key=lambda step: step.difference)}")
 
 # %% [markdown]
 # Each time, the first operation that differs is the one that reads the wrong number. A wrong theta does not change
@@ -266,7 +289,8 @@ FLOOR = 1e-8  # stands for "equal to the last bit" on a log scale
 
 
 def table_of(record):
-    """(operations + 1, layers): difference ÷ largest value of the token; the last row is the head."""
+    """(operations + 1, layers): difference ÷ largest value of the token; the last
+    row is the head."""
     table = np.full((len(rows) + 1, depth), np.nan)
     for step in debug.compare(record, ours):
         ratio = max(step.difference / step.scale, FLOOR)
@@ -290,14 +314,18 @@ for axis, (name, record) in zip(axes, {"rounding (fp32)": alone, **records}.item
     step = next((step for step in debug.compare(record, ours) if not step.ok), None)
     if step is not None:
         starts[name] = step.place
-        corner = (-0.5, len(rows) - 0.5) if step.layer is None else (step.layer - 0.5, rows.index(step.operation) - 0.5)
-        size = (depth, 1) if step.layer is None else (1, 1)
-        axis.add_patch(Rectangle(corner, *size, fill=False, edgecolor=course.COLORS[1], linewidth=3, clip_on=False))
+        corner, size = (-0.5, len(rows) - 0.5), (depth, 1)
+        if step.layer is not None:
+            corner, size = (step.layer - 0.5, rows.index(step.operation) - 0.5), (1, 1)
+        axis.add_patch(Rectangle(corner, *size, fill=False, edgecolor=course.COLORS[1],
+                                 linewidth=3, clip_on=False))
 axes[0].set_yticks(range(len(rows) + 1), [*rows, "lm_head"], fontsize=8)
 fig.colorbar(image, ax=axes, label="difference ÷ largest value of the token")
-course.show(fig, alt="Four tables, one row an operation and one column a layer, coloured by the difference. Rounding: dark "
-            "everywhere. In the others a frame marks where the difference begins, and nearly all that comes after it "
-            "is brighter: " + "; ".join(f"{name} at {place}" for name, place in starts.items()) + ".")
+course.show(fig, alt="Four tables, one row an operation and one column a layer, "
+            "coloured by the difference. Rounding: dark everywhere. In the others a "
+            "frame marks where the difference begins, and nearly all that comes after "
+            "it is brighter: "
+            + "; ".join(f"{name} at {place}" for name, place in starts.items()) + ".")
 
 # %% [markdown]
 # ## What the articles say
@@ -316,11 +344,14 @@ else:
         subscript = type(DynamicCache()[0]).__name__
     except TypeError as error:
         subscript = f"TypeError: {error}"
-    in_words = f"cache_position is an argument of forward: {'cache_position' in inspect.signature(theirs.forward).parameters}"
+    found = "cache_position" in inspect.signature(theirs.forward).parameters
+    in_words = f"cache_position is an argument of forward: {found}"
 last_row = nanokv.prefill(model, ids, nanokv.make_cache("dict", c), start_pos=0)
-print(f"all rows of logits: {tuple(nanokv.score(model, ids).shape)}; what a prefill gives: {tuple(last_row.shape)}")
+print(f"all rows of logits: {tuple(nanokv.score(model, ids).shape)}; what a prefill "
+      f"gives: {tuple(last_row.shape)}")
 course.claim("0.2", "wrong", found=subscript)
-course.claim("0.14", "misleading", found=4096 * 151_936 * 2)  # all rows of Qwen3-0.6B at 4,096 tokens, in bf16
+# all rows of Qwen3-0.6B at 4,096 tokens, in bf16
+course.claim("0.14", "misleading", found=4096 * 151_936 * 2)
 course.claim("3.15", "misleading", found=in_words)
 
 # %% [markdown]
@@ -395,7 +426,8 @@ course.check("04.3", atol)
 
 # %%
 case = course.case("04.4")
-seen = mystery(case, ids)  # the record of the wrong one; `ours` is that of the right one
+# the record of the wrong one; `ours` is that of the right one
+seen = mystery(case, ids)
 for letter, cause in CAUSES.items():
     print(f"{letter}) {cause}")
 
@@ -404,7 +436,8 @@ layer_and_cause = ..., ...
 
 # %% tags=["solution"]
 begins = next(step for step in debug.compare(seen, ours) if not step.ok)
-touches = {"gate_proj": "a", "q_norm": "b", "q_proj": "c", "down_proj": "d", "o_proj": "e", "input_layernorm": "f"}
+touches = {"gate_proj": "a", "q_norm": "b", "q_proj": "c", "down_proj": "d",
+           "o_proj": "e", "input_layernorm": "f"}
 layer_and_cause = begins.layer, touches[begins.operation]
 
 # %%
@@ -430,7 +463,7 @@ course.check("04.5", hidden)
 course.quiz("04")
 
 # %% tags=["exercise"]
-q1, q2, q3 = ..., ..., ...  # letters
+q1, q2, q3 = ..., ..., ...  # letters in quotes
 
 # %% tags=["solution"]
 q1, q2, q3 = "c", "b", "a"

@@ -76,7 +76,8 @@ class RowCounter:
 
 def write_without_cache(ids, n):
     for _ in range(n):
-        token = nanokv.score(model, ids)[:, -1].argmax(-1, keepdim=True)  # (B,T,V) → (B,1)
+        # (B,T,V) → (B,1)
+        token = nanokv.score(model, ids)[:, -1].argmax(-1, keepdim=True)
         ids = torch.cat((ids, token), dim=1)
     return ids
 
@@ -115,7 +116,8 @@ course.figure("05.cached8", cached8);
 # %%
 P = N = 64
 torch.manual_seed(0)
-prompt = torch.randint(0, model.config.vocab_size, (1, P))  # which tokens they are does not matter for the count
+# which tokens they are does not matter for the count
+prompt = torch.randint(0, model.config.vocab_size, (1, P))
 with RowCounter() as without:
     begin = time.perf_counter()
     write_without_cache(prompt, N)
@@ -125,7 +127,8 @@ with RowCounter() as cached:
     write_with_cache(prompt, N)
     seconds_cached = time.perf_counter() - begin
 naive, lean = sum(without.rows), sum(cached.rows)
-print(f"token-forwards {naive:,} and {lean:,};  seconds {seconds_without:.2f} and {seconds_cached:.2f}")
+print(f"token-forwards {naive:,} and {lean:,};  seconds {seconds_without:.2f} and "
+      f"{seconds_cached:.2f}")
 course.reveal("05.a", naive / lean)
 
 # %% tags=["hide-input"]
@@ -159,7 +162,8 @@ course.figure("05.speedup", seconds_without / seconds_cached)
 lengths = [1, 4, 8, 16, 32, 48]
 counts = {"without a cache": [], "with a cache": []}
 for n in lengths:
-    for name, write in (("without a cache", write_without_cache), ("with a cache", write_with_cache)):
+    for name, write in (("without a cache", write_without_cache),
+                        ("with a cache", write_with_cache)):
         with RowCounter() as counter:
             write(prompt[:, :16], n)
         counts[name].append(sum(counter.rows))
@@ -167,14 +171,17 @@ for n in lengths:
 # %% tags=["hide-input"]
 fig, (left, right) = course.subplots(1, 2, width=9.5)
 every = list(range(1, 49))
-lines = {"without a cache": [sum(16 + i for i in range(n)) for n in every], "with a cache": [16 + n - 1 for n in every]}
+lines = {"without a cache": [sum(16 + i for i in range(n)) for n in every],
+         "with a cache": [16 + n - 1 for n in every]}
 orange, blue = course.COLORS[1], course.COLORS[0]
 for (name, line), mark, color in zip(lines.items(), "os", (orange, blue)):
     left.plot(every, line, label=name, color=color)
     left.plot(lengths, counts[name], mark, color=color)
-left.set(title="token-forwards of an answer", xlabel="tokens written", ylabel="token-forwards")
+left.set(title="token-forwards of an answer", xlabel="tokens written",
+         ylabel="token-forwards")
 left.legend()
-done_before = [0] + [16 + step - 2 for step in every[1:]]  # the first step brings the prompt: all of it is new
+# the first step brings the prompt: all of it is new
+done_before = [0] + [16 + step - 2 for step in every[1:]]
 right.bar(every, done_before, 1, color=orange, label="done before")
 right.bar(every, [16] + [1] * 47, 1, bottom=done_before, color=blue, label="new")
 right.set(title="rows fed at each step without a cache", xlabel="step", ylabel="rows")
@@ -182,9 +189,10 @@ right.legend(loc="upper left")
 last = counts["without a cache"][-1], counts["with a cache"][-1]
 repeated = 1 - last[1] / last[0]
 course.figure("05.repeated", 100 * repeated)
-course.show(fig, alt=f"Left: without a cache the count curves upward to {last[0]:,} token-forwards at 48 tokens, with a "
-            f"cache it is a straight line to {last[1]}. Right: after the first step, which brings "
-            "the prompt, all rows of a step but one were fed before.")
+course.show(fig, alt=f"Left: without a cache the count curves upward to {last[0]:,} "
+            "token-forwards at 48 tokens, with a cache it is a straight line to "
+            f"{last[1]}. Right: after the first step, which brings the prompt, all "
+            "rows of a step but one were fed before.")
 
 # %% [markdown]
 # At 48 tokens, <!--fig 05.repeated-->97<!--/fig--> percent of the token-forwards are repetitions.
@@ -217,9 +225,11 @@ def keys_of(ids, attend):
 
 
 def drift(attend, short=12):
-    """How far the keys of the first tokens move when the text goes on, relative to their size; one number per layer."""
+    """How far the keys of the first tokens move when the text goes on, relative to
+    their size; one number per layer."""
     before, after = keys_of(text[:, :short], attend), keys_of(text, attend)
-    return [float((a[:, :, :short] - b).norm() / b.norm()) for a, b in zip(after, before)]
+    return [float((a[:, :, :short] - b).norm() / b.norm())
+            for a, b in zip(after, before)]
 
 
 talk = [{"role": "user", "content": "My name is Zorbla. What is my name?"}]
@@ -242,8 +252,9 @@ axis.axhline(1e-4, color="gray", linestyle=":", linewidth=1)
 axis.set(yscale="log", ylim=(1e-9, 2), xlabel="layer", ylabel="relative change (log)",
          title="how far old keys move when the text goes on")
 axis.legend()
-course.show(fig, alt=f"Bars for each layer on a log scale. Causal: no bar rises above {max(masked):.0e}, which is "
-            f"rounding. No mask: nothing in layer 0, then up to {max(unmasked):.2f} in the layers above.")
+course.show(fig, alt="Bars for each layer on a log scale. Causal: no bar rises above "
+            f"{max(masked):.0e}, which is rounding. No mask: nothing in layer 0, then "
+            f"up to {max(unmasked):.2f} in the layers above.")
 
 # %% [markdown]
 # With the mask, only rounding is left: products with 12 rows and with 24 rows are summed in another order, so the last
@@ -268,7 +279,8 @@ middle = layers // 2
 
 
 def scores(ids):
-    """q·kᵀ / sqrt(D) of the first query head and its KV head in the middle layer, (T,T)."""
+    """q·kᵀ / sqrt(D) of the first query head and its KV head in the middle layer,
+    (T,T)."""
     seen = nanokv.debug.record(model, ids)
     q, k = seen[middle, "rope_q"][0, :, 0], seen[middle, "rope_k"][0, :, 0]  # (T,D)
     return q @ k.T / model.config.head_dim**0.5
@@ -298,11 +310,13 @@ axis.set_xticks(range(6), words, fontsize=8)
 axis.set_yticks(range(6), words, fontsize=8)
 for row in range(6):
     for column in range(6):
-        axis.text(column, row, ["masked", "again", "new"][int(kind[row, column])], ha="center", va="center",
+        axis.text(column, row, ["masked", "again", "new"][int(kind[row, column])],
+                  ha="center", va="center",
                   fontsize=7.5, color="black" if kind[row, column] == 0 else "white")
-course.show(fig, alt=f"A square of 6 by 6 scores. Lower left, {again} cells that the five-token square had already, to "
-            f"the same value. The last row, {new} cells, is new. The {hidden} cells above the diagonal are masked, and "
-            "the new column is among them but for its last cell.")
+course.show(fig, alt=f"A square of 6 by 6 scores. Lower left, {again} cells that the "
+            f"five-token square had already, to the same value. The last row, {new} "
+            f"cells, is new. The {hidden} cells above the diagonal are masked, and the "
+            "new column is among them but for its last cell.")
 
 # %% [markdown]
 # The next token needs the last row: <!--fig 05.new-->6<!--/fig--> scores. The <!--fig 05.again-->15<!--/fig--> cells
@@ -320,22 +334,28 @@ course.show(course.drawings.token_arrives())
 # have just measured. The other claims that this notebook checks are on [the page of all claims](claims.md).
 
 # %%
-course.claim("1.1", "misleading", found=without.rows.count(P))  # how many forwards had exactly P rows: one
-course.claim("2.7", "misleading", found=f"without a mask layer 0 moves by {unmasked[0]:.0e}, the last by {unmasked[-1]:.2f}")
+# how many forwards had exactly P rows: one
+course.claim("1.1", "misleading", found=without.rows.count(P))
+course.claim("2.7", "misleading", found=f"without a mask layer 0 moves by "
+             f"{unmasked[0]:.0e}, the last by {unmasked[-1]:.2f}")
 course.claim("2.9", "wrong", found=f"{again} cells known, {new} new, {hidden} masked")
 
 # %% tags=["hide-input"]
 course.confirm("1.2", "right")
 course.confirm("2.2", "misleading")
-course.confirm("2.5", "right", found=f"keys move by at most {max(masked):.0e}, which is rounding")
-course.confirm("2.6", "right", found=f"{100 * repeated:.0f} percent of the rows at 48 tokens were repetitions")
+course.confirm("2.5", "right", found=f"keys move by at most {max(masked):.0e}, which "
+               f"is rounding")
+course.confirm("2.6", "right", found=f"{100 * repeated:.0f} percent of the rows at 48 "
+               f"tokens were repetitions")
 course.confirm("3.4", "right", found=naive8)
 course.confirm("3.5", "right")
 course.confirm("3.6", "right", found=1 + 2 * 10)
 course.confirm("3.7", "misleading")
-course.confirm("3.8", "right", found=f"the other rows differ by at most {float((small - large[:5, :5]).abs().max()):.0e}")
+course.confirm("3.8", "right", found=f"the other rows differ by at most "
+               f"{float((small - large[:5, :5]).abs().max()):.0e}")
 course.confirm("3.9", "right")
-course.confirm("3.16", "misleading", found=f"{changed} of {layers} layers change without the mask")
+course.confirm("3.16", "misleading", found=f"{changed} of {layers} layers change "
+               f"without the mask")
 course.confirm("4.1", "right")
 course.confirm("4.2", "misleading")
 course.confirm("4.9", "right", found=100 * (1 - 4 / sum(range(1, 5))))
@@ -409,7 +429,8 @@ def mlp_rows(L, S):
 
 # %% tags=["solution"]
 def mlp_rows(L, S):
-    return (L - 1) * S + 1  # old tokens of the last layer need keys and values, and no MLP
+    # old tokens of the last layer need keys and values, and no MLP
+    return (L - 1) * S + 1
 
 
 # %%
@@ -426,12 +447,14 @@ course.check("05.4", mlp_rows)
 unchanged = ...
 
 # %% tags=["solution"]
-before, after = nanokv.debug.record(model, text[:, :12]), nanokv.debug.record(model, text)
+before = nanokv.debug.record(model, text[:, :12])
+after = nanokv.debug.record(model, text)
 names = {"Q": "rope_q", "K": "rope_k", "V": "cached_v"}
 unchanged = {
     letter
     for letter, name in names.items()
-    if all(torch.allclose(before[i, name], after[i, name][:, :12], rtol=1e-3, atol=1e-4) for i in range(layers))
+    if all(torch.allclose(before[i, name], after[i, name][:, :12], rtol=1e-3, atol=1e-4)
+           for i in range(layers))
 }
 
 # %%
@@ -444,7 +467,7 @@ course.check("05.5", unchanged)
 course.quiz("05")
 
 # %% tags=["exercise"]
-q1, q2, q3 = ..., ..., ...  # letters
+q1, q2, q3 = ..., ..., ...  # letters in quotes
 
 # %% tags=["solution"]
 q1, q2, q3 = "b", "c", "a"

@@ -51,7 +51,8 @@ print(f"the prompt has {P} tokens")
 guess = ...  # numbers per token
 
 # %% tags=["solution"]
-guess = 2 * c.hidden_size  # a common first guess: one key and one value as wide as the hidden state
+# a common first guess: one key and one value as wide as the hidden state
+guess = 2 * c.hidden_size
 
 # %%
 course.predict("06.a", guess, unit="numbers")
@@ -65,8 +66,10 @@ course.predict("06.a", guess, unit="numbers")
 # %%
 cache = nanokv.make_cache("dict", c)
 print("before the first forward:", dict(cache[0]), "length", cache.length)
-logits = nanokv.prefill(model, ids, cache, start_pos=0)  # (1,V): the logits that follow the last token
-print(f"prefill of {P:>2}: key {tuple(cache[0]['key'].shape)}  value {tuple(cache[0]['value'].shape)}  length {cache.length}")
+# (1,V): the logits that follow the last token
+logits = nanokv.prefill(model, ids, cache, start_pos=0)
+print(f"prefill of {P:>2}: key {tuple(cache[0]['key'].shape)}  value "
+      f"{tuple(cache[0]['value'].shape)}  length {cache.length}")
 
 answer, sizes = [], [cache.nbytes]
 for _ in range(8):
@@ -74,7 +77,8 @@ for _ in range(8):
     answer.append(int(token))
     logits = nanokv.decode(model, token, cache, start_pos=cache.length)
     sizes.append(cache.nbytes)
-    print(f"decode {tokenizer.decode(answer[-1:])!r:>9}: key {tuple(cache[0]['key'].shape)}  length {cache.length}")
+    print(f"decode {tokenizer.decode(answer[-1:])!r:>9}: key "
+          f"{tuple(cache[0]['key'].shape)}  length {cache.length}")
 
 numbers = cache[0]["key"][0, :, 0].numel() * 2 * len(cache)
 course.reveal("06.a", numbers)
@@ -100,16 +104,19 @@ course.figure("06.hidden", c.hidden_size)
 fig, (left, right) = course.subplots(1, 2, width=9.5, height=3.4)
 left.bar(range(len(sizes)), [size / 1024 for size in sizes], color=course.COLORS[0])
 left.set(title="bytes in the cache", xlabel="step (0 = prefill)", ylabel="KiB")
-norms = torch.stack([layer["key"][0].norm(dim=-1).mean(0) for layer in cache])  # (L,S): mean over the KV heads
+# (L,S): mean over the KV heads
+norms = torch.stack([layer["key"][0].norm(dim=-1).mean(0) for layer in cache])
 picture = right.imshow(norms, aspect="auto")
 right.grid(False)
 right.axvline(P - 0.5, color="white", linestyle=":")
 right.set(title="size of the cached keys", xlabel="token", ylabel="layer")
 fig.colorbar(picture, ax=right, label="mean norm")
 low, high = float(norms.min()), float(norms.max())
-course.show(fig, alt=f"Left: {sizes[0] / 1024:.0f} KiB after the prefill of {P} tokens, then {(sizes[1] - sizes[0]) / 1024:.1f} "
-            f"KiB more with every step. Right: one cell for each layer and token, the mean size of the cached keys, between "
-            f"{low:.1f} and {high:.1f}; a dotted line separates the prompt from the answer, and nothing changes there.")
+course.show(fig, alt=f"Left: {sizes[0] / 1024:.0f} KiB after the prefill of {P} "
+            f"tokens, then {(sizes[1] - sizes[0]) / 1024:.1f} KiB more with every "
+            "step. Right: one cell for each layer and token, the mean size of the "
+            f"cached keys, between {low:.1f} and {high:.1f}; a dotted line separates "
+            "the prompt from the answer, and nothing changes there.")
 
 # %% [markdown]
 # ## Experiment 2: one key by hand
@@ -126,13 +133,16 @@ place = P // 2
 layer = model.layers[0]
 with torch.inference_mode():
     x = layer.input_layernorm(model.embed_tokens(ids[:, place]))  # (1,C)
-    k = layer.self_attn.k_proj(x).view(1, c.num_key_value_heads, 1, c.head_dim)  # (B,Hk,T,D) with T = 1
+    # (B,Hk,T,D) with T = 1
+    k = layer.self_attn.k_proj(x).view(1, c.num_key_value_heads, 1, c.head_dim)
     normed = layer.self_attn.k_norm(k)
     rotated = rotate(normed.clone(), *rope_angles(c, torch.tensor([place]), k.dtype))
 
 stored = cache[0]["key"][:, :, place : place + 1]
-for name, mine in (("as projected", k), ("normed", normed), ("normed and rotated", rotated)):
-    print(f"{name:<20} max |Δ| to the cached key {float((mine - stored).abs().max()):.1e}")
+for name, mine in (("as projected", k), ("normed", normed),
+                   ("normed and rotated", rotated)):
+    print(f"{name:<20} max |Δ| to the cached key "
+          f"{float((mine - stored).abs().max()):.1e}")
 
 # %% [markdown]
 # Cached keys are normed *and rotated*: a key is rotated once, to the angle of its position, and never changes
@@ -161,7 +171,8 @@ whole = nanokv.make_cache("dict", c)
 nanokv.prefill(model, text, whole, start_pos=0)  # all at once
 keys = [float((a["key"] - b["key"]).abs().max()) for a, b in zip(cache, whole)]
 size = float(full.abs().max())
-print("logits, step by step:", " ".join(f"{gap:.0e}" for gap in gaps), f"  (the logits go up to {size:.0f})")
+print("logits, step by step:", " ".join(f"{gap:.0e}" for gap in gaps),
+      f"  (the logits go up to {size:.0f})")
 print("keys, layer by layer:", " ".join(f"{gap:.0e}" for gap in keys))
 
 # %% tags=["hide-input"]
@@ -205,7 +216,8 @@ course.predict("06.b", different, unit="tokens")
 
 # %%
 class WrongLength(DictCache):
-    """A layer that holds S tokens and says that it holds S + offset. Its mask is right."""
+    """A layer that holds S tokens and says that it holds S + offset. Its mask is
+    right."""
 
     offset = 0
 
@@ -218,7 +230,8 @@ class WrongLength(DictCache):
 
 
 def talk_with(offset, before=0, n=8):
-    """Positions of the prompt shifted by `before`, those of the answer by `offset` → tokens, logits of each step."""
+    """Positions of the prompt shifted by `before`, those of the answer by `offset` →
+    tokens, logits of each step."""
     cache = nanokv.KVCache((WrongLength() for _ in range(c.num_hidden_layers)), c)
     for layer in cache:
         layer.offset = before
@@ -227,16 +240,20 @@ def talk_with(offset, before=0, n=8):
         layer.offset = offset
     for _ in range(n):
         tokens.append(int(logits.argmax()))
-        logits = nanokv.decode(model, truth[len(tokens) - 1], cache, start_pos=cache.length)
+        logits = nanokv.decode(model, truth[len(tokens) - 1], cache,
+                               start_pos=cache.length)
         seen.append(logits[0])
     return tokens, torch.stack(seen)
 
 
-truth = [torch.tensor([[token]]) for token in answer]  # all variants are fed the same tokens, so steps can be compared
+# all variants are fed the same tokens, so steps can be compared
+truth = [torch.tensor([[token]]) for token in answer]
 right_tokens, right_logits = talk_with(0)
 shifts = {  # what is added to the positions of the answer, and to those of the prompt
-    "right": (0, 0), "all + 1000": (1000, 1000), "one too high": (1, 0), "one too low": (-1, 0),
-    "double": (P, 0),  # the P tokens of the prompt are counted twice: the answer begins at 2 · P
+    "right": (0, 0), "all + 1000": (1000, 1000), "one too high": (1, 0),
+          "one too low": (-1, 0),
+    # the P tokens of the prompt are counted twice: the answer begins at 2 · P
+    "double": (P, 0),
     "from 0 again": (-P, 0),  # they are not counted: the answer begins at 0
 }
 moved, differ = {}, {}
@@ -244,8 +261,8 @@ for name, (offset, before) in shifts.items():
     tokens, seen = talk_with(offset, before)
     moved[name] = float((seen - right_logits).abs().max())
     differ[name] = sum(a != b for a, b in zip(tokens, right_tokens))
-    print(f"{name:<13} logits move by {moved[name]:8.1e}   tokens that differ: {differ[name]} of {len(tokens)}   "
-          f"{tokenizer.decode(tokens)!r}")
+    print(f"{name:<13} logits move by {moved[name]:8.1e}   tokens that differ: "
+          f"{differ[name]} of {len(tokens)}   {tokenizer.decode(tokens)!r}")
 course.reveal("06.b", differ["one too high"])
 
 # %% tags=["hide-input"]
@@ -255,14 +272,17 @@ course.figure("06.restart", differ["from 0 again"])
 course.figure("06.differ", differ["one too high"])
 fig, axis = course.subplots(width=7.5, height=2.8)
 names = [name for name in shifts if name != "right"]
-axis.barh(names, [moved[name] for name in names], color=[course.COLORS[0]] + [course.COLORS[1]] * (len(names) - 1))
-axis.set(xscale="log", xlim=(1e-6, 100), xlabel="largest change of a logit (log)", title="what a wrong position does")
+axis.barh(names, [moved[name] for name in names],
+          color=[course.COLORS[0]] + [course.COLORS[1]] * (len(names) - 1))
+axis.set(xscale="log", xlim=(1e-6, 100), xlabel="largest change of a logit (log)",
+         title="what a wrong position does")
 axis.invert_yaxis()
 axis.grid(axis="y", visible=False)
-course.show(fig, alt="Bars on a log scale. Shifting all positions by 1000 moves the logits by "
-            f"{moved['all + 1000']:.0e}, which is rounding. Wrong positions of the answer alone move them: one too high "
-            f"{moved['one too high']:.2f}, one too low {moved['one too low']:.2f}, double {moved['double']:.2f}, from 0 again "
-            f"{moved['from 0 again']:.2f}.")
+course.show(fig, alt="Bars on a log scale. Shifting all positions by 1000 moves the "
+            f"logits by {moved['all + 1000']:.0e}, which is rounding. Wrong positions "
+            f"of the answer alone move them: one too high {moved['one too high']:.2f}, "
+            f"one too low {moved['one too low']:.2f}, double {moved['double']:.2f}, "
+            f"from 0 again {moved['from 0 again']:.2f}.")
 
 # %% [markdown]
 # RoPE is how a model knows positions: it turns each query and each key by angles that grow with the position of its
@@ -284,9 +304,12 @@ course.show(fig, alt="Bars on a log scale. Shifting all positions by 1000 moves 
 
 # %%
 def ask(question, cache):
-    """Prefill a question after whatever the cache holds, and write until the model ends its turn."""
-    prompt = torch.tensor([tokenizer.encode(tokenizer.render([{"role": "user", "content": question}]))])
-    return tokenizer.decode(list(nanokv.generate(model, prompt, cache, max_new_tokens=24)))
+    """Prefill a question after whatever the cache holds, and write until the model
+    ends its turn."""
+    asked = tokenizer.render([{"role": "user", "content": question}])
+    prompt = torch.tensor([tokenizer.encode(asked)])
+    return tokenizer.decode(list(nanokv.generate(model, prompt, cache,
+                                                 max_new_tokens=24)))
 
 
 used, fresh = nanokv.make_cache("dict", c), nanokv.make_cache("dict", c)
@@ -308,28 +331,35 @@ print("the name of a stranger came out:", "Zorbla" in leaked and "Zorbla" not in
 # [the page of all claims](claims.md).
 
 # %%
-course.claim("2.8", "misleading", found=2 * 30 * 3 * 64 * 2)  # 30 layers, 3 KV heads of 64, 2 bytes
+# 30 layers, 3 KV heads of 64, 2 bytes
+course.claim("2.8", "misleading", found=2 * 30 * 3 * 64 * 2)
 course.claim("2.11", "wrong")
 course.claim("4.5", "misleading")
 
 # %% tags=["hide-input"]
 course.confirm("0.1", "right", found=f"one object, {len(cache)} layers")
-course.confirm("0.3", "right", found="before the first forward the dict of a layer was empty")
+course.confirm("0.3", "right", found="before the first forward the dict of a layer was "
+               "empty")
 course.confirm("0.6", "misleading", found=f"positions went on from {P}")
 course.confirm("0.13", "right")
 course.confirm("1.4", "right")
-course.confirm("2.10", "right", found=f"rotated key: max |Δ| {float((rotated - stored).abs().max()):.0e}")
-course.confirm("2.12", "right", found=f"one off: {moved['one too high']:.2f}; all shifted: {moved['all + 1000']:.0e}")
+course.confirm("2.10", "right",
+               found="rotated key: max |Δ| "
+               f"{float((rotated - stored).abs().max()):.0e}")
+course.confirm("2.12", "right", found=f"one off: {moved['one too high']:.2f}; all "
+               f"shifted: {moved['all + 1000']:.0e}")
 course.confirm("2.13", "misleading")
 course.confirm("3.10", "right")
 course.confirm("3.18", "right")
 course.confirm("4.3", "right")
-course.confirm("4.4", "misleading", found=f"{cache[0]['key'].shape[1]} KV heads, {c.num_attention_heads} query heads")
+course.confirm("4.4", "misleading", found=f"{cache[0]['key'].shape[1]} KV heads, "
+               f"{c.num_attention_heads} query heads")
 course.confirm("4.6", "right")
 course.confirm("4.7", "misleading")
 course.confirm("4.12", "right")
 course.confirm("4.13", "right", found=torch.zeros(2, 4, 1, 5).numel())
-course.confirm("4.14", "right", found=f"{sizes[0]:,} bytes after the prefill of {P} tokens")
+course.confirm("4.14", "right", found=f"{sizes[0]:,} bytes after the prefill of {P} "
+               f"tokens")
 
 # %% [markdown]
 # ## Exercises
@@ -366,7 +396,8 @@ print(f"P = {case.P}, N = {case.N}, M = {case.M}")
 start_and_count = ..., ...
 
 # %% tags=["solution"]
-start_and_count = case.P + case.N - 1, case.M + 1  # the last token of the answer has not been fed yet
+# the last token of the answer has not been fed yet
+start_and_count = case.P + case.N - 1, case.M + 1
 
 # %%
 course.check("06.2", start_and_count)
@@ -419,7 +450,8 @@ def write(model, ids, n):
     logits = nanokv.prefill(model, ids, cache, start_pos=0)
     tokens = [int(logits.argmax())]
     while len(tokens) < n:
-        logits = nanokv.decode(model, torch.tensor([tokens[-1:]]), cache, start_pos=cache.length)
+        logits = nanokv.decode(model, torch.tensor([tokens[-1:]]), cache,
+                               start_pos=cache.length)
         tokens.append(int(logits.argmax()))
     return tokens
 
@@ -434,7 +466,7 @@ course.check("06.4", write)
 course.quiz("06")
 
 # %% tags=["exercise"]
-q1, q2, q3 = ..., ..., ...  # letters
+q1, q2, q3 = ..., ..., ...  # letters in quotes
 
 # %% tags=["solution"]
 q1, q2, q3 = "c", "a", "b"

@@ -37,7 +37,8 @@ from nanokv.school.course.checks.nb07 import SUSPECTS, WANTED, trace
 from nanokv.lab.faults.diagnosis import random_prompts
 from nanokv.rope import apply_rope, rope_angles
 
-model, tokenizer = course.start("07", model="tiny")  # hundreds of answers are compared: too slow with a large one
+# hundreds of answers are compared: too slow with a large one
+model, tokenizer = course.start("07", model="tiny")
 c = model.config
 print(f"\n{len(faults.FAULTS)} bugs:")
 for name, fault in faults.FAULTS.items():
@@ -55,7 +56,8 @@ for name, fault in faults.FAULTS.items():
 bet = ...  # {"…", "…"}
 
 # %% tags=["solution"]
-bet = {"rounded_to_bf16", "cached_queries", "repeated_before_caching"}  # a common bet: only what changes no value much
+# a common bet: only what changes no value much
+bet = {"rounded_to_bf16", "cached_queries", "repeated_before_caching"}
 
 # %% [markdown]
 # Second, predict a number. A test checks only what is easy to check: after a prefill and a decode, keys and values have
@@ -69,7 +71,8 @@ noticed = 8
 
 # %%
 bets = course.chosen(bet, faults.FAULTS)
-course.predict("07.a", ... if bets is None else len(bets), unit="bugs that cannot be heard")
+course.predict("07.a", ... if bets is None else len(bets),
+               unit="bugs that cannot be heard")
 course.predict("07.b", noticed, unit="bugs noticed")
 
 # %% [markdown]
@@ -83,11 +86,16 @@ course.predict("07.b", noticed, unit="bugs noticed")
 found = {name: faults.diagnose(name, model, tokenizer) for name in faults.FAULTS}
 bets = bets or set()
 for name, one in found.items():
-    heard = one.error or next((w for r, w in zip(one.right, one.wrong) if w != r), "(every word is right)")
-    print(f"{name:<25} {'*' if name in bets else ' '} {one.seen_by:<7} {' '.join(heard.split())[:60]}")
-silent = {name for name, one in found.items() if one.seen_by in ("logits", "bytes", "nothing")}
-print(f"* = your bet: {len(bets & silent)} of {len(bets)} are silent indeed, and {len(silent - bets)} more are")
-count = {kind: sum(one.seen_by == kind for one in found.values()) for kind in ("words", "error", "logits", "bytes")}
+    heard = one.error or next((w for r, w in zip(one.right, one.wrong) if w != r),
+                              "(every word is right)")
+    print(f"{name:<25} {'*' if name in bets else ' '} {one.seen_by:<7} "
+          f"{' '.join(heard.split())[:60]}")
+silent = {name for name, one in found.items()
+          if one.seen_by in ("logits", "bytes", "nothing")}
+print(f"* = your bet: {len(bets & silent)} of {len(bets)} are silent indeed, and "
+      f"{len(silent - bets)} more are")
+count = {kind: sum(one.seen_by == kind for one in found.values())
+         for kind in ("words", "error", "logits", "bytes")}
 course.reveal("07.a", len(silent))
 
 # %% tags=["hide-input"]
@@ -105,12 +113,14 @@ course.figure("07.bytes", count["bytes"])
 # move, for all bugs but those of batches and beams and those that stop:
 
 # %% tags=["hide-input"]
-single = {name: one for name, one in found.items() if one.deltas and one.fault.scenario not in ("batch", "beams")}
+single = {name: one for name, one in found.items() if one.deltas
+          and one.fault.scenario not in ("batch", "beams")}
 order = sorted(single, key=lambda name: (max(single[name].deltas), name))
 steps = max(len(single[name].deltas) for name in order)
 table = torch.full((len(order), steps), float("nan"))
 for row, name in enumerate(order):
-    table[row, : len(single[name].deltas)] = torch.tensor(single[name].deltas).clamp(min=1e-4)
+    deltas = torch.tensor(single[name].deltas)
+    table[row, : len(deltas)] = deltas.clamp(min=1e-4)
 
 from matplotlib.colors import LogNorm
 
@@ -118,17 +128,22 @@ orange, blue = course.COLORS[1], course.COLORS[0]
 fig, axis = course.subplots(width=9.5, height=5)
 image = axis.imshow(table, norm=LogNorm(1e-4, 100), aspect="auto")
 axis.grid(False)
-axis.set(xlabel="logits of step (0 = those after the prompt)", title="how far the logits move (blue name: words are right)")
+axis.set(xlabel="logits of step (0 = those after the prompt)",
+         title="how far the logits move (blue name: words are right)")
 axis.set_yticks(range(len(order)), order, fontsize=8.5)
 for label, name in zip(axis.get_yticklabels(), order):
     label.set_color(blue if name in silent else orange)
 fig.colorbar(image, label="max |Δ| (log)")
-loudest = max((name for name in order if name in silent), key=lambda name: max(single[name].deltas))
-quietest = min((name for name in order if name not in silent), key=lambda name: max(single[name].deltas))
-course.show(fig, alt="One row a bug, one column a step of the answer, brighter where logits move further, sorted by size. "
-            f"The loudest bug with right words is {loudest}, which moves logits by {max(single[loudest].deltas):.0f}; the "
-            f"quietest one that changes a word is {quietest}, with {max(single[quietest].deltas):.0f}. Many rows are dark at "
-            "step 0 and bright after it: the prompt was right.")
+loudest = max((name for name in order if name in silent),
+              key=lambda name: max(single[name].deltas))
+quietest = min((name for name in order if name not in silent),
+               key=lambda name: max(single[name].deltas))
+course.show(fig, alt="One row a bug, one column a step of the answer, brighter where "
+            "logits move further, sorted by size. The loudest bug with right words is "
+            f"{loudest}, which moves logits by {max(single[loudest].deltas):.0f}; the "
+            f"quietest one that changes a word is {quietest}, with "
+            f"{max(single[quietest].deltas):.0f}. Many rows are dark at step 0 and "
+            "bright after it: the prompt was right.")
 course.figure("07.loudest", max(single[loudest].deltas))
 
 # %% [markdown]
@@ -147,8 +162,10 @@ places = {}
 for name, one in found.items():
     places.setdefault((one.layer, one.token, one.operation), []).append(name)
 for (layer, token, operation), names in sorted(places.items(), key=str):
-    place = "before layer 0" if layer is None else f"layer {layer}"  # the embedding belongs to no layer
-    where = "nothing differs" if token is None else f"{place}, token {token}, {operation}"
+    # the embedding belongs to no layer
+    place = "before layer 0" if layer is None else f"layer {layer}"
+    where = f"{place}, token {token}, {operation}"
+    where = "nothing differs" if token is None else where
     print(f"{where:<42} {', '.join(names)}")
 prompt = len(faults.diagnosis.talk(tokenizer)[0])
 print(f"(the prompt of the first conversation is tokens 0 to {prompt - 1})")
@@ -200,7 +217,8 @@ def outcome(run, forced=None):
 
 
 def difference(right, wrong):
-    """0 nothing, 1 bytes, 2 logits, 3 an error where there should be none, or none where there should be one."""
+    """0 nothing, 1 bytes, 2 logits, 3 an error where there should be none, or none
+    where there should be one."""
     if isinstance(right, Exception) or isinstance(wrong, Exception):
         return 0 if type(right) is type(wrong) else 3
     if float((right.logits - wrong.logits).abs().max()) > 1e-3:
@@ -215,7 +233,8 @@ for name, row in shows.items():
     for situation, run in faults.SCENARIOS.items():
         with faults.inject(name):  # anew for each: some bugs remember what came before
             row.append(difference(truth[situation], outcome(run, answer)))
-columns = {situation: sum(row[i] > 0 for row in shows.values()) for i, situation in enumerate(faults.SCENARIOS)}
+columns = {situation: sum(row[i] > 0 for row in shows.values())
+           for i, situation in enumerate(faults.SCENARIOS)}
 print("bugs seen in a situation:", columns)
 
 # %% tags=["hide-input"]
@@ -226,21 +245,27 @@ from matplotlib.patches import Patch
 
 palette = ["#ECECEC", course.COLORS[5], orange, "black"]
 fig, axis = course.subplots(width=9.5, height=5.6)
-axis.imshow(list(shows.values()), cmap=ListedColormap(palette), vmin=0, vmax=3, aspect="auto")
+axis.imshow(list(shows.values()), cmap=ListedColormap(palette), vmin=0, vmax=3,
+            aspect="auto")
 axis.grid(False)
 axis.set_yticks(range(len(shows)), list(shows), fontsize=8.5)
-axis.set_xticks(range(len(columns)), [name.replace("_", "\n") for name in columns], fontsize=8.5)
+axis.set_xticks(range(len(columns)), [name.replace("_", "\n") for name in columns],
+                fontsize=8.5)
 for i in range(len(shows) + 1):
     axis.axhline(i - 0.5, color="white", linewidth=1)
 for i in range(len(columns) + 1):
     axis.axvline(i - 0.5, color="white", linewidth=3)
 axis.set_title("where a bug shows")
 kinds = ["not at all", "in bytes", "in logits", "by an error, or one that is missing"]
-axis.legend([Patch(color=color) for color in palette], kinds, loc="upper left", bbox_to_anchor=(0, -0.12), ncols=4)
-only = {situation: [name for name in shows if shows[name][i] and sum(map(bool, shows[name])) == 1]
+axis.legend([Patch(color=color) for color in palette], kinds, loc="upper left",
+            bbox_to_anchor=(0, -0.12), ncols=4)
+only = {situation: [name for name in shows if shows[name][i]
+                    and sum(map(bool, shows[name])) == 1]
         for i, situation in enumerate(columns)}
-course.show(fig, alt="A table of bugs and situations. About half of the bugs show nearly everywhere. The others show in one or two columns: "
-            + "; ".join(f"only {situation}: {', '.join(names)}" for situation, names in only.items() if names) + ".")
+course.show(fig, alt="A table of bugs and situations. About half of the bugs show "
+            "nearly everywhere. The others show in one or two columns: "
+            + "; ".join(f"only {situation}: {', '.join(names)}"
+                        for situation, names in only.items() if names) + ".")
 
 # %% [markdown]
 # One prompt and one answer (`solo`) show <!--fig 07.solo-->12<!--/fig--> of the bugs, if you look at logits and bytes.
@@ -255,7 +280,8 @@ course.show(fig, alt="A table of bugs and situations. About half of the bugs sho
 # one of your prediction, one that compares words, and one that compares logits.
 
 # %%
-ids = torch.tensor(faults.diagnosis.talk(tokenizer)[:1])  # (1,P): my name is Zorbla … what is my name?
+# (1,P): my name is Zorbla … what is my name?
+ids = torch.tensor(faults.diagnosis.talk(tokenizer)[:1])
 
 
 def shapes_are_right(model):
@@ -265,7 +291,8 @@ def shapes_are_right(model):
     assert logits.shape == (1, model.config.vocab_size) and torch.isfinite(logits).all()
     assert cache.length == ids.shape[1] and len(cache) == model.config.num_hidden_layers
     for layer in cache:
-        shape = (1, model.config.num_key_value_heads, ids.shape[1], model.config.head_dim)
+        shape = (1, model.config.num_key_value_heads, ids.shape[1],
+                 model.config.head_dim)
         assert layer["key"].shape == layer["value"].shape == shape
 
 
@@ -273,7 +300,8 @@ def words_are_right(model):
     cached = list(nanokv.generate(model, ids, max_new_tokens=8, eos_token_ids=[]))
     text = ids
     for _ in range(8):
-        text = torch.cat((text, nanokv.score(model, text)[:, -1].argmax(-1, keepdim=True)), dim=1)
+        new = nanokv.score(model, text)[:, -1].argmax(-1, keepdim=True)
+        text = torch.cat((text, new), dim=1)
     assert text[0, ids.shape[1] :].tolist() == cached
 
 
@@ -285,9 +313,11 @@ def logits_are_right(model):
     assert torch.allclose(logits, nanokv.score(model, ids)[:, -1], atol=1e-3)
 
 
-grades = {test.__name__: faults.grade(test, model) for test in (shapes_are_right, words_are_right, logits_are_right)}
+grades = {test.__name__: faults.grade(test, model)
+          for test in (shapes_are_right, words_are_right, logits_are_right)}
 for name, grade in grades.items():
-    print(f"{name:<17} kills {len(grade.kills):>2} of {len(faults.FAULTS)}: {', '.join(grade.kills)}\n")
+    print(f"{name:<17} kills {len(grade.kills):>2} of {len(faults.FAULTS)}: "
+          f"{', '.join(grade.kills)}\n")
 shapes, words, logits = (len(grade.kills) for grade in grades.values())
 course.reveal("07.b", shapes)
 
@@ -323,7 +353,8 @@ class SlabCache(nanokv.cache.LayerCache):
     def append(self, k, v):
         B, Hk, T, D = k.shape
         if self.keys is None:
-            self.keys, self.values = k.new_zeros(B, Hk, 32, D), v.new_zeros(B, Hk, 32, D)
+            self.keys = k.new_zeros(B, Hk, 32, D)
+            self.values = v.new_zeros(B, Hk, 32, D)
         end = self.length + T
         self.keys[:, :, self.length : end] = k
         self.values[:, :, self.length : end] = v
@@ -363,12 +394,17 @@ course.figure("07.token", failed[0].token)
 
 # %%
 generator = torch.Generator().manual_seed(0)
-q, k, v = torch.randn(3, 1, 1, 10, 8, generator=generator)  # (B,H,T,D) each: ten tokens, one head
-at_once = nanokv.attention.prefill_attention(q, k, v)  # without a mask, as in the article
-stepwise = torch.cat([nanokv.attention.prefill_attention(q[:, :, t : t + 1], k[:, :, : t + 1], v[:, :, : t + 1])
+# (B,H,T,D) each: ten tokens, one head
+q, k, v = torch.randn(3, 1, 1, 10, 8, generator=generator)
+# without a mask, as in the article
+at_once = nanokv.attention.prefill_attention(q, k, v)
+stepwise = torch.cat([nanokv.attention.prefill_attention(q[:, :, t : t + 1],
+                                                         k[:, :, : t + 1],
+                                                         v[:, :, : t + 1])
                       for t in range(10)], dim=2)
 rows = (at_once - stepwise).abs().amax((0, 1, 3))  # (T,)
-print("no mask, prompt at once against token by token:", " ".join(f"{float(gap):.2f}" for gap in rows))
+print("no mask, prompt at once against token by token:",
+      " ".join(f"{float(gap):.2f}" for gap in rows))
 
 H, D, t = 8, 16, 5
 results = []
@@ -380,12 +416,17 @@ for axis_ in range(4):
     except RuntimeError as error:
         results.append(f"axis {axis_}: {type(error).__name__}")
 print("; ".join(results))
-usual = {name: found[name].seen_by for name in ("not_cleared", "wrong_axis", "start_pos_off_by_one", "cached_queries")}
-course.claim("1.3", "wrong", found=f"without a mask row 0 moves by {float(rows[0]):.2f}, the last by {float(rows[-1]):.0e}")
+usual = {name: found[name].seen_by
+         for name in ("not_cleared", "wrong_axis", "start_pos_off_by_one",
+                      "cached_queries")}
+course.claim("1.3", "wrong",
+             found=f"without a mask row 0 moves by {float(rows[0]):.2f}, the last by "
+             f"{float(rows[-1]):.0e}")
 course.claim("4.8", "wrong", found="; ".join(results))
 
 # %% tags=["hide-input"]
-course.confirm("4.10", "right", found="seen by: " + ", ".join(f"{name} {by}" for name, by in usual.items()))
+course.confirm("4.10", "right", found="seen by: "
+               + ", ".join(f"{name} {by}" for name, by in usual.items()))
 
 # %% [markdown]
 # ## Exercises
@@ -404,7 +445,8 @@ def position_of(config, key, rotated):
 # %% tags=["solution"]
 def position_of(config, key, rotated):
     def error(p):
-        return float((apply_rope(key, rope_angles(config, torch.tensor([p]), key.dtype)) - rotated).abs().max())
+        return float((apply_rope(key, rope_angles(config, torch.tensor([p]),
+                                                  key.dtype)) - rotated).abs().max())
 
     return min(range(100), key=error)
 
@@ -425,21 +467,28 @@ right, seen = trace(case)
 
 
 def gap(i, layer, operation):
-    """max |Δ| of every token of pass i; inf where the broken run never came to this operation."""
-    a, b = seen[i].values.get((layer, operation)), right[i].values[layer, operation]  # (B,T,…)
-    return [float("inf")] * b.shape[1] if a is None else (a - b).flatten(2).abs().amax((0, 2)).tolist()
+    """max |Δ| of every token of pass i; inf where the broken run never came to this
+    operation."""
+    # (B,T,…)
+    a, b = seen[i].values.get((layer, operation)), right[i].values[layer, operation]
+    if a is None:
+        return [float("inf")] * b.shape[1]
+    return (a - b).flatten(2).abs().amax((0, 2)).tolist()
 
 
 print("suspects:", ", ".join(SUSPECTS), "\n")
 for i in range(len(right)):
     for operation in ("rope_k", "cached_v", "attention"):
-        print(f"tokens from {right[i].start:>2}, layer 0, {operation:<10}", " ".join(f"{x:.0e}" for x in gap(i, 0, operation)))
+        print(f"tokens from {right[i].start:>2}, layer 0, {operation:<10}",
+              " ".join(f"{x:.0e}" for x in gap(i, 0, operation)))
 
 # %% tags=["exercise"]
 culprit = ...
 
 # %% tags=["solution"]
-culprit = "no_mask_on_chunk"  # keys are right; all tokens of a later chunk are wrong but its last; single ones are right
+# keys are right; all tokens of a later chunk are wrong but its last; single ones are
+# right
+culprit = "no_mask_on_chunk"
 
 # %%
 course.check("07.2", culprit)
@@ -462,7 +511,8 @@ def times_the_bytes(H, Hk):
 
 # %%
 course.check("07.3", times_the_bytes)
-print("measured:", *(found[name].bytes[1] / found[name].bytes[0] for name in ("cached_queries", "repeated_before_caching")))
+print("measured:", *(found[name].bytes[1] / found[name].bytes[0]
+                     for name in ("cached_queries", "repeated_before_caching")))
 
 # %% [markdown]
 # **07.4** Write a test that notices more. It gets a small random model and raises an error if something is wrong. It
@@ -486,14 +536,17 @@ def my_test(model):
 
     for seed in (0, 20):  # the second request must not see the first
         ids = torch.arange(40)[None] + seed % 7 + 2  # (1,40): more than 32 positions
-        cache, other = nanokv.make_cache("dict", model.config), nanokv.make_cache("dict", model.config)
+        cache, other = (nanokv.make_cache("dict", model.config) for _ in range(2))
         equal(nanokv.prefill(model, ids[:, :7], cache, start_pos=0), ids[:, :7])
-        equal(nanokv.prefill(model, ids[:, 7:30], cache, start_pos=7), ids[:, :30])  # a chunk after another
-        nanokv.prefill(model, ids[:, 5:15], other, start_pos=0)  # another request in between
+        # a chunk after another
+        equal(nanokv.prefill(model, ids[:, 7:30], cache, start_pos=7), ids[:, :30])
+        # another request in between
+        nanokv.prefill(model, ids[:, 5:15], other, start_pos=0)
         nanokv.prefill(model, ids[:, :4], cache, start_pos=30)  # a guess, taken back
         cache.truncate(30)
         for at in range(30, 40):
-            equal(nanokv.decode(model, ids[:, at : at + 1], cache, start_pos=at), ids[:, : at + 1])
+            equal(nanokv.decode(model, ids[:, at : at + 1], cache, start_pos=at),
+                  ids[:, : at + 1])
         c = model.config
         values = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * 40
         assert cache.nbytes == values * model.embed_tokens.weight.element_size()
@@ -514,8 +567,10 @@ Mended = ...  # class Mended(SlabCache): …
 class Mended(SlabCache):
     def append(self, k, v):
         end = self.length + k.shape[2]
-        while self.keys is not None and end > self.keys.shape[2]:  # a block of twice the size
-            self.keys, self.values = (torch.cat((x, torch.zeros_like(x)), dim=2) for x in (self.keys, self.values))
+        # a block of twice the size
+        while self.keys is not None and end > self.keys.shape[2]:
+            self.keys, self.values = (torch.cat((x, torch.zeros_like(x)), dim=2)
+                                      for x in (self.keys, self.values))
         return super().append(k, v)
 
     def fork(self):
@@ -539,7 +594,7 @@ course.check("07.5", Mended)
 course.quiz("07")
 
 # %% tags=["exercise"]
-q1, q2, q3 = ..., ..., ...  # letters
+q1, q2, q3 = ..., ..., ...  # letters in quotes
 
 # %% tags=["solution"]
 q1, q2, q3 = "b", "a", "c"

@@ -35,14 +35,20 @@ import torch
 import nanokv
 from nanokv import costs, course
 from nanokv.school.course.claims.article1 import TABLE
-from nanokv.school.course.claims.shapes import EXAMPLE_OF_ARTICLE_3, LLAMA_2_70B, LLAMA_2_70B_MHA, shape
+from nanokv.school.course.claims.shapes import (
+    EXAMPLE_OF_ARTICLE_3,
+    LLAMA_2_70B,
+    LLAMA_2_70B_MHA,
+    shape,
+)
 from nanokv.lab.study.mla import LatentCache, deepseek_v2_savings, with_kv_heads
 from nanokv.costs.memory import FAMILY, Estimate, binary, decimal, parse_size
 from nanokv.lab.study.quality import log_likelihood
 
 model, tokenizer = course.start("08")
 c = model.config
-qwen = FAMILY["Qwen/Qwen3-0.6B"]  # only its published shape: no weights are needed to count or to weigh
+# only its published shape: no weights are needed to count or to weigh
+qwen = FAMILY["Qwen/Qwen3-0.6B"]
 
 # %% [markdown]
 # ## Predict
@@ -54,7 +60,8 @@ qwen = FAMILY["Qwen/Qwen3-0.6B"]  # only its published shape: no weights are nee
 guess = ...  # tokens
 
 # %% tags=["solution"]
-guess = 1_000_000  # a common first guess: only book-long contexts can matter beside the weights
+# a common first guess: only book-long contexts can matter beside the weights
+guess = 1_000_000
 
 # %%
 course.predict("08.a", guess, unit="tokens")
@@ -73,14 +80,16 @@ course.predict("08.a", guess, unit="tokens")
 
 # %%
 def alive():
-    """Bytes behind all tensors of this process; two tensors on the same memory count once."""
+    """Bytes behind all tensors of this process; two tensors on the same memory count
+    once."""
     gc.collect()
     memory = (t.untyped_storage() for t in gc.get_objects() if type(t) is torch.Tensor)
     return sum({piece.data_ptr(): piece.nbytes() for piece in memory}.values())
 
 
 prompt = torch.randint(c.vocab_size, (1, 200))
-kinds = [("dict", {}), ("static", {}), ("growing", {}), ("paged", {}), ("sliding", {"window": 64}),
+kinds = [("dict", {}), ("static", {}), ("growing", {}), ("paged", {}),
+         ("sliding", {"window": 64}),
          ("quantized", {"bits": 8}), ("quantized", {"bits": 4})]
 weighed, computed = {}, {}
 for kind, options in kinds:
@@ -91,8 +100,10 @@ for kind, options in kinds:
         nanokv.decode(model, prompt[:, :1], cache, start_pos=cache.length)
     label = " ".join([kind, *(f"{name}={value}" for name, value in options.items())])
     weighed[label] = alive() - before
-    computed[label] = costs.cache_bytes(kind, c, cache.length, itemsize=4, capacity=256, **options)
-    print(f"{label:<18} {cache.length} tokens   formula {computed[label]:>11,} B   scale {weighed[label]:>11,} B")
+    computed[label] = costs.cache_bytes(kind, c, cache.length, itemsize=4, capacity=256,
+                                        **options)
+    print(f"{label:<18} {cache.length} tokens   formula {computed[label]:>11,} B   "
+          f"scale {weighed[label]:>11,} B")
     del cache
 worst = max(abs(weighed[label] - computed[label]) for label in weighed)
 
@@ -114,16 +125,18 @@ course.figure("08.dict", weighed["dict"] / (prompt.shape[1] + 8))
 def weigh(config, tokens=1, kind="dict", dtype=torch.bfloat16, **options):
     """Bytes that a cache of this shape takes, found by filling one."""
     cache = nanokv.make_cache(kind, config, **options)
-    for count in (tokens - 1, 1) if tokens > 1 else (1,):  # all but one at once, then one more, as in a decode
+    # all but one at once, then one more, as in a decode
+    for count in (tokens - 1, 1) if tokens > 1 else (1,):
         for layer in cache:
-            layer.append(*torch.randn(2, 1, config.num_key_value_heads, count, config.head_dim).to(dtype))
+            layer.append(*torch.randn(2, 1, config.num_key_value_heads, count,
+                                      config.head_dim).to(dtype))
     return cache.nbytes
 
 
 per_token = weigh(qwen)
 print(f"one token of Qwen3-0.6B: {per_token:,} B = {binary(per_token)}")
-print(f"the formula:  2 × {qwen.num_hidden_layers} × {qwen.num_key_value_heads} × {qwen.head_dim} × 2 B = "
-      f"{costs.kv_bytes_per_token(qwen, 2):,} B")
+print(f"the formula:  2 × {qwen.num_hidden_layers} × {qwen.num_key_value_heads} × "
+      f"{qwen.head_dim} × 2 B = {costs.kv_bytes_per_token(qwen, 2):,} B")
 
 # %% tags=["hide-input"]
 course.figure("08.qwen", per_token)
@@ -147,8 +160,9 @@ for long_name, config in FAMILY.items():
     quotient = config.hidden_size // config.num_attention_heads
     true[name] = costs.kv_bytes_per_token(config, 2)
     derived[name] = costs.kv_bytes_per_token(replace(config, head_dim=quotient), 2)
-    print(f"{name:<11} C / H = {config.hidden_size:>4} / {config.num_attention_heads} = {quotient:>3}, D = "
-          f"{config.head_dim}:  derived {derived[name]:>7,} B, true {true[name]:>7,} B per token")
+    print(f"{name:<11} C / H = {config.hidden_size:>4} / {config.num_attention_heads} "
+          f"= {quotient:>3}, D = {config.head_dim}:  derived {derived[name]:>7,} B, "
+          f"true {true[name]:>7,} B per token")
 wrong = [name for name in true if true[name] != derived[name]]
 
 # %% tags=["hide-input"]
@@ -156,15 +170,20 @@ course.figure("08.wrong", len(wrong))
 course.figure("08.half", true["Qwen3-0.6B"] / derived["Qwen3-0.6B"])
 fig, axis = course.subplots(width=8.5)
 place = torch.arange(len(true))
-axis.bar(place - 0.2, [size / 1024 for size in true.values()], 0.4, label="D from the config")
-axis.bar(place + 0.2, [size / 1024 for size in derived.values()], 0.4, label="D derived as C / H")
+axis.bar(place - 0.2, [size / 1024 for size in true.values()], 0.4, label="D from the "
+         "config")
+axis.bar(place + 0.2, [size / 1024 for size in derived.values()], 0.4,
+         label="D derived as C / H")
 axis.set_xticks(place, [name.removeprefix("Qwen3-") for name in true])
 axis.set(title="cache of one token, bf16", xlabel="Qwen3", ylabel="KiB")
 axis.grid(axis="x", visible=False)
 axis.legend(loc="upper left")
-course.show(fig, alt="Pairs of bars for six Qwen3 models, KiB per token with the true and with a derived head size. They "
-            f"agree for {', '.join(name for name in true if name not in wrong)}; too low for {', '.join(wrong)}: "
-            + ", ".join(f"{derived[name] / 1024:.0f} instead of {true[name] / 1024:.0f}" for name in wrong) + ".")
+course.show(fig, alt="Pairs of bars for six Qwen3 models, KiB per token with the true "
+            "and with a derived head size. They agree for "
+            f"{', '.join(name for name in true if name not in wrong)}; too low for "
+            f"{', '.join(wrong)}: "
+            + ", ".join(f"{derived[name] / 1024:.0f} instead of {true[name] / 1024:.0f}"
+                        for name in wrong) + ".")
 
 # %% [markdown]
 # The division is wrong for <!--fig 08.wrong-->3<!--/fig--> of six models. For the smallest, which most people try
@@ -179,7 +198,8 @@ course.show(fig, alt="Pairs of bars for six Qwen3 models, KiB per token with the
 # programs compute GiB and print "GB". How large is the difference?
 
 # %%
-for power, (small, large) in enumerate((("kB", "KiB"), ("MB", "MiB"), ("GB", "GiB"), ("TB", "TiB")), 1):
+for power, (small, large) in enumerate((("kB", "KiB"), ("MB", "MiB"), ("GB", "GiB"),
+                                        ("TB", "TiB")), 1):
     print(f"1 {large} = {1024**power / 1000**power:.3f} {small}")
 whole = costs.kv_bytes(qwen, 4096, 1, 2)
 gap = parse_size("24GiB") - parse_size("24GB")
@@ -202,36 +222,47 @@ course.figure("08.gap_tokens", gap / per_token)
 # Now the case of your prediction. The weights are stored once; the cache grows with every token of every sequence.
 
 # %%
-estimates = {name: Estimate(name, FAMILY[f"Qwen/{name}"], "bfloat16", 40_960) for name in true}
+estimates = {name: Estimate(name, FAMILY[f"Qwen/{name}"], "bfloat16", 40_960)
+             for name in true}
 small = estimates["Qwen3-0.6B"]
 for name, e in estimates.items():
-    print(f"{name:<11} weights {decimal(e.weights):>8}   a token {binary(e.per_token):>8}   equal at {e.crossover:>8,}")
+    print(f"{name:<11} weights {decimal(e.weights):>8}   a token "
+          f"{binary(e.per_token):>8}   equal at {e.crossover:>8,}")
 course.reveal("08.a", small.crossover)
 
 # %% tags=["hide-input"]
 course.figure("08.crossover", small.crossover)
-course.figure("08.full", costs.kv_bytes(qwen, qwen.max_position_embeddings, 1, 2) / small.weights)
+course.figure("08.full", costs.kv_bytes(qwen, qwen.max_position_embeddings, 1,
+                                        2) / small.weights)
 course.figure("08.cross32", estimates["Qwen3-32B"].crossover)
 fig, (left, right) = course.subplots(1, 2, width=9.5, height=3.6)
 tokens = [2**i for i in range(8, 18)]
 for sequences, color in ((1, course.COLORS[0]), (16, course.COLORS[5])):
     name = "cache, 1 sequence" if sequences == 1 else f"cache, {sequences} sequences"
-    left.plot(tokens, [costs.kv_bytes(qwen, n, sequences, 2) / 1e9 for n in tokens], color=color, label=name)
+    left.plot(tokens, [costs.kv_bytes(qwen, n, sequences, 2) / 1e9 for n in tokens],
+              color=color, label=name)
 left.axhline(small.weights / 1e9, color=course.COLORS[1], label="weights")
 left.plot([small.crossover], [small.weights / 1e9], "o", color="black", markersize=5)
-left.annotate(f"{small.crossover:,}", (small.crossover, small.weights / 1e9), (14, -16), textcoords="offset points")
-left.set(xscale="log", yscale="log", title="Qwen3-0.6B in bf16", xlabel="tokens per sequence", ylabel="GB")
+left.annotate(f"{small.crossover:,}", (small.crossover, small.weights / 1e9), (14, -16),
+              textcoords="offset points")
+left.set(xscale="log", yscale="log", title="Qwen3-0.6B in bf16",
+         xlabel="tokens per sequence", ylabel="GB")
 left.legend(loc="upper left")
-right.barh(list(estimates), [e.crossover for e in estimates.values()], color=course.COLORS[0])
+right.barh(list(estimates), [e.crossover for e in estimates.values()],
+           color=course.COLORS[0])
 right.axvline(qwen.max_position_embeddings, color=course.COLORS[1], linestyle="--")
-right.text(qwen.max_position_embeddings * 1.06, 0, "their context", color=course.COLORS[1], va="center")
-right.set(xscale="log", xlim=(3e3, 6e5), title="tokens at which cache = weights", xlabel="tokens, over all sequences")
+right.text(qwen.max_position_embeddings * 1.06, 0, "their context",
+           color=course.COLORS[1], va="center")
+right.set(xscale="log", xlim=(3e3, 6e5), title="tokens at which cache = weights",
+          xlabel="tokens, over all sequences")
 right.invert_yaxis()
 right.grid(axis="y", visible=False)
-course.show(fig, alt="Left: the cache of Qwen3-0.6B rises in proportion to the tokens and crosses the line of its "
-            f"weights, {small.weights / 1e9:.2f} GB, at {small.crossover:,} tokens; with 16 sequences at "
-            f"{small.crossover // 16:,} each. Right: the same crossing for six models, from {small.crossover:,} to "
-            f"{estimates['Qwen3-32B'].crossover:,} tokens; a line marks their context of {small.context:,}.")
+course.show(fig, alt="Left: the cache of Qwen3-0.6B rises in proportion to the tokens "
+            f"and crosses the line of its weights, {small.weights / 1e9:.2f} GB, at "
+            f"{small.crossover:,} tokens; with 16 sequences at "
+            f"{small.crossover // 16:,} each. Right: the same crossing for six models, "
+            f"from {small.crossover:,} to {estimates['Qwen3-32B'].crossover:,} tokens; "
+            f"a line marks their context of {small.context:,}.")
 
 # %% [markdown]
 # It is <!--fig 08.crossover-->10,394<!--/fig--> tokens: one long document. At its full context, the cache of the small
@@ -250,10 +281,13 @@ course.show(fig, alt="Left: the cache of Qwen3-0.6B rises in proportion to the t
 # was told? (The nats in the output say how surprised it is by each token of the right text; less is better.)
 
 # %%
-words = ("My name is Zorbla.", "So your name is Zorbla.", "What is my name?", "Your name is Zorbla.")
-whole_talk = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, words, strict=True)]
+words = ("My name is Zorbla.", "So your name is Zorbla.", "What is my name?",
+         "Your name is Zorbla.")
+whole_talk = [{"role": role, "content": text}
+              for role, text in zip(("user", "assistant") * 2, words, strict=True)]
 asked = torch.tensor([tokenizer.encode(tokenizer.render(whole_talk[:-1]))])
-told = torch.tensor([tokenizer.encode(tokenizer.render(whole_talk, add_generation_prompt=False))])
+rendered = tokenizer.render(whole_talk, add_generation_prompt=False)
+told = torch.tensor([tokenizer.encode(rendered)])
 H, Hk = c.num_attention_heads, c.num_key_value_heads
 original = nanokv.score(model, told)
 moved, sizes, surprise = {}, {}, {}
@@ -262,13 +296,15 @@ for heads in sorted({H, Hk, 1}, reverse=True):
     other = nanokv.loading.build(config, state)
     other.generation_config = model.generation_config
     cache = nanokv.make_cache("dict", config)
-    answer = tokenizer.decode(list(nanokv.generate(other, asked, cache, max_new_tokens=16)))
+    answer = tokenizer.decode(list(nanokv.generate(other, asked, cache,
+                                                   max_new_tokens=16)))
     logits = nanokv.score(other, told)
     moved[heads] = float((logits - original).abs().max())
     sizes[heads] = cache.nbytes / cache.length
     surprise[heads] = float(-log_likelihood(logits, told).mean())
-    print(f"KV heads {heads}: {sizes[heads]:>6,.0f} B per token, logits move by {moved[heads]:4.1f}, "
-          f"{surprise[heads]:.2f} nats a token of the talk, says {answer!r}")
+    print(f"KV heads {heads}: {sizes[heads]:>6,.0f} B per token, logits move by "
+          f"{moved[heads]:4.1f}, {surprise[heads]:.2f} nats a token of the talk, says "
+          f"{answer!r}")
 
 # %% tags=["hide-input"]
 course.figure("08.up", sizes[H] / sizes[Hk])
@@ -301,12 +337,15 @@ a_layer = {
     "MQA, 1 head": weigh(shape(1, 1, 128)),
 }
 for name, size in a_layer.items():
-    print(f"{name:<15} {size:>7,} B per token and layer   {a_layer['MHA, 128 heads'] / size:>6.1f} times less than MHA")
+    print(f"{name:<15} {size:>7,} B per token and layer   "
+          f"{a_layer['MHA, 128 heads'] / size:>6.1f} times less than MHA")
 length = 512
 exact = weigh(qwen, length)
-bits = {"bf16": exact} | {f"{n} bits": weigh(qwen, length, "quantized", bits=n) for n in (8, 4)}
+bits = {"bf16": exact} | {f"{n} bits": weigh(qwen, length, "quantized", bits=n)
+                          for n in (8, 4)}
 for name, size in bits.items():
-    print(f"Qwen3-0.6B, {length} tokens, {name:<7} {size:>11,} B   {exact / size:.2f} times less")
+    print(f"Qwen3-0.6B, {length} tokens, {name:<7} {size:>11,} B   {exact / size:.2f} "
+          "times less")
 
 # %% tags=["hide-input"]
 course.figure("08.latent", a_layer["MHA, 128 heads"] / a_layer["latent"])
@@ -316,30 +355,35 @@ course.figure("08.int4", exact / bits["4 bits"])
 fig, (left, right) = course.subplots(1, 2, width=9.5, height=2.9)
 for axis, data, title, label in (
     (left, a_layer, "one layer, 128 query heads of 128", "bytes per token (log)"),
-    (right, {name: size / length / 1024 for name, size in bits.items()}, f"Qwen3-0.6B, {length} tokens", "KiB per token"),
+    (right, {name: size / length / 1024 for name, size in bits.items()}, "Qwen3-0.6B, "
+     f"{length} tokens", "KiB per token"),
 ):
-    bars = axis.barh(list(data), list(data.values()), color=[course.COLORS[1]] + [course.COLORS[0]] * (len(data) - 1))
+    bars = axis.barh(list(data), list(data.values()),
+                     color=[course.COLORS[1]] + [course.COLORS[0]] * (len(data) - 1))
     axis.bar_label(bars, fmt="{:,.0f}", padding=3)
     axis.set(title=title, xlabel=label, xlim=(1, 6e5) if axis is left else (0, 135))
     axis.invert_yaxis()
     axis.grid(axis="y", visible=False)
 left.set_xscale("log")
-course.show(fig, alt="Left, bytes per token and layer, log scale: " + ", ".join(f"{n} {s:,}" for n, s in a_layer.items())
-            + ". Right, KiB per token: " + ", ".join(f"{n} {s / length / 1024:.0f}" for n, s in bits.items()) + ".")
+course.show(fig, alt="Left, bytes per token and layer, log scale: "
+            + ", ".join(f"{n} {s:,}" for n, s in a_layer.items())
+            + ". Right, KiB per token: "
+            + ", ".join(f"{n} {s / length / 1024:.0f}" for n, s in bits.items()) + ".")
 
 # %% [markdown]
 # The latent takes <!--fig 08.latent-->57<!--/fig--> times fewer bytes than full heads,
 # and <!--fig 08.latent_mqa-->2.25<!--/fig--> times *more* than one shared head. It is not the smallest cache, but every
 # head still gets keys of its own. Eight bits make the cache <!--fig 08.int8-->1.68<!--/fig--> times smaller, not twice.
 # Four bits make it <!--fig 08.int4-->2.65<!--/fig--> times smaller, not four times. The scales have to be stored as
-# well, and the newest tokens stay exact. (Notebook 12 measures what the missing bits cost in quality.)
+# well, and the newest tokens stay exact. (Notebook 13 measures what the missing bits cost in quality.)
 #
 # What about the well-known "93.3 percent less"? `deepseek_v2_savings` computes five savings from published shapes:
 
 # %%
 for against, saving in deepseek_v2_savings().items():
     print(f"{100 * saving:>7.1f} %   {against}")
-published, equal_bits, one_layer, full_heads, shared_head = (100 * saving for saving in deepseek_v2_savings().values())
+savings = [100 * saving for saving in deepseek_v2_savings().values()]
+published, equal_bits, one_layer, full_heads, shared_head = savings
 
 # %% tags=["hide-input"]
 course.figure("08.published", published)
@@ -381,22 +425,27 @@ course.reveal("08.b", eight.max_batch(memory))
 # %% tags=["hide-input"]
 course.figure("08.fit", eight.max_batch(memory))
 course.figure("08.alone", alone)
-course.figure("08.int8fit", replace(eight, cache="quantized", options={"bits": 8}).max_batch(memory))
+course.figure("08.int8fit",
+              replace(eight, cache="quantized", options={"bits": 8}).max_batch(memory))
 fig, axis = course.subplots(width=8, height=3.6)
 contexts = [2**i for i in range(8, 16)]
 words = []
 for name, color in (("Qwen3-0.6B", course.COLORS[0]), ("Qwen3-8B", course.COLORS[2])):
-    for label, kind, options, style in (("bf16", "dict", {}, "o-"), ("8 bits", "quantized", {"bits": 8}, "o--")):
+    for label, kind, options, style in (("bf16", "dict", {}, "o-"),
+                                        ("8 bits", "quantized", {"bits": 8}, "o--")):
         e = replace(estimates[name], cache=kind, options=options)
         fits = [replace(e, context=n).max_batch(memory) for n in contexts]
-        axis.plot(contexts, fits, style, markersize=3, color=color, label=f"{name}, cache in {label}")
+        axis.plot(contexts, fits, style, markersize=3, color=color, label=f"{name}, "
+                  f"cache in {label}")
         words.append(f"{name} with its cache in {label} {fits[contexts.index(8192)]}")
-axis.set(xscale="log", yscale="log", ylim=0.7, xlabel="tokens per sequence", ylabel="sequences",
+axis.set(xscale="log", yscale="log", ylim=0.7, xlabel="tokens per sequence",
+         ylabel="sequences",
          title="full sequences beside the weights in 24 GiB")
 axis.set_xticks(contexts, [f"{n:,}" for n in contexts])
 axis.minorticks_off()
 axis.legend(fontsize=9)
-course.show(fig, alt="Four lines on log axes: twice the context, half the sequences. At 8,192 tokens: "
+course.show(fig, alt="Four lines on log axes: twice the context, half the sequences. "
+            "At 8,192 tokens: "
             + ", ".join(words) + ".")
 
 # %% [markdown]
@@ -415,8 +464,8 @@ course.show(fig, alt="Four lines on log axes: twice the context, half the sequen
 one = weigh(LLAMA_2_70B), weigh(LLAMA_2_70B_MHA)
 print(f"Llama-2-70B, one token: {one[0]:,} B, with 64 KV heads {one[1]:,} B")
 for (layers, heads, size), printed in TABLE.items():
-    print(f"{layers} layers, {heads:>2} KV heads of {size:>3}: printed {printed:>2g} KiB, weighed "
-          f"{weigh(shape(layers, heads, size)) / 1024:g} KiB")
+    print(f"{layers} layers, {heads:>2} KV heads of {size:>3}: printed {printed:>2g} "
+          f"KiB, weighed {weigh(shape(layers, heads, size)) / 1024:g} KiB")
 
 course.claim("0.4", "wrong", found=qwen.head_dim)
 course.claim("1.9", "wrong", found=one[0] * 8192 * 32)
@@ -424,14 +473,18 @@ course.claim("1.20", "wrong", found=weigh(shape(12, 12, 64)) / 1024)
 
 # %% tags=["hide-input"]
 course.confirm("0.5", "wrong", found=per_token)
-course.confirm("1.6", "misleading", found=small.crossover + 1)  # one token more, and the cache is the larger one
+# one token more, and the cache is the larger one
+course.confirm("1.6", "misleading", found=small.crossover + 1)
 course.confirm("1.8", "right", found=per_token * 8192 * 32)
 course.confirm("1.10", "wrong", found=one[1] * 8192 * 32)
-course.confirm("1.18", "right", found=weigh(shape(32, 32, 128)) / weigh(shape(32, 8, 128)))
-course.confirm("1.19", "wrong", found=100 * (1 - a_layer["latent"] / a_layer["MHA, 128 heads"]))
+course.confirm("1.18", "right",
+               found=weigh(shape(32, 32, 128)) / weigh(shape(32, 8, 128)))
+course.confirm("1.19", "wrong",
+               found=100 * (1 - a_layer["latent"] / a_layer["MHA, 128 heads"]))
 course.confirm("3.11", "right", found=f"{per_token:,} B for every token of Qwen3-0.6B")
 course.confirm("3.12", "right", found=weigh(EXAMPLE_OF_ARTICLE_3) * 4096)
-course.confirm("3.13", "misleading", found=per_token * qwen.max_position_embeddings / small.weights)
+course.confirm("3.13", "misleading",
+               found=per_token * qwen.max_position_embeddings / small.weights)
 course.confirm("3.20", "right", found=weigh(qwen, 200) / weigh(qwen, 100))
 
 # %% [markdown]
@@ -478,13 +531,15 @@ course.check("08.2", gb_and_gib)
 
 # %%
 case = course.case("08.3")
-print(f"(12, 12, 64), (12, 3, 64), (32, 4, 128), (12, 1, 64); {case.itemsize} bytes per number")
+print(f"(12, 12, 64), (12, 3, 64), (32, 4, 128), (12, 1, 64); {case.itemsize} bytes "
+      "per number")
 
 # %% tags=["exercise"]
 repaired = ...  # (…, …, …, …)
 
 # %% tags=["solution"]
-repaired = [2 * a * b * d * case.itemsize / 1024 for a, b, d in ((12, 12, 64), (12, 3, 64), (32, 4, 128), (12, 1, 64))]
+repaired = [2 * a * b * d * case.itemsize / 1024
+            for a, b, d in ((12, 12, 64), (12, 3, 64), (32, 4, 128), (12, 1, 64))]
 
 # %%
 course.check("08.3", repaired)
@@ -505,7 +560,8 @@ percents = ...  # (a, b, c)
 
 # %% tags=["solution"]
 new, old, own = 60 * 576, 95 * 2 * 8 * 128, 60 * 2 * 128 * 128
-percents = [100 * (1 - share) for share in (new * case.bits / (old * 16), new / old, new / own)]
+percents = [100 * (1 - share)
+            for share in (new * case.bits / (old * 16), new / old, new / own)]
 
 # %%
 course.check("08.4", percents)
@@ -517,7 +573,8 @@ course.check("08.4", percents)
 # %%
 case = course.case("08.5")
 config = FAMILY[case.name]
-print(f"{case.name}, {case.tokens} tokens per sequence, {case.gib} GiB of memory; {config}")
+print(f"{case.name}, {case.tokens} tokens per sequence, {case.gib} GiB of memory; "
+      f"{config}")
 
 # %% tags=["exercise"]
 fitting = ...
@@ -536,7 +593,7 @@ course.check("08.5", fitting)
 course.quiz("08")
 
 # %% tags=["exercise"]
-q1, q2, q3 = ..., ..., ...  # letters
+q1, q2, q3 = ..., ..., ...  # letters in quotes
 
 # %% tags=["solution"]
 q1, q2, q3 = "b", "c", "a"

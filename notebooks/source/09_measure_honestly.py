@@ -52,7 +52,9 @@ from nanokv.loading import skeleton
 
 model, tokenizer = course.start("09")
 c = model.config
-torch.set_num_threads(1)  # two threads wait for each other when others use the machine: one is slower and steadier
+# two threads wait for each other when others use the machine: one is slower and
+# steadier
+torch.set_num_threads(1)
 others = Others()  # counts the processor time that other programs take while we measure
 
 # %% [markdown]
@@ -87,32 +89,37 @@ def seconds(run):
 def fresh_prefill(tokens=32):
     cache = nanokv.make_cache("static", c, capacity=tokens + 64)
     ids = torch.randint(c.vocab_size, (1, tokens))
-    return cache, nanokv.prefill(model, ids, cache, start_pos=0).argmax(-1, keepdim=True)
+    return cache, nanokv.prefill(model, ids, cache,
+                                 start_pos=0).argmax(-1, keepdim=True)
 
 
 first, later = seconds(fresh_prefill), [seconds(fresh_prefill) for _ in range(9)]
-print(f"prefill of 32 tokens: the first {1e3 * first:.1f} ms, the median of the next nine "
-      f"{1e3 * statistics.median(later):.1f} ms")
+print(f"prefill of 32 tokens: the first {1e3 * first:.1f} ms, the median of the next "
+      f"nine {1e3 * statistics.median(later):.1f} ms")
 
 cache, token = fresh_prefill()
-steps = [seconds(lambda: nanokv.decode(model, token, cache, start_pos=cache.length)) for _ in range(60)]
+steps = [seconds(lambda: nanokv.decode(model, token, cache, start_pos=cache.length))
+         for _ in range(60)]
 mean, median = statistics.mean(steps), statistics.median(steps)
 kept = sorted(steps)[:-1]
-print(f"60 decode steps: fastest {1e3 * min(steps):.2f}, median {1e3 * median:.2f}, mean {1e3 * mean:.2f}, "
-      f"slowest {1e3 * max(steps):.2f} ms")
-print(f"without the slowest one the mean moves by {100 * (1 - statistics.mean(kept) / mean):.1f} %, "
-      f"the median by {100 * (1 - statistics.median(kept) / median):.1f} %")
+print(f"60 decode steps: fastest {1e3 * min(steps):.2f}, median {1e3 * median:.2f}, "
+      f"mean {1e3 * mean:.2f}, slowest {1e3 * max(steps):.2f} ms")
+print("without the slowest one the mean moves by "
+      f"{100 * (1 - statistics.mean(kept) / mean):.1f} %, the median by "
+      f"{100 * (1 - statistics.median(kept) / median):.1f} %")
 
 # %% tags=["hide-input"]
 fig, axis = course.subplots(width=8, height=2.8)
-axis.plot([1e3 * value for value in steps], "o", markersize=3.5, color=course.COLORS[0], label="a step")
+axis.plot([1e3 * value for value in steps], "o", markersize=3.5, color=course.COLORS[0],
+          label="a step")
 axis.axhline(1e3 * median, color=course.COLORS[2], label="median")
 axis.axhline(1e3 * mean, color=course.COLORS[1], linestyle="--", label="mean")
 axis.set(title="sixty times the same work", xlabel="step", ylabel="ms")
 axis.set_ylim(bottom=0)
 axis.legend(ncols=3, fontsize=9, loc="upper right")
-course.show(fig, alt=f"Sixty dots, a decode step each, from {1e3 * min(steps):.1f} to {1e3 * max(steps):.1f} ms; lines at "
-            f"the median {1e3 * median:.1f} and the mean {1e3 * mean:.1f} ms. Disturbed steps lie above the rest.")
+course.show(fig, alt=f"Sixty dots, a decode step each, from {1e3 * min(steps):.1f} to "
+            f"{1e3 * max(steps):.1f} ms; lines at the median {1e3 * median:.1f} and "
+            f"the mean {1e3 * mean:.1f} ms. Disturbed steps lie above the rest.")
 
 # %% [markdown]
 # Other programs can only make a step slower, never faster. So a single time tells little, a mean contains the
@@ -128,8 +135,10 @@ course.show(fig, alt=f"Sixty dots, a decode step each, from {1e3 * min(steps):.1
 # get prompts of several lengths, in rotation.
 
 # %%
-longest = course.sized(1024, 256)  # without a cache a large model takes seconds for each of these steps
-contexts = sorted(n for n in {32, longest // 8, longest // 2, longest} if n + 64 <= c.max_position_embeddings)
+# without a cache a large model takes seconds for each of these steps
+longest = course.sized(1024, 256)
+contexts = sorted(n for n in {32, longest // 8, longest // 2, longest}
+                  if n + 64 <= c.max_position_embeddings)
 with_cache = Ours(model, "fp32", "static", {}, 1, torch.float32)
 without = Uncached(model, "fp32", 1, torch.float32)
 rotation = Rotation([with_cache, without], contexts, c.vocab_size, repeat=3, steps=3)
@@ -138,8 +147,10 @@ for _ in rotation.run():
 rows = {(row.runner.cache, row.context): row for row in rotation.finished()}
 for n in contexts:
     lean, full = rows["static", n], rows["none", n]
-    print(f"{n:>5} tokens: prefill {1e3 * lean.prefill_s:>7.1f} ms, then {1e3 * lean.decode_s:>6.2f} ms per step with a "
-          f"cache, {1e3 * full.decode_s:>7.1f} ms without: {full.decode_s / lean.decode_s:.1f} times")
+    print(f"{n:>5} tokens: prefill {1e3 * lean.prefill_s:>7.1f} ms, then "
+          f"{1e3 * lean.decode_s:>6.2f} ms per step with a cache, "
+          f"{1e3 * full.decode_s:>7.1f} ms without: "
+          f"{full.decode_s / lean.decode_s:.1f} times")
 chosen = min(contexts, key=lambda n: abs(n - 512))
 ratio = rows["none", chosen].decode_s / rows["static", chosen].decode_s
 few = rows["none", contexts[0]].decode_s / rows["static", contexts[0]].decode_s
@@ -149,24 +160,32 @@ course.reveal("09.a", ratio)
 course.figure("09.ratio", ratio)
 course.figure("09.few", few)
 fig, (left, right) = course.subplots(1, 2, width=9.5, height=3.4)
-step_ms = {kind: [1e3 * rows[kind, n].decode_s for n in contexts] for kind in ("none", "static")}
-left.plot(contexts, step_ms["none"], "o-", color=course.COLORS[1], label="without a cache")
-left.plot(contexts, step_ms["static"], "o-", color=course.COLORS[0], label="with a cache")
-left.set(xscale="log", yscale="log", title="one more token", xlabel="tokens before it", ylabel="ms (log)")
+step_ms = {kind: [1e3 * rows[kind, n].decode_s for n in contexts]
+           for kind in ("none", "static")}
+left.plot(contexts, step_ms["none"], "o-", color=course.COLORS[1],
+          label="without a cache")
+left.plot(contexts, step_ms["static"], "o-", color=course.COLORS[0],
+          label="with a cache")
+left.set(xscale="log", yscale="log", title="one more token", xlabel="tokens before it",
+         ylabel="ms (log)")
 rates = {"prefill": [n / rows["static", n].prefill_s for n in contexts],
          "decode": [1 / rows["static", n].decode_s for n in contexts]}
 for (label, values), color in zip(rates.items(), (course.COLORS[2], course.COLORS[0])):
     right.plot(contexts, values, "o-", color=color, label=label)
-right.set(xscale="log", yscale="log", title="tokens per second, with a cache", xlabel="prompt", ylabel="(log)")
+right.set(xscale="log", yscale="log", title="tokens per second, with a cache",
+          xlabel="prompt", ylabel="(log)")
 for axis in (left, right):
     axis.set_xticks(contexts, [f"{n:,}" for n in contexts])
     axis.minorticks_off()
     axis.legend(fontsize=9)
-prefill_rate, decode_rate = (rates[phase][contexts.index(chosen)] for phase in ("prefill", "decode"))
+prefill_rate, decode_rate = (rates[phase][contexts.index(chosen)]
+                             for phase in ("prefill", "decode"))
 course.figure("09.phases", prefill_rate / decode_rate)
-course.show(fig, alt=f"Left, on log axes: without a cache a step takes {step_ms['none'][0]:.0f} ms at {contexts[0]} "
-            f"tokens and {step_ms['none'][-1]:.0f} at {contexts[-1]:,}; with a cache {step_ms['static'][0]:.1f} and "
-            f"{step_ms['static'][-1]:.1f}. Right: prefill handles {prefill_rate:,.0f} tokens per second at {chosen} "
+course.show(fig, alt="Left, on log axes: without a cache a step takes "
+            f"{step_ms['none'][0]:.0f} ms at {contexts[0]} tokens and "
+            f"{step_ms['none'][-1]:.0f} at {contexts[-1]:,}; with a cache "
+            f"{step_ms['static'][0]:.1f} and {step_ms['static'][-1]:.1f}. Right: "
+            f"prefill handles {prefill_rate:,.0f} tokens per second at {chosen} "
             f"tokens, decode {decode_rate:,.0f}.")
 
 # %% [markdown]
@@ -202,7 +221,8 @@ course.predict("09.b", reported, unit="tokens per second")
 
 # %%
 def write(ids, n):
-    """The prompt and n more tokens, as other libraries' generate returns them; a cache of its own in every call."""
+    """The prompt and n more tokens, as other libraries' generate returns them; a
+    cache of its own in every call."""
     new = list(nanokv.generate(model, ids, max_new_tokens=n, eos_token_ids=[]))
     return torch.cat((ids, torch.tensor([new])), dim=1)
 
@@ -217,9 +237,11 @@ def two_calls(prompt, n):
 
 
 def stamps(prompt, n):
-    """A time stamp at every token as it comes out → (seconds to the first, tokens per second after it)."""
+    """A time stamp at every token as it comes out → (seconds to the first, tokens
+    per second after it)."""
     began = time.perf_counter()
-    at = [time.perf_counter() - began for _ in nanokv.generate(model, prompt, max_new_tokens=n, eos_token_ids=[])]
+    at = [time.perf_counter() - began
+          for _ in nanokv.generate(model, prompt, max_new_tokens=n, eos_token_ids=[])]
     return at[0], 1 / statistics.median(b - a for a, b in zip(at, at[1:]))
 
 
@@ -231,11 +253,13 @@ for turn in range(5):
         result = measure(prompt, n)
         if turn:  # the first turn warms up
             found[measure].append(result)
-(prefill, claimed), (ttft, rate) = ([statistics.median(column) for column in zip(*runs)] for runs in found.values())
+(prefill, claimed), (ttft, rate) = ([statistics.median(column) for column in zip(*runs)]
+                                    for runs in found.values())
 explained = profiled_rate(ttft, 1 / rate, tokens=n)
 print(f"prompt of {prompt.shape[1]:,} tokens, {n} new ones")
 print(f"two calls:  prefill {1e3 * prefill:.0f} ms, {claimed:.1f} tokens per second")
-print(f"stamps:     first token {1e3 * ttft:.0f} ms, {rate:.1f} tokens per second: {rate / claimed:.1f} times as many")
+print(f"stamps:     first token {1e3 * ttft:.0f} ms, {rate:.1f} tokens per second: "
+      f"{rate / claimed:.1f} times as many")
 print(f"if the second call prefills again, the profiler has to say {explained:.1f}")
 course.reveal("09.b", profiled_rate(1.0, 0.020))
 
@@ -244,13 +268,16 @@ course.figure("09.under", rate / claimed)
 course.figure("09.reported", profiled_rate(1.0, 0.020))
 fig, axis = course.subplots(width=8, height=2.6)
 names = ["stamps: the truth", "two calls: reported", "two calls: explained"]
-bars = axis.barh(names, [rate, claimed, explained], color=[course.COLORS[0], course.COLORS[1], course.COLORS[4]])
+bars = axis.barh(names, [rate, claimed, explained],
+                 color=[course.COLORS[0], course.COLORS[1], course.COLORS[4]])
 axis.bar_label(bars, fmt="{:.0f}", padding=3)
-axis.set(title=f"decode rate behind a prompt of {prompt.shape[1]:,} tokens", xlabel="tokens per second")
+axis.set(title=f"decode rate behind a prompt of {prompt.shape[1]:,} tokens",
+         xlabel="tokens per second")
 axis.invert_yaxis()
 axis.grid(axis="y", visible=False)
-course.show(fig, alt=f"Three bars, tokens per second: {rate:.0f} by time stamps, {claimed:.0f} as reported by two calls, "
-            f"{explained:.0f} computed for a second call that prefills again.")
+course.show(fig, alt=f"Three bars, tokens per second: {rate:.0f} by time stamps, "
+            f"{claimed:.0f} as reported by two calls, {explained:.0f} computed for a "
+            "second call that prefills again.")
 
 # %% [markdown]
 # The true rate is more than <!--fig 09.under above-->1.5<!--/fig--> times the reported rate. The second call has no
@@ -274,10 +301,12 @@ course.show(fig, alt=f"Three bars, tokens per second: {rate:.0f} by time stamps,
 # %%
 torch.manual_seed(0)
 wide = replace(FAMILY["Qwen/Qwen3-0.6B"], num_hidden_layers=2, vocab_size=1024)
-state = {name: torch.empty(p.shape).normal_(0, 0.02) if p.dim() > 1 else torch.ones(p.shape)
+state = {name: torch.empty(p.shape).normal_(0, 0.02) if p.dim() > 1
+         else torch.ones(p.shape)
          for name, p in skeleton(wide).named_parameters()}
 large = build(wide, state)
-print(f"weights: {costs.weight_bytes(c, 4) / 1e6:.0f} MB and {costs.weight_bytes(wide, 4) / 1e6:.0f} MB")
+print(f"weights: {costs.weight_bytes(c, 4) / 1e6:.0f} MB and "
+      f"{costs.weight_bytes(wide, 4) / 1e6:.0f} MB")
 candidates = {"loaded, plain": model, "large, plain": large,
               "loaded, optimized": optimize(model), "large, optimized": optimize(large)}
 profiles, floors = {}, {}
@@ -285,19 +314,23 @@ for _ in range(3):  # in rotation; of step and floor the least disturbed of thre
     for name, candidate in candidates.items():
         size = costs.weight_bytes(candidate.config, 4)
         _, step = phases(candidate, "static", {}, 16, size, torch.float32)
-        profiles[name] = min(step, profiles.get(name, step), key=lambda phase: phase.seconds)
+        profiles[name] = min(step, profiles.get(name, step),
+                             key=lambda phase: phase.seconds)
         floors[name] = min(step.floor, floors.get(name, step.floor))
 share_of = {name: floors[name] / step.seconds for name, step in profiles.items()}
 for name, step in profiles.items():
-    print(f"{name:<18} {1e3 * step.seconds:>7.2f} ms per step, floor {1e3 * floors[name]:>6.2f} ms = "
-          f"{100 * share_of[name]:>3.0f} %")
-ms = {name: {part.name: 1e3 * part.seconds for part in step.parts if part.seconds} for name, step in profiles.items()}
-beside = {name: 1 - parts["weights"] / sum(parts.values()) for name, parts in ms.items()}
+    print(f"{name:<18} {1e3 * step.seconds:>7.2f} ms per step, floor "
+          f"{1e3 * floors[name]:>6.2f} ms = {100 * share_of[name]:>3.0f} %")
+ms = {name: {part.name: 1e3 * part.seconds for part in step.parts if part.seconds}
+      for name, step in profiles.items()}
+beside = {name: 1 - parts["weights"] / sum(parts.values())
+          for name, parts in ms.items()}
 
 # %% tags=["hide-input"]
 course.figure("09.nearer", share_of["large, plain"] / share_of["loaded, plain"])
 course.figure("09.beside", beside["loaded, plain"] / beside["large, plain"])
-kinds = {"weights": 0, "attention": 2, "cache update": 4, "norms, rotation, gates": 3, "the rest": 1}
+kinds = {"weights": 0, "attention": 2, "cache update": 4, "norms, rotation, gates": 3,
+         "the rest": 1}
 fig, axes = course.subplots(1, 2, width=9.5, height=2.5)
 for axis, which in zip(axes, ("loaded", "large")):
     rows_of = [f"{which}, plain", f"{which}, optimized"]
@@ -306,16 +339,19 @@ for axis, which in zip(axes, ("loaded", "large")):
         for part, width in ms[name].items():
             axis.barh(place, width, left=left, color=course.COLORS[kinds[part]])
             left += width
-        axis.plot(1e3 * floors[name], place, "|", color="black", markersize=26, markeredgewidth=1.5)
+        axis.plot(1e3 * floors[name], place, "|", color="black", markersize=26,
+                  markeredgewidth=1.5)
     axis.set_yticks(range(2), ["plain", "optimized"])
     axis.set(title=f"a decode step of the {which} model", xlabel="ms")
     axis.invert_yaxis()
     axis.grid(visible=False)
 drawn = [kind for kind in kinds if any(kind in parts for parts in ms.values())]
 handles = [Patch(color=course.COLORS[kinds[kind]], label=kind) for kind in drawn]
-handles.append(Line2D([], [], color="black", marker="|", linestyle="", markersize=12, label="floor"))
+handles.append(Line2D([], [], color="black", marker="|", linestyle="", markersize=12,
+                      label="floor"))
 fig.legend(handles=handles, ncols=len(handles), fontsize=9, loc="outside lower center")
-course.show(fig, alt="Two pictures with two bars each, split into the parts of a decode step. " + " ".join(
+course.show(fig, alt="Two pictures with two bars each, split into the parts of a "
+            "decode step. " + " ".join(
     f"{name}: " + ", ".join(f"{part} {value:.2f} ms" for part, value in parts.items())
     + f"; floor {1e3 * floors[name]:.2f} ms." for name, parts in ms.items()))
 
@@ -347,13 +383,15 @@ course.show(fig, alt="Two pictures with two bars each, split into the parts of a
 
 # %%
 batches = (1, 2, 4, 8)
-runners = [Ours(candidates["large, optimized"], "fp32", "static", {}, batch, torch.float32) for batch in batches]
+runners = [Ours(candidates["large, optimized"], "fp32", "static", {}, batch,
+                torch.float32) for batch in batches]
 rotation = Rotation(runners, [16], wide.vocab_size, repeat=5, steps=4)
 for _ in rotation.run():
     pass
 batch_s = {row.runner.batch: row.decode_s for row in rotation.finished()}
 for batch, value in batch_s.items():
-    print(f"rows: {batch}  {1e3 * value:>6.1f} ms per step, {batch / value:>6.1f} tokens per second together")
+    print(f"rows: {batch}  {1e3 * value:>6.1f} ms per step, {batch / value:>6.1f} "
+          "tokens per second together")
 
 # %% tags=["hide-input"]
 course.figure("09.eight", batch_s[8] / batch_s[1])
@@ -361,15 +399,19 @@ fig, (left, right) = course.subplots(1, 2, width=9, height=2.7)
 place = range(len(batches))
 left.bar(place, [1e3 * batch_s[batch] for batch in batches], color=course.COLORS[0])
 left.set(title="a step", xlabel="rows", ylabel="ms")
-right.bar(place, [batch / batch_s[batch] for batch in batches], color=course.COLORS[2], label="measured")
-right.plot(place, [batch / batch_s[1] for batch in batches], "_", color="black", markersize=24, label="free rows")
+right.bar(place, [batch / batch_s[batch] for batch in batches], color=course.COLORS[2],
+          label="measured")
+right.plot(place, [batch / batch_s[1] for batch in batches], "_", color="black",
+           markersize=24, label="free rows")
 right.set(title="all rows together", xlabel="rows", ylabel="tokens per second")
 right.legend(fontsize=9)
 for axis in (left, right):
     axis.set_xticks(place, batches)
     axis.grid(axis="x", visible=False)
-course.show(fig, alt="Left: a step takes " + ", ".join(f"{1e3 * batch_s[b]:.0f} ms for {b}" for b in batches)
-            + " rows. Right: together " + ", ".join(f"{b / batch_s[b]:.0f}" for b in batches)
+course.show(fig, alt="Left: a step takes "
+            + ", ".join(f"{1e3 * batch_s[b]:.0f} ms for {b}" for b in batches)
+            + " rows. Right: together "
+            + ", ".join(f"{b / batch_s[b]:.0f}" for b in batches)
             + " tokens per second, less and less of what free rows would give.")
 
 # %% [markdown]
@@ -393,13 +435,17 @@ for _ in range(5):
 here = gemm_peak(torch.float32) / bandwidth.best()  # FLOPs per byte
 h100 = 989e12 / 3.35e12  # from its data sheet: bf16, dense
 fed = [2**i for i in range(12)]
-intensity = [costs.prefill_flops(qwen, T) / (costs.weight_bytes(qwen, 2) + costs.kv_bytes(qwen, T, 1, 2)) for T in fed]
+read = [costs.weight_bytes(qwen, 2) + costs.kv_bytes(qwen, T, 1, 2) for T in fed]
+intensity = [costs.prefill_flops(qwen, T) / size for T, size in zip(fed, read)]
 
-a_key = costs.decode_flops(qwen, 1) - costs.decode_flops(qwen, 0)  # FLOPs of attention for one visible token
+# FLOPs of attention for one visible token
+a_key = costs.decode_flops(qwen, 1) - costs.decode_flops(qwen, 0)
 equal_flops = costs.decode_flops(qwen, 0) / a_key
 equal_bytes = costs.weight_bytes(qwen, 2) / costs.kv_bytes_per_token(qwen, 2)
-print(f"one row: {intensity[0]:.2f} FLOPs per byte; {fed[-1]:,} rows: {intensity[-1]:,.0f}; balance here: {here:.0f}")
-print(f"attention = weights in FLOPs at {equal_flops:,.0f} tokens, in bytes at {equal_bytes:,.0f}")
+print(f"one row: {intensity[0]:.2f} FLOPs per byte; {fed[-1]:,} rows: "
+      f"{intensity[-1]:,.0f}; balance here: {here:.0f}")
+print(f"attention = weights in FLOPs at {equal_flops:,.0f} tokens, in bytes at "
+      f"{equal_bytes:,.0f}")
 
 # %% tags=["hide-input"]
 course.figure("09.flops", equal_flops)
@@ -409,23 +455,29 @@ fig, (left, right) = course.subplots(1, 2, width=9.5, height=3.4)
 left.plot(fed, intensity, "o-", markersize=3, color=course.COLORS[0])
 for level, color in ((here, course.COLORS[2]), (h100, course.COLORS[1])):
     left.axhline(level, color=color, linestyle="--")
-left.text(fed[-1], here / 1.25, "this machine, fp32", color=course.COLORS[2], fontsize=9, ha="right", va="top")
+left.text(fed[-1], here / 1.25, "this machine, fp32", color=course.COLORS[2],
+          fontsize=9, ha="right", va="top")
 left.text(1, h100 * 1.25, "an H100, bf16", color=course.COLORS[1], fontsize=9)
-left.set(xscale="log", yscale="log", title="FLOPs per byte, Qwen3-0.6B", xlabel="rows in one forward", ylabel="(log)")
+left.set(xscale="log", yscale="log", title="FLOPs per byte, Qwen3-0.6B",
+         xlabel="rows in one forward", ylabel="(log)")
 texts = [2**i for i in range(8, 18)]
 for label, weights, each, color in (
     ("of the FLOPs", costs.decode_flops(qwen, 0), a_key, course.COLORS[1]),
-    ("of the bytes", costs.weight_bytes(qwen, 2), costs.kv_bytes_per_token(qwen, 2), course.COLORS[0]),
+    ("of the bytes", costs.weight_bytes(qwen, 2), costs.kv_bytes_per_token(qwen, 2),
+     course.COLORS[0]),
 ):
-    right.plot(texts, [100 * each * S / (weights + each * S) for S in texts], color=color, label=label)
+    right.plot(texts, [100 * each * S / (weights + each * S) for S in texts],
+               color=color, label=label)
     right.plot([weights / each], [50], "o", color=color)
 right.axhline(50, color="gray", linestyle=":", linewidth=1)
-right.set(xscale="log", ylim=(0, 100), title="the cache's part of a decode step", xlabel="tokens", ylabel="percent")
+right.set(xscale="log", ylim=(0, 100), title="the cache's part of a decode step",
+          xlabel="tokens", ylabel="percent")
 right.legend(fontsize=9)
-course.show(fig, alt=f"Left: {intensity[0]:.1f} FLOPs per byte for one row, rising in proportion to the rows up to "
-            f"{intensity[-1]:,.0f}; dashed lines mark the balance of this machine, about {here:.0f}, and of an H100, "
-            f"{h100:.0f}. Right: the cache's part of a step is half of the FLOPs at {equal_flops:,.0f} tokens and half "
-            f"of the bytes at {equal_bytes:,.0f}.")
+course.show(fig, alt=f"Left: {intensity[0]:.1f} FLOPs per byte for one row, rising in "
+            f"proportion to the rows up to {intensity[-1]:,.0f}; dashed lines mark the "
+            f"balance of this machine, about {here:.0f}, and of an H100, {h100:.0f}. "
+            "Right: the cache's part of a step is half of the FLOPs at "
+            f"{equal_flops:,.0f} tokens and half of the bytes at {equal_bytes:,.0f}.")
 
 # %% [markdown]
 # One row computes <!--fig 09.one-->1.0<!--/fig--> FLOP per byte. That is below the balance of every machine, so
@@ -443,9 +495,12 @@ course.show(fig, alt=f"Left: {intensity[0]:.1f} FLOPs per byte for one row, risi
 # one we count the scores of a whole generation, and of one of twice the length.
 
 # %%
-double = [count(1, 4000) / count(1, 2000) for count in (scores_without_cache, scores_with_cache)]
-print(f"twice the length: {double[0]:.2f} times the scores without a cache, {double[1]:.2f} times with one")
-growth = [rows["static", n].decode_s / rows["static", contexts[0]].decode_s for n in contexts]
+double = [count(1, 4000) / count(1, 2000)
+          for count in (scores_without_cache, scores_with_cache)]
+print(f"twice the length: {double[0]:.2f} times the scores without a cache, "
+      f"{double[1]:.2f} times with one")
+growth = [rows["static", n].decode_s / rows["static", contexts[0]].decode_s
+          for n in contexts]
 
 course.claim("1.7", "wrong", found=profiled_rate(1.0, 0.020))
 course.claim("2.1", "misleading", found=1 / (1 - 0.38))
@@ -454,12 +509,16 @@ course.claim("3.14", "misleading", found=double[0])
 # %% tags=["hide-input"]
 course.figure("09.cubic", double[0])
 course.figure("09.quadratic", double[1])
-course.confirm("1.5", "right", found=f"at {chosen} tokens {prefill_rate:,.0f} tokens per second in the prefill, "
+course.confirm("1.5", "right", found=f"at {chosen} tokens {prefill_rate:,.0f} tokens "
+               f"per second in the prefill, "
              f"{decode_rate:,.0f} in the decode")
-course.confirm("1.23", "right", found=f"from {contexts[0]} to {contexts[-1]:,} tokens, the first token takes "
-             f"{rows['static', contexts[-1]].prefill_s / rows['static', contexts[0]].prefill_s:.0f} times as long, "
-             f"each later one {growth[-1]:.1f} times")
-course.confirm("2.14", "right", found=f"{c.num_attention_heads} heads × {contexts[-1]:,} scores in a layer for one step")
+first_grows = (rows["static", contexts[-1]].prefill_s
+               / rows["static", contexts[0]].prefill_s)
+course.confirm("1.23", "right", found=f"from {contexts[0]} to {contexts[-1]:,} tokens, "
+               f"the first token takes {first_grows:.0f} times as long, each later one "
+               f"{growth[-1]:.1f} times")
+course.confirm("2.14", "right", found=f"{c.num_attention_heads} heads × "
+               f"{contexts[-1]:,} scores in a layer for one step")
 
 # %% [markdown]
 # A whole generation of twice the length computes <!--fig 09.quadratic-->4.0<!--/fig--> times the scores with a cache,
@@ -480,7 +539,8 @@ print(f"prefill {case.prefill} s, a step {case.step} s, n = {case.n}")
 reported_and_true = ...  # (…, …)
 
 # %% tags=["solution"]
-reported_and_true = (case.n - 1) / (case.prefill + (case.n - 2) * case.step), 1 / case.step
+reported = (case.n - 1) / (case.prefill + (case.n - 2) * case.step)
+reported_and_true = reported, 1 / case.step
 
 # %%
 course.check("09.1", reported_and_true)
@@ -526,7 +586,8 @@ print(case.name, config)
 length = ...
 
 # %% tags=["solution"]
-C, D, H, Hk, L = (config.hidden_size, config.head_dim, config.num_attention_heads, config.num_key_value_heads,
+C, D, H, Hk, L = (config.hidden_size, config.head_dim, config.num_attention_heads,
+                  config.num_key_value_heads,
                   config.num_hidden_layers)
 in_a_layer = 2 * C * H * D + 2 * C * Hk * D + 3 * C * config.intermediate_size
 length = 2 * (L * in_a_layer + config.vocab_size * C) / (4 * L * H * D)
@@ -576,10 +637,11 @@ course.check("09.5", times_as_fast)
 # %%
 course.quiz("09")
 busy = others.cores()
-print("While this notebook ran, other programs kept", "?" if busy is None else f"{busy:.1f}", "cores busy.")
+print("While this notebook ran, other programs kept", "?" if busy is None
+      else f"{busy:.1f}", "cores busy.")
 
 # %% tags=["exercise"]
-q1, q2, q3 = ..., ..., ...  # letters
+q1, q2, q3 = ..., ..., ...  # letters in quotes
 
 # %% tags=["solution"]
 q1, q2, q3 = "c", "a", "b"

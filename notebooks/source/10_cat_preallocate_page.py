@@ -77,7 +77,8 @@ course.predict("10.b", more_at_once, unit="times as many")
 WRITES = {  # operation → how many bytes it writes
     "cat": lambda arguments, result: result.nbytes,
     "clone": lambda arguments, result: result.nbytes,
-    "index": lambda arguments, result: result.nbytes,  # a copy of the rows that were asked for
+    # a copy of the rows that were asked for
+    "index": lambda arguments, result: result.nbytes,
     "copy_": lambda arguments, result: result.nbytes,
     "index_put_": lambda arguments, result: arguments[2].nbytes,
 }
@@ -102,7 +103,8 @@ def append(cache, k):
 
 
 def write_in_place(cache, k):
-    """As a kernel does: the cache says where its pages are, and the new token is written there."""
+    """As a kernel does: the cache says where its pages are, and the new token is
+    written there."""
     for pages in cache.pages(k):  # one for each layer
         page, slot = divmod(int(pages.lengths[0]) - 1, 16)
         pages.keys[pages.table[0, page].item(), :, slot] = k[0, :, 0]
@@ -110,11 +112,14 @@ def write_in_place(cache, k):
 
 
 longest, every = 512, 32
-k = torch.randn(1, c.num_key_value_heads, 1, c.head_dim)  # (B,Hk,T,D): which numbers they are does not matter
+# (B,Hk,T,D): which numbers they are does not matter
+k = torch.randn(1, c.num_key_value_heads, 1, c.head_dim)
 token_bytes = costs.kv_bytes_per_token(c, 4)
 pages = {"pages": longest // 16, "page": 16}
-kinds = {"dict (cat)": ("dict", append, {}), "growing (doubles)": ("growing", append, {}),
-         "static slab": ("static", append, {}), "pages, gathered": ("paged", append, pages),
+kinds = {"dict (cat)": ("dict", append, {}),
+         "growing (doubles)": ("growing", append, {}),
+         "static slab": ("static", append, {}),
+         "pages, gathered": ("paged", append, pages),
          "pages, read in place": ("paged", write_in_place, pages)}
 written = {}
 for name, (kind, write_token, options) in kinds.items():
@@ -125,7 +130,8 @@ for name, (kind, write_token, options) in kinds.items():
             write_token(cache, k)
             if (i + 1) % every == 0:
                 written[name].append(counter.bytes)
-    print(f"{name:<21} holds {cache.nbytes / 2**20:5.2f} MiB, wrote {counter.bytes / 2**20:8.1f} MiB: every byte "
+    print(f"{name:<21} holds {cache.nbytes / 2**20:5.2f} MiB, wrote "
+          f"{counter.bytes / 2**20:8.1f} MiB: every byte "
           f"{counter.bytes / (longest * token_bytes):6.1f} times")
 times = {name: sums[-1] / (longest * token_bytes) for name, sums in written.items()}
 
@@ -141,14 +147,17 @@ styles = (("-", 1, 1.8), ("-", 4, 1.8), ("-", 0, 1.8), ("--", 3, 1.8), (":", 2, 
 for (line, color, width), (name, sums) in zip(styles, written.items()):
     for axis in (left, right):
         mib = [size / 2**20 for size in sums]
-        axis.plot(tokens, mib, line, color=course.COLORS[color], linewidth=width, label=name)
+        axis.plot(tokens, mib, line, color=course.COLORS[color], linewidth=width,
+                  label=name)
 top = 3 * longest * token_bytes / 2**20
 left.set(title="bytes written, in all", xlabel="tokens in the cache", ylabel="MiB")
-right.set(title="the same, the lowest part", xlabel="tokens in the cache", ylim=(0, top))
+right.set(title="the same, the lowest part", xlabel="tokens in the cache",
+          ylim=(0, top))
 left.legend(fontsize=8.5)
 ends = ", ".join(f"{name} {value:.0f}" for name, value in times.items())
-course.show(fig, alt="Bytes written against tokens held. cat and gathered pages bend upwards, the others are straight "
-            f"or stepped lines near the bottom. At {longest} tokens each byte was written so many times: {ends}.")
+course.show(fig, alt="Bytes written against tokens held. cat and gathered pages bend "
+            "upwards, the others are straight or stepped lines near the bottom. At "
+            f"{longest} tokens each byte was written so many times: {ends}.")
 
 # %% [markdown]
 # With `cat` every byte was written <!--fig 10.cat-->256<!--/fig--> times, half the length: the lengths of all steps add
@@ -216,7 +225,8 @@ moves = {}
 for kind in ("dict", "static"):
     seen = addresses(kind)
     moves[kind] = sum(a[0] != b[0] for a, b in zip(seen, seen[1:]))
-    print(f"{kind:<7} the keys moved {moves[kind]} times in {len(seen) - 1} steps, lengths {[n for _, n in seen]}")
+    print(f"{kind:<7} the keys moved {moves[kind]} times in {len(seen) - 1} steps, "
+          f"lengths {[n for _, n in seen]}")
 
 graphs = []
 
@@ -227,7 +237,8 @@ def counting_backend(graph, example):
     return graph.forward
 
 
-grow = torch.compile(lambda old, new: torch.cat((old, new), dim=2), backend=counting_backend, dynamic=True)
+grow = torch.compile(lambda old, new: torch.cat((old, new), dim=2),
+                     backend=counting_backend, dynamic=True)
 old = k.repeat(1, 1, 3, 1)
 for _ in range(20):
     old = grow(old, k)
@@ -260,7 +271,8 @@ exact = decode_attention(q, keys, values)
 
 def slab_of(capacity, rest):
     """Both slabs, `held` slots filled and the others set to `rest`."""
-    slabs = [torch.full((1, c.num_key_value_heads, capacity, c.head_dim), rest) for _ in "kv"]
+    slabs = [torch.full((1, c.num_key_value_heads, capacity, c.head_dim), rest)
+             for _ in "kv"]
     slabs[0][:, :, :held], slabs[1][:, :, :held] = keys, values
     return slabs
 
@@ -276,13 +288,18 @@ def fastest(call, times=30):
 
 capacities, micro = [64, 256, 1024, 4096], []
 for capacity in capacities:
-    slabs, mask = slab_of(capacity, 0.0), (torch.arange(capacity) < held)[None]  # (1,capacity)
+    # (1,capacity)
+    slabs, mask = slab_of(capacity, 0.0), (torch.arange(capacity) < held)[None]
     gap = float((decode_attention(q, *slabs, mask=mask) - exact).abs().max())
-    micro.append(1e6 * fastest(lambda slabs=slabs, mask=mask: decode_attention(q, *slabs, mask=mask)))
-    print(f"{capacity:>5} slots, {held} in use: same result to {gap:.0e}, {micro[-1]:7.1f} µs, "
-          f"{capacity * token_bytes / 2**20:6.2f} MiB for all layers")
-poisoned = decode_attention(q, *slab_of(256, float("nan")), mask=(torch.arange(256) < held)[None])
-print("empty slots hold NaN, all of them masked: the result is", poisoned[0, 0, 0, :3].tolist())
+    attend = lambda slabs=slabs, mask=mask: decode_attention(q, *slabs, mask=mask)
+    micro.append(1e6 * fastest(attend))
+    print(f"{capacity:>5} slots, {held} in use: same result to {gap:.0e}, "
+          f"{micro[-1]:7.1f} µs, {capacity * token_bytes / 2**20:6.2f} MiB for all "
+          "layers")
+poisoned = decode_attention(q, *slab_of(256, float("nan")),
+                            mask=(torch.arange(256) < held)[None])
+print("empty slots hold NaN, all of them masked: the result is",
+      poisoned[0, 0, 0, :3].tolist())
 
 # %% tags=["hide-input"]
 course.figure("10.slower", micro[-1] / micro[0])
@@ -304,18 +321,26 @@ course.figure("10.slower", micro[-1] / micro[0])
 course.show(course.drawings.pages())
 
 # %%
-questions = ["Tell me a story.", "What is a KV cache?", "Count from 3 to 14.", "What is 12 + 30?", "My name is Zorbla.",
-             "Reverse the list: apple, pear, plum.", "What is prefill?", "I have a cat called Miso.",
+questions = ["Tell me a story.", "What is a KV cache?", "Count from 3 to 14.",
+             "What is 12 + 30?", "My name is Zorbla.",
+             "Reverse the list: apple, pear, plum.", "What is prefill?",
+             "I have a cat called Miso.",
              "Tell me a story, please.", "Count from 1 to 6."]
-prompts = [tokenizer.encode(tokenizer.render([{"role": "user", "content": text}])) for text in questions]
-answers = [list(nanokv.generate(model, prompt, max_new_tokens=64)) for prompt in prompts]
+prompts = [tokenizer.encode(tokenizer.render([{"role": "user", "content": text}]))
+           for text in questions]
+answers = [list(nanokv.generate(model, prompt, max_new_tokens=64))
+           for prompt in prompts]
 page, slots = 16, 320
-slots = max(slots, page * -(-3 * max(len(p) + 64 for p in prompts) // page))  # of a model with longer tokens: more
-print("prompt + answer:", "  ".join(f"{len(p)}+{len(a)}" for p, a in zip(prompts, answers)), f"  slots: {slots}")
+# of a model with longer tokens: more
+slots = max(slots, page * -(-3 * max(len(p) + 64 for p in prompts) // page))
+print("prompt + answer:",
+      "  ".join(f"{len(p)}+{len(a)}" for p, a in zip(prompts, answers)),
+      f"  slots: {slots}")
 
 
 def in_one_piece(capacity):
-    """First fit → one row per step: the owner of each slot (−1 free), and whether it holds a token."""
+    """First fit → one row per step: the owner of each slot (−1 free), and whether it
+    holds a token."""
     taken, waiting, running, owner, filled = {}, list(range(len(prompts))), {}, [], []
     while waiting or running:
         while waiting:
@@ -333,7 +358,8 @@ def in_one_piece(capacity):
         for b in list(running):
             running[b] += 1
             low, high = taken[b]
-            end = low + len(prompts[b]) + running[b] - 1  # the newest token is not fed yet
+            # the newest token is not fed yet
+            end = low + len(prompts[b]) + running[b] - 1
             owner[-1][low:high] = [b] * (high - low)
             filled[-1][low:end] = [True] * (end - low)
             if running[b] == len(answers[b]):
@@ -343,12 +369,16 @@ def in_one_piece(capacity):
 
 def in_pages(capacity):
     """The same from the engine, and the answers."""
-    engine = nanokv.Engine(model, pages=capacity // page, page_size=page, step_tokens=capacity)
-    requests, owner, filled = [engine.submit(prompt, max_new_tokens=64) for prompt in prompts], [], []
+    engine = nanokv.Engine(model, pages=capacity // page, page_size=page,
+                           step_tokens=capacity)
+    requests, owner, filled = [engine.submit(prompt, max_new_tokens=64)
+                               for prompt in prompts], [], []
     while not engine.idle:
-        held = {r.number: (r.cache.tables[0], r.cache.length) for r in engine.scheduler.running}
+        held = {r.number: (r.cache.tables[0], r.cache.length)
+                for r in engine.scheduler.running}
         drawn = {request.number for request, _ in engine.step()}
-        held |= {r.number: (list(r.cache.tables[0]), r.cache.length) for r in engine.scheduler.running}
+        held |= {r.number: (list(r.cache.tables[0]), r.cache.length)
+                 for r in engine.scheduler.running}
         owner.append([-1] * capacity)
         filled.append([False] * capacity)
         for number, (table, length) in held.items():
@@ -356,16 +386,19 @@ def in_pages(capacity):
                 owner[-1][p * page : (p + 1) * page] = [number] * page
                 used = max(0, min(page, length - i * page))
                 filled[-1][p * page : p * page + used] = [True] * used
-    return torch.tensor(owner), torch.tensor(filled), [r.tokens for r in requests], engine.metrics
+    tokens = [r.tokens for r in requests]
+    return torch.tensor(owner), torch.tensor(filled), tokens, engine.metrics
 
 
 piece_owner, piece_filled = in_one_piece(slots)
 page_owner, page_filled, paged_answers, metrics = in_pages(slots)
 at_once = lambda owner: sum(len(set(row) - {-1}) for row in owner.tolist()) / len(owner)
-maps = {"in one piece": (piece_owner, piece_filled), "in pages": (page_owner, page_filled)}
+maps = {"in one piece": (piece_owner, piece_filled),
+        "in pages": (page_owner, page_filled)}
 for name, (owner, filled) in maps.items():
-    print(f"{name:<13} {len(owner):>3} steps, {at_once(owner):.1f} requests at once; slots reserved "
-          f"{(owner >= 0).float().mean():.0%}, with a token {filled.float().mean():.0%}")
+    print(f"{name:<13} {len(owner):>3} steps, {at_once(owner):.1f} requests at once; "
+          f"slots reserved {(owner >= 0).float().mean():.0%}, with a token "
+          f"{filled.float().mean():.0%}")
 print("the answers are those of each request alone:", paged_answers == answers)
 print("requests that lost their pages and had to begin again:", metrics.preemptions)
 course.reveal("10.b", at_once(page_owner) / at_once(piece_owner))
@@ -375,27 +408,33 @@ course.figure("10.piece", at_once(piece_owner))
 course.figure("10.paged", at_once(page_owner))
 course.figure("10.piecesteps", len(piece_owner))
 course.figure("10.pagesteps", len(page_owner))
-course.figure("10.piecefull", 100 * float(piece_filled.float().sum() / (piece_owner >= 0).sum()))
-course.figure("10.pagefull", 100 * float(page_filled.float().sum() / (page_owner >= 0).sum()))
+course.figure("10.piecefull",
+              100 * float(piece_filled.float().sum() / (piece_owner >= 0).sum()))
+course.figure("10.pagefull",
+              100 * float(page_filled.float().sum() / (page_owner >= 0).sum()))
 from matplotlib.colors import to_rgb
 
-colors = torch.tensor([to_rgb(color) for color in (*course.COLORS[:6], "#7F7F7F", "#8C564B", "#BCBD22", "#4B0082")])
+colors = torch.tensor([to_rgb(color)
+                       for color in (*course.COLORS[:6], "#7F7F7F", "#8C564B",
+                                     "#BCBD22", "#4B0082")])
 fig, axes = course.subplots(1, 2, width=10, height=3.8, sharey=True, sharex=True)
 for axis, (name, (owner, filled)) in zip(axes, maps.items()):
     full = colors[owner.clamp(min=0)]  # (steps,slots,3)
     pale = 1 - (1 - full) * 0.25  # reserved, no token in it
     picture = torch.where(filled[..., None], full, pale)
     picture[owner < 0] = 1.0
-    axis.imshow(picture.transpose(0, 1).numpy(), aspect="auto", origin="lower", interpolation="nearest")
+    axis.imshow(picture.transpose(0, 1).numpy(), aspect="auto", origin="lower",
+                interpolation="nearest")
     axis.grid(False)
     axis.set(title=name, xlabel="step")
 axes[0].set(ylabel="slot", xlim=(-0.5, max(len(piece_owner), len(page_owner)) - 0.5))
 words = "; ".join(f"{name}: {len(owner)} steps, {at_once(owner):.1f} requests at once, "
-                  f"{filled.sum() / (owner >= 0).sum():.0%} of what is reserved holds a token"
+                  f"{filled.sum() / (owner >= 0).sum():.0%} of what is reserved holds "
+                  "a token"
                   for name, (owner, filled) in maps.items())
-course.show(fig, alt="Maps of the memory, slots upwards and steps to the right, one colour a request, pale where a "
-            f"slot is reserved and empty, white where it is free. {words}. In pages a request lies in strips that need "
-            "not touch.")
+course.show(fig, alt="Maps of the memory, slots upwards and steps to the right, one "
+            "colour a request, pale where a slot is reserved and empty, white where it "
+            f"is free. {words}. In pages a request lies in strips that need not touch.")
 
 # %% [markdown]
 # In one piece, <!--fig 10.piece-->2.0<!--/fig--> requests run at once, and the ten
@@ -435,10 +474,13 @@ course.claim("1.14", "wrong")
 # %% tags=["hide-input"]
 course.confirm("0.16", "misleading", found=all_bytes)
 course.confirm("0.17", "misleading", found=f"{len(graphs)} graph for 20 lengths")
-course.confirm("0.19", "right", found=f"{capacities[-1]} slots for {held} tokens: {micro[-1] / micro[0]:.0f} times slower")
-course.confirm("1.12", "right", found=f"{reserved_used:.0%} of what was reserved held a token")
+course.confirm("0.19", "right", found=f"{capacities[-1]} slots for {held} tokens: "
+               f"{micro[-1] / micro[0]:.0f} times slower")
+course.confirm("1.12", "right", found=f"{reserved_used:.0%} of what was reserved held "
+               f"a token")
 course.confirm("1.13", "right")
-course.confirm("1.15", "misleading", found=costs.cache_slots("paged", QWEN, 100, page=16) - 100)
+course.confirm("1.15", "misleading",
+               found=costs.cache_slots("paged", QWEN, 100, page=16) - 100)
 
 # %% [markdown]
 # ## Exercises
@@ -544,7 +586,7 @@ course.check("10.5", free)
 course.quiz("10")
 
 # %% tags=["exercise"]
-q1, q2, q3 = ..., ..., ...  # letters
+q1, q2, q3 = ..., ..., ...  # letters in quotes
 
 # %% tags=["solution"]
 q1, q2, q3 = "b", "a", "c"

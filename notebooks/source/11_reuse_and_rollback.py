@@ -44,7 +44,8 @@ c = model.config
 def prompt_of(*messages, tokenizer=tokenizer):
     """Ids of a chat: user first, then in turns."""
     roles = ("user", "assistant") * len(messages)
-    return tokenizer.encode(tokenizer.render([{"role": r, "content": m} for r, m in zip(roles, messages)]))
+    said = [{"role": r, "content": m} for r, m in zip(roles, messages)]
+    return tokenizer.encode(tokenizer.render(said))
 
 
 # %% [markdown]
@@ -58,7 +59,8 @@ def prompt_of(*messages, tokenizer=tokenizer):
 kept_percent = ...  # 0 to 100
 
 # %% tags=["solution"]
-kept_percent = 10  # a common first guess: the first answer was rewritten, so nearly everything is lost
+# a common first guess: the first answer was rewritten, so nearly everything is lost
+kept_percent = 10
 
 # %%
 course.predict("11.a", kept_percent, unit="percent")
@@ -90,7 +92,8 @@ class TopLeft(DictCache):
     """Query t of the chunk sees keys 0 … t: right for the first chunk only."""
 
     def mask(self, T):
-        return torch.ones(T, self.length + T, dtype=torch.bool).tril() if T > 1 else None
+        return torch.ones(T, self.length + T,
+                          dtype=torch.bool).tril() if T > 1 else None
 
 
 class NoMask(DictCache):
@@ -106,12 +109,14 @@ def in_chunks(kind, ids, size):
     return nanokv.prefill_chunks(model, [ids], cache, chunk=size)
 
 
-question = prompt_of("My name is Zorbla, and I have a red boat, a green hat and a cat called Miso. What is my name?")
+question = prompt_of("My name is Zorbla, and I have a red boat, a green hat and a cat "
+                     "called Miso. What is my name?")
 whole = nanokv.score(model, [question])[:, -1]
 P = len(question)
 sizes = [1, 4, 8, 16, P]
 gaps = {
-    kind.__name__: [float((in_chunks(kind, question, size) - whole).abs().max()) for size in sizes]
+    kind.__name__: [float((in_chunks(kind, question, size) - whole).abs().max())
+                    for size in sizes]
     for kind in (DictCache, TopLeft, NoMask)
 }
 print(f"{P} tokens; largest difference to the logits of one forward without a cache")
@@ -120,7 +125,9 @@ for name, values in gaps.items():
     print(f"{name:<11}", *(f"{value:>9.1e}" for value in values))
 
 MyCache = course.mine("cache")  # of 06.3
-print(f"{'06.3':<11}", *(f"{float((in_chunks(MyCache, question, size) - whole).abs().max()):>9.1e}" for size in sizes))
+print(f"{'06.3':<11}",
+      *(f"{float((in_chunks(MyCache, question, size) - whole).abs().max()):>9.1e}"
+        for size in sizes))
 
 # %%
 held, T = 8, 4
@@ -141,17 +148,23 @@ course.figure("11.chunk", max(gaps["DictCache"]))
 course.figure("11.topleft", min(gaps["TopLeft"][1:-1]))
 course.figure("11.nomask", min(gaps["NoMask"][1:]))
 fig, axes = course.subplots(1, 3, width=10, height=2.1)
-colors = ListedColormap(["#E8E8E8", course.COLORS[0], course.COLORS[4], course.COLORS[1]])
+colors = ListedColormap(["#E8E8E8", course.COLORS[0], course.COLORS[4],
+                         course.COLORS[1]])
 for axis, (name, mask) in zip(axes, masks.items()):
-    kind = mask.long() + 2 * (mask != truth).long()  # 0 hidden, 1 seen, 2 hidden by mistake, 3 seen by mistake
+    # 0 hidden, 1 seen, 2 hidden by mistake, 3 seen by mistake
+    kind = mask.long() + 2 * (mask != truth).long()
     axis.imshow(kind, cmap=colors, vmin=0, vmax=3)
     axis.grid(False)
-    axis.set(title=name, xlabel="key", xticks=range(0, held + T, 2), yticks=range(T), yticklabels=range(held, held + T))
+    axis.set(title=name, xlabel="key", xticks=range(0, held + T, 2), yticks=range(T),
+             yticklabels=range(held, held + T))
 axes[0].set_ylabel("query")
-hidden, seen = int((truth & ~masks["top left"]).sum()), int((masks["no mask"] & ~truth).sum())
-course.show(fig, alt=f"Three masks for a chunk of {T} queries after {held} cached keys. Right: every query sees "
-            f"all cached keys, and in the chunk a lower triangle. Top left: {hidden} cells that must be seen are hidden "
-            f"(yellow), among them most of the cache. No mask: {seen} cells of the future are seen (orange).")
+hidden = int((truth & ~masks["top left"]).sum())
+seen = int((masks["no mask"] & ~truth).sum())
+course.show(fig, alt=f"Three masks for a chunk of {T} queries after {held} cached "
+            "keys. Right: every query sees all cached keys, and in the chunk a lower "
+            f"triangle. Top left: {hidden} cells that must be seen are hidden "
+            f"(yellow), among them most of the cache. No mask: {seen} cells of the "
+            "future are seen (orange).")
 
 # %% [markdown]
 # With the right mask every split gives the logits of the whole, up to rounding (<!--fig 11.chunk x5-->2e-5<!--/fig-->).
@@ -176,7 +189,8 @@ course.show(course.drawings.prefix_tree())
 torch.manual_seed(0)
 total, page = course.sized(448, 160), 16
 longest = min(total, c.max_position_embeddings)
-draw = lambda n: torch.randint(0, c.vocab_size, (n,)).tolist()  # which tokens they are does not matter for the time
+# which tokens they are does not matter for the time
+draw = lambda n: torch.randint(0, c.vocab_size, (n,)).tolist()
 first_prompt = draw(longest)
 pool = nanokv.cache.PrefixPool(c, pages=4 * longest // page, page_size=page)
 first = nanokv.make_cache("prefix", c, pool=pool)
@@ -201,8 +215,8 @@ for share in shares:
     gap = float((runs[0][2] - nanokv.score(model, [tokens])[:, -1]).abs().max())
     computed.append(longest - runs[0][0])
     seconds.append(min(run[1] for run in runs))  # the least disturbed
-    print(f"{shared:>3} tokens shared: {runs[0][0]:>3} reused, {computed[-1]:>3} computed, "
-          f"{1000 * seconds[-1]:5.1f} ms,  logits differ by {gap:.0e}")
+    print(f"{shared:>3} tokens shared: {runs[0][0]:>3} reused, {computed[-1]:>3} "
+          f"computed, {1000 * seconds[-1]:5.1f} ms,  logits differ by {gap:.0e}")
 
 # %% tags=["hide-input"]
 course.figure("11.shared80", int(0.8 * longest))
@@ -213,12 +227,15 @@ percent = [100 * share for share in shares]
 left.plot(percent, computed, "o-", label="measured")
 left.plot([0, 100], [longest, 0], ":", color="gray", label="total − shared")
 shared_label = "shared with an earlier prompt, percent"
-left.set(title="tokens of the prompt that are computed", xlabel=shared_label, ylabel="tokens")
+left.set(title="tokens of the prompt that are computed", xlabel=shared_label,
+         ylabel="tokens")
 left.legend()
 right.plot(percent, [1000 * s for s in seconds], "o-", color=course.COLORS[2])
-right.set(title="time to the first logits", xlabel=shared_label, ylabel="milliseconds", ylim=0)
-course.show(fig, alt=f"Left: a straight line from {computed[0]} computed tokens without sharing to {computed[-1]} at "
-            f"{percent[-1]:.0f} percent. Right: the time falls with it, from {1000 * seconds[0]:.0f} to "
+right.set(title="time to the first logits", xlabel=shared_label, ylabel="milliseconds",
+          ylim=0)
+course.show(fig, alt=f"Left: a straight line from {computed[0]} computed tokens "
+            f"without sharing to {computed[-1]} at {percent[-1]:.0f} percent. Right: "
+            f"the time falls with it, from {1000 * seconds[0]:.0f} to "
             f"{1000 * seconds[-1]:.0f} milliseconds.")
 
 # %% [markdown]
@@ -243,37 +260,53 @@ course.show(fig, alt=f"Left: a straight line from {computed[0]} computed tokens 
 # given, so that all three chats have the same words.)
 
 # %%
-chatml = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ CONTENT }}<|im_end|>\n{% endfor %}"
+chatml = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ CONTENT "
+          "}}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-dropping = "(m.content.split('</think>')[-1].lstrip('\n') if m.role == 'assistant' else m.content)"
+dropping = (
+    "(m.content.split('</think>')[-1].lstrip('\n') "
+    "if m.role == 'assistant' else m.content)"
+)
 templates = {
     "plain": chatml.replace("CONTENT", "m.content"),
     "thinking dropped": chatml.replace("CONTENT", dropping),
-    "clock": "It is {{ 10 + messages | length }}:00.\n" + chatml.replace("CONTENT", "m.content"),
+    "clock": "It is {{ 10 + messages | length }}:00.\n"
+    + chatml.replace("CONTENT", "m.content"),
 }
-thought = "<think>\nThe user tells me something. I answer in a short and friendly way.\n</think>\n\n"
-talk = ["My name is Zorbla.", "Nice to meet you, Zorbla.", "I have a cat called Miso.", "A cat called Miso, how nice.",
+thought = (
+    "<think>\nThe user tells me something. I answer in a short and friendly way.\n"
+    "</think>\n\n"
+)
+talk = ["My name is Zorbla.", "Nice to meet you, Zorbla.", "I have a cat called Miso.",
+        "A cat called Miso, how nice.",
         "What is 12 + 30?", "12 + 30 = 42.", "What is my name?", "Your name is Zorbla."]
 
 
 def chat(name):
-    """One (reused, computed, lost) a turn; the logits of every turn are compared with those without a cache."""
-    own = nanokv.Tokenizer(tokenizer.backend, tokenizer.names, templates[name], tokenizer.rows)
+    """One (reused, computed, lost) a turn; the logits of every turn are compared
+    with those without a cache."""
+    own = nanokv.Tokenizer(tokenizer.backend, tokenizer.names, templates[name],
+                           tokenizer.rows)
     cache, cached, turns = nanokv.make_cache("dict", c), [], []
     for i in range(0, len(talk), 2):
-        said = [thought + m if j % 2 and name == "thinking dropped" else m for j, m in enumerate(talk)]
+        said = [thought + m if j % 2 and name == "thinking dropped" else m
+                for j, m in enumerate(talk)]
         new = prompt_of(*said[: i + 1], tokenizer=own)
-        n = min(common_prefix(cached, new), len(new) - 1)  # one token at least must be fed, or there are no logits
+        # one token at least must be fed, or there are no logits
+        n = min(common_prefix(cached, new), len(new) - 1)
         turns.append((n, len(new) - n, len(cached) - n))
         was, now = (own.decode(ids[n : n + 8]) for ids in (cached, new))
-        reason = f"token {n} is the first to differ: {was!r} is now {now!r}" if n < len(cached) else "nothing was lost"
+        reason = f"token {n} is the first to differ: {was!r} is now {now!r}"
+        reason = reason if n < len(cached) else "nothing was lost"
         cache.truncate(n)
         logits = nanokv.prefill(model, [new[n:]], cache, start_pos=n)
         assert torch.allclose(logits, nanokv.score(model, [new])[:, -1], atol=1e-3)
         reply = own.encode(said[i + 1])
         nanokv.prefill(model, [reply], cache, start_pos=len(new))
         cached = new + reply
-    print(f"{name:<17}", "  ".join(f"turn {i}: {r:>3} kept {p:>3} fed" for i, (r, p, _) in enumerate(turns, 1)))
+    print(f"{name:<17}",
+          "  ".join(f"turn {i}: {r:>3} kept {p:>3} fed"
+                    for i, (r, p, _) in enumerate(turns, 1)))
     print(" " * 17, reason)
     return turns
 
@@ -299,7 +332,8 @@ for axis, (name, turns) in zip(axes, chats.items()):
     axis.set(title=name, xlabel="turn", xticks=list(place))
 axes[0].set_ylabel("tokens")
 axes[0].legend(loc="upper left", fontsize=8.5)
-words = "; ".join(f"{name}: {kept} kept, {fed} fed, {lost} thrown away" for name, (kept, fed, lost) in last.items())
+words = "; ".join(f"{name}: {kept} kept, {fed} fed, {lost} thrown away"
+                  for name, (kept, fed, lost) in last.items())
 course.show(fig, alt=f"Bars for four turns of three chats. In the fourth turn {words}.")
 
 # %% [markdown]
@@ -328,14 +362,18 @@ course.show(course.drawings.speculation())
 
 # %%
 def rounds(ids, draft, n, crop):
-    """Greedy text in rounds of guess, check and `crop(start, kept)` → (tokens, [(before, written, guessed, kept)])."""
+    """Greedy text in rounds of guess, check and `crop(start, kept)` → (tokens,
+    [(before, written, guessed, kept)])."""
     cache = nanokv.make_cache("dict", c)
     tokens, log = [int(nanokv.prefill(model, [ids], cache).argmax())], []
-    certain = lambda logits, guesses: torch.nn.functional.one_hot(logits.argmax(-1), c.vocab_size).float()
+    certain = lambda logits, guesses: torch.nn.functional.one_hot(logits.argmax(-1),
+                                                                  c.vocab_size).float()
     while len(tokens) < n:
         start = cache.length
         guesses, _ = draft.propose(ids + tokens, 4, certain, None)
-        best = verify_draft(model, [[tokens[-1], *guesses]], cache, start_pos=start)[0].argmax(-1).tolist()  # one a token fed
+        # one a token fed
+        best = verify_draft(model, [[tokens[-1], *guesses]], cache,
+                            start_pos=start)[0].argmax(-1).tolist()
         kept = common_prefix(guesses, best)
         log.append((start, cache.length - start, len(guesses), kept))
         cache.truncate(crop(start, kept))
@@ -350,10 +388,11 @@ guesser = EarlyExit(model, c.num_hidden_layers - 1)
 tokens, log = rounds(count, guesser, n, right)
 plain = list(nanokv.generate(model, count, max_new_tokens=n, eos_token_ids=[]))
 for start, wrote, guessed, kept in log[:6]:
-    print(f"cache {start:>3} → written {wrote} → {start + wrote:>3}; {kept} of {guessed} guesses kept "
-          f"→ back to {right(start, kept)}")
+    print(f"cache {start:>3} → written {wrote} → {start + wrote:>3}; {kept} of "
+          f"{guessed} guesses kept → back to {right(start, kept)}")
 print(repr(tokenizer.decode(tokens)))
-print("the same tokens as without guesses:", tokens == plain, f" forwards: {len(log) + 1} instead of {n}")
+print("the same tokens as without guesses:", tokens == plain,
+      f" forwards: {len(log) + 1} instead of {n}")
 course.reveal("11.b", log[0][1])
 
 # %% tags=["hide-input"]
@@ -369,8 +408,10 @@ course.figure("11.forwards", len(log) + 1)
 # %%
 crops = {
     "right": right,
-    "one too few": lambda start, kept: start + kept,  # "the newest token is not a guess"
-    "one too many": lambda start, kept: start + 2 + kept,  # counts the token that was drawn but not yet fed
+    # "the newest token is not a guess"
+    "one too few": lambda start, kept: start + kept,
+    # counts the token that was drawn but not yet fed
+    "one too many": lambda start, kept: start + 2 + kept,
     "never": lambda start, kept: 10**9,
 }
 agree, texts = {}, {}
@@ -401,9 +442,11 @@ tasks = {
     "answer": prompt_of("What is a KV cache?"),
     "story": prompt_of("Tell me a story."),
     "say it again": prompt_of("What is a KV cache?", tokenizer.decode(
-        list(nanokv.generate(model, prompt_of("What is a KV cache?"), max_new_tokens=most))[:-1]), "What is a KV cache?"),
+        list(nanokv.generate(model, prompt_of("What is a KV cache?"),
+                             max_new_tokens=most))[:-1]), "What is a KV cache?"),
 }
-alone = {task: list(nanokv.generate(model, ids, max_new_tokens=most)) for task, ids in tasks.items()}
+alone = {task: list(nanokv.generate(model, ids, max_new_tokens=most))
+         for task, ids in tasks.items()}
 deep = c.num_hidden_layers
 drafts = {
     "n-gram": (lambda: PromptLookup(max_ngram=3, tokens=4), 0),
@@ -418,17 +461,20 @@ for name, (make, layers) in drafts.items():
         same &= list(stream) == alone[task]
         report = stream.report
         kept_in[name].append(report.rounds)
-        work += len(report.rounds) * deep + report.proposed * layers  # layers passed through, one after another
+        # layers passed through, one after another
+        work += len(report.rounds) * deep + report.proposed * layers
         plain_work += (len(report.tokens) - 1) * deep
     passes[name] = work / plain_work
     rates = [sum(k for _, k in r) / max(1, sum(g for g, _ in r)) for r in kept_in[name]]
-    print(f"{name:<15} accepted:", "  ".join(f"{task} {rate:4.0%}" for task, rate in zip(tasks, rates)),
+    print(f"{name:<15} accepted:",
+          "  ".join(f"{task} {rate:4.0%}" for task, rate in zip(tasks, rates)),
           f"   layer passes × {passes[name]:.2f}")
 print("always the same tokens:", same)
 again, story = kept_in["n-gram"][3], kept_in["n-gram"][2]
 
 # %% tags=["hide-input"]
-course.figure("11.again", 100 * sum(k for _, k in again) / max(1, sum(g for g, _ in again)))
+course.figure("11.again", 100 * sum(k for _, k in again)
+              / max(1, sum(g for g, _ in again)))
 course.figure("11.ngram", passes["n-gram"])
 course.figure("11.deep", passes[f"first {deep - 1} layers"])
 fig, axes = course.subplots(1, 3, width=10, height=2.7, sharey=True)
@@ -437,12 +483,14 @@ for axis, (name, by_task) in zip(axes, kept_in.items()):
     all_rounds = [kept for task in by_task for _, kept in task]
     shares_of = [all_rounds.count(k) / len(all_rounds) for k in range(5)]
     mean = sum(all_rounds) / len(all_rounds)
-    described.append(f"{name}: mean {mean:.2f}, none in {shares_of[0]:.0%} of the rounds, four in {shares_of[4]:.0%}")
+    described.append(f"{name}: mean {mean:.2f}, none in {shares_of[0]:.0%} of the "
+                     f"rounds, four in {shares_of[4]:.0%}")
     axis.bar(range(5), shares_of, color=course.COLORS[0])
     axis.axvline(mean, color=course.COLORS[1], linestyle="--", linewidth=1.5)
     axis.set(title=f"{name}", xlabel="guesses kept in a round", xticks=range(5))
 axes[0].set_ylabel("share of the rounds")
-course.show(fig, alt="Three histograms of how many guesses a round keeps, with the mean as a dashed line: "
+course.show(fig, alt="Three histograms of how many guesses a round keeps, with the "
+            "mean as a dashed line: "
             + "; ".join(described) + ".")
 
 # %% [markdown]
@@ -471,12 +519,14 @@ forked = in_use()
 gaps_of = []
 for branch, token in zip(branches, logits[0].topk(4).indices.tolist()):
     after = nanokv.decode(model, [[token]], branch, start_pos=branch.length)
-    gaps_of.append(float((after - nanokv.score(model, [prompt + [token]])[:, -1]).abs().max()))
+    direct = nanokv.score(model, [prompt + [token]])[:, -1]
+    gaps_of.append(float((after - direct).abs().max()))
 written_pages = in_use()
-print(f"{len(prompt)} tokens: {alone} pages; after 4 forks {forked}; after a token in each {written_pages}, "
-      f"where copies would take {5 * alone}")
+print(f"{len(prompt)} tokens: {alone} pages; after 4 forks {forked}; after a token in "
+      f"each {written_pages}, where copies would take {5 * alone}")
 print(f"each branch gives the logits of its own text, to {max(gaps_of):.0e}")
-best = nanokv.beam_search(model, prompt_of("Tell me a story."), beams=4, max_new_tokens=16, eos_token_ids=[])[0]
+best = nanokv.beam_search(model, prompt_of("Tell me a story."), beams=4,
+                          max_new_tokens=16, eos_token_ids=[])[0]
 print("a beam search with 4 beams:", repr(tokenizer.decode(best.ids)))
 
 # %% tags=["hide-input"]
@@ -497,14 +547,19 @@ course.figure("11.cow", written_pages)
 offloaded = nanokv.make_cache("offloaded", c, to="host")
 gap = float((nanokv.prefill(model, [question], offloaded) - whole).abs().max())
 saved = [100 * (1 - tokens / longest) for tokens in computed]
-course.claim("1.16", "misleading", found=f"{percent[1]:.0f} percent shared saved {saved[1]:.0f} percent of the tokens, "
+course.claim("1.16", "misleading", found=f"{percent[1]:.0f} percent shared saved "
+             f"{saved[1]:.0f} percent of the tokens, "
              f"{percent[5]:.0f} percent shared {saved[5]:.0f}")
-course.claim("1.22", "wrong", found=f"{log[0][1]} tokens written, {log[0][3]} guesses kept, in the first round")
-course.claim("2.15", "misleading", found=f"{len(branches)} branches of one cache, each with the logits of its own text")
+course.claim("1.22", "wrong", found=f"{log[0][1]} tokens written, {log[0][3]} guesses "
+             f"kept, in the first round")
+course.claim("2.15", "misleading", found=f"{len(branches)} branches of one cache, each "
+             f"with the logits of its own text")
 
 # %% tags=["hide-input"]
-course.confirm("0.10", "right", found=f"for {T} tokens after {held} cached ones it is {tuple(layer.mask(T).shape)}")
-course.confirm("1.21", "right", found=f"layers kept in host memory give the same logits, to {gap:.0e}")
+course.confirm("0.10", "right", found=f"for {T} tokens after {held} cached ones it is "
+               f"{tuple(layer.mask(T).shape)}")
+course.confirm("1.21", "right", found=f"layers kept in host memory give the same "
+               f"logits, to {gap:.0e}")
 course.confirm("3.3", "misleading")
 
 # %% [markdown]
@@ -534,7 +589,8 @@ course.check("11.1", chunk_mask)
 
 # %%
 case = course.case("11.2")
-print(f"system prompt {case.system} tokens, question {case.question} tokens, pages of {case.page}")
+print(f"system prompt {case.system} tokens, question {case.question} tokens, pages of "
+      f"{case.page}")
 
 # %% tags=["exercise"]
 fed = ...
@@ -612,7 +668,7 @@ course.check("11.5", accept)
 course.quiz("11")
 
 # %% tags=["exercise"]
-q1, q2, q3 = ..., ..., ...  # letters
+q1, q2, q3 = ..., ..., ...  # letters in quotes
 
 # %% tags=["solution"]
 q1, q2, q3 = "c", "b", "b"
@@ -633,8 +689,8 @@ course.answer("11.q3", q3)
 #
 # ## Next
 #
-# In notebook [12](12_batches_and_eviction.ipynb) several texts share a model, a window drops old tokens, and numbers
-# lose bits.
+# In notebook [12](12_batches_and_an_engine.ipynb) several texts share a model, and your parts become an engine. In
+# notebook [13](13_what_a_cache_may_lose.ipynb) a window drops old tokens, and numbers lose bits.
 
 # %% tags=["skip"]
 course.progress()

@@ -39,7 +39,8 @@ from nanokv.school.course.ranks import on_ranks
 
 model, tokenizer = course.start("14", model="tiny")  # each process loads it once more
 c = model.config
-ids = torch.randint(c.vocab_size, (1, 1200), generator=torch.Generator().manual_seed(13))
+ids = torch.randint(c.vocab_size, (1, 1200),
+                    generator=torch.Generator().manual_seed(13))
 qwen = FAMILY["Qwen/Qwen3-0.6B"]  # its published shape
 
 # %% [markdown]
@@ -80,15 +81,18 @@ course.predict("14.b", growth, unit="times")
 
 # %%
 mlp = model.layers[0].mlp
-x = torch.randn(1, 4, c.hidden_size, generator=torch.Generator().manual_seed(0))  # (B,T,C)
+# (B,T,C)
+x = torch.randn(1, 4, c.hidden_size, generator=torch.Generator().manual_seed(0))
 whole = mlp(x)  # (B,T,C)
 
-gates, ups = mlp.gate_proj.weight.chunk(2, 0), mlp.up_proj.weight.chunk(2, 0)  # (width/2,C) ×2: outputs
+# (width/2,C) ×2: outputs
+gates, ups = mlp.gate_proj.weight.chunk(2, 0), mlp.up_proj.weight.chunk(2, 0)
 downs = mlp.down_proj.weight.chunk(2, 1)  # (C,width/2) ×2: inputs
 
 
 def half(rank):
-    """What one rank computes, alone from the first line to the last. (B,T,C) → (B,T,C)"""
+    """What one rank computes, alone from the first line to the last. (B,T,C) →
+    (B,T,C)"""
     hidden = F.silu(x @ gates[rank].T) * (x @ ups[rank].T)  # (B,T,width/2)
     return hidden @ downs[rank].T  # (B,T,C), a summand
 
@@ -122,20 +126,26 @@ course.show(course.drawings.cuts())
 
 # %%
 def tensor_parallel(group, ids):
-    """Logits of a prefill and a decode; per message of the decode its kind and bytes; bytes of cache and weights."""
+    """Logits of a prefill and a decode; per message of the decode its kind and
+    bytes; bytes of cache and weights."""
     from nanokv.parallel.shards import split
 
     sent = []
     for kind in ("sum", "gather"):
-        send = getattr(group, kind)
-        setattr(group, kind, lambda x, kind=kind, send=send: (sent.append((kind, x.nbytes)), send(x))[1])
+        def noted(x, kind=kind, send=getattr(group, kind)):
+            sent.append((kind, x.nbytes))
+            return send(x)
+
+        setattr(group, kind, noted)
     part = split(nanokv.load("tiny", device="cpu")[0], group)
     cache = nanokv.make_cache("dict", part.config)
     nanokv.prefill(part, torch.tensor(ids)[:, :-1], cache)
     sent.clear()
-    logits = nanokv.decode(part, torch.tensor(ids)[:, -1:], cache, cache.length)  # (B,V)
+    # (B,V)
+    logits = nanokv.decode(part, torch.tensor(ids)[:, -1:], cache, cache.length)
     weights = sum(weight.nbytes for weight in part.parameters())
-    return {"logits": logits.tolist(), "sent": sent, "cache": cache.nbytes, "weights": weights}
+    return {"logits": logits.tolist(), "sent": sent, "cache": cache.nbytes,
+            "weights": weights}
 
 
 few = ids[:, :60]
@@ -146,10 +156,12 @@ nanokv.prefill(model, few, cache)
 off = max(float((torch.tensor(rank["logits"]) - right).abs().max()) for rank in two)
 sums = [size for kind, size in two[0]["sent"] if kind == "sum"]
 gathers = [size for kind, size in two[0]["sent"] if kind == "gather"]
-print(f"logits off by {off:.0e}; the ranks agree to the bit: {two[0]['logits'] == two[1]['logits']}")
+print(f"logits off by {off:.0e}; the ranks agree to the bit: "
+      f"{two[0]['logits'] == two[1]['logits']}")
 print(f"weights of a rank {two[0]['weights']:,} of {model.nbytes:,} bytes")
 print(f"cache of a rank {two[0]['cache']:,} of {cache.nbytes:,} bytes")
-print(f"for one token: {len(sums)} sums of {set(sums)} bytes, {len(gathers)} gather of {set(gathers)} bytes")
+print(f"for one token: {len(sums)} sums of {set(sums)} bytes, {len(gathers)} gather of "
+      f"{set(gathers)} bytes")
 course.reveal("14.a", len(two[0]["sent"]))
 
 # %% tags=["hide-input"]
@@ -170,11 +182,15 @@ course.figure("14.sum", sums[0])
 # the bytes that are summed: the values go round once, in `n` parts, to be added, and once more to be handed out.
 
 # %%
-per_token = 2 * qwen.num_hidden_layers * qwen.hidden_size * 2  # two sums per layer, in bf16
-waiting = 2 * qwen.num_hidden_layers * 20e-6  # if a message takes 20 µs from machine to machine
+# two sums per layer, in bf16
+per_token = 2 * qwen.num_hidden_layers * qwen.hidden_size * 2
+# if a message takes 20 µs from machine to machine
+waiting = 2 * qwen.num_hidden_layers * 20e-6
 sending = per_token * 8 / 10e9  # over a link of 10 Gbit/s
-print(f"Qwen3-0.6B, a decode step on two machines: {per_token:,} bytes, {1e6 * sending:.0f} µs to send them,")
-print(f"{1e6 * waiting:.0f} µs of waiting for {2 * qwen.num_hidden_layers} messages of 20 µs each")
+print(f"Qwen3-0.6B, a decode step on two machines: {per_token:,} bytes, "
+      f"{1e6 * sending:.0f} µs to send them,")
+print(f"{1e6 * waiting:.0f} µs of waiting for {2 * qwen.num_hidden_layers} messages of "
+      "20 µs each")
 
 # %% tags=["hide-input"]
 course.figure("14.bytes", per_token)
@@ -195,26 +211,30 @@ course.figure("14.waiting", waiting / sending)
 # %%
 tokens = qwen.max_position_embeddings
 n_ranks = [1, 2, 4, 8, 16]
-by_heads = [costs.kv_bytes(Shard(qwen, 0, n).local, tokens, 1, 2) / 2**20 for n in n_ranks]
+by_heads = [costs.kv_bytes(Shard(qwen, 0, n).local, tokens, 1, 2) / 2**20
+            for n in n_ranks]
 by_positions = [costs.kv_bytes(qwen, tokens, 1, 2) / n / 2**20 for n in n_ranks]
 for n, heads, positions in zip(n_ranks, by_heads, by_positions):
-    print(f"{n:>2} ranks: {heads:6.0f} MiB per rank by heads, {positions:6.0f} MiB by positions")
+    print(f"{n:>2} ranks: {heads:6.0f} MiB per rank by heads, {positions:6.0f} MiB by "
+          "positions")
 
 # %% tags=["hide-input"]
 course.figure("14.heads16", by_heads[0] / by_heads[-1])
 course.figure("14.positions16", by_positions[0] / by_positions[-1])
 fig, axis = course.subplots(width=6, height=2.8)
 axis.plot(n_ranks, by_heads, "o-", label="cut by heads", color=course.COLORS[1])
-axis.plot(n_ranks, by_positions, "s--", label="cut by positions", color=course.COLORS[0])
+axis.plot(n_ranks, by_positions, "s--", label="cut by positions",
+          color=course.COLORS[0])
 axis.set(xscale="log", yscale="log", xlabel="ranks", ylabel="MiB per rank",
          title=f"cache of {tokens:,} tokens, Qwen3-0.6B")
 axis.set_xticks(n_ranks, n_ranks)
 axis.set_yticks(by_positions, [f"{size:,.0f}" for size in by_positions])
 axis.minorticks_off()
 axis.legend()
-course.show(fig, alt=f"Cache per rank: cut by heads it falls from {by_heads[0]:.0f} MiB on one rank to {by_heads[3]:.0f} "
-            "on eight, and stays there on sixteen. Cut by positions it falls on, to "
-            f"{by_positions[-1]:.0f} MiB on sixteen.")
+course.show(fig, alt=f"Cache per rank: cut by heads it falls from {by_heads[0]:.0f} "
+            f"MiB on one rank to {by_heads[3]:.0f} on eight, and stays there on "
+            f"sixteen. Cut by positions it falls on, to {by_positions[-1]:.0f} MiB on "
+            "sixteen.")
 
 # %% [markdown]
 # On sixteen ranks the cache of a rank is <!--fig 14.heads16-->8<!--/fig--> times smaller by heads,
@@ -233,9 +253,11 @@ course.show(fig, alt=f"Cache per rank: cut by heads it falls from {by_heads[0]:.
 # %%
 from math import exp, log
 
-score_a, value_a = log(1), 10.0  # rank 0: one key, so its output is the value, and its log-sum-exp the score
+# rank 0: one key, so its output is the value, and its log-sum-exp the score
+score_a, value_a = log(1), 10.0
 score_b, value_b = log(3), 2.0  # rank 1
-share_a = exp(score_a) / (exp(score_a) + exp(score_b))  # what a softmax over both keys gives the first
+# what a softmax over both keys gives the first
+share_a = exp(score_a) / (exp(score_a) + exp(score_b))
 by_hand = share_a * value_a + (1 - share_a) * value_b
 print(f"the first key weighs {share_a}, the second {1 - share_a}: {by_hand}")
 print(f"the mean of the two outputs would be {(value_a + value_b) / 2}")
@@ -254,14 +276,17 @@ generator = torch.Generator().manual_seed(4)
 H, Hk, D, S = c.num_attention_heads, c.num_key_value_heads, c.head_dim, 200
 q = torch.randn(1, H, 1, D, generator=generator)  # one new token
 k, v = torch.randn(2, 1, Hk, S, D, generator=generator)
-together = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)  # (B,H,1,D), torch's own
+# (B,H,1,D), torch's own
+together = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 cut_at = 150
-parts = [partial_attention(q, k[:, :, some], v[:, :, some]) for some in (slice(cut_at), slice(cut_at, S))]
+parts = [partial_attention(q, k[:, :, some], v[:, :, some])
+         for some in (slice(cut_at), slice(cut_at, S))]
 outputs, lse = (torch.stack(each) for each in zip(*parts))  # (2,B,H,1,D), (2,B,H,1)
 mean = outputs.mean(0)
 by_count = (cut_at * outputs[0] + (S - cut_at) * outputs[1]) / S
 errors = {}
-for name, answer in (("merged", merge(outputs, lse)), ("mean", mean), ("weighted by the number of keys", by_count)):
+for name, answer in (("merged", merge(outputs, lse)), ("mean", mean),
+                     ("weighted by the number of keys", by_count)):
     errors[name] = float((answer - together).abs().max())
     print(f"{name:<31} off by {errors[name]:.0e}")
 
@@ -285,7 +310,8 @@ course.figure("14.count", errors["weighted by the number of keys"])
 
 # %%
 def context_parallel(group, ids):
-    """Logits of the last step; bytes received per decode step behind 100 and 1,000 tokens; bytes of the cache."""
+    """Logits of the last step; bytes received per decode step behind 100 and 1,000
+    tokens; bytes of the cache."""
     from nanokv.parallel.context import ContextCache
 
     received, gather = [], group.gather
@@ -299,9 +325,11 @@ def context_parallel(group, ids):
     cache = ContextCache(nanokv.make_cache("dict", model.config), group, page=16)
     bytes_of = {}
     for length in (100, 1000):
-        nanokv.prefill_chunks(model, torch.tensor(ids)[:, cache.length : length], cache, cache.length, chunk=300)
+        nanokv.prefill_chunks(model, torch.tensor(ids)[:, cache.length : length], cache,
+                              cache.length, chunk=300)
         received.clear()
-        logits = nanokv.decode(model, torch.tensor(ids)[:, length : length + 1], cache, length)
+        logits = nanokv.decode(model, torch.tensor(ids)[:, length : length + 1], cache,
+                               length)
         bytes_of[length] = sum(received)
     found = {"logits": logits.tolist(), "received": list(bytes_of.values())}
     return found | {"cache": cache.nbytes, "length": cache.length}
@@ -314,7 +342,8 @@ off = max(float((torch.tensor(rank["logits"]) - right).abs().max()) for rank in 
 short, long = ranks[0]["received"]
 whole = costs.kv_bytes(c, length, 1, 4)
 print(f"logits off by {off:.0e}")
-print(f"received per token: {short:,} bytes behind 100 tokens, {long:,} bytes behind 1,000")
+print(f"received per token: {short:,} bytes behind 100 tokens, {long:,} bytes behind "
+      "1,000")
 print(f"cache: {[rank['cache'] for rank in ranks]} bytes, of {whole:,} in one process")
 course.reveal("14.b", long / short)
 
@@ -342,7 +371,8 @@ course.figure("14.keys", whole / 2 / long)
 
 # %%
 def hand_over(group, ids):
-    """Rank 0: bytes that were sent. Rank 1: the tokens that it generated from the keys it was given."""
+    """Rank 0: bytes that were sent. Rank 1: the tokens that it generated from the
+    keys it was given."""
     from torch import distributed
 
     model = nanokv.load("tiny", device="cpu")[0]
@@ -356,17 +386,21 @@ def hand_over(group, ids):
                 sent += tensor.nbytes
         return sent
     for layer in cache:
-        key, value = (torch.empty(1, c.num_key_value_heads, prompt.shape[1] - 1, c.head_dim) for _ in "kv")
+        key, value = (torch.empty(1, c.num_key_value_heads, prompt.shape[1] - 1,
+                                  c.head_dim) for _ in "kv")
         distributed.recv(key, 0)
         distributed.recv(value, 0)
         layer.restore({"key": key, "value": value})
-    return list(nanokv.generate(model, prompt[:, -1], cache, max_new_tokens=12, eos_token_ids=[]))
+    return list(nanokv.generate(model, prompt[:, -1], cache, max_new_tokens=12,
+                                eos_token_ids=[]))
 
 
-prompt = tokenizer.encode(tokenizer.render([{"role": "user", "content": "What is a KV cache?"}]))
+asked = {"role": "user", "content": "What is a KV cache?"}
+prompt = tokenizer.encode(tokenizer.render([asked]))
 sent, answer = on_ranks(hand_over, 2, ids=[prompt])
 alone = list(nanokv.generate(model, prompt, max_new_tokens=12, eos_token_ids=[]))
-print(f"{sent:,} bytes were sent for {len(prompt) - 1} tokens; the same answer: {answer == alone}")
+print(f"{sent:,} bytes were sent for {len(prompt) - 1} tokens; the same answer: "
+      f"{answer == alone}")
 print(tokenizer.text_of(answer))
 
 # %% tags=["hide-input"]
@@ -380,14 +414,17 @@ course.figure("14.same", int(answer == alone))
 # decides is the link and the speed of the arithmetic.
 
 # %%
-links = [0.1, 1, 10, 100, 400]  # Gbit/s: a slow line, a network cable, and what data centers have
+# Gbit/s: a slow line, a network cable, and what data centers have
+links = [0.1, 1, 10, 100, 400]
 T = 4000
-speeds = {"2 cores": 0.1e12, "a desktop GPU": 40e12, "a GPU of a data center": 400e12}  # FLOPs per second, rounded
+# FLOPs per second, rounded
+speeds = {"2 cores": 0.1e12, "a desktop GPU": 40e12, "a GPU of a data center": 400e12}
 compute = {name: costs.prefill_flops(qwen, T) / speed for name, speed in speeds.items()}
 send = [costs.kv_bytes(qwen, T, 1, 2) * 8 / (link * 1e9) for link in links]
 for link, seconds in zip(links, send):
     faster = [name for name, again in compute.items() if seconds < again]
-    print(f"{link:>5} Gbit/s: {seconds:7.3f} s; faster than a second prefill on: {', '.join(faster) or 'none of them'}")
+    print(f"{link:>5} Gbit/s: {seconds:7.3f} s; faster than a second prefill on: "
+          f"{', '.join(faster) or 'none of them'}")
 for name, seconds in compute.items():
     print(f"a prefill of {T:,} tokens on {name}: {seconds:.3f} s")
 
@@ -398,12 +435,14 @@ fig, axis = course.subplots(width=7, height=3)
 axis.plot(links, send, "o-", label="send the cache", color=course.COLORS[0])
 for (name, seconds), color in zip(compute.items(), course.COLORS[1:]):
     axis.axhline(seconds, linestyle="--", color=color, label=f"prefill on {name}")
-axis.set(xscale="log", yscale="log", xlabel="link, Gbit/s", ylabel="seconds", title=f"{T:,} tokens of Qwen3-0.6B")
+axis.set(xscale="log", yscale="log", xlabel="link, Gbit/s", ylabel="seconds",
+         title=f"{T:,} tokens of Qwen3-0.6B")
 axis.set_xticks(links, links)
 axis.minorticks_off()
 axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-course.show(fig, alt=f"Seconds to send the cache fall from {send[0]:.0f} at {links[0]} Gbit/s to {send[-1]:.3f} at "
-            f"{links[-1]}. Horizontal lines: a prefill takes " + ", ".join(f"{s:.2g} s on {n}" for n, s in compute.items()) + ".")
+course.show(fig, alt=f"Seconds to send the cache fall from {send[0]:.0f} at {links[0]} "
+            f"Gbit/s to {send[-1]:.3f} at {links[-1]}. Horizontal lines: a prefill "
+            "takes " + ", ".join(f"{s:.2g} s on {n}" for n, s in compute.items()) + ".")
 
 # %% [markdown]
 # On two cores the prefill takes <!--fig 14.cores-->15<!--/fig--> times as long as sending the cache over `1 Gbit/s`. On
@@ -508,7 +547,7 @@ course.check("14.4", (to_send, to_compute))
 course.quiz("14")
 
 # %% tags=["exercise"]
-q1, q2, q3 = ..., ..., ...  # letters
+q1, q2, q3 = ..., ..., ...  # letters in quotes
 
 # %% tags=["solution"]
 q1, q2, q3 = "b", "b", "c"

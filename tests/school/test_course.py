@@ -26,6 +26,7 @@ from nanokv.model import Qwen3
 from nanokv.school.course import (
     book,
     checking,
+    feedback,
     grading,
     log,
     prose,
@@ -296,7 +297,7 @@ RECURSIVE.append(RECURSIVE)
 
 
 @pytest.mark.parametrize(
-    "id", ["05.1", "05.2", "05.5", "04.5", "08.2", "01.3", "03.5", "12.5", "05.q1"]
+    "id", ["05.1", "05.2", "05.5", "04.5", "08.2", "01.3", "03.5", "13.4", "05.q1"]
 )
 @pytest.mark.parametrize(
     "odd",
@@ -401,7 +402,7 @@ def floored(x, bits, dim):
     ],
 )
 def test_rounding_is_tried_with_more_values_than_levels(answer, mistake):
-    check = checking.find("12.4")
+    check = checking.find("13.3")
     outcome = check.judge(answer, check.case())
     assert (outcome.state, outcome.mistake) == ("right" if answer is rounded else "wrong", mistake)
     assert mistake or answer is rounded or "NaN" in outcome.message
@@ -462,7 +463,7 @@ class Store:
     ("touched", "mistake"), [(("get", "put"), ""), (("put",), "get no use"), ((), "order")]
 )
 def test_a_store_forgets_what_was_used_least_recently(touched, mistake):
-    check, store = checking.find("12.5"), type("Mine", (Store,), {"touched": touched})
+    check, store = checking.find("13.4"), type("Mine", (Store,), {"touched": touched})
     assert check.judge(("prefix", store), check.case()).mistake == mistake
     assert check.judge(("prefix", store), check.case()).state == ("wrong" if mistake else "right")
 
@@ -471,7 +472,7 @@ def test_a_store_forgets_what_was_used_least_recently(touched, mistake):
     "change", [None, "embed_tokens", "o_proj", "q_norm", "1.input_layernorm", "down_proj"]
 )
 def test_a_converted_model_keeps_every_other_weight(change):
-    check = checking.find("12.5")
+    check = checking.find("13.4")
     outcome = check.judge(("mqa", lambda model: one_kv_head(model, change)), check.case())
     assert (outcome.state, outcome.mistake) == (("wrong", "others") if change else ("right", ""))
 
@@ -552,7 +553,7 @@ def to_digits(answer, digits):
     return float(f"{answer:.{digits}g}")
 
 
-@pytest.mark.parametrize("id", ["02.1", "02.3", "08.2", "09.1", "09.3", "09.5", "12.3"])
+@pytest.mark.parametrize("id", ["02.1", "02.3", "08.2", "09.1", "09.3", "09.5", "13.2"])
 def test_three_digits_are_enough_and_a_mistake_stays_one(id):
     check = checking.find(id)
     for values in itertools.product(*check.parameters.values()):
@@ -664,13 +665,29 @@ def test_check_prints_and_returns_and_never_raises(capsys, tmp_path, monkeypatch
     wrong = session.check("05.1", (5 * 4, 8))
     assert not wrong and wrong.mistake == "prompt every step, no growth" and "grows" in str(wrong)
     assert session.check("05.1", (5 + 6 + 7 + 8, 8))
-    printed = capsys.readouterr().out.splitlines()
-    assert printed == ["05.1: not answered yet.", str(wrong), "05.1: right."]
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 84  # JupyterLab would cut a longer line in a word
+    said = f"05.1: not answered yet. {wrong} 05.1: right."
+    assert printed.split() == said.split() and "\n05.1: right." in printed
     assert [event["state"] for event in log.read(tmp_path / "log")] == [
         "unanswered",
         "wrong",
         "right",
     ]
+
+
+def test_what_is_typed_in_again_stays_on_its_line():
+    code = "    try       f(" + ", ".join(f"tokens_{i}={i}" for i in range(20)) + ")"
+    lines = feedback.wrapped(f"{'a long sentence ' * 8}\n{code}").split("\n")
+    assert lines[-1] == code and len(lines) == 3 and lines[1].startswith("    ")
+
+
+def test_a_cell_that_is_wider_than_jupyterlab_is_an_error(tmp_path):
+    text = SOURCES[0].read_text("utf-8")
+    wide = text.replace("\n# %%\n", f"\n# %%\nx = '{'-' * 84}'\n", 1)
+    (tmp_path / SOURCES[0].name).write_text(wide, "utf-8")
+    with pytest.raises(CourseError, match="more than 88 columns of code: x = '"):
+        twins.read(tmp_path / SOURCES[0].name)
 
 
 def test_an_id_that_does_not_exist_is_the_authors_error():

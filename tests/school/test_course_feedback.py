@@ -48,9 +48,9 @@ FORGOTTEN = {
     "10.5": lambda table, owners, free_pages: None,
     "11.5": lambda guesses, best: None,
     "12.1": lambda prompts: None,
-    "12.4": lambda x, bits, dim: None,
-    "12.5": ("mqa", lambda model: None),
-    "12.6": lambda engine, ids, most: None,
+    "13.3": lambda x, bits, dim: None,
+    "13.4": ("mqa", lambda model: None),
+    "12.4": lambda engine, ids, most: None,
     "06.3": type("C", (), {"append": lambda self, k, v: None}),
 }
 STUBS = FORGOTTEN | {
@@ -63,9 +63,9 @@ STUBS = FORGOTTEN | {
     "10.5": lambda table, owners, free_pages: ...,
     "11.5": lambda guesses, best: ...,
     "12.1": lambda prompts: (1, ...),
-    "12.4": lambda x, bits, dim: ...,
-    "12.5": ("mqa", lambda model: ...),
-    "12.6": lambda engine, ids, most: ...,
+    "13.3": lambda x, bits, dim: ...,
+    "13.4": ("mqa", lambda model: ...),
+    "12.4": lambda engine, ids, most: ...,
     "06.3": type("C", (), {"append": lambda self, k, v: ...}),
 }
 
@@ -122,7 +122,7 @@ def scale(*_):
         ),
         ("06.4", "loop", "NameError: name 'missing' is not defined\n    line 14 of your cell"),
         ("07.4", "test", "line 17 of your cell, in test: assert model.lm_head is None"),
-        ("12.4", "scale", "line 3 of your cell, in half: return torch.tensor(x)[7]"),
+        ("13.3", "scale", "line 3 of your cell, in half: return torch.tensor(x)[7]"),
     ],
 )
 def test_what_raises_is_told_with_the_line_that_raised(id, name, words):
@@ -335,13 +335,13 @@ def test_an_example_of_a_form_does_not_give_the_answer_away():
         ),
         ("02.2", lambda q, k, v: 7, "this is a number, wanted is a torch.float32 tensor (1, 2)"),
         (
-            "12.4",
+            "13.3",
             lambda x, bits, dim: x.numpy(),
             "a numpy array (4, 3, 64, 8), wanted is a torch.float64 tensor",
         ),
-        ("12.4", lambda x, bits, dim: x.tolist(), "torch.tensor(…) makes one"),
+        ("13.3", lambda x, bits, dim: x.tolist(), "torch.tensor(…) makes one"),
         (
-            "12.4",
+            "13.3",
             lambda x, bits, dim: x[0],
             "the shape is (3, 64, 8), and it has to be (4, 3, 64, 8)",
         ),
@@ -358,7 +358,7 @@ def test_an_example_of_a_form_does_not_give_the_answer_away():
             lambda h, H, Hk: str(h * Hk // H),
             "returns the text '1': return the value itself",
         ),
-        ("12.4", lambda x, bits, dim: x.half(), "this is torch.float16"),
+        ("13.3", lambda x, bits, dim: x.half(), "this is torch.float16"),
     ],
 )
 def test_the_form_of_what_a_function_returns_is_told_before_its_content(id, answer, words):
@@ -389,7 +389,7 @@ def test_a_huge_tensor_is_told_by_its_shape_and_not_read_number_by_number(monkey
     assert 0 < max(read) < 10**6
 
 
-@pytest.mark.parametrize("id", ["02.4", "04.2", "06.4", "09.2", "12.1", "12.4", "12.6"])
+@pytest.mark.parametrize("id", ["02.4", "04.2", "06.4", "09.2", "12.1", "13.3", "12.4"])
 def test_a_function_that_was_called_already_is_told_so(id):
     assert told(id, torch.zeros(2)).message.startswith(
         "hand in the function itself, without calling it"
@@ -397,7 +397,7 @@ def test_a_function_that_was_called_already_is_told_so(id):
 
 
 class Named(LayerCache):
-    """A learner's 12.5, which keeps its capacity under another name."""
+    """A learner's 13.4, which keeps its capacity under another name."""
 
     def __init__(self, slots):
         self.slots, self.length = slots, 0
@@ -422,7 +422,7 @@ class Named(LayerCache):
 
 
 def test_a_static_layer_may_call_its_capacity_as_it_likes():
-    outcome = told("12.5", ("static", Named))
+    outcome = told("13.4", ("static", Named))
     assert outcome.state == "right", outcome.message
 
 
@@ -438,7 +438,7 @@ def test_a_static_layer_may_call_its_capacity_as_it_likes():
         ("08.4", "within 0.1"),
         ("09.1", "within 0.35 %"),
         ("09.3", "within 1 %"),
-        ("12.3", "within 0.5 %"),
+        ("13.2", "within 0.5 %"),
     ],
 )
 def test_a_wrong_number_is_told_how_exact_it_has_to_be(id, words):
@@ -544,7 +544,7 @@ def test_a_typical_kv_head_is_told_what_is_wrong_with_it(answer, mistake):
 def rounding(
     to=torch.round, steps=lambda bits: 2**bits - 1, back=lambda codes, step, low: codes * step + low
 ):
-    """A learner's 12.4 with something else in it."""
+    """A learner's 13.3 with something else in it."""
 
     def round_trip(x, bits, dim):
         low, high = x.min(dim, keepdim=True).values, x.max(dim, keepdim=True).values
@@ -575,7 +575,7 @@ def rounding(
     ],
 )
 def test_a_typical_rounding_is_told_what_is_wrong_with_it(answer, mistake):
-    outcome = told("12.4", answer)
+    outcome = told("13.3", answer)
     assert (outcome.state, outcome.mistake) == ("wrong" if mistake else "right", mistake)
 
 
@@ -609,7 +609,7 @@ def test_a_layer_without_the_base_class_is_told_so():
         def append(self, k, v):
             return k, v
 
-    outcome = told("12.5", ("static", MyLayer))
+    outcome = told("13.4", ("static", MyLayer))
     assert outcome.mistake == "no base" and "nanokv.cache.LayerCache" in outcome.message
 
 
@@ -681,7 +681,7 @@ def test_a_learners_own_notebook_keeps_its_answers_and_the_command_shows_them(
     assert (
         lines[5] == scores.line("05", EVENTS)
         and lines[4] == "04: 0 of 8 right. Not begun."
-        and len(lines) == 15
+        and len(lines) == len(checking.numbers()) + 1
     )
     assert (
         lines[-1]

@@ -397,7 +397,7 @@ def test_a_part_takes_along_a_kept_part_that_it_uses(tmp_path):
     assert "kept as" in kept(tmp_path, solution("11.4"), "keep", "11.4")
     names = cells(TURN)
     names["keep"] = parts.find("prefix", tmp_path).made
-    assert "kept as" in parts.keep("12.6", names["turn"], tmp_path)
+    assert "kept as" in parts.keep("12.4", names["turn"], tmp_path)
     text = (tmp_path / "my" / "turn.py").read_text()
     assert (
         "def keep(cached, new):" in text
@@ -435,9 +435,9 @@ def test_a_class_without_functions_has_no_cell():
         alone.source(cells("class Mine(nanokv.cache.LayerCache):\n    length = 0")["Mine"])
 
 
-# --- 12.6, a turn -------------------------------------------------------------------------------------------------
+# --- 12.4, a turn -------------------------------------------------------------------------------------------------
 
-TURN = exam.solution(twins.read(NOTEBOOKS / "source" / "12_batches_and_eviction.py"), "12.6")
+TURN = exam.solution(twins.read(NOTEBOOKS / "source" / "12_batches_and_an_engine.py"), "12.4")
 
 
 @pytest.mark.parametrize(
@@ -479,13 +479,13 @@ TURN = exam.solution(twins.read(NOTEBOOKS / "source" / "12_batches_and_eviction.
     ],
 )
 def test_a_typical_turn_is_told_what_is_wrong_with_it(old, new, mistake):
-    check = checking.find("12.6")
+    check = checking.find("12.4")
     answer = cells(TURN.replace(old, new) if old else TURN)["turn"]
     outcome = check.judge(answer, check.case())
     assert (outcome.state, outcome.mistake) == ("wrong" if mistake else "right", mistake), (
         outcome.message
     )
-    named = {known.name for known in mistakes.registered("12") if known.id == "12.6"}
+    named = {known.name for known in mistakes.registered("12") if known.id == "12.4"}
     assert mistake in named | {"", "form", "None"}
 
 
@@ -493,12 +493,12 @@ def test_a_typical_turn_is_told_what_is_wrong_with_it(old, new, mistake):
     "odd", [..., None, 7, "turn", print, lambda *a: exit(3), lambda e, i, m: 1 / 0, type]
 )
 def test_an_absurd_turn_never_raises(odd):
-    check = checking.find("12.6")
+    check = checking.find("12.4")
     assert check.judge(odd, check.case()).state == ("unanswered" if odd in (..., None) else "wrong")
 
 
 def test_the_engine_of_the_notebook_is_read_on_one_screen():
-    cells = twins.read(NOTEBOOKS / "source" / "12_batches_and_eviction.py").cells
+    cells = twins.read(NOTEBOOKS / "source" / "12_batches_and_an_engine.py").cells
     (engine,) = (cell.text for cell in cells if "class Engine:" in cell.text)
     assert len(engine.splitlines()) <= 40 and "class MyAttention" in engine
 

@@ -169,7 +169,9 @@ def test_the_rules_can_fail():
 @each_drawing
 def test_a_drawing_is_shown_with_its_words(make, capsys):
     show(make())
-    assert capsys.readouterr().out == f"In words: {make().alt}\n"
+    printed = capsys.readouterr().out
+    assert " ".join(printed.split()) == " ".join(f"In words: {make().alt}".split())
+    assert max(map(len, printed.splitlines())) <= 84
     data, metadata = make()._repr_mimebundle_()
     assert (
         data["image/svg+xml"] == make()._repr_svg_() == make().svg

@@ -711,7 +711,7 @@ def pretend(source) -> dict:
                 {
                     "output_type": "stream",
                     "name": "stdout",
-                    "text": f"output {i}.\nIn words: twice\n",
+                    "text": f"output {i}.\nIn words: twice\n    and thrice\n",
                 }
             ]
             if "course.show" in "".join(cell["source"]):
@@ -738,7 +738,10 @@ def test_a_deck_holds_headings_plots_and_tasks_and_no_answers(number):
         "<figure>"
     ) == source.code().count("course.show(")
     assert (
-        all(slide.body for slide in deck[1:]) and "In words" not in page and "<!--fig" not in page
+        all(slide.body for slide in deck[1:])
+        and "In words" not in page
+        and "thrice" not in page
+        and "<!--fig" not in page
     )
     assert (
         'src="http' not in page

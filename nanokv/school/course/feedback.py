@@ -3,12 +3,17 @@
 import inspect
 import linecache
 import os
+import re
 import sysconfig
+import textwrap
 import traceback
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 LONGEST = 1000  # characters of a value; a longer one is described
+COLUMNS = 84  # of a line that is printed: JupyterLab cuts a longer one in the middle of a word
+# What is typed in again stays on its line.
+CODE = re.compile(r" {4}(?:try|gives|expected|line) ")
 LIBRARIES = (
     str(Path(__file__).parents[2]),
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
@@ -50,6 +55,20 @@ def stopped(error: BaseException) -> str:
     if not where and isinstance(error, TypeError) and "argument" in said:
         where = "compare what your def or class takes with the text of the exercise"
     return f"it stopped with {type(error).__name__}{said}" + (f"\n    {where}" if where else "")
+
+
+def wrapped(text: str) -> str:
+    """A text in lines of at most COLUMNS, broken between words; a line that goes on is indented by four columns."""
+    return "\n".join(map(_wrapped_line, text.split("\n")))
+
+
+def _wrapped_line(line: str) -> str:
+    if len(line) <= COLUMNS or CODE.match(line):
+        return line
+    indent = line[: len(line) - len(line.lstrip())] or "    "
+    return textwrap.fill(
+        line, COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def typed(value) -> str:

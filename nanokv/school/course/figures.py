@@ -5,6 +5,7 @@ matplotlib is imported when the first plot is made.
 
 from nanokv.errors import CourseError
 from nanokv.school.course import log
+from nanokv.school.course.feedback import wrapped
 
 # Okabe and Ito 2008.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -48,7 +49,7 @@ def show(picture, alt: str = "") -> None:
     bundle = drawn() if drawn else _rendered(picture, alt)
     log.note("show", alt=alt)
     display(*bundle)
-    print(f"In words: {alt}")
+    print(wrapped(f"In words: {alt}"))
 
 
 def _rendered(fig, alt: str) -> tuple[dict, dict]:

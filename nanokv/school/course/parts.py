@@ -83,7 +83,7 @@ PARTS = {
     "page": Part("10.4"),  # (table, i, page) → (number of the page, slot)
     "free": Part("10.5", lambda: _free),  # (table, owners, free pages) → free pages
     "prefix": Part("11.4"),  # (cached, new) → tokens to keep
-    "turn": Part("12.6", lambda: _turn),  # (engine, ids, most) → answer
+    "turn": Part("12.4", lambda: _turn),  # (engine, ids, most) → answer
 }
 NAMES = {part.id: name for name, part in PARTS.items()}
 

@@ -24,7 +24,7 @@ FOLDER = Path(__file__).parent / "assets"
 # 05.a: you predicted 3; cache: the reference; what `course.start` says to a reader.
 OWN = re.compile(
     r"^(?:\d\d\.\w+: |\w+: (?:yours|the reference) \(|The figures in|Too slow\?|It takes the bundled|Or read on)"
-    r".*\n?",
+    r".*\n?(?: {4}.*\n?)*",
     re.MULTILINE,
 )
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanokv.errors import CourseError
-from nanokv.school.course import checking, log, parts, scores
+from nanokv.school.course import checking, feedback, log, parts, scores
 from nanokv.school.course.answers import as_number, canonical, is_blank, plain
 
 BUNDLED = 3_050_496  # weights of the bundled model
@@ -41,6 +41,10 @@ class Result:
 
     def _ipython_display_(self):
         pass
+
+
+def _say(text) -> None:
+    print(feedback.wrapped(str(text)))
 
 
 def start(notebook: str, seed: int | None = None, model: str = ""):
@@ -87,31 +91,31 @@ def _instead(notebook: str, recording) -> str:
 def _introduce(source: str, wanted: str, recording) -> None:
     """Print the sizes of the model, and what another one than the bundled changes."""
     c, notebook = _STATE["model"].config, _STATE["notebook"]
-    print(
+    _say(
         f"{source}: {c.num_hidden_layers} layers, hidden size C = {c.hidden_size}, vocabulary {c.vocab_size:,},"
     )
-    print(
+    _say(
         f"{c.num_attention_heads} query heads and {c.num_key_value_heads} KV heads of size D = {c.head_dim}."
     )
     if source != wanted:
-        print(f"This notebook takes {source}, not {wanted}: its first cell says so.")
+        _say(f"This notebook takes {source}, not {wanted}: its first cell says so.")
         if recording:
-            print(
+            _say(
                 f"Below a cell whose output depends on the model stands what {recording.model} printed when it was"
             )
-            print("recorded, on another machine.")
+            _say("recorded, on another machine.")
     elif source != "tiny":
-        print(
+        _say(
             "The figures in the text are those of the bundled model; yours stand in the output of the cells."
         )
-        print(
+        _say(
             f'Too slow? Stop the cell, write course.start("{notebook}", model="tiny") here, and run all cells again.'
         )
         if recording:
-            print(
+            _say(
                 f"It takes the bundled model then, and shows below its outputs what {recording.model} printed."
             )
-        print("Or read on without running: `make book` records the outputs with the bundled model.")
+        _say("Or read on without running: `make book` records the outputs with the bundled model.")
 
 
 def located(name: str) -> str:
@@ -147,7 +151,7 @@ def check(id: str, answer, seed: int | None = None) -> Result:
         and (folder := log.folder())
         and (told := parts.keep(id, answer, folder, _STATE["model"]))
     ):
-        print(told)
+        _say(told)
     return result
 
 
@@ -158,7 +162,7 @@ def mine(name: str):
     """
     _PARTS[name] = found = parts.find(name, log.folder(), _STATE["model"])
     log.note("part", name=name, yours=found.yours)
-    print(found)
+    _say(found)
     return found.made
 
 
@@ -172,9 +176,9 @@ def whose() -> None:
 def quiz(notebook: str) -> None:
     """Print the questions of a notebook."""
     for question in checking.exercises(notebook).QUESTIONS:
-        print(f"{question.id}  {question.text}")
+        _say(f"{question.id}  {question.text}")
         for letter, (text, _) in question.options.items():
-            print(f"    {letter}) {text}")
+            _say(f"    {letter}) {text}")
         print()
 
 
@@ -188,7 +192,7 @@ def _tell(event: str, id: str, outcome, **more) -> Result:
     fields = {"id": id, "state": result.state, "mistake": result.mistake, **more}
     log.note(event, **fields)
     _ANSWERS.append({"event": event, **fields})
-    print(result)
+    _say(result)
     return result
 
 
@@ -196,8 +200,8 @@ def progress() -> None:
     """Print how many exercises and questions of this notebook are right: its last cell."""
     if not _STATE["notebook"]:
         raise CourseError("no notebook was started", 'course.start("05") is its first cell')
-    print(scores.line(_STATE["notebook"], _ANSWERS))
-    print("All notebooks: nanokv course progress")
+    _say(scores.line(_STATE["notebook"], _ANSWERS))
+    _say("All notebooks: nanokv course progress")
 
 
 # --- predictions --------------------------------------------------------------------------------------------------
@@ -212,7 +216,7 @@ def predict(id: str, value, unit: str = "", signed: bool = False) -> None:
     _PREDICTIONS.pop(id, None)  # an earlier one is taken back
     if impossible:
         why = "the number is finite" if endless else "the number is 0 or more"
-        print(
+        _say(
             f"{id}: no prediction yet. {number if endless else quantity(number, unit)} cannot be: {why}."
         )
         return
@@ -223,12 +227,12 @@ def predict(id: str, value, unit: str = "", signed: bool = False) -> None:
             if is_blank(value)
             else f" {shown} is no number (a half is 0.5, a thousand 1000 or 1,000)."
         )
-        print(
+        _say(
             f"{id}: no prediction yet. Write a number first: a wrong guess teaches more than none.{said}"
         )
         return
     _PREDICTIONS[id] = (number, unit)
-    print(f"{id}: you predict {quantity(number, unit)}.")
+    _say(f"{id}: you predict {quantity(number, unit)}.")
 
 
 def chosen(answer, known) -> set | None:
@@ -237,7 +241,7 @@ def chosen(answer, known) -> set | None:
         return None
     names = {canonical(name) for name in ([answer] if isinstance(answer, str) else answer)}
     if names - set(known):
-        print(f"not among the names, so left out: {', '.join(sorted(names - set(known)))}")
+        _say(f"not among the names, so left out: {', '.join(sorted(names - set(known)))}")
     return names & set(known)
 
 
@@ -248,11 +252,11 @@ def reveal(id: str, measured, unit: str = "") -> None:
         raise CourseError(f"{id}: what was measured is not a number")
     log.note("reveal", id=id, value=measured)
     if id not in _PREDICTIONS:
-        print(f"{id}: it is {quantity(measured, unit)}. You made no prediction.")
+        _say(f"{id}: it is {quantity(measured, unit)}. You made no prediction.")
         return
     guess, said = _PREDICTIONS[id]
     unit = unit or said
-    print(
+    _say(
         f"{id}: you predicted {quantity(guess, unit)}, it is {quantity(measured, unit)}: {comment(guess, measured)}."
     )
 
@@ -314,8 +318,8 @@ def claim(id: str, verdict: str, found=None) -> None:
 
     confirm(id, verdict, found)
     record = CLAIMS[id]
-    print(f"claim {id}: {record.says}\n    {record.verdict}. {record.truth}")
+    _say(f"claim {id}: {record.says}\n    {record.verdict}. {record.truth}")
     if found is not None:
-        print(
+        _say(
             f"    Found here: {found if isinstance(found, str) else quantity(as_number(found), record.unit)}."
         )

@@ -21,8 +21,11 @@ WORDS = 80  # of text on a slide; room for some lines of output is left
 REST = 25  # words that are not worth a slide of their own
 CAPTION = 40  # words under a plot
 LINES = 12  # of output
-# Said to one learner.
-UNSHOWN = re.compile(r"In words: |\d\d\.\w+: (you predicted|it is) |\w+: the reference \(")
+# Said to one learner, with the indented lines on which it goes on.
+UNSHOWN = re.compile(
+    r"^(?:In words: |\d\d\.\w+: (?:you predicted|it is) |\w+: the reference \().*\n?(?: {4}.*\n?)*",
+    re.MULTILINE,
+)
 # Cells that print a judgement of the solution's answers.
 SILENT = re.compile(r"course\.(check|answer|predict)\(")
 HEADING = re.compile(
@@ -155,7 +158,7 @@ def _add_outputs(slides: list[Slide], outputs: list) -> None:
             caption = "" if long else f"<figcaption>{alt}</figcaption>"
             notes = [f"<p>{alt}</p>"] if long else []
             slides.append(Slide(slides[-1].title, [f"<figure>{image}{caption}</figure>"], notes))
-        lines = [line for line in output.get("text", "").splitlines() if not UNSHOWN.match(line)]
+        lines = UNSHOWN.sub("", output.get("text", "")).splitlines()
         if any(line.strip() for line in lines):
             short = len(lines) <= LINES
             if short and _stands_alone(slides[-1]):

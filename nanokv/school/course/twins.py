@@ -26,6 +26,8 @@ SECTIONS = (
 )
 TAGS = {"exercise", "solution"}
 SLIDE_TAGS = {"slide", "skip"}  # of the deck: with its code, or not at all
+# Columns of a line of code: a cell of JupyterLab shows no more in a window of 1,000 pixels.
+WIDEST = 88
 # The name that Jupyter Book gave it: its outputs are shown, its code on demand.
 FOLDED = "hide-input"
 # What a learner need not read.
@@ -142,6 +144,9 @@ def complaints(source: Source) -> list[str]:
             found.append(
                 f'cell {i}: tagged "{FOLDED}" is what calls course.show, figure or confirm, and nothing else'
             )
+        wide = [line for line in cell.text.splitlines() if len(line) > WIDEST]
+        if cell.kind == "code" and wide:
+            found.append(f"cell {i}: more than {WIDEST} columns of code: {wide[0].strip():.60}")
         if cell.fold and re.search(r"course\.(predict|reveal|check|answer|claim)\(", cell.text):
             found.append(f"cell {i}: what speaks to the learner is not folded")
     headings = re.findall(r"^## (.+)$", source.prose(), re.MULTILINE)

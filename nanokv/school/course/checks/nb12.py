@@ -1,4 +1,4 @@
-"""Notebook 12: batches, windows, bits, the capstone, and a turn of the learner's own engine."""
+"""Notebook 12: batches, what their rows share, and a turn of the learner's own engine."""
 
 import random
 
@@ -7,14 +7,12 @@ from nanokv.school.course.checking import (
     RIGHT,
     Mistake,
     Told,
-    failing,
     judged,
     questions,
     result_of,
     value,
     wrong,
 )
-from nanokv.school.course.forms import misfit
 
 # --- 12.1: the rectangle ------------------------------------------------------------------------------------------
 
@@ -76,320 +74,15 @@ def _rectangle_outcome(prompts, rows, pads):
     return None
 
 
-# --- 12.2: a window -----------------------------------------------------------------------------------------------
+# --- 12.2: padding ------------------------------------------------------------------------------------------------
 
 
-def _window(c):
-    """(keys that the query at t sees, the oldest that is no sink), from the mask of nanokv's sliding cache."""
-    from nanokv.cache import make_cache
-
-    # Who sees whom, without sinks.
-    rows = make_cache("sliding", c.config, window=c.w).mask(c.t + 1)  # (T,T)
-    seen = rows[c.t].nonzero().flatten().tolist()
-    return len(set(seen) | set(range(c.s))), seen[0]
+def _padding(c, of=lambda c: len(c.lengths) * max(c.lengths)):
+    """How many percent of something the padding columns of a rectangle are."""
+    return 100 * (len(c.lengths) * max(c.lengths) - sum(c.lengths)) / of(c)
 
 
-# --- 12.4: rounding -----------------------------------------------------------------------------------------------
-
-HALF = 0.5 * (1 + 1e-3)  # a step
-
-
-def _judge_rounding(answer, case):
-    import torch
-
-    generator = torch.Generator().manual_seed(12)
-    for bits, dim in ((4, 2), (2, 3), (8, 2), (4, 1)):
-        shape = [4, 3, 10, 8]
-        shape[dim] = 4 * 2**bits  # values in a line, many more than levels
-        x = torch.randn(shape, generator=generator, dtype=torch.float64)
-        x[..., 3] *= 30  # one large channel
-        given = result_of(answer, x.clone(), bits, dim)
-        problem = misfit(given, x)
-        if problem:
-            return wrong(f"a tensor like x was asked for: {problem}", "shape")
-        if given.is_floating_point() and given.element_size() < 4:
-            return wrong(f"x is {x.dtype}, this is {given.dtype}: two bytes round the levels away")
-        outcome = _rounding_outcome(x, given.double(), bits, dim)
-        if outcome is not None:
-            return outcome
-    return RIGHT
-
-
-def _rounding_outcome(x, given, bits, dim):
-    low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
-    step = (high - low) / (2**bits - 1)
-    off = (given - x) / step
-    if bool(given.isnan().any()):
-        return wrong(f"with bits={bits} and dim={dim} some values come back as NaN")
-    if bool((off.abs() <= HALF).all()):
-        most = max(
-            len(line.unique())
-            for line in given.movedim(dim, -1).reshape(-1, x.shape[dim]).round(decimals=9)
-        )
-        many = f"with bits={bits} a group has {most} levels, and at most {2**bits} = 2**bits are allowed"
-        return wrong(many, "levels") if most > 2**bits else None
-    return (
-        _codes_outcome(x, given, low, step)
-        or _side_outcome(off)
-        or _ends_outcome(x, given, bits, dim)
-        or _steps_outcome(float(off.abs().max()), bits, dim)
-    )
-
-
-def _codes_outcome(x, given, low, step):
-    """An Outcome if a part of the way to the codes or back is missing."""
-
-    def near(values) -> bool:
-        return bool(((values - x).abs() <= 1.01 * step).all())
-
-    if near(given * step + low):
-        return wrong(
-            "those are the codes, from 0 on: scale them back, times the step plus the smallest value",
-            "codes",
-        )
-    if near((given - low) * step + low):
-        return wrong("the codes were not multiplied by the step on the way back", "no step")
-    if near(given + low):
-        return wrong(
-            "the smallest value was subtracted and not added again on the way back", "no low"
-        )
-    if bool((given == x.round()).all()):
-        return wrong(
-            "your step does not depend on the values: it is their range over 2**bits − 1",
-            "fixed step",
-        )
-    return None
-
-
-def _side_outcome(off):
-    """An Outcome if all values, in steps, are off to one side."""
-    if bool((off.abs() <= 2 * HALF).all()):
-        if bool((off <= 1e-3).all()):
-            return wrong(
-                "every value is moved down, by up to a whole step: round to the nearest, not down",
-                "floor",
-            )
-        if bool((off >= -1e-3).all()):
-            return wrong(
-                "every value is moved up, by up to a whole step: round to the nearest", "ceil"
-            )
-    return None
-
-
-def _steps_outcome(worst: float, bits, dim):
-    """What is wrong with the number of steps, by the largest distance in steps; the ends are right."""
-    steps = 2**bits - 1
-    if worst <= steps / (steps - 1) * HALF:
-        return wrong(
-            "nearly: 2**bits levels have 2**bits − 1 steps between them", "one step too few"
-        )
-    if worst <= steps / (2 ** (bits - 1) - 1) * HALF:
-        return wrong(
-            "those are 2**(bits − 1) levels, half of them: there is no bit for a sign here",
-            "half the levels",
-        )
-    return wrong(f"with bits={bits} and dim={dim} a value is off by {worst:.2f} steps", "error")
-
-
-def _same_ends(x, given, dim) -> bool:
-    """Do the smallest and the largest value of every group come back as they were?"""
-    low, high = x.amin(dim), x.amax(dim)
-    moved = (given.amin(dim) - low).abs() + (given.amax(dim) - high).abs()
-    return bool((moved <= 1e-4 * (high - low)).all())
-
-
-def _ends_outcome(x, given, bits, dim):
-    """Where the lowest and the highest level are, if they are not those of the groups along dim; else None."""
-    if _same_ends(x, given, dim):
-        return None
-    for other in {0, 1, 2, 3} - {dim}:
-        if _same_ends(x, given, other):
-            return wrong(
-                f"for dim={dim} you took the smallest and the largest along {other}", "dimension"
-            )
-    if _same_ends(x, given, (0, 1, 2, 3)) and len(given.unique()) <= 2**bits:
-        return wrong(
-            "one scale for all: each line along `dim` has its own smallest and largest value",
-            "one scale",
-        )
-    groups = [t.movedim(dim, -1).flatten(0, -2) for t in (x, given)]  # (groups, values in one)
-    worst = sum(
-        (groups[0].aminmax(dim=1)[i] - groups[1].aminmax(dim=1)[i]).abs() for i in (0, 1)
-    ).argmax()
-    values, levels = (
-        f"from {float(g[worst].min()):.3g} to {float(g[worst].max()):.3g}" for g in groups
-    )
-    message = f"with bits={bits} the values of a group go {values}, and its levels {levels}: the lowest level has to "
-    message += "be the smallest value, the highest the largest. One scale around 0 without a zero point cannot do that"
-    return wrong(message, "ends")
-
-
-# --- 12.5: the capstone -------------------------------------------------------------------------------------------
-
-
-def _judge_capstone(answer, case):
-    if not isinstance(answer, tuple | list) or len(answer) != 2 or answer[0] not in CAPSTONES:
-        return wrong(f"hand in a pair: one of {', '.join(CAPSTONES)}, and your code", "form")
-    return CAPSTONES[answer[0]](answer[1])
-
-
-def _suite(make, model=None):
-    """None, or an Outcome with the first case of the public suite that fails."""
-    from nanokv.lab.study import equality
-
-    found = failing(equality.check(make, model, stop=True))
-    return (
-        wrong(f"it differs from the model without a cache: {found}", "equality") if found else None
-    )
-
-
-def _judge_static(layer):
-    import torch
-
-    from nanokv.cache import KVCache, LayerCache
-    from nanokv.cache.capabilities import Made
-    from nanokv.errors import CapacityError
-
-    def make(config, batch_size, capacity):
-        layers = [layer(capacity) for _ in range(config.num_hidden_layers)]
-        for one in layers:
-            if getattr(one, "capacity", None) is None:  # how the suite learns how much it may feed
-                one.capacity = capacity
-        cache = KVCache(layers, config)
-        cache.made = Made(batch_size=batch_size)
-        return cache
-
-    k, one = torch.randn(1, 2, 1, 6), layer(4)
-    if {name for name in dir(LayerCache) if not name.startswith("_")} - set(dir(one)):
-        return wrong(
-            "write class MyLayer(nanokv.cache.LayerCache): masks and batches come from there",
-            "no base",
-        )
-    places = {one.append(k, k)[0].data_ptr() for _ in range(4)}
-    if len(places) > 1:
-        return wrong(
-            "the keys moved while tokens came: take the memory once, and write into it", "moved"
-        )
-    try:
-        one.append(k, k)
-    except CapacityError:
-        if one.length != 4:
-            return wrong(
-                f"after the refusal length is {one.length}: check before you write", "late check"
-            )
-    else:
-        return wrong("a fifth token went into 4 slots without a CapacityError", "no refusal")
-    one.truncate(2)
-    if one.length != 2 or one.append(k, k)[0].shape[2] != 3:
-        return wrong("truncate(2) and one token more must give 3 tokens", "truncate")
-    return _suite(make) or RIGHT
-
-
-def _judge_prefix(store):
-    import torch
-
-    from nanokv.inference import prefill, score
-    from nanokv.lab.study.equality import small_model
-
-    model = small_model()
-
-    def ask(own, tokens):
-        """A request as a server would run it → (tokens found, cache)."""
-        cache, n = own.get(tokens)
-        if cache.length != n or not 0 <= n < len(tokens):
-            raise ValueError(
-                f"get of {len(tokens)} tokens gave n = {n} and a cache of {cache.length}"
-            )
-        logits = prefill(model, [tokens[n:]], cache, start_pos=n)
-        if not torch.allclose(logits, score(model, [tokens])[:, -1], atol=1e-3):
-            raise ValueError(f"after {n} reused tokens the logits are others than without a cache")
-        own.put(tokens, cache)
-        return n, cache
-
-    a, b, c = ([token] * 3 + list(range(token, token + 6)) for token in (5, 20, 40))
-    own = store(model.config, 2)
-    first = ask(own, a)[0], ask(own, b)[0], ask(own, a)[0]
-    if first != (0, 0, len(a) - 1):
-        return wrong(
-            f"two prompts and the first once more: {first} reused, expected (0, 0, {len(a) - 1})",
-            "reuse",
-        )
-    n, cache = ask(own, [*a[:5], 1, 2])
-    if n != 5:
-        return wrong(f"a prompt that shares 5 tokens reused {n}", "common prefix")
-    cache.truncate(2)  # the caller goes on with its cache; what is stored must not change
-    prefill(model, [[3] * 6], cache, start_pos=2)
-    try:
-        ask(own, [*a[:5], 1, 2, 9])
-    except ValueError:
-        return wrong("what a caller does with its cache changes the stored one: fork it", "shared")
-    own = store(model.config, 2)
-    for tokens in (a, b, a, c):
-        ask(own, tokens)
-    if ask(own, [*a, 7])[0] != len(a) or ask(own, [*b, 7])[0] != 0:
-        return wrong(
-            "with room for two, a, b, a, c must forget b: the least recently used, not the oldest",
-            "order",
-        )
-    own = store(model.config, 2)
-    ask(own, a), ask(own, b), own.get([*a, 7]), ask(own, c)
-    if ask(own, [*a, 7])[0] != len(a):
-        return wrong(
-            "get is a use too: after put a, put b, get a, put c it is b that must be forgotten",
-            "get no use",
-        )
-    return _suite(lambda config, batch_size, capacity: store(config, 2).get([1, 2])[0]) or RIGHT
-
-
-def _judge_mqa(convert):
-    import torch
-
-    from nanokv.lab.study.equality import small_model
-
-    model = small_model()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    made = result_of(convert, model)
-    if any(not torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()):
-        return wrong("the old model has changed: build a new one", "changed")
-    config = model.config
-    if made.config.num_key_value_heads != 1 or made.config.head_dim != config.head_dim:
-        return wrong("the config must say one KV head, and the head size must stay", "config")
-    for old, new in zip(model.layers, made.layers, strict=True):
-        for name in ("k_proj", "v_proj"):
-            mean = (
-                getattr(old.self_attn, name)
-                .weight.view(config.num_key_value_heads, config.head_dim, -1)
-                .mean(0)
-            )
-            given = getattr(new.self_attn, name).weight
-            if given.shape != mean.shape:
-                return wrong(
-                    f"{name} is {tuple(given.shape)}, one head of it is {tuple(mean.shape)}",
-                    "shape",
-                )
-            if not torch.allclose(given, mean, atol=1e-6):
-                return wrong(f"{name} is not the mean of the old heads", "mean")
-    unlike = _first_unlike(before, made.state_dict())
-    if unlike:
-        return wrong(f"the other weights must be those of the old model; {unlike} is not", "others")
-    return _suite("dict", made) or RIGHT
-
-
-def _first_unlike(before, after) -> str:
-    """The name of a weight that two state dicts do not share, k_proj and v_proj apart; "" if there is none."""
-    import torch
-
-    converted = ("k_proj.weight", "v_proj.weight")
-    for name in sorted(before.keys() | after.keys()):
-        kept = name in before and name in after and torch.equal(before[name], after[name])
-        if not kept and not name.endswith(converted):
-            return name
-    return ""
-
-
-CAPSTONES = {"static": _judge_static, "prefix": _judge_prefix, "mqa": _judge_mqa}
-
-# --- 12.6: a turn of the engine -----------------------------------------------------------------------------------
+# --- 12.4: a turn of the engine -----------------------------------------------------------------------------------
 
 
 class Desk:
@@ -523,57 +216,73 @@ CHECKS = (
     judged("12.1", _judge_rectangle),
     value(
         "12.2",
-        right=_window,
-        parameters={"w": (16, 32, 24), "s": (4, 2, 6), "t": (100, 77, 150)},
-        wrong=(
-            Mistake("no sinks", lambda c: (c.w, c.t - c.w + 1), "The sinks are seen as well."),
-            Mistake(
-                "one too many",
-                lambda c: (c.w + c.s + 1, c.t - c.w),
-                "The window counts the query's own position.",
-            ),
-            Mistake(
-                "oldest one off",
-                lambda c: (c.w + c.s, c.t - c.w),
-                "The count is right. From t down, w positions end at t − w + 1.",
-            ),
-            Mistake("everything", lambda c: (c.t + 1, 0), "That is without a window."),
-            Mistake(
-                "sinks in the window",
-                lambda c: (c.w, c.t - c.w + c.s + 1),
-                "Here the sinks come on top of the window. In some programs they are taken out of it.",
-            ),
-        ),
-        otherwise="List the positions that it sees: t, t − 1, … and the sinks.",
-    ),
-    value(
-        "12.3",
-        right=lambda case: 16 / (case.bits + 2 * 16 / case.group),
-        parameters={"bits": (4, 8, 2), "group": (64, 32, 128)},
+        right=_padding,
+        parameters={"lengths": ((9, 4, 12, 7), (30, 10, 20, 15), (5, 6, 16, 8, 10))},
         rel=5e-3,
         wrong=(
             Mistake(
-                "no scales", lambda c: 16 / c.bits, "Every group has a scale and a zero point too."
+                "of the prompts",
+                lambda c: _padding(c, lambda c: sum(c.lengths)),
+                "That is padding per prompt token. Asked is its part of everything that is computed.",
             ),
             Mistake(
-                "scale only",
-                lambda c: 16 / (c.bits + 16 / c.group),
-                "There is a zero point besides the scale.",
+                "what is used",
+                lambda c: 100 - _padding(c),
+                "That is the part that is no padding.",
             ),
             Mistake(
-                "per value", lambda c: 16 / (c.bits + 32), "The two are shared by the whole group."
+                "a fraction",
+                lambda c: _padding(c) / 100,
+                "In percent: times 100.",
             ),
             Mistake(
-                "upside down",
-                lambda c: (c.bits + 32 / c.group) / 16,
-                "How many times smaller: a number above 1.",
+                "a number of tokens",
+                lambda c: len(c.lengths) * max(c.lengths) - sum(c.lengths),
+                "So many tokens are padding. How many percent of all cells of the rectangle are they?",
             ),
         ),
-        otherwise="How many bits does one value take, its share of scale and zero point included? To three digits.",
+        otherwise="The rectangle has rows × longest cells. The prompts fill the sum of their lengths.",
     ),
-    judged("12.4", _judge_rounding),
-    judged("12.5", _judge_capstone),
-    judged("12.6", _judge_turn),
+    value(
+        "12.3",
+        right=lambda c: c.W / c.B + c.S * c.kv,
+        parameters={
+            "W": (1_192_000_000, 3_087_000_000),
+            "B": (16, 32, 8),
+            "S": (1000, 2000, 4000),
+            "kv": (114_688, 147_456),
+        },
+        rel=5e-3,
+        wrong=(
+            Mistake(
+                "one row",
+                lambda c: c.W + c.S * c.kv,
+                "That is one row alone. The weights are read once for all rows of a step.",
+            ),
+            Mistake(
+                "caches shared",
+                lambda c: (c.W + c.S * c.kv) / c.B,
+                "The rows share the weights only. Each row reads a cache of its own.",
+            ),
+            Mistake(
+                "whole step",
+                lambda c: c.W + c.B * c.S * c.kv,
+                "So much is read in a step. It gives B tokens: one per row.",
+            ),
+            Mistake(
+                "no weights",
+                lambda c: c.S * c.kv,
+                "The weights are read as well, and divided among the B rows.",
+            ),
+            Mistake(
+                "no cache",
+                lambda c: c.W / c.B,
+                "Attention reads the keys and values of the row as well.",
+            ),
+        ),
+        otherwise="One reading of the weights for all rows, one cache for each; then divide by the new tokens.",
+    ),
+    judged("12.4", _judge_turn),
 )
 
 QUESTIONS = questions("12")

@@ -126,7 +126,7 @@ CLAIMS = (
         "misleading",
         "Caching may cause errors in training.",
         "It is of no use there: the whole text is known, so nothing is computed twice.",
-        "12",
+        "13",
     ),
     Claim(
         "1.12",
@@ -172,7 +172,7 @@ CLAIMS = (
         "misleading",
         "int8 halves the cache, int4 quarters it.",
         "Scales and zeros count too: in fp16 for each group of 64, int8 is 8.5 bits per value.",
-        "12",
+        "13",
         lambda: 16 / (8 + 2 * 16 / 64),
         2,
         "times smaller",

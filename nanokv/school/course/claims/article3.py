@@ -133,7 +133,7 @@ CLAIMS = (
         "In every layer but the first, where they depend on the token alone. The cause is the missing mask.",
         "05",
     ),
-    Claim("3.17", "right", "Training needs no cache.", "All positions are computed at once.", "12"),
+    Claim("3.17", "right", "Training needs no cache.", "All positions are computed at once.", "13"),
     Claim(
         "3.18",
         "right",
@@ -146,7 +146,7 @@ CLAIMS = (
         "misleading",
         "A cache holds no attention weights, and the upper triangle is never computed.",
         "It holds none. In a prefill the kernel computes that triangle or skips it.",
-        "12",
+        "13",
     ),
     Claim(
         "3.20",
