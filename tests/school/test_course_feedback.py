@@ -721,3 +721,150 @@ def test_only_where_somebody_works_are_answers_kept(tmp_path, monkeypatch, capsy
 def test_every_notebook_ends_with_its_score():
     for path in twins.sources(NOTEBOOKS):
         assert twins.read(path).cells[-1].text == "course.progress()", path.name
+
+
+# --- two mistakes at once -----------------------------------------------------------------------------------------
+
+
+def two_slips(q, k, v):
+    return (q @ k.T).softmax(-1) @ v  # no root and no mask
+
+
+@pytest.mark.parametrize(
+    ("id", "answer", "names"),
+    [
+        ("02.2", two_slips, "no division + no mask"),
+        ("14.1", 28 * 1024 * 2 * 3 / 4, "numbers, not bytes + one sum per layer"),
+        (
+            "06.1",
+            ((2, 4, 1, 16), (2, 4, 4, 16), (2, 4, 1, 5)),
+            None,
+        ),  # no single slip is in it twice
+        (
+            "06.1",
+            ((2, 4, 1, 16), (2, 4, 5, 16), (2, 2, 1, 5)),
+            "query heads cached + scores per KV head",
+        ),
+        ("05.1", (20, 4), "prompt every step, no growth + prompt is free"),
+    ],
+)
+def test_two_mistakes_at_once_are_named(id, answer, names):
+    check = checking.find(id)
+    outcome = check.judge(answer, check.case())
+    assert outcome.state == "wrong" and (outcome.mistake == names or names is None)
+    assert names is None or outcome.message.startswith("Two slips at once. ")
+
+
+@pytest.mark.parametrize(
+    "check",
+    [c for n in checking.numbers() for c in checking.exercises(n).CHECKS],
+    ids=lambda c: c.id,
+)
+def test_one_mistake_is_never_taken_for_two_and_a_right_answer_for_none(check):
+    """Each named mistake keeps its name beside the pairs, and no message of a pair speaks of the whole answer."""
+    said = "Right numbers", "Right weights", "is right."
+    for mistake in check.mistakes:
+        assert mistake.alone or not any(words in mistake.message for words in said), mistake.name
+
+
+def test_what_two_pairs_explain_has_no_name():
+    mistakes = [
+        Mistake(name, lambda c, x=x: x, name) for name, x in zip("abcd", (2, 6, 3, 4), strict=True)
+    ]
+    check = value("x", right=lambda c: 1, wrong=tuple(mistakes), factors=True)
+    assert check.judge(12, check.case()).mistake == ""  # 2 · 6 and 3 · 4
+    assert check.judge(24, check.case()).mistake == "b + d"
+
+
+# --- what is told is true -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["26, 8", "26,8", "26 and 8"])
+def test_two_numbers_in_one_text_are_told_apart(text):
+    check = checking.find("05.1")
+    assert "written as (26, 8)" in check.judge(text, check.case()).message
+
+
+@pytest.mark.parametrize(
+    ("id", "answer", "name"),
+    [
+        ("00.3", {"q2", "k0", "k1", "k2", "v0", "v1", "v2"}, "what is read"),
+        ("00.4", 80, "k and v only"),
+        ("05.1", (36, 8), "all at the end"),
+        ("05.1", (30, 8), "one ahead"),
+        ("05.3", (21, 6), "triangle"),
+        ("05.3", (11, 6), "only what is new"),
+        ("06.1", ((2, 4, 1, 16), (2, 5, 2, 16), (2, 4, 1, 5)), "keys with tokens before heads"),
+        ("06.1", ((2, 4, 1, 16), (2, 2, 5, 16), (2, 2, 1, 5)), "scores per KV head"),
+        ("06.1", ((2, 4, 1, 16), (2, 2, 5, 16), (2, 4, 5, 5)), "square scores"),
+        ("02.3", (6 * 48) ** -0.5, "all heads"),
+        ("02.3", 6**-0.5, "number of heads"),
+        ("10.3", (2048, 112), "whole sizes"),
+        ("13.1", (20, 0), "oldest of all"),
+        ("13.1", (20, 4), "after the sinks"),
+        ("14.1", 2 * 28 * 1024 * 2 * 3 / 4, "numbers, not bytes"),
+        ("14.2", lambda Hk, n, r: list(range(r, Hk, n)), "every n-th"),
+        (
+            "14.3",
+            lambda a, la, b, lb: math.exp(la - max(la, lb)) * a + math.exp(lb - max(la, lb)) * b,
+            "not divided",
+        ),
+    ],
+)
+def test_likely_mistakes_have_a_name(id, answer, name):
+    check = checking.find(id)
+    assert check.judge(answer, check.case()).mistake == name
+
+
+def test_pages_that_are_freed_into_a_new_list_or_while_looping():
+    def new_list(table, owners, fp):
+        for p in table:
+            owners[p] -= 1
+        gone = [p for p in table if owners[p] == 0]
+        table.clear()
+        return fp + gone
+
+    def looping(table, owners, fp):
+        for p in table:
+            owners[p] -= 1
+            if owners[p] == 0:
+                fp.append(p)
+            table.remove(p)
+        return fp
+
+    check = checking.find("10.5")
+    assert check.judge(new_list, check.case()).mistake == "another list"
+    assert check.judge(looping, check.case()).mistake == "changed while looping"
+
+
+def test_a_sorted_batch_is_told_that_its_order_is_another():
+    def rectangle(prompts):
+        prompts = sorted(prompts, key=len)
+        widest = max(map(len, prompts))
+        return [[0] * (widest - len(p)) + p for p in prompts], [widest - len(p) for p in prompts]
+
+    outcome = told("12.1", rectangle)
+    assert outcome.mistake == "order" and "row 0 is not prompt 0, it is prompt 1" in outcome.message
+
+
+def test_a_slab_that_is_handed_out_whole_is_told_so():
+    class Whole(LayerCache):
+        def __init__(self, capacity):
+            self.capacity, self.length = capacity, 0
+
+        def append(self, k, v):
+            from nanokv.errors import CapacityError
+
+            if self.length + k.shape[2] > self.capacity:
+                raise CapacityError("full")
+            if self.length == 0:
+                self.slabs = [k.new_zeros(*k.shape[:2], self.capacity, k.shape[3]) for _ in "kv"]
+            for slab, new in zip(self.slabs, (k, v), strict=True):
+                slab[:, :, self.length : self.length + k.shape[2]] = new
+            self.length += k.shape[2]
+            return tuple(self.slabs)
+
+        def truncate(self, n):
+            self.length = min(n, self.length)
+
+    assert told("13.4", ("static", Whole)).mistake == "whole slab"

@@ -1,6 +1,7 @@
 """The thread of the course: what a right answer keeps, what a later notebook takes, and when that is the reference."""
 
 import ast
+import functools
 import linecache
 import os
 import re
@@ -9,11 +10,14 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import nanokv
+import notebook_slices
 from nanokv.errors import CourseError
+from nanokv.school import course
 from nanokv.school.course import alone, checking, exam, log, mistakes, parts, session, twins
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
@@ -433,6 +437,163 @@ def test_a_cache_that_was_spoiled_is_noticed_quickly(old, new):
 def test_a_class_without_functions_has_no_cell():
     with pytest.raises(alone.NotAlone):
         alone.source(cells("class Mine(nanokv.cache.LayerCache):\n    length = 0")["Mine"])
+
+
+# --- the form of a part -------------------------------------------------------------------------------------------
+
+
+def items(value, change):
+    """The same list, tuple or set with other items; another number where it is one."""
+    if isinstance(value, list | tuple | set):
+        return type(value)(change(item) for item in value)
+    return change(value)
+
+
+FORMS = {
+    "as it is": lambda value: value,
+    "list": lambda value: value.tolist() if isinstance(value, torch.Tensor) else list(value),
+    "tuple": lambda value: tuple(value),
+    "set": lambda value: set(value),
+    "frozenset": lambda value: frozenset(value),
+    "numpy": lambda value: np.asarray(list(value) if isinstance(value, set) else value),
+    "tensor": lambda value: torch.as_tensor(list(value) if isinstance(value, set) else value),
+    "float64": lambda value: value.double(),
+    "with a gradient": lambda value: value.clone().requires_grad_(),
+    "floats": lambda value: items(value, float),
+    "numbers of numpy": lambda value: items(value, np.int64),
+    "numbers of torch": lambda value: items(value, torch.as_tensor),
+    "bools": lambda value: items(value, lambda one: bool(one) if one in (0, 1) else one),
+    "generator": lambda value: (one for one in value),
+}
+FUNCTIONS = sorted(set(parts.PARTS) - {"cache"})
+
+
+def loop(model, ids, n):
+    """nanokv's own is refused by 06.4: it is borrowed."""
+    cache = nanokv.make_cache("dict", model.config)
+    tokens = [nanokv.prefill(model, ids, cache).argmax(-1, keepdim=True)]
+    while len(tokens) < n:
+        logits = nanokv.decode(model, tokens[-1], cache, start_pos=cache.length)
+        tokens.append(logits.argmax(-1, keepdim=True))
+    return [int(token) for token in tokens]
+
+
+def formed(name: str, form: str):
+    """nanokv's part, with results in another form."""
+    own = loop if name == "loop" else parts.reference(name)
+
+    def part(*arguments):
+        return FORMS[form](own(*arguments))
+
+    return part
+
+
+@functools.cache
+def accepted(name: str, form: str):
+    """The judgement of a part whose results have this form."""
+    part = parts.PARTS[name]
+    check = checking.find(part.id)
+    return (part.judge or check.judge)(formed(name, form), check.case())
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_right_numbers_in_a_form_that_nobody_can_use_are_told_at_once(name):
+    check = checking.find(parts.PARTS[name].id)
+    assert bool(check.use) == bool(check.reference)  # the others are judged by being run
+    states = {form: accepted(name, form) for form in FORMS}
+    assert states["as it is"].state == "right"
+    for form, outcome in states.items():
+        told = outcome.mistake == "type" and outcome.message.startswith("right numbers; return ")
+        assert outcome.state == "right" or told or not check.use or outcome.mistake != "type", form
+    if check.use:
+        assert states["numpy"].state == "wrong" and states["floats"].state == "wrong"
+
+
+@pytest.mark.parametrize(
+    ("name", "made", "told"),
+    [
+        (
+            "heads",
+            lambda h, H, Hk: h // (H / Hk),
+            "return an int: it will index a tensor. This is a float",
+        ),
+        (
+            "page",
+            lambda t, i, p: (t[i // p], float(i % p)),
+            "return two ints: they will index a tensor",
+        ),
+        (
+            "prefix",
+            lambda a, b: float(parts.reference("prefix")(a, b)),
+            "return an int: it is where",
+        ),
+        (
+            "sampler",
+            lambda c, p: torch.tensor(list(parts.reference("sampler")(c, p))),
+            "a set of ints",
+        ),
+        (
+            "attention",
+            lambda q, k, v: parts.reference("attention")(q, k, v).tolist(),
+            "This is a list",
+        ),
+        (
+            "attention",
+            lambda q, k, v: parts.reference("attention")(q, k, v).numpy(),
+            "This is a numpy ndarray of float32",
+        ),
+        (
+            "attention",
+            lambda *qkv: parts.reference("attention")(*(x.double() for x in qkv)),
+            "float64",
+        ),
+        ("rotation", lambda *x: parts.reference("rotation")(*x).tolist(), "it is computed with"),
+    ],
+)
+def test_the_form_is_told_with_a_call_that_shows_it(name, made, told):
+    check = checking.find(parts.PARTS[name].id)
+    outcome = check.judge(made, check.case())
+    assert outcome.state == "wrong" and outcome.mistake == "type" and told in outcome.message
+    assert all(f"\n    {word:<9} " in outcome.message for word in ("try", "gives", "expected"))
+
+
+@functools.cache
+def once(number: str) -> notebook_slices.Ran:
+    return notebook_slices.run(number)
+
+
+# The cache is taken by three notebooks, whose cells run for longer.
+BY_NIGHT = {"cache": [pytest.mark.night]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=BY_NIGHT.get(name, [])) for name in parts.PARTS]
+)
+def test_each_accepted_form_of_a_part_runs_through_every_cell_that_uses_it(
+    name, monkeypatch, tmp_path
+):
+    """`norm` is taken nowhere so far; every other part is."""
+    monkeypatch.chdir(tmp_path)
+    texts = {path.stem[:2]: path.read_text("utf-8") for path in twins.sources(NOTEBOOKS)}
+    numbers = [number for number, text in texts.items() if f'course.mine("{name}")' in text]
+    assert numbers or name == "norm"
+    forms = [form for form in FORMS if name != "cache" and accepted(name, form).state == "right"]
+    made = [formed(name, form) for form in forms] if name != "cache" else [Listed]
+    for number in numbers:
+        ran = once(number)
+        for one in made:
+            with monkeypatch.context() as patched:
+                taken = {known: parts.reference(known) for known in parts.PARTS} | {name: one}
+                patched.setattr(course, "mine", taken.get)
+                assert notebook_slices.run_again(ran, name) >= 1
+
+
+class Listed(parts.reference("cache")):
+    """A cache that hands keys and values out as a list."""
+
+    def append(self, k, v):
+        return list(super().append(k, v))
 
 
 # --- 12.4, a turn -------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from importlib.resources import files
 from types import SimpleNamespace
 
 from nanokv.errors import CourseError
+from nanokv.school.course import slips
 from nanokv.school.course import trials as tried
 from nanokv.school.course.answers import (
     Sealed,
@@ -32,7 +33,7 @@ from nanokv.school.course.answers import (
     same,
 )
 from nanokv.school.course.feedback import call, example, stopped
-from nanokv.school.course.forms import misfit
+from nanokv.school.course.forms import Use, misfit
 
 TRIALS = 50  # inputs on which a function is tried
 UNFINISHED = (NotImplementedError,)
@@ -92,11 +93,17 @@ def wrong(message: str, mistake: str = "") -> Outcome:
 
 @dataclass(frozen=True)
 class Mistake:
-    """A wrong answer with a name, as a function of the case (of a function exercise: the wrong function itself)."""
+    """A wrong answer with a name, as a function of the case (of a function exercise: the wrong function itself).
+
+    `slip`: what `made` of a function exercise gets to make it. `alone`: its message speaks of the whole answer, so it
+    is not named together with another one.
+    """
 
     name: str
     gives: Callable
     message: str
+    slip: dict = field(default_factory=dict)
+    alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,6 +124,7 @@ class Check:
     near: tuple = EXACT  # rel, atol
     otherwise: str = ""
     reference: Callable | None = None  # of a function exercise: nanokv's function
+    use: Use | None = None  # what later notebooks do with its result
     # Case → {name: number} that paper has to show beside the parameters.
     given: Callable | None = None
 
@@ -202,10 +210,12 @@ def value(
     names=(),
     hidden=False,
     given=None,
+    factors=False,
 ) -> Check:
     """An exercise whose answer is a value. `right`: case → value, or a Sealed; `otherwise`: for an unknown mistake.
 
     `names`: the answer is a set of some of these, and is told so if it is none. `given`: what paper shows besides.
+    `factors`: it is a product, so two mistakes at once are each off by their own factor.
     """
 
     @guarded
@@ -218,6 +228,12 @@ def value(
         known = next((m for m in wrong if same(answer, m.gives(case), rel, atol)), None)
         if known:
             return Outcome("wrong", known.message, known.name)
+        if not isinstance(right, Sealed):
+            given_by = [(mistake, mistake.gives(case)) for mistake in wrong]
+            alike = partial(same, rel=rel, atol=atol)
+            both = slips.of_value(answer, expected, given_by, alike, factors)
+            if both:
+                return Outcome("wrong", *slips.told(*both))
         if names and not _is_set_of(names, answer):
             return Outcome(
                 "wrong",
@@ -249,8 +265,21 @@ def _tolerance(rel: float, atol: float) -> str:
     return f"within {100 * rel:g} %" if rel else f"within {atol:g}"
 
 
-def function(id: str, right, inputs, wrong=(), rel=EXACT[0], atol=EXACT[1], trials=TRIALS) -> Check:
+def function(
+    id: str,
+    right,
+    inputs,
+    wrong=(),
+    rel=EXACT[0],
+    atol=EXACT[1],
+    trials=TRIALS,
+    use=None,
+    made=None,
+) -> Check:
     """An exercise whose answer is a function, tried on `inputs(rng)` → arguments; `right` is the reference.
+
+    `use`: what later notebooks do with its result; right numbers in another form are told so. `made`: (**slip) → the
+    function with these slips, for two mistakes at once.
 
     Each call gets arguments of its own, so what one of them does to a list or a tensor in place reaches no other.
     """
@@ -264,9 +293,22 @@ def function(id: str, right, inputs, wrong=(), rel=EXACT[0], atol=EXACT[1], tria
         tries = tried.drawn(inputs, id, trials)
         expected = [right(*copy.deepcopy(arguments)) for arguments in tries]
         given = [_tried(answer, arguments) for arguments in tries]
-        return _compared(answer, tries, given, expected, wrong, rel, atol)
+        pairs = slips.functions(wrong, made)
+        outcome = _compared(answer, tries, given, expected, (*wrong, *pairs), rel, atol)
+        return (
+            _misused(answer, tries, given, expected, use) if use and outcome is RIGHT else outcome
+        )
 
-    return Check(id, judge, {}, None, tuple(wrong), reference=right)
+    return Check(id, judge, {}, None, tuple(wrong), reference=right, use=use)
+
+
+def _misused(answer, tries, given, expected, use: Use) -> Outcome:
+    """RIGHT, or the first trial whose result is right and has not the form in which it is used."""
+    for arguments, result, right in zip(tries, given, expected, strict=True):
+        problem = use.misuse(result, arguments)
+        if problem:
+            return wrong(problem + example(answer, arguments, result, right, ""), "type")
+    return RIGHT
 
 
 def _tried(answer, arguments):

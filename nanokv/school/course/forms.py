@@ -5,12 +5,13 @@ and None stands for anything.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from numbers import Real
 
 from nanokv.school.course.answers import as_number, as_set, has_nan, plain
 
-NUMBER = re.compile(r"[+-]?\d[\d,_]*(?:\.\d+)?(?:[eE][+-]?\d+)?")
+NUMBER = re.compile(r"[+-]?\d+(?:[,_]\d{3})*(?!\d)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 TOO_LARGE = "a number that is too large for a float"
 WORDS = ("x", "yz", "w")
 TENSORS = {"ndarray": "torch.from_numpy(…)", "list": "torch.tensor(…)", "tuple": "torch.tensor(…)"}
@@ -165,3 +166,63 @@ def _parts(leaf, texts: bool) -> Iterable:
             int(part) if isinstance(part, float) and part.is_integer() else part for part in found
         ]
     return [leaf] if as_number(leaf) is not None and not texts else []
+
+
+# --- the form in which later notebooks use a result ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Use:
+    """What later code does with a function's result. `fits`: (result, arguments) → may that code take it as it is?
+
+    `wanted`: what to return, and why, as the end of a sentence.
+    """
+
+    fits: Callable
+    wanted: str
+
+    def misuse(self, given, arguments) -> str:
+        """What to return instead; "" if the result may be used."""
+        if self.fits(given, arguments):
+            return ""
+        return f"right numbers; return {self.wanted}. This is {_kind(given)}"
+
+
+def _kind(value) -> str:
+    """The type of a value, of the items of a collection, and of the numbers of a tensor."""
+    if hasattr(value, "dtype"):
+        name = "tensor" if _is_tensor(value) else "numpy " + type(value).__name__
+        return f"a {name} of {value.dtype}"
+    if isinstance(value, list | tuple | set | frozenset):
+        kinds = sorted({type(item).__name__ for item in value})
+        return f"a {type(value).__name__} of {' and '.join(kinds)}"
+    return f"a {type(value).__name__}"
+
+
+def _is_int(value, _=None) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _are_ints(value, kinds) -> bool:
+    return isinstance(value, kinds) and all(map(_is_int, value))
+
+
+def _is_like_the_first(value, arguments) -> bool:
+    import torch
+
+    x = next(argument for argument in arguments if isinstance(argument, torch.Tensor))
+    alike = isinstance(value, torch.Tensor) and (value.dtype, value.device) == (x.dtype, x.device)
+    return alike and not value.requires_grad
+
+
+COUNT = Use(_is_int, "an int: it is where a list is cut")
+INDEX = Use(_is_int, "an int: it will index a tensor")
+PLACE = Use(lambda pair, _: _are_ints(pair, tuple | list), "two ints: they will index a tensor")
+IDS = Use(lambda ids, _: _are_ints(ids, tuple | list), "a list of ints: the tokenizer reads them")
+INDICES = Use(
+    lambda some, _: _are_ints(some, tuple | list | set | frozenset),
+    "a set of ints: they will index a tensor",
+)
+COMPUTED = Use(
+    _is_like_the_first, "a tensor with the dtype and the device of the input: it is computed with"
+)

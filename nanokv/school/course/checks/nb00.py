@@ -70,6 +70,7 @@ CHECKS = (
                 "swapped",
                 lambda c: _softmax(c.t, c.s),
                 "Right weights, wrong order: that of s comes first.",
+                alone=True,
             ),
         ),
         otherwise="e to the power of each score, each divided by the sum of both; to three digits.",
@@ -101,6 +102,11 @@ CHECKS = (
                 "The q of an old token was used when that token arrived. Nobody asks for it again.",
             ),
             Mistake(
+                "what is read",
+                lambda c: _vectors("q", [c.n]) | _vectors("kv", range(c.n + 1)),
+                "That is what the step uses. The k and v of the old tokens are read from the cache, not computed.",
+            ),
+            Mistake(
                 "counted from 1", lambda c: _vectors("qkv", [c.n + 1]), "Tokens are counted from 0."
             ),
             Mistake(
@@ -115,7 +121,13 @@ CHECKS = (
         "00.4",
         right=lambda c: 3 * c.n * c.C * c.D,
         parameters={"n": (5, 7, 9), "C": (4, 6), "D": (2, 8)},
+        factors=True,
         wrong=(
+            Mistake(
+                "k and v only",
+                lambda c: 2 * c.n * c.C * c.D,
+                "The q of an old token is not kept, and not computed again either: without a cache it would be.",
+            ),
             Mistake(
                 "new token too",
                 lambda c: 3 * (c.n + 1) * c.C * c.D,

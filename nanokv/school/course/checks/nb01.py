@@ -2,6 +2,7 @@
 
 import itertools
 
+from nanokv.school.course import forms
 from nanokv.school.course.checking import Mistake, function, questions, value
 
 RULES = (("a", "n"), ("b", "a"), ("n", "a"))
@@ -154,6 +155,7 @@ CHECKS = (
         "01.3",
         right=_top_p,
         inputs=_chances,
+        use=forms.INDICES,
         wrong=(
             Mistake(
                 "stays below",
@@ -197,6 +199,7 @@ CHECKS = (
         "01.5",
         right=_until,
         inputs=_stream,
+        use=forms.IDS,
         wrong=(
             Mistake(
                 "first stop id only",

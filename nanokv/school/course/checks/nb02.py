@@ -2,6 +2,7 @@
 
 import math
 
+from nanokv.school.course import forms
 from nanokv.school.course.checking import (
     RIGHT,
     Mistake,
@@ -208,26 +209,34 @@ CHECKS = (
         "02.2",
         right=_attention,
         inputs=_qkv,
+        use=forms.COMPUTED,
+        made=_variant,
         rel=1e-4,
         atol=1e-5,
         wrong=(
             Mistake(
-                "no division", _variant(lambda q: 1), "The division by the root of D is missing."
+                "no division",
+                _variant(lambda q: 1),
+                "The division by the root of D is missing.",
+                {"divisor": lambda q: 1},
             ),
             Mistake(
                 "divided by D",
                 _variant(lambda q: q.shape[-1]),
                 "You divide by D: its root is missing.",
+                {"divisor": lambda q: q.shape[-1]},
             ),
             Mistake(
                 "root of T",
                 _variant(lambda q: q.shape[0] ** 0.5),
                 "You divide by the root of T, the number of tokens. D is the last axis of q.",
+                {"divisor": lambda q: q.shape[0] ** 0.5},
             ),
             Mistake(
                 "multiplied by the root",
                 _variant(lambda q: q.shape[-1] ** -0.5),
                 "The scores are divided by the root of D, not multiplied.",
+                {"divisor": lambda q: q.shape[-1] ** -0.5},
             ),
             Mistake(
                 "divided after softmax",
@@ -238,19 +247,25 @@ CHECKS = (
                 "multiplied",
                 _variant(mask="multiplied"),
                 "Your mask makes forbidden scores 0. They have to become −∞: e to the 0 is 1.",
+                {"mask": "multiplied"},
             ),
             Mistake(
-                "no mask", _variant(mask="none"), "There is no mask: every token sees every other."
+                "no mask",
+                _variant(mask="none"),
+                "There is no mask: every token sees every other.",
+                {"mask": "none"},
             ),
             Mistake(
                 "masked after softmax",
                 _variant(mask="after softmax"),
                 "You masked after softmax, so the rows no longer add up to 1. Mask the scores.",
+                {"mask": "after softmax"},
             ),
             Mistake(
                 "sees not itself",
                 _variant(mask="strict"),
                 "A token sees itself too: the diagonal is allowed.",
+                {"mask": "strict"},
             ),
             Mistake(
                 "sees not itself, NaN",
@@ -330,6 +345,16 @@ CHECKS = (
             ),
             Mistake(
                 "no root", lambda c: 1 / c.config.head_dim, "That is 1/D: the root is missing."
+            ),
+            Mistake(
+                "all heads",
+                lambda c: (c.config.num_attention_heads * c.config.head_dim) ** -0.5,
+                "That is the size of all query heads together. Each head is divided by the root of its own D.",
+            ),
+            Mistake(
+                "number of heads",
+                lambda c: c.config.num_attention_heads**-0.5,
+                "That is the number of heads. D is the size of one.",
             ),
             Mistake(
                 "times",

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from nanokv.school.course import forms
 from nanokv.school.course.checking import RIGHT, Mistake, function, judged, questions, value, wrong
 from nanokv.school.course.forms import misfit
 from nanokv.school.course.trials import tensor
@@ -186,6 +187,7 @@ CHECKS = (
                 "swapped axes",
                 lambda c: tuple(shape[::-1] for shape in _shapes(c)),
                 "Right numbers, wrong order: a Linear's weight is (out, in).",
+                alone=True,
             ),
             Mistake(
                 "no grouping",
@@ -204,6 +206,7 @@ CHECKS = (
         "03.2",
         right=_rotate,
         inputs=_rotation_inputs,
+        use=forms.COMPUTED,
         rel=1e-4,
         atol=1e-5,
         wrong=(
@@ -231,6 +234,7 @@ CHECKS = (
         "03.3",
         right=_rms_norm,
         inputs=_norm_inputs,
+        use=forms.COMPUTED,
         rel=1e-4,
         atol=1e-6,
         wrong=(
@@ -260,6 +264,7 @@ CHECKS = (
         "03.4",
         right=_kv_head,
         inputs=_heads,
+        use=forms.INDEX,
         wrong=(
             Mistake(
                 "dealt out",

@@ -32,6 +32,16 @@ CHECKS = (
                 "You fed the prompt N times, but the text grows: the second step feeds P + 1 tokens.",
             ),
             Mistake(
+                "all at the end",
+                lambda c: (c.N * (c.P + c.N), rows_with_cache(c.P, c.N)),
+                "You fed the finished text N times. The text has P tokens at first and grows by one each step.",
+            ),
+            Mistake(
+                "one ahead",
+                lambda c: (c.N * c.P + c.N * (c.N + 1) // 2, rows_with_cache(c.P, c.N)),
+                "Your first step feeds P + 1 tokens. It feeds the prompt, P tokens; the second one feeds P + 1.",
+            ),
+            Mistake(
                 "prompt is free",
                 lambda c: (rows_without_cache(c.P, c.N), c.N),
                 "With a cache the prompt still has to go through the model once.",
@@ -45,6 +55,7 @@ CHECKS = (
                 "swapped",
                 lambda c: (rows_with_cache(c.P, c.N), rows_without_cache(c.P, c.N)),
                 "Right numbers, wrong order: without a cache comes first.",
+                alone=True,
             ),
         ),
         otherwise="Write down how many tokens each step feeds, and add them up.",
@@ -82,6 +93,16 @@ CHECKS = (
                 lambda c: ((c.n + 1) ** 2, 2 * c.n + 1),
                 "You counted the new row and the new column. The column belongs to old queries, which must not see the "
                 "new key: causality masks it.",
+            ),
+            Mistake(
+                "triangle",
+                lambda c: ((c.n + 1) * (c.n + 2) // 2, c.n + 1),
+                "That is the triangle that the mask leaves. The question is of all cells, the masked ones too.",
+            ),
+            Mistake(
+                "only what is new",
+                lambda c: (2 * c.n + 1, c.n + 1),
+                "Without a cache the whole square is computed, not only the new row and column.",
             ),
             Mistake(
                 "old square",

@@ -201,6 +201,26 @@ CHECKS = (
                 "That is before the append. The new token attends to itself, so its key is there too.",
             ),
             Mistake(
+                "tokens before heads",
+                lambda c: ((c.B, 1, c.H, c.D), (c.B, c.t, c.Hk, c.D), (c.B, c.H, 1, c.t)),
+                "That is the order before the heads are moved to the front: attention takes (B, heads, tokens, D).",
+            ),
+            Mistake(
+                "keys with tokens before heads",
+                lambda c: ((c.B, c.H, 1, c.D), (c.B, c.t, c.Hk, c.D), (c.B, c.H, 1, c.t)),
+                "The cached keys are (B, heads, tokens, D), as the query is: heads come before tokens.",
+            ),
+            Mistake(
+                "scores per KV head",
+                lambda c: (*_shapes(c)[:2], (c.B, c.Hk, 1, c.t)),
+                "Each query head has scores of its own, also where several of them share the keys of one KV head.",
+            ),
+            Mistake(
+                "square scores",
+                lambda c: (*_shapes(c)[:2], (c.B, c.H, c.t, c.t)),
+                "There is one query, so the scores have one row.",
+            ),
+            Mistake(
                 "all queries",
                 lambda c: ((c.B, c.H, c.t, c.D), (c.B, c.Hk, c.t, c.D), (c.B, c.H, c.t, c.t)),
                 "That is a forward without a cache: a decode step has one query row.",
@@ -232,6 +252,7 @@ CHECKS = (
                 "last token lost",
                 lambda c: (c.P + c.N - 1, c.M),
                 "The start is right. But then the last token of the answer would never be fed.",
+                alone=True,
             ),
         ),
         otherwise="How many tokens does the cache hold after the first turn? Which have not been fed yet?",

@@ -226,6 +226,7 @@ CHECKS = (
                 "swapped",
                 lambda H, Hk: (H / Hk, (H + 2 * Hk) / (2 * Hk)),
                 "Right numbers in the wrong order.",
+                alone=True,
             ),
             Mistake(
                 "one more copy",

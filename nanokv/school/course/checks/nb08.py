@@ -132,6 +132,7 @@ CHECKS = (
                 "swapped",
                 lambda c: _llama(c)[::-1],
                 "Right numbers, wrong order: a GiB is the larger unit, so there are fewer of them.",
+                alone=True,
             ),
             Mistake(
                 "one unit",

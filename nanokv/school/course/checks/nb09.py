@@ -172,6 +172,7 @@ CHECKS = (
                 "swapped",
                 lambda c: (1 / c.step, profiled_rate(c.prefill, c.step, c.n)),
                 "Right numbers, wrong order: the reported rate comes first.",
+                alone=True,
             ),
         ),
         otherwise="Write down what the second call does, one forward after another, and add up their seconds. Answer "

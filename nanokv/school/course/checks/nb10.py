@@ -2,6 +2,7 @@
 
 import random
 
+from nanokv.school.course import forms
 from nanokv.school.course.checking import (
     RIGHT,
     Mistake,
@@ -64,9 +65,20 @@ def _one_free(answer, table, owners, free):
             "owners does not change: count down for every page of the table", "not counted"
         )
     if sorted(free) == sorted(was_free) != should_free:
+        if isinstance(returned, list) and sorted(returned) == should_free:
+            return wrong(
+                "what you return is right, but it is a new list: change free_pages in place, the pool goes on using it",
+                "another list",
+            )
         return wrong(
             "no page came back to free_pages. Soon the pool is empty, and nobody uses it.",
             "not returned",
+        )
+    if len(held) > 1 and table == held[1::2]:
+        return wrong(
+            "the table changes while you go through it, so every second page is left out: go through it first, then "
+            "empty it",
+            "changed while looping",
         )
     if owners != should_owners:
         return wrong(f"owners is {owners}, but should be {should_owners}", "owners")
@@ -154,6 +166,11 @@ CHECKS = (
                 "The last page is taken whole, whoever needs how much of it.",
             ),
             Mistake(
+                "whole sizes",
+                lambda c: (c.capacity, sum(_wasted(c)[1:]) + c.used),
+                "Those are the whole sizes. Take away what is used.",
+            ),
+            Mistake(
                 "filled part",
                 lambda c: (c.capacity - c.used, c.used % c.page),
                 "That is the part of the last page that is used.",
@@ -162,6 +179,7 @@ CHECKS = (
                 "swapped",
                 lambda c: tuple(reversed(_wasted(c))),
                 "Right numbers, wrong order: the slab first.",
+                alone=True,
             ),
         ),
         otherwise="How many pages does it take? What do they hold together?",
@@ -170,6 +188,7 @@ CHECKS = (
         "10.4",
         right=lambda table, i, page: (table[i // page], i % page),
         inputs=_table,
+        use=forms.PLACE,
         wrong=(
             Mistake(
                 "no table",

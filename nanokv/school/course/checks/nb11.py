@@ -1,6 +1,7 @@
 """Notebook 11, reuse and rollback: masks of chunks, shared prefixes, guesses that are taken back."""
 
 from nanokv.attention import causal_mask
+from nanokv.school.course import forms
 from nanokv.school.course.checking import Mistake, function, questions, value
 from nanokv.school.course.work import prefilled_after_prefix
 from nanokv.text.ids import common_prefix
@@ -117,12 +118,14 @@ CHECKS = (
                 "newest forgotten when cutting",
                 lambda c: (c.n + 1 + c.g, c.n + c.k),
                 "The first number is right. Then you cut off a token too many: the newest one stays as well.",
+                alone=True,
             ),
             Mistake(
                 "drawn token kept",
                 lambda c: (c.n + 1 + c.g, c.n + 2 + c.k),
                 "The first number is right. The token that the model put in place of the wrong guess has not been "
                 "fed; what stands at its place is the wrong guess.",
+                alone=True,
             ),
             Mistake(
                 "only accepted written",
@@ -141,6 +144,7 @@ CHECKS = (
         "11.4",
         right=_keep,
         inputs=_two_lists,
+        use=forms.COUNT,
         wrong=(
             Mistake(
                 "nothing left to feed",

@@ -60,6 +60,13 @@ def _rectangle_outcome(prompts, rows, pads):
             "right",
         )
     right = [len(row) - len(prompt) for row, prompt in zip(rows, prompts, strict=True)]
+    order = [_prompt_of(row, prompts) for row in rows]
+    if order != sorted(order) and set(order) == set(range(len(prompts))):
+        first = next(b for b, of in enumerate(order) if of != b)
+        return wrong(
+            f"row {first} is not prompt {first}, it is prompt {order[first]}: keep the order of the prompts",
+            "order",
+        )
     if pads != right:
         return wrong(
             f"the numbers of padding columns are {pads}, but your rows have {right}", "pads"
@@ -72,6 +79,12 @@ def _rectangle_outcome(prompts, rows, pads):
     if any(set(row[:pad]) - {0} for row, pad in zip(rows, pads, strict=True)):
         return wrong("the padding id has to be 0", "padding id")
     return None
+
+
+def _prompt_of(row, prompts) -> int:
+    """The number of the prompt with which this row ends; −1 if there is none."""
+    ends = [list(row[len(row) - len(prompt) :]) == prompt for prompt in prompts]
+    return ends.index(True) if True in ends else -1
 
 
 # --- 12.2: padding ------------------------------------------------------------------------------------------------

@@ -201,8 +201,13 @@ def _judge_static(layer):
             "write class MyLayer(nanokv.cache.LayerCache): masks and batches come from there",
             "no base",
         )
-    places = {one.append(k, k)[0].data_ptr() for _ in range(4)}
-    if len(places) > 1:
+    given = [one.append(k, k)[0] for _ in range(4)]
+    if [keys.shape[2] for keys in given] == [4] * 4:
+        return wrong(
+            "append hands out the whole slab, also what is not filled yet: hand out the first `length` rows",
+            "whole slab",
+        )
+    if len({keys.data_ptr() for keys in given}) > 1:
         return wrong(
             "the keys moved while tokens came: take the memory once, and write into it", "moved"
         )
@@ -341,8 +346,21 @@ CHECKS = (
                 "oldest one off",
                 lambda c: (c.w + c.s, c.t - c.w),
                 "The count is right. From t down, w positions end at t − w + 1.",
+                alone=True,
             ),
             Mistake("everything", lambda c: (c.t + 1, 0), "That is without a window."),
+            Mistake(
+                "oldest of all",
+                lambda c: (c.w + c.s, 0),
+                "The count is right. Position 0 is a sink; asked is the oldest besides the sinks.",
+                alone=True,
+            ),
+            Mistake(
+                "after the sinks",
+                lambda c: (c.w + c.s, c.s),
+                "The count is right. Position s was forgotten long ago: from t down, w positions end at t − w + 1.",
+                alone=True,
+            ),
             Mistake(
                 "sinks in the window",
                 lambda c: (c.w, c.t - c.w + c.s + 1),

@@ -42,10 +42,16 @@ def _two_parts(rng):
     return float(a), float(la), float(b), float(lb)
 
 
-def _merged(a, la, b, lb):
+def _weighed(a, la, b, lb):
+    """(sum of the parts, each times its weight; sum of the weights)"""
     top = max(la, lb)
     wa, wb = math.exp(la - top), math.exp(lb - top)
-    return (wa * a + wb * b) / (wa + wb)
+    return wa * a + wb * b, wa + wb
+
+
+def _merged(a, la, b, lb):
+    total, weights = _weighed(a, la, b, lb)
+    return total / weights
 
 
 # --- 14.4: hand over or prefill again -----------------------------------------------------------------------------
@@ -64,9 +70,15 @@ CHECKS = (
             "L": (28, 36, 24),
             "C": (1024, 2560, 2048),
             "n": (4, 8, 16),
-            "itemsize": (2, 4),
+            "itemsize": (4,),
         },
+        factors=True,
         wrong=(
+            Mistake(
+                "numbers, not bytes",
+                lambda c: _summed(c) * 2 * (c.n - 1) / c.n / c.itemsize,
+                "That is how many numbers are sent. Each has `itemsize` bytes.",
+            ),
             Mistake(
                 "one sum per layer",
                 lambda c: _summed(c) * (c.n - 1) / c.n,
@@ -102,6 +114,20 @@ CHECKS = (
                 "has a run of KV heads.",
             ),
             Mistake(
+                "every n-th",
+                lambda Hk, n, rank: list(range(rank, Hk, n)),
+                "You deal the heads out one by one. Query heads that share a KV head lie side by side, so a rank "
+                "has a run of KV heads.",
+            ),
+            Mistake(
+                "runs of no head",
+                lambda Hk, n, rank: list(
+                    range(rank * (Hk // n), rank * (Hk // n) + max(1, Hk // n))
+                ),
+                "With more ranks than KV heads, Hk // n is 0, so every rank begins at head 0. Multiply first: "
+                "rank · Hk // n.",
+            ),
+            Mistake(
                 "no head left",
                 lambda Hk, n, rank: list(range(rank * Hk // n, (rank + 1) * Hk // n)),
                 "With more ranks than KV heads some ranks get none this way. Each rank has query heads, and they "
@@ -132,6 +158,11 @@ CHECKS = (
                 "The weight of a part is exp(lse), not lse: lse is its logarithm.",
             ),
             Mistake(
+                "not divided",
+                lambda a, la, b, lb: _weighed(a, la, b, lb)[0],
+                "The weights do not add up to 1 yet: divide by their sum.",
+            ),
+            Mistake(
                 "swapped",
                 lambda a, la, b, lb: _merged(b, la, a, lb),
                 "Each output belongs to its own log-sum-exp.",
@@ -159,11 +190,13 @@ CHECKS = (
                 "one token",
                 lambda c: _seconds(c, tokens=False),
                 "The first number is right. The prefill computes all T tokens, with 2 FLOPs per weight for each.",
+                alone=True,
             ),
             Mistake(
                 "swapped",
                 lambda c: _seconds(c)[::-1],
                 "Right numbers, wrong order: first sending, then computing.",
+                alone=True,
             ),
         ),
         otherwise="Sending: T · bytes per token · 8 / bits per second. Computing: 2 · P · T / FLOPs per second.",

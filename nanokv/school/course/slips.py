@@ -1,0 +1,62 @@
+"""Two known mistakes in one answer. They are looked for only where no single one explains it.
+
+An answer of several numbers may hold one mistake in each of them; a product may be off by the factors of both; a
+function may have two of the slips that its `made` knows. An answer that several pairs explain is given no name: what a
+learner is told has to be true.
+"""
+
+import itertools
+from numbers import Real
+from types import SimpleNamespace
+
+
+def told(a, b) -> tuple[str, str]:
+    """(message, name) of two mistakes."""
+    return f"Two slips at once. {a.message} And: {b.message}", f"{a.name} + {b.name}"
+
+
+def of_value(answer, right, given_by, alike, factors: bool):
+    """The two mistakes that explain a wrong value, or None. given_by: [(mistake, its value)]."""
+    known = [(mistake, value) for mistake, value in given_by if not mistake.alone]
+    explains = _factors if factors and isinstance(right, Real) else _parts
+    found = [
+        (a, b)
+        for (a, x), (b, y) in itertools.combinations(known, 2)
+        if explains(answer, right, x, y, alike)
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+def _factors(answer, right, x, y, alike) -> bool:
+    numbers = isinstance(x, Real) and isinstance(y, Real) and right != 0
+    return numbers and alike(answer, x * y / right)
+
+
+def _parts(answer, right, x, y, alike) -> bool:
+    """Is each item right or that of one mistake, and does it take both?"""
+    alike_forms = all(isinstance(value, list | tuple) for value in (answer, right, x, y))
+    if not alike_forms or len({len(value) for value in (answer, right, x, y)}) > 1:
+        return False
+    wrong = [
+        items for items in zip(answer, x, y, right, strict=True) if not alike(items[0], items[3])
+    ]
+    of_x = [alike(one, first) for one, first, _, _ in wrong]
+    of_y = [alike(one, second) for one, _, second, _ in wrong]
+    explained = all(a or b for a, b in zip(of_x, of_y, strict=True))
+    return explained and not all(of_x) and not all(of_y)
+
+
+def functions(mistakes, made) -> list:
+    """A mistake, with its function, for every two slips that do not concern the same thing."""
+    if made is None:
+        return []
+    slipped = [mistake for mistake in mistakes if mistake.slip]
+    pairs = [
+        (a, b) for a, b in itertools.combinations(slipped, 2) if not a.slip.keys() & b.slip.keys()
+    ]
+    return [_both(a, b, made(**a.slip, **b.slip)) for a, b in pairs]
+
+
+def _both(a, b, gives):
+    message, name = told(a, b)
+    return SimpleNamespace(name=name, gives=gives, message=message)
