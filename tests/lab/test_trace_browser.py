@@ -102,11 +102,11 @@ def table(driver, figure):
 
 
 def visible_figures(driver):
-    return [
-        figure
-        for figure in driver.find_elements("css selector", "main figure")
-        if figure.is_displayed()
-    ]
+    """The time line, then those of the tab."""
+    found = (
+        driver.find_elements("css selector", f"{host} figure") for host in ("#timeline", "#panels")
+    )
+    return [figure for figures in found for figure in figures if figure.is_displayed()]
 
 
 # --- what it must not do ------------------------------------------------------------------------------------------
@@ -544,14 +544,52 @@ def stop(driver):
 
 
 def in_sight(driver, element):
-    """Not above the window, and not wholly behind the card of the tour."""
+    """In the window, at least in part, and nothing of it behind the card of the tour."""
     return driver.execute_script(
         """
-        const {top, bottom} = arguments[0].getBoundingClientRect();
-        return bottom > 0 && top < document.getElementById("tour").getBoundingClientRect().top;
+        const [box, card] = [arguments[0], document.getElementById("tour")].map((one) => one.getBoundingClientRect());
+        const beside = card.right <= box.left || card.left >= box.right;
+        const apart = beside || card.bottom <= box.top || card.top >= box.bottom;
+        return apart && box.bottom > 0 && box.top < innerHeight;
     """,
         element,
     )
+
+
+@pytest.mark.parametrize(("width", "height"), [(1000, 657), (390, 844)])
+def test_play_keeps_the_map_on_the_screen(driver, address, width, height):
+    """Directly under the slider at first, and still there when it is played from further down; a second per step."""
+    look(driver, width, height=height)
+    driver.get(address)
+    driver.execute_script("openTab(0); goTo(0)")
+    place = """
+        const map = cachePanel.maps[0].canvas.getBoundingClientRect(), bar = document.querySelector(".bar");
+        return [Math.round(bar.getBoundingClientRect().bottom), Math.round(map.top), Math.round(map.bottom)];
+    """
+    for scrolled in (0, 1200):
+        driver.execute_script(f"play(false); goTo(0); scrollTo(0, {scrolled}); play(true)")
+        bar, top, bottom = driver.execute_script(place)
+        assert bar <= top and bottom <= height, (scrolled, bar, top, bottom)
+    assert driver.execute_script("return SPEED") == 1000
+    driver.execute_script("play(false)")
+
+
+@pytest.mark.parametrize(("width", "height"), [(1000, 657), (390, 844)])
+def test_a_page_with_a_fault_shows_both_answers_first(driver, address, runs, width, height):
+    look(driver, width, height=height)
+    driver.get(address)
+    answers = driver.find_elements("css selector", ".answer")
+    said = [answer.find_elements("css selector", "p")[1].text for answer in answers]
+    _, tokenizer, *both = runs
+    assert said == [tokenizer.text_of(run.tokens[len(run.ids) :]).strip() for run in both]
+    assert said[0] != said[1] and all(
+        answer.find_element("css selector", "mark").text for answer in answers
+    )
+    boxes = [answer.rect for answer in answers]
+    assert all(box["y"] + box["height"] < height / 2 for box in boxes)
+    assert (boxes[0]["y"] == boxes[1]["y"]) == (
+        width == 1000
+    )  # beside each other, where there is room
 
 
 @pytest.mark.parametrize("width", [390, 1200])

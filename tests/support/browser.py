@@ -3,9 +3,9 @@
 import json
 
 
-def look(driver, width, dark=False):
-    """Another window width and colour scheme."""
-    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+def look(driver, width, dark=False, height=900):
+    """Another window and colour scheme."""
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})

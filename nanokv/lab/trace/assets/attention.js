@@ -12,11 +12,12 @@ const attentionPanel = {
     follow.addEventListener("click", () => { view.query = null; refreshTab(); });
     controls.append(make("label", {}, "Query position ", this.query), follow);
     this.fact = make("p", { className: "fact" });
-    host.append(this.fact, controls);
+    host.append(controls);
     this.map = new HeatMap(host, "Who looks where: a row for each query, a column for each key", {
       grid: attentionGrid, table: attentionTable,
       moved: (r) => { view.query = r === newest() ? null : r; this.follow(); },
     });
+    host.append(this.fact);
     this.bars = new Bars(host, "Most weight", { bars: weightBars, table: weightTable });
   },
   follow() {
@@ -37,6 +38,8 @@ const attentionPanel = {
   },
 };
 
+// A row for each token: as low as its name can be read, so that the whole map stands below its controls.
+const lowRow = (cell) => Math.min(cell, 14, Math.max(10, Math.floor(360 / now().fed)));
 const chosenQuery = () => Math.max(0, Math.min(view.query ?? newest(), newest()));
 
 function look(query, key) { // weight that a query gave to a row of the cache when it was fed, at this step or before
@@ -55,7 +58,7 @@ function keyPiece(query, key) {
 function attentionGrid() {
   const run = now(), first = run.before[view.step], last = newest(), keys = run.looks[view.step][view.layer].S;
   return {
-    rows: run.fed, cols: run.widest, kind: "one", widest: 24, height: (cell) => Math.min(cell, 14), curve: Math.sqrt,
+    rows: run.fed, cols: run.widest, kind: "one", widest: 24, height: lowRow, curve: Math.sqrt,
     ends: ["weight 0", "1, colour by its square root"],
     value: (r, c) => {
       const x = look(r, c);

@@ -12,12 +12,13 @@ const cachePanel = {
     this.fact = make("p", { className: "fact" });
     const meaning = "A column is a token, a row is a layer. Each cell shows how long a key or value vector is (its norm): one " +
       `number instead of the vector's ${MODEL.kvHeads * MODEL.headDim} numbers. Choose a cell and all of them are drawn below.`;
-    host.append(make("p", { className: "meaning", textContent: meaning }), this.fact, controls);
+    const words = [controls, this.fact, make("p", { className: "meaning", textContent: meaning })];
     this.maps = ["Keys", "Values"].map((noun, part) => new HeatMap(host, `${noun}: the norm at each token, layer by layer`, {
       grid: () => normGrid(part),
       table: () => normTable(noun, part),
       moved: (r, c) => { view.layer = r; view.row = c; this.showVector(); },
     }));
+    this.maps[0].element.after(...words); // the map first, directly under the slider
     this.vector = new HeatMap(host, "One position in full", { grid: vectorGrid, table: vectorTable });
     this.bytes = new Lines(host, "Bytes of the whole cache after each step", {
       lines: byteLines, table: byteTable, picked: (i) => goTo(i),

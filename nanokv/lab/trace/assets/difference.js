@@ -27,10 +27,11 @@ const differencePanel = {
       if (!at || !differs(at)) goToPlace(DIFFERENT.find(differs));
     });
     this.head = choice(controls, "Query head", span(MODEL.heads).map(String), 0, (i) => { other.head = i; });
-    host.append(this.fact, controls);
+    host.append(controls);
     this.map = new HeatMap(host, "How far each token is off, layer by layer", {
       grid: offGrid, table: offTable, moved: (r, c) => { other.layer = r; other.position = c; this.showPlace(); },
     });
+    host.append(this.fact);
     this.vector = new HeatMap(host, "One position: right − wrong", { grid: gapGrid, table: gapTable });
     this.weights = new HeatMap(host, "Attention: right − wrong", { grid: weightGapGrid, table: weightGapTable });
     this.logits = new Bars(host, "Logits: right − wrong", { bars: logitGapBars, table: logitGapTable });
@@ -200,7 +201,7 @@ const signedRoot = (level) => 0.5 + Math.sign(level - 0.5) * Math.sqrt(Math.abs(
 function weightGapGrid() {
   const run = RUNS[0], t = commonStep(), text = (p) => short(run.tokens[p][1]);
   return {
-    rows: run.before[COMMON], cols: run.before[COMMON], kind: "two", widest: 24, height: (cell) => Math.min(cell, 14), curve: signedRoot,
+    rows: run.before[COMMON], cols: run.before[COMMON], kind: "two", widest: 24, height: lowRow, curve: signedRoot,
     ends: ["brown: wrong looks there more, −1", "+1, green: right looks there more (grey: equal; colour by the square root)"],
     value: (r, c) => weightGap(other.layer, other.head, r, c), range: () => [-1, 1],
     rowName: (r) => `${text(r)} ${r}`, colName: String, colText: text, mark: [run.before[t], run.before[t + 1] - 1, 0, run.before[t + 1] - 1],

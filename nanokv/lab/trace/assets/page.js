@@ -2,7 +2,7 @@
 
 const $ = (id) => document.getElementById(id);
 const slider = $("step");
-const SPEED = 450; // ms per step while playing
+const SPEED = 1000; // ms per step while playing
 let timer = null, tab = 0;
 
 // --- steps ----------------------------------------------------------------------------------------------------------
@@ -37,9 +37,16 @@ function differs(n) { // what is special about step n of two runs
 function play(on) {
   clearInterval(timer);
   timer = null;
+  if (on) showPicture();
   if (on && view.step === now().steps.length - 1) goTo(0);
   if (on) timer = setInterval(() => (view.step < now().steps.length - 1 ? goTo(view.step + 1) : play(false)), SPEED);
   $("play").textContent = timer ? "Pause" : "Play";
+}
+
+function showPicture() { // what plays has to be seen
+  const picture = PANELS[tab].host.querySelector("figure"), { top, bottom } = picture.getBoundingClientRect();
+  const bar = document.querySelector(".bar"), roof = bar.getBoundingClientRect().bottom;
+  if (top < roof || bottom > innerHeight) scrollBy(0, top - bar.offsetHeight - 8);
 }
 
 function stepKeys(event) {
@@ -91,7 +98,8 @@ function paintTimeline() {
   });
   const most = timeline.chips[Math.min(next, timeline.chips.length - 1)], strip = timeline.body.firstChild;
   const above = most.offsetTop;
-  if (above < strip.scrollTop || above + most.offsetHeight > strip.scrollTop + strip.clientHeight) strip.scrollTop = above - 40;
+  if (view.step === 0) strip.scrollTop = 0; // a run begins with its first token
+  else if (above < strip.scrollTop || above + most.offsetHeight > strip.scrollTop + strip.clientHeight) strip.scrollTop = above - 40;
 }
 
 // --- runs -----------------------------------------------------------------------------------------------------------
@@ -104,6 +112,19 @@ function showRun(n) {
   buildTimeline();
   $("fault-note").replaceChildren(...faultText());
   goTo(view.step);
+}
+
+function buildAnswers() { // of a page with a fault: what each run says, before anything else
+  const { name, wordsStep } = DATA.fault, titles = ["as it should be", `with the fault ${name}`];
+  $("answers").replaceChildren(...RUNS.map((run, i) => {
+    const said = (from, to) => run.tokens.slice(run.promptLength + from, to && run.promptLength + to)
+      .map(([, piece]) => piece).filter((piece) => !/^<\|.*\|>$/.test(piece)).join("");
+    const from = wordsStep ?? run.tokens.length, end = run.stopped ? ` … and breaks off: ${run.stopped}` : "";
+    const words = wordsStep === null && i ? [said(0), make("span", { className: "label", textContent: " the same words" })]
+      : [from ? said(0, from) : "", make("mark", { textContent: said(from) + end })];
+    return make("div", { className: i ? "answer wrong" : "answer" },
+      make("p", { className: "label", textContent: titles[i] }), make("p", {}, ...words));
+  }));
 }
 
 function faultText() {
@@ -231,7 +252,8 @@ function start() {
   buildTabs();
   buildAbout();
   tour.build();
-  $("runs").hidden = $("fault-note").hidden = !DATA.fault;
+  $("runs").hidden = $("fault-note").hidden = $("answers").hidden = !DATA.fault;
+  if (DATA.fault) buildAnswers();
   slider.addEventListener("input", () => { play(false); goTo(Number(slider.value)); });
   document.addEventListener("keydown", stepKeys);
   $("play").addEventListener("click", () => play(!timer));

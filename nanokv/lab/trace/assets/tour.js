@@ -56,25 +56,6 @@ const STOPS_OF_TOUR = [
     show: () => show(cachePanel, lastStep, cachePanel.maps[0].element),
   },
   {
-    title: "Why a norm is drawn",
-    say: () => {
-      const [layer, row] = largestKey();
-      return [`The key of position ${row} ${piece(row)} in layer ${DATA.layers[layer]} has ${count(vectorSize)} numbers, ` +
-          `${plural(MODEL.kvHeads, "KV head")} of ${MODEL.headDim}. A cell has room for one number.`,
-        `It is the norm, the length of the vector: here ${figures(run0.norm(lastStep, layer, row, 0, -1))}, the largest of all keys.`,
-        "The longer a key is, the further it can move the scores of attention.",
-        `A norm does not show a direction, so all ${count(vectorSize)} numbers of the chosen cell are drawn below the maps.`];
-    },
-    show: () => {
-      view.kvHead = -1, cachePanel.head.value = 0;
-      const found = show(cachePanel, lastStep, cachePanel.maps[0].element, cachePanel.vector.element);
-      cachePanel.maps[0].move(...largestKey());
-      cachePanel.maps[0].reveal(largestKey()[1]);
-      return found;
-    },
-    map: () => cachePanel.maps[0],
-  },
-  {
     title: "Prefill",
     say: () => [`Step 0 is the prefill. ${plural(run0.promptLength, "token")} of the prompt ${run0.promptLength === 1 ? "goes" : "go"} through the model in one pass, in ${spent(DATA.costs.cached, 0)}.`,
       `The pass fills ${plural(run0.before[1], "column")} of the cache, framed in the map.`,
@@ -89,13 +70,6 @@ const STOPS_OF_TOUR = [
       `Its attention reads ${count(run0.before[2])} columns, ${count(run0.before[1])} of them out of the cache.`,
       `Step 1 took ${milli(DATA.costs.cached[1])}, the prefill ${milli(DATA.costs.cached[0])}.`]),
     show: () => show(cachePanel, 1, cachePanel.maps[0].element, timeline.chips[run0.before[1]]),
-  },
-  {
-    title: "What each token adds",
-    say: () => [`A token adds 2 (key and value) × ${MODEL.layers} layers × ${plural(MODEL.kvHeads, "KV head")} × ${MODEL.headDim} numbers × ${MODEL.itemsize} B = ${count(MODEL.bytesPerToken)} B.`,
-      `The cache has ${count(run0.steps[0].nbytes)} B after step 0 and ${count(run0.steps[lastStep].nbytes)} B at the end, for ${plural(run0.fed, "token")}.`,
-      `The weights have ${bytes(MODEL.weightBytes)}. ${asLarge()}`],
-    show: () => show(cachePanel, lastStep, cachePanel.bytes.element, cachePanel.fact),
   },
   {
     title: "What reuse saves",
@@ -127,6 +101,32 @@ const STOPS_OF_TOUR = [
       return found;
     },
     map: () => attentionPanel.map,
+  },
+  {
+    title: "Why a norm is drawn",
+    say: () => {
+      const [layer, row] = largestKey();
+      return [`The key of position ${row} ${piece(row)} in layer ${DATA.layers[layer]} has ${count(vectorSize)} numbers, ` +
+          `${plural(MODEL.kvHeads, "KV head")} of ${MODEL.headDim}. A cell has room for one number.`,
+        `It is the norm, the length of the vector: here ${figures(run0.norm(lastStep, layer, row, 0, -1))}, the largest of all keys.`,
+        "The longer a key is, the further it can move the scores of attention.",
+        `A norm does not show a direction, so all ${count(vectorSize)} numbers of the chosen cell are drawn below the maps.`];
+    },
+    show: () => {
+      view.kvHead = -1, cachePanel.head.value = 0;
+      const found = show(cachePanel, lastStep, cachePanel.maps[0].element, cachePanel.vector.element);
+      cachePanel.maps[0].move(...largestKey());
+      cachePanel.maps[0].reveal(largestKey()[1]);
+      return found;
+    },
+    map: () => cachePanel.maps[0],
+  },
+  {
+    title: "What each token adds",
+    say: () => [`A token adds 2 (key and value) × ${MODEL.layers} layers × ${plural(MODEL.kvHeads, "KV head")} × ${MODEL.headDim} numbers × ${MODEL.itemsize} B = ${count(MODEL.bytesPerToken)} B.`,
+      `The cache has ${count(run0.steps[0].nbytes)} B after step 0 and ${count(run0.steps[lastStep].nbytes)} B at the end, for ${plural(run0.fed, "token")}.`,
+      `The weights have ${bytes(MODEL.weightBytes)}. ${asLarge()}`],
+    show: () => show(cachePanel, lastStep, cachePanel.bytes.element, cachePanel.fact),
   },
   {
     title: "A fault",
@@ -181,23 +181,32 @@ const tour = {
     this.lit.forEach((element) => element.classList.remove("lit"));
     this.lit = elements;
     elements.forEach((element) => element.classList.add("lit"));
-    elements[0]?.scrollIntoView({ block: "start" });
+    const before = elements[0].previousElementSibling, controls = before?.classList.contains("controls") ? before : elements[0];
+    const beside = getComputedStyle($("tour")).position === "fixed"; // where there is room
+    this.put(beside ? controls : elements[0]);
+    (beside ? controls : $("tour")).scrollIntoView({ block: "start" });
   },
-  lift(map) { // the row under discussion moves out from behind the card
+  put(before) { // a node that moves loses the focus
+    const focused = document.activeElement, own = $("tour").contains(focused);
+    before.before($("tour"));
+    if (own) focused.focus({ preventScroll: true });
+  },
+  lift(map) { // the row under discussion moves up from below the window
     const { top, height } = map.layout, y = map.canvas.getBoundingClientRect().top + top + height * map.cursor[0];
-    if (y > innerHeight * 0.45) scrollBy(0, y - innerHeight * 0.3);
+    if (y > innerHeight - 60) scrollBy(0, y - innerHeight + 120);
   },
   dim() { // of several lit parts, those that are out of sight
-    const top = $("tour").getBoundingClientRect().top;
     this.lit.slice(1).forEach((element) => {
       const box = element.getBoundingClientRect();
-      if (box.bottom < 40 || box.top > top - 40) element.classList.remove("lit");
+      if (box.bottom < 40 || box.top > innerHeight - 40) element.classList.remove("lit");
     });
   },
   close() {
     this.at = null;
-    this.light([]);
+    this.lit.forEach((element) => element.classList.remove("lit"));
+    this.lit = [];
     $("tour").hidden = true;
+    this.put(document.querySelector(".bar"));
     document.body.classList.remove("touring");
     this.remember();
     $("tour-start").focus();
@@ -211,7 +220,7 @@ const tour = {
   },
   offer(seen) {
     $("tour-start").textContent = seen ? "Tour again" : "Take the tour";
-    $("tour-offer").textContent = seen ? "" : `${STOPS_OF_TOUR.length} stops explain what a KV cache is and what this page shows.`;
+    $("tour-offer").textContent = seen ? "" : `${STOPS_OF_TOUR.length} stops`;
   },
   keys(event) {
     const onCard = event.target === $("tour") && !event.repeat; // not on one of its buttons
