@@ -7,9 +7,11 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
+from browser import look
 from nanokv.school.course import drawings, show, slides
 from nanokv.school.course.drawings.canvas import FILLS, WIDTH, Canvas
 from nanokv.school.course.figures import COLORS
+from waiting import until
 
 SVG = "{http://www.w3.org/2000/svg}"
 WIDE = 0.6, 0.64  # of a letter in a wide font, usual and bold, as a share of the font size
@@ -102,35 +104,41 @@ def test_nothing_is_fetched_and_the_same_call_gives_the_same_bytes(make):
 
 
 @each_drawing
-def test_a_still_drawing_hides_nothing(make):
-    """Without the animation all steps are there: nothing is invisible outside of the style that is taken away."""
-    drawing = make()
-    still = drawing.still.svg
-    assert not re.search(r"<style|<animate|@keyframes|opacity", still)
-    assert ET.fromstring(still).findall(f".//{SVG}text") and drawing.still.still == drawing.still
-    kept = [
-        [text.text for text in ET.fromstring(svg).iter(f"{SVG}text")]
-        for svg in (drawing.svg, still)
-    ]
-    assert kept[0] == kept[1]
+def test_a_drawing_by_itself_hides_nothing(make):
+    """Where no script runs, on paper and in a slide all steps are there."""
+    assert not re.search(r"<style|<animate|@keyframes|opacity|visibility", make().svg)
 
 
-def test_the_arriving_token_moves_and_comes_to_rest():
+def test_only_the_arriving_token_has_steps():
+    assert [make().steps for make in drawings.ALL if make().steps] == [4]
     drawing = drawings.token_arrives()
-    assert (
-        drawing.still != drawing
-        and [make().still == make() for make in drawings.ALL].count(False) == 1
-    )
-    style = re.search(r"<style>(.*)</style>", drawing.svg)[1]
     steps = set(re.findall(r'class="([\w-]+)"', drawing.svg))
-    assert (
-        steps
-        == {f"arrives-{i}" for i in (1, 2, 3, 4)}
-        == set(re.findall(r"@keyframes ([\w-]+)", style))
-    )
-    assert "infinite" not in style and "prefers-reduced-motion:reduce" in style and "print" in style
-    words = drawing._repr_mimebundle_()[0]["text/html"]
-    assert '<source media="print, (prefers-reduced-motion: reduce)"' in words
+    assert steps == {f"{drawing.name}-{i}" for i in (1, 2, 3, 4)}
+    assert "<button" not in drawings.block()._repr_mimebundle_()[0]["text/html"]
+
+
+@pytest.mark.slow
+def test_a_drawing_starts_when_it_is_seen_and_goes_on_by_its_button(driver, tmp_path):
+    html = drawings.token_arrives()._repr_mimebundle_()[0]["text/html"]
+    page = f'<!doctype html><meta charset="utf-8"><div style="height:3000px">above</div>{html}'
+    (tmp_path / "page.html").write_text(page, "utf-8")
+    look(driver, 1000, height=657)
+    driver.get((tmp_path / "page.html").as_uri())
+    at = "return document.querySelector('[data-steps]').dataset.at"
+    assert driver.execute_script(at) == "4"  # it waits, and hides nothing
+    driver.execute_script("document.querySelector('img').scrollIntoView()")
+    until(driver, lambda page: page.execute_script(at) == "0")
+    until(driver, lambda page: page.execute_script(at) == "1")
+    step, _ = driver.find_elements("css selector", "button")
+    seen = []
+    for _ in range(4):
+        step.click()
+        seen.append(driver.execute_script(at))
+    assert seen == ["2", "3", "4", "0"]
+    hidden = driver.execute_script("return decodeURIComponent(document.querySelector('img').src)")
+    assert ".arrives-1{visibility:hidden}.arrives-2{visibility:hidden}" in hidden
+    assert driver.execute_script("return document.querySelector('img').naturalWidth") > 0
+    assert driver.get_log("browser") == []
 
 
 def test_colours_are_those_of_the_plots_or_grey():

@@ -193,7 +193,7 @@ const tour = {
   },
   lift(map) { // the row under discussion moves up from below the window
     const { top, height } = map.layout, y = map.canvas.getBoundingClientRect().top + top + height * map.cursor[0];
-    if (y > innerHeight - 60) scrollBy(0, y - innerHeight + 120);
+    if (y > innerHeight - 24) scrollBy(0, y - innerHeight + 40);
   },
   dim() { // of several lit parts, those that are out of sight
     this.lit.slice(1).forEach((element) => {

@@ -1,6 +1,6 @@
 """The schematic drawings of the course, made by code. `course.show(course.drawings.block())` shows one with its words.
 
-Each function takes the alt text as an argument and returns a Drawing; `.still` of it has no animation.
+Each function takes the alt text as an argument and returns a Drawing.
 """
 
 from nanokv.school.course.drawings.arriving_token import token_arrives

@@ -1,4 +1,4 @@
-"""The cache beside attention, while one token arrives: what is computed for it, and what is read. Animated."""
+"""The cache beside attention, while one token arrives: what is computed for it, and what is read. In four steps."""
 
 from nanokv.school.course.drawings.canvas import Canvas, Drawing
 

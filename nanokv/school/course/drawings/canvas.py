@@ -8,12 +8,12 @@ says anything that the text does not say. Nothing is fetched, and the same call 
 import base64
 import html
 import math
-import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from importlib.resources import files
 
+SCRIPT = files("nanokv.school.course") / "assets" / "drawing.js"
 WIDTH = 400  # units of the viewBox; about the pixels of a phone
 SHOWN = 520  # pixels on a wide screen
-SECONDS, ROUNDS = 9, 3  # of an animation, which then stands still
 INK, LINE = "#1B1B1B", "#454B53"
 FILLS = {  # kind of box → (fill, ink)
     "plain": ("#FFFFFF", INK),
@@ -27,24 +27,21 @@ FILLS = {  # kind of box → (fill, ink)
 
 @dataclass(frozen=True)
 class Drawing:
-    """An SVG with its words. Jupyter shows it as it is; `course.show` prints the words too."""
+    """An SVG with its words. Jupyter shows it as it is; `course.show` prints the words too.
+
+    `steps`: how many parts a page shows one after the other, as soon as the drawing is seen; 0: it stands still.
+    """
 
     name: str
     alt: str
     svg: str
-
-    @property
-    def still(self) -> "Drawing":
-        """Without the animation, for paper: the last picture, in which everything is there."""
-        return replace(self, svg=re.sub(r"<style>.*?</style>", "", self.svg, flags=re.DOTALL))
+    steps: int = 0
 
     def _repr_svg_(self) -> str:
         return self.svg
 
     def _repr_mimebundle_(self, include=None, exclude=None):
-        """The SVG, and for pages an image with its alt text, which stands still in print and
-        where motion is unwanted.
-        """
+        """The SVG, and for pages an image with its alt text."""
         data = {
             "image/svg+xml": self.svg,
             "text/html": self._html(),
@@ -53,11 +50,16 @@ class Drawing:
         return data, {"image/svg+xml": {"alt": self.alt}}
 
     def _html(self) -> str:
+        """All steps are there where no script runs."""
         image = f'<img alt="{html.escape(self.alt)}" src="{address(self.svg)}" style="max-width:100%;height:auto">'
-        if self.still == self:
+        if not self.steps:
             return image
-        still = address(self.still.svg)
-        return f'<picture><source media="print, (prefers-reduced-motion: reduce)" srcset="{still}">{image}</picture>'
+        script = SCRIPT.read_text("utf-8")
+        buttons = '<button type="button">Next step</button> <button type="button">Play</button>'
+        return (
+            f'<div data-name="{self.name}" data-steps="{self.steps}">{image}'
+            f"<p hidden>{buttons}</p><script>{script}</script></div>"
+        )
 
 
 def address(svg: str) -> str:
@@ -66,7 +68,7 @@ def address(svg: str) -> str:
 
 
 class Canvas:
-    """Collects the shapes of one drawing; `step` numbers what an animation shows one after the other, from 1."""
+    """Collects the shapes of one drawing; `step` numbers what a page shows one after the other, from 1."""
 
     def __init__(self, name: str, title: str, height: int):
         self.name, self.title, self.height = name, title, height
@@ -130,26 +132,10 @@ class Canvas:
         svg = (
             f'<svg xmlns="http://www.w3.org/2000/svg" role="img" viewBox="0 0 {WIDTH} {self.height}" width="{SHOWN}" '
             f'height="{SHOWN * self.height // WIDTH}" font-family="system-ui, Helvetica, Arial, sans-serif">'
-            f"{words}{self._animation()}{ground}{''.join(self.parts)}</svg>"
+            f"{words}{ground}{''.join(self.parts)}</svg>"
         )
-        return Drawing(self.name, alt, svg)
+        return Drawing(self.name, alt, svg, self.steps)
 
     def _add(self, shape: str, step: int):
         self.steps = max(self.steps, step)
         self.parts.append(f'<g class="{self.name}-{step}">{shape}</g>' if step else shape)
-
-    def _animation(self) -> str:
-        """Each step appears in its turn and stays."""
-        if not self.steps:
-            return ""
-        rules = []
-        for step in range(1, self.steps + 1):
-            begin = 100 * step / (self.steps + 2)
-            name = f"{self.name}-{step}"
-            rules.append(
-                f".{name}{{animation:{name} {SECONDS}s {ROUNDS}}}"
-                f"@keyframes {name}{{0%,{begin:.0f}%{{opacity:0}}{begin + 5:.0f}%,100%{{opacity:1}}}}"
-            )
-        names = ",".join(f".{self.name}-{step}" for step in range(1, self.steps + 1))
-        quiet = f"@media print,(prefers-reduced-motion:reduce){{{names}{{animation:none}}}}"
-        return f"<style>{''.join(rules)}{quiet}</style>"
