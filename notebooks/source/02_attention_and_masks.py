@@ -351,7 +351,7 @@ course.show(fig, alt="Left, on a log scale: with the mask added no earlier logit
 # %% [markdown]
 # The honest model stays at <!--fig 02.floor-->2.77<!--/fig-->. The other model
 # reaches <!--fig 02.cheat x3-->0.3<!--/fig-->: it reads the tokens that it has to predict. When it generates, there are
-# no later tokens to read, and its loss is <!--fig 02.used x1.5-->6.5<!--/fig-->, far worse than guessing. Such a bug is
+# no later tokens to read, and its loss is about <!--fig 02.used x1.5-->6<!--/fig-->, far worse than guessing. Such a bug is
 # usually found weeks later, by a training curve that looks too good.
 
 # %% [markdown]

@@ -399,7 +399,7 @@ course.check("05.2", token_forwards)
 
 # %% [markdown]
 # **05.3** A text of `n` tokens grows by one token. In one head of one layer: how many scores does a full forward
-# compute if it ignores the mask, and how many does the next token need?
+# compute if it computes the masked cells too, and how many does the next token need?
 
 # %%
 case = course.case("05.3")

@@ -47,7 +47,7 @@ qwen = FAMILY["Qwen/Qwen3-0.6B"]  # its published shape
 # ## Predict
 #
 # The bundled model is cut over two ranks: each has half of the heads, half of the width of every MLP, and half of the
-# words. How often must they exchange something to compute *one* token?
+# vocabulary. How often must they exchange something to compute *one* token?
 
 # %% tags=["exercise"]
 messages = ...
@@ -105,7 +105,7 @@ print(f"one half alone is off by {float((half(0) - whole).abs().max()):.2f}")
 # %% [markdown]
 # The order of the cuts matters. `gate` and `up` are cut by outputs, `down` by inputs. Then each rank goes through the
 # whole block alone, and one sum ends it. If `down` were cut by outputs too, each rank would need the other half of the
-# hidden width first: two messages in the place of one. Attention is cut in the same way: `q`, `k`, `v` by heads, that
+# hidden width first: two messages instead of one. Attention is cut in the same way: `q`, `k`, `v` by heads, that
 # is by outputs, and `o` by inputs. This is [tensor parallelism](glossary.md#tensor-parallelism), and these are all its
 # cuts:
 
@@ -358,8 +358,8 @@ course.figure("14.keys", whole / 2 / long)
 # A rank receives <!--fig 14.received-->7,104<!--/fig--> bytes per token, and as many behind a thousand tokens as behind
 # a hundred: the factor is <!--fig 14.growth-->1<!--/fig-->. It receives results, `H·(D+1)` numbers per layer and a few
 # bytes of a check, and those do not grow with the sequence. Sending the keys and values of the other rank instead would
-# be <!--fig 14.keys-->325<!--/fig--> times as many bytes at this length. The larger share of the cache
-# is <!--fig 14.unequal-->1.01<!--/fig--> of a half, because a rank may be a page ahead.
+# be <!--fig 14.keys-->325<!--/fig--> times as many bytes at this length. One rank
+# holds <!--fig 14.unequal-->1.01<!--/fig--> of a half, because it may be a page ahead.
 
 # %% [markdown]
 # ## Experiment 6: hand over what was computed

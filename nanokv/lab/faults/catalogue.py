@@ -86,8 +86,8 @@ def start_pos_advanced_twice():
 
 @fault(
     "every call counts positions from 0",
-    "The angles are sliced [:T] where [start_pos:start_pos+T] was meant: the prompt is right, and each new token is "
-    "rotated as if it were the first.",
+    "Each new token is rotated as if it stood at position 0. The prompt is right. (The angles are sliced [:T], and not "
+    "[start_pos:start_pos+T].)",
     "karpathy/nanochat#855",
     "words",
 )
