@@ -86,8 +86,8 @@ def start_pos_advanced_twice():
 
 @fault(
     "every call counts positions from 0",
-    "Each new token is rotated as if it stood at position 0. The prompt is right. (The angles are sliced [:T], and not "
-    "[start_pos:start_pos+T].)",
+    "Each new token is rotated as if it stood at position 0, and the prompt is right: the angles are sliced [:T] where "
+    "[start_pos:start_pos+T] was meant.",
     "karpathy/nanochat#855",
     "words",
 )
