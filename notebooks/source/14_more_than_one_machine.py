@@ -569,10 +569,9 @@ course.answer("14.q3", q3)
 #
 # ## Next
 #
-# This was the last notebook. You have seen what a cache may keep and why. You built one, switched on every bug of
-# notebook 07, counted the bytes of a cache, timed it, divided it into pages, shared it, and cut it over two processes.
-# Go on with `nanokv chat`, `nanokv bench` and the source code. Or go back to [07](07_bug_hunt.ipynb) and see whether
-# you now find its bugs.
+# You have seen what a cache may keep and why. You built one, switched on every bug of notebook 07, counted the bytes of
+# a cache, timed it, divided it into pages, shared it, and cut it over two processes. In notebook
+# [15](15_an_engine_of_your_own.ipynb) you write the engine that serves many people out of one.
 
 # %% tags=["skip"]
 course.progress()

@@ -55,6 +55,8 @@ def cells(*texts: str) -> dict:
     """The names of a notebook after these cells, whose texts Jupyter leaves in linecache."""
     names = {"__name__": "__main__", "torch": torch, "nanokv": nanokv, "table": torch.ones(3)}
     names["keep"] = parts.reference("prefix")  # as a cell of notebook 12 has it
+    for name in ("preempt", "admit", "share", "reserve"):  # and those of notebook 15
+        names[name] = parts.reference(name)
     for text in texts:
         file = f"/tmp/ipykernel_7/{next(CELLS)}.py"
         linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
@@ -465,7 +467,8 @@ FORMS = {
     "bools": lambda value: items(value, lambda one: bool(one) if one in (0, 1) else one),
     "generator": lambda value: (one for one in value),
 }
-FUNCTIONS = sorted(set(parts.PARTS) - {"cache"})
+KERNELS = {"row_norm", "place", "fold", "merge"}  # of Triton: they return nothing to Python
+FUNCTIONS = sorted(set(parts.PARTS) - KERNELS - {"cache"})
 
 
 def loop(model, ids, n):
@@ -562,13 +565,19 @@ def once(number: str) -> notebook_slices.Ran:
     return notebook_slices.run(number)
 
 
-# The cache is taken by three notebooks, whose cells run for longer.
-BY_NIGHT = {"cache": [pytest.mark.night]}
+# The cache is taken by three notebooks; behind these parts of 15 and 16 whole engines and steps run again.
+LONG = ("cache", "admit", "share", "reserve", "step", "fill")
+BY_NIGHT = {name: [pytest.mark.night] for name in LONG}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=BY_NIGHT.get(name, [])) for name in parts.PARTS]
+    "name",
+    [
+        pytest.param(name, marks=BY_NIGHT.get(name, []))
+        for name in parts.PARTS
+        if name not in KERNELS
+    ],
 )
 def test_each_accepted_form_of_a_part_runs_through_every_cell_that_uses_it(
     name, monkeypatch, tmp_path

@@ -293,7 +293,7 @@ def test_every_number_comes_back_with_its_tolerance_and_its_mistakes(number):
                 } <= told
                 assert answers[-1] == (0, "", check.otherwise) if check.otherwise else True
             tried += 1
-    assert tried >= 2 or number in ("03", "04", "06", "07"), "nothing was compared"
+    assert tried >= 2 or number in ("03", "04", "06", "07", "15"), "nothing was compared"
 
 
 def test_shapes_are_short_answers_and_both_sheets_are_in_one_category():

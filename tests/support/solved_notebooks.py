@@ -17,7 +17,7 @@ from nanokv.school.course.running import run as run_notebook
 from taking_turns import alone
 
 WALL = 900  # seconds; only a notebook that hangs takes as long
-TIMED = ("05", "09", "10", "11")  # notebooks with figures of seconds, or ratios of seconds
+TIMED = ("05", "09", "10", "11", "15")  # notebooks with figures of seconds, or ratios of seconds
 SHARED: list[Path] = []  # the folder of all processes of `pytest -n`; conftest.py names it
 
 

@@ -69,7 +69,7 @@ class _Parts:
             self.constants.append(f"{name} = {_written(value)}\n")
         elif line := _import(name, value):
             self.imports.add(line)
-        elif isinstance(value, FunctionType | type):
+        elif isinstance(_of_kernel(value), FunctionType | type):
             own = self.define(value)
             if own != name:
                 self.definitions.append(f"{name} = {own}")
@@ -105,8 +105,14 @@ def _text(lines: list[str], first: int, node) -> str:
     return "".join(lines[first - 1 : node.end_lineno])
 
 
+def _of_kernel(value):
+    """The function of a kernel of Triton; anything else as it is."""
+    return value.fn if isinstance(getattr(value, "fn", None), FunctionType) else value
+
+
 def _functions(value) -> list[FunctionType]:
     """The function itself, or those of a class: they know their cell."""
+    value = _of_kernel(value)
     if isinstance(value, type):
         made = (
             getattr(one, "fget", None) or getattr(one, "__func__", one)
@@ -120,7 +126,7 @@ def _functions(value) -> list[FunctionType]:
 def _named(node, value) -> str:
     """The name that a statement gives to this value; "" if it makes something else."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
-        return node.name if node.name == getattr(value, "__qualname__", "") else ""
+        return node.name if node.name == getattr(_of_kernel(value), "__qualname__", "") else ""
     if (
         isinstance(node, ast.Assign)
         and isinstance(node.value, ast.Lambda)

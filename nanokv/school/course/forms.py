@@ -216,6 +216,8 @@ def _is_like_the_first(value, arguments) -> bool:
 
 
 COUNT = Use(_is_int, "an int: it is where a list is cut")
+TIMES = Use(_is_int, "an int: it says how often something is done")
+COUNTS = Use(lambda some, _: _are_ints(some, tuple | list), "a list of ints: lists are cut there")
 INDEX = Use(_is_int, "an int: it will index a tensor")
 PLACE = Use(lambda pair, _: _are_ints(pair, tuple | list), "two ints: they will index a tensor")
 IDS = Use(lambda ids, _: _are_ints(ids, tuple | list), "a list of ints: the tokenizer reads them")

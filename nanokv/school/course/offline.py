@@ -7,6 +7,7 @@ here, or native code, goes past it: where that matters, run the whole thing in a
 
 import ipaddress
 import sys
+from urllib.parse import urlsplit
 
 from nanokv.school.course import log
 
@@ -29,8 +30,9 @@ def _hook(event: str, args: tuple) -> None:
     if event not in EVENTS:
         return
     if event == "urllib.Request":
-        raise ConnectionRefusedError(f"no network here: {args[0]}")
-    address = args[1] if event in ("socket.connect", "socket.sendto") else args[:1]
+        address = (urlsplit(args[0]).hostname or "no host",)
+    else:
+        address = args[1] if event in ("socket.connect", "socket.sendto") else args[:1]
     if isinstance(address, tuple) and address and not is_local(address[0]):
         raise ConnectionRefusedError(f"no network here: {address[0]}")
 

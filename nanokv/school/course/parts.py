@@ -61,6 +61,16 @@ def _free(table, owners, free_pages):
     return free_pages
 
 
+def _of(notebook: str, name: str) -> Callable:
+    """A function with which a notebook compares."""
+    return lambda: getattr(checking.exercises(notebook), name)
+
+
+def _kernel(name: str) -> Callable:
+    """A kernel of notebook 16. Triton takes a second to import."""
+    return lambda: getattr(importlib.import_module("nanokv.school.course.own_kernels"), name)
+
+
 @dataclass(frozen=True)
 class Part:
     """`id`: the exercise that makes it. `own`: () → nanokv's; None: what the exercise compares with. `judge`: (answer,
@@ -84,6 +94,17 @@ PARTS = {
     "free": Part("10.5", lambda: _free),  # (table, owners, free pages) → free pages
     "prefix": Part("11.4"),  # (cached, new) → tokens to keep
     "turn": Part("12.4", lambda: _turn),  # (engine, ids, most) → answer
+    "admit": Part("15.1"),  # (known, promised, free, size, room) → how many move in
+    "share": Part("15.2"),  # (pending, budget) → tokens of each
+    "preempt": Part("15.3", _of("15", "preempt")),  # (engine, request)
+    "reserve": Part("15.4", _of("15", "reserve")),  # (engine, request, tokens) → has it its pages?
+    "step": Part("15.5", _of("15", "step")),  # engine → [(request, token)]
+    "stream": Part("15.6", _of("15", "stream")),  # (engine, request) → its tokens
+    "row_norm": Part("16.1", _kernel("norm_kernel")),  # of a row
+    "place": Part("16.3", _kernel("place")),  # (table, token, seen, SIZE) → (page, slot)
+    "fold": Part("16.4", _kernel("fold")),  # what is kept, scores, v → what is kept then
+    "merge": Part("16.5", _kernel("merge_kernel")),  # of a row and query head
+    "fill": Part("16.6", _of("16", "fill")),  # (inputs, tokens, positions, tables)
 }
 NAMES = {part.id: name for name, part in PARTS.items()}
 

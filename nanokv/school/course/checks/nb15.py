@@ -1,0 +1,698 @@
+"""Notebook 15, an engine of one's own: who moves in, who gets how many tokens, who gives way, a step, a stream."""
+
+import random
+from functools import partial
+
+from nanokv.errors import CapacityError
+from nanokv.school.course.answers import plain
+from nanokv.school.course.checking import (
+    RIGHT,
+    Mistake,
+    Told,
+    function,
+    judged,
+    questions,
+    result_of,
+    wrong,
+)
+from nanokv.school.course.forms import COUNTS, TIMES
+from nanokv.school.course.own_engine import Engine
+
+# --- 15.1: admission ----------------------------------------------------------------------------------------------
+
+
+def admit(known, promised, free, size, room):
+    """nanokv's: how many of those that wait move in."""
+    return _admitted(known, promised, free, size, room)
+
+
+def _admitted(
+    known, promised, free, size, room, ahead=1, counted=True, overtake=False, spare=0, unit="page",
+    limit=True, others=True,
+):  # fmt: skip
+    """The switches are slips."""
+    pages_of = {"page": lambda n: -(-n // size), "begun": lambda n: n // size, "token": lambda n: n}
+    moved, promised = 0, promised * others
+    for tokens in known[: room if limit else None]:
+        pages = pages_of[unit](tokens)
+        if promised + pages + spare > free:
+            if overtake:
+                continue
+            break
+        promised += (pages + ahead) * counted
+        moved += 1
+    return moved
+
+
+def _admit_with(**slip):
+    return partial(_admitted, **slip)
+
+
+def _admission(name, message, **slip):
+    return Mistake(name, _admit_with(**slip), message, slip)
+
+
+def _pool(rng):
+    """(known, promised, free, size, room)"""
+    size = rng.choice((4, 8, 16))
+    known = [rng.randint(1, 6 * size) for _ in range(rng.randint(1, 5))]
+    return known, rng.randint(0, 9), rng.randint(0, 24), size, rng.randint(0, 6)
+
+
+# --- 15.2: the budget of a step -----------------------------------------------------------------------------------
+
+
+def share(pending, budget):
+    """nanokv's: how many pending tokens of each are fed, decodes first."""
+    return _shared(pending, budget, lambda i: pending[i] > 1)
+
+
+def _shared(pending, budget, rank, whole=False):
+    given = [0] * len(pending)
+    for i in sorted(range(len(pending)), key=rank):  # stable: the older one first
+        tokens = min(pending[i], budget)
+        given[i] = 0 if whole and tokens < pending[i] else tokens
+        budget -= given[i]
+    return given
+
+
+def _equally(pending, budget):
+    return [min(tokens, budget // len(pending)) for tokens in pending]
+
+
+def _sorted(pending, budget):
+    return sorted(share(pending, budget))
+
+
+def _pending(rng):
+    """(pending, budget), decodes and chunks in any order of age, budget ≥ 1."""
+    pending = [rng.choice((1, 1, rng.randint(2, 40))) for _ in range(rng.randint(1, 6))]
+    return pending, rng.randint(1, 48)
+
+
+# --- 15.3 and 15.4: giving way ------------------------------------------------------------------------------------
+
+
+def preempt(engine, request):
+    """nanokv's: its pages go back, and it waits at its place; the answer so far stays."""
+    request.cache.free()
+    request.cache = None
+    engine.running.remove(request)
+    engine.waiting.insert(0, request)
+
+
+def reserve(engine, request, tokens):
+    """nanokv's: pages for its next tokens; the youngest gives way until they are there."""
+    while request in engine.running:
+        try:
+            request.cache.reserve(request.fed, request.fed + tokens)
+            return True
+        except CapacityError:
+            preempt(engine, engine.running[-1])
+    return False
+
+
+SIZE = 4
+WAITING = 2
+PATIENCE = 50  # refusals of a pool: more than any loop that ends gets
+
+
+class Desk(Engine):
+    """An engine of the check. What is fed are zeros: only places and pages count."""
+
+    def __init__(self, model, fed, pages):
+        super().__init__(model, step=None, pages=pages, size=SIZE)
+        for number, tokens in enumerate([*fed, *[6] * WAITING]):
+            self.submit([number + 1] * (tokens + 3), 4)
+        for tokens in fed:
+            self.start()
+            self._fill(self.running[-1], tokens)
+        self.everybody, self.refusals = [*self.running, *self.waiting], 0
+        self.pool.exhausted = self._refused
+
+    def _fill(self, request, tokens):
+        import torch
+
+        c, request.answer = self.model.config, [7, 8]
+        k = torch.zeros(1, c.num_key_value_heads, tokens, c.head_dim)
+        for layer in request.cache:
+            layer.append(k, k)
+
+    def _refused(self, count):
+        self.refusals += 1
+        if self.refusals > PATIENCE:
+            raise Told(
+                wrong(
+                    "Pages were refused again and again, and your loop goes on: each time somebody has to "
+                    "give way",
+                    "endless",
+                )
+            )
+        raise CapacityError(f"{count} pages wanted, {len(self.pool.free)} free")
+
+    def names(self, requests) -> str:
+        return ", ".join(str(request.number) for request in requests) or "none"
+
+
+def _model():
+    from nanokv.lab.study.equality import small_model
+
+    return small_model()
+
+
+def _judge_preempt(answer, case):
+    model = _model()
+    for fed in ((5, 9, 6), (4, 1), (12,)):
+        desk = Desk(model, fed, pages=12)
+        request = desk.running[-1]
+        held, before = len(request.cache.tables[0]), desk.free
+        older, answered = list(desk.running[:-1]), list(request.answer)
+        if answer(desk, request) is ...:
+            raise NotImplementedError
+        outcome = _preempted(desk, request, older, answered, before + held)
+        if outcome is not None:
+            return outcome
+    return RIGHT
+
+
+def _preempted(desk, request, older, answered, free):
+    """An Outcome for what is not as it should be after one request gave way."""
+    runs, waits = request in desk.running, request in desk.waiting
+    if runs and not waits and desk.free < free:
+        return wrong("The request runs on with all its pages", "nothing done")
+    if runs:
+        return wrong("It is in engine.running still: take it out", "still runs")
+    if desk.running != older:
+        return wrong(
+            f"Running now: {desk.names(desk.running)}; it should be {desk.names(older)}", "running"
+        )
+    if not waits:
+        return wrong("It neither runs nor waits: nobody will ever answer it", "lost")
+    order = [one.number for one in desk.waiting]
+    if order != sorted(order):
+        return wrong(
+            f"Waiting now: {desk.names(desk.waiting)}. It came before those, so it stands before them again",
+            "end of the queue",
+        )
+    if request.answer != answered:
+        return wrong(
+            "Its answer is gone. The tokens were streamed already, and would be streamed twice",
+            "answer",
+        )
+    if desk.free < free:
+        return wrong(
+            f"{desk.free} pages are free, and {free} should be: give them back with request.cache.free()",
+            "pages kept",
+        )
+    if request.cache is not None:
+        return wrong("Its pages are free, but request.cache is not None", "cache stays")
+    return None
+
+
+# (tokens fed of each, pages of the pool, who asks, for how many tokens)
+RESERVATIONS = (
+    ((5, 6), 8, 0, 3),  # there is room in its own page
+    ((5, 6), 8, 0, 8),  # pages are free
+    ((9, 8, 5), 7, 1, 1),  # the youngest gives way
+    ((8, 9, 5), 7, 0, 1),
+    ((8, 9, 5), 7, 0, 17),  # two give way
+    ((4, 8, 8), 5, 2, 1),  # it is the youngest itself
+    ((8, 8, 4, 4), 6, 1, 9),  # those behind it, then itself
+)
+
+
+def _judge_reserve(answer, case):
+    model = _model()
+    for fed, pages, who, tokens in RESERVATIONS:
+        desk, right = Desk(model, fed, pages), Desk(model, fed, pages)
+        request, twin = desk.running[who], right.running[who]
+        given = result_of(answer, desk, request, tokens)
+        reserve(right, twin, tokens)
+        outcome = _wrong_ones(desk, right, request, tokens) or _reserved(request, twin, given)
+        if outcome is not None:
+            return outcome
+    return RIGHT
+
+
+def _wrong_ones(desk, right, request, tokens):
+    """An Outcome where others gave way than in nanokv's."""
+    running, wanted = desk.names(desk.running), desk.names(right.running)
+    if running == wanted:
+        return None
+    case = (
+        f"request {request.number} needs pages for {tokens} more tokens. Running now: {running}. "
+    )
+    case += f"It should be: {wanted}"
+    if len(desk.running) == len(right.everybody) - WAITING:
+        return wrong(
+            f"{case}. Nobody gave way, so the next step stands where this one does", "waits"
+        )
+    if len(desk.running) > len(right.running):
+        return wrong(f"{case}. One was not enough: go on until there are pages", "only one")
+    if request not in desk.running:
+        return wrong(f"{case}. Those that came later give way first", "itself first")
+    if len(desk.running) < len(right.running):
+        return wrong(f"{case}. As long as there are pages, nobody gives way", "too early")
+    if right.running[-1:] != [] and right.everybody[request.number] in right.running:
+        return wrong(f"{case}. The youngest gives way", "oldest")
+    return wrong(f"{case}. It is the youngest that is left, so it gives way itself", "others only")
+
+
+def _reserved(request, twin, given):
+    """An Outcome for what is returned, and for the pages."""
+    expected = twin.cache is not None
+    taken = request.cache is not None and len(request.cache.tables[0]) == len(twin.cache.tables[0])
+    if expected and given is False and not taken:
+        return wrong(
+            f"Somebody gave way for request {request.number}, and you did not try again",
+            "no second try",
+        )
+    if given is not expected:
+        state = "has its pages" if expected else "has given way itself"
+        return wrong(f"Request {request.number} {state}, and you return {given!r}", "returned")
+    if expected and not taken:
+        return wrong(
+            f"Request {request.number} is said to have its pages, and has not taken them: call "
+            "request.cache.reserve",
+            "not taken",
+        )
+    return None
+
+
+# --- 15.5: a step -------------------------------------------------------------------------------------------------
+
+
+def step(engine):
+    """nanokv's: one forward for all that may go on → [(request, token)]."""
+    known = [len(request.known) for request in engine.waiting]
+    room = engine.most - len(engine.running)
+    for _ in range(admit(known, engine.promised, engine.free, engine.size, room)):
+        engine.start()
+    sizes = share([request.pending for request in engine.running], engine.budget)
+    pairs = list(zip(engine.running, sizes, strict=True))
+    work = [(request, n) for request, n in pairs if n and reserve(engine, request, n)]
+    drawn = []
+    for (request, _), row in zip(work, engine.feed(work), strict=True):
+        if request.pending == 0:
+            token = int(row.argmax())
+            request.answer.append(token)
+            drawn.append((request, token))
+            if token in engine.stop or len(request.answer) == request.most:
+                engine.finish(request)
+    return drawn
+
+
+def _pair(item):
+    return tuple(item) if isinstance(item, list) else item
+
+
+class Watched(Engine):
+    """An engine that tells the first slip of a step."""
+
+    def begin(self):
+        """What the step should find and do."""
+        known = [len(request.known) for request in self.waiting]
+        room = self.most - len(self.running)
+        self.entering = self.waiting[: admit(known, self.promised, self.free, self.size, room)]
+        self.forwards, self.rows, self.lengths, self.begun, self.ended = 0, {}, {}, [], []
+
+    def feed(self, work):
+        work = list(work)
+        slip = self._order_slip(work) or self._work_slip(work)
+        if slip:
+            raise Told(slip)
+        self.forwards += 1
+        logits = super().feed(work)
+        self.rows = {
+            request: int(row.argmax())
+            for (request, _), row in zip(work, logits, strict=True)
+            if request.pending == 0
+        }
+        self.lengths = {request: len(request.answer) for request, _ in work}
+        return logits
+
+    def start(self):
+        super().start()
+        self.begun.append(self.running[-1])
+        if self.running[-1] not in self.entering:
+            number = self.running[-1].number
+            raise Told(
+                wrong(f"Request {number} moved in, and there is no room", "too many admitted")
+            )
+
+    def finish(self, request):
+        if request not in self.running:
+            raise Told(
+                wrong(f"Request {request.number} was finished and does not run", "finished twice")
+            )
+        self.ended.append(request)
+        super().finish(request)
+
+    def _order_slip(self, work):
+        if self.forwards:
+            return wrong(
+                "Two forwards in one step: all weights are read twice. Chunks and decodes go into one",
+                "two forwards",
+            )
+        missed = [request for request in self.entering if request not in self.begun]
+        if missed:
+            return wrong(
+                f"Request {missed[0].number} could move in, and still waits: call engine.start() as often "
+                "as admit says",
+                "not admitted",
+            )
+        return None
+
+    def _work_slip(self, work):
+        gone = [request.number for request, _ in work if request.cache is None]
+        if gone:
+            return wrong(
+                f"Request {gone[0]} is in the work, and has lost its pages in this very step: leave it out",
+                "preempted",
+            )
+        for request, n in work:
+            if not 1 <= n <= request.pending:
+                return wrong(
+                    f"{n} tokens of request {request.number} are fed, and it has {request.pending} pending",
+                    "pending",
+                )
+        total = sum(n for _, n in work)
+        if total > self.budget:
+            return wrong(f"{total} tokens are fed, and the budget is {self.budget}", "budget")
+        for request, n in work:
+            if len(request.cache.tables[0]) < self.pages_of(request.fed + n):
+                return wrong(
+                    f"Request {request.number} has no pages for its next {n} tokens: reserve them first",
+                    "not reserved",
+                )
+        sizes = dict(
+            zip(self.running, share([r.pending for r in self.running], self.budget), strict=True)
+        )
+        for request, n in sizes.items():
+            if n and request.pending == 1 and request not in dict(work):
+                return wrong(
+                    f"Request {request.number} has its pages and waits for one token, and is left out",
+                    "decode left out",
+                )
+        if not work:
+            return wrong("Nothing was fed: the work is empty", "nothing fed")
+        return None
+
+    def end(self, given):
+        """An Outcome for what the step left behind; None if all is well."""
+        if not self.forwards:
+            return wrong("No forward: engine.feed was not called", "no forward")
+        for request, before in self.lengths.items():
+            outcome = self._drawn_slip(request, request.answer[before:])
+            if outcome is not None:
+                return outcome
+        pairs = list(map(_pair, given)) if isinstance(given, list | tuple) else given
+        expected = [(request, request.answer[-1]) for request in self.rows]
+        if pairs != expected:
+            return wrong(
+                "Return [(request, token)] of the requests that got a token, in the order of the work",
+                "returned",
+            )
+        return None
+
+    def _drawn_slip(self, request, new):
+        name, token = f"Request {request.number}", self.rows.get(request)
+        if token is None and new:
+            return wrong(
+                f"{name} got a token, and a part of its prompt is still to be fed: the logits of a chunk "
+                "in the middle follow nothing that was asked",
+                "drawn early",
+            )
+        if token is not None and not new:
+            return wrong(f"{name} is fed, and no token was appended to its answer", "not drawn")
+        if token is not None and [plain(one) for one in new] != [token]:
+            return wrong(
+                f"{name} got {new}, and the likeliest token after its own row of logits is {token}",
+                "wrong row",
+            )
+        if any(type(one) is not int for one in new):
+            return wrong("A token is an int: it is fed as one, and compared", "no int")
+        full, stopped = len(request.answer) >= request.most, token in self.stop
+        left = token is not None and request not in self.ended
+        if left and stopped:
+            return wrong(f"{name} goes on behind {token}, an end token: finish it", "stop ignored")
+        if left and full:
+            return wrong(f"{name} goes on, and has all {request.most} tokens: finish it", "goes on")
+        if request in self.ended and not (full or stopped):
+            return wrong(f"{name} was finished and is not at its end", "finished early")
+        return None
+
+
+# (tokens of each prompt, pages, budget, most at once)
+LOADS = (
+    ((5, 9, 3), 20, 16, 8),  # all at once
+    ((30, 4, 6, 5), 30, 12, 3),  # a prompt in chunks, and a full house
+    ((9, 10, 12, 7), 9, 16, 4),  # too few pages
+    ((20, 2, 17, 3, 9), 8, 8, 8),
+)
+MOST = 9
+
+
+def _judge_step(answer, case):
+    model, rng = _model(), random.Random("15.5")
+    for lengths, pages, budget, most in LOADS:
+        prompts = [[rng.randrange(61) for _ in range(n)] for n in lengths]
+        outcome = _one_load(answer, model, prompts, pages, budget, most)
+        if outcome is not None:
+            return outcome
+    return RIGHT
+
+
+def _one_load(answer, model, prompts, pages, budget, most):
+    """Serve them by this step, and compare with each of them alone."""
+    from nanokv.decoding.generation import generate
+
+    stop = list(generate(model, prompts[0], max_new_tokens=MOST - 2, eos_token_ids=[]))[-1:]
+    right, engine = (
+        kind(model, step, pages=pages, size=SIZE, budget=budget, most=most)
+        for kind in (Engine, Watched)
+    )
+    for one in (right, engine):
+        one.stop = stop
+        for prompt in prompts:
+            one.submit(prompt, MOST)
+    right.run()
+    requests = list(engine.waiting)
+    while engine.waiting or engine.running:
+        engine.begin()
+        given = result_of(answer, engine)
+        outcome = engine.end(given)
+        if outcome is not None:
+            return outcome
+        if len(engine.steps) > 2 * len(right.steps):
+            return wrong("Nobody is finished: nanokv needs half as many steps", "endless")
+    answers = [[plain(token) for token in request.answer] for request in requests]
+    expected = [list(generate(model, p, max_new_tokens=MOST, eos_token_ids=stop)) for p in prompts]
+    for number, (mine, theirs) in enumerate(zip(answers, expected, strict=True)):
+        if mine != theirs:
+            return wrong(f"Request {number} is answered {mine}, and alone {theirs}", "tokens")
+    if len(engine.steps) > len(right.steps):
+        return wrong(
+            f"Right tokens, in {len(engine.steps)} steps; {len(right.steps)} are enough: share says how many "
+            "tokens each gets",
+            "more steps",
+        )
+    return None
+
+
+# --- 15.6: a stream -----------------------------------------------------------------------------------------------
+
+
+def stream(engine, request):
+    """nanokv's: the tokens of one request as they come, while the others go on."""
+    sent = 0
+    while True:
+        while sent < len(request.answer):
+            sent += 1
+            yield request.answer[sent - 1]
+        if request.done:
+            return
+        engine.step()
+
+
+def _streamed(kind, readers, model):
+    """([request], [what each reader got], [steps when the first came]), read one token at a time, in turn."""
+    engine = Engine(model, step, pages=12, size=SIZE, budget=8, most=4)
+    engine.stop, rng = (), random.Random("15.6")
+    prompts = [[rng.randrange(61) for _ in range(n)] for n in (6, 3, 9)]
+    requests = [engine.submit(prompt, 5 + i) for i, prompt in enumerate(prompts)]
+    streams = {i: iter(result_of(kind, engine, requests[i])) for i in readers}
+    got, first, open_ = {i: [] for i in readers}, {}, list(readers)
+    while open_:
+        for i in list(open_):
+            for token in streams[i]:
+                got[i].append(plain(token))
+                first.setdefault(i, len(engine.steps))
+                break
+            else:
+                open_.remove(i)
+            if len(engine.steps) > 200 or len(got[i]) > 50:
+                raise Told(
+                    wrong("The stream does not end: request.done says when to stop", "endless")
+                )
+    return requests, got, first
+
+
+def _judge_stream(answer, case):
+    from collections.abc import Iterable
+
+    model = _model()
+    made = result_of(answer, *_idle(model))
+    if not isinstance(made, Iterable):
+        return wrong(
+            f"A stream is read with `for token in stream(…)`: write `yield token`; this returned {made!r:.40}",
+            "no generator",
+        )
+    for readers in ((0,), (2,), (0, 1, 2)):
+        requests, got, first = _streamed(answer, readers, model)
+        outcome = _stream_outcome(requests, got, first, readers)
+        if outcome is not None:
+            return outcome
+    return RIGHT
+
+
+def _idle(model):
+    """An engine, and a request that is answered already."""
+    engine = Engine(model, step, pages=12, size=SIZE, budget=8)
+    request = engine.submit([1, 2, 3], 2)
+    engine.run()
+    return engine, request
+
+
+def _stream_outcome(requests, got, first, readers):
+    """An Outcome where a reader did not get what its request was answered."""
+    for i in readers:
+        wanted = requests[i].answer
+        if not requests[i].done and got[i] == wanted[: len(got[i])]:
+            return wrong(
+                f"The stream ended after {len(got[i])} tokens, and the request goes on. A step may draw "
+                "nothing for it: look at request.done",
+                "ends early",
+            )
+        if got[i] == wanted and first[i] > _first_step(i, readers):
+            return wrong(
+                "All tokens came at the end: yield each one when it is there", "all at the end"
+            )
+        if got[i] == wanted:
+            continue
+        if len(got[i]) > len(wanted):
+            return wrong(f"{len(got[i])} tokens came, and the answer has {len(wanted)}", "twice")
+        if len(readers) > 1:
+            return wrong(
+                f"With three readers, {len(got[i])} of {len(wanted)} tokens came. Another reader's step draws "
+                "for this request too: look at request.answer, and not at what your own step returned",
+                "own steps only",
+            )
+        return wrong(f"{got[i]} came, and the answer is {wanted}", "tokens")
+    return None
+
+
+def _first_step(i, readers):
+    """The step after which nanokv's own stream gives its first token."""
+    return _streamed(stream, readers, _model())[2][i]
+
+
+CHECKS = (
+    function(
+        "15.1",
+        right=admit,
+        inputs=_pool,
+        use=TIMES,
+        made=_admit_with,
+        wrong=(
+            _admission(
+                "overtakes",
+                "Somebody who came later overtakes. A long prompt would wait as long as short ones come: stop "
+                "at the first that has no room.",
+                overtake=True,
+            ),
+            _admission(
+                "not counted",
+                "Who moves in takes pages: count them as promised before you look at the next.",
+                counted=False,
+            ),
+            _admission(
+                "no page ahead",
+                "Each one that runs will soon need a page more: promise it one ahead.",
+                ahead=0,
+            ),
+            _admission(
+                "one page spare",
+                "One page too careful: a request that takes exactly the pages that are left moves in.",
+                spare=1,
+            ),
+            _admission("rounded down", "A page that is begun is a page: round up.", unit="begun"),
+            _admission(
+                "tokens, not pages", "Those are tokens. A page holds `size` of them.", unit="token"
+            ),
+            _admission("no limit", "At most `room` more may run.", limit=False),
+            _admission(
+                "nothing promised",
+                "Some of the free pages are promised to those that run.",
+                others=False,
+            ),
+        ),
+    ),
+    function(
+        "15.2",
+        right=share,
+        inputs=_pending,
+        use=COUNTS,
+        wrong=(
+            Mistake(
+                "in order",
+                lambda pending, budget: _shared(pending, budget, lambda i: 0),
+                "By age alone, one long prompt stops every answer. A request with one pending token is in the "
+                "middle of its answer: those first.",
+            ),
+            Mistake(
+                "shortest first",
+                lambda pending, budget: _shared(pending, budget, lambda i: pending[i]),
+                "Decodes first is right. Among the prompts the older one comes first, however long it is.",
+                alone=True,
+            ),
+            Mistake(
+                "whole prompts only",
+                lambda pending, budget: _shared(
+                    pending, budget, lambda i: pending[i] > 1, whole=True
+                ),
+                "A prompt may be cut: feed as much of it as the budget leaves. That is a chunk.",
+            ),
+            Mistake(
+                "budget for each",
+                lambda pending, budget: [min(tokens, budget) for tokens in pending],
+                "The budget is that of the whole step: take off what you have given.",
+            ),
+            Mistake(
+                "equal parts",
+                _equally,
+                "Nobody asked for equal parts: prompts in chunks of a few tokens take many steps. Decodes "
+                "first, then the oldest prompt gets what is left.",
+            ),
+            Mistake(
+                "sorted",
+                _sorted,
+                "Right numbers in another order: item i belongs to request i.",
+                alone=True,
+            ),
+            Mistake(
+                "decodes only",
+                lambda pending, budget: [
+                    n * (n == 1) for n in _shared(pending, budget, lambda i: pending[i] > 1)
+                ],
+                "Prompts get what the decodes leave. They would never be fed.",
+            ),
+        ),
+    ),
+    judged("15.3", _judge_preempt),
+    judged("15.4", _judge_reserve),
+    judged("15.5", _judge_step),
+    judged("15.6", _judge_stream),
+)
+
+QUESTIONS = questions("15")

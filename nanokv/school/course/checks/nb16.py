@@ -1,0 +1,506 @@
+"""Notebook 16, the step on a GPU: a norm, pages, a softmax in parts, their merge, the inputs of a recording.
+
+Kernels run in Triton's interpreter. Where there is no Triton their exercises stay unanswered, and say so. Triton is
+imported when the first one is judged.
+"""
+
+from functools import partial
+
+from nanokv.school.course.answers import is_stub, plain
+from nanokv.school.course.checking import (
+    CALLED,
+    RIGHT,
+    Mistake,
+    Outcome,
+    Told,
+    judged,
+    questions,
+    value,
+    wrong,
+)
+
+GUARD = 4096  # numbers around what a kernel may touch: a wrong address hits them, and not the interpreter
+EMPTY = -12345.0  # what stands where nothing was written
+NEAR = {"rtol": 1e-4, "atol": 1e-5, "equal_nan": True}
+
+
+def kernels():
+    """nanokv's own. Told where they cannot run."""
+    from nanokv.school.course import own_kernels
+
+    if not own_kernels.here:
+        raise Told(Outcome("unanswered", own_kernels.WHY_NOT))
+    return own_kernels
+
+
+def check_kernel(answer) -> None:
+    """Told for what is no kernel, and for a stub that still returns `...`."""
+    if not hasattr(answer, "fn"):
+        plain_function = callable(answer) and not isinstance(answer, type)
+        said = "Write @triton.jit above your def" if plain_function else CALLED.format(answer)
+        raise Told(wrong(said, "no kernel"))
+    if any(is_stub(constant) for constant in answer.fn.__code__.co_consts):
+        raise NotImplementedError
+
+
+def guarded(tensor, fill: float):
+    """The same numbers in the middle of a larger memory → (a view, the memory)."""
+    memory = tensor.new_full((2 * GUARD + tensor.numel(),), fill)
+    view = memory[GUARD : GUARD + tensor.numel()].view(tensor.shape)
+    return view.copy_(tensor), memory
+
+
+def untouched(memory, view) -> bool:
+    """Is all around the view as it was?"""
+    around = memory[:GUARD], memory[GUARD + view.numel() :]
+    return all(bool((part == EMPTY).all()) for part in around)
+
+
+def near(a, b) -> bool:
+    import torch
+
+    return torch.allclose(a.float(), b.float(), **NEAR)
+
+
+# --- 16.1: RMSNorm ------------------------------------------------------------------------------------------------
+
+EPS = 0.3  # so large that it shows
+
+
+def _norms(x, weight, memory, C, BLOCK):
+    """{name: what a kernel with this slip writes} for rows of C numbers."""
+    import torch
+
+    square = x.pow(2).sum(-1, keepdim=True)
+    wide = torch.stack([memory[GUARD + r * C :][:BLOCK].pow(2).sum() for r in range(len(x))])[
+        :, None
+    ]
+    centred = x - x.mean(-1, keepdim=True)
+    root = (square / C + EPS).sqrt()
+    return {
+        "right": weight * x / root,
+        "no mask": weight * x / (wide / C + EPS).sqrt(),
+        "padding counted": weight * x / (square / BLOCK + EPS).sqrt(),
+        "sum": weight * x / (square + EPS).sqrt(),
+        "no eps": weight * x / (square / C).sqrt(),
+        "eps outside": weight * x / ((square / C).sqrt() + EPS),
+        "no weight": x / root,
+        "upside down": weight * x * root,
+        "no root": weight * x / (square / C + EPS),
+        "mean subtracted": weight * centred / (centred.pow(2).mean(-1, keepdim=True) + EPS).sqrt(),
+    }
+
+
+def _judge_norm(answer, case):
+    import torch
+
+    own = kernels()
+    check_kernel(answer)
+    for N, C in ((1, 8), (3, 8), (3, 6), (2, 48)):
+        source = torch.Generator().manual_seed(C)
+        x, memory = guarded(torch.randn(N, C, generator=source) + 1, 3.0)
+        weight, _ = guarded(torch.randn(C, generator=source), 3.0)
+        out, written = guarded(torch.full((N, C), EMPTY), EMPTY)
+        own.norm(answer, x, weight, EPS, out=out)
+        BLOCK = own.triton.next_power_of_2(C)
+        outcome = _norm_outcome(out, written, _norms(x, weight, memory, C, BLOCK))
+        if outcome is not None:
+            return outcome
+    return RIGHT
+
+
+def _norm_outcome(out, written, slips):
+    """An Outcome for what was written; None if it is right."""
+    if bool((written == EMPTY).all()):
+        raise NotImplementedError
+    if len(out) > 1 and bool((out[1:] == EMPTY).all()):
+        return wrong(
+            "Only the first row is written. There is a program for each row, and tl.program_id(0) says which",
+            "one row",
+        )
+    name = next((name for name, slip in slips.items() if near(out, slip)), "")
+    if name == "no mask":
+        return wrong(
+            "The numbers behind the row are counted too: load with a mask, and 0 where it is off",
+            "no mask",
+        )
+    if name == "padding counted":
+        return wrong(
+            "The mean is over the C numbers of the row, not over the BLOCK that are loaded",
+            "padding counted",
+        )
+    if name == "sum":
+        return wrong("That is the sum of the squares: their mean is wanted, divide by C", "sum")
+    if name == "no eps":
+        return wrong("eps is missing under the root", "no eps")
+    if name == "eps outside":
+        return wrong("eps stands under the root, added to the mean", "eps outside")
+    if name == "no weight":
+        return wrong("Each number is also multiplied with its weight", "no weight")
+    if name == "upside down":
+        return wrong("Divide by the root: you multiplied with it", "upside down")
+    if name == "no root":
+        return wrong("The root is missing: you divided by the mean of the squares", "no root")
+    if name == "mean subtracted":
+        return wrong("That is LayerNorm: RMSNorm subtracts no mean", "mean subtracted")
+    around = untouched(written, out)
+    if name == "right" and not around:
+        return wrong(
+            "Right, but numbers behind the last row are overwritten: store with the mask",
+            "store unmasked",
+        )
+    if name == "right":
+        return None
+    return wrong(
+        f"A row of {out.shape[1]} numbers is {plain(out[0])}, but it is {plain(slips['right'][0])}"
+    )
+
+
+# --- 16.2: how many parts -----------------------------------------------------------------------------------------
+
+
+def _splits(c, heads="Hk", up=True):
+    """(programs without a split, parts that keep every processor busy, a power of two)."""
+    programs = c.B * getattr(c, heads)
+    splits = 1
+    while programs * splits < c.processors:
+        splits *= 2
+    return programs, splits if up else splits // 2
+
+
+# --- 16.3: pages --------------------------------------------------------------------------------------------------
+
+UNSEEN = 77  # what lies behind a table
+
+
+def _judge_place(answer, case):
+    import torch
+
+    own = kernels()
+    check_kernel(answer)
+    for table, end, first, SIZE in (
+        ([5, 0, 9], 12, 0, 4),
+        ([3, 8, 1, 6], 27, 8, 8),
+        ([2], 3, 0, 16),
+    ):
+        entries, _ = guarded(torch.tensor(table, dtype=torch.int32), UNSEEN)
+        token = first + torch.arange(16, dtype=torch.int32)
+        pages, slots = (torch.full((16,), -1, dtype=torch.int32) for _ in "ps")
+        own.launch(own.place_kernel, (1,), entries, token, pages, slots, end, answer, SIZE, 16)
+        outcome = _place_outcome(table, token, end, SIZE, pages, slots)
+        if outcome is not None:
+            return outcome
+    return RIGHT
+
+
+def _place_outcome(table, token, end, SIZE, pages, slots):
+    import torch
+
+    seen = token < end
+    at = (token // SIZE)[seen].long()
+    page, slot = torch.tensor(table)[at], (token % SIZE)[seen]
+    got = pages[seen].long(), slots[seen].long()
+    if near(got[0], page) and near(got[1], slot):
+        if bool((pages[~seen] == UNSEEN).any()):
+            return wrong(
+                "Right, but what lies behind the table is read for tokens that are not seen: load with the "
+                "mask `seen`",
+                "no mask",
+            )
+        return None
+    if near(got[0], slot) and near(got[1], page):
+        return wrong("First the page, then the slot", "swapped")
+    if near(got[0], at) and near(got[1], slot):
+        return wrong(
+            "That is the place in the table: the page is what the table says there", "no table"
+        )
+    if near(got[0], page) and near(got[1], token[seen]):
+        return wrong("The slot counts from the beginning of the page", "token as slot")
+    behind = (token[seen].long() < len(table)).all()
+    if bool(behind) and near(
+        got[0], torch.tensor(table)[token[seen].long().clamp(max=len(table) - 1)]
+    ):
+        return wrong("The table has an entry per page, and not per token", "entry per token")
+    return wrong(
+        f"With pages of {SIZE} and the table {table}, the tokens {plain(token[seen])} are in pages "
+        f"{plain(page)}, slots {plain(slot)}; yours says pages {plain(got[0])}, slots {plain(got[1])}"
+    )
+
+
+# --- 16.4: a softmax, block by block ------------------------------------------------------------------------------
+
+
+def _folded(
+    scores, values, own=False, flat=False, shrink_total=True, shrink_mixed=True, turned=False
+):
+    """(highest, total, mixed) after all blocks (n,BLOCK); the switches are slips."""
+    import torch
+
+    highest, total, mixed = (
+        torch.tensor(-torch.inf),
+        torch.tensor(0.0),
+        torch.zeros(values.shape[-1]),
+    )
+    for s, v in zip(scores, values, strict=True):
+        higher = s.max() if own else torch.maximum(highest, s.max())
+        if flat:
+            higher = torch.tensor(0.0)
+        shrink = ((higher - highest) if turned else (highest - higher)).exp()
+        if flat:
+            shrink = torch.tensor(1.0)
+        share = (s - higher).exp()
+        total = total * (shrink if shrink_total else 1) + share.sum()
+        mixed = mixed * (shrink if shrink_mixed else 1) + share @ v
+        highest = higher
+    return highest, total, mixed
+
+
+def _judge_fold(answer, case):
+    import torch
+
+    own = kernels()
+    check_kernel(answer)
+    for blocks, size, falling in (
+        (1, 1.0, False),
+        (3, 3.0, False),
+        (3, 3.0, True),
+        (3, 200.0, False),
+    ):
+        source = torch.Generator().manual_seed(blocks)
+        scores = (torch.rand(blocks, 8, generator=source) * size).sort(0, falling)[0]
+        scores[-1, 5:] = -torch.inf  # not seen
+        values = torch.randn(blocks, 8, 4, generator=source)
+        found, mixed = torch.full((2,), torch.nan), torch.full((4,), torch.nan)
+        own.launch(own.fold_kernel, (1,), scores, values, found, mixed, blocks, answer, 8, 4)
+        outcome = _fold_outcome((found[0], found[1], mixed), partial(_folded, scores, values))
+        if outcome is not None:
+            return outcome
+    return RIGHT
+
+
+def _fold_outcome(got, folded):
+    """An Outcome for what was kept."""
+
+    def is_(**slip) -> bool:
+        return all(near(a, b) for a, b in zip(got, folded(**slip), strict=True))
+
+    if is_():
+        return None
+    if is_(shrink_total=False, shrink_mixed=False):
+        return wrong(
+            "What was added before used a lower highest score: shrink it, total and mixed, by "
+            "exp(highest − higher)",
+            "no shrink",
+        )
+    if is_(shrink_mixed=False):
+        return wrong(
+            "`mixed` was added up with the old highest score too: shrink it as `total`",
+            "mixed not shrunk",
+        )
+    if is_(shrink_total=False):
+        return wrong(
+            "`total` was added up with the old highest score too: shrink it as `mixed`",
+            "total not shrunk",
+        )
+    if is_(own=True):
+        return wrong(
+            "The highest score is that of all blocks so far, not of this block alone: a later block may be lower",
+            "own highest",
+        )
+    if is_(turned=True):
+        return wrong("exp(higher − highest) grows: it is the other way round", "upside down")
+    if near(got[1], folded(flat=True)[1]) or not bool(got[1].isfinite()):
+        return wrong(
+            "exp of a large score is infinite: subtract the highest score first", "no highest"
+        )
+    highest, total, mixed = folded()
+    return wrong(
+        f"After these blocks (highest, total) is {plain(got[0]):.4g}, {plain(got[1]):.4g}, but it should be "
+        f"{plain(highest):.4g}, {plain(total):.4g}; mixed is {plain(got[2])}, but should be {plain(mixed)}"
+    )
+
+
+# --- 16.5: the merge ----------------------------------------------------------------------------------------------
+
+
+def _judge_merge(answer, case):
+    import torch
+
+    own = kernels()
+    check_kernel(answer)
+    for splits, shift in ((1, 0.0), (2, 0.0), (4, 500.0)):
+        source = torch.Generator().manual_seed(splits)
+        parts = torch.randn(1, 3, splits, 6, generator=source)
+        sums = torch.rand(1, 3, splits, generator=source) * 4 + 0.5 + shift
+        if splits == 4:
+            sums[0, 1, 3], parts[0, 1, 3] = -torch.inf, 0  # a part without tokens
+        out, written = guarded(torch.full((1, 3, 6), EMPTY), EMPTY)
+        BLOCK = own.triton.next_power_of_2(6)
+        own.launch(
+            answer, (3,), guarded(parts, 3.0)[0], guarded(sums, 3.0)[0], out, 6, splits, BLOCK
+        )
+        outcome = _merge_outcome(out, written, parts, sums)
+        if outcome is not None:
+            return outcome
+    return RIGHT
+
+
+def _merge_outcome(out, written, parts, sums):
+    """An Outcome for what was merged."""
+
+    def mixed(share):
+        return (parts * share[..., None]).sum(2)
+
+    if bool((written == EMPTY).all()):
+        raise NotImplementedError
+    right = mixed(sums.softmax(-1))
+    if near(out, right):
+        around = untouched(written, out)
+        if around:
+            return None
+        return wrong(
+            "Right, but numbers behind the result are overwritten: store where d < D",
+            "store unmasked",
+        )
+    if near(out, parts.mean(2)):
+        return wrong(
+            "That is the mean: a part counts as much as the exponentials that it has added up",
+            "mean",
+        )
+    if near(out, mixed(sums / sums.sum(-1, keepdim=True))):
+        return wrong("Those are logarithms: the weight of a part is exp(lse)", "weighted by lse")
+    if near(out, mixed((sums - sums.max(-1, keepdim=True)[0]).exp())):
+        return wrong("The weights have to add up to 1: divide by their sum", "not divided")
+    if bool((out[:, 1:] == EMPTY).all()):
+        return wrong(
+            "Only the first row is written: there is a program for each, and tl.program_id(0) says which",
+            "one row",
+        )
+    if not bool(out.isfinite().all()):
+        return wrong(
+            "exp of a large log-sum-exp is infinite: subtract the largest one first", "no highest"
+        )
+    return wrong(f"A row is {plain(out[0, 0])}, but it is {plain(right[0, 0])}")
+
+
+# --- 16.6: the inputs of a recording ------------------------------------------------------------------------------
+
+
+def fill(inputs, tokens, positions, tables):
+    """nanokv's: the same addresses, other values."""
+    import torch
+
+    b = len(tokens)
+    inputs.tokens[:b] = torch.tensor(tokens)
+    inputs.positions[:b] = torch.tensor(positions)
+    inputs.lengths.zero_()
+    inputs.lengths[:b] = torch.tensor(positions) + 1
+    for row, table in enumerate(tables):
+        inputs.table[row, : len(table)] = torch.tensor(table)
+
+
+FIELDS = ("tokens", "positions", "lengths", "table")
+# (tokens, positions, tables) of steps that follow each other
+STEPS = (
+    ([7], [4], [[2, 5]]),
+    ([9, 8, 3], [5, 0, 17], [[2, 5], [1], [6, 0, 4]]),
+    ([1, 6], [1, 18], [[1], [6, 0, 4]]),
+)
+
+
+def _judge_fill(answer, case):
+    from nanokv.school.course.own_inputs import Inputs
+
+    inputs = Inputs(4, 3)
+    before = {name: getattr(inputs, name) for name in FIELDS}
+    for step in STEPS:
+        if answer(inputs, *map(list, step)) is ...:
+            raise NotImplementedError
+        outcome = _filled(inputs, before, *step)
+        if outcome is not None:
+            return outcome
+    return RIGHT
+
+
+def _filled(inputs, before, tokens, positions, tables):
+    """An Outcome for an input that is not as it should be."""
+    b = len(tokens)
+    for name in FIELDS:
+        if getattr(inputs, name) is not before[name]:
+            return wrong(
+                f"inputs.{name} is another tensor now. The recording reads the old address: write into it, "
+                "as in inputs.tokens[:b] = …",
+                "new tensor",
+            )
+    if inputs.lengths[:b].tolist() == positions:
+        return wrong(
+            "The lengths count the new token too: it sees itself, so positions + 1",
+            "new token not counted",
+        )
+    if any(inputs.lengths[b:].tolist()):
+        return wrong(
+            f"{b} rows are asked for, and the lengths are {inputs.lengths.tolist()}: a row of the step before "
+            "would go on. The others see 0 tokens",
+            "old rows",
+        )
+    expected = {"tokens": tokens, "positions": positions, "lengths": [p + 1 for p in positions]}
+    for name, numbers in expected.items():
+        if getattr(inputs, name)[:b].tolist() != numbers:
+            given = getattr(inputs, name)[:b].tolist()
+            return wrong(f"inputs.{name}[:{b}] is {given}, but it should be {numbers}")
+    for row, table in enumerate(tables):
+        if inputs.table[row, : len(table)].tolist() != table:
+            given = inputs.table[row, : len(table)].tolist()
+            return wrong(f"inputs.table[{row}] begins {given}, but it should be {table}", "table")
+    return None
+
+
+CHECKS = (
+    judged("16.1", _judge_norm),
+    value(
+        "16.2",
+        right=_splits,
+        parameters={
+            "B": (1, 3),
+            "H": (24, 40),
+            "Hk": (8, 4),
+            "processors": (132, 108),
+        },
+        wrong=(
+            Mistake(
+                "query heads",
+                lambda c: _splits(c, heads="H"),
+                "Here one program serves all query heads that share a KV head, so that their keys are read once.",
+            ),
+            Mistake(
+                "one too few",
+                lambda c: _splits(c, up=False),
+                "With so many parts there are fewer programs than processors.",
+            ),
+            Mistake(
+                "no power of two",
+                lambda c: (c.B * c.Hk, -(-c.processors // (c.B * c.Hk))),
+                "A power of two was asked for: the next larger one.",
+            ),
+            Mistake(
+                "programs in all",
+                lambda c: (c.B * c.Hk * _splits(c)[1], _splits(c)[1]),
+                "The second number is right. The first is without a split.",
+                alone=True,
+            ),
+            Mistake(
+                "swapped",
+                lambda c: _splits(c)[::-1],
+                "Right numbers, wrong order: first the programs without a split.",
+                alone=True,
+            ),
+        ),
+        otherwise="A program per row and KV head; then double the parts until there are enough.",
+    ),
+    judged("16.3", _judge_place),
+    judged("16.4", _judge_fold),
+    judged("16.5", _judge_merge),
+    judged("16.6", _judge_fill),
+)
+
+QUESTIONS = questions("16")
