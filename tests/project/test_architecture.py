@@ -44,6 +44,7 @@ LAYERS = [
     {"nanokv.school.course"},
     {"nanokv.school.training"},
     # lab: instruments
+    {"nanokv.lab.live"},
     {"nanokv.lab.verify", "nanokv.lab.bench", "nanokv.lab.trace"},
     {"nanokv.lab.faults"},
     {"nanokv.lab.study"},

@@ -114,21 +114,26 @@ def fill(title: str, data: dict) -> str:
         f"default-src 'none'; img-src data:; style-src 'sha256-{digest(style)}'; script-src 'sha256-{digest(script)}'; "
         "base-uri 'none'; form-action 'none'"
     )
-    text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    for character in "<>&":  # neither a tag nor a comment can begin or end inside the block
-        text = text.replace(character, f"\\u{ord(character):04x}")
     parts = {
         "title": html.escape(title),
         "policy": policy,
         "style": style,
         "script": script,
-        "data": text,
+        "data": json_block(data),
     }
     return put_into((ASSETS / "page.html").read_text("utf-8"), parts)
 
 
+def json_block(data: dict) -> str:
+    """JSON inside a script element: neither a tag nor a comment can begin or end in it."""
+    text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
 def joined(names: Iterable[str], folder=ASSETS) -> str:
-    """Styles or scripts, one after the other; nanokv.apps.serve takes some of these for its own page."""
+    """Styles or scripts, one after the other; nanokv.apps.serve and nanokv.lab.live take some for their own pages."""
     return "\n".join((folder / name).read_text("utf-8") for name in names)
 
 

@@ -1,0 +1,71 @@
+"use strict";
+// Greedy answers. A lane is one way to compute them: tokens, a cache, and what all of it has cost so far.
+
+class Lane {
+  constructor(model, cache, how = RIGHT) {
+    Object.assign(this, { model, cache, how, ids: [], waiting: [], rows: 0, multiplyAdds: 0, milliseconds: 0 });
+  }
+
+  begin(ids) { // these tokens come next
+    this.ids.push(...ids);
+    this.waiting = [...ids]; // all before them is in the cache
+  }
+
+  go(most = Infinity) { // compute at most so many rows → the logits, or null while tokens wait
+    const part = this.waiting.splice(0, most), before = work.multiplyAdds, began = performance.now();
+    const hidden = this.model.forward(part, this.cache, this.cache.length, this.how);
+    const logits = this.waiting.length ? null : this.model.logits(hidden);
+    this.rows += part.length;
+    this.multiplyAdds += work.multiplyAdds - before;
+    this.milliseconds += performance.now() - began;
+    return logits;
+  }
+
+  keep(n) { // forget the tokens from n on
+    this.cache.truncate(n);
+    this.ids.length = n;
+  }
+}
+
+class ForgetfulLane extends Lane { // without a cache: what was computed is thrown away after every token
+  begin(ids) {
+    super.begin(ids);
+    this.cache = makeCache("dict", this.model);
+    this.waiting = [...this.ids];
+  }
+
+  keep(n) { this.ids.length = n; }
+}
+
+function common(a, b) { // how many ids two lists begin with
+  let n = 0;
+  while (n < a.length && n < b.length && a[n] === b[n]) n++;
+  return n;
+}
+
+function ask(lane, ids) { // a prompt; what the lane has read of it already is not read again
+  const kept = Math.min(common(lane.ids, ids), lane.cache.length, ids.length - 1);
+  if (kept < lane.ids.length) lane.keep(kept);
+  lane.begin(ids.slice(kept));
+}
+
+function answerTo(lane, ids, most, ends) { // the whole answer at once → {ids, logits of its first token}
+  ask(lane, ids);
+  const answer = [], first = lane.go();
+  for (let logits = first; ; logits = lane.go()) {
+    answer.push(largest(logits));
+    if (answer.length === most || ends.includes(answer.at(-1))) return { ids: answer, logits: first };
+    lane.begin([answer.at(-1)]);
+  }
+}
+
+function talk(lane, tokenizer, turns, most, ends) { // user turns, each answered → [{text, ids, logits}]
+  const messages = [], answers = [];
+  for (const content of turns) {
+    messages.push({ role: "user", content });
+    const answer = answerTo(lane, tokenizer.encode(tokenizer.render(messages)), most, ends);
+    answers.push({ ...answer, text: tokenizer.decode(answer.ids) });
+    messages.push({ role: "assistant", content: answers.at(-1).text });
+  }
+  return answers;
+}
