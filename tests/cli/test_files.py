@@ -16,6 +16,7 @@ NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 OUTPUTS = {"--out", "--output", "--plot"}  # flags that name something to write
 WRITERS = {  # command with OUT for the folder → the files in it that it would replace
     "trace -p Once -n 1 --no-uncached --repeat 1 -o OUT/page.html": ["page.html"],
+    "live -o OUT/page.html": ["page.html"],
     "memory Qwen/Qwen3-0.6B --plot OUT/memory.svg": ["memory.svg"],
     "bench --contexts 16 --weights plain --steps 1 --repeat 1 --plot OUT/bench.svg": ["bench.svg"],
     "course exam 05 --folder NOTEBOOKS -o OUT": ["A.md", "key.md"],

@@ -206,7 +206,7 @@ def forward(model, ids, cache, attend):
 
 
 def python_talk(loaded, cache, turns, most=MOST, attend=None):
-    """As `talk` in answer.js: [(ids of the answer, logits of its first token)]."""
+    """As `talk` in answer.js: [(ids of the answer, logits of its first token, and of its last)]."""
     model, tokenizer = loaded
     texts, held, answers = [], [], []
     for text in turns:
@@ -218,15 +218,16 @@ def python_talk(loaded, cache, turns, most=MOST, attend=None):
             answer.append(int(logits.argmax()))
         assert held == ids[: len(held)]
         held = ids + answer[:-1]
-        answers.append((answer, first))
+        answers.append((answer, first, logits))
         texts += [text, tokenizer.text_of(answer)]
     return answers
 
 
 def check_talk(found, expected, cache) -> None:
-    assert [one["ids"] for one in found["answers"]] == [ids for ids, _ in expected]
-    for one, (_, logits) in zip(found["answers"], expected, strict=True):
-        check_close(one["logits"], logits)
+    assert [one["ids"] for one in found["answers"]] == [ids for ids, _, _ in expected]
+    for one, (_, first, last) in zip(found["answers"], expected, strict=True):
+        check_close(one["first"], first)
+        check_close(one["last"], last)
     assert found["length"] == cache.length and found["nbytes"] == cache.nbytes
 
 
@@ -301,7 +302,7 @@ def test_without_a_cache_the_answer_is_the_same_and_the_work_grows(node, loaded)
     right, off = node(job | {"name": "right"}, job | {"name": "off"})
     answer, ids = right["answers"][0]["ids"], prompt(tokenizer, TOLD)
     assert off["answers"][0]["ids"] == answer
-    check_close(off["answers"][0]["logits"], nanokv.score(model, [ids])[0, -1])
+    check_close(off["answers"][0]["last"], nanokv.score(model, [ids + answer[:-1]])[0, -1])
     fed = [ids + answer[:n] for n in range(len(answer))]
     assert [int(nanokv.score(model, [one])[0, -1].argmax()) for one in fed] == answer
     assert right["rows"] == len(fed[-1]) and off["rows"] == sum(map(len, fed))

@@ -27,6 +27,7 @@ COMMANDS = {  # each as short as it can be; FOLDER is a random model, OUT an emp
     "chat jsonl": "chat -m FOLDER -n 2 -t 0 --jsonl",
     "batch": "batch - -m FOLDER -n 2 -t 0",
     "trace": "trace -p Once -m FOLDER -n 1 --no-uncached --repeat 1 -o OUT/page.html",
+    "live": "live -o OUT/page.html",
     "bench": "bench -m FOLDER --contexts 8 --steps 1 --repeat 1 --weights plain",
     "profile": "profile -m FOLDER --tokens 8",
     "verify": "verify FOLDER --alone",
@@ -68,7 +69,7 @@ def assert_refused(code, err, *told):
 def test_stdout_closed_or_full_is_exit_code_2(name, tiny_folder, tmp_path):
     code, _, err = run(name, tiny_folder, tmp_path, ">&-")
     assert_refused(code, err, "stdout is closed")
-    again = "--force" if name in ("trace", "convert") else ""
+    again = "--force" if name in ("trace", "live", "convert") else ""
     code, _, err = run(name, tiny_folder, tmp_path, f">/dev/full {again}")
     assert_refused(code, err, "No space left on device")
 

@@ -374,6 +374,7 @@ HELP = [
     ["course"],
     ["env"],
     ["generate"],
+    ["live"],
     ["memory"],
     ["models"],
     ["profile"],

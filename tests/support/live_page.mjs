@@ -30,7 +30,9 @@ process.stdout.write(vm.runInThisContext(`
       if (before) talk(first, tokenizer, before, most, ends);
       const lane = way(name)(model, first), answers = talk(lane, tokenizer, turns, most, ends);
       return {
-        answers: answers.map(({ ids, logits, text }) => ({ ids, logits: [...logits], text })),
+        answers: answers.map(({ ids, logits, text }) => ({
+          ids, text, first: [...logits[0]], last: [...logits.at(-1)],
+        })),
         nbytes: lane.cache.nbytes, length: lane.cache.length, rows: lane.rows, multiplyAdds: lane.multiplyAdds,
         milliseconds: lane.milliseconds,
       };

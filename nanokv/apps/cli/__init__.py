@@ -47,6 +47,10 @@ COMMANDS = {  # name → (module, what it does)
         "where a prefill and a decode step spend their time",
     ),
     "trace": ("nanokv.apps.cli.commands.trace", "record a run and write it as one HTML page"),
+    "live": (
+        "nanokv.apps.cli.commands.live",
+        "write a page that runs the bundled model in a browser and shows its cache",
+    ),
     "train": ("nanokv.apps.cli.commands.train", "train the bundled model from nothing"),
     "convert": (
         "nanokv.apps.cli.commands.convert",

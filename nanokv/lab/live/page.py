@@ -6,14 +6,19 @@ with the hashes of the page's own scripts and style forbids everything else to r
 """
 
 import base64
+import html
 import json
+import re
 from importlib.resources import files
 from pathlib import Path
 
 import weights_loader
 from nanokv import __version__
+from nanokv.costs import parameters
 from nanokv.errors import NanoKVError
 from nanokv.lab.trace.page import digest, joined, json_block, put_into
+from nanokv.lab.trace.recorder import record
+from nanokv.loading import load
 
 ENGINE = (  # in this order; node runs them as they are
     "tokenizer.js",
@@ -25,17 +30,20 @@ ENGINE = (  # in this order; node runs them as they are
     "answer.js",
     "experiments.js",
 )
-SHOWN = ()
-STYLES = ()
+SHOWN = ("looks.js", "stage.js", "triangles.js", "page.js", "predict.js")
+BORROWED = ("text.js", "figure.js")  # of the page of `nanokv trace`
 ASSETS = files("nanokv.lab.live") / "assets"
+SENTENCE = "My name is Zorbla. What is my name?"  # stands in the page already
+WORD = re.compile(r" \w")  # a token that begins one
 LARGEST = 10_000_000  # bytes of a page that people wait for and send on
 
 
 def build() -> str:
     """The page. NanoKVError if the model makes it larger than LARGEST."""
     folder = weights_loader.resolve("tiny")
-    style = joined(STYLES, ASSETS)
-    engine, script = joined(ENGINE, ASSETS), joined(SHOWN, ASSETS)
+    style = joined(("base.css",)) + joined(("page.css",), ASSETS)
+    engine = joined(ENGINE, ASSETS)
+    script = joined(BORROWED) + joined(SHOWN, ASSETS)
     page = put_into(
         (ASSETS / "page.html").read_text("utf-8"),
         {
@@ -44,6 +52,7 @@ def build() -> str:
             "style": style,
             "engine": engine,
             "script": script,
+            "sentence": html.escape(SENTENCE),
             "data": json_block(data_of(folder)),
             "weights": base64.b64encode((folder / "model.safetensors").read_bytes()).decode(),
         },
@@ -73,9 +82,28 @@ def data_of(folder: Path) -> dict:
         json.loads((folder / name).read_text("utf-8"))
         for name in ("config.json", "generation_config.json", "tokenizer.json")
     )
-    model = {name: tokenizer["model"][name] for name in ("vocab", "merges")}
+    bpe = {name: tokenizer["model"][name] for name in ("vocab", "merges")}
+    model, words = load(folder, dtype="float32", device="cpu")
     return {
         "config": config,
         "ends": generation["eos_token_id"],
-        "tokenizer": {"added_tokens": tokenizer["added_tokens"], "model": model},
+        "look": dict(zip(("layer", "head"), clearest_look(model, words), strict=True)),
+        "parameters": parameters(model.config),
+        "tokenizer": {"added_tokens": tokenizer["added_tokens"], "model": bpe},
     }
+
+
+def clearest_look(model, tokenizer) -> tuple[int, int]:
+    """(layer, head) of the query that takes the largest share from one word of SENTENCE while it is answered."""
+    ids = tokenizer.encode(tokenizer.render([{"role": "user", "content": SENTENCE}]))
+    words = [bool(WORD.match(piece)) for piece in tokenizer.pieces(ids)]
+    looks = [
+        (share, layer, head)
+        for step in record(model, ids, max_new_tokens=24).steps[1:]
+        for layer, weights in step.attention.items()  # (H,1,S)
+        for head, row in enumerate(weights[:, -1, : len(ids)].tolist())
+        for share, word in zip(row, words, strict=True)
+        if word
+    ]
+    _, layer, head = max(looks)
+    return layer, head

@@ -4,14 +4,13 @@ stdout carries the path of the page and nothing else. With --fault the page hold
 of the bugs of nanokv.lab.faults, and opens at the first number that differs.
 """
 
-import os
 import webbrowser
 from dataclasses import dataclass
 from pathlib import Path
 
 from nanokv.apps.cli.common import arguments, options, terminal
 from nanokv.apps.cli.common.arguments import integer
-from nanokv.apps.cli.common.files import add_force, ask_to_replace
+from nanokv.apps.cli.common.files import add_force, ask_to_replace, check_place, replace
 from nanokv.apps.cli.common.loading import Loaded, load_model
 from nanokv.apps.cli.common.options import CacheOptions, ModelOptions, OutputOptions
 from nanokv.apps.cli.common.prompt import (
@@ -35,6 +34,7 @@ DESCRIPTION = "Record a greedy run and write one self-contained HTML page, with 
 # Attention weights grow with the square: at 512 the bundled model's page has about 15 MB.
 MOST_TOKENS = 512
 NEW_TOKENS = 48
+USUAL = "trace.html"  # where the page goes
 # Situations of nanokv.lab.faults that a trace of one prompt can be in.
 SCENARIOS = ("solo", "long", "two_requests")
 ANOTHER = "Count from one to five."  # the request before, where a fault needs one
@@ -65,8 +65,8 @@ def add_arguments(parser) -> None:
         "--out",
         metavar="FILE",
         type=Path,
-        default=Path("trace.html"),
-        help="default: trace.html",
+        default=Path(USUAL),
+        help=f"default: {USUAL}",
     )
     add_force(group)
     group.add_argument("--open", action="store_true", help="show it in the browser")
@@ -122,7 +122,7 @@ def command_options(args) -> TraceOptions:
 def run(args) -> int:
     """Check, record, time, write."""
     given = command_options(args)
-    check_place(given.out)
+    check_place(given.out, USUAL)
     ask_to_replace(args.force, given.out)
     if given.cache.name != "dict":
         raise NanoKVError(
@@ -220,20 +220,6 @@ def record_fault(loaded: Loaded, ids: list[int], new: int, layers: list[int], fa
 # --- checks before any work ---------------------------------------------------------------------------------------
 
 
-def check_place(path: Path) -> None:
-    """The page can be written there: asked before minutes of work."""
-    if not path.parent.is_dir():
-        raise NanoKVError(
-            f"--out {path}: there is no folder {path.parent}", f"mkdir -p {path.parent}"
-        )
-    if path.exists() and not path.is_file():
-        raise NanoKVError(f"--out {path} is not a file", "--out trace.html")
-    if not os.access(path.parent, os.W_OK):
-        raise NanoKVError(
-            f"--out {path}: the folder {path.parent} cannot be written to", "--out /tmp/trace.html"
-        )
-
-
 def choose_layers(text: str | None, config: Config) -> list[int]:
     """`0,5` → [0, 5]; all layers without the flag."""
     many = config.num_hidden_layers
@@ -268,19 +254,3 @@ def check_size(given: TraceOptions, loaded: Loaded, prompt: int, layers: int) ->
         raise ContextError(
             f"{prompt:,} + {new:,} tokens, and the context is {loaded.context:,}", "a smaller -n"
         )
-
-
-def replace(path: Path, text: str) -> None:
-    """Write all of it beside, then take the place: whoever has the old page open keeps a whole one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with (
-            terminal.writing(path, len(text)),
-            open(temporary, "x", encoding="utf-8", newline="\n") as file,
-        ):
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

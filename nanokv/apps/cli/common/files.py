@@ -3,10 +3,11 @@
 Standard library only.
 """
 
+import os
 import sys
 from pathlib import Path
 
-from nanokv.apps.cli.common.terminal import is_tty, sanitize_line, write_err
+from nanokv.apps.cli.common.terminal import is_tty, sanitize_line, write_err, writing
 from nanokv.errors import NanoKVError
 
 
@@ -51,6 +52,36 @@ def ask_to_lose(force: bool, loss: str, instead: str) -> None:
     if force or (is_tty(sys.stdin) and is_tty(sys.stderr) and confirm(f"{loss}. Go on?")):
         return
     raise NanoKVError(f"{loss}; nothing was written", f"--force, or {instead}")
+
+
+def check_place(path: Path, usual: str) -> None:
+    """A page can be written there: asked before minutes of work. `usual`: the name it has by default."""
+    if not path.parent.is_dir():
+        raise NanoKVError(
+            f"--out {path}: there is no folder {path.parent}", f"mkdir -p {path.parent}"
+        )
+    if path.exists() and not path.is_file():
+        raise NanoKVError(f"--out {path} is not a file", f"--out {usual}")
+    if not os.access(path.parent, os.W_OK):
+        raise NanoKVError(
+            f"--out {path}: the folder {path.parent} cannot be written to", f"--out /tmp/{usual}"
+        )
+
+
+def replace(path: Path, text: str) -> None:
+    """Write all of it beside, then take the place: whoever has the old page open keeps a whole one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with (
+            writing(path, len(text)),
+            open(temporary, "x", encoding="utf-8", newline="\n") as file,
+        ):
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def user_path(name) -> Path:

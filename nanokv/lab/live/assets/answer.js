@@ -49,13 +49,14 @@ function ask(lane, ids) { // a prompt; what the lane has read of it already is n
   lane.begin(ids.slice(kept));
 }
 
-function answerTo(lane, ids, most, ends) { // the whole answer at once → {ids, logits of its first token}
+function answerTo(lane, ids, most, ends) { // the whole answer at once → {ids, and the logits that each was chosen from}
   ask(lane, ids);
-  const answer = [], first = lane.go();
-  for (let logits = first; ; logits = lane.go()) {
-    answer.push(largest(logits));
-    if (answer.length === most || ends.includes(answer.at(-1))) return { ids: answer, logits: first };
-    lane.begin([answer.at(-1)]);
+  const answer = { ids: [], logits: [] };
+  for (;;) {
+    answer.logits.push(lane.go());
+    answer.ids.push(largest(answer.logits.at(-1)));
+    if (answer.ids.length === most || ends.includes(answer.ids.at(-1))) return answer;
+    lane.begin([answer.ids.at(-1)]);
   }
 }
 

@@ -1,0 +1,65 @@
+"""`nanokv live`: the bundled model as one HTML page, which runs it in the browser and shows its KV cache.
+
+stdout carries the path of the page and nothing else.
+"""
+
+import webbrowser
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanokv.apps.cli.common import options, terminal
+from nanokv.apps.cli.common.files import add_force, ask_to_replace, check_place, replace
+from nanokv.apps.cli.common.options import OutputOptions
+
+EXAMPLES = ("nanokv live --open", "nanokv live -o live.html")
+DESCRIPTION = (
+    "Write one page in which the bundled model answers, without a server or a network: its KV cache "
+    "token by token, the same answer without a cache, and what becomes of it when one thing is "
+    "changed. stdout carries its path only."
+)
+USUAL = "live.html"
+
+
+@dataclass(frozen=True)
+class LiveOptions:
+    """What the flags of this command say."""
+
+    out: Path
+    show: bool
+    output: OutputOptions
+
+
+def add_arguments(parser) -> None:
+    """Where the page goes."""
+    group = parser.add_argument_group("page")
+    group.add_argument(
+        "-o",
+        "--out",
+        metavar="FILE",
+        type=Path,
+        default=Path(USUAL),
+        help=f"default: {USUAL}",
+    )
+    add_force(group)
+    group.add_argument("--open", action="store_true", help="show it in the browser")
+
+
+def command_options(args) -> LiveOptions:
+    """Of add_arguments."""
+    return LiveOptions(args.out, args.open, options.output_options(args))
+
+
+def run(args) -> int:
+    """Check, build, write."""
+    given = command_options(args)
+    check_place(given.out, USUAL)
+    ask_to_replace(args.force, given.out)
+    from nanokv.lab import live
+
+    page = live.build()
+    replace(given.out, page)
+    terminal.write_out(f"{given.out}\n")
+    terminal.notice(terminal.bytes_text(len(page)), given.output)
+    if given.show and not webbrowser.open(given.out.resolve().as_uri()):
+        terminal.warning("no browser could be started")
+    return 0
