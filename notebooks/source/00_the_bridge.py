@@ -12,7 +12,8 @@
 # This notebook is for you if you know Python and school mathematics, and have never opened a transformer. It takes
 # about half an hour. You compute attention by hand, with lists of two numbers. Then you do the same with a cache.
 # Most words and letters of the later notebooks are introduced here; the [glossary](glossary.md) has the others. If you
-# know what q, k and v are, begin with [01](01_from_text_to_next_token.ipynb).
+# know what q, k and v are, begin with [01](01_from_text_to_next_token.ipynb). To see first what all of this is about,
+# type `nanokv live --open`: the same model answers in your browser, and its cache grows as you watch.
 #
 # ## What you will be able to do
 #

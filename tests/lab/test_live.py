@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load
 
 import nanokv
+from nanokv.apps.cli import main
 from nanokv.errors import NanoKVError
 from nanokv.lab import faults, live
 from nanokv.lab.live import page as pages
@@ -89,6 +90,23 @@ def test_a_page_that_nobody_would_wait_for_is_refused(monkeypatch):
     monkeypatch.setattr(pages, "LARGEST", 8_000_000)
     with pytest.raises(NanoKVError, match=r"8,\d\d\d,\d\d\d bytes, at most 8,000,000"):
         live.build()
+
+
+def test_the_command_writes_the_page_and_says_where(page, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("nanokv.lab.live.build", lambda: page)
+    out = tmp_path / "live.html"
+    assert main(["live", "-o", str(out)]) == 0
+    assert out.read_text(encoding="utf-8") == page
+    told = capsys.readouterr()
+    assert told.out == f"{out}\n" and f"{len(page) / 1e6:.2f} MB" in told.err
+    monkeypatch.setattr("sys.stdin", None)
+    for place, why in (
+        (out, "would be replaced; nothing was written"),
+        (tmp_path / "gone" / "live.html", "there is no folder"),
+        (tmp_path, "is not a file"),
+    ):
+        assert main(["live", "-o", str(place)]) == 2
+        assert why in capsys.readouterr().err
 
 
 # --- the tokenizer ------------------------------------------------------------------------------------------------

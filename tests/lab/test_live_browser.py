@@ -318,3 +318,16 @@ def test_who_wants_no_motion_gets_none(page):
     assert answered(page) == "Your name is Zorbla."
     page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
     assert page.execute_script("return movement()") > 0
+
+
+def test_the_page_around_it_may_choose_the_colours(page):
+    """As the site's switch does for what stands in a frame."""
+    press(page, "ENTER")
+    answered(page)
+    pixels = "return $('stage').toDataURL()"
+    background = "return getComputedStyle(document.body).backgroundColor"
+    light = page.execute_script("draw();" + pixels)
+    page.execute_script("postMessage({theme: 'blue'}, '*'); postMessage({theme: 'dark'}, '*')")
+    until(page, lambda page: page.execute_script(background) == "rgb(20, 24, 28)")
+    until(page, lambda page: page.execute_script(pixels) != light)
+    assert page.execute_script("return ink('--k')") == "#7cbcf5"

@@ -76,7 +76,8 @@ def small(tmp_path_factory):
         recordings.page(ONE[0]),
     ]
     texts = [*site.documents(ROOT), *site.for_teachers(NOTEBOOKS)]
-    site.assemble([*course(), *texts, *api.pages(MODULES), *traces], ROOT, out)
+    shown = [recordings.live_page(out), *traces]
+    site.assemble([*course(), *texts, *api.pages(MODULES), *shown], ROOT, out)
     return out
 
 
@@ -155,6 +156,7 @@ def test_the_paths_and_the_teachers_texts_are_reached_from_the_front_page_and_fr
         for name in ("index", "book/paths", "teach/index")
     )
     assert '<a href="book/paths.html">' in front and '<a href="teach/pilot.html">' in front
+    assert '<a href="live/live-alone.html">' in front
     assert '<a href="../teach/index.html">Teachers</a>' in way, "in the header"
     assert '<a href="05_the_waste.html">05' in way and '<a href="../docs/authoring.html">' in way
     assert '<a href="07_plan.html">07</a>' in teach and '<a href="../book/glossary.html">' in teach

@@ -1,18 +1,32 @@
 "use strict";
-// Greedy answers. A lane is one way to compute them: tokens, a cache, and what all of it has cost so far.
+// Greedy answers. A lane is one way to compute them: tokens, a cache, and what all of it has cost
+// so far.
 
 class Lane {
   constructor(model, cache, how = RIGHT) {
-    Object.assign(this, { model, cache, how, ids: [], waiting: [], rows: 0, multiplyAdds: 0, milliseconds: 0 });
+    Object.assign(this, {
+      model,
+      cache,
+      how,
+      ids: [],
+      waiting: [],
+      rows: 0,
+      multiplyAdds: 0,
+      milliseconds: 0,
+    });
   }
 
-  begin(ids) { // these tokens come next
+  begin(ids) {
+    // these tokens come next
     this.ids.push(...ids);
     this.waiting = [...ids]; // all before them is in the cache
   }
 
-  go(most = Infinity) { // compute at most so many rows → the logits, or null while tokens wait
-    const part = this.waiting.splice(0, most), before = work.multiplyAdds, began = performance.now();
+  go(most = Infinity) {
+    // compute at most so many rows → the logits, or null while tokens wait
+    const part = this.waiting.splice(0, most);
+    const before = work.multiplyAdds;
+    const began = performance.now();
     const hidden = this.model.forward(part, this.cache, this.cache.length, this.how);
     const logits = this.waiting.length ? null : this.model.logits(hidden);
     this.rows += part.length;
@@ -21,35 +35,42 @@ class Lane {
     return logits;
   }
 
-  keep(n) { // forget the tokens from n on
+  keep(n) {
+    // forget the tokens from n on
     this.cache.truncate(n);
     this.ids.length = n;
   }
 }
 
-class ForgetfulLane extends Lane { // without a cache: what was computed is thrown away after every token
+class ForgetfulLane extends Lane {
+  // without a cache: what was computed is thrown away after every token
   begin(ids) {
     super.begin(ids);
     this.cache = makeCache("dict", this.model);
     this.waiting = [...this.ids];
   }
 
-  keep(n) { this.ids.length = n; }
+  keep(n) {
+    this.ids.length = n;
+  }
 }
 
-function common(a, b) { // how many ids two lists begin with
+function common(a, b) {
+  // how many ids two lists begin with
   let n = 0;
   while (n < a.length && n < b.length && a[n] === b[n]) n++;
   return n;
 }
 
-function ask(lane, ids) { // a prompt; what the lane has read of it already is not read again
+function ask(lane, ids) {
+  // a prompt; what the lane has read of it already is not read again
   const kept = Math.min(common(lane.ids, ids), lane.cache.length, ids.length - 1);
   if (kept < lane.ids.length) lane.keep(kept);
   lane.begin(ids.slice(kept));
 }
 
-function answerTo(lane, ids, most, ends) { // the whole answer at once → {ids, and the logits that each was chosen from}
+function answerTo(lane, ids, most, ends) {
+  // the whole answer at once → {ids, and the logits that each was chosen from}
   ask(lane, ids);
   const answer = { ids: [], logits: [] };
   for (;;) {
@@ -60,8 +81,10 @@ function answerTo(lane, ids, most, ends) { // the whole answer at once → {ids,
   }
 }
 
-function talk(lane, tokenizer, turns, most, ends) { // user turns, each answered → [{text, ids, logits}]
-  const messages = [], answers = [];
+function talk(lane, tokenizer, turns, most, ends) {
+  // user turns, each answered → [{text, ids, logits}]
+  const messages = [];
+  const answers = [];
   for (const content of turns) {
     messages.push({ role: "user", content });
     const answer = answerTo(lane, tokenizer.encode(tokenizer.render(messages)), most, ends);

@@ -1,9 +1,11 @@
 "use strict";
-// Attention over cached keys and values: softmax(q kᵀ / √D) v. An attention function is attend(q, layer, shape): q (T,H·D)
-// asks what `layer`, a layer's cache, holds; layer.seen(t) are the keys and values that query t may see.
+// Attention over cached keys and values: softmax(q kᵀ / √D) v. An attention function is attend(q,
+// layer, shape): q (T,H·D) asks what `layer`, a layer's cache, holds; layer.seen(t) are the keys
+// and values that query t may see.
 
 function attend(q, layer, shape) {
-  const y = new Float32Array(q.length), T = q.length / shape.queryWidth;
+  const y = new Float32Array(q.length);
+  const T = q.length / shape.queryWidth;
   for (let t = 0; t < T; t++) {
     const { keys, values, count } = layer.seen(t);
     for (let h = 0; h < shape.heads; h++) {
@@ -13,8 +15,11 @@ function attend(q, layer, shape) {
   return y;
 }
 
-function scores(q, t, h, keys, count, { heads, kvHeads, headDim: D, queryWidth, keyWidth }) { // q · k / √D, each key
-  const found = new Float64Array(count), from = t * queryWidth + h * D, scale = 1 / Math.sqrt(D);
+function scores(q, t, h, keys, count, { heads, kvHeads, headDim: D, queryWidth, keyWidth }) {
+  // q · k / √D, each key
+  const found = new Float64Array(count);
+  const from = t * queryWidth + h * D;
+  const scale = 1 / Math.sqrt(D);
   const head = Math.floor(h / (heads / kvHeads)) * D; // query heads share a KV head
   for (let s = 0; s < count; s++) {
     let sum = 0;
@@ -26,27 +31,33 @@ function scores(q, t, h, keys, count, { heads, kvHeads, headDim: D, queryWidth, 
 }
 
 function softmax(found) {
-  let most = -Infinity, sum = 0;
+  let most = -Infinity;
+  let sum = 0;
   for (const score of found) most = Math.max(most, score);
   for (let s = 0; s < found.length; s++) sum += found[s] = Math.exp(found[s] - most);
   for (let s = 0; s < found.length; s++) found[s] /= sum;
   return found;
 }
 
-const weights = (...asked) => softmax(scores(...asked)); // how much of each value query t takes in head h
+// how much of each value query t takes in head h
+const weights = (...asked) => softmax(scores(...asked));
 
-function mix(y, taken, values, t, h, { heads, kvHeads, headDim: D, queryWidth, keyWidth }) { // Σ weight · value
-  const to = t * queryWidth + h * D, head = Math.floor(h / (heads / kvHeads)) * D;
+function mix(y, taken, values, t, h, { heads, kvHeads, headDim: D, queryWidth, keyWidth }) {
+  // Σ weight · value
+  const to = t * queryWidth + h * D;
+  const head = Math.floor(h / (heads / kvHeads)) * D;
   for (let s = 0; s < taken.length; s++) {
     for (let i = 0, v = s * keyWidth + head; i < D; i++, v++) y[to + i] += taken[s] * values[v];
   }
   work.multiplyAdds += taken.length * D;
 }
 
-// A bug, for an experiment: the mask is multiplied with the scores. A hidden score becomes 0, and e⁰ is 1: a later
-// token is seen like any other. A single query hides nothing, so only prompts are read wrong.
+// A bug, for an experiment: the mask is multiplied with the scores. A hidden score becomes 0, and
+// e⁰ is 1: a later token is seen like any other. A single query hides nothing, so only prompts are
+// read wrong.
 function attendMultiplied(q, layer, shape) {
-  const y = new Float32Array(q.length), T = q.length / shape.queryWidth;
+  const y = new Float32Array(q.length);
+  const T = q.length / shape.queryWidth;
   const { keys, values, count } = layer.seen(T - 1);
   for (let t = 0; t < T; t++) {
     const visible = layer.seen(t).count;

@@ -1,37 +1,58 @@
 "use strict";
-// The picture of one step: q meets the cached keys → weights → the values are mixed. A column per token, which is painted
-// when the token comes and then only shown. All of it is drawn from the numbers of the step.
+// The picture of one step: q meets the cached keys → weights → the values are mixed. A column per
+// token, which is painted when the token comes and then only shown. All of it is drawn from the
+// numbers of the step.
 
-const GUTTER = 46, ARCS = 40, WIDEST = 22;
-const ROOM = [32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 448, 512]; // columns there is room for
+const GUTTER = 46;
+const ARCS = 40;
+const WIDEST = 22;
+// columns there is room for
+const ROOM = [32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 448, 512];
 
 const inks = new Map(); // asked once per theme: a style is slow to read
 const ink = (name) => inks.get(name) ?? inks.set(name, colour(name)).get(name);
-const rgb = (name) => ink(name).match(/[0-9a-f]{2}/gi).map((part) => parseInt(part, 16));
+const rgb = (name) =>
+  ink(name)
+    .match(/[0-9a-f]{2}/gi)
+    .map((part) => parseInt(part, 16));
 const blend = (a, b, t) => a.map((x, i) => Math.round(x + (b[i] - x) * t));
 const eased = (t) => (t <= 0 ? 0 : t >= 1 ? 1 : t * t * (3 - 2 * t));
 const part = (t, from, to) => eased((t - from) / (to - from)); // of a movement: how far it is at t
 
-class Strip { // columns of D cells, one per token: painted once each
+class Strip {
+  // columns of D cells, one per token: painted once each
   constructor(name, D) {
-    this.name = name, this.D = D;
+    this.name = name;
+    this.D = D;
     this.canvas = document.createElement("canvas");
     this.clear();
   }
 
-  clear() { this.canvas.width = ROOM.at(-1), this.canvas.height = this.D, this.painted = 0, this.scale = 0; }
+  clear() {
+    this.canvas.width = ROOM.at(-1);
+    this.canvas.height = this.D;
+    this.painted = 0;
+    this.scale = 0;
+  }
 
-  paint(column, count) { // the columns that are new
+  paint(column, count) {
+    // the columns that are new
     const context = this.canvas.getContext("2d");
-    if (!this.scale) for (let s = 0; s < count; s++) for (const x of column(s)) this.scale = Math.max(this.scale, Math.abs(x));
+    if (!this.scale)
+      for (let s = 0; s < count; s++)
+        for (const x of column(s)) this.scale = Math.max(this.scale, Math.abs(x));
     for (; this.painted < count; this.painted++) {
       context.putImageData(cells(column(this.painted), this.scale, this.name), this.painted, 0);
     }
   }
 }
 
-function cells(numbers, scale, name) { // a column of colours: the hue for numbers above 0, grey below
-  const image = new ImageData(1, numbers.length), none = rgb("--card"), plus = rgb(name), minus = rgb("--minus-cell");
+function cells(numbers, scale, name) {
+  // a column of colours: the hue for numbers above 0, grey below
+  const image = new ImageData(1, numbers.length);
+  const none = rgb("--card");
+  const plus = rgb(name);
+  const minus = rgb("--minus-cell");
   numbers.forEach((x, i) => {
     const size = Math.min(1, Math.abs(x) / scale) ** 0.75;
     image.data.set([...blend(none, x > 0 ? plus : minus, size), 255], 4 * i);
@@ -41,39 +62,70 @@ function cells(numbers, scale, name) { // a column of colours: the hue for numbe
 
 class Stage {
   constructor(canvas, D) {
-    this.canvas = canvas, this.D = D;
-    this.keys = new Strip("--k", D), this.values = new Strip("--v", D);
+    this.canvas = canvas;
+    this.D = D;
+    this.keys = new Strip("--k", D);
+    this.values = new Strip("--v", D);
     this.fit();
   }
 
   fit() {
-    const { width, height } = this.canvas.getBoundingClientRect(), sharp = window.devicePixelRatio || 1;
-    this.canvas.width = Math.round(width * sharp), this.canvas.height = Math.round(height * sharp);
-    this.width = width, this.height = height;
+    const { width, height } = this.canvas.getBoundingClientRect();
+    const sharp = window.devicePixelRatio || 1;
+    this.canvas.width = Math.round(width * sharp);
+    this.canvas.height = Math.round(height * sharp);
+    this.width = width;
+    this.height = height;
     this.context = this.canvas.getContext("2d");
     this.context.setTransform(sharp, 0, 0, sharp, 0, 0);
   }
 
-  repaint() { this.keys.clear(), this.values.clear(); } // another layer, head or theme
+  repaint() {
+    this.keys.clear();
+    this.values.clear();
+  } // another layer, head or theme
 
-  layout(count) {
-    const room = ROOM.find((n) => n >= count) ?? count, gutter = this.width < 500 ? 34 : GUTTER;
-    const w = Math.min(WIDEST, (this.width - 2 * gutter) / room), left = gutter;
-    const names = this.height < 300 ? 46 : 54, bars = this.height < 300 ? 40 : 50;
-    const strip = (this.height - 2 * ARCS - names - bars) / 2, keys = ARCS;
-    return { room, w, left, strip, keys, names: keys + strip, bars: keys + strip + names, barHeight: bars,
-      values: keys + strip + names + bars, right: left + w * room, x: (s) => left + w * s };
+  keep(n) {
+    for (const strip of [this.keys, this.values]) strip.painted = Math.min(n, strip.painted);
   }
 
-  // `look`: of Looks.at; `tokens`: [{text, soft}]; `fresh`: the first column that came with this step; `t`: 0 … 1
+  layout(count) {
+    const room = ROOM.find((n) => n >= count) ?? count;
+    const gutter = this.width < 500 ? 34 : GUTTER;
+    const w = Math.min(WIDEST, (this.width - 2 * gutter) / room);
+    const left = gutter;
+    const names = this.height < 300 ? 46 : 54;
+    const bars = this.height < 300 ? 40 : 50;
+    const strip = (this.height - 2 * ARCS - names - bars) / 2;
+    const keys = ARCS;
+    return {
+      room,
+      w,
+      left,
+      strip,
+      keys,
+      names: keys + strip,
+      bars: keys + strip + names,
+      barHeight: bars,
+      values: keys + strip + names + bars,
+      right: left + w * room,
+      x: (s) => left + w * s,
+    };
+  }
+
+  // `look`: of Looks.at; `tokens`: [{text, soft}]; `fresh`: the first column that came with this
+  // step; `t`: 0 … 1
   draw(look, tokens, fresh, t) {
-    const c = this.context, at = this.layout(tokens.length);
+    const c = this.context;
+    const at = this.layout(tokens.length);
     c.clearRect(0, 0, this.width, this.height);
     this.frame(at);
     this.names(at, look, tokens);
     if (!look) return;
-    this.keys.paint(look.key, tokens.length), this.values.paint(look.value, tokens.length);
-    const met = part(t, 0.2, 0.6), mixed = part(t, 0.6, 0.95);
+    this.keys.paint(look.key, tokens.length);
+    this.values.paint(look.value, tokens.length);
+    const met = part(t, 0.2, 0.6);
+    const mixed = part(t, 0.6, 0.95);
     this.columns(at, look, tokens.length, fresh, part(t, 0, 0.25), mixed);
     this.arcs(at, look, met, mixed);
     this.bars(at, look, met);
@@ -87,7 +139,8 @@ class Stage {
     }
   }
 
-  frame(at) { // room for columns that are to come
+  frame(at) {
+    // room for columns that are to come
     const c = this.context;
     c.fillStyle = ink("--void");
     for (const y of [at.keys, at.values]) c.fillRect(at.left, y, at.w * at.room, at.strip);
@@ -99,58 +152,106 @@ class Stage {
   label(text, x, y, hue, align = "left", bold = false) {
     const c = this.context;
     c.font = `${bold ? "600 " : ""}${this.width < 500 ? 10 : 11}px system-ui, sans-serif`;
-    c.fillStyle = hue, c.textAlign = align;
+    c.fillStyle = hue;
+    c.textAlign = align;
     c.fillText(text, x, y);
   }
 
   columns(at, look, all, fresh, come, mixed) {
-    const c = this.context, D = this.D;
+    const c = this.context;
+    const D = this.D;
     c.imageSmoothingEnabled = false;
-    const show = (strip, y, from, to, shift) => to > from && c.drawImage(strip.canvas, from, 0, to - from, D,
-      at.x(from), y - shift, at.w * (to - from), at.strip);
-    for (const [strip, y] of [[this.keys, at.keys], [this.values, at.values]]) {
+    const show = (strip, y, from, to, shift) =>
+      to > from &&
+      c.drawImage(
+        strip.canvas,
+        from,
+        0,
+        to - from,
+        D,
+        at.x(from),
+        y - shift,
+        at.w * (to - from),
+        at.strip,
+      );
+    for (const [strip, y] of [
+      [this.keys, at.keys],
+      [this.values, at.values],
+    ]) {
       show(strip, y, 0, fresh, 0);
       c.globalAlpha = come;
       show(strip, y, fresh, all, (1 - come) * 18); // the new one drops into its place
       c.globalAlpha = 1;
     }
     c.fillStyle = ink("--card");
-    for (let s = 0; s < all; s++) { // what gets little weight fades while values are mixed; what came later is not seen
+    for (let s = 0; s < all; s++) {
+      // what gets little weight fades while values are mixed; what came later is not seen
       const later = s >= look.count;
       c.globalAlpha = later ? 0.8 : 0.72 * mixed * (1 - Math.min(1, 3 * look.weights[s]));
       c.fillRect(at.x(s), at.values, at.w, at.strip);
       if (later) c.fillRect(at.x(s), at.keys, at.w, at.strip);
     }
     c.globalAlpha = 1;
-    c.strokeStyle = ink("--card"), c.lineWidth = at.w > 6 ? 1 : 0.5;
+    c.strokeStyle = ink("--card");
+    c.lineWidth = at.w > 6 ? 1 : 0.5;
     c.beginPath();
     for (let s = 0; s <= all; s++) {
-      for (const y of [at.keys, at.values]) c.moveTo(at.x(s), y), c.lineTo(at.x(s), y + at.strip);
+      for (const y of [at.keys, at.values]) {
+        c.moveTo(at.x(s), y);
+        c.lineTo(at.x(s), y + at.strip);
+      }
     }
     c.stroke();
-    c.strokeStyle = ink("--q"), c.lineWidth = 1.5;
+    c.strokeStyle = ink("--q");
+    c.lineWidth = 1.5;
     for (const y of [at.keys, at.values]) c.strokeRect(at.x(look.count - 1), y, at.w, at.strip);
   }
 
-  arcs(at, look, met, mixed) { // q to the keys, values to the mix: as thick as the weight
-    const c = this.context, from = at.left - 19, to = at.right + 17, reached = met * look.count;
+  arcs(at, look, met, mixed) {
+    // q to the keys, values to the mix: as thick as the weight
+    const c = this.context;
+    const from = at.left - 19;
+    const to = at.right + 17;
+    const reached = met * look.count;
     for (let s = 0; s < look.count; s++) {
-      const weight = look.weights[s], x = at.x(s + 0.5);
+      const weight = look.weights[s];
+      const x = at.x(s + 0.5);
       if (weight < 0.004 && s !== Math.floor(reached)) continue;
       if (s <= reached && met > 0) {
-        this.arc(from, at.keys - 3, x, at.keys - 2, -1, ink("--q"), weight, s === Math.floor(reached) && met < 1);
+        this.arc(
+          from,
+          at.keys - 3,
+          x,
+          at.keys - 2,
+          -1,
+          ink("--q"),
+          weight,
+          s === Math.floor(reached) && met < 1,
+        );
       }
       if (mixed > 0) {
         c.globalAlpha = mixed;
-        this.arc(x, at.values + at.strip + 2, to, at.values + at.strip + 3, 1, ink("--v"), weight, false);
+        this.arc(
+          x,
+          at.values + at.strip + 2,
+          to,
+          at.values + at.strip + 3,
+          1,
+          ink("--v"),
+          weight,
+          false,
+        );
         c.globalAlpha = 1;
       }
     }
   }
 
   arc(x0, y0, x1, y1, way, hue, weight, asked) {
-    const c = this.context, high = Math.min(ARCS - 8, 10 + Math.abs(x1 - x0) / 8), before = c.globalAlpha;
-    c.strokeStyle = hue, c.lineWidth = asked ? 1 : 0.5 + 5 * weight;
+    const c = this.context;
+    const high = Math.min(ARCS - 8, 10 + Math.abs(x1 - x0) / 8);
+    const before = c.globalAlpha;
+    c.strokeStyle = hue;
+    c.lineWidth = asked ? 1 : 0.5 + 5 * weight;
     c.globalAlpha = before * (asked ? 0.9 : 0.25 + 0.65 * weight);
     c.beginPath();
     c.moveTo(x0, y0);
@@ -160,44 +261,83 @@ class Stage {
   }
 
   bars(at, look, met) {
-    const c = this.context, reached = met * look.count, foot = at.values - 2;
+    const c = this.context;
+    const reached = met * look.count;
+    const foot = at.values - 2;
     for (let s = 0; s < look.count; s++) {
-      const grown = Math.min(1, Math.max(0, reached - s)), high = Math.max(0.7, look.weights[s] * (at.barHeight - 14));
+      const grown = Math.min(1, Math.max(0, reached - s));
+      const high = Math.max(0.7, look.weights[s] * (at.barHeight - 14));
       c.fillStyle = ink("--ink");
-      c.fillRect(at.x(s) + Math.min(2, at.w / 4), foot - high * grown, at.w - Math.min(4, at.w / 2), high * grown);
+      c.fillRect(
+        at.x(s) + Math.min(2, at.w / 4),
+        foot - high * grown,
+        at.w - Math.min(4, at.w / 2),
+        high * grown,
+      );
     }
     if (met === 1) {
-      const s = look.strongest, high = look.weights[s] * (at.barHeight - 14);
-      this.label(percent(look.weights[s]), at.x(s + 0.5), foot - high - 3, ink("--ink"), "center", true);
+      const s = look.strongest;
+      const high = look.weights[s] * (at.barHeight - 14);
+      this.label(
+        percent(look.weights[s]),
+        at.x(s + 0.5),
+        foot - high - 3,
+        ink("--ink"),
+        "center",
+        true,
+      );
     }
   }
 
-  names(at, look, tokens) { // every token, or where they are too narrow the newest and the strongest
-    const c = this.context, narrow = at.w < 8.5;
+  names(at, look, tokens) {
+    // every token, or where they are too narrow the newest and the strongest
+    const c = this.context;
+    const narrow = at.w < 8.5;
     tokens.forEach(({ text, soft }, s) => {
       const lit = look && (s === look.count - 1 || (s === look.strongest && look.weights[s] > 0.1));
       if (narrow && !lit) return;
       c.save();
       c.translate(at.x(s + 0.5) + 3, at.names + (at.bars - at.names) - 4);
       c.rotate(-Math.PI / 2);
-      this.label(text, 0, 0, lit ? ink("--ink") : soft || (look && s >= look.count) ? ink("--minus-cell") : ink("--soft"), "left", lit);
+      this.label(
+        text,
+        0,
+        0,
+        lit
+          ? ink("--ink")
+          : soft || (look && s >= look.count)
+            ? ink("--minus-cell")
+            : ink("--soft"),
+        "left",
+        lit,
+      );
       c.restore();
     });
   }
 
-  pillar(x, y, height, numbers, scale, hue) { // q or the mix: one column that stands alone
-    const c = this.context, alone = this.alone ??= document.createElement("canvas");
-    const image = cells(numbers, scale || numbers.reduce((most, x) => Math.max(most, Math.abs(x)), 0), hue);
-    alone.width = 1, alone.height = this.D;
+  pillar(x, y, height, numbers, scale, hue) {
+    // q or the mix: one column that stands alone
+    const c = this.context;
+    const alone = (this.alone ??= document.createElement("canvas"));
+    const image = cells(
+      numbers,
+      scale || numbers.reduce((most, x) => Math.max(most, Math.abs(x)), 0),
+      hue,
+    );
+    alone.width = 1;
+    alone.height = this.D;
     alone.getContext("2d").putImageData(image, 0, 0);
     c.imageSmoothingEnabled = false;
     c.drawImage(alone, x, y, 14, height);
-    c.strokeStyle = ink(hue), c.lineWidth = 1.5;
+    c.strokeStyle = ink(hue);
+    c.lineWidth = 1.5;
     c.strokeRect(x, y, 14, height);
   }
 
-  column(event, count) { // under the pointer
-    const { left } = this.canvas.getBoundingClientRect(), at = this.layout(count);
+  column(event, count) {
+    // under the pointer
+    const { left } = this.canvas.getBoundingClientRect();
+    const at = this.layout(count);
     const s = Math.floor((event.clientX - left - at.left) / at.w);
     return s >= 0 && s < count ? s : -1;
   }

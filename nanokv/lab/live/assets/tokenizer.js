@@ -1,14 +1,18 @@
 "use strict";
-// Text ↔ token ids: byte-level BPE from tokenizer.json, and the bundled model's chat template. Equal to
-// nanokv.text.tokenizer on every text, see tests/lab/test_live.py.
+// Text ↔ token ids: byte-level BPE from tokenizer.json, and the bundled model's chat template.
+// Equal to nanokv.text.tokenizer on every text, see tests/lab/test_live.py.
 
-// Qwen2's pattern. JavaScript has no (?i:…) everywhere, so both cases are written; ſ is an s to Unicode's folding.
+// Qwen2's pattern. JavaScript has no (?i:…) everywhere, so both cases are written; ſ is an s to
+// Unicode's folding.
 const PIECE = new RegExp(
-  "'[sSſ]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}"
-  + "| ?[^\\p{White_Space}\\p{L}\\p{N}]+[\\r\\n]*|\\p{White_Space}*[\\r\\n]+"
-  + "|\\p{White_Space}+(?!\\P{White_Space})|\\p{White_Space}+", "gu");
+  "'[sSſ]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}" +
+    "| ?[^\\p{White_Space}\\p{L}\\p{N}]+[\\r\\n]*|\\p{White_Space}*[\\r\\n]+" +
+    "|\\p{White_Space}+(?!\\P{White_Space})|\\p{White_Space}+",
+  "gu",
+);
 
-function byteLetters() { // byte → the visible character that stands for it in the vocabulary (GPT-2's map)
+function byteLetters() {
+  // byte → the visible character that stands for it in the vocabulary (GPT-2's map)
   const own = (b) => (b > 32 && b < 127) || (b > 160 && b < 256 && b !== 173);
   let moved = 256;
   return Array.from({ length: 256 }, (_, b) => String.fromCharCode(own(b) ? b : moved++));
@@ -31,7 +35,8 @@ class Tokenizer {
     const ids = [];
     for (const part of text.split(this.specials)) {
       if (this.special.has(part)) ids.push(this.special.get(part));
-      else for (const [word] of part.normalize("NFC").matchAll(PIECE)) ids.push(...this.wordIds(word));
+      else
+        for (const [word] of part.normalize("NFC").matchAll(PIECE)) ids.push(...this.wordIds(word));
     }
     return ids;
   }
@@ -40,14 +45,19 @@ class Tokenizer {
     if (!this.known.has(word)) {
       const bytes = new TextEncoder().encode(word);
       const merged = this.merge(Array.from(bytes, (byte) => this.letters[byte]));
-      this.known.set(word, merged.map((part) => this.idOf.get(part)));
+      this.known.set(
+        word,
+        merged.map((part) => this.idOf.get(part)),
+      );
     }
     return this.known.get(word);
   }
 
-  merge(parts) { // the pair that was learned first is joined first, until no learned pair is left
+  merge(parts) {
+    // the pair that was learned first is joined first, until no learned pair is left
     for (;;) {
-      let best = Infinity, at = -1;
+      let best = Infinity;
+      let at = -1;
       for (let i = 0; i + 1 < parts.length; i++) {
         const rank = this.rank.get(`${parts[i]} ${parts[i + 1]}`) ?? Infinity;
         if (rank < best) [best, at] = [rank, i];
@@ -60,25 +70,33 @@ class Tokenizer {
   bytes(id) {
     const token = this.tokenOf.get(id) ?? "";
     const isText = !this.special.has(token);
-    return isText ? Uint8Array.from(token, (letter) => this.byteOf.get(letter)) : new TextEncoder().encode(token);
+    return isText
+      ? Uint8Array.from(token, (letter) => this.byteOf.get(letter))
+      : new TextEncoder().encode(token);
   }
 
-  decode(ids) { // control tokens have no text for a reader
+  decode(ids) {
+    // control tokens have no text for a reader
     const shown = ids.filter((id) => !this.special.has(this.tokenOf.get(id)));
     return new TextDecoder("utf-8", { ignoreBOM: true }).decode(
-      Uint8Array.from(shown.flatMap((id) => [...this.bytes(id)])));
+      Uint8Array.from(shown.flatMap((id) => [...this.bytes(id)])),
+    );
   }
 
-  piece(id) { // one token, as a reader can see it; bytes that are no whole character as \xe2
+  piece(id) {
+    // one token, as a reader can see it; bytes that are no whole character as \xe2
     const bytes = this.bytes(id);
     try {
       return new TextDecoder("utf-8", { fatal: true, ignoreBOM: true }).decode(bytes);
     } catch {
-      return Array.from(bytes, (b) => (b < 128 ? String.fromCharCode(b) : `\\x${b.toString(16)}`)).join("");
+      return Array.from(bytes, (b) =>
+        b < 128 ? String.fromCharCode(b) : `\\x${b.toString(16)}`,
+      ).join("");
     }
   }
 
-  render(messages) { // [{role, content}] → the prompt for the next answer
+  render(messages) {
+    // [{role, content}] → the prompt for the next answer
     const turn = ({ role, content }) =>
       `<|im_start|>${role}\n${role === "user" ? " " : ""}${content}<|im_end|>\n`;
     return `${messages.map(turn).join("")}<|im_start|>assistant\n`;

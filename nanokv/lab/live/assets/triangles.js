@@ -1,6 +1,7 @@
 "use strict";
-// What each step computes: a row per step, a cell per token. With the cache a step fills the cells of its new tokens and
-// reads the others. Without, it fills all of them, one after the other, as they are really computed.
+// What each step computes: a row per step, a cell per token. With the cache a step fills the cells
+// of its new tokens and reads the others. Without, it fills all of them, one after the other, as
+// they are really computed.
 
 class Triangles {
   constructor(canvas) {
@@ -8,19 +9,27 @@ class Triangles {
     this.fit();
   }
 
-  fit() { Stage.prototype.fit.call(this); }
+  fit() {
+    Stage.prototype.fit.call(this);
+  }
 
-  // steps: [{tokens, fresh, again}]: tokens so far, new ones of this step, and cells that the other side has done of it
+  // steps: [{tokens, fresh, again}]: tokens so far, new ones of this step, and cells that the other
+  // side has done of it
   draw(steps) {
-    const c = this.context, half = (this.width - 16) / 2, top = 16;
+    const c = this.context;
+    const half = (this.width - 16) / 2;
+    const top = 16;
     c.clearRect(0, 0, this.width, this.height);
     this.title("with cache", 0, ink("--done"));
     this.title("without", half + 16, ink("--again"));
     if (!steps.length) return;
-    const across = Math.max(24, steps.at(-1).tokens), down = Math.max(8, steps.length);
-    const w = half / across, h = Math.min(12, (this.height - top) / down);
+    const across = Math.max(24, steps.at(-1).tokens);
+    const down = Math.max(8, steps.length);
+    const w = half / across;
+    const h = Math.min(12, (this.height - top) / down);
     steps.forEach(({ tokens, fresh, again }, row) => {
-      const y = top + row * h, high = Math.max(0.5, h - (h > 3 ? 1 : 0));
+      const y = top + row * h;
+      const high = Math.max(0.5, h - (h > 3 ? 1 : 0));
       this.cells(0, y, w, high, tokens - fresh, tokens, "--done", 0);
       this.cells(half + 16, y, w, high, 0, again, "--again", tokens);
     });
@@ -36,7 +45,8 @@ class Triangles {
 
   title(text, x, hue) {
     this.context.font = "11px system-ui, sans-serif";
-    this.context.fillStyle = hue, this.context.textAlign = "left";
+    this.context.fillStyle = hue;
+    this.context.textAlign = "left";
     this.context.fillText(text, x, 10);
   }
 }

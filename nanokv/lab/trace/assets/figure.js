@@ -66,11 +66,11 @@ function sized(canvas, width, height) { // in CSS pixels, sharp on every screen
 
 // --- theme ----------------------------------------------------------------------------------------------------------
 
-const darkRule = [...document.styleSheets[0].cssRules].find((rule) => rule.media?.mediaText.includes("prefers-color-scheme"));
+const darkRules = [...document.styleSheets[0].cssRules].filter((rule) => rule.media?.mediaText.includes("prefers-color-scheme"));
 const SCHEMES = { dark: ["screen", "dark"], light: ["not all", "light"], system: ["(prefers-color-scheme: dark)", ""] };
 
 function wear(theme) { // "system" follows the reader's machine
   const [media, scheme] = SCHEMES[theme];
-  darkRule.media.mediaText = media;
+  for (const rule of darkRules) rule.media.mediaText = media;
   document.documentElement.style.colorScheme = scheme;
 }

@@ -1,4 +1,4 @@
-"""The project as one static folder: book, glossary, docs, API, recorded runs and the teachers' texts, with a search.
+"""The project as one static folder: book, glossary, docs, API, the model live, recordings, texts for teachers, search.
 
 Any web server can serve the folder, under any path, and it can be opened from a file. No page asks another machine for
 anything. All is built in a temporary folder, every link is checked, and only a whole site takes its place.
@@ -60,7 +60,8 @@ def build(folder, out, ready=None, limit: float = running.TIME_LIMIT) -> Built:
             ready = Path(name, "book")
             book.build(folder, ready, limit)
         texts = [*documents(root), *for_teachers(folder)]
-        pages = [*of_book(folder, Path(ready)), *texts, *api.pages(), *recordings.pages(made)]
+        shown = [recordings.live_page(made), *recordings.pages(made)]
+        pages = [*of_book(folder, Path(ready)), *texts, *api.pages(), *shown]
         built = assemble(pages, root, made)
         shutil.copytree(made, out, dirs_exist_ok=True)
     return built

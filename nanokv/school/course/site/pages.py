@@ -17,6 +17,7 @@ from nanokv.school.course import book
 from nanokv.school.course.site.search import contents
 
 PARTS = {  # of the header, each with its first page
+    "Live": "live/index.html",
     "Course": "book/index.html",
     "Glossary": "book/glossary.html",
     "Recordings": "traces/index.html",

@@ -1,7 +1,7 @@
-"""Runs of the bundled model that the site shows: each is made by the command that stands beside it.
+"""The bundled model in the site: live, and runs that are recorded by the command that stands beside each.
 
-`nanokv trace` writes a page of its own, which may load nothing. So it stands in a frame below the header of the site,
-and can be opened alone.
+`nanokv live` and `nanokv trace` write pages of their own, which may load nothing. So they stand in a frame below the
+header of the site, and can be opened alone.
 """
 
 import html
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanokv.errors import CourseError
+from nanokv.lab import live
 from nanokv.school.course.site.pages import Page
 
 
@@ -73,6 +74,19 @@ RECORDINGS = (
         tokens=24,
     ),
 )
+
+
+def live_page(out: Path) -> Page:
+    """`nanokv live` in out/live, in a frame."""
+    (out / "live").mkdir(parents=True, exist_ok=True)
+    (out / "live" / "live-alone.html").write_text(live.build(), encoding="utf-8")
+    body = (
+        "<h1>Live: the model in your browser</h1>"
+        "<p>The bundled model answers in this page, and its KV cache grows token by token. Change one thing, predict "
+        'what becomes of the answer, and see both answers. <a href="live-alone.html">Open it alone</a>.</p>'
+        '<iframe src="live-alone.html" title="The model, its cache, and what it computes"></iframe>'
+    )
+    return Page("live/index.html", "Live", body, "Live")
 
 
 def pages(out: Path, recordings=RECORDINGS) -> list[Page]:
