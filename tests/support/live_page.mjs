@@ -24,6 +24,11 @@ process.stdout.write(vm.runInThisContext(`
       const hidden = model.forward(ids, makeCache("dict", model), 0, RIGHT);
       return [...linear(hidden, model.embedding, config.hidden_size)];
     },
+    round: ({ rows, bits }) => rows.map((row) => {
+      const x = Float32Array.from(row);
+      roundToBits(x, 0, x.length, 1, bits);
+      return [...x];
+    }),
     answers: ({ prompts, most }) => prompts.map((ids) => answerTo(plain(model), ids, most, ends).ids),
     talk: ({ name, before, turns, most }) => {
       const first = plain(model);
