@@ -144,7 +144,7 @@ def test_the_table_holds_the_weights_of_the_step(page, expected):
     top = weights.index(max(weights))
     assert tokenizer.pieces(ids)[top] == " Z" and weights[top] > 0.9
     assert (
-        "“ is” takes 98 % of its mix from “ Z”, and the model writes “ Z”."
+        "“␣is” takes 98 % of its mix from “␣Z”, and the model writes “␣Z”."
         in find(page, "#readout").text
     )
 

@@ -203,6 +203,25 @@ def test_the_modules_of_the_api():
     )
 
 
+def test_a_recording_stands_below_the_command_that_makes_it(tmp_path):
+    """In the book: every such command of the notebooks has one, and what nobody recorded has none."""
+    from nanokv.school.course import twins
+
+    found = []
+    for source in map(twins.read, twins.sources(NOTEBOOKS)):
+        for cell in source.solution()["cells"]:
+            text = "".join(cell["source"])
+            if cell["cell_type"] == "markdown" and "nanokv trace " in text:
+                body = recordings.in_place(book.markdown(text))
+                found += re.findall(r'<iframe src="../traces/(.*)-alone.html" loading="lazy"', body)
+                assert body.index("</pre>") < body.index("<iframe")
+    assert found == ["answer", "recall", "restart"]
+    other = book.markdown("```bash\nnanokv trace 'Who are you?' -o a.html\n```")
+    assert "</pre>" in other and recordings.in_place(other) == other
+    here = recordings.in_place(book.markdown("Type `nanokv live --open`."))
+    assert '<a href="../live/live-alone.html"><code>nanokv live --open</code></a>' in here
+
+
 # --- the search ---------------------------------------------------------------------------------------------------
 
 
@@ -594,7 +613,7 @@ def test_the_whole_site(tmp_path, monkeypatch):
     )
     built = site.build(NOTEBOOKS, tmp_path)
     check_pages(tmp_path)
-    assert built.pages > 180 and built.size < 40e6
+    assert built.pages > 180 and built.size < 48e6
     found = rows(tmp_path)
     heads = {(part, heading) for _, part, _, heading, _ in found}
     assert {

@@ -5,6 +5,7 @@ const LONGEST = 400;
 const ANSWER = 120; // tokens of a conversation, and of an answer
 const REST = 1500; // milliseconds at the last token, before the clearest look is shown
 const SLICE = 6; // milliseconds of each frame for the lane without a cache
+const SPARE = 11; // and of a frame in which nothing moves
 const $ = (id) => document.getElementById(id);
 const began = performance.now();
 const DATA = JSON.parse($("data").textContent);
@@ -58,8 +59,7 @@ function newChat() {
   stage.repaint();
 }
 
-// --- an answer
-// ------------------------------------------------------------------------------------------------------
+// --- an answer -----------------------------------------------------------------------------------
 
 function say(sentence) {
   // a turn: prefill what is new of the conversation, then the loop of frames goes on
@@ -157,19 +157,14 @@ function frame(now) {
     const atEnd = chat.position === chat.lane.ids.length - 1;
     const rested = performance.now() - chat.since >= pace && (pace === 0 || caughtUp());
     if (chat.running && chat.playing && atEnd && rested) advance();
-    if (
-      !chat.running &&
-      chat.rest !== null &&
-      performance.now() - chat.since > REST &&
-      caughtUp()
-    ) {
+    if (!chat.running && chat.rest !== null && performance.now() - chat.since > REST) {
       chat.position = chat.rest;
       chat.rest = null;
       chat.since = performance.now();
       chat.dirty = true;
     }
-    computeAgain(performance.now() + SLICE);
     const moving = performance.now() - chat.since < movement() + 50;
+    computeAgain(performance.now() + (chat.running || moving ? SLICE : SPARE));
     if (chat.dirty || moving) draw();
     times.frames.push(now);
     if (times.frames.length > 600) times.frames.shift();
@@ -177,8 +172,7 @@ function frame(now) {
   requestAnimationFrame(frame);
 }
 
-// --- what is seen
-// ---------------------------------------------------------------------------------------------------
+// --- what is seen --------------------------------------------------------------------------------
 
 const movement = () => (still.matches ? 0 : Math.min(900, Number($("pace").value)));
 
@@ -237,6 +231,7 @@ function write() {
     textContent: text.slice(before.length),
   });
   $("words").replaceChildren(before, newest);
+  $("answer").scrollTop = $("answer").scrollHeight;
   $("play").disabled = !chat.running;
   $("clear").hidden = false;
 }
@@ -267,7 +262,7 @@ function counters() {
   $("once").hidden = !tokens;
 }
 
-const name = (id) => quoted(tokenizer.piece(id).replaceAll("\n", "↵"));
+const name = (id) => quoted(spaced(tokenizer.piece(id).replaceAll("\n", "↵")));
 const place = () => `layer ${$("layer").value}, head ${$("head").value}`;
 
 function tell(now) {
@@ -352,8 +347,7 @@ function warmUp() {
   times.warm = performance.now();
 }
 
-// --- what is pressed
-// ------------------------------------------------------------------------------------------------
+// --- what is pressed -----------------------------------------------------------------------------
 
 function go(by) {
   // a token back or on; behind the newest, the next one is computed

@@ -6,6 +6,8 @@
 const GUTTER = 46;
 const ARCS = 40;
 const WIDEST = 22;
+const NARROW = 8.5; // pixels of a column, below which not every name has room
+const NAMED = 8; // and how many have then
 // columns there is room for
 const ROOM = [32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 448, 512];
 
@@ -290,29 +292,24 @@ class Stage {
   }
 
   names(at, look, tokens) {
-    // every token, or where they are too narrow the newest and the strongest
+    // every token; where they are too narrow, the newest and those that the query takes most from
+    const lit = look ? [look.count - 1, ...strongest(look.weights)] : [];
+    const names = at.w < NARROW ? apart(lit, NARROW / at.w) : [...tokens.keys()];
+    for (const s of names) {
+      const { text, soft } = tokens[s];
+      const bold = s === lit[0] || s === lit[1];
+      const faint = soft || (look && s >= look.count);
+      this.upright(text, at.x(s + 0.5) + 3, at.bars - 4, bold, faint);
+    }
+  }
+
+  upright(text, x, y, bold, faint) {
     const c = this.context;
-    const narrow = at.w < 8.5;
-    tokens.forEach(({ text, soft }, s) => {
-      const lit = look && (s === look.count - 1 || (s === look.strongest && look.weights[s] > 0.1));
-      if (narrow && !lit) return;
-      c.save();
-      c.translate(at.x(s + 0.5) + 3, at.names + (at.bars - at.names) - 4);
-      c.rotate(-Math.PI / 2);
-      this.label(
-        text,
-        0,
-        0,
-        lit
-          ? ink("--ink")
-          : soft || (look && s >= look.count)
-            ? ink("--minus-cell")
-            : ink("--soft"),
-        "left",
-        lit,
-      );
-      c.restore();
-    });
+    c.save();
+    c.translate(x, y);
+    c.rotate(-Math.PI / 2);
+    this.label(text, 0, 0, ink(bold ? "--ink" : faint ? "--minus-cell" : "--soft"), "left", bold);
+    c.restore();
   }
 
   pillar(x, y, height, numbers, scale, hue) {
@@ -344,3 +341,16 @@ class Stage {
 }
 
 const percent = (weight) => `${(100 * weight).toFixed(weight < 0.1 ? 1 : 0)} %`;
+
+function strongest(weights) {
+  // the columns that get most, most first
+  const order = [...weights.keys()].sort((a, b) => weights[b] - weights[a]);
+  return order.slice(0, NAMED).filter((s) => weights[s] > 0.03);
+}
+
+function apart(columns, least) {
+  // those that leave room for the names before them
+  const chosen = [];
+  for (const s of columns) if (chosen.every((t) => Math.abs(s - t) >= least)) chosen.push(s);
+  return chosen;
+}

@@ -124,6 +124,7 @@ def of_book(folder, ready: Path) -> list[Page]:
         )
         part = "Glossary" if name == "glossary" else "Course"
         body += PATHS if name == "index" else ""
+        body = recordings.in_place(body)
         pages.append(Page(f"book/{name}.html", html.unescape(title), body, part, source))
     return [*pages, paths(folder)]
 

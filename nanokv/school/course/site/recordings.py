@@ -5,6 +5,7 @@ header of the site, and can be opened alone.
 """
 
 import html
+import re
 import shlex
 import subprocess
 import sys
@@ -13,7 +14,10 @@ from pathlib import Path
 
 from nanokv.errors import CourseError
 from nanokv.lab import live
-from nanokv.school.course.site.pages import Page
+from nanokv.school.course.site.pages import Page, plain
+
+BLOCK = re.compile(r"<pre>.*?</pre>(?:\s*</div>)?", re.DOTALL)  # of code
+LIVE = "<code>nanokv live --open</code>"
 
 
 @dataclass(frozen=True)
@@ -62,8 +66,9 @@ RECORDINGS = (
         "restart",
         "Fault: every call counts positions from 0",
         "The cache has the right size, and its keys are rotated to the wrong positions.",
-        "Reverse: moon, kettle, blorf",
+        "My name is Zorbla. What is my name?",
         "start_pos_restarts",
+        tokens=24,
     ),
     Recording(
         "not-cleared",
@@ -133,3 +138,26 @@ def listing(recordings) -> str:
         "the attention, the positions, the logits and the time of every step. In the recordings of a fault the right "
         f"run stands beside the wrong one.</p>\n<ul>{items}</ul>"
     )
+
+
+def in_place(body: str, recordings=RECORDINGS) -> str:
+    """A page of the book: below a command that records a run the recording stands, if the site has that one."""
+    body = body.replace(LIVE, f'<a href="../live/live-alone.html">{LIVE}</a>')
+    return BLOCK.sub(lambda found: found[0] + beneath(plain(found[0]), recordings), body)
+
+
+def beneath(command: str, recordings) -> str:
+    """The recording that this command makes, in a frame that is loaded when it comes near; or nothing."""
+    if not re.match(r"\S*nanokv trace ", command):
+        return ""
+    words = shlex.split(command)
+    prompt = words[2]
+    fault = words[words.index("--fault") + 1] if "--fault" in words else ""
+    for one in recordings:
+        if (one.prompt, one.fault) == (prompt, fault):
+            address, title = f"../traces/{one.name}-alone.html", html.escape(one.title)
+            return (
+                f'<p>This run is recorded: <a href="{address}">{title}</a>.</p>'
+                f'<iframe src="{address}" loading="lazy" title="The recording: {title}"></iframe>'
+            )
+    return ""
