@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from nanokv.errors import CourseError
-from nanokv.school.course import book, site
-from nanokv.school.course.site import api, links, recordings, search
+from nanokv.school.course import book, checking, site
+from nanokv.school.course.site import api, links, quiz, recordings, search
 from nanokv.school.course.site.pages import PARTS, Page, markdown, write
 from waiting import drawn, leave, until
 
@@ -42,6 +42,7 @@ def course() -> list[Page]:
         form.new_code_cell("nanokv.decode(model, token, cache, start_pos=4)", outputs=[printed]),
     ]
     made = book.anchored(book.render(form.new_notebook(cells=cells))).replace(".md", ".html")
+    made = quiz.live(f"{made}{asked()}", "05")
     glossary = book.anchored(book.markdown((NOTEBOOKS / "glossary.md").read_text(encoding="utf-8")))
     contents = '<h1>The course</h1><ul><li><a href="05_the_waste.html">05</a></li></ul>'
     return [
@@ -63,6 +64,19 @@ def course() -> list[Page]:
         Page("book/index.html", "The course", contents, "Course", "notebooks"),
         site.paths(NOTEBOOKS),
     ]
+
+
+def asked() -> str:
+    """A quiz as a book has it: its heading, the answers, and what follows."""
+    import nbformat.v4 as form
+
+    cells = [
+        form.new_markdown_cell("## Quiz"),
+        form.new_code_cell("course.quiz('05')"),
+        form.new_code_cell("q1 = 'b'"),
+        form.new_markdown_cell("## Next"),
+    ]
+    return book.anchored(book.render(form.new_notebook(cells=cells)))
 
 
 @pytest.fixture(scope="module")
@@ -220,6 +234,28 @@ def test_a_recording_stands_below_the_command_that_makes_it(tmp_path):
     assert "</pre>" in other and recordings.in_place(other) == other
     here = recordings.in_place(book.markdown("Type `nanokv live --open`."))
     assert '<a href="../live/live-alone.html"><code>nanokv live --open</code></a>' in here
+
+
+def test_each_quiz_is_answered_on_its_page():
+    """All questions with their options and what is said about them, one of them right; the cells are folded."""
+    from nanokv.school.course import twins
+
+    page = asked()
+    for source in twins.sources(NOTEBOOKS):
+        number = source.stem[:2]
+        made = quiz.live(page, number)
+        forms = re.findall(r'<form class="quiz">.*?</form>', made, re.DOTALL)
+        questions = checking.exercises(number).QUESTIONS
+        assert len(forms) == len(questions) > 0
+        for form, question in zip(forms, questions, strict=True):
+            (right,) = re.findall(r'value="(\w)" data-comment="[^"]+" data-right>', form)
+            assert question.judge(right).state == "right"
+            assert form.count("data-comment=") == len(question.options)
+        folded = re.search(rf"<summary>{quiz.CELLS}</summary>(.*?)</details>", made, re.DOTALL)[1]
+        assert folded.count("code_cell") == 2 and folded.count("<div") == folded.count("</div>")
+        order = [made.index(part) for part in ('id="quiz"', "<form", "<details", 'id="next"')]
+        assert order == sorted(order)
+    assert quiz.live("<h2>Other</h2>", "glossary") == "<h2>Other</h2>"
 
 
 # --- the search ---------------------------------------------------------------------------------------------------
@@ -502,6 +538,25 @@ def test_the_search_finds_terms_and_names_from_any_page(page):
     assert results(driver) == [] and "Nothing found" in driver.find_element("id", "found").text
     page("search.html?q=<img src=x onerror=alert(1)>[(")
     assert driver.find_elements("css selector", "main img") == []
+
+
+@pytest.mark.slow
+def test_a_quiz_is_judged_at_once_and_kept(page):
+    driver = page("book/05_the_waste.html")
+    question = checking.exercises("05").QUESTIONS[1]
+    name = question.id
+
+    def choose(letter):
+        option = driver.find_element("css selector", f'[name="{name}"][value="{letter}"]')
+        option.find_element("xpath", "..").click()
+        return option.find_element("xpath", "../..").find_element("css selector", "p").text
+
+    for letter, (_, comment) in question.options.items():
+        word = {"right": "Right.", "wrong": "Not yet."}[question.judge(letter).state]
+        assert choose(letter) == f"{word} {comment}"
+    driver = page("book/05_the_waste.html")
+    said = [p.text for p in driver.find_elements("css selector", ".quiz p")]
+    assert said == ["", f"{word} {comment}", ""], "one was answered"
 
 
 @pytest.mark.slow
