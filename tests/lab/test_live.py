@@ -17,23 +17,18 @@ import torch
 from safetensors.torch import load
 
 import nanokv
+from live_talks import BEFORE, FAULTS, MOST, hold_in, prompt
 from nanokv.apps.cli import main
 from nanokv.cache.codes import dequantize, quantize
 from nanokv.errors import NanoKVError
-from nanokv.lab import faults, live
+from nanokv.lab import live
 from nanokv.lab.live import page as pages
 from nanokv.school.training.evaluate import written_cases
 
 JOBS = Path(__file__).resolve().parents[1] / "support" / "live_page.mjs"
 CLOSE = 1e-3  # of the largest logit
-MOST = 24  # tokens of an answer
 TOLD = "My name is Zorbla. What is my name?"
-LONG = [
-    "My name is Zorbla.",
-    "What is 27 + 48?",
-    "Reverse: moon, kettle, blorf",
-    "What is my name?",
-]
+LONG = ["My name is Zorbla.", "Reverse: moon, kettle, blorf", "What is my name?"]
 
 
 @pytest.fixture(scope="module")
@@ -177,13 +172,6 @@ def check_close(found, expected) -> None:
     assert gap <= CLOSE * expected.abs().max(), float(gap)
 
 
-def prompt(tokenizer, *texts: str) -> list[int]:
-    """User and assistant in turn, up to where the next answer begins."""
-    roles = ("user", "assistant")
-    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
-    return tokenizer.encode(tokenizer.render(messages))
-
-
 def test_logits_of_every_position(node, loaded):
     model, tokenizer = loaded
     ids = prompt(tokenizer, TOLD, "Your name is Zorbla.", "Reverse: moon, kettle, blorf")
@@ -208,41 +196,6 @@ def test_answers_to_200_prompts_have_the_same_tokens(node, loaded):
 # --- what is switched ---------------------------------------------------------------------------------------------
 
 
-def multiplied(q, k, v):
-    """Attention whose mask multiplies the scores, as a reader of one of the articles would write it."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    T, S = q.shape[2], k.shape[2]
-    visible = torch.ones(T, S).tril(S - T)
-    return (q @ k.mT / q.shape[-1] ** 0.5 * visible).softmax(-1) @ v
-
-
-@torch.inference_mode()
-def forward(model, ids, cache, attend):
-    """Logits after these ids; `attend` None is the package's own attention."""
-    if attend is None:
-        return nanokv.prefill(model, [ids], cache, start_pos=cache.length)[0]
-    hidden = model(torch.tensor([ids]), cache, cache.length, attend)
-    return model.lm_head(hidden[0, -1])
-
-
-def python_talk(loaded, cache, turns, most=MOST, attend=None):
-    """As `talk` in answer.js: [(ids of the answer, logits of its first token, and of its last)]."""
-    model, tokenizer = loaded
-    texts, held, answers = [], [], []
-    for text in turns:
-        ids = prompt(tokenizer, *texts, text)
-        logits = first = forward(model, ids[cache.length :], cache, attend)
-        answer = [int(first.argmax())]
-        while len(answer) < most and answer[-1] not in model.generation_config.eos_token_ids:
-            logits = forward(model, answer[-1:], cache, attend)
-            answer.append(int(logits.argmax()))
-        assert held == ids[: len(held)]
-        held = ids + answer[:-1]
-        answers.append((answer, first, logits))
-        texts += [text, tokenizer.text_of(answer)]
-    return answers
-
-
 def check_talk(found, expected, cache) -> None:
     assert [one["ids"] for one in found["answers"]] == [ids for ids, _, _ in expected]
     for one, (_, first, last) in zip(found["answers"], expected, strict=True):
@@ -265,29 +218,21 @@ MORE = [
     "paged:page=4",
     "paged:page=64",
 ]
-FAULTS = {"oneTooFar": "start_pos_off_by_one", "restarts": "start_pos_restarts"}
-BEFORE = ["My name is Ada. I have a dog called Rex."]
 
 
 @pytest.fixture(scope="module")
 def talks(node):
     """The conversation held in every way, by one process: name → what came out."""
-    names = [*KINDS, *FAULTS, "notCleared", "multiplied"]
+    names = [*KINDS, *FAULTS, "multiplied"]
     job = {"do": "talk", "before": BEFORE, "turns": LONG, "most": MOST}
     jobs = [job | {"name": name} for name in names]
     return dict(zip(names, node(*jobs), strict=True))
 
 
-def make(kind, loaded):
-    return nanokv.make_cache(kind, loaded[0].config)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cache_of_the_page_is_the_cache_of_the_package(talks, loaded, kind):
     """Words, logits, length and bytes after a conversation that is longer than each window."""
-    cache = make(kind, loaded)
-    expected = python_talk(loaded, cache, LONG)
-    check_talk(talks[kind], expected, cache)
+    check_talk(talks[kind], *hold_in(loaded, kind, LONG))
 
 
 def test_numbers_in_few_bits_are_rounded_alike(node):
@@ -303,34 +248,19 @@ def test_numbers_in_few_bits_are_rounded_alike(node):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MORE)
 def test_another_cache_of_the_page_is_the_cache_of_the_package(node, loaded, kind):
-    cache = make(kind, loaded)
-    expected = python_talk(loaded, cache, LONG)
-    check_talk(node({"do": "talk", "name": kind, "turns": LONG, "most": MOST})[0], expected, cache)
+    (found,) = node({"do": "talk", "name": kind, "turns": LONG, "most": MOST})
+    check_talk(found, *hold_in(loaded, kind, LONG))
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_wrong_positions_are_the_fault_of_the_package(talks, loaded, name):
-    cache = make("dict", loaded)
-    with faults.inject(FAULTS[name]):
-        expected = python_talk(loaded, cache, LONG)
-    check_talk(talks[name], expected, cache)
-
-
-def test_what_is_not_cleared_is_the_fault_of_the_package(talks, loaded):
-    cache = make("dict", loaded)
-    with faults.inject("not_cleared"):
-        python_talk(loaded, make("dict", loaded), BEFORE)
-        expected = python_talk(loaded, cache, LONG)
-    check_talk(talks["notCleared"], expected, cache)
-    assert "Ada" in loaded[1].text_of(expected[-1][0])  # it shows
-
-
-def test_a_multiplied_mask(talks, loaded):
-    cache = make("dict", loaded)
-    expected = python_talk(loaded, cache, LONG, attend=multiplied)
-    check_talk(talks["multiplied"], expected, cache)
-    right = python_talk(loaded, make("dict", loaded), LONG[:1])
-    assert float((right[0][1] - expected[0][1]).abs().max()) > 0.1  # it shows
+@pytest.mark.parametrize("name", [*FAULTS, "multiplied"])
+def test_a_bug_of_the_page_is_the_bug_of_the_package(talks, loaded, name):
+    """nanokv.faults, and a mask that multiplies; each moves the logits, so that it shows."""
+    wrong, cache = hold_in(loaded, name, LONG)
+    check_talk(talks[name], wrong, cache)
+    right, _ = hold_in(loaded, "right", LONG[:1])
+    (_, first, last), (_, other_first, other_last) = right[0], wrong[0]
+    moved = max((first - other_first).abs().max(), (last - other_last).abs().max())
+    assert moved > 0.05
 
 
 def test_without_a_cache_the_answer_is_the_same_and_the_work_grows(node, loaded):
