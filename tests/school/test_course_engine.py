@@ -47,6 +47,36 @@ def judged(id: str, name: str, old: str, new: str, mistake: str):
     return outcome
 
 
+ROOM, PAGES = "promised + pages > free", "-(-tokens // size)"
+OVERDRAWN = """
+def share(pending, budget):
+    given = [int(tokens == 1) for tokens in pending]
+    budget -= sum(given)
+    for i, tokens in enumerate(pending):
+        if tokens > 1:
+            given[i] = min(tokens, budget)
+            budget -= given[i]
+    return given
+"""
+
+
+@pytest.mark.parametrize(
+    ("id", "name", "old", "new", "mistake"),
+    [
+        ("15.1", "admit", "promised += pages + 1", "promised += -(-(tokens + 1) // size)", "token ahead"),
+        ("15.1", "admit", PAGES, "tokens // size + 1", "rounded too far"),
+        ("15.1", "admit", ROOM, "promised + pages + 1 > free", "one page spare"),
+        ("15.2", "share", "(True, False)", "(False, True)", "prompts first"),
+        ("15.2", "share", "return given", "return [n for n in given if n]", "zeros left out"),
+        ("15.2", "share", "", OVERDRAWN, "overdrawn"),
+        ("15.2", "share", "", OVERDRAWN.replace("return given", "return [max(0, n) for n in given]"),
+         "overdrawn, cut at 0"),
+    ],
+)  # fmt: skip
+def test_a_typical_plan_is_told_what_is_wrong_with_it(id, name, old, new, mistake):
+    judged(id, name, old or exam.solution(SOURCE, id), new, mistake)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "mistake"),
     [
@@ -56,6 +86,20 @@ def judged(id: str, name: str, old: str, new: str, mistake: str):
         ("request.cache.free()\n    request.cache = None", "pass", "pages kept"),
         ("engine.running.remove(request)", "pass", "still runs"),
         ("engine.running.remove(request)", "engine.running.clear()", "running"),
+        ("engine.running.remove(request)", "engine.running.pop()", "still runs"),
+        ("engine.waiting.insert", "request.done = True\n    engine.waiting.insert", "done"),
+        (
+            "engine.waiting.insert",
+            "request.prompt = request.known\n    engine.waiting.insert",
+            "prompt",
+        ),
+        ("engine.waiting.insert(0, request)", "engine.submit(request.known, 4)", "another request"),
+        ("request.cache.free()", "engine.pool.free += request.cache.tables[0]", "free twice"),
+        (
+            "engine.waiting.insert(0, request)",
+            "from collections import deque\n    engine.waiting = deque([request, *engine.waiting])",
+            "lists",
+        ),
         ("engine.waiting.insert(0, request)", "engine.waiting.append(request)", "end of the queue"),
         ("engine.waiting.insert(0, request)", "pass", "lost"),
         ("engine.waiting.insert", "request.answer = []\n    engine.waiting.insert", "answer"),
@@ -86,6 +130,10 @@ def test_a_typical_preemption_is_told_what_is_wrong_with_it(old, new, mistake):
             "others only",
         ),
         ("        try", "        preempt(engine, engine.running[-1])\n        try", "too early"),
+        ("preempt(engine, engine.running[-1])", "engine.finish(engine.running[-1])", "lost"),
+        ("preempt(engine, engine.running[-1])", "engine.running[-1].cache.free()", "pages only"),
+        ("request.fed, request.fed + tokens", "request.fed, tokens", "not taken"),
+        ("request.fed + tokens)", "request.fed + tokens + 1)", "not taken"),
         ("return True", "return", "None"),
         ("return False", "return True", "returned"),
         (
@@ -127,6 +175,14 @@ ENDED = "if token in engine.stop or len(request.answer) == request.most:"
         ),
         ("for _ in range(admit", "for _ in range(0 * admit", "not admitted"),
         (" and reserve(engine, request, tokens)", "", "not reserved"),
+        (
+            "reserve(engine, request, tokens)",
+            "reserve(engine, request, request.pending)",
+            "reserved too much",
+        ),
+        ("len(request.known)", "len(request.prompt)", "too many admitted"),
+        ("return drawn", "yield from drawn", "generator"),
+        ("engine.feed(work)", "engine.feed(pair for pair in work)", ""),
         ("request in engine.running and tokens", "tokens", ""),  # reserve says it as well
         ("engine.budget)", "2 * engine.budget)", "budget"),
         (
@@ -197,6 +253,15 @@ def stream(engine, request):
     yield from request.answer
 """
 
+TAKEN = """
+def stream(engine, request):
+    while request.answer or not request.done:
+        if request.answer:
+            yield request.answer.pop(0)
+        else:
+            engine.step()
+"""
+
 
 @pytest.mark.parametrize(
     ("old", "new", "mistake"),
@@ -206,6 +271,10 @@ def stream(engine, request):
         (None, LATE, "all at the end"),
         (None, "def stream(engine, request):\n    return request.answer", "ends early"),
         (None, "def stream(engine, request):\n    return 7", "no generator"),
+        (None, "def stream(engine, request):\n    print(request.answer)", "no generator"),
+        (None, TAKEN, "taken out"),
+        ("sent < len(request.answer) or ", "", "rest lost"),
+        ("yield request.answer[sent]", "yield request, request.answer[sent]", "no token"),
         (None, "def stream(engine, request):\n    yield from []", "ends early"),
         (" or not request.done", "", "ends early"),
         ("sent += 1", "engine.step()", "endless"),
@@ -251,6 +320,17 @@ def test_the_given_engine_answers_as_each_request_alone_and_as_nanokvs(pages, bu
     assert [r.answer for r in asked] == [r.tokens for r in others] == alone
     assert own.free == pages and all(request.done for request in asked)
     assert ("x" in own.timeline()) == (theirs.metrics.preemptions > 0) == (pages == 9)
+
+
+def test_the_work_of_a_forward_may_be_read_only_once():
+    lazy = spoiled("15.5", "step", "engine.feed(work)", "engine.feed(pair for pair in work)")
+    answers = []
+    for one in (lazy, nb15.step):
+        own = Engine(small_model(), one, pages=9, size=4, budget=12)
+        asked = [own.submit([n] * n, 6) for n in (5, 12)]
+        own.run()
+        answers.append([request.answer for request in asked])
+    assert answers[0] == answers[1]
 
 
 def test_a_request_that_can_never_fit_is_refused():

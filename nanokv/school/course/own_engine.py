@@ -8,7 +8,7 @@ The requests are answered greedily. Nothing is shared between them but the pool;
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -124,10 +124,11 @@ class Engine:
         request.cache.free()
         request.cache, request.done = None, True
 
-    def feed(self, work: list[tuple[Request, int]]) -> torch.Tensor:
+    def feed(self, work: Iterable[tuple[Request, int]]) -> torch.Tensor:
         """(request, n): its next n pending tokens, of all requests in one forward → the logits that follow the last
         token of each, (requests,V).
         """
+        work = list(work)  # it may be a generator, and is read several times
         self._note(work)
         parts = [request.known[request.fed : request.fed + n] for request, n in work]
         caches = [request.cache for request, _ in work]

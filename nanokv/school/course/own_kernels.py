@@ -9,6 +9,7 @@ The kernels of nanokv.fast.gpu do more per launch: they read the pages of any ca
 
 import importlib
 import os
+import warnings
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -178,10 +179,21 @@ def merge(kernel, parts, sums):
 
 def launch(kernel, grid, *arguments) -> None:
     """Start a kernel; a recording that is being made takes it along. (Triton's interpreter uses torch inside.)"""
-    with _disable_current_modes():
-        kernel[grid](*arguments)
+    try:
+        with _disable_current_modes(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, of NaN and infinity
+            kernel[grid](*arguments)
+    except Exception as error:
+        raise _cause(error) from None
     if Recording.current is not None:
         Recording.current.starts.append((launch, (kernel, grid, *arguments), {}, None))
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What went wrong in a kernel. The interpreter wraps it, once per kernel and function that was called."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 # --- a stand-in for a CUDA graph ----------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Notebook 15, an engine of one's own: who moves in, who gets how many tokens, who gives way, a step, a stream."""
 
 import random
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 from nanokv.errors import CapacityError
@@ -31,7 +32,12 @@ def _admitted(
     limit=True, others=True,
 ):  # fmt: skip
     """The switches are slips."""
-    pages_of = {"page": lambda n: -(-n // size), "begun": lambda n: n // size, "token": lambda n: n}
+    pages_of = {
+        "page": lambda n: -(-n // size),
+        "begun": lambda n: n // size,
+        "over": lambda n: n // size + 1,
+        "token": lambda n: n,
+    }
     moved, promised = 0, promised * others
     for tokens in known[: room if limit else None]:
         pages = pages_of[unit](tokens)
@@ -39,7 +45,8 @@ def _admitted(
             if overtake:
                 continue
             break
-        promised += (pages + ahead) * counted
+        grown = -(-(tokens + 1) // size) if ahead == "token" else pages + ahead
+        promised += grown * counted
         moved += 1
     return moved
 
@@ -74,6 +81,23 @@ def _shared(pending, budget, rank, whole=False):
         given[i] = 0 if whole and tokens < pending[i] else tokens
         budget -= given[i]
     return given
+
+
+def _overdrawn(pending, budget):
+    """Each decode gets its token, whatever is left."""
+    given = [1 if tokens == 1 else 0 for tokens in pending]
+    budget -= sum(given)
+    for i, tokens in enumerate(pending):
+        if tokens > 1:
+            given[i] = min(tokens, budget)
+            budget -= given[i]
+    return given
+
+
+def _first_prompt(pending, budget):
+    """Decodes, and one prompt."""
+    first = next((i for i, tokens in enumerate(pending) if tokens > 1), None)
+    return [n * (pending[i] == 1 or i == first) for i, n in enumerate(share(pending, budget))]
 
 
 def _equally(pending, budget):
@@ -162,29 +186,43 @@ def _model():
 
 def _judge_preempt(answer, case):
     model = _model()
-    for fed in ((5, 9, 6), (4, 1), (12,)):
+    for fed, who in (((5, 9, 6), 2), ((4, 1), 1), ((12,), 0), ((5, 9, 6), 1)):
         desk = Desk(model, fed, pages=12)
-        request = desk.running[-1]
+        request = desk.running[who]
         held, before = len(request.cache.tables[0]), desk.free
-        older, answered = list(desk.running[:-1]), list(request.answer)
+        others = [one for one in desk.running if one is not request]
+        kept = list(request.prompt), list(request.answer)
         if answer(desk, request) is ...:
             raise NotImplementedError
-        outcome = _preempted(desk, request, older, answered, before + held)
+        outcome = _preempted(desk, request, others, before + held) or _kept(request, *kept)
         if outcome is not None:
             return outcome
     return RIGHT
 
 
-def _preempted(desk, request, older, answered, free):
-    """An Outcome for what is not as it should be after one request gave way."""
+def _preempted(desk, request, others, free):
+    """An Outcome for queues and pages that are not as they should be after one request gave way."""
+    for name in ("running", "waiting"):
+        queue = getattr(desk, name)
+        if not isinstance(queue, list):
+            return wrong(
+                f"engine.{name} is a {type(queue).__name__} now, and the engine needs a list",
+                "lists",
+            )
     runs, waits = request in desk.running, request in desk.waiting
     if runs and not waits and desk.free < free:
         return wrong("The request runs on with all its pages", "nothing done")
     if runs:
         return wrong("It is in engine.running still: take it out", "still runs")
-    if desk.running != older:
+    if desk.running != others:
         return wrong(
-            f"Running now: {desk.names(desk.running)}; it should be {desk.names(older)}", "running"
+            f"Running now: {desk.names(desk.running)}; it should be {desk.names(others)}", "running"
+        )
+    if not waits and any(one not in desk.everybody for one in desk.waiting):
+        return wrong(
+            "Another request waits in its place. Whoever reads this one would wait for ever: let `request` "
+            "itself wait",
+            "another request",
         )
     if not waits:
         return wrong("It neither runs nor waits: nobody will ever answer it", "lost")
@@ -194,18 +232,37 @@ def _preempted(desk, request, older, answered, free):
             f"Waiting now: {desk.names(desk.waiting)}. It came before those, so it stands before them again",
             "end of the queue",
         )
-    if request.answer != answered:
-        return wrong(
-            "Its answer is gone. The tokens were streamed already, and would be streamed twice",
-            "answer",
-        )
     if desk.free < free:
         return wrong(
             f"{desk.free} pages are free, and {free} should be: give them back with request.cache.free()",
             "pages kept",
         )
+    if desk.free > free:
+        return wrong(
+            f"{desk.free} pages are free, and {free} should be: some are free twice. request.cache.free() "
+            "does all of it",
+            "free twice",
+        )
     if request.cache is not None:
         return wrong("Its pages are free, but request.cache is not None", "cache stays")
+    return None
+
+
+def _kept(request, prompt, answered):
+    """An Outcome where the request itself is another one than before."""
+    if request.done:
+        return wrong("It is `done` now, and its answer is not complete: it only waits", "done")
+    if request.answer != answered:
+        return wrong(
+            "Its answer is gone. The tokens were streamed already, and would be streamed twice",
+            "answer",
+        )
+    if request.prompt != prompt:
+        return wrong(
+            "Its prompt is another one now. `request.known` is prompt and answer, so the answer would be fed "
+            "twice",
+            "prompt",
+        )
     return None
 
 
@@ -228,7 +285,8 @@ def _judge_reserve(answer, case):
         request, twin = desk.running[who], right.running[who]
         given = result_of(answer, desk, request, tokens)
         reserve(right, twin, tokens)
-        outcome = _wrong_ones(desk, right, request, tokens) or _reserved(request, twin, given)
+        outcome = _wrong_ones(desk, right, request, tokens)
+        outcome = outcome or _reserved(request, twin, given, tokens)
         if outcome is not None:
             return outcome
     return RIGHT
@@ -236,11 +294,23 @@ def _judge_reserve(answer, case):
 
 def _wrong_ones(desk, right, request, tokens):
     """An Outcome where others gave way than in nanokv's."""
+    for one in desk.everybody:
+        if one not in desk.running and one not in desk.waiting:
+            return wrong(
+                f"Request {one.number} neither runs nor waits: `preempt` does all that giving way takes",
+                "lost",
+            )
+        if one in desk.running and one is not request and not one.cache.tables[0]:
+            return wrong(
+                f"Request {one.number} has lost its pages, and still runs: `preempt` does all that giving "
+                "way takes",
+                "pages only",
+            )
     running, wanted = desk.names(desk.running), desk.names(right.running)
     if running == wanted:
         return None
     case = (
-        f"request {request.number} needs pages for {tokens} more tokens. Running now: {running}. "
+        f"Request {request.number} needs pages for {tokens} more tokens. Running now: {running}. "
     )
     case += f"It should be: {wanted}"
     if len(desk.running) == len(right.everybody) - WAITING:
@@ -258,10 +328,11 @@ def _wrong_ones(desk, right, request, tokens):
     return wrong(f"{case}. It is the youngest that is left, so it gives way itself", "others only")
 
 
-def _reserved(request, twin, given):
+def _reserved(request, twin, given, tokens):
     """An Outcome for what is returned, and for the pages."""
     expected = twin.cache is not None
-    taken = request.cache is not None and len(request.cache.tables[0]) == len(twin.cache.tables[0])
+    pages = len(request.cache.tables[0]) if expected else 0
+    taken = expected and pages == len(twin.cache.tables[0])
     if expected and given is False and not taken:
         return wrong(
             f"Somebody gave way for request {request.number}, and you did not try again",
@@ -269,11 +340,13 @@ def _reserved(request, twin, given):
         )
     if given is not expected:
         state = "has its pages" if expected else "has given way itself"
-        return wrong(f"Request {request.number} {state}, and you return {given!r}", "returned")
+        said = f"Request {request.number} {state}, and you return {given!r:.40}: return {expected}"
+        return wrong(said, "returned")
     if expected and not taken:
         return wrong(
-            f"Request {request.number} is said to have its pages, and has not taken them: call "
-            "request.cache.reserve",
+            f"The next {tokens} tokens of request {request.number} have the positions {request.fed} to "
+            f"{request.fed + tokens - 1}: in pages of {SIZE} these are {len(twin.cache.tables[0])} pages from "
+            f"its first token on. It has {pages}",
             "not taken",
         )
     return None
@@ -385,6 +458,12 @@ class Watched(Engine):
                     f"Request {request.number} has no pages for its next {n} tokens: reserve them first",
                     "not reserved",
                 )
+            if len(request.cache.tables[0]) > self.pages_of(request.fed + n):
+                return wrong(
+                    f"Request {request.number} has pages for more than its next {n} tokens, which others may "
+                    "need: reserve for those that this step feeds",
+                    "reserved too much",
+                )
         sizes = dict(
             zip(self.running, share([r.pending for r in self.running], self.budget), strict=True)
         )
@@ -400,6 +479,11 @@ class Watched(Engine):
 
     def end(self, given):
         """An Outcome for what the step left behind; None if all is well."""
+        if isinstance(given, Iterator):
+            return wrong(
+                "With `yield` nothing runs before it is read, and nobody reads it: return a list",
+                "generator",
+            )
         if not self.forwards:
             return wrong("No forward: engine.feed was not called", "no forward")
         for request, before in self.lengths.items():
@@ -435,9 +519,15 @@ class Watched(Engine):
         full, stopped = len(request.answer) >= request.most, token in self.stop
         left = token is not None and request not in self.ended
         if left and stopped:
-            return wrong(f"{name} goes on behind {token}, an end token: finish it", "stop ignored")
+            return wrong(
+                f"{name} got {token}, an end token, and engine.finish was not called for it",
+                "stop ignored",
+            )
         if left and full:
-            return wrong(f"{name} goes on, and has all {request.most} tokens: finish it", "goes on")
+            return wrong(
+                f"{name} has all {request.most} tokens, and engine.finish was not called for it",
+                "goes on",
+            )
         if request in self.ended and not (full or stopped):
             return wrong(f"{name} was finished and is not at its end", "finished early")
         return None
@@ -447,7 +537,7 @@ class Watched(Engine):
 LOADS = (
     ((5, 9, 3), 20, 16, 8),  # all at once
     ((30, 4, 6, 5), 30, 12, 3),  # a prompt in chunks, and a full house
-    ((9, 10, 12, 7), 9, 16, 4),  # too few pages
+    ((2, 8, 8, 11), 7, 16, 8),  # too few pages: who gave way knows more than its prompt
     ((20, 2, 17, 3, 9), 8, 8, 8),
 )
 MOST = 9
@@ -515,12 +605,34 @@ def stream(engine, request):
         engine.step()
 
 
+class Read(Engine):
+    """An engine whose answers only grow."""
+
+    def step(self):
+        self.complete()
+        drawn = super().step()
+        self.grown = {request: len(request.answer) for request in self.asked}
+        return drawn
+
+    def complete(self):
+        """Told that a reader took tokens out of an answer."""
+        if any(len(request.answer) < n for request, n in self.grown.items()):
+            raise Told(
+                wrong(
+                    "You took tokens out of request.answer. They are fed again from there: leave them, and "
+                    "count how many you gave",
+                    "taken out",
+                )
+            )
+
+
 def _streamed(kind, readers, model):
     """([request], [what each reader got], [steps when the first came]), read one token at a time, in turn."""
-    engine = Engine(model, step, pages=12, size=SIZE, budget=8, most=4)
-    engine.stop, rng = (), random.Random("15.6")
+    engine = Read(model, step, pages=12, size=SIZE, budget=8, most=4)
+    engine.stop, engine.grown, rng = (), {}, random.Random("15.6")
     prompts = [[rng.randrange(61) for _ in range(n)] for n in (6, 3, 9)]
     requests = [engine.submit(prompt, 5 + i) for i, prompt in enumerate(prompts)]
+    engine.asked = requests
     streams = {i: iter(result_of(kind, engine, requests[i])) for i in readers}
     got, first, open_ = {i: [] for i in readers}, {}, list(readers)
     while open_:
@@ -535,14 +647,15 @@ def _streamed(kind, readers, model):
                 raise Told(
                     wrong("The stream does not end: request.done says when to stop", "endless")
                 )
+    engine.complete()
     return requests, got, first
 
 
 def _judge_stream(answer, case):
-    from collections.abc import Iterable
-
     model = _model()
-    made = result_of(answer, *_idle(model))
+    made = answer(*_idle(model))
+    if made is ...:
+        raise NotImplementedError
     if not isinstance(made, Iterable):
         return wrong(
             f"A stream is read with `for token in stream(…)`: write `yield token`; this returned {made!r:.40}",
@@ -580,12 +693,22 @@ def _stream_outcome(requests, got, first, readers):
             )
         if got[i] == wanted:
             continue
+        strange = next((one for one in got[i] if type(one) is not int), None)
+        if strange is not None:
+            return wrong(f"{strange!r:.40} came: yield the token itself, an int", "no token")
+        if len(readers) == 1 and got[i] == wanted[: len(got[i])]:
+            return wrong(
+                f"The stream ended after {len(got[i])} of {len(wanted)} tokens. When a request is done, its "
+                "last tokens may still be unread",
+                "rest lost",
+            )
         if len(got[i]) > len(wanted):
             return wrong(f"{len(got[i])} tokens came, and the answer has {len(wanted)}", "twice")
         if len(readers) > 1:
             return wrong(
-                f"With three readers, {len(got[i])} of {len(wanted)} tokens came. Another reader's step draws "
-                "for this request too: look at request.answer, and not at what your own step returned",
+                f"With three readers, {len(got[i])} of {len(wanted)} tokens came. While one reader has a token "
+                "in hand, the step of another draws for this request too: count what you gave, and give all "
+                "that is in request.answer",
                 "own steps only",
             )
         return wrong(f"{got[i]} came, and the answer is {wanted}", "tokens")
@@ -626,6 +749,16 @@ CHECKS = (
                 "One page too careful: a request that takes exactly the pages that are left moves in.",
                 spare=1,
             ),
+            _admission(
+                "token ahead",
+                "Promise a whole page ahead, also to one whose last page has room.",
+                ahead="token",
+            ),
+            _admission(
+                "rounded too far",
+                "Tokens that fill their pages exactly need no page more: round up.",
+                unit="over",
+            ),
             _admission("rounded down", "A page that is begun is a page: round up.", unit="begun"),
             _admission(
                 "tokens, not pages", "Those are tokens. A page holds `size` of them.", unit="token"
@@ -655,6 +788,38 @@ CHECKS = (
                 lambda pending, budget: _shared(pending, budget, lambda i: pending[i]),
                 "Decodes first is right. Among the prompts the older one comes first, however long it is.",
                 alone=True,
+            ),
+            Mistake(
+                "prompts first",
+                lambda pending, budget: _shared(pending, budget, lambda i: pending[i] == 1),
+                "The other way round: who is in the middle of an answer comes first, and prompts get what "
+                "is left.",
+            ),
+            Mistake(
+                "youngest first",
+                lambda pending, budget: _shared(pending, budget, lambda i: (pending[i] > 1, -i)),
+                "The older one comes first: `pending` begins with the oldest.",
+            ),
+            Mistake(
+                "overdrawn",
+                _overdrawn,
+                "There may be more decodes than the budget has tokens: those that come too late get 0, and "
+                "nobody gets less than 0.",
+            ),
+            Mistake(
+                "overdrawn, cut at 0",
+                lambda pending, budget: [max(0, n) for n in _overdrawn(pending, budget)],
+                "There may be more decodes than the budget has tokens: those that come too late get 0.",
+            ),
+            Mistake(
+                "first prompt only",
+                _first_prompt,
+                "What the first prompt leaves of the budget goes to the next one.",
+            ),
+            Mistake(
+                "zeros left out",
+                lambda pending, budget: [n for n in share(pending, budget) if n],
+                "A request that gets none has a 0 in the list: item i belongs to request i.",
             ),
             Mistake(
                 "whole prompts only",

@@ -4,8 +4,10 @@ Kernels run in Triton's interpreter. Where there is no Triton their exercises st
 imported when the first one is judged.
 """
 
+import copy
 from functools import partial
 
+from nanokv.school.course import feedback
 from nanokv.school.course.answers import is_stub, plain
 from nanokv.school.course.checking import (
     CALLED,
@@ -43,6 +45,16 @@ def check_kernel(answer) -> None:
         raise NotImplementedError
 
 
+def launch(own, returns: str, *arguments) -> None:
+    """own.launch; Told what the learner's function returns, where its result cannot be taken apart."""
+    try:
+        own.launch(*arguments)
+    except (TypeError, ValueError) as error:
+        if feedback.line(error) or "argument" in str(error):
+            raise
+        raise Told(wrong(f"Your function returns something else: {returns}", "form")) from None
+
+
 def guarded(tensor, fill: float):
     """The same numbers in the middle of a larger memory → (a view, the memory)."""
     memory = tensor.new_full((2 * GUARD + tensor.numel(),), fill)
@@ -60,6 +72,32 @@ def near(a, b) -> bool:
     import torch
 
     return torch.allclose(a.float(), b.float(), **NEAR)
+
+
+def short(numbers) -> str:
+    """Numbers to four digits."""
+    digits = plain(numbers)
+    if isinstance(digits, list):
+        return f"[{', '.join(map(short, digits))}]"
+    return f"{digits:.4g}"
+
+
+def other_row(out, right, begins: str):
+    """The Outcome for the first row that is not right. `begins`: where a row's numbers do."""
+    row = next(i for i in range(len(out)) if not near(out[i], right[i]))
+    said = f"Row {row} is {short(out[row])}, but it should be {short(right[row])}"
+    if row == 0:
+        return wrong(said)
+    return wrong(f"Row 0 is right, and row {row} is not: {begins}. {said}", "other rows")
+
+
+def nothing_written(answer):
+    """The Outcome for a kernel without a store; of an untouched stub NotImplementedError."""
+    if not answer.fn.__code__.co_names:
+        raise NotImplementedError
+    return wrong(
+        "Nothing was written to y: a kernel returns nothing, write with tl.store", "no store"
+    )
 
 
 # --- 16.1: RMSNorm ------------------------------------------------------------------------------------------------
@@ -103,6 +141,8 @@ def _judge_norm(answer, case):
         out, written = guarded(torch.full((N, C), EMPTY), EMPTY)
         own.norm(answer, x, weight, EPS, out=out)
         BLOCK = own.triton.next_power_of_2(C)
+        if bool((written == EMPTY).all()):
+            return nothing_written(answer)
         outcome = _norm_outcome(out, written, _norms(x, weight, memory, C, BLOCK))
         if outcome is not None:
             return outcome
@@ -111,11 +151,10 @@ def _judge_norm(answer, case):
 
 def _norm_outcome(out, written, slips):
     """An Outcome for what was written; None if it is right."""
-    if bool((written == EMPTY).all()):
-        raise NotImplementedError
     if len(out) > 1 and bool((out[1:] == EMPTY).all()):
         return wrong(
-            "Only the first row is written. There is a program for each row, and tl.program_id(0) says which",
+            "Only the first row is written. There is a program for each row: tl.program_id(0) says which. Its "
+            "mask is about the columns",
             "one row",
         )
     name = next((name for name, slip in slips.items() if near(out, slip)), "")
@@ -151,8 +190,10 @@ def _norm_outcome(out, written, slips):
         )
     if name == "right":
         return None
-    return wrong(
-        f"A row of {out.shape[1]} numbers is {plain(out[0])}, but it is {plain(slips['right'][0])}"
+    return other_row(
+        out,
+        slips["right"],
+        "a row of x and y begins at row · C, and the weight is the same for all",
     )
 
 
@@ -186,7 +227,8 @@ def _judge_place(answer, case):
         entries, _ = guarded(torch.tensor(table, dtype=torch.int32), UNSEEN)
         token = first + torch.arange(16, dtype=torch.int32)
         pages, slots = (torch.full((16,), -1, dtype=torch.int32) for _ in "ps")
-        own.launch(own.place_kernel, (1,), entries, token, pages, slots, end, answer, SIZE, 16)
+        arguments = entries, token, pages, slots, end, answer, SIZE, 16
+        launch(own, "return pages, slots", own.place_kernel, (1,), *arguments)
         outcome = _place_outcome(table, token, end, SIZE, pages, slots)
         if outcome is not None:
             return outcome
@@ -216,10 +258,8 @@ def _place_outcome(table, token, end, SIZE, pages, slots):
         )
     if near(got[0], page) and near(got[1], token[seen]):
         return wrong("The slot counts from the beginning of the page", "token as slot")
-    behind = (token[seen].long() < len(table)).all()
-    if bool(behind) and near(
-        got[0], torch.tensor(table)[token[seen].long().clamp(max=len(table) - 1)]
-    ):
+    entries = torch.tensor([*table, *[UNSEEN] * len(token)])  # with what lies behind
+    if near(got[0], entries[token[seen].long().clamp(max=len(entries) - 1)]):
         return wrong("The table has an entry per page, and not per token", "entry per token")
     return wrong(
         f"With pages of {SIZE} and the table {table}, the tokens {plain(token[seen])} are in pages "
@@ -271,15 +311,19 @@ def _judge_fold(answer, case):
         scores[-1, 5:] = -torch.inf  # not seen
         values = torch.randn(blocks, 8, 4, generator=source)
         found, mixed = torch.full((2,), torch.nan), torch.full((4,), torch.nan)
-        own.launch(own.fold_kernel, (1,), scores, values, found, mixed, blocks, answer, 8, 4)
-        outcome = _fold_outcome((found[0], found[1], mixed), partial(_folded, scores, values))
+        arguments = scores, values, found, mixed, blocks, answer, 8, 4
+        launch(own, "return highest, total, mixed", own.fold_kernel, (1,), *arguments)
+        count = "1 block" if blocks == 1 else f"{blocks} blocks"
+        outcome = _fold_outcome(
+            (found[0], found[1], mixed), partial(_folded, scores, values), count
+        )
         if outcome is not None:
             return outcome
     return RIGHT
 
 
-def _fold_outcome(got, folded):
-    """An Outcome for what was kept."""
+def _fold_outcome(got, folded, count):
+    """An Outcome for what was kept after so many blocks."""
 
     def is_(**slip) -> bool:
         return all(near(a, b) for a, b in zip(got, folded(**slip), strict=True))
@@ -309,15 +353,24 @@ def _fold_outcome(got, folded):
         )
     if is_(turned=True):
         return wrong("exp(higher − highest) grows: it is the other way round", "upside down")
-    if near(got[1], folded(flat=True)[1]) or not bool(got[1].isfinite()):
+    right, flat = folded(), folded(flat=True)
+    if near(got[1], flat[1]) or (near(got[0], right[0]) and not bool(got[1].isfinite())):
         return wrong(
             "exp of a large score is infinite: subtract the highest score first", "no highest"
         )
-    highest, total, mixed = folded()
-    return wrong(
-        f"After these blocks (highest, total) is {plain(got[0]):.4g}, {plain(got[1]):.4g}, but it should be "
-        f"{plain(highest):.4g}, {plain(total):.4g}; mixed is {plain(got[2])}, but should be {plain(mixed)}"
+    if near(got[0], right[1]) and near(got[1], right[0]):
+        return wrong("First the highest score, then the total", "swapped")
+    if near(got[1], right[1]) and near(got[2], right[2] / right[1]):
+        return wrong(
+            "`mixed` is divided by the total already. The kernel does that once, at the end",
+            "divided",
+        )
+    named = zip(("highest", "total", "mixed"), got, right, strict=True)
+    off = [(name, mine, theirs) for name, mine, theirs in named if not near(mine, theirs)]
+    said = (
+        f"{name} is {short(mine)}, but it should be {short(theirs)}" for name, mine, theirs in off
     )
+    return wrong(f"After {count}: {'; '.join(said)}")
 
 
 # --- 16.5: the merge ----------------------------------------------------------------------------------------------
@@ -339,6 +392,8 @@ def _judge_merge(answer, case):
         own.launch(
             answer, (3,), guarded(parts, 3.0)[0], guarded(sums, 3.0)[0], out, 6, splits, BLOCK
         )
+        if bool((written == EMPTY).all()):
+            return nothing_written(answer)
         outcome = _merge_outcome(out, written, parts, sums)
         if outcome is not None:
             return outcome
@@ -351,8 +406,6 @@ def _merge_outcome(out, written, parts, sums):
     def mixed(share):
         return (parts * share[..., None]).sum(2)
 
-    if bool((written == EMPTY).all()):
-        raise NotImplementedError
     right = mixed(sums.softmax(-1))
     if near(out, right):
         around = untouched(written, out)
@@ -367,6 +420,10 @@ def _merge_outcome(out, written, parts, sums):
             "That is the mean: a part counts as much as the exponentials that it has added up",
             "mean",
         )
+    if near(out, parts.sum(2)):
+        return wrong(
+            "That is the sum of the parts: each has a weight, and these add up to 1", "sum"
+        )
     if near(out, mixed(sums / sums.sum(-1, keepdim=True))):
         return wrong("Those are logarithms: the weight of a part is exp(lse)", "weighted by lse")
     if near(out, mixed((sums - sums.max(-1, keepdim=True)[0]).exp())):
@@ -380,7 +437,11 @@ def _merge_outcome(out, written, parts, sums):
         return wrong(
             "exp of a large log-sum-exp is infinite: subtract the largest one first", "no highest"
         )
-    return wrong(f"A row is {plain(out[0, 0])}, but it is {plain(right[0, 0])}")
+    return other_row(
+        out[0],
+        right[0],
+        "the sums of a row begin at row · SPLITS, its parts at row · SPLITS · D, and y at row · D",
+    )
 
 
 # --- 16.6: the inputs of a recording ------------------------------------------------------------------------------
@@ -412,10 +473,17 @@ def _judge_fill(answer, case):
     from nanokv.school.course.own_inputs import Inputs
 
     inputs = Inputs(4, 3)
-    before = {name: getattr(inputs, name) for name in FIELDS}
+    before = {name: getattr(inputs, name).data_ptr() for name in FIELDS}
     for step in STEPS:
-        if answer(inputs, *map(list, step)) is ...:
+        given = copy.deepcopy(step)
+        if answer(inputs, *given) is ...:
             raise NotImplementedError
+        if given != step:
+            return wrong(
+                "You changed the lists that you were given. They are read again: the tables are those of "
+                "the caches. Write into the tensors only",
+                "lists changed",
+            )
         outcome = _filled(inputs, before, *step)
         if outcome is not None:
             return outcome
@@ -426,7 +494,7 @@ def _filled(inputs, before, tokens, positions, tables):
     """An Outcome for an input that is not as it should be."""
     b = len(tokens)
     for name in FIELDS:
-        if getattr(inputs, name) is not before[name]:
+        if getattr(inputs, name).data_ptr() != before[name]:
             return wrong(
                 f"inputs.{name} is another tensor now. The recording reads the old address: write into it, "
                 "as in inputs.tokens[:b] = …",
