@@ -215,7 +215,7 @@ for name, seconds in runs.items():
     pauses[name], took[name] = max(seconds[15:]) / usual, len(seconds) - 15
     late = [1e3 * s for s in seconds[15:]]  # ms
     print(f"{name:<13} usual step {1e3 * usual:.1f} ms, longest {max(late):.1f} ms")
-    print(f"{'':<13} the long prompt took {took[name]} steps, {sum(late):.0f} ms")
+    print(f"{'':<13} the long prompt: {took[name]} of them, {sum(late):.0f} ms")
 course.reveal("15.b", pauses["in one piece"])
 
 # %% tags=["hide-input"]
@@ -296,8 +296,8 @@ print(inspect.getsource(Request))
 #
 # **15.1** Who moves in? `known` says how many tokens each waiting request knows, in order of arrival. Its pages must be
 # free, beside those that are `promised` to others. Nobody overtakes: where one has no room, those behind it wait too.
-# Each one that moves in is promised its pages, and one more, because it is going to grow. At most `room` may move in.
-# Return how many do.
+# Each one that moves in is promised its pages, and one more, because it is going to grow; this one need not be free
+# yet. At most `room` may move in. Return how many do.
 
 
 # %% tags=["exercise"]

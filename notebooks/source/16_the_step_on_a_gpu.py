@@ -205,8 +205,9 @@ course.figure("16.moved", moved / needed)
 # In a decode step a row has one query per head, and its attention reads the whole cache of the row. With a program per
 # row and KV head, a single row of Qwen3-0.6B is 8 programs, and an H100 has 132 processors. So the tokens of a row are
 # divided into parts. Each program attends to its part and keeps the [log-sum-exp](glossary.md#log-sum-exp); a second
-# kernel merges them, as the ranks did in notebook 14. Here is the first kernel. Two lines of it are missing, and you
-# write them as functions: `place` says where a token lies, and `fold` keeps a softmax block by block.
+# kernel merges them, as the ranks did in notebook 14. Here is the first kernel, in its simplest form: with a program
+# per row, *query* head and part. Two lines of it are missing, and you write them as functions: `place` says where a
+# token lies, and `fold` keeps a softmax block by block.
 
 # %%
 attention_kernel = own_kernels.attention_kernel
@@ -241,7 +242,7 @@ for splits in (1, 2, 4) if here else ():
     )
     merged = own_kernels.merge(own_kernels.merge_kernel, parts, sums)  # (1,H,D)
     errors[splits] = float((merged - plain).abs().max())
-    print(f"{splits} parts: {H * splits} programs, off by {errors[splits]:.0e}")
+    print(f"parts: {splits}, programs: {H * splits}, off by {errors[splits]:.0e}")
 
 # %% tags=["hide-input"]
 course.figure("16.off", max(errors.values(), default=0) + 1e-9)
@@ -336,8 +337,8 @@ except RuntimeError as error:
 # Kernels run in Triton's interpreter. `print(numbers)` in a kernel shows a block of numbers, once per program.
 #
 # **16.1** `y = weight · x / √(mean(x²) + eps)`, for each row of `x`, with a program per row. `x` and `y` are `(B,C)`,
-# `weight` is `(C,)`, and `C` need not be a power of two. `tl.sum`, `tl.sqrt` and ordinary arithmetic are all you need.
-# The plain line that it replaces is `RMSNorm.forward` in `nanokv/model.py`.
+# `weight` is `(C,)`, and `C` need not be a power of two. `tl.sum`, `tl.sqrt` and `+ - * /` are all you need (Triton has
+# no `**`). The plain line that it replaces is `RMSNorm.forward` in `nanokv/model.py`.
 
 
 # %% tags=["exercise"]
@@ -363,8 +364,9 @@ course.check("16.1", norm_kernel)
 
 # %% [markdown]
 # **16.2** A GPU has `processors` processors. A batch has `B` rows, the model `H` query heads and `Hk` KV heads. A
-# kernel of attention has one program per row and KV head. How many programs is that? And into how many parts does each
-# row have to be divided, a power of two, so that there are at least as many programs as processors? Answer with a pair.
+# kernel on a real GPU has one program per row and KV head, so that the query heads of a KV head read its keys once. How
+# many programs is that? And into how many parts, the smallest power of two, does each row have to be divided, so that
+# there are at least as many programs as processors? Answer with a pair.
 
 # %%
 case = course.case("16.2")
@@ -567,7 +569,8 @@ if here:
         del one.forward  # the plain line again
     kernels = sum(function is launch for function, *_ in recording.starts)
     alone = list(nanokv.generate(model, prompt, max_new_tokens=5))
-    print(f"recorded: {len(recording.starts)} starts, {kernels} of them your kernels")
+    print(f"recorded: {len(recording.starts)} starts, views among them")
+    print(f"starts of your kernels: {kernels}")
     print(f"{tokenizer.text_of(tokens)!r}, as nanokv.generate: {tokens == alone}")
 else:
     tokens = alone = kernels = 0

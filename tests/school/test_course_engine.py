@@ -366,3 +366,31 @@ def test_the_server_streams_to_several_readers_and_shows_the_steps():
     with urlopen(server.address) as page:
         assert "<h1>My engine</h1>" in page.read().decode()
     server.close()
+
+
+@pytest.mark.slow
+def test_the_page_shows_the_last_steps_each_row_with_its_number(driver):
+    """Rows of long ago are not drawn, and those that are keep their numbers, also on a narrow screen."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    from browser import find, look
+
+    model, tokenizer = nanokv.load("tiny", device="cpu")
+    engine = Engine(model, nb15.step, pages=16, budget=24)
+    server = Server(engine, nb15.stream, tokenizer.encode, tokenizer.text_of, most=70)
+    engine.stop = ()
+    for question in ("one", "two", "three"):
+        list(server.pieces(question))
+    look(driver, 390)
+    driver.get(server.address)
+    drawn = WebDriverWait(driver, 10).until(lambda d: find(d, "#steps").text)
+    assert [line.split()[0] for line in drawn.splitlines()] == ["1", "2"]
+    assert max(map(len, drawn.splitlines())) == 5 + 120
+    label = find(driver, "#steps span")
+    assert label.rect["x"] >= find(driver, "#steps").rect["x"]
+    field = find(driver, "input")
+    field.send_keys("What is a cache?")
+    field.submit()
+    WebDriverWait(driver, 20).until(lambda d: "Pd" in find(d, "#steps").text.splitlines()[-1])
+    assert find(driver, "#answers").get_attribute("start") == "3"
+    server.close()
