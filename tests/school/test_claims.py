@@ -140,6 +140,18 @@ def test_the_page_of_claims_is_what_the_registry_gives():
     )
 
 
+def test_an_article_is_linked_where_its_claims_are():
+    """Above its table and in the list; one without a lasting address says so."""
+    parts = re.split(r"^## ", page(), flags=re.MULTILINE)[1:]
+    for article, part in zip(ARTICLES.values(), parts, strict=True):
+        above = part.split("| No. |")[0]
+        assert part.startswith(article.title) and article.where in above
+        assert (f"<{article.address}>" in above) == bool(article.address)
+        assert not article.address or f"\n  {article.address}\n" in table()
+        assert "address" in above or article.address.startswith("https://")
+    assert sum(bool(article.address) for article in ARTICLES.values()) >= 3
+
+
 def test_confirm_refuses_another_verdict_and_another_number():
     claim = Claim("9.9", "wrong", "it is 64", "it is 128", "05", lambda: 128, 64)
     claim.confirm("wrong", 128)

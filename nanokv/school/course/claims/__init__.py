@@ -5,14 +5,23 @@ nanokv; tests/school/test_claims.py asserts it, and the notebook of `where` meas
 all.
 """
 
-from nanokv.school.course.claims.claim import Claim
+from nanokv.school.course.claims.claim import Article, Claim
 
 ARTICLES = {
-    0: "J. Wu, How the KV Cache Works in HuggingFace Transformers",
-    1: "K. Kanojiya, KV Cache Explained",
-    2: "A. Roy Gosthipaty and others, KV Cache from scratch in nanoVLM",
-    3: "F. Cariaggi, The uncompromising intro to KV caching",
-    4: "Course note 10, KV cache: reuse old keys, skip old work",
+    0: Article(
+        "J. Wu, How the KV Cache Works in HuggingFace Transformers",
+        "https://jifengwu2k.github.io/2026/05/31/How-the-KV-Cache-Works-in-HuggingFace-Transformers/",
+    ),
+    1: Article("K. Kanojiya, KV Cache Explained"),
+    2: Article(
+        "A. Roy Gosthipaty and others, KV Cache from scratch in nanoVLM",
+        "https://huggingface.co/blog/kv-cache",
+    ),
+    3: Article(
+        "F. Cariaggi, The uncompromising intro to KV caching",
+        "https://anferico.github.io/2026-01-07-kv-caching/",
+    ),
+    4: Article("Course note 10, KV cache: reuse old keys, skip old work"),
 }
 VERDICTS = ("right", "misleading", "wrong")
 
@@ -27,8 +36,9 @@ def _all() -> dict[str, Claim]:
 def table() -> str:
     """Every claim in three lines, by article."""
     lines = []
-    for number, title in ARTICLES.items():
-        lines += ["", f"article {number}: {title}"]
+    for number, article in ARTICLES.items():
+        lines += ["", f"article {number}: {article.title}"]
+        lines += [f"  {article.address}"] if article.address else []
         for claim in (c for c in _all().values() if c.id.startswith(f"{number}.")):
             lines += [f"  {claim.id:<5} {claim.verdict:<11} {claim.says}", f"        {claim.truth}"]
             lines.append(f"        {numbers(claim)}notebook {claim.where}")
@@ -44,10 +54,12 @@ def page() -> str:
         "A notebook executes each claim. Claim 2.7 is the seventh of article 2. The articles stand here in the",
         "order of their numbers, from 0 on.",
     ]
-    for number, title in ARTICLES.items():
+    for number, article in ARTICLES.items():
         lines += [
             "",
-            f"## {title}",
+            f"## {article.title}",
+            "",
+            article.where,
             "",
             "| No. | It says | Verdict | True is | Numbers |",
             "|---|---|---|---|---|",

@@ -8,6 +8,21 @@ from nanokv.school.course.answers import same
 
 
 @dataclass(frozen=True)
+class Article:
+    """An article that was checked. `address`: where it is read; empty where no lasting address is known."""
+
+    title: str
+    address: str = ""
+
+    @property
+    def where(self) -> str:
+        """In Markdown, for a page of its claims."""
+        if self.address:
+            return f"Read it at <{self.address}>."
+        return "No lasting address of this article is known; its title finds it."
+
+
+@dataclass(frozen=True)
 class Claim:
     """`says` is a paraphrase; `printed` the article's own number where it has one; `where` a notebook.
 
