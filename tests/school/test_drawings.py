@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from browser import look
-from nanokv.school.course import drawings, show, slides
+from nanokv.school.course import drawings, outline, show
 from nanokv.school.course.drawings.canvas import FILLS, WIDTH, Canvas
 from nanokv.school.course.figures import COLORS
 from waiting import until
@@ -186,9 +186,10 @@ def test_a_drawing_is_shown_with_its_words(make, capsys):
         and metadata["image/svg+xml"]["alt"] == make().alt
     )
     assert data["text/html"].count("<img alt=") == 1 and 'src="http' not in data["text/html"]
-    made = [slides.Slide("T")]
-    slides._add_outputs(made, [{"data": data, "metadata": metadata}])
-    assert len(made) == 2 and 'src="data:image/svg+xml;base64,' in made[1].body[0]
+    (piece,) = outline._pictures({"data": data, "metadata": metadata})
+    box = re.search(r'viewBox="0 0 (\d+) (\d+)"', make().svg)
+    assert piece.image == drawings.address(make().svg) and piece.text == make().alt
+    assert outline.aspect(piece) == int(box[1]) / int(box[2])
 
 
 def test_a_page_shows_the_picture_with_its_words():
