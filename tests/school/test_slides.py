@@ -156,7 +156,28 @@ def test_a_question_is_asked_where_it_is_answered_and_its_figure_and_plot_come_n
     assert ">48 rows<" in seen.body[0] and "<!--" not in seen.body[1]
     assert "48 columns" in seen.body[1], "the sentence with the figure that was measured"
     assert 'class="wide"' in seen.body[2] and "<img" in seen.body[2]
-    assert "After 5 rows" in deck[5].body[0] or "Bars rise" in deck[5].body[0]
+    assert "After 5 rows" in deck[5].body[0], "the sentence with a figure"
+
+
+def test_a_question_keeps_as_much_of_what_leads_to_it_as_a_slide_holds():
+    leading = [f"Sentence {i} leads to it slowly." for i in range(20)]
+    slide = slides.of_ask("05.a", " ".join([*leading, "How many are there?"]))
+    assert slides.WORDS - 6 <= words(slide) <= slides.WORDS
+    assert "Sentence 19" in slide.body[0] and "Sentence 0 " not in slide.body[0]
+    assert "Sentence 0 " in slide.notes[1] and "How many are there?" in slide.body[1]
+
+
+@pytest.mark.parametrize("count", ["Two questions. First: ", "Second: ", "Second prediction. "])
+def test_a_question_alone_on_its_slide_is_not_counted(count):
+    slide = slides.of_ask("05.a", f"{count}a box is open. How wide is it?")
+    assert slide.body[0] == '<div class="setting"><p>A box is open.</p>\n</div>'
+
+
+def test_the_sizes_of_the_model_are_shown_where_the_question_needs_them():
+    sizes = outline.Piece("sizes", "tiny: 6 layers.")
+    body = slides.of_ask("05.a", "The line at the top has the sizes. How many?", sizes).body
+    assert "6 layers" in body[0] and "How many?" in body[-1]
+    assert "6 layers" not in "".join(slides.of_ask("05.a", "How many?", sizes).body)
 
 
 @pytest.mark.parametrize(

@@ -167,8 +167,8 @@ def _ran(cell: twins.Cell, outputs: list) -> list[Piece]:
         sizes = SIZES.match(shown) if START.search(cell.text) else None
         pieces += [Piece("sizes", sizes[0])] if sizes else []
         pieces += [Piece("printed", shown)] if shown.strip() and not sizes else []
-        pieces += [Piece("reveal", _measured(id, printed), id) for id in REVEAL.findall(cell.text)]
-        pieces += [picture for output in outputs for picture in _pictures(output)]
+    pieces += [Piece("reveal", _measured(id, printed), id) for id in REVEAL.findall(cell.text)]
+    pieces += [picture for output in outputs for picture in _pictures(output)]
     return pieces
 
 

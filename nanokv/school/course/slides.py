@@ -30,6 +30,10 @@ OUTPUT = 25  # words of an output that takes the place of a picture
 LINES = 7  # of it
 WIDE = 1.4  # times as wide as high: such a picture stands under its sentence, others beside it
 PAGES = 25  # of a deck: an hour, with time to think at each
+# How a text counts its predictions; each slide has one.
+COUNTED = re.compile(
+    r"^(?:Two \w+\. )?(?:First|Second|Third)(?: prediction|, predict a number)?[.:] "
+)
 AT_THE_TOP = re.compile(r"\bat the top\b")
 # So begins the sentence of an exercise that says what is wanted, if it is no question.
 WANTED = re.compile(r"(Write|Return|Make|Give|Find|Choose|Compute|Read|Name|Round|Correct|Build) ")
@@ -251,7 +255,9 @@ def of_ask(id: str, text: str, sizes: Piece | None = None) -> Slide:
     while leading and sum(len(_plain(sentence)) for sentence in leading) > room:
         leading.pop(0)
     if leading:
-        body.append(f'<div class="setting">{_markdown(" ".join(leading))}</div>')
+        setting = COUNTED.sub("", " ".join(leading))
+        setting = _markdown(setting[:1].upper() + setting[1:])
+        body.append(f'<div class="setting">{setting}</div>')
     notes = ["<p>Everyone writes a number down before the next slide.</p>", _markdown(text)]
     return Slide(f"Predict {id}", [*body, _sentence(question)], notes, "ask", id)
 
