@@ -114,7 +114,7 @@ course.figure("08.dict", weighed["dict"] / (prompt.shape[1] + 8))
 
 # %% [markdown]
 # All agree. (The pages of `paged` come with a small table that says what each page
-# holds: <!--fig 08.worst-->72<!--/fig--> bytes, the largest difference of all.) For the bundled model in fp32 the scale
+# holds: <!--fig 08.worst-->84<!--/fig--> bytes, the largest difference of all.) For the bundled model in fp32 the scale
 # measures <!--fig 08.dict-->4,608<!--/fig--> bytes per token, and no other memory.
 #
 # Now we measure the true shape of Qwen3-0.6B in bf16. A cache can be filled without a model: any tensors of the right

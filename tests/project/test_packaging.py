@@ -152,7 +152,7 @@ def test_make_compat_takes_the_lower_bound_of_every_dependency():
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_what_make_compat_runs_passes_here_and_can_fail(monkeypatch, capsys):
     """Every path, with this environment's torch; the model that the short name means need not be installed."""
     monkeypatch.chdir(ROOT)

@@ -100,7 +100,7 @@ class Terminal:
             "PYTHONPATH": HOME,
         }
         env = base | (env or {})
-        if preexec is None and warm.can_fork(list(argv), env, {}):
+        if preexec is None and warm.can_fork(argv, env, {}):
             self.child = Forked(argv, env, (lines, columns))
         else:
             self.child = pexpect.spawn(

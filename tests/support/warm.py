@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 PARENT = Path(__file__).with_name("warm_parent.py")
@@ -51,11 +52,11 @@ def start(argv, env: dict, **options) -> subprocess.Popen:
     return Forked(argv, env=env, **options)
 
 
-def can_fork(command: list, env: dict, options: dict) -> bool:
+def can_fork(command: Sequence, env: dict, options: dict) -> bool:
     """A nanokv command, with text as arguments, in an environment that begins as the parent's did."""
     if sys.platform != "linux" or os.environ.get("NANOKV_COLD_TESTS"):
         return False
-    if command[:3] != [sys.executable, "-m", "nanokv"]:
+    if list(command[:3]) != [sys.executable, "-m", "nanokv"]:
         return False
     if not all(isinstance(part, str) for part in command):
         return False
@@ -106,7 +107,7 @@ class Forked(subprocess.Popen):
         named = dict(zip(list(names)[1:], args, strict=True))
         self.ended, status = os.pipe()
         request = {
-            "argv": named["args"][3:],
+            "argv": list(named["args"][3:]),
             "env": named["env"],
             "cwd": os.fspath(named["cwd"] or os.getcwd()),
             "session": named["start_new_session"],
