@@ -295,6 +295,7 @@ def test_a_resumed_run_keeps_what_is_done(cli, tmp_path):
     ] == [4] * 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [("SIGKILL", -9), ("SIGINT", 130), ("SIGTERM", 143)])
 def test_a_killed_run_goes_on(cli, endless_folder, tmp_path, number, code):
     """Killed in the middle of a long answer, after short ones were finished: those are kept as they are."""

@@ -424,6 +424,7 @@ sys.exit(nanokv.apps.cli.main())
 """
 
 
+@pytest.mark.slow
 def test_a_bug_in_a_command_is_one_line_and_costs_neither_chat_nor_session(
     start, tiny_folder, tmp_path
 ):

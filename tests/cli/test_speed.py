@@ -291,6 +291,7 @@ def test_a_build_is_of_this_package_and_for_this_folder(place, monkeypatch, tmp_
     )
 
 
+@pytest.mark.slow
 @linux
 @needs_kernels
 def test_starts_during_a_build_that_fails_do_not_build_again(place):

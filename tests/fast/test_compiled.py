@@ -69,6 +69,7 @@ def test_prompts_of_many_lengths_compile_once_a_width():
     assert sorted(fast.compiles) == [1, 16, 32, 64]
 
 
+@pytest.mark.slow
 def test_parts_of_any_length_up_to_the_last_slot(traced):
     """The last part is filled up to 16 though only 3 slots are left: the filling goes nowhere."""
     model, ids, fast = traced
@@ -472,6 +473,7 @@ def dry(tmp_path, monkeypatch, parts):
     return code, json.loads((tmp_path / "dry.json").read_text()), seen
 
 
+@pytest.mark.slow
 def test_a_part_that_takes_too_long_is_cut_and_keeps_what_it_has(tmp_path, monkeypatch):
     def slow(bench):
         yield {"check": "first", "gap": 0.0, "most": 1.0}

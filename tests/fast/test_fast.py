@@ -744,6 +744,7 @@ print(min(faults))
 """
 
 
+@pytest.mark.slow
 @needs_kernels
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc is asked for it")
 def test_a_prefill_does_not_ask_the_system_for_its_buffers_again():

@@ -299,6 +299,7 @@ print(libgomp() is not None, *found)
 """
 
 
+@pytest.mark.slow
 @linux
 @pytest.mark.serial
 @pytest.mark.skipif(

@@ -833,6 +833,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @needs_kernels
 @pytest.mark.serial
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ def gone(pid: int, seconds: float = 10) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "why"),
     [

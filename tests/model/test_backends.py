@@ -265,6 +265,7 @@ def test_torch_compile_follows_the_choice_in_one_piece(monkeypatch, call):
     assert flags() == before
 
 
+@pytest.mark.slow
 def test_torch_compile_is_not_imported_for_it():
     import subprocess
     import sys
@@ -275,6 +276,7 @@ def test_torch_compile_is_not_imported_for_it():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 def test_the_compiled_model_keeps_the_choice(monkeypatch):
     """Its layers are a region that is compiled once, in which the choice stands too."""
     model, ids = pair(**SHAPES["G2-tied"])[1], random_ids(1, 1, 30)

@@ -65,6 +65,7 @@ def assert_refused(code, err, *told):
     assert "nanokv: error: " in err and all(text in err for text in told), err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_stdout_closed_or_full_is_exit_code_2(name, tiny_folder, tmp_path):
     code, _, err = run(name, tiny_folder, tmp_path, ">&-")

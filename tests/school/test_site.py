@@ -398,6 +398,7 @@ def test_a_broken_link_ends_the_build_with_its_page(tmp_path, monkeypatch):
 # --- the command --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_book_that_lacks_a_page_is_refused_before_any_work(cli, tmp_path, monkeypatch):
     monkeypatch.setattr(api, "pages", None)
     (tmp_path / "book").mkdir()

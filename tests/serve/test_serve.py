@@ -180,6 +180,7 @@ def test_the_official_client_gets_an_answer_and_a_stream(server):
         assert "".join(part.choices[0].text for part in parts) == raw.choices[0].text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("language", ["python", ""])
 def test_the_calls_of_the_docs_run_as_they_stand(server, capfd, language):
     text = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8").partition("\n## Clients")[0]

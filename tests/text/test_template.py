@@ -558,6 +558,7 @@ def test_threads_render_at_the_same_time():
     )
 
 
+@pytest.mark.slow
 def test_a_slow_render_does_not_hold_up_another():
     code = (
         f"from concurrent.futures import ThreadPoolExecutor\nquick, slow = T('q'), T({SLOW!r}, seconds=2)\n"

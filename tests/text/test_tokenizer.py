@@ -381,6 +381,7 @@ def test_an_end_that_the_template_puts_together_is_found(end, with_template):
     assert found["<|turn_end|>"] == ("chat template",)
 
 
+@pytest.mark.slow
 def test_each_of_the_templates_brings_its_end(with_template):
     """Whatever it is called; one that is stopped is the last that is tried, but those before it count."""
     each = ("{{ m.role }}: {{ m.content }}", "{{ m.content }}<sep>", "{{ m.content }}<|turn_end|>")

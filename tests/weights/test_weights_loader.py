@@ -776,6 +776,7 @@ def write_large(folder, head):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize("dtype", ["None", "float32"])
 def test_peak_memory_is_the_models_own_size(dtype, large, capsys):
