@@ -64,11 +64,6 @@ def test_one_prompt_may_go_alone(models):
     assert cache.length == len(ids)
 
 
-def test_it_says_what_it_is(models):
-    (cache, *_) = caches("dict", models[1])
-    assert repr(PackedCache([cache], [3], models[1].config)).startswith("<PackedCache 'packed'")
-
-
 def test_the_logits_are_those_of_transformers(models):
     """Of a first chunk, and of a second one whose queries see the first."""
     (reference, model), four, known = models, caches("dict", models[1]), [[] for _ in LENGTHS]
