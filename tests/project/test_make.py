@@ -315,7 +315,7 @@ def lab_flags(*settings: str) -> list[str]:
 @pytest.mark.parametrize(("settings", "seen"), [((), False), (("HIDDEN=",), True)])
 def test_the_lab_opens_the_first_notebook_and_lists_no_solutions(tmp_path, settings, seen):
     """A real JupyterLab, asked over HTTP as its page asks."""
-    pytest.importorskip("jupyterlab")
+    pytest.importorskip("jupyterlab", reason="no JupyterLab here: make setup")
     info, env = (
         tmp_path / "run",
         os.environ | {"HOME": str(tmp_path), "JUPYTER_RUNTIME_DIR": str(tmp_path / "run")},

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanokv.apps.cli.common import options, terminal
-from nanokv.apps.cli.common.files import add_force, ask_to_replace, check_place, replace
+from nanokv.apps.cli.common.files import add_page, ask_to_replace, check_place, replace
 from nanokv.apps.cli.common.options import OutputOptions
 
 EXAMPLES = ("nanokv live --open", "nanokv live -o live.html")
@@ -31,17 +31,7 @@ class LiveOptions:
 
 def add_arguments(parser) -> None:
     """Where the page goes."""
-    group = parser.add_argument_group("page")
-    group.add_argument(
-        "-o",
-        "--out",
-        metavar="FILE",
-        type=Path,
-        default=Path(USUAL),
-        help=f"default: {USUAL}",
-    )
-    add_force(group)
-    group.add_argument("--open", action="store_true", help="show it in the browser")
+    add_page(parser, USUAL)
 
 
 def command_options(args) -> LiveOptions:

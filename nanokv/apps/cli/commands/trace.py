@@ -10,7 +10,7 @@ from pathlib import Path
 
 from nanokv.apps.cli.common import arguments, options, terminal
 from nanokv.apps.cli.common.arguments import integer
-from nanokv.apps.cli.common.files import add_force, ask_to_replace, check_place, replace
+from nanokv.apps.cli.common.files import add_page, ask_to_replace, check_place, replace
 from nanokv.apps.cli.common.loading import Loaded, load_model
 from nanokv.apps.cli.common.options import CacheOptions, ModelOptions, OutputOptions
 from nanokv.apps.cli.common.prompt import (
@@ -59,17 +59,7 @@ class TraceOptions:
 def add_arguments(parser) -> None:
     """The prompt as in generate, the page, then the model flags."""
     add_prompt_arguments(parser)
-    group = parser.add_argument_group("page")
-    group.add_argument(
-        "-o",
-        "--out",
-        metavar="FILE",
-        type=Path,
-        default=Path(USUAL),
-        help=f"default: {USUAL}",
-    )
-    add_force(group)
-    group.add_argument("--open", action="store_true", help="show it in the browser")
+    group = add_page(parser, USUAL)
     group.add_argument(
         "-n",
         "--max-new-tokens",

@@ -30,6 +30,22 @@ def add_force(parser) -> None:
     )
 
 
+def add_page(parser, usual: str):
+    """Where a page goes, and whether the browser shows it: the group of these flags. `usual`: the default name."""
+    group = parser.add_argument_group("page")
+    group.add_argument(
+        "-o",
+        "--out",
+        metavar="FILE",
+        type=Path,
+        default=Path(usual),
+        help=f"default: {usual}",
+    )
+    add_force(group)
+    group.add_argument("--open", action="store_true", help="show it in the browser")
+    return group
+
+
 def ask_to_replace(force: bool, *paths) -> None:
     """Nothing is replaced unasked: --force, or y on a terminal, or NanoKVError. Asked before any work is done.
 
