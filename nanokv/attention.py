@@ -1,19 +1,21 @@
 """Attention over cached keys and values: the one file that calls scaled_dot_product_attention.
 
-Prefill and decode are two functions because they are two problems. Prefill multiplies T×S scores and is bound by
-arithmetic. Decode reads every cached key and value once for a single query row and is bound by memory bandwidth.
-Softmax(q kᵀ / sqrt(D)) v throughout (Vaswani et al. 2017, arXiv 1706.03762); masks are bool, True = visible.
+Prefill and decode are two functions because they are two problems. Prefill computes T×S scores and
+is bound by arithmetic. Decode reads every cached key and value for one query and is bound by memory
+bandwidth. Both compute softmax(q kᵀ / sqrt(D)) v (Vaswani et al. 2017, arXiv 1706.03762). Masks are
+bool, True = visible.
 
-What the model calls is an object, `attend(q, k, v)`, that also says which keys the queries see. A fast kernel may
-replace exactly these classes, where it computes what all of their fields say. Your own function or subclass is always
-called as it is.
+The model calls an object, `attend(q, k, v)`, which also holds which keys each query sees:
 
-    Causal(keys)  T queries are the last T of S positions            prefill, score
-    Masked(mask)  the mask says which keys each query sees           prefill of padded, ragged or windowed rows
-    Decode(mask)  one query for each row; None = it sees every key   decode
+    Causal(keys)  T queries are the last T of S positions        prefill, score
+    Masked(mask)  the mask has the keys that each query sees     padded, ragged or windowed rows
+    Decode(mask)  one query per row; None = it sees every key    decode
 
-Two more stand where they are used: cache/packed.py (several sequences, one behind the other) and parallel/merge.py (the
-keys in parts).
+A fast kernel may replace exactly these classes, and only if it honours all their fields. Any other
+callable, including a subclass, is called unchanged.
+
+cache/packed.py has a fourth class (several sequences end to end), parallel/merge.py a fifth (keys
+split between ranks). A first reading may skip `row_blocks` and `Decode.lengths`.
 """
 
 import functools
@@ -30,9 +32,9 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v → y
 
 
 class Causal:
-    """Query t of T sees keys ≤ S−T+t: itself and all before it, for T = S and for T < S.
+    """Query t of T sees keys 0 … S−T+t: its own and all earlier ones, for T = S and for T < S.
 
-    `keys`: the S that the cache announced; another one is an error. None: whatever comes.
+    `keys` is the S that the cache announced; another number of keys is an error. None: any number.
     """
 
     def __init__(self, keys: int | None = None):
@@ -40,7 +42,8 @@ class Causal:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (B,H,T,D), k and v (B,Hk,S,D) → (B,H,T,D)."""
-        T, S = q.shape[2], k.shape[2]
+        T = q.shape[2]
+        S = k.shape[2]
         self.check(T, S)
         blocks = row_blocks(q, S)
         if len(blocks) == 1:
@@ -48,23 +51,28 @@ class Causal:
         parts = []
         for a, b in blocks:
             end = S - T + b  # no query of this block sees a later key
+            queries = q[:, :, a:b]  # (B,H,b−a,D)
+            keys = k[:, :, :end]  # (B,Hk,end,D)
+            values = v[:, :, :end]  # (B,Hk,end,D)
             mask = causal_mask(b - a, end, q.device)
-            parts.append(
-                prefill_attention(q[:, :, a:b], k[:, :, :end], v[:, :, :end], mask)
-            )  # (B,H,b−a,D)
-        return torch.cat(parts, 2)
+            parts.append(prefill_attention(queries, keys, values, mask))  # (B,H,b−a,D)
+        return torch.cat(parts, 2)  # (B,H,T,D)
 
     def check(self, T: int, S: int) -> None:
-        """CacheError if these S keys cannot be what the T queries expect."""
-        if T > S or self.keys not in (None, S):
-            expected = f"at least {T}" if self.keys is None else self.keys
-            raise CacheError(
-                f"attention got {S} keys for {T} queries, but the cache's mask speaks of {expected}"
-            )
+        """CacheError if S is less than T, or not the number that the cache announced."""
+        if T <= S and self.keys in (None, S):
+            return
+        expected = f"at least {T}" if self.keys is None else self.keys
+        raise CacheError(
+            f"attention got {S} keys for {T} queries, but the cache's mask covers {expected}"
+        )
 
 
 class Masked:
-    """The mask and nothing else says what is visible: bool (T,S) or (B,1,T,S); None = every key, the future too."""
+    """Only the mask decides what is visible: bool (T,S) or (B,1,T,S).
+
+    None: every query sees every key, later ones too.
+    """
 
     def __init__(self, mask: Tensor | None):
         self.mask = mask
@@ -74,17 +82,17 @@ class Masked:
         blocks = row_blocks(q, k.shape[2])
         if self.mask is None or len(blocks) == 1:
             return prefill_attention(q, k, v, self.mask)
-        # A view: one row may stand for all queries.
-        mask = self.mask.expand(*self.mask.shape[:-2], q.shape[2], -1)
-        return torch.cat(
-            [prefill_attention(q[:, :, a:b], k, v, mask[..., a:b, :]) for a, b in blocks], 2
-        )
+        # A mask with one row applies to all queries; expand copies nothing.
+        mask = self.mask.expand(*self.mask.shape[:-2], q.shape[2], -1)  # (…,T,S)
+        parts = [prefill_attention(q[:, :, a:b], k, v, mask[..., a:b, :]) for a, b in blocks]
+        return torch.cat(parts, 2)  # (B,H,T,D)
 
 
 class Decode:
-    """One query for each row. It sees every key, or what the mask says: bool (1,S) or (B,1,1,S).
+    """One query per row. It sees every key, or those of a mask: bool (1,S) or (B,1,1,S).
 
-    `rows` instead of a mask: row b sees its last rows[b] keys, (B,) int64. A mask is made only for those who ask.
+    `rows`, (B,) int64, replaces a mask: row b sees its last rows[b] keys. The mask is then built
+    only if an attention function reads it.
     """
 
     def __init__(self, mask: Tensor | None = None, rows: Tensor | None = None):
@@ -94,7 +102,7 @@ class Decode:
 
     @functools.cached_property
     def mask(self) -> Tensor | None:
-        """What `rows` says: (B,1,1,S)."""
+        """`rows` as a mask (B,1,1,S)."""
         if self.rows is None:
             return None
         return behind_padding(self.rows, int(self.rows.max()))[:, None, None]
@@ -107,16 +115,18 @@ class Decode:
 
     @functools.cached_property
     def lengths(self) -> Tensor | None:
-        """(B,) int64 if the mask hides padding on the left and nothing else: row b sees its last lengths[b] keys."""
+        """(B,) int64: row b sees its last lengths[b] keys. None if the mask hides anything else."""
         if self.rows is not None:
             return self.rows
         if self.mask is None or self.mask.dim() != 4 or self.mask.dtype != torch.bool:
             return None
-        if self.mask.shape[1:3] != (1, 1):  # each head has a mask of its own
+        if self.mask.shape[1:3] != (1, 1):  # one mask per head
             return None
         seen = self.mask[:, 0, 0]  # (B,S)
         lengths = seen.sum(-1)  # (B,)
-        return lengths if torch.equal(seen, behind_padding(lengths, seen.shape[1])) else None
+        if not torch.equal(seen, behind_padding(lengths, seen.shape[1])):
+            return None
+        return lengths
 
 
 def behind_padding(lengths: Tensor, S: int) -> Tensor:
@@ -126,24 +136,31 @@ def behind_padding(lengths: Tensor, S: int) -> Tensor:
 
 
 def row_blocks(q: Tensor, S: int) -> list[tuple[int, int]]:
-    """(first, end) of the queries that go into one call of attention: of q (B,H,T,D) over S keys about 2³¹ products.
+    """Split the T queries of q (B,H,T,D) into calls of attention over S keys: (first, end) of each.
 
-    On a CPU that is a tenth of a second, and Ctrl-C is heard between two calls. In Qwen3-0.6B 2,048 queries over 2,048
-    keys are three calls. A whole prompt (T = S) gets the bits of a single call: torch works in blocks of 256 rows from
-    768 rows on, and those stay whole if ours begin at multiples of 512 and end with 768 or more. A GPU gets one call.
+    On a CPU one call has about 2³¹ products, a tenth of a second, because Python handles Ctrl-C
+    between two calls: 2,048 queries over 2,048 keys of Qwen3-0.6B are three calls. A GPU gets one.
+
+    For a whole prompt (T = S) the result equals a single call to the bit: torch works in blocks of
+    256 rows if there are 768 rows or more, so parts begin at multiples of 512 and the last has at
+    least 768 rows.
     """
     B, H, T, D = q.shape
-    unit, last = (512, 768) if T == S else (256, 192)
-    rows = max(unit, 2**31 // (B * H * S * D) // unit * unit) if q.device.type == "cpu" else T
-    starts = [first for first in range(0, T, rows) if first == 0 or T - first >= last]
-    return list(zip(starts, [*starts[1:], T], strict=True))
+    if q.device.type != "cpu":
+        return [(0, T)]
+    unit = 512 if T == S else 256
+    shortest_last = 768 if T == S else 192
+    rows = max(unit, 2**31 // (B * H * S * D) // unit * unit)
+    starts = [first for first in range(0, T, rows) if first == 0 or T - first >= shortest_last]
+    ends = [*starts[1:], T]
+    return list(zip(starts, ends, strict=True))
 
 
 def causal_mask(T: int, S: int, device: torch.device | str | None = None) -> Tensor | None:
-    """(T,S) bool, bottom-right aligned: the T queries are the last T of S positions, query t sees keys ≤ S−T+t.
+    """(T,S) bool for the last T of S positions: query t sees keys 0 … S−T+t. T·S bytes.
 
-    SDPA's own `is_causal=True` is top-left aligned: right only when S == T. Costs T·S bytes; None when T is 1,
-    because the newest token sees everything.
+    None for T = 1: the newest token sees every key. This mask is aligned bottom-right; SDPA's own
+    `is_causal=True` is aligned top-left, which is correct only for S = T.
     """
     if T == 1:
         return None
@@ -151,8 +168,8 @@ def causal_mask(T: int, S: int, device: torch.device | str | None = None) -> Ten
 
 
 def is_causal(mask: Tensor | None) -> bool:
-    """Is this the plain causal mask and nothing else? Then half of the work can be skipped."""
-    # A single query's plain causal mask is None.
+    """True if the mask is exactly `causal_mask`: attention can then skip half of the work."""
+    # For a single query causal_mask is None, so a mask with one row hides something else.
     if mask is None or mask.dim() != 2 or mask.shape[0] == 1:
         return False
     T, S = mask.shape
@@ -161,42 +178,45 @@ def is_causal(mask: Tensor | None) -> bool:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """`Causal()` as a function, for code that calls attention itself. q (B,H,T,D), k and v (B,Hk,S,D) → (B,H,T,D)."""
+    """`Causal()` as a function. q (B,H,T,D), k and v (B,Hk,S,D) → (B,H,T,D)."""
     return Causal()(q, k, v)
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Any chunk of T queries over S ≥ T keys. q (B,H,T,D), k and v (B,Hk,S,D), mask (T,S) or (B,1,T,S) → (B,H,T,D).
+    """T queries over S ≥ T keys. q (B,H,T,D), k and v (B,Hk,S,D) → (B,H,T,D).
 
-    Without a mask every query sees every key, the future too.
+    The mask is (T,S) or (B,1,T,S). Without one every query sees every key, later ones too.
     """
     return attention(q, k, v, mask)
 
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """One query row. The G heads that share a KV head become G rows of one query block: K and V are read once.
+    """One query per row. q (B,H,1,D), k and v (B,Hk,S,D), mask (1,S) or (B,1,1,S) → (B,H,1,D).
 
-    q (B,H,1,D), k and v (B,Hk,S,D), mask None or (1,S) or (B,1,1,S) → (B,H,1,D). Repeating K and V G times instead
-    would copy G·S·Hk·D·2 values per layer and token. `enable_gqa` gives the same to the last bit or two. At 4,096 keys
-    of Qwen3-0.6B one Zen 5 core takes 3.0 ms per layer in bf16 where `enable_gqa` takes 14.3, and 5.1 against 6.2 in
-    fp32. (On another processor: bf16 2.6 ms grouped and 1.7 with `enable_gqa`, fp32 1.3 and 3.0.)
+    The G query heads of a KV head become G rows of one query block, so K and V are read once.
+    Repeating K and V G times would copy 2·G·S·Hk·D values per layer and token. `enable_gqa` gives
+    the same result to the last bit or two; which is faster depends on the processor. Per layer of
+    Qwen3-0.6B at 4,096 keys: 3.0 ms here and 14.3 with `enable_gqa` in bf16 on one Zen 5 core, 5.1
+    and 6.2 in fp32; on another processor 2.6 and 1.7 in bf16, 1.3 and 3.0 in fp32.
     """
     B, H, _, D = q.shape
     q = q.reshape(B, k.shape[1], -1, D)  # (B,Hk,G,D)
     y = attention(q, k, v, mask)  # (B,Hk,G,D)
-    # Free on a CPU; some GPU kernels return the rows in another order in memory.
+    # Not `view`: some GPU kernels return another memory order. On a CPU this copies nothing.
     return y.reshape(B, H, 1, D)
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False
 ) -> Tensor:
-    """softmax(q kᵀ / sqrt(D)) v, by a kernel that never has all T×S scores in memory, where there is one.
+    """softmax(q kᵀ / sqrt(D)) v. q (B,H,T,D), k and v (B,Hk,S,D) → (B,H,T,D).
 
-    q (B,H,T,D), k and v (B,Hk,S,D) → (B,H,T,D). A mask is (T,S) or (B,1,T,S); `causal`, instead of one: the T queries
-    are the last T of the S positions.
+    A mask is (T,S) or (B,1,T,S). `causal` replaces a mask: the T queries are the last T of the S
+    positions. Where torch has one, a kernel computes it that never stores all T×S scores.
     """
-    T, S, H = q.shape[2], k.shape[2], q.shape[1]
+    H = q.shape[1]
+    T = q.shape[2]
+    S = k.shape[2]
     with backends.chosen(q.device):
         if causal and 1 < T < S:
             y = backends.lower_right(q, k, v)
@@ -204,9 +224,13 @@ def attention(
                 return y
             mask = causal_mask(T, S, q.device)
         if k.shape[1] != H and not backends.takes_groups(q, k, v, mask):
-            k, v = backends.repeated(k, H), backends.repeated(v, H)  # (B,H,S,D) ×2
-        # torch's own causal mask is top-left aligned: right only for T = S.
-        causal, groups = causal and T == S, k.shape[1] != H
+            k = backends.repeated(k, H)  # (B,H,S,D)
+            v = backends.repeated(v, H)  # (B,H,S,D)
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=groups
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=causal and T == S,  # torch's own causal mask is wrong for T < S
+            enable_gqa=k.shape[1] != H,
         )

@@ -1,14 +1,16 @@
-"""The ways to run the model, side by side.
+"""The four ways to run the model, side by side.
 
-    score         all T positions, no cache     every token again          the baseline and the parity reference
-    prefill       T new tokens into the cache   bound by arithmetic        cost ≈ 2·T·(weights) FLOPs, weights read once
-    decode        one new token                 bound by memory bandwidth  cost ≈ weights + cache, read once, in bytes
-    verify_draft  T guessed tokens, all logits  computed like a prefill    cost ≈ one decode while T is small
+    score         all T positions, no cache     computes every token again   the parity reference
+    prefill       T new tokens into the cache   bound by arithmetic          ≈ 2·T·weights FLOPs
+    decode        one new token                 bound by memory bandwidth    reads weights + cache
+    verify_draft  T guessed tokens, all logits  computed like a prefill      ≈ one decode, small T
 
-`start_pos` is always stated by the caller and checked against the cache by the model.
+The caller always states `start_pos`; the model checks it against the cache. A first reading may
+skip everything below `verify_draft` except `attention_over`.
 """
 
 import math
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -24,12 +26,15 @@ from nanokv.support.device_memory import full_memory_named
 from nanokv.support.neighbours import fewer_threads
 from nanokv.text.ids import Rows, id_rows
 
-Position = int | Tensor  # of the next token; (B,) where rows differ in length
+Position = int | Tensor  # start_pos; a tensor (B,) if the rows differ in length
 
 
 @torch.inference_mode()
 def score(model: Model, tokens: Rows) -> Tensor:
-    """Logits of every position without a cache. tokens (B,T) → (B,T,V); V·T·4 bytes: 622 MB at T 1024, V 151,936."""
+    """Logits of every position, without a cache. tokens (B,T) → (B,T,V).
+
+    The fp32 logits take B·T·V·4 bytes: 622 MB for T = 1,024 and V = 151,936.
+    """
     cache = NoCache(model.config.num_hidden_layers)
     with full_memory_named(model):
         hidden = model(token_ids(model, tokens), cache, 0, Causal())  # (B,T,C)
@@ -38,12 +43,13 @@ def score(model: Model, tokens: Rows) -> Tensor:
 
 @torch.inference_mode()
 def prefill(model: Model, tokens: Rows, cache: KVCache, start_pos: Position = 0) -> Tensor:
-    """Write T tokens into the cache, return the logits that follow the last one. tokens (B,T) → (B,V).
+    """Append T tokens to the cache, return the logits that follow the last. tokens (B,T) → (B,V).
 
-    Works from any start_pos: an empty cache, the next chunk of a long prompt, the next turn of a chat.
+    `start_pos` is 0 for an empty cache, and the cache's length for the next chunk of a long prompt
+    or the next turn of a chat.
     """
     hidden = _append(model, tokens, cache, start_pos)  # (B,T,C)
-    # Slice first, the other T−1 rows of logits are never needed.
+    # Slice before lm_head: the logits of the other T−1 positions are not needed.
     return model.lm_head(hidden[:, -1])  # (B,C) → (B,V)
 
 
@@ -51,10 +57,11 @@ def prefill(model: Model, tokens: Rows, cache: KVCache, start_pos: Position = 0)
 def prefill_chunks(
     model: Model, tokens: Rows, cache: KVCache, start_pos: Position = 0, chunk: int = 512
 ) -> Tensor:
-    """`prefill` of a long prompt in parts of `chunk` tokens: the same logits, a bounded peak. tokens (B,T) → (B,V).
+    """`prefill` in parts of `chunk` tokens: equal logits, bounded memory. tokens (B,T) → (B,V).
 
-    What a forward needs besides weights and cache grows with its T (MLP: 3·T·intermediate values, mask: T·S bytes);
-    here T ≤ chunk. If one part fails, the parts before it stay: cache.truncate(start_pos) forgets them.
+    The temporary memory of a forward grows with its T (MLP: 3·T·intermediate values, mask: T·S
+    bytes); here T ≤ chunk. If one part fails, the cache keeps the parts before it:
+    cache.truncate(start_pos) removes them.
     """
     if type(chunk) is not int or chunk < 1:
         raise ValueError(f"chunk is {chunk!r}: it must be an integer ≥ 1")
@@ -65,14 +72,17 @@ def prefill_chunks(
 
 
 def prefill_chunk(model: Model, rows: int = 1) -> int:
-    """Tokens per forward of a long prompt: of every command, generate, Session, beams, batches, drafts and the bench,
-    and the engine's budget of a step. (`nanokv serve` has a smaller one; prefill_chunks takes what it is given.)
+    """Tokens per forward of a long prompt, on this model's device.
 
-    Ctrl-C is heard inside a forward, between two operators, so one product must be short: 8 GFLOP, 0.2 s of a slow
-    CPU. The longest makes gate and up of all tokens, 4·C·I FLOPs for each. At least 64, because from 33 rows on a
-    forward is bound by arithmetic and no longer by reading the weights; 512 cost no more per token than 2,048.
+    All commands, generate, Session, beams, batches, drafts and the bench use it, and the engine as
+    its budget per step. (`nanokv serve` uses a smaller budget.)
 
-    On a GPU a forward is as long as memory allows, up to 16,384 tokens in all `rows`.
+    CPU: Python handles Ctrl-C between two operators, so the longest matrix product is limited to
+    8 GFLOP, 0.2 s on a slow CPU. It computes gate and up, 4·C·I FLOPs per token. The minimum is 64:
+    above 32 rows a forward is bound by arithmetic, not by reading the weights. The maximum is 512,
+    because longer chunks cost no less per token.
+
+    GPU: as many tokens as memory allows, at most 16,384 in all `rows` together.
     """
     device = model.embed_tokens.weight.device
     if device.type == "cuda":
@@ -84,18 +94,22 @@ def prefill_chunk(model: Model, rows: int = 1) -> int:
 
 
 def chunk_in(free: int | None, model: Model, rows: int) -> int:
-    """Tokens of each row whose forward takes at most a quarter of the free bytes: a power of two, 512 … 16,384 for one.
+    """Tokens per row such that one forward takes at most a quarter of the `free` bytes.
 
-    A quarter, because the cache grows into the same memory, and because two processes may share the device.
+    A power of two between 512 and 16,384, divided by `rows`. Three quarters stay free for the
+    growing cache and for a second process on the same device.
     """
-    each = forward_bytes(model.config, model.embed_tokens.weight.element_size())
-    fit = 16_384 if free is None else free // 4 // each
-    return max(64, min(16_384, max(512, 1 << max(1, fit).bit_length() - 1)) // rows)
+    fit = 16_384
+    if free is not None:
+        fit = free // 4 // forward_bytes(model.config, model.embed_tokens.weight.element_size())
+    power_of_two = 1 << max(1, fit).bit_length() - 1
+    tokens = min(16_384, max(512, power_of_two))
+    return max(64, tokens // rows)
 
 
 @torch.inference_mode()
 def decode(model: Model, token: Rows, cache: KVCache, start_pos: Position) -> Tensor:
-    """Append one token to the cache, return the logits that follow it. token (B,1) → (B,V)."""
+    """Append one token to the cache and return the logits that follow it. token (B,1) → (B,V)."""
     token = token_ids(model, token)
     check_cache(cache)
     if token.shape[1] != 1:
@@ -109,17 +123,18 @@ def decode(model: Model, token: Rows, cache: KVCache, start_pos: Position) -> Te
 
 @torch.inference_mode()
 def verify_draft(model: Model, tokens: Rows, cache: KVCache, start_pos: Position) -> Tensor:
-    """Append T guessed tokens, return the logits that follow each of them. tokens (B,T) → (B,T,V).
+    """Append T guessed tokens and return the logits that follow each. tokens (B,T) → (B,T,V).
 
-    Weights and cache are read once for all T, so a memory-bound machine checks T guesses for about the price of one
-    decode; the logits are B·T·V·4 bytes. What was guessed wrong is then taken back with cache.truncate.
+    Weights and cache are read once for all T tokens, so where decode is bound by memory bandwidth a
+    check of T guesses takes about as long as one decode. The logits take B·T·V·4 bytes. The caller
+    then removes wrong guesses with cache.truncate.
     """
     with full_memory_named(model, cache):
         return model.lm_head(_append(model, tokens, cache, start_pos))  # (B,T,C) → (B,T,V)
 
 
 def _append(model, tokens, cache, start_pos):
-    """Any T new tokens over what is cached → hidden states (B,T,C)."""
+    """Run T new tokens over the cached ones. tokens (B,T) → hidden states (B,T,C)."""
     tokens = token_ids(model, tokens)
     check_cache(cache)
     with full_memory_named(model, cache):
@@ -128,58 +143,80 @@ def _append(model, tokens, cache, start_pos):
 
 
 def attention_of_one(cache: KVCache) -> Attend:
-    """`attention_over` of a decode step. The mask stays where it is: a kernel that reads each row's length from it must
-    not wait for a GPU."""
-    if own := own_attention(cache, 1):
+    """`attention_over` for a decode step.
+
+    The mask stays on its device: a kernel that reads row lengths from it must not wait for a GPU.
+    """
+    own = own_attention(cache, 1)
+    if own:
         return own
-    if (lengths := row_lengths(cache)) is not None:
+    lengths = row_lengths(cache)
+    if lengths is not None:
         return Decode(rows=lengths)
     return Decode(cache.mask(1))  # None, unless rows differ in length
 
 
 def attention_over(cache: KVCache, T: int, device: torch.device) -> Attend:
-    """How the next T queries see what is cached; asked once, before the first append."""
-    if own := own_attention(cache, T):
+    """The attention object for the next T queries over this cache, made before the first append."""
+    own = own_attention(cache, T)
+    if own:
         return own
-    if keys := causal_keys(cache, T):  # of most caches
+    keys = causal_keys(cache, T)
+    if keys:  # most caches: causal, so no mask is made
         return Causal(keys)
     mask = cache.mask(T)
-    if mask is None:
-        # A cache that answers None lets its queries see everything.
-        return Causal() if T == 1 else Masked(None)
-    return Causal(keys=mask.shape[1]) if is_causal(mask) else Masked(mask.to(device))
+    if mask is None and T == 1:
+        return Causal()
+    if mask is None:  # every query sees every key
+        return Masked(None)
+    if is_causal(mask):
+        return Causal(keys=mask.shape[1])
+    return Masked(mask.to(device))
 
 
 def own_attention(cache: KVCache, T: int) -> Attend | None:
-    """What the cache says itself; a class of the caller's need not know of it."""
-    return cache.attention(T) if hasattr(cache, "attention") else None
+    """The cache's own attention object, if its class has the optional method `attention`."""
+    if not hasattr(cache, "attention"):
+        return None
+    return cache.attention(T)
 
 
 def check_cache(cache: object) -> None:
-    """CacheError for a name, or None, where a cache belongs."""
-    if not hasattr(cache, "mask"):
-        name = cache if isinstance(cache, str) else "dict"
-        raise CacheError(
-            f"cache is {cache!r}: a KVCache was expected", f'make_cache("{name}", model.config)'
-        )
+    """CacheError if a name or None was passed instead of a cache."""
+    if hasattr(cache, "mask"):
+        return
+    name = cache if isinstance(cache, str) else "dict"
+    hint = f'make_cache("{name}", model.config)'
+    raise CacheError(f"cache is {cache!r}: a KVCache was expected", hint)
 
 
 def token_ids(model: Model, ids: Rows) -> Tensor:
-    """Ids, a list, an array or a tensor (B,T), as int64 on the model's device; TokenIdsError before any work.
+    """Ids as a list, an array or a tensor (B,T) → int64 (B,T) on the model's device.
 
-    Valid CPU ids cost two comparisons; ids on a GPU are not checked, because that would wait for the GPU.
+    Raises TokenIdsError before any work. Valid ids on a CPU cost two comparisons. Ids on a GPU are
+    not checked, because a check would wait for the GPU.
     """
-    device, vocabulary = model.embed_tokens.weight.device, model.config.vocab_size
-    if (
-        isinstance(ids, torch.Tensor)
-        and ids.dim() == 2
-        and ids.numel()
-        and ids.dtype in (torch.int64, torch.int32)
-    ):
+    device = model.embed_tokens.weight.device
+    vocabulary = model.config.vocab_size
+    if is_id_tensor(ids):
         if ids.device.type != "cpu" and device.type != "cpu":
             return ids.to(device, torch.int64)
-        # The common case, in one operator.
-        low, high = (ids.item(),) * 2 if ids.numel() == 1 else ids.aminmax()
-        if low >= 0 and high < vocabulary:
+        if ids.numel() == 1:  # a decode step
+            known = 0 <= ids.item() < vocabulary
+        else:
+            low, high = ids.aminmax()
+            known = bool(low >= 0 and high < vocabulary)
+        if known:
             return ids.to(device, torch.int64)
-    return torch.tensor(id_rows(ids, vocabulary), device=device)  # (B,T); or it says what is wrong
+    # Everything else, valid or not: id_rows converts it, or raises an error with the reason.
+    return torch.tensor(id_rows(ids, vocabulary), device=device)  # (B,T)
+
+
+def is_id_tensor(ids: Rows) -> TypeGuard[Tensor]:
+    """True for an integer tensor (B,T) with at least one element."""
+    return (
+        isinstance(ids, Tensor)
+        and ids.dim() == 2
+        and ids.numel() > 0
+        and ids.dtype in (torch.int64, torch.int32)
+    )

@@ -1,26 +1,33 @@
-"""The decoder-only transformer of Qwen3, Qwen2, Llama 3 and Qwen3-MoE, and nothing else: read it top to bottom.
+"""The decoder-only transformer of Qwen3, Qwen2, Llama 3 and Qwen3-MoE. Read it top to bottom.
 
     B batch · T tokens in this call · S keys visible = cached + T · C hidden size · V vocabulary
-    H query heads · Hk KV heads · G = H // Hk · D head dim (a number of its own: H·D need not be C) · L layers
+    H query heads · Hk KV heads · G = H // Hk · D head dim (H·D may differ from C) · L layers
 
-No cache, no kernel and no sampling live here. A cache and an attention function come in as arguments, so that every
-cache and every fast path plugs into this one model. The rotation of positions is in rope.py. What differs between
-families (a norm, a bias, experts) is chosen where a block is built. Module names are Hugging Face's, so loading a
-checkpoint is a prefix strip. Reference: modeling_qwen3.py and its kin in transformers, equal to 1e-5 in fp32.
+This file has no cache, no kernel and no sampling. The caller passes in a cache and an attention
+function, so every cache and every fast path plugs into this one model. rope.py rotates queries and
+keys by their positions. Blocks choose what differs between families (a norm, a bias, experts) when
+they are built. Module names match Hugging Face's, so loading a checkpoint only strips a prefix.
+
+A first reading may stop after inference.py, attention.py, cache/base.py and cache/dict_cache.py:
+those five files are a language model with a KV cache.
+
+Reference: modeling_qwen3.py and its relatives in transformers; logits equal to 1e-5 in fp32.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-# An nn.Module that can be saved, and says where it is.
-from nanokv.checkpoint import PretrainedModel
+from nanokv.checkpoint import PretrainedModel  # nn.Module with .device, .dtype and save_pretrained
 from nanokv.config import Config, Experts
 from nanokv.rope import apply_rope, rope_angles
 
 
 class RMSNorm(nn.Module):
-    """Scale to unit root mean square: no mean subtraction, no bias (Zhang & Sennrich 2019, arXiv 1910.07467)."""
+    """Scale to unit root mean square (Zhang & Sennrich 2019, arXiv 1910.07467).
+
+    Unlike LayerNorm it subtracts no mean and adds no bias.
+    """
 
     def __init__(self, width: int, eps: float):
         super().__init__()
@@ -28,28 +35,35 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x):
-        y = x.float()  # fp32 inside: squares of bf16 lose 16 bits
+        y = x.float()  # a bf16 square would lose 16 bits
         mean_square = y.pow(2).mean(-1, keepdim=True)
         y = y * torch.rsqrt(mean_square + self.eps)
-        # cast, THEN weight: the other order changes a quarter of all bf16 values
+        # Cast first, then multiply: the other order changes a quarter of all bf16 values.
         return self.weight * y.to(x.dtype)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245): G query heads read each of Hk KV heads."""
+    """Grouped-query attention: G query heads share one KV head.
+
+    Ainslie et al. 2023, arXiv 2305.13245. Queries and keys are rotated by position, values are not.
+    """
 
     def __init__(self, config: Config):
         super().__init__()
-        C, D = config.hidden_size, config.head_dim
-        H, Hk = config.num_attention_heads, config.num_key_value_heads
+        C = config.hidden_size
+        D = config.head_dim
+        H = config.num_attention_heads
+        Hk = config.num_key_value_heads
         self.head_dim = D
         self.q_proj = nn.Linear(C, H * D, config.qkv_bias)
         self.k_proj = nn.Linear(C, Hk * D, config.qkv_bias)
         self.v_proj = nn.Linear(C, Hk * D, config.qkv_bias)
         self.o_proj = nn.Linear(H * D, C, config.output_bias)
-        # Qwen3 norms each head of q and k, Llama and Qwen2 do not
-        self.q_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.q_norm: nn.Module = nn.Identity()
+        self.k_norm: nn.Module = nn.Identity()
+        if config.qk_norm:  # Qwen3; Llama and Qwen2 have none
+            self.q_norm = RMSNorm(D, config.rms_norm_eps)
+            self.k_norm = RMSNorm(D, config.rms_norm_eps)
 
     def forward(self, x, rope, cache, attend):
         B, T, _ = x.shape
@@ -61,7 +75,7 @@ class Attention(nn.Module):
         v = v.transpose(1, 2)  # (B,Hk,T,D); v is neither normed nor rotated
         q = apply_rope(q, rope)
         k = apply_rope(k, rope)
-        # rotate, THEN cache: a cached key never moves again
+        # Rotate first, then cache: a cached key never changes again.
         k, v = cache.append(k, v)  # (B,Hk,S,D) ×2
         y = attend(q, k, v)  # (B,H,T,D)
         y = y.transpose(1, 2).reshape(B, T, -1)  # (B,T,H·D)
@@ -69,8 +83,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU (Shazeer 2020, arXiv 2002.05202): silu(gate) says, number by number, how much of `up`
-    passes."""
+    """SwiGLU (Shazeer 2020, arXiv 2002.05202): silu(gate) scales each value of `up`."""
 
     def __init__(self, C: int, width: int):
         super().__init__()
@@ -83,7 +96,10 @@ class MLP(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """A router sends each token through k of E small MLPs (Shazeer et al. 2017, arXiv 1701.06538; Qwen3-MoE's form)."""
+    """A router sends each token through k of E small MLPs (Shazeer et al. 2017, arXiv 1701.06538).
+
+    The order of softmax, top-k and normalization is Qwen3-MoE's.
+    """
 
     def __init__(self, C: int, sizes: Experts):
         super().__init__()
@@ -94,15 +110,15 @@ class MixtureOfExperts(nn.Module):
         )
 
     def forward(self, x):
-        rows = x.flatten(0, 1)  # (N,C) with N = B·T: each token by itself
+        rows = x.flatten(0, 1)  # (N,C), N = B·T tokens
         scores = self.gate(rows).softmax(-1, dtype=torch.float32)  # (N,E)
         weights, chosen = scores.topk(self.sizes.num_experts_per_tok)  # (N,k) ×2
         if self.sizes.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
         weights = weights.to(x.dtype)
         y = torch.zeros_like(rows)
-        for expert in chosen.unique().tolist():  # the weights of the others are not read
-            # slot: which of its k choices; row: of which token.
+        for expert in chosen.unique().tolist():  # weights of experts without tokens are not read
+            # n tokens chose this expert: token `row` as its choice number `slot`.
             slot, row = torch.where(chosen.T == expert)  # (n,) ×2
             part = self.experts[expert](rows[row])  # (n,C)
             y.index_add_(0, row, part * weights[row, slot, None])
@@ -110,15 +126,19 @@ class MixtureOfExperts(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention mixes positions, the MLP works on each alone; both only add to the residual stream."""
+    """Attention mixes positions, the MLP works on each alone; both add to the residual stream."""
 
     def __init__(self, config: Config, layer: int):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        C, width, experts = config.hidden_size, config.intermediate_size, config.experts_of(layer)
-        self.mlp: nn.Module = MLP(C, width) if experts is None else MixtureOfExperts(C, experts)
+        experts = config.experts_of(layer)
+        self.mlp: nn.Module
+        if experts is None:
+            self.mlp = MLP(config.hidden_size, config.intermediate_size)
+        else:
+            self.mlp = MixtureOfExperts(config.hidden_size, experts)
 
     def forward(self, x, rope, cache, attend):
         y = self.input_layernorm(x)
@@ -128,7 +148,7 @@ class Block(nn.Module):
 
 
 class Transformer(PretrainedModel):
-    """Tokens in, hidden states out; `lm_head` is applied by the caller, to the rows that it needs."""
+    """Tokens in, hidden states out. The caller applies `lm_head` where it needs logits."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -143,40 +163,44 @@ class Transformer(PretrainedModel):
             self.lm_head.weight = self.embed_tokens.weight
 
     def forward(self, tokens, cache, start_pos: int, attend):
-        """tokens (B,T) int64 at positions start_pos … start_pos+T-1 → (B,T,C). `cache` holds one entry per layer.
+        """tokens (B,T) int64 at positions start_pos … start_pos+T-1 → hidden states (B,T,C).
 
-        Raises ValueError if the cache holds another number of tokens, or was made for another model.
+        `cache` has one entry per layer. `attend(q, k, v)` computes attention (see attention.py).
+        Raises ValueError if `start_pos` is not the number of tokens that the cache holds, or if the
+        cache was made for another model.
         """
         self.check(cache, start_pos)
         x = self.embed_tokens(tokens)  # (B,T,C)
         start = torch.as_tensor(start_pos, device=tokens.device)
         steps = torch.arange(tokens.shape[1], device=tokens.device)  # (T,)
         positions = start[..., None] + steps  # (T,), or (B,T) for ragged rows
-        # The same for every layer.
-        rope = rope_angles(self.config, positions, x.dtype)  # cos, sin (T,D)
+        rope = rope_angles(self.config, positions, x.dtype)  # cos, sin (T,D), for all layers
         return self.norm(self.run_layers(x, rope, cache, attend))  # (B,T,C)
 
     def run_layers(self, x, rope, cache, attend):
-        """Every block in turn, over its own entry of the cache. x (B,T,C) → (B,T,C)."""
+        """Every block in turn, each with its entry of the cache. x (B,T,C) → (B,T,C)."""
         for layer, layer_cache in zip(self.layers, cache, strict=True):
             x = layer(x, rope, layer_cache, attend)
         return x
 
     def check(self, cache, start_pos):
-        """A wrong position, or keys of another model, give fluent nonsense: an error and not a guess."""
+        """ValueError for a wrong start_pos or another model's cache: both give fluent nonsense."""
         held = cache.length
         same = (type(held) is int and start_pos == held) is True
         if not same and not torch.equal(torch.as_tensor(start_pos), torch.as_tensor(held)):
             raise ValueError(
-                f"start_pos is {start_pos}, but the cache holds {held} tokens: pass start_pos={held}"
+                f"start_pos is {start_pos}, but the cache holds {held} tokens: "
+                f"pass start_pos={held}"
             )
         if len(cache) != len(self.layers):
             raise ValueError(
-                f"the cache was made for another model, with {len(cache)} layers: make_cache(name, model.config)"
+                f"the cache was made for another model, with {len(cache)} layers: "
+                "make_cache(name, model.config)"
             )
         if cache.config not in (None, self.config):
             raise ValueError(
-                f"the cache was made for another model, with {cache.config}: make_cache(name, model.config)"
+                f"the cache was made for another model, with {cache.config}: "
+                "make_cache(name, model.config)"
             )
 
 

@@ -1,8 +1,8 @@
-"""The cache contract, to be read right after model.py: a cache is plugged into the model from outside.
+"""The contract between the model and a cache. Read it after model.py.
 
-What `append` returns goes straight to the attention function; what `mask` returns says which of those keys each new
-query may see. A cache of your own overrides `append`, and `truncate` and `fork` if it can. What kernels, batches, beams
-and files ask for besides has defaults in capabilities.py; what a cache cannot do raises UnsupportedError.
+The model passes new keys and values to `append` and gives the result to the attention function.
+`mask` defines which of them each new query sees. Your own cache overrides `append`, and `truncate`
+and `fork` if it supports them. capabilities.py has defaults for all other operations.
 """
 
 from collections.abc import Iterable
@@ -17,31 +17,31 @@ from nanokv.errors import CacheError, UnsupportedError
 
 
 class LayerCache(LayerCapabilities):
-    """Keys and values of one layer. `length`, the number of tokens seen, is the next call's only legal start_pos."""
+    """Keys and values of one layer."""
 
-    length: int = 0
-    nbytes: int = 0  # held for keys and values
+    length: int = 0  # tokens appended so far; the next call must pass it as start_pos
+    nbytes: int = 0  # memory of keys and values
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """(B,Hk,T,D) ×2, keys already rotated → (B,Hk,S,D) ×2, oldest first; the last T rows are the new ones."""
+        """New keys (already rotated) and values (B,Hk,T,D) ×2 → all (B,Hk,S,D) ×2, oldest first."""
         raise NotImplementedError
 
     @causal(lambda layer, T: layer.length + T)
     def mask(self, T: int) -> Tensor | None:
-        """Which keys the next T queries see: None = all, else bool (T,S), bottom-right causal. Changes nothing."""
+        """bool (T,S): the keys that the next T queries see; None: all. Changes nothing."""
         return causal_mask(T, self.length + T)
 
     def truncate(self, n: int) -> None:
-        """Forget positions ≥ n (a rejected draft, an edited turn). Absolute, and harmless when repeated."""
+        """Remove positions ≥ n (a rejected draft, an edited turn). Calling it again is harmless."""
         raise UnsupportedError(f"{type(self).__name__} cannot truncate")
 
     def fork(self) -> "LayerCache":
-        """An independent copy: appending to it leaves this one as it is."""
+        """An independent copy: appending to the copy does not change the original."""
         raise UnsupportedError(f"{type(self).__name__} cannot fork")
 
 
 class KVCache(CacheCapabilities):
-    """One LayerCache per layer, and what concerns them all. Made by `nanokv.make_cache(name, config)`."""
+    """A list with one LayerCache per layer. `nanokv.make_cache(name, config)` builds it."""
 
     def __init__(self, layers: Iterable[LayerCache] = (), config: Config | None = None):
         super().__init__(layers)
@@ -49,19 +49,20 @@ class KVCache(CacheCapabilities):
 
     def __repr__(self):
         n = self[0].length if self else 0
-        tokens = n if isinstance(n, int) else f"{min(n)} to {max(n)}"  # rows of their own lengths
+        tokens = n if isinstance(n, int) else f"{min(n)} to {max(n)}"  # rows may differ in length
         kind = f"{type(self).__name__} {self.made.name!r}"
         return f"<{kind}: {len(self)} layers × {tokens} tokens, {self.nbytes:,} B>"
 
     @property
     def length(self) -> int:
-        """Tokens held. After a failed forward call truncate(length before it): layers may be of
-        unequal length, which raises here, and a kernel counts a token before it computes it."""
+        """Tokens held; CacheError if layers differ. After a failed forward, truncate to the length
+        before the call even if they agree: a kernel advances `length` before it writes."""
         lengths = {layer.length for layer in self}
         if len(lengths) > 1:
             raise CacheError(
-                f"layers hold between {min(lengths)} and {max(lengths)} tokens: a forward pass failed half-way",
-                hint="truncate(n) with n at most the smaller number mends it",
+                f"layers hold between {min(lengths)} and {max(lengths)} tokens: "
+                "a forward pass failed half-way",
+                hint="truncate(n) with n at most the smaller number repairs the cache",
             )
         return lengths.pop() if lengths else 0
 
@@ -72,16 +73,16 @@ class KVCache(CacheCapabilities):
 
     @causal(CacheCapabilities._causal_keys)
     def mask(self, T: int) -> Tensor | None:
-        """The mask that all layers share, asked once per forward, before any layer appends."""
+        """The mask for all layers. Called once per forward, before any layer appends."""
         if not self:
             raise CacheError(
-                "this cache has no layers: make_cache(name, config) gives it one for each of the model's"
+                "this cache has no layers: make_cache(name, config) builds one per model layer"
             )
         return self[0].mask(T)
 
     def truncate(self, n: int) -> None:
-        """Forget positions ≥ n in every layer; also mends layers of unequal length after a failed forward."""
-        for layer in self:  # all or none
+        """Remove positions ≥ n from every layer. Repairs layers of unequal length too."""
+        for layer in self:  # raise before any layer changes
             layer._check_truncate(n)
         for layer in self:
             layer.truncate(n)
@@ -92,7 +93,7 @@ class KVCache(CacheCapabilities):
 
 
 class NoCache(KVCache):
-    """The null object: keeps nothing, `append` returns its input. So there is no `if cache is None` anywhere."""
+    """Stores nothing: `append` returns its input. So the model needs no `if cache is None`."""
 
     def __init__(self, num_layers: int):
         super().__init__(_KeepNothing() for _ in range(num_layers))
@@ -105,8 +106,7 @@ class NoCache(KVCache):
 
 
 class _KeepNothing(LayerCache):
-    # So that generating with it is refused: every decode would see one token and no past.
-    capacity = 0
+    capacity = 0  # refuses generation: a decode step would see only its own token
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return k, v

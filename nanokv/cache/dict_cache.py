@@ -1,7 +1,7 @@
-"""The cache to read first: literally a dict per layer, `{"key": (B,Hk,S,D), "value": (B,Hk,S,D)}`, grown by torch.cat.
+"""The cache to read first: one dict per layer, `{"key": (B,Hk,S,D), "value": (B,Hk,S,D)}`.
 
-Correct and plain, and the reference that every other cache is compared with. Its price: `cat` copies all S old rows
-to append one, so N steps copy O(N²) bytes (Qwen3-0.6B at 4,096 tokens: 470 MB per step).
+It grows with torch.cat. It is the reference for all other caches. Its cost: `cat` copies all S old
+rows to append one, so N steps copy O(N²) bytes (Qwen3-0.6B at 4,096 tokens: 470 MB per step).
 """
 
 import torch
@@ -12,7 +12,7 @@ from nanokv.cache.checks import check_append
 
 
 class DictCache(LayerCache, dict):
-    """Empty before the first append; afterwards holds exactly the tokens seen."""
+    """An empty dict before the first append; afterwards it holds exactly the appended tokens."""
 
     @property
     def length(self) -> int:
@@ -20,14 +20,15 @@ class DictCache(LayerCache, dict):
 
     @property
     def sizes(self) -> Sizes:
-        return Sizes(self["key"].shape[0] if self else None, self.length, self.nbytes)
+        rows = self["key"].shape[0] if self else None
+        return Sizes(rows, self.length, self.nbytes)
 
     def append(self, k, v):
         check_append(k, v, self.get("key"), self._expected)
         if self:
             k = torch.cat((self["key"], k), dim=2)  # (B,Hk,S,D): copies the whole past
             v = torch.cat((self["value"], v), dim=2)  # (B,Hk,S,D)
-        self["key"], self["value"] = k, v
+        self["key"], self["value"] = k, v  # one statement: Ctrl-C must not separate the two
         return k, v
 
     def truncate(self, n: int):
@@ -35,14 +36,14 @@ class DictCache(LayerCache, dict):
         if n == 0:
             self.clear()
         elif n < self.length:
-            # Views keep all rows.
-            key, value = (self[name][:, :, :n].clone() for name in ("key", "value"))  # (B,Hk,n,D)
-            self["key"], self["value"] = key, value  # in one line: never one without the other
+            # Clones, because a view would keep the memory of all S rows.
+            key = self["key"][:, :, :n].clone()  # (B,Hk,n,D)
+            value = self["value"][:, :, :n].clone()  # (B,Hk,n,D)
+            self["key"], self["value"] = key, value
 
     def fork(self):
         copy = type(self)()
-        # Tensors may be shared: append makes new ones, nothing is ever written in place.
-        copy.update(self)
+        copy.update(self)  # shares the tensors: append replaces them and never writes into them
         return copy
 
     def reorder(self, index):

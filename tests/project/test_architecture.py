@@ -18,7 +18,7 @@ SOURCES = sorted(
 )
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 LONGEST_FUNCTION = 53  # lines below its signature and docstring; one screen is 40
-LONGEST_MODEL = 185  # and no file beside it but rope.py
+LONGEST_MODEL = 210  # one thing per line; and no file beside it but rope.py
 FLAGS = re.compile("add_(.*_)?arguments")  # of a command: a list, one flag after another
 MARKS = 25  # of which five are this file's own examples
 
