@@ -15,7 +15,7 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # for editors and type checkers: the names of _HOME and _MODULES
+if TYPE_CHECKING:  # for editors and type checkers: the names in _HOME and _MODULES
     from nanokv import attention as attention
     from nanokv import cache as cache
     from nanokv import config as config
@@ -52,7 +52,7 @@ if TYPE_CHECKING:  # for editors and type checkers: the names of _HOME and _MODU
 
 __version__ = "0.2.0"
 
-_NAMES = {  # module → the names that `nanokv` has from it
+_NAMES = {  # module → the names that `nanokv` exports from that module
     "cache": "CACHES KVCache NoCache make_cache",
     "chat.session": "Session",
     "config": "Config GenerationConfig",
@@ -68,7 +68,7 @@ _NAMES = {  # module → the names that `nanokv` has from it
     "text.tokenizer": "Tokenizer",
 }
 _HOME = {name: f"nanokv.{module}" for module, names in _NAMES.items() for name in names.split()}
-_ENTRANCES = {  # nanokv.NAME, imported or not → the module that it is
+_ENTRANCES = {  # short name nanokv.NAME → full module path
     "batching": "nanokv.decoding.batching",
     "beam": "nanokv.decoding.beam",
     "generation": "nanokv.decoding.generation",
@@ -113,7 +113,7 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # it would hide a name that is mistyped
+if not TYPE_CHECKING:  # a type checker would accept any misspelled name
 
     def __getattr__(name: str) -> Any:
         if name in _HOME:
@@ -132,11 +132,14 @@ def __dir__() -> list[str]:
 
 
 class _Entrance(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
-    """`from nanokv.faults import inject` works as `nanokv.faults.inject` does: both are nanokv.lab.faults itself."""
+    """Import finder for the short names: `import nanokv.faults` gives the module nanokv.lab.faults.
+
+    Both names are the same module object, so `from nanokv.faults import inject` works too.
+    """
 
     @staticmethod
     def home(name: str) -> str:
-        """nanokv.faults.catalogue → nanokv.lab.faults.catalogue; "" for what is no entrance."""
+        """nanokv.faults.catalogue → nanokv.lab.faults.catalogue; "" for any other module."""
         package, _, rest = name.partition(".")
         entrance, _, inside = rest.partition(".")
         if package != "nanokv" or entrance not in _ENTRANCES:
@@ -170,6 +173,7 @@ class _Entrance(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
         return found and found.loader
 
 
-# Before the finder of files, which would load a second copy; once, also after a reload.
+# First in the list: the path finder would load a second copy of the module.
+# By class name, because a reload of nanokv defines the class again.
 if not any(type(finder).__name__ == _Entrance.__name__ for finder in sys.meta_path):
     sys.meta_path.insert(0, _Entrance())

@@ -1,7 +1,7 @@
 """The `nanokv` command, also as `python -m nanokv`.
 
-Until the command is imported there is nothing to keep: Ctrl-C ends the program as the system does it. Then
-apps/cli/common/terminal.py decides.
+While the command is being imported there is no work to save, so Ctrl-C keeps the system's default
+action and ends the program. After that, apps/cli/common/terminal.py handles Ctrl-C.
 """
 
 import atexit
@@ -11,7 +11,10 @@ import sys
 
 
 def main() -> int:
-    """Run the command line → exit code; after Ctrl-C do not wait until torch has taken itself apart (0.3 s or more)."""
+    """Run the command line and return its exit code.
+
+    After Ctrl-C the process exits without torch's teardown, which takes 0.3 s or more.
+    """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not under nohup
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from nanokv.apps.cli import main

@@ -1,12 +1,15 @@
-"""Which of torch's kernels computes attention on a GPU. Only attention.py asks; a CPU has one kernel and no choice.
+"""Which of torch's attention kernels runs on a GPU. Only attention.py imports this file.
 
-    flash       fp16 and bf16, no mask but the causal one; reads a KV head once for the query heads that share it
-    efficient   fp32 too, and any mask; as many KV heads as query heads
-    cuDNN       not used: it plans for every new length, 1.5 ms a layer, and each decode step has a new length
-    math        plain products, T×S scores in memory: for what neither flash nor efficient takes
+    flash       fp16 and bf16; no mask except the causal one; reads each KV head once for the query
+                heads that share it
+    efficient   also fp32 and any mask; needs as many KV heads as query heads
+    cuDNN       not used: it plans again for every new length, 1.5 ms per layer, and every decode
+                step has a new length
+    math        the fallback for all other inputs: plain matrix products, (T,S) scores in memory
 
-What flash and efficient take depends on dtype, head size, GPU and the release of torch (its sdp_utils.cpp), so torch is
-asked. torch.compile cannot follow that question: a compiled model groups its heads itself, or has a mask.
+A CPU has one kernel and no choice. The inputs that flash and efficient accept depend on the dtype,
+the head size, the GPU and the torch release (sdp_utils.cpp in torch), so torch's own checks decide.
+torch.compile cannot trace these checks: a compiled model groups its heads itself, or has a mask.
 """
 
 import contextlib
@@ -19,19 +22,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import has_torch_function
 
 ORDER = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-# What sdpa_kernel sets holds for the whole process, and it puts back what it found: threads take turns.
+# sdpa_kernel sets and restores state of the whole process, so threads take turns.
 TURN = threading.Lock()
 NO_CHOICE = contextlib.nullcontext()
-LOWER_RIGHT = 2  # torch's number for that causal mask
+LOWER_RIGHT = 2  # torch's number for the causal mask aligned to the bottom right
 
 
 def chooses(device: torch.device) -> bool:
-    """Does torch have several kernels there? (ROCm calls its devices cuda too.)"""
+    """Whether torch has several kernels on this device. (ROCm devices are called cuda too.)"""
     return device.type == "cuda"
 
 
 def chosen(device: torch.device) -> contextlib.AbstractContextManager:
-    """Inside, attention on this device takes the first of ORDER that can compute it; afterwards all is as before."""
+    """A context in which attention on this device uses the first kernel of ORDER that accepts it."""
     if not chooses(device):
         return NO_CHOICE
     if torch.compiler.is_compiling():  # the graph keeps the choice
@@ -41,28 +44,32 @@ def chosen(device: torch.device) -> contextlib.AbstractContextManager:
 
 @contextlib.contextmanager
 def in_turn():
-    """The choice, by one thread at a time."""
+    """The same context, for one thread at a time."""
     with TURN, sdpa_kernel(ORDER, set_priority=True):
         yield
 
 
 def takes_groups(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
-    """May G query heads (B,H,T,D) share a KV head (B,Hk,S,D) in this call? If not, keys and values are repeated."""
+    """Whether G query heads (B,H,T,D) may share one KV head (B,Hk,S,D) in this call.
+
+    If not, the caller repeats the keys and values.
+    """
     if not chooses(q.device):
         return True
     return mask is None and (torch.compiler.is_compiling() or flash_takes(q, k, v))
 
 
 def flash_takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Does the flash kernel take these, without a mask?"""
+    """Whether the flash kernel accepts these tensors, without a mask."""
     return can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, False, True))
 
 
 def lower_right(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-    """Causal attention of the last T of S positions by a kernel that needs no (T,S) mask; None where there is none.
+    """Causal attention of the last T of S positions without a (T,S) mask; None if no kernel can.
 
-    q (B,H,T,D), k and v (B,Hk,S,D) → (B,H,T,D). As torch.nn.attention.bias.causal_lower_right, whose file imports
-    torch.compile: two seconds. Somebody who watches torch's functions (a trace) gets None: these are no functions.
+    q (B,H,T,D), k and v (B,Hk,S,D) → (B,H,T,D). The same as torch.nn.attention.bias's
+    causal_lower_right, whose module imports torch.compile (two seconds). A tracer that overrides
+    torch functions gets None, because it would not see the operators called here.
     """
     compiling = torch.compiler.is_compiling()
     if compiling or not chooses(q.device) or has_torch_function((q, k, v)) or q.shape[-1] % 8:
@@ -73,13 +80,16 @@ def lower_right(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
     if not can_use_efficient_attention(SDPAParams(q, k, v, None, 0.0, False, False)):
         return None
     rows = (x.transpose(1, 2) for x in (q, k, v))  # (B,T,H,D), (B,S,H,D) ×2
-    none = (None,) * 5  # no bias, one length for all rows
+    none = (None,) * 5  # no bias, and the same length for all rows
     gradient = any(x.requires_grad for x in (q, k, v))
     y = torch.ops.aten._efficient_attention_forward(*rows, *none, 0.0, LOWER_RIGHT, gradient)[0]
     return y.transpose(1, 2)
 
 
 def repeated(x: Tensor, H: int) -> Tensor:
-    """Each KV head for every query head that shares it. (B,Hk,S,D) → (B,H,S,D), a copy if H is more than Hk."""
+    """Repeat each KV head for the query heads that share it: (B,Hk,S,D) → (B,H,S,D).
+
+    A copy if H is larger than Hk.
+    """
     B, Hk, S, D = x.shape
     return x[:, :, None].expand(B, Hk, H // Hk, S, D).reshape(B, H, S, D)

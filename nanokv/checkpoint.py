@@ -1,6 +1,6 @@
-"""What a model can do besides computing: say where it is and how large, and be written to a folder.
+"""The base class of `model.Transformer`: its device, dtype and size, and saving to a folder.
 
-The base class of `model.Transformer`. Reading is nanokv/loading.py; the files are written by weights_loader/writing.py.
+Loading is in nanokv/loading.py. The files are written by weights_loader/writing.py.
 """
 
 import os
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 
 class Model(Protocol):
-    """What prefill, decode and generate need: a Transformer, plain, optimized or compiled."""
+    """The interface that prefill, decode and generate need.
+
+    A Transformer satisfies it, plain, optimized or compiled.
+    """
 
     @property
     def config(self) -> Config: ...
@@ -40,11 +43,11 @@ class PretrainedModel(nn.Module):
     config: Config
     embed_tokens: nn.Embedding
     lm_head: nn.Linear
-    generation_config = GenerationConfig()  # replaced by the checkpoint's own when one is loaded
+    generation_config = GenerationConfig()  # nanokv.load replaces it by the checkpoint's
 
     from_pretrained = Elsewhere(MODEL["from_pretrained"])
 
-    if not TYPE_CHECKING:  # nn.Module's own says what it gives
+    if not TYPE_CHECKING:  # type checkers use the signature in nn.Module
 
         def __getattr__(self, name):
             try:
@@ -54,26 +57,27 @@ class PretrainedModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self.embed_tokens.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the embedding; a model that is loaded has it everywhere."""
+        """The dtype of the embedding. In a loaded model all weights have it, unless dtype was None."""
         return self.embed_tokens.weight.dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights; a tied head is counted once."""
+        """Bytes of all weights. A tied head counts once."""
         return sum(tensor.nbytes for tensor in chain(self.parameters(), self.buffers()))
 
     def save(
         self, folder: str | os.PathLike, tokenizer: "Tokenizer | None" = None, force: bool = False
     ) -> None:
-        """An ordinary Hugging Face folder, which nanokv.load and transformers open; with a tokenizer, its files too.
+        """Write an ordinary Hugging Face folder that nanokv.load and transformers can open.
 
-        The weights keep their dtype. CheckpointError names a file that is there already, unless `force` replaces it,
-        and refuses an optimized model, whose tensors are others.
+        The weights keep their dtype. The tokenizer's files are written if a tokenizer is given.
+        Raises CheckpointError if one of the files exists and `force` is false, or if the model was
+        optimized, because an optimized model has other tensors.
         """
         config = self.config.to_dict() | {"torch_dtype": str(self.dtype).removeprefix("torch.")}
         files = writing.CHECKPOINT + (writing.TOKENIZER if tokenizer else ())
@@ -88,7 +92,7 @@ class PretrainedModel(nn.Module):
             raise CheckpointError(f"{folder} was not saved: {error}") from error
 
     def __repr__(self) -> str:
-        """One line; `torch.nn.Module.__repr__(model)` draws the tree of modules."""
+        """One line. `torch.nn.Module.__repr__(model)` gives the tree of modules."""
         c = self.config
         heads = f"{c.num_attention_heads}/{c.num_key_value_heads}×{c.head_dim}"
         where = f"{self.nbytes:,} B {str(self.dtype).removeprefix('torch.')} on {self.device}"

@@ -1,7 +1,7 @@
-"""Typed errors. Each message names the cause and the numbers; `hint` is the one line that fixes it.
+"""Typed errors. Each message names the cause and the numbers; `hint` is one line with the fix.
 
-All of them are also ValueErrors, so a caller who knows nothing of nanokv can still catch them.
-The command line prints `nanokv: error: message` and `hint: hint`, and leaves with exit code 2.
+All of them are also ValueErrors, so code that does not import nanokv can still catch them.
+The command line prints `nanokv: error: message` and `hint: hint`, and exits with code 2.
 """
 
 from collections.abc import Iterator
@@ -11,17 +11,17 @@ from weights_loader.strict import bounded
 
 
 class NanoKVError(ValueError):
-    """Something the caller can mend: a bad value, a full cache, a broken file."""
+    """Something the caller can fix: a bad value, a full cache, a broken file."""
 
     def __init__(self, message: str, hint: str = ""):
-        super().__init__(bounded(message))  # values of strangers are quoted in it
+        super().__init__(bounded(message))  # it may quote untrusted values of any length
         self.hint = hint
         if hint:
             self.add_note(f"hint: {hint}")  # below the message in a traceback
 
 
 class ConfigError(NanoKVError):
-    """config.json says something that is malformed or that this code does not implement."""
+    """A field of config.json is malformed, or has a value that is not implemented here."""
 
 
 class CacheError(NanoKVError):
@@ -29,43 +29,43 @@ class CacheError(NanoKVError):
 
 
 class CapacityError(CacheError):
-    """The cache is full; raised before anything is written."""
+    """The cache is full. Raised before anything is written."""
 
 
 class UnsupportedError(CacheError):
-    """This kind of cache cannot do what was asked of it."""
+    """This kind of cache does not support the requested operation."""
 
 
 class HandoverError(CacheError):
-    """Keys and values of another process did not arrive, or are not what was sent."""
+    """Keys and values from another process did not arrive, or arrived changed."""
 
 
 class DeviceMemoryError(NanoKVError, MemoryError):
-    """The memory of the GPU is full. The cache holds what it held before; with less at a time the same call works."""
+    """The GPU's memory is full. The cache is unchanged, so the call can be retried in smaller parts."""
 
 
 class ContextError(NanoKVError):
-    """Prompt and answer do not fit into the context window."""
+    """Prompt and answer do not fit in the context window."""
 
 
 class GenerationError(NanoKVError):
-    """A sampling or generation argument is out of its range."""
+    """A sampling or generation argument is out of range."""
 
 
 class TokenizerError(NanoKVError):
-    """Text or ids that the tokenizer cannot handle."""
+    """The tokenizer cannot handle a text, an id or one of its own files."""
 
 
 class TokenIdsError(GenerationError, TokenizerError, IndexError):
-    """Something else stands where token ids belong, or an id that the vocabulary does not have."""
+    """The value is not token ids, or one id is outside the vocabulary."""
 
 
 class TemplateError(NanoKVError):
-    """The chat template is broken, hostile, or refuses these messages."""
+    """The chat template is broken or hostile, or rejects these messages."""
 
 
 class TemplateStopped(TemplateError):
-    """The chat template took more time, memory or output than it may."""
+    """The chat template exceeded its limit of time, memory or output."""
 
 
 class SessionError(NanoKVError):
@@ -73,34 +73,37 @@ class SessionError(NanoKVError):
 
 
 class UnknownArgument(NanoKVError, TypeError):
-    """A function of ours was called with an argument that it does not have."""
+    """A function of nanokv was called with an argument that it does not take."""
 
 
 class UnknownName(NanoKVError, AttributeError):
-    """Another library has an attribute of this name; the hint says how it is done here."""
+    """The attribute exists in another library, not here. The hint names nanokv's equivalent."""
 
 
 class ParallelError(NanoKVError):
-    """The ranks cannot work together: sizes that do not divide, other files, or one that is gone."""
+    """The ranks cannot work together: sizes do not divide, their files differ, or a rank is gone."""
 
 
 class CourseError(NanoKVError):
-    """A notebook, an exercise or a submission of the course is not what it should be."""
+    """A notebook, an exercise or a submission of the course is missing or malformed."""
 
 
-# Characters of a foreign message; one was 2.9 MB long, because it quoted the file.
+# Characters kept of another library's message. One message quoted a whole file: 2.9 MB.
 LONGEST_REASON = 300
 
 
 @contextmanager
 def foreign(what: str, error: type[NanoKVError] = NanoKVError) -> Iterator[None]:
-    """Around a call into another library: whatever it raises, a panic of its Rust code included, becomes `error`."""
+    """Turn any exception of another library, including a panic of its Rust code, into `error`.
+
+    `what` begins the message. NanoKVError, MemoryError and Ctrl-C pass through.
+    """
     try:
         yield
     except (NanoKVError, MemoryError):
         raise
     except BaseException as reason:
-        # Of pyo3: no Exception, and it cannot be imported.
+        # pyo3's class for Rust panics. It is not an Exception and cannot be imported.
         panic = type(reason).__name__ == "PanicException"
         if not panic and not isinstance(reason, Exception):
             raise  # Ctrl-C, SystemExit

@@ -1,4 +1,7 @@
-"""From a name, a folder or a hub id to a model and its tokenizer: where weights_loader's tensors become a model."""
+"""nanokv.load: from a name, a folder or a hub id to a model and its tokenizer.
+
+weights_loader reads the files; this module builds the model from the tensors.
+"""
 
 import os
 from collections.abc import Callable
@@ -35,12 +38,16 @@ def load(
 ) -> tuple[Transformer, Tokenizer]:
     """("tiny" | "smollm2" | folder | GGUF file | "Qwen/Qwen3-0.6B") → (model in eval mode, tokenizer).
 
-    dtype and device are torch's or their names: torch.bfloat16, "bfloat16" or "bf16". "auto" is what the command line
-    takes: a GPU if there is one, and the checkpoint's own dtype, but float32 on a CPU for float16 and for "tiny". dtype
-    None keeps the dtype of each tensor.
-    The model is built on the meta device and the loaded tensors are assigned to it, so weights exist once in memory.
-    Raises CheckpointError or ConfigError before memory is taken. check_finite also reads every weight, 0.1 to 0.2 s per
-    GB on two cores, and refuses NaN and infinity: softmax can turn those into logits that are finite and wrong.
+    dtype and device are torch objects or their names: torch.bfloat16, "bfloat16" or "bf16". "auto"
+    is also the command line's default: a GPU if there is one, and the checkpoint's dtype, except
+    that a CPU uses float32 for "tiny" and for float16 checkpoints. dtype None keeps the dtype of
+    each tensor.
+
+    The model is built on the meta device and the loaded tensors are assigned to it, so that each
+    weight exists once in memory. Raises CheckpointError or ConfigError before memory is allocated.
+
+    check_finite also reads every weight, 0.1 to 0.2 s per GB on two cores, and rejects NaN and
+    infinity: softmax can turn them into logits that are finite and wrong.
     """
     _, place = weights_loader.check_target(dtype, device)
     folder = weights_loader.resolve(source, revision=revision)
@@ -62,15 +69,16 @@ def load_folder(
     read: Read | None = None,
     prepare: Callable[[Tokenizer], None] | None = None,
 ) -> tuple[Transformer, Tokenizer]:
-    """`load` of a folder on this disk; `fields` is what its config.json says. Each of its files is read once.
+    """`load` for a local folder whose config.json has these `fields`. Each file is read once.
 
-    `read` makes the model from the weights: all of it here, a rank's part in nanokv/parallel. `prepare` may give the
-    tokenizer another chat template before it is looked up what ends an answer.
+    `read` builds the model from the weights: the whole model by default, one rank's part in
+    nanokv/parallel. `prepare` may change the tokenizer's chat template; it runs before the tokens
+    that end an answer are looked up.
     """
     dtype, device = weights_loader.check_target(dtype, device)
     if device.type == "cpu":
         watch(torch.get_num_threads())
-    # Refuse what is not implemented before a byte of weights is read.
+    # Raises for anything not implemented, before any weights are read.
     config = Config.from_dict(fields)
     generation = optional(folder / "generation_config.json")
     generation_config = GenerationConfig.from_fields(fields, generation)
@@ -104,15 +112,16 @@ def read_model(
     device: torch.device,
     prefetched: Prefetch | None = None,
 ) -> Transformer:
-    """All weights of a folder as a model."""
+    """A model with all the weights of a folder."""
     fields, state_dict = weights_loader.read(folder, dict(fields), dtype, device, prefetched)
     return build(Config.from_dict(fields), state_dict)
 
 
 def unfinite(model: Transformer) -> list[str]:
-    """["model.layers.0.self_attn.q_proj.weight holds 3 NaN and 1 infinite of 4,096 values", …]; [] if all is well.
+    """One sentence per weight that holds NaN or infinity; [] if all values are finite.
 
-    The smallest and the largest value tell without a second tensor: a NaN is both.
+    "model.layers.0.self_attn.q_proj.weight holds 3 NaN and 1 infinite of 4,096 values". The minimum
+    and the maximum show it without a second tensor: if one value is NaN, both are NaN.
     """
     found = []
     for name, weight in model.named_parameters():
@@ -127,25 +136,31 @@ def unfinite(model: Transformer) -> list[str]:
 
 
 def build(config: Config, state_dict: dict[str, torch.Tensor]) -> Transformer:
-    """A model in eval mode that owns exactly these tensors; a missing, left-over or misshapen one raises."""
+    """A model in eval mode with exactly these tensors.
+
+    RuntimeError from torch if a tensor is missing, left over or of the wrong shape.
+    """
     return fill(skeleton(config), state_dict)
 
 
 def fill(model: Transformer, state_dict: dict[str, torch.Tensor]) -> Transformer:
-    """`build` with a skeleton of the caller's own."""
+    """`build` into a skeleton that the caller has made."""
     tied = model.config.tie_word_embeddings
     if tied:
         state_dict = {**state_dict, "lm_head.weight": state_dict["embed_tokens.weight"]}
     model.load_state_dict(state_dict, strict=True, assign=True)
     if tied:
-        model.lm_head.weight = model.embed_tokens.weight  # one parameter, V·C values stored once
+        model.lm_head.weight = model.embed_tokens.weight  # one parameter: V·C values, stored once
     return model.requires_grad_(False).eval()
 
 
 def random_model(
     config: Config, dtype: torch.dtype, device: str | torch.device = "cpu"
 ) -> Transformer:
-    """The same weights every time on one kind of device, for timing and memory; nothing is downloaded."""
+    """A model with seeded random weights, for measuring time and memory without a download.
+
+    The weights are the same in every run on one kind of device.
+    """
     if torch.device(device).type == "cpu":
         watch(torch.get_num_threads())
     generator, state = torch.Generator(device).manual_seed(0), {}
@@ -158,8 +173,10 @@ def random_model(
 
 
 class NotInitialised(TorchFunctionMode):
-    """torch.nn.init does nothing. (On the meta device it would do nothing either, but import torch's compiler first:
-    1.7 s.)"""
+    """Inside this mode torch.nn.init does nothing.
+
+    On the meta device it has no effect anyway, but it would import torch's compiler, 1.7 s.
+    """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if getattr(function, "__module__", "") == "torch.nn.init":
@@ -168,7 +185,10 @@ class NotInitialised(TorchFunctionMode):
 
 
 def skeleton(config: Config, kind: type[Transformer] = Transformer) -> Transformer:
-    """A model on the meta device: every parameter has its name and shape, and no values. Loaded tensors are assigned to
-    it, so no weight exists twice and none is drawn in vain."""
+    """A model on the meta device: every parameter has its name and shape, but no values.
+
+    The loaded tensors are assigned to it, so that no weight exists twice and no random values are
+    drawn only to be replaced.
+    """
     with torch.device("meta"), NotInitialised():
         return kind(config)
