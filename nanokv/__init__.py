@@ -144,11 +144,13 @@ class _Entrance(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
         entrance, _, inside = rest.partition(".")
         if package != "nanokv" or entrance not in _ENTRANCES:
             return ""
-        return _ENTRANCES[entrance] + (f".{inside}" if inside else "")
+        home = _ENTRANCES[entrance]
+        return f"{home}.{inside}" if inside else home
 
     def find_spec(self, name, path=None, target=None):
-        found = importlib.util.find_spec(self.home(name)) if self.home(name) else None
-        if found is None:
+        home = self.home(name)
+        found = home and importlib.util.find_spec(home)
+        if not found:
             return None
         is_package = found.submodule_search_locations is not None
         return importlib.machinery.ModuleSpec(

@@ -34,7 +34,7 @@ def chooses(device: torch.device) -> bool:
 
 
 def chosen(device: torch.device) -> contextlib.AbstractContextManager:
-    """A context in which attention on this device uses the first kernel of ORDER that accepts it."""
+    """A context in which attention on this device uses the first suitable kernel of ORDER."""
     if not chooses(device):
         return NO_CHOICE
     if torch.compiler.is_compiling():  # the graph keeps the choice
@@ -76,7 +76,8 @@ def lower_right(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
         return None
     if flash_takes(q, k, v):
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
-    k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])  # (B,H,S,D) ×2
+    k = repeated(k, q.shape[1])  # (B,H,S,D)
+    v = repeated(v, q.shape[1])  # (B,H,S,D)
     if not can_use_efficient_attention(SDPAParams(q, k, v, None, 0.0, False, False)):
         return None
     rows = (x.transpose(1, 2) for x in (q, k, v))  # (B,T,H,D), (B,S,H,D) ×2

@@ -62,7 +62,7 @@ class PretrainedModel(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the embedding. In a loaded model all weights have it, unless dtype was None."""
+        """The dtype of the embedding. `load` gives it to all weights, unless its dtype is None."""
         return self.embed_tokens.weight.dtype
 
     @property
@@ -80,7 +80,9 @@ class PretrainedModel(nn.Module):
         optimized, because an optimized model has other tensors.
         """
         config = self.config.to_dict() | {"torch_dtype": str(self.dtype).removeprefix("torch.")}
-        files = writing.CHECKPOINT + (writing.TOKENIZER if tokenizer else ())
+        files = writing.CHECKPOINT
+        if tokenizer:
+            files += writing.TOKENIZER
         try:
             with writing.new_files(folder, files, force) as new:
                 writing.write_checkpoint(
@@ -94,7 +96,8 @@ class PretrainedModel(nn.Module):
     def __repr__(self) -> str:
         """One line. `torch.nn.Module.__repr__(model)` gives the tree of modules."""
         c = self.config
+        dtype = str(self.dtype).removeprefix("torch.")
+        name = f"{type(self).__name__} {c.family.title}"
+        sizes = f"{c.num_hidden_layers} layers, C {c.hidden_size}"
         heads = f"{c.num_attention_heads}/{c.num_key_value_heads}×{c.head_dim}"
-        where = f"{self.nbytes:,} B {str(self.dtype).removeprefix('torch.')} on {self.device}"
-        what = f"{type(self).__name__} {c.family.title}: {c.num_hidden_layers} layers, C {c.hidden_size}"
-        return f"<{what}, heads {heads}; {where}>"
+        return f"<{name}: {sizes}, heads {heads}; {self.nbytes:,} B {dtype} on {self.device}>"

@@ -41,7 +41,7 @@ class HandoverError(CacheError):
 
 
 class DeviceMemoryError(NanoKVError, MemoryError):
-    """The GPU's memory is full. The cache is unchanged, so the call can be retried in smaller parts."""
+    """GPU memory is full. The cache is unchanged: the call can be retried in smaller parts."""
 
 
 class ContextError(NanoKVError):
@@ -53,7 +53,7 @@ class GenerationError(NanoKVError):
 
 
 class TokenizerError(NanoKVError):
-    """The tokenizer cannot handle a text, an id or one of its own files."""
+    """The tokenizer cannot handle a text, an id or a file of the checkpoint."""
 
 
 class TokenIdsError(GenerationError, TokenizerError, IndexError):
@@ -81,7 +81,7 @@ class UnknownName(NanoKVError, AttributeError):
 
 
 class ParallelError(NanoKVError):
-    """The ranks cannot work together: sizes do not divide, their files differ, or a rank is gone."""
+    """Ranks cannot work together: sizes do not divide, their files differ, or a rank is gone."""
 
 
 class CourseError(NanoKVError):
@@ -108,5 +108,6 @@ def foreign(what: str, error: type[NanoKVError] = NanoKVError) -> Iterator[None]
         if not panic and not isinstance(reason, Exception):
             raise  # Ctrl-C, SystemExit
         text = str(reason) or type(reason).__name__
-        text = text if len(text) <= LONGEST_REASON else text[: LONGEST_REASON - 3] + "..."
+        if len(text) > LONGEST_REASON:
+            text = text[: LONGEST_REASON - 3] + "..."
         raise error(f"{what}: {text}") from reason

@@ -36,8 +36,9 @@ def load(
     revision: str | None = None,
     check_finite: bool = False,
 ) -> tuple[Transformer, Tokenizer]:
-    """("tiny" | "smollm2" | folder | GGUF file | "Qwen/Qwen3-0.6B") → (model in eval mode, tokenizer).
+    """A model in eval mode and its tokenizer.
 
+    source: "tiny", "smollm2", a folder, a GGUF file, or a hub id such as "Qwen/Qwen3-0.6B".
     dtype and device are torch objects or their names: torch.bfloat16, "bfloat16" or "bf16". "auto"
     is also the command line's default: a GPU if there is one, and the checkpoint's dtype, except
     that a CPU uses float32 for "tiny" and for float16 checkpoints. dtype None keeps the dtype of
@@ -91,18 +92,21 @@ def load_folder(
     generation_config = replace(generation_config, eos_token_ids=tuple(end.id for end in ends))
     tokenizer.control_ids |= {end.id for end in ends} & set(tokenizer.special_tokens.values())
     stamp("tokenizer")
-    last = tokenizer.vocab_size - 1
-    name = (tokenizer.backend.id_to_token(last) or "") if last >= 0 else ""
-    weights_loader.check_last_id(folder / "tokenizer.json", name, last, config.vocab_size)
+    check_vocabulary(folder, tokenizer, config)
     model = (read or read_model)(folder, fields, dtype, device, prefetched)
     model.generation_config = generation_config
-    if check_finite and (bad := unfinite(model)):
-        more = f", and {len(bad) - 3} more tensors" if len(bad) > 3 else ""
-        raise CheckpointError(
-            f"{folder}: {'; '.join(bad[:3])}{more}",
-            hint="the file is damaged, or the training went wrong: fetch it again",
-        )
+    if check_finite:
+        refuse_unfinite(folder, model)
     return model, tokenizer
+
+
+def check_vocabulary(folder: Path, tokenizer: Tokenizer, config: Config) -> None:
+    """CheckpointError if the tokenizer's largest id has no row in the embedding."""
+    last = tokenizer.vocab_size - 1
+    if last < 0:
+        return
+    token = tokenizer.backend.id_to_token(last) or ""
+    weights_loader.check_last_id(folder / "tokenizer.json", token, last, config.vocab_size)
 
 
 def read_model(
@@ -117,6 +121,17 @@ def read_model(
     return build(Config.from_dict(fields), state_dict)
 
 
+def refuse_unfinite(folder: Path, model: Transformer) -> None:
+    """CheckpointError names the first three tensors that hold NaN or infinity."""
+    bad = unfinite(model)
+    if bad:
+        more = f", and {len(bad) - 3} more tensors" if len(bad) > 3 else ""
+        raise CheckpointError(
+            f"{folder}: {'; '.join(bad[:3])}{more}",
+            hint="the file is damaged, or the training went wrong: fetch it again",
+        )
+
+
 def unfinite(model: Transformer) -> list[str]:
     """One sentence per weight that holds NaN or infinity; [] if all values are finite.
 
@@ -126,12 +141,14 @@ def unfinite(model: Transformer) -> list[str]:
     found = []
     for name, weight in model.named_parameters():
         low, high = weight.aminmax()
-        if not (low.isfinite() and high.isfinite()):
-            nans, infinite = int(weight.isnan().sum()), int(weight.isinf().sum())
-            name = names.to_hugging_face(name)
-            found.append(
-                f"{name} holds {nans:,} NaN and {infinite:,} infinite of {weight.numel():,} values"
-            )
+        if low.isfinite() and high.isfinite():
+            continue
+        name = names.to_hugging_face(name)
+        nans = int(weight.isnan().sum())
+        infinite = int(weight.isinf().sum())
+        found.append(
+            f"{name} holds {nans:,} NaN and {infinite:,} infinite of {weight.numel():,} values"
+        )
     return found
 
 
@@ -163,12 +180,15 @@ def random_model(
     """
     if torch.device(device).type == "cpu":
         watch(torch.get_num_threads())
-    generator, state = torch.Generator(device).manual_seed(0), {}
+    generator = torch.Generator(device).manual_seed(0)
+    state = {}
     for name, empty in skeleton(config).named_parameters():
-        matrix = torch.empty(empty.shape, dtype=dtype, device=device)
-        state[name] = (
-            matrix.normal_(0, 0.02, generator=generator) if empty.dim() > 1 else matrix.fill_(1)
-        )
+        weight = torch.empty(empty.shape, dtype=dtype, device=device)
+        if weight.dim() > 1:
+            weight.normal_(0, 0.02, generator=generator)
+        else:  # of a norm, or a bias
+            weight.fill_(1)
+        state[name] = weight
     return build(config, state)
 
 
