@@ -1,10 +1,13 @@
-"""What config.json and generation_config.json may say, checked: plain dicts in, the fields of a `Config` out.
+"""Check config.json and generation_config.json: plain dicts in, the fields of a `Config` out.
 
-What would change the maths and is not implemented here (another rope type, sliding layers, another activation) raises
-with the field's name and value: a model that runs with the wrong formula is worse than one that does not run. A field
-is read, or implemented for SOME values, or known to be harmless; a field that is none of these raises unless its value
-switches nothing on (`is_off`). Defaults follow the config class of the family in transformers (Qwen3: head_dim 128,
-Llama: hidden / heads); any other absent size is an error.
+A setting that changes the maths and is not implemented here (another rope type, sliding layers,
+another activation) raises with the field's name and value: an error is better than a model that
+runs with the wrong formula. Each field is either read (READ), implemented for some values only
+(SOME), or known to be harmless (HARMLESS). Any other field raises, unless its value switches
+nothing on (`is_off`).
+
+Defaults follow the config class of the family in transformers (Qwen3: head_dim 128, Llama: hidden /
+heads). Any other absent size is an error.
 """
 
 import math
@@ -18,7 +21,7 @@ from weights_loader import families, names
 from weights_loader.neutral import ALWAYS, is_off
 from weights_loader.strict import CheckpointError, CheckpointWarning, read_object
 
-POSITIONS = 100_000_000  # the most positions that are plausible; names.SIZES has the other sizes
+POSITIONS = 100_000_000  # largest plausible context; names.SIZES has the limits of the other sizes
 DTYPES = ("float32", "bfloat16", "float16")
 ROPE_FIELDS = {  # rope_type → its fields
     "default": set(),
@@ -51,7 +54,7 @@ READ = names.SIZES.keys() | {
     "model_type",
 }
 READ_EXPERTS = names.EXPERT_SIZES.keys() | {"norm_topk_prob", "mlp_only_layers"}
-SILU = ("silu", "swish")  # two names of one function
+SILU = ("silu", "swish")  # two names for the same function
 SOME = {  # fields that change the maths, with the values that this model implements
     "hidden_act": SILU,
     "hidden_activation": SILU,
@@ -65,15 +68,15 @@ SOME = {  # fields that change the maths, with the values that this model implem
     "pruned_heads": ({},),
     "position_embedding_type": ("rope", "rotary"),
     "norm_type": ("rmsnorm", "rms_norm", "rms"),
-    # Of the router; the next four are DeepSeek's names for what is not switched on here.
+    # The router. The next four are DeepSeek's names, with the values that switch nothing on.
     "scoring_func": ("softmax",),
     "topk_method": ("greedy",),
     "n_group": (1, 0),
     "topk_group": (1, 0),
     "moe_layer_freq": (1,),
 }
-QUANTIZED = re.compile("(quantization|compression)(_config)?")  # the tensors are no plain numbers
-# Sampling, training, labels and bookkeeping: the logits do not depend on them.
+QUANTIZED = re.compile("(quantization|compression)(_config)?")  # tensors are not plain numbers
+# Fields for sampling, training, labels and bookkeeping. The logits do not depend on them.
 HARMLESS = frozenset(
     """
     architectures transformers_version use_cache sliding_window max_window_layers attn_implementation name_or_path
@@ -91,12 +94,13 @@ HARMLESS = frozenset(
     seq_length max_seq_length max_seq_len max_sequence_length model_max_length tokenizer_model_max_length
     """.split()
 )
-# Families of such names: of dropout, losses and first weights; of single tokens; of kernels and training.
+# More harmless fields, by pattern: dropout, losses and initial weights; token ids; kernels and
+# training.
 HARMLESS_NAMES = re.compile(
     "_.*|(.*_)?(dropout|pdrop|loss|initializer|init)(_.*)?|.*_token_ids?|(bos|eos|pad|unk)_token|"
     "(use_)?flash_?att.*|gradient_checkpointing.*|unsloth_.*"
 )
-# Of harmless fields, as transformers checks them: another type says that the file is damaged.
+# Types of harmless fields, as transformers checks them. Another type means a damaged file.
 TYPES = {
     "architectures": (list, None),
     "transformers_version": (str, None),
@@ -116,7 +120,7 @@ TYPES = {
     "pad_token_id": (int, None),
     "eos_token_id": (int, list, None),
 }
-# Read.
+# Fields of generation_config.json that are read.
 SAMPLED = {
     "eos_token_id",
     "do_sample",
@@ -126,8 +130,8 @@ SAMPLED = {
     "min_p",
     "repetition_penalty",
 }
-# Fields of generation_config.json that are not implemented → the values, besides null, that change
-# nothing.
+# Fields of generation_config.json that are not implemented → the values, besides null, that have
+# no effect.
 NEUTRAL = {
     "num_beams": (1,),
     "min_length": (0,),
@@ -155,9 +159,10 @@ NEUTRAL = {
     "num_return_sequences": (1,),
     "cache_implementation": ("dynamic", "static", "offloaded", "offloaded_static"),
 }
-# With do_sample.
+# The same for fields that only count with do_sample.
 NEUTRAL_SAMPLED = {"typical_p": (1.0,), "top_h": (), "epsilon_cutoff": (0.0,), "eta_cutoff": (0.0,)}
-# The caller says how long an answer is; beam fields count only with num_beams; the rest is form.
+# Fields of generation_config.json without effect here: the caller limits the length of an answer,
+# beam fields only count with num_beams, and the rest concerns how transformers runs or returns.
 NO_EFFECT = frozenset(
     """
     max_length max_new_tokens early_stopping length_penalty diversity_penalty num_beam_groups low_memory
@@ -172,9 +177,11 @@ NO_EFFECT = frozenset(
 
 
 def model_fields(fields: dict) -> dict[str, Any]:
-    """A config.json → the fields of a `Config`; "yarn", "llama3" and "experts" are those of their own classes.
+    """A config.json → the fields of a `Config`.
 
-    ConfigError names a field that would change the maths and is not implemented, with its value.
+    "yarn", "llama3" and "experts" hold the fields of their own classes, or are absent or None.
+    Raises ConfigError, with name and value, for a field that changes the maths and is not
+    implemented.
     """
     if not isinstance(fields, dict):
         raise ConfigError(f"config.json holds a {type(fields).__name__}, not an object")
@@ -223,8 +230,10 @@ def written(fields: dict, family: families.Family) -> dict:
 
 
 def generation_settings(config: dict, generation: dict) -> dict:
-    """What both files say of an answer: generation_config.json goes first; of config.json's many fields those
-    count that old checkpoints keep there."""
+    """The generation settings of both files together; generation_config.json takes precedence.
+
+    Old checkpoints keep these settings in config.json. Its other fields are left out.
+    """
     kept = SAMPLED | NEUTRAL.keys() | NEUTRAL_SAMPLED.keys()
     old = {name: value for name, value in config.items() if name in kept and value is not None}
     new = {name: value for name, value in generation.items() if value is not None}
@@ -232,9 +241,12 @@ def generation_settings(config: dict, generation: dict) -> dict:
 
 
 def generation_fields(fields: dict) -> dict[str, Any]:
-    """A generation_config.json → the fields of a `GenerationConfig`; sampling figures count only with `do_sample`."""
+    """A generation_config.json → the fields of a `GenerationConfig`.
+
+    Sampling parameters only count with `do_sample`.
+    """
     eos = eos_token_ids(fields) or ()
-    # Not used: a sign of damage.
+    # These ids are not used, but a wrong type means a damaged file.
     for name in ("bos_token_id", "pad_token_id", "decoder_start_token_id"):
         if type(fields.get(name, 0)) not in (int, type(None)):
             raise ConfigError(f"{name} {shown(fields[name])} is not an id")
@@ -254,17 +266,23 @@ def generation_fields(fields: dict) -> dict[str, Any]:
 
 
 def yarn_scale(factor: float, mscale: float = 1.0) -> float:
-    """0.1 mscale ln(factor) + 1: how much sharper YaRN makes attention over a longer text; 1 for one not longer."""
+    """0.1 mscale ln(factor) + 1: YaRN's sharpening of attention over a longer context.
+
+    1 if the context is not extended.
+    """
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def optional(path: Path) -> dict:
-    """The JSON object in a file, {} where there is no such file."""
+    """The JSON object in a file; {} if the file does not exist."""
     return read_object(path, ConfigError) if path.is_file() else {}
 
 
 def eos_token_ids(fields: dict) -> tuple[int, ...] | None:
-    """`eos_token_id` of config.json or generation_config.json, one id or a list of them; None: it is not there."""
+    """`eos_token_id` of config.json or generation_config.json as a tuple; None if absent or null.
+
+    The files hold one id or a list of ids.
+    """
     eos = fields.get("eos_token_id")
     if eos is None:
         return None
@@ -275,7 +293,7 @@ def eos_token_ids(fields: dict) -> tuple[int, ...] | None:
 
 
 def _warn_unused(fields: dict, neutral: dict):
-    """One warning that names every field which transformers would heed."""
+    """Warn once, naming the fields that have an effect in transformers and none here."""
     known = SAMPLED | NO_EFFECT | NEUTRAL_SAMPLED.keys()
     unused = [
         f"{shown(name)[1:-1]} {shown(value)}"
@@ -320,12 +338,12 @@ def _refuse_unimplemented(fields: dict, family: families.Family):
 
 
 def _values_of_family(fields: dict, family: families.Family) -> dict[str, tuple]:
-    """As SOME, for fields whose right values depend on the family."""
+    """Like SOME, for fields whose implemented values depend on the family."""
     biased = _flag(fields, "attention_bias") if family.qkv_bias is None else family.qkv_bias
     values: dict[str, tuple] = {
         "qk_norm": (family.qk_norm,),
         "use_qk_norm": (family.qk_norm,),
-        # Which biases there are is decided by the tensors of the checkpoint.
+        # The tensors of the checkpoint decide which biases exist.
         "qkv_bias": (biased, False),
     }
     if not family.experts:
@@ -354,13 +372,16 @@ def _refuse_unknown(name: str, value: object, family: families.Family):
 
 
 def shown(value: object) -> str:
-    """A value in a message: as Python writes it, control characters escaped, at most 80 characters."""
+    """A value for a message: its repr, which escapes control characters, cut to 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _by_loader(check, *args):
-    """A size, or all: the loader's rule decides, which has to know them before it takes memory."""
+    """Call one of the loader's checks and raise its CheckpointError as a ConfigError.
+
+    The loader owns the checks of sizes, because it needs the sizes before it allocates memory.
+    """
     try:
         return check(*args)
     except CheckpointError as error:
@@ -400,9 +421,10 @@ def _dtype(fields: dict) -> str:
 
 
 def _rope(fields: dict) -> tuple[float, dict[str, Any]]:
-    """theta and {} or {"yarn" or "llama3": …}, from v5's `rope_parameters` or from `rope_theta` + `rope_scaling`.
+    """(theta, {} or {"yarn": …} or {"llama3": …}).
 
-    Both spellings may be present; where they disagree the file contradicts itself, which raises.
+    Read from transformers 5's `rope_parameters`, or from `rope_theta` and `rope_scaling`. Both
+    spellings may be present; ConfigError if they disagree.
     """
     new, old = (_rope_object(fields, name) for name in ("rope_parameters", "rope_scaling"))
     if new and old and _without_theta(new) != _without_theta(old):
@@ -430,7 +452,7 @@ def _rope(fields: dict) -> tuple[float, dict[str, Any]]:
 
 
 def _rope_object(fields: dict, name: str) -> dict:
-    """One of the two spellings; {} where it is absent or off."""
+    """The object under one of the two spellings; {} if it is absent or off."""
     value = fields.get(name) or {}
     if not isinstance(value, dict):
         raise ConfigError(f"{name} is {shown(value)}: an object was expected")
@@ -442,7 +464,7 @@ def _rope_type(rope: dict):
 
 
 def _without_theta(rope: dict) -> dict:
-    """What two spellings must agree on."""
+    """The fields on which the two spellings must agree."""
     said = {
         name: value
         for name, value in rope.items()
@@ -456,11 +478,10 @@ def _said_context(fields: dict) -> int:
 
 
 def _context(fields: dict, yarn: dict | None) -> int:
-    """How many positions the model serves: what the file says, or YaRN's factor × original where
-    that is more.
+    """The context: max_position_embeddings, or YaRN's factor × original if that is larger.
 
-    Qwen's recipe for long texts adds YaRN and leaves max_position_embeddings as it was; vLLM derives
-    its max_model_len in this way too.
+    Qwen's instructions for long texts add YaRN and leave max_position_embeddings unchanged. vLLM
+    derives its max_model_len in the same way.
     """
     said = _said_context(fields)
     if yarn is None:
@@ -474,8 +495,10 @@ def _context(fields: dict, yarn: dict | None) -> int:
 
 
 def _original_context(fields: dict, rope: dict) -> int:
-    """The context before it was extended: the config's own field, else the rope's, else all, as in
-    transformers."""
+    """The context before its extension, as in transformers.
+
+    The field of the config, else the field of the rope object, else max_position_embeddings.
+    """
     name = "original_max_position_embeddings"
     for place in (fields, rope):
         if place.get(name) is not None:
@@ -516,8 +539,8 @@ def _yarn(fields: dict, rope: dict, theta: float) -> dict[str, Any]:
         raise ConfigError(f"rope_type 'yarn' needs a rope_theta above 1, not {shown(theta)}")
     original = _original_context(fields, rope)
     said = {name: value for name, value in rope.items() if value is not None}
-    factor = _positive(said, "factor", _said_context(fields) / original)  # null: the ratio
-    # 0 is the default, as in transformers.
+    factor = _positive(said, "factor", _said_context(fields) / original)  # null means the ratio
+    # A beta of 0 means the default, as in transformers.
     betas = {name: value for name, value in said.items() if value != 0}
     return {
         "factor": factor,
@@ -530,12 +553,12 @@ def _yarn(fields: dict, rope: dict, theta: float) -> dict[str, Any]:
 
 
 def _attention_factor(rope: dict, factor: float) -> float | None:
-    """What a YaRN config wants cos and sin multiplied by; None: 0.1 ln(factor) + 1.
+    """The number by which a YaRN config multiplies cos and sin; None means 0.1 ln(factor) + 1.
 
-    `attention_factor` is the whole of it. `mscale` and `mscale_all_dim` together give a quotient, as
-    in transformers. `attn_factor` multiplies what the others give, as in llama.cpp and in vLLM of
-    2025: in DeepSeek-R1-0528-Qwen3-8B it is 0.8782 = 1 / (0.1 ln 4 + 1), which takes the sharpening
-    back. transformers ignores it with a warning.
+    `attention_factor` is the complete value. `mscale` and `mscale_all_dim` together give a
+    quotient, as in transformers. `attn_factor` multiplies the value that the others give, as in
+    llama.cpp and in vLLM of 2025. DeepSeek-R1-0528-Qwen3-8B has 0.8782 = 1 / (0.1 ln 4 + 1), which
+    cancels the sharpening. transformers ignores `attn_factor` with a warning.
     """
     if "attention_factor" in rope:
         return _positive(rope, "attention_factor", 1.0)
