@@ -1,1 +1,1 @@
-"""Text in, ids out, and back: tokenizer, chat templates and the process that renders them, streaming, thinking."""
+"""Text ↔ token ids: tokenizer, chat templates and the process that renders them, streaming."""

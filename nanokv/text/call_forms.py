@@ -1,8 +1,10 @@
-"""The form in which a chat template takes calls that were made before. Most need the arguments as an object, some print
-them as they are and need a text; some read a content that is null without asking.
+"""Find the form of earlier tool calls that a chat template expects.
 
-It is found by trying, as llama.cpp does (common/jinja/caps.cpp): a conversation with a call is rendered in each form,
-and the first in which the prompt shows the arguments is taken.
+Most templates need the arguments as an object. Some print them unchanged and need a JSON text. Some
+read the content without checking for null.
+
+The form is found by probing, as in llama.cpp (common/jinja/caps.cpp): a conversation with a call is
+rendered in each form, and the first form whose prompt shows the arguments is used.
 """
 
 import functools
@@ -38,20 +40,23 @@ TOOLS = [
         },
     }
 ]
-# (of a message without content, of arguments).
+# (converts a message without content, converts arguments).
 Form = tuple[Callable[[dict], dict], Callable[[Any], Any]]
 
 
 def fitted(template: ChatTemplate, messages: Sequence[dict]) -> list[dict]:
-    """The messages as this template takes them: those of the assistant with arguments that are JSON, text or object,
-    and with a content that is null. Other messages stay as they are."""
+    """The messages in the form that this template expects.
+
+    Only assistant messages with tool calls or without content change. Their arguments may be an
+    object or a JSON text.
+    """
     needed = any(is_null(message) or calls_of(message) for message in messages)
     return written(messages, form_of(template)) if needed else list(messages)
 
 
 @functools.lru_cache(maxsize=8)
 def form_of(template: ChatTemplate) -> Form:
-    """The first that shows a call; where none does, the first that renders."""
+    """The first form that shows a call, else the first that renders, else the first of all."""
     forms = list(itertools.product((absent, null, empty), (as_object, as_text)))
     prompts = [probed(template, form) for form in forms]
     shown = [
@@ -64,7 +69,7 @@ def form_of(template: ChatTemplate) -> Form:
 
 
 def probed(template: ChatTemplate, form: Form) -> str:
-    """The prompt of a conversation with a call; "" where the template refuses it."""
+    """The prompt of a conversation with a call; "" if the template rejects it."""
     try:
         return template.render(written(PROBE, form), TOOLS)
     except TemplateError:
@@ -72,11 +77,14 @@ def probed(template: ChatTemplate, form: Form) -> str:
 
 
 def shows_arguments(prompt: str) -> bool:
-    """As JSON or in the template's own words; not escaped a second time, and not as Python writes an object."""
+    """Whether the prompt has the arguments, as JSON or in the template's notation.
+
+    JSON that is escaped twice, or a Python dict's repr, does not count.
+    """
     return KEY in prompt and f'\\"{KEY}' not in prompt and f"'{KEY}'" not in prompt
 
 
-# --- the forms --------------------------------------------------------------------------------------------------------
+# --- the forms -----------------------------------------------------------------------------------
 
 
 def written(messages: Sequence[dict], form: Form) -> list[dict]:
@@ -86,7 +94,10 @@ def written(messages: Sequence[dict], form: Form) -> list[dict]:
 
 
 def is_null(message: Any) -> bool:
-    """A message of the assistant without a text. What is no message is refused by the template."""
+    """Whether this is an assistant message without content.
+
+    Values that are not messages are rejected later, by `template.checked`.
+    """
     return (
         isinstance(message, dict)
         and message.get("role") == "assistant"
@@ -95,23 +106,23 @@ def is_null(message: Any) -> bool:
 
 
 def calls_of(message: Any) -> list:
-    """What the assistant has called."""
+    """The tool calls of a message; [] if there are none."""
     calls = message.get("tool_calls") if isinstance(message, dict) else None
     return calls if isinstance(calls, list) else []
 
 
 def absent(message: dict) -> dict:
-    """A content that is null is left out, as transformers does it."""
+    """The content is left out, as transformers does with None."""
     return message | {"content": None}
 
 
 def null(message: dict) -> dict:
-    """It is null in the template too."""
+    """The content is null in the template too."""
     return message | {"content": NULL}
 
 
 def empty(message: dict) -> dict:
-    """It is a text without a character."""
+    """The content is the empty text."""
     return message | {"content": ""}
 
 
@@ -126,7 +137,7 @@ def with_arguments(message: dict, form: Callable[[Any], Any]) -> dict:
 
 
 def with_argument(call: Any, form: Callable[[Any], Any]) -> Any:
-    """One call; what has another shape is left to the template."""
+    """One call with its arguments in this form. A call of another shape is returned unchanged."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or "arguments" not in function:
         return call
@@ -134,7 +145,7 @@ def with_argument(call: Any, form: Callable[[Any], Any]) -> Any:
 
 
 def as_object(arguments: Any) -> Any:
-    """The object that a JSON text stands for; what is none stays as it is."""
+    """The object in a JSON text. A text that holds no object is returned unchanged."""
     try:
         found = loads(arguments or "{}") if isinstance(arguments, str) else arguments
     except ValueError:
@@ -143,5 +154,5 @@ def as_object(arguments: Any) -> Any:
 
 
 def as_text(arguments: Any) -> Any:
-    """JSON text; one that is given is kept letter for letter."""
+    """The arguments as JSON text. A text is returned unchanged."""
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

@@ -1,6 +1,6 @@
-"""The chat templates of a checkpoint, by name, and the one that a conversation gets.
+"""The chat templates of a checkpoint by name, and the choice of one for a conversation.
 
-Files, names and choice are those of transformers (5.23: tokenization_utils_base.py, `from_pretrained` and
+Files, names and choice follow transformers (5.23: tokenization_utils_base.py, `from_pretrained` and
 `get_chat_template`).
 """
 
@@ -17,7 +17,10 @@ MOST = 32  # templates of one checkpoint; Command R+ has 3
 
 
 def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """{name: source}: of chat_template.jinja and additional_chat_templates/, else of tokenizer_config.json."""
+    """{name: source} from chat_template.jinja and additional_chat_templates/.
+
+    If there are no such files, from tokenizer_config.json.
+    """
     paths = {DEFAULT: folder / FILE} if (folder / FILE).is_file() else {}
     paths |= {path.stem: path for path in sorted((folder / FOLDER).glob("*.jinja"))}
     if len(paths) > MOST:
@@ -28,7 +31,7 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read_template(path: Path) -> str:
-    """The source in a file."""
+    """The source of the template in a file."""
     try:
         return read_bytes(path, TokenizerError, FILE).decode("utf-8")
     except UnicodeError as error:
@@ -36,7 +39,10 @@ def read_template(path: Path) -> str:
 
 
 def templates_in(config: Mapping[str, Any], folder: Path) -> dict[str, str]:
-    """Those of tokenizer_config.json: `chat_template` is a text, or a list of {"name": …, "template": …}."""
+    """{name: source} from tokenizer_config.json.
+
+    `chat_template` is a text, or a list of {"name": …, "template": …}.
+    """
     found = config.get("chat_template")
     if isinstance(found, list):
         named = [
@@ -55,7 +61,10 @@ def templates_in(config: Mapping[str, Any], folder: Path) -> dict[str, str]:
 
 
 def pick(templates: Mapping[str, str], choice: str | None = None, tools: Any = None) -> str:
-    """The source of `choice`, a name or itself a source; without one tool_use where tools are given, else default."""
+    """The source of a template. `choice` is a name or a source.
+
+    Without a choice: "tool_use" if there are tools and such a template, else "default".
+    """
     if choice is not None:
         return chosen(templates, choice)
     if not templates:
@@ -73,7 +82,7 @@ def pick(templates: Mapping[str, str], choice: str | None = None, tools: Any = N
 
 
 def chosen(templates: Mapping[str, str], choice: str) -> str:
-    """The template of that name. What is no name is a source if it could be one."""
+    """The source of the template named `choice`, or `choice` itself if it contains "{"."""
     if choice in templates:
         return templates[choice]
     if "{" not in choice:
@@ -84,5 +93,5 @@ def chosen(templates: Mapping[str, str], choice: str) -> str:
 
 
 def names(templates: Mapping[str, str]) -> str:
-    """For messages."""
+    """The quoted names, for an error message."""
     return ", ".join(map(quote, templates))

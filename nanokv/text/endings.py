@@ -1,21 +1,21 @@
-"""Which tokens end an answer: all that a checkpoint says about it, in one place.
+"""The tokens that end an answer, collected from all files of a checkpoint.
 
     of_folder(folder, tokenizer)     (End(151645, "<|im_end|>", ("config.json", …)), …)
 
 The files of one checkpoint often disagree: a fine-tune changes the template and keeps its base
-model's generation_config.json, a converter loses a token's type. An answer that does not end there
-goes on with the user's next turn. So the ends are the union of five sources:
+model's generation_config.json, or a converter loses a token's type. If an end is missed, the model
+continues with the user's next turn. So the ends are the union of five sources:
 
-    generation_config.json   eos_token_id, an id or a list. [] says that nothing ends an answer.
+    generation_config.json   eos_token_id, an id or a list; [] means that no token ends an answer
     config.json              eos_token_id
-    tokenizer                eos_token, eot_token, eom_token; of a GGUF file the tokens after which
-                             another file would begin, too (fim_pad, fim_rep, fim_sep)
+    tokenizer                eos_token, eot_token, eom_token; in a GGUF file also the tokens after
+                             which another file would begin (fim_pad, fim_rep, fim_sep)
     known text               added tokens that end a turn in published models
                              (weights_loader/control_texts.py)
-    chat templates           the token that each of them puts after what the assistant says
+    chat templates           the token that each template puts after the assistant's message
 
-transformers reads the first of these that is there, and no other. Where a checkpoint is complete,
-as Qwen3's are, both end at the same tokens.
+transformers uses only the first source that is present. For a complete checkpoint, such as Qwen3's,
+both give the same tokens.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from weights_loader.control_texts import FILL_IN_ENDS, TURN_ENDS, turn_ends
 
 GENERATION, CONFIG = "generation_config.json", "config.json"
 NAMES = tuple(f"{name}_token" for name in ("eos", "eot", "eom", *FILL_IN_ENDS))
-BEGINNINGS = {  # of a turn, in the templates that most models have; none of these ends one
+BEGINNINGS = {  # tokens that begin a turn in common templates; they never end one
     *SPOKEN,
     "<|im_start|>",
     "<tool_response>",
@@ -41,14 +41,14 @@ BEGINNINGS = {  # of a turn, in the templates that most models have; none of the
     "<|start_header_id|>",
     "<|end_header_id|>",
 }
-ASKED, ANSWERED = "Question7", "Answer7"  # what stands for the contents when a template is tried
+ASKED, ANSWERED = "Question7", "Answer7"  # message contents with which a template is probed
 SYSTEM = {"role": "system", "content": "System7"}
 USER, ASSISTANT = {"role": "user", "content": ASKED}, {"role": "assistant", "content": ANSWERED}
 
 
 @dataclass(frozen=True)
 class End:
-    """A token that ends an answer, and where that is said."""
+    """A token that ends an answer, and the sources that name it."""
 
     id: int
     text: str
@@ -56,8 +56,10 @@ class End:
 
 
 def of_folder(folder: str | os.PathLike, tokenizer: Tokenizer) -> tuple[End, ...]:
-    """The ends of a checkpoint, those of generation_config.json first. ConfigError: an eos_token_id
-    is no id."""
+    """The ends of a checkpoint, those of generation_config.json first.
+
+    Raises ConfigError if an eos_token_id is not an id.
+    """
     said = (eos_token_ids(optional(Path(folder) / name)) for name in (GENERATION, CONFIG))
     return ends(tokenizer, *said)
 
@@ -68,11 +70,12 @@ def ends(
     config: Sequence[int] | None = None,
     templates: Iterable[str] | None = None,
 ) -> tuple[End, ...]:
-    """From the two files' eos_token_id (None: it is not there) and all that the tokenizer knows.
-    templates: the sources of those that a conversation may get; by default the tokenizer's.
+    """The ends from the eos_token_id of both files (None if absent) and from the tokenizer.
 
-    A word of the vocabulary, or a token that begins a turn, is an end only where the first file
-    that names an end says so: config.json often keeps the id of another model.
+    templates: sources of the chat templates that may be used, by default the tokenizer's.
+
+    config.json often keeps the id of another model. So, where generation_config.json names an end,
+    an id of config.json counts only if it is an added token that does not begin a turn.
     """
     if generation is not None and not generation:
         return ()
@@ -106,39 +109,42 @@ def _named(tokenizer: Tokenizer, name: str) -> list[int]:
     return [id for id in ids if id is not None]
 
 
-# --- the templates ------------------------------------------------------------------------------
+# --- the templates -------------------------------------------------------------------------------
 
 
 def _of_templates(tokenizer: Tokenizer, sources: Iterable[str], known: set[int]) -> list[int]:
-    """What comes after an answer in any of them."""
+    """The ids that any of these templates puts after an answer."""
     sources = tuple(dict.fromkeys(sources))
     texts = tokenizer.special_tokens
     others = {id for text, id in texts.items() if text not in BEGINNINGS}
-    if others <= known:  # rendering could not find another one
+    if others <= known:  # rendering could not find a further id
         written = {id for id in others if any(_text(tokenizer, id) in source for source in sources)}
         return list(written) if len(written) == 1 else []
     found: dict[int, None] = {}
-    with contextlib.suppress(TemplateStopped):  # each further render would take its seconds too
+    with contextlib.suppress(TemplateStopped):  # further renders would run into the limit too
         for source in sources:
             found |= dict.fromkeys(answer_ends(tokenizer, source))
     return list(found)
 
 
 def answer_ends(tokenizer: Tokenizer, source: str) -> list[int]:
-    """The first token after what the assistant said, as this template renders it: at the end of a
-    conversation, and before another message. Only added tokens, and none that begins a turn or is
-    known to end a message of several (`turn_ends`). TemplateStopped: a render took too much."""
+    """The first tokens after the assistant's message, as this template renders them.
+
+    Rendered twice: at the end of a conversation, and before another message. Only added tokens
+    count, except tokens that begin a turn or end one of several messages of a turn (`turn_ends`).
+    Raises TemplateStopped if a render exceeds its limits.
+    """
 
     def render(*messages: dict, asks: bool = False) -> str:
         try:
             return tokenizer.render(list(messages), None, asks, source)
         except TemplateStopped:
             raise
-        except TemplateError:  # it refuses this conversation, but another one may be right
+        except TemplateError:  # the template rejects this conversation; another may work
             return ""
 
     texts = tokenizer.special_tokens
-    for start in (), (SYSTEM,):  # some templates demand a system message
+    for start in (), (SYSTEM,):  # some templates require a system message
         asked = *start, USER
         answers = render(*asked, ASSISTANT), render(*asked, ASSISTANT, USER)
         shown = [text for text in answers if ANSWERED in text]
@@ -154,17 +160,19 @@ def answer_ends(tokenizer: Tokenizer, source: str) -> list[int]:
 
 
 def _after(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The token after the answer, if it is an added one."""
+    """[the token after the answer] if it is an added token, else []."""
     ids = tokenizer.encode(text.partition(ANSWERED)[2].lstrip())[:1]
     return [id for id in ids if id in tokenizer.special_tokens.values()]
 
 
 def _beginnings(tokenizer: Tokenizer, text: str, first: str, opening: str) -> set[int]:
-    """The added tokens that begin a message. text: a conversation. first: the content of its first
-    message. opening: what asks for an answer.
+    """The added tokens that begin a message.
 
-    An end stands after a message, a beginning before the first one. What stands before the question
-    alone, not before the answer, begins it.
+    text: a rendered conversation. first: the content of its first message. opening: the text that
+    the template adds to ask for an answer.
+
+    An end follows a message; a beginning precedes the first message. The token directly before the
+    question is a beginning too, unless it also appears between question and answer.
     """
     added = set(tokenizer.special_tokens.values())
     parts = text.partition(ANSWERED)[0].partition(ASKED)

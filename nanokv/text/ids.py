@@ -1,6 +1,6 @@
-"""Token ids as a caller writes them, a list, a numpy array or a tensor, become lists of ints here, each one checked.
+"""Convert token ids from a list, a numpy array or a tensor to lists of checked ints.
 
-`inference.token_ids` makes the (B,T) tensor of a forward of them. No torch, no tokenizer.
+`inference.token_ids` makes the (B,T) tensor of a forward pass from them. No torch, no tokenizer.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,15 +15,18 @@ class Array(Protocol):
     def tolist(self) -> Any: ...
 
 
-Ids = Iterable[int] | Array  # of one sequence: a list, (T,) or (1,T)
-Rows = Iterable[Iterable[int]] | Iterable[int] | Array  # of a batch: (B,T); (T,) is one row
+Ids = Iterable[int] | Array  # one sequence: a list, or an array (T,) or (1,T)
+Rows = Iterable[Iterable[int]] | Iterable[int] | Array  # a batch (B,T); (T,) is a batch of one
 
 ENCODE = "tokenizer.encode(text) gives the ids of a text"
 INTEGERS = 'an integer dtype: ids.long(), or ids.astype("int64") in numpy'
 
 
 def id_list(ids: Ids, vocab_size: int) -> list[int]:
-    """One sequence as ints. TokenIdsError names what is no id from 0 to vocab_size − 1, and where it stands."""
+    """One sequence as a list of ints.
+
+    TokenIdsError names the first value that is not an id (0 … vocab_size − 1) and its position.
+    """
     found = _nested(ids)
     if len(found) == 1 and isinstance(found[0], list):  # (1,T)
         found = found[0]
@@ -36,7 +39,10 @@ def id_list(ids: Ids, vocab_size: int) -> list[int]:
 
 
 def id_rows(ids: Rows, vocab_size: int) -> list[list[int]]:
-    """A batch as B lists of T ints, B and T at least 1; one sequence is a batch of one. TokenIdsError as above."""
+    """A batch as B lists of T ints, B and T at least 1. One sequence is a batch of one.
+
+    TokenIdsError as in `id_list`, and for rows of different lengths.
+    """
     try:
         found = _nested(ids)
         rows = [_ints(row) for row in (found if found and isinstance(found[0], list) else [found])]
@@ -54,7 +60,7 @@ def id_rows(ids: Rows, vocab_size: int) -> list[list[int]]:
 
 
 def common_prefix(cached: Sequence[int], new: Sequence[int]) -> int:
-    """Number of leading ids that both lists share. O(n) integer compares, no model work."""
+    """Number of leading ids that both sequences share. O(n) integer comparisons, no model work."""
     for n, (a, b) in enumerate(zip(cached, new, strict=False)):
         if a != b:
             return n
@@ -68,7 +74,10 @@ def _not_rows(why: str, hint: str) -> TokenIdsError:
 
 
 def _nested(ids: Any) -> list:
-    """Ints in a list, or in lists within a list, whatever the caller had: arrays, ranges, tuples, a list of tensors."""
+    """A list of ints, or of lists of ints, from arrays, ranges, tuples or lists of tensors.
+
+    TokenIdsError for text, floats, mixed or deeper nesting.
+    """
     if isinstance(ids, str | bytes):
         raise TokenIdsError(f"token ids were expected, got the text {ids[:40]!r}", ENCODE)
     if hasattr(ids, "tolist"):
@@ -93,11 +102,11 @@ def _nested(ids: Any) -> list:
 
 
 def _plain(part: Any) -> Any:
-    """numpy.int64(5) → 5, a row of any form → a list."""
+    """numpy.int64(5) → 5; a row in any form → a list; any other value unchanged."""
     if type(part) is int:
         return part
     part = part.tolist() if hasattr(part, "tolist") else part
-    if type(part) is list and set(map(type, part)) <= {int}:  # the usual case, 10 times as fast
+    if type(part) is list and set(map(type, part)) <= {int}:  # the usual case: 10 times faster
         return list(part)
     return (
         [_plain(id) for id in part]

@@ -1,9 +1,12 @@
-"""The processes in which chat templates are rendered: a template is a program that comes with somebody else's weights.
+"""The processes that render chat templates.
 
-jinja2's sandbox keeps it from files and from Python, but bounds neither time nor memory, and a call in C can only be
-ended from outside. So render_worker.py renders, and this file starts it, asks it and ends it. A process is kept for the
-next render: its start costs 50 ms, a render less than one. Threads that render at the same time have one each. The
-processes belong to the one that started them, not to its forks, and end when it ends, however that is.
+A template is an untrusted program that comes with the weights. jinja2's sandbox keeps it from files
+and from Python objects, but limits neither time nor memory, and a call in C can only be stopped
+from outside. So render_worker.py renders, and this module starts, calls and stops its processes.
+
+A process is kept for the next render: a start takes 50 ms, a render less than 1 ms. Threads that
+render at the same time use separate processes. The processes belong to the process that started
+them, not to its forks, and end with it, even if it is killed.
 """
 
 import atexit
@@ -21,28 +24,29 @@ from pathlib import Path
 from nanokv.errors import TemplateError, TemplateStopped
 
 WORKER = Path(__file__).with_name("render_worker.py")
-HEAD, LENGTH = struct.Struct(">QdQQ"), struct.Struct(">Q")  # of a request, of an answer: see WORKER
-SECONDS = 2.0  # of processor time, so that a busy machine does not refuse an honest template
-# Seconds by the clock; Windows has no limit of processor time.
+HEAD, LENGTH = struct.Struct(">QdQQ"), struct.Struct(">Q")  # before a request, before an answer
+SECONDS = 2.0  # of processor time, so that a busy machine does not stop an honest template
+# Seconds of wall time. Windows has no limit of processor time.
 CLOCK = 60.0 if find_spec("resource") else 10.0
 MEMORY = 512_000_000  # bytes of address space
 OUTPUT = 2_000_000  # characters
-PER_BYTE = 20  # more memory and output for each byte of the request
-BYTES_A_SECOND = 4_000_000  # and more time: a document of megabytes is no attack by the template
-# The clock, and what Python needs to start.
+PER_BYTE = 20  # additional bytes of memory and characters of output per byte of the request
+BYTES_A_SECOND = 4_000_000  # additional time: the user may send a document of megabytes
+# The time zone, and the variables that Python needs to start.
 ENVIRONMENT = ("TZ", "SYSTEMROOT", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
-KEPT = 2  # processes that wait for the next render
+KEPT = 2  # idle processes kept for the next render
 HOSTILE = "it is broken or hostile"
 
 
 class Killed(TemplateStopped):
-    """By somebody else, while it waited or rendered: no limit here sends SIGKILL but the clock's,
-    so another may live.
+    """The process was killed from outside, while idle or rendering. A new process may succeed.
+
+    Of the limits here only the wall clock sends SIGKILL, and that is reported separately.
     """
 
 
 class RenderProcess:
-    """One of them, which renders one template at a time."""
+    """A worker process. It renders one template at a time."""
 
     def __init__(self) -> None:
         folders = dict.fromkeys(
@@ -50,7 +54,7 @@ class RenderProcess:
         )
         command = [sys.executable, "-I", "-S", str(WORKER), *folders]
         own = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
-        # in a session of its own: Ctrl-C in the terminal is for the parent
+        # A new session, so that Ctrl-C in the terminal reaches only the parent.
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
         try:
             self.process = subprocess.Popen(
@@ -60,7 +64,10 @@ class RenderProcess:
             raise TemplateError(f"no process can be started for chat templates: {error}") from error
 
     def ask(self, request: bytes, seconds: float, most: int) -> tuple[str, str]:
-        """The answer, of at most so many bytes; TemplateError where the process ended instead."""
+        """(kind, text) of the answer, which has at most `most` bytes.
+
+        Raises TemplateError if the process ended without an answer.
+        """
         timer = threading.Timer(CLOCK + seconds, self.process.kill)
         timer.start()
         try:
@@ -82,7 +89,7 @@ class RenderProcess:
         raise stopped("what came back is no answer")
 
     def _read(self, most: int) -> bytes:
-        """b"" where there is no whole answer."""
+        """The answer; b"" if the process ended before it was complete."""
         head = self.process.stdout.read(LENGTH.size)
         size = LENGTH.unpack(head)[0] if len(head) == LENGTH.size else 0
         if size > most:
@@ -91,7 +98,7 @@ class RenderProcess:
         return answer if len(answer) == size else b""
 
     def _end_of(self, seconds: float) -> TemplateError:
-        """Why it ended by itself."""
+        """The error for a process that ended without an answer."""
         code = self.process.wait()
         if code == -getattr(signal, "SIGPROF", 0):
             return stopped(f"it ran for more than {seconds:.3g} s")
@@ -104,13 +111,16 @@ class RenderProcess:
         return self.process.poll() is None
 
     def end(self) -> None:
-        """Now, whatever it is doing."""
+        """Kill the process at once."""
         self.process.kill()
         self.forget()
         self.process.wait()
 
     def forget(self) -> None:
-        """Close the pipes, with which it ends if nobody else holds them. What waits to be written is not."""
+        """Close the pipes without flushing.
+
+        The process ends when no other process holds them open.
+        """
         for pipe in (self.process.stdin, self.process.stdout):
             pipe.raw.close()
 
@@ -120,13 +130,15 @@ _idle: list[RenderProcess] = []
 
 
 def answer_to(source: str, variables: str = "null", seconds: float = SECONDS) -> str:
-    """The text that a template renders from `variables`, a JSON object; from null it is only compiled. TemplateError
-    says what went wrong."""
+    """The text that a template renders from `variables`, the JSON text of an object.
+
+    With "null" the template is only compiled. Raises TemplateError.
+    """
     seconds += len(variables) / BYTES_A_SECOND
     memory, output = (least + PER_BYTE * len(variables) for least in (MEMORY, OUTPUT))
     body = f"[{json.dumps(source)}, {variables}]".encode()
     request = HEAD.pack(len(body), seconds, memory, output) + body
-    most = 12 * output + 10_000  # 12 bytes: \\ud83d\\ude00
+    most = 12 * output + 10_000  # JSON writes a character in up to 12 bytes: \\ud83d\\ude00
     try:
         kind, words = asked(request, seconds, most)
     except Killed:
@@ -139,11 +151,11 @@ def answer_to(source: str, variables: str = "null", seconds: float = SECONDS) ->
 
 
 def asked(request: bytes, seconds: float, most: int) -> tuple[str, str]:
-    """What a process answers, which then waits for the next render unless it was stopped."""
+    """(kind, text) from a process, which is then kept unless the template was stopped."""
     process = take()
     try:
         kind, words = process.ask(request, seconds, most)
-    except BaseException:  # Ctrl-C too: its answer is not for the next one
+    except BaseException:  # Ctrl-C too: the pending answer must not reach the next request
         drop(process)
         raise
     if kind == "stopped":
@@ -154,12 +166,12 @@ def asked(request: bytes, seconds: float, most: int) -> tuple[str, str]:
 
 
 def stopped(why: str) -> TemplateStopped:
-    """For raise."""
+    """The error for a template that exceeded a limit or broke the protocol."""
     return TemplateStopped(f"the chat template was stopped: {why}", HOSTILE)
 
 
 def take() -> RenderProcess:
-    """One that waits, else a new one."""
+    """An idle process, else a new one."""
     while (process := waiting()) is not None:
         if process.alive:
             return process
@@ -170,7 +182,7 @@ def take() -> RenderProcess:
 
 
 def waiting() -> RenderProcess | None:
-    """One of those that wait, for this thread alone."""
+    """Take an idle process out of the list, for this thread alone; None if there is none."""
     try:
         return _idle.pop()
     except IndexError:
@@ -178,38 +190,41 @@ def waiting() -> RenderProcess | None:
 
 
 def keep(process: RenderProcess) -> None:
-    """For the next render."""
+    """Keep the process for the next render, and end idle processes beyond KEPT."""
     _idle.append(process)
     while len(_idle) > KEPT and (one := waiting()) is not None:
         drop(one)
 
 
 def drop(process: RenderProcess) -> None:
-    """End one and forget it."""
+    """End the process and remove it."""
     _all.discard(process)
     process.end()
 
 
 def start() -> None:
-    """Begin to start one, which then waits for the first render; where that fails the render will say so."""
+    """Start a process for the first render, without waiting for it.
+
+    If that fails, the first render raises the error.
+    """
     with contextlib.suppress(TemplateError):
         if not _idle:
             keep(take())
 
 
 def end_all() -> None:
-    """Before Python ends."""
+    """End all processes before Python exits."""
     _idle.clear()
     for process in list(_all):
         drop(process)
 
 
 def forget_all() -> None:
-    """In a fork: they are those of the process that was forked."""
+    """Drop all processes in a fork: they belong to the parent."""
     _idle.clear()
     for process in _all:
         process.forget()
-        process.process.returncode = 0  # so that nobody waits for it here
+        process.process.returncode = 0  # so that Popen does not wait for it here
     _all.clear()
 
 

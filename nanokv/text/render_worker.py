@@ -1,12 +1,12 @@
-"""The program that renders chat templates in a process of its own: jinja2's sandbox inside limits of the system.
+"""The worker program that renders chat templates: jinja2's sandbox under limits of the system.
 
-    python -I -S render_worker.py FOLDER …      folders that hold jinja2 and what it needs
+    python -I -S render_worker.py FOLDER …      folders that hold jinja2 and its dependencies
 
-A request is a head of numbers and a JSON list: the template's source, and the variables that it sees
-(null: it is only compiled). The head: bytes of the list, seconds of processor time, bytes of memory,
-characters of output. An answer is 8 bytes of length and a JSON list: ["text", …], or ["error" or
-"stopped", why]. A render that outlives its seconds is ended by the system, within a call in C too,
-and this process with it; render_process.py, the other side, says so and starts another.
+A request is a head of numbers and a JSON list of the template's source and its variables (null:
+compile only). The head: bytes of the list, seconds of processor time, bytes of memory, characters
+of output. An answer is 8 bytes of length and a JSON list: ["text", …], or ["error", why], or
+["stopped", why]. If a render exceeds its seconds, the system ends this process, even inside a call
+in C. render_process.py, the other side, then raises an error and starts a new process.
 
 The language is that of transformers' templates (5.23: utils/chat_template_utils.py). Nothing of
 nanokv is imported here, so that a start takes 50 ms.
@@ -15,7 +15,7 @@ nanokv is imported here, so that a start takes 50 ms.
 import codecs
 import contextlib
 import functools
-import html  # noqa: F401  jinja2 imports these at first use, when no file can be opened any more
+import html  # noqa: F401  jinja2 would import these at first use, when no file can be opened
 import json
 import os
 import pprint  # noqa: F401
@@ -36,8 +36,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 HEAD, LENGTH = struct.Struct(">QdQQ"), struct.Struct(">Q")
-SOURCE = 131_072  # characters of a template; the longest published ones have 20,000
-CODECS = (  # jinja2 reads texts in a template with them, or the template itself names one
+SOURCE = 131_072  # characters of a template; the longest published templates have 20,000
+CODECS = (  # used by jinja2 for string literals, or named by a template
     "ascii",
     "cp1252",
     "idna",
@@ -50,12 +50,12 @@ CODECS = (  # jinja2 reads texts in a template with them, or the template itself
     "utf-16-be",
     "utf-32",
 )
-# No files, processes, dumps.
+# Limits that are set to 0: no open files, processes, written files or core dumps.
 CLOSED = ("RLIMIT_NOFILE", "RLIMIT_NPROC", "RLIMIT_FSIZE", "RLIMIT_CORE")
 
 
 def main() -> None:
-    """Answer until the other side has closed the pipe."""
+    """Answer requests until the other side closes the pipe."""
     requests, answers = os.fdopen(0, "rb"), os.fdopen(1, "wb")
     for name in CODECS:
         codecs.lookup(name)
@@ -70,10 +70,10 @@ def main() -> None:
 
 
 def limit_process() -> None:
-    """What a template could hold on to, should it ever leave the sandbox. Ctrl-C is the parent's business."""
+    """Close all resources, in case a template escapes the sandbox. Ctrl-C is left to the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "SIGPROF"):
-        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, whatever it is doing
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, also inside a C call
     try:
         import resource
     except ImportError:  # Windows: the parent's clock is the only limit
@@ -105,18 +105,18 @@ def answered(requests, size: int, seconds: float, memory: int, output: int) -> l
 
 
 def limit_render(seconds: float, memory: int) -> None:
-    """Processor time from now on, 0 for any; address space in bytes."""
+    """Limit the processor time from now on (0: no limit), and the address space in bytes."""
     if not hasattr(signal, "setitimer"):
         return
     import resource
 
-    with contextlib.suppress(OSError, ValueError):  # macOS has no such limit; or a lower one is set
+    with contextlib.suppress(OSError, ValueError):  # not on macOS; or a lower limit is set
         resource.setrlimit(resource.RLIMIT_AS, (memory, resource.getrlimit(resource.RLIMIT_AS)[1]))
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def rendered(source: str, variables: dict | None, output: int) -> str:
-    """The text, at most so many characters."""
+    """The rendered text, at most `output` characters; "" if variables is None."""
     template = compiled(source)
     text = "" if variables is None else template.render(variables)
     if len(text) > output:
@@ -125,22 +125,22 @@ def rendered(source: str, variables: dict | None, output: int) -> str:
 
 
 class Stopped(Exception):
-    """More than its limits."""
+    """The template exceeded a limit."""
 
 
-# --- the language -----------------------------------------------------------------------------------------------------
+# --- the language --------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=16)
 def compiled(source: str):
-    """The template, compiled once."""
+    """The compiled template, cached."""
     if len(source) > SOURCE:
         raise Stopped(f"its source has {len(source):,} characters, more than {SOURCE:,}")
     return ENVIRONMENT.from_string(source)
 
 
 def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-    """jinja2's own escapes < and > for HTML."""
+    """JSON without HTML escapes, unlike jinja2's filter, which escapes < and >."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -165,7 +165,10 @@ class TemplateDict:
 
 
 class GenerationTag(Extension):
-    """{% generation %} … {% endgeneration %} marks assistant text for training masks; in a prompt it is transparent."""
+    """{% generation %} … {% endgeneration %}: marks assistant text for training masks.
+
+    In a prompt the tags have no effect.
+    """
 
     tags = {"generation"}
 
@@ -179,7 +182,10 @@ class GenerationTag(Extension):
 
 
 class TemplateNamespace(jinja2.utils.Namespace):
-    """`namespace(...)` in a template; names that begin with an underscore would reach into Python."""
+    """`namespace(...)` in a template.
+
+    Names that begin with an underscore raise: they would reach Python's internals.
+    """
 
     def __init__(*args, **kwargs):  # no named parameter, so that namespace(self=…) works
         fields = dict(*args[1:], **kwargs)

@@ -1,6 +1,8 @@
-"""A checkpoint's own chat template: messages in, prompt text out, byte for byte what transformers' apply_chat_template
-gives (5.23: utils/chat_template_utils.py). The template is untrusted code, so it runs in a process of its own, in a
-sandbox and within limits (render_process.py); anything that goes wrong in it is a TemplateError.
+"""A checkpoint's chat template: messages in, prompt text out.
+
+The text is byte for byte that of transformers' apply_chat_template (5.23:
+utils/chat_template_utils.py). The template is untrusted code, so it runs in a separate process, in
+a sandbox and within limits (render_process.py). Any failure in it is a TemplateError.
 """
 
 import dataclasses
@@ -10,15 +12,15 @@ from collections.abc import Mapping
 from nanokv.errors import TemplateError
 from nanokv.text import render_process
 
-# A role that the template does not know would vanish silently.
+# Templates silently drop a message with an unknown role.
 ROLES = ("system", "user", "assistant", "tool")
-NULL = object()  # a content that is null in the template: None is left out, as transformers does it
-# Names of one field; templates read the first.
+NULL = object()  # a content that is null in the template; None is left out, as in transformers
+# Names for the same field. Templates read the first.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class LeftOut(TemplateError):
-    """The template shows nothing of what it was given. `what`: tools or tool_calls."""
+    """The rendered prompt lacks the tools or the tool_calls. `what` is "tools" or "tool_calls"."""
 
     def __init__(self, what: str, message: str, hint: str = ""):
         super().__init__(message, hint)
@@ -26,7 +28,7 @@ class LeftOut(TemplateError):
 
 
 class ChatTemplate:
-    """One template, compiled. `variables` (bos_token, eos_token …) are visible to it in every render."""
+    """One compiled template. `variables` (bos_token, eos_token …) are visible in every render."""
 
     def __init__(
         self,
@@ -38,11 +40,14 @@ class ChatTemplate:
         render_process.answer_to(source, seconds=seconds)
 
     def render(self, messages, tools=None, add_generation_prompt=True, **template_kwargs) -> str:
-        """Prompt text of a conversation. Raises TemplateError: bad messages, or a template that fails or asks too much.
+        """Prompt text of a conversation.
 
-        messages: dicts with a role of ROLES and a content, a text, None or NULL; an assistant may carry
-        reasoning_content and tool_calls (then content may be absent). tools: JSON schemas. Other keywords reach the
-        template. All of them are JSON values: a tuple becomes a list.
+        messages: dicts with a role of ROLES and a content (text, None or NULL). An assistant
+        message may have reasoning_content, and tool_calls (then content may be absent). tools: JSON
+        schemas. Other keywords become variables of the template. All values are JSON values; a
+        tuple becomes a list.
+
+        Raises TemplateError if a message is malformed, or if the template fails or exceeds a limit.
         """
         messages = checked(messages)
         try:
@@ -58,7 +63,7 @@ class ChatTemplate:
                 }
             )
             values = json.dumps(variables)
-        # Holds itself, a key that JSON cannot have, 10**9999.
+        # A value that contains itself, a key that JSON cannot have, 10**9999.
         except (RecursionError, TypeError, ValueError) as error:
             raise TemplateError(
                 f"messages, tools and options must be JSON values: {error}"
@@ -68,8 +73,10 @@ class ChatTemplate:
     def render_all(
         self, messages, tools=None, add_generation_prompt=True, **template_kwargs
     ) -> str:
-        """`render`, which leaves out without a word what the template does not ask for; LeftOut where those are the
-        tools, or the calls of earlier messages."""
+        """`render`, but LeftOut if the prompt does not depend on the tools or earlier tool_calls.
+
+        A template silently ignores any value that it does not use.
+        """
         text = self.render(messages, tools, add_generation_prompt, **template_kwargs)
 
         def says_the_same(messages, tools):
@@ -77,7 +84,7 @@ class ChatTemplate:
                 return text == self.render(
                     messages, tools, add_generation_prompt, **template_kwargs
                 )
-            except TemplateError:  # so it looks at them
+            except TemplateError:  # so the template does use the value
                 return False
 
         if tools and says_the_same(messages, None):
@@ -95,7 +102,7 @@ class ChatTemplate:
 
 
 def without_calls(messages) -> list[dict]:
-    """The same messages, as if nothing had been called."""
+    """The same messages without their tool_calls."""
     return [
         {"content": None} | {name: part for name, part in message.items() if name != "tool_calls"}
         for message in messages
@@ -103,7 +110,10 @@ def without_calls(messages) -> list[dict]:
 
 
 def checked(messages) -> list[dict]:
-    """Messages without their None fields (as transformers drops them); TemplateError names the first bad one."""
+    """Messages without fields that are None, which transformers drops too.
+
+    TemplateError names the first malformed message.
+    """
     if isinstance(messages, str | Mapping):
         content = "text" if isinstance(messages, str) else "…"
         raise TemplateError(
@@ -146,7 +156,7 @@ def _checked_tools(tools):
 
 
 def plain(value):
-    """Rebuilt from exact JSON types, so that no object with methods of its own reaches the template."""
+    """The value rebuilt from plain JSON types, so that the template gets no object with methods."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if value is NULL:

@@ -1,4 +1,4 @@
-"""Splits what a model thinks, between `<think>` and `</think>`, from its answer, as the text comes in pieces."""
+"""Separate thoughts, between `<think>` and `</think>`, from the answer in a stream of text."""
 
 import codecs
 from typing import TYPE_CHECKING
@@ -8,30 +8,33 @@ if TYPE_CHECKING:
 
 
 def incomplete_bytes(data: bytes) -> int:
-    """Bytes at the end that begin a UTF-8 character and do not finish it: 0 to 3."""
+    """Number of bytes at the end that begin a UTF-8 character without completing it: 0 to 3."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     decoder.decode(data)
     return len(decoder.getstate()[0])
 
 
 def inside_thinking(prompt_end: str, half_answer: str) -> bool:
-    """Whether the next token stands inside <think>: the prompt ended in it, or the half answer did not close it."""
+    """Whether the next token is inside <think>.
+
+    True if the prompt ends with <think>, or if the half-finished answer has left it open.
+    """
     if not half_answer:
         return prompt_end.rstrip().endswith("<think>")
     return half_answer.lstrip().startswith("<think>") and "</think>" not in half_answer
 
 
 def opens_thinking(tokenizer: "Tokenizer", ids: list[int]) -> bool:
-    """Whether this prompt ends in <think>."""
+    """Whether this prompt ends with <think>."""
     return inside_thinking(tokenizer.decode(ids[-8:]), "")
 
 
 class ThinkSplitter:
-    """Splits a streamed reply into (kind, text) pieces, kind "think" or "answer"; the two tags are dropped.
+    """Split a streamed reply into (kind, text) pieces, kind "think" or "answer", without the tags.
 
-    `<think>` counts only before any other text, and the first `</think>` closes it: a later one is ordinary text, as
-    in Qwen3's template. A tag may be cut over pieces, so what could still become one is held back (≤ 8 characters).
-    `opened` says that the prompt itself ended in `<think>`.
+    `<think>` only counts before any other text. The first `</think>` closes it; a later one is
+    ordinary text, as in Qwen3's template. A tag may be split across pieces, so text that could
+    become a tag is held back (at most 8 characters). `opened`: the prompt ended with `<think>`.
     """
 
     def __init__(self, opened: bool = False):
@@ -52,7 +55,7 @@ class ThinkSplitter:
             self._emit(out, thought[: len(thought) - keep])
             self.held = rest if closed else thought[len(thought) - keep :]
             self.state = "gap" if closed else "think"
-        # Newlines between tag and answer are layout.
+        # Newlines between the tag and the answer are dropped.
         if self.state == "gap" and self.held.lstrip("\n"):
             self.state, self.held = "answer", self.held.lstrip("\n")
         if self.state == "answer":
@@ -62,11 +65,14 @@ class ThinkSplitter:
 
     @property
     def thinking(self) -> bool:
-        """Whether what comes now is a thought."""
+        """Whether the next text is part of a thought."""
         return self.state == "think"
 
     def flush(self) -> list[tuple[str, str]]:
-        """What was held back, at the end or where a control token stands: it did not become a tag."""
+        """The held-back text, which did not become a tag.
+
+        To call at the end and before a control token.
+        """
         out: list[tuple[str, str]] = []
         if self.state != "gap":
             self._emit(out, self.held)
@@ -81,14 +87,14 @@ class ThinkSplitter:
 
 
 def overlap(text: str, tag: str) -> int:
-    """Characters at the end of the text that are the beginning of the tag, and not all of it."""
+    """Length of the longest end of `text` that is a proper beginning of `tag`."""
     return next(
         (n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0
     )
 
 
 def split_thinking(text: str, opened: bool = False) -> tuple[str, str]:
-    """(thinking, answer) of one whole reply."""
+    """(thinking, answer) of a complete reply."""
     splitter = ThinkSplitter(opened)
     pieces = splitter.put(text) + splitter.flush()
     thinking, answer = ("".join(t for k, t in pieces if k == kind) for kind in ("think", "answer"))

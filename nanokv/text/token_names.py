@@ -1,6 +1,6 @@
-"""The tokens that a checkpoint names, which its chat template can write by name: {{ eos_token }}.
+"""The named tokens of a checkpoint, which its chat template can use: {{ eos_token }}.
 
-Files and order are those of transformers' `special_tokens_map` (5.23: tokenization_utils_base.py,
+Files and precedence follow transformers' `special_tokens_map` (5.23: tokenization_utils_base.py,
 `_from_pretrained` and `__init__`).
 """
 
@@ -13,14 +13,16 @@ from weights_loader.strict import quote, read_object
 
 MAP = "special_tokens_map.json"
 STANDARD = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-OLD, EXTRA = "additional_special_tokens", "extra_special_tokens"  # a list, or names and tokens
-OWN = "model_specific_special_tokens"  # names and tokens
+OLD, EXTRA = "additional_special_tokens", "extra_special_tokens"  # a list, or {name: token}
+OWN = "model_specific_special_tokens"  # {name: token}
 NAMING = (EXTRA, OLD, OWN)
 
 
 def read_names(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """{"eos_token": "<|im_end|>", …} of tokenizer_config.json and, where that holds no
-    added_tokens_decoder (files of before 2023), of special_tokens_map.json."""
+    """{"eos_token": "<|im_end|>", …} from tokenizer_config.json.
+
+    special_tokens_map.json counts too if the config has no added_tokens_decoder (before 2023).
+    """
     path = folder / MAP
     if "added_tokens_decoder" in config or not path.is_file():
         return token_names(config)
@@ -28,8 +30,10 @@ def read_names(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def token_names(config: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Of tokenizer_config.json and special_tokens_map.json (`old`). A name that is null is left
-    out, so that the template sees it as undefined."""
+    """The names in tokenizer_config.json and special_tokens_map.json (`old`).
+
+    A name that is null is left out, so that it is undefined in the template.
+    """
     old = old or {}
     standard = {name: token for name, token in {**config, **old}.items() if name in STANDARD}
     written = {name: token for name, token in config.items() if _is_own(name)}
@@ -44,8 +48,10 @@ def token_names(config: Mapping[str, Any], old: Mapping[str, Any] | None = None)
 
 
 def with_names(config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """A tokenizer_config.json of which `token_names` are these; unchanged where they are already,
-    but for the form of the standard ones."""
+    """A tokenizer_config.json whose `token_names` are `names`.
+
+    If the config has these names already, only the form of the standard ones changes.
+    """
     standard = {name: text for name, text in names.items() if name in STANDARD}
     if token_names({**config, **standard}) == names:
         return {**config, **standard}
@@ -55,7 +61,7 @@ def with_names(config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str,
 
 
 def content(token: Any) -> str | None:
-    """The text of a token: itself, or in {"content": …}."""
+    """The text of a token, which is a string or {"content": …}; None for any other value."""
     text = token.get("content") if isinstance(token, dict) else token
     if not isinstance(text, str):
         return None
@@ -69,7 +75,7 @@ def content(token: Any) -> str | None:
 
 
 def _names_tokens(field: str, value: Any) -> bool:
-    """add_bos_token is a field of another kind: a bool."""
+    """Whether the field names tokens. add_bos_token does not: its value is a bool."""
     if field in NAMING:
         return isinstance(value, dict)
     return field.endswith("_token") and not isinstance(value, bool)
@@ -80,5 +86,5 @@ def _is_own(name: str) -> bool:
 
 
 def _is_typed(token: Any) -> bool:
-    """Is it an AddedToken by its own words? Other objects under an own name are no tokens."""
+    """Whether the object is marked as an AddedToken. Other objects are not tokens."""
     return isinstance(token, dict) and token.get("__type") == "AddedToken"

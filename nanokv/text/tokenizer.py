@@ -1,8 +1,10 @@
-"""Text ↔ token ids, as transformers does it: tokenizer.json through the `tokenizers` library, the checkpoint's own chat
-template through nanokv.text.template, and a decoder for streams that never shows half a character.
+"""Text ↔ token ids, as in transformers.
 
-Byte-level BPE only (Qwen, GPT-2 and their kin): there every token is a run of bytes, so a text can be decoded token by
-token. Not here: training a tokenizer (nanokv.school.training).
+The `tokenizers` library runs tokenizer.json. nanokv.text.template renders the checkpoint's chat
+template. StreamDecoder decodes token by token and never emits half a character.
+
+Byte-level BPE only (Qwen, GPT-2 and relatives): every token is a run of bytes, so a text can be
+decoded token by token. Training a tokenizer is in nanokv.school.training.
 """
 
 import codecs
@@ -26,23 +28,27 @@ from weights_loader.strict import read_object
 
 
 def _byte_alphabet():
-    """Printable stand-in → byte: GPT-2's map, in which every byte has a visible character (Radford et al. 2019)."""
+    """Character → byte: GPT-2's table, which gives every byte a visible character.
+
+    Radford et al. 2019.
+    """
     own = [*range(33, 127), *range(161, 173), *range(174, 256)]
     moved = {256 + i: byte for i, byte in enumerate(b for b in range(256) if b not in own)}
     return {chr(code): byte for code, byte in ({b: b for b in own} | moved).items()}
 
 
 _BYTE_OF = _byte_alphabet()
-LONG_TEXT = 10_000  # characters, from which the batch call of the library pays
-# Tags that a reader of the text needs.
+LONG_TEXT = 10_000  # characters; from this length the library's batch call is faster
+# Tags that belong to the visible text.
 SPOKEN = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
 
 class Tokenizer:
-    """Ids are 0 … vocab_size-1; `special_tokens` are the added tokens, which text can contain literally.
+    """Ids are 0 … vocab_size-1. `special_tokens` maps each added token to its id.
 
-    `control_ids` are those without text for a reader: marked special by the checkpoint, or known to end a turn; never
-    the tags of thoughts and tool calls, which some checkpoints mark special and others don't.
+    A text may contain the added tokens literally. `control_ids` are the added tokens that a reader
+    should not see: marked special by the checkpoint, or known to end a turn. The tags of thoughts
+    and tool calls are not among them, although some checkpoints mark them special.
     """
 
     def __init__(
@@ -65,23 +71,24 @@ class Tokenizer:
         if last_id is None:
             last_id = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
         self.vocab_size = last_id + 1
-        # The embedding may be padded: Qwen3-0.6B has 151,936 rows, 151,669 ids.
+        # The embedding may be padded: Qwen3-0.6B has 151,936 rows for 151,669 ids.
         self.rows = max(rows, self.vocab_size)
-        self.names = dict(names or {})  # {"eos_token": "<|im_end|>", …}, what the template sees
-        self.chat_template = chat_template  # type: ignore[assignment]  # several by name, or one
+        self.names = dict(names or {})  # {"eos_token": "<|im_end|>", …}, visible to the template
+        self.chat_template = chat_template  # type: ignore[assignment]  # setter also takes a dict
         self.config = dict(config or {})  # tokenizer_config.json, for write_files
         self._added_ids = frozenset(added)
 
     @classmethod
     def from_folder(cls, path: str | os.PathLike, rows: int | None = None) -> "Tokenizer":
-        """Reads tokenizer.json, tokenizer_config.json and the chat templates; TokenizerError names what is wrong.
+        """Read tokenizer.json, tokenizer_config.json and the chat templates of a folder.
 
-        rows: of the embedding; None asks config.json, where there is one.
+        rows: number of rows of the embedding; None reads it from config.json, if that exists.
+        Raises TokenizerError.
         """
         folder = Path(path)
         config = _json_object(folder / "tokenizer_config.json")
         if templates := chat_templates.read_templates(folder, config):
-            # Beside what is read now, so that the first render need not wait.
+            # The process starts while the files are read, so the first render need not wait.
             render_process.start()
         backend, last_id = read_backend(folder / "tokenizer.json")
         if rows is None:
@@ -106,7 +113,10 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The one called default, or where none is the first; None for a base model. All: `chat_templates`."""
+        """The template named default, else the first; None for a base model.
+
+        `chat_templates` holds all of them.
+        """
         return self.chat_templates.get(chat_templates.DEFAULT) or next(
             iter(self.chat_templates.values()), None
         )
@@ -134,11 +144,14 @@ class Tokenizer:
         return None if self.eos_token is None else self.backend.token_to_id(self.eos_token)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Ids of `text`. A control token typed in the text becomes that token, as in transformers: look at
-        `special_tokens_in` first when the text is a stranger's.
+        """Ids of `text`.
 
-        add_special_tokens: with what the checkpoint puts around a text, Llama's bos for instance, but never twice. For
-        a text that a base model continues; a chat template brings its own.
+        A control token that is typed in the text becomes that token, as in transformers. Check
+        untrusted text with `special_tokens_in` first.
+
+        add_special_tokens: also add the tokens that the checkpoint puts around a text, such as
+        Llama's bos, but bos never twice. For text that a base model continues; a chat template
+        writes these tokens itself.
         """
         if not isinstance(text, str):
             raise TokenizerError(f"only text can be encoded, got {type(text).__name__}")
@@ -146,7 +159,7 @@ class Tokenizer:
             try:
                 if len(text) < LONG_TEXT:
                     ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-                else:  # without offsets, and other threads may run meanwhile
+                else:  # computes no offsets, and releases the GIL
                     ids = self.backend.encode_batch_fast(
                         [text], add_special_tokens=add_special_tokens
                     )[0].ids
@@ -158,23 +171,23 @@ class Tokenizer:
         return ids[1:] if add_special_tokens and bos is not None and ids[:2] == [bos, bos] else ids
 
     def special_tokens_in(self, text: str) -> list[str]:
-        """The control tokens that `encode` would make of pieces of this text, each once, in order of appearance."""
-        # The usual case costs no tokenization.
+        """The added tokens that `encode` would find in this text, each once, in order."""
+        # The usual case needs no tokenization.
         if not any(token in text for token in self.special_tokens):
             return []
         found = dict.fromkeys(id for id in self.encode(text) if id in self._added_ids)
         return [self.backend.id_to_token(id) or "" for id in found]
 
     def decode(self, ids: Ids, skip_special_tokens: bool = False) -> str:
-        """Text of ids (a list, an array or a tensor); bytes that are no character become U+FFFD.
+        """Text of ids (a list, an array or a tensor). Invalid UTF-8 becomes U+FFFD.
 
-        All tokens are part of it unless skip_special_tokens leaves out those that the checkpoint marks special, as in
-        transformers. `text_of` is what a reader should see.
+        skip_special_tokens leaves out the tokens that the checkpoint marks special, as in
+        transformers. `text_of` gives the text for a reader.
         """
         return self._text(ids, self.marked_ids if skip_special_tokens else frozenset())
 
     def text_of(self, ids: Ids) -> str:
-        """`decode` without control tokens. Tags of thoughts and tool calls stay, marked special or not."""
+        """`decode` without control tokens. Tags of thoughts and tool calls always stay."""
         return self._text(ids, self.control_ids)
 
     def _text(self, ids: Ids, hidden: Set[int]) -> str:
@@ -182,25 +195,25 @@ class Tokenizer:
         return b"".join(shown).decode("utf-8", "replace")
 
     def pieces(self, ids: Ids) -> list[str]:
-        r"""One string a token, for tables; bytes that are no whole character are written \xe2."""
+        r"""One string per token, for tables. Bytes of an incomplete character are written \xe2."""
         return [
             self._bytes_of(id).decode("utf-8", "backslashreplace") for id in id_list(ids, self.rows)
         ]
 
     def token_bytes(self, id: int) -> bytes:
-        """The bytes that one token stands for; b"" for a padding row of the embedding."""
+        """The bytes of one token; b"" for a padding row of the embedding."""
         if type(id) is not int or not 0 <= id < self.rows:
-            (id,) = id_list([id], self.rows)  # another form of an int, or it says what is wrong
+            (id,) = id_list([id], self.rows)  # converts numpy's ints; raises for anything else
         return self._bytes_of(id)
 
     def _bytes_of(self, id: int) -> bytes:
         token = self.backend.id_to_token(id) or ""
-        # Stands for itself, also where its characters are all in the alphabet of bytes.
+        # An added token is its own text, even if all its characters are in the byte table.
         if id in self._added_ids:
             return token.encode()
         try:
             return bytes([_BYTE_OF[character] for character in token])
-        except KeyError:  # a word with characters of its own
+        except KeyError:  # a word with characters outside the byte table
             return token.encode()
 
     def render(
@@ -211,22 +224,24 @@ class Tokenizer:
         chat_template: str | None = None,
         **template_kwargs: Any,
     ) -> str:
-        """Messages → prompt text by the checkpoint's own template, e.g. enable_thinking=False; TemplateError.
+        """Messages → prompt text by the checkpoint's chat template, as in transformers.
 
-        chat_template: one of `chat_templates` by name, or a source; default: tool_use with tools, if there is one. As
-        transformers renders, but tools and tool_calls that the template would leave out are an error.
+        chat_template: the name of one of `chat_templates`, or a template's source. By default
+        "tool_use" if there are tools and such a template, else "default".
+        template_kwargs: variables of the template, for example enable_thinking=False.
+        Raises TemplateError, also if the template would leave out tools or tool_calls.
         """
         template = self.template(chat_template, tools)
         return template.render_all(messages, tools, add_generation_prompt, **template_kwargs)
 
     def template(self, choice: str | None = None, tools: list[dict] | None = None) -> ChatTemplate:
-        """The template that such a conversation gets."""
+        """The compiled template for this choice and these tools."""
         return _compiled(
             chat_templates.pick(self.chat_templates, choice, tools), tuple(self.names.items())
         )
 
     def write_files(self, folder: str | os.PathLike) -> None:
-        """tokenizer.json, tokenizer_config.json and the chat templates into a folder, as `from_folder` reads them."""
+        """Write tokenizer.json, tokenizer_config.json and the chat templates for `from_folder`."""
         fields = {"tokenizer_class": "PreTrainedTokenizerFast"} | with_names(
             self.config, self.names
         )
@@ -234,11 +249,13 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Token by token, whole characters only: the chunks of `put` and the last `flush` join to the whole decode.
+    """Decode token by token, whole characters only.
 
-    A UTF-8 sequence is at most 4 bytes, so at most 3 are held back; O(1) per token, no history is decoded again.
-    Ids in `skip` have no text but `hidden`, which stop strings can name. Unlike tokenizers' DecodeStream, a character
-    cut by the end is not lost: it is U+FFFD.
+    The pieces of `put` and the final `flush` join to the full decode. A UTF-8 sequence has at most
+    4 bytes, so at most 3 bytes are held back. O(1) per token: no history is decoded again.
+
+    Ids in `skip` add no text; `hidden` gives their text, because a stop string can name it. Unlike
+    in tokenizers' DecodeStream, a character that the end cuts is not lost: it becomes U+FFFD.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip: Set[int] = frozenset()):
@@ -250,11 +267,11 @@ class StreamDecoder:
         return "" if id in self.skip else self._decoder.decode(piece)
 
     def hidden(self, id: int) -> str:
-        """The text of a token in `skip`, which is not shown; of others ""."""
+        """The text of a token in `skip`, which `put` does not give; "" for other tokens."""
         return self.tokenizer.token_bytes(id).decode("utf-8", "replace") if id in self.skip else ""
 
     def flush(self) -> str:
-        """What was still held back, once, as U+FFFD; the decoder is then ready for another text."""
+        """The held-back bytes as U+FFFD. Afterwards the decoder is ready for another text."""
         tail = self._decoder.decode(b"", final=True)
         self._decoder.reset()
         return tail
@@ -268,7 +285,7 @@ def _compiled(source, names):
 def _bad_character(text):
     for position, character in enumerate(text):
         if "\ud800" <= character <= "\udfff":
-            # How Python passes on an argument byte that is not UTF-8.
+            # Python's surrogateescape: a byte of a command line argument that is not UTF-8.
             byte = ord(character) - 0xDC00
             from_byte = 0x80 <= byte <= 0xFF
             what = (
@@ -281,5 +298,5 @@ def _bad_character(text):
 
 
 def _json_object(path):
-    """{} where there is no such file."""
+    """The object in a file; {} if the file does not exist."""
     return read_object(path, TokenizerError) if path.is_file() else {}

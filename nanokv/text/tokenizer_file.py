@@ -1,9 +1,10 @@
-"""tokenizer.json → a backend of the `tokenizers` library, once every step that the file asks for is known to be cheap.
+"""tokenizer.json → a tokenizer of the `tokenizers` library, after a check that every step is cheap.
 
-The file is a program: normalizers and pre-tokenizers are steps that run over each text. Nested Replace steps double the
-text, a regex can take exponential time, a bad table panics in Rust. So only the steps that published byte-level BPE
-tokenizers use (GPT-2, Llama 3 and 4, Qwen2 to 3.5, SmolLM2, Mistral) are accepted; each is linear in the text.
-Not here: what the ids mean (nanokv.text.tokenizer).
+The file is a program: its normalizers and pre-tokenizers run over each text. Nested Replace steps
+can double the text, a regex can take exponential time, and a bad table panics in Rust. So only the
+steps of published byte-level BPE tokenizers are accepted (GPT-2, Llama 3 and 4, Qwen2 to 3.5,
+SmolLM2, Mistral). Each of them is linear in the text. The meaning of ids is in
+nanokv.text.tokenizer.
 """
 
 import itertools
@@ -18,14 +19,14 @@ from nanokv.text.chat_templates import DEFAULT, FILE, templates_in
 from weights_loader import gguf_rules
 from weights_loader.strict import parse_object, quote, read_bytes
 
-MOST_STEPS = 8  # in a Sequence; the longest published one (DeepSeek-V3) has 4
+MOST_STEPS = 8  # in a Sequence; the longest published Sequence (DeepSeek-V3) has 4
 MOST_ADDED = 10_000  # added tokens; Gemma 3 has 6,415
-LONGEST_ADDED = 1_000  # characters of one
+LONGEST_ADDED = 1_000  # characters of an added token
 NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD"}
 PRE_TOKENIZERS = {"ByteLevel", "Digits", "Punctuation", "Split"}
-# Add nothing where no special tokens are asked for.
+# These add nothing when encoding without special tokens.
 POST_PROCESSORS = {"ByteLevel", "TemplateProcessing"}
-REGEXES = {  # of Split: known by heart, because whether another one is cheap cannot be read off it
+REGEXES = {  # accepted in Split; the cost of an unknown regex cannot be determined
     "GPT-2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     "Llama 3": gguf_rules.LLAMA3,
     "Qwen2, Qwen3": gguf_rules.QWEN2,
@@ -38,8 +39,11 @@ REGEXES = {  # of Split: known by heart, because whether another one is cheap ca
 
 
 def read_backend(path: Path) -> tuple[tokenizers.Tokenizer, int]:
-    """(the file, checked and then parsed by the library; its largest id, −1 for none); TokenizerError names what is
-    refused. The file of Qwen3, 11 MB, is read once and parsed twice: by Python for the checks, then by the library."""
+    """(tokenizer of the library, largest id or −1) from a checked tokenizer.json.
+
+    Raises TokenizerError for a file that is missing, malformed or not accepted. The file (11 MB for
+    Qwen3) is read once and parsed twice: by Python for the checks, then by the library.
+    """
     if not path.is_file():
         raise TokenizerError(
             f"{path.parent} has no {path.name}", "the folder of a checkpoint holds one"
@@ -50,7 +54,7 @@ def read_backend(path: Path) -> tuple[tokenizers.Tokenizer, int]:
     with foreign(f"{path} cannot be read", TokenizerError):
         backend = tokenizers.Tokenizer.from_buffer(data)
     added = fields.get("added_tokens") or []
-    for token in added:  # one that is not in the vocabulary gets the next free id
+    for token in added:  # the library gives a new token the next free id
         if (id := backend.token_to_id(token["content"])) != token.get("id"):
             raise TokenizerError(
                 f"{path}: added token {quote(token['content'])} says id {quote(token.get('id'))}, but "
@@ -66,8 +70,11 @@ def write_tokenizer(
     config: dict,
     templates: Mapping[str, str] | None = None,
 ) -> None:
-    """The files that make a tokenizer in Hugging Face's form. Of templates that are not in `config`, given as {name:
-    source}, a single one gets a file of its own, several stand in the config as a list."""
+    """Write tokenizer.json and tokenizer_config.json in Hugging Face's form.
+
+    templates: {name: source}. If they are not in `config` already, a single default template goes
+    into chat_template.jinja, and several go into the config as a list.
+    """
     (folder / "tokenizer.json").write_text(backend.to_str(pretty=True), encoding="utf-8")
     if templates is not None and templates != templates_in(config, folder):
         config = {name: value for name, value in config.items() if name != "chat_template"}
@@ -83,7 +90,7 @@ def write_tokenizer(
 
 
 def check_fields(path: Path, fields: dict):
-    """Every step is one that is known, and the model is deterministic byte-level BPE."""
+    """TokenizerError unless every step is known and the model is deterministic byte-level BPE."""
     for part, implemented in (("model", "BPE"), ("decoder", "ByteLevel")):
         kind = _kind(fields.get(part))
         if kind != implemented:
@@ -94,7 +101,7 @@ def check_fields(path: Path, fields: dict):
             f"{path}: model.dropout is {quote(dropout)}: the same text would get other ids each time",
             hint="dropout is for training: set it to null",
         )
-    # Of other kinds of BPE; a long one panics.
+    # Other kinds of BPE have these affixes. A long affix makes the library panic.
     for affix in ("continuing_subword_prefix", "end_of_word_suffix"):
         if text := fields["model"].get(affix):
             raise TokenizerError(f"{path}: model.{affix} is {quote(text)}, byte-level BPE has none")
@@ -106,7 +113,7 @@ def check_fields(path: Path, fields: dict):
     for step in steps:
         if _kind(step) == "Split":
             _check_split(path, step.get("pattern"))
-    # Two would turn bytes into bytes again.
+    # A second ByteLevel step would encode the bytes twice.
     if (count := [_kind(step) for step in steps].count("ByteLevel")) != 1:
         raise TokenizerError(
             f"{path}: pre_tokenizer has {count} ByteLevel steps, byte-level BPE has exactly 1"
@@ -115,7 +122,7 @@ def check_fields(path: Path, fields: dict):
 
 
 def check_steps(path: Path, part: str, inner: str, fields: dict, known: set) -> list[dict]:
-    """The steps of one part of the pipeline, Sequences unpacked; each of a known type."""
+    """The steps of one part of the pipeline, each of a known type, with Sequences unpacked."""
     waiting, steps = [fields[part]] if fields.get(part) is not None else [], []
     while waiting:
         step = waiting.pop()
@@ -137,7 +144,7 @@ def check_steps(path: Path, part: str, inner: str, fields: dict, known: set) -> 
 
 def _check_split(path: Path, pattern):
     text = pattern.get("String") if isinstance(pattern, dict) and len(pattern) == 1 else None
-    if isinstance(text, str) and text:  # found as it is written: linear
+    if isinstance(text, str) and text:  # a literal text, found in linear time
         return
     regex = pattern.get("Regex") if isinstance(pattern, dict) and len(pattern) == 1 else pattern
     if regex not in REGEXES.values():
@@ -148,7 +155,10 @@ def _check_split(path: Path, pattern):
 
 
 def _check_template(path: Path, single):
-    """What goes around a text: the text itself must stand in it once, or its ids come twice, or not at all."""
+    """TokenizerError unless the template contains the text itself exactly once.
+
+    Otherwise the ids of the text would be missing or repeated.
+    """
     pieces = (
         [piece.get("Sequence") for piece in single if isinstance(piece, dict)]
         if isinstance(single, list)
