@@ -79,19 +79,21 @@ QUANTIZED = re.compile("(quantization|compression)(_config)?")  # tensors are no
 # Fields for sampling, training, labels and bookkeeping. The logits do not depend on them.
 HARMLESS = frozenset(
     """
-    architectures transformers_version use_cache sliding_window max_window_layers attn_implementation name_or_path
-    experts_implementation cache_implementation
-    initializer_range attention_dropout gradient_checkpointing neftune_noise_alpha use_bfloat16 torchscript
-    tf_legacy_loss output_attentions output_hidden_states return_dict output_scores return_dict_in_generate
-    chunk_size_feed_forward pretraining_tp is_decoder tie_encoder_decoder unsloth_fixed unsloth_version
-    id2label label2id num_labels problem_type finetuning_task task_specific_params tokenizer_class model_name prefix
-    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id forced_bos_token_id forced_eos_token_id
-    max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups diversity_penalty
-    temperature top_k top_p min_p typical_p repetition_penalty length_penalty no_repeat_ngram_size bad_words_ids
-    encoder_no_repeat_ngram_size num_return_sequences remove_invalid_values exponential_decay_length_penalty
-    suppress_tokens begin_suppress_tokens output_router_logits router_aux_loss_coef
-    is_llama_config transformers.js_config auto_map
-    seq_length max_seq_length max_seq_len max_sequence_length model_max_length tokenizer_model_max_length
+    architectures transformers_version use_cache sliding_window max_window_layers
+    attn_implementation name_or_path experts_implementation cache_implementation
+    initializer_range attention_dropout gradient_checkpointing neftune_noise_alpha use_bfloat16
+    torchscript tf_legacy_loss output_attentions output_hidden_states return_dict output_scores
+    return_dict_in_generate chunk_size_feed_forward pretraining_tp is_decoder
+    tie_encoder_decoder unsloth_fixed unsloth_version id2label label2id num_labels problem_type
+    finetuning_task task_specific_params tokenizer_class model_name prefix bos_token_id
+    eos_token_id pad_token_id sep_token_id decoder_start_token_id forced_bos_token_id
+    forced_eos_token_id max_length min_length max_new_tokens do_sample early_stopping num_beams
+    num_beam_groups diversity_penalty temperature top_k top_p min_p typical_p repetition_penalty
+    length_penalty no_repeat_ngram_size bad_words_ids encoder_no_repeat_ngram_size
+    num_return_sequences remove_invalid_values exponential_decay_length_penalty suppress_tokens
+    begin_suppress_tokens output_router_logits router_aux_loss_coef is_llama_config
+    transformers.js_config auto_map seq_length max_seq_length max_seq_len max_sequence_length
+    model_max_length tokenizer_model_max_length
     """.split()
 )
 # More harmless fields, by pattern: dropout, losses and initial weights; token ids; kernels and
@@ -165,13 +167,14 @@ NEUTRAL_SAMPLED = {"typical_p": (1.0,), "top_h": (), "epsilon_cutoff": (0.0,), "
 # beam fields only count with num_beams, and the rest concerns how transformers runs or returns.
 NO_EFFECT = frozenset(
     """
-    max_length max_new_tokens early_stopping length_penalty diversity_penalty num_beam_groups low_memory
-    bos_token_id pad_token_id decoder_start_token_id transformers_version renormalize_logits
-    output_attentions output_hidden_states output_scores output_logits return_dict_in_generate
-    use_cache cache_config max_cache_len compile_config disable_compile continuous_batching_config prefill_chunk_size
-    is_assistant num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold
-    assistant_early_exit assistant_lookbehind assistant_ensemble_weight target_lookbehind
-    prompt_lookup_num_tokens max_matching_ngram_size speculation_type use_mtp
+    max_length max_new_tokens early_stopping length_penalty diversity_penalty num_beam_groups
+    low_memory bos_token_id pad_token_id decoder_start_token_id transformers_version
+    renormalize_logits output_attentions output_hidden_states output_scores output_logits
+    return_dict_in_generate use_cache cache_config max_cache_len compile_config disable_compile
+    continuous_batching_config prefill_chunk_size is_assistant num_assistant_tokens
+    num_assistant_tokens_schedule assistant_confidence_threshold assistant_early_exit
+    assistant_lookbehind assistant_ensemble_weight target_lookbehind prompt_lookup_num_tokens
+    max_matching_ngram_size speculation_type use_mtp
     """.split()
 )
 
@@ -179,7 +182,7 @@ NO_EFFECT = frozenset(
 def model_fields(fields: dict) -> dict[str, Any]:
     """A config.json → the fields of a `Config`.
 
-    "yarn", "llama3" and "experts" hold the fields of their own classes, or are absent or None.
+    "yarn", "llama3" and "experts" hold the fields of Yarn, Llama3Rope and Experts, if there are any.
     Raises ConfigError, with name and value, for a field that changes the maths and is not
     implemented.
     """
@@ -210,11 +213,12 @@ def written(fields: dict, family: families.Family) -> dict:
     """The config.json of a model whose `Config` has these fields."""
     fields = dict(fields)
     yarn, llama3, experts = (fields.pop(name) for name in ("yarn", "llama3", "experts"))
-    theta, scaling = fields.pop("rope_theta"), yarn or llama3 or {}
-    kind = "yarn" if yarn else "llama3" if llama3 else "default"
-    rope = {"rope_type": kind} | {
-        name: value for name, value in scaling.items() if value is not None
-    }
+    theta = fields.pop("rope_theta")
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if yarn:
+        rope = {"rope_type": "yarn"} | _without_nulls(yarn)
+    elif llama3:
+        rope = {"rope_type": "llama3"} | _without_nulls(llama3)
     if family.qkv_bias is not None:
         del fields["attention_bias"]
     if experts:
@@ -235,9 +239,12 @@ def generation_settings(config: dict, generation: dict) -> dict:
     Old checkpoints keep these settings in config.json. Its other fields are left out.
     """
     kept = SAMPLED | NEUTRAL.keys() | NEUTRAL_SAMPLED.keys()
-    old = {name: value for name, value in config.items() if name in kept and value is not None}
-    new = {name: value for name, value in generation.items() if value is not None}
-    return old | new
+    old = {name: value for name, value in config.items() if name in kept}
+    return _without_nulls(old) | _without_nulls(generation)
+
+
+def _without_nulls(fields: dict) -> dict:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def generation_fields(fields: dict) -> dict[str, Any]:
@@ -252,9 +259,10 @@ def generation_fields(fields: dict) -> dict[str, Any]:
             raise ConfigError(f"{name} {shown(fields[name])} is not an id")
     penalty = _number(fields, "repetition_penalty", 1.0)
     sampled = fields.get("do_sample") is not None and _flag(fields, "do_sample")
-    _warn_unused(fields, NEUTRAL | NEUTRAL_SAMPLED if sampled else NEUTRAL)
     if not sampled:
+        _warn_unused(fields, NEUTRAL)
         return {"eos_token_ids": eos, "repetition_penalty": penalty}
+    _warn_unused(fields, NEUTRAL | NEUTRAL_SAMPLED)
     return {
         "eos_token_ids": eos,
         "temperature": _number(fields, "temperature", 1.0),
@@ -270,12 +278,16 @@ def yarn_scale(factor: float, mscale: float = 1.0) -> float:
 
     1 if the context is not extended.
     """
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+    if factor <= 1:
+        return 1.0
+    return 0.1 * mscale * math.log(factor) + 1.0
 
 
 def optional(path: Path) -> dict:
     """The JSON object in a file; {} if the file does not exist."""
-    return read_object(path, ConfigError) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    return read_object(path, ConfigError)
 
 
 def eos_token_ids(fields: dict) -> tuple[int, ...] | None:
@@ -286,33 +298,54 @@ def eos_token_ids(fields: dict) -> tuple[int, ...] | None:
     eos = fields.get("eos_token_id")
     if eos is None:
         return None
-    eos = eos if isinstance(eos, list) else [eos]
+    if not isinstance(eos, list):
+        eos = [eos]
     if not all(type(i) is int and i >= 0 for i in eos):
         raise ConfigError(f"eos_token_id {shown(eos)} is not an id or a list of ids")
     return tuple(eos)
 
 
-def _warn_unused(fields: dict, neutral: dict):
+def _warn_unused(fields: dict, neutral: dict[str, tuple]) -> None:
     """Warn once, naming the fields that have an effect in transformers and none here."""
-    known = SAMPLED | NO_EFFECT | NEUTRAL_SAMPLED.keys()
     unused = [
         f"{shown(name)[1:-1]} {shown(value)}"
-        for name, value in fields.items()
-        if value is not None
-        and (value not in neutral[name] if name in neutral else name not in known)
-        and not name.startswith("_")
+        for name, value in _without_nulls(fields).items()
+        if _has_effect(name, value, neutral)
     ]
     if unused:
+        first = ", ".join(unused[:5])
         more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
         warnings.warn(
-            f"generation_config.json: not implemented, without effect here: {', '.join(unused[:5])}{more}",
+            f"generation_config.json: not implemented, without effect here: {first}{more}",
             CheckpointWarning,
             stacklevel=5,
         )
 
 
-def _refuse_unimplemented(fields: dict, family: families.Family):
+def _has_effect(name: str, value: object, neutral: dict[str, tuple]) -> bool:
+    """Whether transformers would answer differently with this field."""
+    if name.startswith("_"):
+        return False
+    if name in neutral:
+        return value not in neutral[name]
+    return name not in SAMPLED | NO_EFFECT | NEUTRAL_SAMPLED.keys()
+
+
+def _refuse_unimplemented(fields: dict, family: families.Family) -> None:
     some = SOME | _values_of_family(fields, family)
+    _check_values(fields, some, family)
+    _check_types(fields)
+    _check_layer_types(fields)
+    in_tables = READ | some.keys() | HARMLESS
+    if family.experts:
+        in_tables |= READ_EXPERTS
+    for name, value in fields.items():
+        if name not in in_tables and not HARMLESS_NAMES.fullmatch(name) and not is_off(name, value):
+            _refuse_unknown(name, value, family)
+
+
+def _check_values(fields: dict, some: dict[str, tuple], family: families.Family) -> None:
+    """ConfigError for a field of `some` with a value that is not implemented."""
     for name, values in some.items():
         value = fields.get(name, values[0])
         off = not (value or values[0]) or (value is None and name != "hidden_act")
@@ -321,25 +354,34 @@ def _refuse_unimplemented(fields: dict, family: families.Family):
             raise ConfigError(
                 f"{name} {shown(value)} is not implemented: {family.title} has {name} {known} only"
             )
+
+
+def _check_types(fields: dict) -> None:
+    """ConfigError for a harmless field of the wrong type."""
     for name, kinds in TYPES.items():
         if name in fields and not any(type(fields[name]) is (kind or type(None)) for kind in kinds):
             words = " or ".join("null" if kind is None else kind.__name__ for kind in kinds)
             raise ConfigError(f"{name} is {shown(fields[name])}: {words} was expected")
+
+
+def _check_layer_types(fields: dict) -> None:
     layers = fields.get("layer_types")
-    layers = layers if isinstance(layers, list) else [] if layers is None else [layers]
-    if other := sorted({str(kind) for kind in layers} - {"full_attention"}):
+    if layers is None:
+        return
+    if not isinstance(layers, list):
+        layers = [layers]
+    other = sorted({str(kind) for kind in layers} - {"full_attention"})
+    if other:
         raise ConfigError(
             f"layer_types holds {', '.join(other)}: only full_attention is implemented"
         )
-    in_tables = READ | (READ_EXPERTS if family.experts else set()) | some.keys() | HARMLESS
-    for name, value in fields.items():
-        if name not in in_tables and not HARMLESS_NAMES.fullmatch(name) and not is_off(name, value):
-            _refuse_unknown(name, value, family)
 
 
 def _values_of_family(fields: dict, family: families.Family) -> dict[str, tuple]:
     """Like SOME, for fields whose implemented values depend on the family."""
-    biased = _flag(fields, "attention_bias") if family.qkv_bias is None else family.qkv_bias
+    biased = family.qkv_bias
+    if biased is None:
+        biased = _flag(fields, "attention_bias")
     values: dict[str, tuple] = {
         "qk_norm": (family.qk_norm,),
         "use_qk_norm": (family.qk_norm,),
@@ -365,8 +407,8 @@ def _refuse_unknown(name: str, value: object, family: families.Family):
             f"{label} {shown(value)} is not implemented: {family.title} has {label} True only"
         )
     raise ConfigError(
-        f"{label} {shown(value)} is not implemented: it is no field of a {family.title} config and may change "
-        "the maths",
+        f"{label} {shown(value)} is not implemented: it is no field of a {family.title} config "
+        "and may change the maths",
         hint=f"where it does not, remove {label} from config.json",
     )
 
@@ -407,7 +449,9 @@ def _number(fields: dict, name: str, default):
 
 
 def _flag(fields: dict, name: str, default: bool = False) -> bool:
-    value = default if fields.get(name) is None else fields[name]
+    value = fields.get(name)
+    if value is None:
+        return default
     if not isinstance(value, bool):
         raise ConfigError(f"{name} is {shown(value)}: true or false was expected")
     return value
@@ -443,12 +487,15 @@ def _rope(fields: dict) -> tuple[float, dict[str, Any]]:
     known = {"rope_type", "type", "rope_theta"} | ROPE_FIELDS[kind]
     for name, value in rope.items():
         if name not in known and not is_off(name, value):
+            label = shown(name)[1:-1]
             raise ConfigError(
-                f"rope_type {shown(kind)} with {shown(name)[1:-1]} {shown(value)} is not implemented"
+                f"rope_type {shown(kind)} with {label} {shown(value)} is not implemented"
             )
-    if kind == "default":
-        return theta, {}
-    return theta, {kind: _yarn(fields, rope, theta) if kind == "yarn" else _llama3(fields, rope)}
+    if kind == "yarn":
+        return theta, {kind: _yarn(fields, rope, theta)}
+    if kind == "llama3":
+        return theta, {kind: _llama3(fields, rope)}
+    return theta, {}
 
 
 def _rope_object(fields: dict, name: str) -> dict:
@@ -459,17 +506,15 @@ def _rope_object(fields: dict, name: str) -> dict:
     return value
 
 
-def _rope_type(rope: dict):
+def _rope_type(rope: dict) -> object:
     return rope.get("rope_type", rope.get("type", "default"))
 
 
 def _without_theta(rope: dict) -> dict:
     """The fields on which the two spellings must agree."""
-    said = {
-        name: value
-        for name, value in rope.items()
-        if name not in ("rope_theta", "type") and value is not None
-    }
+    said = _without_nulls(rope)
+    said.pop("rope_theta", None)
+    said.pop("type", None)
     return said | {"rope_type": _rope_type(rope)}
 
 
@@ -486,7 +531,8 @@ def _context(fields: dict, yarn: dict | None) -> int:
     said = _said_context(fields)
     if yarn is None:
         return said
-    factor, original = yarn["factor"], yarn["original_max_position_embeddings"]
+    factor = yarn["factor"]
+    original = yarn["original_max_position_embeddings"]
     extended = factor * original
     if extended > POSITIONS:
         product = f"factor {factor:g} × original_max_position_embeddings {original:,}"
@@ -510,7 +556,8 @@ def _llama3(fields: dict, rope: dict) -> dict[str, Any]:
     for name in ("factor", "low_freq_factor", "high_freq_factor"):
         if rope.get(name) is None:
             raise ConfigError(f"rope_type 'llama3' lacks {name}")
-    low, high = (_positive(rope, f"{name}_freq_factor", 1.0) for name in ("low", "high"))
+    low = _positive(rope, "low_freq_factor", 1.0)
+    high = _positive(rope, "high_freq_factor", 1.0)
     if low >= high:
         raise ConfigError(
             f"rope_type 'llama3': low_freq_factor {low:g} is not below high_freq_factor {high:g}"
@@ -524,12 +571,11 @@ def _llama3(fields: dict, rope: dict) -> dict[str, Any]:
 
 
 def _experts(fields: dict, sizes: dict[str, int]) -> dict[str, Any]:
-    layers = tuple(fields.get("mlp_only_layers") or ())
-    return dict(
+    return {
         **{name: sizes[name] for name in names.EXPERT_SIZES},
-        norm_topk_prob=_flag(fields, "norm_topk_prob"),
-        mlp_only_layers=layers,
-    )
+        "norm_topk_prob": _flag(fields, "norm_topk_prob"),
+        "mlp_only_layers": tuple(fields.get("mlp_only_layers") or ()),
+    }
 
 
 def _yarn(fields: dict, rope: dict, theta: float) -> dict[str, Any]:
@@ -538,7 +584,7 @@ def _yarn(fields: dict, rope: dict, theta: float) -> dict[str, Any]:
     if theta <= 1:
         raise ConfigError(f"rope_type 'yarn' needs a rope_theta above 1, not {shown(theta)}")
     original = _original_context(fields, rope)
-    said = {name: value for name, value in rope.items() if value is not None}
+    said = _without_nulls(rope)
     factor = _positive(said, "factor", _said_context(fields) / original)  # null means the ratio
     # A beta of 0 means the default, as in transformers.
     betas = {name: value for name, value in said.items() if value != 0}
@@ -564,8 +610,11 @@ def _attention_factor(rope: dict, factor: float) -> float | None:
         return _positive(rope, "attention_factor", 1.0)
     own = None
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        above, below = (_positive(rope, name, 1.0) for name in ("mscale", "mscale_all_dim"))
+        above = _positive(rope, "mscale", 1.0)
+        below = _positive(rope, "mscale_all_dim", 1.0)
         own = yarn_scale(factor, above) / yarn_scale(factor, below)
     if "attn_factor" not in rope:
         return own
-    return _positive(rope, "attn_factor", 1.0) * (yarn_scale(factor) if own is None else own)
+    if own is None:
+        own = yarn_scale(factor)
+    return _positive(rope, "attn_factor", 1.0) * own
