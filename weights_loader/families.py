@@ -1,7 +1,8 @@
-"""The model families that share one skeleton, and what each has of its own that its config.json does not say.
+"""The supported model families, with their differences that config.json does not contain.
 
-Source: the config and attention classes of transformers 5.23 (models/llama, qwen2, qwen3, qwen3_moe). A family whose
-maths differs in more than this table can say is not in it, and its `model_type` is refused.
+Source: the config and attention classes of transformers 5.23 (models/llama, qwen2, qwen3,
+qwen3_moe). A family that differs in more than these fields is not listed, and its `model_type`
+raises.
 """
 
 from dataclasses import dataclass, field
@@ -11,16 +12,16 @@ from .strict import CheckpointError, quote
 
 @dataclass(frozen=True)
 class Family:
-    """A row of the table; `defaults`: sizes where config.json is silent, None = derived from the others."""
+    """One family. `defaults`: sizes for absent fields; None is derived from the other sizes."""
 
     model_type: str
     title: str
     architecture: str  # the class of transformers, as config.json names it
     qk_norm: bool = False  # RMSNorm over each head of q and k
-    qkv_bias: bool | None = None  # None: as the field attention_bias says
-    output_bias: bool | None = None  # of o_proj
-    experts: bool = False  # a router and experts in the place of some MLPs
-    window_switch: bool = True  # sliding_window means nothing without use_sliding_window
+    qkv_bias: bool | None = None  # None: the field attention_bias decides
+    output_bias: bool | None = None  # bias of o_proj; None: the field attention_bias decides
+    experts: bool = False  # some layers have a router and experts instead of an MLP
+    window_switch: bool = True  # sliding_window has no effect without use_sliding_window
     defaults: dict[str, int | None] = field(default_factory=dict)
 
 
@@ -63,7 +64,7 @@ FAMILIES = {
 
 
 def family_of(config: dict) -> Family:
-    """By its model_type; CheckpointError names one that is not in the table."""
+    """The family of a config's model_type; CheckpointError if it is not supported."""
     kind = config.get("model_type", "qwen3")
     if not isinstance(kind, str) or kind not in FAMILIES:
         known = ", ".join(f"{family.title} ({family.model_type})" for family in FAMILIES.values())

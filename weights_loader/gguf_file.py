@@ -1,9 +1,11 @@
-"""A GGUF file's header: its metadata and where each tensor lies, all of it checked against the file's size.
+"""Read a GGUF file's header: metadata and tensor positions, checked against the file's size.
 
-Read here and not by gguf.GGUFReader because that one makes an array of every token and merge (12 s for SmolLM2's 98,000
-on a slow core, 0.2 s here), and because it believes the counts of a hostile file. The types' sizes, and how their
-blocks become numbers, are the `gguf` package's. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
-(magic, version, counts, key-value pairs, tensor infos, padding, tensors). No torch.
+gguf.GGUFReader is not used for two reasons. It makes an array for every token and merge: 12 s for
+SmolLM2's 98,000 on a slow core, 0.2 s here. And it trusts the counts in a hostile file. The sizes
+of the types and their dequantization come from the `gguf` package. No torch.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (magic, version, counts, key-value
+pairs, tensor infos, padding, tensors).
 """
 
 import math
@@ -17,8 +19,8 @@ from .strict import CheckpointError, quote
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 MOST_KEYS, MOST_TENSORS = 4_096, 50_000
-MOST_ITEMS = 2_000_000  # of one list; Gemma 3 has 262,144 tokens and 514,906 merges
-# Bytes; the longest published chat templates have 20,000.
+MOST_ITEMS = 2_000_000  # in one list; Gemma 3 has 262,144 tokens and 514,906 merges
+# In bytes. The longest published chat templates have 20,000.
 LONGEST_KEY, LONGEST_TEXT = 1_024, 4_000_000
 MOST_DIMENSIONS = 4
 SCALARS = {
@@ -40,18 +42,18 @@ DAMAGED = "the file is incomplete or damaged: fetch it again"
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor: its name in the file, its shape with the longest stride first, and its bytes."""
+    """One tensor: its name in the file, its shape (largest stride first), and its bytes."""
 
     name: str
     shape: tuple[int, ...]
     type: Any  # gguf.GGMLQuantizationType
-    start: int  # absolute
+    start: int  # byte position in the file
     nbytes: int
 
 
 @dataclass(frozen=True)
 class GgufFile:
-    """`metadata`: key → number, truth, text or list of these."""
+    """A parsed header. `metadata` maps a key to a number, a bool, a text or a list of these."""
 
     path: Path
     metadata: dict[str, Any]
@@ -60,9 +62,10 @@ class GgufFile:
 
 
 def is_gguf(path: Path) -> bool:
-    """Does this regular file begin as the format does? Its name says nothing: ollama's blobs are sha256-….
+    """Whether this is a regular file that begins with GGUF or is named .gguf.
 
-    A file that says .gguf and is none is taken for one, so that what is wrong with it is named.
+    The content counts because ollama's blobs are named sha256-…. The name counts so that reading a
+    damaged .gguf file raises an error about its content.
     """
     if not path.is_file():
         return False
@@ -74,7 +77,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """The header, checked; CheckpointError names what is wrong with it. No tensor is read."""
+    """The checked header; CheckpointError if it is malformed. No tensor is read."""
     with open(path, "rb") as file:
         size = path.stat().st_size
         if size < 24 or file.read(4) != MAGIC:
@@ -86,7 +89,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 def parse(path: Path, data) -> GgufFile:
-    """The header in these bytes."""
+    """Parse the header at the beginning of `data`."""
     header = Header(path, data)
     (version,) = header.numbers("I", 1)
     if version not in VERSIONS:
@@ -109,7 +112,7 @@ def parse(path: Path, data) -> GgufFile:
 
 
 class Header:
-    """A position in the file; whatever is read must lie inside it."""
+    """A reader with a position. Every read is checked against the end of the file."""
 
     def __init__(self, path: Path, data):
         self.path, self.data, self.position = path, data, 4
@@ -120,7 +123,7 @@ class Header:
         )
 
     def take(self, count: int) -> int:
-        """Where the next `count` bytes begin."""
+        """The start of the next `count` bytes; moves the position behind them."""
         if count > len(self.data) - self.position:
             raise self.damaged(f"ends inside its header: {count:,} more bytes were announced")
         self.position += count
@@ -142,7 +145,7 @@ class Header:
             raise self.damaged(f"has a text that is not UTF-8: {error.reason}") from None
 
     def value(self, key: str) -> Any:
-        """One value of a key: a scalar, a text, or a list of either; lists of lists have no use here."""
+        """The value of a key: a scalar, a text, or a list of either. Nested lists are refused."""
         (kind,) = self.numbers("I", 1)
         if kind == TEXT:
             return self.text()
@@ -155,7 +158,7 @@ class Header:
             )
         if kind != TEXT:
             return list(self.scalars(key, kind, count))
-        if count * 8 > len(self.data) - self.position:  # a length each, before any text
+        if count * 8 > len(self.data) - self.position:  # each text begins with 8 bytes of length
             raise self.damaged(
                 f"ends inside its header: key {quote(key)} announces {count:,} texts"
             )
@@ -168,7 +171,10 @@ class Header:
 
 
 def tensors(header: Header, count: int, metadata: dict) -> tuple[dict[str, TensorInfo], int]:
-    """(name → tensor, bytes of the header). Each begins where the one before it ends, as llama.cpp demands too."""
+    """(name → tensor, bytes of the header).
+
+    Each tensor must begin where the one before it ends, as in llama.cpp.
+    """
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or not 8 <= alignment <= 65_536 or alignment & (alignment - 1):
         raise header.damaged(
@@ -194,7 +200,7 @@ def tensors(header: Header, count: int, metadata: dict) -> tuple[dict[str, Tenso
 
 
 def tensor_info(header: Header) -> tuple:
-    """(name, shape, type, offset in the data, bytes) as the header says."""
+    """(name, shape, type, offset in the data, bytes) of the next tensor in the header."""
     import gguf
 
     name = header.text(LONGEST_KEY)

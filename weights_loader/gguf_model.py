@@ -1,12 +1,12 @@
-"""GGUF metadata → the files of a Hugging Face folder: config.json, tokenizer.json, tokenizer_config.json; and GGUF
-tensor names → Hugging Face's.
+"""Convert GGUF metadata to config.json, tokenizer.json and tokenizer_config.json, and tensor names.
 
-    folder = materialize(Path("model.gguf"))     # the three small files; the weights stay where they are
-    path, tensors = places(folder)               # Hugging Face name → where its values lie
+    folder = materialize(Path("model.gguf"))  # the three files; the weights stay in the GGUF file
+    path, tensors = places(folder)            # Hugging Face's name → place of the values
 
-A key of the architecture that is not known here is refused, as an unknown field of config.json is, unless its value
-switches nothing on: it may change the maths. Sources: llama.cpp's gguf-py/gguf/constants.py (keys),
-convert_hf_to_gguf.py (permuted rows), llama-model.cpp (what each architecture reads and what a silent file means).
+An unknown key of the architecture raises, like an unknown field of config.json, because it may
+change the maths, unless its value switches nothing on. Sources: llama.cpp's
+gguf-py/gguf/constants.py (keys), convert_hf_to_gguf.py (permuted rows), llama-model.cpp (keys that
+each architecture reads, and their defaults).
 """
 
 import hashlib
@@ -23,9 +23,9 @@ from .gguf_file import GgufFile, TensorInfo, read_gguf
 from .neutral import is_off
 from .strict import CheckpointError, quote, read_object
 
-POINTER = "gguf.json"  # in the folder: which file holds the weights
+POINTER = "gguf.json"  # in the folder: the path of the GGUF file
 FAMILY_OF = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
-KEYS = {  # after the architecture's name → field of config.json
+KEYS = {  # key after the architecture's name → field of config.json
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers",
@@ -39,7 +39,7 @@ KEYS = {  # after the architecture's name → field of config.json
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
-# Must say what the others say.
+# These keys must agree with the others.
 CHECKED = {"attention.value_length", "rope.dimension_count", "vocab_size"}
 ROPE_SCALING = {
     "rope.scaling.type",
@@ -51,7 +51,7 @@ ROPE_SCALING = {
     "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_beta_slow",
 }
-HARMLESS = {  # what generation doesn't read
+HARMLESS = {  # keys without effect on generation
     "rope.scaling.finetuned",
     "pooling_type",
     "tensor_data_layout",
@@ -59,7 +59,7 @@ HARMLESS = {  # what generation doesn't read
     "classifier.output_labels",
     "expert_weights_norm",
 }
-NEUTRAL = {  # keys in which another value than that of `is_off` stands for "as usual"
+NEUTRAL = {  # keys with values besides those of `is_off` that have no effect
     "attention.scale": (0.0,),
     "logit_scale": (0.0, 1.0),
     "residual_scale": (0.0, 1.0),
@@ -73,7 +73,7 @@ NEUTRAL = {  # keys in which another value than that of `is_off` stands for "as 
     "rope.dimension_sections": ([0, 0, 0, 0],),
 }
 FLOATS = {"rms_norm_eps", "rope_theta"}
-NAMES = {  # of a layer
+NAMES = {  # tensors of a layer
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -87,22 +87,25 @@ NAMES = {  # of a layer
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
 }
-# All experts in one.
+# Tensors that stack the matrices of all experts.
 STACKED = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-# Llama 3.1's context extension, as the divisors that it comes to.
+# Llama 3.1's context extension, stored as divisors of the frequencies.
 ROPE_FACTORS = "rope_freqs.weight"
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-DTYPES = {"F32": "float32", "F16": "float16"}  # of the matrices; blocks of few bits were bf16 once
+DTYPES = {"F32": "float32", "F16": "float16"}  # any other type counts as bfloat16
 
 
 def materialize(path: Path) -> Path:
-    """The folder with the small files, made once for each header, in the user's cache or a temporary folder."""
+    """The folder with the small files, made once per header.
+
+    In the user's cache, or in a temporary folder if the cache is not writable.
+    """
     found = read_gguf(path)
     with open(path, "rb") as file:
         digest = hashlib.sha256(file.read(found.header))
     here = Path(__file__).parent
-    # Another version may write other files.
+    # Another version of this code may write other files.
     for source in (*here.glob("gguf_*.py"), here / "control_texts.py"):
         digest.update(source.read_bytes())
     digest.update(str(path.resolve()).encode())
@@ -117,7 +120,7 @@ def materialize(path: Path) -> Path:
         )
     try:
         os.replace(temporary, folder)
-    except OSError:  # another process was faster, or half a folder is there
+    except OSError:  # another process was faster, or an incomplete folder exists
         shutil.rmtree(temporary if (folder / POINTER).is_file() else folder, ignore_errors=True)
         if temporary.exists():
             os.replace(temporary, folder)
@@ -125,8 +128,7 @@ def materialize(path: Path) -> Path:
 
 
 def cache_folder() -> Path:
-    """$NANOKV_CACHE or the user's cache; where neither can be written, a folder that goes with the machine's next
-    start."""
+    """The writable folder in $NANOKV_CACHE or the user's cache, else a new temporary folder."""
     base = (
         os.environ.get("NANOKV_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     )
@@ -141,7 +143,7 @@ def cache_folder() -> Path:
 
 
 def small_files(found: GgufFile) -> dict[str, dict]:
-    """File name → what it holds, all checked."""
+    """File name → content, checked."""
     from .gguf_tokenizer import tokenizer_files
 
     parts = found.metadata.get("split.count", 0)
@@ -151,12 +153,12 @@ def small_files(found: GgufFile) -> dict[str, dict]:
             "llama-gguf-split --merge FIRST.gguf WHOLE.gguf",
         )
     config = model_config(found)
-    names_of(found, config)  # every tensor has a place
+    names_of(found, config)  # raises for an unknown tensor
     return {"config.json": config, **tokenizer_files(found)}
 
 
 def architecture(found: GgufFile) -> str:
-    """One of FAMILY_OF."""
+    """The architecture's name, checked to be one of FAMILY_OF."""
     name = found.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in FAMILY_OF:
         raise CheckpointError(
@@ -167,7 +169,7 @@ def architecture(found: GgufFile) -> str:
 
 
 def model_config(found: GgufFile) -> dict:
-    """config.json: the fields that the metadata say, under Hugging Face's names."""
+    """The fields of config.json, from the metadata and the shapes of tensors."""
     kind = architecture(found)
     own = {
         key.removeprefix(f"{kind}."): value
@@ -190,7 +192,7 @@ def model_config(found: GgufFile) -> dict:
     fields["torch_dtype"] = DTYPES.get(matrix.type.name, "bfloat16")
     check_lengths(found, own, fields)
     if kind == "qwen3moe":
-        # As llama.cpp computes it.
+        # The same as in llama.cpp.
         fields |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
         fields.setdefault("intermediate_size", fields.get("moe_intermediate_size"))
     elif fields.pop("num_experts", 0):
@@ -203,22 +205,22 @@ def model_config(found: GgufFile) -> dict:
 
 
 def is_neutral(key: str, value) -> bool:
-    """Does a key that is in no other table leave the maths as they are?"""
+    """Whether a key that is in no other table has no effect."""
     return value in NEUTRAL[key] if key in NEUTRAL else is_off(key.rpartition(".")[2], value)
 
 
 def decimal(value) -> Any:
-    """The short decimal that this float32 stands for: 9.999999747378752e-06 was 1e-05."""
+    """A float32's shortest decimal: 9.999999747378752e-06 → 1e-05. Other values are unchanged."""
     import numpy
 
     return float(str(numpy.float32(value))) if isinstance(value, float) else value
 
 
 def check_lengths(found: GgufFile, own: dict, fields: dict) -> None:
-    """Sizes that could differ from what this model assumes, and may not."""
+    """CheckpointError for sizes that disagree. Sets the defaults of absent sizes in `fields`."""
     fields.setdefault("rope_theta", 10_000.0)
     heads, width = fields.get("num_attention_heads"), fields.get("hidden_size")
-    # Per layer, in OpenELM and others.
+    # OpenELM and others have a list, one value per layer.
     if type(heads) is not int or type(width) is not int or heads < 1:
         raise CheckpointError(
             f"{found.path}: head_count {quote(heads)} and embedding_length {quote(width)} are no two "
@@ -238,14 +240,14 @@ def check_lengths(found: GgufFile, own: dict, fields: dict) -> None:
 
 
 def rope(found: GgufFile, own: dict, fields: dict) -> dict:
-    """rope_parameters: theta, and how the context was extended.
+    """rope_parameters: theta and the context extension.
 
-    A file that says a factor and no type means linear.
+    A factor without a type means linear.
     """
     theta, kind = {"rope_theta": fields["rope_theta"]}, own.get("rope.scaling.type", "linear")
     if kind == "yarn":
         return theta | {"rope_type": "yarn"} | yarn(found, own)
-    # llama.cpp multiplies by it whatever the type is.
+    # llama.cpp multiplies by it for every type.
     if (attn_factor := attention_multiplier(found, own)) != 1:
         raise CheckpointError(
             f"{found.path}: rope.scaling.attn_factor {attn_factor:g} with type {quote(kind)} is not "
@@ -261,7 +263,7 @@ def rope(found: GgufFile, own: dict, fields: dict) -> dict:
 
 
 def yarn(found: GgufFile, own: dict) -> dict:
-    """YaRN's fields in config.json."""
+    """The fields of YaRN in config.json."""
     fields = {
         "factor": "factor",
         "original_context_length": "original_max_position_embeddings",
@@ -278,10 +280,10 @@ def yarn(found: GgufFile, own: dict) -> dict:
 
 
 def attention_multiplier(found: GgufFile, own: dict) -> float:
-    """What multiplies YaRN's own 0.1 ln(factor) + 1; config.json's attention_factor would replace it.
+    """The multiplier of YaRN's 0.1 ln(factor) + 1. (config.json's attention_factor replaces it.)
 
-    llama.cpp's converter has written the one key and the other; its --help calls the second a
-    multiplier of attention's magnitude too.
+    llama.cpp's converter has used both keys. Its --help describes the second one as a multiplier of
+    attention's magnitude too.
     """
     said = [own.get(f"rope.scaling.{key}", 1.0) for key in ("attn_factor", "yarn_attn_factor")]
     if not all(type(value) is float for value in said):
@@ -292,7 +294,10 @@ def attention_multiplier(found: GgufFile, own: dict) -> float:
 
 
 def llama3(found: GgufFile, fields: dict) -> dict:
-    """The factor that makes these divisors; CheckpointError if no factor of Llama 3.1's rule does."""
+    """The rope_parameters of Llama 3.1's rule that give the stored divisors.
+
+    CheckpointError if no factor gives them.
+    """
     import numpy
 
     info = tensor(found, ROPE_FACTORS, 1)
@@ -320,7 +325,7 @@ def llama3(found: GgufFile, fields: dict) -> dict:
 
 
 def tensor(found: GgufFile, name: str, dimensions: int) -> TensorInfo:
-    """One that must be there."""
+    """A required tensor with this number of dimensions; CheckpointError otherwise."""
     info = found.tensors.get(name)
     if info is None or len(info.shape) != dimensions:
         have = "is missing" if info is None else f"has shape {list(info.shape)}"
@@ -328,11 +333,11 @@ def tensor(found: GgufFile, name: str, dimensions: int) -> TensorInfo:
     return info
 
 
-# --- tensors --------------------------------------------------------------------------------------------------------
+# --- tensors --------------------------------------------------------------------------------------
 
 
 def names_of(found: GgufFile, config: dict) -> dict[str, tuple[TensorInfo, int, int]]:
-    """Hugging Face name → (tensor, first row, rows): of a stack of experts each is a slice."""
+    """Hugging Face's name → (tensor, first row, rows). An expert is a slice of a stacked tensor."""
     places = {}
     for name, info in found.tensors.items():
         part, _, kind = name.rpartition(".")
@@ -359,9 +364,10 @@ def names_of(found: GgufFile, config: dict) -> dict[str, tuple[TensorInfo, int, 
 
 
 def places(folder: Path) -> tuple[Path, dict[str, tuple[TensorInfo, int, int, int]]]:
-    """(the GGUF file that the folder points to, Hugging Face name → (tensor, first row, rows, heads)).
+    """(the GGUF file of the folder, Hugging Face's name → (tensor, first row, rows, heads)).
 
-    heads: of a matrix whose rows llama.cpp has permuted, so that pairs which RoPE turns lie side by side; else 0.
+    heads: the number of heads of a matrix with permuted rows, else 0. llama.cpp permutes rows so
+    that the pairs that RoPE rotates are adjacent.
     """
     path = Path(str(read_object(folder / POINTER).get("path")))
     if not path.is_file():

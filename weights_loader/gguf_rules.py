@@ -1,9 +1,10 @@
-"""How a text is cut before the merges: the rules that `tokenizer.ggml.pre` of a GGUF file names.
+"""The pre-tokenizers that `tokenizer.ggml.pre` of a GGUF file names.
 
-The names, and which of them mean the same, are those of llama.cpp (src/llama-vocab.cpp). Names of
-one regex differ in three things: whether a piece that is a token stays whole, whether texts begin
-with bos, and NFC. llama.cpp normalizes no text; the tokenizer.json of Qwen's vocabularies does.
-Only rules that steps of the `tokenizers` library say exactly are here.
+A pre-tokenizer splits a text before the merges. The names, and which of them are equivalent, are
+llama.cpp's (src/llama-vocab.cpp). Names with the same regex can differ in three points: whether a
+piece that is a token stays whole, whether texts begin with bos, and NFC. llama.cpp never normalizes
+text, but the tokenizer.json of Qwen's vocabularies does. Only rules that the `tokenizers` library
+can express exactly are listed.
 """
 
 from dataclasses import dataclass, replace
@@ -25,21 +26,21 @@ SEED_CODER = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N
 
 @dataclass(frozen=True)
 class Rule:
-    """The steps of a pre-tokenizer, and what else a name stands for."""
+    """The steps of a pre-tokenizer, and the other properties of its name."""
 
     steps: tuple[dict, ...]
     nfc: bool = False
-    whole_words: bool = False  # a piece that is a token is not merged up to it
-    bos: bool = False  # texts begin with bos where the file does not say
+    whole_words: bool = False  # a piece that is a token is used whole, without merging
+    bos: bool = False  # texts begin with bos if the file does not specify it
 
 
 def split(regex: str) -> dict:
-    """A step of the `tokenizers` library: pieces that match stay whole."""
+    """A Split step of the `tokenizers` library: each match of the regex is one piece."""
     return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
 
 
 def byte_level(use_regex: bool) -> dict:
-    """Bytes as printable characters; with GPT-2's regex before it, if that is the rule."""
+    """A ByteLevel step: bytes as printable characters, after GPT-2's regex if use_regex."""
     return {
         "type": "ByteLevel",
         "add_prefix_space": False,
@@ -49,7 +50,7 @@ def byte_level(use_regex: bool) -> dict:
 
 
 def pieces(regex: str) -> Rule:
-    """Cut by one regex."""
+    """A rule that splits by one regex."""
     return Rule((split(regex), byte_level(False)))
 
 

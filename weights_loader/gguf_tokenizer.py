@@ -1,9 +1,9 @@
-"""The tokenizer that lies in a GGUF file → tokenizer.json and tokenizer_config.json, which names the tokens that end an
-answer.
+"""The tokenizer in a GGUF file → tokenizer.json and tokenizer_config.json.
 
-Byte-level BPE only. How a text is cut before the merges is not in the file: `tokenizer.ggml.pre` names a rule, one of
-gguf_rules.py. Another name is refused: a default would give other ids for digits and spaces, and a worse model without
-an error.
+tokenizer_config.json also names the tokens that end an answer. Byte-level BPE only. The file does
+not contain the pre-tokenizer: `tokenizer.ggml.pre` only names a rule of gguf_rules.py. An unknown
+name raises. A default rule would split digits and spaces differently and make the model worse
+without an error.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ SPECIAL = {
 
 
 def tokenizer_files(found: GgufFile) -> dict[str, dict]:
-    """tokenizer.json and tokenizer_config.json."""
+    """The contents of tokenizer.json and tokenizer_config.json by file name."""
     pre, tokens, merges = rule(found), listed(found, "tokens", str), listed(found, "merges", str)
     kinds, bos = token_types(found, tokens, merges), add_bos(found)
     vocabulary = {token: id for id, token in enumerate(tokens) if kinds[id] != UNUSED}
@@ -80,10 +80,11 @@ def tokenizer_files(found: GgufFile) -> dict[str, dict]:
 
 
 def token_types(found: GgufFile, tokens: list[str], merges: list[str]) -> list[int]:
-    """NORMAL, CONTROL, …: as the file says, but that a token with the text of a control token is one.
+    """The type of each token (NORMAL, CONTROL, …) in the file, with one correction.
 
-    llama.cpp corrects them so too ("control-looking token was not control-type"). Unlike there, a word that merges make
-    stays a word: `</s>` is one in Qwen's vocabulary, for HTML.
+    A token with the text of a control token is CONTROL, as in llama.cpp ("control-looking token was
+    not control-type"). Unlike there, a token that merges can produce keeps its type: Qwen's
+    vocabulary has `</s>` as a word, for HTML.
     """
     kinds = listed(found, "token_type", int)
     if len(kinds) != len(tokens):
@@ -101,7 +102,7 @@ def token_types(found: GgufFile, tokens: list[str], merges: list[str]) -> list[i
 
 
 def rule(found: GgufFile) -> Rule:
-    """How texts are cut."""
+    """The rule that splits texts before the merges."""
     kind, pre = (found.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
     if kind != "gpt2":
         raise CheckpointError(
@@ -119,7 +120,7 @@ def rule(found: GgufFile) -> Rule:
 
 
 def add_bos(found: GgufFile) -> bool:
-    """Does a text begin with bos? As the file says, else as the rule's models do."""
+    """Whether texts begin with bos: the file's value, else the rule's default."""
     value = found.metadata.get("tokenizer.ggml.add_bos_token", rule(found).bos)
     if type(value) is not bool:
         raise CheckpointError(
@@ -129,7 +130,7 @@ def add_bos(found: GgufFile) -> bool:
 
 
 def listed(found: GgufFile, key: str, kind: type) -> list:
-    """A list of the tokenizer."""
+    """A list in the tokenizer's metadata, checked to hold only values of one type."""
     value = found.metadata.get(f"tokenizer.ggml.{key}")
     if not isinstance(value, list) or not all(type(item) is kind for item in value):
         raise CheckpointError(f"{found.path}: tokenizer.ggml.{key} is no list of {kind.__name__}")
@@ -137,7 +138,11 @@ def listed(found: GgufFile, key: str, kind: type) -> list:
 
 
 def pair(found: GgufFile, merge: str, vocabulary: dict) -> list[str]:
-    """ "Ġ t" → two tokens that are there, as their sum is; the `tokenizers` library panics otherwise."""
+    """ "Ġ t" → ["Ġ", "t"].
+
+    CheckpointError unless both and their concatenation are tokens: the `tokenizers` library would
+    panic.
+    """
     left, _, right = merge.partition(" ")
     if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
         raise CheckpointError(f"{found.path}: the merge {quote(merge)} is not made of tokens")
@@ -145,8 +150,11 @@ def pair(found: GgufFile, merge: str, vocabulary: dict) -> list[str]:
 
 
 def token_names(found: GgufFile, tokens: list[str], kinds: list[int]) -> dict[str, Any]:
-    """bos_token, eos_token, … and the chat template. Where llama.cpp ends an answer at a token of code models, it is
-    named too: fim_pad_token, fim_rep_token, fim_sep_token."""
+    """bos_token, eos_token, … and the chat template.
+
+    Also fim_pad_token, fim_rep_token and fim_sep_token of code models, at which llama.cpp ends an
+    answer.
+    """
     names: dict[str, Any] = {"bos_token": None}
     control = {token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL}
     names |= {
@@ -163,8 +171,9 @@ def token_names(found: GgufFile, tokens: list[str], kinds: list[int]) -> dict[st
 
 
 def chat_templates(found: GgufFile) -> str | list[dict]:
-    """tokenizer.chat_template, and those with names: tokenizer.chat_template.tool_use. As
-    tokenizer_config.json has it.
+    """tokenizer.chat_template and named ones such as tokenizer.chat_template.tool_use.
+
+    In the form of tokenizer_config.json: a text, or a list if there are named templates.
     """
     key = "tokenizer.chat_template"
     for name, value in found.metadata.items():
@@ -183,7 +192,7 @@ def chat_templates(found: GgufFile) -> str | list[dict]:
 
 
 def token_id(found: GgufFile, key: str, count: int) -> int | None:
-    """One of the special ids, checked."""
+    """The id of a special token; None if absent, CheckpointError if out of range."""
     id = found.metadata.get(f"tokenizer.ggml.{key}_token_id")
     if id is not None and (type(id) is not int or not 0 <= id < count):
         raise CheckpointError(
@@ -193,7 +202,7 @@ def token_id(found: GgufFile, key: str, count: int) -> int | None:
 
 
 def begin(bos: str | None, tokens: list[str]) -> dict | None:
-    """The step that puts bos before a text, if special tokens are asked for."""
+    """The post-processor that puts bos before a text when encoding with special tokens."""
     if bos is None:
         return None
     text = {"Sequence": {"id": "A", "type_id": 0}}

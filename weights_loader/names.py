@@ -1,9 +1,9 @@
-"""Which tensors a checkpoint must hold (names and shapes, from config.json alone), and which files hold them.
+"""The tensors that a checkpoint must contain, by config.json alone, and the files that hold them.
 
-The map between Hugging Face's names and ours is one prefix: "model.layers.0..." there, "layers.0..." here;
-only lm_head has no prefix, and a backbone that was saved alone has none at all. Plain arithmetic: no tensor is read
-and no memory is taken.
-Not checked here: anything about the maths (rope, activation, window); that is nanokv.config's job.
+Hugging Face's names differ from nanokv's by one prefix: "model.layers.0..." and "layers.0...". Only
+lm_head has no prefix, and a backbone that was saved alone has none at all. This is plain
+arithmetic: no tensor is read and no memory is allocated. Settings of the maths (rope, activation,
+window) are checked in nanokv.config.
 """
 
 import re
@@ -15,7 +15,7 @@ from .strict import CheckpointError, quote, read_object
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
-# Field: largest plausible value. 10**12 is a typo or an attack; it must not become an allocation.
+# Field → largest plausible value. A typo or an attack (10**12) must not become an allocation.
 SIZES = {
     "vocab_size": 10_000_000,
     "hidden_size": 1_000_000,
@@ -25,7 +25,7 @@ SIZES = {
     "num_key_value_heads": 10_000,
     "head_dim": 65_536,
 }
-EXPERT_SIZES = {  # of families that have experts
+EXPERT_SIZES = {  # for families with experts
     "num_experts": 10_000,
     "num_experts_per_tok": 10_000,
     "moe_intermediate_size": 4_000_000,
@@ -34,25 +34,25 @@ EXPERT_SIZES = {  # of families that have experts
 MOST_EXPERTS = 200_000  # in all layers; Qwen3-235B-A22B has 12,032
 HEAD = "lm_head.weight"
 EMBEDDING = "embed_tokens.weight"
-# Old buffer: RoPE recomputes it.
+# A buffer in old checkpoints. RoPE recomputes it.
 IGNORED = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
 def to_nanokv(name: str) -> str:
-    """Hugging Face name → ours."""
+    """Hugging Face's name → nanokv's."""
     return name if name == HEAD else name.removeprefix("model.")
 
 
 def to_hugging_face(name: str) -> str:
-    """Our name → Hugging Face's; the inverse of to_nanokv."""
+    """nanokv's name → Hugging Face's; the inverse of to_nanokv."""
     return name if name == HEAD else f"model.{name}"
 
 
 def whole_names(stored: Iterable[str], expected: Container[str]) -> dict[str, str]:
-    """Stored name → Hugging Face's.
+    """Stored name → Hugging Face's name.
 
-    A backbone that was saved alone (Qwen3-Embedding) lacks "model." before all of its names. Where
-    some names have it, none is changed.
+    All names of a backbone that was saved alone (Qwen3-Embedding) lack "model.". If at least one
+    name has the prefix, no name is changed.
     """
     named = {name: name for name in stored}
     if any(name.startswith("model.") for name in named):
@@ -61,9 +61,10 @@ def whole_names(stored: Iterable[str], expected: Container[str]) -> dict[str, st
 
 
 def expected(config: dict) -> dict[str, tuple[int, ...]]:
-    """Hugging Face name → shape of every tensor, lm_head included (a tied checkpoint may leave it out).
+    """Hugging Face's name → shape of every tensor.
 
-    Source: the parameters of transformers' class for this family. Raises CheckpointError naming field and value.
+    lm_head is included, although a tied checkpoint may leave it out. Source: the parameters of
+    transformers' class for this family. Raises CheckpointError with the field and its value.
     """
     family, found = family_of(config), sizes(config)
     V, C, I, L, H, Hk, D = (found[field] for field in SIZES)  # noqa: E741, I: the width of the MLP
@@ -73,7 +74,7 @@ def expected(config: dict) -> dict[str, tuple[int, ...]]:
         "v_proj": (Hk * D, C),
         "o_proj": (C, H * D),
     }
-    # Leaf: (out, in).
+    # Leaf → (out, in).
     layer = {f"self_attn.{leaf}.weight": shape for leaf, shape in attention.items()}
     if family.qk_norm:
         layer |= {"self_attn.q_norm.weight": (D,), "self_attn.k_norm.weight": (D,)}
@@ -98,19 +99,25 @@ def expected(config: dict) -> dict[str, tuple[int, ...]]:
 
 
 def mlp_shapes(prefix: str, C: int, width: int) -> dict[str, tuple[int, ...]]:
-    """The three matrices of SwiGLU."""
+    """The three matrices of a SwiGLU MLP."""
     shapes = {"gate_proj": (width, C), "up_proj": (width, C), "down_proj": (C, width)}
     return {f"{prefix}{leaf}.weight": shape for leaf, shape in shapes.items()}
 
 
 def is_sparse(config: dict, layer: int) -> bool:
-    """Has this layer experts in the place of an MLP? Every decoder_sparse_step-th has, but those of mlp_only_layers."""
+    """Whether this layer has experts instead of an MLP.
+
+    Every decoder_sparse_step-th layer has experts, except the layers in mlp_only_layers.
+    """
     step = config.get("decoder_sparse_step", 1)
     return (layer + 1) % step == 0 and layer not in (config.get("mlp_only_layers") or ())
 
 
 def sizes(config: dict) -> dict[str, int]:
-    """The sizes that decide every shape, each a whole number within its limit; those of experts where there are any."""
+    """The sizes that determine every shape, checked to be whole numbers within their limits.
+
+    Sizes of experts are included if the family has experts.
+    """
     config, family = one_spelling(config), family_of(config)
     limits = SIZES | (EXPERT_SIZES if family.experts else {})
     found = {name: size(config, name, limit) for name, limit in limits.items()}
@@ -125,7 +132,7 @@ def sizes(config: dict) -> dict[str, int]:
 
 
 def one_spelling(config: dict) -> dict:
-    """transformers 5 writes num_local_experts for num_experts."""
+    """The config with num_experts instead of num_local_experts, as transformers 5 writes it."""
     if "num_local_experts" not in config:
         return config
     config = dict(config)
@@ -138,7 +145,7 @@ def one_spelling(config: dict) -> dict:
 
 
 def check_experts(config: dict, found: dict[str, int]) -> None:
-    """The experts of a token are some of all; layers without experts are named by their numbers."""
+    """CheckpointError for impossible numbers of experts, or a malformed mlp_only_layers."""
     chosen, experts, layers = (
         found["num_experts_per_tok"],
         found["num_experts"],
@@ -159,7 +166,7 @@ def check_experts(config: dict, found: dict[str, int]) -> None:
 
 
 def flag(config: dict, field: str) -> bool:
-    """A field that is true, false, or null or absent (false)."""
+    """A bool field. Null or absent means false."""
     value = False if config.get(field) is None else config[field]
     if not isinstance(value, bool):
         raise CheckpointError(f"config.json: {field} is {quote(value)}, not true or false")
@@ -167,7 +174,7 @@ def flag(config: dict, field: str) -> bool:
 
 
 def size(config: dict, field: str, limit: int) -> int:
-    """A whole number from 1 to `limit`; a field that is absent has its family's default, if it has one."""
+    """A whole number from 1 to `limit`. An absent field gets the family's default, if any."""
     defaults = family_of(config).defaults
     if field not in config and field not in defaults:
         raise CheckpointError(
@@ -175,7 +182,7 @@ def size(config: dict, field: str, limit: int) -> int:
             hint=f"it has {len(config)} fields; is it a model's?",
         )
     value = config.get(field, defaults.get(field))
-    # Null: as many as query heads, as in transformers.
+    # Null means as many KV heads as query heads, as in transformers.
     if value is None and field == "num_key_value_heads":
         return size(config, "num_attention_heads", limit)
     if value is None and field == "head_dim" and defaults[field] is None:
@@ -191,7 +198,7 @@ def size(config: dict, field: str, limit: int) -> int:
 
 
 def missing_weights(folder: Path) -> list[str]:
-    """Names of the weight files that a folder lacks: the single one, or shards that its index names."""
+    """Names of the missing weight files: model.safetensors, or shards that the index names."""
     if (folder / SINGLE).is_file():
         return []
     if not (folder / INDEX).is_file():
@@ -201,7 +208,10 @@ def missing_weights(folder: Path) -> list[str]:
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
-    """tensor name → shard, each a bare file name: nothing that the index says can leave its folder."""
+    """Tensor name → shard.
+
+    CheckpointError unless each shard is a bare file name, so that no path leaves the folder.
+    """
     index = read_object(path)
     weight_map = index.get("weight_map")
     if not isinstance(index.get("metadata", {}), dict):

@@ -1,26 +1,28 @@
-"""Which values of an unknown field of config.json, or key of a GGUF file, leave the maths as they are.
+"""Values with which an unknown field of config.json, or key of a GGUF file, has no effect.
 
-Checkpoints carry fields of other families, switched off: `qkv_bias: false`,
-`num_nextn_predict_layers: 0`. Other programs load them, and a list of all names has no end, so the
-value decides. Two kinds of names have a rule of their own.
+Checkpoints contain fields of other families, switched off: `qkv_bias: false`,
+`num_nextn_predict_layers: 0`. A complete list of names is impossible, so the value decides. Two
+kinds of names have a separate rule: ALWAYS and MULTIPLIERS.
 """
 
 import re
 
-# What every family here has: RoPE, causal attention, RMSNorm, SwiGLU. False would take it away.
+# Parts that every supported family has: RoPE, causal attention, RMSNorm, SwiGLU. They must be true.
 ALWAYS = re.compile(
     "(use_|is_|apply_|has_)?(rope|rotary|rotary_(pos_|position_)?emb(edding)?s?|"
     "causal(_mask|_attention)?|rms_?norm|swiglu|glu|gated_mlp|yarn_scaling)"
 )
-# Numbers that multiply something: 1 changes nothing, and 0 does.
+# Numbers that multiply something: only 1 changes nothing.
 MULTIPLIERS = re.compile(
     "(.*_)?(multiplier|scale|scaling|factor|pct|percent|percentage|fraction|temperature)"
 )
 
 
 def is_off(name: str, value: object) -> bool:
-    """False, 0, null and what is empty switch nothing on. A number that multiplies must be 1, and what
-    every family has must be true."""
+    """Whether the field has no effect: its value is false, 0, null or empty.
+
+    For names of ALWAYS the value must be true or null; for a number of MULTIPLIERS it must be 1.
+    """
     if value is None:
         return True
     if ALWAYS.fullmatch(name):

@@ -1,11 +1,11 @@
-"""Reads the weights of a folder while something else is imported: one thread, a few long system calls, no torch.
+"""Read weights in a thread while torch is imported: a few long system calls, no torch.
 
-`import torch` keeps one core busy for a second. Meanwhile another can bring the matrices that a model fuses into
-memory, one below the other, so that fusing them copies nothing. The other tensors stay in the mapped file; the system
-is told to read it ahead.
+`import torch` keeps one core busy for a second. Meanwhile this thread reads the matrices that the
+model fuses (q, k and v, for example) into adjacent memory, so that fusing them copies nothing. All
+other tensors stay in the mapped file, and the system is asked to read the file ahead.
 
-Nothing is decided here. What looks odd is left to shards.py, which checks every header and names the fault; it then
-maps the file as ever.
+This module only makes loading faster. If anything looks unusual, it reads nothing. shards.py then
+maps the file, checks every header and reports the fault.
 """
 
 import mmap
@@ -22,14 +22,17 @@ ALIGNMENT = 64  # bytes; a cache line
 
 
 class Prefetch:
-    """Begins at once. `taken(entry)` waits, and says where the bytes of one tensor lie in `memory`, or None."""
+    """Starts reading when constructed. `taken(entry)` waits for the end of the reading."""
 
     def __init__(self, folder: Path, dtype: str, together: tuple[tuple[str, ...], ...]):
-        """Only matrices of these names are read, e.g. ("q_proj", "k_proj", "v_proj"), which then lie side by side."""
-        # (file, start, bytes) → where it lies in `memory`.
+        """Read only matrices named in `together`, with those of a group side by side in memory.
+
+        A group is, for example, ("q_proj", "k_proj", "v_proj").
+        """
+        # (file, start, bytes) → offset in `memory`.
         self.places: dict[tuple[Path, int, int], int] = {}
         self.memory: mmap.mmap | None = None
-        self.versions: dict[Path, tuple] = {}  # of each file, as it was read
+        self.versions: dict[Path, tuple] = {}  # version of each file when it was read
         self.thread = None
         try:
             files = {path: header(path, DTYPES.get(dtype, "")) for path in weight_files(folder)}
@@ -43,10 +46,11 @@ class Prefetch:
             self.thread.start()
 
     def taken(self, entry) -> int | None:
+        """The offset of this tensor in `memory`; None if it was not read."""
         if self.thread is not None:
             self.thread.join()
             self.thread = None
-        # Another file by now: not half of each.
+        # The file has changed since it was read.
         if self.versions.get(entry.path) != version(os.stat(entry.path)):
             return None
         return self.places.get((entry.path, entry.start, entry.nbytes))
@@ -77,24 +81,24 @@ class Prefetch:
                     )
                     with open(path, "rb", buffering=0) as file:
                         self.versions[path] = version(os.fstat(file.fileno()))
-                        # The rest of the file, too, if it is not in memory yet.
+                        # Ask the system to read the rest of the file too.
                         if hasattr(os, "posix_fadvise"):
                             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
                         for start, places in runs(wanted):
                             read_all(
                                 file.fileno(), [memory[at : at + n] for at, n in places], start
                             )
-        except (OSError, ValueError):  # shards.py will find out why
+        except (OSError, ValueError):  # shards.py will report the cause
             self.places = {}
 
 
 def version(status: os.stat_result) -> tuple:
-    """Changes when a file is replaced or written to."""
+    """A value that changes when the file is replaced or written."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def runs(wanted: list[tuple[int, int, int]]):
-    """(start, nbytes, place) in the file's order → (start, [(place, nbytes), …]) for each stretch without a gap."""
+    """Join adjacent reads. (start, nbytes, place) in file order → (start, [(place, nbytes), …])."""
     start, places, end = 0, [], -1
     for begin, nbytes, at in wanted:
         if begin != end or len(places) == MOST_BUFFERS:
@@ -108,7 +112,7 @@ def runs(wanted: list[tuple[int, int, int]]):
 
 
 def read_all(descriptor: int, views: list, start: int) -> None:
-    """Fill the views with the bytes from `start` on. One call takes at most 2 GiB."""
+    """Fill the views with the bytes from `start` on. One system call reads at most 2 GiB."""
     while views:
         count = os.preadv(descriptor, views, start)
         if count == 0:
@@ -121,7 +125,7 @@ def read_all(descriptor: int, views: list, start: int) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that shards.py will read."""
+    """The files that shards.py will read; ValueError if one is missing or not a regular file."""
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     index = parse_object((folder / INDEX).read_bytes(), INDEX)
@@ -136,8 +140,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def header(path: Path, dtype: str) -> list[tuple[str, int, int]]:
-    """(name, start, bytes) of each tensor, in the file's order; ValueError unless all of them are of this type and
-    fill the file without a hole."""
+    """(name, start, bytes) of each tensor, in file order.
+
+    ValueError unless all tensors have this dtype and fill the file without a gap.
+    """
     size = path.stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")

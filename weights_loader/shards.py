@@ -1,9 +1,12 @@
 """safetensors files → tensors: model.safetensors, or model.safetensors.index.json with its shards.
 
-Every header is checked against the file's size, the index and the config before the first tensor exists; what then
-comes back are views of the mapped file (no copy), or conversions made 16 MiB at a time. The headers are read here
-and not by the safetensors package because errors must name file, tensor and numbers. No pickle, ever.
-Format: https://huggingface.co/docs/safetensors (8 bytes header length, JSON header, raw little-endian values).
+Every header is checked against the file's size, the index and the config before the first tensor is
+made. The tensors are views of the mapped file (no copy), or converted 16 MiB at a time. The headers
+are parsed here and not by the safetensors package, because errors must name file, tensor and
+numbers. Pickles are never opened.
+
+Format: https://huggingface.co/docs/safetensors (8 bytes of header length, JSON header, raw
+little-endian values).
 """
 
 import functools
@@ -24,16 +27,16 @@ from .names import HEAD, INDEX, SINGLE, read_weight_map
 from .prefetch import Prefetch
 from .strict import LIMITS, CheckpointError, parse_object, quote
 
-STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of a GGUF file
+STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # in a GGUF file
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-CHUNK = 1 << 24  # bytes of the file that a conversion maps at once: all it costs beyond the result
-MOST_TENSORS = 50_000  # of one file; a shard of a large mixture of experts has some hundreds
+CHUNK = 1 << 24  # bytes of the file that a conversion maps at once, its only temporary memory
+MOST_TENSORS = 50_000  # in one file; a shard of a large mixture of experts has some hundreds
 FORMAT_HINT = "the file is incomplete or damaged: fetch it again"
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Indices first … end−1 of one dimension of a tensor; an empty one stands for a tensor that is not wanted."""
+    """Indices first … end−1 of one dimension of a tensor. An empty Slice skips the tensor."""
 
     dim: int
     first: int
@@ -44,13 +47,13 @@ class Slice:
         return self.end - self.first
 
 
-# Our name and shape of a tensor → what is wanted of it.
+# nanokv's name and the shape of a tensor → the Slice to read.
 Part = Callable[[str, tuple[int, ...]], Slice]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Where one tensor lies: `nbytes` bytes from `start` (absolute) in `path`."""
+    """The place of one tensor: `nbytes` bytes from byte `start` of the file `path`."""
 
     path: Path
     name: str
@@ -59,30 +62,30 @@ class Entry:
     start: int
     nbytes: int
 
-    as_stored = True  # the file holds these very values, in this order
+    as_stored = True  # the file holds the values in this dtype and order
 
     def mapped(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Bytes [offset, offset + nbytes) of this tensor → (n,) of its dtype, a private mapping: no copy."""
+        """Bytes [offset, offset + nbytes) of this tensor → (n,) of its dtype, without a copy."""
         start = self.start + offset
-        skip = start % mmap.ALLOCATIONGRANULARITY  # a mapping begins on a page
+        skip = start % mmap.ALLOCATIONGRANULARITY  # a mapping must begin at a page
         with open(self.path, "rb") as file:
             pages = mmap.mmap(
                 file.fileno(), nbytes + skip, access=mmap.ACCESS_COPY, offset=start - skip
             )
-        # Keeps the mapping alive.
+        # The tensor keeps the mapping alive.
         raw = torch.frombuffer(pages, dtype=torch.uint8, count=nbytes, offset=skip)
-        if start % self.dtype.itemsize:  # legal, but no view may start there
+        if start % self.dtype.itemsize:  # legal in the file, but a view must be aligned
             raw = raw.clone()
         return raw.view(self.dtype)
 
     def rows(self, first: int, end: int) -> "Entry":
-        """Rows first … end−1 of dimension 0, which lie side by side in the file: nothing else of it is read."""
+        """Rows first … end−1 of dimension 0, which are contiguous in the file."""
         each = self.nbytes // self.shape[0]
         shape, start = (end - first, *self.shape[1:]), self.start + first * each
         return replace(self, shape=shape, start=start, nbytes=(end - first) * each)
 
     def chunks(self):
-        """(first element, (n,) values) over the whole tensor; each mapping is gone when the next one is made."""
+        """(first element, (n,) values) for each part of the tensor, with one mapping at a time."""
         for offset in range(0, self.nbytes, CHUNK):
             yield (
                 offset // self.dtype.itemsize,
@@ -92,17 +95,19 @@ class Entry:
 
 @dataclass(frozen=True)
 class GgufEntry(Entry):
-    """Rows of a tensor in a GGUF file that are blocks of few bits, or in another order: llama.cpp stores the rows of
-    Llama's q and k so that the pairs which RoPE turns lie side by side."""
+    """Rows of a tensor in a GGUF file that are quantized or permuted.
+
+    llama.cpp permutes the rows of Llama's q and k so that the pairs that RoPE rotates are adjacent.
+    """
 
     type: Any = None  # gguf.GGMLQuantizationType
-    heads: int = 0  # of q or k whose rows are permuted; 0: they are not
+    heads: int = 0  # number of heads if the rows are permuted, else 0
 
     @classmethod
     def of(
         cls, path: Path, name: str, info: TensorInfo, first: int, rows: int, heads: int
     ) -> Entry:
-        """`rows` rows from `first` on; plain numbers in their own order are an Entry like those of safetensors."""
+        """`rows` rows from row `first` on. An Entry if they are neither quantized nor permuted."""
         dtype = STORED.get(info.type.name, torch.float32)
         shape = (rows, *info.shape[-1:]) if len(info.shape) > 1 else info.shape
         each = (
@@ -128,12 +133,12 @@ class GgufEntry(Entry):
     as_stored = False
 
     def rows(self, first: int, end: int) -> Entry:
-        """As above; of permuted rows whole heads."""
+        """As in Entry. Permuted rows must be whole heads."""
         part = super().rows(first, end)
         return replace(part, heads=self.heads * (end - first) // self.shape[0])  # type: ignore[call-arg]
 
     def chunks(self):
-        """(first element, (n,) fp32 values), whole heads or rows at a time."""
+        """(first element, (n,) fp32 values) for each part, in whole rows or whole heads."""
         import gguf
 
         rows, width = self.shape[0], math.prod(self.shape[1:])
@@ -151,7 +156,7 @@ class GgufEntry(Entry):
 
 @functools.cache
 def dequantizes(type_) -> bool:
-    """Does the gguf package know how? It says so when asked for a block of zeros."""
+    """Whether the gguf package can dequantize this type. Tried with a block of zeros."""
     import gguf
 
     try:
@@ -164,7 +169,10 @@ def dequantizes(type_) -> bool:
 
 
 def weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
-    """(file names, weight map of the index or None), the single file first, as transformers does."""
+    """(file names, weight map of the index or None). A single file takes precedence over an index.
+
+    As in transformers.
+    """
     if os.path.lexists(folder / SINGLE):
         return [SINGLE], None
     if os.path.lexists(folder / INDEX):
@@ -185,11 +193,11 @@ def weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
 
 
 def read_entries(folder: Path, tied: bool = True) -> dict[str, Entry]:
-    """Every tensor of the checkpoint in the folder by its stored name; headers read, no values.
+    """Every tensor of the checkpoint by its stored name, from the headers alone.
 
-    An index says which shards there are. As in transformers, what they hold counts: the index may
-    leave a tensor out. One that it names must be there, except a `tied` head, which some writers
-    list and do not store.
+    The index names the shards. As in transformers, all tensors in the shards count, even if the
+    index omits one. A tensor in the index must exist, except a `tied` head, which some writers list
+    and do not store.
     """
     if (folder / POINTER).is_file():
         path, tensors = places(folder)
@@ -225,7 +233,10 @@ def read_entries(folder: Path, tied: bool = True) -> dict[str, Entry]:
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """Header of one file, checked: JSON, dtypes, shapes, offsets without hole or overlap, exact file size."""
+    """The checked header of one file.
+
+    Checks JSON, dtypes and shapes, that offsets have no gap or overlap, and the exact file size.
+    """
     size = path.stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -264,7 +275,7 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 
 def _check_metadata(path: Path, metadata):
-    """The one field that is no tensor: texts by name. The format allows nothing else, and other readers refuse it."""
+    """CheckpointError unless __metadata__ maps names to texts, as the format requires."""
     if not isinstance(metadata, dict) or not all(
         isinstance(value, str) for value in metadata.values()
     ):
@@ -275,7 +286,7 @@ def _check_metadata(path: Path, metadata):
 
 
 def _entry(path: Path, name: str, fields, data_start: int) -> Entry:
-    """One header field → Entry; refuses an unknown dtype, a bad shape, offsets that disagree with both."""
+    """One header field → Entry. Checks dtype and shape, and that the offsets agree with both."""
     where = f"{path}: tensor {quote(name)}"
     if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(
@@ -311,19 +322,21 @@ def materialize(
     device: torch.device,
     prefetched: Prefetch | None = None,
 ) -> torch.Tensor:
-    """The tensor: a view of the file (or of what was read of it) if dtype and device allow it, else converted chunk by
-    chunk."""
+    """The tensor: a view of the file or of `prefetched` memory, or a conversion in chunks.
+
+    A view if the tensor stays on the CPU in its stored dtype.
+    """
     if entry.as_stored and dtype in (None, entry.dtype) and device.type == "cpu":
         if prefetched is not None and (at := prefetched.taken(entry)) is not None:
             whole = torch.frombuffer(prefetched.memory, dtype=torch.uint8)  # one storage for all
             return whole[at : at + entry.nbytes].view(entry.dtype).view(entry.shape)
-        # 0 bytes now; pages come in when touched.
+        # Takes no memory yet: pages are read on first access.
         return entry.mapped(0, entry.nbytes).view(entry.shape)
     result = torch.empty(entry.shape, dtype=dtype or entry.dtype, device=device)
     flat = result.view(-1)
     for first, values in entry.chunks():
         part = flat[first : first + len(values)].copy_(values)
-        # fp16 ends at 65,504.
+        # The largest fp16 value is 65,504.
         if dtype == torch.float16 and entry.dtype != dtype and not part.isfinite().all():
             raise CheckpointError(
                 f"{entry.path}: tensor {quote(entry.name)} has a value that does not fit in float16 "
@@ -336,8 +349,11 @@ def materialize(
 def materialize_slice(
     entry: Entry, part: Slice, dtype: torch.dtype | None, device: torch.device
 ) -> torch.Tensor:
-    """Part of a tensor, all else as `materialize`: rows stay a view of the file, columns are copied, CHUNK bytes of
-    the file at a time: no page of it stays mapped for the sake of half of its bytes."""
+    """`materialize` for part of a tensor.
+
+    Rows can be a view of the file. Columns are copied, CHUNK bytes of the file at a time, because a
+    view of columns would keep all of the file's pages in memory.
+    """
     if part.dim == 0:
         return materialize(entry.rows(part.first, part.end), dtype, device)
     rows = entry.shape[0]
@@ -351,7 +367,7 @@ def materialize_slice(
 
 
 def equal(a: Entry, b: Entry) -> bool:
-    """Same values? Reads both, 16 MiB at a time, and keeps neither."""
+    """Whether both tensors have the same values. Reads both, 16 MiB at a time."""
     if a.shape != b.shape or a.dtype != b.dtype or type(a) is not type(b):
         return False
     return all(torch.equal(x, y) for (_, x), (_, y) in zip(a.chunks(), b.chunks(), strict=True))

@@ -1,8 +1,9 @@
-"""The loader's error type, its warning, the size limits of a model folder, and one JSON reader that guesses nothing.
+"""The loader's error and warning classes, size limits of files, and a strict JSON reader. No torch.
 
-Python's json takes NaN, repeated keys, UTF-16, any depth and any size; a file with one of those is broken or hostile,
-and each ends here as an error that names the file. nanokv reads its own JSON (sessions, batch lines, caches) with the
-same functions. Before anything is parsed the bytes are counted: what a file may cost is decided by LIMITS. No torch.
+Python's json accepts NaN, repeated keys, UTF-16, any depth and any size. A file with one of these
+is broken or hostile, and raises here an error with the file's name. The bytes are counted before
+anything is parsed: LIMITS bounds the cost of a file. nanokv reads its own JSON (sessions, batch
+lines, caches) with the same functions.
 """
 
 import contextlib
@@ -12,7 +13,7 @@ import math
 from pathlib import Path
 
 MB = 1_000_000
-LIMITS = {  # file → bytes that are read of it; a few times what the largest published model has
+LIMITS = {  # file → most bytes that are read, a few times the size in the largest published model
     "config.json": MB,
     "generation_config.json": MB,
     "chat_template.jinja": MB,
@@ -24,19 +25,19 @@ LIMITS = {  # file → bytes that are read of it; a few times what the largest p
     "session line": 16 * MB,
     "batch line": 16 * MB,
 }
-# Levels of nesting; repr() of a value that json can read may otherwise end in a RecursionError.
+# Levels of nesting. Without a limit, repr() of a parsed value can end in a RecursionError.
 DEEPEST = 64
-# Of one integer: a shape is multiplied and printed, which Python refuses beyond 4,300 digits.
+# Digits of one integer. Shapes are multiplied and printed; Python prints at most 4,300 digits.
 DIGITS = 40
-# Lists and objects in one text, about 100 bytes of memory each; Gemma 3's merges: 514,906.
+# Lists and objects in one text, about 100 bytes of memory each. Gemma 3's merges: 514,906.
 CONTAINERS = 2_000_000
 
 
-LONGEST_MESSAGE = 2_000  # characters of an error; one that quoted a file had 2.9 million
+LONGEST_MESSAGE = 2_000  # characters of an error; a message that quoted a file had 2.9 million
 
 
 def bounded(text: str) -> str:
-    """A message that can be read: beyond LONGEST_MESSAGE its middle is left out, and how much is said."""
+    """The text, cut in the middle to about LONGEST_MESSAGE characters if it is longer."""
     if len(text) <= LONGEST_MESSAGE:
         return text
     half = LONGEST_MESSAGE // 2
@@ -44,7 +45,10 @@ def bounded(text: str) -> str:
 
 
 class CheckpointError(ValueError):
-    """A model that cannot be found, fetched or trusted. `str()` says what, with numbers; `hint` says what to do."""
+    """A model that cannot be found, fetched or trusted.
+
+    `message` names the cause and the numbers; `hint` says what to do.
+    """
 
     def __init__(self, message: str, hint: str = ""):
         message = bounded(message)
@@ -56,15 +60,15 @@ class CheckpointError(ValueError):
 
 
 class UnknownModel(CheckpointError):
-    """A name that no model has: it is not bundled, no path, and no name on the hub."""
+    """The name is neither a bundled model, nor a path, nor a possible name on the hub."""
 
 
 class CheckpointWarning(UserWarning):
-    """The checkpoint loads, but it says two things at once, and the loader had to choose."""
+    """The checkpoint loads, but contradicts itself or has settings without effect here."""
 
 
 def quote(text) -> str:
-    """A name in a message: in double quotes, at most 200 characters, whatever could steer a terminal escaped."""
+    """A value for a message: in double quotes, at most 200 characters, unprintable ones escaped."""
     text = str(text) if len(str(text)) <= 200 else str(text)[:197] + "..."
     return "".join(
         c if c.isprintable() else json.dumps(c)[1:-1] for c in json.dumps(text, ensure_ascii=False)
@@ -72,10 +76,11 @@ def quote(text) -> str:
 
 
 def loads(data: bytes | str):
-    """The one JSON value in `data`. ValueError says what is wrong; the caller says where.
+    """The JSON value in `data`. ValueError gives the reason; the caller adds the file's name.
 
-    Costs what json.loads costs, and a walk over the containers for their depth: 0.1 s for Qwen3's tokenizer.json. Its
-    150,000 lists set off Python's garbage collector again and again, which finds nothing and takes as long as the rest.
+    Takes the time of json.loads plus a walk over the containers for their depth: 0.1 s for Qwen3's
+    tokenizer.json. The garbage collector is paused: the 150,000 lists of that file would start it
+    again and again, which doubles the time and frees nothing.
     """
     text = data if isinstance(data, str) else data.decode("utf-8")
     count = text.count("[") + text.count("{")
@@ -110,7 +115,7 @@ def _collector_paused():
 
 
 def parse_object(data: bytes, where: str, error: type = CheckpointError) -> dict:
-    """JSON object in `data`; `where` names its origin in the error, which is of the caller's type."""
+    """The JSON object in `data`. `where` names its origin in the message of `error`."""
     try:
         value = loads(data)
     except ValueError as reason:
@@ -121,12 +126,15 @@ def parse_object(data: bytes, where: str, error: type = CheckpointError) -> dict
 
 
 def read_object(path: Path, error: type = CheckpointError) -> dict:
-    """The JSON object that the file holds."""
+    """The JSON object in a file."""
     return parse_object(read_bytes(path, error), str(path), error)
 
 
 def read_bytes(path: Path, error: type = CheckpointError, kind: str = "") -> bytes:
-    """The whole of a regular file (a pipe or a device would block for ever) of at most LIMITS[kind or its name]."""
+    """All bytes of a regular file of at most LIMITS[kind or the file's name] bytes.
+
+    A pipe or a device is refused, because reading it could block forever.
+    """
     limit = LIMITS.get(kind or path.name, LIMITS["config.json"])
     try:
         if not path.is_file():
@@ -144,7 +152,10 @@ def read_bytes(path: Path, error: type = CheckpointError, kind: str = "") -> byt
 
 
 def _too_deep(value) -> bool:
-    """More than DEEPEST levels? Level by level, because a function that calls itself has the limit that is tested."""
+    """Whether the value has more than DEEPEST levels.
+
+    Level by level: a recursive function could hit Python's recursion limit.
+    """
     inside, level = (dict, list), [value]
     for _ in range(DEEPEST + 1):
         parts = (outer.values() if type(outer) is dict else outer for outer in level)
@@ -164,7 +175,7 @@ def _no_repeats(pairs):
 
 
 def _finite(text: str) -> float:
-    """NaN and Infinity are no JSON; 1e999 is, but no float."""
+    """NaN and Infinity are not JSON. 1e999 is JSON, but not a finite float."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text[:DIGITS]} is no finite number")

@@ -1,10 +1,10 @@
-"""The way back: config and tensors → an ordinary Hugging Face folder that transformers and `load` open.
+"""Write config and tensors as an ordinary Hugging Face folder that transformers and `load` open.
 
     with new_files(folder, CHECKPOINT) as new:
         write_checkpoint(new, config, state_dict, generation_config)
 
-The files are written beside their places and moved when all are on the disk, so a write that fails loses nothing, and a
-model may be saved over the folder that its weights are mapped from.
+The files are written to a temporary folder and moved once all are on the disk. So a failed write
+loses nothing, and a model can be saved to the folder from which its weights are mapped.
 """
 
 import json
@@ -36,9 +36,10 @@ TOKENIZER = (
 def new_files(
     folder: str | os.PathLike, files: Iterable[str], force: bool = False
 ) -> Iterator[Path]:
-    """Yields an empty folder; what is written there replaces `files` of `folder`, the ones that it lacks too.
+    """Yield an empty folder whose content will replace `files` of `folder`.
 
-    CheckpointError, before anything is written, if one of them is there already, unless `force`.
+    A name of `files` that is not written is removed from `folder`. Raises CheckpointError, before
+    anything is written, if one of the files exists and `force` is false.
     """
     folder = Path(os.path.expanduser(folder))
     taken = [name for name in files if os.path.lexists(folder / name)]
@@ -57,14 +58,14 @@ def new_files(
         for name in {*files, *os.listdir(temporary)}:
             if (temporary / name).exists():
                 os.replace(temporary / name, folder / name)
-            else:  # of the model that was here
+            else:  # belongs to the model that was saved here before
                 remove(folder / name)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def remove(path: Path) -> None:
-    """A file or a folder, if it is there."""
+    """Remove a file or a folder, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -77,9 +78,10 @@ def write_checkpoint(
     state_dict: dict[str, "torch.Tensor"],
     generation_config: dict | None = None,
 ) -> None:
-    """model.safetensors with Hugging Face's names, config.json and, if there is one, generation_config.json.
+    """Write model.safetensors with Hugging Face's names, config.json and generation_config.json.
 
-    A tied head is stored once. CheckpointError for tensors that are not exactly those of the config, or not floats.
+    A tied head is stored once. Raises CheckpointError if tensors of the config are missing, left
+    over or of the wrong shape. An empty generation_config is not written.
     """
     from safetensors.torch import save_file
 
