@@ -80,7 +80,7 @@ class PretrainedModel(nn.Module):
         optimized, because an optimized model has other tensors.
         """
         config = self.config.to_dict() | {"torch_dtype": str(self.dtype).removeprefix("torch.")}
-        files = writing.CHECKPOINT
+        files: tuple[str, ...] = writing.CHECKPOINT
         if tokenizer:
             files += writing.TOKENIZER
         try:

@@ -50,22 +50,20 @@ def fitted(template: ChatTemplate, messages: Sequence[dict]) -> list[dict]:
     Only assistant messages with tool calls or without content change. Their arguments may be an
     object or a JSON text.
     """
-    needed = any(is_null(message) or calls_of(message) for message in messages)
-    return written(messages, form_of(template)) if needed else list(messages)
+    if not any(is_null(message) or calls_of(message) for message in messages):
+        return list(messages)
+    return written(messages, form_of(template))
 
 
 @functools.lru_cache(maxsize=8)
 def form_of(template: ChatTemplate) -> Form:
     """The first form that shows a call, else the first that renders, else the first of all."""
     forms = list(itertools.product((absent, null, empty), (as_object, as_text)))
-    prompts = [probed(template, form) for form in forms]
-    shown = [
-        form
-        for form, prompt in zip(forms, prompts, strict=True)
-        if prompt and shows_arguments(prompt)
-    ]
-    rendered = [form for form, prompt in zip(forms, prompts, strict=True) if prompt]
-    return next(iter(shown or rendered or forms))
+    prompts = {form: probed(template, form) for form in forms}
+    rendered = [form for form in forms if prompts[form]]
+    shown = [form for form in rendered if shows_arguments(prompts[form])]
+    best = shown or rendered or forms
+    return best[0]
 
 
 def probed(template: ChatTemplate, form: Form) -> str:
@@ -90,7 +88,12 @@ def shows_arguments(prompt: str) -> bool:
 def written(messages: Sequence[dict], form: Form) -> list[dict]:
     """The messages in this form."""
     content, arguments = form
-    return [with_arguments(content(one) if is_null(one) else one, arguments) for one in messages]
+    found = []
+    for message in messages:
+        if is_null(message):
+            message = content(message)
+        found.append(with_arguments(message, arguments))
+    return found
 
 
 def is_null(message: Any) -> bool:
@@ -107,7 +110,9 @@ def is_null(message: Any) -> bool:
 
 def calls_of(message: Any) -> list:
     """The tool calls of a message; [] if there are none."""
-    calls = message.get("tool_calls") if isinstance(message, dict) else None
+    if not isinstance(message, dict):
+        return []
+    calls = message.get("tool_calls")
     return calls if isinstance(calls, list) else []
 
 
@@ -129,16 +134,16 @@ def empty(message: dict) -> dict:
 def with_arguments(message: dict, form: Callable[[Any], Any]) -> dict:
     """A message whose calls have their arguments in this form."""
     calls = calls_of(message)
-    return (
-        message | {"tool_calls": [with_argument(call, form) for call in calls]}
-        if calls
-        else message
-    )
+    if not calls:
+        return message
+    return message | {"tool_calls": [with_argument(call, form) for call in calls]}
 
 
 def with_argument(call: Any, form: Callable[[Any], Any]) -> Any:
     """One call with its arguments in this form. A call of another shape is returned unchanged."""
-    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict):
+        return call
+    function = call.get("function")
     if not isinstance(function, dict) or "arguments" not in function:
         return call
     return call | {"function": function | {"arguments": form(function["arguments"])}}
@@ -146,8 +151,10 @@ def with_argument(call: Any, form: Callable[[Any], Any]) -> Any:
 
 def as_object(arguments: Any) -> Any:
     """The object in a JSON text. A text that holds no object is returned unchanged."""
+    if not isinstance(arguments, str):
+        return arguments
     try:
-        found = loads(arguments or "{}") if isinstance(arguments, str) else arguments
+        found = loads(arguments or "{}")
     except ValueError:
         return arguments
     return found if isinstance(found, dict) else arguments
@@ -155,4 +162,6 @@ def as_object(arguments: Any) -> Any:
 
 def as_text(arguments: Any) -> Any:
     """The arguments as JSON text. A text is returned unchanged."""
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    if isinstance(arguments, str):
+        return arguments
+    return json.dumps(arguments, ensure_ascii=False)

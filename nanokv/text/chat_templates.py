@@ -11,8 +11,10 @@ from typing import Any
 from nanokv.errors import TemplateError, TokenizerError
 from weights_loader.strict import quote, read_bytes
 
-DEFAULT, TOOL_USE = "default", "tool_use"
-FILE, FOLDER = "chat_template.jinja", "additional_chat_templates"
+DEFAULT = "default"
+TOOL_USE = "tool_use"
+FILE = "chat_template.jinja"
+FOLDER = "additional_chat_templates"
 MOST = 32  # templates of one checkpoint; Command R+ has 3
 
 
@@ -21,13 +23,15 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
     If there are no such files, from tokenizer_config.json.
     """
-    paths = {DEFAULT: folder / FILE} if (folder / FILE).is_file() else {}
+    paths = {}
+    if (folder / FILE).is_file():
+        paths[DEFAULT] = folder / FILE
     paths |= {path.stem: path for path in sorted((folder / FOLDER).glob("*.jinja"))}
     if len(paths) > MOST:
         raise TokenizerError(f"{folder} has {len(paths):,} chat templates, at most {MOST} are read")
-    return {name: read_template(path) for name, path in paths.items()} or templates_in(
-        config, folder
-    )
+    if not paths:
+        return templates_in(config, folder)
+    return {name: read_template(path) for name, path in paths.items()}
 
 
 def read_template(path: Path) -> str:
@@ -44,20 +48,20 @@ def templates_in(config: Mapping[str, Any], folder: Path) -> dict[str, str]:
     `chat_template` is a text, or a list of {"name": …, "template": …}.
     """
     found = config.get("chat_template")
-    if isinstance(found, list):
-        named = [
-            entry
-            for entry in found
-            if isinstance(entry, dict) and isinstance(entry.get("name"), str)
-        ]
-        found = {entry["name"]: entry.get("template") for entry in named[:MOST]}
+    if found is None:
+        return {}
     if isinstance(found, str):
-        found = {DEFAULT: found}
-    if found is not None and not (
-        isinstance(found, dict) and all(isinstance(one, str) for one in found.values())
-    ):
+        return {DEFAULT: found}
+    if isinstance(found, list):
+        named = [entry for entry in found if _has_name(entry)]
+        found = {entry["name"]: entry.get("template") for entry in named[:MOST]}
+    if not isinstance(found, dict) or not all(isinstance(one, str) for one in found.values()):
         raise TokenizerError(f"chat_template in {folder} is a {type(found).__name__}, not text")
-    return found or {}
+    return found
+
+
+def _has_name(entry: Any) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("name"), str)
 
 
 def pick(templates: Mapping[str, str], choice: str | None = None, tools: Any = None) -> str:
@@ -72,13 +76,14 @@ def pick(templates: Mapping[str, str], choice: str | None = None, tools: Any = N
             "this tokenizer has no chat template: it belongs to a base model",
             "encode plain text instead, or use a chat checkpoint",
         )
-    name = TOOL_USE if tools is not None and TOOL_USE in templates else DEFAULT
-    if name not in templates:
+    if tools is not None and TOOL_USE in templates:
+        return templates[TOOL_USE]
+    if DEFAULT not in templates:
         raise TemplateError(
             f"none of this tokenizer's chat templates is the default: {names(templates)}",
             "choose one by its name: chat_template=…, --chat-template",
         )
-    return templates[name]
+    return templates[DEFAULT]
 
 
 def chosen(templates: Mapping[str, str], choice: str) -> str:

@@ -30,7 +30,8 @@ from nanokv.text.token_names import content
 from nanokv.text.tokenizer import SPOKEN, Tokenizer
 from weights_loader.control_texts import FILL_IN_ENDS, TURN_ENDS, turn_ends
 
-GENERATION, CONFIG = "generation_config.json", "config.json"
+GENERATION = "generation_config.json"
+CONFIG = "config.json"
 NAMES = tuple(f"{name}_token" for name in ("eos", "eot", "eom", *FILL_IN_ENDS))
 BEGINNINGS = {  # tokens that begin a turn in common templates; they never end one
     *SPOKEN,
@@ -41,9 +42,12 @@ BEGINNINGS = {  # tokens that begin a turn in common templates; they never end o
     "<|start_header_id|>",
     "<|end_header_id|>",
 }
-ASKED, ANSWERED = "Question7", "Answer7"  # message contents with which a template is probed
+# The messages with which a template is probed.
+ASKED = "Question7"
+ANSWERED = "Answer7"
 SYSTEM = {"role": "system", "content": "System7"}
-USER, ASSISTANT = {"role": "user", "content": ASKED}, {"role": "assistant", "content": ANSWERED}
+USER = {"role": "user", "content": ASKED}
+ASSISTANT = {"role": "assistant", "content": ANSWERED}
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,9 @@ def of_folder(folder: str | os.PathLike, tokenizer: Tokenizer) -> tuple[End, ...
 
     Raises ConfigError if an eos_token_id is not an id.
     """
-    said = (eos_token_ids(optional(Path(folder) / name)) for name in (GENERATION, CONFIG))
-    return ends(tokenizer, *said)
+    generation = optional(Path(folder) / GENERATION)
+    config = optional(Path(folder) / CONFIG)
+    return ends(tokenizer, eos_token_ids(generation), eos_token_ids(config))
 
 
 def ends(
@@ -81,7 +86,8 @@ def ends(
         return ()
     texts = tokenizer.special_tokens
     likely = {id for text, id in texts.items() if text not in BEGINNINGS}
-    templates = tokenizer.chat_templates.values() if templates is None else templates
+    if templates is None:
+        templates = tokenizer.chat_templates.values()
     found: dict[int, list[str]] = {}
     _add(found, GENERATION, generation or ())
     _add(found, CONFIG, (id for id in config or () if not generation or id in likely))
@@ -100,7 +106,9 @@ def _add(found: dict[int, list[str]], source: str, ids: Iterable[int]) -> None:
 
 
 def _text(tokenizer: Tokenizer, id: int) -> str:
-    return tokenizer.decode([id]) if id < tokenizer.rows else ""
+    if id >= tokenizer.rows:
+        return ""
+    return tokenizer.decode([id])
 
 
 def _named(tokenizer: Tokenizer, name: str) -> list[int]:
@@ -118,8 +126,8 @@ def _of_templates(tokenizer: Tokenizer, sources: Iterable[str], known: set[int])
     texts = tokenizer.special_tokens
     others = {id for text, id in texts.items() if text not in BEGINNINGS}
     if others <= known:  # rendering could not find a further id
-        written = {id for id in others if any(_text(tokenizer, id) in source for source in sources)}
-        return list(written) if len(written) == 1 else []
+        written = [id for id in others if any(_text(tokenizer, id) in source for source in sources)]
+        return written if len(written) == 1 else []
     found: dict[int, None] = {}
     with contextlib.suppress(TemplateStopped):  # further renders would run into the limit too
         for source in sources:
@@ -143,20 +151,27 @@ def answer_ends(tokenizer: Tokenizer, source: str) -> list[int]:
         except TemplateError:  # the template rejects this conversation; another may work
             return ""
 
-    texts = tokenizer.special_tokens
     for start in (), (SYSTEM,):  # some templates require a system message
-        asked = *start, USER
-        answers = render(*asked, ASSISTANT), render(*asked, ASSISTANT, USER)
+        asked = (*start, USER)
+        answers = [render(*asked, ASSISTANT), render(*asked, ASSISTANT, USER)]
         shown = [text for text in answers if ANSWERED in text]
-        if shown:
-            question, prompt = render(*asked), render(*asked, asks=True)
-            opening = prompt.removeprefix(question) if question else ""
-            others = BEGINNINGS | (TURN_ENDS - turn_ends(texts))
-            no_ends = {texts[text] for text in others if text in texts}
-            no_ends |= _beginnings(tokenizer, shown[0], asked[0]["content"], opening)
-            firsts = dict.fromkeys(id for text in shown for id in _after(tokenizer, text))
-            return [id for id in firsts if id not in no_ends]
+        if not shown:
+            continue
+        question = render(*asked)
+        prompt = render(*asked, asks=True)
+        opening = prompt.removeprefix(question) if question else ""
+        no_ends = _known_beginnings(tokenizer)
+        no_ends |= _beginnings(tokenizer, shown[0], asked[0]["content"], opening)
+        firsts = dict.fromkeys(id for text in shown for id in _after(tokenizer, text))
+        return [id for id in firsts if id not in no_ends]
     return []
+
+
+def _known_beginnings(tokenizer: Tokenizer) -> set[int]:
+    """Added tokens that begin a turn, or end a message within a turn, in published models."""
+    texts = tokenizer.special_tokens
+    others = BEGINNINGS | (TURN_ENDS - turn_ends(texts))
+    return {texts[text] for text in others if text in texts}
 
 
 def _after(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -175,10 +190,13 @@ def _beginnings(tokenizer: Tokenizer, text: str, first: str, opening: str) -> se
     question is a beginning too, unless it also appears between question and answer.
     """
     added = set(tokenizer.special_tokens.values())
-    parts = text.partition(ANSWERED)[0].partition(ASKED)
-    start, _, between = parts[0].partition(first)
-    before, question, answer, asks = (
-        [id for id in tokenizer.encode(part) if id in added]
-        for part in (start, between, parts[2], opening)
-    )
-    return {*before[:1], *before[-1:], *set(question[-1:]) - set(answer), *set(asks) & set(before)}
+
+    def added_ids(part: str) -> list[int]:
+        return [id for id in tokenizer.encode(part) if id in added]
+
+    to_answer, _, _ = text.partition(ANSWERED)
+    to_question, _, before_answer = to_answer.partition(ASKED)
+    start, _, before_question = to_question.partition(first)
+    before = added_ids(start)
+    question = set(added_ids(before_question)[-1:]) - set(added_ids(before_answer))
+    return {*before[:1], *before[-1:], *question, *set(added_ids(opening)) & set(before)}

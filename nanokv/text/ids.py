@@ -45,7 +45,9 @@ def id_rows(ids: Rows, vocab_size: int) -> list[list[int]]:
     """
     try:
         found = _nested(ids)
-        rows = [_ints(row) for row in (found if found and isinstance(found[0], list) else [found])]
+        if not found or not isinstance(found[0], list):  # one sequence
+            found = [found]
+        rows = [_ints(row) for row in found]
     except TokenIdsError as error:
         raise _not_rows(str(error), error.hint) from None
     widths = sorted({len(row) for row in rows})
@@ -81,18 +83,17 @@ def _nested(ids: Any) -> list:
     if isinstance(ids, str | bytes):
         raise TokenIdsError(f"token ids were expected, got the text {ids[:40]!r}", ENCODE)
     if hasattr(ids, "tolist"):
-        dtype, ids = str(getattr(ids, "dtype", "int")), ids.tolist()
+        dtype = str(getattr(ids, "dtype", "int"))
+        ids = ids.tolist()
         if "int" not in dtype and ids != []:
             raise TokenIdsError(f"token ids are whole numbers, these are {dtype}", INTEGERS)
     if not isinstance(ids, Iterable):
         raise TokenIdsError(
             f"token ids were expected, got {type(ids).__name__} {str(ids)[:60]}", ENCODE
         )
-    found = (
-        list(ids)
-        if type(ids) is list and set(map(type, ids)) <= {int}
-        else [_plain(part) for part in ids]
-    )
+    if type(ids) is list and set(map(type, ids)) <= {int}:
+        return list(ids)
+    found = [_plain(part) for part in ids]
     kinds = set(map(type, found))
     if list in kinds and len(kinds) > 1:
         raise TokenIdsError("here ids and lists of ids are mixed", "(T,) or (B,T)")
@@ -105,14 +106,13 @@ def _plain(part: Any) -> Any:
     """numpy.int64(5) → 5; a row in any form → a list; any other value unchanged."""
     if type(part) is int:
         return part
-    part = part.tolist() if hasattr(part, "tolist") else part
+    if hasattr(part, "tolist"):
+        part = part.tolist()
     if type(part) is list and set(map(type, part)) <= {int}:  # the usual case: 10 times faster
         return list(part)
-    return (
-        [_plain(id) for id in part]
-        if isinstance(part, Iterable) and not isinstance(part, str | bytes)
-        else part
-    )
+    if isinstance(part, str | bytes) or not isinstance(part, Iterable):
+        return part
+    return [_plain(id) for id in part]
 
 
 def _ints(ids: list) -> list[int]:

@@ -24,7 +24,8 @@ from pathlib import Path
 from nanokv.errors import TemplateError, TemplateStopped
 
 WORKER = Path(__file__).with_name("render_worker.py")
-HEAD, LENGTH = struct.Struct(">QdQQ"), struct.Struct(">Q")  # before a request, before an answer
+HEAD = struct.Struct(">QdQQ")  # before a request, see render_worker.py
+LENGTH = struct.Struct(">Q")  # before an answer
 SECONDS = 2.0  # of processor time, so that a busy machine does not stop an honest template
 # Seconds of wall time. Windows has no limit of processor time.
 CLOCK = 60.0 if find_spec("resource") else 10.0
@@ -49,19 +50,24 @@ class RenderProcess:
     """A worker process. It renders one template at a time."""
 
     def __init__(self) -> None:
-        folders = dict.fromkeys(
-            str(Path(find_spec(name).origin).parents[1]) for name in ("jinja2", "markupsafe")
-        )
+        folders = dict.fromkeys(map(folder_of, ("jinja2", "markupsafe")))
         command = [sys.executable, "-I", "-S", str(WORKER), *folders]
-        own = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
-        # A new session, so that Ctrl-C in the terminal reaches only the parent.
-        pipe, null = subprocess.PIPE, subprocess.DEVNULL
+        environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
         try:
             self.process = subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, stderr=null, env=own, start_new_session=True
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,  # so that Ctrl-C in the terminal reaches only the parent
             )
         except OSError as error:
             raise TemplateError(f"no process can be started for chat templates: {error}") from error
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.requests = self.process.stdin
+        self.answers = self.process.stdout
 
     def ask(self, request: bytes, seconds: float, most: int) -> tuple[str, str]:
         """(kind, text) of the answer, which has at most `most` bytes.
@@ -71,8 +77,8 @@ class RenderProcess:
         timer = threading.Timer(CLOCK + seconds, self.process.kill)
         timer.start()
         try:
-            self.process.stdin.write(request)
-            self.process.stdin.flush()
+            self.requests.write(request)
+            self.requests.flush()
             answer = self._read(most)
         except OSError:  # the pipe is broken
             answer = b""
@@ -90,12 +96,16 @@ class RenderProcess:
 
     def _read(self, most: int) -> bytes:
         """The answer; b"" if the process ended before it was complete."""
-        head = self.process.stdout.read(LENGTH.size)
-        size = LENGTH.unpack(head)[0] if len(head) == LENGTH.size else 0
+        head = self.answers.read(LENGTH.size)
+        if len(head) < LENGTH.size:
+            return b""
+        (size,) = LENGTH.unpack(head)
         if size > most:
             raise stopped(f"its answer has {size:,} bytes, more than {most:,}")
-        answer = self.process.stdout.read(size)
-        return answer if len(answer) == size else b""
+        answer = self.answers.read(size)
+        if len(answer) < size:
+            return b""
+        return answer
 
     def _end_of(self, seconds: float) -> TemplateError:
         """The error for a process that ended without an answer."""
@@ -104,7 +114,9 @@ class RenderProcess:
             return stopped(f"it ran for more than {seconds:.3g} s")
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         why = f"the process that rendered it ended, {how}"
-        return Killed(f"the chat template was stopped: {why}") if code == -9 else stopped(why)
+        if code == -9:
+            return Killed(f"the chat template was stopped: {why}")
+        return stopped(why)
 
     @property
     def alive(self) -> bool:
@@ -121,8 +133,16 @@ class RenderProcess:
 
         The process ends when no other process holds them open.
         """
-        for pipe in (self.process.stdin, self.process.stdout):
-            pipe.raw.close()
+        for pipe in (self.requests, self.answers):
+            pipe.raw.close()  # type: ignore[attr-defined]  # Popen's pipes are buffered
+
+
+def folder_of(package: str) -> str:
+    """The folder from which a package is imported."""
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:
+        raise TemplateError(f"chat templates need {package}, which is not installed")
+    return str(Path(spec.origin).parents[1])
 
 
 _all: set[RenderProcess] = set()
@@ -135,7 +155,8 @@ def answer_to(source: str, variables: str = "null", seconds: float = SECONDS) ->
     With "null" the template is only compiled. Raises TemplateError.
     """
     seconds += len(variables) / BYTES_A_SECOND
-    memory, output = (least + PER_BYTE * len(variables) for least in (MEMORY, OUTPUT))
+    memory = MEMORY + PER_BYTE * len(variables)
+    output = OUTPUT + PER_BYTE * len(variables)
     body = f"[{json.dumps(source)}, {variables}]".encode()
     request = HEAD.pack(len(body), seconds, memory, output) + body
     most = 12 * output + 10_000  # JSON writes a character in up to 12 bytes: \\ud83d\\ude00

@@ -35,7 +35,8 @@ import jinja2.debug
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-HEAD, LENGTH = struct.Struct(">QdQQ"), struct.Struct(">Q")
+HEAD = struct.Struct(">QdQQ")
+LENGTH = struct.Struct(">Q")
 SOURCE = 131_072  # characters of a template; the longest published templates have 20,000
 CODECS = (  # used by jinja2 for string literals, or named by a template
     "ascii",
@@ -56,7 +57,8 @@ CLOSED = ("RLIMIT_NOFILE", "RLIMIT_NPROC", "RLIMIT_FSIZE", "RLIMIT_CORE")
 
 def main() -> None:
     """Answer requests until the other side closes the pipe."""
-    requests, answers = os.fdopen(0, "rb"), os.fdopen(1, "wb")
+    requests = os.fdopen(0, "rb")
+    answers = os.fdopen(1, "wb")
     for name in CODECS:
         codecs.lookup(name)
     datetime.now().strftime("%c")  # the system reads the time zone
@@ -87,7 +89,8 @@ def answered(requests, size: int, seconds: float, memory: int, output: int) -> l
     try:
         limit_render(seconds, memory)
         try:
-            return ["text", rendered(*json.loads(requests.read(size)), output)]
+            source, variables = json.loads(requests.read(size))
+            return ["text", rendered(source, variables, output)]
         finally:
             limit_render(0, memory)
     except MemoryError:
@@ -118,7 +121,9 @@ def limit_render(seconds: float, memory: int) -> None:
 def rendered(source: str, variables: dict | None, output: int) -> str:
     """The rendered text, at most `output` characters; "" if variables is None."""
     template = compiled(source)
-    text = "" if variables is None else template.render(variables)
+    if variables is None:
+        return ""
+    text = template.render(variables)
     if len(text) > output:
         raise Stopped(f"it wrote more than {output:,} characters")
     return text

@@ -7,11 +7,14 @@ a sandbox and within limits (render_process.py). Any failure in it is a Template
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from nanokv.errors import TemplateError
 from nanokv.text import render_process
 
+Messages = Sequence[Mapping[str, Any]]  # checked here, so a caller may pass anything
+Tools = Sequence[Mapping[str, Any]] | None
 # Templates silently drop a message with an unknown role.
 ROLES = ("system", "user", "assistant", "tool")
 NULL = object()  # a content that is null in the template; None is left out, as in transformers
@@ -36,10 +39,18 @@ class ChatTemplate:
         variables: Mapping[str, str] | None = None,
         seconds: float = render_process.SECONDS,
     ):
-        self.source, self.variables, self.seconds = source, dict(variables or {}), seconds
+        self.source = source
+        self.variables = dict(variables or {})
+        self.seconds = seconds
         render_process.answer_to(source, seconds=seconds)
 
-    def render(self, messages, tools=None, add_generation_prompt=True, **template_kwargs) -> str:
+    def render(
+        self,
+        messages: Messages,
+        tools: Tools = None,
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
+    ) -> str:
         """Prompt text of a conversation.
 
         messages: dicts with a role of ROLES and a content (text, None or NULL). An assistant
@@ -51,17 +62,13 @@ class ChatTemplate:
         """
         messages = checked(messages)
         try:
-            messages = [_with_reasoning(message) for message in map(plain, messages)]
-            variables = (
-                self.variables
-                | plain(template_kwargs)
-                | {
-                    "messages": messages,
-                    "tools": _checked_tools(tools),
-                    "documents": plain(template_kwargs.get("documents")),
-                    "add_generation_prompt": bool(add_generation_prompt),
-                }
-            )
+            variables = self.variables | plain(template_kwargs)
+            variables |= {
+                "messages": [_with_reasoning(message) for message in map(plain, messages)],
+                "tools": _checked_tools(tools),
+                "documents": plain(template_kwargs.get("documents")),
+                "add_generation_prompt": bool(add_generation_prompt),
+            }
             values = json.dumps(variables)
         # A value that contains itself, a key that JSON cannot have, 10**9999.
         except (RecursionError, TypeError, ValueError) as error:
@@ -71,7 +78,11 @@ class ChatTemplate:
         return render_process.answer_to(self.source, values, self.seconds)
 
     def render_all(
-        self, messages, tools=None, add_generation_prompt=True, **template_kwargs
+        self,
+        messages: Messages,
+        tools: Tools = None,
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
     ) -> str:
         """`render`, but LeftOut if the prompt does not depend on the tools or earlier tool_calls.
 
@@ -79,7 +90,7 @@ class ChatTemplate:
         """
         text = self.render(messages, tools, add_generation_prompt, **template_kwargs)
 
-        def says_the_same(messages, tools):
+        def same_without(messages: Messages, tools: Tools) -> bool:
             try:
                 return text == self.render(
                     messages, tools, add_generation_prompt, **template_kwargs
@@ -87,7 +98,7 @@ class ChatTemplate:
             except TemplateError:  # so the template does use the value
                 return False
 
-        if tools and says_the_same(messages, None):
+        if tools and same_without(messages, None):
             raise LeftOut(
                 "tools",
                 "the chat template of this model has no place for tools",
@@ -96,20 +107,22 @@ class ChatTemplate:
         calls = any(
             message["role"] == "assistant" and message.get("tool_calls") for message in messages
         )
-        if calls and says_the_same(without_calls(messages), tools):
+        if calls and same_without(without_calls(messages), tools):
             raise LeftOut("tool_calls", "the chat template of this model leaves tool_calls out")
         return text
 
 
-def without_calls(messages) -> list[dict]:
+def without_calls(messages: Messages) -> list[dict]:
     """The same messages without their tool_calls."""
-    return [
-        {"content": None} | {name: part for name, part in message.items() if name != "tool_calls"}
-        for message in messages
-    ]
+    found = []
+    for message in messages:
+        message = {"content": None, **message}
+        message.pop("tool_calls", None)
+        found.append(message)
+    return found
 
 
-def checked(messages) -> list[dict]:
+def checked(messages: Any) -> list[dict]:
     """Messages without fields that are None, which transformers drops too.
 
     TemplateError names the first malformed message.
@@ -123,31 +136,36 @@ def checked(messages) -> list[dict]:
     if not isinstance(messages, (list, tuple)) or not messages:
         raise TemplateError("there are no messages: a chat prompt needs a list of at least one")
     for number, message in enumerate(messages, 1):
-        if not isinstance(message, Mapping):
-            raise TemplateError(
-                f"message {number} is a {type(message).__name__}, not a dict with role and content"
-            )
-        role, content = message.get("role"), message.get("content")
-        if role not in ROLES:
-            raise TemplateError(
-                f"message {number} has the role {role!r}, not one of {', '.join(ROLES)}"
-            )
-        if "content" not in message and not (role == "assistant" and "tool_calls" in message):
-            raise TemplateError(
-                f"message {number} ({role}) has no content", 'content: "" is an empty one'
-            )
-        if content not in (None, NULL) and not isinstance(content, str):
-            raise TemplateError(
-                f"message {number} ({role}) has a {type(content).__name__} as content, not text"
-            )
-        if not isinstance(message.get("tool_calls") or [], (list, tuple)):
-            raise TemplateError(f"message {number} ({role}): tool_calls is not a list")
+        _check_message(number, message)
     return [
         {key: value for key, value in message.items() if value is not None} for message in messages
     ]
 
 
-def _checked_tools(tools):
+def _check_message(number: int, message: Any) -> None:
+    if not isinstance(message, Mapping):
+        raise TemplateError(
+            f"message {number} is a {type(message).__name__}, not a dict with role and content"
+        )
+    role = message.get("role")
+    if role not in ROLES:
+        raise TemplateError(
+            f"message {number} has the role {role!r}, not one of {', '.join(ROLES)}"
+        )
+    if "content" not in message and not (role == "assistant" and "tool_calls" in message):
+        raise TemplateError(
+            f"message {number} ({role}) has no content", 'content: "" is an empty one'
+        )
+    content = message.get("content")
+    if content not in (None, NULL) and not isinstance(content, str):
+        raise TemplateError(
+            f"message {number} ({role}) has a {type(content).__name__} as content, not text"
+        )
+    if not isinstance(message.get("tool_calls") or [], (list, tuple)):
+        raise TemplateError(f"message {number} ({role}): tool_calls is not a list")
+
+
+def _checked_tools(tools: Any) -> list[dict] | None:
     if tools is None:
         return None
     if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in tools):
@@ -155,34 +173,32 @@ def _checked_tools(tools):
     return plain(list(tools))
 
 
-def plain(value):
+def plain(value: Any) -> Any:
     """The value rebuilt from plain JSON types, so that the template gets no object with methods."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if value is NULL:
         return None
-    for kind in (str, int, float):
-        if isinstance(value, kind):
-            return {str: str.__str__, int: int.__int__, float: float.__float__}[kind](value)
+    if isinstance(value, str):
+        return str.__str__(value)  # of the class: a subclass may define other methods
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
     if isinstance(value, Mapping):
         return {plain(key): plain(item) for key, item in value.items()}
+    if type(value) is tuple:
+        return tuple(map(plain, value))
     if isinstance(value, (list, tuple)):
-        return (
-            type(value)(map(plain, value))
-            if type(value) in (list, tuple)
-            else list(map(plain, value))
-        )
+        return list(map(plain, value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {
-            field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)
-        }
+        names = [field.name for field in dataclasses.fields(value)]
+        return {name: plain(getattr(value, name)) for name in names}
     return f"<{type(value).__name__}>"
 
 
-def _with_reasoning(message):
+def _with_reasoning(message: dict) -> dict:
     reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
-    return (
-        message
-        if reasoning is None
-        else {"thinking": reasoning, **message, "reasoning_content": reasoning}
-    )
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}

@@ -38,7 +38,8 @@ class ThinkSplitter:
     """
 
     def __init__(self, opened: bool = False):
-        self.state, self.held = ("think" if opened else "start"), ""
+        self.state = "think" if opened else "start"
+        self.held = ""
 
     def put(self, text: str) -> list[tuple[str, str]]:
         self.held += text
@@ -46,18 +47,24 @@ class ThinkSplitter:
         if self.state == "start":
             blank = self.held.lstrip()
             if blank.startswith("<think>"):
-                self.state, self.held = "think", blank[len("<think>") :]
+                self.state = "think"
+                self.held = blank[len("<think>") :]
             elif not "<think>".startswith(blank):
                 self.state = "answer"
         if self.state == "think":
             thought, closed, rest = self.held.partition("</think>")
-            keep = 0 if closed else overlap(thought, "</think>")
-            self._emit(out, thought[: len(thought) - keep])
-            self.held = rest if closed else thought[len(thought) - keep :]
-            self.state = "gap" if closed else "think"
+            if closed:
+                self._emit(out, thought)
+                self.held = rest
+                self.state = "gap"
+            else:
+                end = len(thought) - overlap(thought, "</think>")
+                self._emit(out, thought[:end])
+                self.held = thought[end:]
         # Newlines between the tag and the answer are dropped.
         if self.state == "gap" and self.held.lstrip("\n"):
-            self.state, self.held = "answer", self.held.lstrip("\n")
+            self.held = self.held.lstrip("\n")
+            self.state = "answer"
         if self.state == "answer":
             self._emit(out, self.held)
             self.held = ""
@@ -81,21 +88,25 @@ class ThinkSplitter:
         self.held = ""
         return out
 
-    def _emit(self, out, text):
+    def _emit(self, out: list[tuple[str, str]], text: str) -> None:
+        kind = "think" if self.state == "think" else "answer"
         if text:
-            out.append(("think" if self.state == "think" else "answer", text))
+            out.append((kind, text))
 
 
 def overlap(text: str, tag: str) -> int:
     """Length of the longest end of `text` that is a proper beginning of `tag`."""
-    return next(
-        (n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0
-    )
+    longest = min(len(tag) - 1, len(text))
+    for n in range(longest, 0, -1):
+        if text.endswith(tag[:n]):
+            return n
+    return 0
 
 
 def split_thinking(text: str, opened: bool = False) -> tuple[str, str]:
     """(thinking, answer) of a complete reply."""
     splitter = ThinkSplitter(opened)
     pieces = splitter.put(text) + splitter.flush()
-    thinking, answer = ("".join(t for k, t in pieces if k == kind) for kind in ("think", "answer"))
+    thinking = "".join(piece for kind, piece in pieces if kind == "think")
+    answer = "".join(piece for kind, piece in pieces if kind == "answer")
     return thinking, answer

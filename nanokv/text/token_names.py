@@ -13,7 +13,8 @@ from weights_loader.strict import quote, read_object
 
 MAP = "special_tokens_map.json"
 STANDARD = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-OLD, EXTRA = "additional_special_tokens", "extra_special_tokens"  # a list, or {name: token}
+OLD = "additional_special_tokens"  # a list, or {name: token}
+EXTRA = "extra_special_tokens"  # the same, under its new name
 OWN = "model_specific_special_tokens"  # {name: token}
 NAMING = (EXTRA, OLD, OWN)
 
@@ -39,12 +40,16 @@ def token_names(config: Mapping[str, Any], old: Mapping[str, Any] | None = None)
     written = {name: token for name, token in config.items() if _is_own(name)}
     typed = {name: token for name, token in written.items() if _is_typed(token)}
     plain = {name: token for name, token in written.items() if isinstance(token, str)}
-    extra = (config.get(EXTRA) or config.get(OLD)), old.get(EXTRA)
-    first, last = (tokens if isinstance(tokens, dict) else {} for tokens in extra)
-    explicit = plain | first or config.get(OWN)
-    tokens = standard | typed | {name: token for name, token in old.items() if _is_own(name)}
-    tokens |= (explicit if isinstance(explicit, dict) else {}) | last
-    return {name: text for name, token in tokens.items() if (text := content(token)) is not None}
+    old_own = {name: token for name, token in old.items() if _is_own(name)}
+    extra = _dict(config.get(EXTRA) or config.get(OLD))
+    explicit = _dict(plain | extra or config.get(OWN))
+    tokens = standard | typed | old_own | explicit | _dict(old.get(EXTRA))
+    texts = {name: content(token) for name, token in tokens.items()}
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+def _dict(value: Any) -> dict:
+    return value if isinstance(value, dict) else {}
 
 
 def with_names(config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
@@ -62,7 +67,9 @@ def with_names(config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str,
 
 def content(token: Any) -> str | None:
     """The text of a token, which is a string or {"content": …}; None for any other value."""
-    text = token.get("content") if isinstance(token, dict) else token
+    text = token
+    if isinstance(token, dict):
+        text = token.get("content")
     if not isinstance(text, str):
         return None
     try:

@@ -27,14 +27,15 @@ from weights_loader.control_texts import TURN_ENDS
 from weights_loader.strict import read_object
 
 
-def _byte_alphabet():
+def _byte_alphabet() -> dict[str, int]:
     """Character → byte: GPT-2's table, which gives every byte a visible character.
 
     Radford et al. 2019.
     """
-    own = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    moved = {256 + i: byte for i, byte in enumerate(b for b in range(256) if b not in own)}
-    return {chr(code): byte for code, byte in ({b: b for b in own} | moved).items()}
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in visible]
+    found = {chr(byte): byte for byte in visible}
+    return found | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 _BYTE_OF = _byte_alphabet()
@@ -92,8 +93,8 @@ class Tokenizer:
             render_process.start()
         backend, last_id = read_backend(folder / "tokenizer.json")
         if rows is None:
-            rows = _json_object(folder / "config.json").get("vocab_size", 0)
-            rows = rows if type(rows) is int else 0
+            size = _json_object(folder / "config.json").get("vocab_size")
+            rows = size if type(size) is int else 0
         return cls(backend, read_names(folder, config), templates, rows, config, last_id)
 
     from_pretrained = Elsewhere(TOKENIZER["from_pretrained"])
@@ -107,9 +108,10 @@ class Tokenizer:
         )
 
     def __repr__(self) -> str:
+        ids = f"{self.vocab_size:,} ids, {len(self.control_ids)} control tokens"
         template = "a chat template" if self.chat_template else "no chat template"
         eos = repr(self.eos_token)[:30]
-        return f"<Tokenizer: {self.vocab_size:,} ids, {len(self.control_ids)} control tokens, {template}, eos {eos}>"
+        return f"<Tokenizer: {ids}, {template}, eos {eos}>"
 
     @property
     def chat_template(self) -> str | None:
@@ -117,15 +119,14 @@ class Tokenizer:
 
         `chat_templates` holds all of them.
         """
-        return self.chat_templates.get(chat_templates.DEFAULT) or next(
-            iter(self.chat_templates.values()), None
-        )
+        default = self.chat_templates.get(chat_templates.DEFAULT)
+        return default or next(iter(self.chat_templates.values()), None)
 
     @chat_template.setter
     def chat_template(self, value: str | Mapping[str, str] | None) -> None:
-        self.chat_templates = (
-            {chat_templates.DEFAULT: value} if isinstance(value, str) else dict(value or {})
-        )
+        if isinstance(value, str):
+            value = {chat_templates.DEFAULT: value}
+        self.chat_templates = dict(value or {})
 
     @property
     def eos_token(self) -> str | None:
@@ -141,7 +142,9 @@ class Tokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        return None if self.eos_token is None else self.backend.token_to_id(self.eos_token)
+        if self.eos_token is None:
+            return None
+        return self.backend.token_to_id(self.eos_token)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Ids of `text`.
@@ -167,8 +170,11 @@ class Tokenizer:
                 raise TokenizerError(
                     f"text cannot be encoded: {_bad_character(text) or error}"
                 ) from error
-        bos = self.backend.token_to_id(self.bos_token) if self.bos_token else None
-        return ids[1:] if add_special_tokens and bos is not None and ids[:2] == [bos, bos] else ids
+        if add_special_tokens and self.bos_token:
+            bos = self.backend.token_to_id(self.bos_token)
+            if ids[:2] == [bos, bos]:
+                return ids[1:]
+        return ids
 
     def special_tokens_in(self, text: str) -> list[str]:
         """The added tokens that `encode` would find in this text, each once, in order."""
@@ -259,7 +265,8 @@ class StreamDecoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, skip: Set[int] = frozenset()):
-        self.tokenizer, self.skip = tokenizer, skip
+        self.tokenizer = tokenizer
+        self.skip = skip
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def put(self, id: int) -> str:
@@ -268,7 +275,9 @@ class StreamDecoder:
 
     def hidden(self, id: int) -> str:
         """The text of a token in `skip`, which `put` does not give; "" for other tokens."""
-        return self.tokenizer.token_bytes(id).decode("utf-8", "replace") if id in self.skip else ""
+        if id not in self.skip:
+            return ""
+        return self.tokenizer.token_bytes(id).decode("utf-8", "replace")
 
     def flush(self) -> str:
         """The held-back bytes as U+FFFD. Afterwards the decoder is ready for another text."""
@@ -278,25 +287,23 @@ class StreamDecoder:
 
 
 @functools.lru_cache(maxsize=8)
-def _compiled(source, names):
+def _compiled(source: str, names: tuple[tuple[str, str], ...]) -> ChatTemplate:
     return ChatTemplate(source, dict(names))
 
 
-def _bad_character(text):
+def _bad_character(text: str) -> str:
     for position, character in enumerate(text):
-        if "\ud800" <= character <= "\udfff":
+        code = ord(character)
+        if 0xDC80 <= code <= 0xDCFF:
             # Python's surrogateescape: a byte of a command line argument that is not UTF-8.
-            byte = ord(character) - 0xDC00
-            from_byte = 0x80 <= byte <= 0xFF
-            what = (
-                f"byte 0x{byte:02x} is not UTF-8"
-                if from_byte
-                else f"U+{ord(character):04X} is half a character"
-            )
-            return f"position {position}: {what}"
+            return f"position {position}: byte 0x{code - 0xDC00:02x} is not UTF-8"
+        if 0xD800 <= code <= 0xDFFF:
+            return f"position {position}: U+{code:04X} is half a character"
     return ""
 
 
-def _json_object(path):
+def _json_object(path: Path) -> dict:
     """The object in a file; {} if the file does not exist."""
-    return read_object(path, TokenizerError) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    return read_object(path, TokenizerError)

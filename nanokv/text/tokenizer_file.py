@@ -11,6 +11,7 @@ import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
@@ -57,8 +58,8 @@ def read_backend(path: Path) -> tuple[tokenizers.Tokenizer, int]:
     for token in added:  # the library gives a new token the next free id
         if (id := backend.token_to_id(token["content"])) != token.get("id"):
             raise TokenizerError(
-                f"{path}: added token {quote(token['content'])} says id {quote(token.get('id'))}, but "
-                f"comes to be {id:,}: ids are missing before it"
+                f"{path}: added token {quote(token['content'])} says id {quote(token.get('id'))}, "
+                f"but comes to be {id:,}: ids are missing before it"
             )
     ids = itertools.chain(fields["model"]["vocab"].values(), (token["id"] for token in added))
     return backend, max(ids, default=-1)
@@ -89,7 +90,7 @@ def write_tokenizer(
     )
 
 
-def check_fields(path: Path, fields: dict):
+def check_fields(path: Path, fields: dict) -> None:
     """TokenizerError unless every step is known and the model is deterministic byte-level BPE."""
     for part, implemented in (("model", "BPE"), ("decoder", "ByteLevel")):
         kind = _kind(fields.get(part))
@@ -98,7 +99,8 @@ def check_fields(path: Path, fields: dict):
     dropout = fields["model"].get("dropout")
     if dropout is not None and (type(dropout) not in (int, float) or dropout != 0):
         raise TokenizerError(
-            f"{path}: model.dropout is {quote(dropout)}: the same text would get other ids each time",
+            f"{path}: model.dropout is {quote(dropout)}: "
+            "the same text would get other ids each time",
             hint="dropout is for training: set it to null",
         )
     # Other kinds of BPE have these affixes. A long affix makes the library panic.
@@ -123,59 +125,64 @@ def check_fields(path: Path, fields: dict):
 
 def check_steps(path: Path, part: str, inner: str, fields: dict, known: set) -> list[dict]:
     """The steps of one part of the pipeline, each of a known type, with Sequences unpacked."""
-    waiting, steps = [fields[part]] if fields.get(part) is not None else [], []
+    waiting = []
+    if fields.get(part) is not None:
+        waiting.append(fields[part])
+    steps: list[dict] = []
     while waiting:
         step = waiting.pop()
         if _kind(step) == "Sequence" and isinstance(step.get(inner), list):
             waiting += reversed(step[inner])
             continue
         if _kind(step) not in known:
+            accepted = ", ".join(sorted(known))
             raise TokenizerError(
-                f"{path}: {part} {quote(_kind(step))} is not accepted: {', '.join(sorted(known))} are, alone or in "
-                f"a Sequence of at most {MOST_STEPS}"
+                f"{path}: {part} {quote(_kind(step))} is not accepted: {accepted} are, "
+                f"alone or in a Sequence of at most {MOST_STEPS}"
             )
         steps.append(step)
-        if len(steps) + len(waiting) > MOST_STEPS:
-            raise TokenizerError(
-                f"{path}: {part} has {len(steps) + len(waiting):,} steps, at most {MOST_STEPS}"
-            )
+        count = len(steps) + len(waiting)
+        if count > MOST_STEPS:
+            raise TokenizerError(f"{path}: {part} has {count:,} steps, at most {MOST_STEPS}")
     return steps
 
 
-def _check_split(path: Path, pattern):
-    text = pattern.get("String") if isinstance(pattern, dict) and len(pattern) == 1 else None
-    if isinstance(text, str) and text:  # a literal text, found in linear time
-        return
-    regex = pattern.get("Regex") if isinstance(pattern, dict) and len(pattern) == 1 else pattern
+def _check_split(path: Path, pattern: Any) -> None:
+    regex = pattern
+    if isinstance(pattern, dict) and len(pattern) == 1:
+        text = pattern.get("String")
+        if isinstance(text, str) and text:  # a literal text, found in linear time
+            return
+        regex = pattern.get("Regex")
     if regex not in REGEXES.values():
         raise TokenizerError(
-            f"{path}: pre_tokenizer Split has an unknown regex of {len(str(regex)):,} characters: {quote(regex)}",
+            f"{path}: pre_tokenizer Split has an unknown regex of {len(str(regex)):,} characters: "
+            f"{quote(regex)}",
             hint=f"a regex can take exponential time; known are those of {', '.join(REGEXES)}",
         )
 
 
-def _check_template(path: Path, single):
+def _check_template(path: Path, single: Any) -> None:
     """TokenizerError unless the template contains the text itself exactly once.
 
     Otherwise the ids of the text would be missing or repeated.
     """
-    pieces = (
-        [piece.get("Sequence") for piece in single if isinstance(piece, dict)]
-        if isinstance(single, list)
-        else []
-    )
+    if not isinstance(single, list):
+        single = []
+    pieces = [piece.get("Sequence") for piece in single if isinstance(piece, dict)]
     texts = [piece for piece in pieces if piece is not None]
     if len(texts) != 1 or not isinstance(texts[0], dict) or texts[0].get("id") != "A":
         raise TokenizerError(
-            f"{path}: post_processor TemplateProcessing names the text {len(texts):,} times, not once"
+            f"{path}: post_processor TemplateProcessing names the text {len(texts):,} times, "
+            "not once"
         )
 
 
-def _check_added(path: Path, added):
+def _check_added(path: Path, added: Any) -> None:
     if not isinstance(added, list) or len(added) > MOST_ADDED:
         raise TokenizerError(f"{path}: added_tokens is no list of at most {MOST_ADDED:,} tokens")
     for token in added:
-        text = token.get("content") if isinstance(token, dict) else None
+        text = _field(token, "content")
         if not isinstance(text, str) or not 0 < len(text) <= LONGEST_ADDED:
             raise TokenizerError(
                 f"{path}: added token {quote(token)}: its content must have 1 to {LONGEST_ADDED:,} "
@@ -183,6 +190,13 @@ def _check_added(path: Path, added):
             )
 
 
-def _kind(step) -> str | None:
-    kind = step.get("type") if isinstance(step, dict) else None
+def _kind(step: Any) -> str | None:
+    kind = _field(step, "type")
     return kind if isinstance(kind, str) else None
+
+
+def _field(value: Any, name: str) -> Any:
+    """A field of an object; None if it is absent or `value` is not an object."""
+    if not isinstance(value, dict):
+        return None
+    return value.get(name)
