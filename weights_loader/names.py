@@ -1,6 +1,6 @@
 """The tensors that a checkpoint must contain, by config.json alone, and the files that hold them.
 
-Hugging Face's names differ from nanokv's by one prefix: "model.layers.0..." and "layers.0...". Only
+Hugging Face's names have one prefix that nanokv's lack: "model.layers.0..." and "layers.0...". Only
 lm_head has no prefix, and a backbone that was saved alone has none at all. This is plain
 arithmetic: no tensor is read and no memory is allocated. Settings of the maths (rope, activation,
 window) are checked in nanokv.config.
