@@ -1,14 +1,18 @@
-"""Hub id → a complete folder in the Hugging Face cache: only the files that nanokv reads, resumable, hash-checked.
+"""Download a model from the hub into the Hugging Face cache: resumable and hash-checked.
 
-Names, cache layout, tokens and environment (HF_HOME, HF_HUB_CACHE, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE,
-HF_HUB_DISABLE_PROGRESS_BARS) are huggingface_hub's. Two things are done here. Its 2.4 deletes a partial file when the
-process ends: each file is fetched as blobs/<etag>.part with Range requests. And it believes the server: here a header
-is checked before it becomes a path, a body ends at the announced size, and bytes must have the hash that the hub
-names (sha256, or git's sha1 for small files). Plain HTTP, not xet, for that reason.
+Only the files that nanokv reads are fetched. Names, cache layout, tokens and environment variables
+(HF_HOME, HF_HUB_CACHE, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE, HF_HUB_DISABLE_PROGRESS_BARS) are
+huggingface_hub's. Its own download differs in two points. It deletes a partial file when the
+process ends; here each file is fetched to blobs/<etag>.part with Range requests, so that the next
+run continues. And it trusts the server; here a header is checked before it becomes a path, a body
+ends at the announced size, and the bytes must have the hash that the hub names (sha256, or git's
+sha1 for small files). For the same reasons files are fetched over plain HTTP, not xet.
 
-A client before 1.0 gives up where a connection breaks, and the next run goes on from there; later ones go on at once.
+A client before 1.0 stops when a connection breaks, and the next run continues. Later clients
+reconnect at once.
 
-Small files are hashed again at every resolve (20 ms for Qwen3's); weights by `check_hashes`, for `nanokv verify`.
+Small files are hashed again at every resolve, 20 ms for Qwen3's. Weights are hashed again by
+`check_hashes`, for `nanokv verify`.
 """
 
 import difflib
@@ -29,9 +33,9 @@ from .installed import PACKAGES
 from .names import INDEX, SINGLE, missing_weights, read_weight_map
 from .strict import LIMITS, CheckpointError, UnknownModel, quote, read_object
 
-# Beside chat_template.jinja; these names are known, a list costs a request.
+# Folder of further chat templates. Their names are known; a list would cost a request.
 TEMPLATES = "additional_chat_templates"
-SMALL = (  # optional
+SMALL = (  # optional files
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -41,7 +45,7 @@ SMALL = (  # optional
     f"{TEMPLATES}/rag.jinja",
 )
 FAMILY = tuple(f"Qwen/Qwen3-{size}" for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B"))
-SHORT = {  # what people type → the repository
+SHORT = {  # short name → repository
     "smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct",
     "smollm2-360m": "HuggingFaceTB/SmolLM2-360M-Instruct",
     "smollm2-1.7b": "HuggingFaceTB/SmolLM2-1.7B-Instruct",
@@ -51,9 +55,9 @@ SHORT = {  # what people type → the repository
     "qwen2.5-1.5b": "Qwen/Qwen2.5-1.5B-Instruct",
 } | {name.split("/")[1].lower(): name for name in FAMILY}
 LOG = logging.getLogger("weights_loader")
-WORTH_SAYING = 50_000_000  # bytes of one file: a download of this size is announced
-KEPT = 1 << 16  # bytes: what arrives is written in pieces of this size, and a cut costs at most one
-SEARCHED = 1000  # entries of a folder in which a name like the typed one is looked for
+WORTH_SAYING = 50_000_000  # bytes; a download of at least this size is announced
+KEPT = 1 << 16  # bytes; received data is written in pieces of this size, so a cut loses at most one
+SEARCHED = 1000  # entries of a folder that are searched for a similar name
 OFFLINE_HINT = "nanokv chat -m tiny works offline"
 MIRROR_HINT = "unset HF_ENDPOINT to ask huggingface.co itself"
 COMMIT = re.compile("[0-9a-f]{40}")
@@ -61,17 +65,18 @@ ETAG = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")  # git's sha1 of the file, or its
 
 
 class Remote(NamedTuple):
-    """What the hub says of one file, checked."""
+    """The hub's metadata of one file, checked."""
 
     commit: str
     etag: str
-    size: int | None  # None: not said, and the file is one of LIMITS
+    size: int | None  # None: unknown, and the file has a limit in LIMITS
 
 
 def snapshot(repo: str, revision: str | None, known: tuple[str, ...]) -> Path:
-    """The folder with config.json, tokenizer files and weights of `repo` at `revision` (branch, tag or commit).
+    """The folder with config.json, tokenizer files and weights of `repo` at `revision`.
 
-    A full cache is used as it is when the hub cannot be reached. Raises CheckpointError for everything else.
+    A revision is a branch, a tag or a commit. If the hub cannot be reached, a complete cache is
+    used; otherwise CheckpointError.
     """
     from huggingface_hub import constants
     from huggingface_hub.errors import HFValidationError, RevisionNotFoundError
@@ -84,20 +89,20 @@ def snapshot(repo: str, revision: str | None, known: tuple[str, ...]) -> Path:
     at_rest = constants.HF_HUB_OFFLINE or COMMIT.fullmatch(revision) or "/" not in repo
     if folder and not missing and at_rest:
         return _intact(folder)
-    check_name(repo, known)  # every model of today has an owner: a typo costs no request
+    check_name(repo, known)  # every model today has an owner, so a typo costs no request
     try:
         folder = _fetch(repo, revision)
     except CheckpointError:
         raise
     except Exception as error:  # the client's errors have a dozen bases
-        folder, missing = _cached(repo, revision)  # again: the commit may just have been learned
+        folder, missing = _cached(repo, revision)  # again: the commit may be known only now
         if not folder or missing or isinstance(error, RevisionNotFoundError):
             raise _explain(error, repo, revision, missing, known) from error
     return _intact(folder)
 
 
 def gguf_file(repo: str, name: str, revision: str | None, known: tuple[str, ...]) -> Path:
-    """One GGUF file of a repository, in the cache."""
+    """The path of one GGUF file of a repository in the cache, after a download if necessary."""
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError, RevisionNotFoundError
 
@@ -119,7 +124,7 @@ def gguf_file(repo: str, name: str, revision: str | None, known: tuple[str, ...]
 
 
 def config_file(repo: str, revision: str | None, known: tuple[str, ...]) -> Path:
-    """config.json alone, enough for arithmetic; one that is in the cache costs no request."""
+    """The path of config.json alone. A cached one costs no request."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -139,7 +144,7 @@ def config_file(repo: str, revision: str | None, known: tuple[str, ...]) -> Path
 
 
 def _cached(repo: str, revision: str) -> tuple[Path | None, list[str]]:
-    """(snapshot folder if there is one, names of the files that it lacks), without a request."""
+    """(snapshot folder or None, names of missing files), without a request."""
     from huggingface_hub import try_to_load_from_cache
 
     config = try_to_load_from_cache(repo, "config.json", revision=revision)
@@ -150,10 +155,13 @@ def _cached(repo: str, revision: str) -> tuple[Path | None, list[str]]:
 
 
 def _fetch(repo: str, revision: str) -> Path:
-    """Config first: it names the commit that all the other files are then taken from. Weights last."""
+    """Fetch config.json first, the weights last.
+
+    All other files are taken from the commit of config.json.
+    """
     folder = _file(repo, "config.json", revision).parent
     commit = folder.name
-    if not _cached(repo, commit)[1]:  # weights come last: with them, all of it is there
+    if not _cached(repo, commit)[1]:  # weights come last, so with them the folder is complete
         return folder
     _announce(repo, folder)
     for name in SMALL:
@@ -174,7 +182,10 @@ def _fetch(repo: str, revision: str) -> Path:
 
 
 def _announce(repo: str, folder: Path) -> None:
-    """What the weights will take in memory; a family that is not implemented is refused before they travel."""
+    """Log the number of parameters and their memory.
+
+    Raises CheckpointError, before the weights are fetched, if the family is not supported.
+    """
     config = read_object(folder / "config.json")
     tied = config.get("tie_word_embeddings")
     shapes = names.expected(config)
@@ -190,12 +201,12 @@ def _announce(repo: str, folder: Path) -> None:
 
 
 def _limit(name: str) -> int | None:
-    """Bytes that are read of such a file."""
+    """The largest size of this file that is accepted; None if there is no limit."""
     return LIMITS.get("chat_template.jinja" if name.startswith(TEMPLATES) else name)
 
 
 def _optional(repo: str, name: str, commit: str) -> Path | None:
-    """The file, or None if the repository has none by that name (the cache remembers that)."""
+    """The file, or None if the repository does not have it. The cache records its absence."""
     from huggingface_hub import _CACHED_NO_EXIST, try_to_load_from_cache
 
     if try_to_load_from_cache(repo, name, revision=commit) is _CACHED_NO_EXIST:
@@ -203,7 +214,7 @@ def _optional(repo: str, name: str, commit: str) -> Path | None:
     try:
         return _file(repo, name, commit)
     except _no_such_file():
-        # The client's own: the next run asks nothing.
+        # The client's marker for an absent file: the next run makes no request.
         marker = _storage(repo) / ".no_exist" / commit / name
         marker.parent.mkdir(parents=True, exist_ok=True)
         marker.touch()
@@ -211,14 +222,17 @@ def _optional(repo: str, name: str, commit: str) -> Path | None:
 
 
 def _no_such_file() -> type[Exception]:
-    """What the client raises for a file that a repository lacks; before 1.0 the name was another."""
+    """The client's error for a missing file of a repository. Before 1.0 it had another name."""
     from huggingface_hub import errors
 
     return getattr(errors, "RemoteEntryNotFoundError", errors.EntryNotFoundError)
 
 
 def _file(repo: str, name: str, revision: str) -> Path:
-    """One file into the cache; a file that is there for this commit costs no request."""
+    """The path of one file in the cache, after a download if necessary.
+
+    A file that is cached for this commit costs no request.
+    """
     from huggingface_hub import try_to_load_from_cache
 
     cached = try_to_load_from_cache(repo, name, revision=revision)
@@ -232,19 +246,19 @@ def _file(repo: str, name: str, revision: str) -> Path:
 
 
 def _link(repo: str, name: str, revision: str, commit: str, blob: Path) -> Path:
-    """snapshots/<commit>/<name> → the blob, and refs/<revision> = commit, as the client lays them out.
+    """Link snapshots/<commit>/<name> to the blob and write refs/<revision>, in the client's layout.
 
-    Not by hf_hub_download: it would ask the server again, and believe another etag.
+    hf_hub_download is not used: it would ask the server again, and trust another etag.
     """
     pointer, ref = _storage(repo) / "snapshots" / commit / name, _storage(repo) / "refs" / revision
     if not pointer.exists():
         pointer.parent.mkdir(parents=True, exist_ok=True)
-        pointer.unlink(missing_ok=True)  # a link to a blob that is gone
+        pointer.unlink(missing_ok=True)  # a link to a deleted blob
         try:
             pointer.symlink_to(os.path.relpath(blob, pointer.parent))
         except FileExistsError:  # another process was faster
             pass
-        except OSError:  # Windows without the right to make one
+        except OSError:  # Windows without the permission to create symlinks
             os.link(blob, pointer)
     if revision != commit and not (ref.is_file() and ref.read_text() == commit):
         ref.parent.mkdir(parents=True, exist_ok=True)
@@ -255,15 +269,15 @@ def _link(repo: str, name: str, revision: str, commit: str, blob: Path) -> Path:
 
 
 def _fetch_blob(repo: str, name: str, remote: Remote, blob: Path):
-    """Fetch into blob.part, going on where an earlier run stopped; check the hash; move into place."""
+    """Fetch into blob.part, continuing an earlier run; check the hash; move it into place."""
     from huggingface_hub.utils import WeakFileLock
 
     part = blob.with_name(f"{blob.name}.part")
-    # The client's own lock.
+    # The lock file that the client uses too.
     lock = _storage(repo).parent / ".locks" / _storage(repo).name / f"{blob.name}.lock"
     blob.parent.mkdir(parents=True, exist_ok=True)
     lock.parent.mkdir(parents=True, exist_ok=True)
-    # A second process waits, then finds the blob.
+    # A second process waits here and then finds the blob.
     with WeakFileLock(lock), open(part, "ab") as file:
         if blob.exists():
             return part.unlink()
@@ -291,7 +305,7 @@ def _most(name: str, remote: Remote) -> int:
 
 
 def _receive(repo: str, name: str, remote: Remote, file):
-    """The rest of the body into the file; what went wrong is said with the bytes that arrived."""
+    """Append the rest of the body to the file. Errors name the number of bytes that arrived."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.errors import HTTPError
     from huggingface_hub.file_download import http_get
@@ -308,7 +322,7 @@ def _receive(repo: str, name: str, remote: Remote, file):
                 expected_size=remote.size,
                 displayed_filename=name,
             )
-    except CheckpointError:  # longer than announced: nothing of it can be right
+    except CheckpointError:  # the body is longer than announced, so none of it can be trusted
         Path(file.name).unlink()
         raise
     except (HTTPError, OSError) as error:
@@ -330,7 +344,7 @@ def _receive(repo: str, name: str, remote: Remote, file):
 
 
 class Bounded:
-    """A file that takes so many bytes and no more: a server that never stops would fill the disk."""
+    """A file with a limit of bytes: a server that never stops sending would fill the disk."""
 
     def __init__(self, file, limit: int, what: str):
         self.file, self.limit, self.what = file, limit, what
@@ -349,8 +363,11 @@ class Bounded:
 
 @contextmanager
 def _pieces(size: int):
-    """The client's 10 MB are lost whole when a connection breaks, and hf_transfer, which clients before 1.0 may use,
-    leaves holes in a file that is cut short. Their own values are back afterwards."""
+    """Set the client's chunk size to `size`, and restore its settings afterwards.
+
+    Its default of 10 MB is lost whole when a connection breaks. hf_transfer, which clients before
+    1.0 may use, leaves holes in a file that is cut short.
+    """
     from huggingface_hub import constants
 
     ours = {"DOWNLOAD_CHUNK_SIZE": size, "HF_HUB_ENABLE_HF_TRANSFER": False}
@@ -362,14 +379,15 @@ def _pieces(size: int):
         vars(constants).update(before)
 
 
-# --- hashes -----------------------------------------------------------------------------------------------------------
+# --- hashes ---------------------------------------------------------------------------------------
 
 
 def check_hashes(folder: Path, names: list[str] | None = None) -> list[str]:
-    """Hash the files of a snapshot folder again (default: all) and return the names that could be checked.
+    """Hash files of a snapshot folder (default: all) and return the names of the checked files.
 
-    A damaged one is removed from the cache, so that the next run fetches it; CheckpointError says so. Only links to a
-    blob that is named after its hash can be checked: in another folder nothing says what the bytes should be.
+    A damaged file is removed from the cache, so that the next run fetches it, and raises
+    CheckpointError. Only links to a blob that is named after its hash can be checked; for any other
+    file the expected hash is unknown.
     """
     checked = []
     for name in sorted(path.name for path in folder.iterdir()) if names is None else names:
@@ -392,13 +410,16 @@ def check_hashes(folder: Path, names: list[str] | None = None) -> list[str]:
 
 
 def _intact(folder: Path) -> Path:
-    """The folder, its small files hashed: a flipped byte in a tokenizer would pass for other text."""
+    """The folder, after hashing its small files: a damaged tokenizer gives no other error."""
     check_hashes(folder, ["config.json", *SMALL, INDEX])
     return folder
 
 
 def _wrong_hash(path: Path, etag: str) -> str:
-    """ "" if the bytes have the hash that the etag names, else both in words: sha256, or git's sha1 of a blob."""
+    """Both hashes in words if the bytes do not have the etag's hash, else "".
+
+    The etag is a sha256, or git's sha1 of a blob.
+    """
     with open(path, "rb") as file:
         if len(etag) == 64:
             kind, digest = "sha256", hashlib.file_digest(file, "sha256")
@@ -412,7 +433,7 @@ def _wrong_hash(path: Path, etag: str) -> str:
 
 
 def _check_disk(repo: str, names: list[str], commit: str):
-    """All the shards must fit before the first one is fetched."""
+    """CheckpointError, before the first shard is fetched, unless all of them fit on the disk."""
     _check_free(repo, [(name, _metadata(repo, name, commit).size or 0) for name in names])
 
 
@@ -430,7 +451,7 @@ def _check_free(repo: str, needed: list[tuple[str, int]]):
 
 
 def _metadata(repo: str, name: str, revision: str) -> Remote:
-    """What the headers say, every one checked before it becomes part of a path or the size of a file."""
+    """The hub's headers for a file, checked before they become part of a path or a size."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
     meta = get_hf_file_metadata(hf_hub_url(repo, name, revision=revision))
@@ -459,7 +480,7 @@ def _metadata(repo: str, name: str, revision: str) -> Remote:
 
 
 def _check_revision(revision: str) -> str:
-    """A branch, tag or commit becomes a path below refs/."""
+    """CheckpointError unless the name is safe as a path below refs/."""
     if not re.fullmatch(r"[^\s/\\:\0]+(/[^\s/\\:\0]+)*", revision) or ".." in revision.split("/"):
         raise CheckpointError(
             f"revision {quote(revision)} is no name of a branch, a tag or a commit"
@@ -477,7 +498,7 @@ def _storage(repo: str) -> Path:
 def _explain(
     error: Exception, repo: str, revision: str, missing: list[str], known
 ) -> CheckpointError:
-    """What the hub's client raised → one line and a hint."""
+    """An exception of the hub's client as one line and a hint."""
     from huggingface_hub import constants, get_token
     from huggingface_hub import errors as hub
 
@@ -529,7 +550,7 @@ def _reason(error: Exception) -> str:
 
 
 def check_name(repo: str, known: tuple[str, ...]) -> None:
-    """UnknownModel for what no repository of today is called: owner/name. Makes no request."""
+    """UnknownModel unless the name has the form owner/name. Makes no request."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -548,7 +569,7 @@ def _unknown(source: str, known: tuple[str, ...]) -> UnknownModel:
 
 
 def _beside(source: str) -> str | None:
-    """The GGUF file or model folder beside this path with nearly its name: x.ggf → ./x.gguf."""
+    """A GGUF file or model folder in the same folder with a similar name: x.ggf → ./x.gguf."""
     path = Path(os.path.expanduser(source))
     try:
         with os.scandir(path.parent) as entries:
@@ -564,13 +585,15 @@ def _beside(source: str) -> str | None:
 
 
 def _is_model(entry: os.DirEntry) -> bool:
-    """Seems to be one that `load` takes."""
+    """Whether the entry looks like a GGUF file or a model folder."""
     return entry.name.endswith(".gguf") or os.path.isfile(os.path.join(entry.path, "config.json"))
 
 
 def _nearest(source: str, known: tuple[str, ...]) -> str:
-    """A hint: a model on this disk with nearly that path, else the known name that is closest in
-    letters and digits (qwen3-06b → Qwen/Qwen3-0.6B)."""
+    """A hint: a local model with a similar path, else the known name with the most similar letters.
+
+    qwen3-06b → Qwen/Qwen3-0.6B.
+    """
     if beside := _beside(source):
         return f"did you mean {beside}?"
     if source.startswith(("/", ".", "~")) or source.endswith(".gguf"):
@@ -587,7 +610,10 @@ def _nearest(source: str, known: tuple[str, ...]) -> str:
 
 
 def _packaged(name: str) -> str:
-    """The name of the package that carries this model, for who types ollama's smollm2:135m; else the name."""
+    """The short name of the package with this model, else the name.
+
+    For ollama's names: smollm2:135m → smollm2.
+    """
     return next(
         (short for short, one in PACKAGES.items() if one.repository == SHORT.get(name)), name
     )
