@@ -18,8 +18,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nanokv.errors import ConfigError
 from nanokv.fast import private
@@ -39,6 +40,7 @@ MATH = (
 FLAGS = ("-O3", "-march=native", *MATH, "-std=c++17", "-shared", "-fPIC")
 TIMEOUT = 120  # seconds that the compiler may take, and that who asked waits for another's
 BACKGROUND_TIMEOUT = 1200  # at the lowest priority, on a machine that is busy
+USUAL_COMPILERS = ("c++", "g++", "clang++")
 NO_COMPILER = "no C++ compiler found: install g++ or clang++, or set CXX"
 SECONDS = 10  # that a build takes, about: 4 to 8 were measured
 MODES = {
@@ -46,6 +48,7 @@ MODES = {
     "explicit": "built for --fast and nanokv.optimize only",
     "off": "never used",
 }
+Usable = Callable[[Path], Any]  # gives something for a library that can be used, or None
 # This package first, whatever others of its name are installed; for nothing else.
 CODE = """import sys
 sys.path.insert(0, sys.argv[1])
@@ -103,7 +106,12 @@ def state() -> State:
 # --- building -----------------------------------------------------------------------------------------------------
 
 
-def obtain(compiler: list[str], usable, timeout: float | None = None, wait: float | None = None):
+def obtain(
+    compiler: list[str],
+    usable: Usable,
+    timeout: float | None = None,
+    wait: float | None = None,
+) -> Any:
     """usable(path) of the library, which is built where it is missing; `usable` gives None for a file that is not.
 
     timeout: seconds for the compiler; wait: for another process that builds, as long if it is not given.
@@ -115,8 +123,10 @@ def obtain(compiler: list[str], usable, timeout: float | None = None, wait: floa
         return found
     from filelock import FileLock
 
-    timeout = TIMEOUT if timeout is None else timeout
-    wait = timeout if wait is None else wait
+    if timeout is None:
+        timeout = TIMEOUT
+    if wait is None:
+        wait = timeout
     # The system gives it back when its holder is killed.
     with FileLock(stem.with_name("kernels.lock"), timeout=wait):
         if (found := first(stem, usable)) is not None:  # built while this process waited
@@ -126,7 +136,7 @@ def obtain(compiler: list[str], usable, timeout: float | None = None, wait: floa
         return build_noted(compiler, stem, usable, timeout)
 
 
-def first(stem: Path, usable):
+def first(stem: Path, usable: Usable) -> Any:
     """usable() of the first kept file for which it gives something."""
     for path in private.kept(stem):
         try:
@@ -139,7 +149,7 @@ def first(stem: Path, usable):
     return None
 
 
-def build_noted(compiler: list[str], stem: Path, usable, timeout: float):
+def build_noted(compiler: list[str], stem: Path, usable: Usable, timeout: float) -> Any:
     """usable() of what was built. A failure is noted, an earlier one forgotten."""
     note = failure_note(stem)
     for path in private.kept(stem):  # not usable
@@ -184,21 +194,21 @@ def build(compiler: list[str], stem: Path, timeout: float) -> Path:
     return path
 
 
-def loaded(path: Path):
+def loaded(path: Path) -> ctypes.CDLL | None:
     """The library, None if the file is not whole."""
     checked = private.open_checked(path)
-    return None if checked is None else ctypes.CDLL(checked)
+    if checked is None:
+        return None
+    return ctypes.CDLL(checked)
 
 
-def reason(error) -> str:
+def reason(error: Exception) -> str:
     """What went wrong, in one line: of a compiler's output the first that names an error."""
     if isinstance(error, subprocess.TimeoutExpired):
         return f"not done after {error.timeout} seconds"
-    lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-    return next(
-        (line for line in lines if "error" in line.lower()),
-        lines[0] if lines else type(error).__name__,
-    )
+    output = getattr(error, "stderr", None) or str(error)
+    lines = output.strip().splitlines() or [type(error).__name__]
+    return next((line for line in lines if "error" in line.lower()), lines[0])
 
 
 # --- in the background --------------------------------------------------------------------------------------------
@@ -212,11 +222,12 @@ def begin() -> None:
     command = [sys.executable, "-P", "-c", CODE, str(Path(__file__).resolve().parents[2])]
     # A relative one is not to be one of "/".
     environment = os.environ | {"NANOKV_CACHE": str(folder().parent)}
-    null = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with contextlib.suppress(OSError):  # no process can be started: then it stays plain
         process = subprocess.Popen(
             command,
-            **null,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
             env=environment,
             cwd="/" if os.name == "posix" else None,
             start_new_session=True,
@@ -232,7 +243,9 @@ def main() -> int:
     # Noted, or another process builds.
     with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
         if state().missing:
-            obtain(find_compiler(), loaded, BACKGROUND_TIMEOUT, wait=0)
+            compiler = find_compiler()
+            assert compiler is not None  # else nothing would be missing but a compiler
+            obtain(compiler, loaded, BACKGROUND_TIMEOUT, wait=0)
     return 0 if state().ready else 1
 
 
@@ -243,8 +256,9 @@ def find_compiler() -> list[str] | None:
     """$CXX, which may have arguments, or the first of the usual names; a $CXX that is not there is not replaced.
     ValueError if its quotes are not closed."""
     wanted = shlex.split(os.environ.get("CXX", ""))
-    for name in wanted[:1] or ("c++", "g++", "clang++"):
-        if found := shutil.which(name):
+    for name in wanted[:1] or USUAL_COMPILERS:
+        found = shutil.which(name)
+        if found:
             return [os.path.abspath(found), *wanted[1:]]
     return None
 

@@ -4,23 +4,28 @@ at optimize    the model is the plain one, as its config says
 at each step   nobody listens to a part or has put another in its place, and each query sees the whole of its row
 """
 
+from collections.abc import Iterable
 from itertools import repeat
 from operator import contains, itemgetter
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 from torch.nn.modules import module
 
 from nanokv import model as plain_model
-from nanokv.attention import Decode
+from nanokv.attention import Attend, Decode
+from nanokv.cache.base import KVCache, LayerCache
 from nanokv.cache.capabilities import has_pages, reserve_of
+from nanokv.config import Config
 from nanokv.errors import ConfigError
 from nanokv.fast.weights import check_dense
 from nanokv.model import Transformer
 from nanokv.rope import rope_angles
 
 HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks")
-PLAIN = (
+Kinds = tuple[type[nn.Module], type[nn.Module], type[nn.Module]]
+PLAIN: tuple[type[nn.Module], ...] = (
     plain_model.Block,
     plain_model.Attention,
     plain_model.MLP,
@@ -32,7 +37,7 @@ PLAIN = (
 )
 
 
-def check_plain(model) -> None:
+def check_plain(model: Transformer) -> None:
     """ConfigError for what has no plain blocks, has experts, parts of the caller's own or weights of several dtypes."""
     if not all(hasattr(layer, "self_attn") for layer in getattr(model, "layers", [None])):
         raise ConfigError(
@@ -41,15 +46,16 @@ def check_plain(model) -> None:
         )
     check_dense(model.config)
     for name, part in model.named_modules():
-        known = type(part) in PLAIN if name else type(part) is Transformer
-        if not known or has_own_forward(part):
+        expected = PLAIN if name else (Transformer,)
+        if type(part) not in expected or has_own_forward(part):
             raise ConfigError(
                 f"{name or 'the model'} is a {type(part).__name__} with a forward or hooks of its own: "
                 "kernels would leave them out",
                 hint="use the plain model; hooks that only listen can be put on the optimized one",
             )
         check_values(name, part, model.config)
-    dtypes = {weight.dtype: name for name, weight in model.named_parameters() if weight.dim() == 2}
+    matrices = [each for each in model.named_parameters() if each[1].dim() == 2]
+    dtypes = {weight.dtype: name for name, weight in matrices}
     if len(dtypes) > 1:
         (one, first), (other, second) = list(dtypes.items())[:2]
         raise ConfigError(
@@ -58,14 +64,15 @@ def check_plain(model) -> None:
         )
 
 
-def check_values(name: str, part, config) -> None:
+def check_values(name: str, part: nn.Module, config: Config) -> None:
     """ConfigError for a bias, or an eps, that the config knows nothing of: the kernels go by the config."""
     biased = {"q_proj": config.qkv_bias, "k_proj": config.qkv_bias, "v_proj": config.qkv_bias}
     biased["o_proj"] = config.output_bias
     expected = biased.get(name.rpartition(".")[2], False)
     if type(part) is nn.Linear and (part.bias is not None) != expected:
+        found = "no" if expected else "a"
         raise ConfigError(
-            f"{name} has {'no' if expected else 'a'} bias, other than the config says: kernels go by the config",
+            f"{name} has {found} bias, other than the config says: kernels go by the config",
             hint="use the plain model",
         )
     if type(part) is plain_model.RMSNorm and part.eps != config.rms_norm_eps:
@@ -75,23 +82,23 @@ def check_values(name: str, part, config) -> None:
         )
 
 
-def has_own_forward(part) -> bool:
+def has_own_forward(part: nn.Module) -> bool:
     """Does somebody listen to this module, or was a forward put on this very object?"""
     return bool("forward" in part.__dict__ or part._forward_hooks or part._forward_pre_hooks)
 
 
-def any_has_own_forward(parts) -> bool:
+def any_has_own_forward(parts: Iterable[nn.Module]) -> bool:
     """`has_own_forward` of any of them, in a fifth of the time: a step asks it of every layer."""
     owned = list(map(vars, parts))
     return any(map(contains, owned, repeat("forward"))) or any(map(any, map(HOOKS, owned)))
 
 
-def is_one_call(model, kinds, cache, attend) -> bool:
+def is_one_call(model: Transformer, kinds: Kinds, cache: KVCache, attend: Attend) -> bool:
     """Would module after module compute what one call computes? Not if somebody listens to one of
     them, or has put another in its place. `kinds`: of embedding, norm and layers."""
     if module._global_forward_hooks or module._global_forward_pre_hooks:
         return False
-    modules = model._modules  # model.layers would be two calls of Python more
+    modules: dict[str, Any] = model._modules  # model.layers would be two calls of Python more
     parts = modules["embed_tokens"], modules["norm"], *modules["layers"]
     embedding, norm, block = kinds
     known = embedding, norm, *[block] * (len(parts) - 2)
@@ -102,7 +109,7 @@ def is_one_call(model, kinds, cache, attend) -> bool:
     return reserve_of(cache[0]) is not None and sees_its_row(attend, cache[0])
 
 
-def sees_its_row(attend, cache) -> bool:
+def sees_its_row(attend: Attend, cache: LayerCache) -> TypeGuard[Decode]:
     """Does each query see every token of its own row and nothing else? That is what the decode kernel computes.
 
     A mask is honoured where the kernel reads the keys where they lie, as many for each row as the mask shows.
@@ -112,7 +119,11 @@ def sees_its_row(attend, cache) -> bool:
     made = vars(attend).get("mask", attend)  # of rows it is made for those who ask
     if made is None:
         return True
-    lengths = None if reserve_of(cache) is None else attend.lengths
-    if lengths is None or (made is not attend and made.shape[-1] != lengths.max()):
+    if reserve_of(cache) is None:
+        return False
+    lengths = attend.lengths
+    if lengths is None:
+        return False
+    if made is not attend and made.shape[-1] != lengths.max():
         return False
     return bool((lengths == torch.as_tensor(cache.length) + 1).all())

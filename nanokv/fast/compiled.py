@@ -16,30 +16,39 @@ import os
 import shutil
 import sys
 import weakref
+from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from nanokv.attention import Causal, Decode, Masked
+from nanokv.attention import Attend, Causal, Decode, Masked
 from nanokv.cache import KVCache, make_cache
+from nanokv.cache.base import LayerCache
 from nanokv.cache.capabilities import has_pages, reserve_of
+from nanokv.config import Config
 from nanokv.errors import CapacityError, ConfigError
 from nanokv.fast import torch_ops
 from nanokv.fast.weights import check_dense
+from nanokv.model import Transformer
 from nanokv.rope import rope_angles
 
+KeysValues = tuple[Tensor, Tensor]  # the slabs of one layer, (B,Hk,N,D) each
+
 # Tokens of a prefill: powers of two between these, unless asked otherwise.
-NARROWEST, WIDEST = 16, 2048
+NARROWEST = 16
+WIDEST = 2048
 
 
 class Slab:
     """What a block takes for its layer's cache: keys and values (B,Hk,N,D), written at `positions` (T,), read whole."""
 
-    def __init__(self, keys, values, positions):
-        self.keys, self.values, self.positions = keys, values, positions
+    def __init__(self, keys: Tensor, values: Tensor, positions: Tensor):
+        self.keys = keys
+        self.values = values
+        self.positions = positions
 
-    def append(self, k, v):
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(B,Hk,T,D) ×2 → (B,Hk,N,D) ×2: the slabs themselves, T slots of them new."""
         self.keys.index_copy_(2, self.positions, k)
         self.values.index_copy_(2, self.positions, v)
@@ -49,11 +58,15 @@ class Slab:
 @torch.compiler.nested_compile_region
 def block(layer, x, rope, keys, values, positions, visible):
     """One layer; compiled once and called for each, or the compile time would grow with the number of layers."""
-    attend = Decode(visible) if x.shape[1] == 1 else Masked(visible)
+    attend: Attend = Masked(visible)
+    if x.shape[1] == 1:
+        attend = Decode(visible)
     return layer(x, rope, Slab(keys, values, positions), attend)
 
 
-def hidden_states(model, tokens, positions, slabs):
+def hidden_states(
+    model: Transformer, tokens: Tensor, positions: Tensor, slabs: Sequence[KeysValues]
+) -> Tensor:
     """What is compiled: tokens (B,T) at positions (T,), one (keys, values) a layer → (B,T,C)."""
     x = model.embed_tokens(tokens)  # (B,T,C)
     rope = rope_angles(model.config, positions, x.dtype)  # cos, sin (T,D)
@@ -74,7 +87,12 @@ class Compiled(nn.Module):
     """
 
     def __init__(
-        self, model, capacity: int, batch_size: int = 1, buckets=None, backend: str = "inductor"
+        self,
+        model: Transformer,
+        capacity: int,
+        batch_size: int = 1,
+        buckets: Sequence[int] | None = None,
+        backend: str = "inductor",
     ):
         super().__init__()
         if buckets is None:
@@ -82,20 +100,18 @@ class Compiled(nn.Module):
         check_dense(model.config)
         check_sizes(model.config, capacity, batch_size, buckets)
         check_backend(backend, model.embed_tokens.weight.device)
-        self.model, self.capacity, self.batch_size, self.backend = (
-            model,
-            capacity,
-            batch_size,
-            backend,
-        )
+        self.model = model
+        self.capacity = capacity
+        self.batch_size = batch_size
+        self.backend = backend
         self.widths = sorted({1, *(min(width, capacity) for width in buckets)})  # 1 is decode
         # The width of each; one comes twice if the number of threads changes, say.
         self.compiles: list[int] = []
         self.regions = {width: self.region(width) for width in self.widths}
         # Layer of a cache → its keys, where unused slots are zero.
-        self.cleared = weakref.WeakKeyDictionary()
+        self.cleared: MutableMapping[LayerCache, Tensor] = weakref.WeakKeyDictionary()
         # First layer of a cache → its decode step as a CUDA graph.
-        self.recorded = weakref.WeakKeyDictionary()
+        self.recorded: MutableMapping[LayerCache, Recorded] = weakref.WeakKeyDictionary()
 
     config = property(lambda self: self.model.config)
     device = property(lambda self: self.model.device)
@@ -110,7 +126,7 @@ class Compiled(nn.Module):
         """An empty static cache of the size that was compiled for."""
         return make_cache("static", self.config, self.batch_size, self.capacity)
 
-    def region(self, width: int):
+    def region(self, width: int) -> Callable[..., Tensor]:
         """hidden_states for prompts of `width` tokens, compiled at its first call; whole, or not at all."""
 
         def counted(graph, inputs):
@@ -121,9 +137,11 @@ class Compiled(nn.Module):
             hidden_states, fullgraph=True, dynamic=False, backend=counted
         )
 
-    def forward(self, tokens, cache, start_pos: int, attend):
+    def forward(self, tokens: Tensor, cache: KVCache, start_pos: int, attend: Attend) -> Tensor:
         """As Transformer.forward: tokens (B,T) → (B,T,C)."""
-        slabs = self.slabs(cache) if self.takes(tokens, cache, start_pos, attend) else None
+        slabs = None
+        if self.takes(tokens, cache, start_pos, attend):
+            slabs = self.slabs(cache)
         if slabs is None:
             return self.model(tokens, cache, start_pos, attend)
         with torch.inference_mode():
@@ -136,38 +154,31 @@ class Compiled(nn.Module):
                 layer.length = start_pos
             return torch.cat(parts, dim=1)  # (B,T,C)
 
-    def takes(self, tokens, cache, start_pos, attend) -> bool:
+    def takes(self, tokens: Tensor, cache: KVCache, start_pos: int, attend: Attend) -> bool:
         """Is this what was compiled for?"""
-        if not has_pages(cache) or any(
-            reserve_of(layer) is None for layer in cache
-        ):  # the caller's
+        if not has_pages(cache):
+            return False
+        if any(reserve_of(layer) is None for layer in cache):  # the caller's
             return False
         B, T = tokens.shape
+        config = self.config
         sizes = cache.made.name, B, cache.capacity, len(cache), cache.config
-        compiled = (
-            "static",
-            self.batch_size,
-            self.capacity,
-            self.config.num_hidden_layers,
-            self.config,
-        )
-        if (
-            sizes != compiled
-            or cache.sizes.batch_size != B
-            or type(start_pos) is not int
-            or start_pos != cache.length
-        ):
+        compiled = "static", self.batch_size, self.capacity, config.num_hidden_layers, config
+        if sizes != compiled or cache.sizes.batch_size != B:
+            return False
+        if type(start_pos) is not int or start_pos != cache.length:
             return False
         return start_pos + T <= self.capacity and is_plain(attend, T, start_pos + T)
 
     @torch.inference_mode()
-    def slabs(self, cache):
+    def slabs(self, cache: KVCache) -> list[KeysValues] | None:
         """All slots of every layer, (keys, values) (B,Hk,N,D) each; None where nobody may see them.
 
         What is masked must be finite all the same: a weight of 0 times NaN is NaN. So slots that
         are not in use are cleared, once.
         """
-        config, length = self.config, cache.length
+        config = self.config
+        length = cache.length
         like = self.embed_tokens.weight.new_empty(
             self.batch_size, config.num_key_value_heads, 1, config.head_dim
         )
@@ -177,23 +188,27 @@ class Compiled(nn.Module):
         for layer, one in zip(cache, pages, strict=True):
             layer.length = length  # counted when all is written
             if self.cleared.get(layer) is not one.keys:
-                one.keys[:, :, length:], one.values[:, :, length:] = 0, 0
+                one.keys[:, :, length:] = 0
+                one.values[:, :, length:] = 0
                 self.cleared[layer] = one.keys
         return [(one.keys, one.values) for one in pages]
 
-    def run(self, tokens, start_pos: int, cache, slabs):
+    def run(
+        self, tokens: Tensor, start_pos: int, cache: KVCache, slabs: list[KeysValues]
+    ) -> Tensor:
         """tokens (B,T), T at most the widest → (B,T,C). The slabs are written; nothing is counted yet."""
         T = tokens.shape[1]
         width = next(width for width in self.widths if width >= T)
-        positions = torch.arange(start_pos, start_pos + width, device=tokens.device).clamp_(
-            max=start_pos + T - 1
-        )
+        positions = torch.arange(start_pos, start_pos + width, device=tokens.device)
+        positions.clamp_(max=start_pos + T - 1)
         tokens = tokens[:, positions - start_pos]  # (B,width): the last one repeated
         if width == 1 and tokens.is_cuda:
             return self.replay(tokens, positions, cache[0], slabs)
         return self.regions[width](self.model, tokens, positions, slabs)[:, :T]
 
-    def replay(self, tokens, positions, layer, slabs):
+    def replay(
+        self, tokens: Tensor, positions: Tensor, layer: LayerCache, slabs: list[KeysValues]
+    ) -> Tensor:
         """The decode step of this cache as a recording; made anew when its slabs are others than last time."""
         recorded = self.recorded.get(layer)
         if recorded is None or recorded.slabs[0][0] is not slabs[0][0]:
@@ -205,27 +220,38 @@ class Compiled(nn.Module):
 class Recorded:
     """A step with inputs and an output at addresses that never change, recorded once and replayed."""
 
-    def __init__(self, step, tokens, positions, slabs):
-        self.tokens, self.positions, self.slabs = tokens.clone(), positions.clone(), slabs
+    def __init__(
+        self,
+        step: Callable[..., Tensor],
+        tokens: Tensor,
+        positions: Tensor,
+        slabs: list[KeysValues],
+    ):
+        self.tokens = tokens.clone()
+        self.positions = positions.clone()
+        self.slabs = slabs
         self.play, self.hidden = cuda_graph(
             lambda: step(self.tokens, self.positions, self.slabs), tokens.device
         )
 
-    def __call__(self, tokens, positions):
+    def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
         self.tokens.copy_(tokens)
         self.positions.copy_(positions)
         self.play()
         return self.hidden.clone()  # the next step writes over it
 
 
-def cuda_graph(step, device):
+def cuda_graph(
+    step: Callable[[], Tensor], device: torch.device
+) -> tuple[Callable[[], None], Tensor]:
     """(function that replays what `step` launches on `device`, the tensor that it then has written).
 
     It runs before it is recorded, because the first call compiles. To repeat a decode step is harmless: it writes the
     same slot. Another thread may go on with the GPU meanwhile.
     """
     with torch.cuda.device(device):
-        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        side = torch.cuda.Stream()
+        graph = torch.cuda.CUDAGraph()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(2):
@@ -236,38 +262,36 @@ def cuda_graph(step, device):
     return graph.replay, output
 
 
-def is_plain(attend, T: int, S: int) -> bool:
+def is_plain(attend: Attend, T: int, S: int) -> bool:
     """Is it causal attention of T queries over all S keys, which is what the compiled region computes itself?"""
     if type(attend) is Decode:
         return T == 1 and attend.mask is None
     return type(attend) is Causal and attend.keys in (None, S)
 
 
-def check_sizes(config, capacity, batch_size, buckets):
+def check_sizes(config: Config, capacity: int, batch_size: int, buckets: Sequence[int]) -> None:
     """Whole numbers ≥ 1, and no more slots than the model has positions."""
-    sizes = (
-        ("capacity", capacity),
-        ("batch_size", batch_size),
-        *(("a bucket", width) for width in buckets),
-    )
+    sizes = [("capacity", capacity), ("batch_size", batch_size)]
+    sizes += [("a bucket", width) for width in buckets]
     for name, value in sizes:
         if type(value) is not int or value < 1:
             raise ConfigError(f"{name} is {value!r}: a whole number ≥ 1 was expected")
     if not buckets:
         raise ConfigError("buckets is empty: prompts need at least one width")
     if capacity > config.max_position_embeddings:
+        positions = config.max_position_embeddings
         raise CapacityError(
-            f"capacity {capacity:,} is more than the model's {config.max_position_embeddings:,} positions"
+            f"capacity {capacity:,} is more than the model's {positions:,} positions"
         )
 
 
-def check_backend(backend: str, device):
+def check_backend(backend: str, device: torch.device) -> None:
     """torch.compile's default backend writes C++ for a CPU."""
     known = torch.compiler.list_backends(exclude_tags=())
     if backend not in known:
         raise ConfigError(f"backend {backend!r} is not one of {', '.join(known)}")
-    # As inductor looks for it.
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    usual = "clang++" if sys.platform == "darwin" else "g++"
+    compiler = os.environ.get("CXX", usual)  # as inductor looks for it
     if backend == "inductor" and device.type == "cpu" and not shutil.which(compiler):
         raise ConfigError(
             f"torch.compile needs a C++ compiler, and there is no {compiler}",

@@ -8,15 +8,30 @@ import functools
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from nanokv.fast import building, private
 
-FORMATS = {torch.float32: 0, torch.bfloat16: 1, "int8": 2, "int4": 3}
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
-POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+if TYPE_CHECKING:
+    from nanokv.cache import capabilities
+
+FORMATS: dict[torch.dtype | str, int] = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    "int8": 2,
+    "int4": 3,
+}
+# malloc.h
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
+POINTER = ctypes.c_void_p
+LONG = ctypes.c_int64
+INT = ctypes.c_int32
+FLOAT = ctypes.c_float
 
 
 class Weight(ctypes.Structure):
@@ -75,12 +90,12 @@ SIGNATURES = {  # name: (arguments, result)
     "split_rows": (
         (
             POINTER,
-            *[LONG] * 5,
-            *[POINTER] * 2,
+            *[LONG] * 5,  # B, T, H, Hk, D
+            *[POINTER] * 2,  # the norms of q and k
             FLOAT,
-            *[POINTER] * 2,
+            *[POINTER] * 2,  # cos, sin
             LONG,
-            *[POINTER] * 3,
+            *[POINTER] * 3,  # q, k, v
             INT,
             INT,
         ),
@@ -112,7 +127,7 @@ SIGNATURES = {  # name: (arguments, result)
 
 
 @functools.cache
-def library():
+def library() -> tuple[ctypes.CDLL | None, str]:
     """(the loaded kernels or None, one line that says which code runs and why). Waits for the compiler."""
     if building.mode() == "off":
         return None, "torch operators (NANOKV_KERNELS=off)"
@@ -125,25 +140,23 @@ def library():
     try:
         kernels, path = building.obtain(compiler, load)
     except (OSError, subprocess.SubprocessError) as error:
-        return (
-            None,
-            f"torch operators (the kernels did not build with {compiler[0]}: {building.reason(error)})",
-        )
+        why = building.reason(error)
+        return None, f"torch operators (the kernels did not build with {compiler[0]}: {why})"
     keep_freed_memory()
-    return (
-        kernels,
-        f"native kernels ({kernels.instructions().decode()}, {Path(compiler[0]).name}, {path})",
-    )
+    instructions = kernels.instructions().decode()
+    return kernels, f"native kernels ({instructions}, {Path(compiler[0]).name}, {path})"
 
 
-def keep_freed_memory():
+def keep_freed_memory() -> None:
     """Let this process keep up to 256 MB that it freed (glibc; nothing elsewhere).
 
     A prefill frees its buffers, at most 32 MB each, after every operator. By default glibc gives what is free at the
     end of the heap back to the system, and every page costs a fault when it is needed again: 225,000 faults of 4 KB in
     a prefill of 1,024 tokens (Qwen3-0.6B's shapes), none with this.
     """
-    c_library = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if sys.platform != "linux":
+        return
+    c_library = ctypes.CDLL(None)
     if hasattr(c_library, "mallopt"):
         c_library.mallopt(M_MMAP_THRESHOLD, 32 << 20)  # glibc's own limit for what it adapts to
         c_library.mallopt(M_TRIM_THRESHOLD, 256 << 20)
@@ -151,75 +164,80 @@ def keep_freed_memory():
 
 def built() -> bool:
     """Does `library` give kernels without a compiler?"""
-    return (
-        building.state().ready
-        and building.first(building.stem_of(building.find_compiler()), load) is not None
-    )
+    if not building.state().ready:
+        return False
+    compiler = building.find_compiler()
+    assert compiler is not None  # else state() would not be ready
+    return building.first(building.stem_of(compiler), load) is not None
 
 
-def kernels():
+def kernels() -> ctypes.CDLL | None:
     """The loaded kernels or None."""
     # Sets OpenMP's thread count in a new thread: torch does that at the first question only.
     torch.get_num_threads()
     return library()[0]
 
 
-def has_tiles(kernels) -> bool:
+def has_tiles(kernels: ctypes.CDLL) -> bool:
     """Do they use the processor's matrix tiles (AMX)? Emulated ones do not count."""
     return kernels.instructions().endswith(b", tiles")
 
 
-def multiplies_bf16(kernels) -> bool:
+def multiplies_bf16(kernels: ctypes.CDLL) -> bool:
     """Has the processor an instruction for products of bf16? Without one torch's bf16 product takes two to four times
     as long as its fp32 one (AVX2: 44 and 165 GFLOP/s on two cores). Nothing was measured on Arm, so there it is yes."""
     return kernels.instructions() not in (b"AVX2", b"AVX-512")
 
 
-def load(path: Path):
+def load(path: Path) -> tuple[ctypes.CDLL, Path] | None:
     """(the library with the types of its functions, its path); None if the file is not whole."""
     checked = private.open_checked(path)
-    return None if checked is None else (typed(checked), path)
+    if checked is None:
+        return None
+    return typed(checked), path
 
 
-def typed(path):
+def typed(path: str | Path) -> ctypes.CDLL:
     """The library, its functions with the types of what they take and return."""
     kernels = ctypes.CDLL(str(path))
     for name, (arguments, result) in SIGNATURES.items():
         function = getattr(kernels, name)
-        function.argtypes, function.restype = arguments, result
+        function.argtypes = arguments
+        function.restype = result
     return kernels
 
 
-def pointer(tensor):
+def pointer(tensor: torch.Tensor | None) -> int | None:
     """Address of a contiguous CPU tensor's first value; None stays a null pointer."""
     return None if tensor is None else tensor.data_ptr()
 
 
-def pages_struct(pages):
+def pages_struct(pages: "capabilities.Pages") -> Pages:
     """The cache's Pages as the kernels take it; made once for each, and kept on it: it lives as long as its tensors."""
     made = vars(pages).get("struct")
     if made is None:
-        keys, values = pages.keys, pages.values  # (P,Hk,page,D)
+        keys = pages.keys  # (P,Hk,page,D)
+        values = pages.values
         if keys.stride() != values.stride() or keys.stride()[2:] != (keys.shape[3], 1):
-            keys, values = keys.contiguous(), values.contiguous()
-        table, width = (
-            (None, 0) if pages.table is None else (pages.table.data_ptr(), pages.table.shape[1])
+            keys = keys.contiguous()
+            values = values.contiguous()
+        made = Pages(
+            keys=keys.data_ptr(),
+            values=values.data_ptr(),
+            page_stride=keys.stride(0),
+            head_stride=keys.stride(1),
+            page_size=keys.shape[2],
+            lengths=pages.lengths.data_ptr(),
+            format=FORMATS[keys.dtype],
         )
-        made = pages.struct = Pages(
-            keys.data_ptr(),
-            values.data_ptr(),
-            keys.stride(0),
-            keys.stride(1),
-            keys.shape[2],
-            table,
-            width,
-            pages.lengths.data_ptr(),
-            FORMATS[keys.dtype],
-        )
+        if pages.table is not None:
+            made.table = pages.table.data_ptr()
+            made.table_stride = pages.table.shape[1]
         made.tensors = keys, values  # these live as long as their addresses
+        vars(pages)["struct"] = made
     return made
 
 
-def addresses(structs):
+def addresses(structs: Sequence[ctypes.Structure]) -> ctypes.Array[POINTER]:
     """What a kernel takes for a list of structs, each of which somebody keeps alive: an array of pointers."""
     return (POINTER * len(structs))(*map(ctypes.addressof, structs))

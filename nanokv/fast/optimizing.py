@@ -26,7 +26,9 @@ def optimize(model: Transformer, weights: str | None = None, *, compile: int) ->
 # Outside of inference mode: the plain model, whose weights become views, can still be trained.
 @torch.inference_mode(False)
 @torch.no_grad()
-def optimize(model: Transformer, weights: str | None = None, compile: int | None = None):
+def optimize(
+    model: Transformer, weights: str | None = None, compile: int | None = None
+) -> "Transformer | Compiled":
     """A model that decodes faster and answers the same: for every function and cache that takes the plain one.
 
     On a GPU a decode step is one recorded CUDA graph, with weights as loaded and logits in the model's dtype.
@@ -60,15 +62,16 @@ def optimize(model: Transformer, weights: str | None = None, compile: int | None
     return fuse(model, weights)
 
 
-def record(model: Transformer, weights: str | None):
+def record(model: Transformer, weights: str | None) -> Transformer:
     """What `optimize` gives for a GPU; ConfigError where its kernels do not run, and for fewer bits."""
-    own = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}.get(model.dtype)
-    if weights not in (None, own):
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    if weights not in (None, names.get(model.dtype)):
         raise ConfigError(
             f"weights={weights!r} has no kernels on a GPU: products of {weights} codes are for CPUs",
             hint=f'weights=None, the model in {model.dtype}; or device="cpu"',
         )
-    if why := gpu.missing(model.device, model.dtype):
+    why = gpu.missing(model.device, model.dtype)
+    if why:
         raise ConfigError(f"no fast path on this GPU: {why}", hint="the plain model runs here")
     from nanokv.fast.gpu.model import recorded
 

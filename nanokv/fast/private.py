@@ -26,8 +26,10 @@ def check_folder(folder: Path) -> None:
     for place in (folder, *folder.parents):
         status = place.stat()
         # As /tmp: nobody renames what is not theirs.
-        sticky = place != folder and status.st_mode & stat.S_ISVTX
-        _check(place, status, 0 if sticky else OTHERS)
+        refused = OTHERS
+        if place != folder and status.st_mode & stat.S_ISVTX:
+            refused = 0
+        _check(place, status, refused)
 
 
 def _check(place: Path, status: os.stat_result, refused: int) -> None:
@@ -60,21 +62,22 @@ def open_checked(path: Path) -> str | None:
     descriptor = os.open(path, os.O_RDONLY | flags)
     status = os.fstat(descriptor)
     _check(path, status, OTHERS)
+    stem = path.with_name(path.name.rsplit("-", 1)[0])
     with open(descriptor, "rb", closefd=False) as file:
-        whole = (
-            stat.S_ISREG(status.st_mode)
-            and named(path.with_name(path.name.rsplit("-", 1)[0]), file.read()) == path
-        )
-    if not whole or not os.path.exists(f"/proc/self/fd/{descriptor}"):
-        os.close(descriptor)
-        return str(path) if whole else None
-    # Stays open: the loader takes a name that it has seen for the same library.
-    return f"/proc/self/fd/{descriptor}"
+        whole = stat.S_ISREG(status.st_mode) and named(stem, file.read()) == path
+    by_descriptor = f"/proc/self/fd/{descriptor}"
+    if whole and os.path.exists(by_descriptor):
+        # Stays open: the loader takes a name that it has seen for the same library.
+        return by_descriptor
+    os.close(descriptor)
+    return str(path) if whole else None
 
 
 def is_whole(path: Path) -> bool | None:
     """Would `open_checked` give a path? None if not."""
     opened = open_checked(path)
-    if opened is not None and opened != str(path):
+    if opened is None:
+        return None
+    if opened != str(path):
         os.close(int(opened.rsplit("/", 1)[1]))
-    return True if opened is not None else None
+    return True

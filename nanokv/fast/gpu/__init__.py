@@ -42,7 +42,9 @@ def missing(device: torch.device | str, dtype: torch.dtype) -> str:
 def on(device: torch.device) -> contextlib.AbstractContextManager:
     """Inside, Triton and recordings are on this device. They take the current one, which each thread has of its own
     and which is cuda:0 until somebody says otherwise; torch's operators go by their tensors."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
 
 
 @functools.cache
@@ -55,6 +57,7 @@ def trial(device: torch.device) -> str:
             swiglu(torch.ones(1, 32, device=device)).tolist()
     # Whatever a compiler, a driver or an installation may raise: the plain model runs all the same.
     except Exception as error:
-        said = [*filter(None, map(str.strip, str(error).splitlines())), ""]
-        return f"Triton does not run here: {type(error).__name__} {said[0]}".rstrip()
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        first = next(iter(lines), "")
+        return f"Triton does not run here: {type(error).__name__} {first}".rstrip()
     return ""

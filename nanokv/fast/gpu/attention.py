@@ -8,8 +8,9 @@ long-context inference"; paging: Kwon et al. 2023, arXiv 2309.06180).
 """
 
 import torch
-import triton
-import triton.language as tl
+import triton  # type: ignore[import-untyped]  # Triton has no type hints
+import triton.language as tl  # type: ignore[import-untyped]
+from torch import Tensor
 
 from nanokv.fast.gpu.kernels import PLACE, aligned, check, place_of
 
@@ -40,7 +41,9 @@ def paged_attention_kernel(
     Gimelshein 2018, arXiv 1805.02867). `scale` holds 1/sqrt(D) and log2(e): a GPU has 2ˣ, not eˣ.
     With one split y is the result and `sums` is None.
     """
-    b, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    b = tl.program_id(0)
+    h = tl.program_id(1)
+    split = tl.program_id(2)
     keys, values, page_stride, head_stride, token_stride, size, table, table_stride = place_of(
         places, layer, q, PLACE, ALIGNED
     )
@@ -51,7 +54,8 @@ def paged_attention_kernel(
     listed = tl.where(table != 0, end, 0)  # tokens whose page is in a table
     table = table.to(tl.pointer_type(tl.int32)) + b * table_stride
 
-    g, d = tl.arange(0, ROWS), tl.arange(0, WIDTH)  # both padded
+    g = tl.arange(0, ROWS)  # padded
+    d = tl.arange(0, WIDTH)  # padded
     mine = (g < G)[:, None] & (d < D)[None, :]  # (ROWS,WIDTH)
     row = (b * Hk + h) * G + g  # (ROWS,), of the B·H rows of q
     q_tile = tl.load(q + row[:, None] * D + d[None, :], mine, 0)  # (ROWS,WIDTH)
@@ -96,7 +100,8 @@ def merge_kernel(
     log2 of Σ 2^score.
     """
     row = tl.program_id(0)
-    s, d = tl.arange(0, PADDED), tl.arange(0, WIDTH)
+    s = tl.arange(0, PADDED)
+    d = tl.arange(0, WIDTH)
     sums = tl.load(sums + row * SPLITS + s, s < SPLITS, float("-inf"))  # (PADDED,)
     highest = tl.max(sums, 0)
     share = tl.exp2(sums - tl.where(highest > float("-inf"), highest, 0))  # (PADDED,)
@@ -107,7 +112,15 @@ def merge_kernel(
     tl.store(y + row * D + d, merged.to(y.dtype.element_ty), d < D)
 
 
-def paged_attention(q, places, layer: int, lengths, splits: int, kv_heads: int, out=None):
+def paged_attention(
+    q: Tensor,
+    places: Tensor,
+    layer: int,
+    lengths: Tensor,
+    splits: int,
+    kv_heads: int,
+    out: Tensor | None = None,
+) -> Tensor:
     """q (B,H,D) over the cache of one layer → (B,H,D). Row b sees lengths[layer,b] tokens; one that
     sees none gets 0.
 
@@ -118,13 +131,15 @@ def paged_attention(q, places, layer: int, lengths, splits: int, kv_heads: int, 
     """
     check(q, places, lengths)
     B, H, D = q.shape
-    out = torch.empty_like(q) if out is None else out
+    if out is None:
+        out = torch.empty_like(q)
     WIDTH = triton.next_power_of_2(D)
     G = H // kv_heads
     # A tile of WIDTH numbers needs as many rows as a matrix instruction.
     BLOCK = max(16, min(64, TILE_BYTES // (WIDTH * q.element_size())))
     ROWS = max(TILE_ROWS, triton.next_power_of_2(G))
-    parts, sums = out, None
+    parts = out
+    sums = None
     if splits > 1:
         parts = q.new_empty(B, H, splits, D, dtype=torch.float32)
         sums = q.new_empty(B, H, splits, dtype=torch.float32)

@@ -7,8 +7,9 @@ that with `filtered`.
 """
 
 import torch
-import triton
-import triton.language as tl
+import triton  # type: ignore[import-untyped]  # Triton has no type hints
+import triton.language as tl  # type: ignore[import-untyped]
+from torch import Tensor
 
 from nanokv.fast.gpu.kernels import check
 
@@ -46,7 +47,8 @@ def draw_chunk_kernel(
     Writes of the chunk: the best score, its token and raw logit, the highest raw logit and Σ
     exp(logit − that), and the highest of what is drawn from, NaN if one of them is.
     """
-    b, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    b = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
     token = chunk * CHUNK + tl.arange(0, CHUNK)  # (CHUNK,)
     inside = token < V
     none = float("-inf")
@@ -98,7 +100,14 @@ def draw_merge_kernel(
     tl.store(highests + b, tl.where(broken, float("nan"), tl.max(high, 0)))
 
 
-def draw(logits, temperature, seeds, positions, filtered=None, out=None):
+def draw(
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    filtered: Tensor | None = None,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """counter.draw_rows in two launches: logits (B,V) → tokens (B,) int64, logprobs (B,) and
     highest (B,) fp32.
 
@@ -109,7 +118,7 @@ def draw(logits, temperature, seeds, positions, filtered=None, out=None):
     B, V = logits.shape
     chunks = triton.cdiv(V, CHUNK)
 
-    def new(*shape, dtype=torch.float32):
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return logits.new_empty(shape, dtype=dtype)
 
     tokens, logprobs, highests = out or (new(B, dtype=torch.int64), new(B), new(B))

@@ -26,13 +26,21 @@ Triton: Tillet et al. 2019, "Triton: an intermediate language and compiler for t
 computations".
 """
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import torch
-import triton
-import triton.language as tl
+import triton  # type: ignore[import-untyped]  # Triton has no type hints
+import triton.language as tl  # type: ignore[import-untyped]
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from nanokv.cache.capabilities import Pages
 
 PER_THREAD = 8  # numbers: 16 bytes of bf16, the widest load of a thread
 WARP = 32  # threads
 PLACE = 8  # numbers in a row of `places`
+Heads = tuple[int, int, int]  # H, Hk, D
 
 
 @triton.jit
@@ -66,7 +74,9 @@ def rms_norm_kernel(x, add, weight, y, C, eps, BLOCK: tl.constexpr):
     tl.store(y + at, (w * held(h * scale, dtype)).to(dtype), inside)
 
 
-def rms_norm(x, weight, eps: float, add=None, out=None):
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, add: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
     """RMSNorm of every row: x (N,C), weight (C,) → (N,C). With `add` (N,C) x becomes x + add first,
     in its place.
 
@@ -74,7 +84,8 @@ def rms_norm(x, weight, eps: float, add=None, out=None):
     """
     check(x, weight, add)
     N, C = x.shape
-    out = torch.empty_like(x) if out is None else out
+    if out is None:
+        out = torch.empty_like(x)
     BLOCK = triton.next_power_of_2(C)
     rms_norm_kernel[(N,)](x, add, weight, out, C, eps, BLOCK, num_warps=warps(BLOCK))
     return out
@@ -105,11 +116,13 @@ def swiglu_kernel(gate_up, y, width, BLOCK: tl.constexpr):
     tl.store(y + row * width + column, silu_times(gate, up, dtype).to(dtype), inside)
 
 
-def swiglu(gate_up, out=None):
+def swiglu(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     """silu(gate) · up: (N,2I) from one product, gate first → (N,I). Reads N·2I numbers."""
     check(gate_up)
-    N, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = gate_up.new_empty(N, width) if out is None else out
+    N = gate_up.shape[0]
+    width = gate_up.shape[1] // 2
+    if out is None:
+        out = gate_up.new_empty(N, width)
     BLOCK = min(1024, triton.next_power_of_2(width))
     grid = N, triton.cdiv(width, BLOCK)
     swiglu_kernel[grid](gate_up, out, width, BLOCK, num_warps=warps(BLOCK))
@@ -149,7 +162,8 @@ def halves_of_heads(
     at = qkv + n * (H + 2 * Hk) * D + head[:, None] * D + i  # (R,HALF)
     x1 = tl.load(at, here, 0).to(tl.float32)
     x2 = tl.load(at + D // 2, here, 0).to(tl.float32)
-    y1, y2 = x1, x2
+    y1 = x1
+    y2 = x2
     if q_norm is not None:
         scale = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / D + eps)[:, None]  # (R,1)
         q1, q2 = halves_of_row(q_norm, D, HALF)  # (1,HALF) ×2
@@ -192,7 +206,8 @@ def split_heads_kernel(
     first, second = halves_of_heads(
         qkv, n, head, q_norm, k_norm, eps, cos, sin, n % angles, H, Hk, D, HALF
     )
-    b, t = n // T, n % T
+    b = n // T
+    t = n % T
     own = head - H  # (R,), of k
     store_heads(q + ((b * H + head) * T + t) * D, first, second, head < H, D, HALF)
     is_k = (own >= 0) & (own < Hk)
@@ -202,7 +217,17 @@ def split_heads_kernel(
     store_heads(v + ((b * Hk + own) * T + t) * D, first, second, is_v, D, HALF)
 
 
-def split_heads(qkv, heads, q_norm, k_norm, eps: float, cos, sin, T: int, out=None):
+def split_heads(
+    qkv: Tensor,
+    heads: Heads,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    T: int,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """qkv (B·T,(H+2Hk)·D) → q (B,H,T,D), k and v (B,Hk,T,D), q and k normed and rotated. For a
     prefill.
 
@@ -213,7 +238,8 @@ def split_heads(qkv, heads, q_norm, k_norm, eps: float, cos, sin, T: int, out=No
     H, Hk, D = heads
     B = len(qkv) // T
     q, k, v = out or (qkv.new_empty(B, h, T, D) for h in (H, Hk, Hk))
-    HALF, R = triton.next_power_of_2(D // 2), 8
+    HALF = triton.next_power_of_2(D // 2)
+    R = 8
     grid = B * T, triton.cdiv(H + 2 * Hk, R)
     # n % angles: the token, or the token of this row of the batch
     angles = cos.numel() // D
@@ -278,8 +304,18 @@ def split_heads_into_pages_kernel(
 
 
 def split_heads_into_pages(
-    qkv, heads, q_norm, k_norm, eps: float, cos, sin, places, layer: int, lengths, out=None
-):
+    qkv: Tensor,
+    heads: Heads,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    places: Tensor,
+    layer: int,
+    lengths: Tensor,
+    out: Tensor | None = None,
+) -> Tensor:
     """qkv (B,(H+2Hk)·D), one token per row → q (B,H,D), normed and rotated; k and v go to the
     cache. For a decode.
 
@@ -291,8 +327,8 @@ def split_heads_into_pages(
     H, Hk, D = heads
     B = len(qkv)
     q = qkv.new_empty(B, H, D) if out is None else out
-    # One head and one warp: a step of one row has nothing else to share out.
-    HALF, R = triton.next_power_of_2(D // 2), 1
+    HALF = triton.next_power_of_2(D // 2)
+    R = 1  # one head and one warp: a step of one row has nothing else to share out
     split_heads_into_pages_kernel[B, H + 2 * Hk](
         qkv, q_norm, k_norm, eps, cos, sin, q, places, layer, lengths, B, H, Hk, D, HALF, R,
         PLACE, aligned(D, qkv.dtype), num_warps=1,
@@ -303,7 +339,7 @@ def split_heads_into_pages(
 # --- what the launchers share ---------------------------------------------------------------------
 
 
-def check(*tensors) -> None:
+def check(*tensors: Tensor | None) -> None:
     """A kernel walks through memory: rows must follow each other."""
     for tensor in tensors:
         if tensor is not None and not tensor.is_contiguous():
@@ -323,7 +359,7 @@ def aligned(D: int, dtype: torch.dtype) -> int:
     return min(widest, D & -D)  # the largest power of two that divides D
 
 
-def places(pages, out=None):
+def places(pages: Sequence["Pages"], out: Tensor | None = None) -> Tensor:
     """Where the layers of a cache lie: Pages of each of L layers → (L,8) int64 for the kernels; on
     the cache's device.
 
@@ -334,18 +370,23 @@ def places(pages, out=None):
     """
     rows = [place(layer) for layer in pages]
     host = torch.tensor(rows, dtype=torch.int64)  # (L,8)
-    return host.to(pages[0].keys.device) if out is None else out.copy_(host, non_blocking=True)
+    if out is None:
+        return host.to(pages[0].keys.device)
+    return out.copy_(host, non_blocking=True)
 
 
-def place(pages) -> list[int]:
+def place(pages: "Pages") -> list[int]:
     """A row of `places`. ValueError if the kernels could not read there."""
-    keys, values, table = pages.keys, pages.values, pages.table
-    strides, D = keys.stride(), keys.shape[3]
-    unit = aligned(D, keys.dtype)
+    keys = pages.keys
+    values = pages.values
+    strides = keys.stride()
+    unit = aligned(keys.shape[3], keys.dtype)
     starts = [tensor.data_ptr() // keys.element_size() for tensor in (keys, values)]
     if values.stride() != strides or strides[3] != 1:
         raise ValueError(f"keys and values lie differently: strides {strides}, {values.stride()}")
     if any(number % unit for number in (*starts, *strides[:3])):
         raise ValueError(f"keys must begin at multiples of {unit} numbers: strides {strides}")
     row = [keys.data_ptr(), values.data_ptr(), *strides[:3], keys.shape[2]]
-    return [*row, 0, 0] if table is None else [*row, table.data_ptr(), table.stride(0)]
+    if pages.table is None:
+        return [*row, 0, 0]
+    return [*row, pages.table.data_ptr(), pages.table.stride(0)]

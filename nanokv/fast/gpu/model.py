@@ -7,12 +7,17 @@ goes from layer to layer (prefill, caches that give no pages): `Block.forward`, 
 
 import copy
 import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
-from nanokv.cache import make_cache
+from nanokv.attention import Attend
+from nanokv.cache import KVCache, make_cache
+from nanokv.cache.base import LayerCache
+from nanokv.config import Config
 from nanokv.fast.checks import is_one_call
 from nanokv.fast.fusing import fused
 from nanokv.fast.gpu import kernels, on
@@ -22,43 +27,61 @@ from nanokv.fast.gpu.recorded import SIZES, Steps
 from nanokv.fast.weights import check_dense
 from nanokv.inference import decode
 from nanokv.loading import skeleton
-from nanokv.model import RMSNorm, Transformer
+from nanokv.model import MLP, RMSNorm, Transformer
+from nanokv.model import Block as PlainBlock
 from nanokv.rope import rope_frequencies, turned
+
+M = TypeVar("M", bound=nn.Module)
 
 
 class Block(nn.Module):
     """One layer of `plain`, its weights fused: q, k and v are one product, gate and up another."""
 
-    def __init__(self, plain, config):
+    qkv: Tensor  # ((H+2Hk)·D,C)
+    qkv_bias: Tensor | None
+    o: Tensor  # (C,H·D)
+    o_bias: Tensor | None
+    gate_up: Tensor  # (2I,C)
+    down: Tensor  # (C,I)
+    norm: Tensor
+    mlp_norm: Tensor
+    q_norm: Tensor | None  # not every family norms q and k
+    k_norm: Tensor | None
+
+    def __init__(self, plain: PlainBlock, config: Config):
         super().__init__()
-        attention, mlp = plain.self_attn, plain.mlp
+        attention = plain.self_attn
+        mlp = cast(MLP, plain.mlp)  # check_dense has seen that it is one
         self.heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.eps = config.rms_norm_eps
         self.processors = processors_of(attention.q_proj.weight.device)
         qkv, qkv_bias = fused(attention.q_proj, attention.k_proj, attention.v_proj)
         gate_up, _ = fused(mlp.gate_proj, mlp.up_proj)
         tensors = {
-            "qkv": qkv,  # ((H+2Hk)·D,C)
+            "qkv": qkv,
             "qkv_bias": qkv_bias,
-            "o": attention.o_proj.weight,  # (C,H·D)
+            "o": attention.o_proj.weight,
             "o_bias": attention.o_proj.bias,
-            "gate_up": gate_up,  # (2I,C)
-            "down": mlp.down_proj.weight,  # (C,I)
+            "gate_up": gate_up,
+            "down": mlp.down_proj.weight,
             "norm": plain.input_layernorm.weight,
             "mlp_norm": plain.post_attention_layernorm.weight,
-            # Not every family norms q and k.
             "q_norm": getattr(attention.q_norm, "weight", None),
             "k_norm": getattr(attention.k_norm, "weight", None),
         }
         for name, tensor in tensors.items():
             self.register_buffer(name, None if tensor is None else tensor.detach())
 
-    def forward(self, x, rope, cache, attend):
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], cache: LayerCache, attend: Attend
+    ) -> Tensor:
         """x (B,T,C) → (B,T,C), as the plain Block."""
         with on(x.device):
             return self.whole(x, *rope, cache, attend)
 
-    def whole(self, x, cos, sin, cache, attend):
+    def whole(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache, attend: Attend
+    ) -> Tensor:
         """`forward`, on the device of x."""
         B, T, C = x.shape
         rows = x.reshape(B * T, C)
@@ -74,11 +97,11 @@ class Block(nn.Module):
         y = kernels.rms_norm(rows, self.mlp_norm, self.eps)
         return (rows + self.mlp(y)).view(B, T, C)
 
-    def mlp(self, y):
+    def mlp(self, y: Tensor) -> Tensor:
         """(N,C) → (N,C): SwiGLU."""
         return F.linear(kernels.swiglu(F.linear(y, self.gate_up)), self.down)
 
-    def step(self, x, new, *where):
+    def step(self, x: Tensor, new: Tensor | None, *where: Any) -> Tensor:
         """One token per row: the residual stream x (B,C), which is written over, and what the layer before adds to it.
 
         → what this layer's MLP adds, (B,C). The caches are written; nothing is gathered. `where`: see `attention`.
@@ -89,7 +112,7 @@ class Block(nn.Module):
         y = kernels.rms_norm(x, self.mlp_norm, self.eps, add=new)
         return self.mlp(y)
 
-    def step_of_few(self, x, *where):
+    def step_of_few(self, x: Tensor, *where: Any) -> None:
         """`step` for so few rows that time is launches and what is read: norm and residual are in the products."""
         y = product(x, self.qkv, self.qkv_bias, norm=(self.norm, self.eps))  # (B,(H+2Hk)·D)
         y = self.attention(y, *where)
@@ -97,13 +120,16 @@ class Block(nn.Module):
         y = product(x, self.gate_up, norm=(self.mlp_norm, self.eps), swiglu=True)  # (B,I)
         product(y, self.down, add=x, out=x)
 
-    def attention(self, qkv, cos, sin, places, layer, lengths):
+    def attention(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, places: Tensor, layer: int, lengths: Tensor
+    ) -> Tensor:
         """qkv (B,(H+2Hk)·D) of one token per row → (B,H·D). Keys and values go to their pages first."""
         norms = self.q_norm, self.k_norm, self.eps
         q = kernels.split_heads_into_pages(
             qkv, self.heads, *norms, cos, sin, places, layer, lengths
         )  # (B,H,D)
-        splits, Hk = splits_for(len(q), self.heads[1], self.processors), self.heads[1]
+        _, Hk, _ = self.heads
+        splits = splits_for(len(q), Hk, self.processors)
         return paged_attention(q, places, layer, lengths, splits, Hk).flatten(1)
 
 
@@ -112,7 +138,8 @@ class GpuTransformer(Transformer):
 
     weights: str
 
-    def forward(self, tokens, cache, start_pos, attend):
+    def forward(self, tokens: Tensor, cache: KVCache, start_pos: Any, attend: Attend) -> Tensor:
+        """As Transformer.forward; `start_pos` an int, or (B,) int64."""
         kinds = nn.Embedding, RMSNorm, Block
         if tokens.shape[1] == 1 and is_one_call(self, kinds, cache, attend):
             self.check(cache, start_pos)
@@ -129,49 +156,54 @@ class GpuTransformer(Transformer):
         return Steps(self.step, len(self.layers), self.device)
 
     @functools.cached_property
-    def speeds(self):
+    def speeds(self) -> tuple[Tensor, float]:
         """(D/2,) radians per position, and the factor of cos and sin."""
         return rope_frequencies(self.config, self.device)
 
     def prepare(self, rows: int) -> None:
         """Record the steps of up to so many rows now, so that no answer waits for it: seconds, and the first time on a
         machine the compiler's."""
-        needed = next((size for size in SIZES if size >= rows), SIZES[-1])
-        for size in SIZES[: SIZES.index(needed) + 1]:
+        for size in SIZES:
             cache = make_cache("static", self.config, size, 1)
             decode(self, torch.zeros(size, 1, dtype=torch.int64), cache, 0)
+            if size >= rows:
+                return
 
-    def step(self, tokens, positions, places, lengths):
+    def step(self, tokens: Tensor, positions: Tensor, places: Tensor, lengths: Tensor) -> Tensor:
         """What is recorded: tokens (B,) at positions (B,) → (B,C). `places` and `lengths`: see kernels.py."""
         x = self.embed_tokens(tokens)  # (B,C)
         cos, sin = turned(*self.speeds, positions, x.dtype)  # (B,D) ×2
-        where = [(cos, sin, places, layer, lengths) for layer in range(len(self.layers))]
+        blocks: list[Any] = list(self.layers)
         if len(x) <= MOST_ROWS:
-            for layer, its in zip(self.layers, where, strict=True):
-                layer.step_of_few(x, *its)
+            for layer, block in enumerate(blocks):
+                block.step_of_few(x, cos, sin, places, layer, lengths)
             return kernels.rms_norm(x, self.norm.weight, self.norm.eps)
         new = None
-        for layer, its in zip(self.layers, where, strict=True):
-            new = layer.step(x, new, *its)
+        for layer, block in enumerate(blocks):
+            new = block.step(x, new, cos, sin, places, layer, lengths)
         return kernels.rms_norm(x, self.norm.weight, self.norm.eps, add=new)
 
-    def _apply(self, function, recurse=True):  # behind .to(), .half() …
+    # Behind .to(), .half() …
+    def _apply(
+        self, function: Callable[[Tensor], Tensor], recurse: bool = True
+    ) -> "GpuTransformer":
         self.forget()
         return super()._apply(function, recurse)
 
-    def __getstate__(self):  # for copy and pickle
+    def __getstate__(self) -> Any:  # for copy and pickle
         self.forget()
         return super().__getstate__()
 
-    def forget(self):
+    def forget(self) -> None:
         """Recordings know tensors by their addresses: dropped when these change."""
         for name in ("steps", "speeds", "likes"):
             self.__dict__.pop(name, None)
 
-    def token_like(self, rows: int):
+    def token_like(self, rows: int) -> Tensor:
         """(B,Hk,1,D): what one token per row adds to a cache, for its shape, dtype and device."""
         if rows not in self.likes:
-            config, weight = self.config, self.embed_tokens.weight
+            config = self.config
+            weight = self.embed_tokens.weight
             like = weight.new_empty(1, config.num_key_value_heads, 1, config.head_dim)
             self.likes[rows] = like.expand(rows, -1, -1, -1)
         return self.likes[rows]
@@ -189,26 +221,27 @@ def processors_of(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def recorded(model) -> GpuTransformer:
+def recorded(model: Transformer) -> GpuTransformer:
     """The same weights, as views of the fused ones, in a model whose decode steps are recorded."""
     check_dense(model.config)
-    fast = skeleton(model.config, GpuTransformer)
-    fast.embed_tokens, fast.norm, fast.lm_head = map(
-        sharing, (model.embed_tokens, model.norm, model.lm_head)
-    )
+    fast = cast(GpuTransformer, skeleton(model.config, GpuTransformer))
+    fast.embed_tokens = sharing(model.embed_tokens)
+    fast.norm = sharing(model.norm)
+    fast.lm_head = sharing(model.lm_head)
     if model.lm_head.weight is model.embed_tokens.weight:
         fast.lm_head.weight = fast.embed_tokens.weight
-    fast.layers = nn.ModuleList(Block(layer, model.config) for layer in model.layers)
+    plain: list[Any] = list(model.layers)
+    fast.layers = nn.ModuleList(Block(layer, model.config) for layer in plain)
     fast.generation_config = model.generation_config
     fast.weights = str(model.embed_tokens.weight.dtype).removeprefix("torch.")
     return fast.eval()
 
 
-def sharing(module):
+def sharing(module: M) -> M:
     """A module of the same kind over the same memory: what `.to()` does to one does not change the other."""
     twin = copy.copy(module)
-    twin._parameters = {
-        name: None if own is None else nn.Parameter(own.detach(), requires_grad=False)
-        for name, own in module._parameters.items()
-    }
+    twin._parameters = dict(module._parameters)
+    for name, own in module._parameters.items():
+        if own is not None:
+            twin._parameters[name] = nn.Parameter(own.detach(), requires_grad=False)
     return twin

@@ -8,8 +8,9 @@ What stands before and after the product in a layer is done by the same programs
 own would take as long as reading 8 MB.
 """
 
-import triton
-import triton.language as tl
+import triton  # type: ignore[import-untyped]  # Triton has no type hints
+import triton.language as tl  # type: ignore[import-untyped]
+from torch import Tensor
 
 from nanokv.fast.gpu.kernels import WARP, check, held, silu_times
 
@@ -40,7 +41,8 @@ def rows_times_weights(
     """x (N,K), normed if `norm` is its weight, times some rows (R,) of weight → (R,PADDED) fp32, N
     and padding.
     """
-    n, k = tl.arange(0, PADDED), tl.arange(0, BLOCK_K)
+    n = tl.arange(0, PADDED)
+    k = tl.arange(0, BLOCK_K)
     at = weight + rows.to(tl.int64)[:, None] * K + k[None, :]  # (R,BLOCK_K)
     # The weights are on their way before anything waits for x. Each is used once: the caches are
     # for x.
@@ -81,7 +83,8 @@ def product_kernel(
     """
     dtype = out.dtype.element_ty
     first = tl.program_id(0) * BLOCK_M
-    m, n = first + tl.arange(0, BLOCK_M), tl.arange(0, PADDED)
+    m = first + tl.arange(0, BLOCK_M)
+    n = tl.arange(0, PADDED)
     if SWIGLU:  # gate's row 0, up's row 0, gate's row 1, …; up is M rows further on
         both = tl.arange(0, 2 * BLOCK_M)
         rows = tl.minimum(first + both // 2, M - 1) + both % 2 * M  # (2·BLOCK_M,)
@@ -102,7 +105,15 @@ def product_kernel(
     tl.store(out + to, y.to(dtype), here)
 
 
-def product(x, weight, bias=None, norm=None, add=None, swiglu: bool = False, out=None):
+def product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    norm: tuple[Tensor, float] | None = None,
+    add: Tensor | None = None,
+    swiglu: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
     """x (N,K) · weightᵀ (M,K) → (N,M) for N ≤ 8 rows. Sums are fp32; rounding is the plain model's.
 
     bias (M,) is added to the sum. norm: (weight (K,), eps) of an RMSNorm of x that comes first. add
@@ -110,17 +121,22 @@ def product(x, weight, bias=None, norm=None, add=None, swiglu: bool = False, out
     (2M,K), and the result is silu(gate) · up. Reads M·K numbers, or 2·M·K, and x from the caches,
     once per program.
     """
-    norm, eps = norm or (None, 0.0)
-    check(x, weight, bias, norm, add)
-    (N, K), M = x.shape, len(weight) // (2 if swiglu else 1)
+    norm_weight, eps = norm or (None, 0.0)
+    check(x, weight, bias, norm_weight, add)
+    N, K = x.shape
     if N > MOST_ROWS or (swiglu and bias is not None):
         raise ValueError(f"product() of {N} rows: at most {MOST_ROWS}, and no bias with swiglu")
-    out = x.new_empty(N, M) if out is None else out
     R, BLOCK_K = tile(len(weight), K, x.element_size())
-    BLOCK_M = max(R // 2, 1) if swiglu else R
+    M = len(weight)
+    BLOCK_M = R
+    if swiglu:
+        M = len(weight) // 2
+        BLOCK_M = max(R // 2, 1)
+    if out is None:
+        out = x.new_empty(N, M)
     threads = R * BLOCK_K * x.element_size() // THREAD_BYTES
     product_kernel[(triton.cdiv(M, BLOCK_M),)](
-        x, weight, bias, norm, eps, add, out, M, K,
+        x, weight, bias, norm_weight, eps, add, out, M, K,
         N, triton.next_power_of_2(N), BLOCK_M, BLOCK_K, swiglu, num_warps=max(threads // WARP, 1),
     )  # fmt: skip
     return out

@@ -41,7 +41,8 @@ class Inputs:
         on_gpu = torch.device(device).type == "cuda"
         # As int64; two lengths share one.
         self.counts = rows, layers * PLACE, -(-layers * rows // 2)
-        self.layers, self.rows = layers, rows
+        self.layers = layers
+        self.rows = rows
         self.packed = torch.zeros(sum(self.counts), dtype=torch.int64, device=device)
         self.positions, self.places, self.lengths = self.parts(self.packed)
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -51,7 +52,7 @@ class Inputs:
         self.copied = torch.cuda.Event() if on_gpu else None
         self.written: list[list[int]] = []  # the places on the host
 
-    def parts(self, packed):
+    def parts(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """positions (B,) and places (L,PLACE) int64, lengths (L,B) int32: views."""
         positions, places, lengths = packed.split(self.counts)
         lengths = lengths.view(torch.int32)[: self.layers * self.rows]
@@ -59,7 +60,8 @@ class Inputs:
 
     def fill(self, tokens: torch.Tensor, positions: Position, pages: list[Pages]) -> None:
         """tokens (b,) on the device, positions () or (b,) on the host; b ≤ B, the other rows see nothing."""
-        b, (at, places, lengths) = len(tokens), self.numbers
+        b = len(tokens)
+        at, places, lengths = self.numbers
         found = list(map(place_of, pages))
         if self.copied is not None:
             self.copied.synchronize()
@@ -67,14 +69,20 @@ class Inputs:
             self.written = []
             places[:] = found
             self.written = found
-        at[:b] = positions if type(positions) is int else torch.as_tensor(positions, device="cpu")
+        if type(positions) is not int:
+            positions = torch.as_tensor(positions, device="cpu")
+        at[:b] = positions
         lengths[:, :b] = lengths_of(pages)
         if b < self.rows:
-            at[b:], lengths[:, b:] = 0, 0
+            at[b:] = 0
+            lengths[:, b:] = 0
         self.packed.copy_(self.host, non_blocking=True)
         if self.copied is not None:
             self.copied.record()
-        (self.tokens if b == self.rows else self.tokens[:b]).copy_(tokens)
+        own = self.tokens
+        if b < self.rows:
+            own = own[:b]
+        own.copy_(tokens)
 
 
 def lengths_of(pages: list[Pages]) -> numpy.ndarray:
@@ -96,38 +104,48 @@ def place_of(pages: Pages) -> list[int]:
     """Where a layer lies, as the kernels read it; made once for each Pages, and kept on it."""
     made = vars(pages).get("place")
     if made is None:
-        made = pages.place = kernels.place(pages)  # type: ignore[attr-defined]
+        made = kernels.place(pages)
+        vars(pages)["place"] = made
     return made
 
 
 class Recorded:
     """One step, for `rows` rows. On a GPU it is recorded at its first call, elsewhere it is called each time."""
 
-    def __init__(self, step: Step, layers: int, rows: int, device: torch.device, space: "Space"):
+    def __init__(
+        self, step: Step, layers: int, rows: int, device: torch.device, space: "Space | None"
+    ):
         self.inputs = Inputs(layers, rows, device)
-        self.step, self.device, self.space = step, device, space
-        self.graph, self.hidden = None, None
+        self.step = step
+        self.device = device
+        self.space = space
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.hidden: torch.Tensor  # of the first call on
 
-    def __call__(self, tokens, positions, pages) -> torch.Tensor:
+    def __call__(
+        self, tokens: torch.Tensor, positions: Position, pages: list[Pages]
+    ) -> torch.Tensor:
         """tokens (b,) → hidden states (b,C), valid until the next step of the model."""
         self.inputs.fill(tokens, positions, pages)
-        if self.device.type != "cuda":
+        if self.space is None:
             self.hidden = self.run()
         elif self.graph is None:
-            self.record()
+            self.record(self.space)
         if self.graph is not None:
             self.graph.replay()
         b = len(tokens)
-        return self.hidden if b == self.inputs.rows else self.hidden[:b]
+        if b == self.inputs.rows:
+            return self.hidden
+        return self.hidden[:b]
 
     def run(self) -> torch.Tensor:
         inputs = self.inputs
         return self.step(inputs.tokens, inputs.positions, inputs.places, inputs.lengths)
 
-    def record(self) -> None:
+    def record(self, space: "Space") -> None:
         """The first runs compile the kernels and choose the products' algorithms. To repeat a step is harmless: it
         writes the same keys to the same place."""
-        space, graph = self.space, torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream(self.device)
         space.trying.wait_stream(current)
         # Whatever fails inside, the stream of before is the current one again.
@@ -140,7 +158,8 @@ class Recorded:
             ):
                 hidden = self.run()
         current.wait_stream(space.trying)
-        self.graph, self.hidden = graph, hidden  # commit
+        self.hidden = hidden
+        self.graph = graph
 
 
 class Space:
@@ -152,41 +171,46 @@ class Space:
 
     def __init__(self, device: torch.device):
         self.memory = torch.cuda.graph_pool_handle()
-        self.trying, self.recording = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.trying = torch.cuda.Stream(device)
+        self.recording = torch.cuda.Stream(device)
 
 
 class Steps:
     """The decode steps of one model, each of its own number of rows."""
 
     def __init__(self, step: Step, layers: int, device: torch.device):
-        self.step, self.layers, self.device = step, layers, device
-        self.space = Space(device) if device.type == "cuda" else None
+        self.step = step
+        self.layers = layers
+        self.device = device
+        self.space = Space(device) if device.type == "cuda" else None  # None: no recordings
         self.recorded: dict[int, Recorded] = {}
         self.turn = threading.Lock()  # threads that share a model would write each other's inputs
 
-    def __call__(self, tokens, positions, pages) -> torch.Tensor:
+    def __call__(
+        self, tokens: torch.Tensor, positions: Position, pages: list[Pages]
+    ) -> torch.Tensor:
         """tokens (b,), positions () or (b,) → hidden states (b,C). More rows than a recording has go one part after the
         other."""
         if not torch.is_inference_mode_enabled():  # to enter it once more takes 5 µs
             with torch.inference_mode():
                 return self(tokens, positions, pages)
-        most = SIZES[-1]
-        if len(tokens) > most:
-            positions = torch.as_tensor(positions).expand(len(tokens))
-            starts = range(0, len(tokens), most)
-            return torch.cat(
-                [
-                    self(
-                        tokens[a : a + most],
-                        positions[a : a + most],
-                        [rows_of(layer, a, a + most) for layer in pages],
-                    )
-                    for a in starts
-                ]
-            )
+        if len(tokens) > SIZES[-1]:
+            return self.in_parts(tokens, positions, pages)
         rows = SIZES[bisect_left(SIZES, len(tokens))]
         with self.turn:
             return self.recording(rows)(tokens, positions, pages).clone()  # it is written again
+
+    def in_parts(
+        self, tokens: torch.Tensor, positions: Position, pages: list[Pages]
+    ) -> torch.Tensor:
+        """A step of more rows than a recording has: one part of the rows after the other."""
+        most = SIZES[-1]
+        positions = torch.as_tensor(positions).expand(len(tokens))
+        parts = []
+        for a in range(0, len(tokens), most):
+            layers = [rows_of(layer, a, a + most) for layer in pages]
+            parts.append(self(tokens[a : a + most], positions[a : a + most], layers))
+        return torch.cat(parts)
 
     def recording(self, rows: int) -> Recorded:
         """For so many rows, made when it is first asked for."""
