@@ -17,7 +17,7 @@ prompt too; Yang et al. 2024 (arXiv 2411.01783) say when it is better that resul
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -83,10 +83,13 @@ class ContextCache(KVCache):
             )
         if type(page) is not int or page < 1:
             raise CacheError(f"page is {page!r}: a whole number ≥ 1 of positions was expected")
-        self.share, self.group, self.deal = share, group, Deal(group.rank, group.size, page)
-        if share.length != self.deal.count(length):
+        self.share = share
+        self.group = group
+        self.deal = Deal(group.rank, group.size, page)
+        expected = self.deal.count(length)
+        if share.length != expected:
             raise CacheError(
-                f"the share holds {share.length} tokens, but {self.deal.count(length)} of {length} are "
+                f"the share holds {share.length} tokens, but {expected} of {length} are "
                 f"those of rank {group.rank}",
                 "give it an empty cache",
             )
@@ -95,13 +98,16 @@ class ContextCache(KVCache):
     @property
     def capacity(self) -> int | None:
         """Of all ranks together, if each has a share like this one."""
-        return None if self.share.capacity is None else self.deal.most(self.share.capacity)
+        if self.share.capacity is None:
+            return None
+        return self.deal.most(self.share.capacity)
 
     def attention(self, T: int) -> "ContextAttention":
         """For the next T queries. CapacityError here, on every rank, before one of them has begun to wait."""
-        if self.capacity is not None and self.length + T > self.capacity:
+        capacity = self.capacity
+        if capacity is not None and self.length + T > capacity:
             raise CapacityError(
-                f"the ranks hold {self.length} of {self.capacity} tokens: {T} more do not fit",
+                f"the ranks hold {self.length} of {capacity} tokens: {T} more do not fit",
                 "give each rank a larger share, one that grows, or use more ranks",
             )
         return ContextAttention(self.group, self.deal, self.length, T)
@@ -127,25 +133,35 @@ class ContextLayer(LayerCache):
     """One layer of this rank. `length` counts the positions of all ranks."""
 
     def __init__(self, share: LayerCache, deal: Deal, length: int):
-        self.share, self.deal, self.length = share, deal, length
+        self.share = share
+        self.deal = deal
+        self.length = length
 
-    def append(self, k: Tensor, v: Tensor):
+    # A Share is not a Tensor on purpose: see there.
+    def append(self, k: Tensor, v: Tensor) -> "tuple[Share, Share]":  # type: ignore[override]
         """(B,Hk,T,D) ×2, of every new token → (B,Hk,S_r,D) ×2, of this rank's positions, for ContextAttention."""
         check_append(k, v, expected=self.share._expected)
-        start, end = self.length, self.length + k.shape[2]
+        start = self.length
+        end = start + k.shape[2]
         # Which of the T new ones.
         own = self.deal.positions(end)[self.deal.count(start) :] - start  # (t,)
         if len(own):
             keys, values = self.share.append(k[:, :, own], v[:, :, own])  # (B,Hk,S_r,D) ×2
-        elif state := self.share.state():
-            keys, values = state["key"], state["value"]
-            check_append(k, v, keys)
-        else:  # no page has come to this rank yet
-            keys, values = k[:, :, :0], v[:, :, :0]  # (B,Hk,0,D) ×2
+        else:
+            keys, values = self.stored(k, v)
         self.length = end
         return Share(keys), Share(values)
 
-    def mask(self, T: int):
+    def stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """(B,Hk,S_r,D) ×2 that this rank has, where none of the new k and v is its own."""
+        state = self.share.state()
+        if not state:  # no page has come to this rank yet
+            return k[:, :, :0], v[:, :, :0]  # (B,Hk,0,D) ×2
+        keys = state["key"]
+        check_append(k, v, keys)
+        return keys, state["value"]
+
+    def mask(self, T: int) -> NoReturn:
         raise UnsupportedError(
             f"rank {self.deal.rank} holds {self.deal.count(self.length)} of {self.length} positions, and a mask speaks "
             "of all keys",
@@ -158,7 +174,7 @@ class ContextLayer(LayerCache):
         self.length = min(n, self.length)
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int:  # type: ignore[override]  # read only: the share counts them
         return self.share.nbytes
 
     @property
@@ -172,11 +188,13 @@ class Share:
     def __init__(self, own: Tensor):
         self.own = own
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> NoReturn:
         raise CacheError(FOREIGN, "attend by cache.attention(T), as prefill and decode do")
 
     @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
         raise CacheError(FOREIGN, "attend by cache.attention(T), as prefill and decode do")
 
 
@@ -189,16 +207,22 @@ class ContextAttention:
     """T queries, the same on every rank, over the keys of all ranks: q is attended to on the spot, results are sent."""
 
     def __init__(self, group: Ranks, deal: Deal, start: int, T: int):
-        self.group, self.start, self.T, self.checked = group, start, T, False
-        query = start + torch.arange(T)[:, None]  # (T,1)
-        # The newest token sees everything.
-        self.mask = None if T == 1 else deal.positions(start + T) <= query  # (T,S_r)
+        self.group = group
+        self.start = start
+        self.T = T
+        self.checked = False
+        self.mask: Tensor | None = None  # the newest token sees everything
+        if T > 1:
+            query = start + torch.arange(T)[:, None]  # (T,1)
+            self.mask = deal.positions(start + T) <= query  # (T,S_r)
 
     def __call__(self, q: Tensor, k: Share, v: Share) -> Tensor:
         """q (B,H,T,D) → (B,H,T,D), bit-equal on all ranks."""
         if not self.checked:  # by the first layer
             self.check_alike(q)
-        mask = None if self.mask is None else self.mask.to(q.device)
+        mask = self.mask
+        if mask is not None:
+            mask = mask.to(q.device)
         outputs, lse = partial_attention(q, k.own, v.own, mask)  # (B,H,T,D), (B,H,T)
         # In one message.
         parts = self.group.gather(torch.cat((outputs, lse[..., None]), -1))  # (ranks,B,H,T,D+1)
@@ -215,11 +239,10 @@ class ContextAttention:
         calls = self.group.gather(mine).tolist()  # (ranks,3)
         for rank, call in enumerate(calls):
             if call != calls[0]:
-                named = [
-                    "{} rows × {} tokens at position {}".format(*each) for each in (call, calls[0])
-                ]
+                own = "{} rows × {} tokens at position {}".format(*call)
+                first = "{} rows × {} tokens at position {}".format(*calls[0])
                 raise ParallelError(
-                    f"rank {rank} was given {named[0]}, rank 0 {named[1]}",
+                    f"rank {rank} was given {own}, rank 0 {first}",
                     "every rank must be fed the same tokens",
                 )
         means = self.group.gather(q.float().mean(-1))  # (ranks,B,H,T)

@@ -46,7 +46,9 @@ LAST_WORDS_S = 1.0  # a rank that fails says why before it ends: so long the oth
 class Alone:
     """One process: what a Group of one rank would answer, without torch.distributed."""
 
-    rank, size, local = 0, 1, 1
+    rank = 0
+    size = 1
+    local = 1
 
     def sum(self, x: "Tensor") -> "Tensor":
         return x
@@ -79,12 +81,18 @@ class Group:
     def __init__(self, store: Any, rank: int, size: int, timeout: float, backend: str):
         import torch.distributed as dist
 
-        self.dist, self.store, self.rank, self.size, self.timeout = dist, store, rank, size, timeout
+        self.dist = dist
+        self.store = store
+        self.rank = rank
+        self.size = size
+        self.timeout = timeout
         # Ranks on this machine, which share its memory.
         self.local = number("LOCAL_WORLD_SIZE", size)
         within = timedelta(seconds=timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=within)
-        self.words = dist.new_group(backend="gloo", timeout=within) if backend != "gloo" else None
+        self.words = None  # the group of all ranks
+        if backend != "gloo":
+            self.words = dist.new_group(backend="gloo", timeout=within)
         self.patient = dist.new_group(backend="gloo", timeout=FOREVER)
 
     def sum(self, x: "Tensor") -> "Tensor":
@@ -124,7 +132,7 @@ class Group:
         import torch
 
         mark = hashlib.sha256(value.encode()).digest()[:8]
-        own = torch.frombuffer(bytearray(mark), dtype=torch.uint8)  # (8,)
+        own = byte_tensor(mark)  # (8,)
         marks = [torch.empty_like(own) for _ in range(self.size)]
         with self._answered("all_gather"):
             self.dist.all_gather(marks, own, group=self.words)
@@ -138,12 +146,10 @@ class Group:
         """A line of every rank, by rank, cut to REPORT bytes. Waits as long as their disks take."""
         import torch
 
-        data = text.encode()[:REPORT].ljust(REPORT, b"\0")
+        own = byte_tensor(text.encode()[:REPORT].ljust(REPORT, b"\0"))  # (REPORT,)
         lines = [torch.empty(REPORT, dtype=torch.uint8) for _ in range(self.size)]
         with self._answered("all_gather"):
-            self.dist.all_gather(
-                lines, torch.frombuffer(bytearray(data), dtype=torch.uint8), group=self.patient
-            )
+            self.dist.all_gather(lines, own, group=self.patient)
         return [bytes(line.tolist()).rstrip(b"\0").decode(errors="replace") for line in lines]
 
     def last_words(self, text: str) -> None:
@@ -163,22 +169,22 @@ class Group:
 
     def _reaching(self, x: "Tensor") -> Any:
         """NCCL sends what lies on a GPU only; None: the group of all ranks."""
-        return self.words if x.device.type == "cpu" else None
+        if x.device.type != "cpu":
+            return None
+        return self.words
 
     def _send(self, value: Any, group: Any) -> Any:
-        import torch
-
-        data = json.dumps(value).encode() if self.rank == 0 else b""
-        first = torch.frombuffer(
-            bytearray((len(data).to_bytes(8, "little") + data[:INLINE]).ljust(8 + INLINE, b"\0")),
-            dtype=torch.uint8,
-        )
+        data = b""
+        if self.rank == 0:
+            data = json.dumps(value).encode()
+        message = len(data).to_bytes(8, "little") + data[:INLINE]
+        first = byte_tensor(message.ljust(8 + INLINE, b"\0"))  # (8+INLINE,)
         with self._answered("broadcast"):
             self.dist.broadcast(first, 0, group=group)
             length = int.from_bytes(bytes(first[:8].tolist()), "little")
             whole = first[8:]
             if length > INLINE:
-                whole = torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)
+                whole = byte_tensor(data.ljust(length, b"\0"))
                 self.dist.broadcast(whole, 0, group=group)
         return json.loads(bytes(whole[:length].tolist()))
 
@@ -198,18 +204,23 @@ class Group:
             raise ParallelError(reason, "start all ranks again") from error
 
     def _reason(self, what: str, text: str) -> str:
-        late = "imed out" in text
-        how = f"did not answer within {self.timeout:g} s" if late else "has ended"
         said = self._ask_store(self._words_of_others)
-        return said or f"a rank of {self.size} {how}; rank {self.rank} waited for it in {what}"
+        if said:
+            return said
+        how = "has ended"
+        if "imed out" in text:
+            how = f"did not answer within {self.timeout:g} s"
+        return f"a rank of {self.size} {how}; rank {self.rank} waited for it in {what}"
 
     def _words_of_others(self) -> str:
         """The last words of the first rank that left any, looked for during LAST_WORDS_S; "" if none did."""
         until = time.monotonic() + LAST_WORDS_S
         while time.monotonic() < until:
             for rank in range(self.size):
-                if rank != self.rank and self.store.check([f"ended/{rank}"]):
-                    return f"rank {rank} of {self.size} has ended: {self.store.get(f'ended/{rank}').decode()}"
+                key = f"ended/{rank}"
+                if rank != self.rank and self.store.check([key]):
+                    words = self.store.get(key).decode()
+                    return f"rank {rank} of {self.size} has ended: {words}"
             time.sleep(0.05)
         return ""
 
@@ -220,7 +231,7 @@ class Group:
             answers = in_time(ask, 2 * LAST_WORDS_S)
         except Exception:
             return None
-        return answers[0] if answers else None
+        return next(iter(answers), None)
 
 
 Ranks = Group | Alone
@@ -236,8 +247,10 @@ def start(timeout: float = TIMEOUT_S, backend: str = "gloo") -> Group:
     """
     import torch
 
-    rank, size = (number(name) for name in ("RANK", "WORLD_SIZE"))
-    host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), number("MASTER_PORT")
+    rank = number("RANK")
+    size = number("WORLD_SIZE")
+    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    port = number("MASTER_PORT")
     if number("LOCAL_WORLD_SIZE", size) == size:  # all on this machine
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
     if "OMP_NUM_THREADS" not in os.environ:
@@ -263,11 +276,9 @@ def join_store(host: str, port: int, rank: int, size: int) -> Any:
 
     within = timedelta(seconds=JOIN_S)
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        listening = (
-            {"master_listen_fd": number(STORE_FD), "use_libuv": True}
-            if STORE_FD in os.environ
-            else {}
-        )
+        listening: dict[str, Any] = {}
+        if STORE_FD in os.environ:
+            listening = {"master_listen_fd": number(STORE_FD), "use_libuv": True}
         return dist.TCPStore(host, port, size, True, within, **listening)
     # Its socket is bound for rank 0, which answers as soon as it has imported torch.
     if LAUNCHED in os.environ:
@@ -303,7 +314,7 @@ def in_time(work: Callable[[], Any], seconds: float) -> list[Any]:
     found: list[Any] = []
     errors: list[Exception] = []
 
-    def run():
+    def run() -> None:
         try:
             found.append(work())
         except Exception as error:
@@ -317,9 +328,19 @@ def in_time(work: Callable[[], Any], seconds: float) -> list[Any]:
     return found
 
 
+def byte_tensor(data: bytes) -> "Tensor":
+    """(N,) uint8, to send."""
+    import torch
+
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
 def number(name: str, default: int | None = None) -> int:
     """A number of the environment."""
-    text = os.environ.get(name, "" if default is None else str(default))
+    text = os.environ.get(name)
+    if text is None and default is not None:
+        return default
+    text = text or ""
     if not text.isdecimal():
         raise ParallelError(
             f"{name} is {text!r}: a number was expected", "torchrun --nproc-per-node 2 -m nanokv …"
@@ -360,7 +381,7 @@ def end_with_parent(grace: float = 2.0) -> None:
     """End this rank when the process that started it is gone, killed for instance: nobody else would end it."""
     parent = os.getppid()
 
-    def watch():
+    def watch() -> None:
         while os.getppid() == parent:
             time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGTERM)  # in good order, if that can be had

@@ -49,22 +49,27 @@ class Processes:
         self, command: Sequence[str], size: int, listener: socket.socket, keep_errors: bool
     ) -> None:
         """Rank 0 inherits the terminal, and the socket on which it will wait for the others."""
-        port, fd = listener.getsockname()[1], listener.fileno()
-        for rank in range(size):
+        port = listener.getsockname()[1]
+        fd = listener.fileno()
+        own = os.environ | environment(0, size, port) | {LAUNCHED: "1", STORE_FD: str(fd)}
+        self.ranks.append(subprocess.Popen(command, env=own, pass_fds=[fd]))
+        for rank in range(1, size):
             own = os.environ | environment(rank, size, port) | {LAUNCHED: "1"}
-            if rank == 0:
-                self.ranks.append(
-                    subprocess.Popen(command, env=own | {STORE_FD: str(fd)}, pass_fds=[fd])
-                )
-                continue
-            errors = None if keep_errors else subprocess.DEVNULL
-            hidden = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": errors}
-            self.ranks.append(subprocess.Popen(command, env=own, start_new_session=True, **hidden))  # type: ignore
+            process = subprocess.Popen(
+                command,
+                env=own,
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=None if keep_errors else subprocess.DEVNULL,
+            )
+            self.ranks.append(process)
 
     def wait(self) -> int:
         """Until rank 0 has ended → its exit code; ParallelError if a signal ended it, or if another rank was gone and
         rank 0, which may sit at a prompt, did not notice."""
-        first, gone = self.ranks[0], None
+        first = self.ranks[0]
+        gone = None
         while first.poll() is None and gone is None:
             # exit code 0: rank 0 has told it that all is done, and is about to end, however busy the machine is
             gone = next((rank for rank, process in enumerate(self.ranks) if process.poll()), None)
@@ -130,9 +135,9 @@ class Passing:
 
 def how(code: int) -> str:
     """How a process ended."""
-    return (
-        f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    )
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
 
 
 def this_program(words: Sequence[str]) -> list[str]:

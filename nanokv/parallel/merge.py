@@ -3,6 +3,8 @@
 The parts may lie on several ranks (context.py), or keep several cores busy with one query (`Split`).
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,8 @@ class Split:
     def __init__(self, mask: Tensor | None, n: int):
         if type(n) is not int or n < 1:
             raise CacheError(f"n is {n!r}: keys are split into a whole number ≥ 1 of parts")
-        self.mask, self.n = mask, n
+        self.mask = mask
+        self.n = n
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (B,H,T,D), k and v (B,Hk,S,D) → (B,H,T,D)."""
@@ -30,10 +33,11 @@ class Split:
                 f"attention got {k.shape[2]} keys, but the mask has {self.mask.shape[-1]} columns"
             )
         # Views, some empty.
-        keys, values = k.tensor_split(self.n, 2), v.tensor_split(self.n, 2)  # (B,Hk,S_p,D) each
-        masks = (
-            [None] * self.n if self.mask is None else self.mask.tensor_split(self.n, -1)
-        )  # (…,T,S_p) each
+        keys = k.tensor_split(self.n, 2)  # (B,Hk,S_p,D) each
+        values = v.tensor_split(self.n, 2)  # (B,Hk,S_p,D) each
+        masks: Sequence[Tensor | None] = [None] * self.n
+        if self.mask is not None:
+            masks = self.mask.tensor_split(self.n, -1)  # (…,T,S_p) each
         parts = [partial_attention(q, *part) for part in zip(keys, values, masks, strict=True)]
         outputs, lse = map(torch.stack, zip(*parts, strict=True))  # (n,B,H,T,D), (n,B,H,T)
         return merge(outputs, lse).to(q.dtype)
@@ -49,15 +53,11 @@ def partial_attention(
     4·B·H·T·S bytes, on a CPU for the rows of one block only (row_blocks: 256 over 8,192 keys of Qwen3-0.6B, 134 MB).
     Keys and values in half precision are copied to fp32.
     """
-    if len(blocks := row_blocks(q, max(1, k.shape[2]))) > 1:
-        mask = None if mask is None else mask.expand(*mask.shape[:-2], q.shape[2], -1)
-        rows = [
-            partial_attention(q[:, :, a:b], k, v, None if mask is None else mask[..., a:b, :])
-            for a, b in blocks
-        ]
-        outputs, lse = (torch.cat(each, 2) for each in zip(*rows, strict=True))
-        return outputs, lse
-    (B, H, T, D), (Hk, S) = q.shape, k.shape[1:3]
+    blocks = row_blocks(q, max(1, k.shape[2]))
+    if len(blocks) > 1:
+        return _by_blocks(q, k, v, mask, blocks)
+    B, H, T, D = q.shape
+    Hk, S = k.shape[1:3]
     # The G heads of a group read their keys once.
     grouped = q.reshape(B, Hk, -1, D).float()  # (B,Hk,G·T,D)
     scores = grouped @ k.float().transpose(2, 3) * D**-0.5  # (B,Hk,G·T,S)
@@ -69,6 +69,22 @@ def partial_attention(
     weights = (scores - finite(lse)[..., None]).exp()  # (B,H,T,S)
     outputs = weights.view(B, Hk, H // Hk * T, S) @ v.float()  # (B,Hk,G·T,D)
     return outputs.view(B, H, T, D), lse
+
+
+def _by_blocks(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, blocks: Sequence[tuple[int, int]]
+) -> tuple[Tensor, Tensor]:
+    """`partial_attention`, for rows a … b−1 of the queries at a time."""
+    if mask is not None:
+        mask = mask.expand(*mask.shape[:-2], q.shape[2], -1)  # (…,T,S): one row may serve all
+    outputs = []
+    lses = []
+    for a, b in blocks:
+        own = None if mask is None else mask[..., a:b, :]
+        output, lse = partial_attention(q[:, :, a:b], k, v, own)
+        outputs.append(output)
+        lses.append(lse)
+    return torch.cat(outputs, 2), torch.cat(lses, 2)
 
 
 def merge(outputs: Tensor, lse: Tensor) -> Tensor:

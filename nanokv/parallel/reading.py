@@ -84,7 +84,10 @@ def fingerprint(folder: Path) -> str:
     digest = hashlib.sha256()
     for name in SMALL:
         path = folder / name
-        digest.update(hashlib.sha256(path.read_bytes() if path.is_file() else b"").digest())
+        content = b""
+        if path.is_file():
+            content = path.read_bytes()
+        digest.update(hashlib.sha256(content).digest())
     for name, entry in sorted(shards.read_entries(folder).items()):
         digest.update(f"{name} {entry.dtype} {entry.shape}".encode())
         with open(entry.path, "rb") as file:

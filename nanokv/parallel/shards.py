@@ -38,7 +38,7 @@ class Shard:
     rank: int
     size: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_sizes(self.config, self.size)
 
     @property
@@ -49,47 +49,50 @@ class Shard:
     @property
     def local(self) -> Config:
         """The config of this rank's model. head_dim is a field of its own, so nothing else changes."""
-        c, n = self.config, self.size
-        width = c.intermediate_size // n if has_mlp(c) else c.intermediate_size
+        config = self.config
+        width = config.intermediate_size
+        if has_mlp(config):
+            width //= self.size
         return replace(
-            c,
-            num_attention_heads=c.num_attention_heads // n,
+            config,
+            num_attention_heads=config.num_attention_heads // self.size,
             num_key_value_heads=self.kv_heads,
             intermediate_size=width,
         )
 
     def words(self) -> Slice:
         """Rows of embedding and head: V/n, rounded up; the last ranks may have fewer."""
-        each = -(-self.config.vocab_size // self.size)
-        first = min(self.rank * each, self.config.vocab_size)
-        return Slice(0, first, min(first + each, self.config.vocab_size))
+        count = self.config.vocab_size
+        each = -(-count // self.size)
+        first = min(self.rank * each, count)
+        return Slice(0, first, min(first + each, count))
 
     def experts(self) -> range:
         """Numbers of the experts that this rank has: E/n, or one more."""
-        count = self.config.experts.num_experts if self.config.experts else 0
+        count = 0
+        if self.config.experts:
+            count = self.config.experts.num_experts
         return range(self.rank * count // self.size, (self.rank + 1) * count // self.size)
 
     def part(self, name: str, shape: tuple[int, ...]) -> Slice:
         """What of the tensor "layers.0.self_attn.q_proj.weight", whole (4096,1024), lies here; size 0: nothing."""
         path = name.split(".")
-        leaf = path[-2]
-        if leaf in ("embed_tokens", "lm_head"):
+        module, kind = path[-2:]
+        if module in ("embed_tokens", "lm_head"):
             return self.words()
+        whole = Slice(0, 0, shape[0])
         if "experts" in path:
-            return Slice(
-                0, 0, shape[0] if int(path[path.index("experts") + 1]) in self.experts() else 0
-            )
-        if leaf in ("k_proj", "v_proj"):
-            rows = self.kv_heads * self.config.head_dim
+            number = int(path[path.index("experts") + 1])
+            return whole if number in self.experts() else Slice(0, 0, 0)
+        if module in ("k_proj", "v_proj"):
+            D = self.config.head_dim
             head = self.rank * self.config.num_key_value_heads // self.size
-            return Slice(0, head * self.config.head_dim, head * self.config.head_dim + rows)
-        if leaf in ROWS:
+            return Slice(0, head * D, (head + self.kv_heads) * D)
+        if module in ROWS:
             return self._share(0, shape)
-        return (
-            self._share(1, shape)
-            if leaf in COLUMNS and path[-1] == "weight"
-            else Slice(0, 0, shape[0])
-        )
+        if module in COLUMNS and kind == "weight":
+            return self._share(1, shape)
+        return whole
 
     def _share(self, dim: int, shape: tuple[int, ...]) -> Slice:
         each = shape[dim] // self.size
@@ -105,7 +108,8 @@ class VocabularyEmbedding(nn.Embedding):
 
     def __init__(self, words: Slice, width: int, ranks: Ranks):
         super().__init__(words.size, width)
-        self.words, self.ranks = words, ranks
+        self.words = words
+        self.ranks = ranks
 
     def forward(self, tokens: Tensor) -> Tensor:
         row = tokens - self.words.first  # (B,T)
@@ -119,7 +123,8 @@ class VocabularyHead(nn.Linear):
 
     def __init__(self, words: Slice, width: int, vocabulary: int, ranks: Ranks):
         super().__init__(width, words.size, bias=False)
-        self.vocabulary, self.ranks = vocabulary, ranks
+        self.vocabulary = vocabulary
+        self.ranks = ranks
 
     def forward(self, hidden: Tensor) -> Tensor:
         each = -(-self.vocabulary // self.ranks.size)
@@ -138,12 +143,15 @@ class Elsewhere(nn.Module):
 
 def build_shard(shard: Shard, state: dict[str, Tensor], ranks: Ranks) -> Transformer:
     """The model of one rank from its parts of the weights, in eval mode."""
-    config, C, words = shard.local, shard.config.hidden_size, shard.words()
+    config = shard.local
+    C = shard.config.hidden_size
+    words = shard.words()
     model = skeleton(config)
     with torch.device("meta"):
         model.embed_tokens = VocabularyEmbedding(words, C, ranks)
         model.lm_head = VocabularyHead(words, C, config.vocab_size, ranks)
-    for layer in model.layers:
+    layers: list[Any] = list(model.layers)
+    for layer in layers:
         experts = getattr(layer.mlp, "experts", [])
         for number in range(len(experts)):
             if number not in shard.experts():
@@ -156,7 +164,7 @@ def build_shard(shard: Shard, state: dict[str, Tensor], ranks: Ranks) -> Transfo
     def sum_over_ranks(module: nn.Module, inputs: Any, y: Tensor) -> Tensor:
         return ranks.sum(y)  # (B,T,C)
 
-    for layer in model.layers:
+    for layer in layers:
         layer.self_attn.register_forward_hook(sum_over_ranks)
         layer.mlp.register_forward_hook(sum_over_ranks)
     return model
@@ -167,17 +175,20 @@ def random_shard(
 ) -> Transformer:
     """This rank's part of a model with random weights, for timing and memory; no rank has the whole. What lies on
     several ranks has the same values there."""
-    shard, state = Shard(config, ranks.rank, ranks.size), {}
+    shard = Shard(config, ranks.rank, ranks.size)
+    state = {}
     for number, (name, whole) in enumerate(skeleton(config).named_parameters()):
         part = shard.part(name, tuple(whole.shape))
         if not part.size:
             continue
         shape = [part.size if dim == part.dim else size for dim, size in enumerate(whole.shape)]
         matrix = torch.empty(shape, dtype=dtype, device=device)
-        generator = torch.Generator(device).manual_seed(number << 32 | part.first)
-        state[name] = (
-            matrix.normal_(0, 0.02, generator=generator) if whole.dim() > 1 else matrix.fill_(1)
-        )
+        if whole.dim() > 1:
+            generator = torch.Generator(device).manual_seed(number << 32 | part.first)
+            matrix.normal_(0, 0.02, generator=generator)
+        else:
+            matrix.fill_(1)
+        state[name] = matrix
     return build_shard(shard, state, ranks)
 
 

@@ -11,7 +11,8 @@ from nanokv.errors import ParallelError
 
 def check_sizes(config: Config, ranks: int) -> None:
     """ParallelError naming the sizes that `ranks` does not divide, and how many ranks would do."""
-    if bad := misfits(config, ranks):
+    bad = misfits(config, ranks)
+    if bad:
         possible = [n for n in range(1, config.num_attention_heads + 1) if not misfits(config, n)]
         fits = " or ".join(map(str, possible))
         raise ParallelError(
@@ -22,13 +23,16 @@ def check_sizes(config: Config, ranks: int) -> None:
 
 def misfits(config: Config, ranks: int) -> list[str]:
     """["num_attention_heads 6 is no multiple of 4", …]; [] if so many ranks can share the model."""
-    heads, n = config.num_key_value_heads, ranks
+    n = ranks
     whole = {"num_attention_heads": config.num_attention_heads}
-    whole |= {"intermediate_size": config.intermediate_size} if has_mlp(config) else {}
+    if has_mlp(config):
+        whole["intermediate_size"] = config.intermediate_size
     bad = [f"{name} {value} is no multiple of {n}" for name, value in whole.items() if value % n]
+    heads = config.num_key_value_heads
     if heads % n and n % heads:
         bad.append(f"num_key_value_heads {heads} neither divides {n} nor is divided by it")
-    if (n - 1) * -(-config.vocab_size // n) >= config.vocab_size:
+    each = -(-config.vocab_size // n)  # rounded up
+    if (n - 1) * each >= config.vocab_size:
         bad.append(f"vocab_size {config.vocab_size} leaves a rank of {n} without a word")
     return bad
 

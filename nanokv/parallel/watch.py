@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nanokv.errors import ParallelError
-from nanokv.parallel.group import Alone, Group
+from nanokv.parallel.group import Alone, Group, byte_tensor
 
 EVERY = 64  # forwards between two comparisons, of 8·64 bytes
 
@@ -21,7 +21,9 @@ class Watch:
     """A forward pre-hook of the model: keeps what each forward gets, and compares it with the other ranks."""
 
     def __init__(self, ranks: Group | Alone, every: int = EVERY):
-        self.ranks, self.every, self.step = ranks, every, 0
+        self.ranks = ranks
+        self.every = every
+        self.step = 0
         # (tokens, start_pos); read when they are compared, not before.
         self.recent: list[tuple[Tensor, Any]] = []
 
@@ -52,6 +54,4 @@ class Watch:
 def mark(tokens: Tensor, start_pos: Any) -> Tensor:
     """8 bytes that stand for these tokens at these positions, (8,) uint8."""
     said = f"{tuple(tokens.shape)} {tokens.tolist()} {torch.as_tensor(start_pos).tolist()}"
-    return torch.frombuffer(
-        bytearray(hashlib.sha256(said.encode()).digest()[:8]), dtype=torch.uint8
-    )
+    return byte_tensor(hashlib.sha256(said.encode()).digest()[:8])

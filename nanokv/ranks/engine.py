@@ -6,7 +6,7 @@ the same forwards, and draw nothing: sampling, grammars, stop strings, clients a
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from nanokv.checkpoint import Model
 from nanokv.engine.engine import Engine
@@ -28,7 +28,8 @@ class LeadingEngine(Engine):
         max_running: int = 32,
     ):
         super().__init__(model, pages, page_size, step_tokens, max_running)
-        self.ranks, self.events = ranks, []  # type: ignore[var-annotated]
+        self.ranks = ranks
+        self.events: list[list[Any]] = []
         ranks.hear(["engine", [pages, page_size, step_tokens, max_running]])
 
     def submit(self, ids: Any, *args: Any, **options: Any) -> Request:
@@ -39,11 +40,12 @@ class LeadingEngine(Engine):
 
     def _step(self) -> None:
         self._settle()  # what it draws belongs to the last step
-        events, self.events = self.events, []
+        events = self.events
+        self.events = []
         self.ranks.hear(["step", events])
         super()._step()
 
-    def aside(self, function: Callable[[Model], Any]) -> Any:
+    def aside(self, function: Callable[[Model], Any]) -> NoReturn:
         """The others take part in requests only."""
         n = self.ranks.size
         raise GenerationError(
@@ -52,9 +54,8 @@ class LeadingEngine(Engine):
         )
 
     def _hand_out(self, request: Request) -> None:
-        self.events += [
-            ["token", request.number, token] for token in request.tokens[request.handed :]
-        ]
+        new = request.tokens[request.handed :]
+        self.events += [["token", request.number, token] for token in new]
         super()._hand_out(request)
 
     def _finish(self, request: Request) -> None:
@@ -65,15 +66,19 @@ class LeadingEngine(Engine):
 class FollowingEngine(Engine):
     """Another rank's: does what it is told."""
 
-    def __init__(self, model: Model, *sizes: int):
+    def __init__(self, model: Model, *sizes: Any):
         super().__init__(model, *sizes)
         self.requests: dict[int, Request] = {}
 
     def follow(self, events: list) -> None:
         """Carry out what happened on rank 0 since the last step, then the next one."""
-        told = {"submit": self._told_submit, "token": self._told_token, "finish": self._told_finish}
+        carry_out: dict[str, Callable[..., None]] = {
+            "submit": self._told_submit,
+            "token": self._told_token,
+            "finish": self._told_finish,
+        }
         for kind, *values in events:
-            told[kind](*values)
+            carry_out[kind](*values)
         self._step()
 
     def _told_submit(self, prompt: list[int], max_new_tokens: int, salt: str) -> None:

@@ -24,8 +24,8 @@ from nanokv.decoding.generation import Generation, never
 from nanokv.errors import CacheError, NanoKVError, ParallelError, UnsupportedError
 from nanokv.parallel.group import Ranks
 
-GO, STOP = ["go"], ["stop"]
-
+GO = ["go"]
+STOP = ["stop"]
 
 USES: dict[str, Callable[[Any], object]] = {"iterate": list, "find": lambda search: search.find()}
 
@@ -37,7 +37,9 @@ class Leading:
     """
 
     def __init__(self, ranks: Ranks, make: Callable[..., Generation], how: str = "iterate"):
-        self.ranks, self.make, self.how = ranks, make, how
+        self.ranks = ranks
+        self.make = make
+        self.how = how
         self.cache: KVCache | None = None
 
     def __call__(
@@ -98,7 +100,9 @@ class Leading:
 
 def part_path(path: str | os.PathLike, rank: int) -> Path:
     """Where a rank saves its part: rank 0 at `path`, the others beside it."""
-    return Path(f"{path}.rank{rank}") if rank else Path(path)
+    if rank == 0:
+        return Path(path)
+    return Path(f"{path}.rank{rank}")
 
 
 def saved(
@@ -124,12 +128,14 @@ class Word:
     that was left between two operators would leave the other ranks in it."""
 
     def __init__(self, ranks: Ranks, should_stop: Callable[[], bool]):
-        self.ranks, self.should_stop = ranks, should_stop
+        self.ranks = ranks
+        self.should_stop = should_stop
         self.job: dict | None = None
 
     def __call__(self) -> bool:
-        if self.job is not None:
-            job, self.job = self.job, None
+        job = self.job
+        if job is not None:
+            self.job = None
             self.ranks.hear(["answer", job])
         stop = bool(self.should_stop())
         self.ranks.hear(STOP if stop else GO)
@@ -141,7 +147,10 @@ class Following:
     going on to something else."""
 
     def __init__(self, ranks: Ranks, model: Model, cache: KVCache, make: Callable[..., Generation]):
-        self.ranks, self.model, self.cache, self.make = ranks, model, cache, make
+        self.ranks = ranks
+        self.model = model
+        self.cache = cache
+        self.make = make
         self.unheard: list | None = None
 
     def answer(self, job: dict) -> None:
@@ -166,15 +175,17 @@ class Following:
     def save(self, job: dict) -> None:
         """This rank's part of the cache, as it is on rank 0."""
         self.go_back(job["keep"])
-        self.ranks.reports(
-            saved(self.ranks, self.cache, job["path"], job["ids"], fingerprint(self.model))
-        )
+        mark = fingerprint(self.model)
+        self.ranks.reports(saved(self.ranks, self.cache, job["path"], job["ids"], mark))
 
     def load(self, job: dict) -> None:
         """This rank's part of a saved cache takes the place of its cache, if every rank has found its own."""
-        cache, path, said = self.cache, part_path(job["path"], self.ranks.rank), ""
+        cache = self.cache
+        path = part_path(job["path"], self.ranks.rank)
+        said = ""
         try:
-            mark, own = fingerprint(self.model), (self.ranks.rank, self.ranks.size)
+            mark = fingerprint(self.model)
+            own = self.ranks.rank, self.ranks.size
             device = self.model.embed_tokens.weight.device
             cache = type(self.cache).load(path, self.model.config, mark, device, own)
             if cache.tokens != job["ids"]:

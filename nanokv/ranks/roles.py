@@ -25,14 +25,19 @@ if TYPE_CHECKING:
 
 def rank_count() -> int:
     """As torchrun, or launch.py, says; 1 where neither has started this process."""
-    there = all(os.environ.get(name) for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
-    text = os.environ.get("WORLD_SIZE") or "1"
-    return int(text) if there and text.isdecimal() else 1
+    if not all(os.environ.get(name) for name in ("RANK", "MASTER_ADDR", "MASTER_PORT")):
+        return 1
+    text = os.environ.get("WORLD_SIZE", "")
+    if not text.isdecimal():
+        return 1
+    return int(text)
 
 
 def rank() -> int:
     """Of this process."""
-    return int(os.environ.get("RANK") or 0) if rank_count() > 1 else 0
+    if rank_count() <= 1:
+        return 0
+    return int(os.environ.get("RANK") or 0)
 
 
 def lead(group: Group, work: Callable[[], int | None]) -> int:
@@ -53,8 +58,10 @@ def follow(group: Group, work: Callable[[], int]) -> int:
     except ParallelError:
         raise
     except Exception as error:
-        known = isinstance(error, NanoKVError | CheckpointError)
-        group.last_words(str(error) if known else f"{type(error).__name__}: {error}")
+        text = str(error)
+        if not isinstance(error, NanoKVError | CheckpointError):
+            text = f"{type(error).__name__}: {error}"
+        group.last_words(text)
         raise
 
 
@@ -62,7 +69,9 @@ class Follower:
     """A rank that is told what to do, with its part of the model and its side of the answers."""
 
     def __init__(self, group: Group, model: "Model", answers: "Following"):
-        self.group, self.model, self.answers = group, model, answers
+        self.group = group
+        self.model = model
+        self.answers = answers
         self.engine: FollowingEngine | None = None
 
     def run(self) -> int:
@@ -82,8 +91,9 @@ class Follower:
 
     def heard(self) -> list:
         """The next word of rank 0, which may have ended an answer."""
-        if self.answers.unheard:
-            word, self.answers.unheard = self.answers.unheard, None
+        word = self.answers.unheard
+        if word:
+            self.answers.unheard = None
             return word
         return self.group.hear()
 
@@ -98,7 +108,7 @@ def leave_interrupts() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by the threads of torch
     parent = os.getppid()
 
-    def pass_on():
+    def pass_on() -> None:
         while signal.sigwait({signal.SIGINT}) and os.getppid() == parent:
             os.kill(parent, signal.SIGINT)
 

@@ -119,23 +119,19 @@ def check(
             "both processes need the same version of nanokv",
         )
     saving.check_model(SENT, meta, loads(meta["config"]), config, model_fingerprint)
-    for kind in [kind for name, kind, _ in shapes if name.rpartition(".")[2] in ("key", "exact0")]:
-        if dtype not in (None, kind):
+    for name, kind, _ in shapes:
+        is_key = name.rpartition(".")[2] in ("key", "exact0")
+        if is_key and dtype not in (None, kind):
             raise HandoverError(
                 f"{SENT} has keys in {plain(kind)}, this model computes in {plain(dtype)}",
                 "load the model with the same dtype in both processes",
             )
-    lengths, rows = loads(meta["length"]), int(meta["rows"])
-    longest = max(lengths) if isinstance(lengths, list) else lengths
-    most = (
-        WIDEST
-        * config.num_hidden_layers
-        * 2
-        * config.num_key_value_heads
-        * config.head_dim
-        * rows
-        * longest
-    )
+    rows = int(meta["rows"])
+    longest = loads(meta["length"])
+    if isinstance(longest, list):
+        longest = max(longest)
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    most = WIDEST * per_token * rows * longest
     if size(shapes) > most:
         raise HandoverError(
             f"{SENT} has {size(shapes):,} bytes for {rows} × {longest:,} tokens: at most {most:,}"
@@ -167,7 +163,8 @@ def verdict(link: Link) -> Iterator[None]:
 
 def read_verdict(link: Link) -> None:
     """HandoverError with the receiver's words where it has refused."""
-    if words := read_words(link):
+    words = read_words(link)
+    if words:
         message, hint = loads(words.decode())
         raise HandoverError(f"the receiver has refused: {message}", hint)
 
@@ -245,7 +242,8 @@ def read_words(link: Link) -> bytes:
     """What `write_words` has written."""
     head = torch.empty(16, dtype=torch.uint8)
     link.read(head)
-    magic, count = bytes(head[:8].tolist()), int.from_bytes(bytes(head[8:].tolist()), "little")
+    magic = bytes(head[:8].tolist())
+    count = int.from_bytes(bytes(head[8:].tolist()), "little")
     if magic != MAGIC or count > LONGEST_HEADER:
         raise HandoverError(
             f"{bytes(head.tolist())!r} begins no message of nanokv",

@@ -7,9 +7,9 @@ socket has none.
 
 import select
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,8 @@ class GroupLink:
     """To rank `peer` of a torch.distributed group on gloo; the timeout is the one that the group was made with."""
 
     def __init__(self, peer: int, group: dist.ProcessGroup | None = None):
-        self.peer, self.group = peer, group
+        self.peer = peer
+        self.group = group
 
     def write(self, data: Tensor) -> None:
         with self._lost("takes", data):
@@ -60,7 +61,8 @@ class SocketLink:
     """Over a connected socket. The two directions may be used by two threads at a time."""
 
     def __init__(self, connection: socket.socket, silence_s: float = SILENCE_S):
-        self.socket, self.silence_s = connection, silence_s
+        self.socket = connection
+        self.silence_s = silence_s
         connection.settimeout(silence_s)  # for each call: a slow transfer is none that is silent
         if connection.family in (socket.AF_INET, socket.AF_INET6):
             # Small messages do not wait for more.
@@ -72,8 +74,9 @@ class SocketLink:
     def read(self, data: Tensor) -> None:
         self._each(self.socket.recv_into, "send", data)
 
-    def _each(self, call, verb: str, data: Tensor) -> None:
-        left, size = data.numpy().data, len(data)
+    def _each(self, call: Callable[[Any], int], verb: str, data: Tensor) -> None:
+        left = data.numpy().data
+        size = len(data)
         while left:
             try:
                 count = call(left)

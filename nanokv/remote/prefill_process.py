@@ -51,7 +51,8 @@ class Words:
     """Messages over a link: JSON with tensors behind it. `say` may be called by several threads."""
 
     def __init__(self, link: SocketLink):
-        self.link, self.lock = link, threading.Lock()
+        self.link = link
+        self.lock = threading.Lock()
 
     def say(self, meta: dict, tensors: dict[str, Tensor] | None = None) -> None:
         """HandoverError where nobody hears it."""
@@ -75,7 +76,10 @@ class PrefillProcess:
     """`sizes`: of its Engine. `news` hears {"done"}, {"failed"} and {"idle"}, and at last {"lost": why}."""
 
     def __init__(self, load: Load, sizes: dict, news: News, silence_s: float = SILENCE_S):
-        self.load, self.sizes, self.news, self.silence_s = load, sizes, news, silence_s
+        self.load = load
+        self.sizes = sizes
+        self.news = news
+        self.silence_s = silence_s
         self.alive = False
         self._process: Any = None
         self._words: Words | None = None
@@ -88,10 +92,10 @@ class PrefillProcess:
         secret = secrets.token_bytes(SECRET)
         try:
             with socket.create_server(("127.0.0.1", 0)) as door:
-                arguments = self.load, self.sizes, door.getsockname()[1], secret
-                self._process = get_context("spawn").Process(
-                    target=run, args=arguments, daemon=True
-                )
+                port = door.getsockname()[1]
+                arguments = self.load, self.sizes, port, secret
+                spawn = get_context("spawn")
+                self._process = spawn.Process(target=run, args=arguments, daemon=True)
                 with signals_are_ours():
                     self._process.start()
                 self._words = Words(SocketLink(self._met(door, secret), self.silence_s))
@@ -99,9 +103,8 @@ class PrefillProcess:
             while "ready" not in ready:
                 ready, *_ = self._words.hear()
                 if "error" in ready:
-                    raise NanoKVError(
-                        f"the prefill process: {ready['error'][0]}", ready["error"][1]
-                    )
+                    message, hint = ready["error"]
+                    raise NanoKVError(f"the prefill process: {message}", hint)
         except BaseException as error:
             self.close()
             if isinstance(error, HandoverError):
@@ -118,9 +121,8 @@ class PrefillProcess:
 
     def ask(self, number: int, ids: Sequence[int], salt: str, start: int) -> None:
         """Prefill ids; what comes are the rows of ids[start:] and logits. At most all but one of them are left out."""
-        self._outbox.submit(
-            self._say, {"prefill": number, "ids": list(ids), "salt": salt, "start": start}
-        )
+        asked = {"prefill": number, "ids": list(ids), "salt": salt, "start": start}
+        self._outbox.submit(self._say, asked)
 
     def cancel(self, number: int) -> None:
         """It is not needed any more; it may be on its way."""
@@ -233,7 +235,8 @@ class Prefiller:
     """Takes what is asked for between two steps of the engine."""
 
     def __init__(self, engine: Engine, words: Words):
-        self.engine, self.words = engine, words
+        self.engine = engine
+        self.words = words
         self.asked: dict[int, Request] = {}
         self.inbox: queue.SimpleQueue[dict | None] = queue.SimpleQueue()
         self.outbox = ThreadPoolExecutor(1, "nanokv-send")  # the next prompt is computed meanwhile
@@ -268,7 +271,8 @@ class Prefiller:
                 self.engine.cancel(request)
                 self.tell_idle()
             return
-        number, prompt = told["prefill"], Prompt(told, self.hand_over)
+        number = told["prefill"]
+        prompt = Prompt(told, self.hand_over)
         try:
             self.asked[number] = self.engine.submit(
                 told["ids"],
@@ -299,24 +303,23 @@ class Prefiller:
         """Where no request has pages: how many can be had."""
         if self.engine.idle:
             pool = self.engine.pool
-            self.outbox.submit(
-                self.words.say, {"idle": {"pages": len(pool.references), "free": pool.available()}}
-            )
+            pages = {"pages": len(pool.references), "free": pool.available()}
+            self.outbox.submit(self.words.say, {"idle": pages})
 
     def hand_over(self, told: dict, request: Request, logits: Tensor) -> None:
         """The rows are copied out of the pages; then the next prompt may have these."""
         found = taken(request.cache, request.prompt, told["start"])
         meta = {"done": told["prefill"], "start": found.start, "reused": request.reused_tokens}
-        self.outbox.submit(
-            self.words.say, meta, {"keys": found.keys, "values": found.values, "logits": logits}
-        )
+        tensors = {"keys": found.keys, "values": found.values, "logits": logits}
+        self.outbox.submit(self.words.say, meta, tensors)
 
 
 class Prompt:
     """The engine's callbacks of one request: its logits, and its end."""
 
     def __init__(self, told: dict, hand_over: Callable[[dict, Request, Tensor], None]):
-        self.told, self.hand_over = told, hand_over
+        self.told = told
+        self.hand_over = hand_over
 
     def note(self, logits: Tensor, tokens: list[int]) -> Tensor:
         """`constrain` of the only token, which nobody will see."""

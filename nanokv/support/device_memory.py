@@ -34,26 +34,40 @@ class full_memory_named:
 
 def full_memory(error: BaseException, model: Any = None, cache: Any = None) -> DeviceMemoryError:
     """What torch.OutOfMemoryError says, and what weights and cache hold."""
-    text = str(error)
-    asked, free = (
-        amount(rf"{words} ([\d.]+) (\w+)", text)
-        for words in ("allocate", "capacity of .* of which")
-    )
-    whole = amount(r"capacity of ([\d.]+) (\w+)", text)
-    parts = [f"{size(asked)} asked"] if asked else []
-    if free is not None:
-        parts.append(f"{size(free)} free" + (f" of {size(whole)}" if whole else ""))
-    held = {"weights": weight_bytes(model), "cache": 0 if cache is None else cache.nbytes}
+    held = {"weights": weight_bytes(model), "cache": 0}
+    if cache is not None:
+        held["cache"] = cache.nbytes
+    parts = said_by_torch(str(error))
     parts += [f"{name} {size(count)}" for name, count in held.items() if count]
-    message = "the memory of the GPU is full" + (f": {', '.join(parts)}" if parts else "")
+    message = "the memory of the GPU is full"
+    if parts:
+        message += f": {', '.join(parts)}"
     return DeviceMemoryError(message, hint_for(model, held))
+
+
+def said_by_torch(text: str) -> list[str]:
+    """["20.00 GB asked", "1.23 GB free of 84.99 GB"], as far as torch's message names them."""
+    parts = []
+    asked = amount(r"allocate ([\d.]+) (\w+)", text)
+    if asked:
+        parts.append(f"{size(asked)} asked")
+    free = amount(r"capacity of .* of which ([\d.]+) (\w+)", text)
+    whole = amount(r"capacity of ([\d.]+) (\w+)", text)
+    if free is not None and whole:
+        parts.append(f"{size(free)} free of {size(whole)}")
+    elif free is not None:
+        parts.append(f"{size(free)} free")
+    return parts
 
 
 def hint_for(model: Any, held: dict[str, int]) -> str:
     """The flags that make smaller what is largest."""
-    flags = [LESS, SMALLER] if held["cache"] else [LESS]
+    flags = []
     if getattr(model, "dtype", torch.float32) == torch.float32:
-        flags = ["--dtype bfloat16", *flags]
+        flags.append("--dtype bfloat16")
+    flags.append(LESS)
+    if held["cache"]:
+        flags.append(SMALLER)
     if held["weights"] > held["cache"]:
         flags.append("a smaller model")
     return "; ".join(flags)
@@ -70,9 +84,13 @@ def weight_bytes(model: Any) -> int:
 def amount(pattern: str, text: str) -> int | None:
     """Bytes of "20.00 GiB" behind these words; None where torch says nothing of the kind."""
     found = re.search(pattern, text)
-    return int(float(found[1]) * UNITS[found[2]]) if found and found[2] in UNITS else None
+    if found is None or found[2] not in UNITS:
+        return None
+    return int(float(found[1]) * UNITS[found[2]])
 
 
 def size(count: int) -> str:
     """1.23 GB, 45.6 MB."""
-    return f"{count / 1e9:,.2f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
+    if count >= 1e9:
+        return f"{count / 1e9:,.2f} GB"
+    return f"{count / 1e6:,.1f} MB"

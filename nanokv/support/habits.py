@@ -12,12 +12,11 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 from nanokv.errors import UnknownArgument, UnknownName
 
 ASK = "nanokv.Session(model, tokenizer).ask(text)"
-LENGTH, PENALTY = "max_new_tokens=N", "repetition_penalty=X"
-DTYPE, CACHE, DEVICE = (
-    'dtype="bfloat16"',
-    'cache=nanokv.make_cache("dict", model.config)',
-    'device="cuda"',
-)
+LENGTH = "max_new_tokens=N"
+PENALTY = "repetition_penalty=X"
+DTYPE = 'dtype="bfloat16"'
+CACHE = 'cache=nanokv.make_cache("dict", model.config)'
+DEVICE = 'device="cuda"'
 FEWER_BITS = 'nanokv.optimize(model, weights="int8"), or "int4"'
 ARGUMENTS = {
     "max_tokens": LENGTH,
@@ -123,8 +122,9 @@ MODEL = {
     "beam_search": "nanokv.beam_search(model, ids)",
 }
 ENCODE = "tokenizer.encode(text) gives a list of ids"
+RENDER = 'tokenizer.render([{"role": "user", "content": text}])'
 TOKENIZER = {
-    "apply_chat_template": 'tokenizer.render([{"role": "user", "content": text}]), then tokenizer.encode of that',
+    "apply_chat_template": f"{RENDER}, then tokenizer.encode of that",
     "tokenize": f"{ENCODE}, tokenizer.pieces(ids) their texts",
     "batch_encode_plus": ENCODE,
     "encode_plus": ENCODE,
@@ -158,9 +158,8 @@ def hinted(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if not kwargs.keys() <= known:
-            refuse(
-                f"{function.__qualname__.removesuffix('.__init__')}()", kwargs.keys() - known, known
-            )
+            name = function.__qualname__.removesuffix(".__init__")
+            refuse(f"{name}()", kwargs.keys() - known, known)
         return function(*args, **kwargs)
 
     return call
@@ -170,24 +169,30 @@ def refuse(where: str, unknown: Iterable[str], known: Iterable[str]) -> NoReturn
     """UnknownArgument for the first of them in the alphabet."""
     import difflib
 
-    name, names = min(unknown), [one for one in known if one != "self"]
+    name = min(unknown)
+    names = [one for one in known if one != "self"]
     near = difflib.get_close_matches(name, names, n=1)
-    hint = ARGUMENTS.get(name) or (
-        f"did you mean {near[0]}=?" if near else f"there are {', '.join(names)}"
-    )
+    if name in ARGUMENTS:
+        hint = ARGUMENTS[name]
+    elif near:
+        hint = f"did you mean {near[0]}=?"
+    else:
+        hint = f"there are {', '.join(names)}"
     raise UnknownArgument(f"{where} has no argument {name!r}", hint)
 
 
 def unknown_name(what: object, name: str, table: Mapping[str, str]) -> AttributeError:
     """To raise where an attribute is not found: Python's own error, or one that says how it is done here."""
-    who = (
-        f"module {what.__name__!r}" if inspect.ismodule(what) else f"{type(what).__name__!r} object"
-    )
-    message = f"{who} has no attribute {name!r}"
-    error: AttributeError = (
-        UnknownName(message, table[name]) if name in table else AttributeError(message)
-    )
-    error.name, error.obj = name, what  # what Python's own suggestion of a similar name needs
+    owner = f"{type(what).__name__!r} object"
+    if inspect.ismodule(what):
+        owner = f"module {what.__name__!r}"
+    message = f"{owner} has no attribute {name!r}"
+    error = AttributeError(message)
+    if name in table:
+        error = UnknownName(message, table[name])
+    # Python's own suggestion of a similar name needs both.
+    error.name = name
+    error.obj = what
     return error
 
 

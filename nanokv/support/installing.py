@@ -7,29 +7,25 @@ the ranges that were tested: nanokv is on no index, and pip would look for it th
 import re
 import shlex
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 BY_MAKE = ("dev", "course")  # the extras that `make setup` installs
 
 
-def hint(packages) -> str:
+def hint(packages: Iterable[str]) -> str:
     """The line that installs these packages or modules; in the environment that make made, `make setup` if it does."""
     names = list(dict.fromkeys(package.split(".")[0] for package in packages))
-    if (
-        Path(sys.prefix) == CHECKOUT / ".venv"
-        and (CHECKOUT / "Makefile").is_file()
-        and all(map(by_make, names))
-    ):
-        return (
-            "make setup"
-            if Path.cwd() == CHECKOUT
-            else f"make -C {shlex.quote(str(CHECKOUT))} setup"
-        )
-    asked = [
-        f'"{text}"' if text != name else name
-        for name, text in zip(names, map(requirement, names), strict=True)
-    ]
+    made = Path(sys.prefix) == CHECKOUT / ".venv" and (CHECKOUT / "Makefile").is_file()
+    if made and all(map(by_make, names)):
+        if Path.cwd() == CHECKOUT:
+            return "make setup"
+        return f"make -C {shlex.quote(str(CHECKOUT))} setup"
+    asked = []
+    for name in names:
+        text = requirement(name)
+        asked.append(name if text == name else f'"{text}"')
     return f"{shlex.quote(sys.executable)} -m pip install {' '.join(asked)}"
 
 
@@ -51,7 +47,11 @@ def declared(name: str) -> list[tuple[str, str]]:
         texts = metadata.requires("nanokv") or []
     except metadata.PackageNotFoundError:
         return []
-    found = (re.fullmatch(rf"({re.escape(name)}[<>=!~][^;]*?)\s*(;.*)?", text) for text in texts)
-    return [
-        (one[1], "".join(re.findall(r'extra == "(\w+)"', one[2] or ""))) for one in found if one
-    ]
+    pattern = re.compile(rf"({re.escape(name)}[<>=!~][^;]*?)\s*(;.*)?")
+    found = []
+    for text in texts:
+        one = pattern.fullmatch(text)
+        if one:
+            extras = re.findall(r'extra == "(\w+)"', one[2] or "")
+            found.append((one[1], "".join(extras)))
+    return found

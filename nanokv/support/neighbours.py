@@ -32,7 +32,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 EVERY = 0.1  # seconds from look to look; /proc/stat counts in steps of 0.01
-BUSY, FREE = 0.35, 0.2  # cores that others take: crowded from BUSY on, until it is less than FREE
+# Cores that others take: crowded from BUSY on, until it is less than FREE.
+BUSY = 0.35
+FREE = 0.2
 CHOSEN = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"  # of the environment: how threads wait
 
 
@@ -49,7 +51,9 @@ class Crowd:
     cores are free?"""
 
     def __init__(self, cores: int, threads: int, usage: Usage) -> None:
-        self.cores, self.threads, self.last = cores, threads, usage
+        self.cores = cores
+        self.threads = threads
+        self.last = usage
         self.free = cores
         self.crowded = False
 
@@ -60,8 +64,12 @@ class Crowd:
         others = (usage.busy - self.last.busy - (usage.own - self.last.own)) / seconds
         self.last = usage
         missing = others - (self.cores - self.threads)  # cores that our threads share with others
-        self.crowded = missing >= (FREE if self.crowded else BUSY)
-        self.free = max(1, self.cores - int(others + 1 - BUSY)) if self.crowded else self.cores
+        limit = FREE if self.crowded else BUSY
+        self.crowded = missing >= limit
+        free = self.cores
+        if self.crowded:
+            free = max(1, self.cores - int(others + 1 - BUSY))
+        self.free = free  # in one assignment: another thread reads it
 
 
 class ShortWaits:
@@ -79,7 +87,9 @@ class ShortWaits:
     def hold(self, threads: int) -> None:
         """Until `release`. Nothing where libgomp is not loaded: before torch, or beside another
         OpenMP."""
-        runtime = None if self.over else libgomp()
+        if self.over:
+            return
+        runtime = libgomp()
         if runtime is None:
             return
         over = threading.Event()
@@ -106,7 +116,9 @@ class Watch(threading.Thread):
 
     def __init__(self, crowd: Crowd, waits: ShortWaits, read: Callable[[], Usage]) -> None:
         super().__init__(daemon=True, name="nanokv-neighbours")
-        self.crowd, self.waits, self.read = crowd, waits, read
+        self.crowd = crowd
+        self.waits = waits
+        self.read = read
 
     def run(self) -> None:
         with contextlib.suppress(OSError, ValueError):  # /proc/stat cannot be read any more
@@ -126,7 +138,8 @@ class FewerThreads:
     """For one step: torch, and kernels in its threads, compute in `threads`, then in `before`."""
 
     def __init__(self, threads: int, before: int) -> None:
-        self.threads, self.before = threads, before
+        self.threads = threads
+        self.before = before
 
     def __enter__(self) -> None:
         sys.modules["torch"].set_num_threads(self.threads)
@@ -171,10 +184,13 @@ def fewer_threads(model: Any, rows: int) -> contextlib.AbstractContextManager[No
     below that which give the same bits."""
     if rows != 1 or WATCH is None or not WATCH.crowd.crowded:
         return AS_IT_IS
-    threads, free = sys.modules["torch"].get_num_threads(), WATCH.crowd.free
+    threads = sys.modules["torch"].get_num_threads()
+    free = WATCH.crowd.free
     if not getattr(model, "any_threads", False):
         free = same_bits(model.config, threads, free)
-    return FewerThreads(free, threads) if free < threads else AS_IT_IS
+    if free >= threads:
+        return AS_IT_IS
+    return FewerThreads(free, threads)
 
 
 def same_bits(config: Any, threads: int, free: int) -> int:
@@ -184,11 +200,13 @@ def same_bits(config: Any, threads: int, free: int) -> int:
     rounds what is left over differently: with 1 to 16 threads, matrices whose rows are a multiple
     of 4 per thread gave the same bits, all others did not. Here it is 16, for wider processors.
     """
-    D, experts = config.head_dim, config.experts
+    if config.experts:
+        return threads
+    D = config.head_dim
     heads = config.num_attention_heads * D, config.num_key_value_heads * D
     rows = *heads, config.hidden_size, config.intermediate_size, config.vocab_size
     fitting = [n for n in range(1, threads + 1) if all(N % (16 * n) == 0 for N in rows)]
-    if experts or threads not in fitting:
+    if threads not in fitting:
         return threads
     return max(n for n in fitting if n <= free)
 
