@@ -136,7 +136,7 @@ class PosixKeyboard(Keyboard):
         finally:
             self._take()
 
-    # --- modes ----------------------------------------------------------------------------------------------------
+    # --- modes ------------------------------------------------------------------------------------
 
     def _in_front(self) -> bool:
         """A background job that touches the terminal is stopped by the kernel."""
@@ -160,7 +160,7 @@ class PosixKeyboard(Keyboard):
         self.mode = None
         self._set(self.shell, b"\x1b[?2004l")
 
-    # --- signals --------------------------------------------------------------------------------------------------
+    # --- signals ----------------------------------------------------------------------------------
 
     def _stop(self, number, frame):
         """Ctrl-Z, Ctrl-\\: the shell's modes first, then what the signal does to every other program."""

@@ -80,7 +80,7 @@ class Chat:
             view.out.enabled,
         )
 
-    # --- the loop -------------------------------------------------------------------------------------------------
+    # --- the loop ---------------------------------------------------------------------------------
 
     def talk(self) -> int:
         """Exit code: 0 by Ctrl-D or /exit, 130 by Ctrl-C twice; SIGTERM and hang-up leave by Terminated."""
@@ -204,7 +204,7 @@ class Chat:
     def width(self) -> int:
         return self.view.width() or 80
 
-    # --- on the disk ----------------------------------------------------------------------------------------------
+    # --- on the disk ------------------------------------------------------------------------------
 
     def start_file(self, folder):
         """A new session file; nothing is created before the first turn."""

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag
 from nanokv.apps.serve.api.fields import Expected, Fields, NotDone, Nothing, Text
 from nanokv.text.call_forms import as_object
 
-# --- content ----------------------------------------------------------------------------------------------------------
+# --- content --------------------------------------------------------------------------------------
 
 
 class TextPart(Fields):
@@ -57,7 +57,7 @@ Content = Annotated[
 ]
 
 
-# --- calls ------------------------------------------------------------------------------------------------------------
+# --- calls ----------------------------------------------------------------------------------------
 
 
 class ToolCallFunction(Fields):
@@ -78,7 +78,7 @@ class ToolCall(Fields):
     id: str
 
 
-# --- messages ---------------------------------------------------------------------------------------------------------
+# --- messages -------------------------------------------------------------------------------------
 
 Unfinished = Annotated[
     Any,
@@ -152,7 +152,7 @@ def for_template(found: list[AnyMessage]) -> list[dict]:
     return [message.model_dump(exclude_none=True) for message in found]
 
 
-# --- tools ----------------------------------------------------------------------------------------------------------
+# --- tools ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

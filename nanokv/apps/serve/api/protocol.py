@@ -207,7 +207,7 @@ def most_tokens(request: Common) -> int | None:
     return found
 
 
-# --- of chats ---------------------------------------------------------------------------------------------------------
+# --- of chats -------------------------------------------------------------------------------------
 
 
 def chat_prompt(request: ChatPrompt, fields: dict) -> Asked:

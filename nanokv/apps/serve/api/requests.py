@@ -56,7 +56,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 EFFORTS = ", ".join(get_args(Effort))
 
 
-# --- checks that are more than a type ---------------------------------------------------------------------------------
+# --- checks that are more than a type -------------------------------------------------------------
 
 
 def variables(value: Any) -> dict:
@@ -108,7 +108,7 @@ def token_ids(value: Any) -> list:
     return whole_numbers(value, "tokens")
 
 
-# --- parts ------------------------------------------------------------------------------------------------------------
+# --- parts ----------------------------------------------------------------------------------------
 
 
 class StreamOptions(Fields):
@@ -244,7 +244,7 @@ class ChatPrompt(Fields):
     reasoning_effort: Annotated[Effort | None, Expected(EFFORTS)] = None
 
 
-# --- requests ---------------------------------------------------------------------------------------------------------
+# --- requests -------------------------------------------------------------------------------------
 
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 Tokens = Annotated[int | None, Ranged("max_new_tokens")]

@@ -56,7 +56,7 @@ class Application:
             Route("/detokenize", self.detokenize, methods=["POST"]),
         ]
 
-    # --- what is here -----------------------------------------------------------------------------------------------
+    # --- what is here -----------------------------------------------------------------------------
 
     async def page(self, request: Request) -> Response:
         """A chat beside the cache."""
@@ -176,7 +176,7 @@ class Application:
                 413, f"the body has more than {self.limits.body:,} bytes", code="body_too_large"
             )
 
-    # --- answers ----------------------------------------------------------------------------------------------------
+    # --- answers ----------------------------------------------------------------------------------
 
     async def chat(self, request: Request) -> Response:
         """An answer to messages."""

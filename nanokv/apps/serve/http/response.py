@@ -144,7 +144,7 @@ class Answer(Response):
                 return self.form.closing(self.index[ticket], closing, **facts)
         return b": keepalive\n\n"
 
-    # --- when it is complete ----------------------------------------------------------------------------------------
+    # --- when it is complete ----------------------------------------------------------------------
 
     def usage(self) -> dict:
         """Tokens; a prompt with several answers counts once. Of a stream that failed some may not have begun."""

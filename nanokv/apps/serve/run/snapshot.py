@@ -88,7 +88,7 @@ def view(taken: dict, salt: str, tab: str) -> dict:
     return taken | {"requests": requests, "ended": mine[-1:], "cells": runs(owners)}
 
 
-# --- requests -------------------------------------------------------------------------------------------------------
+# --- requests -------------------------------------------------------------------------------------
 
 
 def opaque(request: Request) -> str:
@@ -138,7 +138,7 @@ def still_kept(pool: PrefixPool, one: Departed) -> int:
     return pool.page_size * sum(1 for _ in takewhile(pool.index.__contains__, one.keys))
 
 
-# --- the pool -------------------------------------------------------------------------------------------------------
+# --- the pool -------------------------------------------------------------------------------------
 
 
 def pages_per_cell(pool: PrefixPool) -> int:
