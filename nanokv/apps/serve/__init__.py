@@ -1,21 +1,31 @@
 """An OpenAI-compatible server on the engine: `nanokv serve`.
 
-A request goes through three folders, from the socket to the engine and back (docs/life-of-a-token.md walks with one):
+A request passes through three folders, from the socket to the engine and back.
+docs/life-of-a-token.md follows one request along this path.
 
-    http/   server.py: uvicorn, with deadlines for clients and an end that running answers are told about;
-            security.py: who may ask, by Host, Origin and API key, before anything of the body is read;
-            app.py: the addresses, and the way of a request to its place; response.py: an answer as a whole or as a
-            stream, while the client is watched; live.py, page.py: the page at / and what it draws; openapi.py
-    api/    protocol.py: JSON to a checked request; requests.py, fields.py, messages.py: its fields, one definition for
-            checks and for /openapi.json; known.py: fields of other servers; prompts.py: messages or text to token ids;
-            grammar.py, schemas.py: which tokens may follow; answer.py: token by token to text; calls.py: tool calls in
-            that text; logprobs.py; forms.py, replies.py: OpenAI's objects and chunks; errors.py: its error object
-    run/    admission.py: who gets a place; ticket.py: that place; engine_client.py: the event loop's side of the
-            engine; messages.py: what passes between it and the other side, engine_thread.py; prefill.py: where prompts
-            are computed, in that thread or by a process of its own; snapshot.py: requests and pages as numbers;
-            metrics.py: what Prometheus reads
+    http/   server.py: uvicorn, deadlines for clients, and a graceful shutdown
+            security.py: checks Host, Origin and API key before the body is read
+            app.py: the routes, and a request from its body to a place in the queue
+            response.py: an answer in one response or as a stream, while the client is watched
+            live.py, page.py: the page at /, and the snapshots that it draws
+            openapi.py: /openapi.json
+    api/    protocol.py: JSON to a checked request
+            requests.py, fields.py, messages.py: its fields, defined once for the checks and for
+            /openapi.json
+            known.py: fields of other servers
+            prompts.py: messages or text to token ids
+            grammar.py, schemas.py: which tokens may follow
+            answer.py: tokens to text; calls.py: tool calls in that text; logprobs.py
+            forms.py, replies.py: OpenAI's objects and chunks; errors.py: its error object
+    run/    admission.py: places for requests; ticket.py: one such place
+            engine_client.py: the event loop's side of the engine
+            engine_thread.py: the engine's side, in a thread; messages.py: what the two exchange
+            prefill.py: prefill in that thread, or in a second process
+            snapshot.py: requests and pages as numbers
+            metrics.py: /metrics for Prometheus
 
-The event loop never waits for a forward: messages go to the engine's thread through a queue, and those of a step come
-back with one call. starlette routes and uvicorn speaks HTTP: together two packages beside those that the hub client
-brings. pydantic checks requests. FastAPI would add opentelemetry-api.
+The event loop never waits for a forward. Messages reach the engine's thread through a queue, and
+the results of one step come back in one call. starlette routes and uvicorn speaks HTTP; they need
+only two packages besides those that huggingface_hub already installs. pydantic checks requests.
+FastAPI is not used because it would add opentelemetry-api.
 """

@@ -1,10 +1,11 @@
-"""The text of one answer, token by token: whole characters, thoughts and tool calls set apart, stop strings cut off.
+"""One answer as text, token by token: whole characters, with thoughts and tool calls set apart.
 
     answer = AnswerText(tokenizer, ["\\n\\n"], ThinkSplitter(opened), ToolCalls(["weather"]))
     answer.put(step, last) → [Piece("think", "Hm."), Piece("answer", "Yes", tokens)]
 
-It runs in the engine's thread, so that a stop string ends the request before another token is computed. Text is held
-back as long as it may become a tag or a stop string; a token comes out with the first character of it that is shown.
+This code runs in the engine's thread, so a stop string ends the request before another token is
+computed. Text is held back for as long as it may become a tag or a stop string. A token is
+released together with its first visible character.
 """
 
 from collections import deque
@@ -16,14 +17,15 @@ from nanokv.decoding.draw import Step
 from nanokv.decoding.generation import StopStrings
 from nanokv.text.tokenizer import StreamDecoder, Tokenizer
 
-# A token, and where its text begins: characters from the beginning of what was generated.
+# A token, and where its text begins: characters from the start of the generated text.
 Placed = tuple[Step, int]
 
 
 class Piece(NamedTuple):
-    """Text that can be shown by now, and the tokens that it came from; thoughts and calls come without theirs."""
+    """Text that can be shown now, and its tokens. Thoughts and calls carry no tokens."""
 
-    kind: str  # "think", "answer", "call"; "prompt", which is repeated; "end": tokens without text
+    # "think", "answer", "call", "prompt" (the echoed prompt), or "end" (tokens without text)
+    kind: str
     text: str
     tokens: tuple[Placed, ...] = ()
     call: Call | None = None
@@ -39,7 +41,7 @@ class Splitter(Protocol):
 
 
 class NoThoughts:
-    """The continuation of a text is all answer."""
+    """A text completion has no thoughts: all of it is answer."""
 
     thinking = False
 
@@ -51,11 +53,13 @@ class NoThoughts:
 
 
 class AnswerText:
-    """Stop strings are looked for in the answer only: a model may think about "\\n\\n", or call a function with it,
-    without being stopped by it. One that is a control token ends an answer wherever the model writes it.
+    """Splits the text of an answer and cuts it at stop strings.
 
-    eos, stop_ids: the tokens that end it, without text; the latter are named by the request. `include`: what the
-    request names, a stop string or one of stop_ids that is no control token, is part of the answer.
+    Stop strings apply to the answer only: a model may write "\\n\\n" in its thoughts or in a
+    tool call without ending there. A stop string that is a control token ends the answer anywhere.
+
+    eos, stop_ids: tokens that end the answer and have no text; the request names `stop_ids`.
+    include: the stop string, or the stop id unless it is a control token, is part of the answer.
     """
 
     def __init__(
@@ -73,29 +77,29 @@ class AnswerText:
         self.decoder = StreamDecoder(tokenizer, skip=tokenizer.control_ids | hidden)
         self.stop_ids = stop_ids
         self._stop_id: int | None = None
-        self._length = 0  # characters generated, tags and all
-        self._begin: int | None = None  # where the answer begins among them
-        # Tokens with the first and the last place of their text.
+        self._length = 0  # characters generated so far, tags included
+        self._begin: int | None = None  # where the answer begins in the generated text
+        # Tokens not yet released, each with the start and the end of its text.
         self._unshown: deque[tuple[Step, int, int]] = deque()
-        self._next = 0  # place of the next character of the answer that is shown
+        self._next = 0  # position of the next character of the answer to be shown
 
     @property
     def stop_string(self) -> str:
-        """The one that ended it, or ""."""
+        """The stop string that ended the answer, or ""."""
         return self.stops.found
 
     @property
     def stop_reason(self) -> str | int | None:
-        """What ended it of that which the request names: a stop string, or one of stop_ids."""
+        """The stop string or the id from `stop_ids` that ended the answer; None for other ends."""
         return self.stop_string or self._stop_id
 
     @property
     def complete(self) -> bool:
-        """Whether nothing that followed would be shown."""
+        """Whether nothing more of the answer will be shown."""
         return bool(self.stop_string) or self.calls.full
 
     def put(self, step: Step, last: bool) -> list[Piece]:
-        """What can be shown by now; with the last token, all that was held back."""
+        """The pieces that can be shown now; with the last token, everything that was held back."""
         begin = self._length
         text = self.decoder.put(step.token) + (self.decoder.flush() if last else "")
         self._length += len(text)
@@ -110,8 +114,10 @@ class AnswerText:
         return [piece for piece in pieces if piece.text or piece.tokens or piece.call]
 
     def _control(self, id: int) -> list[Piece]:
-        """A token that is not shown. No stop string reaches across it unless it contains its text; then no tag and no
-        call does either."""
+        """Handle a token that is not shown.
+
+        A stop string matches across it only by containing its text; a tag or a call never does.
+        """
         text = self.decoder.hidden(id)
         elsewhere = self.splitter.thinking or self.calls.open
         if not text or (elsewhere and not self.stops.inside(text)):
@@ -124,7 +130,7 @@ class AnswerText:
         return [*pieces, self._shown(self.stops.put(text, shown=False))]
 
     def _settle(self) -> list[Piece]:
-        """All that was held back as the possible beginning of a tag or a call."""
+        """Release what was held back as the possible start of a tag or a call."""
         pieces = self._split(self.splitter.flush())
         return pieces + [piece for part in self.calls.flush() for piece in self._part(part)]
 
@@ -135,13 +141,13 @@ class AnswerText:
         return pieces
 
     def _answer(self, text: str) -> list[Piece]:
-        """The newest characters of the answer, which once begun is the end of all that was generated."""
+        """`text` is the newest part of the answer, at the end of the generated text."""
         if self._begin is None:
             self._begin = self._length - len(text)
         return [piece for part in self.calls.put(text) for piece in self._part(part)]
 
     def _part(self, part: Part) -> list[Piece]:
-        """Text, as far as no stop string can begin with it; or a call, which no stop string reaches across."""
+        """Text that cannot begin a stop string, or a call; no stop string spans a call."""
         if self.stop_string:
             return []
         if part.call:
@@ -160,7 +166,7 @@ class AnswerText:
         )
 
     def _end(self) -> Piece:
-        """Tokens without text: the one that ended the answer."""
+        """The tokens without text, such as the one that ended the answer."""
         return Piece(
             "end",
             "",
@@ -168,7 +174,7 @@ class AnswerText:
         )
 
     def _tokens(self, end: int) -> tuple:
-        """Those whose text begins before `end`; each once."""
+        """Take the unreleased tokens whose text begins before `end`."""
         found = []
         while self._unshown and self._unshown[0][1] < end:
             found.append(self._unshown.popleft())

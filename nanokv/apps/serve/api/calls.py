@@ -1,12 +1,13 @@
-"""Tool calls in the text of an answer, as Qwen3 and the models of the Hermes kind write them.
+"""Tool calls in the text of an answer, in the Hermes format that Qwen3 uses.
 
     <tool_call>
     {"name": "weather", "arguments": {"city": "Oslo"}}
     </tool_call>
 
-Llama writes `parameters` for `arguments`, and some models their JSON as a text: both are read.
-A call is held back until all of it is there, because only then it is known to be one: what is no JSON, names a function
-that was not offered, or is cut off by the end stays text. Blanks around a call are layout.
+Two variants are read as well: Llama's `parameters` for `arguments`, and arguments given as a
+string of JSON. The text of a call is held back until the call is complete. Text that is not JSON,
+names a function that was not offered, or is cut off by the end of the answer stays text.
+Whitespace around a call is dropped.
 """
 
 import json
@@ -21,16 +22,16 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class Call(NamedTuple):
-    """One call of an answer; `arguments` are the JSON of an object."""
+    """One call of an answer; `arguments` is a JSON object as text."""
 
-    place: int  # among the calls of the answer
+    place: int  # index among the calls of the answer
     id: str
     name: str
     arguments: str
 
     @property
     def message(self) -> dict:
-        """As a message has it."""
+        """The call in a message."""
         return {
             "id": self.id,
             "type": "function",
@@ -39,7 +40,7 @@ class Call(NamedTuple):
 
     @property
     def deltas(self) -> list[dict]:
-        """As a stream has it: who is called, then with what."""
+        """The call in a stream: first the function's name, then its arguments."""
         head = self.message | {
             "index": self.place,
             "function": {"name": self.name, "arguments": ""},
@@ -48,7 +49,7 @@ class Call(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Text of an answer, or a call (then without text), and where it begins in the answer."""
+    """Text of an answer, or a call (then without text), and its position in the answer."""
 
     text: str
     at: int
@@ -56,7 +57,7 @@ class Part(NamedTuple):
 
 
 class NoCalls:
-    """Where no tool was offered all is text."""
+    """No tool was offered: everything is text."""
 
     count, full, open = 0, False, False
 
@@ -72,7 +73,7 @@ class NoCalls:
 
 
 class ToolCalls:
-    """Splits the text of an answer, as it comes in pieces, into text and calls of the functions in `names`."""
+    """Splits the text of an answer, as it arrives, into text and calls of the functions `names`."""
 
     def __init__(self, names: Iterable[str], parallel: bool = True):
         self.names, self.parallel = frozenset(names), parallel
@@ -85,16 +86,16 @@ class ToolCalls:
 
     @property
     def full(self) -> bool:
-        """Whether no other call may follow."""
+        """Whether no further call is allowed."""
         return self.count > 0 and not self.parallel
 
     @property
     def open(self) -> bool:
-        """Whether a call has begun and not ended."""
+        """Whether a call has begun and not yet ended."""
         return self._body > 0
 
     def put(self, text: str) -> list[Part]:
-        """What can be shown by now."""
+        """The parts that can be shown now."""
         self._held += text
         found: list[Part] = []
         while not self.full and (self._close(found) if self._body else self._open(found)):
@@ -102,14 +103,14 @@ class ToolCalls:
         return [part for part in found if part.text or part.call]
 
     def flush(self) -> list[Part]:
-        """What was held back, at the end or where a control token stands. A call may lack its last tag."""
+        """Release the held text, at the end or at a control token. A call may lack its last tag."""
         call = self._call(self._held[self._body :]) if self._body else None
         shown = not self.full and (self._held.strip() or not self._blank)
         part, self._body = self._take(len(self._held), call), 0
         return [part] if (part.text and shown) or call else []
 
     def _open(self, found: list[Part]) -> bool:
-        """Text, up to the next call; whether there is one."""
+        """Take the text up to the next call; returns whether there is a call."""
         if self._blank:
             self._take(len(self._held) - len(self._held.lstrip()))
         at = self._held.find(OPEN)
@@ -120,9 +121,9 @@ class ToolCalls:
         return at >= 0
 
     def _close(self, found: list[Part]) -> bool:
-        """A call, or what is none after all; whether its end is there."""
+        """Take a call, or text that turns out not to be one; returns whether its end was found."""
         end = self._held.find(CLOSE, self._search)
-        # An argument talks about the tag.
+        # A closing tag inside a JSON string belongs to an argument.
         while end >= 0 and in_string(self._held[self._body : end]):
             self._search = end + 1
             end = self._held.find(CLOSE, self._search)
@@ -134,7 +135,7 @@ class ToolCalls:
         return True
 
     def _take(self, length: int, call: Call | None = None) -> Part:
-        """So many characters out of what is held."""
+        """Take the first `length` characters of the held text."""
         part = Part("" if call else self._held[:length], self._at, call)
         self._held, self._at = self._held[length:], self._at + length
         self.count += call is not None
@@ -147,7 +148,7 @@ class ToolCalls:
             arguments = loads(arguments) if isinstance(arguments, str) else arguments
             if name not in self.names or not isinstance(arguments, dict):
                 return None
-        except (ValueError, TypeError, KeyError, AttributeError):  # no JSON, no object, no name
+        except (ValueError, TypeError, KeyError, AttributeError):  # not JSON, no object, no name
             return None
         text = json.dumps(arguments, ensure_ascii=False)
         return Call(self.count, f"call_{uuid.uuid4().hex[:24]}", name, text)

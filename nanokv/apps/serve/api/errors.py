@@ -1,6 +1,6 @@
-"""What goes wrong, as OpenAI's object: a status and {"error": {"message", "type", "param", "code"}}.
+"""Errors in OpenAI's form: a status and {"error": {"message", "type", "param", "code"}}.
 
-The same object stands in the body of a response and, once the status 200 has gone out, in the stream.
+The same object is the body of a response or, once status 200 has been sent, an event of the stream.
 """
 
 import logging
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class ApiError(Exception):
-    """A refusal or a failure that the client is told. `param` names the field of the request that caused it."""
+    """An error that is reported to the client. `param` names the request field that caused it."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict:
-        """{"error": …}, and beside it what mends it, where that is known."""
+        """{"error": …}, with a "hint" beside it where a fix is known."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         kind = "rate_limit_error" if self.status == 429 else kind
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
@@ -46,17 +46,17 @@ class ApiError(Exception):
 
 
 class ClientGone(Exception):
-    """Nobody is there any more to be told anything."""
+    """The client has disconnected, so there is no one to answer."""
 
 
 def refused(error: NanoKVError, param: str) -> ApiError:
-    """What the tokenizer, the template or the engine says about a field of the request."""
+    """An error of the tokenizer, the template or the engine, attributed to a request field."""
     code = completion.error(error)["error"]["code"]
     return ApiError(400, str(error), param, code, error.hint)
 
 
 def named(param: str, function: Callable, *args: Any) -> Any:
-    """function(*args); what it refuses is the fault of that field."""
+    """Call function(*args); a NanoKVError becomes an ApiError about the field `param`."""
     try:
         return function(*args)
     except NanoKVError as error:
@@ -64,14 +64,14 @@ def named(param: str, function: Callable, *args: Any) -> Any:
 
 
 def internal() -> ApiError:
-    """Our bug. What it was stands in the log and not in the answer: it may quote another client's request."""
+    """A bug in the server. Details go to the log only: they may quote another client's request."""
     return ApiError(
         500, "the server failed at this request; its log says why", code="internal_error"
     )
 
 
 def where(error: BaseException) -> str:
-    """The error's type and the line that raised it; its text may quote what a client has sent."""
+    """The error's type and the line that raised it, without the message: it may quote a client."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     logger.debug("%s", "".join(traceback.format_exception(error)))

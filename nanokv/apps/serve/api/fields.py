@@ -1,13 +1,13 @@
-"""Types of request fields for the models of requests.py and messages.py, and how pydantic's errors become ours.
+"""Types of request fields for requests.py and messages.py, and pydantic's errors in our own words.
 
     class Chat(Fields):
-        n: Annotated[int | None, Between(1, 16)] = None      says what is right, to people and to /openapi.json
+        n: Annotated[int | None, Between(1, 16)] = None      one range for errors and /openapi.json
         top_p: Annotated[float | None, Ranged("top_p")] = None
-        mirostat: Annotated[Any, Nothing(0)] = None          not done: only what asks for nothing is right
+        mirostat: Annotated[Any, Nothing(0)] = None          unsupported; only 0 or null is valid
 
     read(Chat, {"n": 17})           ApiError: n is 17: an integer from 1 to 16 was expected
 
-Nothing is converted: "5" is not 5, and true is not 1. null is the same as absent.
+No value is converted: "5" is not 5, and true is not 1. null means absent.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from nanokv.decoding.ranges import RANGES
 
 
 class Fields(BaseModel):
-    """An object of a request. What nobody knows is ignored, as OpenAI's clients expect."""
+    """An object in a request. Unknown fields are ignored, as OpenAI's clients expect."""
 
     model_config = ConfigDict(
         strict=True, frozen=True, extra="ignore", use_attribute_docstrings=True
@@ -31,7 +31,7 @@ Model = TypeVar("Model", bound=Fields)
 
 
 def read(model: type[Model], fields: dict) -> Model:
-    """The request, or ApiError that names the first field that is wrong."""
+    """The request as a model; ApiError that names the first wrong field."""
     try:
         return model.model_validate(fields)
     except ValidationError as error:
@@ -39,7 +39,11 @@ def read(model: type[Model], fields: dict) -> Model:
 
 
 class Wrong(ValueError):
-    """What a check of ours says to pydantic. `kind`: expected, told (the words say all), or unsupported."""
+    """An error from one of our own checks, for pydantic.
+
+    kind: "expected" (`words` describe the valid values), "invalid" (`words` are the whole
+    message), or "unsupported" (`words` are a hint).
+    """
 
     def __init__(self, kind: str, words: str):
         super().__init__(words)
@@ -47,7 +51,7 @@ class Wrong(ValueError):
 
 
 def expected(words: str) -> Wrong:
-    """An error that says what was expected, after the field and its value."""
+    """An error whose message is: FIELD is VALUE: `words` was expected."""
     return Wrong("expected", words)
 
 
@@ -57,12 +61,12 @@ def told(message: str) -> Wrong:
 
 
 def not_done(hint: str = "") -> Wrong:
-    """An error that says: this server does not do that. `hint`: what it does."""
+    """An error for a feature that this server lacks. `hint` names the alternative."""
     return Wrong("unsupported", hint)
 
 
 def refusal(error: ValidationError) -> ApiError:
-    """What pydantic found first, in our words: the field's place, its value, and what was expected."""
+    """The first of pydantic's errors, with the field's path, its value, and what was expected."""
     first = error.errors(include_url=False)[0]
     name, kind, facts = place(first["loc"]), first["type"], first.get("ctx", {})
     if kind == "missing":
@@ -92,7 +96,7 @@ EXPECTED = {  # pydantic's type of error → what was expected
 
 
 def unsupported(name: str, value: Any, hint: str = "") -> ApiError:
-    """Of a field that would change the answer, and is not done."""
+    """The refusal of a field that would change the answer and is not supported."""
     words = f"{name} is {say(value)}: this server does not do that"
     return ApiError(400, words, name, "unsupported", hint)
 
@@ -107,7 +111,7 @@ def place(steps: tuple) -> str:
 
 
 def say(value: Any) -> str:
-    """A value in a message, short."""
+    """A value for an error message, at most 60 characters."""
     shown = repr(value)
     return shown if len(shown) <= 60 else f"{shown[:57]}..."
 
@@ -116,7 +120,7 @@ def say(value: Any) -> str:
 
 
 class Expected:
-    """Whatever is wrong inside of this field is one error, which says what was expected."""
+    """Reports any error inside this field as one error, which describes the valid values."""
 
     wrong: Callable[[str], Wrong] = staticmethod(expected)
 
@@ -134,13 +138,13 @@ class Expected:
 
 
 class NotDone(Expected):
-    """Whatever else this field may be is not done here; the words say what is."""
+    """Reports any other value of this field as unsupported; `words` say what is supported."""
 
     wrong = staticmethod(not_done)
 
 
 class Checked:
-    """A field that a function checks, with the JSON schema that says the same. Unless it is `needed`, null is right."""
+    """A field that a function checks, and its JSON schema. null is valid unless it is `needed`."""
 
     def __init__(self, check: Callable[[Any], Any], schema: dict, needed: bool = False):
         self.check, self.needed = check, needed
@@ -157,7 +161,7 @@ class Checked:
 
 
 class Between(Checked):
-    """An integer from `low` to `high`; `more` values are right too."""
+    """An integer from `low` to `high`; the values in `more` are valid too."""
 
     def __init__(self, low: int, high: int, *more: Any):
         span: dict = {"type": "integer", "minimum": low, "maximum": high}
@@ -173,7 +177,7 @@ class Between(Checked):
 
 
 class Ranged(Checked):
-    """A setting of sampling, in the range that all of nanokv has for it; `more` values are right too."""
+    """A sampling setting in the range that nanokv defines; the values in `more` are valid too."""
 
     def __init__(self, name: str, *more: int):
         self.range, self.more = RANGES[name], more
@@ -193,7 +197,7 @@ class Ranged(Checked):
 
 
 class Nothing(Checked):
-    """Of a field that is not done: the values that ask for nothing. `hint`: what does nearly the same."""
+    """An unsupported field. `values` leave it off and are valid; `hint` names an alternative."""
 
     def __init__(self, *values: Any, hint: str = ""):
         super().__init__(self.holds, {"enum": list(values)} if values else {"type": "null"})
@@ -206,7 +210,7 @@ class Nothing(Checked):
 
 
 def equal(one: Any, other: Any) -> bool:
-    """To JSON, 0 is not false."""
+    """Equality as in JSON, where 0 is not false."""
     return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 

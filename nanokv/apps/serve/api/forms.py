@@ -1,10 +1,10 @@
-"""The two kinds of answer in OpenAI's objects: a message or a text, as a whole or in chunks.
+"""Chat and text completions as OpenAI's objects, in one response or in chunks.
 
     form = ChatForm(prepared.model)
-    form.opening(i), form.chunk(i, pieces), …, form.closing(i, ended), form.usage(…)       of a stream
-    form.whole([(pieces, ended), …], …)                                                    of one response
+    form.opening(i), form.chunk(i, pieces), …, form.closing(i, ended), form.usage(…)   a stream
+    form.whole([(pieces, ended), …], …)                                            one response
 
-`i` is the choice's index: a request can ask for several answers, whose chunks come as they are made.
+`i` is the choice's index: chunks of several answers to one request are interleaved.
 """
 
 import json
@@ -18,12 +18,12 @@ from nanokv.decoding import completion
 
 
 def data(value: dict) -> bytes:
-    """One event of a stream. ASCII only: some clients split lines at U+2028, which JSON lets stand."""
+    """One event of a stream. ASCII only: JSON may hold U+2028, where some clients split lines."""
     return b"data: " + json.dumps(value, separators=(",", ":"), allow_nan=False).encode() + b"\n\n"
 
 
 class ChatForm:
-    """chat.completion and chat.completion.chunk: thoughts stand in reasoning_content, calls in tool_calls."""
+    """chat.completion and chat.completion.chunk, with reasoning_content and tool_calls."""
 
     kind, prefix = "chat.completion.chunk", "chatcmpl"
 
@@ -55,11 +55,11 @@ class ChatForm:
         )
 
     def opening(self, index: int) -> bytes:
-        """Before the first token."""
+        """The chunk before the first token."""
         return self._event([self._choice(index, {"delta": {"role": "assistant", "content": ""}})])
 
     def chunk(self, index: int, pieces: Sequence[Piece]) -> bytes:
-        """What came together; thoughts and answer in one delta each."""
+        """Pieces that arrived together; thoughts and answer get one delta each."""
         said = [one for piece in joined(pieces) for one in self._deltas(piece)]
         return b"".join(self._event([self._choice(index, one)]) for one in said)
 
@@ -75,15 +75,15 @@ class ChatForm:
         )
 
     def closing(self, index: int, ended: dict, **facts) -> bytes:
-        """After the last token."""
+        """The chunk after the last token."""
         return self._event([self._choice(index, {"delta": {}}, ended)], **facts)
 
     def usage(self, usage: dict) -> bytes:
-        """Where it was asked for, and only there."""
+        """The usage chunk, which is sent only on request."""
         return self._event([], usage=usage)
 
     def whole(self, answers: Iterable[tuple[list[Piece], dict]], usage: dict, **facts) -> dict:
-        """Not streamed."""
+        """All answers in one object."""
         choices = [
             self._choice(i, self._said(pieces), ended) for i, (pieces, ended) in enumerate(answers)
         ]
@@ -105,13 +105,13 @@ class ChatForm:
 
 
 class TextForm(ChatForm):
-    """text_completion: the continuation of a prompt, after the prompt where that is repeated."""
+    """text_completion: the continuation of a prompt, with the prompt before it under `echo`."""
 
     kind, prefix = "text_completion", "cmpl"
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        self.before: dict[int, int] = {}  # index → characters of the prompt that were repeated
+        self.before: dict[int, int] = {}  # index → characters of the echoed prompt
 
     def opening(self, index: int) -> bytes:
         return b""
@@ -150,7 +150,7 @@ class TextForm(ChatForm):
 
 
 def joined(pieces: Sequence[Piece]) -> list[Piece]:
-    """Neighbours of one kind as one piece."""
+    """Merge neighbouring pieces of one kind; calls stay separate."""
     found: list[Piece] = []
     for piece in pieces:
         if found and found[-1].kind == piece.kind != "call":

@@ -1,11 +1,12 @@
-"""What an answer must look like: JSON, JSON of a schema, or a tool call. Tokens that cannot follow are masked.
+"""Constrained answers: JSON, JSON of a schema, or a tool call. Other tokens are masked.
 
-    matcher = compiled(source(schema, functions, …), words, param)      in a thread of prompts.py; ApiError
-    engine.submit(…, constrain=Constraint(matcher))                     one per answer; before each token is drawn
+    rules = compiled(source(schema, functions, …), words, param)        in a thread of prompts.py
+    engine.submit(…, constrain=Constraint(rules))                       one Constraint per answer
 
-llguidance computes which tokens may follow: 16 µs a token for Qwen3's vocabulary and a small schema, and 50 µs to
-unpack its bits. The same bytes always mean the same JSON: `", "` and `": "` separate, without other blanks. Thoughts
-come first and are free. The vocabulary is read at the first such request, 2 s for Qwen3's.
+llguidance computes which tokens may follow. For Qwen3's vocabulary and a small schema this takes
+16 µs per token, and unpacking the bits takes another 50 µs. Whitespace is fixed, so one value has
+one spelling: the separators are `", "` and `": "`. Thoughts come before the JSON and are free text.
+The vocabulary is built at the first such request, which takes 2 s for Qwen3's.
 """
 
 import json
@@ -28,19 +29,19 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 LONGEST = 100_000  # characters of a grammar
-# Of one answer. llguidance's own limits are ten times as high: 14 ms of fuel for a token, 250,000 states of 1 to 2 kB.
+# Limits per answer. llguidance's defaults are ten times as high: 14 ms of fuel per token, and
+# 250,000 states of 1 to 2 kB.
 LIMITS: dict[str, Any] = {
     "step_lexer_fuel": 20_000,
     "step_max_items": 10_000,
     "max_lexer_states": 20_000,
     "verbose_errors": False,
 }
-# Seconds of masks that an answer may take: they are computed between two steps of everybody's
-# answers.
+# Seconds per answer for computing masks, which delays the answers of all other requests.
 MASKS_S = 2.0
-PROBED = 4  # places of an answer, and tokens at each, that are tried before its first token
+PROBED = 4  # positions of an answer, and tokens at each, that are tried in advance
 LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-THOUGHTS = {  # how an answer may begin
+THOUGHTS = {  # grammars of an answer's beginning
     "none": "start: body\n",
     "optional": 'start: (thought BREAK?)? body\nBREAK: /\\n{1,2}/\nthought[suffix="</think>"]: /<think>(.|\\n)*/\n',
     "open": 'start: thought BREAK? body\nBREAK: /\\n{1,2}/\nthought[suffix="</think>"]: /(.|\\n)*/\n',
@@ -48,7 +49,7 @@ THOUGHTS = {  # how an answer may begin
 
 
 def thoughts(tokenizer: Tokenizer, ids: Sequence[int], opened: bool) -> str:
-    """Which of THOUGHTS: has the prompt begun one, or closed one; does the model know the tag?"""
+    """The key of THOUGHTS for a prompt: a thought is open, may follow, or cannot follow."""
     if opened:
         return "open"
     closed = tokenizer.decode(list(ids[-8:])).rstrip().endswith("</think>")
@@ -58,8 +59,10 @@ def thoughts(tokenizer: Tokenizer, ids: Sequence[int], opened: bool) -> str:
 def source(
     schema: dict | None, functions: Sequence[dict], many: bool, forced: bool, thought: str
 ) -> str:
-    """The grammar: JSON of the schema, or calls of these functions, or either. `many` calls may follow each other;
-    where one is `forced`, JSON alone is not enough."""
+    """The grammar: JSON of the schema, calls of the functions, or either.
+
+    many: several calls may follow each other. forced: a call is required, so JSON is no choice.
+    """
     rules, bodies = [THOUGHTS[thought]], []
     if schema is not None and not forced:
         bodies.append("answer")
@@ -77,13 +80,17 @@ def source(
 
 
 def json_of(schema: dict) -> str:
-    """A schema inside of a grammar."""
+    """A schema as part of a grammar."""
     return "%json " + json.dumps(plain(schema) | {"x-guidance": LAYOUT})
 
 
 def vocabulary(tokenizer: Tokenizer, rows: int, eos: Sequence[int]) -> "LLTokenizer":
-    """Every token's bytes, for llguidance. Control tokens but for `eos`, which ends an answer, never follow. Tags of
-    thoughts and calls are text, whatever the tokenizer's file marks them."""
+    """The bytes of every token, for llguidance.
+
+    Control tokens never follow, except `eos`, which ends an answer. Tags of thoughts and calls
+    count as text even where the tokenizer marks them as control tokens. Raises GenerationError
+    if the model has no `eos`.
+    """
     from llguidance import LLTokenizer, TokenizerWrapper
 
     if not eos:
@@ -93,7 +100,7 @@ def vocabulary(tokenizer: Tokenizer, rows: int, eos: Sequence[int]) -> "LLTokeni
 
 
 class Words:
-    """A vocabulary as llguidance asks for it."""
+    """A vocabulary with the attributes that llguidance's TokenizerWrapper reads."""
 
     bos_token_id = None
 
@@ -102,7 +109,7 @@ class Words:
         self.tokens = [
             tokenizer.token_bytes(id) if id < tokenizer.rows else b"" for id in range(rows)
         ]
-        # An end inside of a string would cut it.
+        # An end token inside a string would cut the string off.
         self.special_token_ids = sorted(tokenizer.control_ids | set(eos))
 
     def __call__(self, text: bytes) -> list[int]:
@@ -110,7 +117,7 @@ class Words:
 
 
 def needs_package(param: str) -> None:
-    """ApiError where llguidance is not installed."""
+    """Raise ApiError if llguidance is not installed."""
     try:
         import llguidance  # noqa: F401
     except ImportError:
@@ -120,14 +127,14 @@ def needs_package(param: str) -> None:
 
 
 class Compiled(NamedTuple):
-    """A grammar, and the field of the request that it is made of."""
+    """A compiled grammar, and the request field that it comes from."""
 
     matcher: "LLMatcher"
     param: str
 
 
 def compiled(grammar: str, words: "LLTokenizer", param: str) -> Compiled:
-    """ApiError that names the field where the grammar is too large, or says what llguidance does not do."""
+    """Compile a grammar; ApiError if it is too large or uses what llguidance does not support."""
     from llguidance import LLMatcher, LLParserLimits
 
     if len(grammar) > LONGEST:
@@ -148,8 +155,11 @@ def compiled(grammar: str, words: "LLTokenizer", param: str) -> Compiled:
 
 
 def probe(grammar: Compiled) -> None:
-    """ApiError where the limits are passed by the first tokens already: at each of the first places a few of the tokens
-    that may stand there are tried, and one of them is followed."""
+    """Raise ApiError if the first tokens already exceed the limits.
+
+    At each of the first PROBED positions a few of the allowed tokens are tried, and one of them
+    is followed.
+    """
     for _ in range(PROBED):
         bits = grammar.matcher.compute_bitmask()
         check_limits(grammar)
@@ -166,7 +176,7 @@ def probe(grammar: Compiled) -> None:
 
 
 def check_limits(grammar: Compiled) -> None:
-    """ApiError where llguidance has given up."""
+    """Raise ApiError if llguidance has given up."""
     if grammar.matcher.is_error():
         raise ApiError(
             400,
@@ -178,7 +188,7 @@ def check_limits(grammar: Compiled) -> None:
 
 
 def reason(matcher: "LLMatcher") -> str:
-    """Why llguidance refuses a grammar, in one line and without the grammar."""
+    """The reason for llguidance's refusal, in one line and without the grammar."""
     said = matcher.get_error().partition("\n   1 | ")[0].replace("<non-verbose/>", "")
     line = " ".join(part.strip() for part in said.splitlines() if part.strip(" ^"))
     line = line.partition("failed to compile JSON schema: ")[2] or line.strip()
@@ -192,7 +202,7 @@ def reason(matcher: "LLMatcher") -> str:
 
 
 class Constraint:
-    """Of one answer. Called with the tokens so far; it may be called again with the same ones."""
+    """Masks the logits of one answer. It may be called repeatedly with the same tokens."""
 
     def __init__(self, grammar: Compiled):
         self.matcher: Any = grammar.matcher.deep_copy()

@@ -1,8 +1,9 @@
-"""Fields of other servers' requests, and what becomes of them here: vLLM, llama.cpp, SGLang, Ollama, TGI, OpenAI.
+"""Request fields of other servers and how they are treated: vLLM, llama.cpp, SGLang, Ollama, TGI.
 
-A field that would change the answer is done (requests.py) or refused by its name, never ignored. Each one that is not
-done stands here with the values that ask for nothing: those are accepted. `HARMLESS` changes no token of an answer.
-tests/serve/test_serve_schema.py compares the table of docs/serve.md with these.
+A field that would change the answer is either supported (requests.py) or refused by name, and
+never ignored. Each refused field is listed here with the values that leave it off, which are
+accepted. HARMLESS lists fields that change no token of an answer. A test compares the table in
+docs/serve.md with these tables.
 """
 
 from typing import Annotated, Any, NamedTuple
@@ -11,15 +12,15 @@ from nanokv.apps.serve.api.fields import Nothing
 
 
 class Off(NamedTuple):
-    """A field that is not done."""
+    """A field that is not supported."""
 
-    values: tuple = ()  # that ask for nothing; null always does
-    hint: str = ""  # what does nearly the same here
+    values: tuple = ()  # values that leave it off; null always does
+    hint: str = ""  # the nearest alternative
 
 
 HARMLESS: dict[str, Any] = dict.fromkeys(
     (
-        # whose request it is, how soon it is answered, what is kept of it
+        # who sends the request, its priority, and what is stored of it
         "user",
         "metadata",
         "store",
@@ -43,18 +44,18 @@ HARMLESS: dict[str, Any] = dict.fromkeys(
         "prediction",
         "speculative",
         "num_draft_tokens",
-        # what is told beside the answer
+        # additional facts in the response
         "timings_per_token",
         "return_progress",
         "sse_ping_interval",
         "stream_interval",
         "details",
-        # how a context that is too small is cut: here it is an error
+        # how a prompt that is too long is cut: here it is an error
         "n_keep",
         "n_discard",
         "num_keep",
         "truncation_side",
-        # parts of a setting whose main field is refused, unless it is off
+        # parameters of settings whose main field is refused unless it is off
         "mirostat_tau",
         "mirostat_eta",
         "dynatemp_exponent",
@@ -71,7 +72,7 @@ HARMLESS: dict[str, Any] = dict.fromkeys(
         "mm_processor_kwargs",
         "guided_decoding_backend",
         "guided_whitespace_pattern",
-        # what a program is started with
+        # options of the server process
         "num_gpu",
         "num_thread",
         "num_batch",
@@ -87,7 +88,7 @@ HARMLESS: dict[str, Any] = dict.fromkeys(
 _FORMAT = "response_format takes a JSON schema"
 _TOP = "the fields stand at the top of the request"
 _LENGTH = "nanokv serve --context N is the length for all requests"
-# What they are about → fields that are done at neither address.
+# Subject → fields that neither endpoint supports.
 REFUSED: dict[str, dict[str, Off]] = {
     "which token is drawn": {
         "logit_bias": Off(({}, [])),
@@ -291,7 +292,7 @@ REFUSED: dict[str, dict[str, Off]] = {
 NOT_DONE = {name: one for table in REFUSED.values() for name, one in table.items()}
 
 _TEXTS = "a chat template is what /v1/chat/completions uses"
-CHAT_ONLY: dict[str, Off] = {  # not done by completions
+CHAT_ONLY: dict[str, Off] = {  # not supported by completions
     "messages": Off((), _TEXTS),
     "tools": Off(([],)),
     "tool_choice": Off(("none", "auto")),
@@ -305,7 +306,7 @@ CHAT_ONLY: dict[str, Off] = {  # not done by completions
     "thinking": Off((), _TEXTS),
     "think": Off((), _TEXTS),
 }
-TEXT_ONLY: dict[str, Off] = {  # not done by chats
+TEXT_ONLY: dict[str, Off] = {  # not supported by chats
     "prompt": Off((), "messages is what a chat has"),
     "echo": Off((False,)),
     "add_special_tokens": Off((False,)),

@@ -1,9 +1,10 @@
-"""Log-probabilities in OpenAI's two forms, and those of a prompt's own tokens.
+"""Log-probabilities in OpenAI's two formats, for answers and for echoed prompts.
 
-They are the model's own, log_softmax of the raw logits: before temperature, filters and grammars. Those of an answer
-are noted as its tokens are drawn (Step). Those of a prompt need the logits of all its rows, which a prefill leaves out:
-`Echo` computes the prompt a second time, in chunks of a bounded number of logits, with a cache of its own. Its price is
-that of a prefill, and of V·C products for each token, in which the engine's own prefill has but one per prompt.
+Values are log_softmax of the raw logits: before temperature, filters and grammars. For an answer
+they are recorded as its tokens are drawn (Step). For a prompt they need the logits of every row,
+which prefill skips. `Echo` therefore runs the prompt a second time, in chunks with a bounded number
+of logits and a separate cache. This costs one more prefill, and V·C multiplications per token
+instead of per prompt.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,17 +20,17 @@ from nanokv.decoding.sample import likeliest, logprob
 from nanokv.inference import prefill_chunk, verify_draft
 from nanokv.text.tokenizer import StreamDecoder, Tokenizer
 
-LOGITS = 8_000_000  # of one chunk: 32 MB in fp32, 52 tokens of a vocabulary of 151,936
-UNLIKELIEST = -9999.0  # OpenAI's number for what JSON cannot say
+LOGITS = 8_000_000  # per chunk: 32 MB in fp32, or 52 tokens of a vocabulary of 151,936
+UNLIKELIEST = -9999.0  # OpenAI's substitute for minus infinity, which JSON lacks
 Shown = Callable[[Sequence[Placed], int], dict | None]
 
 
 def none(tokens: Sequence[Placed], before: int) -> None:
-    """Nobody has asked for them."""
+    """No log-probabilities were requested."""
 
 
 class Content:
-    """Of a chat: the tokens of the content. Bytes tell what `token` cannot: a part of a character."""
+    """Chat format: the content's tokens. A token may hold part of a character, hence `bytes`."""
 
     def __init__(self, tokenizer: Tokenizer, top: int):
         self.tokenizer, self.top = tokenizer, top
@@ -51,13 +52,13 @@ class Content:
 
 
 class Legacy:
-    """Of a completion: four lists. `top_logprobs` has the token that was drawn too, however unlikely it was."""
+    """Completion format: four lists. `top_logprobs` always includes the token that was drawn."""
 
     def __init__(self, tokenizer: Tokenizer, top: int):
         self.tokenizer, self.top = tokenizer, top
 
     def __call__(self, tokens: Sequence[Placed], before: int) -> dict:
-        """`before`: characters of the prompt, where it is repeated, in front of what was generated."""
+        """`before`: characters of the echoed prompt, which precede the generated text."""
         steps = [step for step, _ in tokens]
         return {
             "tokens": [self._name(step.token) for step in steps],
@@ -78,7 +79,7 @@ class Legacy:
         return {self._name(token): bounded(value) for token, value in reversed(likely)}
 
     def _name(self, token: int) -> str:
-        """Its text; bytes that are no text as OpenAI has them, `bytes:\\xf0\\x9f`, so that two do not get one name."""
+        """The token's text. Bytes that are not UTF-8 become `bytes:\\xf0\\x9f`, as at OpenAI."""
         piece = self.tokenizer.token_bytes(token)
         try:
             return piece.decode()
@@ -87,12 +88,12 @@ class Legacy:
 
 
 def bounded(value: float) -> float:
-    """JSON has no infinity."""
+    """Replace minus infinity, which JSON lacks, by OpenAI's UNLIKELIEST."""
     return max(value, UNLIKELIEST)
 
 
 class Echo:
-    """A prompt that is repeated before its answers, and what the model thinks of its tokens. Shared by its answers."""
+    """A prompt that precedes its answers, with its log-probabilities; shared by these answers."""
 
     def __init__(self, tokenizer: Tokenizer, ids: list[int], top: int | None):
         decoder = StreamDecoder(tokenizer)
@@ -103,21 +104,22 @@ class Echo:
         self._rest: Iterator[list[Step]] | None = None
 
     def advance(self, model: Model) -> bool:
-        """Compute the next chunk; True if all is there. In the engine's thread."""
+        """Compute the next chunk, in the engine's thread; True once all are computed."""
         if self.top is not None and len(self._steps) < len(self.ids):
             self._rest = self._rest or prompt_steps(model, self.ids, self.top)
             self._steps += next(self._rest)
         return self.top is None or len(self._steps) == len(self.ids)
 
     def piece(self) -> Piece:
-        """All of it."""
+        """The whole prompt."""
         return Piece("prompt", self.text, tuple(zip(self._steps, self._at, strict=False)))
 
 
 @torch.inference_mode()
 def prompt_steps(model: Model, ids: list[int], top: int) -> Iterator[list[Step]]:
-    """Each token of a prompt with its log-probability after those before it, a chunk at a time; the first has None."""
-    yield [Step(ids[0], None)]  # type: ignore[arg-type]  # nothing stands before it
+    """Yield a prompt's tokens with their log-probabilities, chunk by chunk; the first has None."""
+    # The first token follows nothing, so it has no probability.
+    yield [Step(ids[0], None)]  # type: ignore[arg-type]  # Step is for drawn tokens: a float
     size = max(1, min(prefill_chunk(model), LOGITS // model.config.vocab_size))
     cache = make_cache("static", model.config, capacity=len(ids))
     for start in range(0, len(ids) - 1, size):
@@ -125,7 +127,7 @@ def prompt_steps(model: Model, ids: list[int], top: int) -> Iterator[list[Step]]
             ids[start : min(start + size, len(ids) - 1)],
             ids[start + 1 : start + size + 1],
         )
-        # Each row knows what follows its token.
+        # Row i holds the logits of the token after part[i].
         logits = verify_draft(model, [part], cache, start)[0]  # (T,V)
         values = logprob(logits, torch.tensor(follow, device=logits.device)).tolist()
         tops: Iterable = likeliest(logits, top) if top else [()] * len(part)

@@ -1,7 +1,8 @@
-"""The messages of a chat, and the tools that its model may call, as chat templates take them.
+"""The messages of a chat, and the tools that the model may call.
 
-One model for each role: the check, /openapi.json, and what a template gets. A refusal names the message,
-`messages[2].content`. Pictures and sound are refused.
+There is one model per role. It checks the message, describes it in /openapi.json, and yields what
+the chat template reads. An error names the message, as in `messages[2].content`. Images and audio
+are refused.
 """
 
 from dataclasses import dataclass
@@ -16,31 +17,31 @@ from nanokv.text.call_forms import as_object
 
 
 class TextPart(Fields):
-    """A part of a content."""
+    """A text part of a message's content."""
 
     type: Literal["text"]
     text: str
 
 
 class RefusalPart(Fields):
-    """What the assistant said instead of a text."""
+    """A refusal by the assistant, in place of a text."""
 
     type: Literal["refusal"]
     refusal: str
 
 
 def kind_of_part(part: Any) -> str:
-    """A tag; one that no model has is refused."""
+    """The discriminator's tag of a part; tags without a model are refused."""
     return f"<{part.get('type')}>" if isinstance(part, dict) else "<other>"
 
 
 def kind_of_content(content: Any) -> str:
-    """The same of a whole content."""
+    """The discriminator's tag of a whole content."""
     return f"<{type(content).__name__}>"
 
 
 def joined(content: str | list[TextPart | RefusalPart]) -> str:
-    """Text parts with a line break between them, as llama.cpp and vLLM have it."""
+    """Join text parts with line breaks, as llama.cpp and vLLM do."""
     if isinstance(content, str):
         return content
     return "\n".join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
@@ -61,8 +62,10 @@ Content = Annotated[
 
 
 class ToolCallFunction(Fields):
-    """What was called. OpenAI sends the arguments as JSON text, Ollama sends the object, which templates get. A text
-    that is not the JSON of an object stays as the model wrote it."""
+    """A called function. OpenAI sends the arguments as JSON text, Ollama as an object.
+
+    Templates get the object. Text that is not a JSON object is passed on as the model wrote it.
+    """
 
     name: str
     arguments: Annotated[
@@ -71,7 +74,7 @@ class ToolCallFunction(Fields):
 
 
 class ToolCall(Fields):
-    """A call that the assistant has made."""
+    """A call that the assistant made."""
 
     type: Annotated[Literal["function"], NotDone("functions are called here")] = "function"
     function: ToolCallFunction
@@ -88,7 +91,7 @@ Unfinished = Annotated[
 
 
 class Message(Fields):
-    """What all of them have. Other fields are ignored: templates have no use for them."""
+    """Fields of every message. Other fields are ignored: no template reads them."""
 
     name: Text = None
     prefix: Unfinished = None
@@ -99,7 +102,7 @@ class Message(Fields):
 
 
 class UserMessage(Message):
-    """What is asked, or instructions. developer is a newer name of the role system, which is the one templates know."""
+    """A question or instructions. `developer` is OpenAI's new name for `system`."""
 
     role: Annotated[
         Literal["system", "developer", "user"],
@@ -110,7 +113,7 @@ class UserMessage(Message):
 
 
 class AssistantMessage(Message):
-    """What was answered, thought and called. The thoughts are read under three names."""
+    """The assistant's answer, thoughts and calls. Thoughts are read under three names."""
 
     role: Literal["assistant"]
     content: Content | None = None
@@ -118,14 +121,15 @@ class AssistantMessage(Message):
         Annotated[list[ToolCall], Field(fail_fast=True)] | None,
         AfterValidator(lambda calls: calls or None),
     ] = None
-    reasoning_content: Text = None  # REASONING of template.py, which makes one field of them
+    # REASONING in template.py lists these three names; a template gets one field.
+    reasoning_content: Text = None
     thinking: Text = None
     reasoning: Text = None
     audio: Annotated[Any, Nothing(), Field(exclude=True)] = None
 
 
 class ToolMessage(Message):
-    """What came of a call."""
+    """The result of a call."""
 
     role: Literal["tool"]
     content: Content
@@ -133,7 +137,7 @@ class ToolMessage(Message):
 
 
 def kind_of_message(message: Any) -> str:
-    """A tag. An unknown role is refused by the user's model; `function`, from before there were tools, has no model."""
+    """The discriminator's tag. UserMessage reports unknown roles; `function` is not supported."""
     role = message.get("role") if isinstance(message, dict) else None
     return f"<{role}>" if role in ("assistant", "tool", "function") else "<user>"
 
@@ -148,7 +152,7 @@ Messages = Annotated[list[AnyMessage], Field(min_length=1, fail_fast=True)]
 
 
 def for_template(found: list[AnyMessage]) -> list[dict]:
-    """The messages as chat templates take them: null is absent."""
+    """The messages for a chat template; null fields are dropped."""
     return [message.model_dump(exclude_none=True) for message in found]
 
 
@@ -157,16 +161,19 @@ def for_template(found: list[AnyMessage]) -> list[dict]:
 
 @dataclass(frozen=True)
 class Tools:
-    """What the model may call. `choice`: none, auto, required, or the name of the one that it must call."""
+    """The functions that the model may call.
+
+    choice: "none", "auto", "required", or the name of the one function that must be called.
+    """
 
     functions: tuple[dict, ...] = ()
     choice: str = "none"
-    forced: bool = False  # required, or a name
+    forced: bool = False  # a call is required: `choice` is "required" or a name
     parallel: bool = True  # several calls in one answer
 
     @property
     def offered(self) -> list[dict] | None:
-        """As templates take them; None where nothing may be called."""
+        """The functions in a template's format; None if nothing may be called."""
         return (
             [{"type": "function", "function": one} for one in self.functions]
             if self.choice != "none"
@@ -175,7 +182,7 @@ class Tools:
 
     @property
     def many(self) -> bool:
-        """Whether several calls may stand in one answer."""
+        """Whether one answer may hold several calls."""
         return self.parallel and (not self.forced or self.choice == "required")
 
     @property

@@ -1,7 +1,7 @@
-"""What is served, and how a checked request becomes token ids: the chat template, the tokenizer, and what fits.
+"""The served model, and how a checked request becomes token ids through template and tokenizer.
 
-`Served` is one model under its names, with what applies where a request says nothing. All of this runs in a thread
-beside the event loop: a template and a long text can take a second.
+`Served` is one model under its names, with the defaults for fields that a request omits. All of
+this runs in a thread beside the event loop, because a template or a long text can take a second.
 """
 
 import secrets
@@ -31,19 +31,19 @@ from weights_loader.strict import quote
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-TEXT_TOKENS = 16  # of a completion whose request does not say how many: OpenAI's number
-# Prompt tokens of a request with log-probabilities of their own, up to 1 kB of memory each.
+TEXT_TOKENS = 16  # OpenAI's default max_tokens of a completion
+# Prompt tokens per request with log-probabilities, which take up to 1 kB of memory each.
 ECHOED = 100_000
 
 
 @dataclass(frozen=True)
 class Served:
-    """One model, the names that it answers to, and the settings of the command line."""
+    """One model, the names under which it is served, and the settings of the command line."""
 
     engine: Engine
     tokenizer: Tokenizer
     names: tuple[str, ...]
-    context: int  # tokens that prompt and answer may have together
+    context: int  # most tokens of a prompt and its answer together
     sampling: SamplingParams
     max_new_tokens: int | None = None
     stop: Sequence[str] = ()
@@ -53,14 +53,14 @@ class Served:
 
     @cached_property
     def vocabulary(self) -> "LLTokenizer":
-        """For grammars."""
+        """The tokenizer's tokens for grammars, built at first use."""
         config = self.engine.model.generation_config
         return grammar.vocabulary(
             self.tokenizer, self.engine.config.vocab_size, config.eos_token_ids
         )
 
     def name(self, asked: str | None) -> str:
-        """The model of a request."""
+        """The model's name in the answer; ApiError (404) for an unknown name."""
         if asked is None or asked in self.names:
             return asked or self.names[0]
         known = ", ".join(self.names)
@@ -73,7 +73,7 @@ class Served:
         )
 
     def stop_ids(self, ids: Sequence[int]) -> Sequence[int]:
-        """`stop_token_ids` of a request: ids of this model."""
+        """Check `stop_token_ids` of a request against the vocabulary."""
         size = self.engine.config.vocab_size
         if wrong := [id for id in ids if not 0 <= id < size]:
             raise ApiError(
@@ -84,7 +84,7 @@ class Served:
         return ids
 
     def room(self, prompt: int, param: str) -> int:
-        """Tokens that may follow a prompt: the last one is never fed, so it needs no place."""
+        """The most tokens that may follow a prompt. The last is never fed, so it needs no place."""
         if prompt > self.context:
             what = "messages" if param == "messages" else "prompt"
             raise ApiError(
@@ -99,14 +99,14 @@ class Served:
 
 @dataclass(frozen=True)
 class Job:
-    """One answer, as the engine is asked for it: token ids, the text to come, and arguments of Engine.submit."""
+    """One answer for the engine: token ids, the text to be built, and Engine.submit's arguments."""
 
     ids: list[int]
     text: AnswerText
     settings: dict
-    wanted: int | None  # tokens that were asked for; the context may leave fewer
+    wanted: int | None  # tokens that the request asks for; the context may leave room for fewer
     echo: Echo | None = None
-    first: bool = True  # of the answers to its prompt
+    first: bool = True  # the first of the answers to its prompt
 
 
 @dataclass(frozen=True)
@@ -115,12 +115,12 @@ class Prepared:
 
     asked: Asked
     model: str
-    jobs: list[Job]  # `n` for each prompt, in this order
-    seed: int | None  # with which all of it can be repeated, as it was sent
+    jobs: list[Job]  # prompt by prompt, `n` answers to each
+    seed: int | None  # repeats all answers of this request
 
 
 def prepare(served: Served, asked: Asked, salt: str) -> Prepared:
-    """Of either kind of request. Answer i to a prompt has the seed + i, so that the first is the one of n = 1."""
+    """Prepare a request of either kind. Answer i uses seed + i, so answer 0 is that of n = 1."""
     model = served.name(asked.model)
     sampling = vars(served.sampling) | asked.sampling
     if (seed := chosen_seed(sampling["seed"])) is None:
@@ -147,7 +147,7 @@ def prepare(served: Served, asked: Asked, salt: str) -> Prepared:
 
 
 def prompt(served: Served, asked: Asked, number: int) -> list[int]:
-    """The ids of one prompt, which leave room for an answer."""
+    """The ids of one prompt; ApiError if they leave no room for an answer."""
     source, chat = asked.sources[number], asked.param == "messages"
     try:
         ids = chat_ids(served, asked) if chat else text_ids(served, source, asked.special)
@@ -159,7 +159,10 @@ def prompt(served: Served, asked: Asked, number: int) -> list[int]:
 
 
 def grammar_of(served: Served, asked: Asked, ids: list[int]) -> grammar.Compiled:
-    """What the answers to this prompt must look like. What comes after thoughts is tried before they are thought."""
+    """The grammar of the answers to this prompt.
+
+    It is compiled without thoughts first, so that a bad schema fails before the model thinks.
+    """
     param = "tools" if asked.schema is None else "response_format"
     grammar.needs_package(param)
     words, tools = named(param, lambda: served.vocabulary), asked.tools
@@ -195,7 +198,10 @@ def job(
 
 
 def chat_ids(served: Served, asked: Asked) -> list[int]:
-    """Through the checkpoint's template. Control tokens in a message would end it and begin another's."""
+    """The ids of a chat through the checkpoint's template; ApiError where a control token is typed.
+
+    A control token in a message would end that message and begin another one.
+    """
     (messages,), tools = asked.sources, asked.tools
     if not served.allow_special:
         for text, place in texts(messages, "messages"):
@@ -222,7 +228,7 @@ def chat_ids(served: Served, asked: Asked) -> list[int]:
 
 
 def chosen_template(served: Served, asked: Asked) -> ChatTemplate:
-    """One of the model's own, by name; without one as `Tokenizer.render` takes it."""
+    """The model's template of this name; without a name, the one `Tokenizer.render` would use."""
     known, name = served.tokenizer.chat_templates, asked.chat_template
     if name is not None and name not in known:
         words = f"chat_template is {quote(name)}: this model has {', '.join(map(quote, known)) or 'none'}"
@@ -231,7 +237,7 @@ def chosen_template(served: Served, asked: Asked) -> ChatTemplate:
 
 
 def check_calls(template: ChatTemplate) -> None:
-    """Is a call written as calls.py reads it?"""
+    """Raise ApiError unless the template writes calls in the format that calls.py reads."""
     if OPEN not in template.source or "<function=" in template.source:
         raise ApiError(
             400,
@@ -243,7 +249,7 @@ def check_calls(template: ChatTemplate) -> None:
 
 
 def texts(value: Any, place: str) -> Iterator[tuple[str, str]]:
-    """(text, place) of all texts in a JSON value, names too."""
+    """Yield (text, path) for every string in a JSON value, keys included."""
     if isinstance(value, str):
         yield value, place
     elif isinstance(value, dict):
@@ -256,7 +262,7 @@ def texts(value: Any, place: str) -> Iterator[tuple[str, str]]:
 
 
 def refuse_control(tokenizer: Tokenizer, text: str, param: str) -> None:
-    """Control tokens that are spelled out; <think> is an ordinary token and may be talked about."""
+    """Raise ApiError if a control token is typed out. <think> is not one, and may be mentioned."""
     for token in tokenizer.special_tokens_in(text):
         if tokenizer.special_tokens[token] in tokenizer.control_ids:
             raise ApiError(
@@ -268,7 +274,7 @@ def refuse_control(tokenizer: Tokenizer, text: str, param: str) -> None:
 
 
 def text_ids(served: Served, prompt: Any, add_special_tokens: bool = True) -> list[int]:
-    """Whoever writes a raw prompt writes all of it: control tokens are meant."""
+    """The ids of a raw prompt, in which control tokens are allowed. Ids are returned unchanged."""
     return (
         served.tokenizer.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
     )

@@ -1,7 +1,7 @@
-"""JSON to a checked request. The models of requests.py check each field; here is what concerns several.
+"""JSON to a checked request. requests.py checks single fields; the checks across fields are here.
 
-A field that nobody knows is ignored and logged, as OpenAI's clients expect. A field that would change the answer and is
-not done is refused, unless its value asks for nothing. null is the same as absent everywhere.
+An unknown field is ignored and logged, as OpenAI's clients expect. A field that would change the
+answer and is not supported is refused, unless its value leaves it off. null always means absent.
 """
 
 import json
@@ -27,44 +27,48 @@ from nanokv.decoding.ranges import RANGES
 from weights_loader.strict import loads, quote
 
 logger = logging.getLogger(__name__)
-MOST_BRACKETS = 200_000  # of lists and objects in one request, about 100 bytes of memory each
+MOST_BRACKETS = 200_000  # lists and objects in one request, about 100 bytes of memory each
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request whose fields are of the right kind and in their ranges."""
+    """A request whose fields have the right types and ranges."""
 
-    sources: list  # of a chat its messages; or prompts, each a text or token ids to continue
-    param: str  # the field that they came from
+    sources: list  # the messages of one chat, or prompts, each a text or token ids
+    param: str  # the field that holds the sources: "messages" or "prompt"
     model: str | None = None
-    sampling: dict = field(default_factory=dict)  # what the request says itself
+    sampling: dict = field(default_factory=dict)  # only the settings that the request contains
     stop: list[str] | None = None
     stop_token_ids: tuple[int, ...] = ()
-    include_stop: bool = False  # what ended the answer is part of it
+    include_stop: bool = False  # the stop string or stop id is part of the answer
     max_new_tokens: int | None = None
     ignore_eos: bool = False
     stream: bool = False
     include_usage: bool = False
-    n: int = 1  # answers to each
-    # None: not asked for; else so many of the likeliest tokens at each place.
+    n: int = 1  # answers per prompt
+    # None: not requested; otherwise the number of likeliest tokens at each position.
     logprobs: int | None = None
-    echo: bool = False  # the prompt before its continuation
-    special: bool = True  # what the checkpoint puts around a text, as in `encode`
+    echo: bool = False  # the answer begins with the prompt
+    special: bool = True  # add the checkpoint's special tokens around a text, as `encode` does
     template: dict = field(default_factory=dict)
-    chat_template: str | None = None  # which of the model's; None: the usual one
-    # Field → variables with which the template must differ.
+    chat_template: str | None = None  # name of one of the model's templates; None: the default
+    # Field → template variables that must change the prompt.
     contrast: dict[str, dict] = field(default_factory=dict)
     tools: Tools = field(default_factory=Tools)
-    schema: dict | None = None  # of the JSON that the answer must be
+    schema: dict | None = None  # JSON schema of the answer
 
     @property
     def constrained(self) -> bool:
-        """Whether not every text may be the answer."""
+        """Whether a grammar restricts the answer."""
         return self.schema is not None or self.tools.forced
 
 
 def parse_object(data: bytes) -> dict:
-    """The JSON object in a body, bounded in depth and size; no NaN, no repeated names, no half characters."""
+    """The JSON object in a body, without its null fields.
+
+    Raises ApiError beyond the limits of depth and size, and for NaN, repeated names and lone
+    surrogates.
+    """
     brackets = data.count(b"[") + data.count(b"{")
     if brackets > MOST_BRACKETS:
         raise ApiError(
@@ -90,7 +94,7 @@ def parse_object(data: bytes) -> dict:
 
 
 def chat(fields: dict) -> Asked:
-    """Of /v1/chat/completions."""
+    """A request to /v1/chat/completions."""
     request = read(ChatRequest, fields)
     note_unknown(fields, ChatRequest)
     likely = request.top_logprobs or 0
@@ -110,12 +114,12 @@ def chat(fields: dict) -> Asked:
 
 
 def tokenize(fields: dict) -> Asked:
-    """Of /tokenize: of a chat what makes the prompt."""
+    """A request to /tokenize with messages: only the fields that make the prompt."""
     return chat_prompt(read(ChatPrompt, fields), fields)
 
 
 def text(fields: dict) -> Asked:
-    """Of /v1/completions."""
+    """A request to /v1/completions."""
     request = read(TextRequest, fields)
     note_unknown(fields, TextRequest)
     for name in ("max_tokens", "max_completion_tokens"):
@@ -135,7 +139,7 @@ def text(fields: dict) -> Asked:
 
 
 def common(request: Common) -> dict:
-    """What both have."""
+    """The fields that both endpoints share."""
     stop = [request.stop] if isinstance(request.stop, str) else request.stop
     include = bool(request.include_stop_str_in_output)
     if include and not (stop or request.stop_token_ids):
@@ -156,14 +160,14 @@ def common(request: Common) -> dict:
 
 
 def note_unknown(fields: dict, model: type[Common]) -> None:
-    """The log names what nobody knows."""
+    """Log the names of unknown fields."""
     if unknown := [name for name in fields if name not in model.model_fields]:
         more = f" and {len(unknown) - 5:,} more" if len(unknown) > 5 else ""
         logger.info("ignored: %s%s", ", ".join(map(quote, unknown[:5])), more)
 
 
 def sampling(request: Common) -> dict:
-    """How tokens are drawn, as far as the request says it."""
+    """The sampling settings that the request contains."""
     found = {name: getattr(request, name) for name in SAMPLING}
     if request.repeat_penalty is not None:
         found["repetition_penalty"] = same(
@@ -173,7 +177,7 @@ def sampling(request: Common) -> dict:
 
 
 def penalty(request: Common) -> float:
-    """`repeat_penalty`, of which llama.cpp has the last tokens only. All of them are what is done here."""
+    """`repeat_penalty` as a repetition_penalty over all tokens; ApiError for a shorter window."""
     window = request.repeat_last_n if request.repeat_last_n is not None else request.penalty_last_n
     if request.repeat_penalty == 1 or window == 0:
         return 1.0
@@ -184,7 +188,7 @@ def penalty(request: Common) -> float:
 
 
 def same(name: str, value: float | None, other: str, wanted: float) -> float:
-    """The value of a field that has two names; ApiError where they contradict each other."""
+    """The value of a field with two names; ApiError if they contradict each other."""
     if value not in (None, wanted):
         raise ApiError(
             400, f"{other} is {say(wanted)} and {name} is {say(value)}: they mean the same", other
@@ -193,8 +197,10 @@ def same(name: str, value: float | None, other: str, wanted: float) -> float:
 
 
 def most_tokens(request: Common) -> int | None:
-    """max_completion_tokens, or its older name, or what other servers call it. 0 where a prompt is repeated and nothing
-    is to follow it."""
+    """max_completion_tokens, its older name max_tokens, or the name that another server uses.
+
+    0 is valid with `echo`: the prompt is repeated and nothing follows.
+    """
     found = (
         request.max_tokens
         if request.max_completion_tokens is None
@@ -211,7 +217,7 @@ def most_tokens(request: Common) -> int | None:
 
 
 def chat_prompt(request: ChatPrompt, fields: dict) -> Asked:
-    """What makes the prompt of a chat."""
+    """The fields that make the prompt of a chat."""
     own, contrast = thinking(request)
     return Asked(
         [for_template(request.messages)],
@@ -224,11 +230,12 @@ def chat_prompt(request: ChatPrompt, fields: dict) -> Asked:
 
 
 def thinking(request: ChatPrompt) -> tuple[dict, dict[str, dict]]:
-    """(variables of the template, field → other values of them with which the prompt must differ): a template that
-    knows nothing of them would leave the field out silently.
+    """(template variables, field → other values of them that must change the prompt).
 
-    `enable_thinking` is the variable of Qwen3, GLM and others, `thinking` that of DeepSeek, `reasoning_effort` that of
-    gpt-oss. "none" is not to think, as in vLLM and SGLang. Every other effort needs a template that reads it.
+    The second part detects a template that does not read the variables: it would ignore the field
+    silently. `enable_thinking` is the variable of Qwen3, GLM and others, `thinking` that of
+    DeepSeek, `reasoning_effort` that of gpt-oss. The effort "none" turns thinking off, as in vLLM
+    and SGLang. Every other effort needs a template that reads it.
     """
     variables: dict = {}
     contrast: dict[str, dict] = {}
@@ -247,7 +254,7 @@ def thinking(request: ChatPrompt) -> tuple[dict, dict[str, dict]]:
 
 
 def wishes(request: ChatPrompt) -> Iterator[tuple[str, bool | str]]:
-    """(field, true, false or an effort): all that the request says of thinking."""
+    """Yield (field, true, false or an effort) for every field about thinking in the request."""
     reasoning = request.reasoning
     said: dict[str, Any] = {
         "enable_thinking": request.enable_thinking,
@@ -261,7 +268,7 @@ def wishes(request: ChatPrompt) -> Iterator[tuple[str, bool | str]]:
 
 
 def schema(request: ChatRequest) -> dict | None:
-    """`response_format` as a JSON schema; None: any text."""
+    """`response_format` as a JSON schema; None allows any text."""
     wanted = request.response_format
     if wanted is None or wanted.type == "text":
         return None
@@ -270,7 +277,7 @@ def schema(request: ChatRequest) -> dict | None:
 
 
 def tools(request: ChatPrompt, fields: dict) -> Tools:
-    """`tools`, `tool_choice` and `parallel_tool_calls`. Templates get what the client sent of a function."""
+    """`tools`, `tool_choice`, `parallel_tool_calls`. Functions stay as the client sent them."""
     given = [tool["function"] for tool in fields.get("tools") or []]
     functions = tuple(
         {key: value for key, value in one.items() if value is not None} for one in given
@@ -283,7 +290,7 @@ def tools(request: ChatPrompt, fields: dict) -> Tools:
 
 
 def chosen(choice: str | NamedTool | None, names: list[str]) -> tuple[str, bool]:
-    """(`tool_choice` as a word, whether something must be called)."""
+    """(`tool_choice` as a word or a function's name, whether a call is required)."""
     if choice is None or choice in ("none", "auto"):
         return choice or ("auto" if names else "none"), False
     if choice == "required" and not names:

@@ -1,4 +1,4 @@
-"""What the server answers, for /openapi.json and the tests. forms.py builds the same objects as plain dicts."""
+"""Models of the responses, for /openapi.json and the tests. forms.py builds them as dicts."""
 
 from typing import Annotated, Literal
 
@@ -14,7 +14,7 @@ Seed = Annotated[int, Field(ge=RANGES["seed"].low, le=RANGES["seed"].high)]
 
 
 class Reply(BaseModel):
-    """All of these fields and no others; one with a default may be absent."""
+    """Exactly these fields; a field with a default may be absent."""
 
     model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 
@@ -23,13 +23,13 @@ class Reply(BaseModel):
 
 
 class Cached(Reply):
-    """Tokens of the prompt that were in the cache."""
+    """Prompt tokens that were found in the cache."""
 
     cached_tokens: Count
 
 
 class Usage(Reply):
-    """Tokens."""
+    """Counts of tokens."""
 
     prompt_tokens: Count
     completion_tokens: Count
@@ -49,7 +49,7 @@ class Timings(Reply):
 
 
 class Likely(Reply):
-    """A token, and how likely it was."""
+    """A token and its log-probability."""
 
     token: str
     logprob: LogProb
@@ -57,20 +57,20 @@ class Likely(Reply):
 
 
 class Drawn(Likely):
-    """A token of the answer, and the likeliest ones in its place."""
+    """A token of the answer, and the likeliest tokens at its position."""
 
     top_logprobs: Annotated[list[Likely], Field(max_length=MOST_LIKELY["messages"])]
 
 
 class ChatLogProbs(Reply):
-    """Of a chat: each token of the content."""
+    """Log-probabilities of a chat: the tokens of the content."""
 
     content: list[Drawn]
     refusal: None
 
 
 class TextLogProbs(Reply):
-    """Of a completion: lists of one length. The first token of a prompt that is repeated has null."""
+    """Log-probabilities of a completion: lists of one length, null for the prompt's first token."""
 
     tokens: list[str]
     token_logprobs: list[LogProb | None]
@@ -79,7 +79,7 @@ class TextLogProbs(Reply):
 
 
 class Called(Reply):
-    """The function that is called; `arguments` is the JSON of an object."""
+    """The called function; `arguments` is a JSON object as text."""
 
     name: str
     arguments: str
@@ -94,7 +94,7 @@ class Call(Reply):
 
 
 class Said(Reply):
-    """A message in words."""
+    """A message without calls."""
 
     role: Literal["assistant"]
     content: str
@@ -103,14 +103,14 @@ class Said(Reply):
 
 
 class SaidAndCalled(Said):
-    """A message with calls, and perhaps words."""
+    """A message with calls; its content may be null."""
 
     content: str | None  # type: ignore[assignment]
     tool_calls: Annotated[list[Call], Field(min_length=1)]
 
 
 class Choice(Reply):
-    """One answer, and what ended it."""
+    """One answer; `stop_reason` is the stop string or token id that ended it."""
 
     index: Count
     stop_reason: str | int | None
@@ -125,7 +125,7 @@ class ChatChoice(Choice):
 
 
 class TextChoice(Choice):
-    """One continuation."""
+    """One continuation of a prompt."""
 
     text: str
     logprobs: TextLogProbs | None
@@ -136,7 +136,7 @@ class TextChoice(Choice):
 
 
 class Answer(Reply):
-    """Not streamed."""
+    """Fields of every answer that is not streamed."""
 
     id: str
     created: Count
@@ -154,7 +154,7 @@ class ChatCompletion(Answer):
 
 
 class ChatCompletions(Answer):
-    """Several answers to messages. `timings` are those of one answer, so several have none."""
+    """Several answers to messages, without `timings`, which belong to a single answer."""
 
     object: Literal["chat.completion"]
     choices: Annotated[list[ChatChoice], Field(min_length=2)]
@@ -169,7 +169,7 @@ class TextCompletion(Answer):
 
 
 class TextCompletions(Answer):
-    """Several continuations."""
+    """Several continuations, without `timings`."""
 
     object: Literal["text_completion"]
     choices: Annotated[list[TextChoice], Field(min_length=2)]
@@ -186,14 +186,14 @@ class Model(Reply):
 
 
 class Models(Reply):
-    """The model, under each of its names."""
+    """The model under each of its names."""
 
     object: Literal["list"]
     data: Annotated[list[Model], Field(min_length=1)]
 
 
 class Tokens(Reply):
-    """Of /tokenize."""
+    """The response of /tokenize."""
 
     tokens: list[Count]
     count: Count
@@ -201,19 +201,19 @@ class Tokens(Reply):
 
 
 class Detokenized(Reply):
-    """Of /detokenize."""
+    """The response of /detokenize."""
 
     prompt: str
 
 
 class Status(Reply):
-    """Of /health."""
+    """The response of /health."""
 
     status: Literal["ok", "unavailable"]
 
 
 class Told(Reply):
-    """Why something was refused or failed."""
+    """The cause of an error."""
 
     message: str
     type: str
@@ -222,7 +222,7 @@ class Told(Reply):
 
 
 class Error(Reply):
-    """OpenAI's object, and a hint where there is one."""
+    """OpenAI's error object, with a hint where a fix is known."""
 
     error: Told
     hint: str = ""

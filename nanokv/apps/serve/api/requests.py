@@ -1,6 +1,6 @@
-"""What a request may say: one definition for the checks, for the list of known fields, and for /openapi.json.
+"""The fields of requests, defined once for the checks, the known names, and /openapi.json.
 
-Fields of other servers that are not done here stand in known.py and become fields of these models too.
+Unsupported fields of other servers are listed in known.py and become fields of these models too.
 """
 
 import re
@@ -31,10 +31,10 @@ from weights_loader.strict import quote
 MOST_STOPS, LONGEST_STOP = 16, 1_000  # each token is compared with all of them
 MOST_STOP_IDS = 1_000
 MOST_ANSWERS, MOST_PROMPTS = 16, 256  # `n`; and prompts of a request, all with a place in the queue
-# OpenAI's limits of top_logprobs, and of a completion's.
+# OpenAI's limits for `top_logprobs` of a chat and `logprobs` of a completion.
 MOST_LIKELY = {"messages": 20, "prompt": 5}
 MOST_TOOLS = 128
-RESERVED = (  # of the template's own variables, and what the checkpoint sets
+RESERVED = (  # template variables that are set by the renderer or the checkpoint
     "self",
     "messages",
     "tools",
@@ -51,7 +51,7 @@ SCHEMA = "a JSON schema comes with the type json_schema, or as schema with json_
 NAME = re.compile("[A-Za-z0-9_-]{1,64}")  # of a function
 IDS: dict = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 PROMPT: list[dict] = [{"type": "string", "minLength": 1}, IDS | {"minItems": 1}]
-ENDLESS = -1  # llama.cpp's and Ollama's number of tokens for an answer that has no limit
+ENDLESS = -1  # llama.cpp's and Ollama's number of tokens for an answer without a limit
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 EFFORTS = ", ".join(get_args(Effort))
 
@@ -60,7 +60,7 @@ EFFORTS = ", ".join(get_args(Effort))
 
 
 def variables(value: Any) -> dict:
-    """`chat_template_kwargs`."""
+    """Check `chat_template_kwargs`."""
     if not isinstance(value, dict):
         raise expected("an object")
     if wrong := [name for name in value if name in RESERVED or not name.isidentifier()]:
@@ -69,7 +69,7 @@ def variables(value: Any) -> dict:
 
 
 def template_name(value: Any) -> str:
-    """`chat_template`: which of the model's own ones. A source would be run here."""
+    """Check `chat_template`: the name of one of the model's templates. Source code is refused."""
     if isinstance(value, str) and re.search(r"\{[{%#]", value):
         raise not_done("the name of one of the model's own templates is taken")
     if not isinstance(value, str) or not value:
@@ -78,7 +78,7 @@ def template_name(value: Any) -> str:
 
 
 def each_prompt(prompt: Any) -> list:
-    """`prompt` as a list of texts and lists of token ids."""
+    """Check `prompt`; returns a list of texts and lists of token ids."""
     if not isinstance(prompt, str | list):
         raise expected("a text or a list")
     is_one = isinstance(prompt, str) or not prompt or type(prompt[0]) is int
@@ -95,14 +95,14 @@ def each_prompt(prompt: Any) -> list:
 
 
 def whole_numbers(found: list, name: str) -> list[int]:
-    """A list of ids: no lists within it."""
+    """Check a list of token ids, which may hold nothing but integers."""
     if wrong := [one for one in found if type(one) is not int]:
         raise told(f"{name} holds {say(wrong[0])}: whole numbers were expected")
     return found
 
 
 def token_ids(value: Any) -> list:
-    """`tokens`."""
+    """Check `tokens`."""
     if not isinstance(value, list):
         raise expected("a list")
     return whole_numbers(value, "tokens")
@@ -112,15 +112,15 @@ def token_ids(value: Any) -> list:
 
 
 class StreamOptions(Fields):
-    """What a stream tells beside the answer."""
+    """Options of a stream."""
 
     include_usage: YesNo = None
-    # Usage comes once, at the end: no token of an answer depends on it.
+    # Ignored: usage is sent once, at the end. The field changes no token of an answer.
     continuous_usage_stats: YesNo = None
 
 
 class Function(Fields):
-    """A function that the model may call; `parameters` is a JSON schema. Templates see other fields too."""
+    """A function that the model may call. `parameters` is a JSON schema. Templates see any field."""
 
     name: Annotated[
         str,
@@ -133,33 +133,33 @@ class Function(Fields):
 
 
 class Tool(Fields):
-    """What the model may call."""
+    """A tool that the model may call: a function."""
 
     type: Annotated[Literal["function"], NotDone("functions are called here")]
     function: Function
 
 
 class Named(Fields):
-    """A function by its name."""
+    """The name of a function."""
 
     name: str
 
 
 class NamedTool(Fields):
-    """`tool_choice` that names one."""
+    """A `tool_choice` that names one function."""
 
     type: Literal["function"]
     function: Named
 
 
 class JsonSchema(Fields):
-    """OpenAI's envelope around a schema."""
+    """OpenAI's wrapper around a JSON schema."""
 
     schema_: Annotated[dict[str, Any], Expected("an object")] = Field(alias="schema")
 
 
 class AnyText(Fields):
-    """No schema."""
+    """Plain text: no schema applies."""
 
     type: Literal["text"]
     schema_: Annotated[Any, Nothing(hint=SCHEMA)] = Field(None, alias="schema")
@@ -167,7 +167,7 @@ class AnyText(Fields):
 
 
 class AnyObject(Fields):
-    """The schema of any object, or one without OpenAI's envelope."""
+    """Any JSON object, or the objects of a schema given without OpenAI's wrapper."""
 
     type: Literal["json_object"]
     schema_: Object = Field(None, alias="schema")
@@ -175,14 +175,14 @@ class AnyObject(Fields):
 
 
 class OfSchema(Fields):
-    """A schema."""
+    """JSON that a schema describes."""
 
     type: Literal["json_schema"]
     json_schema: JsonSchema
 
 
 def form(value: Any) -> str | None:
-    """Which of the two models a `response_format` is."""
+    """The discriminator's tag of a `response_format`."""
     wanted = value.get("type") if isinstance(value, dict) else None
     return {"text": "<text>", "json_object": "<object>", "json_schema": "<schema>"}.get(str(wanted))
 
@@ -196,7 +196,7 @@ Format = Annotated[
 
 
 class Reasoning(Fields):
-    """How much is thought, as OpenRouter, Ollama and the Responses API ask for it."""
+    """How long the model thinks, in the format of OpenRouter, Ollama and the Responses API."""
 
     effort: Annotated[Effort | None, Expected(EFFORTS)] = None
     enabled: YesNo = None
@@ -205,14 +205,14 @@ class Reasoning(Fields):
 
 
 class Thinking(Fields):
-    """Whether it is thought at all, as DeepSeek, GLM and Anthropic ask for it."""
+    """Whether the model thinks at all, in the format of DeepSeek, GLM and Anthropic."""
 
     type: Annotated[Literal["enabled", "disabled"], Expected("enabled or disabled")]
     budget_tokens: Annotated[Any, Nothing()] = None
 
 
 class ChatPrompt(Fields):
-    """What makes the prompt of a chat; all that /tokenize reads of one."""
+    """The fields that make the prompt of a chat; /tokenize reads no others."""
 
     messages: Messages
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
@@ -253,7 +253,7 @@ MaybeEndless = Annotated[int | None, Ranged("max_new_tokens", ENDLESS)]
 
 
 class Common(Fields):
-    """What both addresses do."""
+    """The fields that both endpoints support."""
 
     model: Text = None
     stream: YesNo = None
@@ -266,8 +266,8 @@ class Common(Fields):
     repetition_penalty: Annotated[float | None, Ranged("repetition_penalty")] = None
     seed: Annotated[int | None, Ranged("seed")] = None
     repeat_penalty: Annotated[float | None, Ranged("repetition_penalty")] = None
-    """llama.cpp's name of repetition_penalty. There it looks at the last `repeat_last_n` tokens, 64 unless told;
-    here at all of them, which is `repeat_last_n`: -1."""
+    """llama.cpp's name of repetition_penalty. llama.cpp applies it to the last `repeat_last_n`
+    tokens, by default 64; this server applies it to all tokens, as with `repeat_last_n`: -1."""
     repeat_last_n: Annotated[int | None, Between(-1, 2**31 - 1)] = None
     penalty_last_n: Annotated[int | None, Between(-1, 2**31 - 1)] = None
     stop: Annotated[
@@ -292,7 +292,7 @@ _Text: Any = create_model("_Text", __base__=Common, **refused(NOT_DONE, CHAT_ONL
 
 
 class ChatRequest(_Chat, ChatPrompt):
-    """Of /v1/chat/completions."""
+    """The body of /v1/chat/completions."""
 
     response_format: Format | None = None
     logprobs: YesNo = None
@@ -300,7 +300,10 @@ class ChatRequest(_Chat, ChatPrompt):
 
 
 class TextRequest(_Text):
-    """Of /v1/completions: a text, token ids, or a list of them. Where the prompt is repeated, nothing need follow."""
+    """The body of /v1/completions: a text, token ids, or a list of them.
+
+    With `echo`, max_tokens may be 0: the prompt is repeated and nothing follows.
+    """
 
     prompt: Annotated[
         list,
@@ -328,13 +331,13 @@ class TextRequest(_Text):
 
 
 class TokenizeText(Fields):
-    """Of /tokenize, which takes a ChatPrompt too."""
+    """The body of /tokenize, which accepts a ChatPrompt as well."""
 
     prompt: Annotated[str, Expected("a text")]
     add_special_tokens: YesNo = None
 
 
 class Detokenize(Fields):
-    """Of /detokenize."""
+    """The body of /detokenize."""
 
     tokens: Annotated[list, Checked(token_ids, IDS, needed=True)]

@@ -1,14 +1,15 @@
-"""JSON schemas without what says nothing: llguidance refuses a keyword that it does not do, whatever its value.
+"""JSON schemas without keywords that have no effect, which llguidance would refuse.
 
-Left out are keywords whose value allows everything, as `uniqueItems: false` and `propertyNames: {"type": "string"}`,
-and each `format` that it does not know: to JSON Schema a format is an annotation. What would forbid something stays,
-and is refused where llguidance does not do it.
+Two things are removed: keywords whose value allows everything, as in `uniqueItems: false` and
+`propertyNames: {"type": "string"}`, and formats that llguidance does not know, since JSON Schema
+treats a format as an annotation. Keywords that forbid something stay, so llguidance refuses those
+that it does not support.
 """
 
 import json
 from typing import Any
 
-# Llguidance's.
+# The formats that llguidance checks.
 FORMATS = {
     "date-time",
     "time",
@@ -33,7 +34,7 @@ DIALECTS = tuple(
     )
 )
 ANYTHING: tuple = (True, {})
-NOTHING: dict[str, tuple] = {  # keyword → values with which every JSON is right
+NOTHING: dict[str, tuple] = {  # keyword → values that allow any JSON
     "uniqueItems": (False,),
     "not": (False,),
     "propertyNames": (*ANYTHING, {"type": "string"}),
@@ -43,14 +44,14 @@ NOTHING: dict[str, tuple] = {  # keyword → values with which every JSON is rig
     "dependentSchemas": ({},),
     "dependencies": ({},),
 }
-NEEDS = {  # keyword → the ones without which it says nothing
+NEEDS = {  # keyword → the keywords of which it needs one to have an effect
     "minContains": ("contains",),
     "maxContains": ("contains",),
     "if": ("then", "else"),
     "then": ("if",),
     "else": ("if",),
 }
-OF = {
+OF = {  # keyword → the only type of JSON that it applies to
     "uniqueItems": "array",
     "contains": "array",
     "unevaluatedItems": "array",
@@ -77,12 +78,12 @@ SINGLE = (
 
 
 def plain(schema: dict) -> dict:
-    """The schema, which allows the same JSON. `$id` is a name for `$ref`, and may stand twice without any."""
+    """An equivalent schema without ineffective keywords. `$id` is one if nothing uses `$ref`."""
     return cleaned(schema, frozenset() if '"$ref"' in json.dumps(schema) else frozenset(["$id"]))
 
 
 def cleaned(schema: Any, unused: frozenset[str]) -> Any:
-    """A schema and those within it, without these keywords and those that say nothing."""
+    """A schema and its subschemas without ineffective keywords and those in `unused`."""
     if not isinstance(schema, dict):
         return schema
     kept = {
@@ -92,13 +93,13 @@ def cleaned(schema: Any, unused: frozenset[str]) -> Any:
     }
     found = {name: inner(name, value, unused) for name, value in kept.items()}
     for bound, name in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
-        if found.get(name) is True and bound in found:  # as in draft 4
+        if found.get(name) is True and bound in found:  # draft 4 has a boolean here
             found[name] = found.pop(bound)
     return found
 
 
 def inner(name: str, value: Any, unused: frozenset[str]) -> Any:
-    """The value of a keyword, where that holds schemas."""
+    """The value of a keyword, cleaned if it holds schemas."""
     if name in MAPS and isinstance(value, dict):
         return {key: cleaned(one, unused) for key, one in value.items()}
     if name in LISTS and isinstance(value, list):
@@ -107,7 +108,7 @@ def inner(name: str, value: Any, unused: frozenset[str]) -> Any:
 
 
 def says_something(name: str, value: Any, schema: dict) -> bool:
-    """Whether a keyword forbids anything."""
+    """Whether a keyword has an effect in this schema."""
     if any(json.dumps(value) == json.dumps(one) for one in NOTHING.get(name, ())):
         return False
     if (
