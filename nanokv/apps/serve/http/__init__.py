@@ -1,1 +1,1 @@
-"""Routes, security, streams and the page: what stands between a socket and the engine's thread."""
+"""Between a socket and the engine's thread: routes, security, streams, and the page at /."""

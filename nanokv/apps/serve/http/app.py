@@ -1,4 +1,4 @@
-"""The addresses of the server, and a request from its body to its place in the queue."""
+"""The server's routes, and a request from its body to its place in the queue."""
 
 import asyncio
 import contextlib
@@ -26,22 +26,22 @@ from nanokv.apps.serve.run.engine_client import EngineClient
 from nanokv.apps.serve.run.messages import Count
 from nanokv.apps.serve.run.ticket import Ticket
 
-# Bytes of a body that is too long: read and dropped, so that the refusal is seen.
+# Bytes of an oversized body that are read and dropped, so that the client sees the refusal.
 DRAINED = 64_000_000
 
 
 class Application:
-    """What the endpoints share."""
+    """The state that the endpoints share."""
 
     def __init__(self, served: Served, client: EngineClient, limits: Limits):
         self.served, self.client, self.limits = served, client, limits
         self.admission = client.admission
         self.watched = Live(client, served)
         self.threads = ThreadPoolExecutor(2, "nanokv-prompt")  # templates and tokenizers
-        self.side_thread = ThreadPoolExecutor(1, "nanokv-tokenize")  # no chat waits for /tokenize
+        self.side_thread = ThreadPoolExecutor(1, "nanokv-tokenize")  # /tokenize delays no chat
 
     def routes(self) -> list[Route]:
-        """Every address."""
+        """Every route of the server."""
         return [
             Route("/", self.page),
             Route("/live", self.live),
@@ -59,35 +59,35 @@ class Application:
     # --- what is here -----------------------------------------------------------------------------
 
     async def page(self, request: Request) -> Response:
-        """A chat beside the cache."""
+        """The page: a chat beside a picture of the cache."""
         return Response(page.html(), media_type="text/html", headers=page.headers())
 
     async def live(self, request: Request) -> Response:
-        """What the page draws, as a stream of snapshots."""
+        """The page's data: a stream of snapshots."""
         return Watching(self.watched, request.scope["salt"], tab_of(request), self.limits)
 
     async def health(self, request: Request) -> Response:
-        """Whether requests are answered."""
+        """Whether the server accepts requests."""
         well = self.admission.closed is None
         return JSONResponse({"status": "ok" if well else "unavailable"}, 200 if well else 503)
 
     async def metrics(self, request: Request) -> Response:
-        """For Prometheus."""
+        """The metrics in Prometheus' format."""
         state = await self.client.ask(Count)
         return Response(self.client.metrics.text(state), media_type="text/plain; version=0.0.4")
 
     async def described(self, request: Request) -> Response:
-        """All of this, for tools."""
+        """The OpenAPI document of the server."""
         return JSONResponse(openapi.document())
 
     async def models(self, request: Request) -> Response:
-        """One model, under each of its names."""
+        """The model under each of its names."""
         return JSONResponse(
             {"object": "list", "data": [self._model(name) for name in self.served.names]}
         )
 
     async def model(self, request: Request) -> Response:
-        """One of them."""
+        """The model under one of its names."""
         return JSONResponse(self._model(self.served.name(request.path_params["name"])))
 
     def _model(self, name: str) -> dict:
@@ -129,7 +129,10 @@ class Application:
         )
 
     async def _beside(self, request: Request, function: Callable[[bytes], Response]) -> Response:
-        """function(body), for an address that needs no engine; 4 MB of text make 15 MB of JSON, also in the thread."""
+        """Run function(body) in a thread, for endpoints that need no engine.
+
+        JSON is built there too: 4 MB of text become 15 MB of JSON.
+        """
         async with self._body(request) as body:
             with self.admission.thread(self.limits.beside):
                 return await asyncio.get_running_loop().run_in_executor(
@@ -141,7 +144,7 @@ class Application:
 
     @contextlib.asynccontextmanager
     async def _body(self, request: Request) -> AsyncIterator[bytes]:
-        """All of it, within limits of bytes and seconds. Its bytes count until it has been used."""
+        """The whole body, within limits of bytes and seconds; counted by admission until used."""
         body, whole = bytearray(), b""
         try:
             await self._arrive(request, body)
@@ -179,11 +182,11 @@ class Application:
     # --- answers ----------------------------------------------------------------------------------
 
     async def chat(self, request: Request) -> Response:
-        """An answer to messages."""
+        """A chat completion."""
         return await self._answer(request, protocol.chat, ChatForm, logprobs.Content)
 
     async def text(self, request: Request) -> Response:
-        """The continuation of a text."""
+        """A text completion."""
         return await self._answer(request, protocol.text, TextForm, logprobs.Legacy)
 
     async def _answer(
@@ -203,7 +206,7 @@ class Application:
             form = form_type(prepared.model, asked.include_usage, likely)
             answer = Answer(self.client, tickets, prepared, form, self.limits)
             if asked.stream:
-                return answer  # closes the tickets
+                return answer  # its __call__ closes the tickets
             with answer.watched(request.receive):
                 response = await answer.whole(request.scope["note"])
         except BaseException:
@@ -216,7 +219,7 @@ class Application:
         self, body: bytes, check: Callable, request: Request
     ) -> tuple[list[Ticket], Prepared]:
         tab = tab_of(request)
-        # One place before anything else is done; then those of all answers.
+        # One place is taken before any work is done; then one for each answer.
         tickets = self.admission.open(tab)
         try:
             prepared = await self._in_thread(self._prepare, body, check, request.scope["salt"])
@@ -244,10 +247,10 @@ def make_app(
         return respond(ApiError(error.status_code, message, headers=dict(error.headers or {})))
 
     async def failed(request: Request, error: Exception) -> Response:
-        return respond(internal())  # Guard logs it
+        return respond(internal())  # Guard logs the error
 
     async def gone(request: Request, error: Exception) -> Response:
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)  # the client has gone and reads nothing
 
     routes = Application(served, client, limits or Limits()).routes()
     handlers: dict[Any, Callable] = {

@@ -1,7 +1,8 @@
-"""GET /live: the engine as it is now, as server-sent events, a few times a second and only when something changed.
+"""GET /live: the engine's state as server-sent events, sent up to five times a second on change.
 
-One snapshot is taken for all who watch, and none while nobody does. A watcher that reads slowly skips snapshots: it
-gets the newest when it has taken the one before. The stream ends with the server, with the engine, and with its reader.
+All watchers share one snapshot, and none is taken while there are no watchers. A slow watcher
+skips snapshots: after each one it gets the newest. The stream ends when the server shuts down, the
+engine fails, or the watcher disconnects.
 """
 
 import asyncio
@@ -27,13 +28,13 @@ from nanokv.apps.serve.run.snapshot import view
 logger = logging.getLogger(__name__)
 WATCHERS = 32
 TICK_S = 0.2  # between two snapshots
-CHECK_S = 0.5  # after so long without news: does the engine still live?
+CHECK_S = 0.5  # longest wait for news before checking that the engine is alive
 HEADERS = [*EVENT_STREAM, (b"x-content-type-options", b"nosniff")]
 TAB, TABS = "X-Nanokv-Tab", "[A-Za-z0-9_-]{0,64}"
 
 
 def tab_of(request: Request) -> str:
-    """The tab of the page that asks, as it names itself; "" for every other client."""
+    """The id of the page's tab that sends the request; "" for other clients."""
     tab = request.headers.get(TAB, "")
     if not re.fullmatch(TABS, tab):
         raise ApiError(
@@ -43,7 +44,7 @@ def tab_of(request: Request) -> str:
 
 
 class Live:
-    """The newest snapshot, for all who watch."""
+    """The newest snapshot, shared by all watchers."""
 
     def __init__(self, client: EngineClient, served: Served):
         self.client, self.watchers = client, 0
@@ -56,7 +57,7 @@ class Live:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """A place among those who watch."""
+        """Count one more watcher; ApiError (429) above WATCHERS. The first one starts snapshots."""
         self.check()
         if self.watchers >= WATCHERS:
             raise ApiError(
@@ -77,13 +78,13 @@ class Live:
                 self._task = self.taken = None
 
     def check(self) -> None:
-        """ApiError where there is nothing to see any more."""
+        """Raise ApiError if there will be no more snapshots."""
         self.client.admission.check()
         if self._failed:
             raise internal()
 
     def wake(self) -> None:
-        """Each watcher looks again."""
+        """Wake every watcher, to look at the newest state."""
         news, self.news = self.news, asyncio.Event()
         news.set()
 
@@ -95,7 +96,7 @@ class Live:
                     self.taken = taken
                     self.wake()
                 await asyncio.sleep(TICK_S)
-        except ApiError:  # the end: each watcher finds out by itself
+        except ApiError:  # the server is shutting down; each watcher notices through `check`
             pass
         except Exception as error:
             logger.error("no snapshot of the engine: %s", where(error))
@@ -109,7 +110,7 @@ class Watching(Response):
         self.live, self.salt, self.tab, self.limits = live, salt, tab, limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Until the reader goes, or the server ends; server.py sends away who does not read."""
+        """Stream until the client leaves or the server ends; server.py drops clients that stall."""
         with self.live.watching():
             tasks = [asyncio.create_task(self._send(send)), asyncio.create_task(gone(receive))]
             try:
@@ -127,7 +128,7 @@ class Watching(Response):
         await send({"type": "http.response.body", "body": b""})
 
     async def events(self) -> AsyncIterator[bytes]:
-        """A snapshot whenever what this client may see of it is new; a comment every `keepalive_s` besides."""
+        """A snapshot when this client's view changes; a comment after `keepalive_s` of silence."""
         shown: dict | None = None
         said = monotonic()
         try:

@@ -1,7 +1,7 @@
-"""GET /openapi.json: every address, field and answer of this server as an OpenAPI 3.1 document.
+"""GET /openapi.json: every path, field and answer of this server as an OpenAPI 3.1 document.
 
-Requests and answers are the models of requests.py and replies.py. tests/serve/test_serve_schema.py compares the
-document with what is served: addresses, fields, answers, and generated requests.
+Requests and answers are the models of requests.py and replies.py. A test compares the document with
+the running server: its paths, fields and answers, also for generated requests.
 """
 
 import functools
@@ -17,12 +17,12 @@ TEXT: dict = {"type": "string"}
 
 
 class Operation(NamedTuple):
-    """What can be done at one address."""
+    """The operation at one path."""
 
     verb: str
-    asked: tuple[type[BaseModel], ...]  # any of these; (): there is no body
+    asked: tuple[type[BaseModel], ...]  # the body is any of these; (): there is no body
     told: tuple[type[BaseModel], ...]
-    more: dict = {}  # fields of the document
+    more: dict = {}  # further fields of the operation in the document
 
 
 TABBED = {"parameters": [{"name": TAB, "in": "header", "schema": TEXT | {"pattern": f"^{TABS}$"}}]}
@@ -46,7 +46,7 @@ OPERATIONS = {
     "/health": Operation("get", (), (replies.Status,), FREE),
 }
 STREAMS = ("/v1/chat/completions", "/v1/completions")
-OTHERS = {  # what has no model: path → (fields of the document, media type, its schema, what it is)
+OTHERS = {  # paths without models → (further fields, media type, its schema, description)
     "/": (FREE, "text/html", TEXT, "a chat beside the cache"),
     "/live": (
         TABBED,
@@ -60,7 +60,7 @@ OTHERS = {  # what has no model: path → (fields of the document, media type, i
 
 
 class Plain(GenerateJsonSchema):
-    """Without titles, and without a default where that is null."""
+    """A schema without titles and without null defaults."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -71,7 +71,7 @@ class Plain(GenerateJsonSchema):
 
 @functools.cache
 def document() -> dict:
-    """All of it, as a JSON object."""
+    """The whole document as a JSON object."""
     models = {model for one in OPERATIONS.values() for model in (*one.asked, *one.told)} | {
         replies.Error
     }
@@ -105,7 +105,7 @@ def document() -> dict:
 
 
 def operation(path: str, one: Operation, refusals: dict) -> dict:
-    """As the document has it."""
+    """One operation in the document's format."""
     forms: dict = {"application/json": any_of(one.told)}
     if path in STREAMS:
         forms["text/event-stream"] = None
@@ -117,13 +117,13 @@ def operation(path: str, one: Operation, refusals: dict) -> dict:
 
 
 def any_of(models: tuple[type[BaseModel], ...]) -> dict:
-    """One of these components."""
+    """The schema of any one of these components."""
     refs = [{"$ref": f"#/components/schemas/{model.__name__}"} for model in models]
     return refs[0] if len(refs) == 1 else {"anyOf": refs}
 
 
 def content(text: str, forms: dict[str, dict | None]) -> dict:
-    """A response: media type → its schema."""
+    """A response. `forms`: media type → schema, or None for any."""
     said = {
         media_type: {} if schema is None else {"schema": schema}
         for media_type, schema in forms.items()

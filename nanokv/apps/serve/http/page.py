@@ -1,7 +1,8 @@
-"""The page at /: one HTML file without any data in it, so it can be read before a key is given.
+"""The page at /: one HTML file that holds no data, so it needs no API key.
 
-Its style and its script come from assets/ and, for colours, figures and numbers, from the page of nanokv.lab.trace. A
-content security policy names both by their hashes and lets the page talk to this server only.
+Its style and script come from assets/; those for colours, figures and numbers come from the page of
+nanokv.lab.trace. The content security policy lists both by hash, and allows connections to this
+server only.
 """
 
 import functools
@@ -17,19 +18,19 @@ SCRIPTS = ("wire.js", "pool.js", "cache.js", "chat.js", "start.js")
 
 @functools.cache
 def style() -> str:
-    """All of it."""
+    """The page's whole style sheet."""
     return joined(SHARED_STYLES) + "\n" + joined(STYLES, ASSETS)
 
 
 @functools.cache
 def script() -> str:
-    """All of it."""
+    """The page's whole script."""
     return joined(SHARED_SCRIPTS) + "\n" + joined(SCRIPTS, ASSETS)
 
 
 @functools.cache
 def html() -> str:
-    """The page."""
+    """The page as one HTML file."""
     return put_into(
         (ASSETS / "live.html").read_text("utf-8"), {"style": style(), "script": script()}
     )
@@ -37,8 +38,10 @@ def html() -> str:
 
 @functools.cache
 def headers() -> dict[str, str]:
-    """No other script and no other server, no page around this one; and no text of a model becomes HTML, because the
-    browser refuses every string where HTML is written (trusted types)."""
+    """Headers that forbid other scripts, other servers and framing.
+
+    Trusted types make the browser refuse strings as HTML, so no text of a model becomes HTML.
+    """
     policy = (
         f"default-src 'none'; script-src 'sha256-{digest(script())}'; style-src 'sha256-{digest(style())}'; "
         "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "

@@ -1,7 +1,7 @@
-"""One answer on its way out: as one response, or as a stream of server-sent events.
+"""One answer on its way to the client: one response, or a stream of server-sent events.
 
-While it comes, the client is watched: one that leaves frees its place, and server.py sends away who does not read. An
-error that comes after the status 200 is the last event of the stream.
+The client is watched meanwhile. A client that leaves frees its place, and server.py drops clients
+that stop reading. An error after status 200 is sent as the last event of the stream.
 """
 
 import asyncio
@@ -31,18 +31,18 @@ EVENT_STREAM = [
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes and seconds."""
+    """Limits in bytes and seconds."""
 
     body: int = 4_000_000
-    bodies: int = 256_000_000  # all that arrive, or wait for a thread
-    beside: int = 16  # requests to /tokenize and /detokenize at a time
-    body_s: float = 30.0  # for all of a body to arrive
+    bodies: int = 256_000_000  # of all bodies that are arriving or wait for a thread
+    beside: int = 16  # concurrent requests to /tokenize and /detokenize
+    body_s: float = 30.0  # for a whole body to arrive
     answer_s: float = 600.0
-    keepalive_s: float = 5.0  # a comment in the stream after so long without text
+    keepalive_s: float = 5.0  # of silence before a comment is sent in the stream
 
 
 class Watch:
-    """While an answer comes: has the client gone, is the time over?"""
+    """Fails the tickets of an answer when its client leaves or its time is up."""
 
     def __init__(
         self, client: EngineClient, tickets: Sequence[Ticket], receive: Receive, seconds: float
@@ -65,7 +65,7 @@ class Watch:
 
 
 class Answer(Response):
-    """The answers of a request: `whole` gives them as a response; as a response itself it is a stream."""
+    """The answers of a request: `whole` makes one response; called as a response, it streams."""
 
     def __init__(
         self,
@@ -78,14 +78,14 @@ class Answer(Response):
         self.client, self.tickets = client, tickets
         self.prepared, self.form, self.limits = prepared, form, limits
         self.index = {ticket.number: ticket.index for ticket in tickets}
-        self.failure = ""  # what the stream ended with, for the log
+        self.failure = ""  # for the log: the error that ended the stream
 
     def watched(self, receive: Receive) -> Watch:
-        """Around the wait for it."""
+        """The watch over the client during the wait for the answer."""
         return Watch(self.client, self.tickets, receive, self.limits.answer_s)
 
     async def whole(self, note: list[str]) -> Response:
-        """When all of it is there."""
+        """The response, once all answers are complete."""
         pieces: list[list[Piece]] = [[] for _ in self.tickets]
         ends: list[Ended] = []
         async for message in news(self.tickets):
@@ -100,7 +100,7 @@ class Answer(Response):
         return JSONResponse(self.form.whole(answers, self.usage(), **facts))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As it comes. Whatever happens, the places are free afterwards."""
+        """Stream the answer; the places are freed in every case."""
         try:
             with self.watched(receive):
                 await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
@@ -114,7 +114,7 @@ class Answer(Response):
             self.client.close(self.tickets)
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The parts of the stream; an error that comes now is the last of them."""
+        """The parts of the stream; an error at this stage is the last part."""
         try:
             for ticket in self.tickets:
                 if opening := self.form.opening(ticket.index):
@@ -135,7 +135,7 @@ class Answer(Response):
             yield data(internal().body)
 
     def part(self, message: Pieces | Ended | None) -> bytes:
-        """News of one answer: text, or its end; or there is none of any."""
+        """The next part of the stream: text, the end of an answer, or a keepalive for None."""
         match message:
             case Pieces(ticket, pieces):
                 return self.form.chunk(self.index[ticket], pieces)
@@ -147,14 +147,14 @@ class Answer(Response):
     # --- when it is complete ----------------------------------------------------------------------
 
     def usage(self) -> dict:
-        """Tokens; a prompt with several answers counts once. Of a stream that failed some may not have begun."""
+        """Token counts. A prompt counts once for all its answers; some may not have begun."""
         jobs = zip(self.tickets, self.prepared.jobs, strict=True)
         firsts = [ticket.usage for ticket, job in jobs if job.first]
         prompt, reused = sum(one.prompt for one in firsts), sum(one.reused for one in firsts)
         return completion.usage(prompt, sum(ticket.usage.new for ticket in self.tickets), reused)
 
     def closing(self, ended: Ended) -> dict:
-        """finish_reason, and what ended it."""
+        """The finish_reason, and the stop string or token that ended the answer."""
         wanted, new = (
             self.prepared.jobs[self.index[ended.ticket]].wanted,
             ended.metrics["new_tokens"],
@@ -165,11 +165,11 @@ class Answer(Response):
         return found | ({"finish_reason": "tool_calls"} if called else {})
 
     def facts(self, ended: Ended) -> dict:
-        """What OpenAI has no name for: timings of an answer, and the seed that repeats all of them."""
+        """Fields beyond OpenAI's: timings of one answer, and the seed that repeats all answers."""
         return {"timings": completion.engine_timings(ended.metrics), "seed": self.prepared.seed}
 
     def note(self) -> str:
-        """For the log."""
+        """The summary for the log."""
         usage = self.usage()
         reused = usage["prompt_tokens_details"]["cached_tokens"]
         new = usage["prompt_tokens"] - reused
@@ -179,8 +179,10 @@ class Answer(Response):
 async def news(
     tickets: Sequence[Ticket], patience: float | None = None
 ) -> AsyncIterator[Pieces | Ended | None]:
-    """What the engine says of these answers until all have ended; None after `patience` seconds of
-    silence. Raises what one of them has failed with."""
+    """The engine's messages about these answers, until all have ended.
+
+    Yields None after `patience` seconds of silence. Raises the error of a failed answer.
+    """
     running = len(tickets)
     while running:
         try:
@@ -195,6 +197,6 @@ async def news(
 
 
 async def gone(receive: Receive) -> None:
-    """Returns when the client has left."""
+    """Return once the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,9 +1,10 @@
-"""Who may ask, decided before anything of the body is read: Host, Origin, API key; and addresses made plain.
+"""Access checks on Host, Origin and API key before the body is read; and normalized paths.
 
-DNS rebinding: a web page whose name suddenly means 127.0.0.1 reaches this server with a Host header of its own, so only
-known hosts are served. A page of another site is refused by its Origin; there is no CORS. A key is compared by its
-digest, in a time that does not depend on where the digests differ, with every key. Prefixes of prompts are shared only
-among requests with one key: the key's salt begins the hashes of their pages (nanokv/cache/prefix.py).
+DNS rebinding: a web page whose host name suddenly resolves to 127.0.0.1 can reach this server, but
+its requests carry the page's Host, so only known hosts are served. A page of another site is
+refused by its Origin; there is no CORS. The digest of a key is compared with that of every known
+key, in constant time. Requests share prefixes only if they have the same key: the hashes of their
+pages begin with the key's salt (nanokv/cache/prefix.py).
 """
 
 import hashlib
@@ -24,23 +25,23 @@ from nanokv.apps.serve.api.errors import ApiError, internal, where
 from weights_loader.strict import quote
 
 logger = logging.getLogger(__name__)
-OPEN = ("/", "/health")  # need no key; the page asks for one
+OPEN = ("/", "/health")  # need no key; the page asks the user for one
 HEADER_BYTES = 16_384
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class Keys:
-    """API keys as digests, each with the salt of its prefixes. Without keys everybody may ask, and shares prefixes."""
+    """API keys as digests, each with a salt for its prefixes. Without keys all share prefixes."""
 
     def __init__(self, keys: Iterable[str] = ()):
-        secret = secrets.token_bytes(32)  # so that a salt says nothing about its key
+        secret = secrets.token_bytes(32)  # so that a salt reveals nothing about its key
         known = [key.encode() for key in keys]
         self.salts = [
             (_digest(key), hmac.new(secret, key, hashlib.sha256).hexdigest()) for key in known
         ]
 
     def salt(self, authorization: str) -> str:
-        """Of the request's key; ApiError where it has none that is known."""
+        """The salt of the request's key; ApiError (401) for a missing or unknown key."""
         if not self.salts:
             return ""
         scheme, _, key = authorization.partition(" ")
@@ -61,14 +62,17 @@ def _digest(key: bytes) -> bytes:
 
 
 class Hosts:
-    """Names under which this server is known. Elsewhere than on loopback any IP address is: a rebound name is none."""
+    """Names under which the server is known.
+
+    A server that listens beyond loopback accepts any IP address: a rebound name is not an address.
+    """
 
     def __init__(self, host: str, allowed: Iterable[str] = ()):
         self.names = {name.lower() for name in (*LOOPBACK, host, *allowed)}
         self.any_address = not is_loopback(host)
 
     def check(self, headers: Headers) -> None:
-        """ApiError for an unknown Host, or for a page of another site."""
+        """Raise ApiError for an unknown Host or for a page of another site."""
         (host, *more) = headers.getlist("host") or [""]
         name = host_name(host)
         if more or not (name in self.names or (self.any_address and is_address(name))):
@@ -86,7 +90,7 @@ class Hosts:
 
 
 def host_name(host: str) -> str:
-    """Without port and brackets, in lower case; "" where it is none."""
+    """A Host header without port and brackets, in lower case; "" if it is malformed."""
     try:
         parts = urlsplit(f"//{host}")
         plain = parts.port is None or parts.port >= 0
@@ -96,7 +100,7 @@ def host_name(host: str) -> str:
 
 
 def is_address(host: str) -> bool:
-    """An IP address, not a name."""
+    """Whether this is an IP address rather than a name."""
     try:
         return bool(ipaddress.ip_address(host))
     except ValueError:
@@ -104,12 +108,16 @@ def is_address(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Reachable from this machine only."""
+    """Whether this address is reachable from this machine only."""
     return host == "localhost" or (is_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
 class Guard:
-    """In front of the application. What it finds stands in the scope: `salt`; `note` is for the line of the log."""
+    """The ASGI layer in front of the application.
+
+    It sets two entries of the scope: `salt`, of the request's key, and `note`, which the
+    application fills for the log.
+    """
 
     def __init__(self, app: ASGIApp, hosts: Hosts, keys: Keys):
         self.app, self.hosts, self.keys = app, hosts, keys
@@ -150,7 +158,7 @@ class Guard:
 
 
 def check_length(scope: Scope) -> None:
-    """Of address and headers together; the parser limits them only while they are incomplete."""
+    """Limit path and headers together; the parser limits them only while they are incomplete."""
     size = sum(len(name) + len(value) for name, value in scope["headers"])
     size += len(scope["raw_path"]) + len(scope["query_string"])
     if size > HEADER_BYTES:
@@ -160,7 +168,7 @@ def check_length(scope: Scope) -> None:
 
 
 def check_framing(headers: Headers) -> None:
-    """One length of the body: where two are given, a proxy may believe the other one (RFC 9112, 6.3)."""
+    """Refuse a body with two lengths: a proxy may have used the other one (RFC 9112, 6.3)."""
     if "content-length" in headers and "transfer-encoding" in headers:
         raise ApiError(
             400,
@@ -171,5 +179,5 @@ def check_framing(headers: Headers) -> None:
 
 
 def respond(error: ApiError) -> JSONResponse:
-    """The error as a response."""
+    """The HTTP response to an error."""
     return JSONResponse(error.body, error.status, error.headers)

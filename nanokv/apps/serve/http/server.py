@@ -1,4 +1,4 @@
-"""uvicorn around the application: it listens, gives clients deadlines, and ends so that running answers are told."""
+"""uvicorn around the application, with deadlines for clients and a graceful shutdown."""
 
 import asyncio
 import contextlib
@@ -18,17 +18,18 @@ from nanokv.apps.serve.run.engine_client import EngineClient
 from nanokv.errors import NanoKVError
 
 HEADER_S = 15.0  # for all headers of a request to arrive
-UNREAD_S = 5.0  # for the rest of a body whose request is answered already
-READER_S = 60.0  # for a client to take what was written
+UNREAD_S = 5.0  # for the rest of a body whose request has been answered
+READER_S = 60.0  # for a client to read what was written
 CONNECTIONS = 1_000
 CLOSE = (b"connection", b"close")
-FAREWELL_S = 3.0  # for a client to take the last bytes when the server ends
+FAREWELL_S = 3.0  # for a client to read the last bytes at shutdown
 
 
 class Protocol(H11Protocol):
-    """Ends a connection whose request does not arrive, or whose client does not read: uvicorn waits for ever.
+    """Closes connections whose request does not arrive or whose client does not read.
 
-    `transport.close()` waits too, until all is written; only `abort()` does not.
+    uvicorn would wait forever. `transport.close()` also waits, until everything is written; only
+    `abort()` does not.
     """
 
     _deadline: asyncio.TimerHandle | None = None
@@ -37,7 +38,7 @@ class Protocol(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        # Writing pauses as soon as the socket does not take all.
+        # Writing pauses as soon as the socket does not accept everything.
         transport.set_write_buffer_limits(high=0)
         if len(self.connections) > CONNECTIONS:
             self.app = crowded
@@ -49,7 +50,7 @@ class Protocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        # What arrives of it ends uvicorn's own timer, but not this one.
+        # Further bytes of the body cancel uvicorn's own timer, but not this one.
         if self.conn.their_state is h11.SEND_BODY:
             self._unread = self.loop.call_later(UNREAD_S, self.transport.abort)
 
@@ -69,7 +70,7 @@ class Protocol(H11Protocol):
             self._reader.cancel()
 
     def send_400_response(self, msg: str) -> None:
-        """OpenAI's form for what is no HTTP; where an answer has begun, the connection ends without another."""
+        """Answer invalid HTTP in OpenAI's form; once a response has begun, only close."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = json.dumps(ApiError(400, msg, code="invalid_http").body).encode()
             kind = (b"content-type", b"application/json")
@@ -101,7 +102,7 @@ class Protocol(H11Protocol):
 
 
 async def crowded(scope: Scope, receive: Receive, send: Send) -> None:
-    """The application of a connection that is one too many."""
+    """The application of a connection beyond the limit: it answers 503."""
     full = ApiError(
         503,
         f"{CONNECTIONS:,} connections are open, which is the limit",
@@ -112,8 +113,10 @@ async def crowded(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 class Server(uvicorn.Server):
-    """Ends when `stop()` is true: nothing new is taken, answers have `grace` seconds, and none when `hurry()` is true.
-    It ends, too, when the engine has lost a rank.
+    """Shuts down when `stop()` is true or the engine has lost a rank.
+
+    It then accepts no requests, lets running answers finish for `grace` seconds, and fails the
+    rest. Once `hurry()` is true, it fails them at once.
     """
 
     def __init__(
@@ -137,7 +140,7 @@ class Server(uvicorn.Server):
                 proxy_headers=False,
                 server_header=False,
                 h11_max_incomplete_event_size=HEADER_BYTES,
-                timeout_graceful_shutdown=int(grace) + 10,  # should _farewell fail
+                timeout_graceful_shutdown=int(grace) + 10,  # in case _farewell fails
             )
         )
         self.client, self.stop, self.hurry, self.grace, self.ready = (
@@ -168,7 +171,7 @@ class Server(uvicorn.Server):
     async def _farewell(self, ending: asyncio.Task) -> None:
         await asyncio.wait([ending])
         await asyncio.sleep(FAREWELL_S)
-        for connection in list(self.server_state.connections):  # whose clients read nothing
+        for connection in list(self.server_state.connections):  # of clients that read nothing
             connection.transport.abort()
 
     async def _hurry(self) -> None:
@@ -179,21 +182,22 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """The command line has its own handlers."""
+        """Do nothing: the command line has its own signal handlers."""
         yield
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket, before anything is loaded; NanoKVError where the address cannot be had."""
+    """Bind a socket before the model is loaded; NanoKVError if the address is not available."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        # asyncio sets TCP_NODELAY only where the protocol is named; else the second part of an answer waits 40 ms.
+        # asyncio sets TCP_NODELAY only if the protocol is given. Without it, the second part of an
+        # answer waits 40 ms.
         found = socket.socket(family, kind, protocol)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind(address)
-        found.listen()  # who comes while the model is loaded waits; a second server is refused now
+        found.listen()  # clients wait while the model loads; a second server fails to bind
     except OSError as error:
         hint = (
             "--port 0 takes a free one"
@@ -205,7 +209,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url(bound: socket.socket) -> str:
-    """http://127.0.0.1:8000"""
+    """The server's address for a browser, as in http://127.0.0.1:8000."""
     host, port = bound.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

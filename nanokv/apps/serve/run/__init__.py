@@ -1,1 +1,1 @@
-"""The engine's thread and what it works on: requests in, pieces of answers out."""
+"""The engine's thread and its client: requests go in, pieces of answers come out."""

@@ -1,7 +1,7 @@
-"""Who gets a place, and who is told to come again (429) or that nothing is answered any more (503).
+"""Places for requests: a full queue is answered with 429, a server that is ending with 503.
 
 A request that runs or waits has a place for each of its answers. Requests that need no engine, and
-bodies that arrive, have limits of their own.
+bodies that are arriving, have separate limits.
 """
 
 import asyncio
@@ -19,28 +19,28 @@ LONGEST_RETRY = 60  # seconds
 
 
 class Closed(Enum):
-    """Why nothing more is answered; the name is the error's code."""
+    """Why the server accepts nothing more; the name is the error's code."""
 
     SHUTTING_DOWN = "the server is shutting down"
     ENGINE_FAILED = "the engine has failed, and the server must be started again"
 
 
 class Admission:
-    """Belongs to the event loop, as do the tickets."""
+    """Used in the event loop only, as are the tickets."""
 
     def __init__(self, places: int):
         self.places = places
         self.tickets: dict[int, Ticket] = {}
-        self.beside = 0  # requests that need no place, and wait for a thread
-        self.reading = 0  # bytes of bodies that arrive, or wait for a thread
+        self.beside = 0  # requests that need no place and wait for a thread
+        self.reading = 0  # bytes of bodies that are arriving or wait for a thread
         self.closed: Closed | None = None
-        self.at_end: list[Callable[[], None]] = []  # called when nothing more is taken
+        self.at_end: list[Callable[[], None]] = []  # called when the server stops accepting
         self._numbers = count()
         self._waits: set[asyncio.Timeout] = set()
-        self._mean = 1.0  # seconds of an answer
+        self._mean = 1.0  # moving average of an answer's seconds
 
     def open(self, tab: str = "", number: int = 1, held: Sequence[Ticket] = ()) -> list[Ticket]:
-        """Places for all answers of a request, or for none. `held`: those that it has already."""
+        """Places for all answers of a request, or none at all. `held`: places it already has."""
         self.check()
         if number > self.places:
             words = f"{number:,} answers in one request, this server has {self.places:,} places"
@@ -56,14 +56,14 @@ class Admission:
         return [*held, *more]
 
     def leave(self, ticket: Ticket) -> None:
-        """The place is free."""
+        """Free the place of an answer."""
         del self.tickets[ticket.number]
         seconds = ticket.end.metrics["total_s"] if isinstance(ticket.end, Ended) else None
         self._mean += 0.1 * (seconds - self._mean) if seconds is not None else 0.0
 
     @contextlib.contextmanager
     def thread(self, most: int) -> Iterator[None]:
-        """For one of at most so many requests that need no place."""
+        """Around the work of a request without a place; ApiError (429) if `most` are running."""
         if self.beside >= most:
             words = f"{self.beside:,} requests are being tokenized, which is the limit"
             raise ApiError(429, words, code="queue_full", headers={"retry-after": "1"})
@@ -74,22 +74,22 @@ class Admission:
             self.beside -= 1
 
     def arrive(self, size: int, most: int) -> None:
-        """So many bytes more of a body; all of them together may have `most`."""
+        """Count `size` more bytes of a body; ApiError (503) above `most` bytes of all bodies."""
         self.reading += size
         if self.reading > most:
             raise ApiError(503, "too many requests are arriving at once", code="overloaded")
 
     def read(self, size: int) -> None:
-        """So many of them have been used."""
+        """Release `size` bytes that are no longer needed."""
         self.reading -= size
 
     def check(self) -> None:
-        """ApiError where nothing is answered any more."""
+        """Raise ApiError (503) if the server no longer answers."""
         if self.closed is not None:
             raise ApiError(503, self.closed.value, code=self.closed.name.lower())
 
     def close(self, reason: Closed) -> None:
-        """Take nothing more; who waits for a client is told at once."""
+        """Accept nothing more, and interrupt the waits for clients."""
         self.closed = reason
         for wait in self._waits:
             if not wait.expired():
@@ -99,8 +99,7 @@ class Admission:
 
     @contextlib.asynccontextmanager
     async def wait(self, seconds: float) -> AsyncIterator[None]:
-        """Around a wait for a client: TimeoutError after so many seconds, ApiError as soon as the
-        server ends."""
+        """Around a wait for a client: TimeoutError after `seconds`, ApiError at shutdown."""
         self.check()
         try:
             async with asyncio.timeout(seconds) as wait:

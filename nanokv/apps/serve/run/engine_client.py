@@ -1,8 +1,8 @@
-"""The event loop's side of the engine: messages to its thread, and what that says to the tickets.
+"""The event loop's side of the engine: it sends messages to the thread and passes on the replies.
 
-tickets = client.admission.open(tab, n)     one for each answer; ApiError where all are taken
-client.submit(ticket, job, param)           returns at once; what comes of it: ticket.events
-client.close(tickets)                       always: frees the places, and the engine's pages
+tickets = client.admission.open(tab, n)     one per answer; ApiError if there are too few places
+client.submit(ticket, job, param)           returns at once; results arrive in ticket.events
+client.close(tickets)                       always: frees the places and the engine's pages
 await client.ask(Snapshot)                  requests and pages, between two steps
 """
 
@@ -36,36 +36,36 @@ from nanokv.errors import ParallelError
 
 
 class EngineClient:
-    """`queue_size` answers may wait besides those that run; `prefills`: see prefill.py."""
+    """`queue_size` answers may wait besides the running ones; `prefills`: see prefill.py."""
 
     def __init__(self, engine: Engine, queue_size: int, prefills: Here):
         self.metrics = Metrics()
         self.admission = Admission(engine.scheduler.max_running + queue_size)
         self.thread = EngineThread(engine, prefills, self.metrics)
-        self.lost: ParallelError | None = None  # why the engine's ranks no longer answer
+        self.lost: ParallelError | None = None  # why the ranks of a parallel engine were lost
         self._questions = count()
         self._asked: dict[int, asyncio.Future[dict]] = {}
 
     def start(self) -> None:
-        """In a running event loop, once."""
+        """Start the thread, once, from a running event loop."""
         self.thread.start(asyncio.get_running_loop(), self._hear)
 
     # --- answers ----------------------------------------------------------------------------------
 
     def submit(self, ticket: Ticket, job: Job, param: str) -> None:
-        """To the engine, which may be in the middle of a step."""
+        """Send a job to the engine, which may be in the middle of a step."""
         ticket.submitted = True
         self.thread.put(Submit(ticket.number, job, param, ticket.tab, ticket.opened))
 
     def fail(self, tickets: Iterable[Ticket], error: Exception) -> None:
-        """End these answers, unless they have ended, for a reason that the engine does not know."""
+        """End these answers, unless they have ended, with an error from outside the engine."""
         for ticket in tickets:
             if ticket.end is None:
                 self._cancel(ticket)
                 self._note(ticket, Failed(ticket.number, error))
 
     def close(self, tickets: Iterable[Ticket]) -> None:
-        """Free the places; what still runs is cancelled, in prefill too."""
+        """Free the places; cancel answers that are still prefilled or running."""
         for ticket in tickets:
             if ticket.number in self.admission.tickets:
                 self._cancel(ticket)
@@ -80,7 +80,7 @@ class EngineClient:
     # --- questions --------------------------------------------------------------------------------
 
     async def ask(self, kind: type[Snapshot | Count]) -> dict:
-        """What the engine's thread says to it, between two steps."""
+        """Ask the engine's thread, which replies between two steps."""
         self.admission.check()
         number = next(self._questions)
         self._asked[number] = future = asyncio.get_running_loop().create_future()
@@ -90,7 +90,7 @@ class EngineClient:
         finally:
             del self._asked[number]
 
-    # --- what the engine's thread says ------------------------------------------------------------
+    # --- messages from the engine's thread --------------------------------------------------------
 
     def _hear(self, messages: Sequence[FromEngine]) -> None:
         for message in messages:
@@ -105,7 +105,7 @@ class EngineClient:
     def _note(self, ticket: Ticket, message: Pieces | Ended | Failed) -> None:
         if isinstance(message, Pieces):
             ticket.usage = message.usage
-            if not message.pieces:  # nothing that can be shown by now
+            if not message.pieces:  # no text can be shown yet
                 return
         else:
             ticket.end = message
@@ -113,7 +113,7 @@ class EngineClient:
 
     def _answer(self, question: int, found: dict | Exception) -> None:
         future = self._asked.get(question)
-        if future is None or future.done():  # who asked has left
+        if future is None or future.done():  # the asker has left
             return
         if isinstance(found, Exception):
             future.set_exception(found)
@@ -121,7 +121,7 @@ class EngineClient:
             future.set_result(found)
 
     def _stopped(self, lost: ParallelError | None) -> None:
-        """Nobody is to wait for what will not come."""
+        """The engine's thread has ended: fail everything that waits for it."""
         self.lost = lost
         if self.admission.closed is None:
             self.admission.close(Closed.ENGINE_FAILED)
@@ -132,7 +132,10 @@ class EngineClient:
     # --- the end ----------------------------------------------------------------------------------
 
     async def end(self, grace: float) -> None:
-        """Take nothing more; what runs has `grace` seconds, then it is told. Ends the thread."""
+        """Stop accepting requests, wait up to `grace` seconds for running ones, then fail the rest.
+
+        Ends the engine's thread.
+        """
         self.admission.close(Closed.SHUTTING_DOWN)
         until = perf_counter() + grace
         while self.admission.tickets and perf_counter() < until:

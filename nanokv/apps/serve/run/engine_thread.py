@@ -1,6 +1,6 @@
-"""The engine's own thread, which alone touches it: take messages, step, send what the step gave.
+"""The engine's thread. Only it touches the engine: it takes messages, steps, and sends results.
 
-Messages are carried out between two steps. Those of a step go to the event loop with one call.
+Messages are handled between two steps. The results of one step reach the event loop in one call.
 """
 
 import asyncio
@@ -43,26 +43,26 @@ from nanokv.errors import DeviceMemoryError, NanoKVError, ParallelError
 
 logger = logging.getLogger(__name__)
 LONGEST_STEP_S = 30.0
-REMEMBERED = 32  # requests of pages that have ended: a page shows what its last one has left
+REMEMBERED = 32  # ended requests of pages: a page shows what its last request left in the cache
 
 
 @dataclass(eq=False)
 class Running:
-    """One answer that the engine has."""
+    """One answer that the engine is working on."""
 
     submit: Submit
     request: Request = field(init=False)
-    fresh: list[Piece] = field(default_factory=list)  # what has not been sent
-    seen: float = 0.0  # when its newest token came
+    fresh: list[Piece] = field(default_factory=list)  # pieces not yet sent
+    seen: float = 0.0  # time of the newest token
 
     def pieces(self) -> Pieces:
-        """Those that are new."""
+        """The pieces since the last call."""
         fresh, self.fresh, request = tuple(self.fresh), [], self.request
         usage = Usage(len(request.prompt), request.reused_tokens, len(request.tokens))
         return Pieces(self.submit.ticket, fresh, usage)
 
     def end(self) -> Ended | Failed:
-        """How it has ended."""
+        """How the answer ended."""
         ticket, text, request = self.submit.ticket, self.submit.job.text, self.request
         if request.error is not None:
             return Failed(ticket, told(request.error), "error")
@@ -71,12 +71,12 @@ class Running:
 
 
 class EngineThread:
-    """`start`, `put` and `join` are for the event loop, the rest runs in the thread."""
+    """`start`, `put` and `join` are for the event loop; all else runs in the thread."""
 
     def __init__(self, engine: Engine, prefills: Here, metrics: Metrics):
         self.engine, self.prefills, self.metrics = engine, prefills, metrics
-        self.running: dict[int, Running] = {}  # by their tickets
-        self.echoing: list[Submit] = []  # their prompts' log-probabilities come first
+        self.running: dict[int, Running] = {}  # ticket → answer
+        self.echoing: list[Submit] = []  # their prompts' log-probabilities are computed first
         self.departed: deque[Departed] = deque(maxlen=REMEMBERED)
         self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="nanokv-engine", daemon=True)
@@ -84,17 +84,17 @@ class EngineThread:
     def start(
         self, loop: asyncio.AbstractEventLoop, hear: Callable[[Sequence[FromEngine]], None]
     ) -> None:
-        """`hear(messages)` is called in the event loop."""
+        """Start the thread. It calls `hear(messages)` in the event loop."""
         self._loop, self._hear = loop, hear
         self.prefills.start(self.put)
         self._thread.start()
 
     def put(self, message: ToEngine) -> None:
-        """To be carried out between two steps."""
+        """Queue a message for the thread."""
         self._inbox.put(message)
 
     def join(self) -> None:
-        """Wait for the end after its step: Python cannot end while a thread is inside of torch."""
+        """Wait for the thread to end its step: Python cannot exit while torch code runs."""
         self._thread.join(LONGEST_STEP_S)
         self.prefills.close()
 
@@ -117,7 +117,7 @@ class EngineThread:
             self._tell(Stopped(lost))
 
     def _take(self) -> bool:
-        """Carry out what came in; where there is nothing to do, wait for it. False: the end."""
+        """Handle the queued messages; wait for one if there is nothing to do. False after End."""
         while not (self.running or self.echoing) or not self._inbox.empty():
             message = self._inbox.get()
             if isinstance(message, End):
@@ -133,14 +133,14 @@ class EngineThread:
             self.engine.step()
         except ParallelError:  # a rank is gone: no step can follow
             raise
-        except Exception as error:  # out of memory, or our bug: the same step would fail again
+        except Exception as error:  # out of memory, or a bug: the same step would fail again
             for answer in self.running.values():
                 if answer.request.finish_reason is None:
                     answer.request.error = error
                     self.engine.cancel(answer.request, "error")
 
     def _send(self) -> None:
-        """What the step has given to each answer."""
+        """Send what the step added to each answer."""
         messages: list[FromEngine] = []
         for ticket, answer in list(self.running.items()):
             messages.append(answer.pieces())
@@ -152,7 +152,7 @@ class EngineThread:
     def _tell(self, *messages: FromEngine) -> None:
         try:
             self._loop.call_soon_threadsafe(self._hear, messages)
-        except RuntimeError:  # the loop has ended, and nobody listens
+        except RuntimeError:  # the event loop is closed
             logger.debug("the event loop has ended")
 
     # --- messages ---------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ class EngineThread:
                 self._tell(Taken(message.question, self._found(message)))
 
     def _begin(self, submit: Submit) -> None:
-        """What is to be generated, after the prompt where that is repeated."""
+        """Start an answer: prefill it, or only echo its prompt."""
         if submit.job.wanted == 0:
             self._enter(submit, None)
         else:
@@ -183,7 +183,7 @@ class EngineThread:
                 self._enter(submit, prefilled)
 
     def _enter(self, submit: Submit, prefilled: Prefilled | None) -> None:
-        """Into the engine, with what another process has prefilled."""
+        """Give an answer to the engine, with keys and values if another process prefilled it."""
         job, answer = submit.job, Running(submit)
         try:
             answer.fresh += [] if job.echo is None else [job.echo.piece()]
@@ -208,7 +208,7 @@ class EngineThread:
             self.engine.cancel(request, "stop")
 
     def _score(self) -> None:
-        """One chunk of the oldest prompt whose log-probabilities were asked for: others go on."""
+        """Compute one chunk of the oldest echo, so that other answers go on in between."""
         if not self.echoing:
             return
         submit = self.echoing[0]
@@ -230,7 +230,7 @@ class EngineThread:
             self._leave(ticket)
 
     def _leave(self, ticket: int) -> None:
-        """Out of the engine; what a page's request leaves there is remembered."""
+        """Remove an answer from the engine; for a page, remember what its request left there."""
         answer = self.running.pop(ticket)
         request, held = answer.request, answer.request.fed
         self.engine.cancel(request)
@@ -248,8 +248,10 @@ class EngineThread:
 
 
 def told(error: Exception, param: str = "") -> ApiError:
-    """What the client is told. Our bug is logged, and the client is told no more than that.
-    `param`: the field that a refusal of the engine is about."""
+    """The error for the client. A bug is logged; the client learns only that there was one.
+
+    `param`: the request field to blame for an error of the engine.
+    """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, DeviceMemoryError):
@@ -262,7 +264,7 @@ def told(error: Exception, param: str = "") -> ApiError:
 
 
 def nothing(job: Job) -> Request:
-    """A request of no tokens, which is complete: the prompt is only repeated."""
+    """A complete request without tokens, for an answer that only repeats its prompt."""
     params, reason, now = SamplingParams(), "length", perf_counter()
     request = Request(
         -1, job.ids, params, 0, 0, (), arrived=now, state=FINISHED, finish_reason=reason

@@ -1,4 +1,4 @@
-"""What passes between the event loop and the engine's thread: values, in both directions.
+"""Messages between the event loop and the engine's thread; all are values.
 
     to the engine       Submit, Cancel, Snapshot, Count, Arrived, End
     to the event loop   Pieces, Ended, Failed, Taken, Stopped
@@ -19,39 +19,39 @@ from nanokv.errors import ParallelError
 
 @dataclass(frozen=True)
 class Submit:
-    """An answer is wanted. What the job holds belongs to the engine's thread from now on."""
+    """Start an answer. From now on the engine's thread owns the contents of `job`."""
 
     ticket: int
     job: Job
-    param: str  # the field that is named where the engine refuses what prompts.py has checked
-    tab: str  # of the page that asks, or ""
-    opened: float  # perf_counter at the arrival of the request
+    param: str  # the request field to name if the engine refuses the job
+    tab: str  # of the page that sent the request, or ""
+    opened: float  # perf_counter when the request arrived
 
 
 @dataclass(frozen=True)
 class Cancel:
-    """An answer is not wanted any more, whether it waits, is prefilled or runs."""
+    """Drop an answer, whether it waits, is prefilled or runs."""
 
     ticket: int
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Requests and pages are to be told (snapshot.py)."""
+    """Ask for requests and pages (snapshot.py)."""
 
     question: int
 
 
 @dataclass(frozen=True)
 class Count:
-    """What /metrics shows of the engine and of the prefill process is to be told."""
+    """Ask for the counts of the engine and of the prefill process for /metrics."""
 
     question: int
 
 
 @dataclass(frozen=True)
 class Arrived:
-    """The prefill process has said something; `size` bytes took so many seconds to arrive."""
+    """The prefill process has sent `size` bytes, which took `seconds` to arrive."""
 
     meta: dict
     tensors: dict[str, Tensor]
@@ -61,7 +61,7 @@ class Arrived:
 
 @dataclass(frozen=True)
 class End:
-    """The last message: the thread is to end."""
+    """The last message: the thread must end."""
 
 
 # --- to the event loop ----------------------------------------------------------------------------
@@ -69,7 +69,7 @@ class End:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens by now: of the prompt, those of them that were reused, those of the answer."""
+    """Tokens so far: of the prompt, those of it found in the cache, and of the answer."""
 
     prompt: int = 0
     reused: int = 0
@@ -78,7 +78,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Pieces:
-    """What a step has added to an answer, which may be nothing that can be shown."""
+    """What a step added to an answer; `pieces` may be empty."""
 
     ticket: int
     pieces: tuple[Piece, ...]
@@ -91,7 +91,7 @@ class Ended:
 
     ticket: int
     reason: str  # finish_reason of the engine's request
-    stop: str | int | None  # a stop string or token id of the request that ended it
+    stop: str | int | None  # the stop string or token id of the request that ended it
     calls: int  # of tools
     metrics: dict  # Request.metrics()
 
@@ -102,12 +102,12 @@ class Failed:
 
     ticket: int
     error: Exception
-    reason: str = "cancelled"  # in /metrics
+    reason: str = "cancelled"  # the label in /metrics
 
 
 @dataclass(frozen=True)
 class Taken:
-    """What was asked for, or why it could not be told."""
+    """The reply to a question, or the error that prevented it."""
 
     question: int
     found: dict | Exception
@@ -115,7 +115,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class Stopped:
-    """The last message: the thread has ended; `lost`: because a rank no longer answers."""
+    """The last message: the thread has ended, because of `lost` if a rank no longer answers."""
 
     lost: ParallelError | None
 

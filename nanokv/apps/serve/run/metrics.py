@@ -1,4 +1,4 @@
-"""What Prometheus reads at /metrics: requests, seconds to the first token and between tokens, pages, reused tokens."""
+"""/metrics for Prometheus: requests, seconds to the first and between tokens, pages, reuse."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from nanokv.engine import Engine
 
-# Seconds: upper ends of the buckets.
+# Upper bounds of the histograms' buckets, in seconds.
 FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 GAUGES = {
@@ -33,7 +33,7 @@ COUNTERS = {
 
 
 def engine_counts(engine: Engine) -> dict[str, float]:
-    """Run in the engine's thread: the pool counts its pages anew."""
+    """Counts of the engine, in its thread, because the pool recounts its pages."""
     counts, scheduler = engine.metrics, engine.scheduler
     return {
         "requests_running": len(scheduler.running),
@@ -47,7 +47,7 @@ def engine_counts(engine: Engine) -> dict[str, float]:
 
 
 class Metrics:
-    """Safe to use from every thread."""
+    """Counters and histograms of the server; may be used from any thread."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -62,22 +62,23 @@ class Metrics:
         )
         self._state: dict[str, float] = {}
         self._generated = 0
-        self.registry.register(self)  # type: ignore[arg-type]  # it has `collect`, which is all that is asked
+        # Any object with `collect` works, whatever the stub says.
+        self.registry.register(self)  # type: ignore[arg-type]
 
     def _histogram(self, name: str, text: str, buckets: tuple) -> Histogram:
         return Histogram(f"nanokv_{name}_seconds", text, buckets=buckets, registry=self.registry)
 
     def token(self, seconds: float, first: bool) -> None:
-        """One token of a request, so long after its arrival, or after the token before it."""
+        """Count one token, `seconds` after the token before it, or after the request's arrival."""
         (self._first if first else self._between).observe(seconds)
         self._generated += 1
 
     def count(self, reason: str) -> None:
-        """A request has ended, or never begun."""
+        """Count a request that has ended or was refused."""
         self._requests.labels(reason).inc()
 
     def collect(self) -> Iterator[Metric]:
-        """What the engine knows."""
+        """The engine's counts; prometheus_client calls this for each scrape."""
         families = [(GAUGES, GaugeMetricFamily), (COUNTERS, CounterMetricFamily)]
         for name, text, family in (
             (*item, family) for table, family in families for item in table.items()
@@ -86,6 +87,6 @@ class Metrics:
                 yield family(f"nanokv_{name}", text, value=self._state[name])
 
     def text(self, state: dict[str, float]) -> bytes:
-        """In Prometheus' format. `state`: a snapshot, and what else is known by these names."""
+        """All metrics in Prometheus' format. `state`: the engine's counts by name."""
         self._state = state | {"generated_tokens": self._generated}
         return generate_latest(self.registry)

@@ -1,9 +1,11 @@
-"""Where the prompts of a server are prefilled: by its own engine, or by a process that only prefills.
+"""Prefill for the server, in its own engine or in a separate process.
 
-`Here` and `Elsewhere` have the same methods, all for the engine's thread but for `start` and `close`. Elsewhere asks
-the process for what the engine's pages do not hold; the answer is ready when keys and values have arrived. At most
-AHEAD prompts are under way, or have arrived and wait for pages; so much memory is taken besides the pool. Answers to
-one prompt (`n`) share what is sent. When the process has ended, prompts are prefilled here, those under way as well.
+`Here` and `Elsewhere` have the same methods, which all run in the engine's thread except `start`
+and `close`. `Elsewhere` asks the process only for what the engine's pages do not hold. An answer is
+ready once its keys and values have arrived. At most AHEAD prompts are being computed or wait for
+pages after their arrival, which bounds the memory used besides the pool. Answers to one prompt
+(`n`) share one result. If the process ends, the engine prefills all prompts, including those under
+way.
 """
 
 import logging
@@ -26,39 +28,42 @@ Ready = list[tuple[Submit, Prefilled | None]]
 
 
 class Here:
-    """The engine prefills, between its decodes."""
+    """The engine prefills, between its decode steps."""
 
     def __init__(self) -> None:
         self._ready: Ready = []
 
     def start(self, put: Callable[[Arrived], None]) -> None:
-        """`put(message)`: it is given to `take` in the engine's thread."""
+        """`put(message)` hands a message to `take` in the engine's thread."""
 
     def begin(self, submit: Submit) -> None:
-        """An answer is to be begun."""
+        """Prefill an answer's prompt."""
         self._ready.append((submit, None))
 
     def forget(self, ticket: int) -> None:
-        """It is not wanted any more."""
+        """Drop an answer that is no longer wanted."""
 
     def take(self, message: Arrived) -> None:
-        """What the process has said."""
+        """Handle a message from the prefill process."""
 
     def ready(self) -> Ready:
-        """What the engine is to be given now, with what was prefilled for it. Asks for more."""
+        """The answers that can enter the engine now, with their results. Requests more prompts."""
         ready, self._ready = self._ready, []
         return ready
 
     def counts(self) -> dict[str, float]:
-        """For /metrics."""
+        """Counts for /metrics."""
         return {}
 
     def close(self) -> None:
-        """The end."""
+        """End the prefill process, if there is one."""
 
 
 class Elsewhere(Here):
-    """`load`, `sizes`: of the process; `weights`: the fingerprint that its model must have."""
+    """A separate process prefills. Its model must have the fingerprint `weights`.
+
+    load, sizes: what the process loads, and the sizes of its pool.
+    """
 
     def __init__(self, engine: Engine, load: Load, sizes: dict, weights: str):
         super().__init__()
@@ -66,14 +71,14 @@ class Elsewhere(Here):
         self.process = PrefillProcess(load, sizes, self._news)
         # (salt, ids) → answers to that prompt.
         self.waiting: OrderedDict[Any, list[Submit]] = OrderedDict()
-        self.asked: dict[int, tuple[Any, list[Submit]]] = {}  # number → (its key, answers)
+        self.asked: dict[int, tuple[Any, list[Submit]]] = {}  # number → (key in `waiting`, answers)
         names = "prompts", "bytes", "seconds", "lost"
         self.state = {f"handover_{name}": 0.0 for name in names}
         self._put: Callable[[Arrived], None] | None = None
         self._number = 0
 
     def load(self) -> None:
-        """Start the process; NanoKVError where it cannot, or has loaded another model."""
+        """Start the process; NanoKVError if it cannot start or has loaded another model."""
         facts = self.process.start()
         pages = self.process.sizes["pages"]
         self.state |= {"prefill_worker_pages": pages, "prefill_worker_pages_free": pages}
@@ -117,7 +122,7 @@ class Elsewhere(Here):
         return super().ready()
 
     def under_way(self) -> int:
-        """Prompts that were asked for, and those whose rows wait for the engine or for pages."""
+        """Prompts that were asked for, and results that wait for the engine or for its pages."""
         waiting = sum(request.prefilled is not None for request in self.engine.scheduler.waiting)
         return len(self.asked) + len(self._ready) + waiting
 
@@ -159,20 +164,20 @@ class Elsewhere(Here):
         self._ready += zip(submits, found, strict=True)
 
     def _news(self, meta: dict, tensors: dict[str, Tensor], size: int, seconds: float) -> None:
-        """In the thread that reads."""
+        """Receive a message, in the thread that reads from the process."""
         if not all(map(finite, tensors.values())):  # in the pages others would find it
             meta = {"lost": "it has sent NaN or infinity"}
-        if self._put is not None:  # before the start it can only have ended, which `begin` sees
+        if self._put is not None:  # before `start` it can only have ended, which `begin` sees
             self._put(Arrived(meta, tensors, size, seconds))
 
     def _believed(self, message: Arrived, ids: Sequence[int], submit: Submit) -> Prefilled:
-        """For this answer, if shapes and dtypes are those of the engine."""
+        """The result for one answer; NanoKVError unless its shapes and dtypes match the engine."""
         found = received(message.meta, message.tensors, ids, submit.opened)
         self.engine.check_prefilled(found, list(ids))
         return found
 
     def _lose(self, reason: str) -> None:
-        """Whatever was under way is prefilled here."""
+        """Kill the process, and let the engine prefill every prompt that waits for it."""
         self.process.kill()
         logger.warning(
             "the prefill process is lost, prompts are prefilled here from now on: %s", reason
@@ -186,7 +191,7 @@ class Elsewhere(Here):
 
 
 def finite(x: Tensor) -> bool:
-    """No NaN and no infinity in x of any shape: the smallest and the largest value tell."""
+    """Whether x, of any shape, has no NaN and no infinity; either would show in its min or max."""
     return (
         not x.numel()
         or not x.is_floating_point()

@@ -1,9 +1,9 @@
-"""The engine at one moment as numbers: requests, pages, counts. No text and no token id is among them.
+"""The engine's state at one moment in numbers: requests, pages, counts; no text and no token ids.
 
-    taken = snapshot(engine, tabs, left)        in the engine's thread, between two steps: O(pages in use)
-    view(taken, salt, tab)                      what one client may see of it; pure, in any thread
+    taken = snapshot(engine, tabs, left)    in the engine's thread, between steps: O(pages in use)
+    view(taken, salt, tab)                  the part that one client may see; pure, in any thread
 
-Of another key's requests a client sees state, tokens and pages, and nothing that says what they share.
+Of requests with another key a client sees state, tokens and pages, but not which pages they share.
 """
 
 import hashlib
@@ -16,18 +16,18 @@ from itertools import islice, takewhile
 from nanokv.cache.prefix import PrefixPool
 from nanokv.engine import Engine, Request
 
-CELLS = 512  # of the picture of the pool; a larger pool has several pages in a cell
-MOST_WAITING = 64  # requests of the queue that are listed; the others are counted
+CELLS = 512  # of the picture of the pool; in a larger pool a cell stands for several pages
+MOST_WAITING = 64  # waiting requests that are listed; the others are only counted
 # Owners of a cell that are no request; SHARED: several of the client's own key.
 FREE, KEPT, SHARED = -1, -2, -3
-SECRET = secrets.token_bytes(16)  # the number of a request would tell how many came before it
-# Of a request with another key.
+SECRET = secrets.token_bytes(16)  # hides a request's number, which would show how many came before
+# Fields that a client sees of a request with another key.
 OTHERS_FIELDS = ("id", "state", "tokens", "held", "pages", "preemptions")
 
 
 @dataclass(frozen=True)
 class Departed:
-    """A request that has left the engine: its counts, and the hashes under which its full pages may still be found."""
+    """A request that has left the engine: its counts, and hashes that may still find its pages."""
 
     tab: str
     salt: str
@@ -36,7 +36,10 @@ class Departed:
 
 
 def departed(engine: Engine, request: Request, tab: str, held: int) -> Departed:
-    """In the engine's thread, when the request is out; `held` tokens were in the cache. Hashes its tokens once more."""
+    """Describe a request after it left the engine, in its thread; `held` tokens were in the cache.
+
+    The hashes of the request's full pages are computed again.
+    """
     keys = tuple(key for key, _ in engine.pool.chain(request.known[:-1], request.salt))
     fed = len(request.prompt) if request.tokens else held
     counts = {"id": opaque(request), "reason": request.finish_reason} | lengths(request, fed)
@@ -44,7 +47,7 @@ def departed(engine: Engine, request: Request, tab: str, held: int) -> Departed:
 
 
 def snapshot(engine: Engine, tabs: Mapping[int, str], left: Iterable[Departed] = ()) -> dict:
-    """All of it. `tabs`: request number → the tab that it came from."""
+    """The whole state. `tabs`: request number → the tab that sent it."""
     pool, scheduler, counts = engine.pool, engine.scheduler, engine.metrics
     listed = [*scheduler.running, *islice(scheduler.waiting, MOST_WAITING)]
     kept = [entry.page for entry in pool.index.values() if pool.references[entry.page] == 1]
@@ -77,7 +80,7 @@ def snapshot(engine: Engine, tabs: Mapping[int, str], left: Iterable[Departed] =
 
 
 def view(taken: dict, salt: str, tab: str) -> dict:
-    """For a client with this key and this tab: `whose` is "tab", "key" or "other"."""
+    """The state as a client with this key and tab sees it: `whose` is "tab", "key" or "other"."""
     requests = [visible(request, salt, tab) for request in taken["requests"]]
     mine = [
         counts
@@ -92,12 +95,12 @@ def view(taken: dict, salt: str, tab: str) -> dict:
 
 
 def opaque(request: Request) -> str:
-    """A name that says nothing."""
+    """A request's name that reveals nothing about its number."""
     return hashlib.blake2b(str(request.number).encode(), key=SECRET, digest_size=6).hexdigest()
 
 
 def lengths(request: Request, held: int) -> dict:
-    """Tokens: of the prompt those that were reused and those computed by now; those of the answer."""
+    """Tokens of the prompt, reused ones, those prefilled so far, and tokens of the answer."""
     prompt = len(request.prompt)
     return {
         "prompt": prompt,
@@ -108,7 +111,7 @@ def lengths(request: Request, held: int) -> dict:
 
 
 def described(request: Request, tab: str) -> dict:
-    """Of a request that waits or runs. "tokens" are all that it knows, "held" those in the cache."""
+    """A request that waits or runs. "tokens" counts all its tokens, "held" those in the cache."""
     decodes = request.tokens and request.pending == 1
     state = "queued" if request.cache is None else "decode" if decodes else "prefill"
     return {
@@ -124,7 +127,7 @@ def described(request: Request, tab: str) -> dict:
 
 
 def visible(request: dict, salt: str, tab: str) -> dict:
-    """Without key and tab; of another key's request only OTHERS_FIELDS."""
+    """A request without key and tab; with another key, only OTHERS_FIELDS of it."""
     if request["salt"] != salt:
         return {"whose": "other"} | {name: request[name] for name in OTHERS_FIELDS}
     whose = "tab" if tab and request["tab"] == tab else "key"
@@ -134,7 +137,7 @@ def visible(request: dict, salt: str, tab: str) -> dict:
 
 
 def still_kept(pool: PrefixPool, one: Departed) -> int:
-    """Tokens from its beginning that the next request would find."""
+    """Tokens from the request's beginning that the next request would find in the cache."""
     return pool.page_size * sum(1 for _ in takewhile(pool.index.__contains__, one.keys))
 
 
@@ -142,13 +145,16 @@ def still_kept(pool: PrefixPool, one: Departed) -> int:
 
 
 def pages_per_cell(pool: PrefixPool) -> int:
-    """1 up to CELLS pages."""
+    """Pages per cell of the picture: 1 up to CELLS pages."""
     return -(-len(pool.references) // CELLS)
 
 
 def cells(pool: PrefixPool, tables: list[list[int]], kept: list[int]) -> list[tuple[int, bool]]:
-    """Of each cell (its owner, whether more requests hold it): the request with most pages in it, by its place in
-    `tables`; KEPT where the index alone holds some; FREE."""
+    """Per cell: (owner, whether several requests hold pages of it).
+
+    The owner is the one with the most pages in the cell: a request, by its index in `tables`, or
+    KEPT for pages that only the index of prefixes holds. An empty cell is FREE.
+    """
     size = pages_per_cell(pool)
     found: list[Counter] = [Counter() for _ in range(-(-len(pool.references) // size))]
     for owner, pages in [*enumerate(tables), (KEPT, kept)]:
@@ -161,18 +167,18 @@ def cells(pool: PrefixPool, tables: list[list[int]], kept: list[int]) -> list[tu
 
 
 def several(counts: Counter) -> bool:
-    """Is a cell held by more than one request?"""
+    """Whether more than one request holds pages of a cell."""
     return sum(owner >= 0 for owner in counts) > 1
 
 
 def visible_owner(cell: tuple[int, bool], requests: list[dict]) -> int:
-    """That another key's requests share pages is not told."""
+    """The owner of a cell; SHARED only for the client's own key, which hides sharing by others."""
     owner, more = cell
     return SHARED if more and owner >= 0 and requests[owner]["whose"] != "other" else owner
 
 
 def runs(values: list[int]) -> list[list[int]]:
-    """[7, 7, −1] → [[7, 2], [−1, 1]]."""
+    """Run-length encoding: [7, 7, −1] → [[7, 2], [−1, 1]]."""
     found: list[list[int]] = []
     for value in values:
         if found and found[-1][0] == value:

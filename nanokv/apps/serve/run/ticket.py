@@ -1,7 +1,7 @@
-"""The place of one answer, from the arrival of its request to its last token: data and a queue.
+"""The place of one answer, from its request's arrival to its last token: data and a queue.
 
-admission.py gives it out, engine_client.py puts into the queue what the engine's thread says of it,
-and response.py reads that.
+admission.py issues it, engine_client.py puts the engine's messages about it into the queue, and
+response.py reads them.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from nanokv.apps.serve.run.messages import Ended, Failed, Pieces, Usage
 
 @dataclass(eq=False)
 class Ticket:
-    """Belongs to the event loop. The answers of one request have one queue together."""
+    """Used in the event loop only. The answers of one request share one queue."""
 
     number: int
     index: int  # of the answer within its request
@@ -22,4 +22,4 @@ class Ticket:
     opened: float = field(default_factory=perf_counter)
     submitted: bool = False
     usage: Usage = field(default_factory=Usage)
-    end: Ended | Failed | None = None  # the last that its reader is told
+    end: Ended | Failed | None = None  # the last message to its reader
