@@ -46,7 +46,9 @@ class NoThoughts:
     thinking = False
 
     def put(self, text: str) -> list[tuple[str, str]]:
-        return [("answer", text)] if text else []
+        if not text:
+            return []
+        return [("answer", text)]
 
     def flush(self) -> list[tuple[str, str]]:
         return []
@@ -72,8 +74,12 @@ class AnswerText:
         stop_ids: Sequence[int] = (),
         include: bool = False,
     ):
-        self.stops, self.splitter, self.calls = StopStrings(stop, include), splitter, calls
-        hidden = {*eos, *(() if include else stop_ids)}
+        self.stops = StopStrings(stop, include)
+        self.splitter = splitter
+        self.calls = calls
+        hidden = set(eos)
+        if not include:
+            hidden.update(stop_ids)
         self.decoder = StreamDecoder(tokenizer, skip=tokenizer.control_ids | hidden)
         self.stop_ids = stop_ids
         self._stop_id: int | None = None
@@ -137,7 +143,10 @@ class AnswerText:
     def _split(self, parts: list[tuple[str, str]]) -> list[Piece]:
         pieces: list[Piece] = []
         for kind, part in parts:
-            pieces += [Piece(kind, part)] if kind == "think" else self._answer(part)
+            if kind == "think":
+                pieces.append(Piece(kind, part))
+            else:
+                pieces += self._answer(part)
         return pieces
 
     def _answer(self, text: str) -> list[Piece]:
@@ -157,23 +166,20 @@ class AnswerText:
         return [self._shown(self.stops.put(part.text))]
 
     def _shown(self, text: str) -> Piece:
-        begin, self._next = self._next, self._next + len(text)
-        tokens = self._tokens(self._next) if text else ()
-        return Piece(
-            "answer",
-            text,
-            tuple((step, at) for step, at, end in tokens if at >= begin or end > begin),
-        )
+        begin = self._next
+        self._next += len(text)
+        if not text:
+            return Piece("answer", text)
+        tokens = self._tokens(self._next)
+        visible = tuple((step, at) for step, at, end in tokens if at >= begin or end > begin)
+        return Piece("answer", text, visible)
 
     def _end(self) -> Piece:
         """The tokens without text, such as the one that ended the answer."""
-        return Piece(
-            "end",
-            "",
-            tuple((step, at) for step, at, _ in self._tokens(self._length + 1) if at >= self._next),
-        )
+        tokens = self._tokens(self._length + 1)
+        return Piece("end", "", tuple((step, at) for step, at, _ in tokens if at >= self._next))
 
-    def _tokens(self, end: int) -> tuple:
+    def _tokens(self, end: int) -> tuple[tuple[Step, int, int], ...]:
         """Take the unreleased tokens whose text begins before `end`."""
         found = []
         while self._unshown and self._unshown[0][1] < end:

@@ -18,7 +18,8 @@ from typing import NamedTuple
 from nanokv.text.thinking import overlap
 from weights_loader.strict import loads
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
+OPEN = "<tool_call>"
+CLOSE = "</tool_call>"
 
 
 class Call(NamedTuple):
@@ -59,14 +60,19 @@ class Part(NamedTuple):
 class NoCalls:
     """No tool was offered: everything is text."""
 
-    count, full, open = 0, False, False
+    count = 0
+    full = False
+    open = False
 
     def __init__(self) -> None:
         self._at = 0
 
     def put(self, text: str) -> list[Part]:
+        begin = self._at
         self._at += len(text)
-        return [Part(text, self._at - len(text))] if text else []
+        if not text:
+            return []
+        return [Part(text, begin)]
 
     def flush(self) -> list[Part]:
         return []
@@ -76,13 +82,15 @@ class ToolCalls:
     """Splits the text of an answer, as it arrives, into text and calls of the functions `names`."""
 
     def __init__(self, names: Iterable[str], parallel: bool = True):
-        self.names, self.parallel = frozenset(names), parallel
+        self.names = frozenset(names)
+        self.parallel = parallel
         self.count = 0
-        # What may become a call, with the blanks before it, and where it begins.
-        self._held, self._at = "", 0
-        self._body = 0  # where the body of a call begins in what is held; 0: there is none
-        self._search = 0  # and where its end is looked for
-        self._blank = False  # a call was the last thing
+        # Text that may become a call, with the whitespace before it, and its position.
+        self._held = ""
+        self._at = 0
+        self._body = 0  # start of a call's body within the held text; 0: no call is open
+        self._search = 0  # where the search for its end resumes
+        self._blank = False  # the last part was a call
 
     @property
     def full(self) -> bool:
@@ -98,27 +106,42 @@ class ToolCalls:
         """The parts that can be shown now."""
         self._held += text
         found: list[Part] = []
-        while not self.full and (self._close(found) if self._body else self._open(found)):
-            pass
+        found_one = True
+        while found_one and not self.full:
+            if self._body:
+                found_one = self._close(found)
+            else:
+                found_one = self._open(found)
         return [part for part in found if part.text or part.call]
 
     def flush(self) -> list[Part]:
         """Release the held text, at the end or at a control token. A call may lack its last tag."""
-        call = self._call(self._held[self._body :]) if self._body else None
+        call = None
+        if self._body:
+            call = self._call(self._held[self._body :])
         shown = not self.full and (self._held.strip() or not self._blank)
-        part, self._body = self._take(len(self._held), call), 0
-        return [part] if (part.text and shown) or call else []
+        part = self._take(len(self._held), call)
+        self._body = 0
+        if call or (part.text and shown):
+            return [part]
+        return []
 
     def _open(self, found: list[Part]) -> bool:
         """Take the text up to the next call; returns whether there is a call."""
         if self._blank:
             self._take(len(self._held) - len(self._held.lstrip()))
         at = self._held.find(OPEN)
-        end = at if at >= 0 else len(self._held) - overlap(self._held, OPEN)
+        opened = at >= 0
+        end = at
+        if not opened:
+            end = len(self._held) - overlap(self._held, OPEN)
         found.append(self._take(len(self._held[:end].rstrip())))
         self._blank = self._blank and not found[-1].text
-        self._search = self._body = self._held.find(OPEN) + len(OPEN) if at >= 0 else 0
-        return at >= 0
+        self._body = 0
+        if opened:  # the text before the tag has been taken, so the tag has moved
+            self._body = self._held.find(OPEN) + len(OPEN)
+        self._search = self._body
+        return opened
 
     def _close(self, found: list[Part]) -> bool:
         """Take a call, or text that turns out not to be one; returns whether its end was found."""
@@ -131,21 +154,28 @@ class ToolCalls:
             return False
         call = self._call(self._held[self._body : end])
         found.append(self._take(end + len(CLOSE), call))
-        self._body, self._blank = 0, call is not None
+        self._body = 0
+        self._blank = call is not None
         return True
 
     def _take(self, length: int, call: Call | None = None) -> Part:
         """Take the first `length` characters of the held text."""
-        part = Part("" if call else self._held[:length], self._at, call)
-        self._held, self._at = self._held[length:], self._at + length
+        text = ""
+        if call is None:
+            text = self._held[:length]
+        part = Part(text, self._at, call)
+        self._held = self._held[length:]
+        self._at += length
         self.count += call is not None
         return part
 
     def _call(self, body: str) -> Call | None:
         try:
             said = loads(body)
-            name, arguments = said["name"], said.get("arguments", said.get("parameters")) or {}
-            arguments = loads(arguments) if isinstance(arguments, str) else arguments
+            name = said["name"]
+            arguments = said.get("arguments", said.get("parameters")) or {}
+            if isinstance(arguments, str):
+                arguments = loads(arguments)
             if name not in self.names or not isinstance(arguments, dict):
                 return None
         except (ValueError, TypeError, KeyError, AttributeError):  # not JSON, no object, no name
@@ -156,11 +186,10 @@ class ToolCalls:
 
 def in_string(text: str) -> bool:
     """Whether a JSON string has begun in the text and not ended."""
-    inside = escaped = False
+    inside = False
+    escaped = False
     for character in text:
-        escaped, quoted = (
-            character == "\\" and not escaped and inside,
-            character == '"' and not escaped,
-        )
+        quoted = character == '"' and not escaped
+        escaped = character == "\\" and not escaped and inside
         inside ^= quoted
     return inside

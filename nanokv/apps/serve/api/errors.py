@@ -28,21 +28,29 @@ class ApiError(Exception):
         headers: dict[str, str] | None = None,
     ):
         super().__init__(bounded(message))
-        self.status, self.param, self.code, self.hint, self.headers = (
-            status,
-            param,
-            code,
-            hint,
-            headers or {},
-        )
+        self.status = status
+        self.param = param
+        self.code = code
+        self.hint = hint
+        self.headers = headers or {}
 
     @property
     def body(self) -> dict:
         """{"error": …}, with a "hint" beside it where a fix is known."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        kind = "rate_limit_error" if self.status == 429 else kind
-        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        return {"error": error} | ({"hint": self.hint} if self.hint else {})
+        error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
+        body: dict[str, Any] = {"error": error}
+        if self.hint:
+            body["hint"] = self.hint
+        return body
+
+    @property
+    def kind(self) -> str:
+        """OpenAI's `type` of the error."""
+        if self.status == 429:
+            return "rate_limit_error"
+        if self.status < 500:
+            return "invalid_request_error"
+        return "server_error"
 
 
 class ClientGone(Exception):

@@ -10,7 +10,7 @@
 No value is converted: "5" is not 5, and true is not 1. null means absent.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError, WrapValidator
@@ -55,9 +55,9 @@ def expected(words: str) -> Wrong:
     return Wrong("expected", words)
 
 
-def told(message: str) -> Wrong:
-    """An error that says all of it by itself."""
-    return Wrong("told", message)
+def invalid(message: str) -> Wrong:
+    """An error whose message is `message`."""
+    return Wrong("invalid", message)
 
 
 def not_done(hint: str = "") -> Wrong:
@@ -68,16 +68,21 @@ def not_done(hint: str = "") -> Wrong:
 def refusal(error: ValidationError) -> ApiError:
     """The first of pydantic's errors, with the field's path, its value, and what was expected."""
     first = error.errors(include_url=False)[0]
-    name, kind, facts = place(first["loc"]), first["type"], first.get("ctx", {})
+    name = place(first["loc"])
+    kind = first["type"]
+    facts = first.get("ctx", {})
     if kind == "missing":
         return ApiError(400, f"{name} is missing", name)
-    # Of a Discriminator.
-    wrong = facts["error"] if kind == "value_error" else Wrong(kind, first["msg"])
-    if wrong.kind == "told":
+    wrong = Wrong(kind, first["msg"])  # raised by a Discriminator, or by pydantic itself
+    if kind == "value_error":
+        wrong = facts["error"]
+    if wrong.kind == "invalid":
         return ApiError(400, str(wrong), name)
     if wrong.kind == "unsupported":
         return unsupported(name, first["input"], str(wrong))
-    words = EXPECTED[kind].format(**facts) if kind in EXPECTED else wrong
+    words = str(wrong)
+    if kind in EXPECTED:
+        words = EXPECTED[kind].format(**facts)
     return ApiError(400, f"{name} is {say(first['input'])}: {words} was expected", name)
 
 
@@ -103,17 +108,21 @@ def unsupported(name: str, value: Any, hint: str = "") -> ApiError:
 
 def place(steps: tuple) -> str:
     """("messages", 2, "content") → messages[2].content"""
-    # <…>: a Tag.
-    named = [step for step in steps if isinstance(step, int) or not step.startswith("<")]
-    return "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in named).removeprefix(
-        "."
-    )
+    path = ""
+    for step in steps:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif not step.startswith("<"):  # <…> is a Tag, which is no part of the path
+            path += f".{step}"
+    return path.removeprefix(".")
 
 
 def say(value: Any) -> str:
     """A value for an error message, at most 60 characters."""
     shown = repr(value)
-    return shown if len(shown) <= 60 else f"{shown[:57]}..."
+    if len(shown) > 60:
+        return f"{shown[:57]}..."
+    return shown
 
 
 # --- types ----------------------------------------------------------------------------------------
@@ -147,11 +156,16 @@ class Checked:
     """A field that a function checks, and its JSON schema. null is valid unless it is `needed`."""
 
     def __init__(self, check: Callable[[Any], Any], schema: dict, needed: bool = False):
-        self.check, self.needed = check, needed
-        self.schema = schema if needed else {"anyOf": [schema, {"type": "null"}]}
+        self.check = check
+        self.needed = needed
+        self.schema = schema
+        if not needed:
+            self.schema = {"anyOf": [schema, {"type": "null"}]}
 
     def checked(self, value: Any) -> Any:
-        return None if value is None and not self.needed else self.check(value)
+        if value is None and not self.needed:
+            return None
+        return self.check(value)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
         return PlainValidator(self.checked).__get_pydantic_core_schema__(source, handler)
@@ -165,8 +179,10 @@ class Between(Checked):
 
     def __init__(self, low: int, high: int, *more: Any):
         span: dict = {"type": "integer", "minimum": low, "maximum": high}
-        super().__init__(self.holds, {"anyOf": [span, {"enum": list(more)}]} if more else span)
-        self.low, self.high, self.more = low, high, more
+        super().__init__(self.holds, either(span, more))
+        self.low = low
+        self.high = high
+        self.more = more
 
     def holds(self, value: Any) -> Any:
         if type(value) is int and self.low <= value <= self.high:
@@ -180,15 +196,18 @@ class Ranged(Checked):
     """A sampling setting in the range that nanokv defines; the values in `more` are valid too."""
 
     def __init__(self, name: str, *more: int):
-        self.range, self.more = RANGES[name], more
-        also = [*more] if self.range.also is None else [self.range.also, *more]
+        self.range = RANGES[name]
+        self.more = more
+        also = list(more)
+        if self.range.also is not None:
+            also.insert(0, self.range.also)
         span = {
             "type": "integer" if self.range.kind is int else "number",
             "minimum": self.range.low,
             "maximum": self.range.high,
             "description": self.range.words,
         }
-        super().__init__(self.holds, {"anyOf": [span, {"enum": also}]} if also else span)
+        super().__init__(self.holds, either(span, also))
 
     def holds(self, value: Any) -> Any:
         if self.range.holds(value) or any(equal(value, one) for one in self.more):
@@ -200,13 +219,24 @@ class Nothing(Checked):
     """An unsupported field. `values` leave it off and are valid; `hint` names an alternative."""
 
     def __init__(self, *values: Any, hint: str = ""):
-        super().__init__(self.holds, {"enum": list(values)} if values else {"type": "null"})
-        self.values, self.hint = values, hint
+        off: dict = {"type": "null"}
+        if values:
+            off = {"enum": list(values)}
+        super().__init__(self.holds, off)
+        self.values = values
+        self.hint = hint
 
     def holds(self, value: Any) -> Any:
         if any(equal(value, one) for one in self.values):
             return value
         raise not_done(self.hint)
+
+
+def either(span: dict, more: Sequence[Any]) -> dict:
+    """The JSON schema of a span, or of one of the values in `more`."""
+    if not more:
+        return span
+    return {"anyOf": [span, {"enum": list(more)}]}
 
 
 def equal(one: Any, other: Any) -> bool:

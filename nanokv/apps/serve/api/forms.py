@@ -11,6 +11,7 @@ import json
 import time
 import uuid
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from nanokv.apps.serve.api import logprobs
 from nanokv.apps.serve.api.answer import Piece
@@ -25,21 +26,20 @@ def data(value: dict) -> bytes:
 class ChatForm:
     """chat.completion and chat.completion.chunk, with reasoning_content and tool_calls."""
 
-    kind, prefix = "chat.completion.chunk", "chatcmpl"
+    kind = "chat.completion.chunk"
+    prefix = "chatcmpl"
 
     def __init__(
         self, model: str, include_usage: bool = False, shown: logprobs.Shown = logprobs.none
     ):
-        self.id, self.created, self.model = (
-            f"{self.prefix}-{uuid.uuid4().hex}",
-            int(time.time()),
-            model,
-        )
-        # OpenAI: null in each chunk but the last.
+        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.model = model
+        # OpenAI sends null in each chunk but the last.
         self.nothing = {"usage": None} if include_usage else {}
         self.shown = shown  # tokens → `logprobs`
 
-    def _event(self, choices: list[dict], **more) -> bytes:
+    def _event(self, choices: list[dict], **more: Any) -> bytes:
         top = {
             "id": self.id,
             "object": self.kind,
@@ -68,13 +68,11 @@ class ChatForm:
             return [{"delta": {"tool_calls": [part]}} for part in piece.call.deltas]
         if piece.kind == "think":
             return [{"delta": {"reasoning_content": piece.text}}]
-        return (
-            [{"delta": {"content": piece.text}, "logprobs": self.shown(piece.tokens, 0)}]
-            if piece.text
-            else []
-        )
+        if not piece.text:
+            return []
+        return [{"delta": {"content": piece.text}, "logprobs": self.shown(piece.tokens, 0)}]
 
-    def closing(self, index: int, ended: dict, **facts) -> bytes:
+    def closing(self, index: int, ended: dict, **facts: Any) -> bytes:
         """The chunk after the last token."""
         return self._event([self._choice(index, {"delta": {}}, ended)], **facts)
 
@@ -82,7 +80,7 @@ class ChatForm:
         """The usage chunk, which is sent only on request."""
         return self._event([], usage=usage)
 
-    def whole(self, answers: Iterable[tuple[list[Piece], dict]], usage: dict, **facts) -> dict:
+    def whole(self, answers: Iterable[tuple[list[Piece], dict]], usage: dict, **facts: Any) -> dict:
         """All answers in one object."""
         choices = [
             self._choice(i, self._said(pieces), ended) for i, (pieces, ended) in enumerate(answers)
@@ -107,9 +105,10 @@ class ChatForm:
 class TextForm(ChatForm):
     """text_completion: the continuation of a prompt, with the prompt before it under `echo`."""
 
-    kind, prefix = "text_completion", "cmpl"
+    kind = "text_completion"
+    prefix = "cmpl"
 
-    def __init__(self, *args, **options):
+    def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         self.before: dict[int, int] = {}  # index → characters of the echoed prompt
 
@@ -124,10 +123,10 @@ class TextForm(ChatForm):
             if one["text"] or one["logprobs"]
         )
 
-    def closing(self, index: int, ended: dict, **facts) -> bytes:
+    def closing(self, index: int, ended: dict, **facts: Any) -> bytes:
         return self._event([self._choice(index, {"text": ""}, ended)], **facts)
 
-    def whole(self, answers: Iterable[tuple[list[Piece], dict]], usage: dict, **facts) -> dict:
+    def whole(self, answers: Iterable[tuple[list[Piece], dict]], usage: dict, **facts: Any) -> dict:
         said = [(self._text(i, pieces), ended) for i, (pieces, ended) in enumerate(answers)]
         choices = [self._choice(i, text, ended) for i, (text, ended) in enumerate(said)]
         return completion.completion(self.model, choices, usage, self.id, **facts)
@@ -135,17 +134,15 @@ class TextForm(ChatForm):
     def _text(self, index: int, pieces: list[Piece]) -> dict:
         lists: list[dict] = []
         for piece in pieces:
-            repeated = piece.kind == "prompt"
-            lists.append(
-                self.shown(piece.tokens, 0 if repeated else self.before.get(index, 0)) or {}
-            )
-            if repeated:
+            before = 0
+            if piece.kind != "prompt":
+                before = self.before.get(index, 0)
+            lists.append(self.shown(piece.tokens, before) or {})
+            if piece.kind == "prompt":
                 self.before[index] = len(piece.text)
-        merged = (
-            {name: [one for part in lists for one in part[name]] for name in lists[0]}
-            if lists
-            else {}
-        )
+        merged = {}
+        if lists:
+            merged = {name: [one for part in lists for one in part[name]] for name in lists[0]}
         return {"text": "".join(piece.text for piece in pieces), "logprobs": merged or None}
 
 

@@ -43,8 +43,12 @@ PROBED = 4  # positions of an answer, and tokens at each, that are tried in adva
 LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 THOUGHTS = {  # grammars of an answer's beginning
     "none": "start: body\n",
-    "optional": 'start: (thought BREAK?)? body\nBREAK: /\\n{1,2}/\nthought[suffix="</think>"]: /<think>(.|\\n)*/\n',
-    "open": 'start: thought BREAK? body\nBREAK: /\\n{1,2}/\nthought[suffix="</think>"]: /(.|\\n)*/\n',
+    "optional": "start: (thought BREAK?)? body\n"
+    "BREAK: /\\n{1,2}/\n"
+    'thought[suffix="</think>"]: /<think>(.|\\n)*/\n',
+    "open": "start: thought BREAK? body\n"
+    "BREAK: /\\n{1,2}/\n"
+    'thought[suffix="</think>"]: /(.|\\n)*/\n',
 }
 
 
@@ -53,7 +57,9 @@ def thoughts(tokenizer: Tokenizer, ids: Sequence[int], opened: bool) -> str:
     if opened:
         return "open"
     closed = tokenizer.decode(list(ids[-8:])).rstrip().endswith("</think>")
-    return "optional" if "<think>" in tokenizer.special_tokens and not closed else "none"
+    if "<think>" in tokenizer.special_tokens and not closed:
+        return "optional"
+    return "none"
 
 
 def source(
@@ -63,17 +69,18 @@ def source(
 
     many: several calls may follow each other. forced: a call is required, so JSON is no choice.
     """
-    rules, bodies = [THOUGHTS[thought]], []
+    rules = [THOUGHTS[thought]]
+    bodies = []
     if schema is not None and not forced:
         bodies.append("answer")
         rules.append(f"answer: {json_of(schema)}\n")
     if functions:
         bodies.append('call ("\\n" call)*' if many else "call")
-        rules.append(
-            "call: " + " | ".join(f"call{number}" for number in range(len(functions))) + "\n"
-        )
+        alternatives = (f"call{number}" for number in range(len(functions)))
+        rules.append("call: " + " | ".join(alternatives) + "\n")
     for number, function in enumerate(functions):
-        begin, end = f'{OPEN}\n{{"name": "{function["name"]}", "arguments": ', f"}}\n{CLOSE}"
+        begin = f'{OPEN}\n{{"name": "{function["name"]}", "arguments": '
+        end = f"}}\n{CLOSE}"
         schema = {"type": "object"} | (function.get("parameters") or {})
         rules.append(f"call{number}: {json.dumps(begin)} {json_of(schema)} {json.dumps(end)}\n")
     return "%llguidance {}\n" + "".join(rules) + "body: " + " | ".join(bodies) + "\n"
@@ -105,7 +112,8 @@ class Words:
     bos_token_id = None
 
     def __init__(self, tokenizer: Tokenizer, rows: int, eos: Sequence[int]):
-        self.tokenizer, self.eos_token_id = tokenizer, eos[0]
+        self.tokenizer = tokenizer
+        self.eos_token_id = eos[0]
         self.tokens = [
             tokenizer.token_bytes(id) if id < tokenizer.rows else b"" for id in range(rows)
         ]
@@ -140,7 +148,8 @@ def compiled(grammar: str, words: "LLTokenizer", param: str) -> Compiled:
     if len(grammar) > LONGEST:
         raise ApiError(
             400,
-            f"{param} makes a grammar of {len(grammar):,} characters, at most {LONGEST:,} are taken",
+            f"{param} makes a grammar of {len(grammar):,} characters, "
+            f"at most {LONGEST:,} are taken",
             param,
         )
     matcher = LLMatcher(
@@ -165,9 +174,8 @@ def probe(grammar: Compiled) -> None:
         check_limits(grammar)
         if grammar.matcher.is_stopped():
             return
-        found = np.flatnonzero(np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little"))[
-            :PROBED
-        ]
+        allowed = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little")
+        found = np.flatnonzero(allowed)[:PROBED]
         tried = [Compiled(grammar.matcher.deep_copy(), grammar.param) for _ in found]
         for token, one in zip(found.tolist(), tried, strict=True):
             one.matcher.consume_token(token)
@@ -193,12 +201,10 @@ def reason(matcher: "LLMatcher") -> str:
     line = " ".join(part.strip() for part in said.splitlines() if part.strip(" ^"))
     line = line.partition("failed to compile JSON schema: ")[2] or line.strip()
     if keys := re.fullmatch(r"Unimplemented keys: \[(.*)\]", line):
-        return f"{keys[1].replace(chr(34), '')} is not done"
-    return (
-        "oneOf is done where no two of its schemas may overlap, else anyOf"
-        if "coerce_one_of" in line
-        else line
-    )
+        return f"{keys[1].replace(chr(34), '')} is not supported"
+    if "coerce_one_of" in line:
+        return "oneOf is supported only if its schemas cannot overlap; use anyOf otherwise"
+    return line
 
 
 class Constraint:
@@ -207,7 +213,8 @@ class Constraint:
     def __init__(self, grammar: Compiled):
         self.matcher: Any = grammar.matcher.deep_copy()
         self.param = grammar.param
-        self.seen, self.seconds = 0, 0.0
+        self.seen = 0
+        self.seconds = 0.0
 
     def __call__(self, logits: torch.Tensor, tokens: list[int]) -> torch.Tensor:
         """(1,V) → (1,V): −∞ for tokens that cannot follow `tokens`."""
@@ -226,7 +233,6 @@ class Constraint:
                 self.param,
                 "unsupported",
             )
-        allowed = torch.from_numpy(  # (V,)
-            np.unpackbits(bits, bitorder="little")[: logits.shape[-1]].astype(bool)
-        )
-        return logits.masked_fill(~allowed.to(logits.device), -torch.inf)
+        allowed = np.unpackbits(bits, bitorder="little")[: logits.shape[-1]].astype(bool)
+        mask = torch.from_numpy(~allowed).to(logits.device)  # (V,)
+        return logits.masked_fill(mask, -torch.inf)

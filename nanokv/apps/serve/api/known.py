@@ -86,14 +86,14 @@ HARMLESS: dict[str, Any] = dict.fromkeys(
 )
 
 _FORMAT = "response_format takes a JSON schema"
-_TOP = "the fields stand at the top of the request"
-_LENGTH = "nanokv serve --context N is the length for all requests"
+_TOP = "the fields belong at the top level of the request"
+_LENGTH = "nanokv serve --context N sets the length for all requests"
 # Subject → fields that neither endpoint supports.
 REFUSED: dict[str, dict[str, Off]] = {
     "which token is drawn": {
         "logit_bias": Off(({}, [])),
-        "presence_penalty": Off((0,), "repetition_penalty is done"),
-        "frequency_penalty": Off((0,), "repetition_penalty is done"),
+        "presence_penalty": Off((0,), "use repetition_penalty"),
+        "frequency_penalty": Off((0,), "use repetition_penalty"),
         "presence_context_size": Off((0,)),
         "frequency_context_size": Off((0,)),
         "penalize_nl": Off((False,)),
@@ -142,10 +142,10 @@ REFUSED: dict[str, dict[str, Off]] = {
         "watermark": Off((False,)),
         "watermarking": Off((False,)),
         "repetition_detection": Off(),
-        "random_seed": Off((), "seed is done"),
+        "random_seed": Off((), "use seed"),
         "custom_token_bans": Off(("",)),
         "banned_strings": Off(([], "")),
-        "ban_eos_token": Off((False,), "ignore_eos is done"),
+        "ban_eos_token": Off((False,), "use ignore_eos"),
         "logit_bias_type": Off(("input_ids",)),
         "token_healing": Off((False,)),
     },
@@ -156,26 +156,26 @@ REFUSED: dict[str, dict[str, Off]] = {
         "early_stopping": Off((False,)),
         "num_beams": Off((1,)),
         "beam_width": Off((1,)),
-        "n_cmpl": Off((1,), "n is done"),
-        "num_return_sequences": Off((1,), "n is done"),
+        "n_cmpl": Off((1,), "use n"),
+        "num_return_sequences": Off((1,), "use n"),
     },
     "where an answer ends": {
         "min_tokens": Off((0,)),
         "min_new_tokens": Off((0,)),
         "stop_regex": Off(([], "")),
-        "stop_sequences": Off(([],), "stop is done"),
-        "stopping_strings": Off(([],), "stop is done"),
-        "stop_strings": Off(([], ""), "stop is done"),
-        "stop_words": Off(([], ""), "stop is done"),
-        "stop_sequence": Off(([], ""), "stop is done"),
-        "stop_token": Off((), "stop_token_ids is done"),
-        "stop_tokens": Off(([],), "stop is done"),
-        "eos_token_id": Off((), "stop_token_ids is done"),
-        "eos_token_ids": Off((), "stop_token_ids is done"),
+        "stop_sequences": Off(([],), "use stop"),
+        "stopping_strings": Off(([],), "use stop"),
+        "stop_strings": Off(([], ""), "use stop"),
+        "stop_words": Off(([], ""), "use stop"),
+        "stop_sequence": Off(([], ""), "use stop"),
+        "stop_token": Off((), "use stop_token_ids"),
+        "stop_tokens": Off(([],), "use stop"),
+        "eos_token_id": Off((), "use stop_token_ids"),
+        "eos_token_ids": Off((), "use stop_token_ids"),
         "t_max_prompt_ms": Off((0, -1)),
-        "max_length": Off((), "max_tokens is done"),
+        "max_length": Off((), "use max_tokens"),
         "min_length": Off((0,)),
-        "max_output_tokens": Off((), "max_tokens is done"),
+        "max_output_tokens": Off((), "use max_tokens"),
         "no_stop_trim": Off((False,)),
         "n_indent": Off((0,)),
         "t_max_predict_ms": Off((0, -1)),
@@ -221,7 +221,7 @@ REFUSED: dict[str, dict[str, Off]] = {
         "template": Off(("",)),
         "raw": Off((False,)),
         "image_data": Off(([],)),
-        "system_prompt": Off(("",), "a message of the role system"),
+        "system_prompt": Off(("",), "send a message with the role system"),
         "truncation_length": Off((), _LENGTH),
         "session_params": Off(({},)),
         "generation_config": Off(({}, ""), _TOP),
@@ -243,7 +243,7 @@ REFUSED: dict[str, dict[str, Off]] = {
         "return_full_text": Off((False,)),
         "prompt_logprobs": Off((0,)),
         "logprob_token_ids": Off(([],)),
-        "n_probs": Off((0,), "logprobs and top_logprobs"),
+        "n_probs": Off((0,), "use logprobs and top_logprobs"),
         "top_n_tokens": Off((0,)),
         "post_sampling_probs": Off((False,)),
         "decoder_input_details": Off((False,)),
@@ -261,8 +261,8 @@ REFUSED: dict[str, dict[str, Off]] = {
         "moderation": Off(),
     },
     "chats": {
-        "functions": Off(([],), "tools is done"),
-        "function_call": Off(("none", "auto"), "tool_choice is done"),
+        "functions": Off(([],), "use tools"),
+        "function_call": Off(("none", "auto"), "use tool_choice"),
         "modalities": Off((["text"],)),
         "audio": Off(),
         "web_search_options": Off(),
@@ -291,13 +291,13 @@ REFUSED: dict[str, dict[str, Off]] = {
 }
 NOT_DONE = {name: one for table in REFUSED.values() for name, one in table.items()}
 
-_TEXTS = "a chat template is what /v1/chat/completions uses"
+_TEXTS = "chat templates apply to /v1/chat/completions only"
 CHAT_ONLY: dict[str, Off] = {  # not supported by completions
     "messages": Off((), _TEXTS),
     "tools": Off(([],)),
     "tool_choice": Off(("none", "auto")),
     "response_format": Off(({"type": "text"},)),
-    "top_logprobs": Off((0,), "logprobs is the number"),
+    "top_logprobs": Off((0,), "logprobs is the number of likeliest tokens here"),
     "chat_template": Off((), _TEXTS),
     "chat_template_kwargs": Off(({},), _TEXTS),
     "enable_thinking": Off((), _TEXTS),
@@ -307,7 +307,7 @@ CHAT_ONLY: dict[str, Off] = {  # not supported by completions
     "think": Off((), _TEXTS),
 }
 TEXT_ONLY: dict[str, Off] = {  # not supported by chats
-    "prompt": Off((), "messages is what a chat has"),
+    "prompt": Off((), "a chat takes messages"),
     "echo": Off((False,)),
     "add_special_tokens": Off((False,)),
 }
@@ -316,4 +316,7 @@ TEXT_ONLY: dict[str, Off] = {  # not supported by chats
 def refused(*tables: dict[str, Off]) -> dict[str, Any]:
     """The fields of these tables, for pydantic.create_model."""
     rows = [row for table in tables for row in table.items()]
-    return {name: (Annotated[Any, Nothing(*one.values, hint=one.hint)], None) for name, one in rows}
+    return {
+        name: (Annotated[Any, Nothing(*field.values, hint=field.hint)], None)
+        for name, field in rows
+    }

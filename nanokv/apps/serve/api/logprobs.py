@@ -33,7 +33,8 @@ class Content:
     """Chat format: the content's tokens. A token may hold part of a character, hence `bytes`."""
 
     def __init__(self, tokenizer: Tokenizer, top: int):
-        self.tokenizer, self.top = tokenizer, top
+        self.tokenizer = tokenizer
+        self.top = top
 
     def __call__(self, tokens: Sequence[Placed], before: int) -> dict:
         return {"content": [self._entry(step) for step, _ in tokens], "refusal": None}
@@ -55,7 +56,8 @@ class Legacy:
     """Completion format: four lists. `top_logprobs` always includes the token that was drawn."""
 
     def __init__(self, tokenizer: Tokenizer, top: int):
-        self.tokenizer, self.top = tokenizer, top
+        self.tokenizer = tokenizer
+        self.top = top
 
     def __call__(self, tokens: Sequence[Placed], before: int) -> dict:
         """`before`: characters of the echoed prompt, which precede the generated text."""
@@ -72,10 +74,8 @@ class Legacy:
     def _top(self, step: Step) -> dict | None:
         if step.logprob is None:
             return None
-        likely = [
-            (token, value) for token, value in (*step.top[: self.top], (step.token, step.logprob))
-        ]
-        # Of one name the likeliest.
+        likely = (*step.top[: self.top], (step.token, step.logprob))
+        # Reversed: where two tokens have one name, the likelier one wins.
         return {self._name(token): bounded(value) for token, value in reversed(likely)}
 
     def _name(self, token: int) -> str:
@@ -98,7 +98,9 @@ class Echo:
     def __init__(self, tokenizer: Tokenizer, ids: list[int], top: int | None):
         decoder = StreamDecoder(tokenizer)
         pieces = [decoder.put(id) for id in ids]
-        self.text, self.ids, self.top = "".join(pieces) + decoder.flush(), ids, top
+        self.text = "".join(pieces) + decoder.flush()
+        self.ids = ids
+        self.top = top
         self._at = [0, *accumulate(map(len, pieces))]
         self._steps: list[Step] = []
         self._rest: Iterator[list[Step]] | None = None
@@ -123,12 +125,13 @@ def prompt_steps(model: Model, ids: list[int], top: int) -> Iterator[list[Step]]
     size = max(1, min(prefill_chunk(model), LOGITS // model.config.vocab_size))
     cache = make_cache("static", model.config, capacity=len(ids))
     for start in range(0, len(ids) - 1, size):
-        part, follow = (
-            ids[start : min(start + size, len(ids) - 1)],
-            ids[start + 1 : start + size + 1],
-        )
+        end = min(start + size, len(ids) - 1)
+        part = ids[start:end]
+        follow = ids[start + 1 : end + 1]
         # Row i holds the logits of the token after part[i].
         logits = verify_draft(model, [part], cache, start)[0]  # (T,V)
         values = logprob(logits, torch.tensor(follow, device=logits.device)).tolist()
-        tops: Iterable = likeliest(logits, top) if top else [()] * len(part)
+        tops: Iterable = [()] * len(part)
+        if top:
+            tops = likeliest(logits, top)
         yield [Step(*step) for step in zip(follow, values, tops, strict=True)]

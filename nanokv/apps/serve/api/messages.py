@@ -32,7 +32,9 @@ class RefusalPart(Fields):
 
 def kind_of_part(part: Any) -> str:
     """The discriminator's tag of a part; tags without a model are refused."""
-    return f"<{part.get('type')}>" if isinstance(part, dict) else "<other>"
+    if not isinstance(part, dict):
+        return "<other>"
+    return f"<{part.get('type')}>"
 
 
 def kind_of_content(content: Any) -> str:
@@ -76,7 +78,7 @@ class ToolCallFunction(Fields):
 class ToolCall(Fields):
     """A call that the assistant made."""
 
-    type: Annotated[Literal["function"], NotDone("functions are called here")] = "function"
+    type: Annotated[Literal["function"], NotDone("only functions can be called")] = "function"
     function: ToolCallFunction
     id: str
 
@@ -85,7 +87,7 @@ class ToolCall(Fields):
 
 Unfinished = Annotated[
     Any,
-    Nothing(False, hint="/v1/completions goes on with a text, a chat starts a new message"),
+    Nothing(False, hint="/v1/completions continues a text; a chat starts a new message"),
     Field(exclude=True),
 ]
 
@@ -96,9 +98,7 @@ class Message(Fields):
     name: Text = None
     prefix: Unfinished = None
     partial: Unfinished = None
-    function_call: Annotated[Any, Nothing({}, hint="tool_calls is done"), Field(exclude=True)] = (
-        None
-    )
+    function_call: Annotated[Any, Nothing({}, hint="use tool_calls"), Field(exclude=True)] = None
 
 
 class UserMessage(Message):
@@ -138,15 +138,19 @@ class ToolMessage(Message):
 
 def kind_of_message(message: Any) -> str:
     """The discriminator's tag. UserMessage reports unknown roles; `function` is not supported."""
-    role = message.get("role") if isinstance(message, dict) else None
-    return f"<{role}>" if role in ("assistant", "tool", "function") else "<user>"
+    if not isinstance(message, dict):
+        return "<user>"
+    role = message.get("role")
+    if role in ("assistant", "tool", "function"):
+        return f"<{role}>"
+    return "<user>"
 
 
 AnyMessage = Annotated[
     Annotated[UserMessage, Tag("<user>")]
     | Annotated[AssistantMessage, Tag("<assistant>")]
     | Annotated[ToolMessage, Tag("<tool>")],
-    Discriminator(kind_of_message, "unsupported", "tools and the role tool are done"),
+    Discriminator(kind_of_message, "unsupported", "use tools and the role tool"),
 ]
 Messages = Annotated[list[AnyMessage], Field(min_length=1, fail_fast=True)]
 
@@ -174,11 +178,9 @@ class Tools:
     @property
     def offered(self) -> list[dict] | None:
         """The functions in a template's format; None if nothing may be called."""
-        return (
-            [{"type": "function", "function": one} for one in self.functions]
-            if self.choice != "none"
-            else None
-        )
+        if self.choice == "none":
+            return None
+        return [{"type": "function", "function": one} for one in self.functions]
 
     @property
     def many(self) -> bool:
@@ -188,9 +190,8 @@ class Tools:
     @property
     def callable(self) -> list[dict]:
         """The functions that may be called."""
-        named = self.forced and self.choice != "required"
-        return (
-            [one for one in self.functions if self.choice == one["name"] or not named]
-            if self.offered
-            else []
-        )
+        if not self.offered:
+            return []
+        if not self.forced or self.choice == "required":
+            return list(self.functions)
+        return [one for one in self.functions if one["name"] == self.choice]

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from nanokv.apps.serve.api import grammar
-from nanokv.apps.serve.api.answer import AnswerText, NoThoughts
+from nanokv.apps.serve.api.answer import AnswerText, NoThoughts, Splitter
 from nanokv.apps.serve.api.calls import CLOSE, OPEN, NoCalls, ToolCalls
 from nanokv.apps.serve.api.errors import ApiError, named, refused
 from nanokv.apps.serve.api.logprobs import Echo
@@ -86,11 +86,11 @@ class Served:
     def room(self, prompt: int, param: str) -> int:
         """The most tokens that may follow a prompt. The last is never fed, so it needs no place."""
         if prompt > self.context:
-            what = "messages" if param == "messages" else "prompt"
+            what = param if param == "messages" else "prompt"
             raise ApiError(
                 400,
-                f"This model's maximum context length is {self.context} tokens. However, your {what} "
-                f"resulted in {prompt} tokens.",
+                f"This model's maximum context length is {self.context} tokens. "
+                f"However, your {what} resulted in {prompt} tokens.",
                 param,
                 "context_length_exceeded",
             )
@@ -123,34 +123,54 @@ def prepare(served: Served, asked: Asked, salt: str) -> Prepared:
     """Prepare a request of either kind. Answer i uses seed + i, so answer 0 is that of n = 1."""
     model = served.name(asked.model)
     sampling = vars(served.sampling) | asked.sampling
-    if (seed := chosen_seed(sampling["seed"])) is None:
+    seed = chosen_seed(sampling["seed"])
+    if seed is None:
         seed = sampling["seed"] = secrets.randbits(32)
     settings = sampling | {"seed": seed, "salt": salt, "top_logprobs": asked.logprobs or 0}
     prompts = [prompt(served, asked, number) for number in range(len(asked.sources))]
-    if asked.echo and asked.logprobs is not None and (total := sum(map(len, prompts))) > ECHOED:
+    if asked.echo and asked.logprobs is not None:
+        check_echoed(sum(map(len, prompts)))
+    jobs: list[Job] = []
+    for ids in prompts:
+        jobs += prompt_jobs(served, asked, ids, settings)
+    repeatable = sampling["seed"] if sampling["temperature"] else None
+    return Prepared(asked, model, jobs, repeatable)
+
+
+def check_echoed(total: int) -> None:
+    """Raise ApiError if log-probabilities are asked for more than ECHOED prompt tokens."""
+    if total > ECHOED:
         raise ApiError(
             400,
             f"the prompts have {total:,} tokens, at most {ECHOED:,} get log-probabilities",
             "logprobs",
         )
+
+
+def prompt_jobs(served: Served, asked: Asked, ids: list[int], settings: dict) -> list[Job]:
+    """The `n` answers to one prompt, which share its echo and its compiled grammar."""
+    echo = None
+    if asked.echo:
+        echo = Echo(served.tokenizer, ids, asked.logprobs)
+    rules = None
+    if asked.constrained:
+        rules = grammar_of(served, asked, ids)
     jobs = []
-    for ids in prompts:
-        echo = Echo(served.tokenizer, ids, asked.logprobs) if asked.echo else None
-        rules = grammar_of(served, asked, ids) if asked.constrained else None
-        for i in range(asked.n):
-            own = {
-                "seed": (settings["seed"] + i) % 2**64,
-                "constrain": rules and grammar.Constraint(rules),
-            }
-            jobs.append(job(served, asked, ids, settings | own, echo, i == 0))
-    return Prepared(asked, model, jobs, sampling["seed"] if sampling["temperature"] else None)
+    for i in range(asked.n):
+        own: dict[str, Any] = {"seed": (settings["seed"] + i) % 2**64, "constrain": None}
+        if rules is not None:
+            own["constrain"] = grammar.Constraint(rules)
+        jobs.append(job(served, asked, ids, settings | own, echo, i == 0))
+    return jobs
 
 
 def prompt(served: Served, asked: Asked, number: int) -> list[int]:
     """The ids of one prompt; ApiError if they leave no room for an answer."""
-    source, chat = asked.sources[number], asked.param == "messages"
     try:
-        ids = chat_ids(served, asked) if chat else text_ids(served, source, asked.special)
+        if asked.param == "messages":
+            ids = chat_ids(served, asked)
+        else:
+            ids = text_ids(served, asked.sources[number], asked.special)
         ids = prompt_ids(ids, served.engine.config.vocab_size)
     except NanoKVError as error:
         raise refused(error, asked.param) from error
@@ -163,9 +183,12 @@ def grammar_of(served: Served, asked: Asked, ids: list[int]) -> grammar.Compiled
 
     It is compiled without thoughts first, so that a bad schema fails before the model thinks.
     """
-    param = "tools" if asked.schema is None else "response_format"
+    param = "response_format"
+    if asked.schema is None:
+        param = "tools"
     grammar.needs_package(param)
-    words, tools = named(param, lambda: served.vocabulary), asked.tools
+    words = named(param, lambda: served.vocabulary)
+    tools = asked.tools
     thought = grammar.thoughts(served.tokenizer, ids, opens_thinking(served.tokenizer, ids))
     for start in dict.fromkeys(("none", thought)):
         source = grammar.source(asked.schema, tools.callable, tools.many, tools.forced, start)
@@ -177,13 +200,20 @@ def job(
     served: Served, asked: Asked, ids: list[int], settings: dict, echo: Echo | None, first: bool
 ) -> Job:
     """One answer to one prompt."""
-    chat, room = asked.param == "messages", served.room(len(ids), asked.param)
+    chat = asked.param == "messages"
+    room = served.room(len(ids), asked.param)
     wanted = asked.max_new_tokens
     if wanted is None:
-        wanted = served.max_new_tokens or (None if chat else TEXT_TOKENS)
-    eos = () if asked.ignore_eos else tuple(served.engine.model.generation_config.eos_token_ids)
+        wanted = served.max_new_tokens
+    if wanted is None and not chat:
+        wanted = TEXT_TOKENS
+    eos: tuple[int, ...] = ()
+    if not asked.ignore_eos:
+        eos = tuple(served.engine.model.generation_config.eos_token_ids)
     ends = (*eos, *served.stop_ids(asked.stop_token_ids))
-    splitter = ThinkSplitter(opens_thinking(served.tokenizer, ids)) if chat else NoThoughts()
+    splitter: Splitter = NoThoughts()
+    if chat:
+        splitter = ThinkSplitter(opens_thinking(served.tokenizer, ids))
     names = [one["name"] for one in asked.tools.callable]
     calls = ToolCalls(names, asked.tools.parallel) if names else NoCalls()
     stop = served.stop if asked.stop is None else asked.stop
@@ -202,7 +232,8 @@ def chat_ids(served: Served, asked: Asked) -> list[int]:
 
     A control token in a message would end that message and begin another one.
     """
-    (messages,), tools = asked.sources, asked.tools
+    (messages,) = asked.sources
+    tools = asked.tools
     if not served.allow_special:
         for text, place in texts(messages, "messages"):
             refuse_control(served.tokenizer, text, place)
@@ -216,7 +247,7 @@ def chat_ids(served: Served, asked: Asked) -> list[int]:
     try:
         rendered = template.render_all(messages, tools.offered, **variables)
     except LeftOut as error:
-        param = "tools" if error.what == "tools" else "messages"
+        param = error.what if error.what == "tools" else "messages"
         raise ApiError(400, str(error), param, "unsupported") from None
     if tools.offered:
         check_calls(template)
@@ -229,9 +260,11 @@ def chat_ids(served: Served, asked: Asked) -> list[int]:
 
 def chosen_template(served: Served, asked: Asked) -> ChatTemplate:
     """The model's template of this name; without a name, the one `Tokenizer.render` would use."""
-    known, name = served.tokenizer.chat_templates, asked.chat_template
+    known = served.tokenizer.chat_templates
+    name = asked.chat_template
     if name is not None and name not in known:
-        words = f"chat_template is {quote(name)}: this model has {', '.join(map(quote, known)) or 'none'}"
+        names = ", ".join(map(quote, known)) or "none"
+        words = f"chat_template is {quote(name)}: this model has {names}"
         raise ApiError(400, words, "chat_template")
     return served.tokenizer.template(name, asked.tools.offered)
 
@@ -239,13 +272,11 @@ def chosen_template(served: Served, asked: Asked) -> ChatTemplate:
 def check_calls(template: ChatTemplate) -> None:
     """Raise ApiError unless the template writes calls in the format that calls.py reads."""
     if OPEN not in template.source or "<function=" in template.source:
-        raise ApiError(
-            400,
-            f"this model does not write calls as JSON between {OPEN} and {CLOSE}, which is what this "
-            "server reads",
-            "tools",
-            "unsupported",
+        words = (
+            f"this model does not write calls as JSON between {OPEN} and {CLOSE}, "
+            "which is what this server reads"
         )
+        raise ApiError(400, words, "tools", "unsupported")
 
 
 def texts(value: Any, place: str) -> Iterator[tuple[str, str]]:
@@ -275,6 +306,6 @@ def refuse_control(tokenizer: Tokenizer, text: str, param: str) -> None:
 
 def text_ids(served: Served, prompt: Any, add_special_tokens: bool = True) -> list[int]:
     """The ids of a raw prompt, in which control tokens are allowed. Ids are returned unchanged."""
-    return (
-        served.tokenizer.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
-    )
+    if isinstance(prompt, str):
+        return served.tokenizer.encode(prompt, add_special_tokens)
+    return prompt

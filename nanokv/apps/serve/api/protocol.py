@@ -127,7 +127,9 @@ def text(fields: dict) -> Asked:
             raise ApiError(
                 400, f"{name} is 0: {RANGES['max_new_tokens'].words} was expected, or echo", name
             )
-    logprobs = None if request.logprobs is False else request.logprobs
+    logprobs = request.logprobs
+    if logprobs is False:
+        logprobs = None
     return Asked(
         request.prompt,
         "prompt",
@@ -140,7 +142,9 @@ def text(fields: dict) -> Asked:
 
 def common(request: Common) -> dict:
     """The fields that both endpoints share."""
-    stop = [request.stop] if isinstance(request.stop, str) else request.stop
+    stop = request.stop
+    if isinstance(stop, str):
+        stop = [stop]
     include = bool(request.include_stop_str_in_output)
     if include and not (stop or request.stop_token_ids):
         name = "include_stop_str_in_output"
@@ -178,7 +182,9 @@ def sampling(request: Common) -> dict:
 
 def penalty(request: Common) -> float:
     """`repeat_penalty` as a repetition_penalty over all tokens; ApiError for a shorter window."""
-    window = request.repeat_last_n if request.repeat_last_n is not None else request.penalty_last_n
+    window = request.repeat_last_n
+    if window is None:
+        window = request.penalty_last_n
     if request.repeat_penalty == 1 or window == 0:
         return 1.0
     if window != -1:
@@ -201,15 +207,16 @@ def most_tokens(request: Common) -> int | None:
 
     0 is valid with `echo`: the prompt is repeated and nothing follows.
     """
-    found = (
-        request.max_tokens
-        if request.max_completion_tokens is None
-        else request.max_completion_tokens
-    )
+    found = request.max_completion_tokens
+    if found is None:
+        found = request.max_tokens
     for name in ("max_new_tokens", "n_predict", "num_predict"):
-        if (value := getattr(request, name)) is not None:
-            wanted = int(RANGES["max_new_tokens"].high) if value == ENDLESS else value
-            found = int(same("max_tokens", found, name, wanted))
+        value = getattr(request, name)
+        if value is None:
+            continue
+        if value == ENDLESS:
+            value = int(RANGES["max_new_tokens"].high)
+        found = int(same("max_tokens", found, name, value))
     return found
 
 
@@ -272,8 +279,9 @@ def schema(request: ChatRequest) -> dict | None:
     wanted = request.response_format
     if wanted is None or wanted.type == "text":
         return None
-    found = wanted.json_schema.schema_ if isinstance(wanted, OfSchema) else wanted.schema_
-    return found if wanted.type == "json_schema" else {"type": "object"} | (found or {})
+    if isinstance(wanted, OfSchema):
+        return wanted.json_schema.schema_
+    return {"type": "object"} | (wanted.schema_ or {})
 
 
 def tools(request: ChatPrompt, fields: dict) -> Tools:
@@ -291,13 +299,15 @@ def tools(request: ChatPrompt, fields: dict) -> Tools:
 
 def chosen(choice: str | NamedTool | None, names: list[str]) -> tuple[str, bool]:
     """(`tool_choice` as a word or a function's name, whether a call is required)."""
-    if choice is None or choice in ("none", "auto"):
-        return choice or ("auto" if names else "none"), False
+    if isinstance(choice, NamedTool):
+        name = choice.function.name
+        if name not in names:
+            raise ApiError(
+                400, f"tool_choice names {say(name)}, which is not one of the tools", "tool_choice"
+            )
+        return name, True
+    if choice is None:
+        choice = "auto" if names else "none"
     if choice == "required" and not names:
         raise ApiError(400, "tool_choice is required, and there are no tools", "tool_choice")
-    name = choice.function.name if isinstance(choice, NamedTool) else choice
-    if isinstance(choice, NamedTool) and name not in names:
-        raise ApiError(
-            400, f"tool_choice names {say(name)}, which is not one of the tools", "tool_choice"
-        )
-    return name, True
+    return choice, choice == "required"

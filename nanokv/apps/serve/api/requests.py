@@ -20,17 +20,19 @@ from nanokv.apps.serve.api.fields import (
     Text,
     YesNo,
     expected,
+    invalid,
     not_done,
     say,
-    told,
 )
 from nanokv.apps.serve.api.known import CHAT_ONLY, HARMLESS, NOT_DONE, TEXT_ONLY, refused
 from nanokv.apps.serve.api.messages import Messages
 from weights_loader.strict import quote
 
-MOST_STOPS, LONGEST_STOP = 16, 1_000  # each token is compared with all of them
+MOST_STOPS = 16  # stop strings; each new token is compared with all of them
+LONGEST_STOP = 1_000  # characters
 MOST_STOP_IDS = 1_000
-MOST_ANSWERS, MOST_PROMPTS = 16, 256  # `n`; and prompts of a request, all with a place in the queue
+MOST_ANSWERS = 16  # `n`
+MOST_PROMPTS = 256  # per request; each answer takes a place in the queue
 # OpenAI's limits for `top_logprobs` of a chat and `logprobs` of a completion.
 MOST_LIKELY = {"messages": 20, "prompt": 5}
 MOST_TOOLS = 128
@@ -63,15 +65,16 @@ def variables(value: Any) -> dict:
     """Check `chat_template_kwargs`."""
     if not isinstance(value, dict):
         raise expected("an object")
-    if wrong := [name for name in value if name in RESERVED or not name.isidentifier()]:
-        raise told(f"chat_template_kwargs cannot set {quote(wrong[0])}")
+    for name in value:
+        if name in RESERVED or not name.isidentifier():
+            raise invalid(f"chat_template_kwargs cannot set {quote(name)}")
     return value
 
 
 def template_name(value: Any) -> str:
     """Check `chat_template`: the name of one of the model's templates. Source code is refused."""
     if isinstance(value, str) and re.search(r"\{[{%#]", value):
-        raise not_done("the name of one of the model's own templates is taken")
+        raise not_done("chat_template takes the name of one of the model's own templates")
     if not isinstance(value, str) or not value:
         raise expected("the name of one of the model's chat templates")
     return value
@@ -81,23 +84,30 @@ def each_prompt(prompt: Any) -> list:
     """Check `prompt`; returns a list of texts and lists of token ids."""
     if not isinstance(prompt, str | list):
         raise expected("a text or a list")
-    is_one = isinstance(prompt, str) or not prompt or type(prompt[0]) is int
-    found: list = [prompt] if is_one else prompt  # type: ignore[list-item, assignment]
+    found: list[Any]
+    if isinstance(prompt, str):
+        found = [prompt]
+    elif not prompt or type(prompt[0]) is int:  # one prompt as token ids
+        found = [prompt]
+    else:
+        found = prompt
     if not all(isinstance(one, str | list) for one in found):
         raise expected("a list of texts or lists of token ids")
     if len(found) > MOST_PROMPTS:
-        raise told(f"{len(found):,} prompts in one request, at most {MOST_PROMPTS} are answered")
+        raise invalid(f"{len(found):,} prompts in one request, at most {MOST_PROMPTS} are answered")
     for one in found:
-        whole_numbers(one if isinstance(one, list) else [], "prompt")
+        if isinstance(one, list):
+            whole_numbers(one, "prompt")
     if "" in found or [] in found:
-        raise told("the prompt is empty: the model needs at least one token to continue")
+        raise invalid("the prompt is empty: the model needs at least one token to continue")
     return found
 
 
 def whole_numbers(found: list, name: str) -> list[int]:
     """Check a list of token ids, which may hold nothing but integers."""
-    if wrong := [one for one in found if type(one) is not int]:
-        raise told(f"{name} holds {say(wrong[0])}: whole numbers were expected")
+    for one in found:
+        if type(one) is not int:
+            raise invalid(f"{name} holds {say(one)}: whole numbers were expected")
     return found
 
 
@@ -120,7 +130,7 @@ class StreamOptions(Fields):
 
 
 class Function(Fields):
-    """A function that the model may call. `parameters` is a JSON schema. Templates see any field."""
+    """A function that the model may call. Its `parameters` are a JSON schema."""
 
     name: Annotated[
         str,
@@ -135,7 +145,7 @@ class Function(Fields):
 class Tool(Fields):
     """A tool that the model may call: a function."""
 
-    type: Annotated[Literal["function"], NotDone("functions are called here")]
+    type: Annotated[Literal["function"], NotDone("only functions can be called")]
     function: Function
 
 
@@ -183,8 +193,10 @@ class OfSchema(Fields):
 
 def form(value: Any) -> str | None:
     """The discriminator's tag of a `response_format`."""
-    wanted = value.get("type") if isinstance(value, dict) else None
-    return {"text": "<text>", "json_object": "<object>", "json_schema": "<schema>"}.get(str(wanted))
+    if not isinstance(value, dict):
+        return None
+    tags = {"text": "<text>", "json_object": "<object>", "json_schema": "<schema>"}
+    return tags.get(str(value.get("type")))
 
 
 Format = Annotated[

@@ -79,7 +79,10 @@ SINGLE = (
 
 def plain(schema: dict) -> dict:
     """An equivalent schema without ineffective keywords. `$id` is one if nothing uses `$ref`."""
-    return cleaned(schema, frozenset() if '"$ref"' in json.dumps(schema) else frozenset(["$id"]))
+    unused: frozenset[str] = frozenset()
+    if '"$ref"' not in json.dumps(schema):
+        unused = frozenset(["$id"])
+    return cleaned(schema, unused)
 
 
 def cleaned(schema: Any, unused: frozenset[str]) -> Any:
@@ -104,18 +107,16 @@ def inner(name: str, value: Any, unused: frozenset[str]) -> Any:
         return {key: cleaned(one, unused) for key, one in value.items()}
     if name in LISTS and isinstance(value, list):
         return [cleaned(one, unused) for one in value]
-    return cleaned(value, unused) if name in SINGLE else value
+    if name in SINGLE:
+        return cleaned(value, unused)
+    return value
 
 
 def says_something(name: str, value: Any, schema: dict) -> bool:
     """Whether a keyword has an effect in this schema."""
     if any(json.dumps(value) == json.dumps(one) for one in NOTHING.get(name, ())):
         return False
-    if (
-        name in OF
-        and isinstance(wanted := schema.get("type"), str | list)
-        and OF[name] not in (wanted, *wanted)
-    ):
+    if name in OF and not may_be(OF[name], schema.get("type")):
         return False
     if name in NEEDS and not any(other in schema for other in NEEDS[name]):
         return False
@@ -123,12 +124,24 @@ def says_something(name: str, value: Any, schema: dict) -> bool:
         return isinstance(value, str) and value in FORMATS
     if name == "$schema":
         return isinstance(value, str) and value.partition("://")[2].rstrip("#") in DIALECTS
-    if (
-        name in ("contains", "minContains")
-        and schema.get("minContains") == 0
-        and "maxContains" not in schema
-    ):
+    if name in ("contains", "minContains") and contains_nothing(schema):
         return False
     if name == "unevaluatedProperties" and "additionalProperties" in schema:
-        return False  # none is left
-    return not (name in ("exclusiveMinimum", "exclusiveMaximum") and value is False)
+        return False  # additionalProperties evaluates all of them
+    if name in ("exclusiveMinimum", "exclusiveMaximum") and value is False:
+        return False
+    return True
+
+
+def may_be(kind: str, wanted: Any) -> bool:
+    """Whether a schema's `type` allows JSON of this kind; None allows all."""
+    if isinstance(wanted, str):
+        return wanted == kind
+    if isinstance(wanted, list):
+        return kind in wanted
+    return True
+
+
+def contains_nothing(schema: dict) -> bool:
+    """Whether `contains` is satisfied by any list: from 0 matches, without an upper limit."""
+    return schema.get("minContains") == 0 and "maxContains" not in schema
