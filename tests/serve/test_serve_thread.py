@@ -153,7 +153,7 @@ def test_who_asks_a_thread_that_dies_is_told(loaded):
         asked = asyncio.create_task(client.ask(Count))
         (ticket,) = client.admission.open()
         await asyncio.sleep(0)
-        client._hear([Stopped(None)])
+        client._receive([Stopped(None)])
         with pytest.raises(ApiError, match="its log says why"):
             await asked
         assert ticket.events.get_nowait() == ticket.end and ticket.end.error.status == 500

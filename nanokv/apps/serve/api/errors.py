@@ -54,7 +54,7 @@ class ApiError(Exception):
 
 
 class ClientGone(Exception):
-    """The client has disconnected, so there is no one to answer."""
+    """The client has disconnected, so no response is sent."""
 
 
 def refused(error: NanoKVError, param: str) -> ApiError:

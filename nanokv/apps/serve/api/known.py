@@ -20,7 +20,7 @@ class Off(NamedTuple):
 
 HARMLESS: dict[str, Any] = dict.fromkeys(
     (
-        # who sends the request, its priority, and what is stored of it
+        # the request's sender and priority, and how the server stores it
         "user",
         "metadata",
         "store",

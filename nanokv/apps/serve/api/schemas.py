@@ -2,8 +2,8 @@
 
 Two things are removed: keywords whose value allows everything, as in `uniqueItems: false` and
 `propertyNames: {"type": "string"}`, and formats that llguidance does not know, since JSON Schema
-treats a format as an annotation. Keywords that forbid something stay, so llguidance refuses those
-that it does not support.
+treats a format as an annotation. Keywords that forbid something stay, so llguidance refuses the
+unsupported ones.
 """
 
 import json

@@ -34,7 +34,9 @@ class Application:
     """The state that the endpoints share."""
 
     def __init__(self, served: Served, client: EngineClient, limits: Limits):
-        self.served, self.client, self.limits = served, client, limits
+        self.served = served
+        self.client = client
+        self.limits = limits
         self.admission = client.admission
         self.watched = Live(client, served)
         self.threads = ThreadPoolExecutor(2, "nanokv-prompt")  # templates and tokenizers
@@ -68,8 +70,9 @@ class Application:
 
     async def health(self, request: Request) -> Response:
         """Whether the server accepts requests."""
-        well = self.admission.closed is None
-        return JSONResponse({"status": "ok" if well else "unavailable"}, 200 if well else 503)
+        if self.admission.closed is not None:
+            return JSONResponse({"status": "unavailable"}, 503)
+        return JSONResponse({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
         """The metrics in Prometheus' format."""
@@ -145,7 +148,8 @@ class Application:
     @contextlib.asynccontextmanager
     async def _body(self, request: Request) -> AsyncIterator[bytes]:
         """The whole body, within limits of bytes and seconds; counted by admission until used."""
-        body, whole = bytearray(), b""
+        body = bytearray()
+        whole = b""
         try:
             await self._arrive(request, body)
             whole = bytes(body)
@@ -198,11 +202,9 @@ class Application:
         try:
             for ticket, job in zip(tickets, prepared.jobs, strict=True):
                 self.client.submit(ticket, job, asked.param)
-            likely = (
-                logprobs.none
-                if asked.logprobs is None
-                else shown(self.served.tokenizer, asked.logprobs)
-            )
+            likely = logprobs.none
+            if asked.logprobs is not None:
+                likely = shown(self.served.tokenizer, asked.logprobs)
             form = form_type(prepared.model, asked.include_usage, likely)
             answer = Answer(self.client, tickets, prepared, form, self.limits)
             if asked.stream:
@@ -237,7 +239,7 @@ def make_app(
 ) -> Guard:
     """The ASGI application."""
 
-    async def told(request: Request, error: Any) -> Response:
+    async def refused(request: Request, error: Any) -> Response:
         if error.code == "queue_full":
             client.metrics.count("rejected")
         return respond(error)
@@ -254,7 +256,7 @@ def make_app(
 
     routes = Application(served, client, limits or Limits()).routes()
     handlers: dict[Any, Callable] = {
-        ApiError: told,
+        ApiError: refused,
         HTTPException: unknown,
         ClientGone: gone,
         Exception: failed,

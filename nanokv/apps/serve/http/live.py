@@ -30,7 +30,8 @@ WATCHERS = 32
 TICK_S = 0.2  # between two snapshots
 CHECK_S = 0.5  # longest wait for news before checking that the engine is alive
 HEADERS = [*EVENT_STREAM, (b"x-content-type-options", b"nosniff")]
-TAB, TABS = "X-Nanokv-Tab", "[A-Za-z0-9_-]{0,64}"
+TAB = "X-Nanokv-Tab"
+TABS = "[A-Za-z0-9_-]{0,64}"
 
 
 def tab_of(request: Request) -> str:
@@ -47,7 +48,8 @@ class Live:
     """The newest snapshot, shared by all watchers."""
 
     def __init__(self, client: EngineClient, served: Served):
-        self.client, self.watchers = client, 0
+        self.client = client
+        self.watchers = 0
         self.facts = {"model": served.names[0], "context": served.context, "version": __version__}
         self.taken: dict | None = None
         self.news = asyncio.Event()
@@ -85,7 +87,8 @@ class Live:
 
     def wake(self) -> None:
         """Wake every watcher, to look at the newest state."""
-        news, self.news = self.news, asyncio.Event()
+        news = self.news
+        self.news = asyncio.Event()
         news.set()
 
     async def _take(self) -> None:
@@ -107,7 +110,10 @@ class Watching(Response):
     """The stream of one watcher."""
 
     def __init__(self, live: Live, salt: str, tab: str, limits: Limits):
-        self.live, self.salt, self.tab, self.limits = live, salt, tab, limits
+        self.live = live
+        self.salt = salt
+        self.tab = tab
+        self.limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Stream until the client leaves or the server ends; server.py drops clients that stall."""
@@ -134,10 +140,14 @@ class Watching(Response):
         try:
             while True:
                 self.live.check()
-                news, taken = self.live.news, self.live.taken
-                now = view(taken, self.salt, self.tab) if taken else None
+                news = self.live.news
+                taken = self.live.taken
+                now = None
+                if taken:
+                    now = view(taken, self.salt, self.tab)
                 if now is not None and now != shown:
-                    shown, said = now, monotonic()
+                    shown = now
+                    said = monotonic()
                     yield data(self.live.facts | now)
                 elif monotonic() - said > self.limits.keepalive_s:
                     said = monotonic()

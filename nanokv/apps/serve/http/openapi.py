@@ -21,7 +21,7 @@ class Operation(NamedTuple):
 
     verb: str
     asked: tuple[type[BaseModel], ...]  # the body is any of these; (): there is no body
-    told: tuple[type[BaseModel], ...]
+    answers: tuple[type[BaseModel], ...]
     more: dict = {}  # further fields of the operation in the document
 
 
@@ -47,14 +47,14 @@ OPERATIONS = {
 }
 STREAMS = ("/v1/chat/completions", "/v1/completions")
 OTHERS = {  # paths without models → (further fields, media type, its schema, description)
-    "/": (FREE, "text/html", TEXT, "a chat beside the cache"),
+    "/": (FREE, "text/html", TEXT, "a chat beside a picture of the cache"),
     "/live": (
         TABBED,
         "text/event-stream",
         TEXT,
-        "the engine, whenever it has changed; without end",
+        "a snapshot of the engine on every change; an endless stream",
     ),
-    "/metrics": ({}, "text/plain", TEXT, "for Prometheus"),
+    "/metrics": ({}, "text/plain", TEXT, "metrics in Prometheus' format"),
     "/openapi.json": ({}, "application/json", {"type": "object"}, "this document"),
 }
 
@@ -72,9 +72,8 @@ class Plain(GenerateJsonSchema):
 @functools.cache
 def document() -> dict:
     """The whole document as a JSON object."""
-    models = {model for one in OPERATIONS.values() for model in (*one.asked, *one.told)} | {
-        replies.Error
-    }
+    models = {model for one in OPERATIONS.values() for model in (*one.asked, *one.answers)}
+    models.add(replies.Error)
     ordered = sorted(models, key=lambda model: model.__name__)
     inputs: list[tuple[type[BaseModel], Literal["validation"]]] = [
         (one, "validation") for one in ordered
@@ -97,7 +96,7 @@ def document() -> dict:
         "components": {
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
             "responses": {
-                "Error": content("what was wrong", {"application/json": any_of((replies.Error,))})
+                "Error": content("an error", {"application/json": any_of((replies.Error,))})
             },
             "schemas": found["$defs"],
         },
@@ -106,7 +105,7 @@ def document() -> dict:
 
 def operation(path: str, one: Operation, refusals: dict) -> dict:
     """One operation in the document's format."""
-    forms: dict = {"application/json": any_of(one.told)}
+    forms: dict = {"application/json": any_of(one.answers)}
     if path in STREAMS:
         forms["text/event-stream"] = None
     found = one.more | {"responses": {"200": content("the answer", forms)} | refusals}
@@ -119,7 +118,9 @@ def operation(path: str, one: Operation, refusals: dict) -> dict:
 def any_of(models: tuple[type[BaseModel], ...]) -> dict:
     """The schema of any one of these components."""
     refs = [{"$ref": f"#/components/schemas/{model.__name__}"} for model in models]
-    return refs[0] if len(refs) == 1 else {"anyOf": refs}
+    if len(refs) == 1:
+        return refs[0]
+    return {"anyOf": refs}
 
 
 def content(text: str, forms: dict[str, dict | None]) -> dict:

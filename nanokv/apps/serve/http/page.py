@@ -11,7 +11,8 @@ from importlib.resources import files
 from nanokv.lab.trace.page import digest, joined, put_into
 
 ASSETS = files("nanokv.apps.serve.http") / "assets"
-STYLES, SHARED_STYLES = ("live.css",), ("base.css",)
+STYLES = ("live.css",)
+SHARED_STYLES = ("base.css",)
 SHARED_SCRIPTS = ("text.js", "figure.js")
 SCRIPTS = ("wire.js", "pool.js", "cache.js", "chat.js", "start.js")
 
@@ -42,13 +43,20 @@ def headers() -> dict[str, str]:
 
     Trusted types make the browser refuse strings as HTML, so no text of a model becomes HTML.
     """
-    policy = (
-        f"default-src 'none'; script-src 'sha256-{digest(script())}'; style-src 'sha256-{digest(style())}'; "
-        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-        "require-trusted-types-for 'script'; trusted-types 'none'"
+    rules = (
+        "default-src 'none'",
+        f"script-src 'sha256-{digest(script())}'",
+        f"style-src 'sha256-{digest(style())}'",
+        "connect-src 'self'",
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
     )
     return {
-        "content-security-policy": policy,
+        "content-security-policy": "; ".join(rules),
         "referrer-policy": "no-referrer",
         "x-content-type-options": "nosniff",
         "x-frame-options": "DENY",

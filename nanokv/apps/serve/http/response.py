@@ -59,7 +59,7 @@ class Watch:
     def __enter__(self) -> "Watch":
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.timer.cancel()
         self.task.cancel()
 
@@ -75,8 +75,11 @@ class Answer(Response):
         form: ChatForm,
         limits: Limits,
     ):
-        self.client, self.tickets = client, tickets
-        self.prepared, self.form, self.limits = prepared, form, limits
+        self.client = client
+        self.tickets = tickets
+        self.prepared = prepared
+        self.form = form
+        self.limits = limits
         self.index = {ticket.number: ticket.index for ticket in tickets}
         self.failure = ""  # for the log: the error that ended the stream
 
@@ -96,7 +99,9 @@ class Answer(Response):
         note.append(self.note())
         ends.sort(key=lambda ended: self.index[ended.ticket])
         answers = zip(pieces, map(self.closing, ends), strict=True)
-        facts = self.facts(ends[0]) if len(ends) == 1 else {"seed": self.prepared.seed}
+        facts: dict = {"seed": self.prepared.seed}
+        if len(ends) == 1:
+            facts = self.facts(ends[0])
         return JSONResponse(self.form.whole(answers, self.usage(), **facts))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -140,8 +145,9 @@ class Answer(Response):
             case Pieces(ticket, pieces):
                 return self.form.chunk(self.index[ticket], pieces)
             case Ended(ticket):
-                closing, facts = self.closing(message), self.facts(message)
-                return self.form.closing(self.index[ticket], closing, **facts)
+                return self.form.closing(
+                    self.index[ticket], self.closing(message), **self.facts(message)
+                )
         return b": keepalive\n\n"
 
     # --- when it is complete ----------------------------------------------------------------------
@@ -150,19 +156,22 @@ class Answer(Response):
         """Token counts. A prompt counts once for all its answers; some may not have begun."""
         jobs = zip(self.tickets, self.prepared.jobs, strict=True)
         firsts = [ticket.usage for ticket, job in jobs if job.first]
-        prompt, reused = sum(one.prompt for one in firsts), sum(one.reused for one in firsts)
-        return completion.usage(prompt, sum(ticket.usage.new for ticket in self.tickets), reused)
+        prompt = sum(one.prompt for one in firsts)
+        reused = sum(one.reused for one in firsts)
+        new = sum(ticket.usage.new for ticket in self.tickets)
+        return completion.usage(prompt, new, reused)
 
     def closing(self, ended: Ended) -> dict:
         """The finish_reason, and the stop string or token that ended the answer."""
-        wanted, new = (
-            self.prepared.jobs[self.index[ended.ticket]].wanted,
-            ended.metrics["new_tokens"],
-        )
-        cut = ended.reason == "length" and (wanted is None or new < wanted)
-        found = completion.end("context" if cut else ended.reason, ended.stop)
-        called = ended.calls and found["finish_reason"] == "stop"
-        return found | ({"finish_reason": "tool_calls"} if called else {})
+        wanted = self.prepared.jobs[self.index[ended.ticket]].wanted
+        new = ended.metrics["new_tokens"]
+        reason = ended.reason
+        if reason == "length" and (wanted is None or new < wanted):
+            reason = "context"  # the context ended before the tokens that were asked for
+        found = completion.end(reason, ended.stop)
+        if ended.calls and found["finish_reason"] == "stop":
+            found = found | {"finish_reason": "tool_calls"}
+        return found
 
     def facts(self, ended: Ended) -> dict:
         """Fields beyond OpenAI's: timings of one answer, and the seed that repeats all answers."""

@@ -48,9 +48,9 @@ class Keys:
         given = _digest(key.strip().encode("latin-1"))
         found = [salt for digest, salt in self.salts if hmac.compare_digest(digest, given)]
         if not found or scheme.lower() != "bearer":
-            message = (
-                "a wrong API key" if authorization else "no API key: send Authorization: Bearer KEY"
-            )
+            message = "no API key: send Authorization: Bearer KEY"
+            if authorization:
+                message = "a wrong API key"
             raise ApiError(
                 401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"}
             )
@@ -93,10 +93,12 @@ def host_name(host: str) -> str:
     """A Host header without port and brackets, in lower case; "" if it is malformed."""
     try:
         parts = urlsplit(f"//{host}")
-        plain = parts.port is None or parts.port >= 0
+        _ = parts.port  # raises ValueError for a malformed port
     except ValueError:
         return ""
-    return (parts.hostname or "") if plain and parts.netloc == host and "@" not in host else ""
+    if parts.netloc != host or "@" in host:
+        return ""
+    return parts.hostname or ""
 
 
 def is_address(host: str) -> bool:
@@ -120,15 +122,19 @@ class Guard:
     """
 
     def __init__(self, app: ASGIApp, hosts: Hosts, keys: Keys):
-        self.app, self.hosts, self.keys = app, hosts, keys
+        self.app = app
+        self.hosts = hosts
+        self.keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = re.sub("/+", "/", scope["path"])
         scope = dict(scope) | {"path": path.rstrip("/") or "/", "note": [], "salt": ""}
-        began, status = perf_counter(), [0]
+        began = perf_counter()
+        status = 0
 
         async def watched(message: Message) -> None:
-            status[0] = message.get("status", status[0])
+            nonlocal status
+            status = message.get("status", status)
             await send(message)
 
         try:
@@ -143,7 +149,7 @@ class Guard:
             await respond(error)(scope, receive, watched)
         except Exception as error:
             logger.error("a request failed: %s", where(error))
-            if not status[0]:
+            if not status:
                 await respond(internal())(scope, receive, watched)
         note = " · ".join(["", *scope["note"]])
         seconds = perf_counter() - began
@@ -151,7 +157,7 @@ class Guard:
             "%s %s %d%s · %.3f s",
             scope["method"],
             quote(scope["path"])[1:-1],
-            status[0],
+            status,
             note,
             seconds,
         )
@@ -172,7 +178,8 @@ def check_framing(headers: Headers) -> None:
     if "content-length" in headers and "transfer-encoding" in headers:
         raise ApiError(
             400,
-            "Content-Length and Transfer-Encoding were both given: one of them says where a body ends",
+            "Content-Length and Transfer-Encoding were both given: "
+            "one of them says where a body ends",
             code="invalid_http",
             headers={"connection": "close"},
         )

@@ -143,13 +143,11 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=int(grace) + 10,  # in case _farewell fails
             )
         )
-        self.client, self.stop, self.hurry, self.grace, self.ready = (
-            client,
-            stop,
-            hurry,
-            grace,
-            ready,
-        )
+        self.client = client
+        self.stop = stop
+        self.hurry = hurry
+        self.grace = grace
+        self.ready = ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self.client.start()
@@ -199,11 +197,9 @@ def listen(host: str, port: int) -> socket.socket:
         found.bind(address)
         found.listen()  # clients wait while the model loads; a second server fails to bind
     except OSError as error:
-        hint = (
-            "--port 0 takes a free one"
-            if not isinstance(error, socket.gaierror)
-            else "--host 127.0.0.1"
-        )
+        hint = "--port 0 takes a free one"
+        if isinstance(error, socket.gaierror):
+            hint = "--host 127.0.0.1"
         raise NanoKVError(f"cannot listen at {host} port {port}: {error.strerror}", hint) from error
     return found
 
@@ -212,4 +208,6 @@ def url(bound: socket.socket) -> str:
     """The server's address for a browser, as in http://127.0.0.1:8000."""
     host, port = bound.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    if ":" in host:
+        return f"http://[{host}]:{port}"
+    return f"http://{host}:{port}"

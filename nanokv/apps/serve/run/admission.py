@@ -47,10 +47,12 @@ class Admission:
             raise ApiError(400, words, "n", hint="nanokv serve --queue N makes more")
         if len(self.tickets) - len(held) + number > self.places:
             seconds = min(LONGEST_RETRY, max(1, math.ceil(self._mean)))
-            words = f"{self.places:,} requests run or wait, which is the limit"
-            words += f"; try again in {seconds} s"
+            words = (
+                f"{self.places:,} requests run or wait, which is the limit; "
+                f"try again in {seconds} s"
+            )
             raise ApiError(429, words, code="queue_full", headers={"retry-after": str(seconds)})
-        events = held[0].events if held else asyncio.Queue()
+        events: asyncio.Queue = held[0].events if held else asyncio.Queue()
         more = [Ticket(next(self._numbers), i, tab, events) for i in range(len(held), number)]
         self.tickets |= {ticket.number: ticket for ticket in more}
         return [*held, *more]
@@ -58,8 +60,8 @@ class Admission:
     def leave(self, ticket: Ticket) -> None:
         """Free the place of an answer."""
         del self.tickets[ticket.number]
-        seconds = ticket.end.metrics["total_s"] if isinstance(ticket.end, Ended) else None
-        self._mean += 0.1 * (seconds - self._mean) if seconds is not None else 0.0
+        if isinstance(ticket.end, Ended) and ticket.end.metrics["total_s"] is not None:
+            self._mean += 0.1 * (ticket.end.metrics["total_s"] - self._mean)
 
     @contextlib.contextmanager
     def thread(self, most: int) -> Iterator[None]:
@@ -94,8 +96,8 @@ class Admission:
         for wait in self._waits:
             if not wait.expired():
                 wait.reschedule(0)
-        for tell in self.at_end:
-            tell()
+        for call in self.at_end:
+            call()
 
     @contextlib.asynccontextmanager
     async def wait(self, seconds: float) -> AsyncIterator[None]:

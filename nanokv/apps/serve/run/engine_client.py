@@ -48,7 +48,7 @@ class EngineClient:
 
     def start(self) -> None:
         """Start the thread, once, from a running event loop."""
-        self.thread.start(asyncio.get_running_loop(), self._hear)
+        self.thread.start(asyncio.get_running_loop(), self._receive)
 
     # --- answers ----------------------------------------------------------------------------------
 
@@ -69,8 +69,7 @@ class EngineClient:
         for ticket in tickets:
             if ticket.number in self.admission.tickets:
                 self._cancel(ticket)
-                ended = ticket.end.reason if ticket.end else "cancelled"
-                self.metrics.count(ended if ticket.submitted else "refused")
+                self.metrics.count(outcome(ticket))
                 self.admission.leave(ticket)
 
     def _cancel(self, ticket: Ticket) -> None:
@@ -92,7 +91,7 @@ class EngineClient:
 
     # --- messages from the engine's thread --------------------------------------------------------
 
-    def _hear(self, messages: Sequence[FromEngine]) -> None:
+    def _receive(self, messages: Sequence[FromEngine]) -> None:
         for message in messages:
             match message:
                 case Taken(question, found):
@@ -143,3 +142,12 @@ class EngineClient:
         late = "the server was shut down before the answer was complete"
         self.fail(self.admission.tickets.values(), ApiError(503, late, code="shutting_down"))
         self.thread.put(End())
+
+
+def outcome(ticket: Ticket) -> str:
+    """How an answer ended, for /metrics."""
+    if not ticket.submitted:
+        return "refused"
+    if ticket.end is None:
+        return "cancelled"
+    return ticket.end.reason

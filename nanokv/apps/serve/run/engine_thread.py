@@ -57,15 +57,19 @@ class Running:
 
     def pieces(self) -> Pieces:
         """The pieces since the last call."""
-        fresh, self.fresh, request = tuple(self.fresh), [], self.request
+        fresh = tuple(self.fresh)
+        self.fresh = []
+        request = self.request
         usage = Usage(len(request.prompt), request.reused_tokens, len(request.tokens))
         return Pieces(self.submit.ticket, fresh, usage)
 
     def end(self) -> Ended | Failed:
         """How the answer ended."""
-        ticket, text, request = self.submit.ticket, self.submit.job.text, self.request
+        ticket = self.submit.ticket
+        request = self.request
         if request.error is not None:
-            return Failed(ticket, told(request.error), "error")
+            return Failed(ticket, client_error(request.error), "error")
+        text = self.submit.job.text
         reason = request.finish_reason or ""
         return Ended(ticket, reason, text.stop_reason, text.calls.count, request.metrics())
 
@@ -74,7 +78,9 @@ class EngineThread:
     """`start`, `put` and `join` are for the event loop; all else runs in the thread."""
 
     def __init__(self, engine: Engine, prefills: Here, metrics: Metrics):
-        self.engine, self.prefills, self.metrics = engine, prefills, metrics
+        self.engine = engine
+        self.prefills = prefills
+        self.metrics = metrics
         self.running: dict[int, Running] = {}  # ticket → answer
         self.echoing: list[Submit] = []  # their prompts' log-probabilities are computed first
         self.departed: deque[Departed] = deque(maxlen=REMEMBERED)
@@ -82,10 +88,11 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="nanokv-engine", daemon=True)
 
     def start(
-        self, loop: asyncio.AbstractEventLoop, hear: Callable[[Sequence[FromEngine]], None]
+        self, loop: asyncio.AbstractEventLoop, receive: Callable[[Sequence[FromEngine]], None]
     ) -> None:
-        """Start the thread. It calls `hear(messages)` in the event loop."""
-        self._loop, self._hear = loop, hear
+        """Start the thread. It calls `receive(messages)` in the event loop."""
+        self._loop = loop
+        self._receive = receive
         self.prefills.start(self.put)
         self._thread.start()
 
@@ -114,7 +121,7 @@ class EngineThread:
             logger.error("the engine's thread has ended: %s", where(error))
             raise
         finally:
-            self._tell(Stopped(lost))
+            self._post(Stopped(lost))
 
     def _take(self) -> bool:
         """Handle the queued messages; wait for one if there is nothing to do. False after End."""
@@ -147,11 +154,11 @@ class EngineThread:
             if answer.request.finish_reason is not None:
                 messages.append(answer.end())
                 self._leave(ticket)
-        self._tell(*messages)
+        self._post(*messages)
 
-    def _tell(self, *messages: FromEngine) -> None:
+    def _post(self, *messages: FromEngine) -> None:
         try:
-            self._loop.call_soon_threadsafe(self._hear, messages)
+            self._loop.call_soon_threadsafe(self._receive, messages)
         except RuntimeError:  # the event loop is closed
             logger.debug("the event loop has ended")
 
@@ -168,7 +175,7 @@ class EngineThread:
             case Arrived():
                 self.prefills.take(message)
             case Snapshot() | Count():
-                self._tell(Taken(message.question, self._found(message)))
+                self._post(Taken(message.question, self._found(message)))
 
     def _begin(self, submit: Submit) -> None:
         """Start an answer: prefill it, or only echo its prompt."""
@@ -184,9 +191,11 @@ class EngineThread:
 
     def _enter(self, submit: Submit, prefilled: Prefilled | None) -> None:
         """Give an answer to the engine, with keys and values if another process prefilled it."""
-        job, answer = submit.job, Running(submit)
+        job = submit.job
+        answer = Running(submit)
         try:
-            answer.fresh += [] if job.echo is None else [job.echo.piece()]
+            if job.echo is not None:
+                answer.fresh.append(job.echo.piece())
             if job.wanted == 0:
                 answer.request = nothing(job)
             else:
@@ -196,11 +205,12 @@ class EngineThread:
                 )
             self.running[submit.ticket] = answer
         except Exception as error:
-            self._tell(Failed(submit.ticket, told(error, submit.param)))
+            self._post(Failed(submit.ticket, client_error(error, submit.param)))
 
     def _put(self, answer: Running, request: Request, step: Step) -> None:
         """The engine's callback for each token."""
-        now, text = perf_counter(), answer.submit.job.text
+        now = perf_counter()
+        text = answer.submit.job.text
         self.metrics.token(now - (answer.seen or answer.submit.opened), first=not answer.seen)
         answer.seen = now
         answer.fresh += text.put(step, last=request.finish_reason is not None)
@@ -217,7 +227,7 @@ class EngineThread:
             complete = self.engine.aside(submit.job.echo.advance)
         except Exception as error:
             self.echoing.remove(submit)
-            self._tell(Failed(submit.ticket, told(error, "echo")))
+            self._post(Failed(submit.ticket, client_error(error, "echo")))
         else:
             if complete:
                 self.echoing.remove(submit)
@@ -232,7 +242,8 @@ class EngineThread:
     def _leave(self, ticket: int) -> None:
         """Remove an answer from the engine; for a page, remember what its request left there."""
         answer = self.running.pop(ticket)
-        request, held = answer.request, answer.request.fed
+        request = answer.request
+        held = request.fed  # before `cancel` frees the request's pages
         self.engine.cancel(request)
         if answer.submit.tab:
             self.departed.append(departed(self.engine, request, answer.submit.tab, held))
@@ -247,7 +258,7 @@ class EngineThread:
             return error
 
 
-def told(error: Exception, param: str = "") -> ApiError:
+def client_error(error: Exception, param: str = "") -> ApiError:
     """The error for the client. A bug is logged; the client learns only that there was one.
 
     `param`: the request field to blame for an error of the engine.
@@ -265,9 +276,17 @@ def told(error: Exception, param: str = "") -> ApiError:
 
 def nothing(job: Job) -> Request:
     """A complete request without tokens, for an answer that only repeats its prompt."""
-    params, reason, now = SamplingParams(), "length", perf_counter()
+    now = perf_counter()
     request = Request(
-        -1, job.ids, params, 0, 0, (), arrived=now, state=FINISHED, finish_reason=reason
+        number=-1,
+        prompt=job.ids,
+        params=SamplingParams(),
+        max_new_tokens=0,
+        room=0,
+        eos_token_ids=(),
+        arrived=now,
+        state=FINISHED,
+        finish_reason="length",
     )
     request.admitted = request.finished = now
     return request

@@ -14,27 +14,28 @@ GAUGES = {
     "requests_running": "Requests that hold pages",
     "requests_waiting": "Requests that wait for pages",
     "pages": "Pages of the pool",
-    "pages_free": "Pages that hold nothing, or a prefix that nobody uses now",
-    "prefill_worker_up": "1 while a process of its own prefills",
-    "prefills_waiting": "Requests whose prompts wait for it, or are computed there",
+    "pages_free": "Pages that are empty or hold an unused prefix",
+    "prefill_worker_up": "1 while a separate process prefills",
+    "prefills_waiting": "Requests whose prompts wait for that process or are computed by it",
     "prefill_worker_pages": "Pages of its pool",
-    "prefill_worker_pages_free": "Those free when it was last idle",
+    "prefill_worker_pages_free": "Pages of its pool that were free when it was last idle",
 }
 COUNTERS = {
     "prefill_tokens": "Prompt tokens computed",
     "prefix_hit_tokens": "Prompt tokens found in the prefix cache",
     "generated_tokens": "Tokens generated",
-    "preemptions": "Requests that gave their pages back and waited again",
-    "handover_prompts": "Prompts that the prefill process has handed over",
+    "preemptions": "Requests that lost their pages and had to wait again",
+    "handover_prompts": "Prompts that the prefill process has computed and sent",
     "handover_bytes": "Bytes of their keys, values and logits",
-    "handover_seconds": "Seconds that they took to arrive",
-    "handover_lost": "Prompts that were prefilled here because that process had ended",
+    "handover_seconds": "Seconds that these took to arrive",
+    "handover_lost": "Prompts that the engine prefilled because that process had ended",
 }
 
 
 def engine_counts(engine: Engine) -> dict[str, float]:
     """Counts of the engine, in its thread, because the pool recounts its pages."""
-    counts, scheduler = engine.metrics, engine.scheduler
+    counts = engine.metrics
+    scheduler = engine.scheduler
     return {
         "requests_running": len(scheduler.running),
         "requests_waiting": len(scheduler.waiting),
@@ -70,7 +71,10 @@ class Metrics:
 
     def token(self, seconds: float, first: bool) -> None:
         """Count one token, `seconds` after the token before it, or after the request's arrival."""
-        (self._first if first else self._between).observe(seconds)
+        if first:
+            self._first.observe(seconds)
+        else:
+            self._between.observe(seconds)
         self._generated += 1
 
     def count(self, reason: str) -> None:
@@ -79,12 +83,10 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """The engine's counts; prometheus_client calls this for each scrape."""
-        families = [(GAUGES, GaugeMetricFamily), (COUNTERS, CounterMetricFamily)]
-        for name, text, family in (
-            (*item, family) for table, family in families for item in table.items()
-        ):
-            if name in self._state:
-                yield family(f"nanokv_{name}", text, value=self._state[name])
+        for table, family in ((GAUGES, GaugeMetricFamily), (COUNTERS, CounterMetricFamily)):
+            for name, text in table.items():
+                if name in self._state:
+                    yield family(f"nanokv_{name}", text, value=self._state[name])
 
     def text(self, state: dict[str, float]) -> bytes:
         """All metrics in Prometheus' format. `state`: the engine's counts by name."""

@@ -48,7 +48,8 @@ class Here:
 
     def ready(self) -> Ready:
         """The answers that can enter the engine now, with their results. Requests more prompts."""
-        ready, self._ready = self._ready, []
+        ready = self._ready
+        self._ready = []
         return ready
 
     def counts(self) -> dict[str, float]:
@@ -67,12 +68,13 @@ class Elsewhere(Here):
 
     def __init__(self, engine: Engine, load: Load, sizes: dict, weights: str):
         super().__init__()
-        self.engine, self.weights = engine, weights
+        self.engine = engine
+        self.weights = weights
         self.process = PrefillProcess(load, sizes, self._news)
         # (salt, ids) → answers to that prompt.
         self.waiting: OrderedDict[Any, list[Submit]] = OrderedDict()
         self.asked: dict[int, tuple[Any, list[Submit]]] = {}  # number → (key in `waiting`, answers)
-        names = "prompts", "bytes", "seconds", "lost"
+        names = ("prompts", "bytes", "seconds", "lost")
         self.state = {f"handover_{name}": 0.0 for name in names}
         self._put: Callable[[Arrived], None] | None = None
         self._number = 0
@@ -96,10 +98,14 @@ class Elsewhere(Here):
 
     def begin(self, submit: Submit) -> None:
         if not self.process.alive:
-            return super().begin(submit)
+            super().begin(submit)
+            return
         key = submit.job.settings["salt"], tuple(submit.job.ids)
-        same = [submits for other, submits in self.asked.values() if other == key]
-        (same[0] if same else self.waiting.setdefault(key, [])).append(submit)
+        for other, submits in self.asked.values():
+            if other == key:
+                submits.append(submit)
+                return
+        self.waiting.setdefault(key, []).append(submit)
 
     def forget(self, ticket: int) -> None:
         for key, submits in list(self.waiting.items()):
@@ -116,7 +122,7 @@ class Elsewhere(Here):
         while self.waiting and self.under_way() < AHEAD:
             (salt, ids), submits = self.waiting.popitem(last=False)
             self._number += 1
-            self.asked[self._number] = (salt, ids), submits
+            self.asked[self._number] = ((salt, ids), submits)
             held = len(self.engine.pool.find(ids[:-1], salt)) * self.engine.pool.page_size
             self.process.ask(self._number, ids, salt, held)
         return super().ready()
@@ -140,7 +146,8 @@ class Elsewhere(Here):
     def take(self, message: Arrived) -> None:
         meta = message.meta
         if "lost" in meta:
-            return self._lose(meta["lost"])
+            self._lose(meta["lost"])
+            return
         if "idle" in meta:
             self.state |= {
                 "prefill_worker_pages": meta["idle"]["pages"],
@@ -148,14 +155,15 @@ class Elsewhere(Here):
             }
             return
         try:
-            number = meta["done"] if "done" in meta else meta["failed"]
-            (_, ids), submits = self.asked.get(number, (("", ()), []))
             done = "done" in meta
-            found = [self._believed(message, ids, one) if done else None for one in submits]
-        except (KeyError, TypeError, NanoKVError) as error:  # a client is not told of it
-            return self._lose(
-                f"it has sent what nobody has asked for: {type(error).__name__}: {error}"
-            )
+            number = meta["done"] if done else meta["failed"]
+            (_, ids), submits = self.asked.get(number, (("", ()), []))
+            found: list[Prefilled | None] = [None] * len(submits)
+            if done:
+                found = [self._checked(message, ids, submit) for submit in submits]
+        except (KeyError, TypeError, NanoKVError) as error:  # not reported to a client
+            self._lose(f"it has sent an unexpected message: {type(error).__name__}: {error}")
+            return
         self.asked.pop(number, None)
         if done and submits:
             self.state["handover_prompts"] += 1
@@ -165,12 +173,12 @@ class Elsewhere(Here):
 
     def _news(self, meta: dict, tensors: dict[str, Tensor], size: int, seconds: float) -> None:
         """Receive a message, in the thread that reads from the process."""
-        if not all(map(finite, tensors.values())):  # in the pages others would find it
+        if not all(map(finite, tensors.values())):  # other requests would read them from the pages
             meta = {"lost": "it has sent NaN or infinity"}
         if self._put is not None:  # before `start` it can only have ended, which `begin` sees
             self._put(Arrived(meta, tensors, size, seconds))
 
-    def _believed(self, message: Arrived, ids: Sequence[int], submit: Submit) -> Prefilled:
+    def _checked(self, message: Arrived, ids: Sequence[int], submit: Submit) -> Prefilled:
         """The result for one answer; NanoKVError unless its shapes and dtypes match the engine."""
         found = received(message.meta, message.tensors, ids, submit.opened)
         self.engine.check_prefilled(found, list(ids))
@@ -192,8 +200,6 @@ class Elsewhere(Here):
 
 def finite(x: Tensor) -> bool:
     """Whether x, of any shape, has no NaN and no infinity; either would show in its min or max."""
-    return (
-        not x.numel()
-        or not x.is_floating_point()
-        or bool(torch.stack(x.aminmax()).isfinite().all())
-    )
+    if not x.numel() or not x.is_floating_point():
+        return True
+    return bool(torch.stack(x.aminmax()).isfinite().all())

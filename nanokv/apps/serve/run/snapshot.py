@@ -16,10 +16,12 @@ from itertools import islice, takewhile
 from nanokv.cache.prefix import PrefixPool
 from nanokv.engine import Engine, Request
 
-CELLS = 512  # of the picture of the pool; in a larger pool a cell stands for several pages
+CELLS = 512  # of the picture of the pool; in a larger pool a cell covers several pages
 MOST_WAITING = 64  # waiting requests that are listed; the others are only counted
-# Owners of a cell that are no request; SHARED: several of the client's own key.
-FREE, KEPT, SHARED = -1, -2, -3
+# Owners of a cell that are no requests.
+FREE = -1
+KEPT = -2
+SHARED = -3  # by several requests of the client's key
 SECRET = secrets.token_bytes(16)  # hides a request's number, which would show how many came before
 # Fields that a client sees of a request with another key.
 OTHERS_FIELDS = ("id", "state", "tokens", "held", "pages", "preemptions")
@@ -41,14 +43,18 @@ def departed(engine: Engine, request: Request, tab: str, held: int) -> Departed:
     The hashes of the request's full pages are computed again.
     """
     keys = tuple(key for key, _ in engine.pool.chain(request.known[:-1], request.salt))
-    fed = len(request.prompt) if request.tokens else held
+    fed = held
+    if request.tokens:
+        fed = len(request.prompt)
     counts = {"id": opaque(request), "reason": request.finish_reason} | lengths(request, fed)
     return Departed(tab, request.salt, counts, keys)
 
 
 def snapshot(engine: Engine, tabs: Mapping[int, str], left: Iterable[Departed] = ()) -> dict:
     """The whole state. `tabs`: request number → the tab that sent it."""
-    pool, scheduler, counts = engine.pool, engine.scheduler, engine.metrics
+    pool = engine.pool
+    scheduler = engine.scheduler
+    counts = engine.metrics
     listed = [*scheduler.running, *islice(scheduler.waiting, MOST_WAITING)]
     kept = [entry.page for entry in pool.index.values() if pool.references[entry.page] == 1]
     return {
@@ -112,18 +118,28 @@ def lengths(request: Request, held: int) -> dict:
 
 def described(request: Request, tab: str) -> dict:
     """A request that waits or runs. "tokens" counts all its tokens, "held" those in the cache."""
-    decodes = request.tokens and request.pending == 1
-    state = "queued" if request.cache is None else "decode" if decodes else "prefill"
+    pages = 0
+    if request.cache is not None:
+        pages = len(request.cache.tables[0])
     return {
         "salt": request.salt,
         "tab": tab,
         "id": opaque(request),
-        "state": state,
+        "state": state(request),
         "tokens": len(request.prompt) + len(request.tokens),
         "held": request.fed,
-        "pages": len(request.cache.tables[0]) if request.cache is not None else 0,
+        "pages": pages,
         "preemptions": request.preemptions,
     } | lengths(request, request.fed)
+
+
+def state(request: Request) -> str:
+    """A request waits without pages, prefills, or decodes one token per step."""
+    if request.cache is None:
+        return "queued"
+    if request.tokens and request.pending == 1:
+        return "decode"
+    return "prefill"
 
 
 def visible(request: dict, salt: str, tab: str) -> dict:
@@ -174,7 +190,9 @@ def several(counts: Counter) -> bool:
 def visible_owner(cell: tuple[int, bool], requests: list[dict]) -> int:
     """The owner of a cell; SHARED only for the client's own key, which hides sharing by others."""
     owner, more = cell
-    return SHARED if more and owner >= 0 and requests[owner]["whose"] != "other" else owner
+    if more and owner >= 0 and requests[owner]["whose"] != "other":
+        return SHARED
+    return owner
 
 
 def runs(values: list[int]) -> list[list[int]]:
