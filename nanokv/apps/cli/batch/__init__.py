@@ -1,1 +1,1 @@
-"""The lines that nanokv batch reads, and the lines that it writes."""
+"""Input and output of `nanokv batch`: the lines that it reads and the lines that it writes."""

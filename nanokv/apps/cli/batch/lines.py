@@ -1,6 +1,7 @@
 """The input of `nanokv batch`: bytes to numbered lines to checked fields.
 
-Names and shapes are checked here, values (a temperature below 0) by the engine when the line is submitted.
+Names and types are checked here. Values, such as a temperature below 0, are checked by the engine
+when the line is submitted.
 """
 
 import hashlib
@@ -14,24 +15,24 @@ from nanokv.errors import NanoKVError
 from weights_loader.strict import LIMITS, loads
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
-ALIASES = ("max_tokens", "max_completion_tokens")  # OpenAI's names of max_new_tokens
+ALIASES = ("max_tokens", "max_completion_tokens")  # OpenAI's names for max_new_tokens
 KNOWN = ("prompt", "messages", "max_new_tokens", "stop", "id", *SAMPLING)
 
 
 def read_lines(source: str) -> list[tuple[int, bytes]]:
-    """(line number from 1, bytes) of every line that is not blank; without byte order mark and \\r."""
+    """(line number from 1, bytes) of every non-blank line, without byte order mark and \\r."""
     data = stdin().read() if source == "-" else Path(source).read_bytes()
     lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")
     return [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def digest(value) -> str:
-    """32 hex digits of what a request is."""
+    """32 hex digits that identify a request's content."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def parse_line(data: bytes) -> dict:
-    """Bytes → the request's fields, unchecked: an error in them can name the line's id."""
+    """The fields of a request, unchecked, so that an error in them can name the line's id."""
     if len(data) > LIMITS["batch line"]:
         raise NanoKVError(f"{len(data):,} bytes; a line may have {LIMITS['batch line']:,}")
     try:
@@ -53,7 +54,7 @@ def parse_line(data: bytes) -> dict:
 
 
 def check_fields(fields: dict) -> None:
-    """Names and shapes; `stop` becomes a list."""
+    """Check names and types; `stop` becomes a list."""
     if unknown := [name for name in fields if name not in KNOWN]:
         close = nearest(unknown[0], KNOWN)
         hint = f"did you mean {close}?" if close else f"known: {', '.join(KNOWN)}"
@@ -71,7 +72,7 @@ def check_fields(fields: dict) -> None:
 
 
 def texts(value) -> Iterator[str]:
-    """Every string in a JSON value, names included: a template may print any of them."""
+    """Every string in a JSON value, keys included, because a template may print any of them."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):

@@ -1,9 +1,10 @@
-"""What `nanokv batch` writes: answers in order to stdout, or into a file that can be resumed; progress to stderr.
+"""The output of `nanokv batch`: answers to stdout or to a resumable file, progress to stderr.
 
-The file of a run in progress holds finished lines in any order, each flushed when it is done; a last line that was cut
-by a kill is dropped. A finished line is found by what it answers (the digest covers prompt, settings and weights), not
-by its number, so lines may be inserted. Errors are tried again. At the end the file is replaced as a whole, in the
-input's order.
+stdout gets the answers in the input's order. A file gets them in any order while the run goes on,
+each line flushed when its answer is complete; at the end the file is replaced by one in the input's
+order. On resuming, a last line that a kill has cut off is dropped, and errors are tried again. A
+finished line is recognised by a digest of its prompt, settings and weights rather than by its
+number, so lines may be inserted into the input.
 """
 
 import os
@@ -19,13 +20,13 @@ from nanokv.apps.cli.common.text import to_json
 from nanokv.errors import NanoKVError
 from weights_loader.strict import loads
 
-NOTICE_S = 10.0  # seconds between two progress lines where there is no terminal
-# What an answer of version 0.1.0 says.
+NOTICE_S = 10.0  # seconds between two progress lines if stderr is no terminal
+# The fields of an answer that version 0.1.0 wrote.
 FIRST_RELEASE = ("text", "ids", "finish_reason", "seed", "metrics")
 
 
 class OrderedOutput:
-    """stdout: a line is printed as soon as all before it are; nothing can be resumed."""
+    """stdout: a line is printed once all lines before it are; a run cannot be resumed."""
 
     resumable = False
 
@@ -35,63 +36,63 @@ class OrderedOutput:
         self.kept = self.printed = 0
 
     def begin(self) -> None:
-        """The model is there: from now on something may be written."""
+        """The model is loaded: writing may begin."""
 
     @property
     def stale(self) -> int:
-        """Old answers to something else."""
+        """The number of old answers that no line of this input asks for."""
         return 0
 
     def want(self, line: int) -> None:
-        """This line will get a result."""
+        """Announce a line that will get a result."""
         self.wanted.append(line)
 
     def find(self, request: str) -> dict | None:
-        """The answer of an earlier run; each is found once."""
+        """An unused answer of an earlier run to this request."""
         return None
 
     def keep(self, line: int, result: dict) -> None:
-        """What was found is the answer of this line."""
+        """Use the answer of an earlier run for this line."""
         self.results[line] = result | {"line": line}
         self.kept += 1
 
     def put(self, line: int, result: dict) -> None:
-        """A result, in any order."""
+        """Add a result; results may come in any order."""
         self.results[line] = result
         self.write(result)
 
     def write(self, result: dict) -> None:
-        """Print what has become printable."""
+        """Print all results whose turn has come."""
         while self.printed < len(self.wanted) and self.wanted[self.printed] in self.results:
             terminal.write_out(to_json(self.results[self.wanted[self.printed]]) + "\n")
             self.printed += 1
 
     def close(self, done: bool) -> None:
-        """After an interruption: what is finished, with gaps."""
+        """Print the remaining results after an interruption, with gaps."""
         for line in self.wanted[self.printed :]:
             if line in self.results:
                 terminal.write_out(to_json(self.results[line]) + "\n")
 
     @property
     def failed(self) -> int:
-        """Lines with an error."""
+        """Lines whose result is an error."""
         return sum("error" in result for result in self.results.values())
 
     @property
     def finished(self) -> int:
-        """Lines with an answer."""
+        """Lines whose result is an answer."""
         return len(self.results) - self.failed
 
 
 class ResumableOutput(OrderedOutput):
-    """A file; `old` are the answers that an earlier run left in it."""
+    """A file that a later run can resume; `old` holds the answers of an earlier run."""
 
     resumable = True
 
     def __init__(self, path: Path):
-        """Reads what is there; nothing is written before `begin`."""
+        """Read the file; nothing is written before `begin`."""
         super().__init__()
-        self.path = Path(os.path.realpath(path))  # a link stays a link
+        self.path = Path(os.path.realpath(path))  # the target, so that a link stays a link
         if self.path.exists() and not self.path.is_file():
             raise NanoKVError(
                 f"{path} is no regular file",
@@ -104,13 +105,13 @@ class ResumableOutput(OrderedOutput):
             raise NanoKVError(
                 f"{path} is not an output of nanokv batch", "choose another file, or remove it"
             )
-        # Request → its answers, more than one where a line occurs more than once.
+        # Request → its answers: several if the input has the same line more than once.
         self.old = defaultdict(list)
         for answer in answers:
             self.old[answer.get("request")].append(answer)
 
     def begin(self) -> None:
-        # No torn line, no errors.
+        # Drops a torn last line and the errors of the earlier run.
         replace(self.path, [*self.results.values(), *chain(*self.old.values())])
         self.file = open(self.path, "a", encoding="utf-8")
 
@@ -128,15 +129,17 @@ class ResumableOutput(OrderedOutput):
             self.file.flush()
 
     def close(self, done: bool) -> None:
-        """In the order of the input; an interrupted run leaves its lines as they came."""
+        """Put the lines into the input's order; after an interruption they stay as they are."""
         self.file.close()
         if done:
             replace(self.path, [self.results[line] for line in self.wanted if line in self.results])
 
 
 def read_output(path: Path) -> list[dict] | None:
-    """The answers in it; None if the file holds something else. The last line may be torn, by a kill or, with zeros
-    behind it, by a machine that went down."""
+    """The answers in a file; None if it is not an output of `nanokv batch`.
+
+    The last line may be torn: by a kill, or by a power loss, which can leave zeros at the end.
+    """
     if not path.exists():
         return []
     answers, start = [], b'{"line":'
@@ -158,12 +161,15 @@ def read_output(path: Path) -> list[dict] | None:
 
 
 def replace(path: Path, results) -> None:
-    """Write all of it to a temporary file beside, then take its place and mode: a full disk leaves the old one."""
+    """Replace a file in one step, by a temporary file beside it; on a full disk the old one stays.
+
+    The new file keeps the old file's mode.
+    """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with terminal.writing(path), open(temporary, "x", encoding="utf-8") as file:
             if path.exists():
-                shutil.copymode(path, temporary)  # while it is empty
+                shutil.copymode(path, temporary)  # before the data is in it
             file.writelines(to_json(result) + "\n" for result in results)
             file.flush()
             os.fsync(file.fileno())
@@ -176,7 +182,7 @@ def replace(path: Path, results) -> None:
 
 
 class Progress:
-    """A bar that is written over on a terminal, a line every ten seconds elsewhere, nothing with --quiet."""
+    """A bar on a terminal, a line every ten seconds elsewhere, nothing with --quiet."""
 
     def __init__(self, quiet: bool, total: int):
         self.quiet, self.total, self.done = quiet, total, 0
@@ -184,7 +190,7 @@ class Progress:
         self.began = self.shown = time.monotonic()
 
     def show(self, engine) -> None:
-        """After a step."""
+        """Update the progress after a step of the engine."""
         now = time.monotonic()
         if self.quiet or now - self.shown < (0.1 if self.tty else NOTICE_S):
             return
@@ -196,7 +202,7 @@ class Progress:
         terminal.write_err(f"\r[{bar:<20}] {text}\x1b[K" if self.tty else f"  {text}\n")
 
     def end(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self.tty and not self.quiet:
             terminal.write_err("\r\x1b[K")
 

@@ -1,1 +1,1 @@
-"""What nanokv bench and nanokv profile need besides: peers, and the phases of a start."""
+"""Parts of `nanokv bench` and `nanokv profile`: peer processes, and the phases of a start."""

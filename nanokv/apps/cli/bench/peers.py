@@ -1,4 +1,4 @@
-"""The processes that `nanokv bench` starts beside itself, and the files that they read: --against and --through."""
+"""The peer processes of `nanokv bench` (--against and --through), and the files that they read."""
 
 import tempfile
 from contextlib import ExitStack
@@ -9,10 +9,10 @@ from nanokv.apps.cli.common.loading import Loaded
 
 
 class Peers:
-    """Starts them; at the end all processes and files are gone."""
+    """Starts peer processes. Leaving the context ends them and removes their files."""
 
     def __init__(self, loaded: Loaded, needed, timeout: float | None = None):
-        """`needed`: will there be any? `loaded` is from then on the model with the weights that they map."""
+        """`needed`: whether peers will start. If so, `self.loaded` maps the weights of `loaded`."""
         self.loaded, self.timeout, self.stack, self.processes = loaded, timeout, ExitStack(), []
         if needed:
             self.folder = Path(
@@ -27,7 +27,7 @@ class Peers:
         self.stack.close()
 
     def checkpoint(self) -> dict:
-        """What a peer loads."""
+        """The checkpoint and the settings with which a peer loads it."""
         of = self.loaded
         return {
             "folder": str(self.weights),
@@ -37,7 +37,7 @@ class Peers:
         }
 
     def start(self, name: str, facts: dict):
-        """A process that loads it."""
+        """Start a peer process, which loads what `facts` say."""
         from nanokv.lab.bench.remote import PEERS, Process
 
         process = Process(PEERS[name], facts, self.timeout)
@@ -46,11 +46,11 @@ class Peers:
         return process
 
     def pids(self) -> list[int]:
-        """What they compute is not the work of others."""
+        """The peers' process ids, so that their load is not taken for other programs' load."""
         return [process.child.pid for process in self.processes]
 
     def commands(self, ours, context: int | None) -> list:
-        """`nanokv generate` with the weights and the cache of each of ours that decodes one row."""
+        """A `nanokv generate` for each of our variants that decodes one row with a cache."""
         from nanokv.cache.options import kind_text
         from nanokv.lab.bench.command import Command, endless
 
@@ -73,7 +73,7 @@ class Peers:
         ]
 
     def runners(self, against, room: int) -> list:
-        """One for each name in `against`."""
+        """One runner per name in `against`."""
         from nanokv.lab.bench.remote import Remote
 
         found = []
@@ -96,8 +96,10 @@ class Peers:
 
 
 def mapped(loaded: Loaded, folder: Path) -> tuple[Path, Loaded]:
-    """A checkpoint with these very weights, and the model on it: this process and its peers map it, memory holds it
-    once."""
+    """A checkpoint with exactly these weights, and the model on it.
+
+    This process and its peers map the same file, so memory holds the weights once.
+    """
     if (
         loaded.tokenizer is not None
         and loaded.folder.is_dir()

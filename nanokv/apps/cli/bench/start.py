@@ -1,10 +1,10 @@
 """`nanokv profile --start`: the time from the command to its first token, part by part.
 
-The real command runs in a process of its own, several times, and leaves stamps (nanokv/support/clock.py). Between two
-of these runs the floors are measured in processes of their own: an empty Python, `import torch`, and the weights'
-files read once from the system's file cache. What has no floor here is this program's own. Weights that are fused are
-read while torch is imported: on a machine without an idle core that import takes longer, on others `weights` beats
-its floor.
+The command runs several times in a separate process, which records a time stamp after each part
+(nanokv/support/clock.py). Between two runs the floors are measured, each in a new process: an empty
+Python, `import torch`, and one read of the weights' files from the system's file cache. Parts
+without a floor are nanokv's own work. Fused weights are read while torch is imported: without an
+idle core the import takes longer, and with one `weights` can be faster than its floor.
 """
 
 import os
@@ -29,7 +29,7 @@ WEIGHTS = {
     "int8": ["--quantize", "int8"],
     "int4": ["--quantize", "int4"],
 }
-PARTS = {  # stamp → what lies before it
+PARTS = {  # stamp → the work that precedes it
     "plan": "Python, flags, config.json, banner",
     "torch": "import torch",
     "code": "import the model's code",
@@ -39,7 +39,7 @@ PARTS = {  # stamp → what lies before it
     "prompt": "prompt to ids",
     "token": "prefill, first token",
 }
-FLOORS = {  # stamp → the least that has to be done for it
+FLOORS = {  # stamp → the least work that it requires
     "plan": "pass",
     "torch": "import torch",
     "weights": """for path in sys.argv[1:]:
@@ -52,9 +52,9 @@ CLOCK = "import sys, time\nstart = time.perf_counter()\n{}\nprint(time.perf_coun
 
 
 def run(plan: Plan, device: str, weights: str, repeat: int, json: bool) -> int:
-    """One table, medians in ms. `weights`: a key of WEIGHTS."""
+    """Print one table of medians in ms. `weights`: a key of WEIGHTS."""
     if weights != "plain":
-        native.library()  # built before the first start, not between two
+        native.library()  # built before the first start rather than during it
     files = [str(path) for path in sorted(plan.folder.glob("*.safetensors"))]
     floors: dict[str, list[float]] = {name: [] for name in FLOORS}
     taken: dict[str, list[float]] = {name: [] for name in PARTS}
@@ -85,7 +85,7 @@ def run(plan: Plan, device: str, weights: str, repeat: int, json: bool) -> int:
 
 
 def one_start(plan: Plan, device: str, weights: str) -> dict[str, float]:
-    """Part → seconds, of `nanokv generate` with the flags of this command."""
+    """Part → seconds, for one `nanokv generate` with the flags of this command."""
     flags = ["-m", str(plan.folder), "--dtype", plan.dtype_name, "--context", str(plan.context)]
     flags += ["--cache", kind_text(plan.cache_name, plan.cache_options)]
     flags += ["--device", device, "--threads", str(plan.threads)]
@@ -110,7 +110,7 @@ def one_start(plan: Plan, device: str, weights: str) -> dict[str, float]:
 
 
 def floor_seconds(name: str, code: str, files: list[str]) -> float:
-    """A process of its own that does only this: its whole life for an empty one, else the time that it measured."""
+    """Seconds of a process that does only this work; an empty process counts its whole life."""
     start = time.perf_counter()
     command = [sys.executable, "-c", CLOCK.format(code), *files]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True)
@@ -118,5 +118,5 @@ def floor_seconds(name: str, code: str, files: list[str]) -> float:
 
 
 def median(values: list[float]) -> float:
-    """0 where nothing was measured."""
+    """The median; 0 if nothing was measured."""
     return statistics.median(values) if values else 0.0

@@ -1,1 +1,1 @@
-"""What nanokv train shows and keeps: the log of a run and its report."""
+"""What `nanokv train` shows and keeps: the log of a run, and its report."""

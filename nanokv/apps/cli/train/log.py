@@ -1,6 +1,6 @@
-"""What a training run shows: one bar on a terminal or a line now and then elsewhere, and loss.png.
+"""The display of a training run: a bar on a terminal, occasional lines elsewhere, and loss.png.
 
-Nothing here decides anything: `nanokv train -q` computes the same weights without it.
+This code does not affect training: `nanokv train -q` computes the same weights without it.
 """
 
 import math
@@ -13,16 +13,16 @@ from nanokv.apps.cli.common import layout, terminal
 from nanokv.apps.cli.common.options import OutputOptions
 from nanokv.school.training.run_folder import records
 
-EVERY_S = 10  # seconds between two lines where there is no terminal
-# Steps whose speed is shown: the first steps compile, which says nothing of those that follow.
+EVERY_S = 10  # seconds between two lines if stderr is no terminal
+# Steps over which the speed is averaged, so that the slow first steps, which compile, drop out.
 LATEST = 50
 
 
 class Progress:
-    """One bar on a terminal; elsewhere one line per evaluation, or every ten seconds at most."""
+    """A bar on a terminal; elsewhere a line per evaluation, or at most one every ten seconds."""
 
     def __init__(self, output: OutputOptions, every: int, trainer):
-        """`every`: steps from one sample answer to the next."""
+        """`every`: steps between two sample answers."""
         self.output, self.every = output, every
         self.trainer, self.first = trainer, trainer.step
         self.times = deque([time.perf_counter()], LATEST + 1)  # when the latest steps ended
@@ -48,7 +48,7 @@ class Progress:
             self.bar.stop()
 
     def show(self, record: dict) -> None:
-        """`step 1,200/8,000 · loss 1.83 · val 1.91 · 14.2k tok/s`, and the time left."""
+        """`step 1,200/8,000 · loss 1.83 · val 1.91 · 14.2k tok/s`, with the time left."""
         self.validation = record.get("validation", self.validation)
         self.times.append(time.perf_counter())
         seconds = self.times[-1] - self.times[0]
@@ -67,28 +67,28 @@ class Progress:
             self.sample(record["step"])
 
     def sample(self, step: int) -> None:
-        """What the model would say now, to one question that changes from time to time."""
+        """The model's present answer to one question, which changes between samples."""
         if self.output.quiet:
             return
         from nanokv.school.training.probe import QUESTIONS, reply
 
         question = QUESTIONS[step // self.every % len(QUESTIONS)]
         line = terminal.sanitize_line(f"  {question} → {reply(self.trainer, question)}")
-        if self.bar:  # above the bar: a line written past it would be overdrawn
+        if self.bar:  # printed by the bar, above it: the bar would overwrite other output
             self.bar.console.print(line, style="dim", markup=False, highlight=False)
         else:
             terminal.notice(line, self.output)
 
 
 class EvaluationProgress:
-    """How many cases are done: a line that is written over on a terminal, elsewhere one every ten seconds."""
+    """Counts finished cases: one line that is updated on a terminal, elsewhere one every 10 s."""
 
     def __init__(self, quiet: bool, total: int):
         self.quiet, self.total, self.done, self.tty = quiet, total, 0, terminal.is_tty(sys.stderr)
         self.began = self.printed = time.monotonic()
 
     def __call__(self) -> None:
-        """One more."""
+        """Count one more case."""
         self.done += 1
         now = time.monotonic()
         if self.quiet or now - self.printed < (0.1 if self.tty else EVERY_S):
@@ -96,18 +96,18 @@ class EvaluationProgress:
         self.printed = now
         left = (now - self.began) / self.done * (self.total - self.done)
         parts = ["evaluating", f"{self.done:,}/{self.total:,} conversations", f"{left:,.0f} s left"]
-        # Two lines cannot be written over.
+        # Only one line can be overwritten.
         text = layout.joined(parts, layout.columns(sys.stderr, None)).split("\n")[0]
         terminal.write_err(f"\r{text}\x1b[K" if self.tty else f"{text}\n")
 
     def clear(self) -> None:
-        """Take the line away, before a row of the table is printed."""
+        """Remove the line before a row of the table is printed."""
         if self.tty and not self.quiet:
             terminal.write_err("\r\x1b[K")
 
 
 def plot(out: Path, output: OutputOptions) -> None:
-    """loss.png from metrics.jsonl, if matplotlib is there."""
+    """Draw loss.png from metrics.jsonl, if matplotlib is installed."""
     try:
         import matplotlib
     except ModuleNotFoundError:

@@ -1,4 +1,4 @@
-"""What an evaluation prints: a row for every task, the spread over seeds, the groups of a task, and broken caches."""
+"""The report of an evaluation: a row per task, the spread over seeds, groups, and broken caches."""
 
 import sys
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ from pathlib import Path
 from nanokv.apps.cli.common import layout, terminal
 from nanokv.apps.cli.common.text import to_json
 
-TASK_COLUMN = 32  # three figures of 28 columns beside it: a table at 60 columns
+TASK_COLUMN = 32  # beside 28 columns of figures: the table fits 60 columns
 
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """How much is asked, and how it is shown."""
+    """The size of an evaluation, and how it is shown."""
 
     cases: int  # per task
     json: bool = False
@@ -20,7 +20,7 @@ class EvaluationOptions:
 
 
 def evaluate(given: EvaluationOptions, name: str, seeds: list[int]) -> dict:
-    """The table of tasks and of broken caches, or one JSON object; returns what that object holds."""
+    """Print the tables of tasks and broken caches, or one JSON object; return its data."""
     import nanokv
     from nanokv.apps.cli.train.log import EvaluationProgress
     from nanokv.school.training.evaluate import (
@@ -77,7 +77,7 @@ def seeds_text(seeds: list[int]) -> str:
 
 
 def as_json(results) -> dict:
-    """Shares by seed, groups, and the wrong answers of every task."""
+    """Shares per seed, groups, and wrong answers, per task."""
     return {
         "tasks": {result.task: result.shares for result in results},
         "groups": {result.task: result.groups for result in results if result.groups},
@@ -92,7 +92,7 @@ def as_json(results) -> dict:
 
 
 def result_rows(result, target: float | None, width: int | None) -> str:
-    """The mean over the seeds, the lowest of them, the target; then a line for every group."""
+    """The mean over the seeds, the lowest seed, and the target; then a line per group."""
     lowest = f"{min(result.shares):.1%}" if len(result.shares) > 1 else ""
     text = task_row(
         result.task,
@@ -107,13 +107,13 @@ def result_rows(result, target: float | None, width: int | None) -> str:
 
 
 def task_row(task: str, right: str, lowest: str, target: str, width: int | None) -> str:
-    """A line of the table of tasks, which is printed row by row: a task may take minutes."""
+    """One row of the table of tasks. Rows are printed one by one: a task may take minutes."""
     figures = f"{right:>7}{lowest:>9}{target:>12}"
     return "\n".join(layout.definitions([(task, figures)], width, "", TASK_COLUMN)) + "\n"
 
 
 def fault_table(faults: list[dict], width: int | None) -> str:
-    """What a broken cache does to recall, a row a fault."""
+    """How faults in the cache affect recall, a row per fault."""
     head = ("recall when the last turn meets", "recalled", "same answer", "max |Δlogit|")
     rows = [
         (
@@ -128,7 +128,7 @@ def fault_table(faults: list[dict], width: int | None) -> str:
 
 
 def write_card(folder: Path, recipe, report: dict) -> None:
-    """README.md of the finished model."""
+    """Write README.md of the finished model."""
     from nanokv.config import Config
     from nanokv.school.training.card import card
 
