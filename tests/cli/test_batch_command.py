@@ -494,7 +494,7 @@ def test_what_is_no_file_is_refused(cli, tmp_path):
     os.mkfifo(pipe)
     for path in (pipe, tmp_path, "/dev/null"):
         code, _, err = cli(source, "-o", path)
-        assert code == 2 and "is no regular file" in err
+        assert code == 2 and "is not a regular file" in err
     assert pipe.is_fifo() and not os.path.isfile("/dev/null")
     code, _, err = cli(source, "-o", tmp_path / "no" / "out.jsonl")
     assert code == 2 and "is no folder" in err

@@ -57,18 +57,21 @@ def check_fields(fields: dict) -> None:
     """Check names and types; `stop` becomes a list."""
     if unknown := [name for name in fields if name not in KNOWN]:
         close = nearest(unknown[0], KNOWN)
-        hint = f"did you mean {close}?" if close else f"known: {', '.join(KNOWN)}"
+        hint = f"known: {', '.join(KNOWN)}"
+        if close:
+            hint = f"did you mean {close}?"
         raise NanoKVError(f"no setting {unknown[0]!r}", hint)
     if ("prompt" in fields) == ("messages" in fields):
         raise NanoKVError("exactly one of prompt and messages is needed", '{"prompt": "…"}')
     if "prompt" in fields and not (isinstance(fields["prompt"], str) and fields["prompt"]):
         raise NanoKVError(f"prompt is {fields['prompt']!r}: a non-empty text was expected")
     stop = fields.get("stop") or []
-    fields["stop"] = [stop] if isinstance(stop, str) else stop
-    if not isinstance(fields["stop"], list) or not all(
-        isinstance(text, str) and text for text in fields["stop"]
-    ):
+    strings = stop
+    if isinstance(stop, str):
+        strings = [stop]
+    if not isinstance(strings, list) or not all(isinstance(one, str) and one for one in strings):
         raise NanoKVError(f"stop is {stop!r}: a non-empty text or a list of them was expected")
+    fields["stop"] = strings
 
 
 def texts(value) -> Iterator[str]:

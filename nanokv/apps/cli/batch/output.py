@@ -14,6 +14,7 @@ import time
 from collections import defaultdict
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from nanokv.apps.cli.common import terminal
 from nanokv.apps.cli.common.text import to_json
@@ -95,8 +96,8 @@ class ResumableOutput(OrderedOutput):
         self.path = Path(os.path.realpath(path))  # the target, so that a link stays a link
         if self.path.exists() and not self.path.is_file():
             raise NanoKVError(
-                f"{path} is no regular file",
-                "choose another file, or leave out -o and redirect stdout",
+                f"{path} is not a regular file",
+                "choose another file, or omit -o and redirect stdout",
             )
         if not self.path.parent.is_dir():
             raise NanoKVError(f"{self.path.parent} is no folder", "create it first")
@@ -120,7 +121,9 @@ class ResumableOutput(OrderedOutput):
         return sum(map(len, self.old.values()))
 
     def find(self, request: str) -> dict | None:
-        return self.old[request].pop(0) if self.old[request] else None
+        if not self.old[request]:
+            return None
+        return self.old[request].pop(0)
 
     def write(self, result: dict) -> None:
         line = to_json(result) + "\n"
@@ -142,22 +145,37 @@ def read_output(path: Path) -> list[dict] | None:
     """
     if not path.exists():
         return []
-    answers, start = [], b'{"line":'
+    answers: list[dict] = []
     lines = [line.strip() for line in path.read_bytes().rstrip(b"\0").split(b"\n")]
     for number, data in enumerate(lines, 1):
+        if not data:
+            continue
         try:
-            result = loads(data) if data else {"line": 0, "error": "blank"}
+            result = loads(data)
         except ValueError:
-            if number == len(lines) and (data.startswith(start) or start.startswith(data)):
+            if number == len(lines) and torn(data):
                 break
             return None
-        if not isinstance(result, dict) or type(result.get("line")) is not int:
+        if not is_result(result):
             return None
         if "error" not in result:
-            if "choices" not in result and not all(name in result for name in FIRST_RELEASE):
-                return None
             answers.append(result)
     return answers
+
+
+def torn(data: bytes) -> bool:
+    """Whether these bytes can be the beginning of a result."""
+    start = b'{"line":'
+    return data.startswith(start) or start.startswith(data)
+
+
+def is_result(value: Any) -> bool:
+    """Whether a JSON value is a result: an error, a completion, or an answer of version 0.1.0."""
+    if not isinstance(value, dict) or type(value.get("line")) is not int:
+        return False
+    if "error" in value or "choices" in value:
+        return True
+    return all(name in value for name in FIRST_RELEASE)
 
 
 def replace(path: Path, results) -> None:
@@ -185,21 +203,30 @@ class Progress:
     """A bar on a terminal, a line every ten seconds elsewhere, nothing with --quiet."""
 
     def __init__(self, quiet: bool, total: int):
-        self.quiet, self.total, self.done = quiet, total, 0
+        self.quiet = quiet
+        self.total = total
+        self.done = 0
         self.tty = terminal.is_tty(sys.stderr)
-        self.began = self.shown = time.monotonic()
+        self.every = 0.1 if self.tty else NOTICE_S  # seconds between two updates
+        self.began = time.monotonic()
+        self.shown = self.began
 
     def show(self, engine) -> None:
         """Update the progress after a step of the engine."""
         now = time.monotonic()
-        if self.quiet or now - self.shown < (0.1 if self.tty else NOTICE_S):
+        if self.quiet or now - self.shown < self.every:
             return
         self.shown = now
-        m, running = engine.metrics, len(engine.scheduler.running)
-        rate = (m.prefill_tokens + m.decode_tokens) / max(now - self.began, 1e-9)
-        text = f"{self.done:,}/{self.total:,} · {running} running · {rate:,.0f} tok/s · {m.page_use:.0%} of the pages"
-        bar = "#" * (20 * self.done // self.total)
-        terminal.write_err(f"\r[{bar:<20}] {text}\x1b[K" if self.tty else f"  {text}\n")
+        metrics = engine.metrics
+        running = len(engine.scheduler.running)
+        rate = (metrics.prefill_tokens + metrics.decode_tokens) / max(now - self.began, 1e-9)
+        text = f"{self.done:,}/{self.total:,} · {running} running · {rate:,.0f} tok/s"
+        text += f" · {metrics.page_use:.0%} of the pages"
+        if self.tty:
+            bar = "#" * (20 * self.done // self.total)
+            terminal.write_err(f"\r[{bar:<20}] {text}\x1b[K")
+        else:
+            terminal.write_err(f"  {text}\n")
 
     def end(self) -> None:
         """Remove the bar."""
@@ -210,7 +237,10 @@ class Progress:
 def summary(output, total: int, done: bool) -> str:
     """The last line on stderr."""
     parts = [f"{output.finished:,} of {total:,} lines answered"]
-    parts += [f"{output.kept:,} of them before"] if output.kept else []
-    parts += [f"{output.failed:,} failed"] if output.failed else []
-    parts += ["interrupted: the same command goes on"] if not done and output.resumable else []
+    if output.kept:
+        parts.append(f"{output.kept:,} of them before")
+    if output.failed:
+        parts.append(f"{output.failed:,} failed")
+    if not done and output.resumable:
+        parts.append("interrupted: the same command resumes it")
     return "  " + " · ".join(parts)

@@ -13,11 +13,13 @@ class Peers:
 
     def __init__(self, loaded: Loaded, needed, timeout: float | None = None):
         """`needed`: whether peers will start. If so, `self.loaded` maps the weights of `loaded`."""
-        self.loaded, self.timeout, self.stack, self.processes = loaded, timeout, ExitStack(), []
+        self.loaded = loaded
+        self.timeout = timeout
+        self.stack = ExitStack()
+        self.processes = []
         if needed:
-            self.folder = Path(
-                self.stack.enter_context(tempfile.TemporaryDirectory(prefix="nanokv-bench-"))
-            )
+            folder = tempfile.TemporaryDirectory(prefix="nanokv-bench-")
+            self.folder = Path(self.stack.enter_context(folder))
             self.weights, self.loaded = mapped(loaded, self.folder / "checkpoint")
 
     def __enter__(self) -> "Peers":
@@ -28,12 +30,12 @@ class Peers:
 
     def checkpoint(self) -> dict:
         """The checkpoint and the settings with which a peer loads it."""
-        of = self.loaded
+        loaded = self.loaded
         return {
             "folder": str(self.weights),
-            "dtype": of.dtype_name,
-            "device": str(of.device),
-            "threads": of.threads,
+            "dtype": loaded.dtype_name,
+            "device": str(loaded.device),
+            "threads": loaded.threads,
         }
 
     def start(self, name: str, facts: dict):
@@ -64,7 +66,8 @@ class Peers:
             "--device",
             str(loaded.device),
         ]
-        shared += ["--context", str(context)] if context else []
+        if context:
+            shared += ["--context", str(context)]
         cached = [one for one in ours if one.batch == 1 and one.cache != "none"]
         caches = [kind_text(one.cache, one.options) for one in cached]
         return [
@@ -80,10 +83,12 @@ class Peers:
         for name in against:
             engine, _, variant = name.partition(":")
             if engine == "transformers":
-                weights, cache = self.loaded.dtype_name, variant or "dynamic"
+                weights = self.loaded.dtype_name
+                cache = variant or "dynamic"
                 facts = {"cache": cache}
             else:
-                weights, cache = variant or "bf16", "fp16"
+                weights = variant or "bf16"
+                cache = "fp16"
                 facts = {
                     "path": str(self.folder / "model.gguf"),
                     "variant": weights,
@@ -100,11 +105,8 @@ def mapped(loaded: Loaded, folder: Path) -> tuple[Path, Loaded]:
 
     This process and its peers map the same file, so memory holds the weights once.
     """
-    if (
-        loaded.tokenizer is not None
-        and loaded.folder.is_dir()
-        and loaded.config.torch_dtype == loaded.dtype_name
-    ):
+    is_checkpoint = loaded.tokenizer is not None and loaded.folder.is_dir()
+    if is_checkpoint and loaded.config.torch_dtype == loaded.dtype_name:
         return loaded.folder, loaded
     from nanokv.lab.bench.peer import model_of
 

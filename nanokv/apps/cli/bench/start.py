@@ -66,9 +66,10 @@ def run(plan: Plan, device: str, weights: str, repeat: int, json: bool) -> int:
     rows = [(PARTS[name], median(taken[name]), median(floors.get(name, []))) for name in PARTS]
     rows.append(("together", sum(row[1] for row in rows), sum(row[2] for row in rows)))
     if json:
-        terminal.write_out(
-            to_json([{"part": a, "seconds": b, "floor_seconds": c} for a, b, c in rows]) + "\n"
-        )
+        parts = [
+            {"part": name, "seconds": took, "floor_seconds": floor} for name, took, floor in rows
+        ]
+        terminal.write_out(to_json(parts) + "\n")
         return 0
     cells = [
         (name, f"{1e3 * took:,.0f}", f"{1e3 * floor:,.0f}" if floor else "")
@@ -99,13 +100,15 @@ def one_start(plan: Plan, device: str, weights: str) -> dict[str, float]:
             command, env=env, stdin=subprocess.DEVNULL, capture_output=True, check=False
         )
         if done.returncode:
-            said = done.stderr.decode(errors="replace").strip().splitlines() or ["no word"]
+            said = done.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
             error = next((line for line in said if "error:" in line), said[-1])
             raise NanoKVError(f"nanokv generate ended with {done.returncode}: {error}")
         found = {}
         for line in log.read_text(encoding="utf-8").splitlines():
-            when, _, part = line.partition(" ")
-            found[part], last = float(when) - last, float(when)
+            stamp, _, part = line.partition(" ")
+            when = float(stamp)
+            found[part] = when - last
+            last = when
     return found
 
 
@@ -114,7 +117,9 @@ def floor_seconds(name: str, code: str, files: list[str]) -> float:
     start = time.perf_counter()
     command = [sys.executable, "-c", CLOCK.format(code), *files]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True)
-    return time.perf_counter() - start if name == "plan" else float(done.stdout)
+    if name == "plan":
+        return time.perf_counter() - start
+    return float(done.stdout)
 
 
 def median(values: list[float]) -> float:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections import deque
 from pathlib import Path
+from typing import Any
 
 from nanokv.apps.cli.common import layout, terminal
 from nanokv.apps.cli.common.options import OutputOptions
@@ -23,11 +24,14 @@ class Progress:
 
     def __init__(self, output: OutputOptions, every: int, trainer):
         """`every`: steps between two sample answers."""
-        self.output, self.every = output, every
-        self.trainer, self.first = trainer, trainer.step
+        self.output = output
+        self.every = every
+        self.trainer = trainer
+        self.first = trainer.step
         self.times = deque([time.perf_counter()], LATEST + 1)  # when the latest steps ended
-        # No validation loss before the first.
-        self.validation, self.printed, self.bar = None, -math.inf, None
+        self.validation: float | None = None  # until the first evaluation
+        self.printed = -math.inf
+        self.bar: Any = None  # a rich.progress.Progress on a terminal
 
     def __enter__(self):
         if terminal.is_tty(sys.stderr) and not self.output.quiet:
@@ -55,7 +59,8 @@ class Progress:
         speed = (len(self.times) - 1) * self.trainer.recipe.tokens_per_batch / seconds
         steps = self.trainer.recipe.steps
         losses = f"loss {record['loss']:.3f}"
-        losses += "" if self.validation is None else f" · val {self.validation:.3f}"
+        if self.validation is not None:
+            losses += f" · val {self.validation:.3f}"
         line = f"step {record['step']:,}/{steps:,} · {losses} · {speed / 1e3:.1f}k tok/s"
         if self.bar:
             self.bar.update(self.task, completed=record["step"], description=line)
@@ -84,21 +89,29 @@ class EvaluationProgress:
     """Counts finished cases: one line that is updated on a terminal, elsewhere one every 10 s."""
 
     def __init__(self, quiet: bool, total: int):
-        self.quiet, self.total, self.done, self.tty = quiet, total, 0, terminal.is_tty(sys.stderr)
-        self.began = self.printed = time.monotonic()
+        self.quiet = quiet
+        self.total = total
+        self.done = 0
+        self.tty = terminal.is_tty(sys.stderr)
+        self.every = 0.1 if self.tty else EVERY_S  # seconds between two updates
+        self.began = time.monotonic()
+        self.printed = self.began
 
     def __call__(self) -> None:
         """Count one more case."""
         self.done += 1
         now = time.monotonic()
-        if self.quiet or now - self.printed < (0.1 if self.tty else EVERY_S):
+        if self.quiet or now - self.printed < self.every:
             return
         self.printed = now
         left = (now - self.began) / self.done * (self.total - self.done)
         parts = ["evaluating", f"{self.done:,}/{self.total:,} conversations", f"{left:,.0f} s left"]
         # Only one line can be overwritten.
         text = layout.joined(parts, layout.columns(sys.stderr, None)).split("\n")[0]
-        terminal.write_err(f"\r{text}\x1b[K" if self.tty else f"{text}\n")
+        if self.tty:
+            terminal.write_err(f"\r{text}\x1b[K")
+        else:
+            terminal.write_err(f"{text}\n")
 
     def clear(self) -> None:
         """Remove the line before a row of the table is printed."""
@@ -121,7 +134,7 @@ def plot(out: Path, output: OutputOptions) -> None:
         return
     validated = [record for record in steps if "validation" in record]
     curves = (
-        (steps, "loss", "training (what users say counts a tenth)", {"linewidth": 0.6}),
+        (steps, "loss", "training (user messages count a tenth)", {"linewidth": 0.6}),
         (validated, "validation", "answers on held-out words", {"marker": "o", "markersize": 3}),
     )
     figure, axes = pyplot.subplots(figsize=(8, 4.5))

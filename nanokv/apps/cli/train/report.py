@@ -1,6 +1,7 @@
 """The report of an evaluation: a row per task, the spread over seeds, groups, and broken caches."""
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,18 +38,12 @@ def evaluate(given: EvaluationOptions, name: str, seeds: list[int]) -> dict:
     progress = EvaluationProgress(given.quiet, total)
     width = layout.columns(sys.stdout, None)
 
-    def write(text):
+    def write(text: str) -> None:
         progress.clear()
         if not given.json:
             terminal.write_out(text)
 
-    about = [
-        f"{given.cases} cases per task",
-        seeds_text(seeds),
-        "greedy chat, names and list words never trained on",
-    ]
-    write(layout.joined([terminal.sanitize_line(name), *about], width) + "\n\n")
-    write(task_row("task", "right", "lowest" if len(seeds) > 1 else "", "target", width))
+    write(heading(given, name, seeds, width))
     results = []
     for result in evaluate(model, tokenizer, given.cases, seeds, progress):
         write(result_rows(result, TARGETS.get(result.task), width))
@@ -57,13 +52,9 @@ def evaluate(given: EvaluationOptions, name: str, seeds: list[int]) -> dict:
     said = examples(model, tokenizer)
     missed = [result.task for result in results if not result.reached]
     write(fault_table(faults, width))
-    write(
-        layout.wrapped(
-            "".join(f"> {question}\n{terminal.sanitize(answer)}\n" for question, answer in said),
-            width,
-        )
-    )
-    write(layout.wrapped(f"\nmissed: {', '.join(missed)}\n", width) if missed else "")
+    write(example_text(said, width))
+    if missed:
+        write(layout.wrapped(f"\nmissed: {', '.join(missed)}\n", width))
     report = {"model": name, "cases": given.cases, "seeds": seeds, **as_json(results)}
     report |= {"faults": faults, "said": said, "missed": missed}
     if given.json:
@@ -71,9 +62,29 @@ def evaluate(given: EvaluationOptions, name: str, seeds: list[int]) -> dict:
     return report
 
 
+def heading(given: EvaluationOptions, name: str, seeds: list[int], width: int | None) -> str:
+    """The model and the conditions of the evaluation, and the head of the table of tasks."""
+    about = [
+        f"{given.cases} cases per task",
+        seeds_text(seeds),
+        "greedy chat, names and list words never trained on",
+    ]
+    lowest = "lowest" if len(seeds) > 1 else ""
+    head = layout.joined([terminal.sanitize_line(name), *about], width)
+    return head + "\n\n" + task_row("task", "right", lowest, "target", width)
+
+
+def example_text(said: Iterable[tuple[str, str]], width: int | None) -> str:
+    """Questions and the model's answers."""
+    lines = [f"> {question}\n{terminal.sanitize(answer)}\n" for question, answer in said]
+    return layout.wrapped("".join(lines), width)
+
+
 def seeds_text(seeds: list[int]) -> str:
     """seed 0, or seeds 0 to 4."""
-    return f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {seeds[0]} to {seeds[-1]}"
+    if len(seeds) == 1:
+        return f"seed {seeds[0]}"
+    return f"seeds {seeds[0]} to {seeds[-1]}"
 
 
 def as_json(results) -> dict:
@@ -94,13 +105,8 @@ def as_json(results) -> dict:
 def result_rows(result, target: float | None, width: int | None) -> str:
     """The mean over the seeds, the lowest seed, and the target; then a line per group."""
     lowest = f"{min(result.shares):.1%}" if len(result.shares) > 1 else ""
-    text = task_row(
-        result.task,
-        f"{result.mean:.1%}",
-        lowest,
-        "none" if target is None else f"{target:.0%}",
-        width,
-    )
+    aim = "none" if target is None else f"{target:.0%}"
+    text = task_row(result.task, f"{result.mean:.1%}", lowest, aim, width)
     for group, (right, count) in sorted(result.groups.items()):
         text += task_row(f"  {group}", f"{right / count:.1%}", "", f"{right} of {count}", width)
     return text
