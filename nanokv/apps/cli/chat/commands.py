@@ -1,7 +1,8 @@
-"""The slash commands of `nanokv chat`: one small function each, found by name in COMMANDS.
+"""The slash commands of `nanokv chat`: one small function each, listed by name in COMMANDS.
 
-A command gets the chat and the rest of its line. It may return an iterator factory `make(should_stop)` (an answer to
-stream) or leave text for the next input line in `chat.draft`. What a person can get wrong raises NanoKVError.
+A command gets the chat and the rest of its line. To stream an answer it returns a function
+`make(should_stop)` that makes an iterator of text. To prepare the next input line it sets
+`chat.draft`. Mistakes of the user raise NanoKVError.
 """
 
 import base64
@@ -29,15 +30,15 @@ CHOICES = {
     "loop_guard": ("on", "off"),
     "markdown": ("on", "off"),
 }
-OFF = {  # setting → (the value with which it does nothing, what that means)
+OFF = {  # setting → (the value that turns it off, the meaning of this value)
     "temperature": (0, "greedy"),
     "top_k": (0, "all"),
     "top_p": (1, "all"),
     "min_p": (0, "none"),
     "repetition_penalty": (1, "off"),
 }
-OF_SESSION = ("overflow", "loop_guard")  # the others belong to the view
-LONGEST_FILE = 16_000_000  # bytes that /read takes
+OF_SESSION = ("overflow", "loop_guard")  # settings of the session; the others are the view's
+LONGEST_FILE = 16_000_000  # bytes of a file that /read accepts
 KEYS = (
     "Enter send",
     "Alt-Enter, Ctrl-J newline",
@@ -46,17 +47,18 @@ KEYS = (
     "Ctrl-X Ctrl-E editor",
     "Ctrl-D leave",
 )
-WHOLE_TEXT = ("/system", "/edit")  # what follows them may have several lines
+WHOLE_TEXT = ("/system", "/edit")  # commands whose argument may have several lines
 
 
 class Goodbye(Exception):
-    """/exit."""
+    """Raised by /exit."""
 
 
 def parse(text):
-    """(name, rest) of a command, or None when the text is a message: a path, `//text`, several lines, or no slash.
+    """(name, rest) of a command, or None if the text is a message.
 
-    Upper and lower case are the same. `/ cache` is no message but a slip: `run` says so.
+    A message has no slash, begins with a path or with `//`, or has several lines. Case does not
+    matter. `/ cache` counts as a mistyped command, which `run` reports.
     """
     if text.strip().lower() in ("exit", "quit"):
         return "/exit", ""
@@ -73,7 +75,7 @@ def parse(text):
 
 
 def command_line(text):
-    """(number, name) of the first line of a message that reads as a command, or None."""
+    """(number, name) of the first line of a message that looks like a command, or None."""
     for number, line in enumerate(text.split("\n"), 1):
         name = line.strip().partition(" ")[0].lower()
         if name in COMMANDS:
@@ -82,7 +84,7 @@ def command_line(text):
 
 
 def run(chat, name, rest):
-    """Carry out one command; an unknown one gets the nearest name and is never sent to the model."""
+    """Run one command. An unknown one is never sent to the model; the hint has the nearest name."""
     if name not in COMMANDS:
         raise NanoKVError(f"no command {name}", suggestion(name))
     function = COMMANDS[name].run
@@ -94,7 +96,7 @@ def run(chat, name, rest):
 
 
 def suggestion(name) -> str:
-    """What an unknown command was probably meant to be. The slash is not compared: it makes any two names alike."""
+    """A hint for an unknown command. Names are compared without the slash, which they all share."""
     word = name.strip("/ ").replace("-", "_")
     if word in ELSEWHERE:
         return ELSEWHERE[word]
@@ -148,7 +150,7 @@ def _check_thinking(chat):
 
 
 def can_think(tokenizer) -> bool:
-    """Whether the chat template says something else when it is asked for thinking."""
+    """Whether the chat template reads `enable_thinking`, so that its prompt changes."""
     hello = [{"role": "user", "content": "Hi"}]
     said = {
         tokenizer.render(hello, add_generation_prompt=True, enable_thinking=flag)
@@ -179,7 +181,7 @@ def _setting(chat, name):
 
 
 def set_value(chat, rest):
-    """Numbers go to the session's parameters, words to whoever owns them."""
+    """Show settings, or set one: numbers in the session's parameters, words as attributes."""
     name, _, value = rest.partition(" ")
     name = name.replace("-", "_")
     if not value.strip() and (not rest or name in (*SETTINGS, *CHOICES)):
@@ -207,7 +209,7 @@ def set_value(chat, rest):
 
 
 def setting_hint(name: str, value: str) -> str:
-    """What an unknown setting was probably meant to be; ollama's lines are known."""
+    """A hint for an unknown setting; the settings of ollama's chat are known."""
     if name == "parameter" and value:
         name, _, value = value.partition(" ")
         name, value = name.replace("-", "_"), value.strip()
@@ -255,7 +257,7 @@ def load(chat, rest):
 
 
 def _split_flags(rest, *flags):
-    """(the words together, those of `flags` that stand among them)."""
+    """(the other words as one text, the `flags` that occur)."""
     try:
         words = shlex.split(rest)
     except ValueError as error:
@@ -299,7 +301,7 @@ def read(chat, rest):
     shown = sanitize_line(str(path))
     try:
         with open(path, "rb") as file:
-            data = file.read(LONGEST_FILE + 1)  # a device may never end
+            data = file.read(LONGEST_FILE + 1)  # bounded: a device may never end
     except OSError as error:
         raise NanoKVError(f"cannot read {shown}: {error.strerror or error}") from error
     if len(data) > LONGEST_FILE:
@@ -310,7 +312,10 @@ def read(chat, rest):
 
 
 def edit(chat, rest):
-    """$VISUAL or $EDITOR on a temporary file; what is saved there becomes the input line, else the text that was."""
+    """Run $VISUAL or $EDITOR on a temporary file; its saved text becomes the input line.
+
+    If the editor fails, the input line keeps its text.
+    """
     chat.draft = rest
     editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
     try:
@@ -336,7 +341,7 @@ def edit(chat, rest):
 
 
 def copy(chat, rest):
-    """The last answer to the clipboard, by OSC 52: works over ssh, needs no helper program."""
+    """Copy the last answer to the clipboard by OSC 52, which works over ssh without a program."""
     if not chat.session.messages:
         raise SessionError("nothing to copy: no answer yet")
     import sys
@@ -358,7 +363,7 @@ def leave(chat, rest):
 
 
 class Command(NamedTuple):
-    """What a slash command does, in a few words, and what it takes; an alias has no words."""
+    """A slash command: its function, its description, its argument. An alias has no description."""
 
     run: Callable
     text: str = ""
@@ -397,7 +402,7 @@ COMMANDS = {
     "/bye": Command(leave),
     "/quit": Command(leave),
 }
-OLLAMA = {  # settings of its chat → what to type here; {} is the value
+OLLAMA = {  # settings of ollama's chat → the equivalent here; {} is the value
     "system": "/system {}",
     "num_ctx": "a chat keeps its context: /exit, then nanokv chat --context {}",
     "num_predict": "/set max_new_tokens {}",
@@ -409,7 +414,7 @@ OLLAMA = {  # settings of its chat → what to type here; {} is the value
     "stop": "a chat keeps its stop strings: /exit, then nanokv chat --stop STR",
 }
 _MODEL = "a chat keeps its model: /exit, then nanokv chat -m NAME (nanokv models lists names)"
-ELSEWHERE = {  # commands of other programs → what does it here
+ELSEWHERE = {  # commands of other programs → the equivalent here
     "model": _MODEL,
     "models": _MODEL,
     "new": "did you mean /clear?",

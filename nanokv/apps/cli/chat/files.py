@@ -1,7 +1,8 @@
-"""/save and /load: a conversation as a file, with its KV cache beside it where that was asked for.
+"""/save and /load: a conversation as a file, and on request its KV cache in a file beside it.
 
-The text always loads. The cache only when it was made by these very weights in this dtype and holds the tokens that
-the file says; otherwise it is refused with both fingerprints, and the next turn prefills everything.
+The text always loads. The cache loads only if these weights, in this dtype, made it for the tokens
+that the conversation's file lists. Otherwise it is refused with both fingerprints, and the next
+turn prefills everything.
 """
 
 from pathlib import Path
@@ -17,7 +18,7 @@ def cache_path(path):
 
 
 def cache_paths(path, ranks: int) -> list[Path]:
-    """The files of all ranks."""
+    """The cache files of all ranks."""
     if ranks == 1:
         return [cache_path(path)]
     from nanokv.ranks.generation import part_path
@@ -26,7 +27,10 @@ def cache_paths(path, ranks: int) -> list[Path]:
 
 
 def save(chat, path, kv) -> str:
-    """Write FILE, and the cache to `kv` if that is a path; returns what to tell the user. An error leaves old files."""
+    """Write the conversation to `path`, and the cache to `kv` unless that is None.
+
+    Returns a message for the user. On an error old files stay.
+    """
     session, mark = chat.session, chat.loaded.fingerprints()[0]
     ranks = chat.loaded.ranks.size
     extra = ({"kv": kv.name} | ({"ranks": ranks} if ranks > 1 else {})) if kv else {}
@@ -57,7 +61,7 @@ def save(chat, path, kv) -> str:
 
 
 def load(chat, path) -> str:
-    """Take over a saved conversation; returns what to tell the user. A file that is broken changes nothing."""
+    """Load a saved conversation; returns a message for the user. A broken file has no effect."""
     head, messages, _, notices = transcript.read(path)
     session = chat.session
     before = session.messages, session.system

@@ -1,9 +1,10 @@
-"""The input line of `nanokv chat`: keys, history, completion, folded pastes and the toolbar, on prompt_toolkit.
+"""The input line of `nanokv chat`, on prompt_toolkit: keys, history, completion, pastes, toolbar.
 
-Enter sends, Alt-Enter or Ctrl-J is a newline, three double quotes open and close a block. A paste of more than 20 lines
-is folded into `[pasted 2,632 lines, 48,210 tokens]`, which is shown once and sent in full (Alt-P unfolds it).
-What was typed before the prompt came is in it (keyboard.py).
-Imported only on a tty. Nothing here knows the model: text goes out, a counting function comes in.
+Enter sends, Alt-Enter or Ctrl-J starts a new line, three double quotes open and close a block. A
+paste of more than 20 lines is shown as `[pasted 2,632 lines, 48,210 tokens]` and sent in full
+(Alt-P unfolds it). Keys typed before the prompt appears are kept (keyboard.py). This module is
+imported only on a terminal. It does not use the model: the caller passes a function that counts
+tokens.
 """
 
 import os
@@ -34,22 +35,22 @@ class Leave(Exception):
 
 
 class ControlC(Exception):
-    """Ctrl-C in the prompt of TERM=dumb, which asks its own keys before ours."""
+    """Ctrl-C in the prompt of TERM=dumb, whose own key bindings come before these."""
 
 
 class Folds:
-    """Placeholders of long pastes and the texts that they stand for."""
+    """Long pastes by the placeholders that are shown for them."""
 
     def __init__(self, count_tokens):
         self.texts, self.count_tokens = {}, count_tokens
 
     def fold(self, text) -> str:
-        """The text itself when it is short, else a placeholder for it."""
+        """The text itself if it is short, otherwise a placeholder for it."""
         lines = text.count("\n") + 1
         if lines <= FOLD_LINES:
             return text
         mark = f"[pasted {lines:,} lines, {self.count_tokens(text):,} tokens]"
-        while self.texts.get(mark, text) != text:  # two different pastes of the same size
+        while self.texts.get(mark, text) != text:  # another paste has the same size
             mark = mark.removesuffix("]") + "']"
         self.texts[mark] = text
         return mark
@@ -61,7 +62,7 @@ class Folds:
 
 
 class History(FileHistory):
-    """On disk, mode 0600, pastes in full (a placeholder would mean nothing tomorrow); a full disk is not an error."""
+    """A history file with mode 0600. It stores pastes in full, and a full disk is not an error."""
 
     def __init__(self, path, folds):
         self.folds = folds
@@ -79,7 +80,7 @@ class History(FileHistory):
 
 
 def make_history(path, folds):
-    """The history file, unless NANOKV_NO_HISTORY is set or it cannot be written."""
+    """The history file; one in memory if NANOKV_NO_HISTORY is set or the file is not writable."""
     if os.environ.get("NANOKV_NO_HISTORY"):
         return InMemoryHistory()
     try:
@@ -89,7 +90,10 @@ def make_history(path, folds):
 
 
 class CommandCompleter(Completer):
-    """Commands at the start of the line, paths after /read, /save, /load and wherever a word looks like a path."""
+    """Completes commands at the start of the line, and paths after /read, /save and /load.
+
+    Elsewhere it completes words that look like paths.
+    """
 
     def __init__(self, names):
         self.names, self.paths = sorted(names), PathCompleter(expanduser=True)
@@ -108,7 +112,10 @@ class CommandCompleter(Completer):
 
 
 class Input:
-    """One prompt at a time: `read(default)` returns the message, raises EOFError (Ctrl-D) or Leave (Ctrl-C twice)."""
+    """One prompt at a time.
+
+    `read(default)` returns the message. It raises EOFError for Ctrl-D, and Leave for Ctrl-C twice.
+    """
 
     def __init__(self, keyboard, names, count_tokens, toolbar, history_path, say, color):
         self.keyboard = keyboard
@@ -122,7 +129,7 @@ class Input:
             output=plain_output() if os.environ.get("TERM") == "dumb" else None
         ):
             self.session = self._prompt_session(plain, bar)
-        # A line of noise in simple terminals.
+        # Simple terminals would print a warning line.
         self.session.app.renderer.cpr_not_supported_callback = lambda: None
 
     def _prompt_session(self, plain, bar):
@@ -143,7 +150,7 @@ class Input:
 
     def read(self, default="") -> str:
         default = self.folds.fold(default)
-        # Its prompt does not show what is already in the line.
+        # The prompt of TERM=dumb does not show the text that is already in the line.
         if default and os.environ.get("TERM") == "dumb":
             self.say("in the input line: " + sanitize(default))
         self.lost = ""
@@ -157,7 +164,7 @@ class Input:
             if not text:
                 self.say(LEAVING)
             return ""
-        # A signal before prompt_toolkit takes them, or after it.
+        # A signal before prompt_toolkit handles signals, or after it.
         except KeyboardInterrupt:
             self.lost = self.folds.unfold(self.session.default_buffer.text)
             raise
@@ -188,7 +195,7 @@ class Input:
         return keys
 
     def _edit(self, event):
-        """/edit with what stands in the line: prompt_toolkit's own way fails on a wrong $EDITOR with a traceback."""
+        """Send /edit with the line's text: prompt_toolkit's editor key fails on a wrong $EDITOR."""
         event.app.exit(result="/edit " + event.current_buffer.text)
 
     def _block_open(self):
@@ -205,9 +212,9 @@ class Input:
         event.current_buffer.document = Document(text, len(text))
 
     def _interrupt(self, event):
-        """Text: clear it. Empty: say how to leave; the second press within 2 s leaves."""
+        """Clear the line. If it is empty, show how to leave; a second press within 2 s leaves."""
         try:
-            # Returns if this Ctrl-C is the one that stopped the answer.
+            # Returns normally if this Ctrl-C is the one that stopped the answer.
             interrupt_at_prompt(None, None)
             return
         except KeyboardInterrupt:
@@ -220,20 +227,20 @@ class Input:
             run_in_terminal(lambda: self.say(LEAVING))
 
     def _is_second(self, text) -> bool:
-        """Ctrl-C in a line with this text: the second one within 2 s that had nothing to clear?"""
+        """Whether this Ctrl-C is the second one in an empty line within LEAVE_S seconds."""
         before, self.pressed = self.pressed, -LEAVE_S if text else time.monotonic()
         return not text and time.monotonic() - before < LEAVE_S
 
 
 def plain_output():
-    """Output for TERM=dumb: prompt_toolkit sets the cursor's shape before it notices that there is none."""
+    """Output for TERM=dumb without escape sequences: prompt_toolkit sends one at the start."""
     output = create_output()
     output.write_raw = lambda data: None if "\x1b" in data else type(output).write_raw(output, data)
     return output
 
 
 def strip_block(text) -> str:
-    """The inside of a block between triple quotes, or the text as it is."""
+    """The inside of a block in triple quotes; any other text is returned unchanged."""
     inner = text.strip()
     if len(inner) >= 6 and inner.startswith(BLOCK) and inner.endswith(BLOCK):
         return inner[3:-3].strip("\n")

@@ -1,10 +1,10 @@
-"""The drawing behind /cache: what the cache holds, a row per layer, and the arithmetic that gives its bytes.
+"""The text of /cache and /tokens: the cache's contents, a row per layer, and its bytes by formula.
 
-Every cell stands for the same number of tokens and carries the letter of the role that most of them have: s(ystem),
-u(ser), a(ssistant), or · for what the cache dropped. Colour repeats the letter, it never stands alone. A row ends with
-the bytes of its tokens. The total is the measured `nbytes`, not the formula's value; the two are printed side by side
-so that a difference shows. /tokens prints one line per message: the pieces of its tokens, each with its id in small
-digits.
+Every cell covers the same number of tokens. It shows the letter of their most frequent role:
+s(ystem), u(ser), a(ssistant), or · for tokens that the cache dropped. Colour only repeats the
+letter. A row ends with the bytes of its tokens. The last line has the formula's value and the
+measured `nbytes` side by side, so a difference is visible. /tokens prints one line per message: its
+tokens as text, each with its id in small digits.
 """
 
 from collections import Counter
@@ -27,7 +27,7 @@ def cells(roles, width):
 
 
 def draw(session, style, width=80) -> str:
-    """Text of /cache for a Session; lines are at most `width` cells wide."""
+    """The text of /cache; lines are at most `width` cells wide."""
     config, cache = session.model.config, session.cache
     length = cache.length
     if not length:
@@ -37,7 +37,7 @@ def draw(session, style, width=80) -> str:
             else ""
         )
         return layout.paragraph(f"cache empty: 0 tokens{kept or ', 0 B'}", width)
-    held = cache[0].sizes.held  # of a sliding cache fewer than it has seen
+    held = cache[0].sizes.held  # a sliding cache holds fewer tokens than it has seen
     roles = held_roles(session.roles()[:length], held, cache.made.options.get("sinks", 0))
     label = len(f"layer {len(cache) - 1:>2} ")
     letters, per = cells(roles, max(width - label - 12, 10))
@@ -65,7 +65,7 @@ def draw(session, style, width=80) -> str:
 
 
 def held_roles(roles, held, sinks):
-    """The roles of all tokens that were seen, with a dot for those that left the window: between sinks and window."""
+    """The roles of all tokens seen; a dot for the dropped ones between sinks and window."""
     gone = len(roles) - held
     return [*roles[:sinks], *[("·", 0)] * gone, *roles[sinks + gone :]] if gone else roles
 
@@ -82,13 +82,13 @@ def formula(config, cache, length) -> str:
 
 
 def element_size(cache) -> int:
-    """Bytes of one stored number, from the tensors of the first layer where it shows them, else 4."""
+    """Bytes per stored number, from the first layer's tensors; 4 if it does not show them."""
     tensors = cache[0].state().values() if hasattr(cache[0], "state") else ()
     return next((t.element_size() for t in tensors if t.is_floating_point()), 4)
 
 
 def balance(session) -> str:
-    """Why the cache holds one token less than the status line counts; "" where it does not."""
+    """Why the cache holds one token less than the status line counts; "" if it does not."""
     turn = session.last
     if not turn or not turn.out or session.cache.length != turn.new + turn.reused + turn.out - 1:
         return ""
@@ -100,7 +100,7 @@ def balance(session) -> str:
 
 
 def tokens_text(session, style, width=None, limit=400) -> str:
-    """The last prompt and its answer, a line per message; of more than `limit` tokens the last."""
+    """The last prompt and its answer, a line per message; at most the last `limit` tokens."""
     ids, roles = session.cached_ids, session.roles()
     if not ids:
         return "no prompt yet"
@@ -118,12 +118,12 @@ def tokens_text(session, style, width=None, limit=400) -> str:
 
 
 def unfed(session) -> list[int]:
-    """The last token of the last answer, while the cache holds all before it."""
+    """The last token of the last answer, if the cache holds all tokens before it; otherwise []."""
     start, held = len(session.prompt_ids), session.cached_ids
     sampled = session.last.ids if session.last else []
     return sampled[-1:] if len(held) >= start and held[start:] == sampled[:-1] else []
 
 
 def token_text(id: int, piece: str, style) -> str:
-    """␣name₂₆₃: blanks visible, the id small and dim."""
+    """␣name₂₆₃: spaces made visible, the id in small, dim digits."""
     return sanitize_line(piece).replace(" ", "␣") + style.dim(str(id).translate(SMALL))

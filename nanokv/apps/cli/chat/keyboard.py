@@ -1,10 +1,11 @@
-"""The terminal of `nanokv chat` between two prompts: what is typed while the model loads or answers is kept.
+"""The terminal of `nanokv chat` between two prompts: typed keys are kept for the next.
 
-At its own prompt prompt_toolkit reads every key. Between two prompts this file does: no echo, no line editing by the
-kernel, keys go into prompt_toolkit's type-ahead store, and the next prompt takes them out. Enter is Enter there: two
-lines typed ahead are two messages, sent one after the other, and a command is a command. After Ctrl-C, an error, or
-with a message back in the input line, `hold` makes newlines of those Enters: the text stands in the prompt, unsent.
-ISIG stays on, so Ctrl-C is a signal here; only the terminal's foreground process group touches the modes.
+At its prompt prompt_toolkit reads the keys. While the model loads or answers, this module does: the
+terminal neither echoes nor edits lines, and keys go into prompt_toolkit's type-ahead store, from
+which the next prompt takes them. Enter keeps its meaning: two lines typed ahead are two messages,
+sent one after the other, and a command is a command. After Ctrl-C, an error, or with a message back
+in the input line, `hold` turns these Enters into newlines, so that nothing is sent by itself. ISIG
+stays on, so Ctrl-C is a signal here. Only the foreground process group sets the terminal's modes.
 """
 
 import contextlib
@@ -23,18 +24,18 @@ try:
 except ImportError:  # Windows
     termios = None
 
-LFLAG = 3  # index of the local flags in what tcgetattr returns
-# Keys that would do something by themselves in a prompt.
+LFLAG = 3  # index of the local flags in the list that tcgetattr returns
+# Keys that would leave or suspend the chat at the next prompt.
 LEAVING = (Keys.ControlC, Keys.ControlD, Keys.ControlZ)
 
 
 def open_keyboard():
-    """A context manager around the whole chat."""
+    """The keyboard for this system, a context manager around the whole chat."""
     return Keyboard() if termios is None else PosixKeyboard()
 
 
 class Keyboard:
-    """Windows: its console keeps unread keys by itself and echoes none of them; nothing has to be done."""
+    """Windows, whose console keeps unread keys without an echo: nothing needs to be done."""
 
     def __init__(self):
         self.input = create_input()
@@ -46,18 +47,18 @@ class Keyboard:
         pass
 
     def poll(self):
-        """Keep what has been typed so far; called between tokens and before anything else reads the terminal."""
+        """Keep the keys typed so far; called between tokens and before others read the terminal."""
 
     def prompt(self):
         """Around prompt_toolkit's prompt."""
         return contextlib.nullcontext()
 
     def lend(self):
-        """Around a question or an editor: the terminal as the shell had it."""
+        """Around a question or an editor, which get the terminal as the shell had it."""
         return contextlib.nullcontext()
 
     def hold(self, draft=""):
-        """The next prompt shows what was typed ahead, below `draft` if there is one, and sends nothing by itself."""
+        """Show the keys typed ahead at the next prompt, below `draft`, without sending them."""
         self.poll()
         keys = [key for key in get_typeahead(self.input) if key.key not in LEAVING]
         newline = KeyPress(Keys.ControlJ, "\n")
@@ -66,7 +67,7 @@ class Keyboard:
 
 
 class PosixKeyboard(Keyboard):
-    """The modes of a Unix terminal: the shell's, prompt_toolkit's, and ours between two prompts."""
+    """The modes of a Unix terminal: the shell's, prompt_toolkit's, the chat's between prompts."""
 
     def __init__(self):
         super().__init__()
@@ -77,7 +78,7 @@ class PosixKeyboard(Keyboard):
         self.shell = termios.tcgetattr(self.fd)
         with self.input.raw_mode():
             self.raw, self.own = termios.tcgetattr(self.fd), termios.tcgetattr(self.fd)
-        # NOFLSH: Ctrl-C does not throw away what was typed before it.
+        # NOFLSH: Ctrl-C does not discard the keys typed before it.
         self.own[LFLAG] |= termios.ISIG | termios.NOFLSH
         for number, handler in (
             (signal.SIGTSTP, self._stop),
@@ -86,11 +87,11 @@ class PosixKeyboard(Keyboard):
         ):
             if signal.getsignal(number) != signal.SIG_IGN:
                 self.handlers[number] = signal.signal(number, handler)
-                # A tcsetattr that waited in the background goes on.
+                # Restart a tcsetattr that waited while the job was in the background.
                 signal.siginterrupt(number, False)
         self._take()
         self.poll()
-        # Typed before this: the kernel had made newlines of the Enters.
+        # Keys typed before this point: the kernel has turned their Enters into newlines.
         keys = get_typeahead(self.input)
         store_typeahead(
             self.input, [KeyPress(Keys.Enter) if key.key == Keys.ControlJ else key for key in keys]
@@ -105,7 +106,7 @@ class PosixKeyboard(Keyboard):
     def poll(self):
         front, before = self._in_front(), self.front
         self.front = front
-        if front and not before:  # `fg` of a job that ran in the background sends no signal
+        if front and not before:  # the shell sends no signal for `fg` of a job that was running
             self._take()
         self.reading = True
         try:
@@ -120,7 +121,7 @@ class PosixKeyboard(Keyboard):
     @contextlib.contextmanager
     def prompt(self):
         self.poll()
-        store_typeahead(self.input, self.input.flush_keys())  # an Escape on its own
+        store_typeahead(self.input, self.input.flush_keys())  # a single Escape
         self.mode = self.raw
         try:
             yield
@@ -139,14 +140,17 @@ class PosixKeyboard(Keyboard):
     # --- modes ------------------------------------------------------------------------------------
 
     def _in_front(self) -> bool:
-        """A background job that touches the terminal is stopped by the kernel."""
+        """Whether this process is in the foreground; others are stopped on terminal access."""
         try:
             return os.tcgetpgrp(self.fd) == os.getpgrp()
-        except OSError:  # hung up
+        except OSError:  # the terminal has hung up
             return False
 
     def _set(self, mode, paste=b""):
-        """The modes, and whether the terminal marks pastes. Not through sys.stdout: a signal handler may be here."""
+        """Set the terminal's mode, and whether it marks pastes.
+
+        This may run in a signal handler, so sys.stdout's buffer is not used.
+        """
         if self._in_front():
             with contextlib.suppress(OSError, termios.error):
                 termios.tcsetattr(self.fd, termios.TCSANOW, mode)
@@ -154,7 +158,9 @@ class PosixKeyboard(Keyboard):
 
     def _take(self):
         self.mode = self.own
-        self._set(self.own, b"\x1b[?2004h")  # a paste during an answer is one message as well
+        self._set(
+            self.own, b"\x1b[?2004h"
+        )  # mark pastes, so that one during an answer is one message
 
     def _give_back(self):
         self.mode = None
@@ -163,25 +169,25 @@ class PosixKeyboard(Keyboard):
     # --- signals ----------------------------------------------------------------------------------
 
     def _stop(self, number, frame):
-        """Ctrl-Z, Ctrl-\\: the shell's modes first, then what the signal does to every other program."""
-        # The parser of keys cannot be entered twice: `poll` stops when it has read them all.
+        """Ctrl-Z or Ctrl-\\: restore the shell's mode, then stop as other programs do."""
+        # The key parser is not reentrant: `poll` stops the process once it has read all keys.
         if self.reading:
             self.stopping = number
             return
         mode = self.mode
-        if mode is self.own:  # what is left in the kernel would go to the shell
+        if mode is self.own:  # otherwise the shell would get the keys that the kernel holds
             self.poll()
         if mode is not None:
             self._give_back()
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
-        signal.signal(number, self._stop)  # here again: `fg` or `bg`
+        signal.signal(number, self._stop)  # continued by `fg` or `bg`
         signal.siginterrupt(number, False)
         if mode is not None:
             self._resume(mode)
 
     def _on(self, number, frame):
-        """SIGCONT after a SIGSTOP, which gave no time to do anything."""
+        """SIGCONT after a SIGSTOP, which a process cannot handle."""
         if self.mode is not None:
             self._resume(self.mode)
 

@@ -1,4 +1,4 @@
-"""The flags of `nanokv chat` and the options made of them."""
+"""The flags of `nanokv chat`, and the options that they set."""
 
 from dataclasses import dataclass, replace
 
@@ -14,14 +14,14 @@ from nanokv.apps.cli.common.options import (
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """What the flags of this command say."""
+    """The options of `nanokv chat`."""
 
     model: ModelOptions
     cache: CacheOptions
     sampling: SamplingOptions
     output: OutputOptions
     ranks: RankOptions
-    resume: str | None = None  # "": the last one
+    resume: str | None = None  # id of a session; "": the newest one
     no_save: bool = False
     overflow: str = "stop"
     stats: str = "on"
@@ -31,7 +31,7 @@ class ChatOptions:
 
 
 def add_arguments(parser):
-    """Flags of chat beyond the general ones."""
+    """Add the flags of chat beyond the general ones."""
     options.add_model_arguments(parser, options.CACHE)
     options.add_speed_arguments(parser)
     options.add_sampling_arguments(parser)
@@ -78,7 +78,7 @@ def add_arguments(parser):
 
 
 def command_options(args) -> ChatOptions:
-    """Of add_arguments. Flags that contradict each other are refused."""
+    """The options from the parsed flags. Flags that contradict each other are refused."""
     sampling = options.sampling_options(args, options.beam_options(args))
     speed = replace(options.speed_options(args), speculate=args.speculate)
     template = replace(options.template_options(args), system=args.system)

@@ -1,7 +1,8 @@
-"""`nanokv chat` without a person: every line of stdin is one turn, every answer is one line of stdout.
+"""`nanokv chat` in a pipe: each line of stdin is one turn, each answer one line of stdout.
 
-Newlines inside an answer are written as the two characters \\n; `--jsonl` is the lossless form. No banner, no status,
-nothing is saved. Lines are answered as they come, so another program can hold a conversation through two pipes.
+Newlines in an answer are written as the two characters \\n; `--jsonl` is lossless. There is no
+banner and no status line, and nothing is saved. Each line is answered as it arrives, so another
+program can hold a conversation through two pipes.
 """
 
 import sys
@@ -17,7 +18,7 @@ from nanokv.parallel.group import Ranks
 
 
 def run(given: ChatOptions, ranks: Ranks) -> int:
-    """One turn per line until stdin ends; the context error of a turn ends it with exit code 2."""
+    """Answer one turn per line until stdin ends, or until the context is full (exit code 2)."""
     source = stdin()
     head, messages = _resumed(given.resume)
     loaded = load_model(given.model, given.cache, given.output, ranks)
@@ -53,7 +54,7 @@ def _resumed(wanted: str | None):
 
 
 def _text_turn(session, text, stop, given: ChatOptions):
-    """Streams the answer; a reader that goes away raises BrokenPipeError, which stops generation."""
+    """Stream the answer. If the reader has gone, BrokenPipeError stops the generation."""
     thinking = thoughts(given.model.template.thinking, given.output.quiet)
     style = Style(sys.stderr, given.output.color)
     writer = AnswerWriter(thinking, style, lambda text: write_out(one_line(text)))
@@ -69,7 +70,7 @@ def _text_turn(session, text, stop, given: ChatOptions):
 
 
 def one_line(text) -> str:
-    """Newlines as backslash n, and the line separators that some readers split at as visible escapes."""
+    """Escape newlines, and the two Unicode line separators at which some readers split lines."""
     return text.replace("\n", "\\n").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
@@ -80,7 +81,7 @@ def _json_turn(session, text, stop, model: str):
 
 
 def record(session, model: str) -> dict:
-    """What --jsonl prints for the last turn; text is raw, to_json escapes what is dangerous."""
+    """The last turn for --jsonl. Its text is raw; to_json escapes dangerous characters."""
     turn, answer = session.last, completion.message(session.last.text, session.thinking_opened)
     speed = completion.rate(turn.new, turn.prefill_s)
     return completion.completion(
@@ -96,7 +97,7 @@ def record(session, model: str) -> dict:
 
 
 def _say_why_it_stopped(session, number):
-    """A limit that nobody set must not cut an answer in silence."""
+    """Warn about a limit that cut the answer, unless the user set it."""
     turn, reasons = (
         session.last,
         {"context": "the context is full", "loop": "it repeated itself (--no-loop-guard)"},

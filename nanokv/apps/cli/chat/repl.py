@@ -1,7 +1,8 @@
-"""The conversation with a person: read a line, carry out a command or stream an answer, save the turn, again.
+"""The interactive chat: read a line, run a command or stream an answer, save the turn, repeat.
 
-Ctrl-C during an answer is a flag that is read between tokens and prefill chunks; the half answer stays in the history
-and on the disk. Errors of one turn are told and the chat goes on, the message waiting in the input line.
+During an answer Ctrl-C sets a flag, which is read between tokens and prefill chunks; the partial
+answer stays in the history and on disk. After an error in a turn the chat goes on, with the message
+back in the input line.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from nanokv.parallel.group import Ranks
 
 
 def run(given: ChatOptions, ranks: Ranks) -> int:
-    """Load, talk, leave in good order."""
+    """Load the model, run the chat, and return the exit code."""
     view = View(given.output, given.model.template.thinking, given.stats, given.markdown)
     folder = transcript.state_folder() / "sessions"
     path = head = keyboard = None
@@ -40,7 +41,8 @@ def run(given: ChatOptions, ranks: Ranks) -> int:
             nonlocal keyboard
             if not given.output.quiet:
                 view.say(layout.joined([*plan.banner(), "/help"], view.width()))
-            from nanokv.apps.cli.chat.keyboard import open_keyboard  # 0.2 s, after the banner
+            # Imported after the banner, because the import takes 0.2 s.
+            from nanokv.apps.cli.chat.keyboard import open_keyboard
 
             keyboard = stack.enter_context(open_keyboard())
 
@@ -54,7 +56,7 @@ def run(given: ChatOptions, ranks: Ranks) -> int:
 
 
 class Chat:
-    """Everything that the loop and the commands share."""
+    """The state that the loop and the commands share."""
 
     def __init__(self, given: ChatOptions, view, keyboard, loaded, session):
         from nanokv.apps.cli.chat.input import Input
@@ -83,7 +85,10 @@ class Chat:
     # --- the loop ---------------------------------------------------------------------------------
 
     def talk(self) -> int:
-        """Exit code: 0 by Ctrl-D or /exit, 130 by Ctrl-C twice; SIGTERM and hang-up leave by Terminated."""
+        """Run the loop; returns 0 after Ctrl-D or /exit, 130 after Ctrl-C twice.
+
+        SIGTERM and a hang-up raise Terminated.
+        """
         from nanokv.apps.cli.chat.input import Leave
 
         try:
@@ -97,21 +102,21 @@ class Chat:
             self.leave()
 
     def read(self) -> str:
-        """The next line; EOFError by Ctrl-D, Leave by Ctrl-C twice."""
+        """The next line. Raises EOFError for Ctrl-D, and Leave for Ctrl-C twice."""
         draft, self.draft = self.draft, ""
         if draft or not self.went_well:
             self.keyboard.hold(draft)
         try:
-            # An Enter that was held back may stand at the end.
+            # A held-back Enter may be at the end.
             return self.input.read(draft).rstrip("\n")
-        # A signal before prompt_toolkit takes them, or after it.
+        # A signal before prompt_toolkit handles signals, or after it.
         except KeyboardInterrupt:
             self.draft = self.input.lost
             self.view.say("interrupted")
             return ""
 
     def carry_out(self, text):
-        """One line of input. No error in it ends the chat: it is told, what was said is saved, the prompt returns."""
+        """Handle one line of input. An error is shown, finished work is saved, the chat goes on."""
         self.went_well = False
         try:
             try:
@@ -132,7 +137,7 @@ class Chat:
                 )
 
     def turn(self, text) -> bool:
-        """One line of input: a command, a message, or nothing. Was it carried out to its end?"""
+        """Handle a command, a message, or an empty line; returns whether it was completed."""
         if not text.strip():
             return True
         command = chat_commands.parse(text)
@@ -142,12 +147,12 @@ class Chat:
         if self.command_refused(text) or self.control_token_refused(text):
             self.draft = text
             return False
-        # Stays in the input line unless an answer begins.
+        # The message stays in the input line until an answer begins.
         self.draft = text
         return self.answer(lambda stop: self.session.stream(text, stop))
 
     def answer(self, make) -> bool:
-        """Stream one answer; signals only set a flag meanwhile. False = Ctrl-C."""
+        """Stream one answer, while signals only set a flag; False after Ctrl-C."""
         with Interrupt() as stop:
             progress = Progress(stop, self.session, self.view)
 
@@ -167,7 +172,7 @@ class Chat:
         return not stop.requested
 
     def command_refused(self, text) -> bool:
-        """Ask before a line /cache goes to the model: lines typed ahead that Ctrl-C held back stand in one text."""
+        """Ask before a message that contains a command line is sent, as typed-ahead lines may."""
         found = chat_commands.command_line(text)
         if found is None:
             return False
@@ -177,7 +182,7 @@ class Chat:
             )
 
     def control_token_refused(self, text) -> bool:
-        """Ask before a typed <|im_end|> becomes the control token; No keeps the message in the input line."""
+        """Ask before a typed <|im_end|> becomes a control token; on No the message is not sent."""
         token = (
             None
             if self.given.model.template.allow_special
@@ -198,7 +203,7 @@ class Chat:
         return f"context ▕{bar:<8}▏ {share:.0%}".replace("%", " %")
 
     def write(self, text):
-        """Text of /cache and /tokens: not an answer, so not on stdout."""
+        """Write the text of /cache or /tokens, to stderr because it is no answer."""
         write_err(text + "\n")
 
     def width(self) -> int:
@@ -207,12 +212,12 @@ class Chat:
     # --- on the disk ------------------------------------------------------------------------------
 
     def start_file(self, folder):
-        """A new session file; nothing is created before the first turn."""
+        """Choose a new session file, which is created after the first turn."""
         head = transcript.header(self.loaded.name, self.marks[0])
         self.file = transcript.Transcript(folder / f"{transcript.new_id()}.jsonl", head)
 
     def take_up(self, path, head, messages):
-        """Go on with a saved session: its text, its settings, not its cache (one prefill brings that back)."""
+        """Continue a saved session with its text and settings. One prefill rebuilds its cache."""
         self.session.replace(messages)
         self.recorded = list(messages)
         if not self.given.no_save:
@@ -225,7 +230,7 @@ class Chat:
             self.view.recall(self.session.system, messages[-2:])
 
     def save(self):
-        """Append what changed since the last save: one turn, or the whole history after an edit of it."""
+        """Append the changes since the last save: one turn, or the whole history after an edit."""
         messages = self.session.messages
         if self.file is None or messages == self.recorded:
             return
@@ -250,7 +255,7 @@ class Chat:
             self.view.problem(error)
 
     def leave(self):
-        """Last attempt for lines that a full disk held back, and how to come back."""
+        """Try once more to write lines that a full disk held back; show how to resume."""
         if self.file and self.file.pending and self.recorded:
             try:
                 self.file.flush()

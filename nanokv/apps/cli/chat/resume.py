@@ -1,4 +1,4 @@
-"""The command that goes on with a conversation: the model and what else the session file does not hold."""
+"""The command that resumes a conversation, with the flags that the session file does not hold."""
 
 import shlex
 
@@ -8,7 +8,7 @@ from nanokv.cache.options import kind_text
 
 
 def resuming(given: ChatOptions) -> str:
-    """`nanokv chat -m smollm2 --resume`."""
+    """The command, as in `nanokv chat -m smollm2 --resume`."""
     words = ["nanokv", "chat"]
     for flag, value, default in kept(given):
         if value != default:
@@ -17,7 +17,7 @@ def resuming(given: ChatOptions) -> str:
 
 
 def kept(given: ChatOptions) -> list[tuple]:
-    """(flag, value, default). A model is named unless it is tiny: NANOKV_MODEL may be another one the next time."""
+    """(flag, value, default). `-m` is left out only for tiny: NANOKV_MODEL may change."""
     model, cache, beams = given.model, given.cache, given.sampling.beams or BeamOptions(0)
     speed, template = model.speed, model.template
     guess = speed.speculate and ":".join(map(str, speed.speculate))

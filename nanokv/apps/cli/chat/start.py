@@ -10,7 +10,10 @@ from nanokv.apps.cli.common.text import refuse_special
 
 
 def make_session(given: ChatOptions, loaded, saved=None):
-    """A Session as the flags say; `saved` is the header of a resumed one. Order: flag > saved > checkpoint."""
+    """A Session with the flags' settings. `saved`: the header of a resumed session.
+
+    A flag comes before the saved value, and that before the checkpoint's default.
+    """
     sampling, template, saved = given.sampling, given.model.template, saved or {}
     flags = asdict(sampling) | {"stop": list(sampling.stop)}
     params = asdict(sampling.resolve(loaded.model.generation_config))
@@ -27,7 +30,7 @@ def make_session(given: ChatOptions, loaded, saved=None):
     else:
         kind = speculation.generation_type(given.model.speed.speculate, loaded)
     with loading():
-        from nanokv.chat.session import Session  # torch: after the banner
+        from nanokv.chat.session import Session  # imports torch, so only after the banner
 
     return Session(
         loaded.model,

@@ -1,9 +1,10 @@
-"""Conversations on disk: one JSON Lines file each, appended per turn, mode 0600, in $XDG_STATE_HOME/nanokv/sessions.
+"""Conversations on disk: JSON Lines files with mode 0600 in $XDG_STATE_HOME/nanokv/sessions.
 
-Line 1 is a header (model, fingerprint, date); each later line is one whole turn, or a "history" line that replaces
-everything before it (after /undo, /drop, /load ...). A line is written whole and fsynced, or taken back: a full disk
-costs no old turn. A last line torn by a crash is cut off on load, and said so. Whole files (`/save FILE`) go through
-a temporary file in the same folder and os.replace. No torch here.
+Line 1 is a header (model, fingerprint, date). Each later line is one whole turn, or a "history"
+line that replaces everything before it, as after /undo, /drop and /load. A line is written whole
+and fsynced, or removed again, so a full disk costs no earlier turn. A last line that a crash has
+torn is dropped on load, with a notice. Whole files (`/save FILE`) are written to a temporary file
+in the same folder and moved by os.replace. This module does not import torch.
 """
 
 import contextlib
@@ -26,13 +27,13 @@ CUT = "cut the file before that line"
 
 
 def state_folder() -> Path:
-    """$XDG_STATE_HOME/nanokv; on Windows LOCALAPPDATA; else ~/.local/state/nanokv."""
+    """$XDG_STATE_HOME/nanokv; %LOCALAPPDATA% on Windows; otherwise ~/.local/state/nanokv."""
     base = os.environ.get("XDG_STATE_HOME") or os.environ.get("LOCALAPPDATA")
     return Path(base) / "nanokv" if base else user_path("~/.local/state/nanokv")
 
 
 def turns_text(messages) -> str:
-    """1 turn, 3 turns."""
+    """The number of turns, as in 1 turn, 3 turns."""
     turns = len(messages) // 2
     return f"{turns:,} turn{'s' * (turns != 1)}"
 
@@ -52,7 +53,10 @@ def header(model, fingerprint, **more) -> dict:
 
 
 class Transcript:
-    """Appends lines to one session file. Nothing is created before the first turn; unsaved lines wait for the next."""
+    """Appends lines to one session file, which the first turn creates.
+
+    Lines that could not be written are tried again with the next one.
+    """
 
     def __init__(self, path, head):
         self.path, self.pending = Path(path), [head]
@@ -61,13 +65,13 @@ class Transcript:
 
     @classmethod
     def reopen(cls, path):
-        """Go on appending to a session that was loaded."""
+        """Append to the file of a session that was loaded."""
         transcript = cls(path, None)
         transcript.pending = []
         return transcript
 
     def append(self, line: dict):
-        """Write what is pending and this line; raises SessionError with the size and keeps it for the next attempt."""
+        """Write this line and pending ones; SessionError with the size keeps them for a retry."""
         self.pending.append(line)
         self.flush()
 
@@ -87,7 +91,7 @@ class Transcript:
 
 
 def write_at_end(path, data: bytes):
-    """Append all bytes and fsync, or put the file back to its old length and raise OSError."""
+    """Append all bytes and fsync; on OSError the file gets its old length back."""
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
         before = os.fstat(descriptor).st_size
@@ -98,7 +102,7 @@ def write_at_end(path, data: bytes):
             try:
                 os.fsync(descriptor)
             except OSError as error:
-                # A pipe or a device has no fsync; a full disk may say it here.
+                # Pipes and devices have no fsync. A full disk may be reported only here.
                 if error.errno != errno.EINVAL:
                     raise
         except OSError:
@@ -110,11 +114,14 @@ def write_at_end(path, data: bytes):
 
 
 def write_whole(path, lines):
-    """Replace a file in one step: temporary file in the same folder, fsync, os.replace. The old file stays on error."""
+    """Replace a file in one step; returns its bytes. On an error the old file stays.
+
+    The data goes to a temporary file in the same folder, which is fsynced and renamed.
+    """
     path = Path(path)
     data = "".join(json.dumps(line, ensure_ascii=True) + "\n" for line in lines).encode()
     try:
-        # /dev/stdout, a pipe, /dev/full: never replace those.
+        # A pipe or a device such as /dev/stdout must not be replaced by a file.
         if path.exists() and not path.is_file():
             write_at_end(path, data)
             return len(data)
@@ -140,7 +147,7 @@ def _not_saved(error, size, path, hint):
 
 
 def read(path, repair=False):
-    """(header, messages, turns, notices) of a session file. `repair` cuts a torn last line off the file itself."""
+    """(header, messages, turns, notices) of a file. `repair` removes a torn last line from it."""
     path = Path(path)
     data = read_bytes(path, SessionError, "session")
     entries, good, notices = _entries(data, path)
@@ -170,7 +177,7 @@ def read(path, repair=False):
 
 
 def _valid(entry) -> bool:
-    """A turn with two texts, or a history of messages with two texts each."""
+    """Whether a line is a turn with two texts, or a history of messages with two texts each."""
     history = entry.get("history", [])
     fields = [entry.get("user"), entry.get("answer")] if "history" not in entry else []
     if not isinstance(history, list) or not all(isinstance(m, dict) for m in history):
@@ -180,7 +187,7 @@ def _valid(entry) -> bool:
 
 
 def _check_fields(entry, place):
-    """What the header or any line may say besides messages, each of the type that its reader relies on."""
+    """Check the types of all fields besides messages, in the header or any other line."""
     for name, (kinds, wanted) in FIELDS.items():
         if not isinstance(entry.get(name), (*kinds, type(None))):
             raise SessionError(f"{place}: {name} is {_shown(entry[name])}, not {wanted}", hint=CUT)
@@ -193,7 +200,7 @@ def _check_fields(entry, place):
         _check_setting(name, value, place)
 
 
-FIELDS = {  # field of a header or a line → (types, in words); absent and null are always right
+FIELDS = {  # field of any line → (types, in words); a field may be absent or null
     "model": ((str,), "a text"),
     "fingerprint": ((str,), "a text"),
     "system": ((str,), "a text"),
@@ -204,7 +211,7 @@ FIELDS = {  # field of a header or a line → (types, in words); absent and null
 
 
 def _check_setting(name, value, place):
-    """The ranges are those of the flags. A name that this version does not know is left out by whoever reads it."""
+    """Check a setting against the ranges of the flags. Unknown names are ignored here and later."""
     if name == "stop":
         if not isinstance(value, list | None) or not all(
             isinstance(text, str) for text in value or ()
@@ -222,18 +229,18 @@ def _check_setting(name, value, place):
 
 
 def _shown(value) -> str:
-    """A value of the file for an error line: its beginning."""
+    """A value of the file for an error message, at most its first 60 characters."""
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def _latest(entries, *keys):
-    """The newest value of settings that may change during a session."""
+    """The newest values of these keys, which may change during a session."""
     return {key: value for entry in entries for key, value in entry.items() if key in keys}
 
 
 def _entries(data, path):
-    """Parsed lines, how many bytes of the file are good, and what had to be left out."""
+    """(parsed lines, bytes of the file that they take, notices about what was left out)."""
     entries, good, notices = [], 0, []
     lines = data.splitlines(keepends=True)
     for number, line in enumerate(lines, 1):
@@ -254,7 +261,7 @@ def _entries(data, path):
 
 
 def listing(folder):
-    """(id, modified, turns, model, first words) of every readable session, newest first."""
+    """All readable sessions of a folder, newest first."""
     rows = []
     for path in sorted(Path(folder).glob("*.jsonl"), key=lambda p: p.stat().st_mtime, reverse=True):
         with contextlib.suppress(SessionError):
@@ -268,7 +275,7 @@ def listing(folder):
 
 
 def find(folder, wanted):
-    """Path of the session that is called `wanted` (its start is enough); "" is the newest that was not cleared."""
+    """The session whose id begins with `wanted`; "" finds the newest one that was not cleared."""
     paths = sorted(Path(folder).glob("*.jsonl"), key=lambda p: p.stat().st_mtime, reverse=True)
     if not paths:
         raise SessionError(f"no saved session in {folder}", hint="nanokv chat starts a new one")
@@ -284,7 +291,7 @@ def find(folder, wanted):
 
 
 def _cleared(path) -> bool:
-    """A file that cannot be read is none: whoever opens it says what is wrong with it."""
+    """Whether a session has no messages. An unreadable file counts as one that has some."""
     try:
         return not read(path)[1]
     except SessionError:

@@ -1,8 +1,8 @@
-"""What an answer looks like: text on stdout as it comes, thinking dim on stderr, one dim status line after it.
+"""The display of an answer: text on stdout, thinking dim on stderr, then one dim status line.
 
-Lines of an answer break between words (wrapping.py); nothing else that stands on the screen is drawn
-again. Every character goes through the sanitizer. A prefill that takes longer than a second shows its
-progress, on stderr.
+Lines of an answer break between words (wrapping.py), which redraws a word; nothing else on the
+screen is redrawn. Every character passes the sanitizer. A prefill of more than a second shows its
+progress on stderr.
 """
 
 import os
@@ -28,14 +28,14 @@ from nanokv.apps.cli.common.ways_out import REPORT, describe
 from nanokv.text.thinking import split_thinking
 
 LONGEST_PROBLEM = 400  # characters of an error line
-LONGEST_RECALL = 12  # lines of a message, or of an answer, that a resumed chat shows again
+LONGEST_RECALL = 12  # lines of a message or an answer that a resumed chat shows
 
 
 def status(turn, context, width=None) -> str:
     """`  14 new + 0 reused → 8 out · first token 21 ms · 310 tok/s · cache 21/2,048 · 96.8 kB`
 
-    Behind the bytes of the tokens stand those of the whole cache, where it keeps more: (147 kB reserved).
-    In a terminal that is too narrow the cache stands on a line of its own.
+    The bytes are those of the tokens. If the whole cache takes more, that size follows: (147 kB
+    reserved). In a narrow terminal the cache gets a separate line.
     """
     parts = [f"{turn.new:,} new + {turn.reused:,} reused → {turn.out:,} out"]
     parts += [f"first token {seconds_text(turn.ttft)}"] if turn.out else []
@@ -46,7 +46,7 @@ def status(turn, context, width=None) -> str:
 
 
 def ending(turn, session) -> str:
-    """Why the answer ended, where that was not the model's own wish; "" otherwise."""
+    """Why the answer ended; "" if the model ended it."""
     if not turn.out:
         return "[stopped before the first token; what was read stays in the cache]"
     room = "/drop N then /continue" if len(session.messages) > 2 else "/clear"
@@ -62,7 +62,7 @@ def ending(turn, session) -> str:
 
 
 class View:
-    """Prints for the person at the prompt. `thinking`, `stats` and `markdown` may change during the chat."""
+    """Prints for the user. `thinking`, `stats` and `markdown` may change during the chat."""
 
     def __init__(
         self,
@@ -76,13 +76,13 @@ class View:
         self.markdown = "on" if markdown else "off"
 
     def say(self, text):
-        """One or more dim lines on stderr: status, hints, replies of commands. A terminal gets no broken words."""
+        """Dim lines on stderr: status, hints, replies of commands. Lines break between words."""
         width = self.width()
         lines = [part for line in text.split("\n") for part in _lines(line, width)]
         write_err("".join(self.err.dim(line) + "\n" for line in lines))
 
     def recall(self, system, exchange):
-        """Where a resumed chat was: the system prompt on one line, the last message and its answer."""
+        """Show the end of a resumed chat: the system prompt, the last message, and its answer."""
         if system:
             line = sanitize_line(f"system: {system}")
             room = (self.width() or 80) - 2
@@ -96,11 +96,11 @@ class View:
                 self.say("  [interrupted · /continue or /retry]")
 
     def width(self):
-        """Columns of the terminal that stderr is; None for a pipe or a file, where a line stays whole."""
+        """Columns of the terminal on stderr; None for a pipe or a file, where lines stay whole."""
         return layout.columns(sys.stderr, None)
 
     def problem(self, error):
-        """An error that the chat survives: one line, and one for the hint. Our own bugs are named by their type."""
+        """Show an error after which the chat goes on, and its hint. A bug is named by its type."""
         message, hint = describe(error) or (
             f"{type(error).__name__}: {error}",
             f"{REPORT}; the chat goes on",
@@ -111,7 +111,7 @@ class View:
             self.say(f"hint: {sanitize_line(hint[:LONGEST_PROBLEM])}")
 
     def answer(self, session, pieces, progress):
-        """Stream one answer; returns when it ended or was interrupted. The generator is always closed."""
+        """Stream one answer until it ends or is interrupted, and close its generator."""
         formatted = Markdown(self.out.enabled) if self.markdown == "on" else None
         writer = AnswerWriter(thoughts(self.thinking, self.quiet), self.err, formatted)
         try:
@@ -143,7 +143,7 @@ class View:
 
 
 def excerpt(text, width) -> str:
-    """The beginning of a text as it would be shown, and how much there is more."""
+    """The first lines of a text, and the number of lines left out."""
     lines = [part for line in text.split("\n") for part in _lines(line, width)]
     if len(lines) <= LONGEST_RECALL + 1:
         return "\n".join(lines)
@@ -157,7 +157,7 @@ def _lines(line, width):
 
 
 class Markdown:
-    """`show` of a writer: finished blocks are formatted and appended; nothing on the screen is ever drawn again."""
+    """Formats finished Markdown blocks of an answer and appends them; nothing is redrawn."""
 
     def __init__(self, colors: bool):
         self.colors, self.block = colors, ""
@@ -169,7 +169,7 @@ class Markdown:
             self.block = self.block[cut:]
 
     def finish(self):
-        """The last block."""
+        """Show the last block."""
         self.render(self.block)
         self.block = ""
 
@@ -186,7 +186,7 @@ class Markdown:
 
 
 def block_end(text) -> int:
-    """Where the first finished Markdown block ends: after an empty line outside a fence; 0 = not yet."""
+    """The end of the first finished Markdown block: an empty line outside a fence; 0 if none."""
     position, fenced = 0, False
     for line in text.splitlines(keepends=True):
         position += len(line)
@@ -198,11 +198,11 @@ def block_end(text) -> int:
 
 
 class Progress:
-    """Callable that stands between generation and the interrupt: asks for a stop, and shows a long prefill."""
+    """Asks between tokens whether to stop, and shows the progress of a long prefill."""
 
     def __init__(self, stop, session, view):
         self.stop, self.session, self.view = stop, session, view
-        self.raising = getattr(stop, "raising", nullcontext)  # Ctrl-C inside a forward
+        self.raising = getattr(stop, "raising", nullcontext)  # lets Ctrl-C end a forward
         self.next, self.width, self.done = time.monotonic() + 1.0, 0, False
         self.moves = is_tty(sys.stderr) and os.environ.get("TERM") != "dumb"
 
@@ -219,7 +219,7 @@ class Progress:
         return self.stop()
 
     def clear(self):
-        """Take the progress line away before the first word."""
+        """Remove the progress line before the first word."""
         if self.width:
             write_err("\r" + " " * self.width + "\r")
         self.width, self.done = 0, True
