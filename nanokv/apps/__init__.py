@@ -1,1 +1,4 @@
-"""What people start: the command line and the HTTP server. They use the library; nothing in it knows them."""
+"""The two programs: the command line and the HTTP server.
+
+They use the library. No module of the library imports them.
+"""

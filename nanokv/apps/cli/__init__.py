@@ -1,8 +1,9 @@
-"""The command line's frame: finds the command, parses its flags, and turns whatever happens into an exit code.
+"""The entry point of the command line: find the command, parse its flags, return an exit code.
 
-A command is one module with `add_arguments(parser)` and `run(args) -> int`, imported only when it is asked for.
-Exit codes: 0 done, 1 our bug, 2 user or environment, 130 Ctrl-C, 141 closed pipe, 143 SIGTERM. Errors are at most two
-lines on stderr. Nothing in here imports torch, so `--help` answers at once.
+A command is one module with `add_arguments(parser)` and `run(args) -> int`. Only the module of the
+command that runs is imported.
+Exit codes: 0 done, 1 our bug, 2 user or environment, 130 Ctrl-C, 141 closed pipe, 143 SIGTERM.
+An error is at most two lines on stderr. This file does not import torch, so `--help` is fast.
 """
 
 import importlib
@@ -22,7 +23,7 @@ from nanokv.apps.cli.common.text import check_argument
 from nanokv.apps.cli.common.ways_out import finish, report
 from nanokv.errors import NanoKVError
 
-COMMANDS = {  # name → (module, what it does)
+COMMANDS = {  # name → (module, one line for the help)
     "chat": ("nanokv.apps.cli.commands.chat", "talk with a model and see its cache"),
     "generate": (
         "nanokv.apps.cli.commands.generate",
@@ -82,7 +83,7 @@ _SERVE = "nanokv serve answers over HTTP, as llama-server and OpenAI's API do"
 _DISK = "nanokv models shows where models lie; hf cache rm deletes one"
 _VERSION = "nanokv --version, or nanokv env for the versions of all packages"
 _LIST = "nanokv models lists what is here and what can be loaded"
-ELSEWHERE = {  # commands of other programs → what does it here
+ELSEWHERE = {  # a command of another program → the hint that names ours
     "run": "nanokv chat -m MODEL talks with it; nanokv generate PROMPT answers once",
     "pull": _PULL,
     "download": _PULL,
@@ -106,7 +107,10 @@ ELSEWHERE = {  # commands of other programs → what does it here
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return the exit code. Without argv it is the program: it owns streams and signals too."""
+    """Run one command and return the exit code.
+
+    Without argv this is the program itself, which also sets up its streams and signals.
+    """
     words = sys.argv[1:] if argv is None else list(argv)
     if argv is None:
         ranks.hide_followers(words)
@@ -115,7 +119,7 @@ def main(argv: list[str] | None = None) -> int:
         warnings.showwarning = lambda message, *where, **more: terminal.warning(message)
     try:
         code = finish(dispatch(words))
-    # Also KeyboardInterrupt and SystemExit: every way out has its exit code.
+    # Also KeyboardInterrupt and SystemExit: each has an exit code.
     except BaseException as error:
         terminal.release_interrupt()
         code = finish(report(error, words))
@@ -126,7 +130,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def dispatch(words: list[str]) -> int:
-    """Find the command, build only its parser, run it."""
+    """Find the command, build its parser and no other, run it."""
     for i, word in enumerate(words):
         check_argument(word, f"argument {i + 1}")
     if words[:1] == ["help"]:
@@ -147,7 +151,7 @@ def dispatch(words: list[str]) -> int:
 
 
 def make_parser(name: str, module) -> Parser:
-    """The command's parser: its own flags, the general ones, examples first and exit codes last."""
+    """The command's parser: its flags and the general ones, after examples, before exit codes."""
     about = getattr(module, "DESCRIPTION", COMMANDS[name][1])
     parser = Parser(prog=f"nanokv {name}", description=about)
     parser.examples = getattr(module, "EXAMPLES", ())
@@ -161,7 +165,7 @@ def make_parser(name: str, module) -> Parser:
 
 
 def overview() -> str:
-    """`nanokv --help`."""
+    """The text of `nanokv --help`."""
     width = help_width()
     commands = "\n".join(
         layout.definitions([(name, about) for name, (_, about) in COMMANDS.items()], width)
@@ -173,14 +177,14 @@ def overview() -> str:
 
 
 def version() -> str:
-    """One line."""
+    """The text of `nanokv --version`, one line."""
     from nanokv import __version__
 
     return f"nanokv {__version__}\n"
 
 
 def unknown_command(name: str) -> NanoKVError:
-    """The error for a first word that is no command."""
+    """The error for a first word that is not a command."""
     if name.startswith("-") and name not in ELSEWHERE:
         return NanoKVError(
             f"{name} before a command", f"flags follow the command: nanokv chat {name}"

@@ -1,1 +1,1 @@
-"""What several commands share: flags, files, the model's loading, the terminal and its text."""
+"""Code that several commands share: flags, files, loading of models, the terminal and its text."""

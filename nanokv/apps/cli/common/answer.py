@@ -1,8 +1,9 @@
-"""Writes an answer as it comes: the answer to stdout, what the model thinks to stderr, control characters made visible.
-On a terminal both break between words.
+"""Streams one answer: the answer to stdout, the model's thoughts to stderr.
 
-For the chat, for a pipe and for `nanokv generate`. `--thinking` says what becomes of the thoughts: show them, dim; fold
-them into one line that says how long they took; off: the model is asked not to think, and nothing is written.
+Control characters are made visible. On a terminal, lines break between words. The chat, the pipe
+and `nanokv generate` use this writer. `--thinking` has three values. show: write the thoughts,
+dim. fold: write one line with the seconds they took. off: ask the model not to think, and write
+no thoughts.
 """
 
 import sys
@@ -14,14 +15,14 @@ from nanokv.text.thinking import ThinkSplitter
 
 
 def thoughts(thinking: str | None, quiet: bool) -> str:
-    """What becomes of them: --quiet writes none."""
+    """How thoughts are written: show, fold or off. --quiet means off."""
     return "off" if quiet else thinking or "show"
 
 
 class AnswerWriter:
-    """One answer on its way to the two streams; `show(text)` gets its clean text (None: stdout).
+    """Writes one answer. `show(text)` receives the sanitized text of the answer (None: stdout).
 
-    `thinking` is show, fold or off; thoughts are dimmed by `style`, that of stderr.
+    `thinking` is show, fold or off. `style` is the Style of stderr; it dims the thoughts.
     """
 
     def __init__(self, thinking: str, style: Style, show=None):
@@ -32,16 +33,22 @@ class AnswerWriter:
         self.clean, self.dim, self.since = Sanitizer(), Sanitizer(), 0.0
 
     def begin(self, opened: bool) -> None:
-        """Before the first piece. `opened`: the prompt itself ended in <think>. Later calls change nothing."""
+        """Call before the first piece; later calls change nothing.
+
+        `opened`: the prompt ended in <think>, so the answer begins with a thought.
+        """
         if self.splitter is None:
             self.splitter, self.since = ThinkSplitter(opened), time.monotonic()
 
     def put(self, piece: str) -> None:
-        """One piece of text; without `begin` it is no answer to a message, and has no thoughts."""
+        """Write one piece of text. Without `begin` the text is a continuation, with no thoughts."""
         self._write(self.splitter.put(piece) if self.splitter else [("answer", piece)])
 
     def finish(self) -> None:
-        """What was held back. `line` is then the last text of the answer, "" if there was none."""
+        """Write the text that was held back.
+
+        Afterwards `line` is the last text of the answer, "" if the answer was empty.
+        """
         self._write(self.splitter.flush() if self.splitter else [])
         if self.kind == "think":
             self._end_thought()

@@ -1,7 +1,7 @@
-"""A parser whose errors are one line with the nearest correct name, and the types of its values.
+"""The argument parser, with one-line errors that suggest the nearest name, and its value types.
 
-Values are checked here, before torch is imported, so that a typo answers at once. The flags that
-commands share are declared in options.py.
+Values are checked here, before torch is imported, so that a typo is reported at once. options.py
+declares the flags that commands share.
 """
 
 import argparse
@@ -30,7 +30,7 @@ ALIASES = {  # flags of llama.cpp, mlx-lm and the OpenAI interface → ours
     "--n-predict": "--max-new-tokens",
     "--max-tokens": "--max-new-tokens",
 }
-SYNONYMS = {  # not accepted, but clear: what is typed, without dashes → the flag to suggest
+SYNONYMS = {  # flags of other programs that are not accepted, without dashes → the flag to suggest
     "n-ctx": "context",
     "num-ctx": "context",
     "max-model-len": "context",
@@ -75,7 +75,7 @@ SYNONYMS = {  # not accepted, but clear: what is typed, without dashes → the f
     "cnv": "chat",
     "conversation": "chat",
 }
-SAID = {  # flags of other programs without one of ours → how it is here
+SAID = {  # flags of other programs that have no equivalent → the hint
     "stream": "nanokv chat and generate stream an answer by default",
     "no-stream": "--json writes an answer when it is whole",
     "no-cnv": "nanokv generate PROMPT --raw continues a text, without a chat template",
@@ -86,24 +86,25 @@ SAID = {  # flags of other programs without one of ours → how it is here
 }
 
 
-# --- the parser ---------------------------------------------------------------------------------------------------
+# --- the parser -----------------------------------------------------------------------------------
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with three repairs: no abbreviations, one-line errors, and `did you mean`."""
+    """argparse without abbreviations, with one-line errors and `did you mean`."""
 
-    # May flags stand between the words of one positional? Before Python 3.12 argparse asks.
+    # May flags come between the words of one positional? Before Python 3.12, argparse needs
+    # parse_known_intermixed_args for that.
     intermixed = False
 
     def __init__(self, **options):
-        # 3.14 colours help without asking our --color.
+        # Python 3.14 colours the help by default; that would ignore our --color.
         color = {"color": False} if sys.version_info >= (3, 14) else {}
         super().__init__(allow_abbrev=False, add_help=False, **color, **options)
         self.examples: tuple[str, ...] = ()
         self.shape = ""  # the line of usage
 
     def format_help(self) -> str:
-        # Only here: argparse makes one for each flag that is added.
+        # Set only here: argparse makes a formatter for each flag that is added.
         self.formatter_class = Formatter
         self.usage = layout.paragraph(
             self.shape, help_width() - len("usage: "), rest=" " * len("usage: ")
@@ -111,14 +112,14 @@ class Parser(argparse.ArgumentParser):
         return f"{examples_text(self.examples)}{super().format_help()}\n{exit_codes_text()}\n"
 
     def _print_message(self, message: str, file=None):
-        write_out(message)  # argparse's own swallows a full disk
+        write_out(message)  # argparse's method ignores a full disk
 
     def error(self, message: str):
         found = re.fullmatch(r"argument (?P<flag>[^:]+): (?P<rest>.*)", message, re.DOTALL)
         if found:
             message = f"{found['flag']}: {found['rest']}"
         head, colon, missing = message.partition("the following arguments are required: ")
-        if colon:  # parse_known_intermixed_args also names those that may be left out
+        if colon:  # parse_known_intermixed_args also names the optional positionals
             free = {action.metavar for action in self._actions if action.nargs in ("*", "?")}
             message = (
                 head + colon + ", ".join(name for name in missing.split(", ") if name not in free)
@@ -135,15 +136,15 @@ class Parser(argparse.ArgumentParser):
         ]
 
     def accept_aliases(self) -> None:
-        """Names that other programs have for our flags mean the same here; help and errors show our own."""
+        """Accept other programs' names for our flags. Help and errors show our names only."""
         for alias, flag in ALIASES.items():
             if flag in self._option_string_actions:
                 self._option_string_actions.setdefault(alias, self._option_string_actions[flag])
 
     def parse(self, argv: list[str]) -> argparse.Namespace:
-        """parse_args, but a flag that nobody knows gets the nearest one instead of the usage lines."""
+        """Like parse_args, but the error for an unknown flag suggests the nearest one."""
         words = [_shape(action) for action in self._actions if not action.option_strings]
-        # Now: parsing intermixed words hides them.
+        # Before parsing: parse_known_intermixed_args hides the positionals.
         self.shape = " ".join([self.prog, "[flags]", *words])
         if foreign := next(filter(self.is_foreign, itertools.takewhile("--".__ne__, argv)), None):
             raise self.unknown_flag(foreign)
@@ -163,11 +164,11 @@ class Parser(argparse.ArgumentParser):
         raise self.unknown_flag(flag)
 
     def is_foreign(self, word: str) -> bool:
-        """-ngl: a flag of another program that argparse would take for our -n with the value gl."""
+        """Is it another program's flag, like -ngl, which argparse would read as -n with gl?"""
         return bool(re.fullmatch("-[a-z][a-z-]+", word)) and word[1:] in SYNONYMS | SAID
 
     def unknown_flag(self, word: str) -> NanoKVError:
-        """The error, with the flag that was probably meant."""
+        """The error for an unknown flag, with a hint."""
         name = word.split("=", 1)[0]
         if said := SAID.get(name.lstrip("-").replace("_", "-").lower()):
             return NanoKVError(f"no flag {name}", said)
@@ -178,7 +179,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
-    """Flags in one column, their texts beside them or, in a narrow terminal, below; words stay whole."""
+    """Flags in one column, with texts beside them, or below in a narrow terminal."""
 
     def __init__(self, prog: str):
         width = help_width()
@@ -188,7 +189,7 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
         return layout.paragraph(" ".join(text.split()), width).split("\n")
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """A line is a paragraph; one that begins with blanks is a row of a table, its text in a column."""
+        """Each line is a paragraph. A line that begins with blanks is a row: name, text column."""
         lines = []
         for line in text.splitlines():
             row = re.fullmatch(r"( +\S+ +)(.*)", line)
@@ -198,12 +199,12 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 def help_width() -> int:
-    """Columns of the help: the terminal's, at most 100, because longer lines are hard to read."""
+    """Columns of the help: the terminal's, at most 100 because longer lines are hard to read."""
     return min(100, layout.columns(sys.stdout))
 
 
 def examples_text(lines) -> str:
-    """The beginning of every help."""
+    """The block of examples at the beginning of every help, or ""."""
     return (
         "".join(["examples:\n", *(layout.shell(line, help_width()) + "\n" for line in lines), "\n"])
         if lines
@@ -212,7 +213,7 @@ def examples_text(lines) -> str:
 
 
 def exit_codes_text() -> str:
-    """The end of every help."""
+    """The exit codes at the end of every help."""
     return "exit codes:\n" + layout.joined(EXIT_CODES, help_width(), "  ")
 
 
@@ -222,7 +223,10 @@ def _shape(action) -> str:
 
 
 def nearest_flag(word: str, flags) -> str | None:
-    """The flag that was probably meant. Dashes are not compared: they would make any two short flags alike."""
+    """The flag that was probably meant, or None.
+
+    Names are compared without dashes, which would make any two short flags similar.
+    """
     names = {flag.lstrip("-"): flag for flag in flags}
     typed = word.lstrip("-").replace("_", "-")
     name = typed.lower()
@@ -231,7 +235,7 @@ def nearest_flag(word: str, flags) -> str | None:
 
 
 def nearest(word: str, names) -> str | None:
-    """The name that was probably meant: the only one that begins so, else the closest; or None."""
+    """The only name that begins with `word`, else the most similar one; None if there is none."""
     import difflib
 
     word, names = word.lower(), list(names)
@@ -245,7 +249,7 @@ def environment(name: str) -> str | None:
     return os.environ.get(name) or None
 
 
-# --- checked values -----------------------------------------------------------------------------------------------
+# --- checked values -------------------------------------------------------------------------------
 
 
 def integer(low: int, high: int | None = None):
@@ -293,7 +297,7 @@ SETTINGS = (
 
 
 def setting(name: str):
-    """An argparse type: one of SETTINGS, in the range that the library has for it. A seed of -1 is one not given."""
+    """An argparse type: the value of one of SETTINGS, in the library's range. Seed -1 is None."""
     wanted = RANGES[name]
 
     def convert(text: str):
@@ -309,7 +313,10 @@ def setting(name: str):
 
 
 def parse_setting(name: str, text: str):
-    """The value of one setting typed as text (`/set top_p 0.9`); NanoKVError names the range or the nearest name."""
+    """The value of a setting that was typed as text (`/set top_p 0.9`).
+
+    Raises NanoKVError with the range, or with the nearest name.
+    """
     key = name.strip().lstrip("-").replace("-", "_")
     if key not in SETTINGS:
         close = nearest(key, SETTINGS)
@@ -322,7 +329,7 @@ def parse_setting(name: str, text: str):
 
 
 def cache_name(text: str) -> tuple[str, dict]:
-    """`NAME[:option=value…]` → (name, options). Which names and options exist is asked of the cache package later."""
+    """`NAME[:option=value…]` → (name, options). check_options checks later that they exist."""
     try:
         return read_kind(text)
     except CacheError as error:

@@ -1,8 +1,8 @@
-"""`--beams K`: from the options to a beam search, and from what it found to text, JSON and a status line.
+"""`--beams K`: runs a beam search, and turns its result into text, JSON and a status line.
 
-Nothing is drawn and nothing streams: which beam wins is known at the end. So flags that shape a draw, cut the stream
-or guess ahead are refused (options.py), not ignored. What the checkpoint says about temperature does not apply here.
-In a chat an answer is the best beam, which appears at once.
+Beam search neither samples nor streams: the best beam is known only at the end. Flags for sampling,
+stop strings and speculation are therefore refused (options.py), and the checkpoint's temperature
+does not apply. In a chat, the answer is the best beam and appears as a whole.
 """
 
 import time
@@ -17,7 +17,7 @@ from nanokv.errors import NanoKVError
 
 
 class Found(NamedTuple):
-    """All beams as one completion, likeliest first; the text of the first; was the search cut short?"""
+    """All beams as one completion, likeliest first; the text of the first; was it interrupted?"""
 
     answer: dict
     text: str
@@ -27,7 +27,7 @@ class Found(NamedTuple):
 def search(
     sampling: SamplingOptions, prompt: PromptOptions, loaded, ids: list[int], should_stop
 ) -> Found:
-    """Run it. Cut short before the first token it finds one answer of none."""
+    """Run the search. If interrupted before the first token, the result is one empty answer."""
     most = room(sampling.most, loaded, ids)
     check_memory(sampling.beams, loaded, len(ids) + most)
     from nanokv.decoding.beam import Beam, BeamGeneration
@@ -59,7 +59,10 @@ def search(
 
 
 def text_and_reason(wanted: int, loaded, generation, beam) -> tuple[str, str]:
-    """The text, without the eos token, which may be an ordinary word; and why it ended."""
+    """The text of a beam without its eos token, and the reason why it ended.
+
+    The eos token is cut by id, because its text may be an ordinary word.
+    """
     out = len(beam.ids)
     if out and beam.ids[-1] in generation.eos_token_ids:
         return loaded.tokenizer.text_of(beam.ids[:-1]), "stop"
@@ -83,7 +86,7 @@ def status(found: Found) -> str:
 
 
 def generation_type(options: BeamOptions, loaded):
-    """What makes the Generation of each answer of a chat, after a look at the memory that this one needs."""
+    """The callable that makes the Generation of one answer in a chat; it checks memory first."""
     from nanokv.decoding.beam import BeamGeneration
 
     def make(model, ids, cache, params, max_new_tokens, **more):
@@ -96,12 +99,15 @@ def generation_type(options: BeamOptions, loaded):
 
 
 def keywords(options: BeamOptions) -> dict:
-    """For BeamGeneration."""
+    """The keyword arguments of BeamGeneration."""
     return {"beams": options.count, "length_penalty": options.length_penalty}
 
 
 def check_memory(options: BeamOptions, loaded, tokens: int) -> None:
-    """The beams' caches must fit beside the weights, which are loaded already; a pool was counted with them."""
+    """NanoKVError if the beams' caches do not fit beside the weights, which are already loaded.
+
+    A page pool of a given size was counted together with the weights.
+    """
     if loaded.cache_options.get("pages"):
         return
     each = loading.cache_memory(loaded, tokens)

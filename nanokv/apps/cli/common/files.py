@@ -1,4 +1,4 @@
-"""Files whose names the user typed: where such a name becomes a path, and the question before something is lost.
+"""Files that the user names: from a name to a path, and the question before data is lost.
 
 Standard library only.
 """
@@ -12,26 +12,26 @@ from nanokv.errors import NanoKVError
 
 
 def confirm(question: str) -> bool:
-    """Ask on the terminal; anything but y, Ctrl-C and the end of input among it, is No."""
+    """Ask on the terminal. Only y or yes is a yes; Ctrl-C and the end of input are a no."""
     write_err(f"{question} y/N ")
     try:
         answer = sys.stdin.readline()
     except KeyboardInterrupt:
         answer = ""
-    if not answer.endswith("\n"):  # Ctrl-C, Ctrl-D: nobody has ended the line
+    if not answer.endswith("\n"):  # Ctrl-C and Ctrl-D leave the cursor on the line
         write_err("\n")
     return answer.strip().lower() in ("y", "yes")
 
 
 def add_force(parser) -> None:
-    """The flag that answers the question beforehand."""
+    """--force: answer the question with yes."""
     parser.add_argument(
         "--force", action="store_true", help="replace what is there; without it a terminal is asked"
     )
 
 
 def add_page(parser, usual: str):
-    """Where a page goes, and whether the browser shows it: the group of these flags. `usual`: the default name."""
+    """--out, --force and --open, as a group, which is returned. `usual`: the default file name."""
     group = parser.add_argument_group("page")
     group.add_argument(
         "-o",
@@ -47,9 +47,10 @@ def add_page(parser, usual: str):
 
 
 def ask_to_replace(force: bool, *paths) -> None:
-    """Nothing is replaced unasked: --force, or y on a terminal, or NanoKVError. Asked before any work is done.
+    """Replace a file only with --force, or after y on a terminal; otherwise NanoKVError.
 
-    Only files count, also those that a link leads to: writing to a device or a pipe loses nothing.
+    Call it before any work is done. Only regular files count, and links to them: writing to a
+    device or a pipe loses nothing.
     """
     taken = [
         path
@@ -64,14 +65,17 @@ def ask_to_replace(force: bool, *paths) -> None:
 
 
 def ask_to_lose(force: bool, loss: str, instead: str) -> None:
-    """The same for a loss that is no whole file; `loss` says which, `instead` how to avoid it."""
+    """The same question for any loss. `loss` describes the loss, `instead` how to avoid it."""
     if force or (is_tty(sys.stdin) and is_tty(sys.stderr) and confirm(f"{loss}. Go on?")):
         return
     raise NanoKVError(f"{loss}; nothing was written", f"--force, or {instead}")
 
 
 def check_place(path: Path, usual: str) -> None:
-    """A page can be written there: asked before minutes of work. `usual`: the name it has by default."""
+    """NanoKVError if no page can be written to `path`; call it before minutes of work.
+
+    `usual`: the default file name, for the hint.
+    """
     if not path.parent.is_dir():
         raise NanoKVError(
             f"--out {path}: there is no folder {path.parent}", f"mkdir -p {path.parent}"
@@ -85,7 +89,7 @@ def check_place(path: Path, usual: str) -> None:
 
 
 def replace(path: Path, text: str) -> None:
-    """Write all of it beside, then take the place: whoever has the old page open keeps a whole one."""
+    """Write a temporary file in the same folder, then rename it: no reader sees a partial page."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with (
@@ -101,13 +105,13 @@ def replace(path: Path, text: str) -> None:
 
 
 def user_path(name) -> Path:
-    """The path that a person meant, `~` and `~user` expanded; NanoKVError for a name that no file can have."""
+    """The path, with `~` and `~user` expanded; NanoKVError for a name that no file can have."""
     shown = sanitize_line(str(name)[:200])
     if "\0" in str(name):
         raise NanoKVError(f"{shown}: a file name cannot hold the character NUL")
     try:
         return Path(name).expanduser()
-    except RuntimeError:  # the message of pathlib names neither the user nor the path
+    except RuntimeError:  # pathlib's message names neither the user nor the path
         user = Path(name).parts[0][1:]
         if not user:
             raise NanoKVError(f"{shown}: the home folder is unknown", "set HOME") from None

@@ -1,31 +1,31 @@
-"""Text that fits the terminal: breaks stand between words or at ` · `, never inside a word.
+"""Fits text to the terminal: lines break between words or at ` · `, never inside a word.
 
-A table that is wider than the terminal becomes a record per row. Help and tables that go into a pipe or a file are
-made for 80 columns; a status line, and a report that is searched line by line, have no limit there. Standard library
-only: help is printed before any import.
+A table that is wider than the terminal becomes one record per row. In a pipe or a file, help and
+tables have 80 columns; status lines, and reports that are searched line by line, have no limit.
+Standard library only: help is printed before any import.
 """
 
 import os
 import re
 import unicodedata
 
-NARROWEST = 20  # columns; below that nothing is readable anyway
+NARROWEST = 20  # columns; a narrower terminal is treated as one of this width
 
 
 def columns(stream, otherwise: int | None = 80) -> int | None:
-    """Width of the terminal behind a stream: COLUMNS, else what the system says, else `otherwise` (a pipe, a file)."""
+    """Width of a stream: $COLUMNS, else the terminal's, else `otherwise` (for a pipe or a file)."""
     given = os.environ.get("COLUMNS", "")
     if given.isdecimal() and int(given) > 0:
         return max(NARROWEST, int(given))
     try:
-        # 0: a terminal that does not say.
+        # Some terminals report 0.
         return max(NARROWEST, os.get_terminal_size(stream.fileno()).columns or 80)
     except (AttributeError, OSError, ValueError):
         return otherwise
 
 
 def cells(text: str) -> int:
-    """Columns that a text takes: two for a CJK character or an emoji, none for a combining mark or a colour."""
+    """Width of a text in columns: CJK and emoji have 2, combining marks and colours 0."""
     plain = re.sub(r"\x1b\[\d+m", "", text)
     return sum(
         0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF")
@@ -34,7 +34,10 @@ def cells(text: str) -> int:
 
 
 def paragraph(text: str, width: int | None, indent: str = "", rest: str | None = None) -> str:
-    """One paragraph, its lines at most `width` wide unless a word is wider; `rest` indents its later lines."""
+    """One paragraph with lines of at most `width` columns, unless a word is wider.
+
+    `indent` precedes the first line, `rest` (default: `indent`) each later one.
+    """
     if width is None or cells(indent + text) <= width:
         return indent + text
     rest = indent if rest is None else rest
@@ -49,12 +52,12 @@ def paragraph(text: str, width: int | None, indent: str = "", rest: str | None =
 
 
 def wrapped(text: str, width: int | None, rest: str = "") -> str:
-    """Every line of a text as a paragraph."""
+    """Each line of a text as a paragraph."""
     return "\n".join(paragraph(line, width, rest=rest) for line in text.split("\n"))
 
 
 def joined(parts, width: int | None, indent: str = "", between: str = " · ") -> str:
-    """Parts with ` · ` between them; where a line is full, the next one begins between two parts, without the dot."""
+    """Parts joined by ` · `. A line that is full ends after a part; the separator is left out."""
     lines = []
     for part in parts:
         longer = f"{lines[-1]}{between}{part}" if lines else part
@@ -66,7 +69,7 @@ def joined(parts, width: int | None, indent: str = "", between: str = " · ") ->
 
 
 def shell(line: str, width: int | None, indent: str = "  ") -> str:
-    """A command line that can still be copied: broken between words with a backslash, never inside quotes."""
+    """A command line that can be copied: broken between words by a backslash, never in quotes."""
     words = re.findall(r"""(?:[^\s'"]|'[^']*'|"[^"]*")+""", line)
     lines, now = [], indent + words[0]
     for word in words[1:]:
@@ -81,7 +84,10 @@ def shell(line: str, width: int | None, indent: str = "  ") -> str:
 def definitions(
     rows, width: int | None, indent: str = "  ", column: int | None = None
 ) -> list[str]:
-    """(name, text) rows: texts in one column beside the names, or below them where that column would be too narrow."""
+    """(name, text) rows: the texts in a column beside the names, or below them if too narrow.
+
+    `column`: where the texts begin (default: 2 columns after the longest name).
+    """
     rows = list(rows)
     column = column or max(cells(name) for name, _ in rows) + len(indent) + 2
     lines = []
@@ -99,9 +105,10 @@ def definitions(
 
 
 def table(head, rows, width: int | None, left: tuple = (0,)) -> list[str]:
-    """Columns as wide as they must be, those in `left` flush left; headers on two lines where one is too wide.
+    """The lines of a table. The columns in `left` are aligned left, the others right.
 
-    Too wide for the terminal all the same: the first header, then per row its first cell and `header value` pairs.
+    If it is wider than the terminal, headers break into two lines, then columns move closer. If it
+    is still too wide: the first header, then for each row its first cell and `header value` pairs.
     """
     head, rows = list(head), [[str(cell) for cell in row] for row in rows]
     one, two = [(h, "") for h in head], [_halves(h) for h in head]
@@ -110,7 +117,7 @@ def table(head, rows, width: int | None, left: tuple = (0,)) -> list[str]:
         if width is None or sum(wide) + gap * (len(wide) - 1) <= width:
             top = [[first for first, _ in heads], [second for _, second in heads]]
             top = top if any(top[1]) else top[:1]
-            if len(top) == 2:  # a header of one line stands on the lower one
+            if len(top) == 2:  # a header of one line goes on the lower line
                 top = [
                     list(pair)
                     for pair in zip(*((a, b) if b else ("", a) for a, b in heads), strict=True)
@@ -126,7 +133,7 @@ def table(head, rows, width: int | None, left: tuple = (0,)) -> list[str]:
 
 
 def _halves(text: str) -> tuple[str, str]:
-    """A header on two lines, broken where the longer one is shortest."""
+    """A header on two lines, broken so that the longer line is as short as possible."""
     words = text.split(" ")
     breaks = [(" ".join(words[:i]), " ".join(words[i:])) for i in range(1, len(words))]
     return min(breaks, key=lambda pair: max(map(cells, pair)), default=(text, ""))

@@ -1,7 +1,7 @@
-"""From the model flags to a loaded model: plan first (no torch), say it, refuse what cannot fit, then load.
+"""From the model flags to a loaded model: plan without torch, announce, check memory, load.
 
-The plan needs only config.json and arithmetic, so the banner is on the screen before torch is imported, and a model
-that does not fit is refused before a byte of it is allocated. Nothing here computes; `nanokv.loading.load` does it.
+The plan needs only config.json and arithmetic. So the banner appears before torch is imported, and
+a model that does not fit is refused before any of it is allocated. `nanokv.loading` does the work.
 """
 
 import json
@@ -40,8 +40,8 @@ from nanokv.text.chat_templates import names, read_template
 from weights_loader import default_dtype
 from weights_loader.strict import quote, read_object
 
-PAGE = 16  # tokens per page where --cache does not say
-# Bytes of weights that a thread reads in a step: with fewer it waits about as long as it works.
+PAGE = 16  # tokens per page if --cache gives no page size
+# Bytes of weights per thread and step. With fewer, a thread waits about as long as it works.
 SHARE = 2_000_000
 TORCH_BYTES = 600_000_000  # address space that importing torch takes on a CPU; measured, 2.13
 NOTHING_FITS = "no context fits; -m tiny does"
@@ -49,10 +49,10 @@ NOTHING_FITS = "no context fits; -m tiny does"
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be loaded and how; known before torch is."""
+    """What will be loaded and how; made before torch is imported."""
 
     source: str  # as typed after -m
-    name: str  # as it is shown
+    name: str  # for display
     folder: Path
     config: Config
     dtype_name: str  # a key of SHORT
@@ -61,9 +61,10 @@ class Plan:
     context: int
     cache_name: str
     cache_options: dict
-    fields: dict = field(default_factory=dict, kw_only=True)  # what config.json says
+    fields: dict = field(default_factory=dict, kw_only=True)  # the content of config.json
     code: speed.Choice = field(default=speed.Choice(False), kw_only=True)
-    ranks: Ranks = field(default=ALONE, kw_only=True)  # of a Group, once loaded, config is a rank's
+    # With several ranks, `config` describes one rank's part once the model is loaded.
+    ranks: Ranks = field(default=ALONE, kw_only=True)
 
     def banner(self) -> list[str]:
         """The parts of: nanokv 0.2.0 · tiny 3.1 M fp32 · 2 threads · cache dict · context 2,048 · fast kernels"""
@@ -85,17 +86,17 @@ class Plan:
 
 @dataclass(frozen=True)
 class Loaded(Plan):
-    """A plan that was carried out."""
+    """A plan with the loaded model and tokenizer."""
 
     model: Any
     tokenizer: Any
     dtype: Any  # torch.dtype
     load_s: float
-    # The model as read, whose weights are views of the fused ones; None where that is `model`.
+    # The plain model, its weights views of the fused ones; None if `model` is plain or quantized.
     plain: Any = None
 
     def make_cache(self):
-        """An empty cache of the kind that --cache asked for, with room for the whole context."""
+        """An empty cache of the kind of --cache, with room for the whole context."""
         return _make_cache(self, self.dtype)
 
     def make_engine(self, pages: int, page: int, step_tokens: int | None, running: int):
@@ -109,8 +110,10 @@ class Loaded(Plan):
         return Engine(self.model, pages, page, step_tokens, running)
 
     def leading(self, make, how: str = "iterate"):
-        """`make`, a maker of Generations; on rank 0 of several one that tells the others. `how` they are used: see
-        Leading."""
+        """`make`, which makes Generations; on rank 0 of several, wrapped to lead the other ranks.
+
+        `how` the Generations are used: see Leading.
+        """
         if self.ranks.size == 1 or self.ranks.rank:
             return make
         from nanokv.ranks.generation import Leading
@@ -118,10 +121,10 @@ class Loaded(Plan):
         return Leading(self.ranks, make, how)
 
     def fingerprints(self) -> list[str]:
-        """Names of these weights; the first is written, all are recognized.
+        """Fingerprints of these weights; the first is written, all are recognized.
 
-        Kernels answer as the plain model does, so what one of them began the other continues. Version 0.1.0 wrote the
-        name of the fused weights with --fast.
+        Kernels give the same answers as the plain model, so either can continue work that the other
+        began. Version 0.1.0 wrote the fingerprint of the fused weights with --fast.
         """
         from nanokv.cache.saving import fingerprint
 
@@ -135,7 +138,7 @@ def load_model(
     ranks: Ranks = ALONE,
     announce=None,
 ) -> Loaded:
-    """Carry out the options. `announce(plan)` is called before torch is imported wherever that is possible."""
+    """Load the model. `announce(plan)` is called before torch is imported, where possible."""
     with loading():
         return _load_model(model, cache, output, ranks, announce)
 
@@ -143,19 +146,19 @@ def load_model(
 def _load_model(model, cache, output, ranks, announce) -> Loaded:
     start = time.perf_counter()
     speed.check(model.speed, ranks.size)
-    ranks.hear()  # the other ranks come here at once, rank 0 when it has a prompt
+    ranks.hear()  # the other ranks wait here until rank 0 has a prompt
     plan = plan_model(model, cache, output, ranks)
     early = model.device == "cpu" or (model.device == "auto" and not _gpu_possible())
     if early:
         plan = decide(plan, model.speed, output, announce)
     prefetched = speed.prefetch(plan)
-    if model.template and not ranks.rank:  # it will render: that process starts meanwhile
+    if model.template and not ranks.rank:  # start the process that will render templates
         render_process.start()
     check_address_space()
     if early:
         watch(plan.threads)
     stamp("plan")
-    import torch  # the first of about 2 seconds
+    import torch  # takes about 2 seconds
 
     stamp("torch")
     device = find_device(model.device)
@@ -164,7 +167,7 @@ def _load_model(model, cache, output, ranks, announce) -> Loaded:
     if not early:
         plan = decide(plan, model.speed, output, announce)
     dtype = getattr(torch, plan.dtype_name)
-    # What this model cannot have is told before the weights are read; empty, 0 bytes.
+    # A cache that does not suit the model is refused before weights are read. It is empty: 0 bytes.
     _make_cache(plan, dtype)
     torch.set_num_threads(plan.threads)
     from nanokv.loading import load_folder
@@ -182,11 +185,11 @@ def _load_model(model, cache, output, ranks, announce) -> Loaded:
 
 
 def carried_out(plan: Plan, read, made, tokenizer, dtype, seconds: float) -> Loaded:
-    """The plan with the model that was read and what speed.py has made of it."""
+    """The Loaded of a plan: `read` is the plain model, `made` the one that speed.py returned."""
     code = plan.code
-    if made is read and code.fast:  # then a draft model is plain as well
+    if made is read and code.fast:  # a draft model is then plain as well
         code = speed.Choice(False, "plain (kernels cannot be loaded)")
-    changes = {"config": made.config, "code": code}  # the tensors decide whether the head is tied
+    changes = {"config": made.config, "code": code}  # only the tensors show a tied head
     return Loaded(
         **vars(plan) | changes,
         model=made,
@@ -198,7 +201,7 @@ def carried_out(plan: Plan, read, made, tokenizer, dtype, seconds: float) -> Loa
 
 
 def choose_template(template: TemplateOptions | None, tokenizer) -> None:
-    """--chat-template takes the place of the checkpoint's own."""
+    """Apply --chat-template, which replaces the checkpoint's template."""
     choice = template.choice if template else None
     if choice is None:
         return
@@ -210,12 +213,12 @@ def choose_template(template: TemplateOptions | None, tokenizer) -> None:
         known = names(tokenizer.chat_templates) or "none"
         what = f"--chat-template {quote(choice)} is no file and no template of this model"
         raise NanoKVError(what, f"it has {known}")
-    tokenizer.template()  # a broken one is told now
+    tokenizer.template()  # raises now if the template is broken
 
 
 def compare(plan: Plan) -> None:
-    """ParallelError where the ranks have found different things. Flags were compared by ranks.py."""
-    plan.ranks.meet()  # one of them may have had to download the model
+    """ParallelError if the ranks have different configs or dtypes. ranks.py compares flags."""
+    plan.ranks.meet()  # a rank may have had to download the model
     for what, value in (("config.json", plan.fields), ("the dtype", plan.dtype_name)):
         plan.ranks.check_alike(
             what, json.dumps(value, sort_keys=True), "the same files and devices on every rank"
@@ -223,7 +226,7 @@ def compare(plan: Plan) -> None:
 
 
 def read_of(ranks):
-    """What makes the model from the weights: None for all of it."""
+    """The reader of one rank's part of the weights; None: read all of them."""
     if ranks.size == 1:
         return None
     from nanokv.parallel.reading import reader
@@ -232,8 +235,10 @@ def read_of(ranks):
 
 
 def decide(plan: Plan, wanted: SpeedOptions | None, output: OutputOptions, announce) -> Plan:
-    """The plan with the code that runs; then the banner, or, where there is none, a line if a build begins. Refused
-    where it does not fit into memory."""
+    """The plan with its `code` chosen. Prints the banner, or a notice if a build begins.
+
+    Raises NanoKVError if the model and its cache do not fit into memory.
+    """
     available, guessing = (
         available_memory(plan.device),
         speculation.memory(wanted and wanted.speculate, plan),
@@ -258,12 +263,12 @@ def decide(plan: Plan, wanted: SpeedOptions | None, output: OutputOptions, annou
 def plan_model(
     model: ModelOptions, cache: CacheOptions, output: OutputOptions, ranks: Ranks = ALONE
 ) -> Plan:
-    """Everything that flags, environment and config.json decide."""
+    """The plan from flags, environment and config.json."""
     if model.offline:
         os.environ["HF_HUB_OFFLINE"] = "1"  # read by huggingface_hub when it is imported
     check_device(model.device)
     check_options(cache.name, cache.options)
-    thread_count(ranks.size)  # a wrong number in the environment is told before anything is fetched
+    thread_count(ranks.size)  # check the environment's number before anything is downloaded
     import weights_loader
 
     with said(output):
@@ -290,7 +295,7 @@ def plan_model(
 
 @contextmanager
 def said(output: OutputOptions):
-    """What the loader logs, a download for instance, is told as a notice."""
+    """A context in which log records of weights_loader, such as a download, become notices."""
     logger, handler = logging.getLogger("weights_loader"), logging.Handler()
     handler.emit = lambda record: notice(record.getMessage(), output)
     level = logger.level
@@ -304,7 +309,7 @@ def said(output: OutputOptions):
 
 
 def check_device(name: str) -> None:
-    """A name that a device could have; whether it is there only torch knows."""
+    """Check the form of a device's name. Only torch knows whether the device exists."""
     if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", name):
         raise NanoKVError(
             f"--device {name!r} is not auto, cpu, cuda, cuda:N or mps", "--device auto"
@@ -312,12 +317,12 @@ def check_device(name: str) -> None:
 
 
 def display_name(source: str) -> str:
-    """The last part of a path, or the name as given; never a control character."""
+    """The last part of a path, or the name as given; sanitized."""
     return sanitize_line(Path(source).resolve().name if os.path.exists(source) else source)
 
 
 def choose_context(wanted: int | None, config: Config) -> int:
-    """--context, at most what the model was made for."""
+    """--context; ContextError if it is more than the model's positions."""
     limit = config.max_position_embeddings
     if wanted is not None and wanted > limit:
         raise ContextError(
@@ -328,7 +333,7 @@ def choose_context(wanted: int | None, config: Config) -> int:
 
 
 def choose_dtype(model: ModelOptions, config: Config, device: str) -> str:
-    """--dtype; auto is that of nanokv.load."""
+    """--dtype; auto means the same as in nanokv.load."""
     return (
         default_dtype(model.source, config.torch_dtype, device)
         if model.dtype == "auto"
@@ -337,8 +342,10 @@ def choose_dtype(model: ModelOptions, config: Config, device: str) -> str:
 
 
 def thread_count(ranks: int = 1, weights: int | None = None) -> int:
-    """NANOKV_THREADS, else OMP_NUM_THREADS, else the cores that this process may use, but one for each SHARE bytes of
-    weights at most; of several ranks each uses one."""
+    """NANOKV_THREADS, else OMP_NUM_THREADS, else 1 with several ranks, else the usable cores.
+
+    Of the cores, at most one per SHARE bytes of `weights` is used.
+    """
     text = environment("NANOKV_THREADS")
     if text is not None:
         try:
@@ -347,7 +354,7 @@ def thread_count(ranks: int = 1, weights: int | None = None) -> int:
             raise NanoKVError(f"NANOKV_THREADS: {error}", "unset NANOKV_THREADS") from None
     text = environment("OMP_NUM_THREADS")
     if text is not None:
-        first = text.split(",")[0].strip()  # "4,2": the outer level
+        first = text.split(",")[0].strip()  # "4,2": 4 for the outer level of parallelism
         if not re.fullmatch("0*[1-9][0-9]{0,5}", first):
             raise NanoKVError(
                 f"OMP_NUM_THREADS: {text[:40]!r} is not a number of threads",
@@ -368,7 +375,7 @@ def count_text(count: int) -> str:
     return f"{value:.1f} {unit}" if value < 99.95 else f"{value:.0f} {unit}"
 
 
-# --- devices and memory -------------------------------------------------------------------------------------------
+# --- devices and memory ---------------------------------------------------------------------------
 
 
 def _gpu_possible() -> bool:
@@ -376,7 +383,7 @@ def _gpu_possible() -> bool:
 
 
 def find_device(wanted: str) -> str:
-    """What `auto` means here; NanoKVError if there is no such device."""
+    """The device that `wanted` means on this machine; NanoKVError if there is no such device."""
     import torch
 
     if wanted == "auto":
@@ -409,7 +416,10 @@ def _make_cache(plan: Plan, dtype):
 
 
 def check_address_space() -> None:
-    """Before torch is imported: below this its libraries do not fail with an error, some of them abort the process."""
+    """NanoKVError if there is too little address space to import torch.
+
+    Without this check some of torch's libraries abort the process.
+    """
     free = free_address_space()
     if free is not None and free < TORCH_BYTES:
         need, left = bytes_text(TORCH_BYTES), bytes_text(max(0, free))
@@ -420,8 +430,11 @@ def check_address_space() -> None:
 
 
 def check_memory(plan: Plan, available: int | None, flags: dict[str, int] | None = None) -> None:
-    """Refuse before allocation: weights, the cache of a full context, and what flags take must fit into memory; of
-    several ranks the parts of those on this machine."""
+    """NanoKVError, before anything is allocated, if the plan does not fit into `available` bytes.
+
+    Counted are weights, the cache of a full context, and `flags`: flag → bytes. With several ranks
+    only the parts on this machine count. `available` None: unknown, nothing is checked.
+    """
     flags = flags or {}
     if available is None:
         return
@@ -442,9 +455,10 @@ def check_memory(plan: Plan, available: int | None, flags: dict[str, int] | None
 
 
 def cache_memory(plan: Plan, tokens: int | None = None) -> int:
-    """Bytes that the cache of --cache takes with so many tokens (default: a full context).
+    """Bytes of the cache of --cache with `tokens` tokens (default: a full context).
 
-    A pool of given size is taken as a whole; an offloaded cache keeps two layers near, the others are elsewhere.
+    A pool of a given size counts as a whole. An offloaded cache keeps only two layers in this
+    memory.
     """
     tokens, options = plan.context if tokens is None else tokens, dict(plan.cache_options)
     config, itemsize = plan.config, ITEMSIZE[plan.dtype_name]
@@ -457,7 +471,7 @@ def cache_memory(plan: Plan, tokens: int | None = None) -> int:
 
 
 def memory_hint(plan: Plan, available: int) -> str:
-    """The nearest flags that fit, or "": the same dtype with a smaller context or pool, or two bytes per value."""
+    """The nearest flags that fit, or "": a smaller context or pool, this dtype or bfloat16."""
     fits = []
     for dtype in dict.fromkeys((plan.dtype_name, "bfloat16")):
         if ITEMSIZE[dtype] > ITEMSIZE[plan.dtype_name]:
@@ -479,7 +493,7 @@ def memory_hint(plan: Plan, available: int) -> str:
 
 
 def smaller_context(plan: Plan, room: int) -> str | None:
-    """`--context N` that fits into `room` bytes, "" if the whole one does, None if none does."""
+    """`--context N` that fits into `room` bytes; "" if the full one fits, None if none fits."""
     most = most_tokens(lambda tokens: cache_memory(plan, tokens) <= room)
     context = plan.context if most is None else min(plan.context, most)
     context = context // 64 * 64 if 64 <= context < plan.context else context
@@ -487,7 +501,7 @@ def smaller_context(plan: Plan, room: int) -> str | None:
 
 
 def smaller_pool(plan: Plan, room: int) -> str | None:
-    """The same for `pages` of --cache."""
+    """`--cache` with a smaller pool that fits; "" if the given one fits, None if none fits."""
     options = plan.cache_options
     pages = min(options["pages"], room * options["pages"] // cache_memory(plan))
     values = "".join(f":{key}={value}" for key, value in (options | {"pages": pages}).items())

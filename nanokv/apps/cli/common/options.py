@@ -1,8 +1,8 @@
-"""The flags that commands share, each beside the field that it fills, and the options made of them.
+"""The flags that commands share, each next to the frozen dataclass that it fills.
 
-A command's `run(args)` turns the Namespace of argparse into frozen dataclasses; below it only these
-travel. A flag that was not given is None: only then can the checkpoint's generation_config apply.
-Order: flag > environment > checkpoint > built-in.
+A command's `run(args)` turns argparse's Namespace into these dataclasses; no other function takes
+a Namespace. A flag that was not given is None, so that the checkpoint's generation_config can
+apply. Order: flag > environment > checkpoint > built-in.
 """
 
 import argparse
@@ -22,18 +22,18 @@ from nanokv.decoding.ranges import RANGES
 from nanokv.errors import NanoKVError
 
 DEFAULT_NEW_TOKENS = 1024
-CACHE = "growing"  # holds what the dict cache holds, which copies every key and value at every step
+CACHE = "growing"  # equal to the dict cache, which copies all keys and values at every step
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 THREADS = "CPU threads (default: $NANOKV_THREADS, else the cores, at most one for 2 MB of weights)"
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-# --- which code computes --------------------------------------------------------------------------
+# --- which code runs the model --------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class SpeedOptions:
-    """Which code computes (speed.py), and what guesses ahead (speculation.py)."""
+    """Which code runs the model (speed.py), and which draft speculates (speculation.py)."""
 
     fast: bool = False
     plain: bool = False
@@ -42,7 +42,7 @@ class SpeedOptions:
 
 
 def add_speed_arguments(parser) -> None:
-    """For the commands that answer."""
+    """--fast, --plain and --quantize."""
     about = (
         "Default: native kernels, as soon as they are built in the background; on a GPU a decode "
         "step is a recorded graph."
@@ -63,7 +63,7 @@ def add_speed_arguments(parser) -> None:
 
 
 def speed_options(args) -> SpeedOptions:
-    """Of add_speed_arguments."""
+    """The options of the flags of add_speed_arguments."""
     return SpeedOptions(args.fast, args.plain, args.quantize)
 
 
@@ -71,7 +71,7 @@ GUESSES = {"ngram": "ngram[:N]", "early-exit": "early-exit:K", "draft": "draft:M
 
 
 def add_speculate_argument(group) -> None:
-    """What guesses ahead; fills SpeedOptions.speculate."""
+    """--speculate, which fills SpeedOptions.speculate."""
     group.add_argument(
         "--speculate",
         metavar="HOW",
@@ -100,15 +100,15 @@ def guess(text: str) -> tuple[str, int | str]:
 
 @dataclass(frozen=True)
 class TemplateOptions:
-    """The chat template, and what it is given."""
+    """The chat template and its inputs."""
 
-    choice: str | None = None  # one of the checkpoint's by its name, or a file; None: its own
-    thinking: str | None = None  # one of THINKING; None: as the template does by itself
-    allow_special: bool = False  # control tokens that somebody typed are meant
+    choice: str | None = None  # a template of the checkpoint by name, or a file; None: its default
+    thinking: str | None = None  # one of THINKING; None: the template's default
+    allow_special: bool = False  # typed control tokens become control tokens
     system: str | None = None
 
     def values(self) -> dict:
-        """What the template is given beside the messages."""
+        """The variables of the template beside the messages."""
         return {"enable_thinking": self.thinking != "off"} if self.thinking else {}
 
 
@@ -117,7 +117,7 @@ WORDS = "show: dim, on stderr (default); fold: one line; off: ask the model not 
 
 
 def add_template_argument(parser) -> None:
-    """Which template."""
+    """--chat-template."""
     parser.add_argument(
         "--chat-template",
         metavar="NAME|FILE",
@@ -126,8 +126,10 @@ def add_template_argument(parser) -> None:
 
 
 def add_thinking_argument(parser, words: str = WORDS) -> None:
-    """What becomes of thoughts. None where it is not given: then the template decides, and they are
-    shown. "on" is another word for show."""
+    """--thinking: how thoughts are written. "on" means show.
+
+    The default is None: then the template decides whether the model thinks, and thoughts are shown.
+    """
     parser.add_argument(
         "--thinking",
         choices=THINKING,
@@ -138,17 +140,17 @@ def add_thinking_argument(parser, words: str = WORDS) -> None:
 
 
 def add_special_argument(parser, words: str) -> None:
-    """Whether control tokens that are spelled out are taken for them."""
+    """--allow-special: text that spells out a control token becomes that token."""
     parser.add_argument("--allow-special", action="store_true", help=words)
 
 
 def template_options(args) -> TemplateOptions:
-    """Of the three above."""
+    """The options of --chat-template, --thinking and --allow-special."""
     return TemplateOptions(args.chat_template, args.thinking, args.allow_special)
 
 
 def add_system_argument(parser) -> None:
-    """The first message; fills TemplateOptions.system."""
+    """--system, the first message; fills TemplateOptions.system."""
     parser.add_argument("-s", "--system", metavar="TEXT", help="system prompt")
 
 
@@ -166,13 +168,13 @@ class ModelOptions:
     threads: int | None = None
     offline: bool = False
     check_finite: bool = False
-    speed: SpeedOptions | None = None  # None: the plain model, whatever is built
+    speed: SpeedOptions | None = None  # None: the plain model, even if kernels are built
     template: TemplateOptions | None = None  # None: the command renders no messages
 
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """Which cache, with room for how many tokens."""
+    """Which cache, and its capacity in tokens."""
 
     name: str = "dict"
     options: dict = field(default_factory=dict)
@@ -181,13 +183,13 @@ class CacheOptions:
 
 @dataclass(frozen=True)
 class RankOptions:
-    """Over how many processes each layer is split."""
+    """The number of processes over which each layer is split."""
 
     tensor_parallel: int | None = None
 
 
 def add_model_arguments(parser, cache: str = "dict") -> None:
-    """Which model, how it is held, which cache, how many ranks."""
+    """The flags of ModelOptions, CacheOptions and RankOptions. `cache`: the default of --cache."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "-m",
@@ -255,7 +257,7 @@ def dtype_name(text: str) -> str:
 def model_options(
     args, speed: SpeedOptions | None = None, template: TemplateOptions | None = None
 ) -> ModelOptions:
-    """Of add_model_arguments, with what else the command knows of."""
+    """The ModelOptions of add_model_arguments' flags, with the command's other options."""
     return ModelOptions(
         args.model,
         args.revision,
@@ -270,12 +272,12 @@ def model_options(
 
 
 def cache_options(args) -> CacheOptions:
-    """Of the same."""
+    """The CacheOptions of add_model_arguments' flags."""
     return CacheOptions(*args.cache, args.context)
 
 
 def rank_options(args) -> RankOptions:
-    """Of the same."""
+    """The RankOptions of add_model_arguments' flags."""
     return RankOptions(args.tensor_parallel)
 
 
@@ -284,7 +286,7 @@ def rank_options(args) -> RankOptions:
 
 @dataclass(frozen=True)
 class BeamOptions:
-    """The beams that are kept, and the exponent of their length."""
+    """The number of beams, and the exponent of the length by which scores are divided."""
 
     count: int
     length_penalty: float = 1.0
@@ -292,7 +294,7 @@ class BeamOptions:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How the next token is chosen and when the answer ends; None: not given."""
+    """How the next token is chosen, and when the answer ends. None: the flag was not given."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -306,19 +308,19 @@ class SamplingOptions:
 
     @property
     def most(self) -> int:
-        """New tokens at most, also where nobody has said how many."""
+        """The limit of new tokens: --max-new-tokens, else the default."""
         return self.max_new_tokens or DEFAULT_NEW_TOKENS
 
     def resolve(self, generation_config):
         """The SamplingParams that apply: flag > checkpoint > built-in."""
-        from nanokv.decoding.draw import SamplingParams  # needs torch, which --help does not
+        from nanokv.decoding.draw import SamplingParams  # imports torch, which --help must not
 
         given = {name: getattr(self, name) for name in SETTINGS if name != "max_new_tokens"}
         return SamplingParams.from_checkpoint(generation_config, **given)
 
 
 def add_sampling_arguments(parser) -> None:
-    """How the next token is chosen and when the answer ends."""
+    """The flags of SamplingOptions, except for beams."""
     about = "Default: the checkpoint's generation_config."
     group = parser.add_argument_group("sampling", about)
     short = {"temperature": ["-t"], "max_new_tokens": ["-n"]}
@@ -348,7 +350,7 @@ def _stop(text: str) -> str:
 
 
 def sampling_options(args, beams: BeamOptions | None = None) -> SamplingOptions:
-    """Of add_sampling_arguments."""
+    """The options of the flags of add_sampling_arguments."""
     return SamplingOptions(
         args.temperature,
         args.top_k,
@@ -363,7 +365,7 @@ def sampling_options(args, beams: BeamOptions | None = None) -> SamplingOptions:
 
 
 def add_beam_arguments(parser) -> None:
-    """Beam search (beams.py)."""
+    """The flags of beam search (beams.py)."""
     group = parser.add_argument_group("beam search")
     group.add_argument(
         "--beams",
@@ -380,7 +382,7 @@ def add_beam_arguments(parser) -> None:
 
 
 def beam_options(args) -> BeamOptions | None:
-    """None without --beams. Flags that contradict it are refused, before anything is loaded."""
+    """The options of beam search; None without --beams. NanoKVError for flags that exclude it."""
     if args.beams is None:
         if args.length_penalty is not None:
             raise NanoKVError(
@@ -404,7 +406,7 @@ def beam_options(args) -> BeamOptions | None:
     return BeamOptions(args.beams, 1.0 if args.length_penalty is None else args.length_penalty)
 
 
-NO_DRAW: dict[str, tuple] = {  # settings of a draw → values with which there is none anyway
+NO_DRAW: dict[str, tuple] = {  # a setting of sampling → the values with which nothing is sampled
     "temperature": (0,),
     "top_k": (0, -1),
     "top_p": (1,),
@@ -414,7 +416,7 @@ NO_DRAW: dict[str, tuple] = {  # settings of a draw → values with which there 
 
 
 def refuse_draw(name: str, value, flag: str) -> None:
-    """A setting that shapes a draw, at a value that would."""
+    """NanoKVError for a sampling setting beside --beams, unless its value turns sampling off."""
     if name in NO_DRAW and value not in (None, *NO_DRAW[name]):
         raise NanoKVError(
             f"--beams looks for the likeliest answer and draws nothing: {flag} has no part in it",
@@ -423,16 +425,16 @@ def refuse_draw(name: str, value, flag: str) -> None:
 
 
 def new_seed() -> int:
-    """31 random bits: short enough to type again."""
+    """A random seed of 31 bits, short enough to type again."""
     return int.from_bytes(os.urandom(4)) >> 1
 
 
-# --- what is said ---------------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """What is said beside the result, and in which colours."""
+    """What is printed beside the result, and whether in colour."""
 
     quiet: bool = False
     color: str = "auto"
@@ -440,7 +442,7 @@ class OutputOptions:
 
 
 def add_common_arguments(parser):
-    """What main adds to every command; returns the group."""
+    """Add the flags of every command, as a group, which is returned."""
     group = parser.add_argument_group("general")
     group.add_argument(
         "-q", "--quiet", action="store_true", help="no banner and no status on stderr"
@@ -455,5 +457,5 @@ def add_common_arguments(parser):
 
 
 def output_options(args) -> OutputOptions:
-    """Of add_common_arguments."""
+    """The options of the flags of add_common_arguments."""
     return OutputOptions(args.quiet, args.color, args.debug)

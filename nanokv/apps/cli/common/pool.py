@@ -1,4 +1,4 @@
-"""The flags that `nanokv batch` and `nanokv serve` share: the engine's page pool and steps, and all of a request."""
+"""The flags that `nanokv batch` and `nanokv serve` share: the engine's limits and the request's."""
 
 from dataclasses import dataclass, field, replace
 
@@ -10,22 +10,22 @@ from nanokv.costs import kv_bytes_per_token
 from nanokv.costs.free_memory import available_memory
 from nanokv.errors import NanoKVError
 
-# Requests at a time: a GPU reads its weights once for all of them, and hundreds are none too many.
+# Concurrent requests. A step reads the weights once for all of them, so a GPU gains from hundreds.
 RUNNING = {"cpu": 16, "cuda": 256}
-# Tokens in a step of a server: no stream waits longer than one takes, a tenth of a second.
+# Tokens per step of a server. A stream waits for at most one step, about 0.1 s.
 SHORT_STEPS = {"cpu": 256, "cuda": 2048}
 
 
 @dataclass(frozen=True)
 class PoolOptions:
-    """How much the engine takes at a time; None = what suits the device (`on`)."""
+    """Limits of the engine; None: the default of the device, filled in by `on`."""
 
-    running: int | None = None  # requests
-    step_tokens: int | None = None  # tokens in a step; None after `on`: as many as the engine takes
-    steps: dict[str, int] = field(default_factory=dict)  # by device, of who has short ones
+    running: int | None = None  # concurrent requests
+    step_tokens: int | None = None  # tokens per step; None after `on`: the engine's default
+    steps: dict[str, int] = field(default_factory=dict)  # default step_tokens per device kind
 
     def on(self, device: str) -> "PoolOptions":
-        """With the numbers of this device."""
+        """The same options with the defaults of this device filled in."""
         kind = device.partition(":")[0]
         running = self.running or RUNNING.get(kind, RUNNING["cpu"])
         short = self.steps.get(kind, self.steps.get("cpu"))
@@ -33,7 +33,7 @@ class PoolOptions:
 
 
 def add_arguments(parser, steps: str) -> None:
-    """How many requests at a time and tokens in a step (`steps` says the default); then what applies to all of them."""
+    """The engine's limits (`steps` is the help text of a default), then the flags of a request."""
     parser.add_argument(
         "--running",
         metavar="N",
@@ -57,12 +57,12 @@ def add_arguments(parser, steps: str) -> None:
 
 
 def pool_options(args, steps: dict[str, int] | None = None) -> PoolOptions:
-    """Of the first two."""
+    """The PoolOptions of --running and --step-tokens."""
     return PoolOptions(args.running, args.step_tokens, steps or {})
 
 
 def sized(cache: CacheOptions, command: str) -> CacheOptions:
-    """--cache prefix:page=P:pages=N sizes the pool; the engine knows no other cache."""
+    """Check --cache, which sizes the pool: prefix:page=P:pages=N. NanoKVError for other caches."""
     if cache.name != "prefix" or set(cache.options) - {"page", "pages"}:
         raise NanoKVError(
             f"--cache {cache.name} with {command}",
@@ -73,7 +73,7 @@ def sized(cache: CacheOptions, command: str) -> CacheOptions:
 
 
 def affordable(loaded: Loaded, page: int) -> int | None:
-    """Pages that half of the free memory holds, at least one; None = unknown."""
+    """Pages that fit into half of the free memory, at least 1; None: free memory is unknown."""
     free = available_memory(loaded.device)
     page_bytes = page * kv_bytes_per_token(loaded.config, loaded.dtype.itemsize)
     return None if free is None else max(1, free // 2 // loaded.ranks.local // page_bytes)

@@ -1,9 +1,9 @@
-"""The prompt of `nanokv generate` and `nanokv trace`: where it comes from, and how it becomes ids.
+"""The prompt of `nanokv generate` and `nanokv trace`: its sources, and its token ids.
 
-It is an argument, a file, stdin, or an argument followed by stdin; wherever it comes from, it is one user message in
-the model's chat template, unless there is none or --raw is given: then the model continues the text. One trailing
-newline of a file or of stdin is dropped, as the shell's $(…) does, so `echo hi | nanokv generate -` and
-`nanokv generate hi` are the same prompt.
+The prompt is an argument, a file, stdin, or several of these in that order. It is one user message
+in the model's chat template. With --raw, or without a template, the model continues the text. One
+trailing newline of a file or of stdin is dropped, as the shell's $(…) does, so
+`echo hi | nanokv generate -` and `nanokv generate hi` are the same prompt.
 """
 
 import sys
@@ -26,15 +26,15 @@ from nanokv.decoding import completion
 from nanokv.errors import ContextError, NanoKVError
 from nanokv.text.thinking import opens_thinking
 
-PATIENCE_S = 2.0  # a stdin that stays silent for this long is mentioned
+PATIENCE_S = 2.0  # after this long without input, a notice says that stdin is read
 
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """Where the prompt comes from, and how it is sent."""
+    """The sources of the prompt, and the form in which it is sent."""
 
     argument: str | None = None
-    flag: str | None = None  # -p
+    flag: str | None = None  # the value of -p
     file: Path | None = None
     raw: bool = False
     chat: bool = False
@@ -42,7 +42,7 @@ class PromptOptions:
 
 
 def add_prompt_arguments(parser) -> None:
-    """PROMPT, -p, --file, and how they are sent."""
+    """PROMPT, -p, --file, and the flags for the form in which they are sent."""
     parser.add_argument(
         "prompt",
         nargs="?",
@@ -78,13 +78,16 @@ def add_prompt_arguments(parser) -> None:
 
 
 def prompt_options(args) -> PromptOptions:
-    """Of add_prompt_arguments."""
+    """The options of the flags of add_prompt_arguments."""
     template = replace(template_options(args), system=args.system)
     return PromptOptions(args.prompt, args.prompt_flag, args.file, args.raw, args.chat, template)
 
 
 def read_prompt(options: PromptOptions, output: OutputOptions, example: str) -> str:
-    """Argument, file and stdin, in that order, a blank line between; none at all: NanoKVError with the example."""
+    """Argument, file and stdin, in that order, separated by a blank line.
+
+    Raises NanoKVError, with `example` in the hint, if there is no prompt or an empty one.
+    """
     if options.argument not in (None, "-") and options.flag is not None:
         raise NanoKVError(
             "the prompt is given twice: as an argument and with -p", "leave one of them out"
@@ -109,20 +112,20 @@ def read_prompt(options: PromptOptions, output: OutputOptions, example: str) -> 
 
 
 def read_stdin(output: OutputOptions) -> str:
-    """All of stdin. A pipe that stays silent is mentioned, because it looks like a hang."""
+    """Read stdin to its end. If no input comes, a notice explains the wait after PATIENCE_S."""
     source = stdin()
     try:
         import select
 
         if not select.select([source], [], [], PATIENCE_S)[0]:
             terminal.notice("waiting for stdin (with no input to add: … < /dev/null)", output)
-    except (OSError, ValueError):  # Windows selects sockets only
+    except (OSError, ValueError):  # on Windows, select takes sockets only
         pass
     return read_prompt_bytes(source.read(), "stdin")
 
 
 def encode(options: PromptOptions, loaded: Loaded, prompt: str) -> list[int]:
-    """Prompt → ids, through the template or raw. Typed control tokens are refused before anything is rendered."""
+    """Prompt → ids, through the template or raw. NanoKVError for a typed control token."""
     tokenizer, template = loaded.tokenizer, options.template
     for text in (prompt, template.system or ""):
         refuse_special(text, tokenizer, template.allow_special)
@@ -145,32 +148,32 @@ def encode(options: PromptOptions, loaded: Loaded, prompt: str) -> list[int]:
 
 
 def templated(options: PromptOptions, tokenizer) -> bool:
-    """Does the prompt go through the chat template? --chat and --raw say it, else whether the model has one."""
+    """Does the prompt go through the chat template? --chat and --raw decide, else the model."""
     return options.chat or (not options.raw and tokenizer.chat_template is not None)
 
 
 def form(options: PromptOptions, tokenizer) -> str:
-    """The same for the status line."""
+    """The form of the prompt, for the status line."""
     return "chat template" if templated(options, tokenizer) else "raw text"
 
 
 def answer(options: PromptOptions, loaded: Loaded, ids: list[int], text: str) -> dict:
-    """What the model wrote after these ids: a message where the prompt was one, else a text that goes on."""
+    """The model's output after these ids: a message if the prompt was one, else {"text": …}."""
     if not templated(options, loaded.tokenizer):
         return {"text": text}
     return completion.message(text, opens_thinking(loaded.tokenizer, ids))
 
 
 def messages(options: PromptOptions, prompt: str) -> list[dict]:
-    """What goes into the template."""
+    """The messages for the template: the system prompt, if there is one, and the prompt."""
     said = options.template.system
     system = [{"role": "system", "content": clean(said)}] if said else []
     return [*system, {"role": "user", "content": prompt}]
 
 
 def room(wanted: int, loaded: Loaded, ids: list[int]) -> int:
-    """How many of the wanted tokens may follow; refuses a prompt that leaves none, before any work."""
-    # The last token is never fed: it needs no place in the cache.
+    """How many of the wanted tokens fit into the context; ContextError if none fits."""
+    # The last token is never fed, so it needs no slot in the cache.
     left = loaded.context - len(ids) + 1
     if left < 1:
         limit = loaded.config.max_position_embeddings

@@ -1,6 +1,6 @@
 """Models of published shapes with random weights: for timing and memory, without a download.
 
-`qwen3-0.6b-random` is Qwen/Qwen3-0.6B in everything but what it says; `smollm2-135m-random` is SmolLM2-135M.
+`qwen3-0.6b-random` has the shape of Qwen/Qwen3-0.6B, `smollm2-135m-random` that of SmolLM2-135M.
 """
 
 import time
@@ -44,7 +44,10 @@ RANDOM["smollm2-135m-random"] = SMOLLM2
 
 
 def load_random(model: ModelOptions, cache: CacheOptions, ranks: Ranks = ALONE) -> Loaded:
-    """Build it in --dtype (auto: bf16, as published), the same weights every time; of several ranks each its part."""
+    """Build the model in --dtype (auto: bf16, as published), with the same weights every time.
+
+    With several ranks, each builds its part.
+    """
     with loading():
         return _build(model, cache, ranks)
 
@@ -53,7 +56,7 @@ def _build(wanted: ModelOptions, cache: CacheOptions, ranks: Ranks) -> Loaded:
     start, name = time.perf_counter(), wanted.source
     check_device(wanted.device)
     config = RANDOM[name]
-    ranks.hear()  # the other ranks come here at once, rank 0 when nothing is left to ask
+    ranks.hear()  # the other ranks wait here until rank 0 has asked its questions
     dtype_name = config.torch_dtype if wanted.dtype == "auto" else wanted.dtype
     plan = Plan(
         name,

@@ -1,11 +1,12 @@
 """`--tensor-parallel N`: the command on N ranks, started here or by torchrun.
 
-Rank 0 runs the command and alone reads and prints. The others load their part of the model and do
-what rank 0 tells them (nanokv/ranks/roles.py). No torch before it is needed: sizes that do not
-divide, and flags that do not go together, are told by the one process that a user started.
+Rank 0 runs the command; only rank 0 reads input and prints. The others load their part of the model
+and follow rank 0's calls (nanokv/ranks/roles.py). Sizes that do not divide, and flags that exclude
+each other, are refused before torch is imported, by the process that the user started.
 
-A module with RANKS can be run so: "led" ones have one leader, "alike" ones do the same on every
-rank. It has `command_options(args)` too, and `run(args, ranks)` takes the group.
+A command module that supports ranks defines RANKS: "led" means that rank 0 leads the others,
+"alike" that every rank does the same. It also defines `command_options(args)`, and its
+`run(args, ranks)` takes the group.
 """
 
 import json
@@ -22,7 +23,7 @@ from nanokv.parallel.group import Group
 from nanokv.ranks.roles import Follower, follow, lead, leave_interrupts, rank, rank_count
 
 TIMEOUT = "NANOKV_RANK_TIMEOUT"
-FIRST_S = 1.0  # ranks that fail for one reason do so within this time
+FIRST_S = 1.0  # ranks that fail for the same reason do so within this time
 ALIKE = (  # flags that shape a forward
     "cache",
     "dtype",
@@ -41,9 +42,9 @@ ALIKE = (  # flags that shape a forward
 
 
 def run(module, args, words) -> int:
-    """The command's exit code, whoever runs it."""
+    """Run the command, in this process or on several ranks, and return its exit code."""
     if "tensor_parallel" not in args:
-        return 0 if rank() else module.run(args)  # not of several ranks
+        return 0 if rank() else module.run(args)  # a command without this flag runs on rank 0
     wanted, size = rank_options(args).tensor_parallel, rank_count()
     count = max(wanted or 1, size)
     if count == 1:
@@ -68,7 +69,7 @@ def run(module, args, words) -> int:
 
 
 def options_of(module, args, count: int):
-    """The command's options. Commands and flags whose forwards only one process knows of are refused."""
+    """The command's options; NanoKVError if the command or a flag of it runs in one process."""
     if not hasattr(module, "RANKS"):
         name = module.__name__.rpartition(".")[2]
         raise NanoKVError(
@@ -82,7 +83,7 @@ def options_of(module, args, count: int):
 
 
 def hide_followers(words) -> None:
-    """Rank 0 alone prints; --debug shows what the others have to say."""
+    """Discard the output of all ranks but 0, unless --debug is given."""
     if rank() and "--debug" not in words:
         null = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
@@ -90,13 +91,16 @@ def hide_followers(words) -> None:
 
 
 def let_rank_0_speak() -> None:
-    """torchrun ends all ranks as soon as one has failed. What rank 0 has to say, it says first."""
+    """Delay the exit of the other ranks: torchrun ends all ranks as soon as one has failed.
+
+    Rank 0 needs that time to print the error.
+    """
     if rank() and environment("TORCHELASTIC_RUN_ID"):
         time.sleep(FIRST_S)
 
 
 def start(module, given, count: int, words) -> int:
-    """Look at the model first, then start the ranks and wait for them."""
+    """Check flags and the model's sizes, then start the ranks and wait for them."""
     from nanokv.parallel.launch import launch, this_program
     from nanokv.parallel.sizes import check_sizes
 
@@ -114,7 +118,7 @@ def start(module, given, count: int, words) -> int:
 
 
 def alike(ranks: Group, work) -> int:
-    """A command that every rank carries out; only rank 0 knows with which exit code it ended."""
+    """Run a command that every rank carries out; the exit code is rank 0's."""
     work()
     _, code = ranks.hear()
     return code
@@ -135,7 +139,7 @@ def led(ranks: Group, given) -> int:
 
 @contextmanager
 def joined():
-    """Around the work of a rank: its group."""
+    """A context for the work of a rank; yields its Group."""
     with terminal.loading():
         loading.check_address_space()
         from nanokv.parallel import group
@@ -150,8 +154,11 @@ def joined():
 
 
 def compare_flags(ranks: Group, args) -> None:
-    """ParallelError where a rank has another flag than rank 0, and would compute a part of another answer: the sums
-    would be fluent and wrong. How tokens are drawn is rank 0's alone."""
+    """ParallelError if a rank has other values of the ALIKE flags than rank 0.
+
+    Such ranks would compute parts of different answers, and their sums would be fluent but wrong.
+    Sampling flags are not compared: only rank 0 samples.
+    """
     given = vars(args)
     for name in ALIKE:
         value = json.dumps(given.get(name), sort_keys=True)

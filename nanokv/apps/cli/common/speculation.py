@@ -1,7 +1,8 @@
-"""`--speculate`: from the value of the flag to a Draft, and from what it saved to words.
+"""`--speculate`: makes the Draft that the flag names, and the text of the status line.
 
-The flag is read in options.py; models are loaded, and numbers checked against the model, here. At
-temperature 0 the answer is the one without the flag; when sampling, a seed gives another draw of the same distribution.
+options.py parses the flag. This file loads draft models and checks numbers against the model. At
+temperature 0 the answer is the same as without the flag. When sampling, the same seed gives
+another draw from the same distribution.
 """
 
 from dataclasses import replace
@@ -14,7 +15,7 @@ from nanokv.errors import NanoKVError
 
 
 def generation_type(how, loaded):
-    """What makes a Generation: the class itself, or one that guesses as --speculate said."""
+    """The callable that makes a Generation: the class, or Speculation with the wanted draft."""
     from nanokv.decoding import speculative
     from nanokv.decoding.generation import Generation
 
@@ -30,7 +31,7 @@ def generation_type(how, loaded):
 
 
 def memory(how, plan) -> int:
-    """Bytes that guessing takes beside the model: a draft's weights, and the cache of whoever guesses."""
+    """Bytes of speculation beside the model: a draft model's weights, and the draft's cache."""
     kind, value = how or (None, None)
     if kind not in ("draft", "early-exit"):
         return 0
@@ -48,7 +49,7 @@ def memory(how, plan) -> int:
 
 
 def load_draft(source: str, loaded):
-    """The model that guesses; its words must be the target's, in number and in the special ones."""
+    """Load the draft model. Its vocabulary size and special tokens must equal the target's."""
     from nanokv.fast import optimize
     from nanokv.loading import load
 
@@ -64,7 +65,7 @@ def load_draft(source: str, loaded):
 
 
 def status(summary: dict) -> list[str]:
-    """[`31 of 40 guesses right (78%), 31 forwards saved`], or nothing where nothing was guessed."""
+    """[`31 of 40 guesses right (78%), 31 forwards saved`], or [] without speculation."""
     if not summary:
         return []
     right = f"{summary['accepted']:,} of {summary['proposed']:,} guesses right ({summary['acceptance_rate']:.0%})"

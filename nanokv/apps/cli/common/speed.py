@@ -1,11 +1,14 @@
-"""Which code answers: kernels for this device, or the plain model. Decided once, on a CPU before torch is imported. It
-never changes in the middle of a run, so the tokens of one run come from one code.
+"""Chooses which code runs the model: kernels for this device, or the plain model.
 
-    neither flag           kernels, where this model can use them. On a CPU they have to be built: where they are not, a
-                           process in the background builds them for the next start. On CUDA a decode step is a
-                           recorded graph
+The choice is made once, on a CPU before torch is imported, and never changes during a run: all
+tokens of one run come from the same code.
+
+    no flag                kernels, if this model can use them. On a CPU they have to be compiled:
+                           if they are not, a background process builds them for the next start.
+                           On CUDA a decode step is a recorded graph.
     --plain                the model of nanokv/model.py
-    --fast, --quantize     the fused model, whatever it takes: waits for the compiler; says why if there are no kernels
+    --fast, --quantize     the fused model; waits for the compiler, and prints the reason if there
+                           are no kernels
 """
 
 import re
@@ -18,21 +21,21 @@ from nanokv.errors import ConfigError, NanoKVError
 from nanokv.fast import building
 
 NEXT_START = "kernels are being built for the next start"
-GRAPHS = "CUDA graphs"  # the path of a GPU, in the banner
+GRAPHS = "CUDA graphs"  # the banner's text on a GPU
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What runs. `text` is for the banner."""
+    """The code that runs the model. `text` is shown in the banner."""
 
     fast: bool
-    text: str = ""  # "" for commands that give no choice
-    requested: bool = False  # by --fast or --quantize
+    text: str = ""  # "" for commands without these flags
+    requested: bool = False  # with --fast or --quantize
     quantize: str | None = None
 
 
 def check(wanted: SpeedOptions | None, ranks: int) -> None:
-    """Flags that contradict each other are refused before anything is loaded."""
+    """Refuse flags that contradict each other, before anything is loaded."""
     if wanted is None or not (wanted.fast or wanted.quantize):
         return
     flag = "--fast" if wanted.fast else "--quantize"
@@ -48,7 +51,10 @@ def check(wanted: SpeedOptions | None, ranks: int) -> None:
 
 
 def choose(plan, wanted: SpeedOptions | None, fits) -> Choice:
-    """From the flags, the model and what is built. `fits(bytes)`: is there memory for so much more than the plan?"""
+    """Choose from the flags, the model and the kernels that are built.
+
+    `fits(count)`: are `count` bytes free beside the memory that the plan needs?
+    """
     if wanted is None:
         return Choice(False)
     if wanted.plain:
@@ -71,7 +77,10 @@ def choose(plan, wanted: SpeedOptions | None, fits) -> Choice:
 
 
 def choose_on_gpu(plan, wanted: SpeedOptions, fits) -> Choice:
-    """A recorded graph of Triton's kernels, or why not. NanoKVError where a flag asks for what a GPU does not have."""
+    """A recorded graph of Triton kernels, or the plain model with the reason.
+
+    Raises NanoKVError for --quantize, and for --fast if the kernels cannot run here.
+    """
     import torch
 
     from nanokv.fast import gpu
@@ -92,8 +101,11 @@ def choose_on_gpu(plan, wanted: SpeedOptions, fits) -> Choice:
 
 
 def prefetch(plan):
-    """The weights that are fused, on their way into memory while torch is imported; None where nothing is fused, or
-    quantized weights take the place of these. `check_memory` has counted them."""
+    """Start reading the weights that will be fused, while torch is imported.
+
+    None if nothing is fused, or if quantized weights replace them. `check_memory` has counted
+    these bytes.
+    """
     if plan.code.fast and plan.device == "cpu" and not plan.code.quantize:
         from weights_loader.prefetch import Prefetch
 
@@ -104,7 +116,7 @@ def prefetch(plan):
 
 
 def unusable(plan) -> str:
-    """Why kernels cannot run this model, or ""."""
+    """The reason why kernels cannot run this model, or ""."""
     if plan.device != "cpu":
         return f"kernels are for CPUs, this is {plan.device.partition(':')[0]}"
     if plan.dtype_name not in ("float32", "bfloat16"):
@@ -113,7 +125,7 @@ def unusable(plan) -> str:
 
 
 def fusing_bytes(plan) -> int:
-    """What fusing takes at its peak: the matrices of one layer are there twice (q, k, v; then gate and up)."""
+    """Peak bytes of fusing: the matrices of one layer are in memory twice (q, k, v; gate, up)."""
     from nanokv.costs import ITEMSIZE
 
     config: Config = plan.config
@@ -123,7 +135,7 @@ def fusing_bytes(plan) -> int:
 
 
 def optimized(model, choice: Choice, output: OutputOptions):
-    """The model that `choice` names. Who asked for kernels is told which code runs, and why."""
+    """The model that `choice` names. If kernels were requested, a notice names the code."""
     if not choice.fast:
         return model
     from nanokv.fast import native, optimize
@@ -146,14 +158,14 @@ def optimized(model, choice: Choice, output: OutputOptions):
 
 
 def code_text() -> str:
-    """Which code decodes; of the 80 hexadecimal digits in the name of the kernels' file the first eight tell enough."""
+    """The code that decodes. Of the 80 hexadecimal digits in a kernel file's name, 8 are shown."""
     from nanokv.fast import native
 
     return re.sub(r"(kernels-[0-9a-f]{8})[0-9a-f]+-[0-9a-f]+", r"\1…", native.library()[1])
 
 
 def setting() -> tuple[str, str]:
-    """The row of `nanokv env`: what runs where no flag says otherwise, and why. Starts nothing."""
+    """The row of `nanokv env`: the code that runs without flags, and the reason. Builds nothing."""
     try:
         found = building.state()
     except ConfigError as error:

@@ -1,8 +1,9 @@
-"""What may reach a terminal, and how: control characters made visible, colour decided per stream, interrupts.
+"""The terminal: visible control characters, streams, colour per stream, numbers as text, signals.
 
-Model output, file names, config strings and error texts are written by strangers; an ESC in them could retitle the
-window, move the cursor or hide text. `sanitize` changes *characters*, never whole sequences, because a sequence can
-be split over tokens (ESC is one Qwen token, "[2J" another). Raw text stays in JSON (escaped) and in sessions.
+Model output, file names, config strings and error texts are untrusted: an ESC in them could
+retitle the window, move the cursor or hide text. `sanitize` replaces *characters*, never whole
+sequences, because a sequence can be split over tokens (ESC is one Qwen token, "[2J" another). JSON
+(escaped) and session files keep the raw text.
 Standard library only: this file is imported before arguments are parsed.
 """
 
@@ -19,22 +20,24 @@ from nanokv.apps.cli.common import layout
 from nanokv.errors import NanoKVError
 from weights_loader.strict import bounded
 
-SWALLOW_S = 0.5  # a second Ctrl-C within this time belongs to the first
+SWALLOW_S = 0.5  # a second Ctrl-C within this time counts as the same press
 
 
-# --- control characters -------------------------------------------------------------------------------------------
+# --- control characters ---------------------------------------------------------------------------
 
 
 def _visible() -> dict[int, str]:
-    """str.translate table: C0 → control pictures (ESC → ␛), DEL → ␡, C1, bidi overrides and surrogates → `\\x9b`.
+    """A table for str.translate.
 
-    Bidi marks (U+200E, U+200F, U+061C) stay: Arabic and Hebrew need them, and they cannot reorder other text.
+    C0 becomes control pictures (ESC → ␛), DEL becomes ␡; C1, bidi overrides and surrogates become
+    escapes such as `\\x9b`. Bidi marks (U+200E, U+200F, U+061C) stay: Arabic and Hebrew need them,
+    and they cannot reorder other text.
     """
     table = {c: chr(0x2400 + c) for c in range(0x20) if chr(c) not in "\n\t"}
     table[0x7F] = "\u2421"
     table |= {c: f"\\x{c:02x}" for c in range(0x80, 0xA0)}
     table |= {c: f"\\u{c:04x}" for c in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
-    # Lone surrogates cannot be encoded.
+    # A lone surrogate cannot be encoded as UTF-8.
     return table | {c: f"\\u{c:04x}" for c in range(0xD800, 0xE000)}
 
 
@@ -45,53 +48,56 @@ VISIBLE_LINE |= {c: f"\\u{c:04x}" for c in (0x2028, 0x2029)}
 
 
 def sanitize(text: str) -> str:
-    """Whole text for a terminal or a pipe: \\n and \\t stay, CRLF becomes \\n, other controls become visible."""
+    """Text of several lines: \\n and \\t stay, CRLF becomes \\n, other controls become visible."""
     return str(text).replace("\r\n", "\n").translate(VISIBLE)
 
 
 def sanitize_line(text: str) -> str:
-    """One line: as `sanitize`, with \\n and \\t visible too. For names, errors and notices."""
+    """One line: like `sanitize`, but \\n and \\t become visible too. For names, errors, notices."""
     return str(text).translate(VISIBLE_LINE)
 
 
 def message_line(text: str) -> str:
-    """One line of a bounded length, for errors, hints, warnings and notices: whatever they quote, it stays readable."""
+    """One line of a bounded length, for errors, hints, warnings and notices that quote text."""
     return sanitize_line(bounded(str(text)))
 
 
 class Sanitizer:
-    """`sanitize` for a stream: a \\r at the end of a chunk waits, because the \\n that excuses it may follow."""
+    """`sanitize` for a stream. A \\r at the end of a chunk is held back: a \\n may follow it."""
 
     def __init__(self):
         self._held = ""
 
     def put(self, text: str) -> str:
-        """The visible form of this chunk, possibly one \\r short."""
+        """The sanitized chunk, without a \\r at its end."""
         text, self._held = self._held + text, ""
         if text.endswith("\r"):
             text, self._held = text[:-1], "\r"
         return sanitize(text)
 
     def flush(self) -> str:
-        """What is still held at the end of the stream."""
+        """The \\r that is still held at the end of the stream, or ""."""
         text, self._held = self._held, ""
         return sanitize(text)
 
 
-# --- streams ------------------------------------------------------------------------------------------------------
+# --- streams --------------------------------------------------------------------------------------
 
 
 def prepare_streams() -> None:
-    """UTF-8 into pipes and files, the terminal's own encoding on a tty; a character it lacks becomes `?`, no crash."""
+    """Write UTF-8 to pipes and files, and the terminal's encoding to a tty.
+
+    A character that the encoding lacks becomes `?` instead of raising UnicodeEncodeError.
+    """
     for stream in (sys.stdout, sys.stderr):
-        # None when the descriptor is closed, a plain buffer inside tests.
+        # A stream is None when its descriptor is closed, and a plain buffer in tests.
         if hasattr(stream, "reconfigure"):
             keep = stream.isatty() or os.environ.get("PYTHONIOENCODING")
             stream.reconfigure(encoding=None if keep else "utf-8", errors="replace")
 
 
 def is_tty(stream) -> bool:
-    """isatty that survives a closed or missing stream."""
+    """Like isatty, but False for a closed or missing stream."""
     try:
         return stream is not None and stream.isatty()
     except ValueError:
@@ -99,12 +105,16 @@ def is_tty(stream) -> bool:
 
 
 def is_interactive() -> bool:
-    """A person at both ends: only then is there a prompt."""
+    """Whether stdin and stdout are both a terminal; otherwise no prompt is shown."""
     return is_tty(sys.stdin) and is_tty(sys.stdout)
 
 
 def write_out(text: str) -> None:
-    """To stdout at once. A closed pipe or a full disk raises; main turns that into exit code 141 or 2."""
+    """Write to stdout and flush.
+
+    Raises BrokenPipeError for a closed pipe (exit code 141) and NanoKVError for other failures,
+    such as a full disk (exit code 2).
+    """
     if sys.stdout is None:
         raise NanoKVError("stdout is closed")
     try:
@@ -113,12 +123,12 @@ def write_out(text: str) -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        silence_stdout()  # what is still buffered cannot be written either
+        silence_stdout()  # the rest of the buffer cannot be written either
         raise NanoKVError(f"cannot write to stdout: {error.strerror}") from error
 
 
 def write_err(text: str) -> None:
-    """To stderr at once; a stderr that nobody reads must not end the program."""
+    """Write to stderr and flush. A closed stderr is ignored: it must not end the program."""
     try:
         sys.stderr.write(text)
         sys.stderr.flush()
@@ -127,7 +137,7 @@ def write_err(text: str) -> None:
 
 
 def notice(text: str, output) -> None:
-    """One dim line on stderr, unless --quiet; a terminal that is too narrow gets it on several, broken at ` · `."""
+    """One dim line on stderr, unless --quiet. On a narrow terminal it breaks at ` · `."""
     if not output.quiet:
         style, width = Style(sys.stderr, output.color), layout.columns(sys.stderr, None)
         indent = text[: len(text) - len(text.lstrip(" "))]
@@ -143,14 +153,17 @@ def warning(text: str) -> None:
 
 
 def write_line(line: str) -> None:
-    """One line to stderr: whole into a pipe or a file; a terminal that is too narrow gets it broken between words."""
+    """One line to stderr. A pipe or a file gets one line; a terminal breaks it between words."""
     width = layout.columns(sys.stderr) if is_tty(sys.stderr) else None
     write_err(layout.paragraph(line, width, rest="  ") + "\n")
 
 
 @contextmanager
 def writing(path, need: int | None = None):
-    """Around writing a file: a full disk or quota becomes an error that names the folder, what is free and needed."""
+    """A context for writing a file of `need` bytes (None: unknown).
+
+    A full disk or quota becomes a NanoKVError with the folder and its free bytes.
+    """
     try:
         yield
     except OSError as error:
@@ -166,12 +179,15 @@ def writing(path, need: int | None = None):
 
 
 def silence_stdout() -> None:
-    """Point descriptor 1 at the null device, so that Python's flush at exit cannot fail a second time."""
+    """Point descriptor 1 at the null device, so that Python's flush at exit cannot fail again."""
     _silence(sys.stdout)
 
 
 def finish_stderr() -> None:
-    """What a full disk did not take must not change the exit code: Python's own flush at exit would make it 120."""
+    """Flush stderr, or discard its buffer if that fails.
+
+    Otherwise Python's flush at exit would fail, for example on a full disk, and exit with 120.
+    """
     try:
         sys.stderr.flush()
     except (AttributeError, OSError, ValueError):
@@ -187,13 +203,14 @@ def _silence(stream) -> None:
         pass
 
 
-# --- colour -------------------------------------------------------------------------------------------------------
+# --- colour ---------------------------------------------------------------------------------------
 
 
 class Style:
-    """Dim, bold and the 16 ANSI colours for one stream; every method returns its text unchanged when colour is off.
+    """Bold, dim and ANSI colours for one stream; without colour each method returns its text.
 
-    Order: --color always|never, NO_COLOR (non-empty, no-color.org), FORCE_COLOR, TERM=dumb, isatty.
+    The first of these that is given decides: --color always|never, NO_COLOR (non-empty,
+    no-color.org), FORCE_COLOR, TERM=dumb, isatty.
     """
 
     CODES = {
@@ -217,7 +234,7 @@ class Style:
 
 
 def use_color(stream, when: str = "auto") -> bool:
-    """Whether this stream gets colour; each stream is asked for itself."""
+    """Whether this stream gets colour. stdout and stderr are decided separately."""
     if when != "auto":
         return when == "always"
     if os.environ.get("NO_COLOR"):
@@ -227,7 +244,7 @@ def use_color(stream, when: str = "auto") -> bool:
     return os.environ.get("TERM") != "dumb" and is_tty(stream)
 
 
-# --- numbers ------------------------------------------------------------------------------------------------------
+# --- numbers --------------------------------------------------------------------------------------
 
 
 def bytes_text(count: float) -> str:
@@ -242,7 +259,7 @@ def bytes_text(count: float) -> str:
 
 
 def held_text(used: int, held: int) -> str:
-    """What tokens take and, where room is kept for more, all of it: 641 kB (1.18 MB reserved)."""
+    """Bytes in use, and the bytes reserved if they are more: 641 kB (1.18 MB reserved)."""
     text, reserved = bytes_text(used), bytes_text(held)
     return text if text == reserved else f"{text} ({reserved} reserved)"
 
@@ -254,35 +271,44 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.0f} s"
 
 
-# --- signals ------------------------------------------------------------------------------------------------------
+# --- signals --------------------------------------------------------------------------------------
 
 
 class Terminated(SystemExit):
-    """SIGTERM or a hang-up: leave in good order with exit code 143. Not an Exception: no `except Exception` eats it."""
+    """SIGTERM or SIGHUP: clean up and leave with exit code 143.
+
+    Not an Exception, so that no `except Exception` catches it.
+    """
 
     def __init__(self):
         super().__init__(143)
 
 
-# When the last signal that an answer took came, monotonic seconds.
+# When the last signals during an answer came, monotonic seconds: SIGINT; SIGTERM or SIGHUP.
 _presses = {"last": -SWALLOW_S, "term": -SWALLOW_S}
 
 
 def interrupt_at_prompt(signum, frame) -> None:
-    """SIGINT outside an answer: KeyboardInterrupt, unless it is the echo of the press that stopped the answer."""
+    """The handler of SIGINT outside an answer: raises KeyboardInterrupt.
+
+    A signal within SWALLOW_S of the one that stopped an answer is ignored as the same press.
+    """
     now = time.monotonic()
     if now - _presses["last"] >= SWALLOW_S:
         raise KeyboardInterrupt
 
 
 def _terminate(signum, frame) -> None:
-    # A repeated one must not cut short the saving.
+    # A repeated signal must not interrupt the saving.
     if time.monotonic() - _presses["term"] >= SWALLOW_S:
         raise Terminated
 
 
 def install_signals() -> None:
-    """SIGINT, SIGTERM and SIGHUP as this program wants them; a signal that the parent ignores (nohup) stays ignored."""
+    """Install the handlers of SIGINT, SIGTERM and SIGHUP.
+
+    A signal that the parent process ignores (nohup) stays ignored.
+    """
     for name, handler in (
         ("SIGINT", interrupt_at_prompt),
         ("SIGTERM", _terminate),
@@ -294,7 +320,11 @@ def install_signals() -> None:
 
 
 def release_interrupt() -> bool:
-    """Ctrl-C ends the program as the system does it → False where it was not ours: a notebook, a test, under nohup."""
+    """Restore the system's handling of Ctrl-C, which ends the process at once.
+
+    Returns False, and changes nothing, where our handler is not installed: in a notebook, in a
+    test, under nohup.
+    """
     ours = signal.getsignal(signal.SIGINT) is interrupt_at_prompt
     if ours:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -303,11 +333,12 @@ def release_interrupt() -> bool:
 
 @contextmanager
 def loading():
-    """Around imports and the reading of weights, where there is nothing to keep: the system itself ends the program at
-    Ctrl-C, whatever runs (a shell calls that 130).
+    """A context for imports and the reading of weights, where there is nothing to save.
 
-    A handler in Python would wait for torch's libraries to be loaded, and its KeyboardInterrupt would come out of an
-    import: as a traceback, as another exception, swallowed by a callback, or through C++, which aborts.
+    Inside it the system ends the process at Ctrl-C (a shell reports 130). A Python handler would
+    run only after torch's libraries are loaded, and its KeyboardInterrupt would be raised inside
+    an import: it could end in a traceback, become another exception, be swallowed by a callback,
+    or reach C++, which aborts.
     """
     ours = release_interrupt()
     try:
@@ -318,7 +349,10 @@ def loading():
 
 
 class Interrupt:
-    """Around one answer: signals set a flag, read between tokens and prefill chunks; `raising` hears them sooner."""
+    """A context for one answer: a signal sets a flag, and calling the object returns it.
+
+    The flag is read between tokens and prefill chunks. Inside `raising` a signal acts sooner.
+    """
 
     def __init__(self):
         self.requested = False
@@ -332,11 +366,14 @@ class Interrupt:
 
     @contextmanager
     def raising(self):
-        """Around one forward, whose caller puts the cache back: a signal raises KeyboardInterrupt here, between two
-        operators. Elsewhere it raises nothing, so what is printed, saved or counted is whole."""
+        """A context for one forward, whose caller restores the cache afterwards.
+
+        Inside it a signal raises KeyboardInterrupt, between two operators. Elsewhere it raises
+        nothing, so that printing, saving and counting are never interrupted.
+        """
         self._raise = True
         try:
-            if self.requested and not self._seen:  # since the flag was read last
+            if self.requested and not self._seen:  # it came after the flag was last read
                 raise KeyboardInterrupt
             yield
         finally:
@@ -367,6 +404,6 @@ class Interrupt:
             raise KeyboardInterrupt
 
     def finish(self) -> None:
-        """Call after the half answer is recorded: leaves with 143 when a SIGTERM or hang-up asked for it."""
+        """Call after the partial answer is saved: raises Terminated if SIGTERM or SIGHUP came."""
         if self.terminated:
             raise Terminated

@@ -1,7 +1,8 @@
-"""Text in and out: bytes to text, arguments that are not UTF-8, control tokens that somebody typed, values to JSON.
+"""Text in and out: bytes to text, checks of arguments and of typed control tokens, JSON.
 
-Nothing is guessed or dropped silently: invalid UTF-8 is an error with its position. Only a byte order mark is removed
-and CRLF becomes LF. NUL is an ordinary character here (a byte-level tokenizer has a token for it).
+Nothing is guessed or dropped silently: invalid UTF-8 is an error with its position. A byte order
+mark is removed, and CRLF becomes LF. NUL is an ordinary character here (a byte-level tokenizer has
+a token for it).
 """
 
 import json
@@ -14,7 +15,7 @@ from nanokv.errors import NanoKVError
 
 
 def read_prompt_bytes(data: bytes, where: str) -> str:
-    """Strict UTF-8 → text without BOM, with \\n line ends; NanoKVError names `where` and the byte."""
+    """Strict UTF-8 → text without BOM, with \\n line ends. NanoKVError: `where`, and the byte."""
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -28,19 +29,22 @@ def read_prompt_bytes(data: bytes, where: str) -> str:
 
 
 def stdin():
-    """The bytes of stdin, as a file; NanoKVError where there is none (`<&-`)."""
+    """stdin as a binary file; NanoKVError if it is closed (`<&-`)."""
     if sys.stdin is None:
         raise NanoKVError("stdin is closed", "give it something to read: < FILE, or < /dev/null")
     return sys.stdin.buffer
 
 
 def clean(text: str) -> str:
-    """No byte order mark, CRLF → LF."""
+    """The text without a byte order mark, CRLF → LF."""
     return text.removeprefix("\ufeff").replace("\r\n", "\n")
 
 
 def check_argument(text: str, where: str) -> str:
-    """An argument whose bytes were not UTF-8 carries surrogates (PEP 383); tokenizers would raise a TypeError later."""
+    """The argument itself; NanoKVError if its bytes were not UTF-8.
+
+    Python passes such bytes as surrogates (PEP 383); tokenizers would raise a TypeError later.
+    """
     for position, character in enumerate(text):
         if 0xD800 <= ord(character) <= 0xDFFF:
             byte = (
@@ -62,7 +66,7 @@ def find_special(text: str, tokenizer) -> str | None:
 
 
 def refuse_special(text: str, tokenizer, allow: bool) -> None:
-    """Typed <|im_end|> would become the control token itself; only --allow-special lets it."""
+    """NanoKVError if the text spells out a control token such as <|im_end|>, unless `allow`."""
     token = None if allow else find_special(text, tokenizer)
     if token is not None:
         raise NanoKVError(
@@ -71,16 +75,17 @@ def refuse_special(text: str, tokenizer, allow: bool) -> None:
         )
 
 
-# Json escapes C0; these are DEL, C1, bidi marks and overrides, separators, BOM, lone surrogates.
+# JSON escapes C0. These are DEL, C1, bidi marks and overrides, separators, BOM, lone surrogates.
 UNSEEN = re.compile(
     "[\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
 )
 
 
 def to_json(value) -> str:
-    """One line of JSON for a terminal or a program: ordinary text stays readable, what steers or hides is an escape.
+    """One line of JSON for a terminal or a program.
 
-    NaN and infinity, which JSON lacks, become null.
+    Ordinary text stays readable; characters that control a terminal or hide text are escaped. NaN
+    and infinity, which JSON lacks, become null.
     """
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)

@@ -1,4 +1,4 @@
-"""Ways out of a command: whatever was raised becomes at most two lines on stderr and an exit code."""
+"""Errors of a command: any exception becomes at most two lines on stderr and an exit code."""
 
 import errno
 import sys
@@ -13,7 +13,7 @@ REPORT = "this is a bug in nanokv, please report it"
 
 
 def report(error: BaseException, words: list[str]) -> int:
-    """Print what the user needs to know (two lines at most, a traceback with --debug) and choose the exit code."""
+    """Print the error and its hint, after a traceback if --debug; return the exit code."""
     debug = "--debug" in words or environment("NANOKV_DEBUG") not in (None, "0")
     colors = [*pairwise(words), *(tuple(word.split("=", 1)) for word in words)]
     when = next((word for word in ("always", "never") if ("--color", word) in colors), "auto")
@@ -28,7 +28,7 @@ def report(error: BaseException, words: list[str]) -> int:
         import traceback
 
         shown = traceback.TracebackException.from_exception(error)
-        shown.__notes__ = []  # the hint stands below, once
+        shown.__notes__ = []  # the hint is printed below
         terminal.write_err(terminal.sanitize("".join(shown.format())))
     known = describe(error)
     if known is None:
@@ -41,14 +41,14 @@ def report(error: BaseException, words: list[str]) -> int:
 
 
 def interrupted(error) -> bool:
-    """Ctrl-C itself, or what an import made of it on its way."""
+    """Is this Ctrl-C, or an exception that an import raised because of it?"""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
 def describe(error: BaseException) -> tuple[str, str] | None:
-    """(message, hint) of an error that the user or the machine caused; None if it is our bug."""
+    """(message, hint) of an error that the user or the machine caused; None for a bug of ours."""
     full = getattr(sys.modules.get("torch"), "OutOfMemoryError", ())
     if isinstance(error, full):  # while weights were loaded
         from nanokv.support.device_memory import full_memory
@@ -89,7 +89,7 @@ def _is_torch_memory(error: BaseException) -> bool:
 
 
 def show_error(message: str, hint: str = "", when: str = "auto") -> None:
-    """`nanokv: error: …` and `hint: …`, one line each of a bounded length, control characters visible."""
+    """Print `nanokv: error: …` and `hint: …`: one bounded line each, controls made visible."""
     style = terminal.Style(sys.stderr, when)
     terminal.write_line(f"nanokv: {style.red('error:')} {terminal.message_line(message)}")
     if hint:
@@ -97,7 +97,10 @@ def show_error(message: str, hint: str = "", when: str = "auto") -> None:
 
 
 def finish(code: int) -> int:
-    """Flush stdout while an error can still be reported; after a failure Python's own flush must find nothing to do."""
+    """Flush stdout while an error can still be reported, and return the final exit code.
+
+    After a failure stdout is silenced, so that Python's flush at exit cannot fail again.
+    """
     try:
         if sys.stdout is not None:
             sys.stdout.flush()

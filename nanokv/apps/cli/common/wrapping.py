@@ -1,9 +1,9 @@
-"""An answer on a terminal breaks between words while it is streamed; a pipe gets it as it is.
+"""Breaks a streamed answer between words on a terminal; a pipe gets the text unchanged.
 
-A piece is written at once. A word that grows past the edge is taken back from its line and written
-on the next one, as ollama does. The last column stays empty, because terminals do not agree where
-the cursor is behind it. Lines of a fenced code block, and a word that is wider than the terminal,
-are left to the terminal: they can be copied whole.
+Each piece is written at once. A word that grows past the edge is erased from its line and written
+again on the next line, as ollama does. The last column stays empty, because terminals disagree on
+the cursor's position after it. Lines of a fenced code block, and a word that is wider than the
+terminal, are broken by the terminal, so that they can be copied whole.
 """
 
 import os
@@ -14,24 +14,24 @@ from functools import partial
 from nanokv.apps.cli.common import layout
 from nanokv.apps.cli.common.terminal import is_tty
 
-JOINER = "\u200d"  # makes one picture of the emoji before and after it
+JOINER = "\u200d"  # joins the emoji before and after it into one glyph
 TAB = 8  # columns
 FENCE = "```"  # opens and closes a block of code
 
 
 def write_words(stream, write: Callable[[str], None]) -> Callable[[str], None]:
-    """A WordWrap in front of `write`; `write` itself where the stream has no cursor that moves."""
+    """A WordWrap around `write`; `write` itself where the cursor of the stream cannot be moved."""
     if not is_tty(stream) or os.environ.get("TERM") == "dumb":
         return write
     return WordWrap(write, partial(layout.columns, stream))
 
 
 class WordWrap:
-    """`wrap(piece)` writes one piece; a new object begins at the left edge. `columns()` is asked
-    again at every piece.
+    """`wrap(piece)` writes one piece. A new object assumes a cursor at the left edge.
 
-    The cursor's line holds `line` cells and then `word`, `cells` wide, of which `shown` characters
-    are written already. Blanks wait for the word behind them: at a break they are dropped.
+    `columns()` is called for every piece, because the terminal may be resized. The cursor's line
+    holds `line` cells, then `word`, which is `cells` wide; `shown` of its characters are written.
+    Blanks are written together with the next word, and dropped at a line break.
     """
 
     def __init__(self, write: Callable[[str], None], columns: Callable[[], int]):
@@ -40,7 +40,7 @@ class WordWrap:
         self.write, self.columns, self.width_of = write, columns, wcwidth.wcwidth
         self.width, self.line, self.blanks, self.out = columns(), 0, "", []
         self.word, self.cells, self.shown = "", 0, 0
-        self.long = False  # the word is wider than the terminal, which breaks it
+        self.long = False  # the word is wider than the terminal, so the terminal breaks it
         self.start, self.fenced = "", False  # how this line of the text begins; in a code block?
 
     def __call__(self, piece: str) -> None:
@@ -70,14 +70,14 @@ class WordWrap:
             self.start += character
 
     def _begins(self, character: str) -> bool:
-        """May a line begin here, without a blank? Chinese and Japanese have none."""
+        """May a line begin here without a blank? Chinese and Japanese text has no blanks."""
         closing = unicodedata.category(character) in ("Pe", "Pf", "Po")
         attached = closing or not self._cells(character)
         wide = 2 in (self._cells(self.word[-1]), self._cells(character))
         return wide and not attached and self.word[-1] != JOINER
 
     def _begin(self, character: str) -> None:
-        """The first character of a word, behind the blanks or on a new line."""
+        """The first character of a word: after the blanks, or on a new line."""
         behind = self.line
         for blank in self.blanks:
             behind += TAB - behind % TAB if blank == "\t" else 1
@@ -90,7 +90,7 @@ class WordWrap:
         self.blanks, self.word, self.cells = "", character, cells
 
     def _grow(self, character: str) -> None:
-        """One more character of the word, which moves to the next line where it does not fit."""
+        """One more character of the word. A word that no longer fits moves to the next line."""
         cells = self._cells(character)
         if self.line + self.cells + cells >= self.width and not self.long:
             if self.line:
