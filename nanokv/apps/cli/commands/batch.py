@@ -1,12 +1,13 @@
-"""`nanokv batch`: one JSON object per line in, one per line out, all of them through the engine together.
+"""`nanokv batch`: one JSON request per line in, one answer per line out, all in one engine.
 
     {"prompt": "Once upon a time"}                                  raw text; with --chat a message
     {"messages": [{"role": "user", "content": "Who are you?"}]}     through the chat template
-    {"prompt": "…", "max_new_tokens": 8, "temperature": 0.7, "seed": 1, "stop": ["\\n"], "id": "mine"}
+    {"prompt": "…", "max_new_tokens": 8, "temperature": 0.7, "stop": ["\\n"], "id": "mine"}
 
-An answer is {"line": N, …} with the fields of an OpenAI completion (nanokv/decoding/completion.py). A line that cannot
-be answered gets {"line": N, "error": {…}} and keeps its "id"; the others go on. With -o, finished lines are appended at
-once, so a run that was killed goes on where it stopped; at the end they stand in the order of the input.
+An answer is {"line": N, …} with the fields of an OpenAI completion
+(nanokv/decoding/completion.py). A line that cannot be answered gets {"line": N, "error": {…}} and
+keeps its "id"; the other lines continue. With -o, each finished line is appended at once, so a run
+that was killed resumes where it stopped; at the end the file is sorted in the order of the input.
 """
 
 import sys
@@ -59,12 +60,12 @@ DESCRIPTION = (
     "continues, as in OpenAI's API; with --chat it is one user message, as for nanokv generate.\n"
     "An answer is an OpenAI text_completion or chat.completion on one line."
 )
-RANKS = "led"  # the others do what rank 0 tells them
+RANKS = "led"  # the other ranks follow rank 0
 
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """What the flags of this command say."""
+    """The options of this command."""
 
     file: str  # - is stdin
     out: Path | None  # None: stdout
@@ -79,7 +80,7 @@ class BatchOptions:
 
 
 def add_arguments(parser) -> None:
-    """Input, output, how many at a time; then the shared flags, which are the defaults of every line."""
+    """Input, output and engine limits; then the shared flags, which are the defaults of a line."""
     parser.add_argument(
         "file", metavar="FILE.jsonl", help="the requests, one JSON object per line; - reads stdin"
     )
@@ -100,7 +101,7 @@ def add_arguments(parser) -> None:
 
 
 def command_options(args) -> BatchOptions:
-    """Of add_arguments."""
+    """The options of the flags of add_arguments."""
     model = options.model_options(args, options.speed_options(args), options.template_options(args))
     return BatchOptions(
         args.file,
@@ -124,20 +125,20 @@ class Job:
     fields: dict = field(default_factory=dict)
     digest: str = ""
     ids: list = field(default_factory=list)
-    left_out: bool = False  # the template does not show its tool_calls
-    wanted: int = 0  # max_new_tokens as asked for
+    left_out: bool = False  # the template leaves out its tool_calls
+    wanted: int = 0  # max_new_tokens as requested
     request: object = None
     answer: object = None
 
 
 def run(args, ranks: Ranks = ALONE) -> int:
-    """Read, load, answer, put in order. Exit 2 if a line failed, after all others are done."""
+    """Read, load, answer, sort. Exit code 2 if a line failed; all other lines are answered."""
     given = command_options(args)
     lines, out = read_lines(given.file), given.out
     if out is not None and given.file != "-" and out.exists() and out.samefile(given.file):
         raise NanoKVError(f"-o {out} is the input itself", "choose another file for the answers")
     output = OrderedOutput() if out is None else ResumableOutput(out)
-    # before anything is written: a wrong -m leaves OUT as it is
+    # Before anything is written: a wrong -m must not change OUT.
     loaded = load_model(given.model, given.cache, given.output, ranks)
     check_form(given, loaded)
     jobs, wrong = prepare(given, loaded, lines, output)
@@ -160,11 +161,11 @@ def run(args, ranks: Ranks = ALONE) -> int:
     return 130 if not done else 2 if output.failed else 0
 
 
-# --- the lines ----------------------------------------------------------------------------------------------------
+# --- the lines ------------------------------------------------------------------------------------
 
 
 def prepare(given: BatchOptions, loaded, lines, output) -> tuple[list[Job], list]:
-    """The jobs that are still to do, and (job, error) of each line that is no request."""
+    """The jobs that are still to do, and (job, error) of each line that is not a valid request."""
     jobs, wrong, settings = [], [], common_settings(given, loaded)
     eos = list(loaded.model.generation_config.eos_token_ids)
     common, marks = [eos, loaded.context, settings], loaded.fingerprints()
@@ -190,14 +191,14 @@ def prepare(given: BatchOptions, loaded, lines, output) -> tuple[list[Job], list
 
 
 def check_form(given: BatchOptions, loaded) -> None:
-    """--chat needs a template."""
+    """NanoKVError for --chat if the model has no template."""
     if given.chat and loaded.tokenizer.chat_template is None:
         hint = "leave out --chat: prompts are raw text"
         raise NanoKVError(f"--chat: {loaded.name} has no chat template", hint)
 
 
 def as_messages(fields: dict) -> dict:
-    """A line whose prompt is one user message."""
+    """The fields of a line, its prompt replaced by one user message."""
     if "prompt" not in fields:
         return fields
     others = {name: value for name, value in fields.items() if name != "prompt"}
@@ -205,7 +206,7 @@ def as_messages(fields: dict) -> dict:
 
 
 def warn_of_raw_prompts(given: BatchOptions, loaded, jobs) -> None:
-    """A question that is no message is rarely meant: many chat models end such a text at once."""
+    """Warn about raw prompts to a chat model, which often answers them with nothing."""
     count = sum("prompt" in job.fields for job in jobs)
     if count and not given.raw and loaded.tokenizer.chat_template is not None:
         prompts = "1 prompt is" if count == 1 else f"{count:,} prompts are"
@@ -214,7 +215,7 @@ def warn_of_raw_prompts(given: BatchOptions, loaded, jobs) -> None:
 
 
 def common_settings(given: BatchOptions, loaded) -> dict:
-    """What applies where a line says nothing."""
+    """The settings of a line that gives none."""
     params = given.sampling.resolve(loaded.model.generation_config)
     return asdict(params) | {
         "max_new_tokens": given.sampling.most,
@@ -223,7 +224,7 @@ def common_settings(given: BatchOptions, loaded) -> dict:
 
 
 def encode(template: TemplateOptions, tokenizer, job: Job) -> list[int]:
-    """Prompt or rendered messages → ids; typed control tokens are refused, as everywhere."""
+    """Prompt or rendered messages → ids; NanoKVError for a typed control token."""
     fields = job.fields
     if "prompt" in fields:
         refuse_special(fields["prompt"], tokenizer, template.allow_special)
@@ -236,7 +237,7 @@ def encode(template: TemplateOptions, tokenizer, job: Job) -> list[int]:
         refuse_special(text, tokenizer, template.allow_special)
     try:
         text = tokenizer.render(messages, add_generation_prompt=True, **template.values())
-    except LeftOut:  # warn_of_calls says so
+    except LeftOut:  # warn_of_calls prints one warning for all lines
         job.left_out = True
         text = tokenizer.template().render(
             messages, add_generation_prompt=True, **template.values()
@@ -245,14 +246,14 @@ def encode(template: TemplateOptions, tokenizer, job: Job) -> list[int]:
 
 
 def warn_of_calls(jobs) -> None:
-    """A model that knows no tools can still answer what else was said."""
+    """Warn about tool_calls that the template leaves out; the lines are answered without them."""
     if count := sum(job.left_out for job in jobs):
         lines = "1 line" if count == 1 else f"{count:,} lines"
         terminal.warning(f"the chat template of this model leaves out the tool_calls of {lines}")
 
 
 def fail(given: BatchOptions, output, job: Job, error: Exception) -> None:
-    """Into the output, with the line's number and id, and onto stderr, with the number."""
+    """Write an error to the output, with the line's number and id, and a warning to stderr."""
     id = job.fields.get("id")
     output.put(
         job.line, {"line": job.line} | ({} if id is None else {"id": id}) | completion.error(error)
@@ -260,11 +261,14 @@ def fail(given: BatchOptions, output, job: Job, error: Exception) -> None:
     terminal.warning(f"{'stdin' if given.file == '-' else given.file}:{job.line}: {error}")
 
 
-# --- the engine ---------------------------------------------------------------------------------------------------
+# --- the engine -----------------------------------------------------------------------------------
 
 
 def answer_all(given: BatchOptions, loaded, jobs, output, stop) -> None:
-    """Feed the engine a few requests ahead, so that a long file costs no memory; write each answer when it is done."""
+    """Run all jobs through the engine and write each answer when it is done.
+
+    Only a few requests are submitted ahead, so that a long file costs no memory.
+    """
     page, sizes = given.cache.options["page"], given.pool.on(loaded.device)
     pages = given.cache.options.get("pages") or pool_pages(given, loaded, jobs, page)
     engine = loaded.make_engine(pages, page, sizes.step_tokens, sizes.running)
@@ -291,7 +295,10 @@ def answer_all(given: BatchOptions, loaded, jobs, output, stop) -> None:
 
 
 def pool_pages(given: BatchOptions, loaded, jobs, page: int) -> int:
-    """Twice what the `running` longest requests need, so that beginnings stay; at most half of the free memory."""
+    """Twice the pages that the `running` longest requests need, so that prefixes stay cached.
+
+    At most the pages that fit into half of the free memory.
+    """
     running, common = given.pool.on(loaded.device).running, given.sampling.most
     tokens = (min(loaded.context, len(job.ids) + new_tokens(job, common)) for job in jobs)
     wanted = sorted((-(-count // page) for count in tokens), reverse=True)
@@ -300,13 +307,13 @@ def pool_pages(given: BatchOptions, loaded, jobs, page: int) -> int:
 
 
 def new_tokens(job: Job, common: int) -> int:
-    """The line's own limit, if it has a usable one, else the common one; a bad one is reported when it is submitted."""
+    """The line's limit if it is valid, else the common one. `submit` reports an invalid limit."""
     own = job.fields.get("max_new_tokens")
     return own if type(own) is int and own > 0 else common
 
 
 def submit(given: BatchOptions, loaded, engine, job: Job) -> None:
-    """The line's settings over the common ones."""
+    """Submit a job: the settings of its line override the common ones."""
     settings = common_settings(given, loaded)
     settings |= {
         name: job.fields[name]
@@ -325,7 +332,7 @@ def submit(given: BatchOptions, loaded, engine, job: Job) -> None:
 
 
 class Answer:
-    """The text of one request, token by token; ends the request when a stop string is complete."""
+    """The text of one request, token by token; ends the request at a stop string."""
 
     def __init__(self, engine, tokenizer, stop, ends):
         from nanokv.decoding.generation import ShownText
@@ -333,7 +340,7 @@ class Answer:
         self.engine, self.shown, self.pieces = engine, ShownText(tokenizer, stop, ends), []
 
     def put(self, request, step) -> None:
-        """The engine's callback."""
+        """The engine's callback for each token."""
         self.pieces.append(self.shown.put(step.token))
         if request.finish_reason is not None:
             self.pieces.append(self.shown.flush())
@@ -342,14 +349,14 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The whole text."""
         return "".join(self.pieces)
 
 
 def result(loaded, job: Job) -> dict:
-    """The line of the output."""
+    """The output line of a finished job."""
     request = job.request
-    # `room` allowed fewer.
+    # `room` allowed fewer tokens than requested.
     cut = request.finish_reason == "length" and len(request.tokens) < job.wanted
     return line_of(
         loaded,
@@ -364,7 +371,7 @@ def result(loaded, job: Job) -> dict:
 
 
 def line_of(loaded, job: Job, text, ids, finish_reason, seed, metrics, stop_string="") -> dict:
-    """What the engine made of a line, as a completion; `line` first, by which a torn line is recognised."""
+    """The answer of a line, as a completion. `line` comes first: it identifies a torn line."""
     said = {"text": text}
     if "messages" in job.fields:
         said = completion.message(text, opens_thinking(loaded.tokenizer, job.ids))
@@ -383,5 +390,5 @@ def line_of(loaded, job: Job, text, ids, finish_reason, seed, metrics, stop_stri
 
 
 def first_release(loaded, job: Job, old: dict) -> dict:
-    """An answer that version 0.1.0 wrote, in today's shape."""
+    """An answer that version 0.1.0 wrote, in the current format."""
     return line_of(loaded, job, *(old[name] for name in FIRST_RELEASE))

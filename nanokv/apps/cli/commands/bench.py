@@ -1,4 +1,4 @@
-"""`nanokv bench`: the table of nanokv/lab/bench, with a bar on a terminal, JSON and a picture on request."""
+"""`nanokv bench`: runs nanokv/lab/bench and prints a table, JSON (--json) and a plot (--plot)."""
 
 import os
 import sys
@@ -30,17 +30,17 @@ DESCRIPTION = (
     "Prefill and decode speed here, beside the memory bandwidth measured in the same run. With --tensor-parallel: of "
     "the model on several ranks; bytes, GB/s and bandwidth are then those of one rank."
 )
-RANKS = "alike"  # every rank measures the same; rank 0 says when it is over, and prints
+RANKS = "alike"  # every rank measures the same; rank 0 decides when to stop, and prints
 WEIGHTS = ("plain", "fast", "int8", "int4")
 AGAINST = ("transformers", "transformers:static", "llama.cpp", "llama.cpp:q8_0", "llama.cpp:q4_0")
-# Spread of decode times or bandwidth, or cores that others keep busy, from which on the table says
-# so.
+# A run is called noisy above this spread of decode times or bandwidth (as a fraction), or above
+# this number of cores that other processes keep busy.
 NOISY = 0.15
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What the flags of this command say."""
+    """The options of this command."""
 
     contexts: str
     caches: str | None
@@ -64,7 +64,7 @@ class BenchOptions:
 
 
 def add_arguments(parser) -> None:
-    """What to measure."""
+    """What to measure, what to compare with, and the form of the report."""
     parser.add_argument(
         "--contexts", default="128,1024", metavar="N,N", help="cached tokens (default: %(default)s)"
     )
@@ -142,7 +142,7 @@ def add_arguments(parser) -> None:
 
 
 def command_options(args) -> BenchOptions:
-    """Of add_arguments."""
+    """The options of the flags of add_arguments."""
     return BenchOptions(
         args.contexts,
         args.caches,
@@ -167,7 +167,7 @@ def command_options(args) -> BenchOptions:
 
 
 def run(args, ranks: Ranks = ALONE) -> int:
-    """Measure, then print what was finished; Ctrl-C prints the rounds that are done and leaves with 130."""
+    """Measure and print. After Ctrl-C the rounds that are done are printed; exit code 130."""
     given = command_options(args)
     contexts, batches, weights, against = checked(given, ranks.size)
     if not ranks.rank:
@@ -189,14 +189,14 @@ def run(args, ranks: Ranks = ALONE) -> int:
 
 
 def load(given: BenchOptions, ranks: Ranks) -> Loaded:
-    """A checkpoint, or a published shape with random weights."""
+    """Load a checkpoint, or a published shape with random weights."""
     if given.model.source in RANDOM:
         return load_random(given.model, given.cache, ranks)
     return load_model(given.model, given.cache, given.output, ranks)
 
 
 def measure(given: BenchOptions, loaded: Loaded, contexts, batches, weights, against) -> int:
-    """Every runner at every context, in rotation."""
+    """Measure every runner at every context, in rotation, and print the report."""
     from nanokv.lab.bench.machine import Others, gemm_peak
     from nanokv.lab.bench.rotation import Rotation
 
@@ -212,7 +212,7 @@ def measure(given: BenchOptions, loaded: Loaded, contexts, batches, weights, aga
         rotation = Rotation(
             runners, contexts, loaded.config.vocab_size, loaded.device, given.repeat, given.steps
         )
-        # Until here Ctrl-C leaves.
+        # Before this line, Ctrl-C ends the program at once.
         stop = carry_out(rotation.run(), rotation.total, given.output, loaded.ranks, peers)
         busy = others.cores()
     if not loaded.ranks.rank:
@@ -222,7 +222,7 @@ def measure(given: BenchOptions, loaded: Loaded, contexts, batches, weights, aga
 
 
 def checked(given: BenchOptions, ranks: int) -> tuple[list[int], list[int], list[str], list[str]]:
-    """(contexts, batches, weights, against) of the flags, which are in order and go together."""
+    """(contexts, batches, weights, against) of the flags, after all checks."""
     contexts, batches = (
         numbers("--contexts", given.contexts, "128,1024"),
         numbers("--batch", given.batch, "1,4"),
@@ -234,7 +234,7 @@ def checked(given: BenchOptions, ranks: int) -> tuple[list[int], list[int], list
 
 
 def check_flags(given: BenchOptions, against) -> None:
-    """Flags that do not go together, and a picture that could not be written, before anything is loaded."""
+    """NanoKVError for flags that exclude each other, or a plot that could not be written."""
     if given.plot and Path(given.plot).suffix not in (".png", ".svg"):
         raise NanoKVError(f"--plot {given.plot!r} does not end in .png or .svg", "--plot bench.png")
     if given.plot and not (
@@ -272,12 +272,12 @@ def check_flags(given: BenchOptions, against) -> None:
 
 
 def weights_of(given: BenchOptions, ranks: int) -> list[str]:
-    """What --weights says: kernels need whole weights, so the ranks of a model have plain ones."""
+    """The names of --weights. Kernels need whole weights, so several ranks default to plain."""
     return names("--weights", given.weights or ("plain" if ranks > 1 else "plain,fast"), WEIGHTS)
 
 
 def check_ranks(given: BenchOptions, ranks: int) -> None:
-    """What is measured in one process only is refused by name, before ranks are started."""
+    """NanoKVError for flags that measure in one process, before ranks are started."""
     others = [f"--weights {name}" for name in weights_of(given, ranks) if name != "plain"]
     one_process = {
         "--against": given.against,
@@ -296,7 +296,7 @@ def check_ranks(given: BenchOptions, ranks: int) -> None:
 
 
 def config_of(given: BenchOptions):
-    """Of the model that will be measured."""
+    """The Config of the model that will be measured."""
     model = given.model
     return (
         RANDOM[model.source]
@@ -306,7 +306,7 @@ def config_of(given: BenchOptions):
 
 
 def rank_pids(ranks) -> list[int]:
-    """The other ranks of this machine, whose work is not that of strangers."""
+    """The other ranks on this machine; their work does not count as that of other processes."""
     import torch
 
     everyone = ranks.gather(torch.tensor(os.getpid())).tolist()
@@ -315,7 +315,7 @@ def rank_pids(ranks) -> list[int]:
 
 
 def serve(given: BenchOptions, loaded, weights, against, longest: int) -> int:
-    """Many requests at once, by our engine and by transformers."""
+    """--requests: many requests at once, by our engine and by transformers."""
     from nanokv.lab.bench import serving
 
     prompts = serving.requests_of(loaded.config.vocab_size, given.requests, longest)
@@ -379,7 +379,7 @@ def tell_served(given: BenchOptions, loaded, rows: list[dict], failed: list[dict
 
 
 def beside(given: BenchOptions, loaded, runners, contexts) -> int:
-    """What a neighbour costs, in one rotation: alone, beside a busy core, with one thread beside it."""
+    """--beside: decode speed alone, beside a busy core, and there with one thread, in rotation."""
     from nanokv.lab.bench.beside import Beside
 
     if loaded.threads < 2 or loaded.device != "cpu":
@@ -418,7 +418,10 @@ def beside(given: BenchOptions, loaded, runners, contexts) -> int:
 
 
 def quality(given: BenchOptions, loaded, weights) -> int:
-    """Mean |Δ log-likelihood| per token against the plain model, perplexity, and the bytes of weights or cache."""
+    """--quality: changes of log-likelihood per token, perplexity, and bytes of weights or cache.
+
+    The reference is the plain model in one forward pass.
+    """
     if loaded.tokenizer is None:
         raise NanoKVError(
             "random weights make every text equally unlikely", hint="nanokv bench --quality -m tiny"
@@ -447,7 +450,7 @@ def quality(given: BenchOptions, loaded, weights) -> int:
 
 
 def quality_table(loaded, text: str, rows, caches) -> None:
-    """A row per model or per model and cache."""
+    """Print one row per model, or per model and cache."""
     head = [f"{loaded.name} {loaded.dtype_name}", text]
     columns = {"weights": lambda row: row["weights"]}
     if caches:
@@ -471,7 +474,10 @@ def quality_table(loaded, text: str, rows, caches) -> None:
 
 
 def text_ids(path: Path | None, loaded) -> tuple[list[int], str]:
-    """(ids, what they are) of --text, cut to the context, or of conversations that the bundled model never saw."""
+    """(ids, name) of --text, cut to the context.
+
+    Without --text: of conversations that were held out from the bundled model's training.
+    """
     if path:
         name = terminal.sanitize_line(str(path))
         text = read_prompt_bytes(path.read_bytes(), name)
@@ -493,7 +499,7 @@ def text_ids(path: Path | None, loaded) -> tuple[list[int], str]:
 
 
 def show(head, names, rows, left: tuple = (0,)) -> None:
-    """Facts of the run, then the table, as wide as the terminal allows; the columns in `left` are words."""
+    """Print the facts of the run, then the table. The columns in `left` are aligned left."""
     width = layout.columns(sys.stdout)
     terminal.write_out(
         "\n".join([layout.joined(head, width), *layout.table(names, rows, width, left)]) + "\n"
@@ -501,7 +507,7 @@ def show(head, names, rows, left: tuple = (0,)) -> None:
 
 
 def show_failed(rows) -> None:
-    """(who, why, at which context): a line for each peer that did not come to the end, and for each reason."""
+    """Print (label, reason, context) rows: one line per label and reason, with its contexts."""
     found: dict = {}
     for who, why, context in rows:
         found.setdefault((who, why), []).append(context)
@@ -513,7 +519,7 @@ def show_failed(rows) -> None:
 
 
 def made(loaded, weights) -> dict:
-    """Model by name of its weights; they share what they can."""
+    """Models by the name of their weights. Plain and fast weights share memory."""
     from nanokv.fast import optimize
 
     models = {"plain": loaded.model}
@@ -526,7 +532,10 @@ def made(loaded, weights) -> dict:
 
 
 def runnable(given: BenchOptions, loaded, weights: list[str]) -> list[str]:
-    """Without the default's "fast" on a GPU that has no kernels; who asks for it by name is refused by `optimize`."""
+    """The weights to run: without the default's "fast" on a GPU that has no kernels.
+
+    If --weights names "fast" there, `optimize` raises an error.
+    """
     if given.weights or not loaded.device.startswith("cuda"):
         return weights
     from nanokv.fast import gpu
@@ -538,7 +547,7 @@ def runnable(given: BenchOptions, loaded, weights: list[str]) -> list[str]:
 
 
 def make_runners(given: BenchOptions, loaded, weights, batches) -> list:
-    """Every combination of ours that was asked for; models are shared."""
+    """One runner per combination of batch, weights and cache; runners share the models."""
     from nanokv.lab.bench.runners import Ours, Uncached
 
     caches = [(given.cache.name, given.cache.options)]
@@ -568,7 +577,7 @@ def numbers(flag: str, text: str, example: str) -> list[int]:
 
 
 def names(flag: str, text: str, known) -> list[str]:
-    """A comma-separated choice, each once."""
+    """The names in a comma-separated list, each once; NanoKVError for an unknown name."""
     found = list(dict.fromkeys(text.split(",")))
     wrong = [name for name in found if name not in known]
     if wrong:
@@ -581,7 +590,11 @@ def names(flag: str, text: str, known) -> list[str]:
 def carry_out(
     rounds, total: int, output: OutputOptions, ranks: Ranks = ALONE, peers=None
 ) -> terminal.Interrupt:
-    """All rounds, with a bar; Ctrl-C ends after the one that runs, a peer's at once, and is in what is returned."""
+    """Run all rounds, with a progress bar.
+
+    Ctrl-C ends the loop after the current round, or at once while waiting for a peer. The returned
+    Interrupt tells whether it came.
+    """
     with terminal.Interrupt() as stop:
         for process in peers.processes if peers else ():
             process.should_stop = stop
@@ -592,13 +605,13 @@ def carry_out(
                     progress(done, total, time.perf_counter() - began)
                 if ranks.hear(stop.requested):
                     break
-        except KeyboardInterrupt:  # of `should_stop`, while a peer was waited for
+        except KeyboardInterrupt:  # raised by `should_stop` while waiting for a peer
             pass
     return stop
 
 
 def progress(done: int, total: int, seconds: float) -> None:
-    """One line that is written over, on a terminal only, with the time that is left."""
+    """Draw the progress bar and the remaining seconds on one line, on a terminal only."""
     if terminal.is_tty(sys.stderr):
         bar, left = "#" * (20 * done // total), seconds / done * (total - done)
         terminal.write_err(
@@ -607,7 +620,7 @@ def progress(done: int, total: int, seconds: float) -> None:
 
 
 def report(given: BenchOptions, loaded, rotation, flops: float, others: float | None) -> None:
-    """Table or JSON, and the picture."""
+    """Print the table or JSON, and draw the plot."""
     from nanokv.fast import native
     from nanokv.lab.bench.machine import peak_memory
 
@@ -652,7 +665,7 @@ def report(given: BenchOptions, loaded, rotation, flops: float, others: float | 
 
 
 def print_through(through) -> None:
-    """What a user of `nanokv generate` waits for, and how near it comes to the bench's own rows."""
+    """The table of --through: the times of `nanokv generate`, beside those of the bench's rows."""
     if through:
         head = [
             "load: from the start of the process",
@@ -689,14 +702,14 @@ def threads_text(loaded) -> str:
 
 
 def where_text(loaded) -> str:
-    """The GPU by its name; of a CPU the threads."""
+    """The name of the GPU, or the threads of the CPU."""
     from nanokv.lab.bench.machine import device_name
 
     return device_name(loaded.device) or threads_text(loaded)
 
 
 def facts_of(loaded) -> dict:
-    """What every JSON object of this command begins with."""
+    """The first fields of every JSON object of this command."""
     from nanokv.lab.bench.machine import device_name
 
     return {
@@ -709,7 +722,7 @@ def facts_of(loaded) -> dict:
 
 
 def code_of(loaded, native) -> str:
-    """Which code the rows ran on; native(): the text of a CPU's kernels."""
+    """The code that ran the rows. native() returns the text for the kernels of a CPU."""
     from nanokv.lab.bench.machine import device_code
 
     if loaded.device.startswith("cuda"):
@@ -718,8 +731,12 @@ def code_of(loaded, native) -> str:
 
 
 def noise_of(rows, others: float | None, rates) -> dict:
-    """What disturbed this run: the largest spread of a row's decode times and that of the readings of memory, both
-    (largest − smallest) of the middle or best one, and the cores that other processes kept busy; null: not known."""
+    """Signs that this run was disturbed; None: unknown.
+
+    decode_spread: the largest (slowest − fastest) / median of a row's decode times.
+    bandwidth_spread: (fastest − slowest) / fastest of the bandwidth readings. other_cores: the cores
+    that other processes kept busy.
+    """
     spreads = [row.spread for row in rows if row.spread is not None]
     return {
         "decode_spread": max(spreads, default=None),
@@ -729,7 +746,7 @@ def noise_of(rows, others: float | None, rates) -> dict:
 
 
 def noisy(noise: dict) -> list[str]:
-    """Each of these that is too large to compare small differences, in words."""
+    """A text for each sign above NOISY: small differences of this run mean nothing."""
     texts = {
         "decode_spread": lambda value: f"spread ±{value / 2:.0%}",
         "bandwidth_spread": lambda value: f"memory at times {value:.0%} slower",
@@ -739,7 +756,7 @@ def noisy(noise: dict) -> list[str]:
 
 
 def print_table(head: str, rows, noise: dict, code: str, peak: int | None) -> None:
-    """tok/s never without GB/s and the share of the limit."""
+    """Print one row per runner and context: tok/s, GB/s and the share of the limit."""
     parts = [
         *head.split(" · "),
         *([f"peak memory {peak / 1e9:.1f} GB"] if peak else []),

@@ -1,7 +1,8 @@
-"""`nanokv chat`: the choice between the two ways to hold a conversation.
+"""`nanokv chat`: starts the interactive chat or the scripted one.
 
-A person at both ends gets the prompt (chat/repl.py); anything else is a script of a conversation, one line per turn
-(chat/pipe.py). This file is imported before arguments are parsed: no torch, no prompt_toolkit.
+If stdin and stdout are terminals, the interactive prompt runs (chat/repl.py). Otherwise stdin is a
+script with one line per turn (chat/pipe.py). This file is imported before arguments are parsed:
+no torch, no prompt_toolkit.
 """
 
 import sys
@@ -30,11 +31,11 @@ DESCRIPTION = (
     "leaves what was typed in the input line, unsent."
 )
 __all__ = ["add_arguments", "command_options", "run"]
-RANKS = "led"  # the others do what rank 0 tells them
+RANKS = "led"  # the other ranks follow rank 0
 
 
 def run(args, ranks: Ranks = ALONE) -> int:
-    """Exit code of the command."""
+    """Run the chat that fits the streams, or list the sessions; returns the exit code."""
     given = command_options(args)
     if args.list:
         return list_sessions()
@@ -47,7 +48,7 @@ def run(args, ranks: Ranks = ALONE) -> int:
 
 
 def list_sessions() -> int:
-    """Table of saved sessions on stdout."""
+    """Print the saved sessions on stdout, one per line."""
     import time
 
     from nanokv.apps.cli.chat.transcript import listing, state_folder

@@ -1,6 +1,7 @@
-"""`nanokv convert MODEL FOLDER`: any model that can be loaded → an ordinary Hugging Face folder.
+"""`nanokv convert MODEL FOLDER`: writes any model that can be loaded as a Hugging Face folder.
 
-From GGUF the blocks become plain numbers, so the folder is larger than the file. transformers opens the result.
+The quantized blocks of a GGUF file become plain numbers, so the folder is larger than the file.
+transformers can load the result.
 """
 
 from dataclasses import replace
@@ -31,7 +32,7 @@ DESCRIPTION = (
 
 
 def add_arguments(parser) -> None:
-    """From, to, and in which type."""
+    """Source, destination and dtype."""
     parser.add_argument(
         "source", metavar="MODEL", help="a GGUF file, a folder, tiny, or a name on the hub"
     )
@@ -55,7 +56,7 @@ def add_arguments(parser) -> None:
 
 
 def run(args) -> int:
-    """Plan, ask, load, write."""
+    """Plan, ask before replacing, load, write."""
     from nanokv.apps.cli.common.loading import check_address_space, check_memory, plan_model
 
     if args.folder.suffix.lower() == ".gguf":
@@ -66,7 +67,7 @@ def run(args) -> int:
     model = ModelOptions(args.source, args.revision, args.dtype, "cpu", offline=args.offline)
     output = output_options(args)
     plan = plan_model(model, CacheOptions(context=2), output)
-    if model.dtype == "auto":  # what is stored, not what computes best here
+    if model.dtype == "auto":  # the stored dtype, not the one that is fastest here
         plan = replace(plan, dtype_name=plan.config.torch_dtype)
     check_memory(plan, available_memory("cpu"))
     ask_to_replace(args.force, args.folder / "config.json")

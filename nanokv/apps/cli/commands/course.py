@@ -1,7 +1,7 @@
-"""`nanokv course`: the notebooks of the course, made, executed, rendered and graded.
+"""`nanokv course`: builds, executes, renders and grades the notebooks of the course.
 
-The actions live in nanokv/school/course; this file only reads flags and prints. `claims` and `seal` need no notebook
-at all.
+nanokv/school/course does the work; this file reads flags and prints. `claims` and `seal` need no
+notebook.
 """
 
 import sys
@@ -46,7 +46,7 @@ DESCRIPTION = (
 
 @dataclass(frozen=True)
 class CourseOptions:
-    """What the flags of this command say."""
+    """The options of this command."""
 
     action: str
     words: tuple[str, ...]
@@ -62,13 +62,13 @@ class CourseOptions:
 
 
 def folder() -> Path:
-    """Where the notebooks are for somebody in the checkout, and for somebody who is in their folder already."""
+    """The folder of notebooks: ./notebooks, or the working folder if it is that folder itself."""
     there, marks = Path("notebooks"), ("source", "progress.jsonl")
     return Path() if not there.exists() and any(Path(mark).exists() for mark in marks) else there
 
 
 def add_arguments(parser) -> None:
-    """One action and what it works on."""
+    """The action, its arguments, and the flags of all actions."""
     parser.intermixed = True
     parser.add_argument("action", choices=ACTIONS, metavar="ACTION", help=", ".join(ACTIONS))
     parser.add_argument(
@@ -100,7 +100,7 @@ def add_arguments(parser) -> None:
 
 
 def command_options(args) -> CourseOptions:
-    """Of add_arguments."""
+    """The options of the flags of add_arguments."""
     return CourseOptions(
         args.action,
         tuple(args.words),
@@ -117,7 +117,7 @@ def command_options(args) -> CourseOptions:
 
 
 def run(args) -> int:
-    """Hand over to the action."""
+    """Run the function of the action."""
     return globals()[f"_{args.action}"](command_options(args)) or 0
 
 
@@ -125,7 +125,7 @@ def _build(given: CourseOptions) -> None:
     from nanokv.school.course import twins
 
     outdated = twins.outdated(given.folder, given.words)
-    ask_to_replace(given.force, *outdated)  # somebody may have worked in them
+    ask_to_replace(given.force, *outdated)  # a student may have worked in them
     for path, text in outdated.items():
         path.write_text(text, encoding="utf-8")
         terminal.write_out(f"{path}\n")
@@ -290,7 +290,7 @@ def _grade(given: CourseOptions) -> None:
         )
     out, rows = given.out or Path("results.csv"), []
     graded = grading.grade(Path(given.words[0]), given.limit, given.key)
-    if not out.parent.is_dir() or out.is_dir():  # said now, not after an hour of work
+    if not out.parent.is_dir() or out.is_dir():  # checked now, not after an hour of work
         raise CourseError(
             f"{out} cannot be written: {out.parent} is no folder, or {out} is one", "-o results.csv"
         )
@@ -305,7 +305,7 @@ def _grade(given: CourseOptions) -> None:
                 given.output,
             )
     finally:
-        grading.write(rows, out)  # whole, also when somebody interrupts while it is written
+        grading.write(rows, out)  # again: an interrupt may have cut the last write short
     write(grading.tally(rows) + f"{out}\n")
     terminal.notice(
         f"{len(rows)} submissions, {sum(bool(row['error']) for row in rows)} with an error",
@@ -314,14 +314,14 @@ def _grade(given: CourseOptions) -> None:
 
 
 def write(text: str) -> None:
-    """To stdout, long lines broken between words on a terminal."""
+    """Write to stdout; on a terminal, long lines break between words."""
     terminal.write_out(
         layout.wrapped(terminal.sanitize(text), layout.columns(sys.stdout, None), " " * 8)
     )
 
 
 def _no_words(given: CourseOptions) -> None:
-    """For actions that are about the whole course."""
+    """CourseError if words follow an action that is about the whole course."""
     if given.words:
         raise CourseError(
             f"{given.action} takes no names; here is {given.words[0]!r}",

@@ -1,7 +1,8 @@
-"""`nanokv env`: which settings apply, and where each one comes from. The first thing to paste into a bug report.
+"""`nanokv env`: the settings that apply, each with its origin; for bug reports.
 
-Reads only; downloads nothing, loads no weights. Of the model it shows which tokens end an answer, and which of its
-files say so. Access tokens and passwords are never printed, only that they are set.
+It downloads nothing and loads no weights. For the model it shows the tokens that end an answer,
+each with the files that define it. Access tokens and passwords are never printed, only whether they
+are set.
 """
 
 import importlib.metadata
@@ -97,12 +98,12 @@ VARIABLES = (
     "NO_PROXY",
     "SSL_CERT_FILE",
 )
-MAKE = ("PYTHON", "ARGS", "OUT", "JOBS", "TORCH")  # what the Makefile takes from the environment
+MAKE = ("PYTHON", "ARGS", "OUT", "JOBS", "TORCH")  # variables that the Makefile reads
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD")
 
 
 def add_arguments(parser) -> None:
-    """The model flags, to see what they would select; --json."""
+    """--json, and the model flags, to see what they would select."""
     parser.add_argument(
         "--json", action="store_true", help="one JSON object: {section: {name: [value, origin]}}"
     )
@@ -110,7 +111,7 @@ def add_arguments(parser) -> None:
 
 
 def run(args) -> int:
-    """Print the table."""
+    """Print the sections, as tables or as JSON."""
     model, cache, output = model_options(args), cache_options(args), output_options(args)
     check_options(cache.name, cache.options)
     check_device(model.device)
@@ -141,7 +142,7 @@ def run(args) -> int:
 
 
 def versions() -> dict:
-    """Installed versions, from the packages' metadata: nothing is imported for it."""
+    """Installed versions, from the packages' metadata: no package is imported."""
     rows = {
         "nanokv": (__version__, ""),
         "python": (platform.python_version(), sys.executable),
@@ -159,7 +160,7 @@ def versions() -> dict:
 
 
 def settings(model: ModelOptions, cache: CacheOptions, output: OutputOptions) -> dict:
-    """Value and origin of what the flags, the environment and the defaults decide."""
+    """name → (value, origin) of each setting: from a flag, the environment or a default."""
     given = {"flag"} if model.source != (environment("NANOKV_MODEL") or "tiny") else set()
     origin = "flag" if given else "NANOKV_MODEL" if environment("NANOKV_MODEL") else "built-in"
     threads = (
@@ -207,8 +208,9 @@ def settings(model: ModelOptions, cache: CacheOptions, output: OutputOptions) ->
 
 
 def ends(model: str) -> dict:
-    """Token → its id and what says that it ends an answer; of a model on this disk. UnknownModel
-    for no model's name.
+    """Token → (id, the files that make it end an answer), for a model on this disk.
+
+    Raises UnknownModel for a name that no model has.
     """
     try:
         from nanokv.text import endings
@@ -221,7 +223,7 @@ def ends(model: str) -> dict:
         found = endings.of_folder(folder, Tokenizer.from_folder(folder))
     except UnknownModel:
         raise
-    except Exception as error:  # a damaged file, a broken install
+    except Exception as error:  # a damaged file or a broken installation
         return {"unknown": ("cannot be read", str(error) or type(error).__name__)}
     names = {end: terminal.sanitize_line(end.text)[:40] or f"id {end.id}" for end in found}
     rows = {name: (str(end.id), ", ".join(end.sources)) for end, name in names.items()}
@@ -229,13 +231,13 @@ def ends(model: str) -> dict:
 
 
 def device_in_use(wanted: str) -> tuple[str, str]:
-    """The device that `auto` means here; a torch that cannot be imported is reported, not raised."""
+    """(device, origin) for --device. If torch cannot be imported, the origin is the error."""
     if wanted in ("cpu", "mps"):
         return wanted, "flag"
     try:
         check_address_space()
         import torch
-    # A broken install raises anything: this command is for finding that out.
+    # A broken installation can raise any exception; this command has to report it.
     except Exception as error:
         return "none", f"torch cannot be imported: {terminal.sanitize_line(error)}"
     if torch.cuda.is_available():
@@ -248,7 +250,7 @@ def device_in_use(wanted: str) -> tuple[str, str]:
 
 
 def gpu_kernels(device: str) -> tuple[str, str]:
-    """What computes on this device where no flag says otherwise, and why."""
+    """(code, reason) for this device, if no flag chooses another."""
     kind = device.partition(":")[0]
     if kind != "cuda":
         return "torch's", f"native kernels are for CPUs, this is {kind}"
@@ -262,24 +264,24 @@ def gpu_kernels(device: str) -> tuple[str, str]:
 
 
 def gpu_memory(device: str) -> tuple[str, str]:
-    """Free bytes there, of how many."""
+    """(free memory, total memory) of the GPU."""
     import torch
 
     try:
         free, whole = torch.cuda.mem_get_info(device)
-    except (RuntimeError, AssertionError) as error:  # there is none, or its driver is broken
+    except (RuntimeError, AssertionError) as error:  # no GPU, or a broken driver
         return "unknown", terminal.sanitize_line(error)
     return terminal.bytes_text(free), f"of {terminal.bytes_text(whole)}"
 
 
 def hub_offline() -> bool:
-    """As huggingface_hub reads it."""
+    """HF_HUB_OFFLINE, parsed as huggingface_hub does."""
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
 def paths() -> dict:
-    """Folders that are read or written."""
-    own = os.path.expanduser("~")  # stays "~" where this user has no home folder
+    """name → (path, origin) of the folders that nanokv reads or writes."""
+    own = os.path.expanduser("~")  # stays "~" if this user has no home folder
     home = environment("HF_HOME") or str(
         Path(environment("XDG_CACHE_HOME") or f"{own}/.cache") / "huggingface"
     )
@@ -314,7 +316,7 @@ def paths() -> dict:
 
 
 def shown(name: str) -> str:
-    """A variable's value for print: secrets only as set or not, and no password inside an address."""
+    """A variable's value for display: without secrets, and without passwords in URLs."""
     value = os.environ.get(name)
     if value is None:
         return "not set"

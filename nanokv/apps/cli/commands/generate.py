@@ -1,7 +1,7 @@
-"""`nanokv generate`: one prompt in, its continuation on stdout and nothing else there.
+"""`nanokv generate`: answers one prompt; stdout carries the answer and nothing else.
 
-The prompt is one user message in the model's own chat template; with --raw, or where there is no template, the model
-continues the text as it is. Status and thinking go to stderr.
+The prompt is one user message in the model's chat template. With --raw, or without a template, the
+model continues the text. Status and thoughts go to stderr.
 """
 
 import sys
@@ -44,12 +44,12 @@ DESCRIPTION = (
     "message in it; --raw, or a model without a template, continues the text as it is. The status line says which.\n"
     "stdout carries the answer (or one JSON object) only; status goes to stderr."
 )
-RANKS = "led"  # the others do what rank 0 tells them
+RANKS = "led"  # the other ranks follow rank 0
 
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """What the flags of this command say."""
+    """The options of this command."""
 
     prompt: PromptOptions
     json: bool
@@ -73,7 +73,7 @@ def add_arguments(parser) -> None:
 
 
 def command_options(args) -> GenerateOptions:
-    """Of add_arguments. Flags that contradict each other are refused."""
+    """The options of the flags of add_arguments; NanoKVError for flags that exclude each other."""
     sampling = options.sampling_options(args, options.beam_options(args))
     prompt, speed = prompt_options(args), options.speed_options(args)
     model = options.model_options(args, replace(speed, speculate=args.speculate), prompt.template)
@@ -92,7 +92,7 @@ def run(args, ranks: Ranks = ALONE) -> int:
 
 
 def run_stream(given: GenerateOptions, loaded: Loaded, ids: list[int]) -> int:
-    """Print the answer as it comes, or its JSON at the end."""
+    """Stream the answer, or print its JSON at the end."""
     from nanokv.decoding.generation import TextStream
 
     make_generation = speculation.generation_type(given.model.speed.speculate, loaded)
@@ -119,7 +119,7 @@ def run_stream(given: GenerateOptions, loaded: Loaded, ids: list[int]) -> int:
 
 
 def run_beams(given: GenerateOptions, loaded: Loaded, ids: list[int]) -> int:
-    """Nothing to stream: search, then print the best (--json: all); after Ctrl-C the best so far, if there is one."""
+    """Search, then print the best beam (--json: all). After Ctrl-C: the best so far, if any."""
     with terminal.Interrupt() as stop:
         found = beams.search(given.sampling, given.prompt, loaded, ids, stop)
     if given.json:
@@ -133,11 +133,11 @@ def run_beams(given: GenerateOptions, loaded: Loaded, ids: list[int]) -> int:
     return 130 if found.interrupted else 0
 
 
-# --- the answer ---------------------------------------------------------------------------------------------------
+# --- the answer -----------------------------------------------------------------------------------
 
 
 class TextOutput:
-    """The answer as it comes, and the newline that ends every answer."""
+    """Streams the answer as text, and ends it with a newline."""
 
     def __init__(
         self, prompt: PromptOptions, output: OutputOptions, loaded: Loaded, ids: list[int]
@@ -153,14 +153,14 @@ class TextOutput:
         self.writer.put(chunk)
 
     def flush(self) -> None:
-        """What was held back."""
+        """Write the text that was held back, and the last newline."""
         self.writer.finish()
         if not self.writer.line.endswith("\n"):
             terminal.write_out("\n")
 
 
 class JsonOutput:
-    """Prints nothing while the answer grows: the one object comes at the end."""
+    """Prints nothing during the answer: one JSON object follows at the end."""
 
     def put(self, chunk: str) -> None:
         """Nothing."""
@@ -170,7 +170,7 @@ class JsonOutput:
 
 
 def result(given: GenerateOptions, loaded: Loaded, generation, stream) -> dict:
-    """The object that --json prints; the status line says the same."""
+    """The object that --json prints; the status line is made from it."""
     ids, clock, reason = generation.tokens, generation.timings, stream.finish_reason
     if reason == "length" and len(ids) < given.sampling.most:
         reason = "context"  # `room` allowed fewer than were asked for

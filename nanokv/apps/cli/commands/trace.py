@@ -1,7 +1,7 @@
-"""`nanokv trace`: record a run, tensor by tensor, and write it as one HTML page that works from a file, offline.
+"""`nanokv trace`: records a run, tensor by tensor, and writes it as one offline HTML page.
 
-stdout carries the path of the page and nothing else. With --fault the page holds the same run a second time, under one
-of the bugs of nanokv.lab.faults, and opens at the first number that differs.
+stdout carries the path of the page and nothing else. With --fault the page also holds the same run
+with one of the bugs of nanokv.lab.faults, and opens at the first number that differs.
 """
 
 import webbrowser
@@ -31,18 +31,18 @@ EXAMPLES = (
     'nanokv trace "Reverse: moon, kettle, blorf" --fault start_pos_restarts -o fault.html',
 )
 DESCRIPTION = "Record a greedy run and write one self-contained HTML page, with a tour. stdout carries its path only."
-# Attention weights grow with the square: at 512 the bundled model's page has about 15 MB.
+# Attention weights grow with the square of the tokens: 512 make about 15 MB for the bundled model.
 MOST_TOKENS = 512
 NEW_TOKENS = 48
-USUAL = "trace.html"  # where the page goes
-# Situations of nanokv.lab.faults that a trace of one prompt can be in.
+USUAL = "trace.html"  # the default file name
+# Scenarios of nanokv.lab.faults that a trace of one prompt can show.
 SCENARIOS = ("solo", "long", "two_requests")
-ANOTHER = "Count from one to five."  # the request before, where a fault needs one
+ANOTHER = "Count from one to five."  # the earlier request of the scenario two_requests
 
 
 @dataclass(frozen=True)
 class TraceOptions:
-    """What the flags of this command say."""
+    """The options of this command."""
 
     prompt: PromptOptions
     out: Path
@@ -57,7 +57,7 @@ class TraceOptions:
 
 
 def add_arguments(parser) -> None:
-    """The prompt as in generate, the page, then the model flags."""
+    """The prompt flags of generate, the page, then the model flags."""
     add_prompt_arguments(parser)
     group = add_page(parser, USUAL)
     group.add_argument(
@@ -92,7 +92,7 @@ def add_arguments(parser) -> None:
 
 
 def command_options(args) -> TraceOptions:
-    """Of add_arguments."""
+    """The options of the flags of add_arguments."""
     prompt = prompt_options(args)
     model = options.model_options(args, template=prompt.template)
     return TraceOptions(
@@ -135,7 +135,7 @@ def run(args) -> int:
 def make_page(
     given: TraceOptions, loaded: Loaded, prompt: str, ids: list[int], layers: list[int], fault
 ) -> str:
-    """Record, again with the fault, time, build."""
+    """Record the run, record it with the fault, time the steps, build the page."""
     from nanokv.lab import trace
 
     model, new = loaded.model, given.new_tokens
@@ -161,7 +161,7 @@ def make_page(
 
 
 def roles(options: PromptOptions, loaded: Loaded, prompt: str, ids: list[int]) -> list[str]:
-    """A letter for each token of the prompt: who said it, or p without a template."""
+    """A letter per token of the prompt: the role of its message, or p without a template."""
     if not templated(options, loaded.tokenizer):
         return ["p"] * len(ids)
     from nanokv.chat.history import token_roles
@@ -169,11 +169,11 @@ def roles(options: PromptOptions, loaded: Loaded, prompt: str, ids: list[int]) -
     return [letter for letter, _ in token_roles(loaded.tokenizer, ids, messages(options, prompt))]
 
 
-# --- faults -------------------------------------------------------------------------------------------------------
+# --- faults ---------------------------------------------------------------------------------------
 
 
 def find_fault(name: str | None):
-    """The fault, if a run of one prompt can show it."""
+    """The fault of this name; NanoKVError if a run of one prompt cannot show it."""
     if name is None:
         return None
     from nanokv.lab.faults import FAULTS
@@ -192,7 +192,7 @@ def find_fault(name: str | None):
 
 
 def record_fault(loaded: Loaded, ids: list[int], new: int, layers: list[int], fault):
-    """The same run under the fault; where the fault needs a request before this one, there is one."""
+    """Record the same run with the fault, after another request if the fault needs one."""
     from nanokv.decoding.generation import generate
     from nanokv.lab import faults, trace
 
@@ -207,11 +207,11 @@ def record_fault(loaded: Loaded, ids: list[int], new: int, layers: list[int], fa
     return trace.Fault(fault.name, f"{fault.title}. {fault.cause} Met in {fault.thread}.", run)
 
 
-# --- checks before any work ---------------------------------------------------------------------------------------
+# --- checks before any work -----------------------------------------------------------------------
 
 
 def choose_layers(text: str | None, config: Config) -> list[int]:
-    """`0,5` → [0, 5]; all layers without the flag."""
+    """`0,5` → [0, 5]; None → all layers."""
     many = config.num_hidden_layers
     if text is None:
         return list(range(many))
@@ -227,7 +227,7 @@ def choose_layers(text: str | None, config: Config) -> list[int]:
 
 
 def check_size(given: TraceOptions, loaded: Loaded, prompt: int, layers: int) -> None:
-    """Refuse what would not fit into the context or would give a page that no browser likes."""
+    """NanoKVError if the run exceeds the context, or the page would be too large for a browser."""
     from nanokv.lab.trace import page_bytes
 
     new, total = given.new_tokens, prompt + given.new_tokens

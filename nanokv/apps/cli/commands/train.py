@@ -1,7 +1,7 @@
-"""`nanokv train`: make the bundled model again from nothing, or measure how good a model is.
+"""`nanokv train`: trains the bundled model from scratch, or evaluates a model.
 
-Only the frame: flags and what Ctrl-C does. The work is in nanokv/school/training/, the bar and the plot in
-../train/log.py, the evaluation's table in ../train/report.py.
+This file has the flags and the handling of Ctrl-C. Training itself is in nanokv/school/training/,
+progress bar and plot are in ../train/log.py, the evaluation's table is in ../train/report.py.
 """
 
 import json
@@ -27,16 +27,16 @@ DESCRIPTION = (
     "With --evaluate alone: measure a model on held-out words, through the greedy chat path; exit code 1 when it "
     "misses a target."
 )
-# Field of Recipe → flag.
+# A field of Recipe → its flag.
 RECIPE_FLAGS = {"steps": "--steps", "tokens_per_batch": "--batch-tokens", "seed": "--seed"}
 
-CASES, FEWEST = 100, 5  # cases per task of the evaluation: of a whole run, and of the shortest
-SEEDS = 5  # of the evaluation of a whole run
+CASES, FEWEST = 100, 5  # cases per task of the evaluation, after a full run and the shortest run
+SEEDS = 5  # seeds of the evaluation after a full run
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What the flags of this command say about the run."""
+    """The options of a training run."""
 
     steps: int | None
     minutes: float | None
@@ -56,7 +56,7 @@ class TrainOptions:
 
 
 def add_arguments(parser) -> None:
-    """--out starts or continues a run; without it, --evaluate measures --model."""
+    """--out starts or continues a run; --evaluate without --out measures --model."""
     parser.add_argument(
         "--out",
         metavar="DIR",
@@ -120,7 +120,7 @@ def add_arguments(parser) -> None:
 
 
 def command_options(args) -> TrainOptions:
-    """Of add_arguments."""
+    """The options of the flags of add_arguments."""
     return TrainOptions(
         args.steps,
         args.minutes,
@@ -136,7 +136,7 @@ def command_options(args) -> TrainOptions:
 
 
 def run(args) -> int:
-    """Train and evaluate: 0, or 130 when stopped. Evaluate alone: 1 when the model misses a target."""
+    """Train and evaluate: 0, or 130 if stopped. --evaluate: 1 if the model misses a target."""
     if not args.out and not args.evaluate:
         raise NanoKVError(
             "where to? --out is missing",
@@ -171,19 +171,22 @@ def run(args) -> int:
 
 
 def seeds(first: int, count: int) -> list[int]:
-    """So many, one after the other."""
+    """`count` consecutive seeds."""
     return list(range(first, first + count))
 
 
 def cases_after(steps: int) -> int:
-    """A run that was much shorter than the bundled model's is evaluated as much shorter."""
+    """Cases per task after a run of `steps`: fewer in proportion for a shorter run."""
     from nanokv.school.training.trainer import Recipe
 
     return min(CASES, max(FEWEST, CASES * steps // Recipe().steps))
 
 
 def check_folder(out: Path | None, given: TrainOptions) -> None:
-    """Never write over a run by accident; everything that needs no torch is refused before it is imported."""
+    """NanoKVError if --out does not suit the flags, before torch is imported.
+
+    A run is never overwritten without --force.
+    """
     from nanokv.school.training.run_folder import checkpoints, refuse_foreign
 
     if out is None:
@@ -210,11 +213,11 @@ def check_folder(out: Path | None, given: TrainOptions) -> None:
         )
 
 
-# --- training ------------------------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
 
 
 def make_trainer(given: TrainOptions, out: Path):
-    """A Trainer at step 0, or where the newest checkpoint left off; the recipe of a resumed run is the stored one."""
+    """A Trainer at step 0; with --resume, at the newest checkpoint and with its stored recipe."""
     from nanokv.school.training import trainer as training
 
     device = choose_device(given.device)
@@ -238,7 +241,7 @@ def make_trainer(given: TrainOptions, out: Path):
 
 
 def choose_device(wanted: str) -> str:
-    """auto = the GPU if there is one."""
+    """The device of --device; auto means the GPU if there is one."""
     import torch
 
     if wanted == "cuda" and not torch.cuda.is_available():
@@ -247,7 +250,7 @@ def choose_device(wanted: str) -> str:
 
 
 def refuse_another_recipe(given: TrainOptions, newest: Path, recipe) -> None:
-    """A flag that a resumed run would not obey is an error, not a silence."""
+    """NanoKVError if a flag contradicts the stored recipe of a resumed run."""
     if given.minutes:
         raise NanoKVError(
             f"{newest} belongs to a run of {recipe.steps:,} steps", hint="leave out --minutes"
@@ -262,7 +265,7 @@ def refuse_another_recipe(given: TrainOptions, newest: Path, recipe) -> None:
 
 
 def train(given: TrainOptions, out: Path):
-    """Run to the last step and return the recipe; None when Ctrl-C stopped it, with everything saved."""
+    """Train to the last step and return the recipe; None if Ctrl-C stopped it, after saving."""
     from nanokv.apps.cli.train.log import Progress, plot
     from nanokv.school.training import run_folder
     from nanokv.school.training.trainer import COMPILED_FROM
@@ -297,14 +300,18 @@ def train(given: TrainOptions, out: Path):
 
 
 def take_step(trainer, every: int, out: Path, metrics, progress) -> None:
-    """One step and its line; now and then, and at the end, a validation loss and a checkpoint."""
+    """One step and its line of metrics.
+
+    Every `every` steps, and at the last one, also a validation loss and a checkpoint.
+    """
     record = {"loss": round(trainer.train_step(), 4)}
     milestone = trainer.step % every == 0 or trainer.step == trainer.recipe.steps
     if milestone:
         record["validation"] = round(trainer.validate(), 4)
     record |= {"step": trainer.step, "tokens": trainer.step * trainer.recipe.tokens_per_batch}
     metrics.write(json.dumps(record) + "\n")
-    # Before the checkpoint: a run that is killed in between does the step again and drops the line.
+    # Before the checkpoint: if the run is killed in between, --resume repeats the step and drops
+    # this line.
     metrics.flush()
     if milestone:
         trainer.save(out)

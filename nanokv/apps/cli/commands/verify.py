@@ -1,8 +1,9 @@
-"""`nanokv verify MODEL`: is this checkpoint computed rightly? Prints a table and leaves with 0 or 1.
+"""`nanokv verify MODEL`: compares the computation of a checkpoint with a reference.
 
-The reference is transformers, or another checkpoint with --against; without either it checks published figures and
-that cached equals uncached, and says what it skipped. The report is the result, so it goes to stdout; progress goes to
-stderr. Exit code 1 means "differs" here. The checks themselves are in nanokv/lab/verify.
+The reference is transformers, or another checkpoint (--against). Without a reference it checks
+published figures, and that cached and uncached results are equal; skipped checks are listed. The
+report goes to stdout, progress to stderr. Exit code 1 means "differs" here. The checks are in
+nanokv/lab/verify.
 """
 
 import sys
@@ -28,7 +29,7 @@ DESCRIPTION = (
     "Compare a checkpoint with transformers (if installed), operation by operation; or with another checkpoint "
     "(--against). Names the first layer and operation that differ. Here exit code 1 means: it differs."
 )
-# All prompts and answers are shorter: only so much cache is asked of the memory check.
+# The memory check counts a cache of this many tokens: all prompts and answers are shorter.
 CONTEXT = 512
 
 
@@ -61,7 +62,7 @@ def add_arguments(parser) -> None:
 
 
 def run(args) -> int:
-    """0 if everything that could be checked is within tolerance, else 1."""
+    """Verify and print the report: 0 if all checks that ran are within tolerance, else 1."""
     from nanokv.apps.cli.common.loading import check_address_space, check_memory, plan_model
     from nanokv.costs.free_memory import available_memory
     from nanokv.errors import NanoKVError
@@ -80,7 +81,7 @@ def run(args) -> int:
     model = ModelOptions(source, args.revision, args.dtype, "cpu", args.threads, args.offline)
     others = [replace(model, source=args.against, revision=None)] if args.against else []
     plans = [plan_model(one, CacheOptions(), output) for one in (model, *others)]
-    for plan in plans:  # both in one dtype, or the difference would be rounding
+    for plan in plans:  # both in the same dtype: otherwise rounding would differ
         plan = replace(plan, context=min(plan.context, CONTEXT), dtype_name=plans[0].dtype_name)
         check_memory(plan, available_memory("cpu"))
     check_address_space()
@@ -103,11 +104,11 @@ def run(args) -> int:
     return 0 if report.equal else 1
 
 
-# --- the report ---------------------------------------------------------------------------------------------------
+# --- the report -----------------------------------------------------------------------------------
 
 
 def as_json(report) -> str:
-    """One object; figures that are not finite become null, `note` says why."""
+    """The report as one JSON object. Figures that are not finite become null; see `note`."""
     from nanokv.apps.cli.common.text import to_json
 
     def row(step):
@@ -134,7 +135,10 @@ def as_json(report) -> str:
 
 
 def as_text(report, style, width: int | None = None) -> str:
-    """Checks, the layer table, the guilty layer's operations, the verdict. Everything read from files is sanitised."""
+    """Checks, a table by layer, the operations of the first layer that differs, the verdict.
+
+    Text that comes from files is sanitized.
+    """
     title = f"{report.name} · {report.dtype} · reference: {report.reference or 'none'}"
     lines = [style.bold(layout.joined(terminal.sanitize_line(title).split(" · "), width)), ""]
     lines += layout.definitions(
@@ -151,7 +155,7 @@ def as_text(report, style, width: int | None = None) -> str:
 
 
 def check_row(check, style) -> tuple[str, str]:
-    """`ok       logits` and `2.1e-06 of 1.0e-05 · detail`."""
+    """The row of a check: `ok       logits` and `2.1e-06 of 1.0e-05 · detail`."""
     paint = {"ok": style.green, "differs": style.red, "skipped": style.yellow}[check.status]
     figures = (
         [] if check.difference is None else [f"{check.difference:.1e} of {check.tolerance:.1e}"]
@@ -161,7 +165,7 @@ def check_row(check, style) -> tuple[str, str]:
 
 
 def worst_of_layers(steps) -> list:
-    """[(`layer 3` or name, its worst Step)] in the order of the forward pass."""
+    """[(`layer 3` or operation, its worst Step)] in the order of the forward pass."""
     from nanokv.lab.verify.checks import excess
 
     groups: dict = {}
@@ -188,7 +192,7 @@ def table(title: str, rows, style, width: int | None) -> list[str]:
 
 
 def verdict_lines(report, style) -> list[str]:
-    """The last lines: what differs first, which config fields differ, what was skipped."""
+    """The last lines: config fields that differ, the verdict, the first operation that differs."""
     failed = [check.name for check in report.checks if check.status == "differs"]
     lines = [
         f"config.json differs: {name} {x} against {y}" for name, (x, y) in report.hints.items()
