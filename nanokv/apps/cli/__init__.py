@@ -111,12 +111,10 @@ def main(argv: list[str] | None = None) -> int:
 
     Without argv this is the program itself, which also sets up its streams and signals.
     """
-    words = sys.argv[1:] if argv is None else list(argv)
     if argv is None:
-        ranks.hide_followers(words)
-        terminal.prepare_streams()
-        terminal.install_signals()
-        warnings.showwarning = lambda message, *where, **more: terminal.warning(message)
+        argv = sys.argv[1:]
+        prepare_process(argv)
+    words = list(argv)
     try:
         code = finish(dispatch(words))
     # Also KeyboardInterrupt and SystemExit: each has an exit code.
@@ -127,6 +125,14 @@ def main(argv: list[str] | None = None) -> int:
     terminal.release_interrupt()
     terminal.finish_stderr()
     return code
+
+
+def prepare_process(words: list[str]) -> None:
+    """Set up streams, signals and warnings for a process that runs only this program."""
+    ranks.hide_followers(words)
+    terminal.prepare_streams()
+    terminal.install_signals()
+    warnings.showwarning = lambda message, *where, **more: terminal.warning(message)
 
 
 def dispatch(words: list[str]) -> int:
@@ -141,7 +147,7 @@ def dispatch(words: list[str]) -> int:
     if words[0] == "--version":
         terminal.write_out(version())
         return 0
-    name, rest = words[0], words[1:]
+    name, *rest = words
     if name not in COMMANDS:
         raise unknown_command(name)
     with terminal.loading():
@@ -167,13 +173,16 @@ def make_parser(name: str, module) -> Parser:
 def overview() -> str:
     """The text of `nanokv --help`."""
     width = help_width()
-    commands = "\n".join(
-        layout.definitions([(name, about) for name, (_, about) in COMMANDS.items()], width)
-    )
-    end = "nanokv COMMAND --help lists a command's flags. nanokv --version prints the version."
-    examples = examples_text(EXAMPLES).strip()
-    parts = [ABOUT, "usage: nanokv COMMAND [flags]", examples, f"commands:\n{commands}", end]
-    return "\n\n".join([*(layout.wrapped(part, width) for part in parts), exit_codes_text()]) + "\n"
+    commands = [(name, about) for name, (_, about) in COMMANDS.items()]
+    parts = [
+        ABOUT,
+        "usage: nanokv COMMAND [flags]",
+        examples_text(EXAMPLES).strip(),
+        "commands:\n" + "\n".join(layout.definitions(commands, width)),
+        "nanokv COMMAND --help lists a command's flags. nanokv --version prints the version.",
+    ]
+    wrapped = [layout.wrapped(part, width) for part in parts]
+    return "\n\n".join([*wrapped, exit_codes_text()]) + "\n"
 
 
 def version() -> str:
@@ -189,6 +198,7 @@ def unknown_command(name: str) -> NanoKVError:
         return NanoKVError(
             f"{name} before a command", f"flags follow the command: nanokv chat {name}"
         )
-    close = nearest(name, COMMANDS)
-    hint = f"did you mean nanokv {close}?" if close else f"commands: {', '.join(COMMANDS)}"
+    hint = f"commands: {', '.join(COMMANDS)}"
+    if close := nearest(name, COMMANDS):
+        hint = f"did you mean nanokv {close}?"
     return NanoKVError(f"no command {name!r}", ELSEWHERE.get(name) or hint)

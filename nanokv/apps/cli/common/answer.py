@@ -16,7 +16,9 @@ from nanokv.text.thinking import ThinkSplitter
 
 def thoughts(thinking: str | None, quiet: bool) -> str:
     """How thoughts are written: show, fold or off. --quiet means off."""
-    return "off" if quiet else thinking or "show"
+    if quiet:
+        return "off"
+    return thinking or "show"
 
 
 class AnswerWriter:
@@ -26,11 +28,16 @@ class AnswerWriter:
     """
 
     def __init__(self, thinking: str, style: Style, show=None):
-        self.thinking, self.style = thinking, style
+        self.thinking = thinking
+        self.style = style
         self.show = show or write_words(sys.stdout, write_out)
         self.show_thought = write_words(sys.stderr, lambda text: write_err(self.style.dim(text)))
-        self.splitter, self.kind, self.line = None, "", ""
-        self.clean, self.dim, self.since = Sanitizer(), Sanitizer(), 0.0
+        self.splitter: ThinkSplitter | None = None
+        self.kind = ""  # of the last piece: "answer" or "think"
+        self.line = ""  # the last text of the answer
+        self.clean = Sanitizer()  # for the answer
+        self.dim = Sanitizer()  # for thoughts
+        self.since = 0.0  # when the answer began, monotonic seconds
 
     def begin(self, opened: bool) -> None:
         """Call before the first piece; later calls change nothing.
@@ -38,18 +45,23 @@ class AnswerWriter:
         `opened`: the prompt ended in <think>, so the answer begins with a thought.
         """
         if self.splitter is None:
-            self.splitter, self.since = ThinkSplitter(opened), time.monotonic()
+            self.splitter = ThinkSplitter(opened)
+            self.since = time.monotonic()
 
     def put(self, piece: str) -> None:
         """Write one piece of text. Without `begin` the text is a continuation, with no thoughts."""
-        self._write(self.splitter.put(piece) if self.splitter else [("answer", piece)])
+        if self.splitter is None:
+            self._write([("answer", piece)])
+        else:
+            self._write(self.splitter.put(piece))
 
     def finish(self) -> None:
         """Write the text that was held back.
 
         Afterwards `line` is the last text of the answer, "" if the answer was empty.
         """
-        self._write(self.splitter.flush() if self.splitter else [])
+        if self.splitter is not None:
+            self._write(self.splitter.flush())
         if self.kind == "think":
             self._end_thought()
         self._show(self.clean.flush())
@@ -73,7 +85,5 @@ class AnswerWriter:
         if self.thinking == "show":
             write_err(self.style.dim(self.dim.flush()) + "\n")
         elif self.thinking == "fold":
-            write_err(
-                self.style.dim(f"  thought for {seconds_text(time.monotonic() - self.since)}")
-                + "\n"
-            )
+            seconds = seconds_text(time.monotonic() - self.since)
+            write_err(self.style.dim(f"  thought for {seconds}") + "\n")

@@ -97,18 +97,17 @@ class Parser(argparse.ArgumentParser):
     intermixed = False
 
     def __init__(self, **options):
-        # Python 3.14 colours the help by default; that would ignore our --color.
-        color = {"color": False} if sys.version_info >= (3, 14) else {}
-        super().__init__(allow_abbrev=False, add_help=False, **color, **options)
+        if sys.version_info >= (3, 14):  # it colours the help by default, and ignores our --color
+            options["color"] = False
+        super().__init__(allow_abbrev=False, add_help=False, **options)
         self.examples: tuple[str, ...] = ()
         self.shape = ""  # the line of usage
 
     def format_help(self) -> str:
         # Set only here: argparse makes a formatter for each flag that is added.
         self.formatter_class = Formatter
-        self.usage = layout.paragraph(
-            self.shape, help_width() - len("usage: "), rest=" " * len("usage: ")
-        )
+        indent = len("usage: ")
+        self.usage = layout.paragraph(self.shape, help_width() - indent, rest=" " * indent)
         return f"{examples_text(self.examples)}{super().format_help()}\n{exit_codes_text()}\n"
 
     def _print_message(self, message: str, file=None):
@@ -120,10 +119,9 @@ class Parser(argparse.ArgumentParser):
             message = f"{found['flag']}: {found['rest']}"
         head, colon, missing = message.partition("the following arguments are required: ")
         if colon:  # parse_known_intermixed_args also names the optional positionals
-            free = {action.metavar for action in self._actions if action.nargs in ("*", "?")}
-            message = (
-                head + colon + ", ".join(name for name in missing.split(", ") if name not in free)
-            )
+            optional = {action.metavar for action in self._actions if action.nargs in ("*", "?")}
+            names = [name for name in missing.split(", ") if name not in optional]
+            message = head + colon + ", ".join(names)
         raise NanoKVError(message, f"{self.prog} --help")
 
     def flags(self) -> list[str]:
@@ -146,22 +144,22 @@ class Parser(argparse.ArgumentParser):
         words = [_shape(action) for action in self._actions if not action.option_strings]
         # Before parsing: parse_known_intermixed_args hides the positionals.
         self.shape = " ".join([self.prog, "[flags]", *words])
-        if foreign := next(filter(self.is_foreign, itertools.takewhile("--".__ne__, argv)), None):
-            raise self.unknown_flag(foreign)
-        args, extra = (
-            self.parse_known_intermixed_args if self.intermixed else self.parse_known_args
-        )(argv)
+        for word in itertools.takewhile("--".__ne__, argv):
+            if self.is_foreign(word):
+                raise self.unknown_flag(word)
+        if self.intermixed:
+            args, extra = self.parse_known_intermixed_args(argv)
+        else:
+            args, extra = self.parse_known_args(argv)
         if not extra:
             return args
-        flag = next((word for word in extra if word.startswith("-") and word != "-"), None)
-        if flag is None:
-            hint = (
-                'put the text in quotes: "What is a KV cache?"'
-                if "prompt" in args
-                else f"{self.prog} --help"
-            )
-            raise NanoKVError(f"unexpected argument {extra[0]!r}", hint)
-        raise self.unknown_flag(flag)
+        for word in extra:
+            if word.startswith("-") and word != "-":
+                raise self.unknown_flag(word)
+        hint = f"{self.prog} --help"
+        if "prompt" in args:
+            hint = 'put the text in quotes: "What is a KV cache?"'
+        raise NanoKVError(f"unexpected argument {extra[0]!r}", hint)
 
     def is_foreign(self, word: str) -> bool:
         """Is it another program's flag, like -ngl, which argparse would read as -n with gl?"""
@@ -170,12 +168,11 @@ class Parser(argparse.ArgumentParser):
     def unknown_flag(self, word: str) -> NanoKVError:
         """The error for an unknown flag, with a hint."""
         name = word.split("=", 1)[0]
-        if said := SAID.get(name.lstrip("-").replace("_", "-").lower()):
-            return NanoKVError(f"no flag {name}", said)
-        close = nearest_flag(name, self.flags())
-        return NanoKVError(
-            f"no flag {name}", f"did you mean {close}?" if close else f"{self.prog} --help"
-        )
+        hint = SAID.get(name.lstrip("-").replace("_", "-").lower())
+        if hint is None:
+            close = nearest_flag(name, self.flags())
+            hint = f"did you mean {close}?" if close else f"{self.prog} --help"
+        return NanoKVError(f"no flag {name}", hint)
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
@@ -183,7 +180,8 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
 
     def __init__(self, prog: str):
         width = help_width()
-        super().__init__(prog, max_help_position=30 if width >= 70 else 8, width=width)
+        position = 30 if width >= 70 else 8
+        super().__init__(prog, max_help_position=position, width=width)
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return layout.paragraph(" ".join(text.split()), width).split("\n")
@@ -192,9 +190,11 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
         """Each line is a paragraph. A line that begins with blanks is a row: name, text column."""
         lines = []
         for line in text.splitlines():
+            first = ""
             row = re.fullmatch(r"( +\S+ +)(.*)", line)
-            first, rest = row.groups() if row else ("", line)
-            lines.append(layout.paragraph(rest, width, indent + first, indent + " " * len(first)))
+            if row:
+                first, line = row.groups()
+            lines.append(layout.paragraph(line, width, indent + first, indent + " " * len(first)))
         return "\n".join(lines)
 
 
@@ -205,11 +205,10 @@ def help_width() -> int:
 
 def examples_text(lines) -> str:
     """The block of examples at the beginning of every help, or ""."""
-    return (
-        "".join(["examples:\n", *(layout.shell(line, help_width()) + "\n" for line in lines), "\n"])
-        if lines
-        else ""
-    )
+    if not lines:
+        return ""
+    examples = [layout.shell(line, help_width()) for line in lines]
+    return "\n".join(["examples:", *examples, "", ""])
 
 
 def exit_codes_text() -> str:
@@ -238,10 +237,13 @@ def nearest(word: str, names) -> str | None:
     """The only name that begins with `word`, else the most similar one; None if there is none."""
     import difflib
 
-    word, names = word.lower(), list(names)
+    word = word.lower()
+    names = list(names)
     begun = [name for name in names if name.startswith(word)]
-    close = begun if len(begun) == 1 else difflib.get_close_matches(word, names, n=1, cutoff=0.6)
-    return close[0] if close else None
+    if len(begun) == 1:
+        return begun[0]
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    return next(iter(close), None)
 
 
 def environment(name: str) -> str | None:
@@ -263,26 +265,30 @@ def real(low: float, high: float | None = None, above: bool = False):
 
 
 def _number(kind, noun: str, low, high, above: bool):
-    floor = f"above {low:,}" if above else f"of at least {low:,}"
-    span = (
-        f"{noun} {floor}"
-        if high is None
-        else f"{noun} {'above' if above else 'from'} {low:,} to {high:,}"
-    )
+    span = _span(noun, low, high, above)
 
     def convert(text: str):
         try:
             value = kind(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not {span}") from None
-        inside = (value > low if above else value >= low) and (
-            value <= high if high is not None else value < 1e18
-        )
-        if not inside:  # also nan, for which every comparison is false
+        enough = value > low if above else value >= low
+        not_too_much = value < 1e18 if high is None else value <= high
+        if not (enough and not_too_much):  # also nan, for which every comparison is false
             raise argparse.ArgumentTypeError(f"{text} is not {span}")
         return value
 
     return convert
+
+
+def _span(noun: str, low, high, above: bool) -> str:
+    """`a number above 0`, `a whole number of at least 1`, `a whole number from 1 to 4,096`."""
+    if high is not None:
+        first = "above" if above else "from"
+        return f"{noun} {first} {low:,} to {high:,}"
+    if above:
+        return f"{noun} above {low:,}"
+    return f"{noun} of at least {low:,}"
 
 
 SETTINGS = (
@@ -307,7 +313,9 @@ def setting(name: str):
             raise argparse.ArgumentTypeError(f"{text!r} is not {wanted.words}") from None
         if not wanted.holds(value):
             raise argparse.ArgumentTypeError(f"{text} is not {wanted.words}")
-        return chosen_seed(value) if name == "seed" else value
+        if name == "seed":
+            return chosen_seed(value)
+        return value
 
     return convert
 
@@ -319,8 +327,9 @@ def parse_setting(name: str, text: str):
     """
     key = name.strip().lstrip("-").replace("-", "_")
     if key not in SETTINGS:
-        close = nearest(key, SETTINGS)
-        hint = f"did you mean {close}?" if close else f"one of {', '.join(SETTINGS)}"
+        hint = f"one of {', '.join(SETTINGS)}"
+        if close := nearest(key, SETTINGS):
+            hint = f"did you mean {close}?"
         raise NanoKVError(f"no setting {name!r}", hint)
     try:
         return setting(key)(text.strip())

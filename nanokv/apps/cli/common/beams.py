@@ -41,12 +41,10 @@ def search(
     beams = generation.find() or [Beam([], float("nan"))]  # null in JSON
     seconds = time.perf_counter() - start
     ends = [text_and_reason(sampling.most, loaded, generation, beam) for beam in beams]
-    choices = [
-        completion.choice(
-            answer(prompt, loaded, ids, text), beam.ids, reason, index=i, score=beam.score
-        )
-        for i, (beam, (text, reason)) in enumerate(zip(beams, ends, strict=True))
-    ]
+    choices = []
+    for i, (beam, (text, reason)) in enumerate(zip(beams, ends, strict=True)):
+        message = answer(prompt, loaded, ids, text)
+        choices.append(completion.choice(message, beam.ids, reason, index=i, score=beam.score))
     found = completion.completion(
         loaded.source,
         choices,
@@ -66,22 +64,28 @@ def text_and_reason(wanted: int, loaded, generation, beam) -> tuple[str, str]:
     out = len(beam.ids)
     if out and beam.ids[-1] in generation.eos_token_ids:
         return loaded.tokenizer.text_of(beam.ids[:-1]), "stop"
-    reason = "context" if out < wanted else "length"
-    return loaded.tokenizer.text_of(
-        beam.ids
-    ), "interrupted" if out < generation.search.most else reason
+    text = loaded.tokenizer.text_of(beam.ids)
+    if out < generation.search.most:
+        return text, "interrupted"
+    if out < wanted:
+        return text, "context"
+    return text, "length"
 
 
 def status(found: Found) -> str:
     """14 prompt → 8 out · best of 4 beams, score -1.234 · 310 ms"""
-    beams, best = found.answer["choices"], found.answer["choices"][0]
+    beams = found.answer["choices"]
+    best = beams[0]
     out = len(best["token_ids"])
     parts = [f"{found.answer['usage']['prompt_tokens']:,} prompt → {out:,} out"]
     if out:
-        parts += [f"best of {len(beams)} beam{'s' * (len(beams) > 1)}, score {best['score']:.3f}"]
-    parts += [terminal.seconds_text(found.answer["timings"]["total_s"])]
-    parts += ["interrupted"] if found.interrupted else []
-    parts += [best["stop_reason"] or "length"] if best["finish_reason"] == "length" else []
+        plural = "s" if len(beams) > 1 else ""
+        parts.append(f"best of {len(beams)} beam{plural}, score {best['score']:.3f}")
+    parts.append(terminal.seconds_text(found.answer["timings"]["total_s"]))
+    if found.interrupted:
+        parts.append("interrupted")
+    if best["finish_reason"] == "length":
+        parts.append(best["stop_reason"] or "length")
     return "  " + " · ".join(parts)
 
 
@@ -110,18 +114,20 @@ def check_memory(options: BeamOptions, loaded, tokens: int) -> None:
     """
     if loaded.cache_options.get("pages"):
         return
-    each = loading.cache_memory(loaded, tokens)
     available = loading.available_memory(loaded.device)
-    available = None if available is None else available // loaded.ranks.local
-    if available is not None and each * (options.count + 1) > available:
-        fit = available // each - 1
-        wanted, free = (
-            terminal.bytes_text(each * (options.count + 1)),
-            terminal.bytes_text(available),
-        )
-        raise NanoKVError(
-            f"--beams {options.count} needs {wanted} for caches of {tokens:,} tokens; {free} are free",
-            f"--beams {fit}, or a smaller --max-new-tokens"
-            if fit >= 1
-            else "a smaller --max-new-tokens",
-        )
+    if available is None:
+        return
+    available //= loaded.ranks.local
+    each = loading.cache_memory(loaded, tokens)
+    needed = each * (options.count + 1)
+    if needed <= available:
+        return
+    hint = "a smaller --max-new-tokens"
+    fit = available // each - 1
+    if fit >= 1:
+        hint = f"--beams {fit}, or {hint}"
+    raise NanoKVError(
+        f"--beams {options.count} needs {terminal.bytes_text(needed)} for caches of {tokens:,} "
+        f"tokens; {terminal.bytes_text(available)} are free",
+        hint,
+    )

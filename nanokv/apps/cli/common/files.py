@@ -52,16 +52,18 @@ def ask_to_replace(force: bool, *paths) -> None:
     Call it before any work is done. Only regular files count, and links to them: writing to a
     device or a pipe loses nothing.
     """
-    taken = [
-        path
-        for path in map(Path, paths)
-        if path.is_file() or (path.is_symlink() and not path.exists())
-    ]
-    if taken:
-        more = f" and {len(taken) - 1:,} more" if len(taken) > 1 else ""
-        ask_to_lose(
-            force, f"{sanitize_line(str(taken[0]))}{more} would be replaced", "another name"
-        )
+    taken = [path for path in map(Path, paths) if path.is_file() or is_broken_link(path)]
+    if not taken:
+        return
+    names = sanitize_line(str(taken[0]))
+    if len(taken) > 1:
+        names += f" and {len(taken) - 1:,} more"
+    ask_to_lose(force, f"{names} would be replaced", "another name")
+
+
+def is_broken_link(path: Path) -> bool:
+    """A symbolic link whose target does not exist."""
+    return path.is_symlink() and not path.exists()
 
 
 def ask_to_lose(force: bool, loss: str, instead: str) -> None:

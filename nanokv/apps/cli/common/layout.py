@@ -27,10 +27,15 @@ def columns(stream, otherwise: int | None = 80) -> int | None:
 def cells(text: str) -> int:
     """Width of a text in columns: CJK and emoji have 2, combining marks and colours 0."""
     plain = re.sub(r"\x1b\[\d+m", "", text)
-    return sum(
-        0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF")
-        for c in plain
-    )
+    return sum(map(_character_cells, plain))
+
+
+def _character_cells(character: str) -> int:
+    if unicodedata.combining(character):
+        return 0
+    if unicodedata.east_asian_width(character) in ("W", "F"):
+        return 2
+    return 1
 
 
 def paragraph(text: str, width: int | None, indent: str = "", rest: str | None = None) -> str:
@@ -40,8 +45,10 @@ def paragraph(text: str, width: int | None, indent: str = "", rest: str | None =
     """
     if width is None or cells(indent + text) <= width:
         return indent + text
-    rest = indent if rest is None else rest
-    lines, line = [], indent
+    if rest is None:
+        rest = indent
+    lines = []
+    line = indent
     for blank, word in re.findall(r"(\s*)(\S+)", text):
         longer = line + blank + word
         if line.strip() and cells(longer) > width:
@@ -60,25 +67,27 @@ def joined(parts, width: int | None, indent: str = "", between: str = " · ") ->
     """Parts joined by ` · `. A line that is full ends after a part; the separator is left out."""
     lines = []
     for part in parts:
-        longer = f"{lines[-1]}{between}{part}" if lines else part
-        if lines and (width is None or cells(indent + longer) <= width):
-            lines[-1] = longer
-        else:
-            lines.append(part)
+        if lines:
+            longer = f"{lines[-1]}{between}{part}"
+            if width is None or cells(indent + longer) <= width:
+                lines[-1] = longer
+                continue
+        lines.append(part)
     return "\n".join(paragraph(line, width, indent) for line in lines)
 
 
 def shell(line: str, width: int | None, indent: str = "  ") -> str:
     """A command line that can be copied: broken between words by a backslash, never in quotes."""
     words = re.findall(r"""(?:[^\s'"]|'[^']*'|"[^"]*")+""", line)
-    lines, now = [], indent + words[0]
+    lines = []
+    line = indent + words[0]
     for word in words[1:]:
-        if width is not None and cells(f"{now} {word}") > width - 2:  # room for the backslash
-            lines.append(f"{now} \\")
-            now = f"{indent}    {word}"
+        if width is not None and cells(f"{line} {word}") > width - 2:  # room for the backslash
+            lines.append(f"{line} \\")
+            line = f"{indent}    {word}"
         else:
-            now += f" {word}"
-    return "\n".join([*lines, now])
+            line += f" {word}"
+    return "\n".join([*lines, line])
 
 
 def definitions(
@@ -94,13 +103,12 @@ def definitions(
     for name, text in rows:
         head = f"{indent}{name}"
         if width is None or cells(head) + 1 < column <= max(16, 0.55 * width):
-            first, rest = head + " " * (column - cells(head)), " " * column
-            lines.append(paragraph(text, width, first, rest).rstrip())
-        else:
-            lines += [
-                paragraph(head, width, rest=indent * 2),
-                *([paragraph(text, width, indent * 2)] if text else []),
-            ]
+            head += " " * (column - cells(head))
+            lines.append(paragraph(text, width, head, " " * column).rstrip())
+            continue
+        lines.append(paragraph(head, width, rest=indent * 2))
+        if text:
+            lines.append(paragraph(text, width, indent * 2))
     return lines
 
 
@@ -110,38 +118,43 @@ def table(head, rows, width: int | None, left: tuple = (0,)) -> list[str]:
     If it is wider than the terminal, headers break into two lines, then columns move closer. If it
     is still too wide: the first header, then for each row its first cell and `header value` pairs.
     """
-    head, rows = list(head), [[str(cell) for cell in row] for row in rows]
-    one, two = [(h, "") for h in head], [_halves(h) for h in head]
-    for heads, gap in ((one, 2), (two, 2), (two, 1)):
-        wide = [max(map(cells, (*heads[i], *(row[i] for row in rows)))) for i in range(len(head))]
-        if width is None or sum(wide) + gap * (len(wide) - 1) <= width:
-            top = [[first for first, _ in heads], [second for _, second in heads]]
-            top = top if any(top[1]) else top[:1]
-            if len(top) == 2:  # a header of one line goes on the lower line
-                top = [
-                    list(pair)
-                    for pair in zip(*((a, b) if b else ("", a) for a, b in heads), strict=True)
-                ]
-            return [_line(row, wide, gap, left) for row in [*top, *rows]]
-    lines = [paragraph(head[0], width)] if head[0] else []
-    for row in rows:
-        pairs = [
-            f"{name} {cell}".strip() for name, cell in zip(head[1:], row[1:], strict=True) if cell
-        ]
-        lines += [paragraph(row[0], width), joined(pairs, width, "    ")]
-    return lines
+    head = list(head)
+    rows = [[str(cell) for cell in row] for row in rows]
+    upper, lower = zip(*map(_halves, head), strict=True)
+    broken = [upper, lower] if any(upper) else [lower]
+    for heads, gap in (([head], 2), (broken, 2), (broken, 1)):
+        lines = [*heads, *rows]
+        widths = [max(map(cells, column)) for column in zip(*lines, strict=True)]
+        if width is None or sum(widths) + gap * (len(widths) - 1) <= width:
+            return [_line(line, widths, gap, left) for line in lines]
+    return _records(head, rows, width)
 
 
 def _halves(text: str) -> tuple[str, str]:
-    """A header on two lines, broken so that the longer line is as short as possible."""
+    """A header on two lines, the longer one as short as possible. One word is on the lower line."""
     words = text.split(" ")
     breaks = [(" ".join(words[:i]), " ".join(words[i:])) for i in range(1, len(words))]
-    return min(breaks, key=lambda pair: max(map(cells, pair)), default=(text, ""))
+    return min(breaks, key=lambda pair: max(map(cells, pair)), default=("", text))
 
 
-def _line(row, wide, gap: int, left: tuple) -> str:
+def _line(row, widths, gap: int, left: tuple) -> str:
     parts = []
-    for i, (cell, size) in enumerate(zip(row, wide, strict=True)):
-        blank = " " * (size - cells(cell))
-        parts.append(cell + blank if i in left else blank + cell)
+    for i, (cell, width) in enumerate(zip(row, widths, strict=True)):
+        blank = " " * (width - cells(cell))
+        if i in left:
+            parts.append(cell + blank)
+        else:
+            parts.append(blank + cell)
     return (" " * gap).join(parts).rstrip()
+
+
+def _records(head: list[str], rows: list[list[str]], width: int | None) -> list[str]:
+    lines = []
+    if head[0]:
+        lines.append(paragraph(head[0], width))
+    for first, *others in rows:
+        pairs = zip(head[1:], others, strict=True)
+        values = [f"{name} {cell}".strip() for name, cell in pairs if cell]
+        lines.append(paragraph(first, width))
+        lines.append(joined(values, width, "    "))
+    return lines

@@ -67,21 +67,23 @@ class Plan:
     ranks: Ranks = field(default=ALONE, kw_only=True)
 
     def banner(self) -> list[str]:
-        """The parts of: nanokv 0.2.0 · tiny 3.1 M fp32 · 2 threads · cache dict · context 2,048 · fast kernels"""
-        where = (
-            f"{self.threads} thread{'s' * (self.threads > 1)}"
-            if self.device == "cpu"
-            else self.device
-        )
-        model = f"{self.name} {count_text(parameters(self.config))} {SHORT[self.dtype_name]}"
+        """The parts of the banner.
+
+        nanokv 0.2.0 · tiny 3.1 M fp32 · 2 threads · cache dict · context 2,048 · fast kernels
+        """
+        where = self.device
+        if self.device == "cpu":
+            where = threads_text(self.threads)
         parts = [
             f"nanokv {__version__}",
-            model,
+            f"{self.name} {count_text(parameters(self.config))} {SHORT[self.dtype_name]}",
             where,
             f"cache {self.cache_name}",
             f"context {self.context:,}",
         ]
-        return [*parts, *filter(None, [self.code.text])]
+        if self.code.text:
+            parts.append(self.code.text)
+        return parts
 
 
 @dataclass(frozen=True)
@@ -170,41 +172,50 @@ def _load_model(model, cache, output, ranks, announce) -> Loaded:
     # A cache that does not suit the model is refused before weights are read. It is empty: 0 bytes.
     _make_cache(plan, dtype)
     torch.set_num_threads(plan.threads)
+    plain, tokenizer = _read(plan, model, dtype, prefetched, ranks)
+    made = speed.optimized(plain, plan.code, output)
+    stamp("kernels")
+    return carried_out(plan, plain, made, tokenizer, dtype, time.perf_counter() - start)
+
+
+def _read(plan: Plan, model: ModelOptions, dtype, prefetched, ranks: Ranks):
+    """(model, tokenizer) of the plan's folder; with several ranks, this rank's part of the model."""
     from nanokv.loading import load_folder
 
     stamp("code")
-    how, prepare = read_of(ranks), partial(choose_template, model.template)
-    read, tokenizer = load_folder(
-        plan.folder, plan.fields, dtype, plan.device, model.check_finite, prefetched, how, prepare
+    found = load_folder(
+        plan.folder,
+        plan.fields,
+        dtype,
+        plan.device,
+        model.check_finite,
+        prefetched,
+        read_of(ranks),
+        partial(choose_template, model.template),
     )
     ranks.meet()
     stamp("weights")
-    made = speed.optimized(read, plan.code, output)
-    stamp("kernels")
-    return carried_out(plan, read, made, tokenizer, dtype, time.perf_counter() - start)
+    return found
 
 
-def carried_out(plan: Plan, read, made, tokenizer, dtype, seconds: float) -> Loaded:
-    """The Loaded of a plan: `read` is the plain model, `made` the one that speed.py returned."""
+def carried_out(plan: Plan, plain, made, tokenizer, dtype, seconds: float) -> Loaded:
+    """The Loaded of a plan: `plain` is the model as read, `made` the one that speed.py returned."""
     code = plan.code
-    if made is read and code.fast:  # a draft model is then plain as well
+    if made is plain and code.fast:  # a draft model is then plain as well
         code = speed.Choice(False, "plain (kernels cannot be loaded)")
     changes = {"config": made.config, "code": code}  # only the tensors show a tied head
+    if made is not plain and not plan.code.quantize:
+        changes["plain"] = plain
     return Loaded(
-        **vars(plan) | changes,
-        model=made,
-        tokenizer=tokenizer,
-        dtype=dtype,
-        load_s=seconds,
-        plain=None if made is read or plan.code.quantize else read,
+        **vars(plan) | changes, model=made, tokenizer=tokenizer, dtype=dtype, load_s=seconds
     )
 
 
 def choose_template(template: TemplateOptions | None, tokenizer) -> None:
     """Apply --chat-template, which replaces the checkpoint's template."""
-    choice = template.choice if template else None
-    if choice is None:
+    if template is None or template.choice is None:
         return
+    choice = template.choice
     if choice not in tokenizer.chat_templates and os.path.isfile(choice):
         tokenizer.chat_template = read_template(Path(choice))
     elif choice in tokenizer.chat_templates:
@@ -239,24 +250,24 @@ def decide(plan: Plan, wanted: SpeedOptions | None, output: OutputOptions, annou
 
     Raises NanoKVError if the model and its cache do not fit into memory.
     """
-    available, guessing = (
-        available_memory(plan.device),
-        speculation.memory(wanted and wanted.speculate, plan),
-    )
-    taken = weight_bytes(plan.config, ITEMSIZE[plan.dtype_name]) + cache_memory(plan) + guessing
-    plan = replace(
-        plan,
-        code=speed.choose(
-            plan, wanted, lambda more: available is None or taken + more <= available
-        ),
-    )
+    available = available_memory(plan.device)
+    drafting = speculation.memory(wanted and wanted.speculate, plan)
+    taken = weight_bytes(plan.config, ITEMSIZE[plan.dtype_name]) + cache_memory(plan) + drafting
+
+    def fits(more: int) -> bool:
+        return available is None or taken + more <= available
+
+    plan = replace(plan, code=speed.choose(plan, wanted, fits))
     if announce:
         announce(plan)
     elif speed.NEXT_START in plan.code.text:
         notice(plan.code.text, output)
-    fusing = speed.fusing_bytes(plan) if plan.code.requested else 0
-    beside = {"--speculate": guessing, "--fast": fusing}
-    check_memory(plan, available, {flag: count for flag, count in beside.items() if count})
+    flags = {}
+    if drafting:
+        flags["--speculate"] = drafting
+    if plan.code.requested:
+        flags["--fast"] = speed.fusing_bytes(plan)
+    check_memory(plan, available, flags)
     return plan
 
 
@@ -271,7 +282,7 @@ def plan_model(
     thread_count(ranks.size)  # check the environment's number before anything is downloaded
     import weights_loader
 
-    with said(output):
+    with loader_notices(output):
         folder = Path(weights_loader.resolve(model.source, revision=model.revision))
     fields = read_object(folder / "config.json", ConfigError)
     config = Config.from_dict(fields)
@@ -293,11 +304,22 @@ def plan_model(
     )
 
 
+class Notices(logging.Handler):
+    """Prints each log record as a notice."""
+
+    def __init__(self, output: OutputOptions):
+        super().__init__()
+        self.output = output
+
+    def emit(self, record: logging.LogRecord) -> None:
+        notice(record.getMessage(), self.output)
+
+
 @contextmanager
-def said(output: OutputOptions):
+def loader_notices(output: OutputOptions):
     """A context in which log records of weights_loader, such as a download, become notices."""
-    logger, handler = logging.getLogger("weights_loader"), logging.Handler()
-    handler.emit = lambda record: notice(record.getMessage(), output)
+    logger = logging.getLogger("weights_loader")
+    handler = Notices(output)
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -318,7 +340,9 @@ def check_device(name: str) -> None:
 
 def display_name(source: str) -> str:
     """The last part of a path, or the name as given; sanitized."""
-    return sanitize_line(Path(source).resolve().name if os.path.exists(source) else source)
+    if os.path.exists(source):
+        source = Path(source).resolve().name
+    return sanitize_line(source)
 
 
 def choose_context(wanted: int | None, config: Config) -> int:
@@ -334,11 +358,9 @@ def choose_context(wanted: int | None, config: Config) -> int:
 
 def choose_dtype(model: ModelOptions, config: Config, device: str) -> str:
     """--dtype; auto means the same as in nanokv.load."""
-    return (
-        default_dtype(model.source, config.torch_dtype, device)
-        if model.dtype == "auto"
-        else model.dtype
-    )
+    if model.dtype == "auto":
+        return default_dtype(model.source, config.torch_dtype, device)
+    return model.dtype
 
 
 def thread_count(ranks: int = 1, weights: int | None = None) -> int:
@@ -354,25 +376,45 @@ def thread_count(ranks: int = 1, weights: int | None = None) -> int:
             raise NanoKVError(f"NANOKV_THREADS: {error}", "unset NANOKV_THREADS") from None
     text = environment("OMP_NUM_THREADS")
     if text is not None:
-        first = text.split(",")[0].strip()  # "4,2": 4 for the outer level of parallelism
-        if not re.fullmatch("0*[1-9][0-9]{0,5}", first):
-            raise NanoKVError(
-                f"OMP_NUM_THREADS: {text[:40]!r} is not a number of threads",
-                "unset OMP_NUM_THREADS",
-            )
-        return int(first)
+        return _omp_threads(text)
     if ranks > 1:
         return 1
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    return cores if weights is None else min(cores, max(1, weights // SHARE))
+    cores = _usable_cores()
+    if weights is None:
+        return cores
+    return min(cores, max(1, weights // SHARE))
+
+
+def _omp_threads(text: str) -> int:
+    first = text.split(",")[0].strip()  # "4,2": 4 for the outer level of parallelism
+    if not re.fullmatch("0*[1-9][0-9]{0,5}", first):
+        raise NanoKVError(
+            f"OMP_NUM_THREADS: {text[:40]!r} is not a number of threads", "unset OMP_NUM_THREADS"
+        )
+    return int(first)
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):  # not on macOS and Windows
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def threads_text(count: int) -> str:
+    """1 thread, 2 threads."""
+    return "1 thread" if count == 1 else f"{count} threads"
 
 
 def count_text(count: int) -> str:
     """3.1 M, 596 M, 1.7 B."""
-    value, unit = (count / 1e9, "B") if count >= 999.5e6 else (count / 1e6, "M")
-    return f"{value:.1f} {unit}" if value < 99.95 else f"{value:.0f} {unit}"
+    value = count / 1e6
+    unit = "M"
+    if count >= 999.5e6:
+        value = count / 1e9
+        unit = "B"
+    if value < 99.95:
+        return f"{value:.1f} {unit}"
+    return f"{value:.0f} {unit}"
 
 
 # --- devices and memory ---------------------------------------------------------------------------
@@ -422,9 +464,9 @@ def check_address_space() -> None:
     """
     free = free_address_space()
     if free is not None and free < TORCH_BYTES:
-        need, left = bytes_text(TORCH_BYTES), bytes_text(max(0, free))
         raise NanoKVError(
-            f"torch takes about {need} of address space, ulimit -v leaves {left}",
+            f"torch takes about {bytes_text(TORCH_BYTES)} of address space, "
+            f"ulimit -v leaves {bytes_text(max(0, free))}",
             "ulimit -v unlimited",
         )
 
@@ -438,19 +480,24 @@ def check_memory(plan: Plan, available: int | None, flags: dict[str, int] | None
     flags = flags or {}
     if available is None:
         return
-    whole = weight_bytes(plan.config, ITEMSIZE[plan.dtype_name]), cache_memory(plan)
-    weights, cached = (count * plan.ranks.local // plan.ranks.size for count in whole)
+    ranks = plan.ranks
+    weights = weight_bytes(plan.config, ITEMSIZE[plan.dtype_name]) * ranks.local // ranks.size
+    cached = cache_memory(plan) * ranks.local // ranks.size
     more = sum(flags.values())
     if weights + cached + more <= available:
         return
-    pages = plan.cache_options.get("pages")
-    holder = f"a pool of {pages:,} pages" if pages else f"the cache of {plan.context:,} tokens"
-    rest = "".join(f" + {bytes_text(count)} for {flag}" for flag, count in flags.items())
-    without = f"leave out {' and '.join(flags)}" if flags else NOTHING_FITS
+    holder = f"the cache of {plan.context:,} tokens"
+    if pages := plan.cache_options.get("pages"):
+        holder = f"a pool of {pages:,} pages"
+    needs = [f"{bytes_text(weights)} for weights", f"{bytes_text(cached)} for {holder}"]
+    needs += [f"{bytes_text(count)} for {flag}" for flag, count in flags.items()]
+    hint = memory_hint(plan, available - more)
+    if not hint:
+        hint = f"leave out {' and '.join(flags)}" if flags else NOTHING_FITS
     raise NanoKVError(
-        f"{plan.name} needs {bytes_text(weights)} for weights + {bytes_text(cached)} for {holder}{rest} in "
-        f"{SHORT[plan.dtype_name]}; {bytes_text(available)} are free",
-        memory_hint(plan, available - more) or without,
+        f"{plan.name} needs {' + '.join(needs)} in {SHORT[plan.dtype_name]}; "
+        f"{bytes_text(available)} are free",
+        hint,
     )
 
 
@@ -460,9 +507,14 @@ def cache_memory(plan: Plan, tokens: int | None = None) -> int:
     A pool of a given size counts as a whole. An offloaded cache keeps only two layers in this
     memory.
     """
-    tokens, options = plan.context if tokens is None else tokens, dict(plan.cache_options)
-    config, itemsize = plan.config, ITEMSIZE[plan.dtype_name]
-    name = options.pop("of", "dict") if plan.cache_name == "batch" else plan.cache_name
+    if tokens is None:
+        tokens = plan.context
+    config = plan.config
+    itemsize = ITEMSIZE[plan.dtype_name]
+    name = plan.cache_name
+    options = dict(plan.cache_options)
+    if name == "batch":  # it holds one cache per row
+        name = options.pop("of", "dict")
     if options.get("pages"):
         return options["pages"] * options.get("page", PAGE) * kv_bytes_per_token(config, itemsize)
     if name == "offloaded" and (options.get("to", "disk") == "disk" or plan.device != "cpu"):
@@ -478,37 +530,37 @@ def memory_hint(plan: Plan, available: int) -> str:
             continue
         other = replace(plan, dtype_name=dtype)
         room = available - weight_bytes(plan.config, ITEMSIZE[dtype])
-        flag = (
-            smaller_pool(other, room)
-            if plan.cache_options.get("pages")
-            else smaller_context(other, room)
-        )
-        if flag is not None:
-            fits.append(
-                " ".join(
-                    filter(None, ("" if dtype == plan.dtype_name else f"--dtype {dtype}", flag))
-                )
-            )
+        flags = []
+        if dtype != plan.dtype_name:
+            flags.append(f"--dtype {dtype}")
+        if plan.cache_options.get("pages"):
+            flags.append(smaller_pool(other, room))
+        else:
+            flags.append(smaller_context(other, room))
+        if None not in flags:
+            fits.append(" ".join(filter(None, flags)))
     return " or ".join(dict.fromkeys(fits))
 
 
 def smaller_context(plan: Plan, room: int) -> str | None:
     """`--context N` that fits into `room` bytes; "" if the full one fits, None if none fits."""
     most = most_tokens(lambda tokens: cache_memory(plan, tokens) <= room)
-    context = plan.context if most is None else min(plan.context, most)
-    context = context // 64 * 64 if 64 <= context < plan.context else context
-    return None if context < 2 else f"--context {context}" if context < plan.context else ""
+    if most is None or most >= plan.context:
+        return ""
+    if most < 2:
+        return None
+    if most >= 64:  # a round number
+        most = most // 64 * 64
+    return f"--context {most}"
 
 
 def smaller_pool(plan: Plan, room: int) -> str | None:
     """`--cache` with a smaller pool that fits; "" if the given one fits, None if none fits."""
     options = plan.cache_options
-    pages = min(options["pages"], room * options["pages"] // cache_memory(plan))
+    pages = room * options["pages"] // cache_memory(plan)
+    if pages < 1:
+        return None
+    if pages >= options["pages"]:
+        return ""
     values = "".join(f":{key}={value}" for key, value in (options | {"pages": pages}).items())
-    return (
-        None
-        if pages < 1
-        else f"--cache {plan.cache_name}{values}"
-        if pages < options["pages"]
-        else ""
-    )
+    return f"--cache {plan.cache_name}{values}"

@@ -92,7 +92,9 @@ def guess(text: str) -> tuple[str, int | str]:
         raise argparse.ArgumentTypeError(f"{text!r} is not one of {known}{hint}")
     if not value and kind != "ngram":
         raise argparse.ArgumentTypeError(f"{kind} needs a value: {GUESSES[kind]}")
-    return kind, value if kind == "draft" else integer(1, 1000)(value or "2")
+    if kind == "draft":
+        return kind, value
+    return kind, integer(1, 1000)(value or "2")
 
 
 # --- how messages become a prompt -----------------------------------------------------------------
@@ -109,7 +111,9 @@ class TemplateOptions:
 
     def values(self) -> dict:
         """The variables of the template beside the messages."""
-        return {"enable_thinking": self.thinking != "off"} if self.thinking else {}
+        if self.thinking is None:
+            return {}
+        return {"enable_thinking": self.thinking != "off"}
 
 
 THINKING = ("show", "fold", "off")
@@ -191,6 +195,18 @@ class RankOptions:
 def add_model_arguments(parser, cache: str = "dict") -> None:
     """The flags of ModelOptions, CacheOptions and RankOptions. `cache`: the default of --cache."""
     group = parser.add_argument_group("model")
+    _add_weight_arguments(group)
+    _add_cache_arguments(group, cache)
+    group.add_argument("--offline", action="store_true", help="never ask the network")
+    group.add_argument(
+        "--check-finite",
+        action="store_true",
+        help="refuse weights that hold NaN or infinity: reads them all first, 0.1 to 0.2 s per GB "
+        "in memory",
+    )
+
+
+def _add_weight_arguments(group) -> None:
     group.add_argument(
         "-m",
         "--model",
@@ -220,6 +236,9 @@ def add_model_arguments(parser, cache: str = "dict") -> None:
         type=integer(1, 4096),
         help=THREADS,
     )
+
+
+def _add_cache_arguments(group, cache: str) -> None:
     group.add_argument(
         "--cache",
         metavar="KIND",
@@ -239,13 +258,6 @@ def add_model_arguments(parser, cache: str = "dict") -> None:
         type=integer(1, 1024),
         help="split each layer over N processes of this machine (torchrun starts them on several; "
         "docs/parallel.md)",
-    )
-    group.add_argument("--offline", action="store_true", help="never ask the network")
-    group.add_argument(
-        "--check-finite",
-        action="store_true",
-        help="refuse weights that hold NaN or infinity: reads them all first, 0.1 to 0.2 s per GB "
-        "in memory",
     )
 
 
@@ -329,7 +341,7 @@ def add_sampling_arguments(parser) -> None:
         flags = [*short.get(name, []), "--" + name.replace("_", "-")]
         group.add_argument(
             *flags,
-            metavar="N" if name != "temperature" else "T",
+            metavar="T" if name == "temperature" else "N",
             type=setting(name),
             help=RANGES[name].help + default.get(name, ""),
         )
@@ -389,21 +401,16 @@ def beam_options(args) -> BeamOptions | None:
                 "--length-penalty is part of beam search", "add --beams 4, or leave it out"
             )
         return None
-    shaping = {
-        "temperature": args.temperature,
-        "top_k": args.top_k,
-        "top_p": args.top_p,
-        "min_p": args.min_p,
-        "seed": args.seed,
-    }
-    for name, value in shaping.items():
-        refuse_draw(name, value, "--" + name.replace("_", "-"))
+    for name in NO_DRAW:
+        refuse_draw(name, getattr(args, name), "--" + name.replace("_", "-"))
     for flag, given in (("--stop", args.stop), ("--speculate", args.speculate)):
         if given:
             raise NanoKVError(
                 f"{flag} works on a stream of tokens, and beams have none", f"leave out {flag}"
             )
-    return BeamOptions(args.beams, 1.0 if args.length_penalty is None else args.length_penalty)
+    if args.length_penalty is None:
+        return BeamOptions(args.beams)
+    return BeamOptions(args.beams, args.length_penalty)
 
 
 NO_DRAW: dict[str, tuple] = {  # a setting of sampling → the values with which nothing is sampled

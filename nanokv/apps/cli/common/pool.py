@@ -75,5 +75,7 @@ def sized(cache: CacheOptions, command: str) -> CacheOptions:
 def affordable(loaded: Loaded, page: int) -> int | None:
     """Pages that fit into half of the free memory, at least 1; None: free memory is unknown."""
     free = available_memory(loaded.device)
+    if free is None:
+        return None
     page_bytes = page * kv_bytes_per_token(loaded.config, loaded.dtype.itemsize)
-    return None if free is None else max(1, free // 2 // loaded.ranks.local // page_bytes)
+    return max(1, free // 2 // loaded.ranks.local // page_bytes)

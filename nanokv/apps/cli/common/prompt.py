@@ -92,9 +92,12 @@ def read_prompt(options: PromptOptions, output: OutputOptions, example: str) -> 
         raise NanoKVError(
             "the prompt is given twice: as an argument and with -p", "leave one of them out"
         )
-    text = options.argument if options.flag is None else options.flag
     wants_stdin = options.argument == "-"
-    parts = [] if text in (None, "-") else [clean(text)]
+    parts = []
+    if options.flag not in (None, "-"):
+        parts.append(clean(options.flag))
+    elif options.flag is None and options.argument not in (None, "-"):
+        parts.append(clean(options.argument))
     if options.file is not None:
         name = terminal.sanitize_line(options.file)
         parts.append(read_prompt_bytes(options.file.read_bytes(), name).removesuffix("\n"))
@@ -102,9 +105,8 @@ def read_prompt(options: PromptOptions, output: OutputOptions, example: str) -> 
     if piped and (wants_stdin or options.file is None):
         parts.append(read_stdin(output).removesuffix("\n"))
     if not parts:
-        raise NanoKVError(
-            "no prompt", f"{example}, or pipe it: cat notes.txt | {' '.join(example.split()[:2])} -"
-        )
+        command = " ".join(example.split()[:2])
+        raise NanoKVError("no prompt", f"{example}, or pipe it: cat notes.txt | {command} -")
     prompt = "\n\n".join(part for part in parts if part)
     if not prompt or (options.chat and not prompt.strip()):
         raise NanoKVError("the prompt is empty", example)
@@ -126,25 +128,32 @@ def read_stdin(output: OutputOptions) -> str:
 
 def encode(options: PromptOptions, loaded: Loaded, prompt: str) -> list[int]:
     """Prompt → ids, through the template or raw. NanoKVError for a typed control token."""
-    tokenizer, template = loaded.tokenizer, options.template
+    tokenizer = loaded.tokenizer
+    template = options.template
     for text in (prompt, template.system or ""):
         refuse_special(text, tokenizer, template.allow_special)
     if not templated(options, tokenizer):
-        without = "leave out --raw" if options.raw else f"{loaded.name} has none"
-        for flag, given in (
-            ("--system", template.system),
-            ("--thinking", template.thinking),
-            ("--chat-template", template.choice),
-        ):
-            if given:
-                raise NanoKVError(
-                    f"{flag} needs a chat template", f"{without}, or leave {flag} out"
-                )
+        refuse_template_flags(options, loaded)
         return tokenizer.encode(prompt, add_special_tokens=True)
     if not prompt.strip():
         raise NanoKVError("the prompt is empty", "--raw continues blanks")
     said = messages(options, prompt)
     return tokenizer.encode(tokenizer.render(said, add_generation_prompt=True, **template.values()))
+
+
+def refuse_template_flags(options: PromptOptions, loaded: Loaded) -> None:
+    """NanoKVError for a flag that needs a chat template, beside a prompt that goes without."""
+    remedy = f"{loaded.name} has none"
+    if options.raw:
+        remedy = "leave out --raw"
+    flags = {
+        "--system": options.template.system,
+        "--thinking": options.template.thinking,
+        "--chat-template": options.template.choice,
+    }
+    for flag, value in flags.items():
+        if value:
+            raise NanoKVError(f"{flag} needs a chat template", f"{remedy}, or leave {flag} out")
 
 
 def templated(options: PromptOptions, tokenizer) -> bool:
@@ -154,7 +163,9 @@ def templated(options: PromptOptions, tokenizer) -> bool:
 
 def form(options: PromptOptions, tokenizer) -> str:
     """The form of the prompt, for the status line."""
-    return "chat template" if templated(options, tokenizer) else "raw text"
+    if templated(options, tokenizer):
+        return "chat template"
+    return "raw text"
 
 
 def answer(options: PromptOptions, loaded: Loaded, ids: list[int], text: str) -> dict:
@@ -166,9 +177,11 @@ def answer(options: PromptOptions, loaded: Loaded, ids: list[int], text: str) ->
 
 def messages(options: PromptOptions, prompt: str) -> list[dict]:
     """The messages for the template: the system prompt, if there is one, and the prompt."""
-    said = options.template.system
-    system = [{"role": "system", "content": clean(said)}] if said else []
-    return [*system, {"role": "user", "content": prompt}]
+    found = []
+    if options.template.system:
+        found.append({"role": "system", "content": clean(options.template.system)})
+    found.append({"role": "user", "content": prompt})
+    return found
 
 
 def room(wanted: int, loaded: Loaded, ids: list[int]) -> int:
@@ -177,7 +190,9 @@ def room(wanted: int, loaded: Loaded, ids: list[int]) -> int:
     left = loaded.context - len(ids) + 1
     if left < 1:
         limit = loaded.config.max_position_embeddings
-        hint = f"--context {limit} allows more" if loaded.context < limit else "shorten the prompt"
+        hint = "shorten the prompt"
+        if loaded.context < limit:
+            hint = f"--context {limit} allows more"
         raise ContextError(
             f"the prompt has {len(ids):,} tokens, the context {loaded.context:,}", hint
         )

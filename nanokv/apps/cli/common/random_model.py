@@ -53,14 +53,42 @@ def load_random(model: ModelOptions, cache: CacheOptions, ranks: Ranks = ALONE) 
 
 
 def _build(wanted: ModelOptions, cache: CacheOptions, ranks: Ranks) -> Loaded:
-    start, name = time.perf_counter(), wanted.source
+    start = time.perf_counter()
     check_device(wanted.device)
-    config = RANDOM[name]
     ranks.hear()  # the other ranks wait here until rank 0 has asked its questions
-    dtype_name = config.torch_dtype if wanted.dtype == "auto" else wanted.dtype
-    plan = Plan(
-        name,
-        name,
+    plan = plan_random(wanted, cache, ranks)
+    check_address_space()
+    import torch
+
+    if ranks.size == 1:  # the parts of several ranks are made on the CPU
+        plan = replace(plan, device=find_device(wanted.device))
+    check_memory(plan, available_memory(plan.device))
+    torch.set_num_threads(plan.threads)
+    dtype = getattr(torch, plan.dtype_name)
+    if ranks.size == 1:
+        from nanokv.loading import random_model
+
+        model = random_model(plan.config, dtype, plan.device)
+    else:
+        from nanokv.parallel.shards import random_shard
+
+        model = random_shard(plan.config, ranks, dtype)
+        ranks.meet()
+    known = vars(plan) | {"config": model.config}
+    return Loaded(
+        **known, model=model, tokenizer=None, dtype=dtype, load_s=time.perf_counter() - start
+    )
+
+
+def plan_random(wanted: ModelOptions, cache: CacheOptions, ranks: Ranks) -> Plan:
+    """The plan of a random model on the CPU."""
+    config = RANDOM[wanted.source]
+    dtype_name = wanted.dtype
+    if dtype_name == "auto":
+        dtype_name = config.torch_dtype
+    return Plan(
+        wanted.source,
+        wanted.source,
         Path("."),
         config,
         dtype_name,
@@ -70,25 +98,4 @@ def _build(wanted: ModelOptions, cache: CacheOptions, ranks: Ranks) -> Loaded:
         cache.name,
         cache.options,
         ranks=ranks,
-    )
-    check_address_space()
-    import torch
-
-    if ranks.size == 1:  # parts of a model are drawn on the CPU
-        plan = replace(plan, device=find_device(wanted.device))
-    check_memory(plan, available_memory(plan.device))
-    torch.set_num_threads(plan.threads)
-    dtype = getattr(torch, dtype_name)
-    if ranks.size == 1:
-        from nanokv.loading import random_model
-
-        model = random_model(config, dtype, plan.device)
-    else:
-        from nanokv.parallel.shards import random_shard
-
-        model = random_shard(config, ranks, dtype)
-        ranks.meet()
-    known = vars(plan) | {"config": model.config}
-    return Loaded(
-        **known, model=model, tokenizer=None, dtype=dtype, load_s=time.perf_counter() - start
     )

@@ -44,8 +44,11 @@ ALIKE = (  # flags that shape a forward
 def run(module, args, words) -> int:
     """Run the command, in this process or on several ranks, and return its exit code."""
     if "tensor_parallel" not in args:
-        return 0 if rank() else module.run(args)  # a command without this flag runs on rank 0
-    wanted, size = rank_options(args).tensor_parallel, rank_count()
+        if rank():  # a command without this flag runs on rank 0 only
+            return 0
+        return module.run(args)
+    wanted = rank_options(args).tensor_parallel
+    size = rank_count()
     count = max(wanted or 1, size)
     if count == 1:
         return module.run(args)
@@ -64,8 +67,9 @@ def run(module, args, words) -> int:
         work = partial(module.run, args, ranks)
         if not ranks.rank:
             return lead(ranks, work)
-        same = module.RANKS == "alike"
-        return follow(ranks, partial(alike, ranks, work) if same else partial(led, ranks, given))
+        if module.RANKS == "alike":
+            return follow(ranks, partial(alike, ranks, work))
+        return follow(ranks, partial(led, ranks, given))
 
 
 def options_of(module, args, count: int):
@@ -74,7 +78,8 @@ def options_of(module, args, count: int):
         name = module.__name__.rpartition(".")[2]
         raise NanoKVError(
             f"nanokv {name} runs in one process",
-            "leave out torchrun and --tensor-parallel; generate, chat, batch, serve and bench take them",
+            "leave out torchrun and --tensor-parallel; "
+            "generate, chat, batch, serve and bench take them",
         )
     given = module.command_options(args)
     if hasattr(module, "check_ranks"):
@@ -171,7 +176,9 @@ def timeout() -> float:
     from nanokv.parallel.group import TIMEOUT_S
 
     text = environment(TIMEOUT)
+    if text is None:
+        return TIMEOUT_S
     try:
-        return TIMEOUT_S if text is None else real(0, 86_400, above=True)(text)
+        return real(0, 86_400, above=True)(text)
     except Exception as error:
         raise NanoKVError(f"{TIMEOUT}: {error}", f"unset {TIMEOUT}") from None

@@ -22,30 +22,34 @@ def generation_type(how, loaded):
     if how is None:
         return loaded.leading(Generation)
     kind, value = how
-    make = {
-        "ngram": lambda: speculative.PromptLookup(value),
-        "early-exit": lambda: speculative.EarlyExit(loaded.model, value),
-        "draft": lambda: speculative.DraftModel(load_draft(value, loaded)),
-    }[kind]
-    return loaded.leading(partial(speculative.Speculation, draft=make()))
+    if kind == "ngram":
+        draft = speculative.PromptLookup(value)
+    elif kind == "early-exit":
+        draft = speculative.EarlyExit(loaded.model, value)
+    else:
+        draft = speculative.DraftModel(load_draft(value, loaded))
+    return loaded.leading(partial(speculative.Speculation, draft=draft))
 
 
 def memory(how, plan) -> int:
     """Bytes of speculation beside the model: a draft model's weights, and the draft's cache."""
-    kind, value = how or (None, None)
-    if kind not in ("draft", "early-exit"):
+    if how is None:
         return 0
-    itemsize, weights = ITEMSIZE[plan.dtype_name], 0
+    kind, value = how
+    itemsize = ITEMSIZE[plan.dtype_name]
     if kind == "draft":
         import weights_loader
 
         config = Config.from_folder(weights_loader.resolve(value))
         weights = weight_bytes(config, itemsize)
-    else:
-        config = replace(plan.config, num_hidden_layers=min(value, plan.config.num_hidden_layers))
-    return weights + kv_bytes(
-        config, min(plan.context, config.max_position_embeddings), 1, itemsize
-    )
+    elif kind == "early-exit":
+        layers = min(value, plan.config.num_hidden_layers)
+        config = replace(plan.config, num_hidden_layers=layers)
+        weights = 0
+    else:  # ngram needs neither weights nor a cache
+        return 0
+    tokens = min(plan.context, config.max_position_embeddings)
+    return weights + kv_bytes(config, tokens, 1, itemsize)
 
 
 def load_draft(source: str, loaded):
@@ -54,19 +58,25 @@ def load_draft(source: str, loaded):
     from nanokv.loading import load
 
     model, tokenizer = load(source, dtype=loaded.dtype, device=loaded.device)
-    mine, theirs = loaded.tokenizer, tokenizer
-    if (mine.vocab_size, mine.special_tokens) != (theirs.vocab_size, theirs.special_tokens):
+    target = loaded.tokenizer
+    if (
+        tokenizer.vocab_size != target.vocab_size
+        or tokenizer.special_tokens != target.special_tokens
+    ):
         raise NanoKVError(
-            f"--speculate draft:{sanitize_line(source)} has another vocabulary ({theirs.vocab_size:,} tokens) "
-            f"than the model ({mine.vocab_size:,} tokens)",
+            f"--speculate draft:{sanitize_line(source)} has another vocabulary "
+            f"({tokenizer.vocab_size:,} tokens) than the model ({target.vocab_size:,} tokens)",
             "a smaller checkpoint of the same family, or --speculate ngram",
         )
-    return optimize(model) if loaded.code.fast and not model.config.experts else model
+    if loaded.code.fast and not model.config.experts:
+        return optimize(model)
+    return model
 
 
 def status(summary: dict) -> list[str]:
     """[`31 of 40 guesses right (78%), 31 forwards saved`], or [] without speculation."""
     if not summary:
         return []
-    right = f"{summary['accepted']:,} of {summary['proposed']:,} guesses right ({summary['acceptance_rate']:.0%})"
-    return [f"{right}, {summary['forwards_saved']:,} forwards saved"]
+    right = f"{summary['accepted']:,} of {summary['proposed']:,} guesses right"
+    rate = f"{summary['acceptance_rate']:.0%}"
+    return [f"{right} ({rate}), {summary['forwards_saved']:,} forwards saved"]

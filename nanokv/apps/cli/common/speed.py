@@ -21,6 +21,7 @@ from nanokv.errors import ConfigError, NanoKVError
 from nanokv.fast import building
 
 NEXT_START = "kernels are being built for the next start"
+NO_MEMORY = "no memory to fuse weights"
 GRAPHS = "CUDA graphs"  # the banner's text on a GPU
 
 
@@ -45,7 +46,8 @@ def check(wanted: SpeedOptions | None, ranks: int) -> None:
         )
     if ranks > 1:
         raise NanoKVError(
-            f"{flag} with --tensor-parallel: the kernels compute with whole weights, a rank has parts",
+            f"{flag} with --tensor-parallel: "
+            "the kernels compute with whole weights, a rank has parts",
             f"leave out {flag}",
         )
 
@@ -66,14 +68,23 @@ def choose(plan, wanted: SpeedOptions | None, fits) -> Choice:
     if wanted.fast or wanted.quantize:
         text = " ".join(filter(None, ("fast", wanted.quantize)))
         return Choice(True, text, requested=True, quantize=wanted.quantize)
-    why = unusable(plan) or ("" if fits(fusing_bytes(plan)) else "no memory to fuse weights")
+    why = unusable(plan)
+    if not why and not fits(fusing_bytes(plan)):
+        why = NO_MEMORY
     if not why:
-        found = building.state()
-        why = found.why
-        if found.missing and building.mode() == "on":
-            building.begin()
-            why = NEXT_START
-    return Choice(False, f"plain ({why})") if why else Choice(True, "fast kernels")
+        why = not_built()
+    if why:
+        return Choice(False, f"plain ({why})")
+    return Choice(True, "fast kernels")
+
+
+def not_built() -> str:
+    """The reason why no kernels are built, or "". Starts a background build if that is allowed."""
+    found = building.state()
+    if found.missing and building.mode() == "on":
+        building.begin()
+        return NEXT_START
+    return found.why
 
 
 def choose_on_gpu(plan, wanted: SpeedOptions, fits) -> Choice:
@@ -87,12 +98,16 @@ def choose_on_gpu(plan, wanted: SpeedOptions, fits) -> Choice:
 
     if wanted.quantize:
         raise NanoKVError(
-            f"--quantize {wanted.quantize} on {plan.device}: products of {wanted.quantize} codes are for CPUs",
+            f"--quantize {wanted.quantize} on {plan.device}: "
+            f"products of {wanted.quantize} codes are for CPUs",
             "leave out --quantize, or --device cpu",
         )
-    why = "experts" if plan.config.experts else ""
-    why = why or gpu.missing(plan.device, getattr(torch, plan.dtype_name))
-    why = why or ("" if fits(fusing_bytes(plan)) else "no memory to fuse weights")
+    if plan.config.experts:
+        why = "experts"
+    else:
+        why = gpu.missing(plan.device, getattr(torch, plan.dtype_name))
+    if not why and not fits(fusing_bytes(plan)):
+        why = NO_MEMORY
     if why and wanted.fast:
         raise NanoKVError(f"--fast on {plan.device}: {why}", "leave out --fast")
     if why:
@@ -121,7 +136,9 @@ def unusable(plan) -> str:
         return f"kernels are for CPUs, this is {plan.device.partition(':')[0]}"
     if plan.dtype_name not in ("float32", "bfloat16"):
         return f"no kernels for {plan.dtype_name}"
-    return "no kernels for experts" if plan.config.experts else ""
+    if plan.config.experts:
+        return "no kernels for experts"
+    return ""
 
 
 def fusing_bytes(plan) -> int:

@@ -70,14 +70,17 @@ class Sanitizer:
 
     def put(self, text: str) -> str:
         """The sanitized chunk, without a \\r at its end."""
-        text, self._held = self._held + text, ""
+        text = self._held + text
+        self._held = ""
         if text.endswith("\r"):
-            text, self._held = text[:-1], "\r"
+            text = text[:-1]
+            self._held = "\r"
         return sanitize(text)
 
     def flush(self) -> str:
         """The \\r that is still held at the end of the stream, or ""."""
-        text, self._held = self._held, ""
+        text = self._held
+        self._held = ""
         return sanitize(text)
 
 
@@ -92,8 +95,10 @@ def prepare_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         # A stream is None when its descriptor is closed, and a plain buffer in tests.
         if hasattr(stream, "reconfigure"):
-            keep = stream.isatty() or os.environ.get("PYTHONIOENCODING")
-            stream.reconfigure(encoding=None if keep else "utf-8", errors="replace")
+            if stream.isatty() or os.environ.get("PYTHONIOENCODING"):
+                stream.reconfigure(errors="replace")
+            else:
+                stream.reconfigure(encoding="utf-8", errors="replace")
 
 
 def is_tty(stream) -> bool:
@@ -138,13 +143,14 @@ def write_err(text: str) -> None:
 
 def notice(text: str, output) -> None:
     """One dim line on stderr, unless --quiet. On a narrow terminal it breaks at ` · `."""
-    if not output.quiet:
-        style, width = Style(sys.stderr, output.color), layout.columns(sys.stderr, None)
-        indent = text[: len(text) - len(text.lstrip(" "))]
-        lines = layout.joined(message_line(text.lstrip(" ")).split(" · "), width, indent).split(
-            "\n"
-        )
-        write_err("".join(style.dim(line) + "\n" for line in lines))
+    if output.quiet:
+        return
+    style = Style(sys.stderr, output.color)
+    content = text.lstrip(" ")
+    indent = text.removesuffix(content)
+    parts = message_line(content).split(" · ")
+    wrapped = layout.joined(parts, layout.columns(sys.stderr, None), indent)
+    write_err("".join(style.dim(line) + "\n" for line in wrapped.split("\n")))
 
 
 def warning(text: str) -> None:
@@ -154,8 +160,9 @@ def warning(text: str) -> None:
 
 def write_line(line: str) -> None:
     """One line to stderr. A pipe or a file gets one line; a terminal breaks it between words."""
-    width = layout.columns(sys.stderr) if is_tty(sys.stderr) else None
-    write_err(layout.paragraph(line, width, rest="  ") + "\n")
+    if is_tty(sys.stderr):
+        line = layout.paragraph(line, layout.columns(sys.stderr), rest="  ")
+    write_err(line + "\n")
 
 
 @contextmanager
@@ -230,7 +237,9 @@ class Style:
     def __getattr__(self, name: str):
         if name not in Style.CODES:
             raise AttributeError(name)
-        return lambda text: f"\x1b[{Style.CODES[name]}m{text}\x1b[0m" if self.enabled else text
+        if not self.enabled:
+            return lambda text: text
+        return lambda text: f"\x1b[{Style.CODES[name]}m{text}\x1b[0m"
 
 
 def use_color(stream, when: str = "auto") -> bool:
@@ -253,22 +262,29 @@ def bytes_text(count: float) -> str:
         if count < 999.5 or unit == "PB":
             break
         count /= 1000
-    if unit == "B":
-        return f"{count:.0f} B"
-    return f"{count:.{2 if count < 9.995 else 1 if count < 99.95 else 0}f} {unit}"
+    if unit == "B" or count >= 99.95:
+        return f"{count:.0f} {unit}"
+    if count >= 9.995:
+        return f"{count:.1f} {unit}"
+    return f"{count:.2f} {unit}"
 
 
 def held_text(used: int, held: int) -> str:
     """Bytes in use, and the bytes reserved if they are more: 641 kB (1.18 MB reserved)."""
-    text, reserved = bytes_text(used), bytes_text(held)
-    return text if text == reserved else f"{text} ({reserved} reserved)"
+    text = bytes_text(used)
+    reserved = bytes_text(held)
+    if text == reserved:
+        return text
+    return f"{text} ({reserved} reserved)"
 
 
 def seconds_text(seconds: float) -> str:
     """21 ms, 1.24 s, 83 s."""
     if seconds < 0.9995:
         return f"{seconds * 1000:.0f} ms"
-    return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.0f} s"
+    if seconds < 9.995:
+        return f"{seconds:.2f} s"
+    return f"{seconds:.0f} s"
 
 
 # --- signals --------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ import sys
 from nanokv.apps.cli.common.terminal import sanitize_line
 from nanokv.errors import NanoKVError
 
+SURROGATE = re.compile("[\ud800-\udfff]")
+
 
 def read_prompt_bytes(data: bytes, where: str) -> str:
     """Strict UTF-8 → text without BOM, with \\n line ends. NanoKVError: `where`, and the byte."""
@@ -45,19 +47,20 @@ def check_argument(text: str, where: str) -> str:
 
     Python passes such bytes as surrogates (PEP 383); tokenizers would raise a TypeError later.
     """
-    for position, character in enumerate(text):
-        if 0xD800 <= ord(character) <= 0xDFFF:
-            byte = (
-                f"byte 0x{ord(character) - 0xDC00:02x}"
-                if ord(character) >= 0xDC80
-                else "a lone surrogate"
-            )
-            before = len(text[:position].encode())
-            raise NanoKVError(
-                f"{where} is not UTF-8: {byte} at position {before}, after {sanitize_line(text[:position][-20:])!r}",
-                "pass it through --file or a pipe in UTF-8",
-            )
-    return text
+    found = SURROGATE.search(text)
+    if found is None:
+        return text
+    before = text[: found.start()]
+    position = len(before.encode())
+    code = ord(found[0])
+    byte = "a lone surrogate"
+    if code >= 0xDC80:
+        byte = f"byte 0x{code - 0xDC00:02x}"
+    raise NanoKVError(
+        f"{where} is not UTF-8: {byte} at position {position}, "
+        f"after {sanitize_line(before[-20:])!r}",
+        "pass it through --file or a pipe in UTF-8",
+    )
 
 
 def find_special(text: str, tokenizer) -> str | None:
@@ -67,7 +70,9 @@ def find_special(text: str, tokenizer) -> str | None:
 
 def refuse_special(text: str, tokenizer, allow: bool) -> None:
     """NanoKVError if the text spells out a control token such as <|im_end|>, unless `allow`."""
-    token = None if allow else find_special(text, tokenizer)
+    if allow:
+        return
+    token = find_special(text, tokenizer)
     if token is not None:
         raise NanoKVError(
             f"message contains {token}, a control token",
@@ -99,4 +104,6 @@ def _finite(value):
         return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

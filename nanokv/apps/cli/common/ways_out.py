@@ -14,30 +14,46 @@ REPORT = "this is a bug in nanokv, please report it"
 
 def report(error: BaseException, words: list[str]) -> int:
     """Print the error and its hint, after a traceback if --debug; return the exit code."""
-    debug = "--debug" in words or environment("NANOKV_DEBUG") not in (None, "0")
-    colors = [*pairwise(words), *(tuple(word.split("=", 1)) for word in words)]
-    when = next((word for word in ("always", "never") if ("--color", word) in colors), "auto")
     if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else int(bool(error.code))
+        if isinstance(error.code, int):
+            return error.code
+        return int(bool(error.code))
     if isinstance(error, BrokenPipeError):
         return 141
     if interrupted(error):
-        terminal.write_err("\n" if terminal.is_tty(sys.stderr) else "")
+        if terminal.is_tty(sys.stderr):
+            terminal.write_err("\n")
         return 130
+    debug = "--debug" in words or environment("NANOKV_DEBUG") not in (None, "0")
     if debug:
-        import traceback
-
-        shown = traceback.TracebackException.from_exception(error)
-        shown.__notes__ = []  # the hint is printed below
-        terminal.write_err(terminal.sanitize("".join(shown.format())))
+        print_traceback(error)
     known = describe(error)
-    if known is None:
-        hint = REPORT if debug else f"{REPORT} with the output of the same command and --debug"
-        known = f"{type(error).__name__}: {error}", hint
-        show_error(*known, when=when)
-        return 1
-    show_error(*known, when=when)
-    return 2
+    if known is not None:
+        show_error(*known, when=color_choice(words))
+        return 2
+    hint = REPORT
+    if not debug:
+        hint += " with the output of the same command and --debug"
+    show_error(f"{type(error).__name__}: {error}", hint, color_choice(words))
+    return 1
+
+
+def color_choice(words: list[str]) -> str:
+    """The value of --color among words that may not have been parsed."""
+    flags = [*pairwise(words), *(tuple(word.split("=", 1)) for word in words)]
+    for choice in ("always", "never"):
+        if ("--color", choice) in flags:
+            return choice
+    return "auto"
+
+
+def print_traceback(error: BaseException) -> None:
+    """The traceback on stderr, control characters made visible."""
+    import traceback
+
+    shown = traceback.TracebackException.from_exception(error)
+    shown.__notes__ = []  # the hint is printed below it
+    terminal.write_err(terminal.sanitize("".join(shown.format())))
 
 
 def interrupted(error) -> bool:
@@ -59,26 +75,35 @@ def describe(error: BaseException) -> tuple[str, str] | None:
         return str(error), getattr(error, "hint", "")
     if isinstance(error, MemoryError) or _is_torch_memory(error):
         return "out of memory", "a smaller --context, --dtype bfloat16, or -m tiny"
-    if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith(
-        ("nanokv", "weights_loader")
-    ):
-        return f"the package {error.name} is not installed", installing.hint([error.name])
-    if isinstance(error, ImportError) and not (error.name or "").startswith(
-        ("nanokv", "weights_loader")
-    ):
-        full = (
-            "failed to map segment" in str(error) or "cannot allocate memory" in str(error).lower()
-        )
-        return (
-            f"an import failed: {error}",
-            "more memory: ulimit -v unlimited" if full else "install it again with pip",
-        )
+    if isinstance(error, ImportError):
+        return _of_import(error)
     if isinstance(error, OSError):
-        reason = error.strerror or str(error) or type(error).__name__
-        place = f"{error.filename}: " if error.filename is not None else ""
-        hint = "free some space on that disk" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-        return f"{place}{reason}", hint
+        return _of_system(error)
     return None
+
+
+def _of_import(error: ImportError) -> tuple[str, str] | None:
+    """For a package that is missing or broken; None for a module of ours."""
+    name = error.name or ""
+    if name.startswith(("nanokv", "weights_loader")):
+        return None
+    if isinstance(error, ModuleNotFoundError):
+        return f"the package {error.name} is not installed", installing.hint([name])
+    text = str(error).lower()
+    hint = "install it again with pip"
+    if "failed to map segment" in text or "cannot allocate memory" in text:
+        hint = "more memory: ulimit -v unlimited"
+    return f"an import failed: {error}", hint
+
+
+def _of_system(error: OSError) -> tuple[str, str]:
+    message = error.strerror or str(error) or type(error).__name__
+    if error.filename is not None:
+        message = f"{error.filename}: {message}"
+    hint = ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        hint = "free some space on that disk"
+    return message, hint
 
 
 def _is_torch_memory(error: BaseException) -> bool:

@@ -37,16 +37,26 @@ class WordWrap:
     def __init__(self, write: Callable[[str], None], columns: Callable[[], int]):
         import wcwidth  # 16 ms, only for terminals
 
-        self.write, self.columns, self.width_of = write, columns, wcwidth.wcwidth
-        self.width, self.line, self.blanks, self.out = columns(), 0, "", []
-        self.word, self.cells, self.shown = "", 0, 0
+        self.write = write
+        self.columns = columns
+        self.width_of = wcwidth.wcwidth
+        self.width = columns()
+        self.line = 0
+        self.blanks = ""
+        self.out: list[str] = []  # the output of this piece
+        self.word = ""
+        self.cells = 0
+        self.shown = 0
         self.long = False  # the word is wider than the terminal, so the terminal breaks it
-        self.start, self.fenced = "", False  # how this line of the text begins; in a code block?
+        self.start = ""  # the first characters of this line of the text
+        self.fenced = False  # inside a code block
 
     def __call__(self, piece: str) -> None:
-        if (width := self.columns()) != self.width:  # the terminal has broken its lines again
+        width = self.columns()
+        if width != self.width:  # the terminal was resized and has broken its lines again
             self._end_word()
-            self.width, self.line = width, self.line % width
+            self.width = width
+            self.line %= width
         for character in piece:
             self._put(character)
         self._write_word()
@@ -80,33 +90,45 @@ class WordWrap:
         """The first character of a word: after the blanks, or on a new line."""
         behind = self.line
         for blank in self.blanks:
-            behind += TAB - behind % TAB if blank == "\t" else 1
+            if blank == "\t":
+                behind += TAB - behind % TAB
+            else:
+                behind += 1
         cells = self._cells(character)
         if self.line and behind + cells >= self.width:
             self._break()
         else:
             self.out.append(self.blanks)
             self.line = behind
-        self.blanks, self.word, self.cells = "", character, cells
+        self.blanks = ""
+        self.word = character
+        self.cells = cells
 
     def _grow(self, character: str) -> None:
         """One more character of the word. A word that no longer fits moves to the next line."""
         cells = self._cells(character)
         if self.line + self.cells + cells >= self.width and not self.long:
             if self.line:
-                taken = self._cells(self.word[: self.shown])
-                self.out += [f"\x1b[{taken}D\x1b[K"] if taken else []
-                self._break()
-                self.shown = 0
+                self._move_word()
             else:
                 self._write_word()
-                self.line, self.cells, self.long = self.cells, 0, True
+                self.line = self.cells
+                self.cells = 0
+                self.long = True
         if self.long:
             self.out.append(character)
             self.line += cells
         else:
             self.word += character
             self.cells += cells
+
+    def _move_word(self) -> None:
+        """Erase the characters of the word that are written, and begin a new line."""
+        written = self._cells(self.word[: self.shown])
+        if written:
+            self.out.append(f"\x1b[{written}D\x1b[K")
+        self._break()
+        self.shown = 0
 
     def _break(self) -> None:
         self.out.append("\n")
@@ -121,7 +143,10 @@ class WordWrap:
         self.line += self.cells
         if self.long:
             self.line = self.line % self.width or self.width
-        self.word, self.cells, self.shown, self.long = "", 0, 0, False
+        self.word = ""
+        self.cells = 0
+        self.shown = 0
+        self.long = False
 
     def _end_line(self) -> None:
         self._end_word()
