@@ -16,14 +16,17 @@ import torch
 
 from nanokv.lab.bench.runners import Ours
 
-SETTLE, READ = 0.4, 0.5  # seconds of decoding before a reading, and at least of one
+SETTLE = 0.4  # seconds of decoding before a reading
+READ = 0.5  # seconds of a reading, at least
 
 
 class Beside:
     """Tokens per second of each round, one list per situation."""
 
     def __init__(self, runner: Ours, context: int, steps: int):
-        self.runner, self.context, self.steps = runner, context, steps
+        self.runner = runner
+        self.context = context
+        self.steps = steps
         self.alone: list[float] = []
         self.beside: list[float] = []
         self.one_thread: list[float] = []
@@ -53,7 +56,7 @@ class Beside:
     def figures(self) -> dict:
         """Medians. `ratio`: of each round, `beside_tok_s` / `one_thread_tok_s`."""
         ratios = [beside / one for beside, one in zip(self.beside, self.one_thread, strict=True)]
-        runner, median = self.runner, statistics.median
+        runner = self.runner
         return {
             "label": runner.label,
             "weights": runner.weights,
@@ -61,10 +64,10 @@ class Beside:
             "batch": runner.batch,
             "context": self.context,
             "rounds": len(ratios),
-            "alone_tok_s": median(self.alone),
-            "beside_tok_s": median(self.beside),
-            "one_thread_tok_s": median(self.one_thread),
-            "ratio": median(ratios),
+            "alone_tok_s": statistics.median(self.alone),
+            "beside_tok_s": statistics.median(self.beside),
+            "one_thread_tok_s": statistics.median(self.one_thread),
+            "ratio": statistics.median(ratios),
         }
 
 

@@ -30,7 +30,10 @@ FLAGS = {
     "int8": ["--quantize", "int8"],
     "int4": ["--quantize", "int4"],
 }
-WORDS = "the of and to in is you that it he was for on are as with his they at be this have from or one had by".split()
+WORDS = (
+    "the of and to in is you that it he was for on are as with his they at be this have "
+    "from or one had by"
+).split()
 
 
 class Command(Runner):
@@ -64,7 +67,8 @@ class Command(Runner):
         prompt = prompt_text(self.tokenizer, context, seed)
         began = time.perf_counter()
         answer, arrived = self.answered(prompt, [*self.words, "-n", str(steps + 1)], began)
-        speed, tokens = answer["timings"], answer["usage"]
+        speed = answer["timings"]
+        tokens = answer["usage"]
         if tokens["completion_tokens"] != steps + 1:
             raise PeerError(f"{tokens['completion_tokens']} tokens came back, not {steps + 1}")
         decoding = steps / speed["decode_tok_s"]
@@ -163,7 +167,8 @@ def comparison(rows) -> list[dict]:
         key = row.runner.weights, row.runner.cache, row.context
         if key not in own:  # Ctrl-C came before its first round
             continue
-        theirs, ours = row.figures(), own[key].figures()
+        theirs = row.figures()
+        ours = own[key].figures()
         speeds = {name: theirs[name] for name in ("prefill_tok_s", "decode_tok_s")}
         found.append(
             {"weights": theirs["weights"], "cache": theirs["cache"], "context": row.context}

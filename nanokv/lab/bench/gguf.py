@@ -26,9 +26,10 @@ def write(model, path) -> Path:
     writer.add_name("nanokv")
     for key, field in KEYS.items():
         value = getattr(config, field, None)
-        if value is not None:
-            add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
-            add(f"{writer.arch}.{key}", value)
+        if isinstance(value, float):
+            writer.add_float32(f"{writer.arch}.{key}", value)
+        elif value is not None:
+            writer.add_uint32(f"{writer.arch}.{key}", value)
     writer.add_value_length(config.head_dim)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("no_vocab")

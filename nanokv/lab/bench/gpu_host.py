@@ -36,7 +36,8 @@ class Nothing(GpuTransformer):
 
     def run_layers(self, x, rope, cache, attend):
         """Keys and values that nobody wrote."""
-        Hk, D = self.config.num_key_value_heads, self.config.head_dim
+        Hk = self.config.num_key_value_heads
+        D = self.config.head_dim
         for layer in cache:
             layer.append(*x.new_empty(2, len(x), Hk, x.shape[1], D))
         return x
@@ -111,7 +112,8 @@ def tokens(model, kind: str, rows: int) -> Callable[[], object]:
 
 def engine_steps(model, kind: str, rows: int) -> Callable[[], object]:
     """Of an engine all of whose requests decode; every 16th of them gets a page in a step."""
-    new, V = STEPS + 8, model.config.vocab_size
+    V = model.config.vocab_size
+    new = STEPS + 8
     pages = rows * (1 + (PROMPT + new) // 16)
     engine = Engine(model, pages, step_tokens=rows * PROMPT, max_running=rows)
     for b in range(rows):

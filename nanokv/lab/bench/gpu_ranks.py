@@ -38,13 +38,18 @@ from nanokv.parallel.shards import random_shard, split
 from nanokv.parallel.sizes import misfits
 
 SIZES = (2, 4, 8)
-BATCHES, CONTEXTS = (1, 16), (128, 8192)  # of those that the plan has
-PROMPT, STEPS = 24, 8  # of the comparison with one process
+BATCHES = (1, 16)  # of those that the plan has
+CONTEXTS = (128, 8192)  # of those that the plan has
+PROMPT = 24  # tokens of the comparison with one process
+STEPS = 8  # decode steps of the comparison with one process
 
 
 def tensor_parallel(model, plan: Plan, bandwidth: Bandwidth) -> tuple[list[dict], str]:
     """(rows, why there are none). One process, for comparison, then the ranks; a size that fails is a row."""
-    plan, count = selected(plan), 2 if plan.device == "cpu" else torch.cuda.device_count()
+    plan = selected(plan)
+    count = 2
+    if plan.device == "cuda":
+        count = torch.cuda.device_count()
     sizes = [size for size in SIZES if size <= count and not misfits(plan.config, size)]
     if not sizes:
         return [], f"{count} GPU here: a model is cut for 2 at least"
@@ -87,7 +92,8 @@ def faults(rows: list[dict]) -> list[str]:
     for row in rows:
         where = f"{row['ranks']} ranks"
         if "failed" in row:
-            found += [] if "need" in row["failed"] else [f"{where}: {row['failed']}"]
+            if "need" not in row["failed"]:
+                found.append(f"{where}: {row['failed']}")
         elif row["ranks"] > 1:
             if not row["gap"] <= 1e-4:
                 found.append(f"{where}: off by {row['gap']:.1e} of the largest logit")
@@ -99,14 +105,16 @@ def faults(rows: list[dict]) -> list[str]:
     return found
 
 
-# --- one rank ---------------------------------------------------------------------------------------------------------
+# --- one rank ---------------------------------------------------------------------------------
 
 
 class Counted:
     """A group that counts what is sent through it."""
 
     def __init__(self, ranks: group.Group):
-        self.ranks, self.rank, self.size = ranks, ranks.rank, ranks.size
+        self.ranks = ranks
+        self.rank = ranks.rank
+        self.size = ranks.size
         self.clear()
 
     def clear(self) -> None:
@@ -115,7 +123,8 @@ class Counted:
 
     def sum(self, x):
         """As Group.sum."""
-        self.sums, self.summed = self.sums + 1, self.summed + x.nbytes
+        self.sums += 1
+        self.summed += x.nbytes
         return self.ranks.sum(x)
 
     def gather(self, x):
@@ -132,12 +141,17 @@ def main(argv=None) -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--dry-run", action="store_true")
     args = parser.parse_args(argv)
-    plan = selected(SMALL if args.dry_run else FULL)
+    plan = FULL
+    backend = "nccl"
+    if args.dry_run:
+        plan = SMALL
+        backend = "gloo"
+    plan = selected(plan)
     group.end_with_parent()
     try:
         if plan.device == "cuda":
             torch.cuda.set_device(group.number("LOCAL_RANK"))
-        ranks = group.start(backend="gloo" if args.dry_run else "nccl")
+        ranks = group.start(backend=backend)
         rows = measure(plan, ranks)
     except Exception as error:
         if group.number("RANK"):
@@ -153,7 +167,9 @@ def main(argv=None) -> int:
 
 def measure(plan: Plan, ranks: group.Group) -> list[dict]:
     """A row for each batch and context."""
-    counted, bandwidth, rows = Counted(ranks), Bandwidth(plan.device), []
+    counted = Counted(ranks)
+    bandwidth = Bandwidth(plan.device)
+    rows = []
     distance = compared(plan, counted)
     model = random_shard(plan.config, counted, torch.bfloat16, plan.device)
     for batch in plan.batches:
@@ -171,7 +187,8 @@ def measure(plan: Plan, ranks: group.Group) -> list[dict]:
 def compared(plan: Plan, ranks: Counted) -> float:
     """Largest gap between the logits of this part and those of the whole model, fp32: a prefill and some steps."""
     whole = random_model(plan.config, torch.float32, plan.device)
-    ids, logits = random_ids(plan.config, 1, PROMPT + STEPS, plan.device), []
+    ids = random_ids(plan.config, 1, PROMPT + STEPS, plan.device)
+    logits = []
     for model in (whole, split(whole, ranks)):
         cache = make_cache("dict", model.config)
         said = [prefill(model, ids[:, :PROMPT], cache)]

@@ -4,6 +4,7 @@ gpu_ranks.py."""
 import gc
 import statistics
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -34,6 +35,15 @@ ALIGNED = 64  # slots of a slab come in multiples of this
 SPARE = 6 << 30  # bytes of the GPU that are left for activations and the allocator
 
 
+class Requests(NamedTuple):
+    """Random prompts of `shortest` … `longest` tokens, answered with `new` tokens each."""
+
+    count: int
+    shortest: int
+    longest: int
+    new: int
+
+
 @dataclass(frozen=True)
 class Plan:
     """What is run."""
@@ -43,9 +53,7 @@ class Plan:
     batches: tuple[int, ...]
     contexts: tuple[int, ...]  # of decode, the most telling first
     prompts: tuple[int, ...]  # of prefill
-    requests: tuple[
-        int, int, int, int
-    ]  # of the engine: how many, shortest, longest prompt, new tokens
+    requests: Requests  # of the engine
     steps: int  # decode steps a round
     rounds: int
     backend: str = "inductor"
@@ -62,7 +70,7 @@ QUICK = Plan(
     batches=(1, 16),
     contexts=(1024, 8192, 128),
     prompts=(1024, 8192, 128),
-    requests=(64, 8, 512, 64),
+    requests=Requests(64, shortest=8, longest=512, new=64),
     steps=16,
     rounds=3,
 )
@@ -70,18 +78,27 @@ FULL = replace(
     QUICK,
     batches=(1, 4, 16, 64),
     contexts=(128, 1024, 8192, 32_768),
-    requests=(256, 100, 1024, 512),
+    requests=Requests(256, shortest=100, longest=1024, new=512),
     steps=32,
     rounds=5,
 )
-SMALL = Plan(TINY, "cpu", (2,), (24,), (24,), (3, 4, 12, 4), steps=2, rounds=2, backend="eager")
+SMALL = Plan(
+    TINY,
+    "cpu",
+    batches=(2,),
+    contexts=(24,),
+    prompts=(24,),
+    requests=Requests(3, shortest=4, longest=12, new=4),
+    steps=2,
+    rounds=2,
+    backend="eager",
+)
 
 
 def random_ids(config: Config, batch: int, tokens: int, device: str):
     """(B,T) int64, the same on every device."""
-    ids = torch.randint(
-        config.vocab_size, (batch, tokens), generator=torch.Generator().manual_seed(tokens)
-    )
+    generator = torch.Generator().manual_seed(tokens)
+    ids = torch.randint(config.vocab_size, (batch, tokens), generator=generator)
     return ids.to(device)
 
 
@@ -94,9 +111,11 @@ class Nano(Ours):
     """Ours; `backend` given: compiled, and on a GPU a step is one replay of a CUDA graph. The plain model prefills."""
 
     def __init__(self, model, cache: str, batch: int, backend: str | None = None):
+        weights = "compiled" if backend else "plain"
         dtype = model.embed_tokens.weight.dtype
-        super().__init__(model, "compiled" if backend else "plain", cache, {}, batch, dtype)
-        self.plain, self.backend = model, backend
+        super().__init__(model, weights, cache, {}, batch, dtype)
+        self.plain = model
+        self.backend = backend
 
     def start(self, ids, room: int):
         capacity = -(-(ids.shape[1] + room) // ALIGNED) * ALIGNED
@@ -117,10 +136,13 @@ class Peer(Transformers):
 
     def __init__(self, model, cache: str, batch: int, backend: str | None = None):
         super().__init__(model, cache, batch)
-        self.part, self.compiled = part_of(model, batch), None
+        self.part = part_of(model, batch)
+        self.compiled = None
         if backend:
             self.weights += " compiled"
-            how = {"mode": "reduce-overhead"} if backend == "inductor" else {"backend": backend}
+            how = {"backend": backend}
+            if backend == "inductor":
+                how = {"mode": "reduce-overhead"}
             self.compiled = torch_ops.compile_alone(self.model.forward, fullgraph=True, **how)
 
     def forward(self, ids):
@@ -150,7 +172,8 @@ def let_go(plan: Plan) -> None:
 def prefill_row(runner, tokens: int, plan: Plan) -> dict:
     """Seconds of a prompt in an empty cache, median of the rounds after one that warms up; or why there are none."""
     row = {"runner": f"{runner.engine} {runner.weights} {runner.cache}", "tokens": tokens}
-    ids, times = random_ids(plan.config, runner.batch, tokens, plan.device), []
+    ids = random_ids(plan.config, runner.batch, tokens, plan.device)
+    times = []
     try:
         for _ in range(plan.rounds + 1):
             began = now(plan.device)
@@ -175,14 +198,16 @@ def decode_row(runner, context: int, plan: Plan, bandwidth: Bandwidth) -> dict:
     try:
         began = now(plan.device)
         runner.start(random_ids(plan.config, runner.batch, context, plan.device), plan.room)
-        prefill_s, times = now(plan.device) - began, []
+        prefill_s = now(plan.device) - began
         first_s = steps(runner, WARM_UP, plan.device)  # it compiles and records
+        times = []
         for _ in range(plan.rounds):
             times.append(steps(runner, plan.steps, plan.device) / plan.steps)
     # Out of memory, a compiler that gives up: a row of its own.
     except (RuntimeError, NanoKVError) as error:
         return row | {"failed": why(error)}
-    seconds, read = statistics.median(times), runner.step_bytes(context + plan.room // 2)
+    seconds = statistics.median(times)
+    read = runner.step_bytes(context + plan.room // 2)
     bandwidth.probe(read)
     return row | {
         "prefill_s": prefill_s,

@@ -66,7 +66,9 @@ def buffer_bytes(device) -> int:
 
 def device_name(device) -> str | None:
     """What the maker calls this GPU; None for a CPU."""
-    return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else None
+    if torch.device(device).type != "cuda":
+        return None
+    return torch.cuda.get_device_name(device)
 
 
 def device_code(device) -> str:
@@ -96,7 +98,10 @@ def gemm_peak(dtype, device="cpu", repeat: int = 5) -> float:
     where the processor does not multiply bf16."""
     a, b = torch.randn(2, SIDE, SIDE, device=device)
     best = 0.0
-    for each in {dtype, torch.float32} if a.device.type == "cpu" else {dtype}:
+    dtypes = {dtype}
+    if a.device.type == "cpu":
+        dtypes.add(torch.float32)
+    for each in dtypes:
         run = functools.partial(F.linear, a.to(each), b.to(each))
         best = max(best, 2 * SIDE**3 / min(timed(run, repeat, device)))
     return best
@@ -130,8 +135,10 @@ class Others:
         """Cores that others kept busy since the start, on average; None where the system does not say."""
         if self.began is None:
             return None
-        (busy, own, clock), (busy0, own0, clock0) = _busy(self.pids), self.began
-        return max(0.0, (busy - busy0 - (own - own0)) / max(clock - clock0, 1e-9))
+        busy, own, clock = _busy(self.pids)
+        busy0, own0, clock0 = self.began
+        others = (busy - busy0) - (own - own0)
+        return max(0.0, others / max(clock - clock0, 1e-9))
 
 
 def _busy(pids):

@@ -54,7 +54,7 @@ def end_with_parent() -> None:
 
 def reply(out, run, shown=lambda value: value):
     """What `run` returns, or None if it raised; either way the parent gets a line."""
-    value, line = None, {}
+    value = None
     try:
         value = run()
         line = {"answer": shown(value)}
@@ -75,7 +75,7 @@ def bytes_of(peer) -> list[int]:
     return [getattr(peer, "weight_bytes", 0), getattr(peer, "kv_bytes", 0)]
 
 
-# --- what can be made -----------------------------------------------------------------------------------------------
+# --- what can be made -------------------------------------------------------------------------
 
 
 def model_of(folder: str, dtype: str, device: str, threads: int):
@@ -114,7 +114,8 @@ def llama_cpp(path: str, variant: str, context: int, **checkpoint):
     file = Path(path)
     if not file.exists():
         gguf.write(model_of(**checkpoint), file.with_suffix(".half")).rename(file)
-    file = file if variant == "bf16" else gguf.quantize(file, variant)
+    if variant != "bf16":
+        file = gguf.quantize(file, variant)
     return LlamaCpp(
         Config.from_folder(checkpoint["folder"]), file, variant, context, checkpoint["threads"]
     )

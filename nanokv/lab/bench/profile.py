@@ -29,6 +29,7 @@ PRODUCTS = {
     "_linear_pointwise",
 }
 REPEAT = 5
+Floors = dict[str, tuple[float, str]]  # part → (seconds at least, the work in words)
 
 
 @dataclass(frozen=True)
@@ -58,12 +59,12 @@ def phases(
     model, cache_name: str, options: dict, context: int, weight_bytes: int, dtype
 ) -> list[Phase]:
     """The prefill of `context` tokens and one decode step behind them."""
-    config, device = model.config, model.embed_tokens.weight.device
+    config = model.config
+    device = model.embed_tokens.weight.device
     kv = costs.kv_bytes_per_token(config, dtype.itemsize)
     limits = Limits(dtype, device, weight_bytes + context * kv)
-    ids = torch.randint(
-        config.vocab_size, (1, context), generator=torch.Generator().manual_seed(0)
-    ).to(device)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(config.vocab_size, (1, context), generator=generator).to(device)
     cache = make_cache(cache_name, config, capacity=context + 3 * REPEAT, **options)
 
     def fill():
@@ -73,37 +74,53 @@ def phases(
     def step():
         decode(model, ids[:, :1], cache, start_pos=cache.length)
 
-    found = [measure(run, cache, limits) for run in (fill, step)]
-    rate, peak = limits.bandwidth.best(limits.size), limits.peak
-    scores = (
-        2
-        * config.num_hidden_layers
-        * config.num_attention_heads
-        * config.head_dim
-        * context
-        * (context + 1)
-    )
-    flops = costs.prefill_flops(config, context)
-    first = {
-        "weights": ((flops - scores) / peak, f"{(flops - scores) / 1e9:,.1f} GFLOP"),
-        "attention": (scores / peak, f"{scores / 1e9:,.1f} GFLOP"),
-        "cache update": (context * kv / rate, f"{context * kv / 1e6:,.2f} MB written"),
+    filled = measure(fill, cache, limits)
+    stepped = measure(step, cache, limits)
+    prefill_floor = prefill_floors(config, context, kv, limits)
+    decode_floor = decode_floors(weight_bytes, context, kv, limits)
+    return [
+        phase(f"prefill of {context:,} tokens", filled, prefill_floor),
+        phase(f"decode step at {context:,} tokens", stepped, decode_floor),
+    ]
+
+
+def prefill_floors(config, context: int, kv: int, limits: "Limits") -> Floors:
+    """The products at the machine's peak, the writes of the cache at its bandwidth."""
+    heads = config.num_hidden_layers * config.num_attention_heads
+    scores = 2 * heads * config.head_dim * context * (context + 1)  # FLOPs of attention, causal
+    products = costs.prefill_flops(config, context) - scores
+    written = context * kv
+    return {
+        "weights": (products / limits.peak, f"{products / 1e9:,.1f} GFLOP"),
+        "attention": (scores / limits.peak, f"{scores / 1e9:,.1f} GFLOP"),
+        "cache update": (written / limits.rate, f"{written / 1e6:,.2f} MB written"),
     }
-    then = {
-        "weights": (weight_bytes / rate, f"{weight_bytes / 1e6:,.1f} MB read"),
-        "attention": (context * kv / rate, f"{context * kv / 1e6:,.1f} MB read"),
-        "cache update": (kv / rate, f"{kv:,} B written"),
+
+
+def decode_floors(weight_bytes: int, context: int, kv: int, limits: "Limits") -> Floors:
+    """Every byte that a step reads or writes, at the machine's bandwidth."""
+    held = context * kv
+    return {
+        "weights": (weight_bytes / limits.rate, f"{weight_bytes / 1e6:,.1f} MB read"),
+        "attention": (held / limits.rate, f"{held / 1e6:,.1f} MB read"),
+        "cache update": (kv / limits.rate, f"{kv:,} B written"),
     }
-    names = f"prefill of {context:,} tokens", f"decode step at {context:,} tokens"
-    return [phase(*each) for each in zip(names, found, (first, then), strict=True)]
 
 
 class Limits:
     """What the machine can do: its speeds are read before, between and after the measurements, and the best count."""
 
     def __init__(self, dtype, device, size: int):
-        self.dtype, self.device, self.size, self.peak = dtype, device, size, 0.0
+        self.dtype = dtype
+        self.device = device
+        self.size = size
+        self.peak = 0.0  # FLOPs per second
         self.bandwidth = Bandwidth(device)
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second, of a buffer of `size`."""
+        return self.bandwidth.best(self.size)
 
     def read(self) -> None:
         self.bandwidth.probe(self.size)
@@ -112,7 +129,8 @@ class Limits:
 
 def measure(run, cache, limits: Limits) -> tuple[float, dict[str, float]]:
     """(wall time without a profiler, seconds of the parts with one)."""
-    times, spent = [], []
+    times = []
+    spent = []
     for _ in range(REPEAT):
         limits.read()
         times += timed(run, 1)
@@ -121,7 +139,7 @@ def measure(run, cache, limits: Limits) -> tuple[float, dict[str, float]]:
     return statistics.median(times), min(spent, key=lambda parts: sum(parts.values()))
 
 
-def phase(name: str, found: tuple[float, dict[str, float]], floors: dict) -> Phase:
+def phase(name: str, found: tuple[float, dict[str, float]], floors: Floors) -> Phase:
     """The parts beside their floors; what is in no part is the rest."""
     total, spent = found
     parts = [
@@ -139,7 +157,9 @@ def parts_of(run, cache) -> dict[str, float]:
     """Seconds in weights, attention, cache update and what the kernels tell apart, of one run."""
     kernels, _ = native.library()
     # Qkv, attention, o, mlp, head, between.
-    clock = kernels.times().contents if kernels else [0.0] * 6
+    clock = [0.0] * 6
+    if kernels:
+        clock = kernels.times().contents
     clock[:] = [0.0] * 6
     with watched(cache) as update, Clock() as torch_clock:
         run()
@@ -162,7 +182,8 @@ class Clock(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         began = time.perf_counter()
         result = function(*args, **(kwargs or {}))
-        seconds, name = time.perf_counter() - began, function.name()
+        seconds = time.perf_counter() - began
+        name = function.name()
         if name.split("::")[1].split(".")[0] in PRODUCTS:
             self.products += seconds
         elif "attention" in name:
@@ -173,7 +194,8 @@ class Clock(TorchDispatchMode):
 @contextmanager
 def watched(cache):
     """[seconds spent in every `append` and `pages` of the cache]"""
-    spent, layers = [0.0], list(cache)
+    spent = [0.0]
+    layers = list(cache)
 
     def timed(method):
         def call(*args):
@@ -196,13 +218,13 @@ class Watched(LayerCache):
     """A layer in a watch. It has the layer's pages, because it changes nothing of its append."""
 
     def __init__(self, layer, timed):
-        self.layer, self.capacity = layer, layer.capacity
-        self.timed_append, self.timed_pages = timed(layer.append), timed(layer.pages)
-        self.mask, self.truncate, self.fetch = (
-            layer.mask,
-            layer.truncate,
-            getattr(layer, "fetch", None),
-        )
+        self.layer = layer
+        self.capacity = layer.capacity
+        self.timed_append = timed(layer.append)
+        self.timed_pages = timed(layer.pages)
+        self.mask = layer.mask
+        self.truncate = layer.truncate
+        self.fetch = getattr(layer, "fetch", None)
 
     @in_place(lambda self, like: self.timed_pages(like))
     def append(self, k, v):

@@ -49,10 +49,14 @@ class Process:
     raises it again. `timeout`: seconds that replace both limits."""
 
     def __init__(self, make: str, facts: dict, timeout: float | None = None):
-        self.timeout, self.should_stop, self.ended = timeout, never, ""
+        self.timeout = timeout
+        self.should_stop = never
+        self.ended = ""
         self.errors = tempfile.TemporaryFile()
         # Ctrl-C is for the bench, which ends its peers.
-        group = {"process_group": 0} if os.name == "posix" else {}
+        group = {}
+        if os.name == "posix":
+            group = {"process_group": 0}
         self.child = subprocess.Popen(
             [sys.executable, "-m", "nanokv.lab.bench.peer"],
             stdin=subprocess.PIPE,
@@ -90,9 +94,10 @@ class Process:
             self.child.stdin.write((json.dumps(question) + "\n").encode())
             self.child.stdin.flush()
         line = self._wait(self.timeout or seconds)
-        found = {} if line is None else json.loads(line)
         if line is None:
             self.ended = self.ended or self._cause()
+            raise PeerError(self.ended)
+        found = json.loads(line)
         if "answer" not in found:
             raise PeerError(found.get("error") or self.ended)
         return found["answer"]
@@ -119,9 +124,9 @@ class Process:
             words = self.errors.read()[-300:].decode("utf-8", "replace").strip().splitlines()
             return ": ".join([f"ended with exit code {code}", *words[-1:]])
         name = signal.Signals(-code).name
-        return f"ended by {name}" + ", as the system does when memory runs out" * (
-            name == "SIGKILL"
-        )
+        if name == "SIGKILL":
+            return "ended by SIGKILL, as the system does when memory runs out"
+        return f"ended by {name}"
 
     def end(self) -> None:
         """Whatever it is doing."""

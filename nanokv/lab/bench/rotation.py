@@ -36,11 +36,9 @@ class Row:
     @property
     def spread(self) -> float | None:
         """(slowest − fastest) / median of the decode steps; of one round nothing is known."""
-        return (
-            None
-            if len(self.decodes) < 2
-            else (max(self.decodes) - min(self.decodes)) / self.decode_s
-        )
+        if len(self.decodes) < 2:
+            return None
+        return (max(self.decodes) - min(self.decodes)) / self.decode_s
 
     @property
     def bytes(self) -> int:
@@ -93,13 +91,13 @@ class Rotation:
     def __init__(
         self, runners, contexts, vocab_size: int, device="cpu", repeat: int = 5, steps: int = STEPS
     ):
-        self.runners, self.contexts, self.repeat, self.steps = (
-            list(runners),
-            list(contexts),
-            repeat,
-            steps,
-        )
-        self.vocab_size, self.device, self.bandwidth = vocab_size, device, Bandwidth(device)
+        self.runners = list(runners)
+        self.contexts = list(contexts)
+        self.repeat = repeat
+        self.steps = steps
+        self.vocab_size = vocab_size
+        self.device = device
+        self.bandwidth = Bandwidth(device)
         self.rows = {(id(r), c): Row(r, c, steps) for c in self.contexts for r in self.runners}
         self.slowest = dict.fromkeys(self.contexts, 0.0)  # seconds of a whole measurement
 

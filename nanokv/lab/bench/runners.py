@@ -63,29 +63,26 @@ class Runner:
 
 def table_bytes(config, itemsize: int) -> int:
     """An untied embedding table: of it a decode step reads one row, which is nothing."""
-    return 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size * itemsize
+    if config.tie_word_embeddings:
+        return 0
+    return config.vocab_size * config.hidden_size * itemsize
 
 
 class Ours(Runner):
     """One of our models over one of our caches."""
 
     def __init__(self, model, weights: str, cache: str, options: dict, batch: int, dtype):
-        held = sum(
-            t.nbytes
-            for t in {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}.values()
-        )
+        tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}
+        read = sum(tensor.nbytes for tensor in tensors.values())
         # Of it a step reads one row; tied, it is the head as well.
         table = model.embed_tokens.weight
-        read = held if model.config.tie_word_embeddings else held - table.nbytes
-        super().__init__(
-            "nanokv",
-            weights,
-            cache,
-            batch,
-            read,
-            costs.kv_bytes_per_token(model.config, dtype.itemsize),
-        )
-        self.model, self.options, self.device = model, options, model.embed_tokens.weight.device
+        if not model.config.tie_word_embeddings:
+            read -= table.nbytes
+        kv = costs.kv_bytes_per_token(model.config, dtype.itemsize)
+        super().__init__("nanokv", weights, cache, batch, read, kv)
+        self.model = model
+        self.options = options
+        self.device = table.device
 
     def start(self, ids, room: int):
         self.store = make_cache(
@@ -101,9 +98,8 @@ class Ours(Runner):
         self.token = logits.argmax(-1, keepdim=True)  # (B,1)
 
     def step(self):
-        self.token = decode(self.model, self.token, self.store, self.store.length).argmax(
-            -1, keepdim=True
-        )
+        logits = decode(self.model, self.token, self.store, self.store.length)
+        self.token = logits.argmax(-1, keepdim=True)  # (B,1)
 
 
 class Uncached(Ours):
@@ -111,7 +107,8 @@ class Uncached(Ours):
 
     def __init__(self, model, weights: str, batch: int, dtype):
         super().__init__(model, weights, "dict", {}, batch, dtype)
-        self.cache, self.kv_bytes = "none", 0
+        self.cache = "none"
+        self.kv_bytes = 0
 
     def start(self, ids, room: int):
         self.ids = ids
@@ -120,9 +117,8 @@ class Uncached(Ours):
     def step(self):
         # Thrown away: what a model without a cache would compute.
         cache = make_cache("dict", self.model.config)
-        token = prefill_chunks(self.model, self.ids, cache, chunk=self.ids.shape[1]).argmax(
-            -1, keepdim=True
-        )
+        logits = prefill_chunks(self.model, self.ids, cache, chunk=self.ids.shape[1])
+        token = logits.argmax(-1, keepdim=True)  # (B,1)
         self.ids = torch.cat((self.ids, token), 1)
 
 
@@ -150,28 +146,25 @@ class Transformers(Runner):
         names = {name: p for name, p in model.state_dict().items() if name != "lm_head.weight"}
         state = {f"model.{name}": tensor for name, tensor in names.items()}
         self.model.load_state_dict(state | {"lm_head.weight": model.lm_head.weight}, assign=True)
-        self.device, rotary = own.device, type(self.model.model.rotary_emb)
+        self.device = own.device
+        rotary = type(self.model.model.rotary_emb)
         self.model.model.rotary_emb = rotary(config).to(own.device)  # its buffers were on meta
         self.model.requires_grad_(False).eval()
-        weights = costs.weight_bytes(model.config, own.itemsize) - table_bytes(
-            model.config, own.itemsize
-        )
+        held = costs.weight_bytes(model.config, own.itemsize)
+        read = held - table_bytes(model.config, own.itemsize)
         kv = costs.kv_bytes_per_token(model.config, own.itemsize)
-        super().__init__(
-            "transformers", str(own.dtype).removeprefix("torch."), cache, batch, weights, kv
-        )
+        weights = str(own.dtype).removeprefix("torch.")
+        super().__init__("transformers", weights, cache, batch, read, kv)
 
     @torch.inference_mode()
     def start(self, ids, room: int):
         import transformers
 
-        dynamic = self.cache == "dynamic"
-        length = ids.shape[1] + room
-        self.store = (
-            transformers.DynamicCache()
-            if dynamic
-            else transformers.StaticCache(self.model.config, max_cache_len=length)
-        )
+        if self.cache == "dynamic":
+            self.store = transformers.DynamicCache()
+        else:
+            length = ids.shape[1] + room
+            self.store = transformers.StaticCache(self.model.config, max_cache_len=length)
         self.forward(ids)
 
     @torch.inference_mode()

@@ -57,9 +57,14 @@ def requests_of(
     return [torch.randint(vocab_size, (n,), generator=generator).tolist() for n in lengths.tolist()]
 
 
+def pages_for(prompts, new_tokens: int) -> int:
+    """Pages that hold every prompt and its answer at once, with one to spare for each."""
+    return sum(-(-(len(prompt) + new_tokens) // PAGE) + 1 for prompt in prompts)
+
+
 def engine(model, prompts, new_tokens: int):
     """What serves them with our engine: pages for all of them, so that nothing is preempted here either."""
-    pages = sum(-(-(len(prompt) + new_tokens) // PAGE) + 1 for prompt in prompts)
+    pages = pages_for(prompts, new_tokens)
 
     def serve():
         running = Engine(model, pages=pages, page_size=PAGE, max_running=len(prompts))
@@ -108,7 +113,8 @@ def generate_batch(reference, prompts, new_tokens: int):
         missing = [prompt for prompt in prompts if tuple(prompt) not in found]
         if missing:
             raise NanoKVError(
-                f"transformers' generate_batch left {len(missing)} of {len(prompts)} prompts unanswered"
+                f"transformers' generate_batch left {len(missing)} of {len(prompts)} prompts "
+                "unanswered"
             )
         return [found[tuple(prompt)] for prompt in prompts]
 
@@ -119,11 +125,13 @@ def batching(kind: type, prompts, new_tokens: int, device) -> dict:
     """What transformers' continuous batching is told: on a CPU the sizes of our engine, on a GPU its own defaults, with
     pages of ours. Up to transformers 5.17 a page is a block."""
     known = inspect.signature(kind).parameters
-    told = {"page_size" if "page_size" in known else "block_size": PAGE}
+    page = "page_size" if "page_size" in known else "block_size"
+    settings = {page: PAGE}
     if torch.device(device).type == "cpu":
-        pages = sum(-(-(len(prompt) + new_tokens) // PAGE) + 1 for prompt in prompts)
-        told |= {"num_blocks": pages, "max_batch_tokens": 256, "use_cuda_graph": False}
-    return {name: value for name, value in told.items() if name in known}
+        settings["num_blocks"] = pages_for(prompts, new_tokens)
+        settings["max_batch_tokens"] = 256
+        settings["use_cuda_graph"] = False
+    return {name: value for name, value in settings.items() if name in known}
 
 
 def rounds(served: list[Served], repeat: int):
