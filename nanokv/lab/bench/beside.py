@@ -1,9 +1,9 @@
-"""A model beside a neighbour: decode speed alone, beside a process that keeps one core busy, and in
-one thread there.
+"""Decode speed next to another busy program: alone, beside a process that keeps one core busy, and
+beside that process with one thread.
 
-The three take turns, so that what else the machine does hits them alike. The model computes for
-SETTLE seconds before each reading: nanokv/support/neighbours.py notices a neighbour, or that it has gone,
-within two tenths of a second.
+The three situations take turns, so that other load on the machine affects all of them alike. The
+model decodes for SETTLE seconds before each reading, because nanokv/support/neighbours.py needs two
+tenths of a second to notice that a busy process has started or ended.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ class Beside:
                 speeds.append(speed)
 
     def speed(self, vocab_size: int, seed: int) -> float:
-        """Tokens per second, as the median of measurements."""
+        """Tokens per second: the median over READ seconds, after SETTLE seconds of warm-up."""
         seconds: list[float] = []
         began = time.perf_counter()
         while time.perf_counter() - began < SETTLE + READ or not seconds:
@@ -54,7 +54,7 @@ class Beside:
         return self.runner.batch / statistics.median(seconds)
 
     def figures(self) -> dict:
-        """Medians. `ratio`: of each round, `beside_tok_s` / `one_thread_tok_s`."""
+        """Medians over the rounds. `ratio` is the median of beside / one thread per round."""
         ratios = [beside / one for beside, one in zip(self.beside, self.one_thread, strict=True)]
         runner = self.runner
         return {
@@ -73,7 +73,7 @@ class Beside:
 
 @contextlib.contextmanager
 def busy_core():
-    """A child process that computes without end."""
+    """A child process that keeps one core busy while the block runs."""
     command = [sys.executable, "-S", "-c", "while True: pass"]
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     try:
@@ -85,7 +85,7 @@ def busy_core():
 
 @contextlib.contextmanager
 def one_thread():
-    """torch, and kernels in its threads, compute in one."""
+    """Limit torch, and the kernels that run in torch's threads, to one thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

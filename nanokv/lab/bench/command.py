@@ -1,7 +1,8 @@
-"""What a user waits for: `nanokv generate --json` as a process of its own, started anew for every measurement.
+"""The time a user waits: `nanokv generate --json`, started as a new process for every measurement.
 
-Its rows stand beside those of the same weights and cache measured inside the bench, in the same rotation. The two must
-agree: what the bench leaves out (starting, loading, first touches of memory) is what a user pays all the same.
+The same weights and cache are also measured inside the bench process, in the same rotation, and the
+two speeds must agree. The bench leaves out starting, loading and the first touch of memory; users
+wait for these too, so they are reported here.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from nanokv.lab.bench.remote import LEAST, PeerError, environment
 from nanokv.lab.bench.runners import Ours, Runner
 from nanokv.text.tokenizer import Tokenizer
 
-# --weights → the same for generate
+# value of `bench --weights` → flags of `generate` for the same weights
 FLAGS = {
     "plain": ["--plain"],
     "fast": [],
@@ -37,7 +38,7 @@ WORDS = (
 
 
 class Command(Runner):
-    """One command line, with a prompt of about so many tokens on stdin."""
+    """One `nanokv generate` command line; the prompt goes to stdin."""
 
     def __init__(self, ours: Ours, folder: Path, flags: list[str]):
         super().__init__(
@@ -60,7 +61,8 @@ class Command(Runner):
             *FLAGS[ours.weights],
             *flags,
         ]
-        # Context → what each round waited for, the warm-up first.
+        # context → per round: tokens of the prompt, seconds to load, seconds to the first token.
+        # Round 0 is the warm-up.
         self.waits: dict[int, list[dict]] = {}
 
     def measure(self, vocab_size: int, context: int, steps: int, seed: int) -> tuple[float, float]:
@@ -82,7 +84,8 @@ class Command(Runner):
         return context / speed["prefill_tok_s"], decoding / steps
 
     def answered(self, prompt: str, words: list[str], began: float) -> tuple[dict, float]:
-        """(the JSON object, seconds until it came). PeerError with the command's own words if there is none."""
+        """(the JSON object printed, seconds until its first byte). PeerError with the command's
+        stderr if the command fails."""
         with (
             tempfile.TemporaryFile() as errors,
             subprocess.Popen(
@@ -96,7 +99,7 @@ class Command(Runner):
             guard = threading.Timer(max(LEAST, self.patience), child.kill)
             guard.start()
             try:
-                with contextlib.suppress(BrokenPipeError):  # it has ended: its exit code says why
+                with contextlib.suppress(BrokenPipeError):  # ended early: see its exit code
                     child.stdin.write(prompt.encode())
                 with contextlib.suppress(BrokenPipeError):
                     child.stdin.close()
@@ -109,32 +112,33 @@ class Command(Runner):
                 child.kill()
             if code == 0:
                 return json.loads(text), arrived
-            if code == 130:  # Ctrl-C was for both
+            if code == 130:  # Ctrl-C reached both processes
                 raise KeyboardInterrupt
             errors.seek(0)
             said = errors.read()[:300].decode("utf-8", "replace").strip().splitlines()
             raise PeerError(f"nanokv generate ended with {code}: {' '.join(said)}")
 
     def waited(self, context: int) -> dict:
-        """Medians of the counted rounds: seconds from the start of the process to the loaded model, from there to the
-        first token, and the tokens of the prompt."""
+        """Medians over the rounds after the warm-up: seconds from the start of the process to the
+        loaded model, seconds from there to the first token, and tokens of the prompt."""
         rounds = self.waits[context][1:]
         return {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
 
 
 def prompt_text(tokenizer: Tokenizer, tokens: int, seed: int) -> str:
-    """Random words, about `tokens` tokens."""
+    """Random words that encode to about `tokens` tokens."""
     words = " ".join(random.Random(seed).choices(WORDS, k=tokens))
     return tokenizer.decode(tokenizer.encode(words)[:tokens])
 
 
 def endless(checkpoint: Path, folder: Path, vocab_size: int) -> Path:
-    """The same checkpoint, linked, as one that never ends an answer by itself; with a tokenizer if it has none."""
+    """A linked copy of the checkpoint in `folder` that has no end-of-sequence token, so that an
+    answer always has the requested length. Adds a stand-in tokenizer if the checkpoint has none."""
     folder.mkdir()
     for file in filter(Path.is_file, checkpoint.iterdir()):
         try:
             (folder / file.name).symlink_to(file.resolve())
-        except OSError:  # Windows asks for a right
+        except OSError:  # on Windows, links need a privilege
             shutil.copy(file, folder / file.name)
     (folder / "generation_config.json").unlink(missing_ok=True)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": []}) + "\n")
@@ -144,7 +148,7 @@ def endless(checkpoint: Path, folder: Path, vocab_size: int) -> Path:
 
 
 def stand_in(vocab_size: int) -> Tokenizer:
-    """A tokenizer for random weights: as many ids as the model has, each byte of a text is one token."""
+    """A tokenizer for random weights: `vocab_size` ids, and every byte of a text is one token."""
     names = sorted(pre_tokenizers.ByteLevel.alphabet())
     names += [f"t{i}" for i in range(len(names), vocab_size)]
     backend = tokenizers.Tokenizer(
@@ -156,7 +160,8 @@ def stand_in(vocab_size: int) -> Tokenizer:
 
 
 def comparison(rows) -> list[dict]:
-    """Each finished row of a Command, what it waited for, and its speeds beside those of the bench's own row."""
+    """One row per Command: load time, time to the first token, and its speeds divided by the speeds
+    that the bench measured in its own process."""
     own = {
         (row.runner.weights, row.runner.cache, row.context): row
         for row in rows
@@ -165,7 +170,7 @@ def comparison(rows) -> list[dict]:
     found = []
     for row in (row for row in rows if isinstance(row.runner, Command)):
         key = row.runner.weights, row.runner.cache, row.context
-        if key not in own:  # Ctrl-C came before its first round
+        if key not in own:  # Ctrl-C came before the bench measured this row itself
             continue
         theirs = row.figures()
         ours = own[key].figures()

@@ -1,4 +1,4 @@
-"""A model as a GGUF file, so that llama.cpp runs the very same weights; without a tokenizer."""
+"""Write a model as a GGUF file without a tokenizer, so that llama.cpp runs the same weights."""
 
 from pathlib import Path
 
@@ -15,7 +15,8 @@ QUANTIZED = {"q8_0": "LLAMA_FTYPE_MOSTLY_Q8_0", "q4_0": "LLAMA_FTYPE_MOSTLY_Q4_0
 
 
 def write(model, path) -> Path:
-    """Matrices in bf16, vectors in fp32. NanoKVError for experts and for a context that was extended: not written."""
+    """Write matrices in bf16 and vectors in fp32 to `path`; returns it. NanoKVError if the model
+    has experts or an extended context (YaRN, Llama 3 scaling)."""
     config = model.config
     if config.experts or config.yarn or config.llama3:
         raise NanoKVError(
@@ -50,7 +51,8 @@ def write(model, path) -> Path:
 
 
 def permuted(name: str, tensor, config):
-    """Rows of Llama's q and k: the halves of a head → pairs side by side, as llama.cpp turns them."""
+    """Reorder the rows of Llama's q and k. Hugging Face rotates dimension i of a head with
+    dimension i + D/2, llama.cpp rotates neighbours."""
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(
         name.split(".")[-2]
     )
@@ -69,7 +71,7 @@ def their_name(name: str) -> str:
 
 
 def quantize(path: Path, kind: str) -> Path:
-    """The same file as q8_0 or q4_0, by llama.cpp's own quantizer."""
+    """The same file as q8_0 or q4_0, made by llama.cpp's quantizer."""
     import llama_cpp
 
     target = path.with_suffix(f".{kind}.gguf")

@@ -1,22 +1,22 @@
-"""A GPU, checked and measured in one run of four minutes: python -m nanokv.bench.gpu --out gpu
+"""Check and measure a GPU in one run of four minutes: python -m nanokv.bench.gpu --out gpu
 
-    equality    each cache on the GPU gives what it gives on the CPU, plain and by optimize()
-    attention   which of torch's attention kernels runs for each of our calls, and its distance from the exact one
-    decode      Qwen3-0.6B shapes in bf16, random weights: by optimize() and plain, transformers' dynamic and static
-                cache; beside the memory bandwidth measured in the same run
+    equality    each cache gives the same logits on the GPU as on the CPU, plain and by optimize()
+    attention   which of torch's attention kernels runs for each of our calls, and its error
+    decode      Qwen3-0.6B shapes in bf16, random weights: by optimize() and plain, beside
+                transformers' dynamic and static cache and the memory bandwidth of the same run
     prefill     the same, prompts of 128, 1,024 and 8,192 tokens
     generate    the bundled model, from the prompt to the last token
-    offload     a cache in host memory: equal bit by bit, and how much of the transfer hides behind the arithmetic
-    compiled    torch.compile of ours and of transformers'
-    engine      many requests at once, and transformers' continuous batching
-    host        what Python takes in a step: the same code, the GPU's work left out (gpu_host.py)
-    ranks       with --long: tensor parallel on the GPUs of this machine (gpu_ranks.py)
+    offload     a cache in host memory: bitwise equal logits, and how much of the transfer overlaps
+                with computation
+    compiled    torch.compile of our model and of transformers'
+    engine      many requests at once, beside transformers' continuous batching
+    host        Python's time per step: the same code without the GPU's work (gpu_host.py)
+    ranks       only with --long: tensor parallelism on the GPUs of this machine (gpu_ranks.py)
 
-Every part has a time of its own, after which it is cut; `--long` has more rows and ten times as long. Writes gpu.json
-and gpu.md after every row, so that a run that is killed keeps what it has. Leaves with 1 if a check failed, with 2
-where torch sees no GPU. `--dry-run` runs the same code on a CPU with a tiny model, to show that it runs: its times mean
-nothing.
-"""
+Every part has a time limit, after which it is cut off; `--long` measures more rows and allows ten
+times as long. gpu.json and gpu.md are rewritten after every row, so a run that is killed keeps
+its rows. The exit code is 1 if a check failed and 2 if torch sees no GPU. `--dry-run` runs the
+same code on a CPU with a tiny model, to show that it works; its times mean nothing."""
 
 import argparse
 import functools
@@ -75,18 +75,19 @@ from nanokv.lab.bench.machine import Bandwidth, gemm_peak, now, timed
 from nanokv.lab.bench.runners import Ours
 from nanokv.loading import load, random_model
 
-EXACT = 1e-4  # largest gap that passes in fp32, of the largest value
-ROUNDED = 2e-2  # largest gap that passes in bf16, of the largest value
-LONGER = 10  # times, with --long
+EXACT = 1e-4  # largest gap that passes in fp32, relative to the largest value
+ROUNDED = 2e-2  # largest gap that passes in bf16, relative to the largest value
+LONGER = 10  # factor of --long on the time limit of each part
 QUESTION = "My name is Zorbla. What is my name?"
 
 
 class OutOfTime(BaseException):
-    """A part has had its time. No Exception: whoever catches those must not take it for one of theirs."""
+    """The time limit of a part has passed. Derives from BaseException, so that `except Exception`
+    in the measured code does not catch it."""
 
 
 class Bench:
-    """What the parts share."""
+    """The plan, the models and the bandwidth that all parts share."""
 
     def __init__(self, plan: Plan):
         self.plan = plan
@@ -99,17 +100,17 @@ class Bench:
 
     @functools.cached_property
     def fast(self):
-        """By optimize(); NanoKVError where it has nothing for this machine."""
+        """The model by optimize(); NanoKVError if optimize() has no kernels for this machine."""
         return optimize(self.model)
 
 
 @dataclass(frozen=True)
 class Part:
-    """Rows, and the seconds that they may take."""
+    """A generator of rows, and its time limit in seconds."""
 
     rows: Callable[[Bench], Iterator[dict]]
     seconds: int
-    long: bool = False  # with --long only
+    long: bool = False  # runs only with --long
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -164,7 +165,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
 
 
 def write(out: str, report: dict) -> None:
-    """Both files, whole at every moment."""
+    """Replace both files atomically, so that a reader never sees half of one."""
     for name, text in (("json", json.dumps(report, indent=1) + "\n"), ("md", markdown(report))):
         path = Path(f"{out}.{name}")
         path.with_suffix(f".{name}.tmp").write_text(text)
@@ -172,7 +173,7 @@ def write(out: str, report: dict) -> None:
 
 
 def measure(plan: Plan, parts: dict[str, Part], longer: int, save: Callable) -> dict:
-    """The whole report as one object of plain values; `save(report)` after every row."""
+    """The whole report as JSON values. Calls `save(report)` after every row."""
     report: dict = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "dry_run": plan.device == "cpu",
@@ -201,7 +202,7 @@ def measure(plan: Plan, parts: dict[str, Part], longer: int, save: Callable) -> 
 
 
 def finished(report: dict, bench: Bench) -> dict:
-    """The report with what follows from its rows."""
+    """The report with bandwidth, shares and faults computed from its rows so far."""
     report["bandwidth"] = bench.bandwidth.best()
     for row in [*report["rows"].get("decode", ()), *report["rows"].get("compiled", ())]:
         add_share(row, bench.bandwidth)
@@ -211,7 +212,8 @@ def finished(report: dict, bench: Bench) -> dict:
 
 @contextmanager
 def at_most(seconds: int):
-    """OutOfTime inside, after so many seconds; what hangs in a call into C for half a minute more ends the process."""
+    """Raise OutOfTime inside the block after `seconds`. If a call into C blocks for 30 s more, the
+    process exits with code 3. Without SIGALRM (Windows, other threads) there is no limit."""
 
     def stop(*_):
         raise OutOfTime
@@ -235,11 +237,11 @@ def at_most(seconds: int):
         signal.signal(signal.SIGALRM, before)
 
 
-# --- what it runs on --------------------------------------------------------------------------
+# --- machine ----------------------------------------------------------------------------------
 
 
 def machine(device: str) -> dict:
-    """The names that a figure is worth nothing without."""
+    """System, processor and GPU that the figures belong to."""
     facts = {"system": platform.platform(), "processor": platform.machine()}
     if device == "cuda":
         gpu = torch.cuda.get_device_properties(0)
@@ -252,7 +254,7 @@ def machine(device: str) -> dict:
 
 
 def versions() -> dict:
-    """Of everything that is compared."""
+    """Versions of Python, CUDA and the libraries compared; None for one that is not installed."""
     own = {
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
@@ -270,9 +272,10 @@ def versions() -> dict:
 
 
 def equality(bench: Bench) -> Iterator[dict]:
-    """Every kind of cache: the CPU's plain model against the plain and the optimized one here, fp32, all logits."""
+    """Every kind of cache in fp32, all logits: the plain model on the CPU against the plain and the
+    optimized model on this device."""
     here, there = (random_model(TINY, torch.float32, "cpu") for _ in "ab")
-    here = here.to(bench.plan.device)  # each kind of device draws other numbers
+    here = here.to(bench.plan.device)  # drawn on the CPU: every device type has its own generator
     models = {"plain": lambda: here, "optimize": lambda: optimize(here)}
     for how, make in models.items():
         try:
@@ -285,7 +288,8 @@ def equality(bench: Bench) -> Iterator[dict]:
             mine = walk(model, kind, bench.plan.device)
             most = ROUNDED if kind == "quantized" else EXACT
             yield {"check": f"{how}, {kind}", "gap": gap(mine.cpu(), right), "most": most}
-        for rows in (3, 9):  # recorded for 4, by our products of few rows, and for 16, by torch's
+        # Graphs are recorded for 4 rows, with our kernels, and for 16 rows, with torch's.
+        for rows in (3, 9):
             right = together(there, rows, "cpu")
             mine = together(model, rows, bench.plan.device)
             check = f"{how}, {rows} rows of their own lengths"
@@ -294,7 +298,7 @@ def equality(bench: Bench) -> Iterator[dict]:
 
 
 def together(model, rows: int, device: str):
-    """Three steps of rows of 3 to 13 tokens over one pool → all logits (3·rows,V)."""
+    """Three decode steps of `rows` rows of 3 to 13 tokens over one pool → all logits (3·rows,V)."""
     ids = random_ids(TINY, rows, 20, device)
     pool = make_cache("paged", TINY, page=4).pool
     caches = [make_cache("paged", TINY, pool=pool) for _ in range(rows)]
@@ -305,7 +309,8 @@ def together(model, rows: int, device: str):
 
 
 def draws(device: str) -> float:
-    """The kernel's log-probabilities, off those of the plain draw; inf where a token is another one."""
+    """Gap between the log-probabilities of the drawing kernel and of the plain draw; inf if a drawn
+    token differs."""
     V = 151_936
     rows = 6
     logits = torch.randn(rows, V, generator=torch.Generator().manual_seed(0)).to(device)
@@ -320,7 +325,8 @@ def draws(device: str) -> float:
 
 
 def walk(model, kind: str, device: str):
-    """A prompt in two chunks, steps, a draft that is taken back, and steps again → all logits (n,V)."""
+    """A prompt in two chunks, three steps, a draft that is truncated, one more step → logits
+    (n,V)."""
     ids = random_ids(TINY, 1, 40, device)
     cache = make_cache(kind, TINY, capacity=64)
     out = [prefill(model, ids[:, :9], cache), prefill(model, ids[:, 9:20], cache, 9)]
@@ -333,7 +339,8 @@ def walk(model, kind: str, device: str):
 
 
 def compiled_equality(bench: "Bench") -> Iterator[dict]:
-    """Compiled and recorded against the plain model, fp32: two caches in turn, and one of them cut back."""
+    """The compiled and recorded model against the plain one in fp32: two caches take turns, and one
+    of them is truncated."""
     plan = bench.plan
     model = random_model(TINY, torch.float32, plan.device)
     compiled = Compiled(model, capacity=64, buckets=(16,), backend=plan.backend)
@@ -359,7 +366,8 @@ def compiled_equality(bench: "Bench") -> Iterator[dict]:
 
 
 def attention_kernels(bench: "Bench") -> Iterator[dict]:
-    """For each way in which attention is called: the kernel that torch chose, and its gap from the plain formula."""
+    """For each way in which attention is called: the kernel that torch chose, and its gap to
+    attention by the formula in fp64."""
     config = bench.plan.config
     device = bench.plan.device
     H, Hk, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
@@ -384,7 +392,8 @@ def attention_kernels(bench: "Bench") -> Iterator[dict]:
 
 
 def chosen(profiler) -> str:
-    """flash_attention, efficient_attention, cudnn_attention, …; attention_math multiplies out all T·S scores."""
+    """The kernel's name: flash_attention, efficient_attention, cudnn_attention, …. attention_math
+    is torch's fallback, which stores all T·S scores."""
     for event in profiler.key_averages():
         name = re.sub("^aten::_(scaled_dot_product_)?", "", event.key)
         if "attention" in event.key and not name.startswith("aten::"):
@@ -396,9 +405,9 @@ def chosen(profiler) -> str:
 
 
 def runners(bench: Bench, batch: int) -> Iterator[Callable]:
-    """Makers of what decodes and prefills, the most telling first."""
+    """Functions that make a runner, the most important runner first."""
     plain = bench.model
-    # A dict cache has no place that lasts: it goes from layer to layer.
+    # No dict cache: its tensors move in every step, so no graph can be recorded over it.
     for cache in ("growing", "paged"):
         yield lambda cache=cache: Ours(bench.fast, "optimize", cache, {}, batch, bench.dtype)
     yield lambda: Peer(plain, "dynamic", batch)
@@ -409,7 +418,7 @@ def runners(bench: Bench, batch: int) -> Iterator[Callable]:
 
 
 def decode_rows(bench: Bench) -> Iterator[dict]:
-    """One runner at a time, so that each has the whole memory; every row says what came of it."""
+    """One runner at a time, so that each can use the whole memory. A failure becomes a row."""
     for batch in bench.plan.batches:
         for context in bench.plan.contexts:
             for make in runners(bench, batch):
@@ -419,7 +428,7 @@ def decode_rows(bench: Bench) -> Iterator[dict]:
 
 
 def prefill_rows(bench: Bench) -> Iterator[dict]:
-    """Batch 1."""
+    """Every prompt length of the plan, at batch 1."""
     for tokens in bench.plan.prompts:
         for make in runners(bench, 1):
             yield row_of(make, prefill_row, tokens, bench.plan)
@@ -427,7 +436,7 @@ def prefill_rows(bench: Bench) -> Iterator[dict]:
 
 
 def row_of(make: Callable, measure: Callable, *how) -> dict:
-    """The row of a runner, or why there is no such runner here."""
+    """The row of a runner, or the reason why it cannot be made here."""
     try:
         runner = make()
     except (NanoKVError, ImportError) as error:
@@ -436,7 +445,8 @@ def row_of(make: Callable, measure: Callable, *how) -> dict:
 
 
 def generate_rows(bench: Bench) -> Iterator[dict]:
-    """The bundled model answers, by the loop that every command has; the second answer counts."""
+    """The bundled model answers a question through `generate`. The second answer is the one timed;
+    the first warms up."""
     device = bench.plan.device
     new = 8 if device == "cpu" else 512
     began = now(device)
@@ -456,7 +466,7 @@ def generate_rows(bench: Bench) -> Iterator[dict]:
 
 
 def answer(model, ids, new: int, device: str) -> tuple[float, float]:
-    """Seconds until the first token, and of all others."""
+    """(seconds until the first token, seconds for all others)."""
     began = now(device)
     tokens = generate(model, ids, max_new_tokens=new, eos_token_ids=[])
     next(tokens)
@@ -466,7 +476,8 @@ def answer(model, ids, new: int, device: str) -> tuple[float, float]:
 
 
 def compiled_rows(bench: Bench) -> Iterator[dict]:
-    """torch.compile takes long, so these come late; a model whose weights are fused is not for it."""
+    """torch.compile of the plain models. It takes long, so this part runs late. A model from
+    optimize() cannot be compiled."""
     yield from compiled_equality(bench)
     plan = bench.plan
     model = random_model(plan.config, bench.dtype, plan.device)
@@ -480,7 +491,7 @@ def compiled_rows(bench: Bench) -> Iterator[dict]:
 
 
 def engine_rows(bench: Bench) -> Iterator[dict]:
-    """The same requests, all at once, after a few that warm up."""
+    """The same requests all at once, through each engine, after a warm-up."""
     count, shortest, longest, new = bench.plan.requests
     prompts = serving.requests_of(bench.plan.config.vocab_size, count, longest, shortest=shortest)
     makers = {
@@ -490,7 +501,8 @@ def engine_rows(bench: Bench) -> Iterator[dict]:
             Peer(bench.model, "dynamic", 1).model, prompts, new
         ),
     }
-    # Each batch size compiles and records once: what a server that has run for a while has done.
+    # Every batch size compiles and records a graph once. A server that has run for a while has done
+    # so for all of them, so ours warms up with all prompts.
     warm_up = dict.fromkeys(makers, prompts[:2]) | {"nanokv optimize": prompts}
     for name, make in makers.items():
         row = {"runner": name, "requests": count, "prompt_tokens": sum(map(len, prompts))}
@@ -498,13 +510,13 @@ def engine_rows(bench: Bench) -> Iterator[dict]:
             make(warm_up[name])()
             seconds, tokens = serving.timed(make(prompts))
             yield row | {"seconds": seconds, "new_tokens": tokens, "tok_s": tokens / seconds}
-        except Exception as error:  # of another library too
+        except Exception as error:  # transformers may raise anything
             yield row | {"failed": why(error)}
         let_go(bench.plan)
 
 
 def host(bench: Bench) -> Iterator[dict]:
-    """What Python takes in a step, the GPU's work left out."""
+    """Python's time per step, without the GPU's work."""
     if find_spec("triton") is None:
         yield {"skipped": "there is no Triton"}
         return
@@ -517,7 +529,8 @@ def host(bench: Bench) -> Iterator[dict]:
 
 
 def offload(bench: "Bench") -> Iterator[dict]:
-    """A cache in host memory beside one in place: the same logits, the seconds of a step, the bytes that moved."""
+    """A cache in host memory beside one on the device: equal logits, seconds per step, bytes
+    moved."""
     plan = bench.plan
     pinned = transfer_rate(plan.device, pin=plan.device == "cuda")
     pageable = transfer_rate(plan.device, pin=False)
@@ -540,7 +553,7 @@ def offload(bench: "Bench") -> Iterator[dict]:
 
 
 def decoded(model, ids, cache, plan: Plan):
-    """(logits of a prefill and of the steps behind it, seconds of a step), median of the rounds."""
+    """(logits of a prefill and the steps after it, median seconds per step)."""
     logits = [prefill_chunks(model, ids, cache, chunk=prefill_chunk(model))]
     times = []
     for _ in range(plan.rounds + 1):
@@ -560,12 +573,12 @@ def transfer_rate(device: str, pin: bool, size: int = 1 << 28) -> float:
 
 
 def rank_rows(bench: Bench) -> Iterator[dict]:
-    """Of gpu_ranks.py, or why there are none."""
+    """The rows of gpu_ranks.py, or the reason why there are none."""
     rows, reason = gpu_ranks.tensor_parallel(bench.model, bench.plan, bench.bandwidth)
     yield from rows or [{"skipped": reason}]
 
 
-PARTS = {  # the seconds of those that always run: 4 minutes
+PARTS = {  # without `ranks` the limits add up to 4 minutes
     "equality": Part(equality, 30),
     "attention": Part(attention_kernels, 10),
     "decode": Part(decode_rows, 60),
@@ -583,8 +596,9 @@ PARTS = {  # the seconds of those that always run: 4 minutes
 
 
 def faults(report: dict) -> list[str]:
-    """What must not be: a wrong answer, attention without a fused kernel, a second compile, an offload that differs, a
-    part or a runner of ours that failed. What was cut, and what a machine does not have, is none."""
+    """One line per fault: a wrong answer, attention without a fused kernel, a second compilation,
+    an offload that differs, a part or a runner of ours that failed. Running out of time or of
+    memory is not a fault."""
     rows = defaultdict(list, report["rows"])
     found = [f"{name}: {text}" for name, text in report["cut"].items() if "cut after" not in text]
     for row in [*rows["equality"], *rows["compiled"]]:
@@ -614,7 +628,7 @@ def faults(report: dict) -> list[str]:
 
 
 def markdown(report: dict) -> str:
-    """The report for people."""
+    """The report as Markdown."""
     names = ", ".join(f"{name} {value}" for name, value in report["versions"].items())
     where = ", ".join(str(value) for value in report["machine"].values())
     lines = ["# Dry run on a CPU: no figures" if report["dry_run"] else "# On a GPU", ""]
@@ -640,7 +654,7 @@ def markdown(report: dict) -> str:
 
 
 def plain_table(rows: list[dict]) -> list[str]:
-    """A column for each name in the rows, in the order of their coming."""
+    """A table with a column per name in the rows, in order of first appearance."""
     if not rows:
         return []
     names = list(dict.fromkeys(name for row in rows for name in row if name not in HIDDEN))
@@ -668,7 +682,7 @@ HEADS = {
 
 
 def cell(name: str, value) -> str:
-    """As a table shows it."""
+    """A value as text, by the unit of its column."""
     if value is None:
         return ""
     if name == "gap":
@@ -691,7 +705,8 @@ def cell(name: str, value) -> str:
 
 
 def decode_cells(row: dict) -> tuple:
-    """Milliseconds, tokens per second, share of the limit and half of the spread; or why there are none."""
+    """Milliseconds, tokens per second, share of the limit and half of the spread; or the reason why
+    there are none."""
     if "failed" in row:
         return row["failed"], "", "", ""
     return (
@@ -703,7 +718,8 @@ def decode_cells(row: dict) -> tuple:
 
 
 def rank_lines(rows: list[dict]) -> list[str]:
-    """Tensor parallel: bytes are those that a rank gives to all_reduce in a step."""
+    """The table of tensor parallelism. Bytes are what one rank contributes to all_reduce per
+    step."""
     if any("skipped" in row for row in rows):
         return [f"No tensor parallel: {rows[0]['skipped']}.", ""]
     rows = [
@@ -732,7 +748,7 @@ def rank_lines(rows: list[dict]) -> list[str]:
 
 
 def table(head, rows) -> list[str]:
-    """Markdown rows and an empty line."""
+    """The lines of a Markdown table, and an empty line after it."""
     cells = [head, ["---"] * len(head), *rows]
     return [*("| " + " | ".join(str(cell) for cell in row) + " |" for row in cells), ""]
 

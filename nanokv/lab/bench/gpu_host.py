@@ -1,8 +1,9 @@
-"""What Python costs in a decode step of a GPU, where each token is waited for: the same code with nothing behind it.
+"""How much of a decode step on a GPU is Python: the same code, with the GPU's work left out.
 
-Replays and the draw are replaced by nothing, and the layers are tiny ones, as many as Qwen3-0.6B has. What is left are
-the loop or the engine, the checks, the caches, the inputs of a step and their copies. So it means something on a
-machine without a GPU as well; a GPU adds what its driver takes for each copy and launch.
+Graph replays and the draw of a token are replaced by no-ops, and the model has the 28 layers of
+Qwen3-0.6B, but tiny ones. The time that remains is spent in the generation loop or the engine, the
+checks, the caches, and the inputs of a step and their copies. The figures are meaningful on a
+machine without a GPU as well; a GPU adds the driver's time per copy and launch.
 """
 
 import statistics
@@ -32,10 +33,10 @@ MANY = 256  # requests of the engine
 
 
 class Nothing(GpuTransformer):
-    """The model of a GPU whose kernels compute nothing. Its caches grow as ever."""
+    """The GPU model without its kernels. Its caches grow as usual."""
 
     def run_layers(self, x, rope, cache, attend):
-        """Keys and values that nobody wrote."""
+        """Append uninitialised keys and values to every layer's cache."""
         Hk = self.config.num_key_value_heads
         D = self.config.head_dim
         for layer in cache:
@@ -47,22 +48,22 @@ class Nothing(GpuTransformer):
 
 
 def nothing(config: Config, device: str) -> Nothing:
-    """As many layers as Qwen3-0.6B, each as small as this config says."""
+    """A model with LAYERS layers, each of the sizes in `config`."""
     config = replace(config, num_hidden_layers=LAYERS, max_position_embeddings=CONTEXT)
     model = recorded(random_model(config, torch.float32, device))
     model.__class__ = Nothing
-    return model  # type: ignore[return-value]
+    return model  # type: ignore[return-value]  # its class was replaced the line above
 
 
 def draw_nothing(logits, temperature, seeds, positions, filtered=None):
-    """Tokens, log-probabilities and highest logits of nobody."""
+    """Tokens, log-probabilities and highest logits (B,) ×3, without drawing."""
     tokens = torch.zeros_like(seeds)
     return tokens, temperature, temperature
 
 
 @contextmanager
 def without_work():
-    """The draw of a GPU, on any device, by nobody."""
+    """Take the GPU's code path for drawing on any device, and draw nothing."""
     with (
         mock.patch.object(draw, "together", lambda device: True),
         mock.patch.object(engines, "together", lambda device: True),
@@ -72,7 +73,8 @@ def without_work():
 
 
 def host_rows(config: Config, device: str) -> Iterator[dict]:
-    """Seconds of Python per step: of `decode` and `generate` over some caches, and of the engine."""
+    """Seconds of Python per step: of `decode` and `generate` over some caches, and of the engine
+    with 1 and with MANY requests."""
     model = nothing(config, device)
     ways = [(path, kind, 1) for path in ("decode", "generate") for kind in ("growing", "paged")]
     makers = {"decode": decodes, "generate": tokens, "engine": engine_steps}
@@ -83,7 +85,7 @@ def host_rows(config: Config, device: str) -> Iterator[dict]:
 
 
 def timed(step: Callable[[], object]) -> dict:
-    """The median, and what one step of ten exceeds: in some steps a page comes, or a slab grows."""
+    """Median and 90th percentile of STEPS steps: some steps add a page or grow a slab."""
     for _ in range(3):
         step()
     seconds = []
@@ -95,7 +97,7 @@ def timed(step: Callable[[], object]) -> dict:
 
 
 def decodes(model, kind: str, rows: int) -> Callable[[], object]:
-    """One forward after the other."""
+    """A step is one forward pass of `rows` rows."""
     cache = make_cache(kind, model.config, rows)
     prompt = torch.zeros(rows, PROMPT, dtype=torch.int64, device=model.device)
     prefill(model, prompt, cache)
@@ -103,7 +105,7 @@ def decodes(model, kind: str, rows: int) -> Callable[[], object]:
 
 
 def tokens(model, kind: str, rows: int) -> Callable[[], object]:
-    """One token after the other."""
+    """A step is one token of `generate`."""
     answer = generate(
         model, [1] * PROMPT, make_cache(kind, model.config), CONTEXT - PROMPT, eos_token_ids=[]
     )
@@ -111,7 +113,8 @@ def tokens(model, kind: str, rows: int) -> Callable[[], object]:
 
 
 def engine_steps(model, kind: str, rows: int) -> Callable[[], object]:
-    """Of an engine all of whose requests decode; every 16th of them gets a page in a step."""
+    """A step of an engine in which all `rows` requests decode; 1 in 16 needs a new page per
+    step."""
     V = model.config.vocab_size
     new = STEPS + 8
     pages = rows * (1 + (PROMPT + new) // 16)

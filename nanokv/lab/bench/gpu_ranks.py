@@ -1,11 +1,12 @@
-"""Tensor parallel on the GPUs of one machine, measured and checked; gpu.py makes it a part of its report.
+"""Tensor parallelism on the GPUs of one machine, checked and measured for the report of gpu.py.
 
     rows, why = tensor_parallel(model, FULL, bandwidth)
 
-For 2, 4 and 8 ranks, as far as there are GPUs and the model can be cut: a process for each, its GPU, NCCL. Every rank
-first has a whole model in fp32 and compares the logits of its part with it. Then each makes its part of random bf16
-weights, and the steps are timed. Run as a program this file is one rank. A dry run has 2 ranks, gloo and no GPU.
-"""
+Runs 2, 4 and 8 ranks, as far as the machine has that many GPUs and the model can be split. Each
+rank is a process with one GPU; the ranks communicate over NCCL. Each rank first builds the whole
+model in fp32 and compares the logits of the split model with it. Then each rank makes its shard
+of random bf16 weights, and the steps are timed. This file, run as a program, is one rank. A dry
+run has 2 ranks, gloo and no GPU."""
 
 import argparse
 import json
@@ -38,14 +39,15 @@ from nanokv.parallel.shards import random_shard, split
 from nanokv.parallel.sizes import misfits
 
 SIZES = (2, 4, 8)
-BATCHES = (1, 16)  # of those that the plan has
-CONTEXTS = (128, 8192)  # of those that the plan has
-PROMPT = 24  # tokens of the comparison with one process
-STEPS = 8  # decode steps of the comparison with one process
+BATCHES = (1, 16)  # measured if the plan has them
+CONTEXTS = (128, 8192)  # measured if the plan has them
+PROMPT = 24  # tokens of the prompt for the comparison with one process
+STEPS = 8  # decode steps of that comparison
 
 
 def tensor_parallel(model, plan: Plan, bandwidth: Bandwidth) -> tuple[list[dict], str]:
-    """(rows, why there are none). One process, for comparison, then the ranks; a size that fails is a row."""
+    """(rows, why there are none): one process for comparison, then each number of ranks. A number
+    of ranks that fails is a row with the reason."""
     plan = selected(plan)
     count = 2
     if plan.device == "cuda":
@@ -64,14 +66,14 @@ def tensor_parallel(model, plan: Plan, bandwidth: Bandwidth) -> tuple[list[dict]
 
 
 def selected(plan: Plan) -> Plan:
-    """A part of the batches and contexts: every rank's weights are read anew for each size."""
+    """The plan with BATCHES and CONTEXTS only, to save time. Keeps all if none of them matches."""
     batches = tuple(batch for batch in plan.batches if batch in BATCHES) or plan.batches
     contexts = tuple(context for context in plan.contexts if context in CONTEXTS) or plan.contexts
     return replace(plan, batches=batches, contexts=contexts)
 
 
 def on_ranks(size: int, plan: Plan) -> list[dict]:
-    """The rows that so many ranks give, or one that says what came between."""
+    """The rows measured by `size` ranks, or one row with the reason why they failed."""
     with tempfile.TemporaryDirectory(prefix="nanokv-gpu-ranks-") as folder:
         out = Path(folder) / "rows.json"
         command = [sys.executable, "-m", "nanokv.lab.bench.gpu_ranks", str(out)]
@@ -87,7 +89,8 @@ def on_ranks(size: int, plan: Plan) -> list[dict]:
 
 
 def faults(rows: list[dict]) -> list[str]:
-    """Logits that are not those of one process, other bytes than the formula says, and sizes that failed."""
+    """Logits that differ from those of one process, bytes in all_reduce that differ from the
+    formula, and numbers of ranks that failed. Too little memory is not a fault."""
     found = []
     for row in rows:
         where = f"{row['ranks']} ranks"
@@ -109,7 +112,7 @@ def faults(rows: list[dict]) -> list[str]:
 
 
 class Counted:
-    """A group that counts what is sent through it."""
+    """A group that counts the bytes that its collectives move."""
 
     def __init__(self, ranks: group.Group):
         self.ranks = ranks
@@ -118,23 +121,23 @@ class Counted:
         self.clear()
 
     def clear(self) -> None:
-        """Count from here."""
+        """Set all counts to 0."""
         self.sums = self.summed = self.gathered = 0
 
     def sum(self, x):
-        """As Group.sum."""
+        """Group.sum; counts the bytes that this rank contributes."""
         self.sums += 1
         self.summed += x.nbytes
         return self.ranks.sum(x)
 
     def gather(self, x):
-        """As Group.gather; counts what this rank receives."""
+        """Group.gather; counts the bytes that this rank receives."""
         self.gathered += (self.size - 1) * x.nbytes
         return self.ranks.gather(x)
 
 
 def main(argv=None) -> int:
-    """Join, measure; rank 0 writes the rows, or why there are none."""
+    """Join the group and measure. Rank 0 writes the rows, or the reason why there are none."""
     parser = argparse.ArgumentParser(
         prog="python -m nanokv.lab.bench.gpu_ranks", description=__doc__.splitlines()[0]
     )
@@ -155,7 +158,7 @@ def main(argv=None) -> int:
         rows = measure(plan, ranks)
     except Exception as error:
         if group.number("RANK"):
-            raise  # to be read on stderr
+            raise  # the traceback goes to stderr
         args.out.write_text(str(error).partition("\n")[0] or type(error).__name__)
         return 2
     if ranks.rank == 0:
@@ -166,7 +169,7 @@ def main(argv=None) -> int:
 
 
 def measure(plan: Plan, ranks: group.Group) -> list[dict]:
-    """A row for each batch and context."""
+    """One row per batch and context."""
     counted = Counted(ranks)
     bandwidth = Bandwidth(plan.device)
     rows = []
@@ -185,7 +188,8 @@ def measure(plan: Plan, ranks: group.Group) -> list[dict]:
 
 
 def compared(plan: Plan, ranks: Counted) -> float:
-    """Largest gap between the logits of this part and those of the whole model, fp32: a prefill and some steps."""
+    """Largest gap in fp32 between the logits of the split and of the whole model, over a prefill
+    and STEPS decode steps."""
     whole = random_model(plan.config, torch.float32, plan.device)
     ids = random_ids(plan.config, 1, PROMPT + STEPS, plan.device)
     logits = []
@@ -198,7 +202,8 @@ def compared(plan: Plan, ranks: Counted) -> float:
 
 
 def sent(ranks: Counted, config: Config, runner: Nano) -> dict:
-    """What one decode step sums and gathers, and what it should: 2·L + 1 times B·C values of 2 bytes."""
+    """Bytes that one decode step sums and gathers, beside the formula for the sums: 2·L + 1 times
+    B·C values of 2 bytes."""
     ranks.clear()
     runner.step()
     expected = (2 * config.num_hidden_layers + 1) * runner.batch * config.hidden_size * 2

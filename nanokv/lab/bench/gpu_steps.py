@@ -1,5 +1,5 @@
-"""What is run on a GPU, and how a prefill and a decode step are timed there: for gpu.py, which makes the report, and
-gpu_ranks.py."""
+"""The plans of a GPU run, and how it times a prefill and a decode step. Used by gpu.py, which makes
+the report, and by gpu_ranks.py."""
 
 import gc
 import statistics
@@ -30,9 +30,9 @@ TINY = Config(
     max_position_embeddings=256,
     tie_word_embeddings=True,
 )
-WARM_UP = 3  # steps before the clock runs: the first compiles and records
-ALIGNED = 64  # slots of a slab come in multiples of this
-SPARE = 6 << 30  # bytes of the GPU that are left for activations and the allocator
+WARM_UP = 3  # untimed steps: the first one compiles and records a CUDA graph
+ALIGNED = 64  # a slab's slots are a multiple of this
+SPARE = 6 << 30  # bytes left free on the GPU for activations and the allocator
 
 
 class Requests(NamedTuple):
@@ -46,21 +46,21 @@ class Requests(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run."""
+    """Sizes of everything that a run measures."""
 
     config: Config
     device: str
     batches: tuple[int, ...]
-    contexts: tuple[int, ...]  # of decode, the most telling first
-    prompts: tuple[int, ...]  # of prefill
+    contexts: tuple[int, ...]  # of decode, the most important first: time may run out
+    prompts: tuple[int, ...]  # tokens of each prefill
     requests: Requests  # of the engine
-    steps: int  # decode steps a round
+    steps: int  # decode steps per round
     rounds: int
     backend: str = "inductor"
 
     @property
     def room(self) -> int:
-        """Tokens that follow the prompt."""
+        """Tokens decoded after the prompt."""
         return WARM_UP + self.steps * self.rounds
 
 
@@ -103,12 +103,13 @@ def random_ids(config: Config, batch: int, tokens: int, device: str):
 
 
 def gap(a, b) -> float:
-    """Largest difference, of the largest value; nan if there is one."""
+    """Largest difference, divided by the largest absolute value of b; nan if either has a nan."""
     return float((a.double() - b.double()).abs().max() / b.double().abs().max())
 
 
 class Nano(Ours):
-    """Ours; `backend` given: compiled, and on a GPU a step is one replay of a CUDA graph. The plain model prefills."""
+    """Our model; decode is compiled if `backend` is given, and a step on a GPU then replays one
+    CUDA graph. The plain model prefills."""
 
     def __init__(self, model, cache: str, batch: int, backend: str | None = None):
         weights = "compiled" if backend else "plain"
@@ -127,12 +128,14 @@ class Nano(Ours):
 
 
 def part_of(model, batch: int) -> int:
-    """Tokens per row in one forward of a prefill: what is in flight stays the same for every batch."""
+    """Tokens per row in one forward pass of a prefill, so that every batch size has about the same
+    number of tokens in flight."""
     return prefill_chunk(model, batch)
 
 
 class Peer(Transformers):
-    """transformers, with a prefill in parts; `backend` given: decode compiled as its documentation advises."""
+    """transformers, with the prefill in chunks. If `backend` is given, decode is compiled as the
+    documentation of transformers advises."""
 
     def __init__(self, model, cache: str, batch: int, backend: str | None = None):
         super().__init__(model, cache, batch)
@@ -158,19 +161,20 @@ class Peer(Transformers):
 
 
 def why(error: BaseException) -> str:
-    """One line of an error."""
+    """The first line of an error's text."""
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def let_go(plan: Plan) -> None:
-    """What the last runner held is free for the next one."""
+    """Free the memory of the previous runner."""
     gc.collect()
     if plan.device == "cuda":
         torch.cuda.empty_cache()
 
 
 def prefill_row(runner, tokens: int, plan: Plan) -> dict:
-    """Seconds of a prompt in an empty cache, median of the rounds after one that warms up; or why there are none."""
+    """Seconds of a prefill into an empty cache, the median of the rounds after a warm-up; or the
+    reason why there are none."""
     row = {"runner": f"{runner.engine} {runner.weights} {runner.cache}", "tokens": tokens}
     ids = random_ids(plan.config, runner.batch, tokens, plan.device)
     times = []
@@ -186,7 +190,8 @@ def prefill_row(runner, tokens: int, plan: Plan) -> dict:
 
 
 def decode_row(runner, context: int, plan: Plan, bandwidth: Bandwidth) -> dict:
-    """Seconds per step, median of the rounds, or why there are none. The context grows by a token per step."""
+    """Seconds per decode step, the median of the rounds, or the reason why there are none. The
+    context grows by one token per step."""
     row = {
         "runner": f"{runner.engine} {runner.weights} {runner.cache}",
         "batch": runner.batch,
@@ -199,11 +204,11 @@ def decode_row(runner, context: int, plan: Plan, bandwidth: Bandwidth) -> dict:
         began = now(plan.device)
         runner.start(random_ids(plan.config, runner.batch, context, plan.device), plan.room)
         prefill_s = now(plan.device) - began
-        first_s = steps(runner, WARM_UP, plan.device)  # it compiles and records
+        first_s = steps(runner, WARM_UP, plan.device)  # includes compiling and recording
         times = []
         for _ in range(plan.rounds):
             times.append(steps(runner, plan.steps, plan.device) / plan.steps)
-    # Out of memory, a compiler that gives up: a row of its own.
+    # out of memory, or the compiler failed
     except (RuntimeError, NanoKVError) as error:
         return row | {"failed": why(error)}
     seconds = statistics.median(times)
@@ -220,7 +225,7 @@ def decode_row(runner, context: int, plan: Plan, bandwidth: Bandwidth) -> dict:
 
 
 def steps(runner, count: int, device: str) -> float:
-    """Seconds of so many decode steps."""
+    """Seconds of `count` decode steps."""
     began = now(device)
     for _ in range(count):
         runner.step()
@@ -228,6 +233,7 @@ def steps(runner, count: int, device: str) -> float:
 
 
 def add_share(row: dict, bandwidth: Bandwidth) -> None:
-    """Of the memory bandwidth, into a row that was measured; by the best reading so far, so when all rows are there."""
+    """Set row["share"], the share of the memory bandwidth that a measured row reached. Uses the
+    best reading so far, so call it again once all rows are measured."""
     if "decode_s" in row:
         row["share"] = row["step_bytes"] / bandwidth.best(row["step_bytes"]) / row["decode_s"]

@@ -1,8 +1,9 @@
-"""Somebody else's runtime in a process of its own: python -m nanokv.lab.bench.peer, started and asked by remote.py.
+"""The program that runs another library's runtime: remote.py starts `python -m
+nanokv.lab.bench.peer` and sends it requests.
 
-stdin brings JSON lines: first {"make": "module:function", "facts": {…}}, then one question per line, the arguments of
-`measure`. Each gets one line back, {"answer": …} or {"error": …}. What a library prints goes to stderr.
-"""
+Requests are JSON lines on stdin: first {"make": "module:function", "facts": {…}}, then the
+arguments of `measure`, one object per line. The reply to each is one line on stdout, {"answer":
+…} or {"error": …}. Anything a library prints goes to stderr."""
 
 import dataclasses
 import functools
@@ -18,11 +19,11 @@ from pathlib import Path
 from nanokv.errors import NanoKVError
 from nanokv.support import installing
 
-DEATH = 1  # PR_SET_PDEATHSIG
+DEATH = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 def main() -> None:
-    """Make the peer, then answer until stdin ends."""
+    """Make the peer, then answer requests until stdin ends."""
     end_with_parent()
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -38,14 +39,15 @@ def main() -> None:
 
 
 def listen(questions) -> None:
-    """What the parent asks; when it has ended, so does this process, also in the middle of an answer."""
+    """Queue the parent's requests. When the parent ends, this process exits at once, even in the
+    middle of an answer."""
     for line in sys.stdin:
         questions.put(json.loads(line))
     os._exit(0)
 
 
 def end_with_parent() -> None:
-    """On Linux the kernel ends this process with its parent, even where a library holds Python's lock."""
+    """Let Linux kill this process when its parent ends, even while a library holds Python's GIL."""
     if sys.platform == "linux":
         import ctypes
 
@@ -53,12 +55,14 @@ def end_with_parent() -> None:
 
 
 def reply(out, run, shown=lambda value: value):
-    """What `run` returns, or None if it raised; either way the parent gets a line."""
+    """Write the result of `run`, or its error, to `out` as one line of JSON.
+
+    Returns the result, None after an error. `shown` turns the result into what is sent."""
     value = None
     try:
         value = run()
         line = {"answer": shown(value)}
-    except Exception as error:  # whatever somebody else's code raises is a row of the bench
+    except Exception as error:  # another library may raise anything; the bench shows it as a row
         text = (str(error).strip().splitlines() or [""])[0]
         if not isinstance(error, NanoKVError):
             text = f"{type(error).__name__}: {text}".removesuffix(": ")
@@ -71,15 +75,16 @@ def reply(out, run, shown=lambda value: value):
 
 
 def bytes_of(peer) -> list[int]:
-    """What a decode step of it reads: (weight_bytes, kv_bytes)."""
+    """[weight_bytes, kv_bytes] that the peer reads in a decode step."""
     return [getattr(peer, "weight_bytes", 0), getattr(peer, "kv_bytes", 0)]
 
 
-# --- what can be made -------------------------------------------------------------------------
+# --- peers ------------------------------------------------------------------------------------
 
 
 def model_of(folder: str, dtype: str, device: str, threads: int):
-    """The checkpoint's weights, mapped: the bench maps the same file, so memory holds them once."""
+    """The checkpoint, with its weights memory-mapped. The bench maps the same file, so the weights
+    are in memory once."""
     import torch
 
     from nanokv.config import Config
@@ -92,16 +97,17 @@ def model_of(folder: str, dtype: str, device: str, threads: int):
 
 
 def transformers(cache: str, **checkpoint):
-    """Its model over the same tensors, with its dynamic or static cache."""
+    """transformers' model over the same tensors, with its dynamic or static cache."""
     from nanokv.lab.bench.runners import Transformers
 
     return Transformers(model_of(**checkpoint), cache, 1)
 
 
 def llama_cpp(path: str, variant: str, context: int, **checkpoint):
-    """llama.cpp over a GGUF file, which the first one writes; quantized by its own tool where `variant` says so."""
+    """llama.cpp over the GGUF file at `path`, written by the first peer that needs it. A `variant`
+    other than bf16 is quantized by llama.cpp's own tool."""
     try:
-        import llama_cpp as _  # noqa: F401  (before anything is written)
+        import llama_cpp as _  # noqa: F401  (fails before a file is written)
 
         from nanokv.lab.bench import gguf
     except ImportError:
@@ -123,7 +129,7 @@ def llama_cpp(path: str, variant: str, context: int, **checkpoint):
 
 @dataclasses.dataclass
 class GenerateBatch:
-    """transformers' generate_batch for always the same prompts."""
+    """transformers' generate_batch over a fixed list of prompts."""
 
     serve: object
 
@@ -135,7 +141,7 @@ class GenerateBatch:
 
 
 def generate_batch(prompts: list, tokens: int, **checkpoint) -> GenerateBatch:
-    """What serves `prompts` with `tokens` new ones each."""
+    """A peer that answers every prompt with `tokens` new tokens."""
     from nanokv.lab.bench.runners import Transformers
     from nanokv.lab.bench.serving import generate_batch
 

@@ -1,11 +1,13 @@
-"""The picture of a bench run: speed over context, beside the limit that the memory sets. Needs matplotlib."""
+"""Draw a bench run: speed over context length, beside the limit set by memory bandwidth. Needs
+matplotlib."""
 
 from nanokv.errors import NanoKVError
 from nanokv.support import installing
 
 
 def figure_class() -> type:
-    """matplotlib's Figure; NanoKVError where it is not installed, so that it can be asked for before any work."""
+    """matplotlib's Figure. NanoKVError if matplotlib is not installed; the command calls this
+    before it measures anything."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -14,7 +16,8 @@ def figure_class() -> type:
 
 
 def plot(rows, title: str, path: str) -> None:
-    """PNG or SVG, by the ending. Left tokens per second with each runner's limit, right the share of the limit."""
+    """Save a PNG or SVG, by the suffix of `path`. Left: tokens per second and each runner's limit.
+    Right: the share of the limit that was reached. A single context is drawn as bars."""
     figure = figure_class()(figsize=(11, 4.5), layout="constrained")
     speed, share = figure.subplots(1, 2)
     lines = {}
@@ -41,7 +44,7 @@ def plot(rows, title: str, path: str) -> None:
 
 
 def decorate(speed, share, labels, bars: bool) -> None:
-    """Axes that start at 0 and say what they show."""
+    """Label the axes and start them at 0."""
     if bars:
         speed.set_yticks(range(len(labels)), labels)
         share.set_yticks([])

@@ -1,8 +1,9 @@
-"""Where the time of one prefill and of one decode step goes, part by part, each beside its floor.
+"""Where the time of a prefill and of a decode step goes, part by part, each beside its floor.
 
-The floor of a decode part is its bytes over the bandwidth of a buffer as large as what a step reads, of a prefill part
-its FLOPs over the speed of a large product in the same dtype. Both speeds are read between the measurements, and the
-best readings count. The two phases are timed apart: the first new token comes out of the prefill.
+The floor of a decode part is its bytes divided by the bandwidth of a buffer as large as all that a
+step reads. The floor of a prefill part is its FLOPs divided by the speed of a large matrix product
+in the same dtype. Both speeds are measured between the runs, and the best readings count. The first
+new token belongs to the prefill, so the two phases are timed separately.
 """
 
 import statistics
@@ -34,7 +35,7 @@ Floors = dict[str, tuple[float, str]]  # part → (seconds at least, the work in
 
 @dataclass(frozen=True)
 class Part:
-    """Seconds per step, the least that the machine allows, and what has to be done in it."""
+    """A part of a phase: seconds measured, seconds at least (`floor`), and the work in words."""
 
     name: str
     seconds: float
@@ -44,7 +45,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Phase:
-    """`seconds` = median wall time; the parts add up to it."""
+    """`seconds` is the median wall time; the parts add up to it."""
 
     name: str
     seconds: float
@@ -58,7 +59,7 @@ class Phase:
 def phases(
     model, cache_name: str, options: dict, context: int, weight_bytes: int, dtype
 ) -> list[Phase]:
-    """The prefill of `context` tokens and one decode step behind them."""
+    """The prefill of `context` tokens, and one decode step after them."""
     config = model.config
     device = model.embed_tokens.weight.device
     kv = costs.kv_bytes_per_token(config, dtype.itemsize)
@@ -108,7 +109,8 @@ def decode_floors(weight_bytes: int, context: int, kv: int, limits: "Limits") ->
 
 
 class Limits:
-    """What the machine can do: its speeds are read before, between and after the measurements, and the best count."""
+    """The machine's bandwidth and FLOPs per second, read before, between and after the
+    measurements. The best readings count."""
 
     def __init__(self, dtype, device, size: int):
         self.dtype = dtype
@@ -128,7 +130,8 @@ class Limits:
 
 
 def measure(run, cache, limits: Limits) -> tuple[float, dict[str, float]]:
-    """(wall time without a profiler, seconds of the parts with one)."""
+    """(median wall time without instrumentation, seconds per part of the fastest instrumented
+    run)."""
     times = []
     spent = []
     for _ in range(REPEAT):
@@ -140,7 +143,7 @@ def measure(run, cache, limits: Limits) -> tuple[float, dict[str, float]]:
 
 
 def phase(name: str, found: tuple[float, dict[str, float]], floors: Floors) -> Phase:
-    """The parts beside their floors; what is in no part is the rest."""
+    """The parts beside their floors. Time that belongs to no part becomes `the rest`."""
     total, spent = found
     parts = [
         Part(part, spent[part], *floors.get(part, (0.0, "")))
@@ -154,9 +157,9 @@ def phase(name: str, found: tuple[float, dict[str, float]], floors: Floors) -> P
 
 
 def parts_of(run, cache) -> dict[str, float]:
-    """Seconds in weights, attention, cache update and what the kernels tell apart, of one run."""
+    """Seconds of one run by part; our own kernels report theirs through `times`."""
     kernels, _ = native.library()
-    # Qkv, attention, o, mlp, head, between.
+    # seconds of: qkv products, attention, o product, MLP, head, norms and rotation
     clock = [0.0] * 6
     if kernels:
         clock = kernels.times().contents
@@ -173,7 +176,8 @@ def parts_of(run, cache) -> dict[str, float]:
 
 
 class Clock(TorchDispatchMode):
-    """Seconds in torch's matrix products and in its attention. (torch.profiler would write to stderr.)"""
+    """Seconds in torch's matrix products and in torch's attention. torch.profiler is not used
+    because it writes to stderr."""
 
     def __init__(self):
         super().__init__()
@@ -193,7 +197,7 @@ class Clock(TorchDispatchMode):
 
 @contextmanager
 def watched(cache):
-    """[seconds spent in every `append` and `pages` of the cache]"""
+    """Yields a list of one number: seconds spent in the cache's `append` and `pages` so far."""
     spent = [0.0]
     layers = list(cache)
 
@@ -215,7 +219,8 @@ def watched(cache):
 
 
 class Watched(LayerCache):
-    """A layer in a watch. It has the layer's pages, because it changes nothing of its append."""
+    """A cache layer whose `append` and `pages` are timed. It may offer the layer's pages, because
+    its `append` does the same as the layer's."""
 
     def __init__(self, layer, timed):
         self.layer = layer

@@ -1,4 +1,4 @@
-"""What another format of weights or another cache costs in quality, beside the bytes that it saves."""
+"""The quality that a weight format or a cache costs, beside the bytes that it saves."""
 
 import math
 from collections.abc import Iterator
@@ -10,10 +10,14 @@ from nanokv.lab.study.quality import log_likelihood, log_likelihood_through
 
 
 def changes(plain, models: dict, ids, caches: dict) -> Iterator[dict]:
-    """One row per model of `models`, name → model, and cache of `caches`, label → (name, options): by how much the
-    log-likelihood of each token of the text ids (1,T) differs from the plain model's in one pass, in nats, |mean| and
-    mean; the perplexity; the bytes of weights that a decode step reads and what the cache holds in the end, per token
-    of the text. Without caches each model reads the text in one pass.
+    """One row per model of `models` (name → model) and cache of `caches` (label → (name, options)),
+    over the text ids (1,T). Without caches each model reads the text in one pass.
+
+    mean_change, bias: change of log p of each token against `plain` in one pass, in nats; the mean
+        of its absolute value, and its mean
+    perplexity
+    bytes: of the weights that a decode step reads
+    kv_bytes_per_token: of the cache after the whole text
     """
     truth = log_likelihood(score(plain, ids), ids)  # (1,T−1)
     for name, model in models.items():
@@ -33,7 +37,8 @@ def changes(plain, models: dict, ids, caches: dict) -> Iterator[dict]:
 
 
 def likelihood(model, ids, kind):
-    """((1,T−1) log p of each token after the first, bytes of the cache per token; None without a cache)."""
+    """(log p of each token after the first (1,T−1), bytes of the cache per token or None without a
+    cache)."""
     if kind is None:
         return log_likelihood(score(model, ids), ids), None
     name, options = kind

@@ -1,9 +1,8 @@
-"""A runtime in a process of its own (peer.py), asked over a pipe: it may be missing, raise, crash or hang. Then it is a
-row that says so, and all others go on.
+"""Run another library's runtime in a separate process (peer.py), controlled over a pipe.
 
-The process computes only while it is asked, so in the rotation one at a time has the machine. It measures with its own
-clock. It ends with this one, whatever ends this one.
-"""
+The runtime may be missing, raise, crash or hang; its row then gives the reason, and the other
+runners continue. The process computes only while it has a request, so that one runner at a time
+uses the machine. It takes its own times. It ends when the bench ends, however the bench ends."""
 
 import json
 import os
@@ -19,9 +18,9 @@ from contextlib import suppress
 from nanokv.errors import NanoKVError
 from nanokv.lab.bench.runners import Runner
 
-LOADING = 600.0  # seconds that a peer may take to load its weights, or to quantize them
-LEAST = 60.0  # and at least to answer; see Rotation.patience
-PEERS = {  # name → what makes it, module:function
+LOADING = 600.0  # seconds that a peer may take to load or quantize its weights
+LEAST = 60.0  # seconds that it may take for an answer, at least; see Rotation.measure
+PEERS = {  # name → module:function that makes it
     "transformers": "nanokv.lab.bench.peer:transformers",
     "llama.cpp": "nanokv.lab.bench.peer:llama_cpp",
     "generate_batch": "nanokv.lab.bench.peer:generate_batch",
@@ -29,7 +28,7 @@ PEERS = {  # name → what makes it, module:function
 
 
 class PeerError(NanoKVError):
-    """Why a peer has no figure: one line."""
+    """The reason, in one line, why a peer has no figure."""
 
 
 def never() -> bool:
@@ -37,7 +36,8 @@ def never() -> bool:
 
 
 def environment() -> dict:
-    """A child imports what this process imports, and nothing from the folder in which it was started."""
+    """Environment of a child process that imports the same modules as this process, and none from
+    the current folder."""
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "PYTHONSAFEPATH": "1",
@@ -45,15 +45,18 @@ def environment() -> dict:
 
 
 class Process:
-    """One peer: `ask` sends a question and waits for the answer. After the first PeerError of a dead one every question
-    raises it again. `timeout`: seconds that replace both limits."""
+    """A running peer: `ask` sends a request and waits for the answer.
+
+    Once the process has ended, every request raises the same PeerError. `timeout` replaces both
+    limits, LOADING and LEAST, in seconds.
+    """
 
     def __init__(self, make: str, facts: dict, timeout: float | None = None):
         self.timeout = timeout
         self.should_stop = never
         self.ended = ""
         self.errors = tempfile.TemporaryFile()
-        # Ctrl-C is for the bench, which ends its peers.
+        # A new process group: Ctrl-C reaches only the bench, which then ends its peers.
         group = {}
         if os.name == "posix":
             group = {"process_group": 0}
@@ -76,7 +79,7 @@ class Process:
         self.answers.put(None)
 
     def start(self):
-        """Wait until it is loaded → what a step of it reads, (weight_bytes, kv_bytes)."""
+        """Wait until the peer is loaded → [weight_bytes, kv_bytes] that its decode step reads."""
         try:
             return self._exchange(self.setup, LOADING)
         except PeerError as error:
@@ -84,13 +87,13 @@ class Process:
             raise
 
     def ask(self, seconds: float = LEAST, **question):
-        """The answer. PeerError if it raised, has ended, or does not answer within `seconds`."""
+        """The peer's answer. PeerError if it raises, has ended, or takes longer than `seconds`."""
         return self._exchange(question, seconds)
 
     def _exchange(self, question: dict, seconds: float):
         if self.ended:
             raise PeerError(self.ended)
-        with suppress(OSError):  # it has ended, which `_wait` finds out
+        with suppress(OSError):  # the peer has ended: `_wait` returns None
             self.child.stdin.write((json.dumps(question) + "\n").encode())
             self.child.stdin.flush()
         line = self._wait(self.timeout or seconds)
@@ -103,7 +106,7 @@ class Process:
         return found["answer"]
 
     def _wait(self, seconds: float):
-        """A line, or None if there will be none."""
+        """The next line of the peer, or None if it has ended or took too long."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self.should_stop():
@@ -117,7 +120,7 @@ class Process:
         return None
 
     def _cause(self) -> str:
-        """How it ended, and its last words if it had any."""
+        """How the process ended, with the last line of its stderr."""
         code = self.child.wait()
         if code >= 0:
             self.errors.seek(0)
@@ -129,16 +132,17 @@ class Process:
         return f"ended by {name}"
 
     def end(self) -> None:
-        """Whatever it is doing."""
+        """Kill the process, also in the middle of a request."""
         self.child.kill()
         self.child.wait()
         self.errors.close()
-        with suppress(OSError):  # what was written last never reached it
+        with suppress(OSError):  # unsent bytes cannot be flushed any more
             self.child.stdin.close()
 
 
 class Remote(Runner):
-    """A runner whose measurements are made by a peer; of one that could not begin each of them says why."""
+    """A runner whose measurements are made by a peer. If the peer could not start, every
+    measurement raises PeerError with the reason."""
 
     patience = LEAST
 

@@ -1,4 +1,5 @@
-"""All runners in turn, round after round: a slow minute of the machine hits them all alike. One computes at a time."""
+"""Measure all runners in turn, round after round, so that a slow minute of the machine affects
+all of them alike. One runner computes at a time."""
 
 import statistics
 import time
@@ -8,7 +9,7 @@ from dataclasses import dataclass, field
 from nanokv.lab.bench.machine import Bandwidth
 from nanokv.lab.bench.remote import LEAST, PeerError
 
-STEPS = 16  # decode steps a measurement, unless asked otherwise
+STEPS = 16  # decode steps per measurement, by default
 
 
 @dataclass
@@ -18,40 +19,41 @@ class Row:
     runner: object
     context: int
     steps: int
-    bandwidth: float = 0.0  # the best reading of as many bytes as a step reads, bytes per second
+    bandwidth: float = 0.0  # bytes per second: the best reading of as many bytes as a step reads
     prefills: list[float] = field(default_factory=list)
     decodes: list[float] = field(default_factory=list)
-    error: str = ""  # why a peer has no more rounds, or none
+    error: str = ""  # why a peer stopped; "" while it runs
 
     @property
     def prefill_s(self) -> float:
-        """Median."""
+        """Median seconds of a prefill."""
         return statistics.median(self.prefills)
 
     @property
     def decode_s(self) -> float:
-        """Median of one step."""
+        """Median seconds of a decode step."""
         return statistics.median(self.decodes)
 
     @property
     def spread(self) -> float | None:
-        """(slowest − fastest) / median of the decode steps; of one round nothing is known."""
+        """(slowest − fastest) / median of the decode steps; None with fewer than two rounds."""
         if len(self.decodes) < 2:
             return None
         return (max(self.decodes) - min(self.decodes)) / self.decode_s
 
     @property
     def bytes(self) -> int:
-        """Read by the middle one of the measured steps."""
+        """Bytes read by the middle one of the measured steps."""
         return self.runner.step_bytes(self.context + (self.steps + 1) // 2)
 
     @property
     def share(self) -> float:
-        """Of the bandwidth limit: 1 would be a step that only waits for memory."""
+        """Share of the bandwidth limit: 1 is a step that only waits for memory."""
         return self.bytes / self.bandwidth / self.decode_s
 
     def figures(self) -> dict:
-        """What the table shows, raw: seconds, bytes, tokens per second over all rows of a batch."""
+        """The row's figures as JSON values: seconds, bytes, tokens per second of the whole
+        batch."""
         batch = self.runner.batch
         return {
             "engine": self.runner.engine,
@@ -72,7 +74,7 @@ class Row:
         }
 
     def failure(self) -> dict:
-        """What the table says of a peer that failed."""
+        """The row of a peer that failed, as JSON values."""
         runner = self.runner
         return {
             "engine": runner.engine,
@@ -86,7 +88,8 @@ class Row:
 
 
 class Rotation:
-    """`rows` fill up while `run` is iterated; stop at any time and keep what is finished."""
+    """Iterating over `run` measures and fills `rows`; the caller may stop at any time and keep the
+    finished rows."""
 
     def __init__(
         self, runners, contexts, vocab_size: int, device="cpu", repeat: int = 5, steps: int = STEPS
@@ -99,15 +102,16 @@ class Rotation:
         self.device = device
         self.bandwidth = Bandwidth(device)
         self.rows = {(id(r), c): Row(r, c, steps) for c in self.contexts for r in self.runners}
-        self.slowest = dict.fromkeys(self.contexts, 0.0)  # seconds of a whole measurement
+        self.slowest = dict.fromkeys(self.contexts, 0.0)  # context → seconds of a measurement
 
     @property
     def total(self) -> int:
-        """Measurements, the warm-up round included."""
+        """Number of measurements, including the warm-up round."""
         return (self.repeat + 1) * len(self.runners) * len(self.contexts)
 
     def run(self) -> Iterator[Row]:
-        """Yield after every measurement. Round 0 warms up; every other round begins one runner later than the last."""
+        """Yield after every measurement. Round 0 is the warm-up; each round starts one runner later
+        than the round before."""
         for turn in range(self.repeat + 1):
             for context in self.contexts:
                 self.bandwidth.probe()
@@ -119,7 +123,8 @@ class Rotation:
                     yield row
 
     def measure(self, row, turn: int):
-        """One round of a row. A peer that fails has had its last one at this context; the finished ones stay."""
+        """Measure one round of a row. A peer that fails is not measured again at this context; its
+        finished rounds are kept."""
         self.bandwidth.probe(row.bytes)
         row.runner.patience = max(LEAST, 20 * self.slowest[row.context])
         began = time.perf_counter()
@@ -137,16 +142,16 @@ class Rotation:
 
     @property
     def rate(self) -> float:
-        """Of memory, the best reading, bytes per second; 0 before the first."""
+        """The best reading of memory bandwidth in bytes per second; 0 before the first."""
         return self.bandwidth.best()
 
     def finished(self) -> list[Row]:
-        """Rows with at least one round behind the warm-up, by context and runner."""
+        """Rows with at least one round after the warm-up, by context and runner."""
         rows = [row for row in self.rows.values() if row.decodes]
         for row in rows:
             row.bandwidth = self.bandwidth.best(row.bytes)
         return rows
 
     def failed(self) -> list[Row]:
-        """Rows of peers that did not come to the end, by context and runner; some of them have finished rounds."""
+        """Rows of peers that failed, by context and runner; some of them have finished rounds."""
         return [row for row in self.rows.values() if row.error]

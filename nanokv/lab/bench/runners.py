@@ -1,8 +1,8 @@
-"""What can be measured, each behind the same two methods: `start` prefills a prompt, `step` decodes one more token.
+"""The runtimes that the bench can measure, all with the same two methods: `start` prefills a
+prompt, `step` decodes one more token.
 
-Greedy decoding everywhere: a step ends with the likeliest token, which is the next step's input. A runner of somebody
-else's code lives in a process of its own (peer.py) and is asked from here (remote.py).
-"""
+All decode greedily: a step ends with the most likely token, which is the input of the next step.
+The runners of other libraries run in a separate process (peer.py), which remote.py controls."""
 
 from dataclasses import dataclass
 
@@ -19,30 +19,32 @@ from nanokv.support import installing
 
 @dataclass
 class Runner:
-    """`weight_bytes` and `kv_bytes`: what a decode step reads, all weights once and so much for each token held."""
+    """A runtime with its weights and its cache. A decode step reads `weight_bytes` once and
+    `kv_bytes` per token in the cache."""
 
     engine: str  # nanokv, transformers, llama.cpp
     weights: str  # plain, bf16, int8, …
     cache: str
     batch: int
     weight_bytes: int
-    kv_bytes: int  # a token of one row
+    kv_bytes: int  # bytes per token of one row
 
     device = "cpu"
-    patience = 0.0  # seconds that a measurement may take; heeded where it runs in another process
+    patience = 0.0  # seconds that a measurement may take; used by runners in another process
 
     @property
     def label(self) -> str:
-        """Unique in one run."""
+        """A name that is unique within a run."""
         rows = f" × {self.batch}" if self.batch > 1 else ""
         return f"{self.engine} {self.weights} {self.cache}{rows}"
 
     def step_bytes(self, context: int) -> int:
-        """Bytes that a decode step must read with so many tokens in each row."""
+        """Bytes that a decode step must read when every row holds `context` tokens."""
         return self.weight_bytes + self.batch * context * self.kv_bytes
 
     def measure(self, vocab_size: int, context: int, steps: int, seed: int) -> tuple[float, float]:
-        """(seconds of the prefill of a random prompt, seconds of a decode step), by the clock of this process."""
+        """(seconds to prefill a random prompt, seconds per decode step), by this process's
+        clock."""
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(vocab_size, (self.batch, context), generator=generator).to(self.device)
         began = now(self.device)
@@ -53,7 +55,7 @@ class Runner:
         return prefilled - began, (now(self.device) - prefilled) / steps
 
     def start(self, ids, room: int):
-        """Prefill ids (B,T); `room` more tokens will follow."""
+        """Prefill ids (B,T) into a cache with room for `room` more tokens."""
         raise NotImplementedError
 
     def step(self):
@@ -62,7 +64,8 @@ class Runner:
 
 
 def table_bytes(config, itemsize: int) -> int:
-    """An untied embedding table: of it a decode step reads one row, which is nothing."""
+    """Bytes of an untied embedding table, of which a decode step reads one row per token; 0 if it
+    is tied, because it is then read in full as the head."""
     if config.tie_word_embeddings:
         return 0
     return config.vocab_size * config.hidden_size * itemsize
@@ -74,7 +77,7 @@ class Ours(Runner):
     def __init__(self, model, weights: str, cache: str, options: dict, batch: int, dtype):
         tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}
         read = sum(tensor.nbytes for tensor in tensors.values())
-        # Of it a step reads one row; tied, it is the head as well.
+        # A step reads one row of the embedding table; a tied table is read in full, as the head.
         table = model.embed_tokens.weight
         if not model.config.tie_word_embeddings:
             read -= table.nbytes
@@ -92,7 +95,7 @@ class Ours(Runner):
             capacity=ids.shape[1] + room,
             **self.options,
         )
-        # As every command does.
+        # in chunks, as every command prefills
         chunk = prefill_chunk(self.model, self.batch)
         logits = prefill_chunks(self.model, ids, self.store, chunk=chunk)
         self.token = logits.argmax(-1, keepdim=True)  # (B,1)
@@ -115,7 +118,7 @@ class Uncached(Ours):
         self.step()
 
     def step(self):
-        # Thrown away: what a model without a cache would compute.
+        # A new cache that is dropped after the step, as if there were none.
         cache = make_cache("dict", self.model.config)
         logits = prefill_chunks(self.model, self.ids, cache, chunk=self.ids.shape[1])
         token = logits.argmax(-1, keepdim=True)  # (B,1)
@@ -133,7 +136,7 @@ class Transformers(Runner):
                 "transformers is not installed", installing.hint(["transformers"])
             ) from None
         family = model.config.family
-        if family.experts:  # transformers keeps those of a layer in one tensor
+        if family.experts:  # transformers stores a layer's experts in one tensor
             raise NanoKVError(
                 f"transformers is compared on dense models only, this one is a {family.title}",
                 "leave out --against",
@@ -148,7 +151,8 @@ class Transformers(Runner):
         self.model.load_state_dict(state | {"lm_head.weight": model.lm_head.weight}, assign=True)
         self.device = own.device
         rotary = type(self.model.model.rotary_emb)
-        self.model.model.rotary_emb = rotary(config).to(own.device)  # its buffers were on meta
+        # The buffers of the first one are on the meta device, and no checkpoint has them.
+        self.model.model.rotary_emb = rotary(config).to(own.device)
         self.model.requires_grad_(False).eval()
         held = costs.weight_bytes(model.config, own.itemsize)
         read = held - table_bytes(model.config, own.itemsize)
@@ -193,7 +197,7 @@ class LlamaCpp(Runner):
             verbose=False,
         )
         self.vocab_size = config.vocab_size
-        kv = costs.kv_bytes_per_token(config, 2)  # it keeps fp16
+        kv = costs.kv_bytes_per_token(config, 2)  # fp16
         super().__init__("llama.cpp", weights, "fp16", 1, path.stat().st_size, kv)
 
     def start(self, ids, room: int):
@@ -204,8 +208,8 @@ class LlamaCpp(Runner):
         self.feed([self.token])
 
     def feed(self, ids):
-        """Evaluate, then the likeliest token of the last position's logits."""
+        """Evaluate ids and keep the most likely next token."""
         self.llama.eval(ids)
-        # Not copied.
+        # a view of llama.cpp's buffer, no copy
         self.logits = numpy.ctypeslib.as_array(self.llama._ctx.get_logits(), (self.vocab_size,))
         self.token = int(self.logits.argmax())

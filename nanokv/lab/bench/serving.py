@@ -1,4 +1,5 @@
-"""Many requests of mixed lengths at once: our engine beside transformers' generate_batch, round after round."""
+"""Serve many requests of mixed lengths at once: our engine and transformers' generate_batch take
+turns, round after round."""
 
 import inspect
 import statistics
@@ -18,18 +19,17 @@ PAGE = 16
 
 @dataclass
 class Served:
-    """Seconds of every round for the same requests; `tokens` = generated in each."""
+    """Seconds of every round for the same requests; `tokens` are generated in each round."""
 
     label: str
-    # (seconds that it may take) → (seconds, generated tokens).
-    measure: Callable[[float], tuple[float, int]]
+    measure: Callable[[float], tuple[float, int]]  # time limit → (seconds, generated tokens)
     prompt_tokens: int
     tokens: int = 0
     seconds: list[float] = field(default_factory=list)
-    error: str = ""  # why a peer has no more rounds, or none
+    error: str = ""  # why a peer stopped; "" while it runs
 
     def figures(self) -> dict:
-        """Medians; tokens per second over all requests."""
+        """The median seconds, and tokens per second over all requests, as JSON values."""
         seconds = statistics.median(self.seconds)
         return {
             "label": self.label,
@@ -42,7 +42,7 @@ class Served:
 
 
 def timed(serve) -> tuple[float, int]:
-    """(seconds, generated tokens) of `serve`, which returns the answers, a list of ids for each request."""
+    """(seconds, generated tokens) of `serve`, which returns a list of ids per request."""
     began = time.perf_counter()
     answers = serve()
     return time.perf_counter() - began, sum(map(len, answers))
@@ -51,19 +51,20 @@ def timed(serve) -> tuple[float, int]:
 def requests_of(
     vocab_size: int, count: int, longest: int, seed: int = 0, shortest: int = 8
 ) -> list[list[int]]:
-    """`count` prompts of random ids, `shortest` … `longest` tokens each."""
+    """`count` prompts of random ids, `shortest` to `longest` tokens each."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(shortest, max(longest, shortest) + 1, (count,), generator=generator)
     return [torch.randint(vocab_size, (n,), generator=generator).tolist() for n in lengths.tolist()]
 
 
 def pages_for(prompts, new_tokens: int) -> int:
-    """Pages that hold every prompt and its answer at once, with one to spare for each."""
+    """Pages that hold every prompt and its answer at once, with one spare page per prompt."""
     return sum(-(-(len(prompt) + new_tokens) // PAGE) + 1 for prompt in prompts)
 
 
 def engine(model, prompts, new_tokens: int):
-    """What serves them with our engine: pages for all of them, so that nothing is preempted here either."""
+    """A function that serves the prompts with our engine. It has pages for all of them, so that no
+    request is preempted; transformers does not preempt either."""
     pages = pages_for(prompts, new_tokens)
 
     def serve():
@@ -79,20 +80,21 @@ def engine(model, prompts, new_tokens: int):
 
 
 def ours(model, prompts, new_tokens: int):
-    """A `measure` of the engine."""
+    """A `measure` for our engine."""
     serve = engine(model, prompts, new_tokens)
     return lambda patience: timed(serve)
 
 
 def theirs(process):
-    """A `measure` of the peer that peer.generate_batch makes."""
-    with suppress(PeerError):  # told again by the first measurement
+    """A `measure` for the peer that peer.generate_batch makes."""
+    with suppress(PeerError):  # the first measurement raises it again
         process.start()
     return process.ask
 
 
 def generate_batch(reference, prompts, new_tokens: int):
-    """What serves them with transformers; `reference` is its model of the same weights."""
+    """A function that serves the prompts with transformers. `reference` is its model, with the same
+    weights."""
     import transformers
 
     settings = {
@@ -122,8 +124,9 @@ def generate_batch(reference, prompts, new_tokens: int):
 
 
 def batching(kind: type, prompts, new_tokens: int, device) -> dict:
-    """What transformers' continuous batching is told: on a CPU the sizes of our engine, on a GPU its own defaults, with
-    pages of ours. Up to transformers 5.17 a page is a block."""
+    """Settings of transformers' continuous batching: our page size, and on a CPU the other sizes of
+    our engine too. On a GPU the rest are its defaults. Up to transformers 5.17 a page was called a
+    block."""
     known = inspect.signature(kind).parameters
     page = "page_size" if "page_size" in known else "block_size"
     settings = {page: PAGE}
@@ -135,7 +138,8 @@ def batching(kind: type, prompts, new_tokens: int, device) -> dict:
 
 
 def rounds(served: list[Served], repeat: int):
-    """All in turn, a warm-up and `repeat` rounds; yields after each. A peer that fails has had its last one."""
+    """A warm-up and `repeat` rounds of all in turn; yields after each measurement. A peer that
+    fails is not measured again."""
     slowest = 0.0
     for turn in range(repeat + 1):
         shift = turn % len(served)
@@ -146,7 +150,7 @@ def rounds(served: list[Served], repeat: int):
 
 
 def serve_once(one: Served, turn: int, patience: float) -> float:
-    """One round, which counts unless it is the first; its seconds."""
+    """Measure one round and return its seconds, 0 if a peer fails. Round 0 is not recorded."""
     try:
         seconds, one.tokens = one.measure(patience)
     except PeerError as error:
