@@ -237,7 +237,7 @@ def at_most(seconds: int):
         signal.signal(signal.SIGALRM, before)
 
 
-# --- machine ----------------------------------------------------------------------------------
+# --- machine -----------------------------------------------------------------------------------
 
 
 def machine(device: str) -> dict:
@@ -268,7 +268,7 @@ def versions() -> dict:
     return own
 
 
-# --- equality ---------------------------------------------------------------------------------
+# --- equality ----------------------------------------------------------------------------------
 
 
 def equality(bench: Bench) -> Iterator[dict]:
@@ -362,7 +362,7 @@ def compiled_equality(bench: "Bench") -> Iterator[dict]:
     yield {"check": "torch.compile", "gap": worst, "most": EXACT, "compiles": compiled.compiles}
 
 
-# --- attention --------------------------------------------------------------------------------
+# --- attention ---------------------------------------------------------------------------------
 
 
 def attention_kernels(bench: "Bench") -> Iterator[dict]:
@@ -401,7 +401,7 @@ def chosen(profiler) -> str:
     return "none seen"
 
 
-# --- decode, prefill, generate ----------------------------------------------------------------
+# --- decode, prefill, generate -----------------------------------------------------------------
 
 
 def runners(bench: Bench, batch: int) -> Iterator[Callable]:
@@ -487,7 +487,7 @@ def compiled_rows(bench: Bench) -> Iterator[dict]:
         let_go(plan)
 
 
-# --- engine -----------------------------------------------------------------------------------
+# --- engine ------------------------------------------------------------------------------------
 
 
 def engine_rows(bench: Bench) -> Iterator[dict]:
@@ -525,7 +525,7 @@ def host(bench: Bench) -> Iterator[dict]:
     yield from gpu_host.host_rows(TINY, bench.plan.device)
 
 
-# --- offload, ranks ---------------------------------------------------------------------------
+# --- offload, ranks ----------------------------------------------------------------------------
 
 
 def offload(bench: "Bench") -> Iterator[dict]:
@@ -592,7 +592,7 @@ PARTS = {  # without `ranks` the limits add up to 4 minutes
 }
 
 
-# --- the report -------------------------------------------------------------------------------
+# --- the report --------------------------------------------------------------------------------
 
 
 def faults(report: dict) -> list[str]:

@@ -79,7 +79,7 @@ def bytes_of(peer) -> list[int]:
     return [getattr(peer, "weight_bytes", 0), getattr(peer, "kv_bytes", 0)]
 
 
-# --- peers ------------------------------------------------------------------------------------
+# --- peers -------------------------------------------------------------------------------------
 
 
 def model_of(folder: str, dtype: str, device: str, threads: int):

@@ -57,7 +57,7 @@ def fault(title, cause, thread, seen_by, scenario="solo"):
     return enter
 
 
-# --- positions ------------------------------------------------------------------------------------------------------
+# --- positions ---------------------------------------------------------------------------------
 
 
 @fault(
@@ -133,7 +133,7 @@ def cached_before_rope():
     return [(Attention, "forward", forward)]
 
 
-# --- what is stored, and where --------------------------------------------------------------------------------------
+# --- what is stored, and where -----------------------------------------------------------------
 
 
 @fault(
@@ -147,7 +147,8 @@ def wrong_axis():
     """cat along the batch."""
 
     def append(cache, i, k, v):
-        T, own = k.shape[2], cache[i].append(k, v)  # (B,Hk,S,D) ×2
+        T = k.shape[2]
+        own = cache[i].append(k, v)  # (B,Hk,S,D) ×2
         if own[0].shape[2] == T:
             return own
         return tuple(torch.cat((x[:, :, :-T], x[:, :, -T:]), dim=0) for x in own)
@@ -167,8 +168,10 @@ def first_token_unwritten():
 
     def append(cache, i, k, v):
         if is_empty(cache[i]):
-            k, v = k.clone(), v.clone()
-            k[:, :, 0], v[:, :, 0] = 0, 0
+            k = k.clone()
+            v = v.clone()
+            k[:, :, 0] = 0
+            v[:, :, 0] = 0
         return cache[i].append(k, v)
 
     return between(append)
@@ -243,8 +246,11 @@ def static_overflow():
     capacity = CacheCapabilities.capacity
 
     def append(cache, i, k, v):
-        layer, T = real(cache[i]), k.shape[2]
-        room = max(0, layer.capacity - layer.length) if type(layer) is StaticCache else T
+        layer = real(cache[i])
+        if type(layer) is not StaticCache:
+            return cache[i].append(k, v)
+        T = k.shape[2]
+        room = max(0, layer.capacity - layer.length)
         if T <= room:
             return cache[i].append(k, v)
         if room:
@@ -253,11 +259,11 @@ def static_overflow():
         return layer.keys, layer.values  # (B,Hk,N,D): N slots, whatever S should be
 
     # 0 = NoCache, as it was.
-    unlimited = property(lambda cache: None if capacity.fget(cache) else capacity.fget(cache))
+    unlimited = property(lambda cache: 0 if capacity.fget(cache) == 0 else None)
     return [*between(append), (CacheCapabilities, "capacity", unlimited)]
 
 
-# --- masks ----------------------------------------------------------------------------------------------------------
+# --- masks -------------------------------------------------------------------------------------
 
 
 @fault(
@@ -283,7 +289,13 @@ def square_mask():
 )
 def top_left_mask():
     """tril(0) instead of tril(S − T)."""
-    return masks(lambda right, T, S: None if T == 1 else torch.ones(T, S, dtype=torch.bool).tril())
+
+    def mask(right, T, S):
+        if T == 1:
+            return None
+        return torch.ones(T, S, dtype=torch.bool).tril()
+
+    return masks(mask)
 
 
 @fault(
@@ -296,27 +308,38 @@ def top_left_mask():
 )
 def no_mask_on_chunk():
     """Causal only while T == S."""
-    return masks(
-        lambda right, T, S: right(T, S) if T in (1, S) else torch.ones(T, S, dtype=torch.bool)
-    )
+
+    def mask(right, T, S):
+        if T in (1, S):
+            return right(T, S)
+        return torch.ones(T, S, dtype=torch.bool)
+
+    return masks(mask)
 
 
 def masks(wrong) -> list:
     """Swaps for the mask that caches share and for the sliding cache's own; wrong(right, T, S) gives (T,S) or None."""
-    right, band = nanokv.cache.base.causal_mask, SlidingCache.mask
+    right = nanokv.cache.base.causal_mask
+    band = SlidingCache.mask
 
     def mask(self, T):
         return wrong(right, T, self.length + T)
 
     def window(self, T):
         own = band(self, T)
-        S = self.sizes.held + T if own is None else own.shape[1]
-        return wrong(lambda t, s: own if s == S else right(t, s), T, S)
+        S = self.sizes.held + T
+        if own is not None:
+            S = own.shape[1]
+
+        def right_here(t, s):
+            return own if s == S else right(t, s)
+
+        return wrong(right_here, T, S)
 
     return [(LayerCache, "mask", mask), (SlidingCache, "mask", window)]
 
 
-# --- batches --------------------------------------------------------------------------------------------------------
+# --- batches -----------------------------------------------------------------------------------
 
 
 @fault(
@@ -357,7 +380,9 @@ def mask_of_row_0():
     def make(right):
         def mask(self, T):
             own = right(self, T)
-            return own if own is None or own.dim() < 4 else own[:1].expand_as(own)
+            if own is None or own.dim() < 4:
+                return own
+            return own[:1].expand_as(own)
 
         return mask
 
@@ -385,7 +410,7 @@ def reorder_ignored():
     return in_all(KVCache, "reorder", make)
 
 
-# --- requests -------------------------------------------------------------------------------------------------------
+# --- requests ----------------------------------------------------------------------------------
 
 
 @fault(
@@ -397,7 +422,8 @@ def reorder_ignored():
 )
 def not_cleared():
     """Whatever starts empty sees the rows of the request before it."""
-    last, stale = {}, PerObject()
+    last = {}
+    stale = PerObject()
 
     def append(cache, i, k, v):
         if is_empty(cache[i]):
@@ -439,10 +465,12 @@ def shared_between_requests():
 )
 def truncate_keeps_rows():
     """What truncate should forget is seen by all that comes later."""
-    held, stale = PerObject(), PerObject()
+    held = PerObject()
+    stale = PerObject()
 
     def append(cache, i, k, v):
-        layer, length = cache[i], cache[i].length
+        layer = cache[i]
+        length = layer.length
         before = held.of(layer)
         if is_empty(layer) or not isinstance(length, int):
             stale.keep(layer, None)
@@ -455,7 +483,7 @@ def truncate_keeps_rows():
     return between(append, seeing_all_stale)
 
 
-# --- cost -----------------------------------------------------------------------------------------------------------
+# --- cost --------------------------------------------------------------------------------------
 
 
 @fault(
@@ -467,7 +495,8 @@ def truncate_keeps_rows():
 )
 def cached_queries():
     """Queries are kept beside every layer."""
-    held, now = PerObject(), []
+    held = PerObject()
+    now = []
 
     def append(cache, i, k, v):
         now[:] = [cache[i]]
@@ -495,8 +524,8 @@ def repeated_before_caching():
     held = PerObject()
 
     def append(cache, i, k, v):
-        own, config = cache[i].append(k, v), cache.config
-        copies = config.num_attention_heads // config.num_key_value_heads - 1
+        own = cache[i].append(k, v)
+        copies = cache.config.num_attention_heads // cache.config.num_key_value_heads - 1
         repeated = torch.cat((k, v), dim=1).repeat_interleave(copies, dim=1)  # (B,2·Hk·(G−1),T,D)
         held.keep(cache[i], grown(held.of(cache[i]), repeated, own[0].shape[2]))
         return own
@@ -504,7 +533,7 @@ def repeated_before_caching():
     return between(append) + counted(held)
 
 
-# --- what several of them do ----------------------------------------------------------------------------------------
+# --- what several of them do -------------------------------------------------------------------
 
 
 def is_empty(layer) -> bool:
@@ -528,11 +557,9 @@ def written(slab, own, T: int):
 
 def behind(stale, own):
     """`own` keys and values with stale ones in front of them: attention does not mind in which order keys come."""
-    return (
-        own
-        if stale is None
-        else tuple(torch.cat(pair, dim=2) for pair in zip(stale, own, strict=True))
-    )
+    if stale is None:
+        return own
+    return tuple(torch.cat(pair, dim=2) for pair in zip(stale, own, strict=True))
 
 
 def seeing_all_stale(attend):
@@ -560,12 +587,12 @@ def counted(held) -> list:
 
     def make(right):
         def nbytes(cache):
-            extra = [
-                held.of(layer)[:, :, : layer.length]
-                for layer in cache
-                if held.of(layer) is not None
-            ]
-            return right.fget(cache) + sum(x.nbytes for x in extra)
+            total = right.fget(cache)
+            for layer in cache:
+                extra = held.of(layer)
+                if extra is not None:
+                    total += extra[:, :, : layer.length].nbytes
+            return total
 
         return property(nbytes)
 

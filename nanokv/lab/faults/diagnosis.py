@@ -43,23 +43,31 @@ class Diagnosis:
     error: str
 
     def __str__(self):
-        place = "no value differs"
-        if self.token is not None:
-            layer = "" if self.layer is None else f"layer {self.layer}, "
-            place = f"first difference: {layer}token {self.token} ({self.operation})"
         lines = [
             f"{self.fault.name}: {self.fault.title}",
-            f"  scenario {self.fault.scenario}, {place}",
+            f"  scenario {self.fault.scenario}, {self.place}",
         ]
         for right, wrong in zip(self.right, self.wrong, strict=True):
-            lines += [f"  right  {right}"] + [f"  wrong  {wrong}"] * (wrong != right)
+            lines.append(f"  right  {right}")
+            if wrong != right:
+                lines.append(f"  wrong  {wrong}")
         if self.deltas:
+            right_bytes, wrong_bytes = self.bytes
             lines.append(
-                f"  max |Δ logits| {max(self.deltas):.3g}, bytes {self.bytes[0]:,} → {self.bytes[1]:,}"
+                f"  max |Δ logits| {max(self.deltas):.3g}, bytes {right_bytes:,} → {wrong_bytes:,}"
             )
-        return "\n".join(
-            [*lines, *([f"  {self.error}"] if self.error else []), f"  seen by: {self.seen_by}"]
-        )
+        if self.error:
+            lines.append(f"  {self.error}")
+        lines.append(f"  seen by: {self.seen_by}")
+        return "\n".join(lines)
+
+    @property
+    def place(self) -> str:
+        """Where values differ first, in words."""
+        if self.token is None:
+            return "no value differs"
+        layer = "" if self.layer is None else f"layer {self.layer}, "
+        return f"first difference: {layer}token {self.token} ({self.operation})"
 
 
 def diagnose(name: str, model, tokenizer=None, prompts=None) -> Diagnosis:
@@ -70,26 +78,25 @@ def diagnose(name: str, model, tokenizer=None, prompts=None) -> Diagnosis:
     NanoKVError: no such fault, or prompts that cannot show every fault.
     """
     fault = find(name)
-    if prompts is None:
-        prompts = random_prompts(model) if tokenizer is None else talk(tokenizer)
-    lengths = [len(prompt) for prompt in prompts]
-    if len(lengths) < 3 or min(lengths) < SHORTEST or len(set(lengths)) == 1:
-        raise NanoKVError(
-            f"three prompts of {SHORTEST} tokens or more, not all of one length, are needed: these have {lengths}",
-            hint="some bugs show in a second request, in padding, or in a second chunk of 8 tokens only",
-        )
+    prompts = prompts_for(model, tokenizer, prompts)
+    scenario = SCENARIOS[fault.scenario]
     # What there is to say, with room.
-    right_one = solo if fault.scenario == "overflow" else SCENARIOS[fault.scenario]
+    right_one = solo if fault.scenario == "overflow" else scenario
     right = right_one(model, prompts)
     truth, passes, _ = watched(right_one, model, prompts, right.answers)
     with inject(name):
-        said, _, error = watched(SCENARIOS[fault.scenario], model, prompts)
-        wrong, wrong_passes, _ = watched(SCENARIOS[fault.scenario], model, prompts, right.answers)
+        said, _, error = watched(scenario, model, prompts)
+        wrong, wrong_passes, _ = watched(scenario, model, prompts, right.answers)
     step, layer, token = first_difference(passes, wrong_passes, failed=bool(error))
-    answers = [[] for _ in right.answers] if said is None else said.answers
-    deltas = [] if wrong is None else per_position(truth.logits, wrong.logits)
-    sizes = truth.bytes, 0 if wrong is None else wrong.bytes
-    text = (lambda ids: " ".join(map(str, ids))) if tokenizer is None else tokenizer.text_of
+    answers = [[] for _ in right.answers]
+    if said is not None:
+        answers = said.answers
+    deltas = []
+    sizes = (truth.bytes, 0)
+    if wrong is not None:
+        deltas = per_position(truth.logits, wrong.logits)
+        sizes = (truth.bytes, wrong.bytes)
+    text = numbers if tokenizer is None else tokenizer.text_of
     return Diagnosis(
         fault,
         seen_by(right.answers, answers, deltas, sizes, error),
@@ -102,6 +109,28 @@ def diagnose(name: str, model, tokenizer=None, prompts=None) -> Diagnosis:
         sizes,
         error,
     )
+
+
+def prompts_for(model, tokenizer, prompts=None) -> list[list[int]]:
+    """The prompts, or default ones. NanoKVError if they cannot show every fault."""
+    if prompts is None and tokenizer is None:
+        return random_prompts(model)
+    if prompts is None:
+        prompts = talk(tokenizer)
+    lengths = [len(prompt) for prompt in prompts]
+    if len(lengths) < 3 or min(lengths) < SHORTEST or len(set(lengths)) == 1:
+        raise NanoKVError(
+            f"three prompts of {SHORTEST} tokens or more, not all of one length, are needed: "
+            f"these have {lengths}",
+            hint="some bugs show in a second request, in padding, "
+            "or in a second chunk of 8 tokens only",
+        )
+    return prompts
+
+
+def numbers(ids) -> str:
+    """The ids themselves, where there is no tokenizer."""
+    return " ".join(map(str, ids))
 
 
 def seen_by(right, wrong, deltas, sizes, error: str) -> str:
@@ -145,7 +174,9 @@ def position(one, first) -> int:
     """Position of the (column, row) of a pass in its own request."""
     column, row = first
     start = torch.as_tensor(one.start)
-    return int(start if start.dim() == 0 else start[row]) + column
+    if start.dim() == 1:
+        start = start[row]
+    return int(start) + column
 
 
 def per_position(right, wrong) -> list[float]:

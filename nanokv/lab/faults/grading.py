@@ -41,17 +41,16 @@ class Grade:
         return len(self.kills) / max(1, len(self.kills) + len(self.survivors))
 
     def __str__(self):
-        lines = [
-            f"{len(self.kills)} of {len(self.kills) + len(self.survivors)} faults killed ({self.score:.0%})"
-        ]
+        kills = len(self.kills)
+        lines = [f"{kills} of {kills + len(self.survivors)} faults killed ({self.score:.0%})"]
         if self.false_alarm:
             lines = [f"false alarm: fails on right code, so it is not graded: {self.false_alarm}"]
-        survivors = (FAULTS[name] for name in self.survivors)
-        lines += [
-            f"  survived: {fault.name}: {fault.title} (shows in: {fault.scenario})"
-            for fault in survivors
-        ]
-        return "\n".join([*lines, *([self.note] if self.note else [])])
+        for name in self.survivors:
+            fault = FAULTS[name]
+            lines.append(f"  survived: {name}: {fault.title} (shows in: {fault.scenario})")
+        if self.note:
+            lines.append(self.note)
+        return "\n".join(lines)
 
 
 class Overtime(BaseException):
@@ -69,8 +68,11 @@ def grade(test, model=None, faults=None, seconds: float = 60.0) -> Grade:
     """
     if not 0 < seconds < float("inf"):
         raise NanoKVError(f"seconds is {seconds!r}: the time of one run must be above 0")
-    names = [find(name).name for name in (FAULTS if faults is None else faults)]
-    model = small_model() if model is None else model
+    if faults is None:
+        faults = FAULTS
+    names = [find(name).name for name in faults]
+    if model is None:
+        model = small_model()
     error, passes = attempt(test, model, seconds, NOTHING)
     if error:
         return Grade({}, (), false_alarm=error)
@@ -85,34 +87,40 @@ def grade(test, model=None, faults=None, seconds: float = 60.0) -> Grade:
     if not passes:
         note = "The test never ran the model: it would pass whatever the code does."
     elif not kills:
-        note = "The test passes vacuously: it ran the model, but no fault made it fail. Compare with nanokv.score."
+        note = (
+            "The test passes vacuously: it ran the model, but no fault made it fail. "
+            "Compare with nanokv.score."
+        )
     return Grade(kills, tuple(name for name in names if name not in kills), note=note)
 
 
 def attempt(test, model, seconds: float, fault: Fault) -> tuple[str, int]:
     """(what the test raised or "", forward passes of its model) of one run on a copy of the model, under a fault."""
-    model, count, error, began = copy.deepcopy(model), [], "", perf_counter()
+    model = copy.deepcopy(model)
+    passes = []
+    error = ""
+    began = perf_counter()
     with globals_restored(), same_random_numbers(), substituted(fault, alone=True):
         try:
             with time_limit(model, seconds):
-                model.register_forward_pre_hook(lambda module, args: count.append(1))
+                model.register_forward_pre_hook(lambda module, args: passes.append(1))
                 test(model)
         except KeyboardInterrupt:
             raise
         except BaseException as raised:  # pytest.fail and sys.exit are no Exceptions
             if type(raised).__name__ != "Skipped":  # pytest.skip says nothing
-                error = (
-                    f"{type(raised).__name__}: {raised}".strip().splitlines()[0].removesuffix(":")
-                )
+                text = f"{type(raised).__name__}: {raised}"
+                error = text.strip().splitlines()[0].removesuffix(":")
     if perf_counter() - began >= seconds:  # also where the test caught what ended it
         error = f"Overtime: the test took longer than {seconds:g} s"
-    return error, len(count)
+    return error, len(passes)
 
 
 @contextmanager
 def same_random_numbers():
     """Every run draws the same ones; afterwards the generators go on where they were."""
-    python, numpy = random.getstate(), np.random.get_state()
+    python = random.getstate()
+    numpy = np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         random.seed(0)
         np.random.seed(0)

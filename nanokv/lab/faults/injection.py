@@ -20,12 +20,10 @@ class _Injected:
     """A fault that is in. `alone`: nothing may be put in on top of it."""
 
     def __init__(self, fault: Fault, alone: bool):
-        self.fault, self.alone, self.thread, self.undo = (
-            fault,
-            alone,
-            threading.current_thread(),
-            ExitStack(),
-        )
+        self.fault = fault
+        self.alone = alone
+        self.thread = threading.current_thread()
+        self.undo = ExitStack()
 
     def put_in(self):
         with ExitStack() as swapped:  # if one of the swaps fails, those before it go out again
@@ -37,8 +35,9 @@ class _Injected:
 def find(name: str) -> Fault:
     """The fault of this name, or an error that lists what there is."""
     if name not in FAULTS:
-        near = difflib.get_close_matches(str(name), FAULTS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else ""
+        hint = ""
+        for near in difflib.get_close_matches(str(name), FAULTS, n=1):
+            hint = f"did you mean {near!r}?"
         raise NanoKVError(f"no fault is called {name!r}: there are {', '.join(FAULTS)}", hint)
     return FAULTS[name]
 
@@ -77,7 +76,8 @@ def _refuse(entry: _Injected):
     name = entry.fault.name
     if _stack and _stack[0].thread is not entry.thread:
         raise NanoKVError(
-            f"{name} cannot be injected here: the thread {_stack[0].thread.name!r} has injected {_stack[0].fault.name}",
+            f"{name} cannot be injected here: the thread {_stack[0].thread.name!r} "
+            f"has injected {_stack[0].fault.name}",
             hint="faults change code that all threads share: inject from one thread at a time",
         )
     if any(one.alone for one in _stack):

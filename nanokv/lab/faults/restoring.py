@@ -16,7 +16,8 @@ def globals_restored():
     setting of torch.
     """
     before = [(place, dict(vars(place))) for place in places()]
-    dtype, grad = torch.get_default_dtype(), torch.is_grad_enabled()
+    dtype = torch.get_default_dtype()
+    grad = torch.is_grad_enabled()
     try:
         yield
     finally:

@@ -53,7 +53,8 @@ def two_requests(model, prompts, forced=None) -> Outcome:
 
 def interleaved(model, prompts, forced=None) -> Outcome:
     """Two requests at the same time: the other's prompt is read between this one's prompt and its answer."""
-    cache, other = make_cache("dict", model.config), make_cache("dict", model.config)
+    cache = make_cache("dict", model.config)
+    other = make_cache("dict", model.config)
     logits = prefill(model, [prompts[0]], cache, start_pos=0)
     prefill(model, [prompts[1]], other, start_pos=0)
     return go_on(model, cache, logits, forced)
@@ -61,7 +62,8 @@ def interleaved(model, prompts, forced=None) -> Outcome:
 
 def undo(model, prompts, forced=None) -> Outcome:
     """Six tokens are guessed behind the prompt, and taken back with truncate."""
-    cache, prompt = make_cache("dict", model.config), prompts[0]
+    prompt = prompts[0]
+    cache = make_cache("dict", model.config)
     logits = prefill(model, [prompt], cache, start_pos=0)
     prefill(model, [prompts[1][:6]], cache, start_pos=len(prompt))
     cache.truncate(len(prompt))
@@ -89,10 +91,12 @@ def batch(model, prompts, forced=None) -> Outcome:
 
 def beams(model, prompts, forced=None) -> Outcome:
     """The best of four beams; `logits` (2,V) follow one more token after two rows changed places."""
-    cache, T = make_cache("dict", model.config, 2), 8
-    prefill(model, [prompts[0][:T], prompts[1][:T]], cache, start_pos=0)
+    first = prompts[0][:9]
+    second = prompts[1][:9]
+    cache = make_cache("dict", model.config, 2)
+    prefill(model, [first[:8], second[:8]], cache, start_pos=0)
     cache.reorder([1, 0])
-    logits = decode(model, [prompts[1][T : T + 1], prompts[0][T : T + 1]], cache, start_pos=T)
+    logits = decode(model, [second[8:], first[8:]], cache, start_pos=8)
     best = beam_search(model, prompts[0], beams=4, max_new_tokens=LONGEST)[0]
     return Outcome(logits, [list(best.ids)], cache.nbytes)
 
@@ -105,12 +109,14 @@ SCENARIOS = {
 
 def go_on(model, cache, logits, forced=None) -> Outcome:
     """Answer from logits (1,V) on: greedy until an eos token, or the tokens of the forced answer."""
-    rows, answer, ends = [logits], [], model.generation_config.eos_token_ids
-    longest = LONGEST if forced is None else len(forced[0])
-    while True:
-        answer.append(int(logits.argmax()) if forced is None else forced[0][len(answer)])
-        # The last token is never fed.
-        if len(answer) == longest or (forced is None and answer[-1] in ends):
-            return Outcome(torch.cat(rows), [answer], cache.nbytes)
-        logits = decode(model, [answer[-1:]], cache, start_pos=cache.length)
-        rows.append(logits)
+    rows = [logits]
+    if forced is not None:
+        answer = forced[0]
+        for token in answer[:-1]:  # the last token is never fed
+            rows.append(decode(model, [[token]], cache, start_pos=cache.length))
+        return Outcome(torch.cat(rows), [answer], cache.nbytes)
+    answer = [int(logits.argmax())]
+    while len(answer) < LONGEST and answer[-1] not in model.generation_config.eos_token_ids:
+        rows.append(decode(model, [answer[-1:]], cache, start_pos=cache.length))
+        answer.append(int(rows[-1].argmax()))
+    return Outcome(torch.cat(rows), [answer], cache.nbytes)

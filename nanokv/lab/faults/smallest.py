@@ -67,20 +67,19 @@ def second_request_equals_score(model):
 
 def two_requests_at_once(model):
     """One request goes on after another one was read."""
-    ids, other = torch.arange(2, 8)[None], torch.arange(20, 26)[None]
-    cache, another = (
-        nanokv.make_cache("dict", model.config),
-        nanokv.make_cache("dict", model.config),
-    )
+    ids = torch.arange(2, 8)[None]
+    cache = nanokv.make_cache("dict", model.config)
     nanokv.prefill(model, ids[:, :5], cache, start_pos=0)
-    nanokv.prefill(model, other, another, start_pos=0)
+    another = nanokv.make_cache("dict", model.config)
+    nanokv.prefill(model, torch.arange(20, 26)[None], another, start_pos=0)
     logits = nanokv.decode(model, ids[:, 5:], cache, start_pos=5)
     assert torch.allclose(logits, nanokv.score(model, ids)[:, -1], atol=1e-3)
 
 
 def truncate_forgets(model):
     """Tokens that were taken back leave no trace."""
-    ids, guess = torch.arange(2, 8)[None], torch.arange(20, 24)[None]
+    ids = torch.arange(2, 8)[None]
+    guess = torch.arange(20, 24)[None]
     cache = nanokv.make_cache("dict", model.config)
     nanokv.prefill(model, ids[:, :5], cache, start_pos=0)
     nanokv.prefill(model, guess, cache, start_pos=5)
@@ -102,7 +101,8 @@ def full_cache_refuses(model):
 
 def bytes_equal_the_formula(model):
     """2·L·Hk·D values per token, and not one more."""
-    config, cache = model.config, nanokv.make_cache("dict", model.config)
+    config = model.config
+    cache = nanokv.make_cache("dict", config)
     nanokv.prefill(model, torch.arange(2, 12)[None], cache, start_pos=0)
     values = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 10
     assert cache.nbytes == values * model.embed_tokens.weight.element_size()

@@ -53,7 +53,8 @@ class BetweenLayer(LayerCache):
     """One layer of it."""
 
     def __init__(self, layer, append):
-        self.real, self.append = real(layer), append
+        self.real = real(layer)
+        self.append = append
 
     length = property(lambda self: self.real.length)
 
@@ -111,7 +112,8 @@ def positions(wrong) -> list:
 
 def in_all(base, name: str, make) -> list:
     """Swaps for a method or property of `base`, and in every subclass that has its own; make(right) → stand-in."""
-    family, swaps = [next(cls for cls in base.__mro__ if name in vars(cls))], []
+    family = [next(cls for cls in base.__mro__ if name in vars(cls))]
+    swaps = []
     for cls in family:  # grows while it is walked
         family += cls.__subclasses__()
         if name in vars(cls):

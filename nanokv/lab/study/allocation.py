@@ -19,8 +19,10 @@ def check(estimate: Estimate) -> dict:
     """
     counted = sum(p.numel() * estimate.itemsize for p in skeleton(estimate.config).parameters())
     expect("weights", counted, estimate.weights)
+    budget = CHECK_BYTES
     free = available_memory("cpu")
-    budget = CHECK_BYTES if free is None else min(CHECK_BYTES, free // 8)
+    if free is not None:
+        budget = min(CHECK_BYTES, free // 8)
     batch = min(estimate.batch, max(1, budget // (estimate.per_token * 64)))
     tokens = max(1, min(estimate.context, budget // (estimate.per_token * batch)))
     kinds = {name: {} for name in KINDS} | {estimate.cache: estimate.options}
@@ -33,7 +35,8 @@ def compare(
     estimate: Estimate, name: str, options: dict, tokens: int, batch: int
 ) -> tuple[int, int]:
     """(nbytes of a filled cache, the formula)."""
-    c, dtype = estimate.config, getattr(torch, estimate.dtype)
+    c = estimate.config
+    dtype = getattr(torch, estimate.dtype)
     cache = make_cache(name, c, batch_size=batch, capacity=tokens, **options)
     rows = torch.zeros(batch, c.num_key_value_heads, tokens, c.head_dim, dtype=dtype)  # (B,Hk,T,D)
     for layer in cache:

@@ -71,7 +71,9 @@ class Step:
     @property
     def place(self) -> str:
         """`layer 3, q_norm` or `lm_head`."""
-        return self.operation if self.layer is None else f"layer {self.layer}, {self.operation}"
+        if self.layer is None:
+            return self.operation
+        return f"layer {self.layer}, {self.operation}"
 
     def __str__(self):
         where = "" if self.position is None else f" at position {self.position}"
@@ -85,9 +87,8 @@ def first_divergence(a, b, ids, tolerance: float | None = None) -> Step | None:
     ids (B,T) int64, T ≥ 2. `tolerance` is relative to each position's largest value; None takes TOLERANCE of the
     wider rounding of the two dtypes; 0 finds the first operation that is not bit-equal.
     """
-    return next(
-        (step for step in compare(record(a, ids), record(b, ids), tolerance) if not step.ok), None
-    )
+    steps = compare(record(a, ids), record(b, ids), tolerance)
+    return next((step for step in steps if not step.ok), None)
 
 
 @torch.inference_mode()
@@ -100,9 +101,11 @@ def record(model, ids) -> dict:
     ids = torch.as_tensor(ids, device=body.embed_tokens.weight.device).long()
     found = {}
     with _hooks(model, found.__setitem__), _QuerySpy() as spy:
-        cached = _run_ours(model, ids) if body is model else _run_transformers(model, ids)
+        run = _run_ours if body is model else _run_transformers
+        cached = run(model, ids)
     for i, (key, value) in enumerate(cached):
-        found[i, "rope_k"], found[i, "cached_v"] = _token_major(key), _token_major(value)
+        found[i, "rope_k"] = _token_major(key)
+        found[i, "cached_v"] = _token_major(value)
         # An attention that calls another kernel is compared by its output only.
         if len(spy.queries) == len(cached):
             found[i, "rope_q"] = _token_major(spy.queries[i])
@@ -136,10 +139,13 @@ def watch(model):
         passes.append(Pass(start, tokens))
 
     def keep(key, value):
-        passes[-1].values[key] = value[:, None] if value.dim() == 2 else value  # (B,V) → (B,1,V)
+        if value.dim() == 2:
+            value = value[:, None]  # (B,V) → (B,1,V)
+        passes[-1].values[key] = value
 
     def attention(q, k, v):
-        now, T = passes[-1], passes[-1].tokens.shape[1]
+        now = passes[-1]
+        T = now.tokens.shape[1]
         seen = {
             "rope_q": q.reshape(len(q), -1, T, q.shape[-1]),
             "rope_k": k[:, :, -T:],
@@ -160,32 +166,28 @@ def compare(a: dict, b: dict, tolerance: float | None = None) -> list[Step]:
     """Two records → one Step an operation, in the order of the forward pass; a layer that one side lacks counts inf."""
     if tolerance is None:
         tolerance = max(TOLERANCE[side[None, "embed_tokens"].dtype] for side in (a, b))
-    layers_a, layers_b = {layer for layer, _ in a}, {layer for layer, _ in b}
-    names, last, steps = list(OPERATIONS), len(layers_a | layers_b), []
+    layers_a = {layer for layer, _ in a}
+    layers_b = {layer for layer, _ in b}
+    last = len(layers_a | layers_b)
+    names = list(OPERATIONS)
     names[-1:-1] = EXPERTS
 
     def order(key):
         layer, operation = key
-        return (
-            (last * (ENDS[operation] > 0) + ENDS[operation], 0)
-            if layer is None
-            else (layer, names.index(operation))
-        )
+        if layer is not None:
+            return layer, names.index(operation)
+        if ENDS[operation] < 0:
+            return ENDS[operation], 0
+        return last + ENDS[operation], 0
 
+    steps = []
     for key in sorted(a.keys() | b.keys(), key=order):
+        layer, operation = key
         if key in a and key in b:
-            steps.append(_step(*key, a[key], b[key], tolerance))
-        elif key[0] not in layers_a & layers_b:
-            steps.append(
-                Step(
-                    *key,
-                    float("inf"),
-                    tolerance,
-                    1.0,
-                    None,
-                    "only one of the models has this layer",
-                )
-            )
+            steps.append(_step(layer, operation, a[key], b[key], tolerance))
+        elif layer not in layers_a & layers_b:
+            note = "only one of the models has this layer"
+            steps.append(Step(layer, operation, float("inf"), tolerance, 1.0, None, note))
     return steps
 
 
@@ -197,9 +199,12 @@ def earliest(a: dict, b: dict, step: Step) -> tuple[int, int] | None:
     key = step.layer, step.operation
     if key not in a or key not in b or a[key].shape != b[key].shape:
         return None
-    # By position.
-    above = (_ratio(a[key], b[key])[2] > step.tolerance / step.scale).T.nonzero().tolist()
-    return tuple(above[0]) if above else None
+    _, _, ratio = _ratio(a[key], b[key])  # (B,T)
+    above = (ratio > step.tolerance / step.scale).T.nonzero().tolist()  # by position
+    if not above:
+        return None
+    position, row = above[0]
+    return position, row
 
 
 def _step(layer, operation, a, b, tolerance: float) -> Step:
@@ -209,19 +214,14 @@ def _step(layer, operation, a, b, tolerance: float) -> Step:
     difference, scale, ratio = _ratio(a, b)
     worst = int(ratio.flatten().argmax())
     size = scale.flatten()[worst].item()
-    return Step(
-        layer,
-        operation,
-        difference.flatten()[worst].item(),
-        tolerance * size,
-        size,
-        worst % a.shape[1],
-    )
+    delta = difference.flatten()[worst].item()
+    return Step(layer, operation, delta, tolerance * size, size, worst % a.shape[1])
 
 
 def _ratio(a, b):
     """|a − b| and the scale of b, each (B,T), and the one divided by the other; what is no number is infinitely off."""
-    a, b = a.double().flatten(2), b.double().flatten(2)  # (B,T,…) → (B,T,N)
+    a = a.double().flatten(2)  # (B,T,…) → (B,T,N)
+    b = b.double().flatten(2)
     difference = (a - b).abs().amax(-1)  # (B,T)
     scale = b.abs().amax(-1).clamp(min=1.0)  # (B,T)
     return difference, scale, (difference / scale).nan_to_num(nan=float("inf"))
@@ -235,21 +235,23 @@ def _body(model):
 @contextmanager
 def _hooks(model, keep):
     """While inside, keep((layer or None, operation), value) is called for all that has a module; then all hooks go."""
-    body, handles = _body(model), []
+    body = _body(model)
+    ends = {"embed_tokens": body.embed_tokens, "norm": body.norm, "lm_head": model.lm_head}
+    handles = []
     try:
-        for name, module in (
-            ("embed_tokens", body.embed_tokens),
-            ("norm", body.norm),
-            ("lm_head", model.lm_head),
-        ):
+        for name, module in ends.items():
             handles.append(_hook(module, "output", keep, (None, name)))
         for i, layer in enumerate(body.layers):
             modules = dict(layer.named_modules())
-            for operation, place in (
-                OPERATIONS | (EXPERTS if "mlp.experts" in modules else {})
-            ).items():
-                if place and place[0] in modules:  # a family may lack a norm
-                    handles.append(_hook(modules[place[0]], place[1], keep, (i, operation)))
+            operations = OPERATIONS
+            if "mlp.experts" in modules:
+                operations = OPERATIONS | EXPERTS
+            for operation, place in operations.items():
+                if place is None:
+                    continue
+                path, side = place
+                if path in modules:  # a family may lack a norm
+                    handles.append(_hook(modules[path], side, keep, (i, operation)))
         yield
     finally:
         for handle in handles:
@@ -258,15 +260,18 @@ def _hooks(model, keep):
 
 def _hook(module, side: str, keep, key):
     """Keep a module's first input or its output; returns the handle that removes the hook."""
+
+    def before(module, args):
+        keep(key, args[0].detach().cpu())
+
+    def after(module, args, out):
+        if isinstance(out, tuple):
+            out = out[0]
+        keep(key, out.detach().cpu())
+
     if side == "input":
-        return module.register_forward_pre_hook(
-            lambda module, args: keep(key, args[0].detach().cpu())
-        )
-    return module.register_forward_hook(
-        lambda module, args, out: keep(
-            key, (out[0] if isinstance(out, tuple) else out).detach().cpu()
-        )
-    )
+        return module.register_forward_pre_hook(before)
+    return module.register_forward_hook(after)
 
 
 class _AttentionSpy(TorchFunctionMode):

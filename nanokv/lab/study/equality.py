@@ -28,7 +28,8 @@ from nanokv.model import Transformer
 
 TOLERANCE = 1e-4  # on logits of size 10 in fp32; equal code on another path differs by 1e-5 at most
 CAPACITY = 64  # tokens per row that a case asks room for, unless it says otherwise
-LONG, LONGEST = 130, 250  # tokens of the long text: with a capacity, and where none was set
+LONG = 130  # tokens of the long text
+LONGEST = 250  # tokens of the long text where no capacity was set
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,10 @@ def check(make, model=None, tolerance: float = TOLERANCE, stop: bool = False) ->
     or fp64, because half precision moves logits further than many a bug does. stop: end at the first failure, which is
     enough to know that something is wrong. NanoKVError: such a model, or a tolerance that is no number ≥ 0.
     """
-    lab, cases = Lab(small_model() if model is None else model, maker(make), tolerance), []
+    if model is None:
+        model = small_model()
+    lab = Lab(model, maker(make), tolerance)
+    cases = []
     for case in CASES:
         if stop and cases and cases[-1].status == "failed":
             break
@@ -102,15 +106,8 @@ def check(make, model=None, tolerance: float = TOLERANCE, stop: bool = False) ->
         except Different as error:
             cases.append(Case(name, "failed", **error.where))
         except (Exception, SystemExit) as error:  # whatever a learner's class raises is its result
-            cases.append(
-                Case(
-                    name,
-                    "failed",
-                    f"{type(error).__name__}: {error}",
-                    delta=float("inf"),
-                    raised=error,
-                )
-            )
+            detail = f"{type(error).__name__}: {error}"
+            cases.append(Case(name, "failed", detail, delta=float("inf"), raised=error))
     return Report(tuple(cases))
 
 
@@ -127,7 +124,9 @@ def maker(make):
         )
     if not isinstance(make, type):
         return make
-    layer = make if issubclass(make, LayerCache) else type(make.__name__, (make, LayerCache), {})
+    layer = make
+    if not issubclass(make, LayerCache):
+        layer = type(make.__name__, (make, LayerCache), {})
 
     def of_layers(config, batch_size, capacity):
         cache = KVCache((layer() for _ in range(config.num_hidden_layers)), config)
@@ -166,7 +165,8 @@ class Lab:
     """What every case needs: a model, fresh caches, random ids, and a feed that compares."""
 
     def __init__(self, model, make, tolerance: float):
-        dtype, room = model.embed_tokens.weight.dtype, model.config.max_position_embeddings
+        dtype = model.embed_tokens.weight.dtype
+        room = model.config.max_position_embeddings
         if dtype not in (torch.float32, torch.float64):
             raise NanoKVError(
                 f"the model is in {dtype}, which rounds more than a bug may change",
@@ -178,7 +178,9 @@ class Lab:
             )
         if not 0 <= tolerance < float("inf"):
             raise NanoKVError(f"the tolerance is {tolerance!r}: a number ≥ 0 was expected")
-        self.model, self.make, self.tolerance = model, make, tolerance
+        self.model = model
+        self.make = make
+        self.tolerance = tolerance
 
     def cache(self, batch_size: int = 1, capacity: int = CAPACITY):
         """A new, empty one."""
@@ -194,14 +196,16 @@ class Lab:
     def feed(self, cache, ids, *parts, start: int = 0):
         """ids (B,T) from position `start` on, in parts of so many tokens; every logit is compared with the truth."""
         for part in parts:
-            self.step(decode if part == 1 else verify_draft, cache, ids, start, start + part)
+            path = decode if part == 1 else verify_draft
+            self.step(path, cache, ids, start, start + part)
             start += part
 
     def step(self, path, cache, ids, start: int, end: int):
         """One call of one path for ids[:, start:end]; Different if logits or the length are wrong."""
         with watch(self.model) as passes:
             logits = path(self.model, ids[:, start:end], cache, start_pos=start)
-        logits = logits[:, None] if logits.dim() == 2 else logits  # (B,t,V): the last t positions
+        if logits.dim() == 2:
+            logits = logits[:, None]  # (B,t,V): the last t positions
         truth = score(self.model, ids[:, :end])[:, -logits.shape[1] :]
         delta = (logits - truth).abs().amax((0, 2))  # (t,)
         wrong = (~(delta <= self.tolerance)).nonzero().flatten().tolist()  # nan is wrong too
@@ -216,21 +220,20 @@ class Lab:
         with watch(self.model) as passes:
             score(self.model, ids)
         truth = {key: value[:, start:] for key, value in passes[0].values.items()}
-        steps = (
-            step for step in compare(one.values, truth) if step.layer is not None and not step.ok
-        )
-        step = next(steps, None)
+        steps = [step for step in compare(one.values, truth) if not step.ok]
+        step = next((step for step in steps if step.layer is not None), None)
         if step is None:
-            return Different(
-                f"logits at token {token}: max |Δ| {delta:.3g}", token=token, delta=delta
-            )
+            detail = f"logits at token {token}: max |Δ| {delta:.3g}"
+            return Different(detail, token=token, delta=delta)
         first = earliest(one.values, truth, step)
-        token = start + first[0] if first else token
+        if first is not None:
+            position, _ = first
+            token = start + position
         detail = f"layer {step.layer}, token {token} ({step.operation}), max |Δ logits| {delta:.3g}"
         return Different(detail, step.layer, token, delta)
 
 
-# --- the cases: the first line of each docstring is its name --------------------------------------------------------
+# --- the cases: the first line of each docstring is its name -----------------------------------
 
 
 def token_by_token(lab):
@@ -240,7 +243,8 @@ def token_by_token(lab):
 
 def prefill_then_decode(lab):
     """Prefill, then decode."""
-    ids, cache = lab.ids(2, 1, 12), lab.cache()
+    ids = lab.ids(2, 1, 12)
+    cache = lab.cache()
     lab.step(prefill, cache, ids, 0, 7)
     lab.feed(cache, ids, *[1] * 5, start=7)
 
@@ -248,20 +252,16 @@ def prefill_then_decode(lab):
 def every_split(lab):
     """Every split of 12 tokens into two chunks, and some into three."""
     ids = lab.ids(3, 1, 12)
-    for split in [
-        *((a, 12 - a) for a in range(1, 12)),
-        (4, 4, 4),
-        (1, 5, 6),
-        (5, 1, 6),
-        (2, 9, 1),
-        (9, 2, 1),
-    ]:
+    in_two = [(a, 12 - a) for a in range(1, 12)]
+    in_three = [(4, 4, 4), (1, 5, 6), (5, 1, 6), (2, 9, 1), (9, 2, 1)]
+    for split in in_two + in_three:
         lab.feed(lab.cache(), ids, *split)
 
 
 def long_text(lab):
     """130 tokens, and 250 where no capacity is set: nothing is forgotten on the way."""
-    ids, cache = lab.ids(4, 1, LONGEST), lab.cache(capacity=LONG)
+    ids = lab.ids(4, 1, LONGEST)
+    cache = lab.cache(capacity=LONG)
     lab.feed(cache, ids, 20, 8, *[1] * 20, LONG - 50, 1, 1)
     if cache.capacity is None:
         lab.feed(cache, ids, LONGEST - LONG - 1, 1, start=LONG)
@@ -284,9 +284,11 @@ def padded_rows(lab):
 
 def truncate_and_go_on(lab):
     """Six tokens are taken back, and others follow."""
-    ids, cache = lab.ids(9, 1, 14), lab.cache()
+    ids = lab.ids(9, 1, 14)
+    cache = lab.cache()
     lab.feed(cache, ids, 8)
-    lab.feed(cache, torch.cat((ids[:, :8], lab.ids(10, 1, 6)), dim=1), 6, start=8)
+    other = torch.cat((ids[:, :8], lab.ids(10, 1, 6)), dim=1)
+    lab.feed(cache, other, 6, start=8)
     cache.truncate(8)
     lab.feed(cache, ids, 3, 1, 1, 1, start=8)
 
@@ -307,7 +309,10 @@ def emptied(lab):
 
 def two_at_once(lab):
     """Two requests that are alive at the same time."""
-    a, b, mine, other = lab.ids(14, 1, 12), lab.ids(15, 1, 12), lab.cache(), lab.cache()
+    a = lab.ids(14, 1, 12)
+    b = lab.ids(15, 1, 12)
+    mine = lab.cache()
+    other = lab.cache()
     lab.feed(mine, a, 8)
     lab.feed(other, b, 9)
     for i in range(3):
@@ -317,8 +322,10 @@ def two_at_once(lab):
 
 def fork(lab):
     """A fork goes its own way, and the original stays."""
-    ids, other, cache = lab.ids(16, 1, 12), lab.ids(17, 1, 12), lab.cache()
+    ids = lab.ids(16, 1, 12)
+    other = lab.ids(17, 1, 12)
     other[:, :6] = ids[:, :6]
+    cache = lab.cache()
     lab.feed(cache, ids, 6)
     copy = cache.fork()
     lab.feed(copy, other, 2, 1, start=6)
@@ -328,21 +335,25 @@ def fork(lab):
 
 def fork_taken_back(lab):
     """Tokens taken back in a fork stay in the original, and the other way round."""
-    ids, other = lab.ids(24, 1, 12), lab.ids(25, 1, 12)
+    ids = lab.ids(24, 1, 12)
+    other = lab.ids(25, 1, 12)
     other[:, :4] = ids[:, :4]
-    for shortened in (0, 1):
-        cache = lab.cache()
-        lab.feed(cache, ids, 8)
-        both = cache, cache.fork()
-        both[shortened].truncate(4)
-        lab.feed(both[shortened], other, 3, 1, start=4)
-        lab.feed(both[1 - shortened], ids, 3, 1, start=8)
-        lab.feed(both[shortened], other, 1, start=8)
+    for which in ("original", "fork"):
+        kept = lab.cache()
+        lab.feed(kept, ids, 8)
+        shortened = kept.fork()
+        if which == "original":
+            shortened, kept = kept, shortened
+        shortened.truncate(4)
+        lab.feed(shortened, other, 3, 1, start=4)
+        lab.feed(kept, ids, 3, 1, start=8)
+        lab.feed(shortened, other, 1, start=8)
 
 
 def fork_reordered(lab):
     """Rows that change places in a fork stay where they are in the original."""
-    ids, cache = lab.ids(26, 2, 10), lab.cache(2)
+    ids = lab.ids(26, 2, 10)
+    cache = lab.cache(2)
     lab.feed(cache, ids, 6)
     copy = cache.fork()
     copy.reorder([1, 0])
@@ -352,7 +363,8 @@ def fork_reordered(lab):
 
 def reorder(lab):
     """Rows change places, as in beam search."""
-    ids, cache = lab.ids(18, 3, 10), lab.cache(3)
+    ids = lab.ids(18, 3, 10)
+    cache = lab.cache(3)
     lab.feed(cache, ids, 6)
     cache.reorder([2, 0, 0])
     later = ids[[2, 0, 0]].clone()
@@ -362,8 +374,9 @@ def reorder(lab):
 
 def more_rows_and_fewer(lab):
     """One row becomes five, and five become one."""
-    ids, cache = lab.ids(23, 5, 12), lab.cache()
+    ids = lab.ids(23, 5, 12)
     ids[:, :6] = ids[0, :6]
+    cache = lab.cache()
     lab.feed(cache, ids[:1], 6)
     cache.reorder([0] * 5)
     lab.feed(cache, ids, 2, 1, start=6)
@@ -373,10 +386,9 @@ def more_rows_and_fewer(lab):
 
 def save_and_load(lab):
     """A file goes on where the cache was."""
-    ids, cache = lab.ids(20, 1, 12), lab.cache()
-    if cache.made.name not in CACHES or type(cache[0]) is not type(
-        make_cache(cache.made.name, cache.config)[0]
-    ):
+    ids = lab.ids(20, 1, 12)
+    cache = lab.cache()
+    if not is_registered(cache):
         raise UnsupportedError("loading needs a kind of cache that is in nanokv.CACHES")
     lab.feed(cache, ids, 7)
     with tempfile.TemporaryDirectory() as folder:
@@ -386,22 +398,29 @@ def save_and_load(lab):
         lab.feed(loaded, ids, 3, 1, 1, start=7)
 
 
+def is_registered(cache) -> bool:
+    """True for a cache of nanokv.CACHES, which KVCache.load can make by its name."""
+    name = cache.made.name
+    return name in CACHES and type(cache[0]) is type(make_cache(name, cache.config)[0])
+
+
 def more_than_fits(lab):
     """Beyond its capacity a cache grows or refuses, and never drops a token."""
-    ids, cache = lab.ids(21, 1, 12), lab.cache(capacity=8)
+    ids = lab.ids(21, 1, 12)
+    cache = lab.cache(capacity=8)
     lab.feed(cache, ids, 8)
     try:
         lab.feed(cache, ids, 1, 1, 2, start=8)
     except CapacityError:
         if cache.length != 8:
-            raise Different(
-                f"length is {cache.length} after a refusal at 8 tokens", token=8
-            ) from None
+            detail = f"length is {cache.length} after a refusal at 8 tokens"
+            raise Different(detail, token=8) from None
 
 
 def bytes_held(lab):
     """32 tokens take the bytes of their keys and values, no more and no less."""
-    config, cache = lab.model.config, lab.cache(capacity=32)
+    config = lab.model.config
+    cache = lab.cache(capacity=32)
     lab.feed(cache, lab.ids(22, 1, 32), 31, 1)
     if cache.nbytes == 0:
         raise UnsupportedError("no bytes are counted (nbytes)")

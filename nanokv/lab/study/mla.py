@@ -42,13 +42,17 @@ class LatentCache:
 
     @property
     def length(self) -> int:
-        return 0 if self.key is None else self.key.shape[1]
+        if self.key is None:
+            return 0
+        return self.key.shape[1]
 
     def append(self, latent, key):
         """(B,T,R), (B,T,Dr) → (B,S,R), (B,S,Dr)."""
         if self.key is not None:
-            latent, key = torch.cat((self.latent, latent), 1), torch.cat((self.key, key), 1)
-        self.latent, self.key = latent, key
+            latent = torch.cat((self.latent, latent), 1)
+            key = torch.cat((self.key, key), 1)
+        self.latent = latent
+        self.key = key
         return latent, key
 
     def truncate(self, n: int):
@@ -56,11 +60,14 @@ class LatentCache:
         if type(n) is not int or n < 0:
             raise CacheError(f"truncate({n!r}): a number of tokens ≥ 0 was expected")
         if self.key is not None:
-            self.latent, self.key = self.latent[:, :n].clone(), self.key[:, :n].clone()
+            self.latent = self.latent[:, :n].clone()
+            self.key = self.key[:, :n].clone()
 
     @property
     def nbytes(self) -> int:
-        return 0 if self.key is None else self.latent.nbytes + self.key.nbytes
+        if self.key is None:
+            return 0
+        return self.latent.nbytes + self.key.nbytes
 
 
 class LatentAttention(nn.Module):
@@ -81,16 +88,17 @@ class LatentAttention(nn.Module):
 
     def forward(self, x, cache, attend):
         B, T, _ = x.shape
-        c, start = self.config, cache.length
+        c = self.config
+        start = cache.length
         rope = rope_angles(c, start, T, x)
         q = self.q_proj(x).view(B, T, c.H, c.Dn + c.Dr).transpose(1, 2)  # (B,H,T,Dn+Dr)
-        q_plain, q_rope = q[..., : c.Dn], apply_rope(q[..., c.Dn :], rope)
+        q_plain, q_rope = q.split((c.Dn, c.Dr), dim=-1)
+        q_rope = apply_rope(q_rope, rope)
         key = apply_rope(self.k_rope(x)[:, None], rope)[:, 0]  # (B,T,Dr)
         latent, key = cache.append(self.norm(self.down(x)), key)  # (B,S,R), (B,S,Dr)
         position = q_rope @ key[:, None].mT  # (B,H,T,S)
-        y = attend(
-            self, q_plain, latent, position, causal_mask(T, start + T, x.device)
-        )  # (B,H,T,Dv)
+        mask = causal_mask(T, start + T, x.device)
+        y = attend(self, q_plain, latent, position, mask)  # (B,H,T,Dv)
         return self.o_proj(y.transpose(1, 2).flatten(2))  # (B,T,H·Dv) → (B,T,C)
 
 
@@ -111,15 +119,17 @@ def absorbed(layer, q, latent, position, mask):
 def weights(layer, scores, mask):
     """Softmax of the scores over what is visible; the scale counts both parts of the key."""
     scores = scores * (layer.config.Dn + layer.config.Dr) ** -0.5
-    return (scores if mask is None else scores.masked_fill(~mask, float("-inf"))).softmax(-1)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return scores.softmax(-1)
 
 
 def rope_angles(config: LatentConfig, start: int, T: int, like):
     """cos and sin (T,Dr) for positions start … start+T−1."""
-    speed = config.theta ** (
-        -torch.arange(0, config.Dr, 2, device=like.device, dtype=torch.float64) / config.Dr
-    )
-    angle = torch.arange(start, start + T, device=like.device)[:, None] * torch.cat((speed, speed))
+    dims = torch.arange(0, config.Dr, 2, device=like.device, dtype=torch.float64)  # (Dr/2,)
+    speed = config.theta ** (-dims / config.Dr)
+    positions = torch.arange(start, start + T, device=like.device)  # (T,)
+    angle = positions[:, None] * torch.cat((speed, speed))  # (T,Dr)
     return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
 
 
@@ -133,7 +143,8 @@ def values_per_token(
 def deepseek_v2_savings() -> dict[str, float]:
     """Where "93.3 % less KV cache" comes from: another model, fewer layers and 6-bit storage all count in it."""
     mha, gqa, mqa, mla = (values_per_token(kind) for kind in ("mha", "gqa", "mqa", "mla"))
-    gqa_67b, mla_v2 = 95 * gqa, 60 * mla  # 194,560 and 34,560 a token
+    gqa_67b = 95 * gqa  # 194,560 numbers per token
+    mla_v2 = 60 * mla  # 34,560 numbers per token
     return {
         "as published: V2 in 6 bits against the 67B (95 layers, GQA-8) in 16": 1
         - mla_v2 * 6 / (gqa_67b * 16),
@@ -150,15 +161,10 @@ def with_kv_heads(config: Config, state: dict, heads: int) -> tuple[Config, dict
     More heads: copies, the same function exactly (GQA → MHA). Fewer: means of neighbouring heads, as Ainslie et al.
     2023 do it (arXiv 2305.13245) before they train on for 5 % of the steps; without that it is another model.
     """
-    Hk, D = config.num_key_value_heads, config.head_dim
-    if (
-        type(heads) is not int
-        or heads < 1
-        or config.num_attention_heads % heads
-        or (Hk % heads and heads % Hk)
-    ):
+    H, Hk, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    if type(heads) is not int or heads < 1 or H % heads or (Hk % heads and heads % Hk):
         raise ConfigError(
-            f"{Hk} KV heads cannot become {heads!r}: it must divide {config.num_attention_heads} query heads, "
+            f"{Hk} KV heads cannot become {heads!r}: it must divide {H} query heads, "
             f"and be a divisor or a multiple of {Hk}"
         )
 
@@ -168,8 +174,8 @@ def with_kv_heads(config: Config, state: dict, heads: int) -> tuple[Config, dict
             return x.repeat_interleave(heads // Hk, dim=0).flatten(0, 1)
         return x.float().unflatten(0, (heads, -1)).mean(1).flatten(0, 1).to(x.dtype)
 
-    names = ("self_attn.k_proj.", "self_attn.v_proj.")
-    state = {
-        name: convert(x) if any(part in name for part in names) else x for name, x in state.items()
-    }
-    return dataclasses.replace(config, num_key_value_heads=heads), state
+    converted = dict(state)
+    for name, x in state.items():
+        if "self_attn.k_proj." in name or "self_attn.v_proj." in name:
+            converted[name] = convert(x)
+    return dataclasses.replace(config, num_key_value_heads=heads), converted

@@ -31,13 +31,12 @@ class Scheme:
 
     def keys(self, k):
         """(B,Hk,T,D) → the same, as it would be read back."""
-        planted = torch.ones(k.shape[-1], device=k.device)
+        D = k.shape[-1]
+        planted = torch.ones(D, device=k.device)
         planted[list(self.outliers)] = self.factor
-        turn = (
-            hadamard(k.shape[-1], k.device)
-            if self.rotate
-            else torch.eye(k.shape[-1], device=k.device)
-        )
+        turn = torch.eye(D, device=k.device)
+        if self.rotate:
+            turn = hadamard(D, k.device)
         x = (k.float() * planted) @ turn
         if self.k_scale == "channel":
             blocks = x.split(self.group, dim=2)  # the last one may be shorter
@@ -79,11 +78,10 @@ class _Rounding(NoCache):
             layer.append = lambda k, v: self.rounded(k, v, scheme)
 
     def rounded(self, k, v, scheme):
-        rounded = scheme.keys(k), scheme.values(v)
-        self.errors.append(
-            [relative_error(new, old) for new, old in zip(rounded, (k, v), strict=True)]
-        )
-        return rounded
+        keys = scheme.keys(k)
+        values = scheme.values(v)
+        self.errors.append((relative_error(keys, k), relative_error(values, v)))
+        return keys, values
 
 
 def measure(model, ids, scheme: Scheme) -> Quality:
@@ -104,13 +102,12 @@ def measure_cache(model, ids, cache, chunk: int = 8):
 def log_likelihood_through(model, ids, cache, chunk: int = 8):
     """(B,T) → (B,T−1): log p of each token after the first, read through an empty cache `chunk` tokens at a time: few
     enough that most of what attention reads was stored before. The logits of one chunk are in memory, never all."""
-    parts, start = [], 0
-    while start < ids.shape[1] - 1:
-        # The last token is asked for, never fed.
-        part = ids[:, start : min(start + chunk, ids.shape[1] - 1)]  # (B,t)
+    fed = ids[:, :-1]  # the last token is predicted, never fed
+    parts = []
+    for start in range(0, fed.shape[1], chunk):
+        part = fed[:, start : start + chunk]  # (B,t)
         logits = verify_draft(model, part, cache, start)  # (B,t,V)
-        start += part.shape[1]
-        targets = ids[:, start - part.shape[1] + 1 : start + 1, None]  # (B,t,1)
+        targets = ids[:, start + 1 : start + 1 + part.shape[1], None]  # (B,t,1)
         parts.append(logits.float().log_softmax(-1).gather(2, targets)[..., 0])
     return torch.cat(parts, 1)
 
