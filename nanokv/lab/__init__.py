@@ -1,1 +1,2 @@
-"""Instruments that look at the library from outside: benchmarks, faults, studies, traces, comparisons."""
+"""Instruments that use the library from outside: benchmarks, fault injection, studies, traces and
+comparisons."""

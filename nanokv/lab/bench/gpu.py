@@ -16,7 +16,8 @@
 Every part has a time limit, after which it is cut off; `--long` measures more rows and allows ten
 times as long. gpu.json and gpu.md are rewritten after every row, so a run that is killed keeps
 its rows. The exit code is 1 if a check failed and 2 if torch sees no GPU. `--dry-run` runs the
-same code on a CPU with a tiny model, to show that it works; its times mean nothing."""
+same code on a CPU with a tiny model, to show that it works; its times mean nothing.
+"""
 
 import argparse
 import functools

@@ -6,7 +6,8 @@ Runs 2, 4 and 8 ranks, as far as the machine has that many GPUs and the model ca
 rank is a process with one GPU; the ranks communicate over NCCL. Each rank first builds the whole
 model in fp32 and compares the logits of the split model with it. Then each rank makes its shard
 of random bf16 weights, and the steps are timed. This file, run as a program, is one rank. A dry
-run has 2 ranks, gloo and no GPU."""
+run has 2 ranks, gloo and no GPU.
+"""
 
 import argparse
 import json

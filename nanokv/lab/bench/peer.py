@@ -3,7 +3,8 @@ nanokv.lab.bench.peer` and sends it requests.
 
 Requests are JSON lines on stdin: first {"make": "module:function", "facts": {…}}, then the
 arguments of `measure`, one object per line. The reply to each is one line on stdout, {"answer":
-…} or {"error": …}. Anything a library prints goes to stderr."""
+…} or {"error": …}. Anything a library prints goes to stderr.
+"""
 
 import dataclasses
 import functools
@@ -57,7 +58,8 @@ def end_with_parent() -> None:
 def reply(out, run, shown=lambda value: value):
     """Write the result of `run`, or its error, to `out` as one line of JSON.
 
-    Returns the result, None after an error. `shown` turns the result into what is sent."""
+    Returns the result, None after an error. `shown` turns the result into what is sent.
+    """
     value = None
     try:
         value = run()

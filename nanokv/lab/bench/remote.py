@@ -2,7 +2,8 @@
 
 The runtime may be missing, raise, crash or hang; its row then gives the reason, and the other
 runners continue. The process computes only while it has a request, so that one runner at a time
-uses the machine. It takes its own times. It ends when the bench ends, however the bench ends."""
+uses the machine. It takes its own times. It ends when the bench ends, however the bench ends.
+"""
 
 import json
 import os

@@ -2,7 +2,8 @@
 prompt, `step` decodes one more token.
 
 All decode greedily: a step ends with the most likely token, which is the input of the next step.
-The runners of other libraries run in a separate process (peer.py), which remote.py controls."""
+The runners of other libraries run in a separate process (peer.py), which remote.py controls.
+"""
 
 from dataclasses import dataclass
 

@@ -1,13 +1,15 @@
-"""Real KV-cache bugs that can be switched on for a while, to learn what they look like and what catches them.
+"""Real KV-cache bugs that can be injected for the length of a `with` block, to learn how they show
+and which tests catch them.
 
     with nanokv.faults.inject("start_pos_off_by_one"):
         ...                                              # models and caches used here have the bug
     print(nanokv.faults.diagnose("not_cleared", model, tokenizer))
-    print(nanokv.faults.grade(my_test))                  # how many of the bugs does my test notice?
+    print(nanokv.faults.grade(my_test))                  # how many of the bugs does my test catch?
 
-The model and the caches know nothing of it: a fault is put in from outside, by substitution, and taken out again
-whatever happens. FAULTS is the catalogue, by name. Models from nanokv.fast have a forward pass of their own and are
-not affected, nor is a layer class that makes its own mask by a fault of masks. All threads see a fault; one may inject.
+The model and the caches have no code for faults. A fault replaces functions from outside and is
+always undone when the block ends. FAULTS is the catalogue, by name. Faults do not affect models
+from nanokv.fast, which have another forward pass. Faults of masks do not affect a layer class
+that makes its own mask. A fault affects all threads; only one thread at a time may inject.
 """
 
 from nanokv.lab.faults.catalogue import FAULTS, Fault

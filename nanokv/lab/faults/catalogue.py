@@ -1,9 +1,10 @@
-"""The catalogue: real KV-cache bugs, each as the code that does it, with its public thread and what it takes to see it.
+"""The catalogue of faults: real KV-cache bugs as code, each with its public issue and the weakest
+observation that reveals it.
 
-Every function below returns the swaps (see substitute.py) that put one bug into nanokv; its docstring says what the
-wrong code does. `seen_by` is what the weakest observer needs: the words of the bundled model's answer, its logits, an
-error, or, where every value is right and only memory is wasted, a byte counter. It is measured by diagnose() and the
-tests compare it with what is written here.
+Every function below returns the swaps (see substitute.py) that put one bug into nanokv. `seen_by`
+is the weakest observation that suffices: an error, the words of the bundled model's answer, its
+logits, or a byte counter if all values are right and only memory is wasted. diagnose() measures
+it, and the tests compare the measurement with the entry here.
 """
 
 from dataclasses import dataclass, field
@@ -31,14 +32,14 @@ TABLE = 32  # rows of the RoPE table that is too short
 
 @dataclass(frozen=True)
 class Fault:
-    """One bug. `swaps()` puts it in; everything else is for the reader."""
+    """One bug. `swaps()` gives the swaps that inject it; the other fields describe it."""
 
     name: str
     title: str  # one line
-    cause: str  # what the wrong code does, and why it passes
-    thread: str  # owner/repo#number where this bug, its symptom or the thought behind it was met
+    cause: str  # the mistake in the code, and why it is not noticed
+    thread: str  # owner/repo#number of an issue with this bug, its symptom or the same idea
     seen_by: str  # words, logits, bytes or error: measured on the bundled model
-    scenario: str  # the situation in which it shows, a name in faults.SCENARIOS
+    scenario: str  # the situation in which the bug shows, a name in faults.SCENARIOS
     swaps: object = field(repr=False, compare=False)
 
 
@@ -46,7 +47,7 @@ FAULTS: dict[str, Fault] = {}
 
 
 def fault(title, cause, thread, seen_by, scenario="solo"):
-    """Enter the decorated function into FAULTS under its own name."""
+    """Add the decorated function to FAULTS under its name."""
 
     def enter(swaps):
         FAULTS[swaps.__name__] = Fault(
@@ -62,44 +63,45 @@ def fault(title, cause, thread, seen_by, scenario="solo"):
 
 @fault(
     "every decode is one position too far",
-    "The loop counts the newest token before it is fed, so all of the answer is rotated one position on. Distances "
-    "inside the answer stay right; only the gap to the prompt is wrong.",
+    "The loop counts the newest token before feeding it, so the whole answer is rotated one "
+    "position too far. Distances inside the answer stay right; only the distance to the prompt is "
+    "wrong.",
     "karpathy/nanochat#855",
     "logits",
 )
 def start_pos_off_by_one():
-    """start + 1 wherever something is cached."""
+    """Positions are start + 1 whenever something is cached."""
     return positions(lambda at, start: at + (start > 0))
 
 
 @fault(
     "the offset is advanced twice",
-    "Cache and loop both add what was fed, so after a prompt of 6 tokens the offset says 12, and it grows by two from "
-    "there.",
+    "The cache and the loop both add the number of tokens fed, so the offset is 12 after a prompt "
+    "of 6 tokens, and grows by two per token from there.",
     "skyzh/tiny-llm#46",
     "words",
 )
 def start_pos_advanced_twice():
-    """2·start."""
+    """Positions begin at 2·start."""
     return positions(lambda at, start: at + start.clamp(min=0))
 
 
 @fault(
     "every call counts positions from 0",
-    "Each new token is rotated as if it stood at position 0, and the prompt is right: the angles are sliced [:T] where "
-    "[start_pos:start_pos+T] was meant.",
+    "Every new token is rotated as if it were at position 0, and only the prompt is right: the "
+    "angles are sliced [:T] instead of [start_pos:start_pos+T].",
     "karpathy/nanochat#855",
     "words",
 )
 def start_pos_restarts():
-    """start forgotten."""
+    """Positions begin at 0 in every call."""
     return positions(lambda at, start: torch.where(start > 0, at - start, at))
 
 
 @fault(
     "the RoPE table is too short, and the index is clamped",
-    f"The table has {TABLE} rows, or T if one call brings more: its size is checked against T where T0+T was meant. "
-    "Later positions all take the last row, so short texts are right.",
+    f"The table has {TABLE} rows, or T if one call has more tokens: its size is checked against T "
+    "instead of T0+T. All later positions use the last row, so short texts are right.",
     "karpathy/nanochat#520",
     "words",
     "long",
@@ -111,40 +113,40 @@ def rope_table_too_short():
 
 @fault(
     "keys are cached before they are rotated",
-    "The cache stores k first and RoPE turns only the new keys afterwards, so every key that comes back from the cache "
-    "stands at position 0.",
+    "The cache stores k first, and RoPE then rotates only the new keys, so every key read from the "
+    "cache is at position 0.",
     "EleutherAI/gpt-neox#363",
     "words",
 )
 def cached_before_rope():
-    """Nothing is rotated on its way into the cache; queries and new keys are, on their way to attention."""
+    """Keys enter the cache unrotated; queries and new keys are rotated just before attention."""
     right = Attention.forward
 
     def forward(self, x, rope, cache, attend):
         def rotate_late(q, k, v):
             T = q.shape[2]
-            # The past stays unturned.
+            # cached keys stay unrotated
             k = torch.cat((k[:, :, :-T], apply_rope(k[:, :, -T:], rope)), dim=2)  # (B,Hk,S,D)
             return attend(apply_rope(q, rope), k, v)
 
-        not_turned = torch.ones_like(rope[0]), torch.zeros_like(rope[1])  # cos 1, sin 0
-        return right(self, x, not_turned, cache, rotate_late)
+        unrotated = torch.ones_like(rope[0]), torch.zeros_like(rope[1])  # cos 1, sin 0
+        return right(self, x, unrotated, cache, rotate_late)
 
     return [(Attention, "forward", forward)]
 
 
-# --- what is stored, and where -----------------------------------------------------------------
+# --- storage -----------------------------------------------------------------------------------
 
 
 @fault(
     "new keys are joined along the wrong axis",
-    "cat(dim=0) stacks tokens as if they were rows of the batch. Token by token the shapes fit and scores come out; "
-    "here the reshape after attention notices, or cat itself.",
+    "cat(dim=0) stacks tokens as if they were rows of the batch. Token by token the shapes fit and "
+    "attention computes scores; here the reshape after attention fails, or cat itself.",
     "deepspeedai/Megatron-DeepSpeed#112",
     "error",
 )
 def wrong_axis():
-    """cat along the batch."""
+    """Old and new keys are joined along the batch dimension."""
 
     def append(cache, i, k, v):
         T = k.shape[2]
@@ -158,8 +160,8 @@ def wrong_axis():
 
 @fault(
     "the first token is never written",
-    "The write begins at slot 1, so key and value of position 0 stay zero for ever. Attention gives a zero key some "
-    "weight like any other, and no shape is wrong.",
+    "Writing begins at slot 1, so key and value of position 0 stay zero. Attention gives a zero "
+    "key some weight like any other key, and no shape is wrong.",
     "TrenTorch/TrenTorch#192",
     "logits",
 )
@@ -179,13 +181,13 @@ def first_token_unwritten():
 
 @fault(
     "all layers share one dict",
-    "`[{}] * L` makes one dict L times: each layer writes its own new rows over those of the layer before, so the past "
-    "that every layer reads is the last layer's.",
+    "`[{}] * L` is one dict L times. Each layer overwrites the new rows of the layer before it, so "
+    "all layers read the past of the last layer.",
     "lucidrains/x-transformers#219",
     "words",
 )
 def one_dict_for_all_layers():
-    """One slab a cache."""
+    """All layers of a cache share one slab."""
     slabs = PerObject()
 
     def append(cache, i, k, v):
@@ -198,8 +200,8 @@ def one_dict_for_all_layers():
 
 @fault(
     "every layer is bound to the last one by a closure",
-    "Functions made in a loop share the loop's variable: when they are called, all of them run the last block. Only "
-    "the cached path is wrapped like this, so the uncached one stays right.",
+    "Functions made in a loop share the loop's variable: called later, all of them run the last "
+    "block. Only the cached path is wrapped like this, so the uncached path is right.",
     "TrenTorch/TrenTorch#141",
     "words",
 )
@@ -210,7 +212,7 @@ def last_layer_closure():
     def forward(self, tokens, cache, start_pos, attend):
         if not has_cache(cache):
             return right(self, tokens, cache, start_pos, attend)
-        # The same weights, other layers; the model itself is not touched.
+        # a shallow copy with other layers; `self` is not changed
         bound = object.__new__(type(self))
         bound.__dict__ = self.__dict__ | {"_modules": dict(self._modules)}
         bound.layers = nn.ModuleList([self.layers[-1]] * len(self.layers))
@@ -221,13 +223,13 @@ def last_layer_closure():
 
 @fault(
     "keys and values are cached in half precision",
-    "Everything is rounded to bfloat16 on its way into the cache of a float32 model. Whether that is a bug or rounding "
-    "is the most repeated question of all; the size of the difference answers it.",
+    "All keys and values of a float32 model are rounded to bfloat16 in the cache. Whether such a "
+    "difference is a bug or rounding is the most frequent question of all; its size answers it.",
     "karpathy/nanoGPT#613",
     "logits",
 )
 def rounded_to_bf16():
-    """8 bits of mantissa are kept."""
+    """Keys and values keep 8 bits of precision."""
     return between(
         lambda cache, i, k, v: cache[i].append(k.bfloat16().to(k.dtype), v.bfloat16().to(v.dtype))
     )
@@ -235,8 +237,8 @@ def rounded_to_bf16():
 
 @fault(
     "a full buffer drops new tokens without a word",
-    "Capacity is never checked: a write behind the last slot is a write into an empty slice, which torch allows. The "
-    "position moves on, and the newest tokens cannot be seen by anyone.",
+    "Capacity is never checked: a write past the last slot goes to an empty slice, which torch "
+    "allows. The position advances, and no query can attend to the newest tokens.",
     "rasbt/LLMs-from-scratch#925",
     "logits",
     "overflow",
@@ -256,9 +258,9 @@ def static_overflow():
         if room:
             cache[i].append(k[:, :, :room], v[:, :, :room])
         layer.length += T - room
-        return layer.keys, layer.values  # (B,Hk,N,D): N slots, whatever S should be
+        return layer.keys, layer.values  # (B,Hk,N,D): N slots, fewer than S
 
-    # 0 = NoCache, as it was.
+    # capacity 0 is NoCache and stays 0; None means unlimited
     unlimited = property(lambda cache: 0 if capacity.fget(cache) == 0 else None)
     return [*between(append), (CacheCapabilities, "capacity", unlimited)]
 
@@ -268,27 +270,27 @@ def static_overflow():
 
 @fault(
     "the mask of a chunk is square",
-    "A (T,T) mask where the chunk sees T0+T keys: right for a first prompt, a shape error for the next chunk of a "
-    "conversation.",
+    "The mask is (T,T), but the chunk has T0+T keys: right for the first prompt, a shape error for "
+    "the next chunk of a conversation.",
     "meta-llama/llama#899",
     "error",
     "chunked",
 )
 def square_mask():
-    """History forgotten in the mask's width."""
+    """The mask's width leaves out the cached tokens."""
     return masks(lambda right, T, S: right(T, T))
 
 
 @fault(
     "the causal mask is aligned top-left",
-    "SDPA's is_causal=True counts from the first key: query t of a chunk sees keys ≤ t, so most of the cache is hidden "
-    "from it. Equal to the right mask only while nothing is cached.",
+    "SDPA's is_causal=True counts from the first key: query t of a chunk sees keys ≤ t, so most of "
+    "the cache is masked. It equals the right mask only while nothing is cached.",
     "lucidrains/x-transformers#187",
     "words",
     "chunked",
 )
 def top_left_mask():
-    """tril(0) instead of tril(S − T)."""
+    """The mask is tril(0) instead of tril(S − T)."""
 
     def mask(right, T, S):
         if T == 1:
@@ -300,14 +302,14 @@ def top_left_mask():
 
 @fault(
     "a chunk after the first has no mask",
-    "is_causal=(T == S) is false as soon as something is cached, and nothing else masks: the tokens of a chunk see "
-    "those that come after them.",
+    "is_causal=(T == S) is false as soon as something is cached, and there is no other mask: the "
+    "tokens of a chunk see later tokens.",
     "huggingface/nanoVLM#90",
     "logits",
     "chunked",
 )
 def no_mask_on_chunk():
-    """Causal only while T == S."""
+    """Attention is causal only while T == S."""
 
     def mask(right, T, S):
         if T in (1, S):
@@ -318,7 +320,8 @@ def no_mask_on_chunk():
 
 
 def masks(wrong) -> list:
-    """Swaps for the mask that caches share and for the sliding cache's own; wrong(right, T, S) gives (T,S) or None."""
+    """Swaps for the mask of LayerCache and of the sliding cache. wrong(right, T, S) → mask (T,S) or
+    None, where right(T, S) is the correct mask."""
     right = nanokv.cache.base.causal_mask
     band = SlidingCache.mask
 
@@ -344,14 +347,14 @@ def masks(wrong) -> list:
 
 @fault(
     "prompts of a batch are padded on the right",
-    "The last column of logits is read for every row, but in the shorter ones it follows padding, which is also "
-    "cached and never masked.",
+    "The last column of logits is read for every row, but in shorter rows it follows padding, "
+    "which is also cached and never masked.",
     "huggingface/transformers#25420",
     "words",
     "batch",
 )
 def right_padding():
-    """Rows are turned so that their padding comes last, and nothing hides it."""
+    """Rows are rolled so that their padding comes last, and no mask hides it."""
     pads = []
 
     def no_padding(cache, widths):
@@ -368,14 +371,14 @@ def right_padding():
 
 @fault(
     "every row gets the mask of row 0",
-    "The mask is built for one prompt and broadcast: rows with more padding see it, rows with less lose their first "
-    "tokens. Row 0, which is looked at first, is right.",
+    "The mask is built for one prompt and broadcast: rows with more padding attend to it, rows "
+    "with less padding lose their first tokens. Row 0, which is checked first, is right.",
     "huggingface/candle#3582",
     "logits",
     "batch",
 )
 def mask_of_row_0():
-    """(B,1,T,S) from its first row."""
+    """The mask (B,1,T,S) is row 0's, repeated."""
 
     def make(right):
         def mask(self, T):
@@ -391,14 +394,14 @@ def mask_of_row_0():
 
 @fault(
     "the cache is not reordered with its beams",
-    "Beam search keeps the best continuations and moves their tokens, but every row of the cache stays where it was: "
-    "beams go on with the past of others.",
+    "Beam search keeps the best continuations and moves their tokens, but the rows of the cache "
+    "stay where they were: beams continue from the cache of other beams.",
     "huggingface/transformers#46612",
     "logits",
     "beams",
 )
 def reorder_ignored():
-    """Rows stay where they are, as long as their number does."""
+    """reorder does nothing unless it changes the number of rows."""
 
     def make(right):
         def reorder(self, index):
@@ -415,13 +418,14 @@ def reorder_ignored():
 
 @fault(
     "the cache is not cleared between requests",
-    "A new request starts at position 0, but the rows of the last one are still there and can be seen.",
+    "A new request starts at position 0, but the rows of the previous request are still in the "
+    "cache and visible.",
     "EricLBuehler/candle-vllm#6",
     "words",
     "two_requests",
 )
 def not_cleared():
-    """Whatever starts empty sees the rows of the request before it."""
+    """A cache that starts empty sees the rows of the request before it."""
     last = {}
     stale = PerObject()
 
@@ -437,14 +441,14 @@ def not_cleared():
 
 @fault(
     "two requests share one storage",
-    "The buffers hang on the model, or are a default argument that is made once: whoever writes last owns the slots, "
-    "and the other request goes on with a foreign past.",
+    "The buffers belong to the model, or are a default argument that is created once: the request "
+    "that writes last owns the slots, and the other one continues from the wrong past.",
     "MemTensor/MemOS#2301",
     "words",
     "interleaved",
 )
 def shared_between_requests():
-    """One slab per layer, for all caches."""
+    """All caches share one slab per layer."""
     slabs = {}
 
     def append(cache, i, k, v):
@@ -457,14 +461,14 @@ def shared_between_requests():
 
 @fault(
     "truncate moves the length, but the rows stay",
-    "After a rejected draft or an undone turn the forgotten keys can still be seen; positions go on from the right "
-    "place, so nothing looks odd.",
+    "After a rejected draft or an undone turn, the truncated keys are still visible. Positions "
+    "continue from the right place, so nothing looks odd.",
     "ml-explore/mlx-lm#1486",
     "logits",
     "undo",
 )
 def truncate_keeps_rows():
-    """What truncate should forget is seen by all that comes later."""
+    """Truncated tokens stay visible to all later tokens."""
     held = PerObject()
     stale = PerObject()
 
@@ -488,13 +492,13 @@ def truncate_keeps_rows():
 
 @fault(
     "queries are cached too",
-    "Q is stored beside K and V although no later token ever asks for an old query: every value is right, and the "
-    "cache is (H + 2·Hk) / (2·Hk) times as large.",
+    "Q is stored beside K and V, although no later token uses an old query: every value is right, "
+    "and the cache is (H + 2·Hk) / (2·Hk) times as large.",
     "jingyaogong/minimind#156",
     "bytes",
 )
 def cached_queries():
-    """Queries are kept beside every layer."""
+    """Queries are kept in every layer."""
     held = PerObject()
     now = []
 
@@ -514,13 +518,13 @@ def cached_queries():
 
 @fault(
     "KV heads are repeated before they are cached",
-    "repeat_kv comes before the cache instead of after it, so each of the Hk heads is stored G times: the saving of "
-    "grouped-query attention is gone, and no value tells.",
+    "repeat_kv runs before the cache instead of after it, so each of the Hk heads is stored G "
+    "times. The saving of grouped-query attention is lost, and no value differs.",
     "FYYFU/HeadKV#3",
     "bytes",
 )
 def repeated_before_caching():
-    """The other G − 1 copies of every head are kept beside every layer."""
+    """The other G − 1 copies of every KV head are kept in every layer."""
     held = PerObject()
 
     def append(cache, i, k, v):
@@ -533,16 +537,17 @@ def repeated_before_caching():
     return between(append) + counted(held)
 
 
-# --- what several of them do -------------------------------------------------------------------
+# --- helpers of several faults -----------------------------------------------------------------
 
 
 def is_empty(layer) -> bool:
-    """Before the first token of a request."""
+    """True before the first token of a request."""
     return isinstance(layer.length, int) and layer.length == 0
 
 
 def written(slab, own, T: int):
-    """Keys and values of a slab after its last T rows of `own` (B,Hk,S,D) ×2 were written to their places."""
+    """The slab's keys and values after the last T tokens of `own` (B,Hk,S,D) ×2 are written at
+    their positions. Without a slab, or for another batch size, a copy of `own`."""
     S = own[0].shape[2]
     if slab is None or slab[0].shape[0] != own[0].shape[0]:
         return tuple(x.clone() for x in own)
@@ -556,14 +561,15 @@ def written(slab, own, T: int):
 
 
 def behind(stale, own):
-    """`own` keys and values with stale ones in front of them: attention does not mind in which order keys come."""
+    """The stale keys and values, followed by `own`. The order of keys does not matter to
+    attention."""
     if stale is None:
         return own
     return tuple(torch.cat(pair, dim=2) for pair in zip(stale, own, strict=True))
 
 
 def seeing_all_stale(attend):
-    """The attention with its mask widened to the left: what stands in front is visible."""
+    """Attention whose mask is widened on the left, so that the stale keys are visible."""
     mask = getattr(attend, "mask", None)
 
     def wider(q, k, v):
@@ -575,7 +581,8 @@ def seeing_all_stale(attend):
 
 
 def grown(held, new, S: int):
-    """(B,H,S,D): what is held for S − T tokens and T new ones; what was truncated is cut, another batch starts anew."""
+    """(B,H,S,D): the tensors held for the first S − T tokens, and the T new ones. Truncated tokens
+    are cut off; a batch of another size starts over."""
     T = new.shape[2]
     if held is None or len(held) != len(new):
         return new
@@ -583,7 +590,7 @@ def grown(held, new, S: int):
 
 
 def counted(held) -> list:
-    """Swaps that add tensors held beside the layers to the bytes of their cache."""
+    """Swaps that add the tensors in `held` to the `nbytes` of their cache."""
 
     def make(right):
         def nbytes(cache):
@@ -596,5 +603,5 @@ def counted(held) -> list:
 
         return property(nbytes)
 
-    # Which asks its inner one.
+    # PaddedCache.nbytes is its inner cache's and would count the extra bytes twice
     return [swap for swap in in_all(KVCache, "nbytes", make) if swap[0] is not PaddedCache]

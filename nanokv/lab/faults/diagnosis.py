@@ -1,7 +1,9 @@
-"""diagnose(name, model, tokenizer): what a fault does to one answer, from the words down to the first wrong tensor.
+"""diagnose(name, model, tokenizer): the effect of a fault on one answer, from its words down to the
+first wrong tensor.
 
-The fault's scenario runs twice with the same tokens, right and wrong. Greedy answers are compared as text; then the
-right answer is fed to both, and logits, bytes and every operation of every layer are compared token by token.
+The fault's scenario runs without and with the fault. The greedy answers are compared as text. Then
+the right answer is fed to both runs, and their logits, bytes and every operation of every layer are
+compared token by token.
 """
 
 from dataclasses import dataclass
@@ -14,10 +16,10 @@ from nanokv.lab.faults.injection import find, inject
 from nanokv.lab.faults.scenarios import SCENARIOS, Outcome, solo
 from nanokv.lab.study.debug import compare, earliest, watch
 
-SHORTEST = 10  # tokens of a prompt: a chunk of 8 and one that needs a mask
-# Max |Δ logits| that is no rounding: equal code on another path differs by 1e-4 at most.
+SHORTEST = 10  # tokens of a prompt: a chunk of 8, and a second chunk that needs a mask
+# A larger max |Δ logits| is no rounding: correct code on another path differs by 1e-4 at most.
 SEEN = 1e-3
-TALK = (  # conversations that the bundled model answers well; the first one is watched
+TALK = (  # conversations that the bundled model answers well; the first one is compared
     ["My name is Zorbla.", "So your name is Zorbla.", "What is my name?"],
     ["My name is Tilda.", "So your name is Tilda.", "Reverse the list: cat, dog, fish, bird"],
     ["Count from 3 to 12."],
@@ -26,9 +28,10 @@ TALK = (  # conversations that the bundled model answers well; the first one is 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """`right` and `wrong`: the answers, one or one per row of the batch. layer, token: where values differ first.
+    """right, wrong: the answers, one per row of a batch. layer, token: where values differ first.
 
-    `deltas[i]` is the max |Δ logits| at the i-th watched position (of a batch: row); `bytes` is (right, wrong).
+    deltas[i] is the max |Δ logits| at the i-th compared position (in a batch, of row i); bytes is
+    (right, wrong).
     """
 
     fault: Fault
@@ -63,7 +66,7 @@ class Diagnosis:
 
     @property
     def place(self) -> str:
-        """Where values differ first, in words."""
+        """The first difference, as text."""
         if self.token is None:
             return "no value differs"
         layer = "" if self.layer is None else f"layer {self.layer}, "
@@ -71,16 +74,18 @@ class Diagnosis:
 
 
 def diagnose(name: str, model, tokenizer=None, prompts=None) -> Diagnosis:
-    """Run the fault's scenario right and wrong. prompts: at least three lists of at least 10 ids, not all of the
-    same length; the first is watched.
+    """Run the fault's scenario without and with the fault, and compare.
 
-    Without prompts: short conversations that the bundled model knows, or random ids where there is no tokenizer.
-    NanoKVError: no such fault, or prompts that cannot show every fault.
+    prompts: at least three lists of at least 10 ids, not all of the same length; the first one is
+    compared. By default short conversations that the bundled model knows, or random ids if there is
+    no tokenizer.
+
+    NanoKVError: there is no such fault, or the prompts cannot show every fault.
     """
     fault = find(name)
     prompts = prompts_for(model, tokenizer, prompts)
     scenario = SCENARIOS[fault.scenario]
-    # What there is to say, with room.
+    # The right answer to `overflow` is an error, so its text comes from a cache with enough room.
     right_one = solo if fault.scenario == "overflow" else scenario
     right = right_one(model, prompts)
     truth, passes, _ = watched(right_one, model, prompts, right.answers)
@@ -129,12 +134,12 @@ def prompts_for(model, tokenizer, prompts=None) -> list[list[int]]:
 
 
 def numbers(ids) -> str:
-    """The ids themselves, where there is no tokenizer."""
+    """The ids as text, for a model without a tokenizer."""
     return " ".join(map(str, ids))
 
 
 def seen_by(right, wrong, deltas, sizes, error: str) -> str:
-    """What the weakest observer needs: nothing but the words, or logits, or a byte counter."""
+    """The weakest observation that reveals the fault: error, words, logits, bytes, or nothing."""
     seen = {
         "error": bool(error),
         "words": right != wrong,
@@ -145,17 +150,18 @@ def seen_by(right, wrong, deltas, sizes, error: str) -> str:
 
 
 def watched(scenario, model, prompts, forced=None) -> tuple[Outcome | None, list, str]:
-    """(outcome or None, forward passes, error); what a scenario computed before it failed is kept."""
+    """(outcome or None, forward passes, error). The passes before a failure are kept."""
     with watch(model) as passes:
         try:
             return scenario(model, prompts, forced), passes, ""
-        # torch's complaint about shapes, or one of ours.
+        # torch's error about shapes, or one of nanokv's
         except (RuntimeError, ValueError) as error:
             return None, passes, f"{type(error).__name__}: {str(error).splitlines()[0]}"
 
 
 def first_difference(right, wrong, failed=False):
-    """(operation, layer, token) where two lists of passes part; ("", None, None) if they do not."""
+    """(operation, layer, token) where two lists of passes first differ; ("", None, None) if they
+    are equal."""
     for a, b in zip(right, wrong, strict=False):
         step = next((step for step in compare(a.values, b.values) if not step.ok), None)
         first = step and earliest(a.values, b.values, step)
@@ -163,7 +169,7 @@ def first_difference(right, wrong, failed=False):
             layer = max(layer for layer, _ in b.values if layer is not None)
             return "the pass that failed", layer, position(b, (0, 0))
         if step is not None:
-            # Logits of the last ones only.
+            # the operation may cover the last tokens only, as the logits do
             late = b.tokens.shape[1] - a.values[step.layer, step.operation].shape[1]
             at, row = first or (0, 0)
             return step.operation, step.layer, position(b, (at + late, row))
@@ -171,7 +177,7 @@ def first_difference(right, wrong, failed=False):
 
 
 def position(one, first) -> int:
-    """Position of the (column, row) of a pass in its own request."""
+    """Position of (column, row) of a pass within its request."""
     column, row = first
     start = torch.as_tensor(one.start)
     if start.dim() == 1:
@@ -180,13 +186,13 @@ def position(one, first) -> int:
 
 
 def per_position(right, wrong) -> list[float]:
-    """max |Δ| of each row of two (N,V) logits; a value that is no number counts as infinitely wrong."""
+    """max |Δ| of each row of two (N,V) logits; nan counts as an infinite difference."""
     N = min(len(right), len(wrong))
     return (right[:N] - wrong[:N]).abs().amax(-1).nan_to_num(nan=float("inf")).tolist()
 
 
 def talk(tokenizer) -> list[list[int]]:
-    """The conversations of TALK under the model's own template."""
+    """The conversations of TALK as ids, by the model's chat template."""
     prompts = []
     for lines in TALK:
         messages = [

@@ -1,8 +1,9 @@
-"""grade(test): a test is as good as the bugs that it notices.
+"""grade(test): rate a test by the faults that it catches.
 
-The test is a function of a model that uses nanokv's public names and raises when something is wrong. It runs on right
-code, where raising is a false alarm, under every fault, where raising (or taking too long) is a kill, and on right code
-once more: a test that fails now has failed because of what ran before, and its kills say nothing.
+The test is a function of a model that uses nanokv's public names and raises if something is
+wrong. It runs on correct code first, where an exception is a false alarm. Then it runs under
+every fault, where an exception or a timeout is a kill. Then it runs on correct code again: if it
+fails only now, its result depends on earlier runs, so its kills do not count.
 """
 
 import copy
@@ -22,22 +23,23 @@ from nanokv.lab.faults.injection import find, substituted
 from nanokv.lab.faults.restoring import globals_restored
 from nanokv.lab.study.equality import small_model
 
-# Put in like the others.
+# Injected like any other fault, so that runs on correct code take the same path.
 NOTHING = Fault("nothing", "no fault", "Right code.", "", "nothing", "solo", swaps=list)
 
 
 @dataclass(frozen=True)
 class Grade:
-    """What a test noticed. kills: fault → what was raised; false_alarm: what it raised on right code, or ""."""
+    """The result of a test. kills: fault → the error raised; survivors: faults that it missed;
+    false_alarm: the error raised on correct code, or ""."""
 
     kills: dict[str, str]
     survivors: tuple[str, ...]
     false_alarm: str = ""
-    note: str = ""  # why the test says little: it compares nothing, or never ran the model
+    note: str = ""  # why the test proves little: it compares nothing, or never ran the model
 
     @property
     def score(self) -> float:
-        """Share of the faults that were killed, 0 … 1; a test that fails on right code kills nothing."""
+        """Share of the faults that were killed, 0 to 1; 0 for a test that fails on correct code."""
         return len(self.kills) / max(1, len(self.kills) + len(self.survivors))
 
     def __str__(self):
@@ -54,17 +56,22 @@ class Grade:
 
 
 class Overtime(BaseException):
-    """The test took too long. No Exception, so that a test which catches those does not catch this."""
+    """The test took too long. Derives from BaseException, so that a test that catches Exception
+    does not catch it."""
 
 
 def grade(test, model=None, faults=None, seconds: float = 60.0) -> Grade:
-    """Run test(model) on right code, under every fault (or those named), and on right code again.
+    """Run test(model) on correct code, under every fault (or each of `faults`), and on correct code
+    again.
 
-    model: None takes a small random one, so that a run costs milliseconds; each run gets a copy, the same random
-    numbers (random, numpy, torch), and the globals of torch and nanokv as they were. seconds: the longest a run may
-    take; NanoKVError unless it is above 0. The test runs in this process: nothing stops one that means harm, what it
-    starts is not ended, and a loop that catches everything, also KeyboardInterrupt, goes on. Somebody else's tests
-    belong into a container; a notebook with them, into `nanokv course grade`.
+    model: by default a small random one, so that a run takes milliseconds. Every run gets a copy of
+        it, the same random numbers (random, numpy, torch), and the original globals of torch and
+        nanokv.
+    seconds: time limit of one run. NanoKVError unless it is finite and above 0.
+
+    The test runs in this process without a sandbox. Threads and processes that it starts are not
+    ended, and a loop that catches every exception cannot be interrupted. Run tests that you do not
+    trust in a container, and notebooks that contain them with `nanokv course grade`.
     """
     if not 0 < seconds < float("inf"):
         raise NanoKVError(f"seconds is {seconds!r}: the time of one run must be above 0")
@@ -95,7 +102,8 @@ def grade(test, model=None, faults=None, seconds: float = 60.0) -> Grade:
 
 
 def attempt(test, model, seconds: float, fault: Fault) -> tuple[str, int]:
-    """(what the test raised or "", forward passes of its model) of one run on a copy of the model, under a fault."""
+    """Run the test once on a copy of the model under a fault → (its error or "", forward
+    passes)."""
     model = copy.deepcopy(model)
     passes = []
     error = ""
@@ -107,18 +115,18 @@ def attempt(test, model, seconds: float, fault: Fault) -> tuple[str, int]:
                 test(model)
         except KeyboardInterrupt:
             raise
-        except BaseException as raised:  # pytest.fail and sys.exit are no Exceptions
-            if type(raised).__name__ != "Skipped":  # pytest.skip says nothing
+        except BaseException as raised:  # pytest.fail and sys.exit do not derive from Exception
+            if type(raised).__name__ != "Skipped":  # pytest.skip is no failure
                 text = f"{type(raised).__name__}: {raised}"
                 error = text.strip().splitlines()[0].removesuffix(":")
-    if perf_counter() - began >= seconds:  # also where the test caught what ended it
+    if perf_counter() - began >= seconds:  # also if the test caught Overtime
         error = f"Overtime: the test took longer than {seconds:g} s"
     return error, len(passes)
 
 
 @contextmanager
 def same_random_numbers():
-    """Every run draws the same ones; afterwards the generators go on where they were."""
+    """Seed all generators with 0 inside the block, and restore their states afterwards."""
     python = random.getstate()
     numpy = np.random.get_state()
     with torch.random.fork_rng(devices=[]):
@@ -134,7 +142,8 @@ def same_random_numbers():
 
 @contextmanager
 def time_limit(model, seconds: float):
-    """Overtime after so long: by an alarm in the main thread where there are alarms, else at the next forward."""
+    """Raise Overtime after `seconds`: by an alarm in the main thread, elsewhere (and on Windows) at
+    the next forward pass of the model."""
     end = perf_counter() + seconds
 
     def late(*_):
@@ -148,9 +157,9 @@ def time_limit(model, seconds: float):
 
 @contextmanager
 def alarm(seconds: float, late):
-    """late() after so long, in the main thread where there are alarms; nothing elsewhere.
+    """Call late() after `seconds` in the main thread; no alarm in other threads and on Windows.
 
-    The alarm comes again every 0.1 s, for code that catches what the first raised.
+    The alarm repeats every 0.1 s, in case the code catches the exception of the first one.
     """
     if (
         not hasattr(signal, "setitimer")

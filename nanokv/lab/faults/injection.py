@@ -1,7 +1,8 @@
 """inject(name): one fault for the length of a `with` block.
 
-Injected faults form one stack per process, because all users share the code that a fault replaces. Each fault wraps
-the code that it finds. To remove one, the faults above it are removed too, and then injected again.
+The injected faults form one stack per process, because all callers share the code that a fault
+replaces. Each fault wraps the code below it in the stack. To remove a fault, the faults above it
+are removed first and injected again afterwards.
 """
 
 import difflib
@@ -17,7 +18,7 @@ _stack: list["_Injected"] = []  # oldest first, all by one thread
 
 
 class _Injected:
-    """A fault that is in. `alone`: nothing may be put in on top of it."""
+    """A fault on the stack. If `alone` is set, no other fault may be injected on top of it."""
 
     def __init__(self, fault: Fault, alone: bool):
         self.fault = fault
@@ -26,14 +27,14 @@ class _Injected:
         self.undo = ExitStack()
 
     def put_in(self):
-        with ExitStack() as swapped:  # if one of the swaps fails, those before it go out again
+        with ExitStack() as swapped:  # if a swap fails, the earlier ones are undone
             for owner, attribute, stand_in in self.fault.swaps():
                 swapped.enter_context(patch.object(owner, attribute, stand_in))
             self.undo = swapped.pop_all()
 
 
 def find(name: str) -> Fault:
-    """The fault of this name, or an error that lists what there is."""
+    """The fault of this name. NanoKVError with the list of names if there is none."""
     if name not in FAULTS:
         hint = ""
         for near in difflib.get_close_matches(str(name), FAULTS, n=1):
@@ -43,22 +44,25 @@ def find(name: str) -> Fault:
 
 
 def inject(name: str):
-    """Every model and cache used inside has the fault; afterwards everything is as before, also after an exception.
+    """Inject a fault into every model and cache for the length of a `with` block; yields the Fault.
 
-    As far as they run the code that it replaces: static_overflow needs a static cache, a layer class with a `mask` of
-    its own keeps it, and models of nanokv.fast have another forward. Gives the Fault. Different faults may be nested,
-    in any order of leaving; one that stays while an older one leaves forgets what it had seen. What a cache was filled
-    with inside stays in it, so make a new one for what comes after.
+    A fault affects only code that it replaces: static_overflow needs a static cache, a layer
+    class that overrides `mask` keeps its mask, and models of nanokv.fast have another forward
+    pass. The block's end removes the fault, also after an exception, but a cache keeps the keys
+    and values it got inside: make a new cache afterwards. Different faults may be nested and may
+    end in any order; when an older fault ends, the newer ones are injected again and lose their
+    state.
 
-    NanoKVError: no such fault, it is injected already, another thread has faults injected, or this is a test that is
-    being graded.
+    NanoKVError: there is no such fault, it is already injected, another thread has injected a
+    fault, or the caller is a test that is being graded.
     """
     return substituted(find(name))
 
 
 @contextmanager
 def substituted(fault: Fault, alone: bool = False):
-    """`inject` for a Fault, which need not be one of the catalogue; `alone` refuses all others inside."""
+    """`inject` for any Fault, also one outside the catalogue. `alone` refuses other faults
+    inside."""
     entry = _Injected(fault, alone)
     with _LOCK:
         _refuse(entry)
@@ -72,7 +76,7 @@ def substituted(fault: Fault, alone: bool = False):
 
 
 def _refuse(entry: _Injected):
-    """NanoKVError if it cannot go on top of what is there."""
+    """NanoKVError if the entry cannot be pushed on the stack."""
     name = entry.fault.name
     if _stack and _stack[0].thread is not entry.thread:
         raise NanoKVError(
@@ -92,7 +96,7 @@ def _refuse(entry: _Injected):
 
 
 def _take_out(entry: _Injected):
-    """Take it out from wherever it stands in the stack."""
+    """Remove the entry from any place in the stack."""
     later = _stack[_stack.index(entry) + 1 :]
     for one in reversed([entry, *later]):
         one.undo.close()

@@ -1,4 +1,4 @@
-"""globals_restored(): what a graded test replaces in torch or nanokv is put back before the next one runs."""
+"""globals_restored(): undo what a graded test replaced in torch or nanokv, before the next test."""
 
 import inspect
 import sys
@@ -9,11 +9,11 @@ import torch
 
 @contextmanager
 def globals_restored():
-    """Afterwards the names in torch's and nanokv's modules and nanokv's classes are what they were, and so are torch's
-    default dtype and grad mode.
+    """Restore the attributes of torch's and nanokv's modules and of nanokv's classes when the block
+    ends, and torch's default dtype and grad mode.
 
-    Names are compared, not what they name: an entry put into a dict of nanokv stays there, and so does any other
-    setting of torch.
+    Only the attributes are restored, not the objects: an entry added to a dict of nanokv stays, and
+    so does any other setting of torch.
     """
     before = [(place, dict(vars(place))) for place in places()]
     dtype = torch.get_default_dtype()
@@ -28,7 +28,7 @@ def globals_restored():
 
 
 def places() -> list:
-    """Modules and classes whose names a test could replace."""
+    """Modules and classes whose attributes a test could replace."""
     ours = [module for name, module in sys.modules.items() if name.partition(".")[0] == "nanokv"]
     classes = {
         value for module in ours for value in vars(module).values() if inspect.isclass(value)
@@ -38,7 +38,7 @@ def places() -> list:
 
 
 def restore(place, names: dict):
-    """Names that are missing or mean something else are set again, new ones go; but imported modules stay."""
+    """Set attributes that are missing or changed, and delete new ones except imported modules."""
     now = dict(vars(place))
     for name, value in names.items():
         if now.get(name, names) is not value and not is_dunder(name):
@@ -49,5 +49,5 @@ def restore(place, names: dict):
 
 
 def is_dunder(name: str) -> bool:
-    """Python's own: __annotations__, __abstractmethods__ and their like come and go by themselves."""
+    """Python itself adds and removes __annotations__, __abstractmethods__ and the like."""
     return name.startswith("__") and name.endswith("__")

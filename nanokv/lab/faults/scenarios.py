@@ -1,8 +1,10 @@
-"""Situations in which cache bugs show: each is a few calls of the public paths, and gives what a learner compares.
+"""Situations in which cache bugs show. Each is a few calls of public functions and returns the
+results to compare.
 
-A scenario is a function (model, prompts, forced=None) → Outcome. `prompts` are at least three lists of ids; the first
-is the one that is watched. Answers are greedy; with `forced` the given tokens are fed instead, so that the logits of
-two runs can be compared position by position even after their words have parted.
+A scenario is a function (model, prompts, forced=None) → Outcome. `prompts` are at least three
+lists of ids; the logits of the first one are compared. Answers are greedy. With `forced`, the
+given tokens are fed instead, so that the logits of two runs can be compared position by position
+even after their answers differ.
 """
 
 from dataclasses import dataclass
@@ -19,7 +21,8 @@ LONGEST = 40  # tokens of an answer
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came out: `logits` (N,V) of the watched positions, the answers (one, or one per row), bytes of the cache."""
+    """The results of a scenario: `logits` (N,V) of the compared positions, one answer (one per
+    row in a batch), and bytes of the cache."""
 
     logits: torch.Tensor
     answers: list[list[int]]
@@ -34,25 +37,26 @@ def solo(model, prompts, forced=None) -> Outcome:
 
 
 def long(model, prompts, forced=None) -> Outcome:
-    """As solo, with the longest of the prompts: positions of 32 and more are reached."""
+    """As solo, with the longest of the prompts, to reach positions of 32 and more."""
     return solo(model, [max(prompts, key=len)], forced)
 
 
 def chunked(model, prompts, forced=None) -> Outcome:
-    """The prompt in parts of 8 tokens, as a long prompt or the next turn of a chat comes."""
+    """The prompt in chunks of 8 tokens, like a long prompt or the next turn of a chat."""
     cache = make_cache("dict", model.config)
     logits = prefill_chunks(model, [prompts[0]], cache, start_pos=0, chunk=8)
     return go_on(model, cache, logits, forced)
 
 
 def two_requests(model, prompts, forced=None) -> Outcome:
-    """Another request is answered first; the second has a cache of its own."""
+    """Another request is answered first; this one has a new cache."""
     solo(model, prompts[1:])
     return solo(model, prompts, forced)
 
 
 def interleaved(model, prompts, forced=None) -> Outcome:
-    """Two requests at the same time: the other's prompt is read between this one's prompt and its answer."""
+    """Two requests at the same time: the prompt of the second is read between the prompt and the
+    answer of the first."""
     cache = make_cache("dict", model.config)
     other = make_cache("dict", model.config)
     logits = prefill(model, [prompts[0]], cache, start_pos=0)
@@ -61,7 +65,7 @@ def interleaved(model, prompts, forced=None) -> Outcome:
 
 
 def undo(model, prompts, forced=None) -> Outcome:
-    """Six tokens are guessed behind the prompt, and taken back with truncate."""
+    """Six guessed tokens are fed after the prompt and removed with truncate."""
     prompt = prompts[0]
     cache = make_cache("dict", model.config)
     logits = prefill(model, [prompt], cache, start_pos=0)
@@ -71,14 +75,14 @@ def undo(model, prompts, forced=None) -> Outcome:
 
 
 def overflow(model, prompts, forced=None) -> Outcome:
-    """A static cache with room for the prompt and 4 tokens: CapacityError is the right answer."""
+    """A static cache with room for the prompt and 4 tokens. Correct code raises CapacityError."""
     cache = make_cache("static", model.config, capacity=len(prompts[0]) + 4)
     logits = prefill(model, [prompts[0]], cache, start_pos=0)
     return go_on(model, cache, logits, forced)
 
 
 def batch(model, prompts, forced=None) -> Outcome:
-    """Prompts of different lengths in one rectangle; `logits` (B,V) are those that follow the prompts."""
+    """Prompts of different lengths in one padded batch; `logits` (B,V) follow the prompts."""
     cache = make_cache("dict", model.config, len(prompts))
     seen = []
     hook = model.lm_head.register_forward_hook(lambda module, args, logits: seen.append(logits))
@@ -90,7 +94,7 @@ def batch(model, prompts, forced=None) -> Outcome:
 
 
 def beams(model, prompts, forced=None) -> Outcome:
-    """The best of four beams; `logits` (2,V) follow one more token after two rows changed places."""
+    """The best of four beams. `logits` (2,V) are of one more token after two rows are swapped."""
     first = prompts[0][:9]
     second = prompts[1][:9]
     cache = make_cache("dict", model.config, 2)
@@ -108,7 +112,8 @@ SCENARIOS = {
 
 
 def go_on(model, cache, logits, forced=None) -> Outcome:
-    """Answer from logits (1,V) on: greedy until an eos token, or the tokens of the forced answer."""
+    """Continue from logits (1,V) of the prompt: greedily until an end token or LONGEST tokens, or
+    with the tokens of the forced answer."""
     rows = [logits]
     if forced is not None:
         answer = forced[0]

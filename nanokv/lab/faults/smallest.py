@@ -1,8 +1,10 @@
-"""The smallest test that catches each fault: passes on right code and fails while the fault is injected.
+"""The smallest test that catches each fault: it passes on correct code and fails while the fault is
+injected.
 
-Each is a function of a model that uses nothing but public names, short enough to read at a glance
-(`inspect.getsource(nanokv.faults.smallest_test(name))`). Ten tests catch all faults: what a bug needs is not a test of
-its own but the situation in which it shows. The ids mean nothing; any would do.
+Each test is a function of a model that uses only public names and is short enough to read at a
+glance (`inspect.getsource(nanokv.faults.smallest_test(name))`). Ten tests catch all faults,
+because a test needs the situation in which a bug shows, and several bugs share one. The ids are
+arbitrary.
 """
 
 import torch
@@ -12,7 +14,7 @@ from nanokv.lab.faults.injection import find
 
 
 def decode_equals_score(model):
-    """The path from the cache gives the logits that the model gives without one."""
+    """Decoding with a cache gives the logits that the model gives without one."""
     ids = torch.arange(2, 14)[None]  # (1,12)
     cache = nanokv.make_cache("dict", model.config)
     nanokv.prefill(model, ids[:, :10], cache, start_pos=0)
@@ -22,7 +24,7 @@ def decode_equals_score(model):
 
 
 def decode_equals_score_far_out(model):
-    """The same, at a position that a short test never reaches."""
+    """The same at position 40, which a short test never reaches."""
     ids = torch.arange(2, 43)[None]  # (1,41)
     cache = nanokv.make_cache("dict", model.config)
     nanokv.prefill(model, ids[:, :40], cache, start_pos=0)
@@ -31,7 +33,7 @@ def decode_equals_score_far_out(model):
 
 
 def two_chunks_equal_score(model):
-    """A chunk that comes after another one sees all of it, and nothing of its own future."""
+    """The second chunk attends to all of the first one, and causally to itself."""
     ids = torch.arange(2, 14)[None]
     cache = nanokv.make_cache("dict", model.config)
     nanokv.prefill(model, ids[:, :7], cache, start_pos=0)
@@ -48,7 +50,7 @@ def rows_answer_as_alone(model):
 
 
 def rows_change_places(model):
-    """After reorder, each row goes on with the past of the row that it became."""
+    """After reorder, each row continues from the cache of the row that it was assigned."""
     ids = torch.tensor([[2, 3, 4, 5], [6, 7, 8, 9]])
     cache = nanokv.make_cache("dict", model.config, batch_size=2)
     nanokv.prefill(model, ids[:, :3], cache, start_pos=0)
@@ -58,7 +60,7 @@ def rows_change_places(model):
 
 
 def second_request_equals_score(model):
-    """A new cache knows nothing of the request before."""
+    """A new cache has nothing of the previous request."""
     for ids in (torch.arange(2, 8)[None], torch.arange(20, 26)[None]):
         cache = nanokv.make_cache("dict", model.config)
         logits = nanokv.prefill(model, ids, cache, start_pos=0)
@@ -66,7 +68,7 @@ def second_request_equals_score(model):
 
 
 def two_requests_at_once(model):
-    """One request goes on after another one was read."""
+    """A request continues correctly after another request was prefilled."""
     ids = torch.arange(2, 8)[None]
     cache = nanokv.make_cache("dict", model.config)
     nanokv.prefill(model, ids[:, :5], cache, start_pos=0)
@@ -77,7 +79,7 @@ def two_requests_at_once(model):
 
 
 def truncate_forgets(model):
-    """Tokens that were taken back leave no trace."""
+    """Truncated tokens have no effect on later logits."""
     ids = torch.arange(2, 8)[None]
     guess = torch.arange(20, 24)[None]
     cache = nanokv.make_cache("dict", model.config)
@@ -89,7 +91,7 @@ def truncate_forgets(model):
 
 
 def full_cache_refuses(model):
-    """One token more than fits is an error, not a token less."""
+    """One token more than the capacity raises CapacityError and is not dropped."""
     cache = nanokv.make_cache("static", model.config, capacity=6)
     nanokv.prefill(model, torch.arange(2, 8)[None], cache, start_pos=0)
     try:
@@ -100,7 +102,7 @@ def full_cache_refuses(model):
 
 
 def bytes_equal_the_formula(model):
-    """2·L·Hk·D values per token, and not one more."""
+    """The cache holds exactly 2·L·Hk·D values per token."""
     config = model.config
     cache = nanokv.make_cache("dict", config)
     nanokv.prefill(model, torch.arange(2, 12)[None], cache, start_pos=0)
@@ -108,7 +110,7 @@ def bytes_equal_the_formula(model):
     assert cache.nbytes == values * model.embed_tokens.weight.element_size()
 
 
-SMALLEST = {  # the rest are caught by decode_equals_score
+SMALLEST = {  # decode_equals_score catches all other faults
     "rope_table_too_short": decode_equals_score_far_out,
     "square_mask": two_chunks_equal_score,
     "top_left_mask": two_chunks_equal_score,
@@ -126,5 +128,6 @@ SMALLEST = {  # the rest are caught by decode_equals_score
 
 
 def smallest_test(name: str):
-    """The test of a fault, as a function of a model that raises AssertionError or whatever the broken code raises."""
+    """The test of a fault: a function of a model that raises AssertionError, or the error of the
+    broken code."""
     return SMALLEST.get(find(name).name, decode_equals_score)

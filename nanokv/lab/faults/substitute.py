@@ -1,8 +1,9 @@
-"""The places where a fault can stand in for right code, so that the model itself needs no switch for being wrong.
+"""Ways to replace correct code by a fault, so that the model itself needs no switches for faults.
 
-A swap is (owner, name, stand-in): `setattr(owner, name, stand-in)` while the fault is injected, undone afterwards. Most
-faults sit `between` the model and its cache: there they see what the model hands to every layer's cache, decide what
-attention gets back, and never touch a forward pass that has no cache (score), which stays the truth to compare with.
+A swap is (owner, name, substitute): `setattr(owner, name, substitute)` while the fault is injected,
+undone afterwards. Most faults are placed `between` the model and its cache. There they receive the
+keys and values of every layer and choose the keys and values that attention gets. They leave a
+forward pass without a cache (score) unchanged, so that it can serve as the reference.
 """
 
 import weakref
@@ -15,7 +16,8 @@ from nanokv.model import Transformer
 
 
 class PerObject(dict):
-    """A value per layer, by identity, forgotten with it (a dict cache cannot be hashed, so no WeakKeyDictionary)."""
+    """A value per cache layer, keyed by id(layer) and removed with the layer. WeakKeyDictionary
+    does not work here, because a layer of the dict cache cannot be hashed."""
 
     def keep(self, layer, value):
         layer = real(layer)
@@ -25,19 +27,19 @@ class PerObject(dict):
         return value
 
     def of(self, layer):
-        """What was kept for this layer, or None."""
+        """The value kept for this layer, or None."""
         return self.get(id(real(layer)))
 
 
 def real(layer):
-    """The cache's own layer, however many faults stand in front of it."""
+    """The cache's layer itself, without the faults wrapped around it."""
     return getattr(layer, "real", layer)
 
 
 class Between(KVCache):
-    """A cache as the model sees it through a fault: `append(cache, i, k, v)` stands in for cache[i].append(k, v).
+    """A cache wrapped by a fault: `append(cache, i, k, v)` replaces cache[i].append(k, v).
 
-    Length and capacity are those of the real cache: the model's check of start_pos stays content.
+    Length and capacity are the real cache's, so the model's check of start_pos passes.
     """
 
     def __init__(self, cache, append):
@@ -50,7 +52,7 @@ class Between(KVCache):
 
 
 class BetweenLayer(LayerCache):
-    """One layer of it."""
+    """One layer of a Between cache."""
 
     def __init__(self, layer, append):
         self.real = real(layer)
@@ -60,11 +62,12 @@ class BetweenLayer(LayerCache):
 
 
 class StandIn:
-    """`attend(right)` in place of attention; `mask` is the right one's, for a fault in front of this one."""
+    """`attend(right)` instead of the attention `right`. `mask` is right's mask, for a fault wrapped
+    around this one."""
 
     def __init__(self, right, attend):
         if type(right) is Causal:
-            right = Causal()  # a fault may show it more keys than the cache announced
+            right = Causal()  # a fault may pass more keys than the cache's length
         self.mask = getattr(right, "mask", None)
         self.attend = attend(right)
 
@@ -73,17 +76,18 @@ class StandIn:
 
 
 def right_append(cache, i, k, v):
-    """What the model's layer i does without a fault."""
+    """The append of layer i without a fault."""
     return cache[i].append(k, v)
 
 
 def has_cache(cache) -> bool:
-    """False for the null object, which keeps nothing: without a cache there is no cache fault."""
+    """False for NoCache, which keeps nothing: a pass without a cache has no cache fault."""
     return cache.capacity != 0
 
 
 def between(append=right_append, attend=None) -> list:
-    """Swap for the model's forward: other keys and values for attention, or `attend(right)` instead of attention."""
+    """Swaps for the model's forward: `append` replaces the append of every layer's cache, and
+    `attend(right)` replaces the attention `right`."""
     right = Transformer.forward
 
     def forward(self, tokens, cache, start_pos, attention):
@@ -97,10 +101,11 @@ def between(append=right_append, attend=None) -> list:
 
 
 def positions(wrong) -> list:
-    """Swap for rope_angles: `wrong(positions, start)` are the positions (…,T) that keys and queries are turned by.
+    """Swaps for rope_angles: keys and queries are rotated by wrong(positions, start) (…,T).
 
-    `start` (…,1) is the first of them. The model is told the right start_pos and checks it; a rotation that is made
-    from another number passes every check, as it does in code that keeps positions and cache apart.
+    `start` (…,1) is the first position. The model gets the right start_pos and checks it. A
+    rotation by another number passes every check, as it does in code that counts positions apart
+    from the cache.
     """
     right = nanokv.model.rope_angles
 
@@ -111,7 +116,8 @@ def positions(wrong) -> list:
 
 
 def in_all(base, name: str, make) -> list:
-    """Swaps for a method or property of `base`, and in every subclass that has its own; make(right) → stand-in."""
+    """Swaps for a method or property of `base` and of every subclass that overrides it.
+    make(right) → its substitute."""
     family = [next(cls for cls in base.__mro__ if name in vars(cls))]
     swaps = []
     for cls in family:  # grows while it is walked
