@@ -67,9 +67,8 @@ def build() -> str:
 
 def policy(styles: list[str], scripts: list[str]) -> str:
     """What the page may do: run these scripts, wear these styles, and ask nobody for anything."""
-    style, script = (
-        " ".join(f"'sha256-{digest(text)}'" for text in texts) for texts in (styles, scripts)
-    )
+    style = " ".join(f"'sha256-{digest(text)}'" for text in styles)
+    script = " ".join(f"'sha256-{digest(text)}'" for text in scripts)
     return (
         f"default-src 'none'; img-src data:; style-src {style}; script-src {script}; "
         "base-uri 'none'; form-action 'none'"
@@ -78,16 +77,16 @@ def policy(styles: list[str], scripts: list[str]) -> str:
 
 def data_of(folder: Path) -> dict:
     """What the scripts read beside the weights."""
-    config, generation, tokenizer = (
-        json.loads((folder / name).read_text("utf-8"))
-        for name in ("config.json", "generation_config.json", "tokenizer.json")
-    )
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    generation = json.loads((folder / "generation_config.json").read_text("utf-8"))
+    tokenizer = json.loads((folder / "tokenizer.json").read_text("utf-8"))
     bpe = {name: tokenizer["model"][name] for name in ("vocab", "merges")}
     model, words = load(folder, dtype="float32", device="cpu")
+    layer, head = clearest_look(model, words)
     return {
         "config": config,
         "ends": generation["eos_token_id"],
-        "look": dict(zip(("layer", "head"), clearest_look(model, words), strict=True)),
+        "look": {"layer": layer, "head": head},
         "parameters": parameters(model.config),
         "tokenizer": {"added_tokens": tokenizer["added_tokens"], "model": bpe},
     }

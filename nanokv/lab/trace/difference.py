@@ -4,8 +4,6 @@ Rows are compared by token. A row of the cache that stands before token 0, left 
 Differences are exact: they are taken before the numbers are rounded for the page.
 """
 
-from itertools import zip_longest
-
 import torch
 import torch.nn.functional as F
 
@@ -30,16 +28,16 @@ def places(right: Run, wrong: Run, dtype: torch.dtype) -> list[tuple]:
     """
     found = []
     for i, layer in enumerate(right.layers):
-        before, limit = torch.zeros(0, 3), torch.tensor(limits(right, layer, dtype))
+        before = torch.zeros(0, 3)
+        limit = torch.tensor(limits(right, layer, dtype))
         logs = zip(right.caches[layer].history(), wrong.caches[layer].history(), strict=False)
         for n, (x, y, (a, b)) in enumerate(zip(right.steps, wrong.steps, logs, strict=False)):
             now = F.pad(before, (0, 0, 0, len(a) - len(before)))  # (S,3)
             before = now.clone()
             now[:, :2] = largest(a - last_rows(b, len(a)), dims=(2, 3))
             if layer in x.attention and layer in y.attention:
-                now[-len(x.fed) :, 2] = largest(
-                    weight_gap(x.attention[layer], y.attention[layer]), dims=(0, 2)
-                )
+                gap = weight_gap(x.attention[layer], y.attention[layer])
+                now[-len(x.fed) :, 2] = largest(gap, dims=(0, 2))
             now[now <= limit] = 0
             moved = (now != before).any(1).nonzero().flatten().tolist()
             found += [(n, i, position, *now[position].tolist()) for position in moved]
@@ -55,8 +53,7 @@ def last_rows(rows: torch.Tensor, n: int) -> torch.Tensor:
 def weight_gap(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a − b of weights (H,T,S) over different numbers of rows: the newest key is the last of both."""
     wide = max(a.shape[-1], b.shape[-1])
-    a, b = (F.pad(x, (wide - x.shape[-1], 0)) for x in (a, b))
-    return a - b
+    return F.pad(a, (wide - a.shape[-1], 0)) - F.pad(b, (wide - b.shape[-1], 0))
 
 
 def largest(gap: torch.Tensor, dims) -> torch.Tensor:
@@ -68,13 +65,14 @@ def top_logits(right: Run, wrong: Run) -> list[list[tuple]]:
     """For each step that both runs have: (id, logit right, logit wrong) of the highest of either run."""
     steps = []
     for a, b in zip(right.steps, wrong.steps, strict=False):
-        tops = [
-            x.logits.nan_to_num(nan=-torch.inf).topk(min(TOP, len(x.logits))).indices.tolist()
-            for x in (a, b)
-        ]
-        ids = list(dict.fromkeys(tops[0] + tops[1]))
+        ids = list(dict.fromkeys(highest(a.logits, TOP) + highest(b.logits, TOP)))
         steps.append(list(zip(ids, a.logits[ids].tolist(), b.logits[ids].tolist(), strict=True)))
     return steps
+
+
+def highest(logits: torch.Tensor, n: int) -> list[int]:
+    """The ids of the n highest logits (V,), the highest first; nan counts as lowest."""
+    return logits.nan_to_num(nan=-torch.inf).topk(min(n, len(logits))).indices.tolist()
 
 
 def divergence(right: Run, wrong: Run, tolerance: float) -> dict:
@@ -84,14 +82,12 @@ def divergence(right: Run, wrong: Run, tolerance: float) -> dict:
         for a, b in zip(right.steps, wrong.steps, strict=False)
     ]
     bounds = [tolerance * step.logits.abs().max().item() for step in right.steps]
-    beyond = [
-        n
-        for n, (delta, limit) in enumerate(zip(deltas, bounds, strict=False))
-        if not delta <= limit
-    ]
-    pairs = list(zip_longest(right.steps, wrong.steps))
-    words = [n for n, (a, b) in enumerate(pairs) if None in (a, b) or a.chosen != b.chosen]
-    sizes = [n for n, (a, b) in enumerate(pairs) if None not in (a, b) and a.nbytes != b.nbytes]
+    both = list(zip(right.steps, wrong.steps, strict=False))
+    beyond = [n for n in range(len(both)) if not deltas[n] <= bounds[n]]
+    words = [n for n, (a, b) in enumerate(both) if a.chosen != b.chosen]
+    if len(right.steps) != len(wrong.steps):
+        words.append(len(both))
+    sizes = [n for n, (a, b) in enumerate(both) if a.nbytes != b.nbytes]
     return {
         "deltas": deltas,
         "logitsStep": min(beyond, default=None),

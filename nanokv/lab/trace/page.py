@@ -21,8 +21,8 @@ import torch
 from nanokv import __version__
 from nanokv.cache.saving import fingerprint
 from nanokv.costs import kv_bytes_per_token, parameters
-from nanokv.lab.trace.difference import TOLERANCE, divergence, places, top_logits
-from nanokv.lab.trace.recorder import Costs, Run, angle_positions
+from nanokv.lab.trace.difference import TOLERANCE, divergence, highest, places, top_logits
+from nanokv.lab.trace.recorder import Costs, Run, Step, angle_positions
 from nanokv.rope import rope_frequencies
 
 # A tab each.
@@ -67,28 +67,17 @@ def build(
 
     `name` and `prompt` are shown, whatever they contain.
     """
-    config, dtype = model.config, model.embed_tokens.weight.dtype
     roles = "".join(roles or "p" * len(run.ids))
+    runs = [pack_run(model, tokenizer, run, roles)]
+    difference = None
+    if fault is not None:
+        runs.append(pack_run(model, tokenizer, fault.run, roles))
+        difference = pack_fault(tokenizer, run, fault, model.embed_tokens.weight.dtype)
+    cores = "1 thread" if threads == 1 else f"{threads} threads"
     data = {
-        "model": {
-            "name": visible(name),
-            "parameters": parameters(config),
-            "dtype": str(dtype).removeprefix("torch."),
-            "layers": config.num_hidden_layers,
-            "heads": config.num_attention_heads,
-            "kvHeads": config.num_key_value_heads,
-            "headDim": config.head_dim,
-            "vocabulary": config.vocab_size,
-            "ropeTheta": config.rope_theta,
-            "fingerprint": fingerprint(model),
-            "itemsize": dtype.itemsize,
-            "bytesPerToken": kv_bytes_per_token(config, dtype.itemsize),
-            "weightBytes": parameters(config) * dtype.itemsize,
-            "context": config.max_position_embeddings,
-            "ropeSpeeds": rope_frequencies(config)[0].tolist(),  # radians per position
-        },
+        "model": pack_model(model, name),
         "version": __version__,
-        "machine": f"torch {torch.__version__}, {platform.machine()}, {threads} thread{'s' * (threads > 1)}",
+        "machine": f"torch {torch.__version__}, {platform.machine()}, {cores}",
         "prompt": visible(prompt),
         "layers": run.layers,
         "costs": {
@@ -97,22 +86,43 @@ def build(
             "uncached": milliseconds(costs.uncached),
             "difference": number(costs.difference),
         },
-        "runs": [
-            pack_run(model, tokenizer, one, roles) for one in ([run, fault.run] if fault else [run])
-        ],
-        "fault": None if fault is None else pack_fault(tokenizer, run, fault, dtype),
+        "runs": runs,
+        "fault": difference,
     }
-    return fill(
-        f"nanokv trace of {visible(name)}: {visible(prompt)} (nanokv {__version__}, recorded)", data
-    )
+    title = f"nanokv trace of {visible(name)}: {visible(prompt)} (nanokv {__version__}, recorded)"
+    return fill(title, data)
+
+
+def pack_model(model, name: str) -> dict:
+    """The sizes of a model, and its name as it is shown."""
+    config = model.config
+    dtype = model.embed_tokens.weight.dtype
+    return {
+        "name": visible(name),
+        "parameters": parameters(config),
+        "dtype": str(dtype).removeprefix("torch."),
+        "layers": config.num_hidden_layers,
+        "heads": config.num_attention_heads,
+        "kvHeads": config.num_key_value_heads,
+        "headDim": config.head_dim,
+        "vocabulary": config.vocab_size,
+        "ropeTheta": config.rope_theta,
+        "fingerprint": fingerprint(model),
+        "itemsize": dtype.itemsize,
+        "bytesPerToken": kv_bytes_per_token(config, dtype.itemsize),
+        "weightBytes": parameters(config) * dtype.itemsize,
+        "context": config.max_position_embeddings,
+        "ropeSpeeds": rope_frequencies(config)[0].tolist(),  # radians per position
+    }
 
 
 def fill(title: str, data: dict) -> str:
     """The template with style, script and data in it."""
-    style, script = joined(STYLES), joined(SCRIPTS)
+    style = joined(STYLES)
+    script = joined(SCRIPTS)
     policy = (
-        f"default-src 'none'; img-src data:; style-src 'sha256-{digest(style)}'; script-src 'sha256-{digest(script)}'; "
-        "base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; img-src data:; style-src 'sha256-{digest(style)}'; "
+        f"script-src 'sha256-{digest(script)}'; base-uri 'none'; form-action 'none'"
     )
     parts = {
         "title": html.escape(title),
@@ -139,10 +149,12 @@ def joined(names: Iterable[str], folder=ASSETS) -> str:
 
 def put_into(template: str, parts: dict[str, str]) -> str:
     """The template with parts["name"] for each {{name}}."""
-    pieces = template.split("{{")  # one pass, so that nothing inside a part is taken for a place
-    return pieces[0] + "".join(
-        parts[key] + rest for key, _, rest in (piece.partition("}}") for piece in pieces[1:])
-    )
+    head, *pieces = template.split("{{")  # one pass: a {{ inside a part is no place
+    page = [head]
+    for piece in pieces:
+        name, _, rest = piece.partition("}}")
+        page += [parts[name], rest]
+    return "".join(page)
 
 
 def digest(text: str) -> str:
@@ -152,8 +164,17 @@ def digest(text: str) -> str:
 
 def visible(text: str) -> str:
     """Text whose every character can be seen: newline ↵, tab ⇥, controls, bidi marks and halves as \\u001b."""
-    shown = {"\n": "↵", "\t": "⇥"}
-    return "".join(c if c.isprintable() else shown.get(c) or f"\\u{ord(c):04x}" for c in str(text))
+    return "".join(map(visible_character, str(text)))
+
+
+def visible_character(c: str) -> str:
+    if c.isprintable():
+        return c
+    if c == "\n":
+        return "↵"
+    if c == "\t":
+        return "⇥"
+    return f"\\u{ord(c):04x}"
 
 
 def number(value: float) -> float | None:
@@ -165,43 +186,28 @@ def milliseconds(seconds) -> list[float]:
     return [round(1e3 * s, 4) for s in seconds]
 
 
-# --- one run ------------------------------------------------------------------------------------------------------
+# --- one run -----------------------------------------------------------------------------------
 
 
 def pack_run(model, tokenizer, run: Run, roles: str) -> dict:
     """Everything that the page shows of one run."""
     tokens = run.tokens
+    texts = map(visible, tokenizer.pieces(tokens))
     letters = roles + "a" * (len(tokens) - len(run.ids))
-    steps, top = [], []
+    logits = []
+    probabilities = []
     for step in run.steps:
-        ids = step.logits.nan_to_num(nan=-torch.inf).topk(min(TOP, len(step.logits))).indices
-        top.append((step.logits[ids], (step.logits - step.logits.logsumexp(0)).exp()[ids]))
-        steps.append(
-            {
-                "kind": step.kind,
-                "fed": len(step.fed),
-                "start": step.start_pos,
-                "nbytes": step.nbytes,
-                "chosen": step.chosen,
-                "positions": angle_positions(model, step),
-                "error": number(step.error),
-                "top": [
-                    [i, visible(piece)]
-                    for i, piece in zip(ids.tolist(), tokenizer.pieces(ids.tolist()), strict=True)
-                ],
-            }
-        )
+        ids = highest(step.logits, TOP)
+        logits.append(step.logits[ids])
+        probabilities.append((step.logits - step.logits.logsumexp(0)).exp()[ids])
     logs = [run.caches[layer] for layer in run.layers]
     rows = [torch.cat(log.rows) for log in logs]  # each (n,2,Hk,D)
     counts, weights = pack_attention(run)
     return {
         "promptLength": len(run.ids),
         "stopped": visible(run.stopped),
-        "tokens": [
-            [i, visible(p), r]
-            for i, p, r in zip(tokens, tokenizer.pieces(tokens), letters, strict=True)
-        ],
-        "steps": steps,
+        "tokens": list(zip(tokens, texts, letters, strict=True)),
+        "steps": [pack_step(model, tokenizer, step) for step in run.steps],
         "cache": [[[length, spans(changed)] for length, changed in log.steps] for log in logs],
         "rowCounts": [len(layer) for layer in rows],
         "seen": counts,
@@ -212,9 +218,24 @@ def pack_run(model, tokenizer, run: Run, roles: str) -> dict:
             "attention": pack(weights),
             "cos": pack([step.cos for step in run.steps]),
             "sin": pack([step.sin for step in run.steps]),
-            "logits": pack([logits for logits, _ in top], "f4"),
-            "probabilities": pack([p for _, p in top], "f4"),
+            "logits": pack(logits, "f4"),
+            "probabilities": pack(probabilities, "f4"),
         },
+    }
+
+
+def pack_step(model, tokenizer, step: Step) -> dict:
+    ids = highest(step.logits, TOP)
+    pieces = map(visible, tokenizer.pieces(ids))
+    return {
+        "kind": step.kind,
+        "fed": len(step.fed),
+        "start": step.start_pos,
+        "nbytes": step.nbytes,
+        "chosen": step.chosen,
+        "positions": angle_positions(model, step),
+        "error": number(step.error),
+        "top": list(zip(ids, pieces, strict=True)),
     }
 
 
@@ -224,17 +245,24 @@ def pack_attention(run: Run):
     The weights lie in the order step, layer, query, head, key. What is cut off is exactly 0: the keys that a causal
     mask hides. A mask that is wrong leaves them, and they are kept.
     """
-    counts, pieces = [], []
+    counts = []
+    pieces = []
     for step in run.steps:
         counts.append([])
         for layer in run.layers:
             weights = step.attention.get(layer, torch.zeros(0, 0, 0))  # (H,T,S)
-            places = torch.arange(1, weights.shape[-1] + 1)
-            # T numbers.
-            seen = ((weights != 0).any(0) * places).amax(-1).tolist() if weights.numel() else []
+            seen = keys_seen(weights)
             pieces += [weights[:, t, :n] for t, n in enumerate(seen)]
             counts[-1].append([weights.shape[-1], *seen])
     return counts, pieces
+
+
+def keys_seen(weights: torch.Tensor) -> list[int]:
+    """For each of the T queries of weights (H,T,S): one more than the last key with a weight."""
+    if not weights.numel():
+        return []
+    places = torch.arange(1, weights.shape[-1] + 1)
+    return ((weights != 0).any(0) * places).amax(-1).tolist()
 
 
 def spans(positions: list[int]) -> list[list[int]]:
@@ -253,9 +281,9 @@ def pack(tensors, kind="f2") -> dict:
     values = np.concatenate([x.reshape(-1).numpy() for x in tensors] or [np.zeros(0, np.float32)])
     finite = np.isfinite(values)
     largest = float(np.abs(values[finite]).max(initial=0))
-    scale = (
-        2.0 ** max(0, int(np.ceil(np.log2(largest / 32768)))) if kind == "f2" and largest else 1.0
-    )
+    scale = 1.0
+    if kind == "f2" and largest > 32768:
+        scale = 2.0 ** int(np.ceil(np.log2(largest / 32768)))
     stored = (values / scale).astype("<" + kind)
     moved = np.abs(stored[finite].astype(np.float32) * np.float32(scale) - values[finite])
     return {
@@ -278,32 +306,34 @@ def pack_fault(tokenizer, right: Run, fault: Fault, dtype: torch.dtype) -> dict:
         "deltas": [number(delta) for delta in parted["deltas"]],
         "share": TOLERANCE[dtype],
         "places": [
-            [*where, *(short(x) for x in (key, value, weight))]
+            [*where, short(key), short(value), short(weight)]
             for *where, key, value, weight in places(right, fault.run, dtype)
         ],
-        "logits": [
-            [[i, visible(tokenizer.pieces([i])[0]), number(a), number(b)] for i, a, b in step]
-            for step in top_logits(right, fault.run)
-        ],
+        "logits": [pack_logits(tokenizer, step) for step in top_logits(right, fault.run)],
     }
 
 
+def pack_logits(tokenizer, step: list[tuple]) -> list[list]:
+    """[id, text, logit right, logit wrong] of each."""
+    return [[i, visible(tokenizer.pieces([i])[0]), number(a), number(b)] for i, a, b in step]
+
+
 def short(value: float) -> float | None:
-    return float(f"{value:.4g}") if np.isfinite(value) else None
+    if not np.isfinite(value):
+        return None
+    return float(f"{value:.4g}")
 
 
-# --- how large ----------------------------------------------------------------------------------------------------
+# --- how large ---------------------------------------------------------------------------------
 
 
 def page_bytes(config, prompt: int, new: int, layers: int, runs: int = 1) -> int:
     """About how many bytes a page of prompt + new tokens over so many layers has: 2 bytes per number, 4/3 in base64."""
-    S, H, Hk, D = (
-        prompt + new - 1,
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.head_dim,
-    )
-    each = S * layers * 2 * Hk * (D + 1) + S * (S + 1) // 2 * layers * H + S * D
+    S = prompt + new - 1
+    D = config.head_dim
+    cached = S * layers * 2 * config.num_key_value_heads * (D + 1)
+    weights = S * (S + 1) // 2 * layers * config.num_attention_heads
+    numbers = cached + weights + S * D
     # Top logits of both runs, places that differ.
     compared = (runs - 1) * (450 * new + 35 * S * layers)
-    return len(fill("", {})) + runs * (each * 2 * 4 // 3 + 700 * new + 40 * S) + compared
+    return len(fill("", {})) + runs * (numbers * 2 * 4 // 3 + 700 * new + 40 * S) + compared

@@ -60,8 +60,10 @@ class CacheLog:
         changed = torch.ones(len(now), dtype=torch.bool)
         if self._before is not None:
             shared = min(len(now), len(self._before))
-            a, b = now[:shared], self._before[:shared]
-            changed[:shared] = ((a != b) & ~(a.isnan() & b.isnan())).flatten(1).any(1)
+            a = now[:shared]
+            b = self._before[:shared]
+            both_nan = a.isnan() & b.isnan()
+            changed[:shared] = ((a != b) & ~both_nan).flatten(1).any(1)
         self.rows.append(now[changed])
         self.steps.append((len(now), changed.nonzero().flatten().tolist()))
         self._before = now
@@ -104,7 +106,9 @@ def record(model, ids, max_new_tokens=32, layers=None, eos_token_ids=None, may_f
     told in `.stopped`, for a model that was broken on purpose.
     Memory: about 4·(S·L·2·Hk·D + L·H·S²/2 + steps·V) bytes for S tokens.
     """
-    layers = list(range(model.config.num_hidden_layers)) if layers is None else list(layers)
+    if layers is None:
+        layers = range(model.config.num_hidden_layers)
+    layers = list(layers)
     cache = make_cache("dict", model.config)
     run = Run(list(ids), layers, caches={layer: CacheLog() for layer in layers})
     generation = Generation(
@@ -135,7 +139,8 @@ class Watch(TorchFunctionMode):
 
     def __init__(self, model, layers):
         super().__init__()
-        self.layers, self.layer = set(layers), -1
+        self.layers = set(layers)
+        self.layer = -1
         self._handles = [
             model.register_forward_pre_hook(self._begin),
             model.lm_head.register_forward_hook(self._logits),
@@ -149,7 +154,8 @@ class Watch(TorchFunctionMode):
 
     def _begin(self, model, args):
         tokens, _, start_pos, _ = args
-        self.layer, self.read = -1, {}  # read: layer → (S,2,Hk,D)
+        self.layer = -1
+        self.read = {}  # layer → (S,2,Hk,D)
         self.seen = {
             "fed": tokens[0].tolist(),
             "start_pos": int(start_pos),
@@ -179,14 +185,12 @@ class Watch(TorchFunctionMode):
     def _attention(self, out, q, k, v, **options):
         weights, error = attention_weights(out, q, k, v, **options)
         T = len(self.seen["fed"])
-        self.seen["attention"][self.layer] = weights.reshape(
-            -1, T, weights.shape[-1]
-        ).cpu()  # (H,T,S)
+        weights = weights.reshape(-1, T, weights.shape[-1])  # (H,T,S)
+        self.seen["attention"][self.layer] = weights.cpu()
         self.seen["error"] = max(self.seen["error"], error)
         # A copy.
-        self.read[self.layer] = (
-            torch.stack((k[0], v[0])).float().cpu().permute(2, 0, 1, 3)
-        )  # (S,2,Hk,D)
+        rows = torch.stack((k[0], v[0])).float().cpu()  # (2,Hk,S,D)
+        self.read[self.layer] = rows.permute(2, 0, 1, 3)  # (S,2,Hk,D)
 
 
 def attention_weights(
@@ -199,13 +203,17 @@ def attention_weights(
     with torch._C.DisableTorchFunction():
         q, k, v, out = (x[0].float() for x in (q, k, v, out))
         k, v = (x.repeat_interleave(len(q) // len(x), dim=0) for x in (k, v))  # (h,S,D)
-        scores = q @ k.mT * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)  # (h,r,S)
+        if scale is None:
+            scale = 1 / math.sqrt(q.shape[-1])
+        scores = q @ k.mT * scale  # (h,r,S)
         if is_causal:
             attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-        if attn_mask is not None:
-            attn_mask = attn_mask[0] if attn_mask.dim() == 4 else attn_mask
-            hide = attn_mask.dtype == torch.bool
-            scores = scores.masked_fill(~attn_mask, -torch.inf) if hide else scores + attn_mask
+        if attn_mask is not None and attn_mask.dim() == 4:
+            attn_mask = attn_mask[0]
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attn_mask, -torch.inf)
+        elif attn_mask is not None:
+            scores = scores + attn_mask
         weights = scores.softmax(-1)
         return weights, (weights @ v - out).abs().max().item()
 
@@ -215,10 +223,9 @@ def angle_positions(model, step: Step) -> list[int]:
     """The positions whose angles the recorded cos and sin (T,D/2) are: the nearest of 0 … 2·(start_pos + T)."""
     candidates = torch.arange(2 * (step.start_pos + len(step.fed)))
     half = step.cos.shape[-1]
-    cos, sin = (
-        x[:, :half] for x in rope_angles(model.config, candidates, torch.float32)
-    )  # (N,D/2)
-    near = torch.cdist(torch.cat((step.cos, step.sin), 1), torch.cat((cos, sin), 1))  # (T,N)
+    cos, sin = rope_angles(model.config, candidates, torch.float32)  # (N,D) ×2
+    known = torch.cat((cos[:, :half], sin[:, :half]), 1)  # (N,D)
+    near = torch.cdist(torch.cat((step.cos, step.sin), 1), known)  # (T,N)
     return near.argmin(1).tolist()
 
 
@@ -239,7 +246,8 @@ def measure(model, run: Run, repeat=3, uncached=True) -> Costs:
     """
 
     def with_cache():
-        cache, seconds = make_cache("dict", model.config), []
+        cache = make_cache("dict", model.config)
+        seconds = []
         steps = Generation(
             model, run.ids, cache, SamplingParams(), len(run.steps), [], chunk=len(run.ids)
         )
@@ -257,15 +265,14 @@ def measure(model, run: Run, repeat=3, uncached=True) -> Costs:
         return perf_counter() - began, logits.float().cpu()
 
     with_cache()
-    costs = Costs(
-        repeat,
-        [median(times) for times in zip(*(with_cache() for _ in range(repeat)), strict=True)],
-        [],
-    )
-    for n, step in enumerate(run.steps if uncached else ()):
-        if n == 0:
-            without(n)
-        tries = [without(n) for _ in range(repeat)]
-        costs.uncached.append(median(seconds for seconds, _ in tries))
-        costs.difference = max(costs.difference, (tries[0][1] - step.logits).abs().max().item())
+    rounds = [with_cache() for _ in range(repeat)]
+    costs = Costs(repeat, [median(times) for times in zip(*rounds, strict=True)], [])
+    if not uncached or not run.steps:
+        return costs
+    without(0)
+    for n, step in enumerate(run.steps):
+        seconds, logits = zip(*(without(n) for _ in range(repeat)), strict=True)
+        costs.uncached.append(median(seconds))
+        difference = (logits[0] - step.logits).abs().max().item()
+        costs.difference = max(costs.difference, difference)
     return costs

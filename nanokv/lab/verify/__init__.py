@@ -82,21 +82,18 @@ def verify(
     `against` is another checkpoint's folder, read by nanokv; without it the reference is transformers. `say` gets a
     sentence before each long step. Raises what loading raises.
     """
-    limits = [Config.from_folder(path) for path in (folder, against) if path is not None]
+    configs = [Config.from_folder(path) for path in (folder, against) if path is not None]
+    vocabulary = min(config.vocab_size for config in configs)
+    context = min(config.max_position_embeddings for config in configs)
     report = Report(str(source), None, str(dtype).removeprefix("torch."))
     report.checks.append(hash_check(folder))
     say(f"loading {source}")
     model, tokenizer = load(folder, dtype=dtype, device="cpu")
     report.checks += [files_check(model), finite_check(model)]
     if not report.equal:  # what is computed with such weights says nothing
-        report.checks += [
-            Check(name, "skipped", "the weights are not finite")
-            for name in ALONE_TOO + NEEDS_REFERENCE
-        ]
+        report.checks += skipped(ALONE_TOO + NEEDS_REFERENCE, "the weights are not finite")
         return report
-    questions = evidence.ask(
-        tokenizer, min(c.vocab_size for c in limits), min(c.max_position_embeddings for c in limits)
-    )
+    questions = evidence.ask(tokenizer, vocabulary, context)
     ours = evidence.answers_of_ours(str(source), model, tokenizer, questions)
     report.checks.append(make.check_cached_logits(ours))
     report.checks.append(make.check_cached(ALONE_TOO[1], ours, ours.records, "likewise"))
@@ -106,18 +103,19 @@ def verify(
     name = against_name or str(against)
     theirs = reference_answers(against, name, folder, questions, dtype, alone, say)
     if theirs is None:
-        why = (
-            ALONE
-            if alone
-            else f"transformers is not installed: {installing.hint(['transformers'])}"
-        )
-        report.checks += [Check(name, "skipped", why) for name in NEEDS_REFERENCE]
+        why = f"transformers is not installed: {installing.hint(['transformers'])}"
+        report.checks += skipped(NEEDS_REFERENCE, ALONE if alone else why)
         return report
     report.reference = theirs.name
     report.steps = make.layer_steps(ours, theirs)
     report.checks += make.compare_evidence(ours, theirs, questions, report.steps)
-    report.hints = make.config_differences(ours, theirs) if against else {}
+    if against:
+        report.hints = make.config_differences(ours, theirs)
     return report
+
+
+def skipped(names: tuple[str, ...], why: str) -> list[Check]:
+    return [Check(name, "skipped", why) for name in names]
 
 
 def reference_answers(against, name, folder, questions, dtype, alone, say):
@@ -142,17 +140,13 @@ def hash_check(folder: Path) -> Check:
 def finite_check(model) -> Check:
     """NaN in a projection can leave logits that are finite and wrong: softmax makes numbers of it."""
     bad = unfinite(model)
-    more = f"; {len(bad) - 3} more tensors" if len(bad) > 3 else ""
-    return make.verdict(
-        "finite weights", not bad, "; ".join(bad[:3]) + more or "no NaN and no infinity"
-    )
+    shown = bad[:3]
+    if len(bad) > 3:
+        shown.append(f"{len(bad) - 3} more tensors")
+    return make.verdict("finite weights", not bad, "; ".join(shown) or "no NaN and no infinity")
 
 
 def files_check(model) -> Check:
     """Reached only if every name, shape and dtype of the files was as config.json says: loading refuses the rest."""
-    parameters = list(model.parameters())
-    return make.verdict(
-        "files",
-        True,
-        f"{len(parameters)} tensors, {sum(p.numel() for p in parameters):,} parameters",
-    )
+    sizes = [p.numel() for p in model.parameters()]
+    return make.verdict("files", True, f"{len(sizes)} tensors, {sum(sizes):,} parameters")

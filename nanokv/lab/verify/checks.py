@@ -4,6 +4,7 @@ Differences are max |Δ|; a tolerance of tensors is the dtype's figure times the
 Greedy tokens must be equal, but where two logits are closer than the tolerance either of them may win.
 """
 
+import math
 from dataclasses import asdict, dataclass
 
 import torch
@@ -31,8 +32,16 @@ class Check:
 
 def verdict(name: str, equal: bool, detail: str = "", step: Step | None = None) -> Check:
     """ok or differs; `step` gives the figures."""
-    figures = {} if step is None else {"difference": step.difference, "tolerance": step.tolerance}
-    return Check(name, "ok" if equal else "differs", detail, **figures)
+    status = "ok" if equal else "differs"
+    if step is None:
+        return Check(name, status, detail)
+    return Check(name, status, detail, step.difference, step.tolerance)
+
+
+def within(name: str, difference: float, tolerance: float, detail: str) -> Check:
+    """ok if the difference is at most the tolerance."""
+    status = "ok" if difference <= tolerance else "differs"
+    return Check(name, status, detail, difference, tolerance)
 
 
 def layer_steps(a: Evidence, b: Evidence) -> list[Step]:
@@ -44,28 +53,25 @@ def layer_steps(a: Evidence, b: Evidence) -> list[Step]:
 def excess(step: Step) -> float:
     """Difference in units of the tolerance; nan counts as infinite."""
     ratio = step.difference / step.tolerance
-    return ratio if ratio == ratio else float("inf")
+    if math.isnan(ratio):
+        return float("inf")
+    return ratio
 
 
 def compare_evidence(
     a: Evidence, b: Evidence, questions: Questions, steps: list[Step]
 ) -> list[Check]:
     """All checks of `a` against the reference `b`; `steps` are layer_steps(a, b)."""
-    logits, hidden = (
-        [s for s in steps if (s.operation == "lm_head") is last] for last in (True, False)
-    )
-    cache = [s for s in steps if s.operation in ("rope_k", "cached_v")]
+    logits = [step for step in steps if step.operation == "lm_head"]
+    hidden = [step for step in steps if step.operation != "lm_head"]
+    cache = [step for step in steps if step.operation in ("rope_k", "cached_v")]
+    in_steps = f"chunked prefill and decode against {b.name}"
     return [
         check_config(a, b),
         check_rope(a, b, questions.positions),
         check_steps("hidden states", hidden, f"{len(a.records)} prompts"),
         check_steps("keys and values", cache, "after one prefill"),
-        check_cached(
-            "keys and values, in steps",
-            a,
-            b.records,
-            f"chunked prefill and decode against {b.name}",
-        ),
+        check_cached("keys and values, in steps", a, b.records, in_steps),
         check_steps("logits", logits, f"{sum(p.shape[1] for p in questions.prompts)} positions"),
         check_greedy(a, b),
         *check_tokenizer(a, b, questions),
@@ -75,7 +81,8 @@ def compare_evidence(
 
 def config_differences(a: Evidence, b: Evidence) -> dict:
     """{field: (value of a, value of b)}, storage fields too."""
-    ours, theirs = asdict(a.config), asdict(b.config)
+    ours = asdict(a.config)
+    theirs = asdict(b.config)
     return {name: (ours[name], theirs[name]) for name in ours if ours[name] != theirs[name]}
 
 
@@ -91,10 +98,8 @@ def check_rope(a: Evidence, b: Evidence, positions) -> Check:
     where = f"positions {', '.join(f'{p:,}' for p in positions.tolist())}"
     if a.rope.shape != b.rope.shape:
         return verdict("rope", False, f"head_dim {a.rope.shape[-1]} and {b.rope.shape[-1]}")
-    difference, tolerance = (a.rope - b.rope).abs().max().item(), TOLERANCE[torch.float32]
-    return Check(
-        "rope", "ok" if difference <= tolerance else "differs", where, difference, tolerance
-    )
+    difference = (a.rope - b.rope).abs().max().item()
+    return within("rope", difference, TOLERANCE[torch.float32], where)
 
 
 def check_steps(name: str, steps: list[Step], detail: str) -> Check:
@@ -111,7 +116,8 @@ def check_cached(name: str, a: Evidence, records: list, detail: str) -> Check:
         base = {k: t for k, t in record.items() if k[1] in ("rope_k", "cached_v", "embed_tokens")}
         mine = {(None, "embed_tokens"): base[None, "embed_tokens"]}
         for i, (key, value) in enumerate(layers):
-            mine[i, "rope_k"], mine[i, "cached_v"] = key.transpose(1, 2), value.transpose(1, 2)
+            mine[i, "rope_k"] = key.transpose(1, 2)
+            mine[i, "cached_v"] = value.transpose(1, 2)
         steps += compare(mine, base, CACHED * TOLERANCE[base[None, "embed_tokens"].dtype])
     worst = max(steps, key=excess)
     return verdict(name, worst.ok, f"{detail}, worst {worst.place}", worst)
@@ -121,36 +127,39 @@ def check_cached_logits(a: Evidence) -> Check:
     """Cached equals uncached: chunked prefill and decode against one pass without history."""
     steps = []
     for (logits, _), record in zip(a.path, a.records, strict=True):
-        full, key = record[None, "lm_head"][:, -len(logits) :], (None, "lm_head")
+        key = (None, "lm_head")
+        full = record[key][:, -len(logits) :]
         steps += compare({key: logits[None]}, {key: full.float()}, CACHED * TOLERANCE[full.dtype])
     worst = max(steps, key=excess)
-    return verdict(
-        "cached = uncached, logits", worst.ok, "chunked prefill and decode against one pass", worst
-    )
+    detail = "chunked prefill and decode against one pass"
+    return verdict("cached = uncached, logits", worst.ok, detail, worst)
 
 
 def check_greedy(a: Evidence, b: Evidence) -> Check:
     """Tokens equal, up to a tie: the reference's choice is as good as ours within the tolerance of the logits."""
-    ties, count = 0, sum(len(tokens) for tokens in a.greedy)
     unit = CACHED * TOLERANCE[a.records[0][None, "embed_tokens"].dtype]
+    ties = 0
     for i, (ours, theirs) in enumerate(zip(a.greedy, b.greedy, strict=True)):
-        n = next((n for n, (x, y) in enumerate(zip(ours, theirs, strict=True)) if x != y), None)
-        if n is None:
+        if ours == theirs:
             continue
+        n = first_unequal(ours, theirs)
         row = a.forced[i][n]  # (V,): up to here both saw the same tokens
-        known = theirs[n] < len(row)  # another checkpoint may have a larger vocabulary
-        # Abs: decode may have erred.
-        gap = abs(row[ours[n]] - row[theirs[n]]).item() if known else float("inf")
+        gap = float("inf")
+        if theirs[n] < len(row):  # another checkpoint may have a larger vocabulary
+            # Abs: decode may have erred.
+            gap = abs(row[ours[n]] - row[theirs[n]]).item()
         limit = 2 * unit * max(1.0, row.abs().max().item())
         if not gap <= limit:
-            detail = f"prompt {i + 1}, new token {n + 1}: {ours[n]} against {theirs[n]}, their logits {gap:.3g} apart"
+            detail = (
+                f"prompt {i + 1}, new token {n + 1}: {ours[n]} against {theirs[n]}, "
+                f"their logits {gap:.3g} apart"
+            )
             return Check("greedy tokens", "differs", detail, gap, limit)
         ties += 1
-    return verdict(
-        "greedy tokens",
-        True,
-        f"{count} tokens equal" + (f", {ties} prompts up to a tie" if ties else ""),
-    )
+    detail = f"{sum(map(len, a.greedy))} tokens equal"
+    if ties:
+        detail += f", {ties} prompts up to a tie"
+    return verdict("greedy tokens", True, detail)
 
 
 def check_tokenizer(a: Evidence, b: Evidence, questions: Questions) -> list[Check]:
@@ -165,13 +174,18 @@ def check_template(a: Evidence, b: Evidence, questions: Questions) -> Check:
     """Rendered conversations, byte by byte; a conversation that both refuse counts as equal."""
     if a.templates is None and b.templates is None:
         return Check("chat template", "skipped", "the checkpoint has none")
-    if a.templates is None or b.templates is None:
-        return verdict("chat template", False, f"{(a if a.templates is None else b).name} has none")
-    sides = [
-        ["refused" if text.startswith("refused: ") else text for text in side.templates]
-        for side in (a, b)
-    ]
-    return check_list("chat template", *sides, [c["messages"] for c in questions.conversations])
+    for side in (a, b):
+        if side.templates is None:
+            return verdict("chat template", False, f"{side.name} has none")
+    ours = without_reasons(a.templates)
+    theirs = without_reasons(b.templates)
+    messages = [conversation["messages"] for conversation in questions.conversations]
+    return check_list("chat template", ours, theirs, messages)
+
+
+def without_reasons(texts: list[str]) -> list[str]:
+    """Rendered conversations, where a refusal is "refused" whatever its reason."""
+    return ["refused" if text.startswith("refused: ") else text for text in texts]
 
 
 def check_list(name: str, ours: list, theirs: list, questions: list) -> Check:
@@ -179,14 +193,23 @@ def check_list(name: str, ours: list, theirs: list, questions: list) -> Check:
     wrong = [i for i, (x, y) in enumerate(zip(ours, theirs, strict=True)) if x != y]
     if not wrong:
         return verdict(name, True, f"{len(ours)} cases")
-    i = wrong[0]
-    x, y = _around(ours[i], theirs[i])
-    count, question = f"{len(wrong)} of {len(ours)} cases", str(questions[i])[:40]
+    first = wrong[0]
+    x, y = _around(ours[first], theirs[first])
+    count = f"{len(wrong)} of {len(ours)} cases"
+    question = str(questions[first])[:40]
     return verdict(name, False, f"{count}, first {question!r}: {x!r} against {y!r}")
 
 
 def _around(x, y):
     """The part where two sequences begin to differ."""
-    n = next((n for n, (p, q) in enumerate(zip(x, y, strict=False)) if p != q), min(len(x), len(y)))
+    n = first_unequal(x, y)
     start = max(0, n - 4)
     return x[start : n + 12], y[start : n + 12]
+
+
+def first_unequal(x, y) -> int:
+    """The index at which two sequences first differ: the shorter length if one begins the other."""
+    for n, (p, q) in enumerate(zip(x, y, strict=False)):
+        if p != q:
+            return n
+    return min(len(x), len(y))

@@ -20,7 +20,10 @@ from nanokv.loading import load
 from nanokv.rope import rope_angles
 from nanokv.text.template import LeftOut
 
-PROMPT = "The cache holds one key and one value for every token, layer and KV head: 12 + 34 = 46. Grüße, 世界! 🙂🧑‍🚀\n"
+PROMPT = (
+    "The cache holds one key and one value for every token, layer and KV head: 12 + 34 = 46. "
+    "Grüße, 世界! 🙂🧑‍🚀\n"
+)
 TEXTS = (
     "",
     " ",
@@ -60,10 +63,8 @@ TOOL = {
         },
     },
 }
-USER, ANSWER = (
-    {"role": "user", "content": "What is my name?"},
-    {"role": "assistant", "content": "Zorbla."},
-)
+USER = {"role": "user", "content": "What is my name?"}
+ANSWER = {"role": "assistant", "content": "Zorbla."}
 THOUGHT = {"role": "assistant", "content": "<think>\nThe user said it.\n</think>\n\nZorbla."}
 CALL = {
     "role": "assistant",
@@ -116,15 +117,13 @@ def ask(tokenizer, vocabulary: int, context: int) -> Questions:
     """The questions for a checkpoint; ids stay below `vocabulary` and prompts plus answers within `context`."""
     room = max(2, min(48, context // 2))
     prompts = [tokenizer.encode(PROMPT)]
-    if tokenizer.chat_template is not None:
-        texts = (_render(tokenizer, conversation) for conversation in CONVERSATIONS)
-        prompts.append(
-            tokenizer.encode(next((text for text in texts if not text.startswith("refused")), ""))
-        )
+    for text in _templates(tokenizer, CONVERSATIONS) or ():
+        if not text.startswith("refused"):
+            prompts.append(tokenizer.encode(text))
+            break
     generator = torch.Generator().manual_seed(0)
-    prompts.append(
-        torch.randint(0, min(vocabulary, tokenizer.vocab_size), (33,), generator=generator).tolist()
-    )
+    known = min(vocabulary, tokenizer.vocab_size)
+    prompts.append(torch.randint(0, known, (33,), generator=generator).tolist())
     prompts = [torch.tensor([ids[:room]]) % vocabulary for ids in prompts if len(ids) >= 2]
     specials = list(tokenizer.special_tokens)
     texts = [*TEXTS, *specials, *(f"a{s} b" for s in specials[:8]), "".join(specials)]
@@ -146,7 +145,8 @@ def ask(tokenizer, vocabulary: int, context: int) -> Questions:
 def answers_of_ours(name: str, model, tokenizer, questions: Questions) -> Evidence:
     """Question a nanokv model: one pass with hooks, the cached path, greedy decoding, tokenizer and template."""
     device = model.embed_tokens.weight.device
-    greedy, forced = [], []
+    greedy = []
+    forced = []
     for ids in (ids.to(device) for ids in questions.prompts):
         cache = make_cache("dict", model.config)  # the one that the cached path is asked about
         new = list(generate(model, ids, cache, questions.new_tokens, eos_token_ids=[]))
@@ -161,9 +161,7 @@ def answers_of_ours(name: str, model, tokenizer, questions: Questions) -> Eviden
         greedy,
         [tokenizer.encode(text) for text in questions.texts],
         [tokenizer.decode(ids) for ids in questions.id_lists],
-        None
-        if tokenizer.chat_template is None
-        else [_render(tokenizer, c) for c in questions.conversations],
+        _templates(tokenizer, questions.conversations),
         [cached_path(model, ids.to(device)) for ids in questions.prompts],
         forced,
     )
@@ -177,17 +175,24 @@ def load_and_answer(name: str, folder: Path, questions: Questions, dtype) -> Evi
 
 def cached_path(model, ids):
     """The same tokens in two prefill chunks, then one by one → logits (t,V) of the last t positions, [(key, value)]."""
-    cache = make_cache(
-        "dict", model.config, dtype=model.embed_tokens.weight.dtype, device=ids.device
-    )
-    half, tail = ids.shape[1] // 2, max(ids.shape[1] - 8, ids.shape[1] // 2)
+    dtype = model.embed_tokens.weight.dtype
+    cache = make_cache("dict", model.config, dtype=dtype, device=ids.device)
+    T = ids.shape[1]
+    half = T // 2
+    tail = max(T - 8, half)
     rows = [prefill(model, ids[:, :half], cache, 0)]
     if half < tail:
         rows = [prefill(model, ids[:, half:tail], cache, half)]
-    rows += [decode(model, ids[:, i : i + 1], cache, i) for i in range(tail, ids.shape[1])]
-    return torch.cat(rows).float().cpu(), [
-        (layer["key"].cpu(), layer["value"].cpu()) for layer in cache
-    ]
+    rows += [decode(model, ids[:, i : i + 1], cache, i) for i in range(tail, T)]
+    held = [(layer["key"].cpu(), layer["value"].cpu()) for layer in cache]
+    return torch.cat(rows).float().cpu(), held
+
+
+def _templates(tokenizer, conversations) -> list[str] | None:
+    """Every conversation as text; None if the checkpoint has no chat template."""
+    if tokenizer.chat_template is None:
+        return None
+    return [_render(tokenizer, conversation) for conversation in conversations]
 
 
 def _render(tokenizer, conversation: dict) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from nanokv.inference import score
-from nanokv.lab.verify.checks import Check, verdict
+from nanokv.lab.verify.checks import Check, verdict, within
 
 BF16_STEPS = 0.25
 SHAPE_06B = {
@@ -138,18 +138,13 @@ def published_checks(source: str, folder: Path, model, tokenizer) -> list[Check]
 def recognise(source: str, folder: Path, config) -> tuple[str | None, str]:
     """(name, how) of the published model, or (None, why not). Weights are hashed only if their size fits."""
     weights = Path(folder) / "model.safetensors"
-    size = weights.stat().st_size if weights.is_file() else None
     for name, figures in FIGURES.items():
-        if (
-            size is not None
-            and figures.get("weights_bytes") == size
-            and sha256(weights) == figures["weights_sha256"]
-        ):
-            return name, "weights' sha256"
-    names = {
-        part.casefold()
-        for part in (str(source), *Path(source).parts[-1:], *Path(folder).resolve().parts[-3:])
-    }
+        size = figures.get("weights_bytes")
+        if weights.is_file() and weights.stat().st_size == size:
+            if sha256(weights) == figures["weights_sha256"]:
+                return name, "weights' sha256"
+    parts = (str(source), *Path(source).parts[-1:], *Path(folder).resolve().parts[-3:])
+    names = {part.casefold() for part in parts}
     for name, figures in FIGURES.items():
         spellings = {name, name.split("/")[-1], "models--" + name.replace("/", "--")}
         if names & {spelling.casefold() for spelling in spellings}:
@@ -173,48 +168,39 @@ def check_logits(name: str, model, figure: dict) -> list[Check]:
         ("mean", logits.mean(-1), 0.05),
         ("first", logits[0, : len(figure["first"])], BF16_STEPS),
     )
+    detail = f"{name}, published in bf16"
     checks = []
     for key, ours, tolerance in rows:
         difference = (ours - torch.tensor(figure[key])).abs().max().item()
-        status = "ok" if difference <= tolerance else "differs"
-        checks.append(
-            Check(
-                f"published logits, {key}",
-                status,
-                f"{name}, published in bf16",
-                difference,
-                tolerance,
-            )
-        )
+        checks.append(within(f"published logits, {key}", difference, tolerance, detail))
     return checks
 
 
 def check_continuation(name: str, model, tokenizer, figure: dict) -> Check:
     """Every published greedy token is our own best one, or as good within the tolerance."""
     prompt = tokenizer.encode(figure["prompt"])
-    new = (
-        figure.get("new_ids") or tokenizer.encode(figure["prompt"] + figure["text"])[len(prompt) :]
-    )
-    rows = (
-        score(model, torch.tensor([prompt + new]))[0, len(prompt) - 1 : -1].float().cpu()
-    )  # (N,V)
-    gaps = rows.max(-1).values - rows.gather(-1, torch.tensor(new)[:, None])[:, 0]  # (N,)
-    wide = model.embed_tokens.weight.dtype != torch.float32
-    tolerance, gap = max(figure["tolerance"], BF16_STEPS if wide else 0), gaps.max().item()
+    new = figure.get("new_ids")
+    if new is None:
+        new = tokenizer.encode(figure["prompt"] + figure["text"])[len(prompt) :]
+    logits = score(model, torch.tensor([prompt + new]))[0]  # (T+N,V)
+    rows = logits[len(prompt) - 1 : -1].float().cpu()  # (N,V)
+    chosen = rows.gather(-1, torch.tensor(new)[:, None])[:, 0]  # (N,)
+    gap = (rows.max(-1).values - chosen).max().item()
+    tolerance = figure["tolerance"]
+    if model.embed_tokens.weight.dtype != torch.float32:
+        tolerance = max(tolerance, BF16_STEPS)
     detail = f"{figure['prompt']!r} + {len(new)} tokens, {name}"
-    return Check(
-        "published continuation", "ok" if gap <= tolerance else "differs", detail, gap, tolerance
-    )
+    return within("published continuation", gap, tolerance, detail)
 
 
 def check_template_ids(tokenizer, messages, ids, **kwargs) -> Check:
     """Template and tokenizer together."""
-    ours = tokenizer.encode(tokenizer.render(messages, **kwargs)) if tokenizer.chat_template else []
-    return verdict(
-        "published template ids",
-        ours == ids,
-        f"{len(ids)} ids" if ours == ids else f"{ours} against {ids}",
-    )
+    ours = []
+    if tokenizer.chat_template:
+        ours = tokenizer.encode(tokenizer.render(messages, **kwargs))
+    if ours == ids:
+        return verdict("published template ids", True, f"{len(ids)} ids")
+    return verdict("published template ids", False, f"{ours} against {ids}")
 
 
 def check_qwen3_tokens(tokenizer) -> list[Check]:
@@ -222,5 +208,6 @@ def check_qwen3_tokens(tokenizer) -> list[Check]:
     token, id = QWEN3_TOKENS["special"]
     if tokenizer.vocab_size != QWEN3_TOKENS["size"] or tokenizer.special_tokens.get(token) != id:
         return []
-    ours, ids = tokenizer.encode(QWEN3_TOKENS["text"]), QWEN3_TOKENS["ids"]
-    return [verdict("published token ids", ours == ids, f"{QWEN3_TOKENS['text']!r} → {ours}")]
+    ours = tokenizer.encode(QWEN3_TOKENS["text"])
+    equal = ours == QWEN3_TOKENS["ids"]
+    return [verdict("published token ids", equal, f"{QWEN3_TOKENS['text']!r} → {ours}")]

@@ -36,6 +36,9 @@ def answers(folder: Path, questions: Questions, dtype) -> Evidence:
     """Question transformers' model of this family, and its tokenizer."""
     with readable(folder) as place:
         model, tokenizer = load(place, dtype)
+    templates = None
+    if tokenizer.chat_template is not None:
+        templates = [_render(tokenizer, c) for c in questions.conversations]
     return Evidence(
         f"transformers {version()}",
         Config.from_dict(model.config.to_dict()),
@@ -44,9 +47,7 @@ def answers(folder: Path, questions: Questions, dtype) -> Evidence:
         [_greedy(model, ids, questions.new_tokens) for ids in questions.prompts],
         [tokenizer(text, add_special_tokens=False)["input_ids"] for text in questions.texts],
         [tokenizer.decode(ids, skip_special_tokens=False) for ids in questions.id_lists],
-        None
-        if tokenizer.chat_template is None
-        else [_render(tokenizer, c) for c in questions.conversations],
+        templates,
     )
 
 
@@ -102,7 +103,8 @@ def load(folder: Path, dtype):
 
 def _tell_attn_factor(config, folder: Path):
     """YaRN's attn_factor, which transformers ignores, as the attention_factor that it comes to here."""
-    rope, yarn = config.rope_parameters, Config.from_folder(folder).yarn
+    rope = config.rope_parameters
+    yarn = Config.from_folder(folder).yarn
     if yarn is not None and rope.pop("attn_factor", None) is not None:
         rope["attention_factor"] = yarn.scale
 
@@ -111,9 +113,8 @@ def _tell_attn_factor(config, folder: Path):
 def _rope(model, positions):
     """cos and sin (2,P,D); the buffers are fp32 whatever the weights are, so the model's dtype does not matter."""
     rotary = model.model.rotary_emb
-    cos, sin = rotary(
-        torch.zeros(1, device=rotary.inv_freq.device), positions[None].to(rotary.inv_freq.device)
-    )
+    device = rotary.inv_freq.device
+    cos, sin = rotary(torch.zeros(1, device=device), positions[None].to(device))
     return torch.stack((cos[0], sin[0])).cpu()
 
 
@@ -125,10 +126,9 @@ def _greedy(model, ids, new_tokens: int) -> list[int]:
 
 
 def _render(tokenizer, conversation: dict) -> str:
-    conversation = {"add_generation_prompt": True, **conversation}
+    options = {"add_generation_prompt": True, **conversation}
+    messages = options.pop("messages")
     try:
-        return tokenizer.apply_chat_template(
-            conversation.pop("messages"), tokenize=False, **conversation
-        )
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except Exception as error:  # jinja2's errors, and whatever a template's own code provokes
         return f"refused: {error}"
