@@ -1,1 +1,1 @@
-"""What the notebooks and the bundled model are made with: the course and the training."""
+"""The code behind the notebooks (`course`) and behind the bundled model (`training`)."""

@@ -1,10 +1,10 @@
-"""What the notebooks call: predictions, checked exercises, quizzes, quoted figures, pictures with words.
+"""The functions that notebooks call: predictions, checked exercises, quizzes, figures, pictures.
 
     from nanokv import course
     model, tokenizer = course.start("05")
     course.check("05.2", my_function)
 
-The notebooks themselves are made by `nanokv course build`; notebooks/AUTHORING.md says how to write one.
+`nanokv course build` makes the notebooks; notebooks/AUTHORING.md says how to write one.
 """
 
 import importlib
@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # for editors and type checkers
         whose,
     )
 
-_FIGURES = ("COLORS", "show", "subplots")  # the other names are in session.py
+_FIGURES = ("COLORS", "show", "subplots")  # the other names come from session.py
 __all__ = [
     "COLORS",
     "answer",
@@ -54,7 +54,7 @@ __all__ = [
     "whose",
 ]
 
-if not TYPE_CHECKING:  # it would hide a name that is mistyped
+if not TYPE_CHECKING:  # a type checker that sees __getattr__ accepts mistyped names
 
     def __getattr__(name: str):
         if name not in __all__:

@@ -1,7 +1,7 @@
-"""The source of a function or class from a notebook's cells, together with all that it uses: a text that runs alone.
+"""Turns a function or class of a notebook into source text that runs without the notebook.
 
-Imports, helper functions and plain numbers of other cells are taken along. What only the notebook has (a tensor, the
-model, an open file) cannot be written down: NotAlone names it.
+The text includes the imports, helper functions and plain values that it uses from other cells. A
+tensor, the model or an open file cannot be written as source: NotAlone names it.
 """
 
 import ast
@@ -15,7 +15,7 @@ from types import FunctionType, ModuleType
 
 from nanokv.school.course import feedback
 
-# Where functions stand that do not say where they stand.
+# Modules to search for a function whose __module__ does not lead to it.
 MODULES = ("torch", "math", "torch.nn.functional", "nanokv")
 PLAIN = (int, float, complex, str, bytes, bool, type(None))
 
@@ -25,7 +25,7 @@ class NotAlone(Exception):
 
 
 def source(answer) -> tuple[str, str]:
-    """(a text that runs alone, the name of `answer` in it). NotAlone."""
+    """(source text that runs alone, the name of `answer` in that text). Raises NotAlone."""
     parts = _Parts()
     name = parts.define(answer)
     imports = "".join(f"{line}\n" for line in sorted(parts.imports))
@@ -34,13 +34,13 @@ def source(answer) -> tuple[str, str]:
 
 
 class _Parts:
-    """What has been found so far: imports, plain values, and definitions in an order in which they can stand."""
+    """The pieces found so far: imports, plain values, and definitions, each after those it uses."""
 
     def __init__(self):
         self.imports, self.constants, self.definitions, self._known = set(), [], [], {}
 
     def define(self, value) -> str:
-        """Take the statement that made a learner's function or class, and before it what that uses → its name."""
+        """Add a learner's function or class, after everything that it uses. Returns its name."""
         name, text, names = _statement(value)
         if self._is_known(name, value):
             return name
@@ -56,7 +56,10 @@ class _Parts:
         return name
 
     def _is_known(self, name: str, value) -> bool:
-        """Is it here already? NotAlone if the name is, for something else: a kept part has names of its own."""
+        """Has this value been added? Raises NotAlone if the name belongs to a different value.
+
+        A notebook may use one name for two things in turn; the source text cannot.
+        """
         known = self._known.get(name, value)
         if known is not value and not (_is_plain(value) and repr(known) == repr(value)):
             raise NotAlone(
@@ -81,7 +84,10 @@ class _Parts:
 
 
 def _statement(value) -> tuple[str, str, dict]:
-    """(name, text, names of the notebook) of the statement at the left margin that made this. NotAlone."""
+    """(name, text, the notebook's globals) of the top-level statement that made this value.
+
+    Raises NotAlone.
+    """
     for function in _functions(value):
         code = function.__code__
         if feedback.of_a_library(code.co_filename):
@@ -99,19 +105,19 @@ def _statement(value) -> tuple[str, str, dict]:
 
 
 def _text(lines: list[str], first: int, node) -> str:
-    """All lines of a `def` or `class`; of a lambda the assignment, and no other statement in its line."""
+    """All lines of a `def` or `class`; for a lambda, only the assignment and not its whole line."""
     if isinstance(node, ast.Assign):
         return ast.get_source_segment("".join(lines), node) + "\n"
     return "".join(lines[first - 1 : node.end_lineno])
 
 
 def _of_kernel(value):
-    """The function of a kernel of Triton; anything else as it is."""
+    """The Python function inside a Triton kernel; any other value unchanged."""
     return value.fn if isinstance(getattr(value, "fn", None), FunctionType) else value
 
 
 def _functions(value) -> list[FunctionType]:
-    """The function itself, or those of a class: they know their cell."""
+    """The function itself, or the methods of a class: their code objects name the cell."""
     value = _of_kernel(value)
     if isinstance(value, type):
         made = (
@@ -124,7 +130,7 @@ def _functions(value) -> list[FunctionType]:
 
 
 def _named(node, value) -> str:
-    """The name that a statement gives to this value; "" if it makes something else."""
+    """The name that a statement gives to this value; "" if it defines something else."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return node.name if node.name == getattr(_of_kernel(value), "__qualname__", "") else ""
     if (
@@ -137,19 +143,22 @@ def _named(node, value) -> str:
 
 
 def _used(text: str) -> set[str]:
-    """The names that a statement takes from outside of itself."""
+    """The global names that a statement reads or declares."""
     found, tables = set(), [symtable.symtable(text, "a part", "exec")]
     while tables:
         table = tables.pop()
         outside = (s for s in table.get_symbols() if s.is_global() or table.get_type() == "module")
-        # `global n; n += 1`.
+        # A name in `global n; n += 1` counts as used too.
         found |= {s.get_name() for s in outside if s.is_referenced() or s.is_declared_global()}
         tables += table.get_children()
     return found
 
 
 def _is_builtin(name: str, value) -> bool:
-    """Python's own, and not what a cell calls so; IPython brings an `open` and an `exit`."""
+    """Is this Python's builtin, and not a value of the same name that a cell defined?
+
+    IPython replaces `open` and `exit`; its versions count as builtins.
+    """
     theirs = str(getattr(value, "__module__", "")).startswith(("IPython", "_io", "io"))
     return name in dir(builtins) and (
         name.startswith("__") or theirs or value is getattr(builtins, name)
@@ -157,7 +166,7 @@ def _is_builtin(name: str, value) -> bool:
 
 
 def _import(name: str, value) -> str:
-    """The line that imports this value under this name; "" if no module has it."""
+    """The line that imports this value under this name; "" if no module exports it."""
     if isinstance(value, ModuleType):
         if value.__name__ == "__main__":
             return ""
@@ -173,7 +182,7 @@ def _import(name: str, value) -> str:
 
 
 def _is_plain(value) -> bool:
-    # Not a named tuple: its class would be missing.
+    # type(), not isinstance(): a named tuple needs its class, which would be missing.
     if type(value) in (list, tuple, set, frozenset):
         return len(value) <= 100 and all(
             _is_plain(x) and repr(x) not in ("inf", "-inf", "nan") for x in value
@@ -184,7 +193,7 @@ def _is_plain(value) -> bool:
 
 
 def _written(value) -> str:
-    """A plain value as code; inf and nan have no literal of their own."""
+    """A plain value as code; Python has no literal for inf and nan."""
     return (
         f'float("{value}")'
         if isinstance(value, float) and not math.isfinite(value)

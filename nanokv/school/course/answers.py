@@ -1,7 +1,7 @@
-"""When is an answer given, and when do two answers say the same? Numbers, text, tuples, sets, dicts, tensors.
+"""Comparison of answers: numbers, text, tuples, sets, dicts and tensors; and which ones are blank.
 
-A `Sealed` answer is known by its salted hash only: nobody reads it by accident. It is no secret (the hash of a short
-answer can be searched); a course needs no more.
+A `Sealed` answer is stored as a salted hash, so that a learner does not read it by accident. The
+seal is no secret: short answers can be found by trying them all. A course needs no more.
 """
 
 import hashlib
@@ -10,13 +10,13 @@ import numbers
 import re
 from dataclasses import dataclass
 
-MOST_ITEMS = 100_000  # of a tensor that is read number by number: no right answer has as many
+MOST_ITEMS = 100_000  # a larger tensor is not turned into a list: no right answer has as many
 THOUSANDS = re.compile(r"\s*[+-]?[1-9]\d{0,2}(,\d{3})+(\.\d*)?\s*")
 
 
 @dataclass(frozen=True)
 class Sealed:
-    """A right answer as a hash, made by `nanokv course seal ID ANSWER`."""
+    """The hash of a right answer, as `nanokv course seal ID ANSWER` prints it."""
 
     id: str
     digest: str
@@ -28,7 +28,7 @@ def seal(id: str, answer) -> str:
 
 
 def canonical(answer) -> str:
-    """One text for all ways to write an answer: 8, 8.0, "8" and " 8 " are one; (1, 2) and [1, 2] too."""
+    """The same text for every way to write an answer: 8, 8.0, "8" and " 8 "; (1, 2) and [1, 2]."""
     answer = plain(answer)
     if isinstance(answer, list):
         return "(" + ",".join(canonical(item) for item in answer) + ")"
@@ -45,21 +45,22 @@ def canonical(answer) -> str:
 
 
 def is_blank(answer) -> bool:
-    """The untouched stub: `...`, None, an empty text, or a tuple that still holds one."""
+    """Is this the untouched stub: `...`, None, an empty text, or a tuple that contains one?"""
     if isinstance(answer, list | tuple):
         return any(is_blank(item) for item in answer)
     return answer is None or answer is ... or (isinstance(answer, str) and not answer.strip())
 
 
 def is_stub(result) -> bool:
-    """What the untouched stub of a function returns: `...`, or a tuple that still holds one."""
+    """Did the untouched stub of a function return this: `...`, or a tuple that contains one?"""
     return any(map(is_stub, result)) if isinstance(result, list | tuple) else result is ...
 
 
 def same(answer, right, rel: float = 1e-6, atol: float = 0.0) -> bool:
-    """Do they agree? Numbers within max(atol, rel·|right|), text without case and spacing, the rest item by item.
+    """Does the answer agree with the right one?
 
-    A list says the same as a set if it holds nothing twice.
+    Numbers agree within max(atol, rel·|right|), texts up to case and spacing, the rest item by
+    item. A list agrees with a set if it has no repeats and the same items.
     """
     if isinstance(right, Sealed):
         return right.digest in (seal(right.id, answer), seal(right.id, as_set(answer)))
@@ -88,7 +89,10 @@ def same(answer, right, rel: float = 1e-6, atol: float = 0.0) -> bool:
 
 
 def plain(value):
-    """Tensors, arrays, tuples, torch.Size and dtypes as lists, numbers and text. A huge tensor stays one."""
+    """Tensors, arrays and tuples as lists and numbers; sets as sets of text.
+
+    A tensor of more than MOST_ITEMS numbers stays a tensor.
+    """
     if hasattr(value, "tolist"):  # a tensor, a numpy array or one of their scalars
         return value if math.prod(getattr(value, "shape", ())) > MOST_ITEMS else value.tolist()
     if isinstance(value, tuple):
@@ -99,7 +103,7 @@ def plain(value):
 
 
 def as_set(value):
-    """A list without repeats as the set of its items; anything else as it is."""
+    """A list without repeats as the set of its items; any other value as `plain` gives it."""
     items = plain(value)
     if not isinstance(items, list):
         return items
@@ -108,7 +112,7 @@ def as_set(value):
 
 
 def has_nan(value) -> bool:
-    """Is it NaN, or is an item of it?"""
+    """Is the value NaN, or does it contain NaN?"""
     value = plain(value)
     if isinstance(value, list):
         return any(has_nan(item) for item in value)
@@ -116,7 +120,7 @@ def has_nan(value) -> bool:
 
 
 def named(value):
-    """The same with NaN as a text, so that two of them are alike."""
+    """The plain value with each NaN replaced by the text "NaN", so that two NaNs are equal."""
     value = plain(value)
     return (
         [named(item) for item in value]
@@ -128,9 +132,12 @@ def named(value):
 
 
 def as_number(value) -> float | None:
-    """A number, also one written as "1,024"; None if it is none. NaN and what no float can hold are none."""
+    """The value as a number, also from text such as "1,024"; None if it is not one.
+
+    NaN and numbers too large for a float are None too.
+    """
     if isinstance(value, str):
-        # "0,5" is no number: 5 or a half?
+        # "0,5" is not accepted: it may mean 5 or a half.
         value = value.replace(",", "") if THOUSANDS.fullmatch(value) else value
     elif not isinstance(value, numbers.Real) or isinstance(value, bool):
         return None

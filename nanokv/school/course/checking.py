@@ -1,11 +1,11 @@
-"""What an exercise is: a right answer computed by nanokv, and the wrong answers that people really give.
+"""Exercises: a right answer computed by nanokv, and the wrong answers that people often give.
 
     value("05.1", right=lambda case: …, wrong=[Mistake("…", lambda case: …, "You counted … ")])
-    function("05.2", right=reference, inputs=lambda rng: (…), wrong=[…])     tried on inputs from small to random
-    judged("06.3", judge)                                                    a function answer, case → Outcome
+    function("05.2", right=reference, inputs=lambda rng: (…), wrong=[…])  # inputs: small to random
+    judged("06.3", judge)                                         # judge: (answer, case) → Outcome
 
-Each notebook has a module nanokv/school/course/checks/nbNN.py with its CHECKS, and its questions in nbNN.toml beside
-that. An answer is judged and never raises.
+The checks of notebook NN are CHECKS in nanokv/school/course/checks/nbNN.py; its questions are in
+nbNN.toml beside that. Judging an answer never raises, whatever the answer does.
 """
 
 import copy
@@ -37,18 +37,21 @@ from nanokv.school.course.forms import Use, misfit
 
 TRIALS = 50  # inputs on which a function is tried
 UNFINISHED = (NotImplementedError,)
-EXACT = (1e-6, 0.0)  # rel and atol where nothing else is said
+EXACT = (1e-6, 0.0)  # default tolerance: rel, atol
 
 
 class Case(SimpleNamespace):
-    """The numbers of one variant of an exercise, and the model it is about. `hidden`: they give the answer away."""
+    """The numbers of one variant of an exercise, and its model.
+
+    `hidden`: the numbers give the answer away, so repr() does not show them.
+    """
 
     def __init__(self, values: dict, model=None, hidden: bool = False):
         super().__init__(**values)
         self._model, self._hidden = model, hidden
 
     def __getattr__(self, name: str):
-        """A name that it does not have: in a notebook `case` is often that of another exercise, whose cell ran last."""
+        """Explain a missing name: `case` often belongs to another exercise, whose cell ran last."""
         if name.startswith("_"):
             raise AttributeError(name)
         have = ", ".join(known for known in vars(self) if not known.startswith("_"))
@@ -63,7 +66,7 @@ class Case(SimpleNamespace):
 
     @property
     def model(self):
-        """The notebook's model; the bundled one outside of a notebook."""
+        """The notebook's model; outside a notebook, the bundled one."""
         if self._model is None:
             from nanokv.loading import load
 
@@ -77,7 +80,7 @@ class Case(SimpleNamespace):
 
 @dataclass(frozen=True)
 class Outcome:
-    """A judgement: state is right, wrong or unanswered; `mistake` names a known wrong answer."""
+    """A judgement. `state`: right, wrong or unanswered; `mistake`: the name of a known mistake."""
 
     state: str
     message: str = ""
@@ -93,10 +96,11 @@ def wrong(message: str, mistake: str = "") -> Outcome:
 
 @dataclass(frozen=True)
 class Mistake:
-    """A wrong answer with a name, as a function of the case (of a function exercise: the wrong function itself).
+    """A known wrong answer.
 
-    `slip`: what `made` of a function exercise gets to make it. `alone`: its message speaks of the whole answer, so it
-    is not named together with another one.
+    `gives`: case → the wrong value; for a function exercise, the wrong function itself.
+    `slip`: the keyword arguments with which `made` of a function exercise builds this mistake.
+    `alone`: the message is about the whole answer, so it is never combined with another mistake.
     """
 
     name: str
@@ -108,28 +112,30 @@ class Mistake:
 
 @dataclass(frozen=True)
 class Check:
-    """One exercise. `parameters`: what a variant may draw, each (first, others …); the first is the course's own.
+    """One exercise.
 
-    `hidden`: the parameters are what is to be found out (a fault, a place), so they are never shown to a learner.
-    `near`: numbers count as right within max(atol, rel·|right|). `otherwise`: the hint for an unknown wrong value.
+    `parameters`: name → the values that a variant draws from; the notebook itself uses the first.
+    `hidden`: the learner has to find the parameters (a fault, a place), so they are never shown.
+    `near`: (rel, atol); numbers count as right within max(atol, rel·|right|).
+    `otherwise`: the hint for a wrong value that is no known mistake.
     """
 
     id: str
     judge: Callable  # (answer, case) → Outcome
     parameters: dict = field(default_factory=dict)
-    # Case → the right answer, for a teacher's key; None: there is no single one.
+    # case → the right answer, for a teacher's key; None where several answers are right
     key: Callable | None = None
     mistakes: tuple = ()
     hidden: bool = False
-    near: tuple = EXACT  # rel, atol
+    near: tuple = EXACT
     otherwise: str = ""
-    reference: Callable | None = None  # of a function exercise: nanokv's function
-    use: Use | None = None  # what later notebooks do with its result
-    # Case → {name: number} that paper has to show beside the parameters.
+    reference: Callable | None = None  # for a function exercise: nanokv's function
+    use: Use | None = None  # how later notebooks use the result
+    # case → {name: number} that a printed exam has to show beside the parameters
     given: Callable | None = None
 
     def case(self, seed: int | None = None, model=None) -> Case:
-        """The course's own numbers without a seed, a draw of them with one: the same for the same seed."""
+        """The notebook's own numbers, or with a seed a reproducible draw from `parameters`."""
         rng = random.Random(f"{self.id} {seed}")
         values = {
             name: rng.choice(s) if seed is not None else s[0] for name, s in self.parameters.items()
@@ -138,7 +144,7 @@ class Check:
 
 
 class Told(Exception):
-    """Raised inside a judge: this is the judgement."""
+    """Raised inside a judge to end it with this outcome."""
 
     def __init__(self, outcome: Outcome):
         super().__init__(outcome.message)
@@ -149,7 +155,7 @@ CALLED = "hand in the function itself, without calling it; this is {!r:.60}"
 
 
 def guarded(judge):
-    """Whatever an answer does when it is looked at or called, from raising to sys.exit: a wrong answer."""
+    """Wrap a judge: an answer that raises, or calls sys.exit, when it is used counts as wrong."""
 
     @wraps(judge)
     def careful(*arguments):
@@ -157,9 +163,9 @@ def guarded(judge):
             return judge(*arguments)
         except Told as told:
             return told.outcome
-        except KeyboardInterrupt:  # of the one who waits
+        except KeyboardInterrupt:  # the learner interrupted the check
             raise
-        # SystemExit, and what pytest.fail and pytest.skip raise, are no Exception.
+        # BaseException: SystemExit and the outcomes of pytest.fail and pytest.skip derive from it.
         except BaseException as error:
             kind = type(arguments[0]).__name__
             called = (
@@ -171,7 +177,10 @@ def guarded(judge):
 
 
 def result_of(function, *arguments, like=None):
-    """What a learner's function returns. Told: it is the stub's `...`, None, or has not the form of `like`."""
+    """The result of a learner's function.
+
+    Raises Told if that is the stub's `...`, None, or not of the form of `like`.
+    """
     given = function(*arguments)
     if is_stub(given):
         raise Told(UNANSWERED)
@@ -183,7 +192,7 @@ def result_of(function, *arguments, like=None):
     return given
 
 
-FIELDS = {  # the glossary's letters → fields of a config
+FIELDS = {  # letter of the glossary → field of a config
     "C": "hidden_size",
     "L": "num_hidden_layers",
     "H": "num_attention_heads",
@@ -195,7 +204,7 @@ FIELDS = {  # the glossary's letters → fields of a config
 
 
 def sizes(config, letters) -> dict[str, int]:
-    """What paper shows of a model."""
+    """{letter: size} of a model, for a printed exam."""
     return {letter: getattr(config, FIELDS[letter]) for letter in letters}
 
 
@@ -212,10 +221,11 @@ def value(
     given=None,
     factors=False,
 ) -> Check:
-    """An exercise whose answer is a value. `right`: case → value, or a Sealed; `otherwise`: for an unknown mistake.
+    """An exercise whose answer is a value.
 
-    `names`: the answer is a set of some of these, and is told so if it is none. `given`: what paper shows besides.
-    `factors`: it is a product, so two mistakes at once are each off by their own factor.
+    `right`: case → value, or a Sealed. `otherwise`: the hint for an unknown wrong value.
+    `names`: the answer has to be a set of some of these names. `given`: as in Check.
+    `factors`: the answer is a product, so two mistakes at once multiply the error by both factors.
     """
 
     @guarded
@@ -261,7 +271,7 @@ def _is_set_of(names, answer) -> bool:
 
 
 def _tolerance(rel: float, atol: float) -> str:
-    """In words; an absolute one beside a relative one is for numbers near zero."""
+    """The tolerance in words. Beside a relative one, the absolute one (for zero) is left out."""
     return f"within {100 * rel:g} %" if rel else f"within {atol:g}"
 
 
@@ -276,12 +286,12 @@ def function(
     use=None,
     made=None,
 ) -> Check:
-    """An exercise whose answer is a function, tried on `inputs(rng)` → arguments; `right` is the reference.
+    """An exercise whose answer is a function. `right`: the reference; `inputs`: rng → arguments.
 
-    `use`: what later notebooks do with its result; right numbers in another form are told so. `made`: (**slip) → the
-    function with these slips, for two mistakes at once.
+    `use`: how later notebooks use the result; right numbers of an unusable type are wrong.
+    `made`: (**slip) → the function with these slips, to recognise two mistakes at once.
 
-    Each call gets arguments of its own, so what one of them does to a list or a tensor in place reaches no other.
+    Every call gets a copy of the arguments, so a function that changes them affects no other call.
     """
 
     @guarded
@@ -303,7 +313,7 @@ def function(
 
 
 def _misused(answer, tries, given, expected, use: Use) -> Outcome:
-    """RIGHT, or the first trial whose result is right and has not the form in which it is used."""
+    """RIGHT, or the first trial whose right result has a type that later notebooks cannot use."""
     for arguments, result, right in zip(tries, given, expected, strict=True):
         problem = use.misuse(result, arguments)
         if problem:
@@ -312,7 +322,7 @@ def _misused(answer, tries, given, expected, use: Use) -> Outcome:
 
 
 def _tried(answer, arguments):
-    """The result of one trial; Told with the call that shows it where there is none."""
+    """The result of one trial. Raises Told, with the call to try, where there is none."""
     try:
         return result_of(answer, *copy.deepcopy(arguments))
     except UNFINISHED as error:
@@ -329,7 +339,7 @@ def _tried(answer, arguments):
 
 
 def _compared(answer, tries, given, expected, mistakes, rel, atol) -> Outcome:
-    """The results of a learner's function beside those of the reference and of the known mistakes."""
+    """Compare the learner's results with the reference's and with those of the known mistakes."""
     alike = partial(_alike, rel=rel, atol=atol)
     at = next(
         (
@@ -361,7 +371,7 @@ def _compared(answer, tries, given, expected, mistakes, rel, atol) -> Outcome:
 
 
 def _alike(given, right, rel, atol) -> bool:
-    """What a function returns is used by other code: a number written as a text is none there."""
+    """As `same`, but a number written as text is not a number: other code uses the result."""
     return isinstance(given, str) <= isinstance(right, str) and same(given, right, rel, atol)
 
 
@@ -371,7 +381,7 @@ def _has_floats(value) -> bool:
 
 
 def _difference(given, right, alike) -> str:
-    """Of two tensors of one shape, the first place where they differ."""
+    """How two results differ: the first place, if both are tensors of one shape."""
     shape = getattr(right, "shape", ())
     if shape and getattr(given, "shape", ()) == shape:
         if given.dtype != right.dtype and alike(given.to(right.dtype), right):
@@ -389,7 +399,10 @@ def _difference(given, right, alike) -> str:
 
 
 def judged(id: str, judge, parameters=None, key=None, hidden=False) -> Check:
-    """An exercise with a judge of its own: (answer, case) → Outcome. The blank stub never reaches it."""
+    """An exercise with a hand-written judge: (answer, case) → Outcome.
+
+    A blank answer is UNANSWERED and does not reach the judge.
+    """
 
     @guarded
     def careful(answer, case):
@@ -402,7 +415,7 @@ def judged(id: str, judge, parameters=None, key=None, hidden=False) -> Check:
 
 
 def no_class(answer) -> Outcome | None:
-    """An Outcome for a cache that is not handed in as a class."""
+    """The Outcome for a cache that was not handed in as a class; None if it was."""
     if isinstance(answer, type):
         return None
     return wrong(
@@ -411,7 +424,7 @@ def no_class(answer) -> Outcome | None:
 
 
 def failing(report) -> str:
-    """What is wrong with a cache according to a nanokv.lab.study.equality report, in a sentence; "" if it passed."""
+    """The first failure of a nanokv.lab.study.equality report in a sentence; "" if it passed."""
     if report.passed:
         return ""
     failure = report.first_failure
@@ -421,7 +434,7 @@ def failing(report) -> str:
 
 
 def shown(value) -> str:
-    """A value in a message: short, and a tensor as its shape and type."""
+    """A value for a message: at most 60 characters, a tensor as its shape and dtype."""
     if isinstance(value, tuple):
         return "(" + ", ".join(shown(item) for item in value) + ")"
     text = (
@@ -434,7 +447,7 @@ def shown(value) -> str:
 
 @dataclass(frozen=True)
 class Question:
-    """Multiple choice: options is letter → (text, what to know about it); `right` is the sealed letter."""
+    """Multiple choice. `options`: letter → (text, comment); `right`: the right letter, sealed."""
 
     id: str
     text: str
@@ -455,14 +468,14 @@ class Question:
 
 
 def questions(notebook: str) -> tuple[Question, ...]:
-    """The multiple choice of a notebook, from nanokv/school/course/checks/nbNN.toml."""
+    """The multiple-choice questions of a notebook, from nanokv/school/course/checks/nbNN.toml."""
     texts = tomllib.loads(
         (files("nanokv.school.course.checks") / f"nb{notebook}.toml").read_text(encoding="utf-8")
     )
     return tuple(Question(f"{notebook}.{number}", **fields) for number, fields in texts.items())
 
 
-# --- finding them -------------------------------------------------------------------------------------------------
+# --- finding exercises ----------------------------------------------------------------------------
 
 
 def numbers() -> list[str]:
@@ -480,7 +493,7 @@ def exercises(notebook: str):
 
 
 def find(id: str, kind: str = "CHECKS"):
-    """The check, or with kind "QUESTIONS" the question, of this id."""
+    """The check with this id; with kind "QUESTIONS", the question."""
     known = {item.id: item for item in getattr(exercises(str(id).split(".")[0]), kind)}
     if id not in known:
         raise CourseError(f"no exercise {id!r}", f"known: {', '.join(known)}")

@@ -1,8 +1,9 @@
-"""Ends everything that a submission has started, also what has left its session and killed its parents.
+"""Ends every process that a submission started, even one that left its session or lost its parent.
 
-Linux, where `unshare` may make a PID namespace: the submission sees no process but its own, and the kernel ends all of
-them with the first. Linux without: this process becomes the parent of what was orphaned below it, and ends that
-afterwards; but code of the same user can still kill this process itself. Elsewhere: what can be found below the child.
+Linux, where `unshare` may create a PID namespace: the submission sees only its own processes, and
+the kernel ends all of them with the first. Linux without it: this process adopts the orphans of
+its descendants and ends them afterwards; code of the same user can still kill this process itself.
+Other systems: only processes that can still be found below the child are ended.
 """
 
 import ctypes
@@ -15,19 +16,20 @@ import time
 from contextlib import contextmanager
 
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
-ROUNDS = 250  # of 20 ms: a process that forks faster than it is killed is given up after 5 s
+ROUNDS = 250  # of 20 ms each: after 5 s, processes that fork faster than they are killed remain
 
 
 @functools.cache
 def namespace() -> tuple[str, ...]:
-    """What to put before a command to run it in a PID namespace of its own; () where that is not allowed.
+    """The command prefix that runs a program in a new PID namespace; () where that is not allowed.
 
-    --mount-proc: code in it that looks up its children by number (Jupyter does) must not find strangers.
+    --mount-proc gives it a matching /proc: code that looks up its children there by number, as
+    Jupyter does, must not find unrelated processes.
     """
     program = shutil.which("unshare") if sys.platform == "linux" else None
     if program is None:
         return ()
-    # Root needs none, and would lose its rights in one.
+    # First without a user namespace: root needs none, and would lose its rights in one.
     for user in ((), ("--user", "--map-current-user")):
         command = (program, *user, "--pid", "--fork", "--kill-child", "--mount-proc", "--")
         if subprocess.run([*command, "true"], capture_output=True).returncode == 0:
@@ -37,8 +39,10 @@ def namespace() -> tuple[str, ...]:
 
 @contextmanager
 def adopting():
-    """Orphans from below this process become its children while this runs, and are ended afterwards: yields a list,
-    which then holds the names of those."""
+    """Adopt the orphans of this process's descendants, and kill them at the end of the block.
+
+    Yields a list, which afterwards contains the names of the processes killed.
+    """
     import psutil
 
     me, left, before = psutil.Process(), [], {p.pid for p in psutil.Process().children()}
@@ -63,7 +67,7 @@ def adopting():
 
 
 def become_the_parent() -> None:
-    """As in `adopting`, for the rest of this process (Linux)."""
+    """Adopt orphaned descendants for the rest of this process's life (Linux only)."""
     if sys.platform == "linux":
         _subreaper(1)
 
@@ -73,7 +77,10 @@ def _subreaper(on: int) -> None:
 
 
 def _of_another_session(pid: int) -> bool:
-    """A submission begins in a session of its own and cannot come back into this one; other children are not its."""
+    """Does the process belong to a submission?
+
+    A submission starts in a new session and cannot rejoin ours; our other children are in ours.
+    """
     try:
         return os.getsid(pid) != os.getsid(0)
     except OSError:  # it has ended
@@ -81,7 +88,7 @@ def _of_another_session(pid: int) -> bool:
 
 
 def _killed(process) -> str:
-    """Kill, and let the system forget it; its name, or "" if it had ended before."""
+    """Kill and reap a process. Returns its name, or "" if it had ended before."""
     import psutil
 
     try:
@@ -89,6 +96,6 @@ def _killed(process) -> str:
         process.kill()
         os.waitpid(process.pid, 0)
         return name
-    # It has ended, or it is not our own child: its parent is killed too.
+    # The process has ended, or it is not our child: then its parent is killed too.
     except (psutil.Error, OSError):
         return ""

@@ -1,7 +1,8 @@
-"""A paper exam in two variants, A and B, and its key: the exercises of the notebooks with other numbers.
+"""A printed exam on two sheets, A and B, with a key: the notebooks' exercises with other numbers.
 
-Neighbours get different numbers and different letters for the same questions. The draw follows from the teacher's seed.
-An exercise that has no parameters is the same on both sheets; its model answer in the key is the notebook's solution.
+Neighbours get the same questions with different numbers and different letters, drawn from the
+teacher's seed. An exercise without parameters is the same on both sheets. Where an exercise has no
+single right answer, the key shows the notebook's solution.
 """
 
 import random
@@ -22,7 +23,7 @@ TRIES = 100
 
 @dataclass(frozen=True)
 class Item:
-    """One question of the exam: its text and its answer, for each sheet."""
+    """One question of the exam. `text` and `answer`: {sheet: Markdown}."""
 
     id: str
     kind: str
@@ -31,7 +32,10 @@ class Item:
 
 
 def write(folder: Path, words: list[str], number: int, out: Path) -> list[Path]:
-    """A.md, B.md and key.md. `words`: notebooks (05), ids of exercises or questions (05.1, 05.q2), open.1."""
+    """Write A.md, B.md and key.md into `out`, and return their paths.
+
+    `words` name the contents: notebooks (05), exercises (05.1), questions (05.q2, open.1).
+    """
     items = list(
         {item.id: item for word in words for item in chosen(Path(folder), word, number)}.values()
     )
@@ -45,7 +49,7 @@ def write(folder: Path, words: list[str], number: int, out: Path) -> list[Path]:
 
 
 def chosen(folder: Path, word: str, number: int) -> list[Item]:
-    """The items that a word names. Of a whole notebook: what has numbers to draw, and the quiz."""
+    """The items that a word names; for a whole notebook, exercises with parameters and the quiz."""
     if word.startswith("open."):
         return [_open(folder / "teach" / "open_questions.md", word)]
     source, checks, questions = named(folder, word)
@@ -55,7 +59,7 @@ def chosen(folder: Path, word: str, number: int) -> list[Item]:
 
 
 def named(folder: Path, word: str) -> tuple:
-    """(source, checks, questions) that a notebook's name or an id stands for; CourseError where it stands for none."""
+    """(source, checks, questions) of a notebook's name or an id; CourseError if there are none."""
     source = twins.read(twins.chosen(folder, [word if word[2:3] == "_" else word[:2]])[0])
     module = checking.exercises(source.number)
     if word in (source.number, source.name):
@@ -87,7 +91,7 @@ def _exercise(source, check, number: int) -> Item:
 
 def asked(source, check, case) -> str:
     """The text of an exercise with the numbers of this case."""
-    if check.hidden:  # its parameters are the answer, and a sheet could show nothing else of it
+    if check.hidden:  # the parameters are the answer, and a sheet could show nothing else
         raise CourseError(
             f"{check.id} works only at a computer",
             "nanokv course variants gives everyone their own",
@@ -107,7 +111,7 @@ def asked(source, check, case) -> str:
 
 
 def draw(check, number: int) -> dict:
-    """{sheet: case}; where there is something to draw, the right answers of the sheets differ."""
+    """{sheet: case}. If the exercise has parameters and a key, the two right answers differ."""
     notebook = check.id[:2]
     first = check.case(seed_of(number, notebook, SHEETS[0]))
     others = (check.case(seed_of(number, notebook, f"{SHEETS[1]}{i}")) for i in range(TRIES))
@@ -124,7 +128,7 @@ def draw(check, number: int) -> dict:
 
 
 def _right(check, case) -> str:
-    """The right answer, and what the known mistakes would give with these numbers."""
+    """The right answer, and the answers of the known mistakes for the same numbers."""
     slips = [f"{m.name}: `{_shown(m.gives(case))}`" for m in check.mistakes]
     return f"`{_shown(check.key(case))}`" + "".join(f"\n    - {slip}" for slip in slips)
 
@@ -135,18 +139,18 @@ def _shown(answer) -> str:
 
 
 def solution(source, id: str) -> str:
-    """The code of the solution right before course.check(id, …)."""
+    """The code of the last solution cell before course.check(id, …)."""
     cells = source.cells
     at = next(i for i, cell in enumerate(cells) if f'course.check("{id}"' in cell.text)
     return next(cell.text for cell in reversed(cells[:at]) if cell.role == "solution").strip()
 
 
 def _question(question, number: int) -> Item:
-    """The options in another order on each sheet; the right one has another letter."""
+    """A quiz question with its options in a different order, so under other letters, per sheet."""
     right = right_letter(question)
     rng = random.Random(f"{number} {question.id}")
     first = rng.sample(list(question.options), len(question.options))
-    # Turned by one: no option keeps its letter.
+    # Rotated by one: no option keeps its letter.
     orders = {SHEETS[0]: first, SHEETS[1]: first[1:] + first[:1]}
     text = {
         name: f"{question.text}\n\n"
@@ -182,7 +186,7 @@ def open_question(path: Path, id: str) -> tuple[str, str, str]:
 
 
 def sheet(name: str, items: list[Item]) -> str:
-    """What the students get."""
+    """The text that students get."""
     total = sum(POINTS[item.kind] for item in items)
     parts = [
         f"# Exam, sheet {name}\n\nName: ______________________________    Points: ______ of {total}"
@@ -194,7 +198,7 @@ def sheet(name: str, items: list[Item]) -> str:
 
 
 def key(items: list[Item], number: int) -> str:
-    """What the teacher keeps."""
+    """The text for the teacher: every answer, for both sheets."""
     points = "Points as in rubric.md: exercises and open questions 0 to 3, quiz 0 or 1."
     parts = [f"# Key of the exam, seed {number}\n\n{points}"]
     for i, item in enumerate(items, 1):

@@ -1,4 +1,4 @@
-"""What a learner gets to see of their own work: the line that raised, and a call that they can type in and try."""
+"""Feedback about a learner's own code: the line that raised, and a call that they can try."""
 
 import inspect
 import linecache
@@ -11,8 +11,8 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 LONGEST = 1000  # characters of a value; a longer one is described
-COLUMNS = 84  # of a line that is printed: JupyterLab cuts a longer one in the middle of a word
-# What is typed in again stays on its line.
+COLUMNS = 84  # of a printed line: JupyterLab breaks a longer one in the middle of a word
+# Lines of code, which a learner may copy, are not wrapped.
 CODE = re.compile(r" {4}(?:try|gives|expected|line) ")
 LIBRARIES = (
     str(Path(__file__).parents[2]),
@@ -22,15 +22,16 @@ PACKAGES = ("site-packages", "dist-packages")
 
 
 def line(error: BaseException) -> str:
-    """The last line of the learner's own code before this was raised: "line 2 of your cell, in half: return n / 0".
+    """The learner's line that led to an error: "line 2 of your cell, in half: return n / 0".
 
-    That is the deepest frame with a source text that belongs to no library; "" if there is none.
+    It is the line of the deepest frame that has source text and belongs to no library; "" if there
+    is no such frame.
     """
     for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         text = linecache.getline(file, number, frame.f_globals).strip()
         if text and not of_a_library(file):
-            # The file of a cell does not exist.
+            # The code of a cell names a file that does not exist.
             home = Path(file).name if os.path.exists(file) else "your cell"
             return (
                 f"line {number} of {home}{'' if name.startswith('<') else f', in {name}'}: {text}"
@@ -45,20 +46,20 @@ def of_a_library(file: str) -> bool:
 
 
 def stopped(error: BaseException) -> str:
-    """The exception, what it says, and where the learner's code was."""
+    """The exception's type, its message, and the learner's line that led to it."""
     try:
         said = f": {error}".rstrip(": ")
-    except Exception:  # its text is the learner's code too
+    except Exception:  # __str__ may be the learner's code too
         said = ""
     where = line(error)
-    # It was called, and none of its lines ran.
+    # A wrong number of arguments: the call failed before any line of the function ran.
     if not where and isinstance(error, TypeError) and "argument" in said:
         where = "compare what your def or class takes with the text of the exercise"
     return f"it stopped with {type(error).__name__}{said}" + (f"\n    {where}" if where else "")
 
 
 def wrapped(text: str) -> str:
-    """A text in lines of at most COLUMNS, broken between words; a line that goes on is indented by four columns."""
+    """A text wrapped to COLUMNS between words; continuation lines are indented by four columns."""
     return "\n".join(map(_wrapped_line, text.split("\n")))
 
 
@@ -72,7 +73,7 @@ def _wrapped_line(line: str) -> str:
 
 
 def typed(value) -> str:
-    """A value as the code that makes it again, a float of a tensor to seven digits."""
+    """A value as code that makes it again. Floats of a tensor have seven significant digits."""
     if getattr(value, "shape", None) is not None and hasattr(value, "dtype"):
         return _array(value)
     if isinstance(value, list | tuple | set) and type(value) in (list, tuple, set) and value:
@@ -89,7 +90,7 @@ def typed(value) -> str:
 
 
 def _array(value) -> str:
-    """A tensor, or an array of numpy."""
+    """A tensor or numpy array as code."""
     module, kind = type(value).__module__.split(".")[0], str(value.dtype).removeprefix("torch.")
     digits = value.detach().cpu().tolist() if hasattr(value, "detach") else value.tolist()
     kind = "" if kind in ("float32", "int64", "bool") else f", dtype={module}.{kind}"
@@ -103,9 +104,9 @@ def _rounded(digits) -> str:
 
 
 def shown(value, longest: int = LONGEST) -> str:
-    """A value as code; what would be too long is described if it is a tensor, and cut if not."""
+    """A value as code. Above `longest` characters, a tensor is described, other values are cut."""
     size = getattr(value, "shape", ())
-    if hasattr(value, "numel") and value.numel() > longest:  # no need to write it down
+    if hasattr(value, "numel") and value.numel() > longest:  # too long, so typed() is not called
         return f"a tensor {tuple(size)} of {value.dtype}"
     text = typed(value)
     if len(text) <= longest:
@@ -114,12 +115,12 @@ def shown(value, longest: int = LONGEST) -> str:
 
 
 def call(function, arguments: tuple) -> str:
-    """The line that calls a learner's function with these arguments, by name where it has names."""
+    """The line that calls a learner's function, with keyword arguments where there are several."""
     name = getattr(function, "__name__", "<?>")
     texts = [shown(argument) for argument in arguments]
     try:
         names = list(inspect.signature(function).bind(*arguments).arguments)
-    except (TypeError, ValueError):  # it takes others, or cannot be asked
+    except (TypeError, ValueError):  # other parameters, or no signature
         names = []
     if len(names) == len(texts) > 1:
         texts = [f"{name}={text}" for name, text in zip(names, texts, strict=True)]
@@ -127,7 +128,7 @@ def call(function, arguments: tuple) -> str:
 
 
 def example(function, arguments: tuple, given, right, within: str) -> str:
-    """Three lines: what to type in, what came back, what should have."""
+    """Three lines: the call to try, its result, and the expected result."""
     lines = {
         "try": call(function, arguments),
         "gives": shown(given),

@@ -1,4 +1,4 @@
-"""Plots for the course: colours that stay apart for every kind of sight, and no picture without words.
+"""Plots for the course: colours for every kind of colour vision, and a text alternative for each.
 
 matplotlib is imported when the first plot is made.
 """
@@ -7,7 +7,7 @@ from nanokv.errors import CourseError
 from nanokv.school.course import log
 from nanokv.school.course.feedback import wrapped
 
-# Okabe and Ito 2008.
+# Okabe and Ito 2008: distinguishable with every kind of colour vision.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 STYLE = {
     "figure.dpi": 100,
@@ -34,10 +34,12 @@ def subplots(rows: int = 1, columns: int = 1, width: float = 8.0, height: float 
 
 
 def show(picture, alt: str = "") -> None:
-    """Display a figure with its text alternative, which is also printed: what the picture shows, in a sentence or two.
+    """Display a figure, and print its text alternative below it.
 
-    Say what a reader should take from it, with its numbers, and not only that it is a plot. A drawing of
-    nanokv.school.course.drawings brings its words with it.
+    `alt` says in a sentence or two what a reader should learn from the picture, with its numbers.
+    A drawing of nanokv.school.course.drawings has its own text.
+
+    Raises CourseError if the text alternative has fewer than 8 words.
     """
     alt = alt or getattr(picture, "alt", "")
     if len(alt.split()) < 8:
@@ -53,7 +55,7 @@ def show(picture, alt: str = "") -> None:
 
 
 def _rendered(fig, alt: str) -> tuple[dict, dict]:
-    """A plot as PNG → (data, metadata) of an output; the plot is closed."""
+    """Render a plot as PNG and close it → (data, metadata) of a notebook output."""
     import base64
     import io
 
@@ -67,7 +69,7 @@ def _rendered(fig, alt: str) -> tuple[dict, dict]:
 
 
 def display(data: dict, metadata: dict) -> None:
-    """An output of the cell that runs; nothing outside of a notebook."""
+    """Add an output to the running cell; outside a notebook, do nothing."""
     try:
         from IPython import get_ipython
         from IPython.display import publish_display_data

@@ -1,7 +1,7 @@
-"""Has an answer the form of a right one? That is told before anything about its content.
+"""The form of an answer: its type, length and shape, judged before its content.
 
-The right answer shows its form: a tuple has as many items as it has, a list any number of one kind, a tensor a shape,
-and None stands for anything.
+The right answer defines the form. A tuple fixes the number and the kinds of the items, a list only
+the kind of its items, a tensor its shape. None allows anything.
 """
 
 import re
@@ -18,7 +18,7 @@ TENSORS = {"ndarray": "torch.from_numpy(…)", "list": "torch.tensor(…)", "tup
 
 
 def misfit(answer, right) -> str:
-    """What the form of an answer should be, with an example; "" if it has it."""
+    """How the form of an answer differs from the right one, with an example; "" if it fits."""
     if _is_tensor(right):
         return _tensor_misfit(answer, right)
     if fits(answer, right):
@@ -26,7 +26,7 @@ def misfit(answer, right) -> str:
     own = _refilled(answer, right)
     example = f"written as {own!r}" if own is not None else f"such as {_example(right)!r}"
     this, wanted = _described(answer), "a list" if right == [] else _described(right)
-    # They differ further inside.
+    # The outer forms agree: name the first item that differs.
     if this == wanted and isinstance(right, tuple) and isinstance(answer, list | tuple):
         at = next(i for i, pair in enumerate(zip(answer, right, strict=True)) if not fits(*pair))
         where, this, wanted = (
@@ -40,7 +40,7 @@ def misfit(answer, right) -> str:
 
 
 def fits(answer, right) -> bool:
-    """Could it be right, by its form?"""
+    """Does the answer have the form of the right one?"""
     answer = plain(answer)
     if right is None:
         return True
@@ -77,7 +77,7 @@ def _tensor_misfit(answer, right) -> str:
 
 
 def _described(value) -> str:
-    """The form in words."""
+    """The form of a value in words."""
     if _is_tensor(value) and value.ndim:
         return f"a tensor {tuple(value.shape)}"
     kind = type(value).__name__
@@ -110,7 +110,7 @@ def _described(value) -> str:
 
 
 def _example(right):
-    """A value of this form that says nothing of the right one."""
+    """An example of the same form that gives nothing of the right answer away."""
     counter = iter(range(1, 1000))
 
     def made(part):
@@ -134,7 +134,7 @@ def _example(right):
 
 
 def _refilled(answer, right):
-    """The answer's own numbers or texts in the right form, where they fill it; else None."""
+    """The answer's numbers or texts put into the right form; None if their count does not match."""
     texts = any(isinstance(leaf, str) for leaf in _leaves(right))
     parts = [part for leaf in _leaves(plain(answer)) for part in _parts(leaf, texts)]
     if isinstance(right, list):
@@ -159,7 +159,7 @@ def _leaves(value):
 
 
 def _parts(leaf, texts: bool) -> Iterable:
-    """The words or the numbers in one leaf."""
+    """The words (`texts`) or the numbers in one leaf."""
     if isinstance(leaf, str):
         found = re.findall(r"\w+", leaf) if texts else map(as_number, NUMBER.findall(leaf))
         return [
@@ -168,13 +168,14 @@ def _parts(leaf, texts: bool) -> Iterable:
     return [leaf] if as_number(leaf) is not None and not texts else []
 
 
-# --- the form in which later notebooks use a result ---------------------------------------------------------------
+# --- the types that later notebooks need ----------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Use:
-    """What later code does with a function's result. `fits`: (result, arguments) → may that code take it as it is?
+    """What later code needs of a function's result.
 
+    `fits`: (result, arguments) → can that code use the result unchanged?
     `wanted`: what to return, and why, as the end of a sentence.
     """
 
@@ -189,7 +190,7 @@ class Use:
 
 
 def _kind(value) -> str:
-    """The type of a value, of the items of a collection, and of the numbers of a tensor."""
+    """The type of a value in words, with the types of a collection's items or a tensor's dtype."""
     if hasattr(value, "dtype"):
         name = "tensor" if _is_tensor(value) else "numpy " + type(value).__name__
         return f"a {name} of {value.dtype}"

@@ -1,10 +1,11 @@
-"""The questions of an exam for Moodle's question bank, as a GIFT file: quiz, exercises with numbers, open questions.
+"""Exam questions for Moodle, as a GIFT file: quiz, numeric exercises, open questions.
 
     nanokv course gift 05 06.2 open.1 --seed 7 -o questions.gift
 
-The numbers of an exercise are those of the sheets A and B of `nanokv course exam` with the same seed. Each question has
-its own category with both variants, so that a Moodle quiz can draw one of them. Moodle takes one number per question:
-an answer of two numbers becomes two questions. The known mistakes become wrong answers with their feedback.
+Exercises have the numbers of sheets A and B of `nanokv course exam` with the same seed. Each
+question is a category with both variants, so that a Moodle quiz can draw one of them. Moodle takes
+one number per question, so an answer of two numbers becomes two questions. Known mistakes become
+wrong answers with their feedback.
 """
 
 import math
@@ -19,17 +20,17 @@ from nanokv.school.course.answers import plain
 from nanokv.school.course.checking import EXACT
 
 RESERVED = str.maketrans({c: f"\\{c}" for c in "\\~=#{}:"} | {"\n": "\\n", "\r": ""})
-# What Moodle puts in the place of an escaped character while it reads.
+# Moodle's importer replaces escaped characters by these.
 PLACEHOLDER = re.compile(r"&&0\d\d")
-# A link to a page that Moodle does not have.
+# A relative link: its page does not exist in Moodle.
 RELATIVE = re.compile(r"\[([^\]]*)\]\((?!https?:)[^)]*\)")
 COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
-DIGITS = 10  # of a number; checks allow a millionth
+DIGITS = 10  # significant digits of a number; the checks allow an error of a millionth
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One question: `answers` are the lines between the braces."""
+    """One question. `answers`: the lines between the braces."""
 
     category: str
     name: str
@@ -42,7 +43,7 @@ class Entry:
 
 
 def write(folder: Path, words: list[str], number: int, out: Path) -> list[str]:
-    """Write the file; the ids of what was named with its whole notebook and cannot be asked in GIFT."""
+    """Write the file. Returns the ids that GIFT cannot ask, in notebooks named as a whole."""
     found, left = [], []
     for word in words:
         entries, unasked = of_word(Path(folder), word, number)
@@ -58,7 +59,7 @@ def write(folder: Path, words: list[str], number: int, out: Path) -> list[str]:
 
 
 def page(entries: list[Entry], number: int) -> str:
-    """The file: blank lines stand between questions and nowhere else."""
+    """The text of the file. GIFT separates questions by blank lines, so none occur elsewhere."""
     blocks, category = [f"// nanokv, seed {number}. Import: GIFT, get category from file."], None
     for entry in entries:
         if entry.category != category:
@@ -69,7 +70,7 @@ def page(entries: list[Entry], number: int) -> str:
 
 
 def of_word(folder: Path, word: str, number: int) -> tuple[list[Entry], list[str]]:
-    """(entries, ids that GIFT cannot ask). The latter is an error where the id itself was named."""
+    """(entries, ids that GIFT cannot ask). CourseError if `word` is itself such an id."""
     if word.startswith("open."):
         return [
             essay(word, *exam.open_question(folder / "teach" / "open_questions.md", word)[:2])
@@ -90,7 +91,7 @@ def of_word(folder: Path, word: str, number: int) -> tuple[list[Entry], list[str
 
 
 def choice(question) -> Entry:
-    """Multiple choice: each option brings the comment that the notebook shows."""
+    """A multiple-choice question. Each option has the comment that the notebook shows for it."""
     right = exam.right_letter(question)
     lines = (
         f"{'=' if letter == right else '~'}{formatted(text, 'plain')}#{formatted(comment, 'plain')}"
@@ -102,14 +103,14 @@ def choice(question) -> Entry:
 
 
 def essay(id: str, text: str, full: str) -> Entry:
-    """An open question, marked by hand; what a full answer says is its general feedback."""
+    """An open question, marked by hand. The full answer is its general feedback."""
     return Entry(f"nanokv/open/{id}", id, formatted(text), (f"####{formatted(full)}",))
 
 
 def exercise(source, check, number: int) -> list[Entry]:
-    """One entry for each variant and each part of its answer; none where the answer is not made of numbers."""
+    """One entry per variant and part of the answer; none if the answer is not made of numbers."""
     cases = exam.draw(check, number) if check.key else {}
-    # Nothing to draw: one variant.
+    # Without parameters both sheets are the same: one variant.
     cases = dict(list(cases.items())[:1]) if not check.parameters else cases
     found = []
     for sheet, case in cases.items():
@@ -132,7 +133,11 @@ def exercise(source, check, number: int) -> list[Entry]:
 
 
 def _likeliest(slips, right, i) -> list:
-    """Mistakes that answer as many parts, first those with which the most other parts are right: only i is asked."""
+    """The mistakes with as many parts as the right answer, likeliest first.
+
+    The question asks only for part i, so a mistake that gets more of the other parts right is
+    likelier.
+    """
     fitting = [slip for slip in slips if len(slip[0]) == len(right)]
     return sorted(
         fitting, key=lambda slip: -sum(slip[0][j] == right[j] for j in range(len(right)) if j != i)
@@ -144,7 +149,7 @@ def category(id: str) -> str:
 
 
 def parts(answer) -> list:
-    """The numbers of an answer, or its lists of whole numbers (shapes); [] if it is made of something else."""
+    """The numbers of an answer, or its lists of whole numbers (shapes); [] for anything else."""
     answer = plain(answer)
     items = [plain(item) for item in (answer if isinstance(answer, list) else [answer])]
     shapes = all(isinstance(item, list) and all(type(n) is int for n in item) for item in items)
@@ -162,7 +167,7 @@ def _asks(part, which: str) -> str:
 
 
 def _numbers(right, known, check) -> list[str]:
-    """=value:tolerance. Moodle takes the first line that fits, so the right one comes first."""
+    """Lines "=value:tolerance". Moodle takes the first that fits, so the right one comes first."""
     wrong = {}
     for value, message in known:
         if _is_number(value) and abs(value - right) > _tolerance(right, check):
@@ -183,7 +188,7 @@ def _tolerance(value, check) -> float:
 
 
 def _shapes(right, known) -> list[str]:
-    """A short answer, with and without spaces, in any brackets or none."""
+    """Lines of a short answer: a shape with and without spaces, in either bracket or none."""
     wrong = {}
     for shape, message in known:
         if shape != right:
@@ -203,7 +208,7 @@ def _spellings(shape: str) -> tuple[str, ...]:
 
 
 def formatted(text: str, form: str = "markdown") -> str:
-    """A text with its form in front, escaped. What Moodle has no escape for is refused."""
+    """A text, escaped, after its format. CourseError if Moodle would misread the text."""
     if found := PLACEHOLDER.search(text):
         raise CourseError(
             f"GIFT cannot hold the text {found[0]}", "Moodle would read it as an escaped character"

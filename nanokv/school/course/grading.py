@@ -1,9 +1,10 @@
-"""A folder of submissions to a table: one row a notebook, one column an exercise.
+"""Grades a folder of submissions: a table with one row per notebook and one column per exercise.
 
-Every submission runs in a process of its own, without a network and for a limited time; a broken, endless or crashing
-one costs its own row and nothing else, and what it started ends with it. It is code of somebody else all the same: the
-checks run in its own process, so who means it can forge their results, and only a container keeps it from reading
-files. The table says what to look at, not whom to trust.
+Every submission runs in a separate process without a network and within a time limit. If it
+crashes or never ends, only its own row is affected, and the processes that it started are ended.
+It is still untrusted code. The checks run in the submission's own process, so a determined author
+can forge their results, and only a container keeps it from reading files. The table says which
+submissions need a look; it cannot prove that the others are honest.
 """
 
 import csv
@@ -18,8 +19,8 @@ from nanokv.errors import CourseError
 from nanokv.school.course import checking, log, running
 from nanokv.school.course.scores import results
 
-LARGEST = 20_000_000  # bytes of a submission; outputs count
-# What no answer needs: the judgement, and where it is written down.
+LARGEST = 20_000_000  # bytes of a submission, with its outputs
+# Names that no answer needs: of the judging, of its log, and of process control.
 INSIDE = re.compile(
     r"NANOKV_COURSE\w*|course\.log\b|course import log\b|\blog\.note\b|\b_tell\b|\bchecking\b|"
     r"course\.session\b|setsid|PR_SET_\w+|os\.kill\b"
@@ -31,7 +32,10 @@ FIXED = ("student", "file", "notebook", "score", "of", "error", "seconds")
 def grade(
     folder: Path, limit: float = running.TIME_LIMIT, key: Path | None = None
 ) -> Iterator[dict]:
-    """One row for each notebook below a folder, as it is done. `key`: the file that `nanokv course variants` wrote."""
+    """Yield one row per notebook below a folder, as soon as the notebook is graded.
+
+    `limit`: seconds per notebook. `key`: the key.csv that `nanokv course variants` wrote.
+    """
     folder = Path(folder)
     files = submissions(folder)
     if not files:
@@ -44,8 +48,10 @@ def grade(
 
 
 def submissions(folder: Path) -> list[Path]:
-    """All *.ipynb of a folder and of those in it (a learning platform makes one per student), without hidden ones:
-    Jupyter's checkpoints, and what macOS puts into archives."""
+    """All *.ipynb below a folder; a learning platform makes a subfolder per student.
+
+    Hidden files and folders are skipped: Jupyter's checkpoints, and what macOS adds to archives.
+    """
     found = (path for path in folder.rglob("*") if path.suffix.lower() == ".ipynb")
     return sorted(
         path for path in found if not any(p.startswith(".") for p in path.relative_to(folder).parts)
@@ -53,8 +59,11 @@ def submissions(folder: Path) -> list[Path]:
 
 
 def row(path: Path, limit: float, seeds: dict | None, folder: Path | None = None) -> dict:
-    """student, file, notebook, score, of, error, seconds, and the state of every exercise. Whatever a submission does
-    to its reader ends in its own row. folder: what is graded; below it the folder of a file may bear the name."""
+    """student, file, notebook, score, of, error, seconds, and the state of every exercise.
+
+    A submission that cannot be graded gives a row with an error. `folder`: the folder of all
+    submissions; a file in a subfolder may take the student's name from that.
+    """
     names = [path.stem] if folder in (None, path.parent) else [path.stem, path.parent.name]
     fixed = dict.fromkeys(FIXED, "") | {
         "student": names[0],
@@ -94,7 +103,7 @@ def row(path: Path, limit: float, seeds: dict | None, folder: Path | None = None
 
 
 def doubts(notebook: dict, events: list[dict]) -> str:
-    """What a teacher should look at: a log without a beginning, code that names what only the grader needs."""
+    """Reasons for a closer look: no course.start in the log, or code that names grader parts."""
     code = "\n".join(cell["source"] for cell in notebook["cells"] if cell["cell_type"] == "code")
     inside = sorted(set(INSIDE.findall(code)))
     found = (
@@ -107,14 +116,17 @@ def doubts(notebook: dict, events: list[dict]) -> str:
 
 
 def student(names: list[str], number: str, seeds: dict | None) -> str:
-    """Whose it is: the first of these names that the key has. Without one the file's name, or that of its folder where
-    the file is called like the notebook (05_the_waste), as learning platforms deliver them."""
+    """The student: the first of `names` in the key.
+
+    If the key has none, it is the file's name; or its folder's, if the file is named after the
+    notebook (05_the_waste), as learning platforms deliver it.
+    """
     known = [name for name in names if (name, number) in (seeds or {})]
     return known[0] if known else names[-1] if names[0].startswith(f"{number}_") else names[0]
 
 
 def load(path: Path) -> dict:
-    """A submission, cleaned of outputs; CourseError if it is no notebook of this course."""
+    """A submission without its outputs; CourseError if it is not a notebook of this course."""
     data = log.contents(path, LARGEST)
     try:
         notebook = json.loads(data)
@@ -133,7 +145,7 @@ def load(path: Path) -> dict:
 
 
 def tally(rows: list[dict]) -> str:
-    """What the class answered: a line an exercise, its most common states first."""
+    """The answers of the class: one line per exercise, its most common states first."""
     ids = sorted({name for row in rows for name in row} - set(FIXED))
     counts = {id: Counter(row[id] for row in rows if row.get(id)) for id in ids}
     return "".join(
@@ -145,7 +157,7 @@ def tally(rows: list[dict]) -> str:
 
 
 def read_seeds(key: Path) -> dict[tuple[str, str], int]:
-    """{(student, notebook): seed} from a key, also from one that a spreadsheet program has saved."""
+    """{(student, notebook): seed} from a key, even if a spreadsheet program has saved it again."""
     text = read_text(key)
     lines = csv.DictReader(
         io.StringIO(text, newline=""), delimiter=max(",;\t", key=text.split("\n")[0].count)
@@ -159,7 +171,7 @@ def read_seeds(key: Path) -> dict[tuple[str, str], int]:
     seeds = {}
     for line in lines:
         try:
-            # A spreadsheet makes 5 of 05.
+            # A spreadsheet turns 05 into 5.
             seeds[line["student"], line["notebook"].zfill(2)] = int(line["seed"])
         except (ValueError, TypeError, AttributeError) as error:
             message = (
@@ -172,7 +184,7 @@ def read_seeds(key: Path) -> dict[tuple[str, str], int]:
 
 
 def read_text(path: Path) -> str:
-    """A text of the teacher's, in UTF-8 with or without a mark in front; CourseError."""
+    """A text file of the teacher's: UTF-8, with or without a byte order mark. Else CourseError."""
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -182,8 +194,11 @@ def read_text(path: Path) -> str:
 
 
 def write(rows: Iterable[dict], path: Path) -> None:
-    """CSV with the union of all columns. A text that a spreadsheet would take for a formula gets an apostrophe, and
-    what a file name may hold and UTF-8 cannot is written as an escape."""
+    """Write a CSV file with the union of all columns.
+
+    A text that a spreadsheet would take for a formula gets an apostrophe in front. Characters of
+    file names that UTF-8 cannot encode are written as escapes.
+    """
     rows = list(rows)
     names = list(dict.fromkeys(name for row in rows for name in row)) or FIXED
     with open(path, "w", newline="", encoding="utf-8", errors="backslashreplace") as file:

@@ -1,9 +1,11 @@
-"""What happened in a notebook, one JSON object per line, for those who run it: tests, the book, the grader.
+"""The log of a notebook's events, one JSON object per line, for tests, the book and the grader.
 
-Without NANOKV_COURSE_LOG a learner's own notebook keeps its answers, and nothing else, in progress.jsonl beside it, for
-`nanokv course progress`; parts.py keeps what they built. With a key every line carries its number and an HMAC, so that
-lines which were added, changed or taken away are noticed. A learner's own code runs in the process that holds the key:
-who looks for it there finds it. So the log of a submission is evidence and not proof.
+NANOKV_COURSE_LOG names the file. Without it, a learner's own notebook logs only its answers, to
+progress.jsonl beside it, for `nanokv course progress`; parts.py keeps the functions they built.
+
+With a key, every line carries its number and an HMAC, so that added, changed and missing lines are
+noticed. The learner's code runs in the process that holds the key and could read it, so the log
+of a submission is evidence, not proof.
 """
 
 import contextlib
@@ -18,7 +20,7 @@ from pathlib import Path
 from nanokv.errors import CourseError
 
 VARIABLE = "NANOKV_COURSE_LOG"
-KEY_FILE = "NANOKV_COURSE_KEY"  # where the key lies until the first cell runs
+KEY_FILE = "NANOKV_COURSE_KEY"  # names the file of the key, which exists until the first cell runs
 PROGRESS = "progress.jsonl"
 LARGEST = 20_000_000  # bytes of a log
 
@@ -31,13 +33,16 @@ _sealed, _own = _plain, None
 
 
 def keep(folder: Path | None) -> None:
-    """From now on the answers of this notebook are kept in this folder; None: they are not."""
+    """From now on, keep the answers of this notebook in a folder; None: do not keep them."""
     global _own
     _own = folder and Path(folder) / PROGRESS
 
 
 def folder() -> Path | None:
-    """Where a learner's own notebook keeps things; None where nobody works in it, or somebody else runs it."""
+    """The folder that keeps a learner's answers and parts.
+
+    None outside a learner's notebook, and where a test, the book or the grader runs it.
+    """
     return None if os.environ.get(VARIABLE) else _own and _own.parent
 
 
@@ -47,7 +52,7 @@ def note(event: str, **fields) -> None:
     if path:
         _append(path, _sealed(json.dumps({"event": event, **fields})))
     elif _own and event in ("check", "answer"):
-        with contextlib.suppress(OSError):  # the folder may be read-only: a check works without
+        with contextlib.suppress(OSError):  # the folder may be read-only; a check works anyway
             _append(_own, json.dumps({"event": event, **fields}))
 
 
@@ -57,7 +62,7 @@ def _append(path, line: str) -> None:
 
 
 def take_key() -> None:
-    """From now on lines are numbered and sealed. The file with the key is removed, before anybody's code runs."""
+    """From now on, number and seal every line. Removes the key's file before any cell runs."""
     global _sealed
     path = os.environ.pop(KEY_FILE, "")
     if path and os.path.exists(path):
@@ -74,12 +79,12 @@ def seal(key: bytes, number: int, line: str) -> str:
 
 
 def read(path) -> list[dict]:
-    """The events of a finished run; none if it never got as far. A line that is no event is left out."""
+    """The events of a finished run; [] without a log. Lines that are not events are skipped."""
     return [event for line in _lines(path) if (event := _event(line))]
 
 
 def read_sealed(path, key: bytes) -> tuple[list[dict], int]:
-    """(the events that the course itself has written, how many lines were added, changed or taken away)."""
+    """(the events with a valid seal, how many lines were added, changed or removed)."""
     events, strange, expected = [], 0, 0
     for line in _lines(path):
         number, tag, text = (*line.split(" ", 2), "", "")[:3]
@@ -89,7 +94,7 @@ def read_sealed(path, key: bytes) -> tuple[list[dict], int]:
             and tag.isascii()
             and hmac.compare_digest(tag, seal(key, int(number), text))
         )
-        if not right or int(number) < expected:  # not ours, or ours a second time
+        if not right or int(number) < expected:  # not sealed with the key, or a repeated line
             strange += 1
             continue
         strange += int(number) - expected
@@ -114,11 +119,14 @@ def _event(line: str) -> dict | None:
 
 
 def contents(path, largest: int) -> bytes:
-    """A file that others wrote. CourseError for a link (it leads anywhere), a pipe or device (it may never end), and
-    for more than `largest` bytes; FileNotFoundError."""
+    """The bytes of a file that untrusted code may have written.
+
+    Raises FileNotFoundError, and CourseError for a link (it could lead to any file), for a pipe or
+    device (reading may never end), and for more than `largest` bytes.
+    """
     if not stat.S_ISREG(os.lstat(path).st_mode):
         raise CourseError(f"{os.path.basename(path)}: not a file of its own")
-    # It may have changed meanwhile.
+    # The file may have been replaced since lstat: do not follow a link, do not wait for a pipe.
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     with open(os.open(path, flags), "rb") as file:
         data = file.read(largest + 1)

@@ -1,7 +1,8 @@
-"""The wrong answers that the checks know by name, as a table for teachers.
+"""A table of the named wrong answers of all checks, for teachers.
 
-It is read from the checks themselves, so it cannot drift from them. What to do about a mistake in class, and which
-public thread it echoes, is written by hand in notebooks/teach/mistakes.md, under the id of its check:
+The table is read from the checks themselves, so it is always current. notebooks/teach/mistakes.md
+is written by hand: under the id of a check it says what to do about each mistake in class, and in
+which public thread people made it:
 
     ## 05.1
     - **last token fed** (owner/repo#12): …
@@ -21,7 +22,10 @@ HEAD = ("check", "mistake", "the student is told", "met in")
 
 @dataclass(frozen=True)
 class Known:
-    """One wrong answer: of an exercise by name, of a question by its letter. `told`: what the student reads."""
+    """A wrong answer, with the message that a student reads (`told`).
+
+    `name`: the mistake's name; for a quiz question, the letter.
+    """
 
     id: str
     name: str
@@ -45,7 +49,10 @@ def registered(notebook: str) -> list[Known]:
 
 
 def judged(source: str) -> dict[str, list[tuple[str, str]]]:
-    """{id: [(name, message), …]} of `judged(id, judge)`: every wrong(message, name) in the judge and what it calls."""
+    """{id: [(name, message), …]} of the exercises made with `judged(id, judge)` in a source.
+
+    The mistakes are all calls wrong(message, name) in the judge and the functions that it uses.
+    """
     tree = ast.parse(source)
     functions = {
         node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)
@@ -82,14 +89,14 @@ def _calls(tree, name: str) -> list[ast.Call]:
 
 
 def _text(node) -> str:
-    """A text in the source; what is filled in later is `…`."""
+    """A string of the source; values that are filled in at run time appear as `…`."""
     if isinstance(node, ast.JoinedStr):
         return "".join(_text(part) for part in node.values)
     return str(node.value) if isinstance(node, ast.Constant) else "…"
 
 
 def comments(text: str) -> dict[tuple[str, str], tuple[str, str]]:
-    """{(id, name): (where it was met, what to do in class)} of the hand-written file."""
+    """{(id, name): (public thread, what to do in class)} from the hand-written file."""
     found = {}
     for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
         id = section.split("\n", 1)[0].strip()
@@ -99,7 +106,7 @@ def comments(text: str) -> dict[tuple[str, str], tuple[str, str]]:
 
 
 def rows(notebooks: list[str], path: Path) -> list[list[str]]:
-    """Check, mistake, what the student is told, where it was met in public: each on one line."""
+    """Rows of check, mistake, message to the student, public thread; no cell has a line break."""
     written = comments(path.read_text(encoding="utf-8")) if path.exists() else {}
     known = [one for notebook in notebooks for one in registered(notebook)]
     cells = [

@@ -1,12 +1,13 @@
-"""The notebooks as assignments of nbgrader, which many universities use to hand out and grade: its source format.
+"""Exports the notebooks in nbgrader's source format, so that nbgrader can grade them.
 
     FOLDER/nbgrader_config.py                        run nbgrader in FOLDER
     FOLDER/source/05_the_waste/05_the_waste.ipynb    with solutions: for the teacher
-                               glossary.md claims.md     what the notebook links to
+                               glossary.md claims.md     the pages that the notebook links to
 
-A stub and its solution become one cell, from which `nbgrader generate_assignment` cuts the solution. Each check and
-each quiz question becomes a locked test cell with its points, which raises while the answer is not right. Predictions
-stay as they are: they have no points. Nothing of nbgrader is needed to write this.
+A stub and its solution become one cell, from which `nbgrader generate_assignment` cuts the
+solution. Each check and each quiz question becomes a locked test cell with its points, which
+raises while the answer is not right. Predictions have no points and stay unchanged. The export
+does not need nbgrader.
 """
 
 import ast
@@ -20,23 +21,27 @@ from nanokv.school.course.exam import POINTS
 
 SCHEMA = 3  # of the cell metadata, since nbgrader 0.6
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
-BESIDE = ("glossary.md", "claims.md")  # what notebooks link to
-JUDGES = {"check": "exercise", "answer": "question"}  # course.NAME → the kind that POINTS counts
-CONFIG = '''"""Of nbgrader, for the notebooks of nanokv: `nbgrader generate_assignment 05_the_waste`, here."""
+BESIDE = ("glossary.md", "claims.md")  # pages that notebooks link to
+JUDGES = {"check": "exercise", "answer": "question"}  # course.NAME → key of POINTS
+CONFIG = '''"""nbgrader's configuration for the notebooks of nanokv.
+
+Run `nbgrader generate_assignment 05_the_waste` in this folder.
+"""
 
 import os
 
-os.environ.update(NANOKV_COURSE_LOG=os.devnull)  # a graded run keeps no answers, and takes no parts out of a submission
+# A graded run keeps no answers, and takes no parts from a submission.
+os.environ.update(NANOKV_COURSE_LOG=os.devnull)
 
 c = get_config()  # noqa: F821
 c.CourseDirectory.course_id = "nanokv"
-c.ClearSolutions.code_stub = {"python": ""}  # the stub with `...` stands above each solution already
-c.ExecutePreprocessor.timeout = 180  # seconds for a cell; nbgrader's own 30 are too few for the slow ones
+c.ClearSolutions.code_stub = {"python": ""}  # each solution follows its stub with `...` already
+c.ExecutePreprocessor.timeout = 180  # seconds per cell; nbgrader's default of 30 is too short
 '''
 
 
 def write(folder: Path, sources: list[Path], out: Path) -> list[Path]:
-    """One assignment for each source, and a configuration; the files that were written."""
+    """Write one assignment per source, and a configuration. Returns the paths written."""
     made = files(folder, sources, out)
     for path, text in made.items():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +50,7 @@ def write(folder: Path, sources: list[Path], out: Path) -> list[Path]:
 
 
 def files(folder: Path, sources: list[Path], out: Path) -> dict[Path, str]:
-    """{path: text} of everything that `write` writes. A configuration that is there already belongs to the teacher."""
+    """{path: text} of everything that `write` writes. An existing configuration is not replaced."""
     config = out / "nbgrader_config.py"
     made = {} if config.exists() else {config: CONFIG}
     beside = {name: (Path(folder) / name).read_text(encoding="utf-8") for name in BESIDE}
@@ -58,7 +63,7 @@ def files(folder: Path, sources: list[Path], out: Path) -> dict[Path, str]:
 
 
 def assignment(source) -> dict:
-    """The notebook with nbgrader's metadata; CourseError where an id is tested twice or not at all."""
+    """The notebook with nbgrader's metadata; CourseError if an id is tested twice or not at all."""
     from nanokv.school.course import checking
 
     pairs = list(_cells(source))
@@ -78,7 +83,7 @@ def assignment(source) -> dict:
 
 
 def _cells(source):
-    """(cell, nbgrader's metadata or {}) in order. A cell with several checks becomes one cell for each."""
+    """Yield (cell, nbgrader's metadata or {}) in order. Each check of a cell becomes one cell."""
     cells = source.cells
     for i, cell in enumerate(cells):
         following = next((c for c in cells[i + 1 :] if c.kind == "code" and c.role == "both"), None)
@@ -97,7 +102,7 @@ def _cells(source):
 
 
 def _tests(cell):
-    """One test cell for each check of a cell; code between them stays a cell of its own."""
+    """Split a cell into one test cell per check, and further cells for the code between them."""
     lines, done = cell.text.splitlines(), 0
     for id, (name, node) in judged(cell).items():
         if before := "\n".join(lines[done : node.lineno - 1]).strip():
@@ -111,7 +116,7 @@ def _tests(cell):
 
 
 def judged(cell) -> dict:
-    """{id: (check or answer, statement)} of the lines `course.check("05.1", …)` of a cell, in order."""
+    """{id: ("check" or "answer", statement)} of the calls course.check("05.1", …) in a cell."""
     found = {}
     for node in ast.parse(cell.text).body:
         call = getattr(node, "value", None)
@@ -139,5 +144,5 @@ def _plain(id: str) -> str:
 
 
 def _linked(line: str) -> str:
-    """Another notebook is another assignment, in a folder of its own."""
+    """Adjust links to other notebooks: each is in a folder with its own name."""
     return re.sub(r"\]\((\d\d_\w+)\.ipynb", r"](../\1/\1.ipynb", line)

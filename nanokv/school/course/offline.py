@@ -1,8 +1,8 @@
-"""A process without a network: only this machine can be reached. For running notebooks that are not one's own,
-which may also print without end.
+"""Limits for a kernel that runs an untrusted notebook: no network, and a bound on its output.
 
-An audit hook, which Python code cannot take away again. It sees Python's own sockets; a program that is started from
-here, or native code, goes past it: where that matters, run the whole thing in a container.
+The network is blocked by an audit hook, which Python code cannot remove; connections within this
+machine remain possible. The hook sees only Python's own sockets: native code and other programs
+are not stopped. Where that matters, run everything in a container.
 """
 
 import ipaddress
@@ -38,7 +38,7 @@ def _hook(event: str, args: tuple) -> None:
 
 
 def is_local(host) -> bool:
-    """localhost, 127.0.0.0/8, ::1, and no host at all (every address of this machine)."""
+    """Is the host this machine: localhost, 127.0.0.0/8, ::1, or no host (all local addresses)?"""
     host = host.decode("ascii", "replace") if isinstance(host, bytes) else str(host or "localhost")
     if host in ("localhost", "0.0.0.0"):
         return True
@@ -49,7 +49,7 @@ def is_local(host) -> bool:
 
 
 def load_ipython_extension(shell) -> None:
-    """What a kernel does first that is started with --IPKernelApp.extensions=nanokv.school.course.offline."""
+    """Runs first in a kernel with --IPKernelApp.extensions=nanokv.school.course.offline."""
     block()
     log.take_key()
     for stream in (sys.stdout, sys.stderr):
@@ -57,8 +57,10 @@ def load_ipython_extension(shell) -> None:
 
 
 def _limit(stream, events) -> None:
-    """Printing more than OUTPUT_LIMIT in a cell raises OSError: a kernel keeps what was printed, so an endless loop
-    would fill the memory."""
+    """Make a stream raise OSError once a cell has printed more than OUTPUT_LIMIT characters.
+
+    Outputs are kept in memory, so a cell that prints without end would fill it.
+    """
     write, printed = stream.write, 0
 
     def begin(cell):

@@ -1,10 +1,9 @@
-"""What notebook 15 gives to a learner: requests, pages and one forward. The rest of an engine, who computes what and
-when, is what they write.
+"""The engine of notebook 15: requests, pages and one forward. Learners write the scheduling.
 
-    engine = Engine(model, step, pages=32, budget=64)     step: theirs, called by engine.step()
+    engine = Engine(model, step, pages=32, budget=64)     # step: the learner's function
     request = engine.submit(ids, most=20)
 
-The requests are answered greedily. Nothing is shared between them but the pool; nanokv.Engine does that and more.
+Decoding is greedy. Requests share the pool, but no pages; nanokv.Engine also shares prefixes.
 """
 
 from collections import Counter
@@ -25,13 +24,13 @@ MARKS = {"queued": ".", "prefill": "P", "decode": "d", "waits": "-", "no pages":
 
 @dataclass(eq=False)
 class Request:
-    """One question. `number`: its place in the order of arrival. `most`: the longest answer, in tokens."""
+    """One request. `number`: its place in the order of arrival. `most`: the most answer tokens."""
 
     number: int
     prompt: list[int]
     most: int
     answer: list[int] = field(default_factory=list)
-    cache: PagedCache | None = None  # of its own, as long as it runs
+    cache: PagedCache | None = None  # only while the request runs
     done: bool = False
 
     @property
@@ -41,18 +40,20 @@ class Request:
 
     @property
     def fed(self) -> int:
-        """Known tokens that the cache holds, the first ones."""
+        """How many of the known tokens are in the cache; they are the first ones."""
         return self.cache.length if self.cache is not None else 0
 
     @property
     def pending(self) -> int:
-        """Known tokens that the cache does not hold: 1 where only the newest token is to be fed."""
+        """How many known tokens are not in the cache yet; 1 while the request decodes."""
         return len(self.known) - self.fed
 
 
 class Engine:
-    """`waiting` and `running` are in order of arrival. At most `budget` tokens are fed per step, and at most `most`
-    requests run at once, over `pages` pages of `size` tokens.
+    """A batch of running requests and a queue, `running` and `waiting`, in order of arrival.
+
+    At most `budget` tokens are fed per step, and at most `most` requests run at once, over a pool
+    of `pages` pages of `size` tokens each.
     """
 
     def __init__(
@@ -69,13 +70,13 @@ class Engine:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.stop = tuple(model.generation_config.eos_token_ids)
-        self.steps: list[dict[int, str]] = []  # per step {number of a request: what it did}
+        self.steps: list[dict[int, str]] = []  # per step {number of a request: key of MARKS}
         self._step = step
         self._submitted = 0
-        self._fed: Counter[int] = Counter()  # by request
+        self._fed: Counter[int] = Counter()  # tokens fed, by number of the request
 
     def submit(self, ids, most: int) -> Request:
-        """One more that waits. CapacityError where the whole pool could not hold it."""
+        """Add a request to the queue. CapacityError if it needs more pages than the pool has."""
         pages = -(-(len(ids) + most - 1) // self.size)  # the last token is never fed
         if pages > len(self.pool.references):
             raise CapacityError(
@@ -88,47 +89,48 @@ class Engine:
         return request
 
     def step(self):
-        """The learner's step: [(request, token)] of all that got a token; of nobody where nothing is to do."""
+        """Run the learner's step → [(request, token)] of all requests that got a token."""
         return self._step(self) if self.waiting or self.running else []
 
     def run(self) -> None:
-        """Until every request is answered."""
+        """Step until every request is answered."""
         while self.waiting or self.running:
             self.step()
 
-    # --- what a step is made of ---------------------------------------------------------------------------------------
+    # --- the building blocks of a step ------------------------------------------------------------
 
     @property
     def free(self) -> int:
-        """Pages that nobody has."""
+        """The number of free pages."""
         return len(self.pool.free)
 
     @property
     def promised(self) -> int:
-        """Pages that the running will still take: for all they know, and one ahead for each."""
+        """Pages that running requests will still take: for all known tokens, and one more each."""
         return sum(self.pages_of(len(r.known)) + 1 - len(r.cache.tables[0]) for r in self.running)
 
     def pages_of(self, tokens: int) -> int:
-        """Pages that so many tokens need."""
+        """The number of pages that hold `tokens` tokens."""
         return -(-tokens // self.size)
 
     def start(self) -> None:
-        """The first that waits runs now, with an empty cache."""
+        """Move the first waiting request to `running`, with an empty cache."""
         request = self.waiting.pop(0)
         request.cache = PagedCache(self.pool)
         self.running.append(request)
 
     def finish(self, request: Request) -> None:
-        """It is answered: its pages are free again."""
+        """End an answered request and free its pages."""
         self.running.remove(request)
         request.cache.free()
         request.cache, request.done = None, True
 
     def feed(self, work: Iterable[tuple[Request, int]]) -> torch.Tensor:
-        """(request, n): its next n pending tokens, of all requests in one forward → the logits that follow the last
-        token of each, (requests,V).
+        """Feed the next n pending tokens of each (request, n), all in one forward.
+
+        Returns the logits after the last token fed of each request, (requests,V).
         """
-        work = list(work)  # it may be a generator, and is read several times
+        work = list(work)  # may be a generator, and is read several times
         self._note(work)
         parts = [request.known[request.fed : request.fed + n] for request, n in work]
         caches = [request.cache for request, _ in work]
@@ -140,7 +142,7 @@ class Engine:
         return prefill_packed(self.model, parts, caches, [request.fed for request, _ in work])
 
     def _note(self, work) -> None:
-        """What this step does with each request, for a picture of it."""
+        """Record what this step does with each request, for the timeline."""
         fed = {
             r.number: "decode" if r.pending == 1 and r.fed >= len(r.prompt) else "prefill"
             for r, _ in work
@@ -152,11 +154,11 @@ class Engine:
 
     @property
     def computed(self) -> int:
-        """Tokens that were fed, those of preempted requests again."""
+        """Tokens fed so far; the tokens of a preempted request count each time they are fed."""
         return self._fed.total()
 
     def timeline(self) -> str:
-        """A row per request, a column per step; MARKS has the letters."""
+        """The steps as text: a row per request, a column per step, with the letters of MARKS."""
         columns = [
             [MARKS[step[n]] if n in step else " " for n in range(self._submitted)]
             for step in self.steps

@@ -1,4 +1,4 @@
-"""What a recorded step of notebook 16 reads, without Triton."""
+"""The inputs of a recorded step of notebook 16. Needs no Triton."""
 
 from dataclasses import dataclass, field
 
@@ -7,13 +7,13 @@ import torch
 
 @dataclass
 class Inputs:
-    """Tensors at addresses that stay, for `rows` rows. Whatever changes from step to step is in here."""
+    """Tensors at fixed addresses, for `rows` rows: everything that changes from step to step."""
 
     rows: int
     pages: int  # of the longest table
     tokens: torch.Tensor = field(init=False)  # (B,) int64
     positions: torch.Tensor = field(init=False)  # (B,) int64
-    lengths: torch.Tensor = field(init=False)  # (B,) int32, with the new token; 0: no row
+    lengths: torch.Tensor = field(init=False)  # (B,) int32, with the new token; 0: unused row
     table: torch.Tensor = field(init=False)  # (B,pages) int32
 
     def __post_init__(self):

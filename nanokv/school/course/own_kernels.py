@@ -1,10 +1,14 @@
-"""What notebook 16 gives to a learner: Triton where it is, launchers that fill in grids and strides, a kernel of
-attention that calls two functions of theirs, and a stand-in for a CUDA graph.
+"""The tools of notebook 16: Triton, launchers, an attention kernel, an imitation of a CUDA graph.
 
-Triton runs its kernels on the CPU here, program by program (TRITON_INTERPRET=1, set before Triton is imported). Where
-it is missing (macOS, Windows) `here` is False, and `triton` and `tl` are stand-ins with which a cell can still be
-defined.
-The kernels of nanokv.fast.gpu do more per launch: they read the pages of any cache, and multiply matrices.
+The launchers fill in grids and strides. The attention kernel calls two functions that the learner
+writes, `place` and `fold`.
+
+Kernels run on the CPU, one program after the other (TRITON_INTERPRET=1, set before Triton is
+imported). Where Triton is not installed (macOS, Windows), `here` is False, and `triton` and `tl`
+are placeholders, so that cells which define kernels still run.
+
+The kernels of nanokv.fast.gpu do more per launch: they read the pages of any cache, and multiply
+matrices.
 """
 
 import importlib
@@ -24,7 +28,7 @@ triton: Any = importlib.import_module("triton") if here else SimpleNamespace(jit
 tl: Any = importlib.import_module("triton.language") if here else SimpleNamespace(constexpr=object)
 
 
-# --- nanokv's answers to the exercises ----------------------------------------------------------------------------
+# --- nanokv's answers to the exercises ------------------------------------------------------------
 
 
 @triton.jit
@@ -66,7 +70,7 @@ def merge_kernel(parts, sums, y, D, SPLITS: tl.constexpr, WIDTH: tl.constexpr):
     tl.store(y + row * D + d, tl.sum(part * share[:, None], 0), d < D)
 
 
-# --- attention over pages, of which place and fold are a learner's ------------------------------------------------
+# --- attention over pages, with a learner's place and fold ----------------------------------------
 
 
 @triton.jit
@@ -75,7 +79,7 @@ def attention_kernel(
     place: tl.constexpr, fold: tl.constexpr,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One query head of one row over one part of the row's tokens, BLOCK at a time."""
+    """Attention of one query head of one row over one part of the row's tokens, BLOCK at a time."""
     b, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + b)
     part = tl.cdiv(length, SPLITS)
@@ -97,12 +101,12 @@ def attention_kernel(
         scores = tl.where(seen, tl.sum(k * query[None, :], 1), float("-inf"))
         v = tl.load(values + at[:, None] + d[None, :], here, 0)
         highest, total, mixed = fold(highest, total, mixed, scores, v)
-    total = tl.where(total > 0, total, 1.0)  # a part without tokens: 0, and a sum of e to −inf
+    total = tl.where(total > 0, total, 1.0)  # a part without tokens gives 0, log-sum-exp −inf
     tl.store(parts + (row * SPLITS + split) * D + d, mixed / total, d < D)
     tl.store(sums + row * SPLITS + split, highest + tl.log(total))
 
 
-# --- what a check starts ------------------------------------------------------------------------------------------
+# --- kernels that the checks launch ---------------------------------------------------------------
 
 
 @triton.jit
@@ -110,7 +114,7 @@ def place_kernel(
     table, tokens, pages, slots, end,
     place: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Where `place` says that BLOCK tokens are."""
+    """Store the (page, slot) that `place` gives for BLOCK tokens."""
     i = tl.arange(0, BLOCK)
     token = tl.load(tokens + i)
     page, slot = place(table, token, token < end, SIZE)
@@ -129,7 +133,7 @@ def fold_kernel(
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """What `fold` has kept after so many blocks of scores (BLOCK,) and values (BLOCK,WIDTH)."""
+    """Store the state of `fold` after `blocks` blocks: scores (BLOCK,), values (BLOCK,WIDTH)."""
     i, d = tl.arange(0, BLOCK), tl.arange(0, WIDTH)
     highest, total = float("-inf"), 0.0
     mixed = tl.zeros((WIDTH,), tl.float32)
@@ -142,11 +146,11 @@ def fold_kernel(
     tl.store(mixed_out + d, mixed)
 
 
-# --- launchers ----------------------------------------------------------------------------------------------------
+# --- launchers ------------------------------------------------------------------------------------
 
 
 def norm(kernel, x, weight, eps: float, out=None):
-    """x (…,C) by a norm_kernel, a program per row → the same shape."""
+    """Run a norm_kernel over x (…,C), one program per row → the same shape."""
     C = x.shape[-1]
     out = torch.empty_like(x) if out is None else out
     launch(
@@ -156,8 +160,10 @@ def norm(kernel, x, weight, eps: float, out=None):
 
 
 def attention(place, fold, q, keys, values, table, lengths, splits: int = 1, block: int = 16):
-    """q (B,H,D), keys and values (P,Hk,SIZE,D), table (B,n) and lengths (B,) int32 → per part of a row's tokens the
-    output (B,H,splits,D) and its log-sum-exp (B,H,splits). A program per row, query head and part.
+    """Run attention_kernel over pages, one program per row, query head and part of the tokens.
+
+    q (B,H,D), keys and values (P,Hk,SIZE,D), table (B,n) and lengths (B,) int32 → per part the
+    output (B,H,splits,D) and its log-sum-exp (B,H,splits).
     """
     (B, H, D), (_, Hk, SIZE, _) = q.shape, keys.shape
     parts, sums = q.new_empty(B, H, splits, D), q.new_empty(B, H, splits)
@@ -170,7 +176,10 @@ def attention(place, fold, q, keys, values, table, lengths, splits: int = 1, blo
 
 
 def merge(kernel, parts, sums):
-    """What `attention` gives → (B,H,D), by a merge_kernel, a program per row and query head."""
+    """Merge the two results of `attention` with a merge_kernel → (B,H,D).
+
+    One program per row and query head.
+    """
     B, H, splits, D = parts.shape
     out = parts.new_empty(B, H, D)
     launch(kernel, (B * H,), parts, sums, out, D, splits, triton.next_power_of_2(D))
@@ -178,10 +187,13 @@ def merge(kernel, parts, sums):
 
 
 def launch(kernel, grid, *arguments) -> None:
-    """Start a kernel; a recording that is being made takes it along. (Triton's interpreter uses torch inside.)"""
+    """Launch a kernel, and add the launch to the current Recording, if there is one.
+
+    Triton's interpreter uses torch operations itself: they are kept out of the recording.
+    """
     try:
         with _disable_current_modes(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, of NaN and infinity
+            warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, about NaN and infinity
             kernel[grid](*arguments)
     except Exception as error:
         raise _cause(error) from None
@@ -190,20 +202,20 @@ def launch(kernel, grid, *arguments) -> None:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What went wrong in a kernel. The interpreter wraps it, once per kernel and function that was called."""
+    """The original error of a kernel; the interpreter wraps it once per function called."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
-# --- a stand-in for a CUDA graph ----------------------------------------------------------------------------------
+# --- an imitation of a CUDA graph -----------------------------------------------------------------
 
 
 class Recording(TorchDispatchMode):
-    """Every operation that is started inside, with its arguments: a tensor by its address, a number by its value.
+    """Records every operation that starts inside it: tensors by address, numbers by value.
 
-    `replay` starts the same ones again, and their results go to the addresses of the first time. So does a CUDA graph;
-    there one command starts them all, and here Python still starts each.
+    `replay` starts the same operations again, and writes their results to the addresses of the
+    first time. A CUDA graph does the same with a single command; here Python starts each operation.
     """
 
     current: "Recording | None" = None
@@ -235,7 +247,7 @@ class Recording(TorchDispatchMode):
                 self._put(results, function(*arguments, **options))
 
     def _put(self, before, now) -> None:
-        """New results to the old addresses; a view, and what was written in place, is there already."""
+        """Copy new results to the old addresses; views and in-place results are there already."""
         if isinstance(before, tuple | list):
             for pair in zip(before, now, strict=True):
                 self._put(*pair)

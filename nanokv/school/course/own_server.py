@@ -1,14 +1,14 @@
-"""A page and a few addresses in front of a learner's engine, for this machine only.
+"""An HTTP server for a learner's engine, on this machine only.
 
-    server = Server(engine, stream, ask, text)     stream: theirs, (engine, request) → tokens as they come
-    server.address                                 http://127.0.0.1:PORT/
+    server = Server(engine, stream, ask, text)     # stream: the learner's function
+    server.address                                 # http://127.0.0.1:PORT/
 
-    GET /            the page: ask, and see what each step does
+    GET /            a page to ask questions and to see what each step does
     GET /ask?q=…     the answer, piece by piece
     GET /steps       the timeline so far, as text
 
-Each reader pulls its own stream, and so the engine; a lock keeps two of them from making one step at once. The server
-ends with the process, or with `close`.
+Each request for an answer advances its own stream, and thereby the engine; a lock allows one step
+at a time. The server ends with the process, or with `close`.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +24,9 @@ HOST = "127.0.0.1"
 
 
 class Server:
-    """`ask(question)` → ids of a prompt; `text(tokens)` → their text. `most`: the longest answer, in tokens."""
+    """`stream(engine, request)` → tokens as they come; `ask(question)` → ids of a prompt;
+    `text(tokens)` → their text. `most`: the most answer tokens.
+    """
 
     def __init__(self, engine, stream: Callable, ask: Callable, text: Callable, most: int = 64):
         self.engine, self.stream, self.ask, self.text, self.most = engine, stream, ask, text, most
@@ -36,7 +38,7 @@ class Server:
         Thread(target=self.http.serve_forever, daemon=True).start()
 
     def pieces(self, question: str) -> Iterator[str]:
-        """The answer as it comes, in pieces of text that are complete characters; or why there is none."""
+        """Yield the answer as it comes, in complete characters; or the reason for refusing it."""
         try:
             with self.turn:
                 request = self.engine.submit(self.ask(question), self.most)
@@ -57,7 +59,7 @@ class Server:
                 sent = text
 
     def timeline(self) -> str:
-        """What each step did with each request, a row per request."""
+        """The engine's timeline: what each step did with each request."""
         with self.turn:
             return self.engine.timeline()
 
@@ -67,7 +69,7 @@ class Server:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One reader. HTTP/1.0: an answer ends where the connection does."""
+    """One HTTP request. HTTP/1.0: the end of the connection ends the answer."""
 
     server_of: Server
 
@@ -89,10 +91,10 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Cache-Control", "no-store")
         self.end_headers()
-        with suppress(ConnectionError):  # the reader has gone
+        with suppress(ConnectionError):  # the client has disconnected
             for piece in pieces:
                 self.wfile.write(piece.encode())
                 self.wfile.flush()
 
     def log_message(self, *_):
-        """Nothing: a notebook shows what is written to stderr."""
+        """Log nothing: a notebook would show it, as output on stderr."""

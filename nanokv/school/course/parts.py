@@ -1,8 +1,9 @@
-"""The thread of the course: what a learner builds in one notebook, and later ones run.
+"""Parts: functions that a learner builds in one notebook and that later notebooks run.
 
-A part whose check is right is kept as text in the folder `my` beside the notebooks, one file each, which the learner
-may open and edit. A later notebook takes it from there if it still passes its check; if not, it takes nanokv's own, and
-says why. Who runs a notebook for somebody else (a grader, the book) keeps and finds nothing: every part is nanokv's.
+When its check is right, a part is saved as source text in the folder `my` beside the notebooks,
+one file each, which the learner may edit. A later notebook uses that file if it still passes the
+check; otherwise it uses nanokv's reference and prints why. A run by the grader or for the book
+neither saves nor reads parts: it uses the references.
 """
 
 import contextlib
@@ -62,19 +63,22 @@ def _free(table, owners, free_pages):
 
 
 def _of(notebook: str, name: str) -> Callable:
-    """A function with which a notebook compares."""
+    """A loader of a reference function from a notebook's checks."""
     return lambda: getattr(checking.exercises(notebook), name)
 
 
 def _kernel(name: str) -> Callable:
-    """A kernel of notebook 16. Triton takes a second to import."""
+    """A loader of a kernel of notebook 16. Imported late: Triton takes a second to import."""
     return lambda: getattr(importlib.import_module("nanokv.school.course.own_kernels"), name)
 
 
 @dataclass(frozen=True)
 class Part:
-    """`id`: the exercise that makes it. `own`: () → nanokv's; None: what the exercise compares with. `judge`: (answer,
-    case) → Outcome, where the exercise itself takes seconds."""
+    """A kind of part.
+
+    `id`: the exercise that builds it. `own`: () → nanokv's part; None: the exercise's reference.
+    `judge`: (answer, case) → Outcome, a quick one where the exercise's own judge takes seconds.
+    """
 
     id: str
     own: Callable | None = None
@@ -82,28 +86,28 @@ class Part:
 
 
 PARTS = {
-    "sampler": Part("01.3"),  # (chances, p) → indices that stay
+    "sampler": Part("01.3"),  # (chances, p) → indices kept
     "stop": Part("01.5"),  # (stream, stop ids) → the answer
     "attention": Part("02.2"),  # (q, k, v), each (T,D) → (T,D)
     "rotation": Part("03.2"),  # (x, cos, sin) → x rotated
     "norm": Part("03.3"),  # (x, weight, eps) → x normed
     "heads": Part("03.4"),  # (h, H, Hk) → KV head
-    "cache": Part("06.3", _dict_cache, _judge_cache),  # class of a layer
+    "cache": Part("06.3", _dict_cache, _judge_cache),  # class of one layer's cache
     "loop": Part("06.4", lambda: _loop),  # (model, ids, n) → n tokens
     "page": Part("10.4"),  # (table, i, page) → (number of the page, slot)
     "free": Part("10.5", lambda: _free),  # (table, owners, free pages) → free pages
     "prefix": Part("11.4"),  # (cached, new) → tokens to keep
     "turn": Part("12.4", lambda: _turn),  # (engine, ids, most) → answer
     "admit": Part("15.1"),  # (known, promised, free, size, room) → how many move in
-    "share": Part("15.2"),  # (pending, budget) → tokens of each
+    "share": Part("15.2"),  # (pending, budget) → tokens for each
     "preempt": Part("15.3", _of("15", "preempt")),  # (engine, request)
-    "reserve": Part("15.4", _of("15", "reserve")),  # (engine, request, tokens) → has it its pages?
+    "reserve": Part("15.4", _of("15", "reserve")),  # (engine, request, tokens) → has it the pages?
     "step": Part("15.5", _of("15", "step")),  # engine → [(request, token)]
     "stream": Part("15.6", _of("15", "stream")),  # (engine, request) → its tokens
-    "row_norm": Part("16.1", _kernel("norm_kernel")),  # of a row
+    "row_norm": Part("16.1", _kernel("norm_kernel")),  # one program per row
     "place": Part("16.3", _kernel("place")),  # (table, token, seen, SIZE) → (page, slot)
-    "fold": Part("16.4", _kernel("fold")),  # what is kept, scores, v → what is kept then
-    "merge": Part("16.5", _kernel("merge_kernel")),  # of a row and query head
+    "fold": Part("16.4", _kernel("fold")),  # (highest, total, mixed, scores, v) → the first three
+    "merge": Part("16.5", _kernel("merge_kernel")),  # one program per row and query head
     "fill": Part("16.6", _of("16", "fill")),  # (inputs, tokens, positions, tables)
 }
 NAMES = {part.id: name for name, part in PARTS.items()}
@@ -111,7 +115,7 @@ NAMES = {part.id: name for name, part in PARTS.items()}
 
 @dataclass(frozen=True)
 class Found:
-    """A part, and whose it is. `why`: what keeps the learner's own from being taken."""
+    """A part that was found. `yours`: the learner built it; if not, `why` gives the reason."""
 
     name: str
     made: object
@@ -125,14 +129,17 @@ class Found:
 
 
 class Unusable(Exception):
-    """Why a kept part is not taken, as the end of a sentence."""
+    """Why a learner's part cannot be used, as the end of a sentence."""
 
 
-# --- taking -------------------------------------------------------------------------------------------------------
+# --- using a part ---------------------------------------------------------------------------------
 
 
 def find(name: str, folder: Path | None, model=None) -> Found:
-    """The learner's own part, if it is kept in folder/my and passes its check; else nanokv's. folder None: nanokv's."""
+    """The learner's part, if folder/my has it and it passes its check; otherwise nanokv's.
+
+    Without a folder, nanokv's. CourseError for an unknown name.
+    """
     if name not in PARTS:
         raise CourseError(f"no part {name!r}", f"known: {', '.join(PARTS)}")
     if folder is None:
@@ -144,13 +151,13 @@ def find(name: str, folder: Path | None, model=None) -> Found:
 
 
 def reference(name: str):
-    """nanokv's own."""
+    """nanokv's part of this name."""
     part = PARTS[name]
     return part.own() if part.own else checking.find(part.id).reference
 
 
 def taken(name: str, path: Path, model=None):
-    """The part that a file holds, read and checked within SECONDS. Unusable."""
+    """The part in a file, read and checked. Raises Unusable, also if that takes over SECONDS."""
     part, shown = PARTS[name], f"{FOLDER}/{path.name}"
     try:
         text = _own_text(path)
@@ -165,7 +172,7 @@ def taken(name: str, path: Path, model=None):
 
 
 def _own_text(path: Path) -> str:
-    """The text of a file that is no link and belongs to who reads it: a folder may be shared by a class."""
+    """The text of a file that is no link and belongs to this user: a class may share a folder."""
     text = log.contents(path, LARGEST).decode("utf-8-sig")
     if hasattr(os, "getuid") and os.lstat(path).st_uid != os.getuid():
         raise CourseError("it belongs to another user")
@@ -173,7 +180,7 @@ def _own_text(path: Path) -> str:
 
 
 def _checked(text: str, path: Path, part: Part, model):
-    """Run the text, silently, and judge what it holds. Unusable."""
+    """Run the text without output, judge the part in it and return that. Raises Unusable."""
     check = checking.find(part.id)
     linecache.checkcache(str(path))
     with (
@@ -190,7 +197,7 @@ def _checked(text: str, path: Path, part: Part, model):
 
 
 def _run(text: str, path: Path):
-    """What `__all__` of this text names. Unusable."""
+    """Run the text as a module → the value that its `__all__` names. Raises Unusable."""
     module = importlib.util.module_from_spec(
         importlib.util.spec_from_loader(path.stem, _Text(text, path))
     )
@@ -201,12 +208,12 @@ def _run(text: str, path: Path):
         raise Unusable(f"{FOLDER}/{path.name}, line {error.lineno}: {error.msg}") from None
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # sys.exit is no Exception
+    except BaseException as error:  # also SystemExit
         raise Unusable(f"{FOLDER}/{path.name}: {feedback.stopped(error)}") from None
 
 
 class _Text(importlib.abc.ExecutionLoader):
-    """Runs the text that was read, and no compiled file that may be older."""
+    """Runs the text that was read, never an older compiled file."""
 
     def __init__(self, text: str, path: Path):
         self.text, self.path = text, path
@@ -219,7 +226,10 @@ class _Text(importlib.abc.ExecutionLoader):
 
 
 def _within(seconds: float, call):
-    """call(), interrupted after so many seconds as Ctrl-C would: TimeoutError. Only where there are alarms."""
+    """call(), interrupted as by Ctrl-C after `seconds`, which raises TimeoutError.
+
+    Where the system has no alarm signal, there is no limit.
+    """
     from nanokv.lab.faults.grading import alarm
 
     rung = threading.Event()
@@ -237,11 +247,14 @@ def _within(seconds: float, call):
         raise
 
 
-# --- keeping ------------------------------------------------------------------------------------------------------
+# --- saving a part --------------------------------------------------------------------------------
 
 
 def keep(id: str, answer, folder: Path, model=None) -> str:
-    """Write the learner's part, if this exercise makes one, into folder/my → what to tell; "" if it makes none."""
+    """Save the part that exercise `id` builds to folder/my.
+
+    Returns the message for the learner; "" if the exercise builds no part.
+    """
     if id not in NAMES:
         return ""
     name = NAMES[id]
@@ -250,7 +263,7 @@ def keep(id: str, answer, folder: Path, model=None) -> str:
         text = _text(name, id, answer)
         _within(SECONDS, lambda: _checked(text, path, PARTS[name], model))
         before = _write(path, text)
-    except Exception as error:  # the answer is right, whatever its source is
+    except Exception as error:  # the answer stays right, even if it cannot be saved
         return f"{id}: right, but not kept for later notebooks: {error}"
     return f"{id}: kept as {shown}, for later notebooks." + (
         f" The one before is {before}." if before else ""
@@ -267,12 +280,12 @@ def _text(name: str, id: str, answer) -> str:
 
 
 def _write(path: Path, text: str) -> str:
-    """Replace a file in one step → how the old one, if it was another, is called now."""
+    """Replace a file atomically. Returns the new name of the old file; "" if nothing changed."""
     old, data = path.with_suffix(".old.py"), text.encode()
     path.parent.mkdir(exist_ok=True)
     try:
         before = log.contents(path, LARGEST)
-    except (FileNotFoundError, CourseError):  # what is no file of its own is replaced, not followed
+    except (FileNotFoundError, CourseError):  # a link or a pipe is replaced, not read
         before = data
     for target, content in ((old, before), (path, data)) if before != data else ((path, data),):
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")

@@ -1,11 +1,11 @@
-"""Figures in the text: every quoted number is marked, and is the one that a cell recorded.
+"""Figures in a notebook's text: every quoted number is marked and compared with a recorded one.
 
-    <!--fig 05.ratio-->48.1<!--/fig-->       equal to course.figure("05.ratio", …), to the digits that are written
-    <!--fig 04.noise x4-->1e-5<!--/fig-->    within a factor of 4: what depends on the order of additions
-    <!--fig 09.ratio above-->4<!--/fig-->    a bound, or below: what a clock says, which no two machines agree on
-    <!--def-->114,688<!--/def-->             exact by definition or by citation; nobody measures it
+    <!--fig 05.ratio-->48.1<!--/fig-->       equals course.figure("05.ratio", …) to the digits shown
+    <!--fig 04.noise x4-->1e-5<!--/fig-->    within a factor of 4: depends on the order of additions
+    <!--fig 09.ratio above-->4<!--/fig-->    a bound (above or below): for times, which vary most
+    <!--def-->114,688<!--/def-->             exact by definition or citation; not measured
 
-The marks are comments, so no reader sees them. Numbers in `code` are inputs and need none.
+The marks are comments, which readers do not see. Numbers in `code` are inputs and need no mark.
 """
 
 import math
@@ -24,12 +24,18 @@ MEASURED = re.compile(rf"(?<![\w.§-])(\d[\d,]*(?:\.\d+)?)\s?(?:{UNITS})", re.MU
 
 
 def figures(text: str) -> list[tuple[str, str, str]]:
-    """(id, what is allowed: "", "x3", "above" or "below", what is written) of every marked figure."""
+    """(id, tolerance, quoted number) of every marked figure.
+
+    The tolerance is "", "above", "below", or a factor such as "x3".
+    """
     return FIGURE.findall(text)
 
 
 def agrees(quoted: str, recorded: float, allowed: str = "") -> bool:
-    """Is the recorded number what is written, to half a unit of its last digit, or what the mark allows?"""
+    """Does a recorded number agree with the quoted one?
+
+    `allowed` is the tolerance of the mark; "" means half a unit of the last digit quoted.
+    """
     clean = quoted.replace(",", "").replace("−", "-").strip()
     found = re.fullmatch(r"(-?\d+(?:\.(\d+))?)(?:e([+-]?\d+))?", clean)
     if not found:
@@ -48,6 +54,6 @@ def agrees(quoted: str, recorded: float, allowed: str = "") -> bool:
 
 
 def unmarked(text: str) -> list[str]:
-    """Numbers with a unit that nobody vouches for."""
+    """The numbers with a unit that have no mark."""
     bare = FREE.sub(" ", EXACT.sub(" ", FIGURE.sub(" ", text)))
     return [found[0] for found in MEASURED.finditer(bare)]

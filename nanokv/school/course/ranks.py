@@ -1,7 +1,8 @@
-"""A function of a notebook on several processes of this machine: one rank each, joined by torch.distributed.
+"""Runs a notebook's function on several processes of this machine, the ranks of torch.distributed.
 
-A notebook's function cannot be imported by another process, so its source is written into a program, which every rank
-runs. It imports what it needs itself; torch and nanokv are there. A rank takes seconds to import torch.
+Another process cannot import a function of a notebook, so its source is copied into a program that
+every rank runs. torch and nanokv are imported there; the function imports everything else itself.
+A rank takes seconds to import torch.
 """
 
 import inspect
@@ -19,7 +20,7 @@ from typing import Any
 from nanokv.errors import CourseError
 from nanokv.parallel.group import environment, free_port
 
-LIMIT_S = 120.0  # for all ranks together
+LIMIT_S = 120.0  # for each rank to end, after the one before it
 PROGRAM = """\
 import json
 import sys
@@ -40,10 +41,11 @@ group.close()
 
 
 def on_ranks(work: Callable, size: int = 2, timeout: float = 30.0, **arguments: Any) -> list:
-    """work(group, **arguments) on `size` processes → what each returned, by rank.
+    """Call work(group, **arguments) on `size` processes → the results, by rank.
 
-    Arguments and results travel as JSON. `group` is a nanokv.parallel.group.Group; a rank that keeps the others waiting
-    for more than `timeout` seconds ends all. CourseError with the reason of the rank that failed first.
+    Arguments and results are passed as JSON. `group` is a nanokv.parallel.group.Group; if a rank
+    keeps the others waiting for more than `timeout` seconds, all end. Raises CourseError with the
+    reason of the rank that caused the failure.
     """
     source = textwrap.dedent(inspect.getsource(work))
     with tempfile.TemporaryDirectory(prefix="nanokv-ranks-") as folder:
@@ -80,14 +82,14 @@ def on_ranks(work: Callable, size: int = 2, timeout: float = 30.0, **arguments: 
         for number, (_, errors) in enumerate(said)
         if codes[number]
     }
-    if reasons:  # who was waiting for another one fails too: its own reason comes first
+    if reasons:  # ranks that waited for the failed one report ParallelError: prefer another reason
         number = min(reasons, key=lambda number: "ParallelError" in reasons[number])
         raise CourseError(f"{work.__name__} failed on rank {number}: {reasons[number]}")
     return [json.loads(out.splitlines()[-1]) for out, _ in said]
 
 
 def _reason(errors: str, code: int) -> str:
-    """The last line of a traceback, without the hint below it, and without the rank that torch puts before it."""
+    """The last line of a traceback, without torch's "[rank0]: " and without a hint below it."""
     lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in errors.splitlines()]
     lines = [line for line in lines if line.strip() and not line.startswith("hint: ")]
     return lines[-1] if lines else f"exit code {code}"

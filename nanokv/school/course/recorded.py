@@ -1,9 +1,10 @@
-"""What SmolLM2-135M printed in the notebooks, for readers who cannot load a model of their own choice.
+"""Recorded outputs of a larger model, SmolLM2-135M, for readers who cannot run one themselves.
 
-`nanokv course record` runs each solution twice, on the bundled model and on that of NANOKV_MODEL. It keeps what a cell
-printed where the two differ, one file per notebook in assets/. A cell is found by its code, so a cell that was changed
-has no recording, and a test asks for a new one. Exercises, their solutions and lines about a reader's own answers are
-left out; pictures are, too, but their words stay.
+`nanokv course record` runs each solution twice, on the bundled model and on that of NANOKV_MODEL.
+It keeps the printed output of cells where the two differ, one file per notebook in assets/. A
+recording is found by the code of its cell, so a changed cell has none, and a test asks for a new
+one. Exercises, solutions and lines about a reader's own answers are left out. Pictures are left out
+too; their text alternatives stay.
 """
 
 import copy
@@ -21,7 +22,8 @@ from nanokv.errors import CourseError
 from nanokv.school.course import figures, running, twins
 
 FOLDER = Path(__file__).parent / "assets"
-# 05.a: you predicted 3; cache: the reference; what `course.start` says to a reader.
+# Lines about a reader's own work ("05.a: you predicted 3", "cache: the reference …"), and the lines
+# that `course.start` prints for another model.
 OWN = re.compile(
     r"^(?:\d\d\.\w+: |\w+: (?:yours|the reference) \(|The figures in|Too slow\?|It takes the bundled|Or read on)"
     r".*\n?(?: {4}.*\n?)*",
@@ -31,7 +33,7 @@ OWN = re.compile(
 
 @dataclass(frozen=True)
 class Recording:
-    """What one notebook printed: {hash of a cell's code: text}."""
+    """The recorded outputs of one notebook. `cells`: {hash of a cell's code: text}."""
 
     model: str  # the name of its file
     date: str
@@ -39,7 +41,7 @@ class Recording:
     cells: dict[str, str]
 
     def output(self, code: str) -> dict:
-        """The output that stands below a cell, as Jupyter's data; empty where there is none."""
+        """The recording of a cell as Jupyter's output data; {} if it has none."""
         text = self.cells.get(key(code))
         if text is None:
             return {}
@@ -65,15 +67,15 @@ def read(number: str) -> Recording | None:
 
 
 def key(code: str) -> str:
-    """The same for a cell in the source, in a student's notebook and in the book."""
+    """A hash of a cell's code, the same in the source, in a student's notebook and in the book."""
     return hashlib.sha256(code.strip().encode()).hexdigest()[:12]
 
 
-# --- recording ----------------------------------------------------------------------------------------------------
+# --- recording ------------------------------------------------------------------------------------
 
 
 def record(source: twins.Source, model: str, limit: float) -> Recording:
-    """Run the solution on both models; CourseError says on which it failed."""
+    """Run the solution on both models; CourseError names the model on which it failed."""
     theirs, ours = (printed(source, name, limit) for name in (model, "tiny"))
     name, number = Path(model).name, source.number
     cells = {
@@ -86,7 +88,7 @@ def record(source: twins.Source, model: str, limit: float) -> Recording:
 
 
 def printed(source: twins.Source, model: str, limit: float) -> dict[str, str]:
-    """{hash: text} of all code cells that are in both twins."""
+    """{hash: printed text} of the code cells that are in both twins, after a run on `model`."""
     done = running.run(source.solution(), limit, env={"NANOKV_MODEL": model})
     if done.error:
         raise CourseError(
@@ -103,7 +105,7 @@ def printed(source: twins.Source, model: str, limit: float) -> dict[str, str]:
 
 
 def words(cell: dict) -> str:
-    """What a cell printed, and the value of its last line."""
+    """The printed output of a cell, and the value of its last line."""
     texts = [
         output["text"]
         if output["output_type"] == "stream"
@@ -120,17 +122,17 @@ def write(recording: Recording, path: Path) -> None:
     )
 
 
-# --- showing ------------------------------------------------------------------------------------------------------
+# --- showing --------------------------------------------------------------------------------------
 
 _shown: Recording | None = None
 
 
 def follow(shell, recording: Recording | None) -> None:
-    """From now on each cell that runs here is followed by its recording; by nothing with None."""
+    """From now on, show the recording of each cell after it runs; None: show nothing."""
     global _shown
     _shown = recording
     if shell and recording:
-        # The same function a second time changes nothing.
+        # Registering the same function again has no effect.
         shell.events.register("post_run_cell", _below)
 
 
@@ -140,7 +142,7 @@ def _below(result) -> None:
 
 
 def beneath(notebook, recording: Recording | None):
-    """An executed notebook with the recording below its cells, as a copy."""
+    """A copy of an executed notebook, with the recordings added to the outputs of its cells."""
     from nbformat.v4 import new_output
 
     notebook = copy.deepcopy(notebook)

@@ -1,7 +1,6 @@
-"""What notebook 04 compares with: transformers where it is installed, else numbers of it that are kept in a file; and
-checkpoints that are wrong in one place.
+"""References of notebook 04: transformers, or stored numbers of it; and checkpoints with one fault.
 
-    python -m nanokv.school.course.reference        # writes the file again; needs transformers
+python -m nanokv.school.course.reference        # writes the stored numbers; needs transformers
 """
 
 import warnings
@@ -25,20 +24,20 @@ QUESTION = "My name is Zorbla. What is my name?"
 
 
 def in_transformers(source, dtype=torch.float32):
-    """The same checkpoint as transformers' model of its family; None where transformers is not installed."""
+    """The same checkpoint loaded by transformers; None if transformers is not installed."""
     if oracle.version() is None:
         return None
     with warnings.catch_warnings():
-        # Tqdm misses widgets in a notebook.
+        # tqdm warns in a notebook without ipywidgets.
         warnings.filterwarnings("ignore", message="IProgress not found")
-        with oracle.readable(weights_loader.resolve(source)) as folder:  # of a GGUF file a copy
+        with oracle.readable(weights_loader.resolve(source)) as folder:  # a copy of a GGUF file
             return oracle.load(folder, dtype)[0]
 
 
 def stored(model) -> tuple[torch.Tensor, dict, str] | None:
-    """(ids (1,T), record of their last token, who computed it); None if it was computed with other weights.
+    """(ids (1,T), record of their last token, its author); None if `model` has other weights.
 
-    The record has what nanokv.debug.record has, {(layer or None, operation): (1,1,…) fp32}.
+    The record is as from nanokv.debug.record: {(layer or None, operation): (1,1,…) fp32}.
     """
     with safe_open(STORED, framework="pt") as file:
         if file.metadata()["model"] != fingerprint(model):
@@ -55,18 +54,18 @@ def stored(model) -> tuple[torch.Tensor, dict, str] | None:
 
 
 def last_token(record: dict) -> dict:
-    """The part of a record that belongs to the last token: (B,T,…) → (B,1,…)."""
+    """The last token's values of a record: (B,T,…) → (B,1,…)."""
     return {key: value[:, -1:] for key, value in record.items()}
 
 
 def prompt(model) -> torch.Tensor:
-    """The stored ids (1,T), for a model that may have a smaller vocabulary."""
+    """The stored ids (1,T), modulo the vocabulary size of `model`, which may be smaller."""
     with safe_open(STORED, framework="pt") as file:
         return file.get_tensor("ids") % model.config.vocab_size
 
 
 def write() -> None:
-    """Ask transformers for the last token's record of QUESTION, in fp32, with the bundled model."""
+    """Store the last token's record of QUESTION: transformers, fp32, the bundled model."""
     model, tokenizer = load("tiny", dtype="float32", device="cpu")
     ids = torch.tensor(
         [tokenizer.encode(tokenizer.render([{"role": "user", "content": QUESTION}]))]
@@ -82,8 +81,10 @@ def write() -> None:
 
 @torch.inference_mode()
 def one_by_one(model, ids) -> dict:
-    """As study.debug.record, but of ids (1,T) that are fed one at a time through a cache: the same values, computed
-    by multiplications of another shape."""
+    """As study.debug.record, but with the ids (1,T) fed one at a time through a cache.
+
+    The values are the same up to rounding: the multiplications have other shapes.
+    """
     cache = make_cache("dict", model.config)
     with watch(model) as passes:
         for at in range(ids.shape[1]):
@@ -92,10 +93,10 @@ def one_by_one(model, ids) -> dict:
 
 
 def sabotaged(model) -> dict:
-    """{"theta", "eps", "head": the same model with one thing wrong}; what is right is shared, not copied.
+    """Copies of a model with one fault each, by name; they share its other weights.
 
-    theta and eps stand in config.json. The head is what a loader leaves that takes embeddings and head for two
-    parameters where the file has one: as it was initialized.
+    "theta", "eps": a wrong number in config.json. "head": a randomly initialised lm_head, as after
+    a loader that does not tie the head to the embeddings and finds no weights for it in the file.
     """
     weights = {
         name: value for name, value in model.state_dict().items() if name != "lm_head.weight"

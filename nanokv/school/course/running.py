@@ -1,8 +1,8 @@
-"""Execute a notebook in a process of its own: no network, a time limit, its events, its peak memory.
+"""Executes a notebook in a separate process: no network, limited time and memory, a log of events.
 
-`run` is the parent's side. `python -m nanokv.school.course.running IN OUT …` is the child, which starts a Jupyter
-kernel and runs the cells in it. What does not end in time is killed, and in any case everything that it started
-(containing.py).
+`run` is the parent's side. The child, `python -m nanokv.school.course.running FOLDER LIMIT
+KEEP_GOING`, starts a Jupyter kernel and runs the cells in it. If the child exceeds a limit, it is
+killed; the processes that it started are ended in any case (containing.py).
 """
 
 import json
@@ -19,27 +19,30 @@ from pathlib import Path
 from nanokv.school.course import containing, log, offline
 
 TIME_LIMIT = 180.0  # seconds for a notebook
-# Bytes for all its processes: an endless list shall not take the machine with it.
+# Bytes for all processes of a run, so that an endless list does not fill the machine's memory.
 MEMORY_LIMIT = 8 * 2**30
-# Bytes of an executed notebook: what was printed, with escapes, and its pictures.
+# Bytes of an executed notebook, with escaped output and pictures.
 LARGEST = 200_000_000
 
 
 @dataclass(frozen=True)
 class Run:
-    """One execution. `notebook` is the executed one, None if there is none; `error` is empty when all cells ran."""
+    """The result of one execution.
+
+    `notebook`: the executed notebook, None if there is none. `error`: "" if all cells ran.
+    """
 
     notebook: dict | None
     events: list = field(default_factory=list)
     error: str = ""
-    stderr: str = ""  # what the cells wrote to it
+    stderr: str = ""  # stderr output of the cells
     seconds: float = 0.0
     processor: float = 0.0  # seconds of processor time
     peak: int = 0  # bytes, of the largest process
-    doubt: str = ""  # what makes its events doubtful
+    doubt: str = ""  # reasons to doubt the events; "" if there are none
 
     def states(self, event: str) -> dict[str, list[str]]:
-        """{id: [state, …]} of its checks (event "check") or quiz answers ("answer"), in order."""
+        """{id: [state, …]} of the checks (event "check") or quiz answers ("answer"), in order."""
         found: dict[str, list[str]] = {}
         for entry in self.events:
             if entry["event"] == event:
@@ -51,7 +54,10 @@ class Run:
 
 
 def run(notebook: dict, limit: float = TIME_LIMIT, keep_going: bool = False, env=None) -> Run:
-    """Execute a notebook (as a dict). keep_going: a cell that fails does not stop the ones after it."""
+    """Execute a notebook (as a dict) within `limit` seconds.
+
+    `keep_going`: run the cells after a failed one too. `env`: additional environment variables.
+    """
     with tempfile.TemporaryDirectory(prefix="nanokv-course-") as name:
         folder, key = Path(name), secrets.token_bytes(32)
         (folder / "in.ipynb").write_text(json.dumps(notebook), encoding="utf-8")
@@ -76,7 +82,7 @@ def run(notebook: dict, limit: float = TIME_LIMIT, keep_going: bool = False, env
         events, strange = log.read_sealed(folder / "events.jsonl", key)
         executed = _load(folder / "out.ipynb")
     failed, stderr = _outputs(executed) if executed else ("", "")
-    if failed.startswith("KeyboardInterrupt:"):  # sent to the cell when its time was over
+    if failed.startswith("KeyboardInterrupt:"):  # nbclient interrupts a cell after its time limit
         failed = f"a cell took longer than {_a_cell(limit)} s"
     error = stopped or (_ended(code, tail) if code or executed is None else failed)
     doubts = [f"{strange} lines of its log were forged or are missing"] if strange else []
@@ -99,20 +105,23 @@ def run(notebook: dict, limit: float = TIME_LIMIT, keep_going: bool = False, env
 
 
 def _ended(code: int, tail: str) -> str:
-    """Why there is no executed notebook. What a killed process said last has nothing to do with its end."""
+    """Why there is no executed notebook.
+
+    `tail`, the last line of stderr, is used only for exit code 1: it does not explain a signal.
+    """
     if code < 0:
         return f"the process that runs it was killed ({signal.Signals(-code).name}), by itself or for want of memory"
     return tail if code == 1 and tail else f"the process that runs it ended with code {code}"
 
 
 def _environment(folder: Path, extra: dict) -> dict:
-    """This one, without what an outsider's code should see, and with nothing of Jupyter's in the home folder."""
+    """The environment of the child: without secrets, and with Jupyter's files inside `folder`."""
     secret = ("TOKEN", "SECRET", "PASSWORD", "KEY", "CREDENTIAL")
     env = {k: v for k, v in os.environ.items() if not any(word in k.upper() for word in secret)}
     root = str(Path(__file__).resolve().parents[3])
     path = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
     model = env.get("NANOKV_MODEL", "")
-    # It runs elsewhere; tiny is the bundled one everywhere.
+    # The child has another working directory, so a path becomes absolute. "tiny" is not a path.
     if model not in ("", "tiny") and os.path.exists(model):
         env["NANOKV_MODEL"] = os.path.abspath(model)
     private = {
@@ -135,7 +144,11 @@ def _environment(folder: Path, extra: dict) -> dict:
 
 
 def _supervise(command, work, limit, env) -> tuple:
-    """(why it was stopped or "", exit code, resources used with all children, last line of its stderr)."""
+    """Run the child within its limits.
+
+    Returns (why it was stopped or "", exit code, resource usage with all children, last line of
+    its stderr).
+    """
     import psutil
 
     with open(work.parent / "stderr", "w+b") as stderr:
@@ -160,7 +173,7 @@ def _supervise(command, work, limit, env) -> tuple:
             elif _memory(psutil, family.values()) > MEMORY_LIMIT:
                 stopped = f"stopped at {MEMORY_LIMIT / 2**30:g} GiB of memory"
             if stopped:
-                # It shall not start others, nor react, while they are ended.
+                # Stop the child first: it must not start processes while its others are killed.
                 os.kill(child.pid, signal.SIGSTOP)
                 _end(psutil, child.pid)
                 os.kill(child.pid, signal.SIGKILL)
@@ -168,9 +181,9 @@ def _supervise(command, work, limit, env) -> tuple:
                 break
             time.sleep(0.1)
         child.returncode = os.waitstatus_to_exitcode(status)
-        # There `adopting` ends the others, and tells.
+        # On Linux `adopting` ends the other processes, and reports them.
         left_to_us = kernels if sys.platform == "linux" else family
-        for process in left_to_us.values():  # a kernel has a session of its own and would live on
+        for process in left_to_us.values():  # a kernel has its own session and would live on
             try:
                 process.kill()
             except psutil.Error:
@@ -181,7 +194,7 @@ def _supervise(command, work, limit, env) -> tuple:
 
 
 def _children(psutil, pid: int, recursive: bool = True) -> list:
-    """All that run below a process."""
+    """The child processes of a process; `recursive`: all descendants."""
     try:
         return psutil.Process(pid).children(recursive=recursive)
     except psutil.Error:
@@ -189,7 +202,7 @@ def _children(psutil, pid: int, recursive: bool = True) -> list:
 
 
 def _end(psutil, pid: int) -> None:
-    """Kill all that run below a process, and what they have started meanwhile."""
+    """Kill all descendants of a process, with the processes that they start meanwhile."""
     for _ in range(20):
         alive = 0
         for process in _children(psutil, pid):
@@ -204,7 +217,7 @@ def _end(psutil, pid: int) -> None:
 
 
 def _memory(psutil, processes) -> int:
-    """Bytes in memory now; what has ended has none."""
+    """Resident bytes of the processes that still run."""
     total = 0
     for process in processes:
         try:
@@ -219,7 +232,7 @@ def _load(path: Path) -> dict | None:
 
     try:
         text = log.contents(path, LARGEST).decode()
-        notebook = nbformat.reads(text, as_version=4)  # joins the lines that the file keeps apart
+        notebook = nbformat.reads(text, as_version=4)  # joins the lists of lines in the file
     except (OSError, ValueError, RecursionError, nbformat.ValidationError):
         return None
     for cell in notebook["cells"]:
@@ -229,7 +242,7 @@ def _load(path: Path) -> dict | None:
 
 
 def joined(outputs: list) -> list:
-    """What was printed without a picture in between is one output: a kernel sends it in as many pieces as it likes."""
+    """The outputs with neighbouring pieces of a stream joined: a kernel splits text anywhere."""
     found: list = []
     for output in outputs:
         last = found[-1] if found else {}
@@ -244,18 +257,18 @@ def joined(outputs: list) -> list:
 
 
 def _outputs(notebook: dict) -> tuple[str, str]:
-    """The first error, and everything on stderr."""
+    """(the first error or "", all text on stderr)."""
     outputs = [o for cell in notebook["cells"] for o in cell.get("outputs", [])]
     errors = [f"{o['ename']}: {o['evalue']}" for o in outputs if o["output_type"] == "error"]
     stderr = "".join(o["text"] for o in outputs if o.get("name") == "stderr")
     return errors[0] if errors else "", stderr
 
 
-# --- the child ----------------------------------------------------------------------------------------------------
+# --- the child ------------------------------------------------------------------------------------
 
 
 def _a_cell(limit: float) -> int:
-    """Seconds for a cell of a notebook that goes on after it: one endless loop shall not cost the other answers."""
+    """Seconds for one cell with `keep_going`: an endless loop must leave time for other cells."""
     return max(5, int(limit / 4))
 
 
@@ -278,7 +291,7 @@ def _execute(folder: Path, limit: float, keep_going: bool) -> None:
     try:
         client.execute()
     except CellExecutionError:
-        pass  # it stands in the outputs
+        pass  # the error is in the outputs
     finally:
         nbformat.write(notebook, folder / "out.ipynb")
 

@@ -1,13 +1,17 @@
-"""How far a learner is: of the exercises and questions of a notebook, how many were last answered right.
+"""A learner's progress: how many exercises and questions of a notebook were last answered right.
 
-The answers come from a log (log.py): a notebook that somebody works in keeps its own, progress.jsonl beside it.
+The answers come from a log (log.py); a learner's notebook keeps its own, progress.jsonl beside it.
 """
 
 from nanokv.school.course import checking
 
 
 def results(number: str, events: list[dict], seed: int | None) -> dict[str, str]:
-    """{id: right, wrong, wrong: mistake, unanswered, missing or other variant}; the last answer of each counts."""
+    """{id: state of its last answer}.
+
+    States: right, wrong, "wrong: MISTAKE", unanswered, missing, or "other variant" (a check with
+    another seed than `seed`).
+    """
     module = checking.exercises(number)
     found = {item.id: "missing" for item in (*module.CHECKS, *module.QUESTIONS)}
     for event in events:
@@ -22,7 +26,7 @@ def results(number: str, events: list[dict], seed: int | None) -> dict[str, str]
 
 
 def counts(number: str, events: list[dict]) -> tuple[int, int, list[str], list[str]]:
-    """(right, of, ids that are wrong, ids without an answer)."""
+    """(number right, number of all, ids answered wrong, ids without an answer)."""
     found = results(number, events, seed=None)
     wrong = [id for id, state in found.items() if state.startswith("wrong")]
     open_ = [id for id, state in found.items() if state in ("unanswered", "missing")]
@@ -30,7 +34,7 @@ def counts(number: str, events: list[dict]) -> tuple[int, int, list[str], list[s
 
 
 def line(number: str, events: list[dict]) -> str:
-    """05: 5 of 8 right. Not yet: 05.2. Not answered: 05.q1, 05.q2."""
+    """A line such as "05: 5 of 8 right. Not yet: 05.2. Not answered: 05.q1, 05.q2."."""
     right, of, wrong, open_ = counts(number, events)
     parts = [f"{number}: {right} of {of} right."]
     parts += [f"Not yet: {', '.join(wrong)}."] if wrong else []
@@ -39,7 +43,7 @@ def line(number: str, events: list[dict]) -> str:
 
 
 def table(numbers: list[str], events: list[dict]) -> str:
-    """A line for each notebook, one without an answer in short, and the sum."""
+    """A line per notebook, a short one if it has no answers, and a line with the sum."""
     lines, sums = [], [0, 0]
     for number in numbers:
         right, of, _, open_ = counts(number, events)

@@ -1,6 +1,7 @@
-"""The functions that a notebook calls. One notebook is one process, so what it has predicted is kept in this module.
+"""The functions that a notebook calls.
 
-Everything is printed as plain text: it reads the same on a screen, in a terminal and aloud.
+A notebook is one process, so its state (model, predictions, answers) is kept in this module.
+Everything is printed as plain text, which also suits terminals and screen readers.
 """
 
 import math
@@ -17,13 +18,16 @@ from nanokv.school.course.answers import as_number, canonical, is_blank, plain
 BUNDLED = 3_050_496  # weights of the bundled model
 _STATE = {"notebook": None, "seed": None, "model": None}
 _PREDICTIONS: dict[str, tuple[float, str]] = {}
-_ANSWERS: list[dict] = []  # of checks and questions, as events
-_PARTS: dict[str, parts.Found] = {}  # what this notebook took of earlier ones
+_ANSWERS: list[dict] = []  # events of checks and questions
+_PARTS: dict[str, parts.Found] = {}  # parts of earlier notebooks that this one uses
 
 
 @dataclass(frozen=True)
 class Result:
-    """What `check` and `answer` return: truthy when right. It has been printed already, so it displays as nothing."""
+    """The result of `check` and `answer`: truthy when right.
+
+    It is printed already, so a notebook displays nothing for it.
+    """
 
     id: str
     state: str  # right, wrong, unanswered
@@ -48,9 +52,10 @@ def _say(text) -> None:
 
 
 def start(notebook: str, seed: int | None = None, model: str = ""):
-    """Load the model of NANOKV_MODEL (default: the bundled one) → (model, tokenizer). `seed` picks a variant.
+    """Load the model of NANOKV_MODEL (default: the bundled one) → (model, tokenizer).
 
-    model: what a notebook takes instead, that asks too much of a large one.
+    `seed` selects a variant of the exercises. `model` overrides NANOKV_MODEL, for notebooks in
+    which a large model would be too slow.
     """
     import torch
 
@@ -61,7 +66,7 @@ def start(notebook: str, seed: int | None = None, model: str = ""):
     source = model or wanted
     recording = recorded.read(notebook) if wanted != "tiny" else None
     try:
-        # The figures of the text.
+        # fp32 on the CPU, as for the figures in the text
         model, tokenizer = load(model or located(wanted), dtype="float32", device="cpu")
     except (ValueError, OSError) as error:  # CheckpointError is no NanoKVError
         if source == "tiny":
@@ -72,7 +77,7 @@ def start(notebook: str, seed: int | None = None, model: str = ""):
     _ANSWERS.clear()
     _PARTS.clear()
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    log.keep(Path.cwd() if shell else None)  # somebody works in it
+    log.keep(Path.cwd() if shell else None)  # IPython is running: a learner's notebook
     recorded.follow(shell, recording if source != wanted else None)
     _STATE.update(notebook=notebook, seed=seed, model=model)
     _introduce(source, wanted, recording)
@@ -81,7 +86,7 @@ def start(notebook: str, seed: int | None = None, model: str = ""):
 
 
 def _instead(notebook: str, recording) -> str:
-    """What to do where a model cannot be loaded."""
+    """The hint for a model that cannot be loaded."""
     plain = "without NANOKV_MODEL the notebook takes the bundled model"
     if not recording:
         return plain
@@ -89,7 +94,7 @@ def _instead(notebook: str, recording) -> str:
 
 
 def _introduce(source: str, wanted: str, recording) -> None:
-    """Print the sizes of the model, and what another one than the bundled changes."""
+    """Print the sizes of the model; for another than the bundled one, also what that changes."""
     c, notebook = _STATE["model"].config, _STATE["notebook"]
     _say(
         f"{source}: {c.num_hidden_layers} layers, hidden size C = {c.hidden_size}, vocabulary {c.vocab_size:,},"
@@ -119,7 +124,10 @@ def _introduce(source: str, wanted: str, recording) -> None:
 
 
 def located(name: str) -> str:
-    """The model of NANOKV_MODEL: a relative path may begin where Jupyter was started, above the notebook's folder."""
+    """The value of NANOKV_MODEL.
+
+    A relative path may start in the folder above the notebook's, where Jupyter was started.
+    """
     beside = os.path.join(os.pardir, name)
     return (
         beside if name != "tiny" and not os.path.exists(name) and os.path.exists(beside) else name
@@ -127,20 +135,22 @@ def located(name: str) -> str:
 
 
 def sized(full: int, least: int) -> int:
-    """How many of something a slow cell takes: `full` with the bundled model, with a larger one fewer, in inverse
-    proportion to its weights, but `least` at least."""
+    """A number of repetitions for a slow cell: `full` with the bundled model.
+
+    With a larger model it shrinks in inverse proportion to the number of weights, down to `least`.
+    """
     from nanokv.costs import parameters
 
     return max(least, min(full, full * BUNDLED // parameters(_STATE["model"].config)))
 
 
 def case(id: str):
-    """The numbers of this exercise in your variant: `case("05.1").P`."""
+    """The numbers of an exercise in the learner's variant: `case("05.1").P`."""
     return checking.find(id).case(_STATE["seed"], _STATE["model"])
 
 
 def check(id: str, answer, seed: int | None = None) -> Result:
-    """Judge an answer, print the judgement, return it; a wrong answer never raises."""
+    """Judge an answer, print the judgement and return it. A wrong answer never raises."""
     exercise = checking.find(id)
     seed = _STATE["seed"] if seed is None else seed
     result = _tell(
@@ -156,9 +166,10 @@ def check(id: str, answer, seed: int | None = None) -> Result:
 
 
 def mine(name: str):
-    """What the learner built in an earlier notebook, if it still passes its check, else nanokv's; prints whose it is.
+    """The learner's part from an earlier notebook if it still passes its check, else nanokv's.
 
-    nanokv/school/course/parts.py has the names, and which exercise makes each.
+    Prints which of the two it is. nanokv/school/course/parts.py lists the names, with the exercise
+    that builds each part.
     """
     _PARTS[name] = found = parts.find(name, log.folder(), _STATE["model"])
     log.note("part", name=name, yours=found.yours)
@@ -167,7 +178,7 @@ def mine(name: str):
 
 
 def whose() -> None:
-    """Print a table of the parts that this notebook has taken: yours, or the reference."""
+    """Print a table of the parts in this notebook: the learner's own, or the reference."""
     print(f"{'part':<10} exercise  whose")
     for name, found in _PARTS.items():
         print(f"{name:<10} {parts.PARTS[name].id:<9} {'yours' if found.yours else 'reference'}")
@@ -197,23 +208,26 @@ def _tell(event: str, id: str, outcome, **more) -> Result:
 
 
 def progress() -> None:
-    """Print how many exercises and questions of this notebook are right: its last cell."""
+    """Print how many exercises and questions of this notebook are right; for its last cell."""
     if not _STATE["notebook"]:
         raise CourseError("no notebook was started", 'course.start("05") is its first cell')
     _say(scores.line(_STATE["notebook"], _ANSWERS))
     _say("All notebooks: nanokv course progress")
 
 
-# --- predictions --------------------------------------------------------------------------------------------------
+# --- predictions ----------------------------------------------------------------------------------
 
 
 def predict(id: str, value, unit: str = "", signed: bool = False) -> None:
-    """Commit to a number before the experiment. signed: it may be negative; a count, a share or a factor may not."""
+    """Commit to a number before the experiment.
+
+    `signed`: the number may be negative; counts, shares and factors may not.
+    """
     number = None if is_blank(value) else as_number(plain(value))
     endless = number is not None and math.isinf(number)
     impossible = endless or (number is not None and number < 0 and not signed)
     log.note("predict", id=id, value=None if impossible else number)
-    _PREDICTIONS.pop(id, None)  # an earlier one is taken back
+    _PREDICTIONS.pop(id, None)  # this call replaces an earlier prediction
     if impossible:
         why = "the number is finite" if endless else "the number is 0 or more"
         _say(
@@ -236,7 +250,10 @@ def predict(id: str, value, unit: str = "", signed: bool = False) -> None:
 
 
 def chosen(answer, known) -> set | None:
-    """The known names that a bet holds, in any collection; None without a bet. Names that nobody knows are printed."""
+    """The known names among the learner's choice, a name or a collection; None without a choice.
+
+    Prints the names that are not known.
+    """
     if is_blank(answer) or not isinstance(answer, Iterable):
         return None
     names = {canonical(name) for name in ([answer] if isinstance(answer, str) else answer)}
@@ -246,7 +263,7 @@ def chosen(answer, known) -> set | None:
 
 
 def reveal(id: str, measured, unit: str = "") -> None:
-    """Show the prediction beside what was measured."""
+    """Print the prediction beside the measured number."""
     measured = as_number(measured.item() if hasattr(measured, "item") else measured)
     if measured is None:
         raise CourseError(f"{id}: what was measured is not a number")
@@ -262,14 +279,14 @@ def reveal(id: str, measured, unit: str = "") -> None:
 
 
 def comment(guess: float, measured: float) -> str:
-    """How far off, in words."""
+    """How far a prediction is off, in words."""
     if guess == measured:
         return "exactly right"
     if guess == 0 or measured == 0:
         return f"too {'high' if guess > measured else 'low'} by {quantity(abs(guess - measured))}"
     if (guess > 0) != (measured > 0):
         return "even the sign differs"
-    # A ratio may leave the range of floats.
+    # Logarithms first: the ratio may be out of the range of floats.
     decades = math.log10(abs(guess)) - math.log10(abs(measured))
     side = "high" if decades > 0 else "low"
     if abs(decades) >= 6:
@@ -285,13 +302,13 @@ def comment(guess: float, measured: float) -> str:
 
 
 def quantity(number: float, unit: str = "") -> str:
-    """1,024 tokens; 0.0213 s."""
+    """A number with its unit: "1,024 tokens", "0.0213 s"."""
     whole = float(number).is_integer() or abs(number) >= 1000
     text = f"{number:,.0f}" if whole and abs(number) < 1e15 else f"{number:,.4g}"
     return f"{text} {unit}".rstrip()
 
 
-# --- figures and claims -------------------------------------------------------------------------------------------
+# --- figures and claims ---------------------------------------------------------------------------
 
 
 def figure(id: str, value) -> None:
@@ -303,7 +320,7 @@ def figure(id: str, value) -> None:
 
 
 def confirm(id: str, verdict: str, found=None) -> None:
-    """`claim` without printing: for the claims that a page leaves to claims.md."""
+    """`claim` without printing, for claims that the notebook's text leaves to claims.md."""
     from nanokv.school.course.claims import CLAIMS
 
     if id not in CLAIMS:
@@ -313,7 +330,10 @@ def confirm(id: str, verdict: str, found=None) -> None:
 
 
 def claim(id: str, verdict: str, found=None) -> None:
-    """Put a claim of an article beside what was found here. The verdict and the value must be the registry's."""
+    """Print a claim of an article with its verdict, and the value found here.
+
+    Raises CourseError unless verdict and value agree with the registry.
+    """
     from nanokv.school.course.claims import CLAIMS
 
     confirm(id, verdict, found)

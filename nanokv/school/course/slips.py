@@ -1,8 +1,8 @@
-"""Two known mistakes in one answer. They are looked for only where no single one explains it.
+"""Finds two known mistakes in one answer, where no single mistake explains it.
 
-An answer of several numbers may hold one mistake in each of them; a product may be off by the factors of both; a
-function may have two of the slips that its `made` knows. An answer that several pairs explain is given no name: what a
-learner is told has to be true.
+An answer of several numbers may have a different mistake in each. A product may be off by the
+factors of both mistakes. A function may have two of the slips that its `made` can build. If several
+pairs explain an answer, none is named: the feedback has to be true.
 """
 
 import itertools
@@ -11,12 +11,15 @@ from types import SimpleNamespace
 
 
 def told(a, b) -> tuple[str, str]:
-    """(message, name) of two mistakes."""
+    """(message, name) of two mistakes together."""
     return f"Two slips at once. {a.message} And: {b.message}", f"{a.name} + {b.name}"
 
 
 def of_value(answer, right, given_by, alike, factors: bool):
-    """The two mistakes that explain a wrong value, or None. given_by: [(mistake, its value)]."""
+    """The two mistakes that explain a wrong value; None unless exactly one pair does.
+
+    `given_by`: [(mistake, its value)]. `alike`: (answer, value) → do they agree?
+    """
     known = [(mistake, value) for mistake, value in given_by if not mistake.alone]
     explains = _factors if factors and isinstance(right, Real) else _parts
     found = [
@@ -33,7 +36,7 @@ def _factors(answer, right, x, y, alike) -> bool:
 
 
 def _parts(answer, right, x, y, alike) -> bool:
-    """Is each item right or that of one mistake, and does it take both?"""
+    """Is each wrong item that of x or y, and are both needed?"""
     alike_forms = all(isinstance(value, list | tuple) for value in (answer, right, x, y))
     if not alike_forms or len({len(value) for value in (answer, right, x, y)}) > 1:
         return False
@@ -47,7 +50,7 @@ def _parts(answer, right, x, y, alike) -> bool:
 
 
 def functions(mistakes, made) -> list:
-    """A mistake, with its function, for every two slips that do not concern the same thing."""
+    """The combined mistakes, with their functions, of all pairs with different slip arguments."""
     if made is None:
         return []
     slipped = [mistake for mistake in mistakes if mistake.slip]

@@ -1,7 +1,9 @@
-"""Inputs on which a learner's function is tried: first small and round ones, so that the first that fails can be typed
-in and followed by hand, then any.
+"""Inputs on which a learner's function is tried.
 
-    inputs = lambda rng: (rng.randint(1, 200), tensor(rng, 3, 4))     an exercise writes this once, for all sizes
+The first are small, with round numbers, so that a failing one is easy to type in and to follow by
+hand. An exercise writes one function for all sizes:
+
+    inputs = lambda rng: (rng.randint(1, 200), tensor(rng, 3, 4))
 """
 
 import random
@@ -10,7 +12,7 @@ from nanokv.school.course.feedback import typed
 
 
 class Growing(random.Random):
-    """random.Random whose `randint` stays at the low end of its range while `size`, a share of it, is below 1."""
+    """A random.Random whose `randint` draws from the lowest `size` (a share) of its range."""
 
     size = 1.0
 
@@ -19,7 +21,10 @@ class Growing(random.Random):
 
 
 def drawn(inputs, seed: str, number: int) -> list[tuple]:
-    """`inputs(rng)` for a size that grows over the first half; those that are short to type come first."""
+    """`number` draws of `inputs(rng)`, sorted by the length of their code.
+
+    The size of the draws grows over the first half, and is full for the second.
+    """
     rng, found = Growing(seed), []
     for i in range(number):
         rng.size = min(1.0, 2 * i / number)
@@ -28,7 +33,7 @@ def drawn(inputs, seed: str, number: int) -> list[tuple]:
 
 
 def tensor(rng, *shape):
-    """Whole numbers from −2 to 2 while inputs are small, normal ones after that."""
+    """A tensor of whole numbers from −2 to 2 while inputs are small, of normal numbers later."""
     import torch
 
     source = torch.Generator().manual_seed(rng.getrandbits(32))

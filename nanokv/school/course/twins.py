@@ -1,8 +1,9 @@
-"""One source, two notebooks: the student's (stubs, no answers, no outputs) and the solution's.
+"""One source, two notebooks: the student's, with stubs and without outputs, and the solution.
 
-notebooks/source/NN_name.py is text in jupytext's percent format. A code cell tagged "exercise" is for the student, and
-the cell after it, tagged "solution", takes its place in the other twin; everything else is in both. So an answer
-cannot leak into a student's notebook. A cell tagged "hide-input" is folded: what draws or records figures.
+notebooks/source/NN_name.py is in jupytext's percent format. A code cell tagged "exercise" goes into
+the student's notebook; the cell after it, tagged "solution", replaces it in the solution. All other
+cells go into both, so an answer cannot leak into a student's notebook. A cell tagged "hide-input",
+which draws or records figures, is folded.
 """
 
 import functools
@@ -14,7 +15,7 @@ from pathlib import Path
 from nanokv.errors import CourseError
 from nanokv.school.course import claims
 
-# Second-level headings that every notebook has, in this order; others may stand between them.
+# Second-level headings of every notebook, in this order; others may come between them.
 SECTIONS = (
     "What you will be able to do",
     "Predict",
@@ -25,24 +26,24 @@ SECTIONS = (
     "Next",
 )
 TAGS = {"exercise", "solution"}
-SLIDE_TAGS = {"slide", "skip"}  # of the deck: with its code, or not at all
-# Columns of a line of code: a cell of JupyterLab shows no more in a window of 1,000 pixels.
+SLIDE_TAGS = {"slide", "skip"}  # in the slides: shown with its code, or left out
+# Columns of a line of code: JupyterLab shows no more in a window of 1,000 pixels.
 WIDEST = 88
-# The name that Jupyter Book gave it: its outputs are shown, its code on demand.
+# Jupyter Book's tag for a cell whose code is hidden until a reader asks for it.
 FOLDED = "hide-input"
-# What a learner need not read.
+# Calls that a learner need not read.
 BOOKKEEPING = re.compile(r"^\s*course\.(show|figure|confirm)\(", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of the source: kind is code or markdown, role is both, exercise or solution."""
+    """A cell of the source. `kind`: code or markdown; `role`: both, exercise or solution."""
 
     kind: str
     text: str
     role: str = "both"
-    slide: str = ""  # slide, skip or, for the rule of nanokv/school/course/slides.py, nothing
-    fold: str = ""  # hide-input or nothing
+    slide: str = ""  # "slide", "skip", or "": the rule of nanokv/school/course/slides.py
+    fold: str = ""  # "hide-input" or ""
 
 
 @dataclass(frozen=True)
@@ -67,15 +68,15 @@ class Source:
         return self.notebook([c for c in self.cells if c.role != "exercise"])
 
     def prose(self) -> str:
-        """All markdown, as the solution's reader sees it."""
+        """All markdown of the notebook."""
         return "\n\n".join(c.text for c in self.cells if c.kind == "markdown")
 
     def code(self) -> str:
-        """All code but the stubs."""
+        """All code except the stubs."""
         return "\n\n".join(c.text for c in self.cells if c.kind == "code" and c.role != "exercise")
 
     def notebook(self, cells) -> dict:
-        """nbformat 4.5 with ids that depend on nothing but the place, so that a rebuild changes nothing."""
+        """Cells in nbformat 4.5. Ids depend only on the position, so a rebuild is identical."""
         made = []
         for i, cell in enumerate(cells):
             body = {"cell_type": cell.kind, "id": f"{self.number}-{i:03}", "metadata": {}}
@@ -94,15 +95,15 @@ class Source:
 
 
 def read(path) -> Source:
-    """Parse a source file and check its form; CourseError names the file, the cell and what is wrong."""
+    """Parse a source file and check its form. CourseError names the file, the cell, the fault."""
     path = Path(path)
     return parsed(path.name, path.read_text(encoding="utf-8"))
 
 
-# An exam asks for the same sources again and again, and one takes 20 ms.
+# Cached: parsing takes 20 ms, and an exam reads the same sources many times.
 @functools.lru_cache(maxsize=64)
 def parsed(file: str, text: str) -> Source:
-    """The source that this text is, in a file of this name."""
+    """Parse the text of a source; `file` is its name, for the errors and the notebook's name."""
     import jupytext
 
     notebook = jupytext.reads(text, fmt="py:percent")
@@ -123,7 +124,7 @@ def parsed(file: str, text: str) -> Source:
 
 
 def complaints(source: Source) -> list[str]:
-    """What is wrong with the form of a source."""
+    """The faults in the form of a source, each as a sentence."""
     cells, found = source.cells, []
     if not re.fullmatch(r"\d\d_[a-z0-9_]+", source.name):
         found.append("the file name is not NN_words.py")
@@ -158,7 +159,7 @@ def complaints(source: Source) -> list[str]:
 
 
 def to_text(notebook: dict) -> str:
-    """A notebook as it is written to disk."""
+    """The text of a notebook file."""
     return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
 
 
@@ -172,7 +173,7 @@ def sources(folder) -> list[Path]:
 
 
 def chosen(folder, words=()) -> list[Path]:
-    """The sources that are named, by number (05) or whole (05_the_waste), in order; all without a name."""
+    """The sources named by number (05) or name (05_the_waste), in order; all if none is named."""
     found = sources(folder)
     unknown = set(words) - {name for path in found for name in (path.stem, path.stem[:2])}
     if unknown:
@@ -183,8 +184,11 @@ def chosen(folder, words=()) -> list[Path]:
 
 
 def outdated(folder, words=()) -> dict[Path, str]:
-    """{file: its new text} of a notebooks folder, or of those named, where it is another or missing: the student twins,
-    and claims.md, to which they link."""
+    """{file: its new text} of the generated files that differ or are missing.
+
+    They are the student notebooks (with `words`, only those named) and claims.md, to which the
+    notebooks link.
+    """
     found = {
         Path(folder) / f"{path.stem}.ipynb": to_text(read(path).student())
         for path in chosen(folder, words)

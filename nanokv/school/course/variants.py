@@ -1,7 +1,8 @@
-"""A notebook for every student, with numbers of their own, and a key for the teacher.
+"""Writes a notebook for every student, with different numbers, and a key for the teacher.
 
-A variant is a seed: `course.start("05", seed=…)` draws the parameters of each exercise from it. Seeds follow from the
-teacher's number and the student's name, so that the same call writes the same files.
+A variant is a seed: `course.start("05", seed=…)` draws the parameters of each exercise from it. A
+seed is computed from the teacher's number and the student's name, so the same call writes the same
+files.
 """
 
 import csv
@@ -13,18 +14,22 @@ from nanokv.errors import CourseError
 from nanokv.school.course import checking, twins
 from nanokv.school.course.answers import plain
 
-# Devices on Windows, with any suffix.
+# Names of devices on Windows, reserved with any suffix.
 RESERVED = re.compile(r"CON|PRN|AUX|NUL|(COM|LPT)[0-9]", re.IGNORECASE)
 
 
 def seed_of(number: int, notebook: str, student: str) -> int:
-    """A student's seed: 31 bits of a hash."""
+    """A student's seed: 31 bits of a SHA-256 hash."""
     digest = hashlib.sha256(f"{number} {notebook} {student}".encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1
 
 
 def write(sources: list[Path], students: list[str], number: int, out: Path) -> Path:
-    """out/NN_name/STUDENT.ipynb for each, and out/key.csv: student, notebook, seed, parameters and right answers."""
+    """Write out/NN_name/STUDENT.ipynb for each student and notebook, and out/key.csv.
+
+    The key's columns: student, notebook, seed, and per exercise the parameters and the right
+    answer. Returns the path of the key.
+    """
     files, lines = file_names(students), []
     for path in sources:
         source = twins.read(path)
@@ -48,16 +53,16 @@ def write(sources: list[Path], students: list[str], number: int, out: Path) -> P
 
 
 def file_names(students: list[str]) -> list[str]:
-    """One file for each name; CourseError where two names would have the same."""
+    """A file name per student; CourseError if two are the same or there are no students."""
     files = [file_name(name.strip()) for name in students if name.strip()]
-    # Some file systems know no case.
+    # Some file systems ignore case.
     if len({file.casefold() for file in files}) != len(files) or not files:
         raise CourseError("the names are not all different, or there is none", "one name per line")
     return files
 
 
 def targets(sources: list[Path], students: list[str], out: Path) -> list[Path]:
-    """All files that `write` would write."""
+    """The files that `write` would write."""
     files = [
         out / path.stem / f"{student}.ipynb" for path in sources for student in file_names(students)
     ]
@@ -65,7 +70,7 @@ def targets(sources: list[Path], students: list[str], out: Path) -> list[Path]:
 
 
 def variant(source, seed: int) -> dict:
-    """The student notebook with the seed in its first code cell."""
+    """The student notebook with the seed in its call of course.start."""
     notebook = source.student()
     call = f'course.start("{source.number}"'
     if source.code().count(call) != 1:
@@ -79,7 +84,7 @@ def variant(source, seed: int) -> dict:
 
 
 def answers(notebook: str, seed: int) -> dict[str, str]:
-    """{id: parameters → right answer}; exercises without a single right answer say so."""
+    """{id: "parameters → right answer"}; "judged" for exercises without a single right answer."""
     found = {}
     for check in checking.exercises(notebook).CHECKS:
         case = check.case(seed)
@@ -90,6 +95,6 @@ def answers(notebook: str, seed: int) -> dict[str, str]:
 
 
 def file_name(student: str) -> str:
-    """A name that is safe as a file name on every system, and as a cell of a spreadsheet."""
+    """The student's name made safe as a file name on every system and as a spreadsheet cell."""
     name = re.sub(r"[^\w.-]+", "_", student)[:80].strip("._-") or "student"
     return f"{name}_" if RESERVED.fullmatch(name.split(".")[0]) else name

@@ -1,8 +1,8 @@
-"""What five articles about the KV cache say, and what is true: one record a claim, each executed somewhere.
+"""The claims of five articles about the KV cache, each with the truth and a notebook that shows it.
 
-Claim N.k is the k-th statement of article N. A claim with a number has `value`, which computes the true one from
-nanokv; tests/school/test_claims.py asserts it, and the notebook of `where` measures it. `nanokv course claims` prints
-all.
+Claim N.k is the k-th statement of article N. If the truth is a number, `value` computes it with
+nanokv; tests/school/test_claims.py asserts it, and notebook `where` measures it. `nanokv course
+claims` prints all claims.
 """
 
 from nanokv.school.course.claims.claim import Article, Claim
@@ -47,7 +47,10 @@ def table() -> str:
 
 
 def page() -> str:
-    """Every claim in a Markdown table for each article: notebooks/claims.md, which `nanokv course build` writes."""
+    """All claims in Markdown, a table per article: the text of notebooks/claims.md.
+
+    `nanokv course build` writes that file.
+    """
     lines = [
         "# What the articles say, and what is true",
         "",
@@ -73,7 +76,10 @@ def page() -> str:
 
 
 def numbers(claim: Claim) -> str:
-    """`printed 64, computed 128 values per head · `, or nothing; `implied` where the article has no such number."""
+    """A text such as "printed 64, computed 128 values per head · "; "" without a number.
+
+    "implied" replaces "printed" where the number only follows from the article.
+    """
     if claim.value is None:
         return ""
     source = "implied" if claim.implied else "printed"

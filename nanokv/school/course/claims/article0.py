@@ -7,7 +7,7 @@ from nanokv.school.course.work import copied_by_cat
 
 
 def _slots_after(prompt: int, decodes: int) -> int:
-    """Slots that a cache grown by torch.cat holds, counted in a real one."""
+    """The length of a real cache that grew by torch.cat: a prompt, then single tokens."""
     import torch
 
     from nanokv.cache import make_cache

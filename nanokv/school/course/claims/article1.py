@@ -14,17 +14,17 @@ TABLE = {  # claim 1.20: (layers, KV heads, head size) → printed KiB per token
 
 
 def kib_a_token(layers: int, kv_heads: int, head_dim: int) -> float:
-    """Cache of one token in KiB, 2 bytes per value."""
+    """KiB of cache per token, at 2 bytes per value."""
     return costs.kv_bytes_per_token(shape(layers, kv_heads, head_dim), 2) / KIB
 
 
 def profiled_rate(prefill: float, step: float, tokens: int = 50) -> float:
-    """Tokens a second that the article's profiler reports: its decode part begins with a second prefill."""
+    """Tokens per second that the article's profiler reports: it times a second prefill as decode."""
     return (tokens - 1) / (prefill + (tokens - 2) * step)
 
 
 def latent_saving() -> float:
-    """Percent saved by the latent of DeepSeek-V2 (576 values per layer) against 128 full heads of 128."""
+    """Percent that DeepSeek-V2's latent (576 values per layer) saves against 128 heads of 128."""
     full = costs.kv_bytes_per_token(shape(60, 128, 128), 2)
     return 100 * (1 - 60 * 576 * 2 / full)
 

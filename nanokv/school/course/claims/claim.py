@@ -1,4 +1,4 @@
-"""One statement of an article, and what is true of it."""
+"""One statement of an article, with its verdict and the truth."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from nanokv.school.course.answers import same
 
 @dataclass(frozen=True)
 class Article:
-    """An article that was checked. `address`: where it is read; empty where no lasting address is known."""
+    """An article that was checked. `address`: its URL; empty where no lasting one is known."""
 
     title: str
     address: str = ""
 
     @property
     def where(self) -> str:
-        """In Markdown, for a page of its claims."""
+        """A sentence in Markdown that says where to read the article."""
         if self.address:
             return f"Read it at <{self.address}>."
         return "No lasting address of this article is known; its title finds it."
@@ -24,9 +24,11 @@ class Article:
 
 @dataclass(frozen=True)
 class Claim:
-    """`says` is a paraphrase; `printed` the article's own number where it has one; `where` a notebook.
+    """A claim of an article, and the truth.
 
-    `implied`: the number does not stand in the article, but follows from what stands there.
+    `says`: the claim, paraphrased. `value`: () → the true number, in `unit`. `printed`: the
+    article's number. `implied`: the article does not print that number, but it follows from the
+    text. `where`: the notebook that shows the truth.
     """
 
     id: str
@@ -40,7 +42,7 @@ class Claim:
     implied: bool = False
 
     def confirm(self, verdict: str, found=None) -> None:
-        """CourseError unless verdict and number are the registry's (to a thousandth)."""
+        """Raises CourseError unless verdict and number (within 0.1 %) agree with the registry."""
         if verdict != self.verdict:
             raise CourseError(f"claim {self.id} is filed as {self.verdict}, not as {verdict!r}")
         if (

@@ -1,4 +1,4 @@
-"""Shapes of the models that the articles speak of, as configs, so that nanokv/costs can count for them."""
+"""Configs with the shapes of the models in the articles, for the formulas of nanokv/costs."""
 
 from dataclasses import replace
 
@@ -10,7 +10,10 @@ KIB = 1024
 
 
 def shape(layers: int, kv_heads: int, head_dim: int, heads: int | None = None) -> Config:
-    """A config of which only the cache is asked; heads default to one query head for each KV head."""
+    """A config with the given cache shape; its other numbers are QWEN's and mean nothing.
+
+    `heads` query heads; by default as many as KV heads.
+    """
     return replace(
         QWEN,
         num_hidden_layers=layers,

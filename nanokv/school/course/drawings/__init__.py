@@ -1,6 +1,6 @@
-"""The schematic drawings of the course, made by code. `course.show(course.drawings.block())` shows one with its words.
+"""The schematic drawings of the course. `course.show(course.drawings.block())` shows one.
 
-Each function takes the alt text as an argument and returns a Drawing.
+Each function takes the text alternative as an argument and returns a Drawing.
 """
 
 from nanokv.school.course.drawings.arriving_token import token_arrives

@@ -1,4 +1,4 @@
-"""The cache beside attention, while one token arrives: what is computed for it, and what is read. In four steps."""
+"""One token arrives, in four steps: which tensors are computed, and which the cache provides."""
 
 from nanokv.school.course.drawings.canvas import Canvas, Drawing
 
@@ -13,7 +13,7 @@ LEFT, PITCH, WIDE = 92, 75, 70
 
 
 def token_arrives(tokens=("The", "fox", "asked", "the"), alt: str = ALT) -> Drawing:
-    """Four tokens; the last one is new. Its steps appear one after the other."""
+    """Four tokens, of which the last is new. The four steps appear one after the other."""
     canvas = Canvas("arrives", "A token arrives", 448)
     columns = [LEFT + PITCH * i for i in range(4)]
     canvas.text(12, 68, "token", 12)

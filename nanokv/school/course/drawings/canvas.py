@@ -1,8 +1,8 @@
-"""SVG from code, for the schematic drawings of the course: one width, one set of colours, one form of text.
+"""Schematic drawings as SVG, all of one width, with one set of colours and one text style.
 
-A drawing is as wide as a phone, so its letters can be read there; a wide screen only enlarges it. It has a white ground
-of its own, so it reads the same in a light and in a dark page. Colours are those of Okabe and Ito 2008, and no colour
-says anything that the text does not say. Nothing is fetched, and the same call gives the same bytes.
+A drawing has the width of a phone, so its text is legible there; a wide screen enlarges it. It has
+a white background, for light and dark pages. Colours are those of Okabe and Ito 2008, and never the
+only carrier of information. An SVG needs no other file, and the same call gives the same bytes.
 """
 
 import base64
@@ -27,9 +27,10 @@ FILLS = {  # kind of box → (fill, ink)
 
 @dataclass(frozen=True)
 class Drawing:
-    """An SVG with its words. Jupyter shows it as it is; `course.show` prints the words too.
+    """An SVG with its text alternative, which `course.show` prints below it.
 
-    `steps`: how many parts a page shows one after the other, as soon as the drawing is seen; 0: it stands still.
+    `steps`: the number of parts that a page reveals one after the other, once the drawing is
+    visible; 0: all at once.
     """
 
     name: str
@@ -41,7 +42,7 @@ class Drawing:
         return self.svg
 
     def _repr_mimebundle_(self, include=None, exclude=None):
-        """The SVG, and for pages an image with its alt text."""
+        """The SVG for Jupyter, and an <img> with alt text for web pages → (data, metadata)."""
         data = {
             "image/svg+xml": self.svg,
             "text/html": self._html(),
@@ -50,7 +51,7 @@ class Drawing:
         return data, {"image/svg+xml": {"alt": self.alt}}
 
     def _html(self) -> str:
-        """All steps are there where no script runs."""
+        """An <img>; with steps, also buttons and a script, without which all steps are visible."""
         image = f'<img alt="{html.escape(self.alt)}" src="{address(self.svg)}" style="max-width:100%;height:auto">'
         if not self.steps:
             return image
@@ -63,12 +64,15 @@ class Drawing:
 
 
 def address(svg: str) -> str:
-    """A data: address, so that a page needs no second file."""
+    """The SVG as a data: URL, so that a page needs no other file."""
     return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
 
 
 class Canvas:
-    """Collects the shapes of one drawing; `step` numbers what a page shows one after the other, from 1."""
+    """Collects the shapes of one drawing.
+
+    `step`: the number of the step, from 1, in which a page reveals a shape; 0: always visible.
+    """
 
     def __init__(self, name: str, title: str, height: int):
         self.name, self.title, self.height = name, title, height
@@ -77,7 +81,7 @@ class Canvas:
         self.text(12, 26, title, size=16, bold=True)
 
     def box(self, x, y, width, height, text="", kind="plain", size=13, dashed=False, step=0):
-        """A rectangle with text in its middle, one line per line."""
+        """A rectangle with centred text, which may have several lines."""
         fill, ink = FILLS[kind]
         dash = ' stroke-dasharray="4 3"' if dashed else ""
         self._add(
@@ -93,7 +97,7 @@ class Canvas:
             )
 
     def text(self, x, y, words, size=13, anchor="start", bold=False, ink=INK, step=0):
-        """One line of text on its base line."""
+        """One line of text; y is its baseline."""
         weight = ' font-weight="bold"' if bold else ""
         place = f'x="{x:g}" y="{y:g}" font-size="{size:g}" text-anchor="{anchor}"'
         self._add(
@@ -101,7 +105,7 @@ class Canvas:
         )
 
     def arrow(self, *points, step=0, dashed=False, head=True):
-        """A line through (x, y) points, with a head at the last one."""
+        """A line through (x, y) points, with an arrowhead at the last one."""
         dash = ' stroke-dasharray="4 3"' if dashed else ""
         path = " ".join(f"{x:g},{y:g}" for x, y in points)
         self._add(
@@ -119,14 +123,14 @@ class Canvas:
             self._add(f'<polygon points="{tip}" fill="{LINE}"/>', step)
 
     def legend(self, y, *entries, x=12):
-        """(kind, words) beside one another: what the colours say."""
+        """A legend in one row, of (kind, words): the meaning of the colours."""
         for kind, words in entries:
             self.box(x, y - 11, 14, 14, kind=kind)
             self.text(x + 20, y, words, size=12)
             x += 36 + 7 * len(words)
 
     def drawing(self, alt: str) -> Drawing:
-        """All of it as one file, with `alt` as its description."""
+        """The finished drawing, with `alt` as its description."""
         words = f"<title>{html.escape(self.title)}</title><desc>{html.escape(alt)}</desc>"
         ground = f'<rect width="{WIDTH}" height="{self.height}" fill="#FFFFFF"/>'
         svg = (

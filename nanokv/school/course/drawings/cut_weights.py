@@ -1,4 +1,4 @@
-"""What of a model lies on which of two ranks, and where they must exchange something."""
+"""How a model is divided between two ranks, and where they have to communicate."""
 
 from nanokv.school.course.drawings.canvas import Canvas, Drawing
 
@@ -10,7 +10,7 @@ ALT = (
     "then the logits are gathered. Below it the other cut: the cache alone is cut, by positions, in pages that are "
     "dealt out in turn; results are gathered and merged."
 )
-PARTS = (  # name, what a rank has, what is sent
+PARTS = (  # name, unit of the division, communication
     ("embedding", "words", "sum"),
     ("q, k, v", "heads", ""),
     ("KV cache", "KV heads", ""),
@@ -23,7 +23,7 @@ LEFT, WIDE = 98, 104
 
 
 def cuts(alt: str = ALT) -> Drawing:
-    """Tensor parallel above, context parallel below; rank 0 in blue, rank 1 in orange."""
+    """Tensor parallelism above, context parallelism below; rank 0 in blue, rank 1 in orange."""
     canvas = Canvas("cuts", "One model, two ranks", 420)
     canvas.text(LEFT + WIDE + 2, 52, "cut by heads and words", 12, "middle", bold=True)
     canvas.text(348, 52, "sent", 12, "middle", bold=True)

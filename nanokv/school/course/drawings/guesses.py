@@ -1,4 +1,4 @@
-"""Speculative decoding: draft, verify in one forward, accept up to the first difference, roll the cache back."""
+"""Speculative decoding: draft, verify in one forward, accept while equal, roll the cache back."""
 
 from nanokv.school.course.drawings.canvas import Canvas, Drawing
 

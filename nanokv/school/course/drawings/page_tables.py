@@ -35,7 +35,10 @@ def _place(page):
 
 
 def _table(canvas, name, y, start, end):
-    """The table of a sequence, and an arrow from each entry to its page; they end a little apart, one per sequence."""
+    """The table of a sequence, and an arrow from each entry to its page.
+
+    On a shared page, the arrows of the two sequences end a little apart.
+    """
     canvas.text(12, y + 20, f"{name}: {TOKENS[name]} tokens, pages")
     apart = 8 if name == "A" else -8
     for i, page in enumerate(TABLES[name]):
@@ -46,7 +49,7 @@ def _table(canvas, name, y, start, end):
 
 
 def _page(canvas, page, names):
-    """A page of the pool with its slots; each slot that is used names the position of its token."""
+    """A page of the pool with its slots. A used slot shows the position of its token."""
     x, y = _place(page), 170
     canvas.box(x, 152, WIDE, 132)
     canvas.text(x + WIDE / 2, y, f"page {page}", 12, "middle", bold=True)

@@ -1,4 +1,4 @@
-"""The ruler of positions: where the cached tokens stand, and where a new chunk belongs. Right and wrong start_pos."""
+"""A ruler of positions: the cached tokens, and a new chunk with a right and two wrong start_pos."""
 
 from nanokv.school.course.drawings.canvas import Canvas, Drawing
 
@@ -12,7 +12,7 @@ CACHED, NEW, LAST = 6, 3, 10
 
 
 def ruler(alt: str = ALT) -> Drawing:
-    """Six cached tokens, a chunk of three, one right and two wrong places for it."""
+    """Six cached tokens, and a chunk of three at one right and two wrong positions."""
     canvas = Canvas("ruler", "Where does the chunk begin?", 372)
     canvas.text(12, 52, f"The cache holds {CACHED} tokens: positions 0 … {CACHED - 1}")
     for position in range(LAST):
@@ -36,7 +36,7 @@ def ruler(alt: str = ALT) -> Drawing:
 
 
 def _row(canvas, y, sign, words, start, kind):
-    """The chunk at one start_pos."""
+    """The chunk at position `start`."""
     canvas.text(12, y, sign, 16, bold=True)
     canvas.text(32, y, words)
     for i in range(NEW):

@@ -1,4 +1,4 @@
-"""The prefix tree: texts that begin alike share their pages, and a new request computes only what is new."""
+"""The prefix tree: texts with a common prefix share its pages; a new request computes the rest."""
 
 from nanokv.school.course.drawings.canvas import Canvas, Drawing
 
@@ -11,7 +11,7 @@ ALT = (
 
 
 def prefix_tree(alt: str = ALT) -> Drawing:
-    """Four cached texts, and a request that shares two nodes."""
+    """A tree of cached texts, and a request that shares two of its nodes."""
     canvas = Canvas("prefix", "A tree of prefixes", 412)
     canvas.box(110, 46, 180, 40, "system prompt\npages 0, 1", "shared")
     canvas.box(12, 126, 180, 40, "Tell me of the fox.\npage 2", "shared")

@@ -1,4 +1,4 @@
-"""A transformer block from top to bottom: each operation, and the shape of each tensor between two of them."""
+"""A transformer block from top to bottom: the operations, and the shapes of the tensors between."""
 
 from nanokv.school.course.drawings.canvas import Canvas, Drawing
 
@@ -46,14 +46,14 @@ def block(alt: str = ALT) -> Drawing:
 
 
 def _to_part(canvas, y, text, name):
-    """A copy leaves the stream and is normed."""
+    """A copy of the residual stream goes to a norm."""
     canvas.arrow((STREAM, y + 14), (84, y + 14))
     canvas.box(84, y, WIDE, 28, text, "work")
     canvas.text(194, y + 19, name, 12)
 
 
 def _back(canvas, y, text):
-    """The result of a part is added to the stream."""
+    """The result of a part is added to the residual stream."""
     canvas.box(84, y, WIDE, 28, text, "work")
     canvas.text(194, y + 19, "(B,T,C), added to x", 12)
     canvas.arrow((84, y + 14), (STREAM + 10, y + 14))
