@@ -1,6 +1,7 @@
-"""The caches. Read base.py, then dict_cache.py; registry.py has them by name, options.py what each can be told.
+"""The caches. Read base.py, then dict_cache.py; registry.py lists the caches by name, options.py
+their options.
 
-Names are imported on first use, so that the options are known before torch is.
+Names are imported on first use, so the command line can check options without importing torch.
 """
 
 import importlib
@@ -26,7 +27,7 @@ __all__ = [
     "make_cache",
 ]
 
-if not TYPE_CHECKING:  # it would hide a name that is mistyped
+if not TYPE_CHECKING:  # a type checker that sees __getattr__ accepts mistyped names
 
     def __getattr__(name: str):
         if name not in __all__:

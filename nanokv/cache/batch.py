@@ -1,9 +1,10 @@
-"""Rows of different lengths in one batch, each row a cache of its own, of any kind.
+"""Rows of different lengths in one batch; each row is a cache of any kind.
 
-Every row keeps its own positions: `length` is a tensor (B,), and so is start_pos. Keys are padded on the left to the
-longest row, the padding is masked, and the last T columns are the new tokens, as in every cache. The padded copy costs
-2·B·Hk·S·D values per layer and step. One token per row (decode) or T per row (verifying a draft); rows of unequal
-prompts are prefilled alone and joined here.
+Every row keeps its own positions: `length` is a tensor (B,), and so is start_pos. Keys are padded
+on the left to the longest row, the mask hides the padding, and the last T columns are the new
+tokens, as in every cache. The padded copy costs 2·B·Hk·S·D values per layer and step. A call
+takes one token per row (decode) or T per row (verifying a draft). Prompts of unequal length are
+prefilled one by one and joined here.
 """
 
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ class BatchLayer(LayerCache):
         self.parts, self._expected = parts, parts[0]._expected  # LayerCaches of batch size 1
 
     @property
-    def length(self):
+    def length(self):  # type: ignore[override]  # read-only
         """An int while all rows agree, else (B,) int64."""
         return one_or_each([row.length for row in self.parts])
 
@@ -80,12 +81,15 @@ class BatchLayer(LayerCache):
             )
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int:  # type: ignore[override]  # read-only
         return sum(row.nbytes for row in self.parts)
 
 
 class BatchCache(KVCache):
-    """`rows[b]` is a KVCache of one sequence; `length` (B,) int64, or an int while all rows are equally long."""
+    """`rows[b]` is a KVCache of one sequence.
+
+    `length` is (B,) int64, or an int while all rows are equally long.
+    """
 
     def __init__(self, rows, config):
         self.rows = list(rows)
@@ -104,17 +108,20 @@ class BatchCache(KVCache):
 
     @property
     def capacity(self) -> int | None:
-        """Of the row that holds least."""
+        """The smallest capacity of any row; None if no row has a limit."""
         return min((row.capacity for row in self.rows if row.capacity is not None), default=None)
 
     def alike(self, T: int) -> int | None:
-        """The keys of the next T queries, if all rows are as long and as causal as each other."""
+        """S, if every row's mask for T queries is the plain causal one over S keys; else None."""
         keys = {causal_keys(row, T) for row in self.rows}
         return keys.pop() if len(keys) == 1 else None
 
     @causal(alike)
     def mask(self, T: int):
-        """(B,1,T,S): each row's own mask behind its padding; None or (T,S) while all rows are alike."""
+        """(B,1,T,S): each row's own mask behind its padding.
+
+        None or (T,S) while all rows are alike.
+        """
         masks = [row.mask(T) for row in self.rows]
         widths = [width(row[0], T, mask) for row, mask in zip(self.rows, masks, strict=True)]
         if len(set(widths)) == 1 and (T == 1 or all(torch.equal(mask, masks[0]) for mask in masks)):
@@ -139,7 +146,8 @@ class BatchCache(KVCache):
             type(length) is not int or length < 0 for length in lengths
         ):
             raise CacheError(
-                f"truncate({n!r}): a number of tokens ≥ 0 for each of {len(self.rows)} rows was expected"
+                f"truncate({n!r}): a number of tokens ≥ 0 for each of {len(self.rows)} rows "
+                "was expected"
             )
         for row, length in zip(self.rows, lengths, strict=True):
             for layer in row:
@@ -152,7 +160,7 @@ class BatchCache(KVCache):
 
     def reorder(self, index):
         rows = [self.rows[i].fork() for i in check_index(index, rows=len(self.rows)).tolist()]
-        # In one line: before it all rows are the old ones, then the new.
+        # One statement, so an interrupt never leaves new rows beside old layers.
         self.rows, self[:] = rows, self.layers(rows)
 
     def save(self, path, tokens=(), model_fingerprint: str = "", rank=ALONE):
@@ -164,7 +172,7 @@ class BatchCache(KVCache):
 
 
 def check_rows(rows, config):
-    """Caches of one sequence each that can share a forward of the model with this config."""
+    """CacheError unless `rows` are distinct caches made for a model of this config."""
     if not rows:
         raise CacheError("a batch of no rows: at least one cache was expected")
     if len({id(row) for row in rows}) < len(rows):
@@ -178,7 +186,7 @@ def check_rows(rows, config):
 
 @contextmanager
 def all_or_none(parts):
-    """If an append inside fails (one row is full, Ctrl-C), every row is rolled back to what it held before."""
+    """Roll every row back if an append inside fails (one row is full, Ctrl-C)."""
     snapshots = [part._snapshot() for part in parts]
     try:
         yield
@@ -199,5 +207,8 @@ def one_or_each(lengths):
 
 
 def _pad_left(tensors, longest: int):
-    """(1,Hk,S_b,D) each → (B,Hk,longest,D), zeros in front: masked, so never seen, but finite."""
+    """(1,Hk,S_b,D) each → (B,Hk,longest,D), padded with zeros in front.
+
+    The mask hides the padding, but it must be finite: NaN times an attention weight of 0 is NaN.
+    """
     return torch.cat([F.pad(x, (0, 0, longest - x.shape[2], 0)) for x in tensors])

@@ -1,13 +1,13 @@
-"""What a cache may offer besides the contract of base.py, and what it answers if it does not.
+"""What a cache may offer beyond the contract of base.py, and the defaults for caches that do not.
 
     kernels   pages: where keys and values lie, so that a decode step copies nothing
-    masks     causal_keys: that a mask would be the plain causal one, so that nobody makes it
+    masks     causal_keys: whether a mask is the plain causal one and need not be built
     batches   sizes, capacity: rows, keys and bytes held, and how much fits
     beams     reorder
-    files     state, restore of a layer; save, load of all, `tokens`, and what the cache was `made` with
+    files     state and restore per layer; save, load, `tokens` and `made` for the whole cache
 
 Each default is either right for every cache or raises UnsupportedError. Names with an underscore
-are hooks for the caches of this folder: a class of your own works without them.
+are hooks for the caches in this folder; your own class works without them.
 """
 
 import importlib
@@ -30,14 +30,15 @@ Index: TypeAlias = Sequence[int] | torch.Tensor  # of rows
 
 @dataclass(eq=False)
 class Pages:
-    """Where the keys and values of every row lie, for an attention that reads them there instead of from a copy.
+    """Where the keys and values of every row lie, for an attention that reads them in place.
 
-    Row b holds `lengths[b]` tokens, in pages `table[b]`, oldest first; without a table in page b, one for each row.
+    Row b holds `lengths[b]` tokens in pages `table[b]`, oldest first. Without a table, row b is
+    page b.
     """
 
     keys: torch.Tensor  # (P,Hk,page,D)
     values: torch.Tensor
-    lengths: torch.Tensor  # (B,) int32; a list will do
+    lengths: torch.Tensor  # (B,) int32; a list is converted
     table: torch.Tensor | None = None  # (B,n) int32
 
     def __post_init__(self):
@@ -50,35 +51,37 @@ class Pages:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much a layer, or a whole cache, holds just now."""
+    """How much a layer, or a whole cache, holds now."""
 
-    batch_size: int | None  # rows stored; None while any number may come
-    held: int  # keys of the longest row: fewer than `length` where some were forgotten
-    used_nbytes: int  # of `nbytes`, what the tokens take; the rest is reserved for later ones
-    max_rollback: int | None = None  # tokens that truncate undoes without a trace; None = any
+    batch_size: int | None  # rows stored; None before the first append if any number may come
+    held: int  # keys of the longest row: fewer than `length` if the cache has dropped some
+    used_nbytes: int  # the part of `nbytes` that tokens take; the rest is reserved for later tokens
+    max_rollback: int | None = None  # tokens that truncate can undo exactly; None = any number
 
 
 @dataclass(frozen=True)
 class Made:
-    """What make_cache was called with."""
+    """The arguments that make_cache was called with."""
 
     name: str = "dict"
-    options: dict = field(default_factory=dict)  # besides sizes
+    options: dict = field(default_factory=dict)  # all but the sizes below
     capacity: int | None = None
     batch_size: int = 1
 
 
-# For each append: reserve(layer, like), what a kernel may call instead.
+# append → reserve(layer, like), which a kernel may call instead.
 RESERVES: dict[Callable, Callable] = {}
-# For some of these: reserve(layers, like) of all layers in one call; None where it must be one by one.
+# reserve → reserve(layers, like) for all layers in one call. It returns None if each layer must be
+# asked by itself.
 AT_ONCE: dict[Callable, Callable] = {}
 
 
 def in_place(reserve: Callable, at_once: Callable | None = None) -> Callable:
-    """Decorator of an `append` that writes where its keys stay: `reserve` gives `pages` for it.
+    """Decorator of an `append` that writes in place; `reserve` returns the `pages` it would write
+    to.
 
-    It does so for this very function. An append that takes its place, in a subclass, in the class
-    or on one object, has no pages, so no kernel can pass it by.
+    The entry is for this function object. An append that replaces it, in a subclass, in the class
+    or on one object, has no pages, so kernels call that append instead of bypassing it.
     """
 
     def known(append: Callable) -> Callable:
@@ -91,9 +94,9 @@ def in_place(reserve: Callable, at_once: Callable | None = None) -> Callable:
 
 
 def reserve_of_all(layers: Sequence) -> Callable | None:
-    """`reserve_of` of many layers in a tenth of the time, if it is one for all; None says nothing.
+    """The `reserve_of` that all layers share, found in a tenth of the time; None if not known.
 
-    Layers of one class, none of which has an append of its own.
+    Known for layers of one class whose instances do not override append.
     """
     kinds = set(map(type, layers))
     kind: Any = kinds.pop() if len(kinds) == 1 else None
@@ -106,9 +109,10 @@ def reserve_of_all(layers: Sequence) -> Callable | None:
 
 
 def reserve_of(layer: Any) -> Callable | None:
-    """What a kernel may call in the place of `layer.append`, as that is now; None: nothing.
+    """The function that a kernel may call instead of the current `layer.append`, or None.
 
-    Changes nothing, and takes any class: one of the caller's may call something else `pages`.
+    Changes nothing. Accepts layers of any class: a user's class may use the name `pages` for
+    something else, so the decision is by append.
     """
     append = layer.append
     if getattr(append, "__self__", None) is not layer:  # a function, or another layer's append
@@ -116,16 +120,17 @@ def reserve_of(layer: Any) -> Callable | None:
     return RESERVES.get(append.__func__)
 
 
-# For each mask: keys(cache, T), how many it would say are seen, if causally.
+# mask → keys(cache, T): the number of keys, if the mask would be plain causal; else None.
 CAUSAL_MASKS: dict[Callable, Callable] = {}
-# For some of these: rows(cache), how many keys the next token of each row sees, (B,); None: ask the mask.
+# mask → rows(cache): (B,) keys that the next token of each row sees; None: call the mask.
 ROW_MASKS: dict[Callable, Callable] = {}
 
 
 def causal(keys: Callable, rows: Callable | None = None) -> Callable:
-    """Decorator of a `mask` that is often the plain causal one: keys(cache, T) says when, without making it.
+    """Decorator of a `mask` that is often plain causal: keys(cache, T) detects that without
+    building it.
 
-    As `in_place`, for this very function: a mask that takes its place is asked itself.
+    Like `in_place`, the entry is for this function object: a mask that overrides it is called.
     """
 
     def known(mask: Callable) -> Callable:
@@ -138,16 +143,16 @@ def causal(keys: Callable, rows: Callable | None = None) -> Callable:
 
 
 def row_lengths(cache: Any) -> torch.Tensor | None:
-    """(B,) keys, if `cache.mask(1)` would hide the padding on the left of rows of so many keys and nothing else."""
+    """(B,) keys per row, if `cache.mask(1)` would hide the rows' left padding and nothing else."""
     mask = cache.mask
     rows = ROW_MASKS.get(getattr(mask, "__func__", mask))
     return None if rows is None or mask.__self__ is not cache else rows(cache)
 
 
 def causal_keys(cache: Any, T: int) -> int | None:
-    """S, if `cache.mask(T)` would be the plain causal mask over S keys, 1 < T; None: ask it.
+    """S, if T > 1 and `cache.mask(T)` would be the plain causal mask over S keys; None: call it.
 
-    The mask has T·S bytes, and to look at one is to wait for the device that holds it.
+    A mask has T·S bytes, and inspecting one waits for the device that holds it.
     """
     mask = cache.mask
     if T == 1 or getattr(mask, "__self__", None) is not cache:
@@ -157,14 +162,14 @@ def causal_keys(cache: Any, T: int) -> int | None:
 
 
 def has_pages(cache: Any) -> bool:
-    """Does its class say where keys and values lie? Not one that passes on what it is asked."""
+    """Does the class of the cache define `pages`? A wrapper's __getattr__ does not count."""
     return callable(getattr(type(cache), "pages", None)) and len(cache) > 0
 
 
 class LayerCapabilities:
-    """Of one layer."""
+    """What one layer may offer."""
 
-    append: Callable  # LayerCache has these four
+    append: Callable  # LayerCache defines these five
     truncate: Callable
     fork: Callable
     nbytes: int
@@ -179,12 +184,12 @@ class LayerCapabilities:
         return Sizes(None, length if isinstance(length, int) else int(max(length)), self.nbytes)
 
     def pages(self, like: torch.Tensor) -> Pages | None:
-        """All that a kernel may use of this layer. None: nothing, call `append`.
+        """Where a kernel may read this layer and write one more token; None: call `append`.
 
-        Pages belong to an append (see `in_place`): a layer that wraps another one has none.
-        Otherwise there is a slot for one more token per row, counted as seen. The caller writes
-        its key and value (B,Hk,1,D), in the shape and dtype of `like`, at the last place of each
-        row, lengths − 1. No mask is needed: the pages say each row's length.
+        Pages belong to an append (see `in_place`), so a layer that wraps another one has none.
+        Each row gets a slot for one more token, and `length` already counts that token. The caller
+        writes its key and value (B,Hk,1,D), in the shape and dtype of `like`, at the last position
+        of each row, lengths − 1. No mask is needed: the pages hold each row's length.
         """
         reserve = reserve_of(self)
         return None if reserve is None else reserve(self, like)
@@ -198,34 +203,34 @@ class LayerCapabilities:
         raise UnsupportedError(f"{type(self).__name__} cannot be saved")
 
     def restore(self, state: dict) -> None:
-        """Take over what `state` returned."""
+        """Replace this layer's contents by what `state` returned."""
         raise UnsupportedError(f"{type(self).__name__} cannot be loaded")
 
     def _check_truncate(self, n: int) -> None:
-        """Raise what truncate(n) would, and change nothing: asked of all before the first is cut."""
+        """Raise what truncate(n) would; changes nothing, so all layers can be checked first."""
         if type(n) is not int or n < 0:
             raise CacheError(f"truncate({n!r}): a number of tokens ≥ 0 was expected")
 
     def _snapshot(self) -> Any:
-        """What `_rollback` needs to undo the next append, where truncate could not too. No copy."""
+        """What `_rollback` needs to undo the next append; references only, no copy."""
         return self.length
 
     def _rollback(self, snapshot: Any) -> None:
-        """As if the append since `snapshot` had never been."""
+        """Undo the append since `snapshot`."""
         self.truncate(snapshot)
 
     def _reordered(self, index: Index) -> Any:
-        """A copy in which row b is this one's row index[b]."""
+        """A copy in which row b is row index[b] of this layer."""
         copy = self.fork()
         copy.reorder(index)
         return copy
 
 
 class CacheCapabilities(list):
-    """Of the whole cache, a list of layers."""
+    """What the whole cache, a list of layers, may offer."""
 
-    fork: Callable  # KVCache has it
-    tokens: tuple | list = ()  # of a loaded cache: the ids that were saved with it
+    fork: Callable  # defined by KVCache
+    tokens: tuple | list = ()  # the ids saved with a cache that was loaded from a file
     made = Made()
 
     @property
@@ -235,7 +240,7 @@ class CacheCapabilities(list):
 
     @property
     def sizes(self) -> Sizes:
-        """Rows (of an empty cache: those it was made for), keys of a layer, bytes of all layers."""
+        """Rows (of an empty cache: as made), keys of the first layer, bytes of all layers."""
         if not self:
             return Sizes(self.made.batch_size, 0, 0)
         first, *rest = (layer.sizes for layer in self)
@@ -243,11 +248,11 @@ class CacheCapabilities(list):
         return Sizes(first.batch_size or self.made.batch_size, first.held, used, first.max_rollback)
 
     def pages(self, like: torch.Tensor) -> list[Pages] | None:
-        """`pages` of every layer, for a kernel that goes through all of them in one call.
+        """`pages` of every layer, for a kernel that runs all layers in one call.
 
-        None, and nothing is changed, if one of them has none.
+        If any layer has none, returns None and changes nothing.
         """
-        at_once = AT_ONCE.get(reserve_of_all(self))  # type: ignore[arg-type]
+        at_once = AT_ONCE.get(reserve_of_all(self))  # type: ignore[arg-type]  # None is no key
         if at_once and (pages := at_once(self, like)):
             return pages
         reserves = list(filter(None, map(reserve_of, self)))
@@ -265,14 +270,14 @@ class CacheCapabilities(list):
         return found
 
     def _causal_keys(self, T: int) -> int | None:
-        """`causal_keys` of all layers is that of the first."""
+        """`causal_keys` of the first layer, which holds for all layers."""
         return causal_keys(self[0], T) if self else None
 
     def copy(self) -> Any:
         return self.fork()
 
     def __copy__(self):
-        # A shallow copy would append to the same layers, and give pages back that it never took.
+        # A shallow copy would append to the same layers and release pages that it never took.
         return self.fork()
 
     def __deepcopy__(self, memo):
@@ -286,9 +291,10 @@ class CacheCapabilities(list):
         return self
 
     def reorder(self, index: Index) -> None:
-        """Row b of every layer becomes old row index[b]; the rows may repeat, and the batch may grow or shrink.
+        """Row b of every layer becomes old row index[b]. Rows may repeat; the batch may grow or
+        shrink.
 
-        All layers or none: until the last one is made, old and new rows are both in memory.
+        All layers change or none: old and new rows are both in memory until the last layer is made.
         """
         index, layers = check_index(index, self.sizes.batch_size), []
         for layer in self:
@@ -304,11 +310,12 @@ class CacheCapabilities(list):
         model_fingerprint: str = "",
         rank: tuple[int, int] = saving.ALONE,
     ) -> None:
-        """Write keys and values as safetensors, with the config, the tokens and a checksum; replaces `path` atomically.
+        """Write keys and values as safetensors, with the config, the tokens and a checksum.
 
-        `tokens` (the ids that are in the cache; for several rows one list for all, or one each) and
-        `model_fingerprint` are stored so that `load` can refuse a file of other text or other weights. `rank`: which
-        rank of how many, of a cache that holds the heads of a rank.
+        Replaces `path` atomically. `tokens` are the ids in the cache: for several rows one list
+        for all, or one each. `load` hands them back, and refuses a file whose `model_fingerprint`
+        is another than its own. `rank` is (rank, number of ranks) of a cache that holds only the
+        heads of one rank.
         """
         saving.save(self, path, tokens, model_fingerprint, rank)
 
@@ -322,14 +329,15 @@ class CacheCapabilities(list):
         rank: tuple[int, int] = saving.ALONE,
         **options: Any,
     ) -> Any:
-        """Rebuild a saved cache. Refuses another config, other weights, an edited or a truncated file, and that of
-        another rank, saying which.
+        """Rebuild a saved cache; the ids that were saved with it are in `.tokens`.
 
-        The ids that were saved with it are in `.tokens` of the result. `device`: that of the model that goes on, which
-        need not be the one that began (default: where the `pool` is, else the CPU). `options` may say where the bytes
-        go (a page pool, a folder, another capacity); what would change the stored tokens' meaning is refused.
+        Raises CacheError for another config, other weights, an edited or truncated file, and a
+        file of another rank; the message names the cause. `device` is where the model now runs; the
+        default is where `pool` is, else the CPU. `options` may choose where the bytes are stored
+        (a page pool, a folder, another capacity); options that would change the meaning of the
+        stored tokens are refused.
         """
-        # By name: all kinds in it are made of this file.
+        # By name, to avoid an import cycle: every cache in the registry inherits from this module.
         registry = importlib.import_module("nanokv.cache.registry")
         _, place = registry.check_target(None, device)
         return saving.load(

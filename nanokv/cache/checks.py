@@ -23,7 +23,8 @@ def check_index(index, rows=None):
 def check_append(k, v, held=None, expected=(None, None, None, None)):
     """Keys (B,Hk,T,D) must match what is held, (B,Hk,S,D), and what is expected; values must match the keys.
 
-    `cat` would promote another dtype without a word, and a slab would broadcast another batch.
+    Without this check, `cat` would promote another dtype and a slab would broadcast another batch
+    size, both silently.
     """
     new = (*k.shape[:2], k.shape[-1], k.dtype, k.device)
     if (

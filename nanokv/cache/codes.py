@@ -1,4 +1,4 @@
-"""Numbers in 8, 4 or 2 bits: rounding to codes with a scale and an offset, packing, and the rotation of KIVI's kin."""
+"""Numbers in 8, 4 or 2 bits: codes with a scale and an offset, packing, and a Hadamard rotation."""
 
 import functools
 
@@ -11,8 +11,9 @@ LARGEST = 65_000.0  # what quantize can take: its low and scale must stay below 
 def quantize(x, bits: int, dim: int):
     """x → (codes uint8, scale, low), asymmetric along `dim`: x ≈ codes · scale + low, off by at most scale / 2.
 
-    Scale and low are fp16, and made before the codes. Low is rounded down and scale up: to nearest, the smallest and
-    the largest value could fall outside the codes' range by more than half a step.
+    The error is at most scale / 2. Scale and low are fp16 and computed before the codes. Low is
+    rounded down and scale up: rounded to nearest, they could leave the smallest and the largest
+    value outside the codes' range by more than half a step.
     """
     x = x.float()
     low = x.amin(dim, keepdim=True)

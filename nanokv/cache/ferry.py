@@ -1,10 +1,12 @@
-"""Rows of tokens on their way between host memory and a GPU, on a stream of their own beside the one that computes.
+"""Copies of token rows between host memory and a GPU, on a CUDA stream beside the compute stream.
 
-Nobody waits but the streams, for events: the copy of the next layer runs while this one computes. Two layers are near
-at a time, each in a buffer that is kept, because the host is far ahead of the GPU: new memory for every copy would be
-memory for all layers. Copies happen in the order in which they are asked for, so a row is read after it was written.
+Only the streams wait, on events: the copy of the next layer runs while this layer computes. Two
+layers are on the GPU at a time, each in a buffer that is reused: the host runs far ahead of the
+GPU, so a new buffer per copy would take memory for all layers. Copies run in the order in which
+they were queued, so a row is read after it was written.
 
-References: transformers' OffloadedCache (a prefetch stream), torch's notes on CUDA semantics (streams, record_stream).
+References: transformers' OffloadedCache (a prefetch stream), torch's notes on CUDA semantics
+(streams, record_stream).
 """
 
 import torch
@@ -22,13 +24,13 @@ def host_rows(shape, dtype, pinned: bool):
 
 
 class Arriving:
-    """Rows (S,2,B,Hk,D) in one of the two buffers, there when `arrived` has happened."""
+    """Rows (S,2,B,Hk,D) in one of the two buffers, valid once the event `arrived` has happened."""
 
     def __init__(self, ferry: "Ferry", rows, slot: int, arrived):
         self.ferry, self.rows, self.slot, self.arrived = ferry, rows, slot, arrived
 
     def result(self) -> "Arriving":
-        """As of a Future: the copy was asked for."""
+        """Does not block: the copy is already queued. Named as in concurrent.futures.Future."""
         return self
 
     def use(self):
@@ -37,14 +39,14 @@ class Arriving:
         return self.rows
 
     def done(self) -> None:
-        """The buffer may be written once all that was asked for so far is computed."""
+        """Let the buffer be overwritten once everything queued so far has been computed."""
         computing = self.ferry.computing()
         self.ferry.used[self.slot].record(computing)
-        self.rows.record_stream(computing)  # should the buffer be given back, for a larger one
+        self.rows.record_stream(computing)  # in case a larger buffer replaces this one
 
 
 class Ferry:
-    """Of one cache, to one GPU."""
+    """The copies of one cache to and from one GPU."""
 
     def __init__(self, device):
         self.device, self.stream = device, torch.cuda.Stream(device)
@@ -63,7 +65,7 @@ class Ferry:
         self.stream.wait_stream(self.computing())
         with torch.cuda.stream(self.stream):
             copy(rows, new)
-        new.record_stream(self.stream)  # its memory stays until then
+        new.record_stream(self.stream)  # keeps its memory until the copy is done
 
     def near(self, rows) -> Arriving:
         """Copy pinned `rows` into the buffer whose turn it is."""
@@ -81,13 +83,13 @@ class Ferry:
             held = rows[:0]
         if len(held) < len(rows):
             with torch.inference_mode(False):
-                size = len(rows) * 5 // 4  # there is little room: not twice as many
+                size = len(rows) * 5 // 4  # not doubled: GPU memory is short when offloading
                 held = torch.empty(size, *rows.shape[1:], dtype=rows.dtype, device=self.device)
             self.buffers[slot] = held
         return held[: len(rows)]
 
     def wait(self) -> None:
-        """Until every copy is done: before the host itself touches rows."""
+        """Block until every copy is done; needed before the host itself reads or writes rows."""
         self.stream.synchronize()
 
 

@@ -1,8 +1,8 @@
-"""Layers live outside the memory that computes: in host memory when a GPU computes, in a mapped file when a CPU does.
+"""Layers are stored outside the memory of the compute device: in host memory or in a file.
 
-Only two layers are near at a time. While layer i computes, layer i + 1 is fetched, by a thread or by a GPU's own copy
-engine (ferry.py), so the transfer hides behind the arithmetic if it is fast enough: every step moves the whole cache
-once. Bit-equal to the dict cache.
+Only two layers are near (in the device's memory) at a time. While layer i computes, layer i + 1 is
+fetched by a thread or by the GPU's copy engine (ferry.py). The transfer hides behind the arithmetic
+if it is fast enough: every step moves the whole cache once. Bit-equal to the dict cache.
 Reference: transformers' offloaded DynamicCache (CUDA only), FlexGen (arXiv 2303.06865).
 """
 
@@ -18,7 +18,7 @@ from nanokv.cache.ferry import Arriving, ferry_for
 
 
 class OffloadedLayer(LayerCache):
-    """One layer's store; what is near is held only while it is needed."""
+    """One layer's store; its rows are near only while they are needed."""
 
     def __init__(self, parent, number: int, store):
         self.parent, self.number, self.store = weakref.proxy(parent), number, store
@@ -41,7 +41,7 @@ class OffloadedLayer(LayerCache):
         self.like = new[:1].clone()  # a view would keep the whole chunk near
         self.store.write(self.length, new, self.parent.ferry(k.device))
         self.length += k.shape[2]
-        # While this layer computes; it may be this very one.
+        # Fetch the next layer while this one computes. With one layer, the next is this one.
         self.parent[(self.number + 1) % len(self.parent)].fetch()
         rows = new if past is None else joined(past, new)  # (S,2,B,Hk,D)
         k, v = rows.permute(1, 2, 3, 0, 4)  # (B,Hk,S,D) ×2
@@ -96,7 +96,7 @@ def joined(past, *new):
 
 
 class OffloadedCache(KVCache):
-    """`make_store()` gives the place of one layer."""
+    """A cache whose layers live in stores; `make_store()` makes the store of one layer."""
 
     def __init__(self, config, make_store):
         super().__init__((), config)
@@ -117,7 +117,7 @@ class OffloadedCache(KVCache):
     def reorder(self, index):
         index = check_index(index, self.sizes.batch_size)
         made = replace(self.made, batch_size=len(index))
-        # In one line: no layer is ahead of another.
+        # One statement, so an interrupt never leaves new layers beside the old batch size.
         self[:], self.made = self.copies(self, index), made
 
     def copies(self, parent, index) -> list[OffloadedLayer]:

@@ -1,5 +1,7 @@
-"""The kinds of cache and the options that each knows, with their legal values: one table for make_cache and for the
-command line, which checks `--cache` before torch is imported. What the options mean is said where the caches are made.
+"""The kinds of cache and the options of each, with their legal values.
+
+One table for make_cache and for the command line, which checks `--cache` before torch is imported.
+registry.py explains the options, where the caches are made.
 """
 
 import difflib
@@ -29,10 +31,10 @@ FOLDER: Rule = (
     lambda value: value is None or isinstance(value, str | os.PathLike),
     "the path of a folder was expected",
 )
-OBJECT = None  # only a program can pass it
+OBJECT = None  # in place of a rule: only a Python caller can pass the value, and no check applies
 PAGES: dict[str, Rule | None] = {"page": at_least(1), "pages": at_least(0), "pool": OBJECT}
 BITS = (2, 4, 8)
-KINDS: dict[str, dict[str, Rule | None]] = {  # cache → its options → (legal?, what is legal)
+KINDS: dict[str, dict[str, Rule | None]] = {  # cache → option → rule
     "dict": {},
     "static": {},
     "growing": {},
@@ -48,11 +50,11 @@ KINDS: dict[str, dict[str, Rule | None]] = {  # cache → its options → (legal
         "rotate": one_of("none", "hadamard"),
     },
     "offloaded": {"to": one_of("disk", "host"), "folder": FOLDER},
-    "batch": {"of": TEXT},  # and what its rows know
+    "batch": {"of": TEXT},  # and the options of its rows
 }
 
 _QUANTIZED = "quantized:bits=8 and quantized:bits=4 keep keys and values in fewer bits"
-ELSEWHERE = {  # caches of other programs, in lower case and without "cache" → ours
+ELSEWHERE = {  # names in other programs, in lower case and without "cache" → a hint
     "dynamic": "transformers' DynamicCache is 'dict' here; 'growing' holds the same, copies less",
     "default": "'dict' is the plainest, 'growing' what the chat uses",
     "sink": "'sliding:window=N:sinks=4' keeps the first tokens",
@@ -69,9 +71,9 @@ ELSEWHERE = {  # caches of other programs, in lower case and without "cache" →
 
 
 def read_kind(text: str) -> tuple[str, dict]:
-    """`NAME[:option=value…]` → (name, options), numbers and true, false, none as Python has them; CacheError.
+    """`NAME[:option=value…]` → (name, options); numbers, true, false and none as Python values.
 
-    Which names and options exist is checked by check_options.
+    Raises CacheError if the text has another form; check_options checks names and options.
     """
     name, *rest = text.split(":")
     options = {}
@@ -86,7 +88,7 @@ def read_kind(text: str) -> tuple[str, dict]:
 
 
 def kind_text(name: str, options: dict) -> str:
-    """What `read_kind` reads: quantized:bits=4."""
+    """The inverse of `read_kind`: quantized:bits=4."""
     return ":".join([name, *(f"{key}={value}" for key, value in options.items())])
 
 
@@ -100,7 +102,10 @@ def _literal(text: str) -> object:
 
 
 def check_options(name: str, options: dict, objects: bool = False) -> None:
-    """CacheError if there is no such cache, or if it has no such option or value; `objects`: a program asks."""
+    """CacheError if no cache has this name, or if the cache has no such option or value.
+
+    `objects`: the caller is a program, which may also pass objects (a page pool).
+    """
     if name not in KINDS:
         plain = re.sub("[^a-z0-9]|cache$", "", str(name).lower())
         near = difflib.get_close_matches(plain, KINDS, n=1)

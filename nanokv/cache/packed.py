@@ -1,7 +1,8 @@
-"""Several prompts, one behind the other, in one forward: no padding, and products as large as all of them together.
+"""Several prompts concatenated in one forward pass: no padding, and large matmuls.
 
-To the model every token is a row of its own, with a position of its own: (N,1) tokens. Only attention knows which rows
-belong together: `append` returns the keys and values of each sequence apart, and `Packed` takes them.
+The model sees N rows of one token, (N,1), each with its position. Only attention knows which rows
+belong to one sequence: `append` returns the keys and values per sequence, and `Packed` attends to
+them per sequence.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,13 +17,13 @@ from nanokv.errors import CacheError
 
 
 class PackedLayer(LayerCache):
-    """Layer i of every sequence; `counts[b]` of the next N tokens are sequence b's."""
+    """Layer i of every sequence; `counts[b]` of the next N tokens belong to sequence b."""
 
     def __init__(self, parts, counts):
         self.parts, self.counts, self._expected = parts, counts, parts[0]._expected
 
     def append(self, k, v):
-        """(N,Hk,1,D) ×2 → two lists with (1,Hk,S_b,D) for each sequence; all are written, or none."""
+        """(N,Hk,1,D) ×2 → two lists of (1,Hk,S_b,D), one per sequence; writes to all or none."""
         check_append(k, v, expected=self._expected)
         if k.shape[0] != sum(self.counts):
             raise CacheError(
@@ -37,9 +38,10 @@ class PackedLayer(LayerCache):
 
 
 class PackedCache(KVCache):
-    """One forward's view of `caches`, each of one sequence, of which sequence b gets counts[b] ≥ 1 tokens.
+    """The view that one forward pass has of `caches`; sequence b gets counts[b] ≥ 1 tokens.
 
-    What is appended here is in them; a forward that failed is undone by truncating every one of them.
+    Each cache holds one sequence, and an append here writes into it. To undo a failed forward pass,
+    truncate every cache.
     """
 
     made = Made("packed")
@@ -57,7 +59,7 @@ class PackedCache(KVCache):
 
     @property
     def nbytes(self) -> int:
-        """Of every sequence; a page that several share counts for each."""
+        """Bytes of all sequences; a page that several sequences share counts once for each."""
         return sum(cache.nbytes for cache in self.caches)
 
     @property
@@ -72,7 +74,10 @@ class PackedCache(KVCache):
 
 
 class Packed:
-    """Sequences one behind the other: parts[b] is (T_b, attend) of sequence b, whose queries see its own keys only."""
+    """Attention over concatenated sequences: the queries of a sequence see only its keys.
+
+    parts[b] is (T_b, attend) of sequence b.
+    """
 
     def __init__(self, parts: Iterable[tuple[int, Callable]]):
         self.parts = list(parts)

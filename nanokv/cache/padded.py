@@ -1,8 +1,9 @@
-"""Prompts of different lengths in one rectangle: padding on the left, hidden by the mask, in front of any batch cache.
+"""Prompts of different lengths in one rectangle: padding on the left, hidden by the mask.
 
-The wrapper stores nothing but how many columns of padding each row begins with. `length` gives every row its own
-position (negative while it is still in its padding), so the model's rotary positions come out right by themselves; the
-padding costs as many bytes and FLOPs as real tokens. The ragged BatchCache has none, but prefills rows one by one.
+The wrapper goes around any cache of B rows and stores only how many columns of padding each row
+begins with. `length` gives every row its position (negative within the padding), so rotary
+positions are right without further work. Padding costs as many bytes and FLOPs as real tokens. The
+ragged BatchCache has no padding in its stores, but prefills rows one by one.
 """
 
 from dataclasses import replace
@@ -18,7 +19,7 @@ from nanokv.errors import CacheError, UnsupportedError
 
 
 class PaddedCache(KVCache):
-    """`inner`, an empty cache of B rows, seen by a batch whose row b begins with pads[b] tokens of padding."""
+    """`inner`, an empty cache of B rows, for rows that begin with pads[b] padding tokens."""
 
     def __init__(self, inner: KVCache, pads):
         super().__init__(inner, inner.config)
@@ -40,7 +41,7 @@ class PaddedCache(KVCache):
 
     @property
     def length(self):
-        """(B,) int64: tokens of each row, without its padding; −pads before the first append."""
+        """(B,) int64: tokens of each row without its padding; −pads before the first append."""
         return self.inner.length - self.pads
 
     @property
@@ -50,12 +51,12 @@ class PaddedCache(KVCache):
 
     @property
     def nbytes(self) -> int:
-        """Padding included."""
+        """Bytes of keys and values, padding included."""
         return self.inner.nbytes
 
     @property
     def sizes(self) -> Sizes:
-        """Padding included."""
+        """Rows, keys and bytes held, padding included."""
         return replace(self.inner.sizes, batch_size=len(self.pads))
 
     @causal(lambda cache, T: None if cache.pads.any() else causal_keys(cache.inner, T))
@@ -68,7 +69,7 @@ class PaddedCache(KVCache):
         S = width(self.inner[0], T, mask)
         if mask is None:
             mask = torch.ones(T, S, dtype=torch.bool)
-        # Where each key stands, padding counted.
+        # The column of each key, padding included.
         column = torch.arange(length + T - S, length + T)  # (S,)
         query = torch.arange(length, length + T)[:, None]  # (T,1)
         real = column >= self.pads[:, None, None, None]  # (B,1,1,S)

@@ -1,10 +1,11 @@
 """Pages of a few tokens from one pool, as PagedAttention does (Kwon et al. 2023, arXiv 2309.06180).
 
-A sequence owns a table of page numbers, shared by all layers; page p of layer i is `pool.keys[i][p]`. Nothing is
-reserved: a page is taken when the first token of it comes, and goes back when its last owner lets go of it. Forked
-sequences share pages; whoever writes into a shared page copies it first. `append` gives dense keys, gathered from the
-pages: one copy of S rows per layer and step, the price of any attention function. `pages` copies nothing: it says
-where they lie.
+A sequence owns a table of page numbers, shared by all layers; page p of layer i is
+`pool.keys[i][p]`. Nothing is reserved ahead: a page is taken for its first token and returns to the
+pool when its last owner releases it. Forked sequences share pages, and a shared page is copied
+before it is written. `append` returns dense keys gathered from the pages, so that any attention
+function can read them; this copies S rows per layer and step. `pages` copies nothing: it returns
+the location of the pages.
 """
 
 import weakref
@@ -20,19 +21,19 @@ from nanokv.cache.view import View, next_view
 
 
 class PagedCache(KVCache):
-    """B sequences of equal length over one pool: `tables[b]` lists the pages of row b, oldest first."""
+    """B sequences of equal length; `tables[b]` lists the pages of row b, oldest first."""
 
     def __init__(self, pool: PagePool, batch_size: int = 1):
         self.counts = [0] * pool.config.num_hidden_layers  # tokens of each layer
         self.own = [PagedLayer(self, i) for i in range(pool.config.num_hidden_layers)]
-        self.patched = False  # has a layer been given an append, or a class, of the caller's?
+        self.patched = False  # True once the caller replaces `append` or the class of a layer
         super().__init__(self.own, pool.config)
         self.pool, self.tables, self.view = pool, [[] for _ in range(batch_size)], None
         pool.join(self)
 
     @property
     def capacity(self) -> int | None:
-        """Tokens per row, if nobody else takes pages."""
+        """Tokens per row, if no other cache takes pages; None = as memory allows."""
         pool = self.pool
         return (
             None
@@ -50,7 +51,10 @@ class PagedCache(KVCache):
         return super().length if even is None else even
 
     def even(self) -> int | None:
-        """Tokens of each layer, where all are as made and equally long: 28 layers are asked at once."""
+        """Tokens per layer, if all layers are the original ones and equally long; else None.
+
+        Compares two lists at once, which is faster than asking 28 layers.
+        """
         counts = self.counts
         same = counts.count(counts[0]) == len(counts) and self.own == self
         return counts[0] if same else None
@@ -79,7 +83,7 @@ class PagedCache(KVCache):
             self.pool.hold(self, [table[:keep] for table in self.tables])
 
     def pages_of(self, tokens: int) -> int:
-        """Pages that so many tokens of a row take."""
+        """Pages that `tokens` tokens of a row take."""
         return -(-tokens // self.pool.page_size)
 
     def resize(self, rows: int):
@@ -113,7 +117,7 @@ class PagedCache(KVCache):
 
     @property
     def nbytes(self) -> int:
-        """Pages in use by this cache; a page shared by rows counts once."""
+        """Bytes of the pages that this cache uses; a page shared by rows counts once."""
         return len({page for table in self.tables for page in table}) * self.pool.bytes_per_page
 
     @property
@@ -140,7 +144,7 @@ class PagedLayer(LayerCache):
         super().__setattr__(name, value)
 
     @property
-    def length(self) -> int:  # type: ignore[override]
+    def length(self) -> int:  # type: ignore[override]  # a property for the base's attribute
         return self.counts[self.layer]
 
     @length.setter
@@ -148,7 +152,7 @@ class PagedLayer(LayerCache):
         self.counts[self.layer] = n
 
     def _reserve(self, like) -> Pages | None:
-        if not as_made(self):  # one of the caller's may write and gather in its own way
+        if not as_made(self):  # a caller's append may write and gather differently
             return None
         view = self.step(1, like)
         self.length += 1
@@ -175,9 +179,9 @@ class PagedLayer(LayerCache):
     def gather(self, pages, table):
         """Dense (B,Hk,S,D): every page of every row, copied once."""
         used = table[:, : self.parent.pages_of(self.length)]  # (B,n)
-        # The copy.
+        # Indexing by a tensor copies.
         dense = pages[self.layer].transpose(0, 1)[:, used]  # (P,Hk,page,D) → (Hk,B,n,page,D)
-        # A view: pages lie in order.
+        # This is a view, because the pages of a row are now consecutive.
         return dense.transpose(0, 1).flatten(2, 3)[:, :, : self.length]  # (B,Hk,S,D)
 
     def truncate(self, n: int):
@@ -202,7 +206,7 @@ class PagedLayer(LayerCache):
             self.write(state["key"], state["value"])
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int:  # type: ignore[override]  # read-only
         return self.parent.nbytes // len(self.parent)
 
     @property

@@ -1,7 +1,7 @@
-"""Rows of different lengths over one page pool: a decode step of many requests without a copy of what they hold.
+"""Rows of different lengths over one page pool: a decode step of many requests copies no old keys.
 
-`pages` gives one page table for all rows, so an attention that reads pages gets the whole batch at once.
-`append` is the batch cache's: dense, padded on the left, for the plain model.
+`pages` returns one page table for all rows, so an attention that reads pages takes the whole batch
+at once. `append` is that of the batch cache: dense, padded on the left, for the plain model.
 """
 
 import weakref
@@ -35,16 +35,17 @@ class PagedBatchLayer(BatchLayer):
     @in_place(_reserve)
     def append(self, k, v):
         check_append(k, v, expected=self._expected)
-        # Pages for all, or none.
+        # Pages for all rows or for none.
         next_view(self.parent, self.layer, [row.length for row in self.parts], k.shape[2], k)
         return super().append(k, v)
 
 
 class PagedBatch(BatchCache):
-    """`rows[b]` is a paged cache of one sequence; all have one pool. A step takes pages for all rows, or for none.
+    """`rows[b]` is a paged cache of one sequence; all rows share one pool.
 
-    The rows stay caches of their own: what is appended here is in them, and a step that failed is undone by truncating
-    every row (or this cache) to what it held before.
+    A step takes pages for all rows or for none. An append here writes into the rows, which stay
+    usable as caches. To undo a failed step, truncate every row (or this cache) to its length
+    before.
     """
 
     def __init__(self, rows, config):
@@ -75,17 +76,20 @@ class PagedBatch(BatchCache):
 
     @property
     def tables(self) -> list[list[int]]:
-        """Of each row, oldest page first."""
+        """The page table of each row, oldest page first."""
         return [row.tables[0] for row in self.rows]
 
     def next_lengths(self) -> torch.Tensor | None:
-        """(B,) int64: the keys that one more token of each row sees; None while all rows are equally long."""
+        """(B,) int64: keys that the next token of each row sees; None for rows of equal length."""
         lengths = [row[0].length for row in self.rows]
         return None if len(set(lengths)) == 1 else torch.from_numpy(numpy.array(lengths) + 1)
 
     @causal(BatchCache.alike, rows=next_lengths)
     def mask(self, T: int):
-        """(B,1,T,S) bool: causal behind each row's padding; None or (T,S) while all rows are equally long."""
+        """(B,1,T,S) bool: causal behind each row's padding.
+
+        None or (T,S) if all rows are equally long.
+        """
         lengths = [row[0].length for row in self.rows]
         if len(set(lengths)) == 1:
             return self.rows[0].mask(T)

@@ -1,11 +1,11 @@
-"""The memory that paged caches share: pages of a few tokens, how many tables hold each of them, and who gets which.
+"""The memory that paged caches share: pages of a few tokens, reference counts, and a free list.
 
-A pool holds the keys of one model. The config is checked wherever a cache joins; the weights are not, because two
-checkpoints of one config look alike from here.
+A pool holds the keys of one model. make_cache checks the config of each cache that joins; the
+weights cannot be checked, because two checkpoints may have the same config.
 
-The tables are the truth: who owns a page can be read from them at any time. `references` and `free` are counted from
-them and kept up to date by every change; where an exception cut a change short (Ctrl-C can come at any line), the next
-one counts anew.
+The tables of the caches are the source of truth for who owns a page. `references` and `free` are
+derived from them, and every change updates both. If an exception interrupts a change (Ctrl-C can
+come at any line), the next change counts again from the tables.
 """
 
 import weakref
@@ -18,7 +18,7 @@ from nanokv.errors import CacheError, CapacityError
 
 
 class PagePool:
-    """`pages` pages of `page_size` tokens for all layers; reference counts say how many tables hold each page."""
+    """`pages` pages of `page_size` tokens for all layers, each with a count of its owners."""
 
     def __init__(self, config, pages: int, page_size: int):
         self.config, self.page_size = config, page_size
@@ -32,7 +32,7 @@ class PagePool:
         self.lent = Counter()  # pages that stand in no table: `take` gave them to somebody
         self.unsettled = 0  # changes that have begun and not ended
 
-    # --- who owns what --------------------------------------------------------------------------------------------
+    # --- ownership ------------------------------------------------------------------------------
 
     def owned(self) -> Counter:
         """How many owners each page has: O(pages in use)."""
@@ -46,7 +46,7 @@ class PagePool:
         if self.unsettled or len(self.owners) != self.members:
             changes, self.members = self.unsettled, len(self.owners)
             self.count()
-            self.unsettled -= changes  # one that began meanwhile, in a __del__, stays
+            self.unsettled -= changes  # a change that began meanwhile, in a __del__, remains
 
     def count(self):
         """`references` and `free` as the tables say."""
@@ -70,7 +70,8 @@ class PagePool:
         """`owner.tables` become these: one owner more for the pages in them, one less for those it held before."""
         with self.change():
             self._share(page for table in tables for page in table)
-            before, owner.tables = owner.tables, tables  # the commit
+            # The swap is one statement, so that an interrupt leaves either the old or new tables.
+            before, owner.tables = owner.tables, tables
             self._release([page for table in before for page in table])
 
     def join(self, owner):
@@ -89,7 +90,7 @@ class PagePool:
         self.owners.pop(id(owner), None)
         self.members -= 1
 
-    # --- memory ---------------------------------------------------------------------------------------------------
+    # --- memory ---------------------------------------------------------------------------------
 
     def storage(self, like):
         """Take the memory, at the first append of keys like these: P · page · 2·L·Hk·D values."""
@@ -127,7 +128,7 @@ class PagePool:
                         shared.append((table, i))
                 missing += [table] * (last - len(table))
             fresh = self._take(len(shared) + len(missing))
-            # Copy on write, and the table last: what it lists is right at every line.
+            # Each table changes last, so that the pages it lists are valid at every line.
             for table, i in shared:
                 old, new = table[i], fresh.pop()
                 self.keys[:, new], self.values[:, new] = self.keys[:, old], self.values[:, old]
@@ -147,7 +148,10 @@ class PagePool:
         return rows
 
     def take(self, count: int) -> list[int]:
-        """So many free pages, or CapacityError and nothing changed. They belong to the caller until `release`."""
+        """`count` free pages, which belong to the caller until `release`.
+
+        Raises CapacityError, and changes nothing, if there are not enough.
+        """
         with self.change():
             taken = self._take(count)
             self.lent.update(taken)
@@ -181,7 +185,7 @@ class PagePool:
 
     @property
     def limit(self) -> int | None:
-        """Tokens that fit at most; None = as memory allows."""
+        """The most tokens that fit; None = as memory allows."""
         return len(self.references) * self.page_size
 
     def _share(self, pages):
@@ -190,7 +194,7 @@ class PagePool:
 
     def _release(self, pages):
         for page in pages:
-            # Who lists it would soon read the tokens of somebody else.
+            # A table that still lists the page would soon read another sequence's tokens.
             if self.references[page] < 1:
                 raise CacheError(f"page {page} was given back twice: two caches hold one table")
             self.references[page] -= 1
@@ -204,12 +208,12 @@ class PagePool:
 
     @property
     def nbytes(self) -> int:
-        """Of all pages, used or not."""
+        """Bytes of all pages, used or not."""
         return len(self.references) * self.bytes_per_page
 
 
 class ElasticPool(PagePool):
-    """A pool that takes more memory when it runs out: it at least doubles, so N pages cost fewer than 2N copies."""
+    """A pool that at least doubles when it is full, so N pages cost fewer than 2N page copies."""
 
     limit = None
 

@@ -1,10 +1,11 @@
-"""A paged cache whose full pages outlive their request: the next prompt that begins with the same tokens finds them.
+"""A paged cache whose full pages outlive their request, for later prompts that begin the same way.
 
-A page is found by a chain of sha256 hashes, each over its parent's hash and its own tokens, so equal pages in unequal
-contexts differ. Tokens and parent are stored and compared as well: a collision costs a recomputation, never a wrong
-answer.
-A salt starts the chain, so tenants that must not learn from each other's timing share nothing. Pages that only the
-index holds are evicted when the pool runs dry, least recently used first; pages of live requests never are.
+A page is found by a chain of sha256 hashes: each hash covers the hash of the page before and the
+tokens of this page, so equal tokens after different beginnings get different hashes. The index
+also stores and compares the tokens and the parent: a hash collision costs a recomputation, never a
+wrong answer. A salt starts the chain; tenants with different salts share no pages, so neither can
+learn from the timing of the other. When the pool is full, pages that only the index holds are
+evicted, least recently used first; pages of running requests are never evicted.
 Reference: vLLM's prefix caching (which compares no tokens), nano-vllm's block manager (which does).
 """
 
@@ -19,15 +20,15 @@ from nanokv.errors import CacheError
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """A stored page, the tokens it holds, and the entry that comes before it (of the first page: the salt)."""
+    """A stored page, its tokens, and the entry before it (for the first page: the salt)."""
 
     page: int
-    parent: "Entry | str"  # this very entry, not one with an equal hash: compared by identity
+    parent: "Entry | str"  # an entry is compared by identity, so an equal hash is not enough
     tokens: tuple[int, ...]
 
 
 class PrefixPool(PagePool):
-    """A page pool with an index of pages that may be shared; the index is one more owner of each."""
+    """A page pool with an index of pages for reuse; the index is one more owner of each page."""
 
     def __init__(self, config, pages: int, page_size: int):
         super().__init__(config, pages, page_size)
@@ -46,7 +47,7 @@ class PrefixPool(PagePool):
         super().make_room(count)
 
     def available(self) -> int:
-        """Pages that are free or that only the index holds."""
+        """The number of pages that are free or that only the index holds."""
         self.settle()
         return len(self.free) + sum(
             self.references[entry.page] == 1 for entry in self.index.values()
@@ -96,7 +97,7 @@ class PrefixPool(PagePool):
 
 
 class ElasticPrefixPool(PrefixPool, ElasticPool):
-    """Grows until it has `keep` pages, then evicts what it can, and grows further only for pages that are in use."""
+    """Grows to `keep` pages; after that, evicts idle pages and grows only if all are in use."""
 
     def __init__(self, config, pages: int, page_size: int, keep: int):
         super().__init__(config, pages, page_size)
@@ -109,7 +110,7 @@ class ElasticPrefixPool(PrefixPool, ElasticPool):
 
 
 class PrefixCache(PagedCache):
-    """One sequence. `reuse(prompt)` before the prefill, `remember(tokens)` after it; `hits` counts reused tokens."""
+    """One sequence: call `reuse(prompt)` before the prefill and `remember(tokens)` after it."""
 
     salt, hits = "", 0
 
@@ -127,8 +128,9 @@ class PrefixCache(PagedCache):
     def remember(self, tokens):
         """Offer the full pages of these tokens to later requests: the ids of what the cache holds, from the start.
 
-        Nobody can check them against keys: other ids than those that were fed give wrong answers to whoever reuses
-        them. More than the cache holds are cut; fewer are refused, because then the caller has lost count.
+        The ids cannot be checked against the keys: ids that were never fed give wrong answers to
+        the requests that reuse them. Ids beyond the cache's length are ignored. Fewer ids raise
+        CacheError, because then the caller has lost count.
         """
         tokens = [int(token) for token in tokens]
         if len(tokens) < self.length:

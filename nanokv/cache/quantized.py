@@ -1,10 +1,11 @@
 """Keys and values in 8, 4 or 2 bits, as KIVI does (Liu et al. 2024, arXiv 2402.02750).
 
-Keys have a few channels that are far larger than the rest, so each channel of a block of `group` tokens gets its own
-scale; values have none, so each token gets one. The newest tokens stay exact: blocks are quantized once, when an
-append finds `residual + group` exact tokens, and never again. What an append brings stays exact until the next one, so
-a forward that failed can be repeated and gives the same answer. A Hadamard rotation of the keys may spread the large
-channels first. Every append hands out a dense copy (2·S·Hk·D values per layer): memory is saved, not bandwidth.
+Keys have a few channels that are far larger than the rest, so each channel of a block of `group`
+tokens gets a scale; values have no such channels, so each token gets a scale. The newest tokens
+stay exact: a block is quantized once, when an append finds `residual + group` exact tokens. The
+tokens of an append stay exact until the next append, so repeating a failed forward gives the same
+answer. With `rotate`, a Hadamard rotation spreads the large channels first. Every append returns a
+dense copy (2·S·Hk·D values per layer): this saves memory, not bandwidth.
 """
 
 import torch
@@ -36,7 +37,7 @@ class QuantizedCache(LayerCache):
         self._rollback(((), (), (), []))
 
     @property
-    def length(self) -> int:
+    def length(self) -> int:  # type: ignore[override]  # read-only
         return sum(self.blocks) + self.newest
 
     def append(self, k, v):
@@ -53,7 +54,8 @@ class QuantizedCache(LayerCache):
             largest = x.abs().max().item()
             if not largest <= LARGEST:  # NaN too
                 raise CacheError(
-                    f"cannot quantize {name} of size {largest:g}: {LARGEST:g} is the largest that fp16 scales allow",
+                    f"cannot quantize {name} of size {largest:g}: "
+                    f"{LARGEST:g} is the largest that fp16 scales allow",
                     hint="use a cache that keeps them as they are",
                 )
 
@@ -97,7 +99,7 @@ class QuantizedCache(LayerCache):
         if not self.blocks:
             return self.exact
         k_scale, k_low, v_scale, v_low = self.scales
-        # A GPU is not asked how many that are, and the copy is not waited for.
+        # output_size and non_blocking: no wait for the GPU.
         times = torch.tensor(self.blocks).to(k_scale.device, non_blocking=True)
         k_scale, k_low = (
             x.repeat_interleave(times, dim=2, output_size=sum(self.blocks))
@@ -162,7 +164,7 @@ class QuantizedCache(LayerCache):
         self._rollback((*groups, state["blocks"].tolist() if state else []))
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int:  # type: ignore[override]  # read-only
         return sum(x.nbytes for x in (*self.exact, *self.codes, *self.scales))
 
 

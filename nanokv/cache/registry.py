@@ -1,7 +1,8 @@
-"""The caches, by name. A new kind of cache joins everything (model, chat, contract tests) by an entry in CACHES.
+"""The caches, by name.
 
-`make_cache(name, config, batch_size, capacity)` is valid for every name: a cache that grows by itself takes the
-capacity as a limit that it does not need. Options that a cache does not know raise with the list of the known ones.
+An entry in CACHES makes a new kind of cache available everywhere: model, chat, contract tests.
+`make_cache(name, config, batch_size, capacity)` works for every name; a cache that grows needs no
+capacity and does not treat it as a limit. An unknown option raises CacheError with the known ones.
 """
 
 import os
@@ -43,22 +44,22 @@ __all__ = [
 ]
 
 Capacity = int | None  # tokens per row
-FIRST_PAGES = 4  # of a pool that grows: it doubles from here
+FIRST_PAGES = 4  # the first size of a pool that grows; it doubles from there
 
 
 def make_dict(config: Config, batch_size: int, capacity: Capacity) -> KVCache:
-    """torch.cat a step: the reference."""
+    """One torch.cat per step: the reference."""
     return KVCache((DictCache() for _ in range(config.num_hidden_layers)), config)
 
 
 def make_static(config: Config, batch_size: int, capacity: Capacity) -> KVCache:
-    """One slab a layer of `capacity` slots (default: the model's whole context)."""
+    """One slab per layer of `capacity` slots (default: the model's whole context)."""
     slots = capacity or config.max_position_embeddings
     return KVCache((StaticCache(slots) for _ in range(config.num_hidden_layers)), config)
 
 
 def make_growing(config: Config, batch_size: int, capacity: Capacity) -> KVCache:
-    """A slab that doubles, and ends at `capacity` slots if no more tokens come."""
+    """A slab that doubles when full; it stops at `capacity` slots until more tokens come."""
     return KVCache((GrowingCache(capacity) for _ in range(config.num_hidden_layers)), config)
 
 
@@ -71,8 +72,10 @@ def make_paged(
     pages: int = 0,
     pool: PagePool | None = None,
 ) -> KVCache:
-    """Pages of 16 tokens or `page`, from a pool: `pool` is one to share, `pages` makes one of that size; without both
-    it grows as needed."""
+    """Pages of `page` tokens (default: 16) from a pool.
+
+    `pool` is a pool to share, `pages` makes one of that size. Without either, the pool grows.
+    """
     if pool is None:
         page = page or 16
         pool = PagePool(config, pages, page) if pages else ElasticPool(config, FIRST_PAGES, page)
@@ -90,7 +93,7 @@ def make_prefix(
     pool: PagePool | None = None,
     salt: str = "",
 ) -> KVCache:
-    """Pages that later requests with the same beginning find again; pool and pages as for the paged cache."""
+    """Pages that later requests with the same beginning reuse; sizes as for the paged cache."""
     if pool is None:
         page, slots = page or 16, capacity or config.max_position_embeddings
         keep = batch_size * -(-slots // page)  # pages of one request as long as the context
@@ -108,12 +111,12 @@ def make_prefix(
 def make_sliding(
     config: Config, batch_size: int, capacity: Capacity, *, window: int = 0, sinks: int = 0
 ) -> KVCache:
-    """The last `window` positions (default: capacity, then the model's context) and the first `sinks`."""
+    """The last `window` positions (default: capacity, else the context) and the first `sinks`."""
     window = window or capacity or config.max_position_embeddings
     cache = KVCache(
         (SlidingCache(config, window, sinks) for _ in range(config.num_hidden_layers)), config
     )
-    # Decided here: a file must not depend on how long the context was.
+    # Recorded, so that a saved file does not depend on the default.
     cache.made = Made(options={"window": window})
     return cache
 
@@ -157,7 +160,7 @@ def make_offloaded(
 def make_batch(
     config: Config, batch_size: int, capacity: Capacity, *, of: str = "dict", **options: Any
 ) -> KVCache:
-    """Rows that may differ in length, each a cache of its own kind (`of`), with that kind's options."""
+    """Rows that may differ in length, each a cache of the kind `of` with these options."""
     if of in ("paged", "prefix") and not options.get("pages"):
         return make_paged_batch(config, batch_size, capacity, of, options)
     return BatchCache(
@@ -168,7 +171,7 @@ def make_batch(
 def make_paged_batch(
     config: Config, batch_size: int, capacity: Capacity, of: str, options: dict[str, Any]
 ) -> PagedBatch:
-    """All rows over one pool that grows, so that a decode step finds the pages of all in one table."""
+    """All rows over one pool that grows, so that one table holds the pages of all rows."""
     first: Any = make_cache(of, config, 1, capacity, **options)
     shared = {name: value for name, value in options.items() if name != "page"}
     shared["pool"] = first.pool
@@ -200,11 +203,12 @@ def make_cache(
     device: Device = None,
     **options: Any,
 ) -> KVCache:
-    """An empty cache of the named kind for a model of this config; capacity in tokens per row. Options may be part of
-    the name, as on the command line: "quantized:bits=4"; an argument that says something else is refused.
+    """An empty cache of the named kind for a model of this config; capacity in tokens per row.
 
-    Memory is taken by the first append, in the dtype and on the device of what the model writes; if `dtype` or
-    `device` is given, an append of another one is refused.
+    The name may include options, as on the command line: "quantized:bits=4". The first append
+    allocates memory, with the dtype and device of its keys. If `dtype` or `device` is given, an
+    append of another one raises CacheError, and so does every argument that is out of range, that
+    the cache does not have, or that contradicts the name.
     """
     if isinstance(name, str):
         name, named = read_kind(name)
@@ -234,7 +238,7 @@ def make_cache(
 
 
 def check_target(dtype: Dtype, device: Device) -> tuple[torch.dtype | None, torch.device | None]:
-    """What torch calls them; CacheError if keys and values cannot have this dtype or lie there."""
+    """torch's dtype and device for these names; CacheError if a cache cannot use them."""
     if dtype is None and device is None:
         return None, None
     try:
@@ -246,7 +250,7 @@ def check_target(dtype: Dtype, device: Device) -> tuple[torch.dtype | None, torc
 
 
 def check_pool(pool: PagePool, kind: type, config: Config, page: int, pages: int) -> None:
-    """A pool of this kind, for this config, of the sizes that were asked for (0 = not asked)."""
+    """CacheError unless the pool has this kind, config and sizes; a size of 0 is not checked."""
     if not isinstance(pool, kind):
         raise CacheError(f"pool is {pool!r}: a {kind.__name__} was expected")
     if pool.config != config:
@@ -265,6 +269,6 @@ def check_pool(pool: PagePool, kind: type, config: Config, page: int, pages: int
 
 
 def check(name: str, value: object, low: int) -> None:
-    """A whole number of at least `low`."""
+    """CacheError unless `value` is a whole number of at least `low`."""
     if type(value) is not int or value < low:
         raise CacheError(f"{name} is {value!r}: a whole number ≥ {low} was expected")

@@ -1,8 +1,9 @@
-"""A cache as a file: safetensors with a checksum over everything, so that a file which loads is the one that was saved.
+"""A cache as a file: safetensors with a checksum over everything, which detects any change.
 
-What is in it: the kind of cache with its options, the config and the fingerprint of the model, the ids, and what
-`state` of every layer gave. A salt is not: it is a secret between tenants, and the file is readable by anyone.
-`contents` and `rebuild` are the two halves without the file: remote/handover.py sends the same from process to process.
+The file holds the kind of cache with its options, the config and the fingerprint of the model, the
+ids, and the `state` of every layer. A salt is not stored: it is a secret between tenants, and
+anyone may read the file. `contents` and `rebuild` do the same without a file; remote/handover.py
+uses them to send a cache to another process.
 """
 
 import hashlib
@@ -20,10 +21,10 @@ from nanokv.support.device_memory import full_memory
 from weights_loader.strict import loads
 
 FORMAT = "nanokv-cache-1"
-ALONE = (0, 1)  # rank and number of ranks of one process that has all heads
-MOST_ROWS = 65_536  # each is an object per layer in a batch cache
-MOST_PAGES = 4_194_304  # about 40 bytes each, before a token is stored
-MAY_CHANGE = {  # options that say where the bytes go, and nothing about what they mean
+ALONE = (0, 1)  # the rank of a single process, which has all heads
+MOST_ROWS = 65_536  # a batch cache makes one object per row and layer
+MOST_PAGES = 4_194_304  # each takes about 40 bytes before a token is stored
+MAY_CHANGE = {  # options that decide only where bytes are stored, not what they mean
     "paged": {"pool", "page", "pages"},
     "prefix": {"pool", "page", "pages", "salt"},
     "offloaded": {"to", "folder"},
@@ -47,7 +48,7 @@ def save(cache, path, tokens=(), model_fingerprint: str = "", rank: tuple[int, i
         save_file(tensors, temporary, metadata=meta)
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
-        os.replace(temporary, path)  # who has the old file open goes on reading the old one
+        os.replace(temporary, path)  # a process that has the old file open keeps the old contents
     except (OSError, SafetensorError) as error:
         size, free = sum(t.nbytes for t in tensors.values()), shutil.disk_usage(path.parent).free
         reason = getattr(error, "strerror", None) or str(error)
@@ -62,7 +63,7 @@ def contents(cache, tokens=(), model_fingerprint: str = "") -> tuple[dict, dict]
     states = [layer.state() for layer in cache]
     if cache.config is None:
         raise CacheError(
-            "a cache without a config cannot be saved: nobody could tell whose keys it holds",
+            "a cache without a config cannot be saved: no model could be checked against it",
             hint="make it with make_cache(name, config)",
         )
     tensors = {
@@ -99,7 +100,7 @@ def load(
     rank: tuple[int, int] = ALONE,
 ):
     """See KVCache.load."""
-    if device is None:  # where the pool is that was given
+    if device is None:  # the device of the pool in `options`, if there is one
         device = getattr(getattr(options.get("pool"), "keys", None), "device", "cpu")
     meta, tensors = _read(path)
     return rebuild(
@@ -151,7 +152,7 @@ def rebuild(
         RuntimeError,
         OverflowError,
     ) as error:
-        # the checksum has no secret: whoever writes another file can also write its checksum
+        # The checksum is no signature: a file made by hand can have a valid one.
         raise CacheError(
             f"{path} is not what a save writes: {type(error).__name__}: {str(error)[:200]}"
         ) from error
@@ -242,7 +243,8 @@ def check_model(path, meta: dict, saved: dict, config, model_fingerprint: str):
         raise CacheError(f"{path} belongs to another model: {', '.join(differ)} differ")
     if model_fingerprint and not meta["model"]:
         raise CacheError(
-            f"{path} does not say which weights it belongs to: it was saved without model_fingerprint"
+            f"{path} does not say which weights it belongs to: "
+            "it was saved without model_fingerprint"
         )
     if model_fingerprint and meta["model"] != model_fingerprint:
         raise CacheError(
@@ -314,9 +316,10 @@ def digest(meta: dict, tensors: dict) -> str:
 def fingerprint(model) -> str:
     """A short name for "these weights", 16 hex digits: two checkpoints of one config give different keys and values.
 
-    sha256 over the config and, of every parameter, its name, shape, dtype and 320 values: both ends, and a walk over
-    all of it. Some 100 kilobytes of a 0.6B model are read, in milliseconds. It tells honest mix-ups apart, a fine-tuned
-    checkpoint from its base too; it is no defence against forgery.
+    sha256 over the config and, for every parameter, its name, shape, dtype and 320 values: both
+    ends and a stride through the rest. For a 0.6B model this reads some 100 kilobytes in
+    milliseconds. It detects honest mix-ups, also of a fine-tuned checkpoint and its base; it is no
+    defence against forgery.
     """
     digest = hashlib.sha256(
         json.dumps(model.config.to_dict(), sort_keys=True, default=str).encode()
@@ -324,7 +327,7 @@ def fingerprint(model) -> str:
     # Buffers: of an optimized one.
     for name, weight in sorted([*model.named_parameters(), *model.named_buffers()]):
         flat = weight.detach().flatten()
-        # Odd: does not stay in one column of a matrix whose width is a power of two.
+        # An odd stride visits all columns of a matrix whose width is a power of two.
         stride = flat.numel() // 256 | 1
         sample = torch.cat((flat[:32], flat[::stride][:256], flat[-32:])).float().cpu().numpy()
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode() + sample.tobytes())

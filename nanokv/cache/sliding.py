@@ -1,9 +1,11 @@
-"""The last `window` positions, and optionally the first few tokens as attention sinks (StreamingLLM, arXiv 2309.17453).
+"""The last `window` positions, and optionally the first few tokens as attention sinks.
 
-Memory stays constant however long the text gets; what fell out of the window is forgotten. On a model trained with
-full attention this changes the answers: its oracle is a recomputation with the same band mask. Sinks are seen at
-their place inside the cache, right before the window, so distances never exceed what the model was trained on: every
-query gets its own copy of the few sink keys, rotated on by as many positions as were evicted.
+Memory stays constant however long the text gets; tokens that left the window are forgotten. With a
+model trained with full attention this changes the answers, so the tests compare with a
+recomputation under the same band mask. A query sees the sinks right before its window, at a
+distance that training covered, as if the evicted tokens did not exist: each query gets a copy of
+the sink keys, rotated forward by as many positions as were evicted.
+Reference: StreamingLLM (Xiao et al. 2023, arXiv 2309.17453).
 """
 
 import torch
@@ -64,7 +66,10 @@ class SlidingCache(LayerCache):
 
     @causal(within)
     def mask(self, T: int):
-        """Band of `window` keys for each query, and its own copy of the sinks; None for one token: all is visible."""
+        """(T,S) bool: for each query a band of `window` keys and its copy of the sinks.
+
+        None for one query, which sees all keys.
+        """
         if T == 1:
             return None
         held = 0 if self.keys is None else self.keys.shape[2]
@@ -97,11 +102,12 @@ class SlidingCache(LayerCache):
             )
 
     def _snapshot(self):
-        # Never written in place, so what falls out is still here.
+        # Keys are never written in place, so the snapshot still has the tokens that leave the
+        # window.
         return self.length, self.keys, self.values
 
     def _rollback(self, snapshot):
-        # In one line: they never contradict each other.
+        # One statement, so an interrupt never leaves keys and length of different steps.
         self.length, self.keys, self.values = snapshot
 
     def truncate(self, n: int):

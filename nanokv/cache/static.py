@@ -1,7 +1,7 @@
-"""One slab per layer, taken once, written in place: no copy of the past, addresses that never change, a fixed capacity.
+"""One slab per layer, allocated once and written in place: no copy of the past, fixed addresses.
 
-The price: the capacity must be known, and its bytes are taken however few tokens come. Reference: transformers'
-StaticCache, which cannot roll back; this one can, because a length is all there is to change.
+The capacity must be known in advance, and all of it is allocated however few tokens come.
+Reference: transformers' StaticCache, which cannot roll back; here truncate only changes a length.
 """
 
 from operator import attrgetter, is_
@@ -18,7 +18,7 @@ KEYS, VALUES = attrgetter("keys"), attrgetter("values")
 
 
 class Slabs:
-    """Pages of all layers with one tensor of lengths: a step writes one number and not one per layer."""
+    """Pages of all layers with one shared tensor of lengths, so a step updates it once."""
 
     def __init__(self, layers, like):
         self.like = like.shape, like.dtype, like.device
@@ -87,14 +87,15 @@ class StaticCache(LayerCache):
         # T slots written, whatever S is.
         self.keys[:, :, start:end], self.values[:, :, start:end] = k, v
         self.length = end
-        # Views, nothing is copied.
+        # Views: nothing is copied.
         return self.keys[:, :, :end], self.values[:, :, :end]  # (B,Hk,S,D) ×2
 
     def make_room(self, slots: int, like):
         """Check before anything is written: layer 0 refuses what does not fit, so no layer has begun."""
         if slots > self.capacity:
             raise CapacityError(
-                f"the cache holds {self.length} of {self.capacity} tokens: {slots - self.length} more do not fit",
+                f"the cache holds {self.length} of {self.capacity} tokens: "
+                f"{slots - self.length} more do not fit",
                 hint=f"make it with capacity={slots} or more, or use the growing cache",
             )
         if self.keys is None:
@@ -105,7 +106,7 @@ class StaticCache(LayerCache):
 
     def truncate(self, n: int):
         self._check_truncate(n)
-        # The slots behind it are written again before they are read again.
+        # The slots after n are written again before they are read again.
         self.length = min(n, self.length)
 
     def empty(self):
@@ -119,7 +120,6 @@ class StaticCache(LayerCache):
 
     def _reordered(self, index):
         copy = self.empty()
-        # Into a new slab.
         copy.restore({name: used[index] for name, used in self.state().items()})  # (B',Hk,S,D)
         return copy
 
@@ -148,13 +148,13 @@ class StaticCache(LayerCache):
 
 
 class GrowingCache(StaticCache):
-    """A slab that doubles when it is full: N appends copy fewer than 2N tokens in all, where `cat` copies N²/2.
+    """A slab that doubles when full: N appends copy fewer than 2N tokens, where `cat` copies N²/2.
 
-    `expected_tokens` is no limit: the slab ends there as long as no more come.
+    `expected_tokens` is not a limit: the slab has that size until more tokens come.
     """
 
     def __init__(self, expected_tokens: int | None = None):
-        super().__init__(None)
+        super().__init__(None)  # type: ignore[arg-type]  # no limit; make_room below reads none
         self.expected_tokens = expected_tokens
 
     def empty(self):

@@ -1,6 +1,6 @@
-"""Where an offloaded layer keeps its tokens: rows (N,2,B,Hk,D) in host memory, or in a file without a name.
+"""Where an offloaded layer keeps its tokens: rows (N,2,B,Hk,D) in host memory or in a file.
 
-`begin` answers with something whose `result()` are the rows; with a ferry they are Arriving.
+`begin` returns an object whose `result()` is the rows; with a ferry the object is an Arriving.
 """
 
 import os
@@ -13,12 +13,12 @@ import torch
 from nanokv.cache.ferry import host_rows
 from nanokv.errors import CacheError
 
-# One: transfers share one bus anyway.
+# One thread, because all transfers share one bus.
 READER = ThreadPoolExecutor(1, thread_name_prefix="nanokv-offload")
 
 
 class HostStore:
-    """Rows of tokens in host memory, pinned so that the copy to the GPU does not wait for the host."""
+    """Rows in host memory; with a ferry they are pinned, so a copy to the GPU does not block."""
 
     def __init__(self):
         self.rows = None  # (N,2,B,Hk,D): tokens first, so growing appends at the end
@@ -48,9 +48,9 @@ class HostStore:
 
 
 class DiskStore:
-    """The same rows in a file of their own without a name: it is gone when the cache is.
+    """The same rows in an unnamed file, which disappears with the cache.
 
-    The thread that reads ahead and the one that writes state where they read and write, and share no position.
+    The reading and the writing thread pass explicit offsets, so they share no file position.
     """
 
     def __init__(self, folder=None):
@@ -85,7 +85,7 @@ class DiskStore:
         return ferry.near(rows) if ferry else rows.to(like.device)
 
 
-# --- bytes at a place of a file: os.pwrite and os.preadv, and a lock where there are none (Windows) -------------------
+# --- reads and writes at an offset: os.preadv and os.pwrite, or seek under a lock (Windows) ---
 
 POSITION = threading.Lock()
 

@@ -1,6 +1,7 @@
-"""What the layers of a paged cache share in one step: page tables as tensors, and where the new tokens go.
+"""The state that the layers of a paged cache share in one step: page tables as tensors.
 
-Made by the first layer and found by the others: a table per step and not a table per layer.
+The first layer of a step makes the view, and the other layers find it: one table per step, not one
+per layer.
 """
 
 from itertools import chain
@@ -19,20 +20,20 @@ SPARE = 16  # a table's width is a multiple of it
 class View:
     """Tables and lengths as tensors, made by the first layer of a step and used by all.
 
-    `pages[i]`, where layer i lies, stays the same object for as long as the rows and the pool's memory do. A page that
-    comes is one number in a table that has room for more.
+    `pages[i]`, the location of layer i, stays the same object until the number of rows, the memory
+    of the pool or the width of the table changes. A new page is one more number in the table.
     """
 
     def __init__(self, pool: PagePool, tables):
         self.pool, self.keys, self.tables = pool, pool.keys, [list(table) for table in tables]
         sizes = numpy.fromiter(map(len, tables), numpy.int64, len(tables))  # (B,)
         width = (int(sizes.max()) // SPARE + 1) * SPARE
-        # Behind a row's last page the numbers are never read.
+        # The numbers after a row's last page are never read.
         self.host = numpy.zeros((len(tables), width), numpy.int32)  # (B,n)
         every = chain.from_iterable(tables)
         self.host[numpy.arange(width) < sizes[:, None]] = numpy.fromiter(every, numpy.int32)
-        with torch.inference_mode(False):
-            # Written by later steps. Not pinned: read when the copy returns.
+        with torch.inference_mode(False):  # steps outside inference mode write to both
+            # `host` is not pinned, so it has been read when the copy returns.
             self.table = torch.from_numpy(self.host).to(pool.keys.device, non_blocking=True)
             self.lengths = torch.zeros(len(tables), dtype=torch.int32)  # (B,)
         self.pages = [
@@ -50,9 +51,9 @@ class View:
             return False
         for b in changed:
             self.host[b, : len(tables[b])] = tables[b]
-        if changed and self.table.device.type != "cpu":  # there it is the same memory
+        if changed and self.table.device.type != "cpu":  # on a CPU, table and host share memory
             self.table.copy_(torch.from_numpy(self.host), non_blocking=True)
-        for b in changed:  # last: what was cut short before is done again
+        for b in changed:  # last, so that an interrupted update is repeated
             self.tables[b] = list(tables[b])
         return True
 
