@@ -32,5 +32,6 @@ if not TYPE_CHECKING:  # a type checker that sees __getattr__ accepts mistyped n
     def __getattr__(name: str):
         if name not in __all__:
             raise AttributeError(f"module 'nanokv.cache' has no attribute {name!r}")
-        globals()[name] = value = getattr(importlib.import_module("nanokv.cache.registry"), name)
+        value = getattr(importlib.import_module("nanokv.cache.registry"), name)
+        globals()[name] = value
         return value

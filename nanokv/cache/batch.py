@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import numpy
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from nanokv.cache.base import KVCache, LayerCache
 from nanokv.cache.capabilities import Made, Sizes, causal, causal_keys
@@ -24,7 +25,8 @@ class BatchLayer(LayerCache):
     """Layer i of every row."""
 
     def __init__(self, parts):
-        self.parts, self._expected = parts, parts[0]._expected  # LayerCaches of batch size 1
+        self.parts = parts  # LayerCaches of batch size 1
+        self._expected = parts[0]._expected
 
     @property
     def length(self):  # type: ignore[override]  # read-only
@@ -45,9 +47,13 @@ class BatchLayer(LayerCache):
     @property
     def sizes(self) -> Sizes:
         rows = [row.sizes for row in self.parts]
-        back = min((row.max_rollback for row in rows if row.max_rollback is not None), default=None)
-        held, used = max(row.held for row in rows), sum(row.used_nbytes for row in rows)
-        return Sizes(len(rows), held, used, back)
+        limits = [row.max_rollback for row in rows if row.max_rollback is not None]
+        return Sizes(
+            batch_size=len(rows),
+            held=max(row.held for row in rows),
+            used_nbytes=sum(row.used_nbytes for row in rows),
+            max_rollback=min(limits, default=None),
+        )
 
     def _check_truncate(self, n: int):
         for row in self.parts:
@@ -66,19 +72,17 @@ class BatchLayer(LayerCache):
             row.truncate(n)
 
     def state(self) -> dict:
-        return {
-            f"{b}.{name}": x for b, row in enumerate(self.parts) for name, x in row.state().items()
-        }
+        state = {}
+        for b, row in enumerate(self.parts):
+            for name, tensor in row.state().items():
+                state[f"{b}.{name}"] = tensor
+        return state
 
     def restore(self, state: dict):
         for b, row in enumerate(self.parts):
-            row.restore(
-                {
-                    key.removeprefix(f"{b}."): x
-                    for key, x in state.items()
-                    if key.startswith(f"{b}.")
-                }
-            )
+            prefix = f"{b}."
+            its = {key: tensor for key, tensor in state.items() if key.startswith(prefix)}
+            row.restore({key.removeprefix(prefix): tensor for key, tensor in its.items()})
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]  # read-only
@@ -124,27 +128,27 @@ class BatchCache(KVCache):
         """
         masks = [row.mask(T) for row in self.rows]
         widths = [width(row[0], T, mask) for row, mask in zip(self.rows, masks, strict=True)]
-        if len(set(widths)) == 1 and (T == 1 or all(torch.equal(mask, masks[0]) for mask in masks)):
+        longest = max(widths)
+        if min(widths) == longest and (T == 1 or all(torch.equal(m, masks[0]) for m in masks)):
             return masks[0]
-        every = [
-            torch.ones(T, S, dtype=torch.bool) if m is None else m
-            for S, m in zip(widths, masks, strict=True)
-        ]
-        # Padding: False.
-        return torch.stack([F.pad(mask, (max(widths) - mask.shape[1], 0)) for mask in every])[
-            :, None
-        ]
+        padded = []
+        for S, mask in zip(widths, masks, strict=True):
+            if mask is None:
+                mask = torch.ones(T, S, dtype=torch.bool)
+            padded.append(F.pad(mask, (longest - S, 0)))  # padding is False
+        return torch.stack(padded)[:, None]
 
     def truncate(self, n):
-        """One length for all rows, or one per row; if one of them cannot go back so far, none does."""
-        lengths = (
-            torch.as_tensor(n).tolist()
-            if isinstance(n, torch.Tensor | list | tuple)
-            else [n] * len(self.rows)
-        )
-        if len(lengths) != len(self.rows) or any(
-            type(length) is not int or length < 0 for length in lengths
-        ):
+        """Truncate to one length for all rows, or to one per row.
+
+        If one row cannot go back so far, no row is truncated.
+        """
+        if isinstance(n, Tensor | list | tuple):
+            lengths = torch.as_tensor(n).tolist()
+        else:
+            lengths = [n] * len(self.rows)
+        valid = all(type(length) is int and length >= 0 for length in lengths)
+        if len(lengths) != len(self.rows) or not valid:
             raise CacheError(
                 f"truncate({n!r}): a number of tokens ≥ 0 for each of {len(self.rows)} rows "
                 "was expected"
@@ -197,13 +201,17 @@ def all_or_none(parts):
 
 
 def width(layer, T: int, mask) -> int:
-    """S: how many keys the append of T tokens will return; `mask` is what layer.mask(T) says."""
-    return layer.sizes.held + T if mask is None else mask.shape[-1]
+    """S: how many keys the layer's append of T tokens will return; `mask` is layer.mask(T)."""
+    if mask is None:
+        return layer.sizes.held + T
+    return mask.shape[-1]
 
 
 def one_or_each(lengths):
     """An int if all are equal, else (B,) int64."""
-    return lengths[0] if len(set(lengths)) == 1 else torch.from_numpy(numpy.array(lengths))
+    if len(set(lengths)) == 1:
+        return lengths[0]
+    return torch.from_numpy(numpy.array(lengths))
 
 
 def _pad_left(tensors, longest: int):

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import torch
 
 from nanokv.cache import saving
-from nanokv.cache.checks import check_index
+from nanokv.cache.checks import ANYTHING, Expected, check_index
 from nanokv.config import Config
 from nanokv.errors import CacheError, UnsupportedError
 
@@ -102,7 +102,8 @@ def reserve_of_all(layers: Sequence) -> Callable | None:
     kind: Any = kinds.pop() if len(kinds) == 1 else None
     if kind is None or kind.__getattribute__ is not object.__getattribute__:
         return None
-    reserve = RESERVES.get(getattr(kind, "append", None))  # type: ignore[arg-type]
+    append: Any = getattr(kind, "append", None)
+    reserve = RESERVES.get(append)
     if reserve is None or any(map(contains, map(vars, layers), repeat("append"))):
         return None
     return reserve
@@ -146,7 +147,9 @@ def row_lengths(cache: Any) -> torch.Tensor | None:
     """(B,) keys per row, if `cache.mask(1)` would hide the rows' left padding and nothing else."""
     mask = cache.mask
     rows = ROW_MASKS.get(getattr(mask, "__func__", mask))
-    return None if rows is None or mask.__self__ is not cache else rows(cache)
+    if rows is None or mask.__self__ is not cache:
+        return None
+    return rows(cache)
 
 
 def causal_keys(cache: Any, T: int) -> int | None:
@@ -158,7 +161,9 @@ def causal_keys(cache: Any, T: int) -> int | None:
     if T == 1 or getattr(mask, "__self__", None) is not cache:
         return None
     keys = CAUSAL_MASKS.get(mask.__func__)
-    return None if keys is None else keys(cache, T)
+    if keys is None:
+        return None
+    return keys(cache, T)
 
 
 def has_pages(cache: Any) -> bool:
@@ -175,13 +180,15 @@ class LayerCapabilities:
     nbytes: int
     length: int
     capacity: int | None = None  # the most tokens that fit; None = as memory allows
-    _expected = (None, None, None, None)  # (Hk, D, dtype, device) of make_cache; None = what comes
+    _expected: Expected = ANYTHING
 
     @property
     def sizes(self) -> Sizes:
         """Rows, keys and bytes held."""
         length = self.length
-        return Sizes(None, length if isinstance(length, int) else int(max(length)), self.nbytes)
+        if not isinstance(length, int):  # one per row
+            length = int(max(length))
+        return Sizes(None, length, self.nbytes)
 
     def pages(self, like: torch.Tensor) -> Pages | None:
         """Where a kernel may read this layer and write one more token; None: call `append`.
@@ -192,7 +199,9 @@ class LayerCapabilities:
         of each row, lengths − 1. No mask is needed: the pages hold each row's length.
         """
         reserve = reserve_of(self)
-        return None if reserve is None else reserve(self, like)
+        if reserve is None:
+            return None
+        return reserve(self, like)
 
     def reorder(self, index: Index) -> None:
         """Row b becomes old row index[b] (beam search); the batch may grow or shrink."""
@@ -258,15 +267,17 @@ class CacheCapabilities(list):
         reserves = list(filter(None, map(reserve_of, self)))
         if len(reserves) < len(self):
             return None
-        found, before = [], []
+        found = []
+        before: list[Any] = []  # a snapshot of each layer that has reserved
         for layer, reserve in zip(self, reserves, strict=True):
-            before.append(layer._snapshot())
+            snapshot = layer._snapshot()
             pages = reserve(layer, like)
             if pages is None:
-                for asked, snapshot in zip(self, before[:-1], strict=False):
-                    asked._rollback(snapshot)
+                for done, earlier in zip(self, before, strict=False):
+                    done._rollback(earlier)
                 return None
             found.append(pages)
+            before.append(snapshot)
         return found
 
     def _causal_keys(self, T: int) -> int | None:
@@ -284,8 +295,9 @@ class CacheCapabilities(list):
         return self.fork()
 
     def _made_like(self, other: "CacheCapabilities") -> Any:
-        """Take over what make_cache wrote on another cache, and the ids it was saved with."""
-        self.made, self.tokens = other.made, other.tokens
+        """Copy from another cache what make_cache recorded on it, and the ids saved with it."""
+        self.made = other.made
+        self.tokens = other.tokens
         for mine, theirs in zip(self, other, strict=False):
             mine._expected = theirs._expected
         return self
@@ -296,11 +308,13 @@ class CacheCapabilities(list):
 
         All layers change or none: old and new rows are both in memory until the last layer is made.
         """
-        index, layers = check_index(index, self.sizes.batch_size), []
+        index = check_index(index, self.sizes.batch_size)
+        layers = []
         for layer in self:
-            layers.append(layer._reordered(index))
-            layers[-1]._expected = layer._expected
-        # In one line: no layer is ahead.
+            copy = layer._reordered(index)
+            copy._expected = layer._expected
+            layers.append(copy)
+        # One statement, so an interrupt never leaves new layers beside the old batch size.
         self[:], self.made = layers, replace(self.made, batch_size=len(index))
 
     def save(

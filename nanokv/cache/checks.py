@@ -1,12 +1,31 @@
-"""What every cache checks before anything is written: rows that exist, and keys and values of the right kind."""
+"""Checks before anything is written: row numbers in range, and keys and values that match the
+cache.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from nanokv.errors import CacheError
 
 
-def check_index(index, rows=None):
-    """Row numbers as an int64 tensor; `rows` = how many there are."""
+class Expected(NamedTuple):
+    """What make_cache was asked for; the first append decides what is None."""
+
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    dtype: torch.dtype | None = None
+    device: torch.device | None = None  # "cuda" without a number: any CUDA device
+
+
+NAMES = ("KV heads", "head_dim", "dtype", "device")  # of Expected's fields, in errors
+ANYTHING = Expected()
+
+
+def check_index(index: Sequence[int] | Tensor, rows: int | None = None) -> Tensor:
+    """Row numbers as an int64 tensor on the CPU; CacheError if one is not below `rows`."""
     index = torch.as_tensor(index)
     if (
         index.dim() != 1
@@ -20,13 +39,15 @@ def check_index(index, rows=None):
     return index.long().cpu()  # a CPU index selects rows on any device
 
 
-def check_append(k, v, held=None, expected=(None, None, None, None)):
-    """Keys (B,Hk,T,D) must match what is held, (B,Hk,S,D), and what is expected; values must match the keys.
+def check_append(
+    k: Tensor, v: Tensor, held: Tensor | None = None, expected: Expected = ANYTHING
+) -> None:
+    """CacheError unless keys (B,Hk,T,D) match `held` (B,Hk,S,D) and `expected`, and values the
+    keys.
 
     Without this check, `cat` would promote another dtype and a slab would broadcast another batch
     size, both silently.
     """
-    new = (*k.shape[:2], k.shape[-1], k.dtype, k.device)
     if (
         k.dim() != 4
         or not k.shape[2]
@@ -36,25 +57,26 @@ def check_append(k, v, held=None, expected=(None, None, None, None)):
     ):
         pair = " and values ".join(f"{tuple(x.shape)} {x.dtype} on {x.device}" for x in (k, v))
         raise CacheError(f"cannot append keys {pair}: both must be alike (B,Hk,T,D), T ≥ 1")
+    new = (*k.shape[:2], k.shape[-1], k.dtype, k.device)
     if held is not None and new != (*held.shape[:2], held.shape[-1], held.dtype, held.device):
-        have, came = (f"{tuple(x.shape)} {x.dtype}" for x in (held, k))
-        devices = (
-            ""
-            if held.device == k.device
-            else f": the keys are on {k.device}, the cache on {held.device}"
-        )
-        hint = "KVCache.load(path, config, device=…) loads it there" if devices else ""
+        raise _mismatch(k, held)
+    for name, want, got in zip(NAMES, expected, new[1:], strict=True):
+        if want is None or want == got:
+            continue
+        if name == "device" and want == torch.device(got.type):
+            continue
         raise CacheError(
-            f"cannot append keys {came} to a cache of {have} (B,Hk,S,D){devices}", hint
+            f"cannot append keys of {name} {got} to a cache that was made for {name} {want}"
         )
-    for name, want, got in zip(
-        ("KV heads", "head_dim", "dtype", "device"), expected, new[1:], strict=True
-    ):
-        if (
-            want is not None
-            and want != got
-            and not (name == "device" and want == torch.device(got.type))
-        ):
-            raise CacheError(
-                f"cannot append keys of {name} {got} to a cache that was made for {name} {want}"
-            )
+
+
+def _mismatch(k: Tensor, held: Tensor) -> CacheError:
+    """The error for keys of another shape, dtype or device than the cache holds."""
+    have, came = (f"{tuple(x.shape)} {x.dtype}" for x in (held, k))
+    message = f"cannot append keys {came} to a cache of {have} (B,Hk,S,D)"
+    if held.device == k.device:
+        return CacheError(message)
+    return CacheError(
+        f"{message}: the keys are on {k.device}, the cache on {held.device}",
+        hint="KVCache.load(path, config, device=…) loads it there",
+    )

@@ -3,9 +3,11 @@
 import functools
 
 import torch
+from torch import Tensor
 
-ULP, TINY = 2**-10, 2**-24  # fp16: relative distance of neighbours, and the smallest number
-LARGEST = 65_000.0  # what quantize can take: its low and scale must stay below fp16's 65,504
+ULP = 2**-10  # fp16: the relative distance between neighbouring numbers
+TINY = 2**-24  # fp16: the smallest positive number
+LARGEST = 65_000.0  # the largest |x| for quantize: low and scale must stay below fp16's 65,504
 
 
 def quantize(x, bits: int, dim: int):

@@ -9,12 +9,17 @@ References: transformers' OffloadedCache (a prefetch stream), torch's notes on C
 (streams, record_stream).
 """
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 
 
 def ferry_for(device: torch.device) -> "Ferry | None":
-    """None where host memory is the memory that computes."""
-    return Ferry(device) if device.type == "cuda" else None
+    """A Ferry to a CUDA device; None for a device that computes in host memory."""
+    if device.type != "cuda":
+        return None
+    return Ferry(device)
 
 
 def host_rows(shape, dtype, pinned: bool):
@@ -26,8 +31,11 @@ def host_rows(shape, dtype, pinned: bool):
 class Arriving:
     """Rows (S,2,B,Hk,D) in one of the two buffers, valid once the event `arrived` has happened."""
 
-    def __init__(self, ferry: "Ferry", rows, slot: int, arrived):
-        self.ferry, self.rows, self.slot, self.arrived = ferry, rows, slot, arrived
+    def __init__(self, ferry: "Ferry", rows: Tensor, slot: int, arrived: torch.cuda.Event):
+        self.ferry = ferry
+        self.rows = rows
+        self.slot = slot
+        self.arrived = arrived
 
     def result(self) -> "Arriving":
         """Does not block: the copy is already queued. Named as in concurrent.futures.Future."""
@@ -48,13 +56,13 @@ class Arriving:
 class Ferry:
     """The copies of one cache to and from one GPU."""
 
-    def __init__(self, device):
-        self.device, self.stream = device, torch.cuda.Stream(device)
-        self.buffers, self.turn = [None, None], 0
-        self.used = [
-            torch.cuda.Event(),
-            torch.cuda.Event(),
-        ]  # each buffer, by the last that computed with it
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self.buffers: list[Tensor | None] = [None, None]
+        self.turn = 0  # the buffer that the next copy fills
+        # For each buffer, when the last computation with it ends.
+        self.used = [torch.cuda.Event(), torch.cuda.Event()]
 
     def computing(self):
         """The stream of whoever asks."""
@@ -69,7 +77,8 @@ class Ferry:
 
     def near(self, rows) -> Arriving:
         """Copy pinned `rows` into the buffer whose turn it is."""
-        self.turn, slot = 1 - self.turn, self.turn
+        slot = self.turn
+        self.turn = 1 - self.turn
         with torch.cuda.stream(self.stream):
             self.stream.wait_event(self.used[slot])
             target = self.buffer(slot, rows)

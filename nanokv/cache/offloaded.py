@@ -7,34 +7,51 @@ Reference: transformers' offloaded DynamicCache (CUDA only), FlexGen (arXiv 2303
 """
 
 import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from nanokv.cache.base import KVCache, LayerCache
 from nanokv.cache.capabilities import Sizes
 from nanokv.cache.checks import check_append, check_index
-from nanokv.cache.ferry import Arriving, ferry_for
+from nanokv.cache.ferry import Arriving, Ferry, ferry_for
+from nanokv.cache.stores import DiskStore, HostStore
+from nanokv.config import Config
+
+
+class Fetch(NamedTuple):
+    """A transfer that has begun; its `result()` are the first `tokens` rows."""
+
+    tokens: int
+    rows: Future | Arriving
 
 
 class OffloadedLayer(LayerCache):
     """One layer's store; its rows are near only while they are needed."""
 
-    def __init__(self, parent, number: int, store):
-        self.parent, self.number, self.store = weakref.proxy(parent), number, store
-        # One row, for its shape and device.
-        self.length, self.like, self.coming = 0, None, None  # like (1,2,B,Hk,D)
+    like: Tensor  # (1,2,B,Hk,D): one stored row, for its shape and device; set by the first append
+
+    def __init__(self, parent: "OffloadedCache", number: int, store: DiskStore | HostStore):
+        self.parent = weakref.proxy(parent)
+        self.number = number
+        self.store = store
+        self.length = 0
+        self.coming: Fetch | None = None
 
     @property
     def sizes(self) -> Sizes:
-        return Sizes(self.like.shape[2] if self.length else None, self.length, self.nbytes)
+        if not self.length:
+            return Sizes(None, 0, 0)
+        return Sizes(self.like.shape[2], self.length, self.nbytes)
 
     def append(self, k, v):
-        held = (
-            self.like[:, 0].permute(1, 2, 0, 3).expand(-1, -1, self.length, -1)
-            if self.length
-            else None
-        )
+        held = None
+        if self.length:
+            held = self.like[:, 0].permute(1, 2, 0, 3).expand(-1, -1, self.length, -1)
         check_append(k, v, held, self._expected)
         new = torch.stack((k, v)).permute(3, 0, 1, 2, 4)  # (T,2,B,Hk,D)
         past = self.near()
@@ -50,17 +67,24 @@ class OffloadedLayer(LayerCache):
     def fetch(self):
         """Begin to bring this layer's rows near."""
         if self.length and self.coming is None:
-            self.coming = self.length, self.begin()
+            self.coming = self.begin()
 
-    def begin(self):
-        return self.store.begin(self.length, self.like, self.parent.ferry(self.like.device))
+    def begin(self) -> Fetch:
+        ferry = self.parent.ferry(self.like.device)
+        return Fetch(self.length, self.store.begin(self.length, self.like, ferry))
 
-    def near(self):
-        """The rows so far, waiting for the fetch that has begun; it is of use if it is of the right length."""
-        (tokens, coming), self.coming = self.coming or (None, None), None
+    def near(self) -> Tensor | Arriving | None:
+        """All rows so far, or None if there are none; waits for the fetch that has begun.
+
+        A fetch of another length (truncate or restore came after it) is dropped and done again.
+        """
+        fetch = self.coming
+        self.coming = None
         if not self.length:
             return None
-        return (coming if tokens == self.length else self.begin()).result()
+        if fetch is None or fetch.tokens != self.length:
+            fetch = self.begin()
+        return fetch.rows.result()
 
     def truncate(self, n: int):
         self._check_truncate(n)
@@ -74,15 +98,19 @@ class OffloadedLayer(LayerCache):
         return dict(zip(("key", "value"), rows.permute(1, 2, 3, 0, 4), strict=True))
 
     def restore(self, state: dict):
-        self.length, self.coming = 0, None
+        self.coming = None
+        self.length = 0
         if state:
             rows = torch.stack((state["key"], state["value"])).permute(3, 0, 1, 2, 4)
             self.store.write(0, rows, self.parent.ferry(rows.device))
-            self.length, self.like = len(rows), rows[:1].clone()
+            self.like = rows[:1].clone()
+            self.length = len(rows)
 
     @property
-    def nbytes(self) -> int:
-        return self.length * self.like.nbytes if self.length else 0
+    def nbytes(self) -> int:  # type: ignore[override]  # read-only
+        if not self.length:
+            return 0
+        return self.length * self.like.nbytes
 
 
 def joined(past, *new):
@@ -90,7 +118,7 @@ def joined(past, *new):
     if not isinstance(past, Arriving):
         return torch.cat((past, *new)) if new else past
     try:
-        return torch.cat((past.use(), *new)) if new else past.use().clone()
+        return torch.cat((past.use(), *new))
     finally:
         past.done()
 
@@ -98,9 +126,12 @@ def joined(past, *new):
 class OffloadedCache(KVCache):
     """A cache whose layers live in stores; `make_store()` makes the store of one layer."""
 
-    def __init__(self, config, make_store):
+    config: Config
+
+    def __init__(self, config: Config, make_store: Callable[[], DiskStore | HostStore]):
         super().__init__((), config)
-        self.make_store, self.ferries = make_store, {}
+        self.make_store = make_store
+        self.ferries: dict[torch.device, Ferry | None] = {}
         self.extend(OffloadedLayer(self, i, make_store()) for i in range(config.num_hidden_layers))
 
     def ferry(self, device):
@@ -124,7 +155,8 @@ class OffloadedCache(KVCache):
         """These rows of every layer, in stores of their own."""
         layers = []
         for i, layer in enumerate(self):
-            layers.append(OffloadedLayer(parent, i, self.make_store()))
-            layers[i]._expected = layer._expected
-            layers[i].restore({name: rows[index] for name, rows in layer.state().items()})
+            copy = OffloadedLayer(parent, i, self.make_store())
+            copy._expected = layer._expected
+            copy.restore({name: rows[index] for name, rows in layer.state().items()})
+            layers.append(copy)
         return layers

@@ -8,26 +8,36 @@ import difflib
 import os
 import re
 from collections.abc import Callable
+from typing import NamedTuple
 
 from nanokv.errors import CacheError
 
-Rule = tuple[Callable[[object], bool], str]  # is it legal?, and what is
+
+class Rule(NamedTuple):
+    """Which values an option takes, and the words for it in an error."""
+
+    accepts: Callable[[object], bool]
+    legal: str
 
 
 def at_least(low: int) -> Rule:
-    return lambda value: type(value) is int and value >= low, f"a whole number ≥ {low} was expected"
+    """Whole numbers of at least `low`; True is not a number."""
+    return Rule(
+        lambda value: type(value) is int and value >= low, f"a whole number ≥ {low} was expected"
+    )
 
 
 def one_of(*values: object) -> Rule:
-    """1.0 and True are not 1."""
-    listed = ", ".join(map(str, values))
-    return lambda value: any(
-        type(value) is type(x) and value == x for x in values
-    ), f"{listed} are implemented"
+    """These values of these types: neither 1.0 nor True equals 1."""
+
+    def accepts(value: object) -> bool:
+        return any(type(value) is type(x) and value == x for x in values)
+
+    return Rule(accepts, f"{', '.join(map(str, values))} are implemented")
 
 
-TEXT: Rule = lambda value: isinstance(value, str), "a string was expected"
-FOLDER: Rule = (
+TEXT = Rule(lambda value: isinstance(value, str), "a string was expected")
+FOLDER = Rule(
     lambda value: value is None or isinstance(value, str | os.PathLike),
     "the path of a folder was expected",
 )
@@ -107,10 +117,7 @@ def check_options(name: str, options: dict, objects: bool = False) -> None:
     `objects`: the caller is a program, which may also pass objects (a page pool).
     """
     if name not in KINDS:
-        plain = re.sub("[^a-z0-9]|cache$", "", str(name).lower())
-        near = difflib.get_close_matches(plain, KINDS, n=1)
-        hint = ELSEWHERE.get(plain) or (f"did you mean {near[0]!r}?" if near else "")
-        raise CacheError(f"no cache is called {name!r}: there are {', '.join(KINDS)}", hint)
+        raise _unknown(name)
     known = dict(KINDS[name])
     if name == "batch":
         of = options.get("of", "dict")
@@ -119,18 +126,36 @@ def check_options(name: str, options: dict, objects: bool = False) -> None:
                 f"of is {of!r}: there are {', '.join(kind for kind in KINDS if kind != 'batch')}"
             )
         known |= KINDS[of]
-    known = {key: rule for key, rule in known.items() if objects or rule is not OBJECT}
+    if not objects:
+        known = {key: rule for key, rule in known.items() if rule is not OBJECT}
     if unknown := sorted(set(options) - set(known)):
         listed = ", ".join(known) or "no options"
         raise CacheError(f"cache {name!r} has no option {', '.join(unknown)}: it knows {listed}")
     for key, value in options.items():
         rule = known[key]
-        if rule is not OBJECT and not rule[0](value):
-            raise CacheError(f"{key} is {value!r}: {rule[1]}")
+        if rule is not OBJECT and not rule.accepts(value):
+            raise CacheError(f"{key} is {value!r}: {rule.legal}")
+
+
+def _unknown(name: str) -> CacheError:
+    """The error for a name that no cache has, with the nearest name as a hint."""
+    plain = re.sub("[^a-z0-9]|cache$", "", str(name).lower())
+    near = difflib.get_close_matches(plain, KINDS, n=1)
+    hint = ELSEWHERE.get(plain, "")
+    if not hint and near:
+        hint = f"did you mean {near[0]!r}?"
+    return CacheError(f"no cache is called {name!r}: there are {', '.join(KINDS)}", hint)
 
 
 def growing_slots(tokens: int, expected: int | None = None) -> int:
-    """Slots per row that the growing cache has taken for so many tokens: the next power of two, at least 16; or all
-    that are expected, where the next doubling would reach them."""
-    slots = max(16, 1 << (tokens - 1).bit_length()) if tokens else 0
-    return expected if expected is not None and tokens <= expected < 2 * slots else slots
+    """Slots per row that the growing cache takes for this many tokens.
+
+    The next power of two, at least 16; or `expected`, if one more doubling would reach that many.
+    """
+    if not tokens:
+        slots = 0
+    else:
+        slots = max(16, 1 << (tokens - 1).bit_length())
+    if expected is not None and tokens <= expected < 2 * slots:
+        return expected
+    return slots

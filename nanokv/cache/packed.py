@@ -20,7 +20,9 @@ class PackedLayer(LayerCache):
     """Layer i of every sequence; `counts[b]` of the next N tokens belong to sequence b."""
 
     def __init__(self, parts, counts):
-        self.parts, self.counts, self._expected = parts, counts, parts[0]._expected
+        self.parts = parts
+        self.counts = counts
+        self._expected = parts[0]._expected
 
     def append(self, k, v):
         """(N,Hk,1,D) ×2 → two lists of (1,Hk,S_b,D), one per sequence; writes to all or none."""
@@ -29,8 +31,8 @@ class PackedLayer(LayerCache):
             raise CacheError(
                 f"cannot append keys {tuple(k.shape)} to sequences of {self.counts} tokens"
             )
-        # Lists of (1,Hk,T_b,D).
-        keys, values = ([rows.transpose(0, 2) for rows in x.split(self.counts)] for x in (k, v))
+        keys = [rows.transpose(0, 2) for rows in k.split(self.counts)]  # (1,Hk,T_b,D) each
+        values = [rows.transpose(0, 2) for rows in v.split(self.counts)]  # (1,Hk,T_b,D) each
         with all_or_none(self.parts):
             # Each pair is (1,Hk,S_b,D) ×2.
             pairs = [part.append(*new) for part, *new in zip(self.parts, keys, values, strict=True)]
@@ -52,7 +54,8 @@ class PackedCache(KVCache):
             raise CacheError(
                 f"{len(counts)} prompts for {len(caches)} caches: one each, of one sequence each"
             )
-        self.caches, self.counts = list(caches), list(counts)
+        self.caches = list(caches)
+        self.counts = list(counts)
         super().__init__(
             (PackedLayer(parts, self.counts) for parts in zip(*caches, strict=True)), config
         )
@@ -64,13 +67,9 @@ class PackedCache(KVCache):
 
     @property
     def length(self):
-        """(N,) int64: how many tokens of its own sequence stand before each row."""
-        return torch.cat(
-            [
-                cache.length + torch.arange(n)
-                for cache, n in zip(self.caches, self.counts, strict=True)
-            ]
-        )
+        """(N,) int64: the position of each row in its sequence."""
+        pairs = zip(self.caches, self.counts, strict=True)
+        return torch.cat([cache.length + torch.arange(n) for cache, n in pairs])
 
 
 class Packed:
@@ -83,9 +82,13 @@ class Packed:
         self.parts = list(parts)
 
     def __call__(self, q, keys, values):
-        """q (N,H,1,D) with N = ΣT_b, keys and values lists of (1,Hk,S_b,D), the T_b new ones last → (N,H,1,D)."""
-        queries = q.split([size for size, _ in self.parts])  # (T_b,H,1,D)
-        each = zip(queries, keys, values, self.parts, strict=True)
-        return torch.cat(
-            [attend(rows.transpose(0, 2), k, v).transpose(0, 2) for rows, k, v, (_, attend) in each]
-        )
+        """q (N,H,1,D) with N = ΣT_b → (N,H,1,D).
+
+        keys and values are lists of (1,Hk,S_b,D), with the T_b new tokens last.
+        """
+        queries = q.split([size for size, _ in self.parts])  # (T_b,H,1,D) each
+        outputs = []
+        for rows, k, v, (_, attend) in zip(queries, keys, values, self.parts, strict=True):
+            y = attend(rows.transpose(0, 2), k, v)  # (1,H,T_b,D)
+            outputs.append(y.transpose(0, 2))
+        return torch.cat(outputs)

@@ -23,7 +23,8 @@ class PaddedCache(KVCache):
 
     def __init__(self, inner: KVCache, pads):
         super().__init__(inner, inner.config)
-        self.inner, self.pads = inner, torch.as_tensor(pads)  # (B,) int64
+        self.inner = inner
+        self.pads = torch.as_tensor(pads)  # (B,) int64
         if (
             self.pads.dim() != 1
             or self.pads.numel() == 0
@@ -46,8 +47,10 @@ class PaddedCache(KVCache):
 
     @property
     def capacity(self) -> int | None:
-        """Of the row with most padding."""
-        return None if self.inner.capacity is None else self.inner.capacity - int(self.pads.max())
+        """The tokens that fit in the row with the most padding."""
+        if self.inner.capacity is None:
+            return None
+        return self.inner.capacity - int(self.pads.max())
 
     @property
     def nbytes(self) -> int:
@@ -61,9 +64,13 @@ class PaddedCache(KVCache):
 
     @causal(lambda cache, T: None if cache.pads.any() else causal_keys(cache.inner, T))
     def mask(self, T: int):
-        """(B,1,T,S) bool: the inner mask without the padding. A query in the padding sees itself only: nobody reads
-        what comes out of it, but a softmax over nothing would be NaN, and NaN × 0 is NaN in every later sum."""
-        mask, length = self.inner.mask(T), self.inner.length
+        """(B,1,T,S) bool: the inner mask without the padding.
+
+        A query in the padding sees only itself. Its output is never read, but a softmax over no
+        keys is NaN, and NaN × 0 is NaN in every later sum.
+        """
+        mask = self.inner.mask(T)
+        length = self.inner.length
         if not self.pads.any():
             return mask
         S = width(self.inner[0], T, mask)
@@ -76,10 +83,11 @@ class PaddedCache(KVCache):
         return (mask.cpu() & real) | (column == query)  # (B,1,T,S)
 
     def truncate(self, n):
-        """A `length` from before, or 0: start again, with the padding still to come."""
-        columns = (
-            self.pads * 0 if type(n) is int and n == 0 else torch.as_tensor(n) + self.pads
-        )  # (B,)
+        """Back to an earlier `length` (B,), or to 0: empty, so the padding must be fed again."""
+        if type(n) is int and n == 0:
+            columns = torch.zeros_like(self.pads)  # (B,)
+        else:
+            columns = torch.as_tensor(n) + self.pads  # (B,)
         if columns.numel() != len(self.pads) or columns.unique().numel() > 1 or columns[0] < 0:
             raise UnsupportedError(
                 "the rows of a padded cache all end in the same column", hint="use the batch cache"

@@ -9,9 +9,12 @@ the location of the pages.
 """
 
 import weakref
+from collections.abc import Sequence
 from operator import attrgetter, eq
+from typing import Self
 
 import torch
+from torch import Tensor
 
 from nanokv.cache.base import KVCache, LayerCache
 from nanokv.cache.capabilities import RESERVES, Pages, Sizes, in_place, reserve_of
@@ -28,18 +31,18 @@ class PagedCache(KVCache):
         self.own = [PagedLayer(self, i) for i in range(pool.config.num_hidden_layers)]
         self.patched = False  # True once the caller replaces `append` or the class of a layer
         super().__init__(self.own, pool.config)
-        self.pool, self.tables, self.view = pool, [[] for _ in range(batch_size)], None
+        self.pool = pool
+        self.tables: list[list[int]] = [[] for _ in range(batch_size)]
+        self.view: View | None = None
         pool.join(self)
 
     @property
     def capacity(self) -> int | None:
         """Tokens per row, if no other cache takes pages; None = as memory allows."""
         pool = self.pool
-        return (
-            None
-            if pool.limit is None
-            else len(pool.references) // len(self.tables) * pool.page_size
-        )
+        if pool.limit is None:
+            return None
+        return len(pool.references) // len(self.tables) * pool.page_size
 
     def reserve(self, start: int, end: int):
         """Pages for positions start … end−1 of every row, none of them shared."""
@@ -48,7 +51,9 @@ class PagedCache(KVCache):
     @property
     def length(self) -> int:
         even = self.even()
-        return super().length if even is None else even
+        if even is None:
+            return super().length
+        return even
 
     def even(self) -> int | None:
         """Tokens per layer, if all layers are the original ones and equally long; else None.
@@ -56,14 +61,17 @@ class PagedCache(KVCache):
         Compares two lists at once, which is faster than asking 28 layers.
         """
         counts = self.counts
-        same = counts.count(counts[0]) == len(counts) and self.own == self
-        return counts[0] if same else None
+        if counts.count(counts[0]) == len(counts) and self.own == self:
+            return counts[0]
+        return None
 
     def advance(self):
         """One token more in each layer."""
         counts = self.counts
-        even = counts.count(counts[0]) == len(counts)
-        counts[:] = [counts[0] + 1] * len(counts) if even else [count + 1 for count in counts]
+        if counts.count(counts[0]) == len(counts):
+            counts[:] = [counts[0] + 1] * len(counts)
+        else:
+            counts[:] = [count + 1 for count in counts]
 
     def pages(self, like) -> list[Pages] | None:
         if not all_as_made([self]):  # one of the caller's is asked
@@ -76,9 +84,10 @@ class PagedCache(KVCache):
         super().truncate(n)
         self.trim()
 
-    def trim(self):
-        """Give back the pages that no token is in; what an append that failed had reserved goes as well."""
-        self.view, keep = None, self.pages_of(max(layer.length for layer in self))
+    def trim(self) -> None:
+        """Release the pages that hold no token, for example after a failed append."""
+        self.view = None
+        keep = self.pages_of(max(layer.length for layer in self))
         if any(len(table) > keep for table in self.tables):
             self.pool.hold(self, [table[:keep] for table in self.tables])
 
@@ -122,21 +131,25 @@ class PagedCache(KVCache):
 
     @property
     def sizes(self) -> Sizes:
-        """Of the pages, the places with a token in them are used."""
-        size, length = self.pool.page_size, max(layer.length for layer in self)
-        places = (place for table in self.tables for place in enumerate(table))
-        filled = {page: min(size, length - i * size) for i, page in places}
-        return Sizes(
-            len(self.tables), length, sum(filled.values()) * self.pool.bytes_per_page // size
-        )
+        """Rows, keys and bytes held; only the slots of a page that hold a token count as used."""
+        size = self.pool.page_size
+        length = max(layer.length for layer in self)
+        filled = {}  # page → slots in use; rows that share a page fill the same slots
+        for table in self.tables:
+            for i, page in enumerate(table):
+                filled[page] = min(size, length - i * size)
+        used = sum(filled.values()) * self.pool.bytes_per_page // size
+        return Sizes(len(self.tables), length, used)
 
 
 class PagedLayer(LayerCache):
     """One layer's view of the pages."""
 
     def __init__(self, parent: PagedCache, layer: int):
-        # No cycle: pages go back at once.
-        self.parent, self.layer, self.counts = weakref.proxy(parent), layer, parent.counts
+        # A proxy avoids a reference cycle, so pages are released as soon as the cache is deleted.
+        self.parent = weakref.proxy(parent)
+        self.layer = layer
+        self.counts = parent.counts
 
     def __setattr__(self, name, value):
         if name in ("append", "__class__"):
@@ -161,9 +174,8 @@ class PagedLayer(LayerCache):
     @in_place(_reserve)
     def append(self, k, v):
         table = self.write(k, v).table
-        return self.gather(self.parent.pool.keys, table), self.gather(
-            self.parent.pool.values, table
-        )
+        pool = self.parent.pool
+        return self.gather(pool.keys, table), self.gather(pool.values, table)  # (B,Hk,S,D) ×2
 
     def write(self, k, v) -> View:
         check_append(k, v)
@@ -215,19 +227,21 @@ class PagedLayer(LayerCache):
         return Sizes(whole.batch_size, self.length, whole.used_nbytes // len(self.parent))
 
 
-def all_as_made(caches) -> bool:
-    """`as_made` of every layer of many caches: a step of a large batch has 7,000 of them, so none is looked at that
-    nobody has changed."""
-    return (
-        PagedLayer.append in RESERVES
-        and all(map(eq, map(OWN, caches), caches))  # by identity
-        and not any(cache.patched and not all(map(as_made, cache)) for cache in caches)
-    )
-
-
 OWN = attrgetter("own")
 
 
-def as_made(layer) -> bool:
-    """Is it a layer of this file, and not one that wraps it or has an append of its own?"""
+def all_as_made(caches: Sequence[PagedCache]) -> bool:
+    """`as_made` of every layer of every cache.
+
+    A step of a large batch has 7,000 layers, so only the layers of patched caches are inspected.
+    """
+    if PagedLayer.append not in RESERVES:
+        return False
+    if not all(map(eq, map(OWN, caches), caches)):  # list equality, which starts with identity
+        return False
+    return all(all(map(as_made, cache)) for cache in caches if cache.patched)
+
+
+def as_made(layer: LayerCache) -> bool:
+    """True for a PagedLayer with its original append: not a subclass, wrapper or patched layer."""
     return type(layer) is PagedLayer and reserve_of(layer) is not None

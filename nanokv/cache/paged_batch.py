@@ -13,7 +13,8 @@ from nanokv.cache.batch import BatchCache, BatchLayer
 from nanokv.cache.capabilities import Pages, causal, in_place, reserve_of_all
 from nanokv.cache.checks import check_append
 from nanokv.cache.paged import all_as_made, as_made
-from nanokv.cache.view import next_view
+from nanokv.cache.pool import PagePool
+from nanokv.cache.view import View, next_view
 from nanokv.errors import CacheError
 
 
@@ -22,7 +23,8 @@ class PagedBatchLayer(BatchLayer):
 
     def __init__(self, parent: "PagedBatch", layer: int, parts):
         super().__init__(parts)
-        self.parent, self.layer = weakref.proxy(parent), layer
+        self.parent = weakref.proxy(parent)
+        self.layer = layer
 
     def _reserve(self, like) -> Pages | None:
         if not all(map(as_made, self.parts)):
@@ -50,7 +52,9 @@ class PagedBatch(BatchCache):
 
     def __init__(self, rows, config):
         super().__init__(rows, config)
-        self.pool, self.view = getattr(self.rows[0], "pool", None), None
+        self.view: View | None = None
+        # A row without a pool is refused below.
+        self.pool: PagePool = getattr(self.rows[0], "pool", None)  # type: ignore[assignment]
         alike = all(
             getattr(row, "pool", None) is self.pool and len(row.tables) == 1 for row in self.rows
         )
@@ -59,10 +63,9 @@ class PagedBatch(BatchCache):
                 "the rows of a paged batch must be paged caches of one sequence over one pool"
             )
 
-    def layers(self, rows) -> list[PagedBatchLayer]:
-        return [
-            PagedBatchLayer(self, i, list(parts)) for i, parts in enumerate(zip(*rows, strict=True))
-        ]
+    def layers(self, rows) -> list[BatchLayer]:
+        every = zip(*rows, strict=True)
+        return [PagedBatchLayer(self, i, list(parts)) for i, parts in enumerate(every)]
 
     def pages(self, like) -> list[Pages] | None:
         if type(self[0]) is not PagedBatchLayer or reserve_of_all(self) is None:
@@ -82,7 +85,9 @@ class PagedBatch(BatchCache):
     def next_lengths(self) -> torch.Tensor | None:
         """(B,) int64: keys that the next token of each row sees; None for rows of equal length."""
         lengths = [row[0].length for row in self.rows]
-        return None if len(set(lengths)) == 1 else torch.from_numpy(numpy.array(lengths) + 1)
+        if len(set(lengths)) == 1:
+            return None
+        return torch.from_numpy(numpy.array(lengths) + 1)
 
     @causal(BatchCache.alike, rows=next_lengths)
     def mask(self, T: int):
@@ -94,5 +99,6 @@ class PagedBatch(BatchCache):
         if len(set(lengths)) == 1:
             return self.rows[0].mask(T)
         column = torch.arange(max(lengths) + T)  # (S,)
-        real = column >= max(lengths) - torch.tensor(lengths)[:, None, None, None]  # (B,1,1,S)
+        pads = max(lengths) - torch.tensor(lengths)  # (B,)
+        real = column >= pads[:, None, None, None]  # (B,1,1,S)
         return real & (column <= column[-T:, None])  # (B,1,T,S)

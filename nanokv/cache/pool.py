@@ -10,18 +10,41 @@ come at any line), the next change counts again from the tables.
 
 import weakref
 from collections import Counter
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
+from nanokv.config import Config
 from nanokv.errors import CacheError, CapacityError
+
+Table = list[int]  # the pages of one row, oldest first
+
+
+class Owner(Protocol):
+    """A paged cache, which owns the pages in its tables."""
+
+    tables: list[Table]
+
+
+class SharedPage(NamedTuple):
+    """Entry `place` of a table: a page that other tables hold too."""
+
+    table: Table
+    place: int
 
 
 class PagePool:
     """`pages` pages of `page_size` tokens for all layers, each with a count of its owners."""
 
-    def __init__(self, config, pages: int, page_size: int):
-        self.config, self.page_size = config, page_size
+    keys: Tensor  # (L,P,Hk,page,D); None until the first append, which decides dtype and device
+    values: Tensor
+
+    def __init__(self, config: Config, pages: int, page_size: int):
+        self.config = config
+        self.page_size = page_size
         self.references = [0] * pages
         # A stack: the page that was freed last is still in the CPU's cache.
         self.free = list(range(pages - 1, -1, -1))
@@ -44,7 +67,8 @@ class PagePool:
     def settle(self):
         """Count anew if a change was cut short, or if an owner has gone without a word; else nothing."""
         if self.unsettled or len(self.owners) != self.members:
-            changes, self.members = self.unsettled, len(self.owners)
+            changes = self.unsettled
+            self.members = len(self.owners)
             self.count()
             self.unsettled -= changes  # a change that began meanwhile, in a __del__, remains
 
@@ -96,10 +120,10 @@ class PagePool:
         """Take the memory, at the first append of keys like these: P · page · 2·L·Hk·D values."""
         if self.keys is None:
             self.keys, self.values = (self.empty(len(self.references), like) for _ in "kv")
-        held, new = self.keys, like.shape
-        fits = (held.shape[2], held.shape[4]) == (new[1], new[3])
-        # A broadcast would hide the mistake.
-        if not fits or held.dtype != like.dtype or held.device != like.device:
+        held = self.keys
+        same_sizes = (held.shape[2], held.shape[4]) == (like.shape[1], like.shape[3])
+        # A write of another shape could broadcast without an error.
+        if not same_sizes or held.dtype != like.dtype or held.device != like.device:
             have, new = (f"{tuple(x.shape[-4:])} {x.dtype}" for x in (held, like))
             where = "" if held.device == like.device else f": on {like.device}, not {held.device}"
             raise CacheError(
@@ -117,30 +141,45 @@ class PagePool:
         """Pages for T tokens from starts[b] on in every row, none of them shared: for all rows, or for none."""
         if not self.lacking(tables, starts, T):
             return
-        size, shared, missing, seen = self.page_size, [], [], Counter()
         with self.change():
-            for table, start in zip(tables, starts, strict=True):
-                last = -(-(start + T) // size)  # pages start // size … last − 1 will be written
-                for i in range(start // size, min(last, len(table))):
-                    seen[table[i]] += 1
-                    # The last owner of a page keeps it.
-                    if self.references[table[i]] > seen[table[i]]:
-                        shared.append((table, i))
-                missing += [table] * (last - len(table))
+            shared, missing = self._wanted(tables, starts, T)
             fresh = self._take(len(shared) + len(missing))
             # Each table changes last, so that the pages it lists are valid at every line.
             for table, i in shared:
-                old, new = table[i], fresh.pop()
-                self.keys[:, new], self.values[:, new] = self.keys[:, old], self.values[:, old]
+                old = table[i]
+                new = fresh.pop()
+                self.keys[:, new] = self.keys[:, old]
+                self.values[:, new] = self.values[:, old]
                 table[i] = new
                 self._release([old])
             for table in missing:
                 table.append(fresh.pop())
 
-    def lacking(self, tables, starts, T: int) -> list[int]:
-        """Rows that `reserve` may give a page to; of the others each has one of its own with T free places."""
+    def _wanted(
+        self, tables: list[Table], starts: Sequence[int], T: int
+    ) -> tuple[list[SharedPage], list[Table]]:
+        """(pages to copy, tables that lack a page, once per page) before T tokens are written."""
+        size = self.page_size
+        shared: list[SharedPage] = []
+        missing: list[Table] = []
+        seen: Counter[int] = Counter()
+        for table, start in zip(tables, starts, strict=True):
+            last = -(-(start + T) // size)  # pages start // size … last − 1 will be written
+            for i in range(start // size, min(last, len(table))):
+                page = table[i]
+                seen[page] += 1
+                # The last table that holds a page keeps it, the others get a copy.
+                if self.references[page] > seen[page]:
+                    shared.append(SharedPage(table, i))
+            missing += [table] * (last - len(table))
+        return shared, missing
+
+    def lacking(self, tables: list[Table], starts: Sequence[int], T: int) -> list[int]:
+        """Rows that may need a page; every other row has an unshared page with T free slots."""
         self.settle()
-        size, references, rows = self.page_size, self.references, []
+        size = self.page_size
+        references = self.references
+        rows = []
         for b, (table, start) in enumerate(zip(tables, starts, strict=True)):
             i = start // size
             if i >= len(table) or references[table[i]] != 1 or start + T > (i + 1) * size:
@@ -203,8 +242,10 @@ class PagePool:
 
     @property
     def bytes_per_page(self) -> int:
-        """2 (K and V) · L · Hk · page · D · itemsize."""
-        return 0 if self.keys is None else 2 * self.keys[:, 0].nbytes
+        """2 (K and V) · L · Hk · page · D · itemsize; 0 before the first append."""
+        if self.keys is None:
+            return 0
+        return 2 * self.keys[:, 0].nbytes
 
     @property
     def nbytes(self) -> int:
@@ -221,8 +262,11 @@ class ElasticPool(PagePool):
         held = len(self.references)
         more = max(count - len(self.free), held)
         if self.keys is not None:
-            grown = [self.empty(held + more, like=self.keys) for _ in "kv"]
-            grown[0][:, :held], grown[1][:, :held] = self.keys[:, :held], self.values[:, :held]
-            self.keys, self.values = grown
+            keys = self.empty(held + more, like=self.keys)
+            values = self.empty(held + more, like=self.values)
+            keys[:, :held] = self.keys[:, :held]
+            values[:, :held] = self.values[:, :held]
+            # One statement, so an interrupt never leaves keys and values of different sizes.
+            self.keys, self.values = keys, values
         self.references += [0] * more
         self.free = list(range(held + more - 1, held - 1, -1)) + self.free

@@ -11,10 +11,15 @@ Reference: vLLM's prefix caching (which compares no tokens), nano-vllm's block m
 
 import hashlib
 from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Self
+
+from torch import Tensor
 
 from nanokv.cache.paged import PagedCache
-from nanokv.cache.pool import ElasticPool, PagePool
+from nanokv.cache.pool import ElasticPool, PagePool, Table
+from nanokv.config import Config
 from nanokv.errors import CacheError
 
 
@@ -42,16 +47,16 @@ class PrefixPool(PagePool):
         short = count - len(self.free)
         if short > 0:
             idle = [key for key, entry in self.index.items() if self.references[entry.page] == 1]
-            for key in idle[:short] if short <= len(idle) else ():
-                self._release([self.index.pop(key).page])
+            if short <= len(idle):
+                for key in idle[:short]:
+                    self._release([self.index.pop(key).page])
         super().make_room(count)
 
     def available(self) -> int:
         """The number of pages that are free or that only the index holds."""
         self.settle()
-        return len(self.free) + sum(
-            self.references[entry.page] == 1 for entry in self.index.values()
-        )
+        idle = sum(self.references[entry.page] == 1 for entry in self.index.values())
+        return len(self.free) + idle
 
     def chain(self, tokens, salt: str):
         """(hash, tokens) of every full page of a sequence."""
@@ -67,7 +72,8 @@ class PrefixPool(PagePool):
 
     def find(self, tokens, salt: str) -> list[int]:
         """Pages of the longest stored prefix of `tokens`."""
-        found, parent = {}, salt
+        found: dict[bytes, Entry] = {}
+        parent: Entry | str = salt
         for key, part in self.chain(tokens, salt):
             entry = self.index.get(key)
             if entry is None or entry.tokens != part or entry.parent != parent:
@@ -76,9 +82,13 @@ class PrefixPool(PagePool):
         self.touch(found)
         return [entry.page for entry in found.values()]
 
-    def remember(self, tokens, table, salt: str):
-        """Index the full pages of a sequence; what is stored already stays as it is, what collides makes room."""
-        found, parent = {}, salt
+    def remember(self, tokens: Sequence[int], table: Table, salt: str) -> None:
+        """Index the full pages of a sequence.
+
+        Pages already indexed are kept; on a hash collision the new page replaces the old one.
+        """
+        found: dict[bytes, Entry] = {}
+        parent: Entry | str = salt
         with self.change():
             for (key, part), page in zip(self.chain(tokens, salt), table, strict=False):
                 entry = self.index.get(key)
@@ -112,7 +122,9 @@ class ElasticPrefixPool(PrefixPool, ElasticPool):
 class PrefixCache(PagedCache):
     """One sequence: call `reuse(prompt)` before the prefill and `remember(tokens)` after it."""
 
-    salt, hits = "", 0
+    pool: PrefixPool
+    salt = ""
+    hits = 0  # tokens that `reuse` found
 
     def reuse(self, tokens) -> int:
         """Take over the stored pages of the longest known prefix, at most all but one token: that one gives logits."""
@@ -144,5 +156,6 @@ class PrefixCache(PagedCache):
 
     def fork(self):
         copy = super().fork()
-        copy.salt, copy.hits = self.salt, self.hits
+        copy.salt = self.salt
+        copy.hits = self.hits
         return copy

@@ -8,7 +8,11 @@ answer. With `rotate`, a Hadamard rotation spreads the large channels first. Eve
 dense copy (2·S·Hk·D values per layer): this saves memory, not bandwidth.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
+from torch import Tensor
 
 from nanokv.cache.base import LayerCache
 from nanokv.cache.capabilities import Sizes
@@ -17,24 +21,30 @@ from nanokv.cache.codes import LARGEST, dequantize, hadamard, pack, quantize, un
 from nanokv.errors import CacheError
 
 
+class Held(NamedTuple):
+    """All that one layer holds; replaced as a whole, never written in place. Empty at first."""
+
+    exact: tuple[Tensor, ...] = ()  # keys, values: (B,Hk,r,D) each
+    codes: tuple[Tensor, ...] = ()  # keys, values: (B,Hk,q,D·bits/8) uint8 each
+    # scale and low of keys: (B,Hk,blocks,D) each; scale and low of values: (B,Hk,q,1) each
+    scales: tuple[Tensor, ...] = ()
+    blocks: list[int] = []  # tokens per block of keys: `group`, or fewer after truncate
+
+
 class QuantizedCache(LayerCache):
-    """Packed codes and scales of the old tokens; the newest, at least `residual` of them, are exact."""
+    """Packed codes and scales of the old tokens; the newest, at least `residual`, are exact."""
+
+    exact: tuple[Tensor, ...]  # these four are those of Held
+    codes: tuple[Tensor, ...]
+    scales: tuple[Tensor, ...]
+    blocks: list[int]
 
     def __init__(self, k_bits: int, v_bits: int, group: int, residual: int, rotate: str):
-        self.bits, self.group, self.residual, self.rotate = (
-            (k_bits, v_bits),
-            group,
-            residual,
-            rotate,
-        )
-        self.clear()
-
-    def clear(self):
-        """exact   (keys, values), each (B,Hk,r,D)
-        codes   (keys, values), each (B,Hk,q,D·bits/8) uint8
-        scales  keys: (B,Hk,blocks,D) ×2 (scale, low); values: (B,Hk,q,1) ×2
-        blocks  tokens in each block of keys: `group`, or fewer in one that was truncated"""
-        self._rollback(((), (), (), []))
+        self.bits = k_bits, v_bits
+        self.group = group
+        self.residual = residual
+        self.rotate = rotate
+        self._rollback(Held())
 
     @property
     def length(self) -> int:  # type: ignore[override]  # read-only
@@ -59,9 +69,11 @@ class QuantizedCache(LayerCache):
                     hint="use a cache that keeps them as they are",
                 )
 
-    def rotated(self, k):
-        """In the basis in which keys are quantized; its own inverse."""
-        return k.float() @ hadamard(k.shape[-1], k.device) if self.rotate == "hadamard" else k
+    def rotated(self, k: Tensor) -> Tensor:
+        """Keys in the basis in which they are quantized; the rotation is its own inverse."""
+        if self.rotate != "hadamard":
+            return k
+        return k.float() @ hadamard(k.shape[-1], k.device)
 
     @property
     def newest(self) -> int:
@@ -75,29 +87,39 @@ class QuantizedCache(LayerCache):
 
     @property
     def sizes(self) -> Sizes:
-        """A guess ends where plain decoding would quantize a block that the guess sees exactly."""
-        guess = self.residual + self.group - (self.newest - self.due * self.group)
-        return Sizes(
-            self.exact[0].shape[0] if self.exact else None, self.length, self.nbytes, guess
+        """Rows, keys and bytes held, and how many drafted tokens can be rolled back.
+
+        A longer draft would see as exact a block that plain decoding has quantized by then.
+        """
+        rows = self.exact[0].shape[0] if self.exact else None
+        draft = self.residual + self.group - (self.newest - self.due * self.group)
+        return Sizes(rows, self.length, self.nbytes, draft)
+
+    def flush(self, blocks: int) -> None:
+        """Quantize the oldest `blocks` groups of exact tokens; existing codes are not touched."""
+        n = blocks * self.group
+        k_bits, v_bits = self.bits
+        keys, values = (x[:, :, :n] for x in self.exact)  # (B,Hk,n,D)
+        grouped = self.rotated(keys).unflatten(2, (blocks, self.group))  # (B,Hk,blocks,group,D)
+        k, k_scale, k_low = quantize(grouped, k_bits, dim=3)  # one scale per channel and block
+        v, v_scale, v_low = quantize(values, v_bits, dim=3)  # one scale per token
+        codes = pack(k.flatten(2, 3), k_bits), pack(v, v_bits)
+        scales = k_scale.squeeze(3), k_low.squeeze(3), v_scale, v_low
+        self._rollback(
+            Held(
+                exact=tuple(x[:, :, n:].clone() for x in self.exact),
+                codes=_cat(self.codes, codes),
+                scales=_cat(self.scales, scales),
+                blocks=self.blocks + [self.group] * blocks,
+            )
         )
 
-    def flush(self, blocks: int):
-        """Quantize the oldest so many groups of exact tokens; codes that exist already are not touched."""
-        n = blocks * self.group
-        k, v = (x[:, :, :n] for x in self.exact)  # (B,Hk,n,D)
-        k = self.rotated(k)
-        # A channel of a block.
-        k, k_scale, k_low = quantize(k.unflatten(2, (blocks, self.group)), self.bits[0], dim=3)
-        v, v_scale, v_low = quantize(v, self.bits[1], dim=3)  # a token
-        codes = _cat(self.codes, (pack(k.flatten(2, 3), self.bits[0]), pack(v, self.bits[1])))
-        scales = _cat(self.scales, (k_scale.squeeze(3), k_low.squeeze(3), v_scale, v_low))
-        exact = tuple(x[:, :, n:].clone() for x in self.exact)
-        self._rollback((exact, codes, scales, self.blocks + [self.group] * blocks))
-
-    def dense(self):
-        """(B,Hk,S,D) ×2 in the dtype of what was appended."""
+    def dense(self) -> tuple[Tensor, ...]:
+        """(B,Hk,S,D) ×2 in the dtype of the appended tensors."""
         if not self.blocks:
             return self.exact
+        k_bits, v_bits = self.bits
+        k_codes, v_codes = self.codes
         k_scale, k_low, v_scale, v_low = self.scales
         # output_size and non_blocking: no wait for the GPU.
         times = torch.tensor(self.blocks).to(k_scale.device, non_blocking=True)
@@ -105,8 +127,8 @@ class QuantizedCache(LayerCache):
             x.repeat_interleave(times, dim=2, output_size=sum(self.blocks))
             for x in (k_scale, k_low)
         )  # (B,Hk,q,D)
-        k = self.rotated(dequantize(unpack(self.codes[0], self.bits[0]), k_scale, k_low))
-        v = dequantize(unpack(self.codes[1], self.bits[1]), v_scale, v_low)
+        k = self.rotated(dequantize(unpack(k_codes, k_bits), k_scale, k_low))
+        v = dequantize(unpack(v_codes, v_bits), v_scale, v_low)
         return tuple(
             torch.cat((old.to(new.dtype), new), 2)
             for old, new in zip((k, v), self.exact, strict=True)
@@ -116,30 +138,32 @@ class QuantizedCache(LayerCache):
         self._check_truncate(n)
         quantized = sum(self.blocks)
         if n == 0:
-            self.clear()
+            self._rollback(Held())
         elif n < quantized:
-            blocks = list(self.blocks)
-            while sum(blocks) - blocks[-1] >= n:
-                blocks.pop()
-            blocks[-1] -= sum(blocks) - n
-            sizes = len(blocks), len(blocks), n, n
-            scales = tuple(
-                x[:, :, :size].clone() for x, size in zip(self.scales, sizes, strict=True)
-            )
-            exact, codes = (
-                tuple(x[:, :, :end].clone() for x in g)
-                for g, end in ((self.exact, 0), (self.codes, n))
-            )
-            self._rollback((exact, codes, scales, blocks))
+            self._rollback(self._first(n))
         elif n < self.length:
             self.exact = tuple(x[:, :, : n - quantized].clone() for x in self.exact)
 
-    def _snapshot(self):
-        # Nothing of it is ever written in place.
-        return self.exact, self.codes, self.scales, self.blocks
+    def _first(self, n: int) -> Held:
+        """The first n tokens, all of them quantized; the last block may become shorter."""
+        blocks = list(self.blocks)
+        while sum(blocks) - blocks[-1] >= n:
+            blocks.pop()
+        blocks[-1] -= sum(blocks) - n
+        sizes = len(blocks), len(blocks), n, n
+        scales = zip(self.scales, sizes, strict=True)
+        return Held(
+            exact=tuple(x[:, :, :0].clone() for x in self.exact),
+            codes=tuple(x[:, :, :n].clone() for x in self.codes),
+            scales=tuple(x[:, :, :size].clone() for x, size in scales),
+            blocks=blocks,
+        )
 
-    def _rollback(self, snapshot):
-        # In one line: they never contradict each other.
+    def _snapshot(self) -> Held:
+        return Held(self.exact, self.codes, self.scales, self.blocks)
+
+    def _rollback(self, snapshot: Held) -> None:
+        # One statement, so an interrupt never leaves codes without their scales.
         self.exact, self.codes, self.scales, self.blocks = snapshot
 
     def fork(self):
@@ -148,25 +172,41 @@ class QuantizedCache(LayerCache):
         return copy
 
     def reorder(self, index):
-        *groups, blocks = self._snapshot()
-        self._rollback((*(tuple(x[index] for x in group) for group in groups), blocks))
+        self._rollback(
+            Held(
+                exact=tuple(x[index] for x in self.exact),
+                codes=tuple(x[index] for x in self.codes),
+                scales=tuple(x[index] for x in self.scales),
+                blocks=self.blocks,
+            )
+        )
 
     def state(self) -> dict:
+        if not self.exact:
+            return {}
+        state = {"blocks": torch.tensor(self.blocks, dtype=torch.int64)}
         groups = {"exact": self.exact, "codes": self.codes, "scales": self.scales}
-        state = {f"{name}{i}": x for name, tensors in groups.items() for i, x in enumerate(tensors)}
-        return state | {"blocks": torch.tensor(self.blocks, dtype=torch.int64)} if state else {}
+        for name, tensors in groups.items():
+            state |= {f"{name}{i}": tensor for i, tensor in enumerate(tensors)}
+        return state
 
     def restore(self, state: dict):
-        names = ("exact", "codes", "scales")
-        groups = (
-            tuple(state[key] for key in sorted(state) if key.startswith(name)) for name in names
+        if not state:
+            self._rollback(Held())
+            return
+        exact, codes, scales = (
+            tuple(state[key] for key in sorted(state) if key.startswith(name))
+            for name in ("exact", "codes", "scales")
         )
-        self._rollback((*groups, state["blocks"].tolist() if state else []))
+        self._rollback(Held(exact, codes, scales, state["blocks"].tolist()))
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]  # read-only
         return sum(x.nbytes for x in (*self.exact, *self.codes, *self.scales))
 
 
-def _cat(old: tuple, new: tuple) -> tuple:
-    return tuple(torch.cat(pair, 2) for pair in zip(old, new, strict=True)) if old else new
+def _cat(old: Sequence[Tensor], new: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Each old tensor followed by the new one, along the tokens; `old` may be empty."""
+    if not old:
+        return tuple(new)
+    return tuple(torch.cat(pair, 2) for pair in zip(old, new, strict=True))

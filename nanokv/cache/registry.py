@@ -16,6 +16,7 @@ import weights_loader
 from nanokv.cache.base import KVCache, LayerCache, NoCache
 from nanokv.cache.batch import BatchCache
 from nanokv.cache.capabilities import Made
+from nanokv.cache.checks import Expected
 from nanokv.cache.dict_cache import DictCache
 from nanokv.cache.offloaded import OffloadedCache
 from nanokv.cache.options import check_options, read_kind
@@ -78,7 +79,10 @@ def make_paged(
     """
     if pool is None:
         page = page or 16
-        pool = PagePool(config, pages, page) if pages else ElasticPool(config, FIRST_PAGES, page)
+        if pages:
+            pool = PagePool(config, pages, page)
+        else:
+            pool = ElasticPool(config, FIRST_PAGES, page)
     check_pool(pool, PagePool, config, page, pages)
     return PagedCache(pool, batch_size)
 
@@ -95,13 +99,13 @@ def make_prefix(
 ) -> KVCache:
     """Pages that later requests with the same beginning reuse; sizes as for the paged cache."""
     if pool is None:
-        page, slots = page or 16, capacity or config.max_position_embeddings
-        keep = batch_size * -(-slots // page)  # pages of one request as long as the context
-        pool = (
-            PrefixPool(config, pages, page)
-            if pages
-            else ElasticPrefixPool(config, FIRST_PAGES, page, keep)
-        )
+        page = page or 16
+        if pages:
+            pool = PrefixPool(config, pages, page)
+        else:
+            slots = capacity or config.max_position_embeddings
+            keep = batch_size * -(-slots // page)  # the pages of full rows
+            pool = ElasticPrefixPool(config, FIRST_PAGES, page, keep)
     check_pool(pool, PrefixPool, config, page, pages)
     cache = PrefixCache(pool, batch_size)
     cache.salt = salt
@@ -133,8 +137,12 @@ def make_quantized(
     residual: int = 32,
     rotate: str = "none",
 ) -> KVCache:
-    """`bits` for both, or k_bits and v_bits apart (K8V4: k_bits=8, v_bits=4); rotate=hadamard turns the keys first."""
-    k_bits, v_bits = k_bits or bits, v_bits or bits
+    """Keys and values in `bits` bits, or in k_bits and v_bits (K8V4: k_bits=8, v_bits=4).
+
+    rotate="hadamard" rotates the keys before they are quantized.
+    """
+    k_bits = k_bits or bits
+    v_bits = v_bits or bits
     for value in (k_bits, v_bits):
         if config.head_dim % (8 // value):
             raise CacheError(f"head_dim {config.head_dim} cannot be packed in {value} bits")
@@ -153,8 +161,13 @@ def make_offloaded(
     to: str = "disk",
     folder: str | os.PathLike | None = None,
 ) -> KVCache:
-    """Layers in a file each (to=disk, in `folder` or the system's temporary folder) or in host memory (to=host)."""
-    return OffloadedCache(config, partial(DiskStore, folder) if to == "disk" else HostStore)
+    """Each layer in a file in `folder` (to="disk") or in host memory (to="host").
+
+    The default folder is the system's temporary one.
+    """
+    if to == "disk":
+        return OffloadedCache(config, partial(DiskStore, folder))
+    return OffloadedCache(config, HostStore)
 
 
 def make_batch(
@@ -163,9 +176,8 @@ def make_batch(
     """Rows that may differ in length, each a cache of the kind `of` with these options."""
     if of in ("paged", "prefix") and not options.get("pages"):
         return make_paged_batch(config, batch_size, capacity, of, options)
-    return BatchCache(
-        [make_cache(of, config, 1, capacity, **options) for _ in range(batch_size)], config
-    )
+    rows = [make_cache(of, config, 1, capacity, **options) for _ in range(batch_size)]
+    return BatchCache(rows, config)
 
 
 def make_paged_batch(
@@ -175,10 +187,10 @@ def make_paged_batch(
     first: Any = make_cache(of, config, 1, capacity, **options)
     shared = {name: value for name, value in options.items() if name != "page"}
     shared["pool"] = first.pool
-    rows = [first, *(make_cache(of, config, 1, capacity, **shared) for _ in range(1, batch_size))]
-    for row in rows:
+    others = [make_cache(of, config, 1, capacity, **shared) for _ in range(1, batch_size)]
+    for row in others:
         row.made = first.made
-    return PagedBatch(rows, config)
+    return PagedBatch([first, *others], config)
 
 
 CACHES: dict[str, Callable[..., KVCache]] = {
@@ -212,13 +224,7 @@ def make_cache(
     """
     if isinstance(name, str):
         name, named = read_kind(name)
-        for key in named.keys() & options.keys():
-            if named[key] != options[key]:
-                raise CacheError(
-                    f"{key} is {named[key]!r} in the cache's name and {options[key]!r} as an argument",
-                    f"leave one of them out: {key}={options[key]!r}",
-                )
-        options = named | options
+        options = _merged(named, options)
     check_options(name, options, objects=True)
     if not hasattr(config, "num_hidden_layers"):
         raise CacheError(
@@ -230,11 +236,22 @@ def make_cache(
     dtype, target = check_target(dtype, device)
     cache = CACHES[name](config, batch_size, capacity, **options)
     cache.made = Made(name, options | cache.made.options, capacity, batch_size)
-    expected = config.num_key_value_heads, config.head_dim, dtype, target
+    expected = Expected(config.num_key_value_heads, config.head_dim, dtype, target)
     for part in (*getattr(cache, "rows", ()), cache):
         for layer in part:
             layer._expected = expected
     return cache
+
+
+def _merged(named: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The options in a cache's name and those given as arguments; CacheError if they differ."""
+    for key in named.keys() & options.keys():
+        if named[key] != options[key]:
+            raise CacheError(
+                f"{key} is {named[key]!r} in the cache's name and {options[key]!r} as an argument",
+                f"leave one of them out: {key}={options[key]!r}",
+            )
+    return named | options
 
 
 def check_target(dtype: Dtype, device: Device) -> tuple[torch.dtype | None, torch.device | None]:
@@ -257,10 +274,8 @@ def check_pool(pool: PagePool, kind: type, config: Config, page: int, pages: int
         raise CacheError(
             "the pool was made for a model of another config: its keys would fit and be wrong"
         )
-    for name, asked, has in (
-        ("page", page, pool.page_size),
-        ("pages", pages, len(pool.references)),
-    ):
+    sizes = ("page", page, pool.page_size), ("pages", pages, len(pool.references))
+    for name, asked, has in sizes:
         if asked not in (0, has):
             raise CacheError(
                 f"{name}={asked} contradicts the pool, which has {name}={has}",

@@ -10,15 +10,22 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor, nn
 
+from nanokv.config import Config
 from nanokv.errors import CacheError, foreign
 from nanokv.support.device_memory import full_memory
 from weights_loader.strict import loads
+
+PathText = str | os.PathLike
+Rank = tuple[int, int]  # (rank, number of ranks)
 
 FORMAT = "nanokv-cache-1"
 ALONE = (0, 1)  # the rank of a single process, which has all heads
@@ -31,7 +38,25 @@ MAY_CHANGE = {  # options that decide only where bytes are stored, not what they
 }
 
 
-def save(cache, path, tokens=(), model_fingerprint: str = "", rank: tuple[int, int] = ALONE):
+class Facts(NamedTuple):
+    """The metadata of a file that is stored as JSON."""
+
+    options: dict
+    salted: bool
+    rows: int
+    capacity: int | None
+    length: int | list[int]
+    config: dict
+    tokens: list
+
+
+def save(
+    cache: Any,
+    path: PathText,
+    tokens: Iterable = (),
+    model_fingerprint: str = "",
+    rank: Rank = ALONE,
+) -> None:
     """See KVCache.save."""
     path = Path(path)
     meta, tensors = contents(cache, tokens, model_fingerprint)
@@ -50,7 +75,8 @@ def save(cache, path, tokens=(), model_fingerprint: str = "", rank: tuple[int, i
             os.fsync(file.fileno())
         os.replace(temporary, path)  # a process that has the old file open keeps the old contents
     except (OSError, SafetensorError) as error:
-        size, free = sum(t.nbytes for t in tensors.values()), shutil.disk_usage(path.parent).free
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        free = shutil.disk_usage(path.parent).free
         reason = getattr(error, "strerror", None) or str(error)
         reason = f"{reason}; it needs {size:,} bytes, {path.parent} has {free:,} free"
         raise OSError(getattr(error, "errno", None), reason, str(path)) from error
@@ -66,12 +92,12 @@ def contents(cache, tokens=(), model_fingerprint: str = "") -> tuple[dict, dict]
             "a cache without a config cannot be saved: no model could be checked against it",
             hint="make it with make_cache(name, config)",
         )
-    tensors = {
-        f"layers.{i}.{key}": t.contiguous()
-        for i, state in enumerate(states)
-        for key, t in state.items()
-    }
-    tensors, length = _unshared(tensors), torch.as_tensor(cache.length).tolist()
+    tensors: dict[str, Tensor] = {}
+    for i, state in enumerate(states):
+        for key, tensor in state.items():
+            tensors[f"layers.{i}.{key}"] = tensor.contiguous()
+    tensors = _unshared(tensors)
+    length = torch.as_tensor(cache.length).tolist()
     options = {
         k: v for k, v in cache.made.options.items() if isinstance(v, str | int) and k != "salt"
     }
@@ -112,14 +138,14 @@ def check_rank(path, meta: dict, rank: tuple[int, int]) -> None:
     """The heads of another rank, or of another number of ranks, are not this one's."""
     saved = loads(meta.get("rank", json.dumps(ALONE)))
     if saved != list(rank):
-        said, mine = (
-            f"rank {which[0]} of {which[1]}" if which != list(ALONE) else "one process"
-            for which in (saved, list(rank))
-        )
         raise CacheError(
-            f"{path} was saved by {said}, this is {mine}",
+            f"{path} was saved by {_rank_text(saved)}, this is {_rank_text(list(rank))}",
             hint="load it on as many ranks as saved it",
         )
+
+
+def _rank_text(rank: list) -> str:
+    return "one process" if rank == list(ALONE) else f"rank {rank[0]} of {rank[1]}"
 
 
 def rebuild(
@@ -166,38 +192,44 @@ def _rebuild(
     make_cache,
     model_fingerprint: str,
     options: dict,
-    device,
-):
-    facts = {
-        key: loads(meta[key])
-        for key in ("options", "salted", "rows", "capacity", "length", "config", "tokens")
-    }
-    check_model(path, meta, facts["config"], config, model_fingerprint)
-    name, saved, rows = meta["cache"], facts["options"], facts["rows"]
+    device: torch.device | str,
+) -> Any:
+    facts = Facts(*(loads(meta[key]) for key in Facts._fields))
+    check_model(path, meta, facts.config, config, model_fingerprint)
+    _check_sizes(path, facts, options)
+    name = meta["cache"]
+    saved = facts.options
+    capacity = options.pop("capacity", facts.capacity)
+    _check_options(path, saved.get("of", name), saved, options, facts.salted)
+    if "pool" in options:  # the pool decides the page size and the number of pages
+        saved = {key: value for key, value in saved.items() if key not in ("page", "pages")}
+    cache = make_cache(name, config, batch_size=facts.rows, capacity=capacity, **(saved | options))
+    for layer, state in zip(cache, _states(path, tensors, config), strict=True):
+        layer.restore({key: tensor.to(device) for key, tensor in state.items()})
+    restored = torch.as_tensor(cache.length).tolist()
+    if restored != facts.length:
+        raise CacheError(
+            f"{path} says {facts.length} tokens, but a {name} cache reads {restored} from it"
+        )
+    if (held := cache.sizes.batch_size) != facts.rows:
+        raise CacheError(f"{path} says {facts.rows} rows, and holds {held}")
+    cache.tokens = _ids(facts.tokens, facts.length, facts.rows)
+    return cache
+
+
+def _check_sizes(path: PathText, facts: Facts, options: dict) -> None:
+    """CacheError if rebuilding would make too many rows or pages."""
+    rows = facts.rows
     if not 1 <= rows <= MOST_ROWS:
         raise CacheError(f"{path} says {rows} rows; 1 to {MOST_ROWS:,} are read")
-    pages = 0 if {"pages", "pool"} & options.keys() else saved.get("pages", 0)
-    if not 0 <= pages * rows <= MOST_PAGES:  # in a batch cache each row has a pool of its own
+    if {"pages", "pool"} & options.keys():
+        return
+    pages = facts.options.get("pages", 0)
+    if not 0 <= pages * rows <= MOST_PAGES:  # a batch cache makes a pool for each row
         raise CacheError(
             f"{path} says {pages:,} pages, {rows} rows; at most {MOST_PAGES:,} are made for a file",
             hint="pass pages= to load",
         )
-    sizes = {"batch_size": rows, "capacity": options.pop("capacity", facts["capacity"])}
-    _check_options(path, saved.get("of", name), saved, options, facts["salted"])
-    if "pool" in options:  # has pages of its own size
-        saved = {key: value for key, value in saved.items() if key not in ("page", "pages")}
-    cache = make_cache(name, config, **sizes, **(saved | options))
-    for layer, state in zip(cache, _states(path, tensors, config), strict=True):
-        layer.restore({name: tensor.to(device) for name, tensor in state.items()})
-    length, restored = facts["length"], torch.as_tensor(cache.length).tolist()
-    if restored != length:
-        raise CacheError(
-            f"{path} says {length} tokens, but a {name} cache reads {restored} from it"
-        )
-    if (held := cache.sizes.batch_size) != rows:
-        raise CacheError(f"{path} says {rows} rows, and holds {held}")
-    cache.tokens = _ids(facts["tokens"], length, rows)
-    return cache
 
 
 def _read(path):
@@ -219,16 +251,14 @@ def _states(path, tensors: dict, config) -> list[dict]:
     for key, tensor in tensors.items():
         _, i, name = key.split(".", 2)
         states[int(i)][name] = tensor
-    for state in states:
-        if {k: (t.shape, t.dtype) for k, t in state.items()} != {
-            k: (t.shape, t.dtype) for k, t in states[0].items()
-        }:
-            raise CacheError(f"{path} is not what a save writes: its layers differ in shape")
+    shapes = [{k: (t.shape, t.dtype) for k, t in state.items()} for state in states]
+    if any(shape != shapes[0] for shape in shapes):
+        raise CacheError(f"{path} is not what a save writes: its layers differ in shape")
     want = config.num_key_value_heads, config.head_dim
     for name, tensor in states[0].items():
-        if name.rpartition(".")[2] in ("key", "value") and (
-            tensor.dim() != 4 or tensor.shape[1::2] != want
-        ):
+        if name.rpartition(".")[2] not in ("key", "value"):
+            continue
+        if tensor.dim() != 4 or tensor.shape[1::2] != want:
             raise CacheError(
                 f"{path}: {name} has shape {list(tensor.shape)}, not (B,{want[0]},S,{want[1]})"
             )
@@ -265,14 +295,14 @@ def _check_options(path, kind: str, saved: dict, options: dict, salted: bool):
         )
 
 
-def _ids(tokens, length, rows: int) -> list:
-    """The ids as JSON: one list, or one list per row; as many as there are tokens."""
-    tokens = tokens.tolist() if isinstance(tokens, torch.Tensor) else list(tokens)
+def _ids(tokens: Iterable, length: int | list[int], rows: int) -> list:
+    """The ids for JSON: one list, or one list per row; CacheError unless one id per token."""
+    if isinstance(tokens, Tensor):
+        tokens = tokens.tolist()
+    tokens = list(tokens)
     each = bool(tokens) and isinstance(tokens[0], list | tuple)
-    lists, lengths = (
-        tokens if each else [tokens],
-        length if isinstance(length, list) else [length] * rows,
-    )
+    lists = tokens if each else [tokens]
+    lengths = length if isinstance(length, list) else [length] * rows
     if each and len(lists) != rows:
         raise CacheError(f"{len(lists)} lists of tokens for a cache of {rows} rows")
     if tokens and not each and len(set(lengths)) > 1:
@@ -303,13 +333,12 @@ def _unshared(tensors: dict) -> dict:
 
 def digest(meta: dict, tensors: dict) -> str:
     """sha256 over the metadata and every tensor's name, dtype, shape and bytes."""
-    found = hashlib.sha256(
-        json.dumps({k: v for k, v in meta.items() if k != "sha256"}, sort_keys=True).encode()
-    )
+    described = {key: value for key, value in meta.items() if key != "sha256"}
+    found = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
     for key in sorted(tensors):
         tensor = tensors[key].detach().cpu().contiguous()
         found.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        found.update(tensor.flatten().view(torch.uint8).numpy())
+        found.update(tensor.flatten().view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 
@@ -321,10 +350,9 @@ def fingerprint(model) -> str:
     milliseconds. It detects honest mix-ups, also of a fine-tuned checkpoint and its base; it is no
     defence against forgery.
     """
-    digest = hashlib.sha256(
-        json.dumps(model.config.to_dict(), sort_keys=True, default=str).encode()
-    )
-    # Buffers: of an optimized one.
+    config: Any = model.config
+    digest = hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True, default=str).encode())
+    # An optimized model keeps weights in buffers.
     for name, weight in sorted([*model.named_parameters(), *model.named_buffers()]):
         flat = weight.detach().flatten()
         # An odd stride visits all columns of a matrix whose width is a power of two.

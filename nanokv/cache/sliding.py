@@ -9,47 +9,64 @@ Reference: StreamingLLM (Xiao et al. 2023, arXiv 2309.17453).
 """
 
 import torch
+from torch import Tensor
 
 from nanokv.cache.base import LayerCache
 from nanokv.cache.capabilities import Sizes, causal
-from nanokv.cache.checks import check_append
+from nanokv.cache.checks import Expected, check_append
+from nanokv.config import Config
 from nanokv.errors import UnsupportedError
 from nanokv.rope import apply_rope, rope_frequencies
 
 
 class SlidingCache(LayerCache):
-    """`keys`, `values` (B,Hk,n,D): the sinks, then at most window − 1 past tokens; `length` counts all seen."""
+    """`keys`, `values` (B,Hk,n,D): the sinks, then at most window − 1 past tokens.
 
-    def __init__(self, config, window: int, sinks: int):
-        self._expected = config.num_key_value_heads, config.head_dim, None, None
-        self.config, self.window, self.sinks, self.length = config, window, sinks, 0
-        self.keys = self.values = None
+    `length` counts all tokens seen, also the forgotten ones.
+    """
+
+    keys: Tensor  # None until the first append
+    values: Tensor
+
+    def __init__(self, config: Config, window: int, sinks: int):
+        self._expected = Expected(config.num_key_value_heads, config.head_dim)
+        self.config = config
+        self.window = window
+        self.sinks = sinks
+        self._rollback((0, None, None))
+
+    @property
+    def held(self) -> int:
+        """Keys held."""
+        return 0 if self.keys is None else self.keys.shape[2]
 
     def append(self, k, v):
         check_append(k, v, self.keys, self._expected)
+        keys, values = k, v
         if self.keys is not None:
-            keys, values = (
-                torch.cat((self.keys, k), 2),
-                torch.cat((self.values, v), 2),
-            )  # (B,Hk,n+T,D)
-        else:
-            keys, values = k, v
-        evicted, length, end = self.evicted(k.shape[2]), self.length + k.shape[2], keys.shape[2]
-        s, keep = min(self.sinks, length), min(self.window - 1, max(0, end - self.sinks))
-        held = (
-            torch.cat((x[:, :, :s], x[:, :, end - keep :]), 2) for x in (keys, values)
-        )  # (B,Hk,n',D) ×2
-        self._rollback((length, *held))
+            keys = torch.cat((self.keys, k), 2)  # (B,Hk,n+T,D)
+            values = torch.cat((self.values, v), 2)  # (B,Hk,n+T,D)
+        evicted = self.evicted(k.shape[2])  # (T,), before the length changes
+        self.keep(self.length + k.shape[2], keys, values)
         if not self.sinks or int(evicted[-1]) == 0:
             return keys, values
         moved = self.moved_sinks(keys[:, :, : self.sinks], evicted)  # (B,Hk,T·sinks,D)
         copies = values[:, :, : self.sinks].repeat(1, 1, len(evicted), 1)  # (B,Hk,T·sinks,D)
-        return torch.cat((moved, keys[:, :, self.sinks :]), 2), torch.cat(
-            (copies, values[:, :, self.sinks :]), 2
-        )
+        keys = torch.cat((moved, keys[:, :, self.sinks :]), 2)  # (B,Hk,S,D)
+        values = torch.cat((copies, values[:, :, self.sinks :]), 2)  # (B,Hk,S,D)
+        return keys, values
 
-    def evicted(self, T: int):
-        """(T,) tokens that have left the window when each of the next T queries is asked."""
+    def keep(self, length: int, keys: Tensor, values: Tensor) -> None:
+        """Hold the sinks and the last window − 1 of `keys` and `values` (B,Hk,n+T,D)."""
+        end = keys.shape[2]
+        s = min(self.sinks, length)
+        start = end - min(self.window - 1, max(0, end - self.sinks))
+        keys = torch.cat((keys[:, :, :s], keys[:, :, start:]), 2)
+        values = torch.cat((values[:, :, :s], values[:, :, start:]), 2)
+        self._rollback((length, keys, values))
+
+    def evicted(self, T: int) -> Tensor:
+        """(T,) tokens that each of the next T queries can no longer see."""
         return (self.length + torch.arange(T) - (self.window - 1) - self.sinks).clamp(min=0)
 
     def moved_sinks(self, sinks, evicted):
@@ -62,7 +79,8 @@ class SlidingCache(LayerCache):
 
     def within(self, T: int) -> int | None:
         """The keys of T more queries, while the window holds every token."""
-        return self.length + T if self.length + T <= self.window else None
+        end = self.length + T
+        return end if end <= self.window else None
 
     @causal(within)
     def mask(self, T: int):
@@ -72,13 +90,10 @@ class SlidingCache(LayerCache):
         """
         if T == 1:
             return None
-        held = 0 if self.keys is None else self.keys.shape[2]
-        s = min(self.sinks, self.length)
-        # Positions of what follows the sinks.
-        past = torch.arange(self.length - (held - s), self.length + T)  # (n,)
+        s = min(self.sinks, self.length)  # sinks already stored, at positions 0 … s−1
+        past = torch.arange(self.length - (self.held - s), self.length + T)  # (n,) after the sinks
+        position = torch.cat((torch.arange(s), past))  # (s+n,)
         query = self.length + torch.arange(T)[:, None]  # (T,1)
-        first = torch.arange(s)  # sinks that are stored already are at positions 0 … s−1
-        position = torch.cat((first, past))  # (n,)
         visible = (position <= query) & ((position > query - self.window) | (position < self.sinks))
         if not self.sinks or int(self.evicted(T)[-1]) == 0:
             return visible
@@ -88,16 +103,17 @@ class SlidingCache(LayerCache):
 
     @property
     def sizes(self) -> Sizes:
-        """A guess may be as long as nothing leaves the window."""
-        B, held = (None, 0) if self.keys is None else (self.keys.shape[0], self.keys.shape[2])
-        return Sizes(B, held, self.nbytes, max(0, self.sinks + self.window - 1 - self.length))
+        """Rows, keys and bytes held; tokens can be rolled back until one leaves the window."""
+        rows = None if self.keys is None else self.keys.shape[0]
+        draft = max(0, self.sinks + self.window - 1 - self.length)
+        return Sizes(rows, self.held, self.nbytes, draft)
 
     def _check_truncate(self, n: int):
         super()._check_truncate(n)
-        held = 0 if self.keys is None else self.keys.shape[2]
-        if 0 < n < self.length and held < self.length:
+        if 0 < n < self.length and self.held < self.length:
             raise UnsupportedError(
-                f"a sliding cache cannot go back to {n}: {self.length - held} of its {self.length} tokens are gone",
+                f"a sliding cache cannot go back to {n}: "
+                f"{self.length - self.held} of its {self.length} tokens are gone",
                 hint="truncate(0) and prefill again",
             )
 
@@ -135,5 +151,7 @@ class SlidingCache(LayerCache):
         self._rollback((int(state.get("length", 0)), state.get("key"), state.get("value")))
 
     @property
-    def nbytes(self) -> int:
-        return 0 if self.keys is None else self.keys.nbytes + self.values.nbytes
+    def nbytes(self) -> int:  # type: ignore[override]  # read-only
+        if self.keys is None:
+            return 0
+        return self.keys.nbytes + self.values.nbytes

@@ -4,9 +4,12 @@ The capacity must be known in advance, and all of it is allocated however few to
 Reference: transformers' StaticCache, which cannot roll back; here truncate only changes a length.
 """
 
+from collections.abc import Sequence
 from operator import attrgetter, is_
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from nanokv.cache.base import LayerCache
 from nanokv.cache.capabilities import Pages, Sizes, in_place
@@ -14,7 +17,8 @@ from nanokv.cache.checks import check_append
 from nanokv.cache.options import growing_slots
 from nanokv.errors import CapacityError
 
-KEYS, VALUES = attrgetter("keys"), attrgetter("values")
+KEYS = attrgetter("keys")
+VALUES = attrgetter("values")
 
 
 class Slabs:
@@ -27,20 +31,19 @@ class Slabs:
         self.pages = [Pages(layer.keys, layer.values, self.lengths) for layer in layers]
         self.slots = min(layer.slots for layer in layers)
 
-    def hold(self, layers, like) -> bool:
-        """Are these still the slabs of the layers, and is `like` what they were made for?"""
-        same = self.like == (like.shape, like.dtype, like.device) and len(layers) == len(self.pages)
-        return (
-            same
-            and all(map(is_, map(KEYS, layers), map(KEYS, self.pages)))
-            and all(map(is_, map(VALUES, layers), map(VALUES, self.pages)))
-        )
+    def hold(self, layers: Sequence["StaticCache"], like: Tensor) -> bool:
+        """True while the layers have these slabs and `like` is as it was when they were made."""
+        if self.like != (like.shape, like.dtype, like.device) or len(layers) != len(self.pages):
+            return False
+        same_keys = all(map(is_, map(KEYS, layers), map(KEYS, self.pages)))
+        return same_keys and all(map(is_, map(VALUES, layers), map(VALUES, self.pages)))
 
 
 def reserve_all(cache, like) -> list[Pages] | None:
     """`_reserve` of every layer, where a step was before this one; else None, and nothing is changed."""
     lengths = [layer.length for layer in cache]
-    slabs, start = vars(cache).get("slabs"), lengths[0]
+    start = lengths[0]
+    slabs = vars(cache).get("slabs")
     if slabs is None or not slabs.hold(cache, like):
         if not all(layer.as_before(like) for layer in cache):
             return None
@@ -54,20 +57,36 @@ def reserve_all(cache, like) -> list[Pages] | None:
 
 
 class StaticCache(LayerCache):
-    """`keys` and `values` (B,Hk,N,D), the first `length` of N slots in use; the first append takes the memory."""
+    """`keys` and `values` (B,Hk,N,D), the first `length` of N slots in use.
 
-    def __init__(self, capacity: int | None):
-        self.capacity, self.length, self.keys, self.values = capacity, 0, None, None
-        self.given, self.made_for, self.slots = None, None, 0  # Pages given, to whom, how many fit
+    The first append allocates them.
+    """
 
-    def _reserve(self, like) -> Pages | None:
+    capacity: int  # None in a subclass that grows
+    keys: Tensor  # None until the first append
+    values: Tensor
+
+    def __init__(self, capacity: int):
+        self.capacity = capacity
+        self._allocate_later()
+        self.given: Pages | None = None  # the pages that `_reserve` last returned
+        self.made_for: tuple[int, torch.dtype] | None = None  # batch size and dtype of their caller
+        self.slots = 0  # how many tokens they hold
+
+    def _allocate_later(self) -> None:
+        self.length = 0
+        self.keys = self.values = None  # type: ignore[assignment]  # every use is after an append
+
+    def _reserve(self, like: Tensor) -> Pages | None:
         pages = self.given
-        if not self.as_before(like) or self.length == self.slots:
+        if pages is None or not self.as_before(like) or self.length == self.slots:
             check_append(like, like, self.keys, self._expected)
             self.make_room(self.length + 1, like)
             if not (self.keys.is_contiguous() and self.values.is_contiguous()):
-                return None  # somebody put a view in their place
-            self.given = pages = Pages(self.keys, self.values, [0] * like.shape[0])
+                return None  # the caller has replaced a slab by a view
+            with torch.inference_mode(False):  # steps outside of that mode write to it too
+                lengths = torch.zeros(like.shape[0], dtype=torch.int32)  # (B,)
+            self.given = pages = Pages(self.keys, self.values, lengths)
             self.made_for, self.slots = (like.shape[0], like.dtype), self.keys.shape[2]
         pages.lengths.fill_(self.length + 1)
         self.length += 1
@@ -76,16 +95,19 @@ class StaticCache(LayerCache):
     def as_before(self, like) -> bool:
         """Are slab and keys to come those of the step before?"""
         pages = self.given
-        same = pages is not None and pages.keys is self.keys and pages.values is self.values
-        return same and self.made_for == (like.shape[0], like.dtype)
+        if pages is None or pages.keys is not self.keys or pages.values is not self.values:
+            return False
+        return self.made_for == (like.shape[0], like.dtype)
 
     @in_place(_reserve, at_once=reserve_all)
     def append(self, k, v):
         check_append(k, v, self.keys, self._expected)
-        start, end = self.length, self.length + k.shape[2]
+        start = self.length
+        end = start + k.shape[2]
         self.make_room(end, like=k)
-        # T slots written, whatever S is.
-        self.keys[:, :, start:end], self.values[:, :, start:end] = k, v
+        # Writes T slots, whatever S is.
+        self.keys[:, :, start:end] = k
+        self.values[:, :, start:end] = v
         self.length = end
         # Views: nothing is copied.
         return self.keys[:, :, :end], self.values[:, :, :end]  # (B,Hk,S,D) ×2
@@ -99,10 +121,9 @@ class StaticCache(LayerCache):
                 hint=f"make it with capacity={slots} or more, or use the growing cache",
             )
         if self.keys is None:
-            self.keys, self.values = (
-                empty_slab(like, self.capacity),
-                empty_slab(like, self.capacity),
-            )
+            keys = empty_slab(like, self.capacity)
+            values = empty_slab(like, self.capacity)
+            self.keys, self.values = keys, values
 
     def truncate(self, n: int):
         self._check_truncate(n)
@@ -129,22 +150,23 @@ class StaticCache(LayerCache):
         return {"key": self.keys[:, :, : self.length], "value": self.values[:, :, : self.length]}
 
     def restore(self, state: dict):
-        """Into a slab of its own; unused slots are neither copied nor read."""
-        self.length, self.keys, self.values = 0, None, None
+        """Copy `state` into a new slab; unused slots are neither copied nor read."""
+        self._allocate_later()
         if state:
             self.append(state["key"], state["value"])
 
     @property
-    def nbytes(self) -> int:
-        return 0 if self.keys is None else self.keys.nbytes + self.values.nbytes
+    def nbytes(self) -> int:  # type: ignore[override]  # read-only
+        if self.keys is None:
+            return 0
+        return self.keys.nbytes + self.values.nbytes
 
     @property
     def sizes(self) -> Sizes:
         if self.keys is None:
             return Sizes(None, 0, 0)
-        return Sizes(
-            self.keys.shape[0], self.length, self.nbytes // self.keys.shape[2] * self.length
-        )
+        used = self.nbytes // self.keys.shape[2] * self.length
+        return Sizes(self.keys.shape[0], self.length, used)
 
 
 class GrowingCache(StaticCache):
@@ -160,14 +182,17 @@ class GrowingCache(StaticCache):
     def empty(self):
         return type(self)(self.expected_tokens)
 
-    def make_room(self, slots: int, like):
-        if slots > (0 if self.keys is None else self.keys.shape[2]):
-            size = growing_slots(slots, self.expected_tokens)
-            keys, values = empty_slab(like, size), empty_slab(like, size)  # (B,Hk,2N,D)
-            if self.length:
-                keys[:, :, : self.length] = self.keys[:, :, : self.length]
-                values[:, :, : self.length] = self.values[:, :, : self.length]
-            self.keys, self.values = keys, values
+    def make_room(self, slots: int, like: Tensor) -> None:
+        if self.keys is not None and slots <= self.keys.shape[2]:
+            return
+        size = growing_slots(slots, self.expected_tokens)
+        keys = empty_slab(like, size)  # (B,Hk,2N,D)
+        values = empty_slab(like, size)  # (B,Hk,2N,D)
+        if self.length:
+            keys[:, :, : self.length] = self.keys[:, :, : self.length]
+            values[:, :, : self.length] = self.values[:, :, : self.length]
+        # One statement, so an interrupt never leaves slabs of different sizes.
+        self.keys, self.values = keys, values
 
 
 def empty_slab(like, slots: int):

@@ -6,11 +6,12 @@
 import os
 import tempfile
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
+from torch import Tensor
 
-from nanokv.cache.ferry import host_rows
+from nanokv.cache.ferry import Arriving, Ferry, host_rows
 from nanokv.errors import CacheError
 
 # One thread, because all transfers share one bus.
@@ -20,31 +21,46 @@ READER = ThreadPoolExecutor(1, thread_name_prefix="nanokv-offload")
 class HostStore:
     """Rows in host memory; with a ferry they are pinned, so a copy to the GPU does not block."""
 
-    def __init__(self):
-        self.rows = None  # (N,2,B,Hk,D): tokens first, so growing appends at the end
+    rows: Tensor | None = None  # (N,2,B,Hk,D): tokens first, so that rows grow at the end
 
-    def write(self, start: int, new, ferry=None):
-        """new (T,2,B,Hk,D) at token `start`; it at least doubles when it is full: fewer than 2N copies for N tokens."""
-        kinds = {(x.shape[1:], x.dtype) for x in (self.rows, new) if x is not None}
-        if start == 0 and len(kinds) > 1:
-            self.rows = None  # another batch size: beams that were multiplied; or another dtype
-        held = 0 if self.rows is None else self.rows.shape[0]
-        if start + new.shape[0] > held:
-            shape = (max(64, 2 * held, start + new.shape[0]), *new.shape[1:])
-            grown = host_rows(shape, new.dtype, pinned=ferry is not None)
-            if start:
-                if ferry:
-                    ferry.wait()
-                grown[:start] = self.rows[:start]
-            self.rows = grown
-        rows = self.rows[start : start + new.shape[0]]
-        ferry.away(rows, new) if ferry else rows.copy_(new)
-
-    def begin(self, tokens: int, like, ferry=None):
-        """(tokens,2,B,Hk,D), to the device that computes."""
+    def write(self, start: int, new: Tensor, ferry: Ferry | None = None) -> None:
+        """Write `new` (T,2,B,Hk,D) at token `start`."""
+        end = start + new.shape[0]
+        rows = self.room(start, end, new, ferry)[start:end]
         if ferry:
-            return ferry.near(self.rows[:tokens])
-        return READER.submit(self.rows[:tokens].to, like.device)
+            ferry.away(rows, new)
+        else:
+            rows.copy_(new)
+
+    def room(self, start: int, end: int, new: Tensor, ferry: Ferry | None) -> Tensor:
+        """At least `end` rows like `new`, the first `start` kept.
+
+        They at least double when full: fewer than 2N copies for N tokens.
+        """
+        if start == 0 and self.rows is not None:
+            if self.rows.shape[1:] != new.shape[1:] or self.rows.dtype != new.dtype:
+                self.rows = None  # another dtype, or another batch size after beams were multiplied
+        rows = self.rows
+        held = 0 if rows is None else rows.shape[0]
+        if rows is not None and end <= held:
+            return rows
+        shape = (max(64, 2 * held, end), *new.shape[1:])
+        grown = host_rows(shape, new.dtype, pinned=ferry is not None)
+        if rows is not None and start:
+            if ferry:
+                ferry.wait()
+            grown[:start] = rows[:start]
+        self.rows = grown
+        return grown
+
+    def begin(
+        self, tokens: int, like: Tensor, ferry: Ferry | None = None
+    ) -> "Future[Tensor] | Arriving":
+        """Begin to bring the first rows (tokens,2,B,Hk,D) to the device of `like`."""
+        rows = self.rows[:tokens]  # type: ignore[index]  # written before
+        if ferry:
+            return ferry.near(rows)
+        return READER.submit(rows.to, like.device)
 
 
 class DiskStore:
@@ -64,10 +80,11 @@ class DiskStore:
     def write(self, start: int, new, ferry=None):
         """new (T,2,B,Hk,D) at token `start`; waits for them where they are computed."""
         data = new.cpu().contiguous().view(torch.uint8).numpy().data.cast("B")
-        place = start * new[0].nbytes
+        offset = start * new[0].nbytes
         while data:
-            count = write_at(self.file.fileno(), data, place)
-            data, place = data[count:], place + count
+            count = write_at(self.file.fileno(), data, offset)
+            data = data[count:]
+            offset += count
 
     def begin(self, tokens: int, like, ferry=None):
         """(tokens,2,B,Hk,D), to the device that computes."""
@@ -76,13 +93,17 @@ class DiskStore:
     def read(self, tokens: int, like, ferry=None):
         """Read, not mapped: mapped pages would be waited for one by one when attention touches them."""
         rows = host_rows((tokens, *like.shape[1:]), like.dtype, pinned=ferry is not None)
-        target, place = memoryview(rows.view(torch.uint8).numpy()).cast("B"), 0
+        target = rows.view(torch.uint8).numpy().data.cast("B")
+        offset = 0
         while target:
-            count = read_at(self.file.fileno(), target, place)
+            count = read_at(self.file.fileno(), target, offset)
             if not count:
                 raise CacheError(f"the file of an offloaded cache is shorter than {tokens} tokens")
-            target, place = target[count:], place + count
-        return ferry.near(rows) if ferry else rows.to(like.device)
+            target = target[count:]
+            offset += count
+        if ferry:
+            return ferry.near(rows)
+        return rows.to(like.device)
 
 
 # --- reads and writes at an offset: os.preadv and os.pwrite, or seek under a lock (Windows) ---
@@ -90,21 +111,21 @@ class DiskStore:
 POSITION = threading.Lock()
 
 
-def write_at(file: int, data, place: int) -> int:
-    """How many bytes were written."""
+def write_at(file: int, data: memoryview, offset: int) -> int:
+    """Write `data` at byte `offset`; returns how many bytes were written."""
     if hasattr(os, "pwrite"):
-        return os.pwrite(file, data, place)
+        return os.pwrite(file, data, offset)
     with POSITION:
-        os.lseek(file, place, os.SEEK_SET)
+        os.lseek(file, offset, os.SEEK_SET)
         return os.write(file, data)
 
 
-def read_at(file: int, target, place: int) -> int:
-    """How many bytes were read into `target`; 0 at the end of the file."""
+def read_at(file: int, target: memoryview, offset: int) -> int:
+    """Read into `target` from byte `offset`; returns how many bytes were read, 0 at the end."""
     if hasattr(os, "preadv"):
-        return os.preadv(file, [target], place)
+        return os.preadv(file, [target], offset)
     with POSITION:
-        os.lseek(file, place, os.SEEK_SET)
+        os.lseek(file, offset, os.SEEK_SET)
         data = os.read(file, len(target))
     target[: len(data)] = data
     return len(data)

@@ -5,16 +5,26 @@ per layer.
 """
 
 from itertools import chain
+from typing import NamedTuple, Protocol
 
 import numpy
 import torch
+from torch import Tensor
 
+from nanokv.cache.base import LayerCache
 from nanokv.cache.capabilities import Pages
 from nanokv.cache.checks import check_append
 from nanokv.cache.pool import PagePool
 from nanokv.errors import CacheError
 
-SPARE = 16  # a table's width is a multiple of it
+SPARE = 16  # the width of a table is a multiple of this, so that most new pages fit
+
+
+class Slots(NamedTuple):
+    """Where the new tokens of a step go."""
+
+    page: Tensor  # (B,T) int64
+    slot: Tensor  # (B,T) within the page
 
 
 class View:
@@ -24,8 +34,10 @@ class View:
     of the pool or the width of the table changes. A new page is one more number in the table.
     """
 
-    def __init__(self, pool: PagePool, tables):
-        self.pool, self.keys, self.tables = pool, pool.keys, [list(table) for table in tables]
+    def __init__(self, pool: PagePool, tables: list[list[int]]):
+        self.pool = pool
+        self.keys = pool.keys
+        self.tables = [list(table) for table in tables]
         sizes = numpy.fromiter(map(len, tables), numpy.int64, len(tables))  # (B,)
         width = (int(sizes.max()) // SPARE + 1) * SPARE
         # The numbers after a row's last page are never read.
@@ -40,7 +52,8 @@ class View:
             Pages(k, v, self.lengths, self.table)
             for k, v in zip(pool.keys, pool.values, strict=True)
         ]
-        self.next = self.index = None
+        self.next: tuple[list[int], int] = [], 0  # (starts, T) of the step
+        self.index: Slots | None = None  # made by the first `write` of the step
 
     def follows(self, pool: PagePool, tables) -> bool:
         """Take over the pages that have come or gone in some rows; False if this takes another view."""
@@ -57,33 +70,51 @@ class View:
             self.tables[b] = list(tables[b])
         return True
 
-    def begin(self, starts: list[int], T: int):
-        """T new tokens at starts[b] of every row."""
-        self.next, self.index = (starts, T), None
+    def begin(self, starts: list[int], T: int) -> None:
+        """Begin a step of T new tokens at starts[b] of every row."""
+        self.index = None
+        self.next = starts, T
         self.lengths.numpy()[:] = starts
         self.lengths += T
 
     def write(self, layer: int, k, v):
         """The new tokens' keys and values, to their places in the pool: T rows written, whatever S is."""
         if self.index is None:
-            starts, T = self.next
-            position = torch.tensor(starts)[:, None] + torch.arange(T)  # (B,T)
-            position = position.to(self.table.device)
-            page = self.table.gather(1, position // self.pool.page_size)  # (B,T)
-            self.index = page.long(), position % self.pool.page_size
+            self.index = self.slots()
         page, slot = self.index
         self.pool.keys[layer][page, :, slot] = k.transpose(1, 2)  # (B,T,Hk,D)
         self.pool.values[layer][page, :, slot] = v.transpose(1, 2)
 
+    def slots(self) -> Slots:
+        """Page and slot of each new token."""
+        starts, T = self.next
+        position = torch.tensor(starts)[:, None] + torch.arange(T)  # (B,T)
+        position = position.to(self.table.device)
+        page = self.table.gather(1, position // self.pool.page_size)  # (B,T)
+        return Slots(page.long(), position % self.pool.page_size)
 
-def next_view(owner, layer: int, starts: list[int], T: int, like) -> View:
-    """The view of an owner of `pool`, `tables` and `view` in which T tokens follow starts[b]; pages for all or none.
 
-    Every layer asks; the first one takes the pages, and the others find the view of their step.
+class Owner(Protocol):
+    """A paged cache, or a batch of paged caches: a list of layers over one pool."""
+
+    pool: PagePool
+    view: View | None
+
+    @property
+    def tables(self) -> list[list[int]]: ...
+
+    def __getitem__(self, layer: int, /) -> LayerCache: ...
+
+
+def next_view(owner: Owner, layer: int, starts: list[int], T: int, like: Tensor) -> View:
+    """The view in which T tokens follow starts[b] in every row; takes pages for all rows or none.
+
+    Every layer calls this. The first layer of a step takes the pages, the others find its view.
     """
     if like.shape[0] != len(starts):
         raise CacheError(f"cannot append keys {tuple(like.shape)} to {len(starts)} rows")
-    pool, view = owner.pool, owner.view
+    pool = owner.pool
+    view = owner.view
     pool.storage(like)
     if layer and view is not None and view.next == (starts, T) and view.keys is pool.keys:
         return view
