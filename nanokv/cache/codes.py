@@ -10,8 +10,8 @@ TINY = 2**-24  # fp16: the smallest positive number
 LARGEST = 65_000.0  # the largest |x| for quantize: low and scale must stay below fp16's 65,504
 
 
-def quantize(x, bits: int, dim: int):
-    """x → (codes uint8, scale, low), asymmetric along `dim`: x ≈ codes · scale + low, off by at most scale / 2.
+def quantize(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x → (codes uint8, scale, low), asymmetric along `dim`: x ≈ codes · scale + low.
 
     The error is at most scale / 2. Scale and low are fp16 and computed before the codes. Low is
     rounded down and scale up: rounded to nearest, they could leave the smallest and the largest
@@ -25,28 +25,31 @@ def quantize(x, bits: int, dim: int):
     return codes.to(torch.uint8), scale, low
 
 
-def dequantize(codes, scale, low):
-    """fp32 values; `scale` and `low` broadcast over the dimension that they were taken along."""
+def dequantize(codes: Tensor, scale: Tensor, low: Tensor) -> Tensor:
+    """fp32 values; `scale` and `low` broadcast along the dimension that quantize reduced."""
     return codes * scale.float() + low.float()
 
 
-def pack(codes, bits: int):
-    """(…,D) codes of `bits` bits → (…,D·bits/8) bytes: 4-bit codes really take half a byte."""
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """(…,D) codes of `bits` bits → (…,D·bits/8) bytes."""
     per_byte = 8 // bits
     parts = codes.unflatten(-1, (-1, per_byte))  # (…,D/n,n)
     shifts = torch.arange(per_byte, device=codes.device, dtype=torch.uint8) * bits
     return (parts << shifts).sum(-1, dtype=torch.uint8)
 
 
-def unpack(packed, bits: int):
+def unpack(packed: Tensor, bits: int) -> Tensor:
     """The inverse of pack."""
     shifts = torch.arange(8 // bits, device=packed.device, dtype=torch.uint8) * bits
     return ((packed[..., None] >> shifts) & (2**bits - 1)).flatten(-2)
 
 
 @functools.cache
-def hadamard(D: int, device=None):
-    """(D,D) orthogonal and symmetric, so its own inverse: Sylvester's blocks of the largest power of two in D."""
+def hadamard(D: int, device: torch.device | None = None) -> Tensor:
+    """(D,D), orthogonal and symmetric, so it is its own inverse.
+
+    Block diagonal: Sylvester's matrix, whose size is the largest power of two that divides D.
+    """
     with torch.inference_mode(False):
         block = torch.ones(1, 1, device=device)
         while D % (2 * block.shape[0]) == 0:

@@ -22,8 +22,11 @@ def ferry_for(device: torch.device) -> "Ferry | None":
     return Ferry(device)
 
 
-def host_rows(shape, dtype, pinned: bool):
-    """Not written; pinned: a copy to or from a GPU does not wait for the host. Usable outside inference mode too."""
+def host_rows(shape: Sequence[int], dtype: torch.dtype, pinned: bool) -> Tensor:
+    """Uninitialised host memory, usable outside inference mode too.
+
+    With `pinned`, a copy to or from a GPU does not block the host.
+    """
     with torch.inference_mode(False):
         return torch.empty(shape, dtype=dtype, pin_memory=pinned)
 
@@ -41,8 +44,8 @@ class Arriving:
         """Does not block: the copy is already queued. Named as in concurrent.futures.Future."""
         return self
 
-    def use(self):
-        """For what is computed from now on. Say `done` when that has been asked for."""
+    def use(self) -> Tensor:
+        """The rows, for kernels that are queued from now on. Call `done` after queueing them."""
         self.ferry.computing().wait_event(self.arrived)
         return self.rows
 
@@ -64,18 +67,18 @@ class Ferry:
         # For each buffer, when the last computation with it ends.
         self.used = [torch.cuda.Event(), torch.cuda.Event()]
 
-    def computing(self):
-        """The stream of whoever asks."""
+    def computing(self) -> torch.cuda.Stream:
+        """The current stream of the calling thread."""
         return torch.cuda.current_stream(self.device)
 
-    def away(self, rows, new) -> None:
+    def away(self, rows: Tensor, new: Tensor) -> None:
         """Copy `new`, on the GPU and perhaps not computed yet, into pinned `rows`."""
         self.stream.wait_stream(self.computing())
         with torch.cuda.stream(self.stream):
             copy(rows, new)
         new.record_stream(self.stream)  # keeps its memory until the copy is done
 
-    def near(self, rows) -> Arriving:
+    def near(self, rows: Tensor) -> Arriving:
         """Copy pinned `rows` into the buffer whose turn it is."""
         slot = self.turn
         self.turn = 1 - self.turn
@@ -85,8 +88,8 @@ class Ferry:
             copy(target, rows)
             return Arriving(self, target, slot, self.stream.record_event())
 
-    def buffer(self, slot: int, rows):
-        """As many rows of the buffer; one that is too small is replaced by a larger one."""
+    def buffer(self, slot: int, rows: Tensor) -> Tensor:
+        """The first len(rows) rows of the buffer; a buffer that is too small is replaced."""
         held = self.buffers[slot]
         if held is None or held.shape[1:] != rows.shape[1:] or held.dtype != rows.dtype:
             held = rows[:0]
@@ -102,6 +105,6 @@ class Ferry:
         self.stream.synchronize()
 
 
-def copy(target, source) -> None:
-    """On the stream that is current."""
+def copy(target: Tensor, source: Tensor) -> None:
+    """Queue a copy on the current stream."""
     target.copy_(source, non_blocking=True)

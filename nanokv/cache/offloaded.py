@@ -64,7 +64,7 @@ class OffloadedLayer(LayerCache):
         k, v = rows.permute(1, 2, 3, 0, 4)  # (B,Hk,S,D) ×2
         return k, v
 
-    def fetch(self):
+    def fetch(self) -> None:
         """Begin to bring this layer's rows near."""
         if self.length and self.coming is None:
             self.coming = self.begin()
@@ -113,8 +113,8 @@ class OffloadedLayer(LayerCache):
         return self.length * self.like.nbytes
 
 
-def joined(past, *new):
-    """(S,2,B,Hk,D): what was fetched, and the new rows. Of a buffer a copy, because it is written again."""
+def joined(past: Tensor | Arriving, *new: Tensor) -> Tensor:
+    """(S,2,B,Hk,D): the fetched rows and the new ones. Rows in a ferry's buffer are copied."""
     if not isinstance(past, Arriving):
         return torch.cat((past, *new)) if new else past
     try:
@@ -134,8 +134,8 @@ class OffloadedCache(KVCache):
         self.ferries: dict[torch.device, Ferry | None] = {}
         self.extend(OffloadedLayer(self, i, make_store()) for i in range(config.num_hidden_layers))
 
-    def ferry(self, device):
-        """What carries rows to this device and back; None for a CPU."""
+    def ferry(self, device: torch.device) -> Ferry | None:
+        """The Ferry between the host and this device; None for a CPU."""
         if device not in self.ferries:
             self.ferries[device] = ferry_for(device)
         return self.ferries[device]
@@ -151,8 +151,8 @@ class OffloadedCache(KVCache):
         # One statement, so an interrupt never leaves new layers beside the old batch size.
         self[:], self.made = self.copies(self, index), made
 
-    def copies(self, parent, index) -> list[OffloadedLayer]:
-        """These rows of every layer, in stores of their own."""
+    def copies(self, parent: "OffloadedCache", index: Tensor | slice) -> list[OffloadedLayer]:
+        """New layers with new stores that hold the rows `index` of every layer."""
         layers = []
         for i, layer in enumerate(self):
             copy = OffloadedLayer(parent, i, self.make_store())

@@ -44,7 +44,7 @@ class PagedCache(KVCache):
             return None
         return len(pool.references) // len(self.tables) * pool.page_size
 
-    def reserve(self, start: int, end: int):
+    def reserve(self, start: int, end: int) -> None:
         """Pages for positions start … end−1 of every row, none of them shared."""
         self.pool.reserve(self.tables, [start] * len(self.tables), end - start)
 
@@ -65,16 +65,16 @@ class PagedCache(KVCache):
             return counts[0]
         return None
 
-    def advance(self):
-        """One token more in each layer."""
+    def advance(self) -> None:
+        """Count one more token in each layer."""
         counts = self.counts
         if counts.count(counts[0]) == len(counts):
             counts[:] = [counts[0] + 1] * len(counts)
         else:
             counts[:] = [count + 1 for count in counts]
 
-    def pages(self, like) -> list[Pages] | None:
-        if not all_as_made([self]):  # one of the caller's is asked
+    def pages(self, like: Tensor) -> list[Pages] | None:
+        if not all_as_made([self]):  # ask each layer, so that a caller's append is respected
             return super().pages(like)
         view = self[0].step(1, like)
         self.advance()
@@ -95,16 +95,16 @@ class PagedCache(KVCache):
         """Pages that `tokens` tokens of a row take."""
         return -(-tokens // self.pool.page_size)
 
-    def resize(self, rows: int):
-        """Another number of rows, as long as nothing is stored."""
+    def resize(self, rows: int) -> None:
+        """Change the number of rows, if nothing is stored yet."""
         if rows != len(self.tables) and not any(self.tables):
             self.tables = [[] for _ in range(rows)]
 
-    def free(self):
-        """Give every page back; the cache is empty afterwards."""
+    def free(self) -> None:
+        """Release every page; the cache is empty afterwards."""
         self.truncate(0)
 
-    def fork(self) -> "PagedCache":
+    def fork(self) -> Self:
         copy = type(self)(self.pool, len(self.tables))
         copy.adopt(self.tables, self.length)
         return copy._made_like(self)
@@ -113,8 +113,8 @@ class PagedCache(KVCache):
         index = check_index(index, rows=len(self.tables))
         self.adopt([self.tables[i] for i in index.tolist()], self.length)
 
-    def adopt(self, tables, length: int):
-        """Become another owner of the pages in which `length` tokens of each row lie."""
+    def adopt(self, tables: Sequence[list[int]], length: int) -> None:
+        """Become another owner of the pages that hold the first `length` tokens of each row."""
         self.view = None
         self.pool.hold(self, [table[: self.pages_of(length)] for table in tables])
         for layer in self:
@@ -177,18 +177,19 @@ class PagedLayer(LayerCache):
         pool = self.parent.pool
         return self.gather(pool.keys, table), self.gather(pool.values, table)  # (B,Hk,S,D) ×2
 
-    def write(self, k, v) -> View:
+    def write(self, k: Tensor, v: Tensor) -> View:
+        """Write (B,Hk,T,D) ×2 behind the tokens so far; returns the view of this step."""
         check_append(k, v)
         view = self.step(k.shape[2], k)
         view.write(self.layer, k, v)
         self.length += k.shape[2]
         return view
 
-    def step(self, T: int, like) -> View:
-        """Pages for T more tokens."""
+    def step(self, T: int, like: Tensor) -> View:
+        """Reserve pages for T more tokens per row."""
         return next_view(self.parent, self.layer, [self.length] * len(self.parent.tables), T, like)
 
-    def gather(self, pages, table):
+    def gather(self, pages: Tensor, table: Tensor) -> Tensor:
         """Dense (B,Hk,S,D): every page of every row, copied once."""
         used = table[:, : self.parent.pages_of(self.length)]  # (B,n)
         # Indexing by a tensor copies.

@@ -48,39 +48,39 @@ class PagePool:
         self.references = [0] * pages
         # A stack: the page that was freed last is still in the CPU's cache.
         self.free = list(range(pages - 1, -1, -1))
-        self.keys = self.values = None  # (L,P,Hk,page,D) once the dtype is known
-        # Id → cache with `tables`; a cache is a list and has no hash.
-        self.owners = weakref.WeakValueDictionary()
+        self.keys = self.values = None  # type: ignore[assignment]  # `storage` comes first
+        # By id, because a cache is a list and has no hash.
+        self.owners: MutableMapping[int, Owner] = weakref.WeakValueDictionary()
         self.members = 0  # owners that have joined and not left
-        self.lent = Counter()  # pages that stand in no table: `take` gave them to somebody
+        self.lent: Counter[int] = Counter()  # pages that `take` gave out; no table lists them
         self.unsettled = 0  # changes that have begun and not ended
 
     # --- ownership ------------------------------------------------------------------------------
 
-    def owned(self) -> Counter:
+    def owned(self) -> Counter[int]:
         """How many owners each page has: O(pages in use)."""
         listed = Counter(
             page for owner in self.owners.values() for table in owner.tables for page in table
         )
         return listed + self.lent
 
-    def settle(self):
-        """Count anew if a change was cut short, or if an owner has gone without a word; else nothing."""
+    def settle(self) -> None:
+        """Count again if a change was interrupted, or if an owner was deleted without `leave`."""
         if self.unsettled or len(self.owners) != self.members:
             changes = self.unsettled
             self.members = len(self.owners)
             self.count()
             self.unsettled -= changes  # a change that began meanwhile, in a __del__, remains
 
-    def count(self):
-        """`references` and `free` as the tables say."""
+    def count(self) -> None:
+        """Set `references` and `free` from the tables."""
         owned = self.owned()
         self.references = [owned[page] for page in range(len(self.references))]
         self.free = [page for page in reversed(range(len(self.references))) if not owned[page]]
 
     @contextmanager
-    def change(self):
-        """Around every change of tables and counts. What an exception leaves behind is settled by the next change."""
+    def change(self) -> Iterator[None]:
+        """Wraps every change of tables and counts; an interrupted one is repaired by the next."""
         self.settle()
         self.unsettled += 1
         try:
@@ -90,22 +90,25 @@ class PagePool:
             raise
         self.unsettled -= 1
 
-    def hold(self, owner, tables):
-        """`owner.tables` become these: one owner more for the pages in them, one less for those it held before."""
+    def hold(self, owner: Owner, tables: list[Table]) -> None:
+        """Replace `owner.tables`: share the pages of the new tables, release those of the old."""
         with self.change():
             self._share(page for table in tables for page in table)
             # The swap is one statement, so that an interrupt leaves either the old or new tables.
             before, owner.tables = owner.tables, tables
             self._release([page for table in before for page in table])
 
-    def join(self, owner):
-        """A new owner, of whatever its `tables` list."""
+    def join(self, owner: Owner) -> None:
+        """Add an owner of the pages in its `tables`."""
         self.owners[id(owner)] = owner
         self.members += 1
 
-    def leave(self, owner):
-        """The owner is being deleted: at any moment, also in the middle of a change, and then its pages are counted
-        later. Python swallows exceptions in a __del__, Ctrl-C too; `settle` notices by the number of owners."""
+    def leave(self, owner: Owner) -> None:
+        """Remove an owner; called by its __del__, so at any moment.
+
+        In the middle of a change its pages are counted later. Python swallows exceptions in a
+        __del__, Ctrl-C too; `settle` then notices by the number of owners.
+        """
         self.unsettled += 1
         if self.unsettled == 1:
             self._release([page for table in owner.tables for page in table])
@@ -116,8 +119,8 @@ class PagePool:
 
     # --- memory ---------------------------------------------------------------------------------
 
-    def storage(self, like):
-        """Take the memory, at the first append of keys like these: P · page · 2·L·Hk·D values."""
+    def storage(self, like: Tensor) -> None:
+        """Allocate P · page · 2·L·Hk·D values at the first append, and check later keys."""
         if self.keys is None:
             self.keys, self.values = (self.empty(len(self.references), like) for _ in "kv")
         held = self.keys
@@ -130,15 +133,18 @@ class PagePool:
                 f"cannot append keys {new} to a cache of {have} (pages,Hk,page,D){where}"
             )
 
-    def empty(self, pages: int, like):
-        """(L,pages,Hk,page,D), not written. Usable outside inference mode too."""
+    def empty(self, pages: int, like: Tensor) -> Tensor:
+        """(L,pages,Hk,page,D), uninitialised. Usable outside inference mode too."""
         c = self.config
         shape = c.num_hidden_layers, pages, c.num_key_value_heads, self.page_size, c.head_dim
         with torch.inference_mode(False):
             return torch.empty(shape, dtype=like.dtype, device=like.device)
 
-    def reserve(self, tables, starts, T: int):
-        """Pages for T tokens from starts[b] on in every row, none of them shared: for all rows, or for none."""
+    def reserve(self, tables: list[Table], starts: Sequence[int], T: int) -> None:
+        """Give every row unshared pages for T tokens from starts[b] on; all rows get them or none.
+
+        A page that is shared is copied before it is written (copy on write). Raises CapacityError.
+        """
         if not self.lacking(tables, starts, T):
             return
         with self.change():
@@ -196,8 +202,8 @@ class PagePool:
             self.lent.update(taken)
         return taken
 
-    def release(self, pages):
-        """Give back what `take` gave."""
+    def release(self, pages: Sequence[int]) -> None:
+        """Give back pages from `take`."""
         with self.change():
             self._release(pages)
             self.lent.subtract(pages)
@@ -209,13 +215,13 @@ class PagePool:
             self.references[page] = 1
         return taken
 
-    def make_room(self, count: int):
-        """So many pages are free afterwards, or CapacityError."""
+    def make_room(self, count: int) -> None:
+        """Make sure that `count` pages are free, or raise CapacityError."""
         if count > len(self.free):
             self.exhausted(count)
 
-    def exhausted(self, count: int):
-        """What a pool does that is too small: this one refuses."""
+    def exhausted(self, count: int) -> None:
+        """Called when fewer than `count` pages are free. PagePool raises, ElasticPool grows."""
         raise CapacityError(
             f"the page pool is exhausted: {count} pages of {self.page_size} tokens wanted, "
             f"{len(self.free)} of {len(self.references)} free",
@@ -227,11 +233,11 @@ class PagePool:
         """The most tokens that fit; None = as memory allows."""
         return len(self.references) * self.page_size
 
-    def _share(self, pages):
+    def _share(self, pages: Iterable[int]) -> None:
         for page in pages:
             self.references[page] += 1
 
-    def _release(self, pages):
+    def _release(self, pages: Iterable[int]) -> None:
         for page in pages:
             # A table that still lists the page would soon read another sequence's tokens.
             if self.references[page] < 1:
@@ -258,7 +264,7 @@ class ElasticPool(PagePool):
 
     limit = None
 
-    def exhausted(self, count: int):
+    def exhausted(self, count: int) -> None:
         held = len(self.references)
         more = max(count - len(self.free), held)
         if self.keys is not None:

@@ -35,15 +35,15 @@ class Entry:
 class PrefixPool(PagePool):
     """A page pool with an index of pages for reuse; the index is one more owner of each page."""
 
-    def __init__(self, config, pages: int, page_size: int):
+    def __init__(self, config: Config, pages: int, page_size: int):
         super().__init__(config, pages, page_size)
         self.index: OrderedDict[bytes, Entry] = OrderedDict()  # least recently used first
 
-    def owned(self) -> Counter:
+    def owned(self) -> Counter[int]:
         return super().owned() + Counter(entry.page for entry in self.index.values())
 
-    def make_room(self, count: int):
-        """Evict what nobody uses, but only if that makes enough room: a request that fails changes nothing."""
+    def make_room(self, count: int) -> None:
+        """Evict pages that only the index holds, if that frees enough; a failure evicts nothing."""
         short = count - len(self.free)
         if short > 0:
             idle = [key for key, entry in self.index.items() if self.references[entry.page] == 1]
@@ -58,7 +58,7 @@ class PrefixPool(PagePool):
         idle = sum(self.references[entry.page] == 1 for entry in self.index.values())
         return len(self.free) + idle
 
-    def chain(self, tokens, salt: str):
+    def chain(self, tokens: Sequence[int], salt: str) -> Iterator[tuple[bytes, tuple[int, ...]]]:
         """(hash, tokens) of every full page of a sequence."""
         key = hashlib.sha256(salt.encode(errors="surrogatepass")).digest()
         for start in range(0, len(tokens) - self.page_size + 1, self.page_size):
@@ -67,10 +67,10 @@ class PrefixPool(PagePool):
             yield key, part
 
     @staticmethod
-    def hash(parent: bytes, tokens) -> bytes:
+    def hash(parent: bytes, tokens: Sequence[int]) -> bytes:
         return hashlib.sha256(parent + b",".join(b"%d" % token for token in tokens)).digest()
 
-    def find(self, tokens, salt: str) -> list[int]:
+    def find(self, tokens: Sequence[int], salt: str) -> list[int]:
         """Pages of the longest stored prefix of `tokens`."""
         found: dict[bytes, Entry] = {}
         parent: Entry | str = salt
@@ -100,8 +100,8 @@ class PrefixPool(PagePool):
                 found[key] = parent = entry
         self.touch(found)
 
-    def touch(self, keys):
-        """These are the most recently used now, the root last: leaves are evicted before what they hang on."""
+    def touch(self, keys: dict[bytes, Entry]) -> None:
+        """Mark `keys` (root first) as most recently used; a leaf is evicted before its root."""
         for key in reversed(keys):
             self.index.move_to_end(key)
 
@@ -109,11 +109,11 @@ class PrefixPool(PagePool):
 class ElasticPrefixPool(PrefixPool, ElasticPool):
     """Grows to `keep` pages; after that, evicts idle pages and grows only if all are in use."""
 
-    def __init__(self, config, pages: int, page_size: int, keep: int):
+    def __init__(self, config: Config, pages: int, page_size: int, keep: int):
         super().__init__(config, pages, page_size)
         self.keep = keep
 
-    def make_room(self, count: int):
+    def make_room(self, count: int) -> None:
         if count > len(self.free) and len(self.references) < self.keep:
             self.exhausted(count)
         super().make_room(count)
@@ -126,8 +126,11 @@ class PrefixCache(PagedCache):
     salt = ""
     hits = 0  # tokens that `reuse` found
 
-    def reuse(self, tokens) -> int:
-        """Take over the stored pages of the longest known prefix, at most all but one token: that one gives logits."""
+    def reuse(self, tokens: Sequence[int] | Tensor) -> int:
+        """Take over the stored pages of the longest known prefix; returns its tokens.
+
+        At least one token of the prompt is left to compute, because its logits are needed.
+        """
         tokens = [int(token) for token in tokens]
         if self.length or len(self.tables) != 1:
             return 0
@@ -137,8 +140,8 @@ class PrefixCache(PagedCache):
         self.adopt([pages], self.hits)
         return self.hits
 
-    def remember(self, tokens):
-        """Offer the full pages of these tokens to later requests: the ids of what the cache holds, from the start.
+    def remember(self, tokens: Sequence[int] | Tensor) -> None:
+        """Offer the full pages of this cache, which holds `tokens`, to later requests.
 
         The ids cannot be checked against the keys: ids that were never fed give wrong answers to
         the requests that reuse them. Ids beyond the cache's length are ignored. Fewer ids raise
@@ -154,7 +157,7 @@ class PrefixCache(PagedCache):
         super().truncate(n)
         self.hits = min(self.hits, n)
 
-    def fork(self):
+    def fork(self) -> Self:
         copy = super().fork()
         copy.salt = self.salt
         copy.hits = self.hits

@@ -58,8 +58,11 @@ class QuantizedCache(LayerCache):
         self.exact = _cat(self.exact, (k, v))
         return self.dense()
 
-    def check_range(self, k, v):
-        """fp16 scales end at 65,504; the look at the largest value makes a GPU wait once per layer."""
+    def check_range(self, k: Tensor, v: Tensor) -> None:
+        """CacheError for NaN and for values beyond the range of fp16 scales, which ends at 65,504.
+
+        Reading the largest value makes a GPU synchronise twice per layer.
+        """
         for name, x in (("keys", self.rotated(k)), ("values", v)):
             largest = x.abs().max().item()
             if not largest <= LARGEST:  # NaN too

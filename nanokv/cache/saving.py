@@ -84,8 +84,10 @@ def save(
         temporary.unlink(missing_ok=True)
 
 
-def contents(cache, tokens=(), model_fingerprint: str = "") -> tuple[dict, dict]:
-    """(metadata, tensors) of a cache: all that `rebuild` asks for. Tensors may still be those of the cache."""
+def contents(
+    cache: Any, tokens: Iterable = (), model_fingerprint: str = ""
+) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """(metadata, tensors) that `rebuild` needs. The tensors may share memory with the cache."""
     states = [layer.state() for layer in cache]
     if cache.config is None:
         raise CacheError(
@@ -117,14 +119,14 @@ def contents(cache, tokens=(), model_fingerprint: str = "") -> tuple[dict, dict]
 
 
 def load(
-    path,
-    config,
-    make_cache,
+    path: PathText,
+    config: Config,
+    make_cache: Callable[..., Any],
     model_fingerprint: str,
-    device,
+    device: torch.device | str | None,
     options: dict,
-    rank: tuple[int, int] = ALONE,
-):
+    rank: Rank = ALONE,
+) -> Any:
     """See KVCache.load."""
     if device is None:  # the device of the pool in `options`, if there is one
         device = getattr(getattr(options.get("pool"), "keys", None), "device", "cpu")
@@ -134,8 +136,8 @@ def load(
     )
 
 
-def check_rank(path, meta: dict, rank: tuple[int, int]) -> None:
-    """The heads of another rank, or of another number of ranks, are not this one's."""
+def check_rank(path: PathText, meta: dict[str, str], rank: Rank) -> None:
+    """CacheError if the heads in the file belong to another rank, or to another number of ranks."""
     saved = loads(meta.get("rank", json.dumps(ALONE)))
     if saved != list(rank):
         raise CacheError(
@@ -149,18 +151,19 @@ def _rank_text(rank: list) -> str:
 
 
 def rebuild(
-    path,
-    meta: dict,
-    tensors: dict,
-    config,
-    make_cache,
+    path: PathText,
+    meta: dict[str, str],
+    tensors: dict[str, Tensor],
+    config: Config,
+    make_cache: Callable[..., Any],
     model_fingerprint: str,
     options: dict,
-    rank: tuple[int, int] = ALONE,
-    device="cpu",
-):
-    """The cache that `contents` was asked for; CacheError says what does not fit. `path`: what
-    errors call the source. Layers go to the device one by one.
+    rank: Rank = ALONE,
+    device: torch.device | str = "cpu",
+) -> Any:
+    """The inverse of `contents`. Raises CacheError for anything that does not fit.
+
+    `path` names the source in errors. The layers are moved to the device one by one.
     """
     try:
         check_rank(path, meta, rank)
@@ -185,11 +188,11 @@ def rebuild(
 
 
 def _rebuild(
-    path,
-    meta: dict,
-    tensors: dict,
-    config,
-    make_cache,
+    path: PathText,
+    meta: dict[str, str],
+    tensors: dict[str, Tensor],
+    config: Config,
+    make_cache: Callable[..., Any],
     model_fingerprint: str,
     options: dict,
     device: torch.device | str,
@@ -232,8 +235,8 @@ def _check_sizes(path: PathText, facts: Facts, options: dict) -> None:
         )
 
 
-def _read(path):
-    """(metadata, tensors) of a whole, unchanged file; the tensors are in this computer's memory."""
+def _read(path: PathText) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """(metadata, tensors) of a complete, unchanged file; the tensors are in host memory."""
     with foreign(f"{path} is not a readable cache file", CacheError):
         with safe_open(path, framework="pt") as file:
             meta = dict(file.metadata() or {})
@@ -245,9 +248,12 @@ def _read(path):
     return meta, tensors
 
 
-def _states(path, tensors: dict, config) -> list[dict]:
-    """What each layer's `restore` gets: alike in all layers, keys and values (B,Hk,S,D) of this config."""
-    states: list[dict] = [{} for _ in range(config.num_hidden_layers)]
+def _states(path: PathText, tensors: dict[str, Tensor], config: Config) -> list[dict[str, Tensor]]:
+    """The argument of each layer's `restore`.
+
+    Raises CacheError unless all layers are alike, with keys and values (B,Hk,S,D) of this config.
+    """
+    states: list[dict[str, Tensor]] = [{} for _ in range(config.num_hidden_layers)]
     for key, tensor in tensors.items():
         _, i, name = key.split(".", 2)
         states[int(i)][name] = tensor
@@ -265,8 +271,10 @@ def _states(path, tensors: dict, config) -> list[dict]:
     return states
 
 
-def check_model(path, meta: dict, saved: dict, config, model_fingerprint: str):
-    """The same config, and the same weights if the caller says which."""
+def check_model(
+    path: PathText, meta: dict[str, str], saved: dict, config: Config, model_fingerprint: str
+) -> None:
+    """CacheError for another config, or for other weights if `model_fingerprint` is not empty."""
     mine = json.loads(json.dumps(config.to_dict()))
     if saved != mine:
         differ = sorted(k for k in saved | mine if saved.get(k) != mine.get(k))
@@ -282,8 +290,8 @@ def check_model(path, meta: dict, saved: dict, config, model_fingerprint: str):
         )
 
 
-def _check_options(path, kind: str, saved: dict, options: dict, salted: bool):
-    """Options that contradict the stored tokens would change what they mean."""
+def _check_options(path: PathText, kind: str, saved: dict, options: dict, salted: bool) -> None:
+    """CacheError for options that would change the meaning of the stored tokens."""
     for name, value in options.items():
         if name not in MAY_CHANGE.get(kind, ()) and saved.get(name) != value:
             stored = repr(saved[name]) if name in saved else "the default"
@@ -321,8 +329,8 @@ def _ids(tokens: Iterable, length: int | list[int], rows: int) -> list:
     return tokens
 
 
-def _unshared(tensors: dict) -> dict:
-    """Forked rows share tensors, which a file cannot: each but the first is copied."""
+def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Clone tensors that share memory with an earlier one, which a file does not allow."""
     seen: set[int] = set()
     for name, tensor in tensors.items():
         if tensor.data_ptr() in seen:
@@ -331,7 +339,7 @@ def _unshared(tensors: dict) -> dict:
     return tensors
 
 
-def digest(meta: dict, tensors: dict) -> str:
+def digest(meta: dict[str, str], tensors: dict[str, Tensor]) -> str:
     """sha256 over the metadata and every tensor's name, dtype, shape and bytes."""
     described = {key: value for key, value in meta.items() if key != "sha256"}
     found = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
@@ -342,8 +350,8 @@ def digest(meta: dict, tensors: dict) -> str:
     return found.hexdigest()
 
 
-def fingerprint(model) -> str:
-    """A short name for "these weights", 16 hex digits: two checkpoints of one config give different keys and values.
+def fingerprint(model: nn.Module) -> str:
+    """16 hex digits that identify the weights, because two checkpoints may share a config.
 
     sha256 over the config and, for every parameter, its name, shape, dtype and 320 values: both
     ends and a stride through the rest. For a 0.6B model this reads some 100 kilobytes in

@@ -69,8 +69,11 @@ class SlidingCache(LayerCache):
         """(T,) tokens that each of the next T queries can no longer see."""
         return (self.length + torch.arange(T) - (self.window - 1) - self.sinks).clamp(min=0)
 
-    def moved_sinks(self, sinks, evicted):
-        """One copy of the sinks a query, rotated on by what that query no longer sees; YaRN's factor is in them."""
+    def moved_sinks(self, sinks: Tensor, evicted: Tensor) -> Tensor:
+        """A copy of the sinks (B,Hk,sinks,D) per query, rotated by the number of evicted tokens.
+
+        The stored keys include YaRN's attention factor, so it is not applied again.
+        """
         speed, _ = rope_frequencies(self.config, sinks.device)
         angle = evicted.to(sinks.device)[:, None].float() * torch.cat((speed, speed))  # (T,D)
         rope = angle.cos()[:, None, None, None], angle.sin()[:, None, None, None]  # (T,1,1,1,D)

@@ -24,7 +24,7 @@ VALUES = attrgetter("values")
 class Slabs:
     """Pages of all layers with one shared tensor of lengths, so a step updates it once."""
 
-    def __init__(self, layers, like):
+    def __init__(self, layers: Sequence["StaticCache"], like: Tensor):
         self.like = like.shape, like.dtype, like.device
         with torch.inference_mode(False):  # steps outside of that mode write to it too
             self.lengths = torch.zeros(like.shape[0], dtype=torch.int32)  # (B,)
@@ -39,8 +39,8 @@ class Slabs:
         return same_keys and all(map(is_, map(VALUES, layers), map(VALUES, self.pages)))
 
 
-def reserve_all(cache, like) -> list[Pages] | None:
-    """`_reserve` of every layer, where a step was before this one; else None, and nothing is changed."""
+def reserve_all(cache: Any, like: Tensor) -> list[Pages] | None:
+    """`_reserve` of every layer at once; None, changing nothing, if the step before differed."""
     lengths = [layer.length for layer in cache]
     start = lengths[0]
     slabs = vars(cache).get("slabs")
@@ -92,8 +92,8 @@ class StaticCache(LayerCache):
         self.length += 1
         return pages
 
-    def as_before(self, like) -> bool:
-        """Are slab and keys to come those of the step before?"""
+    def as_before(self, like: Tensor) -> bool:
+        """True if the slabs, and the shape and dtype of new keys, are those of the step before."""
         pages = self.given
         if pages is None or pages.keys is not self.keys or pages.values is not self.values:
             return False
@@ -112,8 +112,8 @@ class StaticCache(LayerCache):
         # Views: nothing is copied.
         return self.keys[:, :, :end], self.values[:, :, :end]  # (B,Hk,S,D) ×2
 
-    def make_room(self, slots: int, like):
-        """Check before anything is written: layer 0 refuses what does not fit, so no layer has begun."""
+    def make_room(self, slots: int, like: Tensor) -> None:
+        """Allocate at first; raise CapacityError before anything is written, so layer 0 refuses."""
         if slots > self.capacity:
             raise CapacityError(
                 f"the cache holds {self.length} of {self.capacity} tokens: "
@@ -130,8 +130,8 @@ class StaticCache(LayerCache):
         # The slots after n are written again before they are read again.
         self.length = min(n, self.length)
 
-    def empty(self):
-        """One like this without a token."""
+    def empty(self) -> "StaticCache":
+        """A cache like this one, without tokens."""
         return type(self)(self.capacity)
 
     def fork(self):
@@ -179,7 +179,7 @@ class GrowingCache(StaticCache):
         super().__init__(None)  # type: ignore[arg-type]  # no limit; make_room below reads none
         self.expected_tokens = expected_tokens
 
-    def empty(self):
+    def empty(self) -> "GrowingCache":
         return type(self)(self.expected_tokens)
 
     def make_room(self, slots: int, like: Tensor) -> None:
@@ -195,8 +195,8 @@ class GrowingCache(StaticCache):
         self.keys, self.values = keys, values
 
 
-def empty_slab(like, slots: int):
-    """(B,Hk,slots,D), not written: unused slots are never touched. Usable outside inference mode too."""
+def empty_slab(like: Tensor, slots: int) -> Tensor:
+    """(B,Hk,slots,D), uninitialised. Usable outside inference mode too."""
     B, Hk, _, D = like.shape
     with torch.inference_mode(False):
         return torch.empty(B, Hk, slots, D, dtype=like.dtype, device=like.device)

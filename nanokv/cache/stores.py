@@ -69,7 +69,7 @@ class DiskStore:
     The reading and the writing thread pass explicit offsets, so they share no file position.
     """
 
-    def __init__(self, folder=None):
+    def __init__(self, folder: str | os.PathLike[str] | None = None):
         try:
             self.file = tempfile.TemporaryFile(dir=folder, prefix="nanokv-", buffering=0)
         except OSError as error:
@@ -77,8 +77,8 @@ class DiskStore:
                 f"no file can be made in {folder}: {error.strerror}", "pass another folder="
             ) from error
 
-    def write(self, start: int, new, ferry=None):
-        """new (T,2,B,Hk,D) at token `start`; waits for them where they are computed."""
+    def write(self, start: int, new: Tensor, ferry: Ferry | None = None) -> None:
+        """Write `new` (T,2,B,Hk,D) at token `start`; blocks until the device has computed it."""
         data = new.cpu().contiguous().view(torch.uint8).numpy().data.cast("B")
         offset = start * new[0].nbytes
         while data:
@@ -86,12 +86,14 @@ class DiskStore:
             data = data[count:]
             offset += count
 
-    def begin(self, tokens: int, like, ferry=None):
-        """(tokens,2,B,Hk,D), to the device that computes."""
+    def begin(
+        self, tokens: int, like: Tensor, ferry: Ferry | None = None
+    ) -> "Future[Tensor | Arriving]":
+        """Begin to bring the first rows (tokens,2,B,Hk,D) to the device of `like`."""
         return READER.submit(self.read, tokens, like, ferry)
 
-    def read(self, tokens: int, like, ferry=None):
-        """Read, not mapped: mapped pages would be waited for one by one when attention touches them."""
+    def read(self, tokens: int, like: Tensor, ferry: Ferry | None = None) -> Tensor | Arriving:
+        """Read the first rows. They are not mapped: attention would wait for page after page."""
         rows = host_rows((tokens, *like.shape[1:]), like.dtype, pinned=ferry is not None)
         target = rows.view(torch.uint8).numpy().data.cast("B")
         offset = 0

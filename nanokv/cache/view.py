@@ -55,8 +55,8 @@ class View:
         self.next: tuple[list[int], int] = [], 0  # (starts, T) of the step
         self.index: Slots | None = None  # made by the first `write` of the step
 
-    def follows(self, pool: PagePool, tables) -> bool:
-        """Take over the pages that have come or gone in some rows; False if this takes another view."""
+    def follows(self, pool: PagePool, tables: list[list[int]]) -> bool:
+        """Update the rows whose pages changed; False if the change needs a new view."""
         if self.keys is not pool.keys or len(tables) != len(self.tables):
             return False
         changed = [b for b, table in enumerate(tables) if table != self.tables[b]]
@@ -77,8 +77,8 @@ class View:
         self.lengths.numpy()[:] = starts
         self.lengths += T
 
-    def write(self, layer: int, k, v):
-        """The new tokens' keys and values, to their places in the pool: T rows written, whatever S is."""
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Write (B,Hk,T,D) ×2 of the new tokens to the pool; the past is not touched."""
         if self.index is None:
             self.index = self.slots()
         page, slot = self.index
