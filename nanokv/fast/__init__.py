@@ -1,6 +1,7 @@
-"""Speed, in a place of its own: `optimize` turns a loaded model into one that decodes at the memory's speed.
+"""`optimize` turns a loaded model into one that decodes at the speed of the memory.
 
-It is imported on first use: building.py, which says whether there are kernels, is asked before torch is imported.
+`optimize` is imported on first use, because building.py must be importable without torch: the
+command line checks whether kernels are built before it imports torch.
 """
 
 from typing import TYPE_CHECKING, Any

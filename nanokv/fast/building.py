@@ -1,9 +1,12 @@
-"""Builds the kernels once and keeps them, for native.py to load. No torch: `nanokv chat` asks before it imports that.
+"""Builds the native kernels once and caches the library, which native.py loads.
 
-The compiler writes for the processor that it runs on, so the file is kept under a name that holds the source, the
-flags and the processor. Who asks for kernels (--fast, nanokv.optimize) waits for the compiler. Who did not ask never
-waits: `begin` starts a process of its own at the lowest priority, and the next start finds what it made. One build runs
-at a time (kernels.lock). Why one failed stays beside it (kernels-KEY.failed), so that no start tries again by itself.
+This module does not import torch: `nanokv chat` checks for kernels before it imports torch.
+
+The library is compiled for the processor it is built on, so its file name contains a key: a hash
+of the sources, the flags and the processor. An explicit request (--fast, nanokv.optimize) waits
+for the compiler. Otherwise `begin` starts the build in a separate process at the lowest priority,
+and the next start of the program uses the result. kernels.lock allows one build at a time. When a
+build fails, the reason is written to kernels-KEY.failed, and only an explicit request tries again.
 """
 
 import contextlib
@@ -27,8 +30,9 @@ from nanokv.fast import private
 
 FOLDER = Path(__file__).with_name("kernels")
 SOURCES = FOLDER / "decode.cpp", FOLDER / "prefill.cpp"
-# What of -ffast-math makes sums into vectors. Not the whole: a library linked with it turns small numbers into zeros in
-# the thread that loads it, for everybody's code, and forgets that there are NaN and infinity.
+# The parts of -ffast-math that let the compiler vectorize sums. The full flag is wrong here: a
+# library linked with it flushes denormals to zero for all code in the thread that loads it, and the
+# compiler may assume that NaN and infinity do not occur.
 MATH = (
     "-fassociative-math",
     "-freciprocal-math",
@@ -38,18 +42,19 @@ MATH = (
     "-ffp-contract=fast",
 )
 FLAGS = ("-O3", "-march=native", *MATH, "-std=c++17", "-shared", "-fPIC")
-TIMEOUT = 120  # seconds that the compiler may take, and that who asked waits for another's
-BACKGROUND_TIMEOUT = 1200  # at the lowest priority, on a machine that is busy
+TIMEOUT = 120  # seconds for the compiler, and for waiting until another process has built
+BACKGROUND_TIMEOUT = 1200  # seconds for the compiler at the lowest priority on a busy machine
 USUAL_COMPILERS = ("c++", "g++", "clang++")
 NO_COMPILER = "no C++ compiler found: install g++ or clang++, or set CXX"
-SECONDS = 10  # that a build takes, about: 4 to 8 were measured
+SECONDS = 10  # a build takes about this long; 4 to 8 were measured
 MODES = {
     "on": "built in the background where they are missing",
     "explicit": "built for --fast and nanokv.optimize only",
     "off": "never used",
 }
-Usable = Callable[[Path], Any]  # gives something for a library that can be used, or None
-# This package first, whatever others of its name are installed; for nothing else.
+Usable = Callable[[Path], Any]  # returns None for a library that cannot be used
+# The program of the background process. The path of this package comes first only for this import,
+# so that another installed nanokv is not used.
 CODE = """import sys
 sys.path.insert(0, sys.argv[1])
 from nanokv.fast.building import main
@@ -58,16 +63,16 @@ sys.exit(main())"""
 
 
 class State(NamedTuple):
-    """Are there kernels? `why` not, in a few words; `detail` in full, where there is more to say."""
+    """Whether the kernels can be loaded now, and if not, why."""
 
     ready: bool
-    why: str = ""
-    detail: str = ""
-    missing: bool = False  # nothing but a run of the compiler is missing
+    why: str = ""  # a few words
+    detail: str = ""  # the full reason, if there is more to say
+    missing: bool = False  # a build would help: there is a compiler and no failed build
 
 
 def mode() -> str:
-    """NANOKV_KERNELS, a key of MODES."""
+    """The value of NANOKV_KERNELS, a key of MODES. ConfigError for any other value."""
     wanted = os.environ.get("NANOKV_KERNELS") or "on"
     if wanted not in MODES:
         raise ConfigError(
@@ -77,7 +82,7 @@ def mode() -> str:
 
 
 def state() -> State:
-    """What is there, without starting anything."""
+    """The state of the kernels on this machine. Starts no build."""
     if mode() == "off":
         return State(False, "NANOKV_KERNELS=off")
     try:
@@ -98,12 +103,12 @@ def state() -> State:
         with contextlib.suppress(FileNotFoundError):
             failure = failure_note(stem).read_text(errors="replace").strip()
             return State(False, "kernels did not build", f"the kernels did not build: {failure}")
-    except (OSError, ValueError) as error:  # ValueError: quotes that are not closed in CXX
+    except (OSError, ValueError) as error:  # ValueError: unclosed quotes in CXX
         return State(False, "no kernels", str(error))
     return State(False, "kernels are not built", missing=True)
 
 
-# --- building -----------------------------------------------------------------------------------------------------
+# --- building -------------------------------------------------------------------------------------
 
 
 def obtain(
@@ -112,9 +117,10 @@ def obtain(
     timeout: float | None = None,
     wait: float | None = None,
 ) -> Any:
-    """usable(path) of the library, which is built where it is missing; `usable` gives None for a file that is not.
+    """usable(path) of the library; builds the library if no cached one is usable.
 
-    timeout: seconds for the compiler; wait: for another process that builds, as long if it is not given.
+    timeout: seconds for the compiler. wait: seconds to wait for another process that is building;
+    defaults to `timeout`.
     """
     stem = stem_of(compiler)
     private.make_folder(stem.parent)
@@ -127,32 +133,35 @@ def obtain(
         timeout = TIMEOUT
     if wait is None:
         wait = timeout
-    # The system gives it back when its holder is killed.
+    # The system releases the lock when its holder is killed.
     with FileLock(stem.with_name("kernels.lock"), timeout=wait):
         if (found := first(stem, usable)) is not None:  # built while this process waited
             return found
-        for left in stem.parent.glob("building-*"):  # of a build that was killed
-            shutil.rmtree(left, ignore_errors=True)
+        for leftover in stem.parent.glob("building-*"):  # from a build that was killed
+            shutil.rmtree(leftover, ignore_errors=True)
         return build_noted(compiler, stem, usable, timeout)
 
 
 def first(stem: Path, usable: Usable) -> Any:
-    """usable() of the first kept file for which it gives something."""
+    """The first result of usable() over the cached files that is not None."""
     for path in private.kept(stem):
         try:
             if (found := usable(path)) is not None:
                 return found
         except PermissionError:
             raise
-        except (OSError, AttributeError):  # a link, not ours
+        except (OSError, AttributeError):  # a symbolic link, or a library of something else
             pass
     return None
 
 
 def build_noted(compiler: list[str], stem: Path, usable: Usable, timeout: float) -> Any:
-    """usable() of what was built. A failure is noted, an earlier one forgotten."""
+    """Build and return usable() of the library.
+
+    A failure is written to the failure note, and a success removes the note.
+    """
     note = failure_note(stem)
-    for path in private.kept(stem):  # not usable
+    for path in private.kept(stem):  # none of them was usable
         path.unlink()
     try:
         path = build(compiler, stem, timeout)
@@ -170,7 +179,11 @@ def build_noted(compiler: list[str], stem: Path, usable: Usable, timeout: float)
 
 
 def build(compiler: list[str], stem: Path, timeout: float) -> Path:
-    """Compile into a folder beside it, then rename: there is the whole library or none. Its path."""
+    """Compile the library and return its path.
+
+    The compiler writes to a temporary folder, and the finished file is renamed into place, so the
+    final name never holds a partial library.
+    """
     with tempfile.TemporaryDirectory(prefix="building-", dir=stem.parent) as work:
         target = Path(work) / f"{stem.name}.so"
         run = functools.partial(
@@ -182,20 +195,20 @@ def build(compiler: list[str], stem: Path, timeout: float) -> Path:
             timeout=timeout,
             stdin=subprocess.DEVNULL,
         )
-        try:  # torch's own OpenMP runtime is loaded already, so both share one team of threads
+        try:  # torch has loaded its OpenMP runtime already: the kernels share its threads
             run([*compiler, *FLAGS, "-fopenmp", *map(str, SOURCES), "-o", str(target)])
-        except subprocess.CalledProcessError:  # Apple's clang has none: one thread
+        except subprocess.CalledProcessError:  # Apple's clang has no OpenMP: one thread
             run([*compiler, *FLAGS, *map(str, SOURCES), "-o", str(target)])
         target.chmod(0o600)
         with target.open("rb") as file:
             path = private.named(stem, file.read())
-            os.fsync(file.fileno())  # or a power cut could leave half of it under the final name
+            os.fsync(file.fileno())  # a power cut must not leave a partial file under this name
         os.replace(target, path)
     return path
 
 
 def loaded(path: Path) -> ctypes.CDLL | None:
-    """The library, None if the file is not whole."""
+    """The loaded library, or None if the file is incomplete."""
     checked = private.open_checked(path)
     if checked is None:
         return None
@@ -203,7 +216,7 @@ def loaded(path: Path) -> ctypes.CDLL | None:
 
 
 def reason(error: Exception) -> str:
-    """What went wrong, in one line: of a compiler's output the first that names an error."""
+    """The cause in one line; of a compiler's output, the first line that contains "error"."""
     if isinstance(error, subprocess.TimeoutExpired):
         return f"not done after {error.timeout} seconds"
     output = getattr(error, "stderr", None) or str(error)
@@ -211,18 +224,20 @@ def reason(error: Exception) -> str:
     return next((line for line in lines if "error" in line.lower()), lines[0])
 
 
-# --- in the background --------------------------------------------------------------------------------------------
+# --- in the background ----------------------------------------------------------------------------
 
 
 def begin() -> None:
-    """Start a build that nobody waits for: no terminal, a session of its own, so neither Ctrl-C nor a hang-up ends it.
+    """Start a build in the background and return at once.
 
-    It finds the package where this process did, but nothing that lies in the user's working folder (-P).
+    The process has no terminal and runs in a new session, so neither Ctrl-C nor a hang-up ends it.
+    It imports the package from the same place as this process, and nothing from the user's working
+    folder (-P).
     """
     command = [sys.executable, "-P", "-c", CODE, str(Path(__file__).resolve().parents[2])]
-    # A relative one is not to be one of "/".
+    # As an absolute path, because the process runs in "/".
     environment = os.environ | {"NANOKV_CACHE": str(folder().parent)}
-    with contextlib.suppress(OSError):  # no process can be started: then it stays plain
+    with contextlib.suppress(OSError):  # without a process the plain model keeps running
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -232,29 +247,32 @@ def begin() -> None:
             cwd="/" if os.name == "posix" else None,
             start_new_session=True,
         )
-        # Or it would stay in the table as a zombie.
+        # Reap the process, which would otherwise stay a zombie.
         threading.Thread(target=process.wait, daemon=True).start()
 
 
 def main() -> int:
-    """What `begin` starts. Exit code 0: there are kernels now."""
+    """The background process that `begin` starts. Returns its exit code: 0 if there are kernels."""
     if hasattr(os, "nice"):
         os.nice(19)
-    # Noted, or another process builds.
+    # A failure is in the note already, or another process holds the lock.
     with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
         if state().missing:
             compiler = find_compiler()
-            assert compiler is not None  # else nothing would be missing but a compiler
+            assert compiler is not None  # `missing` implies a compiler
             obtain(compiler, loaded, BACKGROUND_TIMEOUT, wait=0)
     return 0 if state().ready else 1
 
 
-# --- names and places ---------------------------------------------------------------------------------------------
+# --- names and places -----------------------------------------------------------------------------
 
 
 def find_compiler() -> list[str] | None:
-    """$CXX, which may have arguments, or the first of the usual names; a $CXX that is not there is not replaced.
-    ValueError if its quotes are not closed."""
+    """The command of the compiler: $CXX, which may have arguments, or the first usual name found.
+
+    None if there is no compiler; a $CXX that does not exist is not replaced by another compiler.
+    ValueError if $CXX has unclosed quotes.
+    """
     wanted = shlex.split(os.environ.get("CXX", ""))
     for name in wanted[:1] or USUAL_COMPILERS:
         found = shutil.which(name)
@@ -264,39 +282,39 @@ def find_compiler() -> list[str] | None:
 
 
 def build_key(compiler: list[str]) -> str:
-    """Names the source, the compiler with its flags, and the processor."""
+    """16 hex digits that identify the sources, the compiler with its flags, and the processor."""
     source = b"".join(path.read_bytes() for path in sorted(FOLDER.iterdir()))
     parts = source, " ".join(compiler).encode(), " ".join(FLAGS).encode(), processor().encode()
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
 def stem_of(compiler: list[str]) -> Path:
-    """What the names of this library's files begin with."""
+    """The path without suffix with which the names of this library's files begin."""
     return folder() / f"kernels-{build_key(compiler)}"
 
 
 def failure_note(stem: Path) -> Path:
-    """Where the reason of a failed build is kept; --fast tries again."""
+    """The file with the reason of a failed build. An explicit request (--fast) builds again."""
     return stem.with_name(f"{stem.name}.failed")
 
 
 def can_write(folder: Path) -> bool:
-    """May this user make files there, or the folder itself?"""
-    there = next(place for place in (folder, *folder.parents) if place.exists())
-    return there.is_dir() and os.access(there, os.W_OK)
+    """Whether this user can create files in the folder, or create the folder."""
+    existing = next(place for place in (folder, *folder.parents) if place.exists())
+    return existing.is_dir() and os.access(existing, os.W_OK)
 
 
 def folder() -> Path:
-    """Where compiled kernels are kept between runs."""
+    """The folder of compiled kernels. OSError if the user has no home folder."""
     base = os.environ.get("NANOKV_CACHE") or os.environ.get("XDG_CACHE_HOME")
     try:
         return Path(base or Path.home() / ".cache").absolute() / "nanokv"
-    except RuntimeError:  # no HOME, and no name for this user
+    except RuntimeError:  # no HOME, and no entry for this user in the password database
         raise OSError("this user has no home folder: set NANOKV_CACHE") from None
 
 
 def processor() -> str:
-    """What -march=native depends on."""
+    """A text that identifies the processor, on which -march=native depends."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:

@@ -1,7 +1,7 @@
-"""What kernels take on trust, looked at before they are used.
+"""Checks of the assumptions that the kernels make, which they cannot check themselves.
 
-at optimize    the model is the plain one, as its config says
-at each step   nobody listens to a part or has put another in its place, and each query sees the whole of its row
+at optimize    every module is the plain one and matches the config
+at each step   no module has hooks or was replaced, and each query sees its whole row
 """
 
 from collections.abc import Iterable
@@ -38,18 +38,24 @@ PLAIN: tuple[type[nn.Module], ...] = (
 
 
 def check_plain(model: Transformer) -> None:
-    """ConfigError for what has no plain blocks, has experts, parts of the caller's own or weights of several dtypes."""
+    """ConfigError if the kernels cannot compute what this model computes.
+
+    That is a model without plain blocks, with experts, custom modules or hooks, with a bias or eps
+    that the config does not have, or with weights of several dtypes.
+    """
     if not all(hasattr(layer, "self_attn") for layer in getattr(model, "layers", [None])):
         raise ConfigError(
-            f"{type(model).__name__} has no plain blocks to fuse: it is optimized already, or not a Transformer",
+            f"{type(model).__name__} has no plain blocks to fuse: "
+            "it is optimized already, or not a Transformer",
             hint="optimize the model that nanokv.load returns",
         )
     check_dense(model.config)
     for name, part in model.named_modules():
         expected = PLAIN if name else (Transformer,)
         if type(part) not in expected or has_own_forward(part):
+            what = name or "the model"
             raise ConfigError(
-                f"{name or 'the model'} is a {type(part).__name__} with a forward or hooks of its own: "
+                f"{what} is a {type(part).__name__} with a forward or hooks of its own: "
                 "kernels would leave them out",
                 hint="use the plain model; hooks that only listen can be put on the optimized one",
             )
@@ -65,7 +71,7 @@ def check_plain(model: Transformer) -> None:
 
 
 def check_values(name: str, part: nn.Module, config: Config) -> None:
-    """ConfigError for a bias, or an eps, that the config knows nothing of: the kernels go by the config."""
+    """ConfigError if a bias or an eps differs from the config, which the kernels rely on."""
     biased = {"q_proj": config.qkv_bias, "k_proj": config.qkv_bias, "v_proj": config.qkv_bias}
     biased["o_proj"] = config.output_bias
     expected = biased.get(name.rpartition(".")[2], False)
@@ -77,28 +83,31 @@ def check_values(name: str, part: nn.Module, config: Config) -> None:
         )
     if type(part) is plain_model.RMSNorm and part.eps != config.rms_norm_eps:
         raise ConfigError(
-            f"{name} has eps {part.eps}, and the config {config.rms_norm_eps}: kernels go by the config",
+            f"{name} has eps {part.eps}, and the config {config.rms_norm_eps}: "
+            "kernels go by the config",
             hint="use the plain model",
         )
 
 
 def has_own_forward(part: nn.Module) -> bool:
-    """Does somebody listen to this module, or was a forward put on this very object?"""
+    """Whether the module has forward hooks, or a `forward` assigned to the instance."""
     return bool("forward" in part.__dict__ or part._forward_hooks or part._forward_pre_hooks)
 
 
 def any_has_own_forward(parts: Iterable[nn.Module]) -> bool:
-    """`has_own_forward` of any of them, in a fifth of the time: a step asks it of every layer."""
+    """`has_own_forward` of any module, in a fifth of the time: a decode step checks every layer."""
     owned = list(map(vars, parts))
     return any(map(contains, owned, repeat("forward"))) or any(map(any, map(HOOKS, owned)))
 
 
 def is_one_call(model: Transformer, kinds: Kinds, cache: KVCache, attend: Attend) -> bool:
-    """Would module after module compute what one call computes? Not if somebody listens to one of
-    them, or has put another in its place. `kinds`: of embedding, norm and layers."""
+    """Whether one kernel call computes the same as calling module after module.
+
+    False if a module has hooks or was replaced. `kinds`: the classes of embedding, norm and layers.
+    """
     if module._global_forward_hooks or module._global_forward_pre_hooks:
         return False
-    modules: dict[str, Any] = model._modules  # model.layers would be two calls of Python more
+    modules: dict[str, Any] = model._modules  # saves the two Python calls behind `model.layers`
     parts = modules["embed_tokens"], modules["norm"], *modules["layers"]
     embedding, norm, block = kinds
     known = embedding, norm, *[block] * (len(parts) - 2)
@@ -110,13 +119,14 @@ def is_one_call(model: Transformer, kinds: Kinds, cache: KVCache, attend: Attend
 
 
 def sees_its_row(attend: Attend, cache: LayerCache) -> TypeGuard[Decode]:
-    """Does each query see every token of its own row and nothing else? That is what the decode kernel computes.
+    """Whether each query sees all tokens of its row and no others, as in the decode kernel.
 
-    A mask is honoured where the kernel reads the keys where they lie, as many for each row as the mask shows.
+    With a mask this holds if the cache has pages, whose lengths the kernel reads, and the mask
+    shows exactly these lengths.
     """
     if type(attend) is not Decode:
         return False
-    made = vars(attend).get("mask", attend)  # of rows it is made for those who ask
+    made = vars(attend).get("mask", attend)  # not `attend.mask`, which makes a mask from `rows`
     if made is None:
         return True
     if reserve_of(cache) is None:

@@ -1,6 +1,7 @@
-"""Which of two ways that compute the same is faster on this machine: measured once per process, where nobody knows.
+"""Picks the faster of two implementations by measuring both, once per process.
 
-That is causal attention on a processor with matrix tiles: the kernel and torch's attention both use them.
+Used for causal attention on a processor with matrix tiles (AMX). The kernel and torch's attention
+both use the tiles, and which of them is faster depends on the machine.
 """
 
 import functools
@@ -11,24 +12,27 @@ from torch import Tensor
 
 from nanokv.attention import Attend
 
-LONG = 256  # tokens of a prefill from which on it is measured; a shorter one takes the first way
-MOST = 1024  # tokens of it that are measured: tens of milliseconds
+LONG = 256  # tokens: shorter prefills take the first way without a measurement
+MOST = 1024  # tokens of the prefill that are measured: tens of milliseconds
 
 
 class Choice:
-    """The fastest of three runs counts. The first way stays unless another is 10 % faster: they round differently, and
-    noise must not decide what a seed draws."""
+    """Compares implementations by the fastest of three runs each.
+
+    The first way is kept unless another one is at least 10 % faster. The ways round differently, so
+    noise in the measurement must not decide which tokens a seed draws.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
         self.clock = clock
         self.chosen: int | None = None
 
     def pick(self, ways: Sequence[Attend], q: Tensor, k: Tensor, v: Tensor) -> int:
-        """Position of the way to take for q (B,H,T,D), k and v (B,Hk,S,D); measured at the first call."""
+        """Index of the way to take for q (B,H,T,D), k and v (B,Hk,S,D). The first call measures."""
         if self.chosen is None:
             most = min(q.shape[2], MOST)
             first = [tensor[:, :, :most] for tensor in (q, k, v)]
-            # The first warms up.
+            # The first of the three runs warms up.
             seconds = [min(self.run(way, first) for _ in range(3)) for way in ways]
             best = min(range(len(ways)), key=seconds.__getitem__)
             self.chosen = 0
@@ -44,5 +48,5 @@ class Choice:
 
 @functools.cache
 def attention() -> Choice:
-    """The one of this process: the kernel (0) or torch's attention (1)."""
+    """The choice of this process between the kernel (0) and torch's attention (1)."""
     return Choice()

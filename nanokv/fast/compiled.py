@@ -1,15 +1,17 @@
-"""The same model through torch.compile: every shape is static, so what was compiled once serves all positions.
+"""The plain model through torch.compile with static shapes: one compilation serves all positions.
 
     model = Compiled(plain, capacity=1024)
     for token in nanokv.generate(model, ids, cache=model.make_cache()): ...
 
-What changes from call to call goes in as the values of tensors, never as a shape or a Python number: positions (T,),
-and the whole slab of a static cache, (B,Hk,N,D), which is written at those positions and masked behind them. A prompt
-is filled up to the next of a few widths by repeating its last token at its own position: the copies compute what that
-token computes and write it to the same slot, so nothing else is written and nothing more is counted.
+Everything that changes between calls is passed as tensor values, never as a shape or a Python
+number: the positions (T,) and the whole slabs (B,Hk,N,D) of a static cache. The new keys and values
+are written at these positions, and later slots are masked. A prompt is padded to the next of a few
+widths by repeating its last token at the same position. The copies compute the same values as that
+token and write them to the same slot, so the padding changes nothing in the cache.
 
-The price: every step reads all N slots of the slab, however few are in use. On a GPU the decode step is recorded once
-as a CUDA graph and replayed: one launch for all layers. References: transformers' StaticCache, gpt-fast.
+The cost: every step reads all N slots of the slabs, however few are in use. On a GPU the decode
+step is recorded as a CUDA graph and replayed, one launch for all layers. References:
+transformers' StaticCache, gpt-fast.
 """
 
 import os
@@ -35,13 +37,16 @@ from nanokv.rope import rope_angles
 
 KeysValues = tuple[Tensor, Tensor]  # the slabs of one layer, (B,Hk,N,D) each
 
-# Tokens of a prefill: powers of two between these, unless asked otherwise.
+# Default widths of a prefill in tokens: the powers of two between these.
 NARROWEST = 16
 WIDEST = 2048
 
 
 class Slab:
-    """What a block takes for its layer's cache: keys and values (B,Hk,N,D), written at `positions` (T,), read whole."""
+    """The cache of one layer as a block sees it: keys and values (B,Hk,N,D).
+
+    `append` writes at `positions` (T,), and attention reads all N slots.
+    """
 
     def __init__(self, keys: Tensor, values: Tensor, positions: Tensor):
         self.keys = keys
@@ -49,7 +54,7 @@ class Slab:
         self.positions = positions
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """(B,Hk,T,D) ×2 → (B,Hk,N,D) ×2: the slabs themselves, T slots of them new."""
+        """Write k and v (B,Hk,T,D) into T slots and return the whole slabs (B,Hk,N,D) ×2."""
         self.keys.index_copy_(2, self.positions, k)
         self.values.index_copy_(2, self.positions, v)
         return self.keys, self.values
@@ -57,7 +62,10 @@ class Slab:
 
 @torch.compiler.nested_compile_region
 def block(layer, x, rope, keys, values, positions, visible):
-    """One layer; compiled once and called for each, or the compile time would grow with the number of layers."""
+    """One layer, (B,T,C) → (B,T,C). A nested region is compiled once for all layers.
+
+    Without it the compile time would grow with the number of layers.
+    """
     attend: Attend = Masked(visible)
     if x.shape[1] == 1:
         attend = Decode(visible)
@@ -67,7 +75,7 @@ def block(layer, x, rope, keys, values, positions, visible):
 def hidden_states(
     model: Transformer, tokens: Tensor, positions: Tensor, slabs: Sequence[KeysValues]
 ) -> Tensor:
-    """What is compiled: tokens (B,T) at positions (T,), one (keys, values) a layer → (B,T,C)."""
+    """The function to compile: tokens (B,T) at positions (T,), slabs of each layer → (B,T,C)."""
     x = model.embed_tokens(tokens)  # (B,T,C)
     rope = rope_angles(model.config, positions, x.dtype)  # cos, sin (T,D)
     slots = torch.arange(slabs[0][0].shape[2], device=tokens.device)  # (N,)
@@ -78,12 +86,15 @@ def hidden_states(
 
 
 class Compiled(nn.Module):
-    """A model for prefill, decode and generate, compiled for `batch_size` rows over a slab of `capacity` slots.
+    """A model for prefill, decode and generate, compiled for `batch_size` rows of `capacity` slots.
 
-    Static caches of exactly that size, `make_cache()`, run compiled: one compile for decode and one for each width of
-    `buckets` that is used (default: powers of two from 16 to 2,048), listed in `compiles`; a longer prompt goes in
-    parts. All the rest (other caches or sizes, another attention, a wrong start_pos) goes to the plain model as it is,
-    which runs it or says what is wrong. `backend` is torch.compile's. Raises ConfigError before anything is compiled.
+    Calls with a static cache of exactly that size (`make_cache()`) run compiled. Decode takes one
+    compilation, and so does each width of `buckets` that is used (default: powers of two from 16 to
+    2,048); `compiles` lists them. A longer prompt runs in parts. Every other call (another kind or
+    size of cache, another attention, a wrong start_pos) is passed unchanged to the plain model,
+    which runs it or raises its own error. `backend` is torch.compile's.
+
+    Raises ConfigError or CapacityError for unsuitable arguments, before anything is compiled.
     """
 
     def __init__(
@@ -105,10 +116,11 @@ class Compiled(nn.Module):
         self.batch_size = batch_size
         self.backend = backend
         self.widths = sorted({1, *(min(width, capacity) for width in buckets)})  # 1 is decode
-        # The width of each; one comes twice if the number of threads changes, say.
+        # The width of each compilation. A width is compiled again if, say, the thread count
+        # changes.
         self.compiles: list[int] = []
         self.regions = {width: self.region(width) for width in self.widths}
-        # Layer of a cache → its keys, where unused slots are zero.
+        # Layer of a cache → its keys, once the unused slots of the slab have been zeroed.
         self.cleared: MutableMapping[LayerCache, Tensor] = weakref.WeakKeyDictionary()
         # First layer of a cache → its decode step as a CUDA graph.
         self.recorded: MutableMapping[LayerCache, Recorded] = weakref.WeakKeyDictionary()
@@ -120,14 +132,15 @@ class Compiled(nn.Module):
     generation_config = property(lambda self: self.model.generation_config)
 
     def __repr__(self) -> str:
-        return f"<Compiled for {self.batch_size} × {self.capacity} tokens, {self.backend}; {self.device}>"
+        size = f"{self.batch_size} × {self.capacity}"
+        return f"<Compiled for {size} tokens, {self.backend}; {self.device}>"
 
     def make_cache(self) -> KVCache:
-        """An empty static cache of the size that was compiled for."""
+        """An empty static cache of the compiled size."""
         return make_cache("static", self.config, self.batch_size, self.capacity)
 
     def region(self, width: int) -> Callable[..., Tensor]:
-        """hidden_states for prompts of `width` tokens, compiled at its first call; whole, or not at all."""
+        """hidden_states for `width` tokens, compiled as one graph at the first call."""
 
         def counted(graph, inputs):
             self.compiles.append(width)
@@ -149,16 +162,16 @@ class Compiled(nn.Module):
             for part in tokens.split(self.widths[-1], dim=1):  # (B,t)
                 parts.append(self.run(part, start_pos, cache, slabs))
                 start_pos += part.shape[1]
-            # All at once, after the last write: a forward that failed leaves no trace.
+            # Only after the last write: a forward that failed leaves the cache as it was.
             for layer in cache:
                 layer.length = start_pos
             return torch.cat(parts, dim=1)  # (B,T,C)
 
     def takes(self, tokens: Tensor, cache: KVCache, start_pos: int, attend: Attend) -> bool:
-        """Is this what was compiled for?"""
+        """Whether the compiled regions can run this call."""
         if not has_pages(cache):
             return False
-        if any(reserve_of(layer) is None for layer in cache):  # the caller's
+        if any(reserve_of(layer) is None for layer in cache):  # a custom `append`
             return False
         B, T = tokens.shape
         config = self.config
@@ -172,10 +185,9 @@ class Compiled(nn.Module):
 
     @torch.inference_mode()
     def slabs(self, cache: KVCache) -> list[KeysValues] | None:
-        """All slots of every layer, (keys, values) (B,Hk,N,D) each; None where nobody may see them.
+        """All slots of every layer, (keys, values) (B,Hk,N,D) each; None if there are no pages.
 
-        What is masked must be finite all the same: a weight of 0 times NaN is NaN. So slots that
-        are not in use are cleared, once.
+        Unused slots are zeroed once. They are masked, but must still be finite: 0 times NaN is NaN.
         """
         config = self.config
         length = cache.length
@@ -186,7 +198,7 @@ class Compiled(nn.Module):
         if pages is None:
             return None
         for layer, one in zip(cache, pages, strict=True):
-            layer.length = length  # counted when all is written
+            layer.length = length  # `pages` has counted a token, which `forward` does itself
             if self.cleared.get(layer) is not one.keys:
                 one.keys[:, :, length:] = 0
                 one.values[:, :, length:] = 0
@@ -196,12 +208,12 @@ class Compiled(nn.Module):
     def run(
         self, tokens: Tensor, start_pos: int, cache: KVCache, slabs: list[KeysValues]
     ) -> Tensor:
-        """tokens (B,T), T at most the widest → (B,T,C). The slabs are written; nothing is counted yet."""
+        """tokens (B,T), T at most the widest width → (B,T,C). Writes the slabs, not the lengths."""
         T = tokens.shape[1]
         width = next(width for width in self.widths if width >= T)
         positions = torch.arange(start_pos, start_pos + width, device=tokens.device)
         positions.clamp_(max=start_pos + T - 1)
-        tokens = tokens[:, positions - start_pos]  # (B,width): the last one repeated
+        tokens = tokens[:, positions - start_pos]  # (B,width): the last token repeated
         if width == 1 and tokens.is_cuda:
             return self.replay(tokens, positions, cache[0], slabs)
         return self.regions[width](self.model, tokens, positions, slabs)[:, :T]
@@ -209,7 +221,7 @@ class Compiled(nn.Module):
     def replay(
         self, tokens: Tensor, positions: Tensor, layer: LayerCache, slabs: list[KeysValues]
     ) -> Tensor:
-        """The decode step of this cache as a recording; made anew when its slabs are others than last time."""
+        """The decode step as a CUDA graph, recorded again if the cache has moved its slabs."""
         recorded = self.recorded.get(layer)
         if recorded is None or recorded.slabs[0][0] is not slabs[0][0]:
             recorded = Recorded(partial(self.regions[1], self.model), tokens, positions, slabs)
@@ -218,7 +230,7 @@ class Compiled(nn.Module):
 
 
 class Recorded:
-    """A step with inputs and an output at addresses that never change, recorded once and replayed."""
+    """A decode step as a CUDA graph, with inputs and output at fixed addresses."""
 
     def __init__(
         self,
@@ -238,16 +250,16 @@ class Recorded:
         self.tokens.copy_(tokens)
         self.positions.copy_(positions)
         self.play()
-        return self.hidden.clone()  # the next step writes over it
+        return self.hidden.clone()  # the next step overwrites it
 
 
 def cuda_graph(
     step: Callable[[], Tensor], device: torch.device
 ) -> tuple[Callable[[], None], Tensor]:
-    """(function that replays what `step` launches on `device`, the tensor that it then has written).
+    """Record `step` on `device` → (function that replays it, the tensor that holds its result).
 
-    It runs before it is recorded, because the first call compiles. To repeat a decode step is harmless: it writes the
-    same slot. Another thread may go on with the GPU meanwhile.
+    `step` runs twice before the recording, because the first call compiles. Repeating a decode step
+    is harmless, since it writes the same slot. Other threads may use the GPU during the recording.
     """
     with torch.cuda.device(device):
         side = torch.cuda.Stream()
@@ -263,14 +275,14 @@ def cuda_graph(
 
 
 def is_plain(attend: Attend, T: int, S: int) -> bool:
-    """Is it causal attention of T queries over all S keys, which is what the compiled region computes itself?"""
+    """Whether `attend` is causal attention of T queries over all S keys, as in a region."""
     if type(attend) is Decode:
         return T == 1 and attend.mask is None
     return type(attend) is Causal and attend.keys in (None, S)
 
 
 def check_sizes(config: Config, capacity: int, batch_size: int, buckets: Sequence[int]) -> None:
-    """Whole numbers ≥ 1, and no more slots than the model has positions."""
+    """ConfigError unless all are whole numbers ≥ 1; CapacityError above the model's positions."""
     sizes = [("capacity", capacity), ("batch_size", batch_size)]
     sizes += [("a bucket", width) for width in buckets]
     for name, value in sizes:
@@ -286,12 +298,12 @@ def check_sizes(config: Config, capacity: int, batch_size: int, buckets: Sequenc
 
 
 def check_backend(backend: str, device: torch.device) -> None:
-    """torch.compile's default backend writes C++ for a CPU."""
+    """ConfigError for an unknown backend, or if inductor finds no C++ compiler for a CPU."""
     known = torch.compiler.list_backends(exclude_tags=())
     if backend not in known:
         raise ConfigError(f"backend {backend!r} is not one of {', '.join(known)}")
     usual = "clang++" if sys.platform == "darwin" else "g++"
-    compiler = os.environ.get("CXX", usual)  # as inductor looks for it
+    compiler = os.environ.get("CXX", usual)  # the same lookup as in inductor
     if backend == "inductor" and device.type == "cpu" and not shutil.which(compiler):
         raise ConfigError(
             f"torch.compile needs a C++ compiler, and there is no {compiler}",

@@ -1,4 +1,7 @@
-"""The weights of several products as one: q, k and v, and gate and up. Half as many products, the same bytes."""
+"""Joins the weights of several products into one matrix: q, k and v, and gate and up.
+
+A layer then needs fewer products and reads the same bytes.
+"""
 
 from collections.abc import Sequence
 
@@ -7,9 +10,10 @@ from torch import Tensor, nn
 
 
 def fused(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """Weights and biases one below the other; the parts become views, so that they are not stored twice.
+    """The weights (ΣN,K) and the biases (ΣN,), or None, of the modules, stacked by rows.
 
-    Each part stays the same Parameter: whoever trains it, or holds it, goes on.
+    Each module's weight becomes a view of the result, so nothing is stored twice. The Parameter
+    objects stay the same, so an optimizer that holds them can still train them.
     """
     weights = [part.weight.detach() for part in linears]
     weight = side_by_side(weights)
@@ -26,7 +30,10 @@ def fused(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
 
 
 def side_by_side(weights: Sequence[Tensor]) -> Tensor | None:
-    """One tensor over these (N,K) if they lie one below the other in one storage, as prefetch.py puts them; or None."""
+    """One tensor (ΣN,K) over these weights (N,K), if they are adjacent in one storage; else None.
+
+    weights_loader/prefetch.py loads them that way.
+    """
     first = weights[0]
     storage = first.untyped_storage().data_ptr()
     address = first.data_ptr()

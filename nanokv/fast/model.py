@@ -1,9 +1,10 @@
-"""The same model, caches and functions, with blocks whose decode step runs at the memory's speed: a CPU's.
+"""The fast model for a CPU: the same model with blocks that decode at the speed of the memory.
 
-What changes, in order of gain: one row of activations goes through kernels that read every weight once, in the format
-it is stored in; keys and values are read once, where the cache keeps them; q, k and v are one product, gate and up are
-another. Activations and logits are fp32, so sums are rounded less often than in the plain bf16 model, not more.
-Prefill takes the kernels' products for few rows and torch's for many, over the same fused weights.
+Changes, in order of gain: a row of activations goes through kernels that read every weight once,
+in its stored format. Keys and values are read once, in place. q, k and v are one product, and so
+are gate and up. Activations and logits are fp32, so the fast model rounds less often than the
+plain bf16 model. Prefill uses the kernels' products for few rows and torch's for many, over the
+same fused weights.
 """
 
 import ctypes
@@ -36,7 +37,7 @@ MakeMatrix = Callable[..., Matrix]  # (weight, bias or None)
 
 
 class Block(Addressed):
-    """One layer of `plain`, two halves in one: attention and MLP, each with its norm, its weights fused."""
+    """One layer of the plain model, attention and MLP with their norms, over fused weights."""
 
     norm: Tensor
     q_norm: Tensor | None  # not every family norms q and k
@@ -46,12 +47,12 @@ class Block(Addressed):
     def __init__(self, plain: PlainBlock, config: Config, make_matrix: MakeMatrix):
         super().__init__()
         attention = plain.self_attn
-        mlp = cast(MLP, plain.mlp)  # check_plain has seen that it is one
+        mlp = cast(MLP, plain.mlp)  # check_plain has checked the class
         self.heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.eps = config.rms_norm_eps
         self.dtype = attention.q_proj.weight.dtype  # of cached keys and values
         _, Hk, D = self.heads
-        # What one token adds to a cache.
+        # Shape and dtype of the keys that one token adds to a cache.
         self.like = torch.empty(1, Hk, 1, D, dtype=self.dtype, device="cpu")
         self.qkv = make_matrix(*fused(attention.q_proj, attention.k_proj, attention.v_proj))
         self.o = make_matrix(attention.o_proj.weight, attention.o_proj.bias)
@@ -71,7 +72,7 @@ class Block(Addressed):
 
     @functools.cached_property
     def struct(self) -> native.Layer:
-        """The layer as the kernels take it; made once."""
+        """The layer as the kernels read it, made once."""
         matrices = (matrix.struct for matrix in (self.qkv, self.o, self.gate_up, self.down))
         norms = map(native.pointer, (self.norm, self.q_norm, self.k_norm, self.mlp_norm))
         return native.Layer(*matrices, *norms, *self.heads, self.eps, native.FORMATS[self.dtype])
@@ -92,18 +93,18 @@ class Block(Addressed):
                 return self.step(kernels, x, rope, pages)
             if attend.mask is None:
                 return self.step_around(kernels, x, rope, cache)
-        # A copy, which is written over: whoever kept x, a hook for one, still has what it was.
+        # `many` overwrites its input, and a hook may have kept x: pass a copy.
         own = x.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
         return self.many(kernels, own, rope, cache, attend)
 
     def token_like(self, rows: int) -> Tensor:
-        """(B,Hk,1,D): what one token per row adds to a cache, for its shape and dtype."""
+        """(B,Hk,1,D): the shape and dtype of the keys that one token per row adds to a cache."""
         if rows == 1:
             return self.like
         return self.like.expand(rows, -1, -1, -1)
 
     def step(self, kernels: ctypes.CDLL, x: Tensor, rope: Rope, pages: Pages) -> Tensor:
-        """One token per row; x is written over. The kernel writes k and v where the pages say."""
+        """One token per row; overwrites x. The kernel writes k and v into the pages."""
         B = x.shape[0]
         cos, sin = rope
         angles = cos.data_ptr(), sin.data_ptr(), stride(cos, B, self.heads[2])
@@ -113,7 +114,7 @@ class Block(Addressed):
         return x
 
     def step_around(self, kernels: ctypes.CDLL, x: Tensor, rope: Rope, cache: LayerCache) -> Tensor:
-        """One token per row; x is written over. `append` stands between two kernels."""
+        """One token per row; overwrites x. Two kernels, with the cache's `append` between them."""
         B = x.shape[0]
         cos, sin = rope
         H, Hk, D = self.heads
@@ -124,7 +125,7 @@ class Block(Addressed):
         outputs = q.data_ptr(), k.data_ptr(), v.data_ptr()
         kernels.before_cache(layer, x.data_ptr(), B, *angles, *outputs)
         keys, values = cache.append(k, v)  # (B,Hk,S,D) ×2
-        if not alike(k, keys, values):  # an `append` of the caller's own
+        if not alike(k, keys, values):  # possible with a custom `append`
             return self.rest(x, Decode()(q[:, :, None].to(self.dtype), keys, values))
         lengths: Any = [keys.shape[2]] * B  # Pages makes a tensor of it
         pages = Pages(keys, values, lengths)
@@ -135,9 +136,12 @@ class Block(Addressed):
     def many(
         self, kernels: ctypes.CDLL, x: Tensor, rope: Rope, cache: LayerCache, attend: Attend
     ) -> Tensor:
-        """Any number of tokens: products by the kernels or by torch, whichever is faster for so many rows, and kernels
-        for all that is between them; x is written over. Between torch's products stands the weights' dtype, between the
-        kernels' fp32."""
+        """Any number of tokens; overwrites x.
+
+        The products are the kernels' or torch's, whichever is faster for this number of rows.
+        Everything between them is done by kernels. Activations between torch's products have the
+        weights' dtype, between the kernels' products fp32.
+        """
         B, T, _ = x.shape
         H, Hk, D = self.heads
         matrices = self.qkv, self.o, self.gate_up, self.down
@@ -169,7 +173,7 @@ class Block(Addressed):
     def rows_normed(
         self, kernels: ctypes.CDLL, x: Tensor, weight: Tensor, dtype: torch.dtype
     ) -> Tensor:
-        """(B,T,C) fp32 → the same in `dtype`."""
+        """RMSNorm by a kernel: (B,T,C) fp32 → (B,T,C) in `dtype`."""
         B, T, C = x.shape
         y = torch.empty_like(x, dtype=dtype)
         norm = weight.data_ptr(), self.eps
@@ -179,7 +183,10 @@ class Block(Addressed):
     def attended(
         self, kernels: ctypes.CDLL, attend: Attend, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
-        """q (B,H,T,D), k and v (B,Hk,S,D) → (B,H,T,D); of packed sequences each by itself."""
+        """q (B,H,T,D), k and v (B,Hk,S,D) → (B,H,T,D). Packed sequences are attended to one by one.
+
+        The kernel computes causal attention in bf16; everything else is left to `attend`.
+        """
         if type(attend) is Packed:
             parts = [(T, functools.partial(self.attended, kernels, own)) for T, own in attend.parts]
             return Packed(parts)(q, k, v)
@@ -195,13 +202,16 @@ class Block(Addressed):
         attend.check(T, S)
         if T < choice.LONG or not native.has_tiles(kernels):
             return flash(kernels, q, k, v)
-        # torch's attention uses matrix tiles too.
+        # torch's attention uses matrix tiles too, and may be faster.
         ways = functools.partial(flash, kernels), Causal()
         chosen = choice.attention().pick(ways, q, k, v)
         return ways[chosen](q, k, v)
 
     def torch_path(self, x: Tensor, rope: Rope, cache: LayerCache, attend: Attend) -> Tensor:
-        """Any number of tokens, any mask, any device; norms in fp32, products and attention in the weights' dtype."""
+        """The layer without kernels: any number of tokens, any mask, any device.
+
+        Norms are in fp32, products and attention in the weights' dtype.
+        """
         B, T, _ = x.shape
         H, Hk, D = self.heads
         qkv = self.qkv(self.normed(x, self.norm)).view(B, T, H + 2 * Hk, D)  # (B,T,H+2Hk,D)
@@ -214,20 +224,20 @@ class Block(Addressed):
         return self.rest(x, attend(q.to(self.dtype), k, v))
 
     def rest(self, x: Tensor, y: Tensor) -> Tensor:
-        """What follows attention: x (B,T,C), y (B,H,T,D) → (B,T,C)."""
+        """The layer after attention, by torch: x (B,T,C), y (B,H,T,D) → (B,T,C)."""
         x = x + self.o(y.transpose(1, 2).flatten(2))
         gate, up = self.gate_up(self.normed(x, self.mlp_norm)).chunk(2, dim=-1)  # (B,T,I) ×2
         return x + self.down(F.silu(gate) * up)
 
     def normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """As it is where the family has no such norm."""
+        """RMSNorm of x, or x itself if the family has no such norm."""
         if weight is None:
             return x
         return F.rms_norm(x, weight.shape, weight, self.eps)
 
 
 def flash(kernels: ctypes.CDLL, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal()(q, k, v) by the kernel, for bf16 whose tokens lie D apart."""
+    """Causal()(q, k, v) by the kernel, for bf16 tensors whose tokens are D values apart."""
     B, H, T, D = q.shape
     Hk, S = k.shape[1:3]
     strides = k.stride()[:2]
@@ -243,7 +253,10 @@ def flash(kernels: ctypes.CDLL, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def stride(cos: Tensor, rows: int, each: int) -> int:
-    """Numbers between two rows' angles; 0 where all rows share theirs. Kernels would read behind the end of others."""
+    """Distance in numbers between the angles of two rows; 0 if all rows share theirs.
+
+    CacheError for any other size, because the kernels would read past the end of the tensor.
+    """
     count = cos.numel()
     if count == each:
         return 0
@@ -256,8 +269,10 @@ def stride(cos: Tensor, rows: int, each: int) -> int:
 
 
 def alike(new: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Are these (B,Hk,S,D) keys and values of the rows, heads and dtype of `new` (B,Hk,T,D)? Kernels take that on
-    trust. torch repeats rows and heads that are missing, and refuses the rest."""
+    """Whether keys and values (B,Hk,S,D) have the B, Hk, D and dtype of `new` (B,Hk,T,D).
+
+    The kernels rely on it. torch broadcasts missing rows and heads, and raises for the rest.
+    """
     B, Hk, _, D = new.shape
     expected = B, Hk, keys.shape[2], D
     if keys.shape != expected or values.shape != expected:
@@ -266,7 +281,7 @@ def alike(new: Tensor, keys: Tensor, values: Tensor) -> bool:
 
 
 class Embedding(nn.Module):
-    """Rows of the table, fp32; a tied head is the same matrix."""
+    """Looks up rows of the table and returns them in fp32. A tied head is the same matrix."""
 
     def __init__(self, table: Dense | Int8):
         super().__init__()
@@ -282,7 +297,7 @@ class Embedding(nn.Module):
 
 
 class Norm(Addressed):
-    """The last norm, fp32."""
+    """The final norm, in fp32."""
 
     weight: Tensor
 
@@ -307,9 +322,13 @@ class Norm(Addressed):
 
 
 class FastTransformer(Transformer):
-    """The plain model's forward. A decode step is one call from the embedding to the last norm, where every module and
-    the cache allow it. From module to module Python and torch take 10 to 50 µs each: 0.1 of the 0.5 ms of the bundled
-    model, 1.5 of the 10 ms of a model of 30 small layers."""
+    """The plain model with a faster forward.
+
+    If every module and the cache allow it, a decode step is one kernel call from the embedding to
+    the final norm. Otherwise the step runs module by module, which costs 10 to 50 µs of Python
+    and torch per module: 0.1 of 0.5 ms in the bundled model, 1.5 of 10 ms in a model of 30 small
+    layers.
+    """
 
     # (config, (D,) radians per position, factor of cos and sin)
     speeds: tuple[Config, Tensor, float] | None = None
@@ -331,7 +350,7 @@ class FastTransformer(Transformer):
         angles = cos.data_ptr(), sin.data_ptr(), stride(cos, B, D)
         blocks: list[Any] = list(self.layers)
         found = type(cache).pages(cache, blocks[0].token_like(B))
-        if found is None:  # nothing has changed so far
+        if found is None:  # and the cache is unchanged
             return super().forward(tokens, cache, start_pos, attend)
         tokens = tokens.contiguous()
         x = tokens.new_empty(B, 1, C, dtype=torch.float32)
@@ -345,19 +364,24 @@ class FastTransformer(Transformer):
 
     @property
     def any_threads(self) -> bool:
-        """Does a decode step of one row give the same bits in any number of threads? A kernel computes each row of a
-        matrix in one thread; torch does not."""
+        """Whether a decode step of one row gives the same bits with any number of threads.
+
+        A kernel computes each row of a matrix in one thread; torch does not.
+        """
         return self.norm.weight.device.type == "cpu" and native.kernels() is not None
 
     def knows(self, tokens: Tensor) -> bool:
-        """Are these ids of its vocabulary? Kernels take that on trust; torch refuses what is not."""
+        """Whether all ids are int64 and in the vocabulary. The kernels rely on it; torch raises."""
         if tokens.dtype != torch.int64:
             return False
         N = self.embed_tokens.num_embeddings
         return all(0 <= id < N for (id,) in tokens.tolist())
 
     def angles(self, start_pos: Position) -> Rope:
-        """`rope_angles` of one position for all rows, (D,) ×2, or of one for each, (B,D) ×2. The speeds are kept."""
+        """`rope_angles` of one position for all rows, (D,) ×2, or of one per row, (B,D) ×2.
+
+        The radians per position are computed once per config.
+        """
         if self.speeds is None or self.speeds[0] is not self.config:
             speed, scale = rope_frequencies(self.config, self.norm.weight.device)
             self.speeds = self.config, torch.cat((speed, speed)), scale
@@ -373,12 +397,15 @@ class FastTransformer(Transformer):
         return cos * scale, sin * scale
 
 
-# Of embedding, norm and layers, where nobody has put another in their place.
+# The classes of embedding, norm and layers; a replaced module is of another class.
 KINDS = Embedding, Norm, Block
 
 
 def fuse(model: Transformer, weights: str | None) -> FastTransformer:
-    """What `optimize` gives for a CPU; ConfigError for weights in another format than these blocks read."""
+    """The fast model that `optimize` returns for a CPU.
+
+    ConfigError for a dtype or a format of weights that these blocks do not read.
+    """
     dtype = model.embed_tokens.weight.dtype
     own = {torch.float32: "fp32", torch.bfloat16: "bf16"}
     name = str(dtype).removeprefix("torch.")

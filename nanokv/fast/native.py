@@ -1,6 +1,7 @@
-"""Loads the kernels that building.py builds, and calls them. Where none are, `library()` is None and says why.
+"""Loads the kernels that building.py builds, and describes their arguments to ctypes.
 
-Code is loaded only whole, and only from a folder that nobody else can write to (private.py).
+If there are no kernels, `library()` returns None and the reason. A library is loaded only if it is
+complete and lies in a folder that no other user can write to (private.py).
 """
 
 import ctypes
@@ -35,7 +36,7 @@ FLOAT = ctypes.c_float
 
 
 class Weight(ctypes.Structure):
-    """A matrix as the kernels see it; the module that made it keeps the memory alive."""
+    """A matrix as the kernels read it. The module that made it keeps the memory alive."""
 
     _fields_ = [
         ("data", POINTER),
@@ -48,7 +49,7 @@ class Weight(ctypes.Structure):
 
 
 class Pages(ctypes.Structure):
-    """Where the cached keys and values of each row lie."""
+    """The addresses of the cached keys and values of each row."""
 
     _fields_ = [
         ("keys", POINTER),
@@ -64,7 +65,7 @@ class Pages(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """All that one layer needs; the block that made it keeps the memory alive."""
+    """One layer as the kernels read it. The block that made it keeps the memory alive."""
 
     _fields_ = [
         *((name, Weight) for name in ("qkv", "o", "gate_up", "down")),
@@ -128,7 +129,7 @@ SIGNATURES = {  # name: (arguments, result)
 
 @functools.cache
 def library() -> tuple[ctypes.CDLL | None, str]:
-    """(the loaded kernels or None, one line that says which code runs and why). Waits for the compiler."""
+    """(loaded kernels or None, one line that names the code in use). May wait for the compiler."""
     if building.mode() == "off":
         return None, "torch operators (NANOKV_KERNELS=off)"
     try:
@@ -148,49 +149,53 @@ def library() -> tuple[ctypes.CDLL | None, str]:
 
 
 def keep_freed_memory() -> None:
-    """Let this process keep up to 256 MB that it freed (glibc; nothing elsewhere).
+    """Let glibc keep up to 256 MB of freed memory in this process. No effect without glibc.
 
-    A prefill frees its buffers, at most 32 MB each, after every operator. By default glibc gives what is free at the
-    end of the heap back to the system, and every page costs a fault when it is needed again: 225,000 faults of 4 KB in
-    a prefill of 1,024 tokens (Qwen3-0.6B's shapes), none with this.
+    A prefill frees its buffers, at most 32 MB each, after every operator. By default glibc
+    returns free memory at the end of the heap to the system, and every page of it causes a page
+    fault when it is used again: 225,000 faults of 4 KB in a prefill of 1,024 tokens (shapes of
+    Qwen3-0.6B). With this setting there are none.
     """
     if sys.platform != "linux":
         return
     c_library = ctypes.CDLL(None)
     if hasattr(c_library, "mallopt"):
-        c_library.mallopt(M_MMAP_THRESHOLD, 32 << 20)  # glibc's own limit for what it adapts to
+        c_library.mallopt(M_MMAP_THRESHOLD, 32 << 20)  # the highest value that glibc accepts
         c_library.mallopt(M_TRIM_THRESHOLD, 256 << 20)
 
 
 def built() -> bool:
-    """Does `library` give kernels without a compiler?"""
+    """Whether `library` can load kernels without running the compiler."""
     if not building.state().ready:
         return False
     compiler = building.find_compiler()
-    assert compiler is not None  # else state() would not be ready
+    assert compiler is not None  # a ready state implies a compiler
     return building.first(building.stem_of(compiler), load) is not None
 
 
 def kernels() -> ctypes.CDLL | None:
-    """The loaded kernels or None."""
-    # Sets OpenMP's thread count in a new thread: torch does that at the first question only.
+    """The loaded kernels, or None."""
+    # In a new thread torch sets OpenMP's thread count only when it is first asked for the number.
     torch.get_num_threads()
     return library()[0]
 
 
 def has_tiles(kernels: ctypes.CDLL) -> bool:
-    """Do they use the processor's matrix tiles (AMX)? Emulated ones do not count."""
+    """Whether the kernels use the processor's matrix tiles (AMX); False for emulated tiles."""
     return kernels.instructions().endswith(b", tiles")
 
 
 def multiplies_bf16(kernels: ctypes.CDLL) -> bool:
-    """Has the processor an instruction for products of bf16? Without one torch's bf16 product takes two to four times
-    as long as its fp32 one (AVX2: 44 and 165 GFLOP/s on two cores). Nothing was measured on Arm, so there it is yes."""
+    """Whether the processor has an instruction for bf16 products.
+
+    Without one, torch's bf16 product takes two to four times as long as its fp32 product (AVX2: 44
+    and 165 GFLOP/s on two cores). On Arm nothing was measured, and the answer is True.
+    """
     return kernels.instructions() not in (b"AVX2", b"AVX-512")
 
 
 def load(path: Path) -> tuple[ctypes.CDLL, Path] | None:
-    """(the library with the types of its functions, its path); None if the file is not whole."""
+    """(library with typed functions, its path), or None if the file is incomplete."""
     checked = private.open_checked(path)
     if checked is None:
         return None
@@ -198,7 +203,7 @@ def load(path: Path) -> tuple[ctypes.CDLL, Path] | None:
 
 
 def typed(path: str | Path) -> ctypes.CDLL:
-    """The library, its functions with the types of what they take and return."""
+    """The library, with the argument and result types of its functions set."""
     kernels = ctypes.CDLL(str(path))
     for name, (arguments, result) in SIGNATURES.items():
         function = getattr(kernels, name)
@@ -208,12 +213,15 @@ def typed(path: str | Path) -> ctypes.CDLL:
 
 
 def pointer(tensor: torch.Tensor | None) -> int | None:
-    """Address of a contiguous CPU tensor's first value; None stays a null pointer."""
+    """Address of the first value of a contiguous CPU tensor; None becomes a null pointer."""
     return None if tensor is None else tensor.data_ptr()
 
 
 def pages_struct(pages: "capabilities.Pages") -> Pages:
-    """The cache's Pages as the kernels take it; made once for each, and kept on it: it lives as long as its tensors."""
+    """The cache's Pages as the kernels read them.
+
+    Made once and stored on the Pages object, so the struct lives as long as the tensors.
+    """
     made = vars(pages).get("struct")
     if made is None:
         keys = pages.keys  # (P,Hk,page,D)
@@ -233,11 +241,11 @@ def pages_struct(pages: "capabilities.Pages") -> Pages:
         if pages.table is not None:
             made.table = pages.table.data_ptr()
             made.table_stride = pages.table.shape[1]
-        made.tensors = keys, values  # these live as long as their addresses
+        made.tensors = keys, values  # keeps the memory behind the addresses alive
         vars(pages)["struct"] = made
     return made
 
 
 def addresses(structs: Sequence[ctypes.Structure]) -> ctypes.Array[POINTER]:
-    """What a kernel takes for a list of structs, each of which somebody keeps alive: an array of pointers."""
+    """An array of pointers to the structs. The caller keeps the structs alive."""
     return (POINTER * len(structs))(*map(ctypes.addressof, structs))

@@ -1,4 +1,4 @@
-"""optimize(model): which model decodes at the memory's speed on this device."""
+"""optimize(model): picks the model that decodes at the speed of the memory on this device."""
 
 from typing import TYPE_CHECKING, overload
 
@@ -23,34 +23,40 @@ def optimize(
 @overload
 def optimize(model: Transformer, weights: str | None = None, *, compile: int) -> "Compiled": ...
 @hinted
-# Outside of inference mode: the plain model, whose weights become views, can still be trained.
+# Inference mode is off because the weights of the plain model become views here. A view made in
+# inference mode could not be trained.
 @torch.inference_mode(False)
 @torch.no_grad()
 def optimize(
     model: Transformer, weights: str | None = None, compile: int | None = None
 ) -> "Transformer | Compiled":
-    """A model that decodes faster and answers the same: for every function and cache that takes the plain one.
+    """A model that decodes faster, for every function and cache that takes the plain model.
 
-    On a GPU a decode step is one recorded CUDA graph, with weights as loaded and logits in the model's dtype.
+    On a GPU a decode step is one recorded CUDA graph, with the weights as loaded and logits in the
+    model's dtype. On a CPU the logits are fp32.
 
-    `weights`: None (as loaded), "fp32", "bf16", "int8" or "int4". int4 keeps the embedding and the head in int8, as
-    llama.cpp keeps them in more bits than the rest. As loaded, the weights are shared: those of `model` become views of
-    the fused ones, and an optimizer finds them as they were. If you change `model` later, call optimize again. Logits
-    are fp32. Raises ConfigError for another name, a shape that has no whole groups, a model in float16, or one that is
-    optimized already.
+    `weights` (CPU): None (as loaded), "fp32", "bf16", "int8" or "int4". int4 keeps the embedding
+    and the head in int8, just as llama.cpp gives them more bits. With None nothing is stored
+    twice: the weights of `model` become views of the fused weights, and an optimizer still finds
+    its parameters. The fast model may copy other parameters: call optimize again after changing
+    weights. Raises ConfigError for another name, a shape that has no whole groups,
+    a model in float16, or a model that is optimized already.
 
-    A kernel takes the place of attention only where it computes the same: causal prefill in bf16, and decode steps
-    whose queries see the whole of their own row. Other masks, functions and cache classes of the caller's are called as
-    they are. Seeds: in fp32 a seed draws the tokens that it draws from the plain model, since logits differ by rounding
-    alone (about 1e-6). In bf16, int8 and int4 it draws others: a seed is repeatable on one format of weights.
+    A kernel replaces attention only where it computes the same: causal prefill in bf16, and
+    decode steps in which each query sees its whole row. Other masks, and custom attention
+    functions and cache classes, are called unchanged. Seeds: in fp32 the logits differ from the
+    plain model's by rounding alone (about 1e-6), so a seed draws the same tokens. In bf16, int8
+    and int4 a seed draws other tokens than from the plain model, and always the same for one
+    format of weights.
 
-    `compile`: instead of all that, the plain blocks through torch.compile with static shapes, for a cache of so many
-    slots, `result.make_cache()` (nanokv/fast/compiled.py).
+    `compile`: the number of cache slots. Instead of using kernels, run the plain blocks through
+    torch.compile with static shapes, over `result.make_cache()` (nanokv/fast/compiled.py).
     """
     if compile is not None:
         if weights is not None:
             raise ConfigError(
-                f"weights={weights!r} and compile={compile!r}: kernels are compiled already, choose one"
+                f"weights={weights!r} and compile={compile!r}: "
+                "kernels are compiled already, choose one"
             )
         from nanokv.fast.compiled import Compiled
 
@@ -63,11 +69,15 @@ def optimize(
 
 
 def record(model: Transformer, weights: str | None) -> Transformer:
-    """What `optimize` gives for a GPU; ConfigError where its kernels do not run, and for fewer bits."""
+    """The model that `optimize` returns for a GPU.
+
+    ConfigError if the kernels do not run on it, or for quantized weights.
+    """
     names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
     if weights not in (None, names.get(model.dtype)):
         raise ConfigError(
-            f"weights={weights!r} has no kernels on a GPU: products of {weights} codes are for CPUs",
+            f"weights={weights!r} has no kernels on a GPU: "
+            f"products of {weights} codes are for CPUs",
             hint=f'weights=None, the model in {model.dtype}; or device="cpu"',
         )
     why = gpu.missing(model.device, model.dtype)

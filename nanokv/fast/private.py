@@ -1,8 +1,10 @@
-"""Files whose code runs with our rights: read only from places that nobody else can write to, and only whole.
+"""Safe loading of cached libraries, whose code runs with the rights of this user.
 
-The name of a file ends in the SHA-256 of its content, so one rename puts both in place, and a file that a full disk or
-a power cut has shortened is noticed before it is mapped: touching the missing part would kill the process (SIGBUS).
-What was checked is what is loaded: permissions and content are those of one open file, not of a path looked up twice.
+A library is loaded only if no other user can write to the file or its folders, and only if it is
+complete. The name of a file ends in the SHA-256 of its content, so one rename puts content and
+checksum in place together. A file that was truncated by a full disk or a power cut is detected
+before it is mapped; an access to the missing part would kill the process with SIGBUS. Permissions
+and content are read from one open file, and that file is loaded: the path is not looked up twice.
 """
 
 import hashlib
@@ -14,18 +16,18 @@ OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def make_folder(folder: Path) -> None:
-    """The folder and its missing parents, for this user alone, whatever the umask."""
+    """Make the folder and its missing parents, accessible to this user only, whatever the umask."""
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
     for place in reversed(missing):
         place.mkdir(mode=0o700, exist_ok=True)
 
 
 def check_folder(folder: Path) -> None:
-    """PermissionError if another user could put a file into this folder, or another folder in its place."""
+    """PermissionError if another user could write to this folder or replace it."""
     folder = Path(os.path.realpath(folder))
     for place in (folder, *folder.parents):
         status = place.stat()
-        # As /tmp: nobody renames what is not theirs.
+        # In a sticky folder such as /tmp only the owner of an entry can rename it.
         refused = OTHERS
         if place != folder and status.st_mode & stat.S_ISVTX:
             refused = 0
@@ -33,7 +35,7 @@ def check_folder(folder: Path) -> None:
 
 
 def _check(place: Path, status: os.stat_result, refused: int) -> None:
-    if not hasattr(os, "getuid"):  # Windows: the folder is in the user's profile
+    if not hasattr(os, "getuid"):  # Windows: the folder is in the user's own profile
         return
     if status.st_uid not in (0, os.getuid()):
         raise PermissionError(
@@ -46,18 +48,21 @@ def _check(place: Path, status: os.stat_result, refused: int) -> None:
 
 
 def named(stem: Path, content: bytes) -> Path:
-    """Where this content is kept: STEM-<SHA-256>.so."""
+    """The path of this content: STEM-<SHA-256>.so."""
     return stem.with_name(f"{stem.name}-{hashlib.sha256(content).hexdigest()}.so")
 
 
 def kept(stem: Path) -> list[Path]:
-    """All that is kept under a stem, whole or not."""
+    """All files under a stem, complete or not."""
     return sorted(stem.parent.glob(f"{stem.name}-*.so"))
 
 
 def open_checked(path: Path) -> str | None:
-    """A path to load the file by, None if it is not whole; PermissionError if others may have written it."""
-    # A link: OSError; a pipe: opened, and refused.
+    """A path to load the file by, or None if it is incomplete.
+
+    PermissionError if another user may have written it, OSError for a symbolic link.
+    """
+    # O_NONBLOCK: opening a pipe must not wait. It is rejected below, as no regular file.
     flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     descriptor = os.open(path, os.O_RDONLY | flags)
     status = os.fstat(descriptor)
@@ -67,14 +72,15 @@ def open_checked(path: Path) -> str | None:
         whole = stat.S_ISREG(status.st_mode) and named(stem, file.read()) == path
     by_descriptor = f"/proc/self/fd/{descriptor}"
     if whole and os.path.exists(by_descriptor):
-        # Stays open: the loader takes a name that it has seen for the same library.
+        # The descriptor stays open. If its number were reused, the loader would take the same path
+        # for the library that it has loaded already.
         return by_descriptor
     os.close(descriptor)
     return str(path) if whole else None
 
 
 def is_whole(path: Path) -> bool | None:
-    """Would `open_checked` give a path? None if not."""
+    """True if `open_checked` returns a path, else None."""
     opened = open_checked(path)
     if opened is None:
         return None

@@ -1,12 +1,13 @@
-"""A matrix (N,K) as decoding reads it: fp32 and bf16 as they are, int8 and int4 as codes and scales.
+"""The matrices (N,K) that a decode step reads, in four formats.
 
-    fp32, bf16   4 and 2 bytes per weight: nn.Linear's own tensor, shared with the plain model
-    int8         1 byte per weight and one fp32 scale per row                            ≈ 8.0 bits
-    int4         half a byte per weight and one bf16 scale for every 32 of a row      = 4.5 bits
+    fp32, bf16   4 or 2 bytes per weight: nn.Linear's tensor, shared with the plain model
+    int8         1 byte per weight and one fp32 scale per row                           ≈ 8.0 bits
+    int4         half a byte per weight and one bf16 scale per 32 weights of a row      = 4.5 bits
 
-Few rows of activations (decode, short prompts) go to the native kernels, or to torch's own low-bit operators where no
-compiler is; many rows (prefill) go to torch's matrix product, over weights that are made dense for the moment of use,
-and made fp32 where the processor does not multiply bf16.
+Few rows of activations (decode, short prompts) go to the native kernels, or to torch's low-bit
+operators if there is no compiler. Many rows (prefill) go to torch's matrix product. For it, codes
+are converted to a dense matrix just before use, and bf16 weights to fp32 if the processor has no
+bf16 products.
 """
 
 import ctypes
@@ -22,18 +23,23 @@ from nanokv.config import Config
 from nanokv.errors import ConfigError
 from nanokv.fast import native, torch_ops
 
-# Weights of a row that share a scale in int4, and activations that share one in int8 and int4.
+# Number of weights of a row that share a scale in int4, and of activations in int8 and int4.
 GROUP = 32
-# Weights made dense at a time: 32 MB of bf16, and torch's product of fewer columns is slower.
+# Number of codes converted to a dense matrix at a time: 32 MB of bf16. With fewer columns torch's
+# product is slower.
 UNPACKED = 1 << 24
-# Weights made fp32 at a time: 4 MB, which the product finds in the processor's cache.
+# Number of bf16 weights converted to fp32 at a time: 4 MB, which stay in the processor's cache
+# until the product reads them.
 WIDENED = 1 << 20
-# The scales that int4 tries for a group: its value of largest magnitude by each of these.
+# The int4 scales tried for a group are its value of largest magnitude divided by each of these.
 DIVISORS = (-8.0, -8.4, -7.6, -7.2, 7.0)
 
 
 class Addressed(nn.Module):
-    """A module whose tensors kernels know by their addresses: what was made from these is dropped when they change."""
+    """A module that caches values derived from the addresses or contents of its tensors.
+
+    The cached values are dropped whenever the tensors change. ConfigError for a change of dtype.
+    """
 
     made = "struct", "torch_form", "most_rows", "product_dtype"  # cached properties
 
@@ -41,7 +47,7 @@ class Addressed(nn.Module):
         for name in self.made:
             self.__dict__.pop(name, None)
 
-    # Behind .to(), .half(), .share_memory() …
+    # Called by .to(), .half(), .share_memory() and the like.
     def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> "Addressed":
         for tensor in self.buffers(recurse=False):
             dtype = function(tensor.new_empty(0)).dtype
@@ -62,9 +68,9 @@ class Addressed(nn.Module):
 
 
 class Matrix(Addressed):
-    """x (…,K) → x·wᵀ + bias (…,N) in fp32. `dense` gives the weights back as a tensor (N,K)."""
+    """x (…,K) → x·wᵀ + bias (…,N) in fp32. `dense` returns the weights as a tensor (N,K)."""
 
-    format: Any  # what the kernels call it: "int8", "int4", a dtype
+    format: Any  # a key of native.FORMATS
     dtype: torch.dtype  # of the model
     weight: Tensor  # (N,K), or codes
     scale: Tensor | None
@@ -81,7 +87,7 @@ class Matrix(Addressed):
 
     @functools.cached_property
     def struct(self) -> native.Weight:
-        """What a kernel is given; made once."""
+        """The matrix as the kernels read it, made once."""
         return native.Weight(
             data=native.pointer(self.weight),
             scale=native.pointer(self.scale),
@@ -93,8 +99,11 @@ class Matrix(Addressed):
 
     @functools.cached_property
     def most_rows(self) -> int:
-        """Rows of activations up to which the kernels win, or torch's operators for few; above, torch's blocked product
-        does. More than 32 rows are rounded to bf16 only where the model is in bf16."""
+        """The most rows of activations for the kernels, or for torch's low-bit operators.
+
+        For more rows torch's blocked product is faster. More than 32 rows go to the kernels only if
+        the model is in bf16, because the kernels then round the activations to bf16.
+        """
         kernels = native.kernels()
         if kernels is None or self.dtype == torch.float32:
             return 32
@@ -102,7 +111,7 @@ class Matrix(Addressed):
 
     @functools.cached_property
     def product_dtype(self) -> torch.dtype:
-        """What torch multiplies many rows in: the weights' dtype, or fp32 where the processor multiplies no bf16."""
+        """The dtype of torch's product: the model's, or fp32 if there are no bf16 instructions."""
         if self.weight.device.type != "cpu" or self.dtype != torch.bfloat16:
             return self.dtype
         kernels = native.kernels()
@@ -129,13 +138,19 @@ class Matrix(Addressed):
         return y
 
     def at_once(self, rows: int) -> list[tuple[int, int]]:
-        """(first, end) of the rows that go into one product: at most 2³² multiplications, so that Ctrl-C is heard, but
-        32 rows, which are as fast as fewer."""
+        """(first, end) of the rows of each kernel call.
+
+        A call does at most 2³² multiplications, so that Ctrl-C takes effect soon, but at least 32
+        rows, which take no longer than fewer rows.
+        """
         step = max(32, 2**32 // (self.N * self.K))
         return [(first, min(first + step, rows)) for first in range(0, rows, step)]
 
     def product(self, x: Tensor) -> Tensor:
-        """The same by torch, over dense weights and in `product_dtype`; at most 2³² multiplications in one call."""
+        """The product by torch, over dense weights, in `product_dtype`.
+
+        A call of torch does at most 2³² multiplications, so that Ctrl-C takes effect soon.
+        """
         flat = x.to(self.product_dtype).reshape(-1, self.K)  # (rows,K)
         columns = []
         for first, weight in self.parts():  # (n,K)
@@ -143,13 +158,13 @@ class Matrix(Addressed):
             if self.bias is not None:
                 bias = self.bias[first : first + len(weight)].to(weight.dtype)
             rows = flat.split(max(1, 2**32 // weight.numel()))
-            # torch.autocast gives another dtype.
+            # The cast is for torch.autocast, under which the result has another dtype.
             y = [F.linear(part, weight, bias).to(weight.dtype) for part in rows]
             columns.append(joined(y, 0))  # (rows,n)
         return joined(columns, 1).view(*x.shape[:-1], -1)
 
     def parts(self) -> Iterator[tuple[int, Tensor]]:
-        """(first row, those rows as a dense tensor), all of them one after the other; each is read before the next."""
+        """(first row, dense rows (n,K)) for all rows in turn. Each part may overwrite the last."""
         dtype = self.product_dtype
         kernels = None
         if self.weight.device.type == "cpu" and self.weight.dtype != dtype:
@@ -186,7 +201,7 @@ class Matrix(Addressed):
 
 
 def joined(parts: list[Tensor], dim: int) -> Tensor:
-    """The parts as one tensor, without a copy where there is one only."""
+    """The parts as one tensor, without a copy if there is only one."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
@@ -196,7 +211,7 @@ class Dense(Matrix):
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
         N, K = weight.shape
         super().__init__(N, K, bias)
-        # The memory is shared, the tensor is not.
+        # Another tensor over the same memory as the plain model's.
         self.register_buffer("weight", weight.detach().contiguous())
 
     @property
@@ -216,7 +231,7 @@ class Dense(Matrix):
 
 
 class Int8(Matrix):
-    """w ≈ codes · scale with one scale per row: |error| ≤ largest of the row / 254."""
+    """w ≈ codes · scale with one scale per row: |error| ≤ largest magnitude of the row / 254."""
 
     format = "int8"
     scale: Tensor  # (N,) fp32
@@ -226,9 +241,9 @@ class Int8(Matrix):
         N, K = weight.shape
         super().__init__(N, K, bias)
         scale = weight.abs().amax(1).float() / 127  # (N,)
-        # Row after row, as kernels read.
+        # Contiguous rows, as the kernels read them.
         codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-        # An fp32 copy of a whole vocabulary would cost gigabytes.
+        # 4,096 rows at a time: an fp32 copy of a whole vocabulary would take gigabytes.
         for first in range(0, self.N, 4096):
             part = slice(first, first + 4096)
             s = scale[part, None].clamp(min=1e-30)
@@ -249,9 +264,10 @@ class Int8(Matrix):
 
 
 class Int4(Matrix):
-    """w ≈ (code − 8) · scale, codes 0 … 15, one scale for 32 weights; bytes hold group 2g low and group 2g+1 high.
+    """w ≈ (code − 8) · scale with codes 0 … 15 and one scale per 32 weights.
 
-    A row with an odd number of groups is filled up with one of zeros.
+    The low halves of 32 bytes hold group 2g, the high halves group 2g+1. A row with an odd number
+    of groups is padded with a group of zeros.
     """
 
     format = "int4"
@@ -263,7 +279,7 @@ class Int4(Matrix):
         super().__init__(N, K, bias)
         packed = []
         scale = []
-        for part in weight.split(1024):  # searching for scales takes several fp32 copies
+        for part in weight.split(1024):  # the search for scales makes several fp32 copies
             part = F.pad(part.float(), (0, self.K % (2 * GROUP)))
             codes, s = quantize_int4(part.unflatten(1, (-1, GROUP)))  # (n,g,32), (n,g)
             pairs = codes.unflatten(1, (-1, 2))  # (n,g/2,2,32)
@@ -275,7 +291,7 @@ class Int4(Matrix):
         self.dtype = weight.dtype
 
     def codes(self) -> Tensor:
-        """(N,g,32) int8 in −8 … 7, filled up to an even number of groups."""
+        """(N,g,32) int8 in −8 … 7, padded to an even number of groups."""
         pairs = self.weight.unflatten(1, (-1, GROUP))  # (N,g/2,32)
         return torch.stack((pairs & 15, pairs >> 4), 2).flatten(1, 2).to(torch.int8) - 8
 
@@ -285,7 +301,7 @@ class Int4(Matrix):
 
     @functools.cached_property
     def torch_form(self) -> tuple[Tensor, Tensor]:
-        """The layout of torch's own operator, made when it is needed: a second copy of the codes."""
+        """The codes in the layout of torch's operator: a second copy, made on first use."""
         return torch_ops.pack_int4(self.codes().flatten(1), self.scale)
 
     def few(self, x: Tensor) -> Tensor:
@@ -293,9 +309,10 @@ class Int4(Matrix):
 
 
 def quantize_int4(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(…,32) → codes uint8 (…,32) in 0 … 15, scale bf16 (…): of a few scales the one with the least squared error.
+    """(…,32) → codes uint8 (…,32) in 0 … 15 and scale bf16 (…).
 
-    The value of largest magnitude becomes −8, the end of the range that reaches further, or a little beyond it.
+    Of a few scales, the one with the least squared error is taken. Most scales map the value of
+    largest magnitude to −8, the wider end of the range, or near it.
     """
     largest = x.gather(-1, x.abs().argmax(-1, keepdim=True))  # (…,1) with its sign
     best_error, best_codes, best_scale = rounded_int4(x, largest / DIVISORS[0])
@@ -309,7 +326,7 @@ def quantize_int4(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rounded_int4(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(…,32) and a scale (…,1) → squared error (…,1), codes (…,32) in −8 … 7, scale as bf16 keeps it."""
+    """(…,32) and a scale (…,1) → squared error (…,1), codes (…,32) in −8 … 7, scale as bf16."""
     scale = scale.bfloat16().float()
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     codes = (x / scale).round_().clamp_(-8, 7)
@@ -318,16 +335,20 @@ def rounded_int4(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def check_dense(config: Config) -> None:
-    """ConfigError for a mixture of experts: which weights a token needs is known in the middle of a layer only."""
+    """ConfigError for a mixture of experts, which neither kernels nor compiled blocks support.
+
+    The weights that a token needs are known only in the middle of a layer.
+    """
     if config.experts:
         raise ConfigError(
-            f"{config.family.title} has experts, and neither kernels nor compiled blocks route tokens to them",
+            f"{config.family.title} has experts, "
+            "and neither kernels nor compiled blocks route tokens to them",
             hint="use the plain model: leave out --fast (or nanokv.optimize)",
         )
 
 
 def check_width(weight: Tensor, multiple: int) -> None:
-    """Codes come in groups."""
+    """ConfigError unless the inputs form whole groups of `multiple`."""
     N, K = weight.shape
     if K % multiple:
         raise ConfigError(

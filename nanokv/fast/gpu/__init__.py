@@ -1,13 +1,16 @@
-"""A GPU at the memory's speed: a decode step is one recorded graph over the pages of any cache.
+"""The fast model for a GPU: a decode step is one recorded CUDA graph over the pages of any cache.
 
-    products.py    few rows times the weights, with the norm before and the residual after   )  in Triton, each
-    kernels.py     what stands between two products: norm, heads, rotation, SwiGLU           )  beside the plain line
-    attention.py   one query per row over the pages of any cache                             )  that it replaces
-    draw.py        a token for each row                                                      )
-    recorded.py    a step at fixed addresses, recorded once for each of a few batch sizes and replayed
-    model.py       the model that calls them; what is no decode step goes from layer to layer, by the same kernels
+The first four files are in Triton. Each kernel quotes the line of the plain model that it replaces.
 
-Nothing here is imported before a model on a GPU is optimized: Triton takes a second.
+    products.py    few rows times the weights, with the norm before and the residual after
+    kernels.py     the operations between two products: norm, heads, rotation, SwiGLU
+    attention.py   one query per row over the pages of any cache
+    draw.py        draws a token for each row
+    recorded.py    a step at fixed addresses, recorded for each of a few batch sizes and replayed
+    model.py       the model that calls them; prefill runs layer by layer with the same kernels
+
+These modules are imported only when a model on a GPU is optimized, because importing Triton takes a
+second.
 """
 
 import contextlib
@@ -16,12 +19,12 @@ from importlib.util import find_spec
 
 import torch
 
-# Triton's products of 16-bit floats, and bf16 itself.
+# The oldest compute capability with bf16 and with Triton's products of 16-bit floats.
 OLDEST = (8, 0)
 
 
 def missing(device: torch.device | str, dtype: torch.dtype) -> str:
-    """Why a model of this dtype cannot be recorded on this device, or ""."""
+    """The reason why a model of this dtype cannot be recorded on this device, or ""."""
     device = torch.device(device)
     if device.type != "cuda":
         return f"kernels are for CPUs and CUDA, this is {device.type}"
@@ -40,8 +43,11 @@ def missing(device: torch.device | str, dtype: torch.dtype) -> str:
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager:
-    """Inside, Triton and recordings are on this device. They take the current one, which each thread has of its own
-    and which is cuda:0 until somebody says otherwise; torch's operators go by their tensors."""
+    """A context in which Triton and recordings use this device.
+
+    Both use the current device, which is a setting of each thread and cuda:0 by default. torch's
+    operators use the device of their tensors.
+    """
     if device.type != "cuda":
         return contextlib.nullcontext()
     return torch.cuda.device(device)
@@ -49,13 +55,16 @@ def on(device: torch.device) -> contextlib.AbstractContextManager:
 
 @functools.cache
 def trial(device: torch.device) -> str:
-    """Why the smallest kernel does not run there, or "": Triton needs a C compiler, the headers of Python, a driver."""
+    """The reason why the smallest kernel does not run on this device, or "".
+
+    Triton needs a C compiler, the headers of Python and a driver.
+    """
     try:
         from nanokv.fast.gpu.kernels import swiglu
 
         with on(device):
             swiglu(torch.ones(1, 32, device=device)).tolist()
-    # Whatever a compiler, a driver or an installation may raise: the plain model runs all the same.
+    # A compiler, a driver or an installation may raise anything. The plain model still runs.
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         first = next(iter(lines), "")

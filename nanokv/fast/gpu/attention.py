@@ -1,9 +1,8 @@
-"""Attention of a decode step over pages, in Triton: keys and values are read once, where they lie,
-in parts.
+"""Attention of a decode step over pages, in Triton. Keys and values are read once, in place.
 
-One query row alone cannot keep a GPU busy: a program per row and KV head would be 8 programs for
-132 processors. So the tokens of a row are split, each part has a program, and a second kernel
-merges the partial results by the logarithms of their sums (Dao et al. 2023, "Flash-Decoding for
+One query row cannot keep a GPU busy: with a program per row and KV head there would be 8 programs
+for 132 processors. Therefore the tokens of a row are split into parts with a program each, and a
+second kernel merges the partial results by their log-sum-exp (Dao et al. 2023, "Flash-Decoding for
 long-context inference"; paging: Kwon et al. 2023, arXiv 2309.06180).
 """
 
@@ -14,12 +13,13 @@ from torch import Tensor
 
 from nanokv.fast.gpu.kernels import PLACE, aligned, check, place_of
 
-TILE_ROWS = 16  # query rows of a matrix instruction; the G rows of a KV head are padded to them
-TILE_BYTES = 16_384  # of keys, and of values: 64 tokens of 128 numbers of bf16
-WARPS = 8  # with 4 the tiles of fp32 do not fit into their registers
-# A page is looked up two blocks before its tile is copied, and that two blocks before it is used: 2
-# × 2 × 16 kB are on their way per program, and two programs fit on a processor. By Little's law 4
-# TB/s at 0.7 µs are 3 MB on the way, 21 kB for each of 132 processors.
+TILE_ROWS = 16  # query rows of a matrix instruction; the G rows of a KV head are padded to this
+TILE_BYTES = 16_384  # of keys, and of values: 64 tokens of 128 bf16 numbers
+WARPS = 8  # the fp32 tiles do not fit into the registers of 4 warps
+# Pipeline stages. A page is looked up two blocks before its tile is copied, and the tile is copied
+# two blocks before it is used. So a program has 2 × 2 × 16 kB of loads in flight, and two programs
+# fit on a processor. By Little's law 4 TB/s at 0.7 µs need 3 MB in flight, 21 kB for each of 132
+# processors.
 STAGES = 5
 PROCESSORS = 132  # of an H100 or H200
 MOST_SPLITS = 64
@@ -36,10 +36,10 @@ def paged_attention_kernel(
 
     attention.py, decode_attention:  F.scaled_dot_product_attention(q, k, v)  # q (B,Hk,G,D)
 
-    softmax(q kᵀ) v without the scores in memory: the highest score so far and the sum of exp(score
-    − highest) are kept, and what was added before is scaled down when a higher one comes (Milakov &
-    Gimelshein 2018, arXiv 1805.02867). `scale` holds 1/sqrt(D) and log2(e): a GPU has 2ˣ, not eˣ.
-    With one split y is the result and `sums` is None.
+    softmax(q kᵀ) v without the scores in memory: the kernel keeps the highest score so far and the
+    sum of exp(score − highest), and scales the earlier sums down when a higher score comes (Milakov
+    & Gimelshein 2018, arXiv 1805.02867). `scale` is log2(e) / sqrt(D), because a GPU computes 2ˣ,
+    not eˣ. With one split y is the result and `sums` is None.
     """
     b = tl.program_id(0)
     h = tl.program_id(1)
@@ -51,13 +51,13 @@ def paged_attention_kernel(
     part = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK) * BLOCK  # whole blocks
     start = split * part
     end = tl.minimum(start + part, length)
-    listed = tl.where(table != 0, end, 0)  # tokens whose page is in a table
+    listed = tl.where(table != 0, end, 0)  # tokens below this have a page in the table
     table = table.to(tl.pointer_type(tl.int32)) + b * table_stride
 
     g = tl.arange(0, ROWS)  # padded
     d = tl.arange(0, WIDTH)  # padded
     mine = (g < G)[:, None] & (d < D)[None, :]  # (ROWS,WIDTH)
-    row = (b * Hk + h) * G + g  # (ROWS,), of the B·H rows of q
+    row = (b * Hk + h) * G + g  # (ROWS,): rows of q, which has B·H
     q_tile = tl.load(q + row[:, None] * D + d[None, :], mine, 0)  # (ROWS,WIDTH)
     highest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -79,7 +79,7 @@ def paged_attention_kernel(
         weighted *= shrink[:, None]
         weighted = tl.dot(p.to(v.dtype), v, weighted, input_precision="ieee")
         highest = higher
-    # A part without tokens, and a padded row: 0 / 1, and a logarithm of −inf.
+    # In a part without tokens, or a padded row, y is 0 / 1 and the log-sum-exp is −inf.
     total = tl.where(total > 0, total, 1)
     weighted /= total[:, None]
     if sums is None:
@@ -94,10 +94,10 @@ def paged_attention_kernel(
 def merge_kernel(
     parts, sums, y, D: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr
 ):
-    """One query row per program: its parts, each weighted by its share of the whole sum.
+    """Merge the parts of one query row per program, each weighted by its share of the whole sum.
 
-    parallel/merge.py does the same between processes. parts (B·H,SPLITS,D) and sums (B·H,SPLITS),
-    log2 of Σ 2^score.
+    parts (B·H,SPLITS,D); sums (B·H,SPLITS) holds log2 Σ 2^score. parallel/merge.py does the same
+    between processes.
     """
     row = tl.program_id(0)
     s = tl.arange(0, PADDED)
@@ -121,13 +121,12 @@ def paged_attention(
     kv_heads: int,
     out: Tensor | None = None,
 ) -> Tensor:
-    """q (B,H,D) over the cache of one layer → (B,H,D). Row b sees lengths[layer,b] tokens; one that
-    sees none gets 0.
+    """q (B,H,D) over the cache of one layer → (B,H,D). Row b sees lengths[layer,b] tokens.
 
-    places (L,8) and lengths (L,B): see kernels.places and split_heads_into_pages. splits: parts of
-    a row's tokens, a number of the launch (see `splits_for`); where each ends is found on the
-    device. Reads 2·S·Hk·D numbers per row, and with splits > 1 writes and reads B·H·splits·(D+1) of
-    fp32.
+    A row that sees no token gets 0. places (L,8) and lengths (L,B): see kernels.places and
+    split_heads_into_pages. splits: the number of parts of a row's tokens (see `splits_for`), fixed
+    at the launch; the device computes where each part ends. Reads 2·S·Hk·D numbers per row, and
+    with splits > 1 writes and reads B·H·splits·(D+1) fp32 numbers.
     """
     check(q, places, lengths)
     B, H, D = q.shape
@@ -135,7 +134,7 @@ def paged_attention(
         out = torch.empty_like(q)
     WIDTH = triton.next_power_of_2(D)
     G = H // kv_heads
-    # A tile of WIDTH numbers needs as many rows as a matrix instruction.
+    # At least the rows of a matrix instruction.
     BLOCK = max(16, min(64, TILE_BYTES // (WIDTH * q.element_size())))
     ROWS = max(TILE_ROWS, triton.next_power_of_2(G))
     parts = out
@@ -155,8 +154,9 @@ def paged_attention(
 
 
 def splits_for(rows: int, kv_heads: int, processors: int = PROCESSORS) -> int:
-    """A power of two that gives each processor about two programs, and 1 where rows and heads do so
-    alone.
+    """The number of splits: a power of two that gives each processor about two programs.
+
+    It is 1 if there are enough rows and heads without a split.
     """
     wanted = 2 * processors // (rows * kv_heads)
     return min(MOST_SPLITS, 1 << max(wanted, 1).bit_length() - 1)

@@ -1,9 +1,9 @@
-"""The draw of a recorded step, in Triton: a token for every row, without a word to the host.
+"""Draws a token for every row of a recorded step, in Triton, without waiting for the host.
 
-decoding/counter.py, `draw_rows`, is the plain form: the same random words by seed, position and
-token, so the same token up to the last bit of a logarithm. A row of 151,936 logits is cut into
-chunks, one for each program; a second kernel takes the best of the chunks. Reads B·V·n bytes, twice
-that with `filtered`.
+The plain form is `draw_rows` in decoding/counter.py. Both take the same random words for a seed,
+position and token, so they draw the same token unless rounding in a logarithm decides. A row of
+151,936 logits is cut into chunks with a program each, and a second kernel takes the best chunk.
+Reads B·V·n bytes for n bytes per logit, twice as many with `filtered`.
 """
 
 import torch
@@ -13,15 +13,16 @@ from torch import Tensor
 
 from nanokv.fast.gpu.kernels import check
 
-CHUNK = 2048  # logits per program: 75 programs for a row of Qwen3's
-WORDS = 4  # random words that one counter gives
+CHUNK = 2048  # logits per program: 75 programs for a row of Qwen3
+WORDS = 4  # random words per counter
 WARPS = 4
 
 
 @triton.jit
 def gumbel_of(seed, position, counter):
-    """counter (N,) int32 → Gumbel noise of the tokens 4·counter … 4·counter + 3, (4N,). See
-    counter.gumbel.
+    """counter (N,) int32 → Gumbel noise (4N,) of the tokens 4·counter … 4·counter + 3.
+
+    See counter.gumbel.
     """
     zero = tl.zeros_like(counter)
     low = zero + (position & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)
@@ -44,8 +45,8 @@ def draw_chunk_kernel(
     counter.py, draw_rows:  torch.where(greedy, scaled, scaled + noise).argmax(-1)
                             logits.log_softmax(-1)
 
-    Writes of the chunk: the best score, its token and raw logit, the highest raw logit and Σ
-    exp(logit − that), and the highest of what is drawn from, NaN if one of them is.
+    Writes for each chunk: the best score with its token and raw logit; the highest raw logit and
+    Σ exp(logit − highest); and the highest scaled logit, NaN if any scaled logit is NaN.
     """
     b = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
@@ -62,7 +63,7 @@ def draw_chunk_kernel(
     if t != 0:
         counter = chunk * (CHUNK // WORDS) + tl.arange(0, CHUNK // WORDS)
         score += gumbel_of(tl.load(seeds + b), tl.load(positions + b), counter)
-    winner = tl.argmax(score, 0)  # of equals the first
+    winner = tl.argmax(score, 0)  # the first of equal scores
     at = b * tl.num_programs(1) + chunk
     is_winner = tl.arange(0, CHUNK) == winner
     tl.store(best + at, tl.max(score, 0))
@@ -71,7 +72,7 @@ def draw_chunk_kernel(
     top = tl.max(logit, 0)
     tl.store(tops + at, top)
     tl.store(sums + at, tl.sum(tl.exp(logit - tl.where(top > none, top, 0)), 0))
-    broken = tl.sum((scaled != scaled).to(tl.int32), 0) > 0  # max passes over NaN
+    broken = tl.sum((scaled != scaled).to(tl.int32), 0) > 0  # tl.max ignores NaN
     tl.store(highest + at, tl.where(broken, float("nan"), tl.max(scaled, 0)))
 
 
@@ -79,15 +80,13 @@ def draw_chunk_kernel(
 def draw_merge_kernel(
     best, which, raw, tops, sums, highest, tokens, logprobs, highests, chunks, PADDED: tl.constexpr
 ):
-    """The best of a row's chunks, one row per program; log-sum-exp over them as in
-    attention.merge_kernel.
-    """
+    """Take the best chunk of a row, one row per program; merge the sums as in attention.py."""
     b = tl.program_id(0)
     c = tl.arange(0, PADDED)
     inside = c < chunks
     at = b * chunks + c
     none = float("-inf")
-    winner = tl.argmax(tl.load(best + at, inside, none), 0)  # of equals the first
+    winner = tl.argmax(tl.load(best + at, inside, none), 0)  # the first of equal scores
     winner = tl.minimum(winner, chunks - 1) + b * chunks
     tops = tl.load(tops + at, inside, none)  # (PADDED,)
     top = tl.max(tops, 0)
@@ -108,11 +107,10 @@ def draw(
     filtered: Tensor | None = None,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """counter.draw_rows in two launches: logits (B,V) → tokens (B,) int64, logprobs (B,) and
-    highest (B,) fp32.
+    """counter.draw_rows in two launches.
 
-    temperature (B,) fp32, seeds and positions (B,) int64, filtered (B,V). `out`: the three results'
-    memory.
+    logits (B,V), temperature (B,) fp32, seeds and positions (B,) int64, filtered (B,V) → tokens
+    (B,) int64, logprobs (B,) and highest (B,) fp32. `out`: memory for the three results.
     """
     check(logits, temperature, seeds, positions, filtered)
     B, V = logits.shape

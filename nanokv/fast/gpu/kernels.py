@@ -1,11 +1,11 @@
-"""What a layer does between its products, in Triton: norm, heads, rotation, SwiGLU.
+"""The operations of a layer between its products, in Triton: norm, heads, rotation, SwiGLU.
 
-Each kernel says which line of the plain model it stands for, and rounds where that line rounds:
+Each kernel quotes the line of the plain model that it replaces, and rounds where that line rounds:
 fp32 inside, then the model's dtype. A launcher takes tensors, chooses the grid and starts the
-kernel; it never waits for the device. Its result goes into `out`, or into new memory. So a step can
-be recorded as a CUDA graph.
+kernel. It writes to `out` or to new memory and never waits for the device, so a step can be
+recorded as a CUDA graph.
 
-A layer of a decode step is 7 launches, 6 where attention has one split. N rows, n bytes per number,
+A layer of a decode step is 7 launches, or 6 if attention has one split. N rows, n bytes per number,
 S cached tokens:
 
     launch                                     file        reads
@@ -17,10 +17,10 @@ S cached tokens:
     product(norm=…, swiglu=True) gate, up      products    2I·C·n
     product(add=x)               x + down      products    C·I·n
 
-More rows than product takes go through torch's product; then two `rms_norm` (N·2C·n each, with the
-residual) and `swiglu` (N·2I·n) are launches of their own: 10 a layer. In Qwen3-0.6B the weights of
-a layer are 31 MB, the rows between the products a few kB: there a launch costs more than what it
-reads. The draw is two launches a step.
+`product` takes few rows only. More rows go through torch's product, and two `rms_norm` (N·2C·n
+each, with the residual) and `swiglu` (N·2I·n) become separate launches: 10 per layer. In Qwen3-0.6B
+the weights of a layer are 31 MB and the rows between the products a few kB, so for the latter a
+launch costs more time than the reads. The draw is two launches per step.
 
 Triton: Tillet et al. 2019, "Triton: an intermediate language and compiler for tiled neural network
 computations".
@@ -37,7 +37,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from nanokv.cache.capabilities import Pages
 
-PER_THREAD = 8  # numbers: 16 bytes of bf16, the widest load of a thread
+PER_THREAD = 8  # numbers per thread: 16 bytes of bf16, the widest load
 WARP = 32  # threads
 PLACE = 8  # numbers in a row of `places`
 Heads = tuple[int, int, int]  # H, Hk, D
@@ -45,7 +45,7 @@ Heads = tuple[int, int, int]  # H, Hk, D
 
 @triton.jit
 def held(x, DTYPE: tl.constexpr):
-    """x in fp32 → what is left of it in the model's dtype, in fp32 again."""
+    """x in fp32 → x rounded to the model's dtype, in fp32."""
     return x.to(DTYPE).to(tl.float32)
 
 
@@ -77,10 +77,10 @@ def rms_norm_kernel(x, add, weight, y, C, eps, BLOCK: tl.constexpr):
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, add: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """RMSNorm of every row: x (N,C), weight (C,) → (N,C). With `add` (N,C) x becomes x + add first,
-    in its place.
+    """RMSNorm of every row: x (N,C), weight (C,) → (N,C).
 
-    Reads N·C numbers, or twice as many, and writes as many.
+    With `add` (N,C), x + add is first stored in x and then normed. Reads and writes N·C numbers,
+    twice as many with `add`.
     """
     check(x, weight, add)
     N, C = x.shape
@@ -96,7 +96,7 @@ def rms_norm(
 
 @triton.jit
 def silu_times(gate, up, DTYPE: tl.constexpr):
-    """silu(gate) · up, fp32 that DTYPE holds exactly; silu(z) = z / (1 + e⁻ᶻ)."""
+    """silu(gate) · up in fp32, with silu(gate) rounded to DTYPE; silu(z) = z / (1 + e⁻ᶻ)."""
     return held(gate / (1 + tl.exp(-gate)), DTYPE) * up
 
 
@@ -117,7 +117,7 @@ def swiglu_kernel(gate_up, y, width, BLOCK: tl.constexpr):
 
 
 def swiglu(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-    """silu(gate) · up: (N,2I) from one product, gate first → (N,I). Reads N·2I numbers."""
+    """silu(gate) · up of a product (N,2I) with gate first → (N,I). Reads N·2I numbers."""
     check(gate_up)
     N = gate_up.shape[0]
     width = gate_up.shape[1] // 2
@@ -129,12 +129,12 @@ def swiglu(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     return out
 
 
-# --- heads: norm, rotation, and where they go -----------------------------------------------------
+# --- heads: norm, rotation, and the store into the cache ------------------------------------------
 
 
 @triton.jit
 def halves_of_row(row, D: tl.constexpr, HALF: tl.constexpr):
-    """D numbers at `row` → both halves (1,HALF), fp32: of cos, of sin, of the weight of a norm."""
+    """The D numbers at `row` as two halves (1,HALF) in fp32: of cos, sin or a norm's weight."""
     i = tl.arange(0, HALF)[None, :]
     first = tl.load(row + i, i < D // 2, 0)
     second = tl.load(row + D // 2 + i, i < D // 2, 0)
@@ -146,14 +146,14 @@ def halves_of_heads(
     qkv, n, head, q_norm, k_norm, eps, cos, sin, angle,
     H: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of row n of qkv, normed where the family has it, q and k rotated.
+    """Some heads of row n of qkv: normed if the family norms q and k, then q and k rotated.
 
     model.py, Attention:  q = self.q_norm(q);  k = self.k_norm(k)
     rope.py:              x1, x2 = x.chunk(2, dim=-1)
                           x * cos + torch.cat((-x2, x1), -1) * sin
 
-    head (R,) → the first and the second half of each, both (R,HALF) fp32 that the model's dtype
-    holds. Dimension i turns with i + D/2, so a thread has both.
+    head (R,) → the first and the second half of each head, (R,HALF) ×2, in fp32 rounded to the
+    model's dtype. Dimension i is rotated with i + D/2, so a thread holds both.
     """
     dtype = qkv.dtype.element_ty
     i = tl.arange(0, HALF)[None, :]  # (1,HALF), D/2 and the padding
@@ -175,15 +175,13 @@ def halves_of_heads(
     s1, s2 = halves_of_row(sin + angle * D, D, HALF)
     z1 = held(y1 * c1, dtype) - held(y2 * s1, dtype)
     z2 = held(y2 * c2, dtype) + held(y1 * s2, dtype)
-    turned = (head < H + Hk)[:, None]  # v is neither normed nor rotated
+    turned = (head < H + Hk)[:, None]  # v stays as it is
     return tl.where(turned, z1, x1), tl.where(turned, z2, x2)
 
 
 @triton.jit
 def store_heads(at, first, second, mine, D: tl.constexpr, HALF: tl.constexpr):
-    """Both halves of the heads that are `mine` (R,), to the addresses `at` (R,) of their first
-    numbers.
-    """
+    """Store both halves of the heads that are `mine` (R,) at the addresses `at` (R,)."""
     i = tl.arange(0, HALF)[None, :]
     here = mine[:, None] & (i < D // 2)  # (R,HALF)
     to = at[:, None] + i
@@ -197,22 +195,22 @@ def split_heads_kernel(
     qkv, q_norm, k_norm, eps, cos, sin, angles, q, k, v, T,
     H: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """R heads of one token per program, see halves_of_heads.
+    """R heads of one token per program; see halves_of_heads.
 
     model.py, Attention:  .view(B, T, -1, self.head_dim).transpose(1, 2)
     """
     n = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * R + tl.arange(0, R)  # (R,): those of q, of k, of v
+    head = tl.program_id(1) * R + tl.arange(0, R)  # (R,): the heads of q, then of k, then of v
     first, second = halves_of_heads(
         qkv, n, head, q_norm, k_norm, eps, cos, sin, n % angles, H, Hk, D, HALF
     )
     b = n // T
     t = n % T
-    own = head - H  # (R,), of k
+    own = head - H  # (R,): the number of the head within k
     store_heads(q + ((b * H + head) * T + t) * D, first, second, head < H, D, HALF)
     is_k = (own >= 0) & (own < Hk)
     store_heads(k + ((b * Hk + own) * T + t) * D, first, second, is_k, D, HALF)
-    own -= Hk  # of v
+    own -= Hk  # within v
     is_v = (own >= 0) & (own < Hk)
     store_heads(v + ((b * Hk + own) * T + t) * D, first, second, is_v, D, HALF)
 
@@ -228,8 +226,7 @@ def split_heads(
     T: int,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """qkv (B·T,(H+2Hk)·D) → q (B,H,T,D), k and v (B,Hk,T,D), q and k normed and rotated. For a
-    prefill.
+    """qkv (B·T,(H+2Hk)·D) of a prefill → q (B,H,T,D) and k (B,Hk,T,D), normed and rotated, and v.
 
     heads: (H,Hk,D). q_norm and k_norm (D,), or None ×2. cos and sin (T,D), (B,T,D) or (B,1,T,D).
     Reads and writes B·T·(H+2Hk)·D numbers.
@@ -241,7 +238,7 @@ def split_heads(
     HALF = triton.next_power_of_2(D // 2)
     R = 8
     grid = B * T, triton.cdiv(H + 2 * Hk, R)
-    # n % angles: the token, or the token of this row of the batch
+    # The kernel takes angle n % angles: T angles are shared by all rows, B·T are one per token.
     angles = cos.numel() // D
     split_heads_kernel[grid](
         qkv, q_norm, k_norm, eps, cos, sin, angles, q, k, v, T, H, Hk, D, HALF, R,
@@ -252,11 +249,10 @@ def split_heads(
 
 @triton.jit
 def place_of(places, layer, like, PLACE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where a layer's cache lies: row `layer` of places, addresses as pointers of the type of
-    `like`.
+    """The location of a layer's cache: row `layer` of places, addresses as pointers like `like`.
 
-    ALIGNED numbers in a row of memory begin where as many would: what the compiler needs to know
-    for wide loads.
+    Addresses and strides are declared to be multiples of ALIGNED numbers, so that the compiler can
+    use wide loads.
     """
     row = places + layer * PLACE
     bytes_: tl.constexpr = ALIGNED * like.dtype.element_ty.primitive_bitwidth // 8
@@ -277,12 +273,12 @@ def split_heads_into_pages_kernel(
     H: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, R: tl.constexpr,
     PLACE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """R heads of one row per program, see halves_of_heads.
+    """R heads of one row per program; see halves_of_heads.
 
-    cache/view.py, View.write:  keys[layer][page, :, slot] = k, and so the values
+    cache/view.py, View.write:  keys[layer][page, :, slot] = k, and the same for the values
     """
     b = tl.program_id(0)
-    head = tl.program_id(1) * R + tl.arange(0, R)  # (R,): those of q, of k, of v
+    head = tl.program_id(1) * R + tl.arange(0, R)  # (R,): the heads of q, then of k, then of v
     first, second = halves_of_heads(
         qkv, b.to(tl.int64), head, q_norm, k_norm, eps, cos, sin, b, H, Hk, D, HALF
     )
@@ -295,10 +291,10 @@ def split_heads_into_pages_kernel(
         entry = table.to(tl.pointer_type(tl.int32)) + b * table_stride + token // size
         page = tl.load(entry, table != 0, b).to(tl.int64)
         at = page * page_stride + (token % size) * token_stride
-        own = head - H  # (R,), of k
+        own = head - H  # (R,): the number of the head within k
         is_k = (own >= 0) & (own < Hk)
         store_heads(keys + at + own * head_stride, first, second, is_k, D, HALF)
-        own -= Hk  # of v
+        own -= Hk  # within v
         is_v = (own >= 0) & (own < Hk)
         store_heads(values + at + own * head_stride, first, second, is_v, D, HALF)
 
@@ -316,19 +312,18 @@ def split_heads_into_pages(
     lengths: Tensor,
     out: Tensor | None = None,
 ) -> Tensor:
-    """qkv (B,(H+2Hk)·D), one token per row → q (B,H,D), normed and rotated; k and v go to the
-    cache. For a decode.
+    """qkv (B,(H+2Hk)·D) of one token per row → q (B,H,D), normed and rotated. For a decode step.
 
-    cos and sin (B,D), or of that many numbers. places (L,8) int64 says where, see `places`; lengths
-    (L,B) int32 counts the new token; 0 is a row of padding, which writes nothing but its q. Reads
-    and writes B·(H+2Hk)·D numbers.
+    k and v are written to the cache. cos and sin: (B,D), or any shape of B·D numbers. places (L,8)
+    int64: the location of the cache, see `places`. lengths (L,B) int32 includes the new token; 0
+    marks a row of padding, which writes only its q. Reads and writes B·(H+2Hk)·D numbers.
     """
     check(qkv, q_norm, k_norm, cos, sin, places, lengths)
     H, Hk, D = heads
     B = len(qkv)
     q = qkv.new_empty(B, H, D) if out is None else out
     HALF = triton.next_power_of_2(D // 2)
-    R = 1  # one head and one warp: a step of one row has nothing else to share out
+    R = 1  # a program has one head and one warp: with one row there are few programs
     split_heads_into_pages_kernel[B, H + 2 * Hk](
         qkv, q_norm, k_norm, eps, cos, sin, q, places, layer, lengths, B, H, Hk, D, HALF, R,
         PLACE, aligned(D, qkv.dtype), num_warps=1,
@@ -336,37 +331,34 @@ def split_heads_into_pages(
     return q
 
 
-# --- what the launchers share ---------------------------------------------------------------------
+# --- shared by the launchers ----------------------------------------------------------------------
 
 
 def check(*tensors: Tensor | None) -> None:
-    """A kernel walks through memory: rows must follow each other."""
+    """ValueError unless the tensors are contiguous, which the kernels assume."""
     for tensor in tensors:
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError(f"a kernel needs contiguous tensors, not strides {tensor.stride()}")
 
 
 def warps(numbers: int) -> int:
-    """Warps of a program of so many numbers (a power of two), 16 bytes of bf16 for each thread."""
+    """Number of warps for a program of `numbers` (a power of two): 16 bytes of bf16 per thread."""
     return min(max(numbers // (WARP * PER_THREAD), 1), 16)
 
 
 def aligned(D: int, dtype: torch.dtype) -> int:
-    """How many of the D numbers of a head one load may take: 16 bytes, or less where D is not a
-    multiple of that.
-    """
+    """How many of the D numbers of a head one load may take: 16 bytes, less if D is no multiple."""
     widest = 16 // dtype.itemsize
     return min(widest, D & -D)  # the largest power of two that divides D
 
 
 def places(pages: Sequence["Pages"], out: Tensor | None = None) -> Tensor:
-    """Where the layers of a cache lie: Pages of each of L layers → (L,8) int64 for the kernels; on
-    the cache's device.
+    """The location of a cache for the kernels: Pages of L layers → (L,8) int64 on their device.
 
-    A row: the addresses of keys and values; from page to page, head to head and token to token, in
-    numbers; tokens per page; the address of the table and from row to row of it, or 0. A recorded
-    step reads it each time, so `out` can be filled anew for another cache. Whoever fills it keeps
-    the tensors alive.
+    A row holds the addresses of keys and values; the strides of page, head and token, in numbers;
+    the tokens per page; the address and the row stride of the page table, or 0 and 0. A recorded
+    step reads the rows at every replay, so `out` can be overwritten for another cache. The caller
+    keeps the tensors alive.
     """
     rows = [place(layer) for layer in pages]
     host = torch.tensor(rows, dtype=torch.int64)  # (L,8)
@@ -376,7 +368,7 @@ def places(pages: Sequence["Pages"], out: Tensor | None = None) -> Tensor:
 
 
 def place(pages: "Pages") -> list[int]:
-    """A row of `places`. ValueError if the kernels could not read there."""
+    """A row of `places`. ValueError if the kernels could not read this layout."""
     keys = pages.keys
     values = pages.values
     strides = keys.stride()

@@ -1,8 +1,9 @@
-"""The model on a GPU: the plain model's products, with one kernel for all that stands between two of them.
+"""The fast model for a GPU: the plain model's products, with one kernel between two of them.
 
-A decode step over a cache that says where its keys lie is one recorded graph (recorded.py): `Block.step`. All the rest
-goes from layer to layer (prefill, caches that give no pages): `Block.forward`, the same kernels around the cache's
-`append` and the caller's `attend`. Activations have the model's dtype, as in the plain model.
+A decode step over a cache with pages is one recorded graph (recorded.py) of `Block.step` or
+`Block.step_of_few`. Everything else (prefill, caches without pages) runs layer by layer in
+`Block.forward`, with the same kernels around the cache's `append` and the caller's `attend`.
+Activations have the model's dtype, as in the plain model.
 """
 
 import copy
@@ -35,7 +36,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class Block(nn.Module):
-    """One layer of `plain`, its weights fused: q, k and v are one product, gate and up another."""
+    """One layer of the plain model with fused weights: qkv is one product, gate and up another."""
 
     qkv: Tensor  # ((H+2Hk)·D,C)
     qkv_bias: Tensor | None
@@ -51,7 +52,7 @@ class Block(nn.Module):
     def __init__(self, plain: PlainBlock, config: Config):
         super().__init__()
         attention = plain.self_attn
-        mlp = cast(MLP, plain.mlp)  # check_dense has seen that it is one
+        mlp = cast(MLP, plain.mlp)  # check_dense has excluded experts
         self.heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.eps = config.rms_norm_eps
         self.processors = processors_of(attention.q_proj.weight.device)
@@ -75,14 +76,14 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], cache: LayerCache, attend: Attend
     ) -> Tensor:
-        """x (B,T,C) → (B,T,C), as the plain Block."""
+        """x (B,T,C) → (B,T,C), as in the plain Block."""
         with on(x.device):
             return self.whole(x, *rope, cache, attend)
 
     def whole(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache, attend: Attend
     ) -> Tensor:
-        """`forward`, on the device of x."""
+        """`forward`, with the device of x as the current one."""
         B, T, C = x.shape
         rows = x.reshape(B * T, C)
         y = kernels.rms_norm(rows, self.norm, self.eps)
@@ -102,9 +103,10 @@ class Block(nn.Module):
         return F.linear(kernels.swiglu(F.linear(y, self.gate_up)), self.down)
 
     def step(self, x: Tensor, new: Tensor | None, *where: Any) -> Tensor:
-        """One token per row: the residual stream x (B,C), which is written over, and what the layer before adds to it.
+        """One token per row. x (B,C): the residual stream, overwritten. new: added to it first.
 
-        → what this layer's MLP adds, (B,C). The caches are written; nothing is gathered. `where`: see `attention`.
+        new (B,C) is the output of the previous MLP, and the output of this MLP (B,C) is returned.
+        The new keys and values are written to the cache. `where`: the arguments of `attention`.
         """
         y = kernels.rms_norm(x, self.norm, self.eps, add=new)
         y = self.attention(F.linear(y, self.qkv, self.qkv_bias), *where)
@@ -113,7 +115,10 @@ class Block(nn.Module):
         return self.mlp(y)
 
     def step_of_few(self, x: Tensor, *where: Any) -> None:
-        """`step` for so few rows that time is launches and what is read: norm and residual are in the products."""
+        """`step` for few rows, with norm and residual inside the products; adds everything to x.
+
+        With few rows the time goes into launches and reads, and this way has fewer launches.
+        """
         y = product(x, self.qkv, self.qkv_bias, norm=(self.norm, self.eps))  # (B,(H+2Hk)·D)
         y = self.attention(y, *where)
         product(y, self.o, self.o_bias, add=x, out=x)
@@ -123,7 +128,7 @@ class Block(nn.Module):
     def attention(
         self, qkv: Tensor, cos: Tensor, sin: Tensor, places: Tensor, layer: int, lengths: Tensor
     ) -> Tensor:
-        """qkv (B,(H+2Hk)·D) of one token per row → (B,H·D). Keys and values go to their pages first."""
+        """qkv (B,(H+2Hk)·D) of one token per row → (B,H·D). First writes k and v to the pages."""
         norms = self.q_norm, self.k_norm, self.eps
         q = kernels.split_heads_into_pages(
             qkv, self.heads, *norms, cos, sin, places, layer, lengths
@@ -134,7 +139,7 @@ class Block(nn.Module):
 
 
 class GpuTransformer(Transformer):
-    """The plain model's forward; a decode step is one recording where every module and the cache allow it."""
+    """The plain model, with decode steps as recordings if every module and the cache allow it."""
 
     weights: str
 
@@ -144,7 +149,7 @@ class GpuTransformer(Transformer):
         if tokens.shape[1] == 1 and is_one_call(self, kinds, cache, attend):
             self.check(cache, start_pos)
             pages = type(cache).pages(cache, self.token_like(len(tokens)))
-            if pages is not None:  # else nothing has changed so far
+            if pages is not None:  # otherwise the cache is unchanged
                 with on(tokens.device):
                     hidden = self.steps(tokens[:, 0], start_pos, pages)  # (B,C)
                 return hidden[:, None]  # (B,1,C)
@@ -161,8 +166,10 @@ class GpuTransformer(Transformer):
         return rope_frequencies(self.config, self.device)
 
     def prepare(self, rows: int) -> None:
-        """Record the steps of up to so many rows now, so that no answer waits for it: seconds, and the first time on a
-        machine the compiler's."""
+        """Record the steps of up to `rows` rows now, so that no answer has to wait for it.
+
+        This takes seconds, plus the compile time of the kernels on their first use on a machine.
+        """
         for size in SIZES:
             cache = make_cache("static", self.config, size, 1)
             decode(self, torch.zeros(size, 1, dtype=torch.int64), cache, 0)
@@ -170,7 +177,10 @@ class GpuTransformer(Transformer):
                 return
 
     def step(self, tokens: Tensor, positions: Tensor, places: Tensor, lengths: Tensor) -> Tensor:
-        """What is recorded: tokens (B,) at positions (B,) → (B,C). `places` and `lengths`: see kernels.py."""
+        """The step to record: tokens (B,) at positions (B,) → hidden states (B,C).
+
+        places (L,8) and lengths (L,B): see kernels.py.
+        """
         x = self.embed_tokens(tokens)  # (B,C)
         cos, sin = turned(*self.speeds, positions, x.dtype)  # (B,D) ×2
         blocks: list[Any] = list(self.layers)
@@ -183,7 +193,7 @@ class GpuTransformer(Transformer):
             new = block.step(x, new, cos, sin, places, layer, lengths)
         return kernels.rms_norm(x, self.norm.weight, self.norm.eps, add=new)
 
-    # Behind .to(), .half() …
+    # Called by .to(), .half() and the like.
     def _apply(
         self, function: Callable[[Tensor], Tensor], recurse: bool = True
     ) -> "GpuTransformer":
@@ -195,12 +205,12 @@ class GpuTransformer(Transformer):
         return super().__getstate__()
 
     def forget(self) -> None:
-        """Recordings know tensors by their addresses: dropped when these change."""
+        """Drop the recordings, which contain addresses of tensors."""
         for name in ("steps", "speeds", "likes"):
             self.__dict__.pop(name, None)
 
     def token_like(self, rows: int) -> Tensor:
-        """(B,Hk,1,D): what one token per row adds to a cache, for its shape, dtype and device."""
+        """(B,Hk,1,D): shape, dtype and device of the keys of one token per row."""
         if rows not in self.likes:
             config = self.config
             weight = self.embed_tokens.weight
@@ -210,19 +220,19 @@ class GpuTransformer(Transformer):
 
     @functools.cached_property
     def likes(self) -> dict[int, torch.Tensor]:
-        """`token_like` of some numbers of rows."""
+        """Number of rows → its `token_like`."""
         return {}
 
 
 def processors_of(device: torch.device) -> int:
-    """Of this GPU; without one, as many as an H100 has."""
+    """The number of multiprocessors of this GPU; for other devices, that of an H100."""
     if device.type != "cuda":
         return PROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def recorded(model: Transformer) -> GpuTransformer:
-    """The same weights, as views of the fused ones, in a model whose decode steps are recorded."""
+    """A model with recorded decode steps. The weights of `model` become views of its fused ones."""
     check_dense(model.config)
     fast = cast(GpuTransformer, skeleton(model.config, GpuTransformer))
     fast.embed_tokens = sharing(model.embed_tokens)
@@ -238,7 +248,7 @@ def recorded(model: Transformer) -> GpuTransformer:
 
 
 def sharing(module: M) -> M:
-    """A module of the same kind over the same memory: what `.to()` does to one does not change the other."""
+    """A module of the same class over the same memory. `.to()` of one does not change the other."""
     twin = copy.copy(module)
     twin._parameters = dict(module._parameters)
     for name, own in module._parameters.items():

@@ -1,11 +1,10 @@
-"""The products of a decode step, in Triton: few rows, so that time is what it takes to read the
-weights once.
+"""The products of a decode step, in Triton: for few rows, bound by reading the weights once.
 
-A product of one row does 2 operations per weight: no matrix instruction is needed, and nothing is
-used twice but x, which is small and comes from the caches. What matters is that enough loads are on
-their way (see attention.STAGES): a thread has 64 bytes of weights in flight before it multiplies.
-What stands before and after the product in a layer is done by the same programs: a launch of its
-own would take as long as reading 8 MB.
+A product of one row does 2 operations per weight, so it needs no matrix instructions. Only x is
+used more than once; it is small and comes from the GPU's caches. The speed depends on having enough
+loads in flight (see attention.STAGES): a thread has 64 bytes of weights in flight before it
+multiplies. The norm, SwiGLU and residual next to a product run in the same program, because a
+separate launch would take as long as reading 8 MB.
 """
 
 import triton  # type: ignore[import-untyped]  # Triton has no type hints
@@ -14,18 +13,21 @@ from torch import Tensor
 
 from nanokv.fast.gpu.kernels import WARP, check, held, silu_times
 
-# Of x. N rows are N multiplications per weight, and with a norm about as many operations on x: up
-# to about 4 rows these take less time than the reading. For many rows torch's product, which uses
-# matrix instructions, is the right one.
+# The most rows of x. N rows take N multiplications per weight, and with a norm about as many
+# operations on x. Up to about 4 rows these take less time than the reads. For many rows torch's
+# product is faster, because it uses matrix instructions.
 MOST_ROWS = 8
-TILE_BYTES = 8_192  # of weights per program and turn
-THREAD_BYTES = 64  # of them per thread: four loads of 16 bytes
-PROGRAMS = 512  # at least: four for each of 132 processors
+TILE_BYTES = 8_192  # bytes of weights per program and turn
+THREAD_BYTES = 64  # bytes of weights per thread: four loads of 16 bytes
+PROGRAMS = 512  # the least number of programs: four for each of 132 processors
 
 
 @triton.jit
 def scale_of_row(x, K, eps, BLOCK_K: tl.constexpr):
-    """model.py, RMSNorm:  torch.rsqrt(x.float().pow(2).mean(-1) + eps), of one row at x (K,)."""
+    """The scale of one row x (K,).
+
+    model.py, RMSNorm:  torch.rsqrt(x.float().pow(2).mean(-1) + eps)
+    """
     k = tl.arange(0, BLOCK_K)
     squares = tl.zeros((BLOCK_K,), tl.float32)
     for first in range(0, K, BLOCK_K):
@@ -38,14 +40,15 @@ def scale_of_row(x, K, eps, BLOCK_K: tl.constexpr):
 def rows_times_weights(
     x, weight, rows, norm, eps, K, N: tl.constexpr, PADDED: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """x (N,K), normed if `norm` is its weight, times some rows (R,) of weight → (R,PADDED) fp32, N
-    and padding.
+    """x (N,K), normed if `norm` is given, times some rows (R,) of weight → (R,PADDED) fp32.
+
+    The first N of the PADDED columns are the result, the others are padding.
     """
     n = tl.arange(0, PADDED)
     k = tl.arange(0, BLOCK_K)
     at = weight + rows.to(tl.int64)[:, None] * K + k[None, :]  # (R,BLOCK_K)
-    # The weights are on their way before anything waits for x. Each is used once: the caches are
-    # for x.
+    # Load the first weights before x is needed. Each weight is used once, so it is evicted first
+    # and leaves the caches to x.
     w = tl.load(at, (k < K)[None, :], 0, eviction_policy="evict_first")
     scales = tl.zeros((PADDED,), tl.float32)
     if norm is not None:
@@ -75,7 +78,7 @@ def product_kernel(
     N: tl.constexpr, PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
     SWIGLU: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M columns of the result per program, of all N rows.
+    """BLOCK_M columns of the result per program, for all N rows.
 
     model.py, Block:      y = self.input_layernorm(x);  x + self.self_attn(…)
     model.py, Attention:  self.q_proj(x), and o_proj
@@ -85,7 +88,7 @@ def product_kernel(
     first = tl.program_id(0) * BLOCK_M
     m = first + tl.arange(0, BLOCK_M)
     n = tl.arange(0, PADDED)
-    if SWIGLU:  # gate's row 0, up's row 0, gate's row 1, …; up is M rows further on
+    if SWIGLU:  # row 0 of gate, row 0 of up, row 1 of gate, …; up begins M rows after gate
         both = tl.arange(0, 2 * BLOCK_M)
         rows = tl.minimum(first + both // 2, M - 1) + both % 2 * M  # (2·BLOCK_M,)
         y = rows_times_weights(x, weight, rows, norm, eps, K, N, PADDED, BLOCK_K)
@@ -93,7 +96,7 @@ def product_kernel(
         gate, up = tl.split(pairs)  # (BLOCK_M,PADDED) ×2
         y = silu_times(held(gate, dtype), held(up, dtype), dtype)
     else:
-        # Behind the last row it is read again.
+        # Past the end the last row is read again.
         rows = tl.minimum(m, M - 1)
         y = rows_times_weights(x, weight, rows, norm, eps, K, N, PADDED, BLOCK_K)
         if bias is not None:
@@ -114,12 +117,12 @@ def product(
     swiglu: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """x (N,K) · weightᵀ (M,K) → (N,M) for N ≤ 8 rows. Sums are fp32; rounding is the plain model's.
+    """x (N,K) · weightᵀ with weight (M,K) → (N,M) for N ≤ 8 rows. ValueError for more rows.
 
-    bias (M,) is added to the sum. norm: (weight (K,), eps) of an RMSNorm of x that comes first. add
-    (N,M): the residual, added last; it may be `out`. swiglu: the weights are gate's and up's,
-    (2M,K), and the result is silu(gate) · up. Reads M·K numbers, or 2·M·K, and x from the caches,
-    once per program.
+    Sums are fp32 and are rounded as in the plain model. bias (M,) is added to the sum. norm:
+    (weight (K,), eps) of an RMSNorm that is applied to x first. add (N,M): the residual, added
+    last; it may be `out`. swiglu: weight (2M,K) holds gate and up, and the result is silu(gate) ·
+    up. Reads M·K numbers, or 2·M·K, and per program x from the GPU's caches.
     """
     norm_weight, eps = norm or (None, 0.0)
     check(x, weight, bias, norm_weight, add)
@@ -143,8 +146,10 @@ def product(
 
 
 def tile(rows: int, K: int, size: int) -> tuple[int, int]:
-    """Rows and columns of the tile of weights that a program reads in one turn, for K numbers of
-    `size` bytes: whole rows where they are short, and several of them if enough programs are left.
+    """(rows, columns) of the tile of weights that a program reads in one turn.
+
+    K numbers of `size` bytes per row. A tile has whole rows if they are short, and several rows if
+    that leaves enough programs.
     """
     BLOCK_K = min(triton.next_power_of_2(K), TILE_BYTES // size)
     R = TILE_BYTES // (BLOCK_K * size)

@@ -1,12 +1,14 @@
-"""A decode step that is recorded once and replayed: one launch for all layers of all rows.
+"""Records a decode step as a CUDA graph and replays it: one launch for all layers and rows.
 
-A CUDA graph repeats the very same kernels on the very same addresses. So whatever changes from step to step is the
-value of a tensor at a fixed address: the tokens, their positions, how many keys each row sees. Where the cache keeps
-those are numbers as well: kernels.py reads addresses, strides and page tables from `places`. One recording therefore
-serves every cache, and caches may grow and change between two steps.
+A CUDA graph repeats the same kernels on the same addresses. Therefore everything that changes
+between steps is the value of a tensor at a fixed address: the tokens, their positions, and how many
+keys each row sees. The location of the cache is such a value too: the kernels read addresses,
+strides and page tables from `places` (kernels.py). One recording serves every cache, and caches may
+grow and change between two steps.
 
-There is one recording for each of a few batch sizes. Rows that are not there see 0 keys: nothing is written for them.
-Without a GPU the step is simply called. References: gpt-fast; nano-vllm's model_runner.py, mini-sglang's graph.py.
+There is a recording for each of a few batch sizes. Padded rows see 0 keys, and nothing is written
+for them. Without a GPU the step is called directly. References: gpt-fast; nano-vllm's
+model_runner.py, mini-sglang's graph.py.
 """
 
 import threading
@@ -23,7 +25,8 @@ from nanokv.fast.gpu import kernels
 from nanokv.fast.gpu.kernels import PLACE
 from nanokv.inference import Position
 
-# Rows of a recording; a batch takes the next larger one. From 16 on at most a third of the rows are padding.
+# Rows of the recordings; a batch takes the next larger one. From 16 rows on, at most a third of the
+# rows are padding.
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 LENGTHS = attrgetter("lengths")
 # tokens (B,), positions (B,), places (L,PLACE), lengths (L,B) → hidden states (B,C)
@@ -31,15 +34,15 @@ Step = Callable[..., torch.Tensor]
 
 
 class Inputs:
-    """What a step of `rows` rows reads, in one piece of memory: one copy to the GPU fills all of it.
+    """The inputs of a step of `rows` rows, in one block of memory that one copy to the GPU fills.
 
-    The host has the same piece. Only what changes is written there: numbers of a step, and addresses where a cache has
-    grown or is another one.
+    The host has a block of the same layout. A step writes only what changes: its numbers, and the
+    addresses if the cache has grown or is another cache.
     """
 
     def __init__(self, layers: int, rows: int, device: torch.device | str):
         on_gpu = torch.device(device).type == "cuda"
-        # As int64; two lengths share one.
+        # Sizes of the parts in int64; two lengths share one int64.
         self.counts = rows, layers * PLACE, -(-layers * rows // 2)
         self.layers = layers
         self.rows = rows
@@ -48,25 +51,28 @@ class Inputs:
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self.host = torch.zeros(sum(self.counts), dtype=torch.int64, pin_memory=on_gpu)
         self.numbers = [part.numpy() for part in self.parts(self.host)]
-        # A copy from pinned memory goes on when it has returned.
+        # A copy from pinned memory returns before it is done.
         self.copied = torch.cuda.Event() if on_gpu else None
-        self.written: list[list[int]] = []  # the places on the host
+        self.written: list[list[int]] = []  # the places now in the host's block
 
     def parts(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """positions (B,) and places (L,PLACE) int64, lengths (L,B) int32: views."""
+        """Views of the block: positions (B,) and places (L,PLACE) int64, lengths (L,B) int32."""
         positions, places, lengths = packed.split(self.counts)
         lengths = lengths.view(torch.int32)[: self.layers * self.rows]
         return positions, places.view(self.layers, PLACE), lengths.view(self.layers, self.rows)
 
     def fill(self, tokens: torch.Tensor, positions: Position, pages: list[Pages]) -> None:
-        """tokens (b,) on the device, positions () or (b,) on the host; b ≤ B, the other rows see nothing."""
+        """Set the inputs: tokens (b,) on the device, positions () or (b,) on the host.
+
+        b ≤ B; the remaining rows are padding and see 0 keys.
+        """
         b = len(tokens)
         at, places, lengths = self.numbers
         found = list(map(place_of, pages))
         if self.copied is not None:
             self.copied.synchronize()
         if found != self.written:
-            self.written = []
+            self.written = []  # an interrupt in the next line must not leave the old value
             places[:] = found
             self.written = found
         if type(positions) is not int:
@@ -86,7 +92,7 @@ class Inputs:
 
 
 def lengths_of(pages: list[Pages]) -> numpy.ndarray:
-    """(b,) where all layers share theirs, else (L,b)."""
+    """(b,) if all layers share their lengths, else (L,b)."""
     first = pages[0].lengths
     if all(map(is_, map(LENGTHS, pages), repeat(first))):
         return first.numpy()
@@ -101,7 +107,7 @@ def rows_of(pages: Pages, a: int, b: int) -> Pages:
 
 
 def place_of(pages: Pages) -> list[int]:
-    """Where a layer lies, as the kernels read it; made once for each Pages, and kept on it."""
+    """The row of `places` for a layer, made once and stored on the Pages object."""
     made = vars(pages).get("place")
     if made is None:
         made = kernels.place(pages)
@@ -110,7 +116,7 @@ def place_of(pages: Pages) -> list[int]:
 
 
 class Recorded:
-    """One step, for `rows` rows. On a GPU it is recorded at its first call, elsewhere it is called each time."""
+    """A step of `rows` rows, recorded at the first call on a GPU, and called directly elsewhere."""
 
     def __init__(
         self, step: Step, layers: int, rows: int, device: torch.device, space: "Space | None"
@@ -120,12 +126,12 @@ class Recorded:
         self.device = device
         self.space = space
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.hidden: torch.Tensor  # of the first call on
+        self.hidden: torch.Tensor  # set by the first call
 
     def __call__(
         self, tokens: torch.Tensor, positions: Position, pages: list[Pages]
     ) -> torch.Tensor:
-        """tokens (b,) → hidden states (b,C), valid until the next step of the model."""
+        """tokens (b,) → hidden states (b,C), which the next step of the model overwrites."""
         self.inputs.fill(tokens, positions, pages)
         if self.space is None:
             self.hidden = self.run()
@@ -143,16 +149,18 @@ class Recorded:
         return self.step(inputs.tokens, inputs.positions, inputs.places, inputs.lengths)
 
     def record(self, space: "Space") -> None:
-        """The first runs compile the kernels and choose the products' algorithms. To repeat a step is harmless: it
-        writes the same keys to the same place."""
+        """Record the step, after two runs that compile the kernels and select product algorithms.
+
+        Repeating a step is harmless, since it writes the same keys to the same place.
+        """
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream(self.device)
         space.trying.wait_stream(current)
-        # Whatever fails inside, the stream of before is the current one again.
+        # The context restores the current stream, also after an error.
         with torch.cuda.stream(space.trying):
             for _ in range(2):
                 self.run()
-            # Other threads may use the GPU meanwhile.
+            # thread_local: other threads may use the GPU during the recording.
             with torch.cuda.graph(
                 graph, space.memory, space.recording, capture_error_mode="thread_local"
             ):
@@ -163,10 +171,11 @@ class Recorded:
 
 
 class Space:
-    """What the recordings of one model share, because no two run at a time: scratch memory and two streams.
+    """Scratch memory and two streams for the recordings of one model, of which one runs at a time.
 
-    torch keeps 32 MB of scratch for cuBLAS on each stream that has multiplied. That of `recording` is taken while the
-    first graph is recorded, so it lies in `memory` and stays.
+    torch keeps 32 MB of scratch memory for cuBLAS per stream that has run a product. For
+    `recording` it is allocated while the first graph is recorded, so it lies in `memory` and stays
+    there.
     """
 
     def __init__(self, device: torch.device):
@@ -176,7 +185,7 @@ class Space:
 
 
 class Steps:
-    """The decode steps of one model, each of its own number of rows."""
+    """The decode steps of one model, with a recording per number of rows."""
 
     def __init__(self, step: Step, layers: int, device: torch.device):
         self.step = step
@@ -184,26 +193,26 @@ class Steps:
         self.device = device
         self.space = Space(device) if device.type == "cuda" else None  # None: no recordings
         self.recorded: dict[int, Recorded] = {}
-        self.turn = threading.Lock()  # threads that share a model would write each other's inputs
+        self.turn = threading.Lock()  # threads that share a model share its inputs
 
     def __call__(
         self, tokens: torch.Tensor, positions: Position, pages: list[Pages]
     ) -> torch.Tensor:
-        """tokens (b,), positions () or (b,) → hidden states (b,C). More rows than a recording has go one part after the
-        other."""
-        if not torch.is_inference_mode_enabled():  # to enter it once more takes 5 µs
+        """tokens (b,), positions () or (b,) → hidden states (b,C). Any number of rows."""
+        if not torch.is_inference_mode_enabled():  # entering it a second time takes 5 µs
             with torch.inference_mode():
                 return self(tokens, positions, pages)
         if len(tokens) > SIZES[-1]:
             return self.in_parts(tokens, positions, pages)
         rows = SIZES[bisect_left(SIZES, len(tokens))]
         with self.turn:
-            return self.recording(rows)(tokens, positions, pages).clone()  # it is written again
+            # A copy, because the next step overwrites the result.
+            return self.recording(rows)(tokens, positions, pages).clone()
 
     def in_parts(
         self, tokens: torch.Tensor, positions: Position, pages: list[Pages]
     ) -> torch.Tensor:
-        """A step of more rows than a recording has: one part of the rows after the other."""
+        """A step of more rows than the largest recording, split into several replays."""
         most = SIZES[-1]
         positions = torch.as_tensor(positions).expand(len(tokens))
         parts = []
@@ -213,7 +222,7 @@ class Steps:
         return torch.cat(parts)
 
     def recording(self, rows: int) -> Recorded:
-        """For so many rows, made when it is first asked for."""
+        """The recording of `rows` rows, made on first use."""
         if rows not in self.recorded:
             self.recorded[rows] = Recorded(self.step, self.layers, rows, self.device, self.space)
         return self.recorded[rows]
