@@ -160,8 +160,9 @@ class Matrix(Addressed):
             rows = flat.split(max(1, 2**32 // weight.numel()))
             # The cast is for torch.autocast, under which the result has another dtype.
             y = [F.linear(part, weight, bias).to(weight.dtype) for part in rows]
-            columns.append(joined(y, 0))  # (rows,n)
-        return joined(columns, 1).view(*x.shape[:-1], -1)
+            columns.append(y[0] if len(y) == 1 else torch.cat(y))  # (rows,n)
+        whole = columns[0] if len(columns) == 1 else torch.cat(columns, 1)  # (rows,N)
+        return whole.view(*x.shape[:-1], -1)
 
     def parts(self) -> Iterator[tuple[int, Tensor]]:
         """(first row, dense rows (n,K)) for all rows in turn. Each part may overwrite the last."""
@@ -198,11 +199,6 @@ class Matrix(Addressed):
     def nbytes(self) -> int:
         """Bytes that one decode step reads."""
         return sum(t.nbytes for t in (self.weight, self.scale, self.bias) if t is not None)
-
-
-def joined(parts: list[Tensor], dim: int) -> Tensor:
-    """The parts as one tensor, without a copy if there is only one."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 class Dense(Matrix):
