@@ -1,17 +1,20 @@
-// A decode step in C++: what PyTorch is several times slower at than the memory, and nothing else.
+// A decode step in C++: only the operations in which PyTorch is several times slower than the
+// memory.
 //
-// One token per row through the model is one call, `forward_step`, and another for its head. `steps` is the layers alone.
-// Where a cache wants the key and the value itself, a layer is two calls: `before_cache` and `after_cache`. Activations are
-// fp32 throughout; weights and cached keys and values are read once, in the format in which they are stored. Every matrix
-// is (N,K) row-major, as nn.Linear keeps it, so that one copy serves these kernels and torch's own large products alike.
+// One token per row through the model is one call of `forward_step`, and one of `linear` for the
+// head. `steps` runs the layers alone. If a cache stores the key and value itself, a layer is two
+// calls: `before_cache` and `after_cache`. Activations are fp32 throughout. Weights, cached keys
+// and cached values are read once, in their stored format. Every matrix is (N,K) row-major as in
+// nn.Linear, so these kernels and torch's large products use the same memory.
 //
-//     M rows of activations · N outputs · K inputs · H query heads · Hk KV heads · G = H / Hk · D head dim
+//     M rows of activations · N outputs · K inputs
+//     H query heads · Hk KV heads · G = H / Hk · D head dim
 
 #include "products.h"
 
-// --- the rest of a layer -----------------------------------------------------------------------------------------------
+// --- the rest of a layer -------------------------------------------------------------------------
 
-struct Layer {  // as nanokv/fast/native.py fills it
+struct Layer {  // filled by nanokv/fast/native.py
     Weight qkv, o, gate_up, down;
     const float *norm, *q_norm, *k_norm, *mlp_norm;  // q_norm and k_norm may be null
     int64_t H, Hk, D;
@@ -19,7 +22,8 @@ struct Layer {  // as nanokv/fast/native.py fills it
     int32_t format;  // of cached keys and values
 };
 
-// qkv (M,(H+2·Hk)·D) → q (M,H,D), k and v (M,Hk,D): q and k normed (if at all) and rotated, v as it is
+// qkv (M,(H+2·Hk)·D) → q (M,H,D), k and v (M,Hk,D). q and k are normed if the layer has norms for
+// them, and rotated; v is copied.
 template <class T>
 static void split_heads(const Layer& layer, const float* qkv, int64_t M, const float* cos, const float* sin,
                         int64_t rope_stride, float* q, T* k, T* v) {
@@ -39,34 +43,40 @@ static void split_heads(const Layer& layer, const float* qkv, int64_t M, const f
     }
 }
 
-// --- attention of one query a row over cached keys and values (FlashDecoding: parts of the keys, then put together) ----
+// --- attention of one query per row over cached keys and values ----------------------------------
+//
+// FlashDecoding: each task is a part of the keys, and the results are merged.
 
-struct Pages {  // where the keys and values of each row lie; a dense cache (B,Hk,S,D) is one page per row
+// The location of the keys and values of each row. A dense cache (B,Hk,S,D) is one page per row.
+struct Pages {
     const void *keys, *values;
-    int64_t page_stride, head_stride;  // in values; a token's D values are contiguous, tokens lie D apart
-    int64_t page_size;
-    const int32_t* table;    // (B,pages) or null: row b has page b
+    int64_t page_stride, head_stride;  // in values; tokens are D values apart, without gaps
+    int64_t page_size;                 // in tokens
+    const int32_t* table;              // (B,pages), or null: row b has page b
     int64_t table_stride;
-    const int32_t* lengths;  // (B) keys that row b sees
+    const int32_t* lengths;            // (B): how many keys row b sees
     int32_t format;          // FP32 or BF16
 };
 
-// Where token s of row b begins, in values from the start of the keys (or values).
+// The offset of token s of row b, in values from the start of the keys (or values).
 static inline int64_t place(const Pages& p, int64_t b, int64_t head, int64_t s, int64_t D) {
     int64_t page = p.table ? p.table[b * p.table_stride + s / p.page_size] : b;
     return page * p.page_stride + head * p.head_stride + s % p.page_size * D;
 }
 
-const int PART = 256;  // keys a task: the scores stay in the first-level cache, keys and values in the second
+// Keys per task: the scores fit into the first-level cache, keys and values into the second.
+const int PART = 256;
 
-// Ask for so many values long before their use, into the second-level cache: the first holds too few requests at once.
+// Prefetch `count` values long before their use, into the second-level cache: the first-level
+// cache can have too few requests in flight.
 template <class T>
 static inline void fetch(const T* from, int64_t count) {
     for (int64_t i = 0; i < count * (int64_t)sizeof(T); i += 64) __builtin_prefetch((const char*)from + i, 0, 2);
 }
 
-// scores[g][s] = q_g · k_s for n keys that lie one after the other; sixteen at once, a key is loaded once for G queries.
-// Meanwhile their values v come, which are needed when all scores are there.
+// scores[g][s] = q_g · k_s for n adjacent keys. Sixteen scores are computed at once, and a key is
+// loaded once for G queries. The values v, which are needed after the scores, are prefetched
+// meanwhile.
 template <class T, int G>
 static void score_run(const T* k, const T* v, int64_t n, const float* q, int64_t D, float* scores) {
     const int keys = 16 / G;
@@ -87,8 +97,8 @@ static void score_run(const T* k, const T* v, int64_t n, const float* q, int64_t
         for (int g = 0; g < G; g++) scores[g * PART + s] = dot(k + s * D, q + g * D, D);
 }
 
-// out[g] += Σ_s p[g][s] · v_s, four values at a time so that the sums are loaded and stored a quarter as often. Meanwhile
-// the keys of the next task come.
+// out[g] += Σ_s p[g][s] · v_s, for four tokens at a time, so that the sums are loaded and stored
+// a quarter as often. The keys of the next task are prefetched meanwhile.
 template <class T, int G>
 static void mix_run(const T* v, const T* next, int64_t n, const float* p, int64_t D, float* out) {
     int64_t s = 0;
@@ -109,22 +119,22 @@ static void mix_run(const T* v, const T* next, int64_t n, const float* p, int64_
             for (int64_t d = 0; d < D; d++) out[g * D + d] += p[g * PART + s] * to_float(v[s * D + d]);
 }
 
-struct Task {  // the keys from … to−1 of row b in one KV head
+struct Task {  // keys from … to−1 of row b in one KV head
     int64_t b, head, from, to;
 };
 
-// G queries of a task: a softmax of its own, put together with the others afterwards.
+// The G queries of a task, with a softmax over its keys. `attention` merges the tasks.
 template <class T, int G>
 static void attend_part(const Pages& p, const Task& task, const Task* next, const float* q, int64_t D, float* out,
                         float* largest, float* total) {
     float scores[G * PART];
     int64_t from = task.from, to = task.to;
     auto at = [&](const void* base, int64_t s) { return (const T*)base + place(p, task.b, task.head, s, D); };
-    auto run = [&](int64_t s) {  // how many tokens from s on lie in one piece
+    auto run = [&](int64_t s) {  // how many tokens from s on are contiguous
         int64_t left = p.page_size - s % p.page_size;
         return to - s < left ? to - s : left;
     };
-    auto then = [&](int64_t s) {  // the key of the next task that has the place of s in this one
+    auto then = [&](int64_t s) {  // the key of the next task at the same position within the task
         if (!next || s - from >= next->to - next->from) return (const T*)nullptr;
         return (const T*)p.keys + place(p, next->b, next->head, next->from + s - from, D);
     };
@@ -134,7 +144,8 @@ static void attend_part(const Pages& p, const Task& task, const Task* next, cons
         float *row = &scores[g * PART], most = -INFINITY;
         f32x16 sum = {};
         for (int64_t s = 0; s < to - from; s++) most = row[s] > most ? row[s] : most;
-        for (int64_t s = to - from; s % 16; s++) row[s] = most - 1000;  // fills up the last vector with next to nothing
+        // Pad the last vector with scores whose weights are almost 0.
+        for (int64_t s = to - from; s % 16; s++) row[s] = most - 1000;
         for (int64_t s = 0; s < to - from; s += 16) {
             f32x16 e = exp16(load16(row + s) - most);
             store16(row + s, e);
@@ -146,7 +157,7 @@ static void attend_part(const Pages& p, const Task& task, const Task* next, cons
     for (int64_t s = from; s < to; s += run(s)) mix_run<T, G>(at(p.values, s), then(s), run(s), &scores[s - from], D, out);
 }
 
-// All G queries of a KV head: as many at once as there are, or 4 and the rest.
+// All G queries of a KV head, up to 4 at a time.
 template <class T>
 static void attend_head(const Pages& p, const Task& task, const Task* next, const float* q, int64_t G, int64_t D,
                         float* out, float* largest, float* total) {
@@ -170,7 +181,8 @@ static void attention(float* y, float* q, int64_t B, int64_t H, int64_t Hk, int6
     for (int64_t row = 0; row < B * Hk; row++)
         for (int64_t from = 0, S = pages.lengths[row / Hk]; from < S; from += PART)
             tasks.push_back({row / Hk, row % Hk, from, from + PART < S ? from + PART : S});
-    int64_t count = tasks.size(), some = count < 8 ? 1 : count < 32 ? 2 : count < 128 ? 4 : 8;  // in a row: each fetches for the next one
+    // some: consecutive tasks of a thread, in which each task prefetches for the next.
+    int64_t count = tasks.size(), some = count < 8 ? 1 : count < 32 ? 2 : count < 128 ? 4 : 8;
 #pragma omp parallel if (4 * B * Hk * longest * D >= WORTH)
     {
 #pragma omp for schedule(dynamic, some)
@@ -182,13 +194,14 @@ static void attention(float* y, float* q, int64_t B, int64_t H, int64_t Hk, int6
             f(pages, task, next, q + row * G * D, G, D, &out[at * D], &largest[at], &total[at]);
         }
 #pragma omp for
-        for (int64_t i = 0; i < B * H; i++) {  // the parts of head i % H of row i / H, put together
+        for (int64_t i = 0; i < B * H; i++) {  // merge the parts of head i % H of row i / H
             float most = -INFINITY, sum = 0, *to = y + i * D;
             auto at = [&](int64_t part) { return (i / G * parts + part) * G + i % G; };
             for (int64_t part = 0; part < parts; part++) most = fmaxf(most, largest[at(part)]);
             for (int64_t d = 0; d < D; d++) to[d] = 0;
             for (int64_t part = 0; part < parts; part++) {
-                float weight = expf(largest[at(part)] - most);  // a part that holds nothing but NaN counts too: 0 · NaN
+                // A part of NaNs is not skipped: 0 · NaN is NaN.
+                float weight = expf(largest[at(part)] - most);
                 sum += weight * total[at(part)];
                 for (int64_t d = 0; d < D; d++) to[d] += weight * out[at(part) * D + d];
             }
@@ -197,7 +210,7 @@ static void attention(float* y, float* q, int64_t B, int64_t H, int64_t Hk, int6
     }
 }
 
-// --- what Python calls -------------------------------------------------------------------------------------------------
+// --- functions called from Python ----------------------------------------------------------------
 
 thread_local double spent[6];
 
@@ -212,7 +225,7 @@ extern "C" {
 
 double* times() { return spent; }
 
-// What the code was compiled for and may use, in words.
+// A text that names the instructions in use.
 const char* instructions() {
 #if defined(TILES)
     return tiles_allowed() ? "AVX-512 bf16, " TILES : "AVX-512 bf16, tiles refused by the system";
@@ -233,10 +246,11 @@ void linear(float* y, const float* x, int64_t M, const Weight* w) {
     multiply(y, x, M, *w, false);
 }
 
-// Rows of activations up to which `linear` is faster than torch's product of dense weights (Qwen3-0.6B's matrices). Where a
-// lane is a row, a prefill of 64 tokens is faster by a quarter and one of 128 by 7 %, one of 256 as fast. Without
-// instructions for bf16 the kernel is faster by a quarter at 64 rows of bf16, by 5 to 20 % at 128. With tiles nobody has
-// measured more than 32.
+// The most rows of activations for which `linear` is faster than torch's product of dense
+// weights, measured with the matrices of Qwen3-0.6B. With a row per lane, a prefill of 64 tokens
+// is faster by a quarter, one of 128 tokens by 7 %, and one of 256 tokens takes the same time.
+// Without bf16 instructions the kernel is faster by a quarter at 64 rows of bf16, and by 5 to 20 %
+// at 128. With tiles, more than 32 rows were not measured.
 int64_t most_rows(const Weight* w) {
 #if defined(__AVX512BF16__)
     bool many = w->K % 32 == 0 && w->N >= 32 && !tiles_allowed();
@@ -248,7 +262,8 @@ int64_t most_rows(const Weight* w) {
     return many ? 128 : 32;
 }
 
-// Rows n0 … n1−1 of weights → (n1−n0,K) in `format`, for a product that wants them so: of codes in either, of bf16 in fp32.
+// Rows n0 … n1−1 of the weights → (n1−n0,K) in `format`: codes as fp32 or bf16, bf16 weights as
+// fp32.
 void dense_rows(void* to, const Weight* w, int64_t n0, int64_t n1, int32_t format) {
     int64_t K = w->K;
 #pragma omp parallel for if ((n1 - n0) * K >= WORTH)
@@ -256,7 +271,8 @@ void dense_rows(void* to, const Weight* w, int64_t n0, int64_t n1, int32_t forma
         format == FP32 ? table_row((float*)to + (n - n0) * K, *w, n) : unpack((bf16*)to + (n - n0) * K, *w, n);
 }
 
-// x (M,C) → q (M,H,D) fp32 and k, v (M,Hk,D) in the cache's format: norm, one product, head norms, rotation
+// Norm, one product, head norms, rotation: x (M,C) → q (M,H,D) fp32, k and v (M,Hk,D) in the
+// cache's format.
 void before_cache(const Layer* layer, const float* x, int64_t M, const float* cos, const float* sin, int64_t rope_stride,
                   float* q, void* k, void* v) {
     Timer timer(QKV);
@@ -266,7 +282,8 @@ void before_cache(const Layer* layer, const float* x, int64_t M, const float* co
     else split_heads(*layer, all.data(), M, cos, sin, rope_stride, q, (bf16*)k, (bf16*)v);
 }
 
-// x (M,C) += o(attention), then x += down(silu(gate) · up) of the normed x; gate and up are halves of one matrix (2·I,C)
+// x (M,C) += o(attention), then x += down(silu(gate) · up) of the normed x. gate and up are the
+// halves of one matrix (2·I,C).
 void after_cache(const Layer* layer, float* x, int64_t M, float* q, const Pages* pages) {
     int64_t I = layer->down.K, H = layer->H, D = layer->D;
     std::vector<float> y(M * H * D), both(M * 2 * I), hidden(M * I);
@@ -293,7 +310,8 @@ void after_cache(const Layer* layer, float* x, int64_t M, float* q, const Pages*
     multiply(x, hidden.data(), M, layer->down, true);
 }
 
-// One token per row through a whole layer, over a cache that has made room for it: its key and value go to the last place.
+// One token per row through a whole layer. The cache has reserved a slot for it: key and value
+// are written to the last position.
 static void layer_step(const Layer* layer, float* x, int64_t M, const float* cos, const float* sin, int64_t rope_stride,
                        const Pages* p) {
     int64_t Hk = layer->Hk, D = layer->D, size = layer->format == FP32 ? 4 : 2;
@@ -314,7 +332,8 @@ void steps(const Layer* const* layers, int64_t L, float* x, int64_t M, const flo
     for (int64_t i = 0; i < L; i++) layer_step(layers[i], x, M, cos, sin, rope_stride, pages[i]);
 }
 
-// The whole model but its head: ids (M) → x (M,C). Their rows of the table, L layers, the last norm.
+// The whole model without its head: ids (M) → x (M,C), through the embedding table, L layers and
+// the final norm.
 void forward_step(const Weight* table, const int64_t* ids, const Layer* const* layers, int64_t L, float* x, int64_t M,
                   const float* cos, const float* sin, int64_t rope_stride, const Pages* const* pages, const float* norm,
                   float eps) {

@@ -1,9 +1,10 @@
-// Prefill in C++: what stands between large products, torch's or those of products.h. Many rows at once, arithmetic
-// instead of bytes.
+// Prefill in C++: the operations between the large products (torch's or those of products.h). With
+// many rows the limit is arithmetic, not bytes.
 //
-// torch's matrix products are as fast as the machine; what it does between them is not: norms, rotation and gating go
-// through memory several times over, and its attention reaches a quarter of what the products do. Here each of them
-// reads its input once and writes its output once.
+// torch's matrix products run at the speed of the machine, but the operations between them do
+// not: norms, rotation and gating go through memory several times, and torch's attention reaches
+// a quarter of the speed of the products. Here each operation reads its input once and writes its
+// output once.
 //
 //     M = B·T rows · H query heads · Hk KV heads · D head dim · S keys
 
@@ -15,7 +16,8 @@ static void norm_all(T* y, const float* x, int64_t M, int64_t C, const float* we
     for (int64_t m = 0; m < M; m++) rms_norm(y + m * C, x + m * C, weight, C, eps);
 }
 
-// qkv (B,T,(H+2·Hk),D) → q (B,H,T,D), k and v (B,Hk,T,D): q and k normed and rotated, v as it is
+// qkv (B,T,(H+2·Hk),D) → q (B,H,T,D), k and v (B,Hk,T,D). q and k are normed and rotated, v is
+// copied.
 template <class In, class T>
 static void split_all(const In* qkv, int64_t B, int64_t tokens, int64_t H, int64_t Hk, int64_t D, const float* q_norm,
                       const float* k_norm, float eps, const float* cos, const float* sin, int64_t batch_stride, T* q, T* k,
@@ -64,13 +66,13 @@ static void add_all(float* x, const T* y, int64_t count) {
         for (int64_t i = from; i < from + part && i < count; i++) x[i] += to_float(y[i]);
 }
 
-// --- causal attention, block by block (FlashAttention), for processors that multiply bf16 ------------------------------
+// --- causal attention, block by block (FlashAttention), for processors that multiply bf16 --------
 
 #if defined(__AVX512BF16__)
 
-const int BLOCK = 64;  // queries, and keys: 64 × D of each fit into the first-level cache
+const int BLOCK = 64;  // queries per block, and keys: 64 × D of each fit into the first-level cache
 
-// Values of one head in the order in which they are multiplied: pairs of neighbouring keys.
+// The values of one head in the order of the products: pairs of adjacent keys.
 static void pack_values(const bf16* v, int64_t n, int64_t D, bf16* to) {
     for (int64_t s = 0; s < BLOCK; s += 2) {
         const bf16 *even = v + s * D, *odd = even + D;
@@ -87,7 +89,8 @@ static inline __m512bh pair(const bf16* p) {
     return (__m512bh)_mm512_set1_epi32(two);
 }
 
-struct Vectors {  // the two products of attention, for four queries at a time
+// The two products of attention for four queries at a time, with vector instructions.
+struct Vectors {
     static const int QUERIES = 4;
 
     // scores (4,64) = q (4,D) · keys
@@ -131,7 +134,9 @@ struct Vectors {  // the two products of attention, for four queries at a time
 };
 
 #if defined(TILES)
-struct Matrices {  // the same for sixteen, D a multiple of 32: keys and values lie in pairs, as tiles want them
+// The same for sixteen queries at a time, with tiles. D is a multiple of 32. Keys and values are
+// stored in pairs, as the tiles require.
+struct Matrices {
     static const int QUERIES = 16;
 
     static void score(const bf16* q, const bf16* keys, int64_t D, f32x16 (*scores)[4]) {
@@ -140,7 +145,7 @@ struct Matrices {  // the same for sixteen, D a multiple of 32: keys and values 
         tile_zero(2);
         tile_zero(3);
         for (int64_t d = 0; d < D; d += 32) {
-            const bf16* k = keys + 16 * d;  // of the first 16 keys; the next 16 lie 16 · D further
+            const bf16* k = keys + 16 * d;  // the first 16 keys; the next 16 are 16 · D values on
             tile_load(4, q + d, 2 * D);
             tile_load(5, k, 64);
             tile_dot_bf16(0, 4, 5);
@@ -181,10 +186,13 @@ struct Matrices {  // the same for sixteen, D a multiple of 32: keys and values 
 };
 #endif
 
-struct Running {  // softmax of one query, over the keys so far: the largest score, and the sum of the exponentials
+// The running softmax of one query over the keys so far: the largest score and the sum of
+// exponentials.
+struct Running {
     float most = -INFINITY, total = 0;
 
-    // scores (64) → weights p, of keys < seen; returns what the sums so far are multiplied by
+    // scores (64) → weights p (64), 0 for keys from `seen` on. Returns the factor for the earlier
+    // sums.
     float add(f32x16* scores, int64_t seen, float scale, bf16* p) {
         float* row = (float*)scores;
         for (int64_t s = seen < 0 ? 0 : seen; s < BLOCK; s++) row[s] = -1e30f;  // not yet visible
@@ -202,7 +210,8 @@ struct Running {  // softmax of one query, over the keys so far: the largest sco
     }
 };
 
-// One block of 64 queries of one head over all keys that they see. `first` = position of query 0 among the keys.
+// One block of 64 queries of one head over all keys that they see. first: position of query 0 among
+// the keys.
 template <class Products>
 static void attend_block(const bf16* q, int64_t n, int64_t first, const bf16* keys, const bf16* values, int64_t D, bf16* y,
                          int64_t y_stride) {
@@ -217,7 +226,7 @@ static void attend_block(const bf16* q, int64_t n, int64_t first, const bf16* ke
             f32x16 scores[QUERIES][4];
             alignas(64) bf16 p[QUERIES * BLOCK];
             float keep[QUERIES];
-            if (from >= first + r + QUERIES) continue;  // none of these queries sees one of these keys
+            if (from >= first + r + QUERIES) continue;  // these queries see none of these keys
             Products::score(&padded[r * D], keys, D, scores);
             for (int i = 0; i < QUERIES; i++)
                 keep[i] = running[r + i].add(scores[i], first + r + i + 1 - from, scale, p + i * BLOCK);
@@ -229,7 +238,7 @@ static void attend_block(const bf16* q, int64_t n, int64_t first, const bf16* ke
 
 #endif
 
-// --- what Python calls -------------------------------------------------------------------------------------------------
+// --- functions called from Python ----------------------------------------------------------------
 
 extern "C" {
 
@@ -239,7 +248,7 @@ void norm_rows(void* y, const float* x, int64_t M, int64_t C, const float* weigh
     format == FP32 ? norm_all((float*)y, x, M, C, weight, eps) : norm_all((bf16*)y, x, M, C, weight, eps);
 }
 
-// `form` of qkv, and `format` of q, k and v: the same, or fp32 and bf16
+// form: of qkv. format: of q, k and v. Both are the same, or form is fp32 and format bf16.
 void split_rows(const void* qkv, int64_t B, int64_t T, int64_t H, int64_t Hk, int64_t D, const float* q_norm,
                 const float* k_norm, float eps, const float* cos, const float* sin, int64_t batch_stride, void* q, void* k,
                 void* v, int32_t form, int32_t format) {
@@ -265,7 +274,7 @@ void add_rows(float* x, const void* y, int64_t count, int32_t format) {
     format == FP32 ? add_all(x, (const float*)y, count) : add_all(x, (const bf16*)y, count);
 }
 
-// Is there a flash_attention for this head width?
+// Whether flash_attention supports this head dim.
 int32_t has_flash(int64_t D) {
 #if defined(__AVX512BF16__)
     return D % 16 == 0;
@@ -274,8 +283,9 @@ int32_t has_flash(int64_t D) {
 #endif
 }
 
-// q (B,H,T,D), k and v (B,Hk,S,D) with strides of batch and head (tokens lie D apart) → y (B,T,H,D), all bf16; causal,
-// the T queries are the last of the S positions
+// Causal attention in bf16: q (B,H,T,D), k and v (B,Hk,S,D) → y (B,T,H,D). The strides are those of
+// batch and head in k and v, whose tokens are D values apart. The T queries are the last of the S
+// positions.
 void flash_attention(void* y, const void* q, const void* k, const void* v, int64_t B, int64_t H, int64_t Hk, int64_t T,
                      int64_t S, int64_t D, int64_t batch_stride, int64_t head_stride) {
     Timer timer(ATTENTION);
@@ -302,7 +312,8 @@ void flash_attention(void* y, const void* q, const void* k, const void* v, int64
 #pragma omp for schedule(dynamic) collapse(2)
         for (int64_t i = 0; i < queries; i++)
             for (int64_t head = 0; head < B * H; head++) {
-                int64_t block = queries - 1 - i, b = head / H, h = head % H, first = block * BLOCK;  // the longest first
+                // The longest rows first.
+                int64_t block = queries - 1 - i, b = head / H, h = head % H, first = block * BLOCK;
                 int64_t n = T - first < BLOCK ? T - first : BLOCK, at = (b * Hk + h / G) * blocks * BLOCK * D;
                 attend((const bf16*)q + (head * T + first) * D, n, S - T + first, &keys[at], &values[at], D,
                        (bf16*)y + ((b * T + first) * H + h) * D, H * D);

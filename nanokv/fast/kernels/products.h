@@ -1,13 +1,13 @@
-// y = x · wᵀ for few rows of activations: weights are read once, in the format in which they are stored.
+// y = x · wᵀ for few rows of activations. Weights are read once, in their stored format.
 //
 //     M rows of activations · N outputs · K inputs
 
 #pragma once
 #include "tiles.h"
 
-// --- inner products: R rows of weights with one row of activations -----------------------------------------------------
+// --- inner products: R rows of weights with one row of activations -------------------------------
 
-// Four sums, so that no addition waits for the one before it.
+// Four sums, so that no addition waits for the previous one.
 template <class T>
 static inline float dot(const T* w, const float* x, int64_t K) {
     f32x16 sum[4] = {};
@@ -20,8 +20,8 @@ static inline float dot(const T* w, const float* x, int64_t K) {
     return y;
 }
 
-// The same of R rows of weights and C of activations, each K after the other: y[r][c] = w_r · x_c. What is loaded serves C or
-// R products, and 3 · 4 sums fit into sixteen registers.
+// R rows of weights with C rows of activations, K values apart: y[r][c] = w_r · x_c. Each load is
+// used for C or R products, and 3 · 4 sums fit into sixteen registers.
 template <int R, int C, class T>
 static inline void dots(const T* w, const float* x, int64_t K, float (*y)[C]) {
     floats sum[R][C] = {};
@@ -44,15 +44,19 @@ static inline void dots(const T* w, const float* x, int64_t K, float (*y)[C]) {
         }
 }
 
-static inline int64_t pairs_of(int64_t K) { return (K + 2 * GROUP - 1) / (2 * GROUP); }  // int4 packs groups in pairs
+// The number of pairs of groups, in which int4 packs a row.
+static inline int64_t pairs_of(int64_t K) { return (K + 2 * GROUP - 1) / (2 * GROUP); }
 
-// Activations in 8 bits, a scale for each group: x ≈ codes · scale. Filled up with zeros to whole blocks.
+// Activations in 8 bits with a scale per group: x ≈ codes · scale. Padded with zeros to whole
+// blocks.
 const int64_t BLOCK_OF_CODES = 512;
 struct Codes {
-    std::vector<int8_t> code, split;   // split: as int4 packs weights, of 128 codes groups 0 and 2, then 1 and 3
-    std::vector<float> scale, offset;  // offset = scale · (sum of the group's codes): what a zero point of 1 costs
-    std::vector<float> wide;           // each scale 8 times, a lane for every sum of 4 products
-    float total;                       // sum of the offsets
+    // split: the codes in the order of int4 weights: of 128 codes groups 0 and 2, then 1 and 3.
+    std::vector<int8_t> code, split;
+    // offset = scale · (sum of the group's codes): the correction for a zero point of 1.
+    std::vector<float> scale, offset;
+    std::vector<float> wide;  // each scale 8 times, one lane per sum of 4 products
+    float total;              // sum of the offsets
     void quantize(const float* x, int64_t K, int32_t format) {
         int64_t padded = (K + BLOCK_OF_CODES - 1) / BLOCK_OF_CODES * BLOCK_OF_CODES;
         code.assign(padded, 0), scale.assign(padded / GROUP, 0), offset.assign(padded / GROUP, 0), total = 0;
@@ -62,7 +66,7 @@ struct Codes {
             bool finite = finite16(a) && finite16(b);
             float inverse = finite && largest > 1e-30f ? 127 / largest : 0;
             int sum = inverse ? round16(a * inverse, &code[g * GROUP]) + round16(b * inverse, &code[g * GROUP + 16]) : 0;
-            scale[g] = finite ? largest / 127 : NAN;  // no code stands for NaN or infinity: the product becomes NaN
+            scale[g] = finite ? largest / 127 : NAN;  // codes cannot hold NaN or infinity
             offset[g] = scale[g] * sum, total += offset[g];
         }
         if (format == INT8) {
@@ -76,20 +80,22 @@ struct Codes {
     }
 };
 
-// Four products each of unsigned weights and signed activations are added up exactly, in int32; then the scales come.
-// int8: one byte per weight, one scale per row. int4: 32 bytes hold two groups, one in the low halves and one in the high
-// ones, stored as code + 8; a bf16 scale per group.
+// Products of unsigned weights and signed activations are summed exactly in int32, four at a
+// time, and then multiplied by the scales. int8: one byte per weight and one scale per row. int4:
+// 32 bytes hold two groups, one in the low and one in the high halves, stored as code + 8, and a
+// bf16 scale per group.
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 static inline __m512 add_products(__m512 sum, __m512i w, const int8_t* x, __m512 scale) {
     __m512i products = _mm512_dpbusd_epi32(_mm512_setzero_si512(), w, _mm512_loadu_si512(x));
     return _mm512_fmadd_ps(_mm512_cvtepi32_ps(products), scale, sum);
 }
-static inline __m512i bytes64(const uint8_t* p, int64_t count) {  // the first `count` of 64, then zeros
+// 64 bytes, of which those from `count` on are zeros and not read.
+static inline __m512i bytes64(const uint8_t* p, int64_t count) {
     if (count >= 64) return _mm512_loadu_si512(p);
     return _mm512_maskz_loadu_epi8(((__mmask64)1 << count) - 1, p);
 }
 static inline float dot_int8(const uint8_t* w, float scale, const Codes& x, int64_t K) {
-    const __m512i flip = _mm512_set1_epi8((char)128);  // to unsigned: 128 more, taken back at the end
+    const __m512i flip = _mm512_set1_epi8((char)128);  // adds 128, which is subtracted at the end
     __m512 sum[4] = {};
     int64_t k = 0;
     for (; k + 256 <= K; k += 256)
@@ -128,8 +134,10 @@ static inline float dot_int4(const uint8_t* w, const bf16* scale, const Codes& x
 }
 #else
 #if defined(__AVX2__)
-// Of one group. Two products of bytes are added up in 16 bits, then two of these in 32. Of unsigned weights (`mask`: int4)
-// they are at most 2 · 15 · 127; of signed ones the sign goes to the activations first: 2 · 128 · 127 fits as well.
+// The products of one group. Two products of bytes are summed in 16 bits, then two of these sums
+// in 32. With unsigned weights (int4, `mask` is set) a sum is at most 2 · 15 · 127. Signed
+// weights are made unsigned by moving their sign to the activations: 2 · 128 · 127 fits into 16
+// bits as well.
 typedef __m256 f32x8;
 static inline f32x8 zero8() { return _mm256_setzero_ps(); }
 static inline void add_products(f32x8& sum, const uint8_t* w, int shift, int mask, const int8_t* x, float scale) {
@@ -178,7 +186,8 @@ static inline float dot_int4(const uint8_t* w, const bf16* scale, const Codes& x
 }
 #endif
 
-// A row of codes as bf16 (or fp32), rounded once: w = code · scale, with the scale in that format as well.
+// A row of codes as bf16 (or fp32), rounded once: w = code · scale, with the scale in the same
+// format.
 template <class T>
 static inline void unpack_int8(T* to, const uint8_t* w, float scale, int64_t K) {
     T rounded;
@@ -197,9 +206,9 @@ static inline void unpack_int4(T* to, const uint8_t* w, const bf16* scale, int64
         }
 }
 
-// --- linear: y (M,N) = x (M,K) · wᵀ, optionally added to what y holds --------------------------------------------------
+// --- linear: y (M,N) = x (M,K) · wᵀ, or y += x · wᵀ ----------------------------------------------
 
-struct Weight {  // as nanokv/fast/native.py fills it
+struct Weight {  // filled by nanokv/fast/native.py
     const void* data;
     const void* scale;  // INT8: float (N); INT4: bf16 (N,K/32); else null
     const float* bias;  // (N) or null
@@ -207,12 +216,16 @@ struct Weight {  // as nanokv/fast/native.py fills it
     int32_t format;
 };
 
-const int TILE = 4, AHEAD = 8 * TILE;  // rows, of weights and of activations; and how many of weights come early
-const int PASS = 8;                    // rows of weights where the lanes of a vector are rows of activations
+// TILE: rows of a tile, of weights and of activations. AHEAD: how many rows of weights are
+// prefetched.
+const int TILE = 4, AHEAD = 8 * TILE;
+const int PASS = 8;  // rows of weights per pass if the lanes of a vector are rows of activations
 
 #if defined(__AVX512BF16__)
-// One row of bf16 weights with one of activations in bf16: 64 FLOPs an instruction. Each sum has a name and so a register of
-// its own: sum[k / 32 % 4] lies in memory, and a matrix that is in the second-level cache then takes twice the time.
+// One row of bf16 weights with one row of bf16 activations: 64 FLOPs per instruction. The four
+// sums are separate variables, so that the compiler keeps them in registers. An array indexed by
+// k / 32 % 4 would be in memory, and a matrix in the second-level cache would take twice the
+// time.
 static inline float dot_bf16(const bf16* w, const bf16* x, int64_t K) {
     __m512 a = _mm512_setzero_ps(), b = a, c = a, d = a;
     auto add = [&](__m512 sum, int64_t k) {
@@ -226,9 +239,10 @@ static inline float dot_bf16(const bf16* w, const bf16* x, int64_t K) {
     return _mm512_reduce_add_ps((a + b) + (c + d));
 }
 
-// For several rows of activations the arithmetic counts as much as the bytes: 64 FLOPs per instruction, one load for two
-// instructions. y[4·c + r] = w_r · x_c for four rows of weights and four of activations. The processor would wait for
-// memory and compute in turns. Therefore each step prefetches LINES cache lines of rows that come later.
+// y[4·c + r] = w_r · x_c for four rows of weights and four of activations: 64 FLOPs per
+// instruction, one load per two instructions. With several rows of activations arithmetic takes
+// as much time as memory, and the processor would alternate between the two. Therefore each step
+// prefetches LINES cache lines of later rows.
 template <int LINES>
 static inline void tile_bf16(const bf16* w, int64_t rows, const bf16* x, int64_t K, const bf16* ahead, int64_t apart,
                              float* y) {
@@ -251,9 +265,10 @@ static inline void tile_bf16(const bf16* w, int64_t rows, const bf16* x, int64_t
     *(f32x16*)y = sums16(sum);
 }
 
-// For more rows of activations than two tiles each lane of a vector is one of them: x holds pairs of inputs of 16 rows side
-// by side, and a pair of weights goes to all lanes. So no sum runs across lanes, and activations, which have outgrown the
-// first-level cache, are loaded once for eight rows of weights instead of four. sums[block][r] = w_r · x of that block.
+// For more than two tiles of activations, each lane of a vector is one row of activations: x
+// holds pairs of inputs of 16 rows side by side, and a pair of weights is broadcast to all lanes.
+// No sum crosses lanes, and activations, which no longer fit into the first-level cache, are
+// loaded once per eight rows of weights instead of four. sums[block][r] = w_r · x of that block.
 template <int BLOCKS>
 static inline void lanes_bf16(const bf16* w, const Line* x, int64_t K, const bf16* ahead, float (*sums)[2 * PASS][16]) {
     __m512 sum[PASS][BLOCKS] = {};
@@ -299,17 +314,19 @@ static inline void put16(float* y, const Weight& w, int64_t n, f32x16 values, bo
     store16(y + n, add ? load16(y + n) + values : values);
 }
 
-struct Input {  // x in the form that the weights' format wants, made once for all threads
+struct Input {  // x in the form required by the format of the weights, made once for all threads
     const float* x;
     int64_t M;
-    std::vector<Codes> codes;  // int8 and int4
-    std::vector<bf16> half;    // where the processor multiplies bf16: rounded as torch rounds between two products
-    std::unique_ptr<Line[]> paired;  // the same in blocks of 16 rows, for tiles and where a lane is a row
+    std::vector<Codes> codes;  // for int8 and int4
+    // If the processor has bf16 products: rounded to bf16, as torch does between two products.
+    std::vector<bf16> half;
+    std::unique_ptr<Line[]> paired;  // `half` in blocks of 16 rows, for tiles or a row per lane
     Input(const float* x, int64_t M, const Weight& w) : x(x), M(M) {
         int64_t K = w.K;
 #if defined(__AVX512BF16__)
         if (K % 32 == 0 && (w.format == BF16 || (w.format >= INT8 && M > 2 * TILE))) {
-            if (M > (tiles_allowed() ? TILE : 2 * TILE) && w.N >= 32) {  // up to TILE rows the memory is what counts
+            // Up to TILE rows memory is the limit.
+            if (M > (tiles_allowed() ? TILE : 2 * TILE) && w.N >= 32) {
                 paired.reset(new Line[(M + 15) / 16 * K / 2]);
 #pragma omp parallel for if (M * K >= MANY)
                 for (int64_t m = 0; m < M; m += 16) pack_pairs(x + m * K, M - m, K, (uint32_t*)&paired[m * K / 32]);
@@ -328,8 +345,8 @@ struct Input {  // x in the form that the weights' format wants, made once for a
     }
 };
 
-// R rows of weights from n on. Where they are fp32 each product is a `dot`: a row of activations gives the same bits alone
-// and among others.
+// R rows of weights, from row n on. With fp32 weights each product is a `dot`, so a row of
+// activations gives the same bits alone and among other rows.
 template <int R, class T>
 static void block_dense(float* y, const Weight& w, const Input& in, int64_t n, bool add) {
     const T* data = (const T*)w.data + n * w.K;
@@ -366,8 +383,8 @@ static void table_row(float* to, const Weight& w, int64_t n) {
 }
 
 #if defined(__AVX512BF16__)
-// A tile of weights stays in the first-level cache while all rows of activations pass over it, four at a time; the passes
-// share the rows that are fetched ahead among them.
+// A tile of weights stays in the first-level cache while all rows of activations are multiplied
+// with it, four at a time. The prefetches of later rows are divided among these passes.
 static void rows_bf16(float* y, const Weight& w, const Input& in, int64_t n0, int64_t n1, bool add) {
     int64_t passes = (in.M + TILE - 1) / TILE, K = w.K;
     std::vector<bf16> unpacked(w.format == BF16 ? 0 : TILE * K);
@@ -385,8 +402,8 @@ static void rows_bf16(float* y, const Weight& w, const Input& in, int64_t n0, in
     }
 }
 
-// sums[r][m] of 16 rows of weights and 16 of activations → y[m][n … n+15], of those between `from` and `to` and of the
-// first `rows` activations.
+// sums[r][m] of 16 rows of weights and 16 of activations → y[m][n … n+15], for columns `from` …
+// `to` − 1 and the first `rows` rows of activations.
 static void put_block(float* y, const Weight& w, int64_t n, const float (*sums)[16], int64_t rows, int64_t from, int64_t to,
                       bool add) {
     __m512 turned[16];
@@ -401,11 +418,13 @@ static void put_block(float* y, const Weight& w, int64_t n, const float (*sums)[
     }
 }
 
-// Sixteen rows of weights at a time, over all rows of activations: first as bf16 if they are codes. The last block of a
-// matrix is a whole one too, and begins earlier: what it computes twice is put once.
+// Sixteen rows of weights at a time, over all rows of activations. Codes are first converted to
+// bf16. The last block of a matrix is a whole block that begins earlier; results that it computes
+// again are not stored again.
 static void rows_lanes(float* y, const Weight& w, const Input& in, int64_t n0, int64_t n1, bool add) {
     int64_t K = w.K;
-    std::unique_ptr<bf16[]> unpacked(w.format == BF16 ? nullptr : new bf16[2 * PASS * K]);  // not zeroed
+    // Not a vector, which would be zeroed.
+    std::unique_ptr<bf16[]> unpacked(w.format == BF16 ? nullptr : new bf16[2 * PASS * K]);
     for (int64_t n = n0; n < n1; n += 2 * PASS) {
         int64_t first = n + 2 * PASS <= w.N ? n : w.N - 2 * PASS;
         const bf16* block = w.format == BF16 ? (const bf16*)w.data + first * K : unpacked.get();
@@ -426,8 +445,8 @@ static void rows_lanes(float* y, const Weight& w, const Input& in, int64_t n0, i
 #endif
 
 #if defined(TILES)
-// 32 rows of weights, 16 and 16, with BLOCKS · 16 rows of activations: sums[2 · block + half][row of weights][activation].
-// Each step asks for the lines of the rows that come next.
+// 32 rows of weights, 16 and 16, with BLOCKS · 16 rows of activations → sums[2 · block +
+// half][row of weights][row of activations]. Each step prefetches lines of the next rows.
 template <int BLOCKS>
 static void multiply_tiles(const bf16* w, const Line* x, int64_t K, float (*sums)[16][16]) {
     const bf16 *below = w + 16 * K, *ahead = w + 32 * K;
@@ -453,7 +472,7 @@ static void multiply_tiles(const bf16* w, const Line* x, int64_t K, float (*sums
     tile_store(3, sums[3], 64);
 }
 
-// The last block of a matrix is a whole one too, and begins earlier: what it computes twice is put once.
+// As rows_lanes, with tiles and 32 rows of weights at a time.
 static void rows_tiles(float* y, const Weight& w, const Input& in, int64_t n0, int64_t n1, bool add) {
     Tiles configured;
     std::vector<bf16> unpacked(w.format == BF16 ? 0 : 32 * w.K);
@@ -465,7 +484,7 @@ static void rows_tiles(float* y, const Weight& w, const Input& in, int64_t n0, i
             alignas(64) float sums[4][16][16];
             auto product = in.M - m0 > 16 ? multiply_tiles<2> : multiply_tiles<1>;
             product(block, &in.paired[m0 * w.K / 32], w.K, sums);
-            for (int64_t b = 0; b < 4; b++) {  // two blocks of activations, each with two of weights
+            for (int64_t b = 0; b < 4; b++) {  // two blocks of activations × two of weights
                 int64_t left = in.M - m0 - b / 2 * 16, at = first + b % 2 * 16;
                 if (left > 0) put_block(y + (m0 + b / 2 * 16) * w.N, w, at, sums[b], left < 16 ? left : 16, n, end, add);
             }
@@ -474,7 +493,7 @@ static void rows_tiles(float* y, const Weight& w, const Input& in, int64_t n0, i
 }
 #endif
 
-// Rows n0 … n1−1 of the weights; called by every thread with a part of its own.
+// Rows n0 … n1−1 of the weights. Each thread calls it with different rows.
 static void rows(float* y, const Weight& w, const Input& in, int64_t n0, int64_t n1, bool add) {
     if (w.format == FP32) return rows_dense<float>(y, w, in, n0, n1, add);
 #if defined(TILES)
@@ -500,9 +519,10 @@ static void rows(float* y, const Weight& w, const Input& in, int64_t n0, int64_t
         }
 }
 
-// Parts are handed out as threads ask for them, at least two to each, so that a thread that was interrupted holds nobody up
-// for long. With one row half a megabyte is long enough for the memory to run ahead. With several, each part but the first
-// begins with lines that nobody asked for ahead of time, so there are fewer: 2 MB each.
+// Threads take parts of the weights dynamically, at least two parts per thread, so that an
+// interrupted thread does not delay the others for long. With one row of activations a part of
+// half a megabyte is long enough for the loads to run ahead. With several rows, the first lines
+// of each part are not prefetched by the part before, so the parts are larger: 2 MB.
 static void multiply(float* y, const float* x, int64_t M, const Weight& w, bool add) {
     Input in(x, M, w);
     const int64_t bytes[] = {4 * w.K, 2 * w.K, w.K, w.K * 9 / 16};

@@ -1,12 +1,15 @@
-// Matrix tiles (Intel's AMX): one instruction adds the product of a (16,32) and a (32,16) matrix of bf16 to sums in fp32.
+// Matrix tiles (Intel's AMX): one instruction adds the product of a (16,32) and a (32,16) matrix of
+// bf16 to sums in fp32.
 //
-// A tile is 16 rows of 64 bytes, and a thread has eight of them, 0 … 7. tile_dot_bf16(c, a, b) is C += A · B:
+// A tile is 16 rows of 64 bytes, and a thread has eight tiles, 0 … 7. tile_dot_bf16(c, a, b) is
+// C += A · B:
 //
-//     A   16 rows of 32 bf16, as they lie in a matrix
-//     B   row j holds inputs 2j and 2j+1 of 16 columns, side by side: what pack_pairs makes
+//     A   16 rows of 32 bf16, in the order of the matrix
+//     B   row j holds inputs 2j and 2j+1 of 16 columns side by side, as pack_pairs writes them
 //     C   16 rows of 16 fp32
 //
-// Compiled with -DNANOKV_TILES=emulated the same instructions are functions: any processor with AVX-512 tests the code.
+// With -DNANOKV_TILES=emulated the instructions are replaced by functions, so that any processor
+// with AVX-512 can test the code.
 
 #pragma once
 #include "vectors.h"
@@ -27,8 +30,8 @@ static inline __m512 pairs16(const float* p) {
 #endif
 #endif
 
-// Of 16 rows of x (rows,K) pairs of neighbouring inputs as bf16, K / 2 · 16 of them; zeros fill up to 16 rows. K is even,
-// and a multiple of 32 if x is fp32.
+// x (rows,K) with up to 16 rows → pairs of adjacent inputs of 16 rows as bf16, K / 2 · 16 pairs.
+// Missing rows are zeros. K is even, and a multiple of 32 if x is fp32.
 template <class T>
 static inline void pack_pairs(const T* x, int64_t rows, int64_t K, uint32_t* pairs) {
     int64_t k = 0;
@@ -48,12 +51,14 @@ static inline void pack_pairs(const T* x, int64_t rows, int64_t K, uint32_t* pai
         }
 }
 
-struct alignas(64) Line { bf16 values[32]; };  // a row of a tile that lies in one cache line is loaded at once
+// One cache line. A row of a tile is loaded at once if it lies in one line.
+struct alignas(64) Line { bf16 values[32]; };
 
 #if defined(TILES) && !defined(NANOKV_TILES)
 
-// Numbers of tiles are part of the instruction: literals only. The compilers' own _tile_loadd does not say that it reads
-// memory (GCC 12), and what was written there just before may come too late.
+// The number of a tile is part of the instruction and must be a literal. The compiler's
+// _tile_loadd is not used, because in GCC 12 it does not declare that it reads memory: an earlier
+// write to that memory could be moved behind it.
 #define tile_load(t, from, stride) \
     asm volatile("tileloadd (%0,%1,1), %%tmm" #t : : "r"((const void*)(from)), "r"((int64_t)(stride)) : "memory")
 #define tile_store(t, to, stride) \
@@ -61,14 +66,16 @@ struct alignas(64) Line { bf16 values[32]; };  // a row of a tile that lies in o
 #define tile_zero(t) asm volatile("tilezero %%tmm" #t : :)
 #define tile_dot_bf16(c, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c : :)
 
-// Linux grants the 8 KiB that a thread's tiles take to processes that ask.
+// Linux lets a process use tiles, which take 8 KiB per thread, only on request.
 inline bool tiles_allowed() {
     const long request = 0x1023 /* ARCH_REQ_XCOMP_PERM */, tile_data = 18 /* XFEATURE_XTILEDATA */;
     static const bool allowed = syscall(SYS_arch_prctl, request, tile_data) == 0;
     return allowed;
 }
 
-struct Tiles {  // while one lives its thread may use tiles; torch configures its own afterwards
+// The thread that constructs this may use tiles until it is destroyed. torch configures its own
+// tiles afterwards.
+struct Tiles {
     Tiles() {
         struct alignas(64) {
             uint8_t palette = 1, unused[15] = {};
@@ -90,7 +97,7 @@ static thread_local struct { uint8_t row[16][64]; } tile[8];
 static inline bool tiles_allowed() { return true; }
 struct Tiles {
     Tiles() { memset(tile, 0, sizeof(tile)); }
-    ~Tiles() { memset(tile, 0xff, sizeof(tile)); }  // NaN: whoever still uses them will see
+    ~Tiles() { memset(tile, 0xff, sizeof(tile)); }  // NaN, so that a later use is noticed
 };
 static inline void tile_zero(int t) { memset(tile[t].row, 0, sizeof(tile[t].row)); }
 static inline void tile_load(int t, const void* from, int64_t stride) {
@@ -99,10 +106,12 @@ static inline void tile_load(int t, const void* from, int64_t stride) {
 static inline void tile_store(int t, void* to, int64_t stride) {
     for (int r = 0; r < 16; r++) memcpy((char*)to + r * stride, tile[t].row[r], 64);
 }
-static inline float flushed(float x) { return fabsf(x) < FLT_MIN ? 0 : x; }  // denormals count as zero, read and written
+// The instruction treats denormals as zero, in inputs and results.
+static inline float flushed(float x) { return fabsf(x) < FLT_MIN ? 0 : x; }
 
-// As Intel's manual describes TDPBF16PS: for each value of C a sum of the even inputs and one of the odd ones, from 0 up
-// by fused multiply-adds to nearest even; then the odd sum is added to the even one, and both to C.
+// TDPBF16PS as in Intel's manual: for each value of C one sum of the even inputs and one of the odd
+// inputs, in ascending order by fused multiply-adds, rounded to nearest even. Then the odd sum is
+// added to the even sum, and the total to C.
 static void tile_dot_bf16(int c, int a, int b) {
     float A[16][32], B[16][32], C[16][16];
     for (int r = 0; r < 16; r++)

@@ -1,8 +1,10 @@
-// Numbers and vectors that the kernels share: bf16, sixteen floats at a time, and what is done with them.
+// Numbers and vectors that the kernels share: bf16, vectors of sixteen floats, and their
+// operations.
 //
-// Vectors are GCC's and clang's portable vector types, as wide as the machine's registers: sixteen floats are one of them,
-// or two halves, or four quarters. (A type that is wider than a register GCC keeps in memory: 6 times slower.) Intrinsics
-// stand only where a processor has an instruction that no portable expression becomes.
+// The vectors are the portable vector types of GCC and clang, as wide as the machine's registers.
+// Sixteen floats are one vector, two halves or four quarters. (GCC keeps a type that is wider
+// than a register in memory, which is 6 times slower.) Intrinsics are used only for instructions
+// that compilers do not generate from portable code.
 
 #pragma once
 #include <cfloat>
@@ -33,7 +35,9 @@ typedef float    floats __attribute__((vector_size(4 * LANES), aligned(4), may_a
 typedef int32_t  ints   __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint32_t words  __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-template <class V>  // a template's argument loses `aligned` and `may_alias`: memory is read and written by load16 and store16
+// A template argument loses the attributes `aligned` and `may_alias`, so memory is accessed only
+// through load16 and store16.
+template <class V>
 struct Twice { V low, high; };
 #define ON_BOTH(op) \
     template <class V> static inline Twice<V> operator op(Twice<V> a, Twice<V> b) { return {a.low op b.low, a.high op b.high}; } \
@@ -65,11 +69,11 @@ inline int threads() {
 struct bf16 { uint16_t bits; };  // the upper half of a float
 
 enum Format { FP32, BF16, INT8, INT4 };
-const int64_t WORTH = 1 << 18;  // bytes to touch (or as much arithmetic) from which on a second thread is asked
-const int64_t MANY = 1 << 14;  // activations from which on what is done with each row of them is shared among threads
-const int GROUP = 32;  // inputs that share a scale: of the activations for int8 and int4, of the weights for int4
+const int64_t WORTH = 1 << 18;  // bytes, or as much arithmetic, that are worth several threads
+const int64_t MANY = 1 << 14;  // activations from which on work per row is divided among threads
+const int GROUP = 32;  // inputs that share a scale: activations for int8 and int4, weights for int4
 
-// --- numbers -----------------------------------------------------------------------------------------------------------
+// --- numbers -------------------------------------------------------------------------------------
 
 static inline float to_float(float x) { return x; }
 static inline float to_float(bf16 x) {
@@ -86,11 +90,11 @@ static inline void store(bf16* to, float x) {  // to nearest, ties to even, as t
 }
 static inline void load(floats& v, const float* p) { v = *(const floats*)p; }
 static inline void load(floats& v, const bf16* p) {
-#if defined(__AVX512F__)  // gcc 12 takes several instructions for what is one
+#if defined(__AVX512F__)  // GCC 12 needs several instructions for the portable form
     words wide = (words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)) << 16;
 #elif defined(__AVX2__)
     words wide = (words)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)) << 16;
-#else  // zeros and values in turns; __builtin_convertvector would take them one by one
+#else  // interleave zeros and values; __builtin_convertvector would convert them one by one
     typedef uint16_t eight __attribute__((vector_size(16)));
     eight zeros = {}, values = {};
     memcpy(&values, p, 2 * LANES);
@@ -161,7 +165,7 @@ static inline float max16(floats v) {
     return most;
 #endif
 }
-static inline bool finite16(floats v) {  // not by v − v: an associative compiler knows that to be 0
+static inline bool finite16(floats v) {  // not by v − v, which -fassociative-math folds to 0
 #if defined(__AVX512F__)
     return _mm512_cmp_ps_mask((__m512)abs16(v), _mm512_set1_ps(FLT_MAX), _CMP_LE_OQ) == 0xffff;
 #else
@@ -170,7 +174,8 @@ static inline bool finite16(floats v) {  // not by v − v: an associative compi
     return finite;
 #endif
 }
-static inline int round16(floats v, int8_t* to) {  // to nearest, ties to even; the sum of what was written
+// Round to nearest, ties to even → the sum of the codes.
+static inline int round16(floats v, int8_t* to) {
 #if defined(__AVX512F__)
     __m512i codes = _mm512_cvtps_epi32((__m512)v);
     _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8(codes));
@@ -194,11 +199,11 @@ static inline int round16(Twice<V> v, int8_t* to) {
     return round16(v.low, to) + round16(v.high, to + sizeof(V) / sizeof(float));
 }
 
-// The sums of sixteen vectors, together: 45 instructions instead of 200.
+// The sums of sixteen vectors at once: 45 instructions instead of 200.
 static inline f32x16 sums16(const f32x16* v) {
 #if defined(__AVX512F__)
     __m512 two[8], four[4], half[2];
-    __m512 s[16];  // not a cast of v, whose vectors may lie anywhere
+    __m512 s[16];  // not a cast of v, which need not be aligned
     for (int i = 0; i < 16; i++) s[i] = (__m512)v[i];
     for (int i = 0; i < 8; i++)
         two[i] = _mm512_unpacklo_ps(s[2 * i], s[2 * i + 1]) + _mm512_unpackhi_ps(s[2 * i], s[2 * i + 1]);
@@ -218,7 +223,7 @@ static inline f32x16 sums16(const f32x16* v) {
 }
 
 #if defined(__AVX512F__)
-// A block of 16 × 16, turned over its diagonal: afterwards v[j][i] is what v[i][j] was. 64 instructions.
+// Transpose a block of 16 × 16 in 64 instructions.
 static inline void turn16(__m512* v) {
     __m512 a[16], b[16];
     for (int i = 0; i < 16; i += 2) a[i] = _mm512_unpacklo_ps(v[i], v[i + 1]), a[i + 1] = _mm512_unpackhi_ps(v[i], v[i + 1]);
@@ -240,7 +245,7 @@ static inline void turn16(__m512* v) {
 }
 #endif
 
-// Keeps what is in it in one piece, where sums may be taken in any order (-fassociative-math).
+// Evaluates its argument as one unit, although -fassociative-math allows sums in any order.
 #if defined(__has_builtin)
 #if __has_builtin(__builtin_assoc_barrier)  // GCC 12
 #define IN_ORDER(x) __builtin_assoc_barrier(x)
@@ -252,12 +257,13 @@ static inline void turn16(__m512* v) {
 #define IN_ORDER(x) (x)
 #endif
 
-// e^x to 2.6e-7: 2^n · e^r with |r| ≤ ln(2)/2, e^r by its series. ln(2) is subtracted in two parts, the first of which has
-// few enough bits that n times it is exact; both parts in one would make an error of 4e-6. Below −87 it stays at
-// e^−87 = 1.6e-38; from 88.4 on, where n is 128, it is infinite. NaN stays NaN.
+// e^x with an error of 2.6e-7: 2^n · e^r with |r| ≤ ln(2)/2 and e^r by its series. n·ln(2) is
+// subtracted in two parts. The first part of ln(2) has so few bits that its product with n is
+// exact; with both parts in one number the error would be 4e-6. Below −87 the result is e^−87 =
+// 1.6e-38. From 88.4 on, where n is 128, it is infinite. NaN stays NaN.
 static inline floats exp16(floats x) {
     x = x < -87.f ? (floats){} - 87.f : x;
-    x = x > 89.f ? (floats){} + 89.f : x;  // more would run over into the bit of the sign
+    x = x > 89.f ? (floats){} + 89.f : x;  // a larger n would overflow into the sign bit
     ints n = __builtin_convertvector(x * 1.44269504f + (x < 0.f ? (floats){} - 0.5f : (floats){} + 0.5f), ints);
     floats whole = __builtin_convertvector(n, floats);
     floats r = IN_ORDER(x - whole * 0.693359375f) + whole * 2.12194440e-4f;
@@ -278,7 +284,8 @@ static void rms_norm(Out* y, const In* x, const float* weight, int64_t n, float 
     for (int64_t i = 0; i < n; i++) store(y + i, to_float(x[i]) * scale * weight[i]);
 }
 
-static void rotate(float* x, const float* cos, const float* sin, int64_t D) {  // pairs (x_i, x_{i+D/2})
+// Rotate the pairs (x_i, x_{i+D/2}).
+static void rotate(float* x, const float* cos, const float* sin, int64_t D) {
     for (int64_t i = 0; i < D / 2; i++) {
         float a = x[i], b = x[i + D / 2];
         x[i] = a * cos[i] - b * sin[i];
@@ -286,7 +293,7 @@ static void rotate(float* x, const float* cos, const float* sin, int64_t D) {  /
     }
 }
 
-// A head of q or k: normed if the model has a weight for that, then turned to its position.
+// A head of q or k: normed if the model has a weight for it, then rotated.
 template <class In>
 static void place_head(float* y, const In* x, const float* weight, const float* cos, const float* sin, int64_t D, float eps) {
     if (weight) {
@@ -297,10 +304,11 @@ static void place_head(float* y, const In* x, const float* weight, const float* 
     rotate(y, cos, sin, D);
 }
 
-// --- where the time goes -----------------------------------------------------------------------------------------------
+// --- time measurement ----------------------------------------------------------------------------
 
-enum Part { QKV, ATTENTION, O, MLP, HEAD, BETWEEN };  // of a decode step; BETWEEN: norms, rotation and gates of a prefill
-extern thread_local double spent[6];  // seconds of the calling thread, added up until somebody sets them to 0
+// The parts of a decode step; BETWEEN: norms, rotation and gates of a prefill.
+enum Part { QKV, ATTENTION, O, MLP, HEAD, BETWEEN };
+extern thread_local double spent[6];  // seconds of this thread per part; the caller resets them
 
 struct Timer {
     double* to;
