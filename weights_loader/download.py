@@ -26,7 +26,7 @@ import shutil
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from . import names
 from .installed import PACKAGES
@@ -131,9 +131,12 @@ def config_file(repo: str, revision: str | None, known: tuple[str, ...]) -> Path
     revision = _check_revision(revision or "main")
     try:
         cached = try_to_load_from_cache(repo, "config.json", revision=revision)
-        if not isinstance(cached, str) and "/" not in repo:
+        if isinstance(cached, str):
+            path = Path(cached)
+        elif "/" in repo:
+            path = _file(repo, "config.json", revision)
+        else:
             raise _unknown(repo, known)
-        path = Path(cached) if isinstance(cached, str) else _file(repo, "config.json", revision)
         return _intact(path.parent) / path.name
     except CheckpointError:
         raise
@@ -172,7 +175,8 @@ def _fetch(repo: str, revision: str) -> Path:
     if index is None:
         raise CheckpointError(
             f"{repo} has neither {SINGLE} nor {INDEX}",
-            hint="nanokv reads safetensors only (a pickle, .bin, can run any program); take a repository that has them",
+            hint="nanokv reads safetensors only (a pickle, .bin, can run any program); "
+            "take a repository that has them",
         )
     shards = sorted(set(read_weight_map(index).values()))
     _check_disk(repo, [shard for shard in shards if not (folder / shard).is_file()], commit)
@@ -187,22 +191,21 @@ def _announce(repo: str, folder: Path) -> None:
     Raises CheckpointError, before the weights are fetched, if the family is not supported.
     """
     config = read_object(folder / "config.json")
-    tied = config.get("tie_word_embeddings")
     shapes = names.expected(config)
-    count = sum(
-        math.prod(shape) for name, shape in shapes.items() if not (tied and name == names.HEAD)
-    )
+    if config.get("tie_word_embeddings"):
+        del shapes[names.HEAD]
+    count = sum(map(math.prod, shapes.values()))
+    megabytes = 2 * count / 1e6
     LOG.info(
-        "%s: %s parameters, %s MB in memory as bfloat16",
-        repo,
-        f"{count:,}",
-        f"{2 * count / 1e6:,.0f}",
+        "%s: %s parameters, %s MB in memory as bfloat16", repo, f"{count:,}", f"{megabytes:,.0f}"
     )
 
 
 def _limit(name: str) -> int | None:
     """The largest size of this file that is accepted; None if there is no limit."""
-    return LIMITS.get("chat_template.jinja" if name.startswith(TEMPLATES) else name)
+    if name.startswith(TEMPLATES):
+        return LIMITS["chat_template.jinja"]
+    return LIMITS.get(name)
 
 
 def _optional(repo: str, name: str, commit: str) -> Path | None:
@@ -250,7 +253,8 @@ def _link(repo: str, name: str, revision: str, commit: str, blob: Path) -> Path:
 
     hf_hub_download is not used: it would ask the server again, and trust another etag.
     """
-    pointer, ref = _storage(repo) / "snapshots" / commit / name, _storage(repo) / "refs" / revision
+    pointer = _storage(repo) / "snapshots" / commit / name
+    ref = _storage(repo) / "refs" / revision
     if not pointer.exists():
         pointer.parent.mkdir(parents=True, exist_ok=True)
         pointer.unlink(missing_ok=True)  # a link to a deleted blob
@@ -268,7 +272,7 @@ def _link(repo: str, name: str, revision: str, commit: str, blob: Path) -> Path:
     return pointer
 
 
-def _fetch_blob(repo: str, name: str, remote: Remote, blob: Path):
+def _fetch_blob(repo: str, name: str, remote: Remote, blob: Path) -> None:
     """Fetch into blob.part, continuing an earlier run; check the hash; move it into place."""
     from huggingface_hub.utils import WeakFileLock
 
@@ -280,19 +284,20 @@ def _fetch_blob(repo: str, name: str, remote: Remote, blob: Path):
     # A second process waits here and then finds the blob.
     with WeakFileLock(lock), open(part, "ab") as file:
         if blob.exists():
-            return part.unlink()
-        if remote.size is not None:
-            if file.tell() > remote.size:
-                file.truncate(0)
-            _check_free(repo, [(name, remote.size - file.tell())])
-            if remote.size >= WORTH_SAYING:
-                rest = f"{(remote.size - file.tell()) / 1e6:,.0f} MB"
-                LOG.info("%s/%s: %s go into %s", repo, name, rest, _storage(repo))
-        _receive(repo, name, remote, Bounded(file, _most(name, remote), f"{repo}/{name}"))
-        file.flush()
-        if wrong := _wrong_hash(part, remote.etag):  # resuming would keep the damage
-            size = part.stat().st_size
             part.unlink()
+            return
+        most = remote.size
+        if most is None:
+            most = _limit(name)
+        else:
+            _prepare(repo, name, most, file)
+        assert most is not None  # _metadata refuses a file that has neither size nor limit
+        _receive(repo, name, remote, Bounded(file, most, f"{repo}/{name}"))
+        file.flush()
+        wrong = _wrong_hash(part, remote.etag)
+        if wrong:
+            size = part.stat().st_size
+            part.unlink()  # resuming would keep the damage
             raise CheckpointError(
                 f"{repo}/{name}: {size:,} bytes arrived with {wrong}",
                 hint="the download was damaged on the way and is deleted: run it again",
@@ -300,8 +305,14 @@ def _fetch_blob(repo: str, name: str, remote: Remote, blob: Path):
         os.replace(part, blob)
 
 
-def _most(name: str, remote: Remote) -> int:
-    return _limit(name) if remote.size is None else remote.size
+def _prepare(repo: str, name: str, size: int, file: BinaryIO) -> None:
+    """Check the free disk space for the rest of a file, and announce a large download."""
+    if file.tell() > size:
+        file.truncate(0)
+    rest = size - file.tell()
+    _check_free(repo, [(name, rest)])
+    if size >= WORTH_SAYING:
+        LOG.info("%s/%s: %s MB go into %s", repo, name, f"{rest / 1e6:,.0f}", _storage(repo))
 
 
 def _receive(repo: str, name: str, remote: Remote, file):
@@ -346,16 +357,19 @@ def _receive(repo: str, name: str, remote: Remote, file):
 class Bounded:
     """A file with a limit of bytes: a server that never stops sending would fill the disk."""
 
-    def __init__(self, file, limit: int, what: str):
-        self.file, self.limit, self.what = file, limit, what
+    def __init__(self, file: BinaryIO, limit: int, what: str):
+        self.file = file
+        self.limit = limit
+        self.what = what
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self.file, name)
 
     def write(self, data: bytes) -> int:
         if self.file.tell() + len(data) > self.limit:
             raise CheckpointError(
-                f"{self.what}: more bytes arrive than the {self.limit:,} that were announced or are allowed",
+                f"{self.what}: more bytes arrive than the {self.limit:,} that were announced "
+                "or are allowed",
                 hint="the server or a proxy sends something else; what arrived is deleted",
             )
         return self.file.write(data)
@@ -389,15 +403,18 @@ def check_hashes(folder: Path, names: list[str] | None = None) -> list[str]:
     CheckpointError. Only links to a blob that is named after its hash can be checked; for any other
     file the expected hash is unknown.
     """
+    if names is None:
+        names = sorted(path.name for path in folder.iterdir())
     checked = []
-    for name in sorted(path.name for path in folder.iterdir()) if names is None else names:
+    for name in names:
         pointer = folder / name
         if not pointer.is_symlink() or not pointer.is_file():
             continue
         blob = Path(os.path.realpath(pointer))
         if blob.parent.name != "blobs" or not ETAG.fullmatch(blob.name):
             continue
-        if wrong := _wrong_hash(blob, blob.name):
+        wrong = _wrong_hash(blob, blob.name)
+        if wrong:
             size = blob.stat().st_size
             blob.unlink()
             pointer.unlink()
@@ -420,31 +437,37 @@ def _wrong_hash(path: Path, etag: str) -> str:
 
     The etag is a sha256, or git's sha1 of a blob.
     """
+    kind = "sha256" if len(etag) == 64 else "git's sha1"
     with open(path, "rb") as file:
-        if len(etag) == 64:
-            kind, digest = "sha256", hashlib.file_digest(file, "sha256")
+        if kind == "sha256":
+            digest = hashlib.file_digest(file, "sha256")
         else:
-            start = hashlib.sha1(
-                b"blob %d\0" % os.fstat(file.fileno()).st_size, usedforsecurity=False
-            )
-            kind, digest = "git's sha1", hashlib.file_digest(file, start.copy)
+            size = os.fstat(file.fileno()).st_size
+            start = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+            digest = hashlib.file_digest(file, start.copy)
     found = digest.hexdigest()
-    return "" if found == etag else f"{kind} {found[:12]}, the hub says {etag[:12]}"
+    if found == etag:
+        return ""
+    return f"{kind} {found[:12]}, the hub says {etag[:12]}"
 
 
-def _check_disk(repo: str, names: list[str], commit: str):
+def _check_disk(repo: str, names: list[str], commit: str) -> None:
     """CheckpointError, before the first shard is fetched, unless all of them fit on the disk."""
     _check_free(repo, [(name, _metadata(repo, name, commit).size or 0) for name in names])
 
 
-def _check_free(repo: str, needed: list[tuple[str, int]]):
+def _check_free(repo: str, needed: list[tuple[str, int]]) -> None:
+    """CheckpointError unless the disk has room for files of these names and sizes."""
     folder = _storage(repo)
     while not folder.exists():
         folder = folder.parent
-    total, free = sum(size for _, size in needed), shutil.disk_usage(folder).free
+    total = sum(size for _, size in needed)
+    free = shutil.disk_usage(folder).free
     if total > free:
+        first, _ = needed[0]
+        more = " ..." if len(needed) > 1 else ""
         raise CheckpointError(
-            f"{repo}: {len(needed)} files ({needed[0][0]}{' ...' if len(needed) > 1 else ''}) need {total:,} bytes, "
+            f"{repo}: {len(needed)} files ({first}{more}) need {total:,} bytes, "
             f"{folder} has {free:,} free",
             hint="make room, or set HF_HOME to a folder on a larger disk",
         )
@@ -455,28 +478,30 @@ def _metadata(repo: str, name: str, revision: str) -> Remote:
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
     meta = get_hf_file_metadata(hf_hub_url(repo, name, revision=revision))
-    what, limit = f"{repo}/{name}: the server's", _limit(name)
-    if not COMMIT.fullmatch(meta.commit_hash or ""):
+    what = f"{repo}/{name}: the server's"
+    commit = meta.commit_hash or ""
+    if not COMMIT.fullmatch(commit):
         raise CheckpointError(
             f"{what} commit is {quote(meta.commit_hash)}, not 40 hex digits", MIRROR_HINT
         )
-    if COMMIT.fullmatch(revision) and meta.commit_hash != revision:
-        raise CheckpointError(
-            f"{what} commit is {meta.commit_hash}, {revision} was asked for", MIRROR_HINT
-        )
-    if not ETAG.fullmatch(meta.etag or ""):
+    if COMMIT.fullmatch(revision) and commit != revision:
+        raise CheckpointError(f"{what} commit is {commit}, {revision} was asked for", MIRROR_HINT)
+    etag = meta.etag or ""
+    if not ETAG.fullmatch(etag):
         raise CheckpointError(
             f"{what} etag is {quote(meta.etag)}, not a sha256 or git's sha1", MIRROR_HINT
         )
-    if (meta.size is None and limit is None) or (meta.size or 0) < 0:
+    limit = _limit(name)
+    size = meta.size or 0
+    if size < 0 or (meta.size is None and limit is None):
         raise CheckpointError(
-            f"{what} size is {meta.size}: nobody knows when the file ends", MIRROR_HINT
+            f"{what} size is {meta.size}, so the end of the file is unknown", MIRROR_HINT
         )
-    if limit is not None and (meta.size or 0) > limit:
+    if limit is not None and size > limit:
         raise CheckpointError(
-            f"{what} size is {meta.size:,} bytes; at most {limit:,} are read of such a file"
+            f"{what} size is {size:,} bytes; at most {limit:,} are read of such a file"
         )
-    return Remote(meta.commit_hash, meta.etag, meta.size)
+    return Remote(commit, etag, meta.size)
 
 
 def _check_revision(revision: str) -> str:
@@ -496,13 +521,39 @@ def _storage(repo: str) -> Path:
 
 
 def _explain(
-    error: Exception, repo: str, revision: str, missing: list[str], known
+    error: Exception, repo: str, revision: str, missing: list[str], known: tuple[str, ...]
 ) -> CheckpointError:
     """An exception of the hub's client as one line and a hint."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    answer = _explain_answer(error, repo, revision, known)
+    if answer is not None:
+        return answer
+    if isinstance(error, OSError) and error.filename:
+        return CheckpointError(
+            f"{repo}: {error.filename}: {error.strerror}", "set HF_HOME to a writable folder"
+        )
+    lacks = f"the cache lacks {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}"
+    if isinstance(error, OfflineModeIsEnabled):
+        return CheckpointError(
+            f"{repo}: offline (--offline or HF_HUB_OFFLINE) and {lacks} (revision {revision})",
+            f"go online to download; {OFFLINE_HINT}",
+        )
+    return CheckpointError(
+        f"{repo}: {constants.ENDPOINT} failed ({_reason(error)}) and {lacks}",
+        f"check the network and run it again; {OFFLINE_HINT}",
+    )
+
+
+def _explain_answer(
+    error: Exception, repo: str, revision: str, known: tuple[str, ...]
+) -> CheckpointError | None:
+    """The error if the hub answered and refused; None for any other failure."""
     from huggingface_hub import constants, get_token
     from huggingface_hub import errors as hub
 
-    status = getattr(getattr(error, "response", None), "status_code", None)
+    status = _status(error)
     login = "the token in HF_TOKEN has no access" if get_token() else "set HF_TOKEN"
     page = f"{constants.ENDPOINT}/{repo}"
     if isinstance(error, hub.GatedRepoError):
@@ -514,7 +565,8 @@ def _explain(
             f"{repo} has no revision {quote(revision)}", f"branches and tags: {page}/tree/main"
         )
     if isinstance(error, _no_such_file()):
-        name = str(error.response.request.url).split("/resolve/")[-1].partition("/")[2]
+        url = str(error.response.request.url)  # type: ignore[attr-defined]  # set in all versions
+        name = url.split("/resolve/")[-1].partition("/")[2]
         return CheckpointError(
             f"{repo} has no {name} at revision {revision}", "is it a transformers model of today?"
         )
@@ -527,26 +579,20 @@ def _explain(
         return CheckpointError(
             f"{repo}: the hub refused access (HTTP {status})", f"{login}; licence page: {page}"
         )
-    if isinstance(error, OSError) and error.filename:
-        return CheckpointError(
-            f"{repo}: {error.filename}: {error.strerror}", "set HF_HOME to a writable folder"
-        )
-    lacks = f"the cache lacks {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}"
-    if isinstance(error, hub.OfflineModeIsEnabled):
-        return CheckpointError(
-            f"{repo}: offline (--offline or HF_HUB_OFFLINE) and {lacks} (revision {revision})",
-            f"go online to download; {OFFLINE_HINT}",
-        )
-    return CheckpointError(
-        f"{repo}: {constants.ENDPOINT} failed ({_reason(error)}) and {lacks}",
-        f"check the network and run it again; {OFFLINE_HINT}",
-    )
+    return None
+
+
+def _status(error: Exception) -> int | None:
+    """The HTTP status of the client's error; None if there was no answer."""
+    return getattr(getattr(error, "response", None), "status_code", None)
 
 
 def _reason(error: Exception) -> str:
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    first = (str(error).strip().splitlines() or [""])[0][:200]
-    return f"HTTP {status}" if status else f"{type(error).__name__}: {first}".rstrip(": ")
+    status = _status(error)
+    if status:
+        return f"HTTP {status}"
+    first, *_ = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {first[:200]}".rstrip(": ")
 
 
 def check_name(repo: str, known: tuple[str, ...]) -> None:
@@ -576,15 +622,18 @@ def _beside(source: str) -> str | None:
             found = [entry.name for entry in islice(entries, SEARCHED) if _is_model(entry)]
     except (OSError, ValueError):
         return None
-    names = {Path(name).stem.lower(): name for name in found} | {
-        name.lower(): name for name in found
-    }
+    names = {Path(name).stem.lower(): name for name in found}
+    names |= {name.lower(): name for name in found}
     close = difflib.get_close_matches(path.name.lower(), names, n=1, cutoff=0.8)
-    place = path.parent / names[close[0]] if close else None
-    return place and (str(place) if place.is_absolute() else f"./{place}")
+    if not close:
+        return None
+    place = path.parent / names[close[0]]
+    if place.is_absolute():
+        return str(place)
+    return f"./{place}"
 
 
-def _is_model(entry: os.DirEntry) -> bool:
+def _is_model(entry: os.DirEntry[str]) -> bool:
     """Whether the entry looks like a GGUF file or a model folder."""
     return entry.name.endswith(".gguf") or os.path.isfile(os.path.join(entry.path, "config.json"))
 
@@ -594,19 +643,23 @@ def _nearest(source: str, known: tuple[str, ...]) -> str:
 
     qwen3-06b → Qwen/Qwen3-0.6B.
     """
-    if beside := _beside(source):
+    beside = _beside(source)
+    if beside:
         return f"did you mean {beside}?"
-    if source.startswith(("/", ".", "~")) or source.endswith(".gguf"):
-        return (
-            f"check the path: there is no such {'file' if source.endswith('.gguf') else 'folder'}"
-        )
+    if source.endswith(".gguf"):
+        return "check the path: there is no such file"
+    if source.startswith(("/", ".", "~")):
+        return "check the path: there is no such folder"
     spelled = (*known, *PACKAGES, *SHORT, *FAMILY)
     names = {re.sub("[^a-z0-9]", "", name.split("/")[-1].lower()): name for name in spelled}
     wanted = re.sub("[^a-z0-9]", "", source.split("/")[-1].lower())
     close = difflib.get_close_matches(wanted, names, n=1, cutoff=0.5)
-    if close:
-        return f"did you mean {_packaged(names[close[0]]) if ':' in source else names[close[0]]}?"
-    return f"nanokv models lists names; for example {', '.join([*known, FAMILY[0]])}"
+    if not close:
+        return f"nanokv models lists names; for example {', '.join([*known, FAMILY[0]])}"
+    name = names[close[0]]
+    if ":" in source:
+        name = _packaged(name)
+    return f"did you mean {name}?"
 
 
 def _packaged(name: str) -> str:
@@ -614,6 +667,7 @@ def _packaged(name: str) -> str:
 
     For ollama's names: smollm2:135m → smollm2.
     """
-    return next(
-        (short for short, one in PACKAGES.items() if one.repository == SHORT.get(name)), name
-    )
+    for short, package in PACKAGES.items():
+        if package.repository == SHORT.get(name):
+            return short
+    return name

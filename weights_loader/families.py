@@ -25,8 +25,8 @@ class Family:
     defaults: dict[str, int | None] = field(default_factory=dict)
 
 
-QWEN3_DEFAULTS = {"num_key_value_heads": 32, "head_dim": 128}
-EXPERT_DEFAULTS = {
+QWEN3_DEFAULTS: dict[str, int | None] = {"num_key_value_heads": 32, "head_dim": 128}
+EXPERT_DEFAULTS: dict[str, int | None] = {
     "num_experts": 128,
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,

@@ -17,11 +17,13 @@ from typing import Any
 
 from .strict import CheckpointError, quote
 
-MAGIC, VERSIONS = b"GGUF", (2, 3)
-MOST_KEYS, MOST_TENSORS = 4_096, 50_000
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+MOST_KEYS = 4_096
+MOST_TENSORS = 50_000
 MOST_ITEMS = 2_000_000  # in one list; Gemma 3 has 262,144 tokens and 514,906 merges
-# In bytes. The longest published chat templates have 20,000.
-LONGEST_KEY, LONGEST_TEXT = 1_024, 4_000_000
+LONGEST_KEY = 1_024  # bytes
+LONGEST_TEXT = 4_000_000  # bytes; the longest published chat templates have 20,000
 MOST_DIMENSIONS = 4
 SCALARS = {
     0: "B",
@@ -36,8 +38,10 @@ SCALARS = {
     11: "q",
     12: "d",
 }
-TEXT, LIST = 8, 9
+TEXT = 8
+LIST = 9
 DAMAGED = "the file is incomplete or damaged: fetch it again"
+Data = bytes | mmap.mmap
 
 
 @dataclass(frozen=True)
@@ -88,10 +92,10 @@ def read_gguf(path: Path) -> GgufFile:
             return parse(path, data)
 
 
-def parse(path: Path, data) -> GgufFile:
+def parse(path: Path, data: Data) -> GgufFile:
     """Parse the header at the beginning of `data`."""
     header = Header(path, data)
-    (version,) = header.numbers("I", 1)
+    version = header.number("I")
     if version not in VERSIONS:
         swapped = ", or its bytes are in the other order" if version > 0xFFFF else ""
         raise CheckpointError(
@@ -114,8 +118,10 @@ def parse(path: Path, data) -> GgufFile:
 class Header:
     """A reader with a position. Every read is checked against the end of the file."""
 
-    def __init__(self, path: Path, data):
-        self.path, self.data, self.position = path, data, 4
+    def __init__(self, path: Path, data: Data):
+        self.path = path
+        self.data = data
+        self.position = len(MAGIC)
 
     def damaged(self, what: str) -> CheckpointError:
         return CheckpointError(
@@ -130,28 +136,35 @@ class Header:
         return self.position - count
 
     def numbers(self, form: str, count: int) -> tuple:
-        return struct.unpack_from(
-            f"<{count}{form}", self.data, self.take(count * struct.calcsize(form))
-        )
+        start = self.take(count * struct.calcsize(form))
+        return struct.unpack_from(f"<{count}{form}", self.data, start)
+
+    def number(self, form: str) -> Any:
+        return self.numbers(form, 1)[0]
 
     def text(self, longest: int = LONGEST_TEXT) -> str:
-        (length,) = self.numbers("Q", 1)
+        length = self.number("Q")
         if length > longest:
             raise self.damaged(f"has a text of {length:,} bytes, at most {longest:,} are read")
         start = self.take(length)
         try:
             return self.data[start : start + length].decode("utf-8")
-        except UnicodeError as error:
+        except UnicodeDecodeError as error:
             raise self.damaged(f"has a text that is not UTF-8: {error.reason}") from None
 
     def value(self, key: str) -> Any:
         """The value of a key: a scalar, a text, or a list of either. Nested lists are refused."""
-        (kind,) = self.numbers("I", 1)
+        kind = self.number("I")
         if kind == TEXT:
             return self.text()
-        if kind != LIST:
-            return self.scalars(key, kind, 1)[0]
-        (kind,), (count,) = self.numbers("I", 1), self.numbers("Q", 1)
+        if kind == LIST:
+            return self.items(key)
+        return self.scalars(key, kind, 1)[0]
+
+    def items(self, key: str) -> list:
+        """A list of scalars or of texts."""
+        kind = self.number("I")
+        count = self.number("Q")
         if count > MOST_ITEMS:
             raise self.damaged(
                 f"key {quote(key)} has a list of {count:,} values, at most {MOST_ITEMS:,} are read"
@@ -181,8 +194,9 @@ def tensors(header: Header, count: int, metadata: dict) -> tuple[dict[str, Tenso
             f"has general.alignment {alignment!r}, no power of two from 8 to 65,536"
         )
     infos = [tensor_info(header) for _ in range(count)]
-    base = -(-header.position // alignment) * alignment
-    found, end = {}, 0
+    base = rounded_up(header.position, alignment)
+    found: dict[str, TensorInfo] = {}
+    end = 0
     for name, shape, type_, offset, nbytes in infos:
         if name in found:
             raise header.damaged(f"has the tensor {quote(name)} twice")
@@ -190,13 +204,18 @@ def tensors(header: Header, count: int, metadata: dict) -> tuple[dict[str, Tenso
             raise header.damaged(
                 f"puts tensor {quote(name)} at byte {offset:,} of its data, expected {end:,}"
             )
-        if base + offset + nbytes > len(header.data):
+        last = base + offset + nbytes
+        if last > len(header.data):
             raise header.damaged(
-                f"has {len(header.data):,} bytes, but tensor {quote(name)} ends at byte {base + offset + nbytes:,}"
+                f"has {len(header.data):,} bytes, but tensor {quote(name)} ends at byte {last:,}"
             )
         found[name] = TensorInfo(name, shape, type_, base + offset, nbytes)
-        end = -(-(offset + nbytes) // alignment) * alignment
+        end = rounded_up(offset + nbytes, alignment)
     return found, base
+
+
+def rounded_up(position: int, alignment: int) -> int:
+    return -(-position // alignment) * alignment
 
 
 def tensor_info(header: Header) -> tuple:
@@ -204,13 +223,14 @@ def tensor_info(header: Header) -> tuple:
     import gguf
 
     name = header.text(LONGEST_KEY)
-    (dimensions,) = header.numbers("I", 1)
+    dimensions = header.number("I")
     if not 1 <= dimensions <= MOST_DIMENSIONS:
         raise header.damaged(
             f"gives tensor {quote(name)} {dimensions:,} dimensions, 1 to {MOST_DIMENSIONS} are read"
         )
     shape = header.numbers("Q", dimensions)[::-1]
-    (kind,), (offset,) = header.numbers("I", 1), header.numbers("Q", 1)
+    kind = header.number("I")
+    offset = header.number("Q")
     try:
         type_ = gguf.GGMLQuantizationType(kind)
     except ValueError:

@@ -129,11 +129,9 @@ def materialize(path: Path) -> Path:
 
 def cache_folder() -> Path:
     """The writable folder in $NANOKV_CACHE or the user's cache, else a new temporary folder."""
-    base = (
-        os.environ.get("NANOKV_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    )
+    base = os.environ.get("NANOKV_CACHE") or os.environ.get("XDG_CACHE_HOME")
     try:
-        folder = Path(base) / "nanokv" / "gguf"
+        folder = Path(base or Path.home() / ".cache") / "nanokv" / "gguf"
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
             return folder
@@ -171,20 +169,11 @@ def architecture(found: GgufFile) -> str:
 def model_config(found: GgufFile) -> dict:
     """The fields of config.json, from the metadata and the shapes of tensors."""
     kind = architecture(found)
-    own = {
-        key.removeprefix(f"{kind}."): value
-        for key, value in found.metadata.items()
-        if key.startswith(f"{kind}.")
-    }
+    own = own_keys(found, kind)
     fields: dict[str, Any] = {"model_type": FAMILY_OF[kind], "hidden_act": "silu"}
-    for key, value in own.items():
-        if key in KEYS:
-            fields[KEYS[key]] = decimal(value) if KEYS[key] in FLOATS else value
-        elif key not in CHECKED | ROPE_SCALING | HARMLESS and not is_neutral(key, value):
-            raise CheckpointError(
-                f"{found.path}: {kind}.{quote(key)[1:-1]} {quote(value)} is not implemented: it may "
-                "change the maths"
-            )
+    fields |= {KEYS[key]: value for key, value in own.items() if key in KEYS}
+    for name in FLOATS & fields.keys():
+        fields[name] = decimal(fields[name])
     embedding = tensor(found, "token_embd.weight", 2)
     fields["vocab_size"] = embedding.shape[0]
     fields["tie_word_embeddings"] = "output.weight" not in found.tensors
@@ -204,38 +193,63 @@ def model_config(found: GgufFile) -> dict:
     return fields
 
 
-def is_neutral(key: str, value) -> bool:
+def own_keys(found: GgufFile, kind: str) -> dict[str, Any]:
+    """The metadata of the architecture, without its name; CheckpointError for an unknown key."""
+    own = {}
+    for key, value in found.metadata.items():
+        if not key.startswith(f"{kind}."):
+            continue
+        key = key.removeprefix(f"{kind}.")
+        known = key in KEYS or key in CHECKED | ROPE_SCALING | HARMLESS
+        if not known and not is_neutral(key, value):
+            raise CheckpointError(
+                f"{found.path}: {kind}.{quote(key)[1:-1]} {quote(value)} is not implemented: "
+                "it may change the maths"
+            )
+        own[key] = value
+    return own
+
+
+def is_neutral(key: str, value: Any) -> bool:
     """Whether a key that is in no other table has no effect."""
-    return value in NEUTRAL[key] if key in NEUTRAL else is_off(key.rpartition(".")[2], value)
+    if key in NEUTRAL:
+        return value in NEUTRAL[key]
+    return is_off(key.rpartition(".")[2], value)
 
 
-def decimal(value) -> Any:
+def decimal(value: Any) -> Any:
     """A float32's shortest decimal: 9.999999747378752e-06 → 1e-05. Other values are unchanged."""
     import numpy
 
-    return float(str(numpy.float32(value))) if isinstance(value, float) else value
+    if not isinstance(value, float):
+        return value
+    return float(str(numpy.float32(value)))
 
 
 def check_lengths(found: GgufFile, own: dict, fields: dict) -> None:
     """CheckpointError for sizes that disagree. Sets the defaults of absent sizes in `fields`."""
     fields.setdefault("rope_theta", 10_000.0)
-    heads, width = fields.get("num_attention_heads"), fields.get("hidden_size")
+    heads = fields.get("num_attention_heads")
+    width = fields.get("hidden_size")
     # OpenELM and others have a list, one value per layer.
     if type(heads) is not int or type(width) is not int or heads < 1:
         raise CheckpointError(
-            f"{found.path}: head_count {quote(heads)} and embedding_length {quote(width)} are no two "
-            "whole numbers"
+            f"{found.path}: head_count {quote(heads)} and embedding_length {quote(width)} are "
+            "no two whole numbers"
         )
     fields.setdefault("num_key_value_heads", heads)
     head_dim = fields.setdefault("head_dim", width // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if own.get(key, head_dim) != head_dim:
             raise CheckpointError(
-                f"{found.path}: {key} is {quote(own[key])}, the heads have {quote(head_dim)} dimensions"
+                f"{found.path}: {key} is {quote(own[key])}, "
+                f"the heads have {quote(head_dim)} dimensions"
             )
-    if own.get("vocab_size", fields["vocab_size"]) != fields["vocab_size"]:
+    rows = fields["vocab_size"]
+    if own.get("vocab_size", rows) != rows:
         raise CheckpointError(
-            f"{found.path}: vocab_size is {quote(own['vocab_size'])}, the embedding has {fields['vocab_size']:,} rows"
+            f"{found.path}: vocab_size is {quote(own['vocab_size'])}, "
+            f"the embedding has {rows:,} rows"
         )
 
 
@@ -244,14 +258,16 @@ def rope(found: GgufFile, own: dict, fields: dict) -> dict:
 
     A factor without a type means linear.
     """
-    theta, kind = {"rope_theta": fields["rope_theta"]}, own.get("rope.scaling.type", "linear")
+    theta = {"rope_theta": fields["rope_theta"]}
+    kind = own.get("rope.scaling.type", "linear")
     if kind == "yarn":
         return theta | {"rope_type": "yarn"} | yarn(found, own)
     # llama.cpp multiplies by it for every type.
-    if (attn_factor := attention_multiplier(found, own)) != 1:
+    attn_factor = attention_multiplier(found, own)
+    if attn_factor != 1:
         raise CheckpointError(
-            f"{found.path}: rope.scaling.attn_factor {attn_factor:g} with type {quote(kind)} is not "
-            "implemented: with yarn it is"
+            f"{found.path}: rope.scaling.attn_factor {attn_factor:g} with type {quote(kind)} is "
+            "not implemented: with yarn it is"
         )
     if ROPE_FACTORS in found.tensors:
         return theta | {"rope_type": "llama3"} | llama3(found, fields)
@@ -276,7 +292,9 @@ def yarn(found: GgufFile, own: dict) -> dict:
         if f"rope.scaling.{key}" in own
     }
     attn_factor = attention_multiplier(found, own)
-    return said if attn_factor == 1 else said | {"attn_factor": attn_factor}
+    if attn_factor != 1:
+        said["attn_factor"] = attn_factor
+    return said
 
 
 def attention_multiplier(found: GgufFile, own: dict) -> float:
@@ -308,13 +326,12 @@ def llama3(found: GgufFile, fields: dict) -> dict:
         )
     stored = numpy.fromfile(found.path, "<f4", info.shape[0], offset=info.start).astype(float)
     rule = {"factor": float(stored.max())} | LLAMA3
-    turn = (
-        2
-        * math.pi
-        * fields["rope_theta"] ** (numpy.arange(0, fields["head_dim"], 2) / fields["head_dim"])
-    )
-    low, high, context = (rule[name] for name in LLAMA3)
-    keep = ((context / turn - low) / (high - low)).clip(0, 1)
+    D = fields["head_dim"]
+    wavelength = 2 * math.pi * fields["rope_theta"] ** (numpy.arange(0, D, 2) / D)  # (D/2,)
+    turns = rule["original_max_position_embeddings"] / wavelength
+    low = rule["low_freq_factor"]
+    high = rule["high_freq_factor"]
+    keep = ((turns - low) / (high - low)).clip(0, 1)
     expected = 1 / ((1 - keep) / rule["factor"] + keep)
     if not numpy.allclose(stored, expected, rtol=1e-4):
         raise CheckpointError(
@@ -338,29 +355,39 @@ def tensor(found: GgufFile, name: str, dimensions: int) -> TensorInfo:
 
 def names_of(found: GgufFile, config: dict) -> dict[str, tuple[TensorInfo, int, int]]:
     """Hugging Face's name → (tensor, first row, rows). An expert is a slice of a stacked tensor."""
-    places = {}
+    named = {}
     for name, info in found.tensors.items():
-        part, _, kind = name.rpartition(".")
-        layer = re.fullmatch(r"blk\.(\d{1,5})\.(\w+)", part)
         if name == ROPE_FACTORS:
             continue
-        if part in ENDS and kind == "weight":
-            places[f"{ENDS[part]}.weight"] = info, 0, info.shape[0]
-        elif layer and layer[2] in NAMES and kind in ("weight", "bias"):
-            places[f"model.layers.{layer[1]}.{NAMES[layer[2]]}.{kind}"] = info, 0, info.shape[0]
-        elif layer and layer[2] in STACKED and kind == "weight" and len(info.shape) == 3:
-            experts, rows, _ = info.shape
-            prefix = f"model.layers.{layer[1]}.mlp.experts"
-            places |= {
-                f"{prefix}.{e}.{STACKED[layer[2]]}.weight": (info, e * rows, rows)
-                for e in range(experts)
-            }
-        else:
+        slices = slices_of(name, info)
+        if not slices:
             raise CheckpointError(
                 f"{found.path}: tensor {quote(name)} {list(info.shape)} has no place in "
                 f"{quote(config['model_type'])}"
             )
-    return places
+        for full_name, (first, rows) in slices.items():
+            named[full_name] = (info, first, rows)
+    return named
+
+
+def slices_of(name: str, info: TensorInfo) -> dict[str, tuple[int, int]]:
+    """Hugging Face's name → (first row, rows), for one tensor of the file; {} if it is unknown."""
+    whole = (0, info.shape[0])
+    part, _, kind = name.rpartition(".")
+    if part in ENDS and kind == "weight":
+        return {f"{ENDS[part]}.weight": whole}
+    layer = re.fullmatch(r"blk\.(\d{1,5})\.(\w+)", part)
+    if layer is None:
+        return {}
+    prefix = f"model.layers.{layer[1]}"
+    leaf = layer[2]
+    if leaf in NAMES and kind in ("weight", "bias"):
+        return {f"{prefix}.{NAMES[leaf]}.{kind}": whole}
+    if leaf in STACKED and kind == "weight" and len(info.shape) == 3:
+        experts, rows, _ = info.shape
+        prefix = f"{prefix}.mlp.experts"
+        return {f"{prefix}.{e}.{STACKED[leaf]}.weight": (e * rows, rows) for e in range(experts)}
+    return {}
 
 
 def places(folder: Path) -> tuple[Path, dict[str, tuple[TensorInfo, int, int, int]]]:
@@ -372,8 +399,14 @@ def places(folder: Path) -> tuple[Path, dict[str, tuple[TensorInfo, int, int, in
     path = Path(str(read_object(folder / POINTER).get("path")))
     if not path.is_file():
         raise CheckpointError(f"{path} is gone: {folder} holds its tokenizer and config only")
-    found, config = read_gguf(path), read_object(folder / "config.json")
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    heads = heads if config["model_type"] == "llama" else {}
-    named = names_of(found, config).items()
-    return path, {name: (*place, heads.get(name.split(".")[-2], 0)) for name, place in named}
+    found = read_gguf(path)
+    config = read_object(folder / "config.json")
+    heads = {}
+    if config["model_type"] == "llama":
+        heads["q_proj"] = config["num_attention_heads"]
+        heads["k_proj"] = config["num_key_value_heads"]
+    tensors = {}
+    for name, place in names_of(found, config).items():
+        leaf = name.split(".")[-2]
+        tensors[name] = (*place, heads.get(leaf, 0))
+    return path, tensors

@@ -12,10 +12,12 @@ from dataclasses import dataclass, replace
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 REST = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 WORDS = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*" + REST
-UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*%s"
 SYMBOLS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*" + REST
-LLAMA3, QWEN2 = WORDS % "{1,3}", WORDS % ""
+LLAMA3 = WORDS % "{1,3}"
+QWEN2 = WORDS % ""
 QWEN35 = (
     CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + REST
 )
@@ -54,9 +56,14 @@ def pieces(regex: str) -> Rule:
     return Rule((split(regex), byte_level(False)))
 
 
-WHOLE_AND_BOS = {"whole_words": True, "bos": True}
+def whole_words_and_bos(regex: str) -> Rule:
+    """`pieces`, where a piece that is a token stays whole and texts begin with bos."""
+    return replace(pieces(regex), whole_words=True, bos=True)
+
+
 DIGITS = {"type": "Digits", "individual_digits": True}
-GPT2, DIGITS_FIRST = Rule((byte_level(True),)), Rule((DIGITS, byte_level(True)))
+GPT2 = Rule((byte_level(True),))
+DIGITS_FIRST = Rule((DIGITS, byte_level(True)))
 RULES = {
     name: rule
     for names, rule in (
@@ -71,11 +78,11 @@ RULES = {
         ("qwen35", replace(pieces(QWEN35), nfc=True)),
         (
             "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
-            replace(pieces(LLAMA3), **WHOLE_AND_BOS),
+            whole_words_and_bos(LLAMA3),
         ),
         ("dbrx smaug-bpe glm4 chatglm-bpe", pieces(LLAMA3)),
         ("gpt-4o llama4 kanana2 talkie minimax-m2", pieces(GPT4O)),
-        ("tekken", replace(pieces(TEKKEN), **WHOLE_AND_BOS)),
+        ("tekken", whole_words_and_bos(TEKKEN)),
         ("seed-coder", pieces(SEED_CODER)),
     )
     for name in names.split()

@@ -26,17 +26,48 @@ SPECIAL = {
 
 def tokenizer_files(found: GgufFile) -> dict[str, dict]:
     """The contents of tokenizer.json and tokenizer_config.json by file name."""
-    pre, tokens, merges = rule(found), listed(found, "tokens", str), listed(found, "merges", str)
-    kinds, bos = token_types(found, tokens, merges), add_bos(found)
-    vocabulary = {token: id for id, token in enumerate(tokens) if kinds[id] != UNUSED}
-    if len(vocabulary) != sum(kind != UNUSED for kind in kinds):
-        twice = next(
-            token
-            for id, token in enumerate(tokens)
-            if kinds[id] != UNUSED and vocabulary[token] != id
-        )
-        raise CheckpointError(f"{found.path}: the token {quote(twice)} has two ids")
-    added = [
+    pre = rule(found)
+    tokens = listed(found, "tokens", str)
+    merges = listed(found, "merges", str)
+    kinds = token_types(found, tokens, merges)
+    bos = add_bos(found)
+    vocabulary = vocabulary_of(found, tokens, kinds)
+    pairs = [pair(found, merge, vocabulary) for merge in merges]
+    config = token_names(found, tokens, kinds)
+    normalizer = {"type": "NFC"} if pre.nfc else None
+    post_processor = begin(config["bos_token"], tokens) if bos else None
+    return {
+        "tokenizer.json": {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": added_tokens(tokens, kinds),
+            "normalizer": normalizer,
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(pre.steps)},
+            "post_processor": post_processor,
+            "decoder": byte_level(True),
+            "model": bpe(vocabulary, pairs, pre.whole_words),
+        },
+        "tokenizer_config.json": config
+        | {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": bos},
+    }
+
+
+def vocabulary_of(found: GgufFile, tokens: list[str], kinds: list[int]) -> dict[str, int]:
+    """Token → id, without UNUSED tokens; CheckpointError if a token has two ids."""
+    vocabulary: dict[str, int] = {}
+    for id, token in enumerate(tokens):
+        if kinds[id] == UNUSED:
+            continue
+        if token in vocabulary:
+            raise CheckpointError(f"{found.path}: the token {quote(token)} has two ids")
+        vocabulary[token] = id
+    return vocabulary
+
+
+def added_tokens(tokens: list[str], kinds: list[int]) -> list[dict]:
+    """`added_tokens` of tokenizer.json: CONTROL and USER_DEFINED tokens."""
+    return [
         {
             "id": id,
             "content": token,
@@ -49,7 +80,11 @@ def tokenizer_files(found: GgufFile) -> dict[str, dict]:
         for id, token in enumerate(tokens)
         if kinds[id] in (CONTROL, USER_DEFINED)
     ]
-    model = {
+
+
+def bpe(vocabulary: dict[str, int], pairs: list[list[str]], whole_words: bool) -> dict:
+    """`model` of tokenizer.json."""
+    return {
         "type": "BPE",
         "dropout": None,
         "unk_token": None,
@@ -57,25 +92,9 @@ def tokenizer_files(found: GgufFile) -> dict[str, dict]:
         "end_of_word_suffix": None,
         "fuse_unk": False,
         "byte_fallback": False,
-        "ignore_merges": pre.whole_words,
+        "ignore_merges": whole_words,
         "vocab": vocabulary,
-        "merges": [pair(found, merge, vocabulary) for merge in merges],
-    }
-    config = token_names(found, tokens, kinds)
-    return {
-        "tokenizer.json": {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": added,
-            "normalizer": {"type": "NFC"} if pre.nfc else None,
-            "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(pre.steps)},
-            "post_processor": begin(config["bos_token"], tokens) if bos else None,
-            "decoder": byte_level(True),
-            "model": model,
-        },
-        "tokenizer_config.json": config
-        | {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": bos},
+        "merges": pairs,
     }
 
 
@@ -94,26 +113,30 @@ def token_types(found: GgufFile, tokens: list[str], merges: list[str]) -> list[i
     wrong = {
         id for id, token in enumerate(tokens) if token in CONTROL_TEXTS and kinds[id] != CONTROL
     }
-    words = {merge.replace(" ", "", 1) for merge in merges} if wrong else set()
-    return [
-        CONTROL if id in wrong and tokens[id] not in words else kind
-        for id, kind in enumerate(kinds)
-    ]
+    if not wrong:
+        return kinds
+    words = {merge.replace(" ", "", 1) for merge in merges}
+    corrected = list(kinds)
+    for id in wrong:
+        if tokens[id] not in words:
+            corrected[id] = CONTROL
+    return corrected
 
 
 def rule(found: GgufFile) -> Rule:
     """The rule that splits texts before the merges."""
-    kind, pre = (found.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
+    kind = found.metadata.get("tokenizer.ggml.model")
     if kind != "gpt2":
         raise CheckpointError(
             f"{found.path}: tokenizer.ggml.model is {quote(kind)}, only byte-level BPE (gpt2) is "
             "implemented",
             "SentencePiece models (Llama 2, Mistral, Gemma) are not",
         )
+    pre = found.metadata.get("tokenizer.ggml.pre")
     if not isinstance(pre, str) or pre not in RULES:
         raise CheckpointError(
-            f"{found.path}: tokenizer.ggml.pre is {quote(pre)}, and how that one cuts a text is not "
-            "known here",
+            f"{found.path}: tokenizer.ggml.pre is {quote(pre)}, and how that one cuts a text is "
+            "not known here",
             f"known: {', '.join(RULES)}",
         )
     return RULES[pre]
@@ -157,17 +180,18 @@ def token_names(found: GgufFile, tokens: list[str], kinds: list[int]) -> dict[st
     """
     names: dict[str, Any] = {"bos_token": None}
     control = {token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL}
-    names |= {
-        f"{key}_token": text
-        for key in FILL_IN_ENDS
-        for text in reversed(FILL_IN[key])
-        if text in control
-    }
+    for key in FILL_IN_ENDS:
+        texts = [text for text in FILL_IN[key] if text in control]
+        if texts:
+            names[f"{key}_token"] = texts[0]
     for key, name in (SPECIAL | {key: key for key in FILL_IN_ENDS}).items():
-        if (id := token_id(found, key, len(tokens))) is not None:
+        id = token_id(found, key, len(tokens))
+        if id is not None:
             names[f"{name}_token"] = tokens[id]
     templates = chat_templates(found)
-    return names | {"chat_template": templates} if templates else names
+    if templates:
+        names["chat_template"] = templates
+    return names
 
 
 def chat_templates(found: GgufFile) -> str | list[dict]:
@@ -176,28 +200,30 @@ def chat_templates(found: GgufFile) -> str | list[dict]:
     In the form of tokenizer_config.json: a text, or a list if there are named templates.
     """
     key = "tokenizer.chat_template"
+    default = ""
+    named = {}
     for name, value in found.metadata.items():
-        if (name == key or name.startswith(f"{key}.")) and not isinstance(value, str):
+        if name != key and not name.startswith(f"{key}."):
+            continue
+        if not isinstance(value, str):
             raise CheckpointError(f"{found.path}: {quote(name)} is no text")
-    named = {
-        name[len(key) + 1 :]: text
-        for name, text in found.metadata.items()
-        if name.startswith(f"{key}.")
-    }
-    default = found.metadata.get(key, "")
+        if name == key:
+            default = value
+        else:
+            named[name.removeprefix(f"{key}.")] = value
     if not named:
         return default
-    named = {"default": default} | named if default else named
+    if default:
+        named = {"default": default} | named
     return [{"name": name, "template": text} for name, text in named.items()]
 
 
 def token_id(found: GgufFile, key: str, count: int) -> int | None:
     """The id of a special token; None if absent, CheckpointError if out of range."""
-    id = found.metadata.get(f"tokenizer.ggml.{key}_token_id")
+    field = f"tokenizer.ggml.{key}_token_id"
+    id = found.metadata.get(field)
     if id is not None and (type(id) is not int or not 0 <= id < count):
-        raise CheckpointError(
-            f"{found.path}: tokenizer.ggml.{key}_token_id is {quote(id)}, there are {count:,} tokens"
-        )
+        raise CheckpointError(f"{found.path}: {field} is {quote(id)}, there are {count:,} tokens")
     return id
 
 

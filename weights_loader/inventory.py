@@ -17,8 +17,8 @@ from .gguf_model import model_config
 from .names import INDEX, SINGLE, missing_weights, read_weight_map
 from .strict import LIMITS, CheckpointError, parse_object
 
-# Most models listed for a folder, and most entries of a folder that are examined.
-MOST_HERE, SEARCHED = 20, 1000
+MOST_HERE = 20  # models listed for a folder
+SEARCHED = 1000  # entries of a folder that are examined
 
 
 @dataclass(frozen=True)
@@ -55,20 +55,21 @@ def cached() -> tuple[Path, list[Found]]:
         return place, []
     found = []
     for repo in repos:
-        revisions = sorted(
-            repo.revisions, key=lambda r: ("main" in r.refs, r.last_modified), reverse=True
-        )
-        if (
-            repo.repo_type == "model"
-            and revisions
-            and (revisions[0].snapshot_path / "config.json").is_file()
-        ):
-            folder = revisions[0].snapshot_path
-            gaps = [] if (folder / "tokenizer.json").is_file() else ["tokenizer.json"]
-            found.append(
-                Found(repo.repo_id, folder, repo.size_on_disk, (*missing_weights(folder), *gaps))
-            )
+        if repo.repo_type != "model" or not repo.revisions:
+            continue
+        newest = max(repo.revisions, key=lambda r: ("main" in r.refs, r.last_modified))
+        folder = newest.snapshot_path
+        if (folder / "config.json").is_file():
+            missing = missing_weights(folder) + missing_tokenizer(folder)
+            found.append(Found(repo.repo_id, folder, repo.size_on_disk, tuple(missing)))
     return place, sorted(found, key=lambda one: one.name.lower())
+
+
+def missing_tokenizer(folder: Path) -> list[str]:
+    """["tokenizer.json"] if the folder lacks it, else []."""
+    if (folder / "tokenizer.json").is_file():
+        return []
+    return ["tokenizer.json"]
 
 
 def find(source: str) -> Path | None:
@@ -90,8 +91,12 @@ def find(source: str) -> Path | None:
     if file.endswith(".gguf"):
         download.check_name(repo, tuple(BUNDLED))
         path = try_to_load_from_cache(repo, file)
-        return gguf_folder(Path(path)) if isinstance(path, str) else None
-    name = installed.PACKAGES[short].repository if packaged else download.SHORT.get(short, source)
+        if not isinstance(path, str):
+            return None
+        return gguf_folder(Path(path))
+    name = download.SHORT.get(short, source)
+    if packaged:
+        name = installed.PACKAGES[short].repository
     folder = next((one.folder for one in cached()[1] if one.name == name), None)
     if folder is None:
         download.check_name(name, tuple(BUNDLED))
@@ -109,7 +114,8 @@ def beside(place: Path) -> tuple[list[Found], int]:
     except OSError:
         return [], 0
     paths = [Path(entry.path) for entry in seen if _is_model(entry)]
-    paths = [place] * (place / "config.json").is_file() + paths
+    if (place / "config.json").is_file():
+        paths.insert(0, place)
     return [_measured(path, place) for path in paths[:MOST_HERE]], max(0, len(paths) - MOST_HERE)
 
 
@@ -122,11 +128,9 @@ def _is_model(entry: os.DirEntry) -> bool:
     try:
         if entry.is_dir():
             return (path / "config.json").is_file()
-        if (
-            not entry.name.endswith(".gguf")
-            or entry.name.startswith("mmproj")
-            or not entry.is_file()
-        ):
+        if not entry.name.endswith(".gguf") or entry.name.startswith("mmproj"):
+            return False
+        if not entry.is_file():
             return False
         with open(path, "rb") as file:
             return file.read(len(MAGIC)) == MAGIC
@@ -140,17 +144,18 @@ def _measured(path: Path, place: Path) -> Found:
     if path.is_file():
         return Found(name, path, path.stat().st_size)
     try:
-        gaps = missing_weights(path)
+        missing = missing_weights(path)
     except CheckpointError:  # a damaged index; reported when the model is opened
-        gaps = []
-    gaps += [] if (path / "tokenizer.json").is_file() else ["tokenizer.json"]
+        missing = []
+    missing = missing + missing_tokenizer(path)
     files = (one for one in islice(path.iterdir(), SEARCHED) if one.is_file())
-    return Found(name, path, sum(one.stat().st_size for one in files), tuple(gaps))
+    return Found(name, path, sum(one.stat().st_size for one in files), tuple(missing))
 
 
 def of_gguf(path: Path) -> tuple[dict, Counter]:
     """(config.json, number of values per type) of a GGUF file, from its header alone."""
-    header, values = read_gguf(path), Counter()
+    header = read_gguf(path)
+    values: Counter[str] = Counter()
     for tensor in header.tensors.values():
         values[tensor.type.name] += math.prod(tensor.shape)
     return model_config(header), values
@@ -158,21 +163,26 @@ def of_gguf(path: Path) -> tuple[dict, Counter]:
 
 def stored(folder: Path) -> Counter:
     """Number of values per safetensors dtype, {"BF16": 596049920}, from the headers alone."""
-    values = Counter()
-    names = (
-        [SINGLE]
-        if (folder / SINGLE).is_file()
-        else sorted(set(read_weight_map(folder / INDEX).values()))
-    )
-    for path in (folder / name for name in names):
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > LIMITS["safetensors header"]:
-                raise CheckpointError(f"{path}: its header says that it has {length:,} bytes")
-            header = parse_object(file.read(length), f"header of {path}")
-        for tensor in (fields for name, fields in header.items() if name != "__metadata__"):
+    values: Counter[str] = Counter()
+    names = [SINGLE]
+    if not (folder / SINGLE).is_file():
+        names = sorted(set(read_weight_map(folder / INDEX).values()))
+    for name in names:
+        path = folder / name
+        for tensor in _header(path).values():
             try:
                 values[str(tensor["dtype"])] += math.prod(map(int, tensor["shape"]))
             except (TypeError, KeyError, ValueError) as error:
                 raise CheckpointError(f"{path}: a tensor without dtype or shape") from error
     return values
+
+
+def _header(path: Path) -> dict:
+    """The header of a safetensors file, without its metadata."""
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > LIMITS["safetensors header"]:
+            raise CheckpointError(f"{path}: its header says that it has {length:,} bytes")
+        fields = parse_object(file.read(length), f"header of {path}")
+    fields.pop("__metadata__", None)
+    return fields

@@ -10,10 +10,12 @@ import re
 from collections.abc import Container, Iterable
 from pathlib import Path
 
-from .families import family_of
+from .families import Family, family_of
 from .strict import CheckpointError, quote, read_object
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+Shapes = dict[str, tuple[int, ...]]
 
 # Field → largest plausible value. A typo or an attack (10**12) must not become an allocation.
 SIZES = {
@@ -40,12 +42,16 @@ IGNORED = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq
 
 def to_nanokv(name: str) -> str:
     """Hugging Face's name → nanokv's."""
-    return name if name == HEAD else name.removeprefix("model.")
+    if name == HEAD:
+        return name
+    return name.removeprefix("model.")
 
 
 def to_hugging_face(name: str) -> str:
     """nanokv's name → Hugging Face's; the inverse of to_nanokv."""
-    return name if name == HEAD else f"model.{name}"
+    if name == HEAD:
+        return name
+    return f"model.{name}"
 
 
 def whole_names(stored: Iterable[str], expected: Container[str]) -> dict[str, str]:
@@ -57,51 +63,77 @@ def whole_names(stored: Iterable[str], expected: Container[str]) -> dict[str, st
     named = {name: name for name in stored}
     if any(name.startswith("model.") for name in named):
         return named
-    return named | {name: whole for name in named if (whole := to_hugging_face(name)) in expected}
+    whole = {name: to_hugging_face(name) for name in named}
+    return named | {name: full for name, full in whole.items() if full in expected}
 
 
-def expected(config: dict) -> dict[str, tuple[int, ...]]:
+def expected(config: dict) -> Shapes:
     """Hugging Face's name → shape of every tensor.
 
     lm_head is included, although a tied checkpoint may leave it out. Source: the parameters of
     transformers' class for this family. Raises CheckpointError with the field and its value.
     """
-    family, found = family_of(config), sizes(config)
-    V, C, I, L, H, Hk, D = (found[field] for field in SIZES)  # noqa: E741, I: the width of the MLP
-    attention = {
-        "q_proj": (H * D, C),
-        "k_proj": (Hk * D, C),
-        "v_proj": (Hk * D, C),
-        "o_proj": (C, H * D),
-    }
-    # Leaf → (out, in).
-    layer = {f"self_attn.{leaf}.weight": shape for leaf, shape in attention.items()}
-    if family.qk_norm:
-        layer |= {"self_attn.q_norm.weight": (D,), "self_attn.k_norm.weight": (D,)}
+    family = family_of(config)
+    found = sizes(config)
+    C = found["hidden_size"]
+    V = found["vocab_size"]
+    layer = attention_shapes(family, found)
     layer |= {"input_layernorm.weight": (C,), "post_attention_layernorm.weight": (C,)}
-    bias = flag(config, "attention_bias")
-    for leaf, shape in attention.items():
-        own = family.output_bias if leaf == "o_proj" else family.qkv_bias
-        if bias if own is None else own:
-            layer[f"self_attn.{leaf}.bias"] = shape[:1]
-    mlp, sparse = mlp_shapes("mlp.", C, I), {}
-    if family.experts:
-        E, width = found["num_experts"], found["moe_intermediate_size"]
-        sparse = {"mlp.gate.weight": (E, C)}
-        for expert in range(E):
-            sparse |= mlp_shapes(f"mlp.experts.{expert}.", C, width)
-    shapes = {EMBEDDING: (V, C)}
-    for i in range(L):
-        leaves = layer | (sparse if family.experts and is_sparse(config, i) else mlp)
+    layer |= bias_shapes(family, flag(config, "attention_bias"), layer)
+    mlp = mlp_shapes("mlp.", C, found["intermediate_size"])
+    experts = expert_shapes(found) if family.experts else {}
+    shapes: Shapes = {EMBEDDING: (V, C)}
+    for i in range(found["num_hidden_layers"]):
+        sparse = family.experts and is_sparse(config, i)
+        leaves = layer | (experts if sparse else mlp)
         shapes |= {f"layers.{i}.{leaf}": shape for leaf, shape in leaves.items()}
     shapes |= {"norm.weight": (C,), HEAD: (V, C)}
     return {to_hugging_face(name): shape for name, shape in shapes.items()}
 
 
-def mlp_shapes(prefix: str, C: int, width: int) -> dict[str, tuple[int, ...]]:
+def attention_shapes(family: Family, found: dict[str, int]) -> Shapes:
+    """Matrices and norms of the attention of a layer, (out, in) and (D,)."""
+    C = found["hidden_size"]
+    D = found["head_dim"]
+    H = found["num_attention_heads"]
+    Hk = found["num_key_value_heads"]
+    shapes: Shapes = {
+        "self_attn.q_proj.weight": (H * D, C),
+        "self_attn.k_proj.weight": (Hk * D, C),
+        "self_attn.v_proj.weight": (Hk * D, C),
+        "self_attn.o_proj.weight": (C, H * D),
+    }
+    if family.qk_norm:
+        shapes |= {"self_attn.q_norm.weight": (D,), "self_attn.k_norm.weight": (D,)}
+    return shapes
+
+
+def bias_shapes(family: Family, attention_bias: bool, weights: Shapes) -> Shapes:
+    """The biases of the attention of a layer, by the shapes of its matrices."""
+    shapes = {}
+    for leaf in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        biased = family.output_bias if leaf == "o_proj" else family.qkv_bias
+        if biased is None:
+            biased = attention_bias
+        if biased:
+            shapes[f"self_attn.{leaf}.bias"] = weights[f"self_attn.{leaf}.weight"][:1]
+    return shapes
+
+
+def mlp_shapes(prefix: str, C: int, width: int) -> Shapes:
     """The three matrices of a SwiGLU MLP."""
     shapes = {"gate_proj": (width, C), "up_proj": (width, C), "down_proj": (C, width)}
     return {f"{prefix}{leaf}.weight": shape for leaf, shape in shapes.items()}
+
+
+def expert_shapes(found: dict[str, int]) -> Shapes:
+    """The router and the experts of a layer."""
+    C = found["hidden_size"]
+    E = found["num_experts"]
+    shapes: Shapes = {"mlp.gate.weight": (E, C)}
+    for expert in range(E):
+        shapes |= mlp_shapes(f"mlp.experts.{expert}.", C, found["moe_intermediate_size"])
+    return shapes
 
 
 def is_sparse(config: dict, layer: int) -> bool:
@@ -118,13 +150,18 @@ def sizes(config: dict) -> dict[str, int]:
 
     Sizes of experts are included if the family has experts.
     """
-    config, family = one_spelling(config), family_of(config)
-    limits = SIZES | (EXPERT_SIZES if family.experts else {})
+    config = one_spelling(config)
+    family = family_of(config)
+    limits = SIZES
+    if family.experts:
+        limits = SIZES | EXPERT_SIZES
     found = {name: size(config, name, limit) for name, limit in limits.items()}
-    heads, kv_heads = found["num_attention_heads"], found["num_key_value_heads"]
+    heads = found["num_attention_heads"]
+    kv_heads = found["num_key_value_heads"]
     if heads % kv_heads:
         raise CheckpointError(
-            f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+            f"config.json: num_attention_heads {heads} is not a multiple of "
+            f"num_key_value_heads {kv_heads}"
         )
     if family.experts:
         check_experts(config, found)
@@ -139,26 +176,26 @@ def one_spelling(config: dict) -> dict:
     count = config.pop("num_local_experts")
     if count is not None and config.setdefault("num_experts", count) != count:
         raise CheckpointError(
-            f"config.json: num_experts {quote(config['num_experts'])} contradicts num_local_experts {quote(count)}"
+            f"config.json: num_experts {quote(config['num_experts'])} contradicts "
+            f"num_local_experts {quote(count)}"
         )
     return config
 
 
 def check_experts(config: dict, found: dict[str, int]) -> None:
     """CheckpointError for impossible numbers of experts, or a malformed mlp_only_layers."""
-    chosen, experts, layers = (
-        found["num_experts_per_tok"],
-        found["num_experts"],
-        config.get("mlp_only_layers") or [],
-    )
-    if (pairs := experts * found["num_hidden_layers"]) > MOST_EXPERTS:
+    experts = found["num_experts"]
+    total = experts * found["num_hidden_layers"]
+    if total > MOST_EXPERTS:
         raise CheckpointError(
-            f"config.json: {pairs:,} experts in all layers, at most {MOST_EXPERTS:,} are plausible"
+            f"config.json: {total:,} experts in all layers, at most {MOST_EXPERTS:,} are plausible"
         )
+    chosen = found["num_experts_per_tok"]
     if chosen > experts:
         raise CheckpointError(
             f"config.json: num_experts_per_tok {chosen} is more than num_experts {experts}"
         )
+    layers = config.get("mlp_only_layers") or []
     if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
         raise CheckpointError(
             f"config.json: mlp_only_layers is {quote(layers)}, not a list of layer numbers"
@@ -167,7 +204,9 @@ def check_experts(config: dict, found: dict[str, int]) -> None:
 
 def flag(config: dict, field: str) -> bool:
     """A bool field. Null or absent means false."""
-    value = False if config.get(field) is None else config[field]
+    value = config.get(field)
+    if value is None:
+        return False
     if not isinstance(value, bool):
         raise CheckpointError(f"config.json: {field} is {quote(value)}, not true or false")
     return value
@@ -186,13 +225,13 @@ def size(config: dict, field: str, limit: int) -> int:
     if value is None and field == "num_key_value_heads":
         return size(config, "num_attention_heads", limit)
     if value is None and field == "head_dim" and defaults[field] is None:
-        C, heads = (
-            size(config, name, SIZES[name]) for name in ("hidden_size", "num_attention_heads")
-        )
+        C = size(config, "hidden_size", SIZES["hidden_size"])
+        heads = size(config, "num_attention_heads", SIZES["num_attention_heads"])
         value = C // heads
     if type(value) is not int or not 1 <= value <= limit:
+        shown = repr(value)[:40]
         raise CheckpointError(
-            f"config.json: {field} is {repr(value)[:40]}; it must be a whole number from 1 to {limit:,}"
+            f"config.json: {field} is {shown}; it must be a whole number from 1 to {limit:,}"
         )
     return value
 
@@ -219,13 +258,16 @@ def read_weight_map(path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: weight_map is missing, empty or not an object")
     for name, shard in weight_map.items():
-        if (
-            not isinstance(shard, str)
-            or not shard.endswith(".safetensors")
-            or set(shard) & set("/\\:\0")
-        ):
+        if not is_shard_name(shard):
             raise CheckpointError(
                 f"{path}: tensor {quote(name)} is said to be in {quote(shard)}; "
                 "a shard must be a .safetensors file in the same folder"
             )
     return weight_map
+
+
+def is_shard_name(shard: object) -> bool:
+    """Whether this is a .safetensors file name without a path."""
+    if not isinstance(shard, str) or set(shard) & set("/\\:\0"):
+        return False
+    return shard.endswith(".safetensors")

@@ -11,11 +11,17 @@ maps the file, checks every header and reports the fault.
 import mmap
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .names import INDEX, SINGLE
 from .strict import LIMITS, MB, CheckpointError, parse_object
 
+if TYPE_CHECKING:
+    from .shards import Entry
+
+Headers = dict[Path, list[tuple[str, int, int]]]  # file → (name, start, bytes) of each tensor
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 MOST_BUFFERS = 1024  # of one system call (IOV_MAX)
 ALIGNMENT = 64  # bytes; a cache line
@@ -33,7 +39,7 @@ class Prefetch:
         self.places: dict[tuple[Path, int, int], int] = {}
         self.memory: mmap.mmap | None = None
         self.versions: dict[Path, tuple] = {}  # version of each file when it was read
-        self.thread = None
+        self.thread: threading.Thread | None = None
         try:
             files = {path: header(path, DTYPES.get(dtype, "")) for path in weight_files(folder)}
             self._lay_out(files, together)
@@ -45,7 +51,7 @@ class Prefetch:
             self.thread = threading.Thread(target=self._read, args=(list(files),), daemon=True)
             self.thread.start()
 
-    def taken(self, entry) -> int | None:
+    def taken(self, entry: "Entry") -> int | None:
         """The offset of this tensor in `memory`; None if it was not read."""
         if self.thread is not None:
             self.thread.join()
@@ -55,7 +61,8 @@ class Prefetch:
             return None
         return self.places.get((entry.path, entry.start, entry.nbytes))
 
-    def _lay_out(self, files: dict, together) -> None:
+    def _lay_out(self, files: Headers, together: tuple[tuple[str, ...], ...]) -> None:
+        """Give each matrix a place in memory. A group is stored in its order, without gaps."""
         order = {name: (group, i) for group in together for i, name in enumerate(group)}
         found = []
         for path, tensors in files.items():
@@ -64,32 +71,36 @@ class Prefetch:
                 if leaf in order and nbytes:
                     group, rank = order[leaf]
                     found.append(((parent, kind, group), rank, path, start, nbytes))
-        end, last = 0, None
-        for key, _, *place, nbytes in sorted(found):
-            begin = end if key == last else -(-end // ALIGNMENT) * ALIGNMENT
-            self.places[(*place, nbytes)], end, last = begin, begin + nbytes, key
-        self.memory = mmap.mmap(-1, end) if end else None
+        end = 0
+        last = None
+        for key, _, path, start, nbytes in sorted(found):
+            if key != last:
+                end = -(-end // ALIGNMENT) * ALIGNMENT
+            self.places[path, start, nbytes] = end
+            end += nbytes
+            last = key
+        if end:
+            self.memory = mmap.mmap(-1, end)
 
     def _read(self, files: list[Path]) -> None:
+        assert self.memory is not None
         try:
             with memoryview(self.memory) as memory:
                 for path in files:
-                    wanted = sorted(
-                        (start, n, at)
-                        for (file, start, n), at in self.places.items()
-                        if file == path
-                    )
-                    with open(path, "rb", buffering=0) as file:
-                        self.versions[path] = version(os.fstat(file.fileno()))
-                        # Ask the system to read the rest of the file too.
-                        if hasattr(os, "posix_fadvise"):
-                            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
-                        for start, places in runs(wanted):
-                            read_all(
-                                file.fileno(), [memory[at : at + n] for at, n in places], start
-                            )
+                    self._read_file(path, memory)
         except (OSError, ValueError):  # shards.py will report the cause
             self.places = {}
+
+    def _read_file(self, path: Path, memory: memoryview) -> None:
+        wanted = [(start, n, at) for (file, start, n), at in self.places.items() if file == path]
+        with open(path, "rb", buffering=0) as file:
+            self.versions[path] = version(os.fstat(file.fileno()))
+            # Ask the system to read the rest of the file too.
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+            for start, places in runs(sorted(wanted)):
+                views = [memory[at : at + n] for at, n in places]
+                read_all(file.fileno(), views, start)
 
 
 def version(status: os.stat_result) -> tuple:
@@ -97,21 +108,24 @@ def version(status: os.stat_result) -> tuple:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def runs(wanted: list[tuple[int, int, int]]):
+def runs(wanted: list[tuple[int, int, int]]) -> Iterator[tuple[int, list[tuple[int, int]]]]:
     """Join adjacent reads. (start, nbytes, place) in file order → (start, [(place, nbytes), …])."""
-    start, places, end = 0, [], -1
+    start = 0
+    end = -1
+    places: list[tuple[int, int]] = []
     for begin, nbytes, at in wanted:
         if begin != end or len(places) == MOST_BUFFERS:
             if places:
                 yield start, places
-            start, places = begin, []
+            start = begin
+            places = []
         places.append((at, nbytes))
         end = begin + nbytes
     if places:
         yield start, places
 
 
-def read_all(descriptor: int, views: list, start: int) -> None:
+def read_all(descriptor: int, views: list[memoryview], start: int) -> None:
     """Fill the views with the bytes from `start` on. One system call reads at most 2 GiB."""
     while views:
         count = os.preadv(descriptor, views, start)
@@ -129,11 +143,8 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     index = parse_object((folder / INDEX).read_bytes(), INDEX)
-    files = [
-        folder / file
-        for file in sorted(set(index["weight_map"].values()))
-        if Path(file).name == file
-    ]
+    names = sorted(set(index["weight_map"].values()))
+    files = [folder / name for name in names if Path(name).name == name]
     if not all(map(Path.is_file, files)):  # a pipe would never end
         raise ValueError
     return files

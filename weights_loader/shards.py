@@ -13,7 +13,7 @@ import functools
 import math
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  #
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 CHUNK = 1 << 24  # bytes of the file that a conversion maps at once, its only temporary memory
 MOST_TENSORS = 50_000  # in one file; a shard of a large mixture of experts has some hundreds
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 FORMAT_HINT = "the file is incomplete or damaged: fetch it again"
 
 
@@ -81,16 +82,18 @@ class Entry:
     def rows(self, first: int, end: int) -> "Entry":
         """Rows first … end−1 of dimension 0, which are contiguous in the file."""
         each = self.nbytes // self.shape[0]
-        shape, start = (end - first, *self.shape[1:]), self.start + first * each
-        return replace(self, shape=shape, start=start, nbytes=(end - first) * each)
+        return replace(
+            self,
+            shape=(end - first, *self.shape[1:]),
+            start=self.start + first * each,
+            nbytes=(end - first) * each,
+        )
 
-    def chunks(self):
+    def chunks(self) -> Iterator[tuple[int, torch.Tensor]]:
         """(first element, (n,) values) for each part of the tensor, with one mapping at a time."""
         for offset in range(0, self.nbytes, CHUNK):
-            yield (
-                offset // self.dtype.itemsize,
-                self.mapped(offset, min(CHUNK, self.nbytes - offset)),
-            )
+            nbytes = min(CHUNK, self.nbytes - offset)
+            yield offset // self.dtype.itemsize, self.mapped(offset, nbytes)
 
 
 @dataclass(frozen=True)
@@ -109,13 +112,12 @@ class GgufEntry(Entry):
     ) -> Entry:
         """`rows` rows from row `first` on. An Entry if they are neither quantized nor permuted."""
         dtype = STORED.get(info.type.name, torch.float32)
-        shape = (rows, *info.shape[-1:]) if len(info.shape) > 1 else info.shape
-        each = (
-            info.nbytes // math.prod(info.shape[:-1])
-            if len(info.shape) > 1
-            else info.nbytes // rows
-        )
-        place = path, name, dtype, shape, info.start + first * each, rows * each
+        shape = info.shape
+        row_bytes = info.nbytes // rows
+        if len(info.shape) > 1:
+            shape = (rows, info.shape[-1])
+            row_bytes = info.nbytes // math.prod(info.shape[:-1])
+        place = (path, name, dtype, shape, info.start + first * row_bytes, rows * row_bytes)
         if heads and rows % (2 * heads):
             raise CheckpointError(
                 f"{path}: tensor {quote(name)} has {rows:,} rows, no pairs for {heads} heads"
@@ -124,68 +126,64 @@ class GgufEntry(Entry):
             return Entry(*place)
         if not dequantizes(info.type):
             raise CheckpointError(
-                f"{path}: tensor {quote(name)} has type {info.type.name}, which the gguf package does"
-                " not turn into numbers",
+                f"{path}: tensor {quote(name)} has type {info.type.name}, which the gguf package "
+                "does not turn into numbers",
                 "take a file with other quantization",
             )
         return cls(*place, info.type, heads)
 
     as_stored = False
 
-    def rows(self, first: int, end: int) -> Entry:
+    def rows(self, first: int, end: int) -> "GgufEntry":
         """As in Entry. Permuted rows must be whole heads."""
         part = super().rows(first, end)
-        return replace(part, heads=self.heads * (end - first) // self.shape[0])  # type: ignore[call-arg]
+        assert isinstance(part, GgufEntry)
+        return replace(part, heads=self.heads * (end - first) // self.shape[0])
 
-    def chunks(self):
+    def chunks(self) -> Iterator[tuple[int, torch.Tensor]]:
         """(first element, (n,) fp32 values) for each part, in whole rows or whole heads."""
         import gguf
 
-        rows, width = self.shape[0], math.prod(self.shape[1:])
+        rows = self.shape[0]
+        width = math.prod(self.shape[1:])
         unit = rows // self.heads if self.heads else 1
         step = max(1, CHUNK // (4 * width * unit)) * unit
         blocks = numpy.memmap(self.path, numpy.uint8, "r", self.start, (rows, self.nbytes // rows))
         for first in range(0, rows, step):
-            values = torch.from_numpy(
-                gguf.quants.dequantize(blocks[first : first + step], self.type).copy()
-            )
+            numbers = gguf.quants.dequantize(blocks[first : first + step], self.type)
+            values = torch.from_numpy(numbers.copy())
             if self.heads:  # (heads,D/2,2,K) → (heads,2,D/2,K)
                 values = values.view(-1, unit // 2, 2, width).transpose(1, 2)
             yield first * width, values.reshape(-1)
 
 
 @functools.cache
-def dequantizes(type_) -> bool:
+def dequantizes(type_: Any) -> bool:
     """Whether the gguf package can dequantize this type. Tried with a block of zeros."""
     import gguf
 
+    _, block_bytes = gguf.GGML_QUANT_SIZES[type_]
     try:
-        gguf.quants.dequantize(
-            numpy.zeros((1, gguf.GGML_QUANT_SIZES[type_][1]), numpy.uint8), type_
-        )
+        gguf.quants.dequantize(numpy.zeros((1, block_bytes), numpy.uint8), type_)
     except NotImplementedError:
         return False
     return True
 
 
-def weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
-    """(file names, weight map of the index or None). A single file takes precedence over an index.
+def weight_files(folder: Path) -> tuple[list[str], dict[str, str]]:
+    """(file names, weight map of the index or {}).
 
-    As in transformers.
+    A single file takes precedence over an index, as in transformers.
     """
     if os.path.lexists(folder / SINGLE):
-        return [SINGLE], None
+        return [SINGLE], {}
     if os.path.lexists(folder / INDEX):
         weight_map = read_weight_map(folder / INDEX)
         return sorted(set(weight_map.values())), weight_map
-    pickles = sorted(
-        p.name for p in folder.iterdir() if p.suffix in {".bin", ".pt", ".pth", ".ckpt"}
-    )
-    found = (
-        f"; {pickles[0]} is a pickle, which can run any program and is never opened"
-        if pickles
-        else ""
-    )
+    found = ""
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
+    if pickles:
+        found = f"; {pickles[0]} is a pickle, which can run any program and is never opened"
     raise CheckpointError(
         f"{folder} has neither {SINGLE} nor {INDEX}{found}",
         hint="save the model as safetensors: model.save_pretrained(folder) in transformers does",
@@ -206,7 +204,8 @@ def read_entries(folder: Path, tied: bool = True) -> dict[str, Entry]:
     missing = [file for file in files if not (folder / file).is_file()]
     if missing:
         raise CheckpointError(
-            f"{folder}: {len(missing)} of {len(files)} weight files are missing or not regular files: {missing[0]}",
+            f"{folder}: {len(missing)} of {len(files)} weight files are missing "
+            f"or not regular files: {missing[0]}",
             hint="the download or copy is incomplete: fetch it again",
         )
     entries: dict[str, Entry] = {}
@@ -216,18 +215,20 @@ def read_entries(folder: Path, tied: bool = True) -> dict[str, Entry]:
                 raise CheckpointError(
                     f"tensor {quote(name)} is in {entries[name].path.name} and in {file}"
                 )
-            listed = (weight_map or {}).get(name, file)
+            listed = weight_map.get(name, file)
             if listed != file:
                 raise CheckpointError(
                     f"{folder / file} holds {quote(name)}, which {INDEX} puts in {listed}"
                 )
             entries[name] = entry
-    optional = {HEAD} if tied else set()
-    absent = [name for name in weight_map or () if name not in entries and name not in optional]
+    absent = [name for name in weight_map if name not in entries]
+    if tied:
+        absent = [name for name in absent if name != HEAD]
     if absent:
+        more = f" (and {len(absent) - 1} more)" if len(absent) > 1 else ""
         raise CheckpointError(
-            f"{folder / weight_map[absent[0]]} lacks {quote(absent[0])}, which {INDEX} puts there"
-            + (f" (and {len(absent) - 1} more)" if len(absent) > 1 else "")
+            f"{folder / weight_map[absent[0]]} lacks {quote(absent[0])}, "
+            f"which {INDEX} puts there{more}"
         )
     return entries
 
@@ -254,65 +255,70 @@ def read_header(path: Path) -> dict[str, Entry]:
             FORMAT_HINT,
         )
     entries = [_entry(path, name, fields, 8 + length) for name, fields in header.items()]
-    end = 8 + length
-    for entry in sorted(entries, key=lambda entry: (entry.start, entry.nbytes)):
-        if entry.start != end:
-            problem = (
-                "overlaps the one before it" if entry.start < end else "leaves a hole before it"
-            )
-            raise CheckpointError(
-                f"{path}: tensor {quote(entry.name)} begins at byte {entry.start:,}, "
-                f"expected {end:,}: it {problem}",
-                FORMAT_HINT,
-            )
-        end += entry.nbytes
-    if end != size:
-        last = f", last tensor {quote(max(entries, key=lambda e: e.start).name)}" if entries else ""
-        raise CheckpointError(
-            f"{path}: its header describes {end:,} bytes, the file has {size:,}{last}", FORMAT_HINT
-        )
+    _check_places(path, entries, 8 + length, size)
     return {entry.name: entry for entry in entries}
 
 
-def _check_metadata(path: Path, metadata):
-    """CheckpointError unless __metadata__ maps names to texts, as the format requires."""
-    if not isinstance(metadata, dict) or not all(
-        isinstance(value, str) for value in metadata.values()
-    ):
+def _check_places(path: Path, entries: list[Entry], start: int, size: int) -> None:
+    """CheckpointError unless the tensors fill the file from `start` on, without gap or overlap."""
+    end = start
+    last = ""
+    for entry in sorted(entries, key=lambda entry: (entry.start, entry.nbytes)):
+        if entry.start != end:
+            problem = "overlaps the one" if entry.start < end else "leaves a hole"
+            raise CheckpointError(
+                f"{path}: tensor {quote(entry.name)} begins at byte {entry.start:,}, "
+                f"expected {end:,}: it {problem} before it",
+                FORMAT_HINT,
+            )
+        end += entry.nbytes
+        last = f", last tensor {quote(entry.name)}"
+    if end != size:
         raise CheckpointError(
-            f"header of {path}: __metadata__ is {str(metadata)[:80]}, not texts by name",
-            FORMAT_HINT,
+            f"{path}: its header describes {end:,} bytes, the file has {size:,}{last}", FORMAT_HINT
         )
 
 
-def _entry(path: Path, name: str, fields, data_start: int) -> Entry:
+def _check_metadata(path: Path, metadata: Any) -> None:
+    """CheckpointError unless __metadata__ maps names to texts, as the format requires."""
+    if isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values()):
+        return
+    raise CheckpointError(
+        f"header of {path}: __metadata__ is {str(metadata)[:80]}, not texts by name", FORMAT_HINT
+    )
+
+
+def _entry(path: Path, name: str, fields: Any, data_start: int) -> Entry:
     """One header field → Entry. Checks dtype and shape, and that the offsets agree with both."""
     where = f"{path}: tensor {quote(name)}"
     if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(
             f"{where}: expected dtype, shape and data_offsets, found {str(fields)[:80]}"
         )
-    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    dtype = fields["dtype"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise CheckpointError(
             f"{where} has dtype {quote(dtype)}; known are {', '.join(DTYPES)}",
             hint="quantized checkpoints are not supported: take the bf16 original",
         )
+    shape = fields["shape"]
     if not _naturals(shape) or len(shape) > 8:
         raise CheckpointError(f"{where} has shape {str(shape)[:80]}, not a list of sizes")
+    offsets = fields["data_offsets"]
     if not _naturals(offsets) or len(offsets) != 2:
         raise CheckpointError(f"{where} has data_offsets {str(offsets)[:80]}, not [begin, end]")
+    begin, end = offsets
     nbytes = math.prod(shape) * DTYPES[dtype].itemsize
-    if offsets[1] - offsets[0] != nbytes:
+    if end - begin != nbytes:
         raise CheckpointError(
             f"{where}: {dtype} {shape} takes {nbytes:,} bytes, its data_offsets {offsets} "
-            f"span {offsets[1] - offsets[0]:,}",
+            f"span {end - begin:,}",
             FORMAT_HINT,
         )
-    return Entry(path, name, DTYPES[dtype], tuple(shape), data_start + offsets[0], nbytes)
+    return Entry(path, name, DTYPES[dtype], tuple(shape), data_start + begin, nbytes)
 
 
-def _naturals(value) -> bool:
+def _naturals(value: Any) -> bool:
     return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
 
 
@@ -327,20 +333,22 @@ def materialize(
     A view if the tensor stays on the CPU in its stored dtype.
     """
     if entry.as_stored and dtype in (None, entry.dtype) and device.type == "cpu":
-        if prefetched is not None and (at := prefetched.taken(entry)) is not None:
-            whole = torch.frombuffer(prefetched.memory, dtype=torch.uint8)  # one storage for all
-            return whole[at : at + entry.nbytes].view(entry.dtype).view(entry.shape)
-        # Takes no memory yet: pages are read on first access.
-        return entry.mapped(0, entry.nbytes).view(entry.shape)
+        at = prefetched.taken(entry) if prefetched is not None else None
+        if prefetched is None or at is None:
+            # Takes no memory yet: pages are read on first access.
+            return entry.mapped(0, entry.nbytes).view(entry.shape)
+        whole = torch.frombuffer(prefetched.memory, dtype=torch.uint8)  # one storage for all
+        return whole[at : at + entry.nbytes].view(entry.dtype).view(entry.shape)
     result = torch.empty(entry.shape, dtype=dtype or entry.dtype, device=device)
     flat = result.view(-1)
     for first, values in entry.chunks():
         part = flat[first : first + len(values)].copy_(values)
         # The largest fp16 value is 65,504.
         if dtype == torch.float16 and entry.dtype != dtype and not part.isfinite().all():
+            largest = values.float().abs().max().item()
             raise CheckpointError(
-                f"{entry.path}: tensor {quote(entry.name)} has a value that does not fit in float16 "
-                f"(largest stored {values.float().abs().max().item():.6g}, limit 65,504)",
+                f"{entry.path}: tensor {quote(entry.name)} has a value that does not fit "
+                f"in float16 (largest stored {largest:.6g}, limit 65,504)",
                 hint="load it as bfloat16 or float32",
             )
     return result

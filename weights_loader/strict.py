@@ -10,7 +10,9 @@ import contextlib
 import gc
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 MB = 1_000_000
 LIMITS = {  # file → most bytes that are read, a few times the size in the largest published model
@@ -67,22 +69,28 @@ class CheckpointWarning(UserWarning):
     """The checkpoint loads, but contradicts itself or has settings without effect here."""
 
 
-def quote(text) -> str:
+def quote(value: object) -> str:
     """A value for a message: in double quotes, at most 200 characters, unprintable ones escaped."""
-    text = str(text) if len(str(text)) <= 200 else str(text)[:197] + "..."
-    return "".join(
-        c if c.isprintable() else json.dumps(c)[1:-1] for c in json.dumps(text, ensure_ascii=False)
-    )
+    text = str(value)
+    if len(text) > 200:
+        text = text[:197] + "..."
+    return "".join(map(_printable, json.dumps(text, ensure_ascii=False)))
 
 
-def loads(data: bytes | str):
+def _printable(character: str) -> str:
+    if character.isprintable():
+        return character
+    return json.dumps(character)[1:-1]
+
+
+def loads(data: bytes | str) -> Any:
     """The JSON value in `data`. ValueError gives the reason; the caller adds the file's name.
 
     Takes the time of json.loads plus a walk over the containers for their depth: 0.1 s for Qwen3's
     tokenizer.json. The garbage collector is paused: the 150,000 lists of that file would start it
     again and again, which doubles the time and frees nothing.
     """
-    text = data if isinstance(data, str) else data.decode("utf-8")
+    text = data.decode("utf-8") if isinstance(data, bytes) else data
     count = text.count("[") + text.count("{")
     if count > CONTAINERS:
         raise ValueError(f"{count:,} lists and objects, at most {CONTAINERS:,} are read")
@@ -104,7 +112,7 @@ def loads(data: bytes | str):
 
 
 @contextlib.contextmanager
-def _collector_paused():
+def _collector_paused() -> Iterator[None]:
     was = gc.isenabled()
     try:
         gc.disable()
@@ -114,7 +122,7 @@ def _collector_paused():
             gc.enable()
 
 
-def parse_object(data: bytes, where: str, error: type = CheckpointError) -> dict:
+def parse_object(data: bytes, where: str, error: type[Exception] = CheckpointError) -> dict:
     """The JSON object in `data`. `where` names its origin in the message of `error`."""
     try:
         value = loads(data)
@@ -125,12 +133,12 @@ def parse_object(data: bytes, where: str, error: type = CheckpointError) -> dict
     return value
 
 
-def read_object(path: Path, error: type = CheckpointError) -> dict:
+def read_object(path: Path, error: type[Exception] = CheckpointError) -> dict:
     """The JSON object in a file."""
     return parse_object(read_bytes(path, error), str(path), error)
 
 
-def read_bytes(path: Path, error: type = CheckpointError, kind: str = "") -> bytes:
+def read_bytes(path: Path, error: type[Exception] = CheckpointError, kind: str = "") -> bytes:
     """All bytes of a regular file of at most LIMITS[kind or the file's name] bytes.
 
     A pipe or a device is refused, because reading it could block forever.
@@ -143,35 +151,37 @@ def read_bytes(path: Path, error: type = CheckpointError, kind: str = "") -> byt
         with open(path, "rb") as file:
             data = file.read(limit + 1)
             if len(data) > limit:
-                raise error(
-                    f"{path} has {path.stat().st_size:,} bytes; at most {limit:,} are read of such a file"
-                )
+                size = path.stat().st_size
+                raise error(f"{path} has {size:,} bytes; at most {limit:,} are read of such a file")
     except OSError as reason:
         raise error(f"{path} cannot be read: {reason.strerror or reason}") from reason
     return data
 
 
-def _too_deep(value) -> bool:
+def _too_deep(value: Any) -> bool:
     """Whether the value has more than DEEPEST levels.
 
     Level by level: a recursive function could hit Python's recursion limit.
     """
-    inside, level = (dict, list), [value]
+    level = [value]
     for _ in range(DEEPEST + 1):
         parts = (outer.values() if type(outer) is dict else outer for outer in level)
-        level = [inner for part in parts for inner in part if type(inner) in inside]
+        level = [inner for part in parts for inner in part if type(inner) in (dict, list)]
         if not level:
             return False
     return True
 
 
-def _no_repeats(pairs):
+def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
-    if len(found) != len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-        raise ValueError(f"key {quote(twice)} appears twice")
-    return found
+    if len(found) == len(pairs):
+        return found
+    seen: set[str] = set()
+    for name, _ in pairs:
+        if name in seen:
+            raise ValueError(f"key {quote(name)} appears twice")
+        seen.add(name)
+    raise AssertionError("a dict is smaller than its pairs only if a key repeats")
 
 
 def _finite(text: str) -> float:

@@ -87,24 +87,30 @@ def write_checkpoint(
 
     tied = names.flag(config, "tie_word_embeddings")
     tensors = {names.to_hugging_face(name): tensor for name, tensor in state_dict.items()}
-    shapes = {
-        name: shape
-        for name, shape in names.expected(config).items()
-        if not (tied and name == names.HEAD)
-    }
+    shapes = names.expected(config)
     if tied:
         tensors.pop(names.HEAD, None)
-    for name in sorted(shapes.keys() | tensors.keys()):
-        have = tuple(tensors[name].shape) if name in tensors else None
-        if have != shapes.get(name):
+        del shapes[names.HEAD]
+    check_shapes(tensors, shapes)
+    tensors = {name: tensors[name].detach().to("cpu").contiguous() for name in shapes}
+    write_json(folder / "config.json", config)
+    if generation_config:
+        write_json(folder / "generation_config.json", generation_config)
+    save_file(tensors, folder / names.SINGLE, metadata={"format": "pt"})
+
+
+def check_shapes(tensors: dict[str, "torch.Tensor"], expected: dict[str, tuple[int, ...]]) -> None:
+    """CheckpointError unless the tensors have exactly these names and shapes."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for name in sorted(expected.keys() | shapes.keys()):
+        if shapes.get(name) != expected.get(name):
             raise CheckpointError(
-                f"tensor {quote(name)} has shape {have}, config.json asks for {shapes.get(name)}",
+                f"tensor {quote(name)} has shape {shapes.get(name)}, "
+                f"config.json asks for {expected.get(name)}",
                 "save the model that nanokv.load returns, not an optimized one",
             )
-    tensors = {name: tensors[name].detach().to("cpu").contiguous() for name in shapes}
-    texts = {"config.json": config} | (
-        {"generation_config.json": generation_config} if generation_config else {}
-    )
-    for name, fields in texts.items():
-        (folder / name).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-    save_file(tensors, folder / names.SINGLE, metadata={"format": "pt"})
+
+
+def write_json(path: Path, fields: dict) -> None:
+    """Write an object as indented JSON."""
+    path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")

@@ -648,7 +648,7 @@ def test_an_endless_body_ends_at_the_announced_size(hub, inside, tmp_path, name)
 
 def test_a_file_without_a_size_has_a_limit_or_is_refused(hub, inside, tmp_path):
     hub.lies["model.safetensors"] = {"Content-Length": None, "X-Linked-Size": None}
-    assert "size is None: nobody knows when the file ends" in inside("org/tiny")["error"]
+    assert "size is None, so the end of the file is unknown" in inside("org/tiny")["error"]
     shutil.rmtree(tmp_path / "home")
     hub.lies = {"config.json": {"Content-Length": None}}
     hub.endless.add("config.json")
