@@ -13,6 +13,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
+from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers: the names in _HOME and _MODULES
@@ -147,30 +148,34 @@ class _Entrance(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
         home = _ENTRANCES[entrance]
         return f"{home}.{inside}" if inside else home
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(
+        self, name: str, path: object = None, target: object = None
+    ) -> importlib.machinery.ModuleSpec | None:
         home = self.home(name)
-        found = home and importlib.util.find_spec(home)
-        if not found:
+        if not home:
+            return None
+        found = importlib.util.find_spec(home)
+        if found is None:
             return None
         is_package = found.submodule_search_locations is not None
         return importlib.machinery.ModuleSpec(
             name, self, origin=found.origin, is_package=is_package
         )
 
-    def exec_module(self, module):
+    def exec_module(self, module: ModuleType) -> None:
         name = module.__name__
         sys.modules[name] = importlib.import_module(self.home(name))
 
-    def is_package(self, name):
+    def is_package(self, name: str) -> bool:
         return self.loader(name).is_package(self.home(name))
 
-    def get_code(self, name):
+    def get_code(self, name: str) -> CodeType | None:
         return self.loader(name).get_code(self.home(name))
 
-    def get_source(self, name):
+    def get_source(self, name: str) -> str | None:
         return self.loader(name).get_source(self.home(name))
 
-    def loader(self, name) -> Any:
+    def loader(self, name: str) -> Any:
         found = importlib.util.find_spec(self.home(name))
         return found and found.loader
 

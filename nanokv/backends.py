@@ -14,6 +14,7 @@ torch.compile cannot trace these checks: a compiled model groups its heads itsel
 
 import contextlib
 import threading
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ def chosen(device: torch.device) -> contextlib.AbstractContextManager:
 
 
 @contextlib.contextmanager
-def in_turn():
+def in_turn() -> Iterator[None]:
     """The same context, for one thread at a time."""
     with TURN, sdpa_kernel(ORDER, set_priority=True):
         yield

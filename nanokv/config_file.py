@@ -182,7 +182,7 @@ NO_EFFECT = frozenset(
 def model_fields(fields: dict) -> dict[str, Any]:
     """A config.json → the fields of a `Config`.
 
-    "yarn", "llama3" and "experts" hold the fields of Yarn, Llama3Rope and Experts, if there are any.
+    "yarn", "llama3" and "experts" hold the fields of Yarn, Llama3Rope and Experts, if present.
     Raises ConfigError, with name and value, for a field that changes the maths and is not
     implemented.
     """

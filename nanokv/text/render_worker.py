@@ -25,6 +25,7 @@ import sys
 import textwrap  # noqa: F401
 import unicodedata  # noqa: F401
 from datetime import datetime
+from typing import Any, BinaryIO, NoReturn
 
 if __name__ == "__main__":
     sys.path += sys.argv[1:]
@@ -33,6 +34,7 @@ import jinja2
 import jinja2.constants
 import jinja2.debug
 from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 HEAD = struct.Struct(">QdQQ")
@@ -84,7 +86,7 @@ def limit_process() -> None:
         resource.setrlimit(getattr(resource, name), (0, 0))
 
 
-def answered(requests, size: int, seconds: float, memory: int, output: int) -> list[str]:
+def answered(requests: BinaryIO, size: int, seconds: float, memory: int, output: int) -> list[str]:
     """The answer to one request."""
     try:
         limit_render(seconds, memory)
@@ -137,35 +139,41 @@ class Stopped(Exception):
 
 
 @functools.lru_cache(maxsize=16)
-def compiled(source: str):
+def compiled(source: str) -> jinja2.Template:
     """The compiled template, cached."""
     if len(source) > SOURCE:
         raise Stopped(f"its source has {len(source):,} characters, more than {SOURCE:,}")
     return ENVIRONMENT.from_string(source)
 
 
-def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+def tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     """JSON without HTML escapes, unlike jinja2's filter, which escapes < and >."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
-def raise_exception(message):
+def raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def strftime_now(form):
+def strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
 class TemplateDict:
     """`dict(...)` in a template, without the attributes of the class."""
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> dict:
         return dict(*args, **kwargs)
 
-    def fromkeys(self, *args, **kwargs):
+    def fromkeys(self, *args: Any, **kwargs: Any) -> dict:
         return dict.fromkeys(*args, **kwargs)
 
 
@@ -177,7 +185,7 @@ class GenerationTag(Extension):
 
     tags = {"generation"}
 
-    def parse(self, parser):
+    def parse(self, parser: Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.CallBlock(self.call_method("_through"), [], [], body).set_lineno(line)
@@ -203,7 +211,7 @@ class TemplateNamespace(jinja2.utils.Namespace):
         jinja2.utils.Namespace.__setitem__(self, name, value)
 
 
-def check_name(name):
+def check_name(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
         raise jinja2.exceptions.SecurityError(f"a namespace cannot hold the name {name!r}")
 
