@@ -2,14 +2,12 @@
 
 Only the files that nanokv reads are fetched. Names, cache layout, tokens and environment variables
 (HF_HOME, HF_HUB_CACHE, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE, HF_HUB_DISABLE_PROGRESS_BARS) are
-huggingface_hub's. Its own download differs in two points. It deletes a partial file when the
-process ends; here each file is fetched to blobs/<etag>.part with Range requests, so that the next
-run continues. And it trusts the server; here a header is checked before it becomes a path, a body
-ends at the announced size, and the bytes must have the hash that the hub names (sha256, or git's
-sha1 for small files). For the same reasons files are fetched over plain HTTP, not xet.
-
-A client before 1.0 stops when a connection breaks, and the next run continues. Later clients
-reconnect at once.
+huggingface_hub's. The transfer is not, because its snapshot_download lacks two things. It deletes a
+partial file when it fails; here each file is fetched to blobs/<etag>.part with Range requests, so
+that the next run continues. And it trusts the server; here a header is checked before it becomes a
+path, a body ends at the announced size, the free disk space is checked before the first shard, and
+the bytes must have the hash that the hub names (sha256, or git's sha1 for small files). For the
+same reasons files are fetched over plain HTTP, not xet.
 
 Small files are hashed again at every resolve, 20 ms for Qwen3's. Weights are hashed again by
 `check_hashes`, for `nanokv verify`.
@@ -23,6 +21,8 @@ import math
 import os
 import re
 import shutil
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -57,6 +57,7 @@ SHORT = {  # short name → repository
 LOG = logging.getLogger("weights_loader")
 WORTH_SAYING = 50_000_000  # bytes; a download of at least this size is announced
 KEPT = 1 << 16  # bytes; received data is written in pieces of this size, so a cut loses at most one
+RETRIES = 5  # attempts in a row without a new byte
 SEARCHED = 1000  # entries of a folder that are searched for a similar name
 OFFLINE_HINT = "nanokv chat -m tiny works offline"
 MIRROR_HINT = "unset HF_ENDPOINT to ask huggingface.co itself"
@@ -210,9 +211,10 @@ def _limit(name: str) -> int | None:
 
 def _optional(repo: str, name: str, commit: str) -> Path | None:
     """The file, or None if the repository does not have it. The cache records its absence."""
-    from huggingface_hub import _CACHED_NO_EXIST, try_to_load_from_cache
+    from huggingface_hub import try_to_load_from_cache
 
-    if try_to_load_from_cache(repo, name, revision=commit) is _CACHED_NO_EXIST:
+    cached = try_to_load_from_cache(repo, name, revision=commit)
+    if cached is not None and not isinstance(cached, str):  # known to be absent
         return None
     try:
         return _file(repo, name, commit)
@@ -315,43 +317,120 @@ def _prepare(repo: str, name: str, size: int, file: BinaryIO) -> None:
         LOG.info("%s/%s: %s MB go into %s", repo, name, f"{rest / 1e6:,.0f}", _storage(repo))
 
 
-def _receive(repo: str, name: str, remote: Remote, file):
+def _receive(repo: str, name: str, remote: Remote, file: "Bounded") -> None:
     """Append the rest of the body to the file. Errors name the number of bytes that arrived."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.errors import HTTPError
-    from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils import build_hf_headers
 
-    url = hf_hub_url(repo, name, revision=remote.commit)
     try:
-        with _pieces(KEPT):
-            http_get(
-                url,
-                file,
-                resume_size=file.tell(),
-                headers=build_hf_headers(),
-                expected_size=remote.size,
-                displayed_filename=name,
-            )
+        _transfer(hf_hub_url(repo, name, revision=remote.commit), name, remote.size, file)
     except CheckpointError:  # the body is longer than announced, so none of it can be trusted
         Path(file.name).unlink()
         raise
     except (HTTPError, OSError) as error:
         if getattr(error, "response", None) is not None:
             raise
-        reached = (
-            f"download of {repo}/{name} stopped at {file.tell():,} of {remote.size or 0:,} bytes"
-        )
+        size = remote.size or 0
+        reached = f"download of {repo}/{name} stopped at {file.tell():,} of {size:,} bytes"
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
             folder = Path(file.name).parent
+            free = shutil.disk_usage(folder).free
             raise CheckpointError(
-                f"{reached}: no space left in {folder}, which has {shutil.disk_usage(folder).free:,} bytes free",
-                hint="make room, or set HF_HOME to a folder on a larger disk; it goes on from there",
+                f"{reached}: no space left in {folder}, which has {free:,} bytes free",
+                hint="make room, or set HF_HOME to a folder on a larger disk; "
+                "it continues from there",
             ) from error
         raise CheckpointError(
             f"{reached}: {_reason(error)}",
-            hint=f"run it again: it goes on from there; {OFFLINE_HINT}",
+            hint=f"run it again: it continues from there; {OFFLINE_HINT}",
         ) from error
+
+
+def _transfer(url: str, name: str, size: int | None, file: "Bounded") -> None:
+    """Append the body to the file; if a connection breaks, continue where it broke.
+
+    Raises the client's error, or OSError, after RETRIES attempts in a row without a new byte.
+    """
+    from huggingface_hub.errors import HTTPError
+
+    failures = 0
+    with _progress(name, size, file.tell()) as progress:
+        while file.tell() != size:
+            start = file.tell()
+            try:
+                _append(url, file, progress)
+                if size is None:
+                    return
+                if file.tell() < size:
+                    raise OSError("the body ended early")
+            except (HTTPError, OSError) as error:
+                failures = failures + 1 if file.tell() <= start else 0
+                if failures == RETRIES or not _is_broken_connection(error):
+                    raise
+                reached = f"{file.tell():,}"
+                LOG.warning("%s: %s; continuing at %s bytes", name, _reason(error), reached)
+                time.sleep(1)
+
+
+def _is_broken_connection(error: Exception) -> bool:
+    """Whether there was no answer with an error status and no error of this system (full disk)."""
+    answered = getattr(error, "response", None) is not None
+    return not answered and getattr(error, "errno", None) is None
+
+
+def _append(url: str, file: "Bounded", progress: Any) -> None:
+    """One request for the rest of the body."""
+    start = file.tell()
+    with _body(url, start) as (status, pieces):
+        if start and status == 200:  # the server ignores Range and sends the whole file
+            file.seek(0)
+            file.truncate()
+            progress.update(-start)
+        for piece in pieces:
+            file.write(piece)
+            progress.update(len(piece))
+
+
+@contextmanager
+def _body(url: str, start: int) -> Iterator[tuple[int, Iterator[bytes]]]:
+    """(HTTP status, pieces of at most KEPT bytes) of a GET from byte `start` on."""
+    from huggingface_hub import constants, utils
+
+    headers = utils.build_hf_headers() | {"Accept-Encoding": "identity"}
+    if start:
+        headers["Range"] = f"bytes={start}-"
+    options: dict[str, Any] = {
+        "headers": headers,
+        "timeout": constants.HF_HUB_DOWNLOAD_TIMEOUT,
+        "retry_on_exceptions": (),  # _transfer continues
+        "retry_on_status_codes": (408, 429),
+    }
+    stream = getattr(utils, "http_stream_backoff", None)
+    if stream is not None:
+        with stream("GET", url, **options) as response:
+            utils.hf_raise_for_status(response)
+            yield response.status_code, response.iter_bytes(KEPT)
+    else:  # a client before 1.0: an answer of the requests package
+        answer: Any = utils.http_backoff("GET", url, stream=True, **options)
+        with answer:
+            utils.hf_raise_for_status(answer)
+            yield answer.status_code, answer.iter_content(KEPT)
+
+
+def _progress(name: str, size: int | None, start: int) -> Any:
+    """The client's progress bar, which HF_HUB_DISABLE_PROGRESS_BARS hides."""
+    from huggingface_hub.utils import tqdm
+
+    forced = os.environ.get("TQDM_POSITION") == "-1"  # without a terminal too
+    return tqdm(
+        desc=name,
+        total=size,
+        initial=start,
+        unit="B",
+        unit_scale=True,
+        disable=False if forced else None,
+        name="huggingface_hub.http_get",  # as the client names the bar of a file
+    )
 
 
 class Bounded:
@@ -370,27 +449,9 @@ class Bounded:
             raise CheckpointError(
                 f"{self.what}: more bytes arrive than the {self.limit:,} that were announced "
                 "or are allowed",
-                hint="the server or a proxy sends something else; what arrived is deleted",
+                hint="the server or a proxy sends something else; the received part is deleted",
             )
         return self.file.write(data)
-
-
-@contextmanager
-def _pieces(size: int):
-    """Set the client's chunk size to `size`, and restore its settings afterwards.
-
-    Its default of 10 MB is lost whole when a connection breaks. hf_transfer, which clients before
-    1.0 may use, leaves holes in a file that is cut short.
-    """
-    from huggingface_hub import constants
-
-    ours = {"DOWNLOAD_CHUNK_SIZE": size, "HF_HUB_ENABLE_HF_TRANSFER": False}
-    before = {name: vars(constants)[name] for name in ours if name in vars(constants)}
-    vars(constants).update({name: ours[name] for name in before})
-    try:
-        yield
-    finally:
-        vars(constants).update(before)
 
 
 # --- hashes ---------------------------------------------------------------------------------------
@@ -420,7 +481,7 @@ def check_hashes(folder: Path, names: list[str] | None = None) -> list[str]:
             pointer.unlink()
             raise CheckpointError(
                 f"{pointer}: its {size:,} bytes have {wrong}; it is removed from the cache",
-                hint="run it again, online: it is fetched anew",
+                hint="run it again online to fetch it",
             )
         checked.append(name)
     return checked
@@ -508,7 +569,7 @@ def _check_revision(revision: str) -> str:
     """CheckpointError unless the name is safe as a path below refs/."""
     if not re.fullmatch(r"[^\s/\\:\0]+(/[^\s/\\:\0]+)*", revision) or ".." in revision.split("/"):
         raise CheckpointError(
-            f"revision {quote(revision)} is no name of a branch, a tag or a commit"
+            f"revision {quote(revision)} is not the name of a branch, a tag or a commit"
         )
     return revision
 
@@ -568,7 +629,8 @@ def _explain_answer(
         url = str(error.response.request.url)  # type: ignore[attr-defined]  # set in all versions
         name = url.split("/resolve/")[-1].partition("/")[2]
         return CheckpointError(
-            f"{repo} has no {name} at revision {revision}", "is it a transformers model of today?"
+            f"{repo} has no {name} at revision {revision}",
+            "is it a model in the format of transformers?",
         )
     if isinstance(error, hub.RepositoryNotFoundError) or status == 404:
         return CheckpointError(

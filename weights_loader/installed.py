@@ -49,7 +49,7 @@ PACKAGES = {
 
 def location(name: str) -> Path | None:
     """The path of the file in an installed package, without reading it; None if not installed."""
-    import importlib.metadata  # takes 20 ms, and only this needs it
+    import importlib.metadata  # takes 20 ms, and only this function needs the module
 
     package = PACKAGES[name]
     try:
@@ -96,6 +96,6 @@ def command(name: str) -> str:
 
 def _another(path: Path, found: str, expected: str) -> CheckpointError:
     return CheckpointError(
-        f"{path} is another file than the one that was tried: {found}, expected {expected}",
-        "-m with its path takes it as it is",
+        f"{path} is not the expected file: {found}, expected {expected}",
+        "to use it anyway, pass its path with -m",
     )
