@@ -118,7 +118,7 @@ def read_part(
 
 
 def checked_entries(folder: Path, config: dict) -> "dict[str, Entry]":
-    """The entries that the config requires. Sets its tie_word_embeddings to what the files hold."""
+    """The entries that the config requires. Sets its tie_word_embeddings according to the files."""
     from . import shards
 
     tied = names.flag(config, "tie_word_embeddings")

@@ -147,7 +147,7 @@ def small_files(found: GgufFile) -> dict[str, dict]:
     parts = found.metadata.get("split.count", 0)
     if parts not in (0, 1):
         raise CheckpointError(
-            f"{found.path} is one of {parts} files; models in one file are read",
+            f"{found.path} is one of {parts} files; only a model in one file can be read",
             "llama-gguf-split --merge FIRST.gguf WHOLE.gguf",
         )
     config = model_config(found)
@@ -234,8 +234,8 @@ def check_lengths(found: GgufFile, own: dict, fields: dict) -> None:
     # OpenELM and others have a list, one value per layer.
     if type(heads) is not int or type(width) is not int or heads < 1:
         raise CheckpointError(
-            f"{found.path}: head_count {quote(heads)} and embedding_length {quote(width)} are "
-            "no two whole numbers"
+            f"{found.path}: head_count {quote(heads)} and embedding_length {quote(width)} must be "
+            "whole numbers"
         )
     fields.setdefault("num_key_value_heads", heads)
     head_dim = fields.setdefault("head_dim", width // heads)

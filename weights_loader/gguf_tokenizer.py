@@ -135,8 +135,7 @@ def rule(found: GgufFile) -> Rule:
     pre = found.metadata.get("tokenizer.ggml.pre")
     if not isinstance(pre, str) or pre not in RULES:
         raise CheckpointError(
-            f"{found.path}: tokenizer.ggml.pre is {quote(pre)}, and how that one cuts a text is "
-            "not known here",
+            f"{found.path}: tokenizer.ggml.pre is {quote(pre)}, which is not a known pre-tokenizer",
             f"known: {', '.join(RULES)}",
         )
     return RULES[pre]

@@ -169,7 +169,7 @@ def sizes(config: dict) -> dict[str, int]:
 
 
 def one_spelling(config: dict) -> dict:
-    """The config with num_experts instead of num_local_experts, as transformers 5 writes it."""
+    """The config with num_local_experts, which transformers 5 writes, renamed to num_experts."""
     if "num_local_experts" not in config:
         return config
     config = dict(config)

@@ -13,13 +13,9 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from .names import INDEX, SINGLE
 from .strict import LIMITS, MB, CheckpointError, parse_object
-
-if TYPE_CHECKING:
-    from .shards import Entry
 
 Headers = dict[Path, list[tuple[str, int, int]]]  # file → (name, start, bytes) of each tensor
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}
@@ -28,7 +24,7 @@ ALIGNMENT = 64  # bytes; a cache line
 
 
 class Prefetch:
-    """Starts reading when constructed. `taken(entry)` waits for the end of the reading."""
+    """Starts reading when constructed. `taken` waits for the end of the reading."""
 
     def __init__(self, folder: Path, dtype: str, together: tuple[tuple[str, ...], ...]):
         """Read only matrices named in `together`, with those of a group side by side in memory.
@@ -51,15 +47,15 @@ class Prefetch:
             self.thread = threading.Thread(target=self._read, args=(list(files),), daemon=True)
             self.thread.start()
 
-    def taken(self, entry: "Entry") -> int | None:
-        """The offset of this tensor in `memory`; None if it was not read."""
+    def taken(self, path: Path, start: int, nbytes: int) -> int | None:
+        """The offset in `memory` of the tensor at this place; None if it was not read."""
         if self.thread is not None:
             self.thread.join()
             self.thread = None
         # The file has changed since it was read.
-        if self.versions.get(entry.path) != version(os.stat(entry.path)):
+        if self.versions.get(path) != version(os.stat(path)):
             return None
-        return self.places.get((entry.path, entry.start, entry.nbytes))
+        return self.places.get((path, start, nbytes))
 
     def _lay_out(self, files: Headers, together: tuple[tuple[str, ...], ...]) -> None:
         """Give each matrix a place in memory. A group is stored in its order, without gaps."""

@@ -340,7 +340,9 @@ def materialize(
     A view if the tensor stays on the CPU in its stored dtype.
     """
     if entry.as_stored and dtype in (None, entry.dtype) and device.type == "cpu":
-        at = prefetched.taken(entry) if prefetched is not None else None
+        at = None
+        if prefetched is not None:
+            at = prefetched.taken(entry.path, entry.start, entry.nbytes)
         if prefetched is None or at is None:
             # Takes no memory yet: pages are read on first access.
             return entry.mapped(0, entry.nbytes).view(entry.shape)

@@ -96,7 +96,7 @@ def _nested(ids: Any) -> list:
     found = [_plain(part) for part in ids]
     kinds = set(map(type, found))
     if list in kinds and len(kinds) > 1:
-        raise TokenIdsError("here ids and lists of ids are mixed", "(T,) or (B,T)")
+        raise TokenIdsError("ids and lists of ids are mixed", "(T,) or (B,T)")
     if kinds == {list} and any(list in map(type, part) for part in found):
         raise TokenIdsError("these token ids have more than two dimensions", "(T,) or (B,T)")
     return found

@@ -92,7 +92,7 @@ class RenderProcess:
         with contextlib.suppress(ValueError, RecursionError):
             kind, words = json.loads(answer)
             return str(kind), str(words)
-        raise stopped("what came back is no answer")
+        raise stopped("it sent no valid answer")
 
     def _read(self, most: int) -> bytes:
         """The answer; b"" if the process ended before it was complete."""

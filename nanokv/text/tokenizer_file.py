@@ -59,7 +59,7 @@ def read_backend(path: Path) -> tuple[tokenizers.Tokenizer, int]:
         if (id := backend.token_to_id(token["content"])) != token.get("id"):
             raise TokenizerError(
                 f"{path}: added token {quote(token['content'])} says id {quote(token.get('id'))}, "
-                f"but comes to be {id:,}: ids are missing before it"
+                f"but gets id {id:,}: ids before it are missing"
             )
     ids = itertools.chain(fields["model"]["vocab"].values(), (token["id"] for token in added))
     return backend, max(ids, default=-1)
