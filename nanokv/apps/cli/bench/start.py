@@ -4,7 +4,7 @@ The command runs several times in a separate process, which records a time stamp
 (nanokv/support/clock.py). Between two runs the floors are measured, each in a new process: an empty
 Python, `import torch`, and one read of the weights' files from the system's file cache. Parts
 without a floor are nanokv's own work. Fused weights are read while torch is imported: without an
-idle core the import takes longer, and with one `weights` can be faster than its floor.
+idle core the import takes longer; with one, the part `weights` can be shorter than its floor.
 """
 
 import os
@@ -113,7 +113,7 @@ def one_start(plan: Plan, device: str, weights: str) -> dict[str, float]:
 
 
 def floor_seconds(name: str, code: str, files: list[str]) -> float:
-    """Seconds of a process that does only this work; an empty process counts its whole life."""
+    """Seconds that a new process measures for this work; for an empty one, its lifetime."""
     start = time.perf_counter()
     command = [sys.executable, "-c", CLOCK.format(code), *files]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True)

@@ -122,7 +122,8 @@ class AnswerText:
     def _control(self, id: int) -> list[Piece]:
         """Handle a token that is not shown.
 
-        A stop string matches across it only by containing its text; a tag or a call never does.
+        A stop string matches across the token only if it contains the token's text. Then tags and
+        calls that were held back are released as text first.
         """
         text = self.decoder.hidden(id)
         elsewhere = self.splitter.thinking or self.calls.open
@@ -156,7 +157,7 @@ class AnswerText:
         return [piece for part in self.calls.put(text) for piece in self._part(part)]
 
     def _part(self, part: Part) -> list[Piece]:
-        """Text that cannot begin a stop string, or a call; no stop string spans a call."""
+        """A call, or text up to the possible start of a stop string, which never spans a call."""
         if self.stop_string:
             return []
         if part.call:

@@ -216,7 +216,10 @@ class Ranged(Checked):
 
 
 class Nothing(Checked):
-    """An unsupported field. `values` leave it off and are valid; `hint` names an alternative."""
+    """An unsupported field. Only null and `values`, which leave it off, are valid.
+
+    hint: the nearest alternative.
+    """
 
     def __init__(self, *values: Any, hint: str = ""):
         off: dict = {"type": "null"}

@@ -121,7 +121,7 @@ class Echo:
 def prompt_steps(model: Model, ids: list[int], top: int) -> Iterator[list[Step]]:
     """Yield a prompt's tokens with their log-probabilities, chunk by chunk; the first has None."""
     # The first token follows nothing, so it has no probability.
-    yield [Step(ids[0], None)]  # type: ignore[arg-type]  # Step is for drawn tokens: a float
+    yield [Step(ids[0], None)]  # type: ignore[arg-type]  # a drawn token has a float
     size = max(1, min(prefill_chunk(model), LOGITS // model.config.vocab_size))
     cache = make_cache("static", model.config, capacity=len(ids))
     for start in range(0, len(ids) - 1, size):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 TEXT_TOKENS = 16  # OpenAI's default max_tokens of a completion
-# Prompt tokens per request with log-probabilities, which take up to 1 kB of memory each.
+# Most prompt tokens of a request with log-probabilities, up to 1 kB of memory each.
 ECHOED = 100_000
 
 
@@ -116,11 +116,11 @@ class Prepared:
     asked: Asked
     model: str
     jobs: list[Job]  # prompt by prompt, `n` answers to each
-    seed: int | None  # repeats all answers of this request
+    seed: int | None  # the request with this seed repeats all its answers; None: greedy
 
 
 def prepare(served: Served, asked: Asked, salt: str) -> Prepared:
-    """Prepare a request of either kind. Answer i uses seed + i, so answer 0 is that of n = 1."""
+    """Prepare a request of either kind. Answer i uses seed + i, so answer 0 is that with n = 1."""
     model = served.name(asked.model)
     sampling = vars(served.sampling) | asked.sampling
     seed = chosen_seed(sampling["seed"])

@@ -52,7 +52,7 @@ class Asked:
     special: bool = True  # add the checkpoint's special tokens around a text, as `encode` does
     template: dict = field(default_factory=dict)
     chat_template: str | None = None  # name of one of the model's templates; None: the default
-    # Field → template variables that must change the prompt.
+    # Field → other values of template variables, which must change the prompt.
     contrast: dict[str, dict] = field(default_factory=dict)
     tools: Tools = field(default_factory=Tools)
     schema: dict | None = None  # JSON schema of the answer

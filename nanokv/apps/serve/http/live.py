@@ -35,7 +35,7 @@ TABS = "[A-Za-z0-9_-]{0,64}"
 
 
 def tab_of(request: Request) -> str:
-    """The id of the page's tab that sends the request; "" for other clients."""
+    """The id of the web page's tab that sends the request; "" for other clients."""
     tab = request.headers.get(TAB, "")
     if not re.fullmatch(TABS, tab):
         raise ApiError(

@@ -60,7 +60,7 @@ OTHERS = {  # paths without models → (further fields, media type, its schema, 
 
 
 class Plain(GenerateJsonSchema):
-    """A schema without titles and without null defaults."""
+    """Generates schemas without titles and without null defaults."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False

@@ -153,7 +153,10 @@ class Answer(Response):
     # --- when it is complete ----------------------------------------------------------------------
 
     def usage(self) -> dict:
-        """Token counts. A prompt counts once for all its answers; some may not have begun."""
+        """Token counts. A prompt counts once, however many answers it has.
+
+        In a stream that failed, answers that have not begun count 0.
+        """
         jobs = zip(self.tickets, self.prepared.jobs, strict=True)
         firsts = [ticket.usage for ticket, job in jobs if job.first]
         prompt = sum(one.prompt for one in firsts)

@@ -43,7 +43,7 @@ from nanokv.errors import DeviceMemoryError, NanoKVError, ParallelError
 
 logger = logging.getLogger(__name__)
 LONGEST_STEP_S = 30.0
-REMEMBERED = 32  # ended requests of pages: a page shows what its last request left in the cache
+REMEMBERED = 32  # ended requests of web pages, which show what their last one left in the cache
 
 
 @dataclass(eq=False)
@@ -240,7 +240,7 @@ class EngineThread:
             self._leave(ticket)
 
     def _leave(self, ticket: int) -> None:
-        """Remove an answer from the engine; for a page, remember what its request left there."""
+        """Remove an answer from the engine; for a web page, note what its request left there."""
         answer = self.running.pop(ticket)
         request = answer.request
         held = request.fed  # before `cancel` frees the request's pages

@@ -24,7 +24,7 @@ class Submit:
     ticket: int
     job: Job
     param: str  # the request field to name if the engine refuses the job
-    tab: str  # of the page that sent the request, or ""
+    tab: str  # of the web page that sent the request, or ""
     opened: float  # perf_counter when the request arrived
 
 

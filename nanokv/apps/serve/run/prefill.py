@@ -175,7 +175,7 @@ class Elsewhere(Here):
         """Receive a message, in the thread that reads from the process."""
         if not all(map(finite, tensors.values())):  # other requests would read them from the pages
             meta = {"lost": "it has sent NaN or infinity"}
-        if self._put is not None:  # before `start` it can only have ended, which `begin` sees
+        if self._put is not None:  # before `start` it can only have ended, which `begin` notices
             self._put(Arrived(meta, tensors, size, seconds))
 
     def _checked(self, message: Arrived, ids: Sequence[int], submit: Submit) -> Prefilled:
