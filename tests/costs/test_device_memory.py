@@ -138,9 +138,9 @@ def test_a_saved_cache_that_does_not_fit_is_no_broken_file(model, monkeypatch, t
 def test_it_is_no_fault_of_the_request(cli, monkeypatch, tmp_path):
     error = full_memory(torch.OutOfMemoryError(TEXT))
     assert completion.error(error)["error"]["type"] == "server_error"
-    from nanokv.apps.serve.run.engine_thread import told
+    from nanokv.apps.serve.run.engine_thread import client_error
 
-    answer = told(error, "messages")
+    answer = client_error(error, "messages")
     assert answer.status == 503 and answer.body["error"]["code"] == "out_of_memory"
     assert answer.body["error"]["type"] == "server_error" and "--context" in answer.body["hint"]
     assert json.dumps(answer.body)
