@@ -57,21 +57,31 @@ class Goodbye(Exception):
 def parse(text):
     """(name, rest) of a command, or None if the text is a message.
 
-    A message has no slash, begins with a path or with `//`, or has several lines. Case does not
-    matter. `/ cache` counts as a mistyped command, which `run` reports.
+    A text is a message if it has no slash, begins with a path or `//`, or has several lines. Case
+    does not matter. `/ cache` counts as a mistyped command, which `run` reports.
     """
     if text.strip().lower() in ("exit", "quit"):
         return "/exit", ""
     first, _, rest = text.strip().partition(" ")
     if first == "/" and "\n" not in rest:
-        name = f"/{rest.split()[0].lower()}" if rest.strip() else ""
-        return (f"/ {name[1:]}".rstrip(), "") if not name or name in COMMANDS else None
+        return _mistyped(rest)
     if not first.startswith("/") or first == "/" or "/" in first[1:] or "\n" in first:
         return None
     first = first.lower()
     if "\n" in rest and first not in WHOLE_TEXT:
         return None
     return first, rest.strip()
+
+
+def _mistyped(rest: str) -> tuple[str, str] | None:
+    """The command of `/ cache`, with its blank; None if the first word is not a command's name."""
+    words = rest.split()
+    if not words:
+        return "/", ""
+    word = words[0].lower()
+    if f"/{word}" not in COMMANDS:
+        return None
+    return f"/ {word}", ""
 
 
 def command_line(text):
@@ -103,24 +113,30 @@ def suggestion(name) -> str:
     if word in (*SETTINGS, *CHOICES):
         return f"did you mean /set {word}?"
     close = nearest(word, [known[1:] for known in COMMANDS])
-    return f"did you mean /{close}?" if close else "/help lists them"
+    if close:
+        return f"did you mean /{close}?"
+    return "/help lists them"
 
 
 def show_help(chat, rest):
-    rows = {}  # function → [names, what they take, text]; an alias stands beside its command
-    for name, (function, text, takes) in COMMANDS.items():
-        rows.setdefault(function, [[], takes, text])[0].append(name)
-    shown = [(f"{', '.join(names)} {takes}".rstrip(), text) for names, takes, text in rows.values()]
+    names: dict[Callable, list[str]] = {}  # function → its command and aliases
+    for name, command in COMMANDS.items():
+        names.setdefault(command.run, []).append(name)
+    shown = []
+    for command in COMMANDS.values():
+        if command.text:
+            head = f"{', '.join(names[command.run])} {command.takes}".rstrip()
+            shown.append((head, command.text))
     width = chat.width()
     chat.view.say("\n".join([*layout.definitions(shown, width, ""), layout.joined(KEYS, width)]))
 
 
 def clear(chat, rest):
     chat.session.clear()
-    chat.view.say(
-        "history and cache are empty"
-        + (" (the system prompt stays)" if chat.session.system else "")
-    )
+    text = "history and cache are empty"
+    if chat.session.system:
+        text += " (the system prompt stays)"
+    chat.view.say(text)
 
 
 def system(chat, rest):
@@ -130,15 +146,15 @@ def system(chat, rest):
     if chat.control_token_refused(rest):
         return
     chat.session.set_system("" if rest in ('""', "''") else rest)
-    chat.view.say(
-        f"system prompt {'set' if chat.session.system else 'removed'}; the cache starts again from there"
-    )
+    done = "set" if chat.session.system else "removed"
+    chat.view.say(f"system prompt {done}; the cache is computed again from there")
 
 
 def think(chat, rest):
     _check_thinking(chat)
     chat.session.template_kwargs["enable_thinking"] = True
-    chat.view.thinking = "show" if chat.view.thinking == "off" else chat.view.thinking
+    if chat.view.thinking == "off":
+        chat.view.thinking = "show"
     chat.view.say("thinking on")
 
 
@@ -165,67 +181,87 @@ def no_think(chat, rest):
     chat.view.say("thinking off")
 
 
+def _owner(chat, name):
+    """The object that has a setting of CHOICES as an attribute."""
+    if name in OF_SESSION:
+        return chat.session
+    return chat.view
+
+
 def _setting(chat, name):
-    """What /set shows as its value now; in brackets what a number means that does nothing."""
+    """The current value for /set; a value that turns the setting off is explained in brackets."""
     if name in CHOICES:
-        return getattr(chat.session if name in OF_SESSION else chat.view, name)
-    value, params = chat.session.params.get(name), chat.session.params
+        return getattr(_owner(chat, name), name)
+    params = chat.session.params
+    value = params.get(name)
     if name == "max_new_tokens":
         return value or DEFAULT_NEW_TOKENS
+    if name == "seed" and not params.get("temperature"):
+        return f"{value} (not used: greedy)"
     if name == "seed":
-        return value if params.get("temperature") else f"{value} (not used: greedy)"
+        return value
     off, meaning = OFF[name]
     if value is None or value == off:
         return f"{off} ({meaning})"
-    return int(value) if value == int(value) else value  # 0, not 0.0
+    if value == int(value):
+        return int(value)  # 0 rather than 0.0
+    return value
 
 
 def set_value(chat, rest):
     """Show settings, or set one: numbers in the session's parameters, words as attributes."""
     name, _, value = rest.partition(" ")
     name = name.replace("-", "_")
-    if not value.strip() and (not rest or name in (*SETTINGS, *CHOICES)):
+    value = value.strip()
+    if not value and (not rest or name in (*SETTINGS, *CHOICES)):
         shown = [name] if rest else [*SETTINGS, *CHOICES]
-        chat.view.say(
-            layout.joined([f"{key} {_setting(chat, key)}" for key in shown], chat.width())
-        )
+        texts = [f"{key} {_setting(chat, key)}" for key in shown]
+        chat.view.say(layout.joined(texts, chat.width()))
     elif name in CHOICES:
-        if value.strip() not in CHOICES[name]:
-            raise NanoKVError(f"{name} {value.strip()!r} is not {' or '.join(CHOICES[name])}")
-        setattr(chat.session if name in OF_SESSION else chat.view, name, value.strip())
-        if name == "thinking":
-            chat.session.template_kwargs["enable_thinking"] = value.strip() != "off"
-        chat.view.say(f"{name} {value.strip()}")
-    elif name not in SETTINGS:
-        raise NanoKVError(
-            f"no setting {sanitize_line(name[:40])!r}", setting_hint(name, value.strip())
-        )
-    else:
+        _choose(chat, name, value)
+        chat.view.say(f"{name} {value}")
+    elif name in SETTINGS:
         new = parse_setting(name, value)
         if chat.given.sampling.beams:
             refuse_draw(name, new, name)
         chat.session.params[name] = new
         chat.view.say(f"{name} {_setting(chat, name)}")
+    else:
+        raise NanoKVError(f"no setting {sanitize_line(name[:40])!r}", setting_hint(name, value))
+
+
+def _choose(chat, name, value):
+    """Set one of CHOICES."""
+    if value not in CHOICES[name]:
+        raise NanoKVError(f"{name} {value!r} is not {' or '.join(CHOICES[name])}")
+    setattr(_owner(chat, name), name, value)
+    if name == "thinking":
+        chat.session.template_kwargs["enable_thinking"] = value != "off"
 
 
 def setting_hint(name: str, value: str) -> str:
     """A hint for an unknown setting; the settings of ollama's chat are known."""
     if name == "parameter" and value:
         name, _, value = value.partition(" ")
-        name, value = name.replace("-", "_"), value.strip()
+        name = name.replace("-", "_")
+        value = value.strip()
         if name in SETTINGS:
             return f"did you mean /set {name} {sanitize_line(value[:40])}?".replace(" ?", "?")
     if name in OLLAMA:
         return OLLAMA[name].format(sanitize_line(value.strip("\"'")[:200])).rstrip()
     known = [*SETTINGS, *CHOICES]
     close = nearest(name, known)
-    return f"did you mean {close}?" if close else f"one of {', '.join(known)}"
+    if close:
+        return f"did you mean {close}?"
+    return f"one of {', '.join(known)}"
 
 
 def stats(chat, rest):
     if rest not in ("", "on", "off"):
         raise NanoKVError(f"/stats {sanitize_line(rest)!r} is not on or off")
-    chat.view.stats = rest or ("off" if chat.view.stats == "on" else "on")
+    if not rest:
+        rest = "off" if chat.view.stats == "on" else "on"
+    chat.view.stats = rest
     chat.view.say(f"status line {chat.view.stats}")
 
 
@@ -244,7 +280,9 @@ def save(chat, rest):
             "/save needs a file name", "/save notes.jsonl, or /save notes.jsonl --kv"
         )
     path = user_path(name)
-    caches = chat_files.cache_paths(path, chat.loaded.ranks.size) if "--kv" in flags else []
+    caches: list[Path] = []
+    if "--kv" in flags:
+        caches = chat_files.cache_paths(path, chat.loaded.ranks.size)
     with chat.keyboard.lend():
         ask_to_replace("--force" in flags, path, *caches)
     chat.view.say(chat_files.save(chat, path, caches[0] if caches else None))
@@ -253,7 +291,8 @@ def save(chat, rest):
 def load(chat, rest):
     if not rest:
         raise SessionError("/load needs a file name", "/load notes.jsonl")
-    chat.view.say(chat_files.load(chat, user_path(_split_flags(rest, "--kv")[0])))
+    name, _ = _split_flags(rest, "--kv")
+    chat.view.say(chat_files.load(chat, user_path(name)))
 
 
 def _split_flags(rest, *flags):
@@ -262,9 +301,8 @@ def _split_flags(rest, *flags):
         words = shlex.split(rest)
     except ValueError as error:
         raise SessionError(f"{sanitize_line(rest)}: {error}") from None
-    return " ".join(word for word in words if word not in flags), {
-        word for word in words if word in flags
-    }
+    name = " ".join(word for word in words if word not in flags)
+    return name, {word for word in words if word in flags}
 
 
 def undo(chat, rest):
@@ -288,10 +326,10 @@ def drop(chat, rest):
     turns = int(rest)
     chat.session.drop(turns)
     what = "the oldest turn" if turns == 1 else f"the {turns} oldest turns"
-    again = " · the turns left move to other positions and are computed again" * bool(
-        chat.session.messages
-    )
-    chat.view.say(f"dropped {what}; the cache keeps {chat.session.cache.length:,} tokens{again}")
+    text = f"dropped {what}; the cache keeps {chat.session.cache.length:,} tokens"
+    if chat.session.messages:
+        text += " · the turns left get new positions and are computed again"
+    chat.view.say(text)
 
 
 def read(chat, rest):
@@ -348,7 +386,7 @@ def copy(chat, rest):
 
     text = chat.session.messages[-1]["content"]
     if not is_tty(sys.stderr) or os.environ.get("TERM") == "dumb":
-        raise NanoKVError("this terminal has no clipboard for programs")
+        raise NanoKVError("this terminal gives programs no access to a clipboard")
     data = text.encode("utf-8", "replace")
     if len(data) > 74_000:
         raise NanoKVError(
@@ -377,7 +415,7 @@ COMMANDS = {
     "/reset": Command(clear),
     "/system": Command(system, 'set the system prompt ("" removes it); alone: show it', "TEXT"),
     "/think": Command(think, "ask the model to think"),
-    "/nothink": Command(no_think, "ask it not to"),
+    "/nothink": Command(no_think, "ask the model not to think"),
     "/set": Command(
         set_value,
         "temperature, top_k, seed, max_new_tokens, overflow ...; alone: show them",
@@ -420,7 +458,8 @@ ELSEWHERE = {  # commands of other programs → the equivalent here
     "new": "did you mean /clear?",
     "redo": "did you mean /retry?",
     "history": "/tokens shows the last prompt, /save FILE writes the conversation",
-    "show": "/set shows the settings, /system the system prompt, /cache the cache; nanokv memory the model's sizes",
+    "show": "/set shows the settings, /system the system prompt, /cache the cache; "
+    "nanokv memory the model's sizes",
 }
 ALONE = (
     show_help,

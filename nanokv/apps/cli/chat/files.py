@@ -31,14 +31,19 @@ def save(chat, path, kv) -> str:
 
     Returns a message for the user. On an error old files stay.
     """
-    session, mark = chat.session, chat.loaded.fingerprints()[0]
+    session = chat.session
+    mark = chat.loaded.fingerprints()[0]
     ranks = chat.loaded.ranks.size
-    extra = ({"kv": kv.name} | ({"ranks": ranks} if ranks > 1 else {})) if kv else {}
+    extra: dict = {}
+    if kv:
+        extra["kv"] = kv.name
+    if kv and ranks > 1:
+        extra["ranks"] = ranks
+    head = transcript.header(chat.loaded.name, mark, **extra)
     history = {"history": session.messages, "system": session.system, "settings": session.params}
-    size = transcript.write_whole(
-        path, [transcript.header(chat.loaded.name, mark, **extra), history]
-    )
-    text = f"saved {transcript.turns_text(session.messages)} to {sanitize_line(str(path))} ({bytes_text(size)})"
+    size = bytes_text(transcript.write_whole(path, [head, history]))
+    text = f"saved {transcript.turns_text(session.messages)}"
+    text += f" to {sanitize_line(str(path))} ({size})"
     if not kv:
         return text
     from safetensors import SafetensorError
@@ -52,12 +57,12 @@ def save(chat, path, kv) -> str:
         need = bytes_text(session.cache.nbytes)
         raise SessionError(f"{text}; its cache not saved: {error} (needs {need})") from error
     size = bytes_text(kv.stat().st_size)
-    parts = (
-        f", and beside it the parts of {ranks - 1} more rank{'s' * (ranks > 2)}"
-        if ranks > 1
-        else ""
-    )
-    return f"{text}, cache of {session.cache.length:,} tokens to {sanitize_line(kv.name)} ({size}){parts}"
+    tokens = f"{session.cache.length:,} tokens"
+    text += f", cache of {tokens} to {sanitize_line(kv.name)} ({size})"
+    if ranks > 1:
+        plural = "s" if ranks > 2 else ""
+        text += f", and beside it the parts of {ranks - 1} more rank{plural}"
+    return text
 
 
 def load(chat, path) -> str:
@@ -79,18 +84,23 @@ def load(chat, path) -> str:
 
 
 def _load_cache(chat, path, head):
-    session, known, ranks = chat.session, chat.loaded.fingerprints(), chat.loaded.ranks
-    saved, of = head.get("fingerprint", "?"), head.get("ranks") or 1
+    session = chat.session
+    known = chat.loaded.fingerprints()
+    ranks = chat.loaded.ranks
+    saved = head.get("fingerprint", "?")
+    of = head.get("ranks") or 1
     if of != ranks.size:
         return f"cache refused: it was saved by {ranks_text(of)}, this is {ranks_text(ranks.size)}"
     if saved not in known:
-        return (
-            f"cache refused: it was saved by model {sanitize_line(str(saved))}, this is {known[0]}"
-        )
+        model = sanitize_line(str(saved))
+        return f"cache refused: it was saved by model {model}, this is {known[0]}"
     try:
-        own, device = (ranks.rank, ranks.size), session.model.embed_tokens.weight.device
         cache = type(session.cache).load(
-            path, session.model.config, model_fingerprint=saved, device=device, rank=own
+            path,
+            session.model.config,
+            model_fingerprint=saved,
+            device=session.model.embed_tokens.weight.device,
+            rank=(ranks.rank, ranks.size),
         )
         dtypes = {t.dtype for t in cache[0].state().values() if t.is_floating_point()}
         mine = getattr(session.model.layers[0], "dtype", session.model.embed_tokens.weight.dtype)
@@ -106,4 +116,6 @@ def _load_cache(chat, path, head):
 
 def ranks_text(count: int) -> str:
     """one process, 2 ranks."""
-    return "one process" if count == 1 else f"{count:,} ranks"
+    if count == 1:
+        return "one process"
+    return f"{count:,} ranks"

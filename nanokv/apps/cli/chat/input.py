@@ -42,7 +42,8 @@ class Folds:
     """Long pastes by the placeholders that are shown for them."""
 
     def __init__(self, count_tokens):
-        self.texts, self.count_tokens = {}, count_tokens
+        self.texts: dict[str, str] = {}
+        self.count_tokens = count_tokens
 
     def fold(self, text) -> str:
         """The text itself if it is short, otherwise a placeholder for it."""
@@ -96,17 +97,18 @@ class CommandCompleter(Completer):
     """
 
     def __init__(self, names):
-        self.names, self.paths = sorted(names), PathCompleter(expanduser=True)
+        self.names = sorted(names)
+        self.paths = PathCompleter(expanduser=True)
 
     def get_completions(self, document, complete_event):
         text = document.text_before_cursor
-        word = text.rsplit(None, 1)[-1] if text and not text[-1].isspace() else ""
+        word = ""
+        if text and not text[-1].isspace():
+            word = text.rsplit(None, 1)[-1]
         if text.startswith("/") and " " not in text and "/" not in text[1:]:
-            yield from (
-                Completion(name, start_position=-len(text))
-                for name in self.names
-                if name.startswith(text)
-            )
+            for name in self.names:
+                if name.startswith(text):
+                    yield Completion(name, start_position=-len(text))
         elif text.split(" ", 1)[0] in PATH_COMMANDS or word.startswith(("./", "../", "~/", "/")):
             yield from self.paths.get_completions(Document(word, len(word)), complete_event)
 
@@ -120,26 +122,33 @@ class Input:
     def __init__(self, keyboard, names, count_tokens, toolbar, history_path, say, color):
         self.keyboard = keyboard
         self.folds = Folds(count_tokens)
-        self.say, self.pressed, self.names, self.lost = say, -LEAVE_S, names, ""
+        self.say = say
+        self.names = names
+        self.pressed = -LEAVE_S  # time of the last Ctrl-C in an empty line
+        self.lost = ""  # the line that a signal interrupted
         self.history = make_history(history_path, self.folds)
         self.toolbar = toolbar
-        bar = "noreverse" + (" ansibrightblack" if color else "")
-        plain = {} if color else {"color_depth": ColorDepth.DEPTH_1_BIT}
-        with create_app_session(
-            output=plain_output() if os.environ.get("TERM") == "dumb" else None
-        ):
-            self.session = self._prompt_session(plain, bar)
+        bar = "noreverse"
+        depth = ColorDepth.DEPTH_1_BIT
+        if color:
+            bar += " ansibrightblack"
+            depth = None
+        output = None
+        if os.environ.get("TERM") == "dumb":
+            output = plain_output()
+        with create_app_session(output=output):
+            self.session = self._prompt_session(depth, bar)
         # Simple terminals would print a warning line.
         self.session.app.renderer.cpr_not_supported_callback = lambda: None
 
-    def _prompt_session(self, plain, bar):
+    def _prompt_session(self, depth, bar):
         return PromptSession(
             input=self.keyboard.input,
             history=self.history,
             completer=CommandCompleter(self.names),
             key_bindings=self._keys(),
             style=ToolkitStyle.from_dict({"bottom-toolbar": bar}),
-            **plain,
+            color_depth=depth,
             multiline=True,
             complete_while_typing=False,
             enable_suspend=True,
@@ -173,11 +182,9 @@ class Input:
 
     def _toolbar(self):
         text = self.session.default_buffer.text
-        hint = (
-            "Alt-P unfolds the paste"
-            if any(mark in text for mark in self.folds.texts)
-            else "Alt-Enter newline"
-        )
+        hint = "Alt-Enter newline"
+        if any(mark in text for mark in self.folds.texts):
+            hint = "Alt-P unfolds the paste"
         return f"{self.toolbar()}  ·  {hint}"
 
     def _keys(self):
@@ -203,9 +210,8 @@ class Input:
         return text.startswith(BLOCK) and text.count(BLOCK) < 2
 
     def _paste(self, event):
-        event.current_buffer.insert_text(
-            self.folds.fold(event.data.replace("\r\n", "\n").replace("\r", "\n"))
-        )
+        text = event.data.replace("\r\n", "\n").replace("\r", "\n")
+        event.current_buffer.insert_text(self.folds.fold(text))
 
     def _unfold(self, event):
         text = self.folds.unfold(event.current_buffer.text)
@@ -228,14 +234,24 @@ class Input:
 
     def _is_second(self, text) -> bool:
         """Whether this Ctrl-C is the second one in an empty line within LEAVE_S seconds."""
-        before, self.pressed = self.pressed, -LEAVE_S if text else time.monotonic()
-        return not text and time.monotonic() - before < LEAVE_S
+        before = self.pressed
+        if text:
+            self.pressed = -LEAVE_S
+            return False
+        self.pressed = time.monotonic()
+        return self.pressed - before < LEAVE_S
 
 
 def plain_output():
     """Output for TERM=dumb without escape sequences: prompt_toolkit sends one at the start."""
     output = create_output()
-    output.write_raw = lambda data: None if "\x1b" in data else type(output).write_raw(output, data)
+    write_raw = output.write_raw
+
+    def write_plain(data):
+        if "\x1b" not in data:
+            write_raw(data)
+
+    output.write_raw = write_plain
     return output
 
 

@@ -22,57 +22,67 @@ NAMES = {"s": "system", "u": "user", "a": "assistant", "·": "dropped"}
 def cells(roles, width):
     """(letters, tokens per cell): at most `width` cells; the last one may hold fewer tokens."""
     per = max(1, -(-len(roles) // max(width, 1)))
-    groups = [[letter for letter, _ in roles[i : i + per]] for i in range(0, len(roles), per)]
-    return "".join(Counter(group).most_common(1)[0][0] for group in groups), per
+    letters = ""
+    for start in range(0, len(roles), per):
+        counts = Counter(letter for letter, _ in roles[start : start + per])
+        letters += counts.most_common(1)[0][0]
+    return letters, per
 
 
 def draw(session, style, width=80) -> str:
     """The text of /cache; lines are at most `width` cells wide."""
-    config, cache = session.model.config, session.cache
+    config = session.model.config
+    cache = session.cache
     length = cache.length
     if not length:
-        kept = (
-            f" ({bytes_text(cache.nbytes)} of memory kept for the next tokens)"
-            if cache.nbytes
-            else ""
-        )
-        return layout.paragraph(f"cache empty: 0 tokens{kept or ', 0 B'}", width)
+        size = ", 0 B"
+        if cache.nbytes:
+            size = f" ({bytes_text(cache.nbytes)} of memory kept for the next tokens)"
+        return layout.paragraph(f"cache empty: 0 tokens{size}", width)
     held = cache[0].sizes.held  # a sliding cache holds fewer tokens than it has seen
     roles = held_roles(session.roles()[:length], held, cache.made.options.get("sinks", 0))
     label = len(f"layer {len(cache) - 1:>2} ")
     letters, per = cells(roles, max(width - label - 12, 10))
-    painted = "".join(
-        getattr(style, COLOURS[letter])(letter) if letter in COLOURS else letter
-        for letter in letters
-    )
+    painted = "".join(paint(letter, style) for letter in letters)
     counts = Counter(letter for letter, _ in roles)
     parts = [
         f"{length:,} of {session.context:,} tokens",
         f"1 cell = {per:,} token{'s' * (per > 1)}",
     ]
-    parts += [
-        f"{letter} {name} {counts[letter]:,}" for letter, name in NAMES.items() if counts[letter]
-    ]
+    for letter, name in NAMES.items():
+        if counts[letter]:
+            parts.append(f"{letter} {name} {counts[letter]:,}")
     lines = [layout.joined(parts, width)]
     for i, layer in enumerate(cache):
-        lines.append(
-            f"layer {i:>2} ".ljust(label) + painted + "  " + bytes_text(layer.sizes.used_nbytes)
-        )
+        head = f"layer {i:>2} ".ljust(label)
+        lines.append(f"{head}{painted}  {bytes_text(layer.sizes.used_nbytes)}")
     lines.append(layout.joined(formula(config, cache, held).split(" · "), width))
-    notes = filter(None, (balance(session), session.why))
-    lines += [layout.paragraph(text, width) for text in notes]
+    for note in (balance(session), session.why):
+        if note:
+            lines.append(layout.paragraph(note, width))
     return "\n".join(lines)
+
+
+def paint(letter, style):
+    """A role's letter in its colour."""
+    if letter not in COLOURS:
+        return letter
+    return getattr(style, COLOURS[letter])(letter)
 
 
 def held_roles(roles, held, sinks):
     """The roles of all tokens seen; a dot for the dropped ones between sinks and window."""
     gone = len(roles) - held
-    return [*roles[:sinks], *[("·", 0)] * gone, *roles[sinks + gone :]] if gone else roles
+    if not gone:
+        return roles
+    return [*roles[:sinks], *[("·", 0)] * gone, *roles[sinks + gone :]]
 
 
 def formula(config, cache, length) -> str:
     """`2 × L × Hk × D × bytes × tokens`, with this model's numbers, and the measured total."""
-    L, Hk, D = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+    L = config.num_hidden_layers
+    Hk = config.num_key_value_heads
+    D = config.head_dim
     element = element_size(cache)
     computed = 2 * L * Hk * D * element * length
     total = f"= {computed:,} B · measured {cache.nbytes:,} B"
@@ -83,7 +93,9 @@ def formula(config, cache, length) -> str:
 
 def element_size(cache) -> int:
     """Bytes per stored number, from the first layer's tensors; 4 if it does not show them."""
-    tensors = cache[0].state().values() if hasattr(cache[0], "state") else ()
+    if not hasattr(cache[0], "state"):
+        return 4
+    tensors = cache[0].state().values()
     return next((t.element_size() for t in tensors if t.is_floating_point()), 4)
 
 
@@ -92,36 +104,47 @@ def balance(session) -> str:
     turn = session.last
     if not turn or not turn.out or session.cache.length != turn.new + turn.reused + turn.out - 1:
         return ""
+    total = f"{turn.new:,} new + {turn.reused:,} reused + {turn.out:,} out"
     return (
-        f"{turn.new:,} new + {turn.reused:,} reused + {turn.out:,} out − 1 = "
-        f"{session.cache.length:,}: the last token of an answer is chosen, but not fed; its key and "
-        "value come with the next message"
+        f"{total} − 1 = {session.cache.length:,}: the last token of an answer is chosen, but not "
+        "fed; its key and value come with the next message"
     )
 
 
 def tokens_text(session, style, width=None, limit=400) -> str:
     """The last prompt and its answer, a line per message; at most the last `limit` tokens."""
-    ids, roles = session.cached_ids, session.roles()
+    ids = session.cached_ids
+    roles = session.roles()
     if not ids:
         return "no prompt yet"
     last = unfed(session)
-    ids, roles = ids + last, roles + roles[-1:] * len(last)
+    ids = ids + last
+    roles = roles + roles[-1:] * len(last)
     left = max(0, len(ids) - limit)
-    lines = [f"… {left:,} earlier tokens"] if left else []
+    lines = []
+    if left:
+        lines.append(f"… {left:,} earlier tokens")
     tokens = zip(roles[left:], ids[left:], session.tokenizer.pieces(ids[left:]), strict=True)
     for (letter, _), group in groupby(tokens, key=itemgetter(0)):
         parts = [token_text(id, piece, style) for _, id, piece in group]
-        mark = getattr(style, COLOURS[letter])(letter)
-        lines.append(mark + layout.joined(parts, width, "  ", between=" ").removeprefix(" "))
-    note = " · the last one was not fed, so the cache lacks it" if last else ""
-    return "\n".join([*lines, layout.joined(f"{len(ids):,} tokens{note}".split(" · "), width)])
+        text = layout.joined(parts, width, "  ", between=" ").removeprefix(" ")
+        lines.append(paint(letter, style) + text)
+    totals = [f"{len(ids):,} tokens"]
+    if last:
+        totals.append("the last one was not fed, so the cache lacks it")
+    return "\n".join([*lines, layout.joined(totals, width)])
 
 
 def unfed(session) -> list[int]:
     """The last token of the last answer, if the cache holds all tokens before it; otherwise []."""
-    start, held = len(session.prompt_ids), session.cached_ids
-    sampled = session.last.ids if session.last else []
-    return sampled[-1:] if len(held) >= start and held[start:] == sampled[:-1] else []
+    if not session.last:
+        return []
+    sampled = session.last.ids
+    start = len(session.prompt_ids)
+    held = session.cached_ids
+    if len(held) < start or held[start:] != sampled[:-1]:
+        return []
+    return sampled[-1:]
 
 
 def token_text(id: int, piece: str, style) -> str:

@@ -31,7 +31,9 @@ LEAVING = (Keys.ControlC, Keys.ControlD, Keys.ControlZ)
 
 def open_keyboard():
     """The keyboard for this system, a context manager around the whole chat."""
-    return Keyboard() if termios is None else PosixKeyboard()
+    if termios is None:
+        return Keyboard()
+    return PosixKeyboard()
 
 
 class Keyboard:
@@ -60,10 +62,16 @@ class Keyboard:
     def hold(self, draft=""):
         """Show the keys typed ahead at the next prompt, below `draft`, without sending them."""
         self.poll()
-        keys = [key for key in get_typeahead(self.input) if key.key not in LEAVING]
         newline = KeyPress(Keys.ControlJ, "\n")
-        keys = [newline if key.key == Keys.Enter else key for key in keys]
-        store_typeahead(self.input, [newline, *keys] if keys and draft else keys)
+        keys = []
+        for key in get_typeahead(self.input):
+            if key.key == Keys.Enter:
+                keys.append(newline)
+            elif key.key not in LEAVING:
+                keys.append(key)
+        if keys and draft:
+            keys.insert(0, newline)
+        store_typeahead(self.input, keys)
 
 
 class PosixKeyboard(Keyboard):
@@ -71,13 +79,17 @@ class PosixKeyboard(Keyboard):
 
     def __init__(self):
         super().__init__()
-        self.fd, self.front, self.handlers = self.input.fileno(), True, {}
-        self.reading, self.stopping = False, None  # a signal to stop that came while keys were read
+        self.fd = self.input.fileno()
+        self.front = True
+        self.handlers = {}
+        self.reading = False
+        self.stopping = None  # a stop signal that arrived while keys were read
 
     def __enter__(self):
         self.shell = termios.tcgetattr(self.fd)
         with self.input.raw_mode():
-            self.raw, self.own = termios.tcgetattr(self.fd), termios.tcgetattr(self.fd)
+            self.raw = termios.tcgetattr(self.fd)
+            self.own = termios.tcgetattr(self.fd)
         # NOFLSH: Ctrl-C does not discard the keys typed before it.
         self.own[LFLAG] |= termios.ISIG | termios.NOFLSH
         for number, handler in (
@@ -93,9 +105,10 @@ class PosixKeyboard(Keyboard):
         self.poll()
         # Keys typed before this point: the kernel has turned their Enters into newlines.
         keys = get_typeahead(self.input)
-        store_typeahead(
-            self.input, [KeyPress(Keys.Enter) if key.key == Keys.ControlJ else key for key in keys]
-        )
+        for i, key in enumerate(keys):
+            if key.key == Keys.ControlJ:
+                keys[i] = KeyPress(Keys.Enter)
+        store_typeahead(self.input, keys)
         return self
 
     def __exit__(self, *exception):
@@ -104,7 +117,8 @@ class PosixKeyboard(Keyboard):
             signal.signal(number, handler)
 
     def poll(self):
-        front, before = self._in_front(), self.front
+        before = self.front
+        front = self._in_front()
         self.front = front
         if front and not before:  # the shell sends no signal for `fg` of a job that was running
             self._take()
@@ -115,7 +129,8 @@ class PosixKeyboard(Keyboard):
         finally:
             self.reading = False
         if self.stopping is not None:
-            number, self.stopping = self.stopping, None
+            number = self.stopping
+            self.stopping = None
             self._stop(number, None)
 
     @contextlib.contextmanager
@@ -151,16 +166,18 @@ class PosixKeyboard(Keyboard):
 
         This may run in a signal handler, so sys.stdout's buffer is not used.
         """
-        if self._in_front():
-            with contextlib.suppress(OSError, termios.error):
-                termios.tcsetattr(self.fd, termios.TCSANOW, mode)
-                os.write(sys.stdout.fileno(), paste if os.environ.get("TERM") != "dumb" else b"")
+        if not self._in_front():
+            return
+        if os.environ.get("TERM") == "dumb":
+            paste = b""
+        with contextlib.suppress(OSError, termios.error):
+            termios.tcsetattr(self.fd, termios.TCSANOW, mode)
+            os.write(sys.stdout.fileno(), paste)
 
     def _take(self):
         self.mode = self.own
-        self._set(
-            self.own, b"\x1b[?2004h"
-        )  # mark pastes, so that one during an answer is one message
+        # Pastes are marked, so that a paste during an answer becomes one message.
+        self._set(self.own, b"\x1b[?2004h")
 
     def _give_back(self):
         self.mode = None
@@ -187,7 +204,7 @@ class PosixKeyboard(Keyboard):
             self._resume(mode)
 
     def _on(self, number, frame):
-        """SIGCONT after a SIGSTOP, which a process cannot handle."""
+        """Restore the mode on SIGCONT after a SIGSTOP, which a process cannot catch."""
         if self.mode is not None:
             self._resume(self.mode)
 

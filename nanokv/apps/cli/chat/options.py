@@ -39,23 +39,37 @@ def add_arguments(parser):
     group = parser.add_argument_group("chat")
     options.add_speculate_argument(group)
     options.add_beam_arguments(parser)
+    _add_session_arguments(group)
+    options.add_template_argument(group)
+    options.add_thinking_argument(group)
+    _add_display_arguments(group)
+    options.add_special_argument(group, "typed control tokens become control tokens")
+    group.add_argument(
+        "--no-loop-guard", action="store_true", help="do not stop an answer that repeats itself"
+    )
+
+
+def _add_session_arguments(group):
     group.add_argument(
         "--resume",
         metavar="ID",
         nargs="?",
         const="",
-        help="go on with the last session, or with ID",
+        help="continue the last session, or the one with this ID",
     )
     group.add_argument("--list", action="store_true", help="saved sessions, newest first")
-    group.add_argument("--no-save", action="store_true", help="keep this conversation off the disk")
+    group.add_argument(
+        "--no-save", action="store_true", help="do not write this conversation to disk"
+    )
     group.add_argument(
         "--overflow",
         choices=("stop", "drop"),
         default="stop",
-        help="context full: refuse with numbers (default), or drop the oldest turns",
+        help="context full: refuse the message (default), or drop the oldest turns",
     )
-    options.add_template_argument(group)
-    options.add_thinking_argument(group)
+
+
+def _add_display_arguments(group):
     group.add_argument(
         "--stats",
         choices=("on", "off"),
@@ -69,11 +83,7 @@ def add_arguments(parser):
         "--jsonl",
         "--json",
         action="store_true",
-        help="an OpenAI chat.completion per turn, lossless",
-    )
-    options.add_special_argument(group, "typed control tokens become control tokens")
-    group.add_argument(
-        "--no-loop-guard", action="store_true", help="do not stop an answer that repeats itself"
+        help="one OpenAI chat.completion per turn, lossless",
     )
 
 

@@ -82,7 +82,8 @@ def _json_turn(session, text, stop, model: str):
 
 def record(session, model: str) -> dict:
     """The last turn for --jsonl. Its text is raw; to_json escapes dangerous characters."""
-    turn, answer = session.last, completion.message(session.last.text, session.thinking_opened)
+    turn = session.last
+    answer = completion.message(turn.text, session.thinking_opened)
     speed = completion.rate(turn.new, turn.prefill_s)
     return completion.completion(
         model,
@@ -98,10 +99,11 @@ def record(session, model: str) -> dict:
 
 def _say_why_it_stopped(session, number):
     """Warn about a limit that cut the answer, unless the user set it."""
-    turn, reasons = (
-        session.last,
-        {"context": "the context is full", "loop": "it repeated itself (--no-loop-guard)"},
-    )
+    turn = session.last
+    reasons = {
+        "context": "the context is full",
+        "loop": "it repeated itself (--no-loop-guard)",
+    }
     if session.params.get("max_new_tokens") is None:
         reasons["length"] = f"{turn.out:,} tokens (--max-new-tokens)"
     if turn.finish_reason in reasons:

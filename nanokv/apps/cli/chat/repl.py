@@ -27,7 +27,9 @@ def run(given: ChatOptions, ranks: Ranks) -> int:
     """Load the model, run the chat, and return the exit code."""
     view = View(given.output, given.model.template.thinking, given.stats, given.markdown)
     folder = transcript.state_folder() / "sessions"
-    path = head = keyboard = None
+    path = None
+    head = None
+    keyboard = None
     messages = []
     if given.resume is not None:
         path = transcript.find(folder, given.resume)
@@ -61,15 +63,15 @@ class Chat:
     def __init__(self, given: ChatOptions, view, keyboard, loaded, session):
         from nanokv.apps.cli.chat.input import Input
 
-        self.given, self.view, self.keyboard, self.loaded, self.session = (
-            given,
-            view,
-            keyboard,
-            loaded,
-            session,
-        )
-        self.draft, self.recorded, self.file = "", [], None
-        # Only then what was typed ahead is sent by itself.
+        self.given = given
+        self.view = view
+        self.keyboard = keyboard
+        self.loaded = loaded
+        self.session = session
+        self.draft = ""  # text for the next input line
+        self.recorded = []  # the messages that are saved
+        self.file = None
+        # If false, lines typed ahead wait in the input line.
         self.went_well = True
         self.marks = loaded.fingerprints()
         self.input = Input(
@@ -103,7 +105,8 @@ class Chat:
 
     def read(self) -> str:
         """The next line. Raises EOFError for Ctrl-D, and Leave for Ctrl-C twice."""
-        draft, self.draft = self.draft, ""
+        draft = self.draft
+        self.draft = ""
         if draft or not self.went_well:
             self.keyboard.hold(draft)
         try:
@@ -133,7 +136,8 @@ class Chat:
             self.view.problem(error)
             if self.draft == text:
                 self.view.say(
-                    "the message is back in the input line: Ctrl-C clears it, then a command can be typed"
+                    "the message is back in the input line: "
+                    "Ctrl-C clears it, then a command can be typed"
                 )
 
     def turn(self, text) -> bool:
@@ -143,7 +147,9 @@ class Chat:
         command = chat_commands.parse(text)
         if command:
             make = chat_commands.run(self, *command)
-            return self.answer(make) if make else True
+            if make is None:
+                return True
+            return self.answer(make)
         if self.command_refused(text) or self.control_token_refused(text):
             self.draft = text
             return False
@@ -172,22 +178,19 @@ class Chat:
         return not stop.requested
 
     def command_refused(self, text) -> bool:
-        """Ask before a message that contains a command line is sent, as typed-ahead lines may."""
+        """Ask before sending a message that contains a command, as lines typed ahead may do."""
         found = chat_commands.command_line(text)
         if found is None:
             return False
+        number, name = found
         with self.keyboard.lend():
-            return not confirm(
-                "line {} is {}, a command. Send it to the model as text?".format(*found)
-            )
+            return not confirm(f"line {number} is {name}, a command. Send it to the model as text?")
 
     def control_token_refused(self, text) -> bool:
         """Ask before a typed <|im_end|> becomes a control token; on No the message is not sent."""
-        token = (
-            None
-            if self.given.model.template.allow_special
-            else find_special(text, self.session.tokenizer)
-        )
+        if self.given.model.template.allow_special:
+            return False
+        token = find_special(text, self.session.tokenizer)
         if token is None:
             return False
         with self.keyboard.lend():
@@ -224,7 +227,8 @@ class Chat:
             self.file = transcript.Transcript.reopen(path)
         text = f"resumed {path.stem} · {transcript.turns_text(messages)}"
         if head.get("fingerprint") not in self.marks:
-            text += f" · saved with model {sanitize_line(str(head.get('model')))}, other weights than these"
+            model = sanitize_line(str(head.get("model")))
+            text += f" · saved with model {model}, whose weights differ from these"
         self.view.say(text)
         if not self.given.output.quiet:
             self.view.recall(self.session.system, messages[-2:])

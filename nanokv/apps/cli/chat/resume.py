@@ -11,15 +11,21 @@ def resuming(given: ChatOptions) -> str:
     """The command, as in `nanokv chat -m smollm2 --resume`."""
     words = ["nanokv", "chat"]
     for flag, value, default in kept(given):
-        if value != default:
-            words += [flag] if value is True else [flag, str(value)]
+        if value == default:
+            continue
+        words.append(flag)
+        if value is not True:
+            words.append(str(value))
     return shlex.join([*words, "--resume"])
 
 
 def kept(given: ChatOptions) -> list[tuple]:
-    """(flag, value, default). `-m` is left out only for tiny: NANOKV_MODEL may change."""
-    model, cache, beams = given.model, given.cache, given.sampling.beams or BeamOptions(0)
-    speed, template = model.speed, model.template
+    """(flag, value, default). `-m` is omitted for tiny only, as NANOKV_MODEL may change."""
+    model = given.model
+    cache = given.cache
+    beams = given.sampling.beams or BeamOptions(0)
+    speed = model.speed
+    template = model.template
     guess = speed.speculate and ":".join(map(str, speed.speculate))
     return [
         ("-m", model.source, "tiny"),

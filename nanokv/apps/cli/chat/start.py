@@ -14,15 +14,20 @@ def make_session(given: ChatOptions, loaded, saved=None):
 
     A flag comes before the saved value, and that before the checkpoint's default.
     """
-    sampling, template, saved = given.sampling, given.model.template, saved or {}
+    sampling = given.sampling
+    template = given.model.template
+    saved = saved or {}
     flags = asdict(sampling) | {"stop": list(sampling.stop)}
     params = asdict(sampling.resolve(loaded.model.generation_config))
     params |= {"max_new_tokens": sampling.max_new_tokens, "stop": list(sampling.stop)}
     for name, value in (saved.get("settings") or {}).items():
         if name in params and flags[name] in (None, []):
             params[name] = value
-    params["seed"] = new_seed() if params["seed"] is None else params["seed"]
-    system = template.system if template.system is not None else saved.get("system")
+    if params["seed"] is None:
+        params["seed"] = new_seed()
+    system = template.system
+    if system is None:
+        system = saved.get("system")
     if system:
         refuse_special(system, loaded.tokenizer, template.allow_special)
     if sampling.beams:

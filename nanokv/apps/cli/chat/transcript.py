@@ -15,6 +15,7 @@ import secrets
 import shutil
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from nanokv.apps.cli.common.arguments import SETTINGS, parse_setting
 from nanokv.apps.cli.common.files import user_path
@@ -29,7 +30,9 @@ CUT = "cut the file before that line"
 def state_folder() -> Path:
     """$XDG_STATE_HOME/nanokv; %LOCALAPPDATA% on Windows; otherwise ~/.local/state/nanokv."""
     base = os.environ.get("XDG_STATE_HOME") or os.environ.get("LOCALAPPDATA")
-    return Path(base) / "nanokv" if base else user_path("~/.local/state/nanokv")
+    if base:
+        return Path(base) / "nanokv"
+    return user_path("~/.local/state/nanokv")
 
 
 def turns_text(messages) -> str:
@@ -59,9 +62,9 @@ class Transcript:
     """
 
     def __init__(self, path, head):
-        self.path, self.pending = Path(path), [head]
-        # At least one turn of this run is on the disk.
-        self.saved = False
+        self.path = Path(path)
+        self.pending = [head]
+        self.saved = False  # whether a turn of this run is on disk
 
     @classmethod
     def reopen(cls, path):
@@ -77,9 +80,8 @@ class Transcript:
 
     def flush(self):
         """Write the pending lines."""
-        data = "".join(
-            json.dumps(entry, ensure_ascii=True) + "\n" for entry in self.pending
-        ).encode()
+        lines = (json.dumps(entry, ensure_ascii=True) + "\n" for entry in self.pending)
+        data = "".join(lines).encode()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             write_at_end(self.path, data)
@@ -87,7 +89,8 @@ class Transcript:
             raise _not_saved(
                 error, len(data), self.path, "the chat goes on; the next turn tries again"
             ) from error
-        self.pending, self.saved = [], True
+        self.pending = []
+        self.saved = True
 
 
 def write_at_end(path, data: bytes):
@@ -138,10 +141,11 @@ def write_whole(path, lines):
 
 
 def _not_saved(error, size, path, hint):
-    full = error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
     reason = f"{error.strerror or error} ({path})"
-    if full:
-        free = bytes_text(shutil.disk_usage(path.parent).free) if path.parent.is_dir() else "0 B"
+    if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+        free = "0 B"
+        if path.parent.is_dir():
+            free = bytes_text(shutil.disk_usage(path.parent).free)
         reason = f"no space (need {bytes_text(size)}) in {path.parent} ({free} free)"
     return SessionError(f"session not saved: {reason}", hint)
 
@@ -157,7 +161,8 @@ def read(path, repair=False):
         )
     if good < len(data) and repair:
         os.truncate(path, good)
-    messages, turns = [], []
+    messages = []
+    turns = []
     for number, entry in enumerate(entries, 1):
         _check_fields(entry, f"{path}, line {number}")
         if number == 1:
@@ -168,18 +173,24 @@ def read(path, repair=False):
             messages = [dict(m) for m in entry["history"]]
         elif "user" in entry:
             turns.append(entry)
-            messages.append({"role": "user", "content": entry["user"]})
-            messages.append(
-                {"role": "assistant", "content": entry["answer"]}
-                | ({"interrupted": True} if entry.get("finish_reason") == "interrupted" else {})
-            )
+            messages += turn_messages(entry)
     return entries[0] | _latest(entries, "system", "settings"), messages, turns, notices
+
+
+def turn_messages(entry: dict) -> list[dict]:
+    """The user's message and the answer of a turn; an interrupted answer is marked."""
+    answer: dict = {"role": "assistant", "content": entry["answer"]}
+    if entry.get("finish_reason") == "interrupted":
+        answer["interrupted"] = True
+    return [{"role": "user", "content": entry["user"]}, answer]
 
 
 def _valid(entry) -> bool:
     """Whether a line is a turn with two texts, or a history of messages with two texts each."""
     history = entry.get("history", [])
-    fields = [entry.get("user"), entry.get("answer")] if "history" not in entry else []
+    fields = []
+    if "history" not in entry:
+        fields = [entry.get("user"), entry.get("answer")]
     if not isinstance(history, list) or not all(isinstance(m, dict) for m in history):
         return False
     fields += [m.get(key) for m in history for key in ("role", "content")]
@@ -213,9 +224,8 @@ FIELDS = {  # field of any line → (types, in words); a field may be absent or 
 def _check_setting(name, value, place):
     """Check a setting against the ranges of the flags. Unknown names are ignored here and later."""
     if name == "stop":
-        if not isinstance(value, list | None) or not all(
-            isinstance(text, str) for text in value or ()
-        ):
+        texts = [] if value is None else value
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             raise SessionError(
                 f"{place}: settings.stop is {_shown(value)}, not a list of texts", hint=CUT
             )
@@ -231,7 +241,9 @@ def _check_setting(name, value, place):
 def _shown(value) -> str:
     """A value of the file for an error message, at most its first 60 characters."""
     text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:60]}…"
+    if len(text) > 60:
+        return f"{text[:60]}…"
+    return text
 
 
 def _latest(entries, *keys):
@@ -241,14 +253,15 @@ def _latest(entries, *keys):
 
 def _entries(data, path):
     """(parsed lines, bytes of the file that they take, notices about what was left out)."""
-    entries, good, notices = [], 0, []
+    entries = []
+    good = 0
+    notices = []
     lines = data.splitlines(keepends=True)
     for number, line in enumerate(lines, 1):
-        try:
-            whole = line.endswith(b"\n") and len(line) <= LIMITS["session line"]
-            entry = loads(line) if whole else None
-        except ValueError:
-            entry = None
+        entry = None
+        if line.endswith(b"\n") and len(line) <= LIMITS["session line"]:
+            with contextlib.suppress(ValueError):
+                entry = loads(line)
         if isinstance(entry, dict):
             entries.append(entry)
             good += len(line)
@@ -260,23 +273,37 @@ def _entries(data, path):
     return entries, good, notices
 
 
+class Listed(NamedTuple):
+    """A saved session in the list of sessions."""
+
+    id: str
+    modified: float  # seconds since the epoch
+    turns: int
+    model: str
+    first: str  # the user's first message, or ""
+
+
 def listing(folder):
     """All readable sessions of a folder, newest first."""
     rows = []
-    for path in sorted(Path(folder).glob("*.jsonl"), key=lambda p: p.stat().st_mtime, reverse=True):
+    for path in newest_first(folder):
         with contextlib.suppress(SessionError):
             head, messages, _, _ = read(path)
             users = [m["content"] for m in messages if m["role"] == "user"]
+            modified = path.stat().st_mtime
             first = users[0] if users else ""
-            rows.append(
-                (path.stem, path.stat().st_mtime, len(users), head.get("model", "?"), first)
-            )
+            rows.append(Listed(path.stem, modified, len(users), head.get("model", "?"), first))
     return rows
+
+
+def newest_first(folder: str | Path) -> list[Path]:
+    """The session files of a folder."""
+    return sorted(Path(folder).glob("*.jsonl"), key=lambda p: p.stat().st_mtime, reverse=True)
 
 
 def find(folder, wanted):
     """The session whose id begins with `wanted`; "" finds the newest one that was not cleared."""
-    paths = sorted(Path(folder).glob("*.jsonl"), key=lambda p: p.stat().st_mtime, reverse=True)
+    paths = newest_first(folder)
     if not paths:
         raise SessionError(f"no saved session in {folder}", hint="nanokv chat starts a new one")
     matches = [p for p in paths if p.stem.startswith(wanted)]

@@ -38,17 +38,19 @@ def status(turn, context, width=None) -> str:
     reserved). In a narrow terminal the cache gets a separate line.
     """
     parts = [f"{turn.new:,} new + {turn.reused:,} reused → {turn.out:,} out"]
-    parts += [f"first token {seconds_text(turn.ttft)}"] if turn.out else []
-    parts += [f"{turn.tok_s:,.0f} tok/s"] if turn.tok_s else []
+    if turn.out:
+        parts.append(f"first token {seconds_text(turn.ttft)}")
+    if turn.tok_s:
+        parts.append(f"{turn.tok_s:,.0f} tok/s")
     parts += speculation.status(turn.speculation)
-    parts += [f"cache {turn.cached:,}/{context:,} · {held_text(turn.kv_used, turn.kv_bytes)}"]
+    parts.append(f"cache {turn.cached:,}/{context:,} · {held_text(turn.kv_used, turn.kv_bytes)}")
     return layout.joined(parts, width, "  ")
 
 
 def ending(turn, session) -> str:
     """Why the answer ended; "" if the model ended it."""
     if not turn.out:
-        return "[stopped before the first token; what was read stays in the cache]"
+        return "[stopped before the first token; the tokens read so far stay in the cache]"
     room = "/drop N then /continue" if len(session.messages) > 2 else "/clear"
     text = {
         "length": f"[stopped at {turn.out:,} tokens · /continue]",
@@ -71,8 +73,11 @@ class View:
         stats: str = "on",
         markdown: bool = False,
     ):
-        self.out, self.err = Style(sys.stdout, output.color), Style(sys.stderr, output.color)
-        self.quiet, self.thinking, self.stats = output.quiet, thinking or "show", stats
+        self.out = Style(sys.stdout, output.color)
+        self.err = Style(sys.stderr, output.color)
+        self.quiet = output.quiet
+        self.thinking = thinking or "show"
+        self.stats = stats
         self.markdown = "on" if markdown else "off"
 
     def say(self, text):
@@ -86,12 +91,18 @@ class View:
         if system:
             line = sanitize_line(f"system: {system}")
             room = (self.width() or 80) - 2
-            self.say(line if layout.cells(line) <= room else line[: room - 1] + "…")
+            if layout.cells(line) > room:
+                line = line[: room - 1] + "…"
+            self.say(line)
         for message in exchange:
-            mark = "> " if message["role"] == "user" else ""
-            opened = "</think>" in message["content"].split("<think>")[0]
-            said = message["content"] if mark else split_thinking(message["content"], opened)[1]
-            self.say(excerpt(mark + sanitize(said), self.width()))
+            text = message["content"]
+            if message["role"] == "user":
+                text = "> " + sanitize(text)
+            else:
+                opened = "</think>" in text.split("<think>")[0]
+                _, answer = split_thinking(text, opened)
+                text = sanitize(answer)
+            self.say(excerpt(text, self.width()))
             if message.get("interrupted"):
                 self.say("  [interrupted · /continue or /retry]")
 
@@ -105,8 +116,9 @@ class View:
             f"{type(error).__name__}: {error}",
             f"{REPORT}; the chat goes on",
         )
-        cut = "…" * (len(message) > LONGEST_PROBLEM)
-        write_line(self.err.red("error: ") + sanitize_line(message[:LONGEST_PROBLEM] + cut))
+        if len(message) > LONGEST_PROBLEM:
+            message = message[:LONGEST_PROBLEM] + "…"
+        write_line(self.err.red("error: ") + sanitize_line(message))
         if hint:
             self.say(f"hint: {sanitize_line(hint[:LONGEST_PROBLEM])}")
 
@@ -133,8 +145,9 @@ class View:
         turn = session.last
         turns, tokens = turn.dropped
         if turns:
+            plural = "s" if turns > 1 else ""
             self.say(
-                f"  dropped {turns:,} turn{'s' * (turns > 1)} (−{tokens:,}); prefilled {turn.new:,} again"
+                f"  dropped {turns:,} turn{plural} (−{tokens:,}); prefilled {turn.new:,} again"
             )
         if note := ending(turn, session):
             self.say(f"  {note}")
@@ -160,7 +173,8 @@ class Markdown:
     """Formats finished Markdown blocks of an answer and appends them; nothing is redrawn."""
 
     def __init__(self, colors: bool):
-        self.colors, self.block = colors, ""
+        self.colors = colors
+        self.block = ""
 
     def __call__(self, text):
         self.block += text
@@ -187,7 +201,8 @@ class Markdown:
 
 def block_end(text) -> int:
     """The end of the first finished Markdown block: an empty line outside a fence; 0 if none."""
-    position, fenced = 0, False
+    position = 0
+    fenced = False
     for line in text.splitlines(keepends=True):
         position += len(line)
         if line.lstrip().startswith("```"):
@@ -201,25 +216,39 @@ class Progress:
     """Asks between tokens whether to stop, and shows the progress of a long prefill."""
 
     def __init__(self, stop, session, view):
-        self.stop, self.session, self.view = stop, session, view
+        self.stop = stop
+        self.session = session
+        self.view = view
         self.raising = getattr(stop, "raising", nullcontext)  # lets Ctrl-C end a forward
-        self.next, self.width, self.done = time.monotonic() + 1.0, 0, False
+        self.next = time.monotonic() + 1.0  # time of the next update
+        self.width = 0  # columns of the line on the screen
+        self.done = False
         self.moves = is_tty(sys.stderr) and os.environ.get("TERM") != "dumb"
 
     def __call__(self) -> bool:
         now = time.monotonic()
         if now >= self.next and not self.done and not self.view.quiet:
             self.next = now + (0.1 if self.moves else 10.0)
-            read, prompt = self.session.cache.length, len(self.session.prompt_ids)
-            text = (
-                f"  prefill {read:,}/{prompt:,}" if read < prompt else "  looking for the best beam"
-            )
-            write_err(("\r" + self.view.err.dim(text)) if self.moves else text + "\n")
-            self.width = len(text) if self.moves else 0
+            self._show()
         return self.stop()
+
+    def _show(self) -> None:
+        """Write the progress, over the line before it where the terminal can do that."""
+        read = self.session.cache.length
+        prompt = len(self.session.prompt_ids)
+        text = f"  prefill {read:,}/{prompt:,}"
+        if read >= prompt:
+            text = "  searching for the best beam"
+        if self.moves:
+            write_err("\r" + self.view.err.dim(text))
+            self.width = len(text)
+        else:
+            write_err(text + "\n")
+            self.width = 0
 
     def clear(self):
         """Remove the progress line before the first word."""
         if self.width:
             write_err("\r" + " " * self.width + "\r")
-        self.width, self.done = 0, True
+        self.width = 0
+        self.done = True
