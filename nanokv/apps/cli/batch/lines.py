@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from nanokv.apps.cli.common.arguments import nearest
 from nanokv.apps.cli.common.text import stdin
@@ -26,7 +27,7 @@ def read_lines(source: str) -> list[tuple[int, bytes]]:
     return [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
 
 
-def digest(value) -> str:
+def digest(value: Any) -> str:
     """32 hex digits that identify a request's content."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -74,7 +75,7 @@ def check_fields(fields: dict) -> None:
     fields["stop"] = strings
 
 
-def texts(value) -> Iterator[str]:
+def texts(value: Any) -> Iterator[str]:
     """Every string in a JSON value, keys included, because a template may print any of them."""
     if isinstance(value, str):
         yield value

@@ -12,14 +12,18 @@ import shutil
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanokv.apps.cli.common import terminal
 from nanokv.apps.cli.common.text import to_json
 from nanokv.errors import NanoKVError
 from weights_loader.strict import loads
+
+if TYPE_CHECKING:
+    from nanokv.engine import Engine
 
 NOTICE_S = 10.0  # seconds between two progress lines if stderr is no terminal
 # The fields of an answer that version 0.1.0 wrote.
@@ -31,7 +35,7 @@ class OrderedOutput:
 
     resumable = False
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.wanted: list[int] = []
         self.results: dict[int, dict] = {}
         self.kept = self.printed = 0
@@ -107,7 +111,7 @@ class ResumableOutput(OrderedOutput):
                 f"{path} is not an output of nanokv batch", "choose another file, or remove it"
             )
         # Request → its answers: several if the input has the same line more than once.
-        self.old = defaultdict(list)
+        self.old: defaultdict[str | None, list[dict]] = defaultdict(list)
         for answer in answers:
             self.old[answer.get("request")].append(answer)
 
@@ -178,7 +182,7 @@ def is_result(value: Any) -> bool:
     return all(name in value for name in FIRST_RELEASE)
 
 
-def replace(path: Path, results) -> None:
+def replace(path: Path, results: Iterable[dict]) -> None:
     """Replace a file in one step, by a temporary file beside it; on a full disk the old one stays.
 
     The new file keeps the old file's mode.
@@ -211,7 +215,7 @@ class Progress:
         self.began = time.monotonic()
         self.shown = self.began
 
-    def show(self, engine) -> None:
+    def show(self, engine: "Engine") -> None:
         """Update the progress after a step of the engine."""
         now = time.monotonic()
         if self.quiet or now - self.shown < self.every:
@@ -234,7 +238,7 @@ class Progress:
             terminal.write_err("\r\x1b[K")
 
 
-def summary(output, total: int, done: bool) -> str:
+def summary(output: OrderedOutput, total: int, done: bool) -> str:
     """The last line on stderr."""
     parts = [f"{output.finished:,} of {total:,} lines answered"]
     if output.kept:

@@ -1,17 +1,24 @@
 """The peer processes of `nanokv bench` (--against and --through), and the files that they read."""
 
 import tempfile
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from nanokv.apps.cli.common.loading import Loaded
+
+if TYPE_CHECKING:
+    from nanokv.lab.bench.remote import Process
 
 
 class Peers:
     """Starts peer processes. Leaving the context ends them and removes their files."""
 
-    def __init__(self, loaded: Loaded, needed, timeout: float | None = None):
+    processes: "list[Process]"
+
+    def __init__(self, loaded: Loaded, needed: bool, timeout: float | None = None):
         """`needed`: whether peers will start. If so, `self.loaded` maps the weights of `loaded`."""
         self.loaded = loaded
         self.timeout = timeout
@@ -25,7 +32,7 @@ class Peers:
     def __enter__(self) -> "Peers":
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.stack.close()
 
     def checkpoint(self) -> dict:
@@ -38,7 +45,7 @@ class Peers:
             "threads": loaded.threads,
         }
 
-    def start(self, name: str, facts: dict):
+    def start(self, name: str, facts: dict) -> "Process":
         """Start a peer process, which loads what `facts` say."""
         from nanokv.lab.bench.remote import PEERS, Process
 
@@ -51,7 +58,7 @@ class Peers:
         """The peers' process ids, so that their load is not taken for other programs' load."""
         return [process.child.pid for process in self.processes]
 
-    def commands(self, ours, context: int | None) -> list:
+    def commands(self, ours: Iterable[Any], context: int | None) -> list:
         """A `nanokv generate` for each of our variants that decodes one row with a cache."""
         from nanokv.cache.options import kind_text
         from nanokv.lab.bench.command import Command, endless
@@ -75,7 +82,7 @@ class Peers:
             for one, cache in zip(cached, caches, strict=True)
         ]
 
-    def runners(self, against, room: int) -> list:
+    def runners(self, against: Iterable[str], room: int) -> list:
         """One runner per name in `against`."""
         from nanokv.lab.bench.remote import Remote
 
@@ -85,7 +92,7 @@ class Peers:
             if engine == "transformers":
                 weights = self.loaded.dtype_name
                 cache = variant or "dynamic"
-                facts = {"cache": cache}
+                facts: dict = {"cache": cache}
             else:
                 weights = variant or "bf16"
                 cache = "fp16"

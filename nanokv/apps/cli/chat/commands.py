@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from nanokv.apps.cli.chat import files as chat_files
 from nanokv.apps.cli.chat import inspector
@@ -23,6 +23,12 @@ from nanokv.apps.cli.common.options import DEFAULT_NEW_TOKENS, refuse_draw
 from nanokv.apps.cli.common.terminal import bytes_text, is_tty, sanitize, sanitize_line, write_err
 from nanokv.apps.cli.common.text import read_prompt_bytes
 from nanokv.errors import NanoKVError, SessionError
+
+if TYPE_CHECKING:
+    from nanokv.apps.cli.chat.contract import Chat, MakeAnswer
+    from nanokv.apps.cli.chat.view import View
+    from nanokv.chat.session import Session
+    from nanokv.text.tokenizer import Tokenizer
 
 CHOICES = {
     "overflow": ("stop", "drop"),
@@ -54,7 +60,7 @@ class Goodbye(Exception):
     """Raised by /exit."""
 
 
-def parse(text):
+def parse(text: str) -> tuple[str, str] | None:
     """(name, rest) of a command, or None if the text is a message.
 
     A text is a message if it has no slash, begins with a path or `//`, or has several lines. Case
@@ -84,7 +90,7 @@ def _mistyped(rest: str) -> tuple[str, str] | None:
     return f"/ {word}", ""
 
 
-def command_line(text):
+def command_line(text: str) -> tuple[int, str] | None:
     """(number, name) of the first line of a message that looks like a command, or None."""
     for number, line in enumerate(text.split("\n"), 1):
         name = line.strip().partition(" ")[0].lower()
@@ -93,7 +99,7 @@ def command_line(text):
     return None
 
 
-def run(chat, name, rest):
+def run(chat: "Chat", name: str, rest: str) -> "MakeAnswer | None":
     """Run one command. An unknown one is never sent to the model; the hint has the nearest name."""
     if name not in COMMANDS:
         raise NanoKVError(f"no command {name}", suggestion(name))
@@ -105,7 +111,7 @@ def run(chat, name, rest):
     return function(chat, rest)
 
 
-def suggestion(name) -> str:
+def suggestion(name: str) -> str:
     """A hint for an unknown command. Names are compared without the slash, which they all share."""
     word = name.strip("/ ").replace("-", "_")
     if word in ELSEWHERE:
@@ -118,7 +124,7 @@ def suggestion(name) -> str:
     return "/help lists them"
 
 
-def show_help(chat, rest):
+def show_help(chat: "Chat", rest: str) -> None:
     names: dict[Callable, list[str]] = {}  # function → its command and aliases
     for name, command in COMMANDS.items():
         names.setdefault(command.run, []).append(name)
@@ -131,7 +137,7 @@ def show_help(chat, rest):
     chat.view.say("\n".join([*layout.definitions(shown, width, ""), layout.joined(KEYS, width)]))
 
 
-def clear(chat, rest):
+def clear(chat: "Chat", rest: str) -> None:
     chat.session.clear()
     text = "history and cache are empty"
     if chat.session.system:
@@ -139,7 +145,7 @@ def clear(chat, rest):
     chat.view.say(text)
 
 
-def system(chat, rest):
+def system(chat: "Chat", rest: str) -> None:
     if not rest:
         chat.view.say(f"system: {sanitize(chat.session.system or 'none')}")
         return
@@ -150,7 +156,7 @@ def system(chat, rest):
     chat.view.say(f"system prompt {done}; the cache is computed again from there")
 
 
-def think(chat, rest):
+def think(chat: "Chat", rest: str) -> None:
     _check_thinking(chat)
     chat.session.template_kwargs["enable_thinking"] = True
     if chat.view.thinking == "off":
@@ -158,14 +164,14 @@ def think(chat, rest):
     chat.view.say("thinking on")
 
 
-def _check_thinking(chat):
+def _check_thinking(chat: "Chat") -> None:
     if not can_think(chat.session.tokenizer):
         raise NanoKVError(
             "this model cannot be asked to think", "its chat template has no enable_thinking"
         )
 
 
-def can_think(tokenizer) -> bool:
+def can_think(tokenizer: "Tokenizer") -> bool:
     """Whether the chat template reads `enable_thinking`, so that its prompt changes."""
     hello = [{"role": "user", "content": "Hi"}]
     said = {
@@ -175,20 +181,20 @@ def can_think(tokenizer) -> bool:
     return len(said) == 2
 
 
-def no_think(chat, rest):
+def no_think(chat: "Chat", rest: str) -> None:
     _check_thinking(chat)
     chat.session.template_kwargs["enable_thinking"] = False
     chat.view.say("thinking off")
 
 
-def _owner(chat, name):
+def _owner(chat: "Chat", name: str) -> "Session | View":
     """The object that has a setting of CHOICES as an attribute."""
     if name in OF_SESSION:
         return chat.session
     return chat.view
 
 
-def _setting(chat, name):
+def _setting(chat: "Chat", name: str) -> int | float | str | None:
     """The current value for /set; a value that turns the setting off is explained in brackets."""
     if name in CHOICES:
         return getattr(_owner(chat, name), name)
@@ -208,7 +214,7 @@ def _setting(chat, name):
     return value
 
 
-def set_value(chat, rest):
+def set_value(chat: "Chat", rest: str) -> None:
     """Show settings, or set one: numbers in the session's parameters, words as attributes."""
     name, _, value = rest.partition(" ")
     name = name.replace("-", "_")
@@ -230,7 +236,7 @@ def set_value(chat, rest):
         raise NanoKVError(f"no setting {sanitize_line(name[:40])!r}", setting_hint(name, value))
 
 
-def _choose(chat, name, value):
+def _choose(chat: "Chat", name: str, value: str) -> None:
     """Set one of CHOICES."""
     if value not in CHOICES[name]:
         raise NanoKVError(f"{name} {value!r} is not {' or '.join(CHOICES[name])}")
@@ -256,7 +262,7 @@ def setting_hint(name: str, value: str) -> str:
     return f"one of {', '.join(known)}"
 
 
-def stats(chat, rest):
+def stats(chat: "Chat", rest: str) -> None:
     if rest not in ("", "on", "off"):
         raise NanoKVError(f"/stats {sanitize_line(rest)!r} is not on or off")
     if not rest:
@@ -265,15 +271,15 @@ def stats(chat, rest):
     chat.view.say(f"status line {chat.view.stats}")
 
 
-def show_cache(chat, rest):
+def show_cache(chat: "Chat", rest: str) -> None:
     chat.write(inspector.draw(chat.session, chat.view.err, chat.width()))
 
 
-def show_tokens(chat, rest):
+def show_tokens(chat: "Chat", rest: str) -> None:
     chat.write(inspector.tokens_text(chat.session, chat.view.err, chat.width()))
 
 
-def save(chat, rest):
+def save(chat: "Chat", rest: str) -> None:
     name, flags = _split_flags(rest, "--kv", "--force")
     if not name:
         raise SessionError(
@@ -288,14 +294,14 @@ def save(chat, rest):
     chat.view.say(chat_files.save(chat, path, caches[0] if caches else None))
 
 
-def load(chat, rest):
+def load(chat: "Chat", rest: str) -> None:
     if not rest:
         raise SessionError("/load needs a file name", "/load notes.jsonl")
     name, _ = _split_flags(rest, "--kv")
     chat.view.say(chat_files.load(chat, user_path(name)))
 
 
-def _split_flags(rest, *flags):
+def _split_flags(rest: str, *flags: str) -> tuple[str, set[str]]:
     """(the other words as one text, the `flags` that occur)."""
     try:
         words = shlex.split(rest)
@@ -305,20 +311,20 @@ def _split_flags(rest, *flags):
     return name, {word for word in words if word in flags}
 
 
-def undo(chat, rest):
+def undo(chat: "Chat", rest: str) -> None:
     chat.session.undo()
     chat.view.say(f"forgot the last turn; {len(chat.session.messages) // 2} left")
 
 
-def retry(chat, rest):
+def retry(chat: "Chat", rest: str) -> "MakeAnswer":
     return chat.session.retry
 
 
-def resume(chat, rest):
+def resume(chat: "Chat", rest: str) -> "MakeAnswer":
     return chat.session.resume
 
 
-def drop(chat, rest):
+def drop(chat: "Chat", rest: str) -> None:
     if not rest.isdecimal() or len(rest) > 9:
         raise SessionError(
             f"/drop needs a number of turns, not {sanitize_line(rest[:20])!r}", "/drop 1"
@@ -332,7 +338,7 @@ def drop(chat, rest):
     chat.view.say(text)
 
 
-def read(chat, rest):
+def read(chat: "Chat", rest: str) -> None:
     if not rest:
         raise SessionError("/read needs a file name", "/read notes.txt")
     path = user_path(rest)
@@ -349,7 +355,7 @@ def read(chat, rest):
     chat.draft = read_prompt_bytes(data, shown)
 
 
-def edit(chat, rest):
+def edit(chat: "Chat", rest: str) -> None:
     """Run $VISUAL or $EDITOR on a temporary file; its saved text becomes the input line.
 
     If the editor fails, the input line keeps its text.
@@ -378,7 +384,7 @@ def edit(chat, rest):
         chat.draft = read_prompt_bytes(path.read_bytes(), "the edited message").rstrip("\n")
 
 
-def copy(chat, rest):
+def copy(chat: "Chat", rest: str) -> None:
     """Copy the last answer to the clipboard by OSC 52, which works over ssh without a program."""
     if not chat.session.messages:
         raise SessionError("nothing to copy: no answer yet")
@@ -396,7 +402,7 @@ def copy(chat, rest):
     chat.view.say(f"sent {len(text):,} characters to the terminal's clipboard")
 
 
-def leave(chat, rest):
+def leave(chat: "Chat", rest: str) -> None:
     raise Goodbye
 
 

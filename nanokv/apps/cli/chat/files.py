@@ -6,18 +6,23 @@ turn prefills everything.
 """
 
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from nanokv.apps.cli.chat import transcript
 from nanokv.apps.cli.common.terminal import bytes_text, sanitize_line
 from nanokv.errors import CacheError, DeviceMemoryError, SessionError
 
+if TYPE_CHECKING:
+    from nanokv.apps.cli.chat.contract import Chat
+    from nanokv.ranks.generation import Leading
 
-def cache_path(path):
+
+def cache_path(path: Path) -> Path:
     """The file beside a saved conversation that holds its cache."""
     return Path(f"{path}.kv")
 
 
-def cache_paths(path, ranks: int) -> list[Path]:
+def cache_paths(path: Path, ranks: int) -> list[Path]:
     """The cache files of all ranks."""
     if ranks == 1:
         return [cache_path(path)]
@@ -26,7 +31,7 @@ def cache_paths(path, ranks: int) -> list[Path]:
     return [part_path(cache_path(path), rank) for rank in range(ranks)]
 
 
-def save(chat, path, kv) -> str:
+def save(chat: "Chat", path: Path, kv: Path | None) -> str:
     """Write the conversation to `path`, and the cache to `kv` unless that is None.
 
     Returns a message for the user. On an error old files stay.
@@ -52,7 +57,8 @@ def save(chat, path, kv) -> str:
         if ranks == 1:
             session.cache.save(kv, tokens=session.cached_ids, model_fingerprint=mark)
         else:
-            session.make_generation.save(session.cache, kv, session.cached_ids, mark)
+            leading = cast("Leading", session.make_generation)
+            leading.save(session.cache, kv, session.cached_ids, mark)
     except (OSError, SafetensorError, CacheError) as error:
         need = bytes_text(session.cache.nbytes)
         raise SessionError(f"{text}; its cache not saved: {error} (needs {need})") from error
@@ -65,7 +71,7 @@ def save(chat, path, kv) -> str:
     return text
 
 
-def load(chat, path) -> str:
+def load(chat: "Chat", path: Path) -> str:
     """Load a saved conversation; returns a message for the user. A broken file has no effect."""
     head, messages, _, notices = transcript.read(path)
     session = chat.session
@@ -83,7 +89,7 @@ def load(chat, path) -> str:
     return " · ".join(parts)
 
 
-def _load_cache(chat, path, head):
+def _load_cache(chat: "Chat", path: Path, head: dict) -> str:
     session = chat.session
     known = chat.loaded.fingerprints()
     ranks = chat.loaded.ranks
@@ -103,11 +109,13 @@ def _load_cache(chat, path, head):
             rank=(ranks.rank, ranks.size),
         )
         dtypes = {t.dtype for t in cache[0].state().values() if t.is_floating_point()}
-        mine = getattr(session.model.layers[0], "dtype", session.model.embed_tokens.weight.dtype)
+        # Fused layers have a dtype; plain ones have that of the embedding.
+        layer = session.model.layers[0]  # type: ignore[attr-defined]  # not in the protocol
+        mine = getattr(layer, "dtype", session.model.embed_tokens.weight.dtype)
         if cache.made.name != "quantized" and dtypes - {mine}:
             return f"cache refused: it holds {dtypes.pop()}, the model computes in {mine}"
         if ranks.size > 1:
-            session.make_generation.load(cache, path)
+            cast("Leading", session.make_generation).load(cache, path)
         session.adopt_cache(cache, cache.tokens)
     except (CacheError, DeviceMemoryError, SessionError, OSError) as error:
         return f"cache refused: {sanitize_line(str(error))}"

@@ -9,18 +9,22 @@ tokens.
 
 import os
 import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application import create_app_session, run_in_terminal
-from prompt_toolkit.completion import Completer, Completion, PathCompleter
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
 from prompt_toolkit.filters import Condition, is_searching
 from prompt_toolkit.history import FileHistory, InMemoryHistory
-from prompt_toolkit.key_binding import KeyBindings
+from prompt_toolkit.history import History as ToolkitHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.keys import Keys
-from prompt_toolkit.output import ColorDepth, create_output
+from prompt_toolkit.output import ColorDepth, Output, create_output
 from prompt_toolkit.styles import Style as ToolkitStyle
 
+from nanokv.apps.cli.chat.keyboard import Keyboard
 from nanokv.apps.cli.common.terminal import interrupt_at_prompt, sanitize
 
 FOLD_LINES = 20
@@ -41,11 +45,11 @@ class ControlC(Exception):
 class Folds:
     """Long pastes by the placeholders that are shown for them."""
 
-    def __init__(self, count_tokens):
+    def __init__(self, count_tokens: Callable[[str], int]):
         self.texts: dict[str, str] = {}
         self.count_tokens = count_tokens
 
-    def fold(self, text) -> str:
+    def fold(self, text: str) -> str:
         """The text itself if it is short, otherwise a placeholder for it."""
         lines = text.count("\n") + 1
         if lines <= FOLD_LINES:
@@ -56,7 +60,7 @@ class Folds:
         self.texts[mark] = text
         return mark
 
-    def unfold(self, text) -> str:
+    def unfold(self, text: str) -> str:
         for mark, full in self.texts.items():
             text = text.replace(mark, full)
         return text
@@ -65,13 +69,13 @@ class Folds:
 class History(FileHistory):
     """A history file with mode 0600. It stores pastes in full, and a full disk is not an error."""
 
-    def __init__(self, path, folds):
+    def __init__(self, path: Path, folds: Folds):
         self.folds = folds
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.touch(mode=0o600)
         super().__init__(str(path))
 
-    def store_string(self, string):
+    def store_string(self, string: str) -> None:
         text = self.folds.unfold(string)
         if len(text) <= 100_000:
             try:
@@ -80,7 +84,7 @@ class History(FileHistory):
                 pass
 
 
-def make_history(path, folds):
+def make_history(path: Path, folds: Folds) -> ToolkitHistory:
     """The history file; one in memory if NANOKV_NO_HISTORY is set or the file is not writable."""
     if os.environ.get("NANOKV_NO_HISTORY"):
         return InMemoryHistory()
@@ -96,11 +100,13 @@ class CommandCompleter(Completer):
     Elsewhere it completes words that look like paths.
     """
 
-    def __init__(self, names):
+    def __init__(self, names: Iterable[str]):
         self.names = sorted(names)
         self.paths = PathCompleter(expanduser=True)
 
-    def get_completions(self, document, complete_event):
+    def get_completions(
+        self, document: Document, complete_event: CompleteEvent
+    ) -> Iterator[Completion]:
         text = document.text_before_cursor
         word = ""
         if text and not text[-1].isspace():
@@ -119,7 +125,16 @@ class Input:
     `read(default)` returns the message. It raises EOFError for Ctrl-D, and Leave for Ctrl-C twice.
     """
 
-    def __init__(self, keyboard, names, count_tokens, toolbar, history_path, say, color):
+    def __init__(
+        self,
+        keyboard: Keyboard,
+        names: Iterable[str],
+        count_tokens: Callable[[str], int],
+        toolbar: Callable[[], str],
+        history_path: Path,
+        say: Callable[[str], None],
+        color: bool,
+    ):
         self.keyboard = keyboard
         self.folds = Folds(count_tokens)
         self.say = say
@@ -129,7 +144,7 @@ class Input:
         self.history = make_history(history_path, self.folds)
         self.toolbar = toolbar
         bar = "noreverse"
-        depth = ColorDepth.DEPTH_1_BIT
+        depth: ColorDepth | None = ColorDepth.DEPTH_1_BIT
         if color:
             bar += " ansibrightblack"
             depth = None
@@ -141,7 +156,7 @@ class Input:
         # Simple terminals would print a warning line.
         self.session.app.renderer.cpr_not_supported_callback = lambda: None
 
-    def _prompt_session(self, depth, bar):
+    def _prompt_session(self, depth: ColorDepth | None, bar: str) -> PromptSession:
         return PromptSession(
             input=self.keyboard.input,
             history=self.history,
@@ -157,7 +172,7 @@ class Input:
             prompt_continuation="  ",
         )
 
-    def read(self, default="") -> str:
+    def read(self, default: str = "") -> str:
         default = self.folds.fold(default)
         # The prompt of TERM=dumb does not show the text that is already in the line.
         if default and os.environ.get("TERM") == "dumb":
@@ -180,14 +195,14 @@ class Input:
         text = self.folds.unfold(text).replace("\r\n", "\n")
         return strip_block(text)
 
-    def _toolbar(self):
+    def _toolbar(self) -> str:
         text = self.session.default_buffer.text
         hint = "Alt-Enter newline"
         if any(mark in text for mark in self.folds.texts):
             hint = "Alt-P unfolds the paste"
         return f"{self.toolbar()}  ·  {hint}"
 
-    def _keys(self):
+    def _keys(self) -> KeyBindings:
         keys = KeyBindings()
         typing = ~is_searching
         whole = typing & Condition(lambda: not self._block_open())
@@ -201,23 +216,23 @@ class Input:
         keys.add("<sigint>", filter=typing)(self._interrupt)
         return keys
 
-    def _edit(self, event):
+    def _edit(self, event: KeyPressEvent) -> None:
         """Send /edit with the line's text: prompt_toolkit's editor key fails on a wrong $EDITOR."""
         event.app.exit(result="/edit " + event.current_buffer.text)
 
-    def _block_open(self):
+    def _block_open(self) -> bool:
         text = self.session.default_buffer.text
         return text.startswith(BLOCK) and text.count(BLOCK) < 2
 
-    def _paste(self, event):
+    def _paste(self, event: KeyPressEvent) -> None:
         text = event.data.replace("\r\n", "\n").replace("\r", "\n")
         event.current_buffer.insert_text(self.folds.fold(text))
 
-    def _unfold(self, event):
+    def _unfold(self, event: KeyPressEvent) -> None:
         text = self.folds.unfold(event.current_buffer.text)
         event.current_buffer.document = Document(text, len(text))
 
-    def _interrupt(self, event):
+    def _interrupt(self, event: KeyPressEvent) -> None:
         """Clear the line. If it is empty, show how to leave; a second press within 2 s leaves."""
         try:
             # Returns normally if this Ctrl-C is the one that stopped the answer.
@@ -232,7 +247,7 @@ class Input:
         elif not text:
             run_in_terminal(lambda: self.say(LEAVING))
 
-    def _is_second(self, text) -> bool:
+    def _is_second(self, text: str) -> bool:
         """Whether this Ctrl-C is the second one in an empty line within LEAVE_S seconds."""
         before = self.pressed
         if text:
@@ -242,20 +257,20 @@ class Input:
         return self.pressed - before < LEAVE_S
 
 
-def plain_output():
+def plain_output() -> Output:
     """Output for TERM=dumb without escape sequences: prompt_toolkit sends one at the start."""
     output = create_output()
     write_raw = output.write_raw
 
-    def write_plain(data):
+    def write_plain(data: str) -> None:
         if "\x1b" not in data:
             write_raw(data)
 
-    output.write_raw = write_plain
+    output.write_raw = write_plain  # type: ignore[method-assign]  # of this object only
     return output
 
 
-def strip_block(text) -> str:
+def strip_block(text: str) -> str:
     """The inside of a block in triple quotes; any other text is returned unchanged."""
     inner = text.strip()
     if len(inner) >= 6 and inner.startswith(BLOCK) and inner.endswith(BLOCK):

@@ -8,18 +8,25 @@ tokens as text, each with its id in small digits.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import groupby
 from operator import itemgetter
+from typing import TYPE_CHECKING
 
 from nanokv.apps.cli.common import layout
-from nanokv.apps.cli.common.terminal import bytes_text, sanitize_line
+from nanokv.apps.cli.common.terminal import Style, bytes_text, sanitize_line
 
+if TYPE_CHECKING:
+    from nanokv.cache.base import KVCache
+    from nanokv.chat.history import Role
+    from nanokv.chat.session import Session
+    from nanokv.config import Config
 COLOURS = {"s": "magenta", "u": "cyan", "a": "green"}
 SMALL = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 NAMES = {"s": "system", "u": "user", "a": "assistant", "·": "dropped"}
 
 
-def cells(roles, width):
+def cells(roles: "Sequence[Role]", width: int) -> tuple[str, int]:
     """(letters, tokens per cell): at most `width` cells; the last one may hold fewer tokens."""
     per = max(1, -(-len(roles) // max(width, 1)))
     letters = ""
@@ -29,7 +36,7 @@ def cells(roles, width):
     return letters, per
 
 
-def draw(session, style, width=80) -> str:
+def draw(session: "Session", style: Style, width: int = 80) -> str:
     """The text of /cache; lines are at most `width` cells wide."""
     config = session.model.config
     cache = session.cache
@@ -63,14 +70,14 @@ def draw(session, style, width=80) -> str:
     return "\n".join(lines)
 
 
-def paint(letter, style):
+def paint(letter: str, style: Style) -> str:
     """A role's letter in its colour."""
     if letter not in COLOURS:
         return letter
     return getattr(style, COLOURS[letter])(letter)
 
 
-def held_roles(roles, held, sinks):
+def held_roles(roles: "list[Role]", held: int, sinks: int) -> "list[Role]":
     """The roles of all tokens seen; a dot for the dropped ones between sinks and window."""
     gone = len(roles) - held
     if not gone:
@@ -78,7 +85,7 @@ def held_roles(roles, held, sinks):
     return [*roles[:sinks], *[("·", 0)] * gone, *roles[sinks + gone :]]
 
 
-def formula(config, cache, length) -> str:
+def formula(config: "Config", cache: "KVCache", length: int) -> str:
     """`2 × L × Hk × D × bytes × tokens`, with this model's numbers, and the measured total."""
     L = config.num_hidden_layers
     Hk = config.num_key_value_heads
@@ -91,7 +98,7 @@ def formula(config, cache, length) -> str:
     return f"2 (K, V) × {L} layers × {Hk} KV heads × {D} × {element} B × {length:,} tokens {total}"
 
 
-def element_size(cache) -> int:
+def element_size(cache: "KVCache") -> int:
     """Bytes per stored number, from the first layer's tensors; 4 if it does not show them."""
     if not hasattr(cache[0], "state"):
         return 4
@@ -99,7 +106,7 @@ def element_size(cache) -> int:
     return next((t.element_size() for t in tensors if t.is_floating_point()), 4)
 
 
-def balance(session) -> str:
+def balance(session: "Session") -> str:
     """Why the cache holds one token less than the status line counts; "" if it does not."""
     turn = session.last
     if not turn or not turn.out or session.cache.length != turn.new + turn.reused + turn.out - 1:
@@ -111,7 +118,9 @@ def balance(session) -> str:
     )
 
 
-def tokens_text(session, style, width=None, limit=400) -> str:
+def tokens_text(
+    session: "Session", style: Style, width: int | None = None, limit: int = 400
+) -> str:
     """The last prompt and its answer, a line per message; at most the last `limit` tokens."""
     ids = session.cached_ids
     roles = session.roles()
@@ -135,7 +144,7 @@ def tokens_text(session, style, width=None, limit=400) -> str:
     return "\n".join([*lines, layout.joined(totals, width)])
 
 
-def unfed(session) -> list[int]:
+def unfed(session: "Session") -> list[int]:
     """The last token of the last answer, if the cache holds all tokens before it; otherwise []."""
     if not session.last:
         return []
@@ -147,6 +156,6 @@ def unfed(session) -> list[int]:
     return sampled[-1:]
 
 
-def token_text(id: int, piece: str, style) -> str:
+def token_text(id: int, piece: str, style: Style) -> str:
     """␣name₂₆₃: spaces made visible, the id in small, dim digits."""
     return sanitize_line(piece).replace(" ", "␣") + style.dim(str(id).translate(SMALL))

@@ -13,6 +13,10 @@ import os
 import select
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from types import FrameType
+from typing import Any
 
 from prompt_toolkit.input import create_input
 from prompt_toolkit.input.typeahead import get_typeahead, store_typeahead
@@ -22,14 +26,14 @@ from prompt_toolkit.keys import Keys
 try:
     import termios
 except ImportError:  # Windows
-    termios = None
+    termios = None  # type: ignore[assignment]  # the module does not exist there
 
 LFLAG = 3  # index of the local flags in the list that tcgetattr returns
 # Keys that would leave or suspend the chat at the next prompt.
 LEAVING = (Keys.ControlC, Keys.ControlD, Keys.ControlZ)
 
 
-def open_keyboard():
+def open_keyboard() -> "Keyboard":
     """The keyboard for this system, a context manager around the whole chat."""
     if termios is None:
         return Keyboard()
@@ -39,27 +43,27 @@ def open_keyboard():
 class Keyboard:
     """Windows, whose console keeps unread keys without an echo: nothing needs to be done."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.input = create_input()
 
-    def __enter__(self):
+    def __enter__(self) -> "Keyboard":
         return self
 
-    def __exit__(self, *exception):
+    def __exit__(self, *exception: object) -> None:
         pass
 
-    def poll(self):
+    def poll(self) -> None:
         """Keep the keys typed so far; called between tokens and before others read the terminal."""
 
-    def prompt(self):
+    def prompt(self) -> AbstractContextManager[None]:
         """Around prompt_toolkit's prompt."""
         return contextlib.nullcontext()
 
-    def lend(self):
+    def lend(self) -> AbstractContextManager[None]:
         """Around a question or an editor, which get the terminal as the shell had it."""
         return contextlib.nullcontext()
 
-    def hold(self, draft=""):
+    def hold(self, draft: str = "") -> None:
         """Show the keys typed ahead at the next prompt, below `draft`, without sending them."""
         self.poll()
         newline = KeyPress(Keys.ControlJ, "\n")
@@ -77,15 +81,16 @@ class Keyboard:
 class PosixKeyboard(Keyboard):
     """The modes of a Unix terminal: the shell's, prompt_toolkit's, the chat's between prompts."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.fd = self.input.fileno()
         self.front = True
-        self.handlers = {}
+        self.handlers: dict[int, Any] = {}
         self.reading = False
-        self.stopping = None  # a stop signal that arrived while keys were read
+        self.stopping: int | None = None  # a stop signal that arrived while keys were read
+        self.mode: list | None = None  # the mode in force; None: the shell's
 
-    def __enter__(self):
+    def __enter__(self) -> "PosixKeyboard":
         self.shell = termios.tcgetattr(self.fd)
         with self.input.raw_mode():
             self.raw = termios.tcgetattr(self.fd)
@@ -111,12 +116,12 @@ class PosixKeyboard(Keyboard):
         store_typeahead(self.input, keys)
         return self
 
-    def __exit__(self, *exception):
+    def __exit__(self, *exception: object) -> None:
         self._give_back()
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
 
-    def poll(self):
+    def poll(self) -> None:
         before = self.front
         front = self._in_front()
         self.front = front
@@ -134,7 +139,7 @@ class PosixKeyboard(Keyboard):
             self._stop(number, None)
 
     @contextlib.contextmanager
-    def prompt(self):
+    def prompt(self) -> Iterator[None]:
         self.poll()
         store_typeahead(self.input, self.input.flush_keys())  # a single Escape
         self.mode = self.raw
@@ -144,7 +149,7 @@ class PosixKeyboard(Keyboard):
             self._take()
 
     @contextlib.contextmanager
-    def lend(self):
+    def lend(self) -> Iterator[None]:
         self.poll()
         self._give_back()
         try:
@@ -161,7 +166,7 @@ class PosixKeyboard(Keyboard):
         except OSError:  # the terminal has hung up
             return False
 
-    def _set(self, mode, paste=b""):
+    def _set(self, mode: list, paste: bytes = b"") -> None:
         """Set the terminal's mode, and whether it marks pastes.
 
         This may run in a signal handler, so sys.stdout's buffer is not used.
@@ -174,18 +179,18 @@ class PosixKeyboard(Keyboard):
             termios.tcsetattr(self.fd, termios.TCSANOW, mode)
             os.write(sys.stdout.fileno(), paste)
 
-    def _take(self):
+    def _take(self) -> None:
         self.mode = self.own
         # Pastes are marked, so that a paste during an answer becomes one message.
         self._set(self.own, b"\x1b[?2004h")
 
-    def _give_back(self):
+    def _give_back(self) -> None:
         self.mode = None
         self._set(self.shell, b"\x1b[?2004l")
 
     # --- signals ----------------------------------------------------------------------------------
 
-    def _stop(self, number, frame):
+    def _stop(self, number: int, frame: FrameType | None) -> None:
         """Ctrl-Z or Ctrl-\\: restore the shell's mode, then stop as other programs do."""
         # The key parser is not reentrant: `poll` stops the process once it has read all keys.
         if self.reading:
@@ -203,12 +208,12 @@ class PosixKeyboard(Keyboard):
         if mode is not None:
             self._resume(mode)
 
-    def _on(self, number, frame):
+    def _on(self, number: int, frame: FrameType | None) -> None:
         """Restore the mode on SIGCONT after a SIGSTOP, which a process cannot catch."""
         if self.mode is not None:
             self._resume(self.mode)
 
-    def _resume(self, mode):
+    def _resume(self, mode: list) -> None:
         if mode is self.own:
             self._take()
         else:

@@ -1,5 +1,6 @@
 """The flags of `nanokv chat`, and the options that they set."""
 
+import argparse
 from dataclasses import dataclass, replace
 
 from nanokv.apps.cli.common import options
@@ -9,6 +10,8 @@ from nanokv.apps.cli.common.options import (
     OutputOptions,
     RankOptions,
     SamplingOptions,
+    SpeedOptions,
+    TemplateOptions,
 )
 
 
@@ -29,8 +32,20 @@ class ChatOptions:
     jsonl: bool = False
     no_loop_guard: bool = False
 
+    @property
+    def speed(self) -> SpeedOptions:
+        """The model's speed options, which chat always sets."""
+        assert self.model.speed is not None
+        return self.model.speed
 
-def add_arguments(parser):
+    @property
+    def template(self) -> TemplateOptions:
+        """The model's template options, which chat always sets."""
+        assert self.model.template is not None
+        return self.model.template
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of chat beyond the general ones."""
     options.add_model_arguments(parser, options.CACHE)
     options.add_speed_arguments(parser)
@@ -49,7 +64,7 @@ def add_arguments(parser):
     )
 
 
-def _add_session_arguments(group):
+def _add_session_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--resume",
         metavar="ID",
@@ -69,7 +84,7 @@ def _add_session_arguments(group):
     )
 
 
-def _add_display_arguments(group):
+def _add_display_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--stats",
         choices=("on", "off"),
@@ -87,7 +102,7 @@ def _add_display_arguments(group):
     )
 
 
-def command_options(args) -> ChatOptions:
+def command_options(args: argparse.Namespace) -> ChatOptions:
     """The options from the parsed flags. Flags that contradict each other are refused."""
     sampling = options.sampling_options(args, options.beam_options(args))
     speed = replace(options.speed_options(args), speculate=args.speculate)

@@ -6,6 +6,7 @@ program can hold a conversation through two pipes.
 """
 
 import sys
+from typing import TYPE_CHECKING
 
 from nanokv.apps.cli.chat.options import ChatOptions
 from nanokv.apps.cli.chat.start import make_session
@@ -15,6 +16,9 @@ from nanokv.apps.cli.common.terminal import Interrupt, Style, warning, write_out
 from nanokv.apps.cli.common.text import read_prompt_bytes, refuse_special, stdin, to_json
 from nanokv.decoding import completion
 from nanokv.parallel.group import Ranks
+
+if TYPE_CHECKING:
+    from nanokv.chat.session import Session
 
 
 def run(given: ChatOptions, ranks: Ranks) -> int:
@@ -28,7 +32,7 @@ def run(given: ChatOptions, ranks: Ranks) -> int:
         text = read_prompt_bytes(raw.rstrip(b"\r\n"), f"line {number} of stdin")
         if not text.strip():
             continue
-        refuse_special(text, session.tokenizer, given.model.template.allow_special)
+        refuse_special(text, session.tokenizer, given.template.allow_special)
         with Interrupt() as stop:
             if given.jsonl:
                 _json_turn(session, text, stop, loaded.source)
@@ -42,7 +46,7 @@ def run(given: ChatOptions, ranks: Ranks) -> int:
     return 0
 
 
-def _resumed(wanted: str | None):
+def _resumed(wanted: str | None) -> tuple[dict | None, list[dict]]:
     if wanted is None:
         return None, []
     from nanokv.apps.cli.chat.transcript import find, read, state_folder
@@ -53,9 +57,9 @@ def _resumed(wanted: str | None):
     return head, messages
 
 
-def _text_turn(session, text, stop, given: ChatOptions):
+def _text_turn(session: "Session", text: str, stop: Interrupt, given: ChatOptions) -> None:
     """Stream the answer. If the reader has gone, BrokenPipeError stops the generation."""
-    thinking = thoughts(given.model.template.thinking, given.output.quiet)
+    thinking = thoughts(given.template.thinking, given.output.quiet)
     style = Style(sys.stderr, given.output.color)
     writer = AnswerWriter(thinking, style, lambda text: write_out(one_line(text)))
     pieces = session.stream(text, stop)
@@ -65,24 +69,25 @@ def _text_turn(session, text, stop, given: ChatOptions):
             writer.put(piece)
         writer.finish()
     finally:
-        pieces.close()
+        pieces.close()  # type: ignore[attr-defined]  # Session.stream returns a generator
     write_out("\n")
 
 
-def one_line(text) -> str:
+def one_line(text: str) -> str:
     """Escape newlines, and the two Unicode line separators at which some readers split lines."""
     return text.replace("\n", "\\n").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
-def _json_turn(session, text, stop, model: str):
+def _json_turn(session: "Session", text: str, stop: Interrupt, model: str) -> None:
     for _ in session.stream(text, stop):
         pass
     write_out(to_json(record(session, model)) + "\n")
 
 
-def record(session, model: str) -> dict:
+def record(session: "Session", model: str) -> dict:
     """The last turn for --jsonl. Its text is raw; to_json escapes dangerous characters."""
     turn = session.last
+    assert turn is not None
     answer = completion.message(turn.text, session.thinking_opened)
     speed = completion.rate(turn.new, turn.prefill_s)
     return completion.completion(
@@ -97,9 +102,10 @@ def record(session, model: str) -> dict:
     )
 
 
-def _say_why_it_stopped(session, number):
+def _say_why_it_stopped(session: "Session", number: int) -> None:
     """Warn about a limit that cut the answer, unless the user set it."""
     turn = session.last
+    assert turn is not None
     reasons = {
         "context": "the context is full",
         "loop": "it repeated itself (--no-loop-guard)",

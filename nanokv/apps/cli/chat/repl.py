@@ -7,6 +7,8 @@ back in the input line.
 
 import contextlib
 import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nanokv.apps.cli.chat import commands as chat_commands
 from nanokv.apps.cli.chat import transcript
@@ -16,21 +18,26 @@ from nanokv.apps.cli.chat.start import make_session
 from nanokv.apps.cli.chat.view import Progress, View
 from nanokv.apps.cli.common import layout
 from nanokv.apps.cli.common.files import confirm
-from nanokv.apps.cli.common.loading import load_model
+from nanokv.apps.cli.common.loading import Loaded, Plan, load_model
 from nanokv.apps.cli.common.terminal import Interrupt, sanitize, sanitize_line, write_err
 from nanokv.apps.cli.common.text import find_special
 from nanokv.errors import NanoKVError
 from nanokv.parallel.group import Ranks
 
+if TYPE_CHECKING:
+    from nanokv.apps.cli.chat.contract import MakeAnswer
+    from nanokv.apps.cli.chat.keyboard import Keyboard
+    from nanokv.chat.session import Session
+
 
 def run(given: ChatOptions, ranks: Ranks) -> int:
     """Load the model, run the chat, and return the exit code."""
-    view = View(given.output, given.model.template.thinking, given.stats, given.markdown)
+    view = View(given.output, given.template.thinking, given.stats, given.markdown)
     folder = transcript.state_folder() / "sessions"
     path = None
-    head = None
-    keyboard = None
-    messages = []
+    head: dict = {}
+    keyboard: Keyboard | None = None
+    messages: list[dict] = []
     if given.resume is not None:
         path = transcript.find(folder, given.resume)
         head, messages, _, notices = transcript.read(path, repair=True)
@@ -39,7 +46,7 @@ def run(given: ChatOptions, ranks: Ranks) -> int:
 
     with contextlib.ExitStack() as stack:
 
-        def announce(plan):
+        def announce(plan: Plan) -> None:
             nonlocal keyboard
             if not given.output.quiet:
                 view.say(layout.joined([*plan.banner(), "/help"], view.width()))
@@ -49,6 +56,7 @@ def run(given: ChatOptions, ranks: Ranks) -> int:
             keyboard = stack.enter_context(open_keyboard())
 
         loaded = load_model(given.model, given.cache, given.output, ranks, announce)
+        assert keyboard is not None
         chat = Chat(given, view, keyboard, loaded, make_session(given, loaded, head))
         if path:
             chat.take_up(path, head, messages)
@@ -60,7 +68,14 @@ def run(given: ChatOptions, ranks: Ranks) -> int:
 class Chat:
     """The state that the loop and the commands share."""
 
-    def __init__(self, given: ChatOptions, view, keyboard, loaded, session):
+    def __init__(
+        self,
+        given: ChatOptions,
+        view: View,
+        keyboard: "Keyboard",
+        loaded: Loaded,
+        session: "Session",
+    ):
         from nanokv.apps.cli.chat.input import Input
 
         self.given = given
@@ -69,8 +84,8 @@ class Chat:
         self.loaded = loaded
         self.session = session
         self.draft = ""  # text for the next input line
-        self.recorded = []  # the messages that are saved
-        self.file = None
+        self.recorded: list[dict] = []  # the messages that are saved
+        self.file: transcript.Transcript | None = None
         # If false, lines typed ahead wait in the input line.
         self.went_well = True
         self.marks = loaded.fingerprints()
@@ -118,7 +133,7 @@ class Chat:
             self.view.say("interrupted")
             return ""
 
-    def carry_out(self, text):
+    def carry_out(self, text: str) -> None:
         """Handle one line of input. An error is shown, finished work is saved, the chat goes on."""
         self.went_well = False
         try:
@@ -140,7 +155,7 @@ class Chat:
                     "Ctrl-C clears it, then a command can be typed"
                 )
 
-    def turn(self, text) -> bool:
+    def turn(self, text: str) -> bool:
         """Handle a command, a message, or an empty line; returns whether it was completed."""
         if not text.strip():
             return True
@@ -157,12 +172,12 @@ class Chat:
         self.draft = text
         return self.answer(lambda stop: self.session.stream(text, stop))
 
-    def answer(self, make) -> bool:
+    def answer(self, make: "MakeAnswer") -> bool:
         """Stream one answer, while signals only set a flag; False after Ctrl-C."""
         with Interrupt() as stop:
             progress = Progress(stop, self.session, self.view)
 
-            def between_tokens():
+            def between_tokens() -> bool:
                 self.keyboard.poll()
                 return progress()
 
@@ -170,14 +185,14 @@ class Chat:
                 self.view.answer(self.session, make(between_tokens), progress)
             finally:
                 progress.clear()
-        if self.session.last.out:
+        if self.session.last and self.session.last.out:
             self.draft = ""
         if stop.terminated:
             self.save()
         stop.finish()
         return not stop.requested
 
-    def command_refused(self, text) -> bool:
+    def command_refused(self, text: str) -> bool:
         """Ask before sending a message that contains a command, as lines typed ahead may do."""
         found = chat_commands.command_line(text)
         if found is None:
@@ -186,9 +201,9 @@ class Chat:
         with self.keyboard.lend():
             return not confirm(f"line {number} is {name}, a command. Send it to the model as text?")
 
-    def control_token_refused(self, text) -> bool:
+    def control_token_refused(self, text: str) -> bool:
         """Ask before a typed <|im_end|> becomes a control token; on No the message is not sent."""
-        if self.given.model.template.allow_special:
+        if self.given.template.allow_special:
             return False
         token = find_special(text, self.session.tokenizer)
         if token is None:
@@ -205,7 +220,7 @@ class Chat:
         bar = "█" * (eighths // 8) + ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")[eighths % 8]
         return f"context ▕{bar:<8}▏ {share:.0%}".replace("%", " %")
 
-    def write(self, text):
+    def write(self, text: str) -> None:
         """Write the text of /cache or /tokens, to stderr because it is no answer."""
         write_err(text + "\n")
 
@@ -214,12 +229,12 @@ class Chat:
 
     # --- on the disk ------------------------------------------------------------------------------
 
-    def start_file(self, folder):
+    def start_file(self, folder: Path) -> None:
         """Choose a new session file, which is created after the first turn."""
         head = transcript.header(self.loaded.name, self.marks[0])
         self.file = transcript.Transcript(folder / f"{transcript.new_id()}.jsonl", head)
 
-    def take_up(self, path, head, messages):
+    def take_up(self, path: Path, head: dict, messages: list[dict]) -> None:
         """Continue a saved session with its text and settings. One prefill rebuilds its cache."""
         self.session.replace(messages)
         self.recorded = list(messages)
@@ -233,7 +248,7 @@ class Chat:
         if not self.given.output.quiet:
             self.view.recall(self.session.system, messages[-2:])
 
-    def save(self):
+    def save(self) -> None:
         """Append the changes since the last save: one turn, or the whole history after an edit."""
         messages = self.session.messages
         if self.file is None or messages == self.recorded:
@@ -241,6 +256,7 @@ class Chat:
         common = {"settings": self.session.params, "system": self.session.system}
         if messages[:-2] == self.recorded:
             turn = self.session.last
+            assert turn is not None
             line = {
                 "user": messages[-2]["content"],
                 "answer": messages[-1]["content"],
@@ -258,7 +274,7 @@ class Chat:
         except NanoKVError as error:
             self.view.problem(error)
 
-    def leave(self):
+    def leave(self) -> None:
         """Try once more to write lines that a full disk held back; show how to resume."""
         if self.file and self.file.pending and self.recorded:
             try:

@@ -24,8 +24,8 @@ def kept(given: ChatOptions) -> list[tuple]:
     model = given.model
     cache = given.cache
     beams = given.sampling.beams or BeamOptions(0)
-    speed = model.speed
-    template = model.template
+    speed = given.speed
+    template = given.template
     guess = speed.speculate and ":".join(map(str, speed.speculate))
     return [
         ("-m", model.source, "tiny"),

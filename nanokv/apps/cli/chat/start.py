@@ -1,21 +1,26 @@
 """A Session from the flags of `nanokv chat`, for the prompt and for the pipe."""
 
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from nanokv.apps.cli.chat.options import ChatOptions
 from nanokv.apps.cli.common import beams, speculation
+from nanokv.apps.cli.common.loading import Loaded
 from nanokv.apps.cli.common.options import new_seed
 from nanokv.apps.cli.common.terminal import loading
 from nanokv.apps.cli.common.text import refuse_special
 
+if TYPE_CHECKING:
+    from nanokv.chat.session import Session
 
-def make_session(given: ChatOptions, loaded, saved=None):
+
+def make_session(given: ChatOptions, loaded: Loaded, saved: dict | None = None) -> "Session":
     """A Session with the flags' settings. `saved`: the header of a resumed session.
 
     A flag comes before the saved value, and that before the checkpoint's default.
     """
     sampling = given.sampling
-    template = given.model.template
+    template = given.template
     saved = saved or {}
     flags = asdict(sampling) | {"stop": list(sampling.stop)}
     params = asdict(sampling.resolve(loaded.model.generation_config))
@@ -33,7 +38,7 @@ def make_session(given: ChatOptions, loaded, saved=None):
     if sampling.beams:
         kind = beams.generation_type(sampling.beams, loaded)
     else:
-        kind = speculation.generation_type(given.model.speed.speculate, loaded)
+        kind = speculation.generation_type(given.speed.speculate, loaded)
     with loading():
         from nanokv.chat.session import Session  # imports torch, so only after the banner
 

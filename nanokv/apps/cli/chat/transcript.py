@@ -14,8 +14,9 @@ import os
 import secrets
 import shutil
 import time
+from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nanokv.apps.cli.common.arguments import SETTINGS, parse_setting
 from nanokv.apps.cli.common.files import user_path
@@ -35,7 +36,7 @@ def state_folder() -> Path:
     return user_path("~/.local/state/nanokv")
 
 
-def turns_text(messages) -> str:
+def turns_text(messages: list[dict]) -> str:
     """The number of turns, as in 1 turn, 3 turns."""
     turns = len(messages) // 2
     return f"{turns:,} turn{'s' * (turns != 1)}"
@@ -45,7 +46,7 @@ def new_id() -> str:
     return time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2)
 
 
-def header(model, fingerprint, **more) -> dict:
+def header(model: str, fingerprint: str, **more: Any) -> dict:
     return {
         "format": FORMAT,
         "model": model,
@@ -61,24 +62,24 @@ class Transcript:
     Lines that could not be written are tried again with the next one.
     """
 
-    def __init__(self, path, head):
+    def __init__(self, path: str | Path, head: dict | None):
         self.path = Path(path)
-        self.pending = [head]
+        self.pending: list[dict] = []
+        if head is not None:
+            self.pending.append(head)
         self.saved = False  # whether a turn of this run is on disk
 
     @classmethod
-    def reopen(cls, path):
+    def reopen(cls, path: str | Path) -> "Transcript":
         """Append to the file of a session that was loaded."""
-        transcript = cls(path, None)
-        transcript.pending = []
-        return transcript
+        return cls(path, None)
 
-    def append(self, line: dict):
+    def append(self, line: dict) -> None:
         """Write this line and pending ones; SessionError with the size keeps them for a retry."""
         self.pending.append(line)
         self.flush()
 
-    def flush(self):
+    def flush(self) -> None:
         """Write the pending lines."""
         lines = (json.dumps(entry, ensure_ascii=True) + "\n" for entry in self.pending)
         data = "".join(lines).encode()
@@ -93,7 +94,7 @@ class Transcript:
         self.saved = True
 
 
-def write_at_end(path, data: bytes):
+def write_at_end(path: Path, data: bytes) -> None:
     """Append all bytes and fsync; on OSError the file gets its old length back."""
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
@@ -116,7 +117,7 @@ def write_at_end(path, data: bytes):
         os.close(descriptor)
 
 
-def write_whole(path, lines):
+def write_whole(path: str | Path, lines: Iterable[dict]) -> int:
     """Replace a file in one step; returns its bytes. On an error the old file stays.
 
     The data goes to a temporary file in the same folder, which is fsynced and renamed.
@@ -140,7 +141,7 @@ def write_whole(path, lines):
     return len(data)
 
 
-def _not_saved(error, size, path, hint):
+def _not_saved(error: OSError, size: int, path: Path, hint: str) -> SessionError:
     reason = f"{error.strerror or error} ({path})"
     if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
         free = "0 B"
@@ -150,7 +151,7 @@ def _not_saved(error, size, path, hint):
     return SessionError(f"session not saved: {reason}", hint)
 
 
-def read(path, repair=False):
+def read(path: str | Path, repair: bool = False) -> tuple[dict, list[dict], list[dict], list[str]]:
     """(header, messages, turns, notices) of a file. `repair` removes a torn last line from it."""
     path = Path(path)
     data = read_bytes(path, SessionError, "session")
@@ -161,8 +162,8 @@ def read(path, repair=False):
         )
     if good < len(data) and repair:
         os.truncate(path, good)
-    messages = []
-    turns = []
+    messages: list[dict] = []
+    turns: list[dict] = []
     for number, entry in enumerate(entries, 1):
         _check_fields(entry, f"{path}, line {number}")
         if number == 1:
@@ -185,7 +186,7 @@ def turn_messages(entry: dict) -> list[dict]:
     return [{"role": "user", "content": entry["user"]}, answer]
 
 
-def _valid(entry) -> bool:
+def _valid(entry: dict) -> bool:
     """Whether a line is a turn with two texts, or a history of messages with two texts each."""
     history = entry.get("history", [])
     fields = []
@@ -197,7 +198,7 @@ def _valid(entry) -> bool:
     return all(isinstance(field, str) for field in fields)
 
 
-def _check_fields(entry, place):
+def _check_fields(entry: dict, place: str) -> None:
     """Check the types of all fields besides messages, in the header or any other line."""
     for name, (kinds, wanted) in FIELDS.items():
         if not isinstance(entry.get(name), (*kinds, type(None))):
@@ -211,7 +212,8 @@ def _check_fields(entry, place):
         _check_setting(name, value, place)
 
 
-FIELDS = {  # field of any line → (types, in words); a field may be absent or null
+FIELDS: dict[str, tuple[tuple[type, ...], str]] = {
+    # field of any line → (types, in words); a field may be absent or null
     "model": ((str,), "a text"),
     "fingerprint": ((str,), "a text"),
     "system": ((str,), "a text"),
@@ -221,7 +223,7 @@ FIELDS = {  # field of any line → (types, in words); a field may be absent or 
 }
 
 
-def _check_setting(name, value, place):
+def _check_setting(name: str, value: Any, place: str) -> None:
     """Check a setting against the ranges of the flags. Unknown names are ignored here and later."""
     if name == "stop":
         texts = [] if value is None else value
@@ -238,7 +240,7 @@ def _check_setting(name, value, place):
             raise SessionError(f"{place}: settings.{error}", hint=CUT) from None
 
 
-def _shown(value) -> str:
+def _shown(value: Any) -> str:
     """A value of the file for an error message, at most its first 60 characters."""
     text = json.dumps(value)
     if len(text) > 60:
@@ -246,16 +248,16 @@ def _shown(value) -> str:
     return text
 
 
-def _latest(entries, *keys):
+def _latest(entries: list[dict], *keys: str) -> dict:
     """The newest values of these keys, which may change during a session."""
     return {key: value for entry in entries for key, value in entry.items() if key in keys}
 
 
-def _entries(data, path):
+def _entries(data: bytes, path: Path) -> tuple[list[dict], int, list[str]]:
     """(parsed lines, bytes of the file that they take, notices about what was left out)."""
-    entries = []
+    entries: list[dict] = []
     good = 0
-    notices = []
+    notices: list[str] = []
     lines = data.splitlines(keepends=True)
     for number, line in enumerate(lines, 1):
         entry = None
@@ -283,7 +285,7 @@ class Listed(NamedTuple):
     first: str  # the user's first message, or ""
 
 
-def listing(folder):
+def listing(folder: str | Path) -> list[Listed]:
     """All readable sessions of a folder, newest first."""
     rows = []
     for path in newest_first(folder):
@@ -301,7 +303,7 @@ def newest_first(folder: str | Path) -> list[Path]:
     return sorted(Path(folder).glob("*.jsonl"), key=lambda p: p.stat().st_mtime, reverse=True)
 
 
-def find(folder, wanted):
+def find(folder: str | Path, wanted: str) -> Path:
     """The session whose id begins with `wanted`; "" finds the newest one that was not cleared."""
     paths = newest_first(folder)
     if not paths:
@@ -317,7 +319,7 @@ def find(folder, wanted):
     return matches[0]
 
 
-def _cleared(path) -> bool:
+def _cleared(path: Path) -> bool:
     """Whether a session has no messages. An unreadable file counts as one that has some."""
     try:
         return not read(path)[1]

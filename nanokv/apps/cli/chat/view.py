@@ -8,12 +8,15 @@ progress on stderr.
 import os
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 from nanokv.apps.cli.common import layout, speculation
 from nanokv.apps.cli.common.answer import AnswerWriter, thoughts
 from nanokv.apps.cli.common.options import OutputOptions
 from nanokv.apps.cli.common.terminal import (
+    Interrupt,
     Style,
     held_text,
     is_tty,
@@ -27,11 +30,14 @@ from nanokv.apps.cli.common.terminal import (
 from nanokv.apps.cli.common.ways_out import REPORT, describe
 from nanokv.text.thinking import split_thinking
 
+if TYPE_CHECKING:
+    from nanokv.chat.session import Session, Turn
+
 LONGEST_PROBLEM = 400  # characters of an error line
 LONGEST_RECALL = 12  # lines of a message or an answer that a resumed chat shows
 
 
-def status(turn, context, width=None) -> str:
+def status(turn: "Turn", context: int, width: int | None = None) -> str:
     """`  14 new + 0 reused → 8 out · first token 21 ms · 310 tok/s · cache 21/2,048 · 96.8 kB`
 
     The bytes are those of the tokens. If the whole cache takes more, that size follows: (147 kB
@@ -47,7 +53,7 @@ def status(turn, context, width=None) -> str:
     return layout.joined(parts, width, "  ")
 
 
-def ending(turn, session) -> str:
+def ending(turn: "Turn", session: "Session") -> str:
     """Why the answer ended; "" if the model ended it."""
     if not turn.out:
         return "[stopped before the first token; the tokens read so far stay in the cache]"
@@ -80,13 +86,13 @@ class View:
         self.stats = stats
         self.markdown = "on" if markdown else "off"
 
-    def say(self, text):
+    def say(self, text: str) -> None:
         """Dim lines on stderr: status, hints, replies of commands. Lines break between words."""
         width = self.width()
         lines = [part for line in text.split("\n") for part in _lines(line, width)]
         write_err("".join(self.err.dim(line) + "\n" for line in lines))
 
-    def recall(self, system, exchange):
+    def recall(self, system: str | None, exchange: list[dict]) -> None:
         """Show the end of a resumed chat: the system prompt, the last message, and its answer."""
         if system:
             line = sanitize_line(f"system: {system}")
@@ -106,11 +112,11 @@ class View:
             if message.get("interrupted"):
                 self.say("  [interrupted · /continue or /retry]")
 
-    def width(self):
+    def width(self) -> int | None:
         """Columns of the terminal on stderr; None for a pipe or a file, where lines stay whole."""
         return layout.columns(sys.stderr, None)
 
-    def problem(self, error):
+    def problem(self, error: Exception) -> None:
         """Show an error after which the chat goes on, and its hint. A bug is named by its type."""
         message, hint = describe(error) or (
             f"{type(error).__name__}: {error}",
@@ -122,7 +128,7 @@ class View:
         if hint:
             self.say(f"hint: {sanitize_line(hint[:LONGEST_PROBLEM])}")
 
-    def answer(self, session, pieces, progress):
+    def answer(self, session: "Session", pieces: Iterator[str], progress: "Progress") -> None:
         """Stream one answer until it ends or is interrupted, and close its generator."""
         formatted = Markdown(self.out.enabled) if self.markdown == "on" else None
         writer = AnswerWriter(thoughts(self.thinking, self.quiet), self.err, formatted)
@@ -138,11 +144,12 @@ class View:
             elif writer.line and not writer.line.endswith("\n"):
                 write_out("\n")
         finally:
-            pieces.close()
+            pieces.close()  # type: ignore[attr-defined]  # Session's iterators are generators
         self._after(session)
 
-    def _after(self, session):
+    def _after(self, session: "Session") -> None:
         turn = session.last
+        assert turn is not None
         turns, tokens = turn.dropped
         if turns:
             plural = "s" if turns > 1 else ""
@@ -155,7 +162,7 @@ class View:
             self.say(status(turn, session.context, self.width()))
 
 
-def excerpt(text, width) -> str:
+def excerpt(text: str, width: int | None) -> str:
     """The first lines of a text, and the number of lines left out."""
     lines = [part for line in text.split("\n") for part in _lines(line, width)]
     if len(lines) <= LONGEST_RECALL + 1:
@@ -163,7 +170,7 @@ def excerpt(text, width) -> str:
     return "\n".join([*lines[:LONGEST_RECALL], f"… {len(lines) - LONGEST_RECALL:,} more lines"])
 
 
-def _lines(line, width):
+def _lines(line: str, width: int | None) -> list[str]:
     text = line.lstrip(" ")
     indent = line[: len(line) - len(text)]
     return layout.paragraph(text, width, indent, indent + "  ").split("\n")
@@ -176,18 +183,18 @@ class Markdown:
         self.colors = colors
         self.block = ""
 
-    def __call__(self, text):
+    def __call__(self, text: str) -> None:
         self.block += text
         while (cut := block_end(self.block)) > 0:
             self.render(self.block[:cut])
             self.block = self.block[cut:]
 
-    def finish(self):
+    def finish(self) -> None:
         """Show the last block."""
         self.render(self.block)
         self.block = ""
 
-    def render(self, block):
+    def render(self, block: str) -> None:
         from rich.console import Console
         from rich.markdown import Markdown as Formatted
 
@@ -199,7 +206,7 @@ class Markdown:
             sys.stdout.flush()
 
 
-def block_end(text) -> int:
+def block_end(text: str) -> int:
     """The end of the first finished Markdown block: an empty line outside a fence; 0 if none."""
     position = 0
     fenced = False
@@ -215,7 +222,7 @@ def block_end(text) -> int:
 class Progress:
     """Asks between tokens whether to stop, and shows the progress of a long prefill."""
 
-    def __init__(self, stop, session, view):
+    def __init__(self, stop: Interrupt, session: "Session", view: View):
         self.stop = stop
         self.session = session
         self.view = view
@@ -246,7 +253,7 @@ class Progress:
             write_err(text + "\n")
             self.width = 0
 
-    def clear(self):
+    def clear(self) -> None:
         """Remove the progress line before the first word."""
         if self.width:
             write_err("\r" + " " * self.width + "\r")

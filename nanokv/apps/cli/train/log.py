@@ -8,11 +8,14 @@ import sys
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from nanokv.apps.cli.common import layout, terminal
 from nanokv.apps.cli.common.options import OutputOptions
 from nanokv.school.training.run_folder import records
+
+if TYPE_CHECKING:
+    from nanokv.school.training.trainer import Trainer
 
 EVERY_S = 10  # seconds between two lines if stderr is no terminal
 # Steps over which the speed is averaged, so that the slow first steps, which compile, drop out.
@@ -22,7 +25,7 @@ LATEST = 50
 class Progress:
     """A bar on a terminal; elsewhere a line per evaluation, or at most one every ten seconds."""
 
-    def __init__(self, output: OutputOptions, every: int, trainer):
+    def __init__(self, output: OutputOptions, every: int, trainer: "Trainer"):
         """`every`: steps between two sample answers."""
         self.output = output
         self.every = every
@@ -33,12 +36,14 @@ class Progress:
         self.printed = -math.inf
         self.bar: Any = None  # a rich.progress.Progress on a terminal
 
-    def __enter__(self):
+    def __enter__(self) -> "Progress":
         if terminal.is_tty(sys.stderr) and not self.output.quiet:
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-            color = "auto" if terminal.use_color(sys.stderr, self.output.color) else None
+            color: Literal["auto"] | None = (
+                "auto" if terminal.use_color(sys.stderr, self.output.color) else None
+            )
             columns = TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("ETA")
             self.bar = Progress(
                 *columns, TimeRemainingColumn(), console=Console(stderr=True, color_system=color)
@@ -47,7 +52,7 @@ class Progress:
             self.task = self.bar.add_task("", total=self.trainer.recipe.steps, completed=self.first)
         return self
 
-    def __exit__(self, *exception):
+    def __exit__(self, *exception: object) -> None:
         if self.bar:
             self.bar.stop()
 

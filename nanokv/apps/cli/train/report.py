@@ -4,9 +4,14 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nanokv.apps.cli.common import layout, terminal
 from nanokv.apps.cli.common.text import to_json
+
+if TYPE_CHECKING:
+    from nanokv.school.training.evaluate import Result
+    from nanokv.school.training.trainer import Recipe
 
 TASK_COLUMN = 32  # beside 28 columns of figures: the table fits 60 columns
 
@@ -87,7 +92,7 @@ def seeds_text(seeds: list[int]) -> str:
     return f"seeds {seeds[0]} to {seeds[-1]}"
 
 
-def as_json(results) -> dict:
+def as_json(results: list["Result"]) -> dict:
     """Shares per seed, groups, and wrong answers, per task."""
     return {
         "tasks": {result.task: result.shares for result in results},
@@ -102,7 +107,7 @@ def as_json(results) -> dict:
     }
 
 
-def result_rows(result, target: float | None, width: int | None) -> str:
+def result_rows(result: "Result", target: float | None, width: int | None) -> str:
     """The mean over the seeds, the lowest seed, and the target; then a line per group."""
     lowest = f"{min(result.shares):.1%}" if len(result.shares) > 1 else ""
     aim = "none" if target is None else f"{target:.0%}"
@@ -133,7 +138,7 @@ def fault_table(faults: list[dict], width: int | None) -> str:
     return "\n".join(["", *layout.table(head, rows, width), "", ""])
 
 
-def write_card(folder: Path, recipe, report: dict) -> None:
+def write_card(folder: Path, recipe: "Recipe", report: dict) -> None:
     """Write README.md of the finished model."""
     from nanokv.config import Config
     from nanokv.school.training.card import card

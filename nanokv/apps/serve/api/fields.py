@@ -198,7 +198,7 @@ class Ranged(Checked):
     def __init__(self, name: str, *more: int):
         self.range = RANGES[name]
         self.more = more
-        also = list(more)
+        also: list[Any] = list(more)
         if self.range.also is not None:
             also.insert(0, self.range.also)
         span = {
