@@ -25,7 +25,7 @@ docs/life-of-a-token.md follows one request along this path.
             metrics.py: /metrics for Prometheus
 
 The event loop never waits for a forward. Messages reach the engine's thread through a queue, and
-the results of one step come back in one call. starlette routes and uvicorn speaks HTTP; they need
-only two packages besides those that huggingface_hub already installs. pydantic checks requests.
+the results of one step come back in one call. starlette routes requests and uvicorn handles HTTP:
+together they add two packages to the dependencies of huggingface_hub. pydantic checks requests.
 FastAPI is not used because it would add opentelemetry-api.
 """
