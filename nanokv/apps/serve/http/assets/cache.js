@@ -1,10 +1,16 @@
-// The right side: what a snapshot of the engine looks like. Pictures are canvases; each has its numbers as a table.
+// The right side: a snapshot of the engine. Figures are canvases, each with its numbers in a table.
 
 const WHOSE = { tab: "this tab", key: "another client", other: "another key" };
-const REASONS = { stop: "Finished", length: "Finished at its limit of tokens", cancelled: "Stopped", error: "Failed" };
-const HISTORY = 60;
+const REASONS = {
+  stop: "Finished",
+  length: "Finished at its limit of tokens",
+  cancelled: "Stopped",
+  error: "Failed",
+};
+const HISTORY = 60; // snapshots in the figure of steps
 
-class Drawing extends Figure { // `draw(canvas, room)`, once per snapshot and at a new width
+// A figure that calls `draw(canvas, room)` for every snapshot and after every change of its width.
+class Drawing extends Figure {
   constructor(host, title, { table, draw, keys = [] }) {
     super(host, title, table);
     this.paint = draw;
@@ -13,7 +19,7 @@ class Drawing extends Figure { // `draw(canvas, room)`, once per snapshot and at
     this.keys = make("p", { className: "key", "aria-hidden": "true" });
     this.looks = keys;
     this.body.before(this.readout);
-    this.readout.removeAttribute("role"); // it changes five times a second
+    this.readout.removeAttribute("role"); // not announced: it changes five times a second
     this.body.append(this.canvas, this.keys);
     new ResizeObserver(() => this.draw()).observe(this.body);
   }
@@ -26,34 +32,68 @@ class Drawing extends Figure { // `draw(canvas, room)`, once per snapshot and at
   refresh(text) {
     this.readout.textContent = text;
     this.canvas.setAttribute("aria-label", `${this.title.textContent}: ${text}`);
-    this.keys.replaceChildren(...this.looks.map(([name, look]) => make("span", {}, swatch(look), name)));
+    const keys = this.looks.map(([name, look]) => make("span", {}, swatch(look), name));
+    this.keys.replaceChildren(...keys);
     this.fill();
     this.draw();
   }
 }
 
 const cache = {
-  now: null, turn: null, last: "", history: [],
+  now: null, // the newest snapshot
+  turn: null, // this tab's newest request
+  last: "", // the requests of the latest preemption
+  history: [],
 
   build() {
     const host = $("figures");
+    this.buildTurn(host);
+    this.buildPool(host);
+    this.buildClients(host);
+    this.buildSteps(host);
+  },
+
+  buildTurn(host) {
     this.turnFigure = new Drawing(host, "Your newest turn, token by token", {
       table: () => this.turnTable(),
-      draw: (canvas, room) => this.turn ? drawTokens(canvas, this.turn, this.now.pool.page_size, room) : sized(canvas, 0, 0),
-      keys: [["reused", PARTS.reused], ["computed", PARTS.computed], ["answer, one per step", PARTS.answer], ["not in the cache", PARTS.absent]],
+      draw: (canvas, room) => {
+        if (this.turn) drawTokens(canvas, this.turn, this.now.pool.page_size, room);
+        else sized(canvas, 0, 0);
+      },
+      keys: [
+        ["reused", PARTS.reused],
+        ["computed", PARTS.computed],
+        ["answer, one per step", PARTS.answer],
+        ["not in the cache", PARTS.absent],
+      ],
     });
+  },
+
+  buildPool(host) {
     this.poolFigure = new Drawing(host, "Pages of the pool", {
-      table: () => this.poolTable(), draw: (canvas, room) => drawPool(canvas, this.now, room),
-      keys: [["a letter: a request, yours framed", { fill: "--one", text: "A", frame: "--ink" }],
-        ["several requests", ownerLook(SHARED)], ["kept for reuse", ownerLook(KEPT_PAGES)], ["free", ownerLook(FREE)]],
+      table: () => this.poolTable(),
+      draw: (canvas, room) => drawPool(canvas, this.now, room),
+      keys: [
+        ["a letter: a request, yours framed", { fill: "--one", text: "A", frame: "--ink" }],
+        ["several requests", ownerLook(SHARED)],
+        ["kept for reuse", ownerLook(KEPT_PAGES)],
+        ["free", ownerLook(FREE)],
+      ],
     });
+  },
+
+  buildClients(host) {
     this.clients = make("ul", { className: "clients" });
     this.clientFigure = new Figure(host, "Requests", () => this.clientTable());
     this.clientFigure.body.append(this.clients);
     this.clientFigure.readout.removeAttribute("role");
     this.clientFigure.body.before(this.clientFigure.readout);
-    this.stepFigure = new Drawing(host, "Tokens a step", {
-      table: () => this.stepTable(), draw: (canvas, room) => this.drawSteps(canvas, room),
+  },
+
+  buildSteps(host) {
+    this.stepFigure = new Drawing(host, "Tokens per step", {
+      table: () => this.stepTable(),
+      draw: (canvas, room) => this.drawSteps(canvas, room),
       keys: [["prefill", PARTS.computed], ["decode", PARTS.answer]],
     });
     this.facts = make("dl", { className: "facts" });
@@ -65,9 +105,11 @@ const cache = {
     this.now = taken;
     $("figures").hidden = false;
     nameAll(taken.requests);
-    this.turn = taken.requests.findLast(({ whose }) => whose === "tab") ?? taken.ended[0] ?? null;
+    const running = taken.requests.findLast(({ whose }) => whose === "tab");
+    this.turn = running ?? taken.ended[0] ?? null;
     this.note(before, taken);
-    $("version").textContent = taken.version, $("model").textContent = taken.model;
+    $("version").textContent = taken.version;
+    $("model").textContent = taken.model;
     document.title = `${taken.model} · nanokv serve`;
     this.turnFigure.refresh(this.turnText());
     this.poolFigure.refresh(this.poolText());
@@ -76,138 +118,242 @@ const cache = {
     this.stepFigure.refresh(this.stepText());
   },
 
-  note(before, { engine, requests }) { // what happened since the snapshot before
-    if (!before || engine.steps < before.engine.steps) this.last = "", this.history = []; // a new server counts anew
-    else if (engine.steps > before.engine.steps) {
-      const [steps, prefill, decode] = ["steps", "prefill_tokens", "decode_tokens"].map((name) => engine[name] - before.engine[name]);
-      this.history = [...this.history, { until: engine.steps, steps, prefill: prefill / steps, decode: decode / steps }].slice(-HISTORY);
+  // Record the changes since the snapshot before: steps, and preempted requests.
+  note(before, { engine, requests }) {
+    if (!before || engine.steps < before.engine.steps) { // a new server counts from 0
+      this.last = "";
+      this.history = [];
+    } else if (engine.steps > before.engine.steps) {
+      const steps = engine.steps - before.engine.steps;
+      const prefill = (engine.prefill_tokens - before.engine.prefill_tokens) / steps;
+      const decode = (engine.decode_tokens - before.engine.decode_tokens) / steps;
+      const added = [...this.history, { until: engine.steps, steps, prefill, decode }];
+      this.history = added.slice(-HISTORY);
     }
     const earlier = new Map(before?.requests.map(({ id, preemptions }) => [id, preemptions]));
     const hit = requests.filter(({ id, preemptions }) => preemptions > (earlier.get(id) ?? 0));
     if (!hit.length) return;
     this.last = hit.map(({ id, whose }) => `${letterOf(id)} (${WHOSE[whose]})`).join(", ");
-    if (hit.some(({ whose }) => whose === "tab")) say("The pool is full. Your request gave its pages back and waits in the queue.");
+    if (hit.some(({ whose }) => whose === "tab")) {
+      say("The pool is full. Your request gave its pages back and waits in the queue.");
+    }
   },
 
-  redraw() { if (this.now) this.show(this.now); },
+  redraw() {
+    if (this.now) this.show(this.now);
+  },
 
-  // --- the newest turn ----------------------------------------------------------------------------------------------
+  // --- the newest turn ---------------------------------------------------------------------------
 
   turnText() {
     const { turn, now: { pool } } = this;
-    if (!turn) return "Nothing was asked since this page was loaded.";
-    const words = `${count(turn.reused)} of ${plural(turn.prompt, "prompt token")} reused, ${count(turn.prefilled)} computed, ${count(turn.generated)} answered.`;
+    if (!turn) return "No request since this page was loaded.";
+    const words =
+      `${count(turn.reused)} of ${plural(turn.prompt, "prompt token")} reused, ` +
+      `${count(turn.prefilled)} computed, ${count(turn.generated)} answered.`;
     if (turn.reason) return `${words} ${this.leftText(turn)}`;
-    if (turn.state === "queued") return `${words} ${turn.preemptions ? "Preempted: its pages are given back, and it waits in the queue." : "It waits in the queue."}`;
-    return `${words} It holds ${count(turn.held)} tokens in ${plural(turn.pages, "page")}, ${bytes(turn.pages * pool.bytes_per_page)}.`;
+    if (turn.state === "queued" && turn.preemptions) {
+      return `${words} Preempted: its pages are given back, and it waits in the queue.`;
+    }
+    if (turn.state === "queued") return `${words} It waits in the queue.`;
+    const size = bytes(turn.pages * pool.bytes_per_page);
+    return `${words} It holds ${count(turn.held)} tokens in ${plural(turn.pages, "page")}, ${size}.`;
   },
 
   leftText({ reason, kept }) {
-    const { page_size, bytes_per_page } = this.now.pool, pages = kept / page_size;
-    const left = kept ? `${plural(pages, "full page")} of it (${count(kept)} tokens, ${bytes(pages * bytes_per_page)}) stay for reuse by the next turn; the rest is free.`
-      : "None of its pages is kept.";
+    const { page_size, bytes_per_page } = this.now.pool;
+    const pages = kept / page_size;
+    let left = "None of its pages is kept.";
+    if (kept) {
+      left =
+        `${plural(pages, "full page")} of it (${count(kept)} tokens, ` +
+        `${bytes(pages * bytes_per_page)}) stay for reuse by the next turn; the rest is free.`;
+    }
     return `${REASONS[reason] ?? "Ended"}: its place is free. ${left}`;
   },
 
   turnTable() {
     const turn = this.turn ?? { prompt: 0, reused: 0, prefilled: 0, generated: 0 };
-    const rows = [["prompt, reused", turn.reused], ["prompt, computed", turn.prefilled],
-      ["prompt, not computed", Math.max(0, turn.prompt - turn.reused - turn.prefilled)], ["answer", turn.generated],
-      turn.reason ? ["kept for reuse", turn.kept] : ["in the cache", turn.held ?? 0]];
-    return { caption: "Tokens of your newest turn", head: ["part", "tokens"], rows: rows.map(([name, n]) => [name, count(n)]) };
+    const absent = Math.max(0, turn.prompt - turn.reused - turn.prefilled);
+    const rows = [
+      ["prompt, reused", turn.reused],
+      ["prompt, computed", turn.prefilled],
+      ["prompt, not computed", absent],
+      ["answer", turn.generated],
+      turn.reason ? ["kept for reuse", turn.kept] : ["in the cache", turn.held ?? 0],
+    ];
+    return {
+      caption: "Tokens of your newest turn",
+      head: ["part", "tokens"],
+      rows: rows.map(([name, n]) => [name, count(n)]),
+    };
   },
 
-  // --- the pool -----------------------------------------------------------------------------------------------------
+  // --- the pool ----------------------------------------------------------------------------------
 
   poolText() {
-    const { pages, free, kept, page_size, bytes_per_page, cell } = this.now.pool, { preemptions } = this.now.engine;
-    const words = `${plural(pages, "page")} of ${plural(page_size, "token")}${bytes_per_page ? `, ${bytes(pages * bytes_per_page)}` : ""}: ` +
-      `${count(pages - free - kept)} held by requests, ${count(kept)} kept for reuse, ${count(free)} free.`;
-    const many = cell > 1 ? ` A cell is ${cell} pages.` : "";
-    const full = preemptions ? ` ${plural(preemptions, "preemption")} so far${this.last ? `, the last of ${this.last}` : ""}: the pool was full.` : "";
-    return words + many + full;
+    const { pages, free, kept, page_size, bytes_per_page, cell } = this.now.pool;
+    const { preemptions } = this.now.engine;
+    let text = `${plural(pages, "page")} of ${plural(page_size, "token")}`;
+    if (bytes_per_page) text += `, ${bytes(pages * bytes_per_page)}`;
+    text += `: ${count(pages - free - kept)} held by requests, `;
+    text += `${count(kept)} kept for reuse, ${count(free)} free.`;
+    if (cell > 1) text += ` A cell is ${cell} pages.`;
+    if (preemptions) {
+      const last = this.last ? `, the last of ${this.last}` : "";
+      text += ` ${plural(preemptions, "preemption")} so far${last}: the pool was full.`;
+    }
+    return text;
   },
 
   ownerName(owner) {
     const names = { [FREE]: "free", [KEPT_PAGES]: "kept for reuse", [SHARED]: "several requests" };
+    if (owner in names) return names[owner];
     const request = this.now.requests[owner];
-    return names[owner] ?? `${letterOf(request.id)}, ${WHOSE[request.whose]}`;
+    return `${letterOf(request.id)}, ${WHOSE[request.whose]}`;
   },
 
   poolTable() {
     const { cell, pages } = this.now.pool;
+    const rows = [];
     let first = 0;
-    const rows = this.now.cells.map(([owner, n]) => {
-      const from = first * cell, until = Math.min(pages, (first += n) * cell);
-      return [until - from > 1 ? `${count(from)} to ${count(until - 1)}` : count(from), count(until - from), this.ownerName(owner)];
-    });
-    return { caption: "Pages of the pool, by their numbers", head: ["pages", "how many", "held by"], rows };
+    for (const [owner, n] of this.now.cells) {
+      const from = first * cell;
+      first += n;
+      const until = Math.min(pages, first * cell);
+      const many = until - from > 1;
+      const range = many ? `${count(from)} to ${count(until - 1)}` : count(from);
+      rows.push([range, count(until - from), this.ownerName(owner)]);
+    }
+    return {
+      caption: "Pages of the pool, by their numbers",
+      head: ["pages", "how many", "held by"],
+      rows,
+    };
   },
 
-  // --- requests -----------------------------------------------------------------------------------------------------
+  // --- requests ----------------------------------------------------------------------------------
 
   requestText({ whose, state, preemptions, pages, ...request }) {
-    const tokens = whose === "other" || state === "queued" ? plural(request.tokens, "token")
-      : `${count(request.reused)} reused + ${count(request.prefilled)} computed + ${count(request.generated)} answered`;
+    let tokens = plural(request.tokens, "token");
+    if (whose !== "other" && state !== "queued") {
+      tokens =
+        `${count(request.reused)} reused + ${count(request.prefilled)} computed + ` +
+        `${count(request.generated)} answered`;
+    }
     const again = preemptions ? `, preempted ${preemptions}×` : "";
     return `${WHOSE[whose]} · ${state}${again} · ${tokens} · ${plural(pages, "page")}`;
   },
 
   showClients() {
-    const { requests, engine } = this.now, most = Math.max(1, ...requests.map(({ tokens }) => tokens));
+    const { requests, engine } = this.now;
+    const most = Math.max(1, ...requests.map(({ tokens }) => tokens));
     const hidden = engine.running + engine.waiting - requests.length;
-    this.clientFigure.readout.textContent = `${count(engine.running)} running, ${count(engine.waiting)} in the queue` +
-      (hidden > 0 ? `, of which ${count(hidden)} are not listed.` : ".");
+    const end = hidden > 0 ? `, of which ${count(hidden)} are not listed.` : ".";
+    this.clientFigure.readout.textContent =
+      `${count(engine.running)} running, ${count(engine.waiting)} in the queue${end}`;
     this.clients.replaceChildren(...requests.map((request, n) => {
-      const parts = request.whose === "other" || request.state === "queued" ? [["held", request.held]]
-        : [["reused", request.reused], ["new", request.prefilled], ["answer", request.generated]];
-      const rail = make("span", { className: "rail", "aria-hidden": "true" }, ...parts.map(([name, tokens]) => {
-        const part = make("span", { className: `part-${name}` });
-        part.style.width = `${(100 * tokens) / most}%`;
-        return part;
-      }));
-      return make("li", {}, swatch(ownerLook(n, requests)), make("span", { textContent: this.requestText(request) }), rail);
+      const text = make("span", { textContent: this.requestText(request) });
+      return make("li", {}, swatch(ownerLook(n, requests)), text, this.rail(request, most));
     }));
     this.clientFigure.fill();
   },
 
-  clientTable() {
-    const rows = this.now.requests.map(({ id, whose, state, tokens, held, pages, preemptions, reused = "–" }) =>
-      [letterOf(id), WHOSE[whose], state, count(tokens), count(held), reused, pages, preemptions]);
-    return { caption: "Requests", head: ["request", "of", "state", "tokens", "in the cache", "reused", "pages", "preempted"], rows };
+  // A bar of a request's tokens; `most` tokens are the full width.
+  rail(request, most) {
+    let parts = [
+      ["reused", request.reused],
+      ["new", request.prefilled],
+      ["answer", request.generated],
+    ];
+    if (request.whose === "other" || request.state === "queued") parts = [["held", request.held]];
+    const bars = parts.map(([name, tokens]) => {
+      const bar = make("span", { className: `part-${name}` });
+      bar.style.width = `${(100 * tokens) / most}%`;
+      return bar;
+    });
+    return make("span", { className: "rail", "aria-hidden": "true" }, ...bars);
   },
 
-  // --- the engine ---------------------------------------------------------------------------------------------------
+  clientTable() {
+    const rows = this.now.requests.map((request) => [
+      letterOf(request.id),
+      WHOSE[request.whose],
+      request.state,
+      count(request.tokens),
+      count(request.held),
+      request.reused ?? "–",
+      request.pages,
+      request.preemptions,
+    ]);
+    return {
+      caption: "Requests",
+      head: [
+        "request", "of", "state", "tokens", "in the cache", "reused", "pages", "preempted",
+      ],
+      rows,
+    };
+  },
+
+  // --- the engine --------------------------------------------------------------------------------
 
   stepText() {
     const last = this.history.at(-1);
     if (!last) return "No step since this page was opened.";
-    return `${figures(last.prefill + last.decode, 3)} tokens a step lately: ${figures(last.prefill, 3)} prefill, ${figures(last.decode, 3)} decode.`;
+    const total = figures(last.prefill + last.decode, 3);
+    const prefill = figures(last.prefill, 3);
+    const decode = figures(last.decode, 3);
+    return `${total} tokens per step lately: ${prefill} prefill, ${decode} decode.`;
   },
 
   showFacts() {
     const { running, waiting, steps, reused_tokens, preemptions } = this.now.engine;
-    const facts = { running, "in the queue": waiting, steps, "tokens reused": reused_tokens, preemptions };
-    this.facts.replaceChildren(...Object.entries(facts).map(([name, n]) =>
-      make("div", {}, make("dt", { textContent: name }), make("dd", { textContent: count(n) }))));
+    const facts = {
+      running,
+      "in the queue": waiting,
+      steps,
+      "tokens reused": reused_tokens,
+      preemptions,
+    };
+    const rows = Object.entries(facts).map(([name, n]) => {
+      const term = make("dt", { textContent: name });
+      return make("div", {}, term, make("dd", { textContent: count(n) }));
+    });
+    this.facts.replaceChildren(...rows);
   },
 
   drawSteps(canvas, room) {
-    const tall = 64, wide = Math.max(2, Math.floor(room / HISTORY)), pen = canvas.getContext("2d");
+    const tall = 64;
+    const wide = Math.max(2, Math.floor(room / HISTORY));
+    const pen = canvas.getContext("2d");
     const most = Math.max(8, ...this.history.map(({ prefill, decode }) => prefill + decode));
+    const height = (tokens) => tokens && Math.max(2, (tokens * (tall - 2)) / most);
     sized(canvas, room, tall);
     this.history.forEach(({ prefill, decode }, n) => {
-      const heights = [decode, prefill].map((tokens) => (tokens && Math.max(2, (tokens * (tall - 2)) / most)));
-      box(pen, n * wide, tall - heights[0], wide - 1, heights[0], PARTS.answer);
-      box(pen, n * wide, tall - heights[0] - heights[1], wide - 1, heights[1], PARTS.computed);
+      const lower = height(decode);
+      const upper = height(prefill);
+      box(pen, n * wide, tall - lower, wide - 1, lower, PARTS.answer);
+      box(pen, n * wide, tall - lower - upper, wide - 1, upper, PARTS.computed);
     });
-    pen.fillStyle = colour("--rule"), pen.fillRect(0, tall - 1, room, 1);
-    pen.fillStyle = colour("--soft"), pen.font = LETTERS, pen.textAlign = "right", pen.textBaseline = "top";
+    pen.fillStyle = colour("--rule");
+    pen.fillRect(0, tall - 1, room, 1);
+    pen.fillStyle = colour("--soft");
+    pen.font = LETTERS;
+    pen.textAlign = "right";
+    pen.textBaseline = "top";
     pen.fillText(count(Math.round(most)), room - 2, 2);
   },
 
   stepTable() {
-    const rows = this.history.map(({ until, steps, prefill, decode }) => [`${count(until - steps + 1)} to ${count(until)}`, figures(prefill, 3), figures(decode, 3)]);
-    return { caption: "Tokens a step, mean over the steps between two snapshots", head: ["steps", "prefill", "decode"], rows };
+    const rows = this.history.map(({ until, steps, prefill, decode }) => [
+      `${count(until - steps + 1)} to ${count(until)}`,
+      figures(prefill, 3),
+      figures(decode, 3),
+    ]);
+    return {
+      caption: "Tokens per step, mean over the steps between two snapshots",
+      head: ["steps", "prefill", "decode"],
+      rows,
+    };
   },
 };

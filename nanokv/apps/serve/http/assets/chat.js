@@ -1,32 +1,48 @@
-// The left side: a conversation over POST /v1/chat/completions. Texts of the model become text nodes, never HTML.
+// The left side: a conversation over POST /v1/chat/completions.
+//
+// A model's text becomes text nodes, never HTML.
 
 const NAMES = { user: "You", assistant: "Answer" };
-const ENDS = { stopped: "stopped by you", failed: "not complete", cut: "cut off when the page was left" };
+const ENDS = {
+  stopped: "stopped by you",
+  failed: "not complete",
+  cut: "cut off when the page was left",
+};
 
 const chat = {
   turns: recall("turns", []), // {role, content, thoughts, state, facts, error}
-  shown: [], // of each turn the elements that change
-  asking: null, // an AbortController while an answer comes
+  shown: [], // per turn, the elements that change
+  asking: null, // an AbortController while an answer arrives
 
   build() {
-    for (const turn of this.turns) if (turn.state === "busy") turn.state = "cut";
+    for (const turn of this.turns) {
+      if (turn.state === "busy") turn.state = "cut";
+    }
     this.turns.forEach((turn) => this.add(turn));
     this.settle();
-    $("composer").addEventListener("submit", (event) => { event.preventDefault(); this.send(); });
+    $("composer").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.send();
+    });
     $("text").addEventListener("keydown", (event) => {
       if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
       event.preventDefault();
       this.send();
     });
-    document.addEventListener("keydown", (event) => { if (event.key === "Escape" && this.asking) this.stop(); });
+    document.addEventListener("keydown", (event) => {
+      if (event.key === "Escape" && this.asking) this.stop();
+    });
     $("stop").addEventListener("click", () => this.stop());
     $("retry").addEventListener("click", () => this.retry());
     $("new").addEventListener("click", () => this.clear());
-    addEventListener("pagehide", () => { this.left = true; remember("turns", this.turns); });
+    addEventListener("pagehide", () => {
+      this.left = true;
+      remember("turns", this.turns);
+    });
     addEventListener("pageshow", () => { this.left = false; });
   },
 
-  // --- what a person does -------------------------------------------------------------------------------------------
+  // --- the user's actions ------------------------------------------------------------------------
 
   send() {
     const text = $("text").value.trim();
@@ -43,7 +59,8 @@ const chat = {
     $("text").focus();
   },
 
-  retry() { // the newest answer once more
+  // Replace the newest answer by another one.
+  retry() {
     if (this.asking || this.turns.at(-1)?.role !== "assistant") return;
     this.turns.pop();
     this.shown.pop().item.remove();
@@ -53,21 +70,26 @@ const chat = {
 
   clear() {
     this.asking?.abort();
-    this.turns = [], this.shown = [];
+    this.turns = [];
+    this.shown = [];
     $("turns").replaceChildren();
     this.settle();
     say("New conversation.");
     $("text").focus();
   },
 
-  // --- an answer ----------------------------------------------------------------------------------------------------
+  // --- an answer ---------------------------------------------------------------------------------
 
-  messages() { // an answer without a word was none
-    return this.turns.filter(({ role, content }) => role === "user" || content).map(({ role, content }) => ({ role, content }));
+  // The messages of a request, without empty answers.
+  messages() {
+    return this.turns
+      .filter(({ role, content }) => role === "user" || content)
+      .map(({ role, content }) => ({ role, content }));
   },
 
   async answer() {
-    const messages = this.messages(), asking = new AbortController();
+    const messages = this.messages();
+    const asking = new AbortController();
     const turn = this.put({ role: "assistant", content: "", thoughts: "", state: "busy" });
     this.asking = asking;
     this.settle();
@@ -75,9 +97,9 @@ const chat = {
       await this.stream(turn, messages, asking.signal);
       turn.state = "done";
     } catch (error) {
-      if (this.left) return; // the browser has ended it, and what is kept says so
+      if (this.left) return; // the browser ended the request; the stored turn is still "busy"
       turn.state = asking.signal.aborted ? "stopped" : "failed";
-      if (turn.state === "failed") turn.error = error instanceof Refusal ? error.message : "The server cannot be reached, and the answer broke off.";
+      if (turn.state === "failed") turn.error = this.failure(error);
     }
     if (this.asking === asking) this.asking = null;
     this.paint(turn);
@@ -85,16 +107,26 @@ const chat = {
     if (this.turns.includes(turn)) say(this.ending(turn));
   },
 
+  failure(error) {
+    if (error instanceof Refusal) return error.message;
+    return "The server cannot be reached, and the answer broke off.";
+  },
+
   async stream(turn, messages, signal) {
-    const body = JSON.stringify({ messages, stream: true, stream_options: { include_usage: true } });
-    const response = await ask("/v1/chat/completions", { method: "POST", body, signal, headers: { "Content-Type": "application/json" } });
+    const response = await ask("/v1/chat/completions", {
+      method: "POST",
+      body: JSON.stringify({ messages, stream: true, stream_options: { include_usage: true } }),
+      signal,
+      headers: { "Content-Type": "application/json" },
+    });
     for await (const event of events(response)) {
       if (event === "[DONE]") return;
       const { error, choices: [choice] = [], usage } = JSON.parse(event);
       if (error) throw new Refusal(0, { error });
       if (usage) turn.usage = usage;
       if (choice?.finish_reason) turn.reason = choice.finish_reason;
-      turn.content += choice?.delta.content ?? "", turn.thoughts += choice?.delta.reasoning_content ?? "";
+      turn.content += choice?.delta.content ?? "";
+      turn.thoughts += choice?.delta.reasoning_content ?? "";
       this.later(turn);
     }
     throw new Error("the stream ended early");
@@ -102,10 +134,12 @@ const chat = {
 
   ending({ state, error, usage }) {
     if (state === "failed") return `Error: ${error}`;
-    return state === "stopped" ? "Stopped. What was answered stays." : `Answer complete${usage ? `, ${plural(usage.completion_tokens, "token")}` : ""}.`;
+    if (state === "stopped") return "Stopped. The text so far stays.";
+    if (!usage) return "Answer complete.";
+    return `Answer complete, ${plural(usage.completion_tokens, "token")}.`;
   },
 
-  // --- on the page --------------------------------------------------------------------------------------------------
+  // --- on the page -------------------------------------------------------------------------------
 
   put(turn) {
     this.turns.push(turn);
@@ -114,9 +148,12 @@ const chat = {
   },
 
   add(turn) {
-    const words = make("p", { className: "words" }), end = make("p", { className: "end" }), thoughts = make("p", { className: "words" });
-    const summary = make("summary"), fold = make("details", { hidden: true }, summary, thoughts);
     const who = make("p", { className: "who", textContent: NAMES[turn.role] });
+    const summary = make("summary");
+    const thoughts = make("p", { className: "words" });
+    const fold = make("details", { hidden: true }, summary, thoughts);
+    const words = make("p", { className: "words" });
+    const end = make("p", { className: "end" });
     const item = make("li", { className: `turn ${turn.role}` }, who, fold, words, end);
     this.shown.push({ turn, item, words, end, fold, summary, thoughts });
     $("turns").append(item);
@@ -124,36 +161,54 @@ const chat = {
     $("turns").scrollTop = $("turns").scrollHeight;
   },
 
-  later(turn) { // once per frame, however many tokens come
+  // Paint at most once per frame, however many tokens arrive.
+  later(turn) {
     if (this.painting) return;
-    this.painting = requestAnimationFrame(() => { this.painting = null; this.paint(turn); });
+    this.painting = requestAnimationFrame(() => {
+      this.painting = null;
+      this.paint(turn);
+    });
   },
 
   paint(turn) {
     const found = this.shown.find((one) => one.turn === turn);
-    if (!found) return; // of a conversation that was left
-    const list = $("turns"), follow = list.scrollHeight - list.scrollTop - list.clientHeight < 40;
-    found.item.classList.toggle("busy", turn.state === "busy");
-    found.item.setAttribute("aria-busy", String(turn.state === "busy"));
+    if (!found) return; // its conversation was cleared
+    const list = $("turns");
+    const atEnd = list.scrollHeight - list.scrollTop - list.clientHeight < 40;
+    const busy = turn.state === "busy";
+    found.item.classList.toggle("busy", busy);
+    found.item.setAttribute("aria-busy", String(busy));
     found.words.textContent = turn.content;
     found.fold.hidden = !turn.thoughts;
     found.thoughts.textContent = turn.thoughts ?? "";
-    found.summary.textContent = turn.state === "busy" && !turn.content ? "Thinking …" : "Thoughts";
+    found.summary.textContent = busy && !turn.content ? "Thinking …" : "Thoughts";
     found.end.replaceChildren(...this.endText(turn));
-    if (follow) list.scrollTop = list.scrollHeight;
+    if (atEnd) list.scrollTop = list.scrollHeight;
   },
 
   endText({ state, error, usage, reason }) {
-    const parts = [ENDS[state], reason === "length" && "ended where no token was left", usage &&
-      `${count(usage.prompt_tokens_details.cached_tokens)} of ${plural(usage.prompt_tokens, "prompt token")} reused, ${plural(usage.completion_tokens, "token")} answered`];
-    const said = parts.filter(Boolean).join(" · ");
-    return error ? [make("span", { className: "wrong", textContent: `Error: ${error}` }), said && ` · ${said}`].filter(Boolean) : [said];
+    const parts = [];
+    if (ENDS[state]) parts.push(ENDS[state]);
+    if (reason === "length") parts.push("ended at the limit of tokens");
+    if (usage) {
+      const reused = count(usage.prompt_tokens_details.cached_tokens);
+      parts.push(
+        `${reused} of ${plural(usage.prompt_tokens, "prompt token")} reused, ` +
+        `${plural(usage.completion_tokens, "token")} answered`,
+      );
+    }
+    const said = parts.join(" · ");
+    if (!error) return [said];
+    const wrong = make("span", { className: "wrong", textContent: `Error: ${error}` });
+    return said ? [wrong, ` · ${said}`] : [wrong];
   },
 
-  settle() { // after a change of what can be done
-    $("stop").hidden = !this.asking;
-    $("retry").hidden = Boolean(this.asking) || this.turns.at(-1)?.role !== "assistant";
-    $("send").setAttribute("aria-disabled", String(Boolean(this.asking)));
+  // Show the actions that are possible now, and store the conversation.
+  settle() {
+    const asking = Boolean(this.asking);
+    $("stop").hidden = !asking;
+    $("retry").hidden = asking || this.turns.at(-1)?.role !== "assistant";
+    $("send").setAttribute("aria-disabled", String(asking));
     $("empty").hidden = this.turns.length > 0;
     remember("turns", this.turns);
   },

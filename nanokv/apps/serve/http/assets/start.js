@@ -1,4 +1,4 @@
-// Everything begins here.
+// The entry point of the page.
 
 function dress(theme) {
   wear(theme);
@@ -13,8 +13,11 @@ function start() {
   $("theme").value = recall("theme", "system");
   $("theme").addEventListener("change", () => dress($("theme").value));
   dress($("theme").value);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => cache.redraw());
-  document.addEventListener("visibilitychange", () => { if (document.hidden) live.stream?.abort(); });
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  dark.addEventListener("change", () => cache.redraw());
+  document.addEventListener("visibilitychange", () => {
+    if (document.hidden) live.stream?.abort();
+  });
   $("text").focus();
   live.run();
 }

@@ -1,17 +1,27 @@
-// Talking to the server: the key, events out of a response, and the stream of snapshots with its reconnection.
+// The connection to the server: the API key, events of a response, and the stream of snapshots.
 
 const $ = (id) => document.getElementById(id);
-const TAB = [...crypto.getRandomValues(new Uint8Array(12))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
-const KEPT = "nanokv-serve"; // of this tab alone, and gone with it
-const SILENT_MS = 15000; // the server says something every 5 s, if only a comment
-const BACK_OFF = [500, 1000, 2000, 4000, 8000];
+const KEPT = "nanokv-serve"; // prefix in sessionStorage, which belongs to this tab and ends with it
+const SILENT_MS = 15000; // the server sends something every 5 s, if only a comment
+const BACK_OFF = [500, 1000, 2000, 4000, 8000]; // milliseconds before each attempt to reconnect
 
-function recall(name, otherwise) { // a browser that keeps nothing starts afresh
-  try { return JSON.parse(sessionStorage.getItem(`${KEPT}-${name}`)) ?? otherwise; } catch { return otherwise; }
+const TAB = [...crypto.getRandomValues(new Uint8Array(12))]
+  .map((byte) => byte.toString(16).padStart(2, "0"))
+  .join("");
+
+// A browser may refuse storage: then every page starts with the default.
+function recall(name, otherwise) {
+  try {
+    return JSON.parse(sessionStorage.getItem(`${KEPT}-${name}`)) ?? otherwise;
+  } catch {
+    return otherwise;
+  }
 }
 
 function remember(name, value) {
-  try { sessionStorage.setItem(`${KEPT}-${name}`, JSON.stringify(value)); } catch { /* nothing is kept */ }
+  try {
+    sessionStorage.setItem(`${KEPT}-${name}`, JSON.stringify(value));
+  } catch { /* without storage nothing is kept */ }
 }
 
 let key = recall("key", "");
@@ -22,38 +32,47 @@ function headers() {
   return found;
 }
 
-class Refusal extends Error { // what the server says in OpenAI's words
+// An error that the server reports in OpenAI's format.
+class Refusal extends Error {
   constructor(status, body) {
     const error = body?.error ?? {};
     super([error.message ?? `status ${status}`, body?.hint].filter(Boolean).join(" · "));
-    this.status = status, this.code = error.code;
+    this.status = status;
+    this.code = error.code;
   }
 }
 
-async function ask(path, options = {}) { // a response that is none of the refusals
-  const response = await fetch(path, { ...options, headers: { ...headers(), ...options.headers }, cache: "no-store" });
+// A successful response, or a Refusal.
+async function ask(path, options = {}) {
+  const all = { ...headers(), ...options.headers };
+  const response = await fetch(path, { ...options, headers: all, cache: "no-store" });
   if (response.ok) return response;
   const refusal = new Refusal(response.status, await response.json().catch(() => null));
   if (refusal.code === "invalid_api_key") askKey();
   throw refusal;
 }
 
-async function* events(response, heard = () => {}) { // the text after each "data: "
+// The data of each server-sent event. `received` is called for every chunk of bytes.
+async function* events(response, received = () => {}) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   try {
     for (;;) {
       const { done, value } = await reader.read();
-      heard();
+      received();
       if (done) return;
       const parts = (rest + value).split("\n\n");
       rest = parts.pop();
-      for (const part of parts) if (part.startsWith("data: ")) yield part.slice(6);
+      for (const part of parts) {
+        if (part.startsWith("data: ")) yield part.slice(6);
+      }
     }
-  } finally { reader.cancel().catch(() => {}); }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
 }
 
-// --- the key --------------------------------------------------------------------------------------------------------
+// --- the API key ---------------------------------------------------------------------------------
 
 let keyGiven = () => {};
 
@@ -61,24 +80,30 @@ function askKey() {
   if (!$("key-form").hidden) return;
   $("key-form").hidden = false;
   $("key").focus();
-  if (key) say("The server does not know this API key.");
+  if (key) say("The server does not accept this API key.");
 }
 
 function useKey(event) {
   event.preventDefault();
   const given = $("key").value.trim();
-  if (!/^[\x21-\x7e]+$/.test(given)) return say("A key is made of visible ASCII characters without blanks.");
+  if (!/^[\x21-\x7e]+$/.test(given)) {
+    say("A key is made of visible ASCII characters without blanks.");
+    return;
+  }
   key = given;
   remember("key", key);
-  $("key").value = "", $("key-form").hidden = true;
+  $("key").value = "";
+  $("key-form").hidden = true;
   $("text").focus();
   keyGiven();
 }
 
-// --- what is announced ----------------------------------------------------------------------------------------------
+// --- announcements -------------------------------------------------------------------------------
 
-function say(text) { // to screen readers; the same words twice are two messages
-  $("said").textContent = $("said").textContent === text ? `${text}\u00a0` : text;
+// For screen readers. A repeated text must differ, or it would not be announced again.
+function say(text) {
+  const said = $("said");
+  said.textContent = said.textContent === text ? `${text}\u00a0` : text;
 }
 
 function connection(kind, text) {
@@ -86,14 +111,18 @@ function connection(kind, text) {
   $("connection").textContent = text;
 }
 
-// --- snapshots ------------------------------------------------------------------------------------------------------
+// --- snapshots -----------------------------------------------------------------------------------
 
 const live = {
-  failures: 0, stream: null, lost: false,
+  failures: 0,
+  stream: null,
+  lost: false,
 
-  async run() { // for as long as the page is there
+  // Runs as long as the page exists.
+  async run() {
     for (;;) {
-      if (document.hidden) await this.shown(); // a hidden page holds none of the browser's six connections
+      // A hidden page gives its connection back: a browser has only six per server.
+      if (document.hidden) await this.shown();
       const before = key;
       const trouble = await this.watch().catch((error) => error);
       if (document.hidden) continue;
@@ -102,26 +131,33 @@ const live = {
     }
   },
 
-  async watch() { // until the stream ends; returns why, where the server has said it
+  // Shows snapshots until the stream ends; returns the server's reason if it gave one.
+  async watch() {
     this.stream = new AbortController();
-    let timer = null, silent = false;
-    const heard = () => {
+    let timer = null;
+    let silent = false;
+    const received = () => {
       clearTimeout(timer);
-      timer = setTimeout(() => { silent = true; this.stream.abort(); }, SILENT_MS);
+      timer = setTimeout(() => {
+        silent = true;
+        this.stream.abort();
+      }, SILENT_MS);
     };
     try {
-      heard();
+      received();
       const response = await ask("/live", { signal: this.stream.signal });
-      for await (const event of events(response, heard)) {
+      for await (const event of events(response, received)) {
         const found = JSON.parse(event);
         if (found.error) return new Refusal(0, found);
         this.opened();
         cache.show(found);
       }
     } catch (error) {
-      if (silent) return new Error("the server says nothing");
+      if (silent) return new Error("the server sends nothing");
       throw error;
-    } finally { clearTimeout(timer); }
+    } finally {
+      clearTimeout(timer);
+    }
   },
 
   opened() {
@@ -133,21 +169,26 @@ const live = {
   },
 
   async wait(trouble) {
-    const ms = BACK_OFF[Math.min(this.failures++, BACK_OFF.length - 1)] * (0.8 + 0.4 * Math.random());
-    const reason = trouble instanceof Refusal ? trouble.message : "The server cannot be reached";
+    const pause = BACK_OFF[Math.min(this.failures, BACK_OFF.length - 1)];
+    this.failures += 1;
+    let reason = "The server cannot be reached";
+    if (trouble instanceof Refusal) reason = trouble.message;
     connection("lost", "not connected");
-    $("stale").textContent = `${reason}. Trying again. What is drawn here is the last that was seen.`;
+    $("stale").textContent = `${reason}. Trying again. The figures show the last known state.`;
     $("stale").hidden = false;
     if (!this.lost) say(`${reason}. Trying again.`);
     this.lost = true;
-    await new Promise((done) => setTimeout(done, ms));
+    const jittered = pause * (0.8 + 0.4 * Math.random());
+    await new Promise((done) => setTimeout(done, jittered));
   },
 
   waitForKey(before) {
     connection("lost", "needs a key");
-    return key !== before ? null : new Promise((done) => { keyGiven = done; });
+    if (key !== before) return null;
+    return new Promise((done) => { keyGiven = done; });
   },
 
+  // Resolves when the page is visible.
   shown() {
     connection("paused", "paused while hidden");
     return new Promise((done) => {
