@@ -1,4 +1,5 @@
-"""The bundled model in the reader's browser: one HTML file that answers, and shows what its KV cache does.
+"""The bundled model in the browser: one HTML file that runs the model and shows its KV cache at
+work.
 
 page = build()      the text of the page; `nanokv live` writes it
 """

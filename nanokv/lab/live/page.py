@@ -1,8 +1,10 @@
-"""The bundled model, its tokenizer and the scripts that run it → one HTML file: no server, no network, no library.
+"""Build one HTML file with the bundled model, its tokenizer and the scripts that run it. The file
+needs no server, no network and no library.
 
-The weights are the file model.safetensors, byte for byte, in base64: bf16, which the page widens to float32 and so
-rounds nowhere. The tokenizer is tokenizer.json without what byte-level BPE does not need. A content security policy
-with the hashes of the page's own scripts and style forbids everything else to run and every request.
+The weights are the bytes of model.safetensors in base64. They are bf16, and the page widens them
+to float32, which loses nothing. The tokenizer is the part of tokenizer.json that byte-level BPE
+needs. The page's content security policy has the hashes of its scripts and styles; it forbids all
+other code and every request.
 """
 
 import base64
@@ -20,7 +22,7 @@ from nanokv.lab.trace.page import digest, joined, json_block, put_into
 from nanokv.lab.trace.recorder import record
 from nanokv.loading import load
 
-ENGINE = (  # in this order; node runs them as they are
+ENGINE = (  # in this order; tests run the same files in Node
     "tokenizer.js",
     "weights.js",
     "arithmetic.js",
@@ -31,11 +33,11 @@ ENGINE = (  # in this order; node runs them as they are
     "experiments.js",
 )
 SHOWN = ("looks.js", "stage.js", "triangles.js", "page.js", "predict.js")
-BORROWED = ("text.js", "figure.js")  # of the page of `nanokv trace`
+BORROWED = ("text.js", "figure.js")  # from the page of `nanokv trace`
 ASSETS = files("nanokv.lab.live") / "assets"
-SENTENCE = "My name is Zorbla. What is my name?"  # stands in the page already
-WORD = re.compile(r" \w")  # a token that begins one
-LARGEST = 10_000_000  # bytes of a page that people wait for and send on
+SENTENCE = "My name is Zorbla. What is my name?"  # the text in the input field at the start
+WORD = re.compile(r" \w")  # matches a token that begins a word
+LARGEST = 10_000_000  # bytes: a larger page loads slowly and is hard to share
 
 
 def build() -> str:
@@ -59,14 +61,14 @@ def build() -> str:
     )
     if len(page) > LARGEST:
         raise NanoKVError(
-            f"the page would have {len(page):,} bytes, at most {LARGEST:,} are sent on gladly",
+            f"the page would have {len(page):,} bytes, and the limit is {LARGEST:,}",
             "a smaller bundled model, or weights in fewer bits",
         )
     return page
 
 
 def policy(styles: list[str], scripts: list[str]) -> str:
-    """What the page may do: run these scripts, wear these styles, and ask nobody for anything."""
+    """The content security policy: only these scripts and styles, and no requests."""
     style = " ".join(f"'sha256-{digest(text)}'" for text in styles)
     script = " ".join(f"'sha256-{digest(text)}'" for text in scripts)
     return (
@@ -76,7 +78,7 @@ def policy(styles: list[str], scripts: list[str]) -> str:
 
 
 def data_of(folder: Path) -> dict:
-    """What the scripts read beside the weights."""
+    """All data that the scripts need, except the weights."""
     config = json.loads((folder / "config.json").read_text("utf-8"))
     generation = json.loads((folder / "generation_config.json").read_text("utf-8"))
     tokenizer = json.loads((folder / "tokenizer.json").read_text("utf-8"))
@@ -93,7 +95,8 @@ def data_of(folder: Path) -> dict:
 
 
 def clearest_look(model, tokenizer) -> tuple[int, int]:
-    """(layer, head) of the query that takes the largest share from one word of SENTENCE while it is answered."""
+    """(layer, head) with the largest attention weight on one word of SENTENCE while the model
+    answers it."""
     ids = tokenizer.encode(tokenizer.render([{"role": "user", "content": SENTENCE}]))
     words = [bool(WORD.match(piece)) for piece in tokenizer.pieces(ids)]
     looks = [

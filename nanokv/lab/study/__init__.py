@@ -1,1 +1,2 @@
-"""Instruments: where two models differ, whether a cache is right, what rounding costs, and latent attention (MLA)."""
+"""Instruments: find where two models differ, check a cache, measure what rounding costs; and latent
+attention (MLA)."""

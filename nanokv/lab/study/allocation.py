@@ -1,4 +1,5 @@
-"""The formulas of costs, checked against memory that is really taken: `nanokv memory --check`."""
+"""Check the formulas of nanokv.costs against caches that are really allocated: `nanokv memory
+--check`."""
 
 import torch
 
@@ -9,13 +10,15 @@ from nanokv.costs.free_memory import available_memory
 from nanokv.costs.memory import Estimate
 from nanokv.loading import skeleton
 
-CHECK_BYTES = 256 << 20  # allocated at most, about, at a time
+CHECK_BYTES = 256 << 20  # about the most that is allocated at a time
 
 
 def check(estimate: Estimate) -> dict:
-    """Fill every kind of cache with as many tokens as CHECK_BYTES allow, and count the model's parameters.
+    """Fill every kind of cache with as many tokens as fit in CHECK_BYTES, and count the model's
+    parameters.
 
-    Any difference raises RuntimeError, which is no user's fault: exit 1.
+    Raises RuntimeError on any difference: a bug in nanokv and not a mistake of the user (exit
+    code 1).
     """
     counted = sum(p.numel() * estimate.itemsize for p in skeleton(estimate.config).parameters())
     expect("weights", counted, estimate.weights)
@@ -34,7 +37,7 @@ def check(estimate: Estimate) -> dict:
 def compare(
     estimate: Estimate, name: str, options: dict, tokens: int, batch: int
 ) -> tuple[int, int]:
-    """(nbytes of a filled cache, the formula)."""
+    """(nbytes of a filled cache, bytes by the formula)."""
     c = estimate.config
     dtype = getattr(torch, estimate.dtype)
     cache = make_cache(name, c, batch_size=batch, capacity=tokens, **options)
@@ -48,6 +51,6 @@ def compare(
 
 
 def expect(what: str, measured: int, formula: int):
-    """Equal, to the byte."""
+    """RuntimeError unless the two are equal to the byte."""
     if measured != formula:
         raise RuntimeError(f"{what}: {measured:,} bytes allocated, the formula says {formula:,}")

@@ -1,12 +1,14 @@
-"""Where do two models part? The first layer, the first operation and the first position that differ.
+"""Find where two models diverge: the first layer, operation and position that differ.
 
-    print(nanokv.debug.first_divergence(a, b, ids))    # None, or: layer 0, rope_k: max |Δ| 1.3 at position 5 (…)
+    print(nanokv.debug.first_divergence(a, b, ids))
+    # None, or: layer 0, rope_k: max |Δ| 1.3 at position 5 (…)
 
-`a` and `b` are nanokv or transformers models, in any mix. Both run once from an empty cache while forward hooks record
-what every operation gives; nothing in the model knows of it. `record` and `compare` are the two halves, for use when
-only one model fits into memory. `watch` records every forward pass of a block, cached ones too, so that a run with a
-cache can be compared layer by layer and token by token with one without. Not a profiler: recording keeps every
-activation, about T·L·(9·C + 6·H·D) values.
+`a` and `b` are nanokv or transformers models, in any combination. Both run once from an empty cache
+while forward hooks record the result of every operation; the models are not changed. `record` and
+`compare` are the two halves, for use when only one model fits into memory. `watch` records every
+forward pass inside a `with` block, with or without a cache, so that a cached run can be compared
+with an uncached one layer by layer and token by token. Recording keeps every activation, about
+T·L·(9·C + 6·H·D) values, so it is unsuitable for profiling.
 """
 
 from contextlib import contextmanager
@@ -18,8 +20,9 @@ from torch.overrides import TorchFunctionMode
 from nanokv.attention import Causal
 from nanokv.cache import make_cache
 
-# Operations of a layer in the order of the forward pass → (module, whether its input or its output is that value).
-# rope_q is what attention is called with; rope_k and cached_v are read from the cache after the pass.
+# Operations of a layer in the order of the forward pass → (module, which side of it has the value).
+# No module computes the three values that are None: rope_q is the argument of attention, rope_k and
+# cached_v are read from the cache after the pass.
 OPERATIONS = {
     "input_layernorm": ("input_layernorm", "output"),
     "q_proj": ("self_attn.q_proj", "output"),
@@ -40,24 +43,26 @@ OPERATIONS = {
     "down_proj": ("mlp.down_proj", "output"),
     "mlp_residual": ("", "output"),  # the layer's output
 }
-# Of a layer that has a router, in the place of gate_proj … down_proj.
+# In a layer with a router, instead of gate_proj … down_proj.
 EXPERTS = {"experts": ("mlp", "output")}
 ENDS = {"embed_tokens": -1, "norm": 1, "lm_head": 2}  # before and after all layers
-# × scale, see Step.
+# Multiplied by Step.scale.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float64: 1e-9}
 
 
 @dataclass(frozen=True)
 class Step:
-    """One operation of two models, at the position where they differ most in relation to the tolerance.
+    """One operation of two models, at the position whose difference is largest relative to its
+    scale.
 
-    `scale` is the largest |b| of that position, at least 1; `tolerance` is absolute: the dtype's figure × scale.
-    (Per position, because a trained model's first token can be a thousand times larger than the others.)
+    `scale` is the largest |b| at that position, at least 1. `tolerance` is absolute: the dtype's
+    TOLERANCE × scale. The scale is per position, because the values of a trained model's first
+    token can be a thousand times larger than the others.
     """
 
     layer: int | None  # None: embed_tokens, norm and lm_head belong to no layer
     operation: str
-    difference: float  # max |a − b| there; nan or inf if a value or a whole layer is missing
+    difference: float  # max |a − b| at the position; nan or inf if a value or a layer is missing
     tolerance: float
     scale: float
     position: int | None
@@ -65,7 +70,7 @@ class Step:
 
     @property
     def ok(self) -> bool:
-        """Within tolerance; nan never is."""
+        """True if the difference is within tolerance; False for nan."""
         return self.difference <= self.tolerance
 
     @property
@@ -82,10 +87,11 @@ class Step:
 
 
 def first_divergence(a, b, ids, tolerance: float | None = None) -> Step | None:
-    """The first operation, in the order of the forward pass, at which `a` and `b` differ; None if there is none.
+    """The first operation, in the order of the forward pass, at which `a` and `b` differ, or None.
 
-    ids (B,T) int64, T ≥ 2. `tolerance` is relative to each position's largest value; None takes TOLERANCE of the
-    wider rounding of the two dtypes; 0 finds the first operation that is not bit-equal.
+    ids (B,T) int64, T ≥ 2. `tolerance` is relative to each position's largest value; by default
+    it is the larger TOLERANCE of the two dtypes. 0 finds the first operation that is not
+    bit-equal.
     """
     steps = compare(record(a, ids), record(b, ids), tolerance)
     return next((step for step in steps if not step.ok), None)
@@ -93,9 +99,10 @@ def first_divergence(a, b, ids, tolerance: float | None = None) -> Step | None:
 
 @torch.inference_mode()
 def record(model, ids) -> dict:
-    """{(layer or None, operation): (B,T,…) tensor on the CPU} of one pass over ids (B,T) from an empty cache.
+    """One pass over ids (B,T) from an empty cache → {(layer or None, operation): (B,T,…) on the
+    CPU}.
 
-    Logits of all T positions are among it: T·V values. The model's state and modules are left as they were.
+    This includes the logits of all T positions, T·V values per row. The model is left unchanged.
     """
     body = _body(model)
     ids = torch.as_tensor(ids, device=body.embed_tokens.weight.device).long()
@@ -106,7 +113,7 @@ def record(model, ids) -> dict:
     for i, (key, value) in enumerate(cached):
         found[i, "rope_k"] = _token_major(key)
         found[i, "cached_v"] = _token_major(value)
-        # An attention that calls another kernel is compared by its output only.
+        # Attention that does not call scaled_dot_product_attention is compared by its output only.
         if len(spy.queries) == len(cached):
             found[i, "rope_q"] = _token_major(spy.queries[i])
     return found
@@ -114,23 +121,25 @@ def record(model, ids) -> dict:
 
 @dataclass
 class Pass:
-    """One forward pass: `values` as `record` gives them, of the T tokens (B,T) that were fed from `start` on.
+    """One forward pass: `values` as `record` returns them, for the T tokens (B,T) fed from
+    `start` on.
 
-    rope_k and cached_v are the last T keys and values that attention was called with, rope_q its queries. Logits are
-    there for as many of the last positions as lm_head was asked for.
+    rope_k and cached_v are the last T keys and values that attention was called with, and rope_q
+    are its queries. Logits cover only the last positions, those for which the caller applied
+    lm_head.
     """
 
-    start: int | torch.Tensor  # start_pos as the model was told: (B,) where rows differ
+    start: int | torch.Tensor  # the model's argument start_pos: (B,) if rows differ
     tokens: torch.Tensor  # (B,T)
     values: dict = field(default_factory=dict)
-    calls: int = 0  # of attention so far
+    calls: int = 0  # calls of attention so far
 
 
 @contextmanager
 def watch(model):
-    """A list that gets a Pass for every forward pass of a nanokv model inside the block, cached or not.
+    """Yields a list to which every forward pass of a nanokv model inside the block appends a Pass.
 
-    What was computed before an exception is there too. The model's modules are left as they were.
+    A pass that raises is kept with the values computed before. The model is left unchanged.
     """
     passes = []
 
@@ -163,7 +172,8 @@ def watch(model):
 
 
 def compare(a: dict, b: dict, tolerance: float | None = None) -> list[Step]:
-    """Two records → one Step an operation, in the order of the forward pass; a layer that one side lacks counts inf."""
+    """Two records → one Step per operation, in the order of the forward pass. A layer that only one
+    side has gets difference inf."""
     if tolerance is None:
         tolerance = max(TOLERANCE[side[None, "embed_tokens"].dtype] for side in (a, b))
     layers_a = {layer for layer, _ in a}
@@ -192,9 +202,10 @@ def compare(a: dict, b: dict, tolerance: float | None = None) -> list[Step]:
 
 
 def earliest(a: dict, b: dict, step: Step) -> tuple[int, int] | None:
-    """(position, row) at which two records first differ in this step's operation; step.position is the worst one.
+    """(position, row) at which two records first differ in this step's operation. (step.position is
+    where they differ most.)
 
-    None where there is nothing to compare: other shapes, or a layer that one side lacks.
+    None if there is nothing to compare: the shapes differ, or one side lacks the layer.
     """
     key = step.layer, step.operation
     if key not in a or key not in b or a[key].shape != b[key].shape:
@@ -219,7 +230,7 @@ def _step(layer, operation, a, b, tolerance: float) -> Step:
 
 
 def _ratio(a, b):
-    """|a − b| and the scale of b, each (B,T), and the one divided by the other; what is no number is infinitely off."""
+    """(|a − b|, scale of b, their ratio), each (B,T). nan becomes a ratio of inf."""
     a = a.double().flatten(2)  # (B,T,…) → (B,T,N)
     b = b.double().flatten(2)
     difference = (a - b).abs().amax(-1)  # (B,T)
@@ -228,13 +239,14 @@ def _ratio(a, b):
 
 
 def _body(model):
-    """The module that has the layers: transformers keeps it one level down."""
+    """The module with the layers: in transformers it is `model.model`."""
     return getattr(model, "model", model)
 
 
 @contextmanager
 def _hooks(model, keep):
-    """While inside, keep((layer or None, operation), value) is called for all that has a module; then all hooks go."""
+    """Inside the block, call keep((layer or None, operation), value) for every operation that has a
+    module. The hooks are removed at its end."""
     body = _body(model)
     ends = {"embed_tokens": body.embed_tokens, "norm": body.norm, "lm_head": model.lm_head}
     handles = []
@@ -259,7 +271,7 @@ def _hooks(model, keep):
 
 
 def _hook(module, side: str, keep, key):
-    """Keep a module's first input or its output; returns the handle that removes the hook."""
+    """Hook a module's first input or its output; returns the handle that removes the hook."""
 
     def before(module, args):
         keep(key, args[0].detach().cpu())
@@ -275,7 +287,8 @@ def _hook(module, side: str, keep, key):
 
 
 class _AttentionSpy(TorchFunctionMode):
-    """Calls see(q, k, v) for every attention call: between RoPE and the kernel there is no module to hook."""
+    """Calls see(q, k, v) for every attention call, because there is no module to hook between RoPE
+    and the kernel."""
 
     def __init__(self, see):
         super().__init__()
@@ -288,7 +301,7 @@ class _AttentionSpy(TorchFunctionMode):
 
 
 class _QuerySpy(_AttentionSpy):
-    """Keeps the queries of every attention call."""
+    """Collects the queries of every attention call."""
 
     def __init__(self):
         self.queries = []

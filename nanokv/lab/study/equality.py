@@ -1,12 +1,13 @@
-"""Is a cache right? One suite of public checks for any cache, with a report that says where it first goes wrong.
+"""Check any cache against the model without a cache, and report where it first differs.
 
-    print(nanokv.equality.check(MyLayerCache))           # a LayerCache class: append, and whatever else it can do
+    print(nanokv.equality.check(MyLayerCache))           # a LayerCache class with at least append
     print(nanokv.equality.check("paged"))                # one of nanokv.CACHES
     print(nanokv.equality.check(lambda config, batch_size, capacity: MyCache(...)))
 
-The truth is the model without a cache. Every case feeds tokens through a fresh cache and compares the logits of every
-position with it; a case that differs is followed down to the first layer and token. What a cache refuses with
-UnsupportedError is not offered, and no fault. For caches that keep exact values: one that rounds or forgets differs.
+Every case feeds tokens through a new cache and compares the logits of every position with those of
+the model without a cache. For a case that differs, the report names the first layer and token. An
+operation that raises UnsupportedError counts as not offered and not as a failure. The suite is for
+caches that keep exact values: a cache that rounds or drops tokens fails.
 """
 
 import tempfile
@@ -26,17 +27,18 @@ from nanokv.inference import decode, prefill, score, verify_draft
 from nanokv.lab.study.debug import compare, earliest, watch
 from nanokv.model import Transformer
 
-TOLERANCE = 1e-4  # on logits of size 10 in fp32; equal code on another path differs by 1e-5 at most
-CAPACITY = 64  # tokens per row that a case asks room for, unless it says otherwise
+TOLERANCE = 1e-4  # on fp32 logits of size 10; correct code on another path differs by 1e-5 at most
+CAPACITY = 64  # tokens per row for which a case makes its cache, by default
 LONG = 130  # tokens of the long text
 LONGEST = 250  # tokens of the long text where no capacity was set
 
 
 @dataclass(frozen=True)
 class Case:
-    """One check: `status` is passed, failed or not offered; layer, token and delta say where and how much it differs.
+    """One check. status: passed, failed or not offered. layer, token, delta: where and how much the
+    cache differs.
 
-    layer None: no layer differs, only the logits, or there was an error instead of a value.
+    layer is None if only the logits differ, or if there was an error.
     """
 
     name: str
@@ -45,7 +47,7 @@ class Case:
     layer: int | None = None
     token: int | None = None
     delta: float = 0.0
-    # By the learner's code.
+    # the exception, if the cache raised one
     raised: BaseException | None = field(default=None, repr=False, compare=False)
 
     def __str__(self):
@@ -54,19 +56,19 @@ class Case:
 
 @dataclass(frozen=True)
 class Report:
-    """All cases in order. `passed`: none failed, and something was compared at all."""
+    """All cases, in order."""
 
     cases: tuple[Case, ...]
 
     @property
     def passed(self) -> bool:
-        """A cache that offers nothing has not passed."""
+        """No case failed and at least one passed: a cache that offers nothing does not pass."""
         states = [case.status for case in self.cases]
         return "failed" not in states and "passed" in states
 
     @property
     def first_failure(self) -> Case | None:
-        """The case to mend first: later ones are harder."""
+        """The case to fix first: later cases are harder."""
         return next((case for case in self.cases if case.status == "failed"), None)
 
     def __str__(self):
@@ -84,11 +86,16 @@ class Different(Exception):
 
 
 def check(make, model=None, tolerance: float = TOLERANCE, stop: bool = False) -> Report:
-    """Run every case. make: a name in nanokv.CACHES, a class for one layer, or make(config, batch_size, capacity).
+    """Run every case.
 
-    model: None takes a small random one (about a second); any other must have room for 250 positions and be in fp32
-    or fp64, because half precision moves logits further than many a bug does. stop: end at the first failure, which is
-    enough to know that something is wrong. NanoKVError: such a model, or a tolerance that is no number ≥ 0.
+    make: a name in nanokv.CACHES, a class for one layer, or make(config, batch_size, capacity).
+    model: by default a small random one (about a second). Another model must have room for 250
+        positions and be in fp32 or fp64, because rounding to half precision changes logits more
+        than many bugs do.
+    tolerance: largest |Δ logits| that passes.
+    stop: stop at the first failure, if only `passed` matters.
+
+    NanoKVError: the model is unsuitable, or the tolerance is not a finite number ≥ 0.
     """
     if model is None:
         model = small_model()
@@ -105,14 +112,15 @@ def check(make, model=None, tolerance: float = TOLERANCE, stop: bool = False) ->
             cases.append(Case(name, "not offered", str(error)))
         except Different as error:
             cases.append(Case(name, "failed", **error.where))
-        except (Exception, SystemExit) as error:  # whatever a learner's class raises is its result
+        except (Exception, SystemExit) as error:  # raised by the cache: the case's result
             detail = f"{type(error).__name__}: {error}"
             cases.append(Case(name, "failed", detail, delta=float("inf"), raised=error))
     return Report(tuple(cases))
 
 
 def maker(make):
-    """make(config, batch_size, capacity) → KVCache, from a name, a class of layer caches or a function."""
+    """A function (config, batch_size, capacity) → KVCache, from a name, a class for one layer or
+    such a function."""
     if isinstance(make, str):
         if make not in CACHES:
             raise CacheError(f"no cache is called {make!r}: there are {', '.join(CACHES)}")
@@ -137,7 +145,8 @@ def maker(make):
 
 
 def small_model(seed: int = 0) -> Transformer:
-    """A random Qwen3 whose logits react to everything: H·D ≠ C, G = 2, random norms, weights far from zero."""
+    """A random Qwen3 whose logits depend on every part of it: H·D ≠ C, G = 2, random norms, weights
+    far from zero."""
     config = Config.from_dict(
         {
             "vocab_size": 61,
@@ -162,7 +171,7 @@ def small_model(seed: int = 0) -> Transformer:
 
 
 class Lab:
-    """What every case needs: a model, fresh caches, random ids, and a feed that compares."""
+    """A model, new caches, random ids and the comparison, for all cases."""
 
     def __init__(self, model, make, tolerance: float):
         dtype = model.embed_tokens.weight.dtype
@@ -183,7 +192,7 @@ class Lab:
         self.tolerance = tolerance
 
     def cache(self, batch_size: int = 1, capacity: int = CAPACITY):
-        """A new, empty one."""
+        """A new, empty cache."""
         return self.make(self.model.config, batch_size, capacity)
 
     def ids(self, seed: int, batch_size: int, tokens: int):
@@ -194,14 +203,16 @@ class Lab:
         )
 
     def feed(self, cache, ids, *parts, start: int = 0):
-        """ids (B,T) from position `start` on, in parts of so many tokens; every logit is compared with the truth."""
+        """Feed ids (B,T) from position `start` on, in parts of the given sizes, and compare every
+        logit."""
         for part in parts:
             path = decode if part == 1 else verify_draft
             self.step(path, cache, ids, start, start + part)
             start += part
 
     def step(self, path, cache, ids, start: int, end: int):
-        """One call of one path for ids[:, start:end]; Different if logits or the length are wrong."""
+        """Call path(model, ids[:, start:end], cache). Raises Different if the logits or the cache's
+        length are wrong."""
         with watch(self.model) as passes:
             logits = path(self.model, ids[:, start:end], cache, start_pos=start)
         if logits.dim() == 2:
@@ -216,7 +227,8 @@ class Lab:
             raise Different(f"length is {cache.length} after {end} tokens", token=end - 1)
 
     def difference(self, ids, one, start: int, token: int, delta: float) -> Different:
-        """Where a pass from `start` on parts from the truth: the first operation of the first layer that differs."""
+        """Find the first operation of the first layer at which a pass from `start` on differs
+        from an uncached pass."""
         with watch(self.model) as passes:
             score(self.model, ids)
         truth = {key: value[:, start:] for key, value in passes[0].values.items()}
@@ -259,7 +271,7 @@ def every_split(lab):
 
 
 def long_text(lab):
-    """130 tokens, and 250 where no capacity is set: nothing is forgotten on the way."""
+    """130 tokens, or 250 without a capacity: no token is dropped."""
     ids = lab.ids(4, 1, LONGEST)
     cache = lab.cache(capacity=LONG)
     lab.feed(cache, ids, 20, 8, *[1] * 20, LONG - 50, 1, 1)
@@ -273,17 +285,17 @@ def batch_rows(lab):
 
 
 def padded_rows(lab):
-    """Prompts of 9, 4 and 12 tokens in one rectangle answer as they do alone."""
+    """Prompts of 9, 4 and 12 tokens in one padded batch have the same answers as alone."""
     prompts = [lab.ids(seed, 1, tokens)[0].tolist() for seed, tokens in ((6, 9), (7, 4), (8, 12))]
     options = {"max_new_tokens": 12, "eos_token_ids": []}
     together = generate_padded(lab.model, prompts, lab.cache(3), **options)
     for b, (prompt, answer) in enumerate(zip(prompts, together, strict=True)):
         if answer != list(generate(lab.model, prompt, lab.cache(), **options)):
-            raise Different(f"row {b} of the batch answers otherwise than alone")
+            raise Different(f"row {b} of the batch has another answer than alone")
 
 
 def truncate_and_go_on(lab):
-    """Six tokens are taken back, and others follow."""
+    """Six tokens are truncated, and others follow."""
     ids = lab.ids(9, 1, 14)
     cache = lab.cache()
     lab.feed(cache, ids, 8)
@@ -294,13 +306,13 @@ def truncate_and_go_on(lab):
 
 
 def second_request(lab):
-    """A new cache knows nothing of the request before."""
+    """A new cache has nothing of the previous request."""
     lab.feed(lab.cache(), lab.ids(11, 1, 12), 12)
     lab.feed(lab.cache(), lab.ids(12, 1, 9), 6, 1, 1, 1)
 
 
 def emptied(lab):
-    """After truncate(0) the same cache serves another request."""
+    """After truncate(0), the same cache serves another request."""
     cache = lab.cache()
     lab.feed(cache, lab.ids(13, 1, 12), 12)
     cache.truncate(0)
@@ -308,7 +320,7 @@ def emptied(lab):
 
 
 def two_at_once(lab):
-    """Two requests that are alive at the same time."""
+    """Two requests at the same time."""
     a = lab.ids(14, 1, 12)
     b = lab.ids(15, 1, 12)
     mine = lab.cache()
@@ -321,7 +333,7 @@ def two_at_once(lab):
 
 
 def fork(lab):
-    """A fork goes its own way, and the original stays."""
+    """A fork gets other tokens, and the original does not change."""
     ids = lab.ids(16, 1, 12)
     other = lab.ids(17, 1, 12)
     other[:, :6] = ids[:, :6]
@@ -334,7 +346,7 @@ def fork(lab):
 
 
 def fork_taken_back(lab):
-    """Tokens taken back in a fork stay in the original, and the other way round."""
+    """Tokens truncated in a fork stay in the original, and vice versa."""
     ids = lab.ids(24, 1, 12)
     other = lab.ids(25, 1, 12)
     other[:, :4] = ids[:, :4]
@@ -351,7 +363,7 @@ def fork_taken_back(lab):
 
 
 def fork_reordered(lab):
-    """Rows that change places in a fork stay where they are in the original."""
+    """Rows reordered in a fork keep their order in the original."""
     ids = lab.ids(26, 2, 10)
     cache = lab.cache(2)
     lab.feed(cache, ids, 6)
@@ -362,7 +374,7 @@ def fork_reordered(lab):
 
 
 def reorder(lab):
-    """Rows change places, as in beam search."""
+    """Rows are reordered, as in beam search."""
     ids = lab.ids(18, 3, 10)
     cache = lab.cache(3)
     lab.feed(cache, ids, 6)
@@ -385,7 +397,7 @@ def more_rows_and_fewer(lab):
 
 
 def save_and_load(lab):
-    """A file goes on where the cache was."""
+    """A cache loaded from a file continues where the saved one was."""
     ids = lab.ids(20, 1, 12)
     cache = lab.cache()
     if not is_registered(cache):
@@ -399,13 +411,13 @@ def save_and_load(lab):
 
 
 def is_registered(cache) -> bool:
-    """True for a cache of nanokv.CACHES, which KVCache.load can make by its name."""
+    """True if the cache is of a kind in nanokv.CACHES, which KVCache.load can make by name."""
     name = cache.made.name
     return name in CACHES and type(cache[0]) is type(make_cache(name, cache.config)[0])
 
 
 def more_than_fits(lab):
-    """Beyond its capacity a cache grows or refuses, and never drops a token."""
+    """Beyond its capacity, a cache grows or raises CapacityError, and never drops a token."""
     ids = lab.ids(21, 1, 12)
     cache = lab.cache(capacity=8)
     lab.feed(cache, ids, 8)
@@ -413,12 +425,12 @@ def more_than_fits(lab):
         lab.feed(cache, ids, 1, 1, 2, start=8)
     except CapacityError:
         if cache.length != 8:
-            detail = f"length is {cache.length} after a refusal at 8 tokens"
+            detail = f"length is {cache.length} after a CapacityError at 8 tokens"
             raise Different(detail, token=8) from None
 
 
 def bytes_held(lab):
-    """32 tokens take the bytes of their keys and values, no more and no less."""
+    """32 tokens take exactly the bytes of their keys and values."""
     config = lab.model.config
     cache = lab.cache(capacity=32)
     lab.feed(cache, lab.ids(22, 1, 32), 31, 1)

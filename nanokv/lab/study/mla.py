@@ -1,12 +1,16 @@
-"""Multi-head latent attention, as DeepSeek-V2 has it (arXiv 2405.04434); and other numbers of KV heads for Qwen3.
+"""Multi-head latent attention as in DeepSeek-V2 (arXiv 2405.04434), and Qwen3 with another number
+of KV heads.
 
-The cache keeps one latent of R numbers per token, from which all heads' keys and values are made, and one key of Dr
-numbers that carries the position, because RoPE between a weight and the latent would forbid what `absorbed` does.
+The cache keeps one latent of R numbers per token, from which the keys and values of all heads are
+computed, and one key of Dr numbers with the position. The rotated key is separate, because RoPE
+between a weight and the latent would make `absorbed` impossible.
 
-    naive      keys and values of all heads are rebuilt from the latents at every step: H·(Dn + Dv) numbers per token
-    absorbed   the rebuilding matrices move to the query and the output: attention over the R + Dr cached numbers
+    naive      rebuild keys and values of all heads at every step: H·(Dn + Dv) numbers per token
+    absorbed   multiply the rebuilding matrices into the query and the output instead, and attend
+               over the R + Dr cached numbers
 
-Both are the same product, bracketed differently. A module to read and measure; no checkpoint is loaded into it.
+Both compute the same product, bracketed differently. This module is for reading and measuring; it
+does not load checkpoints.
 """
 
 import dataclasses
@@ -23,7 +27,8 @@ from nanokv.rope import apply_rope
 
 @dataclass(frozen=True)
 class LatentConfig:
-    """Default: DeepSeek-V2's sizes per layer. R latent · Dn key dims without, Dr with RoPE · Dv value dims."""
+    """Sizes of a layer, by default DeepSeek-V2's. C hidden size, H heads, R latent size, Dn key
+    dims without RoPE, Dr key dims with RoPE, Dv value dims."""
 
     C: int = 5120
     H: int = 128
@@ -35,7 +40,8 @@ class LatentConfig:
 
 
 class LatentCache:
-    """`latent` (B,S,R) and `key` (B,S,Dr), grown by cat; the same contract as a LayerCache's, for other tensors."""
+    """`latent` (B,S,R) and `key` (B,S,Dr), which grow by concatenation. The contract is
+    LayerCache's, for other tensors."""
 
     def __init__(self):
         self.latent = self.key = None
@@ -56,7 +62,7 @@ class LatentCache:
         return latent, key
 
     def truncate(self, n: int):
-        """Forget positions ≥ n."""
+        """Remove positions ≥ n. CacheError unless n is an int ≥ 0."""
         if type(n) is not int or n < 0:
             raise CacheError(f"truncate({n!r}): a number of tokens ≥ 0 was expected")
         if self.key is not None:
@@ -71,18 +77,19 @@ class LatentCache:
 
 
 class LatentAttention(nn.Module):
-    """One layer: x (B,T,C) at positions cache.length … → (B,T,C), with `naive` or `absorbed` as the last step."""
+    """One layer: x (B,T,C) at positions from cache.length on → (B,T,C). `attend` is `naive` or
+    `absorbed`."""
 
     def __init__(self, config: LatentConfig):
         super().__init__()
         c = self.config = config
         self.q_proj = nn.Linear(c.C, c.H * (c.Dn + c.Dr), bias=False)
-        self.down = nn.Linear(c.C, c.R, bias=False)  # what is cached …
+        self.down = nn.Linear(c.C, c.R, bias=False)  # makes the latent, which is cached
         self.norm = nn.RMSNorm(c.R, 1e-6)
-        # … and what rebuilds each head's keys.
+        # These rebuild each head's keys and values from the latent.
         self.key_up = nn.Parameter(torch.randn(c.H, c.Dn, c.R) * c.R**-0.5)
         self.value_up = nn.Parameter(torch.randn(c.H, c.Dv, c.R) * c.R**-0.5)
-        # One for all heads, as in multi-query attention.
+        # One rotated key for all heads, as in multi-query attention.
         self.k_rope = nn.Linear(c.C, c.Dr, bias=False)
         self.o_proj = nn.Linear(c.H * c.Dv, c.C, bias=False)
 
@@ -103,21 +110,23 @@ class LatentAttention(nn.Module):
 
 
 def naive(layer, q, latent, position, mask):
-    """Rebuild keys and values: 2·S·R·H·(Dn + Dv) FLOPs per step, S·H·(Dn + Dv) numbers of memory."""
+    """Rebuild keys and values: 2·S·R·H·(Dn + Dv) FLOPs per step, and S·H·(Dn + Dv) numbers in
+    memory."""
     keys = torch.einsum("hdr,bsr->bhsd", layer.key_up, latent)  # (B,H,S,Dn)
     values = torch.einsum("hdr,bsr->bhsd", layer.value_up, latent)  # (B,H,S,Dv)
     return weights(layer, q @ keys.mT + position, mask) @ values
 
 
 def absorbed(layer, q, latent, position, mask):
-    """(q Wᵏ) cᵀ in place of q (Wᵏ c)ᵀ: every head reads the one latent; per token R + Dr numbers are touched."""
+    """(q Wᵏ) cᵀ instead of q (Wᵏ c)ᵀ: all heads read the same latent, so a step reads R + Dr
+    numbers per cached token."""
     q = torch.einsum("bhtd,hdr->bhtr", q, layer.key_up)  # (B,H,T,R)
     mixed = weights(layer, q @ latent[:, None].mT + position, mask) @ latent[:, None]  # (B,H,T,R)
     return torch.einsum("bhtr,hdr->bhtd", mixed, layer.value_up)  # (B,H,T,Dv)
 
 
 def weights(layer, scores, mask):
-    """Softmax of the scores over what is visible; the scale counts both parts of the key."""
+    """Softmax of the scores over the visible keys. The scale is that of Dn + Dr key dims."""
     scores = scores * (layer.config.Dn + layer.config.Dr) ** -0.5
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
@@ -136,12 +145,14 @@ def rope_angles(config: LatentConfig, start: int, T: int, like):
 def values_per_token(
     kind: str, H: int = 128, D: int = 128, groups: int = 8, R: int = 512, Dr: int = 64
 ) -> int:
-    """Cached numbers per token and layer: keys and values of every KV head, or one latent and one key."""
+    """Cached numbers per token and layer: keys and values of every KV head, or for MLA one latent
+    and one key."""
     return {"mha": 2 * H * D, "gqa": 2 * groups * D, "mqa": 2 * D, "mla": R + Dr}[kind]
 
 
 def deepseek_v2_savings() -> dict[str, float]:
-    """Where "93.3 % less KV cache" comes from: another model, fewer layers and 6-bit storage all count in it."""
+    """The parts of the published "93.3 % less KV cache": it compares with another model and
+    includes fewer layers and 6-bit storage."""
     mha, gqa, mqa, mla = (values_per_token(kind) for kind in ("mha", "gqa", "mqa", "mla"))
     gqa_67b = 95 * gqa  # 194,560 numbers per token
     mla_v2 = 60 * mla  # 34,560 numbers per token
@@ -156,10 +167,12 @@ def deepseek_v2_savings() -> dict[str, float]:
 
 
 def with_kv_heads(config: Config, state: dict, heads: int) -> tuple[Config, dict]:
-    """The same model with another number of KV heads: (config, state dict), the input unchanged.
+    """The model with another number of KV heads → (config, state dict). The input is unchanged.
 
-    More heads: copies, the same function exactly (GQA → MHA). Fewer: means of neighbouring heads, as Ainslie et al.
-    2023 do it (arXiv 2305.13245) before they train on for 5 % of the steps; without that it is another model.
+    More heads are copies and compute exactly the same function (GQA → MHA). Fewer heads are means
+    of neighbouring heads, as in Ainslie et al. 2023 (arXiv 2305.13245), who then train for
+    another 5 % of the steps; without this training the outputs differ. ConfigError if `heads`
+    does not divide the query heads, or is neither a divisor nor a multiple of the present number.
     """
     H, Hk, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     if type(heads) is not int or heads < 1 or H % heads or (Hk % heads and heads % Hk):

@@ -1,9 +1,12 @@
-"""How much a quantized cache costs in quality, measured: error of keys and values, and of the model's own judgement.
+"""Measure what a quantized cache costs in quality: the error of keys and values, and the change of
+the log-likelihood.
 
-Every key and value that attention reads is first rounded to its codes and back, in one pass over the text: the
-worst case, because the cache proper keeps the newest tokens exact. `change` is the difference in log-likelihood of
-each token of the text, in nats; its mean says whether the model got worse, its mean absolute value how much it moved.
-Published for comparison: q8_0 moves perplexity by 0.005 (llama.cpp PR 7412), K8V4 by 0.005 nats (mlx-lm PR 1550).
+Every key and value is quantized and dequantized before attention reads it, in one pass over the
+text. This is the worst case, because the real cache keeps the newest tokens exact. `change` is
+the difference in log-likelihood of each token of the text, in nats: its mean shows whether the
+model got worse, its mean absolute value how far the predictions moved. Published for comparison:
+q8_0 changes perplexity by 0.005 (llama.cpp PR 7412), K8V4 changes it by 0.005 nats (mlx-lm PR
+1550).
 """
 
 from dataclasses import dataclass
@@ -18,19 +21,21 @@ from nanokv.inference import score, verify_draft
 
 @dataclass(frozen=True)
 class Scheme:
-    """How to round. `k_scale`: a scale per "channel" (of `group` tokens) or per "token"; values have one per token."""
+    """How to quantize. `k_scale`: keys have one scale per "channel" (of `group` tokens) or per
+    "token"; values have one scale per token."""
 
     k_bits: int = 8
     v_bits: int = 8
     k_scale: str = "channel"
     rotate: bool = False
     group: int = 32
-    # Channels of the keys that are made `factor` times larger, and queries smaller.
+    # To study outliers: channels in which keys are made `factor` times larger before quantizing,
+    # and scaled back afterwards.
     outliers: tuple[int, ...] = ()
     factor: float = 20.0
 
     def keys(self, k):
-        """(B,Hk,T,D) → the same, as it would be read back."""
+        """(B,Hk,T,D) → the same after quantizing and dequantizing."""
         D = k.shape[-1]
         planted = torch.ones(D, device=k.device)
         planted[list(self.outliers)] = self.factor
@@ -46,13 +51,14 @@ class Scheme:
         return ((x @ turn) / planted).to(k.dtype)
 
     def values(self, v):
-        """(B,Hk,T,D) → the same, as it would be read back."""
+        """(B,Hk,T,D) → the same after quantizing and dequantizing."""
         return dequantize(*quantize(v, self.v_bits, dim=3)).to(v.dtype)
 
 
 @dataclass(frozen=True)
 class Quality:
-    """Relative root mean square errors, one per layer, and what they did to each token's log-likelihood."""
+    """Relative root mean square errors, one per layer, and the change of each token's
+    log-likelihood."""
 
     keys: tuple[float, ...]
     values: tuple[float, ...]
@@ -60,7 +66,7 @@ class Quality:
 
     @property
     def mean(self) -> float:
-        """Below zero: the text became less likely."""
+        """In nats per token; below zero, the text became less likely."""
         return self.change.mean().item()
 
     @property
@@ -69,7 +75,8 @@ class Quality:
 
 
 class _Rounding(NoCache):
-    """Keeps nothing; `append` returns what a quantized cache would give back, and notes the error."""
+    """Stores no tokens: `append` returns what a quantized cache would return, and records the
+    error."""
 
     def __init__(self, num_layers: int, scheme: Scheme):
         super().__init__(num_layers)
@@ -85,7 +92,7 @@ class _Rounding(NoCache):
 
 
 def measure(model, ids, scheme: Scheme) -> Quality:
-    """ids (B,T) of a text that the model was not trained on."""
+    """The quality of a scheme over ids (B,T), a text that the model was not trained on."""
     cache = _Rounding(model.config.num_hidden_layers, scheme)
     with torch.inference_mode():
         hidden = model(ids, cache, 0, Causal())
@@ -95,13 +102,17 @@ def measure(model, ids, scheme: Scheme) -> Quality:
 
 
 def measure_cache(model, ids, cache, chunk: int = 8):
-    """(B,T−1) nats: the same difference for a real cache, fed `chunk` tokens at a time."""
+    """(B,T−1) nats: the change of log-likelihood for a real cache, fed `chunk` tokens at a time."""
     return log_likelihood_through(model, ids, cache, chunk) - log_likelihood(score(model, ids), ids)
 
 
 def log_likelihood_through(model, ids, cache, chunk: int = 8):
-    """(B,T) → (B,T−1): log p of each token after the first, read through an empty cache `chunk` tokens at a time: few
-    enough that most of what attention reads was stored before. The logits of one chunk are in memory, never all."""
+    """(B,T) → (B,T−1): log p of each token after the first, computed through an empty cache `chunk`
+    tokens at a time.
+
+    With small chunks, most of the keys and values that attention reads come from the cache. Only
+    the logits of one chunk are in memory at a time.
+    """
     fed = ids[:, :-1]  # the last token is predicted, never fed
     parts = []
     for start in range(0, fed.shape[1], chunk):
@@ -118,5 +129,5 @@ def log_likelihood(logits, ids):
 
 
 def relative_error(new, old) -> float:
-    """Root mean square of the difference over that of the original."""
+    """Root mean square of the difference, divided by that of the original."""
     return ((new.float() - old.float()).pow(2).mean() / old.float().pow(2).mean()).sqrt().item()

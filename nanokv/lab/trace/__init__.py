@@ -1,7 +1,7 @@
-"""One greedy run, recorded tensor by tensor, and the page that shows it: what `nanokv trace` is made of.
+"""Record one greedy run tensor by tensor, and show it as an HTML page: the parts of `nanokv trace`.
 
-run = record(model, ids, max_new_tokens=32)     every step's cache, attention, angles and logits
-costs = measure(model, ids, run.tokens)         the same run timed with nothing watching, with and without a cache
+run = record(model, ids, max_new_tokens=32)     cache, attention, angles and logits of every step
+costs = measure(model, run)                     the same run timed, with and without a cache
 """
 
 from nanokv.lab.trace.page import Fault, build, page_bytes

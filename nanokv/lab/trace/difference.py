@@ -1,7 +1,9 @@
-"""Where a right and a wrong run of the same prompt differ: keys, values, attention weights, logits, words, bytes.
+"""Compare a right and a wrong run of the same prompt: keys, values, attention weights, logits,
+words and bytes.
 
-Rows are compared by token. A row of the cache that stands before token 0, left behind by a fault, belongs to no token.
-Differences are exact: they are taken before the numbers are rounded for the page.
+Rows of the cache are compared by token, counted from the end. Extra rows before token 0, left by
+a fault, belong to no token and are ignored. Differences are exact: they are computed before the
+page rounds its numbers.
 """
 
 import torch
@@ -9,22 +11,24 @@ import torch.nn.functional as F
 
 from nanokv.lab.trace.recorder import Run
 
-# × the largest.
+# Differences by rounding, relative to the largest value.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float64: 1e-8}
-TOP = 5  # logits of each run that are compared
+TOP = 5  # highest logits of each run that are compared
 
 
 def limits(right: Run, layer: int, dtype: torch.dtype) -> list[float]:
-    """How far a key, a value and an attention weight may move by rounding: a share of the layer's largest."""
+    """Largest change by rounding of a key, a value and an attention weight: TOLERANCE times the
+    layer's largest key and value, and 1 for weights."""
     rows = torch.cat(right.caches[layer].rows).abs()  # (n,2,Hk,D)
     return [TOLERANCE[dtype] * x for x in (*rows.amax((0, 2, 3)).tolist(), 1.0)]
 
 
 def places(right: Run, wrong: Run, dtype: torch.dtype) -> list[tuple]:
-    """[(step, number of the layer, position, Δ key, Δ value, Δ attention), …] in this order.
+    """[(step, index of the layer, position, Δ key, Δ value, Δ attention), …], sorted.
 
-    Δ is the largest |right − wrong| of the position's numbers; for attention, of the weights of its query. Within the
-    limits it is 0. A place is listed at the steps at which one of its Δ changed.
+    Δ is the largest |right − wrong| of the numbers at the position; for attention, of the weights
+    of its query. A Δ within `limits` is 0. A position is listed at every step at which one of its
+    Δ changed.
     """
     found = []
     for i, layer in enumerate(right.layers):
@@ -46,23 +50,24 @@ def places(right: Run, wrong: Run, dtype: torch.dtype) -> list[tuple]:
 
 
 def last_rows(rows: torch.Tensor, n: int) -> torch.Tensor:
-    """The rows of the last n tokens; nan for those that are missing."""
+    """The last n rows. Missing rows are nan, at the front."""
     return F.pad(rows, (0, 0) * (rows.dim() - 1) + (max(0, n - len(rows)), 0), value=torch.nan)[-n:]
 
 
 def weight_gap(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a − b of weights (H,T,S) over different numbers of rows: the newest key is the last of both."""
+    """a − b of weights (H,T,S) with different S, aligned at the newest key."""
     wide = max(a.shape[-1], b.shape[-1])
     return F.pad(a, (wide - a.shape[-1], 0)) - F.pad(b, (wide - b.shape[-1], 0))
 
 
 def largest(gap: torch.Tensor, dims) -> torch.Tensor:
-    """max |gap| over some dimensions; infinite where a number is not one."""
+    """max |gap| over some dimensions; nan counts as infinite."""
     return gap.abs().nan_to_num(nan=torch.inf, posinf=torch.inf).amax(dims)
 
 
 def top_logits(right: Run, wrong: Run) -> list[list[tuple]]:
-    """For each step that both runs have: (id, logit right, logit wrong) of the highest of either run."""
+    """For each step that both runs have: (id, logit right, logit wrong) of the TOP highest logits
+    of either run."""
     steps = []
     for a, b in zip(right.steps, wrong.steps, strict=False):
         ids = list(dict.fromkeys(highest(a.logits, TOP) + highest(b.logits, TOP)))
@@ -76,7 +81,8 @@ def highest(logits: torch.Tensor, n: int) -> list[int]:
 
 
 def divergence(right: Run, wrong: Run, tolerance: float) -> dict:
-    """Where two runs part: max |Δ logits| of each step, and the first step with other logits, token, bytes of cache."""
+    """Where two runs diverge: max |Δ logits| of each step, and the first step with different
+    logits, chosen token and bytes of the cache."""
     deltas = [
         (a.logits - b.logits).abs().nan_to_num(nan=torch.inf).max().item()
         for a, b in zip(right.steps, wrong.steps, strict=False)

@@ -1,9 +1,9 @@
-"""Recorded runs → one HTML file that needs nothing else: no server, no network, no library.
+"""Write recorded runs as one HTML file, which needs no server, no network and no library.
 
-The numbers are little-endian float16 (top-10 logits: float32) in base64 inside a JSON block; how far the rounding moved
-each of them at most is stored beside it and shown. Texts (prompt, tokens, names) reach the page through that JSON and
-are shown as text only. A content security policy with the hashes of the page's own script and style forbids everything
-else to run and every request.
+Numbers are little-endian float16 (the top-10 logits float32) in base64 inside a JSON block. The
+largest rounding error of each array is stored beside it and shown. Texts (prompt, tokens, names)
+are in the same JSON and are shown as text only. The page's content security policy has the hashes
+of its script and style; it forbids all other code and every request.
 """
 
 import base64
@@ -25,7 +25,7 @@ from nanokv.lab.trace.difference import TOLERANCE, divergence, highest, places, 
 from nanokv.lab.trace.recorder import Costs, Run, Step, angle_positions
 from nanokv.rope import rope_frequencies
 
-# A tab each.
+# One tab per file.
 VIEWS = ("cache.js", "attention.js", "positions.js", "logits.js", "cost.js", "difference.js")
 SCRIPTS = (
     "text.js",
@@ -44,7 +44,8 @@ TOP = 10
 
 @dataclass
 class Fault:
-    """The same run under a fault: its name, what it does, and what was recorded."""
+    """The same prompt run under a fault: the fault's name, its description, and the recorded
+    run."""
 
     name: str
     about: str
@@ -63,9 +64,10 @@ def build(
     fault: Fault | None = None,
     threads: int = 1,
 ) -> str:
-    """The page. `roles`: a letter for each token of the prompt, s(ystem), u(ser), a(ssistant) or p(rompt), the default.
+    """The page as HTML.
 
-    `name` and `prompt` are shown, whatever they contain.
+    name, prompt: shown as text, whatever characters they contain. roles: one letter per token of
+    the prompt, s(ystem), u(ser), a(ssistant) or p(rompt), the default.
     """
     roles = "".join(roles or "p" * len(run.ids))
     runs = [pack_run(model, tokenizer, run, roles)]
@@ -94,7 +96,7 @@ def build(
 
 
 def pack_model(model, name: str) -> dict:
-    """The sizes of a model, and its name as it is shown."""
+    """The model's name and sizes."""
     config = model.config
     dtype = model.embed_tokens.weight.dtype
     return {
@@ -117,7 +119,7 @@ def pack_model(model, name: str) -> dict:
 
 
 def fill(title: str, data: dict) -> str:
-    """The template with style, script and data in it."""
+    """The page's template with title, policy, style, script and data filled in."""
     style = joined(STYLES)
     script = joined(SCRIPTS)
     policy = (
@@ -135,7 +137,8 @@ def fill(title: str, data: dict) -> str:
 
 
 def json_block(data: dict) -> str:
-    """JSON inside a script element: neither a tag nor a comment can begin or end in it."""
+    """JSON for a script element, with <, > and & escaped so that no tag or comment can begin or
+    end."""
     text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -143,13 +146,14 @@ def json_block(data: dict) -> str:
 
 
 def joined(names: Iterable[str], folder=ASSETS) -> str:
-    """Styles or scripts, one after the other; nanokv.apps.serve and nanokv.lab.live take some for their own pages."""
+    """Style sheets or scripts, concatenated. nanokv.apps.serve and nanokv.lab.live use some of
+    them for their pages."""
     return "\n".join((folder / name).read_text("utf-8") for name in names)
 
 
 def put_into(template: str, parts: dict[str, str]) -> str:
-    """The template with parts["name"] for each {{name}}."""
-    head, *pieces = template.split("{{")  # one pass: a {{ inside a part is no place
+    """The template with each {{name}} replaced by parts["name"]."""
+    head, *pieces = template.split("{{")  # one pass, so that {{ inside a part is not replaced
     page = [head]
     for piece in pieces:
         name, _, rest = piece.partition("}}")
@@ -158,12 +162,13 @@ def put_into(template: str, parts: dict[str, str]) -> str:
 
 
 def digest(text: str) -> str:
-    """sha256 in base64, as a content security policy writes it."""
+    """sha256 in base64, as in a content security policy."""
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def visible(text: str) -> str:
-    """Text whose every character can be seen: newline ↵, tab ⇥, controls, bidi marks and halves as \\u001b."""
+    """Text with every character visible: newline as ↵, tab as ⇥, control characters, bidi marks and
+    surrogates as \\u001b."""
     return "".join(map(visible_character, str(text)))
 
 
@@ -178,7 +183,7 @@ def visible_character(c: str) -> str:
 
 
 def number(value: float) -> float | None:
-    """JSON has no nan and no infinity."""
+    """The value, or None for nan and infinity, which JSON does not have."""
     return value if np.isfinite(value) else None
 
 
@@ -190,7 +195,7 @@ def milliseconds(seconds) -> list[float]:
 
 
 def pack_run(model, tokenizer, run: Run, roles: str) -> dict:
-    """Everything that the page shows of one run."""
+    """All data of one run for the page."""
     tokens = run.tokens
     texts = map(visible, tokenizer.pieces(tokens))
     letters = roles + "a" * (len(tokens) - len(run.ids))
@@ -213,7 +218,7 @@ def pack_run(model, tokenizer, run: Run, roles: str) -> dict:
         "seen": counts,
         "arrays": {
             "rows": pack(rows),
-            # Of the exact values.
+            # of the exact keys and values
             "norms": pack([layer.norm(dim=-1) for layer in rows if layer.numel()]),  # (n,2,Hk)
             "attention": pack(weights),
             "cos": pack([step.cos for step in run.steps]),
@@ -240,10 +245,11 @@ def pack_step(model, tokenizer, step: Step) -> dict:
 
 
 def pack_attention(run: Run):
-    """Rows of weights without the zeros at their end: ([step][layer] → [S, keys kept of query 0, 1, …], weights).
+    """The attention weights without trailing zeros: (counts, weights), where counts[step][layer] is
+    [S, keys kept for query 0, for query 1, …].
 
-    The weights lie in the order step, layer, query, head, key. What is cut off is exactly 0: the keys that a causal
-    mask hides. A mask that is wrong leaves them, and they are kept.
+    The weights are ordered by step, layer, query, head, key. Only weights of exactly 0 are cut off,
+    those of the keys that a causal mask hides. Where a wrong mask shows such keys, they are kept.
     """
     counts = []
     pieces = []
@@ -258,7 +264,8 @@ def pack_attention(run: Run):
 
 
 def keys_seen(weights: torch.Tensor) -> list[int]:
-    """For each of the T queries of weights (H,T,S): one more than the last key with a weight."""
+    """For each of the T queries of weights (H,T,S): the number of keys up to the last one with a
+    nonzero weight."""
     if not weights.numel():
         return []
     places = torch.arange(1, weights.shape[-1] + 1)
@@ -277,7 +284,8 @@ def spans(positions: list[int]) -> list[list[int]]:
 
 
 def pack(tensors, kind="f2") -> dict:
-    """Tensors, one after the other, as base64; `scale` is the power of two that keeps float16 from overflowing."""
+    """Tensors, concatenated, as base64. The values are divided by `scale`, a power of two that
+    keeps float16 from overflowing."""
     values = np.concatenate([x.reshape(-1).numpy() for x in tensors] or [np.zeros(0, np.float32)])
     finite = np.isfinite(values)
     largest = float(np.abs(values[finite]).max(initial=0))
@@ -297,7 +305,7 @@ def pack(tensors, kind="f2") -> dict:
 
 
 def pack_fault(tokenizer, right: Run, fault: Fault, dtype: torch.dtype) -> dict:
-    """Where the two runs differ. Amounts have four digits; what is not finite is null."""
+    """Where the two runs differ. Differences have four digits; nan and infinity are null."""
     parted = divergence(right, fault.run, TOLERANCE[dtype])
     return {
         "name": fault.name,
@@ -314,7 +322,7 @@ def pack_fault(tokenizer, right: Run, fault: Fault, dtype: torch.dtype) -> dict:
 
 
 def pack_logits(tokenizer, step: list[tuple]) -> list[list]:
-    """[id, text, logit right, logit wrong] of each."""
+    """[id, text, logit right, logit wrong] of each logit of a step."""
     return [[i, visible(tokenizer.pieces([i])[0]), number(a), number(b)] for i, a, b in step]
 
 
@@ -324,16 +332,19 @@ def short(value: float) -> float | None:
     return float(f"{value:.4g}")
 
 
-# --- how large ---------------------------------------------------------------------------------
+# --- size --------------------------------------------------------------------------------------
 
 
 def page_bytes(config, prompt: int, new: int, layers: int, runs: int = 1) -> int:
-    """About how many bytes a page of prompt + new tokens over so many layers has: 2 bytes per number, 4/3 in base64."""
+    """About how many bytes a page has: 2 bytes per number, times 4/3 in base64.
+
+    prompt, new: tokens. layers: number of recorded layers. runs: 2 with a fault.
+    """
     S = prompt + new - 1
     D = config.head_dim
     cached = S * layers * 2 * config.num_key_value_heads * (D + 1)
     weights = S * (S + 1) // 2 * layers * config.num_attention_heads
     numbers = cached + weights + S * D
-    # Top logits of both runs, places that differ.
+    # the top logits of both runs, and the positions that differ
     compared = (runs - 1) * (450 * new + 35 * S * layers)
     return len(fill("", {})) + runs * (numbers * 2 * 4 // 3 + 700 * new + 40 * S) + compared

@@ -1,11 +1,11 @@
-"""A greedy run with every step's tensors: what went into the cache, who looked where, which logits came out.
+"""Record a greedy run: keys and values, attention weights and logits of every step.
 
-The run is `decoding.generation.Generation` on the dict cache, unchanged. Forward hooks and a torch function mode look
-on from outside, as study.debug does: nothing in the model knows of them, and its numbers are those of any other run.
-Keys and values are those that the attention kernel was given: what the cache holds, and, in a run that was broken on
-purpose, whatever it hands out instead. Weights are not what a fused kernel returns, so they are computed from the very
-queries, keys and mask that it was called with; `error` says how far they are from the output that it gave.
-Not a profiler: `measure` times the same run with nothing attached.
+The run is an unchanged `decoding.generation.Generation` over the dict cache. Forward hooks and a
+torch function mode record it from outside, as in study.debug, so its numbers are those of any
+other run. Keys and values are the arguments of the attention kernel: the contents of the cache,
+or what a fault passes instead. A fused kernel does not return the weights, so they are computed
+again from its queries, keys and mask; `error` is the difference between their output and the
+kernel's. `measure` times the same run with nothing attached.
 """
 
 import math
@@ -25,16 +25,17 @@ from nanokv.rope import rope_angles
 
 @dataclass
 class Step:
-    """One forward pass: the prefill of T tokens, or the decode of one. Tensors are fp32 on the CPU."""
+    """One forward pass: the prefill of T tokens, or the decode of one. Tensors are fp32 on the
+    CPU."""
 
-    fed: list[int]  # T ids that went in
-    start_pos: int  # what the model was called with
-    cos: torch.Tensor  # (T,D/2), one for each pair of dimensions
+    fed: list[int]  # the T ids of the pass
+    start_pos: int  # the model's argument
+    cos: torch.Tensor  # (T,D/2), one per pair of dimensions
     sin: torch.Tensor  # (T,D/2)
     logits: torch.Tensor  # (V,), after the last of the T tokens
-    chosen: int  # the id that the logits gave
-    nbytes: int  # of the whole cache, measured after the step
-    # Layer → (H,T,S); no entry: another kernel ran.
+    chosen: int  # the id with the highest logit
+    nbytes: int  # bytes of the whole cache after the step
+    # layer → (H,T,S); no entry if the layer called another kernel
     attention: dict[int, torch.Tensor] = field(default_factory=dict)
     error: float = 0.0  # max |attention · V − the kernel's output| over the layers
 
@@ -44,19 +45,21 @@ class Step:
 
 
 class CacheLog:
-    """What one layer's attention read at every step, kept as the rows that were new or had changed.
+    """The keys and values that one layer's attention read at every step, stored as the rows that
+    are new or have changed.
 
-    In a run without a fault a row never changes once it is written, so N tokens cost N rows and not N²/2.
+    In a run without a fault, a row never changes once it is written, so N tokens cost N rows and
+    not N²/2.
     """
 
     def __init__(self):
         self.rows: list[torch.Tensor] = []  # each (n,2,Hk,D): keys and values of n positions
-        # (rows read, those of them that are the next in `rows`).
+        # per step: (number of rows read, positions of its rows in `rows`)
         self.steps: list[tuple[int, list[int]]] = []
         self._before = None  # (S,2,Hk,D)
 
     def note(self, now: torch.Tensor):
-        """The rows (S,2,Hk,D) of one more step."""
+        """Add the rows (S,2,Hk,D) of one more step."""
         changed = torch.ones(len(now), dtype=torch.bool)
         if self._before is not None:
             shared = min(len(now), len(self._before))
@@ -69,7 +72,7 @@ class CacheLog:
         self._before = now
 
     def history(self):
-        """What was read at each step, (S,2,Hk,D) each."""
+        """Yields the rows read at each step, (S,2,Hk,D)."""
         held = torch.zeros(0)
         for rows, (length, changed) in zip(self.rows, self.steps, strict=True):
             now = rows.new_zeros(length, *rows.shape[1:])
@@ -79,31 +82,33 @@ class CacheLog:
             yield (held := now)
 
     def at(self, step: int) -> torch.Tensor:
-        """(S,2,Hk,D) as it was at a step."""
+        """The rows read at one step, (S,2,Hk,D)."""
         return next(islice(self.history(), step, None))
 
 
 @dataclass
 class Run:
-    """A recorded run. `layers`: the indices whose cache and attention were kept; bytes are those of all layers."""
+    """A recorded run. `layers` are the indices of the layers whose cache and attention are
+    recorded; Step.nbytes counts all layers."""
 
     ids: list[int]  # the prompt
     layers: list[int]
     steps: list[Step] = field(default_factory=list)
     caches: dict[int, CacheLog] = field(default_factory=dict)
-    stopped: str = ""  # why it broke off; "" for a run that reached its end
+    stopped: str = ""  # the error that ended the run; "" if it reached its end
 
     @property
     def tokens(self) -> list[int]:
-        """Prompt and answer; the last token was chosen and never fed."""
+        """Prompt and answer; the last token was chosen but never fed."""
         return self.ids + [step.chosen for step in self.steps]
 
 
 def record(model, ids, max_new_tokens=32, layers=None, eos_token_ids=None, may_fail=False) -> Run:
-    """Run `ids` (a list) and up to max_new_tokens greedy tokens through the model, keeping what happens.
+    """Run `ids` (a list) and up to max_new_tokens greedy tokens through the model, and record it.
 
-    layers: indices whose cache and attention are kept, None = all. may_fail: an exception in the run ends it and is
-    told in `.stopped`, for a model that was broken on purpose.
+    layers: indices of the layers whose cache and attention are recorded; by default all.
+    may_fail: an exception ends the run and is put into `.stopped`, for a model with a fault.
+
     Memory: about 4·(S·L·2·Hk·D + L·H·S²/2 + steps·V) bytes for S tokens.
     """
     if layers is None:
@@ -132,9 +137,10 @@ def record(model, ids, max_new_tokens=32, layers=None, eos_token_ids=None, may_f
 
 
 class Watch(TorchFunctionMode):
-    """Looks on while a model runs: `seen` has the Step fields of the newest forward pass, `read` its keys and values.
+    """Records while a model runs: `seen` has the Step fields of the newest forward pass, and
+    `read` its keys and values per layer.
 
-    Layers are counted as they are called, because a fault may call the same one twice.
+    Layers are numbered in the order of their calls, because a fault may call the same layer twice.
     """
 
     def __init__(self, model, layers):
@@ -166,7 +172,7 @@ class Watch(TorchFunctionMode):
     def _next_layer(self, block, args):
         self.layer += 1
         if self.layer == 0:
-            # The same pair in i and i + D/2.
+            # dimensions i and i + D/2 have the same angle
             for name, x in zip(("cos", "sin"), args[1], strict=True):  # (T,D)
                 self.seen[name] = x[..., : x.shape[-1] // 2].float().cpu()
 
@@ -188,17 +194,18 @@ class Watch(TorchFunctionMode):
         weights = weights.reshape(-1, T, weights.shape[-1])  # (H,T,S)
         self.seen["attention"][self.layer] = weights.cpu()
         self.seen["error"] = max(self.seen["error"], error)
-        # A copy.
-        rows = torch.stack((k[0], v[0])).float().cpu()  # (2,Hk,S,D)
+        rows = torch.stack((k[0], v[0])).float().cpu()  # (2,Hk,S,D), a copy
         self.read[self.layer] = rows.permute(2, 0, 1, 3)  # (S,2,Hk,D)
 
 
 def attention_weights(
     out, q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):
-    """softmax(q kᵀ · scale) of the first row of a batch, and how far its product with v is from the kernel's `out`.
+    """(softmax(q kᵀ · scale) of the batch's first row, max |its product with v − the kernel's
+    `out`|).
 
-    q (B,h,r,D), k and v (B,Hk,S,D) → (h,r,S). decode_attention groups heads, h = Hk and r = G: (Hk,G,S) is (H,1,S).
+    q (B,h,r,D), k and v (B,Hk,S,D) → (h,r,S). decode_attention groups heads, with h = Hk and r =
+    G, so that (Hk,G,S) is (H,1,S).
     """
     with torch._C.DisableTorchFunction():
         q, k, v, out = (x[0].float() for x in (q, k, v, out))
@@ -220,7 +227,8 @@ def attention_weights(
 
 @torch.inference_mode()
 def angle_positions(model, step: Step) -> list[int]:
-    """The positions whose angles the recorded cos and sin (T,D/2) are: the nearest of 0 … 2·(start_pos + T)."""
+    """The T positions that belong to the recorded cos and sin (T,D/2): the nearest of
+    0 … 2·(start_pos + T) − 1."""
     candidates = torch.arange(2 * (step.start_pos + len(step.fed)))
     half = step.cos.shape[-1]
     cos, sin = rope_angles(model.config, candidates, torch.float32)  # (N,D) ×2
@@ -231,18 +239,20 @@ def angle_positions(model, step: Step) -> list[int]:
 
 @dataclass
 class Costs:
-    """Medians in seconds, one for each step of a run."""
+    """Median seconds of each step of a run."""
 
     repeat: int
     cached: list[float]
-    uncached: list[float]  # `score` of everything so far; empty when it was not measured
-    difference: float = 0.0  # max |Δ logits| between the two
+    uncached: list[float]  # `score` of all tokens so far; empty if it was not measured
+    difference: float = 0.0  # max |Δ logits| between cached and uncached
 
 
 def measure(model, run: Run, repeat=3, uncached=True) -> Costs:
-    """Time the steps of a run with a cache, and recomputing everything at every step without one.
+    """Time the steps of a run with a cache, and without one, where every step computes all tokens
+    again.
 
-    Nothing is attached to the model here. A first pass of each kind warms up and is thrown away.
+    Nothing is attached to the model here. A first pass of each kind is a warm-up and is not
+    counted.
     """
 
     def with_cache():
@@ -261,7 +271,7 @@ def measure(model, run: Run, repeat=3, uncached=True) -> Costs:
         tokens = torch.tensor([run.tokens[: len(run.ids) + n]])
         began = perf_counter()
         logits = score(model, tokens)[0, -1]  # (V,)
-        int(logits.argmax())  # a GPU is done by then
+        int(logits.argmax())  # waits for the GPU
         return perf_counter() - began, logits.float().cpu()
 
     with_cache()

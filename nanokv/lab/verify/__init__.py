@@ -1,11 +1,12 @@
-"""Is this checkpoint computed rightly? Compares our model with transformers', with another checkpoint, with published
-figures and with itself, and names the first layer and operation that differ.
+"""Verify a checkpoint: compare our model with transformers', with another checkpoint, with
+published figures and with itself (cached against uncached), and name the first layer and
+operation that differ.
 
     report = nanokv.lab.verify.verify("tiny", Path(folder))
     report.equal, report.checks, report.first
 
-The command line is nanokv/apps/cli/commands/verify.py. transformers is imported only by oracle.py, and only if it is
-installed.
+The command is in nanokv/apps/cli/commands/verify.py. Only oracle.py imports transformers, and
+only if it is installed.
 """
 
 import gc
@@ -24,7 +25,7 @@ from nanokv.support import installing
 from weights_loader import check_hashes
 
 ALONE = "--alone was given"
-NOT_FROM_HUB = "not in the hub's cache: nothing says what the bytes should be"
+NOT_FROM_HUB = "not in the hub's cache: no hashes to compare with"
 ALONE_TOO = ("cached = uncached, logits", "cached = uncached, keys and values")
 NEEDS_REFERENCE = (
     "config",
@@ -42,7 +43,7 @@ NEEDS_REFERENCE = (
 
 @dataclass
 class Report:
-    """What was found; `steps` is empty when there was no reference to compare with."""
+    """The results of all checks; `steps` is empty if there was no reference to compare with."""
 
     name: str
     reference: str | None
@@ -54,7 +55,7 @@ class Report:
 
     @property
     def equal(self) -> bool:
-        """No check failed (a skipped one did not fail)."""
+        """No check failed. A skipped check is no failure."""
         return all(check.status != "differs" for check in self.checks)
 
     @property
@@ -64,7 +65,7 @@ class Report:
 
     @property
     def first_unequal(self) -> Step | None:
-        """The first operation that is not bit-equal: rounding, or where a slowly growing error begins."""
+        """The first operation that is not bit-equal: rounding, or the start of a growing error."""
         return next((step for step in self.steps if step.difference != 0), None)
 
 
@@ -77,10 +78,14 @@ def verify(
     alone: bool = False,
     say=lambda text: None,
 ) -> Report:
-    """Run every check that is possible here, on the CPU. `source` is the name that was asked for, `folder` its files.
+    """Run every check that is possible here, on the CPU.
 
-    `against` is another checkpoint's folder, read by nanokv; without it the reference is transformers. `say` gets a
-    sentence before each long step. Raises what loading raises.
+    source: the name given by the user; folder: its files.
+    against: folder of another checkpoint, read by nanokv, as the reference. Default: transformers.
+    alone: compare with no reference.
+    say: called with a line of text before each long step.
+
+    Raises the errors of loading.
     """
     configs = [Config.from_folder(path) for path in (folder, against) if path is not None]
     vocabulary = min(config.vocab_size for config in configs)
@@ -90,7 +95,7 @@ def verify(
     say(f"loading {source}")
     model, tokenizer = load(folder, dtype=dtype, device="cpu")
     report.checks += [files_check(model), finite_check(model)]
-    if not report.equal:  # what is computed with such weights says nothing
+    if not report.equal:  # results of weights with NaN or infinity prove nothing
         report.checks += skipped(ALONE_TOO + NEEDS_REFERENCE, "the weights are not finite")
         return report
     questions = evidence.ask(tokenizer, vocabulary, context)
@@ -99,7 +104,7 @@ def verify(
     report.checks.append(make.check_cached(ALONE_TOO[1], ours, ours.records, "likewise"))
     report.checks += figures.published_checks(str(source), folder, model, tokenizer)
     del model
-    gc.collect()  # one model at a time
+    gc.collect()  # only one model is in memory at a time
     name = against_name or str(against)
     theirs = reference_answers(against, name, folder, questions, dtype, alone, say)
     if theirs is None:
@@ -119,7 +124,7 @@ def skipped(names: tuple[str, ...], why: str) -> list[Check]:
 
 
 def reference_answers(against, name, folder, questions, dtype, alone, say):
-    """Evidence of the other checkpoint or of transformers; None if there is neither."""
+    """The answers of the other checkpoint or of transformers; None if there is neither."""
     if against is not None:
         say(f"loading {name}")
         return evidence.load_and_answer(name, against, questions, dtype)
@@ -130,7 +135,8 @@ def reference_answers(against, name, folder, questions, dtype, alone, say):
 
 
 def hash_check(folder: Path) -> Check:
-    """Every byte against the hash that the hub named; a damaged file is removed from the cache and raises."""
+    """Compare every file with the hash that the hub published. A damaged file is removed from the
+    hub's cache, and the error of weights_loader is raised."""
     names = check_hashes(folder)
     if not names:
         return Check("hashes", "skipped", NOT_FROM_HUB)
@@ -138,7 +144,7 @@ def hash_check(folder: Path) -> Check:
 
 
 def finite_check(model) -> Check:
-    """NaN in a projection can leave logits that are finite and wrong: softmax makes numbers of it."""
+    """NaN in a projection can give finite but wrong logits, because softmax may hide it."""
     bad = unfinite(model)
     shown = bad[:3]
     if len(bad) > 3:
@@ -147,6 +153,7 @@ def finite_check(model) -> Check:
 
 
 def files_check(model) -> Check:
-    """Reached only if every name, shape and dtype of the files was as config.json says: loading refuses the rest."""
+    """Loading has already checked every tensor's name, shape and dtype against config.json; this
+    only counts them."""
     sizes = [p.numel() for p in model.parameters()]
     return make.verdict("files", True, f"{len(sizes)} tensors, {sum(sizes):,} parameters")

@@ -1,7 +1,9 @@
-"""Two pieces of evidence → a list of checks, each with its difference, its tolerance and a sentence.
+"""The evidence of two models → a list of checks, each with its difference, its tolerance and
+details.
 
-Differences are max |Δ|; a tolerance of tensors is the dtype's figure times the size of the values (study.debug.Step).
-Greedy tokens must be equal, but where two logits are closer than the tolerance either of them may win.
+Differences are max |Δ|. The tolerance of tensors is the dtype's tolerance times the size of the
+values (study.debug.Step). Greedy tokens must be equal, except that either token may win where two
+logits are closer than the tolerance.
 """
 
 import math
@@ -12,16 +14,17 @@ import torch
 from nanokv.lab.study.debug import TOLERANCE, Step, compare
 from nanokv.lab.verify.evidence import Evidence, Questions
 
-# Cached against uncached: other matrix shapes, so other sums. Measured at the shapes of Qwen3-0.6B with random weights
-# of size 0.06, the worst of 28 layers: 9e-6 × the values' size in fp32, 6e-2 in bf16.
+# Factor on the tolerance for cached against uncached: other matrix shapes sum in another order.
+# Measured at the shapes of Qwen3-0.6B with random weights of size 0.06, the worst of 28 layers:
+# 9e-6 × the values' size in fp32, 6e-2 in bf16.
 CACHED = 5
-# How weights are stored; what they compute shows in the tensors.
+# Fields about how weights are stored. They are no check, because the tensors are compared anyway.
 HINT_ONLY = {"torch_dtype", "tie_word_embeddings"}
 
 
 @dataclass(frozen=True)
 class Check:
-    """One row of the report."""
+    """One line of the report."""
 
     name: str
     status: str  # ok | differs | skipped
@@ -31,7 +34,7 @@ class Check:
 
 
 def verdict(name: str, equal: bool, detail: str = "", step: Step | None = None) -> Check:
-    """ok or differs; `step` gives the figures."""
+    """A check that is ok or differs, with the figures of `step` if there is one."""
     status = "ok" if equal else "differs"
     if step is None:
         return Check(name, status, detail)
@@ -39,13 +42,13 @@ def verdict(name: str, equal: bool, detail: str = "", step: Step | None = None) 
 
 
 def within(name: str, difference: float, tolerance: float, detail: str) -> Check:
-    """ok if the difference is at most the tolerance."""
+    """A check that is ok if the difference is at most the tolerance."""
     status = "ok" if difference <= tolerance else "differs"
     return Check(name, status, detail, difference, tolerance)
 
 
 def layer_steps(a: Evidence, b: Evidence) -> list[Step]:
-    """One Step an operation: the worst of all prompts, in the order of the forward pass."""
+    """One Step per operation, the worst of all prompts, in the order of the forward pass."""
     lists = [compare(x, y) for x, y in zip(a.records, b.records, strict=True)]
     return [max(steps, key=excess) for steps in zip(*lists, strict=True)]
 
@@ -80,21 +83,23 @@ def compare_evidence(
 
 
 def config_differences(a: Evidence, b: Evidence) -> dict:
-    """{field: (value of a, value of b)}, storage fields too."""
+    """{field: (value of a, value of b)} of all config fields that differ."""
     ours = asdict(a.config)
     theirs = asdict(b.config)
     return {name: (ours[name], theirs[name]) for name in ours if ours[name] != theirs[name]}
 
 
 def check_config(a: Evidence, b: Evidence) -> Check:
-    """Every field that changes the maths, with transformers' defaults filled in on both sides."""
+    """Compare every config field that changes the computation. Both sides have transformers'
+    defaults filled in."""
     found = {name: pair for name, pair in config_differences(a, b).items() if name not in HINT_ONLY}
     detail = ", ".join(f"{name} {x} against {y}" for name, (x, y) in found.items())
     return verdict("config", not found, detail or "every field that changes the maths")
 
 
 def check_rope(a: Evidence, b: Evidence, positions) -> Check:
-    """cos and sin in fp32 at far positions: a wrong frequency grows with the position."""
+    """Compare cos and sin in fp32, also at far positions: the error of a wrong frequency grows with
+    the position."""
     where = f"positions {', '.join(f'{p:,}' for p in positions.tolist())}"
     if a.rope.shape != b.rope.shape:
         return verdict("rope", False, f"head_dim {a.rope.shape[-1]} and {b.rope.shape[-1]}")
@@ -103,14 +108,15 @@ def check_rope(a: Evidence, b: Evidence, positions) -> Check:
 
 
 def check_steps(name: str, steps: list[Step], detail: str) -> Check:
-    """The worst of several operations."""
+    """A check with the figures of the worst of several operations."""
     worst = max(steps, key=excess)
     place = f", worst {worst.place}" if worst.difference else ""
     return verdict(name, worst.ok, f"{detail}, {len(steps)} operations{place}", worst)
 
 
 def check_cached(name: str, a: Evidence, records: list, detail: str) -> Check:
-    """Keys and values of a's chunked path against those of a record (its own: internal; the reference's: positions)."""
+    """Compare the keys and values of a's chunked path with those of recorded passes: a's own, or
+    the reference's."""
     steps = []
     for (_, layers), record in zip(a.path, records, strict=True):
         base = {k: t for k, t in record.items() if k[1] in ("rope_k", "cached_v", "embed_tokens")}
@@ -124,7 +130,7 @@ def check_cached(name: str, a: Evidence, records: list, detail: str) -> Check:
 
 
 def check_cached_logits(a: Evidence) -> Check:
-    """Cached equals uncached: chunked prefill and decode against one pass without history."""
+    """Compare the logits of chunked prefill and decode with those of one uncached pass."""
     steps = []
     for (logits, _), record in zip(a.path, a.records, strict=True):
         key = (None, "lm_head")
@@ -136,17 +142,18 @@ def check_cached_logits(a: Evidence) -> Check:
 
 
 def check_greedy(a: Evidence, b: Evidence) -> Check:
-    """Tokens equal, up to a tie: the reference's choice is as good as ours within the tolerance of the logits."""
+    """Greedy tokens are equal up to the first tie: a place where the reference's token has our
+    highest logit within the tolerance."""
     unit = CACHED * TOLERANCE[a.records[0][None, "embed_tokens"].dtype]
     ties = 0
     for i, (ours, theirs) in enumerate(zip(a.greedy, b.greedy, strict=True)):
         if ours == theirs:
             continue
         n = first_unequal(ours, theirs)
-        row = a.forced[i][n]  # (V,): up to here both saw the same tokens
+        row = a.forced[i][n]  # (V,); up to here both sides have the same tokens
         gap = float("inf")
         if theirs[n] < len(row):  # another checkpoint may have a larger vocabulary
-            # Abs: decode may have erred.
+            # abs: decode, which chose our token, may differ from `forced`, which is uncached
             gap = abs(row[ours[n]] - row[theirs[n]]).item()
         limit = 2 * unit * max(1.0, row.abs().max().item())
         if not gap <= limit:
@@ -163,7 +170,7 @@ def check_greedy(a: Evidence, b: Evidence) -> Check:
 
 
 def check_tokenizer(a: Evidence, b: Evidence, questions: Questions) -> list[Check]:
-    """Text → ids and ids → text."""
+    """Compare text → ids and ids → text."""
     return [
         check_list("tokenizer encode", a.encodings, b.encodings, questions.texts),
         check_list("tokenizer decode", a.decodings, b.decodings, questions.id_lists),
@@ -171,7 +178,7 @@ def check_tokenizer(a: Evidence, b: Evidence, questions: Questions) -> list[Chec
 
 
 def check_template(a: Evidence, b: Evidence, questions: Questions) -> Check:
-    """Rendered conversations, byte by byte; a conversation that both refuse counts as equal."""
+    """Compare rendered conversations byte by byte. A conversation that both refuse is equal."""
     if a.templates is None and b.templates is None:
         return Check("chat template", "skipped", "the checkpoint has none")
     for side in (a, b):
@@ -184,12 +191,12 @@ def check_template(a: Evidence, b: Evidence, questions: Questions) -> Check:
 
 
 def without_reasons(texts: list[str]) -> list[str]:
-    """Rendered conversations, where a refusal is "refused" whatever its reason."""
+    """The rendered conversations, with each refusal replaced by "refused", without its reason."""
     return ["refused" if text.startswith("refused: ") else text for text in texts]
 
 
 def check_list(name: str, ours: list, theirs: list, questions: list) -> Check:
-    """Equal answers; the first wrong one is quoted, shortened."""
+    """A check that two lists are equal. The first difference is quoted, shortened."""
     wrong = [i for i, (x, y) in enumerate(zip(ours, theirs, strict=True)) if x != y]
     if not wrong:
         return verdict(name, True, f"{len(ours)} cases")
@@ -201,14 +208,14 @@ def check_list(name: str, ours: list, theirs: list, questions: list) -> Check:
 
 
 def _around(x, y):
-    """The part where two sequences begin to differ."""
+    """The part of each sequence around their first difference."""
     n = first_unequal(x, y)
     start = max(0, n - 4)
     return x[start : n + 12], y[start : n + 12]
 
 
 def first_unequal(x, y) -> int:
-    """The index at which two sequences first differ: the shorter length if one begins the other."""
+    """The index at which two sequences first differ; the shorter length if one is a prefix."""
     for n, (p, q) in enumerate(zip(x, y, strict=False)):
         if p != q:
             return n

@@ -1,8 +1,10 @@
-"""What one model does with a fixed list of questions, written down so that two models can be compared later.
+"""A model's answers to a fixed list of questions, recorded so that two models can be compared
+later.
 
-Each side is loaded, questioned and dropped before the other is loaded: the peak is one model plus the evidence (every
-activation of three short prompts, about 10 % of the weights). The questions come from the tokenizer and fixed seeds,
-so the same two checkpoints are always asked the same. transformers is questioned in oracle.py, ours here.
+Each model is loaded, questioned and dropped before the other is loaded. Peak memory is one model
+and the evidence: every activation of three short prompts, about 10 % of the weights. The
+questions come from the tokenizer and fixed seeds, so the same two checkpoints always get the same
+questions. Our models are questioned here, transformers in oracle.py.
 """
 
 from dataclasses import dataclass
@@ -87,34 +89,35 @@ CONVERSATIONS = (
 
 @dataclass(frozen=True)
 class Questions:
-    """Asked of both sides."""
+    """The inputs that both models get."""
 
     prompts: list  # of (1,T) int64
     new_tokens: int
     texts: list
     id_lists: list  # to decode
     conversations: list
-    positions: torch.Tensor  # where cos and sin are compared
+    positions: torch.Tensor  # (P,) at which cos and sin are compared
 
 
 @dataclass
 class Evidence:
-    """The answers. Tensors on the CPU; `path` and `forced` are None where transformers is the side."""
+    """A model's answers. Tensors are on the CPU; transformers has no `path` and no `forced`."""
 
     name: str
     config: Config
     rope: torch.Tensor  # (2,P,D) cos and sin in fp32
-    records: list  # one nanokv.debug.record a prompt
-    greedy: list  # of lists of ids
+    records: list  # one result of nanokv.debug.record per prompt
+    greedy: list  # the greedy continuation of each prompt, a list of ids
     encodings: list
     decodings: list
     templates: list | None  # None: the checkpoint has no chat template
-    path: list | None = None  # a prompt: (logits, [(key, value)]) by chunked prefill and decode
-    forced: list | None = None  # a prompt: (N,V) logits that chose each greedy token
+    path: list | None = None  # per prompt: (logits, [(key, value)]) by chunked prefill and decode
+    forced: list | None = None  # per prompt: logits (N,V) from which the greedy tokens were chosen
 
 
 def ask(tokenizer, vocabulary: int, context: int) -> Questions:
-    """The questions for a checkpoint; ids stay below `vocabulary` and prompts plus answers within `context`."""
+    """The questions for a checkpoint. Ids are below `vocabulary`; a prompt and its answer fit in
+    `context`."""
     room = max(2, min(48, context // 2))
     prompts = [tokenizer.encode(PROMPT)]
     for text in _templates(tokenizer, CONVERSATIONS) or ():
@@ -143,12 +146,13 @@ def ask(tokenizer, vocabulary: int, context: int) -> Questions:
 
 
 def answers_of_ours(name: str, model, tokenizer, questions: Questions) -> Evidence:
-    """Question a nanokv model: one pass with hooks, the cached path, greedy decoding, tokenizer and template."""
+    """The evidence of a nanokv model: a recorded pass, the cached path, greedy decoding,
+    tokenizer and chat template."""
     device = model.embed_tokens.weight.device
     greedy = []
     forced = []
     for ids in (ids.to(device) for ids in questions.prompts):
-        cache = make_cache("dict", model.config)  # the one that the cached path is asked about
+        cache = make_cache("dict", model.config)  # the kind of cache that cached_path uses too
         new = list(generate(model, ids, cache, questions.new_tokens, eos_token_ids=[]))
         whole = torch.cat((ids, torch.tensor([new], device=device)), dim=1)  # (1,T+N)
         greedy.append(new)
@@ -168,13 +172,14 @@ def answers_of_ours(name: str, model, tokenizer, questions: Questions) -> Eviden
 
 
 def load_and_answer(name: str, folder: Path, questions: Questions, dtype) -> Evidence:
-    """Load, question, drop: another checkpoint as the reference."""
+    """The evidence of another checkpoint, whose model is dropped afterwards."""
     model, tokenizer = load(folder, dtype=dtype, device="cpu", check_finite=True)
     return answers_of_ours(name, model, tokenizer, questions)
 
 
 def cached_path(model, ids):
-    """The same tokens in two prefill chunks, then one by one → logits (t,V) of the last t positions, [(key, value)]."""
+    """The same tokens in two prefill chunks, then one by one → (logits (t,V) of the last t
+    positions, [(key, value)] per layer)."""
     dtype = model.embed_tokens.weight.dtype
     cache = make_cache("dict", model.config, dtype=dtype, device=ids.device)
     T = ids.shape[1]
@@ -196,8 +201,9 @@ def _templates(tokenizer, conversations) -> list[str] | None:
 
 
 def _render(tokenizer, conversation: dict) -> str:
-    """A template may refuse a conversation (tools, an odd role); the other side must then refuse it too. What it leaves
-    out the other side leaves out in silence."""
+    """The conversation as text, or "refused: …" if the template refuses it (tools, an unknown
+    role); the other model's template must then refuse it too. If the template leaves out a part
+    of the conversation, the text is without it, as transformers renders it."""
     try:
         return tokenizer.render(**conversation)
     except LeftOut:

@@ -1,9 +1,10 @@
-"""Published reference figures of real weights, and the checks that use them. They need no transformers.
+"""Published figures of real weights, and the checks that use them. They do not need transformers.
 
-Facts only: logits and continuations from transformers' own tests of Qwen3-0.6B-Base (tests/models/qwen3 at 0a0a9ea,
-Apache-2.0), continuations and template ids of Qwen3-0.6B at revision c1899de. A model is recognised by the sha256 of
-its weights, or by its name together with its shape. Most figures were made in bf16, so they find a wrong formula or
-a wrong tensor, not a rounding error: two steps of bf16 at logits of 16 to 32 are 0.25.
+The logits and a continuation of Qwen3-0.6B-Base are from transformers' tests (tests/models/qwen3
+at 0a0a9ea, Apache-2.0). The continuations and template ids of Qwen3-0.6B are of revision c1899de.
+A model is recognised by the sha256 of its weights, or by its name and its shape. Most figures
+were made in bf16, so they reveal a wrong formula or a wrong tensor but no rounding error: two
+steps of bf16 at logits of 16 to 32 are 0.25.
 """
 
 import hashlib
@@ -26,7 +27,7 @@ FIGURES = {
         "shape": SHAPE_06B,
         "logits": {
             "ids": [1, 306, 4658, 278, 6593, 310, 2834, 338],
-            # Over V, at each position.
+            # mean over the vocabulary, per position
             "mean": [-1.4577, 1.3261, 3.8498, 3.4229, 2.9009, 1.8813, 2.1530, 2.1431],
             "first": [
                 5.9062,
@@ -118,7 +119,7 @@ QWEN3_TOKENS = {
 
 
 def published_checks(source: str, folder: Path, model, tokenizer) -> list[Check]:
-    """Checks against the figures that exist for this model; one skipped row if there are none."""
+    """Checks against the published figures of this model; one skipped check if there are none."""
     checks = check_qwen3_tokens(tokenizer)
     name, why = recognise(source, folder, model.config)
     if name is None:
@@ -136,7 +137,8 @@ def published_checks(source: str, folder: Path, model, tokenizer) -> list[Check]
 
 
 def recognise(source: str, folder: Path, config) -> tuple[str | None, str]:
-    """(name, how) of the published model, or (None, why not). Weights are hashed only if their size fits."""
+    """(name, how it was recognised) of the published model, or (None, why not). Weights are hashed
+    only if their size matches."""
     weights = Path(folder) / "model.safetensors"
     for name, figures in FIGURES.items():
         size = figures.get("weights_bytes")
@@ -156,13 +158,14 @@ def recognise(source: str, folder: Path, config) -> tuple[str | None, str]:
 
 
 def sha256(path: Path) -> str:
-    """Of a file, read once."""
+    """The sha256 of a file in hex."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_logits(name: str, model, figure: dict) -> list[Check]:
-    """Mean over the vocabulary at each position, and the first 30 logits of position 0."""
+    """Check the mean over the vocabulary at each position, and the first 30 logits of position
+    0."""
     logits = score(model, torch.tensor([figure["ids"]]))[0].float().cpu()  # (T,V)
     rows = (
         ("mean", logits.mean(-1), 0.05),
@@ -177,7 +180,7 @@ def check_logits(name: str, model, figure: dict) -> list[Check]:
 
 
 def check_continuation(name: str, model, tokenizer, figure: dict) -> Check:
-    """Every published greedy token is our own best one, or as good within the tolerance."""
+    """Every published greedy token has our highest logit, within the tolerance."""
     prompt = tokenizer.encode(figure["prompt"])
     new = figure.get("new_ids")
     if new is None:
@@ -194,7 +197,7 @@ def check_continuation(name: str, model, tokenizer, figure: dict) -> Check:
 
 
 def check_template_ids(tokenizer, messages, ids, **kwargs) -> Check:
-    """Template and tokenizer together."""
+    """Check the ids of a rendered conversation: template and tokenizer together."""
     ours = []
     if tokenizer.chat_template:
         ours = tokenizer.encode(tokenizer.render(messages, **kwargs))
@@ -204,7 +207,7 @@ def check_template_ids(tokenizer, messages, ids, **kwargs) -> Check:
 
 
 def check_qwen3_tokens(tokenizer) -> list[Check]:
-    """A known encoding, if this is the tokenizer of the Qwen3 family."""
+    """Check a known encoding, if this is the tokenizer of the Qwen3 family."""
     token, id = QWEN3_TOKENS["special"]
     if tokenizer.vocab_size != QWEN3_TOKENS["size"] or tokenizer.special_tokens.get(token) != id:
         return []

@@ -1,7 +1,9 @@
-"""The same questions put to transformers, if it is installed. The only file of the package that imports it.
+"""The answers of transformers to the same questions, if it is installed. No other file of this
+package imports it.
 
-Reads the same folder: nothing is downloaded, no code of the checkpoint is run, no pickle is opened. Loaded from disk in
-its final dtype, because `.to(bfloat16)` would round the rotary frequencies too. Attention is sdpa, its default.
+transformers reads the same folder. Nothing is downloaded, no code of the checkpoint runs and no
+pickle is opened. The model is loaded in its final dtype, because `.to(bfloat16)` would round the
+rotary frequencies too. Attention is sdpa, the default of transformers.
 """
 
 import importlib.metadata
@@ -23,7 +25,7 @@ from weights_loader.gguf_model import POINTER
 
 
 def version() -> str | None:
-    """Of transformers; None if it is not installed."""
+    """The version of transformers; None if it is not installed."""
     if importlib.util.find_spec("transformers") is None:
         return None
     try:
@@ -33,7 +35,7 @@ def version() -> str | None:
 
 
 def answers(folder: Path, questions: Questions, dtype) -> Evidence:
-    """Question transformers' model of this family, and its tokenizer."""
+    """The evidence of transformers' model and tokenizer for this checkpoint."""
     with readable(folder) as place:
         model, tokenizer = load(place, dtype)
     templates = None
@@ -53,9 +55,9 @@ def answers(folder: Path, questions: Questions, dtype) -> Evidence:
 
 @contextmanager
 def readable(folder: Path) -> Iterator[Path]:
-    """A folder that transformers opens: of a GGUF file a copy with plain numbers, 4 bytes each, while it is needed.
+    """A folder that transformers can open: `folder`, or for a GGUF file a temporary copy in fp32.
 
-    Its own reader of GGUF would be another oracle, but cuts texts by one rule whatever the file says.
+    transformers could read GGUF itself, but it splits text by one fixed rule for all files.
     """
     if not (folder / POINTER).is_file():
         yield folder
@@ -67,7 +69,8 @@ def readable(folder: Path) -> Iterator[Path]:
 
 
 def load(folder: Path, dtype):
-    """(the family's model in eval mode, its tokenizer); NanoKVError if transformers cannot be used or refuses it."""
+    """(model in eval mode, tokenizer). NanoKVError if transformers cannot be imported, or refuses
+    the checkpoint."""
     try:
         import transformers
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -78,7 +81,7 @@ def load(folder: Path, dtype):
     transformers.utils.logging.set_verbosity_error()
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        _tell_attn_factor(config, folder)
+        _set_attn_factor(config, folder)
         model = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
@@ -96,13 +99,14 @@ def load(folder: Path, dtype):
             f"transformers {version()} cannot read {folder}: {error}",
             "--alone checks it without transformers",
         ) from error
-    # Plain greedy.
+    # greedy, without the checkpoint's sampling settings and end tokens
     model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
     return model.requires_grad_(False).eval(), tokenizer
 
 
-def _tell_attn_factor(config, folder: Path):
-    """YaRN's attn_factor, which transformers ignores, as the attention_factor that it comes to here."""
+def _set_attn_factor(config, folder: Path):
+    """transformers ignores YaRN's attn_factor, so set the attention_factor that nanokv derives from
+    it."""
     rope = config.rope_parameters
     yarn = Config.from_folder(folder).yarn
     if yarn is not None and rope.pop("attn_factor", None) is not None:
@@ -111,7 +115,7 @@ def _tell_attn_factor(config, folder: Path):
 
 @torch.inference_mode()
 def _rope(model, positions):
-    """cos and sin (2,P,D); the buffers are fp32 whatever the weights are, so the model's dtype does not matter."""
+    """cos and sin (2,P,D). The rotary buffers are fp32, whatever the dtype of the weights."""
     rotary = model.model.rotary_emb
     device = rotary.inv_freq.device
     cos, sin = rotary(torch.zeros(1, device=device), positions[None].to(device))
@@ -130,5 +134,5 @@ def _render(tokenizer, conversation: dict) -> str:
     messages = options.pop("messages")
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    except Exception as error:  # jinja2's errors, and whatever a template's own code provokes
+    except Exception as error:  # jinja2's errors, and any that code in the template causes
         return f"refused: {error}"
