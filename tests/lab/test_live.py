@@ -84,7 +84,7 @@ def test_the_weights_in_the_page_are_rounded_nowhere(page, loaded):
 
 def test_a_page_that_nobody_would_wait_for_is_refused(monkeypatch):
     monkeypatch.setattr(pages, "LARGEST", 8_000_000)
-    with pytest.raises(NanoKVError, match=r"8,\d\d\d,\d\d\d bytes, at most 8,000,000"):
+    with pytest.raises(NanoKVError, match=r"8,\d\d\d,\d\d\d bytes, and the limit is 8,000,000"):
         live.build()
 
 
