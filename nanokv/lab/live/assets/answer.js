@@ -1,6 +1,5 @@
 "use strict";
-// Greedy answers. A lane is one way to compute them: tokens, a cache, and what all of it has cost
-// so far.
+// Greedy answers. A lane is one way to compute them: its tokens, its cache, and the cost so far.
 
 class Lane {
   constructor(model, cache, how = RIGHT) {
@@ -23,7 +22,7 @@ class Lane {
   }
 
   go(most = Infinity) {
-    // compute at most so many rows → the logits, or null while tokens wait
+    // compute at most this many rows → the logits, or null while more tokens are left to compute
     const part = this.waiting.splice(0, most);
     const before = work.multiplyAdds;
     const began = performance.now();
@@ -36,14 +35,14 @@ class Lane {
   }
 
   keep(n) {
-    // forget the tokens from n on
+    // remove the tokens from n on
     this.cache.truncate(n);
     this.ids.length = n;
   }
 }
 
 class ForgetfulLane extends Lane {
-  // without a cache: what was computed is thrown away after every token
+  // without a cache: keys and values are dropped after every token
   begin(ids) {
     super.begin(ids);
     this.cache = makeCache("dict", this.model);
@@ -56,14 +55,14 @@ class ForgetfulLane extends Lane {
 }
 
 function common(a, b) {
-  // how many ids two lists begin with
+  // length of the common prefix of two lists of ids
   let n = 0;
   while (n < a.length && n < b.length && a[n] === b[n]) n++;
   return n;
 }
 
 function ask(lane, ids) {
-  // a prompt; what the lane has read of it already is not read again
+  // a prompt; the part that the lane has read before is not read again
   const kept = Math.min(common(lane.ids, ids), lane.cache.length, ids.length - 1);
   if (kept < lane.ids.length) lane.keep(kept);
   lane.begin(ids.slice(kept));

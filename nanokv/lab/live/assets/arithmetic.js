@@ -1,6 +1,6 @@
 "use strict";
-// What the model computes with. A tensor (T,N) is a Float32Array of T rows of N numbers; sums are
-// taken in float64.
+// The model's arithmetic. A tensor (T,N) is a Float32Array of T rows of N numbers; sums are
+// computed in float64.
 
 const work = { multiplyAdds: 0 }; // of all products so far: counted where they are computed
 
@@ -17,7 +17,7 @@ function linear(x, weight, width) {
 }
 
 function oneRow(x, weight, y, t, width, N) {
-  // four rows of the weight at a time: x is read once for them
+  // four rows of the weight at a time, which share one read of x
   const from = t * width;
   for (let n = 0; n < N; n += 4) {
     // every width of the model is a multiple of 4
@@ -45,7 +45,7 @@ function oneRow(x, weight, y, t, width, N) {
 }
 
 function fourRows(x, weight, y, t, width, N) {
-  // a weight that is read once serves four tokens: a prefill is cheap
+  // four tokens share one read of a weight, which makes a prefill cheap per token
   const i0 = t * width;
   const i1 = i0 + width;
   const i2 = i1 + width;
@@ -93,7 +93,7 @@ function fourRows(x, weight, y, t, width, N) {
 }
 
 function rmsNorm(x, weight, eps) {
-  // every run of weight.length numbers to unit root mean square
+  // scale every weight.length numbers to unit root mean square
   const N = weight.length;
   const y = new Float32Array(x.length);
   for (let from = 0; from < x.length; from += N) {
@@ -119,7 +119,7 @@ function silu(gate, up) {
 }
 
 function rotated(x, position, D, theta) {
-  // heads of D numbers, turned in place: i together with i + D/2
+  // rotate heads of D numbers in place: dimension i with i + D/2
   const half = D / 2;
   for (let i = 0; i < half; i++) {
     const angle = Math.fround(

@@ -1,7 +1,7 @@
 "use strict";
 // Attention over cached keys and values: softmax(q kᵀ / √D) v. An attention function is attend(q,
-// layer, shape): q (T,H·D) asks what `layer`, a layer's cache, holds; layer.seen(t) are the keys
-// and values that query t may see.
+// layer, shape): q (T,H·D) attends to `layer`, a layer's cache; layer.seen(t) are the keys and
+// values that query t may see.
 
 function attend(q, layer, shape) {
   const y = new Float32Array(q.length);
@@ -16,7 +16,7 @@ function attend(q, layer, shape) {
 }
 
 function scores(q, t, h, keys, count, { heads, kvHeads, headDim: D, queryWidth, keyWidth }) {
-  // q · k / √D, each key
+  // q · k / √D for each key
   const found = new Float64Array(count);
   const from = t * queryWidth + h * D;
   const scale = 1 / Math.sqrt(D);
@@ -39,7 +39,7 @@ function softmax(found) {
   return found;
 }
 
-// how much of each value query t takes in head h
+// the weights of query t in head h
 const weights = (...asked) => softmax(scores(...asked));
 
 function mix(y, taken, values, t, h, { heads, kvHeads, headDim: D, queryWidth, keyWidth }) {
@@ -52,9 +52,9 @@ function mix(y, taken, values, t, h, { heads, kvHeads, headDim: D, queryWidth, k
   work.multiplyAdds += taken.length * D;
 }
 
-// A bug, for an experiment: the mask is multiplied with the scores. A hidden score becomes 0, and
-// e⁰ is 1: a later token is seen like any other. A single query hides nothing, so only prompts are
-// read wrong.
+// A bug, for an experiment: the scores are multiplied by the mask. A hidden score becomes 0 and
+// e⁰ is 1, so later tokens stay visible. A single query has nothing to hide, so only prompts are
+// computed wrong.
 function attendMultiplied(q, layer, shape) {
   const y = new Float32Array(q.length);
   const T = q.length / shape.queryWidth;

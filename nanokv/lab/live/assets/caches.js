@@ -1,11 +1,11 @@
 "use strict";
 // The caches. A layer's cache keeps a key and a value (Hk·D numbers each) per token:
-//   append(k, v)  T rows more, keys already rotated
+//   append(k, v)  adds T rows, keys already rotated
 //   seen(t)       {keys, values, count}: what query t of those T may see, oldest first
-//   truncate(n)   forget positions ≥ n
+//   truncate(n)   removes positions ≥ n
 //   length        tokens so far, the next call's only legal startPos
-// A cache is one of these per layer. Each kind does what the cache of the same name in nanokv/cache
-// does.
+// A cache has one of these per layer. Each kind behaves like the cache of the same name in
+// nanokv/cache.
 
 class Cache {
   constructor(layers) {
@@ -23,7 +23,7 @@ class Cache {
 }
 
 class GrowingLayer {
-  // rows in the order of their positions; room for twice as many whenever it is full
+  // rows in the order of their positions; the capacity doubles whenever it is full
   constructor(width) {
     this.width = width;
     this.length = 0;
@@ -70,8 +70,8 @@ function joined(...parts) {
   return all;
 }
 
-// The last `window` positions, and the first `sinks`, which move: they are seen right before the
-// window.
+// The last `window` positions and the first `sinks`, whose positions move: attention sees them
+// right before the window.
 class SlidingLayer {
   constructor(width, window, sinks, turn) {
     Object.assign(this, { width, window, sinks, turn, length: 0, new: 0, dropped: 0 });
@@ -114,7 +114,7 @@ class SlidingLayer {
   }
 
   truncate(n) {
-    // what has left the window cannot come back
+    // positions that have left the window cannot be restored
     if (n && n < this.length && this.dropped)
       throw new Error(`${this.dropped} tokens have left the window`);
     if (n >= this.length) return;
@@ -155,7 +155,7 @@ class QuantizedLayer {
   }
 
   flush(blocks) {
-    // the oldest so many groups of exact tokens, once and never again
+    // quantize the oldest groups of exact tokens; each is quantized only once
     const end = blocks * this.group * this.width;
     const k = this.exactKeys.slice(0, end);
     const v = this.exactValues.slice(0, end);
@@ -234,7 +234,7 @@ function toHalf(x) {
   return toEven(x / step) * step;
 }
 
-// Pages of `page` tokens, taken from a pool one by one. A table says in which page a token lies.
+// Pages of `page` tokens, taken from a pool one by one. The table maps tokens to pages.
 class PagePool {
   constructor(page, width, layers) {
     Object.assign(this, { page, width, layers, taken: 0 });
@@ -288,8 +288,8 @@ class PagedLayer {
   } // empty places too
 }
 
-// A bug, for an experiment: a new chat begins at position 0, and the rows of the chat before it are
-// still seen.
+// A bug, for an experiment: a new chat begins at position 0, but the rows of the previous chat are
+// still visible.
 class NotClearedLayer extends GrowingLayer {
   constructor(width, before) {
     super(width);

@@ -1,7 +1,7 @@
 "use strict";
-// One thing is changed and the same conversation is held again. `way` says how the changed side
-// computes; the right side is a plain cache. The package has the same: faults of nanokv.faults,
-// caches of nanokv.make_cache.
+// An experiment changes one thing and repeats the same conversation. `way` names how the changed
+// side computes; the right side uses a plain cache. The package has the same ways: the faults of
+// nanokv.faults and the caches of nanokv.make_cache.
 
 const POSITIONS = {
   // start_pos_off_by_one
@@ -13,7 +13,7 @@ const MULTIPLIED = { ...RIGHT, attend: attendMultiplied };
 const plain = (model, kind = "dict", how = RIGHT) => new Lane(model, makeCache(kind, model), how);
 
 const WAYS = {
-  // name → a lane that computes so; `before` is the lane of the chat before
+  // name → a lane that computes this way; `before` is the lane of the previous chat
   right: (model) => plain(model),
   off: (model) => new ForgetfulLane(model, makeCache("dict", model)),
   oneTooFar: (model) => plain(model, "dict", POSITIONS.oneTooFar),

@@ -1,6 +1,6 @@
 "use strict";
-// What attention did: the query of every token in every layer. Keys and values need no copy: they
-// lie in the cache and stay what they were, so each earlier look can be computed again from them.
+// A record of attention: the query of every token in every layer. Keys and values need no copy,
+// because they stay unchanged in the cache, so earlier weights can be computed again from them.
 
 class Looks {
   constructor(model) {
@@ -24,7 +24,7 @@ class Looks {
   }
 
   at(position, layer, head, cache) {
-    // of the token at this position: its query, the keys that it meets, and the mix
+    // for the token at this position: its query, the visible keys, and the weighted sum of values
     const { shape } = this.model;
     const { headDim: D, heads, kvHeads, keyWidth } = shape;
     const q = this.queries[layer][position];

@@ -1,7 +1,7 @@
 "use strict";
 // The decoder-only transformer of nanokv/model.py, for one sequence. T tokens in a call · C hidden
-// size · H query heads · Hk KV heads · D head dim · V vocabulary. No cache and no attention
-// function live here: both come in from outside.
+// size · H query heads · Hk KV heads · D head dim · V vocabulary. The cache and the attention
+// function are arguments.
 
 class Model {
   constructor(config, tensors) {
@@ -73,11 +73,11 @@ class Model {
   }
 
   logits(hidden) {
-    // of the last row: the only one that says what comes next
+    // logits of the last row only, which predicts the next token
     const C = this.config.hidden_size;
     return linear(hidden.subarray(hidden.length - C), this.embedding, C);
   }
 }
 
-// How attention and positions are computed; experiments put something else in their place.
+// How attention and positions are computed; experiments replace these.
 const RIGHT = { attend, position: (start, t) => start + t };

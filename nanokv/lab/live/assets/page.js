@@ -1,5 +1,5 @@
 "use strict";
-// The page: a sentence goes in, and frame by frame the answer, its cache and its cost come out.
+// The page: the user enters a sentence; the answer, its cache and its cost appear frame by frame.
 
 const LONGEST = 400;
 const ANSWER = 120; // tokens of a conversation, and of an answer
@@ -24,7 +24,7 @@ const times = {
 const stage = new Stage($("stage"), DATA.config.head_dim);
 const triangles = new Triangles($("triangles"));
 const chat = {
-  // what is shown
+  // the state that is shown
   messages: [],
   looks: new Looks(model),
   lane: null,
@@ -62,7 +62,7 @@ function newChat() {
 // --- an answer -----------------------------------------------------------------------------------
 
 function say(sentence) {
-  // a turn: prefill what is new of the conversation, then the loop of frames goes on
+  // a turn: prefill the new part of the conversation, then continue in the loop of frames
   const messages = [
     ...chat.messages,
     { role: "user", content: sentence.toWellFormed?.() ?? sentence },
@@ -75,7 +75,7 @@ function say(sentence) {
   chat.todo = [];
   chat.running = true;
   chat.playing = true;
-  // an answer that was cut short may be cut into other tokens
+  // the tokens of a stopped answer may differ when its text is encoded again
   const kept = common(chat.lane.ids, ids);
   chat.looks.keep(kept);
   stage.keep(kept);
@@ -95,7 +95,7 @@ function refuse(tokens) {
 }
 
 function take(fresh) {
-  // what waits in the lane is computed, and the next token chosen
+  // compute the lane's waiting tokens, and choose the next token
   const logits = chat.lane.go();
   const length = chat.lane.ids.length;
   chat.next = largest(logits);
@@ -126,7 +126,7 @@ function finish() {
 }
 
 function clearest() {
-  // the token of the answer that knew best where to look, at a word if one did: the last picture
+  // for the last picture: the token of the answer with the highest weight, on a word if there is one
   const first = chat.lane.ids.length - chat.words.length;
   const heads = [$("layer"), $("head")].map(({ value }) => Number(value));
   const sure = chat.words.map((_, n) => {
@@ -172,7 +172,7 @@ function frame(now) {
   requestAnimationFrame(frame);
 }
 
-// --- what is seen --------------------------------------------------------------------------------
+// --- output --------------------------------------------------------------------------------------
 
 const movement = () => (still.matches ? 0 : Math.min(900, Number($("pace").value)));
 
@@ -186,7 +186,7 @@ function shown(id) {
 }
 
 function labels(ids) {
-  // those of the template in a softer colour: nobody typed them
+  // tokens of the template, which the user did not type, in a softer colour
   let inside = false;
   return ids.map((id, i) => {
     const piece = tokenizer.piece(id);
@@ -296,7 +296,7 @@ const put = (element, text) => {
 };
 
 function grid(head, rows) {
-  // the inside of a table; the first cell of each row is its head
+  // the content of a table; the first cell of each row is its header
   const cells = (row) =>
     row.map((text, i) => make(i ? "td" : "th", i ? {} : { scope: "row" }, String(text)));
   return [
@@ -310,7 +310,7 @@ function grid(head, rows) {
 }
 
 function table(now) {
-  // what the picture shows, as numbers
+  // the numbers in the picture
   const rows = chat.lane.ids
     .slice(0, now.count)
     .map((id, s) => [s, name(id), figures(now.scores[s]), figures(now.weights[s])]);
@@ -340,17 +340,17 @@ function preview() {
 }
 
 function warmUp() {
-  // browsers compile a loop once they have seen it run
+  // run the loops once, so that the browser compiles them
   const lane = plain(model);
   lane.begin(tokenizer.encode($("sentence").value).slice(0, 8));
   for (let n = 0; n < 3; n++) lane.begin([largest(lane.go())]);
   times.warm = performance.now();
 }
 
-// --- what is pressed -----------------------------------------------------------------------------
+// --- input ---------------------------------------------------------------------------------------
 
 function go(by) {
-  // a token back or on; behind the newest, the next one is computed
+  // go one token back or forward; after the newest token, compute the next one
   if (chat.position < 0) return;
   const last = chat.lane.ids.length - 1;
   pause(true);
@@ -441,7 +441,7 @@ const recolour = () => {
 };
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", recolour);
 addEventListener("message", ({ source, data }) => {
-  // the page around this frame tells the theme that its reader chose
+  // the page around this frame sends the theme that its reader chose
   if (source !== parent || !["dark", "light"].includes(data?.theme)) return;
   wear(data.theme);
   recolour();

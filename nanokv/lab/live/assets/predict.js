@@ -1,6 +1,6 @@
 "use strict";
-// The experiments: a prediction first, then both answers side by side. What is said about them is
-// read off the two runs.
+// The experiments: a prediction first, then both answers side by side. The explanations are derived
+// from the two runs.
 
 const OUTCOMES = [
   "nothing: the same words from the same numbers",
@@ -16,8 +16,7 @@ const ONE = ["My name is Zorbla. What is my name?"];
 const TOLD = 2; // of OUTCOMES: the reader sees it in the words
 const moved = (gap) => `The logits moved by up to ${figures(gap, 3)}.`;
 
-// why(right, wrong, gap, found): what the two runs show. Their conversation may be the reader's
-// own.
+// why(right, wrong, gap, found): explains the two runs. The conversation may be the user's.
 const EXPERIMENTS = [
   {
     title: "no cache",
@@ -160,7 +159,7 @@ function outcome(right, wrong, gap) {
 }
 
 function transcript(host, turns, answers, others) {
-  // words that the other side has not are marked
+  // mark the words that the other side does not have
   host.replaceChildren(
     ...turns.flatMap((turn, n) => {
       const theirs = new Set(others[n].text.split(" "));
@@ -173,7 +172,7 @@ function transcript(host, turns, answers, others) {
 }
 
 function problem(turns) {
-  // why this conversation cannot be held, or ""
+  // why this conversation cannot be run, or ""
   const tokens = tokenizer.encode(turns.join("\n")).length;
   if (!turns.length) return "Say something first.";
   return tokens > LONGEST / 2 ? `Too long: ${tokens} tokens, at most ${LONGEST / 2}.` : "";

@@ -1,14 +1,13 @@
 "use strict";
-// The picture of one step: q meets the cached keys → weights → the values are mixed. A column per
-// token, which is painted when the token comes and then only shown. All of it is drawn from the
-// numbers of the step.
+// The picture of one step: q · cached keys → weights → weighted sum of the values. Each token is a
+// column, which is painted once and then reused. Everything is drawn from the step's numbers.
 
 const GUTTER = 46;
 const ARCS = 40;
 const WIDEST = 22;
 const NARROW = 8.5; // pixels of a column, below which not every name has room
 const NAMED = 8; // and how many have then
-// columns there is room for
+// columns that fit
 const ROOM = [32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 448, 512];
 
 const inks = new Map(); // asked once per theme: a style is slow to read
@@ -187,7 +186,7 @@ class Stage {
     }
     c.fillStyle = ink("--card");
     for (let s = 0; s < all; s++) {
-      // what gets little weight fades while values are mixed; what came later is not seen
+      // columns with little weight fade while values are summed; later columns are hidden
       const later = s >= look.count;
       c.globalAlpha = later ? 0.8 : 0.72 * mixed * (1 - Math.min(1, 3 * look.weights[s]));
       c.fillRect(at.x(s), at.values, at.w, at.strip);
@@ -210,7 +209,7 @@ class Stage {
   }
 
   arcs(at, look, met, mixed) {
-    // q to the keys, values to the mix: as thick as the weight
+    // lines from q to the keys and from the values to the sum, as thick as the weight
     const c = this.context;
     const from = at.left - 19;
     const to = at.right + 17;
@@ -292,7 +291,7 @@ class Stage {
   }
 
   names(at, look, tokens) {
-    // every token; where they are too narrow, the newest and those that the query takes most from
+    // name every token; if columns are too narrow, the newest and those with the highest weight
     const lit = look ? [look.count - 1, ...strongest(look.weights)] : [];
     const names = at.w < NARROW ? apart(lit, NARROW / at.w) : [...tokens.keys()];
     for (const s of names) {
@@ -313,7 +312,7 @@ class Stage {
   }
 
   pillar(x, y, height, numbers, scale, hue) {
-    // q or the mix: one column that stands alone
+    // q or the weighted sum: a single column
     const c = this.context;
     const alone = (this.alone ??= document.createElement("canvas"));
     const image = cells(
@@ -343,13 +342,13 @@ class Stage {
 const percent = (weight) => `${(100 * weight).toFixed(weight < 0.1 ? 1 : 0)} %`;
 
 function strongest(weights) {
-  // the columns that get most, most first
+  // the columns with the highest weights, in descending order
   const order = [...weights.keys()].sort((a, b) => weights[b] - weights[a]);
   return order.slice(0, NAMED).filter((s) => weights[s] > 0.03);
 }
 
 function apart(columns, least) {
-  // those that leave room for the names before them
+  // the columns whose names do not overlap with those before them
   const chosen = [];
   for (const s of columns) if (chosen.every((t) => Math.abs(s - t) >= least)) chosen.push(s);
   return chosen;

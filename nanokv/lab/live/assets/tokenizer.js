@@ -1,6 +1,6 @@
 "use strict";
 // Text ↔ token ids: byte-level BPE from tokenizer.json, and the bundled model's chat template.
-// Equal to nanokv.text.tokenizer on every text, see tests/lab/test_live.py.
+// Gives the same ids as nanokv.text.tokenizer; tests/lab/test_live.py compares them.
 
 // Qwen2's pattern. JavaScript has no (?i:…) everywhere, so both cases are written; ſ is an s to
 // Unicode's folding.
@@ -54,7 +54,7 @@ class Tokenizer {
   }
 
   merge(parts) {
-    // the pair that was learned first is joined first, until no learned pair is left
+    // join the pair that was learned first, until no learned pair is left
     for (;;) {
       let best = Infinity;
       let at = -1;
@@ -84,7 +84,7 @@ class Tokenizer {
   }
 
   piece(id) {
-    // one token, as a reader can see it; bytes that are no whole character as \xe2
+    // one token as visible text; incomplete characters as bytes, like \xe2
     const bytes = this.bytes(id);
     try {
       return new TextDecoder("utf-8", { fatal: true, ignoreBOM: true }).decode(bytes);

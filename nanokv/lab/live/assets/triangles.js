@@ -1,7 +1,7 @@
 "use strict";
-// What each step computes: a row per step, a cell per token. With the cache a step fills the cells
-// of its new tokens and reads the others. Without, it fills all of them, one after the other, as
-// they are really computed.
+// The work of each step: one row per step, one cell per token. With the cache, a step fills the
+// cells of its new tokens and reads the others. Without it, a step fills all cells, in the order in
+// which they are really computed.
 
 class Triangles {
   constructor(canvas) {
@@ -13,8 +13,8 @@ class Triangles {
     Stage.prototype.fit.call(this);
   }
 
-  // steps: [{tokens, fresh, again}]: tokens so far, new ones of this step, and cells that the other
-  // side has done of it
+  // steps: [{tokens, fresh, again}]: tokens so far, new tokens of this step, and cells that the
+  // side without a cache has computed
   draw(steps) {
     const c = this.context;
     const half = (this.width - 16) / 2;

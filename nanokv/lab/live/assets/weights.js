@@ -1,7 +1,7 @@
 "use strict";
-// model.safetensors as it lies in the package, in base64 → {name: Float32Array}. The file begins
-// with the length of its JSON header (8 bytes), the header says where each tensor lies. bf16 is the
-// upper half of a float32, so nothing is rounded here.
+// The package's model.safetensors in base64 → {name: Float32Array}. The file begins with the length
+// of its JSON header (8 bytes); the header has the place of each tensor. bf16 is the upper half of a
+// float32, so nothing is rounded here.
 
 function fromBase64(text) {
   if (Uint8Array.fromBase64) return Uint8Array.fromBase64(text);
@@ -32,7 +32,7 @@ function readSafetensors(bytes) {
 }
 
 function widened(bytes) {
-  // bf16 → float32: 16 zero bits more
+  // bf16 → float32: append 16 zero bits
   const halves = new Uint16Array(bytes.buffer);
   const values = new Float32Array(halves.length);
   const bits = new Uint32Array(values.buffer);

@@ -1,4 +1,4 @@
-// The tab "Attention": who looks where, and the keys with most weight.
+// The tab "Attention": the attention weights as a map, and the keys with the highest weight.
 
 const attentionPanel = {
   name: "Attention",
@@ -38,7 +38,7 @@ const attentionPanel = {
   },
 };
 
-// A row for each token: as low as its name can be read, so that the whole map stands below its controls.
+// One row per token, just high enough to read its name, so that the whole map fits below its controls.
 const lowRow = (cell) => Math.min(cell, 14, Math.max(10, Math.floor(360 / now().fed)));
 const chosenQuery = () => Math.max(0, Math.min(view.query ?? newest(), newest()));
 

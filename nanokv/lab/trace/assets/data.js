@@ -1,4 +1,4 @@
-// The recording: base64 → numbers, and questions like "which row does position 7 hold after step 3?".
+// The recording: base64 → numbers, and lookups such as the row at position 7 after step 3.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const MODEL = DATA.model;
@@ -56,7 +56,7 @@ class Recording {
 
   length(step, layer) { return this.cache[layer][step].length; }
 
-  // Rows end with the newest token. Without a fault row i is token i; rows that a fault left behind stand before them.
+  // The last row is the newest token. Without a fault, row i is token i; rows left by a fault come before token 0.
   token(step, layer, row) { return row - (this.length(step, layer) - this.before[step + 1]); }
 
   get widest() { return Math.max(...this.cache.flatMap((steps) => steps.map((rows) => rows.length))); }

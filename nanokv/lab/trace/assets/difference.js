@@ -1,4 +1,4 @@
-// The tab "Right − wrong" of a page with a fault: the first place that differs, the next, and how it differs.
+// The tab "Right − wrong" of a page with a fault: the positions that differ, one after the other, and how they differ.
 
 const KINDS = ["key", "value", "attention"]; // attention: the weights of the position's query
 const PLACES = (DATA.fault?.places ?? []).map(([step, layer, position, ...amounts]) => ({

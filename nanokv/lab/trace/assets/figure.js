@@ -1,4 +1,4 @@
-// What every picture is made of: elements, colours of the theme, and a figure with its numbers as a table.
+// Parts of every picture: elements, the theme's colours, and a figure with its numbers as a table.
 
 function make(tag, properties = {}, ...children) {
   const element = document.createElement(tag);

@@ -1,4 +1,4 @@
-// The tab "Logits": the ten highest of a step.
+// The tab "Logits": the ten highest logits of a step.
 
 const logitPanel = {
   name: "Logits",

@@ -1,4 +1,4 @@
-// The frame: header, run and step, time line, tabs, and what the file holds.
+// The frame of the page: header, choice of run and step, time line, tabs, and facts about the file.
 
 const $ = (id) => document.getElementById(id);
 const slider = $("step");

@@ -1,4 +1,4 @@
-// Pictures: a heat map that the keyboard can walk, a line chart, bars.
+// Pictures: a heat map with keyboard navigation, a line chart, bars.
 
 // --- heat map -------------------------------------------------------------------------------------------------------
 

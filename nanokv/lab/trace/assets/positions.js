@@ -1,4 +1,4 @@
-// The tab "Positions": the angles by which queries and keys were turned.
+// The tab "Positions": the angles by which queries and keys were rotated.
 
 const PAIRS = MODEL.headDim / 2;
 const chosenPosition = () => Math.min(view.position ?? newest(), newest());

@@ -1,5 +1,5 @@
 "use strict";
-// Texts: numbers with units, and tokens as a reader can see them.
+// Texts: numbers with units, and tokens with every character visible.
 
 const count = (n) => n.toLocaleString("en-US");
 const plural = (n, noun) => `${count(n)} ${noun}${n === 1 ? "" : "s"}`;

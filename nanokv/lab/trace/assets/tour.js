@@ -1,4 +1,4 @@
-// The tour: eight stops that say what is on the page, in this recording's own figures. Offered, never forced.
+// The tour: eight steps that explain the page with this recording's figures. It is offered and does not start by itself.
 
 const SEEN_KEY = "nanokv-trace-tour";
 const run0 = RUNS[0], lastStep = run0.steps.length - 1;
@@ -212,7 +212,7 @@ const tour = {
     $("tour-start").focus();
   },
   remember() { // a file without storage, or one that is not allowed to keep anything, offers the tour again
-    try { localStorage.setItem(SEEN_KEY, "seen"); } catch { /* nothing is kept */ }
+    try { localStorage.setItem(SEEN_KEY, "seen"); } catch { /* storage is blocked */ }
     this.offer(true);
   },
   seen() {

@@ -1,5 +1,5 @@
-// What all tabs share: `view` is what is chosen. A tab is an object with build(host), called once, and refresh(), called
-// after every step or choice.
+// State that all tabs share: `view` has the current choices. A tab is an object with build(host), called once, and
+// refresh(), called after every step or choice.
 
 const RUNS = DATA.runs.map((run) => new Recording(run));
 const view = { run: 0, step: 0, layer: 0, head: 0, kvHead: -1, own: false, query: null, row: null, position: null, pair: 0 };
