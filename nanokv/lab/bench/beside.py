@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import torch
 
@@ -23,7 +24,7 @@ READ = 0.5  # seconds of a reading, at least
 class Beside:
     """Tokens per second of each round, one list per situation."""
 
-    def __init__(self, runner: Ours, context: int, steps: int):
+    def __init__(self, runner: Ours, context: int, steps: int) -> None:
         self.runner = runner
         self.context = context
         self.steps = steps
@@ -72,7 +73,7 @@ class Beside:
 
 
 @contextlib.contextmanager
-def busy_core():
+def busy_core() -> Iterator[None]:
     """A child process that keeps one core busy while the block runs."""
     command = [sys.executable, "-S", "-c", "while True: pass"]
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
@@ -84,7 +85,7 @@ def busy_core():
 
 
 @contextlib.contextmanager
-def one_thread():
+def one_thread() -> Iterator[None]:
     """Limit torch, and the kernels that run in torch's threads, to one thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)

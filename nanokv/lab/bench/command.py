@@ -15,12 +15,14 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from nanokv.lab.bench.remote import LEAST, PeerError, environment
+from nanokv.lab.bench.rotation import Row
 from nanokv.lab.bench.runners import Ours, Runner
 from nanokv.text.tokenizer import Tokenizer
 
@@ -40,7 +42,7 @@ WORDS = (
 class Command(Runner):
     """One `nanokv generate` command line; the prompt goes to stdin."""
 
-    def __init__(self, ours: Ours, folder: Path, flags: list[str]):
+    def __init__(self, ours: Ours, folder: Path, flags: list[str]) -> None:
         super().__init__(
             "nanokv generate", ours.weights, ours.cache, 1, ours.weight_bytes, ours.kv_bytes
         )
@@ -96,6 +98,7 @@ class Command(Runner):
                 env=environment(),
             ) as child,
         ):
+            assert child.stdin is not None and child.stdout is not None  # both are pipes
             guard = threading.Timer(max(LEAST, self.patience), child.kill)
             guard.start()
             try:
@@ -159,7 +162,7 @@ def stand_in(vocab_size: int) -> Tokenizer:
     return Tokenizer(backend, rows=vocab_size)
 
 
-def comparison(rows) -> list[dict]:
+def comparison(rows: Sequence[Row]) -> list[dict]:
     """One row per Command: load time, time to the first token, and its speeds divided by the speeds
     that the bench measured in its own process."""
     own = {
@@ -168,16 +171,18 @@ def comparison(rows) -> list[dict]:
         if isinstance(row.runner, Ours) and row.runner.batch == 1
     }
     found = []
-    for row in (row for row in rows if isinstance(row.runner, Command)):
-        key = row.runner.weights, row.runner.cache, row.context
-        if key not in own:  # Ctrl-C came before the bench measured this row itself
+    for row in rows:
+        command = row.runner
+        key = command.weights, command.cache, row.context
+        # A missing key: Ctrl-C came before the bench measured this row itself.
+        if not isinstance(command, Command) or key not in own:
             continue
         theirs = row.figures()
         ours = own[key].figures()
         speeds = {name: theirs[name] for name in ("prefill_tok_s", "decode_tok_s")}
         found.append(
             {"weights": theirs["weights"], "cache": theirs["cache"], "context": row.context}
-            | row.runner.waited(row.context)
+            | command.waited(row.context)
             | speeds
             | {f"bench_{name}": ours[name] for name in speeds}
             | {

@@ -4,8 +4,11 @@ from pathlib import Path
 
 import gguf
 import torch
+from torch import Tensor
 
+from nanokv.config import Config
 from nanokv.errors import NanoKVError
+from nanokv.model import Transformer
 from weights_loader.gguf_model import ENDS, FAMILY_OF, KEYS, NAMES
 
 ARCHITECTURES = {family: name for name, family in FAMILY_OF.items()}
@@ -14,7 +17,7 @@ THEIR_ENDS = {ours.removeprefix("model."): theirs for theirs, ours in ENDS.items
 QUANTIZED = {"q8_0": "LLAMA_FTYPE_MOSTLY_Q8_0", "q4_0": "LLAMA_FTYPE_MOSTLY_Q4_0"}
 
 
-def write(model, path) -> Path:
+def write(model: Transformer, path: str | Path) -> Path:
     """Write matrices in bf16 and vectors in fp32 to `path`; returns it. NanoKVError if the model
     has experts or an extended context (YaRN, Llama 3 scaling)."""
     config = model.config
@@ -50,7 +53,7 @@ def write(model, path) -> Path:
     return Path(path)
 
 
-def permuted(name: str, tensor, config):
+def permuted(name: str, tensor: Tensor, config: Config) -> Tensor:
     """Reorder the rows of Llama's q and k. Hugging Face rotates dimension i of a head with
     dimension i + D/2, llama.cpp rotates neighbours."""
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(
@@ -72,7 +75,7 @@ def their_name(name: str) -> str:
 
 def quantize(path: Path, kind: str) -> Path:
     """The same file as q8_0 or q4_0, made by llama.cpp's quantizer."""
-    import llama_cpp
+    import llama_cpp  # type: ignore[import-not-found]  # optional
 
     target = path.with_suffix(f".{kind}.gguf")
     params = llama_cpp.llama_model_quantize_default_params()

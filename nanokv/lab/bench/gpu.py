@@ -31,7 +31,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -39,15 +39,24 @@ from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from nanokv import costs
-from nanokv.attention import causal_attention, causal_mask, decode_attention, prefill_attention
-from nanokv.cache import CACHES, make_cache
+from nanokv.attention import (
+    Attend,
+    causal_attention,
+    causal_mask,
+    decode_attention,
+    prefill_attention,
+)
+from nanokv.cache import CACHES, KVCache, make_cache
 from nanokv.cache.paged_batch import PagedBatch
+from nanokv.checkpoint import Model
 from nanokv.decoding.counter import draw_rows
 from nanokv.decoding.draw import drawing
 from nanokv.decoding.generation import generate
@@ -75,6 +84,7 @@ from nanokv.lab.bench.gpu_steps import (
 from nanokv.lab.bench.machine import Bandwidth, gemm_peak, now, timed
 from nanokv.lab.bench.runners import Ours
 from nanokv.loading import load, random_model
+from nanokv.model import Transformer
 
 EXACT = 1e-4  # largest gap that passes in fp32, relative to the largest value
 ROUNDED = 2e-2  # largest gap that passes in bf16, relative to the largest value
@@ -90,17 +100,17 @@ class OutOfTime(BaseException):
 class Bench:
     """The plan, the models and the bandwidth that all parts share."""
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.dtype = torch.bfloat16
         self.bandwidth = Bandwidth(plan.device)
 
     @functools.cached_property
-    def model(self):
+    def model(self) -> Transformer:
         return random_model(self.plan.config, self.dtype, self.plan.device)
 
     @functools.cached_property
-    def fast(self):
+    def fast(self) -> Transformer:
         """The model by optimize(); NanoKVError if optimize() has no kernels for this machine."""
         return optimize(self.model)
 
@@ -131,7 +141,7 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv=None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Run all parts, write both files, print the tables."""
     parser = arguments()
     args = parser.parse_args(argv)
@@ -212,7 +222,7 @@ def finished(report: dict, bench: Bench) -> dict:
 
 
 @contextmanager
-def at_most(seconds: int):
+def at_most(seconds: int) -> Iterator[None]:
     """Raise OutOfTime inside the block after `seconds`. If a call into C blocks for 30 s more, the
     process exits with code 3. Without SIGALRM (Windows, other threads) there is no limit."""
 
@@ -243,7 +253,7 @@ def at_most(seconds: int):
 
 def machine(device: str) -> dict:
     """System, processor and GPU that the figures belong to."""
-    facts = {"system": platform.platform(), "processor": platform.machine()}
+    facts: dict = {"system": platform.platform(), "processor": platform.machine()}
     if device == "cuda":
         gpu = torch.cuda.get_device_properties(0)
         facts |= {
@@ -298,10 +308,11 @@ def equality(bench: Bench) -> Iterator[dict]:
     yield {"check": "draw", "gap": draws(bench.plan.device), "most": EXACT}
 
 
-def together(model, rows: int, device: str):
+def together(model: Model, rows: int, device: str) -> Tensor:
     """Three decode steps of `rows` rows of 3 to 13 tokens over one pool → all logits (3·rows,V)."""
     ids = random_ids(TINY, rows, 20, device)
-    pool = make_cache("paged", TINY, page=4).pool
+    first: Any = make_cache("paged", TINY, page=4)
+    pool = first.pool
     caches = [make_cache("paged", TINY, pool=pool) for _ in range(rows)]
     for b, cache in enumerate(caches):
         prefill(model, ids[b : b + 1, : 3 + 5 * b % 11], cache)
@@ -325,7 +336,7 @@ def draws(device: str) -> float:
     return gap(ours, theirs)
 
 
-def walk(model, kind: str, device: str):
+def walk(model: Model, kind: str, device: str) -> Tensor:
     """A prompt in two chunks, three steps, a draft that is truncated, one more step → logits
     (n,V)."""
     ids = random_ids(TINY, 1, 40, device)
@@ -350,9 +361,8 @@ def compiled_equality(bench: "Bench") -> Iterator[dict]:
     worst = 0.0
     for turn in range(8):
         for i, (mine, plain) in enumerate(pairs):
-            path, T = decode, 1
-            if turn == 0:
-                path, T = prefill, 5 + 6 * i
+            T = 5 + 6 * i if turn == 0 else 1
+            path = prefill if turn == 0 else decode
             part = ids[:, turn + i : turn + i + T]
             ours = path(compiled, part, mine, mine.length)
             theirs = path(model, part, plain, plain.length)
@@ -374,7 +384,7 @@ def attention_kernels(bench: "Bench") -> Iterator[dict]:
     H, Hk, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     T, S = 64, 256
     slab = torch.arange(S, device=device)[None] < S // 2  # (1,S): half of the slots in use
-    calls = {  # name: (function, queries, keys)
+    calls: dict[str, tuple[Attend, int, int]] = {  # name: (function, queries, keys)
         "prefill, empty cache": (causal_attention, T, T),
         "a later chunk": (causal_attention, T, S),
         "behind a mask": (partial(prefill_attention, mask=causal_mask(T, S, device)), T, S),
@@ -392,7 +402,7 @@ def attention_kernels(bench: "Bench") -> Iterator[dict]:
         yield {"call": name, "kernel": chosen(profiler), "gap": gap(y, exact)}
 
 
-def chosen(profiler) -> str:
+def chosen(profiler: profile) -> str:
     """The kernel's name: flash_attention, efficient_attention, cudnn_attention, …. attention_math
     is torch's fallback, which stores all T·S scores."""
     for event in profiler.key_averages():
@@ -436,7 +446,7 @@ def prefill_rows(bench: Bench) -> Iterator[dict]:
             let_go(bench.plan)
 
 
-def row_of(make: Callable, measure: Callable, *how) -> dict:
+def row_of(make: Callable, measure: Callable, *how: Any) -> dict:
     """The row of a runner, or the reason why it cannot be made here."""
     try:
         runner = make()
@@ -466,7 +476,7 @@ def generate_rows(bench: Bench) -> Iterator[dict]:
         yield row | {"new_tokens": new, "tok_s": (new - 1) / rest}
 
 
-def answer(model, ids, new: int, device: str) -> tuple[float, float]:
+def answer(model: Model, ids: list[int], new: int, device: str) -> tuple[float, float]:
     """(seconds until the first token, seconds for all others)."""
     began = now(device)
     tokens = generate(model, ids, max_new_tokens=new, eos_token_ids=[])
@@ -493,8 +503,11 @@ def compiled_rows(bench: Bench) -> Iterator[dict]:
 
 def engine_rows(bench: Bench) -> Iterator[dict]:
     """The same requests all at once, through each engine, after a warm-up."""
-    count, shortest, longest, new = bench.plan.requests
-    prompts = serving.requests_of(bench.plan.config.vocab_size, count, longest, shortest=shortest)
+    asked = bench.plan.requests
+    new = asked.new
+    prompts = serving.requests_of(
+        bench.plan.config.vocab_size, asked.count, asked.longest, shortest=asked.shortest
+    )
     makers = {
         "nanokv optimize": lambda prompts: serving.engine(bench.fast, prompts, new),
         "nanokv plain": lambda prompts: serving.engine(bench.model, prompts, new),
@@ -506,7 +519,7 @@ def engine_rows(bench: Bench) -> Iterator[dict]:
     # so for all of them, so ours warms up with all prompts.
     warm_up = dict.fromkeys(makers, prompts[:2]) | {"nanokv optimize": prompts}
     for name, make in makers.items():
-        row = {"runner": name, "requests": count, "prompt_tokens": sum(map(len, prompts))}
+        row = {"runner": name, "requests": asked.count, "prompt_tokens": sum(map(len, prompts))}
         try:
             make(warm_up[name])()
             seconds, tokens = serving.timed(make(prompts))
@@ -553,7 +566,7 @@ def offload(bench: "Bench") -> Iterator[dict]:
         }
 
 
-def decoded(model, ids, cache, plan: Plan):
+def decoded(model: Model, ids: Tensor, cache: KVCache, plan: Plan) -> tuple[Tensor, float]:
     """(logits of a prefill and the steps after it, median seconds per step)."""
     logits = [prefill_chunks(model, ids, cache, chunk=prefill_chunk(model))]
     times = []
@@ -682,7 +695,7 @@ HEADS = {
 }
 
 
-def cell(name: str, value) -> str:
+def cell(name: str, value: Any) -> str:
     """A value as text, by the unit of its column."""
     if value is None:
         return ""
@@ -723,7 +736,7 @@ def rank_lines(rows: list[dict]) -> list[str]:
     step."""
     if any("skipped" in row for row in rows):
         return [f"No tensor parallel: {rows[0]['skipped']}.", ""]
-    rows = [
+    cells = [
         (
             row["ranks"],
             row.get("batch", ""),
@@ -745,10 +758,10 @@ def rank_lines(rows: list[dict]) -> list[str]:
         "all_reduce bytes",
         "gap",
     )
-    return table(head, rows)
+    return table(head, cells)
 
 
-def table(head, rows) -> list[str]:
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
     """The lines of a Markdown table, and an empty line after it."""
     cells = [head, ["---"] * len(head), *rows]
     return [*("| " + " | ".join(str(cell) for cell in row) + " |" for row in cells), ""]

@@ -11,11 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
+from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 
-from nanokv.cache import make_cache
+from nanokv.attention import Attend
+from nanokv.cache import KVCache, make_cache
 from nanokv.config import Config
 from nanokv.decoding import draw
 from nanokv.decoding.generation import generate
@@ -35,7 +38,9 @@ MANY = 256  # requests of the engine
 class Nothing(GpuTransformer):
     """The GPU model without its kernels. Its caches grow as usual."""
 
-    def run_layers(self, x, rope, cache, attend):
+    def run_layers(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache, attend: Attend
+    ) -> Tensor:
         """Append uninitialised keys and values to every layer's cache."""
         Hk = self.config.num_key_value_heads
         D = self.config.head_dim
@@ -43,7 +48,7 @@ class Nothing(GpuTransformer):
             layer.append(*x.new_empty(2, len(x), Hk, x.shape[1], D))
         return x
 
-    def step(self, tokens, positions, places, lengths):
+    def step(self, tokens: Tensor, positions: Tensor, places: Any, lengths: Any) -> Tensor:
         return self.norm.weight.new_zeros(len(tokens), self.config.hidden_size)
 
 
@@ -55,14 +60,16 @@ def nothing(config: Config, device: str) -> Nothing:
     return model  # type: ignore[return-value]  # its class was replaced the line above
 
 
-def draw_nothing(logits, temperature, seeds, positions, filtered=None):
+def draw_nothing(
+    logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, filtered: Any = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, log-probabilities and highest logits (B,) ×3, without drawing."""
     tokens = torch.zeros_like(seeds)
     return tokens, temperature, temperature
 
 
 @contextmanager
-def without_work():
+def without_work() -> Iterator[None]:
     """Take the GPU's code path for drawing on any device, and draw nothing."""
     with (
         mock.patch.object(draw, "together", lambda device: True),
@@ -96,7 +103,7 @@ def timed(step: Callable[[], object]) -> dict:
     return {"host_s": statistics.median(seconds), "slow_s": statistics.quantiles(seconds, n=10)[-1]}
 
 
-def decodes(model, kind: str, rows: int) -> Callable[[], object]:
+def decodes(model: Nothing, kind: str, rows: int) -> Callable[[], object]:
     """A step is one forward pass of `rows` rows."""
     cache = make_cache(kind, model.config, rows)
     prompt = torch.zeros(rows, PROMPT, dtype=torch.int64, device=model.device)
@@ -104,7 +111,7 @@ def decodes(model, kind: str, rows: int) -> Callable[[], object]:
     return lambda: decode(model, prompt[:, :1], cache, cache.length)
 
 
-def tokens(model, kind: str, rows: int) -> Callable[[], object]:
+def tokens(model: Nothing, kind: str, rows: int) -> Callable[[], object]:
     """A step is one token of `generate`."""
     answer = generate(
         model, [1] * PROMPT, make_cache(kind, model.config), CONTEXT - PROMPT, eos_token_ids=[]
@@ -112,7 +119,7 @@ def tokens(model, kind: str, rows: int) -> Callable[[], object]:
     return lambda: next(answer)
 
 
-def engine_steps(model, kind: str, rows: int) -> Callable[[], object]:
+def engine_steps(model: Nothing, kind: str, rows: int) -> Callable[[], object]:
     """A step of an engine in which all `rows` requests decode; 1 in 16 needs a new page per
     step."""
     V = model.config.vocab_size

@@ -15,8 +15,10 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from nanokv.cache import make_cache
 from nanokv.config import Config
@@ -34,6 +36,7 @@ from nanokv.lab.bench.gpu_steps import (
 )
 from nanokv.lab.bench.machine import Bandwidth
 from nanokv.loading import random_model
+from nanokv.model import Transformer
 from nanokv.parallel import group
 from nanokv.parallel.launch import launch
 from nanokv.parallel.shards import random_shard, split
@@ -46,7 +49,7 @@ PROMPT = 24  # tokens of the prompt for the comparison with one process
 STEPS = 8  # decode steps of that comparison
 
 
-def tensor_parallel(model, plan: Plan, bandwidth: Bandwidth) -> tuple[list[dict], str]:
+def tensor_parallel(model: Transformer, plan: Plan, bandwidth: Bandwidth) -> tuple[list[dict], str]:
     """(rows, why there are none): one process for comparison, then each number of ranks. A number
     of ranks that fails is a row with the reason."""
     plan = selected(plan)
@@ -115,7 +118,7 @@ def faults(rows: list[dict]) -> list[str]:
 class Counted:
     """A group that counts the bytes that its collectives move."""
 
-    def __init__(self, ranks: group.Group):
+    def __init__(self, ranks: group.Group) -> None:
         self.ranks = ranks
         self.rank = ranks.rank
         self.size = ranks.size
@@ -125,19 +128,19 @@ class Counted:
         """Set all counts to 0."""
         self.sums = self.summed = self.gathered = 0
 
-    def sum(self, x):
+    def sum(self, x: Tensor) -> Tensor:
         """Group.sum; counts the bytes that this rank contributes."""
         self.sums += 1
         self.summed += x.nbytes
         return self.ranks.sum(x)
 
-    def gather(self, x):
+    def gather(self, x: Tensor) -> Tensor:
         """Group.gather; counts the bytes that this rank receives."""
         self.gathered += (self.size - 1) * x.nbytes
         return self.ranks.gather(x)
 
 
-def main(argv=None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Join the group and measure. Rank 0 writes the rows, or the reason why there are none."""
     parser = argparse.ArgumentParser(
         prog="python -m nanokv.lab.bench.gpu_ranks", description=__doc__.splitlines()[0]
@@ -171,7 +174,7 @@ def main(argv=None) -> int:
 
 def measure(plan: Plan, ranks: group.Group) -> list[dict]:
     """One row per batch and context."""
-    counted = Counted(ranks)
+    counted: Any = Counted(ranks)  # has the methods of Group that a model calls
     bandwidth = Bandwidth(plan.device)
     rows = []
     distance = compared(plan, counted)
@@ -194,7 +197,8 @@ def compared(plan: Plan, ranks: Counted) -> float:
     whole = random_model(plan.config, torch.float32, plan.device)
     ids = random_ids(plan.config, 1, PROMPT + STEPS, plan.device)
     logits = []
-    for model in (whole, split(whole, ranks)):
+    split_ranks: Any = ranks  # as in `measure`
+    for model in (whole, split(whole, split_ranks)):
         cache = make_cache("dict", model.config)
         said = [prefill(model, ids[:, :PROMPT], cache)]
         said += [decode(model, ids[:, i : i + 1], cache, i) for i in range(PROMPT, PROMPT + STEPS)]

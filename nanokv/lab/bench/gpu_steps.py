@@ -4,12 +4,14 @@ the report, and by gpu_ranks.py."""
 import gc
 import statistics
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from nanokv import costs
 from nanokv.cache import make_cache
+from nanokv.checkpoint import Model
 from nanokv.config import Config
 from nanokv.costs.memory import FAMILY
 from nanokv.errors import NanoKVError
@@ -18,6 +20,7 @@ from nanokv.fast.compiled import Compiled
 from nanokv.inference import prefill_chunk, prefill_chunks
 from nanokv.lab.bench.machine import Bandwidth, now
 from nanokv.lab.bench.runners import Ours, Transformers
+from nanokv.model import Transformer
 
 TINY = Config(
     vocab_size=97,
@@ -35,7 +38,8 @@ ALIGNED = 64  # a slab's slots are a multiple of this
 SPARE = 6 << 30  # bytes left free on the GPU for activations and the allocator
 
 
-class Requests(NamedTuple):
+@dataclass(frozen=True)
+class Requests:
     """Random prompts of `shortest` … `longest` tokens, answered with `new` tokens each."""
 
     count: int
@@ -95,14 +99,14 @@ SMALL = Plan(
 )
 
 
-def random_ids(config: Config, batch: int, tokens: int, device: str):
+def random_ids(config: Config, batch: int, tokens: int, device: str) -> Tensor:
     """(B,T) int64, the same on every device."""
     generator = torch.Generator().manual_seed(tokens)
     ids = torch.randint(config.vocab_size, (batch, tokens), generator=generator)
     return ids.to(device)
 
 
-def gap(a, b) -> float:
+def gap(a: Tensor, b: Tensor) -> float:
     """Largest difference, divided by the largest absolute value of b; nan if either has a nan."""
     return float((a.double() - b.double()).abs().max() / b.double().abs().max())
 
@@ -111,23 +115,25 @@ class Nano(Ours):
     """Our model; decode is compiled if `backend` is given, and a step on a GPU then replays one
     CUDA graph. The plain model prefills."""
 
-    def __init__(self, model, cache: str, batch: int, backend: str | None = None):
+    def __init__(
+        self, model: Transformer, cache: str, batch: int, backend: str | None = None
+    ) -> None:
         weights = "compiled" if backend else "plain"
         dtype = model.embed_tokens.weight.dtype
         super().__init__(model, weights, cache, {}, batch, dtype)
         self.plain = model
         self.backend = backend
 
-    def start(self, ids, room: int):
+    def start(self, ids: Tensor, room: int) -> None:
         capacity = -(-(ids.shape[1] + room) // ALIGNED) * ALIGNED
         if self.backend:
-            self.model = Compiled(self.plain, capacity, self.batch, backend=self.backend)
+            self.model: Any = Compiled(self.plain, capacity, self.batch, backend=self.backend)
         self.store = make_cache(self.cache, self.plain.config, self.batch, capacity)
         logits = prefill_chunks(self.plain, ids, self.store, chunk=part_of(self.plain, self.batch))
         self.token = logits.argmax(-1, keepdim=True)  # (B,1)
 
 
-def part_of(model, batch: int) -> int:
+def part_of(model: Model, batch: int) -> int:
     """Tokens per row in one forward pass of a prefill, so that every batch size has about the same
     number of tokens in flight."""
     return prefill_chunk(model, batch)
@@ -137,7 +143,9 @@ class Peer(Transformers):
     """transformers, with the prefill in chunks. If `backend` is given, decode is compiled as the
     documentation of transformers advises."""
 
-    def __init__(self, model, cache: str, batch: int, backend: str | None = None):
+    def __init__(
+        self, model: Transformer, cache: str, batch: int, backend: str | None = None
+    ) -> None:
         super().__init__(model, cache, batch)
         self.part = part_of(model, batch)
         self.compiled = None
@@ -148,7 +156,7 @@ class Peer(Transformers):
                 how = {"mode": "reduce-overhead"}
             self.compiled = torch_ops.compile_alone(self.model.forward, fullgraph=True, **how)
 
-    def forward(self, ids):
+    def forward(self, ids: Tensor) -> None:
         if self.compiled is None or ids.shape[1] > 1:
             for part in ids.split(self.part, dim=1):
                 super().forward(part)
@@ -172,7 +180,7 @@ def let_go(plan: Plan) -> None:
         torch.cuda.empty_cache()
 
 
-def prefill_row(runner, tokens: int, plan: Plan) -> dict:
+def prefill_row(runner: Ours | Transformers, tokens: int, plan: Plan) -> dict:
     """Seconds of a prefill into an empty cache, the median of the rounds after a warm-up; or the
     reason why there are none."""
     row = {"runner": f"{runner.engine} {runner.weights} {runner.cache}", "tokens": tokens}
@@ -189,7 +197,7 @@ def prefill_row(runner, tokens: int, plan: Plan) -> dict:
     return row | {"prefill_s": seconds, "tok_s": tokens / seconds, "first_s": times[0]}
 
 
-def decode_row(runner, context: int, plan: Plan, bandwidth: Bandwidth) -> dict:
+def decode_row(runner: Ours | Transformers, context: int, plan: Plan, bandwidth: Bandwidth) -> dict:
     """Seconds per decode step, the median of the rounds, or the reason why there are none. The
     context grows by one token per step."""
     row = {
@@ -224,7 +232,7 @@ def decode_row(runner, context: int, plan: Plan, bandwidth: Bandwidth) -> dict:
     }
 
 
-def steps(runner, count: int, device: str) -> float:
+def steps(runner: Ours | Transformers, count: int, device: str) -> float:
     """Seconds of `count` decode steps."""
     began = now(device)
     for _ in range(count):

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import sys
 import time
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +31,7 @@ class Bandwidth:
     128, 136, 105, 43; bf16 and int8 GEMV at most 84).
     """
 
-    def __init__(self, device="cpu"):
+    def __init__(self, device: str | torch.device = "cpu") -> None:
         self.buffer = torch.ones(buffer_bytes(device) // 4, device=device)
         self.readings: dict[int, list[float]] = {}  # buffer size in bytes → bytes per second
 
@@ -59,21 +60,21 @@ class Bandwidth:
         return min(max(4, size // 4 * 4), whole)
 
 
-def buffer_bytes(device) -> int:
+def buffer_bytes(device: str | torch.device) -> int:
     """Size of the whole buffer in bytes: on a GPU at most a quarter of its free memory."""
     if torch.device(device).type != "cuda":
         return BUFFER
     return min(GPU_BUFFER, (available_memory(str(device)) or BUFFER) // 4)
 
 
-def device_name(device) -> str | None:
+def device_name(device: str | torch.device) -> str | None:
     """The vendor's name of this GPU; None for a CPU."""
     if torch.device(device).type != "cuda":
         return None
     return torch.cuda.get_device_name(device)
 
 
-def device_code(device) -> str:
+def device_code(device: str | torch.device) -> str:
     """Versions of the libraries whose kernels compute on this GPU."""
     versions = [f"torch {torch.__version__}"]
     if torch.version.cuda:
@@ -83,7 +84,7 @@ def device_code(device) -> str:
     return ", ".join(versions)
 
 
-def peak_memory(device) -> int | None:
+def peak_memory(device: str | torch.device) -> int | None:
     """Peak memory of this process in bytes, on the GPU or in RAM; None if unknown (Windows)."""
     if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -95,7 +96,7 @@ def peak_memory(device) -> int | None:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def gemm_peak(dtype, device="cpu", repeat: int = 5) -> float:
+def gemm_peak(dtype: torch.dtype, device: str | torch.device = "cpu", repeat: int = 5) -> float:
     """FLOPs per second of a square matrix product, best of `repeat`. A CPU is also timed in fp32,
     which is faster on processors without bf16 instructions."""
     a, b = torch.randn(2, SIDE, SIDE, device=device)
@@ -109,7 +110,9 @@ def gemm_peak(dtype, device="cpu", repeat: int = 5) -> float:
     return best
 
 
-def timed(run, repeat: int, device="cpu") -> list[float]:
+def timed(
+    run: Callable[[], object], repeat: int, device: str | torch.device = "cpu"
+) -> list[float]:
     """Seconds of each of `repeat` runs, after a warm-up run."""
     times = []
     for _ in range(repeat + 1):
@@ -119,7 +122,7 @@ def timed(run, repeat: int, device="cpu") -> list[float]:
     return times[1:]
 
 
-def now(device) -> float:
+def now(device: str | torch.device) -> float:
     """The clock in seconds, read after the device has finished its queued work."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
@@ -130,7 +133,7 @@ class Others:
     """Processor time that other programs take while this process measures. `pids` are child
     processes, whose time counts as this program's."""
 
-    def __init__(self, pids=()):
+    def __init__(self, pids: Iterable[int] = ()) -> None:
         self.pids = tuple(pids)
         self.began = _busy(self.pids)
 
@@ -139,13 +142,16 @@ class Others:
         has no /proc/stat."""
         if self.began is None:
             return None
-        busy, own, clock = _busy(self.pids)
+        now = _busy(self.pids)
+        if now is None:
+            return None
+        busy, own, clock = now
         busy0, own0, clock0 = self.began
         others = (busy - busy0) - (own - own0)
         return max(0.0, others / max(clock - clock0, 1e-9))
 
 
-def _busy(pids):
+def _busy(pids: Iterable[int]) -> tuple[float, float, float] | None:
     """(busy seconds of all cores, seconds of this process and its children, clock), or None. Time
     stolen by a hypervisor counts as busy."""
     try:

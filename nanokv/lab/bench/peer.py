@@ -15,10 +15,16 @@ import queue
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
 from nanokv.errors import NanoKVError
 from nanokv.support import installing
+
+if TYPE_CHECKING:
+    from nanokv.lab.bench.runners import LlamaCpp, Transformers
+    from nanokv.model import Transformer
 
 DEATH = 1  # PR_SET_PDEATHSIG of prctl(2)
 
@@ -39,7 +45,7 @@ def main() -> None:
         reply(out, functools.partial(peer.measure, **questions.get()))
 
 
-def listen(questions) -> None:
+def listen(questions: queue.SimpleQueue) -> None:
     """Queue the parent's requests. When the parent ends, this process exits at once, even in the
     middle of an answer."""
     for line in sys.stdin:
@@ -55,7 +61,9 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(DEATH, signal.SIGKILL, 0, 0, 0)
 
 
-def reply(out, run, shown=lambda value: value):
+def reply(
+    out: TextIO, run: Callable[[], Any], shown: Callable[[Any], object] = lambda value: value
+) -> Any:
     """Write the result of `run`, or its error, to `out` as one line of JSON.
 
     Returns the result, None after an error. `shown` turns the result into what is sent.
@@ -76,7 +84,7 @@ def reply(out, run, shown=lambda value: value):
     return value
 
 
-def bytes_of(peer) -> list[int]:
+def bytes_of(peer: object) -> list[int]:
     """[weight_bytes, kv_bytes] that the peer reads in a decode step."""
     return [getattr(peer, "weight_bytes", 0), getattr(peer, "kv_bytes", 0)]
 
@@ -84,7 +92,7 @@ def bytes_of(peer) -> list[int]:
 # --- peers -------------------------------------------------------------------------------------
 
 
-def model_of(folder: str, dtype: str, device: str, threads: int):
+def model_of(folder: str, dtype: str, device: str, threads: int) -> "Transformer":
     """The checkpoint, with its weights memory-mapped. The bench maps the same file, so the weights
     are in memory once."""
     import torch
@@ -98,18 +106,19 @@ def model_of(folder: str, dtype: str, device: str, threads: int):
     return build(Config.from_dict(fields), state)
 
 
-def transformers(cache: str, **checkpoint):
+def transformers(cache: str, **checkpoint: Any) -> "Transformers":
     """transformers' model over the same tensors, with its dynamic or static cache."""
     from nanokv.lab.bench.runners import Transformers
 
     return Transformers(model_of(**checkpoint), cache, 1)
 
 
-def llama_cpp(path: str, variant: str, context: int, **checkpoint):
+def llama_cpp(path: str, variant: str, context: int, **checkpoint: Any) -> "LlamaCpp":
     """llama.cpp over the GGUF file at `path`, written by the first peer that needs it. A `variant`
     other than bf16 is quantized by llama.cpp's own tool."""
     try:
-        import llama_cpp as _  # noqa: F401  (fails before a file is written)
+        # fails before a file is written
+        import llama_cpp as _  # type: ignore[import-not-found]  # noqa: F401
 
         from nanokv.lab.bench import gguf
     except ImportError:
@@ -133,16 +142,16 @@ def llama_cpp(path: str, variant: str, context: int, **checkpoint):
 class GenerateBatch:
     """transformers' generate_batch over a fixed list of prompts."""
 
-    serve: object
+    serve: Callable[[], list]
 
-    def measure(self):
+    def measure(self) -> tuple[float, int]:
         """(seconds, generated tokens) of all prompts together."""
         from nanokv.lab.bench.serving import timed
 
         return timed(self.serve)
 
 
-def generate_batch(prompts: list, tokens: int, **checkpoint) -> GenerateBatch:
+def generate_batch(prompts: list, tokens: int, **checkpoint: Any) -> GenerateBatch:
     """A peer that answers every prompt with `tokens` new tokens."""
     from nanokv.lab.bench.runners import Transformers
     from nanokv.lab.bench.serving import generate_batch

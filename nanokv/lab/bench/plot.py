@@ -1,8 +1,16 @@
 """Draw a bench run: speed over context length, beside the limit set by memory bandwidth. Needs
 matplotlib."""
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from nanokv.errors import NanoKVError
 from nanokv.support import installing
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from nanokv.lab.bench.rotation import Row
 
 
 def figure_class() -> type:
@@ -15,12 +23,12 @@ def figure_class() -> type:
     return Figure
 
 
-def plot(rows, title: str, path: str) -> None:
+def plot(rows: "Sequence[Row]", title: str, path: str) -> None:
     """Save a PNG or SVG, by the suffix of `path`. Left: tokens per second and each runner's limit.
     Right: the share of the limit that was reached. A single context is drawn as bars."""
     figure = figure_class()(figsize=(11, 4.5), layout="constrained")
     speed, share = figure.subplots(1, 2)
-    lines = {}
+    lines: dict[str, list[Row]] = {}
     for row in rows:
         lines.setdefault(row.runner.label, []).append(row)
     bars = len({row.context for row in rows}) == 1
@@ -43,7 +51,7 @@ def plot(rows, title: str, path: str) -> None:
     figure.savefig(path, dpi=150)
 
 
-def decorate(speed, share, labels, bars: bool) -> None:
+def decorate(speed: "Axes", share: "Axes", labels: list[str], bars: bool) -> None:
     """Label the axes and start them at 0."""
     if bars:
         speed.set_yticks(range(len(labels)), labels)

@@ -8,15 +8,20 @@ new token belongs to the prefill, so the two phases are timed separately.
 
 import statistics
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanokv import costs
-from nanokv.cache import LayerCache, make_cache
+from nanokv.cache import KVCache, LayerCache, make_cache
 from nanokv.cache.capabilities import in_place
+from nanokv.checkpoint import Model
+from nanokv.config import Config
 from nanokv.fast import native
 from nanokv.inference import decode, prefill
 from nanokv.lab.bench.machine import Bandwidth, gemm_peak, timed
@@ -57,7 +62,12 @@ class Phase:
 
 
 def phases(
-    model, cache_name: str, options: dict, context: int, weight_bytes: int, dtype
+    model: Model,
+    cache_name: str,
+    options: dict,
+    context: int,
+    weight_bytes: int,
+    dtype: torch.dtype,
 ) -> list[Phase]:
     """The prefill of `context` tokens, and one decode step after them."""
     config = model.config
@@ -85,7 +95,7 @@ def phases(
     ]
 
 
-def prefill_floors(config, context: int, kv: int, limits: "Limits") -> Floors:
+def prefill_floors(config: Config, context: int, kv: int, limits: "Limits") -> Floors:
     """The products at the machine's peak, the writes of the cache at its bandwidth."""
     heads = config.num_hidden_layers * config.num_attention_heads
     scores = 2 * heads * config.head_dim * context * (context + 1)  # FLOPs of attention, causal
@@ -112,7 +122,7 @@ class Limits:
     """The machine's bandwidth and FLOPs per second, read before, between and after the
     measurements. The best readings count."""
 
-    def __init__(self, dtype, device, size: int):
+    def __init__(self, dtype: torch.dtype, device: torch.device, size: int) -> None:
         self.dtype = dtype
         self.device = device
         self.size = size
@@ -129,7 +139,9 @@ class Limits:
         self.peak = max(self.peak, gemm_peak(self.dtype, self.device, repeat=1))
 
 
-def measure(run, cache, limits: Limits) -> tuple[float, dict[str, float]]:
+def measure(
+    run: Callable[[], object], cache: KVCache, limits: Limits
+) -> tuple[float, dict[str, float]]:
     """(median wall time without instrumentation, seconds per part of the fastest instrumented
     run)."""
     times = []
@@ -156,7 +168,7 @@ def phase(name: str, found: tuple[float, dict[str, float]], floors: Floors) -> P
     )
 
 
-def parts_of(run, cache) -> dict[str, float]:
+def parts_of(run: Callable[[], object], cache: KVCache) -> dict[str, float]:
     """Seconds of one run by part; our own kernels report theirs through `times`."""
     kernels, _ = native.library()
     # seconds of: qkv products, attention, o product, MLP, head, norms and rotation
@@ -179,11 +191,13 @@ class Clock(TorchDispatchMode):
     """Seconds in torch's matrix products and in torch's attention. torch.profiler is not used
     because it writes to stderr."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.products = self.attention = 0.0
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         began = time.perf_counter()
         result = function(*args, **(kwargs or {}))
         seconds = time.perf_counter() - began
@@ -196,7 +210,7 @@ class Clock(TorchDispatchMode):
 
 
 @contextmanager
-def watched(cache):
+def watched(cache: KVCache) -> Iterator[list[float]]:
     """Yields a list of one number: seconds spent in the cache's `append` and `pages` so far."""
     spent = [0.0]
     layers = list(cache)
@@ -222,17 +236,17 @@ class Watched(LayerCache):
     """A cache layer whose `append` and `pages` are timed. It may offer the layer's pages, because
     its `append` does the same as the layer's."""
 
-    def __init__(self, layer, timed):
+    def __init__(self, layer: LayerCache, timed: Callable[[Callable], Callable]) -> None:
         self.layer = layer
         self.capacity = layer.capacity
         self.timed_append = timed(layer.append)
         self.timed_pages = timed(layer.pages)
-        self.mask = layer.mask
-        self.truncate = layer.truncate
+        self.mask = layer.mask  # type: ignore[method-assign]  # the layer's own, untimed
+        self.truncate = layer.truncate  # type: ignore[method-assign]  # the layer's own, untimed
         self.fetch = getattr(layer, "fetch", None)
 
     @in_place(lambda self, like: self.timed_pages(like))
-    def append(self, k, v):
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return self.timed_append(k, v)
 
     length = property(

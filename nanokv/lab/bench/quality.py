@@ -3,13 +3,16 @@
 import math
 from collections.abc import Iterator
 
+from torch import Tensor
+
 from nanokv.cache import make_cache
+from nanokv.checkpoint import Model
 from nanokv.inference import score
 from nanokv.lab.bench.runners import Ours
 from nanokv.lab.study.quality import log_likelihood, log_likelihood_through
 
 
-def changes(plain, models: dict, ids, caches: dict) -> Iterator[dict]:
+def changes(plain: Model, models: dict, ids: Tensor, caches: dict) -> Iterator[dict]:
     """One row per model of `models` (name → model) and cache of `caches` (label → (name, options)),
     over the text ids (1,T). Without caches each model reads the text in one pass.
 
@@ -36,7 +39,9 @@ def changes(plain, models: dict, ids, caches: dict) -> Iterator[dict]:
             }
 
 
-def likelihood(model, ids, kind):
+def likelihood(
+    model: Model, ids: Tensor, kind: tuple[str, dict] | None
+) -> tuple[Tensor, float | None]:
     """(log p of each token after the first (1,T−1), bytes of the cache per token or None without a
     cache)."""
     if kind is None:

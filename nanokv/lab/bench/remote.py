@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
+from typing import Any
 
 from nanokv.errors import NanoKVError
 from nanokv.lab.bench.runners import Runner
@@ -52,34 +53,32 @@ class Process:
     limits, LOADING and LEAST, in seconds.
     """
 
-    def __init__(self, make: str, facts: dict, timeout: float | None = None):
+    def __init__(self, make: str, facts: dict, timeout: float | None = None) -> None:
         self.timeout = timeout
         self.should_stop = never
         self.ended = ""
         self.errors = tempfile.TemporaryFile()
         # A new process group: Ctrl-C reaches only the bench, which then ends its peers.
-        group = {}
-        if os.name == "posix":
-            group = {"process_group": 0}
-        self.child = subprocess.Popen(
+        group = 0 if os.name == "posix" else None
+        self.child: Any = subprocess.Popen(  # Any: both pipes exist
             [sys.executable, "-m", "nanokv.lab.bench.peer"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.errors,
             env=environment(),
-            **group,
+            process_group=group,
         )
         self.answers: queue.SimpleQueue = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
         self.setup = {"make": make, "facts": facts}
 
-    def _listen(self):
+    def _listen(self) -> None:
         with self.child.stdout as stdout:
             for line in stdout:
                 self.answers.put(line)
         self.answers.put(None)
 
-    def start(self):
+    def start(self) -> list[int]:
         """Wait until the peer is loaded → [weight_bytes, kv_bytes] that its decode step reads."""
         try:
             return self._exchange(self.setup, LOADING)
@@ -87,11 +86,11 @@ class Process:
             self.ended = self.ended or str(error)
             raise
 
-    def ask(self, seconds: float = LEAST, **question):
+    def ask(self, seconds: float = LEAST, **question: Any) -> Any:
         """The peer's answer. PeerError if it raises, has ended, or takes longer than `seconds`."""
         return self._exchange(question, seconds)
 
-    def _exchange(self, question: dict, seconds: float):
+    def _exchange(self, question: dict, seconds: float) -> Any:
         if self.ended:
             raise PeerError(self.ended)
         with suppress(OSError):  # the peer has ended: `_wait` returns None
@@ -106,7 +105,7 @@ class Process:
             raise PeerError(found.get("error") or self.ended)
         return found["answer"]
 
-    def _wait(self, seconds: float):
+    def _wait(self, seconds: float) -> bytes | None:
         """The next line of the peer, or None if it has ended or took too long."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -147,7 +146,7 @@ class Remote(Runner):
 
     patience = LEAST
 
-    def __init__(self, engine: str, weights: str, cache: str, process: Process):
+    def __init__(self, engine: str, weights: str, cache: str, process: Process) -> None:
         self.process = process
         try:
             read, kv = process.start()

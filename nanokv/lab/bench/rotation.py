@@ -3,11 +3,14 @@ all of them alike. One runner computes at a time."""
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+
+import torch
 
 from nanokv.lab.bench.machine import Bandwidth
 from nanokv.lab.bench.remote import LEAST, PeerError
+from nanokv.lab.bench.runners import Runner
 
 STEPS = 16  # decode steps per measurement, by default
 
@@ -16,7 +19,7 @@ STEPS = 16  # decode steps per measurement, by default
 class Row:
     """One runner at one context: seconds of each round for the prefill and for a decode step."""
 
-    runner: object
+    runner: Runner
     context: int
     steps: int
     bandwidth: float = 0.0  # bytes per second: the best reading of as many bytes as a step reads
@@ -92,8 +95,14 @@ class Rotation:
     finished rows."""
 
     def __init__(
-        self, runners, contexts, vocab_size: int, device="cpu", repeat: int = 5, steps: int = STEPS
-    ):
+        self,
+        runners: Iterable[Runner],
+        contexts: Iterable[int],
+        vocab_size: int,
+        device: str | torch.device = "cpu",
+        repeat: int = 5,
+        steps: int = STEPS,
+    ) -> None:
         self.runners = list(runners)
         self.contexts = list(contexts)
         self.repeat = repeat
@@ -122,7 +131,7 @@ class Rotation:
                         self.measure(row, turn)
                     yield row
 
-    def measure(self, row, turn: int):
+    def measure(self, row: Row, turn: int) -> None:
         """Measure one round of a row. A peer that fails is not measured again at this context; its
         finished rounds are kept."""
         self.bandwidth.probe(row.bytes)

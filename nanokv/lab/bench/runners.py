@@ -6,15 +6,19 @@ The runners of other libraries run in a separate process (peer.py), which remote
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy
 import torch
+from torch import Tensor
 
 from nanokv import costs
 from nanokv.cache import make_cache
+from nanokv.config import Config
 from nanokv.errors import NanoKVError
 from nanokv.inference import decode, prefill_chunk, prefill_chunks
 from nanokv.lab.bench.machine import now
+from nanokv.model import Transformer
 from nanokv.support import installing
 
 
@@ -30,7 +34,7 @@ class Runner:
     weight_bytes: int
     kv_bytes: int  # bytes per token of one row
 
-    device = "cpu"
+    device: str | torch.device = "cpu"
     patience = 0.0  # seconds that a measurement may take; used by runners in another process
 
     @property
@@ -55,16 +59,16 @@ class Runner:
             self.step()
         return prefilled - began, (now(self.device) - prefilled) / steps
 
-    def start(self, ids, room: int):
+    def start(self, ids: Tensor, room: int) -> None:
         """Prefill ids (B,T) into a cache with room for `room` more tokens."""
         raise NotImplementedError
 
-    def step(self):
+    def step(self) -> None:
         """Decode one token per row."""
         raise NotImplementedError
 
 
-def table_bytes(config, itemsize: int) -> int:
+def table_bytes(config: Config, itemsize: int) -> int:
     """Bytes of an untied embedding table, of which a decode step reads one row per token; 0 if it
     is tied, because it is then read in full as the head."""
     if config.tie_word_embeddings:
@@ -75,7 +79,15 @@ def table_bytes(config, itemsize: int) -> int:
 class Ours(Runner):
     """One of our models over one of our caches."""
 
-    def __init__(self, model, weights: str, cache: str, options: dict, batch: int, dtype):
+    def __init__(
+        self,
+        model: Transformer,
+        weights: str,
+        cache: str,
+        options: dict,
+        batch: int,
+        dtype: torch.dtype,
+    ) -> None:
         tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}
         read = sum(tensor.nbytes for tensor in tensors.values())
         # A step reads one row of the embedding table; a tied table is read in full, as the head.
@@ -88,7 +100,7 @@ class Ours(Runner):
         self.options = options
         self.device = table.device
 
-    def start(self, ids, room: int):
+    def start(self, ids: Tensor, room: int) -> None:
         self.store = make_cache(
             self.cache,
             self.model.config,
@@ -101,7 +113,7 @@ class Ours(Runner):
         logits = prefill_chunks(self.model, ids, self.store, chunk=chunk)
         self.token = logits.argmax(-1, keepdim=True)  # (B,1)
 
-    def step(self):
+    def step(self) -> None:
         logits = decode(self.model, self.token, self.store, self.store.length)
         self.token = logits.argmax(-1, keepdim=True)  # (B,1)
 
@@ -109,16 +121,16 @@ class Ours(Runner):
 class Uncached(Ours):
     """The same model without a cache: every step computes every token again."""
 
-    def __init__(self, model, weights: str, batch: int, dtype):
+    def __init__(self, model: Transformer, weights: str, batch: int, dtype: torch.dtype) -> None:
         super().__init__(model, weights, "dict", {}, batch, dtype)
         self.cache = "none"
         self.kv_bytes = 0
 
-    def start(self, ids, room: int):
+    def start(self, ids: Tensor, room: int) -> None:
         self.ids = ids
         self.step()
 
-    def step(self):
+    def step(self) -> None:
         # A new cache that is dropped after the step, as if there were none.
         cache = make_cache("dict", self.model.config)
         logits = prefill_chunks(self.model, self.ids, cache, chunk=self.ids.shape[1])
@@ -129,7 +141,7 @@ class Uncached(Ours):
 class Transformers(Runner):
     """transformers' model of the same shapes and weights, with its dynamic or static cache."""
 
-    def __init__(self, model, cache: str, batch: int):
+    def __init__(self, model: Transformer, cache: str, batch: int) -> None:
         try:
             import transformers
         except ImportError:
@@ -162,21 +174,21 @@ class Transformers(Runner):
         super().__init__("transformers", weights, cache, batch, read, kv)
 
     @torch.inference_mode()
-    def start(self, ids, room: int):
+    def start(self, ids: Tensor, room: int) -> None:
         import transformers
 
         if self.cache == "dynamic":
-            self.store = transformers.DynamicCache()
+            self.store: transformers.Cache = transformers.DynamicCache()
         else:
             length = ids.shape[1] + room
             self.store = transformers.StaticCache(self.model.config, max_cache_len=length)
         self.forward(ids)
 
     @torch.inference_mode()
-    def step(self):
+    def step(self) -> None:
         self.forward(self.token)
 
-    def forward(self, ids):
+    def forward(self, ids: Tensor) -> None:
         logits = self.model(
             ids, past_key_values=self.store, use_cache=True, logits_to_keep=1
         ).logits  # (B,1,V)
@@ -186,8 +198,10 @@ class Transformers(Runner):
 class LlamaCpp(Runner):
     """llama.cpp over a GGUF file of the same weights, through llama-cpp-python."""
 
-    def __init__(self, config, path, weights: str, context: int, threads: int):
-        from llama_cpp import Llama
+    def __init__(
+        self, config: Config, path: Path, weights: str, context: int, threads: int
+    ) -> None:
+        from llama_cpp import Llama  # type: ignore[import-not-found]  # optional
 
         self.llama = Llama(
             str(path),
@@ -201,14 +215,14 @@ class LlamaCpp(Runner):
         kv = costs.kv_bytes_per_token(config, 2)  # fp16
         super().__init__("llama.cpp", weights, "fp16", 1, path.stat().st_size, kv)
 
-    def start(self, ids, room: int):
+    def start(self, ids: Tensor, room: int) -> None:
         self.llama.reset()
         self.feed(ids[0].tolist())
 
-    def step(self):
+    def step(self) -> None:
         self.feed([self.token])
 
-    def feed(self, ids):
+    def feed(self, ids: list[int]) -> None:
         """Evaluate ids and keep the most likely next token."""
         self.llama.eval(ids)
         # a view of llama.cpp's buffer, no copy

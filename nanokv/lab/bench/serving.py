@@ -4,17 +4,20 @@ turns, round after round."""
 import inspect
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from nanokv.checkpoint import Model
 from nanokv.engine import Engine
 from nanokv.errors import NanoKVError
-from nanokv.lab.bench.remote import LEAST, PeerError
+from nanokv.lab.bench.remote import LEAST, PeerError, Process
 
 PAGE = 16
+Measure = Callable[[float], tuple[float, int]]  # time limit → (seconds, generated tokens)
 
 
 @dataclass
@@ -22,7 +25,7 @@ class Served:
     """Seconds of every round for the same requests; `tokens` are generated in each round."""
 
     label: str
-    measure: Callable[[float], tuple[float, int]]  # time limit → (seconds, generated tokens)
+    measure: Measure
     prompt_tokens: int
     tokens: int = 0
     seconds: list[float] = field(default_factory=list)
@@ -41,7 +44,7 @@ class Served:
         }
 
 
-def timed(serve) -> tuple[float, int]:
+def timed(serve: Callable[[], list]) -> tuple[float, int]:
     """(seconds, generated tokens) of `serve`, which returns a list of ids per request."""
     began = time.perf_counter()
     answers = serve()
@@ -57,12 +60,12 @@ def requests_of(
     return [torch.randint(vocab_size, (n,), generator=generator).tolist() for n in lengths.tolist()]
 
 
-def pages_for(prompts, new_tokens: int) -> int:
+def pages_for(prompts: list[list[int]], new_tokens: int) -> int:
     """Pages that hold every prompt and its answer at once, with one spare page per prompt."""
     return sum(-(-(len(prompt) + new_tokens) // PAGE) + 1 for prompt in prompts)
 
 
-def engine(model, prompts, new_tokens: int):
+def engine(model: Model, prompts: list[list[int]], new_tokens: int) -> Callable[[], list]:
     """A function that serves the prompts with our engine. It has pages for all of them, so that no
     request is preempted; transformers does not preempt either."""
     pages = pages_for(prompts, new_tokens)
@@ -79,20 +82,20 @@ def engine(model, prompts, new_tokens: int):
     return serve
 
 
-def ours(model, prompts, new_tokens: int):
+def ours(model: Model, prompts: list[list[int]], new_tokens: int) -> Measure:
     """A `measure` for our engine."""
     serve = engine(model, prompts, new_tokens)
     return lambda patience: timed(serve)
 
 
-def theirs(process):
+def theirs(process: Process) -> Measure:
     """A `measure` for the peer that peer.generate_batch makes."""
     with suppress(PeerError):  # the first measurement raises it again
         process.start()
     return process.ask
 
 
-def generate_batch(reference, prompts, new_tokens: int):
+def generate_batch(reference: Any, prompts: list[list[int]], new_tokens: int) -> Callable[[], list]:
     """A function that serves the prompts with transformers. `reference` is its model, with the same
     weights."""
     import transformers
@@ -123,7 +126,9 @@ def generate_batch(reference, prompts, new_tokens: int):
     return serve
 
 
-def batching(kind: type, prompts, new_tokens: int, device) -> dict:
+def batching(
+    kind: type, prompts: list[list[int]], new_tokens: int, device: str | torch.device
+) -> dict:
     """Settings of transformers' continuous batching: our page size, and on a CPU the other sizes of
     our engine too. On a GPU the rest are its defaults. Up to transformers 5.17 a page was called a
     block."""
@@ -137,7 +142,7 @@ def batching(kind: type, prompts, new_tokens: int, device) -> dict:
     return {name: value for name, value in settings.items() if name in known}
 
 
-def rounds(served: list[Served], repeat: int):
+def rounds(served: list[Served], repeat: int) -> Iterator[Served]:
     """A warm-up and `repeat` rounds of all in turn; yields after each measurement. A peer that
     fails is not measured again."""
     slowest = 0.0

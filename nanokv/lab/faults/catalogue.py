@@ -7,15 +7,17 @@ logits, or a byte counter if all values are right and only memory is wasted. dia
 it, and the tests compare the measurement with the entry here.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import nanokv.cache.base
 import nanokv.decoding.batching
-from nanokv.attention import prefill_attention
+from nanokv.attention import Attend, prefill_attention
 from nanokv.cache import BatchCache, KVCache
 from nanokv.cache.base import LayerCache
 from nanokv.cache.capabilities import CacheCapabilities
@@ -23,7 +25,16 @@ from nanokv.cache.padded import PaddedCache
 from nanokv.cache.sliding import SlidingCache
 from nanokv.cache.static import StaticCache
 from nanokv.inference import prefill_chunks
-from nanokv.lab.faults.substitute import PerObject, between, has_cache, in_all, positions, real
+from nanokv.lab.faults.substitute import (
+    KeysValues,
+    PerObject,
+    Swaps,
+    between,
+    has_cache,
+    in_all,
+    positions,
+    real,
+)
 from nanokv.model import Attention, Transformer
 from nanokv.rope import apply_rope
 
@@ -40,13 +51,15 @@ class Fault:
     thread: str  # owner/repo#number of an issue with this bug, its symptom or the same idea
     seen_by: str  # words, logits, bytes or error: measured on the bundled model
     scenario: str  # the situation in which the bug shows, a name in faults.SCENARIOS
-    swaps: object = field(repr=False, compare=False)
+    swaps: Callable[[], Swaps] = field(repr=False, compare=False)
 
 
 FAULTS: dict[str, Fault] = {}
 
 
-def fault(title, cause, thread, seen_by, scenario="solo"):
+def fault(
+    title: str, cause: str, thread: str, seen_by: str, scenario: str = "solo"
+) -> Callable[[Callable[[], Swaps]], Callable[[], Swaps]]:
     """Add the decorated function to FAULTS under its name."""
 
     def enter(swaps):
@@ -69,7 +82,7 @@ def fault(title, cause, thread, seen_by, scenario="solo"):
     "karpathy/nanochat#855",
     "logits",
 )
-def start_pos_off_by_one():
+def start_pos_off_by_one() -> Swaps:
     """Positions are start + 1 whenever something is cached."""
     return positions(lambda at, start: at + (start > 0))
 
@@ -81,7 +94,7 @@ def start_pos_off_by_one():
     "skyzh/tiny-llm#46",
     "words",
 )
-def start_pos_advanced_twice():
+def start_pos_advanced_twice() -> Swaps:
     """Positions begin at 2·start."""
     return positions(lambda at, start: at + start.clamp(min=0))
 
@@ -93,7 +106,7 @@ def start_pos_advanced_twice():
     "karpathy/nanochat#855",
     "words",
 )
-def start_pos_restarts():
+def start_pos_restarts() -> Swaps:
     """Positions begin at 0 in every call."""
     return positions(lambda at, start: torch.where(start > 0, at - start, at))
 
@@ -106,7 +119,7 @@ def start_pos_restarts():
     "words",
     "long",
 )
-def rope_table_too_short():
+def rope_table_too_short() -> Swaps:
     """Positions end at the last row of the table."""
     return positions(lambda at, start: at.clamp(max=max(TABLE, at.shape[-1]) - 1))
 
@@ -118,7 +131,7 @@ def rope_table_too_short():
     "EleutherAI/gpt-neox#363",
     "words",
 )
-def cached_before_rope():
+def cached_before_rope() -> Swaps:
     """Keys enter the cache unrotated; queries and new keys are rotated just before attention."""
     right = Attention.forward
 
@@ -145,7 +158,7 @@ def cached_before_rope():
     "deepspeedai/Megatron-DeepSpeed#112",
     "error",
 )
-def wrong_axis():
+def wrong_axis() -> Swaps:
     """Old and new keys are joined along the batch dimension."""
 
     def append(cache, i, k, v):
@@ -165,7 +178,7 @@ def wrong_axis():
     "TrenTorch/TrenTorch#192",
     "logits",
 )
-def first_token_unwritten():
+def first_token_unwritten() -> Swaps:
     """Slot 0 stays zero."""
 
     def append(cache, i, k, v):
@@ -186,7 +199,7 @@ def first_token_unwritten():
     "lucidrains/x-transformers#219",
     "words",
 )
-def one_dict_for_all_layers():
+def one_dict_for_all_layers() -> Swaps:
     """All layers of a cache share one slab."""
     slabs = PerObject()
 
@@ -205,7 +218,7 @@ def one_dict_for_all_layers():
     "TrenTorch/TrenTorch#141",
     "words",
 )
-def last_layer_closure():
+def last_layer_closure() -> Swaps:
     """`[lambda …: block(…) for block in layers]`, called after the loop."""
     right = Transformer.forward
 
@@ -228,7 +241,7 @@ def last_layer_closure():
     "karpathy/nanoGPT#613",
     "logits",
 )
-def rounded_to_bf16():
+def rounded_to_bf16() -> Swaps:
     """Keys and values keep 8 bits of precision."""
     return between(
         lambda cache, i, k, v: cache[i].append(k.bfloat16().to(k.dtype), v.bfloat16().to(v.dtype))
@@ -243,15 +256,16 @@ def rounded_to_bf16():
     "logits",
     "overflow",
 )
-def static_overflow():
+def static_overflow() -> Swaps:
     """The static cache counts tokens that it does not keep."""
-    capacity = CacheCapabilities.capacity
+    capacity: Any = CacheCapabilities.capacity  # the property itself
 
     def append(cache, i, k, v):
         layer = real(cache[i])
         if type(layer) is not StaticCache:
             return cache[i].append(k, v)
         T = k.shape[2]
+        assert layer.capacity is not None  # every static cache has one
         room = max(0, layer.capacity - layer.length)
         if T <= room:
             return cache[i].append(k, v)
@@ -276,7 +290,7 @@ def static_overflow():
     "error",
     "chunked",
 )
-def square_mask():
+def square_mask() -> Swaps:
     """The mask's width leaves out the cached tokens."""
     return masks(lambda right, T, S: right(T, T))
 
@@ -289,7 +303,7 @@ def square_mask():
     "words",
     "chunked",
 )
-def top_left_mask():
+def top_left_mask() -> Swaps:
     """The mask is tril(0) instead of tril(S − T)."""
 
     def mask(right, T, S):
@@ -308,7 +322,7 @@ def top_left_mask():
     "logits",
     "chunked",
 )
-def no_mask_on_chunk():
+def no_mask_on_chunk() -> Swaps:
     """Attention is causal only while T == S."""
 
     def mask(right, T, S):
@@ -319,7 +333,7 @@ def no_mask_on_chunk():
     return masks(mask)
 
 
-def masks(wrong) -> list:
+def masks(wrong: Callable) -> Swaps:
     """Swaps for the mask of LayerCache and of the sliding cache. wrong(right, T, S) → mask (T,S) or
     None, where right(T, S) is the correct mask."""
     right = nanokv.cache.base.causal_mask
@@ -353,9 +367,9 @@ def masks(wrong) -> list:
     "words",
     "batch",
 )
-def right_padding():
+def right_padding() -> Swaps:
     """Rows are rolled so that their padding comes last, and no mask hides it."""
-    pads = []
+    pads: list[int] = []
 
     def no_padding(cache, widths):
         pads[:] = widths
@@ -377,7 +391,7 @@ def right_padding():
     "logits",
     "batch",
 )
-def mask_of_row_0():
+def mask_of_row_0() -> Swaps:
     """The mask (B,1,T,S) is row 0's, repeated."""
 
     def make(right):
@@ -400,7 +414,7 @@ def mask_of_row_0():
     "logits",
     "beams",
 )
-def reorder_ignored():
+def reorder_ignored() -> Swaps:
     """reorder does nothing unless it changes the number of rows."""
 
     def make(right):
@@ -424,9 +438,9 @@ def reorder_ignored():
     "words",
     "two_requests",
 )
-def not_cleared():
+def not_cleared() -> Swaps:
     """A cache that starts empty sees the rows of the request before it."""
-    last = {}
+    last: dict[int, KeysValues] = {}
     stale = PerObject()
 
     def append(cache, i, k, v):
@@ -447,9 +461,9 @@ def not_cleared():
     "words",
     "interleaved",
 )
-def shared_between_requests():
+def shared_between_requests() -> Swaps:
     """All caches share one slab per layer."""
-    slabs = {}
+    slabs: dict[int, KeysValues] = {}
 
     def append(cache, i, k, v):
         own = cache[i].append(k, v)
@@ -467,7 +481,7 @@ def shared_between_requests():
     "logits",
     "undo",
 )
-def truncate_keeps_rows():
+def truncate_keeps_rows() -> Swaps:
     """Truncated tokens stay visible to all later tokens."""
     held = PerObject()
     stale = PerObject()
@@ -497,10 +511,10 @@ def truncate_keeps_rows():
     "jingyaogong/minimind#156",
     "bytes",
 )
-def cached_queries():
+def cached_queries() -> Swaps:
     """Queries are kept in every layer."""
     held = PerObject()
-    now = []
+    now: list[LayerCache] = []
 
     def append(cache, i, k, v):
         now[:] = [cache[i]]
@@ -523,7 +537,7 @@ def cached_queries():
     "FYYFU/HeadKV#3",
     "bytes",
 )
-def repeated_before_caching():
+def repeated_before_caching() -> Swaps:
     """The other G − 1 copies of every KV head are kept in every layer."""
     held = PerObject()
 
@@ -540,35 +554,37 @@ def repeated_before_caching():
 # --- helpers of several faults -----------------------------------------------------------------
 
 
-def is_empty(layer) -> bool:
+def is_empty(layer: LayerCache) -> bool:
     """True before the first token of a request."""
     return isinstance(layer.length, int) and layer.length == 0
 
 
-def written(slab, own, T: int):
+def written(slab: KeysValues | None, own: KeysValues, T: int) -> KeysValues:
     """The slab's keys and values after the last T tokens of `own` (B,Hk,S,D) ×2 are written at
     their positions. Without a slab, or for another batch size, a copy of `own`."""
-    S = own[0].shape[2]
-    if slab is None or slab[0].shape[0] != own[0].shape[0]:
-        return tuple(x.clone() for x in own)
-    slab = tuple(
-        torch.cat((old, new[:, :, old.shape[2] :]), dim=2)
-        for old, new in zip(slab, own, strict=True)
-    )
-    for old, new in zip(slab, own, strict=True):
-        old[:, :, S - T : S] = new[:, :, S - T :]
-    return slab
+    keys, values = own
+    if slab is None or slab[0].shape[0] != keys.shape[0]:
+        return keys.clone(), values.clone()
+    return overwritten(slab[0], keys, T), overwritten(slab[1], values, T)
 
 
-def behind(stale, own):
+def overwritten(old: Tensor, new: Tensor, T: int) -> Tensor:
+    """`old`, extended to the length of `new` (B,H,S,D), with the last T tokens of `new`."""
+    S = new.shape[2]
+    old = torch.cat((old, new[:, :, old.shape[2] :]), dim=2)
+    old[:, :, S - T : S] = new[:, :, S - T :]
+    return old
+
+
+def behind(stale: KeysValues | None, own: KeysValues) -> KeysValues:
     """The stale keys and values, followed by `own`. The order of keys does not matter to
     attention."""
     if stale is None:
         return own
-    return tuple(torch.cat(pair, dim=2) for pair in zip(stale, own, strict=True))
+    return torch.cat((stale[0], own[0]), dim=2), torch.cat((stale[1], own[1]), dim=2)
 
 
-def seeing_all_stale(attend):
+def seeing_all_stale(attend: Attend) -> Attend:
     """Attention whose mask is widened on the left, so that the stale keys are visible."""
     mask = getattr(attend, "mask", None)
 
@@ -580,7 +596,7 @@ def seeing_all_stale(attend):
     return wider
 
 
-def grown(held, new, S: int):
+def grown(held: Tensor | None, new: Tensor, S: int) -> Tensor:
     """(B,H,S,D): the tensors held for the first S − T tokens, and the T new ones. Truncated tokens
     are cut off; a batch of another size starts over."""
     T = new.shape[2]
@@ -589,7 +605,7 @@ def grown(held, new, S: int):
     return torch.cat((held[:, :, : S - T], new), dim=2)
 
 
-def counted(held) -> list:
+def counted(held: PerObject) -> Swaps:
     """Swaps that add the tensors in `held` to the `nbytes` of their cache."""
 
     def make(right):

@@ -9,12 +9,15 @@ compared token by token.
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from nanokv.errors import NanoKVError
 from nanokv.lab.faults.catalogue import Fault
 from nanokv.lab.faults.injection import find, inject
-from nanokv.lab.faults.scenarios import SCENARIOS, Outcome, solo
-from nanokv.lab.study.debug import compare, earliest, watch
+from nanokv.lab.faults.scenarios import SCENARIOS, Outcome, Scenario, solo
+from nanokv.lab.study.debug import Pass, compare, earliest, watch
+from nanokv.model import Transformer
+from nanokv.text.tokenizer import Tokenizer
 
 SHORTEST = 10  # tokens of a prompt: a chunk of 8, and a second chunk that needs a mask
 # A larger max |Δ logits| is no rounding: correct code on another path differs by 1e-4 at most.
@@ -45,7 +48,7 @@ class Diagnosis:
     bytes: tuple[int, int]
     error: str
 
-    def __str__(self):
+    def __str__(self) -> str:
         lines = [
             f"{self.fault.name}: {self.fault.title}",
             f"  scenario {self.fault.scenario}, {self.place}",
@@ -73,7 +76,12 @@ class Diagnosis:
         return f"first difference: {layer}token {self.token} ({self.operation})"
 
 
-def diagnose(name: str, model, tokenizer=None, prompts=None) -> Diagnosis:
+def diagnose(
+    name: str,
+    model: Transformer,
+    tokenizer: Tokenizer | None = None,
+    prompts: list[list[int]] | None = None,
+) -> Diagnosis:
     """Run the fault's scenario without and with the fault, and compare.
 
     prompts: at least three lists of at least 10 ids, not all of the same length; the first one is
@@ -89,11 +97,12 @@ def diagnose(name: str, model, tokenizer=None, prompts=None) -> Diagnosis:
     right_one = solo if fault.scenario == "overflow" else scenario
     right = right_one(model, prompts)
     truth, passes, _ = watched(right_one, model, prompts, right.answers)
+    assert truth is not None  # correct code does not fail
     with inject(name):
         said, _, error = watched(scenario, model, prompts)
         wrong, wrong_passes, _ = watched(scenario, model, prompts, right.answers)
     step, layer, token = first_difference(passes, wrong_passes, failed=bool(error))
-    answers = [[] for _ in right.answers]
+    answers: list[list[int]] = [[] for _ in right.answers]
     if said is not None:
         answers = said.answers
     deltas = []
@@ -116,12 +125,12 @@ def diagnose(name: str, model, tokenizer=None, prompts=None) -> Diagnosis:
     )
 
 
-def prompts_for(model, tokenizer, prompts=None) -> list[list[int]]:
+def prompts_for(
+    model: Transformer, tokenizer: Tokenizer | None, prompts: list[list[int]] | None = None
+) -> list[list[int]]:
     """The prompts, or default ones. NanoKVError if they cannot show every fault."""
-    if prompts is None and tokenizer is None:
-        return random_prompts(model)
     if prompts is None:
-        prompts = talk(tokenizer)
+        prompts = random_prompts(model) if tokenizer is None else talk(tokenizer)
     lengths = [len(prompt) for prompt in prompts]
     if len(lengths) < 3 or min(lengths) < SHORTEST or len(set(lengths)) == 1:
         raise NanoKVError(
@@ -133,12 +142,18 @@ def prompts_for(model, tokenizer, prompts=None) -> list[list[int]]:
     return prompts
 
 
-def numbers(ids) -> str:
+def numbers(ids: list[int]) -> str:
     """The ids as text, for a model without a tokenizer."""
     return " ".join(map(str, ids))
 
 
-def seen_by(right, wrong, deltas, sizes, error: str) -> str:
+def seen_by(
+    right: list[list[int]],
+    wrong: list[list[int]],
+    deltas: list[float],
+    sizes: tuple[int, int],
+    error: str,
+) -> str:
     """The weakest observation that reveals the fault: error, words, logits, bytes, or nothing."""
     seen = {
         "error": bool(error),
@@ -149,7 +164,12 @@ def seen_by(right, wrong, deltas, sizes, error: str) -> str:
     return next((observer for observer, sees in seen.items() if sees), "nothing")
 
 
-def watched(scenario, model, prompts, forced=None) -> tuple[Outcome | None, list, str]:
+def watched(
+    scenario: Scenario,
+    model: Transformer,
+    prompts: list[list[int]],
+    forced: list[list[int]] | None = None,
+) -> tuple[Outcome | None, list, str]:
     """(outcome or None, forward passes, error). The passes before a failure are kept."""
     with watch(model) as passes:
         try:
@@ -159,7 +179,9 @@ def watched(scenario, model, prompts, forced=None) -> tuple[Outcome | None, list
             return None, passes, f"{type(error).__name__}: {str(error).splitlines()[0]}"
 
 
-def first_difference(right, wrong, failed=False):
+def first_difference(
+    right: list[Pass], wrong: list[Pass], failed: bool = False
+) -> tuple[str, int | None, int | None]:
     """(operation, layer, token) where two lists of passes first differ; ("", None, None) if they
     are equal."""
     for a, b in zip(right, wrong, strict=False):
@@ -176,7 +198,7 @@ def first_difference(right, wrong, failed=False):
     return "", None, None
 
 
-def position(one, first) -> int:
+def position(one: Pass, first: tuple[int, int]) -> int:
     """Position of (column, row) of a pass within its request."""
     column, row = first
     start = torch.as_tensor(one.start)
@@ -185,13 +207,13 @@ def position(one, first) -> int:
     return int(start) + column
 
 
-def per_position(right, wrong) -> list[float]:
+def per_position(right: Tensor, wrong: Tensor) -> list[float]:
     """max |Δ| of each row of two (N,V) logits; nan counts as an infinite difference."""
     N = min(len(right), len(wrong))
     return (right[:N] - wrong[:N]).abs().amax(-1).nan_to_num(nan=float("inf")).tolist()
 
 
-def talk(tokenizer) -> list[list[int]]:
+def talk(tokenizer: Tokenizer) -> list[list[int]]:
     """The conversations of TALK as ids, by the model's chat template."""
     prompts = []
     for lines in TALK:
@@ -202,7 +224,7 @@ def talk(tokenizer) -> list[list[int]]:
     return prompts
 
 
-def random_prompts(model) -> list[list[int]]:
+def random_prompts(model: Transformer) -> list[list[int]]:
     """Three prompts of 24, 17 and 20 ids."""
     generator = torch.Generator().manual_seed(0)
     return [

@@ -10,6 +10,7 @@ import copy
 import random
 import signal
 import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
@@ -22,6 +23,7 @@ from nanokv.lab.faults.catalogue import FAULTS, Fault
 from nanokv.lab.faults.injection import find, substituted
 from nanokv.lab.faults.restoring import globals_restored
 from nanokv.lab.study.equality import small_model
+from nanokv.model import Transformer
 
 # Injected like any other fault, so that runs on correct code take the same path.
 NOTHING = Fault("nothing", "no fault", "Right code.", "", "nothing", "solo", swaps=list)
@@ -42,7 +44,7 @@ class Grade:
         """Share of the faults that were killed, 0 to 1; 0 for a test that fails on correct code."""
         return len(self.kills) / max(1, len(self.kills) + len(self.survivors))
 
-    def __str__(self):
+    def __str__(self) -> str:
         kills = len(self.kills)
         lines = [f"{kills} of {kills + len(self.survivors)} faults killed ({self.score:.0%})"]
         if self.false_alarm:
@@ -60,7 +62,12 @@ class Overtime(BaseException):
     does not catch it."""
 
 
-def grade(test, model=None, faults=None, seconds: float = 60.0) -> Grade:
+def grade(
+    test: Callable[[Transformer], object],
+    model: Transformer | None = None,
+    faults: Iterable[str] | None = None,
+    seconds: float = 60.0,
+) -> Grade:
     """Run test(model) on correct code, under every fault (or each of `faults`), and on correct code
     again.
 
@@ -101,7 +108,9 @@ def grade(test, model=None, faults=None, seconds: float = 60.0) -> Grade:
     return Grade(kills, tuple(name for name in names if name not in kills), note=note)
 
 
-def attempt(test, model, seconds: float, fault: Fault) -> tuple[str, int]:
+def attempt(
+    test: Callable[[Transformer], object], model: Transformer, seconds: float, fault: Fault
+) -> tuple[str, int]:
     """Run the test once on a copy of the model under a fault → (its error or "", forward
     passes)."""
     model = copy.deepcopy(model)
@@ -125,7 +134,7 @@ def attempt(test, model, seconds: float, fault: Fault) -> tuple[str, int]:
 
 
 @contextmanager
-def same_random_numbers():
+def same_random_numbers() -> Iterator[None]:
     """Seed all generators with 0 inside the block, and restore their states afterwards."""
     python = random.getstate()
     numpy = np.random.get_state()
@@ -141,7 +150,7 @@ def same_random_numbers():
 
 
 @contextmanager
-def time_limit(model, seconds: float):
+def time_limit(model: Transformer, seconds: float) -> Iterator[None]:
     """Raise Overtime after `seconds`: by an alarm in the main thread, elsewhere (and on Windows) at
     the next forward pass of the model."""
     end = perf_counter() + seconds
@@ -156,7 +165,7 @@ def time_limit(model, seconds: float):
 
 
 @contextmanager
-def alarm(seconds: float, late):
+def alarm(seconds: float, late: Callable) -> Iterator[None]:
     """Call late() after `seconds` in the main thread; no alarm in other threads and on Windows.
 
     The alarm repeats every 0.1 s, in case the code catches the exception of the first one.

@@ -7,7 +7,8 @@ are removed first and injected again afterwards.
 
 import difflib
 import threading
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from unittest.mock import patch
 
 from nanokv.errors import NanoKVError
@@ -20,13 +21,13 @@ _stack: list["_Injected"] = []  # oldest first, all by one thread
 class _Injected:
     """A fault on the stack. If `alone` is set, no other fault may be injected on top of it."""
 
-    def __init__(self, fault: Fault, alone: bool):
+    def __init__(self, fault: Fault, alone: bool) -> None:
         self.fault = fault
         self.alone = alone
         self.thread = threading.current_thread()
         self.undo = ExitStack()
 
-    def put_in(self):
+    def put_in(self) -> None:
         with ExitStack() as swapped:  # if a swap fails, the earlier ones are undone
             for owner, attribute, stand_in in self.fault.swaps():
                 swapped.enter_context(patch.object(owner, attribute, stand_in))
@@ -43,7 +44,7 @@ def find(name: str) -> Fault:
     return FAULTS[name]
 
 
-def inject(name: str):
+def inject(name: str) -> AbstractContextManager[Fault]:
     """Inject a fault into every model and cache for the length of a `with` block; yields the Fault.
 
     A fault affects only code that it replaces: static_overflow needs a static cache, a layer
@@ -60,7 +61,7 @@ def inject(name: str):
 
 
 @contextmanager
-def substituted(fault: Fault, alone: bool = False):
+def substituted(fault: Fault, alone: bool = False) -> Iterator[Fault]:
     """`inject` for any Fault, also one outside the catalogue. `alone` refuses other faults
     inside."""
     entry = _Injected(fault, alone)
@@ -75,7 +76,7 @@ def substituted(fault: Fault, alone: bool = False):
             _take_out(entry)
 
 
-def _refuse(entry: _Injected):
+def _refuse(entry: _Injected) -> None:
     """NanoKVError if the entry cannot be pushed on the stack."""
     name = entry.fault.name
     if _stack and _stack[0].thread is not entry.thread:
@@ -95,7 +96,7 @@ def _refuse(entry: _Injected):
         )
 
 
-def _take_out(entry: _Injected):
+def _take_out(entry: _Injected) -> None:
     """Remove the entry from any place in the stack."""
     later = _stack[_stack.index(entry) + 1 :]
     for one in reversed([entry, *later]):

@@ -2,13 +2,15 @@
 
 import inspect
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 
 @contextmanager
-def globals_restored():
+def globals_restored() -> Iterator[None]:
     """Restore the attributes of torch's and nanokv's modules and of nanokv's classes when the block
     ends, and torch's default dtype and grad mode.
 
@@ -37,7 +39,7 @@ def places() -> list:
     return [*torches, *ours, *(cls for cls in classes if cls.__module__.startswith("nanokv"))]
 
 
-def restore(place, names: dict):
+def restore(place: Any, names: dict) -> None:
     """Set attributes that are missing or changed, and delete new ones except imported modules."""
     now = dict(vars(place))
     for name, value in names.items():

@@ -7,14 +7,17 @@ given tokens are fed instead, so that the logits of two runs can be compared pos
 even after their answers differ.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from nanokv.cache import make_cache
+from nanokv.cache import KVCache, make_cache
 from nanokv.decoding.batching import generate_padded
 from nanokv.decoding.beam import beam_search
 from nanokv.inference import decode, prefill, prefill_chunks
+from nanokv.model import Transformer
 
 LONGEST = 40  # tokens of an answer
 
@@ -29,32 +32,45 @@ class Outcome:
     bytes: int
 
 
-def solo(model, prompts, forced=None) -> Outcome:
+Scenario = Callable[..., Outcome]
+
+
+def solo(
+    model: Transformer, prompts: list[list[int]], forced: list[list[int]] | None = None
+) -> Outcome:
     """One prompt, one cache: prefill, then decode."""
     cache = make_cache("dict", model.config)
     logits = prefill(model, [prompts[0]], cache, start_pos=0)  # (1,V)
     return go_on(model, cache, logits, forced)
 
 
-def long(model, prompts, forced=None) -> Outcome:
+def long(
+    model: Transformer, prompts: list[list[int]], forced: list[list[int]] | None = None
+) -> Outcome:
     """As solo, with the longest of the prompts, to reach positions of 32 and more."""
     return solo(model, [max(prompts, key=len)], forced)
 
 
-def chunked(model, prompts, forced=None) -> Outcome:
+def chunked(
+    model: Transformer, prompts: list[list[int]], forced: list[list[int]] | None = None
+) -> Outcome:
     """The prompt in chunks of 8 tokens, like a long prompt or the next turn of a chat."""
     cache = make_cache("dict", model.config)
     logits = prefill_chunks(model, [prompts[0]], cache, start_pos=0, chunk=8)
     return go_on(model, cache, logits, forced)
 
 
-def two_requests(model, prompts, forced=None) -> Outcome:
+def two_requests(
+    model: Transformer, prompts: list[list[int]], forced: list[list[int]] | None = None
+) -> Outcome:
     """Another request is answered first; this one has a new cache."""
     solo(model, prompts[1:])
     return solo(model, prompts, forced)
 
 
-def interleaved(model, prompts, forced=None) -> Outcome:
+def interleaved(
+    model: Transformer, prompts: list[list[int]], forced: list[list[int]] | None = None
+) -> Outcome:
     """Two requests at the same time: the prompt of the second is read between the prompt and the
     answer of the first."""
     cache = make_cache("dict", model.config)
@@ -64,7 +80,9 @@ def interleaved(model, prompts, forced=None) -> Outcome:
     return go_on(model, cache, logits, forced)
 
 
-def undo(model, prompts, forced=None) -> Outcome:
+def undo(
+    model: Transformer, prompts: list[list[int]], forced: list[list[int]] | None = None
+) -> Outcome:
     """Six guessed tokens are fed after the prompt and removed with truncate."""
     prompt = prompts[0]
     cache = make_cache("dict", model.config)
@@ -74,14 +92,18 @@ def undo(model, prompts, forced=None) -> Outcome:
     return go_on(model, cache, logits, forced)
 
 
-def overflow(model, prompts, forced=None) -> Outcome:
+def overflow(
+    model: Transformer, prompts: list[list[int]], forced: list[list[int]] | None = None
+) -> Outcome:
     """A static cache with room for the prompt and 4 tokens. Correct code raises CapacityError."""
     cache = make_cache("static", model.config, capacity=len(prompts[0]) + 4)
     logits = prefill(model, [prompts[0]], cache, start_pos=0)
     return go_on(model, cache, logits, forced)
 
 
-def batch(model, prompts, forced=None) -> Outcome:
+def batch(
+    model: Transformer, prompts: list[list[int]], forced: list[list[int]] | None = None
+) -> Outcome:
     """Prompts of different lengths in one padded batch; `logits` (B,V) follow the prompts."""
     cache = make_cache("dict", model.config, len(prompts))
     seen = []
@@ -93,7 +115,9 @@ def batch(model, prompts, forced=None) -> Outcome:
     return Outcome(seen[0], answers, cache.nbytes)
 
 
-def beams(model, prompts, forced=None) -> Outcome:
+def beams(
+    model: Transformer, prompts: list[list[int]], forced: list[list[int]] | None = None
+) -> Outcome:
     """The best of four beams. `logits` (2,V) are of one more token after two rows are swapped."""
     first = prompts[0][:9]
     second = prompts[1][:9]
@@ -111,7 +135,9 @@ SCENARIOS = {
 }
 
 
-def go_on(model, cache, logits, forced=None) -> Outcome:
+def go_on(
+    model: Transformer, cache: KVCache, logits: Tensor, forced: list[list[int]] | None = None
+) -> Outcome:
     """Continue from logits (1,V) of the prompt: greedily until an end token or LONGEST tokens, or
     with the tokens of the forced answer."""
     rows = [logits]

@@ -7,13 +7,16 @@ because a test needs the situation in which a bug shows, and several bugs share 
 arbitrary.
 """
 
+from collections.abc import Callable
+
 import torch
 
 import nanokv
+from nanokv.checkpoint import Model
 from nanokv.lab.faults.injection import find
 
 
-def decode_equals_score(model):
+def decode_equals_score(model: Model) -> None:
     """Decoding with a cache gives the logits that the model gives without one."""
     ids = torch.arange(2, 14)[None]  # (1,12)
     cache = nanokv.make_cache("dict", model.config)
@@ -23,7 +26,7 @@ def decode_equals_score(model):
     assert torch.allclose(logits, nanokv.score(model, ids)[:, -1], atol=1e-3)
 
 
-def decode_equals_score_far_out(model):
+def decode_equals_score_far_out(model: Model) -> None:
     """The same at position 40, which a short test never reaches."""
     ids = torch.arange(2, 43)[None]  # (1,41)
     cache = nanokv.make_cache("dict", model.config)
@@ -32,7 +35,7 @@ def decode_equals_score_far_out(model):
     assert torch.allclose(logits, nanokv.score(model, ids)[:, -1], atol=1e-3)
 
 
-def two_chunks_equal_score(model):
+def two_chunks_equal_score(model: Model) -> None:
     """The second chunk attends to all of the first one, and causally to itself."""
     ids = torch.arange(2, 14)[None]
     cache = nanokv.make_cache("dict", model.config)
@@ -41,15 +44,16 @@ def two_chunks_equal_score(model):
     assert torch.allclose(logits, nanokv.score(model, ids)[:, -1], atol=1e-3)
 
 
-def rows_answer_as_alone(model):
+def rows_answer_as_alone(model: Model) -> None:
     """Prompts of different lengths, in one batch and one by one; the longest is not the first."""
     prompts = [[2, 3, 4], [5, 6, 7, 8, 9, 10], [11]]
-    options = {"max_new_tokens": 12, "eos_token_ids": []}
-    alone = [list(nanokv.generate(model, prompt, **options)) for prompt in prompts]
-    assert nanokv.generate_padded(model, prompts, **options) == alone
+    together = nanokv.generate_padded(model, prompts, max_new_tokens=12, eos_token_ids=[])
+    for prompt, answer in zip(prompts, together, strict=True):
+        alone = nanokv.generate(model, prompt, max_new_tokens=12, eos_token_ids=[])
+        assert answer == list(alone)
 
 
-def rows_change_places(model):
+def rows_change_places(model: Model) -> None:
     """After reorder, each row continues from the cache of the row that it was assigned."""
     ids = torch.tensor([[2, 3, 4, 5], [6, 7, 8, 9]])
     cache = nanokv.make_cache("dict", model.config, batch_size=2)
@@ -59,7 +63,7 @@ def rows_change_places(model):
     assert torch.allclose(logits, nanokv.score(model, ids[[1, 0]])[:, -1], atol=1e-3)
 
 
-def second_request_equals_score(model):
+def second_request_equals_score(model: Model) -> None:
     """A new cache has nothing of the previous request."""
     for ids in (torch.arange(2, 8)[None], torch.arange(20, 26)[None]):
         cache = nanokv.make_cache("dict", model.config)
@@ -67,7 +71,7 @@ def second_request_equals_score(model):
         assert torch.allclose(logits, nanokv.score(model, ids)[:, -1], atol=1e-3)
 
 
-def two_requests_at_once(model):
+def two_requests_at_once(model: Model) -> None:
     """A request continues correctly after another request was prefilled."""
     ids = torch.arange(2, 8)[None]
     cache = nanokv.make_cache("dict", model.config)
@@ -78,7 +82,7 @@ def two_requests_at_once(model):
     assert torch.allclose(logits, nanokv.score(model, ids)[:, -1], atol=1e-3)
 
 
-def truncate_forgets(model):
+def truncate_forgets(model: Model) -> None:
     """Truncated tokens have no effect on later logits."""
     ids = torch.arange(2, 8)[None]
     guess = torch.arange(20, 24)[None]
@@ -90,7 +94,7 @@ def truncate_forgets(model):
     assert torch.allclose(logits, nanokv.score(model, ids)[:, -1], atol=1e-3)
 
 
-def full_cache_refuses(model):
+def full_cache_refuses(model: Model) -> None:
     """One token more than the capacity raises CapacityError and is not dropped."""
     cache = nanokv.make_cache("static", model.config, capacity=6)
     nanokv.prefill(model, torch.arange(2, 8)[None], cache, start_pos=0)
@@ -101,7 +105,7 @@ def full_cache_refuses(model):
     raise AssertionError("a full cache took another token")
 
 
-def bytes_equal_the_formula(model):
+def bytes_equal_the_formula(model: Model) -> None:
     """The cache holds exactly 2·L·Hk·D values per token."""
     config = model.config
     cache = nanokv.make_cache("dict", config)
@@ -127,7 +131,7 @@ SMALLEST = {  # decode_equals_score catches all other faults
 }
 
 
-def smallest_test(name: str):
+def smallest_test(name: str) -> Callable[[Model], None]:
     """The test of a fault: a function of a model that raises AssertionError, or the error of the
     broken code."""
     return SMALLEST.get(find(name).name, decode_equals_score)

@@ -7,31 +7,39 @@ forward pass without a cache (score) unchanged, so that it can serve as the refe
 """
 
 import weakref
+from collections.abc import Callable
 from functools import partial
+from typing import Any
+
+from torch import Tensor
 
 import nanokv.model
-from nanokv.attention import Causal
+from nanokv.attention import Attend, Causal
 from nanokv.cache import KVCache, LayerCache
 from nanokv.model import Transformer
+
+KeysValues = tuple[Tensor, Tensor]  # keys and values, (B,Hk,S,D) ×2
+Append = Callable[[KVCache, int, Tensor, Tensor], KeysValues]  # (cache, layer, k, v)
+Swaps = list[tuple[Any, str, Any]]  # (owner, name, substitute)
 
 
 class PerObject(dict):
     """A value per cache layer, keyed by id(layer) and removed with the layer. WeakKeyDictionary
     does not work here, because a layer of the dict cache cannot be hashed."""
 
-    def keep(self, layer, value):
+    def keep(self, layer: Any, value: Any) -> Any:
         layer = real(layer)
         if id(layer) not in self:
             weakref.finalize(layer, self.pop, id(layer), None).atexit = False
         self[id(layer)] = value
         return value
 
-    def of(self, layer):
+    def of(self, layer: Any) -> Any:
         """The value kept for this layer, or None."""
         return self.get(id(real(layer)))
 
 
-def real(layer):
+def real(layer: Any) -> Any:
     """The cache's layer itself, without the faults wrapped around it."""
     return getattr(layer, "real", layer)
 
@@ -42,7 +50,7 @@ class Between(KVCache):
     Length and capacity are the real cache's, so the model's check of start_pos passes.
     """
 
-    def __init__(self, cache, append):
+    def __init__(self, cache: KVCache, append: Append) -> None:
         layers = (BetweenLayer(layer, partial(append, cache, i)) for i, layer in enumerate(cache))
         super().__init__(layers, cache.config)
         self.cache = cache
@@ -54,9 +62,9 @@ class Between(KVCache):
 class BetweenLayer(LayerCache):
     """One layer of a Between cache."""
 
-    def __init__(self, layer, append):
+    def __init__(self, layer: Any, append: Callable[[Tensor, Tensor], KeysValues]) -> None:
         self.real = real(layer)
-        self.append = append
+        self.append = append  # type: ignore[method-assign, assignment]  # the fault's
 
     length = property(lambda self: self.real.length)
 
@@ -65,27 +73,29 @@ class StandIn:
     """`attend(right)` instead of the attention `right`. `mask` is right's mask, for a fault wrapped
     around this one."""
 
-    def __init__(self, right, attend):
+    def __init__(self, right: Attend, attend: Callable[[Attend], Attend]) -> None:
         if type(right) is Causal:
             right = Causal()  # a fault may pass more keys than the cache's length
         self.mask = getattr(right, "mask", None)
         self.attend = attend(right)
 
-    def __call__(self, q, k, v):
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.attend(q, k, v)
 
 
-def right_append(cache, i, k, v):
+def right_append(cache: KVCache, i: int, k: Tensor, v: Tensor) -> KeysValues:
     """The append of layer i without a fault."""
     return cache[i].append(k, v)
 
 
-def has_cache(cache) -> bool:
+def has_cache(cache: KVCache) -> bool:
     """False for NoCache, which keeps nothing: a pass without a cache has no cache fault."""
     return cache.capacity != 0
 
 
-def between(append=right_append, attend=None) -> list:
+def between(
+    append: Append = right_append, attend: Callable[[Attend], Attend] | None = None
+) -> Swaps:
     """Swaps for the model's forward: `append` replaces the append of every layer's cache, and
     `attend(right)` replaces the attention `right`."""
     right = Transformer.forward
@@ -100,7 +110,7 @@ def between(append=right_append, attend=None) -> list:
     return [(Transformer, "forward", forward)]
 
 
-def positions(wrong) -> list:
+def positions(wrong: Callable[[Tensor, Tensor], Tensor]) -> Swaps:
     """Swaps for rope_angles: keys and queries are rotated by wrong(positions, start) (…,T).
 
     `start` (…,1) is the first position. The model gets the right start_pos and checks it. A
@@ -115,7 +125,7 @@ def positions(wrong) -> list:
     return [(nanokv.model, "rope_angles", rope_angles)]
 
 
-def in_all(base, name: str, make) -> list:
+def in_all(base: type, name: str, make: Callable) -> Swaps:
     """Swaps for a method or property of `base` and of every subclass that overrides it.
     make(right) → its substitute."""
     family = [next(cls for cls in base.__mro__ if name in vars(cls))]

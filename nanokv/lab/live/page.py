@@ -21,6 +21,8 @@ from nanokv.errors import NanoKVError
 from nanokv.lab.trace.page import digest, joined, json_block, put_into
 from nanokv.lab.trace.recorder import record
 from nanokv.loading import load
+from nanokv.model import Transformer
+from nanokv.text.tokenizer import Tokenizer
 
 ENGINE = (  # in this order; tests run the same files in Node
     "tokenizer.js",
@@ -94,7 +96,7 @@ def data_of(folder: Path) -> dict:
     }
 
 
-def clearest_look(model, tokenizer) -> tuple[int, int]:
+def clearest_look(model: Transformer, tokenizer: Tokenizer) -> tuple[int, int]:
     """(layer, head) with the largest attention weight on one word of SENTENCE while the model
     answers it."""
     ids = tokenizer.encode(tokenizer.render([{"role": "user", "content": SENTENCE}]))

@@ -50,7 +50,7 @@ def compare(
     return cache.nbytes, formula
 
 
-def expect(what: str, measured: int, formula: int):
+def expect(what: str, measured: int, formula: int) -> None:
     """RuntimeError unless the two are equal to the byte."""
     if measured != formula:
         raise RuntimeError(f"{what}: {measured:,} bytes allocated, the formula says {formula:,}")

@@ -11,19 +11,25 @@ with an uncached one layer by layer and token by token. Recording keeps every ac
 T·L·(9·C + 6·H·D) values, so it is unsuitable for profiling.
 """
 
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from nanokv.attention import Causal
 from nanokv.cache import make_cache
+from nanokv.model import Transformer
+from nanokv.text.ids import Rows
 
 # Operations of a layer in the order of the forward pass → (module, which side of it has the value).
 # No module computes the three values that are None: rope_q is the argument of attention, rope_k and
 # cached_v are read from the cache after the pass.
-OPERATIONS = {
+OPERATIONS: dict[str, tuple[str, str] | None] = {
     "input_layernorm": ("input_layernorm", "output"),
     "q_proj": ("self_attn.q_proj", "output"),
     "k_proj": ("self_attn.k_proj", "output"),
@@ -44,10 +50,14 @@ OPERATIONS = {
     "mlp_residual": ("", "output"),  # the layer's output
 }
 # In a layer with a router, instead of gate_proj … down_proj.
-EXPERTS = {"experts": ("mlp", "output")}
+EXPERTS: dict[str, tuple[str, str] | None] = {"experts": ("mlp", "output")}
 ENDS = {"embed_tokens": -1, "norm": 1, "lm_head": 2}  # before and after all layers
 # Multiplied by Step.scale.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float64: 1e-9}
+
+
+Key = tuple[int | None, str]  # (layer or None, operation)
+Keep = Callable[[Key, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -80,13 +90,13 @@ class Step:
             return self.operation
         return f"layer {self.layer}, {self.operation}"
 
-    def __str__(self):
+    def __str__(self) -> str:
         where = "" if self.position is None else f" at position {self.position}"
         why = self.note or f"tolerance {self.tolerance:.1e}, values up to {self.scale:.3g}"
         return f"{self.place}: max |Δ| {self.difference:.3g}{where} ({why})"
 
 
-def first_divergence(a, b, ids, tolerance: float | None = None) -> Step | None:
+def first_divergence(a: Any, b: Any, ids: Rows, tolerance: float | None = None) -> Step | None:
     """The first operation, in the order of the forward pass, at which `a` and `b` differ, or None.
 
     ids (B,T) int64, T ≥ 2. `tolerance` is relative to each position's largest value; by default
@@ -98,7 +108,7 @@ def first_divergence(a, b, ids, tolerance: float | None = None) -> Step | None:
 
 
 @torch.inference_mode()
-def record(model, ids) -> dict:
+def record(model: Any, ids: Rows) -> dict:
     """One pass over ids (B,T) from an empty cache → {(layer or None, operation): (B,T,…) on the
     CPU}.
 
@@ -106,7 +116,7 @@ def record(model, ids) -> dict:
     """
     body = _body(model)
     ids = torch.as_tensor(ids, device=body.embed_tokens.weight.device).long()
-    found = {}
+    found: dict[Key, Tensor] = {}
     with _hooks(model, found.__setitem__), _QuerySpy() as spy:
         run = _run_ours if body is model else _run_transformers
         cached = run(model, ids)
@@ -136,7 +146,7 @@ class Pass:
 
 
 @contextmanager
-def watch(model):
+def watch(model: Transformer) -> Iterator[list[Pass]]:
     """Yields a list to which every forward pass of a nanokv model inside the block appends a Pass.
 
     A pass that raises is kept with the values computed before. The model is left unchanged.
@@ -218,7 +228,7 @@ def earliest(a: dict, b: dict, step: Step) -> tuple[int, int] | None:
     return position, row
 
 
-def _step(layer, operation, a, b, tolerance: float) -> Step:
+def _step(layer: int | None, operation: str, a: Tensor, b: Tensor, tolerance: float) -> Step:
     if a.shape != b.shape:
         note = f"shapes {tuple(a.shape)} and {tuple(b.shape)}"
         return Step(layer, operation, float("inf"), tolerance, 1.0, None, note)
@@ -229,7 +239,7 @@ def _step(layer, operation, a, b, tolerance: float) -> Step:
     return Step(layer, operation, delta, tolerance * size, size, worst % a.shape[1])
 
 
-def _ratio(a, b):
+def _ratio(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(|a − b|, scale of b, their ratio), each (B,T). nan becomes a ratio of inf."""
     a = a.double().flatten(2)  # (B,T,…) → (B,T,N)
     b = b.double().flatten(2)
@@ -238,13 +248,13 @@ def _ratio(a, b):
     return difference, scale, (difference / scale).nan_to_num(nan=float("inf"))
 
 
-def _body(model):
+def _body(model: Any) -> Any:
     """The module with the layers: in transformers it is `model.model`."""
     return getattr(model, "model", model)
 
 
 @contextmanager
-def _hooks(model, keep):
+def _hooks(model: Any, keep: Keep) -> Iterator[None]:
     """Inside the block, call keep((layer or None, operation), value) for every operation that has a
     module. The hooks are removed at its end."""
     body = _body(model)
@@ -270,7 +280,7 @@ def _hooks(model, keep):
             handle.remove()
 
 
-def _hook(module, side: str, keep, key):
+def _hook(module: nn.Module, side: str, keep: Keep, key: Key) -> RemovableHandle:
     """Hook a module's first input or its output; returns the handle that removes the hook."""
 
     def before(module, args):
@@ -290,11 +300,13 @@ class _AttentionSpy(TorchFunctionMode):
     """Calls see(q, k, v) for every attention call, because there is no module to hook between RoPE
     and the kernel."""
 
-    def __init__(self, see):
+    def __init__(self, see: Callable[[Tensor, Tensor, Tensor], object]) -> None:
         super().__init__()
         self.see = see
 
-    def __torch_function__(self, function, types, args=(), kwargs=None):
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if getattr(function, "__name__", "") == "scaled_dot_product_attention":
             self.see(*args[:3])
         return function(*args, **(kwargs or {}))
@@ -303,22 +315,22 @@ class _AttentionSpy(TorchFunctionMode):
 class _QuerySpy(_AttentionSpy):
     """Collects the queries of every attention call."""
 
-    def __init__(self):
-        self.queries = []
+    def __init__(self) -> None:
+        self.queries: list[Tensor] = []
         super().__init__(lambda q, k, v: self.queries.append(q))
 
 
-def _run_ours(model, ids) -> list:
+def _run_ours(model: Transformer, ids: Tensor) -> list:
     cache = make_cache("dict", model.config, batch_size=len(ids))
     model.lm_head(model(ids, cache, 0, Causal()))
     return [(layer["key"], layer["value"]) for layer in cache]
 
 
-def _run_transformers(model, ids) -> list:
+def _run_transformers(model: Any, ids: Tensor) -> list:
     cache = model(ids, use_cache=True).past_key_values
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 
-def _token_major(x):
+def _token_major(x: Tensor) -> Tensor:
     """(B,H,T,D) → (B,T,H,D), on the CPU."""
     return x.transpose(1, 2).detach().cpu()

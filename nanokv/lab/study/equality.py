@@ -11,11 +11,13 @@ caches that keep exact values: a cache that rounds or drops tokens fails.
 """
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from nanokv.cache import CACHES, KVCache, LayerCache, make_cache
 from nanokv.cache.capabilities import Made
@@ -24,13 +26,16 @@ from nanokv.decoding.batching import generate_padded
 from nanokv.decoding.generation import generate
 from nanokv.errors import CacheError, CapacityError, NanoKVError, UnsupportedError
 from nanokv.inference import decode, prefill, score, verify_draft
-from nanokv.lab.study.debug import compare, earliest, watch
+from nanokv.lab.study.debug import Pass, compare, earliest, watch
 from nanokv.model import Transformer
 
 TOLERANCE = 1e-4  # on fp32 logits of size 10; correct code on another path differs by 1e-5 at most
 CAPACITY = 64  # tokens per row for which a case makes its cache, by default
 LONG = 130  # tokens of the long text
 LONGEST = 250  # tokens of the long text where no capacity was set
+
+
+Make = Callable[[Config, int, int], KVCache]  # (config, batch_size, capacity)
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class Case:
     # the exception, if the cache raised one
     raised: BaseException | None = field(default=None, repr=False, compare=False)
 
-    def __str__(self):
+    def __str__(self) -> str:
         return f"{self.status:<12} {self.name}{': ' * bool(self.detail)}{self.detail}"
 
 
@@ -71,7 +76,7 @@ class Report:
         """The case to fix first: later cases are harder."""
         return next((case for case in self.cases if case.status == "failed"), None)
 
-    def __str__(self):
+    def __str__(self) -> str:
         count = sum(case.status == "passed" for case in self.cases)
         offered = sum(case.status != "not offered" for case in self.cases)
         return "\n".join([*map(str, self.cases), f"{count} of {offered} cases passed"])
@@ -80,12 +85,26 @@ class Report:
 class Different(Exception):
     """Raised by a case at the first difference."""
 
-    def __init__(self, detail: str, layer=None, token=None, delta=float("inf")):
+    def __init__(
+        self,
+        detail: str,
+        layer: int | None = None,
+        token: int | None = None,
+        delta: float = float("inf"),
+    ) -> None:
         super().__init__(detail)
-        self.where = {"detail": detail, "layer": layer, "token": token, "delta": delta}
+        self.detail = detail
+        self.layer = layer
+        self.token = token
+        self.delta = delta
 
 
-def check(make, model=None, tolerance: float = TOLERANCE, stop: bool = False) -> Report:
+def check(
+    make: str | type | Make,
+    model: Transformer | None = None,
+    tolerance: float = TOLERANCE,
+    stop: bool = False,
+) -> Report:
     """Run every case.
 
     make: a name in nanokv.CACHES, a class for one layer, or make(config, batch_size, capacity).
@@ -100,25 +119,25 @@ def check(make, model=None, tolerance: float = TOLERANCE, stop: bool = False) ->
     if model is None:
         model = small_model()
     lab = Lab(model, maker(make), tolerance)
-    cases = []
+    cases: list[Case] = []
     for case in CASES:
         if stop and cases and cases[-1].status == "failed":
             break
-        name = case.__doc__.splitlines()[0].rstrip(".")
+        name = (case.__doc__ or "").splitlines()[0].rstrip(".")
         try:
             case(lab)
             cases.append(Case(name, "passed"))
         except UnsupportedError as error:
             cases.append(Case(name, "not offered", str(error)))
         except Different as error:
-            cases.append(Case(name, "failed", **error.where))
+            cases.append(Case(name, "failed", error.detail, error.layer, error.token, error.delta))
         except (Exception, SystemExit) as error:  # raised by the cache: the case's result
             detail = f"{type(error).__name__}: {error}"
             cases.append(Case(name, "failed", detail, delta=float("inf"), raised=error))
     return Report(tuple(cases))
 
 
-def maker(make):
+def maker(make: str | type | Make) -> Make:
     """A function (config, batch_size, capacity) → KVCache, from a name, a class for one layer or
     such a function."""
     if isinstance(make, str):
@@ -173,7 +192,7 @@ def small_model(seed: int = 0) -> Transformer:
 class Lab:
     """A model, new caches, random ids and the comparison, for all cases."""
 
-    def __init__(self, model, make, tolerance: float):
+    def __init__(self, model: Transformer, make: Make, tolerance: float) -> None:
         dtype = model.embed_tokens.weight.dtype
         room = model.config.max_position_embeddings
         if dtype not in (torch.float32, torch.float64):
@@ -191,18 +210,18 @@ class Lab:
         self.make = make
         self.tolerance = tolerance
 
-    def cache(self, batch_size: int = 1, capacity: int = CAPACITY):
+    def cache(self, batch_size: int = 1, capacity: int = CAPACITY) -> KVCache:
         """A new, empty cache."""
         return self.make(self.model.config, batch_size, capacity)
 
-    def ids(self, seed: int, batch_size: int, tokens: int):
+    def ids(self, seed: int, batch_size: int, tokens: int) -> Tensor:
         """(B,T) int64."""
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(
             self.model.config.vocab_size, (batch_size, tokens), generator=generator
         )
 
-    def feed(self, cache, ids, *parts, start: int = 0):
+    def feed(self, cache: KVCache, ids: Tensor, *parts: int, start: int = 0) -> None:
         """Feed ids (B,T) from position `start` on, in parts of the given sizes, and compare every
         logit."""
         for part in parts:
@@ -210,7 +229,7 @@ class Lab:
             self.step(path, cache, ids, start, start + part)
             start += part
 
-    def step(self, path, cache, ids, start: int, end: int):
+    def step(self, path: Callable, cache: KVCache, ids: Tensor, start: int, end: int) -> None:
         """Call path(model, ids[:, start:end], cache). Raises Different if the logits or the cache's
         length are wrong."""
         with watch(self.model) as passes:
@@ -226,7 +245,7 @@ class Lab:
         if cache.length != end:
             raise Different(f"length is {cache.length} after {end} tokens", token=end - 1)
 
-    def difference(self, ids, one, start: int, token: int, delta: float) -> Different:
+    def difference(self, ids: Tensor, one: Pass, start: int, token: int, delta: float) -> Different:
         """Find the first operation of the first layer at which a pass from `start` on differs
         from an uncached pass."""
         with watch(self.model) as passes:
@@ -248,12 +267,12 @@ class Lab:
 # --- the cases: the first line of each docstring is its name -----------------------------------
 
 
-def token_by_token(lab):
+def token_by_token(lab: Lab) -> None:
     """Token by token from an empty cache."""
     lab.feed(lab.cache(), lab.ids(1, 1, 12), *[1] * 12)
 
 
-def prefill_then_decode(lab):
+def prefill_then_decode(lab: Lab) -> None:
     """Prefill, then decode."""
     ids = lab.ids(2, 1, 12)
     cache = lab.cache()
@@ -261,7 +280,7 @@ def prefill_then_decode(lab):
     lab.feed(cache, ids, *[1] * 5, start=7)
 
 
-def every_split(lab):
+def every_split(lab: Lab) -> None:
     """Every split of 12 tokens into two chunks, and some into three."""
     ids = lab.ids(3, 1, 12)
     in_two = [(a, 12 - a) for a in range(1, 12)]
@@ -270,7 +289,7 @@ def every_split(lab):
         lab.feed(lab.cache(), ids, *split)
 
 
-def long_text(lab):
+def long_text(lab: Lab) -> None:
     """130 tokens, or 250 without a capacity: no token is dropped."""
     ids = lab.ids(4, 1, LONGEST)
     cache = lab.cache(capacity=LONG)
@@ -279,22 +298,21 @@ def long_text(lab):
         lab.feed(cache, ids, LONGEST - LONG - 1, 1, start=LONG)
 
 
-def batch_rows(lab):
+def batch_rows(lab: Lab) -> None:
     """Five rows at once."""
     lab.feed(lab.cache(5), lab.ids(5, 5, 12), 5, 3, *[1] * 4)
 
 
-def padded_rows(lab):
+def padded_rows(lab: Lab) -> None:
     """Prompts of 9, 4 and 12 tokens in one padded batch have the same answers as alone."""
     prompts = [lab.ids(seed, 1, tokens)[0].tolist() for seed, tokens in ((6, 9), (7, 4), (8, 12))]
-    options = {"max_new_tokens": 12, "eos_token_ids": []}
-    together = generate_padded(lab.model, prompts, lab.cache(3), **options)
+    together = generate_padded(lab.model, prompts, lab.cache(3), 12, eos_token_ids=[])
     for b, (prompt, answer) in enumerate(zip(prompts, together, strict=True)):
-        if answer != list(generate(lab.model, prompt, lab.cache(), **options)):
+        if answer != list(generate(lab.model, prompt, lab.cache(), 12, eos_token_ids=[])):
             raise Different(f"row {b} of the batch has another answer than alone")
 
 
-def truncate_and_go_on(lab):
+def truncate_and_go_on(lab: Lab) -> None:
     """Six tokens are truncated, and others follow."""
     ids = lab.ids(9, 1, 14)
     cache = lab.cache()
@@ -305,13 +323,13 @@ def truncate_and_go_on(lab):
     lab.feed(cache, ids, 3, 1, 1, 1, start=8)
 
 
-def second_request(lab):
+def second_request(lab: Lab) -> None:
     """A new cache has nothing of the previous request."""
     lab.feed(lab.cache(), lab.ids(11, 1, 12), 12)
     lab.feed(lab.cache(), lab.ids(12, 1, 9), 6, 1, 1, 1)
 
 
-def emptied(lab):
+def emptied(lab: Lab) -> None:
     """After truncate(0), the same cache serves another request."""
     cache = lab.cache()
     lab.feed(cache, lab.ids(13, 1, 12), 12)
@@ -319,7 +337,7 @@ def emptied(lab):
     lab.feed(cache, lab.ids(14, 1, 9), 6, 1, 1, 1)
 
 
-def two_at_once(lab):
+def two_at_once(lab: Lab) -> None:
     """Two requests at the same time."""
     a = lab.ids(14, 1, 12)
     b = lab.ids(15, 1, 12)
@@ -332,7 +350,7 @@ def two_at_once(lab):
         lab.feed(other, b, 1, start=9 + i)
 
 
-def fork(lab):
+def fork(lab: Lab) -> None:
     """A fork gets other tokens, and the original does not change."""
     ids = lab.ids(16, 1, 12)
     other = lab.ids(17, 1, 12)
@@ -345,7 +363,7 @@ def fork(lab):
     lab.feed(copy, other, 1, start=9)
 
 
-def fork_taken_back(lab):
+def fork_taken_back(lab: Lab) -> None:
     """Tokens truncated in a fork stay in the original, and vice versa."""
     ids = lab.ids(24, 1, 12)
     other = lab.ids(25, 1, 12)
@@ -362,7 +380,7 @@ def fork_taken_back(lab):
         lab.feed(shortened, other, 1, start=8)
 
 
-def fork_reordered(lab):
+def fork_reordered(lab: Lab) -> None:
     """Rows reordered in a fork keep their order in the original."""
     ids = lab.ids(26, 2, 10)
     cache = lab.cache(2)
@@ -373,7 +391,7 @@ def fork_reordered(lab):
     lab.feed(cache, ids, 3, 1, start=6)
 
 
-def reorder(lab):
+def reorder(lab: Lab) -> None:
     """Rows are reordered, as in beam search."""
     ids = lab.ids(18, 3, 10)
     cache = lab.cache(3)
@@ -384,7 +402,7 @@ def reorder(lab):
     lab.feed(cache, later, 3, 1, start=6)
 
 
-def more_rows_and_fewer(lab):
+def more_rows_and_fewer(lab: Lab) -> None:
     """One row becomes five, and five become one."""
     ids = lab.ids(23, 5, 12)
     ids[:, :6] = ids[0, :6]
@@ -396,11 +414,11 @@ def more_rows_and_fewer(lab):
     lab.feed(cache, ids[3:4], 2, 1, start=9)
 
 
-def save_and_load(lab):
+def save_and_load(lab: Lab) -> None:
     """A cache loaded from a file continues where the saved one was."""
     ids = lab.ids(20, 1, 12)
     cache = lab.cache()
-    if not is_registered(cache):
+    if not is_registered(cache, lab.model.config):
         raise UnsupportedError("loading needs a kind of cache that is in nanokv.CACHES")
     lab.feed(cache, ids, 7)
     with tempfile.TemporaryDirectory() as folder:
@@ -410,13 +428,13 @@ def save_and_load(lab):
         lab.feed(loaded, ids, 3, 1, 1, start=7)
 
 
-def is_registered(cache) -> bool:
+def is_registered(cache: KVCache, config: Config) -> bool:
     """True if the cache is of a kind in nanokv.CACHES, which KVCache.load can make by name."""
     name = cache.made.name
-    return name in CACHES and type(cache[0]) is type(make_cache(name, cache.config)[0])
+    return name in CACHES and type(cache[0]) is type(make_cache(name, config)[0])
 
 
-def more_than_fits(lab):
+def more_than_fits(lab: Lab) -> None:
     """Beyond its capacity, a cache grows or raises CapacityError, and never drops a token."""
     ids = lab.ids(21, 1, 12)
     cache = lab.cache(capacity=8)
@@ -429,7 +447,7 @@ def more_than_fits(lab):
             raise Different(detail, token=8) from None
 
 
-def bytes_held(lab):
+def bytes_held(lab: Lab) -> None:
     """32 tokens take exactly the bytes of their keys and values."""
     config = lab.model.config
     cache = lab.cache(capacity=32)

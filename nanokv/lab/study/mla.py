@@ -14,10 +14,11 @@ does not load checkpoints.
 """
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nanokv.attention import causal_mask
 from nanokv.config import Config
@@ -43,8 +44,9 @@ class LatentCache:
     """`latent` (B,S,R) and `key` (B,S,Dr), which grow by concatenation. The contract is
     LayerCache's, for other tensors."""
 
-    def __init__(self):
-        self.latent = self.key = None
+    def __init__(self) -> None:
+        self.latent: Tensor | None = None
+        self.key: Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -52,26 +54,26 @@ class LatentCache:
             return 0
         return self.key.shape[1]
 
-    def append(self, latent, key):
+    def append(self, latent: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """(B,T,R), (B,T,Dr) → (B,S,R), (B,S,Dr)."""
-        if self.key is not None:
+        if self.latent is not None and self.key is not None:
             latent = torch.cat((self.latent, latent), 1)
             key = torch.cat((self.key, key), 1)
         self.latent = latent
         self.key = key
         return latent, key
 
-    def truncate(self, n: int):
+    def truncate(self, n: int) -> None:
         """Remove positions ≥ n. CacheError unless n is an int ≥ 0."""
         if type(n) is not int or n < 0:
             raise CacheError(f"truncate({n!r}): a number of tokens ≥ 0 was expected")
-        if self.key is not None:
+        if self.latent is not None and self.key is not None:
             self.latent = self.latent[:, :n].clone()
             self.key = self.key[:, :n].clone()
 
     @property
     def nbytes(self) -> int:
-        if self.key is None:
+        if self.latent is None or self.key is None:
             return 0
         return self.latent.nbytes + self.key.nbytes
 
@@ -80,7 +82,7 @@ class LatentAttention(nn.Module):
     """One layer: x (B,T,C) at positions from cache.length on → (B,T,C). `attend` is `naive` or
     `absorbed`."""
 
-    def __init__(self, config: LatentConfig):
+    def __init__(self, config: LatentConfig) -> None:
         super().__init__()
         c = self.config = config
         self.q_proj = nn.Linear(c.C, c.H * (c.Dn + c.Dr), bias=False)
@@ -93,7 +95,7 @@ class LatentAttention(nn.Module):
         self.k_rope = nn.Linear(c.C, c.Dr, bias=False)
         self.o_proj = nn.Linear(c.H * c.Dv, c.C, bias=False)
 
-    def forward(self, x, cache, attend):
+    def forward(self, x: Tensor, cache: LatentCache, attend: Callable) -> Tensor:
         B, T, _ = x.shape
         c = self.config
         start = cache.length
@@ -109,7 +111,9 @@ class LatentAttention(nn.Module):
         return self.o_proj(y.transpose(1, 2).flatten(2))  # (B,T,H·Dv) → (B,T,C)
 
 
-def naive(layer, q, latent, position, mask):
+def naive(
+    layer: LatentAttention, q: Tensor, latent: Tensor, position: Tensor, mask: Tensor | None
+) -> Tensor:
     """Rebuild keys and values: 2·S·R·H·(Dn + Dv) FLOPs per step, and S·H·(Dn + Dv) numbers in
     memory."""
     keys = torch.einsum("hdr,bsr->bhsd", layer.key_up, latent)  # (B,H,S,Dn)
@@ -117,7 +121,9 @@ def naive(layer, q, latent, position, mask):
     return weights(layer, q @ keys.mT + position, mask) @ values
 
 
-def absorbed(layer, q, latent, position, mask):
+def absorbed(
+    layer: LatentAttention, q: Tensor, latent: Tensor, position: Tensor, mask: Tensor | None
+) -> Tensor:
     """(q Wᵏ) cᵀ instead of q (Wᵏ c)ᵀ: all heads read the same latent, so a step reads R + Dr
     numbers per cached token."""
     q = torch.einsum("bhtd,hdr->bhtr", q, layer.key_up)  # (B,H,T,R)
@@ -125,7 +131,7 @@ def absorbed(layer, q, latent, position, mask):
     return torch.einsum("bhtr,hdr->bhtd", mixed, layer.value_up)  # (B,H,T,Dv)
 
 
-def weights(layer, scores, mask):
+def weights(layer: LatentAttention, scores: Tensor, mask: Tensor | None) -> Tensor:
     """Softmax of the scores over the visible keys. The scale is that of Dn + Dr key dims."""
     scores = scores * (layer.config.Dn + layer.config.Dr) ** -0.5
     if mask is not None:
@@ -133,7 +139,7 @@ def weights(layer, scores, mask):
     return scores.softmax(-1)
 
 
-def rope_angles(config: LatentConfig, start: int, T: int, like):
+def rope_angles(config: LatentConfig, start: int, T: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin (T,Dr) for positions start … start+T−1."""
     dims = torch.arange(0, config.Dr, 2, device=like.device, dtype=torch.float64)  # (Dr/2,)
     speed = config.theta ** (-dims / config.Dr)

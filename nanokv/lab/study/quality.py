@@ -12,10 +12,13 @@ q8_0 changes perplexity by 0.005 (llama.cpp PR 7412), K8V4 changes it by 0.005 n
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from nanokv.attention import Causal
+from nanokv.cache import KVCache
 from nanokv.cache.base import NoCache
 from nanokv.cache.codes import dequantize, hadamard, quantize
+from nanokv.checkpoint import Model
 from nanokv.inference import score, verify_draft
 
 
@@ -34,7 +37,7 @@ class Scheme:
     outliers: tuple[int, ...] = ()
     factor: float = 20.0
 
-    def keys(self, k):
+    def keys(self, k: Tensor) -> Tensor:
         """(B,Hk,T,D) → the same after quantizing and dequantizing."""
         D = k.shape[-1]
         planted = torch.ones(D, device=k.device)
@@ -50,7 +53,7 @@ class Scheme:
             x = dequantize(*quantize(x, self.k_bits, dim=3))
         return ((x @ turn) / planted).to(k.dtype)
 
-    def values(self, v):
+    def values(self, v: Tensor) -> Tensor:
         """(B,Hk,T,D) → the same after quantizing and dequantizing."""
         return dequantize(*quantize(v, self.v_bits, dim=3)).to(v.dtype)
 
@@ -78,20 +81,20 @@ class _Rounding(NoCache):
     """Stores no tokens: `append` returns what a quantized cache would return, and records the
     error."""
 
-    def __init__(self, num_layers: int, scheme: Scheme):
+    def __init__(self, num_layers: int, scheme: Scheme) -> None:
         super().__init__(num_layers)
-        self.errors = []
+        self.errors: list[tuple[float, float]] = []
         for layer in self:
             layer.append = lambda k, v: self.rounded(k, v, scheme)
 
-    def rounded(self, k, v, scheme):
+    def rounded(self, k: Tensor, v: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
         keys = scheme.keys(k)
         values = scheme.values(v)
         self.errors.append((relative_error(keys, k), relative_error(values, v)))
         return keys, values
 
 
-def measure(model, ids, scheme: Scheme) -> Quality:
+def measure(model: Model, ids: Tensor, scheme: Scheme) -> Quality:
     """The quality of a scheme over ids (B,T), a text that the model was not trained on."""
     cache = _Rounding(model.config.num_hidden_layers, scheme)
     with torch.inference_mode():
@@ -101,12 +104,12 @@ def measure(model, ids, scheme: Scheme) -> Quality:
     return Quality(keys, values, change)
 
 
-def measure_cache(model, ids, cache, chunk: int = 8):
+def measure_cache(model: Model, ids: Tensor, cache: KVCache, chunk: int = 8) -> Tensor:
     """(B,T−1) nats: the change of log-likelihood for a real cache, fed `chunk` tokens at a time."""
     return log_likelihood_through(model, ids, cache, chunk) - log_likelihood(score(model, ids), ids)
 
 
-def log_likelihood_through(model, ids, cache, chunk: int = 8):
+def log_likelihood_through(model: Model, ids: Tensor, cache: KVCache, chunk: int = 8) -> Tensor:
     """(B,T) → (B,T−1): log p of each token after the first, computed through an empty cache `chunk`
     tokens at a time.
 
@@ -123,11 +126,11 @@ def log_likelihood_through(model, ids, cache, chunk: int = 8):
     return torch.cat(parts, 1)
 
 
-def log_likelihood(logits, ids):
+def log_likelihood(logits: Tensor, ids: Tensor) -> Tensor:
     """(B,T,V) and (B,T) → (B,T−1): log p of each token after the first."""
     return logits[:, :-1].float().log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
 
 
-def relative_error(new, old) -> float:
+def relative_error(new: Tensor, old: Tensor) -> float:
     """Root mean square of the difference, divided by that of the original."""
     return ((new.float() - old.float()).pow(2).mean() / old.float().pow(2).mean()).sqrt().item()

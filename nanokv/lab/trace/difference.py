@@ -60,7 +60,7 @@ def weight_gap(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return F.pad(a, (wide - a.shape[-1], 0)) - F.pad(b, (wide - b.shape[-1], 0))
 
 
-def largest(gap: torch.Tensor, dims) -> torch.Tensor:
+def largest(gap: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
     """max |gap| over some dimensions; nan counts as infinite."""
     return gap.abs().nan_to_num(nan=torch.inf, posinf=torch.inf).amax(dims)
 

@@ -14,16 +14,20 @@ import platform
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 
 import numpy as np
 import torch
 
 from nanokv import __version__
 from nanokv.cache.saving import fingerprint
+from nanokv.config import Config
 from nanokv.costs import kv_bytes_per_token, parameters
 from nanokv.lab.trace.difference import TOLERANCE, divergence, highest, places, top_logits
 from nanokv.lab.trace.recorder import Costs, Run, Step, angle_positions
+from nanokv.model import Transformer
 from nanokv.rope import rope_frequencies
+from nanokv.text.tokenizer import Tokenizer
 
 # One tab per file.
 VIEWS = ("cache.js", "attention.js", "positions.js", "logits.js", "cost.js", "difference.js")
@@ -53,14 +57,14 @@ class Fault:
 
 
 def build(
-    model,
-    tokenizer,
+    model: Transformer,
+    tokenizer: Tokenizer,
     run: Run,
     costs: Costs,
     *,
     name: str,
     prompt: str,
-    roles=None,
+    roles: Iterable[str] | None = None,
     fault: Fault | None = None,
     threads: int = 1,
 ) -> str:
@@ -95,7 +99,7 @@ def build(
     return fill(title, data)
 
 
-def pack_model(model, name: str) -> dict:
+def pack_model(model: Transformer, name: str) -> dict:
     """The model's name and sizes."""
     config = model.config
     dtype = model.embed_tokens.weight.dtype
@@ -145,7 +149,7 @@ def json_block(data: dict) -> str:
     return text
 
 
-def joined(names: Iterable[str], folder=ASSETS) -> str:
+def joined(names: Iterable[str], folder: Traversable = ASSETS) -> str:
     """Style sheets or scripts, concatenated. nanokv.apps.serve and nanokv.lab.live use some of
     them for their pages."""
     return "\n".join((folder / name).read_text("utf-8") for name in names)
@@ -187,14 +191,14 @@ def number(value: float) -> float | None:
     return value if np.isfinite(value) else None
 
 
-def milliseconds(seconds) -> list[float]:
+def milliseconds(seconds: Iterable[float]) -> list[float]:
     return [round(1e3 * s, 4) for s in seconds]
 
 
 # --- one run -----------------------------------------------------------------------------------
 
 
-def pack_run(model, tokenizer, run: Run, roles: str) -> dict:
+def pack_run(model: Transformer, tokenizer: Tokenizer, run: Run, roles: str) -> dict:
     """All data of one run for the page."""
     tokens = run.tokens
     texts = map(visible, tokenizer.pieces(tokens))
@@ -229,7 +233,7 @@ def pack_run(model, tokenizer, run: Run, roles: str) -> dict:
     }
 
 
-def pack_step(model, tokenizer, step: Step) -> dict:
+def pack_step(model: Transformer, tokenizer: Tokenizer, step: Step) -> dict:
     ids = highest(step.logits, TOP)
     pieces = map(visible, tokenizer.pieces(ids))
     return {
@@ -244,15 +248,15 @@ def pack_step(model, tokenizer, step: Step) -> dict:
     }
 
 
-def pack_attention(run: Run):
+def pack_attention(run: Run) -> tuple[list, list[torch.Tensor]]:
     """The attention weights without trailing zeros: (counts, weights), where counts[step][layer] is
     [S, keys kept for query 0, for query 1, …].
 
     The weights are ordered by step, layer, query, head, key. Only weights of exactly 0 are cut off,
     those of the keys that a causal mask hides. Where a wrong mask shows such keys, they are kept.
     """
-    counts = []
-    pieces = []
+    counts: list[list[list[int]]] = []
+    pieces: list[torch.Tensor] = []
     for step in run.steps:
         counts.append([])
         for layer in run.layers:
@@ -274,7 +278,7 @@ def keys_seen(weights: torch.Tensor) -> list[int]:
 
 def spans(positions: list[int]) -> list[list[int]]:
     """[4, 5, 6, 9] → [[4, 3], [9, 1]]."""
-    found = []
+    found: list[list[int]] = []
     for position in positions:
         if found and sum(found[-1]) == position:
             found[-1][1] += 1
@@ -283,7 +287,7 @@ def spans(positions: list[int]) -> list[list[int]]:
     return found
 
 
-def pack(tensors, kind="f2") -> dict:
+def pack(tensors: list[torch.Tensor], kind: str = "f2") -> dict:
     """Tensors, concatenated, as base64. The values are divided by `scale`, a power of two that
     keeps float16 from overflowing."""
     values = np.concatenate([x.reshape(-1).numpy() for x in tensors] or [np.zeros(0, np.float32)])
@@ -304,7 +308,7 @@ def pack(tensors, kind="f2") -> dict:
     }
 
 
-def pack_fault(tokenizer, right: Run, fault: Fault, dtype: torch.dtype) -> dict:
+def pack_fault(tokenizer: Tokenizer, right: Run, fault: Fault, dtype: torch.dtype) -> dict:
     """Where the two runs differ. Differences have four digits; nan and infinity are null."""
     parted = divergence(right, fault.run, TOLERANCE[dtype])
     return {
@@ -321,7 +325,7 @@ def pack_fault(tokenizer, right: Run, fault: Fault, dtype: torch.dtype) -> dict:
     }
 
 
-def pack_logits(tokenizer, step: list[tuple]) -> list[list]:
+def pack_logits(tokenizer: Tokenizer, step: list[tuple]) -> list[list]:
     """[id, text, logit right, logit wrong] of each logit of a step."""
     return [[i, visible(tokenizer.pieces([i])[0]), number(a), number(b)] for i, a, b in step]
 
@@ -335,7 +339,7 @@ def short(value: float) -> float | None:
 # --- size --------------------------------------------------------------------------------------
 
 
-def page_bytes(config, prompt: int, new: int, layers: int, runs: int = 1) -> int:
+def page_bytes(config: Config, prompt: int, new: int, layers: int, runs: int = 1) -> int:
     """About how many bytes a page has: 2 bytes per number, times 4/3 in base64.
 
     prompt, new: tokens. layers: number of recorded layers. runs: 2 with a fault.

@@ -9,17 +9,20 @@ kernel's. `measure` times the same run with nothing attached.
 """
 
 import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from nanokv.cache import make_cache
-from nanokv.decoding.generation import Generation, SamplingParams
+from nanokv.decoding.generation import EosIds, Generation, SamplingParams
 from nanokv.inference import score
+from nanokv.model import Transformer
 from nanokv.rope import rope_angles
 
 
@@ -52,13 +55,13 @@ class CacheLog:
     not N²/2.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.rows: list[torch.Tensor] = []  # each (n,2,Hk,D): keys and values of n positions
         # per step: (number of rows read, positions of its rows in `rows`)
         self.steps: list[tuple[int, list[int]]] = []
-        self._before = None  # (S,2,Hk,D)
+        self._before: torch.Tensor | None = None  # (S,2,Hk,D)
 
-    def note(self, now: torch.Tensor):
+    def note(self, now: torch.Tensor) -> None:
         """Add the rows (S,2,Hk,D) of one more step."""
         changed = torch.ones(len(now), dtype=torch.bool)
         if self._before is not None:
@@ -71,7 +74,7 @@ class CacheLog:
         self.steps.append((len(now), changed.nonzero().flatten().tolist()))
         self._before = now
 
-    def history(self):
+    def history(self) -> Iterator[torch.Tensor]:
         """Yields the rows read at each step, (S,2,Hk,D)."""
         held = torch.zeros(0)
         for rows, (length, changed) in zip(self.rows, self.steps, strict=True):
@@ -103,7 +106,14 @@ class Run:
         return self.ids + [step.chosen for step in self.steps]
 
 
-def record(model, ids, max_new_tokens=32, layers=None, eos_token_ids=None, may_fail=False) -> Run:
+def record(
+    model: Transformer,
+    ids: Sequence[int],
+    max_new_tokens: int = 32,
+    layers: Iterable[int] | None = None,
+    eos_token_ids: EosIds = None,
+    may_fail: bool = False,
+) -> Run:
     """Run `ids` (a list) and up to max_new_tokens greedy tokens through the model, and record it.
 
     layers: indices of the layers whose cache and attention are recorded; by default all.
@@ -143,7 +153,7 @@ class Watch(TorchFunctionMode):
     Layers are numbered in the order of their calls, because a fault may call the same layer twice.
     """
 
-    def __init__(self, model, layers):
+    def __init__(self, model: Transformer, layers: Iterable[int]) -> None:
         super().__init__()
         self.layers = set(layers)
         self.layer = -1
@@ -153,15 +163,15 @@ class Watch(TorchFunctionMode):
             *(block.register_forward_pre_hook(self._next_layer) for block in model.layers),
         ]
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: Any) -> Any:
         for handle in self._handles:
             handle.remove()
         return super().__exit__(*error)
 
-    def _begin(self, model, args):
+    def _begin(self, model: Any, args: Any) -> None:
         tokens, _, start_pos, _ = args
         self.layer = -1
-        self.read = {}  # layer → (S,2,Hk,D)
+        self.read: dict[int, torch.Tensor] = {}  # layer → (S,2,Hk,D)
         self.seen = {
             "fed": tokens[0].tolist(),
             "start_pos": int(start_pos),
@@ -169,17 +179,19 @@ class Watch(TorchFunctionMode):
             "error": 0.0,
         }
 
-    def _next_layer(self, block, args):
+    def _next_layer(self, block: Any, args: Any) -> None:
         self.layer += 1
         if self.layer == 0:
             # dimensions i and i + D/2 have the same angle
             for name, x in zip(("cos", "sin"), args[1], strict=True):  # (T,D)
                 self.seen[name] = x[..., : x.shape[-1] // 2].float().cpu()
 
-    def _logits(self, head, args, out):
+    def _logits(self, head: Any, args: Any, out: torch.Tensor) -> None:
         self.seen["logits"] = out.reshape(-1, out.shape[-1])[-1].float().cpu()
 
-    def __torch_function__(self, function, types, args=(), kwargs=None):
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = function(*args, **(kwargs or {}))
         if (
             getattr(function, "__name__", "") == "scaled_dot_product_attention"
@@ -188,7 +200,9 @@ class Watch(TorchFunctionMode):
             self._attention(out, *args, **(kwargs or {}))
         return out
 
-    def _attention(self, out, q, k, v, **options):
+    def _attention(
+        self, out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
+    ) -> None:
         weights, error = attention_weights(out, q, k, v, **options)
         T = len(self.seen["fed"])
         weights = weights.reshape(-1, T, weights.shape[-1])  # (H,T,S)
@@ -199,8 +213,16 @@ class Watch(TorchFunctionMode):
 
 
 def attention_weights(
-    out, q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
-):
+    out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[torch.Tensor, float]:
     """(softmax(q kᵀ · scale) of the batch's first row, max |its product with v − the kernel's
     `out`|).
 
@@ -226,7 +248,7 @@ def attention_weights(
 
 
 @torch.inference_mode()
-def angle_positions(model, step: Step) -> list[int]:
+def angle_positions(model: Transformer, step: Step) -> list[int]:
     """The T positions that belong to the recorded cos and sin (T,D/2): the nearest of
     0 … 2·(start_pos + T) − 1."""
     candidates = torch.arange(2 * (step.start_pos + len(step.fed)))
@@ -247,7 +269,7 @@ class Costs:
     difference: float = 0.0  # max |Δ logits| between cached and uncached
 
 
-def measure(model, run: Run, repeat=3, uncached=True) -> Costs:
+def measure(model: Transformer, run: Run, repeat: int = 3, uncached: bool = True) -> Costs:
     """Time the steps of a run with a cache, and without one, where every step computes all tokens
     again.
 

@@ -10,6 +10,7 @@ only if it is installed.
 """
 
 import gc
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from nanokv.lab.verify import checks as make
 from nanokv.lab.verify import evidence, figures, oracle
 from nanokv.lab.verify.checks import Check
 from nanokv.loading import load, unfinite
+from nanokv.model import Transformer
 from nanokv.support import installing
 from weights_loader import check_hashes
 
@@ -74,9 +76,9 @@ def verify(
     folder: Path,
     against: Path | None = None,
     against_name: str | None = None,
-    dtype=torch.float32,
+    dtype: torch.dtype = torch.float32,
     alone: bool = False,
-    say=lambda text: None,
+    say: Callable[[str], object] = lambda text: None,
 ) -> Report:
     """Run every check that is possible here, on the CPU.
 
@@ -123,7 +125,15 @@ def skipped(names: tuple[str, ...], why: str) -> list[Check]:
     return [Check(name, "skipped", why) for name in names]
 
 
-def reference_answers(against, name, folder, questions, dtype, alone, say):
+def reference_answers(
+    against: Path | None,
+    name: str,
+    folder: Path,
+    questions: evidence.Questions,
+    dtype: torch.dtype,
+    alone: bool,
+    say: Callable[[str], object],
+) -> evidence.Evidence | None:
     """The answers of the other checkpoint or of transformers; None if there is neither."""
     if against is not None:
         say(f"loading {name}")
@@ -143,7 +153,7 @@ def hash_check(folder: Path) -> Check:
     return make.verdict("hashes", True, f"{len(names)} files, sha256 or git's sha1")
 
 
-def finite_check(model) -> Check:
+def finite_check(model: Transformer) -> Check:
     """NaN in a projection can give finite but wrong logits, because softmax may hide it."""
     bad = unfinite(model)
     shown = bad[:3]
@@ -152,7 +162,7 @@ def finite_check(model) -> Check:
     return make.verdict("finite weights", not bad, "; ".join(shown) or "no NaN and no infinity")
 
 
-def files_check(model) -> Check:
+def files_check(model: Transformer) -> Check:
     """Loading has already checked every tensor's name, shape and dtype against config.json; this
     only counts them."""
     sizes = [p.numel() for p in model.parameters()]

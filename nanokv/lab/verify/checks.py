@@ -7,11 +7,12 @@ logits are closer than the tolerance.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 
-from nanokv.lab.study.debug import TOLERANCE, Step, compare
+from nanokv.lab.study.debug import TOLERANCE, Key, Step, compare
 from nanokv.lab.verify.evidence import Evidence, Questions
 
 # Factor on the tolerance for cached against uncached: other matrix shapes sum in another order.
@@ -97,7 +98,7 @@ def check_config(a: Evidence, b: Evidence) -> Check:
     return verdict("config", not found, detail or "every field that changes the maths")
 
 
-def check_rope(a: Evidence, b: Evidence, positions) -> Check:
+def check_rope(a: Evidence, b: Evidence, positions: torch.Tensor) -> Check:
     """Compare cos and sin in fp32, also at far positions: the error of a wrong frequency grows with
     the position."""
     where = f"positions {', '.join(f'{p:,}' for p in positions.tolist())}"
@@ -120,7 +121,7 @@ def check_cached(name: str, a: Evidence, records: list, detail: str) -> Check:
     steps = []
     for (_, layers), record in zip(a.path, records, strict=True):
         base = {k: t for k, t in record.items() if k[1] in ("rope_k", "cached_v", "embed_tokens")}
-        mine = {(None, "embed_tokens"): base[None, "embed_tokens"]}
+        mine: dict[Key, torch.Tensor] = {(None, "embed_tokens"): base[None, "embed_tokens"]}
         for i, (key, value) in enumerate(layers):
             mine[i, "rope_k"] = key.transpose(1, 2)
             mine[i, "cached_v"] = value.transpose(1, 2)
@@ -181,9 +182,9 @@ def check_template(a: Evidence, b: Evidence, questions: Questions) -> Check:
     """Compare rendered conversations byte by byte. A conversation that both refuse is equal."""
     if a.templates is None and b.templates is None:
         return Check("chat template", "skipped", "the checkpoint has none")
-    for side in (a, b):
-        if side.templates is None:
-            return verdict("chat template", False, f"{side.name} has none")
+    if a.templates is None or b.templates is None:
+        name = a.name if a.templates is None else b.name
+        return verdict("chat template", False, f"{name} has none")
     ours = without_reasons(a.templates)
     theirs = without_reasons(b.templates)
     messages = [conversation["messages"] for conversation in questions.conversations]
@@ -207,14 +208,14 @@ def check_list(name: str, ours: list, theirs: list, questions: list) -> Check:
     return verdict(name, False, f"{count}, first {question!r}: {x!r} against {y!r}")
 
 
-def _around(x, y):
+def _around(x: Sequence, y: Sequence) -> tuple[Sequence, Sequence]:
     """The part of each sequence around their first difference."""
     n = first_unequal(x, y)
     start = max(0, n - 4)
     return x[start : n + 12], y[start : n + 12]
 
 
-def first_unequal(x, y) -> int:
+def first_unequal(x: Sequence, y: Sequence) -> int:
     """The index at which two sequences first differ; the shorter length if one is a prefix."""
     for n, (p, q) in enumerate(zip(x, y, strict=False)):
         if p != q:

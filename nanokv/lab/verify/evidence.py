@@ -7,7 +7,8 @@ questions come from the tokenizer and fixed seeds, so the same two checkpoints a
 questions. Our models are questioned here, transformers in oracle.py.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -19,8 +20,10 @@ from nanokv.errors import TemplateError
 from nanokv.inference import decode, prefill, score
 from nanokv.lab.study.debug import record
 from nanokv.loading import load
+from nanokv.model import Transformer
 from nanokv.rope import rope_angles
 from nanokv.text.template import LeftOut
+from nanokv.text.tokenizer import Tokenizer
 
 PROMPT = (
     "The cache holds one key and one value for every token, layer and KV head: 12 + 34 = 46. "
@@ -101,7 +104,7 @@ class Questions:
 
 @dataclass
 class Evidence:
-    """A model's answers. Tensors are on the CPU; transformers has no `path` and no `forced`."""
+    """A model's answers. Tensors are on the CPU. `path` and `forced` are empty for transformers."""
 
     name: str
     config: Config
@@ -111,11 +114,13 @@ class Evidence:
     encodings: list
     decodings: list
     templates: list | None  # None: the checkpoint has no chat template
-    path: list | None = None  # per prompt: (logits, [(key, value)]) by chunked prefill and decode
-    forced: list | None = None  # per prompt: logits (N,V) from which the greedy tokens were chosen
+    # per prompt: (logits, [(key, value)]) by chunked prefill and decode
+    path: list = field(default_factory=list)
+    # per prompt: logits (N,V) from which the greedy tokens were chosen
+    forced: list = field(default_factory=list)
 
 
-def ask(tokenizer, vocabulary: int, context: int) -> Questions:
+def ask(tokenizer: Tokenizer, vocabulary: int, context: int) -> Questions:
     """The questions for a checkpoint. Ids are below `vocabulary`; a prompt and its answer fit in
     `context`."""
     room = max(2, min(48, context // 2))
@@ -127,7 +132,7 @@ def ask(tokenizer, vocabulary: int, context: int) -> Questions:
     generator = torch.Generator().manual_seed(0)
     known = min(vocabulary, tokenizer.vocab_size)
     prompts.append(torch.randint(0, known, (33,), generator=generator).tolist())
-    prompts = [torch.tensor([ids[:room]]) % vocabulary for ids in prompts if len(ids) >= 2]
+    rows = [torch.tensor([ids[:room]]) % vocabulary for ids in prompts if len(ids) >= 2]  # (1,T)
     specials = list(tokenizer.special_tokens)
     texts = [*TEXTS, *specials, *(f"a{s} b" for s in specials[:8]), "".join(specials)]
     lists = [
@@ -136,8 +141,8 @@ def ask(tokenizer, vocabulary: int, context: int) -> Questions:
     ]
     positions = sorted({p for p in (0, 1, 17, 2048, 32767, context - 1) if p < context})
     return Questions(
-        prompts,
-        min(32, context - max(p.shape[1] for p in prompts)),
+        rows,
+        min(32, context - max(row.shape[1] for row in rows)),
         texts,
         [*lists, *([id] for id in tokenizer.special_tokens.values())],
         list(CONVERSATIONS),
@@ -145,7 +150,9 @@ def ask(tokenizer, vocabulary: int, context: int) -> Questions:
     )
 
 
-def answers_of_ours(name: str, model, tokenizer, questions: Questions) -> Evidence:
+def answers_of_ours(
+    name: str, model: Transformer, tokenizer: Tokenizer, questions: Questions
+) -> Evidence:
     """The evidence of a nanokv model: a recorded pass, the cached path, greedy decoding,
     tokenizer and chat template."""
     device = model.embed_tokens.weight.device
@@ -171,13 +178,15 @@ def answers_of_ours(name: str, model, tokenizer, questions: Questions) -> Eviden
     )
 
 
-def load_and_answer(name: str, folder: Path, questions: Questions, dtype) -> Evidence:
+def load_and_answer(name: str, folder: Path, questions: Questions, dtype: torch.dtype) -> Evidence:
     """The evidence of another checkpoint, whose model is dropped afterwards."""
     model, tokenizer = load(folder, dtype=dtype, device="cpu", check_finite=True)
     return answers_of_ours(name, model, tokenizer, questions)
 
 
-def cached_path(model, ids):
+def cached_path(
+    model: Transformer, ids: torch.Tensor
+) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
     """The same tokens in two prefill chunks, then one by one → (logits (t,V) of the last t
     positions, [(key, value)] per layer)."""
     dtype = model.embed_tokens.weight.dtype
@@ -193,14 +202,14 @@ def cached_path(model, ids):
     return torch.cat(rows).float().cpu(), held
 
 
-def _templates(tokenizer, conversations) -> list[str] | None:
+def _templates(tokenizer: Tokenizer, conversations: Iterable[dict]) -> list[str] | None:
     """Every conversation as text; None if the checkpoint has no chat template."""
     if tokenizer.chat_template is None:
         return None
     return [_render(tokenizer, conversation) for conversation in conversations]
 
 
-def _render(tokenizer, conversation: dict) -> str:
+def _render(tokenizer: Tokenizer, conversation: dict) -> str:
     """The conversation as text, or "refused: …" if the template refuses it (tools, an unknown
     role); the other model's template must then refuse it too. If the template leaves out a part
     of the conversation, the text is without it, as transformers renders it."""

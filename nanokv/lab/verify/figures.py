@@ -9,11 +9,15 @@ steps of bf16 at logits of 16 to 32 are 0.25.
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from nanokv.config import Config
 from nanokv.inference import score
 from nanokv.lab.verify.checks import Check, verdict, within
+from nanokv.model import Transformer
+from nanokv.text.tokenizer import Tokenizer
 
 BF16_STEPS = 0.25
 SHAPE_06B = {
@@ -22,7 +26,7 @@ SHAPE_06B = {
     "num_hidden_layers": 28,
     "num_attention_heads": 16,
 }
-FIGURES = {
+FIGURES: dict[str, dict[str, Any]] = {
     "Qwen/Qwen3-0.6B-Base": {
         "shape": SHAPE_06B,
         "logits": {
@@ -110,7 +114,7 @@ FIGURES = {
         },
     },
 }
-QWEN3_TOKENS = {
+QWEN3_TOKENS: dict[str, Any] = {
     "size": 151669,
     "special": ("<|im_end|>", 151645),
     "text": "Hello world",
@@ -118,7 +122,9 @@ QWEN3_TOKENS = {
 }
 
 
-def published_checks(source: str, folder: Path, model, tokenizer) -> list[Check]:
+def published_checks(
+    source: str, folder: Path, model: Transformer, tokenizer: Tokenizer
+) -> list[Check]:
     """Checks against the published figures of this model; one skipped check if there are none."""
     checks = check_qwen3_tokens(tokenizer)
     name, why = recognise(source, folder, model.config)
@@ -136,7 +142,7 @@ def published_checks(source: str, folder: Path, model, tokenizer) -> list[Check]
     return checks
 
 
-def recognise(source: str, folder: Path, config) -> tuple[str | None, str]:
+def recognise(source: str, folder: Path, config: Config) -> tuple[str | None, str]:
     """(name, how it was recognised) of the published model, or (None, why not). Weights are hashed
     only if their size matches."""
     weights = Path(folder) / "model.safetensors"
@@ -163,7 +169,7 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def check_logits(name: str, model, figure: dict) -> list[Check]:
+def check_logits(name: str, model: Transformer, figure: dict) -> list[Check]:
     """Check the mean over the vocabulary at each position, and the first 30 logits of position
     0."""
     logits = score(model, torch.tensor([figure["ids"]]))[0].float().cpu()  # (T,V)
@@ -179,7 +185,7 @@ def check_logits(name: str, model, figure: dict) -> list[Check]:
     return checks
 
 
-def check_continuation(name: str, model, tokenizer, figure: dict) -> Check:
+def check_continuation(name: str, model: Transformer, tokenizer: Tokenizer, figure: dict) -> Check:
     """Every published greedy token has our highest logit, within the tolerance."""
     prompt = tokenizer.encode(figure["prompt"])
     new = figure.get("new_ids")
@@ -196,7 +202,9 @@ def check_continuation(name: str, model, tokenizer, figure: dict) -> Check:
     return within("published continuation", gap, tolerance, detail)
 
 
-def check_template_ids(tokenizer, messages, ids, **kwargs) -> Check:
+def check_template_ids(
+    tokenizer: Tokenizer, messages: list[dict], ids: list[int], **kwargs: Any
+) -> Check:
     """Check the ids of a rendered conversation: template and tokenizer together."""
     ours = []
     if tokenizer.chat_template:
@@ -206,7 +214,7 @@ def check_template_ids(tokenizer, messages, ids, **kwargs) -> Check:
     return verdict("published template ids", False, f"{ours} against {ids}")
 
 
-def check_qwen3_tokens(tokenizer) -> list[Check]:
+def check_qwen3_tokens(tokenizer: Tokenizer) -> list[Check]:
     """Check a known encoding, if this is the tokenizer of the Qwen3 family."""
     token, id = QWEN3_TOKENS["special"]
     if tokenizer.vocab_size != QWEN3_TOKENS["size"] or tokenizer.special_tokens.get(token) != id:

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,7 +35,7 @@ def version() -> str | None:
         return None
 
 
-def answers(folder: Path, questions: Questions, dtype) -> Evidence:
+def answers(folder: Path, questions: Questions, dtype: torch.dtype) -> Evidence:
     """The evidence of transformers' model and tokenizer for this checkpoint."""
     with readable(folder) as place:
         model, tokenizer = load(place, dtype)
@@ -68,7 +69,7 @@ def readable(folder: Path) -> Iterator[Path]:
         yield Path(copy)
 
 
-def load(folder: Path, dtype):
+def load(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     """(model in eval mode, tokenizer). NanoKVError if transformers cannot be imported, or refuses
     the checkpoint."""
     try:
@@ -104,7 +105,7 @@ def load(folder: Path, dtype):
     return model.requires_grad_(False).eval(), tokenizer
 
 
-def _set_attn_factor(config, folder: Path):
+def _set_attn_factor(config: Any, folder: Path) -> None:
     """transformers ignores YaRN's attn_factor, so set the attention_factor that nanokv derives from
     it."""
     rope = config.rope_parameters
@@ -114,7 +115,7 @@ def _set_attn_factor(config, folder: Path):
 
 
 @torch.inference_mode()
-def _rope(model, positions):
+def _rope(model: Any, positions: torch.Tensor) -> torch.Tensor:
     """cos and sin (2,P,D). The rotary buffers are fp32, whatever the dtype of the weights."""
     rotary = model.model.rotary_emb
     device = rotary.inv_freq.device
@@ -122,14 +123,14 @@ def _rope(model, positions):
     return torch.stack((cos[0], sin[0])).cpu()
 
 
-def _greedy(model, ids, new_tokens: int) -> list[int]:
+def _greedy(model: Any, ids: torch.Tensor, new_tokens: int) -> list[int]:
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False
     )
     return out[0, ids.shape[1] :].tolist()
 
 
-def _render(tokenizer, conversation: dict) -> str:
+def _render(tokenizer: Any, conversation: dict) -> str:
     options = {"add_generation_prompt": True, **conversation}
     messages = options.pop("messages")
     try:
