@@ -189,7 +189,7 @@ def test_a_model_that_cannot_be_loaded_leads_to_the_recording(shell, monkeypatch
     said = capsys.readouterr().out
     assert (
         said.startswith("tiny: 6 layers")
-        and "stands what big.gguf printed" in said
+        and "you see what big.gguf printed" in said
         and shell.run("print(size)")
     )
     monkeypatch.delenv("NANOKV_MODEL")

@@ -37,7 +37,10 @@ class _Parts:
     """The pieces found so far: imports, plain values, and definitions, each after those it uses."""
 
     def __init__(self):
-        self.imports, self.constants, self.definitions, self._known = set(), [], [], {}
+        self.imports: set[str] = set()
+        self.constants: list[str] = []
+        self.definitions: list[str] = []
+        self._known: dict[str, object] = {}  # name → value, of everything above
 
     def define(self, value) -> str:
         """Add a learner's function or class, after everything that it uses. Returns its name."""
@@ -45,13 +48,10 @@ class _Parts:
         if self._is_known(name, value):
             return name
         self._known[name] = value
-        for used in sorted(_used(text)):
-            if (
-                used in names
-                and not _is_builtin(used, names[used])
-                and not self._is_known(used, names[used])
-            ):
-                self._take(used, names[used])
+        for used in sorted(_used(text) & names.keys()):
+            if _is_builtin(used, names[used]) or self._is_known(used, names[used]):
+                continue
+            self._take(used, names[used])
         self.definitions.append(text)
         return name
 
@@ -96,9 +96,12 @@ def _statement(value) -> tuple[str, str, dict]:
         for node in ast.parse("".join(lines)).body:
             decorators = [decorator.lineno for decorator in getattr(node, "decorator_list", ())]
             first = min([node.lineno, *decorators])
-            if first <= code.co_firstlineno <= node.end_lineno and (name := _named(node, value)):
+            last = node.end_lineno or node.lineno
+            if first <= code.co_firstlineno <= last and (name := _named(node, value)):
                 return name, _text(lines, first, node), function.__globals__
-    name = f"`{value.__name__}`" if isinstance(value, type) else "it"
+    name = "it"
+    if isinstance(value, type):
+        name = f"`{value.__name__}`"
     raise NotAlone(
         f"{name} is not made by a `def`, or a `class` with methods, at the left margin of a cell"
     )
@@ -107,32 +110,34 @@ def _statement(value) -> tuple[str, str, dict]:
 def _text(lines: list[str], first: int, node) -> str:
     """All lines of a `def` or `class`; for a lambda, only the assignment and not its whole line."""
     if isinstance(node, ast.Assign):
-        return ast.get_source_segment("".join(lines), node) + "\n"
+        return f"{ast.get_source_segment(''.join(lines), node)}\n"
     return "".join(lines[first - 1 : node.end_lineno])
 
 
 def _of_kernel(value):
     """The Python function inside a Triton kernel; any other value unchanged."""
-    return value.fn if isinstance(getattr(value, "fn", None), FunctionType) else value
+    if isinstance(getattr(value, "fn", None), FunctionType):
+        return value.fn
+    return value
 
 
 def _functions(value) -> list[FunctionType]:
     """The function itself, or the methods of a class: their code objects name the cell."""
     value = _of_kernel(value)
+    made = [value]
     if isinstance(value, type):
-        made = (
+        made = [  # the functions of properties, class methods and static methods too
             getattr(one, "fget", None) or getattr(one, "__func__", one)
             for one in vars(value).values()
-        )
-        return [one for one in map(inspect.unwrap, made) if isinstance(one, FunctionType)]
-    one = inspect.unwrap(value)
-    return [one] if isinstance(one, FunctionType) else []
+        ]
+    return [one for one in map(inspect.unwrap, made) if isinstance(one, FunctionType)]
 
 
 def _named(node, value) -> str:
     """The name that a statement gives to this value; "" if it defines something else."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
-        return node.name if node.name == getattr(_of_kernel(value), "__qualname__", "") else ""
+        same = node.name == getattr(_of_kernel(value), "__qualname__", "")
+        return node.name if same else ""
     if (
         isinstance(node, ast.Assign)
         and isinstance(node.value, ast.Lambda)
@@ -144,7 +149,8 @@ def _named(node, value) -> str:
 
 def _used(text: str) -> set[str]:
     """The global names that a statement reads or declares."""
-    found, tables = set(), [symtable.symtable(text, "a part", "exec")]
+    found: set[str] = set()
+    tables = [symtable.symtable(text, "a part", "exec")]
     while tables:
         table = tables.pop()
         outside = (s for s in table.get_symbols() if s.is_global() or table.get_type() == "module")
@@ -170,15 +176,19 @@ def _import(name: str, value) -> str:
     if isinstance(value, ModuleType):
         if value.__name__ == "__main__":
             return ""
-        return f"import {name}" if value.__name__ == name else f"import {value.__name__} as {name}"
+        return _renamed(f"import {value.__name__}", value.__name__, name)
     own = str(getattr(value, "__name__", name))
     for module in (getattr(value, "__module__", None), *MODULES):
-        if (
-            module not in (None, "__main__")
-            and getattr(sys.modules.get(module), own, None) is value
-        ):
-            return f"from {module} import {own}" + (f" as {name}" if own != name else "")
+        if module in (None, "__main__"):
+            continue
+        if getattr(sys.modules.get(module), own, None) is value:
+            return _renamed(f"from {module} import {own}", own, name)
     return ""
+
+
+def _renamed(line: str, own: str, name: str) -> str:
+    """An import line of `own` that binds it to `name`."""
+    return line if own == name else f"{line} as {name}"
 
 
 def _is_plain(value) -> bool:
@@ -194,8 +204,6 @@ def _is_plain(value) -> bool:
 
 def _written(value) -> str:
     """A plain value as code; Python has no literal for inf and nan."""
-    return (
-        f'float("{value}")'
-        if isinstance(value, float) and not math.isfinite(value)
-        else repr(value)
-    )
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
+    return repr(value)

@@ -36,12 +36,12 @@ def canonical(answer) -> str:
         return "{" + ",".join(sorted(answer)) + "}"
     if isinstance(answer, str):
         number = as_number(answer)
-        return " ".join(answer.casefold().split()) if number is None else canonical(number)
-    return (
-        f"{answer:.6g}"
-        if isinstance(answer, numbers.Real) and not isinstance(answer, bool)
-        else repr(answer)
-    )
+        if number is None:
+            return " ".join(answer.casefold().split())
+        return canonical(number)
+    if isinstance(answer, numbers.Real) and not isinstance(answer, bool):
+        return f"{answer:.6g}"
+    return repr(answer)
 
 
 def is_blank(answer) -> bool:
@@ -53,7 +53,9 @@ def is_blank(answer) -> bool:
 
 def is_stub(result) -> bool:
     """Did the untouched stub of a function return this: `...`, or a tuple that contains one?"""
-    return any(map(is_stub, result)) if isinstance(result, list | tuple) else result is ...
+    if isinstance(result, list | tuple):
+        return any(map(is_stub, result))
+    return result is ...
 
 
 def same(answer, right, rel: float = 1e-6, atol: float = 0.0) -> bool:
@@ -64,12 +66,14 @@ def same(answer, right, rel: float = 1e-6, atol: float = 0.0) -> bool:
     """
     if isinstance(right, Sealed):
         return right.digest in (seal(right.id, answer), seal(right.id, as_set(answer)))
-    answer, right = plain(answer), plain(right)
+    answer = plain(answer)
+    right = plain(right)
     if isinstance(right, bool) or isinstance(answer, bool):
         return answer is right
     if isinstance(right, numbers.Real):
         answer = as_number(answer)
-        return answer is not None and abs(answer - right) <= max(atol, rel * abs(right))
+        near = max(atol, rel * abs(right))  # type: ignore[operator]  # numbers.Real is too wide
+        return answer is not None and abs(answer - right) <= near
     if isinstance(right, list):
         return (
             isinstance(answer, list)
@@ -94,7 +98,8 @@ def plain(value):
     A tensor of more than MOST_ITEMS numbers stays a tensor.
     """
     if hasattr(value, "tolist"):  # a tensor, a numpy array or one of their scalars
-        return value if math.prod(getattr(value, "shape", ())) > MOST_ITEMS else value.tolist()
+        size = math.prod(getattr(value, "shape", ()))
+        return value if size > MOST_ITEMS else value.tolist()
     if isinstance(value, tuple):
         return list(value)
     if isinstance(value, frozenset | set):
@@ -108,7 +113,9 @@ def as_set(value):
     if not isinstance(items, list):
         return items
     found = {canonical(item) for item in items}
-    return found if len(found) == len(items) else items
+    if len(found) < len(items):
+        return items
+    return found
 
 
 def has_nan(value) -> bool:
@@ -122,13 +129,11 @@ def has_nan(value) -> bool:
 def named(value):
     """The plain value with each NaN replaced by the text "NaN", so that two NaNs are equal."""
     value = plain(value)
-    return (
-        [named(item) for item in value]
-        if isinstance(value, list)
-        else "NaN"
-        if has_nan(value)
-        else value
-    )
+    if isinstance(value, list):
+        return [named(item) for item in value]
+    if has_nan(value):
+        return "NaN"
+    return value
 
 
 def as_number(value) -> float | None:
@@ -136,13 +141,17 @@ def as_number(value) -> float | None:
 
     NaN and numbers too large for a float are None too.
     """
-    if isinstance(value, str):
-        # "0,5" is not accepted: it may mean 5 or a half.
-        value = value.replace(",", "") if THOUSANDS.fullmatch(value) else value
-    elif not isinstance(value, numbers.Real) or isinstance(value, bool):
+    if not isinstance(value, str | numbers.Real) or isinstance(value, bool):
         return None
+    if isinstance(value, str) and THOUSANDS.fullmatch(value):
+        # "0,5" is not accepted: it may mean 5 or a half.
+        value = value.replace(",", "")
     try:
         number = float(value)
     except (ValueError, OverflowError):
         return None
-    return None if math.isnan(number) else number if isinstance(value, str) else value
+    if math.isnan(number):
+        return None
+    if isinstance(value, str):
+        return number
+    return value  # an int stays exact

@@ -48,21 +48,26 @@ class Case(SimpleNamespace):
 
     def __init__(self, values: dict, model=None, hidden: bool = False):
         super().__init__(**values)
-        self._model, self._hidden = model, hidden
+        self._model = model
+        self._hidden = hidden
 
     def __getattr__(self, name: str):
         """Explain a missing name: `case` often belongs to another exercise, whose cell ran last."""
         if name.startswith("_"):
             raise AttributeError(name)
         have = ", ".join(known for known in vars(self) if not known.startswith("_"))
-        hint = "If they are those of another exercise, run the cell with course.case(…) above yours again"
-        raise AttributeError(f"no {name!r} among the numbers of this case ({have}). {hint}")
+        raise AttributeError(
+            f"no {name!r} among the numbers of this case ({have}). If they are those of another "
+            "exercise, run the cell with course.case(…) above yours again"
+        )
 
     def __repr__(self):
+        if self._hidden:
+            return "Case(hidden)"
         given = [
             f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_")
         ]
-        return f"Case({'hidden' if self._hidden else ', '.join(given)})"
+        return f"Case({', '.join(given)})"
 
     @property
     def model(self):
@@ -87,7 +92,8 @@ class Outcome:
     mistake: str = ""
 
 
-RIGHT, UNANSWERED = Outcome("right"), Outcome("unanswered")
+RIGHT = Outcome("right")
+UNANSWERED = Outcome("unanswered")
 
 
 def wrong(message: str, mistake: str = "") -> Outcome:
@@ -136,10 +142,11 @@ class Check:
 
     def case(self, seed: int | None = None, model=None) -> Case:
         """The notebook's own numbers, or with a seed a reproducible draw from `parameters`."""
-        rng = random.Random(f"{self.id} {seed}")
-        values = {
-            name: rng.choice(s) if seed is not None else s[0] for name, s in self.parameters.items()
-        }
+        if seed is None:
+            values = {name: choices[0] for name, choices in self.parameters.items()}
+        else:
+            rng = random.Random(f"{self.id} {seed}")
+            values = {name: rng.choice(choices) for name, choices in self.parameters.items()}
         return Case(values, model, self.hidden)
 
 
@@ -167,11 +174,11 @@ def guarded(judge):
             raise
         # BaseException: SystemExit and the outcomes of pytest.fail and pytest.skip derive from it.
         except BaseException as error:
-            kind = type(arguments[0]).__name__
-            called = (
-                isinstance(error, TypeError) and str(error) == f"{kind!r} object is not callable"
-            )
-            return wrong(CALLED.format(arguments[0]) if called else stopped(error))
+            answer = arguments[0]
+            uncallable = f"{type(answer).__name__!r} object is not callable"
+            if isinstance(error, TypeError) and str(error) == uncallable:
+                return wrong(CALLED.format(answer))
+            return wrong(stopped(error))
 
     return careful
 
@@ -228,41 +235,66 @@ def value(
     `factors`: the answer is a product, so two mistakes at once multiply the error by both factors.
     """
 
+    alike = partial(same, rel=rel, atol=atol)
+    key = None if isinstance(right, Sealed) else right
+
     @guarded
     def judge(answer, case):
         if is_blank(answer):
             return UNANSWERED
-        expected = right if isinstance(right, Sealed) else right(case)
-        if same(answer, expected, rel, atol):
+        expected = key(case) if key else right
+        if alike(answer, expected):
             return RIGHT
-        known = next((m for m in wrong if same(answer, m.gives(case), rel, atol)), None)
-        if known:
-            return Outcome("wrong", known.message, known.name)
-        if not isinstance(right, Sealed):
-            given_by = [(mistake, mistake.gives(case)) for mistake in wrong]
-            alike = partial(same, rel=rel, atol=atol)
-            both = slips.of_value(answer, expected, given_by, alike, factors)
-            if both:
-                return Outcome("wrong", *slips.told(*both))
-        if names and not _is_set_of(names, answer):
-            return Outcome(
-                "wrong",
-                f"answer with a set of these names, all or some or none: {', '.join(names)}",
-            )
-        if has_nan(answer):
-            return Outcome("wrong", "that is NaN, no number")
-        problem = "" if isinstance(expected, Sealed) else misfit(answer, expected)
-        if problem:
-            return Outcome("wrong", problem, "form")
-        near = _tolerance(rel, atol) if (rel, atol) != EXACT else ""
-        return Outcome(
-            "wrong", f"{otherwise} Numbers count as right {near}.".lstrip() if near else otherwise
+        return (
+            _known_mistake(answer, case, wrong, alike)
+            or _two_mistakes(answer, expected, case, wrong, alike, factors)
+            or _no_value(answer, expected, names)
+            or Outcome("wrong", _hint(otherwise, rel, atol))
         )
 
-    key = None if isinstance(right, Sealed) else right
     return Check(
         id, judge, parameters or {}, key, tuple(wrong), hidden, (rel, atol), otherwise, given=given
     )
+
+
+def _hint(otherwise: str, rel: float, atol: float) -> str:
+    """The hint for an unknown wrong value, with the tolerance if it is not the default."""
+    if (rel, atol) == EXACT:
+        return otherwise
+    return f"{otherwise} Numbers count as right {_tolerance(rel, atol)}.".lstrip()
+
+
+def _known_mistake(answer, case, mistakes, alike) -> Outcome | None:
+    """The outcome of the first known mistake that gives this answer."""
+    for mistake in mistakes:
+        if alike(answer, mistake.gives(case)):
+            return wrong(mistake.message, mistake.name)
+    return None
+
+
+def _two_mistakes(answer, expected, case, mistakes, alike, factors: bool) -> Outcome | None:
+    """The outcome of the two known mistakes that together give this answer."""
+    if isinstance(expected, Sealed):
+        return None
+    given_by = [(mistake, mistake.gives(case)) for mistake in mistakes]
+    both = slips.of_value(answer, expected, given_by, alike, factors)
+    if both is None:
+        return None
+    return wrong(*slips.told(*both))
+
+
+def _no_value(answer, expected, names) -> Outcome | None:
+    """The outcome of an answer whose form shows that it cannot be right."""
+    if names and not _is_set_of(names, answer):
+        return wrong(f"answer with a set of these names, all or some or none: {', '.join(names)}")
+    if has_nan(answer):
+        return wrong("that is NaN, no number")
+    if isinstance(expected, Sealed):
+        return None
+    problem = misfit(answer, expected)
+    if not problem:
+        return None
+    return wrong(problem, "form")
 
 
 def _is_set_of(names, answer) -> bool:
@@ -305,9 +337,9 @@ def function(
         given = [_tried(answer, arguments) for arguments in tries]
         pairs = slips.functions(wrong, made)
         outcome = _compared(answer, tries, given, expected, (*wrong, *pairs), rel, atol)
-        return (
-            _misused(answer, tries, given, expected, use) if use and outcome is RIGHT else outcome
-        )
+        if use and outcome is RIGHT:
+            return _misused(answer, tries, given, expected, use)
+        return outcome
 
     return Check(id, judge, {}, None, tuple(wrong), reference=right, use=use)
 
@@ -330,7 +362,10 @@ def _tried(answer, arguments):
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        outcome = error.outcome if isinstance(error, Told) else wrong(stopped(error))
+        if isinstance(error, Told):
+            outcome = error.outcome
+        else:
+            outcome = wrong(stopped(error))
         if outcome.state != "wrong":
             raise
         raise Told(
@@ -341,26 +376,18 @@ def _tried(answer, arguments):
 def _compared(answer, tries, given, expected, mistakes, rel, atol) -> Outcome:
     """Compare the learner's results with the reference's and with those of the known mistakes."""
     alike = partial(_alike, rel=rel, atol=atol)
-    at = next(
-        (
-            i
-            for i, (g, right) in enumerate(zip(given, expected, strict=True))
-            if not alike(g, right)
-        ),
-        None,
-    )
-    if at is None:
+    pairs = zip(given, expected, strict=True)
+    differing = [i for i, (result, right) in enumerate(pairs) if not alike(result, right)]
+    if not differing:
         return RIGHT
+    at = differing[0]
 
     def shown(i):
         within = f" ({_tolerance(rel, atol)})" if _has_floats(expected[i]) else ""
         return example(answer, tries[i], given[i], expected[i], within)
 
     for mistake in mistakes:
-        if all(
-            alike(named(g), named(mistake.gives(*copy.deepcopy(a))))
-            for g, a in zip(given, tries, strict=True)
-        ):
+        if _explains(mistake, given, tries, alike):
             return wrong(mistake.message + shown(at), mistake.name)
     for i, problem in enumerate(map(misfit, given, expected)):
         if isinstance(given[i], str) and not isinstance(expected[i], str):
@@ -370,6 +397,14 @@ def _compared(answer, tries, given, expected, mistakes, rel, atol) -> Outcome:
     return wrong(_difference(given[at], expected[at], alike) + shown(at))
 
 
+def _explains(mistake, given, tries, alike) -> bool:
+    """Does a known mistake give the same result in every trial? NaN counts as equal to NaN."""
+    return all(
+        alike(named(result), named(mistake.gives(*copy.deepcopy(arguments))))
+        for result, arguments in zip(given, tries, strict=True)
+    )
+
+
 def _alike(given, right, rel, atol) -> bool:
     """As `same`, but a number written as text is not a number: other code uses the result."""
     return isinstance(given, str) <= isinstance(right, str) and same(given, right, rel, atol)
@@ -377,7 +412,9 @@ def _alike(given, right, rel, atol) -> bool:
 
 def _has_floats(value) -> bool:
     value = plain(value)
-    return any(map(_has_floats, value)) if isinstance(value, list) else isinstance(value, float)
+    if isinstance(value, list):
+        return any(map(_has_floats, value))
+    return isinstance(value, float)
 
 
 def _difference(given, right, alike) -> str:
@@ -406,8 +443,10 @@ def judged(id: str, judge, parameters=None, key=None, hidden=False) -> Check:
 
     @guarded
     def careful(answer, case):
+        if is_blank(answer):
+            return UNANSWERED
         try:
-            return UNANSWERED if is_blank(answer) else judge(answer, case)
+            return judge(answer, case)
         except UNFINISHED:
             return UNANSWERED
 
@@ -430,19 +469,20 @@ def failing(report) -> str:
     failure = report.first_failure
     if failure is None:
         return "the equality suite could try no case"
-    return f"the case “{failure.name}”: {stopped(failure.raised) if failure.raised else failure.detail}"
+    said = stopped(failure.raised) if failure.raised else failure.detail
+    return f"the case “{failure.name}”: {said}"
 
 
 def shown(value) -> str:
     """A value for a message: at most 60 characters, a tensor as its shape and dtype."""
     if isinstance(value, tuple):
         return "(" + ", ".join(shown(item) for item in value) + ")"
-    text = (
-        f"{tuple(value.shape)} tensor of {value.dtype}"
-        if getattr(value, "shape", ())
-        else repr(value)
-    )
-    return text if len(text) <= 60 else text[:57] + "..."
+    text = repr(value)
+    if getattr(value, "shape", ()):
+        text = f"{tuple(value.shape)} tensor of {value.dtype}"
+    if len(text) > 60:
+        return text[:57] + "..."
+    return text
 
 
 @dataclass(frozen=True)

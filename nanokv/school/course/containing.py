@@ -26,7 +26,9 @@ def namespace() -> tuple[str, ...]:
     --mount-proc gives it a matching /proc: code that looks up its children there by number, as
     Jupyter does, must not find unrelated processes.
     """
-    program = shutil.which("unshare") if sys.platform == "linux" else None
+    if sys.platform != "linux":
+        return ()
+    program = shutil.which("unshare")
     if program is None:
         return ()
     # First without a user namespace: root needs none, and would lose its rights in one.
@@ -43,27 +45,35 @@ def adopting():
 
     Yields a list, which afterwards contains the names of the processes killed.
     """
-    import psutil
+    import psutil  # type: ignore[import-untyped]  # psutil has no types
 
-    me, left, before = psutil.Process(), [], {p.pid for p in psutil.Process().children()}
-    linux = sys.platform == "linux"
-    if linux:
-        _subreaper(1)
+    left: list[str] = []
+    if sys.platform != "linux":
+        yield left
+        return
+    before = {process.pid for process in psutil.Process().children()}
+    _subreaper(1)
     try:
         yield left
     finally:
-        for _ in range(ROUNDS if linux else 0):
-            found = [
-                p
-                for p in me.children(recursive=True)
-                if p.pid not in before and _of_another_session(p.pid)
-            ]
-            left += [name for name in map(_killed, found) if name]
-            if not found:
-                break
-            time.sleep(0.02)
-        if linux:
-            _subreaper(0)
+        _end_orphans(before, left)
+        _subreaper(0)
+
+
+def _end_orphans(before: set[int], left: list[str]) -> None:
+    """Kill all descendants in other sessions, except `before`, and add their names to `left`."""
+    import psutil
+
+    for _ in range(ROUNDS):
+        found = [
+            process
+            for process in psutil.Process().children(recursive=True)
+            if process.pid not in before and _of_another_session(process.pid)
+        ]
+        left += [name for name in map(_killed, found) if name]
+        if not found:
+            return
+        time.sleep(0.02)
 
 
 def become_the_parent() -> None:
@@ -92,7 +102,9 @@ def _killed(process) -> str:
     import psutil
 
     try:
-        name = process.name() if process.status() != psutil.STATUS_ZOMBIE else ""
+        name = ""
+        if process.status() != psutil.STATUS_ZOMBIE:
+            name = process.name()
         process.kill()
         os.waitpid(process.pid, 0)
         return name

@@ -36,9 +36,10 @@ def write(folder: Path, words: list[str], number: int, out: Path) -> list[Path]:
 
     `words` name the contents: notebooks (05), exercises (05.1), questions (05.q2, open.1).
     """
-    items = list(
-        {item.id: item for word in words for item in chosen(Path(folder), word, number)}.values()
-    )
+    found: dict[str, Item] = {}  # an item that two words name appears once
+    for word in words:
+        found |= {item.id: item for item in chosen(Path(folder), word, number)}
+    items = list(found.values())
     if not items:
         raise CourseError("an exam of what?", "nanokv course exam 05 06.1 open.1 --seed 7 -o exam")
     out.mkdir(parents=True, exist_ok=True)
@@ -60,18 +61,15 @@ def chosen(folder: Path, word: str, number: int) -> list[Item]:
 
 def named(folder: Path, word: str) -> tuple:
     """(source, checks, questions) of a notebook's name or an id; CourseError if there are none."""
-    source = twins.read(twins.chosen(folder, [word if word[2:3] == "_" else word[:2]])[0])
+    notebook = word if word[2:3] == "_" else word[:2]  # 05_the_waste, or the 05 of 05.1
+    source = twins.read(twins.chosen(folder, [notebook])[0])
     module = checking.exercises(source.number)
     if word in (source.number, source.name):
-        checks, questions = (
-            [c for c in module.CHECKS if c.parameters and c.key and not c.hidden],
-            module.QUESTIONS,
-        )
+        checks = [c for c in module.CHECKS if c.parameters and c.key and not c.hidden]
+        questions = module.QUESTIONS
     else:
-        checks, questions = (
-            [c for c in module.CHECKS if c.id == word],
-            [q for q in module.QUESTIONS if q.id == word],
-        )
+        checks = [c for c in module.CHECKS if c.id == word]
+        questions = [q for q in module.QUESTIONS if q.id == word]
     if not (*checks, *questions):
         raise CourseError(
             f"no exercise {word!r}", ", ".join(x.id for x in (*module.CHECKS, *module.QUESTIONS))
@@ -103,11 +101,14 @@ def asked(source, check, case) -> str:
         raise CourseError(
             f"{source.name} has no text **{check.id}**", "each exercise begins with its id in bold"
         )
-    numbers = {p: getattr(case, p) for p in check.parameters} | (
-        check.given(case) if check.given else {}
-    )
+    numbers = {name: getattr(case, name) for name in check.parameters}
+    if check.given:
+        numbers |= check.given(case)
+    text = task[1].strip()
+    if not numbers:
+        return text
     given = ", ".join(f"`{name} = {number}`" for name, number in numbers.items())
-    return task[1].strip() + (f"\n\n{given}" if given else "")
+    return f"{text}\n\n{given}"
 
 
 def draw(check, number: int) -> dict:
@@ -135,7 +136,9 @@ def _right(check, case) -> str:
 
 def _shown(answer) -> str:
     answer = plain(answer)
-    return str(tuple(answer)) if isinstance(answer, list) else str(answer)
+    if isinstance(answer, list):
+        answer = tuple(answer)
+    return str(answer)
 
 
 def solution(source, id: str) -> str:
@@ -203,9 +206,7 @@ def key(items: list[Item], number: int) -> str:
     parts = [f"# Key of the exam, seed {number}\n\n{points}"]
     for i, item in enumerate(items, 1):
         answers = "\n".join(f"- {name}: {item.answer[name]}" for name in SHEETS)
-        same = item.answer[SHEETS[0]] == item.answer[SHEETS[1]]
-        parts.append(
-            f"**{i}.** {item.id}\n\n"
-            + (f"Both sheets:\n\n{item.answer[SHEETS[0]]}" if same else answers)
-        )
+        if item.answer[SHEETS[0]] == item.answer[SHEETS[1]]:
+            answers = f"Both sheets:\n\n{item.answer[SHEETS[0]]}"
+        parts.append(f"**{i}.** {item.id}\n\n{answers}")
     return "\n\n".join(parts) + "\n"

@@ -9,6 +9,7 @@ import textwrap
 import traceback
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from types import CodeType
 
 LONGEST = 1000  # characters of a value; a longer one is described
 COLUMNS = 84  # of a printed line: JupyterLab breaks a longer one in the middle of a word
@@ -28,15 +29,21 @@ def line(error: BaseException) -> str:
     is no such frame.
     """
     for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
-        file, name = frame.f_code.co_filename, frame.f_code.co_name
-        text = linecache.getline(file, number, frame.f_globals).strip()
-        if text and not of_a_library(file):
-            # The code of a cell names a file that does not exist.
-            home = Path(file).name if os.path.exists(file) else "your cell"
-            return (
-                f"line {number} of {home}{'' if name.startswith('<') else f', in {name}'}: {text}"
-            )
+        code = frame.f_code
+        text = linecache.getline(code.co_filename, number, frame.f_globals).strip()
+        if text and not of_a_library(code.co_filename):
+            return f"line {number} of {_place(code)}: {text}"
     return ""
+
+
+def _place(code: CodeType) -> str:
+    """The file, or "your cell", and the function of some code, if it is in one."""
+    place = "your cell"  # the code of a cell names a file that does not exist
+    if os.path.exists(code.co_filename):
+        place = Path(code.co_filename).name
+    if not code.co_name.startswith("<"):
+        place += f", in {code.co_name}"
+    return place
 
 
 def of_a_library(file: str) -> bool:
@@ -55,7 +62,10 @@ def stopped(error: BaseException) -> str:
     # A wrong number of arguments: the call failed before any line of the function ran.
     if not where and isinstance(error, TypeError) and "argument" in said:
         where = "compare what your def or class takes with the text of the exercise"
-    return f"it stopped with {type(error).__name__}{said}" + (f"\n    {where}" if where else "")
+    text = f"it stopped with {type(error).__name__}{said}"
+    if where:
+        text += f"\n    {where}"
+    return text
 
 
 def wrapped(text: str) -> str:
@@ -76,12 +86,8 @@ def typed(value) -> str:
     """A value as code that makes it again. Floats of a tensor have seven significant digits."""
     if getattr(value, "shape", None) is not None and hasattr(value, "dtype"):
         return _array(value)
-    if isinstance(value, list | tuple | set) and type(value) in (list, tuple, set) and value:
-        inside = ", ".join(map(typed, sorted(value, key=repr) if isinstance(value, set) else value))
-        left, right = {list: "[]", tuple: ("(", ",)" if len(value) == 1 else ")"), set: "{}"}[
-            type(value)
-        ]
-        return f"{left}{inside}{right}"
+    if type(value) in (list, tuple, set) and value:
+        return _collection(value)
     if is_dataclass(value) and not isinstance(value, type):
         changed = [f.name for f in fields(value) if f.init and getattr(value, f.name) != f.default]
         inside = ", ".join(f"{name}={typed(getattr(value, name))}" for name in changed)
@@ -89,18 +95,40 @@ def typed(value) -> str:
     return repr(value)
 
 
+def _collection(value) -> str:
+    """A list, tuple or set as code, a set in a fixed order."""
+    items = value
+    if type(value) is set:
+        items = sorted(value, key=repr)
+    inside = ", ".join(map(typed, items))
+    if type(value) is list:
+        return f"[{inside}]"
+    if type(value) is set:
+        return f"{{{inside}}}"
+    if len(value) == 1:
+        return f"({inside},)"
+    return f"({inside})"
+
+
 def _array(value) -> str:
     """A tensor or numpy array as code."""
-    module, kind = type(value).__module__.split(".")[0], str(value.dtype).removeprefix("torch.")
-    digits = value.detach().cpu().tolist() if hasattr(value, "detach") else value.tolist()
-    kind = "" if kind in ("float32", "int64", "bool") else f", dtype={module}.{kind}"
-    return f"{module}.{'tensor' if module == 'torch' else 'array'}({_rounded(digits)}{kind})"
+    module = type(value).__module__.split(".")[0]
+    maker = "tensor" if module == "torch" else "array"
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()
+    text = _rounded(value.tolist())
+    dtype = str(value.dtype).removeprefix("torch.")
+    if dtype not in ("float32", "int64", "bool"):  # the types that the code gives without dtype
+        text += f", dtype={module}.{dtype}"
+    return f"{module}.{maker}({text})"
 
 
 def _rounded(digits) -> str:
     if isinstance(digits, list):
         return "[" + ", ".join(map(_rounded, digits)) + "]"
-    return repr(float(f"{digits:.7g}")) if isinstance(digits, float) else repr(digits)
+    if isinstance(digits, float):
+        return repr(float(f"{digits:.7g}"))
+    return repr(digits)
 
 
 def shown(value, longest: int = LONGEST) -> str:
@@ -111,7 +139,9 @@ def shown(value, longest: int = LONGEST) -> str:
     text = typed(value)
     if len(text) <= longest:
         return text
-    return f"a tensor {tuple(size)} of {value.dtype}" if size else text[: longest - 1] + "…"
+    if size:
+        return f"a tensor {tuple(size)} of {value.dtype}"
+    return text[: longest - 1] + "…"
 
 
 def call(function, arguments: tuple) -> str:
@@ -123,8 +153,11 @@ def call(function, arguments: tuple) -> str:
     except (TypeError, ValueError):  # other parameters, or no signature
         names = []
     if len(names) == len(texts) > 1:
-        texts = [f"{name}={text}" for name, text in zip(names, texts, strict=True)]
-    return f"{name if name.isidentifier() else 'your_function'}({', '.join(texts)})"
+        pairs = zip(names, texts, strict=True)
+        texts = [f"{parameter}={text}" for parameter, text in pairs]
+    if not name.isidentifier():  # a lambda
+        name = "your_function"
+    return f"{name}({', '.join(texts)})"
 
 
 def example(function, arguments: tuple, given, right, within: str) -> str:

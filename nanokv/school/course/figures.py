@@ -3,13 +3,15 @@
 matplotlib is imported when the first plot is made.
 """
 
+from typing import Any
+
 from nanokv.errors import CourseError
 from nanokv.school.course import log
 from nanokv.school.course.feedback import wrapped
 
 # Okabe and Ito 2008: distinguishable with every kind of colour vision.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-STYLE = {
+STYLE: dict[str, Any] = {
     "figure.dpi": 100,
     "savefig.dpi": 144,
     "figure.constrained_layout.use": True,
@@ -29,7 +31,8 @@ def subplots(rows: int = 1, columns: int = 1, width: float = 8.0, height: float 
     """plt.subplots in the course's style → (figure, axes)."""
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update(STYLE | {"axes.prop_cycle": plt.cycler(color=COLORS)})
+    style: Any = STYLE | {"axes.prop_cycle": plt.cycler(color=COLORS)}  # keys are Literals there
+    plt.rcParams.update(style)
     return plt.subplots(rows, columns, figsize=(width, height), **options)
 
 
@@ -48,9 +51,9 @@ def show(picture, alt: str = "") -> None:
             'show(fig, alt="what it shows")',
         )
     drawn = getattr(picture, "_repr_mimebundle_", None)
-    bundle = drawn() if drawn else _rendered(picture, alt)
+    data, metadata = drawn() if drawn else _rendered(picture, alt)
     log.note("show", alt=alt)
-    display(*bundle)
+    display(data, metadata)
     print(wrapped(f"In words: {alt}"))
 
 

@@ -14,6 +14,7 @@ from nanokv.school.course.answers import as_number, as_set, has_nan, plain
 NUMBER = re.compile(r"[+-]?\d+(?:[,_]\d{3})*(?!\d)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 TOO_LARGE = "a number that is too large for a float"
 WORDS = ("x", "yz", "w")
+PLURALS = {"a number": "numbers", "a text": "texts"}
 TENSORS = {"ndarray": "torch.from_numpy(…)", "list": "torch.tensor(…)", "tuple": "torch.tensor(…)"}
 
 
@@ -24,18 +25,16 @@ def misfit(answer, right) -> str:
     if fits(answer, right):
         return ""
     own = _refilled(answer, right)
-    example = f"written as {own!r}" if own is not None else f"such as {_example(right)!r}"
-    this, wanted = _described(answer), "a list" if right == [] else _described(right)
+    example = f"such as {_example(right)!r}" if own is None else f"written as {own!r}"
+    where = "the form"
+    this = _described(answer)
+    wanted = "a list" if right == [] else _described(right)
     # The outer forms agree: name the first item that differs.
     if this == wanted and isinstance(right, tuple) and isinstance(answer, list | tuple):
         at = next(i for i, pair in enumerate(zip(answer, right, strict=True)) if not fits(*pair))
-        where, this, wanted = (
-            f"the form of item {at}",
-            _described(answer[at]),
-            _described(right[at]),
-        )
-    else:
-        where = "the form"
+        where = f"the form of item {at}"
+        this = _described(answer[at])
+        wanted = _described(right[at])
     return f"{where} is another one: this is {this}, wanted is {wanted}, {example}"
 
 
@@ -55,9 +54,8 @@ def fits(answer, right) -> bool:
             isinstance(answer, list) and len(answer) == len(right) and all(map(fits, answer, right))
         )
     if isinstance(right, list):
-        return isinstance(answer, list) and all(
-            fits(item, right[0] if right else None) for item in answer
-        )
+        kind = right[0] if right else None
+        return isinstance(answer, list) and all(fits(item, kind) for item in answer)
     return True
 
 
@@ -70,7 +68,8 @@ def _tensor_misfit(answer, right) -> str:
     if not _is_tensor(answer):
         kind = type(answer).__name__
         how = f": {TENSORS[kind]} makes one" if kind in TENSORS else ""
-        return f"the form is another one: this is {_described(answer)}, wanted is a {right.dtype} tensor {shape}{how}"
+        wanted = f"a {right.dtype} tensor {shape}{how}"
+        return f"the form is another one: this is {_described(answer)}, wanted is {wanted}"
     if tuple(answer.shape) != shape:
         return f"the shape is {tuple(answer.shape)}, and it has to be {shape}"
     return ""
@@ -90,23 +89,33 @@ def _described(value) -> str:
     if isinstance(value, set | frozenset):
         return "a set"
     if isinstance(value, list | tuple):
-        if not value:
-            return f"an empty {kind}"
-        of = {_described(item) for item in value}
-        if TOO_LARGE in of:
-            return f"a {kind} with {TOO_LARGE}"
-        inside = (
-            {"a number": "numbers", "a text": "texts"}.get(min(of)) if len(of) == 1 else "items"
-        )
-        if isinstance(value, list) and inside != "items":
-            return f"a list of {inside}" if inside else f"a list, each item {min(of)}"
-        many = f"{len(value)} {inside}" if inside else f"{len(value)} times {min(of)}"
-        return many if len(value) > 1 or not inside else f"a tuple of {many[:-1]}"
+        return _described_items(value)
     if isinstance(value, int):
         return TOO_LARGE
-    return (
-        "a text" if isinstance(value, str) else f"a{'n' if kind[0] in 'aeiouAEIOU' else ''} {kind}"
-    )
+    if isinstance(value, str):
+        return "a text"
+    article = "an" if kind[0] in "aeiouAEIOU" else "a"
+    return f"{article} {kind}"
+
+
+def _described_items(value: list | tuple) -> str:
+    kind = type(value).__name__
+    if not value:
+        return f"an empty {kind}"
+    kinds = {_described(item) for item in value}
+    if TOO_LARGE in kinds:
+        return f"a {kind} with {TOO_LARGE}"
+    if len(kinds) > 1:
+        return f"{len(value)} items"
+    (item,) = kinds
+    plural = PLURALS.get(item)
+    if isinstance(value, list):
+        return f"a list of {plural}" if plural else f"a list, each item {item}"
+    if plural is None:
+        return f"{len(value)} times {item}"
+    if len(value) == 1:
+        return f"a tuple of 1 {plural[:-1]}"
+    return f"{len(value)} {plural}"
 
 
 def _example(right):
@@ -122,13 +131,11 @@ def _example(right):
             return [made(part[0] if part else 0) for _ in range(3)]
         if isinstance(part, str):
             return WORDS[next(counter) % len(WORDS)]
-        return (
-            {1, 2}
-            if isinstance(part, set)
-            else next(counter)
-            if isinstance(part, int)
-            else next(counter) + 0.5
-        )
+        if isinstance(part, set):
+            return {1, 2}
+        if isinstance(part, int):
+            return next(counter)
+        return next(counter) + 0.5
 
     return made(right)
 
@@ -138,10 +145,11 @@ def _refilled(answer, right):
     texts = any(isinstance(leaf, str) for leaf in _leaves(right))
     parts = [part for leaf in _leaves(plain(answer)) for part in _parts(leaf, texts)]
     if isinstance(right, list):
-        flat = parts and not any(isinstance(item, list | tuple) for item in right)
+        flat = not any(isinstance(item, list | tuple) for item in right)
         return parts if flat and len(parts) > 1 else None
-    size = len(list(_leaves(right)))
-    return _filled(right, parts) if isinstance(right, tuple | Real) and len(parts) == size else None
+    if not isinstance(right, tuple | Real) or len(parts) != len(list(_leaves(right))):
+        return None
+    return _filled(right, parts)
 
 
 def _filled(right, parts: list):
@@ -160,12 +168,20 @@ def _leaves(value):
 
 def _parts(leaf, texts: bool) -> Iterable:
     """The words (`texts`) or the numbers in one leaf."""
+    if isinstance(leaf, str) and texts:
+        return re.findall(r"\w+", leaf)
     if isinstance(leaf, str):
-        found = re.findall(r"\w+", leaf) if texts else map(as_number, NUMBER.findall(leaf))
-        return [
-            int(part) if isinstance(part, float) and part.is_integer() else part for part in found
-        ]
-    return [leaf] if as_number(leaf) is not None and not texts else []
+        return [_whole(as_number(number)) for number in NUMBER.findall(leaf)]
+    if texts or as_number(leaf) is None:
+        return []
+    return [leaf]
+
+
+def _whole(number: float | None) -> float | None:
+    """A float as an int, where its value is one."""
+    if isinstance(number, float) and number.is_integer():
+        return int(number)
+    return number
 
 
 # --- the types that later notebooks need ----------------------------------------------------------
@@ -191,9 +207,10 @@ class Use:
 
 def _kind(value) -> str:
     """The type of a value in words, with the types of a collection's items or a tensor's dtype."""
+    if _is_tensor(value):
+        return f"a tensor of {value.dtype}"
     if hasattr(value, "dtype"):
-        name = "tensor" if _is_tensor(value) else "numpy " + type(value).__name__
-        return f"a {name} of {value.dtype}"
+        return f"a numpy {type(value).__name__} of {value.dtype}"
     if isinstance(value, list | tuple | set | frozenset):
         kinds = sorted({type(item).__name__ for item in value})
         return f"a {type(value).__name__} of {' and '.join(kinds)}"

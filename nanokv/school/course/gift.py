@@ -39,28 +39,31 @@ class Entry:
 
     def __str__(self):
         inside = "".join(f"\n  {line}" for line in self.answers)
-        return f"::{escaped(self.name)}::{self.text} {{{inside.lstrip() if len(self.answers) == 1 else inside}\n}}"
+        if len(self.answers) == 1:
+            inside = inside.lstrip()
+        return f"::{escaped(self.name)}::{self.text} {{{inside}\n}}"
 
 
 def write(folder: Path, words: list[str], number: int, out: Path) -> list[str]:
     """Write the file. Returns the ids that GIFT cannot ask, in notebooks named as a whole."""
-    found, left = [], []
+    found: dict[str, Entry] = {}  # by name: a question that two words name appears once
+    left: list[str] = []
     for word in words:
         entries, unasked = of_word(Path(folder), word, number)
-        found += entries
+        found |= {entry.name: entry for entry in entries}
         left += unasked
-    found = list({entry.name: entry for entry in found}.values())  # named twice, asked once
     if not found:
         raise CourseError(
             "which questions?", "nanokv course gift 05 06.2 open.1 --seed 7 -o questions.gift"
         )
-    out.write_text(page(found, number), encoding="utf-8")
+    out.write_text(page(list(found.values()), number), encoding="utf-8")
     return left
 
 
 def page(entries: list[Entry], number: int) -> str:
     """The text of the file. GIFT separates questions by blank lines, so none occur elsewhere."""
-    blocks, category = [f"// nanokv, seed {number}. Import: GIFT, get category from file."], None
+    blocks = [f"// nanokv, seed {number}. Import: GIFT, get category from file."]
+    category = None
     for entry in entries:
         if entry.category != category:
             category = entry.category
@@ -72,31 +75,28 @@ def page(entries: list[Entry], number: int) -> str:
 def of_word(folder: Path, word: str, number: int) -> tuple[list[Entry], list[str]]:
     """(entries, ids that GIFT cannot ask). CourseError if `word` is itself such an id."""
     if word.startswith("open."):
-        return [
-            essay(word, *exam.open_question(folder / "teach" / "open_questions.md", word)[:2])
-        ], []
+        text, full, _ = exam.open_question(folder / "teach" / "open_questions.md", word)
+        return [essay(word, text, full)], []
     source, checks, questions = exam.named(folder, word)
     found = {check.id: exercise(source, check, number) for check in checks}
-    of_all = (
-        checking.exercises(source.number).CHECKS if word in (source.number, source.name) else checks
-    )
-    left = [check.id for check in of_all if not found.get(check.id)]
+    if word in (source.number, source.name):
+        checks = checking.exercises(source.number).CHECKS
+    left = [check.id for check in checks if not found.get(check.id)]
     if word in left:
         raise CourseError(
             f"{word}: its answer is no number and no list of numbers", "nanokv course exam takes it"
         )
-    return [e for entries in found.values() for e in entries] + [
-        choice(question) for question in questions
-    ], left
+    exercises = [entry for entries in found.values() for entry in entries]
+    return exercises + [choice(question) for question in questions], left
 
 
 def choice(question) -> Entry:
     """A multiple-choice question. Each option has the comment that the notebook shows for it."""
     right = exam.right_letter(question)
-    lines = (
-        f"{'=' if letter == right else '~'}{formatted(text, 'plain')}#{formatted(comment, 'plain')}"
-        for letter, (text, comment) in question.options.items()
-    )
+    lines = []
+    for letter, (text, comment) in question.options.items():
+        mark = "=" if letter == right else "~"
+        lines.append(f"{mark}{formatted(text, 'plain')}#{formatted(comment, 'plain')}")
     return Entry(
         category(question.id), question.id, formatted(question.text, "plain"), tuple(lines)
     )
@@ -109,26 +109,30 @@ def essay(id: str, text: str, full: str) -> Entry:
 
 def exercise(source, check, number: int) -> list[Entry]:
     """One entry per variant and part of the answer; none if the answer is not made of numbers."""
-    cases = exam.draw(check, number) if check.key else {}
-    # Without parameters both sheets are the same: one variant.
-    cases = dict(list(cases.items())[:1]) if not check.parameters else cases
+    if not check.key:
+        return []
+    cases = list(exam.draw(check, number).items())
+    if not check.parameters:  # both sheets are the same: one variant
+        cases = cases[:1]
     found = []
-    for sheet, case in cases.items():
-        right, task = parts(check.key(case)), exam.asked(source, check, case)
+    for sheet, case in cases:
+        right = parts(check.key(case))
+        task = exam.asked(source, check, case)
         slips = [(parts(mistake.gives(case)), mistake.message) for mistake in check.mistakes]
         for i, part in enumerate(right):
             known = [(values[i], message) for values, message in _likeliest(slips, right, i)]
             which = f" {i + 1} of {len(right)}" if len(right) > 1 else ""
-            text = f"{task}\n\n{_asks(part, which)}"
-            lines = _shapes(part, known) if isinstance(part, list) else _numbers(part, known, check)
-            found.append(
-                Entry(
-                    category(check.id) + which,
-                    f"{check.id} {sheet}{which}",
-                    formatted(text),
-                    tuple(lines),
-                )
+            if isinstance(part, list):
+                lines = _shapes(part, known)
+            else:
+                lines = _numbers(part, known, check)
+            entry = Entry(
+                category=category(check.id) + which,
+                name=f"{check.id} {sheet}{which}",
+                text=formatted(f"{task}\n\n{_asks(part, which)}"),
+                answers=tuple(lines),
             )
+            found.append(entry)
     return sorted(found, key=lambda entry: entry.category)
 
 
@@ -151,9 +155,14 @@ def category(id: str) -> str:
 def parts(answer) -> list:
     """The numbers of an answer, or its lists of whole numbers (shapes); [] for anything else."""
     answer = plain(answer)
-    items = [plain(item) for item in (answer if isinstance(answer, list) else [answer])]
-    shapes = all(isinstance(item, list) and all(type(n) is int for n in item) for item in items)
-    return items if shapes or all(map(_is_number, items)) else []
+    items = list(map(plain, answer)) if isinstance(answer, list) else [answer]
+    if all(map(_is_shape, items)) or all(map(_is_number, items)):
+        return items
+    return []
+
+
+def _is_shape(value) -> bool:
+    return isinstance(value, list) and all(type(n) is int for n in value)
 
 
 def _is_number(value) -> bool:
@@ -162,19 +171,24 @@ def _is_number(value) -> bool:
 
 def _asks(part, which: str) -> str:
     if isinstance(part, list):
-        return f"Enter tuple{which or ' only'} of the answer, written like `{tuple(range(9, 9 - len(part), -1))}`."
-    return f"Enter number{which} of the answer." if which else "Enter one number."
+        example = tuple(range(9, 9 - len(part), -1))
+        return f"Enter tuple{which or ' only'} of the answer, written like `{example}`."
+    if which:
+        return f"Enter number{which} of the answer."
+    return "Enter one number."
 
 
 def _numbers(right, known, check) -> list[str]:
     """Lines "=value:tolerance". Moodle takes the first that fits, so the right one comes first."""
-    wrong = {}
+    wrong: dict[str, str] = {}
     for value, message in known:
         if _is_number(value) and abs(value - right) > _tolerance(right, check):
             wrong.setdefault(_number(value, check), message)
     lines = ["#", f"={_number(right, check)}"]
     lines += [f"=%0%{value}#{formatted(message, 'plain')}" for value, message in wrong.items()]
-    return lines + ([f"~#{formatted(check.otherwise, 'plain')}"] if check.otherwise else [])
+    if check.otherwise:
+        lines.append(f"~#{formatted(check.otherwise, 'plain')}")
+    return lines
 
 
 def _number(value, check) -> str:
@@ -184,21 +198,22 @@ def _number(value, check) -> str:
 
 def _tolerance(value, check) -> float:
     rel, atol = check.near
-    return 0 if type(value) is int and check.near == EXACT else max(atol, rel * abs(value))
+    if type(value) is int and check.near == EXACT:
+        return 0
+    return max(atol, rel * abs(value))
 
 
 def _shapes(right, known) -> list[str]:
     """Lines of a short answer: a shape with and without spaces, in either bracket or none."""
-    wrong = {}
+    wrong: dict[str, str] = {}
     for shape, message in known:
         if shape != right:
             wrong.setdefault(str(tuple(shape)), message)
     lines = [f"={escaped(text)}" for text in _spellings(str(tuple(right)))]
-    return lines + [
-        f"=%0%{escaped(text)}#{formatted(wrong[shape], 'plain')}"
-        for shape in wrong
-        for text in _spellings(shape)
-    ]
+    for shape, message in wrong.items():
+        comment = formatted(message, "plain")
+        lines += [f"=%0%{escaped(text)}#{comment}" for text in _spellings(shape)]
+    return lines
 
 
 def _spellings(shape: str) -> tuple[str, ...]:
@@ -213,8 +228,9 @@ def formatted(text: str, form: str = "markdown") -> str:
         raise CourseError(
             f"GIFT cannot hold the text {found[0]}", "Moodle would read it as an escaped character"
         )
-    clean = RELATIVE.sub(r"\1", COMMENT.sub("", text)) if form == "markdown" else text
-    return f"[{form}]{escaped(clean.strip())}"
+    if form == "markdown":
+        text = RELATIVE.sub(r"\1", COMMENT.sub("", text))
+    return f"[{form}]{escaped(text.strip())}"
 
 
 def escaped(text: str) -> str:

@@ -64,54 +64,45 @@ def row(path: Path, limit: float, seeds: dict | None, folder: Path | None = None
     A submission that cannot be graded gives a row with an error. `folder`: the folder of all
     submissions; a file in a subfolder may take the student's name from that.
     """
-    names = [path.stem] if folder in (None, path.parent) else [path.stem, path.parent.name]
-    fixed = dict.fromkeys(FIXED, "") | {
-        "student": names[0],
-        "file": path.name,
-        "score": 0,
-        "of": 0,
-        "seconds": 0.0,
-    }
+    names = [path.stem]
+    if folder not in (None, path.parent):
+        names.append(path.parent.name)
+    fixed = dict.fromkeys(FIXED, "") | {"file": path.name, "score": 0, "of": 0, "seconds": 0.0}
+    fixed["student"] = path.stem
     try:
         notebook = load(path)
         number = notebook["metadata"]["nanokv"]["notebook"]
         fixed["student"] = student(names, number, seeds)
-        seed = seeds.get((fixed["student"], number)) if seeds else None
+        seed = (seeds or {}).get((fixed["student"], number))
         done = running.run(notebook, limit, keep_going=True)
         states = results(number, done.events, seed)
     except CourseError as error:
         return fixed | {"error": str(error)}
     except Exception as error:
         return fixed | {"error": f"cannot be graded: {type(error).__name__}: {error}"}
-    fixed |= {
+    found = [done.error, done.doubt]
+    if seeds is not None and seed is None:
+        found.append("not in the key, so it is unknown which numbers are theirs")
+    found.append(doubts(notebook, done.events))
+    graded = {
         "notebook": number,
-        "of": len(states),
         "score": sum(state == "right" for state in states.values()),
+        "of": len(states),
+        "error": "; ".join(filter(None, found)),
+        "seconds": round(done.seconds, 1),
     }
-    unknown = seeds is not None and seed is None
-    found = [
-        done.error,
-        done.doubt,
-        "not in the key: nobody knows which numbers are theirs" if unknown else "",
-        doubts(notebook, done.events),
-    ]
-    return (
-        fixed
-        | {"error": "; ".join(filter(None, found)), "seconds": round(done.seconds, 1)}
-        | states
-    )
+    return fixed | graded | states
 
 
 def doubts(notebook: dict, events: list[dict]) -> str:
     """Reasons for a closer look: no course.start in the log, or code that names grader parts."""
     code = "\n".join(cell["source"] for cell in notebook["cells"] if cell["cell_type"] == "code")
     inside = sorted(set(INSIDE.findall(code)))
-    found = (
-        []
-        if any(event["event"] == "start" for event in events)
-        else ["no cell of it has called course.start"]
-    )
-    found += [f"its code names {', '.join(inside)[:80]}: look at it"] if inside else []
+    found = []
+    if not any(event["event"] == "start" for event in events):
+        found.append("no cell of it has called course.start")
+    if inside:
+        found.append(f"its code names {', '.join(inside)[:80]}: look at it")
     return "; ".join(found)
 
 
@@ -121,8 +112,12 @@ def student(names: list[str], number: str, seeds: dict | None) -> str:
     If the key has none, it is the file's name; or its folder's, if the file is named after the
     notebook (05_the_waste), as learning platforms deliver it.
     """
-    known = [name for name in names if (name, number) in (seeds or {})]
-    return known[0] if known else names[-1] if names[0].startswith(f"{number}_") else names[0]
+    for name in names:
+        if seeds and (name, number) in seeds:
+            return name
+    if names[0].startswith(f"{number}_"):
+        return names[-1]
+    return names[0]
 
 
 def load(path: Path) -> dict:
@@ -134,11 +129,9 @@ def load(path: Path) -> dict:
         checking.exercises(number)
         for cell in notebook["cells"]:
             if cell["cell_type"] == "code":
-                cell["outputs"], cell["execution_count"], cell["source"] = (
-                    [],
-                    None,
-                    "".join(cell["source"]),
-                )
+                cell["outputs"] = []
+                cell["execution_count"] = None
+                cell["source"] = "".join(cell["source"])
     except (ValueError, KeyError, TypeError, RecursionError, CourseError) as error:
         raise CourseError(f"not a notebook of this course ({type(error).__name__})") from error
     return notebook
@@ -147,21 +140,19 @@ def load(path: Path) -> dict:
 def tally(rows: list[dict]) -> str:
     """The answers of the class: one line per exercise, its most common states first."""
     ids = sorted({name for row in rows for name in row} - set(FIXED))
-    counts = {id: Counter(row[id] for row in rows if row.get(id)) for id in ids}
-    return "".join(
-        f"{id:<7} "
-        + ", ".join(f"{number} {state}" for state, number in counts[id].most_common())
-        + "\n"
-        for id in ids
-    )
+    lines = []
+    for id in ids:
+        counts = Counter(row[id] for row in rows if row.get(id))
+        states = ", ".join(f"{number} {state}" for state, number in counts.most_common())
+        lines.append(f"{id:<7} {states}\n")
+    return "".join(lines)
 
 
 def read_seeds(key: Path) -> dict[tuple[str, str], int]:
     """{(student, notebook): seed} from a key, even if a spreadsheet program has saved it again."""
     text = read_text(key)
-    lines = csv.DictReader(
-        io.StringIO(text, newline=""), delimiter=max(",;\t", key=text.split("\n")[0].count)
-    )
+    head = text.split("\n")[0]
+    lines = csv.DictReader(io.StringIO(text, newline=""), delimiter=max(",;\t", key=head.count))
     missing = {"student", "notebook", "seed"} - set(lines.fieldnames or ())
     if missing:
         raise CourseError(
@@ -208,5 +199,9 @@ def write(rows: Iterable[dict], path: Path) -> None:
 
 
 def harmless(value):
-    text = " ".join(value.split())[:300] if isinstance(value, str) else value
-    return f"'{text}" if isinstance(text, str) and text[:1] in ("=", "+", "-", "@") else text
+    if not isinstance(value, str):
+        return value
+    text = " ".join(value.split())[:300]
+    if text[:1] in ("=", "+", "-", "@"):
+        return f"'{text}"
+    return text

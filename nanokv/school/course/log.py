@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 from nanokv.errors import CourseError
@@ -29,7 +30,8 @@ def _plain(line: str) -> str:
     return line
 
 
-_sealed, _own = _plain, None
+_sealed: Callable[[str], str] = _plain
+_own: Path | None = None  # the file of a learner's own answers
 
 
 def keep(folder: Path | None) -> None:
@@ -43,7 +45,9 @@ def folder() -> Path | None:
 
     None outside a learner's notebook, and where a test, the book or the grader runs it.
     """
-    return None if os.environ.get(VARIABLE) else _own and _own.parent
+    if os.environ.get(VARIABLE) or _own is None:
+        return None
+    return _own.parent
 
 
 def note(event: str, **fields) -> None:
@@ -66,7 +70,8 @@ def take_key() -> None:
     global _sealed
     path = os.environ.pop(KEY_FILE, "")
     if path and os.path.exists(path):
-        key, numbers = Path(path).read_bytes(), itertools.count()
+        key = Path(path).read_bytes()
+        numbers = itertools.count()
         os.remove(path)
 
         def _sealed(line: str) -> str:
@@ -85,22 +90,29 @@ def read(path) -> list[dict]:
 
 def read_sealed(path, key: bytes) -> tuple[list[dict], int]:
     """(the events with a valid seal, how many lines were added, changed or removed)."""
-    events, strange, expected = [], 0, 0
+    events: list[dict] = []
+    strange = 0
+    expected = 0
     for line in _lines(path):
-        number, tag, text = (*line.split(" ", 2), "", "")[:3]
-        right = (
-            number.isdecimal()
-            and len(number) < 12
-            and tag.isascii()
-            and hmac.compare_digest(tag, seal(key, int(number), text))
-        )
-        if not right or int(number) < expected:  # not sealed with the key, or a repeated line
+        number, text = _unsealed(line, key)
+        if number is None or number < expected:  # not sealed with the key, or a repeated line
             strange += 1
             continue
-        strange += int(number) - expected
-        expected = int(number) + 1
-        events += filter(None, [_event(text)])
+        strange += number - expected
+        expected = number + 1
+        if event := _event(text):
+            events.append(event)
     return events, strange
+
+
+def _unsealed(line: str, key: bytes) -> tuple[int | None, str]:
+    """(number, text) of a line; the number is None if the seal is not valid."""
+    number, tag, text = (*line.split(" ", 2), "", "")[:3]
+    if not number.isdecimal() or len(number) >= 12 or not tag.isascii():
+        return None, text
+    if not hmac.compare_digest(tag, seal(key, int(number), text)):
+        return None, text
+    return int(number), text
 
 
 def _lines(path) -> list[str]:
@@ -115,7 +127,9 @@ def _event(line: str) -> dict | None:
         event = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return None
+    return event
 
 
 def contents(path, largest: int) -> bytes:

@@ -11,6 +11,7 @@ which public thread people made it:
 import ast
 import inspect
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,45 +55,55 @@ def judged(source: str) -> dict[str, list[tuple[str, str]]]:
     The mistakes are all calls wrong(message, name) in the judge and the functions that it uses.
     """
     tree = ast.parse(source)
-    functions = {
-        node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)
-    }
-    tables = (
-        node
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-    )
-    functions |= {node.targets[0].id: node for node in tables}
+    definitions = _definitions(tree)
     found = {}
     for call in _calls(tree, "judged"):
-        seen, todo, names = set(), list(call.args[1:]), {}
-        while todo:
-            part = todo.pop(0)
-            names |= {
-                _text(w.args[1]): _text(w.args[0])
-                for w in _calls(part, "wrong")
-                if len(w.args) == 2
-            }
-            used = {
-                node.id for node in ast.walk(part) if isinstance(node, ast.Name)
-            } & functions.keys() - seen
-            seen |= used
-            todo += [functions[name] for name in sorted(used)]
-        found[_text(call.args[0])] = list(names.items())
+        id, *judge = call.args
+        found[_text(id)] = list(_mistakes(judge, definitions).items())
     return found
 
 
-def _calls(tree, name: str) -> list[ast.Call]:
-    return [
-        n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == name
-    ]
+def _definitions(tree: ast.Module) -> dict[str, ast.stmt]:
+    """{name: statement} of the functions, classes and tables of a module."""
+    found: dict[str, ast.stmt] = {}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found[node.name] = node
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            found[node.targets[0].id] = node
+    return found
+
+
+def _mistakes(parts: Sequence[ast.AST], definitions: dict[str, ast.stmt]) -> dict[str, str]:
+    """{name: message} of all calls wrong(message, name) in these parts and what they use."""
+    found: dict[str, str] = {}
+    seen: set[str] = set()
+    todo = list(parts)
+    while todo:
+        part = todo.pop(0)
+        for call in _calls(part, "wrong"):
+            if len(call.args) == 2:
+                message, name = call.args
+                found[_text(name)] = _text(message)
+        names = {node.id for node in ast.walk(part) if isinstance(node, ast.Name)}
+        used = names & definitions.keys() - seen
+        seen |= used
+        todo += [definitions[name] for name in sorted(used)]
+    return found
+
+
+def _calls(tree: ast.AST, name: str) -> list[ast.Call]:
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [call for call in calls if getattr(call.func, "id", "") == name]
 
 
 def _text(node) -> str:
     """A string of the source; values that are filled in at run time appear as `…`."""
     if isinstance(node, ast.JoinedStr):
         return "".join(_text(part) for part in node.values)
-    return str(node.value) if isinstance(node, ast.Constant) else "…"
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    return "…"
 
 
 def comments(text: str) -> dict[tuple[str, str], tuple[str, str]]:
@@ -107,7 +118,9 @@ def comments(text: str) -> dict[tuple[str, str], tuple[str, str]]:
 
 def rows(notebooks: list[str], path: Path) -> list[list[str]]:
     """Rows of check, mistake, message to the student, public thread; no cell has a line break."""
-    written = comments(path.read_text(encoding="utf-8")) if path.exists() else {}
+    written = {}
+    if path.exists():
+        written = comments(path.read_text(encoding="utf-8"))
     known = [one for notebook in notebooks for one in registered(notebook)]
     cells = [
         (one.id, one.name, one.told, written.get((one.id, one.name), [""])[0]) for one in known

@@ -20,7 +20,8 @@ from nanokv.school.course import twins
 from nanokv.school.course.exam import POINTS
 
 SCHEMA = 3  # of the cell metadata, since nbgrader 0.6
-BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
+BEGIN = "### BEGIN SOLUTION"
+END = "### END SOLUTION"
 BESIDE = ("glossary.md", "claims.md")  # pages that notebooks link to
 JUDGES = {"check": "exercise", "answer": "question"}  # course.NAME → key of POINTS
 CONFIG = '''"""nbgrader's configuration for the notebooks of nanokv.
@@ -52,7 +53,9 @@ def write(folder: Path, sources: list[Path], out: Path) -> list[Path]:
 def files(folder: Path, sources: list[Path], out: Path) -> dict[Path, str]:
     """{path: text} of everything that `write` writes. An existing configuration is not replaced."""
     config = out / "nbgrader_config.py"
-    made = {} if config.exists() else {config: CONFIG}
+    made = {}
+    if not config.exists():
+        made[config] = CONFIG
     beside = {name: (Path(folder) / name).read_text(encoding="utf-8") for name in BESIDE}
     for path in sources:
         source = twins.read(path)
@@ -86,9 +89,8 @@ def _cells(source):
     """Yield (cell, nbgrader's metadata or {}) in order. Each check of a cell becomes one cell."""
     cells = source.cells
     for i, cell in enumerate(cells):
-        following = next((c for c in cells[i + 1 :] if c.kind == "code" and c.role == "both"), None)
-        found = judged(following) if cell.role == "exercise" and following else {}
-        if found:
+        found = _judged_after(cells, i)
+        if cell.role == "exercise" and found:
             text = f"{cell.text}\n{BEGIN}\n{cells[i + 1].text}\n{END}"
             yield replace(cell, text=text), _metadata(f"answer-{_plain(min(found))}", solution=True)
         elif cell.role == "solution":
@@ -101,9 +103,18 @@ def _cells(source):
             yield cell, {}
 
 
+def _judged_after(cells, i: int) -> dict:
+    """`judged` of the next code cell after cell i that is in both twins; {} if there is none."""
+    for cell in cells[i + 1 :]:
+        if cell.kind == "code" and cell.role == "both":
+            return judged(cell)
+    return {}
+
+
 def _tests(cell):
     """Split a cell into one test cell per check, and further cells for the code between them."""
-    lines, done = cell.text.splitlines(), 0
+    lines = cell.text.splitlines()
+    done = 0
     for id, (name, node) in judged(cell).items():
         if before := "\n".join(lines[done : node.lineno - 1]).strip():
             yield replace(cell, text=before), {}
@@ -122,7 +133,7 @@ def judged(cell) -> dict:
         call = getattr(node, "value", None)
         name = getattr(getattr(call, "func", None), "attr", "")
         if isinstance(node, ast.Expr) and isinstance(call, ast.Call) and name in JUDGES:
-            found[call.args[0].value] = (name, node)
+            found[ast.literal_eval(call.args[0])] = (name, node)
     return found
 
 

@@ -31,15 +31,19 @@ def _hook(event: str, args: tuple) -> None:
         return
     if event == "urllib.Request":
         address = (urlsplit(args[0]).hostname or "no host",)
+    elif event in ("socket.connect", "socket.sendto"):
+        address = args[1]
     else:
-        address = args[1] if event in ("socket.connect", "socket.sendto") else args[:1]
+        address = args[:1]
     if isinstance(address, tuple) and address and not is_local(address[0]):
         raise ConnectionRefusedError(f"no network here: {address[0]}")
 
 
 def is_local(host) -> bool:
     """Is the host this machine: localhost, 127.0.0.0/8, ::1, or no host (all local addresses)?"""
-    host = host.decode("ascii", "replace") if isinstance(host, bytes) else str(host or "localhost")
+    if isinstance(host, bytes):
+        host = host.decode("ascii", "replace")
+    host = str(host or "localhost")
     if host in ("localhost", "0.0.0.0"):
         return True
     try:
@@ -61,7 +65,8 @@ def _limit(stream, events) -> None:
 
     Outputs are kept in memory, so a cell that prints without end would fill it.
     """
-    write, printed = stream.write, 0
+    write = stream.write
+    printed = 0
 
     def begin(cell):
         nonlocal printed

@@ -41,7 +41,9 @@ class Request:
     @property
     def fed(self) -> int:
         """How many of the known tokens are in the cache; they are the first ones."""
-        return self.cache.length if self.cache is not None else 0
+        if self.cache is None:
+            return 0
+        return self.cache.length
 
     @property
     def pending(self) -> int:
@@ -65,7 +67,10 @@ class Engine:
         budget: int = 64,
         most: int = 8,
     ):
-        self.model, self.size, self.budget, self.most = model, size, budget, most
+        self.model = model
+        self.size = size
+        self.budget = budget
+        self.most = most
         self.pool = PagePool(model.config, pages, size)
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -90,7 +95,9 @@ class Engine:
 
     def step(self):
         """Run the learner's step → [(request, token)] of all requests that got a token."""
-        return self._step(self) if self.waiting or self.running else []
+        if not self.waiting and not self.running:
+            return []
+        return self._step(self)
 
     def run(self) -> None:
         """Step until every request is answered."""
@@ -107,7 +114,11 @@ class Engine:
     @property
     def promised(self) -> int:
         """Pages that running requests will still take: for all known tokens, and one more each."""
-        return sum(self.pages_of(len(r.known)) + 1 - len(r.cache.tables[0]) for r in self.running)
+        missing = 0
+        for request in self.running:
+            taken = len(request.cache.tables[0])  # type: ignore[union-attr]  # it has a cache
+            missing += self.pages_of(len(request.known)) + 1 - taken
+        return missing
 
     def pages_of(self, tokens: int) -> int:
         """The number of pages that hold `tokens` tokens."""
@@ -122,8 +133,9 @@ class Engine:
     def finish(self, request: Request) -> None:
         """End an answered request and free its pages."""
         self.running.remove(request)
-        request.cache.free()
-        request.cache, request.done = None, True
+        request.cache.free()  # type: ignore[union-attr]  # a running request has a cache
+        request.cache = None
+        request.done = True
 
     def feed(self, work: Iterable[tuple[Request, int]]) -> torch.Tensor:
         """Feed the next n pending tokens of each (request, n), all in one forward.
@@ -134,23 +146,22 @@ class Engine:
         self._note(work)
         parts = [request.known[request.fed : request.fed + n] for request, n in work]
         caches = [request.cache for request, _ in work]
-        if all(
-            n == 1 for _, n in work
-        ):  # rows of one token each share their products and their attention
+        if all(n == 1 for _, n in work):  # single tokens share one matrix product and one attention
             batch = PagedBatch(caches, self.model.config)
             return decode(self.model, torch.tensor(parts), batch, batch.length)
         return prefill_packed(self.model, parts, caches, [request.fed for request, _ in work])
 
     def _note(self, work) -> None:
         """Record what this step does with each request, for the timeline."""
-        fed = {
-            r.number: "decode" if r.pending == 1 and r.fed >= len(r.prompt) else "prefill"
-            for r, _ in work
-        }
         self._fed.update({request.number: n for request, n in work})
-        rest = {request.number: "waits" for request in self.running}
-        rest |= {r.number: "no pages" if self._fed[r.number] else "queued" for r in self.waiting}
-        self.steps.append(rest | fed)
+        doing = {request.number: "waits" for request in self.running}
+        for request in self.waiting:
+            preempted = self._fed[request.number] > 0
+            doing[request.number] = "no pages" if preempted else "queued"
+        for request, _ in work:
+            decodes = request.pending == 1 and request.fed >= len(request.prompt)
+            doing[request.number] = "decode" if decodes else "prefill"
+        self.steps.append(doing)
 
     @property
     def computed(self) -> int:
@@ -159,10 +170,10 @@ class Engine:
 
     def timeline(self) -> str:
         """The steps as text: a row per request, a column per step, with the letters of MARKS."""
+        marks = MARKS | {"": " "}
         columns = [
-            [MARKS[step[n]] if n in step else " " for n in range(self._submitted)]
+            [marks[step.get(number, "")] for number in range(self._submitted)]
             for step in self.steps
         ]
-        return "\n".join(
-            f"{n:>3}  {''.join(row)}" for n, row in enumerate(zip(*columns, strict=True))
-        )
+        rows = zip(*columns, strict=True)
+        return "\n".join(f"{number:>3}  {''.join(row)}" for number, row in enumerate(rows))

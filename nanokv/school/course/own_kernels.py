@@ -24,8 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 os.environ.setdefault("TRITON_INTERPRET", "1")
 here = find_spec("triton") is not None
 WHY_NOT = "Triton is not here: it has no wheel for this system. Read on; these cells do nothing."
-triton: Any = importlib.import_module("triton") if here else SimpleNamespace(jit=lambda f: f)
-tl: Any = importlib.import_module("triton.language") if here else SimpleNamespace(constexpr=object)
+triton: Any = SimpleNamespace(jit=lambda function: function)
+tl: Any = SimpleNamespace(constexpr=object)
+if here:
+    triton = importlib.import_module("triton")
+    tl = importlib.import_module("triton.language")
 
 
 # --- nanokv's answers to the exercises ------------------------------------------------------------
@@ -61,7 +64,8 @@ def fold(highest, total, mixed, scores, v):
 @triton.jit
 def merge_kernel(parts, sums, y, D, SPLITS: tl.constexpr, WIDTH: tl.constexpr):
     row = tl.program_id(0)
-    s, d = tl.arange(0, SPLITS), tl.arange(0, WIDTH)
+    s = tl.arange(0, SPLITS)
+    d = tl.arange(0, WIDTH)
     lse = tl.load(sums + row * SPLITS + s)  # (SPLITS,)
     share = tl.exp(lse - tl.max(lse, 0))
     share = share / tl.sum(share, 0)
@@ -80,7 +84,9 @@ def attention_kernel(
     SIZE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Attention of one query head of one row over one part of the row's tokens, BLOCK at a time."""
-    b, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    b = tl.program_id(0)
+    h = tl.program_id(1)
+    split = tl.program_id(2)
     length = tl.load(lengths + b)
     part = tl.cdiv(length, SPLITS)
     start = split * part
@@ -89,7 +95,8 @@ def attention_kernel(
     d = tl.arange(0, WIDTH)
     row = b * Hk * G + h
     query = tl.load(q + row * D + d, d < D, 0) * scale  # (WIDTH,)
-    highest, total = float("-inf"), 0.0
+    highest = float("-inf")
+    total = 0.0
     mixed = tl.zeros((WIDTH,), tl.float32)
     for first in range(start, end, BLOCK):
         token = first + tl.arange(0, BLOCK)
@@ -134,8 +141,10 @@ def fold_kernel(
     WIDTH: tl.constexpr,
 ):
     """Store the state of `fold` after `blocks` blocks: scores (BLOCK,), values (BLOCK,WIDTH)."""
-    i, d = tl.arange(0, BLOCK), tl.arange(0, WIDTH)
-    highest, total = float("-inf"), 0.0
+    i = tl.arange(0, BLOCK)
+    d = tl.arange(0, WIDTH)
+    highest = float("-inf")
+    total = 0.0
     mixed = tl.zeros((WIDTH,), tl.float32)
     for block in range(blocks):
         row = block * BLOCK + i
@@ -152,7 +161,8 @@ def fold_kernel(
 def norm(kernel, x, weight, eps: float, out=None):
     """Run a norm_kernel over x (…,C), one program per row → the same shape."""
     C = x.shape[-1]
-    out = torch.empty_like(x) if out is None else out
+    if out is None:
+        out = torch.empty_like(x)
     launch(
         kernel, (x.numel() // C,), x.contiguous(), weight, out, C, eps, triton.next_power_of_2(C)
     )
@@ -165,8 +175,10 @@ def attention(place, fold, q, keys, values, table, lengths, splits: int = 1, blo
     q (B,H,D), keys and values (P,Hk,SIZE,D), table (B,n) and lengths (B,) int32 → per part the
     output (B,H,splits,D) and its log-sum-exp (B,H,splits).
     """
-    (B, H, D), (_, Hk, SIZE, _) = q.shape, keys.shape
-    parts, sums = q.new_empty(B, H, splits, D), q.new_empty(B, H, splits)
+    B, H, D = q.shape
+    _, Hk, SIZE, _ = keys.shape
+    parts = q.new_empty(B, H, splits, D)
+    sums = q.new_empty(B, H, splits)
     launch(
         attention_kernel, (B, H, splits), q.contiguous(), keys, values, table, lengths, parts, sums,
         D**-0.5, table.shape[1], Hk, H // Hk, D, place, fold, SIZE, block,
@@ -236,7 +248,8 @@ class Recording(TorchDispatchMode):
         result = operation(*arguments, **(options or {}))
         if not isinstance(result, torch.Tensor | tuple | list):
             raise RuntimeError(
-                f"{operation} gives Python a {type(result).__name__}: a recording cannot wait for the GPU"
+                f"{operation} gives Python a {type(result).__name__}: "
+                "a recording cannot wait for the GPU"
             )
         self.starts.append((operation, arguments, options or {}, result))
         return result

@@ -29,7 +29,11 @@ class Server:
     """
 
     def __init__(self, engine, stream: Callable, ask: Callable, text: Callable, most: int = 64):
-        self.engine, self.stream, self.ask, self.text, self.most = engine, stream, ask, text, most
+        self.engine = engine
+        self.stream = stream
+        self.ask = ask
+        self.text = text
+        self.most = most
         self.turn = Lock()
         handler = type("Bound", (Handler,), {"server_of": self})
         self.http = ThreadingHTTPServer((HOST, 0), handler)
@@ -46,7 +50,8 @@ class Server:
             yield str(error)
             return
         tokens = iter(self.stream(self.engine, request))
-        so_far, sent = [], ""
+        so_far: list[int] = []
+        sent = ""
         while True:
             with self.turn:
                 token = next(tokens, None)

@@ -15,6 +15,7 @@ import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from nanokv.errors import CourseError
@@ -123,9 +124,9 @@ class Found:
     why: str = ""
 
     def __str__(self):
-        return f"{self.name}: " + (
-            f"yours ({FOLDER}/{self.name}.py)" if self.yours else f"the reference ({self.why})"
-        )
+        if self.yours:
+            return f"{self.name}: yours ({FOLDER}/{self.name}.py)"
+        return f"{self.name}: the reference ({self.why})"
 
 
 class Unusable(Exception):
@@ -153,12 +154,15 @@ def find(name: str, folder: Path | None, model=None) -> Found:
 def reference(name: str):
     """nanokv's part of this name."""
     part = PARTS[name]
-    return part.own() if part.own else checking.find(part.id).reference
+    if part.own is None:
+        return checking.find(part.id).reference
+    return part.own()
 
 
 def taken(name: str, path: Path, model=None):
     """The part in a file, read and checked. Raises Unusable, also if that takes over SECONDS."""
-    part, shown = PARTS[name], f"{FOLDER}/{path.name}"
+    part = PARTS[name]
+    shown = f"{FOLDER}/{path.name}"
     try:
         text = _own_text(path)
     except FileNotFoundError:
@@ -191,18 +195,19 @@ def _checked(text: str, path: Path, part: Part, model):
         made = _run(text, path)
         outcome = (part.judge or check.judge)(made, check.case(None, model))
     if outcome.state != "right":
-        said = outcome.message if outcome.state == "wrong" else "there is only the stub"
+        said = "there is only the stub"
+        if outcome.state == "wrong":
+            said = outcome.message
         raise Unusable(f"{FOLDER}/{path.name} does not pass {part.id}: {said}")
     return made
 
 
 def _run(text: str, path: Path):
     """Run the text as a module → the value that its `__all__` names. Raises Unusable."""
-    module = importlib.util.module_from_spec(
-        importlib.util.spec_from_loader(path.stem, _Text(text, path))
-    )
+    loader = _Text(text, path)
+    module = importlib.util.module_from_spec(ModuleSpec(path.stem, loader, origin=str(path)))
     try:
-        module.__loader__.exec_module(module)
+        loader.exec_module(module)
         return getattr(module, module.__all__[0])
     except SyntaxError as error:
         raise Unusable(f"{FOLDER}/{path.name}, line {error.lineno}: {error.msg}") from None
@@ -216,7 +221,8 @@ class _Text(importlib.abc.ExecutionLoader):
     """Runs the text that was read, never an older compiled file."""
 
     def __init__(self, text: str, path: Path):
-        self.text, self.path = text, path
+        self.text = text
+        self.path = path
 
     def get_source(self, fullname: str) -> str:
         return self.text
@@ -258,40 +264,52 @@ def keep(id: str, answer, folder: Path, model=None) -> str:
     if id not in NAMES:
         return ""
     name = NAMES[id]
-    path, shown = folder / FOLDER / f"{name}.py", f"{FOLDER}/{name}.py"
+    path = folder / FOLDER / f"{name}.py"
     try:
         text = _text(name, id, answer)
         _within(SECONDS, lambda: _checked(text, path, PARTS[name], model))
         before = _write(path, text)
     except Exception as error:  # the answer stays right, even if it cannot be saved
         return f"{id}: right, but not kept for later notebooks: {error}"
-    return f"{id}: kept as {shown}, for later notebooks." + (
-        f" The one before is {before}." if before else ""
-    )
+    said = f"{id}: kept as {FOLDER}/{name}.py, for later notebooks."
+    if before:
+        said += f" The one before is {before}."
+    return said
 
 
 def _text(name: str, id: str, answer) -> str:
     source, own = alone.source(answer)
     return (
-        f"# Your {name}, kept when {id} was right. Later notebooks take it with course.mine({name!r}).\n"
-        f"# Edit it as you like: if it no longer passes {id}, they say so and take the reference.\n\n"
+        f"# Your {name}, kept when {id} was right. "
+        f"Later notebooks take it with course.mine({name!r}).\n"
+        f"# Edit it as you like: if it no longer passes {id}, "
+        "they say so and take the reference.\n\n"
         f'{source}\n\n__all__ = ["{own}"]  # what they take\n'
     )
 
 
 def _write(path: Path, text: str) -> str:
     """Replace a file atomically. Returns the new name of the old file; "" if nothing changed."""
-    old, data = path.with_suffix(".old.py"), text.encode()
+    old = path.with_suffix(".old.py")
+    data = text.encode()
     path.parent.mkdir(exist_ok=True)
     try:
         before = log.contents(path, LARGEST)
     except (FileNotFoundError, CourseError):  # a link or a pipe is replaced, not read
         before = data
-    for target, content in ((old, before), (path, data)) if before != data else ((path, data),):
-        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-        try:
-            temporary.write_bytes(content)
-            os.replace(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
-    return f"{FOLDER}/{old.name}" if before != data else ""
+    if before == data:
+        _replace(path, data)
+        return ""
+    _replace(old, before)
+    _replace(path, data)
+    return f"{FOLDER}/{old.name}"
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file so that a reader sees the old content or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

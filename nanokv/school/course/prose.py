@@ -40,15 +40,18 @@ def agrees(quoted: str, recorded: float, allowed: str = "") -> bool:
     found = re.fullmatch(r"(-?\d+(?:\.(\d+))?)(?:e([+-]?\d+))?", clean)
     if not found:
         return False
-    number, decimals, exponent = float(clean), len(found[2] or ""), int(found[3] or 0)
+    number = float(clean)
+    decimals = len(found[2] or "")
+    exponent = int(found[3] or 0)
     if allowed == "above":
         return recorded > number
     if allowed == "below":
         return recorded < number
+    if allowed and number * recorded <= 0:
+        return False
     if allowed:
-        return number * recorded > 0 and max(number / recorded, recorded / number) <= float(
-            allowed.removeprefix("x")
-        )
+        factor = max(number / recorded, recorded / number)
+        return factor <= float(allowed.removeprefix("x"))
     half = 0.5 * 10.0 ** (exponent - decimals)
     return math.isfinite(recorded) and abs(number - recorded) <= half * (1 + 1e-9)
 

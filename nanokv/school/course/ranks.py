@@ -53,19 +53,7 @@ def on_ranks(work: Callable, size: int = 2, timeout: float = 30.0, **arguments: 
         path.write_text(
             PROGRAM.format(source=source, name=work.__name__, timeout=timeout), encoding="utf-8"
         )
-        command = [sys.executable, str(path), json.dumps(arguments)]
-        port, common = free_port(), os.environ | {"OMP_NUM_THREADS": "1"}
-        ranks = [
-            subprocess.Popen(
-                command,
-                env=common | environment(rank, size, port),
-                text=True,
-                encoding="utf-8",
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-            )
-            for rank in range(size)
-        ]
+        ranks = _started([sys.executable, str(path), json.dumps(arguments)], size)
         try:
             said = [rank.communicate(timeout=LIMIT_S) for rank in ranks]
         except subprocess.TimeoutExpired as error:
@@ -76,11 +64,10 @@ def on_ranks(work: Callable, size: int = 2, timeout: float = 30.0, **arguments: 
             for rank in ranks:
                 rank.kill()
                 rank.wait()
-    codes = [rank.returncode for rank in ranks]
     reasons = {
-        number: _reason(errors, codes[number])
-        for number, (_, errors) in enumerate(said)
-        if codes[number]
+        number: _reason(errors, rank.returncode)
+        for number, (rank, (_, errors)) in enumerate(zip(ranks, said, strict=True))
+        if rank.returncode
     }
     if reasons:  # ranks that waited for the failed one report ParallelError: prefer another reason
         number = min(reasons, key=lambda number: "ParallelError" in reasons[number])
@@ -88,8 +75,27 @@ def on_ranks(work: Callable, size: int = 2, timeout: float = 30.0, **arguments: 
     return [json.loads(out.splitlines()[-1]) for out, _ in said]
 
 
+def _started(command: list[str], size: int) -> list[subprocess.Popen]:
+    """One process per rank, each with the environment variables of torch.distributed."""
+    port = free_port()
+    common = os.environ | {"OMP_NUM_THREADS": "1"}
+    return [
+        subprocess.Popen(
+            command,
+            env=common | environment(rank, size, port),
+            text=True,
+            encoding="utf-8",
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(size)
+    ]
+
+
 def _reason(errors: str, code: int) -> str:
     """The last line of a traceback, without torch's "[rank0]: " and without a hint below it."""
     lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in errors.splitlines()]
     lines = [line for line in lines if line.strip() and not line.startswith("hint: ")]
-    return lines[-1] if lines else f"exit code {code}"
+    if not lines:
+        return f"exit code {code}"
+    return lines[-1]

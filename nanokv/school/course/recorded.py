@@ -25,7 +25,8 @@ FOLDER = Path(__file__).parent / "assets"
 # Lines about a reader's own work ("05.a: you predicted 3", "cache: the reference …"), and the lines
 # that `course.start` prints for another model.
 OWN = re.compile(
-    r"^(?:\d\d\.\w+: |\w+: (?:yours|the reference) \(|The figures in|Too slow\?|It takes the bundled|Or read on)"
+    r"^(?:\d\d\.\w+: |\w+: (?:yours|the reference) \(|"
+    r"The figures in|Too slow\?|It takes the bundled|Or read on)"
     r".*\n?(?: {4}.*\n?)*",
     re.MULTILINE,
 )
@@ -45,10 +46,8 @@ class Recording:
         text = self.cells.get(key(code))
         if text is None:
             return {}
-        mark, text = (
-            f"Recorded with {self.model.removesuffix('.gguf')}, {self.date}",
-            f"$ {self.command}\n{text}",
-        )
+        mark = f"Recorded with {self.model.removesuffix('.gguf')}, {self.date}"
+        text = f"$ {self.command}\n{text}"
         folded = f"<summary>{html.escape(mark)}</summary><pre>{html.escape(text)}</pre>"
         return {
             "text/plain": f"{mark}\n{text}",
@@ -63,7 +62,9 @@ def path_of(number: str, folder=FOLDER) -> Path:
 def read(number: str) -> Recording | None:
     """The recording of a notebook, if there is one."""
     path = path_of(number)
-    return Recording(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+    if not path.exists():
+        return None
+    return Recording(**json.loads(path.read_text(encoding="utf-8")))
 
 
 def key(code: str) -> str:
@@ -76,43 +77,41 @@ def key(code: str) -> str:
 
 def record(source: twins.Source, model: str, limit: float) -> Recording:
     """Run the solution on both models; CourseError names the model on which it failed."""
-    theirs, ours = (printed(source, name, limit) for name in (model, "tiny"))
-    name, number = Path(model).name, source.number
+    theirs = printed(source, model, limit)
+    ours = printed(source, "tiny", limit)
+    name = Path(model).name
     cells = {
         code: text.replace(os.path.abspath(model), name)
         for code, text in theirs.items()
         if text and text != ours[code]
     }
-    command = shlex.join([f"NANOKV_MODEL={name}", "nanokv", "course", "record", number])
+    command = shlex.join([f"NANOKV_MODEL={name}", "nanokv", "course", "record", source.number])
     return Recording(name, date.today().isoformat(), command, cells)
 
 
 def printed(source: twins.Source, model: str, limit: float) -> dict[str, str]:
     """{hash: printed text} of the code cells that are in both twins, after a run on `model`."""
     done = running.run(source.solution(), limit, env={"NANOKV_MODEL": model})
-    if done.error:
+    if done.error or done.notebook is None:
         raise CourseError(
             f"{source.name} on {model}: {done.error}", f"nanokv course run {source.number}"
         )
-    pairs = zip(
-        (c for c in source.cells if c.role != "exercise"), done.notebook["cells"], strict=True
-    )
+    cells = [cell for cell in source.cells if cell.role != "exercise"]
     return {
         key(cell.text): words(made)
-        for cell, made in pairs
+        for cell, made in zip(cells, done.notebook["cells"], strict=True)
         if cell.kind == "code" and cell.role == "both"
     }
 
 
 def words(cell: dict) -> str:
     """The printed output of a cell, and the value of its last line."""
-    texts = [
-        output["text"]
-        if output["output_type"] == "stream"
-        else output["data"].get("text/plain", "") + "\n"
-        for output in cell["outputs"]
-        if output["output_type"] in ("stream", "execute_result")
-    ]
+    texts = []
+    for output in cell["outputs"]:
+        if output["output_type"] == "stream":
+            texts.append(output["text"])
+        elif output["output_type"] == "execute_result":
+            texts.append(output["data"].get("text/plain", "") + "\n")
     return OWN.sub("", "".join(texts))
 
 
@@ -146,7 +145,12 @@ def beneath(notebook, recording: Recording | None):
     from nbformat.v4 import new_output
 
     notebook = copy.deepcopy(notebook)
-    for cell in notebook["cells"] if recording else ():
-        if cell["cell_type"] == "code" and (data := recording.output(cell["source"])):
+    if recording is None:
+        return notebook
+    for cell in notebook["cells"]:
+        if cell["cell_type"] != "code":
+            continue
+        data = recording.output(cell["source"])
+        if data:
             cell["outputs"].append(new_output("display_data", data=data))
     return notebook

@@ -45,12 +45,11 @@ def stored(model) -> tuple[torch.Tensor, dict, str] | None:
         kept = {key: file.get_tensor(key) for key in file.keys()}
         author = file.metadata()["author"]
     ids = kept.pop("ids")
-    names = ((key, *key.split(" ")) for key in kept)
-    return (
-        ids,
-        {(None if layer == "-" else int(layer), name): kept[key] for key, layer, name in names},
-        author,
-    )
+    found = {}
+    for key, value in kept.items():
+        layer, name = key.split(" ")
+        found[None if layer == "-" else int(layer), name] = value
+    return ids, found, author
 
 
 def last_token(record: dict) -> dict:
@@ -103,7 +102,8 @@ def sabotaged(model) -> dict:
     }
     if not model.config.tie_word_embeddings:
         weights["lm_head.weight"] = model.lm_head.weight
-    right, generator = model.lm_head.weight, torch.Generator().manual_seed(0)  # (V,C)
+    right = model.lm_head.weight  # (V,C)
+    generator = torch.Generator().manual_seed(0)
     head = torch.randn(right.shape, generator=generator).mul(right.float().std()).to(right.dtype)
     wrong = {
         "theta": build(replace(model.config, rope_theta=model.config.rope_theta / 100), weights),

@@ -15,14 +15,28 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nanokv.school.course import containing, log, offline
+
+if TYPE_CHECKING:
+    from resource import struct_rusage
 
 TIME_LIMIT = 180.0  # seconds for a notebook
 # Bytes for all processes of a run, so that an endless list does not fill the machine's memory.
 MEMORY_LIMIT = 8 * 2**30
 # Bytes of an executed notebook, with escaped output and pictures.
 LARGEST = 200_000_000
+
+
+@dataclass(frozen=True)
+class _End:
+    """How the child ended. `stopped`: the limit that it exceeded, or "". `tail`: as in `_ended`."""
+
+    stopped: str
+    code: int
+    usage: "struct_rusage"  # with all its children
+    tail: str
 
 
 @dataclass(frozen=True)
@@ -59,49 +73,52 @@ def run(notebook: dict, limit: float = TIME_LIMIT, keep_going: bool = False, env
     `keep_going`: run the cells after a failed one too. `env`: additional environment variables.
     """
     with tempfile.TemporaryDirectory(prefix="nanokv-course-") as name:
-        folder, key = Path(name), secrets.token_bytes(32)
+        folder = Path(name)
+        key = secrets.token_bytes(32)
         (folder / "in.ipynb").write_text(json.dumps(notebook), encoding="utf-8")
         (folder / "key").write_bytes(key)
         work = folder / "work"
         work.mkdir()
-        command = [
-            *containing.namespace(),
-            sys.executable,
-            "-m",
-            "nanokv.school.course.running",
-            str(folder),
-            str(limit),
-            str(int(keep_going)),
-        ]
+        command = _command(folder, limit, keep_going)
         begin = time.monotonic()
         with containing.adopting() as left:
-            stopped, code, usage, tail = _supervise(
-                command, work, limit, _environment(folder, env or {})
-            )
+            end = _supervise(command, work, limit, _environment(folder, env or {}))
         seconds = time.monotonic() - begin
         events, strange = log.read_sealed(folder / "events.jsonl", key)
         executed = _load(folder / "out.ipynb")
-    failed, stderr = _outputs(executed) if executed else ("", "")
+    failed, stderr = _outputs(executed)
     if failed.startswith("KeyboardInterrupt:"):  # nbclient interrupts a cell after its time limit
         failed = f"a cell took longer than {_a_cell(limit)} s"
-    error = stopped or (_ended(code, tail) if code or executed is None else failed)
-    doubts = [f"{strange} lines of its log were forged or are missing"] if strange else []
-    doubts += (
-        [f"it left {len(left)} processes running ({', '.join(sorted(set(left)))[:80]}): ended"]
-        if left
-        else []
-    )
-    peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    if end.code or executed is None:
+        failed = _ended(end.code, end.tail)
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
     return Run(
-        executed,
-        events,
-        error,
-        stderr,
-        seconds,
-        usage.ru_utime + usage.ru_stime,
-        peak,
-        "; ".join(doubts),
+        notebook=executed,
+        events=events,
+        error=end.stopped or failed,
+        stderr=stderr,
+        seconds=seconds,
+        processor=end.usage.ru_utime + end.usage.ru_stime,
+        peak=end.usage.ru_maxrss * unit,
+        doubt=_doubt(strange, left),
     )
+
+
+def _command(folder: Path, limit: float, keep_going: bool) -> list[str]:
+    """The command line of the child."""
+    program = [sys.executable, "-m", "nanokv.school.course.running"]
+    return [*containing.namespace(), *program, str(folder), str(limit), str(int(keep_going))]
+
+
+def _doubt(strange: int, left: list[str]) -> str:
+    """Reasons to doubt the events, from the numbers of strange lines and of processes left."""
+    found = []
+    if strange:
+        found.append(f"{strange} lines of its log were forged or are missing")
+    if left:
+        names = ", ".join(sorted(set(left)))[:80]
+        found.append(f"it left {len(left)} processes running ({names}): ended")
+    return "; ".join(found)
 
 
 def _ended(code: int, tail: str) -> str:
@@ -110,8 +127,11 @@ def _ended(code: int, tail: str) -> str:
     `tail`, the last line of stderr, is used only for exit code 1: it does not explain a signal.
     """
     if code < 0:
-        return f"the process that runs it was killed ({signal.Signals(-code).name}), by itself or for want of memory"
-    return tail if code == 1 and tail else f"the process that runs it ended with code {code}"
+        name = signal.Signals(-code).name
+        return f"the process that runs it was killed ({name}), by itself or for want of memory"
+    if code == 1 and tail:
+        return tail
+    return f"the process that runs it ended with code {code}"
 
 
 def _environment(folder: Path, extra: dict) -> dict:
@@ -124,32 +144,22 @@ def _environment(folder: Path, extra: dict) -> dict:
     # The child has another working directory, so a path becomes absolute. "tiny" is not a path.
     if model not in ("", "tiny") and os.path.exists(model):
         env["NANOKV_MODEL"] = os.path.abspath(model)
-    private = {
-        name: str(folder / name.lower())
-        for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR")
+    for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR"):
+        env[name] = str(folder / name.lower())
+    course = {
+        "PYTHONPATH": path,
+        "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONHASHSEED": "0",
+        log.VARIABLE: str(folder / "events.jsonl"),
+        log.KEY_FILE: str(folder / "key"),
     }
-    return (
-        env
-        | private
-        | {
-            "PYTHONPATH": path,
-            "PYDEVD_DISABLE_FILE_VALIDATION": "1",
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONHASHSEED": "0",
-            log.VARIABLE: str(folder / "events.jsonl"),
-            log.KEY_FILE: str(folder / "key"),
-            **extra,
-        }
-    )
+    return env | course | extra
 
 
-def _supervise(command, work, limit, env) -> tuple:
-    """Run the child within its limits.
-
-    Returns (why it was stopped or "", exit code, resource usage with all children, last line of
-    its stderr).
-    """
-    import psutil
+def _supervise(command: list[str], work: Path, limit: float, env: dict[str, str]) -> _End:
+    """Run the child within its limits, and kill every process of it that is left."""
+    import psutil  # type: ignore[import-untyped]  # psutil has no types
 
     with open(work.parent / "stderr", "w+b") as stderr:
         child = subprocess.Popen(
@@ -161,25 +171,9 @@ def _supervise(command, work, limit, env) -> tuple:
             stderr=stderr,
             start_new_session=True,
         )
-        family, kernels, stopped, deadline = {}, {}, "", time.monotonic() + limit
-        while True:
-            pid, status, usage = os.wait4(child.pid, os.WNOHANG)
-            if pid:
-                break
-            kernels |= {p.pid: p for p in _children(psutil, child.pid, recursive=False)}
-            family |= {p.pid: p for p in _children(psutil, child.pid)}
-            if time.monotonic() > deadline:
-                stopped = f"stopped after {limit:g} s"
-            elif _memory(psutil, family.values()) > MEMORY_LIMIT:
-                stopped = f"stopped at {MEMORY_LIMIT / 2**30:g} GiB of memory"
-            if stopped:
-                # Stop the child first: it must not start processes while its others are killed.
-                os.kill(child.pid, signal.SIGSTOP)
-                _end(psutil, child.pid)
-                os.kill(child.pid, signal.SIGKILL)
-                _, status, usage = os.wait4(child.pid, 0)
-                break
-            time.sleep(0.1)
+        kernels: dict[int, psutil.Process] = {}
+        family: dict[int, psutil.Process] = {}
+        stopped, status, usage = _wait(child.pid, limit, kernels, family)
         child.returncode = os.waitstatus_to_exitcode(status)
         # On Linux `adopting` ends the other processes, and reports them.
         left_to_us = kernels if sys.platform == "linux" else family
@@ -190,7 +184,36 @@ def _supervise(command, work, limit, env) -> tuple:
                 pass
         stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - 4000))
         lines = stderr.read(4000).decode("utf-8", "replace").strip().splitlines()
-    return stopped, child.returncode, usage, lines[-1] if lines else ""
+    return _End(stopped, child.returncode, usage, lines[-1] if lines else "")
+
+
+def _wait(pid: int, limit: float, kernels: dict, family: dict) -> "tuple[str, int, struct_rusage]":
+    """Wait for the child, and kill it at a limit → (why it was killed or "", status, usage).
+
+    Collects its child processes in `kernels`, all its descendants in `family`, by process id.
+    """
+    import psutil
+
+    deadline = time.monotonic() + limit
+    while True:
+        ended, status, usage = os.wait4(pid, os.WNOHANG)
+        if ended:
+            return "", status, usage
+        kernels |= {process.pid: process for process in _children(psutil, pid, recursive=False)}
+        family |= {process.pid: process for process in _children(psutil, pid)}
+        stopped = ""
+        if time.monotonic() > deadline:
+            stopped = f"stopped after {limit:g} s"
+        elif _memory(psutil, family.values()) > MEMORY_LIMIT:
+            stopped = f"stopped at {MEMORY_LIMIT / 2**30:g} GiB of memory"
+        if stopped:
+            # Stop the child first: it must not start processes while its others are killed.
+            os.kill(pid, signal.SIGSTOP)
+            _end(psutil, pid)
+            os.kill(pid, signal.SIGKILL)
+            _, status, usage = os.wait4(pid, 0)
+            return stopped, status, usage
+        time.sleep(0.1)
 
 
 def _children(psutil, pid: int, recursive: bool = True) -> list:
@@ -245,23 +268,27 @@ def joined(outputs: list) -> list:
     """The outputs with neighbouring pieces of a stream joined: a kernel splits text anywhere."""
     found: list = []
     for output in outputs:
-        last = found[-1] if found else {}
-        if (
-            output.get("output_type") == last.get("output_type") == "stream"
-            and output["name"] == last["name"]
-        ):
-            last["text"] += output["text"]
+        if found and _continues(output, found[-1]):
+            found[-1]["text"] += output["text"]
         else:
             found.append(output)
     return found
 
 
-def _outputs(notebook: dict) -> tuple[str, str]:
-    """(the first error or "", all text on stderr)."""
+def _continues(output: dict, last: dict) -> bool:
+    """Do both outputs belong to one stream?"""
+    streams = output.get("output_type") == last.get("output_type") == "stream"
+    return streams and output["name"] == last["name"]
+
+
+def _outputs(notebook: dict | None) -> tuple[str, str]:
+    """(the first error or "", all text on stderr) of an executed notebook."""
+    if notebook is None:
+        return "", ""
     outputs = [o for cell in notebook["cells"] for o in cell.get("outputs", [])]
     errors = [f"{o['ename']}: {o['evalue']}" for o in outputs if o["output_type"] == "error"]
     stderr = "".join(o["text"] for o in outputs if o.get("name") == "stderr")
-    return errors[0] if errors else "", stderr
+    return next(iter(errors), ""), stderr
 
 
 # --- the child ------------------------------------------------------------------------------------

@@ -18,9 +18,11 @@ def results(number: str, events: list[dict], seed: int | None) -> dict[str, str]
         id = str(event.get("id"))
         if event["event"] not in ("check", "answer") or id not in found:
             continue
-        state, mistake = str(event.get("state")), str(event.get("mistake") or "")
         if event["event"] == "check" and seed is not None and event.get("seed") != seed:
-            state, mistake = "other variant", ""
+            found[id] = "other variant"
+            continue
+        state = str(event.get("state"))
+        mistake = str(event.get("mistake") or "")
         found[id] = f"{state}: {mistake}" if mistake else state
     return found
 
@@ -37,20 +39,24 @@ def line(number: str, events: list[dict]) -> str:
     """A line such as "05: 5 of 8 right. Not yet: 05.2. Not answered: 05.q1, 05.q2."."""
     right, of, wrong, open_ = counts(number, events)
     parts = [f"{number}: {right} of {of} right."]
-    parts += [f"Not yet: {', '.join(wrong)}."] if wrong else []
-    parts += [f"Not answered: {', '.join(open_)}."] if open_ else []
+    if wrong:
+        parts.append(f"Not yet: {', '.join(wrong)}.")
+    if open_:
+        parts.append(f"Not answered: {', '.join(open_)}.")
     return " ".join(parts)
 
 
 def table(numbers: list[str], events: list[dict]) -> str:
     """A line per notebook, a short one if it has no answers, and a line with the sum."""
-    lines, sums = [], [0, 0]
+    lines = []
+    all_right = 0
+    all_of = 0
     for number in numbers:
         right, of, _, open_ = counts(number, events)
-        sums = [sums[0] + right, sums[1] + of]
-        lines.append(
-            line(number, events)
-            if len(open_) < of
-            else f"{number}: {right} of {of} right. Not begun."
-        )
-    return "\n".join([*lines, f"all: {sums[0]} of {sums[1]} right."]) + "\n"
+        all_right += right
+        all_of += of
+        if len(open_) < of:
+            lines.append(line(number, events))
+        else:
+            lines.append(f"{number}: {right} of {of} right. Not begun.")
+    return "\n".join([*lines, f"all: {all_right} of {all_of} right."]) + "\n"

@@ -10,13 +10,15 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nanokv.errors import CourseError
 from nanokv.school.course import checking, feedback, log, parts, scores
 from nanokv.school.course.answers import as_number, canonical, is_blank, plain
 
 BUNDLED = 3_050_496  # weights of the bundled model
-_STATE = {"notebook": None, "seed": None, "model": None}
+LEADS = {"right": "right.", "wrong": "not yet.", "unanswered": "not answered yet."}  # by state
+_STATE: dict[str, Any] = {"notebook": None, "seed": None, "model": None}
 _PREDICTIONS: dict[str, tuple[float, str]] = {}
 _ANSWERS: list[dict] = []  # events of checks and questions
 _PARTS: dict[str, parts.Found] = {}  # parts of earlier notebooks that this one uses
@@ -38,10 +40,7 @@ class Result:
         return self.state == "right"
 
     def __str__(self):
-        lead = {"right": "right.", "wrong": "not yet.", "unanswered": "not answered yet."}[
-            self.state
-        ]
-        return f"{self.id}: {lead} {self.message}".rstrip()
+        return f"{self.id}: {LEADS[self.state]} {self.message}".rstrip()
 
     def _ipython_display_(self):
         pass
@@ -64,10 +63,12 @@ def start(notebook: str, seed: int | None = None, model: str = ""):
 
     wanted = os.environ.get("NANOKV_MODEL") or "tiny"
     source = model or wanted
-    recording = recorded.read(notebook) if wanted != "tiny" else None
+    recording = None
+    if wanted != "tiny":
+        recording = recorded.read(notebook)
     try:
         # fp32 on the CPU, as for the figures in the text
-        model, tokenizer = load(model or located(wanted), dtype="float32", device="cpu")
+        loaded, tokenizer = load(model or located(wanted), dtype="float32", device="cpu")
     except (ValueError, OSError) as error:  # CheckpointError is no NanoKVError
         if source == "tiny":
             raise
@@ -76,13 +77,15 @@ def start(notebook: str, seed: int | None = None, model: str = ""):
     _PREDICTIONS.clear()
     _ANSWERS.clear()
     _PARTS.clear()
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    shell = None
+    if "IPython" in sys.modules:
+        shell = sys.modules["IPython"].get_ipython()
     log.keep(Path.cwd() if shell else None)  # IPython is running: a learner's notebook
     recorded.follow(shell, recording if source != wanted else None)
-    _STATE.update(notebook=notebook, seed=seed, model=model)
+    _STATE.update(notebook=notebook, seed=seed, model=loaded)
     _introduce(source, wanted, recording)
     log.note("start", notebook=notebook, seed=seed, model=source)
-    return model, tokenizer
+    return loaded, tokenizer
 
 
 def _instead(notebook: str, recording) -> str:
@@ -90,35 +93,35 @@ def _instead(notebook: str, recording) -> str:
     plain = "without NANOKV_MODEL the notebook takes the bundled model"
     if not recording:
         return plain
-    return f'{plain}; course.start("{notebook}", model="tiny") also shows what {recording.model} printed'
+    call = f'course.start("{notebook}", model="tiny")'
+    return f"{plain}; {call} also shows what {recording.model} printed"
 
 
 def _introduce(source: str, wanted: str, recording) -> None:
     """Print the sizes of the model; for another than the bundled one, also what that changes."""
-    c, notebook = _STATE["model"].config, _STATE["notebook"]
-    _say(
-        f"{source}: {c.num_hidden_layers} layers, hidden size C = {c.hidden_size}, vocabulary {c.vocab_size:,},"
-    )
-    _say(
-        f"{c.num_attention_heads} query heads and {c.num_key_value_heads} KV heads of size D = {c.head_dim}."
-    )
+    c = _STATE["model"].config
+    call = f'course.start("{_STATE["notebook"]}", model="tiny")'
+    layers = f"{c.num_hidden_layers} layers"
+    _say(f"{source}: {layers}, hidden size C = {c.hidden_size}, vocabulary {c.vocab_size:,},")
+    heads = f"{c.num_attention_heads} query heads and {c.num_key_value_heads} KV heads"
+    _say(f"{heads} of size D = {c.head_dim}.")
     if source != wanted:
         _say(f"This notebook takes {source}, not {wanted}: its first cell says so.")
         if recording:
             _say(
-                f"Below a cell whose output depends on the model stands what {recording.model} printed when it was"
+                "Below a cell whose output depends on the model, you see what "
+                f"{recording.model} printed on another machine."
             )
-            _say("recorded, on another machine.")
     elif source != "tiny":
         _say(
-            "The figures in the text are those of the bundled model; yours stand in the output of the cells."
+            "The figures in the text are those of the bundled model; yours are in the outputs of "
+            "the cells."
         )
-        _say(
-            f'Too slow? Stop the cell, write course.start("{notebook}", model="tiny") here, and run all cells again.'
-        )
+        _say(f"Too slow? Stop the cell, write {call} here, and run all cells again.")
         if recording:
             _say(
-                f"It takes the bundled model then, and shows below its outputs what {recording.model} printed."
+                "It takes the bundled model then, and shows below its outputs what "
+                f"{recording.model} printed."
             )
         _say("Or read on without running: `make book` records the outputs with the bundled model.")
 
@@ -128,10 +131,12 @@ def located(name: str) -> str:
 
     A relative path may start in the folder above the notebook's, where Jupyter was started.
     """
-    beside = os.path.join(os.pardir, name)
-    return (
-        beside if name != "tiny" and not os.path.exists(name) and os.path.exists(beside) else name
-    )
+    if name == "tiny" or os.path.exists(name):
+        return name
+    above = os.path.join(os.pardir, name)
+    if os.path.exists(above):
+        return above
+    return name
 
 
 def sized(full: int, least: int) -> int:
@@ -152,16 +157,15 @@ def case(id: str):
 def check(id: str, answer, seed: int | None = None) -> Result:
     """Judge an answer, print the judgement and return it. A wrong answer never raises."""
     exercise = checking.find(id)
-    seed = _STATE["seed"] if seed is None else seed
-    result = _tell(
-        "check", id, exercise.judge(answer, exercise.case(seed, _STATE["model"])), seed=seed
-    )
-    if (
-        result
-        and (folder := log.folder())
-        and (told := parts.keep(id, answer, folder, _STATE["model"]))
-    ):
-        _say(told)
+    if seed is None:
+        seed = _STATE["seed"]
+    outcome = exercise.judge(answer, exercise.case(seed, _STATE["model"]))
+    result = _tell("check", id, outcome, seed=seed)
+    folder = log.folder()
+    if result and folder:
+        message = parts.keep(id, answer, folder, _STATE["model"])
+        if message:
+            _say(message)
     return result
 
 
@@ -181,7 +185,8 @@ def whose() -> None:
     """Print a table of the parts in this notebook: the learner's own, or the reference."""
     print(f"{'part':<10} exercise  whose")
     for name, found in _PARTS.items():
-        print(f"{name:<10} {parts.PARTS[name].id:<9} {'yours' if found.yours else 'reference'}")
+        whose = "yours" if found.yours else "reference"
+        print(f"{name:<10} {parts.PARTS[name].id:<9} {whose}")
 
 
 def quiz(notebook: str) -> None:
@@ -223,30 +228,32 @@ def predict(id: str, value, unit: str = "", signed: bool = False) -> None:
 
     `signed`: the number may be negative; counts, shares and factors may not.
     """
-    number = None if is_blank(value) else as_number(plain(value))
-    endless = number is not None and math.isinf(number)
-    impossible = endless or (number is not None and number < 0 and not signed)
-    log.note("predict", id=id, value=None if impossible else number)
+    number = None
+    if not is_blank(value):
+        number = as_number(plain(value))
+    problem = _no_prediction(value, number, unit, signed)
+    log.note("predict", id=id, value=None if problem else number)
     _PREDICTIONS.pop(id, None)  # this call replaces an earlier prediction
-    if impossible:
-        why = "the number is finite" if endless else "the number is 0 or more"
-        _say(
-            f"{id}: no prediction yet. {number if endless else quantity(number, unit)} cannot be: {why}."
-        )
-        return
-    if number is None:
-        shown = checking.shown(value)
-        said = (
-            ""
-            if is_blank(value)
-            else f" {shown} is no number (a half is 0.5, a thousand 1000 or 1,000)."
-        )
-        _say(
-            f"{id}: no prediction yet. Write a number first: a wrong guess teaches more than none.{said}"
-        )
+    if number is None or problem:
+        _say(f"{id}: no prediction yet. {problem}")
         return
     _PREDICTIONS[id] = (number, unit)
     _say(f"{id}: you predict {quantity(number, unit)}.")
+
+
+def _no_prediction(value, number: float | None, unit: str, signed: bool) -> str:
+    """Why a value, read as this number, is not a prediction; "" if it is one."""
+    if number is None:
+        first = "Write a number first: a wrong guess teaches more than none."
+        if is_blank(value):
+            return first
+        shown = checking.shown(value)
+        return f"{first} {shown} is no number (a half is 0.5, a thousand 1000 or 1,000)."
+    if math.isinf(number):
+        return f"{number} cannot be: the number is finite."
+    if number < 0 and not signed:
+        return f"{quantity(number, unit)} cannot be: the number is 0 or more."
+    return ""
 
 
 def chosen(answer, known) -> set | None:
@@ -256,15 +263,18 @@ def chosen(answer, known) -> set | None:
     """
     if is_blank(answer) or not isinstance(answer, Iterable):
         return None
-    names = {canonical(name) for name in ([answer] if isinstance(answer, str) else answer)}
-    if names - set(known):
-        _say(f"not among the names, so left out: {', '.join(sorted(names - set(known)))}")
+    if isinstance(answer, str):
+        answer = [answer]
+    names = {canonical(name) for name in answer}
+    unknown = names - set(known)
+    if unknown:
+        _say(f"not among the names, so left out: {', '.join(sorted(unknown))}")
     return names & set(known)
 
 
 def reveal(id: str, measured, unit: str = "") -> None:
     """Print the prediction beside the measured number."""
-    measured = as_number(measured.item() if hasattr(measured, "item") else measured)
+    measured = _number(measured)
     if measured is None:
         raise CourseError(f"{id}: what was measured is not a number")
     log.note("reveal", id=id, value=measured)
@@ -273,9 +283,15 @@ def reveal(id: str, measured, unit: str = "") -> None:
         return
     guess, said = _PREDICTIONS[id]
     unit = unit or said
-    _say(
-        f"{id}: you predicted {quantity(guess, unit)}, it is {quantity(measured, unit)}: {comment(guess, measured)}."
-    )
+    text = f"you predicted {quantity(guess, unit)}, it is {quantity(measured, unit)}"
+    _say(f"{id}: {text}: {comment(guess, measured)}.")
+
+
+def _number(value) -> float | None:
+    """A number, also from a tensor or array with one item; None for anything else."""
+    if hasattr(value, "item"):
+        value = value.item()
+    return as_number(value)
 
 
 def comment(guess: float, measured: float) -> str:
@@ -283,7 +299,8 @@ def comment(guess: float, measured: float) -> str:
     if guess == measured:
         return "exactly right"
     if guess == 0 or measured == 0:
-        return f"too {'high' if guess > measured else 'low'} by {quantity(abs(guess - measured))}"
+        side = "high" if guess > measured else "low"
+        return f"too {side} by {quantity(abs(guess - measured))}"
     if (guess > 0) != (measured > 0):
         return "even the sign differs"
     # Logarithms first: the ratio may be out of the range of floats.
@@ -294,17 +311,17 @@ def comment(guess: float, measured: float) -> str:
     factor = max(guess / measured, measured / guess)
     if factor <= 1.1:
         return "within a tenth"
-    return (
-        f"the right size, {factor:.2g} times too {side}"
-        if factor <= 2
-        else f"{factor:,.0f} times too {side}"
-    )
+    if factor <= 2:
+        return f"the right size, {factor:.2g} times too {side}"
+    return f"{factor:,.0f} times too {side}"
 
 
 def quantity(number: float, unit: str = "") -> str:
     """A number with its unit: "1,024 tokens", "0.0213 s"."""
+    text = f"{number:,.4g}"
     whole = float(number).is_integer() or abs(number) >= 1000
-    text = f"{number:,.0f}" if whole and abs(number) < 1e15 else f"{number:,.4g}"
+    if whole and abs(number) < 1e15:
+        text = f"{number:,.0f}"
     return f"{text} {unit}".rstrip()
 
 
@@ -313,7 +330,7 @@ def quantity(number: float, unit: str = "") -> str:
 
 def figure(id: str, value) -> None:
     """Record a number that the text quotes as <!--fig ID-->…<!--/fig-->."""
-    number = as_number(value.item() if hasattr(value, "item") else value)
+    number = _number(value)
     if number is None:
         raise CourseError(f"figure {id!r} is not a number: {value!r:.80}")
     log.note("figure", id=id, value=number)
@@ -339,7 +356,8 @@ def claim(id: str, verdict: str, found=None) -> None:
     confirm(id, verdict, found)
     record = CLAIMS[id]
     _say(f"claim {id}: {record.says}\n    {record.verdict}. {record.truth}")
-    if found is not None:
-        _say(
-            f"    Found here: {found if isinstance(found, str) else quantity(as_number(found), record.unit)}."
-        )
+    if found is None:
+        return
+    number = None if isinstance(found, str) else as_number(found)
+    shown = found if number is None else quantity(number, record.unit)
+    _say(f"    Found here: {shown}.")

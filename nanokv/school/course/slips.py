@@ -27,7 +27,9 @@ def of_value(answer, right, given_by, alike, factors: bool):
         for (a, x), (b, y) in itertools.combinations(known, 2)
         if explains(answer, right, x, y, alike)
     ]
-    return found[0] if len(found) == 1 else None
+    if len(found) != 1:
+        return None
+    return found[0]
 
 
 def _factors(answer, right, x, y, alike) -> bool:

@@ -25,7 +25,8 @@ def drawn(inputs, seed: str, number: int) -> list[tuple]:
 
     The size of the draws grows over the first half, and is full for the second.
     """
-    rng, found = Growing(seed), []
+    rng = Growing(seed)
+    found = []
     for i in range(number):
         rng.size = min(1.0, 2 * i / number)
         found.append(inputs(rng))

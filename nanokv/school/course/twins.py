@@ -9,6 +9,7 @@ which draws or records figures, is folded.
 import functools
 import json
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,8 @@ WIDEST = 88
 FOLDED = "hide-input"
 # Calls that a learner need not read.
 BOOKKEEPING = re.compile(r"^\s*course\.(show|figure|confirm)\(", re.MULTILINE)
+# Calls whose printed text a learner has to read.
+FOR_LEARNERS = re.compile(r"course\.(predict|reveal|check|answer|claim)\(")
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ def read(path) -> Source:
 @functools.lru_cache(maxsize=64)
 def parsed(file: str, text: str) -> Source:
     """Parse the text of a source; `file` is its name, for the errors and the notebook's name."""
-    import jupytext
+    import jupytext  # type: ignore[import-untyped]  # jupytext has no types
 
     notebook = jupytext.reads(text, fmt="py:percent")
     cells = []
@@ -125,37 +128,37 @@ def parsed(file: str, text: str) -> Source:
 
 def complaints(source: Source) -> list[str]:
     """The faults in the form of a source, each as a sentence."""
-    cells, found = source.cells, []
+    found = []
     if not re.fullmatch(r"\d\d_[a-z0-9_]+", source.name):
         found.append("the file name is not NN_words.py")
-    if (
-        not cells
-        or cells[0].kind != "markdown"
-        or not cells[0].text.startswith(f"# {source.number} · ")
-    ):
+    first = source.cells[0] if source.cells else Cell("markdown", "")
+    if first.kind != "markdown" or not first.text.startswith(f"# {source.number} · "):
         found.append(f"the first cell does not begin with `# {source.number} · Title`")
-    for i, cell in enumerate(cells):
-        if cell.role == "exercise" and (
-            cell.kind != "code" or i + 1 == len(cells) or cells[i + 1].role != "solution"
-        ):
-            found.append(f"cell {i}: an exercise is a code cell with its solution right after it")
-        if cell.role == "solution" and cell.kind == "code" and cells[i - 1].role != "exercise":
-            found.append(f"cell {i}: a solution stands right after its exercise")
-        if cell.kind == "code" and bool(cell.fold) != bool(BOOKKEEPING.search(cell.text)):
-            found.append(
-                f'cell {i}: tagged "{FOLDED}" is what calls course.show, figure or confirm, and nothing else'
-            )
-        wide = [line for line in cell.text.splitlines() if len(line) > WIDEST]
-        if cell.kind == "code" and wide:
-            found.append(f"cell {i}: more than {WIDEST} columns of code: {wide[0].strip():.60}")
-        if cell.fold and re.search(r"course\.(predict|reveal|check|answer|claim)\(", cell.text):
-            found.append(f"cell {i}: what speaks to the learner is not folded")
+    for i, cell in enumerate(source.cells):
+        found += [f"cell {i}: {complaint}" for complaint in _cell_complaints(source.cells, i, cell)]
     headings = re.findall(r"^## (.+)$", source.prose(), re.MULTILINE)
     if [h for h in headings if h in SECTIONS] != list(SECTIONS):
         found.append(f"the sections are not {', '.join(SECTIONS)} in this order, each once")
     if f'course.start("{source.number}"' not in source.code():
         found.append(f'no cell calls course.start("{source.number}")')
     return found
+
+
+def _cell_complaints(cells: Sequence[Cell], i: int, cell: Cell) -> Iterator[str]:
+    """The faults in the form of cell i."""
+    before = cells[i - 1].role if i else ""
+    after = cells[i + 1].role if i + 1 < len(cells) else ""
+    if cell.role == "exercise" and (cell.kind != "code" or after != "solution"):
+        yield "an exercise is a code cell with its solution right after it"
+    if cell.role == "solution" and cell.kind == "code" and before != "exercise":
+        yield "a solution comes right after its exercise"
+    if cell.kind == "code" and bool(cell.fold) != bool(BOOKKEEPING.search(cell.text)):
+        yield f'tag cells that call course.show, figure or confirm with "{FOLDED}", and no others'
+    wide = [line for line in cell.text.splitlines() if len(line) > WIDEST]
+    if cell.kind == "code" and wide:
+        yield f"more than {WIDEST} columns of code: {wide[0].strip():.60}"
+    if cell.fold and FOR_LEARNERS.search(cell.text):
+        yield "a cell that prints something for the learner is not folded"
 
 
 def to_text(notebook: dict) -> str:

@@ -30,7 +30,8 @@ def write(sources: list[Path], students: list[str], number: int, out: Path) -> P
     The key's columns: student, notebook, seed, and per exercise the parameters and the right
     answer. Returns the path of the key.
     """
-    files, lines = file_names(students), []
+    files = file_names(students)
+    lines = []
     for path in sources:
         source = twins.read(path)
         folder = out / source.name
@@ -89,7 +90,9 @@ def answers(notebook: str, seed: int) -> dict[str, str]:
     for check in checking.exercises(notebook).CHECKS:
         case = check.case(seed)
         given = ", ".join(f"{name} = {getattr(case, name)}" for name in check.parameters)
-        right = "judged" if check.key is None else str(plain(check.key(case)))
+        right = "judged"
+        if check.key is not None:
+            right = str(plain(check.key(case)))
         found[check.id] = f"{given} → {right}" if given else right
     return found
 

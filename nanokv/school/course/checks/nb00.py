@@ -29,7 +29,8 @@ CHECKS = (
             Mistake(
                 "crossed",
                 lambda c: c.a[0] * c.b[1] + c.a[1] * c.b[0],
-                "You multiplied the first number of one with the second of the other. First meets first.",
+                "You multiplied the first number of one with the second of the other. First meets "
+                "first.",
             ),
             Mistake(
                 "all added",
@@ -49,7 +50,8 @@ CHECKS = (
             Mistake(
                 "shares of the scores",
                 lambda c: (c.s / (c.s + c.t), c.t / (c.s + c.t)),
-                "You divided the scores themselves by their sum. First take e to the power of each.",
+                "You divided the scores themselves by their sum. First take e to the power of "
+                "each.",
             ),
             Mistake(
                 "largest takes all",
@@ -59,7 +61,8 @@ CHECKS = (
             Mistake(
                 "not divided",
                 lambda c: (2.718281828459045**c.s, 2.718281828459045**c.t),
-                "Those are the powers of e. Divide each by their sum, so that the weights add up to 1.",
+                "Those are the powers of e. Divide each by their sum, so that the weights add up "
+                "to 1.",
             ),
             Mistake(
                 "percent",
@@ -84,12 +87,14 @@ CHECKS = (
             Mistake(
                 "everything",
                 lambda c: _vectors("qkv", range(c.n + 1)),
-                "That is the step without a cache. The k and v of the old tokens are read from the cache.",
+                "That is the step without a cache. The k and v of the old tokens are read from the "
+                "cache.",
             ),
             Mistake(
                 "no query",
                 lambda c: _vectors("kv", [c.n]),
-                "The new k and v go into the cache. But who asks? The token's own q is computed too.",
+                "The new k and v go into the cache. But who asks? The token's own q is computed "
+                "too.",
             ),
             Mistake(
                 "query only",
@@ -104,7 +109,8 @@ CHECKS = (
             Mistake(
                 "what is read",
                 lambda c: _vectors("q", [c.n]) | _vectors("kv", range(c.n + 1)),
-                "That is what the step uses. The k and v of the old tokens are read from the cache, not computed.",
+                "That is what the step uses. The k and v of the old tokens are read from the "
+                "cache, not computed.",
             ),
             Mistake(
                 "counted from 1", lambda c: _vectors("qkv", [c.n + 1]), "Tokens are counted from 0."
@@ -126,12 +132,14 @@ CHECKS = (
             Mistake(
                 "k and v only",
                 lambda c: 2 * c.n * c.C * c.D,
-                "The q of an old token is not kept, and not computed again either: without a cache it would be.",
+                "The q of an old token is not kept, and not computed again either: without a cache "
+                "it would be.",
             ),
             Mistake(
                 "new token too",
                 lambda c: 3 * (c.n + 1) * c.C * c.D,
-                "That is all work without a cache. The new token's q, k and v are computed either way.",
+                "That is all work without a cache. The new token's q, k and v are computed either "
+                "way.",
             ),
             Mistake(
                 "one vector per token",
@@ -141,7 +149,8 @@ CHECKS = (
             Mistake(
                 "vectors",
                 lambda c: 3 * c.n,
-                "Those are the vectors that are saved. Each of them costs C times D multiplications.",
+                "Those are the vectors that are saved. Each of them costs C times D "
+                "multiplications.",
             ),
             Mistake(
                 "what remains",
@@ -149,7 +158,10 @@ CHECKS = (
                 "That is what the step still costs with a cache. What does it not cost any more?",
             ),
         ),
-        otherwise="How many old tokens, how many vectors for each, how many multiplications for each vector?",
+        otherwise=(
+            "How many old tokens, how many vectors for each, how many multiplications for each "
+            "vector?"
+        ),
     ),
 )
 

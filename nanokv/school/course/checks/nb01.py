@@ -19,7 +19,8 @@ def _pieces(word):
 
 def _longest_first(word):
     """From the left, always the longest entry that fits."""
-    entries, found = {a + b for a, b in RULES}, []
+    entries = {a + b for a, b in RULES}
+    found = []
     while word:
         size = 2 if word[:2] in entries else 1
         found.append(word[:size])
@@ -27,15 +28,17 @@ def _longest_first(word):
     return tuple(found)
 
 
-# --- 01.2: bytes to text ------------------------------------------------------------------------------------------
+# --- 01.2: bytes to text --------------------------------------------------------------------------
 
 
 def _cut_text(rng):
     """(pieces,): the bytes of a short text, cut at random places; now and then the last character is not complete."""
     text = "".join(rng.choice("aé ß🙂むz") for _ in range(rng.randint(0, 8))) + "🙂"
     data = text.encode()
-    data = data[:-1] if rng.random() < 0.3 else data
-    pieces, at = [], 0
+    if rng.random() < 0.3:
+        data = data[:-1]
+    pieces = []
+    at = 0
     while at < len(data):
         size = rng.randint(1, 3)
         pieces.append(data[at : at + size])
@@ -51,12 +54,13 @@ def _text_of(pieces):
     return "".join(decoder.decode(piece) for piece in pieces) + decoder.decode(b"", final=True)
 
 
-# --- 01.3: top-p --------------------------------------------------------------------------------------------------
+# --- 01.3: top-p ----------------------------------------------------------------------------------
 
 
 def _chances(rng):
     """Chances that are all different, in twentieths, and a p that no sum of them is."""
-    cuts, parts = [], []
+    cuts: list[int] = []
+    parts: list[int] = []
     while len(set(parts)) < len(cuts) + 1:
         cuts = sorted(rng.sample(range(1, 20), rng.randint(1, 4)))
         parts = [b - a for a, b in itertools.pairwise((0, *cuts, 20))]
@@ -73,7 +77,8 @@ def _top_p(chances, p):
 
 def _below(chances, p):
     """Those whose sum stays below p: the one that crosses it is left out."""
-    kept, total = set(), 0.0
+    kept = set()
+    total = 0.0
     for index in sorted(range(len(chances)), key=lambda i: -chances[i]):
         total += chances[index]
         if total > p:
@@ -83,7 +88,8 @@ def _below(chances, p):
 
 
 def _unsorted(chances, p):
-    kept, total = set(), 0.0
+    kept = set()
+    total = 0.0
     for index, chance in enumerate(chances):
         if total >= p:
             break
@@ -92,7 +98,7 @@ def _unsorted(chances, p):
     return kept
 
 
-# --- 01.4 and 01.5 ------------------------------------------------------------------------------------------------
+# --- 01.4 and 01.5 --------------------------------------------------------------------------------
 
 
 def _times_as_likely(d, T):
@@ -124,8 +130,8 @@ CHECKS = (
             Mistake(
                 "longest first",
                 lambda c: _longest_first(c.word),
-                "You went from the left and took what fits. The rules go first: rule 1 in the whole word, then "
-                "rule 2 on what is left.",
+                "You went from the left and took what fits. The rules go first: rule 1 in the "
+                "whole word, then rule 2 on what is left.",
             ),
             Mistake("letters", lambda c: tuple(c.word), "Those are the letters, before any rule."),
         ),
@@ -139,7 +145,8 @@ CHECKS = (
             Mistake(
                 "piece by piece",
                 lambda pieces: "".join(p.decode("utf-8", "replace") for p in pieces),
-                "You decoded each piece on its own, so a character that was cut is lost. Join the bytes first.",
+                "You decoded each piece on its own, so a character that was cut is lost. Join the "
+                "bytes first.",
             ),
             Mistake(
                 "dropped",
@@ -160,8 +167,8 @@ CHECKS = (
             Mistake(
                 "stays below",
                 _below,
-                "You stop before p is reached. The token that crosses it stays: otherwise a token with more than p "
-                "would leave nothing.",
+                "You stop before p is reached. The token that crosses it stays: otherwise a token "
+                "with more than p would leave nothing.",
             ),
             Mistake("not sorted", _unsorted, "Begin with the likeliest, not with index 0."),
             Mistake(
@@ -204,7 +211,8 @@ CHECKS = (
             Mistake(
                 "first stop id only",
                 lambda stream, stop: stream[: stream.index(stop[0])],
-                "You look at one stop id only. The set may hold several, and each of them ends the answer.",
+                "You look at one stop id only. The set may hold several, and each of them ends the "
+                "answer.",
             ),
             Mistake(
                 "end included",
@@ -214,7 +222,8 @@ CHECKS = (
             Mistake(
                 "filtered",
                 lambda stream, stop: [token for token in stream if token not in stop],
-                "You left the stop ids out and went on. What comes after the first one was never said.",
+                "You left the stop ids out and went on. What comes after the first one was never "
+                "said.",
             ),
         ),
     ),

@@ -1,11 +1,14 @@
 """Notebook 02, attention: a row of weights by hand, the formula, its scale, and a test that finds a leak."""
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from nanokv.school.course import forms
 from nanokv.school.course.checking import (
     RIGHT,
     Mistake,
+    Outcome,
     function,
     judged,
     questions,
@@ -23,12 +26,13 @@ def _weights(scores):
     return tuple(torch.tensor(scores, dtype=torch.float64).softmax(-1).tolist())
 
 
-# --- 02.2: the formula --------------------------------------------------------------------------------------------
+# --- 02.2: the formula ----------------------------------------------------------------------------
 
 
 def _qkv(rng):
     """q, k, v, each (T,D)."""
-    T, D = rng.randint(1, 6), 2 ** rng.randint(1, 4)
+    T = rng.randint(1, 6)
+    D = 2 ** rng.randint(1, 4)
     return tuple(tensor(rng, 3, T, D))
 
 
@@ -73,64 +77,77 @@ def _weighted(q, k, divisor=lambda q: q.shape[-1] ** 0.5, mask="added", axis=-1)
     return MASKS[mask](scores, visible).softmax(axis)
 
 
-# --- 02.4: a test that finds a leak -------------------------------------------------------------------------------
+# --- 02.4: a test that finds a leak ---------------------------------------------------------------
 
 
 def _judge_leak_test(answer, case):
     """Run the learner's test on models that are known to leak and on models that are known not to."""
     import torch
 
-    from nanokv.attention import causal_attention, prefill_attention
-
     noise = torch.Generator().manual_seed(0)
     V = case.config.vocab_size
     ids = torch.randint(V, (1, 8), generator=noise)
-    says, unseen = (
-        "does not see the future, but your test says it does",
-        "sees the future, unnoticed",
-    )
-    # (attention, size of the rounding noise, does it leak?, what to say where the test is wrong).
-    subjects = (
-        (causal_attention, 0.0, False, wrong(f"nanokv's causal model {says}", "false alarm")),
-        (prefill_attention, 0.0, True, wrong(f"a model without a mask {unseen}", "no mask missed")),
-        (
+    for subject in _subjects():
+        forward = _forward(case.model, subject.attend, subject.noise, noise)
+        given = result_of(answer, forward, ids.clone(), V)
+        if not isinstance(given, bool) and not hasattr(given, "item"):
+            return wrong(f"return True or False; this is {given!r:.40}", "no bool")
+        if bool(given) != subject.leaks:
+            return subject.outcome
+    return RIGHT
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """A model on which the learner's test is tried.
+
+    `attend`: its attention. `outcome`: the judgement of a test that is wrong about it. `noise`:
+    the size of the rounding noise on its logits.
+    """
+
+    attend: Callable
+    leaks: bool
+    outcome: Outcome
+    noise: float = 0.0
+
+
+def _subjects():
+    from nanokv.attention import causal_attention, prefill_attention
+
+    alarm = "does not see the future, but your test says it does"
+    unseen = "sees the future, unnoticed"
+    return (
+        _Subject(causal_attention, False, wrong(f"nanokv's causal model {alarm}", "false alarm")),
+        _Subject(
+            prefill_attention, True, wrong(f"a model without a mask {unseen}", "no mask missed")
+        ),
+        _Subject(
             _multiplied,
-            0.0,
             True,
             wrong(f"a model with a multiplied mask {unseen}", "multiplied missed"),
         ),
-        (
+        _Subject(
             _one_ahead,
-            0.0,
             True,
             wrong(f"a model that sees one token ahead {unseen}", "one ahead missed"),
         ),
-        (
+        _Subject(
             _first_row,
-            0.0,
             True,
             wrong(f"a model whose first token sees ahead {unseen}", "first row missed"),
         ),
-        (
+        _Subject(
             _late_row,
-            0.0,
             True,
             wrong(f"a model whose last token but one sees ahead {unseen}", "late row missed"),
         ),
-        (
+        _Subject(
             causal_attention,
-            1e-6,
             False,
-            wrong(f"a causal model with noise of 1e-6 {says}", "rounding as a leak"),
+            wrong(f"a causal model with noise of 1e-6 {alarm}", "rounding as a leak"),
+            noise=1e-6,
         ),
     )
-    for attend, size, leaks, outcome in subjects:
-        given = result_of(answer, _forward(case.model, attend, size, noise), ids.clone(), V)
-        if not isinstance(given, bool) and not hasattr(given, "item"):
-            return wrong(f"return True or False; this is {given!r:.40}", "no bool")
-        if bool(given) != leaks:
-            return outcome
-    return RIGHT
 
 
 def _forward(model, attend, size, noise):
@@ -241,7 +258,8 @@ CHECKS = (
             Mistake(
                 "divided after softmax",
                 lambda q, k, v: _variant(lambda q: 1)(q, k, v) / q.shape[-1] ** 0.5,
-                "You divide after softmax, so the weights no longer add up to 1. Divide the scores.",
+                "You divide after softmax, so the weights no longer add up to 1. Divide the "
+                "scores.",
             ),
             Mistake(
                 "multiplied",
@@ -270,7 +288,8 @@ CHECKS = (
             Mistake(
                 "sees not itself, NaN",
                 _variant(mask="strict, infinite"),
-                "A token sees itself too: the diagonal is allowed. The first row has nothing left: NaN.",
+                "A token sees itself too: the diagonal is allowed. The first row has nothing left: "
+                "NaN.",
             ),
             Mistake(
                 "inverted",
@@ -280,7 +299,8 @@ CHECKS = (
             Mistake(
                 "upside down",
                 _variant(mask="upside down"),
-                "Your triangle is the upper one: a token sees itself and the later ones. tril is the lower one.",
+                "Your triangle is the upper one: a token sees itself and the later ones. tril is "
+                "the lower one.",
             ),
             Mistake(
                 "one ahead",
@@ -290,7 +310,8 @@ CHECKS = (
             Mistake(
                 "zero times infinity",
                 _variant(mask="zero times infinity"),
-                "All is NaN. Did you multiply −∞ by 0? Put −∞ only where it belongs: masked_fill does.",
+                "All is NaN. Did you multiply −∞ by 0? Put −∞ only where it belongs: masked_fill "
+                "does.",
             ),
             Mistake(
                 "ones added",
@@ -315,7 +336,8 @@ CHECKS = (
             Mistake(
                 "over queries",
                 _variant(axis=-2),
-                "Your softmax runs down the columns. Each row, one query's weights, adds up to 1: the last axis.",
+                "Your softmax runs down the columns. Each row, one query's weights, adds up to 1: "
+                "the last axis.",
             ),
             Mistake(
                 "swapped",
@@ -349,7 +371,8 @@ CHECKS = (
             Mistake(
                 "all heads",
                 lambda c: (c.config.num_attention_heads * c.config.head_dim) ** -0.5,
-                "That is the size of all query heads together. Each head is divided by the root of its own D.",
+                "That is the size of all query heads together. Each head is divided by the root of "
+                "its own D.",
             ),
             Mistake(
                 "number of heads",

@@ -21,10 +21,9 @@ def _shapes(case):
         num_key_value_heads=case.Hk,
         head_dim=case.D,
     )
-    attention = skeleton(config).layers[0].self_attn
-    return tuple(
-        tuple(p.weight.shape) for p in (attention.q_proj, attention.k_proj, attention.o_proj)
-    )
+    weights = skeleton(config).state_dict()
+    names = ("q_proj", "k_proj", "o_proj")
+    return tuple(tuple(weights[f"layers.0.self_attn.{name}.weight"].shape) for name in names)
 
 
 def _derived(case):
@@ -33,7 +32,7 @@ def _derived(case):
     return (case.H * D, case.C), (case.Hk * D, case.C), (case.C, case.H * D)
 
 
-# --- 03.2: the rotation -------------------------------------------------------------------------------------------
+# --- 03.2: the rotation ---------------------------------------------------------------------------
 
 # Cosine and sine of an angle.
 TURNS = ((1.0, 0.0), (0.6, 0.8), (0.8, 0.6), (0.0, 1.0), (-0.6, 0.8), (0.6, -0.8))
@@ -43,10 +42,12 @@ def _rotation_inputs(rng):
     """x (B,H,T,D), cos and sin (T,D) with equal halves."""
     import torch
 
-    B, H, T, D = rng.randint(1, 2), rng.randint(1, 3), rng.randint(1, 4), 2 * rng.randint(2, 4)
-    turns = torch.tensor(
-        [[rng.choice(TURNS) for _ in range(D // 2)] for _ in range(T)]
-    )  # (T,D/2,2)
+    B = rng.randint(1, 2)
+    H = rng.randint(1, 3)
+    T = rng.randint(1, 4)
+    D = 2 * rng.randint(2, 4)
+    rows = [[rng.choice(TURNS) for _ in range(D // 2)] for _ in range(T)]
+    turns = torch.tensor(rows)  # (T,D/2,2)
     cos, sin = turns.repeat(1, 2, 1).unbind(-1)
     return tensor(rng, B, H, T, D), cos, sin
 
@@ -61,7 +62,10 @@ def _rotate_neighbours(x, cos, sin):
     import torch
 
     half = x.shape[-1] // 2
-    a, b, cos, sin = x[..., 0::2], x[..., 1::2], cos[..., :half], sin[..., :half]
+    a = x[..., 0::2]
+    b = x[..., 1::2]
+    cos = cos[..., :half]
+    sin = sin[..., :half]
     return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
 
 
@@ -76,14 +80,15 @@ def _mirror(x, cos, sin):
     return x * cos + torch.cat((b, a), dim=-1) * sin
 
 
-# --- 03.3: the norm -----------------------------------------------------------------------------------------------
+# --- 03.3: the norm -------------------------------------------------------------------------------
 
 
 def _norm_inputs(rng):
     """x (T,C) with small rows, in which eps counts, weight (C,), eps."""
     import torch
 
-    T, C = rng.randint(2, 4), rng.randint(3, 6)
+    T = rng.randint(2, 4)
+    C = rng.randint(3, 6)
     size = torch.tensor([1.0, 1e-3] * T)[:T, None]
     return tensor(rng, T, C) * size + 0.5 * size, 1 + 0.25 * tensor(rng, C), 1e-6
 
@@ -115,11 +120,12 @@ def _eps_outside(x, weight, eps):
     return weight * x / (x.pow(2).mean(-1, keepdim=True).sqrt() + eps)
 
 
-# --- 03.4 and 03.5 ------------------------------------------------------------------------------------------------
+# --- 03.4 and 03.5 --------------------------------------------------------------------------------
 
 
 def _heads(rng):
-    Hk, G = rng.randint(2, 6), rng.randint(2, 6)
+    Hk = rng.randint(2, 6)
+    G = rng.randint(2, 6)
     return rng.randrange(Hk * G), Hk * G, Hk
 
 
@@ -153,11 +159,11 @@ def _judge_weights(answer, case):
         return wrong("true, but that is the easy case: not all equal, please", "all equal")
     rng = random.Random("03.5")
     angle = tensor(rng, 4, 4).repeat(1, 2)
-    x, cos, sin = tensor(rng, 1, 1, 4, 8), angle.cos(), angle.sin()
-    before, after = (
-        _rotate(_rms_norm(x, weight, 1e-6), cos, sin),
-        _rms_norm(_rotate(x, cos, sin), weight, 1e-6),
-    )
+    cos = angle.cos()
+    sin = angle.sin()
+    x = tensor(rng, 1, 1, 4, 8)
+    before = _rotate(_rms_norm(x, weight, 1e-6), cos, sin)
+    after = _rms_norm(_rotate(x, cos, sin), weight, 1e-6)
     # What is mixed into each dimension has this size.
     pair = torch.maximum(weight.abs(), weight.roll(4).abs())  # (D,)
     if bool(((before - after).abs() <= 1e-5 * pair).all()):
@@ -181,7 +187,8 @@ CHECKS = (
             Mistake(
                 "head size derived",
                 _derived,
-                "You derived the head size from the hidden size. It is a number of its own: D is given.",
+                "You derived the head size from the hidden size. It is a number of its own: D is "
+                "given.",
             ),
             Mistake(
                 "swapped axes",
@@ -218,7 +225,8 @@ CHECKS = (
             Mistake(
                 "backwards",
                 _rotate_back,
-                "It turns the other way round: the minus belongs to the second half, which moves to the first.",
+                "It turns the other way round: the minus belongs to the second half, which moves "
+                "to the first.",
             ),
             Mistake(
                 "no minus", _mirror, "Without the minus it is no rotation: the length changes."
@@ -246,7 +254,8 @@ CHECKS = (
             Mistake(
                 "eps outside",
                 _eps_outside,
-                "eps is added to the mean square, before the root. In tiny rows that is not the same.",
+                "eps is added to the mean square, before the root. In tiny rows that is not the "
+                "same.",
             ),
             Mistake(
                 "no eps",
@@ -269,7 +278,8 @@ CHECKS = (
             Mistake(
                 "dealt out",
                 lambda h, H, Hk: h % Hk,
-                "That deals the heads out in turn. Neighbours share: the first G heads read KV head 0.",
+                "That deals the heads out in turn. Neighbours share: the first G heads read KV "
+                "head 0.",
             ),
             Mistake(
                 "divided by Hk",
@@ -289,7 +299,8 @@ CHECKS = (
             Mistake(
                 "to the nearest",
                 lambda h, H, Hk: round(h * Hk / H),
-                "You round to the nearest: the second half of a group would read the next KV head. Round down.",
+                "You round to the nearest: the second half of a group would read the next KV head. "
+                "Round down.",
             ),
             Mistake(
                 "rounded up",
@@ -309,7 +320,8 @@ CHECKS = (
             Mistake(
                 "first of the group",
                 lambda h, H, Hk: h - h % (H // Hk),
-                "That is the first query head of the group. Its KV head has the number of the group.",
+                "That is the first query head of the group. Its KV head has the number of the "
+                "group.",
             ),
             Mistake(
                 "its own",
@@ -319,7 +331,8 @@ CHECKS = (
             Mistake(
                 "the last ones shared",
                 lambda h, H, Hk: min(h, Hk - 1),
-                "Then all heads from Hk on read the last KV head. Every KV head has H / Hk readers.",
+                "Then all heads from Hk on read the last KV head. Every KV head has H / Hk "
+                "readers.",
             ),
         ),
     ),

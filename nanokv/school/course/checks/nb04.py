@@ -21,7 +21,7 @@ def _tensors(L, tied):
     return 11 * L + 2 + (not tied)
 
 
-# --- 04.2: a tensor out of a file ---------------------------------------------------------------------------------
+# --- 04.2: a tensor out of a file -----------------------------------------------------------------
 
 
 def _judge_reader(read, case):
@@ -57,7 +57,8 @@ def _tensor_outcome(name, given, right):
         )
     if given.numel() != right.numel():
         return wrong(
-            f"“{name}” has {right.numel()} values, and yours {given.numel()}: the offsets are bytes",
+            f"“{name}” has {right.numel()} values, and yours {given.numel()}: the offsets are "
+            "bytes",
             "size",
         )
     if given.shape != right.shape:
@@ -65,12 +66,15 @@ def _tensor_outcome(name, given, right):
             f"“{name}” has shape {tuple(right.shape)}, and yours {tuple(given.shape)}", "shape"
         )
     if not torch.equal(given, right):
-        message = "has the right shape and wrong numbers: data_offsets count from the end of the header, at byte 8 + n"
-        return wrong(f"“{name}” {message}", "offset")
+        return wrong(
+            f"“{name}” has the right shape and wrong numbers: data_offsets count from the end of "
+            "the header, at byte 8 + n",
+            "offset",
+        )
     return None
 
 
-# --- 04.3 and 04.5: what rounding does, and what the three do -----------------------------------------------------
+# --- 04.3 and 04.5: what rounding does, and what the three do -------------------------------------
 
 
 def _distances(case):
@@ -82,7 +86,8 @@ def _distances(case):
     from nanokv.inference import score
     from nanokv.school.course.reference import one_by_one, prompt, sabotaged
 
-    ids, model = prompt(case.model), case.model
+    model = case.model
+    ids = prompt(model)
     right = score(model, ids)
     half = score(copy.deepcopy(model).to(torch.bfloat16), ids).float()
     seen = {name: score(one, ids) for name, one in sabotaged(model).items()}
@@ -124,7 +129,7 @@ def _hidden_by_bf16(case):
     return {name for name in ("theta", "eps", "head") if found[name] <= found["bf16"]}
 
 
-# --- 04.4: one more wrong checkpoint, of which only the activations are known -------------------------------------
+# --- 04.4: one more wrong checkpoint, of which only the activations are known ---------------------
 
 CAUSES = {
     "a": "gate_proj and up_proj of a layer were exchanged",
@@ -142,7 +147,9 @@ def _place(case):
 
 def _cause(case):
     """The one that was drawn; b needs the norms of the heads, which not every family has."""
-    return "f" if case.cause == "b" and not case.config.qk_norm else case.cause
+    if case.cause == "b" and not case.config.qk_norm:
+        return "f"
+    return case.cause
 
 
 def mystery(case, ids) -> dict:
@@ -155,8 +162,10 @@ def mystery(case, ids) -> dict:
     }
     if not case.config.tie_word_embeddings:
         weights["lm_head.weight"] = case.model.lm_head.weight
-    here, D = _place(case), case.config.head_dim
-    mine, next_one = f"layers.{here}.", f"layers.{(here + 1) % case.config.num_hidden_layers}."
+    D = case.config.head_dim
+    here = _place(case)
+    mine = f"layers.{here}."
+    next_one = f"layers.{(here + 1) % case.config.num_hidden_layers}."
     pairs = {
         "a": ("mlp.gate_proj", "mlp.up_proj"),
         "b": ("self_attn.q_norm", "self_attn.k_norm"),
@@ -188,16 +197,22 @@ def _judge_place(answer, case):
     if same(answer, (place, _cause(case))):
         return RIGHT
     if same(answer[0], place):
-        message = "the layer is right. Which operation of it differs first, and which ones before it do not?"
-        return wrong(message, "other cause")
+        return wrong(
+            "the layer is right. Which operation of it differs first, and which ones before it do "
+            "not?",
+            "other cause",
+        )
     if same(answer[0], case.config.num_hidden_layers - 1):
-        message = "in the last layer everything differs, because it was handed on from layer to layer. Where does it "
-        return wrong(message + "begin?", "last layer")
+        return wrong(
+            "in the last layer everything differs, because it was handed on from layer to layer. "
+            "Where does it begin?",
+            "last layer",
+        )
     if same(answer[0], place + 1):
         return wrong("layers are counted from 0", "counted from 1")
     return wrong(
-        "go through nanokv.debug.compare in order: the first step that is not ok has a layer and an "
-        "operation. Which of the causes first touches that operation?"
+        "go through nanokv.debug.compare in order: the first step that is not ok has a layer and "
+        "an operation. Which of the causes first touches that operation?"
     )
 
 
@@ -250,16 +265,20 @@ CHECKS = (
             Mistake(
                 "all found",
                 lambda case: set(),
-                "Compare the changes of the logits in Experiment 4 with the rounding of bf16 in Experiment 3.",
+                "Compare the changes of the logits in Experiment 4 with the rounding of bf16 in "
+                "Experiment 3.",
             ),
             Mistake(
                 "same words",
                 lambda case: {"theta", "eps"},
-                "Those give the same words. Do both stay below the rounding of bf16 in their logits?",
+                "Those give the same words. Do both stay below the rounding of bf16 in their "
+                "logits?",
             ),
         ),
-        otherwise="Go through the three, one at a time: is the change of its logits in Experiment 4 larger than the "
-        "rounding of bf16 in Experiment 3?",
+        otherwise=(
+            "Go through the three, one at a time: is the change of its logits in Experiment 4 "
+            "larger than the rounding of bf16 in Experiment 3?"
+        ),
         names=("theta", "eps", "head"),
     ),
 )

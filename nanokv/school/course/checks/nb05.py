@@ -23,23 +23,26 @@ CHECKS = (
             Mistake(
                 "last token fed",
                 lambda c: (rows_without_cache(c.P, c.N + 1), rows_with_cache(c.P, c.N + 1)),
-                "You fed the last token too. Nobody reads what would follow it: N tokens need N forwards, "
-                "and the first of them is the prompt.",
+                "You fed the last token too. Nobody reads what would follow it: N tokens need N "
+                "forwards, and the first of them is the prompt.",
             ),
             Mistake(
                 "prompt every step, no growth",
                 lambda c: (c.P * c.N, rows_with_cache(c.P, c.N)),
-                "You fed the prompt N times, but the text grows: the second step feeds P + 1 tokens.",
+                "You fed the prompt N times, but the text grows: the second step feeds P + 1 "
+                "tokens.",
             ),
             Mistake(
                 "all at the end",
                 lambda c: (c.N * (c.P + c.N), rows_with_cache(c.P, c.N)),
-                "You fed the finished text N times. The text has P tokens at first and grows by one each step.",
+                "You fed the finished text N times. The text has P tokens at first and grows by "
+                "one each step.",
             ),
             Mistake(
                 "one ahead",
                 lambda c: (c.N * c.P + c.N * (c.N + 1) // 2, rows_with_cache(c.P, c.N)),
-                "Your first step feeds P + 1 tokens. It feeds the prompt, P tokens; the second one feeds P + 1.",
+                "Your first step feeds P + 1 tokens. It feeds the prompt, P tokens; the second one "
+                "feeds P + 1.",
             ),
             Mistake(
                 "prompt is free",
@@ -73,12 +76,14 @@ CHECKS = (
             Mistake(
                 "all at the end",
                 lambda P, N: N * (P + N),
-                "This feeds the finished text N times. The text has P tokens at first and grows by one each step.",
+                "This feeds the finished text N times. The text has P tokens at first and grows by "
+                "one each step.",
             ),
             Mistake(
                 "last token fed",
                 lambda P, N: N * P + N * (N + 1) // 2,
-                "This counts the last token's own forward too. Its successor is never asked for: N(N − 1)/2.",
+                "This counts the last token's own forward too. Its successor is never asked for: "
+                "N(N − 1)/2.",
             ),
             Mistake("with a cache", rows_with_cache, "That is the count with a cache."),
         ),
@@ -91,13 +96,14 @@ CHECKS = (
             Mistake(
                 "row and column",
                 lambda c: ((c.n + 1) ** 2, 2 * c.n + 1),
-                "You counted the new row and the new column. The column belongs to old queries, which must not see the "
-                "new key: causality masks it.",
+                "You counted the new row and the new column. The column belongs to old queries, "
+                "which must not see the new key: causality masks it.",
             ),
             Mistake(
                 "triangle",
                 lambda c: ((c.n + 1) * (c.n + 2) // 2, c.n + 1),
-                "That is the triangle that the mask leaves. The question is of all cells, the masked ones too.",
+                "That is the triangle that the mask leaves. The question is of all cells, the "
+                "masked ones too.",
             ),
             Mistake(
                 "only what is new",
@@ -144,7 +150,8 @@ CHECKS = (
             Mistake(
                 "no queries",
                 lambda c: {"K", "V"},
-                "Run the comparison for the queries too. That nobody caches them has another reason.",
+                "Run the comparison for the queries too. That nobody caches them has another "
+                "reason.",
             ),
             Mistake(
                 "queries only",
@@ -152,7 +159,10 @@ CHECKS = (
                 "Why should keys and values change, if queries do not?",
             ),
         ),
-        otherwise="Experiment 3 compared K. Run the same comparison for the two others, with the causal mask.",
+        otherwise=(
+            "Experiment 3 compared K. Run the same comparison for the two others, with the causal "
+            "mask."
+        ),
         names=("Q", "K", "V"),
     ),
 )

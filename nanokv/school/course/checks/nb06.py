@@ -20,11 +20,13 @@ from nanokv.school.course.checking import (
 
 def _shapes(case, H=None, S=None):
     """Query, cached keys and scores of one decode step, after the append."""
-    B, D, S = case.B, case.D, S or case.t
+    B = case.B
+    D = case.D
+    S = S or case.t
     return (B, case.H, 1, D), (B, H or case.Hk, S, D), (B, case.H, 1, S)
 
 
-# --- 06.3: a class with append ------------------------------------------------------------------------------------
+# --- 06.3: a class with append --------------------------------------------------------------------
 
 
 def _judge_class(answer, case):
@@ -35,9 +37,9 @@ def _judge_class(answer, case):
     if outcome:
         return outcome
     failed = failing(equality.check(answer, stop=True))
-    return (
-        wrong(f"compared with the model without a cache, {failed}", "differs") if failed else RIGHT
-    )
+    if failed:
+        return wrong(f"compared with the model without a cache, {failed}", "differs")
+    return RIGHT
 
 
 @guarded
@@ -49,14 +51,16 @@ def judge_quickly(answer, case):
     outcome = no_class(answer) or _two_appends(answer)
     if outcome:
         return outcome
-    model, ids = equality.small_model(), [[3, 1, 4, 1, 5, 9, 2, 6]]
+    model = equality.small_model()
+    ids = [3, 1, 4, 1, 5, 9, 2, 6]
     cache = equality.maker(answer)(model.config, 1, None)
-    prefill(model, [ids[0][:4]], cache, start_pos=0)
-    prefill(model, [ids[0][4:7]], cache, start_pos=4)
-    gap = float(
-        (decode(model, [ids[0][7:]], cache, start_pos=7) - score(model, ids)[:, -1]).abs().max()
-    )
-    return RIGHT if gap < equality.TOLERANCE else wrong(f"the logits are off by {gap:.0e}")
+    prefill(model, [ids[:4]], cache, start_pos=0)
+    prefill(model, [ids[4:7]], cache, start_pos=4)
+    logits = decode(model, [ids[7:]], cache, start_pos=7)  # (1,V)
+    gap = float((logits - score(model, [ids])[:, -1]).abs().max())
+    if gap >= equality.TOLERANCE:
+        return wrong(f"the logits are off by {gap:.0e}")
+    return RIGHT
 
 
 def _two_appends(make):
@@ -100,7 +104,7 @@ def _two_appends(make):
     return None
 
 
-# --- 06.4: the loop -----------------------------------------------------------------------------------------------
+# --- 06.4: the loop -------------------------------------------------------------------------------
 
 
 def _judge_loop(answer, case):
@@ -135,7 +139,8 @@ def _watched(model, call, most):
 
     from nanokv.decoding import generation
 
-    rows, callers = [], set()
+    rows: list[int] = []
+    callers: set[str] = set()
 
     def seen(module, args):
         rows.append(args[0].shape[1])  # (B,T,C)
@@ -144,7 +149,8 @@ def _watched(model, call, most):
     hook = model.layers[0].register_forward_pre_hook(seen)
     try:
         given = result_of(call)
-        given = given.flatten().tolist() if isinstance(given, torch.Tensor) else given
+        if isinstance(given, torch.Tensor):
+            given = given.flatten().tolist()
         # A generator runs here, and need not end.
         given = result_of(list, itertools.islice(given, most))
     finally:
@@ -156,7 +162,7 @@ def _loop_outcome(given, expected, prompt, rows, P, n):
     if given == prompt + expected:
         return wrong("return the new tokens only, without the prompt", "with prompt")
     if len(given) != n:
-        many = f"{len(given)}" if len(given) <= len(prompt) + n else "more"
+        many = "more" if len(given) > len(prompt) + n else f"{len(given)}"
         return wrong(f"tokens asked for: {n}, given: {many}", "count")
     if given != expected:
         at = next(i for i, (a, b) in enumerate(zip(given, expected, strict=True)) if a != b)
@@ -198,22 +204,26 @@ CHECKS = (
             Mistake(
                 "before the append",
                 lambda c: _shapes(c, S=c.t - 1),
-                "That is before the append. The new token attends to itself, so its key is there too.",
+                "That is before the append. The new token attends to itself, so its key is there "
+                "too.",
             ),
             Mistake(
                 "tokens before heads",
                 lambda c: ((c.B, 1, c.H, c.D), (c.B, c.t, c.Hk, c.D), (c.B, c.H, 1, c.t)),
-                "That is the order before the heads are moved to the front: attention takes (B, heads, tokens, D).",
+                "That is the order before the heads are moved to the front: attention takes (B, "
+                "heads, tokens, D).",
             ),
             Mistake(
                 "keys with tokens before heads",
                 lambda c: ((c.B, c.H, 1, c.D), (c.B, c.t, c.Hk, c.D), (c.B, c.H, 1, c.t)),
-                "The cached keys are (B, heads, tokens, D), as the query is: heads come before tokens.",
+                "The cached keys are (B, heads, tokens, D), as the query is: heads come before "
+                "tokens.",
             ),
             Mistake(
                 "scores per KV head",
                 lambda c: (*_shapes(c)[:2], (c.B, c.Hk, 1, c.t)),
-                "Each query head has scores of its own, also where several of them share the keys of one KV head.",
+                "Each query head has scores of its own, also where several of them share the keys "
+                "of one KV head.",
             ),
             Mistake(
                 "square scores",
@@ -236,7 +246,8 @@ CHECKS = (
             Mistake(
                 "all fed",
                 lambda c: (c.P + c.N, c.M),
-                "The last token of the answer was never fed, so the cache does not hold it. It is fed now.",
+                "The last token of the answer was never fed, so the cache does not hold it. It is "
+                "fed now.",
             ),
             Mistake(
                 "from zero",
@@ -246,7 +257,8 @@ CHECKS = (
             Mistake(
                 "answer not cached",
                 lambda c: (c.P, c.N + c.M),
-                "The tokens of the answer were fed one by one, all but the last: they are in the cache.",
+                "The tokens of the answer were fed one by one, all but the last: they are in the "
+                "cache.",
             ),
             Mistake(
                 "last token lost",
@@ -255,7 +267,9 @@ CHECKS = (
                 alone=True,
             ),
         ),
-        otherwise="How many tokens does the cache hold after the first turn? Which have not been fed yet?",
+        otherwise=(
+            "How many tokens does the cache hold after the first turn? Which have not been fed yet?"
+        ),
     ),
     judged("06.3", _judge_class),
     judged("06.4", _judge_loop),

@@ -18,7 +18,7 @@ from nanokv.school.course.trials import tensor
 WANTED = 16  # faults that the test of exercise 07.4 has to kill
 SECONDS = 20  # that a run of it may take; the model is small
 
-# --- 07.1: where does this key stand? -----------------------------------------------------------------------------
+# --- 07.1: where does this key stand? -------------------------------------------------------------
 
 
 def _rotated(config, key, position):
@@ -42,7 +42,7 @@ def _position_of(config, key, rotated):
     return min(range(100), key=lambda p: float((_rotated(config, key, p) - rotated).abs().max()))
 
 
-# --- 07.2: name the fault -----------------------------------------------------------------------------------------
+# --- 07.2: name the fault -------------------------------------------------------------------------
 
 FAMILIES = {
     "What goes into attention is right and what comes out is not. Which tokens of the second chunk are wrong, the last "
@@ -76,7 +76,9 @@ def trace(case) -> tuple[list, list]:
     from nanokv.lab.study.equality import small_model
 
     model = small_model()
-    run, prompts, answer = faults.SCENARIOS["chunked"], random_prompts(model), [[5, 6, 7, 8]]
+    run = faults.SCENARIOS["chunked"]
+    prompts = random_prompts(model)
+    answer = [[5, 6, 7, 8]]
     with watch(model) as right:
         run(model, prompts, answer)
     with faults.inject(case.fault), watch(model) as seen:
@@ -93,11 +95,14 @@ def _judge_name(answer, case):
     hint = next(hint for hint, family in FAMILIES.items() if case.fault in family)
     if name in FAMILIES[hint]:
         return wrong(f"You are near. {hint}", "same family")
-    message = "That one would show elsewhere. Which operation of layer 0 differs first, and at which token?"
-    return wrong(message, "elsewhere")
+    return wrong(
+        "That one would show elsewhere. Which operation of layer 0 differs first, and at which "
+        "token?",
+        "elsewhere",
+    )
 
 
-# --- 07.4: a test, graded by the faults that it notices -----------------------------------------------------------
+# --- 07.4: a test, graded by the faults that it notices -------------------------------------------
 
 
 def _judge_test(test, case):
@@ -106,7 +111,8 @@ def _judge_test(test, case):
     if not callable(test):
         return wrong("hand in the function itself, without calling it")
 
-    returned, raised = [], []
+    returned: list = []
+    raised: list[str] = []
 
     def finished(model):
         try:
@@ -135,7 +141,7 @@ def _judge_test(test, case):
     return Outcome("right", str(grade))
 
 
-# --- 07.5: a cache to be mended -----------------------------------------------------------------------------------
+# --- 07.5: a cache to be mended -------------------------------------------------------------------
 
 
 def _judge_cache(answer, case):
@@ -215,7 +221,8 @@ CHECKS = (
             Mistake(
                 "as if H = Hk",
                 lambda H, Hk: (1.5, H / Hk),
-                "One and a half times would be right if there were as many query heads as KV heads.",
+                "One and a half times would be right if there were as many query heads as KV "
+                "heads.",
             ),
             Mistake(
                 "one of K and V",

@@ -7,7 +7,8 @@ from nanokv.school.course.checking import Mistake, function, questions, sizes, v
 from nanokv.school.course.claims.article1 import TABLE, kib_a_token
 from nanokv.school.course.claims.shapes import LLAMA_2_70B, LLAMA_2_70B_MHA, shape
 
-GB, GIB = 1e9, 2**30
+GB = 1e9
+GIB = 2**30
 
 
 def _per_token(C, L, H, Hk, D, itemsize):
@@ -40,10 +41,8 @@ def _table(case, share=1.0):
 
 def _savings(case, bits=None, layers=(60, 95), both=2):
     """Percent saved by the latent: few bits against the 67B, equal bits against the 67B, against its own heads."""
-    latent, old = (
-        layers[0] * values_per_token("mla"),
-        layers[1] * values_per_token("gqa") * both / 2,
-    )
+    latent = layers[0] * values_per_token("mla")
+    old = layers[1] * values_per_token("gqa") * both / 2
     own = 1 - values_per_token("mla") / (values_per_token("mha") * both / 2)
     return [
         100 * (1 - latent * (bits or case.bits) / (old * 16)),
@@ -66,7 +65,9 @@ def _given(case):
 
 def _fitting(case, memory=None):
     estimate = Estimate(case.name, FAMILY[case.name], "bfloat16", case.tokens)
-    return estimate.max_batch(case.gib * GIB if memory is None else memory(case, estimate))
+    if memory is None:
+        return estimate.max_batch(case.gib * GIB)
+    return estimate.max_batch(memory(case, estimate))
 
 
 CHECKS = (
@@ -93,7 +94,8 @@ CHECKS = (
             Mistake(
                 "hidden size",
                 lambda C, L, H, Hk, D, itemsize: 2 * L * C * itemsize,
-                "You took the hidden size for the width of keys and values. They are Hk heads of D numbers.",
+                "You took the hidden size for the width of keys and values. They are Hk heads of D "
+                "numbers.",
             ),
             Mistake(
                 "keys only",
@@ -145,8 +147,10 @@ CHECKS = (
                 "There are keys and values: twice that.",
             ),
         ),
-        otherwise="Bytes first: 2 · layers · KV heads · head size · bytes per number · tokens · sequences. "
-        "Then divide; three digits are enough.",
+        otherwise=(
+            "Bytes first: 2 · layers · KV heads · head size · bytes per number · tokens · "
+            "sequences. Then divide; three digits are enough."
+        ),
     ),
     value(
         "08.3",
@@ -170,7 +174,10 @@ CHECKS = (
             ),
             Mistake("bytes", lambda c: _table(c, 1024), "That is in bytes; divide by 1024."),
         ),
-        otherwise="2 · layers · KV heads · head size · bytes per number, divided by 1024; four rows in their order.",
+        otherwise=(
+            "2 · layers · KV heads · head size · bytes per number, divided by 1024; four rows in "
+            "their order."
+        ),
         given=lambda c: {"(layers, KV heads, head size)": ", ".join(map(str, TABLE))},
     ),
     value(
@@ -206,7 +213,10 @@ CHECKS = (
                 "That is what remains; the saving is the rest up to 100.",
             ),
         ),
-        otherwise="For each: numbers per token of both caches, over all layers, times bits; then 1 − new / old.",
+        otherwise=(
+            "For each: numbers per token of both caches, over all layers, times bits; then 1 − new "
+            "/ old."
+        ),
     ),
     value(
         "08.5",

@@ -46,21 +46,20 @@ def _server(rng):
     )
 
 
-# --- 09.2: a profiler on a machine whose clock is ours ------------------------------------------------------------
+# --- 09.2: a profiler on a machine whose clock is ours --------------------------------------------
 
 
 class _Machine:
     """Generations of `tokens` tokens on a clock that only they move: the first is cold, one step is disturbed."""
 
     def __init__(self, prefill: float, step: float, tokens: int, cold: float, disturbed: float):
-        self.prefill, self.step, self.tokens, self.cold, self.disturbed = (
-            prefill,
-            step,
-            tokens,
-            cold,
-            disturbed,
-        )
-        self.time, self.started = 100.0, 0
+        self.prefill = prefill
+        self.step = step
+        self.tokens = tokens
+        self.cold = cold
+        self.disturbed = disturbed
+        self.time = 100.0
+        self.started = 0
 
     def clock(self) -> float:
         return self.time
@@ -93,29 +92,39 @@ def _judge_profile(answer, case):
             rng.uniform(20, 40),
         )
         given = result_of(answer, machine.start, machine.clock, like=(1.0, None))
-        outcome = _profile_outcome(machine, *given)
+        first, between = given
+        outcome = _first_outcome(machine, first) or _between_outcome(machine, between)
         if outcome:
             return outcome
     return RIGHT
 
 
-def _profile_outcome(machine, first, between):
-    """What is wrong with these two times, or None."""
-    m, near = machine, lambda a, b: same(a, b, rel=0.1)
-    if near(first, m.prefill * m.cold):
+def _near(a, b) -> bool:
+    return same(a, b, rel=0.1)
+
+
+def _first_outcome(m, first):
+    """What is wrong with the time to the first token, or None."""
+    if _near(first, m.prefill * m.cold):
         return wrong(
             "you timed the first generation, which is slower than all others: run one before",
             "cold",
         )
-    if not near(first, m.prefill):
-        said = f"the first token took {m.prefill:.3f} s from start(), yours says {_shown(first)} (10 % off is right)"
-        return wrong(said, "first token")
-    if m.tokens == 1:
-        return (
-            None
-            if between is None
-            else wrong("with a single token there is no time between tokens: None", "single")
+    if not _near(first, m.prefill):
+        return wrong(
+            f"the first token took {m.prefill:.3f} s from start(), yours says {_shown(first)} "
+            "(10 % off is right)",
+            "first token",
         )
+    return None
+
+
+def _between_outcome(m, between):
+    """What is wrong with the time between tokens, or None."""
+    if m.tokens == 1 and between is None:
+        return None
+    if m.tokens == 1:
+        return wrong("with a single token there is no time between tokens: None", "single")
     _, *steps = m.seconds()
     whole = m.prefill + sum(steps)
     prefilled = wrong("the prefill is in your time between tokens", "prefill in the rate")
@@ -132,10 +141,10 @@ def _profile_outcome(machine, first, between):
         (whole / (m.tokens - 1), prefilled),
         (1 / m.step, wrong("that is tokens per second; seconds per token were asked for", "rate")),
     )
-    if near(between, m.step):
+    if _near(between, m.step):
         return None
     for number, outcome in known:
-        if near(between, number):
+        if _near(between, number):
             return outcome
     return wrong(
         f"a step took {m.step:.4f} s, yours says {_shown(between)} (10 % off is right)", "between"
@@ -143,7 +152,9 @@ def _profile_outcome(machine, first, between):
 
 
 def _shown(seconds) -> str:
-    return f"{seconds:.4g} s" if isinstance(seconds, int | float) else repr(seconds)[:40]
+    if isinstance(seconds, int | float):
+        return f"{seconds:.4g} s"
+    return repr(seconds)[:40]
 
 
 CHECKS = (
@@ -156,7 +167,8 @@ CHECKS = (
             Mistake(
                 "trusted",
                 lambda c: (1 / c.step, 1 / c.step),
-                "You trust the profiler. Its second call starts without a cache: what does it do first?",
+                "You trust the profiler. Its second call starts without a cache: what does it do "
+                "first?",
             ),
             Mistake(
                 "one step too many",
@@ -175,8 +187,10 @@ CHECKS = (
                 alone=True,
             ),
         ),
-        otherwise="Write down what the second call does, one forward after another, and add up their seconds. Answer "
-        "to four digits.",
+        otherwise=(
+            "Write down what the second call does, one forward after another, and add up their "
+            "seconds. Answer to four digits."
+        ),
     ),
     judged("09.2", _judge_profile),
     value(
@@ -188,8 +202,9 @@ CHECKS = (
             Mistake(
                 "KV heads",
                 lambda c: _attention_equals_weights(c) * _heads(c),
-                "Every query head computes scores: H, not Hk. (With Hk it is the length at which the bytes are "
-                "equal: heads that share a key read it once and compute with it several times.)",
+                "Every query head computes scores: H, not Hk. (With Hk it is the length at which "
+                "the bytes are equal: heads that share a key read it once and compute with it "
+                "several times.)",
             ),
             Mistake(
                 "scores only",
@@ -202,7 +217,10 @@ CHECKS = (
                 "A multiplication with a weight is two FLOPs too: multiply and add.",
             ),
         ),
-        otherwise="FLOPs of all matrices for one row, divided by the FLOPs of attention for one visible token.",
+        otherwise=(
+            "FLOPs of all matrices for one row, divided by the FLOPs of attention for one visible "
+            "token."
+        ),
         given=lambda c: sizes(FAMILY[c.name], ("C", "L", "H", "Hk", "D", "width of the MLP", "V")),
     ),
     function(
@@ -213,8 +231,8 @@ CHECKS = (
             Mistake(
                 "one sequence",
                 lambda w, p, S, B, bw: bw / (w + S * p),
-                "That is one sequence alone, or every sequence reading the weights anew. One reading serves the "
-                "whole batch.",
+                "That is one sequence alone, or every sequence reading the weights anew. One "
+                "reading serves the whole batch.",
             ),
             Mistake(
                 "steps",
@@ -261,7 +279,9 @@ CHECKS = (
                 "Without a cache all S rows are fed: the new token is one of them.",
             ),
         ),
-        otherwise="Time without a cache (S rows) divided by time with one (1 row), to three digits.",
+        otherwise=(
+            "Time without a cache (S rows) divided by time with one (1 row), to three digits."
+        ),
     ),
 )
 

@@ -1,6 +1,7 @@
 """Notebook 10, where the bytes live: copies, slabs, pages, and giving pages back."""
 
 import random
+from dataclasses import dataclass
 
 from nanokv.school.course import forms
 from nanokv.school.course.checking import (
@@ -28,7 +29,7 @@ def _table(rng):
     return table, rng.randrange(len(table) * page), page
 
 
-# --- 10.5: giving pages back --------------------------------------------------------------------------------------
+# --- 10.5: giving pages back ----------------------------------------------------------------------
 
 
 def _judge_free(answer, case):
@@ -47,43 +48,73 @@ def _judge_free(answer, case):
     return RIGHT
 
 
+@dataclass(frozen=True)
+class _Lists:
+    """The table, the owners and the free list before a call."""
+
+    table: list[int]
+    owners: list[int]
+    free: list[int]
+
+    def right_owners(self) -> list[int]:
+        return [n - self.table.count(page) for page, n in enumerate(self.owners)]
+
+    def right_free(self) -> list[int]:
+        owners = self.right_owners()
+        return sorted(self.free + [page for page in self.table if owners[page] == 0])
+
+
 def _one_free(answer, table, owners, free):
     """An Outcome if this call does not do what it should."""
-    held, before, was_free = list(table), list(owners), list(free)
+    before = _Lists(list(table), list(owners), list(free))
     returned = result_of(answer, table, owners, free)
-    should_owners = [n - held.count(p) for p, n in enumerate(before)]
-    should_free = sorted(was_free + [p for p in held if should_owners[p] == 0])
-    if sorted(free) == sorted(was_free + held) and sorted(free) != should_free:
+    return _pages_outcome(before, owners, free, returned) or _lists_outcome(
+        before, table, owners, free, returned
+    )
+
+
+def _pages_outcome(before, owners, free, returned):
+    """An Outcome if the wrong pages were freed, or none."""
+    right_free = before.right_free()
+    if sorted(free) == sorted(before.free + before.table) and sorted(free) != right_free:
         return wrong(
             "a page that another table holds is free now: the next request would write over it",
             "shared",
         )
     if len(free) != len(set(free)):
         return wrong("a page is in the free list twice: two requests would get it", "twice")
-    if owners == before:
+    if owners == before.owners:
         return wrong(
             "owners does not change: count down for every page of the table", "not counted"
         )
-    if sorted(free) == sorted(was_free) != should_free:
-        if isinstance(returned, list) and sorted(returned) == should_free:
+    if sorted(free) == sorted(before.free) != right_free:
+        if isinstance(returned, list) and sorted(returned) == right_free:
             return wrong(
-                "what you return is right, but it is a new list: change free_pages in place, the pool goes on using it",
+                "what you return is right, but it is a new list: change free_pages in place, the "
+                "pool goes on using it",
                 "another list",
             )
         return wrong(
             "no page came back to free_pages. Soon the pool is empty, and nobody uses it.",
             "not returned",
         )
-    if len(held) > 1 and table == held[1::2]:
+    return None
+
+
+def _lists_outcome(before, table, owners, free, returned):
+    """An Outcome if one of the lists is not what it should be after the call."""
+    right_owners = before.right_owners()
+    right_free = before.right_free()
+    if len(before.table) > 1 and table == before.table[1::2]:
         return wrong(
-            "the table changes while you go through it, so every second page is left out: go through it first, then "
-            "empty it",
+            "the table changes while you go through it, so every second page is left out: go "
+            "through it first, then empty it",
             "changed while looping",
         )
-    if owners != should_owners:
-        return wrong(f"owners is {owners}, but should be {should_owners}", "owners")
-    if sorted(free) != should_free:
-        return wrong(f"free_pages is {sorted(free)}, but should be {should_free}", "free list")
+    if owners != right_owners:
+        return wrong(f"owners is {owners}, but should be {right_owners}", "owners")
+    if sorted(free) != right_free:
+        return wrong(f"free_pages is {sorted(free)}, but should be {right_free}", "free list")
     if table:
         return wrong(
             "the table still lists its pages: used once more, it would write into those of others",
@@ -193,7 +224,8 @@ CHECKS = (
             Mistake(
                 "no table",
                 lambda table, i, page: (i // page, i % page),
-                "That is the place in the table. The page's number in the pool is what the table says there.",
+                "That is the place in the table. The page's number in the pool is what the table "
+                "says there.",
             ),
             Mistake(
                 "place instead of slot",

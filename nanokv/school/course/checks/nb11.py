@@ -6,7 +6,7 @@ from nanokv.school.course.checking import Mistake, function, questions, value
 from nanokv.school.course.work import prefilled_after_prefix
 from nanokv.text.ids import common_prefix
 
-# --- 11.1: the mask of a chunk ------------------------------------------------------------------------------------
+# --- 11.1: the mask of a chunk --------------------------------------------------------------------
 
 
 def _split(rng):
@@ -23,17 +23,21 @@ def _ones(rows: int, columns: int):
 
 def _chunk_mask(cached, T):
     mask = causal_mask(T, cached + T)  # None for one token: it sees everything
-    return _ones(1, cached + 1) if mask is None else mask
+    if mask is None:
+        return _ones(1, cached + 1)
+    return mask
 
 
-# --- 11.4 and 11.5: what can be kept ------------------------------------------------------------------------------
+# --- 11.4 and 11.5: what can be kept --------------------------------------------------------------
 
 
 def _two_lists(rng):
     """Few different ids, so that they agree again after they differ; now and then the whole prompt is cached."""
     new = [rng.randint(0, 3) for _ in range(rng.randint(1, 12))]
     cached = [rng.choice((token, token, token, 9)) for token in new] + [1] * rng.randint(0, 4)
-    return (new + [1] * rng.randint(0, 4) if rng.random() < 0.3 else cached), new
+    if rng.random() < 0.3:
+        cached = new + [1] * rng.randint(0, 4)
+    return cached, new
 
 
 def _keep(cached, new):
@@ -59,8 +63,8 @@ CHECKS = (
             Mistake(
                 "top left",
                 lambda n, T: _ones(T, n + T).tril(),
-                "This begins in the top left corner: query 0 of the chunk sees key 0 only. Its own key is number "
-                "`cached`.",
+                "This begins in the top left corner: query 0 of the chunk sees key 0 only. Its own "
+                "key is number `cached`.",
             ),
             Mistake(
                 "square",
@@ -92,12 +96,14 @@ CHECKS = (
             Mistake(
                 "half pages",
                 lambda c: c.question,
-                "The system prompt does not end at the end of a page, and only full pages are kept.",
+                "The system prompt does not end at the end of a page, and only full pages are "
+                "kept.",
             ),
             Mistake(
                 "rounded up",
                 lambda c: c.system + c.question - -(-c.system // c.page) * c.page,
-                "The last page of the system prompt also holds the other question, so it is not the same page.",
+                "The last page of the system prompt also holds the other question, so it is not "
+                "the same page.",
             ),
             Mistake("nothing reused", lambda c: c.system + c.question, "That is the whole prompt."),
         ),
@@ -112,19 +118,21 @@ CHECKS = (
             Mistake(
                 "newest forgotten",
                 lambda c: (c.n + c.g, c.n + c.k),
-                "The newest token is fed in front of the guesses: it was drawn, but nobody has fed it yet.",
+                "The newest token is fed in front of the guesses: it was drawn, but nobody has fed "
+                "it yet.",
             ),
             Mistake(
                 "newest forgotten when cutting",
                 lambda c: (c.n + 1 + c.g, c.n + c.k),
-                "The first number is right. Then you cut off a token too many: the newest one stays as well.",
+                "The first number is right. Then you cut off a token too many: the newest one "
+                "stays as well.",
                 alone=True,
             ),
             Mistake(
                 "drawn token kept",
                 lambda c: (c.n + 1 + c.g, c.n + 2 + c.k),
-                "The first number is right. The token that the model put in place of the wrong guess has not been "
-                "fed; what stands at its place is the wrong guess.",
+                "The first number is right. The token that the model put in place of the wrong "
+                "guess has not been fed; what stands at its place is the wrong guess.",
                 alone=True,
             ),
             Mistake(
@@ -138,7 +146,9 @@ CHECKS = (
                 "The rejected guesses would stay, and every later token would see them.",
             ),
         ),
-        otherwise="Count what is fed: the newest token and all guesses. Then count what of it is right.",
+        otherwise=(
+            "Count what is fed: the newest token and all guesses. Then count what of it is right."
+        ),
     ),
     function(
         "11.4",
@@ -149,20 +159,20 @@ CHECKS = (
             Mistake(
                 "nothing left to feed",
                 common_prefix,
-                "If the whole prompt is in the cache, nothing is left to feed, and so there are no logits. One "
-                "token must be fed again.",
+                "If the whole prompt is in the cache, nothing is left to feed, and so there are no "
+                "logits. One token must be fed again.",
             ),
             Mistake(
                 "equal places",
                 lambda a, b: min(sum(x == y for x, y in zip(a, b, strict=False)), len(b) - 1),
-                "You count all places that are equal. After the first difference nothing can be kept: every later "
-                "key has seen it.",
+                "You count all places that are equal. After the first difference nothing can be "
+                "kept: every later key has seen it.",
             ),
             Mistake(
                 "by length",
                 lambda a, b: min(len(a), len(b) - 1),
-                "This takes for granted that the new prompt goes on where the cache ends. A template may have "
-                "changed it.",
+                "This takes for granted that the new prompt goes on where the cache ends. A "
+                "template may have changed it.",
             ),
         ),
     ),
@@ -174,17 +184,20 @@ CHECKS = (
             Mistake(
                 "no token of its own",
                 lambda g, b: g[: common_prefix(g, b)],
-                "The model's own choice after the last good guess is known too: a round adds at least one token.",
+                "The model's own choice after the last good guess is known too: a round adds at "
+                "least one token.",
             ),
             Mistake(
                 "last choice",
                 lambda g, b: [*g[: common_prefix(g, b)], b[-1]],
-                "The last of the choices follows the wrong guesses. Take the one after the last good guess.",
+                "The last of the choices follows the wrong guesses. Take the one after the last "
+                "good guess.",
             ),
             Mistake(
                 "all that agree",
                 lambda g, b: [x for x, y in zip(g, b, strict=False) if x == y] + [b[-1]],
-                "A guess behind a wrong one was made for another text, even if it agrees by chance.",
+                "A guess behind a wrong one was made for another text, even if it agrees by "
+                "chance.",
             ),
             Mistake(
                 "the model's list",

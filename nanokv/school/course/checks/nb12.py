@@ -14,7 +14,7 @@ from nanokv.school.course.checking import (
     wrong,
 )
 
-# --- 12.1: the rectangle ------------------------------------------------------------------------------------------
+# --- 12.1: the rectangle --------------------------------------------------------------------------
 
 
 def _judge_rectangle(answer, case):
@@ -64,7 +64,8 @@ def _rectangle_outcome(prompts, rows, pads):
     if order != sorted(order) and set(order) == set(range(len(prompts))):
         first = next(b for b, of in enumerate(order) if of != b)
         return wrong(
-            f"row {first} is not prompt {first}, it is prompt {order[first]}: keep the order of the prompts",
+            f"row {first} is not prompt {first}, it is prompt {order[first]}: keep the order of "
+            "the prompts",
             "order",
         )
     if pads != right:
@@ -83,11 +84,13 @@ def _rectangle_outcome(prompts, rows, pads):
 
 def _prompt_of(row, prompts) -> int:
     """The number of the prompt with which this row ends; −1 if there is none."""
-    ends = [list(row[len(row) - len(prompt) :]) == prompt for prompt in prompts]
-    return ends.index(True) if True in ends else -1
+    for number, prompt in enumerate(prompts):
+        if list(row[len(row) - len(prompt) :]) == prompt:
+            return number
+    return -1
 
 
-# --- 12.2: padding ------------------------------------------------------------------------------------------------
+# --- 12.2: padding --------------------------------------------------------------------------------
 
 
 def _padding(c, of=lambda c: len(c.lengths) * max(c.lengths)):
@@ -95,7 +98,7 @@ def _padding(c, of=lambda c: len(c.lengths) * max(c.lengths)):
     return 100 * (len(c.lengths) * max(c.lengths) - sum(c.lengths)) / of(c)
 
 
-# --- 12.4: a turn of the engine -----------------------------------------------------------------------------------
+# --- 12.4: a turn of the engine -------------------------------------------------------------------
 
 
 class Desk:
@@ -104,17 +107,21 @@ class Desk:
     """
 
     def __init__(self, model, stop):
-        self.model, self.stop = model, stop
+        self.model = model
+        self.stop = stop
         self.clear()
 
     def begin(self, prompt, most):
         """What the turn is asked for."""
-        self._prompt, self._most, self.fed = list(prompt), most, []
+        self._prompt = list(prompt)
+        self._most = most
+        self.fed: list[int] = []  # tokens of each forward
 
     def clear(self):
         from nanokv.cache import make_cache
 
-        self.cache, self.held = make_cache("dict", self.model.config), []
+        self.cache = make_cache("dict", self.model.config)
+        self.held: list[int] = []
 
     def feed(self, ids, start_pos):
         from nanokv.inference import prefill
@@ -124,7 +131,8 @@ class Desk:
         if slip:
             raise Told(slip)
         logits = prefill(self.model, [ids], self.cache, start_pos=start_pos)
-        self.held, self.fed = self.held + ids, [*self.fed, len(ids)]
+        self.held = self.held + ids
+        self.fed = [*self.fed, len(ids)]
         return logits[0]  # (V,)
 
     def draw(self, logits):
@@ -171,7 +179,9 @@ def _judge_turn(answer, case):
     from nanokv.lab.study.equality import small_model
 
     model = small_model()
-    first, other, third = [5, 8, 13, 21, 34, 2], [5, 8, 40, 25, 17], [50, 7, 7, 19]
+    first = [5, 8, 13, 21, 34, 2]
+    other = [5, 8, 40, 25, 17]
+    third = [50, 7, 7, 19]
     stop = [
         list(generate(model, prompt, max_new_tokens=4, eos_token_ids=[]))[-1]
         for prompt in (first, other)
@@ -188,11 +198,9 @@ def _judge_turn(answer, case):
         (third, 1),
     )
     for prompt, most in turns:
-        kept = (
-            len(desk.held)
-            if desk.held == prompt[: len(desk.held)] and len(desk.held) < len(prompt)
-            else 0
-        )
+        kept = 0
+        if desk.held == prompt[: len(desk.held)] and len(desk.held) < len(prompt):
+            kept = len(desk.held)
         desk.begin(prompt, most)
         given = result_of(answer, desk, list(prompt), most, like=[1])
         expected = list(generate(model, prompt, max_new_tokens=most, eos_token_ids=stop))
@@ -215,7 +223,8 @@ def _turn_outcome(given, expected, prompt, kept, desk):
         return wrong(f"the answer is {given}, but nanokv.generate gives {expected}", "tokens")
     if kept and desk.fed[0] == len(prompt):
         return wrong(
-            f"right tokens, but all {len(prompt)} of the prompt were fed: {kept} of them were in the cache",
+            f"right tokens, but all {len(prompt)} of the prompt were fed: {kept} of them were in "
+            "the cache",
             "nothing kept",
         )
     rows = len(prompt) - kept + len(expected) - 1
@@ -236,7 +245,8 @@ CHECKS = (
             Mistake(
                 "of the prompts",
                 lambda c: _padding(c, lambda c: sum(c.lengths)),
-                "That is padding per prompt token. Asked is its part of everything that is computed.",
+                "That is padding per prompt token. Asked is its part of everything that is "
+                "computed.",
             ),
             Mistake(
                 "what is used",
@@ -251,10 +261,13 @@ CHECKS = (
             Mistake(
                 "a number of tokens",
                 lambda c: len(c.lengths) * max(c.lengths) - sum(c.lengths),
-                "So many tokens are padding. How many percent of all cells of the rectangle are they?",
+                "So many tokens are padding. How many percent of all cells of the rectangle are "
+                "they?",
             ),
         ),
-        otherwise="The rectangle has rows × longest cells. The prompts fill the sum of their lengths.",
+        otherwise=(
+            "The rectangle has rows × longest cells. The prompts fill the sum of their lengths."
+        ),
     ),
     value(
         "12.3",
@@ -293,7 +306,10 @@ CHECKS = (
                 "Attention reads the keys and values of the row as well.",
             ),
         ),
-        otherwise="One reading of the weights for all rows, one cache for each; then divide by the new tokens.",
+        otherwise=(
+            "One reading of the weights for all rows, one cache for each; then divide by the new "
+            "tokens."
+        ),
     ),
     judged("12.4", _judge_turn),
 )

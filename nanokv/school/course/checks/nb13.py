@@ -12,7 +12,7 @@ from nanokv.school.course.checking import (
 )
 from nanokv.school.course.forms import misfit
 
-# --- 13.1: a window -----------------------------------------------------------------------------------------------
+# --- 13.1: a window -------------------------------------------------------------------------------
 
 
 def _window(c):
@@ -25,7 +25,7 @@ def _window(c):
     return len(set(seen) | set(range(c.s))), seen[0]
 
 
-# --- 13.3: rounding -----------------------------------------------------------------------------------------------
+# --- 13.3: rounding -------------------------------------------------------------------------------
 
 HALF = 0.5 * (1 + 1e-3)  # a step
 
@@ -52,7 +52,8 @@ def _judge_rounding(answer, case):
 
 
 def _rounding_outcome(x, given, bits, dim):
-    low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
+    low = x.amin(dim, keepdim=True)
+    high = x.amax(dim, keepdim=True)
     step = (high - low) / (2**bits - 1)
     off = (given - x) / step
     if bool(given.isnan().any()):
@@ -62,8 +63,13 @@ def _rounding_outcome(x, given, bits, dim):
             len(line.unique())
             for line in given.movedim(dim, -1).reshape(-1, x.shape[dim]).round(decimals=9)
         )
-        many = f"with bits={bits} a group has {most} levels, and at most {2**bits} = 2**bits are allowed"
-        return wrong(many, "levels") if most > 2**bits else None
+        if most <= 2**bits:
+            return None
+        return wrong(
+            f"with bits={bits} a group has {most} levels, and at most {2**bits} = 2**bits are "
+            "allowed",
+            "levels",
+        )
     return (
         _codes_outcome(x, given, low, step)
         or _side_outcome(off)
@@ -80,7 +86,8 @@ def _codes_outcome(x, given, low, step):
 
     if near(given * step + low):
         return wrong(
-            "those are the codes, from 0 on: scale them back, times the step plus the smallest value",
+            "those are the codes, from 0 on: scale them back, times the step plus the smallest "
+            "value",
             "codes",
         )
     if near((given - low) * step + low):
@@ -129,7 +136,8 @@ def _steps_outcome(worst: float, bits, dim):
 
 def _same_ends(x, given, dim) -> bool:
     """Do the smallest and the largest value of every group come back as they were?"""
-    low, high = x.amin(dim), x.amax(dim)
+    low = x.amin(dim)
+    high = x.amax(dim)
     moved = (given.amin(dim) - low).abs() + (given.amax(dim) - high).abs()
     return bool((moved <= 1e-4 * (high - low)).all())
 
@@ -155,12 +163,15 @@ def _ends_outcome(x, given, bits, dim):
     values, levels = (
         f"from {float(g[worst].min()):.3g} to {float(g[worst].max()):.3g}" for g in groups
     )
-    message = f"with bits={bits} the values of a group go {values}, and its levels {levels}: the lowest level has to "
-    message += "be the smallest value, the highest the largest. One scale around 0 without a zero point cannot do that"
-    return wrong(message, "ends")
+    return wrong(
+        f"with bits={bits} the values of a group go {values}, and its levels {levels}: the lowest "
+        "level has to be the smallest value, the highest the largest. One scale around 0 without a "
+        "zero point cannot do that",
+        "ends",
+    )
 
 
-# --- 13.4: the capstone -------------------------------------------------------------------------------------------
+# --- 13.4: the capstone ---------------------------------------------------------------------------
 
 
 def _judge_capstone(answer, case):
@@ -174,17 +185,14 @@ def _suite(make, model=None):
     from nanokv.lab.study import equality
 
     found = failing(equality.check(make, model, stop=True))
-    return (
-        wrong(f"it differs from the model without a cache: {found}", "equality") if found else None
-    )
+    if not found:
+        return None
+    return wrong(f"it differs from the model without a cache: {found}", "equality")
 
 
 def _judge_static(layer):
-    import torch
-
-    from nanokv.cache import KVCache, LayerCache
+    from nanokv.cache import KVCache
     from nanokv.cache.capabilities import Made
-    from nanokv.errors import CapacityError
 
     def make(config, batch_size, capacity):
         layers = [layer(capacity) for _ in range(config.num_hidden_layers)]
@@ -195,7 +203,17 @@ def _judge_static(layer):
         cache.made = Made(batch_size=batch_size)
         return cache
 
-    k, one = torch.randn(1, 2, 1, 6), layer(4)
+    return _slab_outcome(layer(4)) or _suite(make) or RIGHT
+
+
+def _slab_outcome(one):
+    """An Outcome for a layer of 4 slots that does not do what a slab should."""
+    import torch
+
+    from nanokv.cache import LayerCache
+    from nanokv.errors import CapacityError
+
+    k = torch.randn(1, 2, 1, 6)  # (B,Hk,T,D)
     if {name for name in dir(LayerCache) if not name.startswith("_")} - set(dir(one)):
         return wrong(
             "write class MyLayer(nanokv.cache.LayerCache): masks and batches come from there",
@@ -204,7 +222,8 @@ def _judge_static(layer):
     given = [one.append(k, k)[0] for _ in range(4)]
     if [keys.shape[2] for keys in given] == [4] * 4:
         return wrong(
-            "append hands out the whole slab, also what is not filled yet: hand out the first `length` rows",
+            "append hands out the whole slab, also what is not filled yet: hand out the first "
+            "`length` rows",
             "whole slab",
         )
     if len({keys.data_ptr() for keys in given}) > 1:
@@ -223,63 +242,81 @@ def _judge_static(layer):
     one.truncate(2)
     if one.length != 2 or one.append(k, k)[0].shape[2] != 3:
         return wrong("truncate(2) and one token more must give 3 tokens", "truncate")
-    return _suite(make) or RIGHT
+    return None
 
 
 def _judge_prefix(store):
-    import torch
-
-    from nanokv.inference import prefill, score
     from nanokv.lab.study.equality import small_model
 
     model = small_model()
-
-    def ask(own, tokens):
-        """A request as a server would run it → (tokens found, cache)."""
-        cache, n = own.get(tokens)
-        if cache.length != n or not 0 <= n < len(tokens):
-            raise ValueError(
-                f"get of {len(tokens)} tokens gave n = {n} and a cache of {cache.length}"
-            )
-        logits = prefill(model, [tokens[n:]], cache, start_pos=n)
-        if not torch.allclose(logits, score(model, [tokens])[:, -1], atol=1e-3):
-            raise ValueError(f"after {n} reused tokens the logits are others than without a cache")
-        own.put(tokens, cache)
-        return n, cache
-
     a, b, c = ([token] * 3 + list(range(token, token + 6)) for token in (5, 20, 40))
-    own = store(model.config, 2)
-    first = ask(own, a)[0], ask(own, b)[0], ask(own, a)[0]
-    if first != (0, 0, len(a) - 1):
+    return (
+        _reuse_outcome(store(model.config, 2), model, a, b)
+        or _eviction_outcome(store, model, a, b, c)
+        or _suite(lambda config, batch_size, capacity: store(config, 2).get([1, 2])[0])
+        or RIGHT
+    )
+
+
+def _ask(store, model, tokens):
+    """Run a request as a server would → (tokens found in the store, cache)."""
+    import torch
+
+    from nanokv.inference import prefill, score
+
+    cache, n = store.get(tokens)
+    if cache.length != n or not 0 <= n < len(tokens):
+        raise ValueError(f"get of {len(tokens)} tokens gave n = {n} and a cache of {cache.length}")
+    logits = prefill(model, [tokens[n:]], cache, start_pos=n)
+    if not torch.allclose(logits, score(model, [tokens])[:, -1], atol=1e-3):
+        raise ValueError(f"after {n} reused tokens the logits are others than without a cache")
+    store.put(tokens, cache)
+    return n, cache
+
+
+def _reuse_outcome(store, model, a, b):
+    """An Outcome for an empty store of two places that does not reuse prompts as it should."""
+    from nanokv.inference import prefill
+
+    reused = tuple(_ask(store, model, tokens)[0] for tokens in (a, b, a))
+    if reused != (0, 0, len(a) - 1):
         return wrong(
-            f"two prompts and the first once more: {first} reused, expected (0, 0, {len(a) - 1})",
+            f"two prompts and the first once more: {reused} reused, expected (0, 0, {len(a) - 1})",
             "reuse",
         )
-    n, cache = ask(own, [*a[:5], 1, 2])
+    n, cache = _ask(store, model, [*a[:5], 1, 2])
     if n != 5:
         return wrong(f"a prompt that shares 5 tokens reused {n}", "common prefix")
     cache.truncate(2)  # the caller goes on with its cache; what is stored must not change
     prefill(model, [[3] * 6], cache, start_pos=2)
     try:
-        ask(own, [*a[:5], 1, 2, 9])
+        _ask(store, model, [*a[:5], 1, 2, 9])
     except ValueError:
         return wrong("what a caller does with its cache changes the stored one: fork it", "shared")
+    return None
+
+
+def _eviction_outcome(store, model, a, b, c):
+    """An Outcome for a store of two places that does not forget the least recently used prompt."""
     own = store(model.config, 2)
     for tokens in (a, b, a, c):
-        ask(own, tokens)
-    if ask(own, [*a, 7])[0] != len(a) or ask(own, [*b, 7])[0] != 0:
+        _ask(own, model, tokens)
+    if _ask(own, model, [*a, 7])[0] != len(a) or _ask(own, model, [*b, 7])[0] != 0:
         return wrong(
             "with room for two, a, b, a, c must forget b: the least recently used, not the oldest",
             "order",
         )
     own = store(model.config, 2)
-    ask(own, a), ask(own, b), own.get([*a, 7]), ask(own, c)
-    if ask(own, [*a, 7])[0] != len(a):
+    _ask(own, model, a)
+    _ask(own, model, b)
+    own.get([*a, 7])
+    _ask(own, model, c)
+    if _ask(own, model, [*a, 7])[0] != len(a):
         return wrong(
             "get is a use too: after put a, put b, get a, put c it is b that must be forgotten",
             "get no use",
         )
-    return _suite(lambda config, batch_size, capacity: store(config, 2).get([1, 2])[0]) or RIGHT
+    return None
 
 
 def _judge_mqa(convert):
@@ -358,13 +395,15 @@ CHECKS = (
             Mistake(
                 "after the sinks",
                 lambda c: (c.w + c.s, c.s),
-                "The count is right. Position s was forgotten long ago: from t down, w positions end at t − w + 1.",
+                "The count is right. Position s was forgotten long ago: from t down, w positions "
+                "end at t − w + 1.",
                 alone=True,
             ),
             Mistake(
                 "sinks in the window",
                 lambda c: (c.w, c.t - c.w + c.s + 1),
-                "Here the sinks come on top of the window. In some programs they are taken out of it.",
+                "Here the sinks come on top of the window. In some programs they are taken out of "
+                "it.",
             ),
         ),
         otherwise="List the positions that it sees: t, t − 1, … and the sinks.",
@@ -392,7 +431,10 @@ CHECKS = (
                 "How many times smaller: a number above 1.",
             ),
         ),
-        otherwise="How many bits does one value take, its share of scale and zero point included? To three digits.",
+        otherwise=(
+            "How many bits does one value take, its share of scale and zero point included? To "
+            "three digits."
+        ),
     ),
     judged("13.3", _judge_rounding),
     judged("13.4", _judge_capstone),

@@ -6,7 +6,7 @@ import math
 
 from nanokv.school.course.checking import Mistake, function, questions, value
 
-# --- 14.1: bytes of the sums --------------------------------------------------------------------------------------
+# --- 14.1: bytes of the sums ----------------------------------------------------------------------
 
 
 def _summed(c) -> int:
@@ -14,12 +14,13 @@ def _summed(c) -> int:
     return 2 * c.L * c.C * c.itemsize
 
 
-# --- 14.2: which KV heads a rank needs ----------------------------------------------------------------------------
+# --- 14.2: which KV heads a rank needs ------------------------------------------------------------
 
 
 def _ranks_and_heads(rng):
     """(Hk, n, rank), where one of Hk and n divides the other."""
-    Hk, n = 2 ** rng.randint(0, 4), 2 ** rng.randint(0, 4)
+    Hk = 2 ** rng.randint(0, 4)
+    n = 2 ** rng.randint(0, 4)
     return Hk, n, rng.randint(0, n - 1)
 
 
@@ -28,24 +29,30 @@ def _kv_heads(Hk, n, rank):
     return list(range(first, first + max(1, Hk // n)))
 
 
-# --- 14.3: the merge ----------------------------------------------------------------------------------------------
+# --- 14.3: the merge ------------------------------------------------------------------------------
 
 
 def _two_parts(rng):
     """(a, la, b, lb): outputs and log-sum-exps. Scores may be large, and one part may see nothing."""
-    a, b, la, lb = rng.randint(-9, 9), rng.randint(-9, 9), rng.randint(1, 5), rng.randint(1, 5)
+    a = float(rng.randint(-9, 9))
+    b = float(rng.randint(-9, 9))
+    la = float(rng.randint(1, 5))
+    lb = float(rng.randint(1, 5))
     kind = rng.randint(0, 5)
     if kind == 4:
-        la, lb = la + 1000, lb + 1000
+        la += 1000
+        lb += 1000
     if kind == 5:
-        lb, b = -math.inf, 0
-    return float(a), float(la), float(b), float(lb)
+        b = 0.0
+        lb = -math.inf
+    return a, la, b, lb
 
 
 def _weighed(a, la, b, lb):
     """(sum of the parts, each times its weight; sum of the weights)"""
     top = max(la, lb)
-    wa, wb = math.exp(la - top), math.exp(lb - top)
+    wa = math.exp(la - top)
+    wb = math.exp(lb - top)
     return wa * a + wb * b, wa + wb
 
 
@@ -54,12 +61,15 @@ def _merged(a, la, b, lb):
     return total / weights
 
 
-# --- 14.4: hand over or prefill again -----------------------------------------------------------------------------
+# --- 14.4: hand over or prefill again -------------------------------------------------------------
 
 
 def _seconds(c, bits=8, tokens=True):
     """(to send the keys and values, to compute them again)."""
-    return c.T * c.kv * bits / (c.link * 1e9), 2 * c.P * (c.T if tokens else 1) / (c.F * 1e12)
+    computed = c.T if tokens else 1
+    sending = c.T * c.kv * bits / (c.link * 1e9)
+    computing = 2 * c.P * computed / (c.F * 1e12)
+    return sending, computing
 
 
 CHECKS = (
@@ -87,12 +97,14 @@ CHECKS = (
             Mistake(
                 "vector once",
                 _summed,
-                "That is what is summed. In a ring each rank sends a part of it on, twice round: 2·(n−1)/n of it.",
+                "That is what is summed. In a ring each rank sends a part of it on, twice round: "
+                "2·(n−1)/n of it.",
             ),
             Mistake(
                 "to everybody",
                 lambda c: _summed(c) * (c.n - 1),
-                "So much is sent if each rank sends its whole vector to every other one. A ring sends parts.",
+                "So much is sent if each rank sends its whole vector to every other one. A ring "
+                "sends parts.",
             ),
             Mistake(
                 "not divided",
@@ -100,7 +112,10 @@ CHECKS = (
                 "A ring passes parts on: each message is an n-th of the vector.",
             ),
         ),
-        otherwise="Two sums per layer, of C numbers each; a ring sends 2·(n−1)/n of these bytes from each rank.",
+        otherwise=(
+            "Two sums per layer, of C numbers each; a ring sends 2·(n−1)/n of these bytes from "
+            "each rank."
+        ),
     ),
     function(
         "14.2",
@@ -110,33 +125,34 @@ CHECKS = (
             Mistake(
                 "dealt out",
                 lambda Hk, n, rank: list(range(rank % Hk, Hk, n)),
-                "You deal the heads out one by one. Query heads that share a KV head lie side by side, so a rank "
-                "has a run of KV heads.",
+                "You deal the heads out one by one. Query heads that share a KV head lie side by "
+                "side, so a rank has a run of KV heads.",
             ),
             Mistake(
                 "every n-th",
                 lambda Hk, n, rank: list(range(rank, Hk, n)),
-                "You deal the heads out one by one. Query heads that share a KV head lie side by side, so a rank "
-                "has a run of KV heads.",
+                "You deal the heads out one by one. Query heads that share a KV head lie side by "
+                "side, so a rank has a run of KV heads.",
             ),
             Mistake(
                 "runs of no head",
                 lambda Hk, n, rank: list(
                     range(rank * (Hk // n), rank * (Hk // n) + max(1, Hk // n))
                 ),
-                "With more ranks than KV heads, Hk // n is 0, so every rank begins at head 0. Multiply first: "
-                "rank · Hk // n.",
+                "With more ranks than KV heads, Hk // n is 0, so every rank begins at head 0. "
+                "Multiply first: rank · Hk // n.",
             ),
             Mistake(
                 "no head left",
                 lambda Hk, n, rank: list(range(rank * Hk // n, (rank + 1) * Hk // n)),
-                "With more ranks than KV heads some ranks get none this way. Each rank has query heads, and they "
-                "need a KV head: a copy.",
+                "With more ranks than KV heads some ranks get none this way. Each rank has query "
+                "heads, and they need a KV head: a copy.",
             ),
             Mistake(
                 "all heads",
                 lambda Hk, n, rank: list(range(Hk)),
-                "Then every rank would hold the whole cache. It needs only what its own query heads read.",
+                "Then every rank would hold the whole cache. It needs only what its own query "
+                "heads read.",
             ),
         ),
     ),
@@ -150,7 +166,8 @@ CHECKS = (
             Mistake(
                 "mean",
                 lambda a, la, b, lb: (a + b) / 2,
-                "The mean is right only where both parts weigh the same. The log-sum-exps say what they weigh.",
+                "The mean is right only where both parts weigh the same. The log-sum-exps say what "
+                "they weigh.",
             ),
             Mistake(
                 "weighted by lse",
@@ -189,7 +206,8 @@ CHECKS = (
             Mistake(
                 "one token",
                 lambda c: _seconds(c, tokens=False),
-                "The first number is right. The prefill computes all T tokens, with 2 FLOPs per weight for each.",
+                "The first number is right. The prefill computes all T tokens, with 2 FLOPs per "
+                "weight for each.",
                 alone=True,
             ),
             Mistake(
@@ -199,7 +217,10 @@ CHECKS = (
                 alone=True,
             ),
         ),
-        otherwise="Sending: T · bytes per token · 8 / bits per second. Computing: 2 · P · T / FLOPs per second.",
+        otherwise=(
+            "Sending: T · bytes per token · 8 / bits per second. Computing: 2 · P · T / FLOPs per "
+            "second."
+        ),
     ),
 )
 

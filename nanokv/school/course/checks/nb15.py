@@ -17,9 +17,9 @@ from nanokv.school.course.checking import (
     wrong,
 )
 from nanokv.school.course.forms import COUNTS, TIMES
-from nanokv.school.course.own_engine import Engine
+from nanokv.school.course.own_engine import Engine, Request
 
-# --- 15.1: admission ----------------------------------------------------------------------------------------------
+# --- 15.1: admission ------------------------------------------------------------------------------
 
 
 def admit(known, promised, free, size, room):
@@ -38,14 +38,20 @@ def _admitted(
         "over": lambda n: n // size + 1,
         "token": lambda n: n,
     }
-    moved, promised = 0, promised * others
-    for tokens in known[: room if limit else None]:
+    moved = 0
+    promised *= others
+    if limit:
+        known = known[:room]
+    for tokens in known:
         pages = pages_of[unit](tokens)
         if promised + pages + spare > free:
             if overtake:
                 continue
             break
-        grown = -(-(tokens + 1) // size) if ahead == "token" else pages + ahead
+        if ahead == "token":
+            grown = -(-(tokens + 1) // size)
+        else:
+            grown = pages + ahead
         promised += grown * counted
         moved += 1
     return moved
@@ -66,7 +72,7 @@ def _pool(rng):
     return known, rng.randint(0, 9), rng.randint(0, 24), size, rng.randint(0, 6)
 
 
-# --- 15.2: the budget of a step -----------------------------------------------------------------------------------
+# --- 15.2: the budget of a step -------------------------------------------------------------------
 
 
 def share(pending, budget):
@@ -78,14 +84,16 @@ def _shared(pending, budget, rank, whole=False):
     given = [0] * len(pending)
     for i in sorted(range(len(pending)), key=rank):  # stable: the older one first
         tokens = min(pending[i], budget)
-        given[i] = 0 if whole and tokens < pending[i] else tokens
-        budget -= given[i]
+        if whole and tokens < pending[i]:
+            continue
+        given[i] = tokens
+        budget -= tokens
     return given
 
 
 def _overdrawn(pending, budget):
     """Each decode gets its token, whatever is left."""
-    given = [1 if tokens == 1 else 0 for tokens in pending]
+    given = [int(tokens == 1) for tokens in pending]
     budget -= sum(given)
     for i, tokens in enumerate(pending):
         if tokens > 1:
@@ -114,7 +122,7 @@ def _pending(rng):
     return pending, rng.randint(1, 48)
 
 
-# --- 15.3 and 15.4: giving way ------------------------------------------------------------------------------------
+# --- 15.3 and 15.4: giving way --------------------------------------------------------------------
 
 
 def preempt(engine, request):
@@ -145,19 +153,22 @@ class Desk(Engine):
     """An engine of the check. What is fed are zeros: only places and pages count."""
 
     def __init__(self, model, fed, pages):
-        super().__init__(model, step=None, pages=pages, size=SIZE)
+        # A desk never steps.
+        super().__init__(model, None, pages=pages, size=SIZE)  # type: ignore[arg-type]
         for number, tokens in enumerate([*fed, *[6] * WAITING]):
             self.submit([number + 1] * (tokens + 3), 4)
         for tokens in fed:
             self.start()
             self._fill(self.running[-1], tokens)
-        self.everybody, self.refusals = [*self.running, *self.waiting], 0
-        self.pool.exhausted = self._refused
+        self.everybody = [*self.running, *self.waiting]
+        self.refusals = 0
+        self.pool.exhausted = self._refused  # type: ignore[method-assign]  # counts refusals
 
     def _fill(self, request, tokens):
         import torch
 
-        c, request.answer = self.model.config, [7, 8]
+        request.answer = [7, 8]
+        c = self.model.config
         k = torch.zeros(1, c.num_key_value_heads, tokens, c.head_dim)
         for layer in request.cache:
             layer.append(k, k)
@@ -167,8 +178,8 @@ class Desk(Engine):
         if self.refusals > PATIENCE:
             raise Told(
                 wrong(
-                    "Pages were refused again and again, and your loop goes on: each time somebody has to "
-                    "give way",
+                    "Pages were refused again and again, and your loop goes on: each time somebody "
+                    "has to give way",
                     "endless",
                 )
             )
@@ -189,12 +200,18 @@ def _judge_preempt(answer, case):
     for fed, who in (((5, 9, 6), 2), ((4, 1), 1), ((12,), 0), ((5, 9, 6), 1)):
         desk = Desk(model, fed, pages=12)
         request = desk.running[who]
-        held, before = len(request.cache.tables[0]), desk.free
+        held = len(request.cache.tables[0])  # type: ignore[union-attr]  # it runs: it has a cache
+        before = desk.free
         others = [one for one in desk.running if one is not request]
         kept = list(request.prompt), list(request.answer)
         if answer(desk, request) is ...:
             raise NotImplementedError
-        outcome = _preempted(desk, request, others, before + held) or _kept(request, *kept)
+        outcome = (
+            _preempted(desk, request, others, before + held)
+            or _waits(desk, request)
+            or _freed(desk, request, before + held)
+            or _kept(request, *kept)
+        )
         if outcome is not None:
             return outcome
     return RIGHT
@@ -209,8 +226,8 @@ def _preempted(desk, request, others, free):
                 f"engine.{name} is a {type(queue).__name__} now, and the engine needs a list",
                 "lists",
             )
-    runs, waits = request in desk.running, request in desk.waiting
-    if runs and not waits and desk.free < free:
+    runs = request in desk.running
+    if runs and request not in desk.waiting and desk.free < free:
         return wrong("The request runs on with all its pages", "nothing done")
     if runs:
         return wrong("It is in engine.running still: take it out", "still runs")
@@ -218,10 +235,16 @@ def _preempted(desk, request, others, free):
         return wrong(
             f"Running now: {desk.names(desk.running)}; it should be {desk.names(others)}", "running"
         )
+    return None
+
+
+def _waits(desk, request):
+    """An Outcome where the request does not wait at its place."""
+    waits = request in desk.waiting
     if not waits and any(one not in desk.everybody for one in desk.waiting):
         return wrong(
-            "Another request waits in its place. Whoever reads this one would wait for ever: let `request` "
-            "itself wait",
+            "Another request waits in its place. Whoever reads this one would wait for ever: let "
+            "`request` itself wait",
             "another request",
         )
     if not waits:
@@ -229,18 +252,25 @@ def _preempted(desk, request, others, free):
     order = [one.number for one in desk.waiting]
     if order != sorted(order):
         return wrong(
-            f"Waiting now: {desk.names(desk.waiting)}. It came before those, so it stands before them again",
+            f"Waiting now: {desk.names(desk.waiting)}. It came before those, so it stands before "
+            "them again",
             "end of the queue",
         )
+    return None
+
+
+def _freed(desk, request, free):
+    """An Outcome where the pages of the request are not free, or free twice."""
     if desk.free < free:
         return wrong(
-            f"{desk.free} pages are free, and {free} should be: give them back with request.cache.free()",
+            f"{desk.free} pages are free, and {free} should be: give them back with "
+            "request.cache.free()",
             "pages kept",
         )
     if desk.free > free:
         return wrong(
-            f"{desk.free} pages are free, and {free} should be: some are free twice. request.cache.free() "
-            "does all of it",
+            f"{desk.free} pages are free, and {free} should be: some are free twice. "
+            "request.cache.free() does all of it",
             "free twice",
         )
     if request.cache is not None:
@@ -259,8 +289,8 @@ def _kept(request, prompt, answered):
         )
     if request.prompt != prompt:
         return wrong(
-            "Its prompt is another one now. `request.known` is prompt and answer, so the answer would be fed "
-            "twice",
+            "Its prompt is another one now. `request.known` is prompt and answer, so the answer "
+            "would be fed twice",
             "prompt",
         )
     return None
@@ -281,8 +311,10 @@ RESERVATIONS = (
 def _judge_reserve(answer, case):
     model = _model()
     for fed, pages, who, tokens in RESERVATIONS:
-        desk, right = Desk(model, fed, pages), Desk(model, fed, pages)
-        request, twin = desk.running[who], right.running[who]
+        desk = Desk(model, fed, pages)
+        request = desk.running[who]
+        right = Desk(model, fed, pages)  # the same for nanokv's reserve
+        twin = right.running[who]
         given = result_of(answer, desk, request, tokens)
         reserve(right, twin, tokens)
         outcome = _wrong_ones(desk, right, request, tokens)
@@ -297,16 +329,18 @@ def _wrong_ones(desk, right, request, tokens):
     for one in desk.everybody:
         if one not in desk.running and one not in desk.waiting:
             return wrong(
-                f"Request {one.number} neither runs nor waits: `preempt` does all that giving way takes",
+                f"Request {one.number} neither runs nor waits: `preempt` does all that giving way "
+                "takes",
                 "lost",
             )
         if one in desk.running and one is not request and not one.cache.tables[0]:
             return wrong(
-                f"Request {one.number} has lost its pages, and still runs: `preempt` does all that giving "
-                "way takes",
+                f"Request {one.number} has lost its pages, and still runs: `preempt` does all that "
+                "giving way takes",
                 "pages only",
             )
-    running, wanted = desk.names(desk.running), desk.names(right.running)
+    running = desk.names(desk.running)
+    wanted = desk.names(right.running)
     if running == wanted:
         return None
     case = (
@@ -344,15 +378,15 @@ def _reserved(request, twin, given, tokens):
         return wrong(said, "returned")
     if expected and not taken:
         return wrong(
-            f"The next {tokens} tokens of request {request.number} have the positions {request.fed} to "
-            f"{request.fed + tokens - 1}: in pages of {SIZE} these are {len(twin.cache.tables[0])} pages from "
-            f"its first token on. It has {pages}",
+            f"The next {tokens} tokens of request {request.number} have the positions "
+            f"{request.fed} to {request.fed + tokens - 1}: in pages of {SIZE} these are "
+            f"{len(twin.cache.tables[0])} pages from its first token on. It has {pages}",
             "not taken",
         )
     return None
 
 
-# --- 15.5: a step -------------------------------------------------------------------------------------------------
+# --- 15.5: a step ---------------------------------------------------------------------------------
 
 
 def step(engine):
@@ -376,7 +410,9 @@ def step(engine):
 
 
 def _pair(item):
-    return tuple(item) if isinstance(item, list) else item
+    if isinstance(item, list):
+        return tuple(item)
+    return item
 
 
 class Watched(Engine):
@@ -387,7 +423,11 @@ class Watched(Engine):
         known = [len(request.known) for request in self.waiting]
         room = self.most - len(self.running)
         self.entering = self.waiting[: admit(known, self.promised, self.free, self.size, room)]
-        self.forwards, self.rows, self.lengths, self.begun, self.ended = 0, {}, {}, [], []
+        self.forwards = 0
+        self.rows: dict[Request, int] = {}  # the likeliest next token of each row
+        self.lengths: dict[Request, int] = {}  # of the answers, before the step draws
+        self.begun: list[Request] = []
+        self.ended: list[Request] = []
 
     def feed(self, work):
         work = list(work)
@@ -424,14 +464,15 @@ class Watched(Engine):
     def _order_slip(self, work):
         if self.forwards:
             return wrong(
-                "Two forwards in one step: all weights are read twice. Chunks and decodes go into one",
+                "Two forwards in one step: all weights are read twice. Chunks and decodes go into "
+                "one",
                 "two forwards",
             )
         missed = [request for request in self.entering if request not in self.begun]
         if missed:
             return wrong(
-                f"Request {missed[0].number} could move in, and still waits: call engine.start() as often "
-                "as admit says",
+                f"Request {missed[0].number} could move in, and still waits: call engine.start() "
+                "as often as admit says",
                 "not admitted",
             )
         return None
@@ -440,13 +481,15 @@ class Watched(Engine):
         gone = [request.number for request, _ in work if request.cache is None]
         if gone:
             return wrong(
-                f"Request {gone[0]} is in the work, and has lost its pages in this very step: leave it out",
+                f"Request {gone[0]} is in the work, and has lost its pages in this very step: "
+                "leave it out",
                 "preempted",
             )
         for request, n in work:
             if not 1 <= n <= request.pending:
                 return wrong(
-                    f"{n} tokens of request {request.number} are fed, and it has {request.pending} pending",
+                    f"{n} tokens of request {request.number} are fed, and it has {request.pending} "
+                    "pending",
                     "pending",
                 )
         total = sum(n for _, n in work)
@@ -455,22 +498,22 @@ class Watched(Engine):
         for request, n in work:
             if len(request.cache.tables[0]) < self.pages_of(request.fed + n):
                 return wrong(
-                    f"Request {request.number} has no pages for its next {n} tokens: reserve them first",
+                    f"Request {request.number} has no pages for its next {n} tokens: reserve them "
+                    "first",
                     "not reserved",
                 )
             if len(request.cache.tables[0]) > self.pages_of(request.fed + n):
                 return wrong(
-                    f"Request {request.number} has pages for more than its next {n} tokens, which others may "
-                    "need: reserve for those that this step feeds",
+                    f"Request {request.number} has pages for more than its next {n} tokens, which "
+                    "others may need: reserve for those that this step feeds",
                     "reserved too much",
                 )
-        sizes = dict(
-            zip(self.running, share([r.pending for r in self.running], self.budget), strict=True)
-        )
-        for request, n in sizes.items():
+        shares = share([request.pending for request in self.running], self.budget)
+        for request, n in zip(self.running, shares, strict=True):
             if n and request.pending == 1 and request not in dict(work):
                 return wrong(
-                    f"Request {request.number} has its pages and waits for one token, and is left out",
+                    f"Request {request.number} has its pages and waits for one token, and is left "
+                    "out",
                     "decode left out",
                 )
         if not work:
@@ -490,21 +533,25 @@ class Watched(Engine):
             outcome = self._drawn_slip(request, request.answer[before:])
             if outcome is not None:
                 return outcome
-        pairs = list(map(_pair, given)) if isinstance(given, list | tuple) else given
+        pairs = given
+        if isinstance(given, list | tuple):
+            pairs = list(map(_pair, given))
         expected = [(request, request.answer[-1]) for request in self.rows]
         if pairs != expected:
             return wrong(
-                "Return [(request, token)] of the requests that got a token, in the order of the work",
+                "Return [(request, token)] of the requests that got a token, in the order of the "
+                "work",
                 "returned",
             )
         return None
 
     def _drawn_slip(self, request, new):
-        name, token = f"Request {request.number}", self.rows.get(request)
+        name = f"Request {request.number}"
+        token = self.rows.get(request)
         if token is None and new:
             return wrong(
-                f"{name} got a token, and a part of its prompt is still to be fed: the logits of a chunk "
-                "in the middle follow nothing that was asked",
+                f"{name} got a token, and a part of its prompt is still to be fed: the logits of a "
+                "chunk in the middle follow nothing that was asked",
                 "drawn early",
             )
         if token is not None and not new:
@@ -516,7 +563,8 @@ class Watched(Engine):
             )
         if any(type(one) is not int for one in new):
             return wrong("A token is an int: it is fed as one, and compared", "no int")
-        full, stopped = len(request.answer) >= request.most, token in self.stop
+        full = len(request.answer) >= request.most
+        stopped = token in self.stop
         left = token is not None and request not in self.ended
         if left and stopped:
             return wrong(
@@ -544,7 +592,8 @@ MOST = 9
 
 
 def _judge_step(answer, case):
-    model, rng = _model(), random.Random("15.5")
+    model = _model()
+    rng = random.Random("15.5")
     for lengths, pages, budget, most in LOADS:
         prompts = [[rng.randrange(61) for _ in range(n)] for n in lengths]
         outcome = _one_load(answer, model, prompts, pages, budget, most)
@@ -557,11 +606,10 @@ def _one_load(answer, model, prompts, pages, budget, most):
     """Serve them by this step, and compare with each of them alone."""
     from nanokv.decoding.generation import generate
 
-    stop = list(generate(model, prompts[0], max_new_tokens=MOST - 2, eos_token_ids=[]))[-1:]
-    right, engine = (
-        kind(model, step, pages=pages, size=SIZE, budget=budget, most=most)
-        for kind in (Engine, Watched)
-    )
+    stop = tuple(generate(model, prompts[0], max_new_tokens=MOST - 2, eos_token_ids=[]))[-1:]
+    sizes = {"pages": pages, "size": SIZE, "budget": budget, "most": most}
+    right = Engine(model, step, **sizes)
+    engine = Watched(model, step, **sizes)
     for one in (right, engine):
         one.stop = stop
         for prompt in prompts:
@@ -583,14 +631,14 @@ def _one_load(answer, model, prompts, pages, budget, most):
             return wrong(f"Request {number} is answered {mine}, and alone {theirs}", "tokens")
     if len(engine.steps) > len(right.steps):
         return wrong(
-            f"Right tokens, in {len(engine.steps)} steps; {len(right.steps)} are enough: share says how many "
-            "tokens each gets",
+            f"Right tokens, in {len(engine.steps)} steps; {len(right.steps)} are enough: share "
+            "says how many tokens each gets",
             "more steps",
         )
     return None
 
 
-# --- 15.6: a stream -----------------------------------------------------------------------------------------------
+# --- 15.6: a stream -------------------------------------------------------------------------------
 
 
 def stream(engine, request):
@@ -608,6 +656,12 @@ def stream(engine, request):
 class Read(Engine):
     """An engine whose answers only grow."""
 
+    def __init__(self, model, **sizes: int):
+        super().__init__(model, step, **sizes)
+        self.stop = ()
+        self.asked: list[Request] = []
+        self.grown: dict[Request, int] = {}  # length of each answer after the last step
+
     def step(self):
         self.complete()
         drawn = super().step()
@@ -619,8 +673,8 @@ class Read(Engine):
         if any(len(request.answer) < n for request, n in self.grown.items()):
             raise Told(
                 wrong(
-                    "You took tokens out of request.answer. They are fed again from there: leave them, and "
-                    "count how many you gave",
+                    "You took tokens out of request.answer. They are fed again from there: leave "
+                    "them, and count how many you gave",
                     "taken out",
                 )
             )
@@ -628,13 +682,15 @@ class Read(Engine):
 
 def _streamed(kind, readers, model):
     """([request], [what each reader got], [steps when the first came]), read one token at a time, in turn."""
-    engine = Read(model, step, pages=12, size=SIZE, budget=8, most=4)
-    engine.stop, engine.grown, rng = (), {}, random.Random("15.6")
+    engine = Read(model, pages=12, size=SIZE, budget=8, most=4)
+    rng = random.Random("15.6")
     prompts = [[rng.randrange(61) for _ in range(n)] for n in (6, 3, 9)]
     requests = [engine.submit(prompt, 5 + i) for i, prompt in enumerate(prompts)]
     engine.asked = requests
     streams = {i: iter(result_of(kind, engine, requests[i])) for i in readers}
-    got, first, open_ = {i: [] for i in readers}, {}, list(readers)
+    got: dict[int, list] = {i: [] for i in readers}
+    first: dict[int, int] = {}
+    open_ = list(readers)
     while open_:
         for i in list(open_):
             for token in streams[i]:
@@ -658,7 +714,8 @@ def _judge_stream(answer, case):
         raise NotImplementedError
     if not isinstance(made, Iterable):
         return wrong(
-            f"A stream is read with `for token in stream(…)`: write `yield token`; this returned {made!r:.40}",
+            "A stream is read with `for token in stream(…)`: write `yield token`; this returned "
+            f"{made!r:.40}",
             "no generator",
         )
     for readers in ((0,), (2,), (0, 1, 2)):
@@ -683,8 +740,8 @@ def _stream_outcome(requests, got, first, readers):
         wanted = requests[i].answer
         if not requests[i].done and got[i] == wanted[: len(got[i])]:
             return wrong(
-                f"The stream ended after {len(got[i])} tokens, and the request goes on. A step may draw "
-                "nothing for it: look at request.done",
+                f"The stream ended after {len(got[i])} tokens, and the request goes on. A step may "
+                "draw nothing for it: look at request.done",
                 "ends early",
             )
         if got[i] == wanted and first[i] > _first_step(i, readers):
@@ -698,17 +755,17 @@ def _stream_outcome(requests, got, first, readers):
             return wrong(f"{strange!r:.40} came: yield the token itself, an int", "no token")
         if len(readers) == 1 and got[i] == wanted[: len(got[i])]:
             return wrong(
-                f"The stream ended after {len(got[i])} of {len(wanted)} tokens. When a request is done, its "
-                "last tokens may still be unread",
+                f"The stream ended after {len(got[i])} of {len(wanted)} tokens. When a request is "
+                "done, its last tokens may still be unread",
                 "rest lost",
             )
         if len(got[i]) > len(wanted):
             return wrong(f"{len(got[i])} tokens came, and the answer has {len(wanted)}", "twice")
         if len(readers) > 1:
             return wrong(
-                f"With three readers, {len(got[i])} of {len(wanted)} tokens came. While one reader has a token "
-                "in hand, the step of another draws for this request too: count what you gave, and give all "
-                "that is in request.answer",
+                f"With three readers, {len(got[i])} of {len(wanted)} tokens came. While one reader "
+                "has a token in hand, the step of another draws for this request too: count what "
+                "you gave, and give all that is in request.answer",
                 "own steps only",
             )
         return wrong(f"{got[i]} came, and the answer is {wanted}", "tokens")
@@ -730,8 +787,8 @@ CHECKS = (
         wrong=(
             _admission(
                 "overtakes",
-                "Somebody who came later overtakes. A long prompt would wait as long as short ones come: stop "
-                "at the first that has no room.",
+                "Somebody who came later overtakes. A long prompt would wait as long as short ones "
+                "come: stop at the first that has no room.",
                 overtake=True,
             ),
             _admission(
@@ -746,7 +803,8 @@ CHECKS = (
             ),
             _admission(
                 "one page spare",
-                "One page too careful: a request that takes exactly the pages that are left moves in.",
+                "One page too careful: a request that takes exactly the pages that are left moves "
+                "in.",
                 spare=1,
             ),
             _admission(
@@ -780,20 +838,21 @@ CHECKS = (
             Mistake(
                 "in order",
                 lambda pending, budget: _shared(pending, budget, lambda i: 0),
-                "By age alone, one long prompt stops every answer. A request with one pending token is in the "
-                "middle of its answer: those first.",
+                "By age alone, one long prompt stops every answer. A request with one pending "
+                "token is in the middle of its answer: those first.",
             ),
             Mistake(
                 "shortest first",
                 lambda pending, budget: _shared(pending, budget, lambda i: pending[i]),
-                "Decodes first is right. Among the prompts the older one comes first, however long it is.",
+                "Decodes first is right. Among the prompts the older one comes first, however long "
+                "it is.",
                 alone=True,
             ),
             Mistake(
                 "prompts first",
                 lambda pending, budget: _shared(pending, budget, lambda i: pending[i] == 1),
-                "The other way round: who is in the middle of an answer comes first, and prompts get what "
-                "is left.",
+                "The other way round: who is in the middle of an answer comes first, and prompts "
+                "get what is left.",
             ),
             Mistake(
                 "youngest first",
@@ -803,13 +862,14 @@ CHECKS = (
             Mistake(
                 "overdrawn",
                 _overdrawn,
-                "There may be more decodes than the budget has tokens: those that come too late get 0, and "
-                "nobody gets less than 0.",
+                "There may be more decodes than the budget has tokens: those that come too late "
+                "get 0, and nobody gets less than 0.",
             ),
             Mistake(
                 "overdrawn, cut at 0",
                 lambda pending, budget: [max(0, n) for n in _overdrawn(pending, budget)],
-                "There may be more decodes than the budget has tokens: those that come too late get 0.",
+                "There may be more decodes than the budget has tokens: those that come too late "
+                "get 0.",
             ),
             Mistake(
                 "first prompt only",
@@ -836,8 +896,8 @@ CHECKS = (
             Mistake(
                 "equal parts",
                 _equally,
-                "Nobody asked for equal parts: prompts in chunks of a few tokens take many steps. Decodes "
-                "first, then the oldest prompt gets what is left.",
+                "Nobody asked for equal parts: prompts in chunks of a few tokens take many steps. "
+                "Decodes first, then the oldest prompt gets what is left.",
             ),
             Mistake(
                 "sorted",

@@ -23,7 +23,6 @@ from nanokv.school.course.checking import (
 
 GUARD = 4096  # numbers around what a kernel may touch: a wrong address hits them, and not the interpreter
 EMPTY = -12345.0  # what stands where nothing was written
-NEAR = {"rtol": 1e-4, "atol": 1e-5, "equal_nan": True}
 
 
 def kernels():
@@ -38,8 +37,9 @@ def kernels():
 def check_kernel(answer) -> None:
     """Told for what is no kernel, and for a stub that still returns `...`."""
     if not hasattr(answer, "fn"):
-        plain_function = callable(answer) and not isinstance(answer, type)
-        said = "Write @triton.jit above your def" if plain_function else CALLED.format(answer)
+        said = CALLED.format(answer)
+        if callable(answer) and not isinstance(answer, type):
+            said = "Write @triton.jit above your def"
         raise Told(wrong(said, "no kernel"))
     if any(is_stub(constant) for constant in answer.fn.__code__.co_consts):
         raise NotImplementedError
@@ -71,7 +71,7 @@ def untouched(memory, view) -> bool:
 def near(a, b) -> bool:
     import torch
 
-    return torch.allclose(a.float(), b.float(), **NEAR)
+    return torch.allclose(a.float(), b.float(), rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 def short(numbers) -> str:
@@ -100,7 +100,7 @@ def nothing_written(answer):
     )
 
 
-# --- 16.1: RMSNorm ------------------------------------------------------------------------------------------------
+# --- 16.1: RMSNorm --------------------------------------------------------------------------------
 
 EPS = 0.3  # so large that it shows
 
@@ -129,6 +129,25 @@ def _norms(x, weight, memory, C, BLOCK):
     }
 
 
+NORM_SLIPS = (  # the outcomes of the slips of _norms
+    wrong(
+        "The numbers behind the row are counted too: load with a mask, and 0 where it is off",
+        "no mask",
+    ),
+    wrong(
+        "The mean is over the C numbers of the row, not over the BLOCK that are loaded",
+        "padding counted",
+    ),
+    wrong("That is the sum of the squares: their mean is wanted, divide by C", "sum"),
+    wrong("eps is missing under the root", "no eps"),
+    wrong("eps stands under the root, added to the mean", "eps outside"),
+    wrong("Each number is also multiplied with its weight", "no weight"),
+    wrong("Divide by the root: you multiplied with it", "upside down"),
+    wrong("The root is missing: you divided by the mean of the squares", "no root"),
+    wrong("That is LayerNorm: RMSNorm subtracts no mean", "mean subtracted"),
+)
+
+
 def _judge_norm(answer, case):
     import torch
 
@@ -153,43 +172,21 @@ def _norm_outcome(out, written, slips):
     """An Outcome for what was written; None if it is right."""
     if len(out) > 1 and bool((out[1:] == EMPTY).all()):
         return wrong(
-            "Only the first row is written. There is a program for each row: tl.program_id(0) says which. Its "
-            "mask is about the columns",
+            "Only the first row is written. There is a program for each row: tl.program_id(0) says "
+            "which. Its mask is about the columns",
             "one row",
         )
     name = next((name for name, slip in slips.items() if near(out, slip)), "")
-    if name == "no mask":
-        return wrong(
-            "The numbers behind the row are counted too: load with a mask, and 0 where it is off",
-            "no mask",
-        )
-    if name == "padding counted":
-        return wrong(
-            "The mean is over the C numbers of the row, not over the BLOCK that are loaded",
-            "padding counted",
-        )
-    if name == "sum":
-        return wrong("That is the sum of the squares: their mean is wanted, divide by C", "sum")
-    if name == "no eps":
-        return wrong("eps is missing under the root", "no eps")
-    if name == "eps outside":
-        return wrong("eps stands under the root, added to the mean", "eps outside")
-    if name == "no weight":
-        return wrong("Each number is also multiplied with its weight", "no weight")
-    if name == "upside down":
-        return wrong("Divide by the root: you multiplied with it", "upside down")
-    if name == "no root":
-        return wrong("The root is missing: you divided by the mean of the squares", "no root")
-    if name == "mean subtracted":
-        return wrong("That is LayerNorm: RMSNorm subtracts no mean", "mean subtracted")
-    around = untouched(written, out)
-    if name == "right" and not around:
+    if name == "right" and untouched(written, out):
+        return None
+    if name == "right":
         return wrong(
             "Right, but numbers behind the last row are overwritten: store with the mask",
             "store unmasked",
         )
-    if name == "right":
-        return None
+    for outcome in NORM_SLIPS:
+        if outcome.mistake == name:
+            return outcome
     return other_row(
         out,
         slips["right"],
@@ -197,7 +194,7 @@ def _norm_outcome(out, written, slips):
     )
 
 
-# --- 16.2: how many parts -----------------------------------------------------------------------------------------
+# --- 16.2: how many parts -------------------------------------------------------------------------
 
 
 def _splits(c, heads="Hk", up=True):
@@ -206,10 +203,12 @@ def _splits(c, heads="Hk", up=True):
     splits = 1
     while programs * splits < c.processors:
         splits *= 2
-    return programs, splits if up else splits // 2
+    if not up:
+        splits //= 2
+    return programs, splits
 
 
-# --- 16.3: pages --------------------------------------------------------------------------------------------------
+# --- 16.3: pages ----------------------------------------------------------------------------------
 
 UNSEEN = 77  # what lies behind a table
 
@@ -240,13 +239,14 @@ def _place_outcome(table, token, end, SIZE, pages, slots):
 
     seen = token < end
     at = (token // SIZE)[seen].long()
-    page, slot = torch.tensor(table)[at], (token % SIZE)[seen]
+    page = torch.tensor(table)[at]
+    slot = (token % SIZE)[seen]
     got = pages[seen].long(), slots[seen].long()
     if near(got[0], page) and near(got[1], slot):
         if bool((pages[~seen] == UNSEEN).any()):
             return wrong(
-                "Right, but what lies behind the table is read for tokens that are not seen: load with the "
-                "mask `seen`",
+                "Right, but what lies behind the table is read for tokens that are not seen: load "
+                "with the mask `seen`",
                 "no mask",
             )
         return None
@@ -263,11 +263,12 @@ def _place_outcome(table, token, end, SIZE, pages, slots):
         return wrong("The table has an entry per page, and not per token", "entry per token")
     return wrong(
         f"With pages of {SIZE} and the table {table}, the tokens {plain(token[seen])} are in pages "
-        f"{plain(page)}, slots {plain(slot)}; yours says pages {plain(got[0])}, slots {plain(got[1])}"
+        f"{plain(page)}, slots {plain(slot)}; yours says pages {plain(got[0])}, slots "
+        f"{plain(got[1])}"
     )
 
 
-# --- 16.4: a softmax, block by block ------------------------------------------------------------------------------
+# --- 16.4: a softmax, block by block --------------------------------------------------------------
 
 
 def _folded(
@@ -276,23 +277,67 @@ def _folded(
     """(highest, total, mixed) after all blocks (n,BLOCK); the switches are slips."""
     import torch
 
-    highest, total, mixed = (
-        torch.tensor(-torch.inf),
-        torch.tensor(0.0),
-        torch.zeros(values.shape[-1]),
-    )
+    highest = torch.tensor(-torch.inf)
+    total = torch.tensor(0.0)
+    mixed = torch.zeros(values.shape[-1])
     for s, v in zip(scores, values, strict=True):
-        higher = s.max() if own else torch.maximum(highest, s.max())
+        higher = torch.maximum(highest, s.max())
+        if own:
+            higher = s.max()
         if flat:
             higher = torch.tensor(0.0)
-        shrink = ((higher - highest) if turned else (highest - higher)).exp()
+        shrink = (highest - higher).exp()
+        if turned:
+            shrink = (higher - highest).exp()
         if flat:
             shrink = torch.tensor(1.0)
+        if shrink_total:
+            total = total * shrink
+        if shrink_mixed:
+            mixed = mixed * shrink
         share = (s - higher).exp()
-        total = total * (shrink if shrink_total else 1) + share.sum()
-        mixed = mixed * (shrink if shrink_mixed else 1) + share @ v
+        total = total + share.sum()
+        mixed = mixed + share @ v
         highest = higher
     return highest, total, mixed
+
+
+FOLD_SLIPS = (  # (slip of _folded, its outcome)
+    (
+        {"shrink_total": False, "shrink_mixed": False},
+        wrong(
+            "What was added before used a lower highest score: shrink it, total and mixed, by "
+            "exp(highest − higher)",
+            "no shrink",
+        ),
+    ),
+    (
+        {"shrink_mixed": False},
+        wrong(
+            "`mixed` was added up with the old highest score too: shrink it as `total`",
+            "mixed not shrunk",
+        ),
+    ),
+    (
+        {"shrink_total": False},
+        wrong(
+            "`total` was added up with the old highest score too: shrink it as `mixed`",
+            "total not shrunk",
+        ),
+    ),
+    (
+        {"own": True},
+        wrong(
+            "The highest score is that of all blocks so far, not of this block alone: a later "
+            "block may be lower",
+            "own highest",
+        ),
+    ),
+    (
+        {"turned": True},
+        wrong("exp(higher − highest) grows: it is the other way round", "upside down"),
+    ),
+)
 
 
 def _judge_fold(answer, case):
@@ -310,7 +355,8 @@ def _judge_fold(answer, case):
         scores = (torch.rand(blocks, 8, generator=source) * size).sort(0, falling)[0]
         scores[-1, 5:] = -torch.inf  # not seen
         values = torch.randn(blocks, 8, 4, generator=source)
-        found, mixed = torch.full((2,), torch.nan), torch.full((4,), torch.nan)
+        found = torch.full((2,), torch.nan)
+        mixed = torch.full((4,), torch.nan)
         arguments = scores, values, found, mixed, blocks, answer, 8, 4
         launch(own, "return highest, total, mixed", own.fold_kernel, (1,), *arguments)
         count = "1 block" if blocks == 1 else f"{blocks} blocks"
@@ -330,30 +376,11 @@ def _fold_outcome(got, folded, count):
 
     if is_():
         return None
-    if is_(shrink_total=False, shrink_mixed=False):
-        return wrong(
-            "What was added before used a lower highest score: shrink it, total and mixed, by "
-            "exp(highest − higher)",
-            "no shrink",
-        )
-    if is_(shrink_mixed=False):
-        return wrong(
-            "`mixed` was added up with the old highest score too: shrink it as `total`",
-            "mixed not shrunk",
-        )
-    if is_(shrink_total=False):
-        return wrong(
-            "`total` was added up with the old highest score too: shrink it as `mixed`",
-            "total not shrunk",
-        )
-    if is_(own=True):
-        return wrong(
-            "The highest score is that of all blocks so far, not of this block alone: a later block may be lower",
-            "own highest",
-        )
-    if is_(turned=True):
-        return wrong("exp(higher − highest) grows: it is the other way round", "upside down")
-    right, flat = folded(), folded(flat=True)
+    for slip, outcome in FOLD_SLIPS:
+        if is_(**slip):
+            return outcome
+    right = folded()
+    flat = folded(flat=True)
     if near(got[1], flat[1]) or (near(got[0], right[0]) and not bool(got[1].isfinite())):
         return wrong(
             "exp of a large score is infinite: subtract the highest score first", "no highest"
@@ -373,7 +400,7 @@ def _fold_outcome(got, folded, count):
     return wrong(f"After {count}: {'; '.join(said)}")
 
 
-# --- 16.5: the merge ----------------------------------------------------------------------------------------------
+# --- 16.5: the merge ------------------------------------------------------------------------------
 
 
 def _judge_merge(answer, case):
@@ -386,7 +413,8 @@ def _judge_merge(answer, case):
         parts = torch.randn(1, 3, splits, 6, generator=source)
         sums = torch.rand(1, 3, splits, generator=source) * 4 + 0.5 + shift
         if splits == 4:
-            sums[0, 1, 3], parts[0, 1, 3] = -torch.inf, 0  # a part without tokens
+            sums[0, 1, 3] = -torch.inf  # a part without tokens
+            parts[0, 1, 3] = 0
         out, written = guarded(torch.full((1, 3, 6), EMPTY), EMPTY)
         BLOCK = own.triton.next_power_of_2(6)
         own.launch(
@@ -407,44 +435,62 @@ def _merge_outcome(out, written, parts, sums):
         return (parts * share[..., None]).sum(2)
 
     right = mixed(sums.softmax(-1))
-    if near(out, right):
-        around = untouched(written, out)
-        if around:
-            return None
-        return wrong(
-            "Right, but numbers behind the result are overwritten: store where d < D",
-            "store unmasked",
-        )
-    if near(out, parts.mean(2)):
-        return wrong(
-            "That is the mean: a part counts as much as the exponentials that it has added up",
-            "mean",
-        )
-    if near(out, parts.sum(2)):
-        return wrong(
-            "That is the sum of the parts: each has a weight, and these add up to 1", "sum"
-        )
-    if near(out, mixed(sums / sums.sum(-1, keepdim=True))):
-        return wrong("Those are logarithms: the weight of a part is exp(lse)", "weighted by lse")
-    if near(out, mixed((sums - sums.max(-1, keepdim=True)[0]).exp())):
-        return wrong("The weights have to add up to 1: divide by their sum", "not divided")
-    if bool((out[:, 1:] == EMPTY).all()):
-        return wrong(
-            "Only the first row is written: there is a program for each, and tl.program_id(0) says which",
-            "one row",
-        )
-    if not bool(out.isfinite().all()):
-        return wrong(
-            "exp of a large log-sum-exp is infinite: subtract the largest one first", "no highest"
-        )
-    return other_row(
+    if near(out, right) and untouched(written, out):
+        return None
+    known = (
+        (
+            right,
+            wrong(
+                "Right, but numbers behind the result are overwritten: store where d < D",
+                "store unmasked",
+            ),
+        ),
+        (
+            parts.mean(2),
+            wrong(
+                "That is the mean: a part counts as much as the exponentials that it has added up",
+                "mean",
+            ),
+        ),
+        (
+            parts.sum(2),
+            wrong("That is the sum of the parts: each has a weight, and these add up to 1", "sum"),
+        ),
+        (
+            mixed(sums / sums.sum(-1, keepdim=True)),
+            wrong("Those are logarithms: the weight of a part is exp(lse)", "weighted by lse"),
+        ),
+        (
+            mixed((sums - sums.max(-1, keepdim=True)[0]).exp()),
+            wrong("The weights have to add up to 1: divide by their sum", "not divided"),
+        ),
+    )
+    for slip, outcome in known:
+        if near(out, slip):
+            return outcome
+    return _unmerged(out) or other_row(
         out[0],
         right[0],
         "the sums of a row begin at row · SPLITS, its parts at row · SPLITS · D, and y at row · D",
     )
 
 
-# --- 16.6: the inputs of a recording ------------------------------------------------------------------------------
+def _unmerged(out):
+    """An Outcome for rows that were not written, or are not finite."""
+    if bool((out[:, 1:] == EMPTY).all()):
+        return wrong(
+            "Only the first row is written: there is a program for each, and tl.program_id(0) says "
+            "which",
+            "one row",
+        )
+    if not bool(out.isfinite().all()):
+        return wrong(
+            "exp of a large log-sum-exp is infinite: subtract the largest one first", "no highest"
+        )
+    return None
+
+
+# --- 16.6: the inputs of a recording --------------------------------------------------------------
 
 
 def fill(inputs, tokens, positions, tables):
@@ -480,8 +526,8 @@ def _judge_fill(answer, case):
             raise NotImplementedError
         if given != step:
             return wrong(
-                "You changed the lists that you were given. They are read again: the tables are those of "
-                "the caches. Write into the tensors only",
+                "You changed the lists that you were given. They are read again: the tables are "
+                "those of the caches. Write into the tensors only",
                 "lists changed",
             )
         outcome = _filled(inputs, before, *step)
@@ -496,8 +542,8 @@ def _filled(inputs, before, tokens, positions, tables):
     for name in FIELDS:
         if getattr(inputs, name).data_ptr() != before[name]:
             return wrong(
-                f"inputs.{name} is another tensor now. The recording reads the old address: write into it, "
-                "as in inputs.tokens[:b] = …",
+                f"inputs.{name} is another tensor now. The recording reads the old address: write "
+                "into it, as in inputs.tokens[:b] = …",
                 "new tensor",
             )
     if inputs.lengths[:b].tolist() == positions:
@@ -507,8 +553,8 @@ def _filled(inputs, before, tokens, positions, tables):
         )
     if any(inputs.lengths[b:].tolist()):
         return wrong(
-            f"{b} rows are asked for, and the lengths are {inputs.lengths.tolist()}: a row of the step before "
-            "would go on. The others see 0 tokens",
+            f"{b} rows are asked for, and the lengths are {inputs.lengths.tolist()}: a row of the "
+            "step before would go on. The others see 0 tokens",
             "old rows",
         )
     expected = {"tokens": tokens, "positions": positions, "lengths": [p + 1 for p in positions]}
@@ -538,7 +584,8 @@ CHECKS = (
             Mistake(
                 "query heads",
                 lambda c: _splits(c, heads="H"),
-                "Here one program serves all query heads that share a KV head, so that their keys are read once.",
+                "Here one program serves all query heads that share a KV head, so that their keys "
+                "are read once.",
             ),
             Mistake(
                 "one too few",

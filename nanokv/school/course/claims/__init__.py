@@ -38,7 +38,8 @@ def table() -> str:
     lines = []
     for number, article in ARTICLES.items():
         lines += ["", f"article {number}: {article.title}"]
-        lines += [f"  {article.address}"] if article.address else []
+        if article.address:
+            lines.append(f"  {article.address}")
         for claim in (c for c in _all().values() if c.id.startswith(f"{number}.")):
             lines += [f"  {claim.id:<5} {claim.verdict:<11} {claim.says}", f"        {claim.truth}"]
             lines.append(f"        {numbers(claim)}notebook {claim.where}")
@@ -54,7 +55,8 @@ def page() -> str:
     lines = [
         "# What the articles say, and what is true",
         "",
-        "A notebook executes each claim. Claim 2.7 is the seventh of article 2. The articles stand here in the",
+        "A notebook executes each claim. Claim 2.7 is the seventh of article 2. The articles stand "
+        "here in the",
         "order of their numbers, from 0 on.",
     ]
     for number, article in ARTICLES.items():
@@ -82,9 +84,11 @@ def numbers(claim: Claim) -> str:
     """
     if claim.value is None:
         return ""
+    computed = f"computed {claim.value():,.12g} {claim.unit}".rstrip() + " · "
+    if claim.printed is None:
+        return computed
     source = "implied" if claim.implied else "printed"
-    said = "" if claim.printed is None else f"{source} {claim.printed:,.12g}, "
-    return f"{said}computed {claim.value():,.12g} {claim.unit}".rstrip() + " · "
+    return f"{source} {claim.printed:,.12g}, {computed}"
 
 
 def __getattr__(name: str):

@@ -44,7 +44,8 @@ CLAIMS = (
         "0.4",
         "wrong",
         "Keys of Qwen3-0.6B have shape [batch, 8, S, 64].",
-        "The head size is a number of its own in the config, 128; hidden size over heads, 1024/16, is not it.",
+        "The head size is a number of its own in the config, 128; hidden size over heads, 1024/16, "
+        "is not it.",
         "08",
         lambda: QWEN.head_dim,
         64,
@@ -64,7 +65,8 @@ CLAIMS = (
         "0.6",
         "misleading",
         "Positions go on from the number of cached tokens; their shape is [batch, seq].",
-        "The count is right. They are made as [1, seq] for all rows, so left-padded rows need their own.",
+        "The count is right. They are made as [1, seq] for all rows, so left-padded rows need "
+        "their own.",
         "06",
     ),
     Claim(
@@ -89,8 +91,8 @@ CLAIMS = (
         "0.9",
         "misleading",
         "The causal mask is added: 0 where allowed, −∞ where forbidden.",
-        "Depends on the kernel: none at all for a first prefill, bool for a later chunk, the smallest finite number "
-        "instead of −∞ in the plain version.",
+        "Depends on the kernel: none at all for a first prefill, bool for a later chunk, the "
+        "smallest finite number instead of −∞ in the plain version.",
         "12",
     ),
     Claim(
@@ -104,8 +106,8 @@ CLAIMS = (
         "0.11",
         "misleading",
         "Queries and keys are layer-normalised.",
-        "RMSNorm subtracts no mean and has no bias. It acts on each head, before RoPE; values are neither "
-        "normed nor rotated.",
+        "RMSNorm subtracts no mean and has no bias. It acts on each head, before RoPE; values are "
+        "neither normed nor rotated.",
         "03",
     ),
     Claim(
@@ -126,7 +128,8 @@ CLAIMS = (
         "0.14",
         "misleading",
         "The model returns logits for every position: [batch, seq, 151936].",
-        "It can, but generating needs the last row only: at 4,096 tokens all rows take 1.2 GB in bf16.",
+        "It can, but generating needs the last row only: at 4,096 tokens all rows take 1.2 GB in "
+        "bf16.",
         "04",
         lambda: 4096 * QWEN.vocab_size * 2,
         None,
@@ -146,7 +149,8 @@ CLAIMS = (
         "0.16",
         "misleading",
         "Those bytes are allocated, copied and freed on every step.",
-        "One tensor at a time, 8 MiB each. What hurts is the sum: growing to 4,096 tokens copies 962 GB.",
+        "One tensor at a time, 8 MiB each. What hurts is the sum: growing to 4,096 tokens copies "
+        "962 GB.",
         "10",
         lambda: costs.kv_bytes_per_token(QWEN, 2) * copied_by_cat(4096),
         None,
@@ -173,7 +177,8 @@ CLAIMS = (
     Claim(
         "0.19",
         "right",
-        "A static cache is one slab per layer, written in place, with a capacity chosen beforehand.",
+        "A static cache is one slab per layer, written in place, with a capacity chosen "
+        "beforehand.",
         "And it has a price: attention runs over the whole slab with a mask.",
         "10",
     ),

@@ -19,7 +19,7 @@ def kib_a_token(layers: int, kv_heads: int, head_dim: int) -> float:
 
 
 def profiled_rate(prefill: float, step: float, tokens: int = 50) -> float:
-    """Tokens per second that the article's profiler reports: it times a second prefill as decode."""
+    """Tokens per second in the article's profiler, which times a second prefill as decode."""
     return (tokens - 1) / (prefill + (tokens - 2) * step)
 
 
@@ -34,7 +34,8 @@ CLAIMS = (
         "1.1",
         "misleading",
         "Without a cache, a context of 4,000 means 4,000 matrix operations for each token.",
-        "It is one forward with 4,000 rows: 4,000 token-projections a layer, in one multiplication.",
+        "It is one forward with 4,000 rows: 4,000 token-projections a layer, in one "
+        "multiplication.",
         "05",
         lambda: 1,
         4000,
@@ -64,7 +65,8 @@ CLAIMS = (
     Claim(
         "1.5",
         "right",
-        "Prefill is parallel and bound by arithmetic; time to first token and rate are two problems.",
+        "Prefill is parallel and bound by arithmetic; time to first token and rate are two "
+        "problems.",
         "Measured in notebook 09.",
         "09",
     ),
@@ -72,10 +74,10 @@ CLAIMS = (
         "1.6",
         "misleading",
         "Decoding is bound by reading the cached tensors.",
-        "It is bound by reading, but for one sequence mostly of the weights: the cache of Qwen3-0.6B weighs as much "
-        "only from 10,395 tokens on.",
+        "It is bound by reading, but for one sequence mostly of the weights: the cache of "
+        "Qwen3-0.6B weighs as much only from 10,395 tokens on.",
         "08",
-        lambda: Estimate("", QWEN, "bfloat16", 1).crossover + 1,
+        lambda: (Estimate("", QWEN, "bfloat16", 1).crossover or 0) + 1,  # never None for QWEN
         None,
         "tokens",
     ),
@@ -83,7 +85,8 @@ CLAIMS = (
         "1.7",
         "wrong",
         "The given profiler times prefill and decode apart.",
-        "Its decode part prefills the prompt again. With 1 s of prefill and 20 ms per step it reports half the rate.",
+        "Its decode part prefills the prompt again. With 1 s of prefill and 20 ms per step it "
+        "reports half the rate.",
         "09",
         lambda: profiled_rate(1.0, 0.020),
         50,
@@ -146,7 +149,8 @@ CLAIMS = (
         "1.14",
         "wrong",
         "The sketch of a paged cache gives pages back to the pool.",
-        "It has no free(); an empty pool raises IndexError, and a prompt must be appended row by row.",
+        "It has no free(); an empty pool raises IndexError, and a prompt must be appended row by "
+        "row.",
         "10",
     ),
     Claim(
@@ -195,8 +199,8 @@ CLAIMS = (
         "1.19",
         "wrong",
         "DeepSeek-V2 saves 93.3 percent against full multi-head attention.",
-        "That figure compares 6-bit storage with another model that has grouped queries. Against its own full heads "
-        "it is 98.2 percent.",
+        "That figure compares 6-bit storage with another model that has grouped queries. Against "
+        "its own full heads it is 98.2 percent.",
         "08",
         latent_saving,
         93.3,

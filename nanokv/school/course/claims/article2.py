@@ -9,8 +9,8 @@ CLAIMS = (
         "2.1",
         "misleading",
         "The cache made generation 38 percent faster.",
-        "Of what? 38 percent less time is 1.61 times the rate; 38 percent more rate is 1.38 times. Say which, for "
-        "which prompt, length and machine.",
+        "Of what? 38 percent less time is 1.61 times the rate; 38 percent more rate is 1.38 times. "
+        "Say which, for which prompt, length and machine.",
         "09",
         lambda: 1 / (1 - 0.38),
         1.38,
@@ -52,8 +52,8 @@ CLAIMS = (
         "2.7",
         "misleading",
         "Comparing projections of the embeddings confirms it.",
-        "The first layer would pass that test even without a causal mask. Above it only causality keeps old keys "
-        "as they are.",
+        "The first layer would pass that test even without a causal mask. Above it only causality "
+        "keeps old keys as they are.",
         "05",
     ),
     Claim(
@@ -99,7 +99,8 @@ CLAIMS = (
         "2.13",
         "misleading",
         "The generation loop prefills and then decodes N times.",
-        "N tokens need N−1 decodes; the position has to advance, and the loop has to stop at an end token.",
+        "N tokens need N−1 decodes; the position has to advance, and the loop has to stop at an "
+        "end token.",
         "06",
     ),
     Claim(

@@ -24,8 +24,8 @@ CLAIMS = (
         "3.3",
         "misleading",
         "A cache applies only when an autoregressive model is used, not trained.",
-        "Too strict: encoder-decoder models cache what they attend to across, and reinforcement learning generates "
-        "during training.",
+        "Too strict: encoder-decoder models cache what they attend to across, and reinforcement "
+        "learning generates during training.",
         "11",
     ),
     Claim(
@@ -101,7 +101,8 @@ CLAIMS = (
         "3.13",
         "misleading",
         "Contexts of a million tokens make the cache the bottleneck.",
-        "It happens far earlier: at 40,960 tokens the cache of Qwen3-0.6B is 3.9 times its weights.",
+        "It happens far earlier: at 40,960 tokens the cache of Qwen3-0.6B is 3.9 times its "
+        "weights.",
         "08",
         lambda: costs.kv_bytes(QWEN, 40_960, 1, 2) / costs.weight_bytes(QWEN, 2),
         None,
@@ -111,8 +112,8 @@ CLAIMS = (
         "3.14",
         "misleading",
         "A cache makes attention linear instead of quadratic.",
-        "A step, yes. A whole generation is quadratic with a cache and cubic without: doubling N multiplies the "
-        "scores by about 8.",
+        "A step, yes. A whole generation is quadratic with a cache and cubic without: doubling N "
+        "multiplies the scores by about 8.",
         "09",
         lambda: round(scores_without_cache(1, 4000) / scores_without_cache(1, 2000), 2),
         4,
@@ -130,7 +131,8 @@ CLAIMS = (
         "3.16",
         "misleading",
         "In BERT the keys and values of a token change with every new token.",
-        "In every layer but the first, where they depend on the token alone. The cause is the missing mask.",
+        "In every layer but the first, where they depend on the token alone. The cause is the "
+        "missing mask.",
         "05",
     ),
     Claim("3.17", "right", "Training needs no cache.", "All positions are computed at once.", "13"),

@@ -3,13 +3,15 @@
 from nanokv.school.course.drawings.canvas import Canvas, Drawing
 
 ALT = (
-    "Four columns, one per token; the fourth token arrives. Step 1: only for it q3, k3 and v3 are computed. Step 2: "
-    "k3 and v3 are appended to the cache, beside k0, k1, k2 and v0, v1, v2, which are only read. Step 3: q3 meets all "
-    "four keys, four scores, which softmax turns into four weights. Step 4: the four values are mixed with these "
-    "weights."
+    "Four columns, one per token; the fourth token arrives. Step 1: only for it q3, k3 and v3 are "
+    "computed. Step 2: k3 and v3 are appended to the cache, beside k0, k1, k2 and v0, v1, v2, "
+    "which are only read. Step 3: q3 meets all four keys, four scores, which softmax turns into "
+    "four weights. Step 4: the four values are mixed with these weights."
 )
 LOW = "₀₁₂₃"
-LEFT, PITCH, WIDE = 92, 75, 70
+LEFT = 92
+PITCH = 75
+WIDE = 70
 
 
 def token_arrives(tokens=("The", "fox", "asked", "the"), alt: str = ALT) -> Drawing:
@@ -49,16 +51,10 @@ def _append(canvas, columns):
     canvas.text(12, 198, "to cache", 12, step=2)
     canvas.arrow((columns[3] + 47, 130), (columns[3] + 47, 156), step=2)
     for row, letter in enumerate("kv"):
-        for i, x in enumerate(columns):
-            canvas.box(
-                x,
-                156 + 38 * row,
-                WIDE,
-                32,
-                f"{letter}{LOW[i]}",
-                "new" if i == 3 else "cached",
-                step=2 if i == 3 else 0,
-            )
+        y = 156 + 38 * row
+        for low, x in zip(LOW[:3], columns[:3], strict=True):
+            canvas.box(x, y, WIDE, 32, f"{letter}{low}", "cached")
+        canvas.box(columns[3], y, WIDE, 32, f"{letter}{LOW[3]}", "new", step=2)
 
 
 def _scores(canvas, columns):

@@ -14,7 +14,9 @@ from importlib.resources import files
 SCRIPT = files("nanokv.school.course") / "assets" / "drawing.js"
 WIDTH = 400  # units of the viewBox; about the pixels of a phone
 SHOWN = 520  # pixels on a wide screen
-INK, LINE = "#1B1B1B", "#454B53"
+INK = "#1B1B1B"
+LINE = "#454B53"
+DASHES = ' stroke-dasharray="4 3"'
 FILLS = {  # kind of box → (fill, ink)
     "plain": ("#FFFFFF", INK),
     "work": ("#E8E8E8", INK),  # an operation
@@ -52,7 +54,8 @@ class Drawing:
 
     def _html(self) -> str:
         """An <img>; with steps, also buttons and a script, without which all steps are visible."""
-        image = f'<img alt="{html.escape(self.alt)}" src="{address(self.svg)}" style="max-width:100%;height:auto">'
+        style = "max-width:100%;height:auto"
+        image = f'<img alt="{html.escape(self.alt)}" src="{address(self.svg)}" style="{style}">'
         if not self.steps:
             return image
         script = SCRIPT.read_text("utf-8")
@@ -75,7 +78,9 @@ class Canvas:
     """
 
     def __init__(self, name: str, title: str, height: int):
-        self.name, self.title, self.height = name, title, height
+        self.name = name
+        self.title = title
+        self.height = height
         self.parts: list[str] = []
         self.steps = 0
         self.text(12, 26, title, size=16, bold=True)
@@ -83,13 +88,15 @@ class Canvas:
     def box(self, x, y, width, height, text="", kind="plain", size=13, dashed=False, step=0):
         """A rectangle with centred text, which may have several lines."""
         fill, ink = FILLS[kind]
-        dash = ' stroke-dasharray="4 3"' if dashed else ""
+        dash = DASHES if dashed else ""
         self._add(
             f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="4" fill="{fill}" '
             f'stroke="{LINE}"{dash}/>',
             step,
         )
-        lines = text.split("\n") if text else []
+        if not text:
+            return
+        lines = text.split("\n")
         top = y + height / 2 - (len(lines) - 1) * size * 0.62 + size * 0.35
         for i, line in enumerate(lines):
             self.text(
@@ -106,7 +113,7 @@ class Canvas:
 
     def arrow(self, *points, step=0, dashed=False, head=True):
         """A line through (x, y) points, with an arrowhead at the last one."""
-        dash = ' stroke-dasharray="4 3"' if dashed else ""
+        dash = DASHES if dashed else ""
         path = " ".join(f"{x:g},{y:g}" for x, y in points)
         self._add(
             f'<polyline points="{path}" fill="none" stroke="{LINE}" stroke-width="1.5"{dash}/>',
@@ -134,12 +141,16 @@ class Canvas:
         words = f"<title>{html.escape(self.title)}</title><desc>{html.escape(alt)}</desc>"
         ground = f'<rect width="{WIDTH}" height="{self.height}" fill="#FFFFFF"/>'
         svg = (
-            f'<svg xmlns="http://www.w3.org/2000/svg" role="img" viewBox="0 0 {WIDTH} {self.height}" width="{SHOWN}" '
-            f'height="{SHOWN * self.height // WIDTH}" font-family="system-ui, Helvetica, Arial, sans-serif">'
+            '<svg xmlns="http://www.w3.org/2000/svg" role="img" '
+            f'viewBox="0 0 {WIDTH} {self.height}" '
+            f'width="{SHOWN}" height="{SHOWN * self.height // WIDTH}" '
+            'font-family="system-ui, Helvetica, Arial, sans-serif">'
             f"{words}{ground}{''.join(self.parts)}</svg>"
         )
         return Drawing(self.name, alt, svg, self.steps)
 
     def _add(self, shape: str, step: int):
         self.steps = max(self.steps, step)
-        self.parts.append(f'<g class="{self.name}-{step}">{shape}</g>' if step else shape)
+        if step:
+            shape = f'<g class="{self.name}-{step}">{shape}</g>'
+        self.parts.append(shape)

@@ -3,12 +3,13 @@
 from nanokv.school.course.drawings.canvas import Canvas, Drawing
 
 ALT = (
-    "A table of the parts of a model, top to bottom, each cut in two for two ranks. Embedding: half of the words each, "
-    "then a sum. Queries, keys and values: half of the heads each, nothing is sent. The cache: the KV heads of the own "
-    "half, nothing is sent. The output projection: the columns of the own heads, then a sum. Gate and up: half of the "
-    "hidden width each, nothing is sent. Down: the columns of the own half, then a sum. Head: half of the words each, "
-    "then the logits are gathered. Below it the other cut: the cache alone is cut, by positions, in pages that are "
-    "dealt out in turn; results are gathered and merged."
+    "A table of the parts of a model, top to bottom, each cut in two for two ranks. Embedding: "
+    "half of the words each, then a sum. Queries, keys and values: half of the heads each, nothing "
+    "is sent. The cache: the KV heads of the own half, nothing is sent. The output projection: the "
+    "columns of the own heads, then a sum. Gate and up: half of the hidden width each, nothing is "
+    "sent. Down: the columns of the own half, then a sum. Head: half of the words each, then the "
+    "logits are gathered. Below it the other cut: the cache alone is cut, by positions, in pages "
+    "that are dealt out in turn; results are gathered and merged."
 )
 PARTS = (  # name, unit of the division, communication
     ("embedding", "words", "sum"),
@@ -19,7 +20,8 @@ PARTS = (  # name, unit of the division, communication
     ("down", "columns", "sum"),
     ("head", "words", "gather"),
 )
-LEFT, WIDE = 98, 104
+LEFT = 98
+WIDE = 104
 
 
 def cuts(alt: str = ALT) -> Drawing:

@@ -3,15 +3,17 @@
 from nanokv.school.course.drawings.canvas import Canvas, Drawing
 
 ALT = (
-    "Four rows. Draft: after the token fox, something cheap guesses asked, the, old, owl. Verify: the model is fed "
-    "fox and the four guesses in one forward, and gives its own choice after each: asked, the, owl, owl, said. "
-    "Accept: the first two guesses agree and are kept, the third differs, so the model's own owl is taken and the "
-    "rest is dropped. Roll back: the cache went from n to n + 5 tokens and is truncated to n + 3: fox, asked, the."
+    "Four rows. Draft: after the token fox, something cheap guesses asked, the, old, owl. Verify: "
+    "the model is fed fox and the four guesses in one forward, and gives its own choice after "
+    "each: asked, the, owl, owl, said. Accept: the first two guesses agree and are kept, the third "
+    "differs, so the model's own owl is taken and the rest is dropped. Roll back: the cache went "
+    "from n to n + 5 tokens and is truncated to n + 3: fox, asked, the."
 )
 GUESSES = ("asked", "the", "old", "owl")
 CHOICES = ("asked", "the", "owl", "owl", "said")
 KEPT = 2
-WIDE, PITCH = 72, 76
+WIDE = 72
+PITCH = 76
 
 
 def speculation(alt: str = ALT) -> Drawing:
@@ -27,9 +29,10 @@ def speculation(alt: str = ALT) -> Drawing:
         canvas.arrow((x + WIDE / 2, 160), (x + WIDE / 2, 182))
         canvas.box(x, 182, WIDE, 32, CHOICES[i], "work")
     canvas.text(12, 248, "3 Accept: equal guesses, then its own choice", bold=True)
-    for i, x in enumerate(places[:4]):
-        kind, words = ("new", f"✓ {GUESSES[i]}") if i < KEPT else ("wrong", f"✗ {GUESSES[i]}")
-        canvas.box(x, 258, WIDE, 32, words, kind)
+    for x, guess in zip(places[:KEPT], GUESSES[:KEPT], strict=True):
+        canvas.box(x, 258, WIDE, 32, f"✓ {guess}", "new")
+    for x, guess in zip(places[KEPT:4], GUESSES[KEPT:], strict=True):
+        canvas.box(x, 258, WIDE, 32, f"✗ {guess}", "wrong")
     canvas.text(
         12, 312, f"Taken: {GUESSES[0]}, {GUESSES[1]}, and the model's own {CHOICES[KEPT]}.", 12
     )

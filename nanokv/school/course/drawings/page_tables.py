@@ -3,14 +3,17 @@
 from nanokv.school.course.drawings.canvas import Canvas, Drawing
 
 ALT = (
-    "A pool of six pages with 4 slots each. The table of sequence A, 10 tokens, names the pages 1, 3 and 0 in this "
-    "order; that of sequence B, 7 tokens, names the pages 1 and 4. Page 1 is in both tables: it holds the positions 0 "
-    "to 3, with which both begin, once. In page 0 two slots are empty, in page 4 one. The pages 2 and 5 are free."
+    "A pool of six pages with 4 slots each. The table of sequence A, 10 tokens, names the pages 1, "
+    "3 and 0 in this order; that of sequence B, 7 tokens, names the pages 1 and 4. Page 1 is in "
+    "both tables: it holds the positions 0 to 3, with which both begin, once. In page 0 two slots "
+    "are empty, in page 4 one. The pages 2 and 5 are free."
 )
 TABLES = {"A": (1, 3, 0), "B": (1, 4)}
 TOKENS = {"A": 10, "B": 7}
 KINDS = {"A": "cached", "B": "new"}
-SLOTS, PITCH, WIDE = 4, 63, 59
+SLOTS = 4
+PITCH = 63
+WIDE = 59
 
 
 def pages(alt: str = ALT) -> Drawing:
@@ -50,22 +53,22 @@ def _table(canvas, name, y, start, end):
 
 def _page(canvas, page, names):
     """A page of the pool with its slots. A used slot shows the position of its token."""
-    x, y = _place(page), 170
+    x = _place(page)
     canvas.box(x, 152, WIDE, 132)
-    canvas.text(x + WIDE / 2, y, f"page {page}", 12, "middle", bold=True)
-    kind = "shared" if len(names) > 1 else KINDS[names[0]] if names else "plain"
+    canvas.text(x + WIDE / 2, 170, f"page {page}", 12, "middle", bold=True)
+    positions = _positions(page, names)
     for slot in range(SLOTS):
-        position, used = slot, False
-        if names:
-            position = SLOTS * TABLES[names[0]].index(page) + slot
-            used = position < TOKENS[names[0]]
-        canvas.box(
-            x + 8,
-            y + 8 + 25 * slot,
-            WIDE - 16,
-            22,
-            str(position) if used else "",
-            kind if used else "plain",
-            size=12,
-            dashed=not used,
-        )
+        top = 178 + 25 * slot
+        if slot >= len(positions):
+            canvas.box(x + 8, top, WIDE - 16, 22, size=12, dashed=True)
+            continue
+        kind = "shared" if len(names) > 1 else KINDS[names[0]]
+        canvas.box(x + 8, top, WIDE - 16, 22, str(positions[slot]), kind, size=12)
+
+
+def _positions(page, names):
+    """The positions of the tokens in a page, from the table of the first sequence that uses it."""
+    if not names:
+        return range(0)
+    first = SLOTS * TABLES[names[0]].index(page)
+    return range(first, min(first + SLOTS, TOKENS[names[0]]))

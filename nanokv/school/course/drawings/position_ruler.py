@@ -3,12 +3,14 @@
 from nanokv.school.course.drawings.canvas import Canvas, Drawing
 
 ALT = (
-    "A ruler of the positions 0 to 9. The cache holds 6 tokens, at the positions 0 to 5. A chunk of 3 new tokens "
-    "comes. Right: start_pos = 6, the number of cached tokens, so the chunk gets the positions 6, 7 and 8. Wrong: "
-    "start_pos = 0, so the positions 0, 1 and 2 are given twice. Wrong: start_pos = 7, so nothing stands at position "
-    "6."
+    "A ruler of the positions 0 to 9. The cache holds 6 tokens, at the positions 0 to 5. A chunk "
+    "of 3 new tokens comes. Right: start_pos = 6, the number of cached tokens, so the chunk gets "
+    "the positions 6, 7 and 8. Wrong: start_pos = 0, so the positions 0, 1 and 2 are given twice. "
+    "Wrong: start_pos = 7, so nothing stands at position 6."
 )
-CACHED, NEW, LAST = 6, 3, 10
+CACHED = 6
+NEW = 3
+LAST = 10
 
 
 def ruler(alt: str = ALT) -> Drawing:

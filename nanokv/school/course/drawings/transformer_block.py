@@ -3,14 +3,15 @@
 from nanokv.school.course.drawings.canvas import Canvas, Drawing
 
 ALT = (
-    "A block from top to bottom. The hidden state x of shape (B,T,C) goes down along a line at the left, the residual "
-    "stream. A normed copy becomes q of shape (B,H,T,D) and k and v of shape (B,Hk,T,D). RMSNorm and RoPE work on q "
-    "and k. The cache appends k and v and gives all S of them back, (B,Hk,S,D). Attention mixes the values, o_proj "
-    "brings (B,T,C) back, and the result is added to the line. Then a second normed copy goes through the MLP and is "
-    "added."
+    "A block from top to bottom. The hidden state x of shape (B,T,C) goes down along a line at the "
+    "left, the residual stream. A normed copy becomes q of shape (B,H,T,D) and k and v of shape "
+    "(B,Hk,T,D). RMSNorm and RoPE work on q and k. The cache appends k and v and gives all S of "
+    "them back, (B,Hk,S,D). Attention mixes the values, o_proj brings (B,T,C) back, and the result "
+    "is added to the line. Then a second normed copy goes through the MLP and is added."
 )
 COLUMNS = ((84, "q", "H"), (188, "k", "Hk"), (292, "v", "Hk"))  # left edge, letter, heads
-WIDE, STREAM = 100, 36
+WIDE = 100
+STREAM = 36
 
 
 def block(alt: str = ALT) -> Drawing:
