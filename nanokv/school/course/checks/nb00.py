@@ -1,4 +1,4 @@
-"""Notebook 00, the bridge: a dot product, softmax, what is new when a token arrives, and what a cache saves."""
+"""Notebook 00, the bridge: a dot product, softmax, a token's new vectors, savings of a cache."""
 
 from nanokv.school.course.checking import Mistake, questions, value
 
@@ -104,7 +104,7 @@ CHECKS = (
             Mistake(
                 "all queries",
                 lambda c: _vectors("q", range(c.n)) | _vectors("qkv", [c.n]),
-                "The q of an old token was used when that token arrived. Nobody asks for it again.",
+                "The q of an old token was used when that token arrived. It is not needed again.",
             ),
             Mistake(
                 "what is read",
@@ -155,7 +155,7 @@ CHECKS = (
             Mistake(
                 "what remains",
                 lambda c: 3 * c.C * c.D,
-                "That is what the step still costs with a cache. What does it not cost any more?",
+                "That is what the step still costs with a cache. What does it no longer cost?",
             ),
         ),
         otherwise=(

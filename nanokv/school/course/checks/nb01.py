@@ -9,7 +9,7 @@ RULES = (("a", "n"), ("b", "a"), ("n", "a"))
 
 
 def _pieces(word):
-    """The pieces that the tokenizers library makes of a word with RULES."""
+    """The pieces into which the tokenizers library cuts a word, with RULES."""
     from tokenizers import Tokenizer, models
 
     entries = [*"abcn", *(a + b for a, b in RULES)]
@@ -18,7 +18,7 @@ def _pieces(word):
 
 
 def _longest_first(word):
-    """From the left, always the longest entry that fits."""
+    """Pieces from the left, each the longest entry that fits."""
     entries = {a + b for a, b in RULES}
     found = []
     while word:
@@ -32,7 +32,7 @@ def _longest_first(word):
 
 
 def _cut_text(rng):
-    """(pieces,): the bytes of a short text, cut at random places; now and then the last character is not complete."""
+    """(pieces,): the bytes of a short text, cut at random; sometimes the end is incomplete."""
     text = "".join(rng.choice("aé ß🙂むz") for _ in range(rng.randint(0, 8))) + "🙂"
     data = text.encode()
     if rng.random() < 0.3:
@@ -47,7 +47,7 @@ def _cut_text(rng):
 
 
 def _text_of(pieces):
-    """As a stream gives it."""
+    """The text, decoded piece by piece as in a stream."""
     import codecs
 
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -58,7 +58,7 @@ def _text_of(pieces):
 
 
 def _chances(rng):
-    """Chances that are all different, in twentieths, and a p that no sum of them is."""
+    """(chances, p): different chances in twentieths, and a p that is no sum of them."""
     cuts: list[int] = []
     parts: list[int] = []
     while len(set(parts)) < len(cuts) + 1:
@@ -76,7 +76,7 @@ def _top_p(chances, p):
 
 
 def _below(chances, p):
-    """Those whose sum stays below p: the one that crosses it is left out."""
+    """The likeliest tokens whose sum stays below p, without the one that crosses it."""
     kept = set()
     total = 0.0
     for index in sorted(range(len(chances)), key=lambda i: -chances[i]):
@@ -151,7 +151,8 @@ CHECKS = (
             Mistake(
                 "dropped",
                 lambda pieces: b"".join(pieces).decode("utf-8", "ignore"),
-                "What is no character is to be shown as U+FFFD, not dropped: a reader should know.",
+                "Show bytes that are no character as U+FFFD. If you drop them, a reader cannot "
+                "know.",
             ),
             Mistake(
                 "Latin-1", lambda pieces: b"".join(pieces).decode("latin-1"), "The bytes are UTF-8."
@@ -174,7 +175,7 @@ CHECKS = (
             Mistake(
                 "a threshold",
                 lambda chances, p: {i for i, chance in enumerate(chances) if chance >= p},
-                "p is a share of all together, not what each token has to reach.",
+                "p is a share of the sum of all chances, not a threshold for each token.",
             ),
         ),
     ),
@@ -196,7 +197,7 @@ CHECKS = (
             Mistake(
                 "no softmax",
                 lambda c: c.d / c.T,
-                "That is the difference of the scaled logits: now e to it.",
+                "That is the difference of the scaled logits: now take e to that power.",
             ),
         ),
         otherwise="Softmax of two numbers: only their difference counts.",

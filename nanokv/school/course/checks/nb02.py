@@ -1,4 +1,4 @@
-"""Notebook 02, attention: a row of weights by hand, the formula, its scale, and a test that finds a leak."""
+"""Notebook 02, attention: a row of weights by hand, the formula, its scale, a test for leaks."""
 
 import math
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def _attention(q, k, v):
     return causal_attention(*(x[None, None] for x in (q, k, v)))[0, 0]
 
 
-MASKS = {  # what becomes of the scores; `visible` is 1 where a query may look and 0 elsewhere
+MASKS = {  # (scores, visible) → masked scores; `visible` is 1 where a query may look, 0 elsewhere
     "added": lambda scores, visible: scores.masked_fill(visible == 0, -math.inf),
     "none": lambda scores, visible: scores,
     "multiplied": lambda scores, visible: scores * visible,
@@ -59,7 +59,7 @@ MASKS = {  # what becomes of the scores; `visible` is 1 where a query may look a
 
 
 def _variant(divisor=lambda q: q.shape[-1] ** 0.5, mask="added", axis=-1):
-    """The formula with something else in it."""
+    """An attention function with one part of the formula replaced."""
 
     def attend(q, k, v):
         return _weighted(q, k, divisor, mask, axis) @ v
@@ -81,7 +81,7 @@ def _weighted(q, k, divisor=lambda q: q.shape[-1] ** 0.5, mask="added", axis=-1)
 
 
 def _judge_leak_test(answer, case):
-    """Run the learner's test on models that are known to leak and on models that are known not to."""
+    """Run the learner's test on models that leak and on models that do not."""
     import torch
 
     noise = torch.Generator().manual_seed(0)
@@ -353,7 +353,7 @@ CHECKS = (
             Mistake(
                 "head size derived",
                 lambda c: (c.config.hidden_size / c.config.num_attention_heads) ** -0.5,
-                "You took hidden size over heads for the head size. D is a number of its own.",
+                "You took hidden size over heads for the head size. D is a separate number.",
             ),
             Mistake(
                 "hidden size",

@@ -1,4 +1,4 @@
-"""Notebook 03, inside a block: the shapes of its weights, the norm, the rotation, the sharing of KV heads."""
+"""Notebook 03, inside a block: shapes of its weights, the norm, the rotation, shared KV heads."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from nanokv.school.course.trials import tensor
 
 
 def _shapes(case):
-    """(out, in) of q_proj, k_proj and o_proj, read off a real block without weights."""
+    """(out, in) of q_proj, k_proj and o_proj, from a real block without weights."""
     from nanokv.loading import skeleton
     from nanokv.school.course.claims.shapes import QWEN
 
@@ -27,14 +27,14 @@ def _shapes(case):
 
 
 def _derived(case):
-    """The same with a head size of C / H."""
+    """The same shapes with a head size of C / H."""
     D = case.C // case.H
     return (case.H * D, case.C), (case.Hk * D, case.C), (case.C, case.H * D)
 
 
 # --- 03.2: the rotation ---------------------------------------------------------------------------
 
-# Cosine and sine of an angle.
+# (cosine, sine) of some angles
 TURNS = ((1.0, 0.0), (0.6, 0.8), (0.8, 0.6), (0.0, 1.0), (-0.6, 0.8), (0.6, -0.8))
 
 
@@ -84,7 +84,7 @@ def _mirror(x, cos, sin):
 
 
 def _norm_inputs(rng):
-    """x (T,C) with small rows, in which eps counts, weight (C,), eps."""
+    """x (T,C), with small rows in which eps matters; weight (C,); eps."""
     import torch
 
     T = rng.randint(2, 4)
@@ -130,14 +130,14 @@ def _heads(rng):
 
 
 def _kv_head(h, H, Hk):
-    """As attention groups the query heads: H as (Hk,G)."""
+    """The KV head of query head h, from the grouping of attention: H viewed as (Hk,G)."""
     import torch
 
     return int((torch.arange(H).reshape(Hk, -1) == h).nonzero()[0, 0])
 
 
 def _judge_weights(answer, case):
-    """Does norm-then-rotate equal rotate-then-norm with these weights?"""
+    """Does norm-then-rotate equal rotate-then-norm with these weights of the norm?"""
     import random
 
     import torch
@@ -164,7 +164,7 @@ def _judge_weights(answer, case):
     x = tensor(rng, 1, 1, 4, 8)
     before = _rotate(_rms_norm(x, weight, 1e-6), cos, sin)
     after = _rms_norm(_rotate(x, cos, sin), weight, 1e-6)
-    # What is mixed into each dimension has this size.
+    # The larger weight of each pair: the size of the numbers mixed into a dimension.
     pair = torch.maximum(weight.abs(), weight.roll(4).abs())  # (D,)
     if bool(((before - after).abs() <= 1e-5 * pair).all()):
         return RIGHT
@@ -187,7 +187,7 @@ CHECKS = (
             Mistake(
                 "head size derived",
                 _derived,
-                "You derived the head size from the hidden size. It is a number of its own: D is "
+                "You derived the head size from the hidden size. It is a separate number: D is "
                 "given.",
             ),
             Mistake(

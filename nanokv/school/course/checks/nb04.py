@@ -1,4 +1,4 @@
-"""Notebook 04, the same logits: the file, the tolerance, and finding what is wrong from the numbers alone."""
+"""Notebook 04, the same logits: the file, the tolerance, and finding a fault from numbers alone."""
 
 import tempfile
 from pathlib import Path
@@ -17,7 +17,7 @@ from nanokv.school.course.checking import (
 
 
 def _tensors(L, tied):
-    """Seven projections and four norms per layer, the embedding and the last norm, and a head of its own or none."""
+    """7 projections and 4 norms per layer, the embedding, the last norm, and a head if not tied."""
     return 11 * L + 2 + (not tied)
 
 
@@ -25,7 +25,7 @@ def _tensors(L, tied):
 
 
 def _judge_reader(read, case):
-    """read(path, name) on a small file of two dtypes."""
+    """Try read(path, name) on a small file with two dtypes."""
     import torch
     from safetensors.torch import save_file
 
@@ -74,11 +74,14 @@ def _tensor_outcome(name, given, right):
     return None
 
 
-# --- 04.3 and 04.5: what rounding does, and what the three do -------------------------------------
+# --- 04.3 and 04.5: the effects of rounding, and of the three faults ------------------------------
 
 
 def _distances(case):
-    """Largest difference of a logit: {"fp32": rounding, "bf16": rounding, "theta": …, "eps": …, "head": …}."""
+    """The largest change of a logit from each cause.
+
+    Keys: "fp32" and "bf16" (rounding), "theta", "eps" and "head" (faults).
+    """
     import copy
 
     import torch
@@ -96,7 +99,7 @@ def _distances(case):
 
 
 def _judge_tolerance(answer, case):
-    """Above twice the rounding of fp32, below the smallest of the three that stands out of it."""
+    """Right: at least twice the rounding of fp32, and below every fault larger than rounding."""
     atol = as_number(plain(answer))
     if atol is None:
         return wrong("answer with one number, such as 0.5")
@@ -129,7 +132,7 @@ def _hidden_by_bf16(case):
     return {name for name in ("theta", "eps", "head") if found[name] <= found["bf16"]}
 
 
-# --- 04.4: one more wrong checkpoint, of which only the activations are known ---------------------
+# --- 04.4: one more wrong checkpoint; only its activations are known ------------------------------
 
 CAUSES = {
     "a": "gate_proj and up_proj of a layer were exchanged",
@@ -146,14 +149,14 @@ def _place(case):
 
 
 def _cause(case):
-    """The one that was drawn; b needs the norms of the heads, which not every family has."""
+    """The drawn cause; f instead of b for a family without norms of the heads."""
     if case.cause == "b" and not case.config.qk_norm:
         return "f"
     return case.cause
 
 
 def mystery(case, ids) -> dict:
-    """What nanokv.debug.record gives of case.model with one weight or two of one layer wrong."""
+    """nanokv.debug.record of case.model, with one or two wrong weights in one layer."""
     from nanokv.lab.study.debug import record
     from nanokv.loading import build
 
@@ -185,7 +188,7 @@ def mystery(case, ids) -> dict:
 
 
 def _judge_place(answer, case):
-    """A pair of layer and cause: what is said of the layer holds whatever the cause is."""
+    """Judge a pair (layer, cause). A hint about the layer is right whatever the cause is."""
     answer = plain(answer)
     if (
         not isinstance(answer, list)

@@ -1,4 +1,4 @@
-"""Notebook 05, the waste: counting what is computed twice."""
+"""Notebook 05, the waste: counting the work that is done twice."""
 
 from nanokv.school.course.answers import Sealed
 from nanokv.school.course.checking import Mistake, function, questions, value
@@ -10,7 +10,7 @@ def _text_lengths(rng):
 
 
 def _mlp_rows(L, S):
-    """Rows that need an MLP to get one more token without a cache: in the last layer one."""
+    """Rows that need an MLP for one more token without a cache; only one in the last layer."""
     return sum(S for _ in range(L - 1)) + 1
 
 

@@ -30,7 +30,7 @@ def _shapes(case, H=None, S=None):
 
 
 def _judge_class(answer, case):
-    """First two small appends, which name the usual mistakes; then the public equality suite."""
+    """Try two small appends, which identify the usual mistakes; then the public equality suite."""
     from nanokv.lab.study import equality
 
     outcome = no_class(answer) or _two_appends(answer)
@@ -44,7 +44,7 @@ def _judge_class(answer, case):
 
 @guarded
 def judge_quickly(answer, case):
-    """A prompt in two chunks and a decode, in a small model, instead of the suite: hundredths of a second."""
+    """A quick replacement of the suite: a prompt in two chunks and a decode in a small model."""
     from nanokv.inference import decode, prefill, score
     from nanokv.lab.study import equality
 
@@ -64,7 +64,7 @@ def judge_quickly(answer, case):
 
 
 def _two_appends(make):
-    """One token, then another: an Outcome if what comes back is not old and new, oldest first."""
+    """Append two tokens in turn: an Outcome unless both come back, the older one first."""
     import torch
 
     k, v = torch.arange(2 * 3 * 2 * 5.0).reshape(2, 1, 3, 2, 5)  # (B,Hk,T,D) = (1,3,2,5) each
@@ -90,7 +90,7 @@ def _two_appends(make):
         return wrong("keys and values come back in each other's place", "swapped")
     if torch.equal(keys[:, :, :1], k[:, :, 1:]):
         return wrong(
-            "the new token stands before the old ones. One query would not notice; a chunk would.",
+            "the new token comes before the old ones. One query would not notice; a chunk would.",
             "order",
         )
     if not (torch.equal(keys, k) and torch.equal(values, v)):
@@ -108,7 +108,7 @@ def _two_appends(make):
 
 
 def _judge_loop(answer, case):
-    """The tokens of nanokv.generate, for as few rows as it takes."""
+    """Compare the tokens with nanokv.generate, and the rows fed with the fewest possible."""
     import torch
 
     from nanokv.decoding.generation import generate
@@ -134,7 +134,11 @@ def _judge_loop(answer, case):
 
 
 def _watched(model, call, most):
-    """(tokens that call() returns or yields, at most so many; rows of every forward; did nanokv's own loop run?)."""
+    """Run call() and watch the model.
+
+    Returns (at most `most` tokens that it returned or yielded, rows of each forward, was nanokv's
+    own loop used?).
+    """
     import torch
 
     from nanokv.decoding import generation
@@ -151,7 +155,7 @@ def _watched(model, call, most):
         given = result_of(call)
         if isinstance(given, torch.Tensor):
             given = given.flatten().tolist()
-        # A generator runs here, and need not end.
+        # A generator runs here, and may never end.
         given = result_of(list, itertools.islice(given, most))
     finally:
         hook.remove()
@@ -222,8 +226,8 @@ CHECKS = (
             Mistake(
                 "scores per KV head",
                 lambda c: (*_shapes(c)[:2], (c.B, c.Hk, 1, c.t)),
-                "Each query head has scores of its own, also where several of them share the keys "
-                "of one KV head.",
+                "Each query head has its own scores, even where several share the keys of a KV "
+                "head.",
             ),
             Mistake(
                 "square scores",

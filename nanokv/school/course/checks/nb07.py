@@ -1,4 +1,4 @@
-"""Notebook 07, the bug hunt: find it in a trace, count its bytes, write the test that notices it, mend a cache."""
+"""Notebook 07, the bug hunt: find a fault in a trace, count bytes, write a test, mend a cache."""
 
 import itertools
 
@@ -16,9 +16,9 @@ from nanokv.school.course.feedback import line
 from nanokv.school.course.trials import tensor
 
 WANTED = 16  # faults that the test of exercise 07.4 has to kill
-SECONDS = 20  # that a run of it may take; the model is small
+SECONDS = 20  # for one run of that test; the model is small
 
-# --- 07.1: where does this key stand? -------------------------------------------------------------
+# --- 07.1: the position of a key ------------------------------------------------------------------
 
 
 def _rotated(config, key, position):
@@ -45,13 +45,13 @@ def _position_of(config, key, rotated):
 # --- 07.2: name the fault -------------------------------------------------------------------------
 
 FAMILIES = {
-    "What goes into attention is right and what comes out is not. Which tokens of the second chunk are wrong, the last "
-    "one too? And the single tokens after it?": (
+    "The inputs of attention are right, its output is not. Which tokens of the second chunk are "
+    "wrong, the last one too? And the single tokens after it?": (
         "no_mask_on_chunk",
         "top_left_mask",
         "cached_before_rope",
     ),
-    "Positions are wrong, yes. By how much? Your function of 07.1 says where a key stands.": (
+    "Positions are wrong, yes. By how much? Your function of 07.1 gives the position of a key.": (
         "start_pos_off_by_one",
         "start_pos_advanced_twice",
         "start_pos_restarts",
@@ -66,9 +66,10 @@ SUSPECTS = tuple(sorted(name for family in FAMILIES.values() for name in family)
 
 
 def trace(case) -> tuple[list, list]:
-    """The forward passes (nanokv.debug.Pass) of a run on right code and of one with the fault of this case.
+    """The forward passes (nanokv.debug.Pass) of a correct run, and of one with the case's fault.
 
-    A random model reads a prompt of 24 tokens in chunks of 8, then three single tokens, the same ones in both runs.
+    In both runs a random model reads the same prompt of 24 tokens in chunks of 8, then the same
+    three single tokens.
     """
     from nanokv.lab import faults
     from nanokv.lab.faults.diagnosis import random_prompts
@@ -102,7 +103,7 @@ def _judge_name(answer, case):
     )
 
 
-# --- 07.4: a test, graded by the faults that it notices -------------------------------------------
+# --- 07.4: a test, graded by the faults that it finds ---------------------------------------------
 
 
 def _judge_test(test, case):
@@ -117,7 +118,7 @@ def _judge_test(test, case):
     def finished(model):
         try:
             returned.append(test(model))
-        except BaseException as error:  # what pytest.fail raises is no Exception
+        except BaseException as error:  # pytest.fail does not raise an Exception
             raised.append(line(error))
             raise
         if returned[-1] is ...:
@@ -175,17 +176,20 @@ def _judge_cache(answer, case):
 
 
 def _moves(layer) -> int:
-    """How often the keys are somewhere else after an append of one token; a block may be exchanged now and then."""
+    """How often the keys are at another address after an append of one token.
+
+    A few moves are fine: a cache may exchange its block now and then.
+    """
     import torch
 
     one = torch.zeros(1, 2, 1, 6)  # (B,Hk,T,D)
-    # All held, so that no memory is used again.
+    # All results are kept, so that no memory is reused.
     kept = [layer.append(one, one)[0] for _ in range(APPENDS + 1)]
     return sum(a.data_ptr() != b.data_ptr() for a, b in itertools.pairwise(kept))
 
 
 APPENDS = 40
-OPTIONAL = ("A file", "32 tokens take")  # cases that need save and nbytes, which nobody asked for
+OPTIONAL = ("A file", "32 tokens take")  # cases of save and nbytes, which are not asked for
 
 CHECKS = (
     function(

@@ -1,4 +1,4 @@
-"""Notebook 08, memory: the formula, units, an audit of printed numbers, savings and their baselines, what fits."""
+"""Notebook 08, memory: the formula, units, an audit, savings and their baselines, what fits."""
 
 from nanokv import costs
 from nanokv.costs.memory import FAMILY, Estimate
@@ -16,7 +16,7 @@ def _per_token(C, L, H, Hk, D, itemsize):
 
 
 def _sizes(rng):
-    """C, L, H, Hk, D and bytes per value of a plausible model; D is rarely C / H."""
+    """(C, L, H, Hk, D, bytes per value) of a plausible model; D is rarely C / H."""
     Hk = rng.choice((1, 2, 4, 8))
     return (
         64 * rng.randint(4, 80),
@@ -29,18 +29,22 @@ def _sizes(rng):
 
 
 def _llama(case, config=LLAMA_2_70B, share=1.0):
-    """(GB, GiB) of its cache."""
+    """(GB, GiB) of the model's cache."""
     size = costs.kv_bytes(config, case.tokens, case.batch, 2) * share
     return size / GB, size / GIB
 
 
 def _table(case, share=1.0):
-    """KiB a token of the article's four shapes; its own table is for 2 bytes per value."""
+    """KiB per token of the four shapes in the article's table, which is for 2 bytes per value."""
     return tuple(kib_a_token(*row) * case.itemsize / 2 * share for row in TABLE)
 
 
 def _savings(case, bits=None, layers=(60, 95), both=2):
-    """Percent saved by the latent: few bits against the 67B, equal bits against the 67B, against its own heads."""
+    """Percent saved by the latent of DeepSeek-V2, against three baselines.
+
+    They are the 67B model in 16 bits (the latent in `bits`), the 67B model in equal bits, and
+    DeepSeek-V2 with full heads. The arguments change the computation for the known mistakes.
+    """
     latent = layers[0] * values_per_token("mla")
     old = layers[1] * values_per_token("gqa") * both / 2
     own = 1 - values_per_token("mla") / (values_per_token("mha") * both / 2)
@@ -52,13 +56,13 @@ def _savings(case, bits=None, layers=(60, 95), both=2):
 
 
 def _published(case):
-    """The same from the figures of nanokv.lab.study.mla, whose first one is for 6 bits."""
+    """The same, right, from nanokv.lab.study.mla; its first figure is for 6 bits."""
     few, equal, _, own, _ = deepseek_v2_savings().values()
     return 100 * (1 - (1 - few) * case.bits / 6), 100 * equal, 100 * own
 
 
 def _given(case):
-    """What paper shows of a model."""
+    """The sizes of a model, for a printed exam."""
     c = FAMILY[case.name]
     return {"parameters": costs.parameters(c)} | sizes(c, ("C", "L", "H", "Hk", "D"))
 
@@ -79,12 +83,12 @@ CHECKS = (
             Mistake(
                 "derived head size",
                 lambda C, L, H, Hk, D, itemsize: 2 * L * Hk * (C // H) * itemsize,
-                "You derived the head size as C / H. It is a number of its own in the config: D.",
+                "You derived the head size as C / H. It is a separate number in the config: D.",
             ),
             Mistake(
                 "derived head size, not rounded",
                 lambda C, L, H, Hk, D, itemsize: 2 * L * Hk * (C / H) * itemsize,
-                "You derived the head size as C / H. It is a number of its own in the config: D.",
+                "You derived the head size as C / H. It is a separate number in the config: D.",
             ),
             Mistake(
                 "query heads",
@@ -105,7 +109,7 @@ CHECKS = (
             Mistake(
                 "one layer",
                 lambda C, L, H, Hk, D, itemsize: 2 * Hk * D * itemsize,
-                "Every layer has a cache of its own.",
+                "Every layer has its own cache.",
             ),
             Mistake(
                 "numbers, not bytes",

@@ -1,4 +1,4 @@
-"""Notebook 09, time: a profiler and its repair, where attention outweighs weights, limits, what a cache can gain."""
+"""Notebook 09, time: a profiler and its repair, attention against weights, limits, the gain."""
 
 import random
 import statistics
@@ -21,14 +21,14 @@ from nanokv.school.course.claims.article1 import profiled_rate
 
 
 def _attention_equals_weights(case):
-    """Tokens at which attention does as many FLOPs in a decode step as all matrices."""
+    """The length at which attention takes as many FLOPs in a decode step as all matrices."""
     config = FAMILY[case.name]
     matrices = costs.decode_flops(config, 0)
     return matrices / (costs.decode_flops(config, 1) - matrices)
 
 
 def _heads(case):
-    """Query heads for each KV head."""
+    """Query heads per KV head."""
     return FAMILY[case.name].num_attention_heads / FAMILY[case.name].num_key_value_heads
 
 
@@ -46,11 +46,14 @@ def _server(rng):
     )
 
 
-# --- 09.2: a profiler on a machine whose clock is ours --------------------------------------------
+# --- 09.2: a profiler on a simulated machine ------------------------------------------------------
 
 
 class _Machine:
-    """Generations of `tokens` tokens on a clock that only they move: the first is cold, one step is disturbed."""
+    """Simulated generations of `tokens` tokens, with a clock that only they advance.
+
+    The first generation is slower by the factor `cold`; in each, one step by `disturbed`.
+    """
 
     def __init__(self, prefill: float, step: float, tokens: int, cold: float, disturbed: float):
         self.prefill = prefill
@@ -74,7 +77,7 @@ class _Machine:
             yield 0
 
     def seconds(self) -> list[float]:
-        """Of each token of a warm generation."""
+        """The seconds of each token of a warm generation."""
         steps = [self.step] * (self.tokens - 1)
         if len(steps) > 2:
             steps[len(steps) // 2] *= self.disturbed
@@ -242,7 +245,7 @@ CHECKS = (
             Mistake(
                 "one cache",
                 lambda w, p, S, B, bw: B * bw / (w + S * p),
-                "Every sequence has a cache of its own to read.",
+                "Every sequence has its own cache to read.",
             ),
             Mistake(
                 "no cache", lambda w, p, S, B, bw: B * bw / w, "The caches have to be read too."

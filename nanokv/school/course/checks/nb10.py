@@ -1,4 +1,4 @@
-"""Notebook 10, where the bytes live: copies, slabs, pages, and giving pages back."""
+"""Notebook 10, where the bytes are: copies, slabs, pages, and freeing pages."""
 
 import random
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from nanokv.school.course.work import copied_by_cat
 
 
 def _wasted(c):
-    """(of a slab, of pages)"""
+    """(unused slots of a slab, unused slots of pages)"""
     pages = len(range(0, c.used, c.page))  # one begins at every multiple of the page size
     return c.capacity - c.used, pages * c.page - c.used
 
@@ -29,11 +29,11 @@ def _table(rng):
     return table, rng.randrange(len(table) * page), page
 
 
-# --- 10.5: giving pages back ----------------------------------------------------------------------
+# --- 10.5: freeing pages --------------------------------------------------------------------------
 
 
 def _judge_free(answer, case):
-    """Random tables over a small pool, some with pages in common; each is freed in turn."""
+    """Free random tables over a small pool in turn; some share pages."""
     rng = random.Random("10.5")
     for _ in range(20):
         pages = rng.sample(range(12), 12)
@@ -117,7 +117,7 @@ def _lists_outcome(before, table, owners, free, returned):
         return wrong(f"free_pages is {sorted(free)}, but should be {right_free}", "free list")
     if table:
         return wrong(
-            "the table still lists its pages: used once more, it would write into those of others",
+            "the table still lists its pages: used again, it would write into pages of others",
             "table",
         )
     if returned is not free:
@@ -137,7 +137,7 @@ CHECKS = (
             Mistake(
                 "all rows",
                 lambda c: c.N * (c.N + 1) // 2,
-                "You counted the new rows too; they are written once each, that is N of them.",
+                "You counted the new rows too. Each of these N is written once, not copied.",
             ),
             Mistake(
                 "square",
@@ -194,7 +194,7 @@ CHECKS = (
             Mistake(
                 "pages waste nothing",
                 lambda c: (c.capacity - c.used, 0),
-                "The last page is taken whole, whoever needs how much of it.",
+                "The last page is taken whole, however little of it is used.",
             ),
             Mistake(
                 "whole sizes",

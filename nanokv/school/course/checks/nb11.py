@@ -1,4 +1,4 @@
-"""Notebook 11, reuse and rollback: masks of chunks, shared prefixes, guesses that are taken back."""
+"""Notebook 11, reuse and rollback: masks of chunks, shared prefixes, rejected guesses."""
 
 from nanokv.attention import causal_mask
 from nanokv.school.course import forms
@@ -28,11 +28,14 @@ def _chunk_mask(cached, T):
     return mask
 
 
-# --- 11.4 and 11.5: what can be kept --------------------------------------------------------------
+# --- 11.4 and 11.5: how much can be kept ----------------------------------------------------------
 
 
 def _two_lists(rng):
-    """Few different ids, so that they agree again after they differ; now and then the whole prompt is cached."""
+    """(cached, new): lists of few different ids, which may agree again after a difference.
+
+    In some draws the whole new prompt is cached.
+    """
     new = [rng.randint(0, 3) for _ in range(rng.randint(1, 12))]
     cached = [rng.choice((token, token, token, 9)) for token in new] + [1] * rng.randint(0, 4)
     if rng.random() < 0.3:
@@ -112,7 +115,7 @@ CHECKS = (
     value(
         "11.3",
         right=lambda case: (case.n + 1 + case.g, case.n + 1 + case.k),
-        # G = k + 1: two mistakes would look alike.
+        # Never g = k + 1, for which two of the mistakes give the same numbers.
         parameters={"n": (40, 57, 33), "g": (4, 5, 6), "k": (2, 1)},
         wrong=(
             Mistake(

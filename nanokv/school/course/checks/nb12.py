@@ -1,4 +1,4 @@
-"""Notebook 12: batches, what their rows share, and a turn of the learner's own engine."""
+"""Notebook 12: batches, what their rows share, and a turn of the learner's engine."""
 
 import random
 
@@ -41,7 +41,7 @@ def _judge_rectangle(answer, case):
 
 
 def _rectangle_outcome(prompts, rows, pads):
-    """An Outcome for what can be told by looking."""
+    """An Outcome for faults that show without running the model."""
     longest = max(map(len, prompts))
     widths = {len(row) for row in rows}
     if len(rows) != len(prompts) or len(pads) != len(prompts):
@@ -83,7 +83,7 @@ def _rectangle_outcome(prompts, rows, pads):
 
 
 def _prompt_of(row, prompts) -> int:
-    """The number of the prompt with which this row ends; −1 if there is none."""
+    """The index of the prompt with which this row ends; −1 if there is none."""
     for number, prompt in enumerate(prompts):
         if list(row[len(row) - len(prompt) :]) == prompt:
             return number
@@ -94,7 +94,7 @@ def _prompt_of(row, prompts) -> int:
 
 
 def _padding(c, of=lambda c: len(c.lengths) * max(c.lengths)):
-    """How many percent of something the padding columns of a rectangle are."""
+    """The padding of a rectangle in percent of `of(c)`, by default of all its cells."""
     return 100 * (len(c.lengths) * max(c.lengths) - sum(c.lengths)) / of(c)
 
 
@@ -102,9 +102,7 @@ def _padding(c, of=lambda c: len(c.lengths) * max(c.lengths)):
 
 
 class Desk:
-    """What a turn gets as its engine: it runs nanokv's own forward, and tells the first slip at
-    the feed that shows it.
-    """
+    """The engine of a turn. It runs nanokv's own forward, and raises Told at the first mistake."""
 
     def __init__(self, model, stop):
         self.model = model
@@ -112,7 +110,7 @@ class Desk:
         self.clear()
 
     def begin(self, prompt, most):
-        """What the turn is asked for."""
+        """Start a turn: at most `most` tokens that follow the prompt."""
         self._prompt = list(prompt)
         self._most = most
         self.fed: list[int] = []  # tokens of each forward
@@ -174,7 +172,10 @@ class Desk:
 
 
 def _judge_turn(answer, case):
-    """A chat of two turns, then others at the same engine: the tokens of nanokv.generate, and no row too many."""
+    """Run a chat of two turns, then other chats, on one engine.
+
+    Right: the tokens of nanokv.generate, with no row fed more than necessary.
+    """
     from nanokv.decoding.generation import generate
     from nanokv.lab.study.equality import small_model
 
@@ -211,7 +212,7 @@ def _judge_turn(answer, case):
 
 
 def _turn_outcome(given, expected, prompt, kept, desk):
-    """An Outcome if the answer or the rows of a turn are others."""
+    """An Outcome if the answer of a turn is wrong, or more rows were fed than necessary."""
     if given == prompt + expected:
         return wrong("return the answer only, without the prompt", "with prompt")
     if given == expected[:-1] and expected[-1] in desk.stop:
@@ -245,7 +246,7 @@ CHECKS = (
             Mistake(
                 "of the prompts",
                 lambda c: _padding(c, lambda c: sum(c.lengths)),
-                "That is padding per prompt token. Asked is its part of everything that is "
+                "That is padding per prompt token. The question is its share of all that is "
                 "computed.",
             ),
             Mistake(
@@ -261,8 +262,7 @@ CHECKS = (
             Mistake(
                 "a number of tokens",
                 lambda c: len(c.lengths) * max(c.lengths) - sum(c.lengths),
-                "So many tokens are padding. How many percent of all cells of the rectangle are "
-                "they?",
+                "That is the number of padding tokens. What percentage of all cells are they?",
             ),
         ),
         otherwise=(
@@ -288,12 +288,12 @@ CHECKS = (
             Mistake(
                 "caches shared",
                 lambda c: (c.W + c.S * c.kv) / c.B,
-                "The rows share the weights only. Each row reads a cache of its own.",
+                "The rows share the weights only. Each row reads its own cache.",
             ),
             Mistake(
                 "whole step",
                 lambda c: c.W + c.B * c.S * c.kv,
-                "So much is read in a step. It gives B tokens: one per row.",
+                "That is read per step. A step gives B tokens: one per row.",
             ),
             Mistake(
                 "no weights",

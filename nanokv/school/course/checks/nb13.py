@@ -1,4 +1,4 @@
-"""Notebook 13: what a window sees, what bits cost, and the capstone."""
+"""Notebook 13: the keys that a window sees, the price of bits, and the capstone."""
 
 from nanokv.school.course.checking import (
     RIGHT,
@@ -16,10 +16,13 @@ from nanokv.school.course.forms import misfit
 
 
 def _window(c):
-    """(keys that the query at t sees, the oldest that is no sink), from the mask of nanokv's sliding cache."""
+    """(number of keys that query t sees, position of the oldest one that is not a sink).
+
+    From the mask of nanokv's sliding cache.
+    """
     from nanokv.cache import make_cache
 
-    # Who sees whom, without sinks.
+    # Row t of the mask: the keys that query t sees, without sinks.
     rows = make_cache("sliding", c.config, window=c.w).mask(c.t + 1)  # (T,T)
     seen = rows[c.t].nonzero().flatten().tolist()
     return len(set(seen) | set(range(c.s))), seen[0]
@@ -27,7 +30,7 @@ def _window(c):
 
 # --- 13.3: rounding -------------------------------------------------------------------------------
 
-HALF = 0.5 * (1 + 1e-3)  # a step
+HALF = 0.5 * (1 + 1e-3)  # half a step, with room for rounding
 
 
 def _judge_rounding(answer, case):
@@ -79,7 +82,7 @@ def _rounding_outcome(x, given, bits, dim):
 
 
 def _codes_outcome(x, given, low, step):
-    """An Outcome if a part of the way to the codes or back is missing."""
+    """An Outcome if a part of the conversion to codes or back is missing."""
 
     def near(values) -> bool:
         return bool(((values - x).abs() <= 1.01 * step).all())
@@ -105,7 +108,7 @@ def _codes_outcome(x, given, low, step):
 
 
 def _side_outcome(off):
-    """An Outcome if all values, in steps, are off to one side."""
+    """An Outcome if all values are off to one side. `off`: differences in steps."""
     if bool((off.abs() <= 2 * HALF).all()):
         if bool((off <= 1e-3).all()):
             return wrong(
@@ -120,7 +123,10 @@ def _side_outcome(off):
 
 
 def _steps_outcome(worst: float, bits, dim):
-    """What is wrong with the number of steps, by the largest distance in steps; the ends are right."""
+    """An Outcome for a wrong number of steps; the ends are right.
+
+    `worst`: the largest difference of a value, in steps.
+    """
     steps = 2**bits - 1
     if worst <= steps / (steps - 1) * HALF:
         return wrong(
@@ -135,7 +141,7 @@ def _steps_outcome(worst: float, bits, dim):
 
 
 def _same_ends(x, given, dim) -> bool:
-    """Do the smallest and the largest value of every group come back as they were?"""
+    """Are the smallest and the largest value of every group unchanged?"""
     low = x.amin(dim)
     high = x.amax(dim)
     moved = (given.amin(dim) - low).abs() + (given.amax(dim) - high).abs()
@@ -143,7 +149,7 @@ def _same_ends(x, given, dim) -> bool:
 
 
 def _ends_outcome(x, given, bits, dim):
-    """Where the lowest and the highest level are, if they are not those of the groups along dim; else None."""
+    """An Outcome if the lowest and highest levels are not the ends of the groups along dim."""
     if _same_ends(x, given, dim):
         return None
     for other in {0, 1, 2, 3} - {dim}:
@@ -197,7 +203,7 @@ def _judge_static(layer):
     def make(config, batch_size, capacity):
         layers = [layer(capacity) for _ in range(config.num_hidden_layers)]
         for one in layers:
-            if getattr(one, "capacity", None) is None:  # how the suite learns how much it may feed
+            if getattr(one, "capacity", None) is None:  # the suite reads how much it may feed
                 one.capacity = capacity
         cache = KVCache(layers, config)
         cache.made = Made(batch_size=batch_size)
@@ -287,7 +293,7 @@ def _reuse_outcome(store, model, a, b):
     n, cache = _ask(store, model, [*a[:5], 1, 2])
     if n != 5:
         return wrong(f"a prompt that shares 5 tokens reused {n}", "common prefix")
-    cache.truncate(2)  # the caller goes on with its cache; what is stored must not change
+    cache.truncate(2)  # the caller uses its cache; the stored one must not change
     prefill(model, [[3] * 6], cache, start_pos=2)
     try:
         _ask(store, model, [*a[:5], 1, 2, 9])
@@ -354,7 +360,7 @@ def _judge_mqa(convert):
 
 
 def _first_unlike(before, after) -> str:
-    """The name of a weight that two state dicts do not share, k_proj and v_proj apart; "" if there is none."""
+    """The first weight that differs between two state dicts, ignoring k_proj and v_proj; or ""."""
     import torch
 
     converted = ("k_proj.weight", "v_proj.weight")

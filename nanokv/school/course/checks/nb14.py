@@ -1,6 +1,4 @@
-"""Notebook 14, several machines: what is sent, which heads lie where, the merge, and KV handed
-over or computed again.
-"""
+"""Notebook 14, several machines: bytes sent, heads per rank, the merge, and the handover of KV."""
 
 import math
 
@@ -10,7 +8,7 @@ from nanokv.school.course.checking import Mistake, function, questions, value
 
 
 def _summed(c) -> int:
-    """Bytes of what is summed for one token: behind attention and behind the MLP of every layer."""
+    """Bytes summed per token: a vector after attention and one after the MLP in every layer."""
     return 2 * c.L * c.C * c.itemsize
 
 
@@ -33,7 +31,7 @@ def _kv_heads(Hk, n, rank):
 
 
 def _two_parts(rng):
-    """(a, la, b, lb): outputs and log-sum-exps. Scores may be large, and one part may see nothing."""
+    """(a, la, b, lb): two outputs with log-sum-exps, some of them large, or of an empty part."""
     a = float(rng.randint(-9, 9))
     b = float(rng.randint(-9, 9))
     la = float(rng.randint(1, 5))
@@ -61,11 +59,11 @@ def _merged(a, la, b, lb):
     return total / weights
 
 
-# --- 14.4: hand over or prefill again -------------------------------------------------------------
+# --- 14.4: send the cache, or prefill again -------------------------------------------------------
 
 
 def _seconds(c, bits=8, tokens=True):
-    """(to send the keys and values, to compute them again)."""
+    """(seconds to send the keys and values, seconds to compute them again)."""
     computed = c.T if tokens else 1
     sending = c.T * c.kv * bits / (c.link * 1e9)
     computing = 2 * c.P * computed / (c.F * 1e12)
@@ -103,8 +101,8 @@ CHECKS = (
             Mistake(
                 "to everybody",
                 lambda c: _summed(c) * (c.n - 1),
-                "So much is sent if each rank sends its whole vector to every other one. A ring "
-                "sends parts.",
+                "That is for a rank that sends its whole vector to every other one. A ring sends "
+                "parts.",
             ),
             Mistake(
                 "not divided",

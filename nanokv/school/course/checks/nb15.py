@@ -1,4 +1,4 @@
-"""Notebook 15, an engine of one's own: who moves in, who gets how many tokens, who gives way, a step, a stream."""
+"""Notebook 15, the learner's engine: admission, budget, preemption, a step, a stream."""
 
 import random
 from collections.abc import Iterable, Iterator
@@ -23,7 +23,7 @@ from nanokv.school.course.own_engine import Engine, Request
 
 
 def admit(known, promised, free, size, room):
-    """nanokv's: how many of those that wait move in."""
+    """nanokv's answer: how many waiting requests are admitted."""
     return _admitted(known, promised, free, size, room)
 
 
@@ -31,7 +31,7 @@ def _admitted(
     known, promised, free, size, room, ahead=1, counted=True, overtake=False, spare=0, unit="page",
     limit=True, others=True,
 ):  # fmt: skip
-    """The switches are slips."""
+    """`admit`, with arguments that introduce mistakes."""
     pages_of = {
         "page": lambda n: -(-n // size),
         "begun": lambda n: n // size,
@@ -76,13 +76,13 @@ def _pool(rng):
 
 
 def share(pending, budget):
-    """nanokv's: how many pending tokens of each are fed, decodes first."""
+    """nanokv's answer: how many pending tokens of each request are fed, decodes first."""
     return _shared(pending, budget, lambda i: pending[i] > 1)
 
 
 def _shared(pending, budget, rank, whole=False):
     given = [0] * len(pending)
-    for i in sorted(range(len(pending)), key=rank):  # stable: the older one first
+    for i in sorted(range(len(pending)), key=rank):  # a stable sort: the older request first
         tokens = min(pending[i], budget)
         if whole and tokens < pending[i]:
             continue
@@ -92,7 +92,7 @@ def _shared(pending, budget, rank, whole=False):
 
 
 def _overdrawn(pending, budget):
-    """Each decode gets its token, whatever is left."""
+    """Every decode gets a token, even beyond the budget."""
     given = [int(tokens == 1) for tokens in pending]
     budget -= sum(given)
     for i, tokens in enumerate(pending):
@@ -103,7 +103,7 @@ def _overdrawn(pending, budget):
 
 
 def _first_prompt(pending, budget):
-    """Decodes, and one prompt."""
+    """Tokens for the decodes and for one prompt only."""
     first = next((i for i, tokens in enumerate(pending) if tokens > 1), None)
     return [n * (pending[i] == 1 or i == first) for i, n in enumerate(share(pending, budget))]
 
@@ -117,16 +117,16 @@ def _sorted(pending, budget):
 
 
 def _pending(rng):
-    """(pending, budget), decodes and chunks in any order of age, budget ≥ 1."""
+    """(pending, budget): decodes and prompts in any order, budget ≥ 1."""
     pending = [rng.choice((1, 1, rng.randint(2, 40))) for _ in range(rng.randint(1, 6))]
     return pending, rng.randint(1, 48)
 
 
-# --- 15.3 and 15.4: giving way --------------------------------------------------------------------
+# --- 15.3 and 15.4: preemption --------------------------------------------------------------------
 
 
 def preempt(engine, request):
-    """nanokv's: its pages go back, and it waits at its place; the answer so far stays."""
+    """nanokv's answer: free the pages, and let the request wait first in line, with its answer."""
     request.cache.free()
     request.cache = None
     engine.running.remove(request)
@@ -134,7 +134,7 @@ def preempt(engine, request):
 
 
 def reserve(engine, request, tokens):
-    """nanokv's: pages for its next tokens; the youngest gives way until they are there."""
+    """nanokv's answer: reserve pages for the next tokens; preempt the youngest until they fit."""
     while request in engine.running:
         try:
             request.cache.reserve(request.fed, request.fed + tokens)
@@ -146,11 +146,11 @@ def reserve(engine, request, tokens):
 
 SIZE = 4
 WAITING = 2
-PATIENCE = 50  # refusals of a pool: more than any loop that ends gets
+PATIENCE = 50  # refusals of the pool; a loop that ends gets fewer
 
 
 class Desk(Engine):
-    """An engine of the check. What is fed are zeros: only places and pages count."""
+    """An engine with running and waiting requests. Caches hold zeros: only pages matter."""
 
     def __init__(self, model, fed, pages):
         # A desk never steps.
@@ -218,7 +218,7 @@ def _judge_preempt(answer, case):
 
 
 def _preempted(desk, request, others, free):
-    """An Outcome for queues and pages that are not as they should be after one request gave way."""
+    """An Outcome where the running requests are not as they should be after a preemption."""
     for name in ("running", "waiting"):
         queue = getattr(desk, name)
         if not isinstance(queue, list):
@@ -239,7 +239,7 @@ def _preempted(desk, request, others, free):
 
 
 def _waits(desk, request):
-    """An Outcome where the request does not wait at its place."""
+    """An Outcome where the preempted request does not wait, or at the wrong place."""
     waits = request in desk.waiting
     if not waits and any(one not in desk.everybody for one in desk.waiting):
         return wrong(
@@ -260,7 +260,7 @@ def _waits(desk, request):
 
 
 def _freed(desk, request, free):
-    """An Outcome where the pages of the request are not free, or free twice."""
+    """An Outcome where the pages of the preempted request are not free, or are free twice."""
     if desk.free < free:
         return wrong(
             f"{desk.free} pages are free, and {free} should be: give them back with "
@@ -279,7 +279,7 @@ def _freed(desk, request, free):
 
 
 def _kept(request, prompt, answered):
-    """An Outcome where the request itself is another one than before."""
+    """An Outcome where the preempted request itself was changed."""
     if request.done:
         return wrong("It is `done` now, and its answer is not complete: it only waits", "done")
     if request.answer != answered:
@@ -296,15 +296,15 @@ def _kept(request, prompt, answered):
     return None
 
 
-# (tokens fed of each, pages of the pool, who asks, for how many tokens)
+# (tokens fed of each request, pages of the pool, index of the request, tokens to reserve)
 RESERVATIONS = (
-    ((5, 6), 8, 0, 3),  # there is room in its own page
+    ((5, 6), 8, 0, 3),  # its last page has room
     ((5, 6), 8, 0, 8),  # pages are free
-    ((9, 8, 5), 7, 1, 1),  # the youngest gives way
+    ((9, 8, 5), 7, 1, 1),  # the youngest is preempted
     ((8, 9, 5), 7, 0, 1),
-    ((8, 9, 5), 7, 0, 17),  # two give way
-    ((4, 8, 8), 5, 2, 1),  # it is the youngest itself
-    ((8, 8, 4, 4), 6, 1, 9),  # those behind it, then itself
+    ((8, 9, 5), 7, 0, 17),  # two are preempted
+    ((4, 8, 8), 5, 2, 1),  # the request is the youngest: it is preempted itself
+    ((8, 8, 4, 4), 6, 1, 9),  # the younger ones are preempted, then the request itself
 )
 
 
@@ -325,7 +325,7 @@ def _judge_reserve(answer, case):
 
 
 def _wrong_ones(desk, right, request, tokens):
-    """An Outcome where others gave way than in nanokv's."""
+    """An Outcome where other requests were preempted than by nanokv's `reserve`."""
     for one in desk.everybody:
         if one not in desk.running and one not in desk.waiting:
             return wrong(
@@ -363,7 +363,7 @@ def _wrong_ones(desk, right, request, tokens):
 
 
 def _reserved(request, twin, given, tokens):
-    """An Outcome for what is returned, and for the pages."""
+    """An Outcome for a wrong result, or wrong pages of the request."""
     expected = twin.cache is not None
     pages = len(request.cache.tables[0]) if expected else 0
     taken = expected and pages == len(twin.cache.tables[0])
@@ -390,7 +390,7 @@ def _reserved(request, twin, given, tokens):
 
 
 def step(engine):
-    """nanokv's: one forward for all that may go on → [(request, token)]."""
+    """nanokv's answer: one forward for all requests with pages → [(request, token)]."""
     known = [len(request.known) for request in engine.waiting]
     room = engine.most - len(engine.running)
     for _ in range(admit(known, engine.promised, engine.free, engine.size, room)):
@@ -416,10 +416,10 @@ def _pair(item):
 
 
 class Watched(Engine):
-    """An engine that tells the first slip of a step."""
+    """An engine that raises Told at the first mistake of a step."""
 
     def begin(self):
-        """What the step should find and do."""
+        """Before a step: note which requests it should admit."""
         known = [len(request.known) for request in self.waiting]
         room = self.most - len(self.running)
         self.entering = self.waiting[: admit(known, self.promised, self.free, self.size, room)]
@@ -431,7 +431,7 @@ class Watched(Engine):
 
     def feed(self, work):
         work = list(work)
-        slip = self._order_slip(work) or self._work_slip(work)
+        slip = self._order_slip(work) or self._work_slip(work) or self._pages_slip(work)
         if slip:
             raise Told(slip)
         self.forwards += 1
@@ -495,6 +495,9 @@ class Watched(Engine):
         total = sum(n for _, n in work)
         if total > self.budget:
             return wrong(f"{total} tokens are fed, and the budget is {self.budget}", "budget")
+        return None
+
+    def _pages_slip(self, work):
         for request, n in work:
             if len(request.cache.tables[0]) < self.pages_of(request.fed + n):
                 return wrong(
@@ -521,7 +524,7 @@ class Watched(Engine):
         return None
 
     def end(self, given):
-        """An Outcome for what the step left behind; None if all is well."""
+        """After a step: an Outcome for the state that it left; None if that is right."""
         if isinstance(given, Iterator):
             return wrong(
                 "With `yield` nothing runs before it is read, and nobody reads it: return a list",
@@ -584,8 +587,8 @@ class Watched(Engine):
 # (tokens of each prompt, pages, budget, most at once)
 LOADS = (
     ((5, 9, 3), 20, 16, 8),  # all at once
-    ((30, 4, 6, 5), 30, 12, 3),  # a prompt in chunks, and a full house
-    ((2, 8, 8, 11), 7, 16, 8),  # too few pages: who gave way knows more than its prompt
+    ((30, 4, 6, 5), 30, 12, 3),  # a prompt in chunks, and more requests than may run
+    ((2, 8, 8, 11), 7, 16, 8),  # too few pages: preempted requests keep their answers
     ((20, 2, 17, 3, 9), 8, 8, 8),
 )
 MOST = 9
@@ -603,7 +606,7 @@ def _judge_step(answer, case):
 
 
 def _one_load(answer, model, prompts, pages, budget, most):
-    """Serve them by this step, and compare with each of them alone."""
+    """Serve the prompts with the learner's step; compare the answers with each prompt alone."""
     from nanokv.decoding.generation import generate
 
     stop = tuple(generate(model, prompts[0], max_new_tokens=MOST - 2, eos_token_ids=[]))[-1:]
@@ -642,7 +645,7 @@ def _one_load(answer, model, prompts, pages, budget, most):
 
 
 def stream(engine, request):
-    """nanokv's: the tokens of one request as they come, while the others go on."""
+    """nanokv's answer: the tokens of one request as they come, while other requests go on."""
     sent = 0
     while True:
         while sent < len(request.answer):
@@ -654,7 +657,7 @@ def stream(engine, request):
 
 
 class Read(Engine):
-    """An engine whose answers only grow."""
+    """An engine that raises Told if a stream removes tokens from an answer."""
 
     def __init__(self, model, **sizes: int):
         super().__init__(model, step, **sizes)
@@ -669,7 +672,7 @@ class Read(Engine):
         return drawn
 
     def complete(self):
-        """Told that a reader took tokens out of an answer."""
+        """Raise Told if an answer has become shorter since the last step."""
         if any(len(request.answer) < n for request, n in self.grown.items()):
             raise Told(
                 wrong(
@@ -681,7 +684,10 @@ class Read(Engine):
 
 
 def _streamed(kind, readers, model):
-    """([request], [what each reader got], [steps when the first came]), read one token at a time, in turn."""
+    """Read the streams of some requests in turn, one token at a time.
+
+    Returns (all requests, {reader: tokens}, {reader: number of steps at its first token}).
+    """
     engine = Read(model, pages=12, size=SIZE, budget=8, most=4)
     rng = random.Random("15.6")
     prompts = [[rng.randrange(61) for _ in range(n)] for n in (6, 3, 9)]
@@ -727,7 +733,7 @@ def _judge_stream(answer, case):
 
 
 def _idle(model):
-    """An engine, and a request that is answered already."""
+    """An engine, and a request in it that is answered already."""
     engine = Engine(model, step, pages=12, size=SIZE, budget=8)
     request = engine.submit([1, 2, 3], 2)
     engine.run()
@@ -735,7 +741,7 @@ def _idle(model):
 
 
 def _stream_outcome(requests, got, first, readers):
-    """An Outcome where a reader did not get what its request was answered."""
+    """An Outcome where a reader did not get the answer of its request as it came."""
     for i in readers:
         wanted = requests[i].answer
         if not requests[i].done and got[i] == wanted[: len(got[i])]:
@@ -773,7 +779,7 @@ def _stream_outcome(requests, got, first, readers):
 
 
 def _first_step(i, readers):
-    """The step after which nanokv's own stream gives its first token."""
+    """The number of steps after which nanokv's own stream gives the first token."""
     return _streamed(stream, readers, _model())[2][i]
 
 

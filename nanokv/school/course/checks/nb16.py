@@ -1,7 +1,7 @@
-"""Notebook 16, the step on a GPU: a norm, pages, a softmax in parts, their merge, the inputs of a recording.
+"""Notebook 16, the step on a GPU: a norm, pages, a softmax in parts, the merge, recorded inputs.
 
-Kernels run in Triton's interpreter. Where there is no Triton their exercises stay unanswered, and say so. Triton is
-imported when the first one is judged.
+Kernels run in Triton's interpreter, which is imported when the first of them is judged. Without
+Triton these exercises stay unanswered, with a message that says why.
 """
 
 import copy
@@ -21,12 +21,13 @@ from nanokv.school.course.checking import (
     wrong,
 )
 
-GUARD = 4096  # numbers around what a kernel may touch: a wrong address hits them, and not the interpreter
-EMPTY = -12345.0  # what stands where nothing was written
+# Numbers on either side of a kernel's tensors, so that a wrong address stays inside our memory.
+GUARD = 4096
+EMPTY = -12345.0  # the value of numbers that were not written
 
 
 def kernels():
-    """nanokv's own. Told where they cannot run."""
+    """nanokv's own kernels. Raises Told where they cannot run."""
     from nanokv.school.course import own_kernels
 
     if not own_kernels.here:
@@ -35,7 +36,7 @@ def kernels():
 
 
 def check_kernel(answer) -> None:
-    """Told for what is no kernel, and for a stub that still returns `...`."""
+    """Raise Told if an answer is not a kernel, NotImplementedError if it is still the stub."""
     if not hasattr(answer, "fn"):
         said = CALLED.format(answer)
         if callable(answer) and not isinstance(answer, type):
@@ -46,7 +47,7 @@ def check_kernel(answer) -> None:
 
 
 def launch(own, returns: str, *arguments) -> None:
-    """own.launch; Told what the learner's function returns, where its result cannot be taken apart."""
+    """own.launch. Raises Told if the result of the learner's function cannot be unpacked."""
     try:
         own.launch(*arguments)
     except (TypeError, ValueError) as error:
@@ -56,14 +57,14 @@ def launch(own, returns: str, *arguments) -> None:
 
 
 def guarded(tensor, fill: float):
-    """The same numbers in the middle of a larger memory → (a view, the memory)."""
+    """A copy of a tensor in the middle of a larger memory → (the copy, the memory)."""
     memory = tensor.new_full((2 * GUARD + tensor.numel(),), fill)
     view = memory[GUARD : GUARD + tensor.numel()].view(tensor.shape)
     return view.copy_(tensor), memory
 
 
 def untouched(memory, view) -> bool:
-    """Is all around the view as it was?"""
+    """Is the memory around the view unchanged?"""
     around = memory[:GUARD], memory[GUARD + view.numel() :]
     return all(bool((part == EMPTY).all()) for part in around)
 
@@ -83,7 +84,7 @@ def short(numbers) -> str:
 
 
 def other_row(out, right, begins: str):
-    """The Outcome for the first row that is not right. `begins`: where a row's numbers do."""
+    """The Outcome for the first wrong row. `begins`: where the numbers of a row begin, in words."""
     row = next(i for i in range(len(out)) if not near(out[i], right[i]))
     said = f"Row {row} is {short(out[row])}, but it should be {short(right[row])}"
     if row == 0:
@@ -92,7 +93,7 @@ def other_row(out, right, begins: str):
 
 
 def nothing_written(answer):
-    """The Outcome for a kernel without a store; of an untouched stub NotImplementedError."""
+    """The Outcome for a kernel that stores nothing; NotImplementedError for an untouched stub."""
     if not answer.fn.__code__.co_names:
         raise NotImplementedError
     return wrong(
@@ -102,11 +103,11 @@ def nothing_written(answer):
 
 # --- 16.1: RMSNorm --------------------------------------------------------------------------------
 
-EPS = 0.3  # so large that it shows
+EPS = 0.3  # large, so that its place in the formula matters
 
 
 def _norms(x, weight, memory, C, BLOCK):
-    """{name: what a kernel with this slip writes} for rows of C numbers."""
+    """{mistake: the numbers that a kernel with it writes} for rows of C numbers."""
     import torch
 
     square = x.pow(2).sum(-1, keepdim=True)
@@ -169,7 +170,7 @@ def _judge_norm(answer, case):
 
 
 def _norm_outcome(out, written, slips):
-    """An Outcome for what was written; None if it is right."""
+    """An Outcome for the numbers that were written; None if they are right."""
     if len(out) > 1 and bool((out[1:] == EMPTY).all()):
         return wrong(
             "Only the first row is written. There is a program for each row: tl.program_id(0) says "
@@ -198,7 +199,7 @@ def _norm_outcome(out, written, slips):
 
 
 def _splits(c, heads="Hk", up=True):
-    """(programs without a split, parts that keep every processor busy, a power of two)."""
+    """(programs without a split, parts per row that keep all processors busy: a power of two)."""
     programs = c.B * getattr(c, heads)
     splits = 1
     while programs * splits < c.processors:
@@ -210,7 +211,7 @@ def _splits(c, heads="Hk", up=True):
 
 # --- 16.3: pages ----------------------------------------------------------------------------------
 
-UNSEEN = 77  # what lies behind a table
+UNSEEN = 77  # the value of the memory after a table
 
 
 def _judge_place(answer, case):
@@ -258,7 +259,7 @@ def _place_outcome(table, token, end, SIZE, pages, slots):
         )
     if near(got[0], page) and near(got[1], token[seen]):
         return wrong("The slot counts from the beginning of the page", "token as slot")
-    entries = torch.tensor([*table, *[UNSEEN] * len(token)])  # with what lies behind
+    entries = torch.tensor([*table, *[UNSEEN] * len(token)])  # with the memory after the table
     if near(got[0], entries[token[seen].long().clamp(max=len(entries) - 1)]):
         return wrong("The table has an entry per page, and not per token", "entry per token")
     return wrong(
@@ -274,7 +275,7 @@ def _place_outcome(table, token, end, SIZE, pages, slots):
 def _folded(
     scores, values, own=False, flat=False, shrink_total=True, shrink_mixed=True, turned=False
 ):
-    """(highest, total, mixed) after all blocks (n,BLOCK); the switches are slips."""
+    """(highest, total, mixed) after all blocks (n,BLOCK); the switches introduce mistakes."""
     import torch
 
     highest = torch.tensor(-torch.inf)
@@ -369,7 +370,7 @@ def _judge_fold(answer, case):
 
 
 def _fold_outcome(got, folded, count):
-    """An Outcome for what was kept after so many blocks."""
+    """An Outcome for a wrong state after `count` ("3 blocks")."""
 
     def is_(**slip) -> bool:
         return all(near(a, b) for a, b in zip(got, folded(**slip), strict=True))
@@ -403,6 +404,36 @@ def _fold_outcome(got, folded, count):
 # --- 16.5: the merge ------------------------------------------------------------------------------
 
 
+MERGE_SLIPS = (  # (sums → weights of the parts with this mistake, its outcome)
+    (
+        lambda sums: sums.softmax(-1),
+        wrong(
+            "Right, but numbers behind the result are overwritten: store where d < D",
+            "store unmasked",
+        ),
+    ),
+    (
+        lambda sums: sums.new_ones(sums.shape) / sums.shape[-1],
+        wrong(
+            "That is the mean: a part counts as much as the exponentials that it has added up",
+            "mean",
+        ),
+    ),
+    (
+        lambda sums: sums.new_ones(sums.shape),
+        wrong("That is the sum of the parts: each has a weight, and these add up to 1", "sum"),
+    ),
+    (
+        lambda sums: sums / sums.sum(-1, keepdim=True),
+        wrong("Those are logarithms: the weight of a part is exp(lse)", "weighted by lse"),
+    ),
+    (
+        lambda sums: (sums - sums.max(-1, keepdim=True)[0]).exp(),
+        wrong("The weights have to add up to 1: divide by their sum", "not divided"),
+    ),
+)
+
+
 def _judge_merge(answer, case):
     import torch
 
@@ -429,7 +460,7 @@ def _judge_merge(answer, case):
 
 
 def _merge_outcome(out, written, parts, sums):
-    """An Outcome for what was merged."""
+    """An Outcome for a wrong result of the merge."""
 
     def mixed(share):
         return (parts * share[..., None]).sum(2)
@@ -437,36 +468,8 @@ def _merge_outcome(out, written, parts, sums):
     right = mixed(sums.softmax(-1))
     if near(out, right) and untouched(written, out):
         return None
-    known = (
-        (
-            right,
-            wrong(
-                "Right, but numbers behind the result are overwritten: store where d < D",
-                "store unmasked",
-            ),
-        ),
-        (
-            parts.mean(2),
-            wrong(
-                "That is the mean: a part counts as much as the exponentials that it has added up",
-                "mean",
-            ),
-        ),
-        (
-            parts.sum(2),
-            wrong("That is the sum of the parts: each has a weight, and these add up to 1", "sum"),
-        ),
-        (
-            mixed(sums / sums.sum(-1, keepdim=True)),
-            wrong("Those are logarithms: the weight of a part is exp(lse)", "weighted by lse"),
-        ),
-        (
-            mixed((sums - sums.max(-1, keepdim=True)[0]).exp()),
-            wrong("The weights have to add up to 1: divide by their sum", "not divided"),
-        ),
-    )
-    for slip, outcome in known:
-        if near(out, slip):
+    for weights, outcome in MERGE_SLIPS:
+        if near(out, mixed(weights(sums))):
             return outcome
     return _unmerged(out) or other_row(
         out[0],
@@ -494,7 +497,7 @@ def _unmerged(out):
 
 
 def fill(inputs, tokens, positions, tables):
-    """nanokv's: the same addresses, other values."""
+    """nanokv's answer: write other values to the same addresses."""
     import torch
 
     b = len(tokens)
@@ -507,7 +510,7 @@ def fill(inputs, tokens, positions, tables):
 
 
 FIELDS = ("tokens", "positions", "lengths", "table")
-# (tokens, positions, tables) of steps that follow each other
+# (tokens, positions, tables) of consecutive steps
 STEPS = (
     ([7], [4], [[2, 5]]),
     ([9, 8, 3], [5, 0, 17], [[2, 5], [1], [6, 0, 4]]),
@@ -537,7 +540,7 @@ def _judge_fill(answer, case):
 
 
 def _filled(inputs, before, tokens, positions, tables):
-    """An Outcome for an input that is not as it should be."""
+    """An Outcome for an input with wrong values, or at another address."""
     b = len(tokens)
     for name in FIELDS:
         if getattr(inputs, name).data_ptr() != before[name]:

@@ -10,7 +10,8 @@ from nanokv.school.course.claims.claim import Article, Claim
 ARTICLES = {
     0: Article(
         "J. Wu, How the KV Cache Works in HuggingFace Transformers",
-        "https://jifengwu2k.github.io/2026/05/31/How-the-KV-Cache-Works-in-HuggingFace-Transformers/",
+        "https://jifengwu2k.github.io/2026/05/31/"
+        "How-the-KV-Cache-Works-in-HuggingFace-Transformers/",
     ),
     1: Article("K. Kanojiya, KV Cache Explained"),
     2: Article(
@@ -55,9 +56,9 @@ def page() -> str:
     lines = [
         "# What the articles say, and what is true",
         "",
-        "A notebook executes each claim. Claim 2.7 is the seventh of article 2. The articles stand "
-        "here in the",
-        "order of their numbers, from 0 on.",
+        "A notebook executes each claim. Claim 2.7 is the seventh of article 2. The articles are "
+        "in",
+        "the order of their numbers, from 0 on.",
     ]
     for number, article in ARTICLES.items():
         lines += [

@@ -44,8 +44,8 @@ CLAIMS = (
         "0.4",
         "wrong",
         "Keys of Qwen3-0.6B have shape [batch, 8, S, 64].",
-        "The head size is a number of its own in the config, 128; hidden size over heads, 1024/16, "
-        "is not it.",
+        "The head size is a separate number in the config, 128, not hidden size over heads, "
+        "1024/16.",
         "08",
         lambda: QWEN.head_dim,
         64,

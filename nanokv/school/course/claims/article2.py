@@ -42,7 +42,7 @@ CLAIMS = (
         "2.5",
         "right",
         "Keys and values of old tokens stay equal when a token is added.",
-        "So do the queries; they are not kept because nobody asks for them again.",
+        "So do the queries; they are not kept because they are not needed again.",
         "05",
     ),
     Claim(
