@@ -12,6 +12,7 @@ import math
 import symtable
 import sys
 from types import FunctionType, ModuleType
+from typing import Any
 
 from nanokv.school.course import feedback
 
@@ -24,7 +25,7 @@ class NotAlone(Exception):
     """Why something does not run without its notebook, as the end of a sentence."""
 
 
-def source(answer) -> tuple[str, str]:
+def source(answer: Any) -> tuple[str, str]:
     """(source text that runs alone, the name of `answer` in that text). Raises NotAlone."""
     parts = _Parts()
     name = parts.define(answer)
@@ -42,7 +43,7 @@ class _Parts:
         self.definitions: list[str] = []
         self._known: dict[str, object] = {}  # name → value, of everything above
 
-    def define(self, value) -> str:
+    def define(self, value: Any) -> str:
         """Add a learner's function or class, after everything that it uses. Returns its name."""
         name, text, names = _statement(value)
         if self._is_known(name, value):

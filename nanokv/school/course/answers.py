@@ -9,6 +9,7 @@ import math
 import numbers
 import re
 from dataclasses import dataclass
+from typing import Any
 
 MOST_ITEMS = 100_000  # a larger tensor is not turned into a list: no right answer has as many
 THOUSANDS = re.compile(r"\s*[+-]?[1-9]\d{0,2}(,\d{3})+(\.\d*)?\s*")
@@ -22,12 +23,12 @@ class Sealed:
     digest: str
 
 
-def seal(id: str, answer) -> str:
+def seal(id: str, answer: Any) -> str:
     """The salted hash of an answer's canonical text."""
     return hashlib.sha256(f"nanokv course {id} {canonical(answer)}".encode()).hexdigest()[:20]
 
 
-def canonical(answer) -> str:
+def canonical(answer: Any) -> str:
     """The same text for every way to write an answer: 8, 8.0, "8" and " 8 "; (1, 2) and [1, 2]."""
     answer = plain(answer)
     if isinstance(answer, list):
@@ -44,21 +45,21 @@ def canonical(answer) -> str:
     return repr(answer)
 
 
-def is_blank(answer) -> bool:
+def is_blank(answer: Any) -> bool:
     """Is this the untouched stub: `...`, None, an empty text, or a tuple that contains one?"""
     if isinstance(answer, list | tuple):
         return any(is_blank(item) for item in answer)
     return answer is None or answer is ... or (isinstance(answer, str) and not answer.strip())
 
 
-def is_stub(result) -> bool:
+def is_stub(result: Any) -> bool:
     """Did the untouched stub of a function return this: `...`, or a tuple that contains one?"""
     if isinstance(result, list | tuple):
         return any(map(is_stub, result))
     return result is ...
 
 
-def same(answer, right, rel: float = 1e-6, atol: float = 0.0) -> bool:
+def same(answer: Any, right: Any, rel: float = 1e-6, atol: float = 0.0) -> bool:
     """Does the answer agree with the right one?
 
     Numbers agree within max(atol, rel·|right|), texts up to case and spacing, the rest item by
@@ -92,7 +93,7 @@ def same(answer, right, rel: float = 1e-6, atol: float = 0.0) -> bool:
     return isinstance(right, str) and canonical(answer) == canonical(right)
 
 
-def plain(value):
+def plain(value: Any) -> Any:
     """Tensors, arrays and tuples as lists and numbers; sets as sets of text.
 
     A tensor of more than MOST_ITEMS numbers stays a tensor.
@@ -107,7 +108,7 @@ def plain(value):
     return value
 
 
-def as_set(value):
+def as_set(value: Any) -> Any:
     """A list without repeats as the set of its items; any other value as `plain` gives it."""
     items = plain(value)
     if not isinstance(items, list):
@@ -118,7 +119,7 @@ def as_set(value):
     return found
 
 
-def has_nan(value) -> bool:
+def has_nan(value: Any) -> bool:
     """Is the value NaN, or does it contain NaN?"""
     value = plain(value)
     if isinstance(value, list):
@@ -126,7 +127,7 @@ def has_nan(value) -> bool:
     return isinstance(value, float) and math.isnan(value)
 
 
-def named(value):
+def named(value: Any) -> Any:
     """The plain value with each NaN replaced by the text "NaN", so that two NaNs are equal."""
     value = plain(value)
     if isinstance(value, list):
@@ -136,7 +137,7 @@ def named(value):
     return value
 
 
-def as_number(value) -> float | None:
+def as_number(value: Any) -> float | None:
     """The value as a number, also from text such as "1,024"; None if it is not one.
 
     NaN and numbers too large for a float are None too.

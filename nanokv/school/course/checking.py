@@ -13,11 +13,12 @@ import importlib
 import itertools
 import random
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from importlib.resources import files
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from nanokv.errors import CourseError
 from nanokv.school.course import slips
@@ -35,6 +36,11 @@ from nanokv.school.course.answers import (
 from nanokv.school.course.feedback import call, example, stopped
 from nanokv.school.course.forms import Use, misfit
 
+if TYPE_CHECKING:
+    from nanokv.config import Config
+    from nanokv.lab.study.equality import Report
+    from nanokv.model import Transformer
+
 TRIALS = 50  # inputs on which a function is tried
 UNFINISHED = (NotImplementedError,)
 EXACT = (1e-6, 0.0)  # default tolerance: rel, atol
@@ -46,7 +52,7 @@ class Case(SimpleNamespace):
     `hidden`: the numbers give the answer away, so repr() does not show them.
     """
 
-    def __init__(self, values: dict, model=None, hidden: bool = False):
+    def __init__(self, values: dict, model: "Transformer | None" = None, hidden: bool = False):
         super().__init__(**values)
         self._model = model
         self._hidden = hidden
@@ -70,7 +76,7 @@ class Case(SimpleNamespace):
         return f"Case({', '.join(given)})"
 
     @property
-    def model(self):
+    def model(self) -> "Transformer":
         """The notebook's model; outside a notebook, the bundled one."""
         if self._model is None:
             from nanokv.loading import load
@@ -79,7 +85,7 @@ class Case(SimpleNamespace):
         return self._model
 
     @property
-    def config(self):
+    def config(self) -> "Config":
         return self.model.config
 
 
@@ -140,7 +146,7 @@ class Check:
     # case → {name: number} that a printed exam has to show beside the parameters
     given: Callable | None = None
 
-    def case(self, seed: int | None = None, model=None) -> Case:
+    def case(self, seed: int | None = None, model: "Transformer | None" = None) -> Case:
         """The notebook's own numbers, or with a seed a reproducible draw from `parameters`."""
         if seed is None:
             values = {name: choices[0] for name, choices in self.parameters.items()}
@@ -161,7 +167,7 @@ class Told(Exception):
 CALLED = "hand in the function itself, without calling it; this is {!r:.60}"
 
 
-def guarded(judge):
+def guarded(judge: Callable[..., Outcome]) -> Callable[..., Outcome]:
     """Wrap a judge: an answer that raises, or calls sys.exit, when it is used counts as wrong."""
 
     @wraps(judge)
@@ -183,7 +189,7 @@ def guarded(judge):
     return careful
 
 
-def result_of(function, *arguments, like=None):
+def result_of(function: Callable, *arguments: Any, like: Any = None) -> Any:
     """The result of a learner's function.
 
     Raises Told if that is the stub's `...`, None, or not of the form of `like`.
@@ -210,23 +216,23 @@ FIELDS = {  # letter of the glossary → field of a config
 }
 
 
-def sizes(config, letters) -> dict[str, int]:
+def sizes(config: "Config", letters: Iterable[str]) -> dict[str, int]:
     """{letter: size} of a model, for a printed exam."""
     return {letter: getattr(config, FIELDS[letter]) for letter in letters}
 
 
 def value(
     id: str,
-    right,
-    wrong=(),
-    rel=EXACT[0],
-    atol=EXACT[1],
-    parameters=None,
-    otherwise="",
-    names=(),
-    hidden=False,
-    given=None,
-    factors=False,
+    right: Callable | Sealed,
+    wrong: Sequence[Mistake] = (),
+    rel: float = EXACT[0],
+    atol: float = EXACT[1],
+    parameters: dict[str, tuple] | None = None,
+    otherwise: str = "",
+    names: Sequence[str] = (),
+    hidden: bool = False,
+    given: Callable | None = None,
+    factors: bool = False,
 ) -> Check:
     """An exercise whose answer is a value.
 
@@ -309,14 +315,14 @@ def _tolerance(rel: float, atol: float) -> str:
 
 def function(
     id: str,
-    right,
-    inputs,
-    wrong=(),
-    rel=EXACT[0],
-    atol=EXACT[1],
-    trials=TRIALS,
-    use=None,
-    made=None,
+    right: Callable,
+    inputs: Callable,
+    wrong: Sequence[Mistake] = (),
+    rel: float = EXACT[0],
+    atol: float = EXACT[1],
+    trials: int = TRIALS,
+    use: Use | None = None,
+    made: Callable | None = None,
 ) -> Check:
     """An exercise whose answer is a function. `right`: the reference; `inputs`: rng → arguments.
 
@@ -435,7 +441,13 @@ def _difference(given, right, alike) -> str:
     return "not for this input:"
 
 
-def judged(id: str, judge, parameters=None, key=None, hidden=False) -> Check:
+def judged(
+    id: str,
+    judge: Callable[..., Outcome],
+    parameters: dict[str, tuple] | None = None,
+    key: Callable | None = None,
+    hidden: bool = False,
+) -> Check:
     """An exercise with a hand-written judge: (answer, case) → Outcome.
 
     A blank answer is UNANSWERED and does not reach the judge.
@@ -453,7 +465,7 @@ def judged(id: str, judge, parameters=None, key=None, hidden=False) -> Check:
     return Check(id, careful, parameters or {}, key, (), hidden)
 
 
-def no_class(answer) -> Outcome | None:
+def no_class(answer: object) -> Outcome | None:
     """The Outcome for a cache that was not handed in as a class; None if it was."""
     if isinstance(answer, type):
         return None
@@ -462,7 +474,7 @@ def no_class(answer) -> Outcome | None:
     )
 
 
-def failing(report) -> str:
+def failing(report: "Report") -> str:
     """The first failure of a nanokv.lab.study.equality report in a sentence; "" if it passed."""
     if report.passed:
         return ""
@@ -473,7 +485,7 @@ def failing(report) -> str:
     return f"the case “{failure.name}”: {said}"
 
 
-def shown(value) -> str:
+def shown(value: Any) -> str:
     """A value for a message: at most 60 characters, a tensor as its shape and dtype."""
     if isinstance(value, tuple):
         return "(" + ", ".join(shown(item) for item in value) + ")"
@@ -495,7 +507,7 @@ class Question:
     right: str
 
     @guarded
-    def judge(self, letter) -> Outcome:
+    def judge(self, letter: object) -> Outcome:
         if is_blank(letter):
             return UNANSWERED
         letter = str(letter).strip().casefold()
@@ -524,7 +536,7 @@ def numbers() -> list[str]:
     return sorted(name[2:4] for name in names if name.startswith("nb") and name.endswith(".py"))
 
 
-def exercises(notebook: str):
+def exercises(notebook: str) -> ModuleType:
     """The module of checks of notebook "05"."""
     try:
         return importlib.import_module(f"nanokv.school.course.checks.nb{notebook}")
@@ -532,7 +544,7 @@ def exercises(notebook: str):
         raise CourseError(f"no notebook {notebook!r} has checks", "ids look like 05.2") from error
 
 
-def find(id: str, kind: str = "CHECKS"):
+def find(id: str, kind: str = "CHECKS") -> Any:
     """The check with this id; with kind "QUESTIONS", the question."""
     known = {item.id: item for item in getattr(exercises(str(id).split(".")[0]), kind)}
     if id not in known:

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
@@ -40,7 +41,7 @@ def namespace() -> tuple[str, ...]:
 
 
 @contextmanager
-def adopting():
+def adopting() -> Iterator[list[str]]:
     """Adopt the orphans of this process's descendants, and kill them at the end of the block.
 
     Yields a list, which afterwards contains the names of the processes killed.

@@ -87,7 +87,7 @@ def _exercise(source, check, number: int) -> Item:
     return Item(check.id, "exercise", text, answer)
 
 
-def asked(source, check, case) -> str:
+def asked(source: twins.Source, check: checking.Check, case: checking.Case) -> str:
     """The text of an exercise with the numbers of this case."""
     if check.hidden:  # the parameters are the answer, and a sheet could show nothing else
         raise CourseError(
@@ -111,7 +111,7 @@ def asked(source, check, case) -> str:
     return f"{text}\n\n{given}"
 
 
-def draw(check, number: int) -> dict:
+def draw(check: checking.Check, number: int) -> dict:
     """{sheet: case}. If the exercise has parameters and a key, the two right answers differ."""
     notebook = check.id[:2]
     first = check.case(seed_of(number, notebook, SHEETS[0]))
@@ -141,7 +141,7 @@ def _shown(answer) -> str:
     return str(answer)
 
 
-def solution(source, id: str) -> str:
+def solution(source: twins.Source, id: str) -> str:
     """The code of the last solution cell before course.check(id, …)."""
     cells = source.cells
     at = next(i for i, cell in enumerate(cells) if f'course.check("{id}"' in cell.text)
@@ -166,7 +166,7 @@ def _question(question, number: int) -> Item:
     return Item(question.id, "question", text, answer)
 
 
-def right_letter(question) -> str:
+def right_letter(question: checking.Question) -> str:
     return next(letter for letter in question.options if question.judge(letter).state == "right")
 
 

@@ -7,9 +7,11 @@ import re
 import sysconfig
 import textwrap
 import traceback
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import CodeType
+from typing import Any
 
 LONGEST = 1000  # characters of a value; a longer one is described
 COLUMNS = 84  # of a printed line: JupyterLab breaks a longer one in the middle of a word
@@ -82,7 +84,7 @@ def _wrapped_line(line: str) -> str:
     )
 
 
-def typed(value) -> str:
+def typed(value: Any) -> str:
     """A value as code that makes it again. Floats of a tensor have seven significant digits."""
     if getattr(value, "shape", None) is not None and hasattr(value, "dtype"):
         return _array(value)
@@ -131,7 +133,7 @@ def _rounded(digits) -> str:
     return repr(digits)
 
 
-def shown(value, longest: int = LONGEST) -> str:
+def shown(value: Any, longest: int = LONGEST) -> str:
     """A value as code. Above `longest` characters, a tensor is described, other values are cut."""
     size = getattr(value, "shape", ())
     if hasattr(value, "numel") and value.numel() > longest:  # too long, so typed() is not called
@@ -144,7 +146,7 @@ def shown(value, longest: int = LONGEST) -> str:
     return text[: longest - 1] + "…"
 
 
-def call(function, arguments: tuple) -> str:
+def call(function: Callable, arguments: tuple) -> str:
     """The line that calls a learner's function, with keyword arguments where there are several."""
     name = getattr(function, "__name__", "<?>")
     texts = [shown(argument) for argument in arguments]
@@ -160,7 +162,7 @@ def call(function, arguments: tuple) -> str:
     return f"{name}({', '.join(texts)})"
 
 
-def example(function, arguments: tuple, given, right, within: str) -> str:
+def example(function: Callable, arguments: tuple, given: Any, right: Any, within: str) -> str:
     """Three lines: the call to try, its result, and the expected result."""
     lines = {
         "try": call(function, arguments),

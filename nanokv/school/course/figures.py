@@ -27,7 +27,9 @@ STYLE: dict[str, Any] = {
 }
 
 
-def subplots(rows: int = 1, columns: int = 1, width: float = 8.0, height: float = 3.2, **options):
+def subplots(
+    rows: int = 1, columns: int = 1, width: float = 8.0, height: float = 3.2, **options: Any
+) -> tuple[Any, Any]:
     """plt.subplots in the course's style → (figure, axes)."""
     import matplotlib.pyplot as plt
 
@@ -36,7 +38,7 @@ def subplots(rows: int = 1, columns: int = 1, width: float = 8.0, height: float 
     return plt.subplots(rows, columns, figsize=(width, height), **options)
 
 
-def show(picture, alt: str = "") -> None:
+def show(picture: Any, alt: str = "") -> None:
     """Display a figure, and print its text alternative below it.
 
     `alt` says in a sentence or two what a reader should learn from the picture, with its numbers.

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from numbers import Real
+from typing import Any
 
 from nanokv.school.course.answers import as_number, as_set, has_nan, plain
 
@@ -18,7 +19,7 @@ PLURALS = {"a number": "numbers", "a text": "texts"}
 TENSORS = {"ndarray": "torch.from_numpy(…)", "list": "torch.tensor(…)", "tuple": "torch.tensor(…)"}
 
 
-def misfit(answer, right) -> str:
+def misfit(answer: Any, right: Any) -> str:
     """How the form of an answer differs from the right one, with an example; "" if it fits."""
     if _is_tensor(right):
         return _tensor_misfit(answer, right)
@@ -38,7 +39,7 @@ def misfit(answer, right) -> str:
     return f"{where} is another one: this is {this}, wanted is {wanted}, {example}"
 
 
-def fits(answer, right) -> bool:
+def fits(answer: Any, right: Any) -> bool:
     """Does the answer have the form of the right one?"""
     answer = plain(answer)
     if right is None:
@@ -198,7 +199,7 @@ class Use:
     fits: Callable
     wanted: str
 
-    def misuse(self, given, arguments) -> str:
+    def misuse(self, given: Any, arguments: tuple) -> str:
         """What to return instead; "" if the result may be used."""
         if self.fits(given, arguments):
             return ""

@@ -13,9 +13,10 @@ import re
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
+from typing import Any
 
 from nanokv.errors import CourseError
-from nanokv.school.course import checking, exam
+from nanokv.school.course import checking, exam, twins
 from nanokv.school.course.answers import plain
 from nanokv.school.course.checking import EXACT
 
@@ -90,7 +91,7 @@ def of_word(folder: Path, word: str, number: int) -> tuple[list[Entry], list[str
     return exercises + [choice(question) for question in questions], left
 
 
-def choice(question) -> Entry:
+def choice(question: checking.Question) -> Entry:
     """A multiple-choice question. Each option has the comment that the notebook shows for it."""
     right = exam.right_letter(question)
     lines = []
@@ -107,7 +108,7 @@ def essay(id: str, text: str, full: str) -> Entry:
     return Entry(f"nanokv/open/{id}", id, formatted(text), (f"####{formatted(full)}",))
 
 
-def exercise(source, check, number: int) -> list[Entry]:
+def exercise(source: twins.Source, check: checking.Check, number: int) -> list[Entry]:
     """One entry per variant and part of the answer; none if the answer is not made of numbers."""
     if not check.key:
         return []
@@ -152,7 +153,7 @@ def category(id: str) -> str:
     return f"nanokv/{id[:2]}/{id}"
 
 
-def parts(answer) -> list:
+def parts(answer: Any) -> list:
     """The numbers of an answer, or its lists of whole numbers (shapes); [] for anything else."""
     answer = plain(answer)
     items = list(map(plain, answer)) if isinstance(answer, list) else [answer]

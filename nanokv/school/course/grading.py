@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from nanokv.errors import CourseError
 from nanokv.school.course import checking, log, running
@@ -198,7 +199,7 @@ def write(rows: Iterable[dict], path: Path) -> None:
         out.writerows({name: harmless(value) for name, value in row.items()} for row in rows)
 
 
-def harmless(value):
+def harmless(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     text = " ".join(value.split())[:300]

@@ -17,6 +17,7 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from nanokv.errors import CourseError
 
@@ -50,7 +51,7 @@ def folder() -> Path | None:
     return _own.parent
 
 
-def note(event: str, **fields) -> None:
+def note(event: str, **fields: Any) -> None:
     """Append one event."""
     path = os.environ.get(VARIABLE)
     if path:
@@ -83,12 +84,12 @@ def seal(key: bytes, number: int, line: str) -> str:
     return hmac.new(key, f"{number} {line}".encode(), hashlib.sha256).hexdigest()
 
 
-def read(path) -> list[dict]:
+def read(path: str | Path) -> list[dict]:
     """The events of a finished run; [] without a log. Lines that are not events are skipped."""
     return [event for line in _lines(path) if (event := _event(line))]
 
 
-def read_sealed(path, key: bytes) -> tuple[list[dict], int]:
+def read_sealed(path: str | Path, key: bytes) -> tuple[list[dict], int]:
     """(the events with a valid seal, how many lines were added, changed or removed)."""
     events: list[dict] = []
     strange = 0
@@ -132,7 +133,7 @@ def _event(line: str) -> dict | None:
     return event
 
 
-def contents(path, largest: int) -> bytes:
+def contents(path: str | Path, largest: int) -> bytes:
     """The bytes of a file that untrusted code may have written.
 
     Raises FileNotFoundError, and CourseError for a link (it could lead to any file), for a pipe or

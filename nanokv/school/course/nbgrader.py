@@ -65,7 +65,7 @@ def files(folder: Path, sources: list[Path], out: Path) -> dict[Path, str]:
     return made
 
 
-def assignment(source) -> dict:
+def assignment(source: twins.Source) -> dict:
     """The notebook with nbgrader's metadata; CourseError if an id is tested twice or not at all."""
     from nanokv.school.course import checking
 
@@ -126,7 +126,7 @@ def _tests(cell):
         yield replace(cell, text=after), {}
 
 
-def judged(cell) -> dict:
+def judged(cell: twins.Cell) -> dict:
     """{id: ("check" or "answer", statement)} of the calls course.check("05.1", …) in a cell."""
     found = {}
     for node in ast.parse(cell.text).body:

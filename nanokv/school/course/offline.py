@@ -7,6 +7,7 @@ are not stopped. Where that matters, run everything in a container.
 
 import ipaddress
 import sys
+from typing import Any
 from urllib.parse import urlsplit
 
 from nanokv.school.course import log
@@ -39,7 +40,7 @@ def _hook(event: str, args: tuple) -> None:
         raise ConnectionRefusedError(f"no network here: {address[0]}")
 
 
-def is_local(host) -> bool:
+def is_local(host: Any) -> bool:
     """Is the host this machine: localhost, 127.0.0.0/8, ::1, or no host (all local addresses)?"""
     if isinstance(host, bytes):
         host = host.decode("ascii", "replace")
@@ -52,7 +53,7 @@ def is_local(host) -> bool:
         return False
 
 
-def load_ipython_extension(shell) -> None:
+def load_ipython_extension(shell: Any) -> None:
     """Runs first in a kernel with --IPKernelApp.extensions=nanokv.school.course.offline."""
     block()
     log.take_key()

@@ -7,8 +7,9 @@ Decoding is greedy. Requests share the pool, but no pages; nanokv.Engine also sh
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,6 +19,9 @@ from nanokv.cache.pool import PagePool
 from nanokv.engine.packed import prefill_packed
 from nanokv.errors import CapacityError
 from nanokv.inference import decode
+
+if TYPE_CHECKING:
+    from nanokv.model import Transformer
 
 MARKS = {"queued": ".", "prefill": "P", "decode": "d", "waits": "-", "no pages": "x"}
 
@@ -60,7 +64,7 @@ class Engine:
 
     def __init__(
         self,
-        model,
+        model: "Transformer",
         step: Callable,
         pages: int = 32,
         size: int = 16,
@@ -80,7 +84,7 @@ class Engine:
         self._submitted = 0
         self._fed: Counter[int] = Counter()  # tokens fed, by number of the request
 
-    def submit(self, ids, most: int) -> Request:
+    def submit(self, ids: Sequence[int], most: int) -> Request:
         """Add a request to the queue. CapacityError if it needs more pages than the pool has."""
         pages = -(-(len(ids) + most - 1) // self.size)  # the last token is never fed
         if pages > len(self.pool.references):
@@ -93,7 +97,7 @@ class Engine:
         self.waiting.append(request)
         return request
 
-    def step(self):
+    def step(self) -> list[tuple[Request, int]]:
         """Run the learner's step → [(request, token)] of all requests that got a token."""
         if not self.waiting and not self.running:
             return []

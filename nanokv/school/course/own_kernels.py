@@ -158,7 +158,9 @@ def fold_kernel(
 # --- launchers ------------------------------------------------------------------------------------
 
 
-def norm(kernel, x, weight, eps: float, out=None):
+def norm(
+    kernel: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Run a norm_kernel over x (…,C), one program per row → the same shape."""
     C = x.shape[-1]
     if out is None:
@@ -169,7 +171,17 @@ def norm(kernel, x, weight, eps: float, out=None):
     return out
 
 
-def attention(place, fold, q, keys, values, table, lengths, splits: int = 1, block: int = 16):
+def attention(
+    place: Any,
+    fold: Any,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    splits: int = 1,
+    block: int = 16,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Run attention_kernel over pages, one program per row, query head and part of the tokens.
 
     q (B,H,D), keys and values (P,Hk,SIZE,D), table (B,n) and lengths (B,) int32 → per part the
@@ -187,7 +199,7 @@ def attention(place, fold, q, keys, values, table, lengths, splits: int = 1, blo
     return parts, sums
 
 
-def merge(kernel, parts, sums):
+def merge(kernel: Any, parts: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
     """Merge the two results of `attention` with a merge_kernel → (B,H,D).
 
     One program per row and query head.
@@ -198,7 +210,7 @@ def merge(kernel, parts, sums):
     return out
 
 
-def launch(kernel, grid, *arguments) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any) -> None:
     """Launch a kernel, and add the launch to the current Recording, if there is one.
 
     Triton's interpreter uses torch operations itself: they are kept out of the recording.

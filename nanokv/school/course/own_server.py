@@ -16,9 +16,13 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from threading import Lock, Thread
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
 from nanokv.errors import NanoKVError
+
+if TYPE_CHECKING:
+    from nanokv.school.course.own_engine import Engine
 
 HOST = "127.0.0.1"
 
@@ -28,7 +32,9 @@ class Server:
     `text(tokens)` → their text. `most`: the most answer tokens.
     """
 
-    def __init__(self, engine, stream: Callable, ask: Callable, text: Callable, most: int = 64):
+    def __init__(
+        self, engine: "Engine", stream: Callable, ask: Callable, text: Callable, most: int = 64
+    ):
         self.engine = engine
         self.stream = stream
         self.ask = ask
@@ -78,7 +84,7 @@ class Handler(BaseHTTPRequestHandler):
 
     server_of: Server
 
-    def do_GET(self):
+    def do_GET(self) -> None:
         asked = urlsplit(self.path)
         if asked.path == "/":
             page = files("nanokv.school.course") / "assets" / "own_page.html"
@@ -101,5 +107,5 @@ class Handler(BaseHTTPRequestHandler):
                 self.wfile.write(piece.encode())
                 self.wfile.flush()
 
-    def log_message(self, *_):
+    def log_message(self, *_: Any) -> None:
         """Log nothing: a notebook would show it, as output on stderr."""

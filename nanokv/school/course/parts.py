@@ -17,9 +17,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from nanokv.errors import CourseError
 from nanokv.school.course import alone, checking, feedback, log
+
+if TYPE_CHECKING:
+    from nanokv.model import Transformer
 
 FOLDER = "my"
 LARGEST = 100_000  # bytes of a part
@@ -136,7 +140,7 @@ class Unusable(Exception):
 # --- using a part ---------------------------------------------------------------------------------
 
 
-def find(name: str, folder: Path | None, model=None) -> Found:
+def find(name: str, folder: Path | None, model: "Transformer | None" = None) -> Found:
     """The learner's part, if folder/my has it and it passes its check; otherwise nanokv's.
 
     Without a folder, nanokv's. CourseError for an unknown name.
@@ -151,7 +155,7 @@ def find(name: str, folder: Path | None, model=None) -> Found:
         return Found(name, reference(name), False, str(error))
 
 
-def reference(name: str):
+def reference(name: str) -> Any:
     """nanokv's part of this name."""
     part = PARTS[name]
     if part.own is None:
@@ -159,7 +163,7 @@ def reference(name: str):
     return part.own()
 
 
-def taken(name: str, path: Path, model=None):
+def taken(name: str, path: Path, model: "Transformer | None" = None) -> Any:
     """The part in a file, read and checked. Raises Unusable, also if that takes over SECONDS."""
     part = PARTS[name]
     shown = f"{FOLDER}/{path.name}"
@@ -256,7 +260,7 @@ def _within(seconds: float, call):
 # --- saving a part --------------------------------------------------------------------------------
 
 
-def keep(id: str, answer, folder: Path, model=None) -> str:
+def keep(id: str, answer: Any, folder: Path, model: "Transformer | None" = None) -> str:
     """Save the part that exercise `id` builds to folder/my.
 
     Returns the message for the learner; "" if the exercise builds no part.

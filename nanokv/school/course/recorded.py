@@ -17,6 +17,7 @@ import shlex
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from nanokv.errors import CourseError
 from nanokv.school.course import figures, running, twins
@@ -55,7 +56,7 @@ class Recording:
         }
 
 
-def path_of(number: str, folder=FOLDER) -> Path:
+def path_of(number: str, folder: str | Path = FOLDER) -> Path:
     return Path(folder) / f"recorded-{number}.json"
 
 
@@ -126,7 +127,7 @@ def write(recording: Recording, path: Path) -> None:
 _shown: Recording | None = None
 
 
-def follow(shell, recording: Recording | None) -> None:
+def follow(shell: Any, recording: Recording | None) -> None:
     """From now on, show the recording of each cell after it runs; None: show nothing."""
     global _shown
     _shown = recording
@@ -140,7 +141,7 @@ def _below(result) -> None:
         figures.display(data, {})
 
 
-def beneath(notebook, recording: Recording | None):
+def beneath(notebook: Any, recording: Recording | None) -> Any:
     """A copy of an executed notebook, with the recordings added to the outputs of its cells."""
     from nbformat.v4 import new_output
 

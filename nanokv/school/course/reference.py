@@ -6,6 +6,7 @@ python -m nanokv.school.course.reference        # writes the stored numbers; nee
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import safe_open
@@ -19,11 +20,16 @@ from nanokv.lab.study.debug import record, watch
 from nanokv.lab.verify import oracle
 from nanokv.loading import build, load
 
+if TYPE_CHECKING:
+    from nanokv.model import Transformer
+
 STORED = Path(__file__).with_name("reference.safetensors")
 QUESTION = "My name is Zorbla. What is my name?"
 
 
-def in_transformers(source, dtype=torch.float32):
+def in_transformers(
+    source: str | Path, dtype: torch.dtype = torch.float32
+) -> torch.nn.Module | None:
     """The same checkpoint loaded by transformers; None if transformers is not installed."""
     if oracle.version() is None:
         return None
@@ -34,7 +40,7 @@ def in_transformers(source, dtype=torch.float32):
             return oracle.load(folder, dtype)[0]
 
 
-def stored(model) -> tuple[torch.Tensor, dict, str] | None:
+def stored(model: "Transformer") -> tuple[torch.Tensor, dict, str] | None:
     """(ids (1,T), record of their last token, its author); None if `model` has other weights.
 
     The record is as from nanokv.debug.record: {(layer or None, operation): (1,1,…) fp32}.
@@ -57,7 +63,7 @@ def last_token(record: dict) -> dict:
     return {key: value[:, -1:] for key, value in record.items()}
 
 
-def prompt(model) -> torch.Tensor:
+def prompt(model: "Transformer") -> torch.Tensor:
     """The stored ids (1,T), modulo the vocabulary size of `model`, which may be smaller."""
     with safe_open(STORED, framework="pt") as file:
         return file.get_tensor("ids") % model.config.vocab_size
@@ -79,7 +85,7 @@ def write() -> None:
 
 
 @torch.inference_mode()
-def one_by_one(model, ids) -> dict:
+def one_by_one(model: "Transformer", ids: torch.Tensor) -> dict:
     """As study.debug.record, but with the ids (1,T) fed one at a time through a cache.
 
     The values are the same up to rounding: the multiplications have other shapes.
@@ -91,7 +97,7 @@ def one_by_one(model, ids) -> dict:
     return {key: torch.cat([one.values[key] for one in passes], dim=1) for key in passes[0].values}
 
 
-def sabotaged(model) -> dict:
+def sabotaged(model: "Transformer") -> dict:
     """Copies of a model with one fault each, by name; they share its other weights.
 
     "theta", "eps": a wrong number in config.json. "head": a randomly initialised lm_head, as after

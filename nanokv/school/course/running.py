@@ -67,7 +67,12 @@ class Run:
         return {e["id"]: e["value"] for e in self.events if e["event"] == "figure"}
 
 
-def run(notebook: dict, limit: float = TIME_LIMIT, keep_going: bool = False, env=None) -> Run:
+def run(
+    notebook: dict,
+    limit: float = TIME_LIMIT,
+    keep_going: bool = False,
+    env: dict[str, str] | None = None,
+) -> Run:
     """Execute a notebook (as a dict) within `limit` seconds.
 
     `keep_going`: run the cells after a failed one too. `env`: additional environment variables.

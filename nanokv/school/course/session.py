@@ -7,14 +7,18 @@ Everything is printed as plain text, which also suits terminals and screen reade
 import math
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanokv.errors import CourseError
 from nanokv.school.course import checking, feedback, log, parts, scores
 from nanokv.school.course.answers import as_number, canonical, is_blank, plain
+
+if TYPE_CHECKING:
+    from nanokv.model import Transformer
+    from nanokv.text.tokenizer import Tokenizer
 
 BUNDLED = 3_050_496  # weights of the bundled model
 LEADS = {"right": "right.", "wrong": "not yet.", "unanswered": "not answered yet."}  # by state
@@ -50,7 +54,9 @@ def _say(text) -> None:
     print(feedback.wrapped(str(text)))
 
 
-def start(notebook: str, seed: int | None = None, model: str = ""):
+def start(
+    notebook: str, seed: int | None = None, model: str = ""
+) -> "tuple[Transformer, Tokenizer]":
     """Load the model of NANOKV_MODEL (default: the bundled one) → (model, tokenizer).
 
     `seed` selects a variant of the exercises. `model` overrides NANOKV_MODEL, for notebooks in
@@ -149,12 +155,12 @@ def sized(full: int, least: int) -> int:
     return max(least, min(full, full * BUNDLED // parameters(_STATE["model"].config)))
 
 
-def case(id: str):
+def case(id: str) -> checking.Case:
     """The numbers of an exercise in the learner's variant: `case("05.1").P`."""
     return checking.find(id).case(_STATE["seed"], _STATE["model"])
 
 
-def check(id: str, answer, seed: int | None = None) -> Result:
+def check(id: str, answer: Any, seed: int | None = None) -> Result:
     """Judge an answer, print the judgement and return it. A wrong answer never raises."""
     exercise = checking.find(id)
     if seed is None:
@@ -169,7 +175,7 @@ def check(id: str, answer, seed: int | None = None) -> Result:
     return result
 
 
-def mine(name: str):
+def mine(name: str) -> Any:
     """The learner's part from an earlier notebook if it still passes its check, else nanokv's.
 
     Prints which of the two it is. nanokv/school/course/parts.py lists the names, with the exercise
@@ -198,7 +204,7 @@ def quiz(notebook: str) -> None:
         print()
 
 
-def answer(id: str, letter) -> Result:
+def answer(id: str, letter: object) -> Result:
     """Judge the answer to a quiz question and explain it."""
     return _tell("answer", id, checking.find(id, "QUESTIONS").judge(letter))
 
@@ -223,7 +229,7 @@ def progress() -> None:
 # --- predictions ----------------------------------------------------------------------------------
 
 
-def predict(id: str, value, unit: str = "", signed: bool = False) -> None:
+def predict(id: str, value: Any, unit: str = "", signed: bool = False) -> None:
     """Commit to a number before the experiment.
 
     `signed`: the number may be negative; counts, shares and factors may not.
@@ -256,7 +262,7 @@ def _no_prediction(value, number: float | None, unit: str, signed: bool) -> str:
     return ""
 
 
-def chosen(answer, known) -> set | None:
+def chosen(answer: Any, known: Collection[str]) -> set | None:
     """The known names among the learner's choice, a name or a collection; None without a choice.
 
     Prints the names that are not known.
@@ -272,7 +278,7 @@ def chosen(answer, known) -> set | None:
     return names & set(known)
 
 
-def reveal(id: str, measured, unit: str = "") -> None:
+def reveal(id: str, measured: Any, unit: str = "") -> None:
     """Print the prediction beside the measured number."""
     measured = _number(measured)
     if measured is None:
@@ -328,7 +334,7 @@ def quantity(number: float, unit: str = "") -> str:
 # --- figures and claims ---------------------------------------------------------------------------
 
 
-def figure(id: str, value) -> None:
+def figure(id: str, value: Any) -> None:
     """Record a number that the text quotes as <!--fig ID-->…<!--/fig-->."""
     number = _number(value)
     if number is None:
@@ -336,7 +342,7 @@ def figure(id: str, value) -> None:
     log.note("figure", id=id, value=number)
 
 
-def confirm(id: str, verdict: str, found=None) -> None:
+def confirm(id: str, verdict: str, found: Any = None) -> None:
     """`claim` without printing, for claims that the notebook's text leaves to claims.md."""
     from nanokv.school.course.claims import CLAIMS
 
@@ -346,7 +352,7 @@ def confirm(id: str, verdict: str, found=None) -> None:
     log.note("claim", id=id, verdict=verdict)
 
 
-def claim(id: str, verdict: str, found=None) -> None:
+def claim(id: str, verdict: str, found: Any = None) -> None:
     """Print a claim of an article with its verdict, and the value found here.
 
     Raises CourseError unless verdict and value agree with the registry.

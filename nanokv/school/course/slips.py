@@ -6,16 +6,27 @@ pairs explain an answer, none is named: the feedback has to be true.
 """
 
 import itertools
+from collections.abc import Callable, Iterable
 from numbers import Real
 from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nanokv.school.course.checking import Mistake
 
 
-def told(a, b) -> tuple[str, str]:
+def told(a: "Mistake", b: "Mistake") -> tuple[str, str]:
     """(message, name) of two mistakes together."""
     return f"Two slips at once. {a.message} And: {b.message}", f"{a.name} + {b.name}"
 
 
-def of_value(answer, right, given_by, alike, factors: bool):
+def of_value(
+    answer: Any,
+    right: Any,
+    given_by: "list[tuple[Mistake, Any]]",
+    alike: Callable[..., bool],
+    factors: bool,
+) -> "tuple[Mistake, Mistake] | None":
     """The two mistakes that explain a wrong value; None unless exactly one pair does.
 
     `given_by`: [(mistake, its value)]. `alike`: (answer, value) → do they agree?
@@ -51,7 +62,7 @@ def _parts(answer, right, x, y, alike) -> bool:
     return explained and not all(of_x) and not all(of_y)
 
 
-def functions(mistakes, made) -> list:
+def functions(mistakes: "Iterable[Mistake]", made: Callable | None) -> list:
     """The combined mistakes, with their functions, of all pairs with different slip arguments."""
     if made is None:
         return []

@@ -7,8 +7,13 @@ hand. An exercise writes one function for all sizes:
 """
 
 import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from nanokv.school.course.feedback import typed
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Growing(random.Random):
@@ -20,7 +25,7 @@ class Growing(random.Random):
         return super().randint(a, min(b, a + max(1, round(self.size * (b - a)))))
 
 
-def drawn(inputs, seed: str, number: int) -> list[tuple]:
+def drawn(inputs: Callable, seed: str, number: int) -> list[tuple]:
     """`number` draws of `inputs(rng)`, sorted by the length of their code.
 
     The size of the draws grows over the first half, and is full for the second.
@@ -33,7 +38,7 @@ def drawn(inputs, seed: str, number: int) -> list[tuple]:
     return sorted(found, key=lambda arguments: len(typed(arguments)))
 
 
-def tensor(rng, *shape):
+def tensor(rng: random.Random, *shape: int) -> "torch.Tensor":
     """A tensor of whole numbers from −2 to 2 while inputs are small, of normal numbers later."""
     import torch
 

@@ -9,9 +9,10 @@ which draws or records figures, is folded.
 import functools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nanokv.errors import CourseError
 from nanokv.school.course import claims
@@ -78,11 +79,15 @@ class Source:
         """All code except the stubs."""
         return "\n\n".join(c.text for c in self.cells if c.kind == "code" and c.role != "exercise")
 
-    def notebook(self, cells) -> dict:
+    def notebook(self, cells: Iterable[Cell]) -> dict:
         """Cells in nbformat 4.5. Ids depend only on the position, so a rebuild is identical."""
         made = []
         for i, cell in enumerate(cells):
-            body = {"cell_type": cell.kind, "id": f"{self.number}-{i:03}", "metadata": {}}
+            body: dict[str, Any] = {
+                "cell_type": cell.kind,
+                "id": f"{self.number}-{i:03}",
+                "metadata": {},
+            }
             if cell.kind == "code":
                 body |= {"execution_count": None, "outputs": []}
             if cell.fold:
@@ -97,7 +102,7 @@ class Source:
         return {"cells": made, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
 
 
-def read(path) -> Source:
+def read(path: str | Path) -> Source:
     """Parse a source file and check its form. CourseError names the file, the cell, the fault."""
     path = Path(path)
     return parsed(path.name, path.read_text(encoding="utf-8"))
@@ -166,7 +171,7 @@ def to_text(notebook: dict) -> str:
     return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
 
 
-def sources(folder) -> list[Path]:
+def sources(folder: str | Path) -> list[Path]:
     """The source files of a notebooks folder, in order."""
     found = sorted((Path(folder) / "source").glob("*.py"))
     if not found:
@@ -175,7 +180,7 @@ def sources(folder) -> list[Path]:
     return found
 
 
-def chosen(folder, words=()) -> list[Path]:
+def chosen(folder: str | Path, words: Collection[str] = ()) -> list[Path]:
     """The sources named by number (05) or name (05_the_waste), in order; all if none is named."""
     found = sources(folder)
     unknown = set(words) - {name for path in found for name in (path.stem, path.stem[:2])}
@@ -186,7 +191,7 @@ def chosen(folder, words=()) -> list[Path]:
     return [path for path in found if not words or {path.stem, path.stem[:2]} & set(words)]
 
 
-def outdated(folder, words=()) -> dict[Path, str]:
+def outdated(folder: str | Path, words: Collection[str] = ()) -> dict[Path, str]:
     """{file: its new text} of the generated files that differ or are missing.
 
     They are the student notebooks (with `words`, only those named) and claims.md, to which the

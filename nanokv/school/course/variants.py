@@ -70,7 +70,7 @@ def targets(sources: list[Path], students: list[str], out: Path) -> list[Path]:
     return [out / "key.csv", *files]
 
 
-def variant(source, seed: int) -> dict:
+def variant(source: twins.Source, seed: int) -> dict:
     """The student notebook with the seed in its call of course.start."""
     notebook = source.student()
     call = f'course.start("{source.number}"'

@@ -2,6 +2,7 @@
 
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nanokv.school.course.answers import as_number, plain, same
 from nanokv.school.course.checking import (
@@ -14,6 +15,11 @@ from nanokv.school.course.checking import (
     value,
     wrong,
 )
+
+if TYPE_CHECKING:
+    import torch
+
+    from nanokv.school.course.checking import Case
 
 
 def _tensors(L, tied):
@@ -155,7 +161,7 @@ def _cause(case):
     return case.cause
 
 
-def mystery(case, ids) -> dict:
+def mystery(case: "Case", ids: "torch.Tensor") -> dict:
     """nanokv.debug.record of case.model, with one or two wrong weights in one layer."""
     from nanokv.lab.study.debug import record
     from nanokv.loading import build

@@ -3,10 +3,13 @@
 import itertools
 import random
 import traceback
+from typing import Any
 
 from nanokv.school.course.checking import (
     RIGHT,
+    Case,
     Mistake,
+    Outcome,
     failing,
     guarded,
     judged,
@@ -43,7 +46,7 @@ def _judge_class(answer, case):
 
 
 @guarded
-def judge_quickly(answer, case):
+def judge_quickly(answer: Any, case: Case) -> Outcome:
     """A quick replacement of the suite: a prompt in two chunks and a decode in a small model."""
     from nanokv.inference import decode, prefill, score
     from nanokv.lab.study import equality

@@ -1,6 +1,7 @@
 """Notebook 07, the bug hunt: find a fault in a trace, count bytes, write a test, mend a cache."""
 
 import itertools
+from typing import TYPE_CHECKING
 
 from nanokv.school.course import checking
 from nanokv.school.course.checking import (
@@ -14,6 +15,9 @@ from nanokv.school.course.checking import (
 )
 from nanokv.school.course.feedback import line
 from nanokv.school.course.trials import tensor
+
+if TYPE_CHECKING:
+    from nanokv.school.course.checking import Case
 
 WANTED = 16  # faults that the test of exercise 07.4 has to kill
 SECONDS = 20  # for one run of that test; the model is small
@@ -65,7 +69,7 @@ FAMILIES = {
 SUSPECTS = tuple(sorted(name for family in FAMILIES.values() for name in family))
 
 
-def trace(case) -> tuple[list, list]:
+def trace(case: "Case") -> tuple[list, list]:
     """The forward passes (nanokv.debug.Pass) of a correct run, and of one with the case's fault.
 
     In both runs a random model reads the same prompt of 24 tokens in chunks of 8, then the same

@@ -1,6 +1,8 @@
 """Notebook 12: batches, what their rows share, and a turn of the learner's engine."""
 
 import random
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from nanokv.school.course.answers import plain
 from nanokv.school.course.checking import (
@@ -13,6 +15,11 @@ from nanokv.school.course.checking import (
     value,
     wrong,
 )
+
+if TYPE_CHECKING:
+    import torch
+
+    from nanokv.model import Transformer
 
 # --- 12.1: the rectangle --------------------------------------------------------------------------
 
@@ -104,24 +111,24 @@ def _padding(c, of=lambda c: len(c.lengths) * max(c.lengths)):
 class Desk:
     """The engine of a turn. It runs nanokv's own forward, and raises Told at the first mistake."""
 
-    def __init__(self, model, stop):
+    def __init__(self, model: "Transformer", stop: list[int]):
         self.model = model
         self.stop = stop
         self.clear()
 
-    def begin(self, prompt, most):
+    def begin(self, prompt: list[int], most: int) -> None:
         """Start a turn: at most `most` tokens that follow the prompt."""
         self._prompt = list(prompt)
         self._most = most
         self.fed: list[int] = []  # tokens of each forward
 
-    def clear(self):
+    def clear(self) -> None:
         from nanokv.cache import make_cache
 
         self.cache = make_cache("dict", self.model.config)
         self.held: list[int] = []
 
-    def feed(self, ids, start_pos):
+    def feed(self, ids: Iterable[int], start_pos: int) -> "torch.Tensor":
         from nanokv.inference import prefill
 
         ids = [int(token) for token in ids]
@@ -133,7 +140,7 @@ class Desk:
         self.fed = [*self.fed, len(ids)]
         return logits[0]  # (V,)
 
-    def draw(self, logits):
+    def draw(self, logits: "torch.Tensor") -> int:
         return int(logits.argmax())
 
     def _cache_slip(self, ids, start_pos):

@@ -3,12 +3,14 @@
 import random
 from collections.abc import Iterable, Iterator
 from functools import partial
+from typing import TYPE_CHECKING
 
 from nanokv.errors import CapacityError
 from nanokv.school.course.answers import plain
 from nanokv.school.course.checking import (
     RIGHT,
     Mistake,
+    Outcome,
     Told,
     function,
     judged,
@@ -19,10 +21,13 @@ from nanokv.school.course.checking import (
 from nanokv.school.course.forms import COUNTS, TIMES
 from nanokv.school.course.own_engine import Engine, Request
 
+if TYPE_CHECKING:
+    import torch
+
 # --- 15.1: admission ------------------------------------------------------------------------------
 
 
-def admit(known, promised, free, size, room):
+def admit(known: list[int], promised: int, free: int, size: int, room: int) -> int:
     """nanokv's answer: how many waiting requests are admitted."""
     return _admitted(known, promised, free, size, room)
 
@@ -75,7 +80,7 @@ def _pool(rng):
 # --- 15.2: the budget of a step -------------------------------------------------------------------
 
 
-def share(pending, budget):
+def share(pending: list[int], budget: int) -> list[int]:
     """nanokv's answer: how many pending tokens of each request are fed, decodes first."""
     return _shared(pending, budget, lambda i: pending[i] > 1)
 
@@ -125,19 +130,20 @@ def _pending(rng):
 # --- 15.3 and 15.4: preemption --------------------------------------------------------------------
 
 
-def preempt(engine, request):
+def preempt(engine: Engine, request: Request) -> None:
     """nanokv's answer: free the pages, and let the request wait first in line, with its answer."""
-    request.cache.free()
+    request.cache.free()  # type: ignore[union-attr]  # a running request has a cache
     request.cache = None
     engine.running.remove(request)
     engine.waiting.insert(0, request)
 
 
-def reserve(engine, request, tokens):
+def reserve(engine: Engine, request: Request, tokens: int) -> bool:
     """nanokv's answer: reserve pages for the next tokens; preempt the youngest until they fit."""
     while request in engine.running:
         try:
-            request.cache.reserve(request.fed, request.fed + tokens)
+            end = request.fed + tokens
+            request.cache.reserve(request.fed, end)  # type: ignore[union-attr]  # it runs
             return True
         except CapacityError:
             preempt(engine, engine.running[-1])
@@ -185,7 +191,7 @@ class Desk(Engine):
             )
         raise CapacityError(f"{count} pages wanted, {len(self.pool.free)} free")
 
-    def names(self, requests) -> str:
+    def names(self, requests: Iterable[Request]) -> str:
         return ", ".join(str(request.number) for request in requests) or "none"
 
 
@@ -389,7 +395,7 @@ def _reserved(request, twin, given, tokens):
 # --- 15.5: a step ---------------------------------------------------------------------------------
 
 
-def step(engine):
+def step(engine: Engine) -> list[tuple[Request, int]]:
     """nanokv's answer: one forward for all requests with pages → [(request, token)]."""
     known = [len(request.known) for request in engine.waiting]
     room = engine.most - len(engine.running)
@@ -418,7 +424,7 @@ def _pair(item):
 class Watched(Engine):
     """An engine that raises Told at the first mistake of a step."""
 
-    def begin(self):
+    def begin(self) -> None:
         """Before a step: note which requests it should admit."""
         known = [len(request.known) for request in self.waiting]
         room = self.most - len(self.running)
@@ -429,7 +435,7 @@ class Watched(Engine):
         self.begun: list[Request] = []
         self.ended: list[Request] = []
 
-    def feed(self, work):
+    def feed(self, work: Iterable[tuple[Request, int]]) -> "torch.Tensor":
         work = list(work)
         slip = self._order_slip(work) or self._work_slip(work) or self._pages_slip(work)
         if slip:
@@ -444,7 +450,7 @@ class Watched(Engine):
         self.lengths = {request: len(request.answer) for request, _ in work}
         return logits
 
-    def start(self):
+    def start(self) -> None:
         super().start()
         self.begun.append(self.running[-1])
         if self.running[-1] not in self.entering:
@@ -453,7 +459,7 @@ class Watched(Engine):
                 wrong(f"Request {number} moved in, and there is no room", "too many admitted")
             )
 
-    def finish(self, request):
+    def finish(self, request: Request) -> None:
         if request not in self.running:
             raise Told(
                 wrong(f"Request {request.number} was finished and does not run", "finished twice")
@@ -523,7 +529,7 @@ class Watched(Engine):
             return wrong("Nothing was fed: the work is empty", "nothing fed")
         return None
 
-    def end(self, given):
+    def end(self, given: object) -> Outcome | None:
         """After a step: an Outcome for the state that it left; None if that is right."""
         if isinstance(given, Iterator):
             return wrong(
@@ -644,7 +650,7 @@ def _one_load(answer, model, prompts, pages, budget, most):
 # --- 15.6: a stream -------------------------------------------------------------------------------
 
 
-def stream(engine, request):
+def stream(engine: Engine, request: Request) -> Iterator[int]:
     """nanokv's answer: the tokens of one request as they come, while other requests go on."""
     sent = 0
     while True:
@@ -665,13 +671,13 @@ class Read(Engine):
         self.asked: list[Request] = []
         self.grown: dict[Request, int] = {}  # length of each answer after the last step
 
-    def step(self):
+    def step(self) -> list[tuple[Request, int]]:
         self.complete()
         drawn = super().step()
         self.grown = {request: len(request.answer) for request in self.asked}
         return drawn
 
-    def complete(self):
+    def complete(self) -> None:
         """Raise Told if an answer has become shorter since the last step."""
         if any(len(request.answer) < n for request, n in self.grown.items()):
             raise Told(

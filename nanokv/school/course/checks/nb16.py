@@ -6,6 +6,8 @@ Triton these exercises stay unanswered, with a message that says why.
 
 import copy
 from functools import partial
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from nanokv.school.course import feedback
 from nanokv.school.course.answers import is_stub, plain
@@ -21,12 +23,17 @@ from nanokv.school.course.checking import (
     wrong,
 )
 
+if TYPE_CHECKING:
+    import torch
+
+    from nanokv.school.course.own_inputs import Inputs
+
 # Numbers on either side of a kernel's tensors, so that a wrong address stays inside our memory.
 GUARD = 4096
 EMPTY = -12345.0  # the value of numbers that were not written
 
 
-def kernels():
+def kernels() -> ModuleType:
     """nanokv's own kernels. Raises Told where they cannot run."""
     from nanokv.school.course import own_kernels
 
@@ -35,7 +42,7 @@ def kernels():
     return own_kernels
 
 
-def check_kernel(answer) -> None:
+def check_kernel(answer: Any) -> None:
     """Raise Told if an answer is not a kernel, NotImplementedError if it is still the stub."""
     if not hasattr(answer, "fn"):
         said = CALLED.format(answer)
@@ -46,7 +53,7 @@ def check_kernel(answer) -> None:
         raise NotImplementedError
 
 
-def launch(own, returns: str, *arguments) -> None:
+def launch(own: ModuleType, returns: str, *arguments: Any) -> None:
     """own.launch. Raises Told if the result of the learner's function cannot be unpacked."""
     try:
         own.launch(*arguments)
@@ -56,26 +63,26 @@ def launch(own, returns: str, *arguments) -> None:
         raise Told(wrong(f"Your function returns something else: {returns}", "form")) from None
 
 
-def guarded(tensor, fill: float):
+def guarded(tensor: "torch.Tensor", fill: float) -> "tuple[torch.Tensor, torch.Tensor]":
     """A copy of a tensor in the middle of a larger memory → (the copy, the memory)."""
     memory = tensor.new_full((2 * GUARD + tensor.numel(),), fill)
     view = memory[GUARD : GUARD + tensor.numel()].view(tensor.shape)
     return view.copy_(tensor), memory
 
 
-def untouched(memory, view) -> bool:
+def untouched(memory: "torch.Tensor", view: "torch.Tensor") -> bool:
     """Is the memory around the view unchanged?"""
     around = memory[:GUARD], memory[GUARD + view.numel() :]
     return all(bool((part == EMPTY).all()) for part in around)
 
 
-def near(a, b) -> bool:
+def near(a: "torch.Tensor", b: "torch.Tensor") -> bool:
     import torch
 
     return torch.allclose(a.float(), b.float(), rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
-def short(numbers) -> str:
+def short(numbers: Any) -> str:
     """Numbers to four digits."""
     digits = plain(numbers)
     if isinstance(digits, list):
@@ -83,7 +90,7 @@ def short(numbers) -> str:
     return f"{digits:.4g}"
 
 
-def other_row(out, right, begins: str):
+def other_row(out: "torch.Tensor", right: "torch.Tensor", begins: str) -> Outcome:
     """The Outcome for the first wrong row. `begins`: where the numbers of a row begin, in words."""
     row = next(i for i in range(len(out)) if not near(out[i], right[i]))
     said = f"Row {row} is {short(out[row])}, but it should be {short(right[row])}"
@@ -92,7 +99,7 @@ def other_row(out, right, begins: str):
     return wrong(f"Row 0 is right, and row {row} is not: {begins}. {said}", "other rows")
 
 
-def nothing_written(answer):
+def nothing_written(answer: Any) -> Outcome:
     """The Outcome for a kernel that stores nothing; NotImplementedError for an untouched stub."""
     if not answer.fn.__code__.co_names:
         raise NotImplementedError
@@ -496,7 +503,9 @@ def _unmerged(out):
 # --- 16.6: the inputs of a recording --------------------------------------------------------------
 
 
-def fill(inputs, tokens, positions, tables):
+def fill(
+    inputs: "Inputs", tokens: list[int], positions: list[int], tables: list[list[int]]
+) -> None:
     """nanokv's answer: write other values to the same addresses."""
     import torch
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from nanokv.errors import CourseError
 from nanokv.school.course.answers import same
@@ -41,7 +42,7 @@ class Claim:
     unit: str = ""
     implied: bool = False
 
-    def confirm(self, verdict: str, found=None) -> None:
+    def confirm(self, verdict: str, found: Any = None) -> None:
         """Raises CourseError unless verdict and number (within 0.1 %) agree with the registry."""
         if verdict != self.verdict:
             raise CourseError(f"claim {self.id} is filed as {self.verdict}, not as {verdict!r}")

@@ -1,5 +1,7 @@
 """One token arrives, in four steps: which tensors are computed, and which the cache provides."""
 
+from collections.abc import Sequence
+
 from nanokv.school.course.drawings.canvas import Canvas, Drawing
 
 ALT = (
@@ -14,7 +16,9 @@ PITCH = 75
 WIDE = 70
 
 
-def token_arrives(tokens=("The", "fox", "asked", "the"), alt: str = ALT) -> Drawing:
+def token_arrives(
+    tokens: Sequence[str] = ("The", "fox", "asked", "the"), alt: str = ALT
+) -> Drawing:
     """Four tokens, of which the last is new. The four steps appear one after the other."""
     canvas = Canvas("arrives", "A token arrives", 448)
     columns = [LEFT + PITCH * i for i in range(4)]

@@ -10,6 +10,7 @@ import html
 import math
 from dataclasses import dataclass
 from importlib.resources import files
+from typing import Any
 
 SCRIPT = files("nanokv.school.course") / "assets" / "drawing.js"
 WIDTH = 400  # units of the viewBox; about the pixels of a phone
@@ -43,7 +44,9 @@ class Drawing:
     def _repr_svg_(self) -> str:
         return self.svg
 
-    def _repr_mimebundle_(self, include=None, exclude=None):
+    def _repr_mimebundle_(
+        self, include: Any = None, exclude: Any = None
+    ) -> tuple[dict[str, str], dict[str, Any]]:
         """The SVG for Jupyter, and an <img> with alt text for web pages → (data, metadata)."""
         data = {
             "image/svg+xml": self.svg,
@@ -85,7 +88,18 @@ class Canvas:
         self.steps = 0
         self.text(12, 26, title, size=16, bold=True)
 
-    def box(self, x, y, width, height, text="", kind="plain", size=13, dashed=False, step=0):
+    def box(
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        text: str = "",
+        kind: str = "plain",
+        size: float = 13,
+        dashed: bool = False,
+        step: int = 0,
+    ) -> None:
         """A rectangle with centred text, which may have several lines."""
         fill, ink = FILLS[kind]
         dash = DASHES if dashed else ""
@@ -103,7 +117,17 @@ class Canvas:
                 x + width / 2, top + i * size * 1.24, line, size, "middle", ink=ink, step=step
             )
 
-    def text(self, x, y, words, size=13, anchor="start", bold=False, ink=INK, step=0):
+    def text(
+        self,
+        x: float,
+        y: float,
+        words: str,
+        size: float = 13,
+        anchor: str = "start",
+        bold: bool = False,
+        ink: str = INK,
+        step: int = 0,
+    ) -> None:
         """One line of text; y is its baseline."""
         weight = ' font-weight="bold"' if bold else ""
         place = f'x="{x:g}" y="{y:g}" font-size="{size:g}" text-anchor="{anchor}"'
@@ -111,7 +135,9 @@ class Canvas:
             f'<text {place} fill="{ink}"{weight}>{html.escape(words, quote=False)}</text>', step
         )
 
-    def arrow(self, *points, step=0, dashed=False, head=True):
+    def arrow(
+        self, *points: tuple[float, float], step: int = 0, dashed: bool = False, head: bool = True
+    ) -> None:
         """A line through (x, y) points, with an arrowhead at the last one."""
         dash = DASHES if dashed else ""
         path = " ".join(f"{x:g},{y:g}" for x, y in points)
@@ -129,7 +155,7 @@ class Canvas:
             tip = " ".join(f"{a:.1f},{b:.1f}" for a, b in [(x, y), *sides])
             self._add(f'<polygon points="{tip}" fill="{LINE}"/>', step)
 
-    def legend(self, y, *entries, x=12):
+    def legend(self, y: float, *entries: tuple[str, str], x: float = 12) -> None:
         """A legend in one row, of (kind, words): the meaning of the colours."""
         for kind, words in entries:
             self.box(x, y - 11, 14, 14, kind=kind)
