@@ -1088,8 +1088,7 @@ def test_a_book_of_one_chapter_lists_what_is_there(tmp_path, monkeypatch, capsys
         return SimpleNamespace(error="", stderr="", notebook=notebook)
 
     monkeypatch.setattr(book.running, "run", run)
-    monkeypatch.setattr(book.recorded, "beneath", lambda notebook, recording: notebook)
-    monkeypatch.setattr(book, "render", lambda notebook: "<h1>A page</h1>")
+    monkeypatch.setattr(book, "page", lambda source, done, model: "<h1>A page</h1>")
     command = ["course", "book", "--folder", str(NOTEBOOKS), "-o", str(tmp_path)]
 
     def listed():

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from nanokv.errors import CourseError
-from nanokv.school.course import book, checking, site
-from nanokv.school.course.site import api, links, quiz, recordings, search
+from nanokv.school.course import book, checking, running, site, twins
+from nanokv.school.course.site import api, links, recordings, search
 from nanokv.school.course.site.pages import PARTS, Page, markdown, write
 from waiting import drawn, leave, until
 
@@ -32,17 +32,23 @@ LIGHT, DARK = "rgb(251, 251, 250)", "rgb(20, 24, 28)"  # paper of a recording
 
 def course() -> list[Page]:
     """The pages of a book of one notebook."""
-    import nbformat.v4 as form
+    import nbformat
 
-    printed = form.new_output("stream", name="stdout", text="secret_output")
-    cells = [
-        form.new_markdown_cell(
-            "# 05 · The waste\n\nSee [RoPE](glossary.md#rope).\n\n" + "## Same\n\nx\n\n" * 4
-        ),
-        form.new_code_cell("nanokv.decode(model, token, cache, start_pos=4)", outputs=[printed]),
-    ]
-    made = book.anchored(book.render(form.new_notebook(cells=cells))).replace(".md", ".html")
-    made = quiz.live(f"{made}{asked()}", "05")
+    top = "# 05 · The waste\n\nSee [RoPE](glossary.md#rope).\n\n" + "## Same\n\nx\n\n" * 4
+    cells = (
+        twins.Cell("markdown", top),
+        twins.Cell("code", "nanokv.decode(model, token, cache, start_pos=4)"),
+        twins.Cell("markdown", "## Quiz"),
+        twins.Cell("code", 'course.quiz("05")'),
+        twins.Cell("code", 'q1 = "b"', "solution"),
+        twins.Cell("code", "\n".join(f'course.answer("05.q{n}", q1)' for n in (1, 2, 3))),
+        twins.Cell("markdown", "## Next"),
+    )
+    source = twins.Source("05_the_waste", cells)
+    notebook = nbformat.reads(twins.to_text(source.solution()), as_version=4)
+    printed = nbformat.v4.new_output("stream", name="stdout", text="secret_output")
+    notebook.cells[1].outputs = [printed]
+    made = book.anchored(book.page(source, running.Run(notebook))).replace(".md", ".html")
     glossary = book.anchored(book.markdown((NOTEBOOKS / "glossary.md").read_text(encoding="utf-8")))
     contents = '<h1>The course</h1><ul><li><a href="05_the_waste.html">05</a></li></ul>'
     return [
@@ -64,19 +70,6 @@ def course() -> list[Page]:
         Page("book/index.html", "The course", contents, "Course", "notebooks"),
         site.paths(NOTEBOOKS),
     ]
-
-
-def asked() -> str:
-    """A quiz as a book has it: its heading, the answers, and what follows."""
-    import nbformat.v4 as form
-
-    cells = [
-        form.new_markdown_cell("## Quiz"),
-        form.new_code_cell("course.quiz('05')"),
-        form.new_code_cell("q1 = 'b'"),
-        form.new_markdown_cell("## Next"),
-    ]
-    return book.anchored(book.render(form.new_notebook(cells=cells)))
 
 
 @pytest.fixture(scope="module")
@@ -219,8 +212,6 @@ def test_the_modules_of_the_api():
 
 def test_a_recording_stands_below_the_command_that_makes_it(tmp_path):
     """In the book: every such command of the notebooks has one, and what nobody recorded has none."""
-    from nanokv.school.course import twins
-
     found = []
     for source in map(twins.read, twins.sources(NOTEBOOKS)):
         for cell in source.solution()["cells"]:
@@ -234,28 +225,6 @@ def test_a_recording_stands_below_the_command_that_makes_it(tmp_path):
     assert "</pre>" in other and recordings.in_place(other) == other
     here = recordings.in_place(book.markdown("Type `nanokv live --open`."))
     assert '<a href="../live/live-alone.html"><code>nanokv live --open</code></a>' in here
-
-
-def test_each_quiz_is_answered_on_its_page():
-    """All questions with their options and what is said about them, one of them right; the cells are folded."""
-    from nanokv.school.course import twins
-
-    page = asked()
-    for source in twins.sources(NOTEBOOKS):
-        number = source.stem[:2]
-        made = quiz.live(page, number)
-        forms = re.findall(r'<form class="quiz">.*?</form>', made, re.DOTALL)
-        questions = checking.exercises(number).QUESTIONS
-        assert len(forms) == len(questions) > 0
-        for form, question in zip(forms, questions, strict=True):
-            (right,) = re.findall(r'value="(\w)" data-comment="[^"]+" data-right>', form)
-            assert question.judge(right).state == "right"
-            assert form.count("data-comment=") == len(question.options)
-        folded = re.search(rf"<summary>{quiz.CELLS}</summary>(.*?)</details>", made, re.DOTALL)[1]
-        assert folded.count("code_cell") == 2 and folded.count("<div") == folded.count("</div>")
-        order = [made.index(part) for part in ('id="quiz"', "<form", "<details", 'id="next"')]
-        assert order == sorted(order)
-    assert quiz.live("<h2>Other</h2>", "glossary") == "<h2>Other</h2>"
 
 
 # --- the search ---------------------------------------------------------------------------------------------------
@@ -556,7 +525,7 @@ def test_a_quiz_is_judged_at_once_and_kept(page):
         word = {"right": "Right.", "wrong": "Not yet."}[question.judge(letter).state]
         assert choose(letter) == f"{word} {comment}"
     driver = page("book/05_the_waste.html")
-    said = [p.text for p in driver.find_elements("css selector", ".quiz p")]
+    said = [p.text for p in driver.find_elements("css selector", ".asked p")]
     assert said == ["", f"{word} {comment}", ""], "one was answered"
 
 
@@ -660,7 +629,6 @@ def test_no_page_scrolls_sideways_and_the_keyboard_skips_the_header(page, width)
 @pytest.mark.slow
 def test_the_whole_site(tmp_path, monkeypatch):
     """The notebooks were executed for the tests of the book; recordings and the API are made here."""
-    from nanokv.school.course import running, twins
     from solved_notebooks import solved
 
     paths = {path.stem[:2]: path for path in twins.sources(NOTEBOOKS)}

@@ -1,10 +1,13 @@
-"""The course as web pages: every solution executed, rendered without scripts, fonts or anything from elsewhere.
+"""The course as web pages: every solution executed, its questions live, nothing from elsewhere.
 
-Light and dark follow the reader's system. Formulas are Unicode or code, so no mathematics library is needed.
+The answers are typed in the page, by the forms of asked.py. A page has its scripts inside, and is
+readable without them. Light and dark follow the reader's system. Formulas are Unicode or code, so
+no mathematics library is needed.
 """
 
 import html
 import itertools
+import os
 import re
 from collections import Counter
 from importlib.resources import files
@@ -12,8 +15,9 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from nanokv.errors import CourseError
-from nanokv.school.course import claims, recorded, running, twins
+from nanokv.school.course import asked, claims, recorded, running, session, twins
 
+SCRIPTS = ("judge.js", "asked.js")  # of a page with forms, in this order
 # Boxes in which code is coloured: of notebooks and texts, of the API.
 CODE = (".highlight", ".pdoc-code")
 SENTENCE = 60  # characters: a cell with more has sentences
@@ -32,15 +36,13 @@ def build(folder, out, limit: float = running.TIME_LIMIT, words=()) -> list[Path
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     pages = {}
+    model = _model()
     for source in map(twins.read, twins.chosen(folder, words)):
         done = running.run(source.solution(), limit)
         if done.error or done.stderr:
             why = done.error or done.stderr.strip()
             raise CourseError(f"{source.name}: {why}", f"nanokv course run {source.number}")
-        pages[source.name] = (
-            source.title,
-            render(recorded.beneath(done.notebook, recorded.read(source.number))),
-        )
+        pages[source.name] = source.title, page(source, done, model)
     pages["glossary"] = (
         "Glossary",
         markdown((Path(folder) / "glossary.md").read_text(encoding="utf-8")),
@@ -54,6 +56,27 @@ def build(folder, out, limit: float = running.TIME_LIMIT, words=()) -> list[Path
     pages["index"] = ("nanokv: the course", contents(there))
     (out / "style.css").write_text(asset("book.css") + highlighting(), encoding="utf-8")
     return [write(out / f"{name}.html", title, body) for name, (title, body) in pages.items()]
+
+
+def page(source: twins.Source, done: running.Run, model=None) -> str:
+    """The inside of the page of an executed solution, with its forms and their scripts.
+
+    model: the model of the run, if it is not the bundled one.
+    """
+    notebook = asked.forms(source, done.notebook, done.measured(), model)
+    body = render(recorded.beneath(notebook, recorded.read(source.number)))
+    scripts = "".join(map(asset, SCRIPTS))
+    return f"{body}\n<script>\n{scripts}</script>\n"
+
+
+def _model():
+    """The model of NANOKV_MODEL, whose sizes are in some answers; None for the bundled one."""
+    name = os.environ.get("NANOKV_MODEL") or "tiny"
+    if name == "tiny":
+        return None
+    from nanokv.loading import load
+
+    return load(session.located(name), dtype="float32", device="cpu")[0]
 
 
 def file_names(folder, words=()) -> list[str]:
@@ -153,8 +176,10 @@ def contents(sources) -> str:
         f'<li><a href="{s.name}.html">{html.escape(s.title)}</a></li>' for s in sources
     )
     return (
-        "<h1>nanokv: the course</h1>\n<p>How a language model runs, and what a KV cache is, on a model that runs here. "
-        "These pages show the solved notebooks; to learn, open the others with <code>make notebooks</code>.</p>\n"
+        "<h1>nanokv: the course</h1>\n<p>How a language model runs, and what a KV cache is, on a "
+        "model that runs here. These pages show the solved notebooks. Predictions, numbers and the "
+        "quiz are answered in the page; functions are written in the notebooks, which "
+        "<code>make notebooks</code> opens.</p>\n"
         f'<ul>\n{items}\n<li><a href="glossary.html">Glossary</a></li>\n'
         '<li><a href="claims.html">What the articles say, and what is true</a></li>\n</ul>'
     )

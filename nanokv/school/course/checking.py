@@ -145,6 +145,10 @@ class Check:
     use: Use | None = None  # how later notebooks use the result
     # case → {name: number} that a printed exam has to show beside the parameters
     given: Callable | None = None
+    names: tuple[str, ...] = ()  # the answer is a set of some of these
+    factors: bool = False  # the answer is a product
+    # Case → every answer that is worth an outcome, where there are few.
+    choices: Callable | None = None
 
     def case(self, seed: int | None = None, model: "Transformer | None" = None) -> Case:
         """The notebook's own numbers, or with a seed a reproducible draw from `parameters`."""
@@ -255,19 +259,22 @@ def value(
             _known_mistake(answer, case, wrong, alike)
             or _two_mistakes(answer, expected, case, wrong, alike, factors)
             or _no_value(answer, expected, names)
-            or Outcome("wrong", _hint(otherwise, rel, atol))
+            or Outcome("wrong", hint(otherwise, (rel, atol)))
         )
 
     return Check(
-        id, judge, parameters or {}, key, tuple(wrong), hidden, (rel, atol), otherwise, given=given
+        id,
+        judge,
+        parameters or {},
+        key,
+        tuple(wrong),
+        hidden,
+        (rel, atol),
+        otherwise,
+        given=given,
+        names=tuple(names),
+        factors=factors,
     )
-
-
-def _hint(otherwise: str, rel: float, atol: float) -> str:
-    """The hint for an unknown wrong value, with the tolerance if it is not the default."""
-    if (rel, atol) == EXACT:
-        return otherwise
-    return f"{otherwise} Numbers count as right {_tolerance(rel, atol)}.".lstrip()
 
 
 def _known_mistake(answer, case, mistakes, alike) -> Outcome | None:
@@ -292,7 +299,7 @@ def _two_mistakes(answer, expected, case, mistakes, alike, factors: bool) -> Out
 def _no_value(answer, expected, names) -> Outcome | None:
     """The outcome of an answer whose form shows that it cannot be right."""
     if names and not _is_set_of(names, answer):
-        return wrong(f"answer with a set of these names, all or some or none: {', '.join(names)}")
+        return wrong(wanted_names(names))
     if has_nan(answer):
         return wrong("that is NaN, no number")
     if isinstance(expected, Sealed):
@@ -301,6 +308,18 @@ def _no_value(answer, expected, names) -> Outcome | None:
     if not problem:
         return None
     return wrong(problem, "form")
+
+
+def wanted_names(names: Sequence[str]) -> str:
+    """The message for an answer that is no set of these names."""
+    return f"answer with a set of these names, all or some or none: {', '.join(names)}"
+
+
+def hint(otherwise: str, near: tuple[float, float]) -> str:
+    """The message for an unknown wrong value: the exercise's hint, and its tolerance if it has one."""
+    if near == EXACT:
+        return otherwise
+    return f"{otherwise} Numbers count as right {_tolerance(*near)}.".lstrip()
 
 
 def _is_set_of(names, answer) -> bool:
@@ -447,10 +466,12 @@ def judged(
     parameters: dict[str, tuple] | None = None,
     key: Callable | None = None,
     hidden: bool = False,
+    choices: Callable | None = None,
 ) -> Check:
     """An exercise with a hand-written judge: (answer, case) → Outcome.
 
-    A blank answer is UNANSWERED and does not reach the judge.
+    A blank answer is UNANSWERED and does not reach the judge. `choices`: case → every answer with
+    an outcome, where there are few.
     """
 
     @guarded
@@ -462,7 +483,7 @@ def judged(
         except UNFINISHED:
             return UNANSWERED
 
-    return Check(id, careful, parameters or {}, key, (), hidden)
+    return Check(id, careful, parameters or {}, key, (), hidden, choices=choices)
 
 
 def no_class(answer: object) -> Outcome | None:

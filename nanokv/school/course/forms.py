@@ -39,6 +39,11 @@ def misfit(answer: Any, right: Any) -> str:
     return f"{where} is another one: this is {this}, wanted is {wanted}, {example}"
 
 
+def wanted(right: Any) -> str:
+    """The form of a right answer, with an example that has other content."""
+    return f"{_described(right)}, such as {_example(right)!r}"
+
+
 def fits(answer: Any, right: Any) -> bool:
     """Does the answer have the form of the right one?"""
     answer = plain(answer)

@@ -63,6 +63,10 @@ class Run:
                 found.setdefault(str(entry.get("id")), []).append(str(entry.get("state")))
         return found
 
+    def measured(self) -> dict[str, float]:
+        """{id of a prediction: what was measured}."""
+        return {e["id"]: e["value"] for e in self.events if e["event"] == "reveal"}
+
     def figures(self) -> dict[str, float]:
         return {e["id"]: e["value"] for e in self.events if e["event"] == "figure"}
 

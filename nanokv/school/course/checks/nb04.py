@@ -1,5 +1,6 @@
 """Notebook 04, the same logits: the file, the tolerance, and finding a fault from numbers alone."""
 
+import itertools
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -266,6 +267,7 @@ CHECKS = (
         {"place": (2, 1, 3), "cause": ("c", "a", "b", "d", "e")},
         key=lambda case: (_place(case), _cause(case)),
         hidden=True,
+        choices=lambda case: itertools.product(range(case.config.num_hidden_layers), CAUSES),
     ),
     value(
         "04.5",

@@ -220,6 +220,7 @@ CHECKS = (
         {"fault": ("no_mask_on_chunk", *SUSPECTS)},
         key=lambda case: case.fault,
         hidden=True,
+        choices=lambda case: SUSPECTS,
     ),
     function(
         "07.3",

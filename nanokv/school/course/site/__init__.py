@@ -13,10 +13,10 @@ from pathlib import Path
 
 from nanokv.errors import CourseError
 from nanokv.school.course import book, running, twins
-from nanokv.school.course.site import api, links, quiz, recordings, search
+from nanokv.school.course.site import api, links, recordings, search
 from nanokv.school.course.site.pages import Page, files, markdown, write
 
-SCRIPTS = ("site.js", "search.js", "quiz.js")
+SCRIPTS = ("site.js", "search.js")
 TEXTS = {  # of the repository, beside docs/*.md: file → page
     "CONTRIBUTING.md": "docs/contributing.html",
     "notebooks/AUTHORING.md": "docs/authoring.html",
@@ -124,7 +124,7 @@ def of_book(folder, ready: Path) -> list[Page]:
         )
         part = "Glossary" if name == "glossary" else "Course"
         body += PATHS if name == "index" else ""
-        body = quiz.live(recordings.in_place(body), name[:2])
+        body = recordings.in_place(body)
         pages.append(Page(f"book/{name}.html", html.unescape(title), body, part, source))
     return [*pages, paths(folder)]
 
