@@ -1,8 +1,8 @@
-"""A solved notebook as a page that asks first: predictions, values and the quiz are answered in it.
+"""A solved notebook as a page in which the reader answers: predictions, values and the quiz.
 
 `forms` puts fields before the cells that hold the answers, and folds these cells. Without scripts a
 page shows the cells folded and everything else as it is. The scripts are assets/judge.js and
-assets/asked.js; what a reader typed stays in their browser.
+assets/asked.js. A reader's answers are kept in their browser.
 """
 
 import ast
@@ -10,10 +10,14 @@ import copy
 import html
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from nanokv.school.course import checking, compiled
 from nanokv.school.course.session import quantity
-from nanokv.school.course.twins import Source
+from nanokv.school.course.twins import Cell, Source
+
+if TYPE_CHECKING:
+    from nanokv.model import Transformer
 
 # Of the metadata of a cell: the HTML before it and behind it, for assets/cells.html.j2.
 BEFORE = "before"
@@ -60,8 +64,13 @@ def _without_magics(code: str) -> str:
     return re.sub(r"^\s*[%!].*$", "", code, flags=re.MULTILINE)
 
 
-def forms(source: Source, notebook, measured: dict[str, float], model=None):
-    """An executed solution with its forms, as a copy. measured: {id of a prediction: its result}."""
+def forms(
+    source: Source, notebook: dict, measured: dict[str, float], model: "Transformer | None" = None
+) -> dict:
+    """A copy of an executed solution with its forms. measured: {id of a prediction: its result}.
+
+    model: the model of the run, if it is not the bundled one.
+    """
     notebook = copy.deepcopy(notebook)
     kept = [cell for cell in source.cells if cell.role != "exercise"]
     cells = list(zip(kept, notebook["cells"], strict=True))
@@ -81,7 +90,7 @@ def forms(source: Source, notebook, measured: dict[str, float], model=None):
     return notebook
 
 
-def _group(cells) -> list:
+def _group(cells: list[tuple[Cell, dict]]) -> list[tuple[Cell, dict]]:
     """The cells from the first one on that hold one answer: a solution and the cell that takes it,
     or the quiz; [] if the first cell holds none."""
     first, _ = cells[0]
@@ -99,8 +108,8 @@ def _group(cells) -> list:
     return cells[:1]
 
 
-def _asking(source: Source, asked: list[Call], model) -> tuple[str, str]:
-    """(the forms for these calls, what the fold of their cells is called)."""
+def _asking(source: Source, asked: list[Call], model: "Transformer | None") -> tuple[str, str]:
+    """(the forms for these calls, the summary of their folded cells)."""
     made = ""
     summary = FILL
     for call in asked:
@@ -109,8 +118,12 @@ def _asking(source: Source, asked: list[Call], model) -> tuple[str, str]:
             summary = GUESS
         elif call.name == "check":
             data = compiled.exercise(checking.find(call.id), model)
-            made += _value(data) if data else _pointer(source, call.id)
-            summary = ANSWER if data else SOLUTION
+            if data:
+                made += _value(data)
+                summary = ANSWER
+            else:
+                made += _pointer(source, call.id)
+                summary = SOLUTION
         elif call.name == "answer":
             made += _choice(checking.find(call.id, "QUESTIONS"))
             summary = QUIZ
@@ -119,7 +132,7 @@ def _asking(source: Source, asked: list[Call], model) -> tuple[str, str]:
 
 def _prediction(call: Call) -> str:
     unit = call.unit
-    ways = [unit, unit.split()[0]] if unit else []
+    ways = [unit, *unit.split()[:1]]
     if unit == "percent":
         ways.append("%")
     data = {"id": call.id, "unit": unit, "units": ways, "signed": call.signed}
@@ -167,7 +180,7 @@ def _pointer(source: Source, id: str) -> str:
     )
 
 
-def _fold(cells: list, before: str, summary: str, ids: list[str]) -> None:
+def _fold(cells: list[dict], before: str, summary: str, ids: list[str]) -> None:
     """Fold cells, below the forms whose answers they hold."""
     _mark(
         cells[0],
@@ -177,7 +190,7 @@ def _fold(cells: list, before: str, summary: str, ids: list[str]) -> None:
     _mark(cells[-1], AFTER, "</details>")
 
 
-def _measuring(cell, made, measured: dict[str, float], units: dict[str, str]) -> None:
+def _measuring(cell: Cell, made: dict, measured: dict[str, float], units: dict[str, str]) -> None:
     """Let the output of a cell that reveals a prediction wait for that prediction."""
     for call in calls(cell.text):
         if call.name != "reveal" or call.id not in measured:
@@ -191,7 +204,7 @@ def _measuring(cell, made, measured: dict[str, float], units: dict[str, str]) ->
         _mark(made, AFTER, f'<p class="reveal" id="measured-{call.id}">{text}</p></div>')
 
 
-def _drop_line(made, id: str) -> None:
+def _drop_line(made: dict, id: str) -> None:
     """Take the line that compares the solution's own guess out of the output of a cell."""
     line = re.compile(rf"^{re.escape(id)}: (?:you predicted|it is) .*\n?(?: {{4}}.*\n?)*", re.M)
     outputs = []
@@ -204,5 +217,5 @@ def _drop_line(made, id: str) -> None:
     made["outputs"] = outputs
 
 
-def _mark(made, place: str, markup: str) -> None:
+def _mark(made: dict, place: str, markup: str) -> None:
     made["metadata"][place] = made["metadata"].get(place, "") + markup

@@ -10,17 +10,22 @@ import itertools
 import os
 import re
 from collections import Counter
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from nanokv.errors import CourseError
 from nanokv.school.course import asked, claims, recorded, running, session, twins
 
+if TYPE_CHECKING:
+    from nanokv.model import Transformer
+
 SCRIPTS = ("judge.js", "asked.js")  # of a page with forms, in this order
-# Boxes in which code is coloured: of notebooks and texts, of the API.
+# The boxes with coloured code: those of notebooks and texts, and those of the API.
 CODE = (".highlight", ".pdoc-code")
-SENTENCE = 60  # characters: a cell with more has sentences
+SENTENCE = 60  # characters: a longer cell of a table holds a sentence
 
 
 def asset(name: str) -> str:
@@ -28,10 +33,13 @@ def asset(name: str) -> str:
     return (files("nanokv.school.course") / "assets" / name).read_text(encoding="utf-8")
 
 
-def build(folder, out, limit: float = running.TIME_LIMIT, words=()) -> list[Path]:
-    """Execute the solutions that `words` name, or all, and write their pages; CourseError names the first that fails.
+def build(
+    folder: Path, out: Path, limit: float = running.TIME_LIMIT, words: Sequence[str] = ()
+) -> list[Path]:
+    """Execute the solutions that `words` name, or all, and write their pages.
 
-    The contents list every notebook whose page is in `out` then.
+    The contents list every notebook that has a page in `out` afterwards. CourseError names the
+    first notebook that fails.
     """
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
@@ -43,10 +51,8 @@ def build(folder, out, limit: float = running.TIME_LIMIT, words=()) -> list[Path
             why = done.error or done.stderr.strip()
             raise CourseError(f"{source.name}: {why}", f"nanokv course run {source.number}")
         pages[source.name] = source.title, page(source, done, model)
-    pages["glossary"] = (
-        "Glossary",
-        markdown((Path(folder) / "glossary.md").read_text(encoding="utf-8")),
-    )
+    glossary = (Path(folder) / "glossary.md").read_text(encoding="utf-8")
+    pages["glossary"] = "Glossary", markdown(glossary)
     pages["claims"] = ("What the articles say", markdown(claims.page()))
     there = [
         s
@@ -58,18 +64,20 @@ def build(folder, out, limit: float = running.TIME_LIMIT, words=()) -> list[Path
     return [write(out / f"{name}.html", title, body) for name, (title, body) in pages.items()]
 
 
-def page(source: twins.Source, done: running.Run, model=None) -> str:
+def page(source: twins.Source, done: running.Run, model: "Transformer | None" = None) -> str:
     """The inside of the page of an executed solution, with its forms and their scripts.
 
     model: the model of the run, if it is not the bundled one.
     """
+    if done.notebook is None:
+        raise CourseError(f"{source.name}: {done.error}", f"nanokv course run {source.number}")
     notebook = asked.forms(source, done.notebook, done.measured(), model)
     body = render(recorded.beneath(notebook, recorded.read(source.number)))
     scripts = "".join(map(asset, SCRIPTS))
     return f"{body}\n<script>\n{scripts}</script>\n"
 
 
-def _model():
+def _model() -> "Transformer | None":
     """The model of NANOKV_MODEL, whose sizes are in some answers; None for the bundled one."""
     name = os.environ.get("NANOKV_MODEL") or "tiny"
     if name == "tiny":
@@ -79,44 +87,42 @@ def _model():
     return load(session.located(name), dtype="float32", device="cpu")[0]
 
 
-def file_names(folder, words=()) -> list[str]:
-    """All that `build` writes."""
+def file_names(folder: Path, words: Sequence[str] = ()) -> list[str]:
+    """The names of the files that `build` writes."""
     pages = [path.stem for path in twins.chosen(folder, words)] + ["glossary", "claims", "index"]
     return ["style.css", *(f"{name}.html" for name in pages)]
 
 
 def write(path: Path, title: str, body: str) -> Path:
-    """One page, with links to notebooks and texts turned into links to pages."""
+    """Write one page, with links to notebooks and texts turned into links to their pages."""
     body = re.sub(r'href="(\w[\w./-]*)\.(?:ipynb|md)(#[^"]*)?"', r'href="\1.html\2"', body)
-    path.write_text(
-        asset("book.html").format(title=html.escape(title), body=anchored(body)), encoding="utf-8"
-    )
+    text = asset("book.html").format(title=html.escape(title), body=anchored(body))
+    path.write_text(text, encoding="utf-8")
     return path
 
 
 def anchored(body: str) -> str:
-    """Headings with the names that links use for them, the second as name-1, and no links to themselves."""
+    """The body with an anchor on each heading (name, name-1, …) and without links to itself."""
     seen: Counter = Counter()
 
-    def place(match):
+    def place(match: re.Match) -> str:
         name = slug(unquote(match[2]))
+        anchor = name
+        if seen[name]:
+            anchor += f"-{seen[name]}"
         seen[name] += 1
-        return (
-            f'<{match[1]} id="{name}"'
-            if seen[name] == 1
-            else f'<{match[1]} id="{name}-{seen[name] - 1}"'
-        )
+        return f'<{match[1]} id="{anchor}"'
 
     body = re.sub(r'<a class="anchor-link"[^>]*>[^<]*</a>', "", body)
     return re.sub(r'<(h[1-6]) id="([^"]*)"', place, body)
 
 
 def slug(heading: str) -> str:
-    """The name that a heading has in links: as GitHub makes it."""
+    """The anchor that GitHub gives to a heading."""
     return re.sub(r"[^\w-]", "", html.unescape(heading).lower().replace(" ", "-"))
 
 
-def render(notebook) -> str:
+def render(notebook: dict) -> str:
     """An executed notebook as the inside of a page."""
     from jinja2 import DictLoader
     from nbconvert import HTMLExporter
@@ -135,43 +141,46 @@ def markdown(text: str) -> str:
 
 
 def wide(text: str) -> str:
-    """Tables in boxes of their own, so that a narrow screen scrolls the table and not the page.
+    """The text with each table in a box: a narrow screen scrolls the table, and not the page.
 
-    One with sentences in it is shown there row by row: each cell knows the head of its column.
+    A table with sentences is shown row by row there: each of its cells names its column.
     """
     return re.sub(r"<table>.*?</table>", _boxed, text, flags=re.DOTALL)
 
 
-def _boxed(match) -> str:
-    table, kind = match[0], "scroll"
-    heads = re.findall(r"<th\b[^>]*>(.*?)</th>", table, re.DOTALL)
-    cells = re.findall(r"<td\b[^>]*>(.*?)</td>", table, re.DOTALL)
-    if len(heads) > 2 and any(len(re.sub("<[^>]*>", "", cell)) > SENTENCE for cell in cells):
-        names = itertools.cycle(
-            html.escape(html.unescape(re.sub("<[^>]*>", "", head))) for head in heads
-        )
-        table, kind = (
-            re.sub("<td", lambda _: f'<td data-head="{next(names)}"', table),
-            "scroll rows",
-        )
-    return f'<div class="{kind}" tabindex="0">{table}</div>'
+def _boxed(match: re.Match) -> str:
+    table = match[0]
+    heads = _texts("th", table)
+    sentences = any(len(text) > SENTENCE for text in _texts("td", table))
+    if len(heads) <= 2 or not sentences:
+        return f'<div class="scroll" tabindex="0">{table}</div>'
+    names = itertools.cycle(html.escape(html.unescape(head)) for head in heads)
+    table = re.sub("<td", lambda _: f'<td data-head="{next(names)}"', table)
+    return f'<div class="scroll rows" tabindex="0">{table}</div>'
+
+
+def _texts(tag: str, table: str) -> list[str]:
+    """The text of each element with this tag."""
+    found = re.findall(rf"<{tag}\b[^>]*>(.*?)</{tag}>", table, re.DOTALL)
+    return [re.sub("<[^>]*>", "", inside) for inside in found]
 
 
 def highlighting() -> str:
-    """Colours of code, one set for light and one for dark: the system's choice, or the reader's on the site."""
+    """The colours of code, a light and a dark set: as the system is, or as chosen on the site."""
     from pygments.formatters import HtmlFormatter
 
-    light, dark = HtmlFormatter(style="xcode"), HtmlFormatter(style="github-dark")
-    system, chosen = (
-        dark.get_style_defs([f":root{theme} {box}" for box in CODE])
-        for theme in (":not([data-theme=light])", "[data-theme=dark]")
+    light = HtmlFormatter(style="xcode").get_style_defs(list(CODE))
+    dark = HtmlFormatter(style="github-dark")
+    system = dark.get_style_defs([f":root:not([data-theme=light]) {box}" for box in CODE])
+    chosen = dark.get_style_defs([f":root[data-theme=dark] {box}" for box in CODE])
+    return (
+        f"{light}\n@media (prefers-color-scheme: dark) {{\n{system}\n}}\n{chosen}\n"
+        ".highlight, .highlight pre, .pdoc-code "
+        "{ background: var(--soft) !important; color: var(--text) }\n"
     )
-    plain = ".highlight, .highlight pre, .pdoc-code { background: var(--soft) !important; color: var(--text) }"
-    dark = f"@media (prefers-color-scheme: dark) {{\n{system}\n}}"
-    return "\n".join([light.get_style_defs(list(CODE)), dark, chosen, plain]) + "\n"
 
 
-def contents(sources) -> str:
+def contents(sources: list[twins.Source]) -> str:
     items = "\n".join(
         f'<li><a href="{s.name}.html">{html.escape(s.title)}</a></li>' for s in sources
     )

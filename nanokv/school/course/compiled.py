@@ -8,10 +8,14 @@ import base64
 import itertools
 import json
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from nanokv.school.course import forms
 from nanokv.school.course.answers import plain
 from nanokv.school.course.checking import Case, Check, Question, hint, wanted_names
+
+if TYPE_CHECKING:
+    from nanokv.model import Transformer
 
 TIMES = ("times", "x", "×")
 PERCENT = ("percent", "%")
@@ -50,7 +54,7 @@ def encoded(data: dict) -> str:
     return base64.b64encode(text.encode()).decode()
 
 
-def exercise(check: Check, model=None) -> dict | None:
+def exercise(check: Check, model: "Transformer | None" = None) -> dict | None:
     """The data of an exercise with the course's own numbers; None if its answer is no single value.
 
     `rows` are the known answers, the right one first, each {value, state, message, alone}.
@@ -66,6 +70,9 @@ def exercise(check: Check, model=None) -> dict | None:
         rows.append(_row(mistake.gives(case), "wrong", mistake.message, mistake.alone))
     names = [name.casefold() for name in check.names]
     form = _form(check, right)
+    misfit = f"the form is another one: wanted is {form}"
+    if names:
+        misfit = wanted_names(check.names)
     return {
         "id": check.id,
         "rows": rows,
@@ -74,9 +81,7 @@ def exercise(check: Check, model=None) -> dict | None:
         "open": isinstance(right, list),
         "names": names,
         "form": form,
-        "misfit": wanted_names(check.names)
-        if names
-        else f"the form is another one: wanted is {form}",
+        "misfit": misfit,
         "otherwise": hint(check.otherwise, check.near),
         "units": UNITS.get(check.id, ()),
         "answer": written(right),
@@ -84,7 +89,7 @@ def exercise(check: Check, model=None) -> dict | None:
 
 
 def question(one: Question) -> dict:
-    """The data of a question: its letters with what is said about each."""
+    """The data of a question: its letters, each with its comment."""
     rows = []
     for letter in one.options:
         outcome = one.judge(letter)
@@ -92,9 +97,10 @@ def question(one: Question) -> dict:
     return {"id": one.id, "rows": rows}
 
 
-def written(value) -> str:
+def written(value: Any) -> str:
     """A right answer as a learner could type it, floats to six digits."""
-    value = plain(value) if not isinstance(value, tuple | set) else value
+    if not isinstance(value, tuple | set):
+        value = plain(value)
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, set):
@@ -134,14 +140,14 @@ def _of_choices(check: Check, case: Case, choices: Iterable) -> dict:
     }
 
 
-def _unlike(right):
+def _unlike(right: Any) -> Any:
     """A wrong answer of the same form: no choice, text or number is like it."""
     if not isinstance(right, tuple):
         return "?"
     return tuple(part if isinstance(part, str) else 10**6 for part in right)
 
 
-def _right(check: Check, case: Case):
+def _right(check: Check, case: Case) -> Any:
     """The right value, also of a sealed set of names; None if there is none."""
     if check.key is not None:
         return check.key(case)
@@ -152,11 +158,11 @@ def _right(check: Check, case: Case):
     return None
 
 
-def _row(value, state: str, message: str, alone: bool) -> dict:
+def _row(value: Any, state: str, message: str, alone: bool) -> dict:
     return {"value": _value(value), "state": state, "message": message, "alone": alone}
 
 
-def _value(value):
+def _value(value: Any) -> Any:
     """In JSON: a set is {"set": [its items as canonical texts]}."""
     value = plain(value)
     if isinstance(value, set):
@@ -166,10 +172,12 @@ def _value(value):
     return value
 
 
-def _form(check: Check, right) -> str:
+def _form(check: Check, right: Any) -> str:
     """What to type: "2 numbers, such as (1.5, 2.5), in GB and GiB"."""
     if check.names:
         return "a set of names, such as {" + ", ".join(check.names[:2]) + "}"
     units = " and ".join(ways[0] for ways in UNITS.get(check.id, ()))
     wanted = forms.wanted(right)
-    return f"{wanted}, in {units}" if units else wanted
+    if units:
+        wanted += f", in {units}"
+    return wanted

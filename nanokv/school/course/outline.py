@@ -1,8 +1,9 @@
-"""What a lesson shows, read from a source and its executed solution: pieces in their order, section by section.
+"""The outline of a lesson: its texts, pictures, outputs and exercises, section by section.
 
-A prediction is found where `course.predict` is called: its words are the last question of the text before the call. Its
-answer is what `course.reveal` printed. Pictures, claims, exercises and the quiz are found by their calls too, so a new
-notebook needs no mark for them.
+It is read from a source and its executed solution. A prediction is found by its call of
+`course.predict`; its question is the last one of the text before the call, and its answer is the
+figure that `course.reveal` printed. Pictures, claims, exercises and the quiz are found by their
+calls too, so a new notebook needs no marks for them.
 """
 
 import base64
@@ -20,9 +21,9 @@ CLAIM = re.compile(r'course\.claim\(\s*"([\w.]+)"')
 QUIZ = re.compile(r"course\.quiz\(")
 START = re.compile(r"course\.start\(")
 SIZES = re.compile(r"\w+: .+?D = [\d,]+\.", re.DOTALL)
-# Cells that print a judgement of the solution's answers, or what has a slide of its own.
+# Cells whose output is left out: a judgement of the solution's answers, or a text shown elsewhere.
 SILENT = re.compile(r"course\.(check|answer|predict|claim|quiz|case)\(")
-# Said to one learner, with the indented lines on which it goes on.
+# Output meant for one learner, with its indented continuation lines.
 UNSHOWN = re.compile(
     r"^(?:In words: |\d\d\.\w+: (?:you predicted|it is) |\w+: the reference \().*\n?(?: {4}.*\n?)*",
     re.MULTILINE,
@@ -30,16 +31,17 @@ UNSHOWN = re.compile(
 HEADING = re.compile(r"^#{1,2} +(.+)$", re.MULTILINE)
 TASK = re.compile(r"\*\*(\d\d\.\d+)\*\*\s*")
 BLOCK = re.compile(r"```.*?```|(?:(?!\n\s*\n).)+", re.DOTALL)
+SENTENCE_END = re.compile(r"(?:(?<=[.?!])|(?<=[.?!]\*\*))\s+(?=[A-Z0-9`*<\[(])")
 LISTED = re.compile(r"\s*([-*+|>#]\s|\d+\. |```|\|)")
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One thing that a lesson shows.
+    """One item of a lesson.
 
-    kind: heading, text (a paragraph), block (a list, table or fence), sizes (of the model), ask, reveal, picture,
-    printed, code, task, claim or quiz. `text` is Markdown of what is written, the words of a picture, or what was
-    printed; `image` is an address.
+    kind: heading, text (a paragraph), block (a list, table or fence), sizes (of the model), ask,
+    reveal, picture, printed, code, task, claim or quiz.
+    text: Markdown of a text, the description of a picture, or an output. image: its address.
     """
 
     kind: str
@@ -55,9 +57,9 @@ class Section:
 
 
 def outline(source: twins.Source, executed: dict) -> list[Section]:
-    """The sections of a source, the first with what stands before the first second-level heading.
+    """The sections of a source; the first has the text before the first second-level heading.
 
-    CourseError: a prediction without a question before it, or without a reveal after it.
+    CourseError: a prediction has no question before it, or no reveal after it.
     """
     pieces: list[Piece] = []
     cells = [cell for cell in source.cells if cell.role != "exercise"]
@@ -86,12 +88,18 @@ def ids(pieces: Iterable[Piece], kind: str) -> set[str]:
 
 def sentences(paragraph: str) -> list[str]:
     """A paragraph in sentences; none is cut inside `code`, **emphasis** or a `[link](…)`."""
-    found = [""]
-    for piece in re.split(r"(?:(?<=[.?!])|(?<=[.?!]\*\*))\s+(?=[A-Z0-9`*<\[(])", paragraph.strip()):
-        last = found[-1]
-        torn = last.count("`") % 2 or last.count("**") % 2 or last.count("[") != last.count("]")
-        found[-1:] = [f"{last} {piece}".strip()] if torn or not last else [last, piece]
+    found: list[str] = []
+    for piece in SENTENCE_END.split(paragraph.strip()):
+        if found and _is_torn(found[-1]):
+            found[-1] += f" {piece}"
+        else:
+            found.append(piece)
     return found
+
+
+def _is_torn(text: str) -> bool:
+    """Does the text end inside `code`, **emphasis** or the text of a link?"""
+    return bool(text.count("`") % 2 or text.count("**") % 2 or text.count("[") != text.count("]"))
 
 
 def is_question(sentence: str) -> bool:
@@ -108,11 +116,15 @@ def _sections(pieces: list[Piece]) -> list[Section]:
 
 
 def _written(text: str) -> list[Piece]:
-    """Headings, paragraphs, blocks and tasks of a text cell. A task goes on to the next one, or to a heading."""
+    """The headings, paragraphs, blocks and tasks of a text cell.
+
+    A task extends to the next task or heading.
+    """
     pieces: list[Piece] = []
     for block in BLOCK.findall(text):
         block = block.strip()
-        heading, task = HEADING.match(block), TASK.match(block)
+        heading = HEADING.match(block)
+        task = TASK.match(block)
         if heading:
             pieces.append(Piece("heading", re.sub(r"[`*]", "", heading[1])))
             block = block[heading.end() :].strip()
@@ -121,19 +133,21 @@ def _written(text: str) -> list[Piece]:
         elif block and pieces and pieces[-1].kind == "task":
             pieces[-1] = replace(pieces[-1], text=f"{pieces[-1].text}\n\n{block}")
         elif block:
-            pieces.append(Piece("block" if LISTED.match(block) else "text", block))
+            kind = "block" if LISTED.match(block) else "text"
+            pieces.append(Piece(kind, block))
     return pieces
 
 
 def _asking(pieces: list[Piece], asked: list[str]) -> list[Piece]:
-    """The pieces with the last questions since the last prediction as what is asked, one for each id."""
+    """The pieces, in which the last questions since the last prediction became predictions.
+
+    asked: their ids, one per question.
+    """
     since = max((i + 1 for i, piece in enumerate(pieces) if piece.kind == "ask"), default=0)
-    found = [
-        (i, question)
-        for i, piece in enumerate(pieces)
-        if i >= since and piece.kind == "text"
-        for question in _questions(piece.text)
-    ]
+    found: list[tuple[int, str]] = []
+    for i, piece in enumerate(pieces):
+        if i >= since and piece.kind == "text":
+            found += [(i, question) for question in _questions(piece.text)]
     if len(found) < len(asked):
         raise CourseError(
             f"prediction {asked[0]}: no question stands in the text before it",
@@ -147,7 +161,8 @@ def _asking(pieces: list[Piece], asked: list[str]) -> list[Piece]:
 
 def _questions(paragraph: str) -> list[str]:
     """Each question of a paragraph, after the sentences that lead to it."""
-    found, leading = [], []
+    found: list[str] = []
+    leading: list[str] = []
     for sentence in sentences(paragraph):
         leading.append(sentence)
         if is_question(sentence):
@@ -157,23 +172,35 @@ def _questions(paragraph: str) -> list[str]:
 
 
 def _ran(cell: twins.Cell, outputs: list) -> list[Piece]:
-    """What a code cell shows: its code if it is tagged so, what it prints, reveals and draws."""
-    pieces = [Piece("code", cell.text)] if cell.slide == "slide" else []
+    """The pieces of a code cell: its code if it is tagged "slide", its outputs and its pictures."""
+    pieces: list[Piece] = []
+    if cell.slide == "slide":
+        pieces.append(Piece("code", cell.text))
     pieces += [Piece("claim", id=id) for id in CLAIM.findall(cell.text)]
-    pieces += [Piece("quiz")] if QUIZ.search(cell.text) else []
+    if QUIZ.search(cell.text):
+        pieces.append(Piece("quiz"))
     printed = "".join(output.get("text", "") for output in outputs)
     if not SILENT.search(cell.text):
-        shown = UNSHOWN.sub("", printed).strip("\n")
-        sizes = SIZES.match(shown) if START.search(cell.text) else None
-        pieces += [Piece("sizes", sizes[0])] if sizes else []
-        pieces += [Piece("printed", shown)] if shown.strip() and not sizes else []
+        pieces += _printed(cell, printed)
     pieces += [Piece("reveal", _measured(id, printed), id) for id in REVEAL.findall(cell.text)]
     pieces += [picture for output in outputs for picture in _pictures(output)]
     return pieces
 
 
+def _printed(cell: twins.Cell, printed: str) -> list[Piece]:
+    """The output of a cell, or the sizes of the model from the cell that starts the lesson."""
+    shown = UNSHOWN.sub("", printed).strip("\n")
+    if START.search(cell.text):
+        sizes = SIZES.match(shown)
+        if sizes:
+            return [Piece("sizes", sizes[0])]
+    if not shown.strip():
+        return []
+    return [Piece("printed", shown)]
+
+
 def _measured(id: str, printed: str) -> str:
-    """What course.reveal says that it is: "48 times as many"."""
+    """The figure in the output of course.reveal: "48 times as many"."""
     line = re.sub(r"\n {4}", " ", printed)
     found = re.search(
         rf"^{re.escape(id)}: (?:you predicted .+?, it is (?P<seen>.+): [^:\n]+\.$"
@@ -187,23 +214,24 @@ def _measured(id: str, printed: str) -> str:
 
 
 def _pictures(output: dict) -> list[Piece]:
-    """The picture of an output; a PNG is base64 already, a drawing is text and stands still."""
+    """The pictures of an output: a PNG, which is Base64 already, or a drawing as text."""
     data = output.get("data", {})
-    return [
-        Piece(
-            "picture",
-            output["metadata"][kind]["alt"],
-            image=drawings.address(data[kind])
-            if kind == "image/svg+xml"
-            else f"data:{kind};base64,{''.join(data[kind].split())}",
-        )
-        for kind in sorted(data.keys() & {"image/png", "image/svg+xml"})
-    ]
+    found = []
+    for kind in sorted(data.keys() & {"image/png", "image/svg+xml"}):
+        if kind == "image/svg+xml":
+            image = drawings.address(data[kind])
+        else:
+            image = f"data:{kind};base64,{''.join(data[kind].split())}"
+        found.append(Piece("picture", output["metadata"][kind]["alt"], image=image))
+    return found
 
 
 def aspect(picture: Piece) -> float:
     """Width over height, from the header of a PNG or the viewBox of a drawing."""
     data = base64.b64decode(picture.image.partition(",")[2])
     box = re.search(rb'viewBox="0 0 ([\d.]+) ([\d.]+)"', data[:1000])
-    width, height = map(float, box.groups()) if box else struct.unpack(">II", data[16:24])
+    if box:
+        width, height = map(float, box.groups())
+    else:
+        width, height = struct.unpack(">II", data[16:24])
     return width / height

@@ -1,11 +1,12 @@
-"""Slides from an executed notebook: one HTML file a notebook, which needs no network, no server and no library.
+"""Slides from an executed notebook: one HTML file per notebook, without network, server or library.
 
-A slide is one sentence and one picture. A prediction is two: the question and nothing else, then what was measured.
-They stand in the section that reveals the answer, before anything there gives it away. A picture has the sentence that
-the notebook draws from it. Where a section has no picture, a short output takes its place. Claims, exercises and the
-quiz follow, without answers, so a deck can be handed out. All other words are in the notes. Code is not shown, unless
-its cell is tagged "slide"; a cell tagged "skip" is left out. Without JavaScript, and on paper, the slides stand below
-one another.
+A slide is one sentence and one picture. A prediction takes two slides: the question alone, then the
+measured figure. Both are in the section that reveals the answer, before anything else there could
+give it away. The sentence of a picture is the notebook's conclusion from it. In a section without a
+picture, a short output takes its place. Claims, exercises and the quiz follow without answers, so a
+deck can be handed out. All other text is in the notes. Code is shown only from a cell tagged
+"slide". A cell tagged "skip" is left out. Without JavaScript, and on paper, the slides follow one
+another down the page.
 """
 
 import base64
@@ -21,35 +22,37 @@ from nanokv.school.course import book, checking, claims, outline, prose, running
 from nanokv.school.course.answers import as_number
 from nanokv.school.course.outline import Piece, Section
 
-# Of a slide, all that is read on it. The longest is a question with what leads to it: half a minute read aloud, at some
-# 150 words a minute, and letters that the last row reads (slides.css). What is shown by a picture has a sentence only.
+# Words on a slide. The longest slide is a question with the sentences before it: half a minute read
+# aloud, at some 150 words per minute, in letters that can be read from the last row (slides.css).
 WORDS = 80
-TASK = 60  # words of an exercise that is shown whole; of a longer one, what it asks
-SENTENCE = 35
+TASK = 60  # words of an exercise that is shown whole; a longer one is cut to its question
+SENTENCE = 35  # words of the sentence beside a picture
 OUTPUT = 25  # words of an output that takes the place of a picture
-LINES = 7  # of it
-WIDE = 1.4  # times as wide as high: such a picture stands under its sentence, others beside it
+LINES = 7  # of such an output
+WIDE = 1.4  # width over height: a wider picture goes below its sentence, others go beside it
 PAGES = 25  # of a deck: an hour, with time to think at each
-# How a text counts its predictions; each slide has one.
+# The number of a prediction in a text that has several; a slide has only one.
 COUNTED = re.compile(
     r"^(?:Two \w+\. )?(?:First|Second|Third)(?: prediction|, predict a number)?[.:] "
 )
 AT_THE_TOP = re.compile(r"\bat the top\b")
-# So begins the sentence of an exercise that says what is wanted, if it is no question.
+# The beginning of the sentence with the task of an exercise, if that is no question.
 WANTED = re.compile(r"(Write|Return|Make|Give|Find|Choose|Compute|Read|Name|Round|Correct|Build) ")
-# A sentence that begins so goes on from the one before it.
+# The beginning of a sentence that refers to the one before it.
 NEEDS_CONTEXT = re.compile(
     r"(It|Its|They|Their|Both|This|That|These|Those|Each|So|But|And|Then|Here|There) "
 )
-# What a deck that is too long leaves out first; predictions and what was measured never.
+# The kinds of slides that a deck that is too long leaves out, in this order. Predictions and their
+# measurements are always kept.
 SPARED = ("printed", "task", "claim", "picture", "quiz")
 
 
 @dataclass
 class Slide:
-    """One slide: a title as text, what is shown and what is in the notes as HTML.
+    """One slide: its title as text, its content and its notes as HTML.
 
-    kind: title, ask, reveal, picture, printed, code, task, claim or quiz. `id`: of the prediction, exercise or claim.
+    kind: title, ask, reveal, picture, printed, code, task, claim or quiz.
+    id: of the prediction, exercise or claim.
     """
 
     title: str
@@ -59,7 +62,7 @@ class Slide:
     id: str = ""
 
 
-def build(sources: list[Path], out, limit: float = running.TIME_LIMIT) -> list[Path]:
+def build(sources: list[Path], out: Path, limit: float = running.TIME_LIMIT) -> list[Path]:
     """Execute the solutions and write out/NN_name.html; CourseError names the first that fails."""
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
@@ -67,7 +70,7 @@ def build(sources: list[Path], out, limit: float = running.TIME_LIMIT) -> list[P
     for path in sources:
         source = twins.read(path)
         done = running.run(source.solution(), limit)
-        if done.error:
+        if done.error or done.notebook is None:
             raise CourseError(f"{source.name}: {done.error}", f"nanokv course run {source.number}")
         written.append(out / f"{source.name}.html")
         written[-1].write_text(page(source.title, deck(source, done.notebook)), encoding="utf-8")
@@ -87,14 +90,19 @@ def deck(source: twins.Source, executed: dict) -> list[Slide]:
 
 
 def _opening(section: Section) -> Slide:
-    """The title with the first sentence under it; what else the notebook begins with is in the notes."""
+    """The title and the first sentence; the notes have the whole text before the first section."""
     texts = [piece.text for piece in section.pieces]
-    hook = outline.sentences(texts[0])[0] if texts else ""
+    hook = ""
+    if texts:
+        hook = outline.sentences(texts[0])[0]
     return Slide(section.title, [_sentence(hook)], [_markdown(text) for text in texts], "title")
 
 
 def _fitting(slides: list[Slide]) -> list[Slide]:
-    """At most PAGES slides: the last of the kinds that are spared first are left out, and named in the first notes."""
+    """At most PAGES slides: surplus ones are left out, in the order of SPARED and from the end.
+
+    The notes of the first slide name them.
+    """
     droppable = [slide for kind in SPARED for slide in reversed(slides) if slide.kind == kind]
     left_out = droppable[: max(0, len(slides) - PAGES)]
     if left_out:
@@ -104,7 +112,7 @@ def _fitting(slides: list[Slide]) -> list[Slide]:
 
 
 class _Section:
-    """Makes the slides of one section; what is on none of them goes into the notes of the slide before it."""
+    """Makes the slides of one section; other text goes into the notes of the slide before it."""
 
     def __init__(
         self,
@@ -113,13 +121,17 @@ class _Section:
         sizes: Piece | None,
         number: str,
         before: Slide,
-    ):
-        self.title, self.pieces = section.title, section.pieces
-        self.asked, self.sizes, self.number, self.before = asked, sizes, number, before
+    ) -> None:
+        self.title = section.title
+        self.pieces = section.pieces
+        self.asked = asked
+        self.sizes = sizes
+        self.number = number
+        self.before = before
         self.reveals = {p.id: i for i, p in enumerate(self.pieces) if p.kind == "reveal"}
         self.has_picture = any(piece.kind == "picture" for piece in self.pieces)
-        self.taken: set[int] = set()  # the pieces that are on a slide
-        self.said: set[str] = set()  # sentences that are on one
+        self.taken: set[int] = set()  # indices of the pieces that are on a slide
+        self.said: set[str] = set()  # the sentences that are on a slide
         self.evidence = {id: self._evidence(id, at) for id, at in self.reveals.items()}
 
     def slides(self) -> list[Slide]:
@@ -128,14 +140,15 @@ class _Section:
         for id in [id for id in self.reveals if id not in here]:
             made += self._prediction(id)
         for i, piece in enumerate(self.pieces):
-            if piece.kind == "ask":
-                made += self._prediction(piece.id) if piece.id in self.reveals else []
-            elif piece.kind != "reveal" and i not in self.taken:
-                made += self._of(i, piece, made[-1] if made else self.before)
+            if piece.kind == "ask" and piece.id in self.reveals:
+                made += self._prediction(piece.id)
+            if piece.kind in ("ask", "reveal") or i in self.taken:
+                continue
+            made += self._of(i, piece, [self.before, *made][-1])
         return made
 
     def _of(self, i: int, piece: Piece, before: Slide) -> list[Slide]:
-        """The slides of a piece; a text or block has none, and is added to the notes of the one before."""
+        """The slides of a piece; a text or block has none and goes into the notes of `before`."""
         if piece.kind == "picture":
             return [self._shown(i)]
         if piece.kind == "printed" and self._stands_alone(i):
@@ -148,29 +161,32 @@ class _Section:
             return [of_question(q) for q in checking.exercises(self.number).QUESTIONS]
         if piece.kind == "code":
             return [Slide(self.title, [_code(piece.text), *self._printed_by(i)], kind="code")]
-        before.notes.append(
-            _output(piece) if piece.kind in ("printed", "sizes") else _markdown(piece.text)
-        )
+        if piece.kind in ("printed", "sizes"):
+            before.notes.append(_output(piece))
+        else:
+            before.notes.append(_markdown(piece.text))
         return []
 
     def _prediction(self, id: str) -> list[Slide]:
-        """The question, and then the figure with what shows it."""
-        at, shown = self.reveals[id], self.evidence[id]
+        """The slide of the question, and the slide of the measured figure with its evidence."""
+        at = self.reveals[id]
+        shown = self.evidence[id]
         slide = Slide(f"Measured {id}", kind="reveal", id=id)
         slide.body = [f'<p class="measured">{html.escape(self.pieces[at].text)}</p>']
         found = self._telling(at)
-        slide.body += [_sentence(found)] if found else []
+        if found:
+            slide.body.append(_sentence(found))
         if shown is not None:
             slide.body.append(_visible(self.pieces[shown]))
             slide.notes += _words(self.pieces[shown])
         return [of_ask(id, self.asked[id].text, self.sizes), slide]
 
     def _evidence(self, id: str, at: int) -> int | None:
-        """The place of the picture that shows what was measured, or else of what was printed beside it."""
+        """The index of the picture of a measurement, or else of the output printed beside it."""
         begin = next((i for i, p in enumerate(self.pieces) if (p.kind, p.id) == ("ask", id)), 0)
         end = next((i for i in self.reveals.values() if i > at), len(self.pieces))
-        before, after = range(at, begin, -1), range(at, end)
-        for i in [*after, *before]:
+        before = range(at, begin, -1)
+        for i in [*range(at, end), *before]:
             if self.pieces[i].kind == "picture" and i not in self.taken:
                 self.taken.add(i)
                 return i
@@ -181,20 +197,21 @@ class _Section:
         return None
 
     def _shown(self, i: int) -> Slide:
-        """A picture, or an output in its place, under the sentence that the notebook draws from it."""
+        """A picture, or an output in its place, with the notebook's conclusion from it."""
         piece = self.pieces[i]
-        words = outline.sentences(piece.text)[0] if piece.kind == "picture" else ""
-        sentence = self._drawn_from(i) or self._leading_to(i) or words
+        sentence = self._drawn_from(i) or self._leading_to(i)
+        if not sentence and piece.kind == "picture":
+            sentence = outline.sentences(piece.text)[0]
         body = [_sentence(sentence), _visible(piece)]
         return Slide(self.title, body, _words(piece), piece.kind)
 
     def _stands_alone(self, i: int) -> bool:
-        """An output that a sentence explains, where no picture does."""
+        """Does a sentence explain this output, in a section without a picture?"""
         explained = i + 1 < len(self.pieces) and self.pieces[i + 1].kind == "text"
         return explained and not self.has_picture and _short(self.pieces[i])
 
     def _printed_by(self, i: int) -> list[str]:
-        """What a cell prints that is shown with its code."""
+        """The output of a cell whose code is shown."""
         if i + 1 < len(self.pieces) and self.pieces[i + 1].kind == "printed":
             self.taken.add(i + 1)
             return [_visible(self.pieces[i + 1])]
@@ -202,56 +219,63 @@ class _Section:
 
     def _drawn_from(self, i: int) -> str:
         """What the text right after a picture says of it."""
-        following = next((p for p in self.pieces[i + 1 :] if p.kind != "printed"), None)
-        return self._say([following] if following else [], _says_much)
+        following = [piece for piece in self.pieces[i + 1 :] if piece.kind != "printed"]
+        return self._say(following[:1], _says_much)
 
     def _leading_to(self, i: int) -> str:
-        """What the text before a picture says."""
+        """The best sentence of the text before a picture."""
         leading = [p for p in reversed(self.pieces[:i]) if p.kind == "text"]
         return self._say(leading[:1], _says_much)
 
     def _telling(self, at: int) -> str:
-        """What the text after a reveal says of the figure that was revealed."""
+        """The best sentence of the text after a reveal: one that quotes the measured figure."""
         end = next((i for i in self.reveals.values() if i > at), len(self.pieces))
         measured = as_number(self.pieces[at].text.split()[0])
 
         def quotes_it(sentence: str) -> int:
+            if measured is None:
+                return _says_much(sentence)
             found = prose.figures(sentence)
-            right = measured is not None and any(
-                prose.agrees(text, measured, allowed) for _, allowed, text in found
-            )
+            right = any(prose.agrees(text, measured, allowed) for _, allowed, text in found)
             return 4 * right + _says_much(sentence)
 
         return self._say(self.pieces[at + 1 : end], quotes_it)
 
     def _say(self, pieces: Sequence[Piece], worth: Callable[[str], int]) -> str:
-        """The short sentence that is worth most, the first of several, of texts that no slide has yet."""
-        texts = [outline.sentences(piece.text) for piece in pieces if piece.kind == "text"]
-        fitting = [
-            sentence
-            for text in texts
-            if not self.said & set(text)
-            for sentence in text
-            if len(_plain(sentence)) <= SENTENCE and sentence[-1] not in ":?"
-        ]
+        """The short sentence that is worth most, from texts of which no sentence is on a slide yet.
+
+        Of several it is the first one; "" if there is none.
+        """
+        fitting: list[str] = []
+        for piece in pieces:
+            if piece.kind == "text":
+                text = outline.sentences(piece.text)
+                if not self.said & set(text):
+                    fitting += filter(_is_short_statement, text)
         best = max(fitting, key=worth, default="")
         self.said.add(best)
         return best
 
 
+def _is_short_statement(sentence: str) -> bool:
+    return len(_plain(sentence)) <= SENTENCE and sentence[-1] not in ":?"
+
+
 def _says_much(sentence: str) -> int:
-    """A sentence with a measured figure says most, one that needs the sentence before it least."""
+    """The worth of a sentence: most with a measured figure, least if it needs the one before it."""
     return 2 * bool(prose.figures(sentence)) + (not NEEDS_CONTEXT.match(sentence))
 
 
 def of_ask(id: str, text: str, sizes: Piece | None = None) -> Slide:
-    """A prediction: its question, after as much of what leads to it as a slide holds.
+    """The question of a prediction, after as many of the sentences before it as a slide holds.
 
-    `sizes`: of the model, which are shown where the question speaks of the line at the top.
+    sizes: the model's, which are shown if the question mentions the line at the top.
     """
     *leading, question = [" ".join(line.split()) for line in outline.sentences(text)]
     room = WORDS - len(_plain(question)) - 2
-    body = [_output(sizes)] if sizes and AT_THE_TOP.search(text) else []
+    body = []
+    if sizes and AT_THE_TOP.search(text):
+        body.append(_output(sizes))
     while leading and sum(len(_plain(sentence)) for sentence in leading) > room:
         leading.pop(0)
     if leading:
@@ -263,7 +287,10 @@ def of_ask(id: str, text: str, sizes: Piece | None = None) -> Slide:
 
 
 def of_task(id: str, text: str) -> Slide:
-    """An exercise: all of it where it is short, else what it asks and the sentence before; the notes have all of it."""
+    """An exercise, whole if it is short, else its question and the sentence before that.
+
+    The notes have the whole exercise.
+    """
     if "\n\n" not in text and len(_plain(text)) <= TASK:
         body = [_sentence(text)]
     else:
@@ -272,16 +299,19 @@ def of_task(id: str, text: str) -> Slide:
         asked = asked or [s for s in found if s.startswith("Answer ")] or found
         at = found.index(asked[-1])
         shown = " ".join(found[max(0, at - 1) : at + 1])
-        shown = shown if len(_plain(shown)) <= TASK else asked[-1]
+        if len(_plain(shown)) > TASK:
+            shown = asked[-1]
         body = [_sentence(shown), '<p class="source">The notebook has the whole exercise.</p>']
     return Slide(f"Exercise {id}", body, [_markdown(text)], "task", id)
 
 
 def of_claim(id: str) -> Slide:
-    """What an article says, the verdict, and where the article is."""
-    claim, article = claims.CLAIMS[id], claims.ARTICLES[int(id.split(".")[0])]
-    title = html.escape(article.title)
-    where = f'<a href="{article.address}">{title}</a>' if article.address else title
+    """The claim of an article, the verdict, and a link to the article."""
+    claim = claims.CLAIMS[id]
+    article = claims.ARTICLES[int(id.split(".")[0])]
+    where = html.escape(article.title)
+    if article.address:
+        where = f'<a href="{article.address}">{where}</a>'
     body = [
         f"<blockquote>{_markdown(claim.says)}</blockquote>",
         f'<p class="sentence"><strong>{claim.verdict}</strong> {html.escape(claim.truth)}</p>',
@@ -290,8 +320,8 @@ def of_claim(id: str) -> Slide:
     return Slide(f"Claim {id}", body, [], "claim", id)
 
 
-def of_question(question) -> Slide:
-    """A quiz question with its options, and not with its answer."""
+def of_question(question: checking.Question) -> Slide:
+    """A quiz question with its options, without its answer."""
     items = "".join(f"<li>{html.escape(text)}</li>" for text, _ in question.options.values())
     body = [_sentence(question.text), f'<ol type="a">{items}</ol>']
     return Slide(f"Quiz {question.id}", body, [], "quiz", question.id)
@@ -302,7 +332,7 @@ def _sentence(text: str) -> str:
 
 
 def _visible(piece: Piece) -> str:
-    """A picture, upright or wide, or an output."""
+    """A picture, marked as upright or wide, or an output."""
     if piece.kind != "picture":
         return _output(piece)
     kind = "wide" if outline.aspect(piece) > WIDE else "upright"
@@ -315,8 +345,10 @@ def _output(piece: Piece) -> str:
 
 
 def _words(piece: Piece) -> list[str]:
-    """A picture's words, for the notes."""
-    return [f"<p>{html.escape(piece.text)}</p>"] if piece.kind == "picture" else []
+    """The description of a picture, for the notes."""
+    if piece.kind != "picture":
+        return []
+    return [f"<p>{html.escape(piece.text)}</p>"]
 
 
 def _short(piece: Piece) -> bool:
@@ -324,12 +356,12 @@ def _short(piece: Piece) -> bool:
 
 
 def _plain(text: str) -> list[str]:
-    """The words of Markdown that a reader sees."""
+    """The words of Markdown, without its markup."""
     return html.unescape(re.sub(r"<[^>]*>", "", _markdown(text))).split()
 
 
 def _markdown(text: str) -> str:
-    """HTML without the marks of figures; a link that leads to another file of the course is text."""
+    """HTML without the marks of figures; a link to another file of the course becomes text."""
     made = book.markdown(re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL))
     return re.sub(r'<a href="(?!https://)[^"]*"[^>]*>(.*?)</a>', r"\1", made, flags=re.DOTALL)
 
@@ -355,10 +387,12 @@ def page(title: str, slides: list[Slide]) -> str:
 
 
 def _section(slide: Slide, i: int, of: int) -> str:
-    title, level = html.escape(slide.title), "h2" if i else "h1"
+    title = html.escape(slide.title)
+    level = "h2" if i else "h1"
     notes = f"<aside>{''.join(slide.notes)}</aside>" if slide.notes else ""
-    label = f'tabindex="-1" role="group" aria-roledescription="slide" aria-label="{i + 1} of {of}: {title}"'
+    role = 'tabindex="-1" role="group" aria-roledescription="slide"'
     return (
-        f'<section class="{slide.kind}" {label}><{level}>{title}</{level}>'
+        f'<section class="{slide.kind}" {role} aria-label="{i + 1} of {of}: {title}">'
+        f"<{level}>{title}</{level}>"
         f'<div class="shown">{"".join(slide.body)}</div>{notes}</section>'
     )

@@ -98,9 +98,14 @@
       const made = guesses.get(data.id);
       const covered = !made && !shown.has(data.id) && document.getElementById(`typed-${data.id}`);
       for (const output of outputs) output.hidden = covered;
-      if (covered) line.replaceChildren(`${data.id} is measured here. `, predictFirst(data), " ", showNow(data));
-      else if (made) line.textContent = compared(data, made.number, made.unit);
-      else line.textContent = `${data.id}: it is ${quantity(data.measured, data.unit)}.`;
+      if (covered) {
+        const ways = [predictFirst(data), " ", showNow(data)];
+        line.replaceChildren(`${data.id} is measured here. `, ...ways);
+      } else if (made) {
+        line.textContent = compared(data, made.number, made.unit);
+      } else {
+        line.textContent = `${data.id}: it is ${quantity(data.measured, data.unit)}.`;
+      }
     }
   }
 
@@ -135,7 +140,9 @@
     const text = kept(data.id);
     const field = form.querySelector("input:not([type=radio])");
     if (field && text !== null) field.value = text;
-    for (const option of form.querySelectorAll("[type=radio]")) option.checked = option.value === text;
+    for (const option of form.querySelectorAll("[type=radio]")) {
+      option.checked = option.value === text;
+    }
     if (text !== null) take(form, data, text);
     form.addEventListener("submit", (event) => {
       event.preventDefault();

@@ -4,7 +4,8 @@
 // --- reading an answer ---------------------------------------------------------------------------
 
 const THOUSANDS = /(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\d)/g;
-const TOKEN = /\s*(\d[\d_]*\.?\d*(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?|\*\*|\/\/|[-+*\/^()]|[a-z.]+)/iy;
+const TOKEN =
+  /\s*(\d[\d_]*\.?\d*(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?|\*\*|\/\/|[-+*\/^()]|[a-z.]+)/iy;
 const FUNCTIONS = { sqrt: Math.sqrt, exp: Math.exp, log: Math.log, ln: Math.log };
 
 // The value of an arithmetic expression, with Python's precedence; NaN if it is none.
@@ -154,11 +155,13 @@ function read(text, form, units = []) {
 function same(answer, right, [rel, atol]) {
   if (answer === undefined) return false;
   if (typeof right === "number") {
-    return typeof answer === "number" && Math.abs(answer - right) <= Math.max(atol, rel * Math.abs(right));
+    const room = Math.max(atol, rel * Math.abs(right));
+    return typeof answer === "number" && Math.abs(answer - right) <= room;
   }
   if (typeof right === "string") return answer === word(right);
   if (Array.isArray(right)) {
-    return answer.length === right.length && right.every((item, i) => same(answer[i], item, [rel, atol]));
+    const alike = right.every((item, i) => same(answer[i], item, [rel, atol]));
+    return answer.length === right.length && alike;
   }
   return answer.set.join("\n") === right.set.join("\n");
 }
@@ -208,7 +211,8 @@ function judge(data, text) {
 function fits({ rows, names, open }, text, answer) {
   if (names?.length) return answer?.set.every((name) => names.includes(name)) ?? false;
   if (!open) return answer !== undefined;
-  return ways(text).some((parts) => parts.every((part) => read(part, rows[0].value[0]) !== undefined));
+  const item = rows[0].value[0];
+  return ways(text).some((parts) => parts.every((part) => read(part, item) !== undefined));
 }
 
 // --- predictions ---------------------------------------------------------------------------------
@@ -217,7 +221,8 @@ function fits({ rows, names, open }, text, answer) {
 function predicted({ id, unit, units, signed }, text) {
   const number = isBlank(text) ? undefined : readNumber(text, units);
   if (number === undefined) {
-    return { message: `${id}: no prediction yet. Write a number: a half is 0.5, a thousand 1000 or 1,000.` };
+    const how = "Write a number: a half is 0.5, a thousand 1000 or 1,000.";
+    return { message: `${id}: no prediction yet. ${how}` };
   }
   if (number < 0 && !signed) {
     const why = "cannot be: the number is 0 or more.";
@@ -245,7 +250,9 @@ function digits(number, n) {
   const rounded = halfEven(number, n);
   const [mantissa, exponent] = rounded.toExponential().split("e");
   const power = Number(exponent);
-  if (power >= -4 && power < n) return rounded.toLocaleString("en-US", { maximumFractionDigits: 12 });
+  if (power >= -4 && power < n) {
+    return rounded.toLocaleString("en-US", { maximumFractionDigits: 12 });
+  }
   const sign = power < 0 ? "-" : "+";
   return `${mantissa}e${sign}${String(Math.abs(power)).padStart(2, "0")}`;
 }
@@ -263,7 +270,9 @@ function halfEven(number, n) {
 function comment(guess, measured) {
   if (guess === measured) return "exactly right";
   const side = guess > measured ? "high" : "low";
-  if (guess === 0 || measured === 0) return `too ${side} by ${quantity(Math.abs(guess - measured))}`;
+  if (guess === 0 || measured === 0) {
+    return `too ${side} by ${quantity(Math.abs(guess - measured))}`;
+  }
   if (guess > 0 !== measured > 0) return "even the sign differs";
   const decades = Math.log10(Math.abs(guess)) - Math.log10(Math.abs(measured));
   const larger = decades > 0 ? "high" : "low";

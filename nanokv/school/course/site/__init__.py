@@ -1,11 +1,11 @@
-"""The project as one static folder: book, glossary, docs, API, the model live, recordings, texts for teachers, search.
+"""The project as one static folder: book, glossary, docs, API, live model, recordings, search.
 
-Any web server can serve the folder, under any path, and it can be opened from a file. No page asks another machine for
-anything. All is built in a temporary folder, every link is checked, and only a whole site takes its place.
+Any web server can serve the folder, under any path, and it can be opened from a file. No page loads
+anything from another machine. The site is built in a temporary folder and copied to its place only
+after every link was checked.
 """
 
 import html
-import re
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ TEXTS = {  # of the repository, beside docs/*.md: file → page
     "notebooks/AUTHORING.md": "docs/authoring.html",
     "CHANGELOG.md": "docs/changelog.html",
 }
-NAMED = {  # those that call themselves nanokv and tiny
+NAMED = {  # texts whose own titles are only "nanokv" and "tiny"
     "README.md": ("docs/readme.html", "README: install and use nanokv"),
     "weights_loader/checkpoints/tiny/README.md": (
         "docs/model-card.html",
@@ -30,23 +30,29 @@ NAMED = {  # those that call themselves nanokv and tiny
     ),
 }
 PATHS = (
-    '<p><a href="paths.html">Paths and ways in</a> names what to take in an hour, a day or a term, and where the '
-    "notebooks run.</p>"
+    '<p><a href="paths.html">Paths and ways in</a> names what to take in an hour, a day or a term, '
+    "and where the notebooks run.</p>"
 )
 SHOWN = 5  # broken links in an error
 
 
 @dataclass(frozen=True)
 class Built:
-    """How much there is."""
+    """The size of a built site."""
 
     pages: int
     entries: int  # of the search
     size: int  # bytes
 
 
-def build(folder, out, ready=None, limit: float = running.TIME_LIMIT) -> Built:
-    """Write the site of a checkout, whose notebooks are in `folder`; `ready` is a book that is already written."""
+def build(
+    folder: Path, out: Path, ready: Path | None = None, limit: float = running.TIME_LIMIT
+) -> Built:
+    """Write the site of the checkout whose notebooks are in `folder`.
+
+    `ready`: the folder of a book that is already written. CourseError: the folder is in no
+    checkout, or a link of the site leads nowhere.
+    """
     root = Path(folder).resolve().parent
     if not (root / "README.md").is_file() or not (root / "docs").is_dir():
         raise CourseError(
@@ -68,7 +74,10 @@ def build(folder, out, ready=None, limit: float = running.TIME_LIMIT) -> Built:
 
 
 def assemble(pages: list[Page], root: Path, out: Path) -> Built:
-    """All pages with the front page, the search and the styles; CourseError names links that lead nowhere."""
+    """Write all pages with the front page, the search and the styles.
+
+    CourseError names the links that lead nowhere.
+    """
     front = markdown("index.html", book.asset("front.md"), "", "")
     pages = [front, *pages]
     script = search.index(pages)
@@ -80,32 +89,31 @@ def assemble(pages: list[Page], root: Path, out: Path) -> Built:
     for name in SCRIPTS:
         (out / name).write_text(book.asset(name), encoding="utf-8")
     if broken := links.problems(out):
-        more = f" and {len(broken) - SHOWN} more" if len(broken) > SHOWN else ""
+        more = ""
+        if len(broken) > SHOWN:
+            more = f" and {len(broken) - SHOWN} more"
         raise CourseError(
             f"{len(broken)} broken links: {'; '.join(broken[:SHOWN])}{more}",
             "mend the page's source",
         )
-    return Built(
-        len(pages) + 1, search.entries(script), sum(path.stat().st_size for path in files(out))
-    )
+    size = sum(path.stat().st_size for path in files(out))
+    return Built(len(pages) + 1, search.entries(script), size)
 
 
-def outdated(folder, ready) -> list[tuple[Path, Path]]:
-    """(page, source) of a book whose notebooks have changed since it was written."""
-    pairs = (
-        [(Path(ready) / f"{path.stem}.html", path) for path in twins.sources(folder)]
-        if ready
-        else []
-    )
-    return [
-        (page, path)
-        for page, path in pairs
-        if page.is_file() and page.stat().st_mtime < path.stat().st_mtime
-    ]
+def outdated(folder: Path, ready: Path | None) -> list[tuple[Path, Path]]:
+    """(page, source) of each page of a book that is older than its notebook."""
+    if not ready:
+        return []
+    found = []
+    for path in twins.sources(folder):
+        page = Path(ready) / f"{path.stem}.html"
+        if page.is_file() and page.stat().st_mtime < path.stat().st_mtime:
+            found.append((page, path))
+    return found
 
 
-def of_book(folder, ready: Path) -> list[Page]:
-    """The pages of a book, taken out of their frame."""
+def of_book(folder: Path, ready: Path) -> list[Page]:
+    """The pages of a book, without their frames."""
     sources = {path.stem: f"notebooks/{path.stem}.ipynb" for path in twins.sources(folder)}
     sources |= {
         "glossary": "notebooks/glossary.md",
@@ -118,40 +126,41 @@ def of_book(folder, ready: Path) -> list[Page]:
         if not path.is_file():
             raise CourseError(f"{ready} has no {path.name}", f"nanokv course book -o {ready}")
         text = path.read_text(encoding="utf-8")
-        title, body = (
-            re.search(p, text, re.DOTALL)[1]
-            for p in (r"<title>(.*?)</title>", r"<main[^>]*>(.*)</main>")
-        )
+        title = html.unescape(_inside("title", text))
+        body = _inside("main", text)
+        if name == "index":
+            body += PATHS
         part = "Glossary" if name == "glossary" else "Course"
-        body += PATHS if name == "index" else ""
         body = recordings.in_place(body)
-        pages.append(Page(f"book/{name}.html", html.unescape(title), body, part, source))
+        pages.append(Page(f"book/{name}.html", title, body, part, source))
     return [*pages, paths(folder)]
 
 
-def paths(folder) -> Page:
-    """What the notebooks' README says to a learner."""
+def _inside(tag: str, text: str) -> str:
+    """The markup between the first <tag> and the last </tag>."""
+    start = text.index(">", text.index(f"<{tag}")) + 1
+    return text[start : text.rindex(f"</{tag}>")]
+
+
+def paths(folder: Path) -> Page:
+    """The page of the notebooks' README, which is for learners."""
     text = (Path(folder) / "README.md").read_text(encoding="utf-8")
     return markdown("book/paths.html", text, "Course", "notebooks/README.md", "Paths and ways in")
 
 
-def for_teachers(folder) -> list[Page]:
-    """notebooks/teach: its README is the first page, the others stand beside it."""
-    found = sorted((Path(folder) / "teach").glob("*.md"))
-    names = {path: "index" if path.stem == "README" else path.stem for path in found}
-    return [
-        markdown(
-            f"teach/{name}.html",
-            path.read_text(encoding="utf-8"),
-            "Teachers",
-            f"notebooks/teach/{path.name}",
-        )
-        for path, name in names.items()
-    ]
+def for_teachers(folder: Path) -> list[Page]:
+    """The pages of notebooks/teach; its README is index.html."""
+    made = []
+    for path in sorted((Path(folder) / "teach").glob("*.md")):
+        name = "index" if path.stem == "README" else path.stem
+        text = path.read_text(encoding="utf-8")
+        source = f"notebooks/teach/{path.name}"
+        made.append(markdown(f"teach/{name}.html", text, "Teachers", source))
+    return made
 
 
 def documents(root: Path) -> list[Page]:
-    """docs/*.md and the other texts, and their list."""
+    """The pages of docs/*.md and of the other texts, after the list of them."""
     docs = {
         f"docs/{path.name}": f"docs/{path.stem}.html"
         for path in sorted((root / "docs").glob("*.md"))

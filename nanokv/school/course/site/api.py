@@ -1,7 +1,7 @@
-"""The reference of the Python API: pdoc reads the modules, the site frames what it writes.
+"""The reference of the Python API: pdoc reads the modules, and the site frames pdoc's pages.
 
-Each module has one page with its docstrings and its whole source once, and each name leads to its line there. The
-commands are left out, --help describes them; so are the answers of the exercises.
+Each module has one page with its docstrings and its source, and each name links to its line there.
+The commands are left out, because --help describes them. So are the answers of the exercises.
 """
 
 import builtins
@@ -12,8 +12,11 @@ import posixpath
 import re
 import warnings
 from dataclasses import replace
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from nanokv.school.course import book
 from nanokv.school.course.site.pages import Page
@@ -25,20 +28,16 @@ LEFT_OUT = re.compile(r"nanokv\.(__main__|apps\.cli|school\.course\.checks)\b")
 
 
 def modules() -> list[str]:
-    """All modules of the two packages; pdoc's own walk leaves out what `__all__` does not name."""
-    paths = [
-        path
-        for package in ("nanokv", "weights_loader")
-        for path in sorted((ROOT / package).rglob("*.py"))
-    ]
-    names = [
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        for path in paths
-    ]
+    """All modules of the two packages; pdoc's own walk skips names outside of `__all__`."""
+    names = []
+    for package in ("nanokv", "weights_loader"):
+        for path in (ROOT / package).rglob("*.py"):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            names.append(".".join(parts).removesuffix(".__init__"))
     return sorted(name for name in names if not LEFT_OUT.match(name))
 
 
-def pages(names=None) -> list[Page]:
+def pages(names: list[str] | None = None) -> list[Page]:
     """A page for each module, and their list."""
     import pdoc.doc
     import pdoc.render
@@ -49,7 +48,8 @@ def pages(names=None) -> list[Page]:
     templates = Path(str(files("nanokv.school.course") / "assets"))
     pdoc.render.configure(docformat="markdown", search=False, template_directory=templates)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of annotations that only a type checker can resolve
+        # Some annotations can be resolved by a type checker only.
+        warnings.simplefilter("ignore")
         found = {name: pdoc.doc.Module(loaded(name)) for name in names or modules()}
         for module in found.values():
             forget_builtins(module)
@@ -60,8 +60,8 @@ def pages(names=None) -> list[Page]:
     return [Page("api/index.html", "The Python API", listing(found), "API"), *resolved(made)]
 
 
-def forget_builtins(part) -> None:
-    """A member without words of its own has those of its type in pdoc: what Python says about int is no help here."""
+def forget_builtins(part: Any) -> None:
+    """Drop inherited docstrings of built-in types: pdoc shows int's for a constant without one."""
     for member in part.members.values():
         if member.docstring in BUILTINS:
             member.docstring = ""
@@ -69,8 +69,8 @@ def forget_builtins(part) -> None:
             forget_builtins(member)
 
 
-def loaded(name: str):
-    """A module with its lazy names in it."""
+def loaded(name: str) -> ModuleType:
+    """A module, after its lazy public names were imported."""
     module = importlib.import_module(name)
     for public in getattr(module, "__all__", ()):
         getattr(module, public)
@@ -78,43 +78,50 @@ def loaded(name: str):
 
 
 def page(name: str, rendered: str, found: dict) -> Page:
-    """The inside of pdoc's page. Addresses in docstrings are examples, no links; no path of this machine is shown."""
-    inside = re.search(r'<main class="pdoc">(.*)</main>', rendered, re.DOTALL)[1]
+    """The page of a module, from pdoc's page.
+
+    Addresses in docstrings are examples, so they are no links. Paths of this machine are removed.
+    """
+    _, _, inside = rendered.partition('<main class="pdoc">')
+    inside, _, _ = inside.rpartition("</main>")
     inside = re.sub(r'<a href="https?://[^"]*">(.*?)</a>', r"\1", inside)
     inside = inside.replace(f"{ROOT}/", "").replace(str(ROOT), ".")
     path = name.replace(".", "/")
-    here, below = (
-        path.rpartition("/")[2],
-        [child for child in found if child.rpartition(".")[0] == name],
-    )
-    items = [
-        f'<li><a href="{here}/{child.rpartition(".")[2]}.html">{child}</a></li>' for child in below
-    ]
-    inside = inside.replace("<!-- modules -->", f"<ul>{''.join(items)}</ul>" if items else "")
-    source = path if (ROOT / path).is_dir() else f"{path}.py"  # what a link in the docs would name
-    return Page(
-        f"api/{path}.html", name, f'<div class="pdoc">{book.wide(inside)}</div>', "API", source
-    )
+    inside = inside.replace("<!-- modules -->", _submodules(name, found))
+    # The file or folder to which the docs link.
+    source = path
+    if not (ROOT / path).is_dir():
+        source += ".py"
+    body = f'<div class="pdoc">{book.wide(inside)}</div>'
+    return Page(f"api/{path}.html", name, body, "API", source)
+
+
+def _submodules(name: str, found: dict) -> str:
+    """Links to the modules of a package; "" for a module without any."""
+    here = name.rpartition(".")[2]
+    items = ""
+    for child in found:
+        package, _, last = child.rpartition(".")
+        if package == name:
+            items += f'<li><a href="{here}/{last}.html">{child}</a></li>'
+    return f"<ul>{items}</ul>" if items else ""
 
 
 def resolved(made: list[Page]) -> list[Page]:
-    """Without pdoc's guesses: a word in a docstring that happens to name a member which no page shows."""
+    """The pages without pdoc's wrong guesses: links from a docstring's word to a missing anchor."""
     places = {
         (page.path, name) for page in made for name in re.findall(r' id="([^"]*)"', page.body)
     }
 
-    def real(match, path):
-        target = (
-            posixpath.normpath(posixpath.join(posixpath.dirname(path), match[1]))
-            if match[1]
-            else path
-        )
-        return match[0] if (target, match[2]) in places else match[3]
+    def real(path: str, match: re.Match) -> str:
+        target = path
+        if match[1]:
+            target = posixpath.normpath(posixpath.join(posixpath.dirname(path), match[1]))
+        if (target, match[2]) in places:
+            return match[0]
+        return match[3]
 
-    return [
-        replace(page, body=GUESS.sub(lambda match, path=page.path: real(match, path), page.body))
-        for page in made
-    ]
+    return [replace(page, body=GUESS.sub(partial(real, page.path), page.body)) for page in made]
 
 
 def listing(found: dict) -> str:
@@ -125,7 +132,8 @@ def listing(found: dict) -> str:
         said = re.sub(r"`([^`]*)`", r"<code>\1</code>", first)
         rows.append(f'<dt><a href="{name.replace(".", "/")}.html">{name}</a></dt><dd>{said}</dd>')
     return (
-        "<h1>The Python API</h1>\n<p>What <code>import nanokv</code> offers stands on the page of "
-        '<a href="nanokv.html">nanokv</a>. The other pages are its modules, each with its source.</p>\n'
+        "<h1>The Python API</h1>\n<p>The names of <code>import nanokv</code> are on the page of "
+        '<a href="nanokv.html">nanokv</a>. The other pages are its modules, each with its source.'
+        "</p>\n"
         f"<dl>{''.join(rows)}</dl>"
     )

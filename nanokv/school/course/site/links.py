@@ -1,7 +1,8 @@
-"""Every address on every page of a folder: does it lead somewhere, and does the page ask another machine for anything?
+"""Checks every address on every page of a folder: its file and anchor exist, or it is a link out.
 
-Nothing is fetched. A link to another site is allowed and not tried; a style sheet, script, font or picture from there
-is not allowed. A path must not be absolute, so that the folder works under any address and from a file.
+Nothing is fetched. A link to another site is allowed and not tried. A style sheet, script, font or
+picture from another site is an error. An absolute path is one too: the folder has to work under any
+address and from a file.
 """
 
 import posixpath
@@ -21,21 +22,21 @@ ADDRESSES = {
     "background",
     "xlink:href",
 }
-# 0; url=where.
+# The content of a refresh: "0; url=where".
 REFRESH = re.compile(r"""[\s\d.]*[;,\s]\s*(?:url\s*=\s*)?['"]?([^'"]*)""", re.IGNORECASE)
 IN_STYLE = re.compile(r"""(?:url\(\s*['"]?|@import\s+['"])([^'")\s]+)""")
 
 
 class Addresses(HTMLParser):
-    """What a page points to, as (address, is it fetched with the page), and the anchors that it has."""
+    """The addresses of a page, as (address, is it fetched with the page), and its anchors."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.found: list[tuple[str, bool]] = []
         self.anchors = {"", "top"}
         self.style = False
 
-    def handle_starttag(self, tag, attributes):
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         self.style = tag == "style"
         for name, value in attributes:
             if name == "id" or (tag == "a" and name == "name"):
@@ -48,29 +49,26 @@ class Addresses(HTMLParser):
         if tag == "meta" and values.get("http-equiv", "").lower() == "refresh":
             self.handle_refresh(values.get("content", ""))
 
-    def handle_endtag(self, tag):
+    def handle_endtag(self, tag: str) -> None:
         self.style = False
 
-    def handle_data(self, data):
+    def handle_data(self, data: str) -> None:
         if self.style:
             self.handle_style(data)
 
-    def handle_refresh(self, content):
-        """The page that the browser goes to by itself; without an address it loads the same one again."""
+    def handle_refresh(self, content: str) -> None:
+        """The page that the browser loads after a while; without an address it is the same page."""
         if (match := REFRESH.match(content)) and match[1]:
             self.found.append((match[1].strip(), True))
 
-    def handle_style(self, text):
+    def handle_style(self, text: str) -> None:
         self.found += [(address, True) for address in IN_STYLE.findall(text)]
 
 
-def problems(folder) -> list[str]:
+def problems(folder: Path) -> list[str]:
     """One line for each address that is wrong, with its page and the reason."""
-    pages = {
-        posixpath.join(*p.relative_to(folder).parts): p
-        for p in Path(folder).rglob("*")
-        if p.is_file()
-    }
+    paths = [path for path in Path(folder).rglob("*") if path.is_file()]
+    pages = {path.relative_to(folder).as_posix(): path for path in paths}
     read = {
         name: addresses(path)
         for name, path in sorted(pages.items())
@@ -84,16 +82,16 @@ def problems(folder) -> list[str]:
     return found
 
 
-def pages_of(folder) -> list[Path]:
+def pages_of(folder: Path) -> list[Path]:
     """All pages of a folder."""
     return sorted(Path(folder).rglob("*.html"))
 
 
 def addresses(path: Path) -> tuple[list[tuple[str, bool]], set[str]]:
-    """Of one file, with its anchors."""
+    """([(address, is it fetched with the page), …], the anchors) of one file."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".css":
-        # Its user's parts.
+        # An address that begins with # names a part of the page that uses the style sheet.
         return [(address, True) for address in IN_STYLE.findall(text) if address[0] != "#"], set()
     parser = Addresses()
     parser.feed(text)
@@ -102,7 +100,7 @@ def addresses(path: Path) -> tuple[list[tuple[str, bool]], set[str]]:
 
 
 def complaint(page: str, address: str, fetched: bool, pages: dict, read: dict) -> str:
-    """Why an address is wrong, or nothing."""
+    """Why an address is wrong; "" if it is right."""
     try:
         parts = urlsplit(address)
     except ValueError as error:
@@ -110,18 +108,15 @@ def complaint(page: str, address: str, fetched: bool, pages: dict, read: dict) -
     if parts.scheme == "data":
         return "" if fetched else "a link to data"
     if parts.scheme or parts.netloc:
-        return (
-            "asks another machine"
-            if fetched or parts.scheme not in ("http", "https", "mailto")
-            else ""
-        )
+        if fetched or parts.scheme not in ("http", "https", "mailto"):
+            return "asks another machine"
+        return ""
     if parts.path.startswith("/"):
         return "an absolute path"
-    target = (
-        posixpath.normpath(posixpath.join(posixpath.dirname(page), unquote(parts.path)))
-        if parts.path
-        else page
-    )
+    target = page
+    if parts.path:
+        target = posixpath.join(posixpath.dirname(page), unquote(parts.path))
+        target = posixpath.normpath(target)
     if target not in pages:
         return "there is no such file"
     if parts.fragment and unquote(parts.fragment) not in read.get(target, ((), ()))[1]:

@@ -1,7 +1,8 @@
-"""A page of the site, its frame, and what becomes of links: all that the kinds of pages have in common.
+"""A page of the site, its frame and its links: everything that the kinds of pages have in common.
 
-A page says which file of the repository it was made of. A link to such a file becomes a link to the page; a link to a
-file that has no page becomes plain text, because a static folder has no repository behind it.
+A page names the file of the repository that it shows. A link to such a file becomes a link to the
+page. A link to a file without a page becomes plain text, because the site has no repository behind
+it.
 """
 
 import html
@@ -29,12 +30,12 @@ LINK = re.compile(
     r'<a href="(?P<target>[^"]*)"[^>]*>(?P<text>.*?)</a>|(?<= src=")(?P<picture>[^"]*)', re.DOTALL
 )
 ELSEWHERE = re.compile(r"[a-z]+:|//|#|$", re.IGNORECASE)
-MANY = 4  # headings, from which on a page gets a list of them
+MANY = 4  # headings: a page with at least as many gets a list of them
 
 
 @dataclass(frozen=True)
 class Page:
-    """A page: where it lies in the site, what stands in it, and the file or folder of the repository that it shows."""
+    """A page: its path in the site, its content, and the file or folder that it shows."""
 
     path: str  # docs/code.html
     title: str
@@ -44,36 +45,38 @@ class Page:
 
 
 def markdown(path: str, text: str, part: str, source: str, title: str = "") -> Page:
-    """A text of the repository as a page, with the anchors that GitHub gives its headings, and its own title.
+    """A text of the repository as a page, with the anchors that GitHub gives to its headings.
 
-    What a model card tells the hub in lines of YAML before its text is left out.
+    title: the text's first heading, if it is not given. The YAML front matter of a model card is
+    left out.
     """
     text = re.sub(r"\A---\n.*?^---\n", "", text, flags=re.DOTALL | re.MULTILINE)
     body = book.anchored(book.markdown(text))
-    return Page(
-        path,
-        title or plain(re.search(r"<h1[^>]*>(.*?)</h1>", body, re.DOTALL)[1]),
-        body,
-        part,
-        source,
-    )
+    return Page(path, title or _first_heading(body), body, part, source)
+
+
+def _first_heading(body: str) -> str:
+    """The text of the first h1; ValueError if the page has none."""
+    heading = re.search(r"<h1[^>]*>(.*?)</h1>", body, re.DOTALL)
+    if heading is None:
+        raise ValueError(f"no first-level heading in {body[:60]!r}")
+    return plain(heading[1])
 
 
 def plain(markup: str) -> str:
-    """What is read of some HTML."""
+    """The text of some HTML, without its tags."""
     return html.unescape(re.sub(r"<[^>]*>", "", markup)).strip()
 
 
 def relative(target: str, page: str) -> str:
-    """A path in the site as an address on a page."""
+    """A path in the site, as an address relative to a page."""
     return posixpath.relpath(target, posixpath.dirname(page) or ".")
 
 
 def write(pages: list[Page], root: Path, out: Path) -> None:
-    """All pages, each in the frame and with links that lead somewhere; pictures of the repository are copied."""
-    known = {page.path for page in pages} | {
-        path.relative_to(out).as_posix() for path in files(out)
-    }
+    """Write all pages in their frame, with their links resolved; copy the repository's pictures."""
+    known = {page.path for page in pages}
+    known |= {path.relative_to(out).as_posix() for path in files(out)}
     shown = {page.source: page.path for page in pages if page.source}
     folders = {
         posixpath.dirname(file): path for file, path in shown.items() if file.endswith("/README.md")
@@ -82,14 +85,13 @@ def write(pages: list[Page], root: Path, out: Path) -> None:
     for page in pages:
         path = out / page.path
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(
-            framed(page, LINK.sub(partial(places.linked, page), page.body)), encoding="utf-8"
-        )
+        body = LINK.sub(partial(places.linked, page), page.body)
+        path.write_text(framed(page, body), encoding="utf-8")
 
 
 @dataclass(frozen=True)
 class Places:
-    """What an address can mean: a file of the site, or one of the repository."""
+    """The files that an address can name: those of the site and those of the repository."""
 
     root: Path
     out: Path
@@ -97,9 +99,12 @@ class Places:
     shown: dict[str, str]  # file or folder of the repository → its page
 
     def linked(self, page: Page, match: re.Match) -> str:
-        """A link or the address of a picture, as it stands on the page. What leads nowhere stays, for links.py."""
+        """The link or picture address of a match, resolved for a page of the site.
+
+        An address that names no file is kept: links.py reports it.
+        """
         picture = match["target"] is None
-        address = match["picture"] if picture else match["target"]
+        address = match["target"] or match["picture"] or ""
         target, _, anchor = html.unescape(address).partition("#")
         if ELSEWHERE.match(address) or joined(page.path, target) in self.known:
             return match[0]
@@ -109,48 +114,64 @@ class Places:
         if picture:
             return relative(self.copied(file), page.path)
         if file in self.shown:
-            there = relative(self.shown[file], page.path) + ("#" + anchor if anchor else "")
+            there = relative(self.shown[file], page.path)
+            if anchor:
+                there += f"#{anchor}"
             return f'<a href="{html.escape(there)}">{match["text"]}</a>'
-        return f'<span class="file" title="{html.escape(file)}, in the repository">{match["text"]}</span>'
+        place = f"{html.escape(file)}, in the repository"
+        return f'<span class="file" title="{place}">{match["text"]}</span>'
 
     def copied(self, file: str) -> str:
-        """A picture in the site. A recorded terminal asks for fonts from elsewhere: it does without."""
-        name, data = f"files/{file}", (self.root / file).read_bytes()
+        """Copy a picture into the site and return its path there.
+
+        A recorded terminal (SVG) loads fonts from the network: the copy has none.
+        """
+        name = f"files/{file}"
+        data = (self.root / file).read_bytes()
+        if name.endswith(".svg"):
+            data = re.sub(rb"@font-face\s*\{[^}]*\}", b"", data)
         (self.out / name).parent.mkdir(parents=True, exist_ok=True)
-        data = re.sub(rb"@font-face\s*\{[^}]*\}", b"", data) if name.endswith(".svg") else data
         (self.out / name).write_bytes(data)
         return name
 
 
 def joined(page: str, address: str) -> str:
-    """A path as it is meant on a page or in a file."""
+    """The path that a relative address on a page, or in a file, means."""
     return posixpath.normpath(posixpath.join(posixpath.dirname(page), address))
 
 
 def framed(page: Page, body: str) -> str:
-    """The whole page: header with the parts, search and theme, a list of its headings, and the body."""
+    """The whole page: a header with the parts, search and theme; a list of headings; the body."""
     root = posixpath.relpath(".", posixpath.dirname(page.path) or ".") + "/"
     current = {page.part: ' aria-current="true"'}
     parts = " ".join(
         f'<a href="{root}{path}"{current.get(name, "")}>{name}</a>' for name, path in PARTS.items()
     )
-    headings = contents(body)
-    items = "".join(
-        f'<li><a href="#{html.escape(id)}">{html.escape(text)}</a></li>' for id, text in headings
-    )
-    toc = (
-        f"<details><summary>On this page</summary><ul>{items}</ul></details>"
-        if len(headings) >= MANY
-        else ""
-    )
+    title = page.title
+    if title != "nanokv":
+        title += " · nanokv"
     return book.asset("site.html").format(
-        title=html.escape(page.title if page.title == "nanokv" else f"{page.title} · nanokv"),
+        title=html.escape(title),
         root=root,
         parts=parts,
         kind=(page.part or "front").lower(),
         body=body,
         version=__version__,
-        contents=toc and f'<nav class="contents" aria-label="On this page">{toc}</nav>',
+        contents=_contents(body),
+    )
+
+
+def _contents(body: str) -> str:
+    """A folded list of the headings of a page; "" if there are fewer than MANY."""
+    headings = contents(body)
+    if len(headings) < MANY:
+        return ""
+    items = "".join(
+        f'<li><a href="#{html.escape(id)}">{html.escape(text)}</a></li>' for id, text in headings
+    )
+    return (
+        '<nav class="contents" aria-label="On this page">'
+        f"<details><summary>On this page</summary><ul>{items}</ul></details></nav>"
     )
 
 

@@ -1,7 +1,8 @@
-"""What the search of the site finds: each page cut at its headings and names, written as a script.
+"""The index of the site's search: each page cut at its headings and names, written as a script.
 
-A script, because a page that was opened from a file may not read other files. It holds rows of address, part, page,
-heading and text; assets/search.js looks through them, a megabyte in a few milliseconds.
+It is a script, because a page opened from a file may not read other files. It holds rows of
+address, part, page, heading and text. assets/search.js scans all of them: a megabyte in a few
+milliseconds.
 """
 
 import json
@@ -9,62 +10,65 @@ import re
 from html.parser import HTMLParser
 
 HEADINGS = ("h1", "h2", "h3", "h4", "h5", "h6")
-SKIPPED = ("script", "style", "nav", "svg", "summary")  # nobody looks for what stands in them ...
-# ... or under these classes.
+# Text that the index leaves out: of these elements, and of elements with one of these classes.
+SKIPPED = ("script", "style", "nav", "svg", "summary")
 HIDDEN = {"output_wrapper", "headerlink", "source", "line", "prompt", "inherited"}
 
 
 class Sections(HTMLParser):
-    """(level, anchor, heading, text) of a page; the members of a module of the API count as headings."""
+    """(level, anchor, heading, text) of each part of a page; names of an API page are headings."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.found: list[list] = [[0, "", "", ""]]
-        self.heading = False  # inside of one
-        # The tag whose end is waited for, and how often it was opened.
-        self.skip, self.depth = "", 0
+        self.heading = False  # inside a heading
+        self.skip = ""  # the tag of the element that is being left out
+        self.depth = 0  # how many elements with that tag are open
 
-    def handle_starttag(self, tag, attributes):
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         values = {name: value or "" for name, value in attributes}
         classes = set(values.get("class", "").split())
         if self.skip:
             self.depth += tag == self.skip
         elif tag in SKIPPED or classes & HIDDEN:
-            self.skip, self.depth = tag, 1
+            self.skip = tag
+            self.depth = 1
         elif tag in HEADINGS and (tag == "h1" or "id" in values):
             self.found.append([int(tag[1]), values.get("id", ""), "", ""])
             self.heading = True
         elif "id" in values and (tag == "section" or "classattr" in classes):
-            self.found.append([2 if tag == "section" else 3, values["id"], values["id"], ""])
+            level = {"section": 2}.get(tag, 3)
+            self.found.append([level, values["id"], values["id"], ""])
 
-    def handle_endtag(self, tag):
+    def handle_endtag(self, tag: str) -> None:
         if self.skip:
             self.depth -= tag == self.skip
-            self.skip = self.skip if self.depth else ""
+            if not self.depth:
+                self.skip = ""
         elif tag in HEADINGS:
             self.heading = False
-        # Words end where lines end.
+        # A tag ends a word, unless it is one of those used within words.
         if tag not in ("code", "span", "em", "strong", "a", "b", "i", "wbr", "mark"):
             self.handle_data(" ")
 
-    def handle_data(self, data):
+    def handle_data(self, data: str) -> None:
         if not self.skip:
             self.found[-1][2 if self.heading else 3] += data
 
 
 def sections(body: str) -> list[tuple[int, str, str, str]]:
-    """The parts of a page, first what stands before any heading."""
+    """(level, anchor, heading, text) of each part of a page, first the text before any heading."""
     parser = Sections()
     parser.feed(body)
     parser.close()
     return [
-        (level, anchor, *(" ".join(text.split()) for text in texts))
-        for level, anchor, *texts in parser.found
+        (level, anchor, " ".join(heading.split()), " ".join(text.split()))
+        for level, anchor, heading, text in parser.found
     ]
 
 
 def contents(body: str) -> list[tuple[str, str]]:
-    """(anchor, heading) of the second level: what a page is about."""
+    """(anchor, heading) of the second-level headings of a page."""
     return [
         (anchor, heading) for level, anchor, heading, _ in sections(body) if level == 2 and anchor
     ]
@@ -76,7 +80,7 @@ def index(pages) -> str:
     for page in pages:
         for _, anchor, heading, text in sections(page.body):
             if heading or text:
-                address = page.path + ("#" + anchor if anchor else "")
+                address = f"{page.path}#{anchor}".rstrip("#")
                 rows.append([address, page.part, page.title, heading or page.title, text])
     lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
     return f"const INDEX = [\n{lines}\n];\n"
