@@ -20,6 +20,8 @@ from nanokv.errors import CourseError
 from nanokv.school.course import asked, claims, recorded, running, session, twins
 
 if TYPE_CHECKING:
+    from nbformat import NotebookNode
+
     from nanokv.model import Transformer
 
 SCRIPTS = ("judge.js", "asked.js")  # of a page with forms, in this order
@@ -122,7 +124,7 @@ def slug(heading: str) -> str:
     return re.sub(r"[^\w-]", "", html.unescape(heading).lower().replace(" ", "-"))
 
 
-def render(notebook: dict) -> str:
+def render(notebook: "NotebookNode") -> str:
     """An executed notebook as the inside of a page."""
     from jinja2 import DictLoader
     from nbconvert import HTMLExporter
