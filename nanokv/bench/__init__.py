@@ -1,1 +1,1 @@
-"""An entrance: python -m nanokv.bench.gpu. What is behind it is in nanokv/lab/bench."""
+"""The commands `python -m nanokv.bench.…`, whose code is in nanokv/lab/bench."""

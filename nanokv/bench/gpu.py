@@ -1,4 +1,4 @@
-"""python -m nanokv.bench.gpu: nanokv/lab/bench/gpu.py by a shorter name."""
+"""python -m nanokv.bench.gpu, a shorter name for nanokv/lab/bench/gpu.py."""
 
 import sys
 

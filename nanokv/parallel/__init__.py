@@ -1,12 +1,16 @@
-"""One model on several processes (ranks), on torch.distributed: tensor parallel as in Megatron-LM (arXiv 1909.08053).
+"""One model on several processes (ranks), on torch.distributed.
 
-    group.py    the ranks: join, sum, gather, broadcast, within seconds or with an error
-    shards.py   what of each weight a rank holds, and the model that computes with it
-    context.py  the positions of one long sequence spread over ranks
+Tensor parallelism as in Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053), and context
+parallelism for one long sequence.
+
+    group.py    the group of ranks: join, sum, gather, broadcast, with a timeout of seconds
+    shards.py   the part of each weight that a rank holds, and the model that computes with it
+    sizes.py    whether a model can be split over a number of ranks
+    context.py  spreads the positions of one long sequence over the ranks
     merge.py    attention over parts of the keys, merged
-    reading.py  a rank's part of a checkpoint
-    watch.py    do all ranks decide the same?
-    launch.py   start the ranks on this machine; torchrun starts them on several
+    reading.py  loads a rank's part of a checkpoint
+    watch.py    checks that all ranks run the same forwards
+    launch.py   starts the ranks on this machine; torchrun starts them on several machines
 
-The model file, the caches, the loop and the engine are those of one process, and know nothing of this.
+model.py, the caches, the generation loop and the engine are the same as for one process.
 """

@@ -1,19 +1,27 @@
-"""Context parallel: one long sequence whose positions are spread over ranks, so its cache need not fit on one of them.
+"""Context parallelism: spreads the positions of one long sequence over the ranks.
+
+The cache of the sequence then need not fit on one rank.
 
     group = nanokv.parallel.group.start()
     cache = ContextCache(make_cache("dict", model.config), group, page=16)
     for token in nanokv.generate(model, ids, cache, seed=0): ...     the same on every rank
 
-    position   0 … 15    16 … 31    32 … 47    48 … 63    64 …       pages are dealt out in turn: at every length all
-    2 ranks    rank 0    rank 1     rank 0     rank 1     rank 0     ranks have equally much to keep and to read
+    position   0 … 15    16 … 31    32 … 47    48 … 63    64 …
+    2 ranks    rank 0    rank 1     rank 0     rank 1     rank 0
 
-Every rank has all weights and computes q, k and v of every token. It keeps the keys and values of its own positions,
-and attends to those. Then outputs and log-sum-exps are gathered and merged (merge.py), so that all ranks
-go on with the same hidden states. Per layer and token a rank receives 4·B·H·(D+1) bytes from each other rank, however
-long the sequence is; sending the keys instead would take 2·B·S·Hk·D values. Cache and attention are divided by the
-number of ranks. The products with the weights are not: tensor parallelism does that. In a prefill the queries see the
-keys of all ranks up to their own position. Ring attention (Liu et al. 2023, arXiv 2310.01889) splits the queries of a
-prompt too; Yang et al. 2024 (arXiv 2411.01783) say when it is better that results travel, as here, and when keys.
+Pages are assigned to the ranks in turn, so at every length all ranks store and read about the same
+number of positions.
+
+Every rank has all weights and computes q, k and v of every token. It keeps the keys and values of
+its own positions and attends to them. Then the outputs and their log-sum-exps are gathered and
+merged (merge.py), so all ranks continue with the same hidden states. Per layer and token a rank
+receives 4·B·H·(D+1) bytes from each other rank, whatever the length of the sequence; sending the
+keys and values instead would take 2·B·S·Hk·D values.
+
+Cache and attention are divided by the number of ranks. The products with the weights are not, which
+is the job of tensor parallelism. In a prefill the queries see the keys of all ranks up to their own
+position. Ring attention (Liu et al. 2023, arXiv 2310.01889) also splits the queries of a prompt.
+Yang et al. 2024 (arXiv 2411.01783) compare sending results, as here, with sending keys and values.
 """
 
 from dataclasses import dataclass
@@ -28,12 +36,12 @@ from nanokv.cache.checks import check_append
 from nanokv.errors import CacheError, CapacityError, ParallelError, UnsupportedError
 from nanokv.parallel.merge import merge, partial_attention
 
-# They keep exact values, and count no positions themselves.
+# The caches that keep exact values and need not know the positions of their tokens.
 KINDS = ("dict", "static", "growing", "paged", "offloaded")
 
 
 class Ranks(Protocol):
-    """What is asked of a group: nanokv.parallel.group has Group and Alone."""
+    """The part of a group that is used here; nanokv.parallel.group has Group and Alone."""
 
     rank: int
     size: int
@@ -43,34 +51,36 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True)
 class Deal:
-    """Which positions are a rank's: pages of `page` positions are dealt out in turn."""
+    """The positions of a rank: pages of `page` positions are assigned to the ranks in turn."""
 
     rank: int
     ranks: int
     page: int
 
     def count(self, n: int) -> int:
-        """How many of the first n positions are this rank's: n / ranks, give or take a page."""
+        """How many of the first n positions belong to this rank: n / ranks, give or take a page."""
         rounds, rest = divmod(n, self.page * self.ranks)
         return rounds * self.page + min(max(rest - self.rank * self.page, 0), self.page)
 
     def positions(self, n: int) -> Tensor:
-        """Those, oldest first, (count(n),) int64."""
+        """The positions below n of this rank, oldest first: (count(n),) int64."""
         own = torch.arange(self.count(n))
         return (own // self.page * self.ranks + self.rank) * self.page + own % self.page
 
     def most(self, slots: int) -> int:
-        """How long a sequence may be if every rank has so many slots: rank 0 runs out first."""
+        """The longest sequence if every rank has `slots` slots. Rank 0 is the first to run out."""
         return slots // self.page * self.page * self.ranks + slots % self.page
 
 
 class ContextCache(KVCache):
-    """One sequence, or B of one length, over the ranks of a group; this rank's positions lie in `share`, empty now.
+    """A cache of one sequence, or of B sequences of the same length, over the ranks of a group.
 
-    Every rank makes the same calls with the same tokens, and samples with the same seed: a rank that is elsewhere, or
-    was fed other tokens, is told by ParallelError at the next forward. `nbytes` are this rank's: its share of the
-    positions, at most a page more than another's. append, truncate, fork and reorder are those of the share. What it
-    cannot do raises UnsupportedError: rows of different lengths, files, shares that forget or round.
+    `share` stores the positions of this rank and is empty at first. Every rank must make the same
+    calls with the same tokens, and sample with the same seed. If a rank is at another position or
+    was given other tokens, the next forward raises ParallelError. `nbytes` counts this rank's
+    share, which differs from another rank's by at most a page. append, truncate, fork and reorder
+    do the same to the share. UnsupportedError for rows of different lengths, files, and shares
+    that forget or round.
     """
 
     made = Made("context")
@@ -97,13 +107,17 @@ class ContextCache(KVCache):
 
     @property
     def capacity(self) -> int | None:
-        """Of all ranks together, if each has a share like this one."""
+        """The capacity of all ranks together, if every rank has a share like this one."""
         if self.share.capacity is None:
             return None
         return self.deal.most(self.share.capacity)
 
     def attention(self, T: int) -> "ContextAttention":
-        """For the next T queries. CapacityError here, on every rank, before one of them has begun to wait."""
+        """The attention of the next T queries.
+
+        CapacityError if they do not fit. Every rank raises it here, before any rank waits for
+        another.
+        """
         capacity = self.capacity
         if capacity is not None and self.length + T > capacity:
             raise CapacityError(
@@ -115,7 +129,7 @@ class ContextCache(KVCache):
     def truncate(self, n: int) -> None:
         for layer in self:
             layer._check_truncate(n)
-        self.share.truncate(self.deal.count(n))  # as a whole: a paged one gives pages back
+        self.share.truncate(self.deal.count(n))  # the whole share: a paged cache frees pages
         for layer in self:
             layer.length = min(n, layer.length)
 
@@ -125,25 +139,25 @@ class ContextCache(KVCache):
     def reorder(self, index: Index) -> None:
         length = self.length
         self.share.reorder(index)
-        # It may have made new layers.
+        # The share may have new layer objects.
         self[:] = [ContextLayer(layer, self.deal, length) for layer in self.share]
 
 
 class ContextLayer(LayerCache):
-    """One layer of this rank. `length` counts the positions of all ranks."""
+    """One layer of this rank's share. `length` counts the positions of all ranks."""
 
     def __init__(self, share: LayerCache, deal: Deal, length: int):
         self.share = share
         self.deal = deal
         self.length = length
 
-    # A Share is not a Tensor on purpose: see there.
+    # The result is not a tensor on purpose; see Share.
     def append(self, k: Tensor, v: Tensor) -> "tuple[Share, Share]":  # type: ignore[override]
-        """(B,Hk,T,D) ×2, of every new token → (B,Hk,S_r,D) ×2, of this rank's positions, for ContextAttention."""
+        """k and v (B,Hk,T,D) of all new tokens → all of this rank's positions, (B,Hk,S_r,D) ×2."""
         check_append(k, v, expected=self.share._expected)
         start = self.length
         end = start + k.shape[2]
-        # Which of the T new ones.
+        # This rank's tokens among the T new ones.
         own = self.deal.positions(end)[self.deal.count(start) :] - start  # (t,)
         if len(own):
             keys, values = self.share.append(k[:, :, own], v[:, :, own])  # (B,Hk,S_r,D) ×2
@@ -153,9 +167,9 @@ class ContextLayer(LayerCache):
         return Share(keys), Share(values)
 
     def stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """(B,Hk,S_r,D) ×2 that this rank has, where none of the new k and v is its own."""
+        """This rank's keys and values (B,Hk,S_r,D) ×2, when none of the new k and v is its own."""
         state = self.share.state()
-        if not state:  # no page has come to this rank yet
+        if not state:  # this rank has no page yet
             return k[:, :, :0], v[:, :, :0]  # (B,Hk,0,D) ×2
         keys = state["key"]
         check_append(k, v, keys)
@@ -163,8 +177,8 @@ class ContextLayer(LayerCache):
 
     def mask(self, T: int) -> NoReturn:
         raise UnsupportedError(
-            f"rank {self.deal.rank} holds {self.deal.count(self.length)} of {self.length} positions, and a mask speaks "
-            "of all keys",
+            f"rank {self.deal.rank} holds {self.deal.count(self.length)} of {self.length} "
+            "positions, but a mask covers all keys",
             "attend by cache.attention(T); rows of a batch must be of one length",
         )
 
@@ -183,7 +197,11 @@ class ContextLayer(LayerCache):
 
 
 class Share:
-    """Keys or values of one rank. No tensor, because any other attention would take them for those of all positions."""
+    """Keys or values of one rank's positions.
+
+    Not a tensor, because any attention but ContextAttention would take them for all positions. Any
+    such use raises CacheError.
+    """
 
     def __init__(self, own: Tensor):
         self.own = own
@@ -204,35 +222,39 @@ FOREIGN = (
 
 
 class ContextAttention:
-    """T queries, the same on every rank, over the keys of all ranks: q is attended to on the spot, results are sent."""
+    """Attention of T queries, the same on every rank, over the keys of all ranks.
+
+    Each rank attends to its own keys, and the results are gathered and merged.
+    """
 
     def __init__(self, group: Ranks, deal: Deal, start: int, T: int):
         self.group = group
         self.start = start
         self.T = T
         self.checked = False
-        self.mask: Tensor | None = None  # the newest token sees everything
+        self.mask: Tensor | None = None  # one query is the newest token and sees everything
         if T > 1:
             query = start + torch.arange(T)[:, None]  # (T,1)
             self.mask = deal.positions(start + T) <= query  # (T,S_r)
 
     def __call__(self, q: Tensor, k: Share, v: Share) -> Tensor:
-        """q (B,H,T,D) → (B,H,T,D), bit-equal on all ranks."""
-        if not self.checked:  # by the first layer
+        """q (B,H,T,D) → (B,H,T,D), with the same bits on all ranks."""
+        if not self.checked:  # once, in the first layer
             self.check_alike(q)
         mask = self.mask
         if mask is not None:
             mask = mask.to(q.device)
         outputs, lse = partial_attention(q, k.own, v.own, mask)  # (B,H,T,D), (B,H,T)
-        # In one message.
+        # Outputs and log-sum-exps go in one message.
         parts = self.group.gather(torch.cat((outputs, lse[..., None]), -1))  # (ranks,B,H,T,D+1)
         return merge(parts[..., :-1], parts[..., -1]).to(q.dtype)
 
     def check_alike(self, q: Tensor) -> None:
-        """ParallelError unless all ranks are at one position, with rows and queries alike.
+        """ParallelError unless all ranks have the same position, rows and tokens.
 
-        The first layer's queries depend on the tokens and their positions alone. Their means over D are compared:
-        another token moves those by about rms / √D, other rounding by far less. Costs two messages per forward.
+        The queries of the first layer depend only on the tokens and their positions. Their means
+        over D are compared: another token changes a mean by about rms / √D, different rounding by
+        far less. Costs two messages per forward.
         """
         B, _, T, D = q.shape
         mine = torch.tensor([B, T, self.start], device=q.device)
@@ -251,7 +273,7 @@ class ContextAttention:
             rank, _, _, token = far.nonzero()[0].tolist()
             raise ParallelError(
                 f"rank {rank} was fed another token than rank 0 at position {self.start + token}",
-                "feed every rank the same tokens, sample with the same seed, and use whole weights, "
-                "not a tensor-parallel part",
+                "feed every rank the same tokens, sample with the same seed, and use whole "
+                "weights, not a tensor-parallel part",
             )
         self.checked = True

@@ -1,14 +1,15 @@
-"""The ranks of one computation, on torch.distributed: join them, and what they say to each other.
+"""The group of ranks of one computation, on torch.distributed: joining it, and its messages.
 
-    group = start()                       # rank, size and address from the environment, as torchrun sets it
-    group.sum(x)                          # x of all ranks added, in place: the same bits on every rank
-    group.gather(x)                       # (n,*x.shape)
-    group.broadcast({"ids": [1, 2]})      # what rank 0 said, on every rank; any JSON value
-    group.check_alike("the config", text) # ParallelError on every rank where they differ
+    group = start()                        rank, size and address from the environment
+    group.sum(x)                           x summed over the ranks, the same bits on every rank
+    group.gather(x)                        (n,*x.shape)
+    group.broadcast({"ids": [1, 2]})       the value of rank 0, on every rank; any JSON value
+    group.check_alike("the config", text)  ParallelError on every rank if they differ
 
-A rank that ends closes its connections, and whoever waits for it gets ParallelError at once; one that is stuck is given
-`timeout` seconds. Only `hear` waits for ever: for the next line of a person, say. Values travel as JSON, never as
-pickles. One process alone is `Alone()`, which has the same methods and sends nothing.
+If a rank ends, its connections close and the ranks that wait for it get ParallelError at once. A
+rank that does not answer is given `timeout` seconds. Only `hear` and `meet` wait without a limit,
+for example for the next line that a person types. Values are sent as JSON, never as pickles.
+`Alone()` has the same methods for a single process and sends nothing.
 """
 
 import hashlib
@@ -28,23 +29,25 @@ from nanokv.errors import ParallelError
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Between two collectives lies at most one layer of one chunk of a prompt (inference.prefill_chunk).
+# Between two collectives a rank computes at most one layer of one chunk of a prompt
+# (inference.prefill_chunk).
 TIMEOUT_S = 30.0
-JOIN_S = 60.0  # until the last rank has imported torch
+JOIN_S = 60.0  # for all ranks to import torch and join
 FOREVER = timedelta(days=365)
 REPORT = 400  # bytes of a line in `reports`
 INLINE = 248  # bytes of JSON that fit into the first message of a broadcast
 LAUNCHED = "NANOKV_LAUNCHED"  # set by launch.py
-# A socket that the launcher has bound for rank 0: no other program can take its port.
+# The descriptor of a socket that the launcher has bound for rank 0, so that no other program can
+# take the port.
 STORE_FD = "NANOKV_STORE_FD"
 OTHER_PORT = "another MASTER_PORT (torchrun --master-port)"
-ANSWER_S = 5.0  # until a store says its first word
-INTERRUPTED = "Ctrl-C"  # the last words of a rank that a person has stopped
-LAST_WORDS_S = 1.0  # a rank that fails says why before it ends: so long the others look for it
+ANSWER_S = 5.0  # for the first answer of a store
+INTERRUPTED = "Ctrl-C"  # the last words of a rank that a person has interrupted
+LAST_WORDS_S = 1.0  # for the reason why a rank ends to reach the other ranks
 
 
 class Alone:
-    """One process: what a Group of one rank would answer, without torch.distributed."""
+    """A single process: the methods of Group for one rank, without torch.distributed."""
 
     rank = 0
     size = 1
@@ -76,7 +79,7 @@ class Alone:
 
 
 class Group:
-    """The ranks 0 … size−1. Every rank calls the same methods in the same order; made by `start`."""
+    """The ranks 0 … size−1, made by `start`. All ranks call the same methods in the same order."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: float, backend: str):
         import torch.distributed as dist
@@ -86,19 +89,19 @@ class Group:
         self.rank = rank
         self.size = size
         self.timeout = timeout
-        # Ranks on this machine, which share its memory.
+        # The number of ranks on this machine, which share its memory.
         self.local = number("LOCAL_WORLD_SIZE", size)
         within = timedelta(seconds=timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=within)
-        self.words = None  # the group of all ranks
+        self.words = None  # None: the default group, which is on gloo already
         if backend != "gloo":
             self.words = dist.new_group(backend="gloo", timeout=within)
         self.patient = dist.new_group(backend="gloo", timeout=FOREVER)
 
     def sum(self, x: "Tensor") -> "Tensor":
-        """x of any shape, added over the ranks, in place where it is contiguous.
+        """x of any shape, summed over the ranks, in place if x is contiguous.
 
-        A ring sends 2·(n−1)/n · x.nbytes from each rank.
+        A ring all-reduce sends 2·(n−1)/n · x.nbytes from each rank.
         """
         x = x.contiguous()
         with self._answered("all_reduce"):
@@ -106,29 +109,32 @@ class Group:
         return x
 
     def gather(self, x: "Tensor") -> "Tensor":
-        """x of every rank, all of one shape → (n,*x.shape), by rank. Receives (n−1)·x.nbytes."""
+        """x of every rank, all of the same shape → (n,*x.shape). Receives (n−1)·x.nbytes."""
         out = x.new_empty(self.size, *x.shape)
         with self._answered("all_gather"):
             self.dist.all_gather(list(out.unbind(0)), x.contiguous(), group=self._reaching(x))
         return out
 
     def broadcast(self, value: Any = None) -> Any:
-        """The JSON value of rank 0, on every rank; what the others pass is not looked at."""
+        """The JSON value of rank 0, on every rank. The values of the other ranks are ignored."""
         return self._send(value, self.words)
 
     def hear(self, value: Any = None) -> Any:
-        """`broadcast` of what may take rank 0 any time to know. It ends in an error only if a rank ends."""
+        """`broadcast` without a timeout, for values that rank 0 may have to wait for.
+
+        It fails only if a rank ends.
+        """
         return self._send(value, self.patient)
 
     def meet(self) -> None:
-        """Wait until all ranks are here, however long that takes: for disks, which may be slow."""
+        """Wait for all ranks without a timeout, for example while they read from slow disks."""
         import torch
 
         with self._answered("a barrier"):
             self.dist.all_reduce(torch.zeros(1), group=self.patient)
 
     def check_alike(self, what: str, value: str, hint: str = "") -> None:
-        """ParallelError on every rank, naming who differs, unless all say the same."""
+        """ParallelError on every rank, naming the ranks that differ, unless all are equal."""
         import torch
 
         mark = hashlib.sha256(value.encode()).digest()[:8]
@@ -143,7 +149,7 @@ class Group:
             )
 
     def reports(self, text: str) -> list[str]:
-        """A line of every rank, by rank, cut to REPORT bytes. Waits as long as their disks take."""
+        """A line from every rank, in order, cut to REPORT bytes. Waits without a timeout."""
         import torch
 
         own = byte_tensor(text.encode()[:REPORT].ljust(REPORT, b"\0"))  # (REPORT,)
@@ -153,22 +159,22 @@ class Group:
         return [bytes(line.tolist()).rstrip(b"\0").decode(errors="replace") for line in lines]
 
     def last_words(self, text: str) -> None:
-        """Why this rank ends: the others, who will miss it, put it into their own error."""
+        """Publish why this rank ends. The other ranks include it in their own error."""
         self._ask_store(lambda: self.store.set(f"ended/{self.rank}", text))
         time.sleep(LAST_WORDS_S)
 
     def stopped(self) -> None:
-        """A person has stopped this rank: the others end with KeyboardInterrupt as well."""
+        """A person has interrupted this rank: end the others with KeyboardInterrupt as well."""
         self.last_words(INTERRUPTED)
 
     def close(self) -> None:
-        """Leave. Waits for nobody."""
+        """Leave the group without waiting for the other ranks."""
         with suppress(Exception):
             self.words = self.patient = None
             self.dist.destroy_process_group()
 
     def _reaching(self, x: "Tensor") -> Any:
-        """NCCL sends what lies on a GPU only; None: the group of all ranks."""
+        """The process group for x: NCCL sends only GPU tensors. None: the default group."""
         if x.device.type != "cpu":
             return None
         return self.words
@@ -190,15 +196,17 @@ class Group:
 
     @contextmanager
     def _answered(self, what: str) -> Iterator[None]:
-        """What gloo or NCCL says about a rank that is gone becomes one error, with that rank's own words if it left
-        any."""
+        """Turn an error of gloo or NCCL into ParallelError with the last words of the failed rank.
+
+        KeyboardInterrupt if a person has interrupted that rank.
+        """
         try:
             yield
         except RuntimeError as error:
-            # They hold the group, whose connections end with its last reference.
+            # The frames hold the group, and its connections close with its last reference.
             clear_frames(error.__traceback__)
             reason = self._reason(what, str(error))
-            self.close()  # whoever waits for this rank is told at once, and not after `timeout`
+            self.close()  # ranks that wait for this one fail at once, not after `timeout`
             if reason.endswith(f": {INTERRUPTED}"):
                 raise KeyboardInterrupt from error
             raise ParallelError(reason, "start all ranks again") from error
@@ -213,7 +221,7 @@ class Group:
         return f"a rank of {self.size} {how}; rank {self.rank} waited for it in {what}"
 
     def _words_of_others(self) -> str:
-        """The last words of the first rank that left any, looked for during LAST_WORDS_S; "" if none did."""
+        """The last words of the first rank that left any within LAST_WORDS_S, or ""."""
         until = time.monotonic() + LAST_WORDS_S
         while time.monotonic() < until:
             for rank in range(self.size):
@@ -225,8 +233,11 @@ class Group:
         return ""
 
     def _ask_store(self, ask: Callable[[], Any]) -> Any:
-        """ask(), or None if it fails or takes longer than the last words may: the store is on the host of rank 0, and
-        where the cable to it is cut, a question gets no answer and no error."""
+        """ask(), or None if it fails or takes longer than 2 · LAST_WORDS_S.
+
+        The store is on the host of rank 0. If the cable to it is cut, a request gets neither an
+        answer nor an error.
+        """
         try:
             answers = in_time(ask, 2 * LAST_WORDS_S)
         except Exception:
@@ -239,11 +250,11 @@ ALONE = Alone()
 
 
 def start(timeout: float = TIMEOUT_S, backend: str = "gloo") -> Group:
-    """Join the group that the environment names: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as torchrun sets them.
+    """Join the group that torchrun describes in RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
-    `timeout`: seconds that one rank may keep the others waiting. ParallelError if the address cannot be had, or not all
-    ranks come within a minute. On one machine gloo stays on the loopback; each rank computes with one thread unless
-    OMP_NUM_THREADS says otherwise.
+    `timeout`: seconds that one rank may keep the others waiting. ParallelError if the address
+    cannot be used, or if not all ranks join within a minute. On one machine gloo stays on the
+    loopback interface. Each rank computes with one thread unless OMP_NUM_THREADS is set.
     """
     import torch
 
@@ -257,7 +268,7 @@ def start(timeout: float = TIMEOUT_S, backend: str = "gloo") -> Group:
         torch.set_num_threads(1)
     try:
         return Group(join_store(host, port, rank, size), rank, size, timeout, backend)
-    except RuntimeError as error:  # all errors of torch.distributed are
+    except RuntimeError as error:  # the base class of all errors of torch.distributed
         if "EADDRINUSE" in str(error) or "address already in use" in str(error):
             raise ParallelError(f"port {port} of {host} is in use", OTHER_PORT) from error
         reason = str(error).strip().splitlines()[0][:200]
@@ -268,9 +279,9 @@ def start(timeout: float = TIMEOUT_S, backend: str = "gloo") -> Group:
 
 
 def join_store(host: str, port: int, rank: int, size: int) -> Any:
-    """The TCPStore at which the ranks meet: rank 0 has it, or the agent of torchrun.
+    """The TCPStore through which the ranks find each other, run by rank 0 or by torchrun's agent.
 
-    ParallelError where another program listens at that address: it would be asked, and might never answer.
+    ParallelError if another program listens at that address, because it might never answer.
     """
     import torch.distributed as dist
 
@@ -280,21 +291,24 @@ def join_store(host: str, port: int, rank: int, size: int) -> Any:
         if STORE_FD in os.environ:
             listening = {"master_listen_fd": number(STORE_FD), "use_libuv": True}
         return dist.TCPStore(host, port, size, True, within, **listening)
-    # Its socket is bound for rank 0, which answers as soon as it has imported torch.
+    # launch.py has bound the socket for rank 0, which answers as soon as it has imported torch.
     if LAUNCHED in os.environ:
         return dist.TCPStore(host, port, size, False, within)
     wait_for_listener(host, port)
     stores = in_time(lambda: dist.TCPStore(host, port, size, False, within), ANSWER_S)
     if not stores:
         raise ParallelError(
-            f"rank {rank} of {size}: at {host}:{port} listens another program, which does not answer",
+            f"rank {rank} of {size}: another program listens at {host}:{port}, and does not answer",
             OTHER_PORT,
         )
     return stores[0]
 
 
 def wait_for_listener(host: str, port: int) -> None:
-    """Until somebody listens there; after JOIN_S, or where the name is unknown, TCPStore says what is wrong."""
+    """Return once a program listens at the address, after JOIN_S, or if the host name is unknown.
+
+    In the last two cases TCPStore raises the error.
+    """
     import socket
 
     until = time.monotonic() + JOIN_S
@@ -309,8 +323,11 @@ def wait_for_listener(host: str, port: int) -> None:
 
 
 def in_time(work: Callable[[], Any], seconds: float) -> list[Any]:
-    """[work()], or [] if it takes longer: then it goes on in a thread that nobody waits for. What it raises is raised
-    here."""
+    """[work()], or [] if it takes longer than `seconds`. Raises the exceptions of `work`.
+
+    `work` runs in a daemon thread. After the timeout the thread continues, and its result is
+    dropped.
+    """
     found: list[Any] = []
     errors: list[Exception] = []
 
@@ -329,14 +346,14 @@ def in_time(work: Callable[[], Any], seconds: float) -> list[Any]:
 
 
 def byte_tensor(data: bytes) -> "Tensor":
-    """(N,) uint8, to send."""
+    """The bytes as a tensor (N,) uint8."""
     import torch
 
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def number(name: str, default: int | None = None) -> int:
-    """A number of the environment."""
+    """An environment variable as a number ≥ 0; `default` if it is not set, else ParallelError."""
     text = os.environ.get(name)
     if text is None and default is not None:
         return default
@@ -349,7 +366,7 @@ def number(name: str, default: int | None = None) -> int:
 
 
 def environment(rank: int, size: int, port: int) -> dict[str, str]:
-    """What a rank on this machine finds in its environment; `port`: of a store on the loopback, see `free_port`."""
+    """The environment variables of a rank on this machine. `port`: of the store on the loopback."""
     fields = {
         "RANK": rank,
         "LOCAL_RANK": rank,
@@ -361,8 +378,10 @@ def environment(rank: int, size: int, port: int) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port of the loopback that nobody uses now. Another program may take it before it is bound: a launcher that
-    holds the store itself (TCPStore with port 0) has no such race."""
+    """A free port of the loopback. Another program may take it before the caller binds it.
+
+    A launcher that holds the store itself (TCPStore with port 0) avoids this race.
+    """
     import socket
 
     with socket.socket() as probe:
@@ -371,20 +390,23 @@ def free_port() -> int:
 
 
 def loopback() -> str:
-    """lo, or lo0 on macOS."""
+    """The name of the loopback interface: lo, or lo0 on macOS."""
     import socket
 
     return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "lo")
 
 
 def end_with_parent(grace: float = 2.0) -> None:
-    """End this rank when the process that started it is gone, killed for instance: nobody else would end it."""
+    """End this rank when its parent process has ended, which may have been killed.
+
+    `grace`: seconds between SIGTERM and the hard exit.
+    """
     parent = os.getppid()
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(0.2)
-        os.kill(os.getpid(), signal.SIGTERM)  # in good order, if that can be had
+        os.kill(os.getpid(), signal.SIGTERM)  # an orderly end, if possible
         time.sleep(grace)
         os._exit(2)
 

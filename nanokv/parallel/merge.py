@@ -1,6 +1,6 @@
-"""Attention over parts of the keys, and the merge of what they give: exact, by the log-sum-exp of each part's scores.
+"""Attention over parts of the keys, and the exact merge of the results by their log-sum-exps.
 
-The parts may lie on several ranks (context.py), or keep several cores busy with one query (`Split`).
+The parts may be on several ranks (context.py), or be computed in parallel for one query (`Split`).
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,12 @@ from nanokv.errors import CacheError
 
 
 class Split:
-    """`Masked`, with the keys in n parts: each part is attended to alone, then the parts are merged.
+    """`Masked` with the keys in n parts: attention over each part, then a merge.
 
-    GPUs need this for decode (split-K; Flash-Decoding, Dao et al. 2023): one query over a long cache is too little work
-    for many cores, and the parts can run side by side. Here they run one after another. With parts on several machines
-    it is context parallelism (nanokv/parallel/context.py). mask: bool (T,S) or (B,1,T,S); None = every key.
+    GPUs need this for decode (split-K; Flash-Decoding, Dao et al. 2023), because one query over a
+    long cache is too little work for many cores, and the parts can be computed in parallel. Here
+    they are computed one after another. With the parts on several machines it is context
+    parallelism (nanokv/parallel/context.py). mask: bool (T,S) or (B,1,T,S); None = every key.
     """
 
     def __init__(self, mask: Tensor | None, n: int):
@@ -32,7 +33,7 @@ class Split:
             raise CacheError(
                 f"attention got {k.shape[2]} keys, but the mask has {self.mask.shape[-1]} columns"
             )
-        # Views, some empty.
+        # All parts are views; some may be empty.
         keys = k.tensor_split(self.n, 2)  # (B,Hk,S_p,D) each
         values = v.tensor_split(self.n, 2)  # (B,Hk,S_p,D) each
         masks: Sequence[Tensor | None] = [None] * self.n
@@ -46,26 +47,27 @@ class Split:
 def partial_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over some of the keys, and the log-sum-exp of their scores: `merge` joins several of them.
+    """Attention over some of the keys, and the log-sum-exp of their scores, for `merge`.
 
-    q (B,H,T,D), k and v (B,Hk,S,D), S ≥ 0, mask bool (T,S) or (B,1,T,S) → outputs (B,H,T,D), lse (B,H,T), both fp32.
-    A query that sees none of these keys has lse −∞ and output 0. SDPA returns no lse, so the scores are written out,
-    4·B·H·T·S bytes, on a CPU for the rows of one block only (row_blocks: 256 over 8,192 keys of Qwen3-0.6B, 134 MB).
-    Keys and values in half precision are copied to fp32.
+    q (B,H,T,D), k and v (B,Hk,S,D), S ≥ 0, mask bool (T,S) or (B,1,T,S) → outputs (B,H,T,D), lse
+    (B,H,T), both fp32. A query that sees none of these keys has lse −∞ and output 0. SDPA returns
+    no lse, so the scores are stored: 4·B·H·T·S bytes, on a CPU for one block of rows at a time
+    (row_blocks: 256 rows over 8,192 keys of Qwen3-0.6B, 134 MB). Keys and values in half
+    precision are copied to fp32.
     """
     blocks = row_blocks(q, max(1, k.shape[2]))
     if len(blocks) > 1:
         return _by_blocks(q, k, v, mask, blocks)
     B, H, T, D = q.shape
     Hk, S = k.shape[1:3]
-    # The G heads of a group read their keys once.
+    # One product for the G heads of a group, which share their keys.
     grouped = q.reshape(B, Hk, -1, D).float()  # (B,Hk,G·T,D)
     scores = grouped @ k.float().transpose(2, 3) * D**-0.5  # (B,Hk,G·T,S)
     scores = scores.view(B, H, T, S)
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
     lse = scores.logsumexp(-1)  # (B,H,T)
-    # Softmax, or 0 where nothing is seen.
+    # The softmax, or 0 if the query sees no key.
     weights = (scores - finite(lse)[..., None]).exp()  # (B,H,T,S)
     outputs = weights.view(B, Hk, H // Hk * T, S) @ v.float()  # (B,Hk,G·T,D)
     return outputs.view(B, H, T, D), lse
@@ -74,7 +76,7 @@ def partial_attention(
 def _by_blocks(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, blocks: Sequence[tuple[int, int]]
 ) -> tuple[Tensor, Tensor]:
-    """`partial_attention`, for rows a … b−1 of the queries at a time."""
+    """`partial_attention`, for one block of query rows at a time."""
     if mask is not None:
         mask = mask.expand(*mask.shape[:-2], q.shape[2], -1)  # (…,T,S): one row may serve all
     outputs = []
@@ -88,18 +90,19 @@ def _by_blocks(
 
 
 def merge(outputs: Tensor, lse: Tensor) -> Tensor:
-    """Attention over P disjoint sets of keys → attention over all of them, exactly and in any order.
+    """Attention over P disjoint sets of keys → exact attention over all of them, in any order.
 
-    outputs (P,B,H,T,D), lse (P,B,H,T) → (B,H,T,D). A softmax over all keys gives part p the sum of its weights,
-    exp(lse_p) / Σ exp(lse): each output is already normalised within its part, so that share is all it lacks (Milakov &
-    Gimelshein 2018, arXiv 1805.02867). A part in which a query sees nothing, lse −∞, counts nothing whatever its output
-    is; a query that sees nothing anywhere gets 0, as from SDPA.
+    outputs (P,B,H,T,D), lse (P,B,H,T) → (B,H,T,D). In a softmax over all keys the weights of part
+    p sum to exp(lse_p) / Σ exp(lse). Each output is normalised within its part, so it is
+    multiplied by this share (Milakov & Gimelshein 2018, arXiv 1805.02867). A part in which a
+    query sees no key, lse −∞, is ignored, whatever its output. A query that sees no key in any
+    part gets 0, as in SDPA.
     """
     shares = (lse - finite(lse.logsumexp(0))).exp()[..., None]  # (P,B,H,T,1): they sum to 1
-    # 0 times NaN would be NaN.
+    # Outputs without a share may be NaN, and 0 times NaN would be NaN.
     return (shares * outputs.masked_fill(shares == 0, 0)).sum(0)  # (B,H,T,D)
 
 
 def finite(lse: Tensor) -> Tensor:
-    """0 in the place of −∞, because −∞ − (−∞) is NaN."""
+    """lse with −∞ replaced by 0, because −∞ − (−∞) is NaN."""
     return lse.masked_fill(lse == -torch.inf, 0)

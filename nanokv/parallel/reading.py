@@ -1,7 +1,7 @@
-"""A rank's model from a checkpoint: of each file it reads what its part needs, and no rank goes on with another file.
+"""Loads a rank's part of a model: reads only its weights, and compares the files of all ranks.
 
-group = parallel.start()
-model, tokenizer = parallel.load("Qwen/Qwen3-0.6B", group)      # on every rank; then as with nanokv.load
+group = nanokv.parallel.group.start()                             on every rank
+model, tokenizer = nanokv.parallel.reading.load("Qwen/Qwen3-0.6B", group)
 """
 
 import hashlib
@@ -32,8 +32,12 @@ SMALL = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
-PROBE = 64  # bytes at each place of a tensor: a fine-tuned checkpoint has the headers of its base
-PLACES = 8  # both ends and between: a copy that was broken off has the right size and a hole
+# The bytes compared at each place of a tensor. The headers alone do not distinguish a fine-tuned
+# checkpoint from its base.
+PROBE = 64
+# The places, from the first to the last bytes of a tensor. An interrupted copy may have the right
+# size and a hole.
+PLACES = 8
 
 
 def load(
@@ -43,9 +47,10 @@ def load(
     device: Device = "cpu",
     revision: str | None = None,
 ) -> tuple[Transformer, Tokenizer]:
-    """`nanokv.load` of this rank's part. Every rank of the group calls it, with the same source.
+    """`nanokv.load` for this rank's part. Every rank of the group calls it with the same source.
 
-    ParallelError if sizes do not divide, or if the ranks see different files; else the errors of nanokv.load.
+    ParallelError if the sizes are not divisible or the ranks see different files; otherwise the
+    errors of nanokv.load.
     """
     dtype, device = weights_loader.check_target(dtype, device)
     folder = weights_loader.resolve(source, revision=revision)
@@ -54,7 +59,7 @@ def load(
 
 
 def reader(ranks: Ranks) -> Read:
-    """What load_folder makes the model with."""
+    """The function with which load_folder makes the model of this rank."""
     return partial(read_shard, ranks)
 
 
@@ -66,8 +71,8 @@ def read_shard(
     device: torch.device,
     prefetched: Prefetch | None = None,
 ) -> Transformer:
-    """This rank's part of the weights as a model, its decisions compared with those of the other ranks."""
-    # Before a byte of weights is read.
+    """This rank's part of the weights as a model that compares its inputs with the other ranks."""
+    # Check the sizes and the files before any weight is read.
     shard = Shard(Config.from_dict(fields), ranks.rank, ranks.size)
     hint = "every rank needs the same checkpoint: compare the folders"
     ranks.check_alike(f"the checkpoint in {folder}", fingerprint(folder), hint)
@@ -78,9 +83,12 @@ def read_shard(
 
 
 def fingerprint(folder: Path) -> str:
-    """sha256 over the small files, and of every tensor its name, dtype, shape and PROBE bytes at PLACES places, evenly
-    spread. Some milliseconds where the file is in memory: 8 pages per tensor are read. One value that differs between
-    two places is not found; a hole of a seventh of a tensor is."""
+    """sha256 over the small files and over the name, dtype, shape and some bytes of every tensor.
+
+    PROBE bytes are read at each of PLACES evenly spaced places, 8 pages per tensor: some
+    milliseconds if the file is in memory. A difference of one value between two places is missed; a
+    hole of a seventh of a tensor is found.
+    """
     digest = hashlib.sha256()
     for name in SMALL:
         path = folder / name

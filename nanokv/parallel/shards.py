@@ -1,15 +1,17 @@
-"""What of each weight a rank holds, and the model that computes with it: model.py itself, with fewer heads.
+"""The part of each weight that a rank holds, and its model: that of model.py, with fewer heads.
 
-    q, k, v, gate, up      rows: a rank has whole heads, and whole columns of the MLP        nothing is sent
-    o, down                columns: what a rank computes is a summand                        all_reduce behind each
-    embedding              rows: a rank knows some of the words, the others are zeros to it  all_reduce
-    head                   rows: a rank has some of the logits                               all_gather
-    experts                whole ones: a rank's tokens to others' experts add zeros          the all_reduce of the block
-    norms, router          whole, on every rank
+    weight             part of a rank                                      message
+    q, k, v, gate, up  rows: whole heads, and some columns of the MLP      none
+    o, down            columns: a rank computes a summand of the result    all_reduce after each
+    embedding          rows: some of the vocabulary, zeros for the rest    all_reduce
+    head               rows: some of the logits                            all_gather
+    experts            some of them, zeros for the experts of other ranks  all_reduce of the block
+    norms, router      whole, on every rank                                none
 
-A rank's Config has its own H, Hk and intermediate_size, and everything that is made from a config, caches above all, is
-a rank's share without knowing it. Where there are more ranks than KV heads, a KV head lies on several ranks (as in
-vLLM): its cache is stored as often. After Shoeybi et al. 2019 (Megatron-LM, arXiv 1909.08053).
+The Config of a rank has the rank's own H, Hk and intermediate_size, so everything that is made
+from a config, such as a cache, has the size of the rank's share. If there are more ranks than KV
+heads, a KV head is on several ranks, and its cache is stored on each of them (as in vLLM). After
+Shoeybi et al. 2019 (Megatron-LM, arXiv 1909.08053).
 """
 
 from dataclasses import dataclass, replace
@@ -32,7 +34,7 @@ COLUMNS = ("o_proj", "down_proj")
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of rank `rank` of `size`; ParallelError, naming the sizes, if the model cannot be cut so."""
+    """The part of rank `rank` of `size`. ParallelError if the model's sizes are not divisible."""
 
     config: Config  # of the whole model
     rank: int
@@ -43,12 +45,12 @@ class Shard:
 
     @property
     def kv_heads(self) -> int:
-        """On this rank: Hk/n, or one that other ranks have too."""
+        """The number of KV heads on this rank: Hk/n, or 1 that other ranks hold too."""
         return max(1, self.config.num_key_value_heads // self.size)
 
     @property
     def local(self) -> Config:
-        """The config of this rank's model. head_dim is a field of its own, so nothing else changes."""
+        """The config of this rank's model. head_dim is a separate field and does not change."""
         config = self.config
         width = config.intermediate_size
         if has_mlp(config):
@@ -61,21 +63,24 @@ class Shard:
         )
 
     def words(self) -> Slice:
-        """Rows of embedding and head: V/n, rounded up; the last ranks may have fewer."""
+        """The rows of embedding and head: V/n rounded up. The last ranks may have fewer."""
         count = self.config.vocab_size
         each = -(-count // self.size)
         first = min(self.rank * each, count)
         return Slice(0, first, min(first + each, count))
 
     def experts(self) -> range:
-        """Numbers of the experts that this rank has: E/n, or one more."""
+        """The numbers of the experts on this rank: E/n of them, or one more."""
         count = 0
         if self.config.experts:
             count = self.config.experts.num_experts
         return range(self.rank * count // self.size, (self.rank + 1) * count // self.size)
 
     def part(self, name: str, shape: tuple[int, ...]) -> Slice:
-        """What of the tensor "layers.0.self_attn.q_proj.weight", whole (4096,1024), lies here; size 0: nothing."""
+        """The part of a tensor on this rank; size 0 for none.
+
+        name: such as "layers.0.self_attn.q_proj.weight". shape: of the whole tensor, (4096,1024).
+        """
         path = name.split(".")
         module, kind = path[-2:]
         if module in ("embed_tokens", "lm_head"):
@@ -99,12 +104,15 @@ class Shard:
         return Slice(dim, self.rank * each, (self.rank + 1) * each)
 
 
-# --- the modules of a rank --------------------------------------------------------------------------------------------
+# --- the modules of a rank ------------------------------------------------------------------------
 
 
 class VocabularyEmbedding(nn.Embedding):
-    """Some rows of the embedding. A token of another rank's rows gives zeros here, and the sum over the ranks its row:
-    B·T·C values in one all_reduce, exact in every dtype."""
+    """Some rows of the embedding. Tokens of other ranks' rows give zeros.
+
+    The sum over the ranks is the row of each token: B·T·C values in one all_reduce, exact in every
+    dtype.
+    """
 
     def __init__(self, words: Slice, width: int, ranks: Ranks):
         super().__init__(words.size, width)
@@ -119,7 +127,7 @@ class VocabularyEmbedding(nn.Embedding):
 
 
 class VocabularyHead(nn.Linear):
-    """Some rows of the head: V/n logits here, and those of the others by one all_gather of as many values."""
+    """Some rows of the head. Computes V/n logits and gathers those of the other ranks."""
 
     def __init__(self, words: Slice, width: int, vocabulary: int, ranks: Ranks):
         super().__init__(width, words.size, bias=False)
@@ -135,14 +143,14 @@ class VocabularyHead(nn.Linear):
 
 
 class Elsewhere(nn.Module):
-    """An expert of another rank: here its output is zero, and costs nothing but the zeros."""
+    """Replaces an expert of another rank; its output is zeros."""
 
     def forward(self, rows: Tensor) -> Tensor:
         return torch.zeros_like(rows)  # (n,C)
 
 
 def build_shard(shard: Shard, state: dict[str, Tensor], ranks: Ranks) -> Transformer:
-    """The model of one rank from its parts of the weights, in eval mode."""
+    """The model of one rank, in eval mode, from its parts of the weights."""
     config = shard.local
     C = shard.config.hidden_size
     words = shard.words()
@@ -157,7 +165,7 @@ def build_shard(shard: Shard, state: dict[str, Tensor], ranks: Ranks) -> Transfo
             if number not in shard.experts():
                 experts[number] = Elsewhere()
     for name, tensor in state.items():
-        if name.endswith("o_proj.bias") and shard.rank:  # added once, not by every rank
+        if name.endswith("o_proj.bias") and shard.rank:  # only rank 0 adds the bias to the sum
             state[name] = torch.zeros_like(tensor)
     fill(model, state)
 
@@ -173,8 +181,11 @@ def build_shard(shard: Shard, state: dict[str, Tensor], ranks: Ranks) -> Transfo
 def random_shard(
     config: Config, ranks: Ranks, dtype: torch.dtype, device: str | torch.device = "cpu"
 ) -> Transformer:
-    """This rank's part of a model with random weights, for timing and memory; no rank has the whole. What lies on
-    several ranks has the same values there."""
+    """This rank's part of a model with random weights, to measure time and memory.
+
+    No rank holds the whole model. A part that is on several ranks has the same values on all of
+    them.
+    """
     shard = Shard(config, ranks.rank, ranks.size)
     state = {}
     for number, (name, whole) in enumerate(skeleton(config).named_parameters()):
@@ -193,7 +204,7 @@ def random_shard(
 
 
 def split(model: Transformer, ranks: Ranks) -> Transformer:
-    """This rank's part of a model that every rank has whole: views of it where rows are cut, copies of columns."""
+    """This rank's part of a model that every rank holds whole: views of rows, copies of columns."""
     shard = Shard(model.config, ranks.rank, ranks.size)
     state = {}
     for name, tensor in model.state_dict().items():

@@ -1,8 +1,10 @@
-"""Over how many ranks a model can be split: arithmetic, no torch, so a flag is refused before anything is started.
+"""Checks over how many ranks a model can be split.
 
-A rank has whole query heads and a whole share of the MLP. A KV head lies on one rank, or, where there are more ranks
-than KV heads, on several, which each store its cache. The vocabulary and the experts need not divide, but every rank
-has a word.
+This module does not import torch, so a wrong flag is rejected before any process starts.
+
+The query heads and the width of the MLP must be multiples of the number of ranks. A KV head is on
+one rank or, if there are more ranks than KV heads, on several ranks that each store its cache. The
+vocabulary and the experts need not be multiples, but every rank must have a part of the vocabulary.
 """
 
 from nanokv.config import Config
@@ -10,7 +12,7 @@ from nanokv.errors import ParallelError
 
 
 def check_sizes(config: Config, ranks: int) -> None:
-    """ParallelError naming the sizes that `ranks` does not divide, and how many ranks would do."""
+    """ParallelError, naming the sizes, if the model cannot be split over `ranks` ranks."""
     bad = misfits(config, ranks)
     if bad:
         possible = [n for n in range(1, config.num_attention_heads + 1) if not misfits(config, n)]
@@ -22,7 +24,7 @@ def check_sizes(config: Config, ranks: int) -> None:
 
 
 def misfits(config: Config, ranks: int) -> list[str]:
-    """["num_attention_heads 6 is no multiple of 4", …]; [] if so many ranks can share the model."""
+    """["num_attention_heads 6 is no multiple of 4", …], or [] if the model can be split."""
     n = ranks
     whole = {"num_attention_heads": config.num_attention_heads}
     if has_mlp(config):
@@ -38,5 +40,5 @@ def misfits(config: Config, ranks: int) -> list[str]:
 
 
 def has_mlp(config: Config) -> bool:
-    """Is there a layer without experts?"""
+    """Whether the model has a layer without experts."""
     return any(config.experts_of(layer) is None for layer in range(config.num_hidden_layers))

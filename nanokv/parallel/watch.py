@@ -1,8 +1,9 @@
-"""Do all ranks compute the same? What every forward was asked for is compared, 64 forwards at a time.
+"""Checks that all ranks compute the same, by comparing the inputs of 64 forwards at a time.
 
-Ranks decide alike because they see the same logits to the last bit: an all_reduce gives every rank the same sums. Where
-that does not hold (another library on one machine, a clock, a random number) they would go on with different tokens,
-and the sums would be of different texts: fluent, and wrong.
+Ranks take the same decisions because they have the same logits, bit by bit: an all_reduce gives
+every rank the same sums. If that fails (another library on one machine, a clock, a random number),
+the ranks would continue with different tokens and add up results of different texts. The answer
+would be fluent and wrong.
 """
 
 import hashlib
@@ -14,17 +15,17 @@ from torch import Tensor, nn
 from nanokv.errors import ParallelError
 from nanokv.parallel.group import Alone, Group, byte_tensor
 
-EVERY = 64  # forwards between two comparisons, of 8·64 bytes
+EVERY = 64  # forwards between two comparisons; a comparison sends 8·64 bytes
 
 
 class Watch:
-    """A forward pre-hook of the model: keeps what each forward gets, and compares it with the other ranks."""
+    """A forward pre-hook that records the inputs and compares them with those of other ranks."""
 
     def __init__(self, ranks: Group | Alone, every: int = EVERY):
         self.ranks = ranks
         self.every = every
         self.step = 0
-        # (tokens, start_pos); read when they are compared, not before.
+        # (tokens, start_pos) of each forward. Reading them here would wait for the device.
         self.recent: list[tuple[Tensor, Any]] = []
 
     def __call__(self, model: nn.Module, inputs: tuple) -> None:
@@ -35,7 +36,7 @@ class Watch:
             self.compare()
 
     def compare(self) -> None:
-        """ParallelError, on every rank, that names the first forward in which one differs from rank 0."""
+        """ParallelError on every rank if one differs from rank 0, naming the first such forward."""
         marks = torch.stack([mark(tokens, start) for tokens, start in self.recent])  # (N,8)
         first = self.step - len(self.recent) + 1
         self.recent.clear()
@@ -45,13 +46,13 @@ class Watch:
             at = int(differs.any(0).nonzero()[0])
             ranks = ", ".join(str(rank) for rank in differs[:, at].nonzero().flatten().tolist())
             raise ParallelError(
-                f"the ranks have drifted apart: in step {first + at} rank {ranks} has other tokens or "
-                "lengths than rank 0",
+                f"the ranks have drifted apart: in step {first + at} rank {ranks} has other "
+                "tokens or lengths than rank 0",
                 "the same versions, files and flags on every rank",
             )
 
 
 def mark(tokens: Tensor, start_pos: Any) -> Tensor:
-    """8 bytes that stand for these tokens at these positions, (8,) uint8."""
-    said = f"{tuple(tokens.shape)} {tokens.tolist()} {torch.as_tensor(start_pos).tolist()}"
-    return byte_tensor(hashlib.sha256(said.encode()).digest()[:8])
+    """A hash of these tokens at these positions, (8,) uint8."""
+    text = f"{tuple(tokens.shape)} {tokens.tolist()} {torch.as_tensor(start_pos).tolist()}"
+    return byte_tensor(hashlib.sha256(text.encode()).digest()[:8])

@@ -1,8 +1,9 @@
-"""The engine of several ranks: rank 0 has the requests and draws, the others compute the same steps.
+"""The engine on several ranks: rank 0 has the requests and draws, the others repeat its steps.
 
-A step of rank 0 begins by telling the others what has happened since the last one: requests that came, tokens that were
-drawn, requests that ended. They carry that out in the same order, so they hold the same pages for the same tokens, plan
-the same forwards, and draw nothing: sampling, grammars, stop strings, clients and clocks are rank 0's alone.
+A step of rank 0 begins with a message to the other ranks with the events since the last step: new
+requests, drawn tokens, finished requests. The other ranks apply the events in the same order, so
+they hold the same pages for the same tokens and plan the same forwards. They draw nothing:
+sampling, grammars, stop strings, clients and clocks exist on rank 0 only.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from nanokv.parallel.group import Ranks
 
 
 class LeadingEngine(Engine):
-    """Rank 0's. Used as any other engine; a step is a message and the work."""
+    """The engine of rank 0, used like any other Engine. A step first sends the events."""
 
     def __init__(
         self,
@@ -33,20 +34,20 @@ class LeadingEngine(Engine):
         ranks.hear(["engine", [pages, page_size, step_tokens, max_running]])
 
     def submit(self, ids: Any, *args: Any, **options: Any) -> Request:
-        """As Engine.submit."""
+        """Same as Engine.submit."""
         request = super().submit(ids, *args, **options)
         self.events.append(["submit", request.prompt, request.max_new_tokens, request.salt])
         return request
 
     def _step(self) -> None:
-        self._settle()  # what it draws belongs to the last step
+        self._settle()  # the tokens that this draws belong to the last step
         events = self.events
         self.events = []
         self.ranks.hear(["step", events])
         super()._step()
 
     def aside(self, function: Callable[[Model], Any]) -> NoReturn:
-        """The others take part in requests only."""
+        """GenerationError: the other ranks take part in requests only."""
         n = self.ranks.size
         raise GenerationError(
             f"log-probabilities of a prompt need one process, this model is on {n} ranks",
@@ -64,36 +65,36 @@ class LeadingEngine(Engine):
 
 
 class FollowingEngine(Engine):
-    """Another rank's: does what it is told."""
+    """The engine of another rank, which applies the events of rank 0."""
 
     def __init__(self, model: Model, *sizes: Any):
         super().__init__(model, *sizes)
         self.requests: dict[int, Request] = {}
 
     def follow(self, events: list) -> None:
-        """Carry out what happened on rank 0 since the last step, then the next one."""
-        carry_out: dict[str, Callable[..., None]] = {
-            "submit": self._told_submit,
-            "token": self._told_token,
-            "finish": self._told_finish,
+        """Apply the events of rank 0 since the last step, then run the next step."""
+        apply: dict[str, Callable[..., None]] = {
+            "submit": self._apply_submit,
+            "token": self._apply_token,
+            "finish": self._apply_finish,
         }
         for kind, *values in events:
-            carry_out[kind](*values)
+            apply[kind](*values)
         self._step()
 
-    def _told_submit(self, prompt: list[int], max_new_tokens: int, salt: str) -> None:
+    def _apply_submit(self, prompt: list[int], max_new_tokens: int, salt: str) -> None:
         request = self.submit(prompt, max_new_tokens, eos_token_ids=[], salt=salt)
         self.requests[request.number] = request
 
-    def _told_token(self, number: int, token: int) -> None:
+    def _apply_token(self, number: int, token: int) -> None:
         request = self.requests[number]
         request.tokens.append(token)
         request.logits = None
 
-    def _told_finish(self, number: int, reason: str | None) -> None:
-        request = self.requests.pop(number, None)  # it may be told twice
+    def _apply_finish(self, number: int, reason: str | None) -> None:
+        request = self.requests.pop(number, None)  # the event may come twice
         if request is not None:
             self.cancel(request, reason or "cancelled")
 
     def _draw(self) -> None:
-        """Rank 0 draws."""
+        """Nothing to do: rank 0 draws."""

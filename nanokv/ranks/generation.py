@@ -1,11 +1,12 @@
-"""Answers of several ranks: rank 0 decides, for itself and for the others, when an answer begins and when it is over.
+"""Answers on several ranks: rank 0 decides for all ranks when an answer begins and ends.
 
-    rank 0      make = Leading(ranks, Generation); make(model, ids, cache, params, …)    a Generation like any other
-    the others  Following(ranks, model, cache, Generation).answer(job)                   the same one, which nobody sees
+    rank 0       make = Leading(ranks, Generation); make(model, ids, cache, params, …)
+    other ranks  Following(ranks, model, cache, Generation).answer(job)
 
-Both draw the same tokens from the same logits with the same seed. Only rank 0 knows of stop strings, of a person who
-presses Ctrl-C, of a reader that is slow or gone: before every forward it says "go" or "stop", and the others wait for
-that word as long as it takes.
+Every rank runs the same Generation and draws the same tokens from the same logits with the same
+seed; the output of the other ranks is dropped. Only rank 0 handles stop strings, Ctrl-C, and
+clients that are slow or gone. Before every forward rank 0 sends "go" or "stop", and the other
+ranks wait for this message without a timeout.
 """
 
 import os
@@ -31,9 +32,10 @@ USES: dict[str, Callable[[Any], object]] = {"iterate": list, "find": lambda sear
 
 
 class Leading:
-    """What makes the Generations of rank 0: `make` makes each, and the others are told when it begins.
+    """Makes the Generations of rank 0 with `make`, and has the other ranks run the same ones.
 
-    `how` the caller uses them: "iterate", or, of a BeamGeneration, "find".
+    `how`: how the caller runs a Generation, a key of USES: "iterate", or "find" for a
+    BeamGeneration.
     """
 
     def __init__(self, ranks: Ranks, make: Callable[..., Generation], how: str = "iterate"):
@@ -70,25 +72,30 @@ class Leading:
         return generation
 
     def check_shared(self, cache: KVCache) -> None:
-        """CacheError if only rank 0 has tokens in it."""
+        """CacheError if the cache holds tokens on rank 0 only."""
         if cache is not self.cache and cache.length:
             raise CacheError(
-                f"this cache of {cache.length:,} tokens is on rank 0 only, no other rank has its part",
+                f"this cache of {cache.length:,} tokens is on rank 0 only, "
+                "no other rank has its part",
                 "start with an empty cache: the prompt is prefilled again",
             )
 
     def save(
         self, cache: KVCache, path: str | os.PathLike, ids: list[int], model_fingerprint: str
     ) -> None:
-        """KVCache.save on every rank, each into a file of its own (`part_path`). CacheError names a rank that could
-        not."""
+        """KVCache.save on every rank, each to a separate file (`part_path`).
+
+        CacheError naming a rank that failed.
+        """
         self.check_shared(cache)
         self.ranks.hear(["save", {"path": os.path.abspath(path), "keep": cache.length, "ids": ids}])
         refuse(self.ranks.reports(saved(self.ranks, cache, path, ids, model_fingerprint)))
 
     def load(self, cache: KVCache, path: str | os.PathLike) -> None:
-        """`cache` was loaded from `path` here: the other ranks take over theirs. CacheError if one of them cannot, then
-        none has."""
+        """After rank 0 has loaded `cache` from `path`: load the parts of the other ranks.
+
+        CacheError if a rank fails; then no other rank keeps what it has loaded.
+        """
         if len(cache.tokens) != cache.length:
             raise CacheError(
                 f"{path} holds {cache.length:,} tokens, and ids of {len(cache.tokens):,}"
@@ -99,7 +106,7 @@ class Leading:
 
 
 def part_path(path: str | os.PathLike, rank: int) -> Path:
-    """Where a rank saves its part: rank 0 at `path`, the others beside it."""
+    """The file of a rank's part: `path` for rank 0, PATH.rankN beside it for the others."""
     if rank == 0:
         return Path(path)
     return Path(f"{path}.rank{rank}")
@@ -108,7 +115,7 @@ def part_path(path: str | os.PathLike, rank: int) -> Path:
 def saved(
     ranks: Ranks, cache: KVCache, path: str | os.PathLike, ids: list[int], model_fingerprint: str
 ) -> str:
-    """Save this rank's part → "", or why that did not go."""
+    """Save this rank's part → "", or the error text."""
     try:
         cache.save(part_path(path, ranks.rank), ids, model_fingerprint, (ranks.rank, ranks.size))
     except (NanoKVError, OSError) as error:
@@ -117,15 +124,18 @@ def saved(
 
 
 def refuse(reports: list[str]) -> None:
-    """CacheError with the first report that is none of success."""
+    """CacheError with the first report that is not empty."""
     for rank, report in enumerate(reports):
         if report:
             raise CacheError(f"rank {rank} of {len(reports)}: {report}")
 
 
 class Word:
-    """should_stop of a Generation of rank 0: asks the caller's, and tells the others. It has no `raising`: a forward
-    that was left between two operators would leave the other ranks in it."""
+    """should_stop of a Generation of rank 0: calls the caller's, and sends the result to all ranks.
+
+    It has no `raising`, which would interrupt a forward between two operators: the other ranks
+    would wait in theirs.
+    """
 
     def __init__(self, ranks: Ranks, should_stop: Callable[[], bool]):
         self.ranks = ranks
@@ -143,8 +153,10 @@ class Word:
 
 
 class Following:
-    """The Generations of another rank, over one cache. `unheard`: what rank 0 said next, when it ended an answer by
-    going on to something else."""
+    """The Generations of another rank, over one cache.
+
+    `unheard`: the message with which rank 0 ended an answer, if it was the start of another job.
+    """
 
     def __init__(self, ranks: Ranks, model: Model, cache: KVCache, make: Callable[..., Generation]):
         self.ranks = ranks
@@ -154,7 +166,11 @@ class Following:
         self.unheard: list | None = None
 
     def answer(self, job: dict) -> None:
-        """One answer, as `job` says. What stops rank 0 (a full cache) stops this rank at the same place."""
+        """Run one answer as `job` describes.
+
+        An error that ends the answer on rank 0, such as a full cache, ends it here at the same
+        place.
+        """
         self.go_back(job["keep"])
         try:
             generation = self.make(
@@ -173,13 +189,13 @@ class Following:
             pass
 
     def save(self, job: dict) -> None:
-        """This rank's part of the cache, as it is on rank 0."""
+        """Save this rank's part of the cache, truncated to the length on rank 0."""
         self.go_back(job["keep"])
         mark = fingerprint(self.model)
         self.ranks.reports(saved(self.ranks, self.cache, job["path"], job["ids"], mark))
 
     def load(self, job: dict) -> None:
-        """This rank's part of a saved cache takes the place of its cache, if every rank has found its own."""
+        """Replace this rank's cache by its part of a saved cache, if all ranks can load theirs."""
         cache = self.cache
         path = part_path(job["path"], self.ranks.rank)
         said = ""
@@ -196,20 +212,21 @@ class Following:
             self.cache = cache
 
     def go_back(self, keep: int) -> None:
-        """The cache as it is on rank 0."""
+        """Truncate the cache to its length on rank 0. ParallelError if the lengths then differ."""
         try:
             self.cache.truncate(keep)
-        except UnsupportedError:  # a window that has moved on: rank 0 has emptied its own
+        except UnsupportedError:  # a sliding window has moved on; rank 0 has emptied its cache
             self.cache.truncate(0)
         if self.cache.length != keep:
             own = self.cache.length
             raise ParallelError(
-                f"the cache of rank {self.ranks.rank} holds {own:,} tokens, that of rank 0 {keep:,}",
+                f"the cache of rank {self.ranks.rank} holds {own:,} tokens, "
+                f"that of rank 0 {keep:,}",
                 "start all ranks again",
             )
 
     def should_stop(self) -> bool:
-        """Rank 0's word for this forward."""
+        """Receive the message of rank 0 for this forward → whether to stop."""
         word = self.ranks.hear()
         if word not in (GO, STOP):
             self.unheard = word

@@ -1,10 +1,10 @@
-"""Who leads and who follows: rank 0 does the work, the others do what it tells them.
+"""The two roles of a rank: rank 0 leads, and the other ranks follow its messages.
 
-    rank 0      lead(group, work)                              and says at the end that it is over
-    the others  follow(group, Follower(group, model, answers).run)
+    rank 0       lead(group, work)                              sends ["end", code] when it is done
+    other ranks  follow(group, Follower(group, model, answers).run)
 
-What rank 0 says is a list, ["answer", …] (generation.py) or ["step", …] (engine.py). No torch before
-it is needed: `rank()` is asked before anything else.
+A message of rank 0 is a list, such as ["answer", …] (generation.py) or ["step", …] (engine.py).
+This module does not import torch, because the command line calls `rank()` before anything else.
 """
 
 import os
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def rank_count() -> int:
-    """As torchrun, or launch.py, says; 1 where neither has started this process."""
+    """The number of ranks, as set by torchrun or launch.py; 1 if neither started this process."""
     if not all(os.environ.get(name) for name in ("RANK", "MASTER_ADDR", "MASTER_PORT")):
         return 1
     text = os.environ.get("WORLD_SIZE", "")
@@ -34,14 +34,17 @@ def rank_count() -> int:
 
 
 def rank() -> int:
-    """Of this process."""
+    """The rank of this process; 0 if it is the only one."""
     if rank_count() <= 1:
         return 0
     return int(os.environ.get("RANK") or 0)
 
 
 def lead(group: Group, work: Callable[[], int | None]) -> int:
-    """The work itself → its exit code. When it is done the others are told; should it fail, they find it gone."""
+    """Run the work of rank 0 → its exit code, which is sent to the other ranks.
+
+    If the work fails, no message is sent: the other ranks fail when this process ends.
+    """
     try:
         code = work() or 0
     except KeyboardInterrupt:
@@ -52,7 +55,10 @@ def lead(group: Group, work: Callable[[], int | None]) -> int:
 
 
 def follow(group: Group, work: Callable[[], int]) -> int:
-    """Another rank's part → the exit code that rank 0 had. If it fails, the others are told why."""
+    """Run the work of another rank → the exit code of rank 0.
+
+    If it fails, the reason is published to the other ranks.
+    """
     try:
         return work()
     except ParallelError:
@@ -66,7 +72,7 @@ def follow(group: Group, work: Callable[[], int]) -> int:
 
 
 class Follower:
-    """A rank that is told what to do, with its part of the model and its side of the answers."""
+    """Another rank than 0: follows the messages, with its part of the model and its answers."""
 
     def __init__(self, group: Group, model: "Model", answers: "Following"):
         self.group = group
@@ -75,7 +81,7 @@ class Follower:
         self.engine: FollowingEngine | None = None
 
     def run(self) -> int:
-        """What rank 0 says, one thing after the other → the exit code that it had."""
+        """Handle the messages of rank 0 until the end → the exit code of rank 0."""
         while True:
             kind, *values = self.heard()
             if kind == "end":
@@ -90,17 +96,21 @@ class Follower:
                 self.engine.follow(values[0])
 
     def heard(self) -> list:
-        """The next word of rank 0, which may have ended an answer."""
-        word = self.answers.unheard
-        if word:
+        """The next message of rank 0, which the last answer may have received already."""
+        message = self.answers.unheard
+        if message:
             self.answers.unheard = None
-            return word
+            return message
         return self.group.hear()
 
 
 def leave_interrupts() -> None:
-    """Rank 0 decides what Ctrl-C means. What another rank gets goes on to it, through the program that started both;
-    torchrun is told nothing, it would end all ranks at once. In a thread of its own: this one may wait in gloo."""
+    """Leave the handling of Ctrl-C to rank 0.
+
+    A rank that launch.py started passes SIGINT to the launcher, which passes it to rank 0. A thread
+    does that, because the main thread may be waiting in gloo. Under torchrun SIGINT is ignored,
+    because torchrun would end all ranks at once.
+    """
     if not os.environ.get(LAUNCHED):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         return

@@ -1,1 +1,1 @@
-"""Cached keys and values that travel between machines: the link, the hand-over, the prefill process."""
+"""Sends cached keys and values between processes: the link, the hand-over, the prefill process."""

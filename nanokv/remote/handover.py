@@ -1,19 +1,22 @@
-"""Prefill here, decode there: a finished cache goes from one process to another, which continues bit by bit the same.
+"""Sends a finished cache from one process to another, which continues with the same bits.
 
-    sent = send(link, cache, tokens)                     in the process that has prefilled
-    cache, received = receive(link, model.config)        in the process that decodes: cache.length, cache.tokens
+    sent = send(link, cache, tokens)                  in the process that has prefilled
+    cache, received = receive(link, model.config)     in the process that decodes
 
-What is sent is what KVCache.save writes: `state` of every layer, so quantized caches go as codes and sliding ones
-without what they have forgotten. Pages are sent as the rows that they hold: the receiver's may be of another size.
+The content is the same as in KVCache.save: the `state` of every layer. A quantized cache is sent as
+codes, and a sliding one without the tokens it has dropped. The rows of pages are sent, not the
+pages, so the receiver's pages may have another size.
 
-    header       kind, options, config, weights' fingerprint, ids, length, and a checksum; name, dtype, shape of tensors
-    verdict  ←   the receiver wants it, or says why not: no key has been sent by then, no memory taken
-    tensors      as they lie in memory, layer after layer
-    verdict  ←   the receiver has it, and the sender may forget it
+    header       kind, options, config, fingerprint of the weights, ids, length, checksum;
+                 name, dtype and shape of each tensor
+    verdict  ←   the receiver accepts, or gives the reason for a refusal, before any tensor is sent
+                 and any memory is taken
+    tensors      as they are in memory, layer by layer
+    verdict  ←   the receiver has the cache, and the sender may drop it
 
-Price: 2·L·Hk·D values per token over the link, a copy of them where they are gathered, and sha256 on both sides. Is it
-cheaper than another prefill? `nanokv memory --link` says. vLLM and SGLang move pages so between machines, with NIXL or
-Mooncake in the place of the link.
+The cost is 2·L·Hk·D values per token over the link, a copy if the values must be gathered, and
+sha256 on both sides. `nanokv memory --link` compares it with another prefill. vLLM and SGLang move
+pages between machines in the same way, with NIXL or Mooncake as the link.
 """
 
 import json
@@ -38,7 +41,7 @@ LONGEST_HEADER = 1 << 28  # bytes: the ids of 30 million tokens
 WIDEST = 2 * 8  # bytes per value: more than any state takes, with scales
 NAMES = ("float32", "bfloat16", "float16", "float64", "uint8", "int64")
 DTYPES = {name: getattr(torch, name) for name in NAMES}
-# Their states are alike: rows of keys and values.
+# The caches whose state is rows of exact keys and values, so that one can be received as another.
 EXACT = ("dict", "static", "growing", "paged", "prefix", "offloaded")
 SENT = "the cache that was sent"
 Shapes = list[tuple[str, torch.dtype, list[int]]]
@@ -46,7 +49,7 @@ Shapes = list[tuple[str, torch.dtype, list[int]]]
 
 @dataclass(frozen=True)
 class Receipt:
-    """What went over the link, and how long it took: from the header to the last verdict."""
+    """The bytes of a transfer, and its seconds from the header to the last verdict."""
 
     nbytes: int
     seconds: float
@@ -58,9 +61,9 @@ class Receipt:
 
 
 def send(link: Link, cache: KVCache, tokens: Any = (), model_fingerprint: str = "") -> Receipt:
-    """All of a cache. `tokens` and `model_fingerprint` mean what they mean in KVCache.save.
+    """Send a whole cache. `tokens` and `model_fingerprint`: as in KVCache.save.
 
-    HandoverError where the receiver refuses it, is gone, or is silent.
+    HandoverError if the receiver refuses the cache, has ended, or does not answer.
     """
     began = perf_counter()
     meta, tensors = saving.contents(cache, tokens, model_fingerprint)
@@ -80,11 +83,14 @@ def receive(
     kind: str | None = None,
     **options: Any,
 ) -> tuple[KVCache, Receipt]:
-    """A cache that `send` has sent, for a model of this config; its ids are in `.tokens`.
+    """Receive a cache from `send` for a model of this config. The ids are in `cache.tokens`.
 
-    `dtype`: of the model that will go on. `kind`: another one of the caches that keep exact values. `options` say where
-    the bytes go, as for KVCache.load: a pool, a capacity. Refused, with the numbers and before anything is taken:
-    another config, dtype or weights. Then what does not fit, and what is not what was sent. The sender is told too.
+    `dtype`: of the model that will continue. `kind`: receive it as another of the EXACT caches.
+    `options`: where to store the values, as in KVCache.load: a pool, a capacity.
+
+    HandoverError before any tensor is received, if the config, the dtype or the weights differ.
+    Later an error if the cache does not fit, or if the checksum differs. The sender raises the same
+    refusal.
     """
     meta, shapes, count = read_header(link)
     began = perf_counter()
@@ -106,13 +112,13 @@ def receive(
     return cache, Receipt(count + size(shapes), perf_counter() - began)
 
 
-# --- what is right ------------------------------------------------------------------------------------------------
+# --- checks ---------------------------------------------------------------------------------------
 
 
 def check(
     meta: dict, shapes: Shapes, config: Config, model_fingerprint: str, dtype: torch.dtype | None
 ) -> None:
-    """Another model, another dtype, or more bytes than so many tokens can have: told by the header alone."""
+    """HandoverError for a header with another model or dtype, or too many bytes for its tokens."""
     if meta.get("format") != saving.FORMAT:
         raise HandoverError(
             f"{SENT} has the format {meta.get('format')!r}, not {saving.FORMAT!r}",
@@ -139,7 +145,7 @@ def check(
 
 
 def as_kind(meta: dict, kind: str | None) -> dict:
-    """What of the header changes where the receiver keeps the rows in another kind of cache."""
+    """The fields of the header to replace if the receiver uses another kind of cache."""
     if kind in (None, meta["cache"]):
         return {}
     if not {kind, meta["cache"]} <= set(EXACT):
@@ -152,7 +158,10 @@ def as_kind(meta: dict, kind: str | None) -> dict:
 
 @contextmanager
 def verdict(link: Link) -> Iterator[None]:
-    """The sender is told how what is inside ends: by b"" or by an error, which it raises as well."""
+    """Send the sender a verdict on the block: b"" if it succeeds, else the NanoKVError.
+
+    The sender raises the error as well.
+    """
     try:
         yield
     except NanoKVError as error:
@@ -162,25 +171,25 @@ def verdict(link: Link) -> Iterator[None]:
 
 
 def read_verdict(link: Link) -> None:
-    """HandoverError with the receiver's words where it has refused."""
+    """HandoverError with the receiver's reason if it has refused."""
     words = read_words(link)
     if words:
         message, hint = loads(words.decode())
         raise HandoverError(f"the receiver has refused: {message}", hint)
 
 
-# --- messages -----------------------------------------------------------------------------------------------------
+# --- messages -------------------------------------------------------------------------------------
 
 
 def write_header(link: Link, meta: dict, tensors: dict[str, Tensor]) -> int:
-    """Bytes written. `meta`: anything that JSON can say."""
+    """Write the header → bytes written. `meta`: any JSON object."""
     listed = [[name, plain(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()]
     whole = {"meta": meta | {"sha256": saving.digest(meta, tensors)}, "tensors": listed}
     return write_words(link, json.dumps(whole).encode())
 
 
 def write_tensors(link: Link, tensors: dict[str, Tensor]) -> int:
-    """Bytes written."""
+    """Write the tensors → bytes written."""
     count = 0
     for tensor in filter(Tensor.numel, tensors.values()):
         data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)  # (N,)
@@ -190,7 +199,7 @@ def write_tensors(link: Link, tensors: dict[str, Tensor]) -> int:
 
 
 def read_header(link: Link) -> tuple[dict, Shapes, int]:
-    """(meta, what tensors follow, bytes read)."""
+    """Read the header → (meta, shapes of the tensors, bytes read). HandoverError if invalid."""
     words = read_words(link)
     try:
         header = loads(words.decode())
@@ -206,7 +215,7 @@ def read_header(link: Link) -> tuple[dict, Shapes, int]:
 
 
 def read_tensors(link: Link, meta: dict, shapes: Shapes) -> dict[str, Tensor]:
-    """HandoverError where they are not what was sent."""
+    """Read the tensors. HandoverError if the checksum differs."""
     tensors = {}
     for name, dtype, shape in shapes:
         data = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)  # (N,)
@@ -215,13 +224,14 @@ def read_tensors(link: Link, meta: dict, shapes: Shapes) -> dict[str, Tensor]:
         tensors[name] = data.view(dtype).view(shape)
     if saving.digest(meta, tensors) != meta.get("sha256"):
         raise HandoverError(
-            f"{size(shapes):,} bytes arrived, and are not those that were sent: the checksum differs"
+            f"{size(shapes):,} bytes arrived, and are not those that were sent: "
+            "the checksum differs"
         )
     return tensors
 
 
 def size(shapes: Shapes) -> int:
-    """Bytes of the tensors."""
+    """The bytes of the tensors."""
     return sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in shapes)
 
 
@@ -231,7 +241,7 @@ def plain(dtype: torch.dtype | None) -> str:
 
 
 def write_words(link: Link, words: bytes) -> int:
-    """Bytes behind their number; how many were written."""
+    """Write the length of `words` and the words → bytes written."""
     link.write(as_bytes(MAGIC + len(words).to_bytes(8, "little")))
     if words:
         link.write(as_bytes(words))
@@ -239,7 +249,7 @@ def write_words(link: Link, words: bytes) -> int:
 
 
 def read_words(link: Link) -> bytes:
-    """What `write_words` has written."""
+    """Read what `write_words` wrote. HandoverError if it is no message of nanokv."""
     head = torch.empty(16, dtype=torch.uint8)
     link.read(head)
     magic = bytes(head[:8].tolist())

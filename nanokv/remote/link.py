@@ -1,8 +1,8 @@
-"""Bytes from one process to another, in order: over torch.distributed, or over a TCP connection.
+"""Sends bytes from one process to another, over torch.distributed or a TCP connection.
 
-A link has two methods, `write` and `read`, both of whole tensors of bytes. Whoever waits for a process that has ended
-is told at once, and for one that is silent after seconds, by HandoverError: gloo's own timeout is 30 minutes, a
-socket has none.
+A link has two methods, `write` and `read`, both for whole tensors of bytes. They raise
+HandoverError at once if the other process has ended, and after some seconds if it is silent. By
+default gloo's timeout is 30 minutes, and a socket has none.
 """
 
 import select
@@ -21,17 +21,17 @@ SILENCE_S = 30.0
 
 
 class Link(Protocol):
-    """To one other process."""
+    """A connection to one other process."""
 
     def write(self, data: Tensor) -> None:
-        """All of data (N,) uint8."""
+        """Write all of data (N,) uint8."""
 
     def read(self, data: Tensor) -> None:
         """Fill data (N,) uint8."""
 
 
 class GroupLink:
-    """To rank `peer` of a torch.distributed group on gloo; the timeout is the one that the group was made with."""
+    """A link to rank `peer` of a torch.distributed group on gloo, with the timeout of the group."""
 
     def __init__(self, peer: int, group: dist.ProcessGroup | None = None):
         self.peer = peer
@@ -49,7 +49,7 @@ class GroupLink:
     def _lost(self, verb: str, data: Tensor) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:  # gloo raises no other: the peer is gone, or late
+        except RuntimeError as error:  # the only error of gloo: the peer is gone, or late
             reason = str(error).splitlines()[0].split("] ")[-1]
             raise HandoverError(
                 f"rank {self.peer} no longer {verb}, {len(data):,} bytes were to come: {reason}",
@@ -58,14 +58,14 @@ class GroupLink:
 
 
 class SocketLink:
-    """Over a connected socket. The two directions may be used by two threads at a time."""
+    """A link over a connected socket. Two threads may use the two directions at the same time."""
 
     def __init__(self, connection: socket.socket, silence_s: float = SILENCE_S):
         self.socket = connection
         self.silence_s = silence_s
-        connection.settimeout(silence_s)  # for each call: a slow transfer is none that is silent
+        connection.settimeout(silence_s)  # per call: a slow transfer is not a silent one
         if connection.family in (socket.AF_INET, socket.AF_INET6):
-            # Small messages do not wait for more.
+            # Send small messages at once.
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def write(self, data: Tensor) -> None:
@@ -95,18 +95,18 @@ class SocketLink:
             left = left[count:]
 
     def wait(self) -> None:
-        """Until something comes, or the other process ends; for any time."""
+        """Wait without a timeout until data comes or the other process ends."""
         select.select([self.socket], [], [])
 
     def close(self) -> None:
-        """The other process finds out at once; whoever waits in this one, too."""
+        """Close the connection. The other process and threads that wait here notice at once."""
         try:
             self.socket.shutdown(socket.SHUT_RDWR)
-        except OSError:  # it was not connected any more
+        except OSError:  # no longer connected
             pass
         self.socket.close()
 
 
 def as_bytes(data: bytes) -> Tensor:
-    """For `write`: (N,) uint8."""
+    """The bytes as a tensor (N,) uint8, for `write`."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -1,15 +1,18 @@
-"""A process that only prefills, and sends what it has computed over the loopback to the process that started it.
+"""A process that only prefills, and sends the results over the loopback to its parent process.
 
-    process = PrefillProcess(load, sizes, news)      load() → (model, fingerprint of its weights), run over there
-    process.start()                                  {"config", "weights", "dtype"}; NanoKVError if it cannot
-    process.ask(1, ids, salt, start)                 news({"done": 1, …}, tensors, bytes, seconds), in a thread
-    process.cancel(1)
+    process = PrefillProcess(load, sizes, news)
+    process.start()                     {"config", "weights"}; NanoKVError if it fails
+    process.ask(1, ids, salt, start)    later, in a thread: news({"done": 1, …}, tensors, bytes,
+    process.cancel(1)                   seconds)
     process.close()
 
-Over there an Engine prefills, with its own pages and prefix index, and its requests end with their first token: that
-one is drawn here, from the logits. Messages are JSON with tensors behind it, as in handover.py; whoever connects must
-know a secret. The process ends when its connection does, so also when this one is killed. It says every BEAT_S that it
-lives: one that is silent for SILENCE_S is lost, like one that has ended.
+`load()` runs in the prefill process and returns (model, fingerprint of its weights).
+
+The prefill process runs an Engine with its own pages and prefix index. Its requests end with their
+first token, and the parent draws this token from the logits. Messages are JSON followed by tensors,
+as in handover.py, and a connection must begin with a secret. The process ends when its connection
+ends, so also when the parent is killed. It sends a message every BEAT_S. If it is silent for
+SILENCE_S, the parent treats it as ended.
 """
 
 import contextlib
@@ -39,29 +42,29 @@ from nanokv.remote.handover import read_header, read_tensors, size, write_header
 from nanokv.remote.link import SILENCE_S, SocketLink, as_bytes
 from weights_loader import CheckpointError
 
-START_S = 60.0  # until it has imported torch and connected; its model may take longer
+START_S = 60.0  # for the process to import torch and connect; loading the model may take longer
 BEAT_S = 2.0
-END_S = 5.0  # for the step that it is in
+END_S = 5.0  # for the current step to end
 SECRET = 32  # bytes
 Load = Callable[[], tuple[Model, str]]
 News = Callable[[dict, dict[str, Tensor], int, float], object]
 
 
 class Words:
-    """Messages over a link: JSON with tensors behind it. `say` may be called by several threads."""
+    """Messages over a link: JSON followed by tensors. Several threads may call `say`."""
 
     def __init__(self, link: SocketLink):
         self.link = link
         self.lock = threading.Lock()
 
     def say(self, meta: dict, tensors: dict[str, Tensor] | None = None) -> None:
-        """HandoverError where nobody hears it."""
+        """Send a message. HandoverError if the other process has ended."""
         with self.lock:
             write_header(self.link, meta, tensors or {})
             write_tensors(self.link, tensors or {})
 
     def hear(self) -> tuple[dict, dict[str, Tensor], int, float]:
-        """The next message, its bytes, and the seconds that they took to arrive."""
+        """Receive the next message → (meta, tensors, bytes, seconds of the transfer)."""
         meta, shapes, count = read_header(self.link)
         began = perf_counter()
         tensors = read_tensors(self.link, meta, shapes)
@@ -69,11 +72,15 @@ class Words:
         return meta, tensors, count + size(shapes), perf_counter() - began
 
 
-# --- here -----------------------------------------------------------------------------------------------------------
+# --- in this process ------------------------------------------------------------------------------
 
 
 class PrefillProcess:
-    """`sizes`: of its Engine. `news` hears {"done"}, {"failed"} and {"idle"}, and at last {"lost": why}."""
+    """The parent's side of a prefill process.
+
+    `sizes`: keyword arguments of its Engine. `news` is called with each message: {"done": number},
+    {"failed": number}, {"idle": pages}, and finally {"lost": reason} if the process is lost.
+    """
 
     def __init__(self, load: Load, sizes: dict, news: News, silence_s: float = SILENCE_S):
         self.load = load
@@ -83,12 +90,12 @@ class PrefillProcess:
         self.alive = False
         self._process: Any = None
         self._words: Words | None = None
-        # Who asks never waits for a process that has stopped.
+        # A thread sends, so that `ask` never waits for a process that hangs.
         self._outbox = ThreadPoolExecutor(1, "nanokv-ask")
-        self._reader = threading.Thread(target=self._hear, name="nanokv-prefilled", daemon=True)
+        self._reader = threading.Thread(target=self._receive, name="nanokv-prefilled", daemon=True)
 
     def start(self) -> dict:
-        """What it has loaded, when it is ready."""
+        """Start the process and wait until it is ready → {"config", "weights"} of its model."""
         secret = secrets.token_bytes(SECRET)
         try:
             with socket.create_server(("127.0.0.1", 0)) as door:
@@ -98,7 +105,7 @@ class PrefillProcess:
                 self._process = spawn.Process(target=run, args=arguments, daemon=True)
                 with signals_are_ours():
                     self._process.start()
-                self._words = Words(SocketLink(self._met(door, secret), self.silence_s))
+                self._words = Words(SocketLink(self._accepted(door, secret), self.silence_s))
             ready: dict = {}
             while "ready" not in ready:
                 ready, *_ = self._words.hear()
@@ -116,25 +123,25 @@ class PrefillProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """The id of the process."""
         return self._process.pid
 
     def ask(self, number: int, ids: Sequence[int], salt: str, start: int) -> None:
-        """Prefill ids; what comes are the rows of ids[start:] and logits. At most all but one of them are left out."""
+        """Prefill ids. The result is the rows of ids[start:] and the logits; start < len(ids)."""
         asked = {"prefill": number, "ids": list(ids), "salt": salt, "start": start}
-        self._outbox.submit(self._say, asked)
+        self._outbox.submit(self._send, asked)
 
     def cancel(self, number: int) -> None:
-        """It is not needed any more; it may be on its way."""
-        self._outbox.submit(self._say, {"cancel": number})
+        """Cancel a prompt. Its result may still arrive."""
+        self._outbox.submit(self._send, {"cancel": number})
 
     def kill(self) -> None:
-        """The end, of one that has stopped or says what it should not: `news` hears no more of it."""
+        """Kill a process that hangs or sends invalid messages. `news` is not called any more."""
         self.alive = False
         self._process.kill()
 
     def close(self) -> None:
-        """The end: it has END_S for the step that it is in."""
+        """End the process. It has END_S to finish its current step."""
         self.alive = False
         self._outbox.shutdown(wait=False, cancel_futures=True)
         if self._words is not None:
@@ -144,17 +151,17 @@ class PrefillProcess:
             self._process.kill()
             self._process.join()
 
-    def _met(self, door: socket.socket, secret: bytes) -> socket.socket:
-        """The connection of the process that was started, and of no other."""
+    def _accepted(self, door: socket.socket, secret: bytes) -> socket.socket:
+        """The connection of the process that was started; any other connection is closed."""
         door.settimeout(0.2)
         until = monotonic() + START_S
         while monotonic() < until:
             with contextlib.suppress(TimeoutError):
                 found = door.accept()[0]
-                said = torch.zeros(SECRET, dtype=torch.uint8)
+                first = torch.zeros(SECRET, dtype=torch.uint8)
                 with contextlib.suppress(HandoverError):
-                    SocketLink(found, 2.0).read(said)
-                if hmac.compare_digest(bytes(said.tolist()), secret):
+                    SocketLink(found, 2.0).read(first)
+                if hmac.compare_digest(bytes(first.tolist()), secret):
                     return found
                 found.close()
             if not self._process.is_alive():
@@ -164,19 +171,19 @@ class PrefillProcess:
                 )
         raise NanoKVError(f"the prefill process did not connect within {START_S:g} seconds")
 
-    def _say(self, meta: dict) -> None:
+    def _send(self, meta: dict) -> None:
         assert self._words is not None
-        with contextlib.suppress(HandoverError):  # the reader is told too
+        with contextlib.suppress(HandoverError):  # the reading thread gets this error too
             self._words.say(meta)
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         assert self._words is not None
         try:
             while True:
                 meta, tensors, count, seconds = self._words.hear()
                 if "beat" not in meta:
                     self.news(meta, tensors, count, seconds)
-        # Whatever it has said: who waits for it must hear that nothing will come.
+        # Any error of reading or of `news`: the requests that wait must end.
         except Exception as error:
             if self.alive:
                 self.kill()
@@ -184,17 +191,17 @@ class PrefillProcess:
 
 
 def received(meta: dict, tensors: dict[str, Tensor], ids: Sequence[int], asked: float) -> Prefilled:
-    """What {"done"} has brought for these ids."""
+    """The content of a {"done"} message for these ids."""
     return Prefilled(ids, **tensors, start=meta["start"], reused=meta["reused"], asked=asked)
 
 
 @contextlib.contextmanager
 def signals_are_ours() -> Iterator[None]:
-    """A process that is started inside is not told by the terminal: Ctrl-C means the program that started it."""
+    """Inside, a new process inherits blocked SIGINT and SIGHUP, which the parent handles."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
-    resource_tracker.ensure_running()  # the first child starts it, and that unblocks SIGINT
+    resource_tracker.ensure_running()  # otherwise the first child starts it, which unblocks SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
     try:
         yield
@@ -202,16 +209,16 @@ def signals_are_ours() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-# --- over there -----------------------------------------------------------------------------------------------------
+# --- in the prefill process -----------------------------------------------------------------------
 
 
 def run(load: Load, sizes: dict, port: int, secret: bytes) -> None:
-    """The process: load, then prefill what is asked for until the connection ends."""
+    """The main function of the process: load the model, then prefill until the connection ends."""
     link = SocketLink(socket.create_connection(("127.0.0.1", port), START_S))
     link.write(as_bytes(secret))
     words = Words(link)
     threading.Thread(target=beat, args=(words,), name="nanokv-beat", daemon=True).start()
-    with contextlib.suppress(HandoverError):  # nobody is there any more
+    with contextlib.suppress(HandoverError):  # the parent has ended
         try:
             model, weights = load()
             engine = Engine(model, **sizes)
@@ -219,12 +226,12 @@ def run(load: Load, sizes: dict, port: int, secret: bytes) -> None:
             return words.say({"error": [str(error), error.hint]})
         words.say({"ready": {"config": model.config.to_dict(), "weights": weights}})
         Prefiller(engine, words).run()
-    # Other threads may be inside of torch, which would abort if Python ended them there.
+    # Other threads may be inside torch, which would abort if the interpreter ended them there.
     os._exit(0)
 
 
 def beat(words: Words) -> None:
-    """Say that this process lives; a transfer that is under way says so, too."""
+    """Send a message every BEAT_S. During a transfer it waits; the transfer shows life too."""
     with contextlib.suppress(HandoverError):
         while True:
             words.say({"beat": True})
@@ -232,28 +239,29 @@ def beat(words: Words) -> None:
 
 
 class Prefiller:
-    """Takes what is asked for between two steps of the engine."""
+    """Runs the engine, and handles the parent's messages between two steps."""
 
     def __init__(self, engine: Engine, words: Words):
         self.engine = engine
         self.words = words
         self.asked: dict[int, Request] = {}
         self.inbox: queue.SimpleQueue[dict | None] = queue.SimpleQueue()
-        self.outbox = ThreadPoolExecutor(1, "nanokv-send")  # the next prompt is computed meanwhile
+        # Sends while the next prompt is computed.
+        self.outbox = ThreadPoolExecutor(1, "nanokv-send")
 
     def run(self) -> None:
-        """Until the connection ends."""
-        threading.Thread(target=self.hear, name="nanokv-hear", daemon=True).start()
+        """Run until the connection ends."""
+        threading.Thread(target=self.receive, name="nanokv-hear", daemon=True).start()
         while True:
             while self.engine.idle or not self.inbox.empty():
-                told = self.inbox.get()
-                if told is None:
+                message = self.inbox.get()
+                if message is None:
                     return
-                self.take(told)
+                self.take(message)
             self.step()
 
-    def hear(self) -> None:
-        """In a thread."""
+    def receive(self) -> None:
+        """Put the messages into the inbox, and None at the end. Runs in a thread."""
         try:
             while True:
                 self.words.link.wait()
@@ -263,30 +271,30 @@ class Prefiller:
         finally:
             self.inbox.put(None)
 
-    def take(self, told: dict) -> None:
-        """A prompt, or that one is not needed any more."""
-        if "cancel" in told:
-            request = self.asked.pop(told["cancel"], None)
+    def take(self, message: dict) -> None:
+        """Handle a message: submit a prompt, or cancel one."""
+        if "cancel" in message:
+            request = self.asked.pop(message["cancel"], None)
             if request is not None:
                 self.engine.cancel(request)
-                self.tell_idle()
+                self.send_idle()
             return
-        number = told["prefill"]
-        prompt = Prompt(told, self.hand_over)
+        number = message["prefill"]
+        prompt = Prompt(message, self.hand_over)
         try:
             self.asked[number] = self.engine.submit(
-                told["ids"],
+                message["ids"],
                 1,
-                salt=told["salt"],
+                salt=message["salt"],
                 eos_token_ids=(),
                 constrain=prompt.note,
                 on_token=prompt.complete,
             )
-        except NanoKVError:  # it is refused over there, too, in words for the client
+        except NanoKVError:  # the parent refuses the prompt too, with a message for the client
             self.outbox.submit(self.words.say, {"failed": number})
 
     def step(self) -> None:
-        """After an exception all requests have failed: the same step would fail again."""
+        """Run a step. After an exception all requests fail, because the step would fail again."""
         try:
             self.engine.step()
         except Exception:
@@ -297,35 +305,35 @@ class Prefiller:
                 del self.asked[number]
                 if request.finish_reason == "error":
                     self.outbox.submit(self.words.say, {"failed": number})
-        self.tell_idle()
+        self.send_idle()
 
-    def tell_idle(self) -> None:
-        """Where no request has pages: how many can be had."""
+    def send_idle(self) -> None:
+        """If no request holds pages, send how many pages are free."""
         if self.engine.idle:
             pool = self.engine.pool
             pages = {"pages": len(pool.references), "free": pool.available()}
             self.outbox.submit(self.words.say, {"idle": pages})
 
-    def hand_over(self, told: dict, request: Request, logits: Tensor) -> None:
-        """The rows are copied out of the pages; then the next prompt may have these."""
-        found = taken(request.cache, request.prompt, told["start"])
-        meta = {"done": told["prefill"], "start": found.start, "reused": request.reused_tokens}
+    def hand_over(self, message: dict, request: Request, logits: Tensor) -> None:
+        """Copy the rows from the pages, which the next prompt may then use, and send them."""
+        found = taken(request.cache, request.prompt, message["start"])
+        meta = {"done": message["prefill"], "start": found.start, "reused": request.reused_tokens}
         tensors = {"keys": found.keys, "values": found.values, "logits": logits}
         self.outbox.submit(self.words.say, meta, tensors)
 
 
 class Prompt:
-    """The engine's callbacks of one request: its logits, and its end."""
+    """The engine's callbacks for one request, which keep the logits and send the result."""
 
-    def __init__(self, told: dict, hand_over: Callable[[dict, Request, Tensor], None]):
-        self.told = told
+    def __init__(self, message: dict, hand_over: Callable[[dict, Request, Tensor], None]):
+        self.message = message
         self.hand_over = hand_over
 
     def note(self, logits: Tensor, tokens: list[int]) -> Tensor:
-        """`constrain` of the only token, which nobody will see."""
+        """`constrain` of the only token: keeps the logits. The token itself is not used."""
         self.logits = logits
         return logits
 
     def complete(self, request: Request, step: Step) -> None:
-        """`on_token`: all of the prompt is in the pages, which still belong to it."""
-        self.hand_over(self.told, request, self.logits)
+        """`on_token`: the whole prompt is in the pages, which the request still holds."""
+        self.hand_over(self.message, request, self.logits)

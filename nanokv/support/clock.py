@@ -1,6 +1,7 @@
-"""Time stamps of one start, for `nanokv profile --start`: each writes a line into the file that NANOKV_STAMPS names.
+"""Time stamps of a program start, for `nanokv profile --start`.
 
-Without that variable a stamp costs a look at a constant. No torch: the first stamp comes before it.
+Each stamp appends a line to the file named by NANOKV_STAMPS. Without this variable a stamp costs a
+comparison with None. This module does not import torch, because the first stamp comes before it.
 """
 
 import os
@@ -10,7 +11,7 @@ FILE = os.environ.get("NANOKV_STAMPS") or None
 
 
 def stamp(name: str) -> None:
-    """What has just been done, and when: seconds of the machine's clock, which processes share."""
+    """Note that a step of the start is done, with the machine's clock, which processes share."""
     if FILE is not None:
         with open(FILE, "a", encoding="utf-8") as file:
             file.write(f"{time.time():.6f} {name}\n")

@@ -1,4 +1,4 @@
-"""The memory of a GPU is full: torch's paragraph becomes an error with the numbers and what helps."""
+"""Turns torch's out-of-memory error on a GPU into a short error with the numbers and a hint."""
 
 import re
 from typing import Any
@@ -13,9 +13,9 @@ SMALLER = "--cache quantized:bits=8, or offloaded:to=host"
 
 
 class full_memory_named:
-    """Around a forward: torch.OutOfMemoryError becomes DeviceMemoryError.
+    """A context for a forward in which torch.OutOfMemoryError becomes DeviceMemoryError.
 
-    A class, because a generator costs twice as much, 2 µs of each step.
+    A class and not a generator, which would cost twice as much: 2 µs per step.
     """
 
     __slots__ = "cache", "model"
@@ -33,11 +33,11 @@ class full_memory_named:
 
 
 def full_memory(error: BaseException, model: Any = None, cache: Any = None) -> DeviceMemoryError:
-    """What torch.OutOfMemoryError says, and what weights and cache hold."""
+    """The error with the numbers of torch.OutOfMemoryError and the bytes of weights and cache."""
     held = {"weights": weight_bytes(model), "cache": 0}
     if cache is not None:
         held["cache"] = cache.nbytes
-    parts = said_by_torch(str(error))
+    parts = numbers_of(str(error))
     parts += [f"{name} {size(count)}" for name, count in held.items() if count]
     message = "the memory of the GPU is full"
     if parts:
@@ -45,8 +45,8 @@ def full_memory(error: BaseException, model: Any = None, cache: Any = None) -> D
     return DeviceMemoryError(message, hint_for(model, held))
 
 
-def said_by_torch(text: str) -> list[str]:
-    """["20.00 GB asked", "1.23 GB free of 84.99 GB"], as far as torch's message names them."""
+def numbers_of(text: str) -> list[str]:
+    """The numbers in torch's message: ["20.00 GB asked", "1.23 GB free of 84.99 GB"]."""
     parts = []
     asked = amount(r"allocate ([\d.]+) (\w+)", text)
     if asked:
@@ -61,7 +61,7 @@ def said_by_torch(text: str) -> list[str]:
 
 
 def hint_for(model: Any, held: dict[str, int]) -> str:
-    """The flags that make smaller what is largest."""
+    """The flags that reduce the largest of weights and cache."""
     flags = []
     if getattr(model, "dtype", torch.float32) == torch.float32:
         flags.append("--dtype bfloat16")
@@ -74,7 +74,7 @@ def hint_for(model: Any, held: dict[str, int]) -> str:
 
 
 def weight_bytes(model: Any) -> int:
-    """Of every tensor once, also where two names share it."""
+    """The bytes of all tensors. A tensor with two names counts once."""
     if model is None:
         return 0
     tensors = [*model.parameters(), *model.buffers()]
@@ -82,7 +82,7 @@ def weight_bytes(model: Any) -> int:
 
 
 def amount(pattern: str, text: str) -> int | None:
-    """Bytes of "20.00 GiB" behind these words; None where torch says nothing of the kind."""
+    """The bytes of an amount such as "20.00 GiB" in the text; None if there is no match."""
     found = re.search(pattern, text)
     if found is None or found[2] not in UNITS:
         return None

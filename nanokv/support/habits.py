@@ -1,7 +1,8 @@
-"""What people type from habit, and what it is called here: the hints of errors about unknown arguments and names.
+"""Names from other libraries and their equivalents here, for errors about unknown names.
 
-From transformers, llama-cpp-python, ollama and vLLM. Nothing is translated: an argument that was ignored, or taken in
-another sense, would give another answer. docs/coming-from.md has the table for readers. No torch.
+The names are those of transformers, llama-cpp-python, ollama and vLLM. They appear only in hints
+and are never translated, because an argument that is ignored or means something else would change
+the answer. docs/coming-from.md has the table for readers. This module does not import torch.
 """
 
 import functools
@@ -152,7 +153,7 @@ R = TypeVar("R")
 
 
 def hinted(function: Callable[P, R]) -> Callable[P, R]:
-    """The same function; an argument that it does not have is named with the one that is meant."""
+    """Decorator: an unknown keyword argument raises UnknownArgument with a hint."""
     known = inspect.signature(function).parameters.keys()
 
     @functools.wraps(function)
@@ -166,7 +167,7 @@ def hinted(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def refuse(where: str, unknown: Iterable[str], known: Iterable[str]) -> NoReturn:
-    """UnknownArgument for the first of them in the alphabet."""
+    """Raise UnknownArgument for the alphabetically first of the unknown names."""
     import difflib
 
     name = min(unknown)
@@ -182,7 +183,7 @@ def refuse(where: str, unknown: Iterable[str], known: Iterable[str]) -> NoReturn
 
 
 def unknown_name(what: object, name: str, table: Mapping[str, str]) -> AttributeError:
-    """To raise where an attribute is not found: Python's own error, or one that says how it is done here."""
+    """The error for a missing attribute: UnknownName with a hint from `table`, or Python's own."""
     owner = f"{type(what).__name__!r} object"
     if inspect.ismodule(what):
         owner = f"module {what.__name__!r}"
@@ -190,14 +191,17 @@ def unknown_name(what: object, name: str, table: Mapping[str, str]) -> Attribute
     error = AttributeError(message)
     if name in table:
         error = UnknownName(message, table[name])
-    # Python's own suggestion of a similar name needs both.
+    # Python needs both to suggest a similar name.
     error.name = name
     error.obj = what
     return error
 
 
 class Elsewhere:
-    """An attribute of a class that is not there, `Qwen3.from_pretrained`: looking it up says what to call."""
+    """A class attribute that does not exist here, such as `Qwen3.from_pretrained`.
+
+    Reading it raises UnknownName with a hint.
+    """
 
     def __init__(self, hint: str) -> None:
         self.hint = hint

@@ -1,7 +1,8 @@
-"""What to type when a package is missing: a line that works where it is printed.
+"""The command that installs a missing package into the environment in use.
 
-The interpreter that runs is named, because a bare `pip` is often another one's. Packages are named by themselves and in
-the ranges that were tested: nanokv is on no index, and pip would look for it there to install its extras.
+It names the running interpreter, because a bare `pip` often belongs to another one. It names each
+package with its tested range instead of an extra of nanokv, because nanokv is on no index and pip
+would search an index for it.
 """
 
 import re
@@ -15,7 +16,10 @@ BY_MAKE = ("dev", "course")  # the extras that `make setup` installs
 
 
 def hint(packages: Iterable[str]) -> str:
-    """The line that installs these packages or modules; in the environment that make made, `make setup` if it does."""
+    """The command that installs these packages or modules.
+
+    In the environment of `make setup` it is `make setup`, if that installs them.
+    """
     names = list(dict.fromkeys(package.split(".")[0] for package in packages))
     made = Path(sys.prefix) == CHECKOUT / ".venv" and (CHECKOUT / "Makefile").is_file()
     if made and all(map(by_make, names)):
@@ -30,17 +34,17 @@ def hint(packages: Iterable[str]) -> str:
 
 
 def requirement(name: str) -> str:
-    """What pip has to be asked for: the range that nanokv was tested with, or the bare name."""
+    """The requirement for pip: the name with the range tested with nanokv, or the bare name."""
     return next((text for text, _ in declared(name)), name)
 
 
 def by_make(name: str) -> bool:
-    """Whether `make setup` brings this package."""
+    """Whether `make setup` installs this package."""
     return any(extra in ("", *BY_MAKE) for _, extra in declared(name))
 
 
 def declared(name: str) -> list[tuple[str, str]]:
-    """(range, extra or "") of each time that nanokv asks for this package."""
+    """(requirement, extra or "") for each requirement of nanokv on this package."""
     from importlib import metadata  # 20 ms
 
     try:

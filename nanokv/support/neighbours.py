@@ -1,25 +1,25 @@
-"""Programs beside this one: while they keep cores busy, threads wait asleep, and a decode step
-takes the free cores alone.
+"""Keeps decode steps fast while other programs use the processor's cores.
 
-    watch(threads)                     once per process: `nanokv.load` calls it
+    watch(threads)                     once per process; `nanokv.load` calls it
     with fewer_threads(model, rows):   around a decode step
 
-OpenMP's threads spin while they wait for each other. On free cores nothing is faster. Beside a busy
-core the system soon puts two of them on one core, where each spins away the time that the other
-needs: a step of 1 ms takes 5 to 200 ms.
+OpenMP's threads spin while they wait for each other, which is fastest on free cores. If a core is
+busy with another program, the system soon puts two threads on one core, where each of them wastes
+the other's time by spinning: a step of 1 ms takes 5 to 200 ms.
 
-`Watch` looks ten times a second at the processor time that other programs take. While they keep a
-core busy that our threads would use, two things change. Neither changes a bit of an answer.
+`Watch` reads ten times per second how much processor time other programs take. While they keep a
+core busy that our threads would use, two things change. Neither changes any bit of an answer.
 
-    ShortWaits      every wait is short, in torch as well: prefill, training, the user's own code
-    FewerThreads    a decode step of one row has as many threads as there are free cores
+    ShortWaits      threads wait only briefly before they sleep, also in torch: in prefill, training
+                    and the user's code
+    FewerThreads    a decode step of one row uses as many threads as there are free cores
 
-Several rows keep their number of threads, and so does a plain model of odd sizes: torch divides
-products by that number, and would round differently.
+Steps of several rows keep their number of threads, and so does a plain model with odd sizes. In
+both cases torch splits products by the number of threads and would round differently.
 
-Nothing happens where the user has chosen how threads wait (GOMP_SPINCOUNT, OMP_WAIT_POLICY), with
-one thread, and where the system does not say who uses its processors: only Linux does, in
-/proc/stat. This module imports no torch.
+Nothing changes if the user has set how threads wait (GOMP_SPINCOUNT, OMP_WAIT_POLICY), with one
+thread, or on systems other than Linux, which have no /proc/stat with the use of each processor.
+This module does not import torch.
 """
 
 import contextlib
@@ -31,24 +31,23 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-EVERY = 0.1  # seconds from look to look; /proc/stat counts in steps of 0.01
-# Cores that others take: crowded from BUSY on, until it is less than FREE.
+EVERY = 0.1  # seconds between two readings; /proc/stat counts in steps of 0.01
+# In cores taken by other programs: the processor is crowded from BUSY on, until it is below FREE.
 BUSY = 0.35
 FREE = 0.2
-CHOSEN = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"  # of the environment: how threads wait
+CHOSEN = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"  # environment variables that set how threads wait
 
 
 class Usage(NamedTuple):
-    """Seconds since some start: of the clock, of work on our cores, and how much of it was ours."""
+    """A reading in seconds, each since a fixed start."""
 
     clock: float
-    busy: float
-    own: float
+    busy: float  # processor time on our cores, of all programs
+    own: float  # processor time of this process
 
 
 class Crowd:
-    """From one `Usage` to the next: have our `threads` threads a core each, and if not, how many
-    cores are free?"""
+    """Whether our threads have a core each, and if not, how many cores are free."""
 
     def __init__(self, cores: int, threads: int, usage: Usage) -> None:
         self.cores = cores
@@ -58,8 +57,10 @@ class Crowd:
         self.crowded = False
 
     def look(self, usage: Usage) -> None:
-        """A core is taken from BUSY on: beside threads that spin, a program that always computes
-        gets about half of one."""
+        """Update from a new reading. A program counts as a whole core from BUSY on.
+
+        A program that computes all the time gets only about half a core next to threads that spin.
+        """
         seconds = max(usage.clock - self.last.clock, 1e-9)
         others = (usage.busy - self.last.busy - (usage.own - self.last.own)) / seconds
         self.last = usage
@@ -73,11 +74,11 @@ class Crowd:
 
 
 class ShortWaits:
-    """While they are held, OpenMP's threads wait for 100 turns of a loop, not 300,000, then sleep.
+    """While held, OpenMP's threads spin for 100 turns of a loop instead of 300,000, then sleep.
 
-    libgomp does that while it has more threads than the process has cores (its manual, under
-    GOMP_SPINCOUNT). So one thread gets a team of its own, large enough and asleep. The variable
-    itself is read once, when torch is imported.
+    libgomp does this while it has more threads than the process has cores (its manual, under
+    GOMP_SPINCOUNT). Therefore one thread starts a second team, large enough and asleep. Setting the
+    variable GOMP_SPINCOUNT has no effect, because it is read once, when torch is imported.
     """
 
     def __init__(self, cores: int) -> None:
@@ -85,15 +86,18 @@ class ShortWaits:
         self.over: threading.Event | None = None
 
     def hold(self, threads: int) -> None:
-        """Until `release`. Nothing where libgomp is not loaded: before torch, or beside another
-        OpenMP."""
+        """Hold short waits until `release`.
+
+        No effect if libgomp is not loaded: before torch is imported, or with another OpenMP
+        runtime.
+        """
         if self.over:
             return
         runtime = libgomp()
         if runtime is None:
             return
         over = threading.Event()
-        size = max(2, self.cores - threads + 2)  # with our threads one more than there are cores
+        size = max(2, self.cores - threads + 2)  # so that libgomp has more threads than cores
         with contextlib.suppress(RuntimeError):  # no thread can be started: waits stay long
             threading.Thread(target=_keep_team, args=(runtime, size, over), daemon=True).start()
             self.over = over
@@ -105,14 +109,14 @@ class ShortWaits:
 
 
 def _keep_team(runtime: Any, size: int, over: threading.Event) -> None:
-    """A team of `size` threads that have nothing to do. It ends with the thread that made it."""
+    """Start a team of `size` idle threads, and keep it until `over`. It ends with this thread."""
     nothing = ctypes.cast(runtime.omp_get_thread_num, ctypes.c_void_p)
     runtime.GOMP_parallel(nothing, None, ctypes.c_uint(size), ctypes.c_uint(0))
     over.wait()
 
 
 class Watch(threading.Thread):
-    """Looks at `read()` until the process ends, and holds `waits` while it is crowded."""
+    """Updates the crowd from `read()` until the process ends; holds `waits` while it is crowded."""
 
     def __init__(self, crowd: Crowd, waits: ShortWaits, read: Callable[[], Usage]) -> None:
         super().__init__(daemon=True, name="nanokv-neighbours")
@@ -121,7 +125,7 @@ class Watch(threading.Thread):
         self.read = read
 
     def run(self) -> None:
-        with contextlib.suppress(OSError, ValueError):  # /proc/stat cannot be read any more
+        with contextlib.suppress(OSError, ValueError):  # /proc/stat is no longer readable
             while True:
                 time.sleep(EVERY)
                 self.look()
@@ -135,7 +139,7 @@ class Watch(threading.Thread):
 
 
 class FewerThreads:
-    """For one step: torch, and kernels in its threads, compute in `threads`, then in `before`."""
+    """Inside, torch and the kernels, which share its threads, use `threads`; after it, `before`."""
 
     def __init__(self, threads: int, before: int) -> None:
         self.threads = threads
@@ -153,15 +157,18 @@ AS_IT_IS = contextlib.nullcontext()
 
 
 def watch(threads: int) -> None:
-    """Begin to watch for this process, which computes in so many threads. Called again, it takes
-    the new number."""
+    """Start watching for this process, which computes with `threads` threads.
+
+    A second call sets the new number.
+    """
     global WATCH
     if threads < 2 or any(os.environ.get(name) for name in CHOSEN):
         return
     if WATCH is not None and WATCH.is_alive():
         WATCH.crowd.threads = threads
         return
-    with contextlib.suppress(OSError, ValueError, RuntimeError):  # no /proc/stat, or no new thread
+    # Without /proc/stat, or if no thread can be started, nothing is watched.
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
         read = ProcessorTimes()
         cores = len(read.cores)
         found = Watch(Crowd(cores, threads, read()), ShortWaits(cores), read)
@@ -170,7 +177,7 @@ def watch(threads: int) -> None:
 
 
 def forget() -> None:
-    """A forked child has none of its parent's threads."""
+    """Drop the watch in a forked child, which has none of its parent's threads."""
     global WATCH
     WATCH = None
 
@@ -180,8 +187,11 @@ if hasattr(os, "register_at_fork"):
 
 
 def fewer_threads(model: Any, rows: int) -> contextlib.AbstractContextManager[None]:
-    """Around a decode step of so many rows: as many threads as there are free cores, or the most
-    below that which give the same bits."""
+    """A context for a decode step of `rows` rows that limits the threads to the free cores.
+
+    The number is the largest that gives the same bits. Nothing changes unless the cores are crowded
+    and there is one row.
+    """
     if rows != 1 or WATCH is None or not WATCH.crowd.crowded:
         return AS_IT_IS
     threads = sys.modules["torch"].get_num_threads()
@@ -194,11 +204,12 @@ def fewer_threads(model: Any, rows: int) -> contextlib.AbstractContextManager[No
 
 
 def same_bits(config: Any, threads: int, free: int) -> int:
-    """At most `free` threads whose products of one row have the bits of `threads`, or `threads`.
+    """The most threads up to `free` that compute one row with the same bits as `threads` threads.
 
-    torch gives each thread as many rows of a matrix. MKL computes four of them at once in fp32, and
-    rounds what is left over differently: with 1 to 16 threads, matrices whose rows are a multiple
-    of 4 per thread gave the same bits, all others did not. Here it is 16, for wider processors.
+    `threads` if there is no such number. torch gives each thread the same number of matrix rows.
+    MKL computes four fp32 rows at once and rounds the remaining rows differently: with 1 to 16
+    threads, matrices with a multiple of 4 rows per thread gave the same bits, all others did not.
+    Here a multiple of 16 is required, for wider processors.
     """
     if config.experts:
         return threads
@@ -212,7 +223,7 @@ def same_bits(config: Any, threads: int, free: int) -> int:
 
 
 class ProcessorTimes:
-    """Reads /proc/stat: the lines of the cores that this process may use. OSError without it."""
+    """Reads the lines of /proc/stat for the cores of this process. OSError without this file."""
 
     def __init__(self) -> None:
         self.file = open("/proc/stat")
@@ -224,11 +235,11 @@ class ProcessorTimes:
         return Usage(time.perf_counter(), self.busy() / self.tick, time.process_time())
 
     def busy(self) -> int:
-        """Ticks. What a hypervisor took from us counts."""
+        """Ticks that our cores were busy. Time taken by a hypervisor counts."""
         ticks = 0
         for line in self.file:
             name, *counts = line.split()
-            if not name.startswith("cpu"):  # the next line counts thousands of interrupts
+            if not name.startswith("cpu"):  # do not parse the next line, a long list of interrupts
                 break
             if name in self.cores:
                 user, nice, system, _, _, irq, softirq, steal = map(int, counts[:8])
@@ -237,6 +248,6 @@ class ProcessorTimes:
 
 
 def libgomp() -> Any:
-    """The OpenMP runtime that torch brought into this process; None if it is not GCC's."""
+    """The OpenMP runtime that torch has loaded into this process; None if it is not GCC's."""
     runtime = ctypes.CDLL(None)
     return runtime if hasattr(runtime, "GOMP_parallel") else None

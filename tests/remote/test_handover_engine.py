@@ -476,7 +476,7 @@ def test_a_stranger_at_the_door_is_sent_away():
         stranger, friend = (socket.create_connection(door.getsockname()) for _ in "ab")
         stranger.sendall(b"x" * 32)
         SocketLink(friend).write(torch.full((32,), 7, dtype=torch.uint8))
-        found = process._met(door, bytes([7] * 32))
+        found = process._accepted(door, bytes([7] * 32))
         assert found.getpeername() == friend.getsockname()
         assert stranger.recv(1) == b""
         for end in (stranger, friend, found):
