@@ -169,7 +169,7 @@ def build_noted(compiler: list[str], stem: Path, usable: Usable, timeout: float)
             found = usable(path)
         except (OSError, AttributeError) as error:
             path.unlink()
-            raise OSError(f"what it made cannot be loaded: {error}") from error
+            raise OSError(f"the compiled library cannot be loaded: {error}") from error
     except (OSError, subprocess.SubprocessError) as error:
         with contextlib.suppress(OSError):
             note.write_text(f"{compiler[0]}: {reason(error)}\n")

@@ -78,13 +78,13 @@ def check_values(name: str, part: nn.Module, config: Config) -> None:
     if type(part) is nn.Linear and (part.bias is not None) != expected:
         found = "no" if expected else "a"
         raise ConfigError(
-            f"{name} has {found} bias, other than the config says: kernels go by the config",
+            f"{name} has {found} bias, unlike the config, which the kernels use",
             hint="use the plain model",
         )
     if type(part) is plain_model.RMSNorm and part.eps != config.rms_norm_eps:
         raise ConfigError(
-            f"{name} has eps {part.eps}, and the config {config.rms_norm_eps}: "
-            "kernels go by the config",
+            f"{name} has eps {part.eps}, unlike the config, which the kernels use: "
+            f"{config.rms_norm_eps}",
             hint="use the plain model",
         )
 

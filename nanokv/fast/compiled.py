@@ -20,6 +20,7 @@ import sys
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +62,15 @@ class Slab:
 
 
 @torch.compiler.nested_compile_region
-def block(layer, x, rope, keys, values, positions, visible):
+def block(
+    layer: nn.Module,
+    x: Tensor,
+    rope: tuple[Tensor, Tensor],
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    visible: Tensor,
+) -> Tensor:
     """One layer, (B,T,C) → (B,T,C). A nested region is compiled once for all layers.
 
     Without it the compile time would grow with the number of layers.
@@ -142,7 +151,7 @@ class Compiled(nn.Module):
     def region(self, width: int) -> Callable[..., Tensor]:
         """hidden_states for `width` tokens, compiled as one graph at the first call."""
 
-        def counted(graph, inputs):
+        def counted(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
             self.compiles.append(width)
             return torch._dynamo.lookup_backend(self.backend)(graph, inputs)
 

@@ -160,7 +160,7 @@ def keep_freed_memory() -> None:
         return
     c_library = ctypes.CDLL(None)
     if hasattr(c_library, "mallopt"):
-        c_library.mallopt(M_MMAP_THRESHOLD, 32 << 20)  # the highest value that glibc accepts
+        c_library.mallopt(M_MMAP_THRESHOLD, 32 << 20)  # the most that glibc's own tuning reaches
         c_library.mallopt(M_TRIM_THRESHOLD, 256 << 20)
 
 

@@ -1,11 +1,11 @@
 """torch features that not every release has: operators for one row, and an option of compile.
 
-Without native kernels, nn.Linear is much slower than the memory for a single row: it converts the
-layout of bf16 weights at every call, and sends fp32 weights through a general matrix product.
-torch has faster operators, some of them private. They are used only in this file. Each one falls
-back to a plain product if it is missing, and a test compares it with a plain product, which
-detects a release that changes it. `make compat` runs the package with the oldest and the newest
-torch.
+For a single row nn.Linear is much slower than the memory allows: without native kernels it
+converts the layout of bf16 weights at every call, and sends fp32 weights through a general matrix
+product. torch has faster operators, some of them private. They are used only in this file. Each
+one falls back to a plain product if it is missing, and a test compares it with a plain product,
+which detects a release that changes it. `make compat` runs the package with the oldest and the
+newest torch.
 """
 
 import inspect

@@ -103,10 +103,11 @@ class Block(nn.Module):
         return F.linear(kernels.swiglu(F.linear(y, self.gate_up)), self.down)
 
     def step(self, x: Tensor, new: Tensor | None, *where: Any) -> Tensor:
-        """One token per row. x (B,C): the residual stream, overwritten. new: added to it first.
+        """One token per row. x (B,C): the residual stream, which is overwritten.
 
-        new (B,C) is the output of the previous MLP, and the output of this MLP (B,C) is returned.
-        The new keys and values are written to the cache. `where`: the arguments of `attention`.
+        new: the output (B,C) of the previous layer's MLP, which is added to x first, or None.
+        Returns the output (B,C) of this layer's MLP. Keys and values are written to the cache.
+        `where`: the arguments of `attention`.
         """
         y = kernels.rms_norm(x, self.norm, self.eps, add=new)
         y = self.attention(F.linear(y, self.qkv, self.qkv_bias), *where)
