@@ -10,7 +10,6 @@ keeps its "id"; the other lines continue. With -o, each finished line is appende
 that was killed resumes where it stopped; at the end the file is sorted in the order of the input.
 """
 
-import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -55,9 +54,10 @@ EXAMPLES = (
     """echo '{"prompt": "Who are you?"}' | nanokv batch - --chat""",
 )
 DESCRIPTION = (
-    'Answer every line of a JSONL file: {"prompt": …} or {"messages": […]}, each with settings of its own. '
-    "Messages go through the model's chat template. A prompt is raw text, which the model "
-    "continues, as in OpenAI's API; with --chat it is one user message, as for nanokv generate.\n"
+    'Answer every line of a JSONL file: {"prompt": …} or {"messages": […]}, each with its own '
+    "settings. Messages go through the model's chat template. A prompt is raw text, which the "
+    "model continues, as in OpenAI's API; with --chat it is one user message, as for nanokv "
+    "generate.\n"
     "An answer is an OpenAI text_completion or chat.completion on one line."
 )
 RANKS = "led"  # the other ranks follow rank 0
@@ -134,10 +134,8 @@ class Job:
 def run(args, ranks: Ranks = ALONE) -> int:
     """Read, load, answer, sort. Exit code 2 if a line failed; all other lines are answered."""
     given = command_options(args)
-    lines, out = read_lines(given.file), given.out
-    if out is not None and given.file != "-" and out.exists() and out.samefile(given.file):
-        raise NanoKVError(f"-o {out} is the input itself", "choose another file for the answers")
-    output = OrderedOutput() if out is None else ResumableOutput(out)
+    lines = read_lines(given.file)
+    output = open_output(given)
     # Before anything is written: a wrong -m must not change OUT.
     loaded = load_model(given.model, given.cache, given.output, ranks)
     check_form(given, loaded)
@@ -145,9 +143,9 @@ def run(args, ranks: Ranks = ALONE) -> int:
     warn_of_raw_prompts(given, loaded, jobs)
     warn_of_calls(jobs)
     if output.stale:
-        name = terminal.sanitize_line(str(out))
-        what = f"{output.stale:,} answers in {name} are to other requests or settings"
-        ask_to_lose(given.force, f"{what} and would be dropped", "another -o")
+        name = terminal.sanitize_line(str(given.out))
+        loss = f"{output.stale:,} answers in {name} are to other requests or settings"
+        ask_to_lose(given.force, f"{loss} and would be dropped", "another -o")
     output.begin()
     for job, error in wrong:
         fail(given, output, job, error)
@@ -158,7 +156,22 @@ def run(args, ranks: Ranks = ALONE) -> int:
         output.close(done)
         terminal.notice(summary(output, len(output.wanted), done), given.output)
         stop.finish()
-    return 130 if not done else 2 if output.failed else 0
+    if not done:
+        return 130
+    if output.failed:
+        return 2
+    return 0
+
+
+def open_output(given: BatchOptions) -> OrderedOutput | ResumableOutput:
+    """stdout, or the file of -o; NanoKVError if that file is the input."""
+    if given.out is None:
+        return OrderedOutput()
+    if given.file != "-" and given.out.exists() and given.out.samefile(given.file):
+        raise NanoKVError(
+            f"-o {given.out} is the input itself", "choose another file for the answers"
+        )
+    return ResumableOutput(given.out)
 
 
 # --- the lines ------------------------------------------------------------------------------------
@@ -166,28 +179,38 @@ def run(args, ranks: Ranks = ALONE) -> int:
 
 def prepare(given: BatchOptions, loaded, lines, output) -> tuple[list[Job], list]:
     """The jobs that are still to do, and (job, error) of each line that is not a valid request."""
-    jobs, wrong, settings = [], [], common_settings(given, loaded)
+    jobs = []
+    wrong = []
     eos = list(loaded.model.generation_config.eos_token_ids)
-    common, marks = [eos, loaded.context, settings], loaded.fingerprints()
+    common = [eos, loaded.context, common_settings(given, loaded)]
+    fingerprints = loaded.fingerprints()
     for number, data in lines:
         output.want(number)
         job = Job(number)
         try:
-            job.fields = parse_line(data)
-            check_fields(job.fields)
-            job.fields = as_messages(job.fields) if given.chat else job.fields
-            job.ids = encode(given.model.template, loaded.tokenizer, job)
-            digests = [digest([mark, *common, job.fields, job.ids]) for mark in marks]
-            job.digest = digests[0]
-            if (found := next(filter(None, map(output.find, digests)), None)) is None:
-                jobs.append(job)
-            else:
-                output.keep(
-                    number, found if "choices" in found else first_release(loaded, job, found)
-                )
+            read_request(given, loaded, job, data)
         except NanoKVError as error:
             wrong.append((job, error))
+            continue
+        digests = [digest([name, *common, job.fields, job.ids]) for name in fingerprints]
+        job.digest = digests[0]
+        found = next(filter(None, map(output.find, digests)), None)
+        if found is None:
+            jobs.append(job)
+        elif "choices" in found:
+            output.keep(number, found)
+        else:
+            output.keep(number, first_release(loaded, job, found))
     return jobs, wrong
+
+
+def read_request(given: BatchOptions, loaded, job: Job, data: bytes) -> None:
+    """Fill the job's fields and ids from its line; NanoKVError if the line is not a request."""
+    job.fields = parse_line(data)
+    check_fields(job.fields)
+    if given.chat:
+        job.fields = as_messages(job.fields)
+    job.ids = encode(given.model.template, loaded.tokenizer, job)
 
 
 def check_form(given: BatchOptions, loaded) -> None:
@@ -254,11 +277,12 @@ def warn_of_calls(jobs) -> None:
 
 def fail(given: BatchOptions, output, job: Job, error: Exception) -> None:
     """Write an error to the output, with the line's number and id, and a warning to stderr."""
-    id = job.fields.get("id")
-    output.put(
-        job.line, {"line": job.line} | ({} if id is None else {"id": id}) | completion.error(error)
-    )
-    terminal.warning(f"{'stdin' if given.file == '-' else given.file}:{job.line}: {error}")
+    answer = {"line": job.line}
+    if job.fields.get("id") is not None:
+        answer["id"] = job.fields["id"]
+    output.put(job.line, answer | completion.error(error))
+    file = "stdin" if given.file == "-" else given.file
+    terminal.warning(f"{file}:{job.line}: {error}")
 
 
 # --- the engine -----------------------------------------------------------------------------------
@@ -269,10 +293,13 @@ def answer_all(given: BatchOptions, loaded, jobs, output, stop) -> None:
 
     Only a few requests are submitted ahead, so that a long file costs no memory.
     """
-    page, sizes = given.cache.options["page"], given.pool.on(loaded.device)
+    page = given.cache.options["page"]
+    sizes = given.pool.on(loaded.device)
     pages = given.cache.options.get("pages") or pool_pages(given, loaded, jobs, page)
     engine = loaded.make_engine(pages, page, sizes.step_tokens, sizes.running)
-    progress, waiting, active = Progress(given.output.quiet, len(jobs)), list(reversed(jobs)), []
+    progress = Progress(given.output.quiet, len(jobs))
+    waiting = list(reversed(jobs))
+    active: list[Job] = []
     while (waiting or active) and not stop.requested:
         while waiting and len(active) < 2 * sizes.running:
             job = waiting.pop()
@@ -299,36 +326,41 @@ def pool_pages(given: BatchOptions, loaded, jobs, page: int) -> int:
 
     At most the pages that fit into half of the free memory.
     """
-    running, common = given.pool.on(loaded.device).running, given.sampling.most
-    tokens = (min(loaded.context, len(job.ids) + new_tokens(job, common)) for job in jobs)
-    wanted = sorted((-(-count // page) for count in tokens), reverse=True)
+    running = given.pool.on(loaded.device).running
+    needed = []
+    for job in jobs:
+        tokens = min(loaded.context, len(job.ids) + new_tokens(job, given.sampling.most))
+        needed.append(-(-tokens // page))
+    needed.sort(reverse=True)
+    wanted = 2 * sum(needed[:running]) + running
     most = pool.affordable(loaded, page)
-    return min(2 * sum(wanted[:running]) + running, sys.maxsize if most is None else most)
+    if most is None:
+        return wanted
+    return min(wanted, most)
 
 
 def new_tokens(job: Job, common: int) -> int:
     """The line's limit if it is valid, else the common one. `submit` reports an invalid limit."""
-    own = job.fields.get("max_new_tokens")
-    return own if type(own) is int and own > 0 else common
+    limit = job.fields.get("max_new_tokens")
+    if type(limit) is int and limit > 0:
+        return limit
+    return common
 
 
 def submit(given: BatchOptions, loaded, engine, job: Job) -> None:
     """Submit a job: the settings of its line override the common ones."""
     settings = common_settings(given, loaded)
-    settings |= {
-        name: job.fields[name]
-        for name in (*SAMPLING, "max_new_tokens")
-        if job.fields.get(name) is not None
-    }
-    stop, wanted = job.fields["stop"] or settings["stop"], settings.pop("max_new_tokens")
+    for name in (*SAMPLING, "max_new_tokens"):
+        if job.fields.get(name) is not None:
+            settings[name] = job.fields[name]
+    stop = job.fields["stop"] or settings["stop"]
     del settings["stop"]
-    job.wanted = wanted
-    if type(wanted) is int and wanted > 0:
-        wanted = room(wanted, loaded, job.ids)
-    job.answer = Answer(
-        engine, loaded.tokenizer, stop, loaded.model.generation_config.eos_token_ids
-    )
-    job.request = engine.submit(job.ids, max_new_tokens=wanted, on_token=job.answer.put, **settings)
+    job.wanted = settings["max_new_tokens"]
+    if type(job.wanted) is int and job.wanted > 0:
+        settings["max_new_tokens"] = room(job.wanted, loaded, job.ids)
+    eos = loaded.model.generation_config.eos_token_ids
+    job.answer = Answer(engine, loaded.tokenizer, stop, eos)
+    job.request = engine.submit(job.ids, on_token=job.answer.put, **settings)
 
 
 class Answer:
@@ -337,7 +369,9 @@ class Answer:
     def __init__(self, engine, tokenizer, stop, ends):
         from nanokv.decoding.generation import ShownText
 
-        self.engine, self.shown, self.pieces = engine, ShownText(tokenizer, stop, ends), []
+        self.engine = engine
+        self.shown = ShownText(tokenizer, stop, ends)
+        self.pieces: list[str] = []
 
     def put(self, request, step) -> None:
         """The engine's callback for each token."""
@@ -356,14 +390,15 @@ class Answer:
 def result(loaded, job: Job) -> dict:
     """The output line of a finished job."""
     request = job.request
-    # `room` allowed fewer tokens than requested.
-    cut = request.finish_reason == "length" and len(request.tokens) < job.wanted
+    reason = request.finish_reason
+    if reason == "length" and len(request.tokens) < job.wanted:  # `room` allowed fewer tokens
+        reason = "context"
     return line_of(
         loaded,
         job,
         job.answer.text,
         request.tokens,
-        "context" if cut else request.finish_reason,
+        reason,
         completion.seed(request),
         request.metrics(),
         job.answer.shown.stop_string,
@@ -375,13 +410,13 @@ def line_of(loaded, job: Job, text, ids, finish_reason, seed, metrics, stop_stri
     said = {"text": text}
     if "messages" in job.fields:
         said = completion.message(text, opens_thinking(loaded.tokenizer, job.ids))
-    prompt, new, cached = (
-        metrics[name] for name in ("prompt_tokens", "new_tokens", "reused_tokens")
+    usage = completion.usage(
+        metrics["prompt_tokens"], metrics["new_tokens"], metrics["reused_tokens"]
     )
     return {"line": job.line} | completion.completion(
         loaded.source,
         [completion.choice(said, ids, finish_reason, stop_string)],
-        completion.usage(prompt, new, cached),
+        usage,
         job.fields.get("id"),
         timings=completion.engine_timings(metrics),
         seed=seed,

@@ -1,5 +1,6 @@
 """`nanokv bench`: runs nanokv/lab/bench and prints a table, JSON (--json) and a plot (--plot)."""
 
+import itertools
 import os
 import sys
 import time
@@ -7,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanokv.apps.cli.bench.peers import Peers
-from nanokv.apps.cli.common import layout, options, terminal
+from nanokv.apps.cli.common import layout, loading, options, terminal
 from nanokv.apps.cli.common.arguments import cache_name, integer, real
 from nanokv.apps.cli.common.files import add_force, ask_to_replace
 from nanokv.apps.cli.common.loading import Loaded, load_model, plan_model
@@ -21,14 +22,17 @@ from nanokv.parallel.group import ALONE, Ranks
 EXAMPLES = (
     "nanokv bench",
     "nanokv bench --weights plain,fast,int8 --contexts 128,512,1024 --plot bench.png",
-    "nanokv bench -m qwen3-0.6b-random --dtype bf16 --against transformers,llama.cpp --json > bench.json",
+    "nanokv bench -m qwen3-0.6b-random --dtype bf16 --against transformers,llama.cpp --json "
+    "> bench.json",
     "nanokv bench --requests 32 --against transformers",
     "nanokv bench --beside busy",
-    "nanokv bench --quality --text README.md --weights fast --caches dict,quantized:bits=4,sliding:window=256:sinks=4",
+    "nanokv bench --quality --text README.md --weights fast "
+    "--caches dict,quantized:bits=4,sliding:window=256:sinks=4",
 )
 DESCRIPTION = (
-    "Prefill and decode speed here, beside the memory bandwidth measured in the same run. With --tensor-parallel: of "
-    "the model on several ranks; bytes, GB/s and bandwidth are then those of one rank."
+    "Prefill and decode speed here, beside the memory bandwidth measured in the same run. With "
+    "--tensor-parallel: of the model on several ranks; bytes, GB/s and bandwidth are then those of "
+    "one rank."
 )
 RANKS = "alike"  # every rank measures the same; rank 0 decides when to stop, and prints
 WEIGHTS = ("plain", "fast", "int8", "int4")
@@ -65,6 +69,25 @@ class BenchOptions:
 
 def add_arguments(parser) -> None:
     """What to measure, what to compare with, and the form of the report."""
+    _add_own_runners(parser)
+    _add_peers(parser)
+    parser.add_argument(
+        "--steps", type=integer(1), default=16, help="decode steps a measurement (default: 16)"
+    )
+    parser.add_argument(
+        "--repeat",
+        type=integer(1),
+        default=5,
+        help="rounds; medians are shown (default: %(default)s)",
+    )
+    _add_modes(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--plot", metavar="FILE", help="a picture as well: .png or .svg")
+    add_force(parser)
+    options.add_model_arguments(parser, options.CACHE)
+
+
+def _add_own_runners(parser) -> None:
     parser.add_argument(
         "--contexts", default="128,1024", metavar="N,N", help="cached tokens (default: %(default)s)"
     )
@@ -74,8 +97,8 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "--weights",
         metavar="W,W",
-        help="plain = the model that is read, fast = nanokv.optimize, int8, int4 (default: plain,fast; of several "
-        "ranks plain)",
+        help="plain = the model that is read, fast = nanokv.optimize, int8, int4 (default: "
+        "plain,fast; of several ranks plain)",
     )
     parser.add_argument(
         "--batch", default="1", metavar="N,N", help="rows decoded together (default: %(default)s)"
@@ -85,6 +108,9 @@ def add_arguments(parser) -> None:
         action="store_true",
         help="also without a cache: every token again at every step",
     )
+
+
+def _add_peers(parser) -> None:
     parser.add_argument(
         "--against",
         metavar="X,X",
@@ -100,29 +126,25 @@ def add_arguments(parser) -> None:
         "--peer-timeout",
         type=real(0, above=True),
         metavar="S",
-        help="end a runtime of --against that takes longer to load, or for one measurement (default: 10 minutes to "
-        "load; 20 × the slowest measurement so far, at least 60 s)",
+        help="end a runtime of --against that takes longer to load, or for one measurement "
+        "(default: 10 minutes to load; 20 × the slowest measurement so far, at least 60 s)",
     )
-    parser.add_argument(
-        "--steps", type=integer(1), default=16, help="decode steps a measurement (default: 16)"
-    )
-    parser.add_argument(
-        "--repeat",
-        type=integer(1),
-        default=5,
-        help="rounds; medians are shown (default: %(default)s)",
-    )
+
+
+def _add_modes(parser) -> None:
     parser.add_argument(
         "--requests",
         type=integer(1),
         metavar="N",
-        help="instead: N prompts of 8 … the largest of --contexts tokens through the engine, --steps new ones each",
+        help="instead: N prompts of 8 … the largest of --contexts tokens through the engine, "
+        "--steps new ones each",
     )
     parser.add_argument(
         "--beside",
         choices=("busy",),
         metavar="busy",
-        help="instead: decode tok/s alone, beside a process that keeps a core busy, and with one thread there",
+        help="instead: decode tok/s alone, beside a process that keeps a core busy, and with one "
+        "thread there",
     )
     parser.add_argument(
         "--quality",
@@ -133,12 +155,9 @@ def add_arguments(parser) -> None:
         "--text",
         metavar="FILE",
         type=Path,
-        help="the text of --quality, up to --context tokens (default: conversations that tiny never saw)",
+        help="the text of --quality, up to --context tokens (default: conversations that tiny "
+        "never saw)",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument("--plot", metavar="FILE", help="a picture as well: .png or .svg")
-    add_force(parser)
-    options.add_model_arguments(parser, options.CACHE)
 
 
 def command_options(args) -> BenchOptions:
@@ -179,7 +198,8 @@ def run(args, ranks: Ranks = ALONE) -> int:
     longest = loaded.context - given.steps
     if max(contexts) > longest:
         raise NanoKVError(
-            f"--contexts {max(contexts):,} leaves no room for {given.steps} steps: at most {longest:,}"
+            f"--contexts {max(contexts):,} leaves no room for {given.steps} steps: "
+            f"at most {longest:,}"
         )
     if given.requests:
         return serve(given, loaded, weights, against, max(contexts))
@@ -203,12 +223,11 @@ def measure(given: BenchOptions, loaded: Loaded, contexts, batches, weights, aga
     with Peers(loaded, against or given.through, given.peer_timeout) as peers:
         loaded = peers.loaded
         runners = make_runners(given, loaded, weights, batches)
-        runners += peers.commands(runners, given.cache.context) if given.through else []
+        if given.through:
+            runners += peers.commands(runners, given.cache.context)
         runners += peers.runners(against, max(contexts) + given.steps)
-        peak, others = (
-            gemm_peak(loaded.dtype, loaded.device),
-            Others([*peers.pids(), *rank_pids(loaded.ranks)]),
-        )
+        peak = gemm_peak(loaded.dtype, loaded.device)
+        others = Others([*peers.pids(), *rank_pids(loaded.ranks)])
         rotation = Rotation(
             runners, contexts, loaded.config.vocab_size, loaded.device, given.repeat, given.steps
         )
@@ -217,36 +236,31 @@ def measure(given: BenchOptions, loaded: Loaded, contexts, batches, weights, aga
         busy = others.cores()
     if not loaded.ranks.rank:
         report(given, loaded, rotation, peak, busy)
+    return exit_code(stop)
+
+
+def exit_code(stop: terminal.Interrupt) -> int:
+    """130 after Ctrl-C, else 0; raises Terminated after SIGTERM."""
     stop.finish()
     return 130 if stop.requested else 0
 
 
 def checked(given: BenchOptions, ranks: int) -> tuple[list[int], list[int], list[str], list[str]]:
     """(contexts, batches, weights, against) of the flags, after all checks."""
-    contexts, batches = (
-        numbers("--contexts", given.contexts, "128,1024"),
-        numbers("--batch", given.batch, "1,4"),
-    )
+    contexts = numbers("--contexts", given.contexts, "128,1024")
+    batches = numbers("--batch", given.batch, "1,4")
     weights = weights_of(given, ranks)
-    against = names("--against", given.against, AGAINST) if given.against else []
+    against = []
+    if given.against:
+        against = names("--against", given.against, AGAINST)
     check_flags(given, against)
     return contexts, batches, weights, against
 
 
 def check_flags(given: BenchOptions, against) -> None:
     """NanoKVError for flags that exclude each other, or a plot that could not be written."""
-    if given.plot and Path(given.plot).suffix not in (".png", ".svg"):
-        raise NanoKVError(f"--plot {given.plot!r} does not end in .png or .svg", "--plot bench.png")
-    if given.plot and not (
-        Path(given.plot).parent.is_dir() and os.access(Path(given.plot).parent, os.W_OK)
-    ):
-        raise NanoKVError(
-            f"--plot {given.plot!r}: no file can be written there", "--plot bench.png"
-        )
     if given.plot:
-        from nanokv.lab.bench.plot import figure_class
-
-        figure_class()
+        check_plot(given.plot)
     modes = {"--quality": given.quality, "--requests": given.requests, "--beside": given.beside}
     mode = next((flag for flag, wanted in modes.items() if wanted), None)
     if mode == "--requests" and not set(against) <= {"transformers"}:
@@ -271,9 +285,22 @@ def check_flags(given: BenchOptions, against) -> None:
         )
 
 
+def check_plot(path: str) -> None:
+    """NanoKVError if no plot can be drawn or written to `path`."""
+    if Path(path).suffix not in (".png", ".svg"):
+        raise NanoKVError(f"--plot {path!r} does not end in .png or .svg", "--plot bench.png")
+    folder = Path(path).parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise NanoKVError(f"--plot {path!r}: no file can be written there", "--plot bench.png")
+    from nanokv.lab.bench.plot import figure_class
+
+    figure_class()  # raises NanoKVError if matplotlib is not installed
+
+
 def weights_of(given: BenchOptions, ranks: int) -> list[str]:
     """The names of --weights. Kernels need whole weights, so several ranks default to plain."""
-    return names("--weights", given.weights or ("plain" if ranks > 1 else "plain,fast"), WEIGHTS)
+    usual = "plain" if ranks > 1 else "plain,fast"
+    return names("--weights", given.weights or usual, WEIGHTS)
 
 
 def check_ranks(given: BenchOptions, ranks: int) -> None:
@@ -297,12 +324,9 @@ def check_ranks(given: BenchOptions, ranks: int) -> None:
 
 def config_of(given: BenchOptions):
     """The Config of the model that will be measured."""
-    model = given.model
-    return (
-        RANDOM[model.source]
-        if model.source in RANDOM
-        else plan_model(model, given.cache, given.output).config
-    )
+    if given.model.source in RANDOM:
+        return RANDOM[given.model.source]
+    return plan_model(given.model, given.cache, given.output).config
 
 
 def rank_pids(ranks) -> list[int]:
@@ -322,19 +346,14 @@ def serve(given: BenchOptions, loaded, weights, against, longest: int) -> int:
     tokens = sum(map(len, prompts))
     with Peers(loaded, against, given.peer_timeout) as peers:
         loaded = peers.loaded
-        served = [
-            serving.Served(
-                f"nanokv {name} engine", serving.ours(model, prompts, given.steps), tokens
-            )
-            for name, model in made(loaded, weights).items()
-        ]
+        served = []
+        for name, model in made(loaded, weights).items():
+            answer = serving.ours(model, prompts, given.steps)
+            served.append(serving.Served(f"nanokv {name} engine", answer, tokens))
         if against:
-            process = peers.start(
-                "generate_batch", peers.checkpoint() | {"prompts": prompts, "tokens": given.steps}
-            )
-            served.append(
-                serving.Served("transformers generate_batch", serving.theirs(process), tokens)
-            )
+            work = peers.checkpoint() | {"prompts": prompts, "tokens": given.steps}
+            answer = serving.theirs(peers.start("generate_batch", work))
+            served.append(serving.Served("transformers generate_batch", answer, tokens))
         total = (given.repeat + 1) * len(served)
         stop = carry_out(
             serving.rounds(served, given.repeat), total, given.output, loaded.ranks, peers
@@ -345,37 +364,30 @@ def serve(given: BenchOptions, loaded, weights, against, longest: int) -> int:
         for one in served
         if one.error
     ]
-    tell_served(given, loaded, rows, failed)
-    stop.finish()
-    return 130 if stop.requested else 0
+    report_served(given, loaded, rows, failed)
+    return exit_code(stop)
 
 
-def tell_served(given: BenchOptions, loaded, rows: list[dict], failed: list[dict]) -> None:
-    """The table of `serve`, or one JSON object."""
+def report_served(given: BenchOptions, loaded, rows: list[dict], failed: list[dict]) -> None:
+    """Print the table of --requests, or one JSON object."""
     if given.json:
         facts = facts_of(loaded) | {"requests": given.requests}
         terminal.write_out(to_json(facts | {"rows": rows, "failed": failed}) + "\n")
-    else:
-        head = [
-            f"{loaded.name} {loaded.dtype_name}",
-            where_text(loaded),
-            f"{given.requests} requests",
-        ]
-        show(
-            head,
-            ("", "prompt tokens", "new tokens", "seconds", "new tok/s"),
-            [
-                (
-                    f["label"],
-                    f"{f['prompt_tokens']:,}",
-                    f"{f['generated']:,}",
-                    f"{f['seconds']:.2f}",
-                    f"{f['tok_s']:,.1f}",
-                )
-                for f in rows
-            ],
-        )
-        show_failed((f["label"], f["error"], "") for f in failed)
+        return
+    columns = {
+        "": lambda row: row["label"],
+        "prompt tokens": lambda row: f"{row['prompt_tokens']:,}",
+        "new tokens": lambda row: f"{row['generated']:,}",
+        "seconds": lambda row: f"{row['seconds']:.2f}",
+        "new tok/s": lambda row: f"{row['tok_s']:,.1f}",
+    }
+    facts_line = [
+        f"{loaded.name} {loaded.dtype_name}",
+        where_text(loaded),
+        f"{given.requests} requests",
+    ]
+    show(facts_line, columns, rows)
+    show_failed((row["label"], row["error"], "") for row in failed)
 
 
 def beside(given: BenchOptions, loaded, runners, contexts) -> int:
@@ -383,38 +395,39 @@ def beside(given: BenchOptions, loaded, runners, contexts) -> int:
     from nanokv.lab.bench.beside import Beside
 
     if loaded.threads < 2 or loaded.device != "cpu":
-        what = "--beside busy compares several threads of a CPU with one"
-        raise NanoKVError(what, "--device cpu --threads 2, or more")
+        raise NanoKVError(
+            "--beside busy compares several threads of a CPU with one",
+            "--device cpu --threads 2, or more",
+        )
     rows = [Beside(runner, context, given.steps) for context in contexts for runner in runners]
-    rounds = (
-        row.measure(loaded.config.vocab_size, turn)
-        for turn in range(given.repeat + 1)
-        for row in rows
-    )
-    stop = carry_out(rounds, (given.repeat + 1) * len(rows), given.output)
-    found = [row.figures() for row in rows if row.alone]
+
+    def rounds():
+        for turn in range(given.repeat + 1):
+            for row in rows:
+                row.measure(loaded.config.vocab_size, turn)
+                yield
+
+    stop = carry_out(rounds(), (given.repeat + 1) * len(rows), given.output)
+    report_beside(given, loaded, [row.figures() for row in rows if row.alone])
+    return exit_code(stop)
+
+
+def report_beside(given: BenchOptions, loaded, rows: list[dict]) -> None:
+    """Print the table of --beside, or one JSON object."""
     if given.json:
         facts = facts_of(loaded) | {"beside": given.beside}
-        terminal.write_out(to_json(facts | {"rows": found}) + "\n")
-    else:
-        head = [f"{loaded.name} {loaded.dtype_name}", threads_text(loaded), "decode tok/s"]
-        show(
-            head,
-            ("", "context", "alone", "beside a busy core", "one thread there", "of one thread"),
-            [
-                (
-                    f["label"],
-                    f"{f['context']:,}",
-                    f"{f['alone_tok_s']:,.1f}",
-                    f"{f['beside_tok_s']:,.1f}",
-                    f"{f['one_thread_tok_s']:,.1f}",
-                    f"{f['ratio']:.0%}",
-                )
-                for f in found
-            ],
-        )
-    stop.finish()
-    return 130 if stop.requested else 0
+        terminal.write_out(to_json(facts | {"rows": rows}) + "\n")
+        return
+    columns = {
+        "": lambda row: row["label"],
+        "context": lambda row: f"{row['context']:,}",
+        "alone": lambda row: f"{row['alone_tok_s']:,.1f}",
+        "beside a busy core": lambda row: f"{row['beside_tok_s']:,.1f}",
+        "one thread there": lambda row: f"{row['one_thread_tok_s']:,.1f}",
+        "of one thread": lambda row: f"{row['ratio']:.0%}",
+    }
+    facts_line = [f"{loaded.name} {loaded.dtype_name}", threads_text(loaded), "decode tok/s"]
+    show(facts_line, columns, rows)
 
 
 def quality(given: BenchOptions, loaded, weights) -> int:
@@ -431,7 +444,9 @@ def quality(given: BenchOptions, loaded, weights) -> int:
     from nanokv.cache.options import check_options
     from nanokv.lab.bench.quality import changes
 
-    caches = {text: cache_name(text) for text in given.caches.split(",")} if given.caches else {}
+    caches = {}
+    if given.caches:
+        caches = {text: cache_name(text) for text in given.caches.split(",")}
     for name, how in caches.values():
         check_options(name, how)
     ids, source = text_ids(given.text, loaded)
@@ -445,32 +460,23 @@ def quality(given: BenchOptions, loaded, weights) -> int:
         terminal.write_out(to_json(facts | {"rows": rows}) + "\n")
     else:
         quality_table(loaded, f"{len(ids):,} tokens of {source}", rows, caches)
-    stop.finish()
-    return 130 if stop.requested else 0
+    return exit_code(stop)
 
 
 def quality_table(loaded, text: str, rows, caches) -> None:
     """Print one row per model, or per model and cache."""
-    head = [f"{loaded.name} {loaded.dtype_name}", text]
     columns = {"weights": lambda row: row["weights"]}
+    left: tuple[int, ...] = (0,)
     if caches:
-        columns |= {
-            "cache": lambda row: row["cache"],
-            "B/token": lambda row: f"{row['kv_bytes_per_token']:,.0f}",
-        }
+        columns["cache"] = lambda row: row["cache"]
+        columns["B/token"] = lambda row: f"{row['kv_bytes_per_token']:,.0f}"
+        left = (0, 1)
     else:
-        columns |= {"MB/step": lambda row: f"{row['bytes'] / 1e6:.2f}"}
-    columns |= {
-        "mean |Δ log p|": lambda row: f"{row['mean_change']:.5f}",
-        "mean Δ log p": lambda row: f"{row['bias']:.5f}",
-        "perplexity": lambda row: f"{row['perplexity']:.4f}",
-    }
-    show(
-        head,
-        columns,
-        [[cell(row) for cell in columns.values()] for row in rows],
-        (0, 1) if caches else (0,),
-    )
+        columns["MB/step"] = lambda row: f"{row['bytes'] / 1e6:.2f}"
+    columns["mean |Δ log p|"] = lambda row: f"{row['mean_change']:.5f}"
+    columns["mean Δ log p"] = lambda row: f"{row['bias']:.5f}"
+    columns["perplexity"] = lambda row: f"{row['perplexity']:.4f}"
+    show([f"{loaded.name} {loaded.dtype_name}", text], columns, rows, left)
 
 
 def text_ids(path: Path | None, loaded) -> tuple[list[int], str]:
@@ -492,29 +498,34 @@ def text_ids(path: Path | None, loaded) -> tuple[list[int], str]:
     from nanokv.school.training.corpus import conversation
     from nanokv.school.training.data import render
 
-    text = "".join(
-        render(conversation(random.Random(f"bench:{i}"), 16, held_out=True)) for i in range(4)
-    )
+    text = ""
+    for i in range(4):
+        text += render(conversation(random.Random(f"bench:{i}"), 16, held_out=True))
     return loaded.tokenizer.encode(text)[: loaded.context], "held-out conversation"
 
 
-def show(head, names, rows, left: tuple = (0,)) -> None:
-    """Print the facts of the run, then the table. The columns in `left` are aligned left."""
+def show(facts, columns, rows, left: tuple = (0,)) -> None:
+    """Print the facts of the run, then a table of `rows`.
+
+    `columns`: header → function from a row to the text of its cell. Those in `left` are aligned
+    left.
+    """
     width = layout.columns(sys.stdout)
-    terminal.write_out(
-        "\n".join([layout.joined(head, width), *layout.table(names, rows, width, left)]) + "\n"
-    )
+    cells = [[cell(row) for cell in columns.values()] for row in rows]
+    lines = [layout.joined(facts, width), *layout.table(columns, cells, width, left)]
+    terminal.write_out("\n".join(lines) + "\n")
 
 
 def show_failed(rows) -> None:
     """Print (label, reason, context) rows: one line per label and reason, with its contexts."""
-    found: dict = {}
-    for who, why, context in rows:
-        found.setdefault((who, why), []).append(context)
+    found: dict[tuple[str, str], list[str]] = {}
+    for label, reason, context in rows:
+        found.setdefault((label, reason), []).append(context)
     width = layout.columns(sys.stdout)
-    for (who, why), contexts in found.items():
-        at = f", context {', '.join(contexts)}" if any(contexts) else ""
-        line = terminal.message_line(f"{who}{at}: {why}")
+    for (label, reason), contexts in found.items():
+        if any(contexts):
+            label += f", context {', '.join(contexts)}"
+        line = terminal.message_line(f"{label}: {reason}")
         terminal.write_out(layout.paragraph(line, width, rest="    ") + "\n")
 
 
@@ -522,13 +533,15 @@ def made(loaded, weights) -> dict:
     """Models by the name of their weights. Plain and fast weights share memory."""
     from nanokv.fast import optimize
 
-    models = {"plain": loaded.model}
-    models |= {
-        name: optimize(loaded.model, None if name == "fast" else name)
-        for name in weights
-        if name != "plain"
-    }
-    return {name: models[name] for name in weights}
+    models = {}
+    for name in weights:
+        if name == "plain":
+            models[name] = loaded.model
+        elif name == "fast":
+            models[name] = optimize(loaded.model)
+        else:
+            models[name] = optimize(loaded.model, name)
+    return models
 
 
 def runnable(given: BenchOptions, loaded, weights: list[str]) -> list[str]:
@@ -554,12 +567,9 @@ def make_runners(given: BenchOptions, loaded, weights, batches) -> list:
     if given.caches:
         caches = [cache_name(text) for text in dict.fromkeys(given.caches.split(","))]
     models = made(loaded, weights)
-    runners = [
-        Ours(models[name], name, kind, how, batch, loaded.dtype)
-        for batch in batches
-        for name in weights
-        for kind, how in caches
-    ]
+    runners: list[Ours] = []
+    for batch, name, (kind, how) in itertools.product(batches, weights, caches):
+        runners.append(Ours(models[name], name, kind, how, batch, loaded.dtype))
     if given.uncached:
         runners += [Uncached(models[name], name, 1, loaded.dtype) for name in weights]
     return runners
@@ -596,8 +606,9 @@ def carry_out(
     Interrupt tells whether it came.
     """
     with terminal.Interrupt() as stop:
-        for process in peers.processes if peers else ():
-            process.should_stop = stop
+        if peers:
+            for process in peers.processes:
+                process.should_stop = stop
         began = time.perf_counter()
         try:
             for done, _ in enumerate(rounds, start=1):
@@ -612,48 +623,36 @@ def carry_out(
 
 def progress(done: int, total: int, seconds: float) -> None:
     """Draw the progress bar and the remaining seconds on one line, on a terminal only."""
-    if terminal.is_tty(sys.stderr):
-        bar, left = "#" * (20 * done // total), seconds / done * (total - done)
-        terminal.write_err(
-            f"\r[{bar:<20}] {done}/{total} · {left:,.0f} s left " + ("\n" if done == total else "")
-        )
+    if not terminal.is_tty(sys.stderr):
+        return
+    bar = "#" * (20 * done // total)
+    left = seconds / done * (total - done)
+    line = f"\r[{bar:<20}] {done}/{total} · {left:,.0f} s left "
+    if done == total:
+        line += "\n"
+    terminal.write_err(line)
 
 
 def report(given: BenchOptions, loaded, rotation, flops: float, others: float | None) -> None:
     """Print the table or JSON, and draw the plot."""
-    from nanokv.fast import native
     from nanokv.lab.bench.machine import peak_memory
 
-    peak = peak_memory(loaded.device)
     rows = rotation.finished()
     through = []
     if given.through:
         from nanokv.lab.bench.command import comparison
 
         through = comparison(rows)
-    rate = rotation.rate
     noise = noise_of(rows, others, rotation.bandwidth.rates)
-    head = f"{loaded.name} {loaded.dtype_name} · {where_text(loaded)} · read bandwidth {rate / 1e9:.1f} GB/s"
-    if rows and rotation.bandwidth.bytes(rows[0].bytes) == rows[0].bytes // 4 * 4:
-        head += f", {rows[0].bandwidth / 1e9:.1f} GB/s of {rows[0].bytes / 1e6:.1f} MB"
-    head += f" · products {flops / 1e9:,.0f} GFLOP/s (measured now)"
+    head = head_of(loaded, rotation, rows, flops)
+    peak = peak_memory(loaded.device)
     if given.json:
-        facts = facts_of(loaded) | {
-            "ranks": loaded.ranks.size,
-            "bandwidth": rate,
-            "bandwidths": rotation.bandwidth.rates,
-            "gemm_flops": flops,
-            "other_cores": others,
-            "noise": noise,
-            "noisy": bool(noisy(noise)),
-            "code": code_of(loaded, lambda: native.library()[1]),
-            "peak_bytes": peak,
-        }
-        facts |= {
-            "rows": [row.figures() for row in rows],
-            "failed": [row.failure() for row in rotation.failed()],
-        }
-        terminal.write_out(to_json(facts | ({"through": through} if through else {})) + "\n")
+        facts = json_facts(loaded, rotation, flops, noise, peak)
+        facts["rows"] = [row.figures() for row in rows]
+        facts["failed"] = [row.failure() for row in rotation.failed()]
+        if through:
+            facts["through"] = through
+        terminal.write_out(to_json(facts) + "\n")
     else:
         print_table(head, rows, noise, code_of(loaded, code_text), peak)
         print_through(through)
@@ -664,41 +663,59 @@ def report(given: BenchOptions, loaded, rotation, flops: float, others: float | 
         plot(rows, head, given.plot)
 
 
+def head_of(loaded, rotation, rows, flops: float) -> str:
+    """The first line of the report: model, device, and the rates that were measured."""
+    rates = f"read bandwidth {rotation.rate / 1e9:.1f} GB/s"
+    if rows and rotation.bandwidth.bytes(rows[0].bytes) == rows[0].bytes // 4 * 4:
+        rates += f", {rows[0].bandwidth / 1e9:.1f} GB/s of {rows[0].bytes / 1e6:.1f} MB"
+    rates += f" · products {flops / 1e9:,.0f} GFLOP/s (measured now)"
+    return f"{loaded.name} {loaded.dtype_name} · {where_text(loaded)} · {rates}"
+
+
+def json_facts(loaded, rotation, flops: float, noise: dict, peak: int | None) -> dict:
+    """The fields of --json that come before the rows."""
+    from nanokv.fast import native
+
+    return facts_of(loaded) | {
+        "ranks": loaded.ranks.size,
+        "bandwidth": rotation.rate,
+        "bandwidths": rotation.bandwidth.rates,
+        "gemm_flops": flops,
+        "other_cores": noise["other_cores"],
+        "noise": noise,
+        "noisy": bool(noisy(noise)),
+        "code": code_of(loaded, lambda: native.library()[1]),
+        "peak_bytes": peak,
+    }
+
+
 def print_through(through) -> None:
     """The table of --through: the times of `nanokv generate`, beside those of the bench's rows."""
-    if through:
-        head = [
-            "load: from the start of the process",
-            "first token: from there",
-            "speeds: of the bench's own",
-        ]
-        names = ("nanokv generate", "context", "load s", "first token s", "prefill", "decode")
-        terminal.write_out("\n")
-        show(
-            head,
-            names,
-            [
-                (
-                    f"{f['weights']} {f['cache']}",
-                    f"{f['context']:,}",
-                    f"{f['load_s']:.2f}",
-                    f"{f['ttft_s']:.2f}",
-                    f"{f['prefill_ratio']:.0%}",
-                    f"{f['decode_ratio']:.0%}",
-                )
-                for f in through
-            ],
-        )
+    if not through:
+        return
+    facts_line = [
+        "load: from the start of the process",
+        "first token: from there",
+        "speeds: of the bench's own",
+    ]
+    columns = {
+        "nanokv generate": lambda row: f"{row['weights']} {row['cache']}",
+        "context": lambda row: f"{row['context']:,}",
+        "load s": lambda row: f"{row['load_s']:.2f}",
+        "first token s": lambda row: f"{row['ttft_s']:.2f}",
+        "prefill": lambda row: f"{row['prefill_ratio']:.0%}",
+        "decode": lambda row: f"{row['decode_ratio']:.0%}",
+    }
+    terminal.write_out("\n")
+    show(facts_line, columns, through)
 
 
 def threads_text(loaded) -> str:
     """1 thread, 2 threads, 2 ranks of 1 thread."""
-    threads = f"{loaded.threads} thread{'s' * (loaded.threads > 1)}"
-    return (
-        threads
-        if loaded.ranks.size == 1
-        else f"{loaded.ranks.size} ranks of {threads}, bytes of one rank"
-    )
+    threads = loading.threads_text(loaded.threads)
+    if loaded.ranks.size == 1:
+        return threads
+    return f"{loaded.ranks.size} ranks of {threads}, bytes of one rank"
 
 
 def where_text(loaded) -> str:
@@ -727,21 +744,26 @@ def code_of(loaded, native) -> str:
 
     if loaded.device.startswith("cuda"):
         return device_code(loaded.device)
-    return "plain" if loaded.ranks.size > 1 else native()
+    if loaded.ranks.size > 1:
+        return "plain"
+    return native()
 
 
 def noise_of(rows, others: float | None, rates) -> dict:
     """Signs that this run was disturbed; None: unknown.
 
     decode_spread: the largest (slowest − fastest) / median of a row's decode times.
-    bandwidth_spread: (fastest − slowest) / fastest of the bandwidth readings. other_cores: the cores
-    that other processes kept busy.
+    bandwidth_spread: (fastest − slowest) / fastest of the bandwidth readings.
+    other_cores: the cores that other processes kept busy.
     """
     spreads = [row.spread for row in rows if row.spread is not None]
+    bandwidth_spread = None
+    if len(rates) > 1:
+        bandwidth_spread = (max(rates) - min(rates)) / max(rates)
     return {
         "decode_spread": max(spreads, default=None),
         "other_cores": others,
-        "bandwidth_spread": (max(rates) - min(rates)) / max(rates) if len(rates) > 1 else None,
+        "bandwidth_spread": bandwidth_spread,
     }
 
 
@@ -757,36 +779,21 @@ def noisy(noise: dict) -> list[str]:
 
 def print_table(head: str, rows, noise: dict, code: str, peak: int | None) -> None:
     """Print one row per runner and context: tok/s, GB/s and the share of the limit."""
-    parts = [
-        *head.split(" · "),
-        *([f"peak memory {peak / 1e9:.1f} GB"] if peak else []),
-        *([f"noisy: {', '.join(noisy(noise))}"] if noisy(noise) else []),
-    ]
-    names = (
-        "",
-        "context",
-        "prefill tok/s",
-        "decode tok/s",
-        "ms/step",
-        "±",
-        "MB/step",
-        "GB/s",
-        "% of limit",
-    )
-    lines = []
-    for row in rows:
-        f, spread = row.figures(), "–" if row.spread is None else f"{row.spread / 2:.0%}"
-        lines.append(
-            (
-                row.runner.label,
-                f"{row.context:,}",
-                f"{f['prefill_tok_s']:,.0f}",
-                f"{f['decode_tok_s']:,.1f}",
-                f"{row.decode_s * 1e3:.2f}",
-                spread,
-                f"{row.bytes / 1e6:,.1f}",
-                f"{f['gigabytes_per_second']:.2f}",
-                f"{row.share:.1%}",
-            )
-        )
-    show([*parts, code], names, lines)
+    facts = head.split(" · ")
+    if peak:
+        facts.append(f"peak memory {peak / 1e9:.1f} GB")
+    if noisy(noise):
+        facts.append(f"noisy: {', '.join(noisy(noise))}")
+    facts.append(code)
+    columns = {
+        "": lambda row: row.runner.label,
+        "context": lambda row: f"{row.context:,}",
+        "prefill tok/s": lambda row: f"{row.figures()['prefill_tok_s']:,.0f}",
+        "decode tok/s": lambda row: f"{row.figures()['decode_tok_s']:,.1f}",
+        "ms/step": lambda row: f"{row.decode_s * 1e3:.2f}",
+        "±": lambda row: "–" if row.spread is None else f"{row.spread / 2:.0%}",
+        "MB/step": lambda row: f"{row.bytes / 1e6:,.1f}",
+        "GB/s": lambda row: f"{row.figures()['gigabytes_per_second']:.2f}",
+        "% of limit": lambda row: f"{row.share:.1%}",
+    }
+    show(facts, columns, rows)

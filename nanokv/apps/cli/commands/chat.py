@@ -24,11 +24,11 @@ EXAMPLES = (
     "printf 'Hi\\nWho are you?\\n' | nanokv chat",
 )
 DESCRIPTION = (
-    "Talk with a model; its KV cache lives across turns and is shown after every answer. Piped stdin: one line is one "
-    "turn, one line is one answer; there a line /help is a message too. A whole document as one prompt is the job of "
-    "`nanokv generate`.\n"
-    "What is typed while an answer comes is kept and carried out line by line after it; Ctrl-C stops the answer and "
-    "leaves what was typed in the input line, unsent."
+    "Talk with a model; its KV cache lives across turns and is shown after every answer. Piped "
+    "stdin: one line is one turn, one line is one answer; there a line /help is a message too. A "
+    "whole document as one prompt is the job of `nanokv generate`.\n"
+    "What is typed while an answer comes is kept and carried out line by line after it; Ctrl-C "
+    "stops the answer and leaves what was typed in the input line, unsent."
 )
 __all__ = ["add_arguments", "command_options", "run"]
 RANKS = "led"  # the other ranks follow rank 0
@@ -57,9 +57,10 @@ def list_sessions() -> int:
     rows = listing(folder)
     if not rows:
         write_err(f"no saved session in {sanitize_line(str(folder))}\n")
+    width = layout.columns(sys.stdout, None)
     for name, modified, turns, model, words in rows:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(modified))
-        name, model, words = map(sanitize_line, (name, model, words[:50]))
-        line = f"{name}  {when}  {turns:>3} turn{'s' if turns != 1 else ' '}  {model}  {words}"
-        write_out(layout.paragraph(line, layout.columns(sys.stdout, None), rest="    ") + "\n")
+        unit = "turns" if turns != 1 else "turn "
+        line = f"{name}  {when}  {turns:>3} {unit}  {model}  {words[:50]}"
+        write_out(layout.paragraph(sanitize_line(line), width, rest="    ") + "\n")
     return 0

@@ -26,8 +26,9 @@ EXAMPLES = (
     "nanokv convert Qwen/Qwen3-0.6B ./qwen --dtype float16",
 )
 DESCRIPTION = (
-    "Write a model as a Hugging Face folder: config.json, generation_config.json, model.safetensors and the tokenizer. "
-    "Blocks of a GGUF file become plain numbers. float32 keeps each of them exactly."
+    "Write a model as a Hugging Face folder: config.json, generation_config.json, "
+    "model.safetensors and the tokenizer. Blocks of a GGUF file become plain numbers. float32 "
+    "keeps each of them exactly."
 )
 
 
@@ -48,7 +49,8 @@ def add_arguments(parser) -> None:
         default="auto",
         metavar="TYPE",
         type=dtype_name,
-        help="float32, bfloat16 or float16 (default: the checkpoint's own, bfloat16 for quantized GGUF)",
+        help="float32, bfloat16 or float16 (default: the checkpoint's own, bfloat16 for quantized "
+        "GGUF)",
     )
     add_force(parser)
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub MODEL")

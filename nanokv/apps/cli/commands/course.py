@@ -17,7 +17,8 @@ from nanokv.errors import CourseError
 ACTIONS = {
     "build": "write the student notebooks from notebooks/source",
     "run": "execute the solution of each NOTEBOOK (05), or of all, offline",
-    "record": "keep what the notebooks print on the model of NANOKV_MODEL, for readers who cannot load one",
+    "record": "keep what the notebooks print on the model of NANOKV_MODEL, for readers who cannot "
+    "load one",
     "book": "execute the solution of each NOTEBOOK (06), or of all, and write them as web pages",
     "site": "write the book, the docs, the API and recorded runs as one static site with a search",
     "slides": "execute solutions and write a deck of slides for each: slides 05 -o slides",
@@ -39,8 +40,8 @@ EXAMPLES = (
     "nanokv course variants 05 --students names.txt --seed 7 -o handout",
 )
 DESCRIPTION = (
-    "The notebooks of the course. They are in the folder of the clone, not in an installed package: run this there. "
-    "claims and seal work anywhere.\n\n"
+    "The notebooks of the course. They are in the folder of the clone, not in an installed "
+    "package: run this there. claims and seal work anywhere.\n\n"
 ) + "\n".join(f"  {name:<9} {text}" for name, text in ACTIONS.items())
 
 
@@ -63,8 +64,10 @@ class CourseOptions:
 
 def folder() -> Path:
     """The folder of notebooks: ./notebooks, or the working folder if it is that folder itself."""
-    there, marks = Path("notebooks"), ("source", "progress.jsonl")
-    return Path() if not there.exists() and any(Path(mark).exists() for mark in marks) else there
+    inside = Path("source").exists() or Path("progress.jsonl").exists()
+    if inside and not Path("notebooks").exists():
+        return Path()
+    return Path("notebooks")
 
 
 def add_arguments(parser) -> None:
@@ -138,13 +141,23 @@ def _run(given: CourseOptions) -> int:
     failed = 0
     for path in twins.chosen(given.folder, given.words):
         done = running.run(twins.read(path).solution(), given.limit)
-        bad = [id for id, states in done.states("check").items() if states[-1] != "right"]
-        problem = done.error or (f"on stderr: {done.stderr.strip()[:200]}" if done.stderr else "")
-        problem = problem or (f"not right: {', '.join(bad)}" if bad else "")
+        problem = problem_of(done)
         failed += bool(problem)
-        line = f"{path.stem:<28} {done.processor:6.1f} s  {done.peak / 2**30:5.2f} GiB  {problem or 'ok'}\n"
-        write(line)
+        cost = f"{done.processor:6.1f} s  {done.peak / 2**30:5.2f} GiB"
+        write(f"{path.stem:<28} {cost}  {problem or 'ok'}\n")
     return 2 if failed else 0
+
+
+def problem_of(done) -> str:
+    """The first problem of an executed notebook, or ""."""
+    wrong = [id for id, states in done.states("check").items() if states[-1] != "right"]
+    if done.error:
+        return done.error
+    if done.stderr:
+        return f"on stderr: {done.stderr.strip()[:200]}"
+    if wrong:
+        return f"not right: {', '.join(wrong)}"
+    return ""
 
 
 def _record(given: CourseOptions) -> None:
@@ -192,7 +205,8 @@ def _site(given: CourseOptions) -> None:
 def _slides(given: CourseOptions) -> None:
     from nanokv.school.course import slides, twins
 
-    chosen, out = twins.chosen(given.folder, given.words), given.out or Path("slides")
+    chosen = twins.chosen(given.folder, given.words)
+    out = given.out or Path("slides")
     ask_to_replace(given.force, *(out / f"{path.stem}.html" for path in chosen))
     for deck in slides.build(chosen, out, given.limit):
         terminal.write_out(f"{deck}\n")
@@ -219,7 +233,8 @@ def _variants(given: CourseOptions) -> None:
     if not given.students:
         raise CourseError("variants needs the names", "--students names.txt, one name per line")
     names = grading.read_text(given.students).splitlines()
-    chosen, out = twins.chosen(given.folder, given.words), given.out or Path("handout")
+    chosen = twins.chosen(given.folder, given.words)
+    out = given.out or Path("handout")
     ask_to_replace(given.force, *variants.targets(chosen, names, out))
     terminal.write_out(f"{variants.write(chosen, names, given.seed, out)}\n")
 
@@ -249,7 +264,8 @@ def _gift(given: CourseOptions) -> None:
 def _nbgrader(given: CourseOptions) -> None:
     from nanokv.school.course import nbgrader, twins
 
-    chosen, out = twins.chosen(given.folder, given.words), given.out or Path("nbgrader")
+    chosen = twins.chosen(given.folder, given.words)
+    out = given.out or Path("nbgrader")
     ask_to_replace(given.force, *nbgrader.files(given.folder, chosen, out))
     for path in nbgrader.write(given.folder, chosen, out):
         terminal.write_out(f"{path}\n")
@@ -258,27 +274,33 @@ def _nbgrader(given: CourseOptions) -> None:
 def _progress(given: CourseOptions) -> None:
     from nanokv.school.course import checking, log, scores
 
-    kept, known = given.folder / log.PROGRESS, checking.numbers()
+    answers = given.folder / log.PROGRESS
+    known = checking.numbers()
     wanted = {word.partition("_")[0] for word in given.words}
-    if wanted - set(known):
-        raise CourseError(f"no notebook {', '.join(sorted(wanted - set(known)))}", ", ".join(known))
-    if not kept.exists():
+    unknown = sorted(wanted - set(known))
+    if unknown:
+        raise CourseError(f"no notebook {', '.join(unknown)}", ", ".join(known))
+    if not answers.exists():
         raise CourseError(
-            f"no answers yet: there is no {kept}",
+            f"no answers yet: there is no {answers}",
             "a notebook keeps them beside it when its checks run",
         )
-    write(scores.table([number for number in known if number in (wanted or known)], log.read(kept)))
+    chosen = [number for number in known if number in (wanted or known)]
+    write(scores.table(chosen, log.read(answers)))
 
 
 def _mistakes(given: CourseOptions) -> None:
     from nanokv.school.course import mistakes, twins
 
     notebooks = [path.stem[:2] for path in twins.chosen(given.folder, given.words)]
-    written, width = given.folder / "teach" / "mistakes.md", layout.columns(sys.stdout, None)
+    written = given.folder / "teach" / "mistakes.md"
+    width = layout.columns(sys.stdout, None)
     if width is None:  # a pipe or a file gets Markdown
-        return terminal.write_out(mistakes.table(notebooks, written))
+        terminal.write_out(mistakes.table(notebooks, written))
+        return
     rows = mistakes.rows(notebooks, written)
-    terminal.write_out("\n".join(layout.table(mistakes.HEAD, rows, width, left=range(4))) + "\n")
+    lines = layout.table(mistakes.HEAD, rows, width, left=(0, 1, 2, 3))
+    terminal.write_out("\n".join(lines) + "\n")
 
 
 def _grade(given: CourseOptions) -> None:
@@ -288,7 +310,8 @@ def _grade(given: CourseOptions) -> None:
         raise CourseError(
             "grade takes one folder of notebooks", "nanokv course grade submissions -o results.csv"
         )
-    out, rows = given.out or Path("results.csv"), []
+    out = given.out or Path("results.csv")
+    rows: list[dict] = []
     graded = grading.grade(Path(given.words[0]), given.limit, given.key)
     if not out.parent.is_dir() or out.is_dir():  # checked now, not after an hour of work
         raise CourseError(
@@ -300,24 +323,19 @@ def _grade(given: CourseOptions) -> None:
         for row in graded:
             rows.append(row)
             grading.write(rows, out)
-            terminal.notice(
-                f"{row['file']}: {row['score']} of {row['of']}  {row['error']}".rstrip(),
-                given.output,
-            )
+            result = f"{row['file']}: {row['score']} of {row['of']}  {row['error']}"
+            terminal.notice(result.rstrip(), given.output)
     finally:
         grading.write(rows, out)  # again: an interrupt may have cut the last write short
     write(grading.tally(rows) + f"{out}\n")
-    terminal.notice(
-        f"{len(rows)} submissions, {sum(bool(row['error']) for row in rows)} with an error",
-        given.output,
-    )
+    failed = sum(bool(row["error"]) for row in rows)
+    terminal.notice(f"{len(rows)} submissions, {failed} with an error", given.output)
 
 
 def write(text: str) -> None:
     """Write to stdout; on a terminal, long lines break between words."""
-    terminal.write_out(
-        layout.wrapped(terminal.sanitize(text), layout.columns(sys.stdout, None), " " * 8)
-    )
+    width = layout.columns(sys.stdout, None)
+    terminal.write_out(layout.wrapped(terminal.sanitize(text), width, " " * 8))
 
 
 def _no_words(given: CourseOptions) -> None:

@@ -42,8 +42,8 @@ EXAMPLES = (
     "NANOKV_THREADS=1 nanokv env",
 )
 DESCRIPTION = (
-    "Print versions, paths and settings, each with its origin; and which tokens end an answer of the "
-    "model, each with the files that say so."
+    "Print versions, paths and settings, each with its origin; and which tokens end an answer of "
+    "the model, each with the files that say so."
 )
 PACKAGES = (
     "torch",
@@ -56,6 +56,7 @@ PACKAGES = (
     "prompt_toolkit",
     "transformers",
 )
+OPTIONAL = {"transformers": "optional: nanokv verify"}
 VARIABLES = (
     "NANOKV_MODEL",
     "NANOKV_THREADS",
@@ -112,7 +113,9 @@ def add_arguments(parser) -> None:
 
 def run(args) -> int:
     """Print the sections, as tables or as JSON."""
-    model, cache, output = model_options(args), cache_options(args), output_options(args)
+    model = model_options(args)
+    cache = cache_options(args)
+    output = output_options(args)
     check_options(cache.name, cache.options)
     check_device(model.device)
     sections = {
@@ -132,13 +135,18 @@ def run(args) -> int:
     width = layout.columns(sys.stdout)
     column = max(len(name) for rows in sections.values() for name in rows) + 4
     for title, rows in sections.items():
-        texts = {
-            n: terminal.sanitize_line(v) + (f"   ({terminal.sanitize_line(o)})" if o else "")
-            for n, (v, o) in rows.items()
-        }
-        lines = layout.definitions(texts.items(), width, column=column)
+        texts = [(name, row_text(*row)) for name, row in rows.items()]
+        lines = layout.definitions(texts, width, column=column)
         terminal.write_out("\n".join([style.bold(title), *lines]) + "\n")
     return 0
+
+
+def row_text(value: str, origin: str) -> str:
+    """`value   (origin)`, or the value alone if the origin is ""."""
+    text = terminal.sanitize_line(value)
+    if origin:
+        text += f"   ({terminal.sanitize_line(origin)})"
+    return text
 
 
 def versions() -> dict:
@@ -152,59 +160,82 @@ def versions() -> dict:
         try:
             rows[name] = (importlib.metadata.version(name), "")
         except importlib.metadata.PackageNotFoundError:
-            rows[name] = (
-                "not installed",
-                "optional: nanokv verify" if name == "transformers" else "required",
-            )
+            rows[name] = ("not installed", OPTIONAL.get(name, "required"))
     return rows
 
 
 def settings(model: ModelOptions, cache: CacheOptions, output: OutputOptions) -> dict:
     """name → (value, origin) of each setting: from a flag, the environment or a default."""
-    given = {"flag"} if model.source != (environment("NANOKV_MODEL") or "tiny") else set()
-    origin = "flag" if given else "NANOKV_MODEL" if environment("NANOKV_MODEL") else "built-in"
-    threads = (
-        "flag"
-        if model.threads
-        else next(
-            (name for name in ("NANOKV_THREADS", "OMP_NUM_THREADS") if environment(name)),
-            "cores this process may use",
-        )
-    )
-    free = available_memory("cpu")
     device, device_origin = device_in_use(model.device)
-    return {
-        "model": (display_name(model.source), origin),
-        "dtype": (
-            model.dtype,
-            "flag"
-            if model.dtype != "auto"
-            else "the checkpoint's own; on a CPU float32 for tiny and float16",
-        ),
+    rows = {
+        "model": (display_name(model.source), model_origin(model.source)),
+        "dtype": (model.dtype, dtype_origin(model.dtype)),
         "device": (device, device_origin),
-        "threads": (str(model.threads or thread_count()), threads),
-        "kernels": speed.setting() if device in ("cpu", "none") else gpu_kernels(device),
-        "cache": (cache.name, "flag" if (cache.name, cache.options) != (CACHE, {}) else "built-in"),
+        "threads": threads(model.threads),
+        "kernels": kernels(device),
+        "cache": (cache.name, cache_origin(cache)),
         "sampling": (
             "temperature, top_k, top_p, min_p, repetition_penalty",
             "flag > the checkpoint's generation_config > greedy",
         ),
-        "free memory": (
-            "unknown" if free is None else terminal.bytes_text(free),
-            "smallest of RAM, container, ulimit",
-        ),
-        **({"GPU memory": gpu_memory(device)} if device.startswith("cuda") else {}),
-        "colour on stdout": (
-            str(terminal.use_color(sys.stdout, output.color)).lower(),
-            "--color, NO_COLOR, FORCE_COLOR, TERM, tty",
-        ),
-        "history": ("off", "NANOKV_NO_HISTORY")
-        if environment("NANOKV_NO_HISTORY")
-        else ("on", "built-in"),
-        "network": ("offline", "flag or HF_HUB_OFFLINE")
-        if model.offline or hub_offline()
-        else ("allowed", "built-in"),
+        "free memory": free_memory(),
     }
+    if device.startswith("cuda"):
+        rows["GPU memory"] = gpu_memory(device)
+    rows["colour on stdout"] = (
+        str(terminal.use_color(sys.stdout, output.color)).lower(),
+        "--color, NO_COLOR, FORCE_COLOR, TERM, tty",
+    )
+    rows["history"] = ("on", "built-in")
+    if environment("NANOKV_NO_HISTORY"):
+        rows["history"] = ("off", "NANOKV_NO_HISTORY")
+    rows["network"] = ("allowed", "built-in")
+    if model.offline or hub_offline():
+        rows["network"] = ("offline", "flag or HF_HUB_OFFLINE")
+    return rows
+
+
+def first_set(*names: str, default: str = "built-in") -> str:
+    """The first of these variables that is set, or `default`."""
+    return next((name for name in names if environment(name)), default)
+
+
+def model_origin(source: str) -> str:
+    """The origin of -m."""
+    if source != (environment("NANOKV_MODEL") or "tiny"):
+        return "flag"
+    return first_set("NANOKV_MODEL")
+
+
+def dtype_origin(dtype: str) -> str:
+    """The origin of --dtype."""
+    if dtype != "auto":
+        return "flag"
+    return "the checkpoint's own; on a CPU float32 for tiny and float16"
+
+
+def cache_origin(cache: CacheOptions) -> str:
+    """The origin of --cache."""
+    if (cache.name, cache.options) != (CACHE, {}):
+        return "flag"
+    return "built-in"
+
+
+def threads(flag: int | None) -> tuple[str, str]:
+    """(threads, origin) for --threads."""
+    if flag:
+        return str(flag), "flag"
+    origin = first_set("NANOKV_THREADS", "OMP_NUM_THREADS", default="cores this process may use")
+    return str(thread_count()), origin
+
+
+def free_memory() -> tuple[str, str]:
+    """(free memory of the CPU, how it is found)."""
+    how = "smallest of RAM, container, ulimit"
+    free = available_memory("cpu")
+    if free is None:
+        return "unknown", how
+    return terminal.bytes_text(free), how
 
 
 def ends(model: str) -> dict:
@@ -244,13 +275,15 @@ def device_in_use(wanted: str) -> tuple[str, str]:
         device = "cuda" if wanted == "auto" else wanted
         if int(device.partition(":")[2] or 0) < torch.cuda.device_count():
             return device, torch.cuda.get_device_name(device)
-    return ("cpu" if wanted == "auto" else wanted), "torch sees no GPU" + (
-        "" if wanted == "auto" else " of this number"
-    )
+    if wanted == "auto":
+        return "cpu", "torch sees no GPU"
+    return wanted, "torch sees no GPU of this number"
 
 
-def gpu_kernels(device: str) -> tuple[str, str]:
+def kernels(device: str) -> tuple[str, str]:
     """(code, reason) for this device, if no flag chooses another."""
+    if device in ("cpu", "none"):
+        return speed.setting()
     kind = device.partition(":")[0]
     if kind != "cuda":
         return "torch's", f"native kernels are for CPUs, this is {kind}"
@@ -281,36 +314,22 @@ def hub_offline() -> bool:
 
 def paths() -> dict:
     """name → (path, origin) of the folders that nanokv reads or writes."""
-    own = os.path.expanduser("~")  # stays "~" if this user has no home folder
-    home = environment("HF_HOME") or str(
-        Path(environment("XDG_CACHE_HOME") or f"{own}/.cache") / "huggingface"
-    )
-    hub = environment("HF_HUB_CACHE")
-    state = environment("XDG_STATE_HOME") or environment("LOCALAPPDATA") or f"{own}/.local/state"
+    home = os.path.expanduser("~")  # stays "~" if this user has no home folder
+    cache = environment("XDG_CACHE_HOME") or f"{home}/.cache"
+    hugging_face = environment("HF_HOME") or str(Path(cache) / "huggingface")
+    hub = environment("HF_HUB_CACHE") or str(Path(hugging_face) / "hub")
+    state = environment("XDG_STATE_HOME") or environment("LOCALAPPDATA") or f"{home}/.local/state"
+    built = environment("NANOKV_CACHE") or cache
     return {
         "package": (str(Path(__file__).resolve().parents[3]), ""),
-        "downloads": (
-            hub or str(Path(home) / "hub"),
-            "HF_HUB_CACHE" if hub else "HF_HOME" if environment("HF_HOME") else "built-in",
-        ),
+        "downloads": (hub, first_set("HF_HUB_CACHE", "HF_HOME")),
         "sessions": (
             str(Path(state) / "nanokv" / "sessions"),
-            next(
-                (name for name in ("XDG_STATE_HOME", "LOCALAPPDATA") if environment(name)),
-                "built-in",
-            ),
+            first_set("XDG_STATE_HOME", "LOCALAPPDATA"),
         ),
         "kernels": (
-            str(
-                Path(
-                    environment("NANOKV_CACHE") or environment("XDG_CACHE_HOME") or f"{own}/.cache"
-                )
-                / "nanokv"
-            ),
-            next(
-                (name for name in ("NANOKV_CACHE", "XDG_CACHE_HOME") if environment(name)),
-                "built-in",
-            ),
+            str(Path(built) / "nanokv"),
+            first_set("NANOKV_CACHE", "XDG_CACHE_HOME"),
         ),
     }
 

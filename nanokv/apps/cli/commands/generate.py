@@ -40,8 +40,9 @@ EXAMPLES = (
     'nanokv generate "Who are you?" --json',
 )
 DESCRIPTION = (
-    "Answer a prompt. Where the model has a chat template, the prompt (typed, piped or from --file) is one user "
-    "message in it; --raw, or a model without a template, continues the text as it is. The status line says which.\n"
+    "Answer a prompt. Where the model has a chat template, the prompt (typed, piped or from "
+    "--file) is one user message in it; --raw, or a model without a template, continues the text "
+    "as it is. The status line says which.\n"
     "stdout carries the answer (or one JSON object) only; status goes to stderr."
 )
 RANKS = "led"  # the other ranks follow rank 0
@@ -75,10 +76,16 @@ def add_arguments(parser) -> None:
 def command_options(args) -> GenerateOptions:
     """The options of the flags of add_arguments; NanoKVError for flags that exclude each other."""
     sampling = options.sampling_options(args, options.beam_options(args))
-    prompt, speed = prompt_options(args), options.speed_options(args)
-    model = options.model_options(args, replace(speed, speculate=args.speculate), prompt.template)
-    cache, output = options.cache_options(args), options.output_options(args)
-    return GenerateOptions(prompt, args.json, model, cache, sampling, output)
+    prompt = prompt_options(args)
+    speed = replace(options.speed_options(args), speculate=args.speculate)
+    return GenerateOptions(
+        prompt,
+        args.json,
+        options.model_options(args, speed, prompt.template),
+        options.cache_options(args),
+        sampling,
+        options.output_options(args),
+    )
 
 
 def run(args, ranks: Ranks = ALONE) -> int:
@@ -88,7 +95,9 @@ def run(args, ranks: Ranks = ALONE) -> int:
     loaded = load_model(given.model, given.cache, given.output, ranks)
     ids = encode(given.prompt, loaded, prompt)
     stamp("prompt")
-    return run_beams(given, loaded, ids) if given.sampling.beams else run_stream(given, loaded, ids)
+    if given.sampling.beams:
+        return run_beams(given, loaded, ids)
+    return run_stream(given, loaded, ids)
 
 
 def run_stream(given: GenerateOptions, loaded: Loaded, ids: list[int]) -> int:
@@ -96,15 +105,17 @@ def run_stream(given: GenerateOptions, loaded: Loaded, ids: list[int]) -> int:
     from nanokv.decoding.generation import TextStream
 
     make_generation = speculation.generation_type(given.model.speed.speculate, loaded)
-    cache, sampling = loaded.make_cache(), given.sampling
-    params, most = (
-        sampling.resolve(loaded.model.generation_config),
-        room(sampling.most, loaded, ids),
-    )
+    cache = loaded.make_cache()
+    sampling = given.sampling
+    params = sampling.resolve(loaded.model.generation_config)
+    most = room(sampling.most, loaded, ids)
     with terminal.Interrupt() as stop:
         generation = make_generation(loaded.model, ids, cache, params, most, should_stop=stop)
         stream = TextStream(generation, loaded.tokenizer, stop=sampling.stop)
-        out = JsonOutput() if given.json else TextOutput(given.prompt, given.output, loaded, ids)
+        if given.json:
+            out: JsonOutput | TextOutput = JsonOutput()
+        else:
+            out = TextOutput(given.prompt, given.output, loaded, ids)
         for chunk in stream:
             out.put(chunk)
         stamp("token")  # of the one token that `nanokv profile --start` asks for
@@ -115,7 +126,9 @@ def run_stream(given: GenerateOptions, loaded: Loaded, ids: list[int]) -> int:
     said = f"{status(found, loaded.context)} · {form(given.prompt, loaded.tokenizer)}"
     terminal.notice(said, given.output)
     stop.finish()
-    return 130 if found["choices"][0]["stop_reason"] == "interrupted" else 0
+    if found["choices"][0]["stop_reason"] == "interrupted":
+        return 130
+    return 0
 
 
 def run_beams(given: GenerateOptions, loaded: Loaded, ids: list[int]) -> int:
@@ -171,12 +184,15 @@ class JsonOutput:
 
 def result(given: GenerateOptions, loaded: Loaded, generation, stream) -> dict:
     """The object that --json prints; the status line is made from it."""
-    ids, clock, reason = generation.tokens, generation.timings, stream.finish_reason
+    ids = generation.tokens
+    clock = generation.timings
+    reason = stream.finish_reason
     if reason == "length" and len(ids) < given.sampling.most:
         reason = "context"  # `room` allowed fewer than were asked for
     said = answer(given.prompt, loaded, generation.ids, stream.text)
     logprobs = completion.logprobs(said, ids, generation.logprobs, loaded.tokenizer)
-    cached, new = generation.cached_tokens, generation.prompt_tokens
+    cached = generation.cached_tokens
+    new = generation.prompt_tokens
     return completion.completion(
         loaded.source,
         [completion.choice(said, ids, reason, stream.stop_string, logprobs=logprobs)],
@@ -195,22 +211,23 @@ def result(given: GenerateOptions, loaded: Loaded, generation, stream) -> dict:
 
 def status(found: dict, context: int) -> str:
     """14 new + 0 reused → 8 out · first token 21 ms · 310 tok/s · cache 21/2,048 · 96.8 kB"""
-    usage, speed, cache = found["usage"], found["timings"], found["cache"]
-    reused, out = usage["prompt_tokens_details"]["cached_tokens"], usage["completion_tokens"]
+    usage = found["usage"]
+    speed = found["timings"]
+    cache = found["cache"]
+    reused = usage["prompt_tokens_details"]["cached_tokens"]
+    out = usage["completion_tokens"]
     parts = [f"{usage['prompt_tokens'] - reused:,} new + {reused:,} reused → {out:,} out"]
-    parts += (
-        [f"first token {terminal.seconds_text(speed['ttft_s'])}"]
-        if speed["ttft_s"] is not None
-        else []
-    )
-    parts += [f"{speed['decode_tok_s']:,.0f} tok/s"] if speed["decode_tok_s"] else []
+    if speed["ttft_s"] is not None:
+        parts.append(f"first token {terminal.seconds_text(speed['ttft_s'])}")
+    if speed["decode_tok_s"]:
+        parts.append(f"{speed['decode_tok_s']:,.0f} tok/s")
     parts += speculation.status(found.get("speculation"))
-    parts += [f"cache {cache['tokens']:,}/{context:,}"]
-    parts += [terminal.held_text(cache["used_bytes"], cache["bytes"])]
-    parts += [f"seed {found['seed']}"] if found["seed"] is not None else []
-    if found["choices"][0]["finish_reason"] != "stop":
-        reason = found["choices"][0]["stop_reason"]
-        parts += [
-            {None: f"stopped at {out:,} tokens", "context": "context full"}.get(reason, reason)
-        ]
+    parts.append(f"cache {cache['tokens']:,}/{context:,}")
+    parts.append(terminal.held_text(cache["used_bytes"], cache["bytes"]))
+    if found["seed"] is not None:
+        parts.append(f"seed {found['seed']}")
+    choice = found["choices"][0]
+    if choice["finish_reason"] != "stop":
+        reasons = {None: f"stopped at {out:,} tokens", "context": "context full"}
+        parts.append(reasons.get(choice["stop_reason"], choice["stop_reason"]))
     return "  " + " · ".join(parts)

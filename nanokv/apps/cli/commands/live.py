@@ -13,9 +13,9 @@ from nanokv.apps.cli.common.options import OutputOptions
 
 EXAMPLES = ("nanokv live --open", "nanokv live -o live.html")
 DESCRIPTION = (
-    "Write one page in which the bundled model answers, without a server or a network: its KV cache "
-    "token by token, the same answer without a cache, and what becomes of it when one thing is "
-    "changed. stdout carries its path only."
+    "Write one page in which the bundled model answers, without a server or a network: its KV "
+    "cache token by token, the same answer without a cache, and what becomes of it when one thing "
+    "is changed. stdout carries its path only."
 )
 USUAL = "live.html"
 

@@ -78,7 +78,8 @@ def run(args) -> int:
     memory = parse_size(args.fits) if args.fits else None
     link = parse_rate(args.link) if args.link else None
     model = replace(model_options(args), source=args.source or args.model)
-    estimate, output = plan(model, cache_options(args), args.batch), output_options(args)
+    estimate = plan(model, cache_options(args), args.batch)
+    output = output_options(args)
     limit = estimate.config.max_position_embeddings
     if estimate.context > limit:
         terminal.warning(
@@ -94,7 +95,8 @@ def run(args) -> int:
     else:
         style = terminal.Style(sys.stdout, output.color)
         terminal.write_out(text(estimate, memory, checked, style))
-        terminal.write_out(link_text(estimate, link, style) if link else "")
+        if link:
+            terminal.write_out(link_text(estimate, link, style))
     if args.plot:
         plot(estimate, args.plot)
         terminal.notice(f"plot: {args.plot}", output)
@@ -107,7 +109,8 @@ def plan(model: ModelOptions, cache: CacheOptions, batch: int) -> Estimate:
     config = find_config(model)
     context = cache.context or config.max_position_embeddings
     check_pool(cache.options, context, batch)
-    dtype = choose_dtype(model, config, "cpu" if model.device == "auto" else model.device)
+    device = "cpu" if model.device == "auto" else model.device
+    dtype = choose_dtype(model, config, device)
     return Estimate(
         display_name(model.source), config, dtype, context, batch, cache.name, cache.options
     )
@@ -115,7 +118,8 @@ def plan(model: ModelOptions, cache: CacheOptions, batch: int) -> Estimate:
 
 def check_pool(options: dict, context: int, batch: int) -> None:
     """NanoKVError if a pool of a fixed number of pages is too small for context and batch."""
-    pages, page = options.get("pages"), options.get("page", 16)
+    pages = options.get("pages")
+    page = options.get("page", 16)
     needed = batch * -(-context // page)
     if pages and pages < needed:
         raise NanoKVError(
@@ -140,12 +144,9 @@ def find_config(model: ModelOptions) -> Config:
 
 def text(estimate: Estimate, memory, checked, style) -> str:
     """The rows with their formulas, then what fits, the check, and the table of the family."""
-    crossover = estimate.crossover
-    note = (
-        "never reaches the weights"
-        if crossover is None
-        else f"equals the weights at {crossover:,} tokens"
-    )
+    note = "never reaches the weights"
+    if estimate.crossover is not None:
+        note = f"equals the weights at {estimate.crossover:,} tokens"
     width = layout.columns(sys.stdout)
     both = f"{estimate.weights:,} + {estimate.total - estimate.weights:,} B"
     rows = [*estimate.rows(), ("together", both, estimate.total)]
@@ -175,42 +176,58 @@ def fits_text(estimate: Estimate, memory: int) -> str:
     """`24.00 GiB hold …`, or how much is missing."""
     if estimate.weights > memory:
         missing = estimate.weights - memory
-        return f"{binary(memory)} does not hold the weights: {decimal(missing)} ({binary(missing)}) are missing"
-    context, limit = estimate.max_context(memory), estimate.config.max_position_embeddings
+        return (
+            f"{binary(memory)} does not hold the weights: "
+            f"{decimal(missing)} ({binary(missing)}) are missing"
+        )
+    context = estimate.max_context(memory)
+    limit = estimate.config.max_position_embeddings
     longest = "any context" if context is None else f"a context of {context:,}"
-    made_for = f" (the model is made for {limit:,})" if context is None or context > limit else ""
+    if context is None or context > limit:
+        longest += f" (the model is made for {limit:,})"
     return (
-        f"{binary(memory)} hold the weights and {estimate.max_batch(memory):,} sequences of {estimate.context:,} "
-        f"tokens, or {estimate.batch:,} of {longest}{made_for}"
+        f"{binary(memory)} hold the weights and {estimate.max_batch(memory):,} sequences of "
+        f"{estimate.context:,} tokens, or {estimate.batch:,} of {longest}"
     )
 
 
 def check_text(checked: dict) -> str:
     """The sentence about --check: the sizes and the caches that were compared."""
     names = ", ".join(checked["caches"])
-    return f"checked with {checked['tokens']:,} tokens × {checked['batch']:,}: nbytes = formula for {names}"
+    size = f"{checked['tokens']:,} tokens × {checked['batch']:,}"
+    return f"checked with {size}: nbytes = formula for {names}"
 
 
 def family(estimate: Estimate, models: dict[str, Config] = FAMILY) -> list[Estimate]:
     """Estimates of `models` with the same dtype, cache and sizes; before them this one if new."""
     same = (estimate.dtype, estimate.context, estimate.batch, estimate.cache, estimate.options)
     rows = [Estimate(name, config, *same) for name, config in models.items()]
-    return rows if estimate.config in models.values() else [estimate, *rows]
+    if estimate.config in models.values():
+        return rows
+    return [estimate, *rows]
+
+
+def marked_name(row: Estimate, estimate: Estimate) -> str:
+    """The name of a row in a table of the family; ▸ marks the requested model."""
+    mark = "▸ " if row.config == estimate.config else "  "
+    return mark + row.name.removeprefix("Qwen/")[:14]
 
 
 def link_text(estimate: Estimate, link: float, style) -> str:
-    """--link: the time to transfer one sequence, compared with a prefill, and the family's table."""
-    width, speed = layout.columns(sys.stdout), f"{decimal(int(link))}/s"
+    """--link: the time to transfer one sequence, beside that of a prefill; the family's table."""
+    width = layout.columns(sys.stdout)
+    speed = f"{decimal(int(link))}/s"
     about = (
         f"{estimate.context:,} tokens prefilled elsewhere are {decimal(estimate.sent)}, "
         f"{terminal.seconds_text(estimate.sent / link)} at {speed}; to prefill them here takes "
-        f"{flop_text(estimate.prefill)}. A machine of {flop_text(estimate.break_even(link))}/s takes as long for both: "
-        "a slower one gains by receiving the cache, a faster one by prefilling again"
+        f"{flop_text(estimate.prefill)}. A machine of {flop_text(estimate.break_even(link))}/s "
+        "takes as long for both: a slower one gains by receiving the cache, a faster one by "
+        "prefilling again"
     )
     head = ("", "KV sent", "in", "prefill", "equal at")
     rows = [
         (
-            ("▸ " if row.config == estimate.config else "  ") + row.name.removeprefix("Qwen/")[:14],
+            marked_name(row, estimate),
             decimal(row.sent),
             terminal.seconds_text(row.sent / link),
             flop_text(row.prefill),
@@ -218,41 +235,33 @@ def link_text(estimate: Estimate, link: float, style) -> str:
         )
         for row in family(estimate, FAMILY | MIXTURES)
     ]
-    note = f"one sequence of {estimate.context:,} tokens, {SHORT[estimate.dtype]}, {estimate.cache} cache, {speed}"
+    note = (
+        f"one sequence of {estimate.context:,} tokens, {SHORT[estimate.dtype]}, "
+        f"{estimate.cache} cache, {speed}"
+    )
     lines = [layout.paragraph(about, width), "", style.dim(layout.paragraph(note, width))]
     return "\n".join(["", *lines, *layout.table(head, rows, width)]) + "\n"
 
 
 def table(estimate: Estimate, memory, style, width: int) -> list[str]:
     """One line per model; the requested model is marked."""
-    about = f"{SHORT[estimate.dtype]}, {estimate.cache} cache, {estimate.batch:,} × {estimate.context:,} tokens"
-    head = (
-        "",
-        "params",
-        "weights",
-        "KV / token",
-        "a sequence",
-        "all",
-        "= weights at",
-        "batch fits",
+    about = (
+        f"{SHORT[estimate.dtype]}, {estimate.cache} cache, "
+        f"{estimate.batch:,} × {estimate.context:,} tokens"
     )
-    rows = []
-    for row in family(estimate):
-        mark = "▸ " if row.config == estimate.config else "  "
-        one, whole = row.cached(row.context, 1), row.cached(row.context, row.batch)
-        cells = (
-            mark + row.name.removeprefix("Qwen/")[:14],
-            count_text(costs.parameters(row.config)),
-            decimal(row.weights),
-            decimal(row.per_token),
-            binary(one),
-            binary(whole),
-            "never" if row.crossover is None else f"{row.crossover:,}",
-            f"{row.max_batch(memory):,}" if memory else "",
-        )
-        rows.append(cells if memory else cells[:-1])
-    lines = layout.table(head if memory else head[:-1], rows, width)
-    return [style.dim(layout.paragraph(about, width)), *lines]
+    columns = {
+        "": lambda row: marked_name(row, estimate),
+        "params": lambda row: count_text(costs.parameters(row.config)),
+        "weights": lambda row: decimal(row.weights),
+        "KV / token": lambda row: decimal(row.per_token),
+        "a sequence": lambda row: binary(row.cached(row.context, 1)),
+        "all": lambda row: binary(row.cached(row.context, row.batch)),
+        "= weights at": lambda row: "never" if row.crossover is None else f"{row.crossover:,}",
+    }
+    if memory:
+        columns["batch fits"] = lambda row: f"{row.max_batch(memory):,}"
+    rows = [[cell(row) for cell in columns.values()] for row in family(estimate)]
+    return [style.dim(layout.paragraph(about, width)), *layout.table(columns, rows, width)]
 
 
 # --- JSON -----------------------------------------------------------------------------------------
@@ -260,39 +269,22 @@ def table(estimate: Estimate, memory, style, width: int) -> list[str]:
 
 def report(estimate: Estimate, memory, checked, link) -> dict:
     """The same numbers as `text`, in bytes and tokens."""
-    fits = (
-        {}
-        if memory is None
-        else {
-            "fits": {
-                "bytes": memory,
-                "max_batch": estimate.max_batch(memory),
-                "max_context": estimate.max_context(memory),
-            }
+    found = numbers(estimate)
+    if memory is not None:
+        found["fits"] = {
+            "bytes": memory,
+            "max_batch": estimate.max_batch(memory),
+            "max_context": estimate.max_context(memory),
         }
-    )
-    rows = [numbers(row) for row in family(estimate)]
-    sent = (
-        {}
-        if link is None
-        else {
-            "link": {"bytes_per_second": link}
-            | transfer(estimate, link)
-            | {
-                "family": [
-                    {"model": row.name} | transfer(row, link)
-                    for row in family(estimate, FAMILY | MIXTURES)
-                ]
-            }
-        }
-    )
-    return (
-        numbers(estimate)
-        | fits
-        | {"family": rows}
-        | sent
-        | ({} if checked is None else {"check": checked})
-    )
+    found["family"] = [numbers(row) for row in family(estimate)]
+    if link is not None:
+        found["link"] = {"bytes_per_second": link} | transfer(estimate, link)
+        found["link"]["family"] = [
+            {"model": row.name} | transfer(row, link) for row in family(estimate, FAMILY | MIXTURES)
+        ]
+    if checked is not None:
+        found["check"] = checked
+    return found
 
 
 def transfer(row: Estimate, link: float) -> dict:
@@ -340,13 +332,8 @@ def plot(estimate: Estimate, path: Path) -> None:
     tokens = [2**i for i in range(8, 21)]
     for i, row in enumerate(family(estimate)):
         width = 2.5 if row.config == estimate.config else 1.2
-        axes.plot(
-            tokens,
-            [row.cached(n, 1) / 1e9 for n in tokens],
-            color=f"C{i}",
-            lw=width,
-            label=row.name,
-        )
+        gigabytes = [row.cached(n, 1) / 1e9 for n in tokens]
+        axes.plot(tokens, gigabytes, color=f"C{i}", lw=width, label=row.name)
         axes.axhline(row.weights / 1e9, color=f"C{i}", lw=width / 2, ls="--")
     axes.set(
         xscale="log", yscale="log", xlabel="tokens in the cache, over all sequences", ylabel="GB"

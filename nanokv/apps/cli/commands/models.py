@@ -7,6 +7,7 @@ and profile accept. It reads configs and headers, without torch and without netw
 
 import shlex
 import sys
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -24,9 +25,9 @@ from weights_loader.download import SHORT as SHORT_NAMES
 
 EXAMPLES = ("nanokv models", "nanokv models --json", "HF_HOME=/data/hf nanokv models")
 DESCRIPTION = (
-    "List the models that can be loaded here without a download, with the argument to type for each; also those "
-    "in the working folder. Elsewhere a folder in Hugging Face format, or a GGUF file, is loaded by its path: "
-    "nanokv chat -m ../folder, nanokv chat -m /data/FILE.gguf."
+    "List the models that can be loaded here without a download, with the argument to type for "
+    "each; also those in the working folder. Elsewhere a folder in Hugging Face format, or a GGUF "
+    "file, is loaded by its path: nanokv chat -m ../folder, nanokv chat -m /data/FILE.gguf."
 )
 DOWNLOAD = {  # repository → bytes of its weights: 2 per value; two Qwen3 hold their tied head twice
     "HuggingFaceTB/SmolLM2-135M-Instruct": 2 * 134_515_008,
@@ -44,10 +45,8 @@ DOWNLOAD = {  # repository → bytes of its weights: 2 per value; two Qwen3 hold
     "Qwen/Qwen3-32B": 2 * 32_762_123_264,
 }
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-ANY, SHAPES = (
-    ("chat", "generate", "batch", "memory", "bench", "profile", "trace", "verify"),
-    ("bench", "profile"),
-)
+ANY = ("chat", "generate", "batch", "memory", "bench", "profile", "trace", "verify")
+SHAPES = ("bench", "profile")
 
 
 @dataclass
@@ -83,26 +82,22 @@ def run(args) -> int:
     models = [on_disk(one, "bundled") for one in inventory.bundled()]
     models += [in_package(name) for name in installed.PACKAGES]
     here, more = inventory.beside(Path())
-    models += [in_file(one) if one.folder.is_file() else on_disk(one, "folder") for one in here]
+    for one in here:
+        models.append(in_file(one) if one.folder.is_file() else on_disk(one, "folder"))
     models += [on_disk(one, "cache") for one in cached]
     models += [random_shape(name) for name in RANDOM]
     if args.json:
-        terminal.write_out(
-            to_json(
-                {
-                    "cache": str(place),
-                    "more_in_folder": more,
-                    "models": [asdict(model) for model in models],
-                    "short_names": SHORT_NAMES,
-                    "download_bytes": DOWNLOAD,
-                }
-            )
-            + "\n"
-        )
+        found = {
+            "cache": str(place),
+            "more_in_folder": more,
+            "models": [asdict(model) for model in models],
+            "short_names": SHORT_NAMES,
+            "download_bytes": DOWNLOAD,
+        }
+        terminal.write_out(to_json(found) + "\n")
     else:
-        terminal.write_out(
-            text(models, place, more, terminal.Style(sys.stdout, output_options(args).color))
-        )
+        style = terminal.Style(sys.stdout, output_options(args).color)
+        terminal.write_out(text(models, place, more, style))
     return 0
 
 
@@ -110,17 +105,22 @@ def on_disk(found: inventory.Found, where: str) -> Model:
     """A folder, from its config and headers. An unknown architecture becomes the `problem`."""
     count = dtype = problem = None
     if found.missing:
-        problem = f"incomplete: {', '.join(found.missing[:3])}{', …' * (len(found.missing) > 3)}"
+        problem = f"incomplete: {', '.join(found.missing[:3])}"
+        if len(found.missing) > 3:
+            problem += ", …"
     try:
         if set(found.missing) <= {"tokenizer.json"}:
             values = inventory.stored(found.folder)
-            count, stored = values.total(), max(values, key=values.get, default="none")
-            dtype = DTYPES.get(stored, stored)
+            count = values.total()
+            dtype = most_common(values)
         config = Config.from_folder(found.folder)
-        count, dtype = parameters(config), dtype or config.torch_dtype
+        count = parameters(config)
+        dtype = dtype or config.torch_dtype
     except (NanoKVError, CheckpointError, OSError) as error:
         problem = problem or str(error)
-    memory = count * ITEMSIZE[dtype] if count and dtype in ITEMSIZE else None
+    memory = None
+    if count and dtype in ITEMSIZE:
+        memory = count * ITEMSIZE[dtype]
     return Model(
         found.name,
         f"-m {shlex.quote(found.name)}",
@@ -129,7 +129,7 @@ def on_disk(found: inventory.Found, where: str) -> Model:
         dtype,
         found.nbytes,
         memory,
-        () if problem else ANY,
+        runnable(problem),
         str(found.folder.absolute()),
         problem,
     )
@@ -140,10 +140,11 @@ def in_file(found: inventory.Found) -> Model:
     count = dtype = memory = problem = None
     try:
         fields, values = inventory.of_gguf(found.folder)
-        stored = max(values, key=values.get, default="none")
-        count, dtype = values.total(), DTYPES.get(stored, stored)
+        count = values.total()
+        dtype = most_common(values)
         config = Config.from_dict(fields)
-        count, memory = parameters(config), parameters(config) * ITEMSIZE[config.torch_dtype]
+        count = parameters(config)
+        memory = count * ITEMSIZE[config.torch_dtype]
     except (NanoKVError, CheckpointError, OSError) as error:
         problem = str(error)
     return Model(
@@ -154,18 +155,36 @@ def in_file(found: inventory.Found) -> Model:
         dtype,
         found.nbytes,
         memory,
-        () if problem else ANY,
+        runnable(problem),
         str(found.folder.absolute().parent),
         problem,
     )
 
 
+def runnable(problem: str | None) -> tuple[str, ...]:
+    """The commands that can load a model with this problem."""
+    return () if problem else ANY
+
+
+def most_common(values: Counter[str]) -> str:
+    """The dtype of most values. `values` counts them by the dtype's name in the file."""
+    if not values:
+        return "none"
+    [(stored, _)] = values.most_common(1)
+    return DTYPES.get(stored, stored)
+
+
 def in_package(name: str) -> Model:
     """The model of a PyPI package, installed or not."""
-    package, path = installed.PACKAGES[name], installed.location(name)
-    commands, problem = (
-        (ANY, None) if path else ((), "not installed: then the hub is asked; to install it:")
-    )
+    package = installed.PACKAGES[name]
+    commands: tuple[str, ...] = ()
+    folder = None
+    problem: str | None = "not installed: then the hub is asked; to install it:"
+    path = installed.location(name)
+    if path:
+        commands = ANY
+        folder = str(path.parent)
+        problem = None
     return Model(
         name,
         f"-m {name}",
@@ -175,7 +194,7 @@ def in_package(name: str) -> Model:
         package.nbytes,
         package.parameters * ITEMSIZE["bfloat16"],
         commands,
-        str(path.parent) if path else None,
+        folder,
         problem,
         package.licence,
         f"{package.distribution} {package.version}",
@@ -209,33 +228,47 @@ def text(models, place, more, style) -> str:
         here = [model for model in models if model.where == where]
         if where == "folder" and not here:
             continue
-        rows = [row(model) for model in here if not model.problem]
         lines.append(style.bold(layout.paragraph(title, width)))
         if where == "package":
-            lines += [*packages(here, width), ""]
-            continue
-        head = ("", "parameters", "dtype", "in memory" if where == "random" else "on disk")
-        lines += layout.table(head, rows, width) if rows else [EMPTY] * (where == "cache")
-        if broken := [
-            (broken_name(model), terminal.message_line(model.problem))
-            for model in here
-            if model.problem
-        ]:
-            lines += ["  cannot be loaded:", *layout.definitions(broken, width, "    ")]
+            lines += packages(here, width)
+        else:
+            lines += section(where, here, width)
         if where == "folder" and more:
             lines.append(f"  … and {more:,} more")
         lines.append("")
-    lines.append(
-        style.bold(layout.paragraph("short names, fetched when they are first used", width))
-    )
-    short = [(f"  -m {name}", hub, size_text(hub)) for name, hub in SHORT_NAMES.items()]
-    lines += [*layout.table(("", "on the hub", "download"), short, width, (0, 1)), ""]
+    lines += [*short_names(style, width), ""]
     lines += [*files(style, width), ""]
     used = terminal.sanitize_line(environment("NANOKV_MODEL") or "tiny")
-    lines.append(
-        layout.paragraph(f"Without -m it is {used}. For example: nanokv chat -m tiny", width)
-    )
+    last = f"Without -m it is {used}. For example: nanokv chat -m tiny"
+    lines.append(layout.paragraph(last, width))
     return "\n".join(lines) + "\n"
+
+
+def section(where: str, models, width) -> list[str]:
+    """A table of the models that can be loaded, and a list of the others with their problems."""
+    rows = [row(model) for model in models if not model.problem]
+    lines = []
+    if rows:
+        size = "in memory" if where == "random" else "on disk"
+        lines += layout.table(("", "parameters", "dtype", size), rows, width)
+    elif where == "cache":
+        lines.append(EMPTY)
+    broken = [
+        (broken_name(model), terminal.message_line(model.problem))
+        for model in models
+        if model.problem
+    ]
+    if broken:
+        lines += ["  cannot be loaded:", *layout.definitions(broken, width, "    ")]
+    return lines
+
+
+def short_names(style, width) -> list[str]:
+    """The short names that -m accepts, with their repositories on the hub."""
+    title = layout.paragraph("short names, fetched when they are first used", width)
+    rows = [(f"  -m {name}", hub, size_text(hub)) for name, hub in SHORT_NAMES.items()]
+    head = ("", "on the hub", "download")
+    return [style.bold(title), *layout.table(head, rows, width, (0, 1))]
 
 
 def files(style, width: int | None) -> list[str]:
@@ -252,15 +285,16 @@ def files(style, width: int | None) -> list[str]:
 
 def size_text(repository: str) -> str:
     """The download size, such as 1.50 GB; "" if unknown."""
-    return terminal.bytes_text(DOWNLOAD[repository]) if repository in DOWNLOAD else ""
+    if repository not in DOWNLOAD:
+        return ""
+    return terminal.bytes_text(DOWNLOAD[repository])
 
 
 def packages(models, width) -> list[str]:
     """A table with licence and source, then the command to install each missing package."""
     head = ("", "parameters", "dtype", "on disk", "licence", "in the package")
-    lines = layout.table(
-        head, [(*row(model), model.licence, model.source) for model in models], width, (0, 4, 5)
-    )
+    rows = [(*row(model), model.licence, model.source) for model in models]
+    lines = layout.table(head, rows, width, (0, 4, 5))
     for model in models:
         if model.problem:
             lines += [

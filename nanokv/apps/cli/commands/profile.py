@@ -5,10 +5,11 @@ With --start: the time of each part of a program start.
 
 import sys
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from nanokv.apps.cli.common import layout, terminal
 from nanokv.apps.cli.common.arguments import integer
-from nanokv.apps.cli.common.loading import load_model, plan_model
+from nanokv.apps.cli.common.loading import Loaded, load_model, plan_model
 from nanokv.apps.cli.common.options import (
     CACHE,
     add_model_arguments,
@@ -20,6 +21,9 @@ from nanokv.apps.cli.common.random_model import RANDOM, load_random
 from nanokv.apps.cli.common.text import to_json
 from nanokv.errors import NanoKVError
 
+if TYPE_CHECKING:
+    from nanokv.lab.bench.profile import Phase
+
 EXAMPLES = (
     "nanokv profile",
     "nanokv profile --weights plain",
@@ -27,8 +31,9 @@ EXAMPLES = (
     "nanokv profile --start",
 )
 DESCRIPTION = (
-    "Where one prefill and one decode step spend their time, beside the least that this machine allows. With --start: "
-    "where `nanokv generate` spends its time from the command to the first token."
+    "Where one prefill and one decode step spend their time, beside the least that this machine "
+    "allows. With --start: where `nanokv generate` spends its time from the command to the first "
+    "token."
 )
 
 
@@ -57,32 +62,28 @@ def add_arguments(parser) -> None:
 
 def run(args) -> int:
     """Measure, and print a table for prefill and one for decode; or the table of --start."""
-    wanted, cache, output = model_options(args), cache_options(args), output_options(args)
-    shape = wanted.source in RANDOM
+    wanted = model_options(args)
+    cache = cache_options(args)
+    output = output_options(args)
     if args.start:
         from nanokv.apps.cli.bench.start import run as profile_start
 
-        if shape:
+        if wanted.source in RANDOM:
             raise NanoKVError(
                 f"{wanted.source} is no folder that a start could read",
                 "nanokv profile --start -m FOLDER",
             )
         plan = plan_model(wanted, cache, output)
         return profile_start(plan, wanted.device, args.weights, args.repeat, args.json)
-    loaded = load_random(wanted, cache) if shape else load_model(wanted, cache, output)
+    if wanted.source in RANDOM:
+        loaded = load_random(wanted, cache)
+    else:
+        loaded = load_model(wanted, cache, output)
     if args.tokens + 16 > loaded.context:
         raise NanoKVError(
             f"--tokens {args.tokens:,} leaves no room to decode: at most {loaded.context - 16:,}"
         )
-    from nanokv.fast import optimize
-    from nanokv.lab.bench.profile import phases
-    from nanokv.lab.bench.runners import Ours
-
-    model = loaded.model
-    if args.weights != "plain":
-        model = optimize(model, None if args.weights == "fast" else args.weights)
-    read = Ours(model, args.weights, loaded.cache_name, {}, 1, loaded.dtype).weight_bytes
-    found = phases(model, loaded.cache_name, loaded.cache_options, args.tokens, read, loaded.dtype)
+    found = measure(loaded, args.weights, args.tokens)
     if args.json:
         terminal.write_out(to_json([asdict(phase) for phase in found]) + "\n")
         return 0
@@ -90,14 +91,32 @@ def run(args) -> int:
         f"{loaded.name} {loaded.dtype_name} {args.weights} · cache {loaded.cache_name}\n"
     )
     for phase in found:
-        rows = [(f"  {part.name}", part.seconds, part.floor, part.work) for part in phase.parts]
-        rows += [("  together", phase.seconds, phase.floor, "")]
-        cells = [
-            (name, f"{1e3 * taken:.3f}", f"{1e3 * floor:.3f}", work)
-            for name, taken, floor, work in rows
-        ]
-        lines = layout.table(
-            ("", "ms", "floor ms", "work"), cells, layout.columns(sys.stdout), left=(0, 3)
-        )
-        terminal.write_out("\n".join(["", phase.name, *lines]) + "\n")
+        terminal.write_out("\n".join(["", phase.name, *table(phase)]) + "\n")
     return 0
+
+
+def measure(loaded: Loaded, weights: str, tokens: int) -> "list[Phase]":
+    """The phases prefill and decode, with the times of their parts."""
+    from nanokv.fast import optimize
+    from nanokv.lab.bench.profile import phases
+    from nanokv.lab.bench.runners import Ours
+
+    model = loaded.model
+    if weights == "fast":
+        model = optimize(model)
+    elif weights != "plain":
+        model = optimize(model, weights)
+    read = Ours(model, weights, loaded.cache_name, {}, 1, loaded.dtype).weight_bytes
+    return phases(model, loaded.cache_name, loaded.cache_options, tokens, read, loaded.dtype)
+
+
+def table(phase: "Phase") -> list[str]:
+    """A row per part, then their sum."""
+    rows = [(f"  {part.name}", part.seconds, part.floor, part.work) for part in phase.parts]
+    rows.append(("  together", phase.seconds, phase.floor, ""))
+    cells = [
+        (name, f"{1e3 * seconds:.3f}", f"{1e3 * floor:.3f}", work)
+        for name, seconds, floor, work in rows
+    ]
+    head = ("", "ms", "floor ms", "work")
+    return layout.table(head, cells, layout.columns(sys.stdout), left=(0, 3))

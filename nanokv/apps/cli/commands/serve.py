@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from nanokv.apps.cli.common import arguments, options, pool, terminal
-from nanokv.apps.cli.common.loading import Loaded, load_model
+from nanokv.apps.cli.common.loading import Loaded, Plan, load_model
 from nanokv.apps.cli.common.options import (
     CacheOptions,
     ModelOptions,
@@ -31,8 +31,9 @@ EXAMPLES = (
     "nanokv serve --host 0.0.0.0 --port 8080 --api-key SECRET",
 )
 DESCRIPTION = (
-    "Answer OpenAI's chat completions and completions over HTTP, many clients at a time on one engine: requests with "
-    "equal beginnings share their pages. docs/serve.md says what is served and what is refused.\n"
+    "Answer OpenAI's chat completions and completions over HTTP, many clients at a time on one "
+    "engine: requests with equal beginnings share their pages. docs/serve.md says what is served "
+    "and what is refused.\n"
     "Settings given here apply where a request says nothing."
 )
 NEEDED = ("starlette", "uvicorn", "prometheus_client", "pydantic")  # of the extra `serve`
@@ -61,6 +62,14 @@ class ServeOptions:
 
 def add_arguments(parser) -> None:
     """Address, keys, limits; then the shared flags, which are the defaults of a request."""
+    _add_address(parser)
+    _add_limits(parser)
+    short = pool.SHORT_STEPS
+    steps = f"{short['cpu']}, on a GPU {short['cuda']:,}: no stream waits for long"
+    pool.add_arguments(parser, steps)
+
+
+def _add_address(parser) -> None:
     parser.add_argument(
         "--host", metavar="NAME", default="127.0.0.1", help="listen here (default: 127.0.0.1)"
     )
@@ -77,7 +86,8 @@ def add_arguments(parser) -> None:
         action="append",
         default=[],
         type=key,
-        help="refuse requests without this key (repeatable; default: $NANOKV_API_KEY, else none is needed)",
+        help="refuse requests without this key (repeatable; default: $NANOKV_API_KEY, else none "
+        "is needed)",
     )
     parser.add_argument(
         "--allow-host",
@@ -93,6 +103,9 @@ def add_arguments(parser) -> None:
         default=[],
         help="another name of the model, for clients that ask for gpt-4o (repeatable)",
     )
+
+
+def _add_limits(parser) -> None:
     parser.add_argument(
         "--pages", metavar="N", type=arguments.integer(1), help="pages in the pool of the cache"
     )
@@ -113,7 +126,8 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "--prefill-worker",
         action="store_true",
-        help="prefill in a process of its own, which takes the weights a second time; this one only decodes",
+        help="prefill in a process of its own, which takes the weights a second time; this one "
+        "only decodes",
     )
     parser.add_argument(
         "--grace",
@@ -122,9 +136,6 @@ def add_arguments(parser) -> None:
         default=10.0,
         help="seconds for running answers when the server is ended (default: 10)",
     )
-    short = pool.SHORT_STEPS
-    steps = f"{short['cpu']}, on a GPU {short['cuda']:,}: no stream waits for long"
-    pool.add_arguments(parser, steps)
 
 
 def key(text: str) -> str:
@@ -163,16 +174,14 @@ def run(args, ranks: Ranks = ALONE) -> int:
     given = command_options(args)
     with terminal.loading():
         from nanokv.apps.serve.http.server import listen, url
-    bound, output = listen(given.host, given.port), given.output
-    loaded = load_model(
-        given.model,
-        given.cache,
-        output,
-        ranks,
-        lambda plan: terminal.notice(" · ".join(plan.banner()), output),
-    )
+    bound = listen(given.host, given.port)
+
+    def banner(plan: Plan) -> None:
+        terminal.notice(" · ".join(plan.banner()), given.output)
+
+    loaded = load_model(given.model, given.cache, given.output, ranks, banner)
     with bound, Stop() as stop:
-        logs = Log(output)
+        logs = Log(given.output)
         server = make_server(given, loaded, stop, lambda: announce(given, url(bound)))
         try:
             server.run(sockets=[bound])
@@ -198,8 +207,8 @@ def check_ranks(given: ServeOptions, ranks: int) -> None:
     """NanoKVError for flags that do not work with several ranks."""
     if given.prefill_worker:
         raise NanoKVError(
-            "--prefill-worker sends the pages of a whole model, and with --tensor-parallel each rank has "
-            "pages for its own heads",
+            "--prefill-worker sends the pages of a whole model, and with --tensor-parallel each "
+            "rank has pages for its own heads",
             "leave one of them out",
         )
 
@@ -216,45 +225,51 @@ def with_pages(cache: CacheOptions, pages: int | None) -> CacheOptions:
 
 def make_server(given: ServeOptions, loaded: Loaded, stop: "Stop", ready):
     """The Server, with its engine, its limits and the ASGI app."""
-    from nanokv.apps.serve.api.prompts import Served
     from nanokv.apps.serve.http.app import make_app
     from nanokv.apps.serve.http.response import Limits
     from nanokv.apps.serve.http.security import Hosts, Keys, is_loopback
     from nanokv.apps.serve.http.server import Server
     from nanokv.apps.serve.run.engine_client import EngineClient
 
-    page, sizes, sampling = (
-        given.cache.options["page"],
-        given.pool.on(loaded.device),
-        given.sampling,
-    )
+    served = make_served(given, loaded)
+    if not given.api_keys and not is_loopback(given.host):
+        terminal.warning(
+            f"--host {given.host} without --api-key: whoever reaches this machine can use the model"
+        )
+    engine = served.engine
+    client = EngineClient(engine, given.queue, prefills(given, loaded, engine, served.context))
+    hosts = Hosts(given.host, given.allow_hosts)
+    keys = Keys(given.api_keys)
+    app = make_app(served, client, hosts, keys, Limits(answer_s=given.timeout))
+    return Server(app, client, stop, stop.twice, given.grace, ready)
+
+
+def make_served(given: ServeOptions, loaded: Loaded):
+    """The engine and the settings, for the API. Warns if the pool holds less than a context."""
+    from nanokv.apps.serve.api.prompts import Served
+
+    page = given.cache.options["page"]
+    sizes = given.pool.on(loaded.device)
     pages = given.cache.options.get("pages") or pool_pages(sizes.running, loaded, page)
     engine = loaded.make_engine(pages, page, sizes.step_tokens, sizes.running)
     record(loaded.model, sizes.running, given)
     context = min(loaded.context, pages * page)
     if context < loaded.context:
         terminal.warning(
-            f"{pages:,} pages hold {pages * page:,} tokens: that is the context, not {loaded.context:,}"
+            f"{pages:,} pages hold {pages * page:,} tokens: that is the context, "
+            f"not {loaded.context:,}"
         )
-    served = Served(
+    return Served(
         engine,
         loaded.tokenizer,
         model_names(given, loaded),
         context,
-        sampling.resolve(loaded.model.generation_config),
-        sampling.max_new_tokens,
-        sampling.stop,
+        given.sampling.resolve(loaded.model.generation_config),
+        given.sampling.max_new_tokens,
+        given.sampling.stop,
         given.model.template.values(),
         given.model.template.allow_special,
     )
-    if not given.api_keys and not is_loopback(given.host):
-        terminal.warning(
-            f"--host {given.host} without --api-key: whoever reaches this machine can use the model"
-        )
-    client = EngineClient(engine, given.queue, prefills(given, loaded, engine, served.context))
-    hosts, keys = Hosts(given.host, given.allow_hosts), Keys(given.api_keys)
-    app = make_app(served, client, hosts, keys, Limits(answer_s=given.timeout))
-    return Server(app, client, stop, stop.twice, given.grace, ready)
 
 
 def record(model, running: int, given: ServeOptions) -> None:
@@ -267,9 +282,11 @@ def record(model, running: int, given: ServeOptions) -> None:
 
 def model_names(given: ServeOptions, loaded: Loaded) -> tuple[str, ...]:
     """The names of the model that a request may use: its name, the value of -m, each --alias."""
-    typed = given.model.source
-    last = [Path(typed).name] if Path(typed).exists() else []
-    return tuple(dict.fromkeys([loaded.name, typed, *last, *given.aliases]))
+    source = given.model.source
+    names = [loaded.name, source]
+    if Path(source).exists():
+        names.append(Path(source).name)
+    return tuple(dict.fromkeys([*names, *given.aliases]))
 
 
 def prefills(given: ServeOptions, loaded: Loaded, engine, context: int):
@@ -281,13 +298,14 @@ def prefills(given: ServeOptions, loaded: Loaded, engine, context: int):
 
     if not given.prefill_worker:
         return Here()
-    size, pages = engine.pool.page_size, len(engine.pool.references)
-    its = given.pool.on(loaded.device)
+    page = engine.pool.page_size
+    pages = len(engine.pool.references)
+    limits = given.pool.on(loaded.device)
     sizes = {
-        "pages": min(pages, AHEAD * (-(-context // size) + 1)),
-        "page_size": size,
-        "step_tokens": its.step_tokens,
-        "max_running": its.running,
+        "pages": min(pages, AHEAD * (-(-context // page) + 1)),
+        "page_size": page,
+        "step_tokens": limits.step_tokens,
+        "max_running": limits.running,
     }
     elsewhere = Elsewhere(engine, partial(load_again, given), sizes, loaded.fingerprints()[0])
     elsewhere.load()
@@ -302,9 +320,11 @@ def load_again(given: ServeOptions):
 
 def environment_keys() -> tuple[str, ...]:
     """The key of $NANOKV_API_KEY, used if no --api-key is given."""
-    kept = arguments.environment("NANOKV_API_KEY")
+    value = arguments.environment("NANOKV_API_KEY")
+    if value is None:
+        return ()
     try:
-        return (key(kept),) if kept else ()
+        return (key(value),)
     except argparse.ArgumentTypeError as error:
         raise NanoKVError(
             f"NANOKV_API_KEY: {error}", "a file's last line break may be in it"
@@ -315,17 +335,18 @@ def pool_pages(running: int, loaded: Loaded, page: int) -> int:
     """Pages for a full context per running request; at most half of the free memory."""
     wanted = running * (-(-loaded.context // page) + 1)
     most = pool.affordable(loaded, page)
-    return wanted if most is None else min(wanted, most)
+    if most is None:
+        return wanted
+    return min(wanted, most)
 
 
 def announce(given: ServeOptions, address: str) -> None:
     """Print that the server is ready, with its addresses and an example call."""
-    call = """-d '{"messages": [{"role": "user", "content": "Hi"}]}'"""
-    secret = " -H 'Authorization: Bearer KEY'" if given.api_keys else ""
-    said = (
-        f"ready: {address}/v1 · page {address} · curl {address}/v1/chat/completions{secret} {call}"
-    )
-    terminal.notice(said, given.output)
+    call = f"curl {address}/v1/chat/completions"
+    if given.api_keys:
+        call += " -H 'Authorization: Bearer KEY'"
+    call += """ -d '{"messages": [{"role": "user", "content": "Hi"}]}'"""
+    terminal.notice(f"ready: {address}/v1 · page {address} · {call}", given.output)
 
 
 class Stop(terminal.Interrupt):
@@ -333,7 +354,8 @@ class Stop(terminal.Interrupt):
 
     def __init__(self):
         super().__init__()
-        self.since, self.again = 0.0, False
+        self.since = 0.0  # when the first signal came, monotonic seconds
+        self.again = False
 
     def _note(self, signum, frame) -> None:
         now = time.monotonic()

@@ -30,7 +30,10 @@ EXAMPLES = (
     'nanokv trace --prompt "What is a KV cache?" -n 40 -o trace.html --layers 0,5',
     'nanokv trace "Reverse: moon, kettle, blorf" --fault start_pos_restarts -o fault.html',
 )
-DESCRIPTION = "Record a greedy run and write one self-contained HTML page, with a tour. stdout carries its path only."
+DESCRIPTION = (
+    "Record a greedy run and write one self-contained HTML page, with a tour. stdout carries its "
+    "path only."
+)
 # Attention weights grow with the square of the tokens: 512 make about 15 MB for the bundled model.
 MOST_TOKENS = 512
 NEW_TOKENS = 48
@@ -138,9 +141,11 @@ def make_page(
     """Record the run, record it with the fault, time the steps, build the page."""
     from nanokv.lab import trace
 
-    model, new = loaded.model, given.new_tokens
-    right = trace.record(model, ids, new, layers)
-    wrong = None if fault is None else record_fault(loaded, ids, new, layers, fault)
+    model = loaded.model
+    right = trace.record(model, ids, given.new_tokens, layers)
+    wrong = None
+    if fault is not None:
+        wrong = record_fault(loaded, ids, given.new_tokens, layers, fault)
     terminal.notice(
         f"recorded {len(ids):,} + {len(right.steps):,} tokens, timing the steps", given.output
     )
@@ -180,12 +185,14 @@ def find_fault(name: str | None):
 
     possible = [fault.name for fault in FAULTS.values() if fault.scenario in SCENARIOS]
     if name not in FAULTS:
-        close = arguments.nearest(name, possible)
-        hint = f"did you mean {close}?" if close else f"one of {', '.join(possible)}"
+        hint = f"one of {', '.join(possible)}"
+        if close := arguments.nearest(name, possible):
+            hint = f"did you mean {close}?"
         raise NanoKVError(f"no fault {name!r}", hint)
     if name not in possible:
         raise NanoKVError(
-            f"{name} shows only in another situation ({FAULTS[name].scenario}); a trace is one prompt in one prefill",
+            f"{name} shows only in another situation ({FAULTS[name].scenario}); "
+            "a trace is one prompt in one prefill",
             f"one of {', '.join(possible)}",
         )
     return FAULTS[name]
@@ -230,14 +237,15 @@ def check_size(given: TraceOptions, loaded: Loaded, prompt: int, layers: int) ->
     """NanoKVError if the run exceeds the context, or the page would be too large for a browser."""
     from nanokv.lab.trace import page_bytes
 
-    new, total = given.new_tokens, prompt + given.new_tokens
+    new = given.new_tokens
+    total = prompt + new
     if total > MOST_TOKENS:
-        size = terminal.bytes_text(
-            page_bytes(loaded.config, prompt, new, layers, 2 if given.fault else 1)
-        )
+        runs = 2 if given.fault else 1
+        size = terminal.bytes_text(page_bytes(loaded.config, prompt, new, layers, runs))
         fewer = MOST_TOKENS - prompt
         raise NanoKVError(
-            f"{prompt:,} + {new:,} tokens would be a page of about {size}; a trace has at most {MOST_TOKENS} tokens",
+            f"{prompt:,} + {new:,} tokens would be a page of about {size}; "
+            f"a trace has at most {MOST_TOKENS} tokens",
             f"-n {fewer}" if fewer > 0 else "a shorter prompt",
         )
     if total - 1 > loaded.context:  # the last token is never fed

@@ -23,14 +23,15 @@ EXAMPLES = (
     "nanokv train --evaluate",
 )
 DESCRIPTION = (
-    "Train the bundled model from a seeded synthetic corpus (GPU if there is one, else CPU), then evaluate it. "
-    "With --evaluate alone: measure a model on held-out words, through the greedy chat path; exit code 1 when it "
-    "misses a target."
+    "Train the bundled model from a seeded synthetic corpus (GPU if there is one, else CPU), then "
+    "evaluate it. With --evaluate alone: measure a model on held-out words, through the greedy "
+    "chat path; exit code 1 when it misses a target."
 )
 # A field of Recipe → its flag.
 RECIPE_FLAGS = {"steps": "--steps", "tokens_per_batch": "--batch-tokens", "seed": "--seed"}
 
-CASES, FEWEST = 100, 5  # cases per task of the evaluation, after a full run and the shortest run
+CASES = 100  # cases per task of the evaluation after a full run
+FEWEST = 5  # the same after the shortest run
 SEEDS = 5  # seeds of the evaluation after a full run
 
 
@@ -57,6 +58,18 @@ class TrainOptions:
 
 def add_arguments(parser) -> None:
     """--out starts or continues a run; --evaluate without --out measures --model."""
+    _add_run(parser)
+    _add_evaluation(parser)
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto"
+    )
+    parser.add_argument("--threads", type=integer(1), help="CPU threads (default: all)")
+    parser.add_argument(
+        "--json", action="store_true", help="the evaluation as one JSON object on stdout"
+    )
+
+
+def _add_run(parser) -> None:
     parser.add_argument(
         "--out",
         metavar="DIR",
@@ -75,7 +88,8 @@ def add_arguments(parser) -> None:
         type=integer(1),
         default=100,
         metavar="N",
-        help="steps between checkpoints, each with a validation loss and a sample answer (default: %(default)s)",
+        help="steps between checkpoints, each with a validation loss and a sample answer "
+        "(default: %(default)s)",
     )
     again = parser.add_mutually_exclusive_group()
     again.add_argument(
@@ -84,6 +98,9 @@ def add_arguments(parser) -> None:
     again.add_argument(
         "--force", action="store_true", help="delete the run that --out holds, and start anew"
     )
+
+
+def _add_evaluation(parser) -> None:
     evaluation = parser.add_mutually_exclusive_group()
     evaluation.add_argument(
         "--evaluate",
@@ -99,7 +116,8 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "--cases",
         type=integer(1),
-        help=f"cases per task of the evaluation (default: {CASES}, after a shorter run fewer, at least {FEWEST})",
+        help=f"cases per task of the evaluation (default: {CASES}, after a shorter run fewer, at "
+        f"least {FEWEST})",
     )
     parser.add_argument(
         "--seed", type=integer(0), help="of the run and of the first cases (default: 0)"
@@ -108,14 +126,8 @@ def add_arguments(parser) -> None:
         "--seeds",
         type=integer(1),
         metavar="N",
-        help=f"evaluate on so many seeds and show the lowest (default: 1; {SEEDS} after a whole run)",
-    )
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto"
-    )
-    parser.add_argument("--threads", type=integer(1), help="CPU threads (default: all)")
-    parser.add_argument(
-        "--json", action="store_true", help="the evaluation as one JSON object on stdout"
+        help="evaluate on N seeds and show the lowest result (default: 1; "
+        f"{SEEDS} after a whole run)",
     )
 
 
@@ -142,8 +154,11 @@ def run(args) -> int:
             "where to? --out is missing",
             hint="nanokv train --out runs/tiny, or nanokv train --evaluate",
         )
-    given, out = command_options(args), Path(args.out) if args.out else None
-    check_folder(out, given)
+    given = command_options(args)
+    out = None
+    if args.out:
+        out = Path(args.out)
+        check_folder(out, given)
     check_address_space()
     import torch
 
@@ -151,11 +166,13 @@ def run(args) -> int:
         torch.set_num_threads(args.threads)
     watch(torch.get_num_threads())
     measuring = partial(EvaluationOptions, json=args.json, quiet=given.output.quiet)
-    if given.evaluate:
-        first = seeds(args.seed or 0, args.seeds or 1)
-        found = evaluate(
-            measuring(args.cases or CASES), str(out / "model") if out else args.model, first
-        )
+    if given.evaluate or out is None:  # only --evaluate works without --out
+        source = args.model
+        if out is not None:
+            source = str(out / "model")
+        first = args.seed or 0
+        seeds = range(first, first + (args.seeds or 1))
+        found = evaluate(measuring(args.cases or CASES), source, list(seeds))
         return int(bool(found["missed"]))
     recipe = train(given, out)
     if recipe is None:
@@ -165,14 +182,11 @@ def run(args) -> int:
         terminal.notice(notice, given.output)
         return 0
     cases = args.cases or cases_after(recipe.steps)
-    several = seeds(recipe.seed, args.seeds or (SEEDS if cases >= CASES else 1))
-    write_card(out / "model", recipe, evaluate(measuring(cases), str(out / "model"), several))
+    usual = SEEDS if cases >= CASES else 1
+    seeds = range(recipe.seed, recipe.seed + (args.seeds or usual))
+    found = evaluate(measuring(cases), str(out / "model"), list(seeds))
+    write_card(out / "model", recipe, found)
     return 0
-
-
-def seeds(first: int, count: int) -> list[int]:
-    """`count` consecutive seeds."""
-    return list(range(first, first + count))
 
 
 def cases_after(steps: int) -> int:
@@ -182,15 +196,13 @@ def cases_after(steps: int) -> int:
     return min(CASES, max(FEWEST, CASES * steps // Recipe().steps))
 
 
-def check_folder(out: Path | None, given: TrainOptions) -> None:
+def check_folder(out: Path, given: TrainOptions) -> None:
     """NanoKVError if --out does not suit the flags, before torch is imported.
 
     A run is never overwritten without --force.
     """
     from nanokv.school.training.run_folder import checkpoints, refuse_foreign
 
-    if out is None:
-        return
     if out.exists() and not out.is_dir():
         raise NanoKVError(f"{out} is a file, not a folder", hint="another --out")
     if given.evaluate:
@@ -231,7 +243,8 @@ def make_trainer(given: TrainOptions, out: Path):
     fields = given.recipe()
     steps = fields.pop("steps", None)
     recipe = training.Recipe(**fields)
-    recipe = recipe.scaled(steps) if steps else recipe
+    if steps:
+        recipe = recipe.scaled(steps)
     trainer = training.Trainer(recipe, device, training.TINY)
     if not given.minutes:
         return trainer
@@ -246,7 +259,9 @@ def choose_device(wanted: str) -> str:
 
     if wanted == "cuda" and not torch.cuda.is_available():
         raise NanoKVError("--device cuda: torch sees no GPU here", hint="--device cpu")
-    return ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
+    if wanted != "auto":
+        return wanted
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def refuse_another_recipe(given: TrainOptions, newest: Path, recipe) -> None:
@@ -256,7 +271,8 @@ def refuse_another_recipe(given: TrainOptions, newest: Path, recipe) -> None:
             f"{newest} belongs to a run of {recipe.steps:,} steps", hint="leave out --minutes"
         )
     for field, wanted in given.recipe().items():
-        flag, stored = RECIPE_FLAGS[field], getattr(recipe, field)
+        flag = RECIPE_FLAGS[field]
+        stored = getattr(recipe, field)
         if wanted != stored:
             raise NanoKVError(
                 f"{newest} belongs to a run with {flag} {stored}, not {wanted}",
@@ -271,7 +287,8 @@ def train(given: TrainOptions, out: Path):
     from nanokv.school.training.trainer import COMPILED_FROM
 
     trainer = make_trainer(given, out)
-    recipe, metrics = trainer.recipe, out / "metrics.jsonl"
+    recipe = trainer.recipe
+    metrics = out / "metrics.jsonl"
     if given.force and out.is_dir():
         run_folder.clear(out)
     out.mkdir(parents=True, exist_ok=True)
@@ -279,9 +296,10 @@ def train(given: TrainOptions, out: Path):
     count = sum(p.numel() for p in trainer.model.parameters())
     size = f"{recipe.steps:,} steps of {recipe.tokens_per_batch:,} tokens"
     start = f"from step {trainer.step:,}"
-    compiled = recipe.steps >= COMPILED_FROM and trainer.compile()
-    way = f"{trainer.device}, compiled" if compiled else trainer.device
-    terminal.notice(f"{count:,} parameters · {size} · {way} · {start} · {out}", given.output)
+    device = trainer.device
+    if recipe.steps >= COMPILED_FROM and trainer.compile():
+        device = f"{device}, compiled"
+    terminal.notice(f"{count:,} parameters · {size} · {device} · {start} · {out}", given.output)
     shown = Progress(given.output, given.checkpoint_every, trainer)
     with terminal.Interrupt() as stop, shown as progress, open(metrics, "a") as file:
         while trainer.step < recipe.steps and not stop.requested:

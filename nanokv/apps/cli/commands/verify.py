@@ -8,6 +8,7 @@ nanokv/lab/verify.
 
 import sys
 from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
 
 from nanokv.apps.cli.common import layout, terminal
 from nanokv.apps.cli.common.arguments import environment, integer
@@ -16,9 +17,15 @@ from nanokv.apps.cli.common.options import (
     THREADS,
     CacheOptions,
     ModelOptions,
+    OutputOptions,
     dtype_name,
     output_options,
 )
+
+if TYPE_CHECKING:
+    from nanokv.apps.cli.common.loading import Plan
+    from nanokv.lab.study.debug import Step
+    from nanokv.lab.verify import Report
 
 EXAMPLES = (
     "nanokv verify tiny",
@@ -26,11 +33,13 @@ EXAMPLES = (
     "nanokv verify ./my-checkpoint --against Qwen/Qwen3-0.6B",
 )
 DESCRIPTION = (
-    "Compare a checkpoint with transformers (if installed), operation by operation; or with another checkpoint "
-    "(--against). Names the first layer and operation that differ. Here exit code 1 means: it differs."
+    "Compare a checkpoint with transformers (if installed), operation by operation; or with "
+    "another checkpoint (--against). Names the first layer and operation that differ. Here exit "
+    "code 1 means: it differs."
 )
 # The memory check counts a cache of this many tokens: all prompts and answers are shorter.
 CONTEXT = 512
+DIFFERS = "← differs"
 
 
 def add_arguments(parser) -> None:
@@ -74,34 +83,48 @@ def run(args) -> int:
         )
     if args.alone and args.against:
         raise NanoKVError("--alone and --against exclude each other", "leave out --alone")
-    source, output = (
-        args.source or args.model or environment("NANOKV_MODEL") or "tiny",
-        output_options(args),
-    )
+    source = args.source or args.model or environment("NANOKV_MODEL") or "tiny"
+    output = output_options(args)
     model = ModelOptions(source, args.revision, args.dtype, "cpu", args.threads, args.offline)
-    others = [replace(model, source=args.against, revision=None)] if args.against else []
-    plans = [plan_model(one, CacheOptions(), output) for one in (model, *others)]
-    for plan in plans:  # both in the same dtype: otherwise rounding would differ
-        plan = replace(plan, context=min(plan.context, CONTEXT), dtype_name=plans[0].dtype_name)
-        check_memory(plan, available_memory("cpu"))
+    plan = plan_model(model, CacheOptions(), output)
+    plans = [plan]
+    other = None
+    if args.against:
+        other = plan_model(
+            replace(model, source=args.against, revision=None), CacheOptions(), output
+        )
+        plans.append(other)
+    for one in plans:  # both in the same dtype: otherwise rounding would differ
+        one = replace(one, context=min(one.context, CONTEXT), dtype_name=plan.dtype_name)
+        check_memory(one, available_memory("cpu"))
     check_address_space()
+    report = measure(plan, other, args.against, args.alone, output)
+    if args.json:
+        terminal.write_out(as_json(report))
+    else:
+        style = terminal.Style(sys.stdout, output.color)
+        terminal.write_out(as_text(report, style, layout.columns(sys.stdout, None)))
+    return 0 if report.equal else 1
+
+
+def measure(
+    plan: "Plan", other: "Plan | None", against: str | None, alone: bool, output: OutputOptions
+) -> "Report":
+    """Run the checks. `other` is the plan of the checkpoint `against`, if there is one."""
     import torch
 
     from nanokv.lab.verify import verify
 
-    torch.set_num_threads(plans[0].threads)
-    report = verify(
-        plans[0].name,
-        plans[0].folder,
-        plans[1].folder if args.against else None,
-        args.against,
-        getattr(torch, plans[0].dtype_name),
-        args.alone,
+    torch.set_num_threads(plan.threads)
+    return verify(
+        plan.name,
+        plan.folder,
+        None if other is None else other.folder,
+        against,
+        getattr(torch, plan.dtype_name),
+        alone,
         say=lambda text: terminal.notice(f"{text} …", output),
     )
-    style, width = terminal.Style(sys.stdout, output.color), layout.columns(sys.stdout, None)
-    terminal.write_out(as_json(report) if args.json else as_text(report, style, width))
-    return 0 if report.equal else 1
 
 
 # --- the report -----------------------------------------------------------------------------------
@@ -112,26 +135,23 @@ def as_json(report) -> str:
     from nanokv.apps.cli.common.text import to_json
 
     def row(step):
-        return None if step is None else asdict(step) | {"ok": step.ok}
+        if step is None:
+            return None
+        return asdict(step) | {"ok": step.ok}
 
-    return (
-        to_json(
-            {
-                "model": report.name,
-                "reference": report.reference,
-                "dtype": report.dtype,
-                "verdict": "equal" if report.equal else "differs",
-                "first_divergence": row(report.first),
-                "first_unequal": row(report.first_unequal),
-                "checks": [asdict(check) for check in report.checks],
-                "config_differences": {
-                    name: [str(x), str(y)] for name, (x, y) in report.hints.items()
-                },
-                "operations": [row(step) for step in report.steps],
-            }
-        )
-        + "\n"
-    )
+    differences = {name: [str(x), str(y)] for name, (x, y) in report.hints.items()}
+    found = {
+        "model": report.name,
+        "reference": report.reference,
+        "dtype": report.dtype,
+        "verdict": "equal" if report.equal else "differs",
+        "first_divergence": row(report.first),
+        "first_unequal": row(report.first_unequal),
+        "checks": [asdict(check) for check in report.checks],
+        "config_differences": differences,
+        "operations": [row(step) for step in report.steps],
+    }
+    return to_json(found) + "\n"
 
 
 def as_text(report, style, width: int | None = None) -> str:
@@ -157,22 +177,24 @@ def as_text(report, style, width: int | None = None) -> str:
 def check_row(check, style) -> tuple[str, str]:
     """The row of a check: `ok       logits` and `2.1e-06 of 1.0e-05 · detail`."""
     paint = {"ok": style.green, "differs": style.red, "skipped": style.yellow}[check.status]
-    figures = (
-        [] if check.difference is None else [f"{check.difference:.1e} of {check.tolerance:.1e}"]
-    )
-    details = [terminal.sanitize_line(check.detail)] if check.detail else []
-    return f"{paint(check.status.ljust(8))} {check.name}", style.dim(" · ".join(figures + details))
+    details = []
+    if check.difference is not None:
+        details.append(f"{check.difference:.1e} of {check.tolerance:.1e}")
+    if check.detail:
+        details.append(terminal.sanitize_line(check.detail))
+    return f"{paint(check.status.ljust(8))} {check.name}", style.dim(" · ".join(details))
 
 
 def worst_of_layers(steps) -> list:
     """[(`layer 3` or operation, its worst Step)] in the order of the forward pass."""
     from nanokv.lab.verify.checks import excess
 
-    groups: dict = {}
+    groups: dict[str, list[Step]] = {}
     for step in steps:
-        groups.setdefault(
-            step.operation if step.layer is None else f"layer {step.layer}", []
-        ).append(step)
+        name = step.operation
+        if step.layer is not None:
+            name = f"layer {step.layer}"
+        groups.setdefault(name, []).append(step)
     return [(name, max(group, key=excess)) for name, group in groups.items()]
 
 
@@ -180,34 +202,39 @@ def table(title: str, rows, style, width: int | None) -> list[str]:
     """Differences with their tolerances, one row per layer or operation."""
     cells = []
     for name, step in rows:
-        mark = "" if step.ok else " ← differs"
-        position = "" if step.position is None else step.position
-        what = ("" if step.operation == name or step.difference == 0 else step.operation) + mark
+        operation = ""
+        if step.operation != name and step.difference != 0:
+            operation = step.operation
+        if not step.ok:
+            operation += f" {DIFFERS}"
         cells.append(
-            (f"  {name}", f"{step.difference:.1e}", f"{step.tolerance:.1e}", position, what.strip())
+            (
+                f"  {name}",
+                f"{step.difference:.1e}",
+                f"{step.tolerance:.1e}",
+                "" if step.position is None else step.position,
+                operation.strip(),
+            )
         )
     head = (f"  {title}", "max |Δ|", "tolerance", "position", "worst operation")
     lines = layout.table(head, cells, width, left=(0, 4))
-    return [style.red(line) if "← differs" in line else line for line in lines]
+    return [style.red(line) if DIFFERS in line else line for line in lines]
 
 
 def verdict_lines(report, style) -> list[str]:
     """The last lines: config fields that differ, the verdict, the first operation that differs."""
-    failed = [check.name for check in report.checks if check.status == "differs"]
-    lines = [
-        f"config.json differs: {name} {x} against {y}" for name, (x, y) in report.hints.items()
-    ]
-    lines = [terminal.sanitize_line(line) for line in lines]
+    lines = []
+    for name, (x, y) in report.hints.items():
+        lines.append(terminal.sanitize_line(f"config.json differs: {name} {x} against {y}"))
     if report.equal:
         done = sum(check.status == "ok" for check in report.checks)
+        verdict = style.green(f"equal within tolerance ({done} checks)")
         if report.reference is None:
-            return [
-                *lines,
-                style.yellow(
-                    f"no difference in {done} checks, but nothing to compare with: see skipped"
-                ),
-            ]
-        return [*lines, style.green(f"equal within tolerance ({done} checks)")]
+            verdict = style.yellow(
+                f"no difference in {done} checks, but nothing to compare with: see skipped"
+            )
+        return [*lines, verdict]
+    failed = [check.name for check in report.checks if check.status == "differs"]
     lines.append(style.red(f"DIFFERS: {', '.join(failed)}"))
     if report.first is not None:
         lines.append(style.bold(f"first at {report.first}"))

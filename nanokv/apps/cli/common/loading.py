@@ -179,7 +179,7 @@ def _load_model(model, cache, output, ranks, announce) -> Loaded:
 
 
 def _read(plan: Plan, model: ModelOptions, dtype, prefetched, ranks: Ranks):
-    """(model, tokenizer) of the plan's folder; with several ranks, this rank's part of the model."""
+    """(model, tokenizer) of the plan's folder; with several ranks, only this rank's part."""
     from nanokv.loading import load_folder
 
     stamp("code")

@@ -401,8 +401,15 @@ def beam_options(args) -> BeamOptions | None:
                 "--length-penalty is part of beam search", "add --beams 4, or leave it out"
             )
         return None
-    for name in NO_DRAW:
-        refuse_draw(name, getattr(args, name), "--" + name.replace("_", "-"))
+    sampling = {
+        "temperature": args.temperature,
+        "top_k": args.top_k,
+        "top_p": args.top_p,
+        "min_p": args.min_p,
+        "seed": args.seed,
+    }
+    for name, value in sampling.items():
+        refuse_draw(name, value, "--" + name.replace("_", "-"))
     for flag, given in (("--stop", args.stop), ("--speculate", args.speculate)):
         if given:
             raise NanoKVError(
