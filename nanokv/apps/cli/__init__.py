@@ -9,6 +9,7 @@ An error is at most two lines on stderr. This file does not import torch, so `--
 import importlib
 import sys
 import warnings
+from types import ModuleType
 
 from nanokv.apps.cli.common import layout, ranks, terminal
 from nanokv.apps.cli.common.arguments import (
@@ -156,7 +157,7 @@ def dispatch(words: list[str]) -> int:
     return ranks.run(module, args, words) or 0
 
 
-def make_parser(name: str, module) -> Parser:
+def make_parser(name: str, module: ModuleType) -> Parser:
     """The command's parser: its flags and the general ones, after examples, before exit codes."""
     about = getattr(module, "DESCRIPTION", COMMANDS[name][1])
     parser = Parser(prog=f"nanokv {name}", description=about)

@@ -10,8 +10,11 @@ keeps its "id"; the other lines continue. With -o, each finished line is appende
 that was killed resumes where it stopped; at the end the file is sorted in the order of the input.
 """
 
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nanokv.apps.cli.batch.lines import (
     SAMPLING,
@@ -30,7 +33,7 @@ from nanokv.apps.cli.batch.output import (
 )
 from nanokv.apps.cli.common import options, pool, terminal
 from nanokv.apps.cli.common.files import add_force, ask_to_lose
-from nanokv.apps.cli.common.loading import load_model
+from nanokv.apps.cli.common.loading import Loaded, load_model
 from nanokv.apps.cli.common.options import (
     CacheOptions,
     ModelOptions,
@@ -47,6 +50,12 @@ from nanokv.parallel.group import ALONE, Ranks
 from nanokv.text.call_forms import fitted
 from nanokv.text.template import LeftOut
 from nanokv.text.thinking import opens_thinking
+
+if TYPE_CHECKING:
+    from nanokv.decoding.draw import Step
+    from nanokv.engine import Engine
+    from nanokv.engine.request import Request
+    from nanokv.text.tokenizer import Tokenizer
 
 EXAMPLES = (
     "nanokv batch prompts.jsonl -o answers.jsonl",
@@ -73,13 +82,14 @@ class BatchOptions:
     chat: bool
     raw: bool
     pool: PoolOptions
+    template: TemplateOptions
     model: ModelOptions
     cache: CacheOptions
     sampling: SamplingOptions
     output: OutputOptions
 
 
-def add_arguments(parser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
     """Input, output and engine limits; then the shared flags, which are the defaults of a line."""
     parser.add_argument(
         "file", metavar="FILE.jsonl", help="the requests, one JSON object per line; - reads stdin"
@@ -100,9 +110,9 @@ def add_arguments(parser) -> None:
     pool.add_arguments(parser, "a long prompt's chunk: 64 to 512, on a GPU up to 16,384")
 
 
-def command_options(args) -> BatchOptions:
+def command_options(args: Namespace) -> BatchOptions:
     """The options of the flags of add_arguments."""
-    model = options.model_options(args, options.speed_options(args), options.template_options(args))
+    template = options.template_options(args)
     return BatchOptions(
         args.file,
         args.output,
@@ -110,7 +120,8 @@ def command_options(args) -> BatchOptions:
         args.chat,
         args.raw,
         pool.pool_options(args),
-        model,
+        template,
+        options.model_options(args, options.speed_options(args), template),
         pool.sized(options.cache_options(args), "batch"),
         options.sampling_options(args),
         options.output_options(args),
@@ -127,11 +138,12 @@ class Job:
     ids: list = field(default_factory=list)
     left_out: bool = False  # the template leaves out its tool_calls
     wanted: int = 0  # max_new_tokens as requested
-    request: object = None
-    answer: object = None
+    # Set by `submit`.
+    request: "Request" = field(init=False, repr=False, compare=False)
+    answer: "Answer" = field(init=False, repr=False, compare=False)
 
 
-def run(args, ranks: Ranks = ALONE) -> int:
+def run(args: Namespace, ranks: Ranks = ALONE) -> int:
     """Read, load, answer, sort. Exit code 2 if a line failed; all other lines are answered."""
     given = command_options(args)
     lines = read_lines(given.file)
@@ -177,7 +189,9 @@ def open_output(given: BatchOptions) -> OrderedOutput | ResumableOutput:
 # --- the lines ------------------------------------------------------------------------------------
 
 
-def prepare(given: BatchOptions, loaded, lines, output) -> tuple[list[Job], list]:
+def prepare(
+    given: BatchOptions, loaded: Loaded, lines: Iterable[tuple[int, bytes]], output: OrderedOutput
+) -> tuple[list[Job], list]:
     """The jobs that are still to do, and (job, error) of each line that is not a valid request."""
     jobs = []
     wrong = []
@@ -204,16 +218,16 @@ def prepare(given: BatchOptions, loaded, lines, output) -> tuple[list[Job], list
     return jobs, wrong
 
 
-def read_request(given: BatchOptions, loaded, job: Job, data: bytes) -> None:
+def read_request(given: BatchOptions, loaded: Loaded, job: Job, data: bytes) -> None:
     """Fill the job's fields and ids from its line; NanoKVError if the line is not a request."""
     job.fields = parse_line(data)
     check_fields(job.fields)
     if given.chat:
         job.fields = as_messages(job.fields)
-    job.ids = encode(given.model.template, loaded.tokenizer, job)
+    job.ids = encode(given.template, loaded.tokenizer, job)
 
 
-def check_form(given: BatchOptions, loaded) -> None:
+def check_form(given: BatchOptions, loaded: Loaded) -> None:
     """NanoKVError for --chat if the model has no template."""
     if given.chat and loaded.tokenizer.chat_template is None:
         hint = "leave out --chat: prompts are raw text"
@@ -228,7 +242,7 @@ def as_messages(fields: dict) -> dict:
     return others | {"messages": [{"role": "user", "content": fields["prompt"]}]}
 
 
-def warn_of_raw_prompts(given: BatchOptions, loaded, jobs) -> None:
+def warn_of_raw_prompts(given: BatchOptions, loaded: Loaded, jobs: Sequence[Job]) -> None:
     """Warn about raw prompts to a chat model, which often answers them with nothing."""
     count = sum("prompt" in job.fields for job in jobs)
     if count and not given.raw and loaded.tokenizer.chat_template is not None:
@@ -237,7 +251,7 @@ def warn_of_raw_prompts(given: BatchOptions, loaded, jobs) -> None:
         terminal.warning(f"{prompts} sent as raw text to a chat model: {advice}")
 
 
-def common_settings(given: BatchOptions, loaded) -> dict:
+def common_settings(given: BatchOptions, loaded: Loaded) -> dict:
     """The settings of a line that gives none."""
     params = given.sampling.resolve(loaded.model.generation_config)
     return asdict(params) | {
@@ -246,7 +260,7 @@ def common_settings(given: BatchOptions, loaded) -> dict:
     }
 
 
-def encode(template: TemplateOptions, tokenizer, job: Job) -> list[int]:
+def encode(template: TemplateOptions, tokenizer: "Tokenizer", job: Job) -> list[int]:
     """Prompt or rendered messages → ids; NanoKVError for a typed control token."""
     fields = job.fields
     if "prompt" in fields:
@@ -268,14 +282,14 @@ def encode(template: TemplateOptions, tokenizer, job: Job) -> list[int]:
     return tokenizer.encode(text)
 
 
-def warn_of_calls(jobs) -> None:
+def warn_of_calls(jobs: Sequence[Job]) -> None:
     """Warn about tool_calls that the template leaves out; the lines are answered without them."""
     if count := sum(job.left_out for job in jobs):
         lines = "1 line" if count == 1 else f"{count:,} lines"
         terminal.warning(f"the chat template of this model leaves out the tool_calls of {lines}")
 
 
-def fail(given: BatchOptions, output, job: Job, error: Exception) -> None:
+def fail(given: BatchOptions, output: OrderedOutput, job: Job, error: Exception) -> None:
     """Write an error to the output, with the line's number and id, and a warning to stderr."""
     answer = {"line": job.line}
     if job.fields.get("id") is not None:
@@ -288,7 +302,13 @@ def fail(given: BatchOptions, output, job: Job, error: Exception) -> None:
 # --- the engine -----------------------------------------------------------------------------------
 
 
-def answer_all(given: BatchOptions, loaded, jobs, output, stop) -> None:
+def answer_all(
+    given: BatchOptions,
+    loaded: Loaded,
+    jobs: Sequence[Job],
+    output: OrderedOutput,
+    stop: terminal.Interrupt,
+) -> None:
     """Run all jobs through the engine and write each answer when it is done.
 
     Only a few requests are submitted ahead, so that a long file costs no memory.
@@ -321,7 +341,7 @@ def answer_all(given: BatchOptions, loaded, jobs, output, stop) -> None:
     progress.end()
 
 
-def pool_pages(given: BatchOptions, loaded, jobs, page: int) -> int:
+def pool_pages(given: BatchOptions, loaded: Loaded, jobs: Sequence[Job], page: int) -> int:
     """Twice the pages that the `running` longest requests need, so that prefixes stay cached.
 
     At most the pages that fit into half of the free memory.
@@ -347,7 +367,7 @@ def new_tokens(job: Job, common: int) -> int:
     return common
 
 
-def submit(given: BatchOptions, loaded, engine, job: Job) -> None:
+def submit(given: BatchOptions, loaded: Loaded, engine: "Engine", job: Job) -> None:
     """Submit a job: the settings of its line override the common ones."""
     settings = common_settings(given, loaded)
     for name in (*SAMPLING, "max_new_tokens"):
@@ -366,14 +386,16 @@ def submit(given: BatchOptions, loaded, engine, job: Job) -> None:
 class Answer:
     """The text of one request, token by token; ends the request at a stop string."""
 
-    def __init__(self, engine, tokenizer, stop, ends):
+    def __init__(
+        self, engine: "Engine", tokenizer: "Tokenizer", stop: Sequence[str], ends: Iterable[int]
+    ):
         from nanokv.decoding.generation import ShownText
 
         self.engine = engine
         self.shown = ShownText(tokenizer, stop, ends)
         self.pieces: list[str] = []
 
-    def put(self, request, step) -> None:
+    def put(self, request: "Request", step: "Step") -> None:
         """The engine's callback for each token."""
         self.pieces.append(self.shown.put(step.token))
         if request.finish_reason is not None:
@@ -387,10 +409,11 @@ class Answer:
         return "".join(self.pieces)
 
 
-def result(loaded, job: Job) -> dict:
+def result(loaded: Loaded, job: Job) -> dict:
     """The output line of a finished job."""
     request = job.request
     reason = request.finish_reason
+    assert reason is not None  # the request is finished
     if reason == "length" and len(request.tokens) < job.wanted:  # `room` allowed fewer tokens
         reason = "context"
     return line_of(
@@ -405,7 +428,16 @@ def result(loaded, job: Job) -> dict:
     )
 
 
-def line_of(loaded, job: Job, text, ids, finish_reason, seed, metrics, stop_string="") -> dict:
+def line_of(
+    loaded: Loaded,
+    job: Job,
+    text: str,
+    ids: Sequence[int],
+    finish_reason: str,
+    seed: int | None,
+    metrics: dict,
+    stop_string: str = "",
+) -> dict:
     """The answer of a line, as a completion. `line` comes first: it identifies a torn line."""
     said = {"text": text}
     if "messages" in job.fields:
@@ -424,6 +456,6 @@ def line_of(loaded, job: Job, text, ids, finish_reason, seed, metrics, stop_stri
     )
 
 
-def first_release(loaded, job: Job, old: dict) -> dict:
+def first_release(loaded: Loaded, job: Job, old: dict) -> dict:
     """An answer that version 0.1.0 wrote, in the current format."""
     return line_of(loaded, job, *(old[name] for name in FIRST_RELEASE))

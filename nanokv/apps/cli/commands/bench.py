@@ -4,8 +4,11 @@ import itertools
 import os
 import sys
 import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nanokv.apps.cli.bench.peers import Peers
 from nanokv.apps.cli.common import layout, loading, options, terminal
@@ -16,8 +19,13 @@ from nanokv.apps.cli.common.options import CacheOptions, ModelOptions, OutputOpt
 from nanokv.apps.cli.common.random_model import RANDOM, load_random
 from nanokv.apps.cli.common.speed import code_text
 from nanokv.apps.cli.common.text import read_prompt_bytes, to_json
+from nanokv.config import Config
 from nanokv.errors import NanoKVError
 from nanokv.parallel.group import ALONE, Ranks
+
+if TYPE_CHECKING:
+    from nanokv.lab.bench.rotation import Rotation, Row
+    from nanokv.lab.bench.runners import Ours
 
 EXAMPLES = (
     "nanokv bench",
@@ -67,7 +75,7 @@ class BenchOptions:
     output: OutputOptions
 
 
-def add_arguments(parser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
     """What to measure, what to compare with, and the form of the report."""
     _add_own_runners(parser)
     _add_peers(parser)
@@ -87,7 +95,7 @@ def add_arguments(parser) -> None:
     options.add_model_arguments(parser, options.CACHE)
 
 
-def _add_own_runners(parser) -> None:
+def _add_own_runners(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--contexts", default="128,1024", metavar="N,N", help="cached tokens (default: %(default)s)"
     )
@@ -110,7 +118,7 @@ def _add_own_runners(parser) -> None:
     )
 
 
-def _add_peers(parser) -> None:
+def _add_peers(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--against",
         metavar="X,X",
@@ -131,7 +139,7 @@ def _add_peers(parser) -> None:
     )
 
 
-def _add_modes(parser) -> None:
+def _add_modes(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--requests",
         type=integer(1),
@@ -160,7 +168,7 @@ def _add_modes(parser) -> None:
     )
 
 
-def command_options(args) -> BenchOptions:
+def command_options(args: Namespace) -> BenchOptions:
     """The options of the flags of add_arguments."""
     return BenchOptions(
         args.contexts,
@@ -185,7 +193,7 @@ def command_options(args) -> BenchOptions:
     )
 
 
-def run(args, ranks: Ranks = ALONE) -> int:
+def run(args: Namespace, ranks: Ranks = ALONE) -> int:
     """Measure and print. After Ctrl-C the rounds that are done are printed; exit code 130."""
     given = command_options(args)
     contexts, batches, weights, against = checked(given, ranks.size)
@@ -202,7 +210,7 @@ def run(args, ranks: Ranks = ALONE) -> int:
             f"at most {longest:,}"
         )
     if given.requests:
-        return serve(given, loaded, weights, against, max(contexts))
+        return serve(given, loaded, weights, against, given.requests, max(contexts))
     if given.beside:
         return beside(given, loaded, make_runners(given, loaded, weights, batches), contexts)
     return measure(given, loaded, contexts, batches, weights, against)
@@ -215,7 +223,14 @@ def load(given: BenchOptions, ranks: Ranks) -> Loaded:
     return load_model(given.model, given.cache, given.output, ranks)
 
 
-def measure(given: BenchOptions, loaded: Loaded, contexts, batches, weights, against) -> int:
+def measure(
+    given: BenchOptions,
+    loaded: Loaded,
+    contexts: list[int],
+    batches: list[int],
+    weights: list[str],
+    against: list[str],
+) -> int:
     """Measure every runner at every context, in rotation, and print the report."""
     from nanokv.lab.bench.machine import Others, gemm_peak
     from nanokv.lab.bench.rotation import Rotation
@@ -257,7 +272,7 @@ def checked(given: BenchOptions, ranks: int) -> tuple[list[int], list[int], list
     return contexts, batches, weights, against
 
 
-def check_flags(given: BenchOptions, against) -> None:
+def check_flags(given: BenchOptions, against: list[str]) -> None:
     """NanoKVError for flags that exclude each other, or a plot that could not be written."""
     if given.plot:
         check_plot(given.plot)
@@ -322,14 +337,14 @@ def check_ranks(given: BenchOptions, ranks: int) -> None:
     checked(given, ranks)
 
 
-def config_of(given: BenchOptions):
+def config_of(given: BenchOptions) -> Config:
     """The Config of the model that will be measured."""
     if given.model.source in RANDOM:
         return RANDOM[given.model.source]
     return plan_model(given.model, given.cache, given.output).config
 
 
-def rank_pids(ranks) -> list[int]:
+def rank_pids(ranks: Ranks) -> list[int]:
     """The other ranks on this machine; their work does not count as that of other processes."""
     import torch
 
@@ -338,11 +353,18 @@ def rank_pids(ranks) -> list[int]:
     return [pid for pid in everyone[first : first + ranks.local] if pid != os.getpid()]
 
 
-def serve(given: BenchOptions, loaded, weights, against, longest: int) -> int:
-    """--requests: many requests at once, by our engine and by transformers."""
+def serve(
+    given: BenchOptions,
+    loaded: Loaded,
+    weights: list[str],
+    against: list[str],
+    count: int,
+    longest: int,
+) -> int:
+    """--requests: `count` requests at once, by our engine and by transformers."""
     from nanokv.lab.bench import serving
 
-    prompts = serving.requests_of(loaded.config.vocab_size, given.requests, longest)
+    prompts = serving.requests_of(loaded.config.vocab_size, count, longest)
     tokens = sum(map(len, prompts))
     with Peers(loaded, against, given.peer_timeout) as peers:
         loaded = peers.loaded
@@ -368,7 +390,9 @@ def serve(given: BenchOptions, loaded, weights, against, longest: int) -> int:
     return exit_code(stop)
 
 
-def report_served(given: BenchOptions, loaded, rows: list[dict], failed: list[dict]) -> None:
+def report_served(
+    given: BenchOptions, loaded: Loaded, rows: list[dict], failed: list[dict]
+) -> None:
     """Print the table of --requests, or one JSON object."""
     if given.json:
         facts = facts_of(loaded) | {"requests": given.requests}
@@ -390,7 +414,7 @@ def report_served(given: BenchOptions, loaded, rows: list[dict], failed: list[di
     show_failed((row["label"], row["error"], "") for row in failed)
 
 
-def beside(given: BenchOptions, loaded, runners, contexts) -> int:
+def beside(given: BenchOptions, loaded: Loaded, runners: "list[Ours]", contexts: list[int]) -> int:
     """--beside: decode speed alone, beside a busy core, and there with one thread, in rotation."""
     from nanokv.lab.bench.beside import Beside
 
@@ -401,7 +425,7 @@ def beside(given: BenchOptions, loaded, runners, contexts) -> int:
         )
     rows = [Beside(runner, context, given.steps) for context in contexts for runner in runners]
 
-    def rounds():
+    def rounds() -> Iterator[None]:
         for turn in range(given.repeat + 1):
             for row in rows:
                 row.measure(loaded.config.vocab_size, turn)
@@ -412,7 +436,7 @@ def beside(given: BenchOptions, loaded, runners, contexts) -> int:
     return exit_code(stop)
 
 
-def report_beside(given: BenchOptions, loaded, rows: list[dict]) -> None:
+def report_beside(given: BenchOptions, loaded: Loaded, rows: list[dict]) -> None:
     """Print the table of --beside, or one JSON object."""
     if given.json:
         facts = facts_of(loaded) | {"beside": given.beside}
@@ -430,7 +454,7 @@ def report_beside(given: BenchOptions, loaded, rows: list[dict]) -> None:
     show(facts_line, columns, rows)
 
 
-def quality(given: BenchOptions, loaded, weights) -> int:
+def quality(given: BenchOptions, loaded: Loaded, weights: list[str]) -> int:
     """--quality: changes of log-likelihood per token, perplexity, and bytes of weights or cache.
 
     The reference is the plain model in one forward pass.
@@ -463,7 +487,7 @@ def quality(given: BenchOptions, loaded, weights) -> int:
     return exit_code(stop)
 
 
-def quality_table(loaded, text: str, rows, caches) -> None:
+def quality_table(loaded: Loaded, text: str, rows: list[dict], caches: dict) -> None:
     """Print one row per model, or per model and cache."""
     columns = {"weights": lambda row: row["weights"]}
     left: tuple[int, ...] = (0,)
@@ -479,7 +503,7 @@ def quality_table(loaded, text: str, rows, caches) -> None:
     show([f"{loaded.name} {loaded.dtype_name}", text], columns, rows, left)
 
 
-def text_ids(path: Path | None, loaded) -> tuple[list[int], str]:
+def text_ids(path: Path | None, loaded: Loaded) -> tuple[list[int], str]:
     """(ids, name) of --text, cut to the context.
 
     Without --text: of conversations that were held out from the bundled model's training.
@@ -489,9 +513,7 @@ def text_ids(path: Path | None, loaded) -> tuple[list[int], str]:
         text = read_prompt_bytes(path.read_bytes(), name)
         ids = loaded.tokenizer.encode(text, add_special_tokens=True)[: loaded.context]
         if len(ids) < 2:
-            raise NanoKVError(
-                f"{name} has {len(ids)} tokens: there is none whose likelihood could be asked"
-            )
+            raise NanoKVError(f"{name} has {len(ids)} tokens: a likelihood needs at least 2")
         return ids, name
     import random
 
@@ -504,7 +526,9 @@ def text_ids(path: Path | None, loaded) -> tuple[list[int], str]:
     return loaded.tokenizer.encode(text)[: loaded.context], "held-out conversation"
 
 
-def show(facts, columns, rows, left: tuple = (0,)) -> None:
+def show(
+    facts: Iterable[str], columns: Mapping[str, Callable], rows: Sequence, left: tuple = (0,)
+) -> None:
     """Print the facts of the run, then a table of `rows`.
 
     `columns`: header → function from a row to the text of its cell. Those in `left` are aligned
@@ -516,7 +540,7 @@ def show(facts, columns, rows, left: tuple = (0,)) -> None:
     terminal.write_out("\n".join(lines) + "\n")
 
 
-def show_failed(rows) -> None:
+def show_failed(rows: Iterable[tuple[str, str, str]]) -> None:
     """Print (label, reason, context) rows: one line per label and reason, with its contexts."""
     found: dict[tuple[str, str], list[str]] = {}
     for label, reason, context in rows:
@@ -529,7 +553,7 @@ def show_failed(rows) -> None:
         terminal.write_out(layout.paragraph(line, width, rest="    ") + "\n")
 
 
-def made(loaded, weights) -> dict:
+def made(loaded: Loaded, weights: list[str]) -> dict:
     """Models by the name of their weights. Plain and fast weights share memory."""
     from nanokv.fast import optimize
 
@@ -544,7 +568,7 @@ def made(loaded, weights) -> dict:
     return models
 
 
-def runnable(given: BenchOptions, loaded, weights: list[str]) -> list[str]:
+def runnable(given: BenchOptions, loaded: Loaded, weights: list[str]) -> list[str]:
     """The weights to run: without the default's "fast" on a GPU that has no kernels.
 
     If --weights names "fast" there, `optimize` raises an error.
@@ -559,7 +583,9 @@ def runnable(given: BenchOptions, loaded, weights: list[str]) -> list[str]:
     return weights
 
 
-def make_runners(given: BenchOptions, loaded, weights, batches) -> list:
+def make_runners(
+    given: BenchOptions, loaded: Loaded, weights: list[str], batches: list[int]
+) -> list:
     """One runner per combination of batch, weights and cache; runners share the models."""
     from nanokv.lab.bench.runners import Ours, Uncached
 
@@ -586,7 +612,7 @@ def numbers(flag: str, text: str, example: str) -> list[int]:
     return found
 
 
-def names(flag: str, text: str, known) -> list[str]:
+def names(flag: str, text: str, known: Sequence[str]) -> list[str]:
     """The names in a comma-separated list, each once; NanoKVError for an unknown name."""
     found = list(dict.fromkeys(text.split(",")))
     wrong = [name for name in found if name not in known]
@@ -598,7 +624,11 @@ def names(flag: str, text: str, known) -> list[str]:
 
 
 def carry_out(
-    rounds, total: int, output: OutputOptions, ranks: Ranks = ALONE, peers=None
+    rounds: Iterable,
+    total: int,
+    output: OutputOptions,
+    ranks: Ranks = ALONE,
+    peers: Peers | None = None,
 ) -> terminal.Interrupt:
     """Run all rounds, with a progress bar.
 
@@ -633,7 +663,9 @@ def progress(done: int, total: int, seconds: float) -> None:
     terminal.write_err(line)
 
 
-def report(given: BenchOptions, loaded, rotation, flops: float, others: float | None) -> None:
+def report(
+    given: BenchOptions, loaded: Loaded, rotation: "Rotation", flops: float, others: float | None
+) -> None:
     """Print the table or JSON, and draw the plot."""
     from nanokv.lab.bench.machine import peak_memory
 
@@ -663,7 +695,7 @@ def report(given: BenchOptions, loaded, rotation, flops: float, others: float | 
         plot(rows, head, given.plot)
 
 
-def head_of(loaded, rotation, rows, flops: float) -> str:
+def head_of(loaded: Loaded, rotation: "Rotation", rows: "list[Row]", flops: float) -> str:
     """The first line of the report: model, device, and the rates that were measured."""
     rates = f"read bandwidth {rotation.rate / 1e9:.1f} GB/s"
     if rows and rotation.bandwidth.bytes(rows[0].bytes) == rows[0].bytes // 4 * 4:
@@ -672,7 +704,9 @@ def head_of(loaded, rotation, rows, flops: float) -> str:
     return f"{loaded.name} {loaded.dtype_name} · {where_text(loaded)} · {rates}"
 
 
-def json_facts(loaded, rotation, flops: float, noise: dict, peak: int | None) -> dict:
+def json_facts(
+    loaded: Loaded, rotation: "Rotation", flops: float, noise: dict, peak: int | None
+) -> dict:
     """The fields of --json that come before the rows."""
     from nanokv.fast import native
 
@@ -689,7 +723,7 @@ def json_facts(loaded, rotation, flops: float, noise: dict, peak: int | None) ->
     }
 
 
-def print_through(through) -> None:
+def print_through(through: list[dict]) -> None:
     """The table of --through: the times of `nanokv generate`, beside those of the bench's rows."""
     if not through:
         return
@@ -710,7 +744,7 @@ def print_through(through) -> None:
     show(facts_line, columns, through)
 
 
-def threads_text(loaded) -> str:
+def threads_text(loaded: Loaded) -> str:
     """1 thread, 2 threads, 2 ranks of 1 thread."""
     threads = loading.threads_text(loaded.threads)
     if loaded.ranks.size == 1:
@@ -718,14 +752,14 @@ def threads_text(loaded) -> str:
     return f"{loaded.ranks.size} ranks of {threads}, bytes of one rank"
 
 
-def where_text(loaded) -> str:
+def where_text(loaded: Loaded) -> str:
     """The name of the GPU, or the threads of the CPU."""
     from nanokv.lab.bench.machine import device_name
 
     return device_name(loaded.device) or threads_text(loaded)
 
 
-def facts_of(loaded) -> dict:
+def facts_of(loaded: Loaded) -> dict:
     """The first fields of every JSON object of this command."""
     from nanokv.lab.bench.machine import device_name
 
@@ -738,7 +772,7 @@ def facts_of(loaded) -> dict:
     }
 
 
-def code_of(loaded, native) -> str:
+def code_of(loaded: Loaded, native: Callable[[], str]) -> str:
     """The code that ran the rows. native() returns the text for the kernels of a CPU."""
     from nanokv.lab.bench.machine import device_code
 
@@ -749,7 +783,7 @@ def code_of(loaded, native) -> str:
     return native()
 
 
-def noise_of(rows, others: float | None, rates) -> dict:
+def noise_of(rows: "Sequence[Row]", others: float | None, rates: Sequence[float]) -> dict:
     """Signs that this run was disturbed; None: unknown.
 
     decode_spread: the largest (slowest − fastest) / median of a row's decode times.
@@ -777,7 +811,7 @@ def noisy(noise: dict) -> list[str]:
     return [text(noise[name]) for name, text in texts.items() if (noise[name] or 0) > NOISY]
 
 
-def print_table(head: str, rows, noise: dict, code: str, peak: int | None) -> None:
+def print_table(head: str, rows: "Sequence[Row]", noise: dict, code: str, peak: int | None) -> None:
     """Print one row per runner and context: tok/s, GB/s and the share of the limit."""
     facts = head.split(" · ")
     if peak:

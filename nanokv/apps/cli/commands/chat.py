@@ -6,6 +6,7 @@ no torch, no prompt_toolkit.
 """
 
 import sys
+from argparse import Namespace
 
 from nanokv.apps.cli.chat.options import add_arguments, command_options
 from nanokv.apps.cli.common import layout
@@ -34,7 +35,7 @@ __all__ = ["add_arguments", "command_options", "run"]
 RANKS = "led"  # the other ranks follow rank 0
 
 
-def run(args, ranks: Ranks = ALONE) -> int:
+def run(args: Namespace, ranks: Ranks = ALONE) -> int:
     """Run the chat that fits the streams, or list the sessions; returns the exit code."""
     given = command_options(args)
     if args.list:

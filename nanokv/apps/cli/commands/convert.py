@@ -4,6 +4,7 @@ The quantized blocks of a GGUF file become plain numbers, so the folder is large
 transformers can load the result.
 """
 
+from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,7 +33,7 @@ DESCRIPTION = (
 )
 
 
-def add_arguments(parser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
     """Source, destination and dtype."""
     parser.add_argument(
         "source", metavar="MODEL", help="a GGUF file, a folder, tiny, or a name on the hub"
@@ -57,7 +58,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--offline", action="store_true", help="never ask the network")
 
 
-def run(args) -> int:
+def run(args: Namespace) -> int:
     """Plan, ask before replacing, load, write."""
     from nanokv.apps.cli.common.loading import check_address_space, check_memory, plan_model
 

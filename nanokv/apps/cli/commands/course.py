@@ -5,14 +5,19 @@ notebook.
 """
 
 import sys
+from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nanokv.apps.cli.common import layout, terminal
-from nanokv.apps.cli.common.arguments import environment, integer, real
+from nanokv.apps.cli.common.arguments import Parser, environment, integer, real
 from nanokv.apps.cli.common.files import add_force, ask_to_replace
 from nanokv.apps.cli.common.options import OutputOptions, output_options
 from nanokv.errors import CourseError
+
+if TYPE_CHECKING:
+    from nanokv.school.course.running import Run
 
 ACTIONS = {
     "build": "write the student notebooks from notebooks/source",
@@ -70,7 +75,7 @@ def folder() -> Path:
     return Path("notebooks")
 
 
-def add_arguments(parser) -> None:
+def add_arguments(parser: Parser) -> None:
     """The action, its arguments, and the flags of all actions."""
     parser.intermixed = True
     parser.add_argument("action", choices=ACTIONS, metavar="ACTION", help=", ".join(ACTIONS))
@@ -102,7 +107,7 @@ def add_arguments(parser) -> None:
     )
 
 
-def command_options(args) -> CourseOptions:
+def command_options(args: Namespace) -> CourseOptions:
     """The options of the flags of add_arguments."""
     return CourseOptions(
         args.action,
@@ -119,7 +124,7 @@ def command_options(args) -> CourseOptions:
     )
 
 
-def run(args) -> int:
+def run(args: Namespace) -> int:
     """Run the function of the action."""
     return globals()[f"_{args.action}"](command_options(args)) or 0
 
@@ -148,7 +153,7 @@ def _run(given: CourseOptions) -> int:
     return 2 if failed else 0
 
 
-def problem_of(done) -> str:
+def problem_of(done: "Run") -> str:
     """The first problem of an executed notebook, or ""."""
     wrong = [id for id, states in done.states("check").items() if states[-1] != "right"]
     if done.error:

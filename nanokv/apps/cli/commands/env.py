@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import sys
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from nanokv import __version__
@@ -103,7 +104,7 @@ MAKE = ("PYTHON", "ARGS", "OUT", "JOBS", "TORCH")  # variables that the Makefile
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD")
 
 
-def add_arguments(parser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
     """--json, and the model flags, to see what they would select."""
     parser.add_argument(
         "--json", action="store_true", help="one JSON object: {section: {name: [value, origin]}}"
@@ -111,7 +112,7 @@ def add_arguments(parser) -> None:
     add_model_arguments(parser, CACHE)
 
 
-def run(args) -> int:
+def run(args: Namespace) -> int:
     """Print the sections, as tables or as JSON."""
     model = model_options(args)
     cache = cache_options(args)
@@ -270,7 +271,7 @@ def device_in_use(wanted: str) -> tuple[str, str]:
         import torch
     # A broken installation can raise any exception; this command has to report it.
     except Exception as error:
-        return "none", f"torch cannot be imported: {terminal.sanitize_line(error)}"
+        return "none", f"torch cannot be imported: {terminal.sanitize_line(str(error))}"
     if torch.cuda.is_available():
         device = "cuda" if wanted == "auto" else wanted
         if int(device.partition(":")[2] or 0) < torch.cuda.device_count():
@@ -303,7 +304,7 @@ def gpu_memory(device: str) -> tuple[str, str]:
     try:
         free, whole = torch.cuda.mem_get_info(device)
     except (RuntimeError, AssertionError) as error:  # no GPU, or a broken driver
-        return "unknown", terminal.sanitize_line(error)
+        return "unknown", terminal.sanitize_line(str(error))
     return terminal.bytes_text(free), f"of {terminal.bytes_text(whole)}"
 
 

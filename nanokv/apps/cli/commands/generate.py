@@ -5,7 +5,9 @@ model continues the text. Status and thoughts go to stderr.
 """
 
 import sys
+from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from nanokv.apps.cli.common import beams, options, speculation, terminal
 from nanokv.apps.cli.common.answer import AnswerWriter, thoughts
@@ -32,6 +34,9 @@ from nanokv.decoding import completion
 from nanokv.parallel.group import ALONE, Ranks
 from nanokv.support.clock import stamp
 from nanokv.text.thinking import opens_thinking
+
+if TYPE_CHECKING:
+    from nanokv.decoding.generation import Generation, TextStream
 
 EXAMPLES = (
     'nanokv generate "What is a KV cache?"',
@@ -60,7 +65,7 @@ class GenerateOptions:
     output: OutputOptions
 
 
-def add_arguments(parser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
     """Prompt sources, template, output; then the shared flags."""
     add_prompt_arguments(parser)
     parser.add_argument(
@@ -73,7 +78,7 @@ def add_arguments(parser) -> None:
     options.add_beam_arguments(parser)
 
 
-def command_options(args) -> GenerateOptions:
+def command_options(args: Namespace) -> GenerateOptions:
     """The options of the flags of add_arguments; NanoKVError for flags that exclude each other."""
     sampling = options.sampling_options(args, options.beam_options(args))
     prompt = prompt_options(args)
@@ -88,7 +93,7 @@ def command_options(args) -> GenerateOptions:
     )
 
 
-def run(args, ranks: Ranks = ALONE) -> int:
+def run(args: Namespace, ranks: Ranks = ALONE) -> int:
     """Load, then stream or search, and report."""
     given = command_options(args)
     prompt = read_prompt(given.prompt, given.output, EXAMPLES[0])
@@ -104,7 +109,7 @@ def run_stream(given: GenerateOptions, loaded: Loaded, ids: list[int]) -> int:
     """Stream the answer, or print its JSON at the end."""
     from nanokv.decoding.generation import TextStream
 
-    make_generation = speculation.generation_type(given.model.speed.speculate, loaded)
+    make_generation = speculation.generation_type(given.model.speculate, loaded)
     cache = loaded.make_cache()
     sampling = given.sampling
     params = sampling.resolve(loaded.model.generation_config)
@@ -182,11 +187,14 @@ class JsonOutput:
         """Nothing."""
 
 
-def result(given: GenerateOptions, loaded: Loaded, generation, stream) -> dict:
+def result(
+    given: GenerateOptions, loaded: Loaded, generation: "Generation", stream: "TextStream"
+) -> dict:
     """The object that --json prints; the status line is made from it."""
     ids = generation.tokens
     clock = generation.timings
     reason = stream.finish_reason
+    assert reason is not None  # the stream has ended
     if reason == "length" and len(ids) < given.sampling.most:
         reason = "context"  # `room` allowed fewer than were asked for
     said = answer(given.prompt, loaded, generation.ids, stream.text)

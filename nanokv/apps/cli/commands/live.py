@@ -4,6 +4,7 @@ stdout carries the path of the page and nothing else.
 """
 
 import webbrowser
+from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,17 +30,17 @@ class LiveOptions:
     output: OutputOptions
 
 
-def add_arguments(parser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
     """The flags of a page."""
     add_page(parser, USUAL)
 
 
-def command_options(args) -> LiveOptions:
+def command_options(args: Namespace) -> LiveOptions:
     """The options of the flags of add_arguments."""
     return LiveOptions(args.out, args.open, options.output_options(args))
 
 
-def run(args) -> int:
+def run(args: Namespace) -> int:
     """Check, build, write."""
     given = command_options(args)
     check_place(given.out, USUAL)

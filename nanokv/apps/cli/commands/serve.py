@@ -8,9 +8,12 @@ This file is imported before arguments are parsed: no torch, no starlette.
 import argparse
 import logging
 import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nanokv.apps.cli.common import arguments, options, pool, terminal
 from nanokv.apps.cli.common.loading import Loaded, Plan, load_model
@@ -19,11 +22,21 @@ from nanokv.apps.cli.common.options import (
     ModelOptions,
     OutputOptions,
     SamplingOptions,
+    TemplateOptions,
 )
 from nanokv.apps.cli.common.pool import PoolOptions
 from nanokv.errors import NanoKVError
 from nanokv.parallel.group import ALONE, Ranks
 from nanokv.support import installing
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from nanokv.apps.serve.api.prompts import Served
+    from nanokv.apps.serve.http.server import Server
+    from nanokv.apps.serve.run.prefill import Elsewhere, Here
+    from nanokv.engine import Engine
+    from nanokv.model import Transformer
 
 EXAMPLES = (
     "nanokv serve",
@@ -54,13 +67,14 @@ class ServeOptions:
     prefill_worker: bool
     grace: float
     pool: PoolOptions
+    template: TemplateOptions
     model: ModelOptions
     cache: CacheOptions
     sampling: SamplingOptions
     output: OutputOptions
 
 
-def add_arguments(parser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
     """Address, keys, limits; then the shared flags, which are the defaults of a request."""
     _add_address(parser)
     _add_limits(parser)
@@ -69,7 +83,7 @@ def add_arguments(parser) -> None:
     pool.add_arguments(parser, steps)
 
 
-def _add_address(parser) -> None:
+def _add_address(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--host", metavar="NAME", default="127.0.0.1", help="listen here (default: 127.0.0.1)"
     )
@@ -105,7 +119,7 @@ def _add_address(parser) -> None:
     )
 
 
-def _add_limits(parser) -> None:
+def _add_limits(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--pages", metavar="N", type=arguments.integer(1), help="pages in the pool of the cache"
     )
@@ -145,10 +159,10 @@ def key(text: str) -> str:
     return text
 
 
-def command_options(args) -> ServeOptions:
+def command_options(args: Namespace) -> ServeOptions:
     """The options of the flags of add_arguments; NanoKVError if they contradict each other."""
     cache = with_pages(pool.sized(options.cache_options(args), "serve"), args.pages)
-    model = options.model_options(args, options.speed_options(args), options.template_options(args))
+    template = options.template_options(args)
     keys = tuple(args.api_key) or environment_keys()
     return ServeOptions(
         args.host,
@@ -161,14 +175,15 @@ def command_options(args) -> ServeOptions:
         args.prefill_worker,
         args.grace,
         pool.pool_options(args, pool.SHORT_STEPS),
-        model,
+        template,
+        options.model_options(args, options.speed_options(args), template),
         cache,
         options.sampling_options(args),
         options.output_options(args),
     )
 
 
-def run(args, ranks: Ranks = ALONE) -> int:
+def run(args: Namespace, ranks: Ranks = ALONE) -> int:
     """Bind, load, serve until a signal; returns 130, or raises Terminated after SIGTERM."""
     check_installed()
     given = command_options(args)
@@ -223,7 +238,9 @@ def with_pages(cache: CacheOptions, pages: int | None) -> CacheOptions:
     return replace(cache, options=cache.options | {"pages": pages})
 
 
-def make_server(given: ServeOptions, loaded: Loaded, stop: "Stop", ready):
+def make_server(
+    given: ServeOptions, loaded: Loaded, stop: "Stop", ready: Callable[[], None]
+) -> "Server":
     """The Server, with its engine, its limits and the ASGI app."""
     from nanokv.apps.serve.http.app import make_app
     from nanokv.apps.serve.http.response import Limits
@@ -244,7 +261,7 @@ def make_server(given: ServeOptions, loaded: Loaded, stop: "Stop", ready):
     return Server(app, client, stop, stop.twice, given.grace, ready)
 
 
-def make_served(given: ServeOptions, loaded: Loaded):
+def make_served(given: ServeOptions, loaded: Loaded) -> "Served":
     """The engine and the settings, for the API. Warns if the pool holds less than a context."""
     from nanokv.apps.serve.api.prompts import Served
 
@@ -267,12 +284,12 @@ def make_served(given: ServeOptions, loaded: Loaded):
         given.sampling.resolve(loaded.model.generation_config),
         given.sampling.max_new_tokens,
         given.sampling.stop,
-        given.model.template.values(),
-        given.model.template.allow_special,
+        given.template.values(),
+        given.template.allow_special,
     )
 
 
-def record(model, running: int, given: ServeOptions) -> None:
+def record(model: "Transformer", running: int, given: ServeOptions) -> None:
     """On a GPU, record the decode steps of all batch sizes before the first request."""
     prepare = getattr(model, "prepare", None)
     if prepare is not None:
@@ -289,7 +306,9 @@ def model_names(given: ServeOptions, loaded: Loaded) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*names, *given.aliases]))
 
 
-def prefills(given: ServeOptions, loaded: Loaded, engine, context: int):
+def prefills(
+    given: ServeOptions, loaded: Loaded, engine: "Engine", context: int
+) -> "Here | Elsewhere":
     """Where prompts are prefilled: here, or in another process (--prefill-worker).
 
     That process has pages for AHEAD prompts of full context, the most that are in flight.
@@ -312,7 +331,7 @@ def prefills(given: ServeOptions, loaded: Loaded, engine, context: int):
     return elsewhere
 
 
-def load_again(given: ServeOptions):
+def load_again(given: ServeOptions) -> "tuple[Transformer, str]":
     """(model, fingerprint), loaded in the prefill process."""
     loaded = load_model(given.model, given.cache, given.output, announce=lambda plan: None)
     return loaded.model, loaded.fingerprints()[0]
@@ -357,7 +376,7 @@ class Stop(terminal.Interrupt):
         self.since = 0.0  # when the first signal came, monotonic seconds
         self.again = False
 
-    def _note(self, signum, frame) -> None:
+    def _note(self, signum: int, frame: "FrameType | None") -> None:
         now = time.monotonic()
         if not self.requested:
             self.since = now

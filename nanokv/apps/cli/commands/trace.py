@@ -5,8 +5,10 @@ with one of the bugs of nanokv.lab.faults, and opens at the first number that di
 """
 
 import webbrowser
+from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nanokv.apps.cli.common import arguments, options, terminal
 from nanokv.apps.cli.common.arguments import integer
@@ -24,6 +26,10 @@ from nanokv.apps.cli.common.prompt import (
 )
 from nanokv.config import Config
 from nanokv.errors import ContextError, NanoKVError
+
+if TYPE_CHECKING:
+    from nanokv.lab import trace
+    from nanokv.lab.faults.catalogue import Fault
 
 EXAMPLES = (
     'nanokv trace "What is a KV cache?" --open',
@@ -59,7 +65,7 @@ class TraceOptions:
     output: OutputOptions
 
 
-def add_arguments(parser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
     """The prompt flags of generate, the page, then the model flags."""
     add_prompt_arguments(parser)
     group = add_page(parser, USUAL)
@@ -77,7 +83,9 @@ def add_arguments(parser) -> None:
         help="keep cache and attention of these layers only (default: all)",
     )
     group.add_argument(
-        "--fault", metavar="NAME", help="record the run again, with this bug: right minus wrong"
+        "--fault",
+        metavar="NAME",
+        help="record the run again, with this bug: right minus wrong",
     )
     group.add_argument(
         "--repeat",
@@ -94,7 +102,7 @@ def add_arguments(parser) -> None:
     options.add_model_arguments(parser)
 
 
-def command_options(args) -> TraceOptions:
+def command_options(args: Namespace) -> TraceOptions:
     """The options of the flags of add_arguments."""
     prompt = prompt_options(args)
     model = options.model_options(args, template=prompt.template)
@@ -112,7 +120,7 @@ def command_options(args) -> TraceOptions:
     )
 
 
-def run(args) -> int:
+def run(args: Namespace) -> int:
     """Check, record, time, write."""
     given = command_options(args)
     check_place(given.out, USUAL)
@@ -136,7 +144,12 @@ def run(args) -> int:
 
 
 def make_page(
-    given: TraceOptions, loaded: Loaded, prompt: str, ids: list[int], layers: list[int], fault
+    given: TraceOptions,
+    loaded: Loaded,
+    prompt: str,
+    ids: list[int],
+    layers: list[int],
+    fault: "Fault | None",
 ) -> str:
     """Record the run, record it with the fault, time the steps, build the page."""
     from nanokv.lab import trace
@@ -177,7 +190,7 @@ def roles(options: PromptOptions, loaded: Loaded, prompt: str, ids: list[int]) -
 # --- faults ---------------------------------------------------------------------------------------
 
 
-def find_fault(name: str | None):
+def find_fault(name: str | None) -> "Fault | None":
     """The fault of this name; NanoKVError if a run of one prompt cannot show it."""
     if name is None:
         return None
@@ -198,7 +211,9 @@ def find_fault(name: str | None):
     return FAULTS[name]
 
 
-def record_fault(loaded: Loaded, ids: list[int], new: int, layers: list[int], fault):
+def record_fault(
+    loaded: Loaded, ids: list[int], new: int, layers: list[int], fault: "Fault"
+) -> "trace.Fault":
     """Record the same run with the fault, after another request if the fault needs one."""
     from nanokv.decoding.generation import generate
     from nanokv.lab import faults, trace

@@ -5,9 +5,11 @@ progress bar and plot are in ../train/log.py, the evaluation's table is in ../tr
 """
 
 import json
+from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
 
 from nanokv.apps.cli.common import terminal
 from nanokv.apps.cli.common.arguments import integer, real
@@ -16,6 +18,10 @@ from nanokv.apps.cli.common.options import OutputOptions, output_options
 from nanokv.apps.cli.train.report import EvaluationOptions, evaluate, write_card
 from nanokv.errors import NanoKVError
 from nanokv.support.neighbours import watch
+
+if TYPE_CHECKING:
+    from nanokv.apps.cli.train.log import Progress
+    from nanokv.school.training.trainer import Recipe, Trainer
 
 EXAMPLES = (
     "nanokv train --out runs/tiny",
@@ -56,7 +62,7 @@ class TrainOptions:
         return {name: value for name, value in fields.items() if value is not None}
 
 
-def add_arguments(parser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
     """--out starts or continues a run; --evaluate without --out measures --model."""
     _add_run(parser)
     _add_evaluation(parser)
@@ -69,7 +75,7 @@ def add_arguments(parser) -> None:
     )
 
 
-def _add_run(parser) -> None:
+def _add_run(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--out",
         metavar="DIR",
@@ -100,7 +106,7 @@ def _add_run(parser) -> None:
     )
 
 
-def _add_evaluation(parser) -> None:
+def _add_evaluation(parser: ArgumentParser) -> None:
     evaluation = parser.add_mutually_exclusive_group()
     evaluation.add_argument(
         "--evaluate",
@@ -131,7 +137,7 @@ def _add_evaluation(parser) -> None:
     )
 
 
-def command_options(args) -> TrainOptions:
+def command_options(args: Namespace) -> TrainOptions:
     """The options of the flags of add_arguments."""
     return TrainOptions(
         args.steps,
@@ -147,7 +153,7 @@ def command_options(args) -> TrainOptions:
     )
 
 
-def run(args) -> int:
+def run(args: Namespace) -> int:
     """Train and evaluate: 0, or 130 if stopped. --evaluate: 1 if the model misses a target."""
     if not args.out and not args.evaluate:
         raise NanoKVError(
@@ -228,7 +234,7 @@ def check_folder(out: Path, given: TrainOptions) -> None:
 # --- training -------------------------------------------------------------------------------------
 
 
-def make_trainer(given: TrainOptions, out: Path):
+def make_trainer(given: TrainOptions, out: Path) -> "Trainer":
     """A Trainer at step 0; with --resume, at the newest checkpoint and with its stored recipe."""
     from nanokv.school.training import trainer as training
 
@@ -264,7 +270,7 @@ def choose_device(wanted: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def refuse_another_recipe(given: TrainOptions, newest: Path, recipe) -> None:
+def refuse_another_recipe(given: TrainOptions, newest: Path, recipe: "Recipe") -> None:
     """NanoKVError if a flag contradicts the stored recipe of a resumed run."""
     if given.minutes:
         raise NanoKVError(
@@ -280,7 +286,7 @@ def refuse_another_recipe(given: TrainOptions, newest: Path, recipe) -> None:
             )
 
 
-def train(given: TrainOptions, out: Path):
+def train(given: TrainOptions, out: Path) -> "Recipe | None":
     """Train to the last step and return the recipe; None if Ctrl-C stopped it, after saving."""
     from nanokv.apps.cli.train.log import Progress, plot
     from nanokv.school.training import run_folder
@@ -317,7 +323,9 @@ def train(given: TrainOptions, out: Path):
     return recipe
 
 
-def take_step(trainer, every: int, out: Path, metrics, progress) -> None:
+def take_step(
+    trainer: "Trainer", every: int, out: Path, metrics: TextIO, progress: "Progress"
+) -> None:
     """One step and its line of metrics.
 
     Every `every` steps, and at the last one, also a validation loss and a checkpoint.

@@ -7,6 +7,8 @@ nanokv/lab/verify.
 """
 
 import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from nanokv.apps.cli.common.loading import Plan
     from nanokv.lab.study.debug import Step
     from nanokv.lab.verify import Report
+    from nanokv.lab.verify.checks import Check
 
 EXAMPLES = (
     "nanokv verify tiny",
@@ -42,7 +45,7 @@ CONTEXT = 512
 DIFFERS = "← differs"
 
 
-def add_arguments(parser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
     """The model, the reference, the form of the report."""
     parser.add_argument(
         "source", metavar="MODEL", nargs="?", help="tiny (bundled), a folder, or a name on the hub"
@@ -70,7 +73,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--offline", action="store_true", help="never ask the network")
 
 
-def run(args) -> int:
+def run(args: Namespace) -> int:
     """Verify and print the report: 0 if all checks that ran are within tolerance, else 1."""
     from nanokv.apps.cli.common.loading import check_address_space, check_memory, plan_model
     from nanokv.costs.free_memory import available_memory
@@ -130,11 +133,11 @@ def measure(
 # --- the report -----------------------------------------------------------------------------------
 
 
-def as_json(report) -> str:
+def as_json(report: "Report") -> str:
     """The report as one JSON object. Figures that are not finite become null; see `note`."""
     from nanokv.apps.cli.common.text import to_json
 
-    def row(step):
+    def row(step: "Step | None") -> dict | None:
         if step is None:
             return None
         return asdict(step) | {"ok": step.ok}
@@ -154,7 +157,7 @@ def as_json(report) -> str:
     return to_json(found) + "\n"
 
 
-def as_text(report, style, width: int | None = None) -> str:
+def as_text(report: "Report", style: terminal.Style, width: int | None = None) -> str:
     """Checks, a table by layer, the operations of the first layer that differs, the verdict.
 
     Text that comes from files is sanitized.
@@ -174,7 +177,7 @@ def as_text(report, style, width: int | None = None) -> str:
     return "".join(line + "\n" for line in lines)
 
 
-def check_row(check, style) -> tuple[str, str]:
+def check_row(check: "Check", style: terminal.Style) -> tuple[str, str]:
     """The row of a check: `ok       logits` and `2.1e-06 of 1.0e-05 · detail`."""
     paint = {"ok": style.green, "differs": style.red, "skipped": style.yellow}[check.status]
     details = []
@@ -185,7 +188,7 @@ def check_row(check, style) -> tuple[str, str]:
     return f"{paint(check.status.ljust(8))} {check.name}", style.dim(" · ".join(details))
 
 
-def worst_of_layers(steps) -> list:
+def worst_of_layers(steps: "Iterable[Step]") -> list:
     """[(`layer 3` or operation, its worst Step)] in the order of the forward pass."""
     from nanokv.lab.verify.checks import excess
 
@@ -198,7 +201,9 @@ def worst_of_layers(steps) -> list:
     return [(name, max(group, key=excess)) for name, group in groups.items()]
 
 
-def table(title: str, rows, style, width: int | None) -> list[str]:
+def table(
+    title: str, rows: "list[tuple[str, Step]]", style: terminal.Style, width: int | None
+) -> list[str]:
     """Differences with their tolerances, one row per layer or operation."""
     cells = []
     for name, step in rows:
@@ -221,7 +226,7 @@ def table(title: str, rows, style, width: int | None) -> list[str]:
     return [style.red(line) if DIFFERS in line else line for line in lines]
 
 
-def verdict_lines(report, style) -> list[str]:
+def verdict_lines(report: "Report", style: terminal.Style) -> list[str]:
     """The last lines: config fields that differ, the verdict, the first operation that differs."""
     lines = []
     for name, (x, y) in report.hints.items():

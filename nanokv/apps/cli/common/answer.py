@@ -8,6 +8,7 @@ no thoughts.
 
 import sys
 import time
+from collections.abc import Callable, Iterable
 
 from nanokv.apps.cli.common.terminal import Sanitizer, Style, seconds_text, write_err, write_out
 from nanokv.apps.cli.common.wrapping import write_words
@@ -27,7 +28,7 @@ class AnswerWriter:
     `thinking` is show, fold or off. `style` is the Style of stderr; it dims the thoughts.
     """
 
-    def __init__(self, thinking: str, style: Style, show=None):
+    def __init__(self, thinking: str, style: Style, show: Callable[[str], None] | None = None):
         self.thinking = thinking
         self.style = style
         self.show = show or write_words(sys.stdout, write_out)
@@ -66,7 +67,7 @@ class AnswerWriter:
             self._end_thought()
         self._show(self.clean.flush())
 
-    def _write(self, pieces) -> None:
+    def _write(self, pieces: Iterable[tuple[str, str]]) -> None:
         for kind, text in pieces:
             if (self.kind, kind) == ("think", "answer"):
                 self._end_thought()

@@ -9,6 +9,8 @@ import itertools
 import os
 import re
 import sys
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn, TypeVar
 
 from nanokv.apps.cli.common import layout
 from nanokv.apps.cli.common.terminal import write_out
@@ -96,7 +98,7 @@ class Parser(argparse.ArgumentParser):
     # parse_known_intermixed_args for that.
     intermixed = False
 
-    def __init__(self, **options):
+    def __init__(self, **options: Any):
         if sys.version_info >= (3, 14):  # it colours the help by default, and ignores our --color
             options["color"] = False
         super().__init__(allow_abbrev=False, add_help=False, **options)
@@ -110,10 +112,10 @@ class Parser(argparse.ArgumentParser):
         self.usage = layout.paragraph(self.shape, help_width() - indent, rest=" " * indent)
         return f"{examples_text(self.examples)}{super().format_help()}\n{exit_codes_text()}\n"
 
-    def _print_message(self, message: str, file=None):
+    def _print_message(self, message: str, file: Any = None) -> None:
         write_out(message)  # argparse's method ignores a full disk
 
-    def error(self, message: str):
+    def error(self, message: str) -> NoReturn:
         found = re.fullmatch(r"argument (?P<flag>[^:]+): (?P<rest>.*)", message, re.DOTALL)
         if found:
             message = f"{found['flag']}: {found['rest']}"
@@ -203,7 +205,7 @@ def help_width() -> int:
     return min(100, layout.columns(sys.stdout))
 
 
-def examples_text(lines) -> str:
+def examples_text(lines: Iterable[str]) -> str:
     """The block of examples at the beginning of every help, or ""."""
     if not lines:
         return ""
@@ -216,12 +218,13 @@ def exit_codes_text() -> str:
     return "exit codes:\n" + layout.joined(EXIT_CODES, help_width(), "  ")
 
 
-def _shape(action) -> str:
-    name = action.metavar or action.dest
-    return {"?": f"[{name}]", "*": f"[{name} ...]", "+": f"{name} ..."}.get(action.nargs, name)
+def _shape(action: argparse.Action) -> str:
+    name = str(action.metavar or action.dest)
+    shapes: dict[object, str] = {"?": f"[{name}]", "*": f"[{name} ...]", "+": f"{name} ..."}
+    return shapes.get(action.nargs, name)
 
 
-def nearest_flag(word: str, flags) -> str | None:
+def nearest_flag(word: str, flags: Iterable[str]) -> str | None:
     """The flag that was probably meant, or None.
 
     Names are compared without dashes, which would make any two short flags similar.
@@ -229,11 +232,12 @@ def nearest_flag(word: str, flags) -> str | None:
     names = {flag.lstrip("-"): flag for flag in flags}
     typed = word.lstrip("-").replace("_", "-")
     name = typed.lower()
-    meant = SYNONYMS.get(typed) or SYNONYMS.get(name)  # -V is not -v
-    return names.get(meant) or names.get(nearest(name, names))
+    meant = SYNONYMS.get(typed) or SYNONYMS.get(name) or ""  # -V is not -v
+    close = nearest(name, names) or ""
+    return names.get(meant) or names.get(close)
 
 
-def nearest(word: str, names) -> str | None:
+def nearest(word: str, names: Iterable[str]) -> str | None:
     """The only name that begins with `word`, else the most similar one; None if there is none."""
     import difflib
 
@@ -253,21 +257,25 @@ def environment(name: str) -> str | None:
 
 # --- checked values -------------------------------------------------------------------------------
 
+Number = TypeVar("Number", bound=float)
 
-def integer(low: int, high: int | None = None):
+
+def integer(low: int, high: int | None = None) -> Callable[[str], int]:
     """An argparse type: a whole number from low to high."""
     return _number(int, "a whole number", low, high, above=False)
 
 
-def real(low: float, high: float | None = None, above: bool = False):
+def real(low: float, high: float | None = None, above: bool = False) -> Callable[[str], float]:
     """An argparse type: a finite number from low to high (above: strictly more than low)."""
     return _number(float, "a number", low, high, above)
 
 
-def _number(kind, noun: str, low, high, above: bool):
+def _number(
+    kind: Callable[[str], Number], noun: str, low: float, high: float | None, above: bool
+) -> Callable[[str], Number]:
     span = _span(noun, low, high, above)
 
-    def convert(text: str):
+    def convert(text: str) -> Number:
         try:
             value = kind(text)
         except ValueError:
@@ -281,7 +289,7 @@ def _number(kind, noun: str, low, high, above: bool):
     return convert
 
 
-def _span(noun: str, low, high, above: bool) -> str:
+def _span(noun: str, low: float, high: float | None, above: bool) -> str:
     """`a number above 0`, `a whole number of at least 1`, `a whole number from 1 to 4,096`."""
     if high is not None:
         first = "above" if above else "from"
@@ -302,11 +310,11 @@ SETTINGS = (
 )
 
 
-def setting(name: str):
+def setting(name: str) -> Callable[[str], float | None]:
     """An argparse type: the value of one of SETTINGS, in the library's range. Seed -1 is None."""
     wanted = RANGES[name]
 
-    def convert(text: str):
+    def convert(text: str) -> float | None:
         try:
             value = wanted.kind(text)
         except ValueError:
@@ -320,7 +328,7 @@ def setting(name: str):
     return convert
 
 
-def parse_setting(name: str, text: str):
+def parse_setting(name: str, text: str) -> float | None:
     """The value of a setting that was typed as text (`/set top_p 0.9`).
 
     Raises NanoKVError with the range, or with the nearest name.

@@ -6,14 +6,25 @@ does not apply. In a chat, the answer is the best beam and appears as a whole.
 """
 
 import time
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanokv.apps.cli.common import loading, terminal
+from nanokv.apps.cli.common.loading import Loaded
 from nanokv.apps.cli.common.options import BeamOptions, SamplingOptions
 from nanokv.apps.cli.common.prompt import PromptOptions, answer, room
 from nanokv.decoding import completion
 from nanokv.errors import NanoKVError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from nanokv.apps.cli.common.loading import MakeGeneration
+    from nanokv.cache.base import KVCache
+    from nanokv.decoding.beam import Beam, BeamGeneration
+    from nanokv.decoding.draw import SamplingParams
+    from nanokv.model import Transformer
 
 
 class Found(NamedTuple):
@@ -25,9 +36,14 @@ class Found(NamedTuple):
 
 
 def search(
-    sampling: SamplingOptions, prompt: PromptOptions, loaded, ids: list[int], should_stop
+    sampling: SamplingOptions,
+    prompt: PromptOptions,
+    loaded: Loaded,
+    ids: list[int],
+    should_stop: Callable[[], bool],
 ) -> Found:
     """Run the search. If interrupted before the first token, the result is one empty answer."""
+    assert sampling.beams is not None  # this is called only with --beams
     most = room(sampling.most, loaded, ids)
     check_memory(sampling.beams, loaded, len(ids) + most)
     from nanokv.decoding.beam import Beam, BeamGeneration
@@ -56,7 +72,9 @@ def search(
     return Found(found, ends[0][0], generation.finish_reason == "interrupted")
 
 
-def text_and_reason(wanted: int, loaded, generation, beam) -> tuple[str, str]:
+def text_and_reason(
+    wanted: int, loaded: Loaded, generation: "BeamGeneration", beam: "Beam"
+) -> tuple[str, str]:
     """The text of a beam without its eos token, and the reason why it ended.
 
     The eos token is cut by id, because its text may be an ordinary word.
@@ -89,11 +107,18 @@ def status(found: Found) -> str:
     return "  " + " · ".join(parts)
 
 
-def generation_type(options: BeamOptions, loaded):
+def generation_type(options: BeamOptions, loaded: Loaded) -> "MakeGeneration":
     """The callable that makes the Generation of one answer in a chat; it checks memory first."""
     from nanokv.decoding.beam import BeamGeneration
 
-    def make(model, ids, cache, params, max_new_tokens, **more):
+    def make(
+        model: "Transformer",
+        ids: "Tensor",
+        cache: "KVCache",
+        params: "SamplingParams",
+        max_new_tokens: int,
+        **more: Any,
+    ) -> "BeamGeneration":
         check_memory(options, loaded, cache.length + ids.numel() + max_new_tokens)
         return BeamGeneration(
             model, ids, cache, params, max_new_tokens, **keywords(options), **more
@@ -107,7 +132,7 @@ def keywords(options: BeamOptions) -> dict:
     return {"beams": options.count, "length_penalty": options.length_penalty}
 
 
-def check_memory(options: BeamOptions, loaded, tokens: int) -> None:
+def check_memory(options: BeamOptions, loaded: Loaded, tokens: int) -> None:
     """NanoKVError if the beams' caches do not fit beside the weights, which are already loaded.
 
     A page pool of a given size was counted together with the weights.

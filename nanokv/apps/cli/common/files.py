@@ -6,9 +6,13 @@ Standard library only.
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nanokv.apps.cli.common.terminal import is_tty, sanitize_line, write_err, writing
 from nanokv.errors import NanoKVError
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, _ActionsContainer, _ArgumentGroup
 
 
 def confirm(question: str) -> bool:
@@ -23,14 +27,14 @@ def confirm(question: str) -> bool:
     return answer.strip().lower() in ("y", "yes")
 
 
-def add_force(parser) -> None:
+def add_force(parser: "_ActionsContainer") -> None:
     """--force: answer the question with yes."""
     parser.add_argument(
         "--force", action="store_true", help="replace what is there; without it a terminal is asked"
     )
 
 
-def add_page(parser, usual: str):
+def add_page(parser: "ArgumentParser", usual: str) -> "_ArgumentGroup":
     """--out, --force and --open, as a group, which is returned. `usual`: the default file name."""
     group = parser.add_argument_group("page")
     group.add_argument(
@@ -46,7 +50,7 @@ def add_page(parser, usual: str):
     return group
 
 
-def ask_to_replace(force: bool, *paths) -> None:
+def ask_to_replace(force: bool, *paths: str | Path) -> None:
     """Replace a file only with --force, or after y on a terminal; otherwise NanoKVError.
 
     Call it before any work is done. Only regular files count, and links to them: writing to a
@@ -106,7 +110,7 @@ def replace(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def user_path(name) -> Path:
+def user_path(name: str | Path) -> Path:
     """The path, with `~` and `~user` expanded; NanoKVError for a name that no file can have."""
     shown = sanitize_line(str(name)[:200])
     if "\0" in str(name):

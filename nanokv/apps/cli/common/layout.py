@@ -8,11 +8,17 @@ Standard library only: help is printed before any import.
 import os
 import re
 import unicodedata
+from collections.abc import Iterable, Sequence
+from typing import TextIO, overload
 
 NARROWEST = 20  # columns; a narrower terminal is treated as one of this width
 
 
-def columns(stream, otherwise: int | None = 80) -> int | None:
+@overload
+def columns(stream: TextIO, otherwise: int = 80) -> int: ...
+@overload
+def columns(stream: TextIO, otherwise: None) -> int | None: ...
+def columns(stream: TextIO, otherwise: int | None = 80) -> int | None:
     """Width of a stream: $COLUMNS, else the terminal's, else `otherwise` (for a pipe or a file)."""
     given = os.environ.get("COLUMNS", "")
     if given.isdecimal() and int(given) > 0:
@@ -63,9 +69,9 @@ def wrapped(text: str, width: int | None, rest: str = "") -> str:
     return "\n".join(paragraph(line, width, rest=rest) for line in text.split("\n"))
 
 
-def joined(parts, width: int | None, indent: str = "", between: str = " · ") -> str:
+def joined(parts: Iterable[str], width: int | None, indent: str = "", between: str = " · ") -> str:
     """Parts joined by ` · `. A line that is full ends after a part; the separator is left out."""
-    lines = []
+    lines: list[str] = []
     for part in parts:
         if lines:
             longer = f"{lines[-1]}{between}{part}"
@@ -91,7 +97,10 @@ def shell(line: str, width: int | None, indent: str = "  ") -> str:
 
 
 def definitions(
-    rows, width: int | None, indent: str = "  ", column: int | None = None
+    rows: Iterable[tuple[str, str]],
+    width: int | None,
+    indent: str = "  ",
+    column: int | None = None,
 ) -> list[str]:
     """(name, text) rows: the texts in a column beside the names, or below them if too narrow.
 
@@ -112,22 +121,24 @@ def definitions(
     return lines
 
 
-def table(head, rows, width: int | None, left: tuple = (0,)) -> list[str]:
+def table(
+    head: Iterable[str], rows: Iterable[Iterable[object]], width: int | None, left: tuple = (0,)
+) -> list[str]:
     """The lines of a table. The columns in `left` are aligned left, the others right.
 
     If it is wider than the terminal, headers break into two lines, then columns move closer. If it
     is still too wide: the first header, then for each row its first cell and `header value` pairs.
     """
     head = list(head)
-    rows = [[str(cell) for cell in row] for row in rows]
+    texts = [[str(cell) for cell in row] for row in rows]
     upper, lower = zip(*map(_halves, head), strict=True)
     broken = [upper, lower] if any(upper) else [lower]
     for heads, gap in (([head], 2), (broken, 2), (broken, 1)):
-        lines = [*heads, *rows]
+        lines = [*heads, *texts]
         widths = [max(map(cells, column)) for column in zip(*lines, strict=True)]
         if width is None or sum(widths) + gap * (len(widths) - 1) <= width:
             return [_line(line, widths, gap, left) for line in lines]
-    return _records(head, rows, width)
+    return _records(head, texts, width)
 
 
 def _halves(text: str) -> tuple[str, str]:
@@ -137,7 +148,7 @@ def _halves(text: str) -> tuple[str, str]:
     return min(breaks, key=lambda pair: max(map(cells, pair)), default=("", text))
 
 
-def _line(row, widths, gap: int, left: tuple) -> str:
+def _line(row: Sequence[str], widths: Sequence[int], gap: int, left: tuple) -> str:
     parts = []
     for i, (cell, width) in enumerate(zip(row, widths, strict=True)):
         blank = " " * (width - cells(cell))

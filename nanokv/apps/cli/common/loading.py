@@ -9,11 +9,12 @@ import logging
 import os
 import re
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanokv import __version__
 from nanokv.apps.cli.common import speculation, speed
@@ -39,6 +40,20 @@ from nanokv.text import render_process
 from nanokv.text.chat_templates import names, read_template
 from weights_loader import default_dtype
 from weights_loader.strict import quote, read_object
+
+if TYPE_CHECKING:
+    import torch
+
+    from nanokv.cache.base import KVCache
+    from nanokv.decoding.generation import Generation
+    from nanokv.engine import Engine
+    from nanokv.loading import Read
+    from nanokv.model import Transformer
+    from nanokv.text.tokenizer import Tokenizer
+    from weights_loader.prefetch import Prefetch
+
+    MakeGeneration = Callable[..., Generation]
+    Made = TypeVar("Made", bound=Generation)
 
 PAGE = 16  # tokens per page if --cache gives no page size
 # Bytes of weights per thread and step. With fewer, a thread waits about as long as it works.
@@ -90,18 +105,18 @@ class Plan:
 class Loaded(Plan):
     """A plan with the loaded model and tokenizer."""
 
-    model: Any
-    tokenizer: Any
-    dtype: Any  # torch.dtype
+    model: "Transformer"
+    tokenizer: Any  # a Tokenizer; None for random weights, whose commands use none
+    dtype: "torch.dtype"
     load_s: float
     # The plain model, its weights views of the fused ones; None if `model` is plain or quantized.
-    plain: Any = None
+    plain: "Transformer | None" = None
 
-    def make_cache(self):
+    def make_cache(self) -> "KVCache":
         """An empty cache of the kind of --cache, with room for the whole context."""
         return _make_cache(self, self.dtype)
 
-    def make_engine(self, pages: int, page: int, step_tokens: int | None, running: int):
+    def make_engine(self, pages: int, page: int, step_tokens: int | None, running: int) -> "Engine":
         """An Engine for this model."""
         if self.ranks.size > 1:
             from nanokv.ranks.engine import LeadingEngine
@@ -111,7 +126,7 @@ class Loaded(Plan):
 
         return Engine(self.model, pages, page, step_tokens, running)
 
-    def leading(self, make, how: str = "iterate"):
+    def leading(self, make: "Callable[..., Made]", how: str = "iterate") -> "Callable[..., Made]":
         """`make`, which makes Generations; on rank 0 of several, wrapped to lead the other ranks.
 
         `how` the Generations are used: see Leading.
@@ -120,7 +135,7 @@ class Loaded(Plan):
             return make
         from nanokv.ranks.generation import Leading
 
-        return Leading(self.ranks, make, how)
+        return Leading(self.ranks, make, how)  # type: ignore[return-value]  # it returns make's
 
     def fingerprints(self) -> list[str]:
         """Fingerprints of these weights; the first is written, all are recognized.
@@ -138,14 +153,20 @@ def load_model(
     cache: CacheOptions,
     output: OutputOptions,
     ranks: Ranks = ALONE,
-    announce=None,
+    announce: Callable[[Plan], object] | None = None,
 ) -> Loaded:
     """Load the model. `announce(plan)` is called before torch is imported, where possible."""
     with loading():
         return _load_model(model, cache, output, ranks, announce)
 
 
-def _load_model(model, cache, output, ranks, announce) -> Loaded:
+def _load_model(
+    model: ModelOptions,
+    cache: CacheOptions,
+    output: OutputOptions,
+    ranks: Ranks,
+    announce: Callable[[Plan], object] | None,
+) -> Loaded:
     start = time.perf_counter()
     speed.check(model.speed, ranks.size)
     ranks.hear()  # the other ranks wait here until rank 0 has a prompt
@@ -178,7 +199,13 @@ def _load_model(model, cache, output, ranks, announce) -> Loaded:
     return carried_out(plan, plain, made, tokenizer, dtype, time.perf_counter() - start)
 
 
-def _read(plan: Plan, model: ModelOptions, dtype, prefetched, ranks: Ranks):
+def _read(
+    plan: Plan,
+    model: ModelOptions,
+    dtype: "torch.dtype",
+    prefetched: "Prefetch | None",
+    ranks: Ranks,
+) -> "tuple[Transformer, Tokenizer]":
     """(model, tokenizer) of the plan's folder; with several ranks, only this rank's part."""
     from nanokv.loading import load_folder
 
@@ -198,7 +225,14 @@ def _read(plan: Plan, model: ModelOptions, dtype, prefetched, ranks: Ranks):
     return found
 
 
-def carried_out(plan: Plan, plain, made, tokenizer, dtype, seconds: float) -> Loaded:
+def carried_out(
+    plan: Plan,
+    plain: "Transformer",
+    made: "Transformer",
+    tokenizer: "Tokenizer",
+    dtype: "torch.dtype",
+    seconds: float,
+) -> Loaded:
     """The Loaded of a plan: `plain` is the model as read, `made` the one that speed.py returned."""
     code = plan.code
     if made is plain and code.fast:  # a draft model is then plain as well
@@ -211,7 +245,7 @@ def carried_out(plan: Plan, plain, made, tokenizer, dtype, seconds: float) -> Lo
     )
 
 
-def choose_template(template: TemplateOptions | None, tokenizer) -> None:
+def choose_template(template: TemplateOptions | None, tokenizer: "Tokenizer") -> None:
     """Apply --chat-template, which replaces the checkpoint's template."""
     if template is None or template.choice is None:
         return
@@ -236,7 +270,7 @@ def compare(plan: Plan) -> None:
         )
 
 
-def read_of(ranks):
+def read_of(ranks: Ranks) -> "Read | None":
     """The reader of one rank's part of the weights; None: read all of them."""
     if ranks.size == 1:
         return None
@@ -245,13 +279,20 @@ def read_of(ranks):
     return reader(ranks)
 
 
-def decide(plan: Plan, wanted: SpeedOptions | None, output: OutputOptions, announce) -> Plan:
+def decide(
+    plan: Plan,
+    wanted: SpeedOptions | None,
+    output: OutputOptions,
+    announce: Callable[[Plan], object] | None,
+) -> Plan:
     """The plan with its `code` chosen. Prints the banner, or a notice if a build begins.
 
     Raises NanoKVError if the model and its cache do not fit into memory.
     """
     available = available_memory(plan.device)
-    drafting = speculation.memory(wanted and wanted.speculate, plan)
+    drafting = 0
+    if wanted is not None:
+        drafting = speculation.memory(wanted.speculate, plan)
     taken = weight_bytes(plan.config, ITEMSIZE[plan.dtype_name]) + cache_memory(plan) + drafting
 
     def fits(more: int) -> bool:
@@ -316,7 +357,7 @@ class Notices(logging.Handler):
 
 
 @contextmanager
-def loader_notices(output: OutputOptions):
+def loader_notices(output: OutputOptions) -> Iterator[None]:
     """A context in which log records of weights_loader, such as a download, become notices."""
     logger = logging.getLogger("weights_loader")
     handler = Notices(output)
@@ -443,7 +484,7 @@ def find_device(wanted: str) -> str:
     return wanted
 
 
-def _make_cache(plan: Plan, dtype):
+def _make_cache(plan: Plan, dtype: "torch.dtype") -> "KVCache":
     from nanokv.cache import make_cache
 
     return make_cache(
@@ -530,15 +571,16 @@ def memory_hint(plan: Plan, available: int) -> str:
             continue
         other = replace(plan, dtype_name=dtype)
         room = available - weight_bytes(plan.config, ITEMSIZE[dtype])
-        flags = []
-        if dtype != plan.dtype_name:
-            flags.append(f"--dtype {dtype}")
         if plan.cache_options.get("pages"):
-            flags.append(smaller_pool(other, room))
+            size = smaller_pool(other, room)
         else:
-            flags.append(smaller_context(other, room))
-        if None not in flags:
-            fits.append(" ".join(filter(None, flags)))
+            size = smaller_context(other, room)
+        if size is None:
+            continue
+        flags = [size]
+        if dtype != plan.dtype_name:
+            flags.insert(0, f"--dtype {dtype}")
+        fits.append(" ".join(filter(None, flags)))
     return " or ".join(dict.fromkeys(fits))
 
 

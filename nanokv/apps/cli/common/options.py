@@ -7,7 +7,9 @@ apply. Order: flag > environment > checkpoint > built-in.
 
 import argparse
 import os
+from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from nanokv.apps.cli.common.arguments import (
     SETTINGS,
@@ -20,6 +22,12 @@ from nanokv.apps.cli.common.arguments import (
 )
 from nanokv.decoding.ranges import RANGES
 from nanokv.errors import NanoKVError
+
+if TYPE_CHECKING:
+    from argparse import _ActionsContainer, _ArgumentGroup
+
+    from nanokv.config import GenerationConfig
+    from nanokv.decoding.draw import SamplingParams
 
 DEFAULT_NEW_TOKENS = 1024
 CACHE = "growing"  # equal to the dict cache, which copies all keys and values at every step
@@ -41,7 +49,7 @@ class SpeedOptions:
     speculate: tuple[str, int | str] | None = None  # (kind, value)
 
 
-def add_speed_arguments(parser) -> None:
+def add_speed_arguments(parser: ArgumentParser) -> None:
     """--fast, --plain and --quantize."""
     about = (
         "Default: native kernels, as soon as they are built in the background; on a GPU a decode "
@@ -62,7 +70,7 @@ def add_speed_arguments(parser) -> None:
     )
 
 
-def speed_options(args) -> SpeedOptions:
+def speed_options(args: Namespace) -> SpeedOptions:
     """The options of the flags of add_speed_arguments."""
     return SpeedOptions(args.fast, args.plain, args.quantize)
 
@@ -70,7 +78,7 @@ def speed_options(args) -> SpeedOptions:
 GUESSES = {"ngram": "ngram[:N]", "early-exit": "early-exit:K", "draft": "draft:MODEL"}
 
 
-def add_speculate_argument(group) -> None:
+def add_speculate_argument(group: "_ActionsContainer") -> None:
     """--speculate, which fills SpeedOptions.speculate."""
     group.add_argument(
         "--speculate",
@@ -120,7 +128,7 @@ THINKING = ("show", "fold", "off")
 WORDS = "show: dim, on stderr (default); fold: one line; off: ask the model not to think"
 
 
-def add_template_argument(parser) -> None:
+def add_template_argument(parser: "_ActionsContainer") -> None:
     """--chat-template."""
     parser.add_argument(
         "--chat-template",
@@ -129,7 +137,7 @@ def add_template_argument(parser) -> None:
     )
 
 
-def add_thinking_argument(parser, words: str = WORDS) -> None:
+def add_thinking_argument(parser: "_ActionsContainer", words: str = WORDS) -> None:
     """--thinking: how thoughts are written. "on" means show.
 
     The default is None: then the template decides whether the model thinks, and thoughts are shown.
@@ -143,17 +151,17 @@ def add_thinking_argument(parser, words: str = WORDS) -> None:
     )
 
 
-def add_special_argument(parser, words: str) -> None:
+def add_special_argument(parser: "_ActionsContainer", words: str) -> None:
     """--allow-special: text that spells out a control token becomes that token."""
     parser.add_argument("--allow-special", action="store_true", help=words)
 
 
-def template_options(args) -> TemplateOptions:
+def template_options(args: Namespace) -> TemplateOptions:
     """The options of --chat-template, --thinking and --allow-special."""
     return TemplateOptions(args.chat_template, args.thinking, args.allow_special)
 
 
-def add_system_argument(parser) -> None:
+def add_system_argument(parser: "_ActionsContainer") -> None:
     """--system, the first message; fills TemplateOptions.system."""
     parser.add_argument("-s", "--system", metavar="TEXT", help="system prompt")
 
@@ -175,6 +183,13 @@ class ModelOptions:
     speed: SpeedOptions | None = None  # None: the plain model, even if kernels are built
     template: TemplateOptions | None = None  # None: the command renders no messages
 
+    @property
+    def speculate(self) -> tuple[str, int | str] | None:
+        """The draft of --speculate: (kind, value)."""
+        if self.speed is None:
+            return None
+        return self.speed.speculate
+
 
 @dataclass(frozen=True)
 class CacheOptions:
@@ -192,7 +207,7 @@ class RankOptions:
     tensor_parallel: int | None = None
 
 
-def add_model_arguments(parser, cache: str = "dict") -> None:
+def add_model_arguments(parser: ArgumentParser, cache: str = "dict") -> None:
     """The flags of ModelOptions, CacheOptions and RankOptions. `cache`: the default of --cache."""
     group = parser.add_argument_group("model")
     _add_weight_arguments(group)
@@ -206,7 +221,7 @@ def add_model_arguments(parser, cache: str = "dict") -> None:
     )
 
 
-def _add_weight_arguments(group) -> None:
+def _add_weight_arguments(group: "_ActionsContainer") -> None:
     group.add_argument(
         "-m",
         "--model",
@@ -238,7 +253,7 @@ def _add_weight_arguments(group) -> None:
     )
 
 
-def _add_cache_arguments(group, cache: str) -> None:
+def _add_cache_arguments(group: "_ActionsContainer", cache: str) -> None:
     group.add_argument(
         "--cache",
         metavar="KIND",
@@ -267,7 +282,7 @@ def dtype_name(text: str) -> str:
 
 
 def model_options(
-    args, speed: SpeedOptions | None = None, template: TemplateOptions | None = None
+    args: Namespace, speed: SpeedOptions | None = None, template: TemplateOptions | None = None
 ) -> ModelOptions:
     """The ModelOptions of add_model_arguments' flags, with the command's other options."""
     return ModelOptions(
@@ -283,12 +298,13 @@ def model_options(
     )
 
 
-def cache_options(args) -> CacheOptions:
+def cache_options(args: Namespace) -> CacheOptions:
     """The CacheOptions of add_model_arguments' flags."""
-    return CacheOptions(*args.cache, args.context)
+    name, how = args.cache
+    return CacheOptions(name, how, args.context)
 
 
-def rank_options(args) -> RankOptions:
+def rank_options(args: Namespace) -> RankOptions:
     """The RankOptions of add_model_arguments' flags."""
     return RankOptions(args.tensor_parallel)
 
@@ -323,7 +339,7 @@ class SamplingOptions:
         """The limit of new tokens: --max-new-tokens, else the default."""
         return self.max_new_tokens or DEFAULT_NEW_TOKENS
 
-    def resolve(self, generation_config):
+    def resolve(self, generation_config: "GenerationConfig") -> "SamplingParams":
         """The SamplingParams that apply: flag > checkpoint > built-in."""
         from nanokv.decoding.draw import SamplingParams  # imports torch, which --help must not
 
@@ -331,7 +347,7 @@ class SamplingOptions:
         return SamplingParams.from_checkpoint(generation_config, **given)
 
 
-def add_sampling_arguments(parser) -> None:
+def add_sampling_arguments(parser: ArgumentParser) -> None:
     """The flags of SamplingOptions, except for beams."""
     about = "Default: the checkpoint's generation_config."
     group = parser.add_argument_group("sampling", about)
@@ -361,7 +377,7 @@ def _stop(text: str) -> str:
     return text
 
 
-def sampling_options(args, beams: BeamOptions | None = None) -> SamplingOptions:
+def sampling_options(args: Namespace, beams: BeamOptions | None = None) -> SamplingOptions:
     """The options of the flags of add_sampling_arguments."""
     return SamplingOptions(
         args.temperature,
@@ -376,7 +392,7 @@ def sampling_options(args, beams: BeamOptions | None = None) -> SamplingOptions:
     )
 
 
-def add_beam_arguments(parser) -> None:
+def add_beam_arguments(parser: ArgumentParser) -> None:
     """The flags of beam search (beams.py)."""
     group = parser.add_argument_group("beam search")
     group.add_argument(
@@ -393,7 +409,7 @@ def add_beam_arguments(parser) -> None:
     )
 
 
-def beam_options(args) -> BeamOptions | None:
+def beam_options(args: Namespace) -> BeamOptions | None:
     """The options of beam search; None without --beams. NanoKVError for flags that exclude it."""
     if args.beams is None:
         if args.length_penalty is not None:
@@ -429,7 +445,7 @@ NO_DRAW: dict[str, tuple] = {  # a setting of sampling → the values with which
 }
 
 
-def refuse_draw(name: str, value, flag: str) -> None:
+def refuse_draw(name: str, value: float | None, flag: str) -> None:
     """NanoKVError for a sampling setting beside --beams, unless its value turns sampling off."""
     if name in NO_DRAW and value not in (None, *NO_DRAW[name]):
         raise NanoKVError(
@@ -455,7 +471,7 @@ class OutputOptions:
     debug: bool = False
 
 
-def add_common_arguments(parser):
+def add_common_arguments(parser: ArgumentParser) -> "_ArgumentGroup":
     """Add the flags of every command, as a group, which is returned."""
     group = parser.add_argument_group("general")
     group.add_argument(
@@ -470,6 +486,6 @@ def add_common_arguments(parser):
     return group
 
 
-def output_options(args) -> OutputOptions:
+def output_options(args: Namespace) -> OutputOptions:
     """The options of the flags of add_common_arguments."""
     return OutputOptions(args.quiet, args.color, args.debug)

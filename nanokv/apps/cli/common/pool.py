@@ -1,6 +1,8 @@
 """The flags that `nanokv batch` and `nanokv serve` share: the engine's limits and the request's."""
 
+from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from nanokv.apps.cli.common import arguments, options
 from nanokv.apps.cli.common.loading import PAGE, Loaded
@@ -16,23 +18,30 @@ RUNNING = {"cpu": 16, "cuda": 256}
 SHORT_STEPS = {"cpu": 256, "cuda": 2048}
 
 
+class Limits(NamedTuple):
+    """Limits of an engine on one device."""
+
+    running: int  # concurrent requests
+    step_tokens: int | None  # tokens per step; None: the engine's default
+
+
 @dataclass(frozen=True)
 class PoolOptions:
-    """Limits of the engine; None: the default of the device, filled in by `on`."""
+    """The flags for the limits of the engine; None: the default of the device."""
 
-    running: int | None = None  # concurrent requests
-    step_tokens: int | None = None  # tokens per step; None after `on`: the engine's default
+    running: int | None = None
+    step_tokens: int | None = None
     steps: dict[str, int] = field(default_factory=dict)  # default step_tokens per device kind
 
-    def on(self, device: str) -> "PoolOptions":
-        """The same options with the defaults of this device filled in."""
+    def on(self, device: str) -> Limits:
+        """The limits on this device."""
         kind = device.partition(":")[0]
         running = self.running or RUNNING.get(kind, RUNNING["cpu"])
         short = self.steps.get(kind, self.steps.get("cpu"))
-        return PoolOptions(running, self.step_tokens or short, self.steps)
+        return Limits(running, self.step_tokens or short)
 
 
-def add_arguments(parser, steps: str) -> None:
+def add_arguments(parser: ArgumentParser, steps: str) -> None:
     """The engine's limits (`steps` is the help text of a default), then the flags of a request."""
     parser.add_argument(
         "--running",
@@ -56,7 +65,7 @@ def add_arguments(parser, steps: str) -> None:
     options.add_sampling_arguments(parser)
 
 
-def pool_options(args, steps: dict[str, int] | None = None) -> PoolOptions:
+def pool_options(args: Namespace, steps: dict[str, int] | None = None) -> PoolOptions:
     """The PoolOptions of --running and --step-tokens."""
     return PoolOptions(args.running, args.step_tokens, steps or {})
 

@@ -7,8 +7,10 @@ trailing newline of a file or of stdin is dropped, as the shell's $(…) does, s
 """
 
 import sys
+from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nanokv.apps.cli.common import terminal
 from nanokv.apps.cli.common.loading import Loaded
@@ -26,6 +28,9 @@ from nanokv.decoding import completion
 from nanokv.errors import ContextError, NanoKVError
 from nanokv.text.thinking import opens_thinking
 
+if TYPE_CHECKING:
+    from nanokv.text.tokenizer import Tokenizer
+
 PATIENCE_S = 2.0  # after this long without input, a notice says that stdin is read
 
 
@@ -41,7 +46,7 @@ class PromptOptions:
     template: TemplateOptions = field(default_factory=TemplateOptions)
 
 
-def add_prompt_arguments(parser) -> None:
+def add_prompt_arguments(parser: ArgumentParser) -> None:
     """PROMPT, -p, --file, and the flags for the form in which they are sent."""
     parser.add_argument(
         "prompt",
@@ -77,7 +82,7 @@ def add_prompt_arguments(parser) -> None:
     add_special_argument(group, "control tokens spelled out in the prompt are meant")
 
 
-def prompt_options(args) -> PromptOptions:
+def prompt_options(args: Namespace) -> PromptOptions:
     """The options of the flags of add_prompt_arguments."""
     template = replace(template_options(args), system=args.system)
     return PromptOptions(args.prompt, args.prompt_flag, args.file, args.raw, args.chat, template)
@@ -94,12 +99,13 @@ def read_prompt(options: PromptOptions, output: OutputOptions, example: str) -> 
         )
     wants_stdin = options.argument == "-"
     parts = []
-    if options.flag not in (None, "-"):
-        parts.append(clean(options.flag))
-    elif options.flag is None and options.argument not in (None, "-"):
-        parts.append(clean(options.argument))
+    text = options.flag
+    if text is None:
+        text = options.argument
+    if text is not None and text != "-":
+        parts.append(clean(text))
     if options.file is not None:
-        name = terminal.sanitize_line(options.file)
+        name = terminal.sanitize_line(str(options.file))
         parts.append(read_prompt_bytes(options.file.read_bytes(), name).removesuffix("\n"))
     piped = (sys.stdin is not None or wants_stdin) and not terminal.is_tty(sys.stdin)
     if piped and (wants_stdin or options.file is None):
@@ -156,12 +162,12 @@ def refuse_template_flags(options: PromptOptions, loaded: Loaded) -> None:
             raise NanoKVError(f"{flag} needs a chat template", f"{remedy}, or leave {flag} out")
 
 
-def templated(options: PromptOptions, tokenizer) -> bool:
+def templated(options: PromptOptions, tokenizer: "Tokenizer") -> bool:
     """Does the prompt go through the chat template? --chat and --raw decide, else the model."""
     return options.chat or (not options.raw and tokenizer.chat_template is not None)
 
 
-def form(options: PromptOptions, tokenizer) -> str:
+def form(options: PromptOptions, tokenizer: "Tokenizer") -> str:
     """The form of the prompt, for the status line."""
     if templated(options, tokenizer):
         return "chat template"

@@ -12,8 +12,12 @@ A command module that supports ranks defines RANKS: "led" means that rank 0 lead
 import json
 import os
 import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import ModuleType
+from typing import Any
 
 from nanokv.apps.cli.common import beams, loading, speculation, speed, terminal
 from nanokv.apps.cli.common.arguments import environment, real
@@ -41,7 +45,7 @@ ALIKE = (  # flags that shape a forward
 )
 
 
-def run(module, args, words) -> int:
+def run(module: ModuleType, args: Namespace, words: list[str]) -> int:
     """Run the command, in this process or on several ranks, and return its exit code."""
     if "tensor_parallel" not in args:
         if rank():  # a command without this flag runs on rank 0 only
@@ -72,7 +76,7 @@ def run(module, args, words) -> int:
         return follow(ranks, partial(led, ranks, given))
 
 
-def options_of(module, args, count: int):
+def options_of(module: ModuleType, args: Namespace, count: int) -> Any:
     """The command's options; NanoKVError if the command or a flag of it runs in one process."""
     if not hasattr(module, "RANKS"):
         name = module.__name__.rpartition(".")[2]
@@ -87,7 +91,7 @@ def options_of(module, args, count: int):
     return given
 
 
-def hide_followers(words) -> None:
+def hide_followers(words: list[str]) -> None:
     """Discard the output of all ranks but 0, unless --debug is given."""
     if rank() and "--debug" not in words:
         null = os.open(os.devnull, os.O_RDWR)
@@ -104,7 +108,7 @@ def let_rank_0_speak() -> None:
         time.sleep(FIRST_S)
 
 
-def start(module, given, count: int, words) -> int:
+def start(module: ModuleType, given: Any, count: int, words: list[str]) -> int:
     """Check flags and the model's sizes, then start the ranks and wait for them."""
     from nanokv.parallel.launch import launch, this_program
     from nanokv.parallel.sizes import check_sizes
@@ -122,14 +126,14 @@ def start(module, given, count: int, words) -> int:
 # --- in a rank ------------------------------------------------------------------------------------
 
 
-def alike(ranks: Group, work) -> int:
+def alike(ranks: Group, work: Callable[[], int]) -> int:
     """Run a command that every rank carries out; the exit code is rank 0's."""
     work()
     _, code = ranks.hear()
     return code
 
 
-def led(ranks: Group, given) -> int:
+def led(ranks: Group, given: Any) -> int:
     """Load this rank's part, make the same Generations as rank 0, and follow."""
     from nanokv.ranks.generation import Following
 
@@ -137,13 +141,13 @@ def led(ranks: Group, given) -> int:
     if given.sampling.beams:
         make = beams.generation_type(given.sampling.beams, loaded)
     else:
-        make = speculation.generation_type(given.model.speed.speculate, loaded)
+        make = speculation.generation_type(given.model.speculate, loaded)
     answers = Following(ranks, loaded.model, loaded.make_cache(), make)
     return Follower(ranks, loaded.model, answers).run()
 
 
 @contextmanager
-def joined():
+def joined() -> Iterator[Group]:
     """A context for the work of a rank; yields its Group."""
     with terminal.loading():
         loading.check_address_space()
@@ -158,7 +162,7 @@ def joined():
         ranks.close()
 
 
-def compare_flags(ranks: Group, args) -> None:
+def compare_flags(ranks: Group, args: Namespace) -> None:
     """ParallelError if a rank has other values of the ALIKE flags than rank 0.
 
     Such ranks would compute parts of different answers, and their sums would be fluent but wrong.

@@ -7,14 +7,19 @@ another draw from the same distribution.
 
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from nanokv.apps.cli.common.terminal import sanitize_line
 from nanokv.config import Config
 from nanokv.costs import ITEMSIZE, kv_bytes, weight_bytes
 from nanokv.errors import NanoKVError
 
+if TYPE_CHECKING:
+    from nanokv.apps.cli.common.loading import Loaded, MakeGeneration, Plan
+    from nanokv.model import Transformer
 
-def generation_type(how, loaded):
+
+def generation_type(how: tuple[str, int | str] | None, loaded: "Loaded") -> "MakeGeneration":
     """The callable that makes a Generation: the class, or Speculation with the wanted draft."""
     from nanokv.decoding import speculative
     from nanokv.decoding.generation import Generation
@@ -22,16 +27,17 @@ def generation_type(how, loaded):
     if how is None:
         return loaded.leading(Generation)
     kind, value = how
+    draft: speculative.Draft
     if kind == "ngram":
-        draft = speculative.PromptLookup(value)
+        draft = speculative.PromptLookup(int(value))
     elif kind == "early-exit":
-        draft = speculative.EarlyExit(loaded.model, value)
+        draft = speculative.EarlyExit(loaded.model, int(value))
     else:
-        draft = speculative.DraftModel(load_draft(value, loaded))
+        draft = speculative.DraftModel(load_draft(str(value), loaded))
     return loaded.leading(partial(speculative.Speculation, draft=draft))
 
 
-def memory(how, plan) -> int:
+def memory(how: tuple[str, int | str] | None, plan: "Plan") -> int:
     """Bytes of speculation beside the model: a draft model's weights, and the draft's cache."""
     if how is None:
         return 0
@@ -40,10 +46,10 @@ def memory(how, plan) -> int:
     if kind == "draft":
         import weights_loader
 
-        config = Config.from_folder(weights_loader.resolve(value))
+        config = Config.from_folder(weights_loader.resolve(str(value)))
         weights = weight_bytes(config, itemsize)
     elif kind == "early-exit":
-        layers = min(value, plan.config.num_hidden_layers)
+        layers = min(int(value), plan.config.num_hidden_layers)
         config = replace(plan.config, num_hidden_layers=layers)
         weights = 0
     else:  # ngram needs neither weights nor a cache
@@ -52,7 +58,7 @@ def memory(how, plan) -> int:
     return weights + kv_bytes(config, tokens, 1, itemsize)
 
 
-def load_draft(source: str, loaded):
+def load_draft(source: str, loaded: "Loaded") -> "Transformer":
     """Load the draft model. Its vocabulary size and special tokens must equal the target's."""
     from nanokv.fast import optimize
     from nanokv.loading import load
@@ -73,7 +79,7 @@ def load_draft(source: str, loaded):
     return model
 
 
-def status(summary: dict) -> list[str]:
+def status(summary: dict | None) -> list[str]:
     """[`31 of 40 guesses right (78%), 31 forwards saved`], or [] without speculation."""
     if not summary:
         return []

@@ -12,13 +12,20 @@ tokens of one run come from the same code.
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from nanokv.apps.cli.common.options import OutputOptions, SpeedOptions
 from nanokv.apps.cli.common.terminal import notice, sanitize_line
 from nanokv.config import Config
 from nanokv.errors import ConfigError, NanoKVError
 from nanokv.fast import building
+
+if TYPE_CHECKING:
+    from nanokv.apps.cli.common.loading import Plan
+    from nanokv.model import Transformer
+    from weights_loader.prefetch import Prefetch
 
 NEXT_START = "kernels are being built for the next start"
 NO_MEMORY = "no memory to fuse weights"
@@ -52,7 +59,7 @@ def check(wanted: SpeedOptions | None, ranks: int) -> None:
         )
 
 
-def choose(plan, wanted: SpeedOptions | None, fits) -> Choice:
+def choose(plan: "Plan", wanted: SpeedOptions | None, fits: Callable[[int], bool]) -> Choice:
     """Choose from the flags, the model and the kernels that are built.
 
     `fits(count)`: are `count` bytes free beside the memory that the plan needs?
@@ -87,7 +94,7 @@ def not_built() -> str:
     return found.why
 
 
-def choose_on_gpu(plan, wanted: SpeedOptions, fits) -> Choice:
+def choose_on_gpu(plan: "Plan", wanted: SpeedOptions, fits: Callable[[int], bool]) -> Choice:
     """A recorded graph of Triton kernels, or the plain model with the reason.
 
     Raises NanoKVError for --quantize, and for --fast if the kernels cannot run here.
@@ -115,7 +122,7 @@ def choose_on_gpu(plan, wanted: SpeedOptions, fits) -> Choice:
     return Choice(True, GRAPHS)
 
 
-def prefetch(plan):
+def prefetch(plan: "Plan") -> "Prefetch | None":
     """Start reading the weights that will be fused, while torch is imported.
 
     None if nothing is fused, or if quantized weights replace them. `check_memory` has counted
@@ -130,7 +137,7 @@ def prefetch(plan):
     return None
 
 
-def unusable(plan) -> str:
+def unusable(plan: "Plan") -> str:
     """The reason why kernels cannot run this model, or ""."""
     if plan.device != "cpu":
         return f"kernels are for CPUs, this is {plan.device.partition(':')[0]}"
@@ -141,7 +148,7 @@ def unusable(plan) -> str:
     return ""
 
 
-def fusing_bytes(plan) -> int:
+def fusing_bytes(plan: "Plan") -> int:
     """Peak bytes of fusing: the matrices of one layer are in memory twice (q, k, v; gate, up)."""
     from nanokv.costs import ITEMSIZE
 
@@ -151,7 +158,7 @@ def fusing_bytes(plan) -> int:
     return rows * config.hidden_size * ITEMSIZE[plan.dtype_name]
 
 
-def optimized(model, choice: Choice, output: OutputOptions):
+def optimized(model: "Transformer", choice: Choice, output: OutputOptions) -> "Transformer":
     """The model that `choice` names. If kernels were requested, a notice names the code."""
     if not choice.fast:
         return model

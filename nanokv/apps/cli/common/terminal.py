@@ -13,12 +13,19 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Self, TextIO
 
 from nanokv.apps.cli.common import layout
 from nanokv.errors import NanoKVError
 from weights_loader.strict import bounded
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from nanokv.apps.cli.common.options import OutputOptions
 
 SWALLOW_S = 0.5  # a second Ctrl-C within this time counts as the same press
 
@@ -101,7 +108,7 @@ def prepare_streams() -> None:
                 stream.reconfigure(encoding="utf-8", errors="replace")
 
 
-def is_tty(stream) -> bool:
+def is_tty(stream: TextIO | None) -> bool:
     """Like isatty, but False for a closed or missing stream."""
     try:
         return stream is not None and stream.isatty()
@@ -141,7 +148,7 @@ def write_err(text: str) -> None:
         pass
 
 
-def notice(text: str, output) -> None:
+def notice(text: str, output: "OutputOptions") -> None:
     """One dim line on stderr, unless --quiet. On a narrow terminal it breaks at ` · `."""
     if output.quiet:
         return
@@ -166,7 +173,7 @@ def write_line(line: str) -> None:
 
 
 @contextmanager
-def writing(path, need: int | None = None):
+def writing(path: str | Path, need: int | None = None) -> Iterator[None]:
     """A context for writing a file of `need` bytes (None: unknown).
 
     A full disk or quota becomes a NanoKVError with the folder and its free bytes.
@@ -201,7 +208,7 @@ def finish_stderr() -> None:
         _silence(sys.stderr)
 
 
-def _silence(stream) -> None:
+def _silence(stream: TextIO) -> None:
     try:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())
@@ -231,10 +238,10 @@ class Style:
         "cyan": 36,
     }
 
-    def __init__(self, stream, when: str = "auto"):
+    def __init__(self, stream: TextIO | None, when: str = "auto"):
         self.enabled = use_color(stream, when)
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Callable[[str], str]:
         if name not in Style.CODES:
             raise AttributeError(name)
         if not self.enabled:
@@ -242,7 +249,7 @@ class Style:
         return lambda text: f"\x1b[{Style.CODES[name]}m{text}\x1b[0m"
 
 
-def use_color(stream, when: str = "auto") -> bool:
+def use_color(stream: TextIO | None, when: str = "auto") -> bool:
     """Whether this stream gets colour. stdout and stderr are decided separately."""
     if when != "auto":
         return when == "always"
@@ -304,7 +311,7 @@ class Terminated(SystemExit):
 _presses = {"last": -SWALLOW_S, "term": -SWALLOW_S}
 
 
-def interrupt_at_prompt(signum, frame) -> None:
+def interrupt_at_prompt(signum: int | None, frame: "FrameType | None") -> None:
     """The handler of SIGINT outside an answer: raises KeyboardInterrupt.
 
     A signal within SWALLOW_S of the one that stopped an answer is ignored as the same press.
@@ -314,7 +321,7 @@ def interrupt_at_prompt(signum, frame) -> None:
         raise KeyboardInterrupt
 
 
-def _terminate(signum, frame) -> None:
+def _terminate(signum: int, frame: "FrameType | None") -> None:
     # A repeated signal must not interrupt the saving.
     if time.monotonic() - _presses["term"] >= SWALLOW_S:
         raise Terminated
@@ -348,7 +355,7 @@ def release_interrupt() -> bool:
 
 
 @contextmanager
-def loading():
+def loading() -> Iterator[None]:
     """A context for imports and the reading of weights, where there is nothing to save.
 
     Inside it the system ends the process at Ctrl-C (a shell reports 130). A Python handler would
@@ -381,7 +388,7 @@ class Interrupt:
         return self.requested
 
     @contextmanager
-    def raising(self):
+    def raising(self) -> Iterator[None]:
         """A context for one forward, whose caller restores the cache afterwards.
 
         Inside it a signal raises KeyboardInterrupt, between two operators. Elsewhere it raises
@@ -395,18 +402,18 @@ class Interrupt:
         finally:
             self._raise = False
 
-    def __enter__(self) -> "Interrupt":
+    def __enter__(self) -> Self:
         for name in ("SIGINT", "SIGTERM", "SIGHUP"):
             number = getattr(signal, name, None)
             if number is not None and signal.getsignal(number) != signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, *exception: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _note(self, signum, frame) -> None:
+    def _note(self, signum: int, frame: "FrameType | None") -> None:
         now = time.monotonic()
         if signum == signal.SIGINT:
             if now - _presses["last"] < SWALLOW_S:

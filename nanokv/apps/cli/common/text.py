@@ -9,9 +9,13 @@ import json
 import math
 import re
 import sys
+from typing import TYPE_CHECKING, BinaryIO
 
 from nanokv.apps.cli.common.terminal import sanitize_line
 from nanokv.errors import NanoKVError
+
+if TYPE_CHECKING:
+    from nanokv.text.tokenizer import Tokenizer
 
 SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -30,7 +34,7 @@ def read_prompt_bytes(data: bytes, where: str) -> str:
     return clean(text)
 
 
-def stdin():
+def stdin() -> BinaryIO:
     """stdin as a binary file; NanoKVError if it is closed (`<&-`)."""
     if sys.stdin is None:
         raise NanoKVError("stdin is closed", "give it something to read: < FILE, or < /dev/null")
@@ -63,12 +67,12 @@ def check_argument(text: str, where: str) -> str:
     )
 
 
-def find_special(text: str, tokenizer) -> str | None:
+def find_special(text: str, tokenizer: "Tokenizer") -> str | None:
     """The first control token that is spelled out in `text`, or None."""
     return next(iter(tokenizer.special_tokens_in(text)), None)
 
 
-def refuse_special(text: str, tokenizer, allow: bool) -> None:
+def refuse_special(text: str, tokenizer: "Tokenizer", allow: bool) -> None:
     """NanoKVError if the text spells out a control token such as <|im_end|>, unless `allow`."""
     if allow:
         return
@@ -86,7 +90,7 @@ UNSEEN = re.compile(
 )
 
 
-def to_json(value) -> str:
+def to_json(value: object) -> str:
     """One line of JSON for a terminal or a program.
 
     Ordinary text stays readable; characters that control a terminal or hide text are escaped. NaN
@@ -99,7 +103,7 @@ def to_json(value) -> str:
     return UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
-def _finite(value):
+def _finite(value: object) -> object:
     if isinstance(value, dict):
         return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

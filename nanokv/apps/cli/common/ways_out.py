@@ -56,7 +56,7 @@ def print_traceback(error: BaseException) -> None:
     terminal.write_err(terminal.sanitize("".join(shown.format())))
 
 
-def interrupted(error) -> bool:
+def interrupted(error: BaseException | None) -> bool:
     """Is this Ctrl-C, or an exception that an import raised because of it?"""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__

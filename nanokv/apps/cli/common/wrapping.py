@@ -10,6 +10,7 @@ import os
 import unicodedata
 from collections.abc import Callable
 from functools import partial
+from typing import TextIO
 
 from nanokv.apps.cli.common import layout
 from nanokv.apps.cli.common.terminal import is_tty
@@ -19,7 +20,7 @@ TAB = 8  # columns
 FENCE = "```"  # opens and closes a block of code
 
 
-def write_words(stream, write: Callable[[str], None]) -> Callable[[str], None]:
+def write_words(stream: TextIO, write: Callable[[str], None]) -> Callable[[str], None]:
     """A WordWrap around `write`; `write` itself where the cursor of the stream cannot be moved."""
     if not is_tty(stream) or os.environ.get("TERM") == "dumb":
         return write
