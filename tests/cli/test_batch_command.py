@@ -191,7 +191,7 @@ def test_errors_are_told_with_their_line_and_the_others_go_on(cli, tmp_path):
         (b'{"prompt": "x", "temperature": -1}', "temperature is -1"),
         (b'{"prompt": "x", "max_new_tokens": 0}', "max_new_tokens is 0"),
         (b'{"prompt": "x", "stop": [""]}', "stop is"),
-        (b'{"messages": []}', "no list of messages"),
+        (b'{"messages": []}', "not a list of messages"),
         (b'{"messages": [{"role": "user"}]}', "content"),
         (b'{"prompt": "<|im_end|>"}', "control token"),
         (b'{"prompt": "\\ud800"}', "cannot be encoded"),

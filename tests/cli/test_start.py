@@ -204,7 +204,7 @@ def test_profile_start_says_where_the_time_goes(cli, tiny_folder):
 @pytest.mark.slow
 def test_profile_start_needs_a_folder_and_tells_what_generate_said(cli, tmp_path):
     code, _, err = cli("profile", "--start", "-m", "qwen3-0.6b-random")
-    assert code == 2 and "no folder that a start could read" in err
+    assert code == 2 and "--start reads a folder" in err
     code, out, err = cli(
         "profile",
         "--start",

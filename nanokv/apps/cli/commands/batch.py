@@ -268,7 +268,9 @@ def encode(template: TemplateOptions, tokenizer: "Tokenizer", job: Job) -> list[
         return tokenizer.encode(fields["prompt"], add_special_tokens=True)
     messages = fields["messages"]
     if not isinstance(messages, list) or not messages:
-        raise NanoKVError("messages is no list of messages", '[{"role": "user", "content": "…"}]')
+        raise NanoKVError(
+            "messages is not a list of messages", '[{"role": "user", "content": "…"}]'
+        )
     messages = fitted(tokenizer.template(), messages)
     for text in texts(messages):
         refuse_special(text, tokenizer, template.allow_special)

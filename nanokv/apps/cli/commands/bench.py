@@ -80,7 +80,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     _add_own_runners(parser)
     _add_peers(parser)
     parser.add_argument(
-        "--steps", type=integer(1), default=16, help="decode steps a measurement (default: 16)"
+        "--steps", type=integer(1), default=16, help="decode steps per measurement (default: 16)"
     )
     parser.add_argument(
         "--repeat",

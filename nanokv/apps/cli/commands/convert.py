@@ -42,7 +42,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "folder",
         metavar="FOLDER",
         type=Path,
-        help="where the files go; it is made if it is not there",
+        help="where the files go; created if it does not exist",
     )
     parser.add_argument(
         "--dtype",

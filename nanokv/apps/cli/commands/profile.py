@@ -71,7 +71,7 @@ def run(args: Namespace) -> int:
 
         if wanted.source in RANDOM:
             raise NanoKVError(
-                f"{wanted.source} is no folder that a start could read",
+                f"--start reads a folder, and {wanted.source} has random weights",
                 "nanokv profile --start -m FOLDER",
             )
         plan = plan_model(wanted, cache, output)

@@ -140,7 +140,7 @@ def _add_limits(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--prefill-worker",
         action="store_true",
-        help="prefill in a process of its own, which takes the weights a second time; this one "
+        help="prefill in a separate process, which loads the weights a second time; this one "
         "only decodes",
     )
     parser.add_argument(
@@ -251,7 +251,8 @@ def make_server(
     served = make_served(given, loaded)
     if not given.api_keys and not is_loopback(given.host):
         terminal.warning(
-            f"--host {given.host} without --api-key: whoever reaches this machine can use the model"
+            f"--host {given.host} without --api-key: anyone who reaches this machine can use the "
+            "model"
         )
     engine = served.engine
     client = EngineClient(engine, given.queue, prefills(given, loaded, engine, served.context))

@@ -85,7 +85,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     group.add_argument(
         "--fault",
         metavar="NAME",
-        help="record the run again, with this bug: right minus wrong",
+        help="record the run again with this bug, and show the difference",
     )
     group.add_argument(
         "--repeat",

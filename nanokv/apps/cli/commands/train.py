@@ -157,7 +157,7 @@ def run(args: Namespace) -> int:
     """Train and evaluate: 0, or 130 if stopped. --evaluate: 1 if the model misses a target."""
     if not args.out and not args.evaluate:
         raise NanoKVError(
-            "where to? --out is missing",
+            "--out is missing: a run needs a folder",
             hint="nanokv train --out runs/tiny, or nanokv train --evaluate",
         )
     given = command_options(args)

@@ -30,7 +30,7 @@ def confirm(question: str) -> bool:
 def add_force(parser: "_ActionsContainer") -> None:
     """--force: answer the question with yes."""
     parser.add_argument(
-        "--force", action="store_true", help="replace what is there; without it a terminal is asked"
+        "--force", action="store_true", help="replace existing files (default: ask on a terminal)"
     )
 
 

@@ -57,7 +57,7 @@ def add_speed_arguments(parser: ArgumentParser) -> None:
     )
     group = parser.add_argument_group("speed", about)
     group.add_argument(
-        "--fast", action="store_true", help="wait until the kernels are built, and say what runs"
+        "--fast", action="store_true", help="wait until the kernels are built, and name what runs"
     )
     group.add_argument(
         "--plain", action="store_true", help="the plain model, without fused weights and kernels"
@@ -449,7 +449,7 @@ def refuse_draw(name: str, value: float | None, flag: str) -> None:
     """NanoKVError for a sampling setting beside --beams, unless its value turns sampling off."""
     if name in NO_DRAW and value not in (None, *NO_DRAW[name]):
         raise NanoKVError(
-            f"--beams looks for the likeliest answer and draws nothing: {flag} has no part in it",
+            f"--beams finds the likeliest answer and draws nothing: {flag} has no effect",
             f"leave out {flag}, or leave out --beams",
         )
 
