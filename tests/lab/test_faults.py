@@ -121,7 +121,7 @@ def test_prompts_that_cannot_show_every_fault_are_refused(lengths, model):
     """One prompt has no second request, three tokens make no second chunk, equal lengths need no padding."""
     for name in ("right_padding", "not_cleared", "reorder_ignored", "top_left_mask"):
         with pytest.raises(
-            NanoKVError, match=f"three prompts of 10 tokens or more, .*{re.escape(str(lengths))}"
+            NanoKVError, match=f"three prompts of at least 10 tokens, .*{re.escape(str(lengths))}"
         ):
             faults.diagnose(name, model, prompts=[[*range(2, 2 + n)] for n in lengths])
 
@@ -339,7 +339,7 @@ def test_smallest_tests_can_be_shown_and_pass_on_the_bundled_model(bundled):
     for smallest in {faults.smallest_test(name) for name in faults.FAULTS}:
         source = inspect.getsource(smallest)
         assert (
-            source.startswith(f"def {smallest.__name__}(model):\n")
+            source.startswith(f"def {smallest.__name__}(model: Model) -> None:\n")
             and len(source.splitlines()) <= 14
         )
         smallest(bundled[0])

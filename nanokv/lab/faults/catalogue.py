@@ -249,7 +249,7 @@ def rounded_to_bf16() -> Swaps:
 
 
 @fault(
-    "a full buffer drops new tokens without a word",
+    "a full buffer silently drops new tokens",
     "Capacity is never checked: a write past the last slot goes to an empty slice, which torch "
     "allows. The position advances, and no query can attend to the newest tokens.",
     "rasbt/LLMs-from-scratch#925",

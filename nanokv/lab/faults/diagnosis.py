@@ -42,7 +42,7 @@ class Diagnosis:
     right: list[str]
     wrong: list[str]
     layer: int | None
-    token: int | None  # position in the watched request, from 0
+    token: int | None  # position in the compared request, from 0
     operation: str
     deltas: list[float]
     bytes: tuple[int, int]
@@ -134,10 +134,10 @@ def prompts_for(
     lengths = [len(prompt) for prompt in prompts]
     if len(lengths) < 3 or min(lengths) < SHORTEST or len(set(lengths)) == 1:
         raise NanoKVError(
-            f"three prompts of {SHORTEST} tokens or more, not all of one length, are needed: "
-            f"these have {lengths}",
-            hint="some bugs show in a second request, in padding, "
-            "or in a second chunk of 8 tokens only",
+            f"diagnose needs three prompts of at least {SHORTEST} tokens, not all of the same "
+            f"length: these have {lengths}",
+            hint="some bugs show only in a second request, in padding, "
+            "or in a second chunk of 8 tokens",
         )
     return prompts
 

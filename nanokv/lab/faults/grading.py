@@ -81,7 +81,9 @@ def grade(
     trust in a container, and notebooks that contain them with `nanokv course grade`.
     """
     if not 0 < seconds < float("inf"):
-        raise NanoKVError(f"seconds is {seconds!r}: the time of one run must be above 0")
+        raise NanoKVError(
+            f"seconds is {seconds!r}: the time limit of a run must be finite and above 0"
+        )
     if faults is None:
         faults = FAULTS
     names = [find(name).name for name in faults]

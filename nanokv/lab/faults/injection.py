@@ -88,11 +88,11 @@ def _refuse(entry: _Injected) -> None:
     if any(one.alone for one in _stack):
         raise NanoKVError(
             f"{name} cannot be injected by a test that is being graded",
-            hint="grade(test) does that",
+            hint="grade(test) injects the faults itself",
         )
     if any(one.fault.name == name for one in _stack):
         raise NanoKVError(
-            f"{name} is injected already", hint="a fault twice would be another fault"
+            f"{name} is injected already", hint="two of the same fault would make another fault"
         )
 
 

@@ -147,7 +147,7 @@ def maker(make: str | type | Make) -> Make:
     if not callable(make):
         raise CacheError(
             f"{make!r:.60} makes no cache",
-            hint="a name, a class for one layer, or a function makes one",
+            hint="pass a name, a class for one layer, or a function that makes a cache",
         )
     if not isinstance(make, type):
         return make
@@ -197,7 +197,7 @@ class Lab:
         room = model.config.max_position_embeddings
         if dtype not in (torch.float32, torch.float64):
             raise NanoKVError(
-                f"the model is in {dtype}, which rounds more than a bug may change",
+                f"the model is in {dtype}, whose rounding can be larger than the effect of a bug",
                 hint="model.float()",
             )
         if room < LONGEST:
