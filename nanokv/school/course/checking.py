@@ -35,6 +35,7 @@ from nanokv.school.course.answers import (
 )
 from nanokv.school.course.feedback import call, example, stopped
 from nanokv.school.course.forms import Use, misfit
+from nanokv.school.course.slips import Mistake
 
 if TYPE_CHECKING:
     from nanokv.config import Config
@@ -107,29 +108,13 @@ def wrong(message: str, mistake: str = "") -> Outcome:
 
 
 @dataclass(frozen=True)
-class Mistake:
-    """A known wrong answer.
-
-    `gives`: case → the wrong value; for a function exercise, the wrong function itself.
-    `slip`: the keyword arguments with which `made` of a function exercise builds this mistake.
-    `alone`: the message is about the whole answer, so it is never combined with another mistake.
-    """
-
-    name: str
-    gives: Callable
-    message: str
-    slip: dict = field(default_factory=dict)
-    alone: bool = False
-
-
-@dataclass(frozen=True)
 class Check:
     """One exercise.
 
     `parameters`: name → the values that a variant draws from; the notebook itself uses the first.
     `hidden`: the learner has to find the parameters (a fault, a place), so they are never shown.
     `near`: (rel, atol); numbers count as right within max(atol, rel·|right|).
-    `otherwise`: the hint for a wrong value that is no known mistake.
+    `otherwise`: the hint for a wrong value that is not a known mistake.
     """
 
     id: str
@@ -293,7 +278,7 @@ def _two_mistakes(answer, expected, case, mistakes, alike, factors: bool) -> Out
     both = slips.of_value(answer, expected, given_by, alike, factors)
     if both is None:
         return None
-    return wrong(*slips.told(*both))
+    return wrong(*slips.combined(*both))
 
 
 def _no_value(answer, expected, names) -> Outcome | None:

@@ -15,7 +15,6 @@ import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -180,7 +179,7 @@ def taken(name: str, path: Path, model: "Transformer | None" = None) -> Any:
 
 
 def _own_text(path: Path) -> str:
-    """The text of a file that is no link and belongs to this user: a class may share a folder."""
+    """The text of a regular file of this user, not a link: a class may share a folder."""
     text = log.contents(path, LARGEST).decode("utf-8-sig")
     if hasattr(os, "getuid") and os.lstat(path).st_uid != os.getuid():
         raise CourseError("it belongs to another user")
@@ -209,7 +208,8 @@ def _checked(text: str, path: Path, part: Part, model):
 def _run(text: str, path: Path):
     """Run the text as a module → the value that its `__all__` names. Raises Unusable."""
     loader = _Text(text, path)
-    module = importlib.util.module_from_spec(ModuleSpec(path.stem, loader, origin=str(path)))
+    spec = importlib.util.spec_from_loader(path.stem, loader)
+    module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]  # it is not None
     try:
         loader.exec_module(module)
         return getattr(module, module.__all__[0])

@@ -1,4 +1,4 @@
-"""Finds two known mistakes in one answer, where no single mistake explains it.
+"""Known mistakes, and the search for two of them in an answer that no single one explains.
 
 An answer of several numbers may have a different mistake in each. A product may be off by the
 factors of both mistakes. A function may have two of the slips that its `made` can build. If several
@@ -7,15 +7,29 @@ pairs explain an answer, none is named: the feedback has to be true.
 
 import itertools
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from numbers import Real
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from nanokv.school.course.checking import Mistake
+from typing import Any
 
 
-def told(a: "Mistake", b: "Mistake") -> tuple[str, str]:
+@dataclass(frozen=True)
+class Mistake:
+    """A known wrong answer.
+
+    `gives`: case → the wrong value; for a function exercise, the wrong function itself.
+    `slip`: the keyword arguments with which `made` of a function exercise builds this mistake.
+    `alone`: the message is about the whole answer, so it is never combined with another mistake.
+    """
+
+    name: str
+    gives: Callable
+    message: str
+    slip: dict = field(default_factory=dict)
+    alone: bool = False
+
+
+def combined(a: Mistake, b: Mistake) -> tuple[str, str]:
     """(message, name) of two mistakes together."""
     return f"Two slips at once. {a.message} And: {b.message}", f"{a.name} + {b.name}"
 
@@ -23,10 +37,10 @@ def told(a: "Mistake", b: "Mistake") -> tuple[str, str]:
 def of_value(
     answer: Any,
     right: Any,
-    given_by: "list[tuple[Mistake, Any]]",
+    given_by: list[tuple[Mistake, Any]],
     alike: Callable[..., bool],
     factors: bool,
-) -> "tuple[Mistake, Mistake] | None":
+) -> tuple[Mistake, Mistake] | None:
     """The two mistakes that explain a wrong value; None unless exactly one pair does.
 
     `given_by`: [(mistake, its value)]. `alike`: (answer, value) → do they agree?
@@ -62,7 +76,7 @@ def _parts(answer, right, x, y, alike) -> bool:
     return explained and not all(of_x) and not all(of_y)
 
 
-def functions(mistakes: "Iterable[Mistake]", made: Callable | None) -> list:
+def functions(mistakes: Iterable[Mistake], made: Callable | None) -> list:
     """The combined mistakes, with their functions, of all pairs with different slip arguments."""
     if made is None:
         return []
@@ -74,5 +88,5 @@ def functions(mistakes: "Iterable[Mistake]", made: Callable | None) -> list:
 
 
 def _both(a, b, gives):
-    message, name = told(a, b)
+    message, name = combined(a, b)
     return SimpleNamespace(name=name, gives=gives, message=message)
