@@ -1,7 +1,7 @@
 """Comparison of answers: numbers, text, tuples, sets, dicts and tensors; and which ones are blank.
 
 A `Sealed` answer is stored as a salted hash, so that a learner does not read it by accident. The
-seal is no secret: short answers can be found by trying them all. A course needs no more.
+seal is not a secret: short answers can be found by trying them all. A course needs no more.
 """
 
 import hashlib

@@ -75,7 +75,7 @@ def start(
     try:
         # fp32 on the CPU, as for the figures in the text
         loaded, tokenizer = load(model or located(wanted), dtype="float32", device="cpu")
-    except (ValueError, OSError) as error:  # CheckpointError is no NanoKVError
+    except (ValueError, OSError) as error:  # CheckpointError is not a NanoKVError
         if source == "tiny":
             raise
         raise CourseError(f"{source}: {error}", _instead(notebook, recording)) from error

@@ -58,7 +58,7 @@ def _text_of(pieces):
 
 
 def _chances(rng):
-    """(chances, p): different chances in twentieths, and a p that is no sum of them."""
+    """(chances, p): different chances in twentieths, and a p that is not a sum of them."""
     cuts: list[int] = []
     parts: list[int] = []
     while len(set(parts)) < len(cuts) + 1:

@@ -321,7 +321,7 @@ CHECKS = (
             Mistake(
                 "no softmax",
                 lambda q, k, v: (q @ k.mT / q.shape[-1] ** 0.5).tril() @ v,
-                "The softmax is missing: scores are no weights yet.",
+                "The softmax is missing: scores are not weights yet.",
             ),
             Mistake(
                 "weights returned",

@@ -170,7 +170,7 @@ def _judge_weights(answer, case):
         return RIGHT
     if torch.equal(weight[0::2], weight[1::2]):
         return wrong(
-            "you made neighbours equal, but they are no pair: dimension i turns with i + D/2",
+            "you made neighbours equal, but they are not a pair: dimension i turns with i + D/2",
             "neighbours",
         )
     return wrong(
@@ -229,7 +229,7 @@ CHECKS = (
                 "to the first.",
             ),
             Mistake(
-                "no minus", _mirror, "Without the minus it is no rotation: the length changes."
+                "no minus", _mirror, "Without the minus it is not a rotation: the length changes."
             ),
             Mistake(
                 "sine for cosine",

@@ -144,7 +144,7 @@ def _hidden_by_bf16(case):
 CAUSES = {
     "a": "gate_proj and up_proj of a layer were exchanged",
     "b": "q_norm and k_norm of a layer were exchanged",
-    "c": "the rows of q_proj stand in the order of interleaved pairs, as for another RoPE",
+    "c": "the rows of q_proj are in the order of interleaved pairs, as for another RoPE",
     "d": "down_proj was taken from another layer",
     "e": "o_proj was taken from another layer",
     "f": "both norms of a layer were exchanged",

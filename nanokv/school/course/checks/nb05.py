@@ -23,7 +23,7 @@ CHECKS = (
             Mistake(
                 "last token fed",
                 lambda c: (rows_without_cache(c.P, c.N + 1), rows_with_cache(c.P, c.N + 1)),
-                "You fed the last token too. Nobody reads what would follow it: N tokens need N "
+                "You fed the last token too. The token after it is not needed: N tokens need N "
                 "forwards, and the first of them is the prompt.",
             ),
             Mistake(
@@ -131,7 +131,7 @@ CHECKS = (
             Mistake(
                 "all rows",
                 lambda L, S: L * S,
-                "This has all rows in the last layer too. Who reads them there?",
+                "This has all rows in the last layer too. What reads them there?",
             ),
             Mistake(
                 "no row",
@@ -150,8 +150,7 @@ CHECKS = (
             Mistake(
                 "no queries",
                 lambda c: {"K", "V"},
-                "Run the comparison for the queries too. That nobody caches them has another "
-                "reason.",
+                "Run the comparison for the queries too. They are not cached for another reason.",
             ),
             Mistake(
                 "queries only",

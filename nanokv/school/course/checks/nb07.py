@@ -135,7 +135,7 @@ def _judge_test(test, case):
         return wrong("\n    ".join([str(grade), *filter(None, raised[:1])]), "false alarm")
     if len(grade.kills) < WANTED and any(isinstance(one, bool) for one in returned):
         return wrong(
-            "it returns True or False, which nobody looks at: raise where something is wrong, as "
+            "it returns True or False, which is ignored: raise where something is wrong, as "
             "`assert` does",
             "returned",
         )

@@ -95,7 +95,7 @@ def _pages_outcome(before, owners, free, returned):
                 "another list",
             )
         return wrong(
-            "no page came back to free_pages. Soon the pool is empty, and nobody uses it.",
+            "no page came back to free_pages. Soon the pool is empty, though no request uses it.",
             "not returned",
         )
     return None

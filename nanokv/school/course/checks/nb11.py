@@ -121,8 +121,8 @@ CHECKS = (
             Mistake(
                 "newest forgotten",
                 lambda c: (c.n + c.g, c.n + c.k),
-                "The newest token is fed in front of the guesses: it was drawn, but nobody has fed "
-                "it yet.",
+                "The newest token is fed in front of the guesses: it was drawn, but it has not "
+                "been fed yet.",
             ),
             Mistake(
                 "newest forgotten when cutting",
@@ -135,7 +135,7 @@ CHECKS = (
                 "drawn token kept",
                 lambda c: (c.n + 1 + c.g, c.n + 2 + c.k),
                 "The first number is right. The token that the model put in place of the wrong "
-                "guess has not been fed; what stands at its place is the wrong guess.",
+                "guess has not been fed; the wrong guess is at its place.",
                 alone=True,
             ),
             Mistake(

@@ -259,7 +259,7 @@ CHECKS = (
             Mistake(
                 "what is used",
                 lambda c: 100 - _padding(c),
-                "That is the part that is no padding.",
+                "That is the part that is not padding.",
             ),
             Mistake(
                 "a fraction",

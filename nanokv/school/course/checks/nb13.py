@@ -228,7 +228,7 @@ def _slab_outcome(one):
     given = [one.append(k, k)[0] for _ in range(4)]
     if [keys.shape[2] for keys in given] == [4] * 4:
         return wrong(
-            "append hands out the whole slab, also what is not filled yet: hand out the first "
+            "append returns the whole slab, with rows that are not filled yet: return the first "
             "`length` rows",
             "whole slab",
         )
@@ -275,7 +275,7 @@ def _ask(store, model, tokens):
         raise ValueError(f"get of {len(tokens)} tokens gave n = {n} and a cache of {cache.length}")
     logits = prefill(model, [tokens[n:]], cache, start_pos=n)
     if not torch.allclose(logits, score(model, [tokens])[:, -1], atol=1e-3):
-        raise ValueError(f"after {n} reused tokens the logits are others than without a cache")
+        raise ValueError(f"after {n} reused tokens the logits differ from those without a cache")
     store.put(tokens, cache)
     return n, cache
 
@@ -395,7 +395,8 @@ CHECKS = (
             Mistake(
                 "oldest of all",
                 lambda c: (c.w + c.s, 0),
-                "The count is right. Position 0 is a sink; asked is the oldest besides the sinks.",
+                "The count is right. Position 0 is a sink; the question is for the oldest of the "
+                "others.",
                 alone=True,
             ),
             Mistake(

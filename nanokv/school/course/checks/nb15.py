@@ -184,8 +184,8 @@ class Desk(Engine):
         if self.refusals > PATIENCE:
             raise Told(
                 wrong(
-                    "Pages were refused again and again, and your loop goes on: each time somebody "
-                    "has to give way",
+                    "Pages were refused again and again, and your loop goes on: each time a "
+                    "request has to give way",
                     "endless",
                 )
             )
@@ -249,17 +249,17 @@ def _waits(desk, request):
     waits = request in desk.waiting
     if not waits and any(one not in desk.everybody for one in desk.waiting):
         return wrong(
-            "Another request waits in its place. Whoever reads this one would wait for ever: let "
+            "Another request waits in its place. The reader of this one would wait for ever: let "
             "`request` itself wait",
             "another request",
         )
     if not waits:
-        return wrong("It neither runs nor waits: nobody will ever answer it", "lost")
+        return wrong("It neither runs nor waits, so it will never be answered", "lost")
     order = [one.number for one in desk.waiting]
     if order != sorted(order):
         return wrong(
-            f"Waiting now: {desk.names(desk.waiting)}. It came before those, so it stands before "
-            "them again",
+            f"Waiting now: {desk.names(desk.waiting)}. It came before those, so it waits in front "
+            "of them again",
             "end of the queue",
         )
     return None
@@ -295,7 +295,7 @@ def _kept(request, prompt, answered):
         )
     if request.prompt != prompt:
         return wrong(
-            "Its prompt is another one now. `request.known` is prompt and answer, so the answer "
+            "Its prompt has changed. `request.known` is prompt and answer, so the answer "
             "would be fed twice",
             "prompt",
         )
@@ -355,14 +355,14 @@ def _wrong_ones(desk, right, request, tokens):
     case += f"It should be: {wanted}"
     if len(desk.running) == len(right.everybody) - WAITING:
         return wrong(
-            f"{case}. Nobody gave way, so the next step stands where this one does", "waits"
+            f"{case}. No request gave way, so the next step is no further than this one", "waits"
         )
     if len(desk.running) > len(right.running):
         return wrong(f"{case}. One was not enough: go on until there are pages", "only one")
     if request not in desk.running:
         return wrong(f"{case}. Those that came later give way first", "itself first")
     if len(desk.running) < len(right.running):
-        return wrong(f"{case}. As long as there are pages, nobody gives way", "too early")
+        return wrong(f"{case}. As long as there are pages, no request gives way", "too early")
     if right.running[-1:] != [] and right.everybody[request.number] in right.running:
         return wrong(f"{case}. The youngest gives way", "oldest")
     return wrong(f"{case}. It is the youngest that is left, so it gives way itself", "others only")
@@ -375,7 +375,7 @@ def _reserved(request, twin, given, tokens):
     taken = expected and pages == len(twin.cache.tables[0])
     if expected and given is False and not taken:
         return wrong(
-            f"Somebody gave way for request {request.number}, and you did not try again",
+            f"Another request gave way for request {request.number}, and you did not try again",
             "no second try",
         )
     if given is not expected:
@@ -533,7 +533,8 @@ class Watched(Engine):
         """After a step: an Outcome for the state that it left; None if that is right."""
         if isinstance(given, Iterator):
             return wrong(
-                "With `yield` nothing runs before it is read, and nobody reads it: return a list",
+                "With `yield` the code runs only when the result is iterated, which does not "
+                "happen: return a list",
                 "generator",
             )
         if not self.forwards:
@@ -632,7 +633,7 @@ def _one_load(answer, model, prompts, pages, budget, most):
         if outcome is not None:
             return outcome
         if len(engine.steps) > 2 * len(right.steps):
-            return wrong("Nobody is finished: nanokv needs half as many steps", "endless")
+            return wrong("No request is finished: nanokv needs half as many steps", "endless")
     answers = [[plain(token) for token in request.answer] for request in requests]
     expected = [list(generate(model, p, max_new_tokens=MOST, eos_token_ids=stop)) for p in prompts]
     for number, (mine, theirs) in enumerate(zip(answers, expected, strict=True)):
@@ -799,13 +800,14 @@ CHECKS = (
         wrong=(
             _admission(
                 "overtakes",
-                "Somebody who came later overtakes. A long prompt would wait as long as short ones "
-                "come: stop at the first that has no room.",
+                "A later request overtakes. A long prompt would wait as long as short ones come: "
+                "stop at the first that has no room.",
                 overtake=True,
             ),
             _admission(
                 "not counted",
-                "Who moves in takes pages: count them as promised before you look at the next.",
+                "A request that moves in takes pages: count them as promised before you look at "
+                "the next.",
                 counted=False,
             ),
             _admission(
@@ -863,8 +865,8 @@ CHECKS = (
             Mistake(
                 "prompts first",
                 lambda pending, budget: _shared(pending, budget, lambda i: pending[i] == 1),
-                "The other way round: who is in the middle of an answer comes first, and prompts "
-                "get what is left.",
+                "The other way round: a request in the middle of its answer comes first, and "
+                "prompts get what is left.",
             ),
             Mistake(
                 "youngest first",
@@ -874,14 +876,13 @@ CHECKS = (
             Mistake(
                 "overdrawn",
                 _overdrawn,
-                "There may be more decodes than the budget has tokens: those that come too late "
-                "get 0, and nobody gets less than 0.",
+                "There may be more decodes than the budget has tokens: the last ones get 0, and "
+                "none gets less than 0.",
             ),
             Mistake(
                 "overdrawn, cut at 0",
                 lambda pending, budget: [max(0, n) for n in _overdrawn(pending, budget)],
-                "There may be more decodes than the budget has tokens: those that come too late "
-                "get 0.",
+                "There may be more decodes than the budget has tokens: the last ones get 0.",
             ),
             Mistake(
                 "first prompt only",
@@ -908,8 +909,8 @@ CHECKS = (
             Mistake(
                 "equal parts",
                 _equally,
-                "Nobody asked for equal parts: prompts in chunks of a few tokens take many steps. "
-                "Decodes first, then the oldest prompt gets what is left.",
+                "Equal parts were not asked for: prompts in chunks of a few tokens take many "
+                "steps. Decodes first, then the oldest prompt gets what is left.",
             ),
             Mistake(
                 "sorted",

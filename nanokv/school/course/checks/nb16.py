@@ -148,7 +148,7 @@ NORM_SLIPS = (  # the outcomes of the slips of _norms
     ),
     wrong("That is the sum of the squares: their mean is wanted, divide by C", "sum"),
     wrong("eps is missing under the root", "no eps"),
-    wrong("eps stands under the root, added to the mean", "eps outside"),
+    wrong("eps belongs under the root, added to the mean", "eps outside"),
     wrong("Each number is also multiplied with its weight", "no weight"),
     wrong("Divide by the root: you multiplied with it", "upside down"),
     wrong("The root is missing: you divided by the mean of the squares", "no root"),
@@ -253,7 +253,7 @@ def _place_outcome(table, token, end, SIZE, pages, slots):
     if near(got[0], page) and near(got[1], slot):
         if bool((pages[~seen] == UNSEEN).any()):
             return wrong(
-                "Right, but what lies behind the table is read for tokens that are not seen: load "
+                "Right, but memory behind the table is read for tokens that are not seen: load "
                 "with the mask `seen`",
                 "no mask",
             )
