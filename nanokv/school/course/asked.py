@@ -152,7 +152,8 @@ def _typed(data: dict, kind: str, label: str, form: str, button: str) -> str:
         f'<span class="form" id="form-{id}">{html.escape(form)}</span>'
         f'<span class="typed"><input id="typed-{id}" aria-describedby="form-{id} said-{id}" '
         'autocomplete="off" autocapitalize="off" spellcheck="false">'
-        f'<button>{button}</button></span><p id="said-{id}" role="status"></p></form>'
+        f'<button aria-label="{button} {id}">{button}</button></span>'
+        f'<p id="said-{id}" role="status"></p></form>'
     )
 
 
