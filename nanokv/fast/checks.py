@@ -78,12 +78,12 @@ def check_values(name: str, part: nn.Module, config: Config) -> None:
     if type(part) is nn.Linear and (part.bias is not None) != expected:
         found = "no" if expected else "a"
         raise ConfigError(
-            f"{name} has {found} bias, unlike the config, which the kernels use",
+            f"{name} has {found} bias, unlike in the config, which the kernels follow",
             hint="use the plain model",
         )
     if type(part) is plain_model.RMSNorm and part.eps != config.rms_norm_eps:
         raise ConfigError(
-            f"{name} has eps {part.eps}, unlike the config, which the kernels use: "
+            f"{name} has eps {part.eps}, but the kernels use the eps of the config, "
             f"{config.rms_norm_eps}",
             hint="use the plain model",
         )
