@@ -1,11 +1,11 @@
 """Continuous batching: many requests over one page pool, each answered as if it were alone.
 
-    engine = Engine(model, pages=64)
-    one, two = engine.submit(ids, max_new_tokens=20), engine.submit(other_ids, temperature=0.7, seed=1)
-    for request, step in engine: ...        until all are finished; or `for step in engine.stream(one)`
+    engine = Engine(model, pages=64) one = engine.submit(ids, max_new_tokens=20) two =
+    engine.submit(other_ids, temperature=0.7, seed=1) for request, step in engine: ...
+    until all are finished; or `for step in engine.stream(one)`
 
-request.py holds what one request is, scheduler.py decides who computes what in a step, engine.py computes it.
-handover.py sends a cache to another process; prefill_process.py is one that prefills for an engine that only decodes.
+request.py defines a request, scheduler.py plans each step, engine.py computes it. prefilled.py
+takes over prompts that another process has prefilled (nanokv/remote).
 """
 
 from nanokv.engine.engine import Engine

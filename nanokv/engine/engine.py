@@ -1,10 +1,12 @@
-"""The engine: feeds what the scheduler planned, draws a token for every request that has none pending, and reports.
+"""The engine: feeds the tokens that the scheduler planned, then draws a token per fed request.
 
-A step runs one packed forward for all prefill chunks and one ragged forward for all decodes. Which requests share a
-step changes nothing but the rounding of sums: greedy answers are those of nanokv.generate, sampled ones too, because
-every request has a generator of its own. Single-threaded: callbacks run between two forwards and may submit and cancel.
+A step runs one packed forward for all prefill chunks and one ragged forward for all decodes. The
+other requests of a step change only the rounding of sums: greedy and sampled answers are those of
+nanokv.generate, because every request has its generator. Single-threaded: callbacks run between
+two forwards and may submit and cancel.
 
-Ctrl-C can come at any line. Nothing is undone then: the next step begins by settling what was cut short (`_settle`).
+Ctrl-C can come at any line. Nothing is undone then: the next step first completes the interrupted
+changes (`_settle`).
 """
 
 import gc
@@ -32,10 +34,11 @@ from nanokv.text.ids import Ids
 
 
 class Engine:
-    """Requests over `pages` pages of `page_size` tokens; at most `step_tokens` tokens are fed in one step (None: as
-    many as one forward of a long prompt takes, inference.prefill_chunk).
+    """Requests over a pool of `pages` pages of `page_size` tokens; at most `max_running` run.
 
-    Iterating yields (request, Step) as tokens are drawn, until nothing is left to do. `clock` is for tests.
+    A step feeds at most `step_tokens` tokens; the default is that of one forward of a long prompt
+    (inference.prefill_chunk). Iterating yields (request, Step) as tokens are drawn, until no
+    request is left. `clock` is for tests.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class Engine:
             if type(value) is not int or value < 1:
                 raise GenerationError(f"{name} is {value!r}: it must be an integer ≥ 1")
         if step_tokens is None:
-            # At least a token for each that runs.
+            # At least one token per running request.
             step_tokens = max(prefill_chunk(model), max_running)
         self.model, self.config, self.clock = model, model.config, clock
         self.device = model.embed_tokens.weight.device
@@ -62,8 +65,9 @@ class Engine:
         self.scheduler = Scheduler(model.config, self.pool, step_tokens, max_running, self.metrics)
         self._submitted = 0
         self._batch: PagedBatch | None = None
-        self._whole = True  # was the last step not cut short?
-        self._drawn: dict[tuple[int, int], tuple[Request, Step]] = {}  # what no step has handed out
+        self._whole = True  # False while a step runs, and after one that was interrupted
+        # (request number, place) → (request, Step) that no call of `step` has returned yet.
+        self._drawn: dict[tuple[int, int], tuple[Request, Step]] = {}
 
     def __repr__(self) -> str:
         pool, requests = (
@@ -73,7 +77,7 @@ class Engine:
         pages = f"{pool.available():,} of {len(pool.references):,} pages of {pool.page_size} tokens free"
         return f"<Engine: {requests}, {pages}, {pool.nbytes:,} B>"
 
-    # --- in and out -----------------------------------------------------------------------------------------------
+    # --- requests in, tokens out ----------------------------------------------------------------
 
     def submit(
         self,
@@ -92,14 +96,16 @@ class Engine:
         on_token: Callable[[Request, Step], object] | None = None,
         prefilled: Prefilled | None = None,
     ) -> Request:
-        """Queue a request; the arguments mean what they mean in nanokv.generate. `top_logprobs`: so many of the
-        likeliest tokens stand in each Step. `constrain(logits (1,V), tokens so far)` → logits that the next token is
-        drawn from, −∞ where it must not be; log-probabilities stay those of the raw logits. `prefilled`: another
-        process has prefilled the prompt, and this engine only decodes.
+        """Queue a request; the arguments mean the same as in nanokv.generate.
 
-        Refused at once: ContextError if the prompt is longer than the context, CapacityError if prompt and answer
-        could not be held even by the whole pool, GenerationError for any other bad value. Requests share the pages of
-        equal beginnings only under the same `salt`.
+        `top_logprobs`: how many of the likeliest tokens each Step lists.
+        `constrain(logits (1,V), tokens so far)` returns the logits to draw from, −∞ for forbidden
+        tokens; log-probabilities stay those of the raw logits. `prefilled`: another process has
+        prefilled the prompt, and this engine only decodes. Requests share the pages of equal
+        beginnings only if they have the same `salt`.
+
+        Raises ContextError if the prompt is longer than the context, CapacityError if the whole
+        pool could not hold prompt and answer, GenerationError for any other bad value.
         """
         check_sampling(max_new_tokens=max_new_tokens, top_logprobs=top_logprobs)
         check_salt(salt)
@@ -144,12 +150,14 @@ class Engine:
         return request
 
     def add_prefix(self, cache: KVCache, salt: str = "") -> int:
-        """The full pages of a cache that another process, or a file, has brought become pages of the pool: a request
-        that begins with `cache.tokens` computes only the rest. → tokens of them, a multiple of the page size.
+        """Copy the full pages of a cache, from another process or a file, into the pool.
 
-        Refused, with nothing changed: HandoverError for a cache without its ids, of several rows or of inexact values,
-        CapacityError where too few pages are free or idle. They are evicted as all that nobody uses: least recently
-        used first.
+        A request that begins with `cache.tokens` then computes only the rest. Returns the number of
+        tokens copied, a multiple of the page size. The pages are evicted like all idle ones: least
+        recently used first.
+
+        Raises, and changes nothing: HandoverError for a cache without its ids, with several rows or
+        with inexact values; CapacityError if too few pages are free or idle.
         """
         check_salt(salt)
         prefix = taken(cache, prompt_ids(list(cache.tokens), self.config.vocab_size))
@@ -164,11 +172,11 @@ class Engine:
         return len(tokens)
 
     def check_prefilled(self, prefilled: Prefilled, prompt: list[int]) -> None:
-        """HandoverError for what is not this prompt's, or not this model's."""
+        """HandoverError unless `prefilled` belongs to this prompt and fits this model."""
         if list(prefilled.tokens) != prompt:
             raise HandoverError(
-                f"{len(prefilled.tokens):,} tokens were prefilled, which are not the {len(prompt):,} "
-                "of the prompt",
+                f"{len(prefilled.tokens):,} tokens were prefilled, "
+                f"which are not the {len(prompt):,} of the prompt",
                 "prefill the very ids that are submitted",
             )
         weight = self.model.embed_tokens.weight.dtype  # of int8 weights it says nothing
@@ -182,7 +190,10 @@ class Engine:
         prefilled.check(self.config, known)
 
     def _room(self, prompt: int, new: int) -> int:
-        """Tokens that the context leaves for the answer (the last one is never fed); refuses what can never fit."""
+        """Tokens that the context leaves for the answer, whose last token is never fed.
+
+        Raises ContextError or CapacityError for a request that can never fit.
+        """
         context = self.config.max_position_embeddings
         if prompt > context:
             raise ContextError(f"needs {prompt:,} of {context:,} tokens", "shorten the prompt")
@@ -206,16 +217,17 @@ class Engine:
         whole, self._whole = self._whole, False
         if request.state != FINISHED:
             request.finish_reason = reason  # commit
-        self._finish(request)  # of one that is finished: what Ctrl-C has left of it in the engine
+        # Also for a finished request, which Ctrl-C may have left in a list or with its pages.
+        self._finish(request)
         self._whole = whole
 
     def aside(self, function: Callable[[Model], Any]) -> Any:
-        """function(model), between two steps: forwards that belong to no request, over a cache of their own."""
+        """function(model), between two steps: for forwards without a request and its cache."""
         return function(self.model)
 
     @property
     def idle(self) -> bool:
-        """Nothing waits and nothing runs."""
+        """True if no request waits or runs."""
         return not (self.scheduler.waiting or self.scheduler.running)
 
     def __iter__(self) -> Iterator[tuple[Request, Step]]:
@@ -228,26 +240,30 @@ class Engine:
             self._step()
 
     def run(self) -> None:
-        """Until all requests are finished; for those who use callbacks or look at the requests afterwards."""
+        """Step until all requests are finished; read their tokens by callback or afterwards."""
         while not self.idle:
             self.step()
 
     def stream(self, request: Request) -> Iterator[Step]:
-        """The Steps of one request, while all others go on as well."""
+        """The Steps of one request; the other requests advance too."""
         sent = 0
         while True:
             while sent < len(request.tokens):
                 sent += 1
                 yield request.step_at(sent - 1)
             if request.state == FINISHED:
-                return self.cancel(request)  # nobody may call again who would give its pages back
+                # Free its pages now: the caller may never call step() again.
+                return self.cancel(request)
             self.step()
 
-    # --- one step -------------------------------------------------------------------------------------------------
+    # --- one step -------------------------------------------------------------------------------
 
     def step(self) -> list[tuple[Request, Step]]:
-        """Plan, run the forwards, draw the tokens: [(request, Step)]. After an exception it can simply be called again:
-        the forward that failed is repeated, and tokens that were drawn are handed out then."""
+        """Plan, run the forwards, draw the tokens: [(request, Step)].
+
+        After an exception, call it again: it repeats the failed forward, and returns tokens that
+        were drawn but not returned.
+        """
         self._step()
         return (list(self._drawn.values()), self._drawn.clear())[0]  # type: ignore[func-returns-value]  # one line, too
 
@@ -258,7 +274,7 @@ class Engine:
         now = self.clock()
         fed = {id(request) for request, _ in work}
         for request in self.scheduler.running:
-            # What is complete came prefilled.
+            # A prefilled request has nothing to feed.
             if request.admitted is None and (id(request) in fed or request.pending == 0):
                 request.admitted = now
         pending = [(request.pending, request, tokens) for request, tokens in work]
@@ -276,7 +292,7 @@ class Engine:
         if self.scheduler.waiting:
             gc.collect()
         work = self.scheduler.plan()
-        # One that came prefilled feeds nothing.
+        # A running request may have nothing to feed: its prompt came prefilled.
         if not work and self.scheduler.waiting and not self.scheduler.running:
             raise self._stuck()
         return work
@@ -294,7 +310,7 @@ class Engine:
         now: list[tuple[Request, int]] = []
         later: list[tuple[Request, int]] = []
         for request, tokens in chunks:
-            # Who came with it may have computed its beginning since it was admitted.
+            # Since it was admitted, another request may have computed its beginning.
             self.scheduler.reuse(request)
             tokens = min(tokens, request.pending)
             waits = any(self.scheduler.shares(request, other, more) for other, more in now)
@@ -346,13 +362,11 @@ class Engine:
                     request.draw()
                 request.finish_reason = request.finish_reason or request.reason_to_end()
                 self._hand_out(request)
-            except MemoryError:  # no fault of the request's: the step can be repeated
+            except MemoryError:  # not caused by this request, and the step can be repeated
                 raise
             except Exception as error:  # NaN logits, or a callback that failed
-                request.finish_reason, request.error = "error", error
+                request.finish_reason, request.error = "error", error  # commit
                 request.untold.clear()
-            # Also when Ctrl-C leaves through the callback of the last token: no other may follow
-            # it.
             finally:
                 if (
                     request.finish_reason is not None
@@ -387,7 +401,7 @@ class Engine:
                 request.untold[i] = step
             request.handed = i + 1
         for i in list(request.untold):
-            # In one line: called once, whenever Ctrl-C comes.
+            # One statement, so that an interrupt never repeats a callback.
             request.on_token(request, request.untold.pop(i))
 
     def _finish(self, request: Request):
@@ -398,14 +412,14 @@ class Engine:
         request, pool = self.scheduler.waiting[0], self.pool
         return CapacityError(
             f"request {request.number} needs {request.pages_needed(pool.page_size):,} pages, but "
-            f"{pool.available():,} of {len(pool.references):,} can be had and no request of the engine runs",
+            f"{pool.available():,} of {len(pool.references):,} can be had "
+            "and no request of the engine runs",
             "something else holds pages of its pool",
         )
 
 
 def check_salt(salt: object) -> None:
-    """GenerationError for what is no text."""
-    # Half a character.
+    """GenerationError unless `salt` is text without lone surrogates."""
     if not isinstance(salt, str) or salt.encode("utf-8", "ignore").decode() != salt:
         raise GenerationError(
             f"salt is {salt!r}: a string was expected", 'salt="" shares with all that have none'

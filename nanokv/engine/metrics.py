@@ -1,7 +1,7 @@
-"""What the engine as a whole did: tokens, forwards, preemptions, and how well the pages were used.
+"""Counters of the whole engine: tokens, forwards, preemptions, and how well the pages were used.
 
-Waste is what a paged cache still wastes: slots of used pages that hold no token (the tail of each last page, and pages
-taken for a chunk that is still to be computed). A page that requests share counts once.
+Waste is the share of slots in used pages that hold no token: the tail of each last page, and pages
+taken for a chunk that is not computed yet. A page that requests share counts once.
 """
 
 from dataclasses import asdict, dataclass
@@ -9,18 +9,21 @@ from dataclasses import asdict, dataclass
 
 @dataclass
 class Metrics:
-    """Counts since the engine was made; means are over steps. A step that was interrupted may be missing in some."""
+    """Counts since the engine was made; means are over steps.
+
+    An interrupted step may be missing from some counts.
+    """
 
     steps: int = 0
     forwards: int = 0
-    prefill_tokens: int = 0  # computed, those of preempted requests again
+    prefill_tokens: int = 0  # computed; preempted requests count again
     decode_tokens: int = 0
-    reused_tokens: int = 0  # found in the index and not computed, by preempted requests too
+    reused_tokens: int = 0  # found in the index instead of computed; preempted requests count again
     finished: int = 0
     preemptions: int = 0
-    pages: int = 0  # of the pool
-    peak_pages: int = 0  # in use by requests, at most
-    used_page_steps: int = 0
+    pages: int = 0  # size of the pool
+    peak_pages: int = 0  # the most that requests have used at once
+    used_page_steps: int = 0  # sums over all steps
     used_slot_steps: int = 0
     wasted_slot_steps: int = 0
 

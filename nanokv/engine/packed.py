@@ -1,7 +1,8 @@
 """The prefill of several prompts in one forward, without padding.
 
-A product of 60 rows takes nearly as long as one of 120, so short prompts are faster together. To the model every token
-is a row, (N,1), at a position of its own; only attention knows which rows belong together.
+A matmul of 60 rows takes nearly as long as one of 120, so short prompts are faster together. The
+model sees N rows of one token, (N,1), each with its position; only attention knows which rows
+belong to one prompt.
 """
 
 import torch
@@ -15,7 +16,8 @@ from nanokv.support.device_memory import full_memory_named
 def prefill_packed(model, prompts, caches, start_pos):
     """prompts[b] into caches[b] from start_pos[b] → the logits that follow each, (B,V): `prefill` of every one alone.
 
-    The caches are of one sequence each, and of any kind. If it fails, truncate all of them to start_pos.
+    The same as `prefill` of each prompt. The caches may be of any kind and hold one sequence each.
+    After a failure, truncate all of them to start_pos.
     """
     prompts = [token_ids(model, [prompt]) for prompt in prompts]  # (1,T_b)
     sizes = [prompt.shape[1] for prompt in prompts]

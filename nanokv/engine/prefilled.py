@@ -1,8 +1,9 @@
-"""What another process has prefilled, on its way into the engine's pages.
+"""Keys and values that another process has prefilled, on their way into the engine's pages.
 
-A prefill process takes it from the cache of a finished request, `taken`; the engine of a decode process puts it into
-the pages of a new one, `extend`, behind those that it found in its own index. Rows are sent, not pages: pages that are
-not full would be sent with their empty slots, and both sides would need pages of one size.
+The prefill process takes them from the cache of a finished request (`taken`). The engine of the
+decode process appends them to a new request's pages (`extend`), after the pages that it found in
+its index. Rows are sent, not pages: a page that is not full would be sent with its empty slots, and
+both sides would need the same page size.
 """
 
 from collections.abc import Sequence
@@ -25,21 +26,20 @@ class Prefilled:
     tokens: Sequence[int]
     keys: Tensor  # (L,Hk,T,D), T = len(tokens) − start
     values: Tensor
-    logits: Tensor | None = None  # (1,V); None where only the prefix is of use
+    logits: Tensor | None = None  # (1,V); None if only the prefix is used
     start: int = 0
-    reused: int = 0  # of the tokens: not computed there, because its own index had them
-    # When the request arrived that this was computed for.
-    asked: float = field(default_factory=perf_counter)
+    reused: int = 0  # tokens that the prefill process found in its index
+    asked: float = field(default_factory=perf_counter)  # when the request arrived
 
     def check(self, config: Config, dtype: torch.dtype | None) -> None:
-        """HandoverError for another shape, length or dtype than this model's; None: any dtype."""
+        """HandoverError for a shape, length or dtype that does not fit; None accepts any dtype."""
         L, Hk, D = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
         want = [L, Hk, len(self.tokens) - self.start, D]
         for name, found in (("keys", self.keys), ("values", self.values)):
             if list(found.shape) != want or not 0 <= self.start < len(self.tokens):
                 raise HandoverError(
-                    f"{name} of {len(self.tokens)} tokens from token {self.start} on have the shape "
-                    f"{list(found.shape)}, not {want} (L,Hk,T,D)"
+                    f"{name} of {len(self.tokens)} tokens from token {self.start} on have "
+                    f"the shape {list(found.shape)}, not {want} (L,Hk,T,D)"
                 )
             if dtype not in (None, found.dtype):
                 raise HandoverError(
@@ -52,7 +52,10 @@ class Prefilled:
             )
 
     def extend(self, cache: Any, device: torch.device | str) -> None:
-        """Append what a paged cache of one row on this device does not hold yet; CapacityError changes nothing."""
+        """Append to a paged cache of one row on `device` the tokens that it does not hold.
+
+        Raises CapacityError, and changes nothing, if the pages are not enough.
+        """
         held = cache.length - self.start
         for layer, *rows in zip(cache, self.keys, self.values, strict=True):
             keys, values = (x[None, :, held:].to(device) for x in rows)  # (1,Hk,T,D) ×2
@@ -60,14 +63,15 @@ class Prefilled:
 
     @property
     def nbytes(self) -> int:
-        """Of keys and values."""
+        """Bytes of keys and values."""
         return self.keys.nbytes + self.values.nbytes
 
 
 def taken(cache: KVCache, tokens: Sequence[int], start: int = 0, **facts: Any) -> Prefilled:
-    """From the cache of one sequence that keeps exact values; tokens[:start] are left out.
+    """tokens[start:] of a cache of one sequence.
 
-    Each layer's rows are gathered as a whole first: one copy of S rows, of one layer at a time.
+    Gathers one layer at a time, which costs a copy of its S rows. Raises HandoverError for a
+    cache of other tokens, of several rows, or without exact values.
     """
     if cache.sizes.batch_size != 1 or cache.length != len(tokens):
         raise HandoverError(

@@ -1,11 +1,12 @@
-"""One request of the engine: its tokens, how they are drawn, where it stands, and when things happened to it.
+"""One request of the engine: its tokens, how they are drawn, its state and its times.
 
-`known` is prompt + answer so far; the first `fed` of them are in the cache, and `pending` are the rest. A new request
-has its whole prompt pending, a running one its newest token, a preempted one everything: the engine feeds what is
-pending and draws a token when nothing is. So a preempted request needs no state of its own.
+`known` is prompt + answer so far: the first `fed` tokens are in the cache, the rest is `pending`. A
+new request has its whole prompt pending, a running one its newest token, a preempted one all of
+`known`. The engine feeds the pending tokens and draws a token when none is pending, so a preempted
+request needs no extra state.
 
-Ctrl-C can come at any line. Each change here is made by one assignment or one append, marked "commit"; what was done
-before it can be done again, and what follows from it is looked at anew by the next step.
+Ctrl-C can come at any line. Each change is one assignment or one append, marked "commit": all work
+before it can be repeated, and the next step derives all consequences again.
 """
 
 from dataclasses import dataclass, field
@@ -21,13 +22,13 @@ WAITING, RUNNING, FINISHED = "waiting", "running", "finished"
 
 @dataclass(eq=False)
 class Request:
-    """Made by Engine.submit. `finish_reason`: stop, length, context, cancelled, error (then `error` says which)."""
+    """Made by Engine.submit. `finish_reason` is stop, length, context, cancelled or error."""
 
-    number: int  # order of arrival: a smaller one goes first
+    number: int  # order of arrival: a smaller number goes first
     prompt: list[int]
     params: SamplingParams
-    max_new_tokens: int  # of which `room` fit into the model's context
-    room: int
+    max_new_tokens: int
+    room: int  # tokens that the context leaves for the answer
     eos_token_ids: tuple[int, ...]
     salt: str = ""
     on_token: Any = None  # on_token(request, step), for every token
@@ -44,10 +45,10 @@ class Request:
     )
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    tops: list[tuple] = field(default_factory=list)  # Step.top of each
-    handed: int = 0  # tokens that were put down for the caller of Engine.step
+    tops: list[tuple] = field(default_factory=list)  # Step.top of each token
+    handed: int = 0  # tokens that were queued for the caller of Engine.step
     finish_reason: str | None = None
-    error: Exception | None = None
+    error: Exception | None = None  # the cause of finish_reason "error"
     preemptions: int = 0
     reused_tokens: int = 0  # found in the index at the first admission, so never computed
     admitted: float | None = None
@@ -79,7 +80,7 @@ class Request:
 
     @property
     def logits(self) -> Any:
-        """(1,V) after all known tokens, once all are fed."""
+        """(1,V) after all known tokens; None until all are fed."""
         if self.after is None:
             return None
         whole, row = self.after
@@ -96,7 +97,7 @@ class Request:
 
     @property
     def pending(self) -> int:
-        """Known tokens that are not in the cache."""
+        """The number of known tokens that are not in the cache."""
         return self.prompt_tokens + len(self.tokens) - self.fed
 
     def pages_needed(self, page_size: int) -> int:
@@ -115,11 +116,11 @@ class Request:
         self.cache, self.fed, self.after, self.prefilled = cache, cache.length, after, None
 
     def settle(self) -> None:
-        """Forget what a forward that was cut short left in some of the layers."""
+        """Truncate the tokens that an interrupted forward left in some of the layers."""
         if self.cache.even() == self.fed:
             return
         lengths = {layer.length for layer in self.cache}
-        # Fewer only where a search for known pages was cut short.
+        # The layers hold fewer than `fed` tokens only if `Scheduler.reuse` was interrupted.
         self.fed = min(self.fed, *lengths)
         if lengths != {self.fed}:
             self.cache.truncate(self.fed)
@@ -135,8 +136,9 @@ class Request:
         return Step(self.tokens[i], self.logprobs[i], self.tops[i])
 
     def draw(self) -> None:
-        """A token from `logits`: what was drawn for all, else by this request's own generator; the
-        same one again if the first draw was cut short.
+        """Add the token drawn for all requests together, or draw one from `logits`.
+
+        Repeated after an interrupt, it draws the same token. Raises GenerationError (NaN logits).
         """
         if self.drawn is None or self.drawn[0] != len(self.tokens):
             if self.params.temperature:
@@ -157,7 +159,7 @@ class Request:
         self.generator.set_state(self.random[1])
 
     def reason_to_end(self) -> str | None:
-        """Was the newest token the last one, and why?"""
+        """Why the newest token is the last one; None if it is not."""
         if not self.tokens:
             return None
         return reason_to_end(self.tokens, self.eos_token_ids, self.max_new_tokens, self.room)

@@ -1,13 +1,15 @@
-"""Who computes what in the next step: admission, the token budget, and preemption when the pages run out.
+"""What to compute in the next step: admission, the token budget, and preemption when pages run out.
 
-First come, first served, by arrival. Decodes cost one token each and come first, prefill chunks share the rest of the
-budget. A request is admitted when the pool has room for all it knows; when pages run out later, the youngest running
-request gives its pages back and waits, its tokens kept. The oldest one can therefore always go on, and alone it fits
-(checked at submit): the engine never stands still. Recompute, not swap, as vLLM's V1 engine does.
+Requests are served in order of arrival. Decodes cost one token each and come first, prefill chunks
+share the rest of the budget. A request is admitted when the pool has room for all its known tokens.
+When pages run out later, the youngest running request is preempted: it releases its pages, keeps
+its tokens and waits. The oldest request can therefore always advance, and it fits alone (checked
+at submit), so the engine never stalls. A preempted request is recomputed, not swapped, as in vLLM's
+V1 engine.
 
-A request's `state` says where it belongs. It enters the list that it moves to, then its state changes, then it leaves
-the other list: a move that was cut short (Ctrl-C can come at any line) leaves it in a list that its state contradicts,
-never in none. `mend` and `admit` take such an entry out.
+A move from one list to the other has three parts: insert into the new list, change `state`, remove
+from the old list. An interrupted move (Ctrl-C can come at any line) may leave the request in a list
+that contradicts its state, but never in none. `mend` and `admit` remove such entries.
 """
 
 from bisect import insort
@@ -19,7 +21,7 @@ from nanokv.errors import CapacityError
 
 
 class Scheduler:
-    """`waiting` and `running` are in order of arrival; pages are reserved here, before anything is computed."""
+    """`waiting` and `running` are in order of arrival; pages are reserved before the forwards."""
 
     def __init__(self, config, pool, step_tokens: int, max_running: int, metrics):
         self.config, self.pool, self.step_tokens = config, pool, step_tokens
@@ -29,7 +31,7 @@ class Scheduler:
         self.metrics = metrics
 
     def plan(self) -> list[tuple[Request, int]]:
-        """(request, how many of its pending tokens to feed), pages reserved; oldest first."""
+        """(request, how many of its pending tokens to feed), with pages reserved; oldest first."""
         self.admit()
         budget, work = self.step_tokens, []
         pending = [(request, request.pending) for request in self.running]
@@ -43,11 +45,11 @@ class Scheduler:
             if held or self.reserve(request, tokens):
                 work.append((request, tokens))
                 budget -= tokens
-        # Some may have lost pages.
+        # `reserve` may have preempted a request that was in `work` already.
         return [(request, tokens) for request, tokens in work if request.state == RUNNING]
 
     def lacking(self, decodes: list[Request]) -> list[int]:
-        """Which of these have no place for the next token: few, so the others are not asked one by one."""
+        """Indices of the requests without a slot for the next token; found in one pass over all."""
         tables = [request.cache.tables[0] for request in decodes]
         return self.pool.lacking(tables, [request.fed for request in decodes], 1)
 
@@ -64,13 +66,13 @@ class Scheduler:
         size = self.pool.page_size
         while self.waiting and len(self.running) < self.max_running:
             request = self.waiting[0]
-            if request.state != WAITING:  # it has moved already
+            if request.state != WAITING:  # an interrupted move has left it here
                 self.waiting.pop(0)
                 continue
             cache = make_cache("prefix", self.config, pool=self.pool, salt=request.salt)
             # Its pages are no longer evictable: count what is free after that.
             cache.reuse(request.known)
-            # One page ahead.
+            # The known tokens of running requests, and one page ahead for each.
             promised = sum(other.pages_needed(size) for other in self.running) + len(self.running)
             if request.pages_needed(size) - len(cache.tables[0]) + promised > self.pool.available():
                 cache.free()
@@ -110,7 +112,10 @@ class Scheduler:
             request.reused_tokens += tokens
 
     def reserve(self, request: Request, tokens: int) -> bool:
-        """Pages for the next tokens; whoever is youngest gives way until they are there, possibly this one itself."""
+        """Reserve pages for the next tokens, preempting the youngest requests if necessary.
+
+        Returns False if `request` itself was preempted.
+        """
         start = request.fed
         while request.state == RUNNING:
             try:
@@ -142,5 +147,6 @@ class Scheduler:
             request.settle()
             request.cache.remember(request.known)
             request.cache.free()
+        # One statement, so that an interrupt never leaves `fed` without a cache.
         request.cache, request.after, request.fed = None, None, 0
         self.running.remove(request)
