@@ -26,7 +26,7 @@ from nanokv.decoding.ranges import check_sampling
 from nanokv.engine.metrics import Metrics
 from nanokv.engine.packed import prefill_packed
 from nanokv.engine.prefilled import Prefilled, taken
-from nanokv.engine.request import FINISHED, RUNNING, Request, logits_of
+from nanokv.engine.request import FINISHED, RUNNING, Drawn, Request, logits_of
 from nanokv.engine.scheduler import Scheduler
 from nanokv.errors import CapacityError, ContextError, GenerationError, HandoverError
 from nanokv.inference import decode, prefill_chunk
@@ -51,14 +51,17 @@ class Engine:
         clock: Callable[[], float] = perf_counter,
     ):
         sizes = {"pages": pages, "page_size": page_size, "max_running": max_running}
-        sizes |= {} if step_tokens is None else {"step_tokens": step_tokens}
+        if step_tokens is not None:
+            sizes["step_tokens"] = step_tokens
         for name, value in sizes.items():
             if type(value) is not int or value < 1:
                 raise GenerationError(f"{name} is {value!r}: it must be an integer ≥ 1")
         if step_tokens is None:
             # At least one token per running request.
             step_tokens = max(prefill_chunk(model), max_running)
-        self.model, self.config, self.clock = model, model.config, clock
+        self.model = model
+        self.config = model.config
+        self.clock = clock
         self.device = model.embed_tokens.weight.device
         self.pool = PrefixPool(model.config, pages, page_size)
         self.metrics = Metrics()
@@ -70,11 +73,10 @@ class Engine:
         self._drawn: dict[tuple[int, int], tuple[Request, Step]] = {}
 
     def __repr__(self) -> str:
-        pool, requests = (
-            self.pool,
-            f"{len(self.scheduler.running)} running, {len(self.scheduler.waiting)} waiting",
-        )
-        pages = f"{pool.available():,} of {len(pool.references):,} pages of {pool.page_size} tokens free"
+        pool = self.pool
+        requests = f"{len(self.scheduler.running)} running, {len(self.scheduler.waiting)} waiting"
+        free = f"{pool.available():,} of {len(pool.references):,}"
+        pages = f"{free} pages of {pool.page_size} tokens free"
         return f"<Engine: {requests}, {pages}, {pool.nbytes:,} B>"
 
     # --- requests in, tokens out ----------------------------------------------------------------
@@ -109,41 +111,33 @@ class Engine:
         """
         check_sampling(max_new_tokens=max_new_tokens, top_logprobs=top_logprobs)
         check_salt(salt)
-        if on_token is not None and not callable(on_token):
-            raise GenerationError(
-                f"on_token is {on_token!r}: a function of (request, step), or None, was expected"
-            )
-        if constrain is not None and not callable(constrain):
-            raise GenerationError(
-                f"constrain is {constrain!r}: a function of (logits, tokens), or None, was expected"
-            )
+        check_callable("on_token", on_token, "(request, step)")
+        check_callable("constrain", constrain, "(logits, tokens)")
         params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
         prompt = prompt_ids(ids, self.config.vocab_size)
-        eos = eos_ids(
-            self.model.generation_config.eos_token_ids if eos_token_ids is None else eos_token_ids
-        )
+        if eos_token_ids is None:
+            eos_token_ids = self.model.generation_config.eos_token_ids
+        eos = eos_ids(eos_token_ids)
         room = self._room(len(prompt), max_new_tokens)
-        if prefilled is not None:
-            self.check_prefilled(prefilled, prompt)
-            if prefilled.logits is None:
-                raise HandoverError(
-                    f"no logits follow the {len(prompt):,} tokens that were prefilled",
-                    "Engine.add_prefix takes what has none",
-                )
+        if prefilled is None:
+            arrived = self.clock()
+        else:
+            self.check_prompt(prefilled, prompt)
+            arrived = prefilled.asked
         request = Request(
-            self._submitted,
-            prompt,
-            params,
-            max_new_tokens,
-            room,
-            eos,
-            salt,
-            on_token,
-            self.device,
-            self.clock() if prefilled is None else prefilled.asked,
-            constrain,
-            top_logprobs,
-            prefilled,
+            number=self._submitted,
+            prompt=prompt,
+            params=params,
+            max_new_tokens=max_new_tokens,
+            room=room,
+            eos_token_ids=eos,
+            salt=salt,
+            on_token=on_token,
+            device=self.device,
+            arrived=arrived,
+            constrain=constrain,
+            top_logprobs=top_logprobs,
+            prefilled=prefilled,
         )
         self._submitted += 1
         self.scheduler.waiting.append(request)
@@ -179,15 +173,23 @@ class Engine:
                 f"which are not the {len(prompt):,} of the prompt",
                 "prefill the very ids that are submitted",
             )
-        weight = self.model.embed_tokens.weight.dtype  # of int8 weights it says nothing
-        known = (
-            self.pool.keys.dtype
-            if self.pool.keys is not None
-            else weight
-            if weight.is_floating_point
-            else None
-        )
-        prefilled.check(self.config, known)
+        prefilled.check(self.config, self._key_dtype())
+
+    def check_prompt(self, prefilled: Prefilled, prompt: list[int]) -> None:
+        """`check_prefilled`, and HandoverError if the logits after the prompt are missing."""
+        self.check_prefilled(prefilled, prompt)
+        if prefilled.logits is None:
+            raise HandoverError(
+                f"no logits follow the {len(prompt):,} tokens that were prefilled",
+                "Engine.add_prefix takes what has none",
+            )
+
+    def _key_dtype(self) -> torch.dtype | None:
+        """The dtype of the pool's keys; None if it is not known yet, as with int8 weights."""
+        if self.pool.keys is not None:
+            return self.pool.keys.dtype
+        weight = self.model.embed_tokens.weight.dtype
+        return weight if weight.is_floating_point else None
 
     def _room(self, prompt: int, new: int) -> int:
         """Tokens that the context leaves for the answer, whose last token is never fed.
@@ -199,22 +201,25 @@ class Engine:
             raise ContextError(f"needs {prompt:,} of {context:,} tokens", "shorten the prompt")
         room = context - prompt + 1
         new = min(new, room)
-        pages, size = len(self.pool.references), self.pool.page_size
+        pages = len(self.pool.references)
+        size = self.pool.page_size
         needed = -(-(prompt + new - 1) // size)
         if needed > pages:
             fits = pages * size - prompt + 1
+            hint = "a shorter prompt, or a larger pool"
+            if fits >= 1:
+                hint = f"max_new_tokens={fits} fits"
             raise CapacityError(
-                f"the request needs {needed:,} pages ({prompt:,} tokens + {new:,} new, {size} a page), "
-                f"the pool has {pages:,}",
-                f"max_new_tokens={fits} fits"
-                if fits >= 1
-                else "a shorter prompt, or a larger pool",
+                f"the request needs {needed:,} pages "
+                f"({prompt:,} tokens + {new:,} new, {size} a page), the pool has {pages:,}",
+                hint,
             )
         return room
 
     def cancel(self, request: Request, reason: str = "cancelled") -> None:
-        """End a request now, whatever it is doing; its tokens stay, its pages are free. Nothing if it is finished."""
-        whole, self._whole = self._whole, False
+        """End a request now and free its pages; its tokens stay. A finished one is not changed."""
+        whole = self._whole
+        self._whole = False
         if request.state != FINISHED:
             request.finish_reason = reason  # commit
         # Also for a finished request, which Ctrl-C may have left in a list or with its pages.
@@ -265,7 +270,9 @@ class Engine:
         were drawn but not returned.
         """
         self._step()
-        return (list(self._drawn.values()), self._drawn.clear())[0]  # type: ignore[func-returns-value]  # one line, too
+        drawn = self._drawn
+        # One statement, so that an interrupt neither loses a token nor returns one twice.
+        return (list(drawn.values()), drawn.clear())[0]  # type: ignore[func-returns-value]
 
     def _step(self):
         self._settle()
@@ -368,11 +375,10 @@ class Engine:
                 request.finish_reason, request.error = "error", error  # commit
                 request.untold.clear()
             finally:
-                if (
-                    request.finish_reason is not None
-                    and request.handed == len(request.tokens)
-                    and not request.untold
-                ):
+                # Also when Ctrl-C leaves through the callback of the last token, so that no token
+                # follows the last one.
+                handed_out = request.handed == len(request.tokens) and not request.untold
+                if request.finish_reason is not None and handed_out:
                     self._finish(request)
 
     def _draw_together(self):
@@ -387,7 +393,7 @@ class Engine:
         if fed:
             steps = next_steps(logits_of(fed), [request.sampler for request in fed])
             for request, step in zip(fed, steps, strict=True):
-                request.drawn = len(request.tokens), step
+                request.drawn = Drawn(len(request.tokens), step)
 
     def _hand_out(self, request: Request):
         """What was drawn, to the caller of `step` and to the callback. Both queues are dicts: what an interrupt makes
@@ -404,17 +410,27 @@ class Engine:
             # One statement, so that an interrupt never repeats a callback.
             request.on_token(request, request.untold.pop(i))
 
-    def _finish(self, request: Request):
-        request.finished = self.clock() if request.finished is None else request.finished
+    def _finish(self, request: Request) -> None:
+        if request.finished is None:
+            request.finished = self.clock()
         self.scheduler.finish(request)
 
     def _stuck(self) -> CapacityError:
-        request, pool = self.scheduler.waiting[0], self.pool
+        request = self.scheduler.waiting[0]
+        pool = self.pool
         return CapacityError(
             f"request {request.number} needs {request.pages_needed(pool.page_size):,} pages, but "
             f"{pool.available():,} of {len(pool.references):,} can be had "
             "and no request of the engine runs",
             "something else holds pages of its pool",
+        )
+
+
+def check_callable(name: str, value: object, arguments: str) -> None:
+    """GenerationError unless `value` is None or a function."""
+    if value is not None and not callable(value):
+        raise GenerationError(
+            f"{name} is {value!r}: a function of {arguments}, or None, was expected"
         )
 
 

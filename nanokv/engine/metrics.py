@@ -4,7 +4,13 @@ Waste is the share of slots in used pages that hold no token: the tail of each l
 taken for a chunk that is not computed yet. A page that requests share counts once.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nanokv.cache import PagePool
+    from nanokv.engine.request import Request
 
 
 @dataclass
@@ -39,13 +45,17 @@ class Metrics:
 
     @property
     def page_use(self) -> float:
-        """Mean share of the pool that requests use."""
-        return self.used_page_steps / (self.steps * self.pages) if self.steps else 0.0
+        """Mean share of the pool's pages that requests use."""
+        if not self.steps:
+            return 0.0
+        return self.used_page_steps / (self.steps * self.pages)
 
     @property
     def waste(self) -> float:
-        """Share of the slots of used pages that hold nothing."""
-        return self.wasted_slot_steps / self.used_slot_steps if self.used_slot_steps else 0.0
+        """Share of the slots of used pages that hold no token."""
+        if not self.used_slot_steps:
+            return 0.0
+        return self.wasted_slot_steps / self.used_slot_steps
 
     def as_dict(self) -> dict:
         """For JSON."""
@@ -58,4 +68,5 @@ def page_use(pool, requests) -> tuple[int, int]:
     """(pages that these requests hold, slots in them without a token). Only a request's own last pages are not full."""
     tables = [(request.cache.tables[0], request.fed) for request in requests]
     used: set[int] = set().union(*(table for table, _ in tables))
-    return len(used), sum(len(table) * pool.page_size - length for table, length in tables)
+    empty = sum(len(table) * pool.page_size - length for table, length in tables)
+    return len(used), empty

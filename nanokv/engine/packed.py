@@ -5,9 +5,14 @@ model sees N rows of one token, (N,1), each with its position; only attention kn
 belong to one prompt.
 """
 
-import torch
+from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+
+from nanokv.cache import KVCache
 from nanokv.cache.packed import Packed, PackedCache
+from nanokv.checkpoint import Model
 from nanokv.inference import attention_over, token_ids
 from nanokv.support.device_memory import full_memory_named
 
@@ -19,17 +24,14 @@ def prefill_packed(model, prompts, caches, start_pos):
     The same as `prefill` of each prompt. The caches may be of any kind and hold one sequence each.
     After a failure, truncate all of them to start_pos.
     """
-    prompts = [token_ids(model, [prompt]) for prompt in prompts]  # (1,T_b)
-    sizes = [prompt.shape[1] for prompt in prompts]
+    tokens = [token_ids(model, [prompt]) for prompt in prompts]  # (1,T_b) each
+    sizes = [rows.shape[1] for rows in tokens]
     pack = PackedCache(caches, sizes, model.config)
-    parts = [
-        (T, attention_over(cache, T, prompts[0].device))
-        for cache, T in zip(caches, sizes, strict=True)
-    ]
-    positions = torch.cat(
-        [start + torch.arange(T) for start, T in zip(start_pos, sizes, strict=True)]
-    )  # (N,)
+    device = tokens[0].device
+    parts = [(T, attention_over(cache, T, device)) for cache, T in zip(caches, sizes, strict=True)]
+    ranges = [start + torch.arange(T) for start, T in zip(start_pos, sizes, strict=True)]
+    positions = torch.cat(ranges)  # (N,)
     last = torch.tensor(sizes).cumsum(0) - 1  # (B,) the last row of each prompt
     with full_memory_named(model, pack):
-        hidden = model(torch.cat(prompts, 1).T, pack, positions, Packed(parts))  # (N,1,C)
+        hidden = model(torch.cat(tokens, 1).T, pack, positions, Packed(parts))  # (N,1,C)
         return model.lm_head(hidden[last, 0])  # (B,C) → (B,V)

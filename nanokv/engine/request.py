@@ -10,14 +10,41 @@ before it can be repeated, and the next step derives all consequences again.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from nanokv.decoding.draw import Sampler, SamplingParams, Step, next_steps, reason_to_end
 from nanokv.errors import GenerationError
 
-WAITING, RUNNING, FINISHED = "waiting", "running", "finished"
+if TYPE_CHECKING:
+    from nanokv.engine.prefilled import Prefilled
+
+WAITING = "waiting"
+RUNNING = "running"
+FINISHED = "finished"
+
+
+class LogitsRow(NamedTuple):
+    """One row of the logits of a forward."""
+
+    logits: Tensor  # (B,V)
+    row: int
+
+
+class Drawn(NamedTuple):
+    """The token at place `at` of the answer, or the error instead of it, before it is committed."""
+
+    at: int
+    step: Step | GenerationError
+
+
+class Random(NamedTuple):
+    """The state of the generator before it drew place `at` of the answer."""
+
+    at: int
+    state: Tensor
 
 
 @dataclass(eq=False)
@@ -87,8 +114,8 @@ class Request:
         return whole[row : row + 1]
 
     @logits.setter
-    def logits(self, logits: torch.Tensor | None) -> None:
-        self.after = None if logits is None else (logits, 0)
+    def logits(self, logits: Tensor | None) -> None:
+        self.after = None if logits is None else LogitsRow(logits, 0)
 
     @property
     def newest(self) -> int:
@@ -102,17 +129,24 @@ class Request:
 
     def pages_needed(self, page_size: int) -> int:
         """Pages still missing to hold all known tokens."""
-        held = len(self.cache.tables[0]) if self.cache is not None else 0
-        return max(0, -(-(len(self.prompt) + len(self.tokens)) // page_size) - held)
+        held = 0
+        if self.cache is not None:
+            held = len(self.cache.tables[0])
+        needed = -(-(len(self.prompt) + len(self.tokens)) // page_size)
+        return max(0, needed - held)
 
     def take(self, cache: Any) -> None:
-        """Become the owner of a cache that holds a beginning. What another process has prefilled goes into it, unless
-        pages have been evicted that it was to follow: then the prompt is prefilled here."""
-        given, after = self.prefilled, None
-        if given is not None and given.start <= cache.length:
+        """Become the owner of a cache that may hold the beginning, and append prefilled rows to it.
+
+        If pages were evicted that the prefilled rows must follow, the prompt is prefilled here.
+        """
+        given = self.prefilled
+        after = None
+        if given is not None and given.logits is not None and given.start <= cache.length:
             given.extend(cache, self.device)
             cache.remember(self.prompt)
-            after = given.logits.to(self.device), 0  # (1,V)
+            after = LogitsRow(given.logits.to(self.device), 0)  # (1,V)
+        # One statement, so that an interrupt never leaves the cache of another length than `fed`.
         self.cache, self.fed, self.after, self.prefilled = cache, cache.length, after, None
 
     def settle(self) -> None:
@@ -125,14 +159,15 @@ class Request:
         if lengths != {self.fed}:
             self.cache.truncate(self.fed)
 
-    def feed(self, logits: torch.Tensor, row: int) -> None:
-        """A forward is complete: this row of `logits` (B,V) follows the last token that the cache holds now."""
-        self.fed, self.after = self.cache.length, (logits, row)  # commit
+    def feed(self, logits: Tensor, row: int) -> None:
+        """Record a complete forward: this row of `logits` (B,V) follows the cache's last token."""
+        self.fed, self.after = self.cache.length, LogitsRow(logits, row)  # commit
 
     def step_at(self, i: int) -> Step:
         """Token i of the answer."""
-        if self.drawn is not None and self.drawn[0] == i and isinstance(self.drawn[1], Step):
-            return self.drawn[1]
+        drawn = self.drawn
+        if drawn is not None and drawn.at == i and isinstance(drawn.step, Step):
+            return drawn.step
         return Step(self.tokens[i], self.logprobs[i], self.tops[i])
 
     def draw(self) -> None:
@@ -140,11 +175,11 @@ class Request:
 
         Repeated after an interrupt, it draws the same token. Raises GenerationError (NaN logits).
         """
-        if self.drawn is None or self.drawn[0] != len(self.tokens):
+        if self.drawn is None or self.drawn.at != len(self.tokens):
             if self.params.temperature:
                 self._rewind()
-            self.drawn = len(self.tokens), *next_steps(self.logits, [self.sampler])
-        step = self.drawn[1]
+            self.drawn = Drawn(len(self.tokens), *next_steps(self.logits, [self.sampler]))
+        step = self.drawn.step
         if isinstance(step, GenerationError):
             raise step
         self.logprobs[len(self.tokens) :] = [step.logprob]
@@ -152,11 +187,11 @@ class Request:
         self.tokens.append(step.token)  # commit
         self.after = None
 
-    def _rewind(self):
-        """The generator as it was right after the newest token."""
-        if self.random is None or self.random[0] != len(self.tokens):
-            self.random = len(self.tokens), self.generator.get_state()
-        self.generator.set_state(self.random[1])
+    def _rewind(self) -> None:
+        """Set the generator to its state right after the newest token was drawn."""
+        if self.random is None or self.random.at != len(self.tokens):
+            self.random = Random(len(self.tokens), self.generator.get_state())
+        self.generator.set_state(self.random.state)
 
     def reason_to_end(self) -> str | None:
         """Why the newest token is the last one; None if it is not."""
@@ -167,12 +202,11 @@ class Request:
     def metrics(self) -> dict:
         """Seconds and counts; None for what has not happened."""
         produced = len(self.tokens)
+        decoding = _between(self.first_token, self.finished)
         return {
             "queue_s": _between(self.arrived, self.admitted),
             "ttft_s": _between(self.arrived, self.first_token),
-            "token_s": None
-            if produced < 2 or self.finished is None
-            else _between(self.first_token, self.finished) / (produced - 1),
+            "token_s": None if decoding is None or produced < 2 else decoding / (produced - 1),
             "total_s": _between(self.arrived, self.finished),
             "prompt_tokens": len(self.prompt),
             "new_tokens": produced,
@@ -181,14 +215,18 @@ class Request:
         }
 
 
-def logits_of(requests: list[Request]) -> torch.Tensor:
-    """What each of them draws from, (B,V): no copy of what is the whole result of one forward."""
-    whole = requests[0].after[0]
-    rows = [request.after[1] for request in requests if request.after[0] is whole]
+def logits_of(requests: list[Request]) -> Tensor:
+    """(B,V), a row per fed request; not copied if they are all rows of one forward in order."""
+    after = [request.after for request in requests if request.after is not None]  # all are fed
+    whole = after[0].logits
+    rows = [row for logits, row in after if logits is whole]
     if rows == list(range(len(whole))) and len(rows) == len(requests):
         return whole
     return torch.cat([request.logits for request in requests])
 
 
-def _between(start, end):
-    return None if end is None else end - start
+def _between(start: float | None, end: float | None) -> float | None:
+    """Seconds; None if one of the events has not happened."""
+    if start is None or end is None:
+        return None
+    return end - start

@@ -14,17 +14,32 @@ that contradicts its state, but never in none. `mend` and `admit` remove such en
 
 from bisect import insort
 from itertools import takewhile
+from typing import TYPE_CHECKING, Any
 
 from nanokv.cache import make_cache
 from nanokv.engine.request import FINISHED, RUNNING, WAITING, Request
 from nanokv.errors import CapacityError
 
+if TYPE_CHECKING:
+    from nanokv.cache import PrefixPool
+    from nanokv.config import Config
+    from nanokv.engine.metrics import Metrics
+
 
 class Scheduler:
     """`waiting` and `running` are in order of arrival; pages are reserved before the forwards."""
 
-    def __init__(self, config, pool, step_tokens: int, max_running: int, metrics):
-        self.config, self.pool, self.step_tokens = config, pool, step_tokens
+    def __init__(
+        self,
+        config: "Config",
+        pool: "PrefixPool",
+        step_tokens: int,
+        max_running: int,
+        metrics: "Metrics",
+    ):
+        self.config = config
+        self.pool = pool
+        self.step_tokens = step_tokens
         self.max_running = min(max_running, step_tokens)  # so that all decodes fit into a step
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -33,11 +48,13 @@ class Scheduler:
     def plan(self) -> list[tuple[Request, int]]:
         """(request, how many of its pending tokens to feed), with pages reserved; oldest first."""
         self.admit()
-        budget, work = self.step_tokens, []
+        budget = self.step_tokens
+        work = []
         pending = [(request, request.pending) for request in self.running]
         decodes = [(request, n) for request, n in pending if n == 1]
+        chunks = [(request, n) for request, n in pending if n > 1]
         lacking = set(self.lacking([request for request, _ in decodes]))
-        for i, (request, n) in enumerate(decodes + [pair for pair in pending if pair[1] > 1]):
+        for i, (request, n) in enumerate(decodes + chunks):
             tokens = min(budget, n)
             if request.state != RUNNING or not tokens:
                 continue
@@ -77,18 +94,19 @@ class Scheduler:
             if request.pages_needed(size) - len(cache.tables[0]) + promised > self.pool.available():
                 cache.free()
                 return
-            reused = max(
-                cache.hits, request.prefilled.reused if request.prefilled is not None else 0
-            )
+            reused = cache.hits
+            if request.prefilled is not None:
+                reused = max(reused, request.prefilled.reused)
             request.take(cache)
             insort(self.running, request, key=lambda other: other.number)
             request.state = RUNNING  # commit
             self.waiting.pop(0)
             self.count_reused(request, reused)
 
-    def reuse(self, request: Request):
-        """Look once more for its beginning, as long as it has computed none of it: nothing that it holds gets lost."""
-        cache, before = request.cache, request.cache.hits
+    def reuse(self, request: Request) -> None:
+        """Look for known pages again, while the request holds only pages from the index."""
+        cache = request.cache
+        before = cache.hits
         if request.fed <= before:
             cache.truncate(0)
             cache.reuse(request.known)
@@ -96,12 +114,13 @@ class Scheduler:
             self.count_reused(request, cache.hits - before)
 
     def shares(self, request: Request, other: Request, tokens: int) -> bool:
-        """Will `other`, fed so many tokens more, have a full page that `request` could reuse and does not hold yet?"""
-        held, size = request.fed, self.pool.page_size
+        """True if feeding `tokens` to `other` completes a page that `request` could reuse."""
+        held = request.fed
+        size = self.pool.page_size
         if request.salt != other.salt or held > request.cache.hits:
             return False
-        # Its last token is always fed.
-        mine, theirs = request.known[:-1], other.known[: other.fed + tokens]
+        mine = request.known[:-1]  # the last token is always computed
+        theirs = other.known[: other.fed + tokens]
         alike = takewhile(lambda pair: pair[0] == pair[1], zip(mine, theirs, strict=False))
         return sum(1 for _ in alike) // size * size > held
 
