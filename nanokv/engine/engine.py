@@ -274,7 +274,7 @@ class Engine:
         # One statement, so that an interrupt neither loses a token nor returns one twice.
         return (list(drawn.values()), drawn.clear())[0]  # type: ignore[func-returns-value]
 
-    def _step(self):
+    def _step(self) -> None:
         self._settle()
         self._whole = False
         work = self.scheduler.plan() or self._plan_again()
@@ -294,8 +294,11 @@ class Engine:
         self._draw()
         self._whole = True
 
-    def _plan_again(self) -> list:
-        """Nobody can go on. A cache that a step which was cut short has left among its frames may still hold pages."""
+    def _plan_again(self) -> list[tuple[Request, int]]:
+        """Collect garbage and plan again; CapacityError if no request can advance.
+
+        The frames of an interrupted step may still hold a cache, and with it pages.
+        """
         if self.scheduler.waiting:
             gc.collect()
         work = self.scheduler.plan()
@@ -304,16 +307,19 @@ class Engine:
             raise self._stuck()
         return work
 
-    def _settle(self):
-        """Carry on with what a step that was cut short left behind; nothing after one that was not."""
+    def _settle(self) -> None:
+        """Complete the changes of an interrupted step."""
         self.pool.settle()
         if not self._whole:
             self.scheduler.mend()
             self._draw()
 
-    def _prefill(self, chunks) -> list:
-        """The next chunk of each request in one forward; the last chunk gives the logits. Returns the chunks that have
-        to wait, because their beginning is computed here, for another request, and can be reused then."""
+    def _prefill(self, chunks: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
+        """Feed the next chunk of each request in one forward; the last chunk gives the logits.
+
+        Returns the chunks that must wait: this forward computes their beginning for another
+        request, and they can reuse its pages afterwards.
+        """
         now: list[tuple[Request, int]] = []
         later: list[tuple[Request, int]] = []
         for request, tokens in chunks:
@@ -337,8 +343,8 @@ class Engine:
             request.cache.remember(request.known)
         return later
 
-    def _decode(self, requests):
-        """One token of each, rows of any length."""
+    def _decode(self, requests: list[Request]) -> None:
+        """Feed the newest token of each request in one forward; rows may differ in length."""
         if not requests:
             self._batch = None
             return
@@ -350,16 +356,16 @@ class Engine:
         for row, request in enumerate(requests):
             request.feed(logits, row)
 
-    def _batch_of(self, caches) -> PagedBatch:
-        """That of the last step if the same requests go on: tables are made when pages come."""
+    def _batch_of(self, caches: list[KVCache]) -> PagedBatch:
+        """The batch of the last step if it has the same rows, so that only new pages are copied."""
         batch = self._batch
         same = batch is not None and len(batch.rows) == len(caches)
         if batch is None or not same or any(map(operator.is_not, batch.rows, caches)):
             batch = self._batch = PagedBatch(caches, self.config)
         return batch
 
-    def _draw(self):
-        """A token for every request that is fed. One that cannot go on ends alone, the others go on."""
+    def _draw(self) -> None:
+        """Draw a token for every fed request; an error ends only the request that it concerns."""
         self._draw_together()
         for request in list(self.scheduler.running):
             if request.state != RUNNING:  # a callback has cancelled it
@@ -381,8 +387,11 @@ class Engine:
                 if request.finish_reason is not None and handed_out:
                     self._finish(request)
 
-    def _draw_together(self):
-        """On a GPU one draw, and one wait, for all that are fed. A grammar is Python of the caller's: drawn alone."""
+    def _draw_together(self) -> None:
+        """On a GPU, draw for all fed requests with one synchronisation.
+
+        A request with a grammar (`constrain`, which is a Python function) is drawn alone.
+        """
         if not together(self.device):
             return
         fed = [
@@ -395,9 +404,11 @@ class Engine:
             for request, step in zip(fed, steps, strict=True):
                 request.drawn = Drawn(len(request.tokens), step)
 
-    def _hand_out(self, request: Request):
-        """What was drawn, to the caller of `step` and to the callback. Both queues are dicts: what an interrupt makes
-        this put down a second time is not there twice."""
+    def _hand_out(self, request: Request) -> None:
+        """Pass drawn tokens to the caller of `step` and to the callback.
+
+        Both queues are dicts, so that repeating this after an interrupt adds no token twice.
+        """
         if request.first_token is None and request.tokens:
             request.first_token = self.clock()
         for i in range(request.handed, len(request.tokens)):

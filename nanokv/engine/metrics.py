@@ -33,8 +33,8 @@ class Metrics:
     used_slot_steps: int = 0
     wasted_slot_steps: int = 0
 
-    def note_step(self, pool, requests):
-        """Look at the pages of the running requests after the forwards of a step."""
+    def note_step(self, pool: "PagePool", requests: "Sequence[Request]") -> None:
+        """Count the pages of the running requests, after the forwards of a step."""
         used, wasted = page_use(pool, requests)
         self.steps += 1
         self.pages = len(pool.references)
@@ -57,15 +57,18 @@ class Metrics:
             return 0.0
         return self.wasted_slot_steps / self.used_slot_steps
 
-    def as_dict(self) -> dict:
-        """For JSON."""
+    def as_dict(self) -> dict[str, int | float]:
+        """The counts and the two shares, for JSON."""
         hidden = ("used_page_steps", "used_slot_steps", "wasted_slot_steps")
         counts = {name: value for name, value in asdict(self).items() if name not in hidden}
         return counts | {"page_use": self.page_use, "waste": self.waste}
 
 
-def page_use(pool, requests) -> tuple[int, int]:
-    """(pages that these requests hold, slots in them without a token). Only a request's own last pages are not full."""
+def page_use(pool: "PagePool", requests: "Sequence[Request]") -> tuple[int, int]:
+    """(pages that these requests hold, slots in those pages without a token).
+
+    Slots are summed per request: shared pages are always full, so no empty slot counts twice.
+    """
     tables = [(request.cache.tables[0], request.fed) for request in requests]
     used: set[int] = set().union(*(table for table, _ in tables))
     empty = sum(len(table) * pool.page_size - length for table, length in tables)

@@ -18,8 +18,13 @@ from nanokv.support.device_memory import full_memory_named
 
 
 @torch.inference_mode()
-def prefill_packed(model, prompts, caches, start_pos):
-    """prompts[b] into caches[b] from start_pos[b] → the logits that follow each, (B,V): `prefill` of every one alone.
+def prefill_packed(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    caches: Sequence[KVCache],
+    start_pos: Sequence[int],
+) -> Tensor:
+    """prompts[b] into caches[b] from start_pos[b] → the logits that follow each, (B,V).
 
     The same as `prefill` of each prompt. The caches may be of any kind and hold one sequence each.
     After a failure, truncate all of them to start_pos.

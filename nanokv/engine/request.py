@@ -62,14 +62,12 @@ class Request:
     device: torch.device | str = "cpu"
     arrived: float = 0.0
     constrain: Any = None  # constrain(logits, tokens) → logits, before each token is drawn
-    top_logprobs: int = 0  # so many of the likeliest tokens are noted for each place
-    prefilled: Any = None  # a Prefilled, until its rows are in the pages
+    top_logprobs: int = 0  # how many of the likeliest tokens each Step lists
+    prefilled: "Prefilled | None" = None  # until its rows are in the pages
     state: str = WAITING
     cache: Any = None  # a PrefixCache while it runs
-    fed: int = 0  # known tokens that every layer of the cache holds for sure
-    after: Any = (
-        None  # (logits (B,V) of a forward, row that follows all known tokens), once all are fed
-    )
+    fed: int = 0  # known tokens that every layer of the cache certainly holds
+    after: LogitsRow | None = None  # follows all known tokens, once all are fed
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     tops: list[tuple] = field(default_factory=list)  # Step.top of each token
@@ -94,11 +92,9 @@ class Request:
             self.constrain,
             self.top_logprobs,
         )
-        # (tokens drawn so far, what was drawn after them, for this request and others at once).
-        self.drawn: tuple[int, Step | GenerationError] | None = None
-        self.untold: dict[int, Step] = {}  # i → Step that on_token is still to be called with
-        # (tokens drawn so far, the generator's state then).
-        self.random: tuple[int, torch.Tensor] | None = None
+        self.drawn: Drawn | None = None
+        self.untold: dict[int, Step] = {}  # place → Step, for which on_token has not been called
+        self.random: Random | None = None
 
     @property
     def known(self) -> list[int]:
@@ -199,8 +195,8 @@ class Request:
             return None
         return reason_to_end(self.tokens, self.eos_token_ids, self.max_new_tokens, self.room)
 
-    def metrics(self) -> dict:
-        """Seconds and counts; None for what has not happened."""
+    def metrics(self) -> dict[str, float | int | None]:
+        """Seconds and counts; None for events that have not happened."""
         produced = len(self.tokens)
         decoding = _between(self.first_token, self.finished)
         return {

@@ -70,24 +70,27 @@ class Scheduler:
         tables = [request.cache.tables[0] for request in decodes]
         return self.pool.lacking(tables, [request.fed for request in decodes], 1)
 
-    def mend(self):
-        """Carry on with what was cut short: moves out of `running`, and forwards."""
+    def mend(self) -> None:
+        """Complete interrupted moves out of `running`, and undo interrupted forwards."""
         for request in list(self.running):
             if request.state == RUNNING:
                 request.settle()
             else:
                 self.leave(request)
 
-    def admit(self):
-        """Waiting requests move in while there is room for all that they know, behind what is promised already."""
+    def admit(self) -> None:
+        """Admit waiting requests while the pool has room for their known tokens.
+
+        The pages that running requests still need are set aside first.
+        """
         size = self.pool.page_size
         while self.waiting and len(self.running) < self.max_running:
             request = self.waiting[0]
             if request.state != WAITING:  # an interrupted move has left it here
                 self.waiting.pop(0)
                 continue
-            cache = make_cache("prefix", self.config, pool=self.pool, salt=request.salt)
-            # Its pages are no longer evictable: count what is free after that.
+            cache: Any = make_cache("prefix", self.config, pool=self.pool, salt=request.salt)
+            # Reuse first: reused pages cannot be evicted and are no longer available.
             cache.reuse(request.known)
             # The known tokens of running requests, and one page ahead for each.
             promised = sum(other.pages_needed(size) for other in self.running) + len(self.running)
@@ -124,8 +127,8 @@ class Scheduler:
         alike = takewhile(lambda pair: pair[0] == pair[1], zip(mine, theirs, strict=False))
         return sum(1 for _ in alike) // size * size > held
 
-    def count_reused(self, request: Request, tokens: int):
-        """Found in the index; of a request that was preempted only the engine's sum tells."""
+    def count_reused(self, request: Request, tokens: int) -> None:
+        """Count tokens found in the index; a preempted request counts only in the engine's sum."""
         self.metrics.reused_tokens += tokens
         if request.preemptions == 0:
             request.reused_tokens += tokens
@@ -144,15 +147,15 @@ class Scheduler:
                 self.preempt(self.running[-1])
         return False
 
-    def preempt(self, request: Request):
-        """Back to the queue, at its place by arrival; full pages stay in the index while nobody needs them."""
+    def preempt(self, request: Request) -> None:
+        """Move back to the queue, in order of arrival; full pages stay in the index."""
         insort(self.waiting, request, key=lambda other: other.number)
         request.state, request.preemptions = WAITING, request.preemptions + 1  # commit
         self.metrics.preemptions += 1
         self.leave(request)
 
-    def finish(self, request: Request):
-        """Out of the engine, from wherever it is."""
+    def finish(self, request: Request) -> None:
+        """Remove from both lists."""
         if request.state != FINISHED:
             request.state, self.metrics.finished = FINISHED, self.metrics.finished + 1  # commit
         if request in self.running:
@@ -160,8 +163,8 @@ class Scheduler:
         if request in self.waiting:
             self.waiting.remove(request)
 
-    def leave(self, request: Request):
-        """Out of `running`; its pages go back, those that are full stay in the index."""
+    def leave(self, request: Request) -> None:
+        """Remove from `running` and release the pages; full pages stay in the index."""
         if request.cache is not None:
             request.settle()
             request.cache.remember(request.known)
