@@ -1,10 +1,11 @@
-"""Many prompts of different lengths, answered together: a decode reads all weights once for B rows instead of for one.
+"""Many prompts of different lengths, answered together: one decode reads the weights for all rows.
 
-    generate_padded   one rectangle: shorter prompts get padding on the left, which is computed, stored and masked
-    generate_ragged   a cache of its own for every row: prefilled one by one, joined, decoded together
+    generate_padded   one rectangle: shorter prompts get left padding, which is computed and masked
+    generate_ragged   one cache per row: prefilled one by one, joined, decoded together
 
-Both give every row the answer that it would get alone; which is cheaper depends on how unequal the prompts are. Rows
-that ended leave the batch, so they cost no more time. All start together: for requests that come and go see engine.
+Both give every row the answer that it would get alone; the cheaper one depends on how much the
+lengths differ. A row that has ended leaves the batch and costs no more time. All rows start
+together; nanokv.engine serves requests that come and go.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,9 +33,10 @@ def generate_padded(
 ) -> list[list[int]]:
     """New ids of every prompt, in order; an eos token ends a row and is part of it.
 
-    prompts: lists of ids. cache: empty, any kind, made for len(prompts) rows; it is used up. params: one for all rows,
-    or a list with one per row (its seed too: a row draws what it would draw alone). Costs B·(longest prompt) tokens of
-    prefill, whatever the others are. CapacityError where padding would take slots that an answer may need.
+    prompts: lists of ids. cache: empty, of any kind, made for len(prompts) rows; not usable
+    afterwards. params: one for all rows, or a list with one per row, each with its seed, so that a
+    row draws what it would draw alone. The prefill costs B·(longest prompt) tokens. Raises
+    CapacityError if padding would take slots that an answer may need.
     """
     prompts = _prompts(prompts)
     if cache is None:
@@ -65,10 +67,11 @@ def generate_ragged(
     eos_token_ids: EosIds = None,
     chunk: int | None = None,
 ) -> list[list[int]]:
-    """As generate_padded, without padding. cache: make_cache("batch", config, len(prompts), of="paged" …).
+    """Like generate_padded, without padding. cache: make_cache("batch", config, len(prompts), …).
 
-    Rows that hold a beginning already go on from it: prompts are the tokens that are not yet in the cache. Afterwards
-    each holds its prompt and its answer but for the last token; after an exception, what it held before.
+    Rows may already hold a beginning: prompts are the tokens that are not yet in the cache.
+    Afterwards each row holds its prompt and its answer except the last token. After an exception,
+    each row holds what it held before.
     """
     prompts = _prompts(prompts)
     if cache is None:
@@ -88,15 +91,14 @@ def generate_ragged(
             for row, own in zip(rows, caches, strict=True)
         ]
         return _decode(model, cache, rows, torch.cat(logits), _some_rows)
-    # KeyboardInterrupt too: some rows and layers have new tokens, others do not.
-    except BaseException:
+    except BaseException:  # Ctrl-C too: only some rows and layers have the new tokens
         for own, length in zip(caches, before, strict=True):
             own.truncate(length)
         raise
 
 
 class Row:
-    """One prompt of the batch: what it has drawn, and whether it goes on."""
+    """One prompt of the batch and its answer so far."""
 
     def __init__(self, alone: Generation):
         """From the Generation that would answer it alone, which has checked the arguments and drawn the seed."""
@@ -106,7 +108,7 @@ class Row:
         self.sampler = Sampler(alone.params, alone.generator, self.ids, self.tokens)
 
     def take(self, step: Step | GenerationError) -> bool:
-        """One more token; False when the answer is complete."""
+        """Add a token; returns False when the answer is complete."""
         if isinstance(step, GenerationError):
             raise step
         self.tokens.append(step.token)
@@ -147,9 +149,11 @@ def _refuse_padding_that_cuts(capacity, longest: int, rows):
         left = row.room if capacity is None else capacity - longest + 1
         if left < row.room:
             raise CapacityError(
-                f"prompt {b} ({len(row.ids):,} tokens) may have {row.room:,} new tokens alone, but {left:,} after "
-                f"{longest - len(row.ids):,} columns of padding in a cache of {capacity:,}",
-                f"a capacity of {longest + row.room - 1:,}, max_new_tokens={left}, or generate_ragged",
+                f"prompt {b} ({len(row.ids):,} tokens) may have {row.room:,} new tokens alone, "
+                f"but {left:,} after {longest - len(row.ids):,} columns of padding "
+                f"in a cache of {capacity:,}",
+                f"a capacity of {longest + row.room - 1:,}, max_new_tokens={left}, "
+                "or generate_ragged",
             )
 
 

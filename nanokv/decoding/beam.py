@@ -1,12 +1,15 @@
 """Beam search: keep the k likeliest continuations instead of one, and return the best that ended.
 
-The prompt is prefilled once, as one row; then the cache is forked and its row is repeated k times (transformers
-prefills k copies of the prompt). From there on a step is one decode of k rows and a reorder of the cache: a beam that
-lost is replaced by a copy of one that won. The caller's cache keeps the prompt only, so it can be used again;
-BeamGeneration, for a conversation, puts the winner into it as well.
-Sequences and scores equal transformers' `generate(num_beams=k, do_sample=False)` (5.23: generation/utils.py,
-`_beam_search`), whose rules are kept to the letter: with many eos ids, a length penalty or ties they decide. One beam
-is greedy decoding there, so it is here: the repetition penalty falls on the logits, and the first eos ends it.
+The prompt is prefilled once, as one row; then the cache is forked and its row is repeated k times
+(transformers prefills k copies of the prompt). After that, a step is one decode of k rows and a
+reorder of the cache: a beam that lost is replaced by a copy of a beam that won. The caller's cache
+keeps only the prompt, so it can be used again; BeamGeneration, for a conversation, also feeds the
+winner into it.
+
+Sequences and scores equal transformers' `generate(num_beams=k, do_sample=False)` (5.23:
+generation/utils.py, `_beam_search`). Its rules are followed exactly, because they decide with many
+eos ids, a length penalty or ties. In transformers one beam is greedy decoding, and so it is here:
+the repetition penalty applies to the logits, and the first eos ends the answer.
 """
 
 from collections.abc import Callable
@@ -28,11 +31,11 @@ from nanokv.text.ids import Ids
 
 NEVER = -1e9  # the score of a beam that does not exist; finite, because -inf × 0 is NaN
 EARLY = (False, True, "never")
-REPLAY = 32  # tokens of the winner in one forward: its logits are REPLAY·V values
+REPLAY = 32  # tokens of the winner per forward, whose logits are REPLAY·V values
 
 
 class Beam(NamedTuple):
-    """New tokens, the ending eos included, and their summed log-probability / length^length_penalty."""
+    """New tokens, eos included, and their summed log-probability / length^length_penalty."""
 
     ids: list[int]
     score: float
@@ -53,13 +56,15 @@ def beam_search(
     chunk: int | None = None,
     should_stop: Callable[[], bool] = never,
 ) -> list[Beam]:
-    """The `num_return` best of `beams` continuations of ids (a list, (T,) or (1,T); not yet in the cache), best first.
+    """The `num_return` best of `beams` continuations of ids, best first.
 
-    Scores are divided by length^length_penalty: above 0 favours long answers. early_stopping: True = end when `beams`
-    answers ended; False = also when the best running one, at its present length, is worse than all of them; "never" =
-    only when no length could make it better. The cache: one row, able to fork and reorder; a paged one
-    needs pages for `beams` rows. Costs one prefill of one row, then at most max_new_tokens − 1 decodes of k rows.
-    `should_stop` is read before each of these: the best so far are returned then, none if the prefill was not done.
+    ids: a list, (T,) or (1,T), not yet in the cache. Scores are divided by length^length_penalty,
+    so a value above 0 favours long answers. early_stopping: True ends the search when `beams`
+    answers have ended; False goes on while the best running beam, at its present length, beats
+    one of them; "never" goes on while any length could make it beat one. The cache has one row
+    and can fork and reorder; a paged cache needs pages for `beams` rows. Costs one prefill of one
+    row, then at most max_new_tokens − 1 decodes of k rows. `should_stop` is called before each of
+    these; if it returns True, the best beams so far are returned, or none during the prefill.
     """
     if cache is None:
         cache = make_cache("dict", model.config)
@@ -87,8 +92,9 @@ def beam_search(
 class BeamGeneration(Generation):
     """The best beam as a Generation: its tokens come all at once, when the search is over.
 
-    Nothing is drawn: of the params only the repetition penalty counts, and there is no seed. As after every Generation
-    the cache holds what was fed, so the winner is fed once more, in a few forwards, to the row of the prompt.
+    The search draws nothing: it uses only the repetition penalty of the params, and no seed. Like
+    every Generation it leaves its answer in the cache, so the winner is fed again after the prompt,
+    in a few forwards.
     """
 
     def __init__(
@@ -108,7 +114,7 @@ class BeamGeneration(Generation):
         )
 
     def find(self) -> list[Beam]:
-        """All beams, best first; the cache keeps the prompt only."""
+        """All beams, best first; the cache keeps only the prompt."""
         with self._stopping():
             logits = self._prefill()
             if logits is not None:
@@ -153,7 +159,7 @@ class BeamGeneration(Generation):
                 self.logprobs.append(score)
                 self.finish_reason = self.finish_reason or self._reason_to_end()
                 yield Step(token, score)
-        finally:  # closed in the middle: what nobody took is forgotten
+        finally:  # also if the caller stops early
             self._forget_the_rest()
 
     def _feed(self, logits, ids) -> list[float]:
@@ -171,9 +177,10 @@ class BeamGeneration(Generation):
 
 
 def penalised_log_probs(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """logits (k,V), ids so far (k,N) → log-probabilities (k,V), fp32 as the reference, because scores are sums of them.
+    """logits (k,V), ids so far (k,N) → log-probabilities (k,V), fp32 like the reference.
 
-    Beam search penalises log-probabilities, greedy decoding logits: the reference does so, and other tokens win.
+    As in the reference, beam search penalises log-probabilities and greedy decoding logits. The two
+    orders let different tokens win.
     """
     logits = logits.float().to("cpu")
     if penalty == 1:
@@ -184,9 +191,10 @@ def penalised_log_probs(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
 
 
 class Search:
-    """The arithmetic alone, no model: k running beams, and the k best answers that ended so far.
+    """The arithmetic without the model: k running beams, and the k best answers that have ended.
 
-    `tokens` (k,n) and `running` (k,) are the beams that go on; `answers`, `scores` (k,) and `done` (k,) what ended.
+    `tokens` (k,n) and `running` (k,) are the ids and scores of the running beams; `answers`,
+    `scores` (k,) and `done` (k,) belong to the answers, of which only the `done` ones exist.
     """
 
     def __init__(
@@ -203,23 +211,24 @@ class Search:
         self.eos, self.ended = eos, False
         self.tokens = torch.empty(beams, 0, dtype=torch.int64)
         self.running = torch.full((beams,), NEVER)
-        # All rows are the same prompt: without this the first step would pick k equal beams.
+        # All rows are the same prompt: if all existed, the first step would pick k equal beams.
         self.running[0] = 0.0
         self.answers: list[list[int]] = [[] for _ in range(beams)]
         self.scores = torch.full((beams,), NEVER)
         self.done = torch.zeros(beams, dtype=torch.bool)
 
     def step(self, log_probs: Tensor) -> Tensor:
-        """One more token for every beam: log_probs (k,V) → (k,) the row that each new beam continues."""
+        """Add a token to every beam: log_probs (k,V) → (k,) the row that each beam continues."""
         k, vocabulary = log_probs.shape
-        # Enough that k of them go on even if every beam could end in every eos.
+        # Enough candidates that k of them remain even if every beam ends in every eos.
         keep = max(2, 1 + len(self.eos)) * k
         totals = (log_probs + self.running[:, None]).flatten()  # (k·V,)
         best, where = totals.topk(keep)  # (K,)
         if not best[0].isfinite():
             raise GenerationError(
                 f"the model's logits cannot be searched: the best score is {best[0].item()}",
-                "the weights or the cache hold NaN or infinity; fp32 (--dtype float32) rules out overflow",
+                "the weights or the cache hold NaN or infinity; "
+                "fp32 (--dtype float32) rules out overflow",
             )
         parent, token = where // vocabulary, where % vocabulary  # (K,)
         grown = torch.cat((self.tokens[parent], token[:, None]), 1)  # (K,n+1)
@@ -242,7 +251,7 @@ class Search:
         self.scores, self.done = scores[kept], done[kept]
 
     def can_improve(self) -> bool:
-        """May a running beam still beat the worst of k answers?"""
+        """True if a running beam may still beat the worst of k answers."""
         if not self.done.all():
             return True
         if self.early_stopping is True:
@@ -253,7 +262,7 @@ class Search:
         return bool(self.running[0] / length**self.length_penalty > self.scores.min())
 
     def best(self) -> list[Beam]:
-        """Best first: the answers that ended and, while the search is not over, the beams that still grow."""
+        """Best first: the answers that have ended and, during the search, the running beams."""
         ended = zip(self.answers, self.scores.tolist(), self.done.tolist(), strict=True)
         found = [Beam(ids, score) for ids, score, done in ended if done]
         if not self.ended:

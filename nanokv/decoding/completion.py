@@ -1,10 +1,11 @@
-"""Answers as OpenAI's API describes them, in plain dicts: for chat --jsonl, generate --json, batch, and for a server.
+"""Answers as plain dicts in the format of OpenAI's API: for chat, generate, batch and serve.
 
-    answer = message(text) or {"text": text}       an assistant's message, or the continuation of a text
-    completion(model, [choice(answer, ids, "stop")], usage(14, 8, cached=6), timings=…, seed=…)
+    answer = message(text) or {"text": text}       an assistant's message, or the continuation of
+    a text completion(model, [choice(answer, ids, "stop")], usage(14, 8, cached=6), timings=…,
+    seed=…)
 
-The names are OpenAI's wherever it has one. Beside them stand `reasoning_content`, `stop_reason` and `token_ids`, which
-other servers of open models send too, and at the end our own facts: timings, cache, seed, speculation.
+Names are OpenAI's if it has one. Added are `reasoning_content`, `stop_reason` and `token_ids`, as
+other servers of open models send them, and nanokv's timings, cache, seed and speculation.
 """
 
 import codecs
@@ -40,13 +41,13 @@ def completion(
 
 
 def message(text: str, opened: bool = False) -> dict:
-    """What the assistant said, what it thought set apart. `opened`: the prompt itself ended in <think>."""
+    """The assistant's message with thoughts set apart. `opened`: the prompt ended in <think>."""
     thinking, content = split_thinking(text, opened)
     return assistant(content, thinking)
 
 
 def assistant(content: str, thinking: str) -> dict:
-    """What the assistant said and thought, split already."""
+    """The assistant's message from content and thoughts."""
     said = {"role": "assistant", "content": content, "refusal": None}
     return {"message": said | ({"reasoning_content": thinking} if thinking else {})}
 
@@ -60,7 +61,7 @@ def choice(
     logprobs: dict | None = None,
     **facts: Any,
 ) -> dict:
-    """One answer (`message` or {"text": …}), its tokens with the eos, and why it ended, in our word for it."""
+    """One answer (`message` or {"text": …}), its ids with the eos, and the reason why it ended."""
     ended = end(reason, stop_string)
     return (
         {"index": index} | answer | ended | {"logprobs": logprobs, "token_ids": list(ids)} | facts
@@ -68,9 +69,10 @@ def choice(
 
 
 def end(reason: str, stop: str | int | None = None) -> dict:
-    """OpenAI's word for it ("length": whatever cut it) and, beside it, what that does not say: who did.
+    """OpenAI's finish_reason ("stop" or "length"), and the cause in stop_reason.
 
-    stop: the stop string or token id that the request named, as vLLM reports it; None or "": the model's own end.
+    stop: the stop string or token id of the request that ended the answer, as vLLM reports it; None
+    or "" if the model ended it. Any other reason that cut the answer is finish_reason "length".
     """
     named = None if stop == "" else stop
     if named is not None or reason == "stop":
@@ -79,7 +81,7 @@ def end(reason: str, stop: str | int | None = None) -> dict:
 
 
 def usage(prompt: int, new: int, cached: int = 0) -> dict:
-    """Tokens; `cached` of the prompt's were in the cache already."""
+    """Token counts; `cached` tokens of the prompt were already in the cache."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": new,
@@ -91,7 +93,7 @@ def usage(prompt: int, new: int, cached: int = 0) -> dict:
 def logprobs(
     answer: dict, ids: Sequence[int], values: Sequence[float], tokenizer: "Tokenizer"
 ) -> dict:
-    """Log-probabilities of the tokens as this kind of answer has them; JSON has no infinity and no NaN: null."""
+    """Log-probabilities in the format of this kind of answer; null for infinity and NaN."""
     pieces = [tokenizer.token_bytes(id) for id in ids]
     tokens = [piece.decode("utf-8", "replace") for piece in pieces]
     finite = [value if math.isfinite(value) else None for value in values]
@@ -112,7 +114,7 @@ def timings(
     decode_tok_s: float | None = None,
     **more: float | None,
 ) -> dict:
-    """Seconds to the first token, tokens per second, and what else was measured; null: it was not."""
+    """Seconds to the first token, tokens per second, and `more`; null if not measured."""
     measured = {
         "ttft_s": ttft_s,
         "prefill_tok_s": prefill_tok_s,
@@ -149,12 +151,12 @@ def cache(cache: "KVCache") -> dict:
 
 
 def seed(run: Any) -> int | None:
-    """The seed that repeats a Generation or a Request; None where nothing was drawn."""
+    """The seed that repeats a Generation or a Request; None if nothing was drawn."""
     return run.seed if run.params.temperature else None
 
 
 def error(reason: Exception) -> dict:
-    """Why there is no answer; what would mend it stands beside OpenAI's object, in `hint`."""
+    """OpenAI's error object, and beside it a `hint` how to fix the cause."""
     full = isinstance(reason, MemoryError)
     refused = isinstance(reason, NanoKVError) and not full
     kind = "invalid_request_error" if refused else "server_error"

@@ -1,13 +1,12 @@
-"""Draws that depend on a seed and a position and on nothing else: alone, in any batch, in any order
-the same token.
+"""Random draws that depend only on a seed and a position, not on the batch or on earlier draws.
 
-A generator has a state: what it gives depends on all it gave before. Here the noise of token i at a
+A generator has a state, so its numbers depend on all numbers before. Here the noise of token i at a
 position is a function of (seed, position, i), computed by Philox 4x32-10 (Salmon et al. 2011,
 "Parallel random numbers: as easy as 1, 2, 3"; the generator of CUDA's torch and of Triton). The
 argmax of logits/temperature + Gumbel noise is a draw from their softmax (Gumbel 1954; Maddison et
-al. 2014, arXiv 1411.0030): no sum over V, no sort, and one pass.
+al. 2014, arXiv 1411.0030). It takes one pass, without a sum over V and without a sort.
 
-fast/gpu/draw.py does the same in a kernel, with the same random words.
+fast/gpu/draw.py computes the same in a kernel, from the same random words.
 """
 
 import torch
@@ -16,16 +15,16 @@ from torch import Tensor
 ROUNDS = 10
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 KEY_STEPS = 0x9E3779B9, 0xBB67AE85
-WORDS = 4  # that one counter gives
+WORDS = 4  # random words per counter
 MASK = 0xFFFFFFFF
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Four counter words and two of a key, int64 in 0 … 2³²−1 of shapes that broadcast → four
-    random words.
+    """Four counter words and two key words → four random words.
 
-    Every round multiplies two words, whose upper halves are mixed into the other two. A product of
-    64 bits wraps around in int64, and its halves are right nonetheless.
+    All are int64 in 0 … 2³²−1, of shapes that broadcast. Every round multiplies two words and mixes
+    the upper halves into the other two. A 64-bit product may overflow int64; both halves are still
+    right.
     """
     a, b, c, d = counter
     k, m = key
@@ -40,7 +39,7 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor
 def random_words(seeds: Tensor, positions: Tensor, V: int) -> Tensor:
     """seeds and positions (B,) int64 → (B,V) int64 in 0 … 2³²−1.
 
-    Token i gets word i % 4 of the counter (i // 4, position, 0) under the key `seed`.
+    Token i gets word i % 4 of the counter (i // 4, position, 0) with the key `seed`.
     """
     seeds, positions = seeds[:, None], positions[:, None]  # (B,1)
     key = seeds & MASK, (seeds >> 32) & MASK
@@ -51,21 +50,19 @@ def random_words(seeds: Tensor, positions: Tensor, V: int) -> Tensor:
 
 
 def gumbel(seeds: Tensor, positions: Tensor, V: int) -> Tensor:
-    """seeds and positions (B,) int64 → (B,V) fp32, −log(−log(1 − u)) of V uniform numbers u in
-    (0,1).
-    """
+    """seeds and positions (B,) int64 → (B,V) fp32: −log(−log(1 − u)) of uniform u in (0,1)."""
     return -exponential(random_words(seeds, positions, V)).log()
 
 
 def exponential(words: Tensor) -> Tensor:
     """Random words → −log(1 − u) in fp32, with u = (word + ½) / 2³².
 
-    The smallest u make the highest noise, by which an unlikely token wins. 1 − u rounds them away,
-    and a series does not; log1p is no function of Triton.
+    The smallest u give the highest noise, which lets an unlikely token win. They would be lost in
+    1 − u, so a series replaces it for small u (Triton has no log1p).
     """
     u = (words.to(torch.float32) + 0.5) * 2.0**-32
     series = u * (1 + u * (1 / 2 + u * (1 / 3 + u / 4)))
-    # 1 − 2⁻²⁴ is the highest below 1 in fp32.
+    # 1 − 2⁻²⁴ is the largest fp32 number below 1.
     return torch.where(u < 1 / 64, series, -(1 - u.clamp(max=1 - 2.0**-24)).log())
 
 
@@ -76,13 +73,13 @@ def draw_rows(
     positions: Tensor,
     filtered: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A token for each row of logits (B,V) → tokens (B,) int64, logprobs (B,) fp32, highest (B,)
-    fp32.
+    """Draw from each row of logits (B,V) → tokens (B,) int64, logprobs and highest (B,) fp32.
 
-    temperature (B,) fp32, 0 = the first of the highest; seeds and positions (B,) int64. Drawn is
-    from `filtered` (B,V) where it is given: what a filter left, −inf for the rest, not yet divided
-    by the temperature. The log-probability is under the raw logits. `highest`: of what is drawn
-    from, over the temperature; no finite number = the row has no token, and `tokens` says nothing.
+    temperature (B,) fp32, where 0 takes the first of the highest logits; seeds and positions (B,)
+    int64. `filtered` (B,V), if given, is drawn from instead: −inf for tokens that a filter removed,
+    not divided by the temperature. Log-probabilities are those of the raw logits. `highest` is the
+    highest logit drawn from, divided by the temperature; if it is not finite, the token of that
+    row is meaningless.
     """
     logits = logits.float()
     drawn_from = logits if filtered is None else filtered.float()

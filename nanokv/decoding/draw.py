@@ -1,12 +1,13 @@
-"""Tokens drawn, and the decision whether one was the last: for the loop, for the engine and for batches alike.
+"""Drawing tokens, and the reason why an answer ends: for the loop, the engine and batches.
 
-    draw         one row, with a generator, as transformers draws: the way of a CPU
-    next_steps   all rows of a step. On a GPU they are drawn together, by numbers that a counter gives, and waited for
-                 once: a generator is a launch and a wait for each row. From equal logits a row draws the same
-                 alone and in any batch; on a GPU those of another batch size differ by rounding.
+    draw         one row, with a generator, as transformers draws; used on a CPU
+    next_steps   all rows of a step. A GPU draws them together with counter-based random numbers and
+                 one synchronisation; a generator would need a launch and a synchronisation per row.
+                 From equal logits a row draws the same token alone and in any batch; but on a GPU
+                 logits differ by rounding between batch sizes.
 
-`draw` changes nothing but its generator, a counter nothing at all. Their callers commit the token afterwards, in one
-line: Ctrl-C may come between any two lines, and a draw that was cut short can be repeated.
+`draw` changes only its generator, and a counter has no state. Callers commit the token afterwards
+in one statement: Ctrl-C can come between any two lines, and an interrupted draw can be repeated.
 """
 
 import functools
@@ -38,14 +39,14 @@ from nanokv.fast import gpu
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a token is drawn. Checked when it is made; the defaults are greedy."""
+    """How to draw a token; checked by the constructor. The defaults are greedy."""
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    seed: int | None = None  # None and -1: drawn for each generation and reported as its .seed
+    seed: int | None = None  # None or -1: random for each generation and reported as its .seed
 
     def __post_init__(self):
         check_sampling(**self.values(), **({} if self.seed is None else {"seed": self.seed}))
@@ -55,12 +56,12 @@ class SamplingParams:
         return {name: value for name, value in asdict(self).items() if name != "seed"}
 
     def filters(self) -> tuple:
-        """(top_k, top_p, min_p) where one of them may leave out a token, else ()."""
+        """(top_k, top_p, min_p) if one of them may remove a token, else ()."""
         off = self.top_k <= 0 and self.top_p == 1 and self.min_p == 0
         return () if off or not self.temperature else (self.top_k, self.top_p, self.min_p)
 
     def generator(self, device: torch.device | str) -> torch.Generator:
-        """Random numbers of one answer; its `initial_seed()` repeats them, also where no seed was given."""
+        """The random numbers of one answer; `initial_seed()` repeats them, even without a seed."""
         seed = chosen_seed(self.seed)
         return torch.Generator(device).manual_seed(secrets.randbits(32) if seed is None else seed)
 
@@ -68,7 +69,7 @@ class SamplingParams:
     def from_checkpoint(
         cls, generation_config: GenerationConfig, **overrides: Any
     ) -> "SamplingParams":
-        """The checkpoint's own sampling values; overrides that are None change nothing."""
+        """The sampling values of the checkpoint, replaced by the overrides that are not None."""
         own = {
             f.name: getattr(generation_config, f.name)
             for f in fields(cls)
@@ -82,18 +83,21 @@ GREEDY = SamplingParams()
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One generated token and its log-probability under the raw logits; `top`: the likeliest ones, where asked for."""
+    """One generated token, its log-probability under the raw logits, and the likeliest tokens."""
 
     token: int
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()  # (token, log-probability), the likeliest first
+    top: tuple[tuple[int, float], ...] = ()  # (token, log-probability), likeliest first
 
 
 def draw(
     logits: torch.Tensor, values: dict, generator: torch.Generator, *texts: list[int]
 ) -> torch.Tensor:
-    """One token from logits (1,V) → (1,). `values`: SamplingParams.values(); `texts`: lists of the ids before it, which
-    only the repetition penalty reads."""
+    """One token from logits (1,V) → (1,).
+
+    `values`: SamplingParams.values(). `texts`: lists of the ids before the token, for the
+    repetition penalty only.
+    """
     previous = None
     if values["repetition_penalty"] != 1:
         previous = torch.tensor([[*chain(*texts)]], device=logits.device)  # (1,N)
@@ -101,10 +105,10 @@ def draw(
 
 
 class Sampler:
-    """How one row is drawn: its parameters, its random numbers, and the text so far, which the penalty reads.
+    """How to draw one row: parameters, random numbers, and the text so far for the penalty.
 
-    `tokens`, the answer so far, is the caller's own list and grows. `constrain(logits (1,V), tokens)` → logits, before
-    each token is drawn.
+    `tokens`, the answer so far, is the caller's list, which grows. `constrain(logits (1,V),
+    tokens)` returns the logits to draw from; it is called before each draw.
     """
 
     def __init__(
@@ -116,7 +120,7 @@ class Sampler:
         constrain: Callable[[torch.Tensor, list[int]], torch.Tensor] | None = None,
         top: int = 0,
     ):
-        self.top = top  # so many of the likeliest tokens stand in each Step
+        self.top = top  # how many of the likeliest tokens each Step lists
         self.seed = signed(generator.initial_seed())
         self.values, self.filters = params.values(), params.filters()
         self.temperature, self.constrain = params.temperature, constrain
@@ -136,14 +140,14 @@ def sent(values: list, device: torch.device, dtype: type = numpy.int64) -> torch
 
 
 def together(device: torch.device) -> bool:
-    """Are the rows of a step drawn by a counter, all at once? (mps has no fp64, in which the results come over.)"""
+    """True if all rows of a step are drawn at once, by counter. (mps: no fp64 for the results.)"""
     return device.type == "cuda"
 
 
 def next_steps(
     logits: torch.Tensor, samplers: Sequence[Sampler]
 ) -> list[Step] | list[Step | GenerationError]:
-    """logits (B,V) → a Step for each row, or why it cannot have one: NaN, infinity, nothing left to draw from."""
+    """logits (B,V) → a Step per row, or the error for NaN, infinity, or no token left to draw."""
     if together(logits.device):
         return by_counter(logits, samplers)
     return [by_generator(logits[b : b + 1], sampler) for b, sampler in enumerate(samplers)]
@@ -190,7 +194,7 @@ def top_of(logits: torch.Tensor, asking: list[int], samplers: Sequence[Sampler])
 
 
 def brought(*tensors: torch.Tensor) -> list[list]:
-    """Tensors of a device, of 4 or 8 bytes per number, as lists: by one copy, the one wait of a step."""
+    """Device tensors of 4 or 8 bytes per number, as lists; one copy synchronises for all."""
     whole = torch.cat([tensor.flatten().view(torch.int32) for tensor in tensors]).cpu().numpy()
     lists, start = [], 0
     for tensor in tensors:
@@ -207,7 +211,7 @@ NUMPY = {torch.int64: numpy.int64, torch.float32: numpy.float32}
 def allowed(
     logits: torch.Tensor, samplers: Sequence[Sampler]
 ) -> tuple[torch.Tensor | None, list[float]]:
-    """(B,V) fp32 that is drawn from, None where nothing is left out or changed; and each row's temperature for it.
+    """(logits to draw from, (B,V) fp32, or None for the raw ones; the temperature of each row).
 
     Rows with equal filters are filtered together.
     """
@@ -222,21 +226,21 @@ def allowed(
         if (penalty := sampler.values["repetition_penalty"]) != 1:
             seen = sent([sampler.prompt + sampler.tokens], row.device)  # (1,N)
             row = penalized(row, seen, penalty)
-        if row is not before:  # else a launch for nothing
+        if row is not before:  # unchanged rows need no kernel launch
             left[b : b + 1] = row
         if sampler.filters:
             groups.setdefault((sampler.temperature, *sampler.filters), []).append(b)
     for filters, members in groups.items():
-        rows = sent(members, left.device)  # (n,): a list would be copied there, with a wait
+        rows = sent(members, left.device)  # (n,): indexing by a list would synchronise
         left[rows] = kept(left[rows], *filters)
         for b in members:
-            temperatures[b] = 1.0  # they are divided by it already
+            temperatures[b] = 1.0  # `kept` has divided by the temperature
     return left, temperatures
 
 
 @functools.cache
 def drawing(device: torch.device) -> Callable:
-    """The kernel that draws, or the same draw in torch's operators where there is no Triton."""
+    """The kernel that draws, or the same draw in torch operators if Triton is missing."""
     if gpu.missing(device, torch.float32):
         return draw_rows
     from nanokv.fast.gpu.draw import draw as kernel
@@ -252,7 +256,7 @@ def signed(seed: int) -> int:
 def reason_to_end(
     tokens: list[int], eos_token_ids: tuple[int, ...], max_new_tokens: int, room: int
 ) -> str | None:
-    """Was the newest token the last one, and why? `room`: tokens that the context leaves for the answer."""
+    """Why the newest token is the last one, or None. `room`: the answer tokens that fit."""
     if tokens[-1] in eos_token_ids:
         return "stop"
     if len(tokens) == max_new_tokens:

@@ -1,12 +1,13 @@
-"""The loop: one prefill, N-1 decodes, N tokens. The last token is never fed, so no forward is wasted.
+"""The loop: one prefill, N−1 decodes, N tokens. The last token is never fed: no wasted forward.
 
     for token in nanokv.generate(model, ids): ...        ids only
-    Generation      the same, one Step at a time, with log-probabilities, timings and the reason why it ended
+    Generation      one Step at a time, with log-probabilities, timings and the finish reason
     TextStream      a Generation as text: whole characters, stop strings, loop guard
 
-The cache holds exactly (tokens before + ids + generated)[:cache.length], in all layers, also after an exception or
-Ctrl-C: a failed forward leaves layers of different lengths, and they are truncated back before it goes on. Should
-Ctrl-C come in the middle of that as well, the first `sure` tokens are still right, and truncate(sure) mends the rest.
+The cache always holds exactly (tokens before + ids + generated)[:cache.length], in all layers, even
+after an exception or Ctrl-C: a failed forward leaves layers of different lengths, and they are
+truncated before the exception leaves. If Ctrl-C interrupts that too, the first `sure` tokens are
+still right, and truncate(sure) repairs the cache.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -46,7 +47,7 @@ def never(*_: object) -> bool:
 
 @dataclass
 class Timings:
-    """Seconds of model work; what the caller does between two tokens is not in them."""
+    """Seconds of model work, without the time that the caller takes between two tokens."""
 
     prefill_seconds: float = 0.0
     first_token_seconds: float = 0.0
@@ -67,16 +68,18 @@ def generate(
     seed: int | None = None,
     eos_token_ids: EosIds = None,
 ) -> "Tokens[Generation]":
-    """Iterator over up to max_new_tokens ids that continue `ids`, which are the tokens that are not yet in the cache.
+    """Iterator over up to max_new_tokens ids that continue `ids`.
 
-    ids: a list, an array or a tensor, (T,) or (1,T). An eos token ends it and is yielded, as in transformers' output.
-    eos_token_ids: None = the checkpoint's, [] = never stop. The arguments are checked at the call, before any work:
-    ContextError if the prompt does not fit, GenerationError for anything else. The penalty sees ids and what is
-    generated.
+    ids: the tokens that are not yet in the cache, as a list, an array or a tensor, (T,) or (1,T).
+    An eos token ends the answer and is yielded, as in transformers' output. eos_token_ids: None =
+    the checkpoint's, [] = never stop. The repetition penalty covers ids and the generated tokens.
+
+    The arguments are checked at the call, before any work: ContextError if the prompt does not fit,
+    GenerationError for anything else.
     """
     params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     if cache is None:
-        # As the dict cache, without its copy of the past at each step.
+        # Holds the same as the dict cache, but does not copy the past at each step.
         cache = make_cache("growing", model.config)
     generation = Generation(model, ids, cache, params, max_new_tokens, eos_token_ids)
     return Tokens(generation)
@@ -90,14 +93,14 @@ def context_limit(model: Model, cache: KVCache) -> int:
 
 
 class Generation:
-    """One answer, token by token: an iterator of Steps that also says, at its end, why it ended.
+    """One answer: an iterator of Steps, which ends with a `finish_reason`.
 
-    `should_stop` is read before each prefill chunk (of as many tokens as inference.prefill_chunk says, unless `chunk`
-    does) and each decode; chunks that were finished stay in the cache. If it has a context manager `raising`, forwards
-    run inside of it: a KeyboardInterrupt raised there, while should_stop() is true, ends the answer between two
-    operators instead of after the forward. `history` = the ids already in the
-    cache, for the repetition penalty only; without it the penalty sees ids and what is generated. Raises in the
-    constructor, before any work.
+    `should_stop` is called before each prefill chunk and each decode; finished chunks stay in the
+    cache. If it has a context manager `raising`, forwards run inside it: a KeyboardInterrupt raised
+    there while should_stop() is true ends the answer between two operators instead of after the
+    forward. `chunk`: tokens per prefill forward (default: inference.prefill_chunk). `history`: the
+    ids already in the cache, for the repetition penalty only; without it the penalty covers ids and
+    the generated tokens. The constructor checks everything, before any work.
     """
 
     def __init__(
@@ -146,6 +149,7 @@ class Generation:
             params.generator(model.embed_tokens.weight.device),
         )
         self.seed: int | None = self.generator.initial_seed()
+        # Only the repetition penalty reads it.
         self._history = list(history or ()) if params.repetition_penalty != 1 else []
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
@@ -167,11 +171,11 @@ class Generation:
 
     @property
     def speculation(self) -> dict:
-        """What guessing saved; nothing is guessed here."""
+        """Counts of speculative decoding; empty here."""
         return {}
 
     def finish(self, reason: str) -> None:
-        """End it here; tokens that were produced stay."""
+        """End the answer here; tokens that were produced stay."""
         self.finish_reason = reason
         self._steps.close()
 
@@ -179,7 +183,7 @@ class Generation:
         began = perf_counter()
         logits = self._prefill()
         self.timings.prefill_seconds = perf_counter() - began
-        if logits is not None:  # else it was interrupted
+        if logits is not None:  # None if interrupted
             yield from self._answer(logits, began)
 
     def _answer(self, logits, began):
@@ -224,9 +228,8 @@ class Generation:
         try:
             with self._listening():
                 return path(self.model, tokens, self.cache, start_pos=start)
-        except BaseException as error:  # some layers have the new tokens, others do not
+        except BaseException as error:  # only some layers have the new tokens
             self._go_back(start)
-            # A failure forgets all chunks.
             if not (isinstance(error, KeyboardInterrupt) and self.should_stop()):
                 self._go_back(back_to)
             raise
@@ -252,7 +255,7 @@ class Generation:
     def _go_back(self, n: int):
         try:
             self.cache.truncate(n)
-        except UnsupportedError:  # a window that has moved on cannot be cut, so it is emptied
+        except UnsupportedError:  # a window that has moved cannot go back, so it is emptied
             self.cache.truncate(0)
 
     def _choose(self, logits):
@@ -267,12 +270,12 @@ class Generation:
 
     @property
     def room(self) -> int:
-        """Tokens that the context leaves for the answer: the last one is never fed, so it needs no place."""
+        """Tokens that the context leaves for the answer; its last token is never fed."""
         return self.context - self.cached_tokens - self.prompt_tokens + 1
 
     @property
     def fed(self) -> int:
-        """Tokens that belong into the cache now: all but the newest, which the next forward feeds."""
+        """Tokens that the cache should hold: all but the newest, which the next forward feeds."""
         return self.cached_tokens + self.prompt_tokens + len(self.tokens) - 1
 
     @property
@@ -287,7 +290,7 @@ Report = TypeVar("Report", bound=Generation)
 
 
 class Tokens(Iterator[int], Generic[Report]):
-    """The ids of a Generation, one by one, each computed when it is asked for; `report` is the Generation."""
+    """The ids of the Generation `report`, each computed when it is requested."""
 
     def __init__(self, report: Report):
         self.report = report
@@ -300,16 +303,16 @@ class Tokens(Iterator[int], Generic[Report]):
         return f"<Tokens: an iterator over ids, {len(self.report.tokens):,} so far, {state}; list(…) takes the rest>"
 
     def close(self) -> None:
-        """End it here; the cache is cut back to what was taken. Also after an exception, however often."""
+        """End here and cut the cache back to the ids that were taken. May be called repeatedly."""
         self.report.finish(self.report.finish_reason or "closed")
 
 
 class TextStream:
-    """A Generation as text: iterate over non-empty chunks to print. Control tokens and the eos token have no text.
+    """A Generation as text: iterate over non-empty chunks. Control tokens and eos have no text.
 
-    Text that may become a stop string is held back, so nothing of one is ever shown. A stop string
-    may be a control token or contain one. `is_loop(token)` is asked for every token: LoopGuard() in
-    a chat. After the end `.text` is all that was shown.
+    Text that may become a stop string is held back, so no part of a stop string is ever shown. A
+    stop string may be or contain a control token. `is_loop(token)` is called for every token; a
+    chat passes LoopGuard(). After the end `.text` is all text that was shown.
     """
 
     def __init__(
@@ -329,7 +332,7 @@ class TextStream:
 
     @property
     def stop_string(self) -> str:
-        """The one that ended it, or ""."""
+        """The stop string that ended the text, or ""."""
         return self._shown.stop_string
 
     def __iter__(self):
@@ -354,8 +357,10 @@ class TextStream:
 
 
 class ShownText:
-    """Token ids → the text that a reader sees, up to the first stop string. Control tokens and `ends`
-    are not shown, but a stop string can name them: they are looked at before they are dropped."""
+    """Token ids → the text that a reader sees, up to the first stop string.
+
+    Control tokens and `ends` are not shown, but they are matched against the stop strings.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, stop: str | Sequence[str] = (), ends: Iterable[int] = ()
@@ -365,7 +370,7 @@ class ShownText:
 
     @property
     def stop_string(self) -> str:
-        """The one that ended it, or ""."""
+        """The stop string that ended the text, or ""."""
         return self._stops.found
 
     def put(self, id: int) -> str:
@@ -374,17 +379,16 @@ class ShownText:
         return self._stops.put(text) + self._stops.put(hidden, shown=False)
 
     def flush(self) -> str:
-        """What was held back, at the end of the text."""
+        """The text that was held back; call at the end."""
         return self._stops.put(self._decoder.flush()) + self._stops.flush()
 
 
 class StopStrings:
-    """Text in pieces, up to the first stop string to be complete: however tokens split it, the cut is
-    the same.
+    """Text in pieces, up to the first complete stop string, however the tokens split the text.
 
-    The text of a control token is a piece with `shown=False`: it is compared like any other, as
-    transformers' StopStringCriteria does, and left out of what is shown. `include`: the stop string
-    itself is shown, all of it.
+    The text of a control token is a piece with `shown=False`: it is matched like any other, as in
+    transformers' StopStringCriteria, but not shown. `include`: the stop string itself is shown in
+    full.
     """
 
     def __init__(self, stop: str | Sequence[str] = (), include: bool = False):
@@ -393,27 +397,29 @@ class StopStrings:
             raise GenerationError(f"stop strings must be non-empty texts, got {list(stop)!r}")
         self.stop, self.include, self.found = stop, include, ""
         self._held = ""  # may be the beginning of a stop string
-        self._shown: list[bool] = []  # of each of its characters
+        self._shown: list[bool] = []  # for each character of _held
 
     @property
     def held(self) -> str:
-        """What may be the beginning of a stop string, as far as it would be shown."""
+        """The possible beginning of a stop string, without its hidden characters."""
         return "".join(compress(self._held, self._shown))
 
     def meets(self, text: str) -> bool:
-        """Whether a stop string could contain this piece, begin in it or end in it."""
+        """True if a stop string could contain this piece, begin in it or end in it."""
         return any(
             text in stop or stop in text or overlap(text, stop) or overlap(stop, text)
             for stop in self.stop
         )
 
     def inside(self, text: str) -> bool:
-        """Whether this piece alone holds a stop string."""
+        """True if this piece alone contains a stop string."""
         return any(stop in text for stop in self.stop)
 
     def put(self, text: str, shown: bool = True) -> str:
-        """What can be shown by now; with the last of it, `found` is the stop string, and nothing
-        follows."""
+        """Add a piece; returns the text that can be shown now.
+
+        Once a stop string is complete, `found` is that string and every later call returns "".
+        """
         if self.found or not text:
             return ""
         self._held += text
@@ -428,7 +434,7 @@ class StopStrings:
         return self._take(len(self._held) - keep)
 
     def flush(self) -> str:
-        """What was held back, at the end of the text."""
+        """The text that was held back; call at the end."""
         return self._take(len(self._held))
 
     def _take(self, length):
@@ -438,12 +444,15 @@ class StopStrings:
 
 
 class LoopGuard:
-    """True once the same run of at most `period` tokens came `times` times in a row. 16 comparisons per token."""
+    """True once the same run of at most `period` tokens has come `times` times in a row.
+
+    Compares each token with the `period` tokens before it.
+    """
 
     def __init__(self, period: int = 16, times: int = 20):
         self.times = times
         self._recent: list[int] = []
-        # _same[p]: how many tokens in a row equal the one p places before.
+        # _same[p]: how many tokens in a row equal the token p places before.
         self._same = [0] * (period + 1)
 
     def __call__(self, token: int) -> bool:
@@ -456,7 +465,7 @@ class LoopGuard:
 
 
 def prompt_ids(ids: Ids, vocab_size: int) -> list[int]:
-    """A prompt as a list of ints, every one of them checked, at least one."""
+    """A prompt as a list of at least one int, each in the vocabulary; else TokenIdsError."""
     found = id_list(ids, vocab_size)
     if not found:
         raise TokenIdsError("the prompt is empty: the model needs at least one token to continue")

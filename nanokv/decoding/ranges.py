@@ -1,9 +1,10 @@
-"""The settings of sampling: what each may be, in one table.
+"""The sampling settings and the range of each, in one table.
 
 The command line, `nanokv batch`, the library and the server read it, so all of them accept the same
 values. It needs no torch, because `--help` reads it.
 
-    check_sampling(temperature=0.7, top_k=20)       GenerationError that names the first value out of its range
+    check_sampling(temperature=0.7, top_k=20)       GenerationError that names the first value out
+    of its range
 """
 
 from typing import NamedTuple
@@ -12,14 +13,14 @@ from nanokv.errors import GenerationError
 
 
 class Range(NamedTuple):
-    """What one setting may be."""
+    """The values that one setting accepts."""
 
-    kind: type  # int, or float: then whole numbers are right too
+    kind: type  # int, or float, which accepts whole numbers too
     low: float
     high: float
-    words: str  # what is allowed, after "it must be"
-    also: float | None = None  # one more value, outside of low … high
-    help: str = ""  # what the setting does, for --help
+    words: str  # the range in words, after "it must be"
+    also: float | None = None  # one more legal value, outside low … high
+    help: str = ""  # for --help
 
     def holds(self, value: object) -> bool:
         """Whether a value is allowed. True and False are no numbers; NaN is in no range."""
@@ -77,22 +78,24 @@ RANGES = {
         help="makes a sampled run repeatable; drawn and printed when not given, or -1",
     ),
     "top_logprobs": Range(int, 0, INT64, "an integer ≥ 0 (0 = off)"),
-    "max_ngram": COUNT,  # these three: speculative.py
+    "max_ngram": COUNT,  # this setting and the next two are those of speculative.py
     "tokens": COUNT,
     "layers": COUNT,
 }
 
 
 def check_sampling(**values: object) -> None:
-    """Raises GenerationError that names the first value out of its range, and the range."""
+    """GenerationError that names the first value out of range, and the range."""
     for name, value in values.items():
         if not RANGES[name].holds(value):
             raise GenerationError(f"{name} is {value!r}: it must be {RANGES[name].words}")
 
 
 def chosen_seed(seed: int | None) -> int | None:
-    """The 64 bits that a seed stands for, without a sign. None: one is to be drawn, which -1 asks
-    for too, as in vLLM and llama.cpp."""
+    """The seed as an unsigned 64-bit number; None means a random seed.
+
+    -1 also asks for a random seed, as in vLLM and llama.cpp.
+    """
     if seed is None:
         return None
     check_sampling(seed=seed)

@@ -1,8 +1,9 @@
-"""From logits to a token: pure functions over (B,V), no state and no global random numbers.
+"""From logits to a token: pure functions over (B,V), without state or global random numbers.
 
-Each equals transformers' processor of the same name on the same fp32 logits (5.23: generation/logits_process.py), ties
-included, and `sample` applies them in transformers' order: repetition penalty, temperature, top-k, top-p, min-p. With a
-generator seeded by s it draws what transformers draws after set_seed(s). Temperature 0 is argmax.
+Each equals transformers' processor of the same name on the same fp32 logits, ties included (5.23:
+generation/logits_process.py). `sample` applies them in transformers' order: repetition penalty,
+temperature, top-k, top-p, min-p. With a generator seeded by s it draws the tokens that transformers
+draws after set_seed(s). Temperature 0 is argmax.
 """
 
 import math
@@ -15,11 +16,11 @@ from torch import Tensor
 from nanokv.decoding.ranges import check_sampling
 from nanokv.errors import GenerationError
 
-FEW = 1024  # logits that are sorted instead of all V
+FEW = 1024  # at most this many remaining logits are sorted by themselves, instead of all V
 
 
 def temperature(logits: Tensor, t: float) -> Tensor:
-    """Divide by t > 0: below 1 sharper, above 1 flatter."""
+    """Divide by t > 0: below 1 makes the distribution sharper, above 1 flatter."""
     check_sampling(temperature=t)
     if t == 0:
         raise GenerationError("temperature 0 is argmax and has no scaled logits: use sample()")
@@ -27,25 +28,28 @@ def temperature(logits: Tensor, t: float) -> Tensor:
 
 
 def top_k(logits: Tensor, k: int) -> Tensor:
-    """Keep the k highest; equals of the k-th stay too. 0 and -1 = keep all."""
+    """Keep the k highest, and all that equal the k-th. 0 and -1 keep all."""
     check_sampling(top_k=k)
     return _highest(logits, k)
 
 
 def top_p(logits: Tensor, p: float) -> Tensor:
-    """Keep the likeliest tokens whose probabilities reach p together (Holtzman et al. 2020, arXiv 1904.09751)."""
+    """Keep the fewest likeliest tokens whose probabilities sum to p or more.
+
+    Nucleus sampling (Holtzman et al. 2020, arXiv 1904.09751).
+    """
     check_sampling(top_p=p)
     return _nucleus(logits, p)
 
 
 def min_p(logits: Tensor, p: float) -> Tensor:
-    """Keep tokens at least p times as likely as the likeliest (Nguyen et al. 2024, arXiv 2407.01082)."""
+    """Keep tokens at least p times as likely as the likeliest (Nguyen et al., arXiv 2407.01082)."""
     check_sampling(min_p=p)
     return _likely_enough(logits, p)
 
 
 def repetition_penalty(logits: Tensor, ids: Tensor, penalty: float) -> Tensor:
-    """Make tokens that occur in ids (B,N) less likely, once each however often they occur (CTRL, arXiv 1909.05858)."""
+    """Make tokens in ids (B,N) less likely; repeats count once (CTRL, arXiv 1909.05858)."""
     check_sampling(repetition_penalty=penalty)
     return penalized(logits, ids, penalty)
 
@@ -60,9 +64,10 @@ def sample(
     previous: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """One token per row: logits (B,V) of any float type → (B,) int64. `previous` (B,N) feeds the repetition penalty.
+    """One token per row: logits (B,V) of any float type → (B,) int64.
 
-    Raises GenerationError for values out of range and for logits that are NaN or leave no token to choose.
+    `previous` (B,N) are the ids for the repetition penalty. Raises GenerationError for values out
+    of range, for NaN or infinite logits, and if no token is left.
     """
     values: dict[str, Any] = {
         "temperature": temperature,
@@ -84,7 +89,10 @@ def probabilities(
     repetition_penalty: float = 1.0,
     previous: Tensor | None = None,
 ) -> Tensor:
-    """What `sample` draws from: logits (B,V) → (B,V) fp32, rows that sum to 1; temperature 0 puts all on the argmax."""
+    """The distribution that `sample` draws from: logits (B,V) → (B,V) fp32, whose rows sum to 1.
+
+    At temperature 0 the argmax has probability 1.
+    """
     values: dict[str, Any] = {
         "temperature": temperature,
         "top_k": top_k,
@@ -96,7 +104,7 @@ def probabilities(
     return distribution(logits, **values, previous=previous)
 
 
-# --- the same without a check, once per token: SamplingParams has checked its values ----------------------------------
+# --- the same without checks, for every token: SamplingParams has checked its values ----------
 
 
 def choose(
@@ -111,7 +119,7 @@ def choose(
 ) -> Tensor:
     """`sample`."""
     if temperature == 0:
-        # The generator stays where it is.
+        # The generator does not advance.
         return _likeliest(_prepared(logits, repetition_penalty, previous))[:, 0]
     chances = distribution(logits, temperature, top_k, top_p, min_p, repetition_penalty, previous)
     return torch.multinomial(chances, 1, generator=generator)[:, 0]  # (B,)
@@ -140,9 +148,9 @@ def distribution(
 
 
 def kept(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """fp32 logits (B,V), divided by the temperature, −∞ where a filter leaves no chance."""
+    """fp32 logits (B,V), divided by the temperature, −∞ for tokens that a filter removes."""
     logits = _scaled(logits, temperature)
-    # To sort all V for the few that top-k leaves takes a GPU longer than the step.
+    # On a GPU, sorting all V takes longer than the step, so only the few left by top-k are sorted.
     if not logits.is_cpu and 0 < top_k <= FEW and top_p < 1:
         logits, top_k, top_p = _nucleus_of_highest(logits, top_k, top_p), 0, 1
     for keep, value, off in (
@@ -171,7 +179,7 @@ def _likeliest(logits):
         token = torch.from_numpy(logits.detach().numpy().argmax(-1, keepdims=True))
     else:
         token = logits.argmax(-1, keepdim=True)
-    _refuse_unusable(logits.gather(-1, token))  # both take a NaN for the highest
+    _refuse_unusable(logits.gather(-1, token))  # both argmaxes choose NaN over any number
     return token
 
 
@@ -200,7 +208,7 @@ def _nucleus(logits, p):
 def _nucleus_of_few(logits, p):
     """`_nucleus` of one row of which top-k has left few: those alone are sorted; to sort 151,936 takes 8 ms.
 
-    None where the answer could depend on how a sum over all V is rounded, or on the order of equals.
+    None if the result could depend on the rounding of a sum over all V, or on the order of equals.
     """
     index = (logits > -torch.inf).nonzero()[:, 1] if logits.shape[0] == 1 else ()  # (n,)
     if not 0 < len(index) <= FEW:
@@ -216,7 +224,7 @@ def _nucleus_of_few(logits, p):
 def _nucleus_of_highest(logits, k, p):
     """`_highest`, then `_nucleus`: only k are sorted. Of equals of the k-th it keeps some; no wait for a GPU."""
     highest, index = logits.topk(min(k, logits.shape[-1]))  # (B,k) ×2, descending
-    tail = highest.softmax(-1).flip(-1).cumsum(-1).flip(-1)  # (B,k): of each and those below it
+    tail = highest.softmax(-1).flip(-1).cumsum(-1).flip(-1)  # (B,k): of each and all less likely
     drop = tail <= 1 - p
     drop[..., 0] = False  # the likeliest always stays
     left = torch.full_like(logits, -torch.inf)
@@ -233,20 +241,18 @@ def penalized(logits: Tensor, ids: Tensor, penalty: float) -> Tensor:
     """`repetition_penalty`."""
     seen = logits.gather(1, ids)  # (B,N)
     seen = torch.where(seen < 0, seen * penalty, seen / penalty)
-    # A token that occurs twice is written twice with the same value.
+    # A repeated token is written repeatedly, with the same value.
     return logits.scatter(1, ids, seen)
 
 
 def logprob(logits: Tensor, token: Tensor) -> Tensor:
-    """Log-probability of token (B,) under the raw logits (B,V), fp32: before temperature and every filter. → (B,)"""
-    # Logsumexp takes eight times as long.
+    """(B,) fp32 log-probability of token (B,) under the raw logits (B,V), before every setting."""
+    # logsumexp takes eight times as long.
     return logits.float().log_softmax(-1).gather(-1, token[:, None])[:, 0]
 
 
 def likeliest(logits: Tensor, k: int) -> list[tuple[tuple[int, float], ...]]:
-    """For each row of the raw logits (B,V) the k likeliest tokens with what `logprob` gives for
-    them, likeliest first.
-    """
+    """For each row of the raw logits (B,V) the k likeliest (token, log-probability), best first."""
     rows = (x.tolist() for x in likeliest_rows(logits, k))
     return [tuple(zip(*row, strict=True)) for row in zip(*rows, strict=True)]
 
@@ -264,7 +270,7 @@ def _refuse_unusable(highest):
 
 
 def unusable(highest: float) -> GenerationError:
-    """Logits whose highest is NaN or infinite."""
+    """The error for logits whose highest value is NaN or infinite."""
     return GenerationError(
         f"the model's logits cannot be sampled: the highest is {highest}",
         "the weights or the cache hold NaN or infinity; fp32 (--dtype float32) rules out overflow",

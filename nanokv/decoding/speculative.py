@@ -1,11 +1,14 @@
-"""Speculative decoding: something cheap guesses a few tokens, the model checks them all in one forward.
+"""Speculative decoding: a cheap draft guesses some tokens, the model checks all in one forward.
 
-A guess x is accepted with probability min(1, p(x)/q(x)), p being the model's distribution and q the guesser's; the
-first that is not is replaced by a draw from max(p − q, 0), and if all are, one more token is drawn from p. The result
-is distributed exactly as p (Leviathan et al. 2022, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318), and at
-temperature 0, where p is all on the argmax, it is the same text. T rows at once are equal to T decodes but for the last
-bits, so tokens can differ where two logits tie within rounding: not seen in fp32, now and then in bf16. Guesses are
-kept short enough (cache.sizes.max_rollback) to leave no trace in caches that quantize or forget.
+A guess x is accepted with probability min(1, p(x)/q(x)), where p is the model's distribution and q
+the draft's. The first rejected guess is replaced by a draw from max(p − q, 0); if all are accepted,
+one more token is drawn from p. The result is distributed exactly as p (Leviathan et al. 2022, arXiv
+2211.17192; Chen et al. 2023, arXiv 2302.01318). At temperature 0, where p puts everything on the
+argmax, the text is the same as without speculation.
+
+A forward of T rows equals T decodes up to rounding, so tokens can differ if two logits tie within
+rounding: not seen in fp32, occasionally in bf16. Drafts are short enough (cache.sizes.max_rollback)
+that truncate undoes rejected guesses exactly, also in caches that quantize or forget.
 """
 
 from collections.abc import Callable
@@ -40,7 +43,7 @@ Guess = tuple[list[int], Tensor | None]
 
 
 class Draft:
-    """Who guesses. `vocab_size` None = any model's."""
+    """Guesses tokens. `vocab_size` None fits any model."""
 
     vocab_size: int | None = None
 
@@ -51,17 +54,20 @@ class Draft:
         distribution: Distribution,
         generator: torch.Generator | None,
     ) -> Guess:
-        """(at most `count` guesses that continue ids, q (n,V) that they were drawn from or None: they were certain).
+        """At most `count` guesses that continue ids; a plain pair (ids, q) will do.
 
-        `distribution(logits (1,V), guesses so far)` applies the target's own temperature, filters and penalty.
+        `distribution(logits (1,V), guesses so far)` applies the model's temperature, filters and
+        penalty.
         """
         raise NotImplementedError
 
 
 class PromptLookup(Draft):
-    """The leftmost earlier place with the same last words, `max_ngram` of them or fewer; what followed is the guess.
+    """Guesses what followed the same last tokens earlier in the text.
 
-    Reference: transformers' PromptLookupCandidateGenerator (A. Saxena 2023, prompt lookup decoding).
+    Searches for the leftmost earlier match of the last `max_ngram` tokens, then of fewer.
+    Reference: transformers' PromptLookupCandidateGenerator (A. Saxena 2023, prompt lookup
+    decoding).
     """
 
     def __init__(self, max_ngram: int = 2, tokens: int = 10):
@@ -85,7 +91,7 @@ class PromptLookup(Draft):
 
 
 class DraftModel(Draft):
-    """Another model guesses `tokens` tokens, one decode each; its own cache is cut back to what the text shares."""
+    """Another model guesses `tokens` tokens, one decode each; its cache keeps the common prefix."""
 
     def __init__(self, model: Model, cache: KVCache | None = None, tokens: int = 4):
         check_sampling(tokens=tokens)
@@ -113,7 +119,7 @@ class DraftModel(Draft):
         """(1,V) after ids; only what the cache does not hold is computed."""
         keep = min(common_prefix(self.fed, ids), len(ids) - 1)
         self.fed = self.fed[:keep]
-        self.cache.truncate(keep)  # also mends what a failed forward left behind
+        self.cache.truncate(keep)  # also repairs the cache after a failed forward
         if keep == len(ids) - 1:
             logits = decode(self.model, [ids[keep:]], self.cache, start_pos=keep)
         else:
@@ -125,7 +131,7 @@ class DraftModel(Draft):
 
 
 class EarlyExit(DraftModel):
-    """The model's own first `layers` layers, then its norm and head: no second checkpoint, no weight stored twice."""
+    """The first `layers` layers of the model, then its norm and head; all weights are shared."""
 
     def __init__(
         self, model: Transformer, layers: int, cache: KVCache | None = None, tokens: int = 4
@@ -134,7 +140,7 @@ class EarlyExit(DraftModel):
 
 
 def first_layers(model: Transformer, layers: int) -> Transformer:
-    """A model of the first `layers` layers on the very parameters of `model`: no copy."""
+    """A model of the first `layers` layers, which shares the parameters of `model`."""
     check_sampling(layers=layers)
     deep = model.config.num_hidden_layers
     if layers >= deep:
@@ -178,10 +184,11 @@ def speculate(
     seed: int | None = None,
     eos_token_ids: EosIds = None,
 ) -> "Tokens[Speculation]":
-    """nanokv.generate with guesses from `draft`: the same arguments and errors, the same greedy tokens.
+    """nanokv.generate with guesses from `draft`: same arguments, errors and greedy tokens.
 
-    Returns an iterator of ids; its `.report` (a Speculation) counts rounds, guesses and forwards saved. In a round the
-    cache may be ahead of the ids that were taken from the iterator: exhaust or close() it before using the cache.
+    Returns an iterator of ids; its `.report` (a Speculation) counts rounds, guesses and saved
+    forwards. The cache may be ahead of the ids taken from the iterator: exhaust or close() it
+    before you use the cache.
     """
     params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     cache = make_cache("growing", model.config) if cache is None else cache
@@ -191,10 +198,11 @@ def speculate(
 
 
 class Speculation(Generation):
-    """A Generation with a Draft. `rounds`: (proposed, accepted) of each forward after the prefill."""
+    """A Generation with a Draft. `rounds` has an entry per forward after the prefill."""
 
     def __init__(self, *args: Any, draft: Draft, history: list[int] | None = None, **options: Any):
-        super().__init__(*args, history=history, **options)  # type: ignore[misc]  # args end before history
+        # `args` end before history.
+        super().__init__(*args, history=history, **options)  # type: ignore[misc]
         self.draft = draft
         self.rounds: list[tuple[int, int]] = []
         self._text = list(history or ()) + self.ids
@@ -226,7 +234,7 @@ class Speculation(Generation):
 
     def finish(self, reason: str) -> None:
         super().finish(reason)
-        self._forget_the_rest()  # once more: the first time may have been cut short
+        self._forget_the_rest()  # again, because the first call may have been interrupted
 
     def _forget_the_rest(self):
         """Accepted tokens that nobody took."""
