@@ -8,11 +8,13 @@ lengths differ. A row that has ended leaves the batch and costs no more time. Al
 together; nanokv.engine serves requests that come and go.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from nanokv.cache import KVCache, make_cache
+from nanokv.cache import BatchCache, KVCache, make_cache
 from nanokv.cache.padded import PaddedCache
 from nanokv.checkpoint import Model
 from nanokv.decoding.draw import GREEDY, Sampler, SamplingParams, Step, next_steps, reason_to_end
@@ -45,7 +47,8 @@ def generate_padded(
         raise CacheError(
             f"the cache holds {cache.length} tokens already", hint="pass an empty one, or none"
         )
-    chunk = prefill_chunk(model, len(prompts)) if chunk is None else chunk
+    if chunk is None:
+        chunk = prefill_chunk(model, len(prompts))
     rows = _rows(
         model, prompts, [cache] * len(prompts), params, max_new_tokens, eos_token_ids, chunk
     )
@@ -82,7 +85,8 @@ def generate_ragged(
             f"{len(prompts)} prompts need a batch cache of as many rows",
             'make_cache("batch", config, B)',
         )
-    chunk = prefill_chunk(model) if chunk is None else chunk
+    if chunk is None:
+        chunk = prefill_chunk(model)
     rows = _rows(model, prompts, caches, params, max_new_tokens, eos_token_ids, chunk)
     before = [own.length for own in caches]
     try:
@@ -101,8 +105,9 @@ class Row:
     """One prompt of the batch and its answer so far."""
 
     def __init__(self, alone: Generation):
-        """From the Generation that would answer it alone, which has checked the arguments and drawn the seed."""
-        self.ids, self.eos = alone.ids, alone.eos_token_ids
+        """`alone` would answer the prompt by itself; it has checked the arguments and the seed."""
+        self.ids = alone.ids
+        self.eos = alone.eos_token_ids
         self.tokens: list[int] = []
         self.room = min(alone.max_new_tokens, alone.room)
         self.sampler = Sampler(alone.params, alone.generator, self.ids, self.tokens)
@@ -143,10 +148,15 @@ def _some_rows(cache, keep):
     return type(cache)([cache.rows[i] for i in keep], cache.config)
 
 
-def _refuse_padding_that_cuts(capacity, longest: int, rows):
-    """Padding takes slots, so rows fill up together: a row that could say less than alone would end without a word."""
+def _refuse_padding_that_cuts(capacity: int | None, longest: int, rows: list[Row]) -> None:
+    """CapacityError if padding would take slots that a row needs for its answer.
+
+    All rows fill up together, so the answer of that row would be cut short silently.
+    """
+    if capacity is None:
+        return
+    left = capacity - longest + 1
     for b, row in enumerate(rows):
-        left = row.room if capacity is None else capacity - longest + 1
         if left < row.room:
             raise CapacityError(
                 f"prompt {b} ({len(row.ids):,} tokens) may have {row.room:,} new tokens alone, "
@@ -164,21 +174,28 @@ def _prompts(prompts) -> list:
     return prompts
 
 
-def _rows(model, prompts, caches, params, max_new_tokens, eos_token_ids, chunk) -> list[Row]:
-    """Everything is checked before any work; the row at fault is named."""
-    params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+def _rows(
+    model: Model,
+    prompts: list[Ids],
+    caches: Sequence[KVCache],
+    params: SamplingParams | Sequence[SamplingParams],
+    max_new_tokens: int,
+    eos_token_ids: EosIds,
+    chunk: int,
+) -> list[Row]:
+    """Check everything before any work; an error names the row."""
+    if isinstance(params, SamplingParams):
+        params = [params] * len(prompts)
+    params = list(params)
     if len(params) != len(prompts):
         raise GenerationError(f"{len(params)} sampling params for {len(prompts)} prompts")
     rows = []
     for b, (prompt, own, values) in enumerate(zip(prompts, caches, params, strict=True)):
         try:
-            rows.append(
-                Row(
-                    Generation(
-                        model, prompt, own, values, max_new_tokens, eos_token_ids, chunk=chunk
-                    )
-                )
+            alone = Generation(
+                model, prompt, own, values, max_new_tokens, eos_token_ids, chunk=chunk
             )
         except GenerationError as error:
             raise type(error)(f"prompt {b}: {error}", error.hint) from error
+        rows.append(Row(alone))
     return rows

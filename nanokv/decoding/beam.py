@@ -12,7 +12,7 @@ eos ids, a length penalty or ties. In transformers one beam is greedy decoding, 
 the repetition penalty applies to the logits, and the first eos ends the answer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -124,7 +124,8 @@ class BeamGeneration(Generation):
     @torch.inference_mode()
     def _explore(self, logits):
         """Run the search from the logits (1,V) after the prompt."""
-        search, penalty = self.search, self.params.repetition_penalty
+        search = self.search
+        penalty = self.params.repetition_penalty
         prompt = torch.tensor([self._history + self.ids])  # (1,N)
         rows = self.cache.fork()
         rows.reorder([0] * search.beams)
@@ -162,9 +163,10 @@ class BeamGeneration(Generation):
         finally:  # also if the caller stops early
             self._forget_the_rest()
 
-    def _feed(self, logits, ids) -> list[float]:
-        """All but the last of ids into the cache → the log-probability of each; logits (1,V) follow the prompt."""
-        prompt, tokens = self.cache.length, torch.tensor(ids, device=logits.device)  # (n,)
+    def _feed(self, logits: Tensor, ids: list[int]) -> list[float]:
+        """Feed all ids but the last → the log-probability of each. logits (1,V): the prompt's."""
+        prompt = self.cache.length
+        tokens = torch.tensor(ids, device=logits.device)  # (n,)
         scores = logprob(logits, tokens[:1]).tolist()
         for start in range(0, len(ids) - 1, REPLAY):
             part = tokens[start : min(start + REPLAY, len(ids) - 1)]  # (t,)
@@ -200,15 +202,12 @@ class Search:
     def __init__(
         self, beams: int, most: int, length_penalty: float, early_stopping: bool | str, eos: Tensor
     ):
-        self.beams, self.most, self.length_penalty, self.early_stopping = (
-            beams,
-            most,
-            length_penalty,
-            early_stopping,
-        )
-        if beams == 1:
-            self.early_stopping = True  # greedy: the first answer is the answer
-        self.eos, self.ended = eos, False
+        self.beams = beams
+        self.most = most  # tokens per answer
+        self.length_penalty = length_penalty
+        self.early_stopping = True if beams == 1 else early_stopping  # greedy: one answer is enough
+        self.eos = eos
+        self.ended = False
         self.tokens = torch.empty(beams, 0, dtype=torch.int64)
         self.running = torch.full((beams,), NEVER)
         # All rows are the same prompt: if all existed, the first step would pick k equal beams.
@@ -230,25 +229,32 @@ class Search:
                 "the weights or the cache hold NaN or infinity; "
                 "fp32 (--dtype float32) rules out overflow",
             )
-        parent, token = where // vocabulary, where % vocabulary  # (K,)
+        parent = where // vocabulary  # (K,)
+        token = where % vocabulary  # (K,)
         grown = torch.cat((self.tokens[parent], token[:, None]), 1)  # (K,n+1)
         ends = torch.isin(token, self.eos) | (grown.shape[1] == self.most)  # (K,)
         self.collect(grown, best, ends)
         best = best + ends * NEVER
         chosen = best.topk(k).indices  # (k,)
-        self.tokens, self.running = grown[chosen], best[chosen]
+        self.tokens = grown[chosen]
+        self.running = best[chosen]
         self.ended = bool(ends.all()) or not self.can_improve()
         return parent[chosen]
 
     def collect(self, grown: Tensor, best: Tensor, ends: Tensor) -> None:
-        """Answers among the first k candidates join, the k best of all stay; the other K − k are only spare beams."""
-        ends = ends & (torch.arange(len(ends)) < self.beams)
-        scores = best / grown.shape[1] ** self.length_penalty + ~ends * NEVER
-        scores, done = torch.cat((self.scores, scores)), torch.cat((self.done, ends))  # (k+K,)
+        """Add the answers among the first k candidates, and keep the k best answers.
+
+        The other K − k candidates can only become running beams.
+        """
+        ends = ends & (torch.arange(len(ends)) < self.beams)  # (K,)
+        new = best / grown.shape[1] ** self.length_penalty + ~ends * NEVER  # (K,)
+        scores = torch.cat((self.scores, new))  # (k+K,)
+        done = torch.cat((self.done, ends))  # (k+K,)
         kept = scores.topk(self.beams).indices  # (k,)
         answers = self.answers + grown.tolist()
         self.answers = [answers[i] for i in kept.tolist()]
-        self.scores, self.done = scores[kept], done[kept]
+        self.scores = scores[kept]
+        self.done = done[kept]
 
     def can_improve(self) -> bool:
         """True if a running beam may still beat the worst of k answers."""
@@ -256,9 +262,9 @@ class Search:
             return True
         if self.early_stopping is True:
             return False
-        # Then growing to the end is what pays.
-        longest = self.early_stopping == "never" and self.length_penalty > 0
-        length = self.most if longest else self.tokens.shape[1]
+        length = self.tokens.shape[1]
+        if self.early_stopping == "never" and self.length_penalty > 0:
+            length = self.most  # the length with the best score
         return bool(self.running[0] / length**self.length_penalty > self.scores.min())
 
     def best(self) -> list[Beam]:

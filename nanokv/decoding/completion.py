@@ -26,18 +26,24 @@ if TYPE_CHECKING:
 def completion(
     model: str, choices: Sequence[dict], usage: dict, id: Any = None, **facts: Any
 ) -> dict:
-    """The object of one answer, or of several to one prompt. A fact that is {} is left out."""
-    kind, prefix = (
-        ("chat.completion", "chatcmpl") if "message" in choices[0] else ("text_completion", "cmpl")
-    )
-    return {
-        "id": f"{prefix}-{uuid.uuid4().hex}" if id is None else id,
+    """The object of one answer, or of several to one prompt. A fact equal to {} is left out."""
+    if "message" in choices[0]:
+        kind = "chat.completion"
+        prefix = "chatcmpl"
+    else:
+        kind = "text_completion"
+        prefix = "cmpl"
+    if id is None:
+        id = f"{prefix}-{uuid.uuid4().hex}"
+    body = {
+        "id": id,
         "object": kind,
         "created": int(time.time()),
         "model": model,
         "choices": list(choices),
         "usage": usage,
-    } | {name: fact for name, fact in facts.items() if fact != {}}
+    }
+    return body | {name: fact for name, fact in facts.items() if fact != {}}
 
 
 def message(text: str, opened: bool = False) -> dict:
@@ -49,7 +55,9 @@ def message(text: str, opened: bool = False) -> dict:
 def assistant(content: str, thinking: str) -> dict:
     """The assistant's message from content and thoughts."""
     said = {"role": "assistant", "content": content, "refusal": None}
-    return {"message": said | ({"reasoning_content": thinking} if thinking else {})}
+    if thinking:
+        said["reasoning_content"] = thinking
+    return {"message": said}
 
 
 def choice(
@@ -77,7 +85,8 @@ def end(reason: str, stop: str | int | None = None) -> dict:
     named = None if stop == "" else stop
     if named is not None or reason == "stop":
         return {"finish_reason": "stop", "stop_reason": named}
-    return {"finish_reason": "length", "stop_reason": None if reason == "length" else reason}
+    cause = None if reason == "length" else reason
+    return {"finish_reason": "length", "stop_reason": cause}
 
 
 def usage(prompt: int, new: int, cached: int = 0) -> dict:
@@ -101,10 +110,13 @@ def logprobs(
         rows = zip(tokens, finite, map(list, pieces), strict=True)
         content = [{"token": t, "logprob": x, "bytes": b, "top_logprobs": []} for t, x, b in rows]
         return {"content": content, "refusal": None}
-    decoder, at, offsets = codecs.getincrementaldecoder("utf-8")("replace"), 0, []
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    offsets = []
+    at = 0
     for id, piece in zip(ids, pieces, strict=True):
-        offsets.append(min(at, len(answer["text"])))  # a stop string was cut off the text
-        at += 0 if id in tokenizer.control_ids else len(decoder.decode(piece))
+        offsets.append(min(at, len(answer["text"])))  # the text may lack a stop string
+        if id not in tokenizer.control_ids:
+            at += len(decoder.decode(piece))
     return {"tokens": tokens, "token_logprobs": finite, "text_offset": offsets, "top_logprobs": []}
 
 
@@ -120,34 +132,40 @@ def timings(
         "prefill_tok_s": prefill_tok_s,
         "decode_tok_s": decode_tok_s,
     } | more
-    return {
-        name: value and round(value, 2 if name.endswith("tok_s") else 6)
-        for name, value in measured.items()
-    }
+    rounded: dict[str, float | None] = {}
+    for name, value in measured.items():
+        digits = 2 if name.endswith("tok_s") else 6
+        rounded[name] = value and round(value, digits)
+    return rounded
 
 
 def engine_timings(metrics: dict) -> dict:
-    """`timings` of a request of the engine, from its metrics()."""
-    queue, first, each = (metrics[name] for name in ("queue_s", "ttft_s", "token_s"))
+    """`timings` of an engine's request, from its metrics()."""
+    first = metrics["ttft_s"]
     computed = metrics["prompt_tokens"] - metrics["reused_tokens"]
-    own = {name: metrics[name] for name in ("queue_s", "total_s", "preemptions")}
-    return timings(
-        first, rate(computed, None if first is None else first - queue), rate(1, each), **own
-    )
+    prefilling = None if first is None else first - metrics["queue_s"]
+    more = {name: metrics[name] for name in ("queue_s", "total_s", "preemptions")}
+    return timings(first, rate(computed, prefilling), rate(1, metrics["token_s"]), **more)
 
 
 def rate(tokens: int, seconds: float | None) -> float | None:
-    """Tokens per second; None where there is nothing to divide."""
-    return tokens / seconds if tokens > 0 and seconds and seconds > 0 else None
+    """Tokens per second; None without tokens or without time."""
+    if tokens > 0 and seconds and seconds > 0:
+        return tokens / seconds
+    return None
 
 
 def cache(cache: "KVCache") -> dict:
-    """What is in the cache afterwards: all of prompt and answer but the last token.
+    """The state of the cache afterwards: it holds prompt and answer except the last token.
 
-    `used_bytes` are what these tokens take; `bytes` also count what the cache keeps for later ones.
+    `used_bytes` is the part of `bytes` that these tokens take; the rest is reserved.
     """
-    used, held = cache.sizes.used_nbytes, cache.nbytes
-    return {"kind": cache.made.name, "tokens": cache.length, "used_bytes": used, "bytes": held}
+    return {
+        "kind": cache.made.name,
+        "tokens": cache.length,
+        "used_bytes": cache.sizes.used_nbytes,
+        "bytes": cache.nbytes,
+    }
 
 
 def seed(run: Any) -> int | None:
@@ -161,6 +179,9 @@ def error(reason: Exception) -> dict:
     refused = isinstance(reason, NanoKVError) and not full
     kind = "invalid_request_error" if refused else "server_error"
     code = "context_length_exceeded" if isinstance(reason, ContextError) else None
-    hint = getattr(reason, "hint", "")
-    body = {"message": str(reason), "type": kind, "param": None, "code": code}
-    return {"error": body} | ({"hint": hint} if hint else {})
+    body: dict[str, Any] = {
+        "error": {"message": str(reason), "type": kind, "param": None, "code": code}
+    }
+    if hint := getattr(reason, "hint", ""):
+        body["hint"] = hint
+    return body

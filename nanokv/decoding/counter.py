@@ -29,10 +29,14 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor
     a, b, c, d = counter
     k, m = key
     for _ in range(ROUNDS):
-        left, right = a * MULTIPLIERS[0], c * MULTIPLIERS[1]
-        a, b = ((right >> 32) & MASK) ^ b ^ k, right & MASK
-        c, d = ((left >> 32) & MASK) ^ d ^ m, left & MASK
-        k, m = (k + KEY_STEPS[0]) & MASK, (m + KEY_STEPS[1]) & MASK
+        left = a * MULTIPLIERS[0]
+        right = c * MULTIPLIERS[1]
+        a = ((right >> 32) & MASK) ^ b ^ k
+        b = right & MASK
+        c = ((left >> 32) & MASK) ^ d ^ m
+        d = left & MASK
+        k = (k + KEY_STEPS[0]) & MASK
+        m = (m + KEY_STEPS[1]) & MASK
     return a, b, c, d
 
 
@@ -41,7 +45,8 @@ def random_words(seeds: Tensor, positions: Tensor, V: int) -> Tensor:
 
     Token i gets word i % 4 of the counter (i // 4, position, 0) with the key `seed`.
     """
-    seeds, positions = seeds[:, None], positions[:, None]  # (B,1)
+    seeds = seeds[:, None]  # (B,1)
+    positions = positions[:, None]  # (B,1)
     key = seeds & MASK, (seeds >> 32) & MASK
     index = torch.arange(-(-V // WORDS), device=seeds.device)[None]  # (1,V/4)
     counter = index, positions & MASK, (positions >> 32) & MASK, torch.zeros_like(index)
@@ -82,7 +87,9 @@ def draw_rows(
     row is meaningless.
     """
     logits = logits.float()
-    drawn_from = logits if filtered is None else filtered.float()
+    drawn_from = logits
+    if filtered is not None:
+        drawn_from = filtered.float()
     greedy = (temperature == 0)[:, None]  # (B,1)
     scaled = drawn_from / torch.where(greedy, 1, temperature[:, None])  # (B,V)
     noise = gumbel(seeds, positions, logits.shape[1])  # (B,V)

@@ -49,7 +49,9 @@ class SamplingParams:
     seed: int | None = None  # None or -1: random for each generation and reported as its .seed
 
     def __post_init__(self):
-        check_sampling(**self.values(), **({} if self.seed is None else {"seed": self.seed}))
+        check_sampling(**self.values())
+        if self.seed is not None:
+            check_sampling(seed=self.seed)
 
     def values(self) -> dict:
         """The keyword arguments of `sample`: all but the seed, which is what a generator begins with."""
@@ -58,12 +60,16 @@ class SamplingParams:
     def filters(self) -> tuple:
         """(top_k, top_p, min_p) if one of them may remove a token, else ()."""
         off = self.top_k <= 0 and self.top_p == 1 and self.min_p == 0
-        return () if off or not self.temperature else (self.top_k, self.top_p, self.min_p)
+        if off or not self.temperature:
+            return ()
+        return self.top_k, self.top_p, self.min_p
 
     def generator(self, device: torch.device | str) -> torch.Generator:
         """The random numbers of one answer; `initial_seed()` repeats them, even without a seed."""
         seed = chosen_seed(self.seed)
-        return torch.Generator(device).manual_seed(secrets.randbits(32) if seed is None else seed)
+        if seed is None:
+            seed = secrets.randbits(32)
+        return torch.Generator(device).manual_seed(seed)
 
     @classmethod
     def from_checkpoint(
@@ -75,7 +81,8 @@ class SamplingParams:
             for f in fields(cls)
             if hasattr(generation_config, f.name)
         }
-        return cls(**own | {name: value for name, value in overrides.items() if value is not None})
+        given = {name: value for name, value in overrides.items() if value is not None}
+        return cls(**own | given)
 
 
 GREEDY = SamplingParams()
@@ -122,15 +129,21 @@ class Sampler:
     ):
         self.top = top  # how many of the likeliest tokens each Step lists
         self.seed = signed(generator.initial_seed())
-        self.values, self.filters = params.values(), params.filters()
-        self.temperature, self.constrain = params.temperature, constrain
-        self.generator, self.prompt, self.tokens = generator, prompt, tokens
-        # Is it drawn from other logits than the model's?
+        self.values = params.values()
+        self.filters = params.filters()
+        self.temperature = params.temperature
+        self.constrain = constrain
+        self.generator = generator
+        self.prompt = prompt
+        self.tokens = tokens
+        # True if the row is drawn from other logits than the model's.
         self.changes = bool(self.filters or constrain or params.repetition_penalty != 1)
 
     def constrained(self, logits: torch.Tensor) -> torch.Tensor:
         """(1,V) → (1,V)."""
-        return logits if self.constrain is None else self.constrain(logits, self.tokens)
+        if self.constrain is None:
+            return logits
+        return self.constrain(logits, self.tokens)
 
 
 def sent(values: list, device: torch.device, dtype: type = numpy.int64) -> torch.Tensor:
@@ -154,8 +167,9 @@ def next_steps(
 
 
 def by_generator(logits: torch.Tensor, sampler: Sampler) -> Step | GenerationError:
-    """logits (1,V) → the Step that this row's generator gives."""
-    left, texts = sampler.constrained(logits), (sampler.prompt, sampler.tokens)
+    """logits (1,V) → a Step drawn with the row's generator."""
+    left = sampler.constrained(logits)
+    texts = sampler.prompt, sampler.tokens
     try:
         token = draw(left, sampler.values, sampler.generator, *texts)  # (1,)
     except GenerationError as error:
@@ -165,38 +179,48 @@ def by_generator(logits: torch.Tensor, sampler: Sampler) -> Step | GenerationErr
 
 
 def by_counter(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[Step | GenerationError]:
-    """logits (B,V) → a Step for each row: its seed and the number of its token say what is drawn. One wait for all."""
-    device, (left, temperatures) = logits.device, allowed(logits, samplers)
-    seeds = [sampler.seed for sampler in samplers]  # (B)
-    places = [len(sampler.tokens) for sampler in samplers]  # (B)
+    """logits (B,V) → a Step per row, drawn by its seed and the place of its token.
+
+    One synchronisation for all rows.
+    """
+    device = logits.device
+    left, temperatures = allowed(logits, samplers)
+    seeds = [sampler.seed for sampler in samplers]  # B
+    places = [len(sampler.tokens) for sampler in samplers]  # B
     numbers = sent([seeds, places], device).unbind()  # (B,) ×2
     temperature = sent(temperatures, device, numpy.float32)  # (B,)
     with gpu.on(device):
         drawn = drawing(device)(logits, temperature, *numbers, left)
     asking = [b for b, sampler in enumerate(samplers) if sampler.top]
     tops = top_of(logits, asking, samplers) if asking else ()
-    tokens, logprobs, highest, *tops = brought(*drawn, *tops)
+    tokens, logprobs, highest, *likely = brought(*drawn, *tops)
     steps: list[Step | GenerationError] = [
         Step(token, logprob) if math.isfinite(high) else unusable(high)
         for token, logprob, high in zip(tokens, logprobs, highest, strict=True)
     ]
-    for b, *pairs in zip(asking, *tops, strict=True):
-        if isinstance(steps[b], Step):
+    for b, *pairs in zip(asking, *likely, strict=True):
+        step = steps[b]
+        if isinstance(step, Step):
             top = tuple(zip(*pairs, strict=True))[: samplers[b].top]
-            steps[b] = replace(steps[b], top=top)  # type: ignore[type-var]
+            steps[b] = replace(step, top=top)
     return steps
 
 
-def top_of(logits: torch.Tensor, asking: list[int], samplers: Sequence[Sampler]) -> list:
-    """likeliest_rows of the rows that ask for them, as many as any of these does: ids and log-probabilities (n,k)."""
-    rows = logits if len(asking) == len(logits) else logits[sent(asking, logits.device)]
-    return [*likeliest_rows(rows, max(samplers[b].top for b in asking))]
+def top_of(
+    logits: torch.Tensor, asking: list[int], samplers: Sequence[Sampler]
+) -> Sequence[torch.Tensor]:
+    """likeliest_rows of the n rows `asking`: ids and log-probabilities (n,k), for the largest k."""
+    rows = logits
+    if len(asking) < len(logits):
+        rows = logits[sent(asking, logits.device)]
+    return likeliest_rows(rows, max(samplers[b].top for b in asking))
 
 
 def brought(*tensors: torch.Tensor) -> list[list]:
     """Device tensors of 4 or 8 bytes per number, as lists; one copy synchronises for all."""
     whole = torch.cat([tensor.flatten().view(torch.int32) for tensor in tensors]).cpu().numpy()
-    lists, start = [], 0
+    lists = []
+    start = 0
     for tensor in tensors:
         end = start + tensor.nbytes // 4
         numbers = whole[start:end].view(NUMPY[tensor.dtype])
@@ -261,4 +285,6 @@ def reason_to_end(
         return "stop"
     if len(tokens) == max_new_tokens:
         return "length"
-    return "context" if len(tokens) == room else None
+    if len(tokens) == room:
+        return "context"
+    return None

@@ -10,14 +10,15 @@ truncated before the exception leaves. If Ctrl-C interrupts that too, the first 
 still right, and truncate(sure) repairs the cache.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import compress
 from time import perf_counter
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
 
 import torch
+from torch import Tensor
 
 from nanokv.cache import KVCache, make_cache
 from nanokv.checkpoint import Model
@@ -89,7 +90,9 @@ def context_limit(model: Model, cache: KVCache) -> int:
     """Tokens that model and cache can hold together."""
     capacity = getattr(cache, "capacity", None)
     longest = model.config.max_position_embeddings
-    return longest if capacity is None else min(longest, capacity)
+    if capacity is None:
+        return longest
+    return min(longest, capacity)
 
 
 class Generation:
@@ -117,37 +120,24 @@ class Generation:
     ):
         check_sampling(max_new_tokens=max_new_tokens)
         check_cache(cache)
-        self.model, self.cache, self.params, self.should_stop = model, cache, params, should_stop
+        if chunk is None:
+            chunk = prefill_chunk(model)
+        if eos_token_ids is None:
+            eos_token_ids = model.generation_config.eos_token_ids
+        self.model = model
+        self.cache = cache
+        self.params = params
+        self.should_stop = should_stop
         self.ids = prompt_ids(ids, model.config.vocab_size)
-        self.max_new_tokens, self.chunk = (
-            max_new_tokens,
-            prefill_chunk(model) if chunk is None else chunk,
-        )
-        self.eos_token_ids = eos_ids(
-            model.generation_config.eos_token_ids if eos_token_ids is None else eos_token_ids
-        )
-        self.prompt_tokens, self.cached_tokens = len(self.ids), cache.length
+        self.max_new_tokens = max_new_tokens
+        self.chunk = chunk
+        self.eos_token_ids = eos_ids(eos_token_ids)
+        self.prompt_tokens = len(self.ids)
+        self.cached_tokens = cache.length
         self.context = context_limit(model, cache)
-        if type(self.chunk) is not int or self.chunk < 1:
-            raise GenerationError(f"chunk is {chunk!r}: it must be an integer ≥ 1")
-        if history is not None and len(history) != cache.length:
-            raise GenerationError(
-                f"history has {len(history)} tokens, but the cache holds {cache.length}"
-            )
-        if cache.length + len(self.ids) > self.context:
-            raise ContextError(
-                f"needs {cache.length + len(self.ids):,} of {self.context:,} tokens "
-                f"({cache.length:,} in the cache + {len(self.ids):,} new)",
-                "start with an empty cache, or shorten the prompt"
-                if cache.length
-                else "shorten the prompt"
-                if self.context == model.config.max_position_embeddings
-                else "shorten the prompt, or make a larger cache (capacity, pages)",
-            )
-        self.values, self.generator = (
-            params.values(),
-            params.generator(model.embed_tokens.weight.device),
-        )
+        self._check(history)
+        self.values = params.values()
+        self.generator = params.generator(model.embed_tokens.weight.device)
         self.seed: int | None = self.generator.initial_seed()
         # Only the repetition penalty reads it.
         self._history = list(history or ()) if params.repetition_penalty != 1 else []
@@ -159,7 +149,30 @@ class Generation:
         self.prefilled = cache.length
         self._steps = self._run()
 
-    def __iter__(self):
+    def _check(self, history: Sequence[int] | None) -> None:
+        """GenerationError or ContextError for arguments that cannot work together."""
+        cached = self.cached_tokens
+        if type(self.chunk) is not int or self.chunk < 1:
+            raise GenerationError(f"chunk is {self.chunk!r}: it must be an integer ≥ 1")
+        if history is not None and len(history) != cached:
+            raise GenerationError(
+                f"history has {len(history)} tokens, but the cache holds {cached}"
+            )
+        if cached + self.prompt_tokens <= self.context:
+            return
+        if cached:
+            hint = "start with an empty cache, or shorten the prompt"
+        elif self.context == self.model.config.max_position_embeddings:
+            hint = "shorten the prompt"
+        else:
+            hint = "shorten the prompt, or make a larger cache (capacity, pages)"
+        raise ContextError(
+            f"needs {cached + self.prompt_tokens:,} of {self.context:,} tokens "
+            f"({cached:,} in the cache + {self.prompt_tokens:,} new)",
+            hint,
+        )
+
+    def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Step:
@@ -216,9 +229,8 @@ class Generation:
             if self.should_stop():
                 self.finish_reason = "interrupted"
                 return None
-            part = torch.tensor(
-                [self.ids[start : start + self.chunk]], device=self.generator.device
-            )  # (1,t)
+            ids = self.ids[start : start + self.chunk]
+            part = torch.tensor([ids], device=self.generator.device)  # (1,t)
             logits = self._forward(prefill, part, back_to=self.cached_tokens)
             self.prefilled = self.cached_tokens + min(start + self.chunk, len(self.ids))
         return logits
@@ -280,10 +292,9 @@ class Generation:
 
     @property
     def sure(self) -> int:
-        """So many of (tokens before + ids + generated) every layer holds, whatever was cut short after them."""
-        return min(
-            [self.fed if self.tokens else self.prefilled, *(layer.length for layer in self.cache)]
-        )
+        """How many of (tokens before + ids + generated) every layer holds, even if interrupted."""
+        known = self.fed if self.tokens else self.prefilled
+        return min([known, *(layer.length for layer in self.cache)])
 
 
 Report = TypeVar("Report", bound=Generation)
@@ -300,7 +311,8 @@ class Tokens(Iterator[int], Generic[Report]):
 
     def __repr__(self) -> str:
         state = self.report.finish_reason or "not ended"
-        return f"<Tokens: an iterator over ids, {len(self.report.tokens):,} so far, {state}; list(…) takes the rest>"
+        so_far = f"{len(self.report.tokens):,} so far"
+        return f"<Tokens: an iterator over ids, {so_far}, {state}; list(…) takes the rest>"
 
     def close(self) -> None:
         """End here and cut the cache back to the ids that were taken. May be called repeatedly."""
@@ -322,7 +334,9 @@ class TextStream:
         stop: str | Sequence[str] = (),
         is_loop: Callable[[int], bool] = never,
     ):
-        self.generation, self.is_loop, self.text = generation, is_loop, ""
+        self.generation = generation
+        self.is_loop = is_loop
+        self.text = ""
         self._shown = ShownText(tokenizer, stop, generation.eos_token_ids)
         self._chunks = self._run()
 
@@ -374,8 +388,9 @@ class ShownText:
         return self._stops.found
 
     def put(self, id: int) -> str:
-        """What can be shown by now."""
-        text, hidden = self._decoder.put(id), self._decoder.hidden(id)
+        """Add a token; returns the text that can be shown now."""
+        text = self._decoder.put(id)
+        hidden = self._decoder.hidden(id)
         return self._stops.put(text) + self._stops.put(hidden, shown=False)
 
     def flush(self) -> str:
@@ -395,7 +410,9 @@ class StopStrings:
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
         if not all(isinstance(text, str) and text for text in stop):
             raise GenerationError(f"stop strings must be non-empty texts, got {list(stop)!r}")
-        self.stop, self.include, self.found = stop, include, ""
+        self.stop = stop
+        self.include = include
+        self.found = ""  # the stop string that was met
         self._held = ""  # may be the beginning of a stop string
         self._shown: list[bool] = []  # for each character of _held
 
@@ -428,8 +445,9 @@ class StopStrings:
         if ends:
             end, at = min(ends)
             self.found = self._held[at:end]
-            text, self._held = self._take(at), ""
-            return text + self.found * self.include
+            text = self._take(at)
+            self._held = ""
+            return text + self.found if self.include else text
         keep = max((overlap(self._held, stop) for stop in self.stop), default=0)
         return self._take(len(self._held) - keep)
 
@@ -439,7 +457,8 @@ class StopStrings:
 
     def _take(self, length):
         text = "".join(compress(self._held[:length], self._shown))
-        self._held, self._shown = self._held[length:], self._shown[length:]
+        self._held = self._held[length:]
+        self._shown = self._shown[length:]
         return text
 
 

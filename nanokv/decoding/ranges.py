@@ -23,14 +23,16 @@ class Range(NamedTuple):
     help: str = ""  # for --help
 
     def holds(self, value: object) -> bool:
-        """Whether a value is allowed. True and False are no numbers; NaN is in no range."""
-        allowed = (int,) if self.kind is int else (int, float)
-        if isinstance(value, bool) or not isinstance(value, allowed):
+        """True if the value is legal. True and False are not numbers; NaN is in no range."""
+        if isinstance(value, bool):
+            return False
+        if not isinstance(value, int) and not (self.kind is float and isinstance(value, float)):
             return False
         return value == self.also or self.low <= value <= self.high
 
 
-INT64, UINT64 = 2**63 - 1, 2**64 - 1  # the largest that torch takes
+INT64 = 2**63 - 1  # the largest number that torch accepts
+UINT64 = 2**64 - 1  # the largest seed that torch accepts
 COUNT = Range(int, 1, INT64, "an integer ≥ 1")
 RANGES = {
     "temperature": Range(
@@ -99,4 +101,6 @@ def chosen_seed(seed: int | None) -> int | None:
     if seed is None:
         return None
     check_sampling(seed=seed)
-    return None if seed == -1 else seed % 2**64
+    if seed == -1:
+        return None
+    return seed % 2**64

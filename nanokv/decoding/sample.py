@@ -152,25 +152,24 @@ def kept(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: fl
     logits = _scaled(logits, temperature)
     # On a GPU, sorting all V takes longer than the step, so only the few left by top-k are sorted.
     if not logits.is_cpu and 0 < top_k <= FEW and top_p < 1:
-        logits, top_k, top_p = _nucleus_of_highest(logits, top_k, top_p), 0, 1
-    for keep, value, off in (
-        (_highest, top_k, 0),
-        (_nucleus, top_p, 1),
-        (_likely_enough, min_p, 0),
-    ):
-        if value != off:
-            logits = keep(logits, value)
+        logits = _nucleus_of_highest(logits, top_k, top_p)
+        top_k = 0
+        top_p = 1
+    if top_k != 0:
+        logits = _highest(logits, top_k)
+    if top_p != 1:
+        logits = _nucleus(logits, top_p)
+    if min_p != 0:
+        logits = _likely_enough(logits, min_p)
     return logits
 
 
 def _prepared(logits, penalty, previous):
     """fp32 as the reference does: bf16 has 3 digits, and sums of V of them have none."""
     logits = logits.float()
-    return (
-        logits
-        if penalty == 1 or previous is None or not previous.numel()
-        else penalized(logits, previous, penalty)
-    )
+    if penalty == 1 or previous is None or not previous.numel():
+        return logits
+    return penalized(logits, previous, penalty)
 
 
 def _likeliest(logits):
@@ -194,11 +193,11 @@ def _highest(logits, k):
     return logits.masked_fill(logits < smallest, -torch.inf)
 
 
-def _nucleus(logits, p):
-    # To count what is left would be a wait for a GPU.
-    few = _nucleus_of_few(logits, p) if logits.is_cpu else None
-    if few is not None:
-        return few
+def _nucleus(logits: Tensor, p: float) -> Tensor:
+    if logits.is_cpu:  # on a GPU, counting the remaining logits would synchronise
+        few = _nucleus_of_few(logits, p)
+        if few is not None:
+            return few
     ordered, index = logits.sort(descending=False)  # (B,V) ascending: the tail to drop comes first
     drop = ordered.softmax(-1).cumsum(-1) <= 1 - p
     drop[..., -1] = False  # the likeliest always stays
@@ -210,7 +209,9 @@ def _nucleus_of_few(logits, p):
 
     None if the result could depend on the rounding of a sum over all V, or on the order of equals.
     """
-    index = (logits > -torch.inf).nonzero()[:, 1] if logits.shape[0] == 1 else ()  # (n,)
+    if logits.shape[0] != 1:
+        return None
+    index = (logits > -torch.inf).nonzero()[:, 1]  # (n,)
     if not 0 < len(index) <= FEW:
         return None
     ordered, order = logits[0, index].sort(descending=False)  # (n,) ascending

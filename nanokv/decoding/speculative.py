@@ -11,9 +11,9 @@ rounding: not seen in fp32, occasionally in bf16. Drafts are short enough (cache
 that truncate undoes rejected guesses exactly, also in caches that quantize or forget.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +39,20 @@ from nanokv.support.habits import hinted
 from nanokv.text.ids import Ids, common_prefix
 
 Distribution = Callable[[Tensor, list[int]], Tensor]  # logits (1,V), guesses so far → (1,V)
-Guess = tuple[list[int], Tensor | None]
+
+
+class Guess(NamedTuple):
+    """n ids, and the distributions q (n,V) that they were drawn from; None: they were certain."""
+
+    ids: list[int]
+    q: Tensor | None
+
+
+class Round(NamedTuple):
+    """The counts of one forward after the prefill."""
+
+    proposed: int
+    accepted: int
 
 
 class Draft:
@@ -72,7 +85,8 @@ class PromptLookup(Draft):
 
     def __init__(self, max_ngram: int = 2, tokens: int = 10):
         check_sampling(max_ngram=max_ngram, tokens=tokens)
-        self.max_ngram, self.tokens = max_ngram, tokens
+        self.max_ngram = max_ngram
+        self.tokens = tokens
 
     def propose(
         self,
@@ -82,12 +96,12 @@ class PromptLookup(Draft):
         generator: torch.Generator | None = None,
     ) -> Guess:
         for size in range(min(self.max_ngram, len(ids) - 1), 0, -1):
-            words = ids[-size:]
-            # Something follows: the last words themselves are no match.
+            newest = ids[-size:]
+            # end < len(ids), so the newest tokens do not match themselves.
             for end in range(size, len(ids)):
-                if ids[end - size : end] == words:
-                    return ids[end : end + min(count, self.tokens)], None
-        return [], None
+                if ids[end - size : end] == newest:
+                    return Guess(ids[end : end + min(count, self.tokens)], None)
+        return Guess([], None)
 
 
 class DraftModel(Draft):
@@ -95,9 +109,13 @@ class DraftModel(Draft):
 
     def __init__(self, model: Model, cache: KVCache | None = None, tokens: int = 4):
         check_sampling(tokens=tokens)
-        self.model, self.tokens, self.vocab_size = model, tokens, model.config.vocab_size
-        self.cache = make_cache("growing", model.config) if cache is None else cache
-        self.fed: list[int] = []  # ids that are in the cache for sure, whatever failed
+        if cache is None:
+            cache = make_cache("growing", model.config)
+        self.model = model
+        self.tokens = tokens
+        self.vocab_size = model.config.vocab_size
+        self.cache = cache
+        self.fed: list[int] = []  # ids that the cache certainly holds, even after a failure
 
     def propose(
         self,
@@ -113,7 +131,7 @@ class DraftModel(Draft):
             q = distribution(self._logits(ids + guesses), guesses)  # (1,V)
             chances.append(q)
             guesses.append(int(torch.multinomial(q, 1, generator=generator)))
-        return guesses, torch.cat(chances) if chances else None  # (n,V)
+        return Guess(guesses, torch.cat(chances) if chances else None)  # q (n,V)
 
     def _logits(self, ids):
         """(1,V) after ids; only what the cache does not hold is computed."""
@@ -148,7 +166,9 @@ def first_layers(model: Transformer, layers: int) -> Transformer:
             f"an early exit after {layers} of {deep} layers: 1 to {deep - 1} is possible"
         )
     view = skeleton(replace(model.config, num_hidden_layers=layers))
-    view.embed_tokens, view.norm, view.lm_head = model.embed_tokens, model.norm, model.lm_head
+    view.embed_tokens = model.embed_tokens
+    view.norm = model.norm
+    view.lm_head = model.lm_head
     view.layers = nn.ModuleList(model.layers[:layers])
     return view
 
@@ -156,16 +176,25 @@ def first_layers(model: Transformer, layers: int) -> Transformer:
 def speculative_sample(
     guesses: list[int], q: Tensor | None, p: Tensor, generator: torch.Generator | None = None
 ) -> tuple[int, int]:
-    """(how many guesses are kept, the token after them): guesses n ids, q (n,V) or None = certain, p (n+1,V)."""
-    n, guessed = len(guesses), torch.tensor(guesses, dtype=torch.int64, device=p.device)
-    q = F.one_hot(guessed, p.shape[-1]).to(p) if q is None else q
+    """(how many guesses are kept, the token after them).
+
+    guesses: n ids; q (n,V), or None if they were certain; p (n+1,V).
+    """
+    n = len(guesses)
+    guessed = torch.tensor(guesses, dtype=torch.int64, device=p.device)  # (n,)
+    if q is None:
+        q = F.one_hot(guessed, p.shape[-1]).to(p)  # (n,V)
     row = torch.arange(n, device=p.device)
-    ratio = p[row, guessed] / q[row, guessed]  # (n,); q > 0 where it was drawn from
-    refused = torch.rand(n, generator=generator, device=p.device) >= ratio
-    kept = int(refused.nonzero()[0]) if refused.any() else n
-    rest = p[n] if kept == n else (p[kept] - q[kept]).clamp(min=0)  # (V,)
-    rest = rest if rest.sum() > 0 else p[kept]  # p and q equal but for rounding
-    # Which also makes it sum to 1.
+    ratio = p[row, guessed] / q[row, guessed]  # (n,); q > 0 for a token that was drawn from it
+    refused = torch.rand(n, generator=generator, device=p.device) >= ratio  # (n,)
+    kept = n
+    rest = p[n]  # (V,)
+    if refused.any():
+        kept = int(refused.nonzero()[0])
+        rest = (p[kept] - q[kept]).clamp(min=0)  # (V,)
+    if not rest.sum() > 0:  # p and q are equal up to rounding
+        rest = p[kept]
+    # multinomial normalises `rest`.
     return kept, int(torch.multinomial(rest, 1, generator=generator))
 
 
@@ -191,7 +220,8 @@ def speculate(
     before you use the cache.
     """
     params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    cache = make_cache("growing", model.config) if cache is None else cache
+    if cache is None:
+        cache = make_cache("growing", model.config)
     return Tokens(
         Speculation(model, ids, cache, params, max_new_tokens, eos_token_ids, draft=draft)
     )
@@ -212,19 +242,31 @@ class Speculation(Generation):
                 f"the draft's vocabulary has {draft.vocab_size:,} tokens, the model's {size:,}"
             )
 
-    proposed = property(lambda self: sum(proposed for proposed, _ in self.rounds))
-    accepted = property(lambda self: sum(accepted for _, accepted in self.rounds))
-    acceptance_rate = property(lambda self: self.accepted / self.proposed if self.proposed else 0.0)
-    # Of the N−1 forwards that plain decoding takes after the prefill.
-    forwards_saved = property(lambda self: max(0, len(self.tokens) - 1 - len(self.rounds)))
+    @property
+    def proposed(self) -> int:
+        """Guesses that the model has checked."""
+        return sum(each.proposed for each in self.rounds)
 
     @property
-    def speculation(self) -> dict:
+    def accepted(self) -> int:
+        """Guesses that were kept."""
+        return sum(each.accepted for each in self.rounds)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """accepted / proposed."""
+        return self.accepted / self.proposed if self.proposed else 0.0
+
+    @property
+    def forwards_saved(self) -> int:
+        """How many fewer forwards than the N−1 that plain decoding runs after the prefill."""
+        return max(0, len(self.tokens) - 1 - len(self.rounds))
+
+    @property
+    def speculation(self) -> dict[str, float]:
         """The four numbers above, for a status line."""
-        return {
-            name: getattr(self, name)
-            for name in ("proposed", "accepted", "acceptance_rate", "forwards_saved")
-        }
+        names = ("proposed", "accepted", "acceptance_rate", "forwards_saved")
+        return {name: getattr(self, name) for name in names}
 
     def _run(self):
         try:
@@ -244,42 +286,41 @@ class Speculation(Generation):
     def _round(self):
         """Guess, check, take back what was wrong → Steps, one more than guesses were kept."""
         start = self.cache.length
-        guesses, q = self._guess(start)
-        guesses, logits = self._check(guesses)
-        steps = self._accept(logits, guesses, q)
-        # The token that was fed, and the guesses that are kept.
+        guess = self._guess(start)
+        guesses, logits = self._verify(guess.ids)
+        steps = self._accept(logits, guesses, guess.q)
+        # Keep the token that was fed and the accepted guesses.
         self.cache.truncate(start + len(steps))
-        self.rounds.append((len(guesses), len(steps) - 1))
+        self.rounds.append(Round(len(guesses), len(steps) - 1))
         return steps
 
     def _guess(self, start):
         room = min(self.max_new_tokens - len(self.tokens), self.context - start)
-        guess = self.cache.sizes.max_rollback
-        room = room if guess is None else min(room, guess)
+        rollback = self.cache.sizes.max_rollback
+        if rollback is not None:
+            room = min(room, rollback)
         if room < 2:  # the newest token takes one place
-            return [], None
+            return Guess([], None)
         with self._listening():
             guesses, q = self.draft.propose(
                 self._text + self.tokens, room - 1, self._distribution, self.generator
             )
-        end = next(
-            (i for i, token in enumerate(guesses, 1) if token in self.eos_token_ids), len(guesses)
-        )
-        return guesses[:end], q if q is None else q[:end]
+        for i, token in enumerate(guesses, 1):
+            if token in self.eos_token_ids:
+                return Guess(guesses[:i], None if q is None else q[:i])
+        return Guess(guesses, q)
 
-    def _check(self, guesses):
+    def _verify(self, guesses: list[int]) -> tuple[list[int], Tensor]:
         """(guesses, logits (n+1,V)) after the newest token and each guess."""
-        tokens = torch.tensor(
-            [[self.tokens[-1], *guesses]], device=self.generator.device
-        )  # (1,n+1)
+        ids = [self.tokens[-1], *guesses]
+        tokens = torch.tensor([ids], device=self.generator.device)  # (1,n+1)
+        path = verify_draft if guesses else decode
         try:
-            logits = self._forward(
-                verify_draft if guesses else decode, tokens, back_to=self.cache.length
-            )
+            logits = self._forward(path, tokens, back_to=self.cache.length)
         except CapacityError:
             if not guesses:
                 raise
-            return self._check([])  # a pool that others use too ran dry: one token may still fit
+            return self._verify([])  # a shared page pool may still have room for one token
         return guesses, logits.flatten(0, -2)
 
     def _accept(self, logits, guesses, q):
@@ -289,12 +330,13 @@ class Speculation(Generation):
         scores = logprob(logits[: kept + 1], torch.tensor(tokens, device=logits.device))
         return [Step(token, score) for token, score in zip(tokens, scores.tolist(), strict=True)]
 
-    def _distribution(self, logits, guesses):
-        """(T,V) for the last T positions of text + guesses, each penalised for what stands before it."""
-        values, previous, T = self.values, None, logits.shape[0]
-        if values["repetition_penalty"] != 1:
+    def _distribution(self, logits: Tensor, guesses: list[int]) -> Tensor:
+        """(T,V) for the last T positions of text + guesses, each penalised for its past."""
+        previous = None
+        if self.values["repetition_penalty"] != 1:
             text = self._text + self.tokens + guesses
-            # Filler: an id counts once.
-            rows = [text[: len(text) - i] + text[:1] * i for i in reversed(range(T))]
+            # Rows are filled up with the first id, because a repeated id counts once.
+            fills = reversed(range(logits.shape[0]))
+            rows = [text[: len(text) - i] + text[:1] * i for i in fills]
             previous = torch.tensor(rows, device=logits.device)  # (T,N)
-        return distribution(logits, **values, previous=previous)
+        return distribution(logits, **self.values, previous=previous)
