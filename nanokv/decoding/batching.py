@@ -120,9 +120,16 @@ class Row:
         return reason_to_end(self.tokens, self.eos, self.room, self.room) is None
 
 
-def _decode(model, cache, rows, logits, narrow) -> list[list[int]]:
-    """One decode a step for all rows that go on; logits (B,V) follow the prompts. `narrow(cache,
-    keep)` → their cache.
+def _decode(
+    model: Model,
+    cache: KVCache,
+    rows: list[Row],
+    logits: Tensor,
+    narrow: Callable[[Any, list[int]], KVCache],
+) -> list[list[int]]:
+    """One decode per step for all unfinished rows; logits (B,V) follow the prompts.
+
+    `narrow(cache, keep)` returns a cache of the rows `keep`.
     """
     going = rows
     while True:
@@ -137,14 +144,14 @@ def _decode(model, cache, rows, logits, narrow) -> list[list[int]]:
         logits = decode(model, token, cache, start_pos=cache.length)  # (B',V)
 
 
-def _drop_rows(cache, keep):
-    """The rectangle gets smaller."""
+def _drop_rows(cache: KVCache, keep: list[int]) -> KVCache:
+    """Drop the other rows of a rectangle."""
     cache.reorder(keep)
     return cache
 
 
-def _some_rows(cache, keep):
-    """The very rows that go on, nothing is copied; the caller's cache keeps them all."""
+def _some_rows(cache: BatchCache, keep: list[int]) -> KVCache:
+    """A batch of some rows, not copied; the caller's batch still has all rows."""
     return type(cache)([cache.rows[i] for i in keep], cache.config)
 
 
@@ -167,7 +174,7 @@ def _refuse_padding_that_cuts(capacity: int | None, longest: int, rows: list[Row
             )
 
 
-def _prompts(prompts) -> list:
+def _prompts(prompts: Iterable[Ids]) -> list[Ids]:
     prompts = list(prompts)
     if not prompts:
         raise GenerationError("no prompts")

@@ -122,7 +122,7 @@ class BeamGeneration(Generation):
         return self.search.best()
 
     @torch.inference_mode()
-    def _explore(self, logits):
+    def _explore(self, logits: Tensor) -> None:
         """Run the search from the logits (1,V) after the prompt."""
         search = self.search
         penalty = self.params.repetition_penalty
@@ -146,7 +146,7 @@ class BeamGeneration(Generation):
                         self.model, search.tokens[:, -1:], rows, start_pos=rows.length
                     )  # (k,V)
 
-    def _answer(self, logits, began):
+    def _answer(self, logits: Tensor, began: float) -> Iterator[Step]:
         self._explore(logits)
         ids = self.search.best()[0].ids
         logprobs = self._feed(logits, ids)
@@ -174,7 +174,8 @@ class BeamGeneration(Generation):
             scores += logprob(logits, tokens[start + 1 : start + 1 + len(part)]).tolist()
         return scores
 
-    def _forget_the_rest(self):
+    def _forget_the_rest(self) -> None:
+        """Truncate the tokens that the caller has not taken."""
         self._go_back(self.fed if self.tokens else self.prefilled)
 
 
@@ -278,7 +279,10 @@ class Search:
         return sorted(found, key=lambda beam: beam.score, reverse=True)[: self.beams]
 
 
-def _check(vocabulary: int, beams, length_penalty, early_stopping, eos: int):
+def _check(
+    vocabulary: int, beams: object, length_penalty: object, early_stopping: object, eos: int
+) -> None:
+    """GenerationError for a value out of its range; `eos` is the number of eos ids."""
     if type(beams) is not int or beams < 1:
         raise GenerationError(f"beams is {beams!r}: it must be an integer ≥ 1")
     if not isinstance(length_penalty, int | float) or not abs(length_penalty) <= 5:  # NaN fails too

@@ -192,15 +192,15 @@ class Generation:
         self.finish_reason = reason
         self._steps.close()
 
-    def _run(self):
+    def _run(self) -> Generator[Step, None, None]:
         began = perf_counter()
         logits = self._prefill()
         self.timings.prefill_seconds = perf_counter() - began
         if logits is not None:  # None if interrupted
             yield from self._answer(logits, began)
 
-    def _answer(self, logits, began):
-        """The Steps that follow the prompt, from its logits (1,V) on."""
+    def _answer(self, logits: Tensor, began: float) -> Iterator[Step]:
+        """The Steps that follow the prompt, whose logits are (1,V)."""
         steps = self._choose(logits)
         self.timings.first_token_seconds = perf_counter() - began
         while True:
@@ -217,13 +217,13 @@ class Generation:
             steps = self._round()
             self.timings.decode_seconds += perf_counter() - began
 
-    def _round(self):
-        """One forward for the newest token → the Steps that it gives: one here, more where more were guessed."""
+    def _round(self) -> list[Step]:
+        """One forward for the newest token → its Steps: one here, more with speculation."""
         token = sent([self.tokens[-1:]], self.generator.device)  # (1,1)
         return self._choose(self._forward(decode, token, back_to=self.cache.length))
 
-    def _prefill(self):
-        """Logits after the last prompt token, (1,V), chunk by chunk; None when interrupted."""
+    def _prefill(self) -> Tensor | None:
+        """Prefill chunk by chunk → logits (1,V) after the last token; None if interrupted."""
         logits = None
         for start in range(0, len(self.ids), self.chunk):
             if self.should_stop():
@@ -235,7 +235,12 @@ class Generation:
             self.prefilled = self.cached_tokens + min(start + self.chunk, len(self.ids))
         return logits
 
-    def _forward(self, path, tokens, back_to):
+    def _forward(self, path: Callable[..., Tensor], tokens: Tensor, back_to: int) -> Tensor:
+        """path(model, tokens, cache); truncates the cache after an exception.
+
+        A requested stop keeps the tokens before this forward; any other exception truncates to
+        `back_to`, which for a prefill is before its first chunk.
+        """
         start = self.cache.length
         try:
             with self._listening():
@@ -246,38 +251,38 @@ class Generation:
                 self._go_back(back_to)
             raise
 
-    def _listening(self):
-        """Where Ctrl-C may come between two operators, if should_stop knows how to raise it."""
+    def _listening(self) -> AbstractContextManager:
+        """should_stop.raising(), inside which Ctrl-C may interrupt a forward; else no effect."""
         return getattr(self.should_stop, "raising", nullcontext)()
 
     @contextmanager
-    def _stopping(self):
-        """What was raised because of should_stop ends the answer, and is no failure."""
+    def _stopping(self) -> Iterator[None]:
+        """End the answer, without an error, at a KeyboardInterrupt that should_stop explains."""
         try:
             yield
         except KeyboardInterrupt:
             self._check_asked()
 
-    def _check_asked(self):
-        """A KeyboardInterrupt that should_stop knows of is the end of the answer; any other goes on."""
+    def _check_asked(self) -> None:
+        """End the answer if should_stop() explains the current KeyboardInterrupt; else re-raise."""
         if not self.should_stop():
             raise
         self.finish_reason = "interrupted"
 
-    def _go_back(self, n: int):
+    def _go_back(self, n: int) -> None:
         try:
             self.cache.truncate(n)
         except UnsupportedError:  # a window that has moved cannot go back, so it is emptied
             self.cache.truncate(0)
 
-    def _choose(self, logits):
+    def _choose(self, logits: Tensor) -> list[Step]:
         """logits (1,V) → [Step]"""
         (step,) = next_steps(logits, [self.sampler])
         if isinstance(step, GenerationError):
             raise step
         return [step]
 
-    def _reason_to_end(self):
+    def _reason_to_end(self) -> str | None:
         return reason_to_end(self.tokens, self.eos_token_ids, self.max_new_tokens, self.room)
 
     @property
@@ -349,20 +354,20 @@ class TextStream:
         """The stop string that ended the text, or ""."""
         return self._shown.stop_string
 
-    def __iter__(self):
+    def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> str:
         return next(self._chunks)
 
-    def _run(self):
+    def _run(self) -> Iterator[str]:
         for step in self.generation:
             yield from self._deliver(self._shown.put(step.token))
             if self.generation.finish_reason is None and self.is_loop(step.token):
                 self.generation.finish("loop")
         yield from self._deliver(self._shown.flush())
 
-    def _deliver(self, text):
+    def _deliver(self, text: str) -> Iterator[str]:
         if self.stop_string:
             self.generation.finish("stop_string")
         if text:
@@ -455,7 +460,7 @@ class StopStrings:
         """The text that was held back; call at the end."""
         return self._take(len(self._held))
 
-    def _take(self, length):
+    def _take(self, length: int) -> str:
         text = "".join(compress(self._held[:length], self._shown))
         self._held = self._held[length:]
         self._shown = self._shown[length:]

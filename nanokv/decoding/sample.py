@@ -164,15 +164,15 @@ def kept(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: fl
     return logits
 
 
-def _prepared(logits, penalty, previous):
-    """fp32 as the reference does: bf16 has 3 digits, and sums of V of them have none."""
+def _prepared(logits: Tensor, penalty: float, previous: Tensor | None) -> Tensor:
+    """fp32 like the reference, with the penalty: bf16 has 3 digits, too few for sums over V."""
     logits = logits.float()
     if penalty == 1 or previous is None or not previous.numel():
         return logits
     return penalized(logits, previous, penalty)
 
 
-def _likeliest(logits):
+def _likeliest(logits: Tensor) -> Tensor:
     """(B,V) → (B,1): the first of equals."""
     if logits.is_cpu:  # NumPy's argmax takes a tenth of torch's time for one row of 151,936
         token = torch.from_numpy(logits.detach().numpy().argmax(-1, keepdims=True))
@@ -182,11 +182,11 @@ def _likeliest(logits):
     return token
 
 
-def _scaled(logits, t):
+def _scaled(logits: Tensor, t: float) -> Tensor:
     return logits / t
 
 
-def _highest(logits, k):
+def _highest(logits: Tensor, k: int) -> Tensor:
     if k <= 0:
         return logits
     smallest = logits.topk(min(k, logits.shape[-1])).values[..., -1, None]  # (B,1)
@@ -204,8 +204,8 @@ def _nucleus(logits: Tensor, p: float) -> Tensor:
     return logits.masked_fill(drop.scatter(1, index, drop), -torch.inf)
 
 
-def _nucleus_of_few(logits, p):
-    """`_nucleus` of one row of which top-k has left few: those alone are sorted; to sort 151,936 takes 8 ms.
+def _nucleus_of_few(logits: Tensor, p: float) -> Tensor | None:
+    """`_nucleus` of one row in which top-k has left few logits; sorting all 151,936 takes 8 ms.
 
     None if the result could depend on the rounding of a sum over all V, or on the order of equals.
     """
@@ -222,8 +222,11 @@ def _nucleus_of_few(logits, p):
     return logits.index_fill(1, index[order[:dropped]], -torch.inf)
 
 
-def _nucleus_of_highest(logits, k, p):
-    """`_highest`, then `_nucleus`: only k are sorted. Of equals of the k-th it keeps some; no wait for a GPU."""
+def _nucleus_of_highest(logits: Tensor, k: int, p: float) -> Tensor:
+    """`_highest`, then `_nucleus`, sorting only k logits and without a GPU synchronisation.
+
+    Unlike `_highest`, it keeps only k logits, even if others equal the k-th.
+    """
     highest, index = logits.topk(min(k, logits.shape[-1]))  # (B,k) ×2, descending
     tail = highest.softmax(-1).flip(-1).cumsum(-1).flip(-1)  # (B,k): of each and all less likely
     drop = tail <= 1 - p
@@ -232,7 +235,7 @@ def _nucleus_of_highest(logits, k, p):
     return left.scatter(-1, index, highest.masked_fill(drop, -torch.inf))
 
 
-def _likely_enough(logits, p):
+def _likely_enough(logits: Tensor, p: float) -> Tensor:
     probability = logits.softmax(-1)
     drop = probability < p * probability.amax(-1, keepdim=True)
     return logits.masked_fill(drop, -torch.inf)
@@ -265,7 +268,8 @@ def likeliest_rows(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return ids, logits.log_softmax(-1).gather(-1, ids)
 
 
-def _refuse_unusable(highest):
+def _refuse_unusable(highest: Tensor) -> None:
+    """GenerationError if one of the highest logits is NaN or infinite."""
     for value in filterfalse(math.isfinite, highest.flatten().tolist()):
         raise unusable(value)
 

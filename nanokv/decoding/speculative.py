@@ -133,8 +133,8 @@ class DraftModel(Draft):
             guesses.append(int(torch.multinomial(q, 1, generator=generator)))
         return Guess(guesses, torch.cat(chances) if chances else None)  # q (n,V)
 
-    def _logits(self, ids):
-        """(1,V) after ids; only what the cache does not hold is computed."""
+    def _logits(self, ids: list[int]) -> Tensor:
+        """(1,V) after ids; computes only the tokens that the cache does not hold."""
         keep = min(common_prefix(self.fed, ids), len(ids) - 1)
         self.fed = self.fed[:keep]
         self.cache.truncate(keep)  # also repairs the cache after a failed forward
@@ -234,7 +234,7 @@ class Speculation(Generation):
         # `args` end before history.
         super().__init__(*args, history=history, **options)  # type: ignore[misc]
         self.draft = draft
-        self.rounds: list[tuple[int, int]] = []
+        self.rounds: list[Round] = []
         self._text = list(history or ()) + self.ids
         size = self.model.config.vocab_size
         if draft.vocab_size not in (None, size):
@@ -268,7 +268,7 @@ class Speculation(Generation):
         names = ("proposed", "accepted", "acceptance_rate", "forwards_saved")
         return {name: getattr(self, name) for name in names}
 
-    def _run(self):
+    def _run(self) -> Generator[Step, None, None]:
         try:
             yield from super()._run()
         finally:  # eos or close in the middle of a round, or a failure
@@ -278,13 +278,13 @@ class Speculation(Generation):
         super().finish(reason)
         self._forget_the_rest()  # again, because the first call may have been interrupted
 
-    def _forget_the_rest(self):
-        """Accepted tokens that nobody took."""
+    def _forget_the_rest(self) -> None:
+        """Truncate accepted tokens that the caller has not taken."""
         if self.tokens:
             self.cache.truncate(self.fed)
 
-    def _round(self):
-        """Guess, check, take back what was wrong → Steps, one more than guesses were kept."""
+    def _round(self) -> list[Step]:
+        """Guess, check, truncate rejected guesses → one Step more than guesses were kept."""
         start = self.cache.length
         guess = self._guess(start)
         guesses, logits = self._verify(guess.ids)
@@ -294,7 +294,8 @@ class Speculation(Generation):
         self.rounds.append(Round(len(guesses), len(steps) - 1))
         return steps
 
-    def _guess(self, start):
+    def _guess(self, start: int) -> Guess:
+        """The draft's guesses, as many as answer, context and cache allow, up to the first eos."""
         room = min(self.max_new_tokens - len(self.tokens), self.context - start)
         rollback = self.cache.sizes.max_rollback
         if rollback is not None:
@@ -323,7 +324,7 @@ class Speculation(Generation):
             return self._verify([])  # a shared page pool may still have room for one token
         return guesses, logits.flatten(0, -2)
 
-    def _accept(self, logits, guesses, q):
+    def _accept(self, logits: Tensor, guesses: list[int], q: Tensor | None) -> list[Step]:
         p = self._distribution(logits, guesses)  # (n+1,V)
         kept, token = speculative_sample(guesses, q if guesses else None, p, self.generator)
         tokens = [*guesses[:kept], token]
