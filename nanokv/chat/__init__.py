@@ -1,1 +1,1 @@
-"""A conversation over one cache: what of the cache each turn can keep, and why not more."""
+"""A conversation over one cache: how much of the cache each turn keeps, and why not more."""

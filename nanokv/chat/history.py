@@ -1,9 +1,9 @@
-"""What a new prompt shares with the ids that a cache already holds, and who said which token.
+"""What a new prompt shares with the ids that a cache already holds, and the role of each token.
 
-A chat template may rewrite earlier turns (Qwen3's drops `<think>` from history), and an answer that was sampled token
-by token may encode differently when it is read back as text. So a new prompt is not always an extension of the cached
-ids: only the longest common prefix may be kept. This file says where and why it broke, and labels every token with the
-role that it belongs to. Lists of ints and text; no torch.
+A chat template may rewrite earlier turns (Qwen3's drops `<think>` from history), and the text of a
+sampled answer may encode to other tokens than the sampled ones. So a new prompt does not always
+extend the cached ids, and only the longest common prefix can be kept. This file explains where and
+why the prefix broke, and labels every token with the role that it belongs to. No torch.
 """
 
 from typing import TYPE_CHECKING
@@ -19,11 +19,12 @@ Role = tuple[str, int]  # letter, turn
 
 
 def token_roles(tokenizer: "Tokenizer", ids: list[int], messages: list[dict]) -> list[Role]:
-    """One (letter, turn) per id: s(ystem), u(ser), a(ssistant); a turn begins with its user message, the first is 1.
+    """The role of each id.
 
-    Message texts are found in the rendered prompt from left to right; what lies between two of them (the template's
-    markers) goes to the earlier one up to the first newline and to the later one after it. What a template writes
-    before the first message is the system's but for its last line, the marker of that message.
+    Message texts are searched in the rendered prompt from left to right. The template's markers
+    between two messages belong to the earlier message up to the first newline, and to the later one
+    after it. Text before the first message is the system's, except for its last line, which is the
+    marker of that message.
     """
     owners = _character_owners("".join(pieces := _pieces(tokenizer, ids)), messages)
     roles, position = [], 0
@@ -48,8 +49,7 @@ def _character_owners(text, messages):
         turn += message["role"] == "user"
         content = message["content"].split("</think>")[-1].strip()
         start = text.find(content, position)
-        # The template left it out or changed it: no span of its own.
-        if start < 0:
+        if start < 0:  # the template has omitted or changed the message
             continue
         gap = text[position:start]
         split = gap.find("\n") + 1 if owners else gap.rstrip().rfind("\n") + 1
@@ -63,7 +63,7 @@ def _character_owners(text, messages):
 def why_broken(
     tokenizer: "Tokenizer", cached: list[int], new: list[int], roles: list[Role], n: int
 ) -> str:
-    """One sentence on why only n of the cached ids could be kept; "" when nothing was lost."""
+    """One sentence on why only n of the cached ids could be kept; "" if all were kept."""
     if n >= len(cached):
         return ""
     turn = roles[n][1] if n < len(roles) else 1

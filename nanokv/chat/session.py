@@ -1,12 +1,13 @@
-"""A conversation whose KV cache lives across turns: the chat, the training evaluation and notebooks all use this.
+"""A conversation whose KV cache lives across turns, for the chat, training and notebooks.
 
     session = nanokv.Session.from_pretrained("tiny")     # or Session(model, tokenizer)
-    session.ask("My name is Zorbla.")              # blocking, greedy unless `params` says otherwise
-    for piece in session.stream("What is my name?"): print(piece, end="")
-    session.last                                   # new and reused tokens, time to first token, bytes, ...
+    session.ask("My name is Zorbla.")              # blocking; greedy by default for piece in
+    session.stream("What is my name?"): print(piece, end="") session.last
+    # new and reused tokens, time to first token, bytes, ...
 
-Every turn renders the whole conversation, keeps the longest common prefix of the cached ids and the new ids
-(`cache.truncate(n)`), and prefills the rest from start_pos n. No printing, no files: those live in nanokv/apps/cli.
+Every turn renders the whole conversation, keeps the longest common prefix of the cached ids and the
+new ids (`cache.truncate(n)`), and prefills the rest from start_pos n. Printing and files are in
+nanokv/apps/cli.
 """
 
 import inspect
@@ -41,44 +42,37 @@ from nanokv.text.tokenizer import Tokenizer
 from weights_loader import Device, Dtype
 
 DEFAULT_NEW_TOKENS = 1024
-# Of one answer.
 SETTINGS = (*(field.name for field in fields(SamplingParams)), "max_new_tokens", "stop")
 
 
 @dataclass
 class Turn:
-    """What one answer cost. `out` counts sampled tokens with the eos; the last one is never fed to the model."""
+    """The facts of one answer."""
 
     new: int  # prompt tokens that were prefilled
-    # Prompt tokens that were in the cache already.
-    reused: int
-    out: int = 0
+    reused: int  # prompt tokens that were already in the cache
+    out: int = 0  # sampled tokens, eos included; the last one is never fed to the model
     ttft: float = 0.0  # seconds from the call to the first token
-    # Decode speed without the first token; 0 = too few to say.
-    tok_s: float = 0.0
-    # Stop length context interrupted stop_string loop error.
-    finish_reason: str = ""
-    stop_string: str = ""  # the one that ended it
+    tok_s: float = 0.0  # decode speed without the first token; 0 = too few tokens to measure
+    finish_reason: str = ""  # stop, length, context, interrupted, stop_string, loop or error
+    stop_string: str = ""  # the stop string that ended the answer
     kv_bytes: int = 0  # measured, of the whole cache
-    kv_used: int = 0  # of these, what its tokens take
+    kv_used: int = 0  # the part of kv_bytes that the tokens take
     cached: int = 0  # tokens in the cache afterwards
-    # This answer as the model wrote it, <think> included.
-    text: str = ""
-    # Where and why the prefix broke, "" = it did not.
-    why: str = ""
+    text: str = ""  # the answer as the model wrote it, <think> included
+    why: str = ""  # where and why the prefix broke; "" if it did not
     seed: int | None = None
     # Turns and tokens that overflow="drop" removed.
     dropped: tuple = (0, 0)
     prefill_s: float = 0.0
     ids: list = field(default_factory=list)  # the sampled tokens
-    # What guessing saved, where something guessed.
-    speculation: dict = field(default_factory=dict)
+    speculation: dict = field(default_factory=dict)  # counts of speculative decoding; else empty
 
 
 def checked_settings(where: str, settings: dict, others: Iterable[str] = ()) -> dict:
-    """The settings, a copy, if there is each of them and all are in their ranges; `others` are arguments beside them.
+    """A copy of the settings. `others` are further argument names that an error lists.
 
-    UnknownArgument, GenerationError.
+    Raises UnknownArgument for a name that does not exist, GenerationError for a value out of range.
     """
     if unknown := settings.keys() - set(SETTINGS):
         refuse(
@@ -96,11 +90,13 @@ def checked_settings(where: str, settings: dict, others: Iterable[str] = ()) -> 
 class Session:
     """Messages (always alternating user, assistant) and the one cache that holds them.
 
-    Settings are keywords, of all answers here and of one in `ask`, `stream`, `retry` and `resume`: temperature, top_k,
-    top_p, min_p, repetition_penalty, seed, max_new_tokens, stop (strings). `params` is the same as a dict.
-    `cache`: one to use, or the name of a kind with its options, "quantized:bits=4".
-    `make_generation` makes the Generation of each answer: another class, or one with a Draft (speculative.py).
-    `overflow`: "stop" raises ContextError before any work; "drop" forgets the oldest whole turns, the system stays.
+    Settings are keywords: temperature, top_k, top_p, min_p, repetition_penalty, seed,
+    max_new_tokens, stop (strings). Given here they apply to all answers; given to `ask`,
+    `stream`, `retry` or `resume`, to one answer. `params`: the same settings as a dict. `cache`:
+    a cache, or the name of a kind with its options, "quantized:bits=4". `make_generation` makes
+    the Generation of each answer: another class, or one with a Draft (speculative.py).
+    `overflow`: "stop" raises ContextError before any work; "drop" removes the oldest whole turns
+    and keeps the system prompt.
     """
 
     def __init__(
@@ -165,12 +161,12 @@ class Session:
         revision: str | None = None,
         **options: Any,
     ) -> Self:
-        """A conversation with the model that nanokv.load finds; `options` are what Session takes besides."""
+        """A conversation with the model that nanokv.load finds; `options` are those of Session."""
         own = inspect.signature(Session).parameters
         checked_settings(
             "Session.from_pretrained()", {k: v for k, v in options.items() if k not in own}, own
         )
-        if isinstance(options.get("cache"), str):  # before a download
+        if isinstance(options.get("cache"), str):  # an error here saves a download
             check_options(*read_kind(options["cache"]), objects=True)
         return cls(*load(source, dtype=dtype, device=device, revision=revision), **options)
 
@@ -183,28 +179,31 @@ class Session:
         held = f"{self.cache.nbytes:,} B in {self.cache.made.name!r}"
         return f"<Session: {turns} turn{'s' * (turns != 1)}, {tokens}, {held}>"
 
-    # --- asking ---------------------------------------------------------------------------------------------------
+    # --- asking ---------------------------------------------------------------------------------
 
     def ask(self, text: str, **settings: Any) -> str:
-        """The whole answer to one message, thinking left out. settings: of this answer alone, temperature=1 for one."""
+        """The whole answer to one message, without thoughts. settings: for this answer only."""
         reply = "".join(self.stream(text, **settings))
         return split_thinking(reply, self.thinking_opened)[1]
 
     def stream(
         self, text: str, should_stop: Callable[[], bool] = never, **settings: Any
     ) -> Iterator[str]:
-        """Iterator over the answer's text; whole characters only. `should_stop()` is read between tokens and chunks."""
+        """Iterator over the answer's text, in whole characters.
+
+        `should_stop()` is called between tokens and between prefill chunks.
+        """
         message = {"role": "user", "content": text}
         return self._with(settings, self._answer([*self.messages, message], [], should_stop))
 
     def retry(self, should_stop: Callable[[], bool] = never, **settings: Any) -> Iterator[str]:
-        """Answer the last message again: same prompt, another seed."""
+        """Answer the last message again, with the same prompt and another seed."""
         if not self.messages:
             raise SessionError("nothing to retry: no message yet")
         return self._with(settings, self._answer(self.messages[:-1], [], should_stop))
 
     def resume(self, should_stop: Callable[[], bool] = never, **settings: Any) -> Iterator[str]:
-        """Go on with the last answer, which is not closed: not one token of it is computed again."""
+        """Continue the last answer without computing any of its tokens again."""
         if not self.messages:
             raise SessionError("nothing to continue: no answer yet")
         return self._with(
@@ -236,6 +235,7 @@ class Session:
         # A prefix that we cut ourselves needs no explanation.
         self._edited |= bool(dropped[0])
         n = self._keep_prefix(ids)
+        # One statement, so that an interrupt never leaves the ids of other messages.
         self.prompt_ids, self._labelled = ids, messages
         generation = self._generation = self._make_generation(ids, n, should_stop)
         turn = Turn(new=len(ids) - n, reused=n, why=self.why, seed=generation.seed, dropped=dropped)
@@ -247,10 +247,10 @@ class Session:
         self.thinking_opened = inside_thinking(self.tokenizer.decode(ids[-8:]), before)
         try:
             yield from stream
-        # Left open, it would cut the cache when it is collected: later.
         except BaseException as error:
+            # Finish now: an open Generation would truncate the cache when it is garbage collected.
             stopped = "interrupted" if isinstance(error, GeneratorExit) else "error"
-            # A reason that it has may come before its end.
+            # A Generation may have a finish reason before it has ended.
             generation.finish(generation.finish_reason or stopped)
             raise
         finally:
@@ -264,8 +264,8 @@ class Session:
             if k not in ("max_new_tokens", "stop") and v is not None
         }
         if (seed := chosen_seed(sampling.get("seed"))) is not None:
-            sampling["seed"] = (seed + self.answers) % 2**64  # every answer draws anew, repeatably
-        # The last token needs no place: it is never fed.
+            sampling["seed"] = (seed + self.answers) % 2**64  # each answer differs, repeatably
+        # + 1, because the last token is never fed.
         room = self.context - len(ids) + 1
         self._room = room
         return self.make_generation(
@@ -313,17 +313,17 @@ class Session:
         # In one line.
         self.messages, self._reply_ids, self.answers = [*messages, message], reply, self.answers + 1
 
-    # --- prompt and prefix ----------------------------------------------------------------------------------------
+    # --- prompt and prefix ----------------------------------------------------------------------
 
     @property
     def cached_ids(self) -> list:
-        """Ids in the cache: of prompt and answer, as far as it holds them. Never stored, so never out of date."""
+        """Ids of prompt and answer that the cache holds; computed, so never out of date."""
         if self._generation is None:
             return self.prompt_ids[: self.cache.length]
         return (self.prompt_ids + self._generation.tokens)[: self._generation.sure]
 
     def prompt(self, messages: list[dict], add_generation_prompt: bool = True) -> list[int]:
-        """Ids of these messages under the model's own template, system prompt first."""
+        """Ids of these messages in the model's template, system prompt first."""
         if not messages and not self.system:
             return []
         system = [{"role": "system", "content": self.system}] if self.system else []
@@ -371,8 +371,7 @@ class Session:
         if any(layer.length != n for layer in self.cache):
             try:
                 self.cache.truncate(n)
-            # A sliding cache cannot go back past its window.
-            except UnsupportedError as error:
+            except UnsupportedError as error:  # a sliding cache cannot go back past its window
                 self.why = f"{error}: prefilled from the start"
                 self.cache.truncate(0)
                 n = 0
@@ -385,10 +384,10 @@ class Session:
         answer, cached = ("a", roles[-1][1] if roles else 1), len(self.cached_ids)
         return (roles + [answer] * cached)[:cached]
 
-    # --- editing history ------------------------------------------------------------------------------------------
+    # --- editing history ------------------------------------------------------------------------
 
     def undo(self) -> str:
-        """Forget the last message and its answer; returns the message."""
+        """Remove the last message and its answer; returns the message."""
         if not self.messages:
             raise SessionError("nothing to undo: no message yet")
         text = self.messages[-2]["content"]
@@ -396,23 +395,23 @@ class Session:
         return text
 
     def drop(self, turns: int) -> None:
-        """Forget the oldest turns; what comes after them has to be prefilled again."""
+        """Remove the oldest turns; the later ones must be prefilled again."""
         have = len(self.messages) // 2
         if not 1 <= turns <= have:
             raise SessionError(f"cannot drop {turns} of {have} turns")
         self.replace(self.messages[2 * turns :])
 
     def clear(self) -> None:
-        """Forget all messages and empty the cache; the system prompt stays."""
+        """Remove all messages and empty the cache; the system prompt stays."""
         self.replace([])
 
     def set_system(self, text: str | None) -> None:
-        """Another system prompt: it stands first, so nothing of the cache survives."""
+        """Replace the system prompt; as it comes first, the whole cache must be computed again."""
         self.system = text or None
         self.replace(self.messages)
 
     def replace(self, messages: list[dict]) -> None:
-        """Another history; the cache keeps what is common with it."""
+        """Replace all messages; the cache keeps the common prefix."""
         roles = [m["role"] for m in messages]
         if roles != ["user", "assistant"] * (len(roles) // 2):
             raise SessionError(
