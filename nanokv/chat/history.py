@@ -6,7 +6,7 @@ extend the cached ids, and only the longest common prefix can be kept. This file
 why the prefix broke, and labels every token with the role that it belongs to. No torch.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from nanokv.text.ids import common_prefix
 
@@ -15,7 +15,12 @@ if TYPE_CHECKING:
 
 __all__ = ["common_prefix", "token_roles", "why_broken"]
 
-Role = tuple[str, int]  # letter, turn
+
+class Role(NamedTuple):
+    """Whose token it is: s(ystem), u(ser) or a(ssistant), and in which turn."""
+
+    letter: str
+    turn: int  # begins with a user message; the first is 1, the system prompt is 0
 
 
 def token_roles(tokenizer: "Tokenizer", ids: list[int], messages: list[dict]) -> list[Role]:
@@ -26,10 +31,14 @@ def token_roles(tokenizer: "Tokenizer", ids: list[int], messages: list[dict]) ->
     after it. Text before the first message is the system's, except for its last line, which is the
     marker of that message.
     """
-    owners = _character_owners("".join(pieces := _pieces(tokenizer, ids)), messages)
-    roles, position = [], 0
+    pieces = _pieces(tokenizer, ids)
+    owners = _character_owners("".join(pieces), messages)
+    if not owners:
+        return [Role("a", 1)] * len(pieces)
+    roles = []
+    position = 0
     for piece in pieces:
-        roles.append(owners[min(position, len(owners) - 1)] if owners else ("a", 1))
+        roles.append(owners[min(position, len(owners) - 1)])
         position += len(piece)
     return roles
 
@@ -44,7 +53,9 @@ def _pieces(tokenizer, ids):
 
 def _character_owners(text, messages):
     owners: list[Role] = []
-    position, turn, before = 0, 0, ("s", 0)
+    position = 0
+    before = Role("s", 0)
+    turn = 0
     for message in messages:
         turn += message["role"] == "user"
         content = message["content"].split("</think>")[-1].strip()
@@ -52,12 +63,16 @@ def _character_owners(text, messages):
         if start < 0:  # the template has omitted or changed the message
             continue
         gap = text[position:start]
-        split = gap.find("\n") + 1 if owners else gap.rstrip().rfind("\n") + 1
-        owner = (message["role"][0], turn)
+        if owners:
+            split = gap.find("\n") + 1
+        else:
+            split = gap.rstrip().rfind("\n") + 1
+        owner = Role(message["role"][0], turn)
         owners += [before] * split + [owner] * (len(gap) - split + len(content))
-        position, before = start + len(content), owner
+        position = start + len(content)
+        before = owner
     split = text[position:].find("\n") + 1
-    return owners + [before] * split + [("a", turn)] * (len(text) - position - split)
+    return owners + [before] * split + [Role("a", turn)] * (len(text) - position - split)
 
 
 def why_broken(
@@ -66,9 +81,12 @@ def why_broken(
     """One sentence on why only n of the cached ids could be kept; "" if all were kept."""
     if n >= len(cached):
         return ""
-    turn = roles[n][1] if n < len(roles) else 1
+    turn = 1
+    if n < len(roles):
+        _, turn = roles[n]
     where = f"common prefix {n:,} of {len(cached):,}"
-    old, fresh = tokenizer.decode(cached[n : n + 64]), tokenizer.decode(new[n : n + 64])
+    old = tokenizer.decode(cached[n : n + 64])
+    fresh = tokenizer.decode(new[n : n + 64])
     if old.lstrip().startswith("<think>") != fresh.lstrip().startswith("<think>"):
         change = "dropped" if old.lstrip().startswith("<think>") else "added"
         return f"template rewrote turn {turn} (think {change}): {where}"

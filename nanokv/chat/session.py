@@ -14,7 +14,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -45,6 +45,16 @@ DEFAULT_NEW_TOKENS = 1024
 SETTINGS = (*(field.name for field in fields(SamplingParams)), "max_new_tokens", "stop")
 
 
+class Dropped(NamedTuple):
+    """What overflow="drop" has removed from the conversation."""
+
+    turns: int = 0
+    tokens: int = 0
+
+
+NOTHING = Dropped()
+
+
 @dataclass
 class Turn:
     """The facts of one answer."""
@@ -62,8 +72,7 @@ class Turn:
     text: str = ""  # the answer as the model wrote it, <think> included
     why: str = ""  # where and why the prefix broke; "" if it did not
     seed: int | None = None
-    # Turns and tokens that overflow="drop" removed.
-    dropped: tuple = (0, 0)
+    dropped: Dropped = NOTHING
     prefill_s: float = 0.0
     ids: list = field(default_factory=list)  # the sampled tokens
     speculation: dict = field(default_factory=dict)  # counts of speculative decoding; else empty
@@ -75,11 +84,8 @@ def checked_settings(where: str, settings: dict, others: Iterable[str] = ()) -> 
     Raises UnknownArgument for a name that does not exist, GenerationError for a value out of range.
     """
     if unknown := settings.keys() - set(SETTINGS):
-        refuse(
-            where,
-            unknown,
-            [name for name in (*others, *SETTINGS) if name not in ("params", "settings")],
-        )
+        known = [name for name in (*others, *SETTINGS) if name not in ("params", "settings")]
+        refuse(where, unknown, known)
     given = {name: value for name, value in settings.items() if value is not None}
     StopStrings(given.pop("stop", ()))
     check_sampling(max_new_tokens=given.pop("max_new_tokens", 1))
@@ -122,33 +128,35 @@ class Session:
         settings = checked_settings(
             "Session()", (params or {}) | settings, inspect.signature(Session).parameters
         )
-        for name, value, known in (
-            ("overflow", overflow, ("stop", "drop")),
-            ("loop_guard", loop_guard, ("on", "off")),
-        ):
-            if value not in known:
-                raise SessionError(
-                    f"{name} is {value!r}: it must be {' or '.join(map(repr, known))}"
-                )
+        _check_choice("overflow", overflow, ("stop", "drop"))
+        _check_choice("loop_guard", loop_guard, ("on", "off"))
+        if cache is None:
+            cache = "dict"
+        if isinstance(cache, str):
+            cache = make_cache(cache, model.config, capacity=context)
+        check_cache(cache)
+        limit = context_limit(model, cache)
         self.make_generation = make_generation
-        self.model, self.tokenizer = model, tokenizer
-        cache = "dict" if cache is None else cache
-        self.cache = (
-            make_cache(cache, model.config, capacity=context) if isinstance(cache, str) else cache
-        )
-        check_cache(self.cache)
-        limit = context_limit(model, self.cache)
+        self.model = model
+        self.tokenizer = tokenizer
+        self.cache = cache
         self.context = min(context or limit, limit)
-        self.params, self.template_kwargs = settings, dict(template_kwargs or {})
-        self.system, self.overflow, self.loop_guard = system, overflow, loop_guard
+        self.params = settings
+        self.template_kwargs = dict(template_kwargs or {})
+        self.system = system
+        self.overflow = overflow
+        self.loop_guard = loop_guard
         self.messages: list[dict] = []
         self.prompt_ids: list[int] = []
-        self._generation: Generation | None = None
         self.last: Turn | None = None
-        self.why, self.answers, self.thinking_opened = "", 0, False
-        self._labelled: list[dict] = []
-        self._reply_ids: list[int] | None = None
-        self._edited, self._room = False, 0
+        self.why = ""  # where and why the last prefix broke
+        self.answers = 0
+        self.thinking_opened = False  # True if the last prompt ended inside <think>
+        self._generation: Generation | None = None
+        self._labelled: list[dict] = []  # the messages of prompt_ids
+        self._reply_ids: list[int] | None = None  # of the last answer, without its eos
+        self._edited = False  # a broken prefix needs no explanation then
+        self._room = 0  # tokens that the context leaves for the last answer
         self.cache.truncate(0)
 
     @classmethod
@@ -206,25 +214,29 @@ class Session:
         """Continue the last answer without computing any of its tokens again."""
         if not self.messages:
             raise SessionError("nothing to continue: no answer yet")
-        return self._with(
-            settings, self._answer(self.messages[:-1], self._open_reply(), should_stop)
-        )
+        answer = self._answer(self.messages[:-1], self._open_reply(), should_stop)
+        return self._with(settings, answer)
 
-    def _with(self, settings, answer):
-        """An answer under settings of its own, checked now; those of the session are back when it ends."""
-        return self._under(checked_settings("an answer", settings), answer) if settings else answer
+    def _with(self, settings: dict, answer: Iterator[str]) -> Iterator[str]:
+        """An answer with these settings, checked now; afterwards the session's settings return."""
+        if not settings:
+            return answer
+        return self._under(checked_settings("an answer", settings), answer)
 
-    def _under(self, settings, answer):
-        before, self.params = self.params, self.params | settings
+    def _under(self, settings: dict, answer: Iterator[str]) -> Iterator[str]:
+        before = self.params
+        self.params = before | settings
         try:
             yield from answer
         finally:
             self.params = before
 
-    def _open_reply(self):
-        """Ids of the last answer without eos and without a character that was cut in the middle."""
-        content = self.messages[-1]["content"]
-        ids = self.tokenizer.encode(content) if self._reply_ids is None else list(self._reply_ids)
+    def _open_reply(self) -> list[int]:
+        """Ids of the last answer, without the eos and without an incomplete last character."""
+        if self._reply_ids is None:
+            ids = self.tokenizer.encode(self.messages[-1]["content"])
+        else:
+            ids = list(self._reply_ids)
         held = incomplete_bytes(b"".join(map(self.tokenizer.token_bytes, ids)))
         while ids and held > 0:
             held -= len(self.tokenizer.token_bytes(ids.pop()))
@@ -232,17 +244,15 @@ class Session:
 
     def _answer(self, messages, reply, should_stop):
         messages, ids, dropped = self._fit(messages, reply)
-        # A prefix that we cut ourselves needs no explanation.
-        self._edited |= bool(dropped[0])
+        self._edited |= bool(dropped.turns)
         n = self._keep_prefix(ids)
         # One statement, so that an interrupt never leaves the ids of other messages.
         self.prompt_ids, self._labelled = ids, messages
         generation = self._generation = self._make_generation(ids, n, should_stop)
         turn = Turn(new=len(ids) - n, reused=n, why=self.why, seed=generation.seed, dropped=dropped)
-        guard = {"is_loop": LoopGuard()} if self.loop_guard == "on" else {}
-        stream = TextStream(
-            generation, self.tokenizer, tuple(self.params.get("stop") or ()), **guard
-        )
+        is_loop = LoopGuard() if self.loop_guard == "on" else never
+        stop = tuple(self.params.get("stop") or ())
+        stream = TextStream(generation, self.tokenizer, stop, is_loop)
         before = self.tokenizer.text_of(reply)
         self.thinking_opened = inside_thinking(self.tokenizer.decode(ids[-8:]), before)
         try:
@@ -278,40 +288,50 @@ class Session:
             should_stop=should_stop,
         )
 
-    def _record(self, turn, generation, stream, messages, reply, before):
-        """Whatever happened, messages and cache agree afterwards. No answer at all = nothing was said."""
-        tokens, timings = list(generation.tokens), generation.timings
+    def _record(
+        self,
+        turn: Turn,
+        generation: Generation,
+        stream: TextStream,
+        messages: list[dict],
+        reply: list[int],
+        before: str,
+    ) -> None:
+        """Make messages agree with the cache, however the answer ended; no token, no message."""
+        tokens = list(generation.tokens)
+        self._measure(turn, generation, tokens)
+        turn.text = stream.text
+        turn.stop_string = stream.stop_string
+        self.last = turn
+        if not tokens:
+            return
+        message: dict[str, Any] = {"role": "assistant", "content": before + stream.text}
+        if turn.finish_reason in ("interrupted", "error"):
+            message["interrupted"] = True
+        kept: list[int] | None = reply + tokens
+        if turn.finish_reason == "stop_string":
+            kept = None  # the ids include the stop string, the message does not
+        elif tokens[-1] in generation.eos_token_ids:
+            kept = reply + tokens[:-1]
+        # One statement, so that an interrupt never leaves the ids of another message.
+        self.messages, self._reply_ids, self.answers = [*messages, message], kept, self.answers + 1
+
+    def _measure(self, turn: Turn, generation: Generation, tokens: list[int]) -> None:
+        """Write counts, times and sizes into `turn`."""
+        timings = generation.timings
         turn.speculation = generation.speculation
         turn.finish_reason = generation.finish_reason or "error"
         if turn.finish_reason == "length" and len(tokens) >= self._room:
             turn.finish_reason = "context"
-        turn.out, turn.ids, turn.text, turn.stop_string = (
-            len(tokens),
-            tokens,
-            stream.text,
-            stream.stop_string,
-        )
-        turn.ttft, turn.prefill_s = (
-            timings.first_token_seconds or 0.0,
-            timings.prefill_seconds or 0.0,
-        )
+        turn.out = len(tokens)
+        turn.ids = tokens
+        turn.ttft = timings.first_token_seconds or 0.0
+        turn.prefill_s = timings.prefill_seconds or 0.0
         if len(tokens) > 1 and timings.decode_seconds:
             turn.tok_s = (len(tokens) - 1) / timings.decode_seconds
-        turn.kv_bytes, turn.kv_used = self.cache.nbytes, self.cache.sizes.used_nbytes
-        turn.cached, self.last = self.cache.length, turn
-        if not tokens:
-            return
-        message = {"role": "assistant", "content": before + stream.text}
-        if turn.finish_reason in ("interrupted", "error"):
-            message["interrupted"] = True
-        ended = tokens[-1] in generation.eos_token_ids
-        reply = (
-            None
-            if turn.finish_reason == "stop_string"
-            else reply + (tokens[:-1] if ended else tokens)
-        )
-        # In one line.
-        self.messages, self._reply_ids, self.answers = [*messages, message], reply, self.answers + 1
+        turn.kv_bytes = self.cache.nbytes
+        turn.kv_used = self.cache.sizes.used_nbytes
+        turn.cached = self.cache.length
 
     # --- prompt and prefix ----------------------------------------------------------------------
 
@@ -326,36 +346,51 @@ class Session:
         """Ids of these messages in the model's template, system prompt first."""
         if not messages and not self.system:
             return []
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        plain = system + [{"role": m["role"], "content": m["content"]} for m in messages]
+        plain = [{"role": m["role"], "content": m["content"]} for m in messages]
         text = self.tokenizer.render(
-            plain, add_generation_prompt=add_generation_prompt, **self.template_kwargs
+            self._system_message() + plain,
+            add_generation_prompt=add_generation_prompt,
+            **self.template_kwargs,
         )
         return self.tokenizer.encode(text)
 
-    def _fit(self, messages, reply):
-        """(messages, ids, (turns, tokens) dropped) that fit the context, or ContextError with the numbers."""
+    def _system_message(self) -> list[dict]:
+        """A list of one message, or of none without a system prompt."""
+        if not self.system:
+            return []
+        return [{"role": "system", "content": self.system}]
+
+    def _fit(self, messages: list[dict], reply: list[int]) -> tuple[list[dict], list[int], Dropped]:
+        """(messages, ids, what was dropped) that fit the context; ContextError with the numbers."""
         ids = first = self.prompt(messages) + reply
-        kept, dropped = messages, 0
-        while (
-            self.overflow == "drop" and len(ids) > self.context - self._reserve() and len(kept) > 2
-        ):
-            kept, dropped = kept[2:], dropped + 1
+        kept = messages
+        turns = 0
+        limit = self.context - self._reserve()
+        while self.overflow == "drop" and len(ids) > limit and len(kept) > 2:
+            kept = kept[2:]
+            turns += 1
             ids = self.prompt(kept) + reply
         if len(ids) > self.context:
-            history = len(self.prompt(messages[:-1], add_generation_prompt=False))
-            message, turns = len(first) - history, len(messages) // 2
-            wider = self.context < context_limit(self.model, self.cache)
-            dropping = f"/drop {min(turns, 3)}, /clear,{' --context N' * wider} or --overflow drop"
-            shorter = "a shorter message" + ", or a larger --context N" * wider
-            raise ContextError(
-                f"needs {len(first):,} of {self.context:,} tokens (history {history:,} + message {message:,})",
-                hint=dropping if turns and message <= self.context else shorter,
-            )
-        return kept, ids, (dropped, len(first) - len(ids))
+            raise self._too_long(messages, len(first))
+        return kept, ids, Dropped(turns, len(first) - len(ids))
 
-    def _reserve(self):
-        """Room for an answer that dropping makes: an eighth of the context, or less if less is asked for."""
+    def _too_long(self, messages: list[dict], needed: int) -> ContextError:
+        """The error for messages of `needed` tokens."""
+        history = len(self.prompt(messages[:-1], add_generation_prompt=False))
+        message = needed - history
+        turns = len(messages) // 2
+        wider = self.context < context_limit(self.model, self.cache)
+        hint = "a shorter message" + ", or a larger --context N" * wider
+        if turns and message <= self.context:
+            hint = f"/drop {min(turns, 3)}, /clear,{' --context N' * wider} or --overflow drop"
+        return ContextError(
+            f"needs {needed:,} of {self.context:,} tokens "
+            f"(history {history:,} + message {message:,})",
+            hint=hint,
+        )
+
+    def _reserve(self) -> int:
+        """Tokens that dropping frees for an answer: max_new_tokens or an eighth of the context."""
         return min(self.params.get("max_new_tokens") or DEFAULT_NEW_TOKENS, self.context // 8)
 
     def _keep_prefix(self, ids):
@@ -378,10 +413,11 @@ class Session:
         return n
 
     def roles(self) -> list[Role]:
-        """One (letter, turn) per cached token: s(ystem), u(ser), a(ssistant)."""
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        roles = token_roles(self.tokenizer, self.prompt_ids, system + self._labelled)
-        answer, cached = ("a", roles[-1][1] if roles else 1), len(self.cached_ids)
+        """The role of each cached token: s(ystem), u(ser) or a(ssistant), and its turn."""
+        messages = self._system_message() + self._labelled
+        roles = token_roles(self.tokenizer, self.prompt_ids, messages)
+        answer = Role("a", roles[-1].turn if roles else 1)
+        cached = len(self.cached_ids)
         return (roles + [answer] * cached)[:cached]
 
     # --- editing history ------------------------------------------------------------------------
@@ -417,10 +453,10 @@ class Session:
             raise SessionError(
                 f"a conversation alternates user and assistant, this one has {', '.join(roles[:6])}"
             )
-        self.messages, self._reply_ids, self._edited = list(messages), None, True  # in one line
-        self._truncate(
-            common_prefix(self.cached_ids, self.prompt(messages, add_generation_prompt=False))
-        )
+        # One statement, so that an interrupt never leaves the ids of another answer.
+        self.messages, self._reply_ids, self._edited = list(messages), None, True
+        ids = self.prompt(messages, add_generation_prompt=False)
+        self._truncate(common_prefix(self.cached_ids, ids))
 
     def adopt_cache(self, cache: KVCache, ids: list[int]) -> None:
         """Take over a loaded cache that holds exactly these ids."""
@@ -428,5 +464,13 @@ class Session:
             raise SessionError(
                 f"the saved cache holds {cache.length:,} tokens, its list of ids {len(ids):,}"
             )
-        self.cache, self.prompt_ids, self._generation = cache, list(ids), None  # in one line
-        self._labelled, self._edited = self.messages, True
+        # One statement, so that an interrupt never leaves the ids of another cache.
+        self.cache, self.prompt_ids, self._generation = cache, list(ids), None
+        self._labelled = self.messages
+        self._edited = True
+
+
+def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
+    """SessionError unless `value` is one of `known`."""
+    if value not in known:
+        raise SessionError(f"{name} is {value!r}: it must be {' or '.join(map(repr, known))}")
