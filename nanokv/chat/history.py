@@ -43,15 +43,16 @@ def token_roles(tokenizer: "Tokenizer", ids: list[int], messages: list[dict]) ->
     return roles
 
 
-def _pieces(tokenizer, ids):
-    """Text that each id completes; an id in the middle of a character completes nothing."""
+def _pieces(tokenizer: "Tokenizer", ids: list[int]) -> list[str]:
+    """The text that each id completes; an id in the middle of a character completes none."""
     from nanokv.text.tokenizer import StreamDecoder
 
     decoder = StreamDecoder(tokenizer)
     return [decoder.put(token) for token in ids]
 
 
-def _character_owners(text, messages):
+def _character_owners(text: str, messages: list[dict]) -> list[Role]:
+    """The role of each character of a rendered prompt."""
     owners: list[Role] = []
     position = 0
     before = Role("s", 0)

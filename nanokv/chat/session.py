@@ -242,7 +242,10 @@ class Session:
             held -= len(self.tokenizer.token_bytes(ids.pop()))
         return ids
 
-    def _answer(self, messages, reply, should_stop):
+    def _answer(
+        self, messages: list[dict], reply: list[int], should_stop: Callable[[], bool]
+    ) -> Iterator[str]:
+        """Answer the messages, the last of which is the user's; `reply` begins the answer."""
         messages, ids, dropped = self._fit(messages, reply)
         self._edited |= bool(dropped.turns)
         n = self._keep_prefix(ids)
@@ -266,8 +269,10 @@ class Session:
         finally:
             self._record(turn, generation, stream, messages, reply, before)
 
-    def _make_generation(self, ids, n, should_stop):
-        """Checked before any work; the rest of the prompt is prefilled when its first token is asked for."""
+    def _make_generation(
+        self, ids: list[int], n: int, should_stop: Callable[[], bool]
+    ) -> Generation:
+        """A Generation for ids[n:]; checks now, and prefills when its first token is requested."""
         sampling = {
             k: v
             for k, v in self.params.items()
@@ -393,8 +398,8 @@ class Session:
         """Tokens that dropping frees for an answer: max_new_tokens or an eighth of the context."""
         return min(self.params.get("max_new_tokens") or DEFAULT_NEW_TOKENS, self.context // 8)
 
-    def _keep_prefix(self, ids):
-        """Truncate to the longest common prefix, at most len(ids) − 1: one token must be fed to get logits."""
+    def _keep_prefix(self, ids: list[int]) -> int:
+        """Truncate to the longest common prefix; at least one id must be fed to get logits."""
         cached = self.cached_ids
         n = min(common_prefix(cached, ids), len(ids) - 1)
         broken = n < min(len(cached), len(ids) - 1) and not self._edited
@@ -402,7 +407,8 @@ class Session:
         self._edited = False
         return self._truncate(n)
 
-    def _truncate(self, n):
+    def _truncate(self, n: int) -> int:
+        """Truncate the cache; returns its length, 0 if it cannot go back to n."""
         if any(layer.length != n for layer in self.cache):
             try:
                 self.cache.truncate(n)
