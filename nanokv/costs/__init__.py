@@ -1,3 +1,3 @@
-"""What things cost before they are run: formulas.py in bytes and FLOPs, memory.py as the table of `nanokv memory`."""
+"""Costs computed before a run: formulas.py in bytes and FLOPs, memory.py for `nanokv memory`."""
 
 from nanokv.costs.formulas import *  # noqa: F403 its __all__, which is `nanokv.costs`

@@ -31,7 +31,7 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def attention_parameters(config: Config) -> int:
-    """q, k, v and o projections of one layer, with the biases and the two head norms that the family has."""
+    """q, k, v and o projections of one layer, with the biases and head norms of the family."""
     C, D = config.hidden_size, config.head_dim
     H, Hk = config.num_attention_heads, config.num_key_value_heads
     biases = (H + 2 * Hk) * D * config.qkv_bias + C * config.output_bias
@@ -86,8 +86,10 @@ def weight_bytes(config: Config, itemsize: int) -> int:
 
 
 def forward_bytes(config: Config, itemsize: int) -> int:
-    """Bytes per token that a forward holds at most besides weights and cache, rounded up: gate, up and their product,
-    the residual stream, and what attention makes of it, each norm and rotation with a copy in fp32.
+    """The most bytes per token that a forward holds besides weights and cache, rounded up.
+
+    Gate, up and their product, the residual stream, and the tensors of attention, with an fp32 copy
+    for each norm and rotation.
     """
     C, D = config.hidden_size, config.head_dim
     heads = (2 * config.num_attention_heads + 2 * config.num_key_value_heads) * D
@@ -100,12 +102,12 @@ def kv_bytes_per_token(config: Config, itemsize: int) -> int:
 
 
 def kv_bytes(config: Config, tokens: int, batch_size: int, itemsize: int) -> int:
-    """Bytes that an exact cache holds for so many tokens in each of batch_size rows."""
+    """Bytes that an exact cache holds for `tokens` tokens in each of batch_size rows."""
     return kv_bytes_per_token(config, itemsize) * tokens * batch_size
 
 
 def decode_flops(config: Config, context: int) -> int:
-    """2 FLOPs for each weight of every matrix, and 4·H·D for each visible key (scores and mix) in every layer."""
+    """2 FLOPs per weight of every matrix, and 4·H·D per visible key (scores and mix) and layer."""
     D, H, L = config.head_dim, config.num_attention_heads, config.num_hidden_layers
     return (
         2 * (active_weights(config) + config.vocab_size * config.hidden_size)
@@ -114,7 +116,7 @@ def decode_flops(config: Config, context: int) -> int:
 
 
 def prefill_flops(config: Config, tokens: int, start_pos: int = 0) -> int:
-    """T rows through every layer, causal attention over what each row sees, one row through the head."""
+    """T rows through every layer with causal attention, and one row through the head."""
     D, H, L = config.head_dim, config.num_attention_heads, config.num_hidden_layers
     seen = tokens * start_pos + tokens * (tokens + 1) // 2
     head = 2 * config.vocab_size * config.hidden_size
@@ -122,11 +124,14 @@ def prefill_flops(config: Config, tokens: int, start_pos: int = 0) -> int:
 
 
 def break_even_flops(config: Config, tokens: int, sent: int, link: float) -> float:
-    """FLOP/s at which a prefill of so many tokens takes as long as a link of `link` bytes per second takes for the
-    `sent` bytes of their KV: a slower machine gains by receiving it, a faster one by prefilling again.
+    """FLOP/s at which a prefill takes as long as sending its KV.
 
-    Both sides grow with the tokens, but for attention's quadratic part: per token it is the ratio of 2 FLOPs per active
-    weight to 2·L·Hk·D values. So many weights share few KV heads in a large model that sending pays there first.
+    `sent`: bytes of the keys and values of `tokens` tokens. `link`: bytes per second. A slower
+    machine gains by receiving them, a faster one by prefilling again.
+
+    Apart from attention's quadratic part, both costs grow linearly with the tokens: 2 FLOPs per
+    active weight, against 2·L·Hk·D values. Large models have more weights per KV head, so sending
+    pays off for them first.
     """
     return prefill_flops(config, tokens) * link / max(1, sent)
 
@@ -141,9 +146,10 @@ def cache_bytes(
     last: int = 1,
     **options: Any,
 ) -> int:
-    """Bytes that a cache of this kind holds after so many tokens per row: equal to its `nbytes`, to the byte.
+    """Bytes that a cache of this kind holds after `tokens` tokens per row, exactly its `nbytes`.
 
-    `last`: how many of them the last append brought (a decode: 1). Only a quantized cache keeps those exact.
+    `last`: how many tokens came in the last append (a decode: 1); only for a quantized cache, which
+    keeps them exact. Raises CacheError for an unknown kind or option, or a negative number.
     """
     check_options(name, options, objects=True)
     for what, value in (("tokens", tokens), ("batch_size", batch_size), ("last", last)):
@@ -169,7 +175,7 @@ def cache_slots(
     sinks: int = 0,
     **_: Any,
 ) -> int:
-    """Slots of K and V a row that a cache holding so many tokens has taken."""
+    """Slots of K and V per row that a cache has allocated for `tokens` tokens."""
     whole = capacity or config.max_position_embeddings
     if name == "static" and tokens > whole:
         raise CapacityError(f"{tokens} tokens do not fit into a static cache of {whole}")
@@ -185,7 +191,7 @@ def cache_slots(
 def quantized_bytes(
     config: Config, tokens: int, batch_size: int, itemsize: int, **options: Any
 ) -> int:
-    """The three parts below of every layer, KV head and row."""
+    """The sum of `quantized_parts` over all layers, KV heads and rows."""
     parts = quantized_parts(config, tokens, itemsize, **options)
     return batch_size * config.num_hidden_layers * config.num_key_value_heads * sum(parts)
 

@@ -1,14 +1,17 @@
-"""How many bytes this process can still take: free RAM, the limit of its container, and `ulimit -v`. No torch, but for
-a GPU."""
+"""How many bytes this process can still allocate, in RAM or on a GPU.
+
+Imports torch only for a GPU.
+"""
 
 import re
 from pathlib import Path
 
 
 def available_memory(device: str) -> int | None:
-    """Bytes that can still be taken: the smallest of free RAM, container limit and ulimit -v. None = unknown.
+    """Bytes that can still be allocated: the least of free RAM, container limit and ulimit -v.
 
-    Of a GPU: what nobody has, and what torch keeps for this process without using it.
+    For a GPU: its free memory, and the memory that torch has reserved in this process but does not
+    use. None = unknown.
     """
     if device.startswith("cuda"):
         import torch
@@ -28,6 +31,7 @@ def _free_ram() -> int | None:
 
 
 def _proc_kb(path: str, field: str) -> int | None:
+    """Bytes of a field that a file in /proc gives in kB; None without the file or the field."""
     try:
         found = re.search(rf"^{field}:\s+(\d+) kB", Path(path).read_text(), re.MULTILINE)
     except OSError:
@@ -55,7 +59,7 @@ def _free_cgroup() -> int | None:
 
 
 def _cgroup_cache(folder: Path) -> int:
-    """Page cache counts as used there, but is given back on demand."""
+    """Bytes of page cache, which the kernel counts as used but frees on demand."""
     text = (folder / "memory.stat").read_text()
     found = re.search(r"^(?:total_)?inactive_file (\d+)", text, re.MULTILINE)
     return int(found[1]) if found else 0

@@ -1,7 +1,8 @@
-"""How much memory a model and its cache take: the published Qwen3 sizes, the formulas with numbers, what still fits.
+"""How much memory a model and its cache take, and how many tokens or sequences fit.
 
-Arithmetic over a Config with the counts of formulas.py; no torch, no weights, no network. `nanokv memory` prints it and
-its --check allocates every cache and compares. Not here: activations (a chunk of a prefill) and the program itself.
+Arithmetic over a Config with the counts of formulas.py; no torch, no weights, no network. `nanokv
+memory` prints it; with --check it allocates every cache and compares. Activations (a chunk of a
+prefill) and the program itself are not counted.
 """
 
 import re
@@ -18,12 +19,12 @@ UNITS = (
     | {f"{p}B": 1000**i for i, p in enumerate("kMGT", 1)}
     | {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
 )
-LARGEST = 1e24  # bytes: a yottabyte is a slip of the finger
-MOST_TOKENS = 1 << 40  # where a search for "how many tokens fit" ends
+LARGEST = 1e24  # bytes: a yottabyte is certainly a typing error
+MOST_TOKENS = 1 << 40  # the upper end of the search for how many tokens fit
 
 
 def _qwen3(C: int, width: int, L: int, H: int, tied: bool) -> Config:
-    """What the dense Qwen3 models have in common: V 151,936, 8 KV heads of 128, 40,960 positions, bf16."""
+    """A dense Qwen3 model: V 151,936, 8 KV heads of 128, 40,960 positions, bf16."""
     return Config(
         vocab_size=151_936,
         hidden_size=C,
@@ -47,7 +48,7 @@ FAMILY = {  # from the published config.json files
     "Qwen/Qwen3-14B": _qwen3(5120, 17_408, 40, 40, False),
     "Qwen/Qwen3-32B": _qwen3(5120, 25_600, 64, 64, False),
 }
-MIXTURES = {  # its weights are 30 B, of which a token is multiplied with 3 B
+MIXTURES = {  # 30 B weights, 3 B of them active per token
     "Qwen/Qwen3-30B-A3B": replace(
         _qwen3(2048, 6144, 48, 32, False),
         num_key_value_heads=4,
@@ -59,7 +60,7 @@ MIXTURES = {  # its weights are 30 B, of which a token is multiplied with 3 B
 
 @dataclass(frozen=True)
 class Estimate:
-    """One model, dtype, cache, context and batch; every number of the report is a property of it."""
+    """One model, dtype, cache, context and batch; its properties are the numbers of the report."""
 
     name: str
     config: Config
@@ -79,51 +80,54 @@ class Estimate:
 
     @property
     def per_token(self) -> int:
-        """Of an exact cache, one token of one sequence."""
+        """Bytes per token of one sequence in an exact cache."""
         return costs.kv_bytes_per_token(self.config, self.itemsize)
 
     def cached(self, tokens: int, batch: int) -> int:
-        """Bytes of this kind of cache; a static one is as long as its context."""
+        """Bytes of this kind of cache, whose capacity is `tokens`."""
         return costs.cache_bytes(
             self.cache, self.config, tokens, batch, self.itemsize, capacity=tokens, **self.options
         )
 
     @property
     def exact(self) -> int:
-        """Every key and value of every token once: the three rows of the report."""
+        """Bytes of an exact cache without spare slots: "KV total" in the report."""
         return self.per_token * self.context * self.batch
 
     @property
     def total(self) -> int:
-        """Weights and this cache, full."""
+        """Bytes of the weights and this cache at full context."""
         return self.weights + self.cached(self.context, self.batch)
 
     @property
     def crossover(self) -> int | None:
-        """The most tokens, over all sequences, whose cache is no larger than the weights; None: any number."""
+        """The most tokens in total whose cache is no larger than the weights; None: no limit."""
         return most_tokens(lambda tokens: self.cached(tokens, 1) <= self.weights)
 
     @property
     def sent(self) -> int:
-        """Bytes of one full sequence on its way to another process: no empty slot is sent, and codes as codes."""
+        """Bytes to send one full sequence: no empty slots, and quantized tokens stay packed."""
         return min(self.cached(self.context, 1), self.per_token * self.context)
 
     @property
     def prefill(self) -> int:
-        """FLOPs of one full sequence."""
+        """FLOPs to prefill one full sequence."""
         return costs.prefill_flops(self.config, self.context)
 
     def break_even(self, link: float) -> float:
-        """FLOP/s at which another prefill takes as long as the transfer over so many bytes per second."""
+        """FLOP/s at which a prefill takes as long as the transfer at `link` bytes per second."""
         return costs.break_even_flops(self.config, self.context, self.sent, link)
 
     def max_batch(self, memory: int) -> int:
-        """Full sequences of this context beside the weights."""
+        """How many full sequences of this context fit beside the weights."""
         each = max(1, self.cached(self.context, 1))  # a window of one token keeps nothing
         return max(0, memory - self.weights) // each
 
     def max_context(self, memory: int) -> int | None:
-        """Tokens per sequence, with this batch, beside the weights; None: any number. The model may stop earlier."""
+        """Tokens per sequence that fit beside the weights with this batch; None: no limit.
+
+        The model's context may be shorter.
+        """
         room = memory - self.weights
         return most_tokens(lambda tokens: self.cached(tokens, self.batch) <= room)
 
@@ -156,7 +160,7 @@ class Estimate:
 
 
 def most_tokens(fits: Callable[[int], bool]) -> int | None:
-    """The largest number of tokens for which `fits` holds, by bisection; 0 if none does, None if all do."""
+    """The largest number of tokens for which `fits` holds; 0 if none does, None if all do."""
     if fits(MOST_TOKENS):
         return None
     low, high = 0, MOST_TOKENS
@@ -177,7 +181,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_rate(text: str) -> float:
-    """10Gb/s, 10Gbit/s, 1.25 GB/s → bytes per second. b is a bit and B a byte, so a bare G is refused."""
+    """10Gb/s, 10Gbit/s, 1.25 GB/s → bytes per second; b is a bit, B a byte, a bare G an error."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kMGT]?)(b|bit|B)(?:/s|ps)\s*", text)
     prefix = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4}
     rate = (
