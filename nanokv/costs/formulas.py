@@ -39,8 +39,9 @@ def attention_parameters(config: Config) -> int:
 
 
 def mlp_parameters(config: Config, layer: int = 0) -> int:
-    """The three SwiGLU matrices; with experts those of all of them, and the router."""
-    C, experts = config.hidden_size, config.experts_of(layer)
+    """The three SwiGLU matrices; with experts, those of all experts and the router."""
+    C = config.hidden_size
+    experts = config.experts_of(layer)
     if experts is None:
         return 3 * C * config.intermediate_size
     return experts.num_experts * (3 * C * experts.moe_intermediate_size + C)
@@ -53,30 +54,27 @@ def layer_parameters(config: Config, layer: int = 0) -> int:
 
 def parameters(config: Config) -> int:
     """All parameters; a tied head counts once. Qwen3-0.6B: 596,049,920."""
-    table = config.vocab_size * config.hidden_size
-    tables = table if config.tie_word_embeddings else 2 * table
+    tables = config.vocab_size * config.hidden_size
+    if not config.tie_word_embeddings:
+        tables *= 2
     layers = sum(layer_parameters(config, layer) for layer in range(config.num_hidden_layers))
     return tables + layers + config.hidden_size
 
 
 def active_weights(config: Config) -> int:
-    """Weights of the layers' matrices that one token is multiplied with: of the experts those that it is sent to."""
-    C, D = config.hidden_size, config.head_dim
-    total = (
-        config.num_hidden_layers
-        * 2
-        * C
-        * D
-        * (config.num_attention_heads + config.num_key_value_heads)
-    )
-    for experts in map(config.experts_of, range(config.num_hidden_layers)):
+    """Weights of the layers' matrices that one token is multiplied with.
+
+    With experts, the router and the experts that the token is sent to.
+    """
+    C, D, L = config.hidden_size, config.head_dim, config.num_hidden_layers
+    heads = config.num_attention_heads + config.num_key_value_heads
+    total = L * 2 * C * D * heads
+    for experts in map(config.experts_of, range(L)):
         if experts is None:
             total += 3 * C * config.intermediate_size
         else:
-            total += (
-                3 * C * experts.moe_intermediate_size * experts.num_experts_per_tok
-                + C * experts.num_experts
-            )
+            total += 3 * C * experts.moe_intermediate_size * experts.num_experts_per_tok
+            total += C * experts.num_experts
     return total
 
 
@@ -109,10 +107,8 @@ def kv_bytes(config: Config, tokens: int, batch_size: int, itemsize: int) -> int
 def decode_flops(config: Config, context: int) -> int:
     """2 FLOPs per weight of every matrix, and 4·H·D per visible key (scores and mix) and layer."""
     D, H, L = config.head_dim, config.num_attention_heads, config.num_hidden_layers
-    return (
-        2 * (active_weights(config) + config.vocab_size * config.hidden_size)
-        + 4 * L * H * D * context
-    )
+    matrices = active_weights(config) + config.vocab_size * config.hidden_size
+    return 2 * matrices + 4 * L * H * D * context
 
 
 def prefill_flops(config: Config, tokens: int, start_pos: int = 0) -> int:
@@ -159,9 +155,8 @@ def cache_bytes(
         name = options.pop("of", "dict")
     if name == "quantized":
         return quantized_bytes(config, tokens, batch_size, itemsize, last=last, **options)
-    return kv_bytes(
-        config, cache_slots(name, config, tokens, capacity, **options), batch_size, itemsize
-    )
+    slots = cache_slots(name, config, tokens, capacity, **options)
+    return kv_bytes(config, slots, batch_size, itemsize)
 
 
 def cache_slots(
@@ -177,15 +172,17 @@ def cache_slots(
 ) -> int:
     """Slots of K and V per row that a cache has allocated for `tokens` tokens."""
     whole = capacity or config.max_position_embeddings
-    if name == "static" and tokens > whole:
-        raise CapacityError(f"{tokens} tokens do not fit into a static cache of {whole}")
-    return {
-        "static": lambda: whole if tokens else 0,
-        "growing": lambda: growing_slots(tokens, capacity),
-        "paged": lambda: -(-tokens // page) * page,
-        "prefix": lambda: -(-tokens // page) * page,
-        "sliding": lambda: min(tokens, sinks + (window or whole) - 1),
-    }.get(name, lambda: tokens)()
+    if name == "static":
+        if tokens > whole:
+            raise CapacityError(f"{tokens} tokens do not fit into a static cache of {whole}")
+        return whole if tokens else 0
+    if name == "growing":
+        return growing_slots(tokens, capacity)
+    if name in ("paged", "prefix"):
+        return -(-tokens // page) * page
+    if name == "sliding":
+        return min(tokens, sinks + (window or whole) - 1)
+    return tokens
 
 
 def quantized_bytes(
@@ -209,10 +206,14 @@ def quantized_parts(
     last: int = 1,
     **_: Any,
 ) -> tuple[int, int, int]:
-    """Packed codes; two fp16 numbers a channel of each block of keys and two per token of values; the rest exact."""
-    # What the last append found and quantized.
-    old = max(0, (tokens - last - residual) // group * group)
-    D, pair = config.head_dim, 2 * 2  # scale and low, 2 bytes each
+    """Bytes of one layer, KV head and row: (quantized keys, quantized values, exact tokens).
+
+    Keys have packed codes and two fp16 numbers per channel and block, values packed codes and two
+    fp16 numbers per token.
+    """
+    old = max(0, (tokens - last - residual) // group * group)  # quantized by the last append
+    D = config.head_dim
+    pair = 2 * 2  # scale and low, 2 bytes each
     keys = old * D * (k_bits or bits) // 8 + old // group * D * pair
     values = old * D * (v_bits or bits) // 8 + old * pair
     return keys, values, 2 * (tokens - old) * D * itemsize

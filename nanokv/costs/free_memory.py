@@ -18,12 +18,11 @@ def available_memory(device: str) -> int | None:
 
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + kept
-    known = [
-        number
-        for number in (_free_ram(), _free_cgroup(), free_address_space())
-        if number is not None
-    ]
-    return max(0, min(known)) if known else None
+    limits = _free_ram(), _free_cgroup(), free_address_space()
+    known = [limit for limit in limits if limit is not None]
+    if not known:
+        return None
+    return max(0, min(known))
 
 
 def _free_ram() -> int | None:
@@ -36,24 +35,24 @@ def _proc_kb(path: str, field: str) -> int | None:
         found = re.search(rf"^{field}:\s+(\d+) kB", Path(path).read_text(), re.MULTILINE)
     except OSError:
         return None
-    return int(found[1]) * 1024 if found else None
+    if not found:
+        return None
+    return int(found[1]) * 1024
+
+
+CGROUPS = (  # (limit, used) of versions 2 and 1
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
 
 
 def _free_cgroup() -> int | None:
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
-    ):
+    """Bytes that the limit of the container leaves; None without a limit."""
+    for limit, used in CGROUPS:
         try:
-            return (
-                int(Path(limit).read_text())
-                - int(Path(used).read_text())
-                + _cgroup_cache(Path(limit).parent)
-            )
-        except (OSError, ValueError):  # absent, or "max"
+            free = int(Path(limit).read_text()) - int(Path(used).read_text())
+            return free + _cgroup_cache(Path(limit).parent)
+        except (OSError, ValueError):  # no such file, or "max"
             continue
     return None
 
@@ -71,6 +70,8 @@ def free_address_space() -> int | None:
         import resource
     except ImportError:  # Windows
         return None
-    soft = resource.getrlimit(resource.RLIMIT_AS)[0]
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     used = _proc_kb("/proc/self/status", "VmSize")
-    return None if soft == resource.RLIM_INFINITY or used is None else soft - used
+    if soft == resource.RLIM_INFINITY or used is None:
+        return None
+    return soft - used

@@ -132,8 +132,9 @@ class Estimate:
         return most_tokens(lambda tokens: self.cached(tokens, self.batch) <= room)
 
     def rows(self) -> list[tuple[str, str, int]]:
-        """(what, formula with numbers, bytes)."""
-        c, size = self.config, self.itemsize
+        """(name, formula with numbers, bytes) of each row of the report."""
+        c = self.config
+        size = self.itemsize
         heads = f"{c.num_key_value_heads} KV heads × {c.head_dim} × {size} B"
         rows = [
             ("weights", f"{costs.parameters(c):,} × {size} B ({SHORT[self.dtype]})", self.weights),
@@ -145,8 +146,9 @@ class Estimate:
         return rows
 
     def formula(self) -> str:
-        """How this cache's bytes come about."""
-        name, options = self.cache, dict(self.options)
+        """The formula, with numbers, for the bytes of this cache."""
+        name = self.cache
+        options = dict(self.options)
         if name == "batch":
             name = options.pop("of", "dict")
         if name == "quantized":
@@ -163,10 +165,14 @@ def most_tokens(fits: Callable[[int], bool]) -> int | None:
     """The largest number of tokens for which `fits` holds; 0 if none does, None if all do."""
     if fits(MOST_TOKENS):
         return None
-    low, high = 0, MOST_TOKENS
+    low = 0
+    high = MOST_TOKENS
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
     return low
 
 
@@ -174,7 +180,9 @@ def parse_size(text: str) -> int:
     """24GiB, 24 GB, 512MiB → bytes. A bare G is refused: 24 G is 24.0 or 25.8 billion bytes."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
     units = {unit.lower(): size for unit, size in UNITS.items()}
-    size = float(found[1]) * units[found[2].lower()] if found and found[2].lower() in units else 0
+    size = 0.0
+    if found and found[2].lower() in units:
+        size = float(found[1]) * units[found[2].lower()]
     if not 1 <= size < LARGEST:
         raise NanoKVError(f"{text!r} is not an amount of memory", "24GiB (1024³) or 24GB (1000³)")
     return int(size)
@@ -183,10 +191,12 @@ def parse_size(text: str) -> int:
 def parse_rate(text: str) -> float:
     """10Gb/s, 10Gbit/s, 1.25 GB/s → bytes per second; b is a bit, B a byte, a bare G an error."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kMGT]?)(b|bit|B)(?:/s|ps)\s*", text)
-    prefix = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4}
-    rate = (
-        float(found[1]) * 1000.0 ** prefix[found[2]] / (1 if found[3] == "B" else 8) if found else 0
-    )
+    rate = 0.0
+    if found:
+        number, prefix, unit = found.groups()
+        rate = float(number) * 1000.0 ** ("", "k", "M", "G", "T").index(prefix)
+        if unit != "B":  # bits
+            rate /= 8
     if not 1 <= rate < LARGEST:
         raise NanoKVError(
             f"{text!r} is not the speed of a link", "10Gb/s (bits) or 1.25GB/s (bytes)"
@@ -195,31 +205,33 @@ def parse_rate(text: str) -> float:
 
 
 def flop_text(count: float) -> str:
-    """880.8 MFLOP, 28.86 TFLOP; with "/s" behind it a speed."""
-    return _scaled(
-        int(count), 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"), ""
-    )
+    """880.8 MFLOP, 28.86 TFLOP; the caller may add "/s"."""
+    units = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP")
+    return _scaled(int(count), 1000, units)
 
 
 def decimal(count: int) -> str:
     """114,688 B below a MB, then four digits: 1.192 GB, 15.03 GB."""
-    return _scaled(
-        count, 1000, ("B", "kB", "MB", "GB", "TB", "PB"), f"{count:,} B" if count < 10**6 else ""
-    )
+    if count < 10**6:
+        return f"{count:,} B"
+    return _scaled(count, 1000, ("B", "kB", "MB", "GB", "TB", "PB"))
 
 
 def binary(count: int) -> str:
     """112 KiB, 1.110 GiB, 14.00 GiB."""
-    whole = f"{count // 1024} KiB" if count < 2**20 and count % 1024 == 0 and count else ""
-    return _scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"), whole)
+    if count and count < 2**20 and count % 1024 == 0:
+        return f"{count // 1024} KiB"
+    return _scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
 
 
-def _scaled(count: int, base: int, units, whole: str) -> str:
-    if whole or count < base:
-        return whole or f"{count} B"
+def _scaled(count: int, base: int, units: tuple[str, ...]) -> str:
+    """Four digits and the largest unit that fits."""
+    if count < base:
+        return f"{count} B"
     power = 0
     value = float(count)
     while value >= base * 0.99995 and power < len(units) - 1:
-        value, power = value / base, power + 1
+        value /= base
+        power += 1
     digits = max(0, 4 - len(str(int(value + 0.5))))
     return f"{value:.{digits}f} {units[power]}"
