@@ -327,9 +327,9 @@ class CacheCapabilities(list):
         """Write keys and values as safetensors, with the config, the tokens and a checksum.
 
         Replaces `path` atomically. `tokens` are the ids in the cache: for several rows one list
-        for all, or one each. `load` hands them back, and refuses a file whose `model_fingerprint`
-        is another than its own. `rank` is (rank, number of ranks) of a cache that holds only the
-        heads of one rank.
+        for all, or one each. `load` returns them, and refuses a file with another
+        `model_fingerprint`. `rank` is (rank, number of ranks) of a cache that holds only the heads
+        of one rank.
         """
         saving.save(self, path, tokens, model_fingerprint, rank)
 

@@ -12,7 +12,7 @@ from nanokv.errors import CacheError
 
 
 class Expected(NamedTuple):
-    """What make_cache was asked for; the first append decides what is None."""
+    """The keys that make_cache was asked for; the first append decides a field that is None."""
 
     kv_heads: int | None = None
     head_dim: int | None = None
