@@ -15,7 +15,7 @@ class DictCache(LayerCache, dict):
     """An empty dict before the first append; afterwards it holds exactly the appended tokens."""
 
     @property
-    def length(self) -> int:
+    def length(self) -> int:  # type: ignore[override]  # read-only
         return self["key"].shape[2] if self else 0
 
     @property
@@ -57,5 +57,5 @@ class DictCache(LayerCache, dict):
         self.update(state)
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int:  # type: ignore[override]  # read-only
         return sum(tensor.nbytes for tensor in self.values())

@@ -19,7 +19,7 @@ import torch
 
 from nanokv.cache import KVCache
 from nanokv.cache.saving import fingerprint
-from nanokv.checkpoint import Model
+from nanokv.checkpoint import Model, PretrainedModel
 from nanokv.decoding.draw import SamplingParams
 from nanokv.decoding.generation import Generation, never
 from nanokv.errors import CacheError, NanoKVError, ParallelError, UnsupportedError
@@ -158,7 +158,13 @@ class Following:
     `unheard`: the message with which rank 0 ended an answer, if it was the start of another job.
     """
 
-    def __init__(self, ranks: Ranks, model: Model, cache: KVCache, make: Callable[..., Generation]):
+    def __init__(
+        self,
+        ranks: Ranks,
+        model: PretrainedModel,
+        cache: KVCache,
+        make: Callable[..., Generation],
+    ):
         self.ranks = ranks
         self.model = model
         self.cache = cache

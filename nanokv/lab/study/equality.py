@@ -35,7 +35,7 @@ LONG = 130  # tokens of the long text
 LONGEST = 250  # tokens of the long text where no capacity was set
 
 
-Make = Callable[[Config, int, int], KVCache]  # (config, batch_size, capacity)
+Make = Callable[[Config, int, int | None], KVCache]  # (config, batch_size, capacity)
 
 
 @dataclass(frozen=True)

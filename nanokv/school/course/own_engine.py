@@ -153,7 +153,9 @@ class Engine:
         if all(n == 1 for _, n in work):  # single tokens share one matrix product and one attention
             batch = PagedBatch(caches, self.model.config)
             return decode(self.model, torch.tensor(parts), batch, batch.length)
-        return prefill_packed(self.model, parts, caches, [request.fed for request, _ in work])
+        starts = [request.fed for request, _ in work]
+        # A request gets its cache when it is admitted, before it is fed.
+        return prefill_packed(self.model, parts, caches, starts)  # type: ignore[arg-type]
 
     def _note(self, work) -> None:
         """Record what this step does with each request, for the timeline."""

@@ -82,7 +82,10 @@ def held_roles(roles: "list[Role]", held: int, sinks: int) -> "list[Role]":
     gone = len(roles) - held
     if not gone:
         return roles
-    return [*roles[:sinks], *[("·", 0)] * gone, *roles[sinks + gone :]]
+    from nanokv.chat.history import Role
+
+    dropped = [Role("·", 0)] * gone
+    return roles[:sinks] + dropped + roles[sinks + gone :]
 
 
 def formula(config: "Config", cache: "KVCache", length: int) -> str:

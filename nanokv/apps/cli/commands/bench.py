@@ -235,7 +235,7 @@ def measure(
     from nanokv.lab.bench.machine import Others, gemm_peak
     from nanokv.lab.bench.rotation import Rotation
 
-    with Peers(loaded, against or given.through, given.peer_timeout) as peers:
+    with Peers(loaded, bool(against or given.through), given.peer_timeout) as peers:
         loaded = peers.loaded
         runners = make_runners(given, loaded, weights, batches)
         if given.through:
@@ -366,7 +366,7 @@ def serve(
 
     prompts = serving.requests_of(loaded.config.vocab_size, count, longest)
     tokens = sum(map(len, prompts))
-    with Peers(loaded, against, given.peer_timeout) as peers:
+    with Peers(loaded, bool(against), given.peer_timeout) as peers:
         loaded = peers.loaded
         served = []
         for name, model in made(loaded, weights).items():

@@ -7,7 +7,9 @@ milliseconds.
 
 import json
 import re
+from collections.abc import Iterable
 from html.parser import HTMLParser
+from typing import Any
 
 HEADINGS = ("h1", "h2", "h3", "h4", "h5", "h6")
 # Text that the index leaves out: of these elements, and of elements with one of these classes.
@@ -74,8 +76,8 @@ def contents(body: str) -> list[tuple[str, str]]:
     ]
 
 
-def index(pages) -> str:
-    """The script for all pages."""
+def index(pages: Iterable[Any]) -> str:
+    """The script for all pages (`pages.Page`, which imports this file)."""
     rows = []
     for page in pages:
         for _, anchor, heading, text in sections(page.body):
