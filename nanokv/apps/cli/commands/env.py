@@ -285,6 +285,11 @@ def kernels(device: str) -> tuple[str, str]:
     """(code, reason) for this device, if no flag chooses another."""
     if device in ("cpu", "none"):
         return speed.setting()
+    return gpu_kernels(device)
+
+
+def gpu_kernels(device: str) -> tuple[str, str]:
+    """The same for a device other than the CPU."""
     kind = device.partition(":")[0]
     if kind != "cuda":
         return "torch's", f"native kernels are for CPUs, this is {kind}"

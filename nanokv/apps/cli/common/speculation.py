@@ -5,9 +5,10 @@ temperature 0 the answer is the same as without the flag. When sampling, the sam
 another draw from the same distribution.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanokv.apps.cli.common.terminal import sanitize_line
 from nanokv.config import Config
@@ -15,11 +16,17 @@ from nanokv.costs import ITEMSIZE, kv_bytes, weight_bytes
 from nanokv.errors import NanoKVError
 
 if TYPE_CHECKING:
-    from nanokv.apps.cli.common.loading import Loaded, MakeGeneration, Plan
+    from nanokv.decoding.generation import Generation
     from nanokv.model import Transformer
 
+# The classes of loading.py, which imports this file.
+Plan = Any
+Loaded = Any
 
-def generation_type(how: tuple[str, int | str] | None, loaded: "Loaded") -> "MakeGeneration":
+
+def generation_type(
+    how: tuple[str, int | str] | None, loaded: Loaded
+) -> "Callable[..., Generation]":
     """The callable that makes a Generation: the class, or Speculation with the wanted draft."""
     from nanokv.decoding import speculative
     from nanokv.decoding.generation import Generation
@@ -37,7 +44,7 @@ def generation_type(how: tuple[str, int | str] | None, loaded: "Loaded") -> "Mak
     return loaded.leading(partial(speculative.Speculation, draft=draft))
 
 
-def memory(how: tuple[str, int | str] | None, plan: "Plan") -> int:
+def memory(how: tuple[str, int | str] | None, plan: Plan) -> int:
     """Bytes of speculation beside the model: a draft model's weights, and the draft's cache."""
     if how is None:
         return 0
@@ -58,7 +65,7 @@ def memory(how: tuple[str, int | str] | None, plan: "Plan") -> int:
     return weights + kv_bytes(config, tokens, 1, itemsize)
 
 
-def load_draft(source: str, loaded: "Loaded") -> "Transformer":
+def load_draft(source: str, loaded: Loaded) -> "Transformer":
     """Load the draft model. Its vocabulary size and special tokens must equal the target's."""
     from nanokv.fast import optimize
     from nanokv.loading import load

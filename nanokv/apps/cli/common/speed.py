@@ -14,7 +14,7 @@ tokens of one run come from the same code.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanokv.apps.cli.common.options import OutputOptions, SpeedOptions
 from nanokv.apps.cli.common.terminal import notice, sanitize_line
@@ -23,9 +23,10 @@ from nanokv.errors import ConfigError, NanoKVError
 from nanokv.fast import building
 
 if TYPE_CHECKING:
-    from nanokv.apps.cli.common.loading import Plan
     from nanokv.model import Transformer
     from weights_loader.prefetch import Prefetch
+
+Plan = Any  # the Plan of loading.py, which imports this file
 
 NEXT_START = "kernels are being built for the next start"
 NO_MEMORY = "no memory to fuse weights"
@@ -59,7 +60,7 @@ def check(wanted: SpeedOptions | None, ranks: int) -> None:
         )
 
 
-def choose(plan: "Plan", wanted: SpeedOptions | None, fits: Callable[[int], bool]) -> Choice:
+def choose(plan: Plan, wanted: SpeedOptions | None, fits: Callable[[int], bool]) -> Choice:
     """Choose from the flags, the model and the kernels that are built.
 
     `fits(count)`: are `count` bytes free beside the memory that the plan needs?
@@ -94,7 +95,7 @@ def not_built() -> str:
     return found.why
 
 
-def choose_on_gpu(plan: "Plan", wanted: SpeedOptions, fits: Callable[[int], bool]) -> Choice:
+def choose_on_gpu(plan: Plan, wanted: SpeedOptions, fits: Callable[[int], bool]) -> Choice:
     """A recorded graph of Triton kernels, or the plain model with the reason.
 
     Raises NanoKVError for --quantize, and for --fast if the kernels cannot run here.
@@ -122,7 +123,7 @@ def choose_on_gpu(plan: "Plan", wanted: SpeedOptions, fits: Callable[[int], bool
     return Choice(True, GRAPHS)
 
 
-def prefetch(plan: "Plan") -> "Prefetch | None":
+def prefetch(plan: Plan) -> "Prefetch | None":
     """Start reading the weights that will be fused, while torch is imported.
 
     None if nothing is fused, or if quantized weights replace them. `check_memory` has counted
@@ -137,7 +138,7 @@ def prefetch(plan: "Plan") -> "Prefetch | None":
     return None
 
 
-def unusable(plan: "Plan") -> str:
+def unusable(plan: Plan) -> str:
     """The reason why kernels cannot run this model, or ""."""
     if plan.device != "cpu":
         return f"kernels are for CPUs, this is {plan.device.partition(':')[0]}"
@@ -148,7 +149,7 @@ def unusable(plan: "Plan") -> str:
     return ""
 
 
-def fusing_bytes(plan: "Plan") -> int:
+def fusing_bytes(plan: Plan) -> int:
     """Peak bytes of fusing: the matrices of one layer are in memory twice (q, k, v; gate, up)."""
     from nanokv.costs import ITEMSIZE
 

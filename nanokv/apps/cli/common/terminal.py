@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, TextIO
+from typing import TYPE_CHECKING, Protocol, Self, TextIO
 
 from nanokv.apps.cli.common import layout
 from nanokv.errors import NanoKVError
@@ -24,8 +24,6 @@ from weights_loader.strict import bounded
 
 if TYPE_CHECKING:
     from types import FrameType
-
-    from nanokv.apps.cli.common.options import OutputOptions
 
 SWALLOW_S = 0.5  # a second Ctrl-C within this time counts as the same press
 
@@ -148,7 +146,16 @@ def write_err(text: str) -> None:
         pass
 
 
-def notice(text: str, output: "OutputOptions") -> None:
+class Output(Protocol):
+    """The part of OutputOptions that this file uses; options.py is above it."""
+
+    @property
+    def quiet(self) -> bool: ...
+    @property
+    def color(self) -> str: ...
+
+
+def notice(text: str, output: Output) -> None:
     """One dim line on stderr, unless --quiet. On a narrow terminal it breaks at ` · `."""
     if output.quiet:
         return
