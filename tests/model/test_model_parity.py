@@ -398,9 +398,7 @@ def test_without_a_mask_every_query_sees_every_key():
 def test_attention_refuses_keys_that_its_mask_does_not_speak_of():
     q, k, v = qkv(4, 2, 3, 8)
     assert gap(Causal(keys=8)(q, k, v), causal_attention(q, k, v)) == 0
-    with pytest.raises(
-        CacheError, match="got 8 keys for 3 queries, but the cache's mask covers 5"
-    ):
+    with pytest.raises(CacheError, match="got 8 keys for 3 queries, but the cache's mask covers 5"):
         Causal(keys=5)(q, k, v)
     with pytest.raises(
         CacheError, match="got 2 keys for 3 queries, but the cache's mask covers at least 3"
