@@ -483,7 +483,18 @@ def test_json_is_one_object_and_nothing_else(folder, capsys):
     """An untrained model misses every target: exit code 1, and the report says which and why."""
     assert (
         cli.main(
-            ["train", "--evaluate", "--model", str(folder), "--cases", "1", "--seed", "7", "--json"]
+            [
+                "train",
+                "--evaluate",
+                "--model",
+                str(folder),
+                "--cases",
+                "1",
+                "--seed",
+                "7",
+                "--json",
+                "-q",
+            ]
         )
         == 1
     )

@@ -193,7 +193,10 @@ def _moves(layer) -> int:
 
 
 APPENDS = 40
-OPTIONAL = ("A file", "32 tokens take")  # cases of save and nbytes, which are not asked for
+OPTIONAL = (
+    "A cache loaded from a file",
+    "32 tokens take",
+)  # cases of save and nbytes, which are not asked for
 
 CHECKS = (
     function(
