@@ -7,7 +7,10 @@ takes one token per row (decode) or T per row (verifying a draft). Prompts of un
 prefilled one by one and joined here.
 """
 
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy
 import torch
@@ -15,25 +18,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanokv.cache.base import KVCache, LayerCache
-from nanokv.cache.capabilities import Made, Sizes, causal, causal_keys
+from nanokv.cache.capabilities import Index, Made, Sizes, causal, causal_keys
 from nanokv.cache.checks import check_append, check_index
 from nanokv.cache.saving import ALONE
+from nanokv.config import Config
 from nanokv.errors import CacheError, UnsupportedError
 
 
 class BatchLayer(LayerCache):
     """Layer i of every row."""
 
-    def __init__(self, parts):
+    def __init__(self, parts: list):
         self.parts = parts  # LayerCaches of batch size 1
         self._expected = parts[0]._expected
 
     @property
-    def length(self):  # type: ignore[override]  # read-only
+    def length(self) -> Any:  # type: ignore[override]  # read-only
         """An int while all rows agree, else (B,) int64."""
         return one_or_each([row.length for row in self.parts])
 
-    def append(self, k, v):
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         check_append(k, v, expected=self._expected)
         if k.shape[0] != len(self.parts):
             raise CacheError(f"cannot append keys {tuple(k.shape)} to {len(self.parts)} rows")
@@ -66,7 +70,7 @@ class BatchLayer(LayerCache):
         for row, its in zip(self.parts, snapshot, strict=True):
             row._rollback(its)
 
-    def truncate(self, n: int):
+    def truncate(self, n: int) -> None:
         self._check_truncate(n)
         for row in self.parts:
             row.truncate(n)
@@ -78,7 +82,7 @@ class BatchLayer(LayerCache):
                 state[f"{b}.{name}"] = tensor
         return state
 
-    def restore(self, state: dict):
+    def restore(self, state: dict) -> None:
         for b, row in enumerate(self.parts):
             prefix = f"{b}."
             its = {key: tensor for key, tensor in state.items() if key.startswith(prefix)}
@@ -95,19 +99,19 @@ class BatchCache(KVCache):
     `length` is (B,) int64, or an int while all rows are equally long.
     """
 
-    def __init__(self, rows, config):
-        self.rows = list(rows)
+    def __init__(self, rows: Iterable[KVCache], config: Config | None):
+        self.rows: list[Any] = list(rows)
         check_rows(self.rows, config)
         row = self.rows[0].made
         self.made = Made("batch", {"of": row.name} | row.options, row.capacity, len(self.rows))
         super().__init__(self.layers(self.rows), config)
 
-    def layers(self, rows) -> list[BatchLayer]:
+    def layers(self, rows: Sequence[KVCache]) -> list:
         """Layer i of all rows, for every i."""
         return [BatchLayer(list(parts)) for parts in zip(*rows, strict=True)]
 
     @property
-    def length(self):
+    def length(self) -> Any:
         return one_or_each([row.length for row in self.rows])
 
     @property
@@ -121,7 +125,7 @@ class BatchCache(KVCache):
         return keys.pop() if len(keys) == 1 else None
 
     @causal(alike)
-    def mask(self, T: int):
+    def mask(self, T: int) -> Tensor | None:
         """(B,1,T,S): each row's own mask behind its padding.
 
         None or (T,S) while all rows are alike.
@@ -138,7 +142,7 @@ class BatchCache(KVCache):
             padded.append(F.pad(mask, (longest - S, 0)))  # padding is False
         return torch.stack(padded)[:, None]
 
-    def truncate(self, n):
+    def truncate(self, n: int) -> None:
         """Truncate to one length for all rows, or to one per row.
 
         If one row cannot go back so far, no row is truncated.
@@ -162,12 +166,18 @@ class BatchCache(KVCache):
     def fork(self) -> "BatchCache":
         return type(self)([row.fork() for row in self.rows], self.config)._made_like(self)
 
-    def reorder(self, index):
+    def reorder(self, index: Index) -> None:
         rows = [self.rows[i].fork() for i in check_index(index, rows=len(self.rows)).tolist()]
         # One statement, so an interrupt never leaves new rows beside old layers.
         self.rows, self[:] = rows, self.layers(rows)
 
-    def save(self, path, tokens=(), model_fingerprint: str = "", rank=ALONE):
+    def save(
+        self,
+        path: str | os.PathLike,
+        tokens: Sequence = (),
+        model_fingerprint: str = "",
+        rank: tuple[int, int] = ALONE,
+    ) -> None:
         if any(row.made != self.rows[0].made for row in self.rows):
             raise UnsupportedError(
                 "rows of mixed kinds cannot be saved in one file", hint="save each of cache.rows"
@@ -175,7 +185,7 @@ class BatchCache(KVCache):
         super().save(path, tokens, model_fingerprint, rank)
 
 
-def check_rows(rows, config):
+def check_rows(rows: Sequence[KVCache], config: Config | None) -> None:
     """CacheError unless `rows` are distinct caches made for a model of this config."""
     if not rows:
         raise CacheError("a batch of no rows: at least one cache was expected")
@@ -189,7 +199,7 @@ def check_rows(rows, config):
 
 
 @contextmanager
-def all_or_none(parts):
+def all_or_none(parts: Sequence[LayerCache]) -> Iterator[None]:
     """Roll every row back if an append inside fails (one row is full, Ctrl-C)."""
     snapshots = [part._snapshot() for part in parts]
     try:
@@ -200,14 +210,14 @@ def all_or_none(parts):
         raise
 
 
-def width(layer, T: int, mask) -> int:
+def width(layer: KVCache | LayerCache, T: int, mask: Tensor | None) -> int:
     """S: how many keys the layer's append of T tokens will return; `mask` is layer.mask(T)."""
     if mask is None:
         return layer.sizes.held + T
     return mask.shape[-1]
 
 
-def one_or_each(lengths):
+def one_or_each(lengths: list[int]) -> Any:
     """An int if all are equal, else (B,) int64."""
     if len(set(lengths)) == 1:
         return lengths[0]

@@ -4,10 +4,13 @@ It grows with torch.cat. It is the reference for all other caches. Its cost: `ca
 rows to append one, so N steps copy O(N²) bytes (Qwen3-0.6B at 4,096 tokens: 470 MB per step).
 """
 
+from typing import Self
+
 import torch
+from torch import Tensor
 
 from nanokv.cache.base import LayerCache
-from nanokv.cache.capabilities import Sizes
+from nanokv.cache.capabilities import Index, Sizes
 from nanokv.cache.checks import check_append
 
 
@@ -23,7 +26,7 @@ class DictCache(LayerCache, dict):
         rows = self["key"].shape[0] if self else None
         return Sizes(rows, self.length, self.nbytes)
 
-    def append(self, k, v):
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         check_append(k, v, self.get("key"), self._expected)
         if self:
             k = torch.cat((self["key"], k), dim=2)  # (B,Hk,S,D): copies the whole past
@@ -31,7 +34,7 @@ class DictCache(LayerCache, dict):
         self["key"], self["value"] = k, v  # one statement: Ctrl-C must not separate the two
         return k, v
 
-    def truncate(self, n: int):
+    def truncate(self, n: int) -> None:
         self._check_truncate(n)
         if n == 0:
             self.clear()
@@ -41,18 +44,18 @@ class DictCache(LayerCache, dict):
             value = self["value"][:, :, :n].clone()  # (B,Hk,n,D)
             self["key"], self["value"] = key, value
 
-    def fork(self):
+    def fork(self) -> Self:
         copy = type(self)()
         copy.update(self)  # shares the tensors: append replaces them and never writes into them
         return copy
 
-    def reorder(self, index):
+    def reorder(self, index: Index) -> None:
         self.update({name: self[name][index] for name in self})  # (B',Hk,S,D)
 
     def state(self) -> dict:
         return dict(self)
 
-    def restore(self, state: dict):
+    def restore(self, state: dict) -> None:
         self.clear()
         self.update(state)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nanokv.cache.base import KVCache, LayerCache
-from nanokv.cache.capabilities import Sizes
+from nanokv.cache.capabilities import Index, Sizes
 from nanokv.cache.checks import check_append, check_index
 from nanokv.cache.ferry import Arriving, Ferry, ferry_for
 from nanokv.cache.stores import DiskStore, HostStore
@@ -48,7 +48,7 @@ class OffloadedLayer(LayerCache):
             return Sizes(None, 0, 0)
         return Sizes(self.like.shape[2], self.length, self.nbytes)
 
-    def append(self, k, v):
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         held = None
         if self.length:
             held = self.like[:, 0].permute(1, 2, 0, 3).expand(-1, -1, self.length, -1)
@@ -86,7 +86,7 @@ class OffloadedLayer(LayerCache):
             fetch = self.begin()
         return fetch.rows.result()
 
-    def truncate(self, n: int):
+    def truncate(self, n: int) -> None:
         self._check_truncate(n)
         self.length = min(n, self.length)
 
@@ -97,7 +97,7 @@ class OffloadedLayer(LayerCache):
         rows = joined(past)  # (S,2,B,Hk,D)
         return dict(zip(("key", "value"), rows.permute(1, 2, 3, 0, 4), strict=True))
 
-    def restore(self, state: dict):
+    def restore(self, state: dict) -> None:
         self.coming = None
         self.length = 0
         if state:
@@ -145,7 +145,7 @@ class OffloadedCache(KVCache):
         copy[:] = self.copies(copy, slice(None))
         return copy._made_like(self)
 
-    def reorder(self, index):
+    def reorder(self, index: Index) -> None:
         index = check_index(index, self.sizes.batch_size)
         made = replace(self.made, batch_size=len(index))
         # One statement, so an interrupt never leaves new layers beside the old batch size.

@@ -5,26 +5,29 @@ belong to one sequence: `append` returns the keys and values per sequence, and `
 them per sequence.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from nanokv.cache.base import KVCache, LayerCache
 from nanokv.cache.batch import all_or_none, check_rows
 from nanokv.cache.capabilities import Made
 from nanokv.cache.checks import check_append
+from nanokv.config import Config
 from nanokv.errors import CacheError
 
 
 class PackedLayer(LayerCache):
     """Layer i of every sequence; `counts[b]` of the next N tokens belong to sequence b."""
 
-    def __init__(self, parts, counts):
+    def __init__(self, parts: Sequence[LayerCache], counts: Sequence[int]):
         self.parts = parts
         self.counts = counts
         self._expected = parts[0]._expected
 
-    def append(self, k, v):
+    def append(self, k: Tensor, v: Tensor) -> Any:
         """(N,Hk,1,D) ×2 → two lists of (1,Hk,S_b,D), one per sequence; writes to all or none."""
         check_append(k, v, expected=self._expected)
         if k.shape[0] != sum(self.counts):
@@ -36,7 +39,8 @@ class PackedLayer(LayerCache):
         with all_or_none(self.parts):
             # Each pair is (1,Hk,S_b,D) ×2.
             pairs = [part.append(*new) for part, *new in zip(self.parts, keys, values, strict=True)]
-        return tuple(map(list, zip(*pairs, strict=True)))
+        all_keys, all_values = zip(*pairs, strict=True)
+        return list(all_keys), list(all_values)
 
 
 class PackedCache(KVCache):
@@ -48,7 +52,7 @@ class PackedCache(KVCache):
 
     made = Made("packed")
 
-    def __init__(self, caches, counts, config):
+    def __init__(self, caches: Sequence[KVCache], counts: Sequence[int], config: Config | None):
         check_rows(caches, config)
         if len(counts) != len(caches) or any(cache.sizes.batch_size != 1 for cache in caches):
             raise CacheError(
@@ -66,7 +70,7 @@ class PackedCache(KVCache):
         return sum(cache.nbytes for cache in self.caches)
 
     @property
-    def length(self):
+    def length(self) -> Any:
         """(N,) int64: the position of each row in its sequence."""
         pairs = zip(self.caches, self.counts, strict=True)
         return torch.cat([cache.length + torch.arange(n) for cache, n in pairs])

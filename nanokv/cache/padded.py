@@ -6,13 +6,17 @@ positions are right without further work. Padding costs as many bytes and FLOPs 
 ragged BatchCache has no padding in its stores, but prefills rows one by one.
 """
 
+import os
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from nanokv.cache.base import KVCache
 from nanokv.cache.batch import width
-from nanokv.cache.capabilities import Sizes, causal, causal_keys
+from nanokv.cache.capabilities import Index, Sizes, causal, causal_keys
 from nanokv.cache.checks import check_index
 from nanokv.cache.saving import ALONE
 from nanokv.errors import CacheError, UnsupportedError
@@ -21,7 +25,7 @@ from nanokv.errors import CacheError, UnsupportedError
 class PaddedCache(KVCache):
     """`inner`, an empty cache of B rows, for rows that begin with pads[b] padding tokens."""
 
-    def __init__(self, inner: KVCache, pads):
+    def __init__(self, inner: KVCache, pads: Sequence[int] | Tensor):
         super().__init__(inner, inner.config)
         self.inner = inner
         self.pads = torch.as_tensor(pads)  # (B,) int64
@@ -41,7 +45,7 @@ class PaddedCache(KVCache):
             )
 
     @property
-    def length(self):
+    def length(self) -> Any:
         """(B,) int64: tokens of each row without its padding; −pads before the first append."""
         return self.inner.length - self.pads
 
@@ -63,7 +67,7 @@ class PaddedCache(KVCache):
         return replace(self.inner.sizes, batch_size=len(self.pads))
 
     @causal(lambda cache, T: None if cache.pads.any() else causal_keys(cache.inner, T))
-    def mask(self, T: int):
+    def mask(self, T: int) -> Tensor | None:
         """(B,1,T,S) bool: the inner mask without the padding.
 
         A query in the padding sees only itself. Its output is never read, but a softmax over no
@@ -82,7 +86,7 @@ class PaddedCache(KVCache):
         real = column >= self.pads[:, None, None, None]  # (B,1,1,S)
         return (mask.cpu() & real) | (column == query)  # (B,1,T,S)
 
-    def truncate(self, n):
+    def truncate(self, n: int) -> None:
         """Back to an earlier `length` (B,), or to 0: empty, so the padding must be fed again."""
         if type(n) is int and n == 0:
             columns = torch.zeros_like(self.pads)  # (B,)
@@ -97,13 +101,19 @@ class PaddedCache(KVCache):
     def fork(self) -> "PaddedCache":
         return PaddedCache(self.inner.fork(), self.pads)
 
-    def reorder(self, index):
+    def reorder(self, index: Index) -> None:
         index = check_index(index, len(self.pads))
         self.inner.reorder(index)
         self.pads = self.pads[index]
         self[:] = self.inner
 
-    def save(self, path, tokens=(), model_fingerprint: str = "", rank=ALONE):
+    def save(
+        self,
+        path: str | os.PathLike,
+        tokens: Sequence = (),
+        model_fingerprint: str = "",
+        rank: tuple[int, int] = ALONE,
+    ) -> None:
         raise UnsupportedError(
             "a padded cache cannot be saved", hint="save the rows of a batch cache"
         )

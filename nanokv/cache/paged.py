@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nanokv.cache.base import KVCache, LayerCache
-from nanokv.cache.capabilities import RESERVES, Pages, Sizes, in_place, reserve_of
+from nanokv.cache.capabilities import RESERVES, Index, Pages, Sizes, in_place, reserve_of
 from nanokv.cache.checks import check_append, check_index
 from nanokv.cache.pool import PagePool
 from nanokv.cache.view import View, next_view
@@ -80,7 +80,7 @@ class PagedCache(KVCache):
         self.advance()
         return view.pages
 
-    def truncate(self, n: int):
+    def truncate(self, n: int) -> None:
         super().truncate(n)
         self.trim()
 
@@ -109,7 +109,7 @@ class PagedCache(KVCache):
         copy.adopt(self.tables, self.length)
         return copy._made_like(self)
 
-    def reorder(self, index):
+    def reorder(self, index: Index) -> None:
         index = check_index(index, rows=len(self.tables))
         self.adopt([self.tables[i] for i in index.tolist()], self.length)
 
@@ -161,7 +161,7 @@ class PagedLayer(LayerCache):
         return self.counts[self.layer]
 
     @length.setter
-    def length(self, n: int):
+    def length(self, n: int) -> None:
         self.counts[self.layer] = n
 
     def _reserve(self, like) -> Pages | None:
@@ -172,7 +172,7 @@ class PagedLayer(LayerCache):
         return view.pages[self.layer]
 
     @in_place(_reserve)
-    def append(self, k, v):
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         table = self.write(k, v).table
         pool = self.parent.pool
         return self.gather(pool.keys, table), self.gather(pool.values, table)  # (B,Hk,S,D) ×2
@@ -197,7 +197,7 @@ class PagedLayer(LayerCache):
         # This is a view, because the pages of a row are now consecutive.
         return dense.transpose(0, 1).flatten(2, 3)[:, :, : self.length]  # (B,Hk,S,D)
 
-    def truncate(self, n: int):
+    def truncate(self, n: int) -> None:
         self._check_truncate(n)
         self.length = min(n, self.length)
 
@@ -212,7 +212,7 @@ class PagedLayer(LayerCache):
         table = torch.tensor(self.parent.tables, device=pool.keys.device)  # (B,n)
         return {"key": self.gather(pool.keys, table), "value": self.gather(pool.values, table)}
 
-    def restore(self, state: dict):
+    def restore(self, state: dict) -> None:
         self.length = 0
         if state:
             self.parent.resize(state["key"].shape[0])

@@ -5,23 +5,27 @@ at once. `append` is that of the batch cache: dense, padded on the left, for the
 """
 
 import weakref
+from collections.abc import Iterable, Sequence
 
 import numpy
 import torch
+from torch import Tensor
 
+from nanokv.cache.base import KVCache
 from nanokv.cache.batch import BatchCache, BatchLayer
 from nanokv.cache.capabilities import Pages, causal, in_place, reserve_of_all
 from nanokv.cache.checks import check_append
 from nanokv.cache.paged import all_as_made, as_made
 from nanokv.cache.pool import PagePool
 from nanokv.cache.view import View, next_view
+from nanokv.config import Config
 from nanokv.errors import CacheError
 
 
 class PagedBatchLayer(BatchLayer):
     """Layer i of every row."""
 
-    def __init__(self, parent: "PagedBatch", layer: int, parts):
+    def __init__(self, parent: "PagedBatch", layer: int, parts: list):
         super().__init__(parts)
         self.parent = weakref.proxy(parent)
         self.layer = layer
@@ -35,7 +39,7 @@ class PagedBatchLayer(BatchLayer):
         return view.pages[self.layer]
 
     @in_place(_reserve)
-    def append(self, k, v):
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         check_append(k, v, expected=self._expected)
         # Pages for all rows or for none.
         next_view(self.parent, self.layer, [row.length for row in self.parts], k.shape[2], k)
@@ -50,7 +54,7 @@ class PagedBatch(BatchCache):
     before.
     """
 
-    def __init__(self, rows, config):
+    def __init__(self, rows: Iterable[KVCache], config: Config | None):
         super().__init__(rows, config)
         self.view: View | None = None
         # A row without a pool is refused below.
@@ -63,11 +67,11 @@ class PagedBatch(BatchCache):
                 "the rows of a paged batch must be paged caches of one sequence over one pool"
             )
 
-    def layers(self, rows) -> list[BatchLayer]:
+    def layers(self, rows: Sequence[KVCache]) -> list:
         every = zip(*rows, strict=True)
         return [PagedBatchLayer(self, i, list(parts)) for i, parts in enumerate(every)]
 
-    def pages(self, like) -> list[Pages] | None:
+    def pages(self, like: Tensor) -> list[Pages] | None:
         if type(self[0]) is not PagedBatchLayer or reserve_of_all(self) is None:
             return super().pages(like)
         if not all_as_made(self.rows):
@@ -90,7 +94,7 @@ class PagedBatch(BatchCache):
         return torch.from_numpy(numpy.array(lengths) + 1)
 
     @causal(BatchCache.alike, rows=next_lengths)
-    def mask(self, T: int):
+    def mask(self, T: int) -> Tensor | None:
         """(B,1,T,S) bool: causal behind each row's padding.
 
         None or (T,S) if all rows are equally long.

@@ -153,7 +153,7 @@ class PrefixCache(PagedCache):
         if len(self.tables) == 1:
             self.pool.remember(tokens[: self.length], self.tables[0], self.salt)
 
-    def truncate(self, n: int):
+    def truncate(self, n: int) -> None:
         super().truncate(n)
         self.hits = min(self.hits, n)
 

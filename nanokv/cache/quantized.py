@@ -9,13 +9,13 @@ dense copy (2·S·Hk·D values per layer): this saves memory, not bandwidth.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from nanokv.cache.base import LayerCache
-from nanokv.cache.capabilities import Sizes
+from nanokv.cache.capabilities import Index, Sizes
 from nanokv.cache.checks import check_append
 from nanokv.cache.codes import LARGEST, dequantize, hadamard, pack, quantize, unpack
 from nanokv.errors import CacheError
@@ -50,13 +50,14 @@ class QuantizedCache(LayerCache):
     def length(self) -> int:  # type: ignore[override]  # read-only
         return sum(self.blocks) + self.newest
 
-    def append(self, k, v):
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         check_append(k, v, self.exact[0] if self.exact else None, self._expected)
         self.check_range(k, v)
         if self.due:
             self.flush(self.due)
         self.exact = _cat(self.exact, (k, v))
-        return self.dense()
+        keys, values = self.dense()  # (B,Hk,S,D) ×2
+        return keys, values
 
     def check_range(self, k: Tensor, v: Tensor) -> None:
         """CacheError for NaN and for values beyond the range of fp16 scales, which ends at 65,504.
@@ -137,7 +138,7 @@ class QuantizedCache(LayerCache):
             for old, new in zip((k, v), self.exact, strict=True)
         )
 
-    def truncate(self, n: int):
+    def truncate(self, n: int) -> None:
         self._check_truncate(n)
         quantized = sum(self.blocks)
         if n == 0:
@@ -169,12 +170,12 @@ class QuantizedCache(LayerCache):
         # One statement, so an interrupt never leaves codes without their scales.
         self.exact, self.codes, self.scales, self.blocks = snapshot
 
-    def fork(self):
+    def fork(self) -> Self:
         copy = type(self)(*self.bits, self.group, self.residual, self.rotate)
         copy._rollback(self._snapshot())
         return copy
 
-    def reorder(self, index):
+    def reorder(self, index: Index) -> None:
         self._rollback(
             Held(
                 exact=tuple(x[index] for x in self.exact),
@@ -193,7 +194,7 @@ class QuantizedCache(LayerCache):
             state |= {f"{name}{i}": tensor for i, tensor in enumerate(tensors)}
         return state
 
-    def restore(self, state: dict):
+    def restore(self, state: dict) -> None:
         if not state:
             self._rollback(Held())
             return

@@ -8,11 +8,13 @@ the sink keys, rotated forward by as many positions as were evicted.
 Reference: StreamingLLM (Xiao et al. 2023, arXiv 2309.17453).
 """
 
+from typing import Self
+
 import torch
 from torch import Tensor
 
 from nanokv.cache.base import LayerCache
-from nanokv.cache.capabilities import Sizes, causal
+from nanokv.cache.capabilities import Index, Sizes, causal
 from nanokv.cache.checks import Expected, check_append
 from nanokv.config import Config
 from nanokv.errors import UnsupportedError
@@ -40,7 +42,7 @@ class SlidingCache(LayerCache):
         """Keys held."""
         return 0 if self.keys is None else self.keys.shape[2]
 
-    def append(self, k, v):
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         check_append(k, v, self.keys, self._expected)
         keys, values = k, v
         if self.keys is not None:
@@ -86,7 +88,7 @@ class SlidingCache(LayerCache):
         return end if end <= self.window else None
 
     @causal(within)
-    def mask(self, T: int):
+    def mask(self, T: int) -> Tensor | None:
         """(T,S) bool: for each query a band of `window` keys and its copy of the sinks.
 
         None for one query, which sees all keys.
@@ -129,19 +131,19 @@ class SlidingCache(LayerCache):
         # One statement, so an interrupt never leaves keys and length of different steps.
         self.length, self.keys, self.values = snapshot
 
-    def truncate(self, n: int):
+    def truncate(self, n: int) -> None:
         self._check_truncate(n)
         if n == 0:
             self._rollback((0, None, None))
         elif n < self.length:
             self._rollback((n, self.keys[:, :, :n].clone(), self.values[:, :, :n].clone()))
 
-    def fork(self):
+    def fork(self) -> Self:
         copy = type(self)(self.config, self.window, self.sinks)
         copy._rollback(self._snapshot())
         return copy
 
-    def reorder(self, index):
+    def reorder(self, index: Index) -> None:
         if self.keys is not None:
             self._rollback((self.length, self.keys[index], self.values[index]))
 
@@ -150,7 +152,7 @@ class SlidingCache(LayerCache):
             return {}
         return {"key": self.keys, "value": self.values, "length": torch.tensor(self.length)}
 
-    def restore(self, state: dict):
+    def restore(self, state: dict) -> None:
         self._rollback((int(state.get("length", 0)), state.get("key"), state.get("value")))
 
     @property

@@ -100,7 +100,7 @@ class StaticCache(LayerCache):
         return self.made_for == (like.shape[0], like.dtype)
 
     @in_place(_reserve, at_once=reserve_all)
-    def append(self, k, v):
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         check_append(k, v, self.keys, self._expected)
         start = self.length
         end = start + k.shape[2]
@@ -125,7 +125,7 @@ class StaticCache(LayerCache):
             values = empty_slab(like, self.capacity)
             self.keys, self.values = keys, values
 
-    def truncate(self, n: int):
+    def truncate(self, n: int) -> None:
         self._check_truncate(n)
         # The slots after n are written again before they are read again.
         self.length = min(n, self.length)
@@ -134,7 +134,7 @@ class StaticCache(LayerCache):
         """A cache like this one, without tokens."""
         return type(self)(self.capacity)
 
-    def fork(self):
+    def fork(self) -> "StaticCache":
         copy = self.empty()
         copy.restore(self.state())
         return copy
@@ -149,7 +149,7 @@ class StaticCache(LayerCache):
             return {}
         return {"key": self.keys[:, :, : self.length], "value": self.values[:, :, : self.length]}
 
-    def restore(self, state: dict):
+    def restore(self, state: dict) -> None:
         """Copy `state` into a new slab; unused slots are neither copied nor read."""
         self._allocate_later()
         if state:

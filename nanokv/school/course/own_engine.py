@@ -9,7 +9,7 @@ Decoding is greedy. Requests share the pool, but no pages; nanokv.Engine also sh
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -149,13 +149,13 @@ class Engine:
         work = list(work)  # may be a generator, and is read several times
         self._note(work)
         parts = [request.known[request.fed : request.fed + n] for request, n in work]
-        caches = [request.cache for request, _ in work]
+        # A request gets its cache when it is admitted, before it is fed.
+        caches: list[Any] = [request.cache for request, _ in work]
         if all(n == 1 for _, n in work):  # single tokens share one matrix product and one attention
             batch = PagedBatch(caches, self.model.config)
             return decode(self.model, torch.tensor(parts), batch, batch.length)
         starts = [request.fed for request, _ in work]
-        # A request gets its cache when it is admitted, before it is fed.
-        return prefill_packed(self.model, parts, caches, starts)  # type: ignore[arg-type]
+        return prefill_packed(self.model, parts, caches, starts)
 
     def _note(self, work) -> None:
         """Record what this step does with each request, for the timeline."""
