@@ -36,6 +36,7 @@ class _End:
     stopped: str
     code: int
     usage: "struct_rusage"  # with all its children
+    peak: int  # resident bytes of the largest process, read ten times a second
     tail: str
 
 
@@ -52,7 +53,7 @@ class Run:
     stderr: str = ""  # stderr output of the cells
     seconds: float = 0.0
     processor: float = 0.0  # seconds of processor time
-    peak: int = 0  # bytes, of the largest process
+    peak: int = 0  # resident bytes of the largest process, read ten times a second
     doubt: str = ""  # reasons to doubt the events; "" if there are none
 
     def states(self, event: str) -> dict[str, list[str]]:
@@ -100,7 +101,6 @@ def run(
         failed = f"a cell took longer than {_a_cell(limit)} s"
     if end.code or executed is None:
         failed = _ended(end.code, end.tail)
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
     return Run(
         notebook=executed,
         events=events,
@@ -108,7 +108,7 @@ def run(
         stderr=stderr,
         seconds=seconds,
         processor=end.usage.ru_utime + end.usage.ru_stime,
-        peak=end.usage.ru_maxrss * unit,
+        peak=end.peak,
         doubt=_doubt(strange, left),
     )
 
@@ -182,7 +182,7 @@ def _supervise(command: list[str], work: Path, limit: float, env: dict[str, str]
         )
         kernels: dict[int, psutil.Process] = {}
         family: dict[int, psutil.Process] = {}
-        stopped, status, usage = _wait(child.pid, limit, kernels, family)
+        stopped, status, usage, peak = _wait(child.pid, limit, kernels, family)
         child.returncode = os.waitstatus_to_exitcode(status)
         # On Linux `adopting` ends the other processes, and reports them.
         left_to_us = kernels if sys.platform == "linux" else family
@@ -193,27 +193,33 @@ def _supervise(command: list[str], work: Path, limit: float, env: dict[str, str]
                 pass
         stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - 4000))
         lines = stderr.read(4000).decode("utf-8", "replace").strip().splitlines()
-    return _End(stopped, child.returncode, usage, lines[-1] if lines else "")
+    return _End(stopped, child.returncode, usage, peak, lines[-1] if lines else "")
 
 
-def _wait(pid: int, limit: float, kernels: dict, family: dict) -> "tuple[str, int, struct_rusage]":
-    """Wait for the child, and kill it at a limit → (why it was killed or "", status, usage).
+def _wait(
+    pid: int, limit: float, kernels: dict, family: dict
+) -> "tuple[str, int, struct_rusage, int]":
+    """Wait for the child, and kill it at a limit → (why it was killed or "", status, usage, peak).
 
     Collects its child processes in `kernels`, all its descendants in `family`, by process id.
+    ru_maxrss of `usage` is not its peak: Linux counts the process that started it as well.
     """
     import psutil
 
     deadline = time.monotonic() + limit
+    peak = 0
     while True:
         ended, status, usage = os.wait4(pid, os.WNOHANG)
         if ended:
-            return "", status, usage
+            return "", status, usage, peak
         kernels |= {process.pid: process for process in _children(psutil, pid, recursive=False)}
         family |= {process.pid: process for process in _children(psutil, pid)}
+        memory = _memory(psutil, family.values())
+        peak = max([peak, *memory])
         stopped = ""
         if time.monotonic() > deadline:
             stopped = f"stopped after {limit:g} s"
-        elif _memory(psutil, family.values()) > MEMORY_LIMIT:
+        elif sum(memory) > MEMORY_LIMIT:
             stopped = f"stopped at {MEMORY_LIMIT / 2**30:g} GiB of memory"
         if stopped:
             # Stop the child first: it must not start processes while its others are killed.
@@ -221,7 +227,7 @@ def _wait(pid: int, limit: float, kernels: dict, family: dict) -> "tuple[str, in
             _end(psutil, pid)
             os.kill(pid, signal.SIGKILL)
             _, status, usage = os.wait4(pid, 0)
-            return stopped, status, usage
+            return stopped, status, usage, peak
         time.sleep(0.1)
 
 
@@ -248,15 +254,15 @@ def _end(psutil, pid: int) -> None:
         time.sleep(0.02)
 
 
-def _memory(psutil, processes) -> int:
-    """Resident bytes of the processes that still run."""
-    total = 0
+def _memory(psutil, processes) -> list[int]:
+    """Resident bytes of each process that still runs."""
+    found = []
     for process in processes:
         try:
-            total += process.memory_info().rss
+            found.append(process.memory_info().rss)
         except psutil.Error:
             pass
-    return total
+    return found
 
 
 def _load(path: Path) -> dict | None:
