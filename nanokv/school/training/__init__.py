@@ -1,4 +1,4 @@
-"""How the bundled model was made: a synthetic corpus, a byte-level BPE, a training loop, an evaluation.
+"""How the bundled model was made: synthetic corpus, byte-level BPE, training loop and evaluation.
 
 Everything is seeded: `nanokv train` writes the same model again from nothing.
 """

@@ -1,20 +1,31 @@
-"""A conversation that grows by one exchange at a time: what was said, how this user types, and what he has told so far.
+"""A conversation that grows by one exchange at a time.
 
-`log` holds the meaning of every exchange beside its words, such as ("ask", "city"): a reader that works from the
-meaning alone can check every answer (tests/support/corpus_checker.py).
+It knows the messages so far, how this user types, and the facts that the user has mentioned.
+
+An exchange is a message of the user and its answer. `log` holds the meaning of each exchange beside
+its words, as steps such as ("ask", "city"). From the meaning alone a second program can work out
+every answer and compare (tests/support/corpus_checker.py).
 """
 
 import re
+from collections.abc import Collection, Sequence
+from random import Random
+from typing import TYPE_CHECKING, Any
 
 from nanokv.school.training import words
 
-STYLES = {  # how users type → how often
+if TYPE_CHECKING:
+    from nanokv.school.training.corpus import Stage
+
+Step = tuple[Any, ...]  # one part of a meaning: its name, then its values
+
+STYLES = {  # how a user types → weight
     "written": 58,
     "no mark": 12,
     "casual": 20,
     "small": 10,
 }
-SLIPS = {  # how some spell the commonest words
+SLIPS = {  # word → how some users misspell it
     "you": "u",
     "your": "ur",
     "are": "r",
@@ -42,73 +53,91 @@ SLIPS = {  # how some spell the commonest words
     "is": "si",
     "tell": "tel",
 }
-AN = re.compile(r"\b([Aa])(?= (?!uni|one\b|eu|use)[aeiou])")  # "a engineer", not "a unicorn"
+# "a engineer" becomes "an engineer"; "a unicorn" stays.
+AN = re.compile(r"\b([Aa])(?= (?!uni|one\b|eu|use)[aeiou])")
+WORD = r"[^\W\d_]+"  # letters only
 
 
 class Conversation:
-    """Messages and what they mean. `stage` says what words are drawn from and how lists are answered."""
+    """Messages, their meaning, and all that the user has mentioned.
 
-    def __init__(self, rng, held_out: bool = False, stage=None):
-        self.rng, self.held_out, self.stage = rng, held_out, stage
-        self.style, self.american = (
-            rng.choices(list(STYLES), list(STYLES.values()))[0],
-            rng.random() < 0.3,
-        )
+    `held_out` chooses the half of the vocabulary (words.py). `stage` chooses the words of lists, the
+    words around questions, and how lists are answered.
+    """
+
+    def __init__(self, rng: Random, held_out: bool, stage: "Stage"):
+        self.rng = rng
+        self.held_out = held_out
+        self.stage = stage
+        self.style = rng.choices(list(STYLES), list(STYLES.values()))[0]
+        self.american = rng.random() < 0.3  # writes "color", "favorite"
         self.messages: list[dict] = []
-        # Said in the same message as the next request, with its meaning.
-        self.before: tuple[str, tuple] | None = None
-        self.log: list[list[tuple]] = []  # of every exchange: what it means, in one or more steps
-        # Words of names and cities, which a casual user still begins with a capital.
+        # A sentence that the next message begins with, and its meaning.
+        self.before: tuple[str, Step] | None = None
+        self.log: list[list[Step]] = []  # the steps of each exchange
+        # Words of names and cities: a casual user writes these with a capital, and no others.
         self.capitals: set[str] = set()
-        self.facts: dict[str, str] = {}  # kind → value, in the order of telling
+        self.facts: dict[str, str] = {}  # kind → value, the newest last
         self.pets: dict[str, str] = {}  # kind → name
-        self.owners: dict[str, tuple[str, str]] = {}  # person → (colour or nothing, thing)
+        self.owners: dict[str, tuple[str, str]] = {}  # person → (colour or "", thing)
         self.homes: dict[str, str] = {}  # person → city
         self.objects: dict[str, str] = {}  # thing → place
         self.list: list[str] = []
 
-    def say(self, user: str, assistant: str, *meaning: tuple):
-        """One exchange, typed in this user's style; the answer is always written in full."""
+    def say(self, user: str, assistant: str, *meaning: Step) -> None:
+        """Add one exchange: the user's message in their style, the answer in full sentences."""
         if self.before:
-            (sentence, step), self.before = self.before, None
-            user, meaning = f"{sentence} {user}", (step, *meaning)
-        if self.stage and self.stage.noted:
+            sentence, step = self.before
+            self.before = None
+            user = f"{sentence} {user}"
+            meaning = (step, *meaning)
+        if self.stage.noted:
             assistant = self.stage.noted(meaning) or assistant
         self.log.append(list(meaning))
-        user, assistant = (AN.sub(r"\1n", text) for text in (user, assistant))
-        self.messages += [
-            {"role": "user", "content": self.typed(user)},
-            {"role": "assistant", "content": assistant},
-        ]
+        user = AN.sub(r"\1n", user)
+        assistant = AN.sub(r"\1n", assistant)
+        self.messages.append({"role": "user", "content": self.typed(user)})
+        self.messages.append({"role": "assistant", "content": assistant})
 
     def typed(self, text: str) -> str:
-        """Full sentences; without the last mark; small letters and few marks, names kept; or everything small."""
+        """The text as this user types it.
+
+        written: full sentences.
+        no mark: without the last punctuation mark.
+        casual: lower case but for names, fewer marks, some misspelt words.
+        small: as casual, and names in lower case too.
+        """
         if self.american:
             text = text.replace("colour", "color").replace("avourite", "avorite")
         if self.style == "written":
-            return text.rstrip(".?! ") if self.rng.random() < 0.08 else text
+            if self.rng.random() < 0.08:
+                return without_mark(text)
+            return text
         if self.style == "no mark":
-            return text.rstrip(".?! ")
+            return without_mark(text)
         if self.rng.random() < 0.7:
-            text = text.rstrip(".?! ")
+            text = without_mark(text)
         if self.rng.random() < 0.5:
             text = re.sub(r"(?<=\w)'(?=(s|m|re|t|ll|ve|d)\b)", "", text)  # whats, im, dont
-        keep = self.capitals if self.style == "casual" else ()
-        return re.sub(
-            r"[^\W\d_]+",
-            lambda word: word[0] if word[0] in keep else self.slip(word[0].lower()),
-            text,
-        )
+        return re.sub(WORD, lambda match: self._small(match[0]), text)
+
+    def _small(self, word: str) -> str:
+        """A word of a user who writes lower case."""
+        if self.style == "casual" and word in self.capitals:
+            return word
+        return self.slip(word.lower())
 
     def slip(self, word: str) -> str:
-        """A common word, now and then in a spelling that is not in the dictionary."""
-        return SLIPS.get(word, word) if self.rng.random() < 0.04 else word
+        """The word, in one case of 25 misspelt if it is a common one."""
+        if self.rng.random() < 0.04:
+            return SLIPS.get(word, word)
+        return word
 
     def cased(self, value: str) -> str:
-        """A value as this user types it, now and in all later turns."""
+        """A value as this user types it, now and in all later messages."""
         if self.style == "small":
             return value.lower()
-        self.capitals |= {word for word in re.findall(r"[^\W\d_]+", value) if word[0].isupper()}
+        self.capitals |= {word for word in re.findall(WORD, value) if word[0].isupper()}
         return value
 
     def word(self) -> str:
@@ -119,22 +148,34 @@ class Conversation:
         """A first name."""
         return self.cased(words.name(self.rng, self.held_out))
 
-    def one_of(self, texts, **values) -> str:
-        """A phrasing with its values filled in; of a long list the first three are the usual ones."""
-        usual = len(texts) > 8 and self.rng.random() < 0.25
-        return self.rng.choice(texts[:3] if usual else texts).format(**values)
+    def one_of(self, texts: Sequence[str], **values: object) -> str:
+        """One of the phrasings with its values filled in.
+
+        The first three phrasings of a long list are the usual ones, and drawn more often.
+        """
+        if len(texts) > 8 and self.rng.random() < 0.25:
+            texts = texts[:3]
+        return self.rng.choice(texts).format(**values)
+
+
+def without_mark(text: str) -> str:
+    """The text without the marks and spaces at its end."""
+    return text.rstrip(".?! ")
 
 
 def upper_first(sentence: str) -> str:
-    """A sentence that may begin with a value."""
+    """The sentence with a capital: it may begin with a value."""
     return sentence[0].upper() + sentence[1:]
 
 
-def lower_first(sentence: str, keep=()) -> str:
-    """A sentence after a lead-in: "Hey, what is my name?". Names and I keep their capital."""
-    word = re.match(r"[^\W\d_]*", sentence)[0]
-    return (
-        sentence
-        if word in keep or word == "I" or word[:2].isupper()
-        else sentence[0].lower() + sentence[1:]
-    )
+def lower_first(sentence: str, keep: Collection[str] = ()) -> str:
+    """The sentence as it follows a lead-in: "Hey, what is my name?".
+
+    Words in `keep`, "I" and words of capitals stay as they are.
+    """
+    match = re.match(r"[^\W\d_]*", sentence)
+    assert match is not None  # the pattern matches an empty string too
+    word = match[0]
+    if word in keep or word == "I" or word[:2].isupper():
+        return sentence
+    return sentence[0].lower() + sentence[1:]

@@ -1,14 +1,15 @@
-"""The sentences that the conversations are made of: each kind in a TOML file beside this one, read when imported.
+"""The sentences that conversations are made of: one TOML file per topic, beside this module.
 
-A line that stands twice is drawn twice as often. The order counts: another one makes another corpus of a seed.
+A phrasing that a list contains twice is drawn twice as often. Their order matters: the same seed
+gives another corpus when two lines change places.
 """
 
 import tomllib
 from importlib.resources import files
+from typing import Any
 
 
-def phrases(name: str) -> dict:
-    """What nanokv/school/training/NAME.toml holds."""
-    return tomllib.loads(
-        (files("nanokv.school.training") / f"{name}.toml").read_text(encoding="utf-8")
-    )
+def phrases(name: str) -> dict[str, Any]:
+    """The content of nanokv/school/training/NAME.toml."""
+    path = files("nanokv.school.training") / f"{name}.toml"
+    return tomllib.loads(path.read_text(encoding="utf-8"))
