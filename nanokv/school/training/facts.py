@@ -1,102 +1,131 @@
-"""What a user can tell about himself and ask back later; the phrasings of every kind of fact are in facts.toml.
+"""The kinds of facts that a user can mention and ask for later; their phrasings are in facts.toml.
 
-Each kind has statements and the answers to them, statements that change it, questions and the answers to those,
-questions for yes or no, and what an honest model says when it was never told. {v} is the value.
+A kind has statements and their answers, statements that change the fact, questions, questions for
+yes or no, the answer when the fact is known, and the answer when the user has not mentioned it. {v}
+is the value.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
+from random import Random
 
 from nanokv.school.training import words
 from nanokv.school.training.phrases import phrases
 
+Draw = Callable[[Random, bool], str]  # (rng, held_out) → a value
+
 _TEXTS = phrases("nearby") | phrases("strangers") | phrases("facts")
-PET, OWNER, BELONGING, HOME, OBJECT, EVERYTHING = (
-    _TEXTS[name] for name in ("pet", "owner", "belonging", "home", "object", "everything")
-)
-CHANGED, OPENINGS = _TEXTS["changed"]["told"], _TEXTS["openings"]["told"]
+PET = _TEXTS["pet"]
+OWNER = _TEXTS["owner"]
+BELONGING = _TEXTS["belonging"]
+HOME = _TEXTS["home"]
+OBJECT = _TEXTS["object"]
+EVERYTHING = _TEXTS["everything"]
+CHANGED = _TEXTS["changed"]["told"]
+OPENINGS = _TEXTS["openings"]["told"]
 
 
 @dataclass(frozen=True)
 class Fact:
-    """One kind of fact: how it is drawn, told, confirmed, changed, asked for, recalled, and missed."""
+    """One kind of fact: how a value is drawn, and the phrasings around it."""
 
-    value: Callable  # (rng, held_out) → str
-    told: list[str]
-    noted: list[str]
-    changed: list[str]
-    asked: list[str]
-    confirm: list[str]
-    recalled: list[str]
-    missing: list[str]
+    value: Draw
+    told: list[str]  # "My name is {v}."
+    noted: list[str]  # "Nice to meet you, {v}."
+    changed: list[str]  # "Call me {v} instead."
+    asked: list[str]  # "What is my name?"
+    confirm: list[str]  # "Is my name {v}?"
+    recalled: list[str]  # "Your name is {v}."
+    missing: list[str]  # the answer when the user has not mentioned it
 
 
-def _fact(section: str, value: Callable, **filled: str) -> Fact:
-    """A section of the file, its {thing} and {note} filled in."""
-    texts = {
-        field.name: _TEXTS[section][field.name] for field in fields(Fact) if field.name != "value"
-    }
-    for name, text in filled.items():
-        texts = {
-            key: [line.replace(f"{{{name}}}", text) for line in lines]
-            for key, lines in texts.items()
-        }
+def _fact(section: str, value: Draw, **filled: str) -> Fact:
+    """The fact of a section of the file, with its {thing} and {note} filled in."""
+    texts = {}
+    for field in fields(Fact):
+        if field.name == "value":
+            continue
+        lines = _TEXTS[section][field.name]
+        for name, text in filled.items():
+            lines = [line.replace(f"{{{name}}}", text) for line in lines]
+        texts[field.name] = lines
     return Fact(value, **texts)
 
 
-def _from(pool, known: float = 0.55):
-    """A word of the pool, or one that no pool has: a model that only knew the pool would answer from it."""
-    return lambda rng, held_out: (
-        rng.choice(pool) if rng.random() < known else words.strange(rng, held_out)
-    )
+def _from(pool: Sequence[str], known: float = 0.55) -> Draw:
+    """Draws a word of the pool, or with probability 1 - `known` a word that no pool contains.
+
+    With words of the pool alone, a model would learn to answer from the pool.
+    """
+
+    def draw_value(rng: Random, held_out: bool) -> str:
+        if rng.random() < known:
+            return rng.choice(pool)
+        return words.strange(rng, held_out)
+
+    return draw_value
 
 
-def _city(rng, held_out):
-    return rng.choice(words.CITIES) if rng.random() < 0.5 else words.name(rng, held_out)
+def _city(rng: Random, held_out: bool) -> str:
+    """A city, or a name as the name of a town."""
+    if rng.random() < 0.5:
+        return rng.choice(words.CITIES)
+    return words.name(rng, held_out)
 
 
-def _title(rng, held_out):
-    """A song, a book, a band: one or two words that mean nothing."""
+def _title(rng: Random, held_out: bool) -> str:
+    """The title of a song, a book, a film or a band: one or two capitalised words."""
     count = rng.choice((1, 1, 2))
-    return " ".join(
-        words.distinct(rng, count, lambda: words.varied_word(rng, held_out).capitalize())
-    )
+    parts = words.distinct(rng, count, lambda: words.varied_word(rng, held_out).capitalize())
+    return " ".join(parts)
 
 
-def _names(rng, held_out):
-    """Two or three names."""
-    *first, last = words.distinct(rng, rng.choice((2, 2, 3)), lambda: words.name(rng, held_out))
+def _names(rng: Random, held_out: bool) -> str:
+    """Two or three names: Ada, Leo and Mia."""
+    count = rng.choice((2, 2, 3))
+    *first, last = words.distinct(rng, count, lambda: words.name(rng, held_out))
     return f"{', '.join(first)} and {last}"
 
 
-def _age(rng, held_out):
+def _age(rng: Random, held_out: bool) -> str:
+    """5 to 99."""
     return str(rng.randint(5, 99))
 
 
-def _number(rng, held_out):
+def _number(rng: Random, held_out: bool) -> str:
     """One to six digits, mostly one to four."""
     digits = rng.choice((1, 2, 2, 3, 3, 4, 4, 4, 5, 6))
     return str(rng.randint(10 ** (digits - 1), 10**digits - 1))
 
 
-def _code(rng, held_out):
+def _code(rng: Random, held_out: bool) -> str:
     """Three to six digits, mostly four."""
     digits = rng.choice((3, 4, 4, 4, 4, 4, 4, 5, 6))
     return "".join(rng.choices("0123456789", k=digits))
 
 
-def _login(rng, held_out):
-    """A word, digits, or a word with digits behind it."""
+def _login(rng: Random, held_out: bool) -> str:
+    """A password: digits, a word, or a word with a number behind it."""
     kind = rng.random()
     if kind < 0.4:
         return _code(rng, held_out)
     word = words.varied_word(rng, held_out)
-    return word if kind < 0.7 else f"{word}{rng.randint(1, 99)}"
+    if kind < 0.7:
+        return word
+    return f"{word}{rng.randint(1, 99)}"
 
 
-def _favourite(thing: str, value: Callable, note: str = "Noted: {v}.") -> Fact:
-    """Favourites are told in the same words, favorites too."""
+def _favourite(thing: str, value: Draw, note: str = "Noted: {v}.") -> Fact:
+    """All favourites have the same phrasings; `note` is one of the answers to a statement."""
     return _fact("favourite", value, thing=thing, note=note)
+
+
+def _secret(code: str) -> Fact:
+    """A code: digits, or a password if its name says so."""
+    value = _code
+    if code.endswith("password"):
+        value = _login
+    return _fact("code", value, thing=code)
 
 
 FACTS = {
@@ -122,7 +151,8 @@ FACTS = {
     "subject": _favourite("subject", _from(words.SUBJECTS)),
 } | {thing: _favourite(thing, _title) for thing in ("song", "book", "film", "band")}
 FACTS |= {who: _fact("sibling", words.name, thing=who) for who in words.RELATIVES}
-LATE = {  # kinds that resemble others: in the second stage of the training
+# Kinds that resemble others: from the second stage of the training on.
+LATE = {
     "birthplace": _fact("birthplace", _city),
     "childhood": _fact("childhood", _city),
     "workplace": _fact("workplace", _city),
@@ -130,22 +160,16 @@ LATE = {  # kinds that resemble others: in the second stage of the training
     "played": _fact("played", _from(words.INSTRUMENTS)),
     "language": _fact("language", _from(words.LANGUAGES)),
 } | {thing: _favourite(thing, words.strange) for thing in words.FAVOURITES}
-CODES = {  # in the second stage
-    code: _fact("code", _login if code.endswith("password") else _code, thing=code)
-    for code in words.CODES
-}
+CODES = {code: _secret(code) for code in words.CODES}  # also from the second stage on
 FACTS |= LATE | CODES
 
-# how often a kind comes up; brothers and sisters more than colleagues, colours more than flowers
+# Kind → how often it is drawn, relative to 1: a brother more often than a colleague, a colour more
+# often than a flower.
 WEIGHTS = dict.fromkeys(FACTS, 1.0)
-WEIGHTS |= {
-    kind: 0.5
-    for kind in words.RELATIVES
-    if kind not in ("sister", "brother", "mother", "son", "daughter")
-}
-WEIGHTS |= dict.fromkeys(
-    ("season", "fruit", "flower", "instrument", "subject", "song", "book", "film", "band"), 0.5
-)
+_CLOSEST = ("sister", "brother", "mother", "son", "daughter")
+WEIGHTS |= {kind: 0.5 for kind in words.RELATIVES if kind not in _CLOSEST}
+WEIGHTS |= dict.fromkeys(("season", "fruit", "flower", "instrument", "subject"), 0.5)
+WEIGHTS |= dict.fromkeys(("song", "book", "film", "band"), 0.5)
 WEIGHTS |= {
     "name": 5.0,
     "city": 3.0,
@@ -155,12 +179,14 @@ WEIGHTS |= {
     "number": 2.5,
     "word": 2.0,
     "hobby": 1.5,
+    "friend": 1.5,
+    "age": 1.5,
+    "friends": 0.5,
 }
-WEIGHTS |= {"friend": 1.5, "age": 1.5, "friends": 0.5}
-WEIGHTS |= dict.fromkeys((*LATE, *CODES), 0)
+WEIGHTS |= dict.fromkeys((*LATE, *CODES), 0)  # drawn by name alone
 
 
-def draw(rng, but=()) -> str:
-    """A kind of fact, none of `but`."""
+def draw(rng: Random, but: Collection[str] = ()) -> str:
+    """A kind of fact that is not in `but`."""
     kinds = [kind for kind in FACTS if kind not in but]
     return rng.choices(kinds, [WEIGHTS[kind] for kind in kinds])[0]
