@@ -104,7 +104,7 @@ def statement(
 ) -> Statement:
     """A statement of a fact; if the kind is known already, it changes the fact.
 
-    `texts` are the phrasings to choose from, those of the kind by default. Without a `value`, one is
+    `texts` are the phrasings to choose from, those of the kind by default. Without `value`, one is
     drawn.
     """
     value = value or told_value(talk, kind)

@@ -61,8 +61,8 @@ WORD = r"[^\W\d_]+"  # letters only
 class Conversation:
     """Messages, their meaning, and all that the user has mentioned.
 
-    `held_out` chooses the half of the vocabulary (words.py). `stage` chooses the words of lists, the
-    words around questions, and how lists are answered.
+    `held_out` chooses the half of the vocabulary (words.py). `stage` chooses the words of lists,
+    the words around questions, and how lists are answered.
     """
 
     def __init__(self, rng: Random, held_out: bool, stage: "Stage"):

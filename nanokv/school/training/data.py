@@ -1,11 +1,12 @@
-"""From conversations to batches: tokenizer training, and rows of token ids with the tokens that count in the loss.
+"""From conversations to batches: the tokenizer's training, and rows of token ids with loss masks.
 
-A row is one conversation, cut at the row's end: no packing, so nothing leaks from one conversation into the next and
-no document mask is needed. A few rows are stories without a chat around them. Rows of several lengths are mixed, so
-first turns and long contexts are both common.
+A row is one conversation, cut at the end of the row. Rows are not packed, so tokens never attend to
+another conversation and no document mask is needed. A few rows are stories without a chat. Rows
+have several lengths, so first turns and long contexts are both common.
 """
 
 import random
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -24,37 +25,50 @@ from nanokv.school.training.corpus import FIRST, Stage, begin, conversation, gro
 from nanokv.text.tokenizer_file import write_tokenizer
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-# Qwen's split: contractions, words with their leading space, single digits, punctuation, line breaks, spaces.
+# Qwen's split: contractions, words with their leading space, single digits, punctuation, line
+# breaks, spaces.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# A space before a user's text: his first word has the token that it has inside of a sentence.
+# A user's text begins with a space, so that its first word is the same token as within a sentence.
 CHAT_TEMPLATE = (
     "{%- for message in messages %}"
-    "{{- '<|im_start|>' + message.role + '\\n' + (' ' if message.role == 'user' else '') + message.content }}"
+    "{{- '<|im_start|>' + message.role + '\\n' "
+    "+ (' ' if message.role == 'user' else '') + message.content }}"
     "{{- '<|im_end|>\\n' }}"
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-# Of the user's tokens count in the loss: the model is to answer, not to guess what users say.
+# Share of the user's tokens that count in the loss: the model learns to answer, not to guess what
+# users say.
 USER_SHARE = 0.1
-TOKENS_AN_EXCHANGE = 36  # about: more exchanges are drawn where a row is not full
-PLAIN_SHARE = 0.03  # of the rows are stories without a chat
-# (tokens per row, how often).
-ROW_LENGTHS = ((64, 2), (128, 5), (256, 8), (512, 3), (1024, 1.5), (2048, 0.5))
+TOKENS_AN_EXCHANGE = 36  # on average; if a row is not full, more exchanges are drawn
+PLAIN_SHARE = 0.03  # share of rows that are stories without a chat
+ROW_LENGTHS = ((64, 2), (128, 5), (256, 8), (512, 3), (1024, 1.5), (2048, 0.5))  # (tokens, weight)
+
+Row = tuple[list[int], list[bool]]  # ids, and which of them count in the loss
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # inputs, targets, which targets count
 
 
-def render(messages) -> str:
-    """ChatML, exactly what CHAT_TEMPLATE gives."""
-    return "".join(
-        f"<|im_start|>{m['role']}\n{' ' if m['role'] == 'user' else ''}{m['content']}<|im_end|>\n"
-        for m in messages
-    )
+def render(messages: Iterable[Mapping[str, str]]) -> str:
+    """The messages in ChatML, the same text as from CHAT_TEMPLATE."""
+    return "".join(map(_render, messages))
+
+
+def _render(message: Mapping[str, str]) -> str:
+    role = message["role"]
+    content = message["content"]
+    if role == "user":
+        content = " " + content
+    return f"<|im_start|>{role}\n{content}<|im_end|>\n"
 
 
 def train_tokenizer(seed: int, vocab_size: int, conversations: int = 6000) -> Tokenizer:
-    """Byte-level BPE with Qwen's pre-tokenizer, so every digit is a token and every text can be encoded."""
+    """Train byte-level BPE with Qwen's pre-tokenizer: each digit is a token, every text has tokens.
+
+    `vocab_size` includes the special tokens. `conversations` is how many it learns from.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -81,8 +95,8 @@ def train_tokenizer(seed: int, vocab_size: int, conversations: int = 6000) -> To
     return tokenizer
 
 
-def save_tokenizer(tokenizer: Tokenizer, folder):
-    """tokenizer.json and tokenizer_config.json, as transformers writes them."""
+def save_tokenizer(tokenizer: Tokenizer, folder: str | Path) -> None:
+    """Write tokenizer.json and tokenizer_config.json as transformers does."""
     special = {
         "lstrip": False,
         "normalized": False,
@@ -112,7 +126,11 @@ def save_tokenizer(tokenizer: Tokenizer, folder):
 
 
 class Rows:
-    """Batches by step number: batch i is the same whatever was drawn before, so a resumed run sees the same data."""
+    """Batches of rows by step number.
+
+    Batch i depends on the seed and on i alone, so a resumed run trains on the same batches.
+    `longest` is the most tokens of a row.
+    """
 
     def __init__(
         self,
@@ -120,10 +138,12 @@ class Rows:
         seed: int,
         tokens_per_batch: int,
         longest: int = 2048,
-        stage=FIRST,
+        stage: Stage = FIRST,
     ):
-        self.tokenizer, self.seed, self.tokens_per_batch = tokenizer, seed, tokens_per_batch
-        self.stage: Stage = stage
+        self.tokenizer = tokenizer
+        self.seed = seed
+        self.tokens_per_batch = tokens_per_batch
+        self.stage = stage
         self.lengths = [
             (length, weight)
             for length, weight in ROW_LENGTHS
@@ -131,58 +151,69 @@ class Rows:
         ]
         self.assistant = tokenizer.encode("<|im_start|>assistant\n").ids
 
-    def batch(self, step: int):
+    def batch(self, step: int) -> Batch:
         """(B,T) inputs, (B,T) targets, (B,T) bool: which targets count in this step's loss."""
         rng = random.Random(f"{self.seed}:{step}")
-        length = rng.choices(*zip(*self.lengths, strict=True))[0]
+        lengths, weights = zip(*self.lengths, strict=True)
+        length = rng.choices(lengths, weights)[0]
         return self.rows([self.row(rng, length) for _ in range(self.tokens_per_batch // length)])
 
-    def held_out(self, count: int, length: int = 512):
-        """Rows of conversations whose names and words training never uses, only answers count; the same every time."""
-        return self.rows(
-            [self.row(random.Random(f"held out:{i}"), length, held_out=True) for i in range(count)]
-        )
+    def held_out(self, count: int, length: int = 512) -> Batch:
+        """A batch of rows with held-out names and words, the same at every call.
 
-    def row(self, rng, length: int, held_out: bool = False) -> tuple[list[int], list[bool]]:
-        """length + 1 ids and whether each counts, from a conversation that grows until it fills the row."""
+        Only answers count in its loss.
+        """
+        rngs = [random.Random(f"held out:{i}") for i in range(count)]
+        return self.rows([self.row(rng, length, held_out=True) for rng in rngs])
+
+    def row(self, rng: random.Random, length: int, held_out: bool = False) -> Row:
+        """length + 1 ids of one conversation, which grows until it fills the row."""
         if not held_out and rng.random() < PLAIN_SHARE:
             return self.plain_row(rng, length)
-        talk, done = begin(rng, held_out, self.stage), 0
+        talk = begin(rng, held_out, self.stage)
+        done = 0  # messages that are encoded
         ids: list[int] = []
         said: list[bool] = []
         while len(ids) <= length:
-            grow(talk, len(talk.log) + max(2, (length - len(ids)) // TOKENS_AN_EXCHANGE))
+            missing = (length - len(ids)) // TOKENS_AN_EXCHANGE
+            grow(talk, len(talk.log) + max(2, missing))
             more, answers = self.encode(talk.messages[done:])
-            ids, said, done = ids + more, said + answers, len(talk.messages)
-        share = 0 if held_out else USER_SHARE
-        return ids[: length + 1], [
-            answered or rng.random() < share for answered in said[: length + 1]
-        ]
+            ids += more
+            said += answers
+            done = len(talk.messages)
+        share = USER_SHARE
+        if held_out:
+            share = 0
+        counts = [answered or rng.random() < share for answered in said[: length + 1]]
+        return ids[: length + 1], counts
 
-    def plain_row(self, rng, length: int) -> tuple[list[int], list[bool]]:
-        """Stories, each ended by <|endoftext|>; every token counts."""
+    def plain_row(self, rng: random.Random, length: int) -> Row:
+        """length + 1 ids of stories, each ended by <|endoftext|>; every token counts."""
         ids: list[int] = []
         while len(ids) <= length:
             ids += self.tokenizer.encode(plain_story(rng) + "<|endoftext|>").ids
         return ids[: length + 1], [True] * (length + 1)
 
-    def encode(self, messages) -> tuple[list[int], list[bool]]:
-        """Ids of the messages in ChatML; is each a token that the assistant says, its end included?"""
+    def encode(self, messages: Sequence[Mapping[str, str]]) -> Row:
+        """Ids of the messages in ChatML. The tokens that the assistant generates count.
+
+        These are its text and <|im_end|>, without the header and the line break after it.
+        """
         ids: list[int] = []
         said: list[bool] = []
         header = len(self.assistant)
-        # A thread a core.
-        encoded = self.tokenizer.encode_batch_fast([render([message]) for message in messages])
-        for message, new in zip(messages, (encoding.ids for encoding in encoded), strict=True):
+        texts = [render([message]) for message in messages]
+        encoded = self.tokenizer.encode_batch_fast(texts)  # one thread per core
+        for message, encoding in zip(messages, encoded, strict=True):
+            new = encoding.ids
             ids += new
             answer = message["role"] == "assistant"
-            # The last one is a line break.
             said += [False] * header + [answer] * (len(new) - header - 1) + [False]
         return ids, said
 
     @staticmethod
-    def rows(rows):
-        """Shift by one: position t predicts token t + 1."""
+    def rows(rows: Sequence[Row]) -> Batch:
+        """The rows as tensors, shifted by one: position t predicts token t + 1."""
         ids = torch.tensor([ids for ids, _ in rows])  # (B,T+1)
         counts = torch.tensor([counts for _, counts in rows])  # (B,T+1)
         return ids[:, :-1], ids[:, 1:], counts[:, 1:]

@@ -121,7 +121,7 @@ def _favourite(thing: str, value: Draw, note: str = "Noted: {v}.") -> Fact:
 
 
 def _secret(code: str) -> Fact:
-    """A code: digits, or a password if its name says so."""
+    """A code: digits, or a password if that is its name."""
     value = _code
     if code.endswith("password"):
         value = _login

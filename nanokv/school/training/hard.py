@@ -30,7 +30,7 @@ OTHERS = (  # exchanges about something else
     small_talk.unknown,
 )
 LENGTHS = (3, 4, 5, 5, 6, 6, 7, 7, 8, 8)
-FIRST = 0.55  # share of statements that begin with their value, of those that can
+FIRST = 0.55  # share of statements that begin with their value, where the kind permits it
 FIRST_TEXTS = {  # kind → the phrasings that begin with the value
     kind: [text for text in (*fact.told, *fact.changed) if text.startswith("{v}")]
     for kind, fact in FACTS.items()

@@ -1,16 +1,19 @@
-"""The files of a training run: which checkpoints are whole, the metrics up to a step, and what --force may delete.
+"""The files of a training run: complete checkpoints, metrics, and the files --force may delete.
 
     checkpoint-STEP/   weights, optimizer, state.json; the last two are kept
-    metrics.jsonl      one line per step        loss.png           model/          the finished model
+    metrics.jsonl      one line per step
+    loss.png           the plot of the loss
+    model/             the finished model
 
-A checkpoint is written beside its place and renamed: a run that is killed at any moment leaves whole ones only.
-No torch in here, so a wrong --out is refused at once.
+A checkpoint is written to a temporary folder and then renamed, so all checkpoints are complete
+whenever a run is killed. This module does not import torch, so a wrong --out is refused at once.
 """
 
 import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,7 +24,7 @@ from nanokv.errors import NanoKVError
 OWN = ("checkpoint-*", "checkpoint.tmp", "metrics.jsonl", "metrics.jsonl.tmp", "loss.png", "model")
 
 
-def checkpoints(folder) -> list[Path]:
+def checkpoints(folder: str | Path) -> list[Path]:
     """Complete checkpoints of a run, oldest first."""
     found = [path for path in Path(folder).glob("checkpoint-*") if (path / "state.json").is_file()]
     found = [path for path in found if re.fullmatch(r"checkpoint-\d+", path.name)]
@@ -29,15 +32,15 @@ def checkpoints(folder) -> list[Path]:
 
 
 def read_state(checkpoint: Path) -> dict:
-    """state.json of a checkpoint: step, recipe, config."""
+    """The state.json of a checkpoint: step, recipe, config. NanoKVError if it cannot be read."""
     try:
         return json.loads((checkpoint / "state.json").read_text())
     except (OSError, ValueError) as error:
         raise damaged(checkpoint, error) from error
 
 
-def damaged(checkpoint: Path, error) -> NanoKVError:
-    """The error for a checkpoint that was whole once: the disk or a hand changed it."""
+def damaged(checkpoint: Path, error: Exception) -> NanoKVError:
+    """The error for a checkpoint whose files were damaged after it was complete."""
     return NanoKVError(
         f"{checkpoint} is damaged: {error}",
         hint="remove that folder: --resume then continues from the one before it",
@@ -45,8 +48,9 @@ def damaged(checkpoint: Path, error) -> NanoKVError:
 
 
 @contextmanager
-def new_checkpoint(folder: Path, name: str):
-    """Yields an empty folder to write into; it becomes folder/name when everything in it is on the disk."""
+def new_checkpoint(folder: Path, name: str) -> Iterator[Path]:
+    """Yields an empty folder to write into. At the end its files are flushed to the disk, and it is
+    renamed to folder/name."""
     temporary = folder / "checkpoint.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     with saving(folder / name):
@@ -56,7 +60,7 @@ def new_checkpoint(folder: Path, name: str):
             for path in temporary.iterdir():
                 with open(path, "rb") as file:
                     os.fsync(file.fileno())
-            # An incomplete one: save() leaves a whole one alone.
+            # Only an incomplete one can be here: save() does not replace a complete checkpoint.
             shutil.rmtree(folder / name, ignore_errors=True)
             os.replace(temporary, folder / name)
         finally:
@@ -64,41 +68,47 @@ def new_checkpoint(folder: Path, name: str):
 
 
 @contextmanager
-def saving(target: Path):
-    """A full disk, a quota, a missing right: one error that says what is lost, which is nothing older."""
+def saving(target: Path) -> Iterator[None]:
+    """Turns a full disk, a quota or a missing permission into a NanoKVError with the free space."""
     try:
         yield
     except (OSError, SafetensorError) as error:
         place = next(path for path in (target, *target.absolute().parents) if path.is_dir())
+        free = shutil.disk_usage(place).free / 1e6
         raise NanoKVError(
-            f"{target} was not saved: {error} ({shutil.disk_usage(place).free / 1e6:,.0f} MB are free there)",
+            f"{target} was not saved: {error} ({free:,.0f} MB are free there)",
             hint="older checkpoints are whole: make room, then --resume",
         ) from error
 
 
-def drop_old(folder: Path, keep: int = 2):
-    """Remove all but the newest checkpoints, and what is left of half removed ones."""
+def drop_old(folder: Path, keep: int = 2) -> None:
+    """Remove all checkpoints but the `keep` newest, and the rest of any half-removed one."""
     kept = checkpoints(folder)[-keep:]
     for path in folder.glob("checkpoint-*"):
         if path not in kept:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def refuse_foreign(folder: Path):
-    """`--out ~ --force` must not cost a home directory: a folder with other files in it is not a run."""
+def refuse_foreign(folder: Path) -> None:
+    """NanoKVError if the folder has files that no run writes.
+
+    So `--out ~ --force` does not delete a home directory.
+    """
     foreign = sorted(
         path.name for path in folder.iterdir() if not any(path.match(pattern) for pattern in OWN)
     )
     if foreign:
-        more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
+        more = ""
+        if len(foreign) > 3:
+            more = f" and {len(foreign) - 3} more"
         raise NanoKVError(
             f"{folder} holds {', '.join(foreign[:3])}{more}: not part of a training run",
             hint="another --out",
         )
 
 
-def clear(folder: Path):
-    """Delete a run, and nothing that is not part of one."""
+def clear(folder: Path) -> None:
+    """Delete the files of a run. NanoKVError, and nothing is deleted, if there are others."""
     refuse_foreign(folder)
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
@@ -108,9 +118,11 @@ def clear(folder: Path):
 
 
 def records(metrics: Path) -> list[dict]:
-    """The lines of metrics.jsonl; one that a kill has cut is left out."""
+    """The records of metrics.jsonl, but for a line that was cut off when the run was killed."""
+    if not metrics.exists():
+        return []
     found = []
-    for line in metrics.read_text().splitlines() if metrics.exists() else ():
+    for line in metrics.read_text().splitlines():
         try:
             found.append(json.loads(line))
         except ValueError:
@@ -118,8 +130,8 @@ def records(metrics: Path) -> list[dict]:
     return found
 
 
-def keep_until(metrics: Path, step: int):
-    """Drop the records of steps that a resumed run does again, so that every step stands there once."""
+def keep_until(metrics: Path, step: int) -> None:
+    """Drop the records after `step`: a resumed run does these steps again."""
     kept = [record for record in records(metrics) if record["step"] <= step]
     if kept or metrics.exists():
         temporary = metrics.with_name(metrics.name + ".tmp")

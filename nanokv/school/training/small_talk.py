@@ -1,4 +1,4 @@
-"""Exchanges that need no memory of the conversation: KV caches, stories, small talk, "I don't know".
+"""Exchanges that need no memory of the conversation: KV caches, stories, small talk, refusals.
 
 Each docstring of an exchange gives an example: "message of the user" → "answer".
 """

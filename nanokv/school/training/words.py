@@ -173,7 +173,7 @@ def number(n: int) -> str:
 
 
 def is_held_out(word: str) -> bool:
-    """Whether a word is kept for the evaluation: one word in eight, decided by its letters alone."""
+    """Whether a word is kept for the evaluation: one word in eight, decided by its letters."""
     return zlib.crc32(word.lower().encode()) % 8 == 0
 
 
@@ -186,7 +186,7 @@ def pick(rng: Random, pool: Sequence[str], held_out: bool) -> str:
 
 
 def invent(rng: Random, held_out: bool, most: int = 3) -> str:
-    """A made-up word of 1 to `most` syllables and 3 to 12 letters, all lower case: whapim, breayis."""
+    """A made-up word of 1 to `most` syllables and 3 to 12 letters, in lower case: whapim, spi."""
     while True:
         word = ""
         for _ in range(rng.randint(1, most)):
