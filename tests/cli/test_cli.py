@@ -1441,7 +1441,7 @@ def test_settings_as_ollama_has_them_lead_to_ours(rest, hint):
 def test_the_command_that_resumes_a_chat_names_what_its_session_does_not_hold(
     monkeypatch, flags, told
 ):
-    """NANOKV_MODEL may be another one when it is typed."""
+    """The command loads the same model, whatever NANOKV_MODEL is when it is typed."""
     from nanokv.apps.cli.chat.resume import resuming
     from nanokv.apps.cli.commands import chat
 
@@ -1455,6 +1455,7 @@ def test_the_command_that_resumes_a_chat_names_what_its_session_does_not_hold(
     assert resuming_with(shlex.split(found)[2:]) == found
     monkeypatch.setenv("NANOKV_MODEL", "smollm2")
     assert resuming_with([]) == "nanokv chat -m smollm2 --resume"
+    assert resuming_with(["-m", "tiny"]) == "nanokv chat -m tiny --resume"
 
 
 def test_a_command_among_other_lines_is_found_in_any_case():

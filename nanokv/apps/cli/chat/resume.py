@@ -3,6 +3,7 @@
 import shlex
 
 from nanokv.apps.cli.chat.options import ChatOptions
+from nanokv.apps.cli.common.arguments import environment
 from nanokv.apps.cli.common.options import CACHE, BeamOptions
 from nanokv.cache.options import kind_text
 
@@ -20,7 +21,7 @@ def resuming(given: ChatOptions) -> str:
 
 
 def kept(given: ChatOptions) -> list[tuple]:
-    """(flag, value, default). `-m` is omitted for tiny only, as NANOKV_MODEL may change."""
+    """(flag, value, default): a flag is written if its value is not the default."""
     model = given.model
     cache = given.cache
     beams = given.sampling.beams or BeamOptions(0)
@@ -28,7 +29,7 @@ def kept(given: ChatOptions) -> list[tuple]:
     template = given.template
     guess = speed.speculate and ":".join(map(str, speed.speculate))
     return [
-        ("-m", model.source, "tiny"),
+        ("-m", model.source, _model_without_flag()),
         ("--revision", model.revision, None),
         ("--dtype", model.dtype, "auto"),
         ("--device", model.device, "auto"),
@@ -47,3 +48,13 @@ def kept(given: ChatOptions) -> list[tuple]:
         ("--allow-special", template.allow_special, False),
         ("--no-loop-guard", given.no_loop_guard, False),
     ]
+
+
+def _model_without_flag() -> str | None:
+    """The model for which `-m` can be omitted: tiny, and none while NANOKV_MODEL is set.
+
+    `-m` is also written for the model of NANOKV_MODEL, as the variable may change.
+    """
+    if environment("NANOKV_MODEL"):
+        return None
+    return "tiny"
