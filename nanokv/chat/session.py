@@ -119,33 +119,18 @@ class Session:
         make_generation: Callable[..., Generation] = Generation,
         **settings: Any,
     ):
-        if tokenizer is None or isinstance(model, str | os.PathLike):
-            source = model if isinstance(model, str | os.PathLike) else "tiny"
-            raise UnknownArgument(
-                f"a Session needs a model and its tokenizer, got {model!r}",
-                f"nanokv.Session.from_pretrained({str(source)!r}) loads both",
-            )
-        settings = checked_settings(
-            "Session()", (params or {}) | settings, inspect.signature(Session).parameters
-        )
-        _check_choice("overflow", overflow, ("stop", "drop"))
-        _check_choice("loop_guard", loop_guard, ("on", "off"))
-        if cache is None:
-            cache = "dict"
-        if isinstance(cache, str):
-            cache = make_cache(cache, model.config, capacity=context)
-        check_cache(cache)
-        limit = context_limit(model, cache)
-        self.make_generation = make_generation
         self.model = model
-        self.tokenizer = tokenizer
-        self.cache = cache
+        self.tokenizer = _with_model(tokenizer, model)
+        given = (params or {}) | settings
+        self.params = checked_settings("Session()", given, inspect.signature(Session).parameters)
+        self.overflow = _choice("overflow", overflow, ("stop", "drop"))
+        self.loop_guard = _choice("loop_guard", loop_guard, ("on", "off"))
+        self.cache = _cache_for(model, cache, context)
+        limit = context_limit(model, self.cache)
         self.context = min(context or limit, limit)
-        self.params = settings
+        self.make_generation = make_generation
         self.template_kwargs = dict(template_kwargs or {})
         self.system = system
-        self.overflow = overflow
-        self.loop_guard = loop_guard
         self.messages: list[dict] = []
         self.prompt_ids: list[int] = []
         self.last: Turn | None = None
@@ -476,7 +461,32 @@ class Session:
         self._edited = True
 
 
-def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
-    """SessionError unless `value` is one of `known`."""
+def _with_model(tokenizer: Tokenizer | None, model: object) -> Tokenizer:
+    """The tokenizer. UnknownArgument if it is missing, or if the model is only a name."""
+    named = isinstance(model, str | os.PathLike)
+    if tokenizer is not None and not named:
+        return tokenizer
+    source = "tiny"
+    if named:
+        source = str(model)
+    raise UnknownArgument(
+        f"a Session needs a model and its tokenizer, got {model!r}",
+        f"nanokv.Session.from_pretrained({source!r}) loads both",
+    )
+
+
+def _cache_for(model: Model, cache: KVCache | str | None, context: int | None) -> KVCache:
+    """The cache itself, or a new one of the named kind (default: dict) for `context` tokens."""
+    if cache is None:
+        cache = "dict"
+    if isinstance(cache, str):
+        cache = make_cache(cache, model.config, capacity=context)
+    check_cache(cache)
+    return cache
+
+
+def _choice(name: str, value: str, known: tuple[str, ...]) -> str:
+    """The value. SessionError unless it is one of `known`."""
     if value not in known:
         raise SessionError(f"{name} is {value!r}: it must be {' or '.join(map(repr, known))}")
+    return value

@@ -122,8 +122,6 @@ class Generation:
         check_cache(cache)
         if chunk is None:
             chunk = prefill_chunk(model)
-        if eos_token_ids is None:
-            eos_token_ids = model.generation_config.eos_token_ids
         self.model = model
         self.cache = cache
         self.params = params
@@ -131,7 +129,7 @@ class Generation:
         self.ids = prompt_ids(ids, model.config.vocab_size)
         self.max_new_tokens = max_new_tokens
         self.chunk = chunk
-        self.eos_token_ids = eos_ids(eos_token_ids)
+        self.eos_token_ids = eos_ids(eos_token_ids, model)
         self.prompt_tokens = len(self.ids)
         self.cached_tokens = cache.length
         self.context = context_limit(model, cache)
@@ -496,8 +494,13 @@ def prompt_ids(ids: Ids, vocab_size: int) -> list[int]:
     return found
 
 
-def eos_ids(ids: int | Iterable[int]) -> tuple[int, ...]:
-    """One id, several or none, as a tuple."""
+def eos_ids(ids: EosIds, model: Model) -> tuple[int, ...]:
+    """The tokens that end an answer as a tuple: one id, several or none; None = the checkpoint's.
+
+    Raises GenerationError unless each is an integer ≥ 0.
+    """
+    if ids is None:
+        ids = model.generation_config.eos_token_ids
     each = (ids,) if isinstance(ids, int) or not isinstance(ids, Iterable) else tuple(ids)
     if not all(type(id) is int and id >= 0 for id in each):
         raise GenerationError(f"eos_token_ids is {ids!r}: an id or a list of ids ≥ 0 was expected")

@@ -111,30 +111,20 @@ class Engine:
         """
         check_sampling(max_new_tokens=max_new_tokens, top_logprobs=top_logprobs)
         check_salt(salt)
-        check_callable("on_token", on_token, "(request, step)")
-        check_callable("constrain", constrain, "(logits, tokens)")
+        check_callables(on_token, constrain)
         params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
         prompt = prompt_ids(ids, self.config.vocab_size)
-        if eos_token_ids is None:
-            eos_token_ids = self.model.generation_config.eos_token_ids
-        eos = eos_ids(eos_token_ids)
-        room = self._room(len(prompt), max_new_tokens)
-        if prefilled is None:
-            arrived = self.clock()
-        else:
-            self.check_prompt(prefilled, prompt)
-            arrived = prefilled.asked
         request = Request(
             number=self._submitted,
             prompt=prompt,
             params=params,
             max_new_tokens=max_new_tokens,
-            room=room,
-            eos_token_ids=eos,
+            room=self._room(len(prompt), max_new_tokens),
+            eos_token_ids=eos_ids(eos_token_ids, self.model),
             salt=salt,
             on_token=on_token,
             device=self.device,
-            arrived=arrived,
+            arrived=self._arrival(prefilled, prompt),
             constrain=constrain,
             top_logprobs=top_logprobs,
             prefilled=prefilled,
@@ -142,6 +132,16 @@ class Engine:
         self._submitted += 1
         self.scheduler.waiting.append(request)
         return request
+
+    def _arrival(self, prefilled: Prefilled | None, prompt: list[int]) -> float:
+        """The time from which a request counts: when its prefill was asked for, or now.
+
+        Raises HandoverError if `prefilled` cannot continue this prompt.
+        """
+        if prefilled is None:
+            return self.clock()
+        self.check_prompt(prefilled, prompt)
+        return prefilled.asked
 
     def add_prefix(self, cache: KVCache, salt: str = "") -> int:
         """Copy the full pages of a cache, from another process or a file, into the pool.
@@ -437,12 +437,16 @@ class Engine:
         )
 
 
-def check_callable(name: str, value: object, arguments: str) -> None:
-    """GenerationError unless `value` is None or a function."""
-    if value is not None and not callable(value):
-        raise GenerationError(
-            f"{name} is {value!r}: a function of {arguments}, or None, was expected"
-        )
+def check_callables(on_token: object, constrain: object) -> None:
+    """GenerationError unless each is None or a function."""
+    for name, value, arguments in (
+        ("on_token", on_token, "(request, step)"),
+        ("constrain", constrain, "(logits, tokens)"),
+    ):
+        if value is not None and not callable(value):
+            raise GenerationError(
+                f"{name} is {value!r}: a function of {arguments}, or None, was expected"
+            )
 
 
 def check_salt(salt: object) -> None:

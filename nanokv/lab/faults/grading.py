@@ -99,15 +99,20 @@ def grade(
             {}, (), false_alarm=f"only in a later run, so it depends on what ran before: {error}"
         )
     kills = {name: error for name, error in errors.items() if error}
-    note = ""
+    survivors = tuple(name for name in names if name not in kills)
+    return Grade(kills, survivors, note=weakness(passes, len(kills)))
+
+
+def weakness(passes: int, kills: int) -> str:
+    """Why a test with these counts of forward passes and kills proves little; "" if it does not."""
     if not passes:
-        note = "The test never ran the model: it would pass whatever the code does."
-    elif not kills:
-        note = (
+        return "The test never ran the model: it would pass whatever the code does."
+    if not kills:
+        return (
             "The test passes vacuously: it ran the model, but no fault made it fail. "
             "Compare with nanokv.score."
         )
-    return Grade(kills, tuple(name for name in names if name not in kills), note=note)
+    return ""
 
 
 def attempt(

@@ -79,24 +79,36 @@ def build(
     if fault is not None:
         runs.append(pack_run(model, tokenizer, fault.run, roles))
         difference = pack_fault(tokenizer, run, fault, model.embed_tokens.weight.dtype)
-    cores = "1 thread" if threads == 1 else f"{threads} threads"
     data = {
         "model": pack_model(model, name),
         "version": __version__,
-        "machine": f"torch {torch.__version__}, {platform.machine()}, {cores}",
+        "machine": machine(threads),
         "prompt": visible(prompt),
         "layers": run.layers,
-        "costs": {
-            "repeat": costs.repeat,
-            "cached": milliseconds(costs.cached),
-            "uncached": milliseconds(costs.uncached),
-            "difference": number(costs.difference),
-        },
+        "costs": pack_costs(costs),
         "runs": runs,
         "fault": difference,
     }
     title = f"nanokv trace of {visible(name)}: {visible(prompt)} (nanokv {__version__}, recorded)"
     return fill(title, data)
+
+
+def machine(threads: int) -> str:
+    """What the run was recorded on: torch, the processor's architecture, the threads."""
+    cores = f"{threads} threads"
+    if threads == 1:
+        cores = "1 thread"
+    return f"torch {torch.__version__}, {platform.machine()}, {cores}"
+
+
+def pack_costs(costs: Costs) -> dict:
+    """The times of the run with and without a cache, in milliseconds."""
+    return {
+        "repeat": costs.repeat,
+        "cached": milliseconds(costs.cached),
+        "uncached": milliseconds(costs.uncached),
+        "difference": number(costs.difference),
+    }
 
 
 def pack_model(model: Transformer, name: str) -> dict:

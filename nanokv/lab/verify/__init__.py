@@ -89,9 +89,7 @@ def verify(
 
     Raises the errors of loading.
     """
-    configs = [Config.from_folder(path) for path in (folder, against) if path is not None]
-    vocabulary = min(config.vocab_size for config in configs)
-    context = min(config.max_position_embeddings for config in configs)
+    vocabulary, context = smallest_sizes(folder, against)
     report = Report(str(source), None, str(dtype).removeprefix("torch."))
     report.checks.append(hash_check(folder))
     say(f"loading {source}")
@@ -119,6 +117,14 @@ def verify(
     if against:
         report.hints = make.config_differences(ours, theirs)
     return report
+
+
+def smallest_sizes(folder: Path, against: Path | None) -> tuple[int, int]:
+    """(vocabulary, context) that fit both checkpoints, in tokens."""
+    configs = [Config.from_folder(path) for path in (folder, against) if path is not None]
+    vocabulary = min(config.vocab_size for config in configs)
+    context = min(config.max_position_embeddings for config in configs)
+    return vocabulary, context
 
 
 def skipped(names: tuple[str, ...], why: str) -> list[Check]:

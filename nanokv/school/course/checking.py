@@ -229,37 +229,52 @@ def value(
     `names`: the answer has to be a set of some of these names. `given`: as in Check.
     `factors`: the answer is a product, so two mistakes at once multiply the error by both factors.
     """
-
-    alike = partial(same, rel=rel, atol=atol)
+    near = (rel, atol)
     key = None if isinstance(right, Sealed) else right
+    return Check(
+        id,
+        _judge_of_value(right, wrong, near, otherwise, names, factors),
+        parameters or {},
+        key,
+        tuple(wrong),
+        hidden,
+        near,
+        otherwise,
+        given=given,
+        names=tuple(names),
+        factors=factors,
+    )
+
+
+def _judge_of_value(
+    right: Callable | Sealed,
+    wrong: Sequence[Mistake],
+    near: tuple[float, float],
+    otherwise: str,
+    names: Sequence[str],
+    factors: bool,
+) -> Callable:
+    """The judge of `value`: (answer, case) → Outcome."""
+    rel, atol = near
+    alike = partial(same, rel=rel, atol=atol)
 
     @guarded
     def judge(answer, case):
         if is_blank(answer):
             return UNANSWERED
-        expected = key(case) if key else right
+        expected = right
+        if not isinstance(right, Sealed):
+            expected = right(case)
         if alike(answer, expected):
             return RIGHT
         return (
             _known_mistake(answer, case, wrong, alike)
             or _two_mistakes(answer, expected, case, wrong, alike, factors)
             or _no_value(answer, expected, names)
-            or Outcome("wrong", hint(otherwise, (rel, atol)))
+            or Outcome("wrong", hint(otherwise, near))
         )
 
-    return Check(
-        id,
-        judge,
-        parameters or {},
-        key,
-        tuple(wrong),
-        hidden,
-        (rel, atol),
-        otherwise,
-        given=given,
-        names=tuple(names),
-        factors=factors,
-    )
+    return judge
 
 
 def _known_mistake(answer, case, mistakes, alike) -> Outcome | None:
