@@ -7,7 +7,6 @@ takes one token per row (decode) or T per row (verifying a draft). Prompts of un
 prefilled one by one and joined here.
 """
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +19,6 @@ from torch import Tensor
 from nanokv.cache.base import KVCache, LayerCache
 from nanokv.cache.capabilities import Index, Made, Sizes, causal, causal_keys
 from nanokv.cache.checks import check_append, check_index
-from nanokv.cache.saving import ALONE
 from nanokv.config import Config
 from nanokv.errors import CacheError, UnsupportedError
 
@@ -171,18 +169,11 @@ class BatchCache(KVCache):
         # One statement, so an interrupt never leaves new rows beside old layers.
         self.rows, self[:] = rows, self.layers(rows)
 
-    def save(
-        self,
-        path: str | os.PathLike,
-        tokens: Sequence = (),
-        model_fingerprint: str = "",
-        rank: tuple[int, int] = ALONE,
-    ) -> None:
+    def _check_save(self) -> None:
         if any(row.made != self.rows[0].made for row in self.rows):
             raise UnsupportedError(
                 "rows of mixed kinds cannot be saved in one file", hint="save each of cache.rows"
             )
-        super().save(path, tokens, model_fingerprint, rank)
 
 
 def check_rows(rows: Sequence[KVCache], config: Config | None) -> None:

@@ -331,7 +331,11 @@ class CacheCapabilities(list):
         `model_fingerprint`. `rank` is (rank, number of ranks) of a cache that holds only the heads
         of one rank.
         """
+        self._check_save()
         saving.save(self, path, tokens, model_fingerprint, rank)
+
+    def _check_save(self) -> None:
+        """UnsupportedError if a file cannot hold this cache."""
 
     @classmethod
     def load(

@@ -6,7 +6,6 @@ positions are right without further work. Padding costs as many bytes and FLOPs 
 ragged BatchCache has no padding in its stores, but prefills rows one by one.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,7 +17,6 @@ from nanokv.cache.base import KVCache
 from nanokv.cache.batch import width
 from nanokv.cache.capabilities import Index, Sizes, causal, causal_keys
 from nanokv.cache.checks import check_index
-from nanokv.cache.saving import ALONE
 from nanokv.errors import CacheError, UnsupportedError
 
 
@@ -107,13 +105,7 @@ class PaddedCache(KVCache):
         self.pads = self.pads[index]
         self[:] = self.inner
 
-    def save(
-        self,
-        path: str | os.PathLike,
-        tokens: Sequence = (),
-        model_fingerprint: str = "",
-        rank: tuple[int, int] = ALONE,
-    ) -> None:
+    def _check_save(self) -> None:
         raise UnsupportedError(
             "a padded cache cannot be saved", hint="save the rows of a batch cache"
         )
