@@ -9,8 +9,6 @@ number, so lines may be inserted into the input.
 
 import os
 import shutil
-import sys
-import time
 from collections import defaultdict
 from collections.abc import Iterable
 from itertools import chain
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanokv.apps.cli.common import terminal
+from nanokv.apps.cli.common.progress import ProgressLine
 from nanokv.apps.cli.common.text import to_json
 from nanokv.errors import NanoKVError
 from weights_loader.strict import loads
@@ -25,7 +24,6 @@ from weights_loader.strict import loads
 if TYPE_CHECKING:
     from nanokv.engine import Engine
 
-NOTICE_S = 10.0  # seconds between two progress lines if stderr is no terminal
 # The fields of an answer that version 0.1.0 wrote.
 FIRST_RELEASE = ("text", "ids", "finish_reason", "seed", "metrics")
 
@@ -207,35 +205,28 @@ class Progress:
     """A bar on a terminal, a line every ten seconds elsewhere, nothing with --quiet."""
 
     def __init__(self, quiet: bool, total: int):
-        self.quiet = quiet
         self.total = total
         self.done = 0
-        self.tty = terminal.is_tty(sys.stderr)
-        self.every = 0.1 if self.tty else NOTICE_S  # seconds between two updates
-        self.began = time.monotonic()
-        self.shown = self.began
+        self.line = ProgressLine(quiet)
 
     def show(self, engine: "Engine") -> None:
         """Update the progress after a step of the engine."""
-        now = time.monotonic()
-        if self.quiet or now - self.shown < self.every:
+        if not self.line.due():
             return
-        self.shown = now
         metrics = engine.metrics
         running = len(engine.scheduler.running)
-        rate = (metrics.prefill_tokens + metrics.decode_tokens) / max(now - self.began, 1e-9)
+        rate = (metrics.prefill_tokens + metrics.decode_tokens) / max(self.line.seconds, 1e-9)
         text = f"{self.done:,}/{self.total:,} · {running} running · {rate:,.0f} tok/s"
         text += f" · {metrics.page_use:.0%} of the pages"
-        if self.tty:
+        begin = " "
+        if self.line.tty:
             bar = "#" * (20 * self.done // self.total)
-            terminal.write_err(f"\r[{bar:<20}] {text}\x1b[K")
-        else:
-            terminal.write_err(f"  {text}\n")
+            begin = f"[{bar:<20}]"
+        self.line.show(f"{begin} {text}")
 
     def end(self) -> None:
         """Remove the bar."""
-        if self.tty and not self.quiet:
-            terminal.write_err("\r\x1b[K")
+        self.line.clear()
 
 
 def summary(output: OrderedOutput, total: int, done: bool) -> str:

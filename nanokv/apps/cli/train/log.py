@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nanokv.apps.cli.common import layout, terminal
 from nanokv.apps.cli.common.options import OutputOptions
+from nanokv.apps.cli.common.progress import ProgressLine
 from nanokv.school.training.run_folder import records
 
 if TYPE_CHECKING:
@@ -91,37 +92,26 @@ class Progress:
 
 
 class EvaluationProgress:
-    """Counts finished cases: one line that is updated on a terminal, elsewhere one every 10 s."""
+    """Counts finished cases and shows the time left."""
 
     def __init__(self, quiet: bool, total: int):
-        self.quiet = quiet
         self.total = total
         self.done = 0
-        self.tty = terminal.is_tty(sys.stderr)
-        self.every = 0.1 if self.tty else EVERY_S  # seconds between two updates
-        self.began = time.monotonic()
-        self.printed = self.began
+        self.line = ProgressLine(quiet)
 
     def __call__(self) -> None:
         """Count one more case."""
         self.done += 1
-        now = time.monotonic()
-        if self.quiet or now - self.printed < self.every:
+        if not self.line.due():
             return
-        self.printed = now
-        left = (now - self.began) / self.done * (self.total - self.done)
+        left = self.line.seconds / self.done * (self.total - self.done)
         parts = ["evaluating", f"{self.done:,}/{self.total:,} conversations", f"{left:,.0f} s left"]
         # Only one line can be overwritten.
-        text = layout.joined(parts, layout.columns(sys.stderr, None)).split("\n")[0]
-        if self.tty:
-            terminal.write_err(f"\r{text}\x1b[K")
-        else:
-            terminal.write_err(f"{text}\n")
+        self.line.show(layout.joined(parts, layout.columns(sys.stderr, None)).split("\n")[0])
 
     def clear(self) -> None:
         """Remove the line before a row of the table is printed."""
-        if self.tty and not self.quiet:
-            terminal.write_err("\r\x1b[K")
+        self.line.clear()
 
 
 def plot(out: Path, output: OutputOptions) -> None:
