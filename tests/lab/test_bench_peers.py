@@ -3,6 +3,7 @@
 The peers are those of fake_peers.py, in the place of the real ones.
 """
 
+import io
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -231,15 +233,39 @@ def test_ctrl_c_ends_a_peer_that_hangs_and_shows_the_finished_rounds(bench_with_
 
 
 def test_what_peers_compute_is_not_the_work_of_others(monkeypatch):
-    from nanokv.lab.bench.machine import Others
+    """A peer computes for a tenth of a second, however long that takes here. The machine is made up: it was busy for
+    exactly that time, and ten seconds have passed.
+    """
+    from nanokv.lab.bench import machine
 
     if not os.path.exists("/proc/stat"):
         pytest.skip("needs /proc")
+    ticks = os.sysconf("SC_CLK_TCK")
+    clock = SimpleNamespace(perf_counter=lambda: 0.0)
+    stat = SimpleNamespace(busy=0)
+
+    def proc(path):
+        if path == "/proc/stat":
+            return io.StringIO(f"cpu {stat.busy} 0 0 0 0 0 0 0 0 0")
+        return open(path)
+
+    monkeypatch.setattr(machine, "time", clock)
+    monkeypatch.setattr(machine, "open", proc, raising=False)
+    monkeypatch.setattr(machine.os, "times", lambda: (0.0,) * 5)
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
-        with_it, without = Others([busy.pid]), Others()
-        time.sleep(1)
-        assert without.cores() - with_it.cores() > 0.2
+        with_it = machine.Others([busy.pid])
+        without = machine.Others()
+        before = machine._ticks(busy.pid)
+        while machine._ticks(busy.pid) < before + ticks / 10 and busy.poll() is None:
+            time.sleep(0.02)
+        busy.send_signal(signal.SIGSTOP)
+        stat.busy = machine._ticks(busy.pid)
+        clock.perf_counter = lambda: 10.0
+        spent = stat.busy / ticks / 10  # cores, on average
+        assert spent >= 0.01
+        assert without.cores() == pytest.approx(spent)
+        assert with_it.cores() < spent / 2
     finally:
         busy.kill()
         busy.wait()
