@@ -237,7 +237,7 @@ REFUSED: dict[str, dict[str, Off]] = {
         "adapters": Off(("",)),
         "draft_model": Off(("",)),
     },
-    "what is told": {
+    "the content of the response": {
         "skip_special_tokens": Off((True,)),
         "detokenize": Off((True,)),
         "return_full_text": Off((False,)),
