@@ -11,6 +11,8 @@ LIMITS = {  # units: tests/tools/reading.py
     "marks": 20,
     "phrases": 10,
 }
+# The log of old versions, and the glossary.
+NOT_HELD = ("CHANGELOG.md", "glossary.md")
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +24,15 @@ def test_the_source_is_easy_to_read(found):
     rates = found.rates()
     too_high = {name: rate for name, rate in rates.items() if rate > LIMITS[name]}
     assert too_high == {}, "python tests/tools/reading.py -v shows each place"
+
+
+def test_the_docs_are_easy_to_read():
+    folders = ("", "docs", "notebooks")
+    pages = [page for folder in folders for page in sorted((ROOT / folder).glob("*.md"))]
+    held = [page for page in pages if page.name not in NOT_HELD]
+    found = read(held)
+    assert found.words > 20_000
+    assert found.rates()["phrases"] <= LIMITS["phrases"], "\n".join(found.phrases)
 
 
 ONE_OF_EACH = '''"""What was written here is what goes to the file."""
@@ -45,6 +56,15 @@ def test_each_kind_is_counted():
         "marks": 1,
         "phrases": 10_000 / found.words,
     }
+
+
+def test_markdown_is_read_without_its_code():
+    found = Reading()
+    found.add(
+        "one.md", "# A\n\nThe kernel\nis told so.\n\n```\nis told\n```\n- is told\n| is told |\n"
+    )
+    assert found.words == 14
+    assert [place.split(":")[1] for place in found.phrases] == ["2", "9", "10"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""How easy Python source is to read, in numbers: python tests/tools/reading.py [-v] [PATH ...]
+"""How easy source and docs are to read, in numbers: python tests/tools/reading.py [-v] [PATH ...]
 
 Without a path: nanokv and weights_loader. With -v each place is printed.
 
@@ -6,8 +6,8 @@ Without a path: nanokv and weights_loader. With -v each place is printed.
     several names             `a, b = x, y`, per 1,000 lines
     wide                      lines of more than 100 columns, in percent
     marks                     comments that switch the formatter off
-    phrases                   wordings of comments and docstrings that stop a native reader, per
-                              10,000 words
+    phrases                   wordings of comments, docstrings and Markdown files (without their code)
+                              that stop a native reader, per 10,000 words
 
 tests/project/test_reading.py holds the limits. Measured the same way, nanochat has 8.2 conditional
 expressions, 5.9 assignments of several names and 3.3 % wide lines; mini-sglang has 5.7, 1.4 and 0.2 %.
@@ -18,7 +18,7 @@ import io
 import re
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -68,7 +68,10 @@ class Reading:
         }
 
     def add(self, name: str, source: str) -> None:
-        """Count one file."""
+        """Count one file: Markdown if its name ends with .md, else Python."""
+        if name.endswith(".md"):
+            self.add_prose(name, markdown(source))
+            return
         tree = ast.parse(source)
         for number, line in enumerate(source.splitlines(), 1):
             self.lines += 1
@@ -81,7 +84,11 @@ class Reading:
                 self.conditionals.append(f"{name}:{node.lineno}: {ast.unparse(node)}")
             elif isinstance(node, ast.Assign) and assigns_several(node):
                 self.several.append(f"{name}:{node.lineno}: {ast.unparse(node)}")
-        for number, text in prose(source, tree):
+        self.add_prose(name, prose(source, tree))
+
+    def add_prose(self, name: str, texts: Iterable[tuple[int, str]]) -> None:
+        """Count the words and phrases of (line, text)."""
+        for number, text in texts:
             self.words += len(text.split())
             for phrase, pattern in PHRASES.items():
                 for _ in re.finditer(pattern, text):
@@ -106,8 +113,22 @@ def prose(source: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.body[0].lineno, " ".join(text.split())
 
 
+def markdown(source: str) -> Iterator[tuple[int, str]]:
+    """(line, text) of each paragraph, list item and table row; fenced code is left out."""
+    line = 1
+    source = re.sub(r"^ *```.*?^ *```", blank, source, flags=re.MULTILINE | re.DOTALL)
+    for block in re.split(r"\n(?=\s*\n| *[-|#])", source):
+        yield line, " ".join(block.split())
+        line += block.count("\n") + 1
+
+
+def blank(code: re.Match[str]) -> str:
+    """As many empty lines as the code has."""
+    return "\n" * code[0].count("\n")
+
+
 def read(paths: list[Path]) -> Reading:
-    """The counts of all Python files in these files and folders."""
+    """The counts of these files, and of all Python files in these folders."""
     found = Reading()
     for path in paths:
         files = [path]
@@ -128,7 +149,7 @@ def main(arguments: list[str]) -> None:
         places = (found.conditionals, found.several, found.wide, found.marks, found.phrases)
         for place in places:
             print("\n".join(place))
-    print(f"{found.lines:,} lines, {found.words:,} words of comments and docstrings")
+    print(f"{found.lines:,} lines, {found.words:,} words of prose")
     for name, rate in found.rates().items():
         print(f"{rate:8.1f}  {name}")
 
