@@ -31,10 +31,10 @@ COMMANDS = {  # name → (module, one line for the help)
         "answer or continue a prompt, a file or stdin",
     ),
     "batch": ("nanokv.apps.cli.commands.batch", "answer many prompts of a JSONL file together"),
-    "serve": ("nanokv.apps.cli.commands.serve", "answer over HTTP, as OpenAI's API does"),
+    "serve": ("nanokv.apps.cli.commands.serve", "serve OpenAI's API over HTTP"),
     "models": (
         "nanokv.apps.cli.commands.models",
-        "list the models that are here, with what to type for each",
+        "list the models on this machine, with the argument for each",
     ),
     "memory": (
         "nanokv.apps.cli.commands.memory",

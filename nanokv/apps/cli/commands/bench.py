@@ -105,8 +105,8 @@ def _add_own_runners(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--weights",
         metavar="W,W",
-        help="plain = the model that is read, fast = nanokv.optimize, int8, int4 (default: "
-        "plain,fast; of several ranks plain)",
+        help="plain = the model as loaded, fast = nanokv.optimize, int8, int4 (default: "
+        "plain,fast; on several ranks plain)",
     )
     parser.add_argument(
         "--batch", default="1", metavar="N,N", help="rows decoded together (default: %(default)s)"
@@ -128,7 +128,7 @@ def _add_peers(parser: ArgumentParser) -> None:
         "--through",
         choices=("cli",),
         metavar="cli",
-        help="also as `nanokv generate`, started anew for every measurement: what a user waits for",
+        help="also as `nanokv generate`, started anew for every measurement: a user's waiting time",
     )
     parser.add_argument(
         "--peer-timeout",
@@ -157,14 +157,14 @@ def _add_modes(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--quality",
         action="store_true",
-        help="instead: what each of --weights, and of --caches, does to the likelihood of a text",
+        help="instead: the effect of each of --weights and --caches on the likelihood of a text",
     )
     parser.add_argument(
         "--text",
         metavar="FILE",
         type=Path,
-        help="the text of --quality, up to --context tokens (default: conversations that tiny "
-        "never saw)",
+        help="the text of --quality, up to --context tokens (default: conversations that are "
+        "not in tiny's training corpus)",
     )
 
 

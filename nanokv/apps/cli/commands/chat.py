@@ -25,11 +25,11 @@ EXAMPLES = (
     "printf 'Hi\\nWho are you?\\n' | nanokv chat",
 )
 DESCRIPTION = (
-    "Talk with a model; its KV cache lives across turns and is shown after every answer. Piped "
-    "stdin: one line is one turn, one line is one answer; there a line /help is a message too. A "
-    "whole document as one prompt is the job of `nanokv generate`.\n"
-    "What is typed while an answer comes is kept and carried out line by line after it; Ctrl-C "
-    "stops the answer and leaves what was typed in the input line, unsent."
+    "Talk with a model. Its KV cache is kept across turns and shown after every answer. With piped "
+    "stdin each line is one turn and each answer is one line; a line /help is then a message too. "
+    "For a whole document as one prompt use `nanokv generate`.\n"
+    "Lines typed during an answer run one by one after it. Ctrl-C stops the answer and keeps the "
+    "typed text in the input line, unsent."
 )
 __all__ = ["add_arguments", "command_options", "run"]
 RANKS = "led"  # the other ranks follow rank 0

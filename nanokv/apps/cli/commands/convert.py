@@ -42,7 +42,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "folder",
         metavar="FOLDER",
         type=Path,
-        help="where the files go; created if it does not exist",
+        help="folder for the files; created if it does not exist",
     )
     parser.add_argument(
         "--dtype",
@@ -55,7 +55,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     add_force(parser)
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub MODEL")
-    parser.add_argument("--offline", action="store_true", help="never ask the network")
+    parser.add_argument("--offline", action="store_true", help="never use the network")
 
 
 def run(args: Namespace) -> int:

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 ACTIONS = {
     "build": "write the student notebooks from notebooks/source",
     "run": "execute the solution of each NOTEBOOK (05), or of all, offline",
-    "record": "keep what the notebooks print on the model of NANOKV_MODEL, for readers who cannot "
-    "load one",
+    "record": "save the output of the notebooks with the model of NANOKV_MODEL, for readers who "
+    "cannot load one",
     "book": "execute the solution of each NOTEBOOK (06), or of all, and write them as web pages",
     "site": "write the book, the docs, the API and recorded runs as one static site with a search",
     "slides": "execute solutions and write a deck of slides for each: slides 05 -o slides",
-    "claims": "print what the articles say and what is true",
+    "claims": "print the claims of the articles, each with the true value",
     "seal": "the hash of a right answer: seal 05.q1 b",
     "variants": "write one notebook per student, with other numbers, and a key",
     "exam": "write a paper exam in two variants and its key: exam 05 06.1 open.1 --seed 7 -o exam",
@@ -88,7 +88,9 @@ def add_arguments(parser: Parser) -> None:
         default=folder(),
         help="the notebooks (default: notebooks, or this folder inside of it)",
     )
-    parser.add_argument("-o", "--out", type=Path, metavar="PATH", help="where the result goes")
+    parser.add_argument(
+        "-o", "--out", type=Path, metavar="PATH", help="file or folder of the result"
+    )
     add_force(parser)
     parser.add_argument(
         "--limit", type=real(1, 3600), default=180.0, metavar="S", help="seconds per notebook (180)"

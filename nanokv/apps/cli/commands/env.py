@@ -43,8 +43,8 @@ EXAMPLES = (
     "NANOKV_THREADS=1 nanokv env",
 )
 DESCRIPTION = (
-    "Print versions, paths and settings, each with its origin; and which tokens end an answer of "
-    "the model, each with the files that say so."
+    "Print versions, paths and settings, each with its origin, and the tokens that end an answer "
+    "of the model, each with the files that define it."
 )
 PACKAGES = (
     "torch",

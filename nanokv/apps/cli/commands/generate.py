@@ -45,10 +45,10 @@ EXAMPLES = (
     'nanokv generate "Who are you?" --json',
 )
 DESCRIPTION = (
-    "Answer a prompt. Where the model has a chat template, the prompt (typed, piped or from "
-    "--file) is one user message in it; --raw, or a model without a template, continues the text "
-    "as it is. The status line says which.\n"
-    "stdout carries the answer (or one JSON object) only; status goes to stderr."
+    "Answer a prompt. If the model has a chat template, the prompt (typed, piped or from --file) "
+    "is one user message in it. With --raw, or a model without a template, the model continues "
+    "the text. The status line names the form.\n"
+    "stdout has only the answer (or one JSON object); status goes to stderr."
 )
 RANKS = "led"  # the other ranks follow rank 0
 

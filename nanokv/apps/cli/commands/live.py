@@ -14,9 +14,9 @@ from nanokv.apps.cli.common.options import OutputOptions
 
 EXAMPLES = ("nanokv live --open", "nanokv live -o live.html")
 DESCRIPTION = (
-    "Write one page in which the bundled model answers, without a server or a network: its KV "
-    "cache token by token, the same answer without a cache, and what becomes of it when one thing "
-    "is changed. stdout carries its path only."
+    "Write one page in which the bundled model answers, without a server or a network. The page "
+    "shows its KV cache token by token, the same answer without a cache, and the effect of one "
+    "change. stdout has only the page's path."
 )
 USUAL = "live.html"
 

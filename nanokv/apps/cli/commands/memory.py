@@ -58,9 +58,15 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--batch", metavar="N", type=integer(1, 10**9), default=1, help="sequences (default: 1)"
     )
-    parser.add_argument("--fits", metavar="SIZE", help="what fits into SIZE: 24GiB, 80GB")
     parser.add_argument(
-        "--link", metavar="SPEED", help="send a cache, or prefill again? over 10Gb/s, 1.25GB/s"
+        "--fits",
+        metavar="SIZE",
+        help="the number of sequences and the context that fit into SIZE: 24GiB, 80GB",
+    )
+    parser.add_argument(
+        "--link",
+        metavar="SPEED",
+        help="compare sending a cache with prefilling again, over 10Gb/s, 1.25GB/s",
     )
     parser.add_argument(
         "--check", action="store_true", help="allocate every cache and compare with the formula"

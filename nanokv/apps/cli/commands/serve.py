@@ -44,10 +44,10 @@ EXAMPLES = (
     "nanokv serve --host 0.0.0.0 --port 8080 --api-key SECRET",
 )
 DESCRIPTION = (
-    "Answer OpenAI's chat completions and completions over HTTP, many clients at a time on one "
-    "engine: requests with equal beginnings share their pages. docs/serve.md says what is served "
-    "and what is refused.\n"
-    "Settings given here apply where a request says nothing."
+    "Serve OpenAI's chat completions and completions over HTTP. Many clients share one engine, and "
+    "requests with equal beginnings share their pages. docs/serve.md lists the supported and the "
+    "refused fields.\n"
+    "Flags set the defaults; a value in a request overrides them."
 )
 NEEDED = ("starlette", "uvicorn", "prometheus_client", "pydantic")  # of the extra `serve`
 RANKS = "led"  # the other ranks follow rank 0
@@ -115,7 +115,7 @@ def _add_address(parser: ArgumentParser) -> None:
         metavar="NAME",
         action="append",
         default=[],
-        help="another name of the model, for clients that ask for gpt-4o (repeatable)",
+        help="another name of the model, for clients that request gpt-4o (repeatable)",
     )
 
 
@@ -140,8 +140,8 @@ def _add_limits(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--prefill-worker",
         action="store_true",
-        help="prefill in a separate process, which loads the weights a second time; this one "
-        "only decodes",
+        help="prefill in a separate process, which loads the weights a second time; the "
+        "server's own process only decodes",
     )
     parser.add_argument(
         "--grace",

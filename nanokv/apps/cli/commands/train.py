@@ -117,7 +117,7 @@ def _add_evaluation(parser: ArgumentParser) -> None:
         "--no-evaluate", action="store_true", help="train only: no evaluation, no model card"
     )
     parser.add_argument(
-        "-m", "--model", default="tiny", help="what --evaluate measures (default: %(default)s)"
+        "-m", "--model", default="tiny", help="the model for --evaluate (default: %(default)s)"
     )
     parser.add_argument(
         "--cases",

@@ -37,8 +37,8 @@ EXAMPLES = (
 )
 DESCRIPTION = (
     "Compare a checkpoint with transformers (if installed), operation by operation; or with "
-    "another checkpoint (--against). Names the first layer and operation that differ. Here exit "
-    "code 1 means: it differs."
+    "another checkpoint (--against). Names the first layer and operation that differ. Exit "
+    "code 1 means that they differ."
 )
 # The memory check counts a cache of this many tokens: all prompts and answers are shorter.
 CONTEXT = 512
@@ -70,7 +70,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="auto, float32, bfloat16 or float16 (default: float32, where equal means 1e-5)",
     )
     parser.add_argument("--threads", metavar="N", type=integer(1, 4096), help=THREADS)
-    parser.add_argument("--offline", action="store_true", help="never ask the network")
+    parser.add_argument("--offline", action="store_true", help="never use the network")
 
 
 def run(args: Namespace) -> int:

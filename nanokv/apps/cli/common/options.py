@@ -85,7 +85,7 @@ def add_speculate_argument(group: "_ActionsContainer") -> None:
         metavar="HOW",
         type=guess,
         help="guess tokens and check them together: ngram[:N] copies what followed the same N "
-        "words (default 2), early-exit:K asks the first K layers, draft:MODEL a smaller model of "
+        "words (default 2), early-exit:K uses the first K layers, draft:MODEL a smaller model of "
         "the same vocabulary",
     )
 
@@ -212,11 +212,11 @@ def add_model_arguments(parser: ArgumentParser, cache: str = "dict") -> None:
     group = parser.add_argument_group("model")
     _add_weight_arguments(group)
     _add_cache_arguments(group, cache)
-    group.add_argument("--offline", action="store_true", help="never ask the network")
+    group.add_argument("--offline", action="store_true", help="never use the network")
     group.add_argument(
         "--check-finite",
         action="store_true",
-        help="refuse weights that hold NaN or infinity: reads them all first, 0.1 to 0.2 s per GB "
+        help="refuse weights with NaN or infinity: reads all weights first, 0.1 to 0.2 s per GB "
         "in memory",
     )
 

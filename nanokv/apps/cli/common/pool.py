@@ -59,7 +59,7 @@ def add_arguments(parser: ArgumentParser, steps: str) -> None:
         parser, "off: ask the model not to think; otherwise thoughts are in reasoning_content"
     )
     options.add_template_argument(parser)
-    options.add_special_argument(parser, "control tokens spelled out in prompts are meant")
+    options.add_special_argument(parser, "control tokens written in prompts become control tokens")
     options.add_model_arguments(parser, "prefix")
     options.add_speed_arguments(parser)
     options.add_sampling_arguments(parser)

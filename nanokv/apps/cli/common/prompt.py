@@ -74,12 +74,12 @@ def add_prompt_arguments(parser: ArgumentParser) -> None:
     form.add_argument(
         "--chat",
         action="store_true",
-        help="insist on the chat template: an error where there is none",
+        help="require the chat template: an error if the model has none",
     )
     add_system_argument(group)
     add_template_argument(group)
     add_thinking_argument(group)
-    add_special_argument(group, "control tokens spelled out in the prompt are meant")
+    add_special_argument(group, "control tokens written in the prompt become control tokens")
 
 
 def prompt_options(args: Namespace) -> PromptOptions:
