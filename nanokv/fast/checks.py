@@ -55,8 +55,8 @@ def check_plain(model: Transformer) -> None:
         if type(part) not in expected or has_own_forward(part):
             what = name or "the model"
             raise ConfigError(
-                f"{what} is a {type(part).__name__} with a forward or hooks of its own: "
-                "kernels would leave them out",
+                f"{what} is a {type(part).__name__} with a custom forward or hooks: "
+                "kernels would skip them",
                 hint="use the plain model; hooks that only listen can be put on the optimized one",
             )
         check_values(name, part, model.config)

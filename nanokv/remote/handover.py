@@ -224,8 +224,7 @@ def read_tensors(link: Link, meta: dict, shapes: Shapes) -> dict[str, Tensor]:
         tensors[name] = data.view(dtype).view(shape)
     if saving.digest(meta, tensors) != meta.get("sha256"):
         raise HandoverError(
-            f"{size(shapes):,} bytes arrived, and are not those that were sent: "
-            "the checksum differs"
+            f"{size(shapes):,} bytes arrived, but they are not the bytes sent: the checksum differs"
         )
     return tensors
 

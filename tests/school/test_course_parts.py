@@ -323,7 +323,7 @@ def test_a_link_and_the_file_of_somebody_else_are_not_run(tmp_path, monkeypatch)
     other.write_text(RIGHT)
     (tmp_path / "my").mkdir()
     (tmp_path / "my" / "attention.py").symlink_to(other)
-    assert "not a file of its own" in parts.find("attention", tmp_path).why
+    assert "not a regular file" in parts.find("attention", tmp_path).why
     assert "kept as" in kept(tmp_path, ATTEND), "the link is replaced, and not followed"
     assert other.read_text() == RIGHT and not (tmp_path / "my" / "attention.py").is_symlink()
     assert edited(tmp_path, RIGHT).yours

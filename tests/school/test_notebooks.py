@@ -276,7 +276,7 @@ def test_a_submission_cannot_make_its_reader_wait(tmp_path, trick, name):
     # Who writes into a pipe waits for a reader, until the time is over.
     (row,) = grading.grade(tmp_path, limit=15 if (name, trick) == ("out.ipynb", PIPE) else 60)
     assert (
-        "events.jsonl: not a file of its own" in row["error"]
+        "events.jsonl: not a regular file" in row["error"]
         if name == "events.jsonl"
         else row["error"]
     )

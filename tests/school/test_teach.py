@@ -472,7 +472,7 @@ def test_whatever_is_in_the_folder_costs_one_row_at_most(tmp_path, monkeypatch):
         "bad\\udcff.ipynb",
     }
     for name in ("dir", "dangling", "link", "pipe"):
-        assert rows[f"{name}.ipynb"]["error"] == f"{name}.ipynb: not a file of its own"
+        assert rows[f"{name}.ipynb"]["error"] == f"{name}.ipynb: not a regular file"
     assert (
         "RecursionError" in rows["deep.ipynb"]["error"]
         and "IsADirectoryError" in rows["breaks.ipynb"]["error"]

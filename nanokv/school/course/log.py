@@ -140,7 +140,7 @@ def contents(path: str | Path, largest: int) -> bytes:
     device (reading may never end), and for more than `largest` bytes.
     """
     if not stat.S_ISREG(os.lstat(path).st_mode):
-        raise CourseError(f"{os.path.basename(path)}: not a file of its own")
+        raise CourseError(f"{os.path.basename(path)}: not a regular file")
     # The file may have been replaced since lstat: do not follow a link, do not wait for a pipe.
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     with open(os.open(path, flags), "rb") as file:

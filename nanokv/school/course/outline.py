@@ -77,7 +77,7 @@ def outline(source: twins.Source, executed: dict) -> list[Section]:
     if lost:
         raise CourseError(
             f"{source.name}: no reveal of the prediction {', '.join(sorted(lost))}",
-            'course.reveal("05.a", measured) stands in the cell that measures it',
+            'course.reveal("05.a", measured) belongs in the cell that measures it',
         )
     return _sections(pieces)
 
@@ -150,8 +150,8 @@ def _asking(pieces: list[Piece], asked: list[str]) -> list[Piece]:
             found += [(i, question) for question in _questions(piece.text)]
     if len(found) < len(asked):
         raise CourseError(
-            f"prediction {asked[0]}: no question stands in the text before it",
-            "its last question is what the slide of the prediction shows",
+            f"prediction {asked[0]}: the text before it has no question",
+            "the slide of the prediction shows the last question of that text",
         )
     made: dict[int, list[Piece]] = {}
     for id, (i, question) in zip(asked, found[-len(asked) :], strict=True):

@@ -282,7 +282,7 @@ def reveal(id: str, measured: Any, unit: str = "") -> None:
     """Print the prediction beside the measured number."""
     measured = _number(measured)
     if measured is None:
-        raise CourseError(f"{id}: what was measured is not a number")
+        raise CourseError(f"{id}: the measured value is not a number")
     log.note("reveal", id=id, value=measured)
     if id not in _PREDICTIONS:
         _say(f"{id}: it is {quantity(measured, unit)}. You made no prediction.")

@@ -76,7 +76,7 @@ def variant(source: twins.Source, seed: int) -> dict:
     call = f'course.start("{source.number}"'
     if source.code().count(call) != 1:
         raise CourseError(
-            f"{source.name}: {call}) stands in no cell, or in several", "the seed is put in there"
+            f"{source.name}: {call}) must be in exactly one cell", "the seed is inserted there"
         )
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
