@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from jinja2 import Environment
+
 from nanokv.errors import CourseError
 from nanokv.school.course import book, checking, claims, outline, prose, running, twins
 from nanokv.school.course.answers import as_number
@@ -378,21 +380,9 @@ def _code(text: str) -> str:
 
 def page(title: str, slides: list[Slide]) -> str:
     """The whole deck as one file."""
-    parts = [_section(slide, i, len(slides)) for i, slide in enumerate(slides)]
-    css, script, template = (book.asset(f"slides.{kind}") for kind in ("css", "js", "html"))
+    script = book.asset("slides.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return template.format(
-        title=html.escape(title), css=css, script=script, hash=digest, slides="\n".join(parts)
-    )
-
-
-def _section(slide: Slide, i: int, of: int) -> str:
-    title = html.escape(slide.title)
-    level = "h2" if i else "h1"
-    notes = f"<aside>{''.join(slide.notes)}</aside>" if slide.notes else ""
-    role = 'tabindex="-1" role="group" aria-roledescription="slide"'
-    return (
-        f'<section class="{slide.kind}" {role} aria-label="{i + 1} of {of}: {title}">'
-        f"<{level}>{title}</{level}>"
-        f'<div class="shown">{"".join(slide.body)}</div>{notes}</section>'
+    template = Environment(autoescape=True).from_string(book.asset("slides.html.j2"))
+    return template.render(
+        title=title, css=book.asset("slides.css"), script=script, hash=digest, slides=slides
     )
