@@ -159,6 +159,17 @@ def test_a_question_is_asked_where_it_is_answered_and_its_figure_and_plot_come_n
     assert "After 5 rows" in deck[5].body[0], "the sentence with a figure"
 
 
+def test_the_first_sentence_stands_beside_a_picture_if_none_has_a_figure(tmp_path):
+    text = "After 5 rows <!--fig 05.z-->12<!--/fig--> are left."
+    assert text in SEEN
+    source = lesson(tmp_path, ASKED, SEEN.replace(text, "There are two."))
+    assert "Bars rise." in slides.deck(source, pretend(source))[5].body[0]
+    source = lesson(
+        tmp_path, ASKED, SEEN.replace(f"Bars rise. {text}", "Both rise. Nothing falls.")
+    )
+    assert "Both rise." in slides.deck(source, pretend(source))[5].body[0]
+
+
 def test_a_question_keeps_as_much_of_what_leads_to_it_as_a_slide_holds():
     leading = [f"Sentence {i} leads to it slowly." for i in range(20)]
     slide = slides.of_ask("05.a", " ".join([*leading, "How many are there?"]))
@@ -227,6 +238,9 @@ def test_what_is_said_to_one_learner_is_not_shown_and_long_output_goes_to_the_no
     ("text", "shown", "hidden"),
     [
         ("Count them. How many are there?", "Count them.", "whole exercise"),
+        ("Look. " + "It is so. " * 24 + "Give a pair.", "Look.", "whole exercise"),
+        ("Look. " + "It is so. " * 25 + "Give a pair.", "pair", "Look."),
+        ("Look. " * 7 + "Give " + "many " * 70 + "numbers.", "numbers", "Look."),
         (
             "Why? " + "Because it is so. " * 30 + "Write a test. Answer with a pair.",
             "Write a",
@@ -237,7 +251,7 @@ def test_what_is_said_to_one_learner_is_not_shown_and_long_output_goes_to_the_no
 )
 def test_a_long_exercise_shows_what_it_asks(text, shown, hidden):
     slide = slides.of_task("05.1", text)
-    assert shown in slide.body[0] and hidden not in slide.body[0] and "05.1" in slide.title
+    assert shown in slide.body[0] and hidden not in "".join(slide.body) and "05.1" in slide.title
     assert words(slide) <= slides.WORDS and len(slide.notes) == 1
 
 

@@ -7,13 +7,19 @@ picture, a short output takes its place. Claims, exercises and the quiz follow w
 deck can be handed out. All other text is in the notes. Code is shown only from a cell tagged
 "slide". A cell tagged "skip" is left out. Without JavaScript, and on paper, the slides follow one
 another down the page.
+
+nbconvert's SlidesExporter, with reveal.js inside the file, was tried and not taken. It would save
+45 lines here and add 200 KB of scripts and styles. Its deck is a single page on paper and without
+JavaScript, it needs several scripts where our policy admits one, and its cells show up to 158
+words. Tags on text cells cannot replace the choice of a sentence: 92 of 95 sentences stand inside a
+paragraph, which the tag would cut in two in the student's notebook.
 """
 
 import base64
 import hashlib
 import html
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,10 +30,10 @@ from nanokv.school.course import book, checking, claims, outline, prose, running
 from nanokv.school.course.answers import as_number
 from nanokv.school.course.outline import Piece, Section
 
-# Words on a slide. The longest slide is a question with the sentences before it: half a minute read
-# aloud, at some 150 words per minute, in letters that can be read from the last row (slides.css).
+# Words on a slide. The longest are exercises, and questions with the sentences before them: half a
+# minute read aloud, at some 150 words per minute, in letters that can be read from the last row
+# (slides.css).
 WORDS = 80
-TASK = 60  # words of an exercise that is shown whole; a longer one is cut to its question
 SENTENCE = 35  # words of the sentence beside a picture
 OUTPUT = 25  # words of an output that takes the place of a picture
 LINES = 7  # of such an output
@@ -38,12 +44,6 @@ COUNTED = re.compile(
     r"^(?:Two \w+\. )?(?:First|Second|Third)(?: prediction|, predict a number)?[.:] "
 )
 AT_THE_TOP = re.compile(r"\bat the top\b")
-# The beginning of the sentence with the task of an exercise, if that is no question.
-WANTED = re.compile(r"(Write|Return|Make|Give|Find|Choose|Compute|Read|Name|Round|Correct|Build) ")
-# The beginning of a sentence that refers to the one before it.
-NEEDS_CONTEXT = re.compile(
-    r"(It|Its|They|Their|Both|This|That|These|Those|Each|So|But|And|Then|Here|There) "
-)
 # The kinds of slides that a deck that is too long leaves out, in this order. Predictions and their
 # measurements are always kept.
 SPARED = ("printed", "task", "claim", "picture", "quiz")
@@ -201,7 +201,9 @@ class _Section:
     def _shown(self, i: int) -> Slide:
         """A picture, or an output in its place, with the notebook's conclusion from it."""
         piece = self.pieces[i]
-        sentence = self._drawn_from(i) or self._leading_to(i)
+        following = [p for p in self.pieces[i + 1 :] if p.kind != "printed"]
+        leading = [p for p in reversed(self.pieces[:i]) if p.kind == "text"]
+        sentence = self._say(following[:1]) or self._say(leading[:1])
         if not sentence and piece.kind == "picture":
             sentence = outline.sentences(piece.text)[0]
         body = [_sentence(sentence), _visible(piece)]
@@ -219,34 +221,16 @@ class _Section:
             return [_visible(self.pieces[i + 1])]
         return []
 
-    def _drawn_from(self, i: int) -> str:
-        """What the text right after a picture says of it."""
-        following = [piece for piece in self.pieces[i + 1 :] if piece.kind != "printed"]
-        return self._say(following[:1], _says_much)
-
-    def _leading_to(self, i: int) -> str:
-        """The best sentence of the text before a picture."""
-        leading = [p for p in reversed(self.pieces[:i]) if p.kind == "text"]
-        return self._say(leading[:1], _says_much)
-
     def _telling(self, at: int) -> str:
-        """The best sentence of the text after a reveal: one that quotes the measured figure."""
+        """The sentence of the text after a reveal: one that quotes the measured figure."""
         end = next((i for i in self.reveals.values() if i > at), len(self.pieces))
         measured = as_number(self.pieces[at].text.split()[0])
+        return self._say(self.pieces[at + 1 : end], measured)
 
-        def quotes_it(sentence: str) -> int:
-            if measured is None:
-                return _says_much(sentence)
-            found = prose.figures(sentence)
-            right = any(prose.agrees(text, measured, allowed) for _, allowed, text in found)
-            return 4 * right + _says_much(sentence)
+    def _say(self, pieces: Sequence[Piece], measured: float | None = None) -> str:
+        """A short sentence, from texts of which no sentence is on a slide yet; "" if there is none.
 
-        return self._say(self.pieces[at + 1 : end], quotes_it)
-
-    def _say(self, pieces: Sequence[Piece], worth: Callable[[str], int]) -> str:
-        """The short sentence that is worth most, from texts of which no sentence is on a slide yet.
-
-        Of several it is the first one; "" if there is none.
+        It is the first that quotes `measured`, or else the first with a figure, or else the first.
         """
         fitting: list[str] = []
         for piece in pieces:
@@ -254,7 +238,7 @@ class _Section:
                 text = outline.sentences(piece.text)
                 if not self.said & set(text):
                     fitting += filter(_is_short_statement, text)
-        best = max(fitting, key=worth, default="")
+        best = max(fitting, key=lambda sentence: _quotes(sentence, measured), default="")
         self.said.add(best)
         return best
 
@@ -263,9 +247,13 @@ def _is_short_statement(sentence: str) -> bool:
     return len(_plain(sentence)) <= SENTENCE and sentence[-1] not in ":?"
 
 
-def _says_much(sentence: str) -> int:
-    """The worth of a sentence: most with a measured figure, least if it needs the one before it."""
-    return 2 * bool(prose.figures(sentence)) + (not NEEDS_CONTEXT.match(sentence))
+def _quotes(sentence: str, measured: float | None) -> int:
+    """2 for a sentence that quotes the measured figure, 1 for one with another figure, else 0."""
+    found = prose.figures(sentence)
+    if measured is not None:
+        if any(prose.agrees(text, measured, allowed) for _, allowed, text in found):
+            return 2
+    return bool(found)
 
 
 def of_ask(id: str, text: str, sizes: Piece | None = None) -> Slide:
@@ -274,12 +262,10 @@ def of_ask(id: str, text: str, sizes: Piece | None = None) -> Slide:
     sizes: the model's, which are shown if the question mentions the line at the top.
     """
     *leading, question = [" ".join(line.split()) for line in outline.sentences(text)]
-    room = WORDS - len(_plain(question)) - 2
+    leading = _last(leading, WORDS - len(_plain(question)) - 2)
     body = []
     if sizes and AT_THE_TOP.search(text):
         body.append(_output(sizes))
-    while leading and sum(len(_plain(sentence)) for sentence in leading) > room:
-        leading.pop(0)
     if leading:
         setting = COUNTED.sub("", " ".join(leading))
         setting = _markdown(setting[:1].upper() + setting[1:])
@@ -289,22 +275,28 @@ def of_ask(id: str, text: str, sizes: Piece | None = None) -> Slide:
 
 
 def of_task(id: str, text: str) -> Slide:
-    """An exercise, whole if it is short, else its question and the sentence before that.
+    """An exercise, whole if a slide holds it, else the last sentences of its first paragraph.
 
     The notes have the whole exercise.
     """
-    if "\n\n" not in text and len(_plain(text)) <= TASK:
+    title = f"Exercise {id}"
+    first, *more = text.split("\n\n")
+    room = WORDS - len(title.split())
+    if not more and len(_plain(text)) <= room:
         body = [_sentence(text)]
     else:
-        found = outline.sentences(text.split("\n\n")[0])
-        asked = [s for s in found if outline.is_question(s) or WANTED.match(s)]
-        asked = asked or [s for s in found if s.startswith("Answer ")] or found
-        at = found.index(asked[-1])
-        shown = " ".join(found[max(0, at - 1) : at + 1])
-        if len(_plain(shown)) > TASK:
-            shown = asked[-1]
-        body = [_sentence(shown), '<p class="source">The notebook has the whole exercise.</p>']
-    return Slide(f"Exercise {id}", body, [_markdown(text)], "task", id)
+        source = "The notebook has the whole exercise."
+        *leading, last = outline.sentences(first)
+        leading = _last(leading, room - len(_plain(last)) - len(source.split()))
+        body = [_sentence(" ".join([*leading, last])), f'<p class="source">{source}</p>']
+    return Slide(title, body, [_markdown(text)], "task", id)
+
+
+def _last(sentences: list[str], room: int) -> list[str]:
+    """As many of the last sentences as have at most `room` words."""
+    while sentences and sum(len(_plain(sentence)) for sentence in sentences) > room:
+        sentences = sentences[1:]
+    return sentences
 
 
 def of_claim(id: str) -> Slide:
