@@ -15,6 +15,7 @@ torch.compile cannot trace these checks: a compiled model groups its heads itsel
 import contextlib
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ def chooses(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def chosen(device: torch.device) -> contextlib.AbstractContextManager:
+def chosen(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """A context in which attention on this device uses the first suitable kernel of ORDER."""
     if not chooses(device):
         return NO_CHOICE

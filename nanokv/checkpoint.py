@@ -4,7 +4,7 @@ Loading is in nanokv/loading.py. The files are written by weights_loader/writing
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,6 +18,26 @@ from weights_loader import CheckpointError, writing
 
 if TYPE_CHECKING:
     from nanokv.text.tokenizer import Tokenizer
+
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # q, k, v → y
+
+
+class Layer(Protocol):
+    """What the model calls of one layer of a cache: a LayerCache."""
+
+    def append(self, k: torch.Tensor, v: torch.Tensor, /) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class Cache(Protocol):
+    """What the model reads of a whole cache: a KVCache."""
+
+    @property
+    def length(self) -> Any: ...  # int, or (B,) if the rows differ
+    @property
+    def config(self) -> Config | None: ...
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Layer]: ...
 
 
 class Model(Protocol):
@@ -47,7 +67,13 @@ class PretrainedModel(nn.Module):
 
     from_pretrained = Elsewhere(MODEL["from_pretrained"])
 
-    if not TYPE_CHECKING:  # type checkers use the signature in nn.Module
+    if TYPE_CHECKING:  # nn.Module says that a call gives Any
+
+        def __call__(
+            self, tokens: Any, cache: Any, start_pos: Any, attend: Any
+        ) -> torch.Tensor: ...
+
+    else:  # type checkers use the signature in nn.Module
 
         def __getattr__(self, name):
             try:
@@ -71,7 +97,10 @@ class PretrainedModel(nn.Module):
         return sum(tensor.nbytes for tensor in chain(self.parameters(), self.buffers()))
 
     def save(
-        self, folder: str | os.PathLike, tokenizer: "Tokenizer | None" = None, force: bool = False
+        self,
+        folder: str | os.PathLike[str],
+        tokenizer: "Tokenizer | None" = None,
+        force: bool = False,
     ) -> None:
         """Write an ordinary Hugging Face folder that nanokv.load and transformers can open.
 

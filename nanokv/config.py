@@ -6,6 +6,7 @@ Field names are Hugging Face's.
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from nanokv import config_file
 from nanokv.config_file import yarn_scale
@@ -110,7 +111,7 @@ class Config:
         return self.experts
 
     @classmethod
-    def from_folder(cls, folder: str | os.PathLike) -> "Config":
+    def from_folder(cls, folder: str | os.PathLike[str]) -> "Config":
         """Read `folder/config.json`; `folder` may also be the path of the file itself."""
         path = Path(folder)
         if path.is_dir():
@@ -118,7 +119,7 @@ class Config:
         return cls.from_dict(read_object(path, ConfigError))
 
     @classmethod
-    def from_dict(cls, fields: dict) -> "Config":
+    def from_dict(cls, fields: dict[str, Any]) -> "Config":
         """Check the fields of a config.json.
 
         Raises ConfigError with a field's name and value if it changes the maths and nanokv does not
@@ -148,7 +149,7 @@ class Config:
             notes.append("tied")
         return f"Config({self.family.title}: {sizes}, {', '.join(notes)})"
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> dict[str, Any]:
         """The fields of a config.json: `from_dict(to_dict())` gives an equal config."""
         return config_file.written(asdict(self), self.family)
 
@@ -169,7 +170,7 @@ class GenerationConfig:
 
     @classmethod
     def from_folder(
-        cls, folder: str | os.PathLike, config: dict | None = None
+        cls, folder: str | os.PathLike[str], config: dict[str, Any] | None = None
     ) -> "GenerationConfig":
         """Read generation_config.json, and config.json unless its fields are passed as `config`."""
         if config is None:
@@ -178,7 +179,7 @@ class GenerationConfig:
         return cls.from_fields(config, generation)
 
     @classmethod
-    def from_fields(cls, config: dict, generation: dict) -> "GenerationConfig":
+    def from_fields(cls, config: dict[str, Any], generation: dict[str, Any]) -> "GenerationConfig":
         """Merge both files; generation_config.json wins.
 
         Old checkpoints keep generation settings in config.json; its other fields are ignored.
@@ -186,7 +187,7 @@ class GenerationConfig:
         return cls.from_dict(config_file.generation_settings(config, generation))
 
     @classmethod
-    def from_dict(cls, fields: dict) -> "GenerationConfig":
+    def from_dict(cls, fields: dict[str, Any]) -> "GenerationConfig":
         """Read the values of a generation_config.json.
 
         Sampling values count only with `do_sample: true`, as in transformers. A field that would
@@ -195,10 +196,10 @@ class GenerationConfig:
         """
         return cls(**config_file.generation_fields(fields))
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> dict[str, Any]:
         """The fields of a generation_config.json: `from_dict(to_dict())` gives equal values."""
         sampled = self.temperature > 0
-        fields: dict = {"do_sample": sampled}
+        fields: dict[str, Any] = {"do_sample": sampled}
         if self.eos_token_ids:
             fields["eos_token_id"] = list(self.eos_token_ids)
         if not sampled:  # greedy: only the penalty has an effect

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -25,12 +26,14 @@ from weights_loader import CheckpointError, Device, Dtype, names
 from weights_loader.prefetch import Prefetch
 from weights_loader.strict import read_object
 
-Read = Callable[[Path, dict, torch.dtype | None, torch.device, Prefetch | None], Transformer]
+Read = Callable[
+    [Path, dict[str, Any], torch.dtype | None, torch.device, Prefetch | None], Transformer
+]
 
 
 @hinted
 def load(
-    source: str | os.PathLike = "tiny",
+    source: str | os.PathLike[str] = "tiny",
     dtype: Dtype = "auto",
     device: Device = "auto",
     revision: str | None = None,
@@ -62,7 +65,7 @@ def load(
 
 def load_folder(
     folder: Path,
-    fields: dict,
+    fields: dict[str, Any],
     dtype: Dtype,
     device: Device,
     check_finite: bool = False,
@@ -111,7 +114,7 @@ def check_vocabulary(folder: Path, tokenizer: Tokenizer, config: Config) -> None
 
 def read_model(
     folder: Path,
-    fields: dict,
+    fields: dict[str, Any],
     dtype: torch.dtype | None,
     device: torch.device,
     prefetched: Prefetch | None = None,

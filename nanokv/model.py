@@ -16,11 +16,12 @@ Reference: modeling_qwen3.py and its relatives in transformers; logits equal to 
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
-from nanokv.checkpoint import PretrainedModel  # nn.Module with .device, .dtype and save_pretrained
+# PretrainedModel: nn.Module with .device, .dtype and save. The others are types of arguments.
+from nanokv.checkpoint import Attend, Cache, Layer, PretrainedModel
 from nanokv.config import Config, Experts
-from nanokv.rope import apply_rope, rope_angles
+from nanokv.rope import Rotation, apply_rope, rope_angles
 
 
 class RMSNorm(nn.Module):
@@ -34,7 +35,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
         self.eps = eps
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         y = x.float()  # a bf16 square would lose 16 bits
         mean_square = y.pow(2).mean(-1, keepdim=True)
         y = y * torch.rsqrt(mean_square + self.eps)
@@ -65,7 +66,7 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(D, config.rms_norm_eps)
             self.k_norm = RMSNorm(D, config.rms_norm_eps)
 
-    def forward(self, x, rope, cache, attend):
+    def forward(self, x: Tensor, rope: Rotation, cache: Layer, attend: Attend) -> Tensor:
         B, T, _ = x.shape
         q = self.q_proj(x).view(B, T, -1, self.head_dim)  # (B,T,H,D)
         k = self.k_proj(x).view(B, T, -1, self.head_dim)  # (B,T,Hk,D)
@@ -91,7 +92,7 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(C, width, bias=False)
         self.down_proj = nn.Linear(width, C, bias=False)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # (B,T,width) → (B,T,C)
 
 
@@ -105,11 +106,10 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.sizes = sizes
         self.gate = nn.Linear(C, sizes.num_experts, bias=False)  # the router
-        self.experts = nn.ModuleList(
-            MLP(C, sizes.moe_intermediate_size) for _ in range(sizes.num_experts)
-        )
+        width = sizes.moe_intermediate_size
+        self.experts = nn.ModuleList(MLP(C, width) for _ in range(sizes.num_experts))
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, 1)  # (N,C), N = B·T tokens
         scores = self.gate(rows).softmax(-1, dtype=torch.float32)  # (N,E)
         weights, chosen = scores.topk(self.sizes.num_experts_per_tok)  # (N,k) ×2
@@ -140,7 +140,7 @@ class Block(nn.Module):
         else:
             self.mlp = MixtureOfExperts(config.hidden_size, experts)
 
-    def forward(self, x, rope, cache, attend):
+    def forward(self, x: Tensor, rope: Rotation, cache: Layer, attend: Attend) -> Tensor:
         y = self.input_layernorm(x)
         x = x + self.self_attn(y, rope, cache, attend)
         y = self.post_attention_layernorm(x)
@@ -154,18 +154,20 @@ class Transformer(PretrainedModel):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(
-            Block(config, layer) for layer in range(config.num_hidden_layers)
-        )
+        numbers = range(config.num_hidden_layers)
+        self.layers = nn.ModuleList(Block(config, layer) for layer in numbers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
-    def forward(self, tokens, cache, start_pos: int, attend):
+    def forward(
+        self, tokens: Tensor, cache: Cache, start_pos: int | Tensor, attend: Attend
+    ) -> Tensor:
         """tokens (B,T) int64 at positions start_pos … start_pos+T-1 → hidden states (B,T,C).
 
-        `cache` has one entry per layer. `attend(q, k, v)` computes attention (see attention.py).
+        A `start_pos` (B,) has one value per row. `cache` has one entry per layer.
+        `attend(q, k, v)` computes attention (see attention.py).
         Raises ValueError if `start_pos` is not the number of tokens that the cache holds, or if the
         cache was made for another model.
         """
@@ -177,13 +179,13 @@ class Transformer(PretrainedModel):
         rope = rope_angles(self.config, positions, x.dtype)  # cos, sin (T,D), for all layers
         return self.norm(self.run_layers(x, rope, cache, attend))  # (B,T,C)
 
-    def run_layers(self, x, rope, cache, attend):
+    def run_layers(self, x: Tensor, rope: Rotation, cache: Cache, attend: Attend) -> Tensor:
         """Every block in turn, each with its entry of the cache. x (B,T,C) → (B,T,C)."""
         for layer, layer_cache in zip(self.layers, cache, strict=True):
             x = layer(x, rope, layer_cache, attend)
         return x
 
-    def check(self, cache, start_pos):
+    def check(self, cache: Cache, start_pos: int | Tensor) -> None:
         """ValueError for a wrong start_pos or another model's cache: both give fluent nonsense."""
         held = cache.length
         same = (type(held) is int and start_pos == held) is True
@@ -192,16 +194,12 @@ class Transformer(PretrainedModel):
                 f"start_pos is {start_pos}, but the cache holds {held} tokens: "
                 f"pass start_pos={held}"
             )
+        wrong = "the cache was made for another model, with"
+        hint = "make_cache(name, model.config)"
         if len(cache) != len(self.layers):
-            raise ValueError(
-                f"the cache was made for another model, with {len(cache)} layers: "
-                "make_cache(name, model.config)"
-            )
+            raise ValueError(f"{wrong} {len(cache)} layers: {hint}")
         if cache.config not in (None, self.config):
-            raise ValueError(
-                f"the cache was made for another model, with {cache.config}: "
-                "make_cache(name, model.config)"
-            )
+            raise ValueError(f"{wrong} {cache.config}: {hint}")
 
 
 Qwen3 = Transformer  # the name of the first release

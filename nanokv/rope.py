@@ -8,11 +8,16 @@ both. Reference: transformers' modeling_rope_utils.py.
 import math
 
 import torch
+from torch import Tensor
 
 from nanokv.config import Config, Llama3Rope, Yarn
 
+Rotation = tuple[Tensor, Tensor]  # cos and sin of every position and dimension
 
-def rope_frequencies(config: Config, device=None):
+
+def rope_frequencies(
+    config: Config, device: torch.device | str | None = None
+) -> tuple[Tensor, float]:
     """(D/2,) rotation speeds in radians per position, and the factor for cos and sin.
 
     Pair i rotates by theta^(-2i/D) radians per position, unless the config extends the context.
@@ -28,7 +33,7 @@ def rope_frequencies(config: Config, device=None):
     return 1.0 / wavelength, 1.0
 
 
-def yarn_frequencies(yarn: Yarn, D: int, theta: float, wavelength):
+def yarn_frequencies(yarn: Yarn, D: int, theta: float, wavelength: Tensor) -> tuple[Tensor, float]:
     """Speeds (D/2,) and the factor for cos and sin, from the normal `wavelength` (D/2,).
 
     Pairs with fewer than beta_slow rotations within the original context become `factor` times
@@ -36,7 +41,9 @@ def yarn_frequencies(yarn: Yarn, D: int, theta: float, wavelength):
     changes gradually.
     """
 
-    def pair_with(rotations):  # the pair with this many rotations within the original context
+    def pair_with(
+        rotations: float,
+    ) -> float:  # the pair with this many rotations within the original context
         context = yarn.original_max_position_embeddings
         return D * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
@@ -56,7 +63,7 @@ def yarn_frequencies(yarn: Yarn, D: int, theta: float, wavelength):
     return slowed * (1 - keep) + kept * keep, yarn.scale
 
 
-def llama3_frequencies(rope: Llama3Rope, speed):
+def llama3_frequencies(rope: Llama3Rope, speed: Tensor) -> Tensor:
     """Speeds (D/2,) from the normal `speed` (D/2,), by Llama 3.1's rule.
 
     A pair keeps its speed if a full rotation takes fewer than context / high_freq_factor positions,
@@ -73,7 +80,7 @@ def llama3_frequencies(rope: Llama3Rope, speed):
     return torch.where(turn < context / high, speed, slowed)
 
 
-def rope_angles(config: Config, positions, dtype):
+def rope_angles(config: Config, positions: Tensor, dtype: torch.dtype) -> Rotation:
     """cos and sin for integer positions (T,) or (B,T): (T,D) ×2 or (B,1,T,D) ×2.
 
     Computed in every forward, so there is no table whose end a long text could pass. Angles are
@@ -88,7 +95,7 @@ def rope_angles(config: Config, positions, dtype):
     return cos, sin
 
 
-def turned(speed, scale: float, positions, dtype):
+def turned(speed: Tensor, scale: float, positions: Tensor, dtype: torch.dtype) -> Rotation:
     """cos and sin (…,D) of positions (…); `speed` (D/2,) and `scale` come from rope_frequencies."""
     angle = positions[..., None].float() * speed  # (…,D/2)
     # Dimensions i and i + D/2 form a pair and share an angle.
@@ -98,7 +105,7 @@ def turned(speed, scale: float, positions, dtype):
     return cos.to(dtype), sin.to(dtype)
 
 
-def apply_rope(x, rope):
+def apply_rope(x: Tensor, rope: Rotation) -> Tensor:
     """Rotate each pair (x_i, x_{i+D/2}) of x (B,H,T,D) by the angle of its position."""
     cos, sin = rope
     x1, x2 = x.chunk(2, dim=-1)  # (B,H,T,D/2) ×2

@@ -13,7 +13,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from . import families, installed, names
 from .gguf_file import is_gguf
@@ -44,7 +44,7 @@ __all__ = [
 Dtype: TypeAlias = "torch.dtype | str | None"
 Device: TypeAlias = "torch.device | str | None"  # None and "auto" mean a GPU, if there is one
 # The name of a bundled or packaged model, a folder, a GGUF file, a hub id, "owner/name:x.gguf".
-Source = str | os.PathLike
+Source = str | os.PathLike[str]
 BUNDLED = {"tiny": Path(__file__).parent / "checkpoints" / "tiny"}
 SPELLED = {  # common name of a dtype → torch's name
     "fp16": "float16",
@@ -63,7 +63,7 @@ LAYOUT = (
 
 def load(
     source: Source, dtype: Dtype = None, device: Device = "cpu", revision: str | None = None
-) -> "tuple[dict, dict[str, torch.Tensor]]":
+) -> "tuple[dict[str, Any], dict[str, torch.Tensor]]":
     """(name | folder | hub id) → (config dict, {"layers.0.self_attn.q_proj.weight": tensor, ...}).
 
     dtype None or "auto" keeps the stored dtypes; on the CPU such tensors are views of the mapped
@@ -80,11 +80,11 @@ def load(
 
 def read(
     folder: Path,
-    config: dict,
+    config: dict[str, Any],
     dtype: "torch.dtype | None",
     device: "torch.device",
     prefetched: "Prefetch | None" = None,
-) -> "tuple[dict, dict[str, torch.Tensor]]":
+) -> "tuple[dict[str, Any], dict[str, torch.Tensor]]":
     """`load` for a folder whose config.json is read and whose tokenizer is checked already."""
     from . import shards
 
@@ -99,8 +99,12 @@ def read(
 
 
 def read_part(
-    folder: Path, config: dict, dtype: "torch.dtype | None", device: "torch.device", part: "Part"
-) -> "tuple[dict, dict[str, torch.Tensor]]":
+    folder: Path,
+    config: dict[str, Any],
+    dtype: "torch.dtype | None",
+    device: "torch.device",
+    part: "Part",
+) -> "tuple[dict[str, Any], dict[str, torch.Tensor]]":
     """`read` for one of several processes: only the Slice part(name, shape) of each tensor.
 
     All tensors are checked as in `read`. A tensor whose Slice is empty is left out.
@@ -117,7 +121,7 @@ def read_part(
     return config, state
 
 
-def checked_entries(folder: Path, config: dict) -> "dict[str, Entry]":
+def checked_entries(folder: Path, config: dict[str, Any]) -> "dict[str, Entry]":
     """The entries that the config requires. Sets its tie_word_embeddings according to the files."""
     from . import shards
 
@@ -312,7 +316,7 @@ def config_file(source: Source, revision: str | None = None) -> Path:
     return download.config_file(download.SHORT.get(short, text), revision, known=tuple(BUNDLED))
 
 
-def check_hashes(folder: str | os.PathLike) -> list[str]:
+def check_hashes(folder: str | os.PathLike[str]) -> list[str]:
     """Hash the files of a snapshot in the hub's cache and return the names of the checked files.
 
     [] for any other folder, for which no hashes are known. Reads every byte, about 1 s per GB. A
@@ -323,7 +327,7 @@ def check_hashes(folder: str | os.PathLike) -> list[str]:
     return download.check_hashes(Path(folder))
 
 
-def check(folder: Path, config: dict, entries: "dict[str, Entry]") -> "dict[str, Entry]":
+def check(folder: Path, config: dict[str, Any], entries: "dict[str, Entry]") -> "dict[str, Entry]":
     """Exactly the entries that the config requires, in its order; lm_head only if it is not tied.
 
     Raises CheckpointError for a tensor that is missing, left over or of the wrong shape.
@@ -371,7 +375,7 @@ def check_names(folder: Path, shapes: names.Shapes, entries: "dict[str, Entry]")
         )
 
 
-def resolve_head(config: dict, entries: "dict[str, Entry]") -> bool:
+def resolve_head(config: dict[str, Any], entries: "dict[str, Entry]") -> bool:
     """Whether the head is tied to the embedding.
 
     The stored tensors decide, as in transformers: an lm_head may be dropped only if it is equal to

@@ -40,7 +40,7 @@ class LayerCache(LayerCapabilities):
         raise UnsupportedError(f"{type(self).__name__} cannot fork")
 
 
-class KVCache(CacheCapabilities):
+class KVCache(CacheCapabilities[LayerCache]):
     """A list with one LayerCache per layer. `nanokv.make_cache(name, config)` builds it."""
 
     def __init__(self, layers: Iterable[LayerCache] = (), config: Config | None = None):

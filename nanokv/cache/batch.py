@@ -26,7 +26,7 @@ from nanokv.errors import CacheError, UnsupportedError
 class BatchLayer(LayerCache):
     """Layer i of every row."""
 
-    def __init__(self, parts: list):
+    def __init__(self, parts: list[Any]):
         self.parts = parts  # LayerCaches of batch size 1
         self._expected = parts[0]._expected
 
@@ -73,14 +73,14 @@ class BatchLayer(LayerCache):
         for row in self.parts:
             row.truncate(n)
 
-    def state(self) -> dict:
+    def state(self) -> dict[str, Tensor]:
         state = {}
         for b, row in enumerate(self.parts):
             for name, tensor in row.state().items():
                 state[f"{b}.{name}"] = tensor
         return state
 
-    def restore(self, state: dict) -> None:
+    def restore(self, state: dict[str, Tensor]) -> None:
         for b, row in enumerate(self.parts):
             prefix = f"{b}."
             its = {key: tensor for key, tensor in state.items() if key.startswith(prefix)}
@@ -104,7 +104,7 @@ class BatchCache(KVCache):
         self.made = Made("batch", {"of": row.name} | row.options, row.capacity, len(self.rows))
         super().__init__(self.layers(self.rows), config)
 
-    def layers(self, rows: Sequence[KVCache]) -> list:
+    def layers(self, rows: Sequence[KVCache]) -> list[LayerCache]:
         """Layer i of all rows, for every i."""
         return [BatchLayer(list(parts)) for parts in zip(*rows, strict=True)]
 

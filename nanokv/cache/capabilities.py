@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from operator import contains
-from typing import Any, TypeAlias
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 
@@ -26,6 +26,8 @@ from nanokv.config import Config
 from nanokv.errors import CacheError, UnsupportedError
 
 Index: TypeAlias = Sequence[int] | torch.Tensor  # of rows
+Mask = TypeVar("Mask", bound=Callable[..., Any])  # a method `mask`, whose type a decorator keeps
+Append = TypeVar("Append", bound=Callable[..., Any])
 
 
 @dataclass(eq=False)
@@ -64,19 +66,21 @@ class Made:
     """The arguments that make_cache was called with."""
 
     name: str = "dict"
-    options: dict = field(default_factory=dict)  # all but the sizes below
+    options: dict[str, Any] = field(default_factory=dict)  # all but the sizes below
     capacity: int | None = None
     batch_size: int = 1
 
 
 # append → reserve(layer, like), which a kernel may call instead.
-RESERVES: dict[Callable, Callable] = {}
+RESERVES: dict[Callable[..., Any], Callable[..., Any]] = {}
 # reserve → reserve(layers, like) for all layers in one call. It returns None if each layer must be
 # asked by itself.
-AT_ONCE: dict[Callable, Callable] = {}
+AT_ONCE: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
-def in_place(reserve: Callable, at_once: Callable | None = None) -> Callable:
+def in_place(
+    reserve: Callable[..., Any], at_once: Callable[..., Any] | None = None
+) -> Callable[[Append], Append]:
     """Decorator of an `append` that writes in place; `reserve` returns the `pages` it would write
     to.
 
@@ -84,7 +88,7 @@ def in_place(reserve: Callable, at_once: Callable | None = None) -> Callable:
     or on one object, has no pages, so kernels call that append instead of bypassing it.
     """
 
-    def known(append: Callable) -> Callable:
+    def known(append: Append) -> Append:
         RESERVES[append] = reserve
         if at_once:
             AT_ONCE[reserve] = at_once
@@ -93,7 +97,7 @@ def in_place(reserve: Callable, at_once: Callable | None = None) -> Callable:
     return known
 
 
-def reserve_of_all(layers: Sequence) -> Callable | None:
+def reserve_of_all(layers: Sequence[Any]) -> Callable[..., Any] | None:
     """The `reserve_of` that all layers share, found in a tenth of the time; None if not known.
 
     Known for layers of one class whose instances do not override append.
@@ -109,7 +113,7 @@ def reserve_of_all(layers: Sequence) -> Callable | None:
     return reserve
 
 
-def reserve_of(layer: Any) -> Callable | None:
+def reserve_of(layer: Any) -> Callable[..., Any] | None:
     """The function that a kernel may call instead of the current `layer.append`, or None.
 
     Changes nothing. Accepts layers of any class: a user's class may use the name `pages` for
@@ -122,19 +126,21 @@ def reserve_of(layer: Any) -> Callable | None:
 
 
 # mask → keys(cache, T): the number of keys, if the mask would be plain causal; else None.
-CAUSAL_MASKS: dict[Callable, Callable] = {}
+CAUSAL_MASKS: dict[Callable[..., Any], Callable[..., Any]] = {}
 # mask → rows(cache): (B,) keys that the next token of each row sees; None: call the mask.
-ROW_MASKS: dict[Callable, Callable] = {}
+ROW_MASKS: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
-def causal(keys: Callable, rows: Callable | None = None) -> Callable:
+def causal(
+    keys: Callable[..., Any], rows: Callable[..., Any] | None = None
+) -> Callable[[Mask], Mask]:
     """Decorator of a `mask` that is often plain causal: keys(cache, T) detects that without
     building it.
 
     Like `in_place`, the entry is for this function object: a mask that overrides it is called.
     """
 
-    def known(mask: Callable) -> Callable:
+    def known(mask: Mask) -> Mask:
         CAUSAL_MASKS[mask] = keys
         if rows:
             ROW_MASKS[mask] = rows
@@ -174,9 +180,9 @@ def has_pages(cache: Any) -> bool:
 class LayerCapabilities:
     """What one layer may offer."""
 
-    append: Callable  # LayerCache defines these five
-    truncate: Callable
-    fork: Callable
+    append: Callable[..., Any]  # LayerCache defines these five
+    truncate: Callable[[int], None]
+    fork: Callable[[], Any]
     nbytes: int
     length: int
     capacity: int | None = None  # the most tokens that fit; None = as memory allows
@@ -207,11 +213,11 @@ class LayerCapabilities:
         """Row b becomes old row index[b] (beam search); the batch may grow or shrink."""
         raise UnsupportedError(f"{type(self).__name__} cannot reorder")
 
-    def state(self) -> dict:
+    def state(self) -> dict[str, torch.Tensor]:
         """The tensors that `restore` needs to rebuild this layer: {name: tensor}."""
         raise UnsupportedError(f"{type(self).__name__} cannot be saved")
 
-    def restore(self, state: dict) -> None:
+    def restore(self, state: dict[str, torch.Tensor]) -> None:
         """Replace this layer's contents by what `state` returned."""
         raise UnsupportedError(f"{type(self).__name__} cannot be loaded")
 
@@ -235,12 +241,16 @@ class LayerCapabilities:
         return copy
 
 
-class CacheCapabilities(list):
+Layer = TypeVar("Layer", bound=LayerCapabilities)
+
+
+class CacheCapabilities(list[Layer], Generic[Layer]):
     """What the whole cache, a list of layers, may offer."""
 
-    fork: Callable  # defined by KVCache
-    tokens: tuple | list = ()  # the ids saved with a cache that was loaded from a file
-    made = Made()
+    fork: Callable[[], Any]  # defined by KVCache
+    # A list of ids, or one list per row: the ids saved with a cache that was loaded from a file.
+    tokens: Sequence[Any] = ()
+    made: Made = Made()
 
     @property
     def capacity(self) -> int | None:
@@ -287,11 +297,11 @@ class CacheCapabilities(list):
     def copy(self) -> Any:
         return self.fork()
 
-    def __copy__(self):
+    def __copy__(self) -> Any:
         # A shallow copy would append to the same layers and release pages that it never took.
         return self.fork()
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: object) -> Any:
         return self.fork()
 
     def _made_like(self, other: "CacheCapabilities") -> Any:
@@ -319,8 +329,8 @@ class CacheCapabilities(list):
 
     def save(
         self,
-        path: str | os.PathLike,
-        tokens: Sequence = (),
+        path: str | os.PathLike[str],
+        tokens: Sequence[Any] = (),
         model_fingerprint: str = "",
         rank: tuple[int, int] = saving.ALONE,
     ) -> None:
@@ -340,7 +350,7 @@ class CacheCapabilities(list):
     @classmethod
     def load(
         cls,
-        path: str | os.PathLike,
+        path: str | os.PathLike[str],
         config: Config,
         model_fingerprint: str = "",
         device: str | torch.device | None = None,

@@ -14,7 +14,7 @@ from nanokv.cache.capabilities import Index, Sizes
 from nanokv.cache.checks import check_append
 
 
-class DictCache(LayerCache, dict):
+class DictCache(LayerCache, dict[str, Tensor]):
     """An empty dict before the first append; afterwards it holds exactly the appended tokens."""
 
     @property
@@ -52,10 +52,10 @@ class DictCache(LayerCache, dict):
     def reorder(self, index: Index) -> None:
         self.update({name: self[name][index] for name in self})  # (B',Hk,S,D)
 
-    def state(self) -> dict:
+    def state(self) -> dict[str, Tensor]:
         return dict(self)
 
-    def restore(self, state: dict) -> None:
+    def restore(self, state: dict[str, Tensor]) -> None:
         self.clear()
         self.update(state)
 

@@ -90,14 +90,14 @@ class OffloadedLayer(LayerCache):
         self._check_truncate(n)
         self.length = min(n, self.length)
 
-    def state(self) -> dict:
+    def state(self) -> dict[str, Tensor]:
         past = self.near()
         if past is None:
             return {}
         rows = joined(past)  # (S,2,B,Hk,D)
         return dict(zip(("key", "value"), rows.permute(1, 2, 3, 0, 4), strict=True))
 
-    def restore(self, state: dict) -> None:
+    def restore(self, state: dict[str, Tensor]) -> None:
         self.coming = None
         self.length = 0
         if state:

@@ -8,7 +8,7 @@ import difflib
 import os
 import re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nanokv.errors import CacheError
 
@@ -80,7 +80,7 @@ ELSEWHERE = {  # names in other programs, in lower case and without "cache" → 
 }
 
 
-def read_kind(text: str) -> tuple[str, dict]:
+def read_kind(text: str) -> tuple[str, dict[str, Any]]:
     """`NAME[:option=value…]` → (name, options); numbers, true, false and none as Python values.
 
     Raises CacheError if the text has another form; check_options checks names and options.
@@ -97,7 +97,7 @@ def read_kind(text: str) -> tuple[str, dict]:
     return name, options
 
 
-def kind_text(name: str, options: dict) -> str:
+def kind_text(name: str, options: dict[str, Any]) -> str:
     """The inverse of `read_kind`: quantized:bits=4."""
     return ":".join([name, *(f"{key}={value}" for key, value in options.items())])
 
@@ -111,7 +111,7 @@ def _literal(text: str) -> object:
     return {"true": True, "false": False, "none": None}.get(text.lower(), text)
 
 
-def check_options(name: str, options: dict, objects: bool = False) -> None:
+def check_options(name: str, options: dict[str, Any], objects: bool = False) -> None:
     """CacheError if no cache has this name, or if the cache has no such option or value.
 
     `objects`: the caller is a program, which may also pass objects (a page pool).

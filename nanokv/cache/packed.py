@@ -82,10 +82,10 @@ class Packed:
     parts[b] is (T_b, attend) of sequence b.
     """
 
-    def __init__(self, parts: Iterable[tuple[int, Callable]]):
+    def __init__(self, parts: Iterable[tuple[int, Callable[..., Tensor]]]):
         self.parts = list(parts)
 
-    def __call__(self, q, keys, values):
+    def __call__(self, q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
         """q (N,H,1,D) with N = ΣT_b → (N,H,1,D).
 
         keys and values are lists of (1,Hk,S_b,D), with the T_b new tokens last.

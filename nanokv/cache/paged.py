@@ -11,7 +11,7 @@ the location of the pages.
 import weakref
 from collections.abc import Sequence
 from operator import attrgetter, eq
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -76,7 +76,8 @@ class PagedCache(KVCache):
     def pages(self, like: Tensor) -> list[Pages] | None:
         if not all_as_made([self]):  # ask each layer, so that a caller's append is respected
             return super().pages(like)
-        view = self[0].step(1, like)
+        layer: Any = self[0]  # a PagedLayer
+        view = layer.step(1, like)
         self.advance()
         return view.pages
 
@@ -205,14 +206,14 @@ class PagedLayer(LayerCache):
         self.truncate(snapshot)
         self.parent.trim()
 
-    def state(self) -> dict:
+    def state(self) -> dict[str, Tensor]:
         pool = self.parent.pool
         if not self.length:
             return {}
         table = torch.tensor(self.parent.tables, device=pool.keys.device)  # (B,n)
         return {"key": self.gather(pool.keys, table), "value": self.gather(pool.values, table)}
 
-    def restore(self, state: dict) -> None:
+    def restore(self, state: dict[str, Tensor]) -> None:
         self.length = 0
         if state:
             self.parent.resize(state["key"].shape[0])

@@ -6,12 +6,13 @@ at once. `append` is that of the batch cache: dense, padded on the left, for the
 
 import weakref
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 
-from nanokv.cache.base import KVCache
+from nanokv.cache.base import KVCache, LayerCache
 from nanokv.cache.batch import BatchCache, BatchLayer
 from nanokv.cache.capabilities import Pages, causal, in_place, reserve_of_all
 from nanokv.cache.checks import check_append
@@ -25,7 +26,7 @@ from nanokv.errors import CacheError
 class PagedBatchLayer(BatchLayer):
     """Layer i of every row."""
 
-    def __init__(self, parent: "PagedBatch", layer: int, parts: list):
+    def __init__(self, parent: "PagedBatch", layer: int, parts: list[Any]):
         super().__init__(parts)
         self.parent = weakref.proxy(parent)
         self.layer = layer
@@ -67,7 +68,7 @@ class PagedBatch(BatchCache):
                 "the rows of a paged batch must be paged caches of one sequence over one pool"
             )
 
-    def layers(self, rows: Sequence[KVCache]) -> list:
+    def layers(self, rows: Sequence[KVCache]) -> list[LayerCache]:
         every = zip(*rows, strict=True)
         return [PagedBatchLayer(self, i, list(parts)) for i, parts in enumerate(every)]
 

@@ -185,7 +185,7 @@ class QuantizedCache(LayerCache):
             )
         )
 
-    def state(self) -> dict:
+    def state(self) -> dict[str, Tensor]:
         if not self.exact:
             return {}
         state = {"blocks": torch.tensor(self.blocks, dtype=torch.int64)}
@@ -194,7 +194,7 @@ class QuantizedCache(LayerCache):
             state |= {f"{name}{i}": tensor for i, tensor in enumerate(tensors)}
         return state
 
-    def restore(self, state: dict) -> None:
+    def restore(self, state: dict[str, Tensor]) -> None:
         if not state:
             self._rollback(Held())
             return

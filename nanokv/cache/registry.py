@@ -159,7 +159,7 @@ def make_offloaded(
     capacity: Capacity,
     *,
     to: str = "disk",
-    folder: str | os.PathLike | None = None,
+    folder: str | os.PathLike[str] | None = None,
 ) -> KVCache:
     """Each layer in a file in `folder` (to="disk") or in host memory (to="host").
 

@@ -24,7 +24,7 @@ from nanokv.errors import CacheError, foreign
 from nanokv.support.device_memory import full_memory
 from weights_loader.strict import loads
 
-PathText = str | os.PathLike
+PathText = str | os.PathLike[str]
 Rank = tuple[int, int]  # (rank, number of ranks)
 
 FORMAT = "nanokv-cache-1"
@@ -41,19 +41,19 @@ MAY_CHANGE = {  # options that decide only where bytes are stored, not what they
 class Facts(NamedTuple):
     """The metadata of a file that is stored as JSON."""
 
-    options: dict
+    options: dict[str, Any]
     salted: bool
     rows: int
     capacity: int | None
     length: int | list[int]
-    config: dict
-    tokens: list
+    config: dict[str, Any]
+    tokens: list[Any]
 
 
 def save(
     cache: Any,
     path: PathText,
-    tokens: Iterable = (),
+    tokens: Iterable[Any] = (),
     model_fingerprint: str = "",
     rank: Rank = ALONE,
 ) -> None:
@@ -85,7 +85,7 @@ def save(
 
 
 def contents(
-    cache: Any, tokens: Iterable = (), model_fingerprint: str = ""
+    cache: Any, tokens: Iterable[Any] = (), model_fingerprint: str = ""
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
     """(metadata, tensors) that `rebuild` needs. The tensors may share memory with the cache."""
     states = [layer.state() for layer in cache]
@@ -124,7 +124,7 @@ def load(
     make_cache: Callable[..., Any],
     model_fingerprint: str,
     device: torch.device | str | None,
-    options: dict,
+    options: dict[str, Any],
     rank: Rank = ALONE,
 ) -> Any:
     """See KVCache.load."""
@@ -146,7 +146,7 @@ def check_rank(path: PathText, meta: dict[str, str], rank: Rank) -> None:
         )
 
 
-def _rank_text(rank: list) -> str:
+def _rank_text(rank: list[int]) -> str:
     return "one process" if rank == list(ALONE) else f"rank {rank[0]} of {rank[1]}"
 
 
@@ -157,7 +157,7 @@ def rebuild(
     config: Config,
     make_cache: Callable[..., Any],
     model_fingerprint: str,
-    options: dict,
+    options: dict[str, Any],
     rank: Rank = ALONE,
     device: torch.device | str = "cpu",
 ) -> Any:
@@ -194,7 +194,7 @@ def _rebuild(
     config: Config,
     make_cache: Callable[..., Any],
     model_fingerprint: str,
-    options: dict,
+    options: dict[str, Any],
     device: torch.device | str,
 ) -> Any:
     facts = Facts(*(loads(meta[key]) for key in Facts._fields))
@@ -220,7 +220,7 @@ def _rebuild(
     return cache
 
 
-def _check_sizes(path: PathText, facts: Facts, options: dict) -> None:
+def _check_sizes(path: PathText, facts: Facts, options: dict[str, Any]) -> None:
     """CacheError if rebuilding would make too many rows or pages."""
     rows = facts.rows
     if not 1 <= rows <= MOST_ROWS:
@@ -272,7 +272,11 @@ def _states(path: PathText, tensors: dict[str, Tensor], config: Config) -> list[
 
 
 def check_model(
-    path: PathText, meta: dict[str, str], saved: dict, config: Config, model_fingerprint: str
+    path: PathText,
+    meta: dict[str, str],
+    saved: dict[str, Any],
+    config: Config,
+    model_fingerprint: str,
 ) -> None:
     """CacheError for another config, or for other weights if `model_fingerprint` is not empty."""
     mine = json.loads(json.dumps(config.to_dict()))
@@ -290,7 +294,9 @@ def check_model(
         )
 
 
-def _check_options(path: PathText, kind: str, saved: dict, options: dict, salted: bool) -> None:
+def _check_options(
+    path: PathText, kind: str, saved: dict[str, Any], options: dict[str, Any], salted: bool
+) -> None:
     """CacheError for options that would change the meaning of the stored tokens."""
     for name, value in options.items():
         if name not in MAY_CHANGE.get(kind, ()) and saved.get(name) != value:
@@ -303,7 +309,7 @@ def _check_options(path: PathText, kind: str, saved: dict, options: dict, salted
         )
 
 
-def _ids(tokens: Iterable, length: int | list[int], rows: int) -> list:
+def _ids(tokens: Iterable[Any], length: int | list[int], rows: int) -> list[Any]:
     """The ids for JSON: one list, or one list per row; CacheError unless one id per token."""
     if isinstance(tokens, Tensor):
         tokens = tokens.tolist()

@@ -147,12 +147,12 @@ class SlidingCache(LayerCache):
         if self.keys is not None:
             self._rollback((self.length, self.keys[index], self.values[index]))
 
-    def state(self) -> dict:
+    def state(self) -> dict[str, Tensor]:
         if self.keys is None:
             return {}
         return {"key": self.keys, "value": self.values, "length": torch.tensor(self.length)}
 
-    def restore(self, state: dict) -> None:
+    def restore(self, state: dict[str, Tensor]) -> None:
         self._rollback((int(state.get("length", 0)), state.get("key"), state.get("value")))
 
     @property

@@ -144,12 +144,12 @@ class StaticCache(LayerCache):
         copy.restore({name: used[index] for name, used in self.state().items()})  # (B',Hk,S,D)
         return copy
 
-    def state(self) -> dict:
+    def state(self) -> dict[str, Tensor]:
         if not self.length:
             return {}
         return {"key": self.keys[:, :, : self.length], "value": self.values[:, :, : self.length]}
 
-    def restore(self, state: dict) -> None:
+    def restore(self, state: dict[str, Tensor]) -> None:
         """Copy `state` into a new slab; unused slots are neither copied nor read."""
         self._allocate_later()
         if state:

@@ -6,7 +6,7 @@ extend the cached ids, and only the longest common prefix can be kept. This file
 why the prefix broke, and labels every token with the role that it belongs to. No torch.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanokv.text.ids import common_prefix
 
@@ -23,7 +23,9 @@ class Role(NamedTuple):
     turn: int  # begins with a user message; the first is 1, the system prompt is 0
 
 
-def token_roles(tokenizer: "Tokenizer", ids: list[int], messages: list[dict]) -> list[Role]:
+def token_roles(
+    tokenizer: "Tokenizer", ids: list[int], messages: list[dict[str, Any]]
+) -> list[Role]:
     """The role of each id.
 
     Message texts are searched in the rendered prompt from left to right. The template's markers
@@ -51,7 +53,7 @@ def _pieces(tokenizer: "Tokenizer", ids: list[int]) -> list[str]:
     return [decoder.put(token) for token in ids]
 
 
-def _character_owners(text: str, messages: list[dict]) -> list[Role]:
+def _character_owners(text: str, messages: list[dict[str, Any]]) -> list[Role]:
     """The role of each character of a rendered prompt."""
     owners: list[Role] = []
     position = 0

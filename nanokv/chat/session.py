@@ -14,7 +14,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self
 
 import torch
 
@@ -74,11 +74,14 @@ class Turn:
     seed: int | None = None
     dropped: Dropped = NOTHING
     prefill_s: float = 0.0
-    ids: list = field(default_factory=list)  # the sampled tokens
-    speculation: dict = field(default_factory=dict)  # counts of speculative decoding; else empty
+    ids: list[int] = field(default_factory=list)  # the sampled tokens
+    # Counts of speculative decoding; else empty.
+    speculation: dict[str, Any] = field(default_factory=dict)
 
 
-def checked_settings(where: str, settings: dict, others: Iterable[str] = ()) -> dict:
+def checked_settings(
+    where: str, settings: dict[str, Any], others: Iterable[str] = ()
+) -> dict[str, Any]:
     """A copy of the settings. `others` are further argument names that an error lists.
 
     Raises UnknownArgument for a name that does not exist, GenerationError for a value out of range.
@@ -110,10 +113,10 @@ class Session:
         model: Model,
         tokenizer: Tokenizer | None = None,
         cache: KVCache | str | None = None,
-        params: dict | None = None,
+        params: dict[str, Any] | None = None,
         system: str | None = None,
         context: int | None = None,
-        template_kwargs: dict | None = None,
+        template_kwargs: dict[str, Any] | None = None,
         overflow: str = "stop",
         loop_guard: str = "off",
         make_generation: Callable[..., Generation] = Generation,
@@ -131,14 +134,14 @@ class Session:
         self.make_generation = make_generation
         self.template_kwargs = dict(template_kwargs or {})
         self.system = system
-        self.messages: list[dict] = []
+        self.messages: list[dict[str, Any]] = []
         self.prompt_ids: list[int] = []
         self.last: Turn | None = None
         self.why = ""  # where and why the last prefix broke
         self.answers = 0
         self.thinking_opened = False  # True if the last prompt ended inside <think>
         self._generation: Generation | None = None
-        self._labelled: list[dict] = []  # the messages of prompt_ids
+        self._labelled: list[dict[str, Any]] = []  # the messages of prompt_ids
         self._reply_ids: list[int] | None = None  # of the last answer, without its eos
         self._edited = False  # a broken prefix needs no explanation then
         self._room = 0  # tokens that the context leaves for the last answer
@@ -147,7 +150,7 @@ class Session:
     @classmethod
     def from_pretrained(
         cls,
-        source: str | os.PathLike = "tiny",
+        source: str | os.PathLike[str] = "tiny",
         *,
         dtype: Dtype = "auto",
         device: Device = "auto",
@@ -163,8 +166,10 @@ class Session:
             check_options(*read_kind(options["cache"]), objects=True)
         return cls(*load(source, dtype=dtype, device=device, revision=revision), **options)
 
-    def __getattr__(self, name: str) -> Any:
-        raise unknown_name(self, name, SESSION)
+    if not TYPE_CHECKING:  # a type checker that sees it accepts mistyped names
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise unknown_name(self, name, SESSION)
 
     def __repr__(self) -> str:
         tokens = f"{len(self.cached_ids):,} of {self.context:,} tokens"
@@ -202,13 +207,13 @@ class Session:
         answer = self._answer(self.messages[:-1], self._open_reply(), should_stop)
         return self._with(settings, answer)
 
-    def _with(self, settings: dict, answer: Iterator[str]) -> Iterator[str]:
+    def _with(self, settings: dict[str, Any], answer: Iterator[str]) -> Iterator[str]:
         """An answer with these settings, checked now; afterwards the session's settings return."""
         if not settings:
             return answer
         return self._under(checked_settings("an answer", settings), answer)
 
-    def _under(self, settings: dict, answer: Iterator[str]) -> Iterator[str]:
+    def _under(self, settings: dict[str, Any], answer: Iterator[str]) -> Iterator[str]:
         before = self.params
         self.params = before | settings
         try:
@@ -228,7 +233,7 @@ class Session:
         return ids
 
     def _answer(
-        self, messages: list[dict], reply: list[int], should_stop: Callable[[], bool]
+        self, messages: list[dict[str, Any]], reply: list[int], should_stop: Callable[[], bool]
     ) -> Iterator[str]:
         """Answer the messages, the last of which is the user's; `reply` begins the answer."""
         messages, ids, dropped = self._fit(messages, reply)
@@ -283,7 +288,7 @@ class Session:
         turn: Turn,
         generation: Generation,
         stream: TextStream,
-        messages: list[dict],
+        messages: list[dict[str, Any]],
         reply: list[int],
         before: str,
     ) -> None:
@@ -326,13 +331,15 @@ class Session:
     # --- prompt and prefix ----------------------------------------------------------------------
 
     @property
-    def cached_ids(self) -> list:
+    def cached_ids(self) -> list[int]:
         """Ids of prompt and answer that the cache holds; computed, so never out of date."""
         if self._generation is None:
             return self.prompt_ids[: self.cache.length]
         return (self.prompt_ids + self._generation.tokens)[: self._generation.sure]
 
-    def prompt(self, messages: list[dict], add_generation_prompt: bool = True) -> list[int]:
+    def prompt(
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True
+    ) -> list[int]:
         """Ids of these messages in the model's template, system prompt first."""
         if not messages and not self.system:
             return []
@@ -344,13 +351,15 @@ class Session:
         )
         return self.tokenizer.encode(text)
 
-    def _system_message(self) -> list[dict]:
+    def _system_message(self) -> list[dict[str, Any]]:
         """A list of one message, or of none without a system prompt."""
         if not self.system:
             return []
         return [{"role": "system", "content": self.system}]
 
-    def _fit(self, messages: list[dict], reply: list[int]) -> tuple[list[dict], list[int], Dropped]:
+    def _fit(
+        self, messages: list[dict[str, Any]], reply: list[int]
+    ) -> tuple[list[dict[str, Any]], list[int], Dropped]:
         """(messages, ids, what was dropped) that fit the context; ContextError with the numbers."""
         ids = first = self.prompt(messages) + reply
         kept = messages
@@ -364,7 +373,7 @@ class Session:
             raise self._too_long(messages, len(first))
         return kept, ids, Dropped(turns, len(first) - len(ids))
 
-    def _too_long(self, messages: list[dict], needed: int) -> ContextError:
+    def _too_long(self, messages: list[dict[str, Any]], needed: int) -> ContextError:
         """The error for messages of `needed` tokens."""
         history = len(self.prompt(messages[:-1], add_generation_prompt=False))
         message = needed - history
@@ -437,7 +446,7 @@ class Session:
         self.system = text or None
         self.replace(self.messages)
 
-    def replace(self, messages: list[dict]) -> None:
+    def replace(self, messages: list[dict[str, Any]]) -> None:
         """Replace all messages; the cache keeps the common prefix."""
         roles = [m["role"] for m in messages]
         if roles != ["user", "assistant"] * (len(roles) // 2):

@@ -8,6 +8,7 @@ prefill) and the program itself are not counted.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from nanokv.config import Config, Experts
 from nanokv.costs import formulas as costs
@@ -68,7 +69,7 @@ class Estimate:
     context: int
     batch: int = 1
     cache: str = "dict"
-    options: dict = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def itemsize(self) -> int:

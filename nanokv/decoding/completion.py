@@ -24,8 +24,12 @@ if TYPE_CHECKING:
 
 
 def completion(
-    model: str, choices: Sequence[dict], usage: dict, id: Any = None, **facts: Any
-) -> dict:
+    model: str,
+    choices: Sequence[dict[str, Any]],
+    usage: dict[str, Any],
+    id: Any = None,
+    **facts: Any,
+) -> dict[str, Any]:
     """The object of one answer, or of several to one prompt. A fact equal to {} is left out."""
     if "message" in choices[0]:
         kind = "chat.completion"
@@ -46,13 +50,13 @@ def completion(
     return body | {name: fact for name, fact in facts.items() if fact != {}}
 
 
-def message(text: str, opened: bool = False) -> dict:
+def message(text: str, opened: bool = False) -> dict[str, Any]:
     """The assistant's message with thoughts set apart. `opened`: the prompt ended in <think>."""
     thinking, content = split_thinking(text, opened)
     return assistant(content, thinking)
 
 
-def assistant(content: str, thinking: str) -> dict:
+def assistant(content: str, thinking: str) -> dict[str, Any]:
     """The assistant's message from content and thoughts."""
     said = {"role": "assistant", "content": content, "refusal": None}
     if thinking:
@@ -61,14 +65,14 @@ def assistant(content: str, thinking: str) -> dict:
 
 
 def choice(
-    answer: dict,
+    answer: dict[str, Any],
     ids: Sequence[int],
     reason: str,
     stop_string: str = "",
     index: int = 0,
-    logprobs: dict | None = None,
+    logprobs: dict[str, Any] | None = None,
     **facts: Any,
-) -> dict:
+) -> dict[str, Any]:
     """One answer (`message` or {"text": …}), its ids with the eos, and the reason why it ended."""
     ended = end(reason, stop_string)
     return (
@@ -76,7 +80,7 @@ def choice(
     )
 
 
-def end(reason: str, stop: str | int | None = None) -> dict:
+def end(reason: str, stop: str | int | None = None) -> dict[str, Any]:
     """OpenAI's finish_reason ("stop" or "length"), and the cause in stop_reason.
 
     stop: the stop string or token id of the request that ended the answer, as vLLM reports it; None
@@ -89,7 +93,7 @@ def end(reason: str, stop: str | int | None = None) -> dict:
     return {"finish_reason": "length", "stop_reason": cause}
 
 
-def usage(prompt: int, new: int, cached: int = 0) -> dict:
+def usage(prompt: int, new: int, cached: int = 0) -> dict[str, Any]:
     """Token counts; `cached` tokens of the prompt were already in the cache."""
     return {
         "prompt_tokens": prompt,
@@ -100,8 +104,8 @@ def usage(prompt: int, new: int, cached: int = 0) -> dict:
 
 
 def logprobs(
-    answer: dict, ids: Sequence[int], values: Sequence[float], tokenizer: "Tokenizer"
-) -> dict:
+    answer: dict[str, Any], ids: Sequence[int], values: Sequence[float], tokenizer: "Tokenizer"
+) -> dict[str, Any]:
     """Log-probabilities in the format of this kind of answer; null for infinity and NaN."""
     pieces = [tokenizer.token_bytes(id) for id in ids]
     tokens = [piece.decode("utf-8", "replace") for piece in pieces]
@@ -125,7 +129,7 @@ def timings(
     prefill_tok_s: float | None = None,
     decode_tok_s: float | None = None,
     **more: float | None,
-) -> dict:
+) -> dict[str, Any]:
     """Seconds to the first token, tokens per second, and `more`; null if not measured."""
     measured = {
         "ttft_s": ttft_s,
@@ -139,7 +143,7 @@ def timings(
     return rounded
 
 
-def engine_timings(metrics: dict) -> dict:
+def engine_timings(metrics: dict[str, Any]) -> dict[str, Any]:
     """`timings` of an engine's request, from its metrics()."""
     first = metrics["ttft_s"]
     computed = metrics["prompt_tokens"] - metrics["reused_tokens"]
@@ -155,7 +159,7 @@ def rate(tokens: int, seconds: float | None) -> float | None:
     return None
 
 
-def cache(cache: "KVCache") -> dict:
+def cache(cache: "KVCache") -> dict[str, Any]:
     """The state of the cache afterwards: it holds prompt and answer except the last token.
 
     `used_bytes` is the part of `bytes` that these tokens take; the rest is reserved.
@@ -173,7 +177,7 @@ def seed(run: Any) -> int | None:
     return run.seed if run.params.temperature else None
 
 
-def error(reason: Exception) -> dict:
+def error(reason: Exception) -> dict[str, Any]:
     """OpenAI's error object, and beside it a `hint` how to fix the cause."""
     full = isinstance(reason, MemoryError)
     refused = isinstance(reason, NanoKVError) and not full

@@ -57,7 +57,7 @@ class SamplingParams:
         """The keyword arguments of `sample`: all but the seed, which is for `generator`."""
         return {name: value for name, value in asdict(self).items() if name != "seed"}
 
-    def filters(self) -> tuple:
+    def filters(self) -> tuple[Any, ...]:
         """(top_k, top_p, min_p) if one of them may remove a token, else ()."""
         off = self.top_k <= 0 and self.top_p == 1 and self.min_p == 0
         if off or not self.temperature:
@@ -147,7 +147,7 @@ class Sampler:
 
 
 def sent(
-    values: list, device: torch.device, dtype: type[numpy.generic] = numpy.int64
+    values: list[Any], device: torch.device, dtype: type[numpy.generic] = numpy.int64
 ) -> torch.Tensor:
     """A tensor of `values` on a device, without a synchronisation.
 
@@ -222,7 +222,7 @@ def top_of(
     return likeliest_rows(rows, max(samplers[b].top for b in asking))
 
 
-def brought(*tensors: torch.Tensor) -> list[list]:
+def brought(*tensors: torch.Tensor) -> list[list[Any]]:
     """Device tensors of 4 or 8 bytes per number, as lists; one copy synchronises for all."""
     whole = torch.cat([tensor.flatten().view(torch.int32) for tensor in tensors]).cpu().numpy()
     lists = []
@@ -249,7 +249,7 @@ def allowed(
     if not any(sampler.changes for sampler in samplers):
         return None, temperatures
     left = logits.to(torch.float32, copy=True)  # (B,V)
-    groups: dict[tuple, list[int]] = {}
+    groups: dict[tuple[Any, ...], list[int]] = {}
     for b, sampler in enumerate(samplers):
         before = left[b : b + 1]  # (1,V)
         row = sampler.constrained(before)  # (1,V)
@@ -269,7 +269,7 @@ def allowed(
 
 
 @functools.cache
-def drawing(device: torch.device) -> Callable:
+def drawing(device: torch.device) -> Callable[..., Any]:
     """The kernel that draws, or the same draw in torch operators if Triton is missing."""
     if gpu.missing(device, torch.float32):
         return draw_rows

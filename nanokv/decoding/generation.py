@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import compress
 from time import perf_counter
-from typing import Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -181,7 +181,7 @@ class Generation:
         raise StopIteration
 
     @property
-    def speculation(self) -> dict:
+    def speculation(self) -> dict[str, Any]:
         """Counts of speculative decoding; empty here."""
         return {}
 
@@ -249,7 +249,7 @@ class Generation:
                 self._go_back(back_to)
             raise
 
-    def _listening(self) -> AbstractContextManager:
+    def _listening(self) -> AbstractContextManager[Any]:
         """should_stop.raising(), inside which Ctrl-C may interrupt a forward; else no effect."""
         return getattr(self.should_stop, "raising", nullcontext)()
 

@@ -70,7 +70,7 @@ class Request:
     after: LogitsRow | None = None  # follows all known tokens, once all are fed
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    tops: list[tuple] = field(default_factory=list)  # Step.top of each token
+    tops: list[tuple[Any, ...]] = field(default_factory=list)  # Step.top of each token
     handed: int = 0  # tokens that were queued for the caller of Engine.step
     finish_reason: str | None = None
     error: Exception | None = None  # the cause of finish_reason "error"

@@ -334,7 +334,13 @@ class FastTransformer(Transformer):
     speeds: tuple[Config, Tensor, float] | None = None
     weights: str  # the format
 
-    def forward(self, tokens: Tensor, cache: KVCache, start_pos: Any, attend: Attend) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: KVCache,  # type: ignore[override]  # it reads pages too
+        start_pos: Any,
+        attend: Attend,
+    ) -> Tensor:
         """As Transformer.forward; `start_pos` an int, or (B,) int64."""
         norm = self.norm
         kernels = None

@@ -41,10 +41,10 @@ TOOLS = [
     }
 ]
 # (converts a message without content, converts arguments).
-Form = tuple[Callable[[dict], dict], Callable[[Any], Any]]
+Form = tuple[Callable[[dict[str, Any]], dict[str, Any]], Callable[[Any], Any]]
 
 
-def fitted(template: ChatTemplate, messages: Sequence[dict]) -> list[dict]:
+def fitted(template: ChatTemplate, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages in the form that this template expects.
 
     Only assistant messages with tool calls or without content change. Their arguments may be an
@@ -85,7 +85,7 @@ def shows_arguments(prompt: str) -> bool:
 # --- the forms -----------------------------------------------------------------------------------
 
 
-def written(messages: Sequence[dict], form: Form) -> list[dict]:
+def written(messages: Sequence[dict[str, Any]], form: Form) -> list[dict[str, Any]]:
     """The messages in this form."""
     content, arguments = form
     found = []
@@ -116,22 +116,22 @@ def calls_of(message: Any) -> list:
     return calls if isinstance(calls, list) else []
 
 
-def absent(message: dict) -> dict:
+def absent(message: dict[str, Any]) -> dict[str, Any]:
     """The content is left out, as transformers does with None."""
     return message | {"content": None}
 
 
-def null(message: dict) -> dict:
+def null(message: dict[str, Any]) -> dict[str, Any]:
     """The content is null in the template too."""
     return message | {"content": NULL}
 
 
-def empty(message: dict) -> dict:
+def empty(message: dict[str, Any]) -> dict[str, Any]:
     """The content is the empty text."""
     return message | {"content": ""}
 
 
-def with_arguments(message: dict, form: Callable[[Any], Any]) -> dict:
+def with_arguments(message: dict[str, Any], form: Callable[[Any], Any]) -> dict[str, Any]:
     """A message whose calls have their arguments in this form."""
     calls = calls_of(message)
     if not calls:

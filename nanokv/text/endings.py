@@ -23,6 +23,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nanokv.config_file import eos_token_ids, optional
 from nanokv.errors import TemplateError, TemplateStopped
@@ -59,7 +60,7 @@ class End:
     sources: tuple[str, ...]
 
 
-def of_folder(folder: str | os.PathLike, tokenizer: Tokenizer) -> tuple[End, ...]:
+def of_folder(folder: str | os.PathLike[str], tokenizer: Tokenizer) -> tuple[End, ...]:
     """The ends of a checkpoint, those of generation_config.json first.
 
     Raises ConfigError if an eos_token_id is not an id.
@@ -143,7 +144,7 @@ def answer_ends(tokenizer: Tokenizer, source: str) -> list[int]:
     Raises TemplateStopped if a render exceeds its limits.
     """
 
-    def render(*messages: dict, asks: bool = False) -> str:
+    def render(*messages: dict[str, Any], asks: bool = False) -> str:
         try:
             return tokenizer.render(list(messages), None, asks, source)
         except TemplateStopped:

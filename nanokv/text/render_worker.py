@@ -120,7 +120,7 @@ def limit_render(seconds: float, memory: int) -> None:
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
-def rendered(source: str, variables: dict | None, output: int) -> str:
+def rendered(source: str, variables: dict[str, Any] | None, output: int) -> str:
     """The rendered text, at most `output` characters; "" if variables is None."""
     template = compiled(source)
     if variables is None:
@@ -170,10 +170,10 @@ def strftime_now(form: str) -> str:
 class TemplateDict:
     """`dict(...)` in a template, without the attributes of the class."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> dict:
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return dict(*args, **kwargs)
 
-    def fromkeys(self, *args: Any, **kwargs: Any) -> dict:
+    def fromkeys(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return dict.fromkeys(*args, **kwargs)
 
 
@@ -200,7 +200,7 @@ class TemplateNamespace(jinja2.utils.Namespace):
     Names that begin with an underscore raise: they would reach Python's internals.
     """
 
-    def __init__(*args, **kwargs):  # no named parameter, so that namespace(self=…) works
+    def __init__(*args: Any, **kwargs: Any):  # no named parameter, so that namespace(self=…) works
         fields = dict(*args[1:], **kwargs)
         for name in fields:
             check_name(name)

@@ -112,7 +112,7 @@ class ChatTemplate:
         return text
 
 
-def without_calls(messages: Messages) -> list[dict]:
+def without_calls(messages: Messages) -> list[dict[str, Any]]:
     """The same messages without their tool_calls."""
     found = []
     for message in messages:
@@ -122,7 +122,7 @@ def without_calls(messages: Messages) -> list[dict]:
     return found
 
 
-def checked(messages: Any) -> list[dict]:
+def checked(messages: Any) -> list[dict[str, Any]]:
     """Messages without fields that are None, which transformers drops too.
 
     TemplateError names the first malformed message.
@@ -165,7 +165,7 @@ def _check_message(number: int, message: Any) -> None:
         raise TemplateError(f"message {number} ({role}): tool_calls is not a list")
 
 
-def _checked_tools(tools: Any) -> list[dict] | None:
+def _checked_tools(tools: Any) -> list[dict[str, Any]] | None:
     if tools is None:
         return None
     if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in tools):
@@ -197,7 +197,7 @@ def plain(value: Any) -> Any:
     return f"<{type(value).__name__}>"
 
 
-def _with_reasoning(message: dict) -> dict:
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
     if reasoning is None:
         return message

@@ -48,7 +48,7 @@ def token_names(config: Mapping[str, Any], old: Mapping[str, Any] | None = None)
     return {name: text for name, text in texts.items() if text is not None}
 
 
-def _dict(value: Any) -> dict:
+def _dict(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 

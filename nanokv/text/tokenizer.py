@@ -12,7 +12,7 @@ import functools
 import os
 from collections.abc import Mapping, Set
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import tokenizers
 
@@ -58,7 +58,7 @@ class Tokenizer:
         names: Mapping[str, str] | None = None,
         chat_template: str | Mapping[str, str] | None = None,
         rows: int = 0,
-        config: dict | None = None,
+        config: dict[str, Any] | None = None,
         last_id: int | None = None,
     ):
         backend.no_truncation()
@@ -80,7 +80,7 @@ class Tokenizer:
         self._added_ids = frozenset(added)
 
     @classmethod
-    def from_folder(cls, path: str | os.PathLike, rows: int | None = None) -> "Tokenizer":
+    def from_folder(cls, path: str | os.PathLike[str], rows: int | None = None) -> "Tokenizer":
         """Read tokenizer.json, tokenizer_config.json and the chat templates of a folder.
 
         rows: number of rows of the embedding; None reads it from config.json, if that exists.
@@ -99,8 +99,10 @@ class Tokenizer:
 
     from_pretrained = Elsewhere(TOKENIZER["from_pretrained"])
 
-    def __getattr__(self, name: str) -> Any:
-        raise unknown_name(self, name, TOKENIZER)
+    if not TYPE_CHECKING:  # a type checker that sees it accepts mistyped names
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise unknown_name(self, name, TOKENIZER)
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
         raise UnknownArgument(
@@ -224,8 +226,8 @@ class Tokenizer:
 
     def render(
         self,
-        messages: list[dict],
-        tools: list[dict] | None = None,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         chat_template: str | None = None,
         **template_kwargs: Any,
@@ -240,13 +242,15 @@ class Tokenizer:
         template = self.template(chat_template, tools)
         return template.render_all(messages, tools, add_generation_prompt, **template_kwargs)
 
-    def template(self, choice: str | None = None, tools: list[dict] | None = None) -> ChatTemplate:
+    def template(
+        self, choice: str | None = None, tools: list[dict[str, Any]] | None = None
+    ) -> ChatTemplate:
         """The compiled template for this choice and these tools."""
         return _compiled(
             chat_templates.pick(self.chat_templates, choice, tools), tuple(self.names.items())
         )
 
-    def write_files(self, folder: str | os.PathLike) -> None:
+    def write_files(self, folder: str | os.PathLike[str]) -> None:
         """Write tokenizer.json, tokenizer_config.json and the chat templates for `from_folder`."""
         fields = {"tokenizer_class": "PreTrainedTokenizerFast"} | with_names(
             self.config, self.names
@@ -302,7 +306,7 @@ def _bad_character(text: str) -> str:
     return ""
 
 
-def _json_object(path: Path) -> dict:
+def _json_object(path: Path) -> dict[str, Any]:
     """The object in a file; {} if the file does not exist."""
     if not path.is_file():
         return {}

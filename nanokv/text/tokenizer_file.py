@@ -68,7 +68,7 @@ def read_backend(path: Path) -> tuple[tokenizers.Tokenizer, int]:
 def write_tokenizer(
     folder: Path,
     backend: tokenizers.Tokenizer,
-    config: dict,
+    config: dict[str, Any],
     templates: Mapping[str, str] | None = None,
 ) -> None:
     """Write tokenizer.json and tokenizer_config.json in Hugging Face's form.
@@ -90,7 +90,7 @@ def write_tokenizer(
     )
 
 
-def check_fields(path: Path, fields: dict) -> None:
+def check_fields(path: Path, fields: dict[str, Any]) -> None:
     """TokenizerError unless every step is known and the model is deterministic byte-level BPE."""
     for part, implemented in (("model", "BPE"), ("decoder", "ByteLevel")):
         kind = _kind(fields.get(part))
@@ -123,12 +123,14 @@ def check_fields(path: Path, fields: dict) -> None:
     _check_added(path, fields.get("added_tokens") or [])
 
 
-def check_steps(path: Path, part: str, inner: str, fields: dict, known: set) -> list[dict]:
+def check_steps(
+    path: Path, part: str, inner: str, fields: dict[str, Any], known: set
+) -> list[dict[str, Any]]:
     """The steps of one part of the pipeline, each of a known type, with Sequences unpacked."""
     waiting = []
     if fields.get(part) is not None:
         waiting.append(fields[part])
-    steps: list[dict] = []
+    steps: list[dict[str, Any]] = []
     while waiting:
         step = waiting.pop()
         if _kind(step) == "Sequence" and isinstance(step.get(inner), list):

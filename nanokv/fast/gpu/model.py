@@ -144,7 +144,13 @@ class GpuTransformer(Transformer):
 
     weights: str
 
-    def forward(self, tokens: Tensor, cache: KVCache, start_pos: Any, attend: Attend) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: KVCache,  # type: ignore[override]  # it reads pages too
+        start_pos: Any,
+        attend: Attend,
+    ) -> Tensor:
         """As Transformer.forward; `start_pos` an int, or (B,) int64."""
         kinds = nn.Embedding, RMSNorm, Block
         if tokens.shape[1] == 1 and is_one_call(self, kinds, cache, attend):

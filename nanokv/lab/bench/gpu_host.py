@@ -39,7 +39,11 @@ class Nothing(GpuTransformer):
     """The GPU model without its kernels. Its caches grow as usual."""
 
     def run_layers(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KVCache, attend: Attend
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        cache: KVCache,  # type: ignore[override]  # it reads pages too
+        attend: Attend,
     ) -> Tensor:
         """Append uninitialised keys and values to every layer's cache."""
         Hk = self.config.num_key_value_heads

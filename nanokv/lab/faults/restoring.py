@@ -39,7 +39,7 @@ def places() -> list:
     return [*torches, *ours, *(cls for cls in classes if cls.__module__.startswith("nanokv"))]
 
 
-def restore(place: Any, names: dict) -> None:
+def restore(place: Any, names: dict[str, Any]) -> None:
     """Set attributes that are missing or changed, and delete new ones except imported modules."""
     now = dict(vars(place))
     for name, value in names.items():

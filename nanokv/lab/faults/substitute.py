@@ -23,7 +23,7 @@ Append = Callable[[KVCache, int, Tensor, Tensor], KeysValues]  # (cache, layer, 
 Swaps = list[tuple[Any, str, Any]]  # (owner, name, substitute)
 
 
-class PerObject(dict):
+class PerObject(dict[int, Any]):
     """A value per cache layer, keyed by id(layer) and removed with the layer. WeakKeyDictionary
     does not work here, because a layer of the dict cache cannot be hashed."""
 

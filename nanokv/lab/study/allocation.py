@@ -1,6 +1,8 @@
 """Check the formulas of nanokv.costs against caches that are really allocated: `nanokv memory
 --check`."""
 
+from typing import Any
+
 import torch
 
 from nanokv import costs
@@ -13,7 +15,7 @@ from nanokv.loading import skeleton
 CHECK_BYTES = 256 << 20  # about the most that is allocated at a time
 
 
-def check(estimate: Estimate) -> dict:
+def check(estimate: Estimate) -> dict[str, Any]:
     """Fill every kind of cache with as many tokens as fit in CHECK_BYTES, and count the model's
     parameters.
 
@@ -28,14 +30,15 @@ def check(estimate: Estimate) -> dict:
         budget = min(CHECK_BYTES, free // 8)
     batch = min(estimate.batch, max(1, budget // (estimate.per_token * 64)))
     tokens = max(1, min(estimate.context, budget // (estimate.per_token * batch)))
-    kinds = {name: {} for name in KINDS} | {estimate.cache: estimate.options}
+    plain: dict[str, dict[str, Any]] = {name: {} for name in KINDS}
+    kinds = plain | {estimate.cache: estimate.options}
     for name, options in kinds.items():
         expect(f"{name} cache", *compare(estimate, name, options, tokens, batch))
     return {"tokens": tokens, "batch": batch, "caches": list(kinds), "weights_bytes": counted}
 
 
 def compare(
-    estimate: Estimate, name: str, options: dict, tokens: int, batch: int
+    estimate: Estimate, name: str, options: dict[str, Any], tokens: int, batch: int
 ) -> tuple[int, int]:
     """(nbytes of a filled cache, bytes by the formula)."""
     c = estimate.config

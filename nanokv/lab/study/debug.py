@@ -11,7 +11,7 @@ with an uncached one layer by layer and token by token. Recording keeps every ac
 T·L·(9·C + 6·H·D) values, so it is unsuitable for profiling.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -108,7 +108,7 @@ def first_divergence(a: Any, b: Any, ids: Rows, tolerance: float | None = None) 
 
 
 @torch.inference_mode()
-def record(model: Any, ids: Rows) -> dict:
+def record(model: Any, ids: Rows) -> dict[Key, Tensor]:
     """One pass over ids (B,T) from an empty cache → {(layer or None, operation): (B,T,…) on the
     CPU}.
 
@@ -141,7 +141,7 @@ class Pass:
 
     start: int | torch.Tensor  # the model's argument start_pos: (B,) if rows differ
     tokens: torch.Tensor  # (B,T)
-    values: dict = field(default_factory=dict)
+    values: dict[Key, Tensor] = field(default_factory=dict)
     calls: int = 0  # calls of attention so far
 
 
@@ -181,7 +181,9 @@ def watch(model: Transformer) -> Iterator[list[Pass]]:
         handle.remove()
 
 
-def compare(a: dict, b: dict, tolerance: float | None = None) -> list[Step]:
+def compare(
+    a: dict[Key, Tensor], b: dict[Key, Tensor], tolerance: float | None = None
+) -> list[Step]:
     """Two records → one Step per operation, in the order of the forward pass. A layer that only one
     side has gets difference inf."""
     if tolerance is None:
@@ -211,7 +213,7 @@ def compare(a: dict, b: dict, tolerance: float | None = None) -> list[Step]:
     return steps
 
 
-def earliest(a: dict, b: dict, step: Step) -> tuple[int, int] | None:
+def earliest(a: dict[Key, Tensor], b: dict[Key, Tensor], step: Step) -> tuple[int, int] | None:
     """(position, row) at which two records first differ in this step's operation. (step.position is
     where they differ most.)
 
@@ -320,13 +322,14 @@ class _QuerySpy(_AttentionSpy):
         super().__init__(lambda q, k, v: self.queries.append(q))
 
 
-def _run_ours(model: Transformer, ids: Tensor) -> list:
+def _run_ours(model: Transformer, ids: Tensor) -> list[Any]:
     cache = make_cache("dict", model.config, batch_size=len(ids))
     model.lm_head(model(ids, cache, 0, Causal()))
-    return [(layer["key"], layer["value"]) for layer in cache]
+    layers: Iterable[Any] = cache  # DictCaches
+    return [(layer["key"], layer["value"]) for layer in layers]
 
 
-def _run_transformers(model: Any, ids: Tensor) -> list:
+def _run_transformers(model: Any, ids: Tensor) -> list[Any]:
     cache = model(ids, use_cache=True).past_key_values
     return [(layer.keys, layer.values) for layer in cache.layers]
 

@@ -16,6 +16,7 @@ does not load checkpoints.
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -172,7 +173,9 @@ def deepseek_v2_savings() -> dict[str, float]:
     }
 
 
-def with_kv_heads(config: Config, state: dict, heads: int) -> tuple[Config, dict]:
+def with_kv_heads(
+    config: Config, state: dict[str, Any], heads: int
+) -> tuple[Config, dict[str, Any]]:
     """The model with another number of KV heads → (config, state dict). The input is unchanged.
 
     More heads are copies and compute exactly the same function (GQA → MHA). Fewer heads are means

@@ -85,7 +85,7 @@ class _Rounding(NoCache):
         super().__init__(num_layers)
         self.errors: list[tuple[float, float]] = []
         for layer in self:
-            layer.append = lambda k, v: self.rounded(k, v, scheme)
+            layer.append = lambda k, v: self.rounded(k, v, scheme)  # type: ignore[method-assign]
 
     def rounded(self, k: Tensor, v: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
         keys = scheme.keys(k)

@@ -134,7 +134,7 @@ def check_cached_logits(a: Evidence) -> Check:
     """Compare the logits of chunked prefill and decode with those of one uncached pass."""
     steps = []
     for (logits, _), record in zip(a.path, a.records, strict=True):
-        key = (None, "lm_head")
+        key: Key = (None, "lm_head")
         full = record[key][:, -len(logits) :]
         steps += compare({key: logits[None]}, {key: full.float()}, CACHED * TOLERANCE[full.dtype])
     worst = max(steps, key=excess)

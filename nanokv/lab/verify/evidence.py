@@ -10,6 +10,7 @@ questions. Our models are questioned here, transformers in oracle.py.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -198,7 +199,8 @@ def cached_path(
     if half < tail:
         rows = [prefill(model, ids[:, half:tail], cache, half)]
     rows += [decode(model, ids[:, i : i + 1], cache, i) for i in range(tail, T)]
-    held = [(layer["key"].cpu(), layer["value"].cpu()) for layer in cache]
+    layers: Iterable[Any] = cache  # DictCaches
+    held = [(layer["key"].cpu(), layer["value"].cpu()) for layer in layers]
     return torch.cat(rows).float().cpu(), held
 
 

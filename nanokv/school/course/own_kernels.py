@@ -252,7 +252,7 @@ class Recording(TorchDispatchMode):
         Recording.current = self
         return super().__enter__()
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: object):
         Recording.current = None
         return super().__exit__(*error)
 

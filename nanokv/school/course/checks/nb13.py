@@ -24,6 +24,7 @@ def _window(c):
 
     # Row t of the mask: the keys that query t sees, without sinks.
     rows = make_cache("sliding", c.config, window=c.w).mask(c.t + 1)  # (T,T)
+    assert rows is not None
     seen = rows[c.t].nonzero().flatten().tolist()
     return len(set(seen) | set(range(c.s))), seen[0]
 

@@ -1,7 +1,7 @@
 """Notebook 15, the learner's engine: admission, budget, preemption, a step, a stream."""
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,8 @@ from nanokv.school.course.own_engine import Engine, Request
 
 if TYPE_CHECKING:
     import torch
+
+    from nanokv.model import Transformer
 
 # --- 15.1: admission ------------------------------------------------------------------------------
 
@@ -158,7 +160,7 @@ PATIENCE = 50  # refusals of the pool; a loop that ends gets fewer
 class Desk(Engine):
     """An engine with running and waiting requests. Caches hold zeros: only pages matter."""
 
-    def __init__(self, model, fed, pages):
+    def __init__(self, model: "Transformer", fed: Sequence[int], pages: int):
         # A desk never steps.
         super().__init__(model, None, pages=pages, size=SIZE)  # type: ignore[arg-type]
         for number, tokens in enumerate([*fed, *[6] * WAITING]):
@@ -666,7 +668,7 @@ def stream(engine: Engine, request: Request) -> Iterator[int]:
 class Read(Engine):
     """An engine that raises Told if a stream removes tokens from an answer."""
 
-    def __init__(self, model, **sizes: int):
+    def __init__(self, model: "Transformer", **sizes: int):
         super().__init__(model, step, **sizes)
         self.stop = ()
         self.asked: list[Request] = []
