@@ -172,7 +172,7 @@ def test_an_error_after_the_200_stands_in_the_stream(server, failing, caplog):
 
 def test_a_fault_in_the_stream_itself_is_told_in_the_stream(server, monkeypatch, caplog):
     caplog.set_level("INFO", "nanokv.apps.serve")
-    monkeypatch.setattr(forms.ChatForm, "chunk", lambda self, index, pieces: {}[index])
+    monkeypatch.setattr(forms.ChatForm, "chunk", lambda self, index, pieces, usage: {}[index])
     *_, last = server.stream(CHAT, ask(max_tokens=3, ignore_eos=True))
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "internal_error"
     assert "a stream failed: KeyError at " in caplog.text

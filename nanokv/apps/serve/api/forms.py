@@ -1,21 +1,25 @@
 """Chat and text completions as OpenAI's objects, in one response or in chunks.
 
     form = ChatForm(prepared.model)
-    form.opening(i), form.chunk(i, pieces), …, form.closing(i, ended), form.usage(…)   a stream
-    form.whole([(pieces, ended), …], …)                                            one response
+    form.opening(i), form.chunk(i, pieces, usage), …, form.closing(i, ended), form.ending(usage)
+    form.whole([(pieces, ended), …], usage)
 
-`i` is the choice's index: chunks of several answers to one request are interleaved.
+The first line is a stream, the second one response. `i` is the choice's index: chunks of several
+answers to one request are interleaved. `Form` is what every address of the server writes with.
 """
 
 import json
 import time
 import uuid
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from nanokv.apps.serve.api import logprobs
 from nanokv.apps.serve.api.answer import Piece
+from nanokv.apps.serve.api.errors import ApiError
+from nanokv.apps.serve.api.prompts import Prepared
 from nanokv.decoding import completion
+from nanokv.text.tokenizer import Tokenizer
 
 
 def data(value: dict) -> bytes:
@@ -23,11 +27,46 @@ def data(value: dict) -> bytes:
     return b"data: " + json.dumps(value, separators=(",", ":"), allow_nan=False).encode() + b"\n\n"
 
 
+class Form(Protocol):
+    """Writes the answers to one request, as a stream or as one object.
+
+    usage: the token counts so far, as completion.usage() gives them. ended: the finish_reason and
+    the stop_reason of an answer, as completion.end() gives them.
+    """
+
+    keepalive: bytes  # sent when the engine has been silent for a while
+
+    def opening(self, index: int) -> bytes:
+        """The bytes before the first token of an answer."""
+        ...
+
+    def chunk(self, index: int, pieces: Sequence[Piece], usage: dict) -> bytes:
+        """The bytes of pieces that arrived together."""
+        ...
+
+    def closing(self, index: int, ended: dict, **facts: Any) -> bytes:
+        """The bytes after the last token of an answer."""
+        ...
+
+    def ending(self, usage: dict) -> bytes:
+        """The bytes after the last answer."""
+        ...
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last bytes of a stream that an error ends."""
+        ...
+
+    def whole(self, answers: Iterable[tuple[list[Piece], dict]], usage: dict, **facts: Any) -> dict:
+        """All answers in one object."""
+        ...
+
+
 class ChatForm:
     """chat.completion and chat.completion.chunk, with reasoning_content and tool_calls."""
 
     kind = "chat.completion.chunk"
     prefix = "chatcmpl"
+    keepalive = b": keepalive\n\n"
 
     def __init__(
         self, model: str, include_usage: bool = False, shown: logprobs.Shown = logprobs.none
@@ -35,6 +74,7 @@ class ChatForm:
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.model = model
+        self.include_usage = include_usage
         # OpenAI sends null in each chunk but the last.
         self.nothing = {"usage": None} if include_usage else {}
         self.shown = shown  # tokens → `logprobs`
@@ -58,7 +98,7 @@ class ChatForm:
         """The chunk before the first token."""
         return self._event([self._choice(index, {"delta": {"role": "assistant", "content": ""}})])
 
-    def chunk(self, index: int, pieces: Sequence[Piece]) -> bytes:
+    def chunk(self, index: int, pieces: Sequence[Piece], usage: dict) -> bytes:
         """Pieces that arrived together; thoughts and answer get one delta each."""
         said = [one for piece in joined(pieces) for one in self._deltas(piece)]
         return b"".join(self._event([self._choice(index, one)]) for one in said)
@@ -76,9 +116,16 @@ class ChatForm:
         """The chunk after the last token."""
         return self._event([self._choice(index, {"delta": {}}, ended)], **facts)
 
-    def usage(self, usage: dict) -> bytes:
-        """The usage chunk, which is sent only on request."""
-        return self._event([], usage=usage)
+    def ending(self, usage: dict) -> bytes:
+        """The usage chunk, which is sent only on request, and the mark of the end."""
+        done = b"data: [DONE]\n\n"
+        if not self.include_usage:
+            return done
+        return self._event([], usage=usage) + done
+
+    def failed(self, error: ApiError) -> bytes:
+        """OpenAI's error object as an event."""
+        return data(error.body)
 
     def whole(self, answers: Iterable[tuple[list[Piece], dict]], usage: dict, **facts: Any) -> dict:
         """All answers in one object."""
@@ -115,7 +162,7 @@ class TextForm(ChatForm):
     def opening(self, index: int) -> bytes:
         return b""
 
-    def chunk(self, index: int, pieces: Sequence[Piece]) -> bytes:
+    def chunk(self, index: int, pieces: Sequence[Piece], usage: dict) -> bytes:
         said = [self._text(index, [piece]) for piece in joined(pieces)]
         return b"".join(
             self._event([self._choice(index, one)])
@@ -144,6 +191,28 @@ class TextForm(ChatForm):
         if lists:
             merged = {name: [one for part in lists for one in part[name]] for name in lists[0]}
         return {"text": "".join(piece.text for piece in pieces), "logprobs": merged or None}
+
+
+def chat_form(prepared: Prepared, tokenizer: Tokenizer) -> ChatForm:
+    """The form of /v1/chat/completions."""
+    shown = shown_by(logprobs.Content, prepared, tokenizer)
+    return ChatForm(prepared.model, prepared.asked.include_usage, shown)
+
+
+def text_form(prepared: Prepared, tokenizer: Tokenizer) -> TextForm:
+    """The form of /v1/completions."""
+    shown = shown_by(logprobs.Legacy, prepared, tokenizer)
+    return TextForm(prepared.model, prepared.asked.include_usage, shown)
+
+
+def shown_by(
+    kind: type[logprobs.Content] | type[logprobs.Legacy], prepared: Prepared, tokenizer: Tokenizer
+) -> logprobs.Shown:
+    """Tokens → the `logprobs` of this kind of answer, if the request asks for them."""
+    likely = prepared.asked.logprobs
+    if likely is None:
+        return logprobs.none
+    return kind(tokenizer, likely)
 
 
 def joined(pieces: Sequence[Piece]) -> list[Piece]:

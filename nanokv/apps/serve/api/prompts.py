@@ -86,11 +86,10 @@ class Served:
     def room(self, prompt: int, param: str) -> int:
         """The most tokens that may follow a prompt. The last is never fed, so it needs no place."""
         if prompt > self.context:
-            what = param if param == "messages" else "prompt"
             raise ApiError(
                 400,
                 f"This model's maximum context length is {self.context} tokens. "
-                f"However, your {what} resulted in {prompt} tokens.",
+                f"However, your {param} resulted in {prompt} tokens.",
                 param,
                 "context_length_exceeded",
             )
@@ -167,7 +166,7 @@ def prompt_jobs(served: Served, asked: Asked, ids: list[int], settings: dict) ->
 def prompt(served: Served, asked: Asked, number: int) -> list[int]:
     """The ids of one prompt; ApiError if they leave no room for an answer."""
     try:
-        if asked.param == "messages":
+        if asked.chat:
             ids = chat_ids(served, asked)
         else:
             ids = text_ids(served, asked.sources[number], asked.special)
@@ -200,19 +199,18 @@ def job(
     served: Served, asked: Asked, ids: list[int], settings: dict, echo: Echo | None, first: bool
 ) -> Job:
     """One answer to one prompt."""
-    chat = asked.param == "messages"
     room = served.room(len(ids), asked.param)
     wanted = asked.max_new_tokens
     if wanted is None:
         wanted = served.max_new_tokens
-    if wanted is None and not chat:
+    if wanted is None and not asked.chat:
         wanted = TEXT_TOKENS
     eos: tuple[int, ...] = ()
     if not asked.ignore_eos:
         eos = tuple(served.engine.model.generation_config.eos_token_ids)
     ends = (*eos, *served.stop_ids(asked.stop_token_ids))
     splitter: Splitter = NoThoughts()
-    if chat:
+    if asked.chat:
         splitter = ThinkSplitter(opens_thinking(served.tokenizer, ids))
     names = [one["name"] for one in asked.tools.callable]
     calls = ToolCalls(names, asked.tools.parallel) if names else NoCalls()
@@ -235,7 +233,7 @@ def chat_ids(served: Served, asked: Asked) -> list[int]:
     (messages,) = asked.sources
     tools = asked.tools
     if not served.allow_special:
-        for text, place in texts(messages, "messages"):
+        for text, place in texts(messages, asked.param):
             refuse_control(served.tokenizer, text, place)
         for text, place in texts(list(tools.functions), "tools"):
             refuse_control(served.tokenizer, text, place)
@@ -247,7 +245,7 @@ def chat_ids(served: Served, asked: Asked) -> list[int]:
     try:
         rendered = template.render_all(messages, tools.offered, **variables)
     except LeftOut as error:
-        param = error.what if error.what == "tools" else "messages"
+        param = error.what if error.what == "tools" else asked.param
         raise ApiError(400, str(error), param, "unsupported") from None
     if tools.offered:
         check_calls(template)

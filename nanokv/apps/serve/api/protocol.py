@@ -35,7 +35,7 @@ class Asked:
     """A request whose fields have the right types and ranges."""
 
     sources: list  # the messages of one chat, or prompts, each a text or token ids
-    param: str  # the field that holds the sources: "messages" or "prompt"
+    param: str  # the field that holds the sources: "messages", "input" or "prompt"
     model: str | None = None
     sampling: dict = field(default_factory=dict)  # only the settings that the request contains
     stop: list[str] | None = None
@@ -56,6 +56,11 @@ class Asked:
     contrast: dict[str, dict] = field(default_factory=dict)
     tools: Tools = field(default_factory=Tools)
     schema: dict | None = None  # JSON schema of the answer
+
+    @property
+    def chat(self) -> bool:
+        """Whether the source is the messages of a chat, which the chat template renders."""
+        return self.param != "prompt"
 
     @property
     def constrained(self) -> bool:

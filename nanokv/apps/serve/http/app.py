@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -12,11 +12,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from nanokv.apps.serve.api import logprobs, prompts, protocol
+from nanokv.apps.serve.api import prompts, protocol
 from nanokv.apps.serve.api.errors import ApiError, ClientGone, internal, named
 from nanokv.apps.serve.api.fields import read
-from nanokv.apps.serve.api.forms import ChatForm, TextForm
+from nanokv.apps.serve.api.forms import Form, chat_form, text_form
 from nanokv.apps.serve.api.prompts import Prepared, Served
+from nanokv.apps.serve.api.protocol import Asked
 from nanokv.apps.serve.api.requests import Detokenize, TokenizeText
 from nanokv.apps.serve.http import openapi, page
 from nanokv.apps.serve.http.live import Live, Watching, tab_of
@@ -25,9 +26,23 @@ from nanokv.apps.serve.http.security import Guard, Hosts, Keys, respond
 from nanokv.apps.serve.run.engine_client import EngineClient
 from nanokv.apps.serve.run.messages import Count
 from nanokv.apps.serve.run.ticket import Ticket
+from nanokv.text.tokenizer import Tokenizer
 
 # Bytes of an oversized body that are read and dropped, so that the client sees the refusal.
 DRAINED = 64_000_000
+
+
+class Kind(NamedTuple):
+    """A kind of request that the model answers."""
+
+    read: Callable[[dict], Asked]  # the fields of its body → the checked request
+    form: Callable[[Prepared, Tokenizer], Form]  # of its answers
+
+
+KINDS = {  # address → kind
+    "/v1/chat/completions": Kind(protocol.chat, chat_form),
+    "/v1/completions": Kind(protocol.text, text_form),
+}
 
 
 class Application:
@@ -52,8 +67,7 @@ class Application:
             Route("/openapi.json", self.described),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.model),
-            Route("/v1/chat/completions", self.chat, methods=["POST"]),
-            Route("/v1/completions", self.text, methods=["POST"]),
+            *[Route(path, self.answer, methods=["POST"]) for path in KINDS],
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
         ]
@@ -185,27 +199,16 @@ class Application:
 
     # --- answers ----------------------------------------------------------------------------------
 
-    async def chat(self, request: Request) -> Response:
-        """A chat completion."""
-        return await self._answer(request, protocol.chat, ChatForm, logprobs.Content)
-
-    async def text(self, request: Request) -> Response:
-        """A text completion."""
-        return await self._answer(request, protocol.text, TextForm, logprobs.Legacy)
-
-    async def _answer(
-        self, request: Request, check: Callable, form_type: type[ChatForm], shown: Callable
-    ) -> Response:
+    async def answer(self, request: Request) -> Response:
+        """The model's answers to a request of one of the KINDS."""
+        kind = KINDS[request.scope["path"]]
         async with self._body(request) as body:
-            tickets, prepared = await self._prepared(body, check, request)
+            tickets, prepared = await self._prepared(body, kind, request)
         asked = prepared.asked
         try:
             for ticket, job in zip(tickets, prepared.jobs, strict=True):
                 self.client.submit(ticket, job, asked.param)
-            likely = logprobs.none
-            if asked.logprobs is not None:
-                likely = shown(self.served.tokenizer, asked.logprobs)
-            form = form_type(prepared.model, asked.include_usage, likely)
+            form = kind.form(prepared, self.served.tokenizer)
             answer = Answer(self.client, tickets, prepared, form, self.limits)
             if asked.stream:
                 return answer  # its __call__ closes the tickets
@@ -218,20 +221,20 @@ class Application:
         return response
 
     async def _prepared(
-        self, body: bytes, check: Callable, request: Request
+        self, body: bytes, kind: Kind, request: Request
     ) -> tuple[list[Ticket], Prepared]:
         tab = tab_of(request)
         # One place is taken before any work is done; then one for each answer.
         tickets = self.admission.open(tab)
         try:
-            prepared = await self._in_thread(self._prepare, body, check, request.scope["salt"])
+            prepared = await self._in_thread(self._prepare, body, kind, request.scope["salt"])
             return self.admission.open(tab, len(prepared.jobs), tickets), prepared
         except BaseException:
             self.client.close(tickets)
             raise
 
-    def _prepare(self, body: bytes, check: Callable, salt: str) -> Prepared:
-        return prompts.prepare(self.served, check(protocol.parse_object(body)), salt)
+    def _prepare(self, body: bytes, kind: Kind, salt: str) -> Prepared:
+        return prompts.prepare(self.served, kind.read(protocol.parse_object(body)), salt)
 
 
 def make_app(

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from nanokv.apps.serve.api.answer import Piece
 from nanokv.apps.serve.api.errors import ApiError, ClientGone, internal, where
-from nanokv.apps.serve.api.forms import ChatForm, data
+from nanokv.apps.serve.api.forms import Form
 from nanokv.apps.serve.api.prompts import Prepared
 from nanokv.apps.serve.run.engine_client import EngineClient
 from nanokv.apps.serve.run.messages import Ended, Failed, Pieces
@@ -72,7 +72,7 @@ class Answer(Response):
         client: EngineClient,
         tickets: Sequence[Ticket],
         prepared: Prepared,
-        form: ChatForm,
+        form: Form,
         limits: Limits,
     ):
         self.client = client
@@ -126,29 +126,27 @@ class Answer(Response):
                     yield opening
             async for message in news(self.tickets, self.limits.keepalive_s):
                 yield self.part(message)
-            if self.prepared.asked.include_usage:
-                yield self.form.usage(self.usage())
-            yield b"data: [DONE]\n\n"
+            yield self.form.ending(self.usage())
         except ApiError as error:
-            self.failure = f" · failed: {error.body['error']['code']}"
-            yield data(error.body)
+            self.failure = f" · failed: {error.code}"
+            yield self.form.failed(error)
         except ClientGone:
             raise
         except Exception as error:
             logger.error("a stream failed: %s", where(error))
             self.failure = " · failed"
-            yield data(internal().body)
+            yield self.form.failed(internal())
 
     def part(self, message: Pieces | Ended | None) -> bytes:
         """The next part of the stream: text, the end of an answer, or a keepalive for None."""
         match message:
             case Pieces(ticket, pieces):
-                return self.form.chunk(self.index[ticket], pieces)
+                return self.form.chunk(self.index[ticket], pieces, self.usage())
             case Ended(ticket):
                 return self.form.closing(
                     self.index[ticket], self.closing(message), **self.facts(message)
                 )
-        return b": keepalive\n\n"
+        return self.form.keepalive
 
     # --- when it is complete ----------------------------------------------------------------------
 
