@@ -93,14 +93,22 @@ def end(reason: str, stop: str | int | None = None) -> dict[str, Any]:
     return {"finish_reason": "length", "stop_reason": cause}
 
 
-def usage(prompt: int, new: int, cached: int = 0) -> dict[str, Any]:
-    """Token counts; `cached` tokens of the prompt were already in the cache."""
-    return {
+def usage(
+    prompt: int, new: int, cached: int = 0, thought: int | None = None
+) -> dict[str, Any]:
+    """Token counts; `cached` tokens of the prompt were already in the cache.
+
+    thought: those of the new tokens that are thoughts; None if they were not counted.
+    """
+    counts: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": new,
         "total_tokens": prompt + new,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+    if thought is not None:
+        counts["completion_tokens_details"] = {"reasoning_tokens": thought}
+    return counts
 
 
 def logprobs(

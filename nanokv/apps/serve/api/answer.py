@@ -83,6 +83,7 @@ class AnswerText:
         self.decoder = StreamDecoder(tokenizer, skip=tokenizer.control_ids | hidden)
         self.stop_ids = stop_ids
         self._stop_id: int | None = None
+        self.thought = 0  # tokens of thoughts, with the tags around them
         self._length = 0  # characters generated so far, tags included
         self._begin: int | None = None  # where the answer begins in the generated text
         # Tokens not yet released, each with the start and the end of its text.
@@ -107,12 +108,14 @@ class AnswerText:
     def put(self, step: Step, last: bool) -> list[Piece]:
         """The pieces that can be shown now; with the last token, everything that was held back."""
         begin = self._length
+        thinking = self.splitter.thinking
         text = self.decoder.put(step.token) + (self.decoder.flush() if last else "")
         self._length += len(text)
         self._unshown.append((step, begin, self._length))
         if step.token in self.stop_ids:
             self._stop_id = step.token
         pieces = self._split(self.splitter.put(text)) + self._control(step.token)
+        self.thought += thinking or self.splitter.thinking
         if last:
             pieces += self._settle()
         if last and not self.stop_string:

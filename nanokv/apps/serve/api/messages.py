@@ -174,6 +174,7 @@ class Tools:
     choice: str = "none"
     forced: bool = False  # a call is required: `choice` is "required" or a name
     parallel: bool = True  # several calls in one answer
+    allowed: frozenset[str] | None = None  # the functions that may be called; None: all
 
     @property
     def offered(self) -> list[dict] | None:
@@ -192,6 +193,8 @@ class Tools:
         """The functions that may be called."""
         if not self.offered:
             return []
+        if self.allowed is not None:
+            return [one for one in self.functions if one["name"] in self.allowed]
         if not self.forced or self.choice == "required":
             return list(self.functions)
         return [one for one in self.functions if one["name"] == self.choice]

@@ -56,6 +56,7 @@ class Asked:
     contrast: dict[str, dict] = field(default_factory=dict)
     tools: Tools = field(default_factory=Tools)
     schema: dict | None = None  # JSON schema of the answer
+    repeated: dict = field(default_factory=dict)  # fields that the answer repeats
 
     @property
     def chat(self) -> bool:

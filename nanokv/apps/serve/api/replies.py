@@ -28,6 +28,12 @@ class Cached(Reply):
     cached_tokens: Count
 
 
+class Thought(Reply):
+    """Tokens of the answer that are thoughts."""
+
+    reasoning_tokens: Count
+
+
 class Usage(Reply):
     """Counts of tokens."""
 
@@ -35,6 +41,7 @@ class Usage(Reply):
     completion_tokens: Count
     total_tokens: Count
     prompt_tokens_details: Cached
+    completion_tokens_details: Thought
 
 
 class Timings(Reply):
@@ -173,6 +180,94 @@ class TextCompletions(Answer):
 
     object: Literal["text_completion"]
     choices: Annotated[list[TextChoice], Field(min_length=2)]
+
+
+class InputDetails(Reply):
+    """Input tokens that were found in the cache; none is written at a price."""
+
+    cached_tokens: Count
+    cache_write_tokens: Literal[0]
+
+
+class ResponseUsage(Reply):
+    """Counts of tokens, under the names of the Responses API."""
+
+    input_tokens: Count
+    input_tokens_details: InputDetails
+    output_tokens: Count
+    output_tokens_details: Thought
+    total_tokens: Count
+
+
+class OutputText(Reply):
+    """The text of a message."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: Annotated[list, Field(max_length=0)]
+    logprobs: list[Drawn]
+
+
+class ReasoningText(Reply):
+    """The text of thoughts."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class OutputMessage(Reply):
+    """A message of the assistant."""
+
+    type: Literal["message"]
+    id: str
+    role: Literal["assistant"]
+    status: Literal["completed", "incomplete"]
+    content: Annotated[list[OutputText], Field(min_length=1, max_length=1)]
+
+
+class FunctionCall(Reply):
+    """A call of a function; `arguments` is a JSON object as text."""
+
+    type: Literal["function_call"]
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: Literal["completed"]
+
+
+class Thoughts(Reply):
+    """The model's thoughts; they are not summarized."""
+
+    type: Literal["reasoning"]
+    id: str
+    status: Literal["completed", "incomplete"]
+    summary: Annotated[list, Field(max_length=0)]
+    content: Annotated[list[ReasoningText], Field(min_length=1, max_length=1)]
+
+
+class Incomplete(Reply):
+    """Why an answer is incomplete."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseObject(BaseModel):
+    """The answer of /v1/responses. It repeats fields of the request, which are not listed here."""
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+    id: str
+    object: Literal["response"]
+    created_at: Count
+    status: Literal["completed", "incomplete"]
+    error: None
+    incomplete_details: Incomplete | None
+    model: str
+    output: Annotated[list[OutputMessage | FunctionCall | Thoughts], Field(min_length=1)]
+    previous_response_id: None
+    store: Literal[False]
+    usage: ResponseUsage
 
 
 class Model(Reply):

@@ -19,6 +19,8 @@ from nanokv.apps.serve.api.forms import Form, chat_form, text_form
 from nanokv.apps.serve.api.prompts import Prepared, Served
 from nanokv.apps.serve.api.protocol import Asked
 from nanokv.apps.serve.api.requests import Detokenize, TokenizeText
+from nanokv.apps.serve.api.responses import responses
+from nanokv.apps.serve.api.responses_form import responses_form
 from nanokv.apps.serve.http import openapi, page
 from nanokv.apps.serve.http.live import Live, Watching, tab_of
 from nanokv.apps.serve.http.response import Answer, Limits
@@ -42,6 +44,7 @@ class Kind(NamedTuple):
 KINDS = {  # address → kind
     "/v1/chat/completions": Kind(protocol.chat, chat_form),
     "/v1/completions": Kind(protocol.text, text_form),
+    "/v1/responses": Kind(responses, responses_form),
 }
 
 

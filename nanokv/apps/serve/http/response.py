@@ -160,7 +160,8 @@ class Answer(Response):
         prompt = sum(one.prompt for one in firsts)
         reused = sum(one.reused for one in firsts)
         new = sum(ticket.usage.new for ticket in self.tickets)
-        return completion.usage(prompt, new, reused)
+        thought = sum(ticket.usage.thought for ticket in self.tickets)
+        return completion.usage(prompt, new, reused, thought)
 
     def closing(self, ended: Ended) -> dict:
         """The finish_reason, and the stop string or token that ended the answer."""

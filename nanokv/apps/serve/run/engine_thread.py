@@ -60,7 +60,8 @@ class Running:
         fresh = tuple(self.fresh)
         self.fresh = []
         request = self.request
-        usage = Usage(len(request.prompt), request.reused_tokens, len(request.tokens))
+        thought = self.submit.job.text.thought
+        usage = Usage(len(request.prompt), request.reused_tokens, len(request.tokens), thought)
         return Pieces(self.submit.ticket, fresh, usage)
 
     def end(self) -> Ended | Failed:

@@ -69,11 +69,15 @@ class End:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens so far: of the prompt, those of it found in the cache, and of the answer."""
+    """Tokens so far: of the prompt, those of it found in the cache, of the answer, and of thoughts.
+
+    The answer's tokens include its thoughts.
+    """
 
     prompt: int = 0
     reused: int = 0
     new: int = 0
+    thought: int = 0
 
 
 @dataclass(frozen=True)
