@@ -93,9 +93,7 @@ def end(reason: str, stop: str | int | None = None) -> dict[str, Any]:
     return {"finish_reason": "length", "stop_reason": cause}
 
 
-def usage(
-    prompt: int, new: int, cached: int = 0, thought: int | None = None
-) -> dict[str, Any]:
+def usage(prompt: int, new: int, cached: int = 0, thought: int | None = None) -> dict[str, Any]:
     """Token counts; `cached` tokens of the prompt were already in the cache.
 
     thought: those of the new tokens that are thoughts; None if they were not counted.

@@ -13,6 +13,7 @@ import time
 
 import openai
 import pytest
+from starlette.datastructures import Headers
 
 from asking import ENDLESS, LONG, asked
 from nanokv.apps.serve.api import forms, prompts
@@ -384,7 +385,9 @@ def test_every_key_is_compared_by_digest(monkeypatch):
         "hmac.compare_digest", lambda a, b: compared.append((len(a), len(b))) or a == b
     )
     keys = Keys(["a", "bb", "ccc"])
-    assert keys.salt("Bearer a") != keys.salt("Bearer bb")
+    assert keys.salt(Headers({"authorization": "Bearer a"})) != keys.salt(
+        Headers({"x-api-key": "bb"})
+    )
     assert compared == [(32, 32)] * 6, "also those after the right one"
 
 

@@ -6,7 +6,6 @@ helpers parse structured output and calls.
 
 import json
 
-import openai
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
@@ -338,11 +337,7 @@ def test_an_error_in_a_stream_is_a_failed_response(server, monkeypatch):
 
 
 def test_the_official_client(server, scripted):
-    class Weather(BaseModel):
-        city: str
-
-    tool = openai.pydantic_function_tool(Weather, name="weather")
-
+    tool = WEATHER | {"strict": False}
     with server.client() as client:
         scripted(f"I look.\n{OSLO}")
         with client.responses.stream(model="tiny", input="How is Oslo?", tools=[tool]) as stream:
@@ -352,7 +347,7 @@ def test_the_official_client(server, scripted):
             "response.function_call_arguments.done" in kinds and kinds[-1] == "response.completed"
         )
         (call,) = (item for item in final.output if item.type == "function_call")
-        assert call.parsed_arguments == Weather(city="Oslo") and final.output_text == "I look."
+        assert json.loads(call.arguments) == {"city": "Oslo"} and final.output_text == "I look."
         history = [
             {"role": "user", "content": "How is Oslo?"},
             *(item.to_dict() for item in final.output),

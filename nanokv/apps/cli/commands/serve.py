@@ -115,7 +115,7 @@ def _add_address(parser: ArgumentParser) -> None:
         metavar="NAME",
         action="append",
         default=[],
-        help="another name of the model, for clients that request gpt-4o (repeatable)",
+        help="another name of the model, for clients that ask for gpt-4o; '*': any (repeatable)",
     )
 
 

@@ -31,6 +31,7 @@ from weights_loader.strict import quote
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
+ANY = "*"  # the alias with which the model answers to every name
 TEXT_TOKENS = 16  # OpenAI's default max_tokens of a completion
 # Most prompt tokens of a request with log-probabilities, up to 1 kB of memory each.
 ECHOED = 100_000
@@ -59,17 +60,24 @@ class Served:
             self.tokenizer, self.engine.config.vocab_size, config.eos_token_ids
         )
 
+    @property
+    def listed(self) -> tuple[str, ...]:
+        """The names without "*", which stands for any name."""
+        return tuple(name for name in self.names if name != ANY)
+
     def name(self, asked: str | None) -> str:
         """The model's name in the answer; ApiError (404) for an unknown name."""
-        if asked is None or asked in self.names:
-            return asked or self.names[0]
-        known = ", ".join(self.names)
+        if asked is None:
+            return self.listed[0]
+        if asked in self.names or ANY in self.names:
+            return asked
+        known = ", ".join(self.listed)
         raise ApiError(
             404,
             f"no model {quote(asked)}: this server has {known}",
             "model",
             "model_not_found",
-            hint="nanokv serve --alias NAME gives the model another name",
+            hint="nanokv serve --alias NAME gives the model another name, --alias '*' any name",
         )
 
     def stop_ids(self, ids: Sequence[int]) -> Sequence[int]:

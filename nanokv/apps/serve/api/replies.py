@@ -270,6 +270,81 @@ class ResponseObject(BaseModel):
     usage: ResponseUsage
 
 
+class ResponseTokens(Reply):
+    """The response of /v1/responses/input_tokens."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: Count
+
+
+class MessageTokens(Reply):
+    """The response of /v1/messages/count_tokens."""
+
+    input_tokens: Count
+
+
+class TextBlock(Reply):
+    """Text of a message in Anthropic's form."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(Reply):
+    """Thoughts; they are not signed."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: Literal[""]
+
+
+class ToolUseBlock(Reply):
+    """A call of a function."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict
+
+
+class ThinkingTokens(Reply):
+    """Tokens of the answer that are thoughts."""
+
+    thinking_tokens: Count
+
+
+class MessageUsage(Reply):
+    """Counts of tokens, under Anthropic's names: input_tokens are those that were computed."""
+
+    input_tokens: Count
+    cache_creation_input_tokens: Literal[0]
+    cache_read_input_tokens: Count
+    output_tokens: Count
+    output_tokens_details: ThinkingTokens
+
+
+class Message(Reply):
+    """The answer of /v1/messages."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[TextBlock | ThinkingBlock | ToolUseBlock]
+    stop_reason: Literal[
+        "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
+    ]
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class ShortModel(Reply):
+    """One name of the model, as Codex reads it."""
+
+    name: str
+    model: str
+
+
 class Model(Reply):
     """One name of the model."""
 
@@ -285,6 +360,7 @@ class Models(Reply):
 
     object: Literal["list"]
     data: Annotated[list[Model], Field(min_length=1)]
+    models: Annotated[list[ShortModel], Field(min_length=1)]
 
 
 class Tokens(Reply):

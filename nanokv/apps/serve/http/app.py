@@ -12,14 +12,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from nanokv.apps.serve.api import prompts, protocol
+from nanokv.apps.serve.api import anthropic, prompts, protocol, responses
+from nanokv.apps.serve.api.anthropic_form import anthropic_model, messages_form
 from nanokv.apps.serve.api.errors import ApiError, ClientGone, internal, named
 from nanokv.apps.serve.api.fields import read
 from nanokv.apps.serve.api.forms import Form, chat_form, text_form
 from nanokv.apps.serve.api.prompts import Prepared, Served
 from nanokv.apps.serve.api.protocol import Asked
 from nanokv.apps.serve.api.requests import Detokenize, TokenizeText
-from nanokv.apps.serve.api.responses import responses
 from nanokv.apps.serve.api.responses_form import responses_form
 from nanokv.apps.serve.http import openapi, page
 from nanokv.apps.serve.http.live import Live, Watching, tab_of
@@ -44,8 +44,38 @@ class Kind(NamedTuple):
 KINDS = {  # address → kind
     "/v1/chat/completions": Kind(protocol.chat, chat_form),
     "/v1/completions": Kind(protocol.text, text_form),
-    "/v1/responses": Kind(responses, responses_form),
+    "/v1/responses": Kind(responses.responses, responses_form),
+    "/v1/messages": Kind(anthropic.messages, messages_form),
 }
+COUNTS = {  # address that counts the tokens of a prompt → (fields of its body → request, the answer)
+    "/v1/messages/count_tokens": (anthropic.count_tokens, {}),
+    "/v1/responses/input_tokens": (responses.responses, {"object": "response.input_tokens"}),
+}
+
+
+CHATS = "this server answers at /v1/chat/completions, /v1/responses and /v1/messages"
+UNSERVED = {  # address of another API → the hint beside its 404
+    "/api/chat": f"{CHATS}; Ollama's own API is not served",
+    "/api/generate": f"{CHATS}; Ollama's own API is not served",
+    "/api/tags": "GET /v1/models lists the models; Ollama's own API is not served",
+    "/chat/completions": f"{CHATS}: the base URL ends in /v1",
+    "/completions": f"{CHATS}: the base URL ends in /v1",
+    "/responses": f"{CHATS}: the base URL ends in /v1",
+    "/messages": f"{CHATS}: the base URL of Anthropic's clients ends before /v1",
+    "/v1/v1/messages": f"{CHATS}: the base URL of Anthropic's clients ends before /v1",
+    "/models": "GET /v1/models lists the models",
+    "/v1/assistants": f"{CHATS}; assistants and threads are not served",
+    "/v1/threads": f"{CHATS}; assistants and threads are not served",
+    "/v1/audio/speech": f"{CHATS}; audio is not served",
+    "/v1/audio/transcriptions": f"{CHATS}; audio is not served",
+    "/v1/images/generations": f"{CHATS}; images are not served",
+    "/v1/moderations": f"{CHATS}; moderation is not served",
+    "/v1/rerank": f"{CHATS}; reranking is not served",
+    "/v1/files": "nanokv batch FILE.jsonl answers a file of requests",
+    "/v1/batches": "nanokv batch FILE.jsonl answers a file of requests",
+    "/v1/complete": f"{CHATS}; Anthropic's text completions are not served",
+}
+VERSION = "anthropic-version"  # the header of Anthropic's clients
 
 
 class Application:
@@ -71,6 +101,7 @@ class Application:
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.model),
             *[Route(path, self.answer, methods=["POST"]) for path in KINDS],
+            *[Route(path, self.count, methods=["POST"]) for path in COUNTS],
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
         ]
@@ -101,16 +132,25 @@ class Application:
         return JSONResponse(openapi.document())
 
     async def models(self, request: Request) -> Response:
-        """The model under each of its names."""
-        return JSONResponse(
-            {"object": "list", "data": [self._model(name) for name in self.served.names]}
-        )
+        """The model under each of its names.
+
+        Codex reads the names in `models`. Anthropic's clients send their version.
+        """
+        names = self.served.listed
+        found = [self._model(name, request) for name in names]
+        if VERSION in request.headers:
+            ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}
+            return JSONResponse({"data": found} | ends)
+        short = [{"name": name, "model": name} for name in names]
+        return JSONResponse({"object": "list", "data": found, "models": short})
 
     async def model(self, request: Request) -> Response:
         """The model under one of its names."""
-        return JSONResponse(self._model(self.served.name(request.path_params["name"])))
+        return JSONResponse(self._model(self.served.name(request.path_params["name"]), request))
 
-    def _model(self, name: str) -> dict:
+    def _model(self, name: str, request: Request) -> dict:
+        if VERSION in request.headers:
+            return anthropic_model(self.served, name)
         return {
             "id": name,
             "object": "model",
@@ -126,6 +166,18 @@ class Application:
     async def detokenize(self, request: Request) -> Response:
         """{"tokens": […]} → {"prompt": text}."""
         return await self._beside(request, self._text)
+
+    async def count(self, request: Request) -> Response:
+        """The tokens of the prompt that a request of the same fields would have."""
+        read_fields, more = COUNTS[request.scope["path"]]
+
+        def counted(body: bytes) -> Response:
+            asked = read_fields(protocol.parse_object(body))
+            self.served.name(asked.model)
+            ids = named(asked.param, prompts.chat_ids, self.served, asked)
+            return JSONResponse(more | {"input_tokens": len(ids)})
+
+        return await self._beside(request, counted)
 
     def _tokens(self, body: bytes) -> Response:
         ids = self._ids(body)
@@ -248,14 +300,17 @@ def make_app(
     async def refused(request: Request, error: Any) -> Response:
         if error.code == "queue_full":
             client.metrics.count("rejected")
-        return respond(error)
+        return respond(error, request.scope["path"])
 
     async def unknown(request: Request, error: Any) -> Response:
-        message = f"{request.method} {request.scope['path']}: {error.detail}"
-        return respond(ApiError(error.status_code, message, headers=dict(error.headers or {})))
+        path = request.scope["path"]
+        message = f"{request.method} {path}: {error.detail}"
+        headers = dict(error.headers or {})
+        hint = UNSERVED.get(path, "")
+        return respond(ApiError(error.status_code, message, headers=headers, hint=hint), path)
 
     async def failed(request: Request, error: Exception) -> Response:
-        return respond(internal())  # Guard logs the error
+        return respond(internal(), request.scope["path"])  # Guard logs the error
 
     async def gone(request: Request, error: Exception) -> Response:
         return Response(status_code=499)  # the client has gone and reads nothing

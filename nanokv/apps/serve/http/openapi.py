@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
-from nanokv.apps.serve.api import replies, requests, responses
+from nanokv.apps.serve.api import anthropic, replies, requests, responses
 from nanokv.apps.serve.http.live import TAB, TABS
 
 TEXT: dict = {"type": "string"}
@@ -42,13 +42,18 @@ OPERATIONS = {
     "/v1/responses": Operation(
         "post", (responses.ResponsesRequest,), (replies.ResponseObject,), TABBED
     ),
+    "/v1/responses/input_tokens": Operation(
+        "post", (responses.ResponsesRequest,), (replies.ResponseTokens,)
+    ),
+    "/v1/messages": Operation("post", (anthropic.MessagesRequest,), (replies.Message,), TABBED),
+    "/v1/messages/count_tokens": Operation("post", (anthropic.Prompt,), (replies.MessageTokens,)),
     "/v1/models": Operation("get", (), (replies.Models,)),
     "/v1/models/{name}": Operation("get", (), (replies.Model,), NAMED),
     "/tokenize": Operation("post", (requests.ChatPrompt, requests.TokenizeText), (replies.Tokens,)),
     "/detokenize": Operation("post", (requests.Detokenize,), (replies.Detokenized,)),
     "/health": Operation("get", (), (replies.Status,), FREE),
 }
-STREAMS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+STREAMS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 OTHERS = {  # paths without models → (further fields, media type, its schema, description)
     "/": (FREE, "text/html", TEXT, "a chat beside a picture of the cache"),
     "/live": (

@@ -21,6 +21,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from nanokv.apps.serve.api.anthropic_form import anthropic_error
 from nanokv.apps.serve.api.errors import ApiError, internal, where
 from weights_loader.strict import quote
 
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 OPEN = ("/", "/health")  # need no key; the page asks the user for one
 HEADER_BYTES = 16_384
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+ANTHROPIC = "/v1/messages"  # errors below this address have Anthropic's form
 
 
 class Keys:
@@ -40,10 +42,16 @@ class Keys:
             (_digest(key), hmac.new(secret, key, hashlib.sha256).hexdigest()) for key in known
         ]
 
-    def salt(self, authorization: str) -> str:
-        """The salt of the request's key; ApiError (401) for a missing or unknown key."""
+    def salt(self, headers: Headers) -> str:
+        """The salt of the request's key; ApiError (401) for a missing or unknown key.
+
+        The key is a bearer token, or Anthropic's header x-api-key.
+        """
         if not self.salts:
             return ""
+        authorization = headers.get("authorization", "")
+        if not authorization and "x-api-key" in headers:
+            authorization = f"Bearer {headers['x-api-key']}"
         scheme, _, key = authorization.partition(" ")
         given = _digest(key.strip().encode("latin-1"))
         found = [salt for digest, salt in self.salts if hmac.compare_digest(digest, given)]
@@ -143,14 +151,14 @@ class Guard:
             check_framing(headers)
             self.hosts.check(headers)
             if scope["path"] not in OPEN:
-                scope["salt"] = self.keys.salt(headers.get("authorization", ""))
+                scope["salt"] = self.keys.salt(headers)
             await self.app(scope, receive, watched)
         except ApiError as error:
-            await respond(error)(scope, receive, watched)
+            await respond(error, scope["path"])(scope, receive, watched)
         except Exception as error:
             logger.error("a request failed: %s", where(error))
             if not status:
-                await respond(internal())(scope, receive, watched)
+                await respond(internal(), scope["path"])(scope, receive, watched)
         note = " · ".join(["", *scope["note"]])
         seconds = perf_counter() - began
         logger.info(
@@ -185,6 +193,9 @@ def check_framing(headers: Headers) -> None:
         )
 
 
-def respond(error: ApiError) -> JSONResponse:
-    """The HTTP response to an error."""
-    return JSONResponse(error.body, error.status, error.headers)
+def respond(error: ApiError, path: str = "") -> JSONResponse:
+    """The HTTP response to an error, in the form of the API that the path belongs to."""
+    body = error.body
+    if path.startswith(ANTHROPIC):
+        body = anthropic_error(error)
+    return JSONResponse(body, error.status, error.headers)
