@@ -10,17 +10,17 @@
 # # 00 · The bridge: attention with two numbers
 #
 # This notebook is for you if you know Python and school mathematics, and have never opened a transformer. It takes
-# about half an hour. You compute attention by hand, with lists of two numbers. Then you do the same with a cache.
-# Most words and letters of the later notebooks are introduced here; the [glossary](glossary.md) has the others. If you
-# know what q, k and v are, begin with [01](01_from_text_to_next_token.ipynb). To see first what all of this is about,
-# type `nanokv live --open`: the same model answers in your browser, and its cache grows as you watch.
+# about half an hour. You compute attention by hand, with lists of two numbers. Then you do the same with a cache. Most
+# words and letters of the later notebooks are introduced here; the [glossary](glossary.md) has the others. If you know
+# what q, k and v are, begin with [01](01_from_text_to_next_token.ipynb). For a first look, run `nanokv live --open`:
+# the same model answers in your browser, and you can watch its cache grow.
 #
 # ## What you will be able to do
 #
-# - follow a text on its way through attention: [token](glossary.md#token), id, [embedding](glossary.md#embedding),
-#   q, k, v, scores, [softmax](glossary.md#softmax), mix;
+# - follow a text through attention: [token](glossary.md#token), id, [embedding](glossary.md#embedding), q, k, v,
+#   scores, [softmax](glossary.md#softmax), mix;
 # - compute each of these steps on paper;
-# - say what a [KV cache](glossary.md#kv-cache) keeps, and what is still computed when a token arrives;
+# - say which vectors a [KV cache](glossary.md#kv-cache) keeps, and which are still computed when a token arrives;
 # - read the letters B, T, C, H, D and V.
 
 # %%
@@ -34,15 +34,16 @@ from nanokv import course
 model, tokenizer = course.start("00")
 
 # %% [markdown]
-# The cell above has loaded a small language model. It printed some of the model's sizes. You will know most of these
-# words at the end.
+# The cell above has loaded a small language model and printed some of its sizes. By the end of this notebook you will
+# know most of the words it used.
 
 # %% [markdown]
 # ## Predict
 #
 # A language model reads a text in pieces, called tokens. For each token it computes three short lists of numbers. A
 # text of `100` tokens has been read, and one more token arrives. The model keeps what it can still use. How many of
-# these lists does it compute for the new token's step? Write down a number. It may be wrong: you will see why.
+# these lists does it compute for the new token's step? Write down a number. A wrong guess costs nothing; the experiment
+# below shows the right one.
 
 # %% tags=["exercise"]
 guess = ...  # lists
@@ -68,12 +69,12 @@ for token, id in zip(tokenizer.pieces(ids), ids):
 # %% [markdown]
 # ## Step 2: an id becomes a list of numbers
 #
-# An id is only a name. Id 20 is not twice id 10. So the model has a table with one row for each id. The row is the
-# token's [embedding](glossary.md#embedding). Its numbers were learned in training. A list of numbers is also called a
-# *vector*.
+# An id is a label, not a quantity: id 20 is not twice id 10. So the model has a table with one row for each id. The row
+# is the token's [embedding](glossary.md#embedding). Its numbers were learned in training. A list of numbers is also
+# called a *vector*.
 #
-# `V` is the number of rows: how many ids there are. `C` is the number of columns: how many numbers a row has. This is
-# the table of the bundled model:
+# `V` is the number of rows, one per id. `C` is the number of columns, that is, of numbers in a row. This is the table
+# of the bundled model:
 
 # %%
 table = model.embed_tokens.weight
@@ -88,8 +89,8 @@ course.figure("00.columns", C)
 
 # %% [markdown]
 # It has <!--fig 00.rows-->2,048<!--/fig--> rows of <!--fig 00.columns-->192<!--/fig--> numbers. That is too much for
-# paper. From here on we take a table of our own with `C = 2`. Its numbers are chosen so that you can compute everything
-# in your head. The steps are those of the real model.
+# paper. From here on we use a small made-up table with `C = 2`. Its numbers are chosen so that you can compute
+# everything in your head. The steps are the same as in the real model.
 
 # %%
 embedding = {ids[0]: [1, 0], ids[1]: [0, 1], ids[2]: [1, 1]}
@@ -99,8 +100,8 @@ for token, id in zip(tokenizer.pieces(ids), ids):
 # %% [markdown]
 # ## Step 3: q, k and v
 #
-# Now the tokens are to learn from each other. For that, each token gets three vectors. Each is computed from the
-# token's embedding alone.
+# In attention, tokens exchange information. For that, the model computes three vectors for each token. Each is computed
+# from the token's embedding alone.
 #
 # | vector | name | what it is for |
 # |---|---|---|
@@ -108,12 +109,12 @@ for token, id in zip(tokenizer.pieces(ids), ids):
 # | `k` | [key](glossary.md#key) | what this token offers to be found by |
 # | `v` | [value](glossary.md#value) | what this token passes on when it is found |
 #
-# `D` is the number of numbers in each of them. Here `D = 2`. The tool for all three is the *dot product*: multiply two
+# `D` is the length of each of these vectors. Here `D = 2`. The tool for all three is the *dot product*: multiply two
 # vectors number by number, and add up. `[1, 1] · [0, 1] = 1·0 + 1·1 = 1`.
 #
 # A [projection](glossary.md#projection) is a small table with `D` rows. Each row gives one number of the result: the
-# dot product of that row with the embedding. There are three tables, one for q, one for k, one for v. They were learned
-# too.
+# dot product of that row with the embedding. There are three tables, one for q, one for k, one for v. Their numbers
+# were also learned in training.
 
 
 # %%
@@ -141,9 +142,10 @@ for token, id in zip(tokenizer.pieces(ids), ids):
 # ## Step 4: scores
 #
 # Take the text `The fox`. What does `fox` take from the tokens that it can see? It sees itself and the token before it.
-# A token never sees a later one, because in use the later ones are not written yet.
+# A token never sees a later one: when the model generates text, the later ones do not exist yet.
 #
-# Its q meets each k. The dot product of q and k is a *score*: large when the key fits the query.
+# The q of `fox` is compared with each k. The dot product of q and k is a *score*. It is large when the key fits the
+# query.
 
 # %%
 x_the, x_fox, x_asked = (embedding[id] for id in ids)
@@ -154,8 +156,8 @@ print(f"q of fox {q},  keys {keys}")
 print("scores", scores)
 
 # %% [markdown]
-# Both scores are `1`. A real model now divides each score by `√D`. Here that would be `√2`, and no number
-# below would be easy to compute by hand. So we leave it out. Notebook 02 shows what it is for.
+# Both scores are `1`. A real model now divides each score by `√D`. Here that would be `√2`, and the numbers below would
+# be hard to compute by hand. So we leave the division out. Notebook 02 shows what it is for.
 
 # %% [markdown]
 # ## Step 5: softmax makes weights of scores
@@ -179,14 +181,14 @@ print("scores [1, 2] → weights", [round(w, 3) for w in softmax([1, 2])])
 course.figure("00.larger", softmax([1, 2])[1])
 
 # %% [markdown]
-# For paper you need three numbers: `e⁰ = 1`, `e¹ = 2.72`, `e² = 7.39`. Scores of 1 and 2 give the second
+# To compute it on paper you need three numbers: `e⁰ = 1`, `e¹ = 2.72`, `e² = 7.39`. Scores of 1 and 2 give the second
 # token `7.39 / (2.72 + 7.39)`, which is a weight of <!--fig 00.larger-->0.73<!--/fig-->.
 
 # %% [markdown]
 # ## Step 6: the mix of the values
 #
-# The result of attention is the mix of the values with these weights. Each value is multiplied by its weight, and all
-# are added. It is a new vector for `fox`. It holds something of `The`.
+# The result of attention is the mix of the values with these weights. Each value is multiplied by its weight, and the
+# products are added. The result is a new vector for `fox`, which now contains a part of `The`.
 
 
 # %%
@@ -199,19 +201,20 @@ print(f"weights {[round(w, 2) for w in weights]},  values {values}")
 print("mix", [round(number, 2) for number in mix(weights, values)])
 
 # %% [markdown]
-# Half of `[10, 0]` and half of `[0, 10]` is `[5, 5]`. This is attention. Everything else in a transformer works on one
-# token at a time. At the end the last token's vector becomes one number for each of the `V` ids, the
-# [logits](glossary.md#logits). The largest belongs to the likeliest next token. Notebook 01 goes on from there.
+# Half of `[10, 0]` and half of `[0, 10]` is `[5, 5]`. This is attention. Everything else in a transformer works on each
+# token separately. At the end, the last token's vector is turned into one number for each of the `V` ids, the
+# [logits](glossary.md#logits). The largest logit belongs to the most likely next token. Notebook 01 continues from
+# there.
 
 # %% [markdown]
 # ## Step 7: a token arrives, and the cache helps
 #
 # Now the text grows: `The`, then `fox`, then `asked`. What must be computed when a token arrives?
 #
-# Its own q, k and v are new. Its q needs the k and the v of *all* tokens. But those of the old tokens were computed
-# when they arrived, from their own embeddings. They are still the same. So we keep them in two lists. This is a
-# [KV cache](glossary.md#kv-cache). The old q are not kept: each was used by its own token, and nobody asks for it
-# again.
+# The q, k and v of `asked` are new. Its q needs the k and the v of *all* tokens. The k and v of the old tokens were
+# computed when those tokens arrived, from their own embeddings, and they have not changed. So we keep them in two
+# lists. This is a [KV cache](glossary.md#kv-cache). The old q are not kept: each was used once, for its own token, and
+# is never needed again.
 
 # %% tags=["hide-input"]
 course.show(course.drawings.token_arrives())
@@ -256,16 +259,16 @@ course.reveal("00.a", computed - before)
 course.figure("00.lists", computed - before)
 
 # %% [markdown]
-# It is <!--fig 00.lists-->3<!--/fig-->, however long the text is. What grows is the reading: each new q meets all keys.
-# In a real model there are many layers, one above the other, and an old token's k could change in the layers above. It
-# does not. Notebook 05 shows why.
+# It is <!--fig 00.lists-->3<!--/fig-->, however long the text is. Only the reading grows: each new q is compared with
+# all keys. A real model has many layers, one above the other, and you might expect an old token's k to change in the
+# upper layers. It does not. Notebook 05 shows why.
 
 # %% [markdown]
 # ## The letters
 #
-# A real model does all this for `B` texts at once, and in each layer `H` times side by side. Each of the `H` *heads*
-# has tables of its own for its q, so each can look for something else. (Some heads share their k and v. Notebook 03
-# tells more.) The shapes of the bundled model:
+# A real model does all this for `B` texts at once, and in each layer `H` times in parallel. Each of the `H` *heads* has
+# a separate table for its q, so each head can look for something different. (Some heads share their k and v; see
+# notebook 03.) The shapes of the bundled model:
 
 # %%
 attention = model.layers[0].self_attn
@@ -280,12 +283,12 @@ print("q, the queries     (B,T,H,D)", tuple(q.shape))
 # | letter | what it counts or names | by hand | where it came up |
 # |---|---|---|---|
 # | `T` | tokens of the text, or of the part that is fed | 3 | step 1 |
-# | `V` | ids that exist: rows of the embedding | `3` of our own | step 2 |
+# | `V` | ids that exist: rows of the embedding | `3` in our table | step 2 |
 # | `C` | numbers of an embedding | 2 | step 2 |
 # | `q` `k` `v` | query, key, value of a token | two numbers each | step 3 |
 # | `D` | numbers of one q, k or v | 2 | step 3 |
 # | `B` | texts at once, the batch | 1 | here |
-# | `H` | heads: how often attention is done side by side | 1 | here |
+# | `H` | heads: how many times attention runs in parallel in a layer | 1 | here |
 #
 # The bundled model's own sizes, printed above, are larger: `C` is 192, `H` is 6 and `D` is 48. Later pages add `L` for
 # the layers, `Hk` for the heads that have a k and a v, and `S` for all tokens that can be seen, those in the cache and
@@ -294,8 +297,8 @@ print("q, the queries     (B,T,H,D)", tuple(q.shape))
 # %% [markdown]
 # ## What the articles say
 #
-# This course audits five articles on the KV cache, claim by claim. Most of them take q, k and v as known, and begin
-# after this page. So none of their claims is checked here. You can now read them. `nanokv course claims` prints all
+# This course audits five articles on the KV cache, claim by claim. Most of them assume that the reader knows q, k and
+# v, so none of their claims is checked here. You now know enough to read them. `nanokv course claims` prints all
 # verdicts.
 
 # %% [markdown]
@@ -355,7 +358,7 @@ course.check("00.3", new)
 
 # %% [markdown]
 # **00.4** A vector q, k or v has `D` numbers. Each of them is a dot product with an embedding of `C` numbers: `C`
-# multiplications. There are `n` tokens, and one more arrives. Without a cache q, k and v of all tokens are computed
+# multiplications. There are `n` tokens, and one more arrives. Without a cache, q, k and v of all tokens are computed
 # again in this step. How many multiplications for q, k and v does the cache save?
 
 # %%

@@ -93,8 +93,8 @@ CHECKS = (
             Mistake(
                 "no query",
                 lambda c: _vectors("kv", [c.n]),
-                "The new k and v go into the cache. But who asks? The token's own q is computed "
-                "too.",
+                "The new k and v go into the cache. But the scores also need a query: the token's own "
+                "q is computed too.",
             ),
             Mistake(
                 "query only",
@@ -109,8 +109,8 @@ CHECKS = (
             Mistake(
                 "what is read",
                 lambda c: _vectors("q", [c.n]) | _vectors("kv", range(c.n + 1)),
-                "That is what the step uses. The k and v of the old tokens are read from the "
-                "cache, not computed.",
+                "Those are the vectors that the step uses. The k and v of the old tokens are read "
+                "from the cache, not computed.",
             ),
             Mistake(
                 "counted from 1", lambda c: _vectors("qkv", [c.n + 1]), "Tokens are counted from 0."
@@ -138,8 +138,8 @@ CHECKS = (
             Mistake(
                 "new token too",
                 lambda c: 3 * (c.n + 1) * c.C * c.D,
-                "That is all work without a cache. The new token's q, k and v are computed either "
-                "way.",
+                "That is the whole work without a cache. The new token's q, k and v are computed "
+                "either way.",
             ),
             Mistake(
                 "one vector per token",
