@@ -9,14 +9,14 @@
 # %% [markdown]
 # # 01 · From text to next token
 #
-# A language model has never seen a letter. It gets a list of whole numbers, and it gives a score to every number that
-# could come next. Rules before and after the model turn text into numbers and scores into text. These rules decide
-# whether the model understands you at all: ask the bundled model for your name in capitals, and it answers nonsense.
-# (Vectors, attention and q, k, v in half an hour, by hand: [00](00_the_bridge.ipynb).)
+# A language model does not see letters. Its input is a list of whole numbers, and its output is a score for every
+# number that could come next. Rules before the model turn text into numbers, and rules after it turn scores into text.
+# They matter: ask the bundled model for your name in capitals, and it answers nonsense. (Vectors, attention and q, k, v
+# in half an hour, by hand: [00](00_the_bridge.ipynb).)
 #
 # ## What you will be able to do
 #
-# - explain how text becomes [tokens](glossary.md#token), and why the same question can cost twice as many;
+# - explain how text becomes [tokens](glossary.md#token), and why the same question can take twice as many;
 # - say which tokens a model gets in a chat, and what happens without the [chat template](glossary.md#chat-template);
 # - choose a token from [logits](glossary.md#logits): temperature, top-p, argmax;
 # - say what makes a model stop, and recognise the bug when it does not stop.
@@ -51,8 +51,8 @@ def answer(ids, n=24, **options):
 # %% [markdown]
 # ## Predict
 #
-# `My name is Zorbla. What is my name?` is a short question. Write the same letters in capitals. How many times as many
-# tokens does it take?
+# `My name is Zorbla. What is my name?` is a short question. Write it in capitals. How many times as many tokens does it
+# take?
 
 # %% tags=["exercise"]
 guess = ...  # times
@@ -93,12 +93,12 @@ course.figure("01.capitals", counts["CAPITALS"])
 
 # %% [markdown]
 # The usual spelling takes <!--fig 01.usual-->13<!--/fig--> tokens, the capitals <!--fig 01.capitals-->28<!--/fig-->. To
-# the model, a capital letter is another number, not another shape of the same letter. It met few of these numbers in
-# training, and its answers show it.
+# the model, a capital letter is a different number, unrelated to that of the small letter. The model saw few of these
+# numbers in training, so its answers to them are poor.
 #
 # Where do the pieces come from? *Byte pair encoding* begins with single bytes. It has an ordered list of rules; each
-# rule joins two neighbours. Again and again it applies the first rule of the list that fits. The list was learned from
-# text: pairs that occur often came first. `Ġ` stands for a space.
+# rule joins two neighbours. It repeatedly applies the first rule of the list that fits, until none does. The list was
+# learned from text, the most frequent pairs first. `Ġ` stands for a space.
 
 # %%
 merges = json.loads(tokenizer.backend.to_str())["model"]["merges"]
@@ -163,7 +163,7 @@ course.show(fig, alt="Left: tokens of one question in six spellings: "
 # entries for the single bytes. So any text can be encoded, in the worst case byte by byte. In a simple story a token
 # has <!--fig 01.mean-->3.4<!--/fig--> bytes on average.
 #
-# A token can be a part of a character. Watch a smile arrive:
+# A token can be only a part of a character. The next cell decodes a smiley token by token:
 
 # %%
 smile = tokenizer.encode("🙂")
@@ -173,10 +173,10 @@ print("as a stream:          ", [stream.put(i) for i in smile], "then",
       repr(stream.flush()))
 
 # %% [markdown]
-# ## Experiment 2: what the model is really given
+# ## Experiment 2: the tokens that the model really gets
 #
-# A chat is made of tokens, too. The template puts control tokens around each message. The model was trained on exactly
-# this form.
+# A chat, too, is one sequence of tokens. The chat template puts control tokens around each message. The model was
+# trained on exactly this form.
 
 # %%
 question = "My name is Zorbla. What is my name?"
@@ -195,7 +195,7 @@ course.figure("01.plain", len(plain))
 # %% [markdown]
 # Without the template the bundled model writes <!--fig 01.plain-->1<!--/fig--> token, the end of the turn: in its
 # training data, a question was always followed by the end of a turn. Control tokens can also be typed as text. A user
-# who types them can write the lines of the other side, unless the program looks for them first. `nanokv chat` does.
+# who types them can forge a message of the assistant, unless the program checks for them first. `nanokv chat` does.
 
 # %% [markdown]
 # ## Experiment 3: from logits to a choice
@@ -236,10 +236,10 @@ course.show(fig, alt="Bars for the eight likeliest first tokens and for all othe
             f"{100 * shares[1.0][-1]:.0f} and {100 * shares[2.0][-1]:.0f} percent.")
 
 # %% [markdown]
-# The danger is in the last group. Each of the other tokens is unlikely, but there are many of them. At temperature `2`
-# they have <!--fig 01.others-->74<!--/fig--> percent together, at `0.5` only <!--fig 01.others.half-->3.0<!--/fig-->.
-# *Top-p* removes them: it keeps the likeliest tokens until their probabilities reach `p` together, and drops all
-# others. We let the model begin twelve stories with each setting:
+# The last group of bars is the problem. Each of the other tokens is unlikely, but there are many of them. At
+# temperature `2` they have <!--fig 01.others-->74<!--/fig--> percent together, at `0.5`
+# only <!--fig 01.others.half-->3.0<!--/fig-->. *Top-p* removes them: it keeps the likeliest tokens until their
+# probabilities reach `p` together, and drops all others. We let the model begin twelve stories with each setting:
 
 # %%
 print("temperature  top-p   mean log-probability   two of the beginnings")
@@ -261,11 +261,11 @@ course.figure("01.hot.cut", likely[1.5, 0.9])
 course.figure("01.mild", likely[1.0, 1.0])
 
 # %% [markdown]
-# The higher the temperature, the more beginnings break. At 1.5 the mean log-probability of a token
-# is <!--fig 01.hot x1.3-->-2.9<!--/fig-->. With top-p `0.9` it is <!--fig 01.hot.cut x1.3-->-2.0<!--/fig-->: the
-# unlikeliest tokens are not drawn any more. At temperature 1 it is <!--fig 01.mild x1.3-->-0.8<!--/fig-->. Top-p does
-# not repair every word. So many tokens are likely at a high temperature that the first 90 percent still hold pieces
-# that break words.
+# The higher the temperature, the more beginnings contain broken words. At 1.5 the mean log-probability of a token
+# is <!--fig 01.hot x1.3-->-2.9<!--/fig-->. With top-p `0.9` it is <!--fig 01.hot.cut x1.3-->-2.0<!--/fig-->, because
+# the least likely tokens are no longer drawn. At temperature 1 it is <!--fig 01.mild x1.3-->-0.8<!--/fig-->. Top-p does
+# not prevent every broken word. At a high temperature the probability is spread over many tokens, and the most likely
+# 90 percent still include pieces that break words.
 #
 # How much choice does the model have at each token? We let it write one story greedily and compute, for each token, the
 # [entropy](glossary.md#entropy) of the distribution from which it was taken:
@@ -296,16 +296,16 @@ course.show(fig, alt=f"A bar for each token of a story. {sure:.0f} percent of th
             "possible.")
 
 # %% [markdown]
-# For <!--fig 01.sure-->69<!--/fig--> percent of the tokens one choice has more than nine tenths of the probability: the
-# rest of a word or of a phrase. At the place with the most choice, the model chooses among the equivalent
-# of <!--fig 01.freest-->381<!--/fig--> equally likely tokens. The same temperature acts on all these places. So a
-# slightly higher temperature varies a story, and a much higher one breaks words.
+# For <!--fig 01.sure-->69<!--/fig--> percent of the tokens one choice has more than nine tenths of the probability.
+# Most of these tokens complete a word or a phrase. At the place with the most choice, the model chooses among the
+# equivalent of <!--fig 01.freest-->381<!--/fig--> equally likely tokens. The same temperature applies to both kinds of
+# places. So a slightly higher temperature varies a story, and a much higher one also breaks words.
 
 # %% [markdown]
 # ## Experiment 4: stopping
 #
 # A model never stops by itself. It gives a distribution after *every* token. The program stops when it draws one of the
-# stop ids, a set that stands in the model's files. The bundled model answers the question below in a few tokens. Now we
+# stop ids, a set given in the model's files. The bundled model answers the question below in a few tokens. Now we
 # remove the end-of-turn token from the set and allow 80 tokens. How many tokens will it write?
 
 # %% tags=["exercise"]
@@ -335,18 +335,18 @@ course.figure("01.turns", turns)
 
 # %% [markdown]
 # With the right set it writes <!--fig 01.normal-->9<!--/fig--> tokens; without the end-of-turn token it writes
-# all <!--fig 01.endless-->80<!--/fig-->. It ended <!--fig 01.turns-->3<!--/fig--> turns and began new ones, also turns
-# of the user: it invents your next question and answers it. Real programs often have this bug, because the stop ids
-# stand in more than one file and the files do not always agree. nanokv reads `generation_config.json`, which can hold
+# all <!--fig 01.endless-->80<!--/fig-->. It ended <!--fig 01.turns-->3<!--/fig--> turns and began new ones, including
+# turns of the user: it invents your next question and answers it. Real programs often have this bug, because the stop
+# ids are in more than one file and the files do not always agree. nanokv reads `generation_config.json`, which can hold
 # several stop ids.
 
 # %% [markdown]
 # ## What the articles say
 #
-# This course checks five articles on the KV cache, claim by claim. [This page](claims.md) lists every claim, with what is
-# true. The articles take tokens as given and begin where this notebook ends, so none of their claims is checked here.
-# They all rest on the loop that you have just used: predict a token, append it, predict again, until a stop id comes.
-# Notebook 05 counts how much of that loop is repeated work.
+# This course checks five articles on the KV cache, claim by claim. [This page](claims.md) lists every claim with its
+# verdict. The articles begin where this notebook ends, so none of their claims is checked here. They all rely on the
+# loop that you have just used: predict a token, append it, predict again, until a stop id comes. Notebook 05 counts how
+# much of that loop is repeated work.
 
 # %% [markdown]
 # ## Exercises
@@ -369,7 +369,7 @@ course.check("01.1", parts)
 
 # %% [markdown]
 # **01.2** Write the function that turns tokens into text. Each token is given as its bytes. A character can be split
-# over several tokens. Bytes that form no character become `"\ufffd"` (that is `errors="replace"`).
+# over several tokens. Bytes that form no character become `"\ufffd"`, as with `errors="replace"`.
 
 
 # %% tags=["exercise"]
@@ -386,8 +386,8 @@ def text_of(pieces):
 course.check("01.2", text_of)
 
 # %% [markdown]
-# **01.3** Write top-p. `chances` is a list of probabilities. Return the set of the indices that stay: as few of the
-# likeliest tokens as are needed to reach `p` together.
+# **01.3** Write top-p. `chances` is a list of probabilities. Return the set of indices that are kept: the smallest
+# number of the most likely tokens that reach `p` together.
 
 
 # %% tags=["exercise"]
@@ -410,7 +410,8 @@ def top_p(chances, p):
 course.check("01.3", top_p)
 
 # %% [markdown]
-# **01.4** Two tokens have logits that differ by `d`. How many times as likely is the better one at temperature `T`?
+# **01.4** Two tokens have logits that differ by `d`. How many times as likely is the one with the larger logit at
+# temperature `T`?
 
 # %%
 case = course.case("01.4")
@@ -426,8 +427,8 @@ times = math.exp(case.d / case.T)
 course.check("01.4", times)
 
 # %% [markdown]
-# **01.5** The end of an answer. `stream` is the list of ids that a model would write if nobody stopped it, `stop` holds
-# the stop ids. Return the ids of the answer, without the token that ended it.
+# **01.5** The end of an answer. `stream` is the list of ids that a model would write if it were never stopped; `stop`
+# holds the stop ids. Return the ids of the answer, without the token that ended it.
 
 
 # %% tags=["exercise"]
@@ -476,8 +477,8 @@ course.answer("01.q3", q3)
 #
 # ## Next
 #
-# Between the ids and the logits stands the model. Notebook [02](02_attention_and_masks.ipynb) opens attention, the only
-# part in which tokens read from each other, and finds two errors about it in one article.
+# The model turns ids into logits. Notebook [02](02_attention_and_masks.ipynb) opens attention, the only part of it in
+# which tokens read from each other, and finds two errors about it in one article.
 
 # %% tags=["skip"]
 course.progress()

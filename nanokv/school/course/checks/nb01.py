@@ -130,8 +130,8 @@ CHECKS = (
             Mistake(
                 "longest first",
                 lambda c: _longest_first(c.word),
-                "You went from the left and took what fits. The rules go first: rule 1 in the "
-                "whole word, then rule 2 on what is left.",
+                "You went from the left and took whatever fits. The order of the rules comes "
+                "first: apply rule 1 to the whole word, then rule 2 to the result.",
             ),
             Mistake("letters", lambda c: tuple(c.word), "Those are the letters, before any rule."),
         ),
@@ -151,8 +151,8 @@ CHECKS = (
             Mistake(
                 "dropped",
                 lambda pieces: b"".join(pieces).decode("utf-8", "ignore"),
-                "Show bytes that are no character as U+FFFD. If you drop them, a reader cannot "
-                "know.",
+                "Show bytes that are no character as U+FFFD. If you drop them, the reader does "
+                "not notice that something is missing.",
             ),
             Mistake(
                 "Latin-1", lambda pieces: b"".join(pieces).decode("latin-1"), "The bytes are UTF-8."
@@ -223,8 +223,8 @@ CHECKS = (
             Mistake(
                 "filtered",
                 lambda stream, stop: [token for token in stream if token not in stop],
-                "You left the stop ids out and went on. What comes after the first one was never "
-                "said.",
+                "You left the stop ids out and went on. The tokens after the first stop id do not "
+                "belong to the answer.",
             ),
         ),
     ),
