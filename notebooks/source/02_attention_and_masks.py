@@ -11,8 +11,8 @@
 #
 # `softmax(q·kᵀ / √D + M)·v` is one line. One of the five articles that this course checks gets it wrong twice: the mask
 # in its formula is wrong, and the square root is missing in its code. You will run both errors on a trained model.
-# Without the root, the loss rises at once. With the wrong mask, hardly anything changes that you can see. That makes the
-# wrong mask the worse error.
+# Without the root, the loss rises at once. With the wrong mask, you hardly see any change. So the wrong mask is the
+# more dangerous error.
 #
 # ## What you will be able to do
 #
@@ -65,9 +65,9 @@ text = conversation(1)  # for measuring
 # ## Predict
 #
 # The mask says which tokens a token may see: itself and the tokens before it. In one article the mask is a matrix of
-# ones and zeros that *multiplies* the scores. Where it is 0, the score becomes 0. Put that mask into a trained model
-# and feed it a text of two dozen tokens. The first token may see nothing but itself. How many percent of its attention
-# go to later tokens, in the first layer?
+# ones and zeros that *multiplies* the scores. Where it is 0, the score becomes 0. Use that mask in a trained model and
+# feed it a text of two dozen tokens. The first token may see only itself. How many percent of its attention go to later
+# tokens, in the first layer?
 
 # %% tags=["exercise"]
 guess = ...  # percent
@@ -79,12 +79,12 @@ guess = 0  # a common first guess: what is multiplied by zero is gone
 course.predict("02.a", guess, unit="percent")
 
 # %% [markdown]
-# ## Experiment 1: who looks at whom
+# ## Experiment 1: which token attends to which
 #
 # A [query](glossary.md#query) says what a token looks for. A [key](glossary.md#key) says what a token offers. A
-# [value](glossary.md#value) is what a token hands over when it is read. The fast kernel that nanokv calls does not
-# return the attention weights. So we write the formula out, with a choice of masks and a factor on the scores. First
-# question: does it compute the same as the kernel?
+# [value](glossary.md#value) is what a token passes on to the tokens that attend to it. The fast kernel that nanokv
+# calls does not return the attention weights. So we write the formula out, with a choice of masks and a factor on the
+# scores. First question: does it compute the same as the kernel?
 
 # %%
 def weights(q, k, mask="added", factor=1.0):
@@ -129,8 +129,8 @@ gap = float((logits_with(attention(keep=maps),
 print(f"the formula and the kernel agree: max |Δ| of the logits {gap:.0e}")
 
 # %% [markdown]
-# It does. Now look for heads that fetch the name. The answer is written up to `Your name is`, so the name comes next. In
-# such a head the last token looks at the first piece of `Zorbla`.
+# It does. Now we look for the heads that copy the name. The answer is written up to `Your name is`, so the name comes
+# next. In such a head the last token attends to the first piece of `Zorbla`.
 
 # %% tags=["hide-input"]
 pieces = tokenizer.pieces(begun[0].tolist())
@@ -161,14 +161,14 @@ course.show(fig, alt=f"Three attention maps, nothing above the diagonal. In {rea
 
 # %% [markdown]
 # One head takes <!--fig 02.most-->98<!--/fig--> percent of its mix from the first piece of the name. The output of a
-# head is a weighted mean: this head puts most of its weight on one token, others spread it. The dark triangle above
-# the diagonal is the mask.
+# head is a weighted mean: this head puts most of its weight on one token, and other heads spread it. The dark triangle
+# above the diagonal is hidden by the mask.
 
 # %% [markdown]
 # ## Experiment 2: the multiplied mask
 #
-# `e⁰ = 1`. A score of 0 does not mean "forbidden": it is an ordinary score, and higher than every negative one. How
-# much attention goes to later tokens, in the first layer, averaged over the heads?
+# `e⁰ = 1`. A score of 0 does not mean "forbidden". It is an ordinary score, higher than every negative one. How much
+# attention goes to later tokens, in the first layer, averaged over the heads?
 
 # %%
 def future(w):
@@ -206,9 +206,9 @@ course.show(fig, alt="Three attention maps of layer 0. Mask added: nothing above
 
 # %% [markdown]
 # Here <!--fig 02.first-->22<!--/fig--> percent of the attention of the first token goes to later tokens. In a text of
-# 160 tokens it is <!--fig 02.first.longer-->61<!--/fig-->, because every forbidden token adds its `e⁰`. What does that
-# do to the model? We measure the loss on a conversation with words that the model never saw, count the first choices
-# that stay the same, and read the answer.
+# 160 tokens it is <!--fig 02.first.longer-->61<!--/fig-->, because every forbidden token adds its `e⁰`. How does the
+# leak affect the model? We measure the loss on a conversation with words that the model never saw, count the first
+# choices that stay the same, and read the answer.
 
 # %%
 truth = nanokv.score(model, text)
@@ -244,13 +244,13 @@ course.figure("02.choices", choices["multiplied"])
 
 # %% [markdown]
 # The loss goes from <!--fig 02.loss-->1.760<!--/fig-->
-# to <!--fig 02.loss.multiplied-->1.762<!--/fig-->, <!--fig 02.choices-->98<!--/fig--> of 100 first choices are the same, and so is the answer. The first token gives most
-# of its attention to later ones; of the others only a few leak much. With no mask at all the name is right too, and the
-# loss even falls, to <!--fig 02.loss.none-->1.504<!--/fig-->: each token of the text sees the one that it has to
-# predict.
+# to <!--fig 02.loss.multiplied-->1.762<!--/fig-->, <!--fig 02.choices-->98<!--/fig--> of 100 first choices are the
+# same, and so is the answer. The first token gives most of its attention to later ones; few other tokens leak much.
+# With no mask at all the name is right too, and the loss even falls, to <!--fig 02.loss.none-->1.504<!--/fig-->,
+# because each token of the text sees the one that it has to predict.
 #
 # How can you notice such a leak? In a causal model an *earlier* output cannot depend on a later input. So change the
-# last token of the text, and see which logits before it move.
+# last token of the text, and see whether any earlier logits change.
 
 # %%
 changed = text.clone()
@@ -267,16 +267,16 @@ for mask in masks:
 course.figure("02.leak", float(moves["multiplied"][:-1].max()))
 
 # %% [markdown]
-# With the right mask nothing moves, exactly. With the multiplied mask, logits move by up
-# to <!--fig 02.leak x2-->0.01<!--/fig-->, although the text before them is the same. Two lines of code find the leak,
-# and they need not know the code of the model. They tell these three masks apart. They are not enough as a test for
-# *any* model, because the leak may be elsewhere. In exercise 02.4 you meet a model that they miss.
+# With the right mask no earlier logit changes at all. With the multiplied mask, logits change by up
+# to <!--fig 02.leak x2-->0.01<!--/fig-->, although the text before them is the same. This test takes two lines and
+# needs no knowledge of the model's code. It distinguishes the three masks here. It is not enough for *every* model,
+# because the leak may be elsewhere. Exercise 02.4 has a model whose leak it misses.
 
 # %% [markdown]
 # ## Experiment 3: train with it
 #
-# A leak hardly matters to a model that is already trained. In training it helps the model to cheat: the answer is in
-# the input. We train two small models of two layers on *random* tokens, 16 different ones. Nothing can be learned from
+# A leak hardly affects a model that is already trained. During training it lets the model cheat: the answer is in the
+# input. We train two small models of two layers on *random* tokens, 16 different ones. Nothing can be learned from
 # random tokens. The best possible loss is that of guessing evenly, `ln 16`. A model with a lower loss is cheating.
 
 # %%
@@ -349,10 +349,10 @@ course.show(fig, alt="Left, on a log scale: with the mask added no earlier logit
             f"{reached:.2f}. A cross marks the same model in use: {used:.1f}.")
 
 # %% [markdown]
-# The honest model stays at <!--fig 02.floor-->2.77<!--/fig-->. The other model
+# The model with the right mask stays at <!--fig 02.floor-->2.77<!--/fig-->. The other model
 # reaches <!--fig 02.cheat x3-->0.3<!--/fig-->: it reads the tokens that it has to predict. When it generates, there are
-# no later tokens to read, and its loss is about <!--fig 02.used x1.5-->6<!--/fig-->, far worse than guessing. Such a bug is
-# usually found weeks later, by a training curve that looks too good.
+# no later tokens to read, and its loss is about <!--fig 02.used x1.5-->6<!--/fig-->, far worse than guessing. Such a
+# bug is often found only weeks later, when a training curve looks too good.
 
 # %% [markdown]
 # ## Experiment 4: the square root
@@ -453,21 +453,21 @@ course.show(fig, alt="Two curves over the factor on the scores. The loss is low 
             f"{spread_without:.1f} without the division.")
 
 # %% [markdown]
-# It is <!--fig 02.spread.root-->1.8<!--/fig--> tokens: attention nearly picks a single token. The loss
-# is <!--fig 02.loss.root-->2.55<!--/fig-->. A model needs the scale with which it was trained, but not to the last
-# digit. At `0.8` the loss is hardly higher, <!--fig 02.loss.less-->1.792<!--/fig-->, and
-# for <!--fig 02.better x1.3-->21<!--/fig--> of <!--fig 02.talks-->30<!--/fig--> other texts it is lower than with the
-# right scale. The two sides differ: with half the scores the loss is <!--fig 02.loss.half-->2.13<!--/fig-->, with
-# double scores <!--fig 02.loss.double-->1.92<!--/fig-->.
+# It is <!--fig 02.spread.root-->1.8<!--/fig--> tokens: attention almost selects a single token. The loss
+# is <!--fig 02.loss.root-->2.55<!--/fig-->. A model needs roughly the scale with which it was trained. At `0.8` the
+# loss is hardly higher, <!--fig 02.loss.less-->1.792<!--/fig-->, and for <!--fig 02.better x1.3-->21<!--/fig-->
+# of <!--fig 02.talks-->30<!--/fig--> other texts it is lower than with the right scale. Too small a scale does more
+# harm than too large a one: with half the scores the loss is <!--fig 02.loss.half-->2.13<!--/fig-->, with double
+# scores <!--fig 02.loss.double-->1.92<!--/fig-->.
 #
-# A missing root is seen in the loss at once, so somebody finds it. A multiplied mask is not.
+# A missing root shows in the loss at once, so it gets found. A multiplied mask does not.
 
 # %% [markdown]
 # ## What the articles say
 #
-# Five articles on the KV cache were checked, claim by claim; [this page](claims.md) lists every claim, with what is true.
-# Here are the claims about the formula that are wrong or misleading. The two wrong ones stand in one article. Its example
-# has five tokens, each of ten numbers; we draw it a thousand times.
+# Five articles on the KV cache were checked, claim by claim; [this page](claims.md) lists every claim with its verdict.
+# Here are the claims about the formula that are wrong or misleading. The two wrong ones are in the same article. Its
+# example has five tokens of ten numbers each; we draw a thousand random examples of that size.
 
 # %%
 torch.manual_seed(0)
@@ -543,8 +543,8 @@ course.check("02.3", scale)
 
 # %% [markdown]
 # **02.4** Write the leak test. `forward(ids)` gives logits `(1,T,V)` for ids `(1,T)`; `V` is the size of the
-# vocabulary. Return True if the model sees the future. The check runs your test on models that leak, each in another
-# way, and on models that do not leak. One of the latter has rounding noise of about `1e-6`.
+# vocabulary. Return True if the model sees the future. The check runs your test on models that leak, each in a
+# different way, and on models that do not leak. One of the models without a leak has rounding noise of about `1e-6`.
 
 
 # %% tags=["exercise"]
@@ -589,10 +589,9 @@ course.answer("02.q3", q3)
 #
 # - Vaswani and others, [Attention is all you need](https://arxiv.org/abs/1706.03762), section 3.2.1: the formula, and a
 #   footnote on why there is a root.
-# - `nanokv/attention.py`: the same for a prompt and for a single token, and a mask for
-#   [chunks](glossary.md#chunk).
-# - Holtzman and others, [The curious case of neural text degeneration](https://arxiv.org/abs/1904.09751): what happens
-#   to the numbers after the last layer; notebook 01 has it.
+# - `nanokv/attention.py`: attention for a prompt and for a single token, and a mask for [chunks](glossary.md#chunk).
+# - Holtzman and others, [The curious case of neural text degeneration](https://arxiv.org/abs/1904.09751): how a token
+#   is chosen after the last layer; see notebook 01.
 #
 # ## Next
 #

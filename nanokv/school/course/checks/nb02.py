@@ -331,7 +331,7 @@ CHECKS = (
             Mistake(
                 "keys mixed",
                 lambda q, k, v: _variant()(q, k, k),
-                "You mix the keys. Keys decide the weights; the values are what is mixed.",
+                "You mix the keys. The keys determine the weights; mix the values.",
             ),
             Mistake(
                 "over queries",
