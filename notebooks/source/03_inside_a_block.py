@@ -9,17 +9,17 @@
 # %% [markdown]
 # # 03 · Inside a Qwen3 block
 #
-# A Qwen3 model runs one small piece of code, the block, again and again, each time with other weights. The block is
-# short enough to know by heart. Ports of it go wrong without an error message in four places: the pairs of the
+# A Qwen3 model runs one small piece of code, the block, once per layer, each time with different weights. The block is
+# short enough to learn by heart. A port of it can be wrong without an error message in four places: the pairs of the
 # rotation, its base, the norm of queries and keys, and the order of norm and rotation. You will make each of these
-# mistakes on purpose, and measure how much of it can be seen.
+# mistakes on purpose, and measure how visible it is.
 #
 # ## What you will be able to do
 #
-# - give the shape of every weight of a block from six numbers of the config;
+# - derive the shape of every weight of a block from six numbers of the config;
 # - write [RMSNorm](glossary.md#rmsnorm) and [RoPE](glossary.md#rope) from memory, and say in which order they run;
 # - say which [KV head](glossary.md#kv-head) a query head reads;
-# - tell a wrong port from a right one even when its text is fluent.
+# - recognise a wrong port even when its text is fluent.
 #
 # Keep `nanokv/model.py` open beside this page: it is the whole architecture, and every cell here runs it.
 #
@@ -94,11 +94,11 @@ course.figure("03.head", c.head_dim)
 
 # %% [markdown]
 # It is <!--fig 03.qproj-->288<!--/fig-->, and not the <!--fig 03.hidden-->192<!--/fig--> of the hidden size. The [head
-# size](glossary.md#head-size) `D` is an entry of its own in the config, here <!--fig 03.head-->48<!--/fig-->. Hidden
-# size divided by heads would be <!--fig 03.derived-->32<!--/fig-->. In older models the two numbers were equal, and
-# much code still divides. For Qwen3-0.6B such code gets `1024 / 16 = 64`, but the config says `128`. One of the
-# articles gets a shape and a size in bytes wrong in this way. `o_proj` turns the output of all heads back into `C`
-# numbers, so the [residual stream](glossary.md#residual-stream) keeps its width.
+# size](glossary.md#head-size) `D` is a separate entry of the config, here <!--fig 03.head-->48<!--/fig-->. Hidden size
+# divided by heads would be <!--fig 03.derived-->32<!--/fig-->. In older models the two numbers were equal, and much
+# code still computes `D` by this division. For Qwen3-0.6B such code gets `1024 / 16 = 64`, but the config says `128`.
+# One of the articles makes this mistake in a shape and in a size in bytes. `o_proj` turns the output of all heads back
+# into `C` numbers, so the [residual stream](glossary.md#residual-stream) keeps its width.
 #
 # Which parts hold the parameters?
 
@@ -182,17 +182,18 @@ course.show(fig, alt="Two lines over the layers, on a log scale. The residual st
             f"read stays between {low:.2f} and {high:.2f} in the median.")
 
 # %% [markdown]
-# The stream grows by a factor of <!--fig 03.grow-->61<!--/fig--> from the bottom to the top. The first layer alone
-# makes it several times as large. The other layers do not see this growth: after the norm, their input has the size of
-# the norm's weights, for every token.
+# The hidden state grows by a factor of <!--fig 03.grow-->61<!--/fig--> from the first layer to the last. The first
+# layer alone makes it several times as large. This growth does not reach the input of attention and MLP: after the
+# norm, the size of their input depends only on the norm's weights, for every token.
 
 # %% [markdown]
 # ## Experiment 3: rotation
 #
-# Attention compares a query with a [key](glossary.md#key). The order of words must count, so both are rotated first, by
-# an angle that grows with their [position](glossary.md#position). The `D` numbers form `D/2` pairs, dimension `i` with
-# `i + D/2`. Each pair rotates at its own speed. Left: how many tokens a full turn takes. Right: the product of one real
-# query and one real key, for all distances between them, with the key at position 0 and at 1,000.
+# Attention compares a query with a [key](glossary.md#key). The result has to depend on the order of the words. So both
+# vectors are rotated first, by an angle that grows with their [position](glossary.md#position). The `D` numbers form
+# `D/2` pairs, dimension `i` with `i + D/2`. Each pair rotates at its own speed. Left: how many tokens a full turn
+# takes. Right: the product of one real query and one real key, for all distances between them, with the key at position
+# 0 and at 1,000.
 
 # %%
 speed, _ = rope_frequencies(c)  # (D/2,) radians per token
@@ -242,14 +243,14 @@ course.show(fig, alt=f"Left: bars on a log scale, from {turn[0]:.1f} tokens for 
 
 # %% [markdown]
 # The two curves differ by <!--fig 03.apart x9-->3e-5<!--/fig-->: only the distance counts. That is why a
-# [cache](glossary.md#kv-cache) can keep rotated keys without changing them later. The fast pairs tell neighbours apart.
-# Of the <!--fig 03.pairs-->24<!--/fig--> pairs, <!--fig 03.slow-->13<!--/fig--> slow ones do not complete one turn
-# within the context; they hardly depend on the position at all.
+# [cache](glossary.md#kv-cache) can keep rotated keys without changing them later. The fast pairs distinguish
+# neighbouring positions. Of the <!--fig 03.pairs-->24<!--/fig--> pairs, <!--fig 03.slow-->13<!--/fig--> slow ones do
+# not complete one turn within the context; they hardly depend on the position at all.
 
 # %% [markdown]
 # ## Experiment 4: four ways to get it wrong
 #
-# Now we make mistakes. Each of these occurs in real ports, and none of them raises an error or changes a shape:
+# Now we make four mistakes. Each of them occurs in real ports, and none of them raises an error or changes a shape:
 #
 # - the pairs: dimension `2i` with `2i + 1`, as in one of the articles, instead of `i` with `i + D/2`;
 # - the base of the speeds: `10,000`, the default of other models, instead of the config's;
@@ -375,12 +376,12 @@ course.show(fig, alt="Lines over the positions of the text, on a log scale. At "
 # damage: <!--fig 03.pairs.loss-->3.08<!--/fig--> instead of <!--fig 03.loss-->1.76<!--/fig-->. At position 0 every
 # variant is exact, because the first token attends only to itself. So a test with a single token passes.
 #
-# The norm after the rotation is the hardest to see. Its logits are off by up to <!--fig 03.late.gap-->6.5<!--/fig-->,
-# but <!--fig 03.late.same-->95<!--/fig--> of 100 choices stay, and the loss hardly
-# changes (<!--fig 03.late.loss-->1.80<!--/fig-->). Hardly any text will show this mistake; a comparison of numbers
-# does. Exercise 03.5 asks why its effect is so small.
+# The norm after the rotation is the hardest to notice. Its logits are off by up
+# to <!--fig 03.late.gap-->6.5<!--/fig-->, but <!--fig 03.late.same-->95<!--/fig--> of 100 choices stay, and the loss
+# hardly changes (<!--fig 03.late.loss-->1.80<!--/fig-->). Hardly any generated text shows this mistake; a comparison of
+# logits does. Exercise 03.5 asks why its effect is so small.
 #
-# The last line is no mistake: with all positions shifted by 1,000 the logits move
+# The last line of the table is not a mistake: with all positions shifted by 1,000 the logits move
 # by <!--fig 03.shift.gap x10-->2e-4<!--/fig-->. That is the rounding of large angles.
 #
 # Can you see the wrong pairs in an answer?
@@ -402,11 +403,11 @@ with changed_model(rope_angles=base_10_000):
     print("base 10,000:        ", answer())
 
 # %% [markdown]
-# With the wrong pairs the bundled model loses the name and its English too. With the wrong base it gets this question
-# right: one answer cannot show that a port is right.
+# With the wrong pairs the bundled model forgets the name and writes broken English. With the wrong base it answers this
+# question correctly, so one right answer does not prove that a port is right.
 
 # %% [markdown]
-# ## Experiment 5: who shares what, and what each part is worth
+# ## Experiment 5: shared KV heads, and the effect of each part
 #
 # There are fewer KV heads than query heads. Which query heads read the last KV head? We set its values to zero in one
 # layer and look for the query heads whose output changes.
@@ -436,8 +437,8 @@ course.figure("03.readers", int(moved_heads.sum()))
 # It is a group of <!--fig 03.readers-->3<!--/fig--> neighbouring query heads, `G = H / Hk`. Head `h` reads KV head
 # `h // G`. So a cache can be `G` times smaller than the number of query heads suggests.
 #
-# Your own attention of 02.2 can do this layer's work, one query head at a time. (`course.mine` takes your answer, if
-# its check was right. Otherwise it takes nanokv's, and says so.)
+# Your own attention of 02.2 can do this layer's work, one query head at a time. (`course.mine` uses your answer if it
+# passed its check. Otherwise it uses nanokv's, and prints that.)
 
 # %%
 attend = course.mine("attention")
@@ -449,12 +450,12 @@ print("largest difference to nanokv's: "
       f"{float((torch.stack(heads) - causal_attention(q, k, v)[0]).abs().max()):.0e}")
 
 # %% [markdown]
-# The MLP works on each token alone. It computes two vectors; one of them is a gate. `silu(gate)` decides, for each unit
-# and each token, how much of the other vector passes. In <!--fig 03.closed-->24<!--/fig--> percent of the cases it lets
-# less than a tenth pass. This form is called SwiGLU.
+# The MLP processes each token separately. It computes two vectors; one of them is a gate. `silu(gate)` decides, for
+# each unit and each token, how much of the other vector passes. In <!--fig 03.closed-->24<!--/fig--> percent of the
+# cases it lets less than a tenth pass. This form is called SwiGLU.
 #
-# Attention and MLP only add to the stream. So you can leave one of them out, and the rest still runs. How much worse
-# does the model get?
+# Attention and MLP only add to the residual stream. So you can leave one of them out, and the rest still runs. How much
+# worse does the model get?
 
 # %%
 def loss_without(part):
@@ -493,16 +494,15 @@ course.show(fig, alt="Bars for each layer: the loss that is added when its atten
             f"the smallest is {min(min(values) for values in worth.values()):.3f}.")
 
 # %% [markdown]
-# One part matters most: without the first MLP the loss rises by <!--fig 03.dear-->6.9<!--/fig--> nats. The loss
-# is then above that of guessing evenly (<!--fig 03.uniform-->7.6<!--/fig--> nats). The upper layers were trained on the
-# output of the first MLP; they cannot use the embedding alone. In the middle, some parts hardly change the loss. So a
-# port that still writes good text may have a missing part.
+# One part matters most: without the first MLP the loss rises by <!--fig 03.dear-->6.9<!--/fig--> nats. The loss is then
+# above that of guessing evenly (<!--fig 03.uniform-->7.6<!--/fig--> nats). The upper layers were trained on the output
+# of the first MLP; they cannot use the embedding alone. In the middle, some parts hardly change the loss. So even a
+# port that lacks a whole part may still write good text.
 
 # %% [markdown]
 # ## What the articles say
 #
-# Two claims about the block are wrong or misleading. The others, which are right, are on
-# [the page of all claims](claims.md).
+# Two claims about the block are wrong or misleading. The right ones are on [the page of all claims](claims.md).
 
 # %%
 calls = []
@@ -533,7 +533,7 @@ course.confirm("0.12", "right", found=f"normed, then rotated: the {by_hand.shape
 # ## Exercises
 #
 # **03.1** Give the shapes of the weights of `q_proj`, `k_proj` and `o_proj` for the numbers below. PyTorch stores them
-# as (numbers out, numbers in). Answer with three pairs.
+# as (outputs, inputs). Answer with three pairs.
 
 # %%
 case = course.case("03.1")
@@ -549,7 +549,7 @@ q_k_o = (case.H * case.D, case.C), (case.Hk * case.D, case.C), (case.C, case.H *
 course.check("03.1", q_k_o)
 
 # %% [markdown]
-# **03.2** Write the rotation. `x` is `(B,H,T,D)`; `cos` and `sin` are `(T,D)`, their two halves alike. Pair `i` is
+# **03.2** Write the rotation. `x` is `(B,H,T,D)`; `cos` and `sin` are `(T,D)`; their two halves are equal. Pair `i` is
 # `(x[i], x[i + D/2])`, and `(a, b)` becomes `(a·cos − b·sin, b·cos + a·sin)`.
 
 
@@ -569,7 +569,7 @@ course.check("03.2", rotate)
 
 # %% [markdown]
 # **03.3** Write RMSNorm over the last axis: `x` is `(T,C)`, `weight` is `(C,)`. Add the small number `eps` to the mean
-# square, before you take the root.
+# square before you take the root.
 
 
 # %% tags=["exercise"]
@@ -603,8 +603,8 @@ def kv_head(h, H, Hk):
 course.check("03.4", kv_head)
 
 # %% [markdown]
-# **03.5** The order of norm and rotation makes a difference only because of the norm's *weight*. Find eight weights,
-# not all equal, for which the order does not matter, with `D = 8`. (A rotation does not change the length of a pair.)
+# **03.5** The order of norm and rotation matters only because of the norm's *weight*. Find eight weights, not all
+# equal, for which the order does not matter, with `D = 8`. (A rotation does not change the length of a pair.)
 
 # %% tags=["exercise"]
 weight = ...  # eight numbers
@@ -644,7 +644,7 @@ course.answer("03.q3", q3)
 # ## Next
 #
 # You have seen that a wrong block can write good text. Notebook [04](04_same_logits.ipynb) compares a model with
-# another implementation of the same weights, operation by operation, until the first operation that differs has a name.
+# another implementation of the same weights, operation by operation, and finds the first operation that differs.
 
 # %% tags=["skip"]
 course.progress()

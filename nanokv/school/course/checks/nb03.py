@@ -207,7 +207,7 @@ CHECKS = (
                 "o_proj goes the other way: from all heads together back to the hidden size.",
             ),
         ),
-        otherwise="What goes in is C wide, what comes out is heads · D; o_proj goes back.",
+        otherwise="The input has C numbers, the output has heads · D; o_proj goes back.",
     ),
     function(
         "03.2",
@@ -278,8 +278,8 @@ CHECKS = (
             Mistake(
                 "dealt out",
                 lambda h, H, Hk: h % Hk,
-                "That deals the heads out in turn. Neighbours share: the first G heads read KV "
-                "head 0.",
+                "That assigns the heads in turn. Neighbours share: the first G heads read KV head "
+                "0.",
             ),
             Mistake(
                 "divided by Hk",
