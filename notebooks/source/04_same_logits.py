@@ -9,17 +9,17 @@
 # %% [markdown]
 # # 04 · Same logits as transformers
 #
-# You get three copies of a model. Each is wrong in one place. A wrong model may write nonsense, and then you know at
-# once. Or it changes not a single word. How do you find out that it is wrong, and how do you find the place? You compare
-# its numbers with those of a program that you trust, operation by operation. And you need to know how large a
-# difference is allowed.
+# You get three copies of a model. Each is wrong in one place. A wrong model may write nonsense, and then you notice at
+# once. It may also write exactly the same words as the right one. How do you find out that it is wrong, and how do you
+# find the place? You compare its numbers with those of a program that you trust, operation by operation. And you need
+# to know how large a difference is allowed.
 #
 # ## What you will be able to do
 #
 # - say what is in a [checkpoint](glossary.md#checkpoint), and read a tensor from the file by hand;
 # - compare two implementations layer by layer, and find the first operation that differs;
 # - tell [rounding](glossary.md#rounding) from a bug, and justify a [tolerance](glossary.md#tolerance);
-# - say how little it proves that two models write the same words.
+# - explain why equal words do not prove that two models are equal.
 #
 # Letters: `T` tokens that are fed at once, `L` layers, `C` numbers of a hidden state, `V` entries of the vocabulary
 # ([all letters](glossary.md#letters)).
@@ -60,7 +60,7 @@ print(f"the prompt is {reference.QUESTION!r}: {ids.shape[1]} tokens")
 # Second: three checkpoints are wrong in one place each. In the first, RoPE uses a `theta` that is a hundredth of the
 # right one. In the second, the norms use an `eps` that is ten times too large. In the third, the head is a random
 # matrix, because a loader did not know that it is [tied](glossary.md#tied-head) to the embedding. How many of the three
-# will answer *What is my name?* with other words?
+# will answer *What is my name?* with different words?
 
 # %% tags=["exercise"]
 ratio = ...  # how many times as large?
@@ -78,8 +78,8 @@ course.predict("04.b", other_words, unit="of three")
 # ## Experiment 1: what is in the file
 #
 # A checkpoint is a folder: `config.json` with the sizes, a tokenizer, and the weights as `safetensors`. A `safetensors`
-# file is a list of named tensors and nothing else. (An older format, pickle, is a program: reading it runs it. nanokv
-# refuses it.)
+# file is a list of named tensors and nothing else. (The older pickle format can contain code, which runs when the file
+# is read. nanokv refuses it.)
 
 # %%
 # headers only
@@ -100,8 +100,8 @@ course.figure("04.a_layer", len(first))
 # There are <!--fig 04.a_layer-->11<!--/fig--> tensors per layer, <!--fig 04.tensors-->68<!--/fig--> in all. The names
 # in `nanokv/model.py` are those of the file without the prefix `model.`, so no table of names is needed. One name is
 # missing: `lm_head.weight`. The config says `tie_word_embeddings`, so the head *is* the embedding. Some loaders treat
-# the two as separate parameters and only warn of a missing tensor. They keep a random head. The loader of nanokv raises
-# an error for a missing tensor, an extra tensor, or a wrong shape:
+# the two as separate parameters and only warn about the missing tensor, so the head stays random. The loader of nanokv
+# raises an error for a missing tensor, an extra tensor, or a wrong shape:
 
 # %%
 weights = {name: value for name, value in model.state_dict().items()
@@ -118,9 +118,9 @@ except RuntimeError as error:
 # %% [markdown]
 # ## Experiment 2: the same numbers?
 #
-# `nanokv.debug.record` runs a model once and keeps the output of every operation, 18 per layer. It works with both
-# programs. `compare` compares two records. Where transformers is installed, we run it here. Where it is not installed,
-# we use its numbers for the last token of this prompt, which come with nanokv.
+# `nanokv.debug.record` runs a model once and keeps the output of every operation, 18 per layer. It works with nanokv
+# and with transformers. `compare` compares two records. If transformers is installed, we run it here. If it is not, we
+# use its numbers for the last token of this prompt, which are shipped with nanokv.
 
 # %%
 theirs = reference.in_transformers(source)  # None where it is not installed
@@ -147,15 +147,16 @@ print(f"{len(steps)} operations compared, "
       f"{len(different)} differ by more than rounding")
 
 # %% [markdown]
-# We compare every operation of every layer, not only the end. You may see zeros. Both programs ask the same library for
-# the same products in the same order, so on one machine every bit may agree. No test should demand that. With another
-# processor, another number of threads or another attention kernel, the sums are computed in another order.
+# We compare every operation of every layer, not only the end. You may see zeros. Both programs call the same library
+# for the same products in the same order, so on one machine every bit may agree. No test should demand that: on another
+# processor, with another number of threads or with another attention kernel, the sums are computed in a different
+# order.
 
 # %% [markdown]
 # ## Experiment 3: how equal is equal enough?
 #
-# How much may the numbers of correct code differ? We measure it: the same model gets the same tokens in two ways, all
-# at once, and one by one through a cache. In exact arithmetic nothing would differ. Then we compare fp32 with bf16.
+# How much may the numbers of correct code differ? We measure it. We feed the same tokens to the same model in two ways:
+# all at once, and one by one through a cache. In exact arithmetic nothing would differ. Then we compare fp32 with bf16.
 
 # %%
 half = nanokv.load(source, dtype="bfloat16", device="cpu")[0]
@@ -188,13 +189,13 @@ course.figure("04.ratio", noise_half / noise)
 
 # %% [markdown]
 # In fp32, rounding moves the logits by about <!--fig 04.noise x4-->1e-5<!--/fig-->, in bf16
-# by <!--fig 04.noise_half x4-->0.16<!--/fig-->: about <!--fig 04.ratio x5-->13,000<!--/fig--> times as much. For one
-# number, sixteen bits fewer are a factor of `2**16 = 65,536`. How much of this factor reaches the logits depends on the
-# sums in between.
+# by <!--fig 04.noise_half x4-->0.16<!--/fig-->: about <!--fig 04.ratio x5-->13,000<!--/fig--> times as much. For a
+# single number, sixteen bits fewer make the rounding error `2**16 = 65,536` times as large. How much of this factor
+# reaches the logits depends on the sums in between.
 #
-# Two rules follow. A tolerance belongs to a dtype: a difference that is a bug in fp32 may be rounding in bf16. And in
-# bf16, compare your difference with the distance of the reference *from itself*, between its own bf16 and its own fp32.
-# No implementation can be asked to be nearer than that.
+# Two rules follow. First, a tolerance belongs to a dtype: a difference that is a bug in fp32 may be rounding in bf16.
+# Second, in bf16, compare your difference with the difference between the reference in bf16 and *the same reference* in
+# fp32. No implementation can be expected to come closer than that.
 
 # %% [markdown]
 # ## Experiment 4: three wrong checkpoints
@@ -228,11 +229,11 @@ course.figure("04.theta", gaps["theta"])
 course.figure("04.eps", gaps["eps"])
 
 # %% [markdown]
-# The first question shows <!--fig 04.words-->1<!--/fig--> of the three by other words. With the second question
-# it is still <!--fig 04.more_words-->1<!--/fig-->. The wrong theta moves the logits by <!--fig 04.theta-->8.4<!--/fig--> and
-# is right in both. The wrong eps writes no wrong word here, but its logits move
-# by <!--fig 04.eps-->0.002<!--/fig-->. That is more than a hundred times the rounding of fp32, and a fraction of the rounding
-# of bf16. In bf16 you could not see this error.
+# For the first question, <!--fig 04.words-->1<!--/fig--> of the three writes different words. For the second question
+# it is still <!--fig 04.more_words-->1<!--/fig-->. The wrong theta changes the logits
+# by <!--fig 04.theta-->8.4<!--/fig-->, and both its answers are right. The wrong eps writes no wrong word here either,
+# but its logits change by <!--fig 04.eps-->0.002<!--/fig-->. That is more than a hundred times the rounding of fp32,
+# and a fraction of the rounding of bf16. In bf16 you could not see this error.
 #
 # The plot shows the errors layer by layer, beside the rounding of both types:
 
@@ -265,8 +266,8 @@ course.show(fig, alt="Four lines on a log scale, from the first layer to the log
             f"the wrong theta, up to {max(paths['wrong theta']):.1g}.")
 
 # %% [markdown]
-# The line of the wrong eps runs between the two kinds of rounding: far above that of fp32, below that of bf16. The next
-# question saves the most time: *where* does the error begin?
+# The line of the wrong eps runs between the two levels of rounding: far above that of fp32, below that of bf16. The
+# most useful question is the next one: *where* does the error begin?
 
 # %%
 trusted = theirs if theirs is not None else model  # Experiment 2 showed that they agree
@@ -276,10 +277,11 @@ for name, one in wrong.items():
     print(f"       largest: {max(steps, key=lambda step: step.difference)}")
 
 # %% [markdown]
-# Each time, the first operation that differs is the one that reads the wrong number. A wrong theta does not change
-# projections and head norms; it shows in the first rotation. A wrong eps shows in the very first norm. A wrong head
-# shows only in the head. The *largest* difference misleads: for theta and for eps it is in a later layer, because every
-# operation after a wrong value passes it on. Orange frames mark the beginning:
+# Each time, the first operation that differs is the one that uses the wrong number. A wrong theta does not change
+# projections and head norms; the first difference is in the first rotation. With a wrong eps it is in the very first
+# norm, and with a wrong head only in the head. The *largest* difference is misleading: for theta and for eps it is in a
+# later layer, because every operation after a wrong value passes the error on. Orange frames mark the first operation
+# that differs:
 
 # %%
 import numpy as np
@@ -330,7 +332,8 @@ course.show(fig, alt="Four tables, one row an operation and one column a layer, 
 # %% [markdown]
 # ## What the articles say
 #
-# These claims about transformers itself are wrong or misleading. The [page of all claims](claims.md) has the others.
+# These claims about the transformers library are wrong or misleading. The [page of all claims](claims.md) has the
+# others.
 
 # %%
 if theirs is None:
@@ -476,16 +479,16 @@ course.answer("04.q3", q3)
 # %% [markdown]
 # ## Further reading
 #
-# - `nanokv/lab/study/debug.py`: the tool of this notebook. `nanokv verify MODEL` runs it, and much more, on a checkpoint of
-#   yours.
+# - `nanokv/lab/study/debug.py`: the tool of this notebook. `nanokv verify MODEL` runs it, and much more, on your own
+#   checkpoint.
 # - Hugging Face, [safetensors](https://huggingface.co/docs/safetensors/index): the format that you have read by hand.
 # - Goldberg, [What every computer scientist should know about floating-point
 #   arithmetic](https://docs.oracle.com/cd/E19957-01/806-3568/ncg_goldberg.html).
 #
 # ## Next
 #
-# The model is right, and you can show it. In notebook [05](05_the_waste.ipynb) you count how often it computes the same
-# numbers.
+# You can now show that the model is right. In notebook [05](05_the_waste.ipynb) you count how often it computes the
+# same numbers.
 
 # %% tags=["skip"]
 course.progress()
