@@ -9,16 +9,16 @@
 # %% [markdown]
 # # 05 · The waste
 #
-# A model writes one token at a time. Without a cache it reads the whole text for each token, and then the whole text
-# again, with one token more, for the next. You will count how often the same token goes through the same layers. You
-# will also see why nearly all of that work gives the same numbers every time.
+# A model writes one token at a time. Without a cache it processes the whole text to produce a token, and then the whole
+# text again, plus one token, to produce the next. You will count how often the same token goes through the same layers.
+# You will also see why nearly all of that work gives the same numbers every time.
 #
 # ## What you will be able to do
 #
 # - count the work of a generation without and with a [KV cache](glossary.md#kv-cache), in
 #   [token-forwards](glossary.md#token-forward);
 # - show, on a trained model, which numbers stay the same when a token is added;
-# - say why: [causality](glossary.md#causal-mask), and what breaks without it.
+# - explain the reason, [causality](glossary.md#causal-mask), and what breaks without it.
 #
 # Letters: `B` rows of the batch, `T` tokens that are fed at once, `C` numbers of a hidden state, `Hk` KV heads, `D`
 # numbers of a head, `L` layers, `V` entries of the vocabulary, `P` tokens of the prompt, `N` tokens of the answer ([all
@@ -57,7 +57,7 @@ course.predict("05.a", guess, unit="times as many")
 # ## Experiment 1: count it
 #
 # A hook on the key projection of the first layer counts every row that goes through it. We let the model write eight
-# tokens twice: once it gets the whole text at every step (`nanokv.score` keeps nothing), once it uses a cache.
+# tokens twice: once it gets the whole text at every step (`nanokv.score` has no cache), once it uses a cache.
 
 
 # %%
@@ -195,15 +195,15 @@ course.show(fig, alt=f"Left: without a cache the count curves upward to {last[0]
             "rows of a step but one were fed before.")
 
 # %% [markdown]
-# At 48 tokens, <!--fig 05.repeated-->97<!--/fig--> percent of the token-forwards are repetitions.
+# For an answer of 48 tokens, <!--fig 05.repeated-->97<!--/fig--> percent of the token-forwards are repetitions.
 
 # %% [markdown]
 # ## Experiment 3: why old keys may be kept
 #
-# Repeated work is waste only if it gives the same result. So we take the keys that every layer computes for the first
-# 12 tokens: once when the text ends there, once when it goes on. Then we do it again without the [causal
-# mask](glossary.md#causal-mask), so that every token sees every other. Before you run it: in how many of the layers
-# will the keys of the old tokens change when there is no mask?
+# Repeated work is waste only if it gives the same result. So we compare the keys that every layer computes for the
+# first 12 tokens: once in a text that ends there, once in a text that continues. Then we repeat this without the
+# [causal mask](glossary.md#causal-mask), so that every token sees every other. Before you run it: in how many of the
+# layers will the keys of the old tokens change when there is no mask?
 
 # %% tags=["exercise"]
 changing_layers = ...  # a number between 0 and the number of layers
@@ -257,21 +257,21 @@ course.show(fig, alt="Bars for each layer on a log scale. Causal: no bar rises a
             f"up to {max(unmasked):.2f} in the layers above.")
 
 # %% [markdown]
-# With the mask, only rounding is left: products with 12 rows and with 24 rows are summed in another order, so the last
-# bits differ. Without the mask, the keys change in <!--fig 05.changed-->5<!--/fig--> of the layers, in the last one
-# by <!--fig 05.drift-->13<!--/fig--> percent.
+# With the mask, the keys differ only by rounding: products with 12 rows and with 24 rows are summed in a different
+# order, so the last bits differ. Without the mask, the keys change in <!--fig 05.changed-->5<!--/fig--> of the layers,
+# in the last one by <!--fig 05.drift-->13<!--/fig--> percent.
 #
-# The keys of layer 0 never change. Each is made from the embedding of one token, and no other token has any influence
-# there. So the usual demonstration, which compares projections of *embeddings*, proves nothing about the cache: it
-# would also succeed for a model whose tokens see the future. One layer higher, a key is made from a hidden state that
-# went through attention. It stays the same only if that attention could not see later tokens. The same holds in every
-# layer above. **Causality is what makes a cache correct**, and nothing else does.
+# The keys of layer 0 never change. Each is computed from the embedding of one token, without any influence of other
+# tokens. So the usual demonstration, which compares projections of *embeddings*, proves nothing about the cache: it
+# would also succeed for a model whose tokens see the future. One layer higher, a key is computed from a hidden state
+# that went through attention. It stays the same only if that attention could not see later tokens. The same holds in
+# every layer above. **A cache is correct only because attention is causal.**
 
 # %% [markdown]
 # ## Experiment 4: which scores are new
 #
 # The scores of a head form a square: one row per query, one column per key. When the text grows from 5 tokens to 6, the
-# square grows by a row *and* a column. Which of its cells does the next token need? We compute both squares in the
+# square grows by one row *and* one column. Which of its cells does the next token need? We compute both squares in the
 # middle layer of the model and compare them.
 
 # %%
@@ -320,9 +320,9 @@ course.show(fig, alt=f"A square of 6 by 6 scores. Lower left, {again} cells that
 
 # %% [markdown]
 # The next token needs the last row: <!--fig 05.new-->6<!--/fig--> scores. The <!--fig 05.again-->15<!--/fig--> cells
-# above it were known already. The new column is masked, except for its last cell. A cache keeps no scores. It keeps the
-# *keys* (for the columns) and the *values* (for the mix), because every later row needs all of them again. It keeps no
-# queries, because no later step uses an old query.
+# above it were computed already. The new column is masked, except for its last cell. A cache keeps no scores. It keeps
+# the *keys* (for the columns) and the *values* (for the mix), because every later row needs all of them again. It keeps
+# no queries, because no later step uses an old query.
 
 # %% tags=["hide-input"]
 course.show(course.drawings.token_arrives())
@@ -363,8 +363,8 @@ course.confirm("4.9", "right", found=100 * (1 - 4 / sum(range(1, 5))))
 # %% [markdown]
 # ## Exercises
 #
-# **05.1** A prompt has `P` tokens and an answer `N` (your numbers stand below). How many token-forwards does it take
-# without a cache, and how many with one? Answer with a pair, by hand.
+# **05.1** A prompt has `P` tokens and an answer has `N` (your numbers are below). How many token-forwards does the
+# generation take without a cache, and how many with one? Answer with a pair, by hand.
 
 # %%
 case = course.case("05.1")
@@ -415,11 +415,11 @@ computed_and_needed = ((case.n + 1) ** 2, case.n + 1)
 course.check("05.3", computed_and_needed)
 
 # %% [markdown]
-# **05.4** Even *without* a cache there is something to save. A [layer](glossary.md#layer) is attention and then an
-# [MLP](glossary.md#mlp). Attention reads other tokens, the MLP treats each token by itself: one row per token. After
-# the last layer only the [hidden state](glossary.md#hidden-state) of the newest token is read. So which parts of the
-# last layer do the old tokens need? Return the number of MLP rows that the next token needs, in all `L` layers
-# together, for a text of `S` tokens.
+# **05.4** Even *without* a cache some work can be saved. A [layer](glossary.md#layer) is attention and then an
+# [MLP](glossary.md#mlp). Attention reads other tokens; the MLP processes each token separately, one row per token.
+# After the last layer only the [hidden state](glossary.md#hidden-state) of the newest token is read. So which parts of
+# the last layer have to be computed for the old tokens? Return the number of MLP rows that the next token needs, in all
+# `L` layers together, for a text of `S` tokens.
 
 
 # %% tags=["exercise"]
@@ -437,10 +437,10 @@ def mlp_rows(L, S):
 course.check("05.4", mlp_rows)
 
 # %% [markdown]
-# **05.5** Which of `"Q"`, `"K"` and `"V"` keep their values for old tokens when a token is added to a causal model? Look
-# before you answer: `nanokv.debug.record(model, ids)` gives every operation of a forward, among them
-# `(layer, "rope_q")`, `(layer, "rope_k")` and `(layer, "cached_v")`. These are the [query](glossary.md#query) and
-# the [key](glossary.md#key) after their rotation to the token's position ([RoPE](glossary.md#rope)), and the
+# **05.5** Which of `"Q"`, `"K"` and `"V"` keep their values for old tokens when a token is added to a causal model?
+# Look before you answer: `nanokv.debug.record(model, ids)` gives every operation of a forward, among them `(layer,
+# "rope_q")`, `(layer, "rope_k")` and `(layer, "cached_v")`. These are the [query](glossary.md#query) and the
+# [key](glossary.md#key) after their rotation to the token's position ([RoPE](glossary.md#rope)), and the
 # [value](glossary.md#value). Answer with a set, such as `{"Q"}`.
 
 # %% tags=["exercise"]
@@ -480,16 +480,15 @@ course.answer("05.q3", q3)
 # %% [markdown]
 # ## Further reading
 #
-# - Vaswani and others, [Attention is all you need](https://arxiv.org/abs/1706.03762), section 3.2.3: the mask that makes
-#   all of this possible.
+# - Vaswani and others, [Attention is all you need](https://arxiv.org/abs/1706.03762), section 3.2.3: the causal mask.
 # - Shazeer, [Fast transformer decoding](https://arxiv.org/abs/1911.02150): why decoding with a cache is then bound by
 #   memory.
 # - `nanokv/inference.py`: `score`, `prefill` and `decode` side by side, with what each costs.
 #
 # ## Next
 #
-# You know what can be kept and why. In notebook [06](06_build_the_cache.ipynb) you build the cache that keeps it: a
-# dict per layer.
+# You now know which vectors can be kept and why. In notebook [06](06_build_the_cache.ipynb) you build the cache that
+# keeps them: one dict per layer.
 
 # %% tags=["skip"]
 course.progress()

@@ -82,8 +82,8 @@ CHECKS = (
             Mistake(
                 "last token fed",
                 lambda P, N: N * P + N * (N + 1) // 2,
-                "This counts the last token's own forward too. Its successor is never asked for: "
-                "N(N − 1)/2.",
+                "This counts the last token's own forward too. Its successor is never needed: N(N "
+                "− 1)/2.",
             ),
             Mistake("with a cache", rows_with_cache, "That is the count with a cache."),
         ),
@@ -150,7 +150,8 @@ CHECKS = (
             Mistake(
                 "no queries",
                 lambda c: {"K", "V"},
-                "Run the comparison for the queries too. They are not cached for another reason.",
+                "Run the comparison for the queries too. There is a different reason for not "
+                "caching them.",
             ),
             Mistake(
                 "queries only",
