@@ -9,13 +9,14 @@
 # %% [markdown]
 # # 06 · Build the cache: a dict per layer
 #
-# The cache that saves the work of the last notebook is a dictionary with two entries per layer. You will look into it
-# while a model writes, compute one of its keys by hand, give it wrong positions, give it to the wrong user, and then
+# The cache that saves the work of the last notebook is a dictionary with two entries per layer. You will inspect it
+# while a model writes, compute one of its keys by hand, use it with wrong positions and for the wrong user, and then
 # write it yourself. The cache itself takes three lines. The rest of this notebook is about using it correctly.
 #
 # ## What you will be able to do
 #
-# - run a model in two phases, [prefill](glossary.md#prefill) and [decode](glossary.md#decode), with a cache of your own;
+# - run a model in two phases, [prefill](glossary.md#prefill) and [decode](glossary.md#decode), with a cache that you
+#   wrote yourself;
 # - say which shape every tensor of a step has, and why;
 # - say what [start_pos](glossary.md#start_pos) is for, and what happens when it is wrong;
 # - test a cache by its numbers, not by the text that a model writes.
@@ -88,13 +89,14 @@ course.figure("06.numbers", numbers)
 course.figure("06.hidden", c.hidden_size)
 
 # %% [markdown]
-# Only the third axis grows, by one per step, in every layer. Per token the cache
+# Only the third axis grows, by one per step, in every layer. For each token the cache
 # keeps <!--fig 06.numbers-->1,152<!--/fig--> numbers: a key and a value (`2`) in every layer (`L`) and every KV head
 # (`Hk`), each of `D` numbers. The hidden size, <!--fig 06.hidden-->192<!--/fig-->, does not appear in that product, and
-# neither does the number of query heads. Three of the articles go wrong there.
+# neither does the number of query heads. Three of the articles get this wrong.
 #
-# The picture below has a page of its own, with a tour. There you move from step to step, see each token's name on its
-# column, and open each cell to see the numbers of its key and value. In a terminal in the folder of the project:
+# There is an interactive page for the picture below, with a tour. On it you can move from step to step, see the token
+# of each column, and open a cell to see the numbers of its key and value. Run this in a terminal in the folder of the
+# project:
 #
 # ```bash
 # .venv/bin/nanokv trace "My name is Zorbla. What is my name?" -o cache.html --open
@@ -122,10 +124,10 @@ course.show(fig, alt=f"Left: {sizes[0] / 1024:.0f} KiB after the prefill of {P} 
 # ## Experiment 2: one key by hand
 #
 # What exactly is stored? Take the first layer and one token of the prompt, and follow the code of `nanokv/model.py`:
-# [embed](glossary.md#embedding), [norm](glossary.md#rmsnorm), [project](glossary.md#projection), split into
-# [KV heads](glossary.md#kv-head), norm each head, rotate to the token's position ([RoPE](glossary.md#rope)). The
-# glossary says what each step does; notebook 03 shows them one by one. The rotation is your own of 03.2, or nanokv's
-# where you have none.
+# [embed](glossary.md#embedding), [norm](glossary.md#rmsnorm), [project](glossary.md#projection), split into [KV
+# heads](glossary.md#kv-head), norm each head, rotate to the token's position ([RoPE](glossary.md#rope)). The glossary
+# explains each step; notebook 03 shows them one by one. The rotation is the one you wrote in 03.2, or nanokv's if you
+# have not done that exercise.
 
 # %%
 rotate = course.mine("rotation")
@@ -147,14 +149,14 @@ for name, mine in (("as projected", k), ("normed", normed),
 # %% [markdown]
 # Cached keys are normed *and rotated*: a key is rotated once, to the angle of its position, and never changes
 # afterwards. A value is stored as the projection returns it. (In the layers above, `x` comes from the layer below and
-# has been through attention. There you cannot compute a key from its token alone.)
+# has been through attention, so a key there cannot be computed from its token alone.)
 
 # %% [markdown]
 # ## Experiment 3: is it right?
 #
-# Fluent text does not prove that a cache is right. A cache is right if every number is what it would be without a
-# cache. So at each step we compare the logits with those of a full forward over the whole text. At the end we compare
-# every key in every layer.
+# Fluent text does not prove that a cache is right. A cache is right if every number is the same as without a cache. So
+# at each step we compare the logits with those of a full forward over the whole text. At the end we compare every key
+# in every layer.
 
 # %%
 cache = nanokv.make_cache("dict", c)
@@ -181,9 +183,10 @@ course.figure("06.size", size)
 
 # %% [markdown]
 # The largest difference is about <!--fig 06.gap x5-->1e-5<!--/fig-->, on logits of up
-# to <!--fig 06.size-->22<!--/fig-->. That is rounding: products of matrices with another shape are summed in another
-# order. A test that demands a difference of zero fails although the cache is right. A test that compares only texts
-# passes although a cache may be wrong. `nanokv.equality` has a whole suite of such comparisons; exercise 06.3 uses it.
+# to <!--fig 06.size-->22<!--/fig-->. That is rounding: products of matrices of a different shape are summed in a
+# different order. A test that demands a difference of zero fails although the cache is right. A test that compares only
+# texts passes although a cache may be wrong. `nanokv.equality` has a whole suite of such comparisons; exercise 06.3
+# uses it.
 
 # %% [markdown]
 # ## Experiment 4: a wrong position
@@ -285,22 +288,22 @@ course.show(fig, alt="Bars on a log scale. Shifting all positions by 1000 moves 
             f"from 0 again {moved['from 0 again']:.2f}.")
 
 # %% [markdown]
-# RoPE is how a model knows positions: it turns each query and each key by angles that grow with the position of its
-# token (notebook 03). Shifting *all* positions by 1000 changes nearly nothing: queries and keys are
-# turned alike, and only the distance between them counts. Shifting the answer against its prompt does move the logits:
-# by <!--fig 06.one-->1.4<!--/fig--> if the position is one too high, by <!--fig 06.low-->1.8<!--/fig--> if it is one too
-# low. One too low means that the first new token has the position of the last prompt token.
+# RoPE tells the model about positions: it rotates each query and each key by angles that grow with the position of its
+# token (notebook 03). Shifting *all* positions by 1000 changes almost nothing: queries and keys are rotated by the same
+# extra angle, and only the distance between them counts. Shifting the answer relative to its prompt does change the
+# logits: by <!--fig 06.one-->1.4<!--/fig--> if the position is one too high, by <!--fig 06.low-->1.8<!--/fig--> if it
+# is one too low. One too low means that the first new token has the position of the last prompt token.
 #
-# Does the text change? With one too high, <!--fig 06.differ-->0<!--/fig--> of the choices differ. Only counting from 0
-# again changes the text here: <!--fig 06.restart-->3<!--/fig--> of its tokens. A bug that you cannot see in this text
-# still changes every probability, and it can change the words of another prompt or of a longer answer. That is
-# why the caller states the position *and* nanokv checks it against the cache.
+# Does the text change? With a position one too high, <!--fig 06.differ-->0<!--/fig--> of the choices differ. Only a
+# position that restarts at 0 changes the text here: <!--fig 06.restart-->3<!--/fig--> of its tokens. A bug that you
+# cannot see in this text still changes every probability, and it can change the words of another prompt or of a longer
+# answer. That is why the caller states the position *and* nanokv checks it against the cache.
 
 # %% [markdown]
-# ## Experiment 5: somebody else's cache
+# ## Experiment 5: another user's cache
 #
-# A cache belongs to one request. Suppose the next request gets it by mistake, and the positions agree. One user has
-# said a name; another user asks for their own.
+# A cache belongs to one request. Suppose the next request gets the same cache by mistake, with positions that match it.
+# The first user has given their name; the second user asks for their own name.
 
 # %%
 def ask(question, cache):
@@ -320,15 +323,15 @@ print("second user, fresh cache:", alone)
 print("the name of a stranger came out:", "Zorbla" in leaked and "Zorbla" not in alone)
 
 # %% [markdown]
-# There is no error, no strange shape, and the text is fluent; but one user reads the private words of another. A cache
-# is right only for *these* weights, for *these* tokens at *these* positions, and for one request. So code must also be
-# right about when a cache begins and ends.
+# There is no error, no wrong shape, and the text is fluent; but one user reads the private words of another. A cache is
+# valid only for the weights, the tokens and the positions with which it was filled, and for one request. So a program
+# also has to create and discard caches at the right time.
 
 # %% [markdown]
 # ## What the articles say
 #
-# Three claims about building the cache that are wrong or misleading. The other claims that this notebook checks are on
-# [the page of all claims](claims.md).
+# Three claims about building the cache are wrong or misleading. The other claims that this notebook checks are on [the
+# page of all claims](claims.md).
 
 # %%
 # 30 layers, 3 KV heads of 64, 2 bytes
@@ -365,7 +368,7 @@ course.confirm("4.14", "right", found=f"{sizes[0]:,} bytes after the prefill of 
 # ## Exercises
 #
 # **06.1** One decode step, after the append: give the shapes of the query, of the cached keys and of the scores of one
-# layer. The new token is number `t`, counted from 1. Answer with three tuples.
+# layer. The new token is the `t`-th of the text, counted from 1. Answer with three tuples.
 
 # %%
 case = course.case("06.1")
@@ -404,8 +407,8 @@ course.check("06.2", start_and_count)
 
 # %% [markdown]
 # **06.3** Write the cache of one layer. `append` gets the keys and values of the new tokens, `(B,Hk,T,D)` each, and
-# returns those of all tokens so far, `(B,Hk,S,D)`, oldest first. `length` is the number of tokens seen. The check runs it
-# through `nanokv.equality`: step by step, in [chunks](glossary.md#chunk), in batches, two requests at once.
+# returns those of all tokens so far, `(B,Hk,S,D)`, oldest first. `length` is the number of tokens seen. The check runs
+# it through `nanokv.equality`: step by step, in [chunks](glossary.md#chunk), in batches, two requests at once.
 
 
 # %% tags=["exercise"]
@@ -434,8 +437,8 @@ class MyCache(nanokv.cache.LayerCache):
 course.check("06.3", MyCache)
 
 # %% [markdown]
-# **06.4** Write the loop: `n` greedy tokens after the prompt `ids` `(1,P)`, as a list of ints, with one prefill and as few
-# decodes as possible. (No stop token here.) The check counts the rows that you feed.
+# **06.4** Write the loop: `n` greedy tokens after the prompt `ids` `(1,P)`, as a list of ints, with one prefill and as
+# few decodes as possible. (No stop token here.) The check counts the rows that you feed.
 
 
 # %% tags=["exercise"]
@@ -479,16 +482,16 @@ course.answer("06.q3", q3)
 # %% [markdown]
 # ## Further reading
 #
-# - `nanokv/cache/dict_cache.py`: what you wrote, with checks; `nanokv/cache/base.py`: the contract, and
-#   `nanokv/cache/capabilities.py`: what else a cache can be asked for.
+# - `nanokv/cache/dict_cache.py`: the cache that you wrote, with checks; `nanokv/cache/base.py`: the interface of every
+#   cache, and `nanokv/cache/capabilities.py`: its optional operations.
 # - Su and others, [RoFormer](https://arxiv.org/abs/2104.09864): why a rotation makes attention depend on distance.
 # - Hugging Face, [Caching](https://huggingface.co/docs/transformers/main/en/cache_explanation): the same object in
 #   transformers.
 #
 # ## Next
 #
-# Your cache is right. In notebook [07](07_bug_hunt.ipynb) many other caches are wrong, and with half of them the model
-# still writes the right words.
+# Your cache is right. Notebook [07](07_bug_hunt.ipynb) has many caches with bugs. With half of them the model still
+# writes the right words.
 
 # %% tags=["skip"]
 course.progress()
