@@ -9,16 +9,16 @@
 # %% [markdown]
 # # 07 · Bug hunt
 #
-# Your cache of the last notebook is right. This notebook has a collection of bugs in caches. Real programs had them;
-# most come with the address of the public thread where somebody asked for help. Each bug can be switched on inside a
-# `with` block. You bet which bugs change the words, learn to find a bug from the first number that differs, and write a
-# test. The test is graded by the bugs that it notices.
+# Your cache of the last notebook is right. This notebook has a collection of bugs in caches. They occurred in real
+# programs; for most of them the public issue or question is linked. Each bug can be switched on inside a `with` block.
+# You predict which bugs change the words, learn to find a bug from the first number that differs, and write a test. The
+# test is graded by the number of bugs that it notices.
 #
 # ## What you will be able to do
 #
-# - say how many bugs of a cache the text of a model shows: about half;
+# - say how many bugs of a cache can be seen in the text of a model: about half;
 # - find a bug from the first number that differs: which layer, which token, which operation;
-# - choose the *situation* that a test needs, and judge a test by [mutation](glossary.md#mutation);
+# - choose the *situation* that a test needs, and grade a test by [mutation](glossary.md#mutation);
 # - find and fix the bugs of a cache that you have never seen.
 #
 # Letters: `B` rows of the batch, `T` tokens that are fed at once, `H` query heads, `Hk` KV heads, `D` numbers of a
@@ -49,8 +49,9 @@ for name, fault in faults.FAULTS.items():
 #
 # With each bug switched on, the model is asked a question such as *What is my name?*, in a situation in which the bug
 # has an effect. Which bugs leave the answer **word for word right**, without an error and without an odd word? Put
-# their names into a set. Go by the titles. (Three words in them are in the glossary: [chunk](glossary.md#chunk),
-# [beams](glossary.md#beam-search) and [reordered](glossary.md#reorder). Notebook 11 uses all three.)
+# their names into a set. The titles are enough to decide. (Three words in them are in the glossary:
+# [chunk](glossary.md#chunk), [beams](glossary.md#beam-search) and [reordered](glossary.md#reorder). Notebook 11 uses
+# all three.)
 
 # %% tags=["exercise"]
 bet = ...  # {"…", "…"}
@@ -60,8 +61,8 @@ bet = ...  # {"…", "…"}
 bet = {"rounded_to_bf16", "cached_queries", "repeated_before_caching"}
 
 # %% [markdown]
-# Second, predict a number. A test checks only what is easy to check: after a prefill and a decode, keys and values have
-# the right shapes and the cache has the right length. How many of the bugs does it notice?
+# Second, predict a number. A simple test checks only that, after a prefill and a decode, keys and values have the right
+# shapes and the cache has the right length. How many of the bugs does it notice?
 
 # %% tags=["exercise"]
 noticed = ...
@@ -78,7 +79,7 @@ course.predict("07.b", noticed, unit="bugs noticed")
 # %% [markdown]
 # ## Experiment 1: read the answers
 #
-# `faults.diagnose` runs the situation of a bug twice, on right code and on wrong code. It compares the words, the
+# `faults.diagnose` runs the situation of a bug twice, with the right code and with the bug. It compares the words, the
 # logits and the bytes of the cache. Both runs are fed the same tokens, so the logits can be compared position by
 # position.
 
@@ -107,10 +108,10 @@ course.figure("07.bytes", count["bytes"])
 
 # %% [markdown]
 # Of <!--fig 07.all-->22<!--/fig--> bugs, <!--fig 07.errors-->2<!--/fig--> stop with an error
-# and <!--fig 07.words-->10<!--/fig--> change words. Some of these answers are still clean sentences, for example one
-# with another name. With the other <!--fig 07.silent-->10<!--/fig--> every word is right. Of
-# those, <!--fig 07.bytes-->2<!--/fig--> change no value at all and only cost memory. The plot shows how far the logits
-# move, for all bugs but those of batches and beams and those that stop:
+# and <!--fig 07.words-->10<!--/fig--> change words. Some of these answers are still correct sentences, for example one
+# with a different name. With the other <!--fig 07.silent-->10<!--/fig--> every word is right. Of
+# these, <!--fig 07.bytes-->2<!--/fig--> change no value at all and only cost memory. The plot shows how much the logits
+# change, for all bugs except the ones in batches and beams and the ones that stop with an error:
 
 # %% tags=["hide-input"]
 single = {name: one for name, one in found.items() if one.deltas
@@ -147,7 +148,7 @@ course.show(fig, alt="One row a bug, one column a step of the answer, brighter w
 course.figure("07.loudest", max(single[loudest].deltas))
 
 # %% [markdown]
-# The worst bug without a wrong word in the plot moves a logit by <!--fig 07.loudest-->11<!--/fig-->. Every word is
+# In the plot, the worst bug without a wrong word changes a logit by <!--fig 07.loudest-->11<!--/fig-->. Every word is
 # still right, because the largest logit stayed the largest. If two logits were closer together, the word would change.
 # So do not judge a cache by its text. Compare its logits with those of a run without a cache.
 
@@ -155,7 +156,7 @@ course.figure("07.loudest", max(single[loudest].deltas))
 # ## Experiment 2: read the first difference
 #
 # A wrong number makes all later numbers wrong, so look for the *first* one. `diagnose` gives its layer, its token and
-# its operation. These three say a lot:
+# its operation. Together they narrow down the cause:
 
 # %%
 places = {}
@@ -171,35 +172,36 @@ prompt = len(faults.diagnosis.talk(tokenizer)[0])
 print(f"(the prompt of the first conversation is tokens 0 to {prompt - 1})")
 
 # %% [markdown]
-# - **Which token.** Token 0: something is wrong from the start, in what is stored or in what the cache held before. The
-#   first token after the prompt: the prompt was right, and decoding is wrong. The first token of the second chunk: the
-#   positions or the mask of a later chunk are wrong. (With `reorder_ignored` it is the first token after two prompts.)
-# - **Which operation.** `rope_k`: the key that reaches attention is wrong, by its position or because it was stored
+# - **Which token.** Token 0: the error is there from the start. Either wrong numbers are stored, or the cache was not
+#   empty. The first token after the prompt: the prompt was right, and decoding is wrong. The first token of the second
+#   chunk: the positions or the mask of a later chunk are wrong. (With `reorder_ignored` it is the first token after two
+#   prompts.)
+# - **Which operation.** `rope_k`: the key that reaches attention is wrong. Its position is wrong, or it was stored
 #   wrongly. `attention`: query, key and value of the new token are right and the output is wrong, so the error is in
-#   the numbers that came out of the *cache*, or in the mask. `embed_tokens`: the [embedding](glossary.md#embedding) of
-#   the token differs, so another token was fed in this place. `the pass that failed`: the run ended there, with an
+#   the numbers read from the *cache*, or in the mask. `embed_tokens`: the [embedding](glossary.md#embedding) of the
+#   token differs, so a different token was fed at this position. `the pass that failed`: the run ended there, with an
 #   error.
 # - **Which layer.** Nearly always layer 0, because a wrong cache is wrong in every layer. Later layers inherit the
-#   error. `before layer 0`: the input of the layers differs. With `right_padding` the tokens of a short prompt stand in
-#   other columns of the batch, because its padding comes last.
+#   error. `before layer 0`: the input of the layers differs. With `right_padding` the tokens of a short prompt are in
+#   different columns of the batch, because the padding comes after them.
 #
-# To look at a first difference, record the same run twice, right and wrong. In a terminal in the folder of the project,
-# with the name of a bug:
+# To look at a first difference, record the same run twice, without and with the bug. Run this in a terminal in the
+# folder of the project, with the name of a bug:
 #
 # ```bash
 # .venv/bin/nanokv trace "My name is Zorbla. What is my name?" --fault start_pos_restarts -o fault.html --open
 # ```
 #
-# The page opens at the first key, value or attention weight that differs, and a button goes to the next. Bugs that need
-# a batch, beams or a chunk cannot be recorded: the command says which can.
+# The page opens at the first key, value or attention weight that differs, and a button goes to the next one. Bugs that
+# need a batch, beams or a chunk cannot be recorded; the command lists the bugs that can.
 #
 # In exercise 07.2 you name a bug from its trace alone.
 
 # %% [markdown]
-# ## Experiment 3: a bug needs its situation
+# ## Experiment 3: the situation that shows a bug
 #
-# We put every bug into every situation, with a small random model. Its words have no meaning, and the comparison needs
-# none. Which bugs show, by logits, by an error, or by bytes?
+# We try every bug in every situation, with a small random model. Its words have no meaning, but the comparison does not
+# need meaning. Which bugs are visible in the logits, in an error, or in the bytes?
 
 # %%
 small = equality.small_model()
@@ -268,15 +270,16 @@ course.show(fig, alt="A table of bugs and situations. About half of the bugs sho
                         for situation, names in only.items() if names) + ".")
 
 # %% [markdown]
-# One prompt and one answer (`solo`) show <!--fig 07.solo-->12<!--/fig--> of the bugs, if you look at logits and bytes.
-# Reading the prompt in chunks shows <!--fig 07.chunked-->15<!--/fig-->. The others show only with a second request, a
-# batch, beams, an undone turn or a full buffer. So a test must create the situation in which a bug has an effect.
+# One prompt and one answer (`solo`) reveal <!--fig 07.solo-->12<!--/fig--> of the bugs, if you compare logits and
+# bytes. Reading the prompt in chunks reveals <!--fig 07.chunked-->15<!--/fig-->. The others are visible only with a
+# second request, a batch, beams, an undone turn or a full buffer. So a test must create the situation in which a bug
+# has an effect.
 
 # %% [markdown]
 # ## Experiment 4: grade the tests
 #
 # How good is a test? Count the bugs that it notices. `faults.grade` runs it on right code, where it must pass; once
-# under every bug, where it should fail; and on right code again. We grade three tests in the same situation: the easy
+# under every bug, where it should fail; and on right code again. We grade three tests in the same situation: the simple
 # one of your prediction, one that compares words, and one that compares logits.
 
 # %%
@@ -328,19 +331,19 @@ course.figure("07.logit_test", logits)
 
 # %% [markdown]
 # Checking shapes notices <!--fig 07.shapes-->1<!--/fig--> of them, comparing words <!--fig 07.word_test-->7<!--/fig-->,
-# comparing logits <!--fig 07.logit_test-->10<!--/fig-->. In this one situation logits cannot show more. A test that
-# passes proves something only if it fails on wrong code. The survivors, the bugs that it missed, say which test to
-# write next:
+# comparing logits <!--fig 07.logit_test-->10<!--/fig-->. In this one situation a comparison of logits cannot notice
+# more. A passing test proves something only if it fails on wrong code. The survivors, the bugs that a test missed, show
+# which test to write next:
 
 # %%
 print(grades["logits_are_right"])
 
 # %% [markdown]
-# ## Experiment 5: bring your own cache
+# ## Experiment 5: test your own cache
 #
-# For a cache of your own there is a whole suite of situations, `nanokv.equality`. It compares with the model without a
-# cache, and it finds the layer and the token of the first difference. Here is a cache that somebody wrote for speed:
-# one block of memory, written in place; a new token copies nothing. Its author tried a short prompt, and it worked.
+# For your own cache there is a suite of situations, `nanokv.equality`. It compares each run with the model without a
+# cache, and it finds the layer and the token of the first difference. Here is a cache written for speed: one block of
+# memory, written in place, so that a new token copies nothing. Its author tried a short prompt, and it worked.
 
 
 # %%
@@ -381,16 +384,16 @@ course.figure("07.failed", len(failed))
 course.figure("07.token", failed[0].token)
 
 # %% [markdown]
-# Here <!--fig 07.failed-->6<!--/fig--> cases fail. Read the first one: it differs from
-# token <!--fig 07.token-->32<!--/fig--> on, without an error. A single new token is written after the end of the block,
-# into an empty slice. torch allows that: it broadcasts a row of length one to a slice of length zero. The position
-# moves on, and the newest tokens are lost. (The case "Beyond its capacity" passes, because it feeds fewer tokens than
-# the slab has places.) One of the five articles has the same bug in its contiguous cache.
+# Here <!--fig 07.failed-->6<!--/fig--> cases fail. The first one differs from token <!--fig 07.token-->32<!--/fig-->
+# on, without an error. A single new token is written after the end of the block, into an empty slice. torch allows
+# that: it broadcasts a row of length one to a slice of length zero. The position is still increased, and the newest
+# tokens are lost. (The case "Beyond its capacity" passes, because it feeds fewer tokens than the slab can hold.) One of
+# the five articles has the same bug in its contiguous cache.
 
 # %% [markdown]
 # ## What the articles say
 #
-# Two claims about bugs are wrong. We try them out. The right one is on [the page of all claims](claims.md).
+# Two claims about bugs are wrong. We test them. The right one is on [the page of all claims](claims.md).
 
 # %%
 generator = torch.Generator().manual_seed(0)
@@ -431,10 +434,9 @@ course.confirm("4.10", "right", found="seen by: "
 # %% [markdown]
 # ## Exercises
 #
-# **07.1** First a tool. `key` is a key before rotation, `rotated` is the same key as a cache stores it, both
-# `(1,1,1,D)`. Which position does it have? The position is below `100`.
-# `rope_angles(config, torch.tensor([p]), key.dtype)` gives the angles of position `p`, and `apply_rope(key, angles)`
-# rotates.
+# **07.1** First, a tool for the hunt. `key` is a key before rotation, `rotated` is the same key as a cache stores it,
+# both `(1,1,1,D)`. Which position does the key have? The position is below `100`. `rope_angles(config,
+# torch.tensor([p]), key.dtype)` gives the angles of position `p`, and `apply_rope(key, angles)` rotates.
 
 
 # %% tags=["exercise"]
@@ -455,10 +457,10 @@ def position_of(config, key, rotated):
 course.check("07.1", position_of)
 
 # %% [markdown]
-# **07.2** Somebody's cache is broken. You have the trace of a run: a small random model reads a prompt of `24` tokens
-# in chunks of `8`, then single tokens. `right` holds the forward passes of right code, `seen` those of the broken
-# cache. Which bug is it? Begin with the printed table. `gap(i, layer, operation)` gives the difference of every token
-# of pass `i`. `seen[i].values[layer, "k_norm"]` and `"rope_k"`, both `(B,T,Hk,D)`, are the keys before and after
+# **07.2** A cache has a bug, and you have the trace of a run: a small random model reads a prompt of `24` tokens in
+# chunks of `8`, then single tokens. `right` holds the forward passes of the right code, `seen` the passes with the
+# broken cache. Which bug is it? Begin with the printed table. `gap(i, layer, operation)` gives the difference of every
+# token of pass `i`. `seen[i].values[layer, "k_norm"]` and `"rope_k"`, both `(B,T,Hk,D)`, are the keys before and after
 # rotation.
 
 # %%
@@ -495,8 +497,8 @@ course.check("07.2", culprit)
 
 # %% [markdown]
 # **07.3** Two bugs change no value. A layer has `H` query heads and `Hk` KV heads. By which factor do the bytes of a
-# cache grow (first) if queries are cached too, and (second) if KV heads are repeated for all query heads before they
-# are cached? Return both.
+# cache grow, first, if queries are cached too, and second, if KV heads are repeated for all query heads before they are
+# cached? Return both.
 
 
 # %% tags=["exercise"]
@@ -515,10 +517,10 @@ print("measured:", *(found[name].bytes[1] / found[name].bytes[0]
                      for name in ("cached_queries", "repeated_before_caching")))
 
 # %% [markdown]
-# **07.4** Write a test that notices more. It gets a small random model and raises an error if something is wrong. It
-# may use everything that is public, such as `nanokv.score`, `make_cache`, `prefill`, `decode`, `cache.truncate`,
-# `cache.nbytes`, `generate_padded`. The score lists the survivors, and for each the situation in which it shows. A test
-# that fails on right code is a false alarm and scores nothing.
+# **07.4** Write a test that notices more bugs. It gets a small random model and raises an error if something is wrong.
+# It may use every public function, such as `nanokv.score`, `make_cache`, `prefill`, `decode`, `cache.truncate`,
+# `cache.nbytes`, `generate_padded`. The score lists the survivors, and for each the situation in which it is visible. A
+# test that fails on the right code raises a false alarm and scores 0.
 
 # %%
 print(f"wanted: {WANTED} of {len(faults.FAULTS)}")
@@ -607,8 +609,8 @@ course.answer("07.q3", q3)
 # %% [markdown]
 # ## Further reading
 #
-# - `nanokv/lab/faults/catalogue.py`: every bug as code, with its public thread; `nanokv/lab/faults/smallest.py`: the shortest test
-#   that notices it. `nanokv/lab/study/equality.py`: the suite.
+# - `nanokv/lab/faults/catalogue.py`: every bug as code, with a link to its public thread;
+#   `nanokv/lab/faults/smallest.py`: the shortest test for each bug. `nanokv/lab/study/equality.py`: the suite.
 # - DeMillo, Lipton and Sayward, [Hints on test data selection](https://doi.org/10.1109/C-M.1978.218136): the origin of
 #   grading tests by mutants.
 #
