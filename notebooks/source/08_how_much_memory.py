@@ -9,18 +9,18 @@
 # %% [markdown]
 # # 08 · How much memory?
 #
-# A cache saves time and takes memory. How much memory? A few numbers in the config of a model tell you, to the byte.
-# The formula is simple, and still published tables and calculators are wrong by factors of two, four and ten. You will
-# compute the bytes, measure real tensors to test the formula, and then check published numbers.
+# A cache saves time and takes memory. How much memory? It follows exactly from a few numbers in the config of the
+# model. The formula is simple, and yet published tables and calculators are wrong by factors of two, four and ten. You
+# will compute the bytes, measure real tensors to test the formula, and then check published numbers.
 #
 # ## What you will be able to do
 #
 # - compute the bytes of a [KV cache](glossary.md#kv-cache) from a config, and say which sizes of the model do *not*
 #   matter;
 # - tell [GB from GiB](glossary.md#gb-and-gib), and say when it matters;
-# - say from how many tokens on a cache takes more bytes than the weights;
-# - compare ways to make it smaller: fewer [KV heads](glossary.md#kv-head), a [latent](glossary.md#latent-attention),
-#   fewer bits;
+# - say at how many tokens a cache takes more bytes than the weights;
+# - compare ways to make a cache smaller: fewer [KV heads](glossary.md#kv-head), a
+#   [latent](glossary.md#latent-attention), fewer bits;
 # - check a published number in two minutes.
 #
 # Letters: `L` layers, `H` query heads, `Hk` KV heads, `D` numbers of a head, `C` numbers of a hidden state ([all of
@@ -53,7 +53,7 @@ qwen = FAMILY["Qwen/Qwen3-0.6B"]
 # %% [markdown]
 # ## Predict
 #
-# Qwen3-0.6B has `596` million parameters, `1.19` GB of weights in bf16. It talks with one person, and the text grows.
+# Qwen3-0.6B has `596` million parameters, `1.19` GB of weights in bf16. One person chats with it, and the text grows.
 # After how many *tokens* does the cache take as many bytes as the weights?
 
 # %% tags=["exercise"]
@@ -73,9 +73,9 @@ course.predict("08.a", guess, unit="tokens")
 # `D` numbers long, and each number takes `itemsize` bytes. `nanokv.costs.cache_bytes` computes it for every kind of
 # cache.
 #
-# The formula needs a test that does not use it. So we write a scale that knows nothing about caches. It finds all
-# tensors in this process and adds up the memory behind them, each piece once. The tensors that exist after a cache was
-# filled, and did not exist before, are the cache.
+# To test the formula we need a measurement that does not use it. So we write a scale that contains no formula: it finds
+# all tensors in this process and adds up the memory behind them, each piece once. The tensors that exist after a cache
+# was filled, and did not exist before, are the cache.
 
 
 # %%
@@ -115,10 +115,10 @@ course.figure("08.dict", weighed["dict"] / (prompt.shape[1] + 8))
 # %% [markdown]
 # All agree. (The pages of `paged` come with a small table that says what each page
 # holds: <!--fig 08.worst-->84<!--/fig--> bytes, the largest difference of all.) For the bundled model in fp32 the scale
-# measures <!--fig 08.dict-->4,608<!--/fig--> bytes per token, and no other memory.
+# measures <!--fig 08.dict-->4,608<!--/fig--> bytes per token, and nothing besides.
 #
-# Now we measure the true shape of Qwen3-0.6B in bf16. A cache can be filled without a model: any tensors of the right
-# shape will do.
+# Now we measure a cache in the shape of Qwen3-0.6B, in bf16. A cache can be filled without a model, with any tensors of
+# the right shape.
 
 
 # %%
@@ -143,9 +143,10 @@ course.figure("08.qwen", per_token)
 course.figure("08.qwen_kib", per_token / 1024)
 
 # %% [markdown]
-# It is <!--fig 08.qwen-->114,688<!--/fig--> bytes, <!--fig 08.qwen_kib-->112<!--/fig--> KiB, for one token of about
-# four letters. The product has four factors besides the 2: layers, KV heads, head size, bytes per number. The hidden
-# size, the number of query heads, the width of the MLP, the vocabulary and the number of parameters are not in it.
+# It is <!--fig 08.qwen-->114,688<!--/fig--> bytes, <!--fig 08.qwen_kib-->112<!--/fig--> KiB, for one token, which is
+# about four letters of text. The product has four factors besides the 2: layers, KV heads, head size, bytes per number.
+# The hidden size, the number of query heads, the width of the MLP, the vocabulary and the number of parameters are not
+# in it.
 
 # %% [markdown]
 # ## Experiment 2: the head size
@@ -188,13 +189,13 @@ course.show(fig, alt="Pairs of bars for six Qwen3 models, KiB per token with the
 # %% [markdown]
 # The division is wrong for <!--fig 08.wrong-->3<!--/fig--> of six models. For the smallest, which most people try
 # first, it is wrong by a factor of <!--fig 08.half-->2<!--/fig-->. A test with Qwen3-8B does not find this bug, because
-# there the division is right. The bundled model has a head size that is not `C / H`, on purpose, so that code with this
-# mistake fails at once.
+# there the division is right. The head size of the bundled model differs from `C / H` on purpose, so that code with
+# this mistake fails at once.
 
 # %% [markdown]
 # ## Experiment 3: GB is not GiB
 #
-# `1 GB` is `1000³` bytes, `1 GiB` is `1024³`. Disks and articles count in GB. Memory chips come in GiB, and many
+# `1 GB` is `1000³` bytes, `1 GiB` is `1024³`. Disks and articles count in GB. Memory chips are sized in GiB, and many
 # programs compute GiB and print "GB". How large is the difference?
 
 # %%
@@ -219,7 +220,8 @@ course.figure("08.gap_tokens", gap / per_token)
 # %% [markdown]
 # ## Experiment 4: cache against weights
 #
-# Now the case of your prediction. The weights are stored once; the cache grows with every token of every sequence.
+# Now the case of your prediction. The weights are stored once, while the cache grows with every token of every
+# sequence.
 
 # %%
 estimates = {name: Estimate(name, FAMILY[f"Qwen/{name}"], "bfloat16", 40_960)
@@ -265,20 +267,20 @@ course.show(fig, alt="Left: the cache of Qwen3-0.6B rises in proportion to the t
             f"a line marks their context of {small.context:,}.")
 
 # %% [markdown]
-# It is <!--fig 08.crossover-->10,394<!--/fig--> tokens: one long document. At its full context, the cache of the small
-# model takes <!--fig 08.full-->3.9<!--/fig--> times the bytes of its weights. A large model has more weights per byte
-# of cache; for the 32B the two are equal at <!--fig 08.cross32-->249,955<!--/fig--> tokens. But these are the tokens of
-# *all sequences together*, and a server with many users always has more. So two sentences are true. For one short
-# conversation, the weights take most of the memory and most of the bytes that a step reads. For a server, the cache
-# does.
+# It is <!--fig 08.crossover-->10,394<!--/fig--> tokens, about one long document. At its full context, the cache of the
+# small model takes <!--fig 08.full-->3.9<!--/fig--> times the bytes of its weights. A large model has more weights per
+# byte of cache; for the 32B the two are equal at <!--fig 08.cross32-->249,955<!--/fig--> tokens. But these are the
+# tokens of *all sequences together*, and a server with many users holds more than that. So the answer depends on the
+# use. For one short conversation, the weights take most of the memory and most of the bytes that a step reads. On a
+# server with many users, the cache takes most of both.
 
 # %% [markdown]
 # ## Experiment 5: fewer heads
 #
-# The cache holds `Hk` heads, so fewer KV heads make a smaller cache. We rebuild the loaded model with other numbers of
-# KV heads: as many as query heads (multi-head attention, MHA), its own number (grouped queries, GQA), and one for all
-# (multi-query, MQA). For more heads we copy them, for fewer heads we average them. Does the model still know what it
-# was told? (The nats in the output say how surprised it is by each token of the right text; less is better.)
+# The cache holds `Hk` heads, so fewer KV heads make a smaller cache. We rebuild the loaded model with different numbers
+# of KV heads: as many as query heads (multi-head attention, MHA), its own number (grouped queries, GQA), and one for
+# all (multi-query, MQA). To get more heads we copy them, to get fewer we average them. Does the model still remember
+# the name from the prompt? (The nats in the output are the mean loss per token of the right text; less is better.)
 
 # %%
 words = ("My name is Zorbla.", "So your name is Zorbla.", "What is my name?",
@@ -313,12 +315,12 @@ course.figure("08.moved_up", moved[H])
 course.figure("08.moved_down", moved[1])
 
 # %% [markdown]
-# Copied heads change nothing: the logits move by <!--fig 08.moved_up-->0<!--/fig-->, and the cache
+# Copied heads change no result: the logits change by <!--fig 08.moved_up-->0<!--/fig-->, and the cache
 # takes <!--fig 08.up-->3<!--/fig--> times the bytes. So a cache that stores keys for *query* heads gives right answers
-# and wastes memory. No comparison of answers finds it; a measurement of bytes does. Averaged heads
-# take <!--fig 08.down-->2<!--/fig--> times fewer bytes, but they make another model: the logits move
-# by <!--fig 08.moved_down-->24<!--/fig-->, and the name is lost. The number of KV heads is chosen *before* training. To
-# change it later, the model needs some more training, as Ainslie and others showed.
+# and wastes memory. A comparison of answers cannot find this mistake; a measurement of bytes can. Averaged heads
+# take <!--fig 08.down-->2<!--/fig--> times fewer bytes, but the result is a different model: the logits change
+# by <!--fig 08.moved_down-->24<!--/fig-->, and the name is lost. The number of KV heads is chosen *before* training. A
+# change later requires some more training, as Ainslie and others showed.
 
 # %% [markdown]
 # ## Experiment 6: a latent, and fewer bits
@@ -373,9 +375,9 @@ course.show(fig, alt="Left, bytes per token and layer, log scale: "
 # %% [markdown]
 # The latent takes <!--fig 08.latent-->57<!--/fig--> times fewer bytes than full heads,
 # and <!--fig 08.latent_mqa-->2.25<!--/fig--> times *more* than one shared head. It is not the smallest cache, but every
-# head still gets keys of its own. Eight bits make the cache <!--fig 08.int8-->1.68<!--/fig--> times smaller, not twice.
+# head still gets its own keys. Eight bits make the cache <!--fig 08.int8-->1.68<!--/fig--> times smaller, not twice.
 # Four bits make it <!--fig 08.int4-->2.65<!--/fig--> times smaller, not four times. The scales have to be stored as
-# well, and the newest tokens stay exact. (Notebook 13 measures what the missing bits cost in quality.)
+# well, and the newest tokens stay exact. (Notebook 13 measures how much quality is lost with fewer bits.)
 #
 # What about the well-known "93.3 percent less"? `deepseek_v2_savings` computes five savings from published shapes:
 
@@ -395,15 +397,15 @@ course.figure("08.mqa", shared_head)
 # %% [markdown]
 # The same cache
 # saves <!--fig 08.published-->93.3<!--/fig-->, <!--fig 08.bits-->82.2<!--/fig-->, <!--fig 08.layer-->71.9<!--/fig-->, <!--fig 08.mha-->98.2<!--/fig-->
-# or <!--fig 08.mqa-->−125<!--/fig--> percent. All five are correct, each against another baseline. The published number
-# compares two different models with different numbers of layers, one stored in six bits, the other in sixteen. **A
-# saving means something only together with its baseline.**
+# or <!--fig 08.mqa-->−125<!--/fig--> percent. All five are correct, each relative to a different baseline. The
+# published number compares two different models with different numbers of layers, one stored in six bits, the other in
+# sixteen. **A saving has no meaning without its baseline.**
 
 # %% [markdown]
 # ## Experiment 7: what fits?
 #
-# Take a card of `24 GiB` and Qwen3-8B in bf16. Every user has a context of `8192` tokens, and nothing else is in the
-# memory. How many such sequences fit at a time?
+# Take a card of `24 GiB` and Qwen3-8B in bf16. Every user has a context of `8192` tokens, and the memory holds nothing
+# but weights and caches. How many such sequences fit at a time?
 
 # %% tags=["exercise"]
 sequences = ...
@@ -449,7 +451,7 @@ course.show(fig, alt="Four lines on log axes: twice the context, half the sequen
             + ", ".join(words) + ".")
 
 # %% [markdown]
-# It is <!--fig 08.fit-->7<!--/fig-->. The weights need their memory first; a calculation that forgets them
+# It is <!--fig 08.fit-->7<!--/fig-->. The weights take memory too; a calculation that forgets them
 # gives <!--fig 08.alone-->21<!--/fig-->. With a cache in eight bits it is <!--fig 08.int8fit-->14<!--/fig-->. A real
 # server fits a few fewer, because a prefill also needs memory for its activations.
 
@@ -457,7 +459,7 @@ course.show(fig, alt="Four lines on log axes: twice the context, half the sequen
 # ## What the articles say
 #
 # Now we check the articles. The method is always the same: measure the bytes of *one* token of the shape in question,
-# multiply by the number of tokens and of sequences, and compare with the printed number. Three wrong claims stand here.
+# multiply by the number of tokens and of sequences, and compare with the printed number. Here are three wrong claims.
 # The other claims that this notebook checks are on [the page of all claims](claims.md).
 
 # %%
@@ -509,7 +511,7 @@ course.check("08.1", bytes_per_token)
 
 # %% [markdown]
 # **08.2** The article's Llama-2-70B: `80` layers, `64` query heads, `8` KV heads of size `128`, two bytes per number.
-# What is the true size of the cache for the tokens and sequences below? Answer with a pair: in GB and in GiB.
+# What is the right size of the cache for the tokens and sequences below? Answer with a pair: in GB and in GiB.
 
 # %%
 case = course.case("08.2")
@@ -568,7 +570,7 @@ course.check("08.4", percents)
 
 # %% [markdown]
 # **08.5** How many full sequences fit beside the weights? Weights and cache in bf16. `costs.parameters(config)` counts
-# the parameters; the rest of what you need stands below.
+# the parameters; the other numbers are below.
 
 # %%
 case = course.case("08.5")
@@ -606,8 +608,8 @@ course.answer("08.q3", q3)
 # %% [markdown]
 # ## Further reading
 #
-# - `nanokv memory --help`: this notebook as a command, for any model, context, batch, cache and card;
-#   `nanokv memory --check` weighs every cache.
+# - `nanokv memory --help`: this notebook as a command, for any model, context, batch, cache and card; `nanokv memory
+#   --check` measures every cache.
 # - Ainslie and others, [GQA](https://arxiv.org/abs/2305.13245): fewer KV heads for a model that was trained with many.
 # - DeepSeek-AI, [DeepSeek-V2](https://arxiv.org/abs/2405.04434), section 2.1 and its table 1: the latent, and what it
 #   is compared with. `nanokv/lab/study/mla.py` runs it.
@@ -616,8 +618,8 @@ course.answer("08.q3", q3)
 #
 # ## Next
 #
-# You know how many bytes a cache takes. How many seconds does it save? Notebook [09](09_measure_honestly.ipynb)
-# measures them, and shows how easily one measures the wrong thing.
+# You know how many bytes a cache takes. How much time does it save? Notebook [09](09_measure_honestly.ipynb) measures
+# that, and shows how easy it is to measure the wrong thing.
 
 # %% tags=["skip"]
 course.progress()

@@ -93,7 +93,7 @@ CHECKS = (
             Mistake(
                 "query heads",
                 lambda C, L, H, Hk, D, itemsize: 2 * L * H * D * itemsize,
-                "You counted query heads. Queries are not cached: Hk.",
+                "You counted query heads. Queries are not cached: use Hk.",
             ),
             Mistake(
                 "hidden size",
@@ -244,7 +244,7 @@ CHECKS = (
             Mistake(
                 "rounded up",
                 lambda c: _fitting(c) + 1,
-                "The last one does not fit whole: round down.",
+                "The last one does not fit completely: round down.",
             ),
         ),
         otherwise="Memory minus weights, divided by the bytes of one full sequence, rounded down.",
