@@ -9,21 +9,21 @@
 # %% [markdown]
 # # 09 · Measure it honestly
 #
-# A count is exact; a time is not. A clock measures everything that the machine did in between: the slow first call,
-# another program, a second prefill hidden in a call. One of the articles offers a profiler that times the wrong thing,
-# and its code looks reasonable. You will time a model in four ways, find out what limits each phase, and find the error
-# of that profiler.
+# A count is exact; a time is not. A measured time includes everything that the machine did in between: the slow first
+# call, another program, a second prefill hidden in a call. One of the articles offers a profiler that looks reasonable
+# and times the wrong thing. You will time a model in four ways, find out what limits each phase, and find the error of
+# that profiler.
 #
 # ## What you will be able to do
 #
 # - measure [time to first token](glossary.md#time-to-first-token) and [time between
-#   tokens](glossary.md#time-between-tokens) separately, with a warm-up, with medians, and with two candidates in
-#   rotation;
+#   tokens](glossary.md#time-between-tokens) separately, with a warm-up, with medians, and with the candidates taking
+#   turns;
 # - say how many bytes a step has to read and how much it has to compute, and compare its time with the least time that
 #   the machine allows;
-# - explain why a tiny model gains less from a cache than the count says, and why a batch costs a large one far less
-#   than its rows one by one;
-# - read a benchmark and name what is missing.
+# - explain why a tiny model gains less from a cache than the count suggests, and why a large model processes a batch
+#   much faster than its rows one by one;
+# - read a benchmark and say which information is missing.
 #
 # Letters: `S` keys that a query may see, the cached ones included, `C` numbers of a hidden state, `V` entries of the
 # vocabulary ([all letters](glossary.md#letters)).
@@ -61,7 +61,7 @@ others = Others()  # counts the processor time that other programs take while we
 # ## Predict
 #
 # Without a cache, a step after a text of `512` tokens feeds `512` rows; with a cache it feeds one. You counted that in
-# notebook 05. Now measure time, with the model at hand: how many *times* as fast is a step with a cache?
+# notebook 05. Now measure time, with the loaded model: how many *times* as fast is a step with a cache?
 
 # %% tags=["exercise"]
 guess = ...  # times as fast
@@ -75,8 +75,8 @@ course.predict("09.a", guess, unit="times as fast")
 # %% [markdown]
 # ## Experiment 1: one measurement is not enough
 #
-# We time the same work many times: a decode step. Before that, we compare the very first prefill of this process with
-# the next ones.
+# We time the same decode step many times. Before that, we compare the very first prefill of this process with the next
+# ones.
 
 # %%
 def seconds(run):
@@ -122,11 +122,11 @@ course.show(fig, alt=f"Sixty dots, a decode step each, from {1e3 * min(steps):.1
             f"the mean {1e3 * mean:.1f} ms. Disturbed steps lie above the rest.")
 
 # %% [markdown]
-# Other programs can only make a step slower, never faster. So a single time tells little, a mean contains the
-# disturbances, and a median contains much less of them. If the machine is busy all the time, even the median is too
+# Other programs can only make a step slower, never faster. So a single time is not reliable, a mean includes all
+# disturbances, and a median is affected by them much less. If the machine is busy all the time, even the median is too
 # high. Then only comparisons are valid, and only if both candidates ran in the same minutes. From here on we use a
-# **warm-up** that does not count, **medians**, and candidates **in rotation**. `nanokv.lab.bench.rotation` does this, and
-# `nanokv bench` is the same as a command.
+# **warm-up** that does not count, **medians**, and **rotation**: the candidates take turns. `nanokv.lab.bench.rotation`
+# does this; the command is `nanokv bench`.
 
 # %% [markdown]
 # ## Experiment 2: with and without, at growing length
@@ -190,21 +190,21 @@ course.show(fig, alt="Left, on log axes: without a cache a step takes "
 
 # %% [markdown]
 # After `512` tokens, a step with a cache is more than <!--fig 09.ratio above-->4<!--/fig--> times as fast. Your own
-# number is printed above; it differs from machine to machine, and it is far from `512`. The left end of the curve
-# explains why. There the full forward has `32` rows, and it takes less than <!--fig 09.few below-->8<!--/fig--> times
-# as long as one row. A part of the time of a step does not depend on the number of rows.
+# number is printed above. It depends on the machine, and it is far from `512`. The left end of the curve explains why.
+# There the full forward has `32` rows, but it takes less than <!--fig 09.few below-->8<!--/fig--> times as long as one
+# row. A part of the time of a step does not depend on the number of rows.
 #
-# The right picture shows why one number for "speed" is not enough. In the prefill the same model handles more
+# The right picture shows why a single number for "speed" is not enough. In the prefill the same model processes more
 # than <!--fig 09.phases above-->5<!--/fig--> times as many tokens per second as in the decode. A user notices both: the
-# prefill is the time to the first token, the decode is the pace after it.
+# prefill determines the time to the first token, the decode the pace after it.
 
 # %% [markdown]
 # ## Experiment 3: the wrong profiler
 #
 # An article offers a profiler for the two phases. It has only one function, `write(prompt, n)`, which returns the
-# prompt and `n` new tokens. It calls `write(prompt, 1)` and takes that time as the prefill. Then it calls `write` with
-# the result, for the other `n − 1` tokens. It divides `n − 1` by that time and calls the result the decode rate. Is
-# that right?
+# prompt and `n` new tokens. It calls `write(prompt, 1)` and takes that time as the time of the prefill. Then it calls
+# `write` with the result, for the other `n − 1` tokens. It divides `n − 1` by that time and calls the result the decode
+# rate. Is that right?
 #
 # Suppose the prefill takes `1` s and a step `20` ms, so the true rate is `50` tokens per second, and `n = 50`. Which
 # rate does the profiler report?
@@ -286,14 +286,15 @@ course.show(fig, alt=f"Three bars, tokens per second: {rate:.0f} by time stamps,
 # except for noise. In the article's own setting, `50` true tokens per second
 # become <!--fig 09.reported-->25<!--/fig-->. The longer the prompt, the larger the error.
 #
-# The profiler has other faults. It has no warm-up and no median. It does not wait for a GPU, which still computes after
-# the call has returned. And if the model ends its answer early, the profiler counts tokens that were not written.
+# The profiler has more faults. It has no warm-up and no median. It does not wait for a GPU, which may still be
+# computing after the call has returned. And if the model ends its answer early, the profiler counts tokens that were
+# not written.
 
 # %% [markdown]
 # ## Experiment 4: where a step spends its time
 #
 # A decode step has to read every weight once. Divide these bytes by the measured [memory
-# bandwidth](glossary.md#memory-bandwidth) of the machine: that is the floor, the least time that a step can take.
+# bandwidth](glossary.md#memory-bandwidth) of the machine. The result is the floor, the least time that a step can take.
 # `nanokv.lab.bench.profile` splits a step into parts. We compare the loaded model with a large one: the width of
 # Qwen3-0.6B, two of its layers, random weights. Each model also has an optimized twin, in which a step is a few calls
 # into compiled code.
@@ -357,29 +358,29 @@ course.show(fig, alt="Two pictures with two bars each, split into the parts of a
 
 # %% [markdown]
 # The plain step of the large model is more than <!--fig 09.nearer above-->1.3<!--/fig--> times as near to its floor as
-# the plain step of the loaded model. The large model waits for its weights. The loaded model also waits for Python and
-# torch, which have to start some hundred small operations. This cost is in two of the parts: in "the rest", and in
-# "weights", which is the time of the products *including* the start of each one.
+# the plain step of the loaded model. The large model spends most of the step reading its weights. The loaded model also
+# waits for Python and torch, which have to start some hundred small operations. This cost is in two of the parts: in
+# "the rest", and in "weights", which is the time of the products *including* the start of each one.
 #
 # The time outside the products is a larger part of the plain step of the loaded model: more
 # than <!--fig 09.beside above-->1.2<!--/fig--> times the part that it is in the large model. This time does not depend
-# on rows. That is why a tiny model gains less from a cache than the count of rows promises: the cache removes rows, but
-# most of the time was not spent on rows.
+# on the number of rows. That is why a tiny model gains less from a cache than the count of rows suggests: the cache
+# reduces the number of rows, but most of the time does not depend on it.
 #
-# The optimized twin also removes the calls, where a C++ compiler is installed, and the same step is several times as
+# Where a C++ compiler is installed, the optimized twin also removes these calls, and the same step is several times as
 # fast. The large model gains less from it, because its weights still have to be read. (Compare milliseconds here, not
 # percentages. The optimized step is much shorter, so a part can take fewer milliseconds than before and still be a
 # larger percentage.)
 #
-# (The floor rests on an assumption. A model of a few megabytes fits into the caches of the processor, from which it can
-# be read faster than from memory. So we measure the bandwidth with a buffer as large as the bytes that a step reads,
-# and take the best of several readings.)
+# (The floor depends on which bandwidth is used. A model of a few megabytes fits into the caches of the processor, from
+# which it can be read faster than from memory. So we measure the bandwidth with a buffer as large as the bytes that a
+# step reads, and take the best of several readings.)
 
 # %% [markdown]
 # ## Experiment 5: several rows at a time
 #
-# If a step waits for weights, several rows can use the same weights while they are there. The large model, optimized,
-# decodes one, two, four and eight rows at a time, in rotation.
+# If a step spends its time on reading weights, several rows can share one reading. The large model, optimized, decodes
+# one, two, four and eight rows at a time, in rotation.
 
 # %%
 batches = (1, 2, 4, 8)
@@ -415,17 +416,17 @@ course.show(fig, alt="Left: a step takes "
             + " tokens per second, less and less of what free rows would give.")
 
 # %% [markdown]
-# Eight rows take less than <!--fig 09.eight below-->6<!--/fig--> times as long as one row, not eight times. So together
-# they get more tokens per second than one alone. This is why servers batch. There is a limit, which the next experiment
-# computes. And each row has its own cache, so memory limits the number of rows, as notebook 08 showed.
+# Eight rows take less than <!--fig 09.eight below-->6<!--/fig--> times as long as one row, not eight times. So eight
+# rows together get more tokens per second than one row alone. This is why servers batch. The gain has a limit, which
+# the next experiment computes. Memory is another limit, because each row has its own cache, as notebook 08 showed.
 
 # %% [markdown]
 # ## Experiment 6: bytes and FLOPs, on paper
 #
 # How many FLOPs does a forward compute per byte that it reads? Compare that with the balance of the machine: the FLOPs
-# that it can compute in the time in which it reads one byte. A forward above the balance is bound by arithmetic; a
-# forward below it is bound by memory. `nanokv.costs` counts FLOPs and bytes, and we measure the balance of this
-# machine.
+# that it can compute in the time in which it reads one byte. A forward with more FLOPs per byte than the balance is
+# bound by arithmetic; a forward with fewer is bound by memory. `nanokv.costs` counts FLOPs and bytes, and we measure
+# the balance of this machine.
 
 # %%
 qwen = FAMILY["Qwen/Qwen3-0.6B"]
@@ -481,18 +482,18 @@ course.show(fig, alt=f"Left: {intensity[0]:.1f} FLOPs per byte for one row, risi
 
 # %% [markdown]
 # One row computes <!--fig 09.one-->1.0<!--/fig--> FLOP per byte. That is below the balance of every machine, so
-# decoding is bound by memory. A prompt of several hundred rows is above it, so the prefill is bound by arithmetic. The
-# two problems need different solutions.
+# decoding is bound by memory. A prompt of several hundred rows is above it, so the prefill is bound by arithmetic.
+# Prefill and decode therefore need different optimizations.
 #
-# How large is the cache's part of a step? It reaches half of the FLOPs at <!--fig 09.flops-->5,197<!--/fig--> tokens
-# and half of the bytes at <!--fig 09.bytes-->10,394<!--/fig-->. In shorter texts, "decoding is slow because of the
-# cache" is wrong.
+# How large is the share of the cache in a step? It reaches half of the FLOPs at <!--fig 09.flops-->5,197<!--/fig-->
+# tokens and half of the bytes at <!--fig 09.bytes-->10,394<!--/fig-->. For shorter texts, "decoding is slow because of
+# the cache" is wrong.
 
 # %% [markdown]
 # ## What the articles say
 #
-# Three claims about time that are wrong or misleading; [the page of all claims](claims.md) has the others. For the last
-# one we count the scores of a whole generation, and of one of twice the length.
+# Three claims about time are wrong or misleading; [the page of all claims](claims.md) has the others. For the last one
+# we count the scores of a whole generation, and of one of twice the length.
 
 # %%
 double = [count(1, 4000) / count(1, 2000)
@@ -528,8 +529,7 @@ course.confirm("2.14", "right", found=f"{c.num_attention_heads} heads × "
 # ## Exercises
 #
 # **09.1** The profiler of the article again, with the numbers below: its second call begins with a prefill and returns
-# `n − 1` tokens. Which decode rate does it report, and which rate is the true one? Answer with a pair, in tokens per
-# second.
+# `n − 1` tokens. Which decode rate does it report, and what is the true rate? Answer with a pair, in tokens per second.
 
 # %%
 case = course.case("09.1")
@@ -546,11 +546,11 @@ reported_and_true = reported, 1 / case.step
 course.check("09.1", reported_and_true)
 
 # %% [markdown]
-# **09.2** Write a correct one. `start()` begins a new generation and returns an iterator over its tokens: the first
-# `next` runs the prefill, each later one a decode step. `clock()` is the time in seconds. Return two numbers: the time
-# to the first token, and the typical time between the tokens after it (`None` if there is only one token). The first
-# generation is slower than all others and must not count. Now and then another program slows a step down. (The check
-# passes in a clock of its own, so your answer does not depend on how busy this machine is.)
+# **09.2** Write a correct profiler. `start()` begins a new generation and returns an iterator over its tokens: the
+# first `next` runs the prefill, each later one a decode step. `clock()` is the time in seconds. Return two numbers: the
+# time to the first token, and the typical time between the tokens after it (`None` if there is only one token). The
+# first generation is slower than all others and must not count. Now and then another program slows a step down. (The
+# check passes its own simulated clock, so the result does not depend on how busy this machine is.)
 
 
 # %% tags=["exercise"]
@@ -596,9 +596,9 @@ length = 2 * (L * in_a_layer + config.vocab_size * C) / (4 * L * H * D)
 course.check("09.3", length)
 
 # %% [markdown]
-# **09.4** The speed limit. A server decodes `batch` sequences at a time, with `context` tokens in each cache. `weights`
-# are the bytes of all weights, `per_token` those of one token of cache, `bandwidth` the bytes per second. At most how
-# many tokens per second can it write, for all sequences together? The check tries it on 50 random servers.
+# **09.4** The maximum rate. A server decodes `batch` sequences at a time, with `context` tokens in each cache.
+# `weights` are the bytes of all weights, `per_token` those of one token of cache, `bandwidth` the bytes per second. At
+# most how many tokens per second can it write, for all sequences together? The check tries it on 50 random servers.
 
 
 # %% tags=["exercise"]
@@ -615,7 +615,7 @@ def speed_limit(weights, per_token, context, batch, bandwidth):
 course.check("09.4", speed_limit)
 
 # %% [markdown]
-# **09.5** Why a tiny model gains less. A forward takes `a` ms for any number of rows, and `b` ms more per row. The text
+# **09.5** The gain of a tiny model. A forward takes `a` ms for any number of rows, and `b` ms more per row. The text
 # has `S` tokens, including the new one. How many times as fast is a step with a cache?
 
 # %%
@@ -656,17 +656,17 @@ course.answer("09.q3", q3)
 #
 # - `nanokv bench --help` and `nanokv profile --help`: these experiments as commands, beside transformers and llama.cpp
 #   if they are installed.
-# - Williams, Waterman and Patterson, [Roofline](https://doi.org/10.1145/1498765.1498785): FLOPs per byte as a way to see
-#   what bounds a program.
+# - Williams, Waterman and Patterson, [Roofline](https://doi.org/10.1145/1498765.1498785): FLOPs per byte, and what they
+#   say about the limit of a program.
 # - Pope and others, [Efficiently scaling transformer inference](https://arxiv.org/abs/2211.05102): the same arithmetic
 #   for large models on many chips.
 # - Hoefler and Belli, [Scientific benchmarking of parallel computing systems](https://doi.org/10.1145/2807591.2807644):
-#   twelve rules for numbers that others can trust.
+#   twelve rules for measurements that others can rely on.
 #
 # ## Next
 #
-# The dict cache grows by copying everything it has. In notebook [10](10_cat_preallocate_page.ipynb) you count the
-# copies, and arrange the memory so that there are none.
+# The dict cache copies everything it holds each time it grows. In notebook [10](10_cat_preallocate_page.ipynb) you
+# count these copies, and lay out the memory so that there are none.
 
 # %% tags=["skip"]
 course.progress()

@@ -181,7 +181,7 @@ CHECKS = (
             Mistake(
                 "both calls",
                 lambda c: (c.n / (2 * c.prefill + (c.n - 2) * c.step), 1 / c.step),
-                "The first call is timed apart. Only the second one is in the rate.",
+                "The first call is timed separately. The rate includes only the second one.",
             ),
             Mistake(
                 "swapped",
@@ -212,7 +212,8 @@ CHECKS = (
             Mistake(
                 "scores only",
                 lambda c: _attention_equals_weights(c) * 2,
-                "You counted the scores and not the mix of values, which is as much again.",
+                "You counted the scores but not the mix of values, which takes the same number of "
+                "FLOPs.",
             ),
             Mistake(
                 "two FLOPs forgotten",
