@@ -9,15 +9,15 @@
 # %% [markdown]
 # # 10 · cat, preallocate, page
 #
-# Your cache of notebook 06 is right, but it wastes work on memory: `torch.cat` makes a new tensor per step and copies
-# everything into it. You will count those copies. Then you will reserve the memory in advance, and find out what that
-# costs. Last, you will divide the memory into [pages](glossary.md#page), as a server does that has many requests and
+# Your cache of notebook 06 is right, but it wastes work on memory: `torch.cat` makes a new tensor in every step and
+# copies everything into it. You will count those copies. Then you will reserve the memory in advance, and measure the
+# cost of that. Last, you will divide the memory into [pages](glossary.md#page), as servers do to hold many requests in
 # one memory.
 #
 # ## What you will be able to do
 #
 # - say how many bytes a generation copies with `cat`, with a [slab](glossary.md#slab) and with pages, and measure it;
-# - say what a fixed capacity saves, and what it costs;
+# - name the advantages and the costs of a fixed capacity;
 # - explain [fragmentation](glossary.md#fragmentation), and show it in a picture;
 # - write the two main functions of a paged cache: where is token `i`, and which pages become free when a request ends?
 #
@@ -54,9 +54,9 @@ copies = 2  # a common first guess: once or twice
 course.predict("10.a", copies, unit="times")
 
 # %% [markdown]
-# Second prediction. A server has memory for a few hundred tokens. Nobody knows how long an answer will be, so each
-# request reserves memory in one piece, for its prompt and for 64 tokens of answer. Now hand the memory out in pages of
-# 16 tokens instead, when they are needed. How many times as many requests run at once?
+# Second prediction. A server has memory for a few hundred tokens. The length of an answer is not known in advance, so
+# each request reserves memory in one piece, for its prompt and for 64 tokens of answer. Now give out the memory in
+# pages of 16 tokens instead, when they are needed. How many times as many requests run at once?
 
 # %% tags=["exercise"]
 more_at_once = ...  # times as many
@@ -163,11 +163,11 @@ course.show(fig, alt="Bytes written against tokens held. cat and gathered pages 
 # With `cat` every byte was written <!--fig 10.cat-->256<!--/fig--> times, half the length: the lengths of all steps add
 # up to S²/2. A slab writes each byte once. A slab that doubles when it is full writes each
 # byte <!--fig 10.growing-->2.0<!--/fig--> times, and needs no capacity in advance. Pages also write each byte once,
-# *if* attention reads the pages in place. The plain path of nanokv does not: its attention knows nothing of pages, so
-# it first gathers them into one tensor. Then every token is moved again in every step, as with
+# *if* attention reads the pages in place. The plain path of nanokv does not: its attention expects one tensor, so the
+# cache first gathers the pages into one. Then every token is copied again in every step, as with
 # `cat`: <!--fig 10.gather-->265<!--/fig--> times. Pages save memory, not copies. Experiment 4 shows how.
 #
-# And your own cache of 06.3, or nanokv's where you have none?
+# Now your own cache of 06.3, or nanokv's if you have not written one:
 
 # %%
 MyCache = course.mine("cache")
@@ -201,15 +201,15 @@ course.figure("10.qwenall", all_bytes / 1e9)
 
 # %% [markdown]
 # It is half of the length. For Qwen3-0.6B in bf16 at 4,096 tokens, `cat` copies <!--fig 10.qwenstep-->469.8<!--/fig-->
-# MB in the last step, and <!--fig 10.qwenall-->962<!--/fig--> GB in all. (A small cache does not show it: up to some
-# hundred tokens the copy takes less time than the Python code around it. You can time the loop above.)
+# MB in the last step, and <!--fig 10.qwenall-->962<!--/fig--> GB in all. (In a small cache the time of these copies is
+# not noticeable: up to some hundred tokens they take less time than the Python code around them. You can time the loop
+# above.)
 
 # %% [markdown]
 # ## Experiment 2: fixed addresses
 #
 # A slab has a second advantage: its address never changes. A GPU can record a whole decode step once and repeat it (a
-# CUDA graph), as long as every tensor stays at its address. `cat` gives another address and another shape in every
-# step.
+# CUDA graph), as long as every tensor stays at its address. With `cat` the address and the shape change in every step.
 
 # %%
 def addresses(kind, steps=8):
@@ -252,14 +252,15 @@ course.figure("10.graphs", len(graphs))
 # %% [markdown]
 # The keys of the dict cache moved <!--fig 10.moves-dict-->7<!--/fig--> times in 7 steps, those of the
 # slab <!--fig 10.moves-static-->0<!--/fig--> times. A *compiler* can handle the growing shape: with `dynamic=True` it
-# made <!--fig 10.graphs-->1<!--/fig--> graph for all lengths. Only the recording of addresses needs the slab.
+# made <!--fig 10.graphs-->1<!--/fig--> graph for all lengths. Only a recording with fixed addresses needs the slab.
 
 # %% [markdown]
-# ## Experiment 3: what a slab costs
+# ## Experiment 3: the costs of a slab
 #
-# A slab costs three things. The first is memory: it takes its full capacity for every request. The second is time,
-# where shapes must be fixed too: attention then runs over *all* slots, with a mask over the empty ones. The third is a
-# danger in that mask. We look at one attention of this model, with 64 tokens in the cache.
+# A slab has three disadvantages. The first is memory: it takes its full capacity for every request. The second is time,
+# if shapes must be fixed too: attention then runs over *all* slots, with a mask over the empty ones. The third is that
+# the mask does not protect against every value in an empty slot. We measure one attention of this model, with 64 tokens
+# in the cache.
 
 # %%
 held = 64
@@ -306,16 +307,18 @@ course.figure("10.slower", micro[-1] / micro[0])
 
 # %% [markdown]
 # 4,096 slots for 64 tokens make this attention more than <!--fig 10.slower above-->3<!--/fig--> times slower, with the
-# same result. And memory that nobody has written can hold any value. A masked slot gets the weight 0, but 0 times NaN
+# same result. Memory that has not been written yet can hold any value. A masked slot gets the weight 0, but 0 times NaN
 # is NaN. So code that attends over a whole slab has to clear it first. nanokv's `StaticCache` gives attention a view of
-# the used part, which avoids both problems. Only its `slab`, for compiled steps, clears and masks.
+# the used part, which avoids both problems. Only a compiled step (`nanokv/fast/compiled.py`) reads the whole slab; it
+# first sets the unused slots to zero, and then masks them.
 
 # %% [markdown]
 # ## Experiment 4: many requests, one memory
 #
 # Now ten requests of different lengths share one memory of 320 slots. *In one piece*: each request reserves adjacent
 # slots for its prompt plus 64 tokens, in the first hole that is large enough, until it ends. *In pages*:
-# `nanokv.Engine` hands out pages of 16 as tokens come. The lengths are real: the model writes the answers.
+# `nanokv.Engine` gives out pages of 16 tokens as they are needed. The lengths are realistic: the model writes the
+# answers.
 
 # %% tags=["hide-input"]
 course.show(course.drawings.pages())
@@ -439,18 +442,19 @@ course.show(fig, alt="Maps of the memory, slots upwards and steps to the right, 
 # %% [markdown]
 # In one piece, <!--fig 10.piece-->2.0<!--/fig--> requests run at once, and the ten
 # take <!--fig 10.piecesteps-->138<!--/fig--> steps. Only <!--fig 10.piecefull-->47<!--/fig--> percent of the reserved
-# slots hold a token. The pale parts were reserved for answers that turned out short. The white parts are holes that are
-# too small for the request that waits next; towards the end nobody waits any more. In
+# slots hold a token. The pale parts were reserved for answers that turned out shorter. The white parts are holes that
+# are too small for the next waiting request; towards the end no request is waiting. In
 # pages, <!--fig 10.paged-->3.66<!--/fig--> requests run at once, they take <!--fig 10.pagesteps-->77<!--/fig--> steps,
 # and <!--fig 10.pagefull-->84<!--/fig--> percent of the slots hold a token. The answers are the same, token for token.
-# A server wants many requests at once, because each step reads all weights once for all of them.
+# A server runs many requests at once because each step reads all weights once for all of them.
 #
 # The pages can run out in the middle of an answer. Then the youngest request gives its pages back and starts again
-# later. That did not happen here. It never happens to a request that reserved its memory in one piece; it is the cost
+# later. That did not happen here. It never happens to a request that reserved its memory in one piece. It is the price
 # of starting more requests than the memory can hold at their full length.
 #
-# A cache must first be right. `nanokv.equality` feeds a cache token by token, in [chunks](glossary.md#chunk) and in
-# batches; it forks it, truncates it and loads it from a file. It compares every result with the model without a cache:
+# Before memory and speed count, a cache has to be right. `nanokv.equality` feeds a cache token by token, in
+# [chunks](glossary.md#chunk) and in batches; it forks it, truncates it and loads it from a file. It compares every
+# result with the model without a cache:
 
 # %%
 report = nanokv.equality.check("paged")
@@ -462,8 +466,8 @@ course.figure("10.cases", sum(case.status == "passed" for case in report.cases))
 # %% [markdown]
 # ## What the articles say
 #
-# Three wrong claims about where the bytes are stored. The other claims that this notebook checks are on
-# [the page of all claims](claims.md).
+# Here are three wrong claims about where the bytes are stored. The other claims that this notebook checks are on [the
+# page of all claims](claims.md).
 
 # %%
 course.claim("0.15", "wrong", found=step_bytes)
@@ -538,7 +542,7 @@ course.check("10.3", wasted)
 
 # %% [markdown]
 # **10.4** Where is token `i`? The `table` of a request lists its pages, oldest first; a page holds `page` tokens.
-# Return the number of the page in the pool, and the slot in that page.
+# Return the number of its page in the pool, and its slot in that page.
 
 
 # %% tags=["exercise"]
@@ -555,9 +559,9 @@ def place_of(table, i, page):
 course.check("10.4", place_of)
 
 # %% [markdown]
-# **10.5** The paged cache of the article never gives a page back. Write `free`. `owners[p]` says how many tables hold
-# page `p` (a page of a shared prefix is in several), `free_pages` lists the pages that are in no table. When a request
-# ends, it gives up each page of its `table`. Change `owners`, `free_pages` and `table` in place, and return
+# **10.5** The paged cache of the article never gives a page back. Write `free`. `owners[p]` is the number of tables
+# that hold page `p` (a page of a shared prefix is in several); `free_pages` lists the pages that are in no table. When
+# a request ends, it gives up each page of its `table`. Change `owners`, `free_pages` and `table` in place, and return
 # `free_pages`.
 
 
@@ -599,16 +603,16 @@ course.answer("10.q3", q3)
 # %% [markdown]
 # ## Further reading
 #
-# - Kwon and others, [PagedAttention](https://arxiv.org/abs/2309.06180): how much memory servers wasted before, in their
-#   figure 2.
+# - Kwon and others, [PagedAttention](https://arxiv.org/abs/2309.06180): figure 2 shows how much memory servers wasted
+#   before.
 # - `nanokv/cache/static.py`, `nanokv/cache/pool.py`, `nanokv/cache/paged.py`: slab, pool and pages, each on a page or
 #   two.
-# - `nanokv/engine/scheduler.py`: which request gets the pages, and which has to give them back.
+# - `nanokv/engine/scheduler.py`: which request gets pages, and which has to give them back.
 #
 # ## Next
 #
-# Pages can have several owners. Notebook [11](11_reuse_and_rollback.ipynb) shares prefixes in this way, and takes wrong
-# guesses back.
+# Pages can have several owners. Notebook [11](11_reuse_and_rollback.ipynb) shares prefixes in this way, and removes
+# rejected guesses from a cache.
 
 # %% tags=["skip"]
 course.progress()

@@ -213,7 +213,7 @@ CHECKS = (
                 alone=True,
             ),
         ),
-        otherwise="How many pages does it take? What do they hold together?",
+        otherwise="How many pages does it take? How many tokens can they hold together?",
     ),
     function(
         "10.4",
@@ -224,8 +224,8 @@ CHECKS = (
             Mistake(
                 "no table",
                 lambda table, i, page: (i // page, i % page),
-                "That is the place in the table. The page's number in the pool is what the table "
-                "says there.",
+                "That is the place in the table. The table has the number of the page in the pool "
+                "at that place.",
             ),
             Mistake(
                 "place instead of slot",
@@ -240,7 +240,7 @@ CHECKS = (
             Mistake(
                 "table by remainder",
                 lambda table, i, page: (table[i % len(table)], i // len(table)),
-                "Tokens fill one page after another. They are not dealt out in turn.",
+                "Tokens fill one page after another. They are not distributed in turn.",
             ),
         ),
     ),
