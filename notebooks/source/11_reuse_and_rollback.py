@@ -16,9 +16,10 @@
 #
 # ## What you will be able to do
 #
-# - feed a prompt in [chunks](glossary.md#chunk), and write the [causal mask](glossary.md#causal-mask) that a chunk needs;
-# - say how much a shared [prefix](glossary.md#prefix) saves, and what makes it useless;
-# - find out which part of the cache a chat template makes useless, with the [longest common
+# - feed a prompt in [chunks](glossary.md#chunk), and write the [causal mask](glossary.md#causal-mask) that a chunk
+#   needs;
+# - say how much a shared [prefix](glossary.md#prefix) saves, and when it saves nothing;
+# - find the part of the cache that a chat template makes unusable, with the [longest common
 #   prefix](glossary.md#longest-common-prefix);
 # - check guesses in one forward ([speculative decoding](glossary.md#speculative-decoding)) and
 #   [truncate](glossary.md#truncate) the wrong ones, at the right place.
@@ -52,7 +53,7 @@ def prompt_of(*messages, tokenizer=tokenizer):
 # ## Predict
 #
 # Two predictions. First: a chat of four turns with a model that thinks before it answers. The chat template drops the
-# thinking of earlier turns, as Qwen3's template does. When the fourth prompt comes, what percentage of the cached
+# thinking of earlier turns, as Qwen3's template does. When the fourth prompt arrives, what percentage of the cached
 # tokens can be kept?
 
 # %% tags=["exercise"]
@@ -66,8 +67,8 @@ kept_percent = 10
 course.predict("11.a", kept_percent, unit="percent")
 
 # %% [markdown]
-# Second: a cheap method guesses the next `4` tokens. The model checks them all in one forward, and agrees with `2`. For
-# how many tokens did that forward *write* keys and values?
+# Second: a cheap method guesses the next `4` tokens. The model checks them all in one forward, and accepts `2`. For how
+# many tokens did that forward *write* keys and values?
 
 # %% tags=["exercise"]
 written = ...  # tokens
@@ -81,7 +82,7 @@ course.predict("11.b", written, unit="tokens")
 # %% [markdown]
 # ## Experiment 1: a prompt in pieces
 #
-# `nanokv.prefill` continues from any `start_pos`. So a long prompt can be fed in chunks: no forward gets large, and
+# `nanokv.prefill` continues from any `start_pos`. So a long prompt can be fed in chunks: each forward is small, and
 # other requests can run in between. We feed one prompt in chunks of several sizes, and compare the logits with those of
 # the whole prompt at once. We also try two wrong masks that occur in real code: one that begins in the *top left*
 # corner (this is what `is_causal=True` means in PyTorch's attention), and no mask at all.
@@ -167,20 +168,21 @@ course.show(fig, alt=f"Three masks for a chunk of {T} queries after {held} cache
             "future are seen (orange).")
 
 # %% [markdown]
-# With the right mask every split gives the logits of the whole, up to rounding (<!--fig 11.chunk x5-->2e-5<!--/fig-->).
-# With the top-left mask, a token of a later chunk sees only the first few keys. It misses most of the cache, and even
-# itself: the logits move by at least <!--fig 11.topleft-->19<!--/fig-->. Without a mask they move by at
-# least <!--fig 11.nomask-->4<!--/fig-->, because each token of a chunk sees the tokens after it. Both wrong masks pass
-# a test that feeds one token at a time (the first column). The top-left mask also passes a test that feeds everything
-# at once (the last column). So test a cache with *several* splits.
+# With the right mask every split gives the logits of the whole prompt, up to rounding
+# (<!--fig 11.chunk x5-->2e-5<!--/fig-->). With the top-left mask, a token of a later chunk sees only the first few
+# keys. It does not see most of the cache, nor itself: the logits are off by at
+# least <!--fig 11.topleft-->19<!--/fig-->. Without a mask they are off by at least <!--fig 11.nomask-->4<!--/fig-->,
+# because each token of a chunk sees the tokens after it. Both wrong masks pass a test that feeds one token at a time
+# (the first column). The top-left mask also passes a test that feeds everything at once (the last column). So test a
+# cache with *several* splits.
 
 # %% [markdown]
 # ## Experiment 2: the next request begins with the same words
 #
-# Many requests begin with the same text: a system prompt, a long document, a few examples. Keys and values depend only
-# on the tokens up to their own, so the next request can use them again. `make_cache("prefix", …)` keeps full
-# [pages](glossary.md#page) of 16 tokens after their request has ended, and finds them again by their tokens. We send
-# prompts that share more and more tokens with an earlier one, and measure the prefill.
+# Many requests begin with the same text: a system prompt, a long document, a few examples. The keys and values of a
+# token depend only on this token and those before it, so the next request can reuse them. `make_cache("prefix", …)`
+# keeps full [pages](glossary.md#page) of 16 tokens after their request has ended, and looks them up by their tokens. We
+# send prompts that share more and more tokens with an earlier one, and measure the prefill.
 
 # %% tags=["hide-input"]
 course.show(course.drawings.prefix_tree())
@@ -241,15 +243,15 @@ course.show(fig, alt=f"Left: a straight line from {computed[0]} computed tokens 
 # %% [markdown]
 # The saving is the shared length divided by the total length. Of <!--fig 11.shared80-->358<!--/fig--> shared
 # tokens <!--fig 11.reused80-->352<!--/fig--> are reused, because only full pages are kept. That makes the prefill more
-# than <!--fig 11.faster80 above-->1.5<!--/fig--> times as fast. Two rules make reuse safe. The stored *tokens* are
-# compared, not only a hash. And a page belongs to everything before it: the same words after another beginning are
-# another page.
+# than <!--fig 11.faster80 above-->1.5<!--/fig--> times as fast. Two rules make reuse safe. First, the stored *tokens*
+# are compared, not only a hash. Second, a page is identified by all tokens up to its end: the same words after a
+# different beginning are a different page.
 
 # %% [markdown]
 # ## Experiment 3: the next turn of a chat
 #
 # Each turn of a chat renders the whole conversation again. The cache holds the ids of the last prompt and its answer.
-# The chat template decides how much of that is still a prefix of the new prompt, and the result can surprise. We
+# The chat template decides how much of that is still a prefix of the new prompt. This is often less than expected. We
 # compare three chats with the same words:
 #
 # - **plain**: the template repeats every turn unchanged;
@@ -339,21 +341,21 @@ course.show(fig, alt=f"Bars for four turns of three chats. In the fourth turn {w
 # %% [markdown]
 # Plain: <!--fig 11.plain-->100<!--/fig--> percent of the cache is kept in each turn. Thinking dropped: in the last
 # turn <!--fig 11.think-->67<!--/fig--> percent is kept. The first difference is where the *latest* answer begins. The
-# older answers were rewritten a turn before, and are cached in their final form. So a turn loses one answer, not the
-# conversation. Clock: one changed digit near the beginning leaves <!--fig 11.clock-->4<!--/fig--> tokens, and
-# all <!--fig 11.clockfed-->119<!--/fig--> others are fed, although most of their words had been in the cache. The keys
-# of a token depend on everything before it. So put text that changes at the end of a prompt.
+# older answers were rendered without their thinking one turn before, and are cached in that form. So each turn loses
+# one answer, not the conversation. Clock: one changed digit near the beginning leaves <!--fig 11.clock-->4<!--/fig-->
+# tokens, and all <!--fig 11.clockfed-->119<!--/fig--> others are fed, although most of their words were in the cache.
+# The keys of a token depend on everything before it. So text that changes belongs at the end of a prompt.
 #
 # A chat that skips the comparison and appends the new turn to the cached tokens is fast and wrong: the model then reads
-# another text than the one that the template wrote.
+# a different text from the one that the template rendered.
 
 # %% [markdown]
 # ## Experiment 4: guess, check, truncate
 #
 # For a large model, a forward over five tokens takes much less than five times as long as one over a single token: the
 # weights are read once in both cases (notebook 09). So a cheap method can guess tokens, and the model *checks* them:
-# `verify_draft` gives the logits after each of the tokens. The guesses are kept up to the first one with which the
-# model does not agree. There the model's own choice is taken. Here we write the rounds by hand. The guesser is the
+# `verify_draft` gives the logits after each of the tokens. The guesses are kept up to the first one that differs from
+# the model's own choice; from there the model's choice is used. Here we write the rounds by hand. The guesser is the
 # model itself without its last layer.
 
 # %% tags=["hide-input"]
@@ -401,9 +403,9 @@ course.figure("11.forwards", len(log) + 1)
 
 # %% [markdown]
 # The check writes <!--fig 11.written-->5<!--/fig--> tokens in every round: the newest token, which had been drawn but
-# not fed, and four guesses. At that time nobody knows which guesses are right. (If you said four, you forgot the newest
-# token. The line that truncates must not forget it.) The wrong guesses must be removed, exactly. Here is what happens
-# if the count is wrong by one:
+# not fed, and four guesses. At that point it is not yet known which guesses are right. (If you said four, you forgot
+# the newest token. The line that truncates has to count it too.) Then exactly the wrong guesses have to be removed. The
+# next cell removes one token too many, and one too few:
 
 # %%
 crops = {
@@ -427,13 +429,13 @@ course.figure("11.many", agree["one too many"])
 course.figure("11.never", agree["never"])
 
 # %% [markdown]
-# No error is raised: `start_pos` is taken from the cache, so it agrees with the cache. But the cache does not agree
-# with the text. With one row too few, the answer is wrong after <!--fig 11.few-->6<!--/fig--> tokens, with one too many
-# after <!--fig 11.many-->6<!--/fig-->. Until then the wrong rows move the logits, but no word. If a
-# speculative decoder gives other answers than the model alone, look for this bug.
+# No error is raised: `start_pos` is taken from the cache, so it agrees with the cache. But the cache does not match the
+# text. With one row too few, the answer is wrong after <!--fig 11.few-->6<!--/fig--> tokens, with one too many
+# after <!--fig 11.many-->6<!--/fig-->. Until then the wrong rows change the logits, but no word. If a speculative
+# decoder gives different answers from the model alone, look for this bug.
 #
-# The output of correct speculative decoding is that of the model alone, for any guesser. A bad guesser costs time and
-# never changes a word. How often its guesses are right depends on the text:
+# The output of correct speculative decoding is that of the model alone, for any guesser. A bad guesser costs time but
+# never changes a word. The share of accepted guesses depends on the text:
 
 # %%
 most = course.sized(48, 12)  # tokens of an answer
@@ -494,11 +496,12 @@ course.show(fig, alt="Three histograms of how many guesses a round keeps, with t
             + "; ".join(described) + ".")
 
 # %% [markdown]
-# When the model repeats what is in its context, looking up what followed last time is
-# right <!--fig 11.again-->100<!--/fig--> percent of the time, and costs nothing. Over all four texts it
+# When the model repeats its context, a guesser that looks up the earlier continuation is
+# right <!--fig 11.again-->100<!--/fig--> percent of the time, and costs almost nothing. Over all four texts it
 # takes <!--fig 11.ngram-->0.77<!--/fig--> of the layer passes of plain decoding. The guesser with all layers but one is
-# right more often, but takes <!--fig 11.deep-->1.4<!--/fig--> times as many: its guesses cost nearly as much as the
-# steps that they save. So a high rate of acceptance is not enough. The cost of a guess matters too.
+# right more often, but takes <!--fig 11.deep-->1.4<!--/fig--> times as many layer passes as plain decoding: its guesses
+# cost nearly as much as the steps that they save. So a high acceptance rate is not enough; the cost of a guess matters
+# too.
 
 # %% [markdown]
 # ## Experiment 5: several answers from one prompt
@@ -535,13 +538,13 @@ course.figure("11.cow", written_pages)
 
 # %% [markdown]
 # One cache takes <!--fig 11.pages-->7<!--/fig--> pages, and five caches take the same <!--fig 11.pages-->7<!--/fig-->.
-# After each branch has written a token of its own it is <!--fig 11.cow-->11<!--/fig-->: one copied page per fork.
+# After each branch has written a different token it is <!--fig 11.cow-->11<!--/fig-->: one copied page per fork.
 
 # %% [markdown]
 # ## What the articles say
 #
-# Three claims about reuse that are wrong or misleading. The other claims that this notebook checks are on
-# [the page of all claims](claims.md).
+# Here are three claims about reuse that are wrong or misleading. The other claims that this notebook checks are on [the
+# page of all claims](claims.md).
 
 # %%
 offloaded = nanokv.make_cache("offloaded", c, to="host")
@@ -565,8 +568,8 @@ course.confirm("3.3", "misleading")
 # %% [markdown]
 # ## Exercises
 #
-# **11.1** Write the mask of a chunk: `cached` tokens are in the cache, `T` new ones come. Return a bool tensor
-# `(T, cached + T)`, True where a query may look. The check tries it on splits of 12 tokens.
+# **11.1** Write the mask of a chunk: `cached` tokens are in the cache, and `T` new ones are fed. Return a bool tensor
+# `(T, cached + T)`, True where a query may attend to a key. The check tries it on splits of 12 tokens.
 
 
 # %% tags=["exercise"]
@@ -641,8 +644,9 @@ def keep(cached, new):
 course.check("11.4", keep)
 
 # %% [markdown]
-# **11.5** The check itself, for greedy decoding. `guesses` are `g` ids. `best` are `g + 1` ids: the model's own choice
-# after the newest token, after the first guess, and so on. Return the list of tokens that this round adds to the text.
+# **11.5** The check of the guesses, for greedy decoding. `guesses` are `g` ids. `best` are `g + 1` ids: the model's own
+# choice after the newest token, after the first guess, and so on. Return the list of tokens that this round adds to the
+# text.
 
 
 # %% tags=["exercise"]
@@ -684,13 +688,13 @@ course.answer("11.q3", q3)
 # - Leviathan and others, [Fast inference from transformers via speculative decoding](https://arxiv.org/abs/2211.17192):
 #   why the result is exact with sampling too.
 # - Zheng and others, [SGLang](https://arxiv.org/abs/2312.07104): a tree of shared prefixes for many requests.
-# - `nanokv/chat/session.py`: a chat that keeps what it can and says why it could not keep more;
+# - `nanokv/chat/session.py`: a chat that keeps as much of its cache as it can, and reports why it could not keep more;
 #   `nanokv/decoding/speculative.py`: the rounds, for any temperature; `nanokv/cache/prefix.py`: the index of pages.
 #
 # ## Next
 #
-# In notebook [12](12_batches_and_an_engine.ipynb) several texts share a model, and your parts become an engine. In
-# notebook [13](13_what_a_cache_may_lose.ipynb) a window drops old tokens, and numbers lose bits.
+# In notebook [12](12_batches_and_an_engine.ipynb) several texts share a model, and your parts become an engine.
+# Notebook [13](13_what_a_cache_may_lose.ipynb) is about caches that drop old tokens or store numbers with fewer bits.
 
 # %% tags=["skip"]
 course.progress()

@@ -121,8 +121,8 @@ CHECKS = (
             Mistake(
                 "newest forgotten",
                 lambda c: (c.n + c.g, c.n + c.k),
-                "The newest token is fed in front of the guesses: it was drawn, but it has not "
-                "been fed yet.",
+                "The newest token is fed before the guesses: it was drawn, but it has not been "
+                "fed yet.",
             ),
             Mistake(
                 "newest forgotten when cutting",
@@ -141,7 +141,8 @@ CHECKS = (
             Mistake(
                 "only accepted written",
                 lambda c: (c.n + 1 + c.k, c.n + 1 + c.k),
-                "The check writes all guesses. Which are right is known only afterwards.",
+                "The check writes all guesses. Only afterwards is it known which of them are "
+                "right.",
             ),
             Mistake(
                 "nothing taken back",
@@ -150,7 +151,8 @@ CHECKS = (
             ),
         ),
         otherwise=(
-            "Count what is fed: the newest token and all guesses. Then count what of it is right."
+            "Count the tokens that are fed: the newest token and all guesses. Then count how many "
+            "of them are right."
         ),
     ),
     function(
@@ -169,13 +171,13 @@ CHECKS = (
                 "equal places",
                 lambda a, b: min(sum(x == y for x, y in zip(a, b, strict=False)), len(b) - 1),
                 "You count all places that are equal. After the first difference nothing can be "
-                "kept: every later key has seen it.",
+                "kept: every later key depends on it.",
             ),
             Mistake(
                 "by length",
                 lambda a, b: min(len(a), len(b) - 1),
-                "This takes for granted that the new prompt goes on where the cache ends. A "
-                "template may have changed it.",
+                "This assumes that the new prompt continues where the cache ends. A template may "
+                "have changed it.",
             ),
         ),
     ),
@@ -199,13 +201,13 @@ CHECKS = (
             Mistake(
                 "all that agree",
                 lambda g, b: [x for x, y in zip(g, b, strict=False) if x == y] + [b[-1]],
-                "A guess behind a wrong one was made for another text, even if it agrees by "
+                "A guess after a wrong one was made for a different text, even if it agrees by "
                 "chance.",
             ),
             Mistake(
                 "the model's list",
                 lambda g, b: list(b),
-                "Behind the first wrong guess the model was asked about another text.",
+                "After the first wrong guess, the choices of the model are for a different text.",
             ),
         ),
     ),
