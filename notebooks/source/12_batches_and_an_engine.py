@@ -9,17 +9,17 @@
 # %% [markdown]
 # # 12 · Batches, and an engine of your own
 #
-# A server answers several people at once with one model. Their prompts have different lengths, and a tensor is a
-# rectangle. This notebook puts them into one, and shows what goes wrong without a word of warning if it is done
-# carelessly. It measures why anybody does this: the rows of a batch share the weights that a step reads. At the end the
-# parts that you wrote since notebook 01 become an engine that answers a chat.
+# A server answers several people at once with one model. Their prompts have different lengths, but a tensor is a
+# rectangle. In this notebook you put them into one tensor, and see the errors that a careless batch produces without
+# any warning. Then you measure why servers batch: the rows of a batch share the weights that a step reads. At the end,
+# the parts that you have written since notebook 01 become an engine that answers a chat.
 #
 # ## What you will be able to do
 #
-# - put prompts of different lengths into one [batch](glossary.md#batch), [padded](glossary.md#padding) on the left, and
-#   every row counted from its own first token;
+# - put prompts of different lengths into one [batch](glossary.md#batch), [padded](glossary.md#padding) on the left,
+#   with the positions of every row counted from its first token;
 # - say which bytes of a decode step all rows share, and which each row reads for itself;
-# - put your own sampler, attention, cache and loop together into an engine that draws the tokens of nanokv.
+# - put your own sampler, attention, cache and loop together into an engine that draws the same tokens as nanokv.
 #
 # Letters: `B` rows of the batch, `T` tokens that are fed at once, `S` keys that a query may see, the cached ones
 # included, `C` numbers of a hidden state, `H` query heads, `Hk` KV heads, `D` numbers of a head, `V` entries of the
@@ -49,7 +49,8 @@ def chat_ids(*messages, open=True):
 # ## Predict
 #
 # Four prompts of different lengths share one tensor: the short ones are filled up with a padding token on the *right*.
-# The loop is that of notebook 06, with a batch of four. How many of the four answers are the same as without a batch?
+# The loop is the one from notebook 06, with a batch of four. How many of the four answers are the same as without a
+# batch?
 
 # %% tags=["exercise"]
 unharmed = ...  # 0 to 4
@@ -77,7 +78,7 @@ course.predict("12.b", longer, unit="times")
 # ## Experiment 1: rows of different lengths
 #
 # A batch is a rectangle, but prompts have different lengths. We fill it up in three ways: on the right; on the left,
-# without a mask; and on the left with a mask and with positions that begin where each row begins
+# without a mask; and on the left with a mask and with positions that start at the first token of each row
 # (`nanokv.generate_padded`).
 
 # %%
@@ -167,20 +168,22 @@ course.show(fig, alt=f"Two rectangles of {B} rows: prompts blue, padding grey, n
             "and each row counts from its own first token.")
 
 # %% [markdown]
-# Padded on the right, <!--fig 12.right-->1<!--/fig--> of four answers stays the same, that of the longest prompt. In
+# Padded on the right, <!--fig 12.right-->1<!--/fig--> of four answers stays the same, the one to the longest prompt. In
 # all other rows the *last column* is padding, so the next token is chosen after the padding. Padded on the left without
-# a mask, <!--fig 12.leftsame-->3<!--/fig--> answers are the same. That is worse, because the error is easily
-# missed: the logits are off by <!--fig 12.left-->1.3<!--/fig-->, because every token also sees the padding. (The shifted positions alone would do no harm: notebook 06.) With the padding masked the difference is
+# a mask, <!--fig 12.leftsame-->3<!--/fig--> answers are the same. That is worse, because the error is easy to miss: the
+# logits are off by <!--fig 12.left-->1.3<!--/fig-->, since every token also sees the padding. (The shifted positions
+# alone would do no harm: notebook 06.) With the padding masked the difference is
 # rounding, <!--fig 12.masked x5-->1e-5<!--/fig-->.
 
 # %% [markdown]
 # The padding is computed and stored like tokens. `nanokv.generate_ragged` needs no padding: each row has its own cache,
-# the rows are prefilled one by one, and they are decoded together. Why decode them together at all?
+# the rows are prefilled one by one, and they are decoded together. So why decode them together?
 
 # %% [markdown]
 # ## Experiment 2: what the rows share
 #
-# One model decodes 1, 2, 4 … rows, each with its own cache of the same length. The shortest of several steps counts.
+# One model decodes 1, 2, 4 … rows, each with its own cache of the same length. Of several steps, the shortest time
+# counts.
 
 # %%
 rows_at_once, rate, took = [1, 2, 4, 8, 16, 32], [], []
@@ -212,14 +215,14 @@ course.figure("12.batch", rate[-1] / rate[0])
 
 # %% [markdown]
 # Here <!--def-->32<!--/def--> rows give more than <!--fig 12.batch above-->3<!--/fig--> times as many tokens per second
-# as one row: a step reads every weight once for all rows. The rows do *not* share their caches. So how much is won ends
-# where the caches are read as long as the weights. Exercise 12.3 computes it for a larger model.
+# as one row: a step reads every weight once for all rows. The rows do *not* share their caches. So the gain ends when
+# reading the caches takes as long as reading the weights. Exercise 12.3 computes this for a larger model.
 
 # %% [markdown]
 # ## What the articles say
 #
-# Two claims about what a step with a cache looks like, in one row and in many. The other claims are on
-# [the page of all claims](claims.md).
+# Here are two claims about a step with a cache, one for a single row and one for many. The other claims are on [the
+# page of all claims](claims.md).
 
 # %%
 cache = nanokv.make_cache("dict", c)
@@ -258,8 +261,8 @@ def rectangle(prompts):
 course.check("12.1", rectangle)
 
 # %% [markdown]
-# **12.2** What does the rectangle cost? Prompts of these lengths are padded into one batch, and the batch is prefilled
-# as a whole. How many percent of the tokens that are computed are padding?
+# **12.2** The cost of the rectangle. Prompts of these lengths are padded into one batch, and the batch is prefilled as
+# a whole. How many percent of the tokens that are computed are padding?
 
 # %%
 case = course.case("12.2")
@@ -276,9 +279,9 @@ for_nothing = 100 * (computed - sum(case.lengths)) / computed
 course.check("12.2", for_nothing)
 
 # %% [markdown]
-# **12.3** What do the rows share? A model has `W` bytes of weights. `B` rows are decoded together, and the cache of each
-# row holds `S` tokens, with `kv` bytes per token. A step reads the weights and all the caches once. How many bytes does
-# it read *per new token*?
+# **12.3** The bytes that rows share. A model has `W` bytes of weights. `B` rows are decoded together, and the cache of
+# each row holds `S` tokens, with `kv` bytes per token. A step reads the weights and all the caches once. How many bytes
+# does it read *per new token*?
 
 # %%
 case = course.case("12.3")
@@ -297,9 +300,9 @@ course.check("12.3", bytes_per_token)
 # ## Your own engine
 #
 # You have written most of a small engine by now: the sampler in 01, attention in 02, the shared heads in 03, the cache
-# in 06, the pages in 10, the reuse of a chat in 11. Each of these answers was kept as a file in the folder `my`, beside
-# the notebooks, when its check was right. You may open and edit these files. `course.mine` takes your own part if it
-# still passes its check. Where you have none, it takes nanokv's, and says so.
+# in 06, the pages in 10, the reuse of a chat in 11. When the check of such an answer was right, the answer was saved as
+# a file in the folder `my`, beside the notebooks. You may open and edit these files. `course.mine` uses your own part
+# if it still passes its check. Otherwise it uses nanokv's, and prints that.
 
 # %%
 top_p, cut = course.mine("sampler"), course.mine("stop")
@@ -309,11 +312,11 @@ place_of, free = course.mine("page"), course.mine("free")
 write = course.mine("loop")
 
 # %% [markdown]
-# Here they are put together. The weights are the model's, and there is no second copy of it. The model takes two things
-# from outside: an attention object, which it calls with `q`, `k` and `v`, and a cache with one entry per layer.
-# `MyAttention` calls the function of 02.2 once per query head. That function knows a square of `T` queries and `T` keys
-# only. With a cache there are fewer queries than keys. So the rows of the old queries are filled with zeros, and their
-# results are dropped. (That is the waste of notebook 05 once more; nanokv's attention does without.)
+# The next cell puts them together. The engine uses the loaded model and its weights, without a second copy. The model
+# gets two objects from outside: an attention object, which it calls with `q`, `k` and `v`, and a cache with one entry
+# per layer. `MyAttention` calls the function of 02.2 once per query head. That function only works for a square of `T`
+# queries and `T` keys. With a cache there are fewer queries than keys. So the rows of the old queries are filled with
+# zeros, and their results are dropped. (This repeats the waste of notebook 05; nanokv's attention avoids it.)
 
 
 # %%
@@ -363,11 +366,11 @@ class Engine:
 # One part is missing, the loop.
 #
 # **12.4** Write a turn. `engine` has `held`, `stop`, `clear()`, `feed(ids, start_pos)` and `draw(logits)`, as above.
-# `ids` is a whole prompt, of the same chat or of another one. If the prompt begins with everything in
-# `engine.held`, feed only the rest. Otherwise call `engine.clear()` and feed the whole prompt. (`keep` from 11.4 counts
-# the common beginning.) Then draw tokens and feed them, until one of `engine.stop` comes or there are `most`. Return the
-# list of drawn tokens, the end token included. The last one is not fed. The check gives your turn to several chats, and
-# counts what it feeds.
+# `ids` is a whole prompt, of the same chat or of another one. If the prompt begins with everything in `engine.held`,
+# feed only the rest. Otherwise call `engine.clear()` and feed the whole prompt. (`keep` from 11.4 counts the common
+# beginning.) Then draw tokens and feed them, until one of `engine.stop` is drawn or there are `most` tokens. Return the
+# list of drawn tokens, including the end token. The last one is not fed. The check runs your turn in several chats, and
+# counts the tokens that it feeds.
 
 
 # %% tags=["exercise"]
@@ -391,8 +394,9 @@ def turn(engine, ids, most):
 course.check("12.4", turn)
 
 # %% [markdown]
-# Now the engine answers a chat. The turns share one cache, so each turn prefills only what the cache does not hold. The
-# tokens must be those of `nanokv.generate`, which starts with an empty cache for every turn.
+# Now the engine answers a chat. The turns share one cache, so each turn prefills only the tokens that the cache does
+# not hold yet. The drawn tokens must be the same as from `nanokv.generate`, which starts with an empty cache for every
+# turn.
 
 # %%
 reply = course.mine("turn")
@@ -434,9 +438,9 @@ course.figure("12.equal", equal)
 course.figure("12.turns", len(turns))
 
 # %% [markdown]
-# In <!--fig 12.equal-->3<!--/fig--> of <!--fig 12.turns-->3<!--/fig--> turns the engine draws the tokens of nanokv. The
-# cache is an argument, so another one can take its place. `Pages` keeps a layer in pages of 16 tokens: 10.4 says where
-# token `i` is, and 10.5 gives the pages back when the chat is over.
+# In <!--fig 12.equal-->3<!--/fig--> of <!--fig 12.turns-->3<!--/fig--> turns the engine draws the same tokens as
+# nanokv. The cache is an argument, so it can be replaced by another one. `Pages` keeps a layer in pages of 16 tokens:
+# your function of 10.4 finds token `i`, and that of 10.5 gives the pages back when the chat is over.
 
 
 # %%
@@ -501,14 +505,14 @@ course.answer("12.q3", q3)
 #
 # - Yu and others, [Orca](https://www.usenix.org/conference/osdi22/presentation/yu): rows that enter and leave a running
 #   batch, step by step.
-# - Hugging Face, [Caching](https://huggingface.co/docs/transformers/main/en/cache_explanation), from the reading list of
-#   an article.
+# - Hugging Face, [Caching](https://huggingface.co/docs/transformers/main/en/cache_explanation), which one of the
+#   articles recommends.
 # - `nanokv/decoding/batching.py`, `nanokv/cache/padded.py`.
 #
 # ## Next
 #
-# Batching leaves the answers unchanged, if it is done right. Notebook [13](13_what_a_cache_may_lose.ipynb) is about
-# caches that always change the numbers, because they drop old tokens or store fewer bits, and about how you would notice.
+# Batching leaves the answers unchanged if it is done right. Notebook [13](13_what_a_cache_may_lose.ipynb) is about
+# caches that always change the numbers, because they drop old tokens or store fewer bits, and about ways to notice it.
 
 # %% tags=["skip"]
 course.progress()
