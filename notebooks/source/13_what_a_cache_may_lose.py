@@ -9,16 +9,17 @@
 # %% [markdown]
 # # 13 · What a cache may lose
 #
-# This notebook is about two ways to serve more from the same memory: drop old tokens, and store numbers with fewer
-# bits. Both always change the numbers that a model reads, and the question is how you would notice. At the end you build
-# something of your own, and the suite that tested every cache of this course tests yours.
+# This notebook is about two ways to serve more requests from the same memory: drop old tokens, and store numbers with
+# fewer bits. Both always change the numbers that a model reads, so you need a way to notice the damage. At the end you
+# build a cache, a store or a model yourself, and it is tested by the suite that tested every cache of this course.
 #
 # ## What you will be able to do
 #
-# - say what a [sliding window](glossary.md#sliding-window) keeps, what it loses, and which measurement does not show
+# - say which tokens a [sliding window](glossary.md#sliding-window) keeps and loses, and which measurement does not show
 #   the loss;
-# - choose how keys and values are [quantized](glossary.md#quantization), and say why the two need different ways;
-# - say what a mean over all tokens hides, and look at the worst token instead;
+# - choose how keys and values are [quantized](glossary.md#quantization), and say why keys and values need different
+#   methods;
+# - say what a mean over all tokens hides, and find the worst token instead;
 # - choose a tolerance and justify it.
 #
 # Letters: `B` rows of the batch, `T` tokens that are fed at once, `S` keys that a query may see, the cached ones
@@ -46,8 +47,8 @@ def chat_ids(*messages, open=True):
 # %% [markdown]
 # ## Predict
 #
-# A name is told at the beginning of a conversation of some 340 tokens, and asked for at its end. A cache keeps only the
-# last 64 tokens, then one only the last 256. By how many percent is the longer window better, in
+# In a conversation of some 340 tokens, a name is given at the beginning and asked for at the end. One cache keeps only
+# the last 64 tokens, another only the last 256. By how many percent is the longer window better, in
 # [perplexity](glossary.md#perplexity) over the whole conversation?
 
 # %% tags=["exercise"]
@@ -60,8 +61,8 @@ better = 30  # a common first guess: four times the memory must be worth somethi
 course.predict("13.a", better, unit="percent", signed=True)
 
 # %% [markdown]
-# Second: keys and values are stored in 2 bits instead of 32. By how many percent does the perplexity of the conversation
-# rise?
+# Second: keys and values are stored in 2 bits instead of 32. By how many percent does the perplexity of the
+# conversation rise?
 
 # %% tags=["exercise"]
 worse = ...  # percent
@@ -73,12 +74,12 @@ worse = 50  # a common first guess: four steps cannot be enough
 course.predict("13.b", worse, unit="percent", signed=True)
 
 # %% [markdown]
-# ## Experiment 1: drop what is old
+# ## Experiment 1: drop old tokens
 #
 # The sliding cache keeps the last `window` positions, so its memory stops growing. With `sinks` it also keeps the first
 # few tokens: large models put much of their attention there, and fail without them. Here is a conversation in which a
-# name is told at the very beginning and asked for at the very end. Make the window smaller and watch two things: the
-# perplexity of the conversation, and the name.
+# name is given at the very beginning and asked for at the very end. We make the window smaller and observe two things:
+# the perplexity of the conversation, and the name.
 
 # %%
 talk = [
@@ -164,27 +165,26 @@ course.show(fig, alt=f"Left: perplexity falls from {ppl[0][0]:.2f} at a window o
 # %% [markdown]
 # The conversation has <!--fig 13.tokens-->340<!--/fig--> tokens. From a window of 64 to one of 256, memory grows four
 # times. Perplexity goes from <!--fig 13.w64-->2.34<!--/fig--> to <!--fig 13.w256-->2.31<!--/fig-->, a change
-# of <!--fig 13.gain-->1.4<!--/fig--> percent. That looks as if nothing important stood further back. But the name
-# stands there: <!--fig 13.whole-->1<!--/fig--> window recalls it, the one that reaches the first line,
-# and <!--fig 13.recalled-->0<!--/fig--> of the smaller ones do. With those, the model answers fluently and politely that
-# it was not told. Perplexity falls further, to <!--fig 13.full-->1.97<!--/fig-->, only without a window. The figures of
-# the smaller windows do not say which of them lost the name. So test a cache that drops tokens with questions about what it
-# may have dropped.
+# of <!--fig 13.gain-->1.4<!--/fig--> percent. That looks as if the earlier text contained nothing important. But it
+# contains the name: <!--fig 13.whole-->1<!--/fig--> window recalls it, the one that reaches the first line,
+# and <!--fig 13.recalled-->0<!--/fig--> of the smaller ones do. With the smaller ones, the model answers fluently and
+# politely that it does not know the name. Perplexity falls further, to <!--fig 13.full-->1.97<!--/fig-->, only without
+# a window. The perplexities of the smaller windows do not show that the name was lost. So test a cache that drops
+# tokens with questions about the dropped text.
 #
 # Sinks do not help this model: at a window of 16, perplexity is <!--fig 13.w16-->2.9<!--/fig--> without them
 # and <!--fig 13.w16sinks-->3.3<!--/fig--> with them. Papers report the opposite for large models, which were trained
 # for long on long texts. SmolLM2-135M behaves as in the papers: on English prose, a window of 64 with four sinks is
-# better than one of 256 without (docs/real-models.md has the command). So measure on your own model what helps another
-# one.
+# better than one of 256 without (docs/real-models.md has the command). So measure such methods on your own model.
 
 # %% [markdown]
 # ## Experiment 2: fewer bits
 #
 # To store a group of numbers in 4 bits, take the smallest and the largest of the group, divide the range between them
 # into 15 steps, and store the nearest step of each number. Which numbers should form a group? For keys `(B,Hk,T,D)`
-# there are two choices: all channels of one *token*, or one *channel* of several tokens. `nanokv.lab.study.quality` rounds
-# keys or values before attention reads them. It measures two things: the error of the numbers, and how much the
-# log-likelihood of each token moves.
+# there are two choices: all channels of one *token*, or one *channel* of several tokens. `nanokv.lab.study.quality`
+# rounds keys or values before attention reads them. It measures two things: the error of the numbers, and how much the
+# log-likelihood of each token changes.
 
 # %%
 bits = (8, 4, 2)
@@ -242,21 +242,21 @@ course.show(fig, alt="Three plots against bits, log scale. Error: "
 
 # %% [markdown]
 # In 8 bits, keys are off by <!--fig 13.k8-->0.3<!--/fig--> percent with a scale per channel and
-# by <!--fig 13.kt8-->0.6<!--/fig--> with a scale per token; values are off by <!--fig 13.v8-->0.5<!--/fig-->. With
-# a scale per channel, a token moves on average by <!--fig 13.move8 x1.5-->0.001<!--/fig--> nats if keys have 8 bits,
-# by <!--fig 13.move4 x1.5-->0.015<!--/fig--> with 4, and by <!--fig 13.move2 x1.5-->0.07<!--/fig--> with 2. In large
-# models a few channels of the keys are far larger than the rest.
-# The third panel adds one such channel. Now the scale of a *token* is the scale of its largest channel, and too few
-# steps are left for the other channels. At 4 bits, tokens move <!--fig 13.planted x1.5-->11<!--/fig--> times as much as
-# with a scale per channel, which the large channel does not affect. Values have no such channels. So keys are quantized
-# by channel and values by token. A block of keys can be rounded only when all its tokens are there, so the newest
-# tokens stay exact.
+# by <!--fig 13.kt8-->0.6<!--/fig--> with a scale per token; values are off by <!--fig 13.v8-->0.5<!--/fig-->. With a
+# scale per channel, the log-likelihood of a token changes on average by <!--fig 13.move8 x1.5-->0.001<!--/fig--> nats
+# if keys have 8 bits, by <!--fig 13.move4 x1.5-->0.015<!--/fig--> with 4, and
+# by <!--fig 13.move2 x1.5-->0.07<!--/fig--> with 2. In large models a few channels of the keys are far larger than the
+# rest. The third panel adds one such channel. Now the scale of a *token* is the scale of its largest channel, and too
+# few steps are left for the other channels. At 4 bits, log-likelihoods change <!--fig 13.planted x1.5-->11<!--/fig-->
+# times as much as with a scale per channel, which the large channel does not affect. Values have no such channels. So
+# keys are quantized by channel and values by token. A block of keys can be rounded only when it is complete, so the
+# newest tokens stay exact.
 
 # %% [markdown]
-# That rounded every number. A real cache keeps its newest tokens exact, 32 of them and the block that is not yet full.
-# In a talk as short as this one they are a large part. So here are two caches for each number of bits: one as usual,
-# and one with `residual=0`, which rounds every block as soon as it is full. The last two columns look at one token, the
-# one that moved most.
+# So far every number was rounded. A real cache keeps its newest tokens exact: 32 tokens, and the block that is not yet
+# full. In a conversation as short as this one they are a large part. So we compare two caches for each number of bits:
+# the usual one, and one with `residual=0`, which rounds every block as soon as it is full. The last two columns are
+# about one token, the one with the largest change.
 
 # %%
 exact_log_p = log_likelihood(nanokv.score(model, whole), whole)
@@ -305,20 +305,22 @@ course.show(fig, alt="Two plots against 8, 4 and 2 bits. Left: perplexity stays 
 
 # %% [markdown]
 # In the mean, even 2 bits seem to cost nothing: perplexity changes by less than <!--fig 13.rise below-->1<!--/fig-->
-# percent. Some tokens became likelier and some less likely, and the mean cancels them. One token shows it: it moved
-# by <!--fig 13.worst2 x1.5-->0.8<!--/fig--> nats, so its probability changed by a factor
-# of <!--fig 13.unlikely x1.5-->2.3<!--/fig-->. In 8 bits the worst one moves by <!--fig 13.worst8 x2-->0.02<!--/fig-->.
-# With the newest 32 tokens exact it is <!--fig 13.usual2 x1.5-->0.2<!--/fig--> for 2 bits: most of what attention reads
-# is near, and that is why such caches keep it exact. Such a cache in 4 bits is <!--fig 13.smaller-->3.6<!--/fig--> times
-# smaller than in 32. It is not eight times smaller, because the scales take memory and the newest tokens are exact.
+# percent. Some tokens became more likely and some less likely, and in the mean these changes cancel. A single token
+# shows the damage: its log-likelihood changed by <!--fig 13.worst2 x1.5-->0.8<!--/fig--> nats, that is, its probability
+# by a factor of <!--fig 13.unlikely x1.5-->2.3<!--/fig-->. In 8 bits the worst token changes
+# by <!--fig 13.worst8 x2-->0.02<!--/fig-->. With the newest 32 tokens exact it
+# is <!--fig 13.usual2 x1.5-->0.2<!--/fig--> for 2 bits: most of the attention goes to recent tokens, and that is why
+# such caches keep them exact. Such a cache in 4 bits is <!--fig 13.smaller-->3.6<!--/fig--> times smaller than in 32.
+# It is not eight times smaller, because the scales take memory and the newest tokens are exact.
 #
-# So 2 bits are not free, and a mean does not tell. It is the name of Experiment 1 once more.
+# So 2 bits do have a cost, but the mean does not show it, just as perplexity did not show the lost name in
+# Experiment 1.
 
 # %% [markdown]
 # ## Experiment 3: which difference is a bug?
 #
-# Every cache of nanokv reads the same conversation in [chunks](glossary.md#chunk) of eight. How far does the
-# log-likelihood of the worst token move, and how many bytes does the cache save?
+# Every cache of nanokv reads the same conversation in [chunks](glossary.md#chunk) of eight. How much does the
+# log-likelihood of the worst token change, and how many bytes does the cache save?
 
 # %%
 kinds = {name: {} for name in nanokv.CACHES if name not in ("sliding", "quantized")}
@@ -350,15 +352,16 @@ course.show(fig, alt="Bars on a log scale. All caches that keep exact values sta
             "of the equality suite.")
 
 # %% [markdown]
-# There is a wide gap. The rounding of sums in another order ends at <!--fig 13.exact x10-->1e-5<!--/fig-->. The
-# smallest change of the *values* begins at <!--fig 13.q8 x2-->3e-3<!--/fig-->. The tolerance must lie in this gap, here
-# `1e-4`: small enough to catch a wrong position, large enough to accept another order of sums. For a cache that rounds
-# its values there is no such tolerance. There you measure the likelihood, and the answers that matter to you.
+# There is a wide gap. Sums in a different order change the log-likelihood by at
+# most <!--fig 13.exact x10-->1e-5<!--/fig-->. Caches that change the stored *values* change it by at
+# least <!--fig 13.q8 x2-->3e-3<!--/fig-->. The tolerance must lie in this gap, here `1e-4`: small enough to catch a
+# wrong position, large enough to accept a different order of sums. For a cache that rounds its values there is no such
+# tolerance. For such a cache, measure the likelihood, and check the answers that matter to you.
 
 # %% [markdown]
 # ## What the articles say
 #
-# Two misleading claims. The other claims that this notebook checks are on [the page of all claims](claims.md).
+# Here are two misleading claims. The other claims that this notebook checks are on [the page of all claims](claims.md).
 
 # %%
 cache = nanokv.make_cache("dict", c)
@@ -435,18 +438,18 @@ course.check("13.3", round_trip)
 # ## Capstone
 #
 # **13.4** Pick one of three tasks, and hand in a pair: its name and your code. It has to pass `nanokv.equality` and a
-# few checks of its own.
+# few checks of that task.
 #
 # - `("static", MyLayer)`: a class for one layer, derived from `nanokv.cache.LayerCache` and called as
 #   `MyLayer(capacity)`, with `append`, `length` and `truncate`. It allocates its memory once: the keys of the first
-#   layer must not move while tokens come. Beyond the capacity it raises `nanokv.errors.CapacityError` before anything
-#   is written.
+#   layer must not move while tokens are added. Beyond the capacity it raises `nanokv.errors.CapacityError` before
+#   anything is written.
 # - `("prefix", MyStore)`: `MyStore(config, entries)` keeps at most `entries` caches and drops the least recently used
-#   one first. `store.put(tokens, cache)` keeps one. `store.get(tokens)` returns `(cache, n)`: a cache of its own for
+#   one first. `store.put(tokens, cache)` adds one. `store.get(tokens)` returns `(cache, n)`: an independent cache for
 #   the caller, with the longest beginning of `tokens` that any entry shares, `n` tokens long, and at most all tokens
 #   but one. If no entry shares a token, the cache is empty and `n = 0`.
 # - `("mqa", convert)`: `convert(model)` returns a new model with *one* KV head, whose `k_proj` and `v_proj` are the
-#   mean of the old ones over the heads. The old model stays unchanged. (The answers of the new one will be bad: it
+#   mean of the old ones over the heads. The old model stays unchanged. (The new model will give bad answers, because it
 #   would need training. The suite only compares it with and without a cache.)
 
 # %% tags=["exercise"]
@@ -502,14 +505,14 @@ course.answer("13.q3", q3)
 #
 # - Xiao and others, [StreamingLLM](https://arxiv.org/abs/2309.17453): attention sinks, and the models that need them.
 # - Liu and others, [KIVI](https://arxiv.org/abs/2402.02750): keys by channel, values by token.
-# - Hugging Face, [KV cache quantization](https://huggingface.co/blog/kv-cache-quantization), from the reading list of
-#   an article.
+# - Hugging Face, [KV cache quantization](https://huggingface.co/blog/kv-cache-quantization), which one of the articles
+#   recommends.
 # - `nanokv/cache/sliding.py`, `nanokv/cache/quantized.py`, `nanokv/lab/study/quality.py`.
 #
 # ## Next
 #
-# A cache may still be too large for one machine, after all that. In notebook
-# [14](14_more_than_one_machine.ipynb) a model, its cache and a prompt are divided among several.
+# Even a smaller cache may be too large for one machine. In notebook [14](14_more_than_one_machine.ipynb) a model, its
+# cache and a prompt are divided among several machines.
 
 # %% tags=["skip"]
 course.progress()

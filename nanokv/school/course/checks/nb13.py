@@ -235,7 +235,7 @@ def _slab_outcome(one):
         )
     if len({keys.data_ptr() for keys in given}) > 1:
         return wrong(
-            "the keys moved while tokens came: take the memory once, and write into it", "moved"
+            "the keys moved while tokens came: allocate the memory once, and write into it", "moved"
         )
     try:
         one.append(k, k)
