@@ -9,18 +9,18 @@
 # %% [markdown]
 # # 14 · One machine is not enough
 #
-# A model or its cache can be too large for one machine. Then both are cut into parts, and each part lies on a machine
-# of its own. The machines must exchange results before the next token is known. In this notebook two processes stand
-# for two machines. You cut a model, and then only its cache, count the bytes that are sent, and check that the logits
-# stay the same. At the end a prompt is computed by one process and continued by the other.
+# A model or its cache can be too large for one machine. Then both are cut into parts, and each part is placed on a
+# different machine. The machines must exchange results before the next token is known. In this notebook two processes
+# play the role of two machines. You cut a model, and then only its cache, count the bytes that are sent, and check that
+# the logits stay the same. At the end one process computes a prompt and the other continues it.
 #
 # ## What you will be able to do
 #
-# - say what of a model is cut where, by columns, rows, heads, words and positions, and why;
+# - say how each part of a model is cut (by columns, rows, heads, words or positions), and why;
 # - predict the bytes that a [rank](glossary.md#rank) sends per token, and measure them;
-# - say why grouped heads limit the number of ranks;
+# - say why grouped-query attention limits the number of ranks;
 # - merge attention over two parts of the keys by hand, with their [log-sum-exp](glossary.md#log-sum-exp);
-# - compute when it is faster to send a [KV cache](glossary.md#kv-cache) than to compute it again.
+# - compute when sending a [KV cache](glossary.md#kv-cache) is faster than computing it again.
 #
 # Letters: `B` rows of the batch, `T` tokens that are fed at once, `S` keys that a query may see, `C` numbers of a
 # hidden state, `H` query heads, `Hk` KV heads, `D` numbers of a head, `L` layers, `V` entries of the vocabulary, and
@@ -47,7 +47,7 @@ qwen = FAMILY["Qwen/Qwen3-0.6B"]  # its published shape
 # ## Predict
 #
 # The bundled model is cut over two ranks: each has half of the heads, half of the width of every MLP, and half of the
-# vocabulary. How often must they exchange something to compute *one* token?
+# vocabulary. How often must they exchange results to compute *one* token?
 
 # %% tags=["exercise"]
 messages = ...
@@ -59,8 +59,8 @@ messages = 6  # a common first guess: once per layer
 course.predict("14.a", messages, unit="messages")
 
 # %% [markdown]
-# Second: now the weights are whole on both ranks, and the *positions* of one long sequence are divided between them.
-# Each holds the keys and values of its own positions. When the sequence is ten times as long, how many times as many
+# Second: now each rank has all weights, and the *positions* of one long sequence are divided between the ranks. Each
+# rank holds the keys and values of its own positions. When the sequence is ten times as long, how many times as many
 # bytes does a rank receive per new token?
 
 # %% tags=["exercise"]
@@ -76,8 +76,9 @@ course.predict("14.b", growth, unit="times")
 # ## Experiment 1: cut a matrix
 #
 # An MLP multiplies a token with `gate` and `up`, `(width,C)` each, and the result with `down`, `(C,width)`. A weight
-# matrix can be cut by rows, so that each rank computes some of the *outputs*. Or it can be cut by columns, so that each
-# rank reads some of the *inputs*. Then the outputs of the ranks are summands, and have to be added up.
+# matrix can be cut by rows, so that each rank computes some of the *outputs*. It can also be cut by columns, so that
+# each rank reads some of the *inputs*. Then each rank computes a partial sum of every output, and the partial sums have
+# to be added.
 
 # %%
 mlp = model.layers[0].mlp
@@ -103,25 +104,26 @@ print(f"after cut and sum off by {float((added - whole).abs().max()):.0e}")
 print(f"one half alone is off by {float((half(0) - whole).abs().max()):.2f}")
 
 # %% [markdown]
-# The order of the cuts matters. `gate` and `up` are cut by outputs, `down` by inputs. Then each rank goes through the
-# whole block alone, and one sum ends it. If `down` were cut by outputs too, each rank would need the other half of the
-# hidden width first: two messages instead of one. Attention is cut in the same way: `q`, `k`, `v` by heads, that
-# is by outputs, and `o` by inputs. This is [tensor parallelism](glossary.md#tensor-parallelism), and these are all its
-# cuts:
+# The order of the cuts matters. `gate` and `up` are cut by outputs, `down` by inputs. Then each rank computes its part
+# of the whole block alone, and one sum at the end is enough. If `down` were cut by outputs too, each rank would first
+# need the other half of the hidden width: two messages instead of one. Attention is cut in the same way: `q`, `k`, `v`
+# by heads, that is by outputs, and `o` by inputs. This is [tensor parallelism](glossary.md#tensor-parallelism). The
+# table lists all its cuts:
 
 # %% tags=["hide-input"]
 course.show(course.drawings.cuts())
 
 # %% [markdown]
-# Experts of a mixture are not cut: each rank has some of them whole. A token whose expert lies elsewhere gets zeros
-# here, and the sum at the end of the block adds what the other rank has computed.
+# The experts of a mixture-of-experts model are not cut: each rank has some whole experts. For a token whose expert is
+# on another rank, a rank contributes zeros, and the sum at the end of the block adds the result of the other rank.
 #
 # ## Experiment 2: two processes
 #
-# Now for real. `on_ranks` starts two processes and runs a function in each. They are joined by `torch.distributed`.
-# `group.sum` adds a tensor over all ranks, `group.gather` collects one tensor of each. Each process cuts the model that
-# it has loaded (`nanokv.parallel.shards.split`): the result is the same `nanokv/model.py`, with a config that has half
-# of the heads. So the cache, which is made from that config, is half a cache, and does not know it.
+# Now we use two real processes. `on_ranks` starts them and runs a function in each. They communicate through
+# `torch.distributed`. `group.sum` adds a tensor over all ranks; `group.gather` collects one tensor from each. Each
+# process cuts the model that it has loaded (`nanokv.parallel.shards.split`): the result is the same `nanokv/model.py`,
+# with a config that has half of the heads. The cache is made from that config, so it holds half of the heads, without
+# any change to its code.
 
 
 # %%
@@ -173,13 +175,15 @@ course.figure("14.sum", sums[0])
 # %% [markdown]
 # Two sums per layer, one for the embedding, and one gather for the logits: <!--fig 14.messages-->14<!--/fig--> messages
 # for one token. The cache of a rank is <!--fig 14.cache-->0.5<!--/fig--> of the whole, and the logits differ by
-# rounding, about <!--fig 14.off x10-->1e-5<!--/fig-->: a sum of two halves rounds otherwise than one long sum.
+# rounding, about <!--fig 14.off x10-->1e-5<!--/fig-->, because a sum of two halves is rounded differently from one long
+# sum.
 #
 # Each sum has only `C` numbers per token, here <!--fig 14.sum-->768<!--/fig--> bytes, however large the model's
-# matrices are. So it is not the bytes that make a decode slow on two machines. It is the waiting: the messages come one
-# after another, and none can be sent before the work in front of it is done. In a prefill of a thousand tokens each
-# message is a thousand times as large, and then the bytes count. In a ring of `n` ranks each rank sends `2·(n−1)/n` of
-# the bytes that are summed: the values go round once, in `n` parts, to be added, and once more to be handed out.
+# matrices are. So a decode on two machines is not slow because of the bytes. It is slow because of the waiting: the
+# messages are sent one after another, and each has to wait for the computation before it. In a prefill of a thousand
+# tokens each message is a thousand times as large, and then the bytes matter. In a ring of `n` ranks each rank sends
+# `2·(n−1)/n` of the bytes that are summed: the values go round the ring once, in `n` parts, to be added, and a second
+# time to distribute the sums.
 
 # %%
 # two sums per layer, in bf16
@@ -199,14 +203,14 @@ course.figure("14.waiting", waiting / sending)
 # %% [markdown]
 # For Qwen3-0.6B a decode step sends <!--fig 14.bytes-->114,688<!--/fig--> bytes, and waits
 # about <!--fig 14.waiting-->12<!--/fig--> times as long as the sending itself takes, if a message needs `20 µs` and the
-# link has `10 Gbit/s`. So tensor parallelism is used inside one machine, where a message takes less.
+# link has `10 Gbit/s`. So tensor parallelism is used inside one machine, where a message takes less time.
 
 # %% [markdown]
 # ## Experiment 3: why grouped heads limit the ranks
 #
-# A rank needs at least one whole KV head, because attention of one head cannot be cut by heads any further. Qwen3-0.6B
-# has `Hk = 8` of them and `H = 16` query heads. With more than eight ranks, each KV head lies on several ranks. They
-# store the same keys. Cut by positions instead, the cache of a rank shrinks with every further rank.
+# A rank needs at least one whole KV head, because a single head cannot be cut by heads. Qwen3-0.6B has `Hk = 8` of them
+# and `H = 16` query heads. With more than eight ranks, each KV head is stored on several ranks, with the same keys. If
+# the cache is cut by positions instead, the part of each rank shrinks with every further rank.
 
 # %%
 tokens = qwen.max_position_embeddings
@@ -238,17 +242,17 @@ course.show(fig, alt=f"Cache per rank: cut by heads it falls from {by_heads[0]:.
 
 # %% [markdown]
 # On sixteen ranks the cache of a rank is <!--fig 14.heads16-->8<!--/fig--> times smaller by heads,
-# and <!--fig 14.positions16-->16<!--/fig--> times by positions. Grouped queries make the cache smaller for everybody,
-# and leave fewer KV heads to divide. Multi-head latent attention caches one vector per token for all heads, so by heads
-# its cache cannot be divided at all.
+# and <!--fig 14.positions16-->16<!--/fig--> times by positions. Grouped-query attention makes the cache smaller, but
+# leaves fewer KV heads to divide. Multi-head latent attention caches one vector per token for all heads, so its cache
+# cannot be divided by heads at all.
 
 # %% [markdown]
 # ## Experiment 4: merge two parts by hand
 #
 # When the positions are cut, each rank attends to its own keys. Its softmax divides by the sum over these keys alone.
-# So the outputs cannot simply be added. But each rank can also say what it divided by: the sum of `exp(score)`, or
-# better its logarithm, the log-sum-exp. (The sum itself may be too large for a float.) Two keys, one on each rank, with
-# scores `ln 1` and `ln 3` and values `10` and `2`:
+# So the outputs cannot simply be added. But each rank can also return its divisor, the sum of `exp(score)`, or better
+# the logarithm of this sum, the log-sum-exp. (The sum itself may be too large for a float.) As an example, take two
+# keys, one on each rank, with scores `ln 1` and `ln 3` and values `10` and `2`:
 
 # %%
 from math import exp, log
@@ -267,9 +271,10 @@ course.figure("14.hand", by_hand)
 course.figure("14.mean", (value_a + value_b) / 2)
 
 # %% [markdown]
-# The answer is <!--fig 14.hand-->4<!--/fig-->, and not the mean, which is <!--fig 14.mean-->6<!--/fig-->. The same with
-# all heads and many keys: `partial_attention` gives outputs and log-sum-exps of a part, `merge` joins any number of
-# parts. A part may be empty, or hidden by the mask. Its log-sum-exp is then `−∞`, and its share 0.
+# The answer is <!--fig 14.hand-->4<!--/fig-->, and not the mean, which is <!--fig 14.mean-->6<!--/fig-->. The next cell
+# does the same with all heads and many keys: `partial_attention` gives outputs and log-sum-exps of a part, and `merge`
+# combines any number of parts. A part may be empty, or hidden by the mask. Its log-sum-exp is then `−∞`, and its weight
+# in the result is 0.
 
 # %%
 generator = torch.Generator().manual_seed(4)
@@ -295,17 +300,18 @@ course.figure("14.merged", errors["merged"])
 course.figure("14.count", errors["weighted by the number of keys"])
 
 # %% [markdown]
-# Merged, the result is torch's, to <!--fig 14.merged x10-->2e-7<!--/fig-->. Weighted by the number of keys it is off
-# by <!--fig 14.count x2-->0.04<!--/fig-->: what counts is how large the scores are, not how many there are.
+# The merged result equals that of torch, up to <!--fig 14.merged x10-->2e-7<!--/fig-->. A mean weighted by the number
+# of keys is off by <!--fig 14.count x2-->0.04<!--/fig-->: the right weights depend on the size of the scores, not only
+# on their number.
 
 # %% [markdown]
 # ## Experiment 5: positions on two ranks
 #
-# [Context parallelism](glossary.md#context-parallelism) does this for a whole model. Pages of 16 positions are dealt
-# out to the ranks in turn. Every rank computes each token, keeps the keys of its own positions, and attends to them.
-# Outputs and log-sum-exps are gathered and merged in every layer. The model is whole and unchanged: a cache and an
-# attention object do it (`nanokv/parallel/context.py`). We measure what a rank receives for a token behind 100 others,
-# and behind 1,000.
+# [Context parallelism](glossary.md#context-parallelism) does this for a whole model. Pages of 16 positions are assigned
+# to the ranks in turn. Every rank computes each token, keeps the keys of its own positions, and attends to them.
+# Outputs and log-sum-exps are gathered and merged in every layer. The model is whole and unchanged; only the cache and
+# the attention object are special (`nanokv/parallel/context.py`). We measure the bytes that a rank receives for a token
+# after 100 others, and after 1,000.
 
 
 # %%
@@ -355,18 +361,18 @@ course.figure("14.unequal", max(rank["cache"] for rank in ranks) / (whole / 2))
 course.figure("14.keys", whole / 2 / long)
 
 # %% [markdown]
-# A rank receives <!--fig 14.received-->7,104<!--/fig--> bytes per token, and as many behind a thousand tokens as behind
-# a hundred: the factor is <!--fig 14.growth-->1<!--/fig-->. It receives results, `H·(D+1)` numbers per layer and a few
-# bytes of a check, and those do not grow with the sequence. Sending the keys and values of the other rank instead would
-# be <!--fig 14.keys-->325<!--/fig--> times as many bytes at this length. One rank
-# holds <!--fig 14.unequal-->1.01<!--/fig--> of a half, because it may be a page ahead.
+# A rank receives <!--fig 14.received-->7,104<!--/fig--> bytes per token, after a thousand tokens the same as after a
+# hundred: the factor is <!--fig 14.growth-->1<!--/fig-->. It receives results, `H·(D+1)` numbers per layer and a few
+# bytes for a check, and these do not grow with the sequence. Sending the keys and values of the other rank instead
+# would take <!--fig 14.keys-->325<!--/fig--> times as many bytes at this length. One rank
+# holds <!--fig 14.unequal-->1.01<!--/fig--> times half of the cache, because it can have one page more than the other.
 
 # %% [markdown]
-# ## Experiment 6: hand over what was computed
+# ## Experiment 6: send a computed cache
 #
-# A prefill is bound by arithmetic, and a decode by memory bandwidth. So some servers prefill on one machine and decode
-# on another, and send the cache in between. Keys that were sent are the same bits as keys that were computed there.
-# Rank 0 prefills and never decodes. Rank 1 decodes; of the prompt it is fed only the last token.
+# A prefill is bound by arithmetic, and a decode by memory bandwidth. So some servers prefill on one machine, send the
+# cache to another, and decode there. The keys that arrive are bit for bit the keys that were computed. Here rank 0
+# prefills and never decodes. Rank 1 decodes; it is fed only the last token of the prompt.
 
 
 # %%
@@ -408,10 +414,10 @@ course.figure("14.sent", sent / (len(prompt) - 1))
 course.figure("14.same", int(answer == alone))
 
 # %% [markdown]
-# That was <!--fig 14.sent-->4,608<!--/fig--> bytes per token, as the formula of notebook 08 says. Is it worth it? The
-# other machine could also compute the prompt once more. Sending takes `T · bytes per token / link`, computing `2 ·
-# weights · T / speed`, and a little more for attention. Both grow with `T`, so for short prompts `T` cancels out. What
-# decides is the link and the speed of the arithmetic.
+# That was <!--fig 14.sent-->4,608<!--/fig--> bytes per token, as the formula of notebook 08 says. When is this faster
+# than computing the prompt again on the other machine? Sending takes `T · bytes per token / link`, computing `2 ·
+# weights · T / speed`, and a little more for attention. Both grow with `T`, so for short prompts `T` cancels out. The
+# answer depends on the speed of the link and the speed of the arithmetic.
 
 # %%
 # Gbit/s: a slow line, a network cable, and what data centers have
@@ -447,21 +453,22 @@ course.show(fig, alt=f"Seconds to send the cache fall from {send[0]:.0f} at {lin
 # %% [markdown]
 # On two cores the prefill takes <!--fig 14.cores-->15<!--/fig--> times as long as sending the cache over `1 Gbit/s`. On
 # a GPU of a data center it is the other way round: over `10 Gbit/s`, sending
-# takes <!--fig 14.datacenter-->27<!--/fig--> times as long as computing. A larger model has more weights for each byte
-# of its cache, so for it handing over pays at a lower speed of the link. (The speeds are rounded, and no machine
-# reaches its own.)
+# takes <!--fig 14.datacenter-->27<!--/fig--> times as long as computing. A larger model has more weights per byte of
+# its cache, so sending its cache pays off even over a slower link. (These are rounded peak speeds, which no machine
+# reaches in practice.)
 
 # %% [markdown]
 # ## What the articles say
 #
-# The five articles stay on one machine, so none of their [claims](claims.md) is executed here. One of them is worth
-# reading once more: that grouped queries divide the cache. That is right, and Experiment 3 shows its price.
+# The five articles stay on one machine, so none of their [claims](claims.md) is executed here. One of them is worth a
+# second look: grouped queries divide the size of the cache. That is right, but as Experiment 3 shows, they also limit
+# the number of ranks.
 
 # %% [markdown]
 # ## Exercises
 #
-# **14.1** A model has `L` layers and a hidden size of `C`. It is cut over `n` ranks by heads, and its sums are of
-# numbers of `itemsize` bytes. How many bytes does each rank send per token for the sums behind attention and MLP
+# **14.1** A model has `L` layers and a hidden size of `C`. It is cut over `n` ranks by heads, and the numbers that are
+# summed take `itemsize` bytes each. How many bytes does each rank send per token for the sums after attention and MLP
 # of all layers? A ring sends `2·(n−1)/n` of the bytes that are summed from each rank. Leave out embedding and logits.
 
 # %%
@@ -478,9 +485,9 @@ bytes_sent = 2 * case.L * case.C * case.itemsize * 2 * (case.n - 1) / case.n
 course.check("14.1", bytes_sent)
 
 # %% [markdown]
-# **14.2** Which KV heads does a rank need? Rank `r` of `n` has query heads side by side, from `r·H/n` on, and query
-# head `h` reads KV head `h·Hk // H`. Write a function that gets `Hk`, `n` and the rank, and returns the list of numbers
-# of its KV heads. Either `n` divides `Hk`, or `Hk` divides `n`.
+# **14.2** Which KV heads does a rank need? Rank `r` of `n` has consecutive query heads, from `r·H/n` on, and query head
+# `h` reads KV head `h·Hk // H`. Write a function that gets `Hk`, `n` and the rank, and returns the list of numbers of
+# its KV heads. Either `n` divides `Hk`, or `Hk` divides `n`.
 
 
 # %% tags=["exercise"]
@@ -498,9 +505,9 @@ def kv_heads_of(Hk, n, rank):
 course.check("14.2", kv_heads_of)
 
 # %% [markdown]
-# **14.3** Merge two parts. `a` and `b` are outputs, numbers here, and `la` and `lb` their log-sum-exps. Some are as
-# large as `1000`, where `exp` overflows: subtract the larger one from both first. One of them may be `−∞`
-# (`float("-inf")`), if its part sees nothing.
+# **14.3** Merge two parts. `a` and `b` are outputs, numbers here, and `la` and `lb` their log-sum-exps. Some
+# log-sum-exps are as large as `1000`, where `exp` overflows: subtract the larger one from both first. One of them may
+# be `−∞` (`float("-inf")`), if its part has no visible key.
 
 
 # %% tags=["exercise"]
@@ -561,17 +568,17 @@ course.answer("14.q3", q3)
 # ## Further reading
 #
 # - Shoeybi and others, [Megatron-LM](https://arxiv.org/abs/1909.08053): the cuts of Experiment 1.
-# - Milakov and Gimelshein, [Online normalizer calculation for softmax](https://arxiv.org/abs/1805.02867): the sum that
-#   can be mended.
+# - Milakov and Gimelshein, [Online normalizer calculation for softmax](https://arxiv.org/abs/1805.02867): how to
+#   correct a softmax when more scores arrive.
 # - Yang and others, [Context Parallelism for Scalable Million-Token Inference](https://arxiv.org/abs/2411.01783).
-# - Zhong and others, [DistServe](https://arxiv.org/abs/2401.09670): prefill and decode on machines of their own.
+# - Zhong and others, [DistServe](https://arxiv.org/abs/2401.09670): prefill and decode on separate machines.
 # - `nanokv/parallel/`, with `merge` in `merge.py`.
 #
 # ## Next
 #
-# You have seen what a cache may keep and why. You built one, switched on every bug of notebook 07, counted the bytes of
-# a cache, timed it, divided it into pages, shared it, and cut it over two processes. In notebook
-# [15](15_an_engine_of_your_own.ipynb) you write the engine that serves many people out of one.
+# You now know which vectors a cache may keep and why. You built one, switched on every bug of notebook 07, counted the
+# bytes of a cache, timed it, divided it into pages, shared it, and cut it over two processes. In notebook
+# [15](15_an_engine_of_your_own.ipynb) you write an engine that serves many people with one cache.
 
 # %% tags=["skip"]
 course.progress()

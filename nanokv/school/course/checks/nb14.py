@@ -95,7 +95,7 @@ CHECKS = (
             Mistake(
                 "vector once",
                 _summed,
-                "That is what is summed. In a ring each rank sends a part of it on, twice round: "
+                "That is what is summed. In a ring each rank passes on parts of it, twice around: "
                 "2·(n−1)/n of it.",
             ),
             Mistake(
@@ -164,8 +164,8 @@ CHECKS = (
             Mistake(
                 "mean",
                 lambda a, la, b, lb: (a + b) / 2,
-                "The mean is right only where both parts weigh the same. The log-sum-exps say what "
-                "they weigh.",
+                "The mean is right only if both parts have the same weight. The log-sum-exps give "
+                "the weights.",
             ),
             Mistake(
                 "weighted by lse",
@@ -199,7 +199,7 @@ CHECKS = (
             Mistake(
                 "bits and bytes",
                 lambda c: _seconds(c, bits=1),
-                "A link is sold in bits per second, and a byte has 8 of them.",
+                "The speed of a link is given in bits per second, and a byte has 8 bits.",
             ),
             Mistake(
                 "one token",
