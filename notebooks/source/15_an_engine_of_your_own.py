@@ -9,18 +9,20 @@
 # %% [markdown]
 # # 15 · An engine of your own
 #
-# The engine of notebook 12 answers one chat. A server has many at once: they arrive when they like, their prompts and
-# answers have any length, and all of them live in one memory. Which of them does the next forward compute? The part of
-# a server that decides this is its scheduler, and in this notebook you write one: who moves in, who gets how many
-# tokens, who gives its memory back. At the end your engine answers several people at once over HTTP, each word as it
-# comes, and stands beside nanokv's in a benchmark.
+# The engine of notebook 12 answers one chat. A server has many requests at once. They arrive at any time, their prompts
+# and answers have any length, and their caches share one memory. Which of them does the next forward compute? The
+# scheduler of the server decides this, and in this notebook you write one. It decides which requests start, how many
+# tokens each gets per step, and which request gives its memory back. At the end your engine answers several people at
+# once over HTTP, token by token, and you compare its speed with nanokv's.
 #
 # ## What you will be able to do
 #
-# - say why [continuous batching](glossary.md#continuous-batching) needs fewer steps than a fixed batch, and how many;
-# - cut long prompts into chunks, so that nobody else waits for them ([chunked prefill](glossary.md#chunked-prefill));
-# - write admission and [preemption](glossary.md#preemption) so that no request waits for ever;
-# - stream several answers out of one engine;
+# - say why [continuous batching](glossary.md#continuous-batching) needs fewer steps than a fixed batch, and how many
+#   fewer;
+# - cut long prompts into chunks, so that other requests do not have to wait for the whole prompt ([chunked
+#   prefill](glossary.md#chunked-prefill));
+# - write admission and [preemption](glossary.md#preemption) so that no request waits forever;
+# - stream several answers from one engine;
 # - test an engine: the same tokens as each request alone.
 #
 # Letters: `B` rows of the batch, `T` tokens that are fed at once, `V` entries of the vocabulary
@@ -69,9 +71,9 @@ print("prompt + answer:", "  ".join(sizes))
 # %% [markdown]
 # ## Predict
 #
-# Eight requests, and four places in the batch. A *fixed* batch takes the first four, answers them all, and then takes
-# the next four. A *continuous* one gives a place to the next request as soon as an answer ends. How many times as many
-# steps does the fixed one need?
+# There are eight requests, and four places in the batch. A *fixed* batch takes the first four, answers them all, and
+# then takes the next four. A *continuous* batch gives a place to the next request as soon as an answer ends. How many
+# times as many steps does the fixed batch need?
 
 # %% tags=["exercise"]
 more_steps = ...
@@ -83,8 +85,8 @@ more_steps = 2  # a common first guess: half of the places are empty
 course.predict("15.a", more_steps, unit="times as many steps")
 
 # %% [markdown]
-# Second: three people are reading their answers, a token per step, when somebody else sends a prompt of 600 tokens. It
-# is fed in one piece. How many times as long as usual do the three wait for their next token?
+# Second: three people are reading their answers, one token per step, when a fourth person sends a prompt of 600 tokens.
+# The prompt is fed in one piece. How many times as long as usual do the three wait for their next token?
 
 # %% tags=["exercise"]
 pause = ...
@@ -96,8 +98,8 @@ pause = 200  # a common first guess: it has 200 times as many tokens as the thre
 course.predict("15.b", pause, unit="times as long")
 
 # %% [markdown]
-# Third: eight requests go through your engine, all at once. How many times as many tokens per second is that as one
-# request after the other?
+# Third: your engine runs eight requests at once. How many times as many tokens per second does it write as when the
+# requests run one after the other?
 
 # %% tags=["exercise"]
 faster = ...
@@ -109,9 +111,9 @@ faster = 8  # a common first guess: eight at once
 course.predict("15.c", faster, unit="times as many tokens per second")
 
 # %% [markdown]
-# ## Experiment 1: who waits for whom
+# ## Experiment 1: fixed and continuous batches
 #
-# The lengths of the answers are those that the model gave above. We only count: in each step, every request that has a
+# The lengths of the answers are the ones printed above. We only count steps: in each step, every request that has a
 # place gets one token.
 
 
@@ -171,16 +173,17 @@ course.show(
 
 # %% [markdown]
 # The fixed batch needs <!--fig 15.fixed-->105<!--/fig--> steps, with <!--fig 15.fixedbusy-->48<!--/fig--> percent of
-# the places at work: a place whose answer has ended stays empty until the longest of its group ends. The continuous one
-# needs <!--fig 15.continuous-->64<!--/fig--> steps. With more requests behind them its places would stay full. Orca
-# (2022) proposed this; every server does it today.
+# the places in use: a place whose answer has ended stays empty until the longest answer of its group ends. The
+# continuous batch needs <!--fig 15.continuous-->64<!--/fig--> steps. With more waiting requests, all its places would
+# stay in use. Orca (2022) proposed continuous batching; all common LLM servers do it today.
 
 # %% [markdown]
 # ## Experiment 2: a long prompt
 #
-# `nanokv.Engine` is a continuous batch over pages. Its `step_tokens` says how many tokens one step feeds at most. Three
-# requests decode. After some steps a fourth one comes, with a long prompt: once the step may feed all of it, once only
-# 48 tokens, the decodes included. We measure the seconds of each step.
+# `nanokv.Engine` runs a continuous batch with paged caches. `step_tokens` is the largest number of tokens that one step
+# feeds. Three requests decode. After some steps a fourth request with a long prompt arrives. In the first run a step
+# may feed the whole prompt. In the second run a step feeds only 48 tokens, the decodes included. We measure the seconds
+# of each step.
 
 # %%
 long = torch.randint(c.vocab_size, (course.sized(600, 60),)).tolist()
@@ -236,16 +239,17 @@ course.show(
 )
 
 # %% [markdown]
-# In one piece, everybody waits more than <!--fig 15.pause above-->3<!--/fig--> times as long as usual: a prefill has
-# much arithmetic to do (notebook 09). In chunks the prompt takes <!--fig 15.chunks-->14<!--/fig--> steps, and the
-# longest pause is shorter. The budget is a choice between those who read and the one who waits for a first token. It
-# changes no answer: a chunk sees all that was fed before it.
+# With the prompt in one piece, the three readers wait more than <!--fig 15.pause above-->3<!--/fig--> times as long as
+# usual: a prefill takes much arithmetic (notebook 09). In chunks the prompt takes <!--fig 15.chunks-->14<!--/fig-->
+# steps, and the longest pause is shorter. The budget is a compromise: a small one shortens the pauses of the readers, a
+# large one shortens the wait for a first token. It changes no answer, because each chunk attends to all tokens that
+# were fed before it.
 
 # %% [markdown]
-# ## Experiment 3: does company change an answer?
+# ## Experiment 3: do other requests change an answer?
 #
-# The same request, once alone, and once in a batch with seven others. The keys of the others are never seen: each row
-# has its own pages. What else may differ?
+# We run the same request once alone, and once in a batch with seven others. It never attends to the keys of the others,
+# because each row has its own pages. Can anything else differ?
 
 # %%
 pool = PagePool(c, pages=256, page_size=16)
@@ -268,36 +272,38 @@ course.figure("15.moved", moved + 1e-12)
 
 # %% [markdown]
 # The logits differ by less than <!--fig 15.moved below-->0.0001<!--/fig-->, and perhaps not at all. The products of one
-# row and of eight may be computed by different kernels, which add in different orders. An engine whose numbers do not
-# depend on the company, to the bit, is [batch invariant](glossary.md#batch-invariance); it has to choose its kernels
-# for that. For a greedy answer rounding matters only where two tokens are equally likely. So this is how an engine is
-# tested: each request gets the tokens that it gets alone.
+# row and of eight may be computed by different kernels, which add in different orders. If no number depends on the
+# other requests, to the bit, an engine is [batch invariant](glossary.md#batch-invariance); it needs special kernels for
+# that. In a greedy answer, rounding matters only where the two best tokens are almost equally likely. So the test of an
+# engine is: each request in a batch must get the same tokens as alone.
 
 # %% [markdown]
 # ## What the articles say
 #
-# The five articles answer one request at a time, so none of their [claims](claims.md) is executed here. One sentence of
-# theirs is worth reading once more after this notebook: that the cache is what limits how many users a server has.
-# Admission is the line of code in which it does.
+# The five articles answer one request at a time, so none of their [claims](claims.md) is executed here. One of their
+# sentences is worth a second look: the size of the cache limits the number of users of a server. In this notebook,
+# `admit` is the function that applies this limit.
 
 # %% [markdown]
 # ## Exercises
 #
-# The model, the pages and one forward are given. This is all of a request:
+# The model, the pages and one forward are given. This is the class of a request:
 
 # %%
 print(inspect.getsource(Request))
 
 # %% [markdown]
-# And this is what an `engine` has. `waiting` and `running` are lists of requests in order of arrival. `budget`: tokens
-# per step. `most`: requests that may run at once. `size`: tokens per page. `free`: pages that nobody has. `promised`:
-# pages that the running ones will still take. `stop`: the end tokens. `start()` lets the first that waits run, with an
-# empty cache. `finish(request)` takes one out that is answered. `feed(work)` is the forward. You write the rest.
+# An `engine` has these attributes and methods. `waiting` and `running` are lists of requests in order of arrival.
+# `budget`: tokens per step. `most`: the number of requests that may run at once. `size`: tokens per page. `free`: pages
+# that no request holds. `promised`: pages that the running requests will still take. `stop`: the end tokens. `start()`
+# moves the first waiting request to `running`, with an empty cache. `finish(request)` removes a request that is
+# answered. `feed(work)` is the forward. You write the rest.
 #
-# **15.1** Who moves in? `known` says how many tokens each waiting request knows, in order of arrival. Its pages must be
-# free, beside those that are `promised` to others. Nobody overtakes: where one has no room, those behind it wait too.
-# Each one that moves in is promised its pages, and one more, because it is going to grow; this one need not be free
-# yet. At most `room` may move in. Return how many do.
+# **15.1** Which waiting requests start? `known` has the number of known tokens (prompt and answer so far) of each
+# waiting request, in order of arrival. A request starts only if enough pages for its known tokens are free, in addition
+# to the pages that are `promised` to others. Requests start in order of arrival: if one does not fit, all later ones
+# wait too. A request that starts is promised its pages and one more, because it is going to grow; this extra page need
+# not be free yet. At most `room` requests may start. Return how many do.
 
 
 # %% tags=["exercise"]
@@ -321,10 +327,11 @@ def admit(known, promised, free, size, room):
 course.check("15.1", admit)
 
 # %% [markdown]
-# **15.2** Who gets how many tokens? `pending` has the number of pending tokens of each running request, the oldest
-# first. A request with one pending token is in the middle of its answer: those come first. What is left of the `budget`
-# goes to the others, the oldest first, each as much as it has or as is left. Return a list with the tokens of each, in
-# the order of `pending`; 0 for one that gets none.
+# **15.2** How many tokens does each request get? `pending` has the number of pending tokens of each running request,
+# the oldest first. A request with one pending token is in the middle of its answer; these requests are served first.
+# The rest of the `budget` goes to the others, the oldest first. Each gets all its pending tokens, or as many as the
+# budget still allows. Return a list with the tokens of each request, in the order of `pending`, with 0 for a request
+# that gets none.
 
 
 # %% tags=["exercise"]
@@ -347,10 +354,11 @@ def share(pending, budget):
 course.check("15.2", share)
 
 # %% [markdown]
-# **15.3** More requests were let in than the memory can hold to their ends. So the pages can run out, and one has to
-# give way. Write what happens to it. Its pages go back (`request.cache.free()`), and its `cache` is `None`. It leaves
-# `engine.running` and stands in `engine.waiting`, at its place by arrival: whoever runs came before all that wait. Its
-# answer so far stays. When it runs again, prompt and answer are both fed once more. Nothing is returned.
+# **15.3** More requests have started than the memory can hold at their full length. So the pages can run out, and one
+# request has to be preempted. Write the function that does it. Free its pages (`request.cache.free()`) and set its
+# `cache` to `None`. Move it from `engine.running` to `engine.waiting`, to its place in order of arrival: every running
+# request arrived before all waiting ones. Its answer so far is kept. When it runs again, prompt and answer are both fed
+# once more. Return nothing.
 
 
 # %% tags=["exercise"]
@@ -370,7 +378,7 @@ def preempt(engine, request):
 course.check("15.3", preempt)
 
 # %% [markdown]
-# From here on your functions call each other. `course.mine` takes yours if it has passed its check, and nanokv's
+# From here on your functions call each other. `course.mine` uses your function if it has passed its check, and nanokv's
 # otherwise.
 
 # %%
@@ -378,9 +386,9 @@ preempt = course.mine("preempt")
 
 # %% [markdown]
 # **15.4** Get pages for the next `tokens` of a request. `request.cache.reserve(start, end)` takes the pages for the
-# positions from `start` to `end − 1`; if there are too few, it raises `CapacityError` and takes none. Then the youngest
-# running request gives way, and you try again. It may be this request itself. Return `True` if it has its pages, and
-# `False` if it had to give way.
+# positions from `start` to `end − 1`; if there are too few, it raises `CapacityError` and takes none. In that case
+# preempt the youngest running request and try again. The youngest may be this request itself. Return `True` if the
+# request has its pages, and `False` if it was preempted.
 
 
 # %% tags=["exercise"]
@@ -407,13 +415,13 @@ admit, share = course.mine("admit"), course.mine("share")
 reserve = course.mine("reserve")
 
 # %% [markdown]
-# **15.5** Write the step. Let in as many as `admit` says, with `engine.start()`. Let `share` say how many tokens each
-# of the running gets, and `reserve` pages for them, the oldest first. Who gets none, or has given way, is left out.
-# `engine.feed(work)` takes a list of `(request, tokens)` and returns logits, a row `(V,)` for each, in that order. One
-# forward feeds all of them: to it a decode is a chunk of one token. Then, for each request that has nothing pending any
-# more, append the likeliest token to its `answer`, as an int. If it is one of `engine.stop`, or the answer has
-# `request.most` tokens, `engine.finish` takes the request out. Return a list of `(request, token)` of those that got a
-# token.
+# **15.5** Write the step. `admit` returns how many requests start; call `engine.start()` for each. `share` returns how
+# many tokens each running request gets; `reserve` pages for them, the oldest request first. Leave out requests that get
+# no tokens or were preempted. `engine.feed(work)` takes a list of `(request, tokens)` and returns logits, one row
+# `(V,)` per request, in that order. One forward feeds all of them: it treats a decode as a chunk of one token. Then,
+# for each request without pending tokens, append the most likely token to its `answer`, as an int. If this token is in
+# `engine.stop`, or the answer has `request.most` tokens, call `engine.finish(request)`. Return a list of `(request,
+# token)` for the requests that got a token.
 
 
 # %% tags=["exercise"]
@@ -452,8 +460,9 @@ course.check("15.5", step)
 # %% [markdown]
 # ## Your own engine
 #
-# That is all. Here it is at work: the eight requests in a memory of 11 pages, at most 40 tokens per step. A row per
-# request, a column per step: `.` in the queue, `P` prompt, `d` decode, `-` waits for the budget, `x` has lost its pages.
+# The engine is complete. The next cell runs the eight requests in a memory of 11 pages, with at most 40 tokens per
+# step. The output has one row per request and one column per step: `.` waiting, `P` prompt, `d` decode, `-` no tokens
+# left in the budget, `x` preempted.
 
 # %%
 step = course.mine("step")
@@ -496,15 +505,15 @@ course.show(
 )
 
 # %% [markdown]
-# All <!--fig 15.same-->8<!--/fig--> of <!--fig 15.requests-->8<!--/fig--> answers are those of each request alone. The
-# oldest request never stops. Who gave way computed its tokens again, <!--fig 15.again-->40<!--/fig--> in all. That is
-# the price of letting requests in before their whole length is known to fit; notebook 10 shows the price of the
-# opposite.
+# In the engine, <!--fig 15.same-->8<!--/fig--> of <!--fig 15.requests-->8<!--/fig--> requests get the same answer as
+# alone. The oldest request is never preempted. Preempted requests computed their tokens
+# again, <!--fig 15.again-->40<!--/fig--> in all. That is the cost of starting requests before it is known that their
+# whole length fits. Notebook 10 shows the cost of reserving the whole length in advance.
 #
-# **15.6** Now to the readers. Each has a request, and wants its tokens when they come. Write the stream of one request,
-# with `yield`: give its tokens as they appear in `request.answer`, call `engine.step()` when there is no new one, and
-# end when `request.done`. There may be several streams, which are read in turn. Each step draws for all requests, so
-# the step of another stream may have drawn your token.
+# **15.6** Now the answers go to the readers, each token as soon as it is drawn. Write the stream of one request, with
+# `yield`: yield its tokens as they appear in `request.answer`, call `engine.step()` when there is no new one, and end
+# when `request.done` is true. There may be several streams, which are read in turn. Each step draws a token for every
+# request, so a step that another stream has called may already have drawn your next token.
 
 
 # %% tags=["exercise"]
@@ -529,9 +538,9 @@ course.check("15.6", stream)
 # %% [markdown]
 # ## Serve
 #
-# `Server` is a hundred lines around Python's own `http.server`: each reader has a thread, each thread pulls its own
-# stream, and a lock keeps two of them from making one step at once. Four people ask at the same time. What they get is
-# printed as it arrives.
+# `Server` is a hundred lines around Python's own `http.server`. Each reader has a thread, each thread reads its own
+# stream, and a lock prevents two threads from running a step at the same time. Four people ask at the same time. Their
+# answers are printed as they arrive.
 
 # %%
 engine = Engine(model, step, pages=pages, budget=40)
@@ -560,8 +569,8 @@ served = [got[q] == tokenizer.text_of(a) for q, a in zip(questions[:4], alone)]
 print("the same texts as alone:", all(served))
 
 # %% [markdown]
-# The engine goes on as long as this notebook's kernel runs. It has a page of its own, where you can ask several things
-# at once and watch the steps:
+# The engine keeps running as long as this notebook's kernel. It has a web page, where you can ask several questions at
+# once and watch the steps:
 
 # %%
 print("open in your browser:", server.address)
@@ -569,8 +578,8 @@ print("open in your browser:", server.address)
 # %% [markdown]
 # ## How fast is it?
 #
-# Eight requests, one after the other with `nanokv.generate`, then all at once in your engine, then in nanokv's. The
-# prompts are equal in all three, and so are the tokens.
+# We run eight requests one after the other with `nanokv.generate`, then all at once in your engine, then in nanokv's.
+# The prompts are the same in all three runs, and so are the tokens.
 
 # %%
 new = course.sized(24, 8)
@@ -623,12 +632,12 @@ ends = ", ".join(f"{names[name]} {rate:.0f}" for name, rate in rates.items())
 course.show(fig, alt=f"Bars of tokens per second, of three ways to serve: {ends}.")
 
 # %% [markdown]
-# Eight at once give more than <!--fig 15.faster above-->1.2<!--/fig--> times as many tokens per second, and not eight
-# times: on this small model a large part of a step is Python and the starting of operations, and attention still reads
-# each row's own cache. nanokv's engine gives less than <!--fig 15.beside below-->3<!--/fig--> times as many as yours. It
-# lets in, shares and preempts by the same rules; you will recognize `nanokv/engine/scheduler.py`. And it does more: it
-# draws with a temperature, finds known beginnings in its pages, reports times, and goes on after an interrupt in any
-# line.
+# Eight at once give more than <!--fig 15.faster above-->1.2<!--/fig--> times as many tokens per second, but not eight
+# times: with this small model a large part of a step is spent in Python and on starting operations, and attention still
+# reads each row's own cache. nanokv's engine gives less than <!--fig 15.beside below-->3<!--/fig--> times as many as
+# yours. It admits requests, shares the budget and preempts by the same rules; you will recognise them in
+# `nanokv/engine/scheduler.py`. nanokv's engine can do more: it draws with a temperature, reuses the pages of known
+# prefixes, reports times, and survives an interrupt in any line.
 
 # %%
 course.whose()
@@ -656,14 +665,14 @@ course.answer("15.q3", q3)
 # - Yu and others, [Orca](https://www.usenix.org/conference/osdi22/presentation/yu): continuous batching, there called
 #   iteration-level scheduling.
 # - Agrawal and others, [Sarathi-Serve](https://arxiv.org/abs/2403.02310): chunked prefill.
-# - Zheng and others, [SGLang](https://arxiv.org/abs/2312.07104): known beginnings in a
-#   [radix tree](glossary.md#radix-tree), which is what providers sell as [prompt caching](glossary.md#prompt-caching).
-# - `nanokv/engine/scheduler.py` and `nanokv/engine/engine.py`: the same, for a server.
+# - Zheng and others, [SGLang](https://arxiv.org/abs/2312.07104): a [radix tree](glossary.md#radix-tree) of known
+#   prefixes. Providers sell such reuse as [prompt caching](glossary.md#prompt-caching).
+# - `nanokv/engine/scheduler.py` and `nanokv/engine/engine.py`: the engine of a real server.
 #
 # ## Next
 #
-# Your engine decides what a step computes. In notebook [16](16_the_step_on_a_gpu.ipynb) you write how a GPU computes
-# it.
+# Your engine decides what a step computes. In notebook [16](16_the_step_on_a_gpu.ipynb) you write the code with which a
+# GPU computes it.
 
 # %% tags=["skip"]
 course.progress()

@@ -186,8 +186,8 @@ class Desk(Engine):
         if self.refusals > PATIENCE:
             raise Told(
                 wrong(
-                    "Pages were refused again and again, and your loop goes on: each time a "
-                    "request has to give way",
+                    "Pages were refused again and again, and your loop does not end: each time a "
+                    "request has to be preempted",
                     "endless",
                 )
             )
@@ -251,7 +251,7 @@ def _waits(desk, request):
     waits = request in desk.waiting
     if not waits and any(one not in desk.everybody for one in desk.waiting):
         return wrong(
-            "Another request waits in its place. The reader of this one would wait for ever: let "
+            "Another request waits in its place. The reader of this one would wait forever: let "
             "`request` itself wait",
             "another request",
         )
@@ -357,17 +357,18 @@ def _wrong_ones(desk, right, request, tokens):
     case += f"It should be: {wanted}"
     if len(desk.running) == len(right.everybody) - WAITING:
         return wrong(
-            f"{case}. No request gave way, so the next step is no further than this one", "waits"
+            f"{case}. No request was preempted, so the next step cannot get further than this one",
+            "waits",
         )
     if len(desk.running) > len(right.running):
         return wrong(f"{case}. One was not enough: go on until there are pages", "only one")
     if request not in desk.running:
-        return wrong(f"{case}. Those that came later give way first", "itself first")
+        return wrong(f"{case}. Later requests are preempted first", "itself first")
     if len(desk.running) < len(right.running):
-        return wrong(f"{case}. As long as there are pages, no request gives way", "too early")
+        return wrong(f"{case}. No request may be preempted while there are free pages", "too early")
     if right.running[-1:] != [] and right.everybody[request.number] in right.running:
-        return wrong(f"{case}. The youngest gives way", "oldest")
-    return wrong(f"{case}. It is the youngest that is left, so it gives way itself", "others only")
+        return wrong(f"{case}. The youngest request is preempted", "oldest")
+    return wrong(f"{case}. It is the youngest one left, so it is preempted itself", "others only")
 
 
 def _reserved(request, twin, given, tokens):
@@ -377,11 +378,11 @@ def _reserved(request, twin, given, tokens):
     taken = expected and pages == len(twin.cache.tables[0])
     if expected and given is False and not taken:
         return wrong(
-            f"Another request gave way for request {request.number}, and you did not try again",
+            f"Another request was preempted for request {request.number}, but you did not try again",
             "no second try",
         )
     if given is not expected:
-        state = "has its pages" if expected else "has given way itself"
+        state = "has its pages" if expected else "was preempted itself"
         said = f"Request {request.number} {state}, and you return {given!r:.40}: return {expected}"
         return wrong(said, "returned")
     if expected and not taken:
@@ -458,7 +459,10 @@ class Watched(Engine):
         if self.running[-1] not in self.entering:
             number = self.running[-1].number
             raise Told(
-                wrong(f"Request {number} moved in, and there is no room", "too many admitted")
+                wrong(
+                    f"Request {number} was started, but there is no room for it",
+                    "too many admitted",
+                )
             )
 
     def finish(self, request: Request) -> None:
@@ -479,7 +483,7 @@ class Watched(Engine):
         missed = [request for request in self.entering if request not in self.begun]
         if missed:
             return wrong(
-                f"Request {missed[0].number} could move in, and still waits: call engine.start() "
+                f"Request {missed[0].number} could start, but still waits: call engine.start() "
                 "as often as admit says",
                 "not admitted",
             )
@@ -802,25 +806,25 @@ CHECKS = (
         wrong=(
             _admission(
                 "overtakes",
-                "A later request overtakes. A long prompt would wait as long as short ones come: "
-                "stop at the first that has no room.",
+                "A later request starts before an earlier one. A long prompt would wait as long "
+                "as short ones arrive: stop at the first request that does not fit.",
                 overtake=True,
             ),
             _admission(
                 "not counted",
-                "A request that moves in takes pages: count them as promised before you look at "
+                "A request that starts takes pages: count them as promised before you look at "
                 "the next.",
                 counted=False,
             ),
             _admission(
                 "no page ahead",
-                "Each one that runs will soon need a page more: promise it one ahead.",
+                "Each running request will soon need one more page: promise it one page in "
+                "advance.",
                 ahead=0,
             ),
             _admission(
                 "one page spare",
-                "One page too careful: a request that takes exactly the pages that are left moves "
-                "in.",
+                "One page too careful: a request that takes exactly the remaining pages may start.",
                 spare=1,
             ),
             _admission(
@@ -854,8 +858,8 @@ CHECKS = (
             Mistake(
                 "in order",
                 lambda pending, budget: _shared(pending, budget, lambda i: 0),
-                "By age alone, one long prompt stops every answer. A request with one pending "
-                "token is in the middle of its answer: those first.",
+                "If only age counts, one long prompt stops every answer. A request with one "
+                "pending token is in the middle of its answer: those first.",
             ),
             Mistake(
                 "shortest first",
@@ -889,7 +893,7 @@ CHECKS = (
             Mistake(
                 "first prompt only",
                 _first_prompt,
-                "What the first prompt leaves of the budget goes to the next one.",
+                "The budget that the first prompt leaves goes to the next one.",
             ),
             Mistake(
                 "zeros left out",
@@ -906,7 +910,7 @@ CHECKS = (
             Mistake(
                 "budget for each",
                 lambda pending, budget: [min(tokens, budget) for tokens in pending],
-                "The budget is that of the whole step: take off what you have given.",
+                "The budget is for the whole step: subtract the tokens that you have given.",
             ),
             Mistake(
                 "equal parts",
