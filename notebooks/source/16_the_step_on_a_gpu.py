@@ -9,20 +9,20 @@
 # %% [markdown]
 # # 16 · The step on a GPU
 #
-# A GPU reads memory a hundred times as fast as your processor, and still the plain model writes its tokens there hardly
-# faster than here. The reason is how the work reaches it: a few hundred small operations per step, each started by
-# Python, each waiting for its turn. In this notebook you write the operations of a decode step as
-# [kernels](glossary.md#kernel), in Triton, and record a whole step so that one command starts it. No GPU is needed:
-# Triton's interpreter runs each kernel on the CPU, slowly and exactly. At the end your kernels write an answer, and
-# stand beside those with which nanokv does it on a real GPU.
+# A GPU reads memory a hundred times as fast as your processor, and yet the plain model writes its tokens there hardly
+# faster than here. The reason is that each step consists of a few hundred small operations, and Python starts them one
+# by one. In this notebook you write the operations of a decode step as [kernels](glossary.md#kernel), in Triton, and
+# record a whole step so that one command starts it. No GPU is needed: Triton's interpreter runs each kernel on the CPU,
+# slowly but with the same results. At the end your kernels write an answer, and you compare them with the kernels that
+# nanokv runs on a real GPU.
 #
 # ## What you will be able to do
 #
-# - count what a plain step starts, and say what that costs on a GPU;
-# - write a kernel: which program reads what, and what a mask is for;
-# - read keys where they lie, in pages, and keep a softmax block by block;
+# - count the operations that a plain step starts, and compute their cost on a GPU;
+# - write a kernel: say which program reads which numbers, and why it needs a mask;
+# - read keys in place, in their pages, and compute a softmax block by block;
 # - divide one row among many programs ([split-K](glossary.md#split-k)) and merge the parts;
-# - say what a recorded step remembers, and put everything that changes into tensors that stay where they are.
+# - say what a recorded step stores, and put everything that changes into tensors with fixed addresses.
 #
 # Letters: `B` rows of the batch, `T` tokens that are fed at once, `C` numbers of a hidden state, `H` query heads, `Hk`
 # KV heads, `D` numbers of a head, `N` numbers of a tensor ([all letters](glossary.md#letters)).
@@ -65,8 +65,9 @@ starts = 60  # a common first guess: about ten per layer
 course.predict("16.a", starts, unit="operations")
 
 # %% [markdown]
-# Second: `RMSNorm` of `N` numbers must read them once and write the result once, which is `2·N`. The plain line does
-# more: each of its operations reads its input from memory and writes its output there. How many times `2·N` is that?
+# Second: `RMSNorm` of `N` numbers must read them once and write the result once, which is `2·N`. The plain line reads
+# and writes more, because each of its operations reads its input from memory and writes its output there. How many
+# times `2·N` is that?
 
 # %% tags=["exercise"]
 passes = ...
@@ -78,10 +79,10 @@ passes = 2  # a common first guess: once for the squares, once for the result
 course.predict("16.b", passes, unit="times")
 
 # %% [markdown]
-# ## Experiment 1: what a step starts
+# ## Experiment 1: the operations of a step
 #
 # `Recording` writes down every operation that PyTorch starts, with its arguments. On a GPU each of them is a launch of
-# a kernel, or of several. (Views are in the list too. They start nothing, so we leave them out.)
+# a kernel, or of several. (Views are in the list too. They start no kernel, so we leave them out.)
 
 
 # %%
@@ -148,17 +149,18 @@ course.show(
 # %% [markdown]
 # One token takes <!--fig 16.starts x1.3-->308<!--/fig--> operations. Nearly all of them work on a few hundred numbers.
 # For Qwen3-0.6B it is more than <!--fig 16.qwen above-->900<!--/fig-->. If Python needs `10 µs` to start one, the GPU
-# waits more than <!--fig 16.waits above-->20<!--/fig--> times as long as it reads. So two things are to be done: fewer
-# and larger operations, which are kernels of one's own, and one command for all of them, which is a recording.
+# waits more than <!--fig 16.waits above-->20<!--/fig--> times as long as it reads. There are two remedies: fewer and
+# larger operations, for which you write your own kernels, and one command that starts all of them, for which you record
+# the step.
 
 # %% [markdown]
-# ## Experiment 2: what a kernel is
+# ## Experiment 2: a first kernel
 #
 # A kernel is a function that many *programs* run at the same time. They differ only in their number,
 # `tl.program_id(0)`. A program computes with blocks of numbers, whose size is a power of two and is fixed when the
-# kernel is compiled (`tl.constexpr`). It gets addresses: `x + 5` is the address of number 5, `tl.load` reads from it,
-# `tl.store` writes to it. Where the mask is off, nothing is read or written. Here is one that doubles the rows of a
-# tensor, with a program per row. The grid says how many programs there are.
+# kernel is compiled (`tl.constexpr`). The arguments are addresses: `x + 5` is the address of element 5, `tl.load` reads
+# from an address, `tl.store` writes to it. Where the mask is false, nothing is read or written. Here is a kernel that
+# doubles the rows of a tensor, with one program per row. The grid is the number of programs.
 
 
 # %%
@@ -178,10 +180,10 @@ if here:
     print(y)
 
 # %% [markdown]
-# Without the mask, each program would write three numbers behind its row. That is the first number of the next row, or
-# of somebody else's memory. The interpreter does not stop it, and neither does a GPU.
+# Without the mask, each program would write three numbers past the end of its row: into the next row, or into memory of
+# another tensor. Neither the interpreter nor a GPU stops it.
 #
-# Now the bytes. The plain `RMSNorm` is a line of six operations:
+# Now we count the bytes. The plain `RMSNorm` is a line of six operations:
 
 # %%
 rows = torch.randn(4096, c.hidden_size)  # (B,C)
@@ -196,27 +198,27 @@ course.reveal("16.b", moved / needed)
 course.figure("16.moved", moved / needed)
 
 # %% [markdown]
-# What is read and written is <!--fig 16.moved-->3.5<!--/fig--> times the least, in six starts. A kernel reads the row once, keeps it where it computes, and writes once. You
-# write it in 16.1.
+# The plain line reads and writes <!--fig 16.moved-->3.5<!--/fig--> times the minimum, in six operations. A kernel reads
+# the row once, keeps it in registers, and writes the result once. You write this kernel in 16.1.
 
 # %% [markdown]
 # ## Experiment 3: one row, many programs
 #
-# In a decode step a row has one query per head, and its attention reads the whole cache of the row. With a program per
-# row and KV head, a single row of Qwen3-0.6B is 8 programs, and an H100 has 132 processors. So the tokens of a row are
-# divided into parts. Each program attends to its part and keeps the [log-sum-exp](glossary.md#log-sum-exp); a second
-# kernel merges them, as the ranks did in notebook 14. Here is the first kernel, in its simplest form: with a program
-# per row, *query* head and part. Two lines of it are missing, and you write them as functions: `place` says where a
-# token lies, and `fold` keeps a softmax block by block.
+# In a decode step a row has one query per head, and its attention reads the whole cache of the row. With one program
+# per row and KV head, a single row of Qwen3-0.6B gives 8 programs, but an H100 has 132 processors. So the tokens of a
+# row are divided into parts. Each program attends to its part and stores the [log-sum-exp](glossary.md#log-sum-exp); a
+# second kernel merges the parts, as the ranks did in notebook 14. Here is the first kernel in its simplest form, with
+# one program per row, *query* head and part. Two lines of it are missing, and you write them as functions: `place`
+# finds the page and the slot of a token, and `fold` updates a softmax block by block.
 
 # %%
 attention_kernel = own_kernels.attention_kernel
 print(inspect.getsource(attention_kernel.fn if here else attention_kernel))
 
 # %% [markdown]
-# The scores of a part are never in memory, only a block of them at a time. What is kept is the highest score so far,
-# the sum of `exp(score − highest)`, and the values mixed with these weights. It is compared with the plain line, for a
-# row of 41 tokens in pages of 16:
+# The kernel never stores all scores of a part, only one block at a time. It keeps the highest score so far, the sum of
+# `exp(score − highest)`, and the sum of the values with these weights. We compare it with the plain line, for a row of
+# 41 tokens in pages of 16:
 
 # %%
 generator = torch.Generator().manual_seed(16)
@@ -263,18 +265,20 @@ course.show(
 )
 
 # %% [markdown]
-# The parts end where they like, also in the middle of a page, and the result is that of the plain line,
+# A part may end anywhere, even in the middle of a page. The result is that of the plain line, up
 # to <!--fig 16.off x20-->2e-7<!--/fig-->.
 
 # %% [markdown]
-# ## Experiment 4: what a recording remembers
+# ## Experiment 4: the contents of a recording
 #
-# A [CUDA graph](glossary.md#cuda-graph) is a recording of launches. One command repeats them all, without Python. What
-# is in it? Each kernel, with its arguments as they were: of a tensor its *address*, of a number its *value*. There may
-# be no GPU here, so `Recording` stands in for it: it writes down what is started, and `replay` starts the same again,
-# with the same addresses and the same numbers. (It is not faster. Here Python still starts each operation.)
+# A [CUDA graph](glossary.md#cuda-graph) is a recording of launches. One command repeats them all, without Python. It
+# contains each kernel with its arguments at the time of recording: for a tensor its *address*, for a number its
+# *value*. There may be no GPU here, so `Recording` imitates it: it lists the operations that are started, and `replay`
+# starts them again, with the same addresses and the same numbers. (This is not faster, because Python still starts each
+# operation.)
 #
-# Two ways to attend to the first `n` tokens of a slab. We record both with `n = 5`, then go on to `n = 9`.
+# There are two ways to attend to the first `n` tokens of a slab: `n` as a Python number, or as a tensor. We record both
+# with `n = 5`, then set `n = 9` and replay.
 
 # %%
 slab = torch.randn(1, 1, 32, 8, generator=generator)  # keys, and values too
@@ -309,9 +313,9 @@ course.figure("16.stale", stale["by_number"])
 course.figure("16.fresh", stale["by_tensor"] + 1e-9)
 
 # %% [markdown]
-# The number was remembered: the replay still attends to five tokens, and is off
-# by <!--fig 16.stale x3-->1<!--/fig-->. Nothing complains. The tensor was read again, and the answer is right. And a
-# value that Python wants to look at cannot be recorded at all, because at that moment nothing has been computed:
+# The number was recorded with its value: the replay still attends to five tokens, and is off
+# by <!--fig 16.stale x3-->1<!--/fig-->, without an error. The tensor was read again, and the answer is right. A value
+# that Python itself has to read cannot be recorded at all, because during a recording nothing has been computed yet:
 
 # %%
 try:
@@ -321,15 +325,15 @@ except RuntimeError as error:
     print(error)
 
 # %% [markdown]
-# So the tokens, their positions, the page tables and the lengths are tensors that stay where they are, and are filled
-# before each replay. What may be a number: shapes, grids, the number of parts. And the keys must not move, which is why
-# a cache that grows by `cat` cannot be recorded (notebook 10), and pages can.
+# So the tokens, their positions, the page tables and the lengths are tensors with fixed addresses, which are filled
+# before each replay. Shapes, grids and the number of parts may be numbers. The keys must not move in memory. That is
+# why a step with a cache that grows by `cat` cannot be recorded (notebook 10), and a step with pages can.
 
 # %% [markdown]
 # ## What the articles say
 #
-# One of the five says that compilers cannot work with a cache that grows. Notebook 10 confirms what is right about it;
-# none of the [claims](claims.md) is executed here. What they say about fixed addresses is Experiment 4.
+# One of the five says that compilers cannot work with a cache that grows. Notebook 10 tested this claim; none of the
+# [claims](claims.md) is executed here. Experiment 4 explains what the articles say about fixed addresses.
 
 # %% [markdown]
 # ## Exercises
@@ -364,9 +368,9 @@ course.check("16.1", norm_kernel)
 
 # %% [markdown]
 # **16.2** A GPU has `processors` processors. A batch has `B` rows, the model `H` query heads and `Hk` KV heads. A
-# kernel on a real GPU has one program per row and KV head, so that the query heads of a KV head read its keys once. How
-# many programs is that? And into how many parts, the smallest power of two, does each row have to be divided, so that
-# there are at least as many programs as processors? Answer with a pair.
+# kernel on a real GPU has one program per row and KV head, so that the query heads of a KV head read its keys only
+# once. How many programs is that? Into how many parts does each row have to be divided, so that there are at least as
+# many programs as processors? Take the smallest power of two. Answer with a pair.
 
 # %%
 case = course.case("16.2")
@@ -386,9 +390,9 @@ programs_and_parts = programs, parts
 course.check("16.2", programs_and_parts)
 
 # %% [markdown]
-# **16.3** Where does a token lie? It is `place_of` of 10.4, for a block of tokens at once. `table` is the address of
-# the row's page table (int32), `token` a block of positions, `SIZE` tokens fit into a page. Load the pages with the
-# mask `seen`: behind the end of a row there is no table. Return the pages and the slots.
+# **16.3** Find the page and the slot of each token: `place_of` of 10.4, for a block of tokens at once. `table` is the
+# address of the row's page table (int32), `token` is a block of positions, and `SIZE` tokens fit into a page. Load the
+# pages with the mask `seen`, because the table has no entries after the end of a row. Return the pages and the slots.
 
 
 # %% tags=["exercise"]
@@ -408,11 +412,11 @@ def place(table, token, seen, SIZE: tl.constexpr):
 course.check("16.3", place)
 
 # %% [markdown]
-# **16.4** A softmax, block by block. So far `highest` is the highest score, `total` is the sum of `exp(score −
-# highest)`, and `mixed`, `(WIDTH,)`, the sum of `exp(score − highest) · v`. Now come a block of `scores`, `(BLOCK,)`,
-# and its values `v`, `(BLOCK, WIDTH)`. Return the three as they are then. If a higher score comes, what was added before
-# has to shrink. (`tl.maximum(a, b)`, `tl.max(x, 0)`, `tl.exp`, `tl.sum(x, 0)`, `x[:, None]`. A score that is not seen
-# is −∞, which needs no special care.)
+# **16.4** A softmax, block by block. For the blocks so far, `highest` is the highest score, `total` is the sum of
+# `exp(score − highest)`, and `mixed`, `(WIDTH,)`, is the sum of `exp(score − highest) · v`. The next block has
+# `scores`, `(BLOCK,)`, and values `v`, `(BLOCK, WIDTH)`. Return the three updated quantities. If the block has a higher
+# score, the earlier sums have to be scaled down. (`tl.maximum(a, b)`, `tl.max(x, 0)`, `tl.exp`, `tl.sum(x, 0)`, `x[:,
+# None]`. A masked score is −∞, which needs no special case.)
 
 
 # %% tags=["exercise"]
@@ -436,10 +440,10 @@ def fold(highest, total, mixed, scores, v):
 course.check("16.4", fold)
 
 # %% [markdown]
-# **16.5** Merge the parts, with a program per row and query head. Of this row, `parts` has the outputs
-# `(SPLITS, D)` and `sums` their log-sum-exps `(SPLITS,)`; those of the next row follow. `WIDTH` is the power of two that
-# `D` fits into. Write the merged row to `y`. The log-sum-exps can be large, and −∞ for a part without tokens (one part
-# always has some).
+# **16.5** Merge the parts, with a program per row and query head. For each program, `parts` has the outputs `(SPLITS,
+# D)` and `sums` the log-sum-exps `(SPLITS,)`; those of the next program follow in memory. `WIDTH` is a power of two, at
+# least `D`. Write the merged row to `y`. The log-sum-exps can be large, and −∞ for a part without tokens (at least one
+# part has tokens).
 
 
 # %% tags=["exercise"]
@@ -465,15 +469,16 @@ def merge_kernel(parts, sums, y, D, SPLITS: tl.constexpr, WIDTH: tl.constexpr):
 course.check("16.5", merge_kernel)
 
 # %% [markdown]
-# **16.6** The inputs of a recorded step. They are tensors, made once for `inputs.rows` rows:
+# **16.6** The inputs of a recorded step. They are tensors, allocated once for `inputs.rows` rows:
 
 # %%
 print(inspect.getsource(Inputs))
 
 # %% [markdown]
-# Write what fills them before a replay. `tokens` and `positions` are lists with one number per request, of the token
-# that is fed, and `tables` has the list of pages of each. There may be fewer requests than rows: those rows see no
-# token, whatever the step before has left there. `lengths` count the token that is fed. Nothing is returned.
+# Write the function that fills them before a replay. `tokens` and `positions` are lists with one number per request,
+# for the token that is fed, and `tables` has the list of pages of each request. There may be fewer requests than rows:
+# the unused rows must see no token, whatever the previous step has left in them. `lengths` include the token that is
+# fed. Return nothing.
 
 
 # %% tags=["exercise"]
@@ -498,9 +503,9 @@ course.check("16.6", fill)
 # %% [markdown]
 # ## Your own step
 #
-# Now the parts come together. The products are PyTorch's, the rotation is the model's; the norms, the attention over
-# pages and the merge are yours. The prompt is prefilled by nanokv into pages. Then one decode step is recorded, and
-# replayed for each further token, with your `fill` before it.
+# Now the parts come together. PyTorch computes the products and the model's code the rotation; the norms, the attention
+# over pages and the merge are your kernels. nanokv prefills the prompt into pages. Then one decode step is recorded,
+# and replayed for each further token, after a call of your `fill`.
 
 # %%
 norm_kernel, merge_kernel = course.mine("row_norm"), course.mine("merge")
@@ -580,13 +585,14 @@ course.figure("16.same", int(tokens == alone))
 course.figure("16.kernels", kernels)
 
 # %% [markdown]
-# Five tokens, of which the last three were written by a step that nobody called: <!--fig 16.kernels-->25<!--/fig-->
-# launches of your kernels among the operations of PyTorch. Exchange your `fill` for one that makes new tensors, and the
-# replays write the same token for ever.
+# The answer has five tokens. The last three come from replays, without a call of the Python code of the step. A replay
+# contains <!--fig 16.kernels-->25<!--/fig--> launches of your kernels among the operations of PyTorch. If you replace
+# your `fill` by one that makes new tensors, the replays write the same token forever.
 #
-# nanokv does the same on a real GPU (`nanokv/fast/gpu`), with more inside each kernel: the norm is part of the product
-# that follows it, all query heads of a KV head share a program, and rotation, heads and the write into the pages are
-# one launch. A layer is seven launches. They run in the interpreter as well, so they can be put beside yours:
+# nanokv does the same on a real GPU (`nanokv/fast/gpu`), with more work in each kernel: the norm is part of the product
+# that follows it, all query heads of a KV head share a program, and head norms, rotation and the write into the pages
+# are one launch. A layer takes seven launches. These kernels also run in the interpreter, so we can compare them with
+# yours:
 
 # %%
 beside = {}
@@ -610,8 +616,8 @@ if here:
 course.figure("16.beside", max(beside.values(), default=0) + 1e-9)
 
 # %% [markdown]
-# The same numbers, to <!--fig 16.beside x20-->5e-7<!--/fig-->. Theirs also adds the residual, and rounds where the
-# plain line rounds, so that bf16 gives the same bits.
+# The results agree, up to <!--fig 16.beside x20-->5e-7<!--/fig-->. nanokv's kernel also adds the residual, and rounds
+# where the plain line rounds, so that bf16 gives the same bits.
 
 # %%
 course.whose()
@@ -640,15 +646,16 @@ course.answer("16.q3", q3)
 #   attention.
 # - Milakov and Gimelshein, [Online normalizer calculation for softmax](https://arxiv.org/abs/1805.02867): 16.4.
 # - Dao and others, [Flash-Decoding](https://crfm.stanford.edu/2023/10/12/flashdecoding.html): Experiment 3.
-# - `nanokv/fast/gpu/attention.py`, `nanokv/fast/gpu/kernels.py`, `nanokv/fast/gpu/recorded.py`: the real ones.
+# - `nanokv/fast/gpu/attention.py`, `nanokv/fast/gpu/kernels.py`, `nanokv/fast/gpu/recorded.py`: nanokv's kernels and
+#   its recording.
 # - Layers that keep no keys at all, such as [DeltaNet](glossary.md#deltanet), and models that guess several tokens
-#   themselves ([MTP](glossary.md#mtp)) change what a step is. What a cache may give up, and when, is
-#   [eviction](glossary.md#eviction).
+#   themselves ([MTP](glossary.md#mtp)) change the operations of a step. [Eviction](glossary.md#eviction) decides what a
+#   cache drops, and when.
 #
 # ## Next
 #
-# That was the last one. You have written a cache, its pages, an engine and the kernels of its step, and a test for
-# each. Take your folder `my` and a model of your own: `NANOKV_MODEL=… make notebooks`.
+# This was the last notebook. You have written a cache, its pages, an engine and the kernels of its step, and a test for
+# each. Now try them on another model: `NANOKV_MODEL=… make notebooks` uses your folder `my`.
 
 # %% tags=["skip"]
 course.progress()

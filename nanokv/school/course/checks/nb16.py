@@ -262,7 +262,7 @@ def _place_outcome(table, token, end, SIZE, pages, slots):
         return wrong("First the page, then the slot", "swapped")
     if near(got[0], at) and near(got[1], slot):
         return wrong(
-            "That is the place in the table: the page is what the table says there", "no table"
+            "That is the place in the table: the table has the number of the page there", "no table"
         )
     if near(got[0], page) and near(got[1], token[seen]):
         return wrong("The slot counts from the beginning of the page", "token as slot")
@@ -314,8 +314,8 @@ FOLD_SLIPS = (  # (slip of _folded, its outcome)
     (
         {"shrink_total": False, "shrink_mixed": False},
         wrong(
-            "What was added before used a lower highest score: shrink it, total and mixed, by "
-            "exp(highest − higher)",
+            "The earlier sums used a lower highest score: multiply total and mixed by exp(highest "
+            "− higher)",
             "no shrink",
         ),
     ),
