@@ -149,7 +149,7 @@ CLAIMS = (
         "0.16",
         "misleading",
         "Those bytes are allocated, copied and freed on every step.",
-        "One tensor at a time, 8 MiB each. What hurts is the sum: growing to 4,096 tokens copies "
+        "One tensor at a time, 8 MiB each. The problem is the sum: growing to 4,096 tokens copies "
         "962 GB.",
         "10",
         lambda: costs.kv_bytes_per_token(QWEN, 2) * copied_by_cat(4096),

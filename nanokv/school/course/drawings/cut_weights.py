@@ -4,12 +4,13 @@ from nanokv.school.course.drawings.canvas import Canvas, Drawing
 
 ALT = (
     "A table of the parts of a model, top to bottom, each cut in two for two ranks. Embedding: "
-    "half of the words each, then a sum. Queries, keys and values: half of the heads each, nothing "
-    "is sent. The cache: the KV heads of the own half, nothing is sent. The output projection: the "
-    "columns of the own heads, then a sum. Gate and up: half of the hidden width each, nothing is "
-    "sent. Down: the columns of the own half, then a sum. Head: half of the words each, then the "
-    "logits are gathered. Below it the other cut: the cache alone is cut, by positions, in pages "
-    "that are dealt out in turn; results are gathered and merged."
+    "half of the vocabulary each, then a sum. Queries, keys and values: half of the heads each, "
+    "nothing is sent. The cache: the KV heads of each rank, nothing is sent. The output "
+    "projection: the columns of its heads, then a sum. Gate and up: half of the hidden width "
+    "each, nothing is sent. Down: the columns of its half, then a sum. Head: half of the "
+    "vocabulary each, then the logits are gathered. Below it the other method: only the cache is "
+    "cut, by positions, in pages that are assigned to the ranks in turn; results are gathered and "
+    "merged."
 )
 PARTS = (  # name, unit of the division, communication
     ("embedding", "words", "sum"),

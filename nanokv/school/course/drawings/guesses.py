@@ -6,8 +6,8 @@ ALT = (
     "Four rows. Draft: after the token fox, something cheap guesses asked, the, old, owl. Verify: "
     "the model is fed fox and the four guesses in one forward, and gives its own choice after "
     "each: asked, the, owl, owl, said. Accept: the first two guesses agree and are kept, the third "
-    "differs, so the model's own owl is taken and the rest is dropped. Roll back: the cache went "
-    "from n to n + 5 tokens and is truncated to n + 3: fox, asked, the."
+    "differs, so the model's own choice owl is taken and the rest is dropped. Roll back: the cache "
+    "grew from n to n + 5 tokens and is truncated to n + 3: fox, asked, the."
 )
 GUESSES = ("asked", "the", "old", "owl")
 CHOICES = ("asked", "the", "owl", "owl", "said")
@@ -36,7 +36,7 @@ def speculation(alt: str = ALT) -> Drawing:
     canvas.text(
         12, 312, f"Taken: {GUESSES[0]}, {GUESSES[1]}, and the model's own {CHOICES[KEPT]}.", 12
     )
-    canvas.text(12, 350, "4 Roll back: the cache forgets wrong guesses", bold=True)
+    canvas.text(12, 350, "4 Roll back: wrong guesses leave the cache", bold=True)
     for i, x in enumerate(places):
         words = ("fox", *GUESSES)[i]
         canvas.box(x, 360, WIDE, 32, words, "cached" if i <= KEPT else "plain", dashed=i > KEPT)

@@ -5,7 +5,7 @@ from nanokv.school.course.drawings.canvas import Canvas, Drawing
 ALT = (
     "A pool of six pages with 4 slots each. The table of sequence A, 10 tokens, names the pages 1, "
     "3 and 0 in this order; that of sequence B, 7 tokens, names the pages 1 and 4. Page 1 is in "
-    "both tables: it holds the positions 0 to 3, with which both begin, once. In page 0 two slots "
+    "both tables: it holds the positions 0 to 3, which both share. In page 0 two slots "
     "are empty, in page 4 one. The pages 2 and 5 are free."
 )
 TABLES = {"A": (1, 3, 0), "B": (1, 4)}

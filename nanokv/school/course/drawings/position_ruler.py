@@ -4,9 +4,9 @@ from nanokv.school.course.drawings.canvas import Canvas, Drawing
 
 ALT = (
     "A ruler of the positions 0 to 9. The cache holds 6 tokens, at the positions 0 to 5. A chunk "
-    "of 3 new tokens comes. Right: start_pos = 6, the number of cached tokens, so the chunk gets "
+    "of 3 new tokens is fed. Right: start_pos = 6, the number of cached tokens, so the chunk gets "
     "the positions 6, 7 and 8. Wrong: start_pos = 0, so the positions 0, 1 and 2 are given twice. "
-    "Wrong: start_pos = 7, so nothing stands at position 6."
+    "Wrong: start_pos = 7, so no token has position 6."
 )
 CACHED = 6
 NEW = 3

@@ -3,10 +3,10 @@
 from nanokv.school.course.drawings.canvas import Canvas, Drawing
 
 ALT = (
-    "A tree of cached text. Its root is the system prompt. Two branches leave it: a question about "
-    "a fox and a question about a sum; the first goes on in two answers. A new request begins with "
-    "the system prompt and the question about the fox. These two nodes are read from the cache. "
-    "Then it goes on in its own way, and only that end is computed."
+    "A tree of cached text. Its root is the system prompt. Two branches leave it: a question "
+    "about a fox and a question about a sum; the first continues with two answers. A new request "
+    "begins with the system prompt and the question about the fox. These two nodes are read from "
+    "the cache. The rest of the request is new, and only this rest is computed."
 )
 
 
