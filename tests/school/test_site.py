@@ -135,6 +135,17 @@ def test_what_the_hub_reads_of_a_model_card_is_not_on_its_page(small):
         assert re.match(r"\s*<h1", body) and "Two" in body and body.count("<hr") == 1
 
 
+def test_a_table_is_a_table_inside_a_list_too():
+    """As on GitHub: no row of a text is left with its bars."""
+    body = markdown(
+        "a.html", "# A\n\n- b:\n\n  | c | d |\n  |---|---|\n  | 1 | 2 |\n", "Docs", "a.md"
+    ).body
+    assert re.search(r"<li>.*<table>.*<td>2</td>.*</li>", body, re.DOTALL)
+    for page in [*site.documents(ROOT), *site.for_teachers(NOTEBOOKS)]:
+        text = re.sub(r"<pre.*?</pre>|<code.*?</code>", "", page.body, flags=re.DOTALL)
+        assert re.findall(r"^ *\|.*\|$", text, re.MULTILINE) == [], page.path
+
+
 def test_a_link_into_the_repository_leads_to_the_page_that_shows_the_file(small):
     code, readme = (
         (small / f"docs/{name}.html").read_text(encoding="utf-8") for name in ("code", "readme")

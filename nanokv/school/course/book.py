@@ -137,9 +137,13 @@ def render(notebook: "NotebookNode") -> str:
 
 
 def markdown(text: str) -> str:
-    from nbconvert.filters import markdown2html
+    """A text as HTML. A table inside a list is a table, as on GitHub; nbconvert alone reads none."""
+    from mistune.plugins.table import table_in_list
+    from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 
-    return wide(markdown2html(text))
+    reader = MarkdownWithMath(renderer=IPythonRenderer(escape=False))
+    reader.use(table_in_list)
+    return wide(reader.render(text))
 
 
 def wide(text: str) -> str:
