@@ -3,6 +3,10 @@
 Any web server can serve the folder, under any path, and it can be opened from a file. No page loads
 anything from another machine. The site is built in a temporary folder and copied to its place only
 after every link was checked.
+
+mkdocs-material 9.8.2 with mkdocstrings was tried instead. Its search refuses a query that begins
+with a hyphen (`--prefill-worker`) and does not know other spellings (`quantised`). `--strict` reads
+links of Markdown only, so a frame without its file passes. The theme ends on 2027-05-05.
 """
 
 import html
