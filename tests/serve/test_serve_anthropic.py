@@ -265,6 +265,8 @@ REFUSED = {
     "tool": (ABSENT, "not one of the tools"),
     "name": ({"tools": [{"name": "a b"}]}, "tools[0].name"),
     "tokens": ({"max_tokens": 0}, "max_tokens is 0"),
+    "penalty": ({"frequency_penalty": 0.5}, "frequency_penalty"),
+    "answers": ({"n": 2}, "n is 2"),
     "role": ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
 }
 

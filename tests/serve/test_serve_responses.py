@@ -298,6 +298,8 @@ REFUSED = {
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
         "input[0].content[0]",
     ),
+    "penalty": ({"frequency_penalty": 0.5}, "frequency_penalty"),
+    "answers": ({"n": 2}, "n"),
     "role": ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
     "number": ({"input": 5}, "input"),
     "tokens": ({"max_output_tokens": 0}, "max_output_tokens"),

@@ -13,10 +13,19 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Discriminator, Field, Tag, create_model
 
 from nanokv.apps.serve.api.errors import ApiError
-from nanokv.apps.serve.api.fields import Expected, Fields, NotDone, Object, Text, YesNo, read
-from nanokv.apps.serve.api.known import HARMLESS
+from nanokv.apps.serve.api.fields import (
+    Expected,
+    Fields,
+    NotDone,
+    Nothing,
+    Object,
+    Text,
+    YesNo,
+    read,
+)
+from nanokv.apps.serve.api.known import HARMLESS, NOT_DONE, refused
 from nanokv.apps.serve.api.messages import Tools
-from nanokv.apps.serve.api.protocol import Asked, common, note_unknown
+from nanokv.apps.serve.api.protocol import Asked, common, note_unknown, with_end
 from nanokv.apps.serve.api.requests import (
     LONGEST_STOP,
     MOST_STOPS,
@@ -76,9 +85,10 @@ def kind_of_result(block: Any) -> str:
 
 
 def joined(content: str | list) -> str:
-    """Join the texts with line breaks; other blocks have none."""
+    """Join the texts with line breaks; other blocks are left out."""
     if isinstance(content, str):
         return content
+    note("blocks", [block.type for block in content if isinstance(block, OtherBlock)])
     return "\n".join(block.text for block in content if isinstance(block, TextBlock))
 
 
@@ -242,7 +252,7 @@ class Prompt(Fields):
     output_format: Format | None = None
 
 
-_Base: Any = create_model("_Base", __base__=Common, **HARMLESS)
+_Base: Any = create_model("_Base", __base__=Common, **refused(NOT_DONE), **HARMLESS)
 
 
 class MessagesRequest(_Base, Prompt):
@@ -252,6 +262,7 @@ class MessagesRequest(_Base, Prompt):
         Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None,
         Expected(f"a list of at most {MOST_STOPS} texts of 1 to {LONGEST_STOP:,} characters"),
     ] = None
+    n: Annotated[Any, Nothing(1)] = None
 
 
 # --- to a chat ------------------------------------------------------------------------------------
@@ -261,10 +272,10 @@ def messages(fields: dict) -> Asked:
     """A request to /v1/messages."""
     request = read(MessagesRequest, fields)
     note_unknown(fields, MessagesRequest)
-    settings = common(request) | {"n": 1}
+    settings = common(request)
     if request.stop_sequences is not None:
         settings["stop"] = list(request.stop_sequences)
-    return prompt(request, settings)
+    return with_end(prompt(request, settings))
 
 
 def count_tokens(fields: dict) -> Asked:
@@ -307,15 +318,12 @@ def chat(request: Any) -> Iterator[dict]:
     """The messages of the chat: the system prompt, then the turns."""
     if request.system:
         yield {"role": "system", "content": request.system}
-    left_out: list[str] = []
     for by_assistant, turns in groupby(request.messages, lambda turn: turn.by_assistant):
         blocks = [block for turn in turns for block in turn.blocks]
-        left_out += [block.type for block in blocks if isinstance(block, OtherBlock)]
         if by_assistant:
             yield answer(blocks)
         else:
             yield from question(blocks)
-    note("blocks", left_out)
 
 
 def answer(blocks: list) -> dict:
@@ -339,9 +347,9 @@ def answer(blocks: list) -> dict:
 
 def question(blocks: Iterable[Any]) -> Iterator[dict]:
     """A turn of the user: a message for each result of a call, and one for the texts between."""
-    texts: list[TextBlock] = []
+    texts: list[TextBlock | OtherBlock] = []
     for block in blocks:
-        if isinstance(block, TextBlock):
+        if isinstance(block, TextBlock | OtherBlock):
             texts.append(block)
         if isinstance(block, ToolResult):
             if texts:

@@ -112,6 +112,11 @@ def chat(fields: dict) -> Asked:
         schema=schema(request),
         **common(request),
     )
+    return with_end(asked)
+
+
+def with_end(asked: Asked) -> Asked:
+    """The request; ApiError if its grammar has an end that `ignore_eos` would forbid."""
     if asked.constrained and asked.ignore_eos:
         raise ApiError(
             400, "ignore_eos does not go together with an answer that has an end", "ignore_eos"

@@ -23,9 +23,9 @@ from nanokv.apps.serve.api.fields import (
     YesNo,
     read,
 )
-from nanokv.apps.serve.api.known import HARMLESS
+from nanokv.apps.serve.api.known import HARMLESS, NOT_DONE, refused
 from nanokv.apps.serve.api.messages import Tools
-from nanokv.apps.serve.api.protocol import Asked, common, note_unknown
+from nanokv.apps.serve.api.protocol import Asked, common, note_unknown, with_end
 from nanokv.apps.serve.api.requests import (
     EFFORTS,
     MOST_LIKELY,
@@ -248,7 +248,7 @@ class Reasoning(Fields):
     summary: Any = None
 
 
-_Base: Any = create_model("_Base", __base__=Common, **HARMLESS)
+_Base: Any = create_model("_Base", __base__=Common, **refused(NOT_DONE), **HARMLESS)
 
 
 class ResponsesRequest(_Base):
@@ -267,6 +267,8 @@ class ResponsesRequest(_Base):
     reasoning: Reasoning | None = None
     include: list[str] | None = None
     top_logprobs: Annotated[int | None, Between(0, MOST_LIKELY["messages"])] = None
+    # A conversation that is too long is refused in either case.
+    truncation: Annotated[Literal["auto", "disabled"] | None, Expected("auto or disabled")] = None
     n: Annotated[Any, Nothing(1)] = None
     previous_response_id: Annotated[Any, Nothing(hint=STATELESS)] = None
     conversation: Annotated[Any, Nothing(hint=STATELESS)] = None
@@ -309,20 +311,18 @@ def responses(fields: dict) -> Asked:
         settings["max_new_tokens"] = request.max_output_tokens
     likely = request.top_logprobs or 0
     wanted = likely or LOGPROBS in (request.include or [])
-    asked = Asked(
-        [list(messages(request))],
-        "input",
-        logprobs=likely if wanted else None,
-        schema=schema(request.text.format),
-        template=thinking(request.reasoning),
-        tools=tools(request, fields),
-        repeated={name: fields.get(name, absent) for name, absent in REPEATED.items()},
-        **settings,
+    return with_end(
+        Asked(
+            [list(messages(request))],
+            "input",
+            logprobs=likely if wanted else None,
+            schema=schema(request.text.format),
+            template=thinking(request.reasoning),
+            tools=tools(request, fields),
+            repeated={name: fields.get(name, absent) for name, absent in REPEATED.items()},
+            **settings,
+        )
     )
-    if asked.constrained and asked.ignore_eos:
-        words = "ignore_eos does not go together with an answer that has an end"
-        raise ApiError(400, words, "ignore_eos")
-    return asked
 
 
 def thinking(reasoning: Reasoning | None) -> dict:
