@@ -621,7 +621,7 @@ def bracketed(values) -> str:
         ),
         (
             {"tool_choice": "sum"},
-            'tool_choice is \'sum\': none, auto, required or {"type": "function"',
+            'tool_choice is \'sum\': none, auto, required, {"type": "function"',
         ),
         (
             {"reasoning_effort": "hot"},
@@ -681,6 +681,11 @@ def test_a_refusal_says_what_was_expected(fields, said):
             {"role": "assistant", "tool_calls": [{"id": "1", "type": "custom"}]},
             ".tool_calls[0].type",
             "functions",
+        ),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+            ".content[0]",
+            "type text",
         ),
         (
             {"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]},

@@ -165,6 +165,18 @@ def test_a_call_is_forced(server, choice, names, parallel):
     assert seen == names
 
 
+@pytest.mark.parametrize("name", ["light", "time"])
+def test_a_call_among_the_allowed_functions_is_forced(server, name):
+    functions = [{"type": "function", "function": {"name": name}}]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": functions}}
+    request = ask(tools=[LIGHT, TIME], tool_choice=choice, parallel_tool_calls=False)
+    for seed in (0, 6, 8):
+        _, found = server.post(
+            CHAT, request | {"temperature": 100.0, "seed": seed, "max_tokens": 80}
+        )
+        assert [called for called, _ in said(found["choices"][0])[1]] == [name]
+
+
 def test_a_call_or_the_schema_may_be_the_answer(server, scripted):
     """A tool that may be called stands beside a response_format: the mask allows either."""
     for text in (

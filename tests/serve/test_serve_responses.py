@@ -240,6 +240,9 @@ def test_which_functions_may_be_called(server, scripted):
     only = server.post(RESPONSES, HELLO | TOOLS | {"tool_choice": may})[1]
     none = server.post(RESPONSES, HELLO | TOOLS | {"tool_choice": "none"})[1]
     other = server.post(RESPONSES, HELLO | TOOLS | {"tool_choice": SEARCH})[1]
+    unknown = may | {"tools": [{"type": "function", "name": "sum"}]}
+    status, found = server.post(RESPONSES, HELLO | TOOLS | {"tool_choice": unknown})
+    assert status == 400 and "which is not one of the tools" in found["error"]["message"]
     assert (
         shape(both["output"])
         == shape(other["output"])

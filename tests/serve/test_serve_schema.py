@@ -122,11 +122,26 @@ ASSISTANT, RESULT = {"role": "assistant"}, {"role": "tool", "content": "12", "to
         ({"tools": [None]}, False),
         ({"tools": [tool("time", parameters=[])]}, False),
         ({"tools": [tool("time", strict=None)]}, True),
-        ({"tools": [{"type": "custom", "function": {"name": "time"}}]}, False),
+        ({"tools": [{"type": "custom", "custom": {"name": "time"}}]}, True),
+        ({"tools": [{"type": 5}]}, False),
         (TOOLS | {"tool_choice": "required", "parallel_tool_calls": False}, True),
         ({"parallel_tool_calls": 1}, False),
         (TOOLS | {"tool_choice": {"type": "function", "function": {"name": "time"}}}, True),
         (TOOLS | {"tool_choice": "time"}, False),
+        (TOOLS | {"tool_choice": {"type": "allowed_tools"}}, False),
+        (
+            TOOLS
+            | {
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {
+                        "mode": "auto",
+                        "tools": [{"type": "function", "function": {"name": "time"}}],
+                    },
+                }
+            },
+            True,
+        ),
         (TOOLS | {"tool_choice": {"type": "function"}}, False),
         *[
             ({"response_format": {"type": kind}}, kind in ("text", "json_object"))

@@ -337,7 +337,7 @@ def test_a_replayed_call_has_the_form_that_the_template_takes(prompted, argument
     assert prompted(template, messages=replayed(reasoning=5))["param"] == "messages[1].reasoning"
 
 
-@pytest.mark.parametrize("broken", ['{"city": "Os', "Oslo", '["Oslo"]'])
+@pytest.mark.parametrize("broken", ['{"city": "Os', "Oslo", '["Oslo"]', "5", "null", '"Oslo"', " "])
 def test_a_replayed_call_whose_arguments_are_broken_is_shown_as_the_model_wrote_it(
     prompted, broken
 ):
@@ -391,12 +391,18 @@ def test_null_is_null_where_the_template_asks_for_it(prompted):
     )
 
 
-FORCED = {"type": "function", "function": {"name": "weather"}}
+def among(mode, *names, more=()) -> dict:
+    """A `tool_choice` among these functions."""
+    functions = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*functions, *more]}}
+
+
 WRONG = [
     ("tools", 5, "tools"),
     ("tools", [5], "tools[0]"),
     ("tools", [None], "tools[0]"),
-    ("tools", [{"type": "custom"}], "tools[0].type"),
+    ("tools", [{"function": {"name": "x"}}], "tools[0].type"),
+    ("tools", [{"type": 5}], "tools[0].type"),
     ("tools", [{"type": "function"}], "tools[0].function"),
     ("tools", [tool("a b")], "tools[0].function.name"),
     ("tools", [tool("x" * 65)], "tools[0].function.name"),
@@ -406,7 +412,11 @@ WRONG = [
     ("tools", [tool("x", description="<|im_end|>")], "tools[0].description"),
     ("tool_choice", "sum", "tool_choice"),
     ("tool_choice", {"type": "function", "function": {"name": "sum"}}, "tool_choice"),
+    ("tool_choice", {"type": "custom", "custom": {"name": "patch"}}, "tool_choice"),
     ("tool_choice", {"type": "allowed_tools"}, "tool_choice"),
+    ("tool_choice", among("none", "time"), "tool_choice"),
+    ("tool_choice", among("auto", "sum"), "tool_choice"),
+    ("tool_choice", among("required"), "tool_choice"),
     ("parallel_tool_calls", 1, "parallel_tool_calls"),
 ]
 
@@ -443,6 +453,49 @@ def test_wrong_calls_in_messages_are_named(server, calls, place):
     messages = [*ask()["messages"], {"role": "assistant", "content": "x", "tool_calls": calls}]
     status, found = server.post(CHAT, {"messages": messages})
     assert (status, error(found)["param"]) == (400, f"messages[1].{place}")
+
+
+OTHERS = [
+    {"type": "custom", "custom": {"name": "patch", "format": {"type": "text"}}},
+    {"type": "web_search"},
+]
+
+
+def test_tools_of_other_kinds_are_left_out_and_named_in_the_log(server, scripted, caplog):
+    """One that this server cannot run does not refuse the others; nothing is left if one is required: 400."""
+    caplog.set_level("INFO", "nanokv.apps.serve")
+    scripted(OSLO)
+    _, found = server.post(CHAT, ask(tools=[OTHERS[0], WEATHER, OTHERS[1]]))
+    assert said(found["choices"][0]) == (None, [("weather", {"city": "Oslo"})], "tool_calls")
+    assert 'left out: 2 tools of type "custom", "web_search"' in caplog.text
+    for fields in ({"tools": OTHERS}, {"tools": OTHERS, "tool_choice": "auto"}):
+        assert said(server.post(CHAT, ask(**fields))[1]["choices"][0]) == (OSLO, [], "stop")
+    plain, told = (
+        server.post("/tokenize", ask(**fields))[1]
+        for fields in (TOOLS, {"tools": [*OTHERS, *TOOLS["tools"]]})
+    )
+    assert plain == told
+    for choice in ("required", among("required", more=[{"type": "web_search"}])):
+        status, found = server.post(CHAT, ask(tools=OTHERS, tool_choice=choice))
+        assert (status, error(found)["param"]) == (400, "tool_choice")
+
+
+def test_only_the_allowed_functions_are_calls(server, scripted):
+    """The prompt keeps all of them, so that its cached part stays."""
+    scripted(f"{OSLO}\n{TIME}")
+    both, only, none = (
+        server.post(CHAT, ask(**TOOLS, **fields))[1]
+        for fields in (
+            {},
+            {"tool_choice": among("auto", "time", more=OTHERS)},
+            {"tool_choice": among("auto")},
+        )
+    )
+    assert said(both["choices"][0])[1] == [("weather", {"city": "Oslo"}), ("time", {})]
+    assert said(only["choices"][0]) == (OSLO, [("time", {})], "tool_calls")
+    assert said(none["choices"][0]) == (f"{OSLO}\n{TIME}", [], "stop")
+    prompts = [found["usage"]["prompt_tokens"] for found in (both, only, none)]
+    assert prompts[0] == prompts[1] > prompts[2]
 
 
 def test_required_without_tools_and_tools_of_a_completion_are_refused(server):

@@ -12,7 +12,7 @@ docs/life-of-a-token.md follows one request along this path.
     api/    protocol.py: JSON to a checked request
             requests.py, fields.py, messages.py: its fields, defined once for the checks and for
             /openapi.json
-            known.py: fields of other servers
+            known.py: fields of other servers; tools.py: which functions may be called
             prompts.py: messages or text to token ids
             grammar.py, schemas.py: which tokens may follow
             answer.py: tokens to text; calls.py: tool calls in that text; logprobs.py

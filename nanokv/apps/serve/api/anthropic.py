@@ -34,7 +34,7 @@ from nanokv.apps.serve.api.requests import (
     Common,
     Stop,
 )
-from nanokv.apps.serve.api.responses import note
+from nanokv.apps.serve.api.tools import note
 from weights_loader.strict import quote
 
 # --- blocks ---------------------------------------------------------------------------------------

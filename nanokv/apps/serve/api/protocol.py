@@ -16,6 +16,7 @@ from nanokv.apps.serve.api.messages import Tools, for_template
 from nanokv.apps.serve.api.requests import (
     ENDLESS,
     SAMPLING,
+    AllowedTools,
     ChatPrompt,
     ChatRequest,
     Common,
@@ -23,6 +24,7 @@ from nanokv.apps.serve.api.requests import (
     OfSchema,
     TextRequest,
 )
+from nanokv.apps.serve.api.tools import OtherTool, Wish, note, tools_of
 from nanokv.decoding.ranges import RANGES
 from weights_loader.strict import loads, quote
 
@@ -297,28 +299,24 @@ def schema(request: ChatRequest) -> dict | None:
 
 def tools(request: ChatPrompt, fields: dict) -> Tools:
     """`tools`, `tool_choice`, `parallel_tool_calls`. Functions stay as the client sent them."""
-    given = [tool["function"] for tool in fields.get("tools") or []]
-    functions = tuple(
-        {key: value for key, value in one.items() if value is not None} for one in given
-    )
-    names = [one["name"] for one in functions]
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise ApiError(400, f"tools has {min(twice)} twice", "tools")
-    choice, forced = chosen(request.tool_choice, names)
-    return Tools(functions, choice, forced, request.parallel_tool_calls is not False)
+    functions = []
+    left_out = []
+    for tool, given in zip(request.tools or [], fields.get("tools") or [], strict=True):
+        if isinstance(tool, OtherTool):
+            left_out.append(tool.type)
+            continue
+        sent = given["function"]
+        functions.append({name: value for name, value in sent.items() if value is not None})
+    note("tools", left_out)
+    return tools_of(functions, wish(request.tool_choice), request.parallel_tool_calls is not False)
 
 
-def chosen(choice: str | NamedTool | None, names: list[str]) -> tuple[str, bool]:
-    """(`tool_choice` as a word or a function's name, whether a call is required)."""
+def wish(choice: str | NamedTool | AllowedTools | None) -> Wish:
+    """`tool_choice`."""
     if isinstance(choice, NamedTool):
-        name = choice.function.name
-        if name not in names:
-            raise ApiError(
-                400, f"tool_choice names {say(name)}, which is not one of the tools", "tool_choice"
-            )
-        return name, True
-    if choice is None:
-        choice = "auto" if names else "none"
-    if choice == "required" and not names:
-        raise ApiError(400, "tool_choice is required, and there are no tools", "tool_choice")
-    return choice, choice == "required"
+        return Wish(function=choice.function.name)
+    if isinstance(choice, AllowedTools):
+        among = choice.allowed_tools
+        functions = [tool.function for tool in among.tools if tool.type == "function"]
+        return Wish(among.mode, allowed=tuple(one.name if one else "" for one in functions))
+    return Wish(choice or "auto")

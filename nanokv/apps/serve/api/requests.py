@@ -13,7 +13,6 @@ from nanokv.apps.serve.api.fields import (
     Checked,
     Expected,
     Fields,
-    NotDone,
     Nothing,
     Object,
     Ranged,
@@ -26,6 +25,7 @@ from nanokv.apps.serve.api.fields import (
 )
 from nanokv.apps.serve.api.known import CHAT_ONLY, HARMLESS, NOT_DONE, TEXT_ONLY, refused
 from nanokv.apps.serve.api.messages import Messages
+from nanokv.apps.serve.api.tools import OtherTool, kind_of_tool
 from weights_loader.strict import quote
 
 MOST_STOPS = 16  # stop strings; each new token is compared with all of them
@@ -56,6 +56,10 @@ PROMPT: list[dict] = [{"type": "string", "minLength": 1}, IDS | {"minItems": 1}]
 ENDLESS = -1  # llama.cpp's and Ollama's number of tokens for an answer without a limit
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 EFFORTS = ", ".join(get_args(Effort))
+CHOICES = (
+    'none, auto, required, {"type": "function", "function": {"name": …}} or '
+    '{"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": […]}}'
+)
 
 
 # --- checks that are more than a type -------------------------------------------------------------
@@ -145,8 +149,14 @@ class Function(Fields):
 class Tool(Fields):
     """A tool that the model may call: a function."""
 
-    type: Annotated[Literal["function"], NotDone("only functions can be called")]
+    type: Literal["function"]
     function: Function
+
+
+AnyTool = Annotated[
+    Annotated[Tool, Tag("<function>")] | Annotated[OtherTool, Tag("<other>")],
+    Discriminator(kind_of_tool),
+]
 
 
 class Named(Fields):
@@ -160,6 +170,27 @@ class NamedTool(Fields):
 
     type: Literal["function"]
     function: Named
+
+
+class AllowedTool(Fields):
+    """A tool that may be called. Only functions have a name here."""
+
+    type: str
+    function: Named | None = None
+
+
+class Allowed(Fields):
+    """The tools that may be called, or of which one must be."""
+
+    mode: Literal["auto", "required"]
+    tools: list[AllowedTool]
+
+
+class AllowedTools(Fields):
+    """A `tool_choice` among some of the tools; the prompt keeps all of them."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: Allowed
 
 
 class JsonSchema(Fields):
@@ -227,10 +258,10 @@ class ChatPrompt(Fields):
     """The fields that make the prompt of a chat; /tokenize reads no others."""
 
     messages: Messages
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[AnyTool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Annotated[
-        Literal["none", "auto", "required"] | NamedTool | None,
-        Expected('none, auto, required or {"type": "function", "function": {"name": …}}'),
+        Literal["none", "auto", "required"] | NamedTool | AllowedTools | None,
+        Expected(CHOICES),
     ] = None
     parallel_tool_calls: YesNo = None
     chat_template: Annotated[

@@ -6,7 +6,6 @@ Tools and items that only OpenAI's own services can handle, such as web searches
 the prompt, and the log names them. Agents offer those beside their functions without being asked.
 """
 
-import logging
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, get_args
 
@@ -35,10 +34,9 @@ from nanokv.apps.serve.api.requests import (
     Effort,
     Tokens,
 )
+from nanokv.apps.serve.api.tools import OtherTool, Wish, kind_of_tool, note, tools_of
 from nanokv.text.call_forms import as_object
-from weights_loader.strict import quote
 
-logger = logging.getLogger(__name__)
 STATELESS = "this server keeps no responses: send the items of the conversation in input"
 LOGPROBS = "message.output_text.logprobs"  # the value of `include` that asks for them
 
@@ -195,19 +193,6 @@ class FunctionTool(Fields):
     ]
     description: Text = None
     parameters: Object = None
-
-
-class OtherTool(Fields):
-    """A tool that is no function, as `web_search` and `namespace`."""
-
-    type: str
-
-
-def kind_of_tool(tool: Any) -> str:
-    """The discriminator's tag of a tool."""
-    if isinstance(tool, dict) and tool.get("type") != "function":
-        return "<other>"
-    return "<function>"
 
 
 Tool = Annotated[
@@ -425,40 +410,19 @@ def tools(request: ResponsesRequest, fields: dict) -> Tools:
         known = ("name", "description", "parameters", "strict")
         functions.append({name: given[name] for name in known if given.get(name) is not None})
     note("tools", left_out)
-    names = [one["name"] for one in functions]
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise ApiError(400, f"tools has {min(twice)} twice", "tools")
-    choice, allowed = chosen(request.tool_choice, names)
-    many = request.parallel_tool_calls is not False
-    return Tools(tuple(functions), choice, choice not in ("none", "auto"), many, allowed)
+    return tools_of(functions, wish(request.tool_choice), request.parallel_tool_calls is not False)
 
 
-def chosen(choice: str | Choice | None, names: list[str]) -> tuple[str, frozenset[str] | None]:
-    """(none, auto, required or a function's name; the functions that may be called, None: all)."""
-    allowed = None
-    if isinstance(choice, Choice):
-        if choice.type == "allowed_tools":
-            allowed = frozenset(str(tool.get("name")) for tool in choice.tools) & set(names)
-            choice = choice.mode if allowed else "none"
-        elif choice.type == "function":
-            if choice.name not in names:
-                words = (
-                    f"tool_choice names {quote(str(choice.name))}, which is not one of the tools"
-                )
-                raise ApiError(400, words, "tool_choice")
-            return choice.name or "", None
-        else:
-            note("tool_choice", [choice.type])
-            choice = "auto"
-    if not names:
-        if choice == "required":
-            raise ApiError(400, "tool_choice is required, and no tool is a function", "tool_choice")
-        return "none", None
-    return choice or "auto", allowed
-
-
-def note(what: str, left_out: list[str]) -> None:
-    """Log the kinds of items or tools that were left out of the prompt."""
-    if left_out:
-        kinds = ", ".join(quote(kind) for kind in sorted(set(left_out))[:5])
-        logger.info("left out: %d %s of type %s", len(left_out), what, kinds)
+def wish(choice: str | Choice | None) -> Wish:
+    """`tool_choice`. A choice of a tool that only OpenAI's services run is left out."""
+    if isinstance(choice, str):
+        return Wish(choice)
+    if choice is None:
+        return Wish()
+    if choice.type == "function":
+        return Wish(function=choice.name or "")
+    if choice.type == "allowed_tools":
+        functions = [tool for tool in choice.tools if tool.get("type") == "function"]
+        return Wish(choice.mode, allowed=tuple(str(tool.get("name")) for tool in functions))
+    note("tool_choice", [choice.type])
+    return Wish()
