@@ -39,6 +39,7 @@ LIMITS: dict[str, Any] = {
 }
 # Seconds per answer for computing masks, which delays the answers of all other requests.
 MASKS_S = 2.0
+GRAMMAR_LINE = re.compile(r"\n +\d+ \| ")  # llguidance quotes our grammar around an error
 PROBED = 4  # positions of an answer, and tokens at each, that are tried in advance
 LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 THOUGHTS = {  # grammars of an answer's beginning
@@ -156,9 +157,11 @@ def compiled(grammar: str, words: "LLTokenizer", param: str) -> Compiled:
         words, LLMatcher.grammar_from_lark(grammar), log_level=0, limits=LLParserLimits(**LIMITS)
     )
     if matcher.is_error():
-        raise ApiError(
-            400, f"{param} cannot be turned into a grammar: {reason(matcher)}", param, "unsupported"
-        )
+        message = f"{param} cannot be turned into a grammar: {reason(matcher)}"
+        raise ApiError(400, message, param, "unsupported")
+    if endless(matcher):
+        message = f"{param} has a $ref that leads back to itself, so it describes no JSON"
+        raise ApiError(400, message, param, "unsupported")
     probe(Compiled(matcher.deep_copy(), param))
     return Compiled(matcher, param)
 
@@ -183,6 +186,13 @@ def probe(grammar: Compiled) -> None:
         grammar = next((one for one in tried if not one.matcher.is_stopped()), grammar)
 
 
+def endless(matcher: "LLMatcher") -> bool:
+    """Whether the schema is a circle of `$ref` with nothing between, as {"$ref": "#"}."""
+    tried = matcher.deep_copy()
+    tried.compute_bitmask()
+    return "NoExtensionBias" in tried.get_error()
+
+
 def check_limits(grammar: Compiled) -> None:
     """Raise ApiError if llguidance has given up."""
     if grammar.matcher.is_error():
@@ -197,11 +207,17 @@ def check_limits(grammar: Compiled) -> None:
 
 def reason(matcher: "LLMatcher") -> str:
     """The reason for llguidance's refusal, in one line and without the grammar."""
-    said = matcher.get_error().partition("\n   1 | ")[0].replace("<non-verbose/>", "")
+    said = GRAMMAR_LINE.split(matcher.get_error())[0].replace("<non-verbose/>", "")
     line = " ".join(part.strip() for part in said.splitlines() if part.strip(" ^"))
     line = line.partition("failed to compile JSON schema: ")[2] or line.strip()
     if keys := re.fullmatch(r"Unimplemented keys: \[(.*)\]", line):
         return f"{keys[1].replace(chr(34), '')} is not supported"
+    if "circular references with sibling keys" in line:
+        return "a $ref that leads back to itself is supported only without keywords beside it"
+    if away := re.match("Resource '(.*)' is not present in a registry", line):
+        return f"$ref {away[1]} is not fetched: put the definition into $defs"
+    if pointer := re.match("Pointer '(.*)' does not exist", line):
+        return f"$ref #{pointer[1]} names nothing in the schema"
     if "coerce_one_of" in line:
         return "oneOf is supported only if its schemas cannot overlap; use anyOf otherwise"
     return line

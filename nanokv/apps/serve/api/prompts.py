@@ -4,6 +4,7 @@
 this runs in a thread beside the event loop, because a template or a long text can take a second.
 """
 
+import logging
 import secrets
 import time
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from nanokv.apps.serve.api.calls import CLOSE, OPEN, NoCalls, ToolCalls
 from nanokv.apps.serve.api.errors import ApiError, named, refused
 from nanokv.apps.serve.api.logprobs import Echo
 from nanokv.apps.serve.api.protocol import Asked
+from nanokv.apps.serve.api.schemas import repeats_allowed
 from nanokv.decoding.draw import SamplingParams
 from nanokv.decoding.generation import prompt_ids
 from nanokv.decoding.ranges import chosen_seed
@@ -31,6 +33,7 @@ from weights_loader.strict import quote
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
+logger = logging.getLogger(__name__)
 ANY = "*"  # the alias with which the model answers to every name
 TEXT_TOKENS = 16  # OpenAI's default max_tokens of a completion
 # Most prompt tokens of a request with log-probabilities, up to 1 kB of memory each.
@@ -196,6 +199,8 @@ def grammar_of(served: Served, asked: Asked, ids: list[int]) -> grammar.Compiled
     grammar.needs_package(param)
     words = named(param, lambda: served.vocabulary)
     tools = asked.tools
+    if repeats_allowed([asked.schema, tools.callable]):
+        logger.info("not enforced: uniqueItems in %s", param)
     thought = grammar.thoughts(served.tokenizer, ids, opens_thinking(served.tokenizer, ids))
     for start in dict.fromkeys(("none", thought)):
         source = grammar.source(asked.schema, tools.callable, tools.many, tools.forced, start)

@@ -1,8 +1,9 @@
 """JSON schemas without keywords that have no effect, which llguidance would refuse.
 
-Two things are removed: keywords whose value allows everything, as in `uniqueItems: false` and
-`propertyNames: {"type": "string"}`, and formats that llguidance does not know, since JSON Schema
-treats a format as an annotation. Keywords that forbid something stay, so llguidance refuses the
+Three things are removed: keywords whose value allows everything, as in `not: false` and
+`propertyNames: {"type": "string"}`; formats that llguidance does not know, since JSON Schema
+treats a format as an annotation; and `uniqueItems`, which is not enforced, because a grammar
+cannot compare items. Other keywords that forbid something stay, so llguidance refuses the
 unsupported ones.
 """
 
@@ -35,7 +36,6 @@ DIALECTS = tuple(
 )
 ANYTHING: tuple = (True, {})
 NOTHING: dict[str, tuple] = {  # keyword → values that allow any JSON
-    "uniqueItems": (False,),
     "not": (False,),
     "propertyNames": (*ANYTHING, {"type": "string"}),
     "unevaluatedProperties": ANYTHING,
@@ -52,7 +52,6 @@ NEEDS = {  # keyword → the keywords of which it needs one to have an effect
     "else": ("if",),
 }
 OF = {  # keyword → the only type of JSON that it applies to
-    "uniqueItems": "array",
     "contains": "array",
     "unevaluatedItems": "array",
     "propertyNames": "object",
@@ -120,6 +119,8 @@ def says_something(name: str, value: Any, schema: dict) -> bool:
         return False
     if name in NEEDS and not any(other in schema for other in NEEDS[name]):
         return False
+    if name == "uniqueItems":
+        return False
     if name == "format":
         return isinstance(value, str) and value in FORMATS
     if name == "$schema":
@@ -131,6 +132,11 @@ def says_something(name: str, value: Any, schema: dict) -> bool:
     if name in ("exclusiveMinimum", "exclusiveMaximum") and value is False:
         return False
     return True
+
+
+def repeats_allowed(schema: Any) -> bool:
+    """Whether a list may repeat an item against the schema's `uniqueItems`."""
+    return '"uniqueItems": true' in json.dumps(schema)
 
 
 def may_be(kind: str, wanted: Any) -> bool:
