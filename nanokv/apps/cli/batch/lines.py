@@ -62,8 +62,7 @@ def check_fields(fields: dict) -> None:
         if close:
             hint = f"did you mean {close}?"
         raise NanoKVError(f"no setting {unknown[0]!r}", hint)
-    if ("prompt" in fields) == ("messages" in fields):
-        raise NanoKVError("exactly one of prompt and messages is needed", '{"prompt": "…"}')
+    check_source(fields)
     if "prompt" in fields and not (isinstance(fields["prompt"], str) and fields["prompt"]):
         raise NanoKVError(f"prompt is {fields['prompt']!r}: a non-empty text was expected")
     stop = fields.get("stop") or []
@@ -73,6 +72,12 @@ def check_fields(fields: dict) -> None:
     if not isinstance(strings, list) or not all(isinstance(one, str) and one for one in strings):
         raise NanoKVError(f"stop is {stop!r}: a non-empty text or a list of them was expected")
     fields["stop"] = strings
+
+
+def check_source(fields: dict) -> None:
+    """NanoKVError unless there is a prompt or there are messages."""
+    if ("prompt" in fields) == ("messages" in fields):
+        raise NanoKVError("exactly one of prompt and messages is needed", '{"prompt": "…"}')
 
 
 def texts(value: Any) -> Iterator[str]:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 # The fields of an answer that version 0.1.0 wrote.
 FIRST_RELEASE = ("text", "ids", "finish_reason", "seed", "metrics")
+OPENAI = "batch_req_"  # the beginning of the id of a result in OpenAI's form
+SHOWN = 5  # errors on stderr; the output has all of them
 
 
 class OrderedOutput:
@@ -56,7 +58,9 @@ class OrderedOutput:
 
     def keep(self, line: int, result: dict) -> None:
         """Use the answer of an earlier run for this line."""
-        self.results[line] = result | {"line": line}
+        if "line" in result:
+            result = result | {"line": line}
+        self.results[line] = result
         self.kept += 1
 
     def put(self, line: int, result: dict) -> None:
@@ -79,7 +83,7 @@ class OrderedOutput:
     @property
     def failed(self) -> int:
         """Lines whose result is an error."""
-        return sum("error" in result for result in self.results.values())
+        return sum(is_error(result) for result in self.results.values())
 
     @property
     def finished(self) -> int:
@@ -111,7 +115,7 @@ class ResumableOutput(OrderedOutput):
         # Request → its answers: several if the input has the same line more than once.
         self.old: defaultdict[str | None, list[dict]] = defaultdict(list)
         for answer in answers:
-            self.old[answer.get("request")].append(answer)
+            self.old[request_of(answer)].append(answer)
 
     def begin(self) -> None:
         # Drops a torn last line and the errors of the earlier run.
@@ -160,24 +164,59 @@ def read_output(path: Path) -> list[dict] | None:
             return None
         if not is_result(result):
             return None
-        if "error" not in result:
+        if not is_error(result):
             answers.append(result)
     return answers
 
 
 def torn(data: bytes) -> bool:
     """Whether these bytes can be the beginning of a result."""
-    start = b'{"line":'
-    return data.startswith(start) or start.startswith(data)
+    starts = (b'{"line":', f'{{"id": "{OPENAI}'.encode())
+    return any(data.startswith(start) or start.startswith(data) for start in starts)
+
+
+def openai_line(request: str, custom_id: Any, status: int, body: dict) -> dict:
+    """A result in the form of OpenAI's batches. Its id carries the digest of the request."""
+    response = {"status_code": status, "request_id": f"req_{request}", "body": body}
+    id = f"{OPENAI}{request}"
+    return {"id": id, "custom_id": custom_id, "response": response, "error": None}
+
+
+def request_of(result: dict) -> str | None:
+    """The digest of the request that this result answers."""
+    if "response" in result:
+        return result["id"].removeprefix(OPENAI)
+    return result.get("request")
+
+
+def is_openai_result(value: Any) -> bool:
+    """Whether a JSON value is a result of openai_line."""
+    if not isinstance(value, dict) or not isinstance(value.get("response"), dict):
+        return False
+    return str(value.get("id")).startswith(OPENAI) and "custom_id" in value
+
+
+def is_error(result: dict) -> bool:
+    """Whether a result is an error."""
+    if "response" in result:
+        return result["response"].get("status_code") != 200
+    return "error" in result
+
+
+def is_first_release(result: dict) -> bool:
+    """Whether a result is an answer of version 0.1.0."""
+    return all(name in result for name in FIRST_RELEASE)
 
 
 def is_result(value: Any) -> bool:
     """Whether a JSON value is a result: an error, a completion, or an answer of version 0.1.0."""
+    if is_openai_result(value):
+        return True
     if not isinstance(value, dict) or type(value.get("line")) is not int:
         return False
     if "error" in value or "choices" in value:
         return True
-    return all(name in value for name in FIRST_RELEASE)
+    return is_first_release(value)
 
 
 def replace(path: Path, results: Iterable[dict]) -> None:
@@ -227,6 +266,27 @@ class Progress:
     def end(self) -> None:
         """Remove the bar."""
         self.line.clear()
+
+
+class Refusals:
+    """Warns of the first SHOWN lines that failed and counts the others."""
+
+    def __init__(self, file: str):
+        self.file = "stdin" if file == "-" else file
+        self.count = 0
+
+    def add(self, line: int, error: Exception) -> None:
+        """Count a line."""
+        self.count += 1
+        if self.count <= SHOWN:
+            terminal.warning(f"{self.file}:{line}: {error}")
+
+    def end(self) -> None:
+        """Name the number of lines that were not shown."""
+        more = self.count - SHOWN
+        if more > 0:
+            lines = "1 more line" if more == 1 else f"{more:,} more lines"
+            terminal.warning(f"{lines} failed; the output has each error")
 
 
 def summary(output: OrderedOutput, total: int, done: bool) -> str:

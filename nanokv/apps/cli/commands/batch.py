@@ -3,22 +3,27 @@
     {"prompt": "Once upon a time"}                                  raw text; with --chat a message
     {"messages": [{"role": "user", "content": "Who are you?"}]}     through the chat template
     {"prompt": "…", "max_new_tokens": 8, "temperature": 0.7, "stop": ["\\n"], "id": "mine"}
+    {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {…}}
 
 An answer is {"line": N, …} with the fields of an OpenAI completion
 (nanokv/decoding/completion.py). A line that cannot be answered gets {"line": N, "error": {…}} and
-keeps its "id"; the other lines continue. With -o, each finished line is appended at once, so a run
+keeps its "id"; the other lines continue. One of OpenAI's batch lines, the last form, gets OpenAI's
+{"id", "custom_id", "response", "error"}. Further fields are those of the server (batch/served.py).
+With -o, each finished line is appended at once, so a run
 that was killed resumes where it stopped; at the end the file is sorted in the order of the input.
 """
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanokv.apps.cli.batch.lines import (
     SAMPLING,
     check_fields,
+    check_source,
     digest,
     parse_line,
     read_lines,
@@ -28,8 +33,21 @@ from nanokv.apps.cli.batch.output import (
     FIRST_RELEASE,
     OrderedOutput,
     Progress,
+    Refusals,
     ResumableOutput,
+    is_first_release,
+    openai_line,
     summary,
+)
+from nanokv.apps.cli.batch.served import (
+    CHAT,
+    TEXT,
+    ServedLine,
+    check_installed,
+    is_openai,
+    is_richer,
+    opened,
+    served_line,
 )
 from nanokv.apps.cli.common import options, pool, terminal
 from nanokv.apps.cli.common.files import add_force, ask_to_lose
@@ -44,6 +62,7 @@ from nanokv.apps.cli.common.options import (
 from nanokv.apps.cli.common.pool import PoolOptions
 from nanokv.apps.cli.common.prompt import room
 from nanokv.apps.cli.common.text import refuse_special
+from nanokv.apps.serve.api.errors import ApiError
 from nanokv.decoding import completion
 from nanokv.errors import NanoKVError
 from nanokv.parallel.group import ALONE, Ranks
@@ -52,10 +71,13 @@ from nanokv.text.template import LeftOut
 from nanokv.text.thinking import opens_thinking
 
 if TYPE_CHECKING:
+    from nanokv.apps.serve.api.prompts import Served
     from nanokv.decoding.draw import Step
     from nanokv.engine import Engine
     from nanokv.engine.request import Request
     from nanokv.text.tokenizer import Tokenizer
+
+    MakeServed = Callable[[], Served]
 
 EXAMPLES = (
     "nanokv batch prompts.jsonl -o answers.jsonl",
@@ -64,10 +86,13 @@ EXAMPLES = (
 )
 DESCRIPTION = (
     'Answer every line of a JSONL file: {"prompt": …} or {"messages": […]}, each with its own '
-    "settings. Messages go through the model's chat template. A prompt is raw text, which the "
-    "model continues, as in OpenAI's API; with --chat it is one user message, as for nanokv "
-    "generate.\n"
-    "An answer is an OpenAI text_completion or chat.completion on one line."
+    "settings, or OpenAI's batch lines, "
+    '{"custom_id": …, "method": "POST", "url": "/v1/chat/completions", "body": {…}}, also with '
+    "/v1/completions. The settings are those of nanokv serve. Messages go through the model's chat "
+    "template. A prompt is raw text, which the model continues, as in OpenAI's API; with --chat it "
+    "is one user message, as for nanokv generate.\n"
+    "An answer is an OpenAI text_completion or chat.completion on one line; to an OpenAI batch "
+    "line it is OpenAI's custom_id, response and error. A line's model is not read: -m names it."
 )
 RANKS = "led"  # the other ranks follow rank 0
 
@@ -138,9 +163,26 @@ class Job:
     ids: list = field(default_factory=list)
     left_out: bool = False  # the template leaves out its tool_calls
     wanted: int = 0  # max_new_tokens as requested
+    served: ServedLine | None = None  # a line with the fields of the server
     # Set by `submit`.
-    request: "Request" = field(init=False, repr=False, compare=False)
+    requests: list["Request"] = field(default_factory=list, repr=False, compare=False)
     answer: "Answer" = field(init=False, repr=False, compare=False)
+
+    @property
+    def openai(self) -> bool:
+        """Whether this is one of OpenAI's batch lines."""
+        return is_openai(self.fields)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the engine has ended all answers, or one of them with an error."""
+        ended = all(request.finish_reason is not None for request in self.requests)
+        return ended or self.error is not None
+
+    @property
+    def error(self) -> Exception | None:
+        """The first error of an answer."""
+        return next((request.error for request in self.requests if request.error), None)
 
 
 def run(args: Namespace, ranks: Ranks = ALONE) -> int:
@@ -152,6 +194,7 @@ def run(args: Namespace, ranks: Ranks = ALONE) -> int:
     loaded = load_model(given.model, given.cache, given.output, ranks)
     check_form(given, loaded)
     jobs, wrong = prepare(given, loaded, lines, output)
+    refusals = Refusals(given.file)
     warn_of_raw_prompts(given, loaded, jobs)
     warn_of_calls(jobs)
     if output.stale:
@@ -160,11 +203,12 @@ def run(args: Namespace, ranks: Ranks = ALONE) -> int:
         ask_to_lose(given.force, f"{loss} and would be dropped", "another -o")
     output.begin()
     for job, error in wrong:
-        fail(given, output, job, error)
+        fail(refusals, output, job, error)
     with terminal.Interrupt() as stop:
         if jobs:
-            answer_all(given, loaded, jobs, output, stop)
+            answer_all(given, loaded, jobs, output, refusals, stop)
         done = not stop.requested
+        refusals.end()
         output.close(done)
         terminal.notice(summary(output, len(output.wanted), done), given.output)
         stop.finish()
@@ -198,33 +242,74 @@ def prepare(
     eos = list(loaded.model.generation_config.eos_token_ids)
     common = [eos, loaded.context, common_settings(given, loaded)]
     fingerprints = loaded.fingerprints()
+    served = cache(partial(settings_of, given, loaded))
     for number, data in lines:
         output.want(number)
         job = Job(number)
         try:
-            read_request(given, loaded, job, data)
-        except NanoKVError as error:
+            read_request(given, loaded, served, job, data)
+        except (NanoKVError, ApiError) as error:
+            job.digest = digest([number, job.fields])
             wrong.append((job, error))
             continue
-        digests = [digest([name, *common, job.fields, job.ids]) for name in fingerprints]
+        ids = job.served.prompts if job.served else job.ids
+        digests = [digest([name, *common, job.fields, ids]) for name in fingerprints]
         job.digest = digests[0]
         found = next(filter(None, map(output.find, digests)), None)
         if found is None:
             jobs.append(job)
-        elif "choices" in found:
-            output.keep(number, found)
-        else:
+        elif is_first_release(found):
             output.keep(number, first_release(loaded, job, found))
+        else:
+            output.keep(number, found)
     return jobs, wrong
 
 
-def read_request(given: BatchOptions, loaded: Loaded, job: Job, data: bytes) -> None:
+def read_request(
+    given: BatchOptions, loaded: Loaded, served: "MakeServed", job: Job, data: bytes
+) -> None:
     """Fill the job's fields and ids from its line; NanoKVError if the line is not a request."""
     job.fields = parse_line(data)
+    if job.openai:
+        check_installed()
+        job.served = served_line(served(), *opened(job.fields))
+        return
+    if is_richer(job.fields):
+        read_richer(given, loaded, served, job)
+        return
     check_fields(job.fields)
     if given.chat:
         job.fields = as_messages(job.fields)
     job.ids = encode(given.template, loaded.tokenizer, job)
+
+
+def read_richer(given: BatchOptions, loaded: Loaded, served: "MakeServed", job: Job) -> None:
+    """Fill a plain line that has more of the server's fields."""
+    check_source(job.fields)
+    if given.chat:
+        job.fields = as_messages(job.fields)
+    if isinstance(job.fields.get("prompt"), str):
+        refuse_special(job.fields["prompt"], loaded.tokenizer, given.template.allow_special)
+    address = CHAT if "messages" in job.fields else TEXT
+    body = {name: value for name, value in job.fields.items() if name != "id"}
+    job.served = served_line(served(), address, body)
+
+
+def settings_of(given: BatchOptions, loaded: Loaded) -> "Served":
+    """The model and the defaults of a line, for the server's definitions. Any name is its name."""
+    from nanokv.apps.serve.api.prompts import ANY, Served
+
+    return Served(
+        loaded,
+        loaded.tokenizer,
+        (loaded.source, ANY),
+        loaded.context,
+        given.sampling.resolve(loaded.model.generation_config),
+        given.sampling.most,
+        given.sampling.stop,
+        given.template.values(),
+        given.template.allow_special,
+    )
 
 
 def check_form(given: BatchOptions, loaded: Loaded) -> None:
@@ -291,14 +376,21 @@ def warn_of_calls(jobs: Sequence[Job]) -> None:
         terminal.warning(f"the chat template of this model leaves out the tool_calls of {lines}")
 
 
-def fail(given: BatchOptions, output: OrderedOutput, job: Job, error: Exception) -> None:
-    """Write an error to the output, with the line's number and id, and a warning to stderr."""
+def fail(refusals: Refusals, output: OrderedOutput, job: Job, error: Exception) -> None:
+    """Write an error to the output, with the line's number and id, and count it."""
+    status = 400
+    body = completion.error(error)
+    if isinstance(error, ApiError):
+        status = error.status
+        body = error.body
     answer = {"line": job.line}
     if job.fields.get("id") is not None:
         answer["id"] = job.fields["id"]
-    output.put(job.line, answer | completion.error(error))
-    file = "stdin" if given.file == "-" else given.file
-    terminal.warning(f"{file}:{job.line}: {error}")
+    if job.openai:
+        output.put(job.line, openai_line(job.digest, job.fields.get("custom_id"), status, body))
+    else:
+        output.put(job.line, answer | body)
+    refusals.add(job.line, error)
 
 
 # --- the engine -----------------------------------------------------------------------------------
@@ -309,6 +401,7 @@ def answer_all(
     loaded: Loaded,
     jobs: Sequence[Job],
     output: OrderedOutput,
+    refusals: Refusals,
     stop: terminal.Interrupt,
 ) -> None:
     """Run all jobs through the engine and write each answer when it is done.
@@ -328,17 +421,20 @@ def answer_all(
             try:
                 submit(given, loaded, engine, job)
                 active.append(job)
-            except NanoKVError as error:
-                fail(given, output, job, error)
+            except (NanoKVError, ApiError) as error:
+                fail(refusals, output, job, error)
                 progress.done += 1
         engine.step()
-        for job in [job for job in active if job.request.finish_reason is not None]:
+        for job in [job for job in active if job.finished]:
             active.remove(job)
             progress.done += 1
-            if job.request.error is not None:
-                fail(given, output, job, job.request.error)
+            if job.error is not None:
+                for request in job.requests:
+                    engine.cancel(request)
+                fail(refusals, output, job, job.error)
             else:
                 output.put(job.line, result(loaded, job))
+            job.served = None  # its pieces are no longer needed
         progress.show(engine)
     progress.end()
 
@@ -351,8 +447,10 @@ def pool_pages(given: BatchOptions, loaded: Loaded, jobs: Sequence[Job], page: i
     running = given.pool.on(loaded.device).running
     needed = []
     for job in jobs:
-        tokens = min(loaded.context, len(job.ids) + new_tokens(job, given.sampling.most))
-        needed.append(-(-tokens // page))
+        lengths = [len(job.ids) + new_tokens(job, given.sampling.most)]
+        if job.served:
+            lengths = job.served.lengths()
+        needed += [-(-min(loaded.context, length) // page) for length in lengths]
     needed.sort(reverse=True)
     wanted = 2 * sum(needed[:running]) + running
     most = pool.affordable(loaded, page)
@@ -371,6 +469,10 @@ def new_tokens(job: Job, common: int) -> int:
 
 def submit(given: BatchOptions, loaded: Loaded, engine: "Engine", job: Job) -> None:
     """Submit a job: the settings of its line override the common ones."""
+    if job.served:
+        job.served.submit(engine)
+        job.requests = job.served.requests
+        return
     settings = common_settings(given, loaded)
     for name in (*SAMPLING, "max_new_tokens"):
         if job.fields.get(name) is not None:
@@ -382,7 +484,7 @@ def submit(given: BatchOptions, loaded: Loaded, engine: "Engine", job: Job) -> N
         settings["max_new_tokens"] = room(job.wanted, loaded, job.ids)
     eos = loaded.model.generation_config.eos_token_ids
     job.answer = Answer(engine, loaded.tokenizer, stop, eos)
-    job.request = engine.submit(job.ids, on_token=job.answer.put, **settings)
+    job.requests = [engine.submit(job.ids, on_token=job.answer.put, **settings)]
 
 
 class Answer:
@@ -413,7 +515,9 @@ class Answer:
 
 def result(loaded: Loaded, job: Job) -> dict:
     """The output line of a finished job."""
-    request = job.request
+    if job.served:
+        return served_result(loaded, job, job.served)
+    (request,) = job.requests
     reason = request.finish_reason
     assert reason is not None  # the request is finished
     if reason == "length" and len(request.tokens) < job.wanted:  # `room` allowed fewer tokens
@@ -428,6 +532,18 @@ def result(loaded: Loaded, job: Job) -> dict:
         request.metrics(),
         job.answer.shown.stop_string,
     )
+
+
+def served_result(loaded: Loaded, job: Job, served: ServedLine) -> dict:
+    """The output line of a job that the server's definitions answered."""
+    body = served.body(loaded.source)
+    if job.openai:
+        return openai_line(job.digest, job.fields["custom_id"], 200, body)
+    for choice, request in zip(body["choices"], job.requests, strict=True):
+        choice["token_ids"] = list(request.tokens)
+    if job.fields.get("id") is not None:
+        body["id"] = job.fields["id"]
+    return {"line": job.line} | body | {"request": job.digest}
 
 
 def line_of(

@@ -248,13 +248,13 @@ def make_server(
     from nanokv.apps.serve.http.server import Server
     from nanokv.apps.serve.run.engine_client import EngineClient
 
-    served = make_served(given, loaded)
+    engine = make_engine(given, loaded)
+    served = make_served(given, loaded, engine)
     if not given.api_keys and not is_loopback(given.host):
         terminal.warning(
             f"--host {given.host} without --api-key: anyone who reaches this machine can use the "
             "model"
         )
-    engine = served.engine
     client = EngineClient(engine, given.queue, prefills(given, loaded, engine, served.context))
     hosts = Hosts(given.host, given.allow_hosts)
     keys = Keys(given.api_keys)
@@ -262,15 +262,22 @@ def make_server(
     return Server(app, client, stop, stop.twice, given.grace, ready)
 
 
-def make_served(given: ServeOptions, loaded: Loaded) -> "Served":
-    """The engine and the settings, for the API. Warns if the pool holds less than a context."""
-    from nanokv.apps.serve.api.prompts import Served
-
+def make_engine(given: ServeOptions, loaded: Loaded) -> "Engine":
+    """The engine with its pool."""
     page = given.cache.options["page"]
     sizes = given.pool.on(loaded.device)
     pages = given.cache.options.get("pages") or pool_pages(sizes.running, loaded, page)
     engine = loaded.make_engine(pages, page, sizes.step_tokens, sizes.running)
     record(loaded.model, sizes.running, given)
+    return engine
+
+
+def make_served(given: ServeOptions, loaded: Loaded, engine: "Engine") -> "Served":
+    """The engine and the settings, for the API. Warns if the pool holds less than a context."""
+    from nanokv.apps.serve.api.prompts import Served
+
+    page = given.cache.options["page"]
+    pages = len(engine.pool.references)
     context = min(loaded.context, pages * page)
     if context < loaded.context:
         terminal.warning(

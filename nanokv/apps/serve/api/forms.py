@@ -215,6 +215,21 @@ def shown_by(
     return kind(tokenizer, likely)
 
 
+def ending(
+    wanted: int | None, reason: str, new: int, stop: str | int | None, calls: int
+) -> dict[str, Any]:
+    """The finish_reason, and the stop string or token that ended the answer.
+
+    wanted: tokens that the request asks for; new: tokens of the answer; calls: of tools.
+    """
+    if reason == "length" and (wanted is None or new < wanted):
+        reason = "context"  # the context ended before the tokens that were asked for
+    found = completion.end(reason, stop)
+    if calls and found["finish_reason"] == "stop":
+        return found | {"finish_reason": "tool_calls"}
+    return found
+
+
 def joined(pieces: Sequence[Piece]) -> list[Piece]:
     """Merge neighbouring pieces of one kind; calls stay separate."""
     found: list[Piece] = []

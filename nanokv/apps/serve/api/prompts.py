@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nanokv.apps.serve.api import grammar
 from nanokv.apps.serve.api.answer import AnswerText, NoThoughts, Splitter
@@ -19,10 +19,11 @@ from nanokv.apps.serve.api.errors import ApiError, named, refused
 from nanokv.apps.serve.api.logprobs import Echo
 from nanokv.apps.serve.api.protocol import Asked
 from nanokv.apps.serve.api.schemas import repeats_allowed
+from nanokv.checkpoint import Model
+from nanokv.config import Config
 from nanokv.decoding.draw import SamplingParams
 from nanokv.decoding.generation import prompt_ids
 from nanokv.decoding.ranges import chosen_seed
-from nanokv.engine import Engine
 from nanokv.errors import NanoKVError
 from nanokv.text.call_forms import fitted
 from nanokv.text.template import ChatTemplate, LeftOut
@@ -40,11 +41,20 @@ TEXT_TOKENS = 16  # OpenAI's default max_tokens of a completion
 ECHOED = 100_000
 
 
+class Holder(Protocol):
+    """Anything with the model: the engine, or what `nanokv batch` has loaded."""
+
+    @property
+    def model(self) -> Model: ...
+    @property
+    def config(self) -> Config: ...
+
+
 @dataclass(frozen=True)
 class Served:
     """One model, the names under which it is served, and the settings of the command line."""
 
-    engine: Engine
+    engine: Holder
     tokenizer: Tokenizer
     names: tuple[str, ...]
     context: int  # most tokens of a prompt and its answer together

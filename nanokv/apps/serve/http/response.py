@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from nanokv.apps.serve.api.answer import Piece
 from nanokv.apps.serve.api.errors import ApiError, ClientGone, internal, where
-from nanokv.apps.serve.api.forms import Form
+from nanokv.apps.serve.api.forms import Form, ending
 from nanokv.apps.serve.api.prompts import Prepared
 from nanokv.apps.serve.run.engine_client import EngineClient
 from nanokv.apps.serve.run.messages import Ended, Failed, Pieces
@@ -167,13 +167,7 @@ class Answer(Response):
         """The finish_reason, and the stop string or token that ended the answer."""
         wanted = self.prepared.jobs[self.index[ended.ticket]].wanted
         new = ended.metrics["new_tokens"]
-        reason = ended.reason
-        if reason == "length" and (wanted is None or new < wanted):
-            reason = "context"  # the context ended before the tokens that were asked for
-        found = completion.end(reason, ended.stop)
-        if ended.calls and found["finish_reason"] == "stop":
-            found = found | {"finish_reason": "tool_calls"}
-        return found
+        return ending(wanted, ended.reason, new, ended.stop, ended.calls)
 
     def facts(self, ended: Ended) -> dict:
         """Fields beyond OpenAI's: timings of one answer, and the seed that repeats all answers."""
