@@ -4,8 +4,9 @@
     engine.submit(other_ids, temperature=0.7, seed=1) for request, step in engine: ...
     until all are finished; or `for step in engine.stream(one)`
 
-request.py defines a request, scheduler.py plans each step, engine.py computes it. prefilled.py
-takes over prompts that another process has prefilled (nanokv/remote).
+request.py defines a request, scheduler.py plans each step, turns.py decides whose request is
+admitted next, engine.py computes the step. prefilled.py takes over prompts that another process has
+prefilled (nanokv/remote).
 """
 
 from nanokv.engine.engine import Engine

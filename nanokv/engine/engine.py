@@ -97,6 +97,7 @@ class Engine:
         constrain: Callable[[torch.Tensor, list[int]], torch.Tensor] | None = None,
         on_token: Callable[[Request, Step], object] | None = None,
         prefilled: Prefilled | None = None,
+        client: str = "",
     ) -> Request:
         """Queue a request; the arguments mean the same as in nanokv.generate.
 
@@ -104,13 +105,15 @@ class Engine:
         `constrain(logits (1,V), tokens so far)` returns the logits to draw from, −∞ for forbidden
         tokens; log-probabilities stay those of the raw logits. `prefilled`: another process has
         prefilled the prompt, and this engine only decodes. Requests share the pages of equal
-        beginnings only if they have the same `salt`.
+        beginnings only if they have the same `salt`. `client`: who asks; clients take turns, so
+        that many requests of one do not delay those of another (turns.py).
 
         Raises ContextError if the prompt is longer than the context, CapacityError if the whole
         pool could not hold prompt and answer, GenerationError for any other bad value.
         """
         check_sampling(max_new_tokens=max_new_tokens, top_logprobs=top_logprobs)
         check_salt(salt)
+        check_client(client)
         check_callables(on_token, constrain)
         params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
         prompt = prompt_ids(ids, self.config.vocab_size)
@@ -122,6 +125,7 @@ class Engine:
             room=self._room(len(prompt), max_new_tokens),
             eos_token_ids=eos_ids(eos_token_ids, self.model),
             salt=salt,
+            client=client,
             on_token=on_token,
             device=self.device,
             arrived=self._arrival(prefilled, prompt),
@@ -130,7 +134,7 @@ class Engine:
             prefilled=prefilled,
         )
         self._submitted += 1
-        self.scheduler.waiting.append(request)
+        self.scheduler.add(request)
         return request
 
     def _arrival(self, prefilled: Prefilled | None, prompt: list[int]) -> float:
@@ -427,7 +431,7 @@ class Engine:
         self.scheduler.finish(request)
 
     def _stuck(self) -> CapacityError:
-        request = self.scheduler.waiting[0]
+        request = self.scheduler.turns.first(self.scheduler.waiting)
         pool = self.pool
         return CapacityError(
             f"request {request.number} needs {request.pages_needed(pool.page_size):,} pages, but "
@@ -447,6 +451,14 @@ def check_callables(on_token: object, constrain: object) -> None:
             raise GenerationError(
                 f"{name} is {value!r}: a function of {arguments}, or None, was expected"
             )
+
+
+def check_client(client: object) -> None:
+    """GenerationError unless `client` is text."""
+    if not isinstance(client, str):
+        raise GenerationError(
+            f"client is {client!r}: a string was expected", 'client="" is for all without a name'
+        )
 
 
 def check_salt(salt: object) -> None:

@@ -58,6 +58,7 @@ class Request:
     room: int  # tokens that the context leaves for the answer
     eos_token_ids: tuple[int, ...]
     salt: str = ""
+    client: str = ""  # who asks; clients take turns
     on_token: Any = None  # on_token(request, step), for every token
     device: torch.device | str = "cpu"
     arrived: float = 0.0
@@ -75,6 +76,7 @@ class Request:
     finish_reason: str | None = None
     error: Exception | None = None  # the cause of finish_reason "error"
     preemptions: int = 0
+    charged: tuple[int, int] = (0, 0)  # tokens of prompt and answer in its client's counter
     reused_tokens: int = 0  # found in the index at the first admission, so never computed
     admitted: float | None = None
     first_token: float | None = None

@@ -1,11 +1,12 @@
 """What to compute in the next step: admission, the token budget, and preemption when pages run out.
 
-Requests are served in order of arrival. Decodes cost one token each and come first, prefill chunks
-share the rest of the budget. A request is admitted when the pool has room for all its known tokens.
-When pages run out later, the youngest running request is preempted: it releases its pages, keeps
-its tokens and waits. The oldest request can therefore always advance, and it fits alone (checked
-at submit), so the engine never stalls. A preempted request is recomputed, not swapped, as in vLLM's
-V1 engine.
+The requests of a client are admitted in order of arrival, and clients take turns (turns.py). Decodes
+cost one token each and come first, prefill chunks share the rest of the budget. A request is
+admitted when the pool has room for all its known tokens. When pages run out later, the youngest
+running request is preempted, whoever its client is: it releases its pages, keeps its tokens and
+waits. The oldest running request can therefore always advance, and it fits alone (checked at
+submit), so the engine never stalls. A preempted request is recomputed, not swapped, as in vLLM's V1
+engine.
 
 A move from one list to the other has three parts: insert into the new list, change `state`, remove
 from the old list. An interrupted move (Ctrl-C can come at any line) may leave the request in a list
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanokv.cache import make_cache
 from nanokv.engine.request import FINISHED, RUNNING, WAITING, Request
+from nanokv.engine.turns import Turns
 from nanokv.errors import CapacityError
 
 if TYPE_CHECKING:
@@ -43,10 +45,18 @@ class Scheduler:
         self.max_running = min(max_running, step_tokens)  # so that all decodes fit into a step
         self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self.turns = Turns()
         self.metrics = metrics
+
+    def add(self, request: Request) -> None:
+        """Queue a new request."""
+        self.turns.arrive(request, self.waiting)
+        self.waiting.append(request)
 
     def plan(self) -> list[tuple[Request, int]]:
         """(request, how many of its pending tokens to feed), with pages reserved; oldest first."""
+        for request in self.running:
+            self.turns.charge(request)
         self.admit()
         budget = self.step_tokens
         work = []
@@ -85,9 +95,9 @@ class Scheduler:
         """
         size = self.pool.page_size
         while self.waiting and len(self.running) < self.max_running:
-            request = self.waiting[0]
+            request = self.turns.first(self.waiting)
             if request.state != WAITING:  # an interrupted move has left it here
-                self.waiting.pop(0)
+                self.waiting.remove(request)
                 continue
             cache: Any = make_cache("prefix", self.config, pool=self.pool, salt=request.salt)
             # Reuse first: reused pages cannot be evicted and are no longer available.
@@ -103,7 +113,9 @@ class Scheduler:
             request.take(cache)
             insort(self.running, request, key=lambda other: other.number)
             request.state = RUNNING  # commit
-            self.waiting.pop(0)
+            self.waiting.remove(request)
+            self.turns.charge(request)
+            self.turns.last = request.client
             self.count_reused(request, reused)
 
     def reuse(self, request: Request) -> None:
@@ -165,6 +177,7 @@ class Scheduler:
 
     def leave(self, request: Request) -> None:
         """Remove from `running` and release the pages; full pages stay in the index."""
+        self.turns.charge(request)
         if request.cache is not None:
             request.settle()
             request.cache.remember(request.known)

@@ -36,7 +36,8 @@ class LeadingEngine(Engine):
     def submit(self, ids: Any, *args: Any, **options: Any) -> Request:
         """Same as Engine.submit."""
         request = super().submit(ids, *args, **options)
-        self.events.append(["submit", request.prompt, request.max_new_tokens, request.salt])
+        new = request.max_new_tokens
+        self.events.append(["submit", request.prompt, new, request.salt, request.client])
         return request
 
     def _step(self) -> None:
@@ -82,8 +83,8 @@ class FollowingEngine(Engine):
             apply[kind](*values)
         self._step()
 
-    def _apply_submit(self, prompt: list[int], max_new_tokens: int, salt: str) -> None:
-        request = self.submit(prompt, max_new_tokens, eos_token_ids=[], salt=salt)
+    def _apply_submit(self, prompt: list[int], max_new_tokens: int, salt: str, client: str) -> None:
+        request = self.submit(prompt, max_new_tokens, eos_token_ids=[], salt=salt, client=client)
         self.requests[request.number] = request
 
     def _apply_token(self, number: int, token: int) -> None:

@@ -224,6 +224,7 @@ def test_who_says_nothing_gets_64_greedy_tokens_of_a_pool_of_256_pages():
         "constrain": None,
         "on_token": None,
         "prefilled": None,
+        "client": "",
     }
 
 
