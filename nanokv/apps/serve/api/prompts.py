@@ -146,7 +146,8 @@ def prepare(served: Served, asked: Asked, salt: str) -> Prepared:
     seed = chosen_seed(sampling["seed"])
     if seed is None:
         seed = sampling["seed"] = secrets.randbits(32)
-    settings = sampling | {"seed": seed, "salt": salt, "top_logprobs": asked.logprobs or 0}
+    settings = sampling | {"seed": seed, "top_logprobs": asked.logprobs or 0}
+    settings |= {"salt": salt, "client": salt}  # keys share no pages, and take turns
     prompts = [prompt(served, asked, number) for number in range(len(asked.sources))]
     if asked.echo and asked.logprobs is not None:
         check_echoed(sum(map(len, prompts)))

@@ -27,7 +27,9 @@ from nanokv.apps.serve.http.response import Answer, Limits
 from nanokv.apps.serve.http.security import Guard, Hosts, Keys, respond
 from nanokv.apps.serve.run.engine_client import EngineClient
 from nanokv.apps.serve.run.messages import Count
+from nanokv.apps.serve.run.metrics import KeyCounts
 from nanokv.apps.serve.run.ticket import Ticket
+from nanokv.engine.turns import Client
 from nanokv.text.tokenizer import Tokenizer
 
 # Bytes of an oversized body that are read and dropped, so that the client sees the refusal.
@@ -81,9 +83,10 @@ VERSION = "anthropic-version"  # the header of Anthropic's clients
 class Application:
     """The state that the endpoints share."""
 
-    def __init__(self, served: Served, client: EngineClient, limits: Limits):
+    def __init__(self, served: Served, client: EngineClient, keys: Keys, limits: Limits):
         self.served = served
         self.client = client
+        self.keys = keys
         self.limits = limits
         self.admission = client.admission
         self.watched = Live(client, served)
@@ -125,7 +128,14 @@ class Application:
     async def metrics(self, request: Request) -> Response:
         """The metrics in Prometheus' format."""
         state = await self.client.ask(Count)
-        return Response(self.client.metrics.text(state), media_type="text/plain; version=0.0.4")
+        served = state.pop("clients")
+        keys = [
+            KeyCounts(number, self.admission.share(salt).taken, served.get(salt, Client()))
+            for salt, number in self.keys.numbers.items()
+        ]
+        return Response(
+            self.client.metrics.text(state, keys), media_type="text/plain; version=0.0.4"
+        )
 
     async def described(self, request: Request) -> Response:
         """The OpenAPI document of the server."""
@@ -280,10 +290,11 @@ class Application:
     ) -> tuple[list[Ticket], Prepared]:
         tab = tab_of(request)
         # One place is taken before any work is done; then one for each answer.
-        tickets = self.admission.open(tab)
+        salt = request.scope["salt"]
+        tickets = self.admission.open(tab, key=salt)
         try:
-            prepared = await self._in_thread(self._prepare, body, kind, request.scope["salt"])
-            return self.admission.open(tab, len(prepared.jobs), tickets), prepared
+            prepared = await self._in_thread(self._prepare, body, kind, salt)
+            return self.admission.open(tab, len(prepared.jobs), tickets, salt), prepared
         except BaseException:
             self.client.close(tickets)
             raise
@@ -315,7 +326,7 @@ def make_app(
     async def gone(request: Request, error: Exception) -> Response:
         return Response(status_code=499)  # the client has gone and reads nothing
 
-    routes = Application(served, client, limits or Limits()).routes()
+    routes = Application(served, client, keys, limits or Limits()).routes()
     handlers: dict[Any, Callable] = {
         ApiError: refused,
         HTTPException: unknown,

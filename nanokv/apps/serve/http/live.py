@@ -133,6 +133,12 @@ class Watching(Response):
             await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
+    def _view(self, taken: dict) -> dict:
+        """What this client may see, with the places that its key has and could take."""
+        now = view(taken, self.salt, self.tab)
+        share = self.live.client.admission.share(self.salt)
+        return now | {"key": now["key"] | {"places": share.taken, "share": share.places}}
+
     async def events(self) -> AsyncIterator[bytes]:
         """A snapshot when this client's view changes; a comment after `keepalive_s` of silence."""
         shown: dict | None = None
@@ -144,7 +150,7 @@ class Watching(Response):
                 taken = self.live.taken
                 now = None
                 if taken:
-                    now = view(taken, self.salt, self.tab)
+                    now = self._view(taken)
                 if now is not None and now != shown:
                     shown = now
                     said = monotonic()

@@ -41,6 +41,8 @@ class Keys:
         self.salts = [
             (_digest(key), hmac.new(secret, key, hashlib.sha256).hexdigest()) for key in known
         ]
+        # Salt → number of the key, from 1 in the order of `keys`, for /metrics.
+        self.numbers = {salt: str(i) for i, (_, salt) in enumerate(self.salts, start=1)}
 
     def salt(self, headers: Headers) -> str:
         """The salt of the request's key; ApiError (401) for a missing or unknown key.

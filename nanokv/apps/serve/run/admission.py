@@ -2,14 +2,22 @@
 
 A request that runs or waits has a place for each of its answers. Requests that need no engine, and
 bodies that are arriving, have separate limits.
+
+The P places are shared between the API keys. A key gets a place if fewer than P are taken, or if it
+has fewer than its share: P / k while k keys have places. So one key alone may take all P, and the
+next one still gets its half: no answer that has a place loses it, and more than P are taken for a
+while. At most P · (1 + 1/2 + … + 1/k) are: the j-th key to come took at most P/j beyond P. For two
+keys these are 1.5 · P. The engine computes no more at a time: the further answers wait.
 """
 
 import asyncio
 import contextlib
 import math
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from enum import Enum
 from itertools import count
+from typing import NamedTuple
 
 from nanokv.apps.serve.api.errors import ApiError
 from nanokv.apps.serve.run.messages import Ended
@@ -25,8 +33,15 @@ class Closed(Enum):
     ENGINE_FAILED = "the engine has failed, and the server must be started again"
 
 
+class Share(NamedTuple):
+    """Places of one key."""
+
+    taken: int
+    places: int  # that it can take, whatever the other keys do
+
+
 class Admission:
-    """Used in the event loop only, as are the tickets."""
+    """Used in the event loop only, as are the tickets. `key`: the salt of an API key."""
 
     def __init__(self, places: int):
         self.places = places
@@ -39,23 +54,43 @@ class Admission:
         self._waits: set[asyncio.Timeout] = set()
         self._mean = 1.0  # moving average of an answer's seconds
 
-    def open(self, tab: str = "", number: int = 1, held: Sequence[Ticket] = ()) -> list[Ticket]:
+    def open(
+        self, tab: str = "", number: int = 1, held: Sequence[Ticket] = (), key: str = ""
+    ) -> list[Ticket]:
         """Places for all answers of a request, or none at all. `held`: places it already has."""
         self.check()
         if number > self.places:
             words = f"{number:,} answers in one request, this server has {self.places:,} places"
             raise ApiError(400, words, "n", hint="nanokv serve --queue N makes more")
-        if len(self.tickets) - len(held) + number > self.places:
-            seconds = min(LONGEST_RETRY, max(1, math.ceil(self._mean)))
-            words = (
-                f"{self.places:,} requests run or wait, which is the limit; "
-                f"try again in {seconds} s"
-            )
-            raise ApiError(429, words, code="queue_full", headers={"retry-after": str(seconds)})
+        wanted = number - len(held)
+        share = self.share(key)
+        full = len(self.tickets) + wanted > self.places
+        # A request that has all its places keeps them, also if its key's share has shrunk.
+        if wanted and full and share.taken + wanted > share.places:
+            raise self._full(share, wanted)
         events: asyncio.Queue = held[0].events if held else asyncio.Queue()
-        more = [Ticket(next(self._numbers), i, tab, events) for i in range(len(held), number)]
+        more = [Ticket(next(self._numbers), i, tab, key, events) for i in range(len(held), number)]
         self.tickets |= {ticket.number: ticket for ticket in more}
         return [*held, *more]
+
+    def share(self, key: str) -> Share:
+        """The places of a key, and how many it could take now."""
+        taken = Counter(ticket.key for ticket in self.tickets.values())
+        keys = len(taken.keys() | {key})
+        return Share(taken[key], max(1, self.places // keys))
+
+    def _full(self, share: Share, wanted: int) -> ApiError:
+        seconds = min(LONGEST_RETRY, max(1, math.ceil(self._mean)))
+        words = f"{self.places:,} requests run or wait, which is the limit"
+        if share.places < self.places:
+            words = (
+                f"this key has {share.taken:,} places and asks for {wanted:,} more, its share is "
+                f"{share.places:,} of {self.places:,} while other keys have requests"
+            )
+        headers = {"retry-after": str(seconds)}
+        return ApiError(
+            429, f"{words}; try again in {seconds} s", code="queue_full", headers=headers
+        )
 
     def leave(self, ticket: Ticket) -> None:
         """Free the place of an answer."""

@@ -252,7 +252,9 @@ class EngineThread:
     def _found(self, question: Snapshot | Count) -> dict | Exception:
         try:
             if isinstance(question, Count):
-                return engine_counts(self.engine) | self.prefills.counts()
+                clients = dict(self.engine.scheduler.turns.clients)
+                counts = engine_counts(self.engine) | self.prefills.counts()
+                return counts | {"clients": clients}
             tabs = {answer.request.number: answer.submit.tab for answer in self.running.values()}
             return snapshot(self.engine, tabs, self.departed)
         except Exception as error:

@@ -1,11 +1,13 @@
-"""/metrics for Prometheus: requests, seconds to the first and between tokens, pages, reuse."""
+"""/metrics for Prometheus: requests, seconds to the first and between tokens, pages, reuse, keys."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from nanokv.engine import Engine
+from nanokv.engine.turns import Client
 
 # Upper bounds of the histograms' buckets, in seconds.
 FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -30,6 +32,14 @@ COUNTERS = {
     "handover_seconds": "Seconds that these took to arrive",
     "handover_lost": "Prompts that the engine prefilled because that process had ended",
 }
+
+
+class KeyCounts(NamedTuple):
+    """What an API key has and had. `number` is its place among the --api-key flags, from 1."""
+
+    number: str
+    places: int
+    served: Client
 
 
 def engine_counts(engine: Engine) -> dict[str, float]:
@@ -62,6 +72,7 @@ class Metrics:
             "inter_token", "Seconds between two tokens of a request", BETWEEN
         )
         self._state: dict[str, float] = {}
+        self._keys: Sequence[KeyCounts] = ()
         self._generated = 0
         # Any object with `collect` works, whatever the stub says.
         self.registry.register(self)  # type: ignore[arg-type]
@@ -87,8 +98,27 @@ class Metrics:
             for name, text in table.items():
                 if name in self._state:
                     yield family(f"nanokv_{name}", text, value=self._state[name])
+        if self._keys:
+            yield from self._by_key()
 
-    def text(self, state: dict[str, float]) -> bytes:
+    def _by_key(self) -> Iterator[Metric]:
+        places = GaugeMetricFamily(
+            "nanokv_key_places", "Answers of an API key that run or wait", labels=["key"]
+        )
+        prompt = CounterMetricFamily(
+            "nanokv_key_prompt_tokens", "Tokens of its admitted prompts", labels=["key"]
+        )
+        new = CounterMetricFamily(
+            "nanokv_key_generated_tokens", "Tokens generated for it", labels=["key"]
+        )
+        for number, taken, served in self._keys:
+            places.add_metric([number], taken)
+            prompt.add_metric([number], served.prompt_tokens)
+            new.add_metric([number], served.new_tokens)
+        yield from (places, prompt, new)
+
+    def text(self, state: dict[str, float], keys: Sequence[KeyCounts] = ()) -> bytes:
         """All metrics in Prometheus' format. `state`: the engine's counts by name."""
+        self._keys = keys
         self._state = state | {"generated_tokens": self._generated}
         return generate_latest(self.registry)

@@ -120,12 +120,18 @@ class Elsewhere(Here):
 
     def ready(self) -> Ready:
         while self.waiting and self.under_way() < AHEAD:
-            (salt, ids), submits = self.waiting.popitem(last=False)
+            salt, ids = min(self.waiting, key=self._turn)
+            submits = self.waiting.pop((salt, ids))
             self._number += 1
             self.asked[self._number] = ((salt, ids), submits)
             held = len(self.engine.pool.find(ids[:-1], salt)) * self.engine.pool.page_size
             self.process.ask(self._number, ids, salt, held)
         return super().ready()
+
+    def _turn(self, key: Any) -> int:
+        """The counter of the client that asks; the least one goes first, then the oldest prompt."""
+        client = self.waiting[key][0].job.settings["client"]
+        return self.engine.scheduler.turns.counter(client)
 
     def under_way(self) -> int:
         """Prompts that were asked for, and results that wait for the engine or for its pages."""

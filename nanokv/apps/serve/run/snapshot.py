@@ -15,6 +15,7 @@ from itertools import islice, takewhile
 
 from nanokv.cache.prefix import PrefixPool
 from nanokv.engine import Engine, Request
+from nanokv.engine.turns import Client
 
 CELLS = 512  # of the picture of the pool; in a larger pool a cell covers several pages
 MOST_WAITING = 64  # waiting requests that are listed; the others are only counted
@@ -77,6 +78,7 @@ def snapshot(engine: Engine, tabs: Mapping[int, str], left: Iterable[Departed] =
             "preemptions": counts.preemptions,
             "finished": counts.finished,
         },
+        "clients": dict(scheduler.turns.clients),
         "requests": [described(request, tabs.get(request.number, "")) for request in listed],
         "ended": [
             (one.tab, one.salt, one.counts | {"kept": still_kept(pool, one)}) for one in left
@@ -94,7 +96,14 @@ def view(taken: dict, salt: str, tab: str) -> dict:
         if tab and (theirs, their_salt) == (tab, salt)
     ]
     owners = [visible_owner(owner, requests) for owner in taken["cells"]]
-    return taken | {"requests": requests, "ended": mine[-1:], "cells": runs(owners)}
+    served = taken["clients"].get(salt, Client())
+    shown = {name: value for name, value in taken.items() if name != "clients"}
+    return shown | {
+        "key": {"prompt_tokens": served.prompt_tokens, "generated_tokens": served.new_tokens},
+        "requests": requests,
+        "ended": mine[-1:],
+        "cells": runs(owners),
+    }
 
 
 # --- requests -------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ class Ticket:
     number: int
     index: int  # of the answer within its request
     tab: str
+    key: str  # the salt of the request's API key
     events: asyncio.Queue[Pieces | Ended | Failed]
     opened: float = field(default_factory=perf_counter)
     submitted: bool = False
