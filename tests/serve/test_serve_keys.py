@@ -155,6 +155,7 @@ def test_a_key_that_came_first_with_all_places_leaves_half_of_the_tokens(keyed):
     with keyed.held(), contextlib.ExitStack() as stack:
         busy = [stack.enter_context(asked(keyed, BODY, CHAT, key("busy"))) for _ in range(PLACES)]
         keyed.wait(lambda: len(keyed.tickets) == PLACES)
+        keyed.wait(lambda: all(ticket.submitted for ticket in keyed.tickets))
         status, found = keyed.post(CHAT, BODY, key("busy"))
         assert status == 429 and error(found)["code"] == "queue_full"
         quiet = [stack.enter_context(asked(keyed, BODY, CHAT, key("quiet"))) for _ in range(8)]
