@@ -603,20 +603,6 @@ def test_a_body_with_two_lengths_is_refused_and_nothing_after_it_is_read(server)
     )
 
 
-def test_a_connection_too_many_is_told_so(loaded, monkeypatch):
-    monkeypatch.setattr("nanokv.apps.serve.http.server.CONNECTIONS", 2)
-    with Serving(*loaded) as server, contextlib.ExitStack() as stack:
-        for _ in range(2):
-            stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
-        server.wait(lambda: len(server.server.server_state.connections) == 2)
-        status, headers, data = server.raw("GET", "/health")
-        assert status == 503 and headers["connection"] == "close" and headers["retry-after"]
-        assert error(json.loads(data))["code"] == "overloaded"
-        stack.close()
-        server.wait(lambda: not server.server.server_state.connections)
-        assert server.get("/health")[0] == 200
-
-
 def test_headers_that_come_at_once_are_bounded_too(server):
     """The parser counts only those whose end it has not seen."""
     assert server.get("/health", {"X": "x" * 15_000})[0] == 200

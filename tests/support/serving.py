@@ -54,6 +54,7 @@ class Serving:
         sampling=None,
         names=("tiny", "alias"),
         hosts=(),
+        connections=1_000,
         step_tokens=256,
         prefills=lambda engine: Here(),
         **served,
@@ -74,7 +75,13 @@ class Serving:
         self.ready, self.gate = threading.Event(), threading.Event()
         self.gate.set()
         self.server = Server(
-            self.app, self.engine_client, self.stop.is_set, self.hurry.is_set, grace, self.ready.set
+            self.app,
+            self.engine_client,
+            self.stop.is_set,
+            self.hurry.is_set,
+            grace,
+            self.ready.set,
+            connections,
         )
         self.steps, step = 0, self.engine.step
 

@@ -4,6 +4,7 @@ A request passes through three folders, from the socket to the engine and back.
 docs/life-of-a-token.md follows one request along this path.
 
     http/   server.py: uvicorn, deadlines for clients, and a graceful shutdown
+            connections.py: how many connections are open, in all and per address
             security.py: checks Host, Origin and API key before the body is read
             app.py: the routes, and a request from its body to a place in the queue
             response.py: an answer in one response or as a stream, while the client is watched

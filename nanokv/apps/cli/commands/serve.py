@@ -188,7 +188,9 @@ def run(args: Namespace, ranks: Ranks = ALONE) -> int:
     check_installed()
     given = command_options(args)
     with terminal.loading():
+        from nanokv.apps.serve.http.connections import allowed
         from nanokv.apps.serve.http.server import listen, url
+    connections = allowed()
     bound = listen(given.host, given.port)
 
     def banner(plan: Plan) -> None:
@@ -197,7 +199,8 @@ def run(args: Namespace, ranks: Ranks = ALONE) -> int:
     loaded = load_model(given.model, given.cache, given.output, ranks, banner)
     with bound, Stop() as stop:
         logs = Log(given.output)
-        server = make_server(given, loaded, stop, lambda: announce(given, url(bound)))
+        ready = partial(announce, given, url(bound))
+        server = make_server(given, loaded, stop, ready, connections)
         try:
             server.run(sockets=[bound])
         finally:
@@ -239,7 +242,11 @@ def with_pages(cache: CacheOptions, pages: int | None) -> CacheOptions:
 
 
 def make_server(
-    given: ServeOptions, loaded: Loaded, stop: "Stop", ready: Callable[[], None]
+    given: ServeOptions,
+    loaded: Loaded,
+    stop: "Stop",
+    ready: Callable[[], None],
+    connections: int,
 ) -> "Server":
     """The Server, with its engine, its limits and the ASGI app."""
     from nanokv.apps.serve.http.app import make_app
@@ -259,7 +266,7 @@ def make_server(
     hosts = Hosts(given.host, given.allow_hosts)
     keys = Keys(given.api_keys)
     app = make_app(served, client, hosts, keys, Limits(answer_s=given.timeout))
-    return Server(app, client, stop, stop.twice, given.grace, ready)
+    return Server(app, client, stop, stop.twice, given.grace, ready, connections)
 
 
 def make_engine(given: ServeOptions, loaded: Loaded) -> "Engine":
@@ -398,17 +405,26 @@ class Stop(terminal.Interrupt):
 
 
 class Log(logging.Handler):
-    """Prints log records of the server and uvicorn on stderr, one sanitized line each."""
+    """Prints log records of the server and its libraries on stderr, one sanitized line each.
 
-    NAMES = ("nanokv.apps.serve", "uvicorn.error")
+    A library's logger writes at most one line per second, because clients can cause such lines.
+    """
+
+    OURS = "nanokv.apps.serve"
+    LIBRARIES = ("asyncio", "uvicorn.error")
 
     def __init__(self, output: OutputOptions):
+        from nanokv.apps.serve.http.connections import Seldom
+
         super().__init__(logging.DEBUG if output.debug else logging.INFO)
         self.output = output
-        for name in self.NAMES:
+        self.filters_of = {name: Seldom() for name in self.LIBRARIES}
+        for name, seldom in self.filters_of.items():
+            logging.getLogger(name).addFilter(seldom)
+            logging.getLogger(name).setLevel(logging.WARNING)
+        for name in (self.OURS, *self.LIBRARIES):
             logging.getLogger(name).addHandler(self)
-        logging.getLogger("nanokv.apps.serve").setLevel(self.level)
-        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+        logging.getLogger(self.OURS).setLevel(self.level)
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
@@ -418,6 +434,8 @@ class Log(logging.Handler):
             terminal.notice(text, self.output)
 
     def close(self) -> None:
-        for name in self.NAMES:
+        for name in (self.OURS, *self.LIBRARIES):
             logging.getLogger(name).removeHandler(self)
+        for name, seldom in self.filters_of.items():
+            logging.getLogger(name).removeFilter(seldom)
         super().close()

@@ -9,20 +9,28 @@ from typing import Any
 
 import h11
 import uvicorn
-from starlette.types import Receive, Scope, Send
+import uvicorn.server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nanokv.apps.serve.api.errors import ApiError
-from nanokv.apps.serve.http.security import HEADER_BYTES, Guard, respond
+from nanokv.apps.serve.http import connections
+from nanokv.apps.serve.http.connections import CONNECTIONS, Listener, Places
+from nanokv.apps.serve.http.security import HEADER_BYTES, Guard
 from nanokv.apps.serve.run.engine_client import EngineClient
 from nanokv.errors import NanoKVError
 
 HEADER_S = 15.0  # for all headers of a request to arrive
 UNREAD_S = 5.0  # for the rest of a body whose request has been answered
 READER_S = 60.0  # for a client to read what was written
-CONNECTIONS = 1_000
-CLOSE = (b"connection", b"close")
 FAREWELL_S = 3.0  # for a client to read the last bytes at shutdown
+
+
+class State(uvicorn.server.ServerState):
+    """What the connections of a server share."""
+
+    def __init__(self, places: Places):
+        super().__init__()
+        self.places = places
 
 
 class Protocol(H11Protocol):
@@ -32,6 +40,8 @@ class Protocol(H11Protocol):
     `abort()` does not.
     """
 
+    server_state: State
+    _address: str | None = None  # under which the connection is counted
     _deadline: asyncio.TimerHandle | None = None
     _reader: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
@@ -40,8 +50,14 @@ class Protocol(H11Protocol):
         super().connection_made(transport)
         # Writing pauses as soon as the socket does not accept everything.
         transport.set_write_buffer_limits(high=0)
-        if len(self.connections) > CONNECTIONS:
-            self.app = crowded
+        try:
+            address = connections.address_of(self.client)
+            self.server_state.places.take(address)
+        except ApiError as error:
+            connections.logger.warning("a connection was refused: %s", error)
+            self._end_with(error, b"Service Unavailable")
+            return
+        self._address = address
         self._wait_for_headers()
 
     def data_received(self, data: bytes) -> None:
@@ -56,6 +72,9 @@ class Protocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        if self._address is not None:
+            self.server_state.places.leave(self._address)
+            self._address = None
         self._stop_waiting()
         self._stop_unread()
         self.resume_writing()
@@ -71,12 +90,19 @@ class Protocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer invalid HTTP in OpenAI's form; once a response has begun, only close."""
+        self._end_with(ApiError(400, msg, code="invalid_http"), b"Bad Request")
+
+    def _end_with(self, error: ApiError, reason: bytes) -> None:
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            body = json.dumps(ApiError(400, msg, code="invalid_http").body).encode()
-            kind = (b"content-type", b"application/json")
-            length = (b"content-length", str(len(body)).encode())
+            body = json.dumps(error.body).encode()
+            headers = {
+                "content-type": "application/json",
+                "content-length": str(len(body)),
+                "connection": "close",
+            }
+            headers |= error.headers
             start = h11.Response(
-                status_code=400, headers=[kind, length, CLOSE], reason=b"Bad Request"
+                status_code=error.status, headers=list(headers.items()), reason=reason
             )
             for event in (start, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
@@ -101,17 +127,6 @@ class Protocol(H11Protocol):
             self._deadline = None
 
 
-async def crowded(scope: Scope, receive: Receive, send: Send) -> None:
-    """The application of a connection beyond the limit: it answers 503."""
-    full = ApiError(
-        503,
-        f"{CONNECTIONS:,} connections are open, which is the limit",
-        code="overloaded",
-        headers={"connection": "close", "retry-after": "1"},
-    )
-    await respond(full)(scope, receive, send)
-
-
 class Server(uvicorn.Server):
     """Shuts down when `stop()` is true or the engine has lost a rank.
 
@@ -127,6 +142,7 @@ class Server(uvicorn.Server):
         hurry: Callable[[], bool],
         grace: float = 10.0,
         ready: Callable[[], None] = lambda: None,
+        most: int = CONNECTIONS,
     ):
         super().__init__(
             uvicorn.Config(
@@ -140,9 +156,11 @@ class Server(uvicorn.Server):
                 proxy_headers=False,
                 server_header=False,
                 h11_max_incomplete_event_size=HEADER_BYTES,
+                backlog=connections.ACCEPTED,
                 timeout_graceful_shutdown=int(grace) + 10,  # in case _farewell fails
             )
         )
+        self.server_state = State(Places(most, client.admission.places))
         self.client = client
         self.stop = stop
         self.hurry = hurry
@@ -150,8 +168,11 @@ class Server(uvicorn.Server):
         self.ready = ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(connections.failed)
         self.client.start()
         await super().startup(sockets)
+        for bound in sockets or ():
+            bound.listen(connections.PENDING)  # asyncio has set it to ACCEPTED
         self.ready()
 
     async def on_tick(self, counter: int) -> bool:
@@ -192,7 +213,7 @@ def listen(host: str, port: int) -> socket.socket:
         )[0]
         # asyncio sets TCP_NODELAY only if the protocol is given. Without it, the second part of an
         # answer waits 40 ms.
-        found = socket.socket(family, kind, protocol)
+        found = Listener(family, kind, protocol)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind(address)
         found.listen()  # clients wait while the model loads; a second server fails to bind

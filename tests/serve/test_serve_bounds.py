@@ -1,0 +1,193 @@
+"""Limits for one client: connections, descriptors, log lines, memory, the tokenizer's time."""
+
+import asyncio
+import contextlib
+import errno
+import json
+import logging
+import resource
+import socket
+import time
+
+import pytest
+
+from nanokv.apps.cli.commands.serve import Log
+from nanokv.apps.cli.common.options import OutputOptions
+from nanokv.apps.serve.api.errors import ApiError
+from nanokv.apps.serve.http import connections
+from nanokv.apps.serve.http.connections import Listener, Places, Seldom, address_of
+from nanokv.errors import NanoKVError
+from serving import Serving, error
+
+# --- connections ------------------------------------------------------------------------------------------------------
+
+
+def connect(server, source="127.0.0.1") -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), 10, (source, 0))
+
+
+def refusal(raw) -> dict:
+    """The error that the server sends to a client that has sent nothing, before it closes."""
+    head, _, body = raw.makefile("rb").read().partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 503 ") and b"\r\nretry-after: 1" in head
+    return error(json.loads(body))
+
+
+def test_a_refused_connection_is_told_and_closed_before_it_asks(loaded, monkeypatch):
+    monkeypatch.setattr(connections, "address_of", lambda peer: str(peer))
+    with Serving(*loaded, connections=3) as server, contextlib.ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(connect(server))
+        server.wait(lambda: server.server.server_state.places.open.total() == 3)
+        for _ in range(4):
+            with connect(server) as one:
+                found = refusal(one)
+                assert found["code"] == "overloaded"
+                assert found["message"] == "3 connections are open, which is the limit"
+        assert len(server.server.server_state.connections) == 3, "the refused ones are gone"
+        stack.close()
+        server.wait(lambda: not server.server.server_state.places.open)
+        assert server.get("/health")[0] == 200
+
+
+def test_silent_connections_of_one_address_keep_no_other_out(loaded):
+    with Serving(*loaded, connections=8, queue=0, running=1) as server:
+        with contextlib.ExitStack() as stack:
+            for _ in range(2):
+                stack.enter_context(connect(server, "127.0.0.2"))
+            server.wait(lambda: server.server.server_state.places.open["127.0.0.2"] == 2)
+            with connect(server, "127.0.0.2") as third:
+                assert refusal(third)["message"].startswith("2 connections of one address are open")
+            assert server.get("/health")[0] == 200
+        server.wait(lambda: not server.server.server_state.places.open)
+
+
+@pytest.mark.parametrize(
+    ("most", "requests", "each"),
+    [(1_000, 80, 250), (1_000, 320, 320), (1_000, 5_000, 750), (8, 80, 6), (1, 80, 1)],
+)
+def test_an_address_has_places_for_all_requests_and_never_all_places(most, requests, each):
+    places = Places(most, requests)
+    for _ in range(each):
+        places.take("a")
+    with pytest.raises(ApiError, match="which is the limit"):
+        places.take("a")
+    if most > 1:
+        places.take("b")
+    for _ in range(each):
+        places.leave("a")
+    assert set(places.open) <= {"b"}
+
+
+@pytest.mark.parametrize(
+    ("peer", "address"),
+    [
+        (("10.0.0.1", 5), "10.0.0.1"),
+        (("::ffff:10.0.0.1", 5, 0, 0), "10.0.0.1"),
+        (("2001:db8::1:2:3:4", 5, 0, 0), "2001:db8::/64"),
+        (("fe80::1%eth0", 5, 0, 2), "fe80::/64"),
+        (None, ""),
+        ("", ""),
+    ],
+)
+def test_a_host_is_counted_by_what_it_cannot_choose(peer, address):
+    assert address_of(peer) == address
+
+
+# --- descriptors ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("limits", "raised", "places"),
+    [
+        ((1_024, 1_048_576), 4_096, 1_000),
+        ((1_024, 1_024), None, 960),
+        ((256, resource.RLIM_INFINITY), 4_096, 1_000),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None, 1_000),
+        ((100, 200), 200, 136),
+        ((20_000, 20_000), None, 1_000),
+    ],
+)
+def test_the_limit_of_descriptors_is_raised_and_leaves_some_for_all_else(
+    monkeypatch, limits, raised, places
+):
+    found = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, both: found.append(both))
+    assert connections.allowed() == places
+    assert found == ([] if raised is None else [(raised, limits[1])])
+
+
+def test_too_few_descriptors_are_told_before_the_model_is_loaded(cli, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (48, 48))
+    monkeypatch.setattr("nanokv.apps.cli.commands.serve.load_model", lambda *given: 1 / 0)
+    code, _, err = cli("serve", "--port", "0")
+    assert code == 2 and "may open 48 files, nanokv serve needs 72" in err
+    assert "ulimit -n 1024" in err
+    with pytest.raises(NanoKVError):
+        connections.allowed()
+
+
+def test_without_descriptors_the_server_pauses_and_says_so_once_a_second(
+    loaded, monkeypatch, caplog
+):
+    tried = []
+    accept = socket.socket.accept
+
+    def failing(bound):
+        tried.append(bound)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with Serving(*loaded) as server, contextlib.ExitStack() as stack:
+        monkeypatch.setattr(socket.socket, "accept", failing)
+        for _ in range(30):
+            stack.enter_context(connect(server))
+        time.sleep(2.5)
+        assert 1 <= len(tried) <= 4, "once per second"
+        told = [record.getMessage() for record in caplog.records if record.levelno > logging.INFO]
+        assert 1 <= len(told) <= 3
+        assert told[0].startswith("no connection can be accepted: Too many open files")
+        monkeypatch.setattr(socket.socket, "accept", accept)
+        assert server.get("/health")[0] == 200
+    assert "Traceback" not in caplog.text
+
+
+def test_a_listener_fails_once_and_then_has_nobody_waiting():
+    with Listener() as bound, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            socket.socket, "accept", lambda one: (_ for _ in ()).throw(OSError(errno.EMFILE, "out"))
+        )
+        with pytest.raises(OSError, match="out"):
+            bound.accept()
+        with pytest.raises(BlockingIOError):
+            bound.accept()
+
+
+# --- the log ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["asyncio", "uvicorn.error"])
+def test_a_library_logs_one_line_a_second(capsys, monkeypatch, name):
+    now = [100.0]
+    monkeypatch.setattr(connections.time, "monotonic", lambda: now[0])
+    log = Log(OutputOptions(quiet=True, debug=False))
+    try:
+        for _ in range(50):
+            logging.getLogger(name).error("out of\nsystem resource", exc_info=OSError("long"))
+        now[0] += 1
+        logging.getLogger(name).error("again")
+    finally:
+        log.close()
+    assert capsys.readouterr().err.splitlines() == [
+        "nanokv: warning: out of␊system resource",
+        "nanokv: warning: again (49 more lines were left out)",
+    ]
+    assert not [one for one in logging.getLogger(name).filters if isinstance(one, Seldom)]
+
+
+def test_errors_of_the_loop_are_one_line_without_the_text_of_a_client(caplog):
+    connections.logger.filters[0].next = 0.0
+    loop = asyncio.new_event_loop()
+    connections.failed(loop, {"message": "x", "exception": ValueError("secret")})
+    loop.close()
+    assert "the event loop: ValueError" in caplog.text and "secret" not in caplog.text
