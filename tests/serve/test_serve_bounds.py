@@ -7,17 +7,20 @@ import json
 import logging
 import resource
 import socket
+import threading
 import time
 
 import pytest
 
+from asking import asked
 from nanokv.apps.cli.commands.serve import Log
 from nanokv.apps.cli.common.options import OutputOptions
+from nanokv.apps.serve.api import prompts
 from nanokv.apps.serve.api.errors import ApiError
-from nanokv.apps.serve.http import connections
+from nanokv.apps.serve.http import connections, lanes
 from nanokv.apps.serve.http.connections import Listener, Places, Seldom, address_of
 from nanokv.errors import NanoKVError
-from serving import Serving, error
+from serving import CHAT, TEXT, Serving, ask, error
 
 # --- connections ------------------------------------------------------------------------------------------------------
 
@@ -191,3 +194,77 @@ def test_errors_of_the_loop_are_one_line_without_the_text_of_a_client(caplog):
     connections.failed(loop, {"message": "x", "exception": ValueError("secret")})
     loop.close()
     assert "the event loop: ValueError" in caplog.text and "secret" not in caplog.text
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def encoded(monkeypatch, loaded):
+    """The lengths of the texts that the tokenizer has got."""
+    found, encode = [], type(loaded[1]).encode
+    monkeypatch.setattr(
+        type(loaded[1]),
+        "encode",
+        lambda self, text, *more: found.append(len(text)) or encode(self, text, *more),
+    )
+    return found
+
+
+@pytest.mark.parametrize("text", ["1", "é", "<|im_end|> 1"])
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_a_text_that_cannot_fit_is_not_tokenized(loaded, encoded, path, text):
+    long = text * (500_000 // len(text))
+    with Serving(*loaded, context=64, allow_special=True) as server:
+        status, found = server.post(path, ask(long) if path == CHAT else {"prompt": long})
+        assert (status, error(found)["code"]) == (400, "context_length_exceeded")
+        assert " bytes, which are at least " in found["error"]["message"]
+        assert not encoded
+
+
+def test_a_control_token_in_a_long_text_is_found_without_tokenizing_it(server, encoded):
+    status, found = server.post(CHAT, ask("1" * 500_000 + "<|im_end|>" + "1" * 500_000))
+    assert (status, "a control token" in error(found)["message"]) == (400, True)
+    assert max(encoded) < 20
+
+
+def test_a_text_that_just_fits_is_answered(loaded):
+    """No token of the bundled model has two digits: the bound is the number of tokens."""
+    with Serving(*loaded, context=64) as server:
+        assert server.post(TEXT, {"prompt": "1" * 64, "max_tokens": 1})[0] == 200
+        for digits in (65, 66, 10_000):
+            status, found = server.post(TEXT, {"prompt": "1" * digits, "max_tokens": 1})
+            assert (status, error(found)["code"]) == (400, "context_length_exceeded")
+
+
+def test_counting_has_no_bound(server):
+    assert server.post("/tokenize", {"prompt": "1" * 5_000})[1]["count"] == 5_000
+    assert server.post("/v1/messages/count_tokens", ask("1" * 5_000))[1]["input_tokens"] > 5_000
+
+
+@pytest.mark.parametrize(("path", "name"), [(TEXT, "prompts"), ("/tokenize", "beside")])
+def test_a_small_prompt_does_not_wait_for_large_ones(loaded, monkeypatch, path, name):
+    gate, text_ids, trimmed = threading.Event(), prompts.text_ids, threading.Event()
+
+    def slow(served, text, *more):
+        assert len(text) < 100 or gate.wait(20)
+        return text_ids(served, text[:5], *more)
+
+    monkeypatch.setattr(prompts, "text_ids", slow)
+    monkeypatch.setattr(prompts.Served, "check_text", lambda *given: None)
+    monkeypatch.setattr(lanes, "trim", trimmed.set)
+    large = {"prompt": "x" * 2 * lanes.LARGE, "max_tokens": 1}
+    with Serving(*loaded) as server, contextlib.ExitStack() as stack:
+        waiting = [stack.enter_context(asked(server, large, path)) for _ in range(4)]
+        server.wait(lambda: server.admission.reading > 8 * lanes.LARGE)
+        for _ in range(3):
+            assert server.post(path, {"prompt": "Hi", "max_tokens": 1})[0] == 200
+        assert not any(waiting) and not trimmed.is_set()
+        gate.set()
+        server.wait(lambda: all(waiting))
+        assert [found[0][0] for found in waiting] == [200] * 4
+        assert trimmed.wait(5), "their memory is returned"
+
+
+def test_memory_is_returned_where_the_allocator_can():
+    lanes.trim()

@@ -7,6 +7,7 @@ docs/life-of-a-token.md follows one request along this path.
             connections.py: how many connections are open, in all and per address
             security.py: checks Host, Origin and API key before the body is read
             app.py: the routes, and a request from its body to a place in the queue
+            lanes.py: threads for JSON, templates and tokenizers, by the size of a body
             response.py: an answer in one response or as a stream, while the client is watched
             live.py, page.py: the page at /, and the snapshots that it draws
             openapi.py: /openapi.json

@@ -1,9 +1,7 @@
 """The server's routes, and a request from its body to its place in the queue."""
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
@@ -22,6 +20,7 @@ from nanokv.apps.serve.api.protocol import Asked
 from nanokv.apps.serve.api.requests import Detokenize, TokenizeText
 from nanokv.apps.serve.api.responses_form import responses_form
 from nanokv.apps.serve.http import openapi, page
+from nanokv.apps.serve.http.lanes import Lanes
 from nanokv.apps.serve.http.live import Live, Watching, tab_of
 from nanokv.apps.serve.http.response import Answer, Limits
 from nanokv.apps.serve.http.security import Guard, Hosts, Keys, respond
@@ -90,8 +89,8 @@ class Application:
         self.limits = limits
         self.admission = client.admission
         self.watched = Live(client, served)
-        self.threads = ThreadPoolExecutor(2, "nanokv-prompt")  # templates and tokenizers
-        self.side_thread = ThreadPoolExecutor(1, "nanokv-tokenize")  # /tokenize delays no chat
+        self.prompts = Lanes("prompt")  # JSON, templates and tokenizers
+        self.beside = Lanes("tokenize")  # /tokenize delays no chat
 
     def routes(self) -> list[Route]:
         """Every route of the server."""
@@ -217,12 +216,7 @@ class Application:
         """
         async with self._body(request) as body:
             with self.admission.thread(self.limits.beside):
-                return await asyncio.get_running_loop().run_in_executor(
-                    self.side_thread, function, body
-                )
-
-    async def _in_thread(self, function: Callable, *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self.threads, function, *args)
+                return await self.beside.run(function, body)
 
     @contextlib.asynccontextmanager
     async def _body(self, request: Request) -> AsyncIterator[bytes]:
@@ -293,7 +287,7 @@ class Application:
         salt = request.scope["salt"]
         tickets = self.admission.open(tab, key=salt)
         try:
-            prepared = await self._in_thread(self._prepare, body, kind, salt)
+            prepared = await self.prompts.run(self._prepare, body, kind, salt)
             return self.admission.open(tab, len(prepared.jobs), tickets, salt), prepared
         except BaseException:
             self.client.close(tickets)
