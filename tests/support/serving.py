@@ -54,6 +54,7 @@ class Serving:
         sampling=None,
         names=("tiny", "alias"),
         hosts=(),
+        origins=(),
         connections=1_000,
         step_tokens=256,
         prefills=lambda engine: Here(),
@@ -69,7 +70,7 @@ class Serving:
         self.engine_client = EngineClient(self.engine, queue, self.prefills)
         self.admission = self.engine_client.admission
         self.app = make_app(
-            self.served, self.engine_client, Hosts("127.0.0.1", hosts), Keys(keys), limits
+            self.served, self.engine_client, Hosts("127.0.0.1", hosts, origins), Keys(keys), limits
         )
         self.stop, self.hurry = threading.Event(), threading.Event()
         self.ready, self.gate = threading.Event(), threading.Event()

@@ -7,6 +7,7 @@ This file is imported before arguments are parsed: no torch, no starlette.
 
 import argparse
 import logging
+import re
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
@@ -61,6 +62,7 @@ class ServeOptions:
     port: int
     api_keys: tuple[str, ...]
     allow_hosts: tuple[str, ...]
+    allow_origins: tuple[str, ...]
     aliases: tuple[str, ...]
     queue: int
     timeout: float
@@ -111,6 +113,14 @@ def _add_address(parser: ArgumentParser) -> None:
         help="answer requests to this host name too (repeatable)",
     )
     parser.add_argument(
+        "--allow-origin",
+        metavar="ORIGIN",
+        action="append",
+        default=[],
+        type=origin,
+        help="let web pages of this origin ask, as in http://localhost:3000 (repeatable)",
+    )
+    parser.add_argument(
         "--alias",
         metavar="NAME",
         action="append",
@@ -159,6 +169,21 @@ def key(text: str) -> str:
     return text
 
 
+def origin(text: str) -> str:
+    """An argparse type: the origin of web pages, as a browser writes it. '*' is refused.
+
+    Any page that the user opens could then use the model, and read what it answers.
+    """
+    if text == "*":
+        raise argparse.ArgumentTypeError("every page on the web could ask: name each origin")
+    if not re.fullmatch(r"https?://[a-z0-9.-]+(:[0-9]+)?|https?://\[[0-9a-f:]+\](:[0-9]+)?", text):
+        raise argparse.ArgumentTypeError(
+            "an origin is a scheme, a host in lower case and perhaps a port, "
+            "as in http://localhost:3000"
+        )
+    return text
+
+
 def command_options(args: Namespace) -> ServeOptions:
     """The options of the flags of add_arguments; NanoKVError if they contradict each other."""
     cache = with_pages(pool.sized(options.cache_options(args), "serve"), args.pages)
@@ -169,6 +194,7 @@ def command_options(args: Namespace) -> ServeOptions:
         args.port,
         keys,
         tuple(args.allow_host),
+        tuple(args.allow_origin),
         tuple(args.alias),
         args.queue,
         args.timeout,
@@ -263,7 +289,7 @@ def make_server(
             "model"
         )
     client = EngineClient(engine, given.queue, prefills(given, loaded, engine, served.context))
-    hosts = Hosts(given.host, given.allow_hosts)
+    hosts = Hosts(given.host, given.allow_hosts, given.allow_origins)
     keys = Keys(given.api_keys)
     app = make_app(served, client, hosts, keys, Limits(answer_s=given.timeout))
     return Server(app, client, stop, stop.twice, given.grace, ready, connections)

@@ -2,7 +2,7 @@
 
 DNS rebinding: a web page whose host name suddenly resolves to 127.0.0.1 can reach this server, but
 its requests carry the page's Host, so only known hosts are served. A page of another site is
-refused by its Origin; there is no CORS. The digest of a key is compared with that of every known
+refused by its Origin, unless --allow-origin names it. The digest of a key is compared with that of every known
 key, in constant time. Requests share prefixes only if they have the same key: the hashes of their
 pages begin with the key's salt (nanokv/cache/prefix.py).
 """
@@ -15,10 +15,10 @@ import re
 import secrets
 from collections.abc import Iterable
 from time import perf_counter
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanokv.apps.serve.api.anthropic_form import anthropic_error
@@ -77,8 +77,9 @@ class Hosts:
     A server that listens beyond loopback accepts any IP address: a rebound name is not an address.
     """
 
-    def __init__(self, host: str, allowed: Iterable[str] = ()):
+    def __init__(self, host: str, allowed: Iterable[str] = (), origins: Iterable[str] = ()):
         self.names = {name.lower() for name in (*LOOPBACK, host, *allowed)}
+        self.origins = frozenset(origins)  # of other sites whose pages may ask
         self.any_address = not is_loopback(host)
 
     def check(self, headers: Headers) -> None:
@@ -93,10 +94,24 @@ class Hosts:
                 hint="nanokv serve --allow-host NAME serves it",
             )
         for origin in headers.getlist("origin"):
-            if origin not in (f"http://{host}", f"https://{host}"):
+            if origin not in (f"http://{host}", f"https://{host}", *self.origins):
                 raise ApiError(
-                    403, f"a page of {quote(origin)} may not use this server", code="unknown_origin"
+                    403,
+                    f"a page of {quote(origin)} may not use this server",
+                    code="unknown_origin",
+                    hint="nanokv serve --allow-origin ORIGIN lets its pages ask",
                 )
+
+    def cors(self, headers: Headers) -> dict[str, str]:
+        """The headers with which a browser shows an answer to a page of an allowed origin."""
+        origins = headers.getlist("origin")
+        if len(origins) != 1 or origins[0] not in self.origins:
+            return {}
+        return {
+            "access-control-allow-origin": origins[0],
+            "access-control-expose-headers": "retry-after",
+            "vary": "origin",
+        }
 
 
 def host_name(host: str) -> str:
@@ -137,24 +152,26 @@ class Guard:
         self.keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope = origin_form(scope)
         path = re.sub("/+", "/", scope["path"])
         scope = dict(scope) | {"path": path.rstrip("/") or "/", "note": [], "salt": ""}
         began = perf_counter()
         status = 0
+        headers = Headers(scope=scope)
+        cors = self.hosts.cors(headers)
 
         async def watched(message: Message) -> None:
             nonlocal status
             status = message.get("status", status)
+            if message["type"] == "http.response.start":
+                message = with_headers(message, cors)
             await send(message)
 
         try:
             check_length(scope)
-            headers = Headers(scope=scope)
             check_framing(headers)
             self.hosts.check(headers)
-            if scope["path"] not in OPEN:
-                scope["salt"] = self.keys.salt(headers)
-            await self.app(scope, receive, watched)
+            await self._answer(scope, headers, bool(cors))(scope, receive, watched)
         except ApiError as error:
             await respond(error, scope["path"])(scope, receive, watched)
         except Exception as error:
@@ -171,6 +188,52 @@ class Guard:
             note,
             seconds,
         )
+
+    def _answer(self, scope: Scope, headers: Headers, allowed: bool) -> ASGIApp:
+        """The application or, to a page of an allowed origin, the answer to its preflight.
+
+        A browser sends no key with a preflight.
+        """
+        asks = "access-control-request-method" in headers
+        if allowed and asks and scope["method"] == "OPTIONS":
+            return preflight(headers)
+        if scope["path"] not in OPEN:
+            scope["salt"] = self.keys.salt(headers)
+        return self.app
+
+
+def preflight(headers: Headers) -> Response:
+    """The answer to a browser that asks for a page of an allowed origin (Fetch, 4.8)."""
+    permitted = {
+        "access-control-allow-methods": "GET, POST",
+        "access-control-allow-headers": headers.get("access-control-request-headers", ""),
+        "access-control-max-age": "600",
+    }
+    return Response(status_code=204, headers=permitted)
+
+
+def with_headers(message: Message, more: dict[str, str]) -> Message:
+    """The start of a response with these headers added."""
+    added = [(name.encode(), value.encode("latin-1")) for name, value in more.items()]
+    return {**message, "headers": [*message.get("headers", []), *added]}
+
+
+def origin_form(scope: Scope) -> Scope:
+    """A request whose target is a whole URL, as one for its path and host (RFC 9112, 3.2.2).
+
+    The host of the target replaces the Host header, which must be ignored.
+    """
+    target = scope["raw_path"]
+    found = re.match(rb"https?://([^/?#]*)", target, re.IGNORECASE)
+    if found is None:
+        return scope
+    raw_path = target[found.end() :] or b"/"
+    others = [(name, value) for name, value in scope["headers"] if name != b"host"]
+    return dict(scope) | {
+        "raw_path": raw_path,
+        "path": unquote(raw_path.decode("ascii")),
+        "headers": [(b"host", found[1]), *others],
+    }
 
 
 def check_length(scope: Scope) -> None:
