@@ -1,8 +1,8 @@
-"""The supported model families, with their differences that config.json does not contain.
+"""The supported model families, and the differences between them that config.json does not state.
 
 Source: the config and attention classes of transformers 5.23 (models/llama, qwen2, qwen3,
-qwen3_moe). A family that differs in more than these fields is not listed, and its `model_type`
-raises.
+qwen3_moe). A family that differs in more than these fields is not supported: its `model_type`
+raises CheckpointError.
 """
 
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from .strict import CheckpointError, quote
 
 @dataclass(frozen=True)
 class Family:
-    """One family. `defaults`: sizes for absent fields; None is derived from the other sizes."""
+    """One family. `defaults`: sizes for absent fields; None: derived from the other sizes."""
 
     model_type: str
     title: str

@@ -1,7 +1,7 @@
 """The kinds of cache and the options of each, with their legal values.
 
 One table for make_cache and for the command line, which checks `--cache` before torch is imported.
-registry.py explains the options, where the caches are made.
+registry.py, which makes the caches, explains the options.
 """
 
 import difflib
@@ -14,7 +14,7 @@ from nanokv.errors import CacheError
 
 
 class Rule(NamedTuple):
-    """Which values an option takes, and the words for it in an error."""
+    """Which values an option accepts, and the text that describes them in an error."""
 
     accepts: Callable[[object], bool]
     legal: str
@@ -28,7 +28,7 @@ def at_least(low: int) -> Rule:
 
 
 def one_of(*values: object) -> Rule:
-    """These values of these types: neither 1.0 nor True equals 1."""
+    """Exactly these values, types included: 1.0 and True are not accepted for 1."""
 
     def accepts(value: object) -> bool:
         return any(type(value) is type(x) and value == x for x in values)
@@ -150,7 +150,7 @@ def _unknown(name: str) -> CacheError:
 def growing_slots(tokens: int, expected: int | None = None) -> int:
     """Slots per row that the growing cache takes for this many tokens.
 
-    The next power of two, at least 16; or `expected`, if one more doubling would reach that many.
+    The next power of two, at least 16; or `expected`, if this needs at most one more doubling.
     """
     if not tokens:
         slots = 0

@@ -3,9 +3,9 @@
 A page is found by a chain of sha256 hashes: each hash covers the hash of the page before and the
 tokens of this page, so equal tokens after different beginnings get different hashes. The index
 also stores and compares the tokens and the parent: a hash collision costs a recomputation, never a
-wrong answer. A salt starts the chain; tenants with different salts share no pages, so neither can
-learn from the timing of the other. When the pool is full, pages that only the index holds are
-evicted, least recently used first; pages of running requests are never evicted.
+wrong answer. A salt starts the chain; tenants with different salts share no pages, so a tenant
+cannot learn from response times what another one has sent. When the pool is full, pages that only
+the index holds are evicted, least recently used first; pages of running requests are never evicted.
 Reference: vLLM's prefix caching (which compares no tokens), nano-vllm's block manager (which does).
 """
 
@@ -33,7 +33,7 @@ class Entry:
 
 
 class PrefixPool(PagePool):
-    """A page pool with an index of pages for reuse; the index is one more owner of each page."""
+    """A page pool with an index of reusable pages. The index counts as one owner of each page."""
 
     def __init__(self, config: Config, pages: int, page_size: int):
         super().__init__(config, pages, page_size)
@@ -107,7 +107,7 @@ class PrefixPool(PagePool):
 
 
 class ElasticPrefixPool(PrefixPool, ElasticPool):
-    """Grows to `keep` pages; after that, evicts idle pages and grows only if all are in use."""
+    """Grows to `keep` pages; beyond that, it grows only if the idle pages are not enough."""
 
     def __init__(self, config: Config, pages: int, page_size: int, keep: int):
         super().__init__(config, pages, page_size)

@@ -105,7 +105,10 @@ class Row:
     """One prompt of the batch and its answer so far."""
 
     def __init__(self, alone: Generation):
-        """`alone` would answer the prompt by itself; it has checked the arguments and the seed."""
+        """`alone`: a Generation for this prompt only, which has checked the arguments and the seed.
+
+        It is not run: its ids, limits and random generator are used here.
+        """
         self.ids = alone.ids
         self.eos = alone.eos_token_ids
         self.tokens: list[int] = []

@@ -52,9 +52,9 @@ class Prefilled:
             )
 
     def extend(self, cache: Any, device: torch.device | str) -> None:
-        """Append to a paged cache of one row on `device` the tokens that it does not hold.
+        """Append the tokens that `cache` lacks. cache: paged, one row, on `device`.
 
-        Raises CapacityError, and changes nothing, if the pages are not enough.
+        If the pages are not enough, raises CapacityError and changes nothing.
         """
         held = cache.length - self.start
         for layer, *rows in zip(cache, self.keys, self.values, strict=True):
@@ -75,7 +75,7 @@ def taken(cache: KVCache, tokens: Sequence[int], start: int = 0, **facts: Any) -
     """
     if cache.sizes.batch_size != 1 or cache.length != len(tokens):
         raise HandoverError(
-            f"{len(tokens)} tokens do not belong to {cache!r}", "send the ids that it holds with it"
+            f"{len(tokens)} tokens do not belong to {cache!r}", "pass the ids of the tokens it holds"
         )
     held: list[Tensor] = []
     for i, layer in enumerate(cache):

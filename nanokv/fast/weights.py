@@ -140,8 +140,8 @@ class Matrix(Addressed):
     def at_once(self, rows: int) -> list[tuple[int, int]]:
         """(first, end) of the rows of each kernel call.
 
-        A call does at most 2³² multiplications, so that Ctrl-C takes effect soon, but at least 32
-        rows, which take no longer than fewer rows.
+        A call does at most 2³² multiplications, so that Ctrl-C takes effect soon. But it has at
+        least 32 rows if there are as many, because fewer rows take no less time.
         """
         step = max(32, 2**32 // (self.N * self.K))
         return [(first, min(first + step, rows)) for first in range(0, rows, step)]
@@ -165,7 +165,7 @@ class Matrix(Addressed):
         return whole.view(*x.shape[:-1], -1)
 
     def parts(self) -> Iterator[tuple[int, Tensor]]:
-        """(first row, dense rows (n,K)) for all rows in turn. Each part may overwrite the last."""
+        """(first row, dense rows (n,K)) for all rows. A part may overwrite the part before it."""
         dtype = self.product_dtype
         kernels = None
         if self.weight.device.type == "cpu" and self.weight.dtype != dtype:
@@ -192,7 +192,7 @@ class Matrix(Addressed):
         raise NotImplementedError
 
     def few(self, x: Tensor) -> Tensor:
-        """The fastest operator of torch for a row or two, without bias."""
+        """The product by torch's fastest operator for few rows, without bias."""
         raise NotImplementedError
 
     @property

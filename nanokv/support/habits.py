@@ -126,7 +126,7 @@ ENCODE = "tokenizer.encode(text) gives a list of ids"
 RENDER = 'tokenizer.render([{"role": "user", "content": text}])'
 TOKENIZER = {
     "apply_chat_template": f"{RENDER}, then tokenizer.encode of that",
-    "tokenize": f"{ENCODE}, tokenizer.pieces(ids) their texts",
+    "tokenize": f"{ENCODE}, tokenizer.pieces(ids) the text of each",
     "batch_encode_plus": ENCODE,
     "encode_plus": ENCODE,
     "batch_decode": "[tokenizer.decode(ids) for ids in rows]",

@@ -1,4 +1,4 @@
-"""The fast model for a GPU: the plain model's products, with one kernel between two of them.
+"""The fast model for a GPU: torch's matrix products, with one fused kernel between each two.
 
 A decode step over a cache with pages is one recorded graph (recorded.py) of `Block.step` or
 `Block.step_of_few`. Everything else (prefill, caches without pages) runs layer by layer in
@@ -118,7 +118,7 @@ class Block(nn.Module):
     def step_of_few(self, x: Tensor, *where: Any) -> None:
         """`step` for few rows, with norm and residual inside the products; adds everything to x.
 
-        With few rows the time goes into launches and reads, and this way has fewer launches.
+        With few rows, kernel launches and reads take most of the time. This has fewer launches.
         """
         y = product(x, self.qkv, self.qkv_bias, norm=(self.norm, self.eps))  # (B,(H+2Hk)·D)
         y = self.attention(y, *where)

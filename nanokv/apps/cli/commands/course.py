@@ -28,13 +28,13 @@ ACTIONS = {
     "site": "write the book, the docs, the API and recorded runs as one static site with a search",
     "slides": "execute solutions and write a deck of slides for each: slides 05 -o slides",
     "claims": "print the claims of the articles, each with the true value",
-    "seal": "the hash of a right answer: seal 05.q1 b",
+    "seal": "print the hash of a right answer: seal 05.q1 b",
     "variants": "write one notebook per student, with other numbers, and a key",
     "exam": "write a paper exam in two variants and its key: exam 05 06.1 open.1 --seed 7 -o exam",
-    "gift": "write the same questions for Moodle: gift 05 06.1 open.1 --seed 7 -o questions.gift",
+    "gift": "write exam questions for Moodle: gift 05 06.1 open.1 --seed 7 -o questions.gift",
     "nbgrader": "write notebooks as assignments of nbgrader: nbgrader 05 06 -o FOLDER",
     "progress": "print how many exercises are right: progress 05, or of all notebooks",
-    "mistakes": "print the wrong answers that the checks know, as a table",
+    "mistakes": "print a table of the wrong answers that the checks recognise",
     "grade": "execute a folder of submissions and write a table of results",
 }
 EXAMPLES = (
@@ -86,7 +86,7 @@ def add_arguments(parser: Parser) -> None:
         "--folder",
         type=Path,
         default=folder(),
-        help="the notebooks (default: notebooks, or this folder inside of it)",
+        help="folder of the notebooks (default: ./notebooks, or . inside that folder)",
     )
     parser.add_argument(
         "-o", "--out", type=Path, metavar="PATH", help="file or folder of the result"
@@ -96,7 +96,11 @@ def add_arguments(parser: Parser) -> None:
         "--limit", type=real(1, 3600), default=180.0, metavar="S", help="seconds per notebook (180)"
     )
     parser.add_argument(
-        "--seed", type=integer(0, 2**31), default=0, metavar="N", help="of variants, exam and gift"
+        "--seed",
+        type=integer(0, 2**31),
+        default=0,
+        metavar="N",
+        help="for variants, exam and gift (0)",
     )
     parser.add_argument(
         "--students", type=Path, metavar="FILE", help="one name per line, for variants"
@@ -290,7 +294,7 @@ def _progress(given: CourseOptions) -> None:
     if not answers.exists():
         raise CourseError(
             f"no answers yet: there is no {answers}",
-            "a notebook keeps them beside it when its checks run",
+            "running the checks of a notebook saves them next to it",
         )
     chosen = [number for number in known if number in (wanted or known)]
     write(scores.table(chosen, log.read(answers)))
@@ -322,7 +326,7 @@ def _grade(given: CourseOptions) -> None:
     graded = grading.grade(Path(given.words[0]), given.limit, given.key)
     if not out.parent.is_dir() or out.is_dir():  # checked now, not after an hour of work
         raise CourseError(
-            f"{out} cannot be written: {out.parent} is no folder, or {out} is one", "-o results.csv"
+            f"{out} cannot be written: it is a folder, or {out.parent} is not one", "-o results.csv"
         )
     ask_to_replace(given.force, out)
     grading.write(rows, out)
@@ -349,6 +353,6 @@ def _no_words(given: CourseOptions) -> None:
     """CourseError if words follow an action that is about the whole course."""
     if given.words:
         raise CourseError(
-            f"{given.action} takes no names; here is {given.words[0]!r}",
+            f"{given.action} takes no names, but {given.words[0]!r} was given",
             f"nanokv course {given.action}",
         )

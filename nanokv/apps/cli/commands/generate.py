@@ -47,7 +47,7 @@ EXAMPLES = (
 DESCRIPTION = (
     "Answer a prompt. If the model has a chat template, the prompt (typed, piped or from --file) "
     "is one user message in it. With --raw, or a model without a template, the model continues "
-    "the text. The status line names the form.\n"
+    "the text. The status line says which of the two was done.\n"
     "stdout has only the answer (or one JSON object); status goes to stderr."
 )
 RANKS = "led"  # the other ranks follow rank 0
@@ -181,10 +181,10 @@ class JsonOutput:
     """Prints nothing during the answer: one JSON object follows at the end."""
 
     def put(self, chunk: str) -> None:
-        """Nothing."""
+        """Ignore the piece: the JSON object contains the whole text."""
 
     def flush(self) -> None:
-        """Nothing."""
+        """Do nothing: nothing was held back."""
 
 
 def result(

@@ -1,4 +1,4 @@
-"""`nanokv profile`: the time of each part of a prefill and a decode step, beside its minimum.
+"""`nanokv profile`: the time of each part of a prefill and a decode step, next to its minimum.
 
 With --start: the time of each part of a program start.
 """
@@ -32,9 +32,9 @@ EXAMPLES = (
     "nanokv profile --start",
 )
 DESCRIPTION = (
-    "Where one prefill and one decode step spend their time, beside the least that this machine "
-    "allows. With --start: where `nanokv generate` spends its time from the command to the first "
-    "token."
+    "Where one prefill and one decode step spend their time, next to the shortest time that this "
+    "machine allows. With --start: where `nanokv generate` spends its time from the command to the "
+    "first token."
 )
 
 
@@ -55,7 +55,11 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="from the command to the first token, in real processes",
     )
     parser.add_argument(
-        "--repeat", type=integer(1, 100), default=5, metavar="N", help="of --start (default: 5)"
+        "--repeat",
+        type=integer(1, 100),
+        default=5,
+        metavar="N",
+        help="runs of --start (default: 5)",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     add_model_arguments(parser, CACHE)

@@ -79,7 +79,7 @@ SYNONYMS = {  # flags of other programs that are not accepted, without dashes â†
 }
 SAID = {  # flags of other programs that have no equivalent â†’ the hint
     "stream": "nanokv chat and generate stream an answer by default",
-    "no-stream": "--json writes an answer when it is whole",
+    "no-stream": "--json writes the answer when it is complete",
     "no-cnv": "nanokv generate PROMPT --raw continues a text, without a chat template",
     "no-conversation": "nanokv generate PROMPT --raw continues a text, without a chat template",
     "i": "nanokv chat talks with the model",
@@ -106,7 +106,7 @@ class Parser(argparse.ArgumentParser):
         self.shape = ""  # the line of usage
 
     def format_help(self) -> str:
-        # Set only here: argparse makes a formatter for each flag that is added.
+        # Set here, not in __init__: argparse would make a Formatter for each flag that is added.
         self.formatter_class = Formatter
         indent = len("usage: ")
         self.usage = layout.paragraph(self.shape, help_width() - indent, rest=" " * indent)

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 PAGE = 16  # tokens per page if --cache gives no page size
 # Bytes of weights per thread and step. With fewer, a thread waits about as long as it works.
 SHARE = 2_000_000
-TORCH_BYTES = 600_000_000  # address space that importing torch takes on a CPU; measured, 2.13
+TORCH_BYTES = 600_000_000  # address space that importing torch takes; measured, CPU, torch 2.13
 NOTHING_FITS = "no context fits; -m tiny does"
 
 
@@ -109,7 +109,8 @@ class Loaded(Plan):
     tokenizer: Any  # a Tokenizer; None for random weights, whose commands use none
     dtype: "torch.dtype"
     load_s: float
-    # The plain model, its weights views of the fused ones; None if `model` is plain or quantized.
+    # The plain model, whose weights are views of the fused ones in `model`. None if `model` is
+    # plain or quantized.
     plain: "Transformer | None" = None
 
     def make_cache(self) -> "KVCache":
@@ -127,9 +128,9 @@ class Loaded(Plan):
         return Engine(self.model, pages, page, step_tokens, running)
 
     def leading(self, make: "Callable[..., Made]", how: str = "iterate") -> "Callable[..., Made]":
-        """`make`, which makes Generations; on rank 0 of several, wrapped to lead the other ranks.
+        """`make`, a function that makes Generations; on rank 0 of several, one that leads the others.
 
-        `how` the Generations are used: see Leading.
+        `how`: the way in which the Generations are used; see Leading.
         """
         if self.ranks.size == 1 or self.ranks.rank:
             return make
@@ -138,7 +139,7 @@ class Loaded(Plan):
         return Leading(self.ranks, make, how)  # type: ignore[return-value]  # it returns make's
 
     def fingerprints(self) -> list[str]:
-        """Fingerprints of these weights; the first is written, all are recognized.
+        """Fingerprints of these weights: files get the first, and any of them is accepted in files.
 
         Kernels give the same answers as the plain model, so either can continue work that the other
         began. Version 0.1.0 wrote the fingerprint of the fused weights with --fast.
@@ -237,7 +238,8 @@ def carried_out(
     code = plan.code
     if made is plain and code.fast:  # a draft model is then plain as well
         code = speed.Choice(False, "plain (kernels cannot be loaded)")
-    changes = {"config": made.config, "code": code}  # only the tensors show a tied head
+    # `made.config`, because only the tensors show whether the head is tied.
+    changes = {"config": made.config, "code": code}
     if made is not plain and not plan.code.quantize:
         changes["plain"] = plain
     return Loaded(
@@ -320,7 +322,7 @@ def plan_model(
         os.environ["HF_HUB_OFFLINE"] = "1"  # read by huggingface_hub when it is imported
     check_device(model.device)
     check_options(cache.name, cache.options)
-    thread_count(ranks.size)  # check the environment's number before anything is downloaded
+    thread_count(ranks.size)  # check the environment variables before anything is downloaded
     import weights_loader
 
     with loader_notices(output):
@@ -515,8 +517,9 @@ def check_address_space() -> None:
 def check_memory(plan: Plan, available: int | None, flags: dict[str, int] | None = None) -> None:
     """NanoKVError, before anything is allocated, if the plan does not fit into `available` bytes.
 
-    Counted are weights, the cache of a full context, and `flags`: flag → bytes. With several ranks
-    only the parts on this machine count. `available` None: unknown, nothing is checked.
+    The plan needs the weights, the cache of a full context, and the bytes of `flags` (flag →
+    bytes). With several ranks only the parts on this machine count. If `available` is None
+    (unknown), nothing is checked.
     """
     flags = flags or {}
     if available is None:

@@ -89,7 +89,7 @@ def prompt_options(args: Namespace) -> PromptOptions:
 
 
 def read_prompt(options: PromptOptions, output: OutputOptions, example: str) -> str:
-    """Argument, file and stdin, in that order, separated by a blank line.
+    """The texts of argument, file and stdin, in that order, separated by a blank line.
 
     Raises NanoKVError, with `example` in the hint, if there is no prompt or an empty one.
     """
@@ -126,7 +126,7 @@ def read_stdin(output: OutputOptions) -> str:
         import select
 
         if not select.select([source], [], [], PATIENCE_S)[0]:
-            terminal.notice("waiting for stdin (with no input to add: … < /dev/null)", output)
+            terminal.notice("waiting for stdin (if there is no input: … < /dev/null)", output)
     except (OSError, ValueError):  # on Windows, select takes sockets only
         pass
     return read_prompt_bytes(source.read(), "stdin")
@@ -142,13 +142,13 @@ def encode(options: PromptOptions, loaded: Loaded, prompt: str) -> list[int]:
         refuse_template_flags(options, loaded)
         return tokenizer.encode(prompt, add_special_tokens=True)
     if not prompt.strip():
-        raise NanoKVError("the prompt is empty", "--raw continues blanks")
+        raise NanoKVError("the prompt is empty", "--raw accepts a prompt of blanks")
     said = messages(options, prompt)
     return tokenizer.encode(tokenizer.render(said, add_generation_prompt=True, **template.values()))
 
 
 def refuse_template_flags(options: PromptOptions, loaded: Loaded) -> None:
-    """NanoKVError for a flag that needs a chat template, beside a prompt that goes without."""
+    """NanoKVError if a flag needs the chat template, which this prompt does not use."""
     remedy = f"{loaded.name} has none"
     if options.raw:
         remedy = "leave out --raw"

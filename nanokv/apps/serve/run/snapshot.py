@@ -3,7 +3,7 @@
     taken = snapshot(engine, tabs, left)    in the engine's thread, between steps: O(pages in use)
     view(taken, salt, tab)                  the part that one client may see; pure, in any thread
 
-Of requests with another key a client sees state, tokens and pages, but not which pages they share.
+A client sees state, tokens and pages of requests with another key, but not which pages they share.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from nanokv.engine.turns import Client
 
 CELLS = 512  # of the picture of the pool; in a larger pool a cell covers several pages
 MOST_WAITING = 64  # waiting requests that are listed; the others are only counted
-# Owners of a cell that are no requests.
+# Owners of a cell that are not requests.
 FREE = -1
 KEPT = -2
 SHARED = -3  # by several requests of the client's key
@@ -39,9 +39,9 @@ class Departed:
 
 
 def departed(engine: Engine, request: Request, tab: str, held: int) -> Departed:
-    """Describe a request after it left the engine, in its thread; `held` tokens were in the cache.
+    """Describe a request that has left the engine. `held`: the tokens that it had in the cache.
 
-    The hashes of the request's full pages are computed again.
+    Call it in the engine's thread. It computes the hashes of the request's full pages again.
     """
     keys = tuple(key for key, _ in engine.pool.chain(request.known[:-1], request.salt))
     fed = held
@@ -115,7 +115,7 @@ def opaque(request: Request) -> str:
 
 
 def lengths(request: Request, held: int) -> dict:
-    """Tokens of the prompt, reused ones, those prefilled so far, and tokens of the answer."""
+    """Counts of tokens: the prompt, its reused ones, those prefilled so far, and the answer."""
     prompt = len(request.prompt)
     return {
         "prompt": prompt,
@@ -170,7 +170,7 @@ def still_kept(pool: PrefixPool, one: Departed) -> int:
 
 
 def pages_per_cell(pool: PrefixPool) -> int:
-    """Pages per cell of the picture: 1 up to CELLS pages."""
+    """Pages per cell of the picture; 1 if the pool has at most CELLS pages."""
     return -(-len(pool.references) // CELLS)
 
 
