@@ -1,4 +1,4 @@
-"""The fast model for a GPU: torch's matrix products, with one fused kernel between each two.
+"""The fast model for a GPU: the plain model's products, with one fused kernel between each two.
 
 A decode step over a cache with pages is one recorded graph (recorded.py) of `Block.step` or
 `Block.step_of_few`. Everything else (prefill, caches without pages) runs layer by layer in

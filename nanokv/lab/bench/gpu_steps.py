@@ -1,5 +1,7 @@
-"""The plans of a GPU run, and how it times a prefill and a decode step. Used by gpu.py, which makes
-the report, and by gpu_ranks.py."""
+"""The plans of a GPU run, and how it times a prefill and a decode step.
+
+gpu.py, which makes the report, and gpu_ranks.py use this module.
+"""
 
 import gc
 import statistics
@@ -55,7 +57,7 @@ class Plan:
     config: Config
     device: str
     batches: tuple[int, ...]
-    contexts: tuple[int, ...]  # of decode, the most important first: time may run out
+    contexts: tuple[int, ...]  # of decode; the most important first, because time may run out
     prompts: tuple[int, ...]  # tokens of each prefill
     requests: Requests  # of the engine
     steps: int  # decode steps per round
@@ -112,8 +114,8 @@ def gap(a: Tensor, b: Tensor) -> float:
 
 
 class Nano(Ours):
-    """Our model; decode is compiled if `backend` is given, and a step on a GPU then replays one
-    CUDA graph. The plain model prefills."""
+    """Our model. If `backend` is given, decode is compiled, and a step on a GPU replays one CUDA
+    graph; the prefill always uses the plain model."""
 
     def __init__(
         self, model: Transformer, cache: str, batch: int, backend: str | None = None
@@ -181,8 +183,8 @@ def let_go(plan: Plan) -> None:
 
 
 def prefill_row(runner: Ours | Transformers, tokens: int, plan: Plan) -> dict:
-    """Seconds of a prefill into an empty cache, the median of the rounds after a warm-up; or the
-    reason why there are none."""
+    """Seconds of a prefill into an empty cache: the median of the rounds after a warm-up. If it
+    fails, the row has the reason instead."""
     row = {"runner": f"{runner.engine} {runner.weights} {runner.cache}", "tokens": tokens}
     ids = random_ids(plan.config, runner.batch, tokens, plan.device)
     times = []
@@ -198,8 +200,8 @@ def prefill_row(runner: Ours | Transformers, tokens: int, plan: Plan) -> dict:
 
 
 def decode_row(runner: Ours | Transformers, context: int, plan: Plan, bandwidth: Bandwidth) -> dict:
-    """Seconds per decode step, the median of the rounds, or the reason why there are none. The
-    context grows by one token per step."""
+    """Seconds per decode step: the median of the rounds. If it fails, the row has the reason
+    instead. The context grows by one token per step."""
     row = {
         "runner": f"{runner.engine} {runner.weights} {runner.cache}",
         "batch": runner.batch,
@@ -241,7 +243,9 @@ def steps(runner: Ours | Transformers, count: int, device: str) -> float:
 
 
 def add_share(row: dict, bandwidth: Bandwidth) -> None:
-    """Set row["share"], the share of the memory bandwidth that a measured row reached. Uses the
-    best reading so far, so call it again once all rows are measured."""
+    """Set row["share"], the share of the memory bandwidth that a measured row reached.
+
+    The bandwidth is the best one measured so far, so call this again after the last row.
+    """
     if "decode_s" in row:
         row["share"] = row["step_bytes"] / bandwidth.best(row["step_bytes"]) / row["decode_s"]

@@ -153,8 +153,8 @@ def cached_before_rope() -> Swaps:
 
 @fault(
     "new keys are joined along the wrong axis",
-    "cat(dim=0) stacks tokens as if they were rows of the batch. Token by token the shapes fit and "
-    "attention computes scores; here the reshape after attention fails, or cat itself.",
+    "cat(dim=0) stacks tokens as if they were rows of the batch. When tokens are fed one by one, "
+    "the shapes fit and scores are computed; then the reshape after attention fails, or cat itself.",
     "deepspeedai/Megatron-DeepSpeed#112",
     "error",
 )
@@ -236,8 +236,8 @@ def last_layer_closure() -> Swaps:
 
 @fault(
     "keys and values are cached in half precision",
-    "All keys and values of a float32 model are rounded to bfloat16 in the cache. Whether such a "
-    "difference is a bug or rounding is the most frequent question of all; its size answers it.",
+    "All keys and values of a float32 model are rounded to bfloat16 in the cache. Issues ask most "
+    "often whether a difference is a bug or rounding; the size of the difference answers that.",
     "karpathy/nanoGPT#613",
     "logits",
 )
@@ -533,7 +533,7 @@ def cached_queries() -> Swaps:
 @fault(
     "KV heads are repeated before they are cached",
     "repeat_kv runs before the cache instead of after it, so each of the Hk heads is stored G "
-    "times. The saving of grouped-query attention is lost, and no value differs.",
+    "times. Grouped-query attention then saves no memory; no value differs.",
     "FYYFU/HeadKV#3",
     "bytes",
 )

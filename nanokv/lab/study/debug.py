@@ -26,9 +26,9 @@ from nanokv.cache import make_cache
 from nanokv.model import Transformer
 from nanokv.text.ids import Rows
 
-# Operations of a layer in the order of the forward pass → (module, which side of it has the value).
-# No module computes the three values that are None: rope_q is the argument of attention, rope_k and
-# cached_v are read from the cache after the pass.
+# Operations of a layer in the order of the forward pass → (module, whether the value is its input
+# or its output). No module computes the three values that are None: rope_q is the argument of
+# attention, rope_k and cached_v are read from the cache after the pass.
 OPERATIONS: dict[str, tuple[str, str] | None] = {
     "input_layernorm": ("input_layernorm", "output"),
     "q_proj": ("self_attn.q_proj", "output"),
@@ -52,7 +52,7 @@ OPERATIONS: dict[str, tuple[str, str] | None] = {
 # In a layer with a router, instead of gate_proj … down_proj.
 EXPERTS: dict[str, tuple[str, str] | None] = {"experts": ("mlp", "output")}
 ENDS = {"embed_tokens": -1, "norm": 1, "lm_head": 2}  # before and after all layers
-# Multiplied by Step.scale.
+# Relative to Step.scale.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float64: 1e-9}
 
 
@@ -214,9 +214,9 @@ def compare(
 
 
 def earliest(a: dict[Key, Tensor], b: dict[Key, Tensor], step: Step) -> tuple[int, int] | None:
-    """(position, row) at which two records first differ in this step's operation. (step.position is
-    where they differ most.)
+    """(position, row) at which two records first differ in this step's operation.
 
+    (step.position is the one at which they differ most.)
     None if there is nothing to compare: the shapes differ, or one side lacks the layer.
     """
     key = step.layer, step.operation

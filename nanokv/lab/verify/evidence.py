@@ -4,7 +4,7 @@ later.
 Each model is loaded, questioned and dropped before the other is loaded. Peak memory is one model
 and the evidence: every activation of three short prompts, about 10 % of the weights. The
 questions come from the tokenizer and fixed seeds, so the same two checkpoints always get the same
-questions. Our models are questioned here, transformers in oracle.py.
+questions. nanokv's models are questioned here, those of transformers in oracle.py.
 """
 
 from collections.abc import Iterable

@@ -1,7 +1,7 @@
 """Comparison of answers: numbers, text, tuples, sets, dicts and tensors; and which ones are blank.
 
 A `Sealed` answer is stored as a salted hash, so that a learner does not read it by accident. The
-seal is not a secret: short answers can be found by trying them all. A course needs no more.
+hash does not keep short answers secret, because all of them can be tried.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-MOST_ITEMS = 100_000  # a larger tensor is not turned into a list: no right answer has as many
+MOST_ITEMS = 100_000  # a larger tensor is not made a list: no right answer has so many numbers
 THOUSANDS = re.compile(r"\s*[+-]?[1-9]\d{0,2}(,\d{3})+(\.\d*)?\s*")
 
 

@@ -41,7 +41,9 @@ def write(folder: Path, words: list[str], number: int, out: Path) -> list[Path]:
         found |= {item.id: item for item in chosen(Path(folder), word, number)}
     items = list(found.values())
     if not items:
-        raise CourseError("an exam of what?", "nanokv course exam 05 06.1 open.1 --seed 7 -o exam")
+        raise CourseError(
+            "the exam has no questions", "nanokv course exam 05 06.1 open.1 --seed 7 -o exam"
+        )
     out.mkdir(parents=True, exist_ok=True)
     texts = {f"{name}.md": sheet(name, items) for name in SHEETS} | {"key.md": key(items, number)}
     for name, text in texts.items():
@@ -50,7 +52,7 @@ def write(folder: Path, words: list[str], number: int, out: Path) -> list[Path]:
 
 
 def chosen(folder: Path, word: str, number: int) -> list[Item]:
-    """The items that a word names; for a whole notebook, exercises with parameters and the quiz."""
+    """The items that a word names; a notebook names its exercises with parameters and its quiz."""
     if word.startswith("open."):
         return [_open(folder / "teach" / "open_questions.md", word)]
     source, checks, questions = named(folder, word)
@@ -89,7 +91,7 @@ def _exercise(source, check, number: int) -> Item:
 
 def asked(source: twins.Source, check: checking.Check, case: checking.Case) -> str:
     """The text of an exercise with the numbers of this case."""
-    if check.hidden:  # the parameters are the answer, and a sheet could show nothing else
+    if check.hidden:  # the parameters are the answer, so a printed sheet must not show them
         raise CourseError(
             f"{check.id} works only at a computer",
             "nanokv course variants gives everyone their own",
@@ -149,7 +151,7 @@ def solution(source: twins.Source, id: str) -> str:
 
 
 def _question(question, number: int) -> Item:
-    """A quiz question with its options in a different order, so under other letters, per sheet."""
+    """A quiz question. Each sheet has its options in another order, so under other letters."""
     right = right_letter(question)
     rng = random.Random(f"{number} {question.id}")
     first = rng.sample(list(question.options), len(question.options))

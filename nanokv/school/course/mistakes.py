@@ -1,8 +1,8 @@
 """A table of the named wrong answers of all checks, for teachers.
 
 The table is read from the checks themselves, so it is always current. notebooks/teach/mistakes.md
-is written by hand: under the id of a check it says what to do about each mistake in class, and in
-which public thread people made it:
+is written by hand: under the id of a check it has, for each mistake, what to do about it in class
+and a public thread in which it was made:
 
     ## 05.1
     - **last token fed** (owner/repo#12): …

@@ -9,8 +9,8 @@ from nanokv.school.course import checking
 def results(number: str, events: list[dict], seed: int | None) -> dict[str, str]:
     """{id: state of its last answer}.
 
-    States: right, wrong, "wrong: MISTAKE", unanswered, missing, or "other variant" (a check with
-    another seed than `seed`).
+    States: right, wrong, "wrong: MISTAKE", unanswered, missing, or "other variant" (the check had
+    a seed other than `seed`).
     """
     module = checking.exercises(number)
     found = {item.id: "missing" for item in (*module.CHECKS, *module.QUESTIONS)}
@@ -28,7 +28,7 @@ def results(number: str, events: list[dict], seed: int | None) -> dict[str, str]
 
 
 def counts(number: str, events: list[dict]) -> tuple[int, int, list[str], list[str]]:
-    """(number right, number of all, ids answered wrong, ids without an answer)."""
+    """(how many are right, how many there are, ids answered wrong, ids without an answer)."""
     found = results(number, events, seed=None)
     wrong = [id for id, state in found.items() if state.startswith("wrong")]
     open_ = [id for id, state in found.items() if state in ("unanswered", "missing")]

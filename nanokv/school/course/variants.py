@@ -1,8 +1,8 @@
 """Writes a notebook for every student, with different numbers, and a key for the teacher.
 
-A variant is a seed: `course.start("05", seed=…)` draws the parameters of each exercise from it. A
-seed is computed from the teacher's number and the student's name, so the same call writes the same
-files.
+Each variant has a seed, from which `course.start("05", seed=…)` draws the parameters of the
+exercises. It is computed from the teacher's number and the student's name, so the same call writes
+the same files.
 """
 
 import csv

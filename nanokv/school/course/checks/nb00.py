@@ -29,8 +29,8 @@ CHECKS = (
             Mistake(
                 "crossed",
                 lambda c: c.a[0] * c.b[1] + c.a[1] * c.b[0],
-                "You multiplied the first number of one with the second of the other. First meets "
-                "first.",
+                "You multiplied the first number of one with the second of the other. Multiply "
+                "first with first.",
             ),
             Mistake(
                 "all added",
@@ -132,8 +132,8 @@ CHECKS = (
             Mistake(
                 "k and v only",
                 lambda c: 2 * c.n * c.C * c.D,
-                "The q of an old token is not kept, and not computed again either: without a cache "
-                "it would be.",
+                "You left out q. It is not cached, but without a cache it would be computed again "
+                "too, so the cache saves it.",
             ),
             Mistake(
                 "new token too",

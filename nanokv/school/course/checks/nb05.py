@@ -102,8 +102,8 @@ CHECKS = (
             Mistake(
                 "triangle",
                 lambda c: ((c.n + 1) * (c.n + 2) // 2, c.n + 1),
-                "That is the triangle that the mask leaves. The question is of all cells, the "
-                "masked ones too.",
+                "That is the triangle that the mask leaves. The question asks about all cells, "
+                "including the masked ones.",
             ),
             Mistake(
                 "only what is new",
@@ -131,7 +131,7 @@ CHECKS = (
             Mistake(
                 "all rows",
                 lambda L, S: L * S,
-                "This has all rows in the last layer too. What reads them there?",
+                "This counts all rows in the last layer too. Does anything read them there?",
             ),
             Mistake(
                 "no row",

@@ -114,7 +114,8 @@ CLAIMS = (
         "0.12",
         "right",
         "A layer projects and norms, rotates, updates the cache, attends: in this order.",
-        "So keys are cached rotated, and before the KV heads are repeated for the query heads.",
+        "So keys are cached after they are rotated, and before the KV heads are repeated for the "
+        "query heads.",
         "03",
     ),
     Claim(

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from nanokv.school.course.drawings.canvas import Canvas, Drawing
 
 ALT = (
-    "Four columns, one per token; the fourth token arrives. Step 1: only for it q3, k3 and v3 are "
-    "computed. Step 2: k3 and v3 are appended to the cache, beside k0, k1, k2 and v0, v1, v2, "
-    "which are only read. Step 3: q3 is compared with all four keys, which gives four scores; "
+    "Four columns, one per token; the fourth token arrives. Step 1: q3, k3 and v3 are computed, "
+    "for this token only. Step 2: k3 and v3 are appended to the cache, beside k0, k1, k2 and v0, "
+    "v1, v2, which are only read. Step 3: q3 is compared with all four keys, which gives four scores; "
     "softmax turns them into four weights. Step 4: the four values are mixed with these weights."
 )
 LOW = "₀₁₂₃"

@@ -1,8 +1,8 @@
-"""Checks every address on every page of a folder: its file and anchor exist, or it is a link out.
+"""Checks that every address on every page of a folder has its file and anchor.
 
 Nothing is fetched. A link to another site is allowed and not tried. A style sheet, script, font or
-picture from another site is an error. An absolute path is one too: the folder has to work under any
-address and from a file.
+picture from another site is an error. An absolute path is an error too, because the folder has to
+work under any address and from a file.
 """
 
 import posixpath
@@ -28,7 +28,7 @@ IN_STYLE = re.compile(r"""(?:url\(\s*['"]?|@import\s+['"])([^'")\s]+)""")
 
 
 class Addresses(HTMLParser):
-    """The addresses of a page, as (address, is it fetched with the page), and its anchors."""
+    """The addresses of a page, as (address, whether it is fetched with the page), and its anchors."""
 
     def __init__(self) -> None:
         super().__init__()
