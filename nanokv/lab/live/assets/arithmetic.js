@@ -2,7 +2,7 @@
 // The model's arithmetic. A tensor (T,N) is a Float32Array of T rows of N numbers; sums are
 // computed in float64.
 
-const work = { multiplyAdds: 0 }; // of all products so far: counted where they are computed
+const work = { multiplyAdds: 0 }; // of all products so far; `linear` adds to it
 
 function linear(x, weight, width) {
   // x (T,width), weight (N,width) → (T,N)

@@ -70,8 +70,8 @@ function joined(...parts) {
   return all;
 }
 
-// The last `window` positions and the first `sinks`, whose positions move: attention sees them
-// right before the window.
+// Keeps the last `window` positions and the first `sinks`. The sinks are rotated again at each
+// step, so that attention sees them right before the window.
 class SlidingLayer {
   constructor(width, window, sinks, turn) {
     Object.assign(this, { width, window, sinks, turn, length: 0, new: 0, dropped: 0 });
@@ -285,7 +285,7 @@ class PagedLayer {
 
   get nbytes() {
     return 2 * 4 * this.table.length * this.pool.page * this.pool.width;
-  } // empty places too
+  } // includes the empty slots
 }
 
 // A bug, for an experiment: a new chat begins at position 0, but the rows of the previous chat are

@@ -1,6 +1,6 @@
 "use strict";
-// An experiment changes one thing and repeats the same conversation. `way` names how the changed
-// side computes; the right side uses a plain cache. The package has the same ways: the faults of
+// An experiment changes one thing and repeats the same conversation. `way(name)` gives the changed
+// computation; the other side uses a plain cache. The package has the same changes: the faults of
 // nanokv.faults and the caches of nanokv.make_cache.
 
 const POSITIONS = {

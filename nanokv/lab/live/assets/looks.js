@@ -9,7 +9,7 @@ class Looks {
   }
 
   get how() {
-    // RIGHT, and each query kept on its way
+    // like RIGHT, and records each query
     let layer = 0;
     const keep = (q) => {
       const W = this.model.shape.queryWidth;

@@ -2,10 +2,10 @@
 // The page: the user enters a sentence; the answer, its cache and its cost appear frame by frame.
 
 const LONGEST = 400;
-const ANSWER = 120; // tokens of a conversation, and of an answer
+const ANSWER = 120; // tokens of an answer; LONGEST: of a conversation
 const REST = 1500; // milliseconds at the last token, before the clearest look is shown
 const SLICE = 6; // milliseconds of each frame for the lane without a cache
-const SPARE = 11; // and of a frame in which nothing moves
+const SPARE = 11; // the same, if nothing moves in the frame
 const $ = (id) => document.getElementById(id);
 const began = performance.now();
 const DATA = JSON.parse($("data").textContent);
@@ -91,7 +91,7 @@ function say(sentence) {
 function refuse(tokens) {
   $("words").textContent =
     `That makes ${count(tokens)} tokens, and this page shows at most ${LONGEST}: ` +
-    "start a new chat, or say less.";
+    "start a new chat, or write a shorter message.";
 }
 
 function take(fresh) {
@@ -126,7 +126,8 @@ function finish() {
 }
 
 function clearest() {
-  // for the last picture: the token of the answer with the highest weight, on a word if there is one
+  // for the last picture: the token of the answer that gives one token the highest weight,
+  // preferably a word
   const first = chat.lane.ids.length - chat.words.length;
   const heads = [$("layer"), $("head")].map(({ value }) => Number(value));
   const sure = chat.words.map((_, n) => {
@@ -336,7 +337,7 @@ function preview() {
   stage.draw(null, labels(ids), 0, 1);
   triangles.draw([]);
   $("readout").textContent =
-    `${plural(ids.length, "token")}. All of them are read at once: the prefill.`;
+    `${plural(ids.length, "token")}. The prefill will read all of them at once.`;
 }
 
 function warmUp() {
@@ -380,7 +381,7 @@ $("clear").addEventListener("click", () => {
   newChat();
   preview();
   counters();
-  $("words").textContent = "The cache is empty again: the model knows nothing of what was said.";
+  $("words").textContent = "The cache is empty again: the model has forgotten the conversation.";
   $("clear").hidden = true;
   $("play").disabled = true;
   chat.dirty = true;

@@ -7,13 +7,14 @@ const OUTCOMES = [
   "the numbers, but not the words",
   "the words",
 ];
-const SAME = 1e-3; // a logit: sums in another order move it by less than a hundredth of that
+// A smaller change of a logit counts as none. Sums in another order move it by less than 1e-5.
+const SAME = 1e-3;
 const LIMIT = 40; // tokens of an answer
 const BEFORE = ["My name is Ada. I have a dog called Rex."];
 const RECALL = ["My name is Zorbla.", "Reverse: moon, kettle, blorf", "What is my name?"];
 const ONE = ["My name is Zorbla. What is my name?"];
 
-const TOLD = 2; // of OUTCOMES: the reader sees it in the words
+const TOLD = 2; // index in OUTCOMES: the reader can see the change in the words
 const moved = (gap) => `The logits moved by up to ${figures(gap, 3)}.`;
 
 // why(right, wrong, gap, found): explains the two runs. The conversation may be the user's.
@@ -32,42 +33,43 @@ const EXPERIMENTS = [
     turns: ONE,
     ways: [["", "oneTooFar"]],
     question:
-      "Each new token is turned to one position too far: the loop counted it before it was fed.",
+      "Each new token is rotated to the position after its own, because the loop counts it before " +
+      "it is fed.",
     why: (right, wrong, gap, found) =>
       `${moved(gap)} Distances inside the answer stay right, only the gap to the prompt ` +
-      `is wrong. ${found < TOLD ? "Reading the answer does not find this bug: compare logits." : ""}`,
+      `is wrong. ${found < TOLD ? "The answer does not show this bug: compare logits." : ""}`,
   },
   {
     title: "position from zero",
     turns: ONE,
     ways: [["", "restarts"]],
     question:
-      "Each call counts positions from 0, so every new token is turned as if it were the first of the text.",
+      "Each call counts positions from 0, so every new token is rotated as if it began the text.",
     why: (right, wrong, gap) =>
       `${moved(gap)} The first prompt is read right, and the first token after it is right too. ` +
-      "Each later token stands at a wrong place.",
+      "Each later token gets a wrong position.",
   },
   {
     title: "cache not cleared",
     turns: ["What is my name?"],
     ways: [["", "notCleared"]],
     question:
-      `Somebody else said before: “${BEFORE[0]}” Now a new chat begins at position 0, but the old keys and ` +
-      "values are still in the cache.",
+      `Another chat said before: “${BEFORE[0]}” Now a new chat begins at position 0, but the old ` +
+      "keys and values are still in the cache.",
     why: (right, wrong) =>
-      `The new chat saw ${count(wrong.stale)} keys of the chat before. Their positions begin at 0 ` +
-      "too, so nothing tells them apart.",
+      `The new chat saw ${count(wrong.stale)} keys of the chat before. Their positions also begin ` +
+      "at 0, so the model cannot tell them from its own.",
   },
   {
     title: "mask multiplied",
     turns: ONE,
     ways: [["", "multiplied"]],
     question:
-      "A prompt is read at once, and a mask hides later tokens. Here it multiplies their scores by 0, where −∞ " +
-      "should be added.",
+      "A prompt is read at once, and a mask hides later tokens. The mask should add −∞ to their " +
+      "scores. Here it multiplies the scores by 0.",
     why: (right, wrong, gap) =>
-      `${moved(gap)} A score of 0 is a score: e⁰ = 1, so later tokens are seen. In training the ` +
-      "same bug lets a model read the answer that it should guess.",
+      `${moved(gap)} A score of 0 hides nothing: e⁰ = 1, so later tokens keep some weight. In ` +
+      "training, the same bug lets a model see the tokens that it should predict.",
   },
   {
     title: "window of 64",
@@ -77,12 +79,14 @@ const EXPERIMENTS = [
       ["with 4 sinks", "sliding:window=64:sinks=4"],
     ],
     question:
-      "The cache keeps the newest 64 tokens only. Sinks are the first tokens of the text, which may stay.",
+      "The cache keeps only the newest 64 tokens. Sinks are the first tokens of the text; the " +
+      "cache can keep them too.",
     why: (right, wrong) =>
       wrong.length === wrong.held
         ? "The whole conversation fits in the window: say more."
-        : `${count(wrong.length - wrong.held)} of ${count(wrong.length)} tokens had left the window at the end. Memory stays ` +
-          `at ${bytes(wrong.nbytes)} however long the talk is; what has left is forgotten, sinks or not.`,
+        : `${count(wrong.length - wrong.held)} of ${count(wrong.length)} tokens had left the ` +
+          `window at the end. The cache stays at ${bytes(wrong.nbytes)}, however long the ` +
+          "conversation is. Tokens that have left are forgotten, with or without sinks.",
   },
   {
     title: "keys in few bits",
@@ -92,11 +96,12 @@ const EXPERIMENTS = [
       ["2 bits", "quantized:k_bits=2:group=16:residual=16"],
     ],
     question:
-      "Keys are kept in 4 or 2 bits per number instead of 32, and values in 8. The newest 16 to 32 tokens stay " +
-      "exact.",
+      "Keys are stored in 4 or 2 bits per number instead of 32, and values in 8. The newest 16 to " +
+      "32 tokens stay exact.",
     why: (right, wrong, gap, found) =>
       `${moved(gap)} The cache takes ${bytes(wrong.nbytes)} instead of ` +
-      `${bytes(right.nbytes)}. ${found < TOLD ? "The words stayed the same: the first choice is often far ahead." : ""}`,
+      `${bytes(right.nbytes)}. ` +
+      (found < TOLD ? "The words are the same: the likeliest token is often far ahead." : ""),
   },
   {
     title: "pages",
@@ -107,10 +112,12 @@ const EXPERIMENTS = [
       ["of 64", "paged:page=64"],
     ],
     question:
-      "Keys and values lie in pages of a few tokens, anywhere in memory. A table says in which page a token lies.",
+      "Keys and values are stored in pages of a few tokens, anywhere in memory. A table has the " +
+      "page of each token.",
     why: (right, wrong) =>
-      `Where a number lies changes no number. ${bytes(wrong.nbytes)} are taken, ${bytes(right.nbytes)} ` +
-      "are used: the last page is not full. Small pages waste less, large ones need a shorter table.",
+      `The place of a number does not change it. The pages take ${bytes(wrong.nbytes)}, of which ` +
+      `${bytes(right.nbytes)} are used: the last page is not full. Small pages waste less, large ` +
+      "ones need a shorter table.",
   },
 ];
 
@@ -138,7 +145,7 @@ function side(name, turns) {
 }
 
 function distance(right, wrong) {
-  // the largest change of a logit, as long as both sides have read the same tokens
+  // the largest change of a logit up to the first token that differs
   let most = 0;
   for (const [n, { ids, logits }] of right.answers.entries()) {
     const other = wrong.answers[n];
@@ -153,7 +160,7 @@ function distance(right, wrong) {
 }
 
 function outcome(right, wrong, gap) {
-  // of OUTCOMES
+  // an index in OUTCOMES
   const words = right.answers.some(({ text }, n) => text !== wrong.answers[n].text);
   return words ? TOLD : gap < SAME ? 0 : 1;
 }

@@ -5,12 +5,12 @@
 const GUTTER = 46;
 const ARCS = 40;
 const WIDEST = 22;
-const NARROW = 8.5; // pixels of a column, below which not every name has room
-const NAMED = 8; // and how many have then
-// columns that fit
+const NARROW = 8.5; // pixels; in narrower columns only some tokens are named
+const NAMED = 8; // how many are named then
+// possible numbers of columns; the smallest that is enough is drawn
 const ROOM = [32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 448, 512];
 
-const inks = new Map(); // asked once per theme: a style is slow to read
+const inks = new Map(); // each colour is read once per theme, because reading a style is slow
 const ink = (name) => inks.get(name) ?? inks.set(name, colour(name)).get(name);
 const rgb = (name) =>
   ink(name)
@@ -18,7 +18,8 @@ const rgb = (name) =>
     .map((part) => parseInt(part, 16));
 const blend = (a, b, t) => a.map((x, i) => Math.round(x + (b[i] - x) * t));
 const eased = (t) => (t <= 0 ? 0 : t >= 1 ? 1 : t * t * (3 - 2 * t));
-const part = (t, from, to) => eased((t - from) / (to - from)); // of a movement: how far it is at t
+// how far a movement that lasts from `from` to `to` has come at t: 0 … 1
+const part = (t, from, to) => eased((t - from) / (to - from));
 
 class Strip {
   // columns of D cells, one per token: painted once each

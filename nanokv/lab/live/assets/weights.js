@@ -1,7 +1,7 @@
 "use strict";
 // The package's model.safetensors in base64 → {name: Float32Array}. The file begins with the length
-// of its JSON header (8 bytes); the header has the place of each tensor. bf16 is the upper half of a
-// float32, so nothing is rounded here.
+// of its JSON header (8 bytes); the header has the place of each tensor. bf16 is the upper half of
+// a float32, so nothing is rounded here.
 
 function fromBase64(text) {
   if (Uint8Array.fromBase64) return Uint8Array.fromBase64(text);

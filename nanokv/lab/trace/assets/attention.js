@@ -13,7 +13,7 @@ const attentionPanel = {
     controls.append(make("label", {}, "Query position ", this.query), follow);
     this.fact = make("p", { className: "fact" });
     host.append(controls);
-    this.map = new HeatMap(host, "Who looks where: a row for each query, a column for each key", {
+    this.map = new HeatMap(host, "Attention weights: a row for each query, a column for each key", {
       grid: attentionGrid, table: attentionTable,
       moved: (r) => { view.query = r === newest() ? null : r; this.follow(); },
     });
@@ -24,35 +24,38 @@ const attentionPanel = {
     this.query.max = newest();
     this.query.value = chosenQuery();
     this.layer.value = view.layer;
-    this.bars.title.textContent = `Where ${place(chosenQuery())} looks: the keys with most weight`;
+    this.bars.title.textContent = `The keys with the highest weights at ${place(chosenQuery())}`;
     this.bars.refresh();
   },
   refresh() {
     const G = MODEL.heads / MODEL.kvHeads, error = now().steps[view.step].error;
     const group = `Query head ${view.head} reads KV head ${Math.floor(view.head / G)}`;
     this.fact.textContent = `${group}: ${G} query heads share each. ` + (step().fed > 1
-      ? `This step is a block of ${step().fed} queries.` : "This step is one query, a single row.") +
+      ? `This step has ${step().fed} queries, one row each.` : "This step has one query: one row.") +
       ` Recomputing the output from these weights gives the model's own result to ${figures(error, 2)}.`;
     this.map.refresh();
     this.follow();
   },
 };
 
-// One row per token, just high enough to read its name, so that the whole map fits below its controls.
+// One row per token, just high enough to read its name, so that the whole map fits below its
+// controls.
 const lowRow = (cell) => Math.min(cell, 14, Math.max(10, Math.floor(360 / now().fed)));
 const chosenQuery = () => Math.max(0, Math.min(view.query ?? newest(), newest()));
 
-function look(query, key) { // weight that a query gave to a row of the cache when it was fed, at this step or before
+// The weight that a query gave to a row of the cache, at this step or an earlier one.
+function look(query, key) {
   const t = now().stepOf[query];
   return t > view.step ? undefined : now().weight(t, view.layer, query - now().before[t], view.head, key);
 }
 
-const keyToken = (query, key) => now().token(now().stepOf[query], view.layer, key); // of a row that a query read
+// The token of a row that a query read; negative if the row is left over from before.
+const keyToken = (query, key) => now().token(now().stepOf[query], view.layer, key);
 const keyName = (query, key) => (keyToken(query, key) < 0 ? `row ${key}` : String(keyToken(query, key)));
 
 function keyPiece(query, key) {
   const token = keyToken(query, key);
-  return token < 0 ? "left from before" : now().tokens[token]?.[1] ?? "";
+  return token < 0 ? "left over" : now().tokens[token]?.[1] ?? "";
 }
 
 function attentionGrid() {
@@ -62,7 +65,8 @@ function attentionGrid() {
     ends: ["weight 0", "1, colour by its square root"],
     value: (r, c) => {
       const x = look(r, c);
-      return x === 0 && run.token(run.stepOf[r], view.layer, c) > r ? undefined : x; // hidden by the causal mask
+      // hidden by the causal mask
+      return x === 0 && run.token(run.stepOf[r], view.layer, c) > r ? undefined : x;
     },
     range: () => [0, 1],
     rowName: (r) => `${tokenText(r)} ${r}`, colName: rowName, colText: rowText, mark: [first, last, 0, Math.max(0, keys - 1)],

@@ -49,7 +49,8 @@ function byteFact() {
   ];
 }
 
-function normRange(part, layer) { // the same at every step, so that a colour keeps its meaning while the slider moves
+// The range is that of all steps, so that a colour keeps its meaning while the slider moves.
+function normRange(part, layer) {
   const key = `${part} ${view.kvHead} ${layer}`, known = (now().ranges ??= {});
   if (known[key]) return known[key];
   let low = Infinity, high = -Infinity;
@@ -102,7 +103,8 @@ function vectorGrid() {
     (size) => size.map((x, part) => `${"KV"[part]} ${figures(x, 3)}`).join(", "));
 }
 
-function vectorMap(element, low, high) { // one position: a row for each KV head, key and value each on their own scale
+// One position: a row for each KV head; keys and values have different scales.
+function vectorMap(element, low, high) {
   const heads = MODEL.kvHeads, part = (r) => (r < heads ? 0 : 1), name = (r) => `${"KV"[part(r)]}${r % heads}`;
   const at = (r, c) => element(part(r), r % heads, c);
   const size = [0, 1].map((part) => Math.max(1e-9, ...span(heads * MODEL.headDim).map((i) => {

@@ -30,7 +30,8 @@ const costPanel = {
   },
 };
 
-// The totals come first, because a single step may take longer with a cache, especially the prefill.
+// The totals come first, because a single step may take longer with a cache, especially the
+// prefill.
 function wholeRun() {
   const { cached, uncached } = DATA.costs, last = cached.length - 1, took = sum(cached, last);
   const begin = `The whole run, ${plural(cached.length, "step")}: ${count(RUNS[0].before[last + 1])} tokens through the model in ${milli(took)} with the cache`;

@@ -11,7 +11,8 @@ const HALF = Float32Array.from({ length: 65536 }, (_, bits) => {
 });
 
 function decode({ kind, scale, data }) {
-  const text = atob(data), bytes = new Uint8Array(text.length); // plain loops: millions of numbers, no callback each
+  // Plain loops, because a callback for each of millions of numbers is slow.
+  const text = atob(data), bytes = new Uint8Array(text.length);
   for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
   if (kind === "f4") return new Float32Array(bytes.buffer);
   const halves = new Uint16Array(bytes.buffer), values = new Float32Array(halves.length);
@@ -26,7 +27,8 @@ class Recording {
     for (const name in run.arrays) this[name] = decode(run.arrays[name]);
     this.before = [0]; // tokens fed before each step
     for (const step of this.steps) this.before.push(this.before[this.before.length - 1] + step.fed);
-    this.stepOf = Uint16Array.from(this.steps.flatMap((step, n) => Array(step.fed).fill(n))); // that fed a token
+    // token → the step that fed it
+    this.stepOf = Uint16Array.from(this.steps.flatMap((step, n) => Array(step.fed).fill(n)));
     this.indexRows(run);
     this.indexAttention(run.seen);
   }
@@ -35,7 +37,8 @@ class Recording {
 
   indexRows(run) { // cache[layer][step][position] → number of the stored row
     let first = 0;
-    this.stored = run.rowCounts.map((n) => [first, (first += n)]); // of each layer: its first row and the one after its last
+    // layer → its first row and the row after its last
+    this.stored = run.rowCounts.map((n) => [first, (first += n)]);
     this.cache = run.cache.map((steps, layer) => {
       let next = this.stored[layer][0], held = new Int32Array(0);
       return steps.map(([length, spans]) => {
@@ -47,7 +50,8 @@ class Recording {
     });
   }
 
-  indexAttention(seen) { // looks[step][layer] → {S, at: [first weight of query t], counts: [keys kept of query t]}
+  // looks[step][layer] → {S, at: [first weight of query t], counts: [keys kept of query t]}
+  indexAttention(seen) {
     let offset = 0;
     this.looks = seen.map((layers) => layers.map(([S, ...counts]) => ({
       S, counts, at: counts.map((n) => { const here = offset; offset += n * MODEL.heads; return here; }),
@@ -56,7 +60,8 @@ class Recording {
 
   length(step, layer) { return this.cache[layer][step].length; }
 
-  // The last row is the newest token. Without a fault, row i is token i; rows left by a fault come before token 0.
+  // The last row is the newest token. Without a fault, row i is token i; rows left by a fault come
+  // before token 0.
   token(step, layer, row) { return row - (this.length(step, layer) - this.before[step + 1]); }
 
   get widest() { return Math.max(...this.cache.flatMap((steps) => steps.map((rows) => rows.length))); }

@@ -1,10 +1,12 @@
-// The tab "Right − wrong" of a page with a fault: the positions that differ, one after the other, and how they differ.
+// The tab "Right − wrong" of a page with a fault: the positions that differ, one after the other,
+// and how they differ.
 
 const KINDS = ["key", "value", "attention"]; // attention: the weights of the position's query
 const PLACES = (DATA.fault?.places ?? []).map(([step, layer, position, ...amounts]) => ({
   step, layer, position, amounts: amounts.map((x) => (x === null ? NaN : x)),
 }));
-const DIFFERENT = PLACES.filter(({ amounts }) => amounts.some((x) => x !== 0)); // in the order of the computation
+// In the order of the computation.
+const DIFFERENT = PLACES.filter(({ amounts }) => amounts.some((x) => x !== 0));
 const MOST = KINDS.map((_, kind) => Math.max(0, ...DIFFERENT.map(({ amounts }) => amounts[kind]).filter(Number.isFinite)));
 const COMMON = Math.min(...RUNS.map((run) => run.steps.length)); // steps that both runs have
 const commonStep = () => Math.min(view.step, COMMON - 1);
@@ -83,9 +85,10 @@ function loudestHead({ step, layer, position }) { // the query head whose weight
   return off.indexOf(Math.max(...off));
 }
 
-// --- words ----------------------------------------------------------------------------------------------------------
+// --- words ---------------------------------------------------------------------------------------
 
-function placeText({ step, layer, position, amounts }) { // "step 1, layer 0, position 12 “a”: key differs by 0.83, value by 0.1"
+// For example "step 1, layer 0, position 12 “a”: key differs by 0.83, value by 0.1".
+function placeText({ step, layer, position, amounts }) {
   const parts = KINDS.map((kind, i) => [kind, amounts[i]]).filter(([, x]) => x !== 0);
   const words = parts.map(([kind, x], i) => (Number.isNaN(x) ? `${kind} is not a number` : `${kind} ${i ? "" : "differs "}by ${figures(x, 2)}`));
   return `step ${step}, layer ${DATA.layers[layer]}, ${tokenAt(position)}: ${words.join(", ")}`;
@@ -98,8 +101,8 @@ function stepFact(at) {
   if (at === 0) return `${firstText()} It is difference 1 of ${count(DIFFERENT.length)}. Each amount is the largest |right − wrong| among the numbers of one vector.`;
   if (at > 0) return `Difference ${count(at + 1)} of ${count(DIFFERENT.length)}: ${placeText(DIFFERENT[at])}.`;
   const n = DIFFERENT.filter(({ step }) => step === commonStep()).length;
-  return n ? `At step ${commonStep()} ${plural(n, "place")} ${n === 1 ? "is" : "are"} newly different; ${tokenAt(other.position)} in layer ${DATA.layers[other.layer]} is not one of them.`
-    : `At step ${commonStep()} nothing that was not different before differs.`;
+  return n ? `Step ${commonStep()} has ${plural(n, "new difference")}; ${tokenAt(other.position)} in layer ${DATA.layers[other.layer]} is not one of them.`
+    : `Step ${commonStep()} has no new difference.`;
 }
 
 function rowsPart() { // rows of an earlier request, for example
@@ -123,7 +126,7 @@ function nothingDiffers() {
     `attention weight of the ${kept}layers is equal, to ${figures(share, 1)} of the largest. ${logits}${sizes}${end}`;
 }
 
-// --- maps -----------------------------------------------------------------------------------------------------------
+// --- maps ----------------------------------------------------------------------------------------
 
 function amountsAt(step) { // [layer][position] → the three amounts as they are after a step
   const table = DATA.layers.map(() => []);
@@ -185,7 +188,8 @@ function gapTable() {
   };
 }
 
-function weightOf(run, layer, head, query, token) { // weight that a query gave to a token's key when it was fed
+// The weight that a query gave to a token's key at the query's step.
+function weightOf(run, layer, head, query, token) {
   const t = run.stepOf[query], row = token + run.looks[t][layer].S - run.before[t + 1];
   return run.weight(t, layer, query - run.before[t], head, row);
 }
@@ -193,7 +197,8 @@ function weightOf(run, layer, head, query, token) { // weight that a query gave 
 function weightGap(layer, head, query, token) {
   if (RUNS[0].stepOf[query] > commonStep()) return undefined;
   const [a, b] = RUNS.map((run) => weightOf(run, layer, head, query, token));
-  return token > query && !a && !b ? undefined : (a ?? 0) - (b ?? 0); // undefined: hidden by the mask in both
+  // undefined: the mask hides the key in both runs.
+  return token > query && !a && !b ? undefined : (a ?? 0) - (b ?? 0);
 }
 
 const signedRoot = (level) => 0.5 + Math.sign(level - 0.5) * Math.sqrt(Math.abs(level - 0.5) / 2);
@@ -224,7 +229,7 @@ function weightGapTable() {
   };
 }
 
-// --- logits ---------------------------------------------------------------------------------------------------------
+// --- logits --------------------------------------------------------------------------------------
 
 const logitRows = () => DATA.fault.logits[commonStep()].map(([id, piece, right, wrong]) => ({
   id, piece, right, wrong, gap: right === null || wrong === null ? NaN : right - wrong,

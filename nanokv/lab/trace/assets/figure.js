@@ -20,7 +20,8 @@ function shape(tag, attributes, ...children) {
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 let serial = 0;
 
-class Figure { // a title, room for a picture, one line that says what is under the cursor, and the table twin
+// A title, room for a picture, a line about the cell under the cursor, and the numbers as a table.
+class Figure {
   constructor(host, title, table) {
     const id = `table-${++serial}`;
     this.table = table;
@@ -64,7 +65,7 @@ function sized(canvas, width, height) { // in CSS pixels, sharp on every screen
   canvas.getContext("2d").scale(sharp, sharp);
 }
 
-// --- theme ----------------------------------------------------------------------------------------------------------
+// --- theme ---------------------------------------------------------------------------------------
 
 const darkRules = [...document.styleSheets[0].cssRules].filter((rule) => rule.media?.mediaText.includes("prefers-color-scheme"));
 const SCHEMES = { dark: ["screen", "dark"], light: ["not all", "light"], system: ["(prefers-color-scheme: dark)", ""] };

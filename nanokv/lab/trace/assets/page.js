@@ -5,7 +5,7 @@ const slider = $("step");
 const SPEED = 1000; // ms per step while playing
 let timer = null, tab = 0;
 
-// --- steps ----------------------------------------------------------------------------------------------------------
+// --- steps ---------------------------------------------------------------------------------------
 
 function goTo(n) {
   view.step = Math.max(0, Math.min(now().steps.length - 1, n));
@@ -62,7 +62,7 @@ function stepKeys(event) {
   event.preventDefault();
 }
 
-// --- time line ------------------------------------------------------------------------------------------------------
+// --- time line -----------------------------------------------------------------------------------
 
 const timeline = new Figure($("timeline"), "", () => ({
   caption: "Tokens of this run",
@@ -102,7 +102,7 @@ function paintTimeline() {
   else if (above < strip.scrollTop || above + most.offsetHeight > strip.scrollTop + strip.clientHeight) strip.scrollTop = above - 40;
 }
 
-// --- runs -----------------------------------------------------------------------------------------------------------
+// --- runs ----------------------------------------------------------------------------------------
 
 function showRun(n) {
   play(false);
@@ -164,7 +164,7 @@ function buildMarks() { // flags under the slider, one line each
   $("marks").style.height = `${found.length}rem`;
 }
 
-// --- tabs -----------------------------------------------------------------------------------------------------------
+// --- tabs ----------------------------------------------------------------------------------------
 
 const PANELS = [cachePanel, attentionPanel, positionPanel, logitPanel, costPanel, ...(DATA.fault ? [differencePanel] : [])];
 
@@ -198,7 +198,7 @@ function openTab(n) {
 
 function refreshTab() { PANELS[tab].refresh(); }
 
-// --- the file itself ------------------------------------------------------------------------------------------------
+// --- the file itself -----------------------------------------------------------------------------
 
 function buildAbout() {
   const sizes = { rows: "keys and values", norms: "their norms", attention: "attention weights", cos: "cos of the angles",
@@ -241,7 +241,8 @@ function signsUsed() { // what stands for characters that cannot be seen
   return signs.filter(([sign]) => texts.includes(sign)).map(([sign, what]) => (what.startsWith(sign) || sign === "×" ? what : `${sign} ${what}`)).join(" · ");
 }
 
-function dress({ source, data }) { // the page around this frame tells the theme that its reader has chosen
+// The page around this frame sends the theme that its reader chose.
+function dress({ source, data }) {
   if (source !== parent || !["dark", "light"].includes(data?.theme)) return;
   wear(data.theme);
   refreshTab();

@@ -1,11 +1,13 @@
 // Pictures: a heat map with keyboard navigation, a line chart, bars.
 
-// --- heat map -------------------------------------------------------------------------------------------------------
+// --- heat map ------------------------------------------------------------------------------------
 
 const rgb = (name) => colour(name).match(/[\da-f]{2}/gi).map((hex) => parseInt(hex, 16));
 const STOPS = { one: ["--low", "--half", "--high"], two: ["--minus", "--middle", "--plus"], off: ["--middle", "--half", "--high"] };
 
-function palette(kind) { // 256 colours of the theme: "one" little to much, "two" minus over 0 to plus, "off" 0 to much
+// 256 colours of the theme. "one": from the least to the most. "two": from minus through 0 to plus.
+// "off": from 0 to the most.
+function palette(kind) {
   const stops = STOPS[kind].map(rgb);
   return Array.from({ length: 256 }, (_, i) => {
     const at = (i / 255) * 2, k = Math.min(1, Math.floor(at));
@@ -14,13 +16,17 @@ function palette(kind) { // 256 colours of the theme: "one" little to much, "two
 }
 
 class HeatMap extends Figure {
-  // `grid()` gives {rows, cols, value(r, c), range(r), kind, rowName(r), colName(c), colText?(c): a token over its column,
-  // describe(r, c), mark: [first row, last row, first column, last column] of what is new, ends?: words under the scale,
-  // curve?(0…1), widest?, height?(cell)}; an undefined value is a cell that does not exist (yet), NaN one that is no number.
+  // `grid()` gives {rows, cols, value(r, c), range(r), kind, rowName(r), colName(c),
+  //   describe(r, c): the text for a cell,
+  //   mark: [first row, last row, first column, last column] of the new cells,
+  //   colText?(c): the token above a column, ends?: words under the scale,
+  //   curve?(0…1), widest?, height?(cell)}.
+  // An undefined value is a cell that does not exist (yet); NaN is not a number.
   constructor(host, title, { grid, table, moved = () => {} }) {
     super(host, title, table);
     this.grid = grid, this.moved = moved, this.cursor = null;
-    this.names = make("canvas", { className: "names", "aria-hidden": "true" }); // stays where it is when the map scrolls
+    // These names do not scroll with the map.
+    this.names = make("canvas", { className: "names", "aria-hidden": "true" });
     this.canvas = make("canvas", { className: "map", tabIndex: 0, role: "application", "aria-roledescription": "heat map" });
     this.canvas.setAttribute("aria-label", `${title}. Arrow keys move from cell to cell.`);
     this.scale = make("p", { className: "scale", "aria-hidden": "true" });
@@ -86,7 +92,8 @@ class HeatMap extends Figure {
     pen.font = LETTERS;
     const names = 9 + Math.max(...span(rows).map((r) => widthOf(pen, grid.rowName(r)))), left = 1;
     const texts = colText ? 20 + Math.max(...span(cols).map((c) => widthOf(pen, colText(c)))) : 2;
-    const least = cols > 200 ? (colText ? 4 : 2) : colText ? 15 : 3.5; // a token needs the height of its letters
+    // For tokens, columns are as wide as letters are high, unless there are too many columns.
+    const least = cols > 200 ? (colText ? 4 : 2) : colText ? 15 : 3.5;
     const cell = Math.max(least, Math.min(grid.widest ?? 34, (room - names - 8) / cols));
     const height = grid.height ? grid.height(cell) : Math.max(12, Math.min(24, cell * 1.6));
     this.layout = { left, top: texts, cell, height };
@@ -101,7 +108,8 @@ class HeatMap extends Figure {
   paintCells(pen, { rows, cols, value, range, kind, mark, curve = (x) => x }) {
     const { left, top, cell, height } = this.layout, gap = cell >= 6 && height >= 6 ? 1 : 0;
     const colours = palette(kind), empty = rgb("--empty"), broken = rgb("--broken");
-    const small = new ImageData(cols, rows); // one pixel a cell, then enlarged: fast also for 512 × 512
+    // One pixel per cell, then enlarged: fast also for 512 × 512 cells.
+    const small = new ImageData(cols, rows);
     for (let r = 0, i = 0; r < rows; r++) {
       const [low, high] = range(r), span = high - low || 1;
       for (let c = 0; c < cols; c++, i += 4) {
@@ -129,7 +137,8 @@ class HeatMap extends Figure {
     }
   }
 
-  paintColumns(pen, { rows, cols, colName, colText }) { // numbers below; with tokens both stand above
+  // Column numbers are below the map; if there are tokens, both are above it.
+  paintColumns(pen, { rows, cols, colName, colText }) {
     const { left, top, cell, height } = this.layout, middle = (c) => left + (c + 0.5) * cell;
     const steps = [1, 2, 4, 5, 8, 10, 16, 20, 32, 50, 64, 100, 128], wide = (colText ? 1 : 9) + 7 * colName(cols - 1).length;
     const apart = (least) => steps.find((n) => n * cell >= least) ?? 256;
@@ -170,9 +179,10 @@ function widthOf(pen, text) { // the same few labels are measured at every step
   return WIDTHS.get(text);
 }
 
-// --- lines and bars -------------------------------------------------------------------------------------------------
+// --- lines and bars ------------------------------------------------------------------------------
 
-class Lines extends Figure { // `lines()` gives {series: [{name, values, dashed}], unit(x), describe(i), at}
+// `lines()` gives {series: [{name, values, dashed}], unit(x), describe(i), at}
+class Lines extends Figure {
   constructor(host, title, { lines, table, picked }) {
     super(host, title, table);
     this.lines = lines, this.picked = picked;
@@ -225,7 +235,8 @@ class Lines extends Figure { // `lines()` gives {series: [{name, values, dashed}
   }
 }
 
-class Bars extends Figure { // `bars()` gives {most, signed, items: [{label, value, text, marked}]}; signed: 0 in the middle
+// `bars()` gives {most, signed, items: [{label, value, text, marked}]}; signed: 0 in the middle
+class Bars extends Figure {
   constructor(host, title, { bars, table }) {
     super(host, title, table);
     this.bars = bars;

@@ -22,7 +22,9 @@ const byteSigns = (piece) => piece.replace(/(\\x[0-9a-f]{2})+/g, (run) => `‹${
 const quoted = (piece) => `“${byteSigns(/^ +$/.test(piece) ? spaced(piece) : piece)}”`;
 const spaced = (piece) => piece.replaceAll(" ", "␣");
 
-function short(piece, most = 10) { // a token on an axis: spaces seen, long runs counted, bytes as ‹e2 96›, cut at `most`
+// A token on an axis: spaces are visible, long runs are counted, bytes are written as ‹e2 96›, and
+// the text is cut at `most` characters.
+function short(piece, most = 10) {
   const letters = [...byteSigns(spaced(piece).replace(/(.)\1{4,}/gu, (run, one) => `${one}×${[...run].length}`))];
   return letters.length > most ? `${letters.slice(0, most - 1).join("")}…` : letters.join("") || "∅";
 }

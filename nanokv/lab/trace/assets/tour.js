@@ -1,4 +1,5 @@
-// The tour: eight steps that explain the page with this recording's figures. It is offered and does not start by itself.
+// The tour: eight steps that explain the page with this recording's figures. It is offered and does
+// not start by itself.
 
 const SEEN_KEY = "nanokv-trace-tour";
 const run0 = RUNS[0], lastStep = run0.steps.length - 1;
@@ -26,20 +27,23 @@ function largestKey() { // [layer, row] of the largest key norm at the end of th
 
 let clearest = null;
 
-function telling(position, key) { // the answer looks back at a word of the prompt
+function telling(position, key) { // a word of the answer reads a word of the prompt
   const [asks, read] = [position, key].map((at) => run0.tokens[at]), word = /[\p{L}\p{N}]/u;
   return position >= run0.promptLength && ["u", "p"].includes(read[2]) && word.test(asks[1]) && word.test(read[1]) &&
     run0.tokens[key - 1]?.[1] !== "<|im_start|>";
 }
 
-function clearestLook() { // the query that looks hardest at one earlier token; the first token draws weight everywhere
+// The query that gives one earlier token the highest weight. The first token is left out, because
+// it gets much weight everywhere.
+function clearestLook() {
   if (clearest) return clearest;
   let best = null;
   run0.looks.forEach((layers, t) => layers.forEach(({ counts }, layer) => counts.forEach((n, query) => {
     if (t < Math.min(1, lastStep)) return;
     for (let head = 0; head < MODEL.heads; head++) for (let key = Math.min(1, n - 1); key < Math.max(1, n - 1); key++) {
       const weight = run0.weight(t, layer, query, head, key), position = run0.before[t] + query;
-      const worth = weight + (weight > 0.3 && telling(position, key)); // a telling look first, if there is a clear one
+      // A clear weight between words comes first.
+      const worth = weight + (weight > 0.3 && telling(position, key));
       if (!best || worth > best.worth) best = { t, layer, head, key, weight, position, worth };
     }
   })));
@@ -50,7 +54,7 @@ const STOPS_OF_TOUR = [
   {
     title: "What a KV cache is",
     say: () => ["A model writes one token at a time, and attention lets each new token read every token before it.",
-      "For this each layer computes two vectors per token: a key, by which the token is found, and a value, which it hands on.",
+      "For this each layer computes two vectors per token: a key, by which the token is found, and a value, which is read from it.",
       "Both stay the same afterwards, so they are kept and not computed again. This is the KV cache.",
       `At the end of this run it holds ${plural(run0.fed, "token")} in ${layersHeld}: a column per token, a row per layer.`],
     show: () => show(cachePanel, lastStep, cachePanel.maps[0].element),
@@ -211,7 +215,8 @@ const tour = {
     this.remember();
     $("tour-start").focus();
   },
-  remember() { // a file without storage, or one that is not allowed to keep anything, offers the tour again
+  // Without storage, or if the browser blocks it, the page offers the tour again.
+  remember() {
     try { localStorage.setItem(SEEN_KEY, "seen"); } catch { /* storage is blocked */ }
     this.offer(true);
   },

@@ -1,5 +1,5 @@
-// The forms of a page of the course: what is typed or chosen is judged at once, and kept in this
-// browser. A measurement stays covered until its prediction is made.
+// The forms of a page of the course. An answer is judged at once and stored in this browser. A
+// measurement stays hidden until the reader predicts it.
 (() => {
   const key = (id) => `nanokv-answer-${id}`;
   const decoded = (text) => {
@@ -59,7 +59,7 @@
     return link;
   }
 
-  // The cells with an answer show once every form that stands before them was tried.
+  // Show the cells that contain answers once every form before them has been tried.
   function uncover({ id, answer: right }) {
     tried.add(id);
     for (const fold of document.querySelectorAll("details[data-for]")) {
@@ -91,7 +91,7 @@
     outputs: box.querySelectorAll(".output_wrapper"),
     line: box.querySelector(".reveal"),
   }));
-  const shown = new Set(); // without a prediction
+  const shown = new Set(); // ids that are shown without a prediction
 
   function compare() {
     for (const { data, outputs, line } of measurements) {

@@ -1,4 +1,5 @@
-// A drawing that moves: its steps appear one after the other when it is first seen, and one at a time by its button.
+// A drawing that moves: its steps appear one after the other when it is first seen, and one at a
+// time by its button.
 (() => {
   const PACE = 1500; // ms per step
   const host = document.currentScript.parentElement, image = host.querySelector("img");

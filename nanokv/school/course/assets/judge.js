@@ -1,5 +1,6 @@
-// Judges what is typed in a page: numbers, texts, tuples, shapes and sets, against the data of
-// compiled.py. Like answers.py, slips.py and session.py: the tests compare the two.
+// Judges answers that are typed on a page: numbers, texts, tuples, shapes and sets, against the
+// data of compiled.py. Gives the same results as answers.py, slips.py and session.py; tests compare
+// them.
 
 // --- reading an answer ---------------------------------------------------------------------------
 
@@ -8,7 +9,7 @@ const TOKEN =
   /\s*(\d[\d_]*\.?\d*(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?|\*\*|\/\/|[-+*\/^()]|[a-z.]+)/iy;
 const FUNCTIONS = { sqrt: Math.sqrt, exp: Math.exp, log: Math.log, ln: Math.log };
 
-// The value of an arithmetic expression, with Python's precedence; NaN if it is none.
+// The value of an arithmetic expression, with Python's precedence; NaN if it is not one.
 function calculate(text) {
   const plain = text.replace(THOUSANDS, (number) => number.replaceAll(",", ""))
     .replace(/[−–]/g, "-").replace(/[×·]/g, "*").replace(/√/g, "sqrt ");
@@ -65,7 +66,7 @@ function calculate(text) {
   return at === tokens.length ? x : NaN;
 }
 
-// A number, with one of its units behind it or none; undefined if it is none.
+// A number, which one of `units` may follow; undefined if it is not a number.
 function readNumber(text, units) {
   const known = [...units].sort((a, b) => b.length - a.length);
   const end = text.trim().toLowerCase();
@@ -76,7 +77,7 @@ function readNumber(text, units) {
   }
 }
 
-// What stands in the brackets around a text; the text itself without them.
+// The text without the brackets that enclose it, if there are any.
 function inside(text) {
   const bare = text.trim().replace(/^(?:torch\.Size|tuple|list|set|frozenset)\s*(?=\()/, "");
   if (!/^[([{]/.test(bare)) return text.trim();
@@ -113,7 +114,7 @@ const BAR = /^\s*[;|]\s*/;
 const LOOSE = /^\s*(?:[;|]|,\s|and\b)\s*|^\s+/;
 const BY = /(?<=\d)\s*[x×]\s*(?=\d)/g; // as in 288×192
 
-// Ways to part a text into items, the strictest first. "4,096, 5" has a comma inside of a number.
+// Ways to split a text into items, the strictest first. "4,096, 5" has a comma inside a number.
 function ways(text) {
   const within = inside(text);
   const joined = within.replace(THOUSANDS, (number) => number.replaceAll(",", ""));
@@ -181,7 +182,7 @@ function byFactors(answer, right, x, y, near) {
   return numbers && same(answer, (x * y) / right, near);
 }
 
-// Is each item right or that of one mistake, and does it take both?
+// Is each item right or that of one of the two mistakes, and are both mistakes needed?
 function byParts(answer, right, x, y, near) {
   const all = [answer, right, x, y];
   if (!all.every((one) => Array.isArray(one) && one.length === right.length)) return false;
@@ -193,7 +194,7 @@ function byParts(answer, right, x, y, near) {
 
 const isBlank = (text) => !text.trim() || /\.\.\.|…/.test(text);
 
-// {state, message} of what was typed: right, wrong or unanswered.
+// {state, message} of an answer. States: right, wrong, unanswered.
 function judge(data, text) {
   if (isBlank(text)) return { state: "unanswered", message: "Type an answer first." };
   const near = data.near ?? [0, 0];
@@ -207,7 +208,7 @@ function judge(data, text) {
   return { state: "wrong", message: `Two slips at once. ${a.message} And: ${b.message}` };
 }
 
-// Could it be right, by its form? A list may have any number of items.
+// Does the answer have the form of a right one? A list may have any number of items.
 function fits({ rows, names, open }, text, answer) {
   if (names?.length) return answer?.set.every((name) => names.includes(name)) ?? false;
   if (!open) return answer !== undefined;
@@ -217,7 +218,7 @@ function fits({ rows, names, open }, text, answer) {
 
 // --- predictions ---------------------------------------------------------------------------------
 
-// {number} of a prediction, or {message} if it is none.
+// {number, message} of a prediction, or only {message} if the text is not one.
 function predicted({ id, unit, units, signed }, text) {
   const number = isBlank(text) ? undefined : readNumber(text, units);
   if (number === undefined) {
@@ -257,7 +258,7 @@ function digits(number, n) {
   return `${mantissa}e${sign}${String(Math.abs(power)).padStart(2, "0")}`;
 }
 
-// A number to n digits; toPrecision takes a half up, and Python to the even digit.
+// A number to n digits. toPrecision rounds a half up, but Python rounds it to the even digit.
 function halfEven(number, n) {
   const [mantissa, exponent] = Math.abs(number).toExponential(100).split("e");
   const all = mantissa.replace(".", "");

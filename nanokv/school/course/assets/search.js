@@ -1,14 +1,17 @@
-// The search page: every word of the question must occur in a section; a name or a heading counts more than its text.
+// The search page: every word of the question must occur in a section; a name or a heading counts
+// more than its text.
 const MOST = 50;                                 // results that are shown
 const field = document.querySelector('header input'), list = document.getElementById('results');
 const rows = INDEX.map(([url, part, page, heading, text]) => ({
   url, part, page, heading, text, lower: text.toLowerCase(), title: page.toLowerCase(),
-  names: [heading.toLowerCase(), heading.toLowerCase().split('.').pop()],        // DictCache.append, append
+  // both "dictcache.append" and "append"
+  names: [heading.toLowerCase(), heading.toLowerCase().split('.').pop()],
 }));
 
-// What the course says stands before the API, unless the question is spelled like a name.
+// Results from the course come before those from the API, unless the word looks like a name.
 const share = (row, word) => (row.part === 'API' && !/[._]/.test(word) ? 0.08 : 1);
-const OTHERWISE = [[/(\w)-(?=\w)/g, '$1 '], [/(quanti|tokeni)s/g, '$1z'], [/positional (encoding|embedding)s?/g, 'rope']];  // spellings
+// The spellings of the pages.
+const OTHERWISE = [[/(\w)-(?=\w)/g, '$1 '], [/(quanti|tokeni)s/g, '$1z'], [/positional (encoding|embedding)s?/g, 'rope']];
 
 const weight = (row, word) => share(row, word) * points(row, word);
 
@@ -74,6 +77,7 @@ field.addEventListener('input', search);
 field.form.addEventListener('submit', event => {
   event.preventDefault();
   search();
-  try { history.replaceState(null, '', '?q=' + encodeURIComponent(field.value)); } catch {}   // not from a file
+  // A page from a file cannot do this.
+  try { history.replaceState(null, '', '?q=' + encodeURIComponent(field.value)); } catch {}
 });
 if (field.value) search(); else field.focus();

@@ -3,7 +3,7 @@
 const WHOSE = { tab: "this tab", key: "another client", other: "another key" };
 const REASONS = {
   stop: "Finished",
-  length: "Finished at its limit of tokens",
+  length: "Finished at its token limit",
   cancelled: "Stopped",
   error: "Failed",
 };
@@ -150,7 +150,7 @@ const cache = {
     if (!turn) return "No request since this page was loaded.";
     const words =
       `${count(turn.reused)} of ${plural(turn.prompt, "prompt token")} reused, ` +
-      `${count(turn.prefilled)} computed, ${count(turn.generated)} answered.`;
+      `${count(turn.prefilled)} computed, ${count(turn.generated)} generated.`;
     if (turn.reason) return `${words} ${this.leftText(turn)}`;
     if (turn.state === "queued" && turn.preemptions) {
       return `${words} Preempted: its pages are given back, and it waits in the queue.`;
@@ -239,7 +239,7 @@ const cache = {
     if (whose !== "other" && state !== "queued") {
       tokens =
         `${count(request.reused)} reused + ${count(request.prefilled)} computed + ` +
-        `${count(request.generated)} answered`;
+        `${count(request.generated)} generated`;
     }
     const again = preemptions ? `, preempted ${preemptions}×` : "";
     return `${WHOSE[whose]} · ${state}${again} · ${tokens} · ${plural(pages, "page")}`;
@@ -303,7 +303,7 @@ const cache = {
     const total = figures(last.prefill + last.decode, 3);
     const prefill = figures(last.prefill, 3);
     const decode = figures(last.decode, 3);
-    return `${total} tokens per step lately: ${prefill} prefill, ${decode} decode.`;
+    return `${total} tokens per recent step: ${prefill} prefill, ${decode} decode.`;
   },
 
   showFacts() {

@@ -109,7 +109,7 @@ const chat = {
 
   failure(error) {
     if (error instanceof Refusal) return error.message;
-    return "The server cannot be reached, and the answer broke off.";
+    return "The server cannot be reached; the answer is incomplete.";
   },
 
   async stream(turn, messages, signal) {
@@ -134,7 +134,7 @@ const chat = {
 
   ending({ state, error, usage }) {
     if (state === "failed") return `Error: ${error}`;
-    if (state === "stopped") return "Stopped. The text so far stays.";
+    if (state === "stopped") return "Stopped. The text so far is kept.";
     if (!usage) return "Answer complete.";
     return `Answer complete, ${plural(usage.completion_tokens, "token")}.`;
   },
@@ -189,12 +189,12 @@ const chat = {
   endText({ state, error, usage, reason }) {
     const parts = [];
     if (ENDS[state]) parts.push(ENDS[state]);
-    if (reason === "length") parts.push("ended at the limit of tokens");
+    if (reason === "length") parts.push("ended at its token limit");
     if (usage) {
       const reused = count(usage.prompt_tokens_details.cached_tokens);
       parts.push(
         `${reused} of ${plural(usage.prompt_tokens, "prompt token")} reused, ` +
-        `${plural(usage.completion_tokens, "token")} answered`,
+        `${plural(usage.completion_tokens, "token")} generated`,
       );
     }
     const said = parts.join(" · ");
