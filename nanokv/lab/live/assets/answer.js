@@ -16,9 +16,9 @@ class Lane {
   }
 
   begin(ids) {
-    // these tokens come next
+    // make `ids` the tokens to compute next
     this.ids.push(...ids);
-    this.waiting = [...ids]; // all before them is in the cache
+    this.waiting = [...ids]; // all tokens before them are in the cache
   }
 
   go(most = Infinity) {
@@ -62,7 +62,7 @@ function common(a, b) {
 }
 
 function ask(lane, ids) {
-  // a prompt; the part that the lane has read before is not read again
+  // begin a prompt, without the part that the lane has already read
   const kept = Math.min(common(lane.ids, ids), lane.cache.length, ids.length - 1);
   if (kept < lane.ids.length) lane.keep(kept);
   lane.begin(ids.slice(kept));

@@ -1,7 +1,7 @@
 "use strict";
-// Attention over cached keys and values: softmax(q kᵀ / √D) v. An attention function is attend(q,
-// layer, shape): q (T,H·D) attends to `layer`, a layer's cache; layer.seen(t) are the keys and
-// values that query t may see.
+// Attention over cached keys and values: softmax(q kᵀ / √D) v.
+// An attention function is attend(q, layer, shape): q (T,H·D) attends to `layer`, the cache of one
+// layer. layer.seen(t) gives the keys and values that query t may see.
 
 function attend(q, layer, shape) {
   const y = new Float32Array(q.length);
@@ -52,9 +52,9 @@ function mix(y, taken, values, t, h, { heads, kvHeads, headDim: D, queryWidth, k
   work.multiplyAdds += taken.length * D;
 }
 
-// A bug, for an experiment: the scores are multiplied by the mask. A hidden score becomes 0 and
-// e⁰ is 1, so later tokens stay visible. A single query has nothing to hide, so only prompts are
-// computed wrong.
+// A bug, for an experiment: the scores are multiplied by the mask. A masked score becomes 0, and
+// e⁰ is 1, so later tokens stay visible. A single query has no later tokens, so the bug affects
+// only prompts.
 function attendMultiplied(q, layer, shape) {
   const y = new Float32Array(q.length);
   const T = q.length / shape.queryWidth;

@@ -11,7 +11,7 @@ class Model {
       { length: config.num_hidden_layers },
       (_, i) => (name) => tensors[`model.layers.${i}.${name}.weight`],
     );
-    this.embedding = tensors["model.embed_tokens.weight"]; // and, transposed, the head
+    this.embedding = tensors["model.embed_tokens.weight"]; // the head is its transpose
     this.norm = tensors["model.norm.weight"];
     this.shape = {
       heads: config.num_attention_heads,
@@ -59,7 +59,7 @@ class Model {
     // (T,Hk·D)
     const k = this.turned(layer, "k", linear(x, layer("self_attn.k_proj"), C), positions);
     const v = linear(x, layer("self_attn.v_proj"), C); // (T,Hk·D): neither normed nor rotated
-    cache.append(k, v); // rotate, then cache: a cached key never moves again
+    cache.append(k, v); // after the rotation, so a cached key is never rotated again
     return linear(attend(q, cache, this.shape), layer("self_attn.o_proj"), queryWidth);
   }
 

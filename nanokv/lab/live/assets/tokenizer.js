@@ -2,8 +2,8 @@
 // Text ↔ token ids: byte-level BPE from tokenizer.json, and the bundled model's chat template.
 // Gives the same ids as nanokv.text.tokenizer; tests/lab/test_live.py compares them.
 
-// Qwen2's pattern. JavaScript has no (?i:…) everywhere, so both cases are written; ſ is an s to
-// Unicode's folding.
+// Qwen2's pattern. Not every browser has (?i:…), so both cases are written. ſ is there because
+// Unicode's case folding makes it an s.
 const PIECE = new RegExp(
   "'[sSſ]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}" +
     "| ?[^\\p{White_Space}\\p{L}\\p{N}]+[\\r\\n]*|\\p{White_Space}*[\\r\\n]+" +
@@ -28,7 +28,7 @@ class Tokenizer {
     const literal = added.map(({ content }) => content.replace(/[^\w]/g, "\\$&"));
     this.specials = new RegExp(`(${literal.join("|")})`);
     this.tokenOf = new Map([...this.idOf, ...this.special].map(([token, id]) => [id, token]));
-    this.known = new Map(); // word → ids: texts repeat their words
+    this.known = new Map(); // word → ids; a cache, because texts repeat words
   }
 
   encode(text) {
@@ -76,7 +76,7 @@ class Tokenizer {
   }
 
   decode(ids) {
-    // control tokens have no text for a reader
+    // control tokens are left out
     const shown = ids.filter((id) => !this.special.has(this.tokenOf.get(id)));
     return new TextDecoder("utf-8", { ignoreBOM: true }).decode(
       Uint8Array.from(shown.flatMap((id) => [...this.bytes(id)])),

@@ -1,7 +1,7 @@
 "use strict";
 // The work of each step: one row per step, one cell per token. With the cache, a step fills the
-// cells of its new tokens and reads the others. Without it, a step fills all cells, in the order in
-// which they are really computed.
+// cells of its new tokens and reads the others. Without it, a step fills all cells, in the order
+// of their computation.
 
 class Triangles {
   constructor(canvas) {

@@ -42,7 +42,7 @@ function wholeRun() {
 
 const costStep = () => Math.min(view.step, DATA.costs.cached.length - 1);
 const fedAt = (i) => RUNS[0].steps[i].fed;
-const again = (i) => RUNS[0].before[i + 1]; // what recomputing step i feeds: everything
+const again = (i) => RUNS[0].before[i + 1]; // tokens that step i feeds without a cache: all so far
 
 function pairOf(cached, uncached, unit) {
   const series = [{ name: "with the cache", values: cached }];

@@ -29,7 +29,7 @@ function parts() { // {what: the first step at which it differs between the two 
   return { logits: logitsStep, words: wordsStep, bytes: bytesStep };
 }
 
-function differs(n) { // what is special about step n of two runs
+function differs(n) { // a text if something differs for the first time at step n, or ""
   const parted = Object.entries(parts()).filter(([, at]) => at === n).map(([what]) => what);
   return parted.length ? `${parted.join(" and ")} differ from here on` : "";
 }
@@ -43,7 +43,7 @@ function play(on) {
   $("play").textContent = timer ? "Pause" : "Play";
 }
 
-function showPicture() { // what plays has to be seen
+function showPicture() { // scroll the picture into view before it plays
   const picture = PANELS[tab].host.querySelector("figure"), { top, bottom } = picture.getBoundingClientRect();
   const bar = document.querySelector(".bar"), roof = bar.getBoundingClientRect().bottom;
   if (top < roof || bottom > innerHeight) scrollBy(0, top - bar.offsetHeight - 8);
@@ -114,7 +114,7 @@ function showRun(n) {
   goTo(view.step);
 }
 
-function buildAnswers() { // of a page with a fault: what each run says, before anything else
+function buildAnswers() { // if the page has a fault: the answers of both runs, at the top
   const { name, wordsStep } = DATA.fault, titles = ["as it should be", `with the fault ${name}`];
   $("answers").replaceChildren(...RUNS.map((run, i) => {
     const said = (from, to) => run.tokens.slice(run.promptLength + from, to && run.promptLength + to)
@@ -234,7 +234,7 @@ function buildHeader() {
     make("b", { textContent: role }), ` ${ROLES[role]}`)), signsUsed());
 }
 
-function signsUsed() { // what stands for characters that cannot be seen
+function signsUsed() { // the signs on this page for invisible characters, with their meanings
   const texts = RUNS.flatMap((run) => run.tokens.map(([, piece]) => short(piece))).join(" ");
   const signs = [["␣", "space"], ["↵", "newline"], ["⇥", "tab"], ["‹", "‹e2 96› bytes of a character that other tokens complete"],
     ["×", "␣×8 eight of them"]];

@@ -1,15 +1,15 @@
 // The connection to the server: the API key, events of a response, and the stream of snapshots.
 
 const $ = (id) => document.getElementById(id);
-const KEPT = "nanokv-serve"; // prefix in sessionStorage, which belongs to this tab and ends with it
-const SILENT_MS = 15000; // the server sends something every 5 s, if only a comment
+const KEPT = "nanokv-serve"; // prefix in sessionStorage, which exists as long as this tab
+const SILENT_MS = 15000; // the server sends an event or a comment at least every 5 s
 const BACK_OFF = [500, 1000, 2000, 4000, 8000]; // milliseconds before each attempt to reconnect
 
 const TAB = [...crypto.getRandomValues(new Uint8Array(12))]
   .map((byte) => byte.toString(16).padStart(2, "0"))
   .join("");
 
-// A browser may refuse storage: then every page starts with the default.
+// If a browser refuses storage, every page starts with the default.
 function recall(name, otherwise) {
   try {
     return JSON.parse(sessionStorage.getItem(`${KEPT}-${name}`)) ?? otherwise;
@@ -100,7 +100,7 @@ function useKey(event) {
 
 // --- announcements -------------------------------------------------------------------------------
 
-// For screen readers. A repeated text must differ, or it would not be announced again.
+// For screen readers. A repeated text is changed, because the same text is not announced again.
 function say(text) {
   const said = $("said");
   said.textContent = said.textContent === text ? `${text}\u00a0` : text;
@@ -121,7 +121,7 @@ const live = {
   // Runs as long as the page exists.
   async run() {
     for (;;) {
-      // A hidden page gives its connection back: a browser has only six per server.
+      // A hidden page closes its connection, because a browser opens only six per server.
       if (document.hidden) await this.shown();
       const before = key;
       const trouble = await this.watch().catch((error) => error);
