@@ -169,9 +169,9 @@ def _refuse_padding_that_cuts(capacity: int | None, longest: int, rows: list[Row
     for b, row in enumerate(rows):
         if left < row.room:
             raise CapacityError(
-                f"prompt {b} ({len(row.ids):,} tokens) may have {row.room:,} new tokens alone, "
-                f"but {left:,} after {longest - len(row.ids):,} columns of padding "
-                f"in a cache of {capacity:,}",
+                f"prompt {b} ({len(row.ids):,} tokens) may get {row.room:,} new tokens, but a cache "
+                f"of {capacity:,} slots has room for {left:,} after "
+                f"{longest - len(row.ids):,} columns of padding",
                 f"a capacity of {longest + row.room - 1:,}, max_new_tokens={left}, "
                 "or generate_ragged",
             )

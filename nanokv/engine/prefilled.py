@@ -84,7 +84,7 @@ def taken(cache: KVCache, tokens: Sequence[int], start: int = 0, **facts: Any) -
         if set(state) != {"key", "value"} or state["key"].shape[2] != len(tokens):
             kind = cache.made.name
             raise HandoverError(
-                f"pages hold keys and values of all tokens, a {kind} cache does not keep them",
+                f"pages need keys and values of all tokens, which a {kind} cache does not keep",
                 "prefill into a cache that keeps exact values",
             )
         rows = [state[name][0, :, start:] for name in ("key", "value")]  # (Hk,T,D) ×2

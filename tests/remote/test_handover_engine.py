@@ -306,7 +306,7 @@ def test_a_prefix_that_cannot_be_used_changes_nothing(model):
             model, "chunked", name, {"window": 6} if name == "sliding" else {}
         )
         cache.tokens = tokens
-        with pytest.raises(HandoverError, match=f"a {name} cache does not keep them"):
+        with pytest.raises(HandoverError, match=f"which a {name} cache does not keep"):
             engine.add_prefix(cache)
     assert all_free(engine)
 

@@ -108,7 +108,7 @@ def test_the_bundled_model_is_not_recorded(cli, tmp_path, monkeypatch):
         status, out, err = cli("course", "record", "05", "--folder", NOTEBOOKS, "-o", tmp_path)
         assert (
             status == 2
-            and "another model than the bundled one" in err
+            and "a model other than the bundled one" in err
             and "NANOKV_MODEL=" in err
             and out == ""
         )

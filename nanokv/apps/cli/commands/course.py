@@ -180,7 +180,7 @@ def _record(given: CourseOptions) -> None:
     model = environment("NANOKV_MODEL") or "tiny"
     if model == "tiny":
         raise CourseError(
-            "record needs another model than the bundled one", "NANOKV_MODEL=smollm2.gguf"
+            "record needs a model other than the bundled one", "NANOKV_MODEL=smollm2.gguf"
         )
     for source, path in paths.items():
         recorded.write(recorded.record(twins.read(source), model, given.limit), path)

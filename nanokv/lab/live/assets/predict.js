@@ -83,7 +83,7 @@ const EXPERIMENTS = [
       "cache can keep them too.",
     why: (right, wrong) =>
       wrong.length === wrong.held
-        ? "The whole conversation fits in the window: say more."
+        ? "The whole conversation fits in the window. Make it longer to see a difference."
         : `${count(wrong.length - wrong.held)} of ${count(wrong.length)} tokens had left the ` +
           `window at the end. The cache stays at ${bytes(wrong.nbytes)}, however long the ` +
           "conversation is. Tokens that have left are forgotten, with or without sinks.",

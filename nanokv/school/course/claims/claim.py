@@ -10,7 +10,7 @@ from nanokv.school.course.answers import same
 
 @dataclass(frozen=True)
 class Article:
-    """An article that was checked. `address`: its URL; empty where no lasting one is known."""
+    """An article that was checked. `address`: its URL, or "" if no permanent one is known."""
 
     title: str
     address: str = ""
@@ -20,7 +20,7 @@ class Article:
         """A sentence in Markdown that says where to read the article."""
         if self.address:
             return f"Read it at <{self.address}>."
-        return "No lasting address of this article is known; its title finds it."
+        return "No permanent address of this article is known; search for its title."
 
 
 @dataclass(frozen=True)
