@@ -323,6 +323,12 @@ def test_what_cannot_be_done_is_refused_by_its_name(server, case):
     assert status == 400 and error(found)["param"] == param, found
 
 
+def test_a_reference_to_an_item_is_refused_with_the_setting_of_the_client(server):
+    """The AI SDK refers to items in the second step, unless store is false."""
+    status, found = server.post(RESPONSES, {"input": [{"type": "item_reference", "id": "msg_1"}]})
+    assert status == 400 and "store: false" in found["hint"]
+
+
 def test_a_context_that_is_full_is_told_with_both_counts(server):
     status, found = server.post(RESPONSES, {"input": "word " * 2_000})
     assert status == 400 and error(found)["code"] == "context_length_exceeded"

@@ -38,6 +38,7 @@ from nanokv.apps.serve.api.tools import OtherTool, Wish, kind_of_tool, note, too
 from nanokv.text.call_forms import as_object
 
 STATELESS = "this server keeps no responses: send the items of the conversation in input"
+NO_REFERENCES = f"{STATELESS}; most clients do with store: false"
 LOGPROBS = "message.output_text.logprobs"  # the value of `include` that asks for them
 
 # --- content --------------------------------------------------------------------------------------
@@ -134,7 +135,7 @@ class ReasoningItem(Fields):
 class ReferenceItem(Fields):
     """An item of an earlier response, by its id."""
 
-    type: Annotated[Literal["item_reference"], Nothing(hint=STATELESS)]
+    type: Annotated[Literal["item_reference"], Nothing(hint=NO_REFERENCES)]
 
 
 class OtherItem(Fields):
