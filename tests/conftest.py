@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -181,13 +182,21 @@ def server(loaded):
 
 @pytest.fixture
 def scripted(monkeypatch, loaded):
-    """scripted(text): the model says this text, whatever its logits are."""
+    """scripted(text): the model says this text, whatever its logits are. Or a function of the prompt's text."""
 
     import torch
 
+    tokenizer = loaded[1]
+
     def script(text):
-        ids = [*loaded[1].encode(text), loaded[1].eos_token_id]
-        draw = lambda logits, values, generator, prompt, tokens: torch.tensor([ids[len(tokens)]])  # noqa: E731
+        @cache
+        def ids(prompt: tuple[int, ...]) -> list[int]:
+            said = text if isinstance(text, str) else text(tokenizer.decode(list(prompt)))
+            return [*tokenizer.encode(said), tokenizer.eos_token_id]
+
+        def draw(logits, values, generator, prompt, tokens):
+            return torch.tensor([ids(tuple(prompt))[len(tokens)]])
+
         monkeypatch.setattr("nanokv.decoding.draw.draw", draw)
 
     return script

@@ -1,8 +1,9 @@
 """`nanokv serve` and the clients that people use: each is installed as they install it, and asks a real server.
 
 A client is a script in clients/ that asks for an answer, a stream and a stop string, and is refused for a model and for
-a key; what it prints is compared with what the server says to a plain request. The calls of docs/serve.md run as they
-stand. OpenAI's own client for Python is in test_serve.py.
+a key; what it prints is compared with what the server says to a plain request. Clients of /v1/responses and of
+/v1/messages also answer ten calls of a scripted model, one after the other. The calls of docs/serve.md run as they
+stand. OpenAI's own client for Python is in test_serve.py too.
 """
 
 import json
@@ -12,11 +13,16 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import anthropic
 import pytest
+from anthropic.types import RawMessageStreamEvent
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
 
 import client_environment
 import nanokv
 from serving import CHAT, TEXT, Serving, ask, chunks
+from tool_calls import HERMES, with_template, written
 
 pytestmark = pytest.mark.slow
 
@@ -108,6 +114,116 @@ def test_a_client_is_told_what_the_server_says(locked, run, client):
         "no_model": 404,
         "no_key": 401,
     }
+
+
+# --- /v1/responses and /v1/messages: ten calls in a row ---------------------------------------------------------------
+
+CALLS = 10
+
+
+@pytest.fixture(scope="module")
+def roomy(tiny_folder, tmp_path_factory):
+    """The model with 4,096 positions, and its tokenizer with a template for calls."""
+    folder = tmp_path_factory.mktemp("checkpoints") / "roomy"
+    shutil.copytree(tiny_folder, folder)
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 4096}
+    (folder / "config.json").write_text(json.dumps(config))
+    model, tokenizer = nanokv.load(folder)
+    return model, with_template(tokenizer, HERMES)
+
+
+@pytest.fixture
+def looking(roomy, scripted):
+    """A server whose model calls look ten times where it is offered, the number being that of the results so far."""
+
+    def said(prompt: str) -> str:
+        results = prompt.count("<|im_start|>tool")
+        if "Call by <tool_call>" not in prompt:
+            return "I am tiny."
+        if results < CALLS:
+            return f"I look.\n{written('look', number=results)}"
+        return "All was found."
+
+    scripted(said)
+    with Serving(*roomy, keys=["secret"], pages=600, context=2000) as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("client", "more"),
+    [
+        ("openai_responses.mjs", []),
+        ("anthropic_node.mjs", []),
+        ("ai_sdk_vendors.mjs", ["openai"]),
+        ("ai_sdk_vendors.mjs", ["anthropic"]),
+        ("agents_client.py", []),
+        ("litellm_forms.py", ["responses"]),
+        ("litellm_forms.py", ["messages"]),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else value,
+)
+def test_a_client_answers_ten_calls_in_a_row(looking, run, client, more):
+    usage = looking.post(CHAT, ask(), KEY)[1]["usage"]
+    counts = [usage["prompt_tokens"], usage["completion_tokens"]]
+    script = (client_environment.HERE / client).read_text(encoding="utf-8")
+    language = "js" if client.endswith(".mjs") else "python"
+    assert json.loads(run(language, script, looking.url, "secret", *more)) == {
+        "whole": "I am tiny.",
+        "usage": counts,
+        "streamed": "I am tiny.",
+        "stream_usage": counts,
+        "numbers": list(range(CALLS)),
+        "end": "All was found.",
+        "no_model": 404,
+        "no_key": 401,
+    }
+
+
+NUMBER = {"type": "object", "properties": {"number": {"type": "integer"}}}
+
+
+def test_openai_for_python_answers_ten_calls_in_a_row(looking):
+    event_type = TypeAdapter(ResponseStreamEvent)
+    tool = {"type": "function", "name": "look", "parameters": NUMBER, "strict": False}
+    items, numbers, calls = [{"role": "user", "content": "Look."}], [], True
+    with looking.client("secret") as client:
+        while calls:
+            with client.responses.stream(model="tiny", input=items, tools=[tool]) as stream:
+                for event in stream:
+                    event_type.validate_python(event.to_dict())
+                answer = stream.get_final_response()
+            calls = [item for item in answer.output if item.type == "function_call"]
+            items += [item.to_dict() for item in answer.output]
+            for call in calls:
+                numbers.append(json.loads(call.arguments)["number"])
+                result = {"call_id": call.call_id, "output": "Found."}
+                items.append({"type": "function_call_output"} | result)
+    assert numbers == list(range(CALLS)) and answer.output_text == "All was found."
+
+
+def test_anthropic_for_python_answers_ten_calls_in_a_row(looking):
+    event_type = TypeAdapter(RawMessageStreamEvent)
+    request = {"model": "tiny", "max_tokens": 100}
+    request |= {"tools": [{"name": "look", "input_schema": NUMBER}]}
+    turns, numbers, calls = [{"role": "user", "content": "Look."}], [], True
+    client = anthropic.Anthropic(base_url=looking.url, api_key="secret", max_retries=0, timeout=20)
+    with client:
+        while calls:
+            for event in client.messages.create(**request, messages=turns, stream=True):
+                event_type.validate_python(event.to_dict())
+            with client.messages.stream(**request, messages=turns) as stream:
+                answer = stream.get_final_message()
+            calls = [block for block in answer.content if block.type == "tool_use"]
+            numbers += [call.input["number"] for call in calls]
+            results = [
+                {"type": "tool_result", "tool_use_id": call.id, "content": "Found."}
+                for call in calls
+            ]
+            turns += [answer.to_param(), {"role": "user", "content": results}]
+    assert numbers == list(range(CALLS)) and answer.content[0].text == "All was found."
+
+
+# --- lm-eval ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
