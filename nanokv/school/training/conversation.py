@@ -83,6 +83,9 @@ class Conversation:
         self.homes: dict[str, str] = {}  # person → city
         self.objects: dict[str, str] = {}  # thing → place
         self.list: list[str] = []
+        self.unnamed: dict[str, str] = {}  # kind without a name → words: "two cats"
+        self.relative_homes: dict[str, str] = {}  # relative without a name → city
+        self.foreign = False  # does another assistant give a part of the answers?
 
     def say(self, user: str, assistant: str, *meaning: Step) -> None:
         """Add one exchange: the user's message in their style, the answer in full sentences."""
@@ -93,11 +96,15 @@ class Conversation:
             meaning = (step, *meaning)
         if self.stage.noted:
             assistant = self.stage.noted(meaning) or assistant
+        if self.stage.completed:
+            assistant = self.stage.completed(self, user, assistant)
         self.log.append(list(meaning))
         user = AN.sub(r"\1n", user)
-        assistant = AN.sub(r"\1n", assistant)
+        reply: dict[str, Any] = {"role": "assistant", "content": AN.sub(r"\1n", assistant)}
+        if self.foreign and self.stage.otherwise:
+            reply = self.stage.otherwise(self, meaning, reply)
         self.messages.append({"role": "user", "content": self.typed(user)})
-        self.messages.append({"role": "assistant", "content": assistant})
+        self.messages.append(reply)
 
     def typed(self, text: str) -> str:
         """The text as this user types it.

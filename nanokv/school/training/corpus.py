@@ -1,41 +1,56 @@
-"""A seeded generator of conversations: what the bundled model is trained and tested on.
+"""A seeded generator of the conversations that train and test the bundled model.
 
-Every answer depends on earlier tokens: names, pets, lists and numbers that the user said. That makes the cache
-visible: break it, and the answers break. The same generator makes the held-out conversations of the evaluation, from
-the half of the words that training never uses.
+Every answer depends on earlier tokens: names, pets, lists and numbers of the user. A broken cache
+therefore breaks the answers. The same generator makes the conversations of the evaluation, from
+the half of the words that training never draws.
+
+Training has three stages. A later one has more kinds of exchange and leaves the conversations of
+the earlier ones as they are.
 """
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 from nanokv.school.training import (
     about_user,
+    acknowledgements,
+    facts,
+    firsts,
     hard,
     lists,
     nearby,
+    scripts,
     small_talk,
     strangers,
     sums,
+    unnamed,
     words,
 )
 from nanokv.school.training.cache_questions import LATER_WRAPPERS, WRAPPERS
 from nanokv.school.training.conversation import Conversation
 
+Exchange = Callable[[Conversation], object]
+
 
 @dataclass(frozen=True)
 class Stage:
-    """What a part of the training draws from: how often each exchange comes, words of lists, ways to ask and answer.
+    """The source of the conversations of a part of the training."""
 
-    `noted` makes the answer to a message that only tells something; without it, the exchange has its own.
-    """
-
-    segments: dict
-    word: Callable
-    wrappers: tuple
-    again: str = "{}."
-    backwards: str = "{}."
-    noted: Callable | None = None
+    segments: Mapping[Exchange, float]  # exchange → how often
+    word: Callable[[random.Random, bool], str]  # a word of a list
+    wrappers: tuple[str, ...]  # words around questions about caches
+    again: str = "{}."  # the answer that repeats a list
+    backwards: str = "{}."  # the answer that reverses one
+    # The answer to a statement; without it, the exchange has its own.
+    noted: Callable[[tuple], str] | None = None
+    # (talk, message, answer) → the answer that respects facts without a name.
+    completed: Callable[[Conversation, str, str], str] | None = None
+    foreign: float = 0  # share of the conversations with another assistant
+    otherwise: Callable[[Conversation, tuple, dict], dict] | None = None  # its answers
+    opened: float = 0  # share of the conversations that begin with one of the openings
+    openings: Mapping[Exchange, float] = field(default_factory=dict)
+    lengths: tuple[tuple[int, float], ...] = ()  # as data.ROW_LENGTHS, which an empty one means
 
 
 SEGMENTS = {  # exchange → how often
@@ -71,8 +86,8 @@ SEGMENTS = {  # exchange → how often
     small_talk.unknown: 5,
 }
 FIRST = Stage(SEGMENTS, words.list_word, WRAPPERS)
-# What strangers type, what resembles something else, what is hard; the order too decides what is
-# drawn.
+# The exchanges of the first stage and those that are untidy, alike or hard. The order counts for
+# the random stream.
 EVERYTHING = {
     about_user.tell: 16,
     about_user.update: 18,
@@ -142,33 +157,104 @@ SECOND = Stage(
     EVERYTHING,
     hard.word,
     WRAPPERS + LATER_WRAPPERS,
-    # " tower" may be one token where "tower" is three that the model has never seen together: an answer that begins
-    # with other words lets every item keep its leading space, so that copying needs no spelling.
+    # " tower" may be one token where "tower" is three that the model never saw together. After
+    # these words every item keeps its leading space, and copying needs no spelling.
     again="You said: {}.",
     backwards="Reversed: {}.",
     noted=hard.said_again,
 )
 
 
+def never_told(talk: Conversation) -> None:
+    """One to three facts, in some talks a pet, then one or two questions for other facts."""
+    rng = talk.rng
+    for _ in range(rng.randint(1, 3)):
+        about_user.tell(talk)
+    if rng.random() < 0.3:
+        about_user.tell_pet(talk)
+    for _ in range(rng.choice((1, 1, 2))):
+        if rng.random() < 0.25:
+            kind = rng.choice([kind for kind in words.ANIMALS if kind not in talk.pets])
+            question = about_user.asked(talk, talk.one_of(facts.PET["name_asked"], k=kind))
+            missing = talk.one_of(facts.PET["kind_missing"], k=kind)
+            talk.say(question, missing, ("ask pet", kind))
+        else:
+            about_user.recall(talk, facts.draw(rng, talk.facts))
+
+
+MORE = {  # the exchanges of the third stage, and those of the second that need more of it
+    nearby.edit: 190,
+    nearby.codes: 80,
+    nearby.yes_or_no: 75,
+    small_talk.cache_question: 100,
+    hard.begin: 80,
+    never_told: 50,
+    firsts.first: 150,
+    firsts.introduce: 25,
+    firsts.sizes: 55,
+    small_talk.size_of_caches: 15,
+    unnamed.animal: 120,
+    unnamed.relative: 80,
+    unnamed.like: 50,
+    unnamed.thing: 35,
+    unnamed.never: 20,
+    scripts.decorated: 60,
+    scripts.unreadable: 50,
+}
+THIRD = replace(
+    SECOND,
+    segments=EVERYTHING | MORE,
+    completed=unnamed.completed,
+    foreign=1 / 2,
+    otherwise=acknowledgements.otherwise,
+    opened=0.4,
+    openings={
+        firsts.first: 10,
+        firsts.introduce: 2,
+        firsts.sizes: 2,
+        unnamed.animal: 4,
+        unnamed.relative: 2,
+        unnamed.like: 1.5,
+        unnamed.thing: 1,
+        scripts.decorated: 2,
+        scripts.unreadable: 2,
+        hard.introduce_at_once: 2,
+        about_user.recall: 2,
+    },
+    lengths=((64, 2.5), (128, 6), (256, 8), (512, 2.5), (1024, 0.7)),
+)
+
+
 def begin(rng: random.Random, held_out: bool = False, stage: Stage = FIRST) -> Conversation:
-    """A conversation without exchanges; now and then with a system prompt."""
+    """A conversation without exchanges, or with the opening of its stage.
+
+    One in eight has a system prompt.
+    """
     said = Conversation(rng, held_out, stage)
     if rng.random() < 0.12:
         said.messages.append({"role": "system", "content": rng.choice(small_talk.SYSTEM_PROMPTS)})
+    if stage.foreign:
+        said.foreign = rng.random() < stage.foreign
+    if stage.openings and rng.random() < stage.opened:
+        draw(rng, stage.openings)(said)
     return said
 
 
-def grow(said: Conversation, exchanges: int):
-    """Go on until there are so many exchanges, or one or two more."""
+def draw(rng: random.Random, exchanges: Mapping[Exchange, float]) -> Exchange:
+    """One of the exchanges, by their weights."""
+    return rng.choices(list(exchanges), list(exchanges.values()))[0]
+
+
+def grow(said: Conversation, exchanges: int) -> None:
+    """Add exchanges until there are `exchanges` of them, or one or two more."""
     while len(said.log) < exchanges:
-        rng, segments = said.rng, said.stage.segments
-        rng.choices(list(segments), list(segments.values()))[0](said)
+        draw(said.rng, said.stage.segments)(said)
 
 
 def talk(
     rng: random.Random, exchanges: int, held_out: bool = False, stage: Stage = FIRST
 ) -> Conversation:
-    """A conversation with so many exchanges, its words and what they mean."""
+    """A conversation of at least `exchanges`: messages and their meaning."""
     said = begin(rng, held_out, stage)
     grow(said, exchanges)
     return said
@@ -182,7 +268,7 @@ def conversation(
 
 
 def plain_story(rng: random.Random) -> str:
-    """A story outside of any chat: what a user gets who continues a text."""
+    """A story without a chat around it, for users who let the model continue a text."""
     names = [words.name(rng, held_out=False) for _ in range(2)]
     return small_talk.tale(rng, *names)
 

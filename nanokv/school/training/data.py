@@ -146,7 +146,7 @@ class Rows:
         self.stage = stage
         self.lengths = [
             (length, weight)
-            for length, weight in ROW_LENGTHS
+            for length, weight in stage.lengths or ROW_LENGTHS
             if length <= min(longest, tokens_per_batch)
         ]
         self.assistant = tokenizer.encode("<|im_start|>assistant\n").ids
@@ -173,7 +173,7 @@ class Rows:
         talk = begin(rng, held_out, self.stage)
         done = 0  # messages that are encoded
         ids: list[int] = []
-        said: list[bool] = []
+        said: list[bool | None] = []
         while len(ids) <= length:
             missing = (length - len(ids)) // TOKENS_AN_EXCHANGE
             grow(talk, len(talk.log) + max(2, missing))
@@ -184,7 +184,10 @@ class Rows:
         share = USER_SHARE
         if held_out:
             share = 0
-        counts = [answered or rng.random() < share for answered in said[: length + 1]]
+        counts = [
+            answered is not None and (answered or rng.random() < share)
+            for answered in said[: length + 1]
+        ]
         return ids[: length + 1], counts
 
     def plain_row(self, rng: random.Random, length: int) -> Row:
@@ -194,19 +197,26 @@ class Rows:
             ids += self.tokenizer.encode(plain_story(rng) + "<|endoftext|>").ids
         return ids[: length + 1], [True] * (length + 1)
 
-    def encode(self, messages: Sequence[Mapping[str, str]]) -> Row:
+    def encode(
+        self, messages: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[int], list[bool | None]]:
         """Ids of the messages in ChatML. The tokens that the assistant generates count.
 
-        These are its text and <|im_end|>, without the header and the line break after it.
+        These are its text and <|im_end|>, without the header and the line break after it. None for
+        the tokens of another assistant, which never count. An empty message is left out.
         """
         ids: list[int] = []
-        said: list[bool] = []
+        said: list[bool | None] = []
+        messages = [message for message in messages if message["content"]]
         header = len(self.assistant)
         texts = [render([message]) for message in messages]
         encoded = self.tokenizer.encode_batch_fast(texts)  # one thread per core
         for message, encoding in zip(messages, encoded, strict=True):
             new = encoding.ids
             ids += new
+            if message.get("foreign"):
+                said += [None] * len(new)
+                continue
             answer = message["role"] == "assistant"
             said += [False] * header + [answer] * (len(new) - header - 1) + [False]
         return ids, said

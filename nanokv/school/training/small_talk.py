@@ -32,6 +32,15 @@ def cache_question(talk: Conversation) -> None:
     talk.say(ask(talk.rng, phrasing, talk.stage.wrappers), answer, ("cache", answer))
 
 
+
+def size_of_caches(talk: Conversation) -> None:
+    """The user asks how large a KV cache is, without the name of a model."""
+    sizes = [question for question in QUESTIONS if question[0].startswith("Two times")]
+    answer, phrasings = sizes[0]
+    phrasing = talk.rng.choice(phrasings[:-1])
+    talk.say(ask(talk.rng, phrasing, talk.stage.wrappers), answer, ("cache", answer))
+
+
 def story(talk: Conversation) -> None:
     """The user asks for a story, mostly with one or two characters that they name.
 
