@@ -265,21 +265,72 @@ def test_batches_depend_on_their_number_alone():
 
 
 def test_rows_are_short_at_first_and_long_later():
-    """Curriculum: no row longer than 512 at first; then the whole context; then every exchange."""
-    recipe = Recipe(steps=6, tokens_per_batch=2048, long_rows_from=2, second_from=4)
+    """Curriculum: rows up to 512 tokens; the whole context; every exchange; in smaller batches those of the third."""
+    recipe = Recipe(
+        steps=8,
+        tokens_per_batch=2048,
+        long_rows_from=2,
+        second_from=4,
+        third_from=6,
+        third_share=0.5,
+    )
     run = Trainer(recipe, config=SMALL, tokenizer=small_tokenizer())
     assert {length for length, _ in run.short.lengths} == {64, 128, 256, 512}
     sources = [rows for _, rows in sorted(run.sources.items())]
     assert sources[:2] == [run.short, run.long] and sources[2].lengths == run.long.lengths
     assert 2048 in dict(run.long.lengths)
-    assert [rows.stage for rows in sources] == [corpus.FIRST, corpus.FIRST, corpus.SECOND]
+    assert [rows.stage for rows in sources[:3]] == [corpus.FIRST, corpus.FIRST, corpus.SECOND]
+    assert sources[3].stage is corpus.THIRD
+    assert [rows.tokens_per_batch for rows in sources] == [2048, 2048, 2048, 1024]
+    assert sources[3].lengths == list(corpus.THIRD.lengths)
     used, batch = [], run.short.batch(0)
     for i, rows in enumerate(sources):
         rows.batch = lambda step, i=i: used.append((i, step)) or batch
     run.loss = lambda *batch: sum(p.sum() for p in run.model.parameters())
-    for _ in range(6):
+    for _ in range(8):
         run.train_step()
-    assert used == [(step // 2, step) for step in range(6)]
+    assert used == [(step // 2, step) for step in range(8)]
+
+
+def test_what_another_assistant_says_is_read_and_never_learnt():
+    """Its tokens never count, not even in the tenth; one that says nothing has no message."""
+    tokenizer = small_tokenizer()
+    rows = data.Rows(tokenizer, 0, 1024, stage=corpus.THIRD)
+    messages = [
+        {"role": "user", "content": "My name is Ada."},
+        {"role": "assistant", "content": "What a lovely name!", "foreign": True},
+        {"role": "user", "content": "I have a cat."},
+        {"role": "assistant", "content": "", "foreign": True},
+        {"role": "user", "content": "What is my name?"},
+        {"role": "assistant", "content": "Your name is Ada."},
+    ]
+    ids, said = rows.encode(messages)
+    spoken = [message for message in messages if message["content"]]
+    assert ids == tokenizer.encode(data.render(spoken)).ids
+    other = len(tokenizer.encode(data.render(messages[1:2])).ids)
+    assert said.count(None) == other and {True, False, None} == set(said)
+    silent = [i for i, mark in enumerate(said) if mark is None]
+    assert silent == list(range(silent[0], silent[0] + other))
+    foreign = 0
+    for i in range(60):
+        _, counts = rows.row(random.Random(i), 256)
+        talk = corpus.begin(random.Random(i), stage=corpus.THIRD)
+        foreign += talk.foreign
+        assert any(counts)
+    assert 20 < foreign < 40
+
+
+def test_no_token_of_another_assistant_counts(monkeypatch):
+    """Rows in which every user token counts: what is left out is what others say, and headers."""
+    monkeypatch.setattr(data, "USER_SHARE", 1.0)
+    monkeypatch.setattr(data, "PLAIN_SHARE", 0.0)
+    rows = data.Rows(small_tokenizer(), 0, 1024, stage=corpus.THIRD)
+    shares = []
+    for i in range(60):
+        _, counts = rows.row(random.Random(f"others:{i}"), 256)
+        shares.append(sum(counts) / len(counts))
+    whole = [share for share in shares if share == 1]
+    assert 15 < len(whole) < 45 and min(shares) < 0.9
 
 
 def test_validation_uses_held_out_words(monkeypatch):
@@ -305,17 +356,17 @@ def test_validation_uses_held_out_words(monkeypatch):
 
 
 def test_validation_draws_from_the_stage_that_is_trained():
-    """The answers of the second stage have other words: on those of the first, the loss of a good model rises."""
-    recipe = Recipe(steps=3, tokens_per_batch=256, long_rows_from=1, second_from=2)
+    """The answers of a later stage have other words: on those of the first, the loss of a good model rises."""
+    recipe = Recipe(steps=4, tokens_per_batch=256, long_rows_from=1, second_from=2, third_from=3)
     run = Trainer(recipe, config=SMALL, tokenizer=small_tokenizer())
     losses = []
-    for run.step in range(3):  # the same weights
+    for run.step in range(4):  # the same weights
         losses.append(run.validate())
-    stages = (corpus.FIRST, corpus.SECOND)
-    first, second = (data.Rows(run.tokenizer, 0, 256, stage=stage).held_out(8) for stage in stages)
+    stages = (corpus.FIRST, corpus.FIRST, corpus.SECOND, corpus.THIRD)
+    rows = [data.Rows(run.tokenizer, 0, 256, stage=stage).held_out(8) for stage in stages]
     with torch.no_grad():
-        assert losses == [run.loss(*first), run.loss(*first), run.loss(*second)]
-    assert losses[2] != losses[1]
+        assert losses == [run.loss(*batch) for batch in rows]
+    assert len(set(losses)) == 3
 
 
 def test_validation_counts_what_the_assistant_says():
@@ -458,22 +509,64 @@ def test_every_parameter_is_trained_by_exactly_one_optimizer():
 
 
 @pytest.mark.parametrize("steps", [Recipe.steps, 20_000, 700])
-def test_the_rate_warms_up_and_ends_near_zero(steps):
-    """Up, then down in one straight line; any length looks alike."""
+def test_the_rate_warms_up_and_ends_near_zero_twice(steps):
+    """Up, then down in one straight line, and down in another one in the third stage; any length looks alike."""
     recipe = Recipe().scaled(steps)
     rates = [recipe.rate(step) for step in range(steps)]
-    warm = recipe.warmup
-    assert (
-        rates[0] == 1 / warm and max(rates) == rates[warm] == 1 and rates[-1] == 1 / (steps - warm)
-    )
-    assert [one - other for one, other in pairwise(rates[warm:])] == pytest.approx(
-        [rates[-1]] * (steps - warm - 1)
+    warm, third = recipe.warmup, recipe.third_from
+    assert rates[0] == 1 / warm and max(rates) == rates[warm] == 1
+    assert rates[third - 1] == 1 / (third - warm)
+    assert [one - other for one, other in pairwise(rates[warm:third])] == pytest.approx(
+        [rates[third - 1]] * (third - warm - 1)
     )
     assert [other - one for one, other in pairwise(rates[:warm])] == pytest.approx(
         [rates[0]] * (warm - 1)
     )
-    for name in ("warmup", "long_rows_from", "second_from"):
+    assert rates[third] == recipe.third_rate and rates[-1] == pytest.approx(
+        recipe.third_rate / (steps - third)
+    )
+    assert [one - other for one, other in pairwise(rates[third:])] == pytest.approx(
+        [rates[-1]] * (steps - third - 1)
+    )
+    for name in ("warmup", "long_rows_from", "second_from", "third_from"):
         assert abs(getattr(recipe, name) / steps - getattr(Recipe, name) / Recipe.steps) < 1e-3
+
+
+def test_the_first_two_stages_have_the_rate_that_they_had():
+    """A third stage behind them changes none of their steps."""
+    recipe = Recipe()
+    assert [recipe.rate(step) for step in (0, 75, 6299)] == [1 / 75, 1, 1 / 6225]
+    assert {recipe.batch(step) for step in (0, 6299)} == {8192} and recipe.batch(6300) == 4096
+    assert recipe.tokens(6300) == 6300 * 8192 and recipe.tokens(6310) == 6300 * 8192 + 10 * 4096
+    assert Recipe(steps=40, tokens_per_batch=64, third_from=20).batch(20) == 64  # one short row
+
+
+def test_the_third_stage_begins_with_new_optimizers():
+    """So it can begin with stored weights, and goes on with its own."""
+    recipe = Recipe(steps=4, tokens_per_batch=256, second_from=1, third_from=2)
+    run = Trainer(recipe, config=SMALL, tokenizer=small_tokenizer())
+    seen = []
+    for _ in range(4):
+        run.train_step()
+        seen.append(run.optimizers)
+    assert seen[0] is seen[1] and seen[2] is seen[3] and seen[1] is not seen[2]
+    assert {int(state["step"]) for state in seen[3][1].state.values()} == {2}
+
+
+def test_the_third_stage_begins_with_the_weights_of_a_finished_model(tmp_path):
+    """As the bundled one was made: the weights of the folder, the third stage's batches, nothing before."""
+    recipe = Recipe(steps=4, tokens_per_batch=256, second_from=1, third_from=2)
+    made = Trainer(Recipe(seed=7), config=SMALL, tokenizer=small_tokenizer())
+    made.export(tmp_path)
+    runs = [Trainer(recipe, config=SMALL, tokenizer=small_tokenizer()) for _ in range(2)]
+    for run in runs:
+        run.start_third(tmp_path)
+        assert run.step == 2
+        for name, weight in run.weights().items():
+            assert torch.equal(weight, made.weights()[name].bfloat16().float())
+    assert runs[0].train_step() == runs[1].train_step() and runs[0].rows().stage is corpus.THIRD
+    runs[0].train_step()
+    assert runs[0].step == recipe.steps
 
 
 @pytest.mark.parametrize("steps", range(1, 8))
@@ -621,7 +714,7 @@ def test_what_a_run_leaves(finished):
     ]
     lines = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    assert [line["tokens"] for line in lines] == [256 * step for step in range(1, STEPS + 1)]
+    assert [line["tokens"] for line in lines] == [*range(256, 9 * 256 + 1, 256), 2432, 2560, 2688]
     assert [line["step"] for line in lines if "validation" in line] == [4, 8, 12]
     picture = (finished / "loss.png").read_bytes()
     assert picture[:8] == b"\x89PNG\r\n\x1a\n" and len(picture) > 10_000
@@ -827,7 +920,7 @@ def test_quiet_says_nothing(tmp_path, small, capsys):
 
 
 @pytest.mark.parametrize(
-    ("steps", "cases"), [(1, 5), (6, 5), (630, 10), (3150, 50), (6300, 100), (9000, 100)]
+    ("steps", "cases"), [(1, 5), (6, 5), (840, 10), (4200, 50), (8400, 100), (9000, 100)]
 )
 def test_a_short_run_is_evaluated_shortly(steps, cases):
     from nanokv.apps.cli.commands.train import cases_after

@@ -1,12 +1,14 @@
-"""The training loop of the bundled model: seeded, resumable, on a GPU if there is one, else on the CPU.
+"""The training loop of the bundled model, on the CPU or a GPU.
 
-Hidden matrices are trained with Muon (Jordan et al. 2024, torch.optim.Muon), tables and norms with AdamW. Batch i and
-the learning rate of step i depend on i alone, so a run that was killed and resumed ends in the same weights.
-A checkpoint is weights, the optimizers' state and the recipe (run_folder.py); `export` writes the Hugging Face folder.
+Muon (Jordan et al. 2024, torch.optim.Muon) trains the hidden matrices, AdamW tables and norms. The
+batch and the learning rate of a step depend on its number alone, so a killed and resumed run ends
+in the same weights. A checkpoint is the weights, the state of the optimizers and the recipe
+(run_folder.py). `export` writes the Hugging Face folder.
 """
 
 import json
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,13 +17,15 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from torch import Tensor
 
 from nanokv.attention import Causal
 from nanokv.cache import NoCache
 from nanokv.config import Config
 from nanokv.errors import NanoKVError
 from nanokv.model import Transformer
-from nanokv.school.training.corpus import SECOND
+from nanokv.school.training.corpus import SECOND, THIRD
 from nanokv.school.training.data import Rows, save_tokenizer, train_tokenizer
 from nanokv.school.training.run_folder import (
     checkpoints,
@@ -31,12 +35,13 @@ from nanokv.school.training.run_folder import (
     read_state,
     saving,
 )
-from weights_loader import writing
+from weights_loader import names, writing
 
 VOCAB_SIZE = 2048
+SHORTEST = 64  # tokens per row, and the fewest per batch
 BLOCK = 128  # queries whose scores are in memory at once
 COMPILED_FROM = 500  # steps of a run for which a minute of compiling pays
-# head_dim · heads = 288 ≠ hidden 192 on purpose: code that derives one from the other fails loudly.
+# head_dim · heads = 288, not hidden 192: code that derives one from the other fails.
 TINY = Config(
     vocab_size=VOCAB_SIZE,
     hidden_size=192,
@@ -55,77 +60,110 @@ TINY = Config(
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides the outcome of a run, besides the code and the machine's arithmetic."""
+    """The settings of a run. With the code and the machine's arithmetic they decide the weights."""
 
-    steps: int = 6300
+    steps: int = 8400
     seed: int = 0
     tokens_per_batch: int = 8192
     learning_rate: float = 3e-3
     warmup: int = 75
     weight_decay: float = 0.1
     clip: float = 1.0
-    long_rows_from: int = 1100  # step from which rows of more than 512 tokens appear
-    second_from: int = 1500  # step from which conversations have every exchange: corpus.SECOND
+    long_rows_from: int = 1100  # first step with rows of more than 512 tokens
+    second_from: int = 1500  # first step of the second stage (corpus.SECOND)
+    third_from: int = 6300  # first step of the third stage (corpus.THIRD)
+    third_rate: float = 0.35  # factor of the learning rate at that step
+    third_share: float = 0.5  # share of tokens_per_batch in the third stage
 
     def rate(self, step: int) -> float:
-        """Factor of the learning rate: linear warm-up, then a straight line to zero (Defazio et al. 2023,
-        arXiv:2310.07831)."""
+        """Factor of the learning rate.
+
+        A linear warm-up, then a straight line to zero (Defazio et al. 2023, arXiv:2310.07831), and
+        another one in the third stage.
+        """
+        if step >= self.third_from:
+            return self.third_rate * (self.steps - step) / (self.steps - self.third_from)
         if step < self.warmup:
             return (step + 1) / self.warmup
-        return (self.steps - step) / (self.steps - self.warmup)
+        last = min(self.steps, self.third_from)
+        return (last - step) / (last - self.warmup)
+
+    def batch(self, step: int) -> int:
+        """Tokens in the batch of this step."""
+        if step < self.third_from:
+            return self.tokens_per_batch
+        return max(SHORTEST, round(self.tokens_per_batch * self.third_share))
+
+    def tokens(self, step: int) -> int:
+        """Tokens in all batches before this step."""
+        third = max(0, step - self.third_from)
+        return (step - third) * self.tokens_per_batch + third * self.batch(self.third_from)
 
     def scaled(self, steps: int) -> "Recipe":
         """The same schedule for a shorter or longer run."""
-        moved = ("warmup", "long_rows_from", "second_from")
+        moved = ("warmup", "long_rows_from", "second_from", "third_from")
         at = {name: round(getattr(self, name) * steps / self.steps) for name in moved}
         return replace(self, steps=steps, **at)
 
 
 class Trainer:
-    """Model, optimizers and step number. `train_step()` does one step, `save` and `resume` move between folders.
+    """Model, optimizers and step number.
 
-    A tokenizer that is given must be the one that the recipe's seed makes; without it, it is trained first.
+    `tokenizer` is the one of the recipe's seed; without it, the trainer makes it first.
     """
 
-    def __init__(self, recipe: Recipe, device: str = "cpu", config: Config = TINY, tokenizer=None):
+    def __init__(
+        self,
+        recipe: Recipe,
+        device: str = "cpu",
+        config: Config = TINY,
+        tokenizer: Tokenizer | None = None,
+    ):
         torch.manual_seed(recipe.seed)
-        self.recipe, self.device, self.config, self.step = recipe, device, config, 0
+        self.recipe = recipe
+        self.device = device
+        self.config = config
+        self.step = 0
         self.tokenizer = tokenizer or train_tokenizer(recipe.seed, config.vocab_size)
         self.model = initialise(Transformer(config)).to(device).train()
         self.cross_entropy = cross_entropy
-        self.attend = causal_in_blocks if torch.device(device).type == "cpu" else Causal()
+        self.mixed = multiplies_bf16(device)
+        self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = Causal()
+        if torch.device(device).type == "cpu":
+            self.attend = causal_in_blocks
         self.optimizers = self._new_optimizers()
         rows = partial(Rows, self.tokenizer, recipe.seed, recipe.tokens_per_batch)
-        self.short, self.long = rows(longest=512), rows()
-        # step from which → what is drawn from
-        self.sources = {
+        self.short = rows(longest=512)
+        self.long = rows()
+        third = recipe.batch(recipe.third_from)
+        self.sources = {  # first step → source of the batches from there on
             0: self.short,
             recipe.long_rows_from: self.long,
             recipe.second_from: rows(stage=SECOND),
+            recipe.third_from: Rows(self.tokenizer, recipe.seed, third, stage=THIRD),
         }
 
     def _new_optimizers(self) -> list[torch.optim.Optimizer]:
-        matrices = [
-            p
-            for name, p in self.model.named_parameters()
-            if p.dim() == 2 and name != "embed_tokens.weight"
-        ]
-        rest = [
-            p
-            for name, p in self.model.named_parameters()
-            if p.dim() != 2 or name == "embed_tokens.weight"
-        ]
-        rate, decay = self.recipe.learning_rate, self.recipe.weight_decay
+        matrices = []
+        rest = []
+        for name, parameter in self.model.named_parameters():
+            if parameter.dim() == 2 and name != "embed_tokens.weight":
+                matrices.append(parameter)
+            else:
+                rest.append(parameter)
+        rate = self.recipe.learning_rate
+        decay = self.recipe.weight_decay
         return [
             torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
         ]
 
     def compile(self) -> bool:
-        """Fuse what each layer does between its products, and the loss, with torch.compile; says whether that works.
+        """Compile the layers and the loss with torch.compile. Returns whether that works.
 
-        A step takes a fifth less time on a CPU; GPUs are left alone, nobody has measured them. Every length of row is
-        compiled once, 5 to 15 s each. Without a C++ compiler layers stay as they are, and only rounding differs.
+        A step takes a fifth less time on a CPU. GPUs were not measured and stay as they are. Each
+        length of row is compiled once, 5 to 15 s each. Without a C++ compiler the layers stay as
+        they are. Only rounding differs.
         """
         if torch.device(self.device).type != "cpu":
             return False
@@ -144,18 +182,23 @@ class Trainer:
             self.model.zero_grad(set_to_none=True)
         return True
 
-    def loss(self, inputs, targets, counts):
-        """Mean cross entropy of the targets that count, in nats per token; bf16 autocast, logits in fp32."""
+    def loss(self, inputs: Tensor, targets: Tensor, counts: Tensor) -> Tensor:
+        """Mean cross entropy of the targets that count, in nats per token; each argument (B,T).
+
+        Products in bf16 where the machine multiplies bf16, else in fp32; logits in fp32.
+        """
         inputs, targets, counts = (t.to(self.device) for t in (inputs, targets, counts))
-        with torch.autocast(torch.device(self.device).type, torch.bfloat16):
-            hidden = self.model(
-                inputs, NoCache(self.config.num_hidden_layers), 0, self.attend
-            )  # (B,T,C)
-            logits = self.model.lm_head(hidden[counts])  # (N,V), only where somebody looks
+        cache = NoCache(self.config.num_hidden_layers)
+        kind = torch.device(self.device).type
+        with torch.autocast(kind, torch.bfloat16, enabled=self.mixed):
+            hidden = self.model(inputs, cache, 0, self.attend)  # (B,T,C)
+            logits = self.model.lm_head(hidden[counts])  # (N,V), of the targets that count
         return self.cross_entropy(logits, targets[counts])
 
     def train_step(self) -> float:
-        """One batch, one update. Returns the loss."""
+        """Train on one batch. Returns its loss. The third stage begins with new optimizers."""
+        if self.step == self.recipe.third_from:
+            self.optimizers = self._new_optimizers()
         loss = self.loss(*self.rows().batch(self.step))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
@@ -172,19 +215,20 @@ class Trainer:
         return {name: p.detach().cpu().clone() for name, p in self.model.named_parameters()}
 
     def rows(self) -> Rows:
-        """Where this step's batch comes from."""
+        """The source of this step's batch."""
         return self.sources[max(first for first in self.sources if first <= self.step)]
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Loss on conversations whose names and words were never trained on; what the assistant says counts."""
+        """Loss of the answers in conversations whose names and words are never trained on."""
         return self.loss(*self.rows().held_out(8)).item()
 
-    # --- checkpoints ------------------------------------------------------------------------------------------------
+    # --- checkpoints ------------------------------------------------------------------------------
 
-    def save(self, folder):
-        """Write checkpoint-STEP next to its predecessors, complete or not at all; keep the last two."""
-        folder, name = Path(folder), f"checkpoint-{self.step}"
+    def save(self, folder: str | Path) -> None:
+        """Write checkpoint-STEP, complete or not at all, and keep the last two."""
+        folder = Path(folder)
+        name = f"checkpoint-{self.step}"
         # The same step of the same run has the same bits.
         if folder / name not in checkpoints(folder):
             with new_checkpoint(folder, name) as temporary:
@@ -198,17 +242,13 @@ class Trainer:
                 (temporary / "state.json").write_text(json.dumps(state, indent=1))
         drop_old(folder)
 
-    def resume(self, folder):
-        """Continue from the newest checkpoint in `folder`; the recipe must be the one that it was started with."""
+    def resume(self, folder: str | Path) -> None:
+        """Continue from the newest checkpoint in `folder`. It must have the same recipe."""
         newest = newest_checkpoint(folder)
-        if (recipe := stored_recipe(newest)) != self.recipe:
-            mine = asdict(self.recipe)
-            differ = [
-                f"{key} {value}, not {mine[key]}"
-                for key, value in asdict(recipe).items()
-                if value != mine[key]
-            ]
-            raise NanoKVError(f"{newest} was made with another recipe: {', '.join(differ)}")
+        recipe = stored_recipe(newest)
+        if recipe != self.recipe:
+            differ = ", ".join(differences(recipe, self.recipe))
+            raise NanoKVError(f"{newest} was made with another recipe: {differ}")
         state = read_state(newest)
         if state["config"] != json.loads(json.dumps(self.config.to_dict())):
             raise NanoKVError(f"{newest} was made with another model: {state['config']}")
@@ -217,102 +257,125 @@ class Trainer:
             optimizers = load_file(newest / "optimizer.safetensors", device=self.device)
         except (OSError, SafetensorError) as error:
             raise damaged(newest, error) from error
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(weights[name])
+        self._load_weights(weights)
         self._load_optimizers(optimizers)
         self.step = state["step"]
 
-    def _optimizer_tensors(self) -> dict:
+    def start_third(self, folder: str | Path) -> None:
+        """Begin at the third stage, with the weights of a Hugging Face folder."""
+        stored = load_file(Path(folder) / names.SINGLE, device=self.device)
+        own = [name for name, _ in self.model.named_parameters()]
+        self._load_weights({name: stored[names.to_hugging_face(name)] for name in own})
+        self.step = self.recipe.third_from
+
+    def _load_weights(self, weights: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(weights[name])
+
+    def _optimizer_tensors(self) -> dict[str, Tensor]:
         tensors = {}
         for i, optimizer in enumerate(self.optimizers):
             for j, state in optimizer.state_dict()["state"].items():
-                tensors |= {
-                    f"{i}.{j}.{key}": torch.as_tensor(value).cpu().clone()
-                    for key, value in state.items()
-                }
+                for key, value in state.items():
+                    tensors[f"{i}.{j}.{key}"] = torch.as_tensor(value).cpu().clone()
         return tensors
 
-    def _load_optimizers(self, tensors: dict):
+    def _load_optimizers(self, tensors: dict[str, Tensor]) -> None:
         for i, optimizer in enumerate(self.optimizers):
             full = optimizer.state_dict()
-            state: dict = {}
+            state: dict[int, dict[str, Tensor]] = {}
             for key, tensor in tensors.items():
                 which, index, name = key.split(".", 2)
                 if int(which) == i:
                     state.setdefault(int(index), {})[name] = tensor
             optimizer.load_state_dict(full | {"state": state})
 
-    def export(self, folder):
-        """The finished model as an ordinary Hugging Face folder, weights in bf16."""
+    def export(self, folder: str | Path) -> None:
+        """Write the finished model as a Hugging Face folder, weights in bf16."""
         folder = Path(folder)
-        with (
-            saving(folder),
-            writing.new_files(folder, writing.CHECKPOINT + writing.TOKENIZER, force=True) as new,
-        ):
+        files = writing.CHECKPOINT + writing.TOKENIZER
+        with saving(folder), writing.new_files(folder, files, force=True) as new:
             self._write_model(new)
 
-    def _write_model(self, folder: Path):
+    def _write_model(self, folder: Path) -> None:
         tensors = {name: weight.bfloat16() for name, weight in self.weights().items()}
-        end, pad = (self.tokenizer.token_to_id(token) for token in ("<|im_end|>", "<|endoftext|>"))
+        end = self.tokenizer.token_to_id("<|im_end|>")
+        pad = self.tokenizer.token_to_id("<|endoftext|>")
         config = self.config.to_dict() | {"eos_token_id": end, "pad_token_id": pad}
         generation = {"do_sample": False, "eos_token_id": [end, pad], "pad_token_id": pad}
         writing.write_checkpoint(folder, config, tensors, generation)
         save_tokenizer(self.tokenizer, folder)
 
 
-def cross_entropy(logits, targets):
-    """Mean over N positions in nats, logits (N,V) in bf16, targets (N). Compiled, it writes no copy of N·V in fp32."""
+def differences(stored: Recipe, wanted: Recipe) -> Iterator[str]:
+    """Each setting in which a stored recipe is not the wanted one."""
+    mine = asdict(wanted)
+    for key, value in asdict(stored).items():
+        if value != mine[key]:
+            yield f"{key} {value}, not {mine[key]}"
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean over N positions in nats, logits (N,V) in bf16 or fp32, targets (N).
+
+    Compiled, it writes no copy of N·V in fp32.
+    """
     return F.cross_entropy(logits.float(), targets)
 
 
-def causal_in_blocks(q, k, v):
-    """Causal attention of whole rows as plain products, q (B,H,T,D), k and v (B,Hk,T,D) → (B,H,T,D).
+def causal_in_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of whole rows, q (B,H,T,D), k and v (B,Hk,T,D) → (B,H,T,D).
 
-    128 queries at a time, whose scores stay in the processor's cache. Forward and backward on a CPU take a quarter (128
-    tokens) to six tenths (2,048) of the time of the fused kernel, which reads bf16 slowly there.
+    The scores of 128 queries at a time stay in the processor's cache. Forward and backward on a CPU
+    take a quarter (128 tokens) to six tenths (2,048) of the time of the fused kernel, which reads
+    bf16 slowly there.
     """
     B, H, T, D = q.shape
+    Hk = k.shape[1]
     mixed = []
-    # Which would make a copy of the scores in fp32.
-    with torch.autocast(q.device.type, enabled=False):
-        grouped, k = (
-            (q * D**-0.5).to(v.dtype).reshape(B, k.shape[1], -1, T, D),
-            k.to(v.dtype),
-        )  # (B,Hk,G,T,D)
+    with torch.autocast(q.device.type, enabled=False):  # it would copy the scores to fp32
+        grouped = (q * D**-0.5).to(v.dtype).reshape(B, Hk, -1, T, D)  # (B,Hk,G,T,D)
+        k = k.to(v.dtype)
         for start in range(0, T, BLOCK):
             end = min(T, start + BLOCK)
-            # A group shares its keys.
+            # A group of query heads shares its keys.
             queries = grouped[:, :, :, start:end].flatten(2, 3)  # (B,Hk,G·N,D)
-            hidden = torch.full(
-                (end - start, end), -torch.inf, dtype=v.dtype, device=v.device
-            ).triu(start + 1)
-            scores = (queries @ k[:, :, :end].transpose(-1, -2)).unflatten(
-                2, (-1, end - start)
-            ) + hidden
+            hidden = torch.full((end - start, end), -torch.inf, dtype=v.dtype, device=v.device)
+            hidden = hidden.triu(start + 1)  # (N,end)
+            scores = queries @ k[:, :, :end].transpose(-1, -2)  # (B,Hk,G·N,end)
+            scores = scores.unflatten(2, (-1, end - start)) + hidden  # (B,Hk,G,N,end)
             mixed.append(scores.softmax(-1).flatten(2, 3) @ v[:, :, :end])  # (B,Hk,G·N,D)
-    blocks = [
-        block.unflatten(2, (H // k.shape[1], -1)).flatten(1, 2) for block in mixed
-    ]  # (B,H,N,D) each
+    # (B,H,N,D) each
+    blocks = [block.unflatten(2, (H // Hk, -1)).flatten(1, 2) for block in mixed]
     return torch.cat(blocks, dim=2)
 
 
+def multiplies_bf16(device: str) -> bool:
+    """Is bf16 faster there? A CPU without bf16 instructions takes twice as long as in fp32."""
+    if torch.device(device).type != "cpu":
+        return True
+    return torch.cpu._is_avx512_bf16_supported()
+
+
 def initialise(model: Transformer) -> Transformer:
-    """Normal(0, 0.02); the two projections that write to the residual stream smaller by sqrt(2L) (GPT-2)."""
+    """Normal(0, 0.02); the two projections to the residual stream smaller by sqrt(2L) (GPT-2)."""
     shrink = (2 * model.config.num_hidden_layers) ** -0.5
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(
-                    0,
-                    0.02 * (shrink if name.endswith(("o_proj.weight", "down_proj.weight")) else 1),
-                )
+            if parameter.dim() != 2:
+                continue
+            deviation = 0.02
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                deviation *= shrink
+            parameter.normal_(0, deviation)
     return model
 
 
-def newest_checkpoint(folder) -> Path:
-    """Where --resume continues."""
-    if not (found := checkpoints(folder)):
+def newest_checkpoint(folder: str | Path) -> Path:
+    """The checkpoint from which --resume continues."""
+    found = checkpoints(folder)
+    if not found:
         raise NanoKVError(
             f"{folder} holds no checkpoint to resume from", hint="start without --resume"
         )
@@ -333,7 +396,8 @@ def estimate_speed(trainer: Trainer, seconds: float = 6.0) -> float:
     """Tokens per second of a throw-away copy of the run, after one warm-up step."""
     probe = Trainer(trainer.recipe, trainer.device, trainer.config, trainer.tokenizer)
     probe.train_step()
-    start, done = time.perf_counter(), 0
+    start = time.perf_counter()
+    done = 0
     while time.perf_counter() - start < seconds:
         probe.train_step()
         done += probe.recipe.tokens_per_batch

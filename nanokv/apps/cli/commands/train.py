@@ -83,7 +83,7 @@ def _add_run(parser: ArgumentParser) -> None:
     )
     length = parser.add_mutually_exclusive_group()
     length.add_argument(
-        "--steps", type=integer(1), help="optimizer steps (default: 6,300, the bundled model's)"
+        "--steps", type=integer(1), help="optimizer steps (default: 8,400, the bundled model's)"
     )
     length.add_argument(
         "--minutes", type=real(0, above=True), help="as many steps as fit, measured at the start"
@@ -334,7 +334,7 @@ def take_step(
     milestone = trainer.step % every == 0 or trainer.step == trainer.recipe.steps
     if milestone:
         record["validation"] = round(trainer.validate(), 4)
-    record |= {"step": trainer.step, "tokens": trainer.step * trainer.recipe.tokens_per_batch}
+    record |= {"step": trainer.step, "tokens": trainer.recipe.tokens(trainer.step)}
     metrics.write(json.dumps(record) + "\n")
     # Before the checkpoint: if the run is killed in between, --resume repeats the step and drops
     # this line.

@@ -62,8 +62,9 @@ class Progress:
         self.validation = record.get("validation", self.validation)
         self.times.append(time.perf_counter())
         seconds = self.times[-1] - self.times[0]
-        speed = (len(self.times) - 1) * self.trainer.recipe.tokens_per_batch / seconds
-        steps = self.trainer.recipe.steps
+        recipe = self.trainer.recipe
+        speed = (len(self.times) - 1) * recipe.batch(record["step"] - 1) / seconds
+        steps = recipe.steps
         losses = f"loss {record['loss']:.3f}"
         if self.validation is not None:
             losses += f" · val {self.validation:.3f}"
@@ -72,7 +73,7 @@ class Progress:
             self.bar.update(self.task, completed=record["step"], description=line)
         elif "validation" in record or time.monotonic() - self.printed > EVERY_S:
             self.printed = time.monotonic()
-            left = (steps - record["step"]) * self.trainer.recipe.tokens_per_batch / speed
+            left = (recipe.tokens(steps) - recipe.tokens(record["step"])) / speed
             terminal.notice(f"{line} · ETA {left / 60:.0f} min", self.output)
         if "validation" in record:
             self.sample(record["step"])
