@@ -19,7 +19,7 @@ from nanokv.apps import cli
 from nanokv.cache import make_cache
 from nanokv.config import GenerationConfig
 from nanokv.inference import decode, prefill
-from nanokv.school.training import data, evaluate, words
+from nanokv.school.training import acknowledgements, data, evaluate, firsts, judging, scripts, words
 from nanokv.school.training.cache_questions import QUESTIONS, YES_OR_NO
 from nanokv.school.training.evaluate import (
     TARGETS,
@@ -39,8 +39,16 @@ from small_training import SMALL, small_tokenizer
 
 ROOT = Path(__file__).parents[2]
 CASES = 150
-RECALLED = ("recall", "introductions", "updates")
-EXACT = [task for task in TASKS if task not in (*RECALLED, "never told")]
+RECALLED = ("recall", "introductions", "updates", "other assistants")
+STRANGE = [  # cases of stranger_cases with patterns
+    "facts without names",
+    "nothing invented",
+    "first sentences",
+    "first sentences, new phrasing",
+    "emoji and other scripts",
+    "sizes of caches",
+]
+EXACT = [task for task in TASKS if task not in (*RECALLED, *STRANGE, "never told")]
 ALL = (*TASKS, *WRITTEN)
 
 
@@ -252,6 +260,128 @@ def test_cases_use_words_that_training_never_drew():
             assert all(map(words.is_held_out, drawn)), case
 
 
+# --- what strangers do -----------------------------------------------------------------------------------------------
+
+ANSWERS = (  # of a model that knows: the one that a case accepts
+    "You have not told me.",
+    "I only speak English.",
+    *(answer for kind in firsts.TEXTS["kind"] for answer in kind["answer"]),
+    *(answer for answer, _ in QUESTIONS),
+)
+
+
+def right_answer(case) -> str:
+    """The answer of a model that knows, for a case of any kind."""
+    if isinstance(case, Case):
+        return case.expected
+    value = re.sub(r"\\(.)", r"\1", case.right[0].removeprefix(r"(?<!\w)").removesuffix(r"(?!\w)"))
+    return next(
+        answer for answer in (*ANSWERS, f"You have {value}.", f"{value}.") if case.accepts(answer)
+    )
+
+
+@pytest.mark.parametrize("task", STRANGE)
+def test_a_case_of_a_stranger_has_a_right_answer_and_wrong_ones(task):
+    """What a model that knows would say; and neither a name that nobody said nor nothing at all."""
+    for case in cases(task, CASES, seed=3):
+        answer = right_answer(case)
+        assert case.accepts(answer) and not case.accepts(""), case
+        if getattr(case, "invents_nothing", False):
+            assert not case.accepts(f"{answer} Your cat is called Ilse."), case
+            assert not case.accepts(f"{answer} You are 4711 years old."), case
+
+
+def test_what_has_no_name_is_asked_for_both_ways():
+    """Half of the questions are for the name, and then the thing is in no right answer's way."""
+    found = cases("facts without names", CASES, seed=3)
+    names = [case for case in found if case.group == "the name"]
+    assert 0.3 < len(names) / len(found) < 0.7
+    for case in names:
+        assert not case.accepts("Your cat is called you.")
+    for case in found:
+        assert case in names or judging.invented(right_answer(case), case.turns) == set()
+
+
+def test_other_assistants_answer_in_words_that_training_never_has():
+    """All turns but the last one; the value stands in a user's turn, and mostly in no answer."""
+    held = [text for texts in acknowledgements.TEXTS.values() for text in texts.get("held", ())]
+    echoes = 0
+    found = cases("other assistants", CASES, seed=3)
+    for case in found:
+        assert len(case.said) == len(case.turns) - 1
+        for answer in case.said:
+            assert any(re.fullmatch(shape(text), answer, re.IGNORECASE) for text in held), answer
+        echoes += any(judging.holds(answer, case.expected) for answer in case.said)
+    assert 0.1 < echoes / len(found) < 0.7
+
+
+def shape(text: str) -> str:
+    """A regular expression for a sentence with anything in its places."""
+    return re.sub(r"\\{\w\\}", ".+", re.escape(text))
+
+
+def test_first_sentences_are_trained_ones_in_other_forms_and_new_ones():
+    trained = {text.casefold() for kind in firsts.TEXTS["kind"] for text in kind["said"]}
+    plain = [
+        case.turns[0].casefold().rstrip(".!?") for case in cases("first sentences", CASES, seed=3)
+    ]
+    again = sum(text in {known.rstrip(".!?") for known in trained} for text in plain)
+    assert 0.2 < again / CASES < 0.8
+    new = [
+        case.turns[0].casefold() for case in cases("first sentences, new phrasing", CASES, seed=3)
+    ]
+    assert [text for text in new if text in trained] == []
+
+
+def test_emoji_and_models_of_the_evaluation_are_not_trained():
+    for case in cases("emoji and other scripts", CASES, seed=3):
+        assert not set("".join(case.turns)) & set("".join(scripts.EMOJI["said"]) + "") - {"\ufe0f"}
+    models = firsts.TEXTS["sizes"]["models"]
+    for case in cases("sizes of caches", CASES, seed=3):
+        assert not any(model in case.turns[0] for model in models if len(model) > 7), case
+
+
+@pytest.mark.parametrize(
+    ("answer", "talk", "found"),
+    [
+        ("So your cat is called Ilse.", ("I have a cat.",), {"ilse"}),
+        ("So you have a cat.", ("I have two cats.",), set()),
+        ("You have a dog.", ("I have a cat.",), {"dog"}),
+        ("You live in Oslo.", ("Hello!", "I was in Rome."), {"oslo"}),
+        ("You are 44 years old.", ("I am 43.",), {"44"}),
+        ("I see. Tell me more.", ("I had soup.",), set()),
+        ("You have not told me what your cat is called.", ("I have a cat",), set()),
+    ],
+)
+def test_what_stands_nowhere_in_the_talk_is_invented(answer, talk, found):
+    assert judging.invented(answer, talk) == found
+
+
+def test_the_assistant_says_no_value_by_heart():
+    """Else an invented cat would pass."""
+    known = judging.assistant_words()
+    pools = (words.NAMES, words.CITIES, words.FOODS, words.ANIMALS, words.COLOURS, words.JOBS)
+    assert not known & {value.casefold() for pool in pools for value in pool}
+    assert {"told", "called", "nanokv", "english", "sorry"} <= known and len(known) < 800
+
+
+def test_what_another_assistant_said_comes_before_the_question(tokenizer):
+    """The stub sees its turns with those of the other, and answers the last one only."""
+    seen = []
+
+    def say(turns):
+        seen.append(turns)
+        return "Ada"
+
+    stub = Stub(say)
+    said = ("What a lovely name!", "Ok.")
+    turns = ("My name is Ada.", "I have a cat.", "What is my name?")
+    assert evaluate.reply(stub, tokenizer, turns, said=said) == "Ada"
+    assert set(seen) == {turns}
+    text = stub.bpe.decode(stub.seen, skip_special_tokens=False)
+    assert "assistant\nWhat a lovely name!<|im_end|>" in text and text.count("Ok.") == 1
+
+
 def test_the_seed_chooses_the_cases():
     for task in ALL:
         assert cases(task, 20, seed=1) == cases(task, 20, seed=1)
@@ -278,7 +408,7 @@ def test_the_seed_chooses_the_cases():
     ],
 )
 def test_words_are_compared_as_words(answer, expected, holds):
-    assert evaluate._holds(answer, expected) is holds
+    assert judging.holds(answer, expected) is holds
 
 
 @pytest.mark.parametrize(
@@ -357,6 +487,7 @@ def test_a_model_that_knows_reaches_everything(tokenizer):
     known = {case.turns: case.expected for task in EXACT for case in cases(task, 6, seed=1)}
     known |= {case.turns: case.expected for task in RECALLED for case in cases(task, 6, seed=1)}
     known |= {case.turns: "You have not told me." for case in cases("never told", 6, seed=1)}
+    known |= {case.turns: right_answer(case) for task in STRANGE for case in cases(task, 6, seed=1)}
     known |= written_answers()
     assert shares(Stub(lambda turns: known.get(turns, "Ok.")), tokenizer) == dict.fromkeys(ALL, 1.0)
 
@@ -582,8 +713,8 @@ def test_the_card_of_the_bundled_model_is_true():
     found = {
         result.task: result.mean for result in evaluate.evaluate(model, tokenizer, 100, seeds=[0])
     }
-    assert set(found) == set(lowest)
-    assert {task: share for task, share in found.items() if share < lowest[task] - 0.02} == {}
+    assert set(lowest) <= set(found)
+    assert {task: found[task] for task in lowest if found[task] < lowest[task] - 0.02} == {}
 
 
 @pytest.mark.slow
