@@ -239,6 +239,16 @@ def test_what_has_no_name_is_known_to_all_exchanges():
             "what your sister is called.",
         ),
         (
+            "I have a sister. What's the name?",
+            "You have not told me about a sister.",
+            "is called.",
+        ),
+        (
+            "I have a sister, right?",
+            "You have not told me about a sister.",
+            "You have a sister.",
+        ),
+        (
             "Where does she live?",
             "You have not told me about a sister.",
             "Your sister lives in Oslo.",

@@ -185,10 +185,10 @@ def never_told(talk: Conversation) -> None:
 MORE = {  # the exchanges of the third stage, and those of the second that need more of it
     nearby.edit: 190,
     nearby.codes: 80,
-    nearby.yes_or_no: 75,
-    small_talk.cache_question: 100,
+    nearby.yes_or_no: 90,
+    small_talk.cache_question: 130,
     hard.begin: 80,
-    never_told: 50,
+    never_told: 90,
     firsts.first: 150,
     firsts.introduce: 25,
     firsts.sizes: 55,

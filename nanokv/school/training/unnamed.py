@@ -26,7 +26,7 @@ LIKED = (
 )
 # A question whether there is one, for its name, for a place.
 HAVE = re.compile(
-    r"\b(do i have|have i got|do i own|did i say i have|is there an?|i have an?) ", re.IGNORECASE
+    r"\b(do i have|have i got|do i own|did i say i have|is there an?) |right\?", re.IGNORECASE
 )
 CALLED = re.compile(r"\b(name|called|call|who)\b", re.IGNORECASE)
 WHERE = re.compile(r"\b(where|city|town|home)\b", re.IGNORECASE)
