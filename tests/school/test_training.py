@@ -522,7 +522,7 @@ def test_the_rate_warms_up_and_ends_near_zero_twice(steps):
     assert [other - one for one, other in pairwise(rates[:warm])] == pytest.approx(
         [rates[0]] * (warm - 1)
     )
-    assert rates[third] == recipe.third_rate and rates[-1] == pytest.approx(
+    assert rates[third] == pytest.approx(recipe.third_rate) and rates[-1] == pytest.approx(
         recipe.third_rate / (steps - third)
     )
     assert [one - other for one, other in pairwise(rates[third:])] == pytest.approx(
@@ -920,7 +920,7 @@ def test_quiet_says_nothing(tmp_path, small, capsys):
 
 
 @pytest.mark.parametrize(
-    ("steps", "cases"), [(1, 5), (6, 5), (840, 10), (4200, 50), (8400, 100), (9000, 100)]
+    ("steps", "cases"), [(1, 5), (6, 5), (860, 10), (4300, 50), (8600, 100), (9000, 100)]
 )
 def test_a_short_run_is_evaluated_shortly(steps, cases):
     from nanokv.apps.cli.commands.train import cases_after
