@@ -8,14 +8,12 @@ every answer and compare (tests/support/corpus_checker.py).
 """
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanokv.school.training import words
-
-if TYPE_CHECKING:
-    from nanokv.school.training.corpus import Stage
 
 Step = tuple[Any, ...]  # one part of a meaning: its name, then its values
 
@@ -58,6 +56,29 @@ AN = re.compile(r"\b([Aa])(?= (?!uni|one\b|eu|use)[aeiou])")
 WORD = r"[^\W\d_]+"  # letters only
 
 
+Exchange = Callable[["Conversation"], object]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The source of the conversations of a part of the training."""
+
+    segments: Mapping[Exchange, float]  # exchange → how often
+    word: Callable[[Random, bool], str]  # a word of a list
+    wrappers: tuple[str, ...]  # words around questions about caches
+    again: str = "{}."  # the answer that repeats a list
+    backwards: str = "{}."  # the answer that reverses one
+    # The answer to a statement; without it, the exchange has its own.
+    noted: Callable[[tuple], str] | None = None
+    # (talk, message, answer) → the answer that respects facts without a name.
+    completed: Callable[["Conversation", str, str], str] | None = None
+    foreign: float = 0  # share of the conversations with another assistant
+    otherwise: Callable[["Conversation", tuple, dict], dict] | None = None  # its answers
+    opened: float = 0  # share of the conversations that begin with one of the openings
+    openings: Mapping[Exchange, float] = field(default_factory=dict)
+    lengths: tuple[tuple[int, float], ...] = ()  # as data.ROW_LENGTHS, which an empty one means
+
+
 class Conversation:
     """Messages, their meaning, and all that the user has mentioned.
 
@@ -65,7 +86,7 @@ class Conversation:
     the words around questions, and how lists are answered.
     """
 
-    def __init__(self, rng: Random, held_out: bool, stage: "Stage"):
+    def __init__(self, rng: Random, held_out: bool, stage: Stage):
         self.rng = rng
         self.held_out = held_out
         self.stage = stage

@@ -9,8 +9,8 @@ the earlier ones as they are.
 """
 
 import random
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 
 from nanokv.school.training import (
     about_user,
@@ -28,30 +28,7 @@ from nanokv.school.training import (
     words,
 )
 from nanokv.school.training.cache_questions import LATER_WRAPPERS, WRAPPERS
-from nanokv.school.training.conversation import Conversation
-
-Exchange = Callable[[Conversation], object]
-
-
-@dataclass(frozen=True)
-class Stage:
-    """The source of the conversations of a part of the training."""
-
-    segments: Mapping[Exchange, float]  # exchange → how often
-    word: Callable[[random.Random, bool], str]  # a word of a list
-    wrappers: tuple[str, ...]  # words around questions about caches
-    again: str = "{}."  # the answer that repeats a list
-    backwards: str = "{}."  # the answer that reverses one
-    # The answer to a statement; without it, the exchange has its own.
-    noted: Callable[[tuple], str] | None = None
-    # (talk, message, answer) → the answer that respects facts without a name.
-    completed: Callable[[Conversation, str, str], str] | None = None
-    foreign: float = 0  # share of the conversations with another assistant
-    otherwise: Callable[[Conversation, tuple, dict], dict] | None = None  # its answers
-    opened: float = 0  # share of the conversations that begin with one of the openings
-    openings: Mapping[Exchange, float] = field(default_factory=dict)
-    lengths: tuple[tuple[int, float], ...] = ()  # as data.ROW_LENGTHS, which an empty one means
-
+from nanokv.school.training.conversation import Conversation, Exchange, Stage
 
 SEGMENTS = {  # exchange → how often
     about_user.tell: 12,

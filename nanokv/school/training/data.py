@@ -8,6 +8,7 @@ have several lengths, so first turns and long contexts are both common.
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import (
@@ -21,7 +22,8 @@ from tokenizers import (
     trainers,
 )
 
-from nanokv.school.training.corpus import FIRST, Stage, begin, conversation, grow, plain_story
+from nanokv.school.training.conversation import Stage
+from nanokv.school.training.corpus import FIRST, begin, conversation, grow, plain_story
 from nanokv.text.tokenizer_file import write_tokenizer
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -197,9 +199,7 @@ class Rows:
             ids += self.tokenizer.encode(plain_story(rng) + "<|endoftext|>").ids
         return ids[: length + 1], [True] * (length + 1)
 
-    def encode(
-        self, messages: Sequence[Mapping[str, Any]]
-    ) -> tuple[list[int], list[bool | None]]:
+    def encode(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[bool | None]]:
         """Ids of the messages in ChatML. The tokens that the assistant generates count.
 
         These are its text and <|im_end|>, without the header and the line break after it. None for

@@ -32,7 +32,6 @@ def cache_question(talk: Conversation) -> None:
     talk.say(ask(talk.rng, phrasing, talk.stage.wrappers), answer, ("cache", answer))
 
 
-
 def size_of_caches(talk: Conversation) -> None:
     """The user asks how large a KV cache is, without the name of a model."""
     sizes = [question for question in QUESTIONS if question[0].startswith("Two times")]

@@ -201,5 +201,5 @@ def script_case(talk: Conversation) -> Judged | Case:
     about_user.tell(talk, facts.draw(rng))
     kind = rng.choice(list(talk.facts))
     talk.say(talk.one_of(FACTS[kind].asked), "?", ("ask", kind))
-    turns = tuple(scripts.with_emoji(rng, turn, "held") for turn in script(talk))
-    return Case(turns, talk.facts[kind], group="recall")
+    asked = tuple(scripts.with_emoji(rng, turn, "held") for turn in script(talk))
+    return Case(asked, talk.facts[kind], group="recall")
