@@ -112,15 +112,12 @@ class Engine:
         pool could not hold prompt and answer, GenerationError for any other bad value.
         """
         check_sampling(max_new_tokens=max_new_tokens, top_logprobs=top_logprobs)
-        check_salt(salt)
-        check_client(client)
-        check_callables(on_token, constrain)
-        params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+        check_given(salt, client, on_token, constrain)
         prompt = prompt_ids(ids, self.config.vocab_size)
         request = Request(
             number=self._submitted,
             prompt=prompt,
-            params=params,
+            params=SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed),
             max_new_tokens=max_new_tokens,
             room=self._room(len(prompt), max_new_tokens),
             eos_token_ids=eos_ids(eos_token_ids, self.model),
@@ -439,6 +436,13 @@ class Engine:
             "and no request of the engine runs",
             "something else holds pages of its pool",
         )
+
+
+def check_given(salt: object, client: object, on_token: object, constrain: object) -> None:
+    """GenerationError unless these arguments of `submit` have their types."""
+    check_salt(salt)
+    check_client(client)
+    check_callables(on_token, constrain)
 
 
 def check_callables(on_token: object, constrain: object) -> None:

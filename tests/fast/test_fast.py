@@ -1340,7 +1340,7 @@ def test_a_hook_keeps_what_a_layer_was_given_and_gave(tokens):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda model: hooked(model), "the model is a Transformer with a forward or hooks"),
+        (lambda model: hooked(model), "the model is a Transformer with a custom forward or hooks"),
         (lambda model: biased(model.layers[0].mlp, "down_proj"), "down_proj has a bias"),
         (lambda model: biased(model, "lm_head"), "lm_head has a bias"),
         (lambda model: setattr(model.layers[1].input_layernorm, "eps", 0.5), "has eps 0.5"),

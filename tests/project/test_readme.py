@@ -317,7 +317,7 @@ def test_the_flags_that_are_said_to_be_accepted_are_those():
     from nanokv.apps.cli.common.arguments import ALIASES
 
     (said,) = re.findall(
-        r"Four flags .* accepted: (.*?)\.\s", HABITS.read_text(encoding="utf-8"), re.DOTALL
+        r"Four flags .* accepted,[^:]*:\s(.*?)\.\s", HABITS.read_text(encoding="utf-8"), re.DOTALL
     )
     assert set(re.findall(r"`(--[a-z-]+)`", said)) == set(ALIASES) and len(ALIASES) == 4
 

@@ -61,7 +61,7 @@ def test_the_readme_says_what_the_table_says():
     readme = (NOTEBOOKS.parent / "README.md").read_text(encoding="utf-8")
     verdicts = Counter(claim.verdict for claim in CLAIMS.values())
     sentence = (
-        f"Of {len(CLAIMS)} claims in five articles {verdicts['wrong']} are false "
+        f"began with five articles. Of their {len(CLAIMS)} claims {verdicts['wrong']} are false "
         f"and {verdicts['misleading']} misleading"
     )
     assert len(ARTICLES) == 5

@@ -216,7 +216,7 @@ def scripts_off(text: str) -> str:
 
 def test_what_has_no_name_is_known_to_all_exchanges():
     """Whether, which, where and what for: the answers of older exchanges change, and only those."""
-    talk = Conversation(random.Random(0), stage=corpus.THIRD)
+    talk = Conversation(random.Random(0), False, corpus.THIRD)
     talk.unnamed |= {"cat": "a cat", "dog": "two dogs", "sister": "a sister"}
     talk.relative_homes["sister"] = "Oslo"
     cases = [
@@ -380,7 +380,7 @@ def test_emoji_beside_a_sentence_change_no_answer():
     """The same exchange with and without them."""
     changed = 0
     for i in range(200):
-        talk = Conversation(random.Random(i), stage=corpus.THIRD)
+        talk = Conversation(random.Random(i), False, corpus.THIRD)
         scripts.decorated(talk)
         for message in talk.messages:
             if message["role"] == "user":
@@ -403,7 +403,7 @@ def test_the_evaluation_has_signs_of_its_own():
 def test_other_scripts_are_answered_with_what_can_be_read():
     answers = Counter()
     for i in range(300):
-        talk = Conversation(random.Random(i), stage=corpus.THIRD)
+        talk = Conversation(random.Random(i), False, corpus.THIRD)
         scripts.unreadable(talk)
         answers[talk.messages[-1]["content"]] += 1
     assert set(answers) == {"I only speak English.", "I can only read English words."}

@@ -153,21 +153,39 @@ def test_why_an_answer_ended(server, scripted):
 
 
 HISTORY = [
-    {"role": "user", "content": [{"type": "text", "text": "How is", "cache_control": {"type": "ephemeral"}},
-                                 {"type": "text", "text": "Oslo?"}]},
-    {"role": "assistant", "content": [
-        {"type": "thinking", "thinking": "Look.", "signature": "abc"},
-        {"type": "redacted_thinking", "data": "xyz"},
-        {"type": "text", "text": "I look."},
-        {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Oslo"}},
-        {"type": "tool_use", "id": "c2", "name": "time", "input": {}}]},
-    {"role": "user", "content": [
-        {"type": "tool_result", "tool_use_id": "c1", "content": "Rain."},
-        {"type": "tool_result", "tool_use_id": "c2", "content": [{"type": "text", "text": "Noon."}], "is_error": False},
-        {"type": "text", "text": "And?"}]},
+    {
+        "role": "user",
+        "content": [
+            {"type": "text", "text": "How is", "cache_control": {"type": "ephemeral"}},
+            {"type": "text", "text": "Oslo?"},
+        ],
+    },
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "Look.", "signature": "abc"},
+            {"type": "redacted_thinking", "data": "xyz"},
+            {"type": "text", "text": "I look."},
+            {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Oslo"}},
+            {"type": "tool_use", "id": "c2", "name": "time", "input": {}},
+        ],
+    },
+    {
+        "role": "user",
+        "content": [
+            {"type": "tool_result", "tool_use_id": "c1", "content": "Rain."},
+            {
+                "type": "tool_result",
+                "tool_use_id": "c2",
+                "content": [{"type": "text", "text": "Noon."}],
+                "is_error": False,
+            },
+            {"type": "text", "text": "And?"},
+        ],
+    },
     {"role": "system", "content": "Be kind."},
     {"role": "user", "content": "Well?"},
-]  # fmt: skip
+]
 CHAT_OF_IT = [
     {"role": "system", "content": "You help.\nBe brief."},
     {"role": "user", "content": "How is\nOslo?"},

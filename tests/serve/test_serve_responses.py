@@ -330,7 +330,7 @@ def test_a_reference_to_an_item_is_refused_with_the_setting_of_the_client(server
 
 
 def test_a_context_that_is_full_is_told_with_both_counts(server):
-    status, found = server.post(RESPONSES, {"input": "word " * 2_000})
+    status, found = server.post(RESPONSES, {"input": "zorbla " * 180})
     assert status == 400 and error(found)["code"] == "context_length_exceeded"
     assert (
         "512 tokens" in found["error"]["message"]

@@ -105,6 +105,10 @@ def _add_address(parser: ArgumentParser) -> None:
         help="refuse requests without this key (repeatable; default: $NANOKV_API_KEY, else none "
         "is needed)",
     )
+    _add_names(parser)
+
+
+def _add_names(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--allow-host",
         metavar="NAME",

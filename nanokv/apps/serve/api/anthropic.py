@@ -255,7 +255,7 @@ class Prompt(Fields):
 _Base: Any = create_model("_Base", __base__=Common, **refused(NOT_DONE), **HARMLESS)
 
 
-class MessagesRequest(_Base, Prompt):
+class MessagesRequest(Prompt, _Base):
     """The body of /v1/messages. The sampling settings of a chat completion are valid too."""
 
     stop_sequences: Annotated[

@@ -47,6 +47,8 @@ def pages(names: list[str] | None = None) -> list[Page]:
     pdoc.render_helpers.formatter = HtmlFormatter(cssclass="highlight")
     templates = Path(str(files("nanokv.school.course") / "assets"))
     pdoc.render.configure(docformat="markdown", search=False, template_directory=templates)
+    # pdoc looks at the bases of a generic class first, and takes its methods for inherited ones.
+    pdoc.doc.Class._bases = property(lambda part: part.obj.__mro__)  # type: ignore[assignment, method-assign]
     with warnings.catch_warnings():
         # Some annotations can be resolved by a type checker only.
         warnings.simplefilter("ignore")
