@@ -175,5 +175,6 @@ def pyright(folder: Path, *arguments: str) -> dict:
     }
     options = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
     done = subprocess.run([tool, "--outputjson", *arguments], timeout=600, **options)
-    assert done.stdout.startswith("{"), done.stdout + done.stderr
-    return json.loads(done.stdout)
+    head, brace, rest = done.stdout.partition("{")  # a first line may be about the program itself
+    assert brace, head + done.stderr
+    return json.loads(brace + rest)
