@@ -273,6 +273,7 @@ def test_what_claude_code_sends_gets_an_answer(server):
     assert told[0]["message"]["model"] == "claude-sonnet-5" and told[-1]["type"] == "message_stop"
 
 
+UNHASHABLE = [{"role": "user", "content": [{"type": {}}]}]
 PREFILL = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 IMAGE = [{"role": "user", "content": [{"type": "image", "source": {}}]}]
 ABSENT = {"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "no"}}
@@ -280,6 +281,7 @@ REFUSED = {
     "no messages": ({"messages": []}, "a list of at least 1 was expected"),
     "prefill": ({"messages": PREFILL}, "the last message"),
     "image": ({"messages": IMAGE}, "only blocks of text"),
+    "type": ({"messages": UNHASHABLE}, "messages[0].content[0].type"),
     "tool": (ABSENT, "not one of the tools"),
     "name": ({"tools": [{"name": "a b"}]}, "tools[0].name"),
     "tokens": ({"max_tokens": 0}, "max_tokens is 0"),

@@ -303,6 +303,7 @@ REFUSED = {
     ),
     "penalty": ({"frequency_penalty": 0.5}, "frequency_penalty"),
     "answers": ({"n": 2}, "n"),
+    "type": ({"input": [{"type": {}}]}, "input[0].type"),
     "role": ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
     "number": ({"input": 5}, "input"),
     "tokens": ({"max_output_tokens": 0}, "max_output_tokens"),

@@ -283,7 +283,7 @@ def sampled_document() -> dict:
     """The document with a twentieth of the fields that are not done or without effect: schemathesis tries many values
     of each, and test_serve_fields.py tries all of these."""
     document = copy.deepcopy(openapi.document())
-    for name in ("ChatRequest", "TextRequest"):
+    for name in ("ChatRequest", "TextRequest", "ResponsesRequest", "MessagesRequest"):
         fields = document["components"]["schemas"][name]["properties"]
         others = [field for field in fields if field in known.HARMLESS | known.NOT_DONE]
         for field in set(others) - set(others[::20]):

@@ -135,7 +135,7 @@ def kind_of_block(block: Any) -> str:
     kind = block.get("type")
     if kind in ("image", "document"):
         return "<unreadable>"
-    if kind in MODELS:
+    if isinstance(kind, str) and kind in MODELS:
         return f"<{kind}>"
     return "<other>"
 

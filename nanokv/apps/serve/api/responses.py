@@ -158,7 +158,7 @@ def kind_of_item(item: Any) -> str:
     if not isinstance(item, dict):
         return "<message>"
     kind = item.get("type", "message")
-    if kind in MODELS:
+    if isinstance(kind, str) and kind in MODELS:
         return f"<{kind}>"
     return "<other>"
 
