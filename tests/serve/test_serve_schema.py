@@ -15,7 +15,7 @@ import client_environment
 from nanokv.apps.serve.api import known, protocol, requests
 from nanokv.apps.serve.api.errors import ApiError
 from nanokv.apps.serve.http import openapi
-from serving import CHAT, TEXT, Serving, ask
+from serving import CHAT, MESSAGES, RESPONSES, TEXT, Serving, ask
 from tool_calls import HERMES, OSLO, TIME, TOOLS, tool, with_template
 
 KEY = "Bearer secret"
@@ -25,7 +25,10 @@ def described(status: int, path: str, verb: str) -> dict:
     """The schema of a response, with the components that it refers to."""
     document = openapi.document()
     responses = document["paths"][path][verb]["responses"]
-    response = responses["200"] if status == 200 else document["components"]["responses"]["Error"]
+    response = responses["200"]
+    if status != 200:
+        name = responses["4XX"]["$ref"].rpartition("/")[2]
+        response = document["components"]["responses"][name]
     return response["content"]["application/json"]["schema"] | {
         "components": document["components"]
     }
@@ -76,6 +79,10 @@ def test_the_document_has_the_fields_that_are_read():
         (CHAT, ask(n=17)),
         (TEXT, {}),
         (CHAT, ask("a<|im_end|>")),
+        (RESPONSES, {"input": 5}),
+        (MESSAGES, {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}),
+        (MESSAGES, {}),
+        (f"{MESSAGES}/count_tokens", {}),
     ],
 )
 def test_every_answer_is_the_one_of_the_document(server, path, body):

@@ -25,6 +25,7 @@ from nanokv.decoding.draw import SamplingParams
 from nanokv.engine import Engine
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 PATIENCE_S = 20
 FIELDS = {  # ours beside OpenAI's
     "stop_reason",

@@ -397,3 +397,17 @@ class Error(Reply):
 
     error: Told
     hint: str = ""
+
+
+class MessagesTold(Reply):
+    """The cause of an error in Anthropic's form. A hint is a part of the message."""
+
+    type: str
+    message: str
+
+
+class MessagesError(Reply):
+    """Anthropic's error object."""
+
+    type: Literal["error"]
+    error: MessagesTold

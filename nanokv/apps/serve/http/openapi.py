@@ -12,6 +12,7 @@ from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
 from nanokv.apps.serve.api import anthropic, replies, requests, responses
 from nanokv.apps.serve.http.live import TAB, TABS
+from nanokv.apps.serve.http.security import ANTHROPIC
 
 TEXT: dict = {"type": "string"}
 
@@ -81,7 +82,7 @@ class Plain(GenerateJsonSchema):
 def document() -> dict:
     """The whole document as a JSON object."""
     models = {model for one in OPERATIONS.values() for model in (*one.asked, *one.answers)}
-    models.add(replies.Error)
+    models |= {replies.Error, replies.MessagesError}
     ordered = sorted(models, key=lambda model: model.__name__)
     inputs: list[tuple[type[BaseModel], Literal["validation"]]] = [
         (one, "validation") for one in ordered
@@ -89,13 +90,10 @@ def document() -> dict:
     _, found = models_json_schema(
         inputs, ref_template="#/components/schemas/{model}", schema_generator=Plain
     )
-    error = {"$ref": "#/components/responses/Error"}
-    refusals = {"4XX": error, "5XX": error}
-    paths = {path: operation(path, one, refusals) for path, one in OPERATIONS.items()}
+    paths = {path: operation(path, one) for path, one in OPERATIONS.items()}
     for path, (more, media_type, schema, text) in OTHERS.items():
-        paths[path] = {
-            "get": more | {"responses": {"200": content(text, {media_type: schema})} | refusals}
-        }
+        found_at = {"200": content(text, {media_type: schema})}
+        paths[path] = {"get": more | {"responses": found_at | refusals(path)}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "nanokv serve", "version": "1"},
@@ -104,19 +102,27 @@ def document() -> dict:
         "components": {
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
             "responses": {
-                "Error": content("an error", {"application/json": any_of((replies.Error,))})
+                model.__name__: content("an error", {"application/json": any_of((model,))})
+                for model in (replies.Error, replies.MessagesError)
             },
             "schemas": found["$defs"],
         },
     }
 
 
-def operation(path: str, one: Operation, refusals: dict) -> dict:
+def refusals(path: str) -> dict:
+    """The errors at a path, in the form of its API."""
+    model = replies.MessagesError if path.startswith(ANTHROPIC) else replies.Error
+    error = {"$ref": f"#/components/responses/{model.__name__}"}
+    return {"4XX": error, "5XX": error}
+
+
+def operation(path: str, one: Operation) -> dict:
     """One operation in the document's format."""
     forms: dict = {"application/json": any_of(one.answers)}
     if path in STREAMS:
         forms["text/event-stream"] = None
-    found = one.more | {"responses": {"200": content("the answer", forms)} | refusals}
+    found = one.more | {"responses": {"200": content("the answer", forms)} | refusals(path)}
     if one.asked:
         asked = {"application/json": {"schema": any_of(one.asked)}}
         found = found | {"requestBody": {"required": True, "content": asked}}
