@@ -5,24 +5,33 @@ const MODEL = DATA.model;
 const ROLES = { s: "system", u: "user", a: "answer", p: "prompt" };
 
 const HALF = Float32Array.from({ length: 65536 }, (_, bits) => {
-  const sign = bits >> 15 ? -1 : 1, exponent = (bits >> 10) & 31, fraction = bits & 1023;
+  const sign = bits >> 15 ? -1 : 1;
+  const exponent = (bits >> 10) & 31;
+  const fraction = bits & 1023;
   if (exponent === 31) return fraction ? NaN : sign * Infinity;
   return sign * (exponent ? (1 + fraction / 1024) * 2 ** (exponent - 15) : fraction * 2 ** -24);
 });
 
 function decode({ kind, scale, data }) {
   // Plain loops, because a callback for each of millions of numbers is slow.
-  const text = atob(data), bytes = new Uint8Array(text.length);
+  const text = atob(data);
+  const bytes = new Uint8Array(text.length);
   for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
   if (kind === "f4") return new Float32Array(bytes.buffer);
-  const halves = new Uint16Array(bytes.buffer), values = new Float32Array(halves.length);
+  const halves = new Uint16Array(bytes.buffer);
+  const values = new Float32Array(halves.length);
   for (let i = 0; i < halves.length; i++) values[i] = HALF[halves[i]] * scale;
   return values;
 }
 
 class Recording {
   constructor(run) {
-    Object.assign(this, { tokens: run.tokens, steps: run.steps, stopped: run.stopped, promptLength: run.promptLength });
+    Object.assign(this, {
+      tokens: run.tokens,
+      steps: run.steps,
+      stopped: run.stopped,
+      promptLength: run.promptLength,
+    });
     this.arrays = run.arrays;
     for (const name in run.arrays) this[name] = decode(run.arrays[name]);
     this.before = [0]; // tokens fed before each step
@@ -33,14 +42,18 @@ class Recording {
     this.indexAttention(run.seen);
   }
 
-  get fed() { return this.before[this.steps.length]; }
+  get fed() {
+    return this.before[this.steps.length];
+  }
 
-  indexRows(run) { // cache[layer][step][position] → number of the stored row
+  indexRows(run) {
+    // cache[layer][step][position] → number of the stored row
     let first = 0;
     // layer → its first row and the row after its last
     this.stored = run.rowCounts.map((n) => [first, (first += n)]);
     this.cache = run.cache.map((steps, layer) => {
-      let next = this.stored[layer][0], held = new Int32Array(0);
+      let next = this.stored[layer][0];
+      let held = new Int32Array(0);
       return steps.map(([length, spans]) => {
         const now = new Int32Array(length);
         now.set(held.subarray(0, length));
@@ -53,20 +66,35 @@ class Recording {
   // looks[step][layer] → {S, at: [first weight of query t], counts: [keys kept of query t]}
   indexAttention(seen) {
     let offset = 0;
-    this.looks = seen.map((layers) => layers.map(([S, ...counts]) => ({
-      S, counts, at: counts.map((n) => { const here = offset; offset += n * MODEL.heads; return here; }),
-    })));
+    this.looks = seen.map((layers) =>
+      layers.map(([S, ...counts]) => ({
+        S,
+        counts,
+        at: counts.map((n) => {
+          const here = offset;
+          offset += n * MODEL.heads;
+          return here;
+        }),
+      })),
+    );
   }
 
-  length(step, layer) { return this.cache[layer][step].length; }
+  length(step, layer) {
+    return this.cache[layer][step].length;
+  }
 
   // The last row is the newest token. Without a fault, row i is token i; rows left by a fault come
   // before token 0.
-  token(step, layer, row) { return row - (this.length(step, layer) - this.before[step + 1]); }
+  token(step, layer, row) {
+    return row - (this.length(step, layer) - this.before[step + 1]);
+  }
 
-  get widest() { return Math.max(...this.cache.flatMap((steps) => steps.map((rows) => rows.length))); }
+  get widest() {
+    return Math.max(...this.cache.flatMap((steps) => steps.map((rows) => rows.length)));
+  }
 
-  norm(step, layer, position, part, head) { // part 0 = key, 1 = value; head −1 = all heads together
+  norm(step, layer, position, part, head) {
+    // part 0 = key, 1 = value; head −1 = all heads together
     const row = this.cache[layer][step][position];
     return row === undefined ? undefined : this.normOf(row, part, head);
   }
@@ -85,14 +113,16 @@ class Recording {
     return this.rows[((row * 2 + part) * MODEL.kvHeads + head) * MODEL.headDim + dimension];
   }
 
-  weight(step, layer, query, head, key) { // query: which of the tokens that this step fed
+  weight(step, layer, query, head, key) {
+    // query: which of the tokens that this step fed
     const { S, at, counts } = this.looks[step][layer];
     if (key >= S || counts[query] === undefined) return undefined;
     const n = counts[query];
     return key < n ? this.attention[at[query] + head * n + key] : 0;
   }
 
-  angle(fed, pair) { // [cos, sin] as the model used them
+  angle(fed, pair) {
+    // [cos, sin] as the model used them
     const at = fed * (MODEL.headDim / 2) + pair;
     return [this.cos[at], this.sin[at]];
   }

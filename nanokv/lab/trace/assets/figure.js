@@ -3,7 +3,8 @@
 function make(tag, properties = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
-    if (name.includes("-") || name === "role" || name === "for" || name === "scope") element.setAttribute(name, value);
+    if (name.includes("-") || name === "role" || name === "for" || name === "scope")
+      element.setAttribute(name, value);
     else element[name] = value;
   }
   element.append(...children);
@@ -28,10 +29,21 @@ class Figure {
     this.title = make("figcaption", { textContent: title });
     this.body = make("div", { className: "picture" });
     this.readout = make("p", { className: "readout", role: "status" });
-    this.box = make("div", { className: "table-box", id, hidden: true, tabIndex: 0, role: "region" });
+    this.box = make("div", {
+      className: "table-box",
+      id,
+      hidden: true,
+      tabIndex: 0,
+      role: "region",
+    });
     this.box.setAttribute("aria-label", `${title}, as a table`);
-    this.button = make("button", { type: "button", className: "twin", textContent: "Show as table",
-      "aria-expanded": "false", "aria-controls": id });
+    this.button = make("button", {
+      type: "button",
+      className: "twin",
+      textContent: "Show as table",
+      "aria-expanded": "false",
+      "aria-controls": id,
+    });
     this.button.addEventListener("click", () => this.toggle());
     this.element = make("figure", {}, this.title, this.body, this.readout, this.button, this.box);
     host.append(this.element);
@@ -47,30 +59,49 @@ class Figure {
   fill() {
     if (this.box.hidden) return;
     const { caption, head, rows } = this.table();
-    const cells = (row) => row.map((text, i) => make(i ? "td" : "th", i ? {} : { scope: "row" }, String(text)));
-    this.box.replaceChildren(make("table", {},
-      make("caption", { textContent: caption }),
-      make("thead", {}, make("tr", {}, ...head.map((text) => make("th", { scope: "col", textContent: text })))),
-      make("tbody", {}, ...rows.map((row) => make("tr", {}, ...cells(row)))),
-    ));
+    const cells = (row) =>
+      row.map((text, i) => make(i ? "td" : "th", i ? {} : { scope: "row" }, String(text)));
+    this.box.replaceChildren(
+      make(
+        "table",
+        {},
+        make("caption", { textContent: caption }),
+        make(
+          "thead",
+          {},
+          make("tr", {}, ...head.map((text) => make("th", { scope: "col", textContent: text }))),
+        ),
+        make("tbody", {}, ...rows.map((row) => make("tr", {}, ...cells(row)))),
+      ),
+    );
   }
 }
 
 const LETTERS = '11px ui-monospace, "DejaVu Sans Mono", monospace';
 
-function sized(canvas, width, height) { // in CSS pixels, sharp on every screen
+// The size of a canvas in CSS pixels, sharp on every screen.
+function sized(canvas, width, height) {
   const sharp = window.devicePixelRatio || 1;
-  canvas.width = Math.ceil(width * sharp), canvas.height = Math.ceil(height * sharp);
-  canvas.style.width = `${width}px`, canvas.style.height = `${height}px`;
+  canvas.width = Math.ceil(width * sharp);
+  canvas.height = Math.ceil(height * sharp);
+  canvas.style.width = `${width}px`;
+  canvas.style.height = `${height}px`;
   canvas.getContext("2d").scale(sharp, sharp);
 }
 
 // --- theme ---------------------------------------------------------------------------------------
 
-const darkRules = [...document.styleSheets[0].cssRules].filter((rule) => rule.media?.mediaText.includes("prefers-color-scheme"));
-const SCHEMES = { dark: ["screen", "dark"], light: ["not all", "light"], system: ["(prefers-color-scheme: dark)", ""] };
+const darkRules = [...document.styleSheets[0].cssRules].filter((rule) =>
+  rule.media?.mediaText.includes("prefers-color-scheme"),
+);
+const SCHEMES = {
+  dark: ["screen", "dark"],
+  light: ["not all", "light"],
+  system: ["(prefers-color-scheme: dark)", ""],
+};
 
-function wear(theme) { // "system" follows the reader's machine
+function wear(theme) {
+  // "system" follows the setting of the reader's machine.
   const [media, scheme] = SCHEMES[theme];
   for (const rule of darkRules) rule.media.mediaText = media;
   document.documentElement.style.colorScheme = scheme;

@@ -8,10 +8,15 @@ const logitPanel = {
     this.bars = new Bars(host, "", { bars: logitBars, table: logitTable });
   },
   refresh() {
-    const run = now(), n = run.before[view.step + 1];
-    this.fact.textContent = `After ${plural(n, "token")} the highest logit decides, temperature 0: ` +
-      `${quoted(run.tokens[n][1])} (id ${run.tokens[n][0]}) becomes token ${n}.` + faultFact();
-    this.bars.title.textContent = `Top ${step().top.length} of ${count(MODEL.vocabulary)}: probability at temperature 1, and the logit`;
+    const run = now();
+    const n = run.before[view.step + 1];
+    this.fact.textContent =
+      `After ${plural(n, "token")} the highest logit decides, temperature 0: ` +
+      `${quoted(run.tokens[n][1])} (id ${run.tokens[n][0]}) becomes token ${n}.` +
+      faultFact();
+    this.bars.title.textContent =
+      `Top ${step().top.length} of ${count(MODEL.vocabulary)}: ` +
+      "probability at temperature 1, and the logit";
     this.bars.refresh();
   },
 };
@@ -24,16 +29,19 @@ function faultFact() {
 
 const percent = (p) => (p < 0.001 ? "< 0.1 %" : `${(100 * p).toFixed(1)} %`);
 
-const topRows = () => step().top.map(([id, piece], i) => {
-  const at = view.step * step().top.length + i;
-  return { id, piece, logit: now().logits[at], probability: now().probabilities[at] };
-});
+const topRows = () =>
+  step().top.map(([id, piece], i) => {
+    const at = view.step * step().top.length + i;
+    return { id, piece, logit: now().logits[at], probability: now().probabilities[at] };
+  });
 
 function logitBars() {
   return {
     most: 1,
     items: topRows().map(({ id, piece, logit, probability }) => ({
-      label: short(piece, 14), value: probability, marked: id === step().chosen,
+      label: short(piece, 14),
+      value: probability,
+      marked: id === step().chosen,
       text: `${percent(probability)}  ·  ${figures(logit)}`,
     })),
   };
@@ -43,7 +51,13 @@ function logitTable() {
   return {
     caption: `Top ${step().top.length} logits after step ${view.step}`,
     head: ["rank", "id", "token", "logit", "probability", "chosen"],
-    rows: topRows().map(({ id, piece, logit, probability }, i) =>
-      [i + 1, id, piece, figures(logit), figures(probability), id === step().chosen ? "yes" : ""]),
+    rows: topRows().map(({ id, piece, logit, probability }, i) => [
+      i + 1,
+      id,
+      piece,
+      figures(logit),
+      figures(probability),
+      id === step().chosen ? "yes" : "",
+    ]),
   };
 }

@@ -2,7 +2,18 @@
 // called once, and refresh(), called after every step or choice.
 
 const RUNS = DATA.runs.map((run) => new Recording(run));
-const view = { run: 0, step: 0, layer: 0, head: 0, kvHead: -1, own: false, query: null, row: null, position: null, pair: 0 };
+const view = {
+  run: 0,
+  step: 0,
+  layer: 0,
+  head: 0,
+  kvHead: -1,
+  own: false,
+  query: null,
+  row: null,
+  position: null,
+  pair: 0,
+};
 const now = () => RUNS[view.run];
 const step = () => now().steps[view.step];
 const newest = () => now().before[view.step + 1] - 1; // the last token that went in
@@ -12,13 +23,22 @@ const rowToken = (layer, row) => now().token(view.step, layer, row);
 const rowName = (row) => (rowToken(0, row) < 0 ? "old" : String(rowToken(0, row)));
 const rowText = (row) => (rowToken(0, row) < 0 ? "" : tokenText(rowToken(0, row)));
 const tokenText = (fed) => short(now().tokens[fed]?.[1] ?? "");
-const rowPiece = (layer, row) => (rowToken(layer, row) < 0 ? "left from before" : now().tokens[rowToken(layer, row)][1]);
-const rowPlace = (layer, row) => (rowToken(layer, row) < 0 ? `row ${row}, left from before` : place(rowToken(layer, row)));
+const rowPiece = (layer, row) =>
+  rowToken(layer, row) < 0 ? "left from before" : now().tokens[rowToken(layer, row)][1];
+const rowPlace = (layer, row) =>
+  rowToken(layer, row) < 0 ? `row ${row}, left from before` : place(rowToken(layer, row));
 
 function choice(host, text, options, chosen, changed) {
-  const select = make("select", {}, ...options.map((name, i) => make("option", { value: i, textContent: name })));
+  const select = make(
+    "select",
+    {},
+    ...options.map((name, i) => make("option", { value: i, textContent: name })),
+  );
   select.value = chosen;
-  select.addEventListener("change", () => { changed(Number(select.value)); refreshTab(); });
+  select.addEventListener("change", () => {
+    changed(Number(select.value));
+    refreshTab();
+  });
   host.append(make("label", {}, `${text} `, select));
   return select;
 }
