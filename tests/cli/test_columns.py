@@ -515,7 +515,7 @@ def test_the_banner_of_the_bundled_model_breaks_between_its_parts(columns, lines
 
     from nanokv.apps.cli.common.loading import plan_model
     from nanokv.apps.cli.common.options import CACHE, CacheOptions, ModelOptions
-    from nanokv.apps.cli.common.speed import Choice
+    from nanokv.apps.cli.common.plan import Choice
 
     plan = plan_model(ModelOptions(threads=16), CacheOptions(CACHE), OutputOptions())
     plan = replace(plan, code=Choice(True, "fast kernels"))

@@ -12,6 +12,7 @@ import torch
 
 from nanokv.apps.cli.common import speed, terminal
 from nanokv.apps.cli.common.options import CacheOptions, ModelOptions, OutputOptions
+from nanokv.apps.cli.common.plan import Choice
 from nanokv.apps.cli.common.random_model import load_random
 from nanokv.decoding.generation import Generation
 
@@ -37,7 +38,7 @@ def main():
     terminal.install_signals()
     wanted = ModelOptions("qwen3-0.6b-random", dtype="bfloat16")
     loaded = load_random(wanted, CacheOptions("static", context=8192))
-    choice = speed.Choice(sys.argv[1] == "fast", requested=True)
+    choice = Choice(sys.argv[1] == "fast", requested=True)
     model = speed.optimized(loaded.model, choice, OutputOptions(quiet=True))
     print("ready", flush=True)
     for line in sys.stdin:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanokv.apps.cli.common.loading import Loaded
+from nanokv.apps.cli.common.plan import Loaded
 
 if TYPE_CHECKING:
     from nanokv.lab.bench.remote import Process

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from nanokv.apps.cli.common import layout, terminal
-from nanokv.apps.cli.common.loading import Plan
+from nanokv.apps.cli.common.plan import Plan
 from nanokv.apps.cli.common.text import to_json
 from nanokv.cache.options import kind_text
 from nanokv.errors import NanoKVError

@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from nanokv.apps.cli.chat.keyboard import Keyboard
     from nanokv.apps.cli.chat.options import ChatOptions
     from nanokv.apps.cli.chat.view import View
-    from nanokv.apps.cli.common.loading import Loaded
+    from nanokv.apps.cli.common.plan import Loaded
     from nanokv.chat.session import Session
 
 # make(should_stop) → the pieces of an answer

@@ -18,7 +18,8 @@ from nanokv.apps.cli.chat.start import make_session
 from nanokv.apps.cli.chat.view import Progress, View
 from nanokv.apps.cli.common import layout
 from nanokv.apps.cli.common.files import confirm
-from nanokv.apps.cli.common.loading import Loaded, Plan, load_model
+from nanokv.apps.cli.common.loading import load_model
+from nanokv.apps.cli.common.plan import Loaded, Plan
 from nanokv.apps.cli.common.terminal import Interrupt, sanitize, sanitize_line, write_err
 from nanokv.apps.cli.common.text import find_special
 from nanokv.errors import NanoKVError

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 from nanokv.apps.cli.chat.options import ChatOptions
 from nanokv.apps.cli.common import beams, speculation
-from nanokv.apps.cli.common.loading import Loaded
 from nanokv.apps.cli.common.options import new_seed
+from nanokv.apps.cli.common.plan import Loaded
 from nanokv.apps.cli.common.terminal import loading
 from nanokv.apps.cli.common.text import refuse_special
 

@@ -51,7 +51,7 @@ from nanokv.apps.cli.batch.served import (
 )
 from nanokv.apps.cli.common import options, pool, terminal
 from nanokv.apps.cli.common.files import add_force, ask_to_lose
-from nanokv.apps.cli.common.loading import Loaded, load_model
+from nanokv.apps.cli.common.loading import load_model
 from nanokv.apps.cli.common.options import (
     CacheOptions,
     ModelOptions,
@@ -59,6 +59,7 @@ from nanokv.apps.cli.common.options import (
     SamplingOptions,
     TemplateOptions,
 )
+from nanokv.apps.cli.common.plan import Loaded
 from nanokv.apps.cli.common.pool import PoolOptions
 from nanokv.apps.cli.common.prompt import room
 from nanokv.apps.cli.common.text import refuse_special

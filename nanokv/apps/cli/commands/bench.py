@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanokv.apps.cli.bench.peers import Peers
-from nanokv.apps.cli.common import layout, loading, options, terminal
+from nanokv.apps.cli.common import layout, options, terminal
 from nanokv.apps.cli.common.arguments import cache_name, integer, real
 from nanokv.apps.cli.common.files import add_force, ask_to_replace
-from nanokv.apps.cli.common.loading import Loaded, load_model, plan_model
+from nanokv.apps.cli.common.loading import load_model, plan_model
 from nanokv.apps.cli.common.options import CacheOptions, ModelOptions, OutputOptions
+from nanokv.apps.cli.common.plan import Loaded, threads_text
 from nanokv.apps.cli.common.random_model import RANDOM, load_random
 from nanokv.apps.cli.common.speed import code_text
 from nanokv.apps.cli.common.text import read_prompt_bytes, to_json
@@ -450,7 +451,7 @@ def report_beside(given: BenchOptions, loaded: Loaded, rows: list[dict]) -> None
         "one thread there": lambda row: f"{row['one_thread_tok_s']:,.1f}",
         "of one thread": lambda row: f"{row['ratio']:.0%}",
     }
-    facts_line = [f"{loaded.name} {loaded.dtype_name}", threads_text(loaded), "decode tok/s"]
+    facts_line = [f"{loaded.name} {loaded.dtype_name}", ranks_text(loaded), "decode tok/s"]
     show(facts_line, columns, rows)
 
 
@@ -744,9 +745,9 @@ def print_through(through: list[dict]) -> None:
     show(facts_line, columns, through)
 
 
-def threads_text(loaded: Loaded) -> str:
+def ranks_text(loaded: Loaded) -> str:
     """1 thread, 2 threads, 2 ranks of 1 thread."""
-    threads = loading.threads_text(loaded.threads)
+    threads = threads_text(loaded.threads)
     if loaded.ranks.size == 1:
         return threads
     return f"{loaded.ranks.size} ranks of {threads}, bytes of one rank"
@@ -756,7 +757,7 @@ def where_text(loaded: Loaded) -> str:
     """The name of the GPU, or the threads of the CPU."""
     from nanokv.lab.bench.machine import device_name
 
-    return device_name(loaded.device) or threads_text(loaded)
+    return device_name(loaded.device) or ranks_text(loaded)
 
 
 def facts_of(loaded: Loaded) -> dict:

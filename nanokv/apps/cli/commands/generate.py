@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 from nanokv.apps.cli.common import beams, options, speculation, terminal
 from nanokv.apps.cli.common.answer import AnswerWriter, thoughts
-from nanokv.apps.cli.common.loading import Loaded, load_model
+from nanokv.apps.cli.common.loading import load_model
 from nanokv.apps.cli.common.options import (
     CacheOptions,
     ModelOptions,
     OutputOptions,
     SamplingOptions,
 )
+from nanokv.apps.cli.common.plan import Loaded
 from nanokv.apps.cli.common.prompt import (
     PromptOptions,
     add_prompt_arguments,

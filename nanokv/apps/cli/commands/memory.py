@@ -15,7 +15,7 @@ from nanokv import costs
 from nanokv.apps.cli.common import layout, terminal
 from nanokv.apps.cli.common.arguments import integer
 from nanokv.apps.cli.common.files import add_force, ask_to_replace
-from nanokv.apps.cli.common.loading import choose_dtype, count_text, display_name
+from nanokv.apps.cli.common.loading import choose_dtype, display_name
 from nanokv.apps.cli.common.options import (
     CacheOptions,
     ModelOptions,
@@ -24,6 +24,7 @@ from nanokv.apps.cli.common.options import (
     model_options,
     output_options,
 )
+from nanokv.apps.cli.common.plan import count_text
 from nanokv.apps.cli.common.text import to_json
 from nanokv.cache.options import check_options
 from nanokv.config import Config

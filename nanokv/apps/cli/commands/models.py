@@ -14,8 +14,9 @@ from pathlib import Path
 
 from nanokv.apps.cli.common import layout, terminal
 from nanokv.apps.cli.common.arguments import environment
-from nanokv.apps.cli.common.loading import SHORT, count_text
+from nanokv.apps.cli.common.loading import SHORT
 from nanokv.apps.cli.common.options import output_options
+from nanokv.apps.cli.common.plan import count_text
 from nanokv.apps.cli.common.random_model import RANDOM
 from nanokv.apps.cli.common.text import to_json
 from nanokv.config import Config

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from nanokv.apps.cli.common import layout, terminal
 from nanokv.apps.cli.common.arguments import integer
-from nanokv.apps.cli.common.loading import Loaded, load_model, plan_model
+from nanokv.apps.cli.common.loading import load_model, plan_model
 from nanokv.apps.cli.common.options import (
     CACHE,
     add_model_arguments,
@@ -18,6 +18,7 @@ from nanokv.apps.cli.common.options import (
     model_options,
     output_options,
 )
+from nanokv.apps.cli.common.plan import Loaded
 from nanokv.apps.cli.common.random_model import RANDOM, load_random
 from nanokv.apps.cli.common.text import to_json
 from nanokv.errors import NanoKVError

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanokv.apps.cli.common import arguments, options, pool, terminal
-from nanokv.apps.cli.common.loading import Loaded, Plan, load_model
+from nanokv.apps.cli.common.loading import load_model
 from nanokv.apps.cli.common.options import (
     CacheOptions,
     ModelOptions,
@@ -25,6 +25,7 @@ from nanokv.apps.cli.common.options import (
     SamplingOptions,
     TemplateOptions,
 )
+from nanokv.apps.cli.common.plan import Loaded, Plan
 from nanokv.apps.cli.common.pool import PoolOptions
 from nanokv.errors import NanoKVError
 from nanokv.parallel.group import ALONE, Ranks

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 from nanokv.apps.cli.common import arguments, options, terminal
 from nanokv.apps.cli.common.arguments import integer
 from nanokv.apps.cli.common.files import add_page, ask_to_replace, check_place, replace
-from nanokv.apps.cli.common.loading import Loaded, load_model
+from nanokv.apps.cli.common.loading import load_model
 from nanokv.apps.cli.common.options import CacheOptions, ModelOptions, OutputOptions
+from nanokv.apps.cli.common.plan import Loaded
 from nanokv.apps.cli.common.prompt import (
     PromptOptions,
     add_prompt_arguments,

@@ -25,7 +25,7 @@ from nanokv.apps.cli.common.options import (
 )
 
 if TYPE_CHECKING:
-    from nanokv.apps.cli.common.loading import Plan
+    from nanokv.apps.cli.common.plan import Plan
     from nanokv.lab.study.debug import Step
     from nanokv.lab.verify import Report
     from nanokv.lab.verify.checks import Check

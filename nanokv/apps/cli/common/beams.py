@@ -11,8 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanokv.apps.cli.common import loading, terminal
-from nanokv.apps.cli.common.loading import Loaded
 from nanokv.apps.cli.common.options import BeamOptions, SamplingOptions
+from nanokv.apps.cli.common.plan import Loaded
 from nanokv.apps.cli.common.prompt import PromptOptions, answer, room
 from nanokv.decoding import completion
 from nanokv.errors import NanoKVError
@@ -20,7 +20,7 @@ from nanokv.errors import NanoKVError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from nanokv.apps.cli.common.loading import MakeGeneration
+    from nanokv.apps.cli.common.plan import MakeGeneration
     from nanokv.cache.base import KVCache
     from nanokv.decoding.beam import Beam, BeamGeneration
     from nanokv.decoding.draw import SamplingParams

@@ -11,12 +11,11 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
-from nanokv import __version__
 from nanokv.apps.cli.common import speculation, speed
 from nanokv.apps.cli.common.arguments import environment, integer
 from nanokv.apps.cli.common.options import (
@@ -26,10 +25,11 @@ from nanokv.apps.cli.common.options import (
     SpeedOptions,
     TemplateOptions,
 )
+from nanokv.apps.cli.common.plan import Choice, Loaded, Plan, make_cache
 from nanokv.apps.cli.common.terminal import bytes_text, loading, notice, sanitize_line
 from nanokv.cache.options import check_options
 from nanokv.config import Config
-from nanokv.costs import ITEMSIZE, cache_bytes, kv_bytes_per_token, parameters, weight_bytes
+from nanokv.costs import ITEMSIZE, cache_bytes, kv_bytes_per_token, weight_bytes
 from nanokv.costs.free_memory import available_memory, free_address_space
 from nanokv.costs.memory import SHORT, most_tokens
 from nanokv.errors import ConfigError, ContextError, NanoKVError
@@ -44,109 +44,16 @@ from weights_loader.strict import quote, read_object
 if TYPE_CHECKING:
     import torch
 
-    from nanokv.cache.base import KVCache
-    from nanokv.decoding.generation import Generation
-    from nanokv.engine import Engine
     from nanokv.loading import Read
     from nanokv.model import Transformer
     from nanokv.text.tokenizer import Tokenizer
     from weights_loader.prefetch import Prefetch
-
-    MakeGeneration = Callable[..., Generation]
-    Made = TypeVar("Made", bound=Generation)
 
 PAGE = 16  # tokens per page if --cache gives no page size
 # Bytes of weights per thread and step. With fewer, a thread waits about as long as it works.
 SHARE = 2_000_000
 TORCH_BYTES = 600_000_000  # address space that importing torch takes; measured, CPU, torch 2.13
 NOTHING_FITS = "no context fits; -m tiny does"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What will be loaded and how; made before torch is imported."""
-
-    source: str  # as typed after -m
-    name: str  # for display
-    folder: Path
-    config: Config
-    dtype_name: str  # a key of SHORT
-    threads: int
-    device: str
-    context: int
-    cache_name: str
-    cache_options: dict
-    fields: dict = field(default_factory=dict, kw_only=True)  # the content of config.json
-    code: speed.Choice = field(default=speed.Choice(False), kw_only=True)
-    # With several ranks, `config` describes one rank's part once the model is loaded.
-    ranks: Ranks = field(default=ALONE, kw_only=True)
-
-    def banner(self) -> list[str]:
-        """The parts of the banner.
-
-        nanokv 0.2.0 · tiny 3.1 M fp32 · 2 threads · cache dict · context 2,048 · fast kernels
-        """
-        where = self.device
-        if self.device == "cpu":
-            where = threads_text(self.threads)
-        parts = [
-            f"nanokv {__version__}",
-            f"{self.name} {count_text(parameters(self.config))} {SHORT[self.dtype_name]}",
-            where,
-            f"cache {self.cache_name}",
-            f"context {self.context:,}",
-        ]
-        if self.code.text:
-            parts.append(self.code.text)
-        return parts
-
-
-@dataclass(frozen=True)
-class Loaded(Plan):
-    """A plan with the loaded model and tokenizer."""
-
-    model: "Transformer"
-    tokenizer: Any  # a Tokenizer; None for random weights, whose commands use none
-    dtype: "torch.dtype"
-    load_s: float
-    # The plain model, whose weights are views of the fused ones in `model`. None if `model` is
-    # plain or quantized.
-    plain: "Transformer | None" = None
-
-    def make_cache(self) -> "KVCache":
-        """An empty cache of the kind of --cache, with room for the whole context."""
-        return _make_cache(self, self.dtype)
-
-    def make_engine(self, pages: int, page: int, step_tokens: int | None, running: int) -> "Engine":
-        """An Engine for this model."""
-        if self.ranks.size > 1:
-            from nanokv.ranks.engine import LeadingEngine
-
-            return LeadingEngine(self.ranks, self.model, pages, page, step_tokens, running)
-        from nanokv.engine import Engine
-
-        return Engine(self.model, pages, page, step_tokens, running)
-
-    def leading(self, make: "Callable[..., Made]", how: str = "iterate") -> "Callable[..., Made]":
-        """`make`, a function that makes Generations; on rank 0 of several, one that leads the others.
-
-        `how`: the way in which the Generations are used; see Leading.
-        """
-        if self.ranks.size == 1 or self.ranks.rank:
-            return make
-        from nanokv.ranks.generation import Leading
-
-        return Leading(self.ranks, make, how)  # type: ignore[return-value]  # it returns make's
-
-    def fingerprints(self) -> list[str]:
-        """Fingerprints of these weights: files get the first, and any of them is accepted in files.
-
-        Kernels give the same answers as the plain model, so either can continue work that the other
-        began. Version 0.1.0 wrote the fingerprint of the fused weights with --fast.
-        """
-        from nanokv.cache.saving import fingerprint
-
-        return [fingerprint(model) for model in (self.plain, self.model) if model is not None]
 
 
 def load_model(
@@ -192,7 +99,7 @@ def _load_model(
         plan = decide(plan, model.speed, output, announce)
     dtype = getattr(torch, plan.dtype_name)
     # A cache that does not suit the model is refused before weights are read. It is empty: 0 bytes.
-    _make_cache(plan, dtype)
+    make_cache(plan, dtype)
     torch.set_num_threads(plan.threads)
     plain, tokenizer = _read(plan, model, dtype, prefetched, ranks)
     made = speed.optimized(plain, plan.code, output)
@@ -237,7 +144,7 @@ def carried_out(
     """The Loaded of a plan: `plain` is the model as read, `made` the one that speed.py returned."""
     code = plan.code
     if made is plain and code.fast:  # a draft model is then plain as well
-        code = speed.Choice(False, "plain (kernels cannot be loaded)")
+        code = Choice(False, "plain (kernels cannot be loaded)")
     # `made.config`, because only the tensors show whether the head is tied.
     changes = {"config": made.config, "code": code}
     if made is not plain and not plan.code.quantize:
@@ -443,23 +350,6 @@ def _usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def threads_text(count: int) -> str:
-    """1 thread, 2 threads."""
-    return "1 thread" if count == 1 else f"{count} threads"
-
-
-def count_text(count: int) -> str:
-    """3.1 M, 596 M, 1.7 B."""
-    value = count / 1e6
-    unit = "M"
-    if count >= 999.5e6:
-        value = count / 1e9
-        unit = "B"
-    if value < 99.95:
-        return f"{value:.1f} {unit}"
-    return f"{value:.0f} {unit}"
-
-
 # --- devices and memory ---------------------------------------------------------------------------
 
 
@@ -484,20 +374,6 @@ def find_device(wanted: str) -> str:
             f"--device {wanted}: there are {count} {kind} devices here", "--device cpu"
         )
     return wanted
-
-
-def _make_cache(plan: Plan, dtype: "torch.dtype") -> "KVCache":
-    from nanokv.cache import make_cache
-
-    return make_cache(
-        plan.cache_name,
-        plan.config,
-        batch_size=1,
-        capacity=plan.context,
-        dtype=dtype,
-        device=plan.device,
-        **plan.cache_options,
-    )
 
 
 def check_address_space() -> None:

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from nanokv.apps.cli.common import arguments, options
-from nanokv.apps.cli.common.loading import PAGE, Loaded
+from nanokv.apps.cli.common.loading import PAGE
 from nanokv.apps.cli.common.options import CacheOptions
+from nanokv.apps.cli.common.plan import Loaded
 from nanokv.cache.options import check_options
 from nanokv.costs import kv_bytes_per_token
 from nanokv.costs.free_memory import available_memory

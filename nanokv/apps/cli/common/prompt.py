@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanokv.apps.cli.common import terminal
-from nanokv.apps.cli.common.loading import Loaded
 from nanokv.apps.cli.common.options import (
     OutputOptions,
     TemplateOptions,
@@ -23,6 +22,7 @@ from nanokv.apps.cli.common.options import (
     add_thinking_argument,
     template_options,
 )
+from nanokv.apps.cli.common.plan import Loaded
 from nanokv.apps.cli.common.text import clean, read_prompt_bytes, refuse_special, stdin
 from nanokv.decoding import completion
 from nanokv.errors import ContextError, NanoKVError

@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from nanokv.apps.cli.common.loading import (
-    Loaded,
-    Plan,
     check_address_space,
     check_device,
     check_memory,
@@ -18,6 +16,7 @@ from nanokv.apps.cli.common.loading import (
     thread_count,
 )
 from nanokv.apps.cli.common.options import CacheOptions, ModelOptions
+from nanokv.apps.cli.common.plan import Loaded, Plan
 from nanokv.apps.cli.common.terminal import loading
 from nanokv.config import Config
 from nanokv.costs.free_memory import available_memory

@@ -8,8 +8,9 @@ another draw from the same distribution.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from nanokv.apps.cli.common.plan import Loaded, Plan
 from nanokv.apps.cli.common.terminal import sanitize_line
 from nanokv.config import Config
 from nanokv.costs import ITEMSIZE, kv_bytes, weight_bytes
@@ -18,10 +19,6 @@ from nanokv.errors import NanoKVError
 if TYPE_CHECKING:
     from nanokv.decoding.generation import Generation
     from nanokv.model import Transformer
-
-# The classes of loading.py, which imports this file.
-Plan = Any
-Loaded = Any
 
 
 def generation_type(

@@ -13,12 +13,11 @@ tokens of one run come from the same code.
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nanokv.apps.cli.common.options import OutputOptions, SpeedOptions
+from nanokv.apps.cli.common.plan import Choice, Plan
 from nanokv.apps.cli.common.terminal import notice, sanitize_line
-from nanokv.config import Config
 from nanokv.errors import ConfigError, NanoKVError
 from nanokv.fast import building
 
@@ -26,21 +25,9 @@ if TYPE_CHECKING:
     from nanokv.model import Transformer
     from weights_loader.prefetch import Prefetch
 
-Plan = Any  # the Plan of loading.py, which imports this file
-
 NEXT_START = "kernels are being built for the next start"
 NO_MEMORY = "no memory to fuse weights"
 GRAPHS = "CUDA graphs"  # the banner's text on a GPU
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The code that runs the model. `text` is shown in the banner."""
-
-    fast: bool
-    text: str = ""  # "" for commands without these flags
-    requested: bool = False  # with --fast or --quantize
-    quantize: str | None = None
 
 
 def check(wanted: SpeedOptions | None, ranks: int) -> None:
@@ -153,7 +140,7 @@ def fusing_bytes(plan: Plan) -> int:
     """Peak bytes of fusing: the matrices of one layer are in memory twice (q, k, v; gate, up)."""
     from nanokv.costs import ITEMSIZE
 
-    config: Config = plan.config
+    config = plan.config
     heads = config.num_attention_heads + 2 * config.num_key_value_heads
     rows = max(heads * config.head_dim, 2 * config.intermediate_size)
     return rows * config.hidden_size * ITEMSIZE[plan.dtype_name]
