@@ -1,7 +1,7 @@
 """The kinds of cache and the options of each, with their legal values.
 
-One table for make_cache and for the command line, which checks `--cache` before torch is imported.
-registry.py, which makes the caches, explains the options.
+make_cache and the command line share this table; the command line checks `--cache` before torch is
+imported. registry.py makes the caches and explains the options.
 """
 
 import difflib
@@ -63,10 +63,10 @@ KINDS: dict[str, dict[str, Rule | None]] = {  # cache → option → rule
     "batch": {"of": TEXT},  # and the options of its rows
 }
 
-_QUANTIZED = "quantized:bits=8 and quantized:bits=4 keep keys and values in fewer bits"
+_QUANTIZED = "quantized:bits=8 or quantized:bits=4 stores keys and values in fewer bits"
 ELSEWHERE = {  # names in other programs, in lower case and without "cache" → a hint
-    "dynamic": "transformers' DynamicCache is 'dict' here; 'growing' holds the same, copies less",
-    "default": "'dict' is the plainest, 'growing' what the chat uses",
+    "dynamic": "transformers' DynamicCache is 'dict' here; 'growing' stores the same and copies less",
+    "default": "'dict' is the simplest cache; the chat uses 'growing'",
     "sink": "'sliding:window=N:sinks=4' keeps the first tokens",
     "offloadedstatic": "did you mean 'offloaded'?",
     "slidingwindow": "did you mean 'sliding'?",
@@ -122,15 +122,16 @@ def check_options(name: str, options: dict[str, Any], objects: bool = False) -> 
     if name == "batch":
         of = options.get("of", "dict")
         if type(of) is not str or of not in KINDS or of == "batch":
-            raise CacheError(
-                f"of is {of!r}: there are {', '.join(kind for kind in KINDS if kind != 'batch')}"
-            )
+            kinds = [kind for kind in KINDS if kind != "batch"]
+            raise CacheError(f"of is {of!r}: the caches are {', '.join(kinds)}")
         known |= KINDS[of]
     if not objects:
         known = {key: rule for key, rule in known.items() if rule is not OBJECT}
     if unknown := sorted(set(options) - set(known)):
-        listed = ", ".join(known) or "no options"
-        raise CacheError(f"cache {name!r} has no option {', '.join(unknown)}: it knows {listed}")
+        listed = "it has none"
+        if known:
+            listed = f"its options are {', '.join(known)}"
+        raise CacheError(f"cache {name!r} has no option {', '.join(unknown)}: {listed}")
     for key, value in options.items():
         rule = known[key]
         if rule is not OBJECT and not rule.accepts(value):
@@ -144,7 +145,7 @@ def _unknown(name: str) -> CacheError:
     hint = ELSEWHERE.get(plain, "")
     if not hint and near:
         hint = f"did you mean {near[0]!r}?"
-    return CacheError(f"no cache is called {name!r}: there are {', '.join(KINDS)}", hint)
+    return CacheError(f"no cache is called {name!r}: the caches are {', '.join(KINDS)}", hint)
 
 
 def growing_slots(tokens: int, expected: int | None = None) -> int:

@@ -329,7 +329,7 @@ def _ids(tokens: Iterable[Any], length: int | list[int], rows: int) -> list[Any]
             raise CacheError(f"tokens hold {wrong[0]!r}: whole numbers were expected")
         if tokens and len(ids) != n:
             raise CacheError(
-                f"{len(ids)} tokens do not belong to a cache that holds {n}",
+                f"{len(ids)} tokens were passed for a cache that holds {n}",
                 hint="pass tokens[:length]",
             )
     return tokens

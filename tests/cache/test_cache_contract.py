@@ -634,11 +634,13 @@ def test_nothing_is_generated_with_a_cache_that_keeps_nothing(model):
 
 
 def test_an_unknown_cache_or_option_is_named_with_the_known_ones(name, model):
-    with pytest.raises(CacheError, match=r"no cache is called 'dcit': there are .*dict") as caught:
+    with pytest.raises(
+        CacheError, match=r"no cache is called 'dcit': the caches are .*dict"
+    ) as caught:
         make_cache("dcit", model.config)
     assert caught.value.hint == "did you mean 'dict'?"
     kind, options = KINDS[name]
-    with pytest.raises(CacheError, match=f"cache '{kind}' has no option colour, flavour: it knows"):
+    with pytest.raises(CacheError, match=f"cache '{kind}' has no option colour, flavour: it"):
         make_cache(kind, model.config, flavour=1, colour=2, **options)
 
 

@@ -189,7 +189,7 @@ def test_ids_of_ragged_rows_are_saved_as_a_list_each(model, tmp_path):
     batch = BatchCache([filled(model, "dict", n) for n in (3, 5)], model.config)
     with pytest.raises(CacheError, match="cannot all hold the same ids"):
         batch.save(tmp_path / "c", tokens=[1, 2, 3])
-    with pytest.raises(CacheError, match="4 tokens do not belong to a cache that holds 5"):
+    with pytest.raises(CacheError, match="4 tokens were passed for a cache that holds 5"):
         batch.save(tmp_path / "c", tokens=[[1, 2, 3], [1, 2, 3, 4]])
     batch.save(tmp_path / "c", tokens=[[1, 2, 3], [1, 2, 3, 4, 5]])
     assert KVCache.load(tmp_path / "c", model.config).tokens == [[1, 2, 3], [1, 2, 3, 4, 5]]
@@ -617,7 +617,7 @@ def test_a_pool_is_an_option_for_programs_only(model):
     pool = PagePool(model.config, 4, 4)
     assert make_cache("paged", model.config, pool=pool).pool is pool
     with pytest.raises(
-        CacheError, match=r"cache 'paged' has no option pool: it knows page, pages$"
+        CacheError, match=r"cache 'paged' has no option pool: its options are page, pages$"
     ):
         check_options("paged", {"pool": "4"})
 

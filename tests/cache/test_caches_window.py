@@ -372,5 +372,5 @@ def test_mixed_rows_are_not_saved_as_if_they_were_alike(model, tmp_path):
 def test_make_cache_names_what_a_batch_can_be_made_of(model):
     assert isinstance(make_cache("batch", model.config, of="paged", page=3), BatchCache)
     for of in ("batch", "dcit"):
-        with pytest.raises(CacheError, match=f"of is '{of}': there are dict"):
+        with pytest.raises(CacheError, match=f"of is '{of}': the caches are dict"):
             make_cache("batch", Config.from_dict(model.config.to_dict()), of=of)

@@ -563,7 +563,7 @@ def test_a_template_that_is_not_there_or_not_used_is_told(cli, edited, tiny_fold
     for flags, message, hint in (
         (
             ["rag"],
-            '--chat-template "rag" is no file and no template of this model',
+            '--chat-template "rag" is neither a file nor a template of this model',
             'it has "default"',
         ),
         (

@@ -290,7 +290,7 @@ def test_a_cache_that_offers_nothing_has_not_passed(model):
 
 
 def test_an_unknown_name_is_refused():
-    with pytest.raises(CacheError, match=r"no cache is called 'dcit': there are dict"):
+    with pytest.raises(CacheError, match=r"no cache is called 'dcit': the caches are dict"):
         equality.check("dcit")
 
 

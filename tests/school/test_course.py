@@ -820,7 +820,7 @@ def test_a_negative_prediction_is_refused_where_it_makes_no_sense(capsys):
     session.predict("x.a", "-5", unit="lists")
     assert not session._PREDICTIONS, "the earlier one is taken back too"
     assert capsys.readouterr().out.endswith(
-        "x.a: no prediction yet. -5 lists cannot be: the number is 0 or more.\n"
+        "x.a: no prediction yet. -5 lists is impossible: the number is 0 or more.\n"
     )
     session.predict("x.a", 0)
     session.predict("x.b", -5, unit="percent", signed=True)

@@ -288,32 +288,35 @@ def test_sections_are_cut_at_headings_and_members():
             "",
         ),
         ('<a href="c.html">c</a>', "a.html: c.html: there is no such file"),
-        ('<a href="b.html#gone">b</a>', "a.html: b.html#gone: there is no such place in b.html"),
-        ('<a href="#gone">b</a>', "a.html: #gone: there is no such place in a.html"),
+        ('<a href="b.html#gone">b</a>', "a.html: b.html#gone: b.html has no such anchor"),
+        ('<a href="#gone">b</a>', "a.html: #gone: a.html has no such anchor"),
         ('<img src="b.png">', "a.html: b.png: there is no such file"),
         ('<a href="/b.html">b</a>', "a.html: /b.html: an absolute path"),
         ('<a href="sub">b</a>', "a.html: sub: there is no such file"),
-        ('<a href="javascript:alert()">b</a>', "a.html: javascript:alert(): asks another machine"),
+        (
+            '<a href="javascript:alert()">b</a>',
+            "a.html: javascript:alert(): is not a link with http, https or mailto",
+        ),
         (
             '<script src="https://cdn.example/x.js"></script>',
-            "a.html: https://cdn.example/x.js: asks another machine",
+            "a.html: https://cdn.example/x.js: is on another site",
         ),
-        ('<img src="//cdn.example/x.png">', "a.html: //cdn.example/x.png: asks another machine"),
+        ('<img src="//cdn.example/x.png">', "a.html: //cdn.example/x.png: is on another site"),
         (
             "<style>p { background: url(http://cdn.example/) }</style>",
-            "a.html: http://cdn.example/: asks another machine",
+            "a.html: http://cdn.example/: is on another site",
         ),
         ('<p style="background: url(x.png)">', "a.html: x.png: there is no such file"),
-        ('<a href="http://[x">b</a>', "a.html: http://[x: no address: Invalid IPv6 URL"),
+        ('<a href="http://[x">b</a>', "a.html: http://[x: not a valid address: Invalid IPv6 URL"),
         (
             '<svg><a xlink:href="https://example.com/x"/><use xlink:href="#me"/><g id="me"/></svg>',
             "",
         ),
         ('<svg><a xlink:href="gone.html"/></svg>', "a.html: gone.html: there is no such file"),
-        ('<svg><use xlink:href="#gone"/></svg>', "a.html: #gone: there is no such place in a.html"),
+        ('<svg><use xlink:href="#gone"/></svg>', "a.html: #gone: a.html has no such anchor"),
         (
             '<svg><image xlink:href="https://x.example/a.png"/></svg>',
-            "a.html: https://x.example/a.png: asks another machine",
+            "a.html: https://x.example/a.png: is on another site",
         ),
         (
             '<meta http-equiv="refresh" content="5"><meta http-equiv="Refresh" content="0; url=b.html#here">',
@@ -329,7 +332,7 @@ def test_sections_are_cut_at_headings_and_members():
         ),
         (
             '<meta http-equiv="refresh" content="1.5 https://x.example">',
-            "a.html: https://x.example: asks another machine",
+            "a.html: https://x.example: is on another site",
         ),
     ],
 )

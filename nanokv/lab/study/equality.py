@@ -142,7 +142,7 @@ def maker(make: str | type | Make) -> Make:
     such a function."""
     if isinstance(make, str):
         if make not in CACHES:
-            raise CacheError(f"no cache is called {make!r}: there are {', '.join(CACHES)}")
+            raise CacheError(f"no cache is called {make!r}: the caches are {', '.join(CACHES)}")
         return partial(make_cache, make)
     if not callable(make):
         raise CacheError(

@@ -256,9 +256,9 @@ def _no_prediction(value, number: float | None, unit: str, signed: bool) -> str:
         shown = checking.shown(value)
         return f"{first} {shown} is no number (a half is 0.5, a thousand 1000 or 1,000)."
     if math.isinf(number):
-        return f"{number} cannot be: the number is finite."
+        return f"{number} is impossible: the number is finite."
     if number < 0 and not signed:
-        return f"{quantity(number, unit)} cannot be: the number is 0 or more."
+        return f"{quantity(number, unit)} is impossible: the number is 0 or more."
     return ""
 
 

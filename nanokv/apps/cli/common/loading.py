@@ -165,7 +165,7 @@ def choose_template(template: TemplateOptions | None, tokenizer: "Tokenizer") ->
         tokenizer.chat_template = tokenizer.chat_templates[choice]
     else:
         known = names(tokenizer.chat_templates) or "none"
-        what = f"--chat-template {quote(choice)} is no file and no template of this model"
+        what = f"--chat-template {quote(choice)} is neither a file nor a template of this model"
         raise NanoKVError(what, f"it has {known}")
     tokenizer.template()  # raises now if the template is broken
 

@@ -1,5 +1,5 @@
-// Judges answers that are typed on a page: numbers, texts, tuples, shapes and sets, against the
-// data of compiled.py. Gives the same results as answers.py, slips.py and session.py; tests compare
+// Judges answers that are typed into a page (numbers, texts, tuples, shapes and sets) by the data
+// of compiled.py. It gives the same results as answers.py, slips.py and session.py; tests compare
 // them.
 
 // --- reading an answer ---------------------------------------------------------------------------
@@ -66,7 +66,7 @@ function calculate(text) {
   return at === tokens.length ? x : NaN;
 }
 
-// A number, which one of `units` may follow; undefined if it is not a number.
+// The number in a text that may end with one of `units`; undefined if there is none.
 function readNumber(text, units) {
   const known = [...units].sort((a, b) => b.length - a.length);
   const end = text.trim().toLowerCase();
@@ -138,7 +138,8 @@ function readSet(text) {
   return repeats ? undefined : { set: [...found].sort() };
 }
 
-// A text in the form of a value, or undefined. `units` has one entry per number, or one for all.
+// The value in a text, in the form of another value; undefined if the text has another form.
+// `units` has one entry per number, or one for all.
 function read(text, form, units = []) {
   if (typeof form === "number") return readNumber(text, units[0] ?? []);
   if (typeof form === "string") return /[,()[\]{}]/.test(text) ? undefined : word(text);
@@ -167,7 +168,7 @@ function same(answer, right, [rel, atol]) {
   return answer.set.join("\n") === right.set.join("\n");
 }
 
-// The two known mistakes that explain an answer together, if only one pair does.
+// The pair of known mistakes that together explain an answer; null if no pair or several do.
 function pair(answer, { rows, near, factors }) {
   const right = rows[0].value;
   const known = rows.slice(1).filter((row) => !row.alone);
@@ -208,7 +209,7 @@ function judge(data, text) {
   return { state: "wrong", message: `Two slips at once. ${a.message} And: ${b.message}` };
 }
 
-// Does the answer have the form of a right one? A list may have any number of items.
+// Does the answer have the form of the right one? A list may have any number of items.
 function fits({ rows, names, open }, text, answer) {
   if (names?.length) return answer?.set.every((name) => names.includes(name)) ?? false;
   if (!open) return answer !== undefined;
@@ -226,7 +227,7 @@ function predicted({ id, unit, units, signed }, text) {
     return { message: `${id}: no prediction yet. ${how}` };
   }
   if (number < 0 && !signed) {
-    const why = "cannot be: the number is 0 or more.";
+    const why = "is impossible: the number is 0 or more.";
     return { message: `${id}: no prediction yet. ${quantity(number, unit)} ${why}` };
   }
   return { number, message: `${id}: you predict ${quantity(number, unit)}.` };

@@ -28,7 +28,7 @@ IN_STYLE = re.compile(r"""(?:url\(\s*['"]?|@import\s+['"])([^'")\s]+)""")
 
 
 class Addresses(HTMLParser):
-    """The addresses of a page, as (address, whether it is fetched with the page), and its anchors."""
+    """Collects a page's anchors, and its addresses as (address, fetched with the page or not)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Addresses(HTMLParser):
             self.handle_style(data)
 
     def handle_refresh(self, content: str) -> None:
-        """The page that the browser loads after a while; without an address it is the same page."""
+        """Record the page that the browser loads next. Without an address it reloads this page."""
         if (match := REFRESH.match(content)) and match[1]:
             self.found.append((match[1].strip(), True))
 
@@ -100,16 +100,18 @@ def addresses(path: Path) -> tuple[list[tuple[str, bool]], set[str]]:
 
 
 def complaint(page: str, address: str, fetched: bool, pages: dict, read: dict) -> str:
-    """Why an address is wrong; "" if it is right."""
+    """The reason why an address is wrong, or ""."""
     try:
         parts = urlsplit(address)
     except ValueError as error:
-        return f"no address: {error}"
+        return f"not a valid address: {error}"
     if parts.scheme == "data":
-        return "" if fetched else "a link to data"
+        return "" if fetched else "a link to a data: address"
     if parts.scheme or parts.netloc:
-        if fetched or parts.scheme not in ("http", "https", "mailto"):
-            return "asks another machine"
+        if fetched:
+            return "is on another site"
+        if parts.scheme not in ("http", "https", "mailto"):
+            return "is not a link with http, https or mailto"
         return ""
     if parts.path.startswith("/"):
         return "an absolute path"
@@ -120,5 +122,5 @@ def complaint(page: str, address: str, fetched: bool, pages: dict, read: dict) -
     if target not in pages:
         return "there is no such file"
     if parts.fragment and unquote(parts.fragment) not in read.get(target, ((), ()))[1]:
-        return f"there is no such place in {target}"
+        return f"{target} has no such anchor"
     return ""

@@ -1,4 +1,5 @@
-// The right side: a snapshot of the engine. Figures are canvases, each with its numbers in a table.
+// The right side of the page: a snapshot of the engine. Each figure is a canvas with a table of its
+// numbers.
 
 const WHOSE = { tab: "this tab", key: "another client", other: "another key" };
 const REASONS = {
@@ -42,7 +43,7 @@ class Drawing extends Figure {
 const cache = {
   now: null, // the newest snapshot
   turn: null, // this tab's newest request
-  last: "", // the requests of the latest preemption
+  last: "", // the requests that were preempted last
   history: [],
 
   build() {
@@ -118,7 +119,7 @@ const cache = {
     this.stepFigure.refresh(this.stepText());
   },
 
-  // Record the changes since the snapshot before: steps, and preempted requests.
+  // Records what changed since the previous snapshot: steps, and preempted requests.
   note(before, { engine, requests }) {
     if (!before || engine.steps < before.engine.steps) { // a new server counts from 0
       this.last = "";
@@ -157,7 +158,8 @@ const cache = {
     }
     if (turn.state === "queued") return `${words} It waits in the queue.`;
     const size = bytes(turn.pages * pool.bytes_per_page);
-    return `${words} It holds ${count(turn.held)} tokens in ${plural(turn.pages, "page")}, ${size}.`;
+    const pages = plural(turn.pages, "page");
+    return `${words} It holds ${count(turn.held)} tokens in ${pages}, ${size}.`;
   },
 
   leftText({ reason, kept }) {
@@ -200,7 +202,7 @@ const cache = {
     text += `${count(kept)} kept for reuse, ${count(free)} free.`;
     if (cell > 1) text += ` A cell is ${cell} pages.`;
     if (preemptions) {
-      const last = this.last ? `, the last of ${this.last}` : "";
+      const last = this.last ? `, most recently of ${this.last}` : "";
       text += ` ${plural(preemptions, "preemption")} so far${last}: the pool was full.`;
     }
     return text;

@@ -1,7 +1,7 @@
 // The connection to the server: the API key, events of a response, and the stream of snapshots.
 
 const $ = (id) => document.getElementById(id);
-const KEPT = "nanokv-serve"; // prefix in sessionStorage, which exists as long as this tab
+const KEPT = "nanokv-serve"; // prefix of keys in sessionStorage, which lasts as long as this tab
 const SILENT_MS = 15000; // the server sends an event or a comment at least every 5 s
 const BACK_OFF = [500, 1000, 2000, 4000, 8000]; // milliseconds before each attempt to reconnect
 
@@ -9,7 +9,7 @@ const TAB = [...crypto.getRandomValues(new Uint8Array(12))]
   .map((byte) => byte.toString(16).padStart(2, "0"))
   .join("");
 
-// If a browser refuses storage, every page starts with the default.
+// A stored value, or the default if there is none or the browser refuses storage.
 function recall(name, otherwise) {
   try {
     return JSON.parse(sessionStorage.getItem(`${KEPT}-${name}`)) ?? otherwise;
@@ -100,7 +100,8 @@ function useKey(event) {
 
 // --- announcements -------------------------------------------------------------------------------
 
-// For screen readers. A repeated text is changed, because the same text is not announced again.
+// Announces a text to screen readers. They do not announce an unchanged text, so a text that is
+// repeated gets a space.
 function say(text) {
   const said = $("said");
   said.textContent = said.textContent === text ? `${text}\u00a0` : text;
@@ -118,10 +119,10 @@ const live = {
   stream: null,
   lost: false,
 
-  // Runs as long as the page exists.
+  // Reconnects for as long as the page exists.
   async run() {
     for (;;) {
-      // A hidden page closes its connection, because a browser opens only six per server.
+      // A hidden page has no connection, because a browser opens at most six per server.
       if (document.hidden) await this.shown();
       const before = key;
       const trouble = await this.watch().catch((error) => error);
@@ -131,7 +132,7 @@ const live = {
     }
   },
 
-  // Shows snapshots until the stream ends; returns the server's reason if it gave one.
+  // Shows snapshots until the stream ends. Returns the error that the server sent, if any.
   async watch() {
     this.stream = new AbortController();
     let timer = null;
@@ -153,7 +154,7 @@ const live = {
         cache.show(found);
       }
     } catch (error) {
-      if (silent) return new Error("the server sends nothing");
+      if (silent) return new Error("the server has stopped sending");
       throw error;
     } finally {
       clearTimeout(timer);
