@@ -14,11 +14,11 @@ pipeline_tag: text-generation
 
 A chat model of {parameters:,} parameters in Qwen3 layout, made for looking at caches: its answers
 depend on earlier messages, so a broken KV cache shows in its words. It recalls names, pets, places
-and lists, takes the newest of facts that change, repeats and reverses words that it has never seen,
-counts, adds two numbers up to 99, tells small stories and answers questions about KV caches. It
-knows nothing else, and is trained to say so. English only. Not for any use in which its answers
-matter: at times it takes one fact for another, and words of other kinds than those above can lead
-it to an answer that has nothing to do with them.
+and lists, gives the newest value of a fact that changed, repeats and reverses words that it has
+never seen, counts, adds two numbers up to 99, tells small stories and answers questions about KV
+caches. It knows nothing else, and is trained to say so. It speaks only English. Do not use it where
+answers matter: it sometimes confuses two facts, and a message of any other kind may get an
+unrelated answer.
 
 ## Shape
 
@@ -30,20 +30,20 @@ The cache takes {kv:,} bytes per token in fp32.
 
 ## Training
 
-`nanokv train` makes it again from nothing: seed {seed}, {steps:,} steps of {tokens_per_batch:,}
+`nanokv train` reproduces it from scratch: seed {seed}, {steps:,} steps of {tokens_per_batch:,}
 tokens, from step {third_from:,} on of {third:,} ({tokens:.1f} M in all), Muon and AdamW, rows of 64
 to 2,048 tokens, loss on the answers and on one in ten of the users' tokens. From step
 {second_from:,} on the conversations have every kind of exchange. From step {third_from:,} on they
 also have the usual first sentences of a chat, facts without names, emoji and other scripts, and
-answers of other assistants, which have no loss; that stage begins with new optimizers.
-The corpus is synthetic: conversations from a seeded generator, no text by anybody else. One word
-in eight of its names and nouns is never trained on.
+answers of other assistants, which do not count in the loss; that stage begins with new optimizers.
+The corpus is synthetic: a seeded generator writes all conversations, without text by other authors.
+One in eight of its names and nouns is held out of training.
 {made}
 ## Evaluation
 
 `nanokv train --evaluate --cases {cases} --seed {first} --seeds {count}`: greedy, through the chat's
-own path, on held-out words. {count} sets of {cases} cases per task; the target is for the lowest of
-them.
+own path, on held-out words. {count} sets of {cases} cases per task; the lowest of
+them has to reach the target.
 
 | task | mean | lowest | target | a case |
 |---|---|---|---|---|
@@ -58,14 +58,14 @@ COVERS = {
     "repeat": "2 to 8 words, all of them and nothing else",
     "nth": "one word of a list by its place",
     "reverse": "2 to 8 words backwards",
-    "edited lists": "one word put first, added, replaced, removed by its name or its place",
+    "edited lists": "one word put first, added, replaced or removed, by its name or its place",
     "count": "up or down, in digits or in words, not one number too far",
     "other counts": "to one number, downwards without the word, below zero, by steps, up to 100",
     "sums": "0 … 99 + 0 … 99, in digits or in words",
     "other arithmetic refused": "differences, products, three numbers, numbers above 99",
-    "cache questions": "a trained phrasing between words that training never puts around it",
+    "cache questions": "a trained phrasing, inside words that never surround it in training",
     "cache questions, new phrasing": "a phrasing that is not in the training",
-    "facts without names": "I have a cat: its name is unknown, the cat is known; new phrasings",
+    "facts without names": "“I have a cat”: its name is unknown, the cat is known; new phrasings",
     "other assistants": "recall; another assistant answered all earlier turns, in new words",
     "nothing invented": "one or two sentences without a name; each new value is wrong",
     "first sentences": "a trained sentence as the first message; misspelt, or with other words",
@@ -76,9 +76,9 @@ COVERS = {
     "natural, paraphrased": "the same conversations in other words",
 }
 FAULTS = """
-When the last turn of a recall meets a broken cache (earlier turns are cached right):
+Recall when the last turn runs with a broken cache (earlier turns are cached correctly):
 
-| the last turn meets | recalled | same answer | max abs change of the first logits (median) |
+| cache of the last turn | recalled | same answer | max abs change of the first logits (median) |
 |---|---|---|---|
 """
 SAYS = """
