@@ -18,7 +18,7 @@ from pathlib import Path
 from nanokv.school.course import checking
 
 ENTRY = re.compile(r"^- \*\*(.+?)\*\*(?: \(([^)]*)\))?: (.+(?:\n  .+)*)", re.MULTILINE)
-HEAD = ("check", "mistake", "the student is told", "met in")
+HEAD = ("check", "mistake", "message to the student", "seen in")
 
 
 @dataclass(frozen=True)
