@@ -225,7 +225,7 @@ computed = 0  # how many vectors were projected
 
 def arrive(x, cache):
     """One token with the embedding x; `cache` holds the k and v of the tokens before
-    it, and gets its own."""
+    it, and receives its own."""
     global computed
     q, k, v = project(q_table, x), project(k_table, x), project(v_table, x)
     computed += 3

@@ -72,8 +72,7 @@ noticed = 8
 
 # %%
 bets = course.chosen(bet, faults.FAULTS)
-course.predict("07.a", ... if bets is None else len(bets),
-               unit="bugs that cannot be heard")
+course.predict("07.a", ... if bets is None else len(bets), unit="silent bugs")
 course.predict("07.b", noticed, unit="bugs noticed")
 
 # %% [markdown]
@@ -93,8 +92,8 @@ for name, one in found.items():
           f"{' '.join(heard.split())[:60]}")
 silent = {name for name, one in found.items()
           if one.seen_by in ("logits", "bytes", "nothing")}
-print(f"* = your bet: {len(bets & silent)} of {len(bets)} are silent indeed, and "
-      f"{len(silent - bets)} more are")
+print(f"* = your bet: {len(bets & silent)} of {len(bets)} are silent, and "
+      f"{len(silent - bets)} others are silent too")
 count = {kind: sum(one.seen_by == kind for one in found.values())
          for kind in ("words", "error", "logits", "bytes")}
 course.reveal("07.a", len(silent))
@@ -139,12 +138,12 @@ loudest = max((name for name in order if name in silent),
               key=lambda name: max(single[name].deltas))
 quietest = min((name for name in order if name not in silent),
                key=lambda name: max(single[name].deltas))
-course.show(fig, alt="One row a bug, one column a step of the answer, brighter where "
-            "logits move further, sorted by size. The loudest bug with right words is "
-            f"{loudest}, which moves logits by {max(single[loudest].deltas):.0f}; the "
-            f"quietest one that changes a word is {quietest}, with "
-            f"{max(single[quietest].deltas):.0f}. Many rows are dark at step 0 and "
-            "bright after it: the prompt was right.")
+course.show(fig, alt="One row per bug, one column per step of the answer, brighter "
+            "where logits move further, sorted by size. The loudest bug with right "
+            f"words is {loudest}, which moves logits by "
+            f"{max(single[loudest].deltas):.0f}; the quietest one that changes a word "
+            f"is {quietest}, with {max(single[quietest].deltas):.0f}. Many rows are "
+            "dark at step 0 and bright after it: the prompt was right.")
 course.figure("07.loudest", max(single[loudest].deltas))
 
 # %% [markdown]
@@ -233,7 +232,7 @@ truth = {name: outcome(run, answer) for name, run in faults.SCENARIOS.items()}
 shows = {name: [] for name in faults.FAULTS}
 for name, row in shows.items():
     for situation, run in faults.SCENARIOS.items():
-        with faults.inject(name):  # anew for each: some bugs remember what came before
+        with faults.inject(name):  # anew for each, as some bugs keep state
             row.append(difference(truth[situation], outcome(run, answer)))
 columns = {situation: sum(row[i] > 0 for row in shows.values())
            for i, situation in enumerate(faults.SCENARIOS)}

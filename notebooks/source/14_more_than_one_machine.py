@@ -100,7 +100,7 @@ def half(rank):
 
 added = half(0) + half(1)  # the only exchange
 print(f"largest number {float(whole.abs().max()):.2f}")
-print(f"after cut and sum off by {float((added - whole).abs().max()):.0e}")
+print(f"cut and summed: off by {float((added - whole).abs().max()):.0e}")
 print(f"one half alone is off by {float((half(0) - whole).abs().max()):.2f}")
 
 # %% [markdown]
@@ -160,8 +160,8 @@ sums = [size for kind, size in two[0]["sent"] if kind == "sum"]
 gathers = [size for kind, size in two[0]["sent"] if kind == "gather"]
 print(f"logits off by {off:.0e}; the ranks agree to the bit: "
       f"{two[0]['logits'] == two[1]['logits']}")
-print(f"weights of a rank {two[0]['weights']:,} of {model.nbytes:,} bytes")
-print(f"cache of a rank {two[0]['cache']:,} of {cache.nbytes:,} bytes")
+print(f"weights per rank: {two[0]['weights']:,} of {model.nbytes:,} bytes")
+print(f"cache per rank: {two[0]['cache']:,} of {cache.nbytes:,} bytes")
 print(f"for one token: {len(sums)} sums of {set(sums)} bytes, {len(gathers)} gather of "
       f"{set(gathers)} bytes")
 course.reveal("14.a", len(two[0]["sent"]))
@@ -237,8 +237,8 @@ axis.minorticks_off()
 axis.legend()
 course.show(fig, alt=f"Cache per rank: cut by heads it falls from {by_heads[0]:.0f} "
             f"MiB on one rank to {by_heads[3]:.0f} on eight, and stays there on "
-            f"sixteen. Cut by positions it falls on, to {by_positions[-1]:.0f} MiB on "
-            "sixteen.")
+            "sixteen. Cut by positions it keeps falling, to "
+            f"{by_positions[-1]:.0f} MiB on sixteen.")
 
 # %% [markdown]
 # On sixteen ranks the cache of a rank is <!--fig 14.heads16-->8<!--/fig--> times smaller by heads,

@@ -146,7 +146,7 @@ plans = {"fixed": fixed(lengths, places), "continuous": continuous(lengths, plac
 busy = {}
 for name, steps in plans.items():
     busy[name] = sum(map(len, steps)) / (places * len(steps))
-    print(f"{name:<11} {len(steps)} steps, {busy[name]:.0%} of the places at work")
+    print(f"{name:<11} {len(steps)} steps, {busy[name]:.0%} of the places in use")
 course.reveal("15.a", len(plans["fixed"]) / len(plans["continuous"]))
 
 # %% tags=["hide-input"]
@@ -190,7 +190,7 @@ long = torch.randint(c.vocab_size, (course.sized(600, 60),)).tolist()
 
 
 def steps_of(step_tokens):
-    """Seconds of each step from the fifth on; the late request comes in step 15."""
+    """Seconds of each step from the fifth on; the late request arrives in step 15."""
     engine = nanokv.Engine(model, pages=128, step_tokens=step_tokens)
     for prompt in prompts[:3]:
         engine.submit(prompt, max_new_tokens=60, eos_token_ids=[])
@@ -229,7 +229,7 @@ fig, axis = course.subplots(width=8, height=2.6)
 for (name, seconds), mark in zip(runs.items(), ("o-", "s--")):
     axis.plot([1e3 * s for s in seconds], mark, label=name, markersize=4)
 axis.axvline(15, color="#7F7F7F", linewidth=1)
-axis.set(xlabel="step", ylabel="ms", ylim=0, title="a long prompt comes in step 15")
+axis.set(xlabel="step", ylabel="ms", ylim=0, title="a long prompt arrives in step 15")
 axis.legend()
 course.show(
     fig,
@@ -563,7 +563,7 @@ for reader in readers:
 turns = sum(a != b for a, b in zip(pieces, pieces[1:]))
 for question in questions[:4]:
     print(f"{question} → {got[question]}")
-print(f"{len(pieces)} pieces came, {turns} times the next one for another reader")
+print(f"{len(pieces)} pieces came; {turns} times the next was for another reader")
 print(engine.timeline())
 served = [got[q] == tokenizer.text_of(a) for q, a in zip(questions[:4], alone)]
 print("the same texts as alone:", all(served))

@@ -230,7 +230,7 @@ lengths = torch.tensor([41], dtype=torch.int32)
 
 
 def dense(pages):
-    """The pages of the row, one behind the other: (1,Hk,41,D)."""
+    """The pages of the row, one after the other: (1,Hk,41,D)."""
     return pages[table[0].long()].transpose(0, 1).flatten(1, 2)[None, :, :41]
 
 
@@ -574,9 +574,9 @@ if here:
         del one.forward  # the plain line again
     kernels = sum(function is launch for function, *_ in recording.starts)
     alone = list(nanokv.generate(model, prompt, max_new_tokens=5))
-    print(f"recorded: {len(recording.starts)} starts, views among them")
+    print(f"recorded: {len(recording.starts)} starts, including views")
     print(f"starts of your kernels: {kernels}")
-    print(f"{tokenizer.text_of(tokens)!r}, as nanokv.generate: {tokens == alone}")
+    print(f"{tokenizer.text_of(tokens)!r}, as with nanokv.generate: {tokens == alone}")
 else:
     tokens = alone = kernels = 0
 
