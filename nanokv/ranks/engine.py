@@ -1,7 +1,7 @@
 """The engine on several ranks: rank 0 has the requests and draws, the others repeat its steps.
 
-A step of rank 0 begins with a message to the other ranks with the events since the last step: new
-requests, drawn tokens, finished requests. The other ranks apply the events in the same order, so
+Each step of rank 0 begins with a message to the other ranks: the events since the last step, which
+are new requests, drawn tokens and finished requests. The other ranks apply the events in the same order, so
 they hold the same pages for the same tokens and plan the same forwards. They draw nothing:
 sampling, grammars, stop strings, clients and clocks exist on rank 0 only.
 """
@@ -41,7 +41,7 @@ class LeadingEngine(Engine):
         return request
 
     def _step(self) -> None:
-        self._settle()  # the tokens that this draws belong to the last step
+        self._settle()  # draws the tokens of the last step
         events = self.events
         self.events = []
         self.ranks.hear(["step", events])
@@ -51,7 +51,7 @@ class LeadingEngine(Engine):
         """GenerationError: the other ranks take part in requests only."""
         n = self.ranks.size
         raise GenerationError(
-            f"log-probabilities of a prompt need one process, this model is on {n} ranks",
+            f"log-probabilities of a prompt need one process, but this model is on {n} ranks",
             "leave out echo, or start without --tensor-parallel",
         )
 

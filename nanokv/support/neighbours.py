@@ -77,7 +77,7 @@ class ShortWaits:
     """While held, OpenMP's threads spin for 100 turns of a loop instead of 300,000, then sleep.
 
     libgomp does this while it has more threads than the process has cores (its manual, under
-    GOMP_SPINCOUNT). Therefore one thread starts a second team, large enough and asleep. Setting the
+    GOMP_SPINCOUNT). Therefore one thread starts a second team of sleeping threads that is large enough. Setting the
     variable GOMP_SPINCOUNT has no effect, because it is read once, when torch is imported.
     """
 
@@ -125,7 +125,7 @@ class Watch(threading.Thread):
         self.read = read
 
     def run(self) -> None:
-        with contextlib.suppress(OSError, ValueError):  # /proc/stat is no longer readable
+        with contextlib.suppress(OSError, ValueError):  # end if /proc/stat becomes unreadable
             while True:
                 time.sleep(EVERY)
                 self.look()
@@ -139,7 +139,7 @@ class Watch(threading.Thread):
 
 
 class FewerThreads:
-    """Inside, torch and the kernels, which share its threads, use `threads`; after it, `before`."""
+    """Inside the block torch and the kernels use `threads` threads; after it, `before`."""
 
     def __init__(self, threads: int, before: int) -> None:
         self.threads = threads

@@ -102,7 +102,7 @@ def test_with_chat_a_prompt_is_a_message(cli, loaded, tmp_path):
         "mine",
     )
     cli("-", "--chat", "-o", out, stdin=data)
-    assert "1 of them before" in cli("-", "-o", out, stdin=jsonl(messages))[2]
+    assert "1 of them earlier" in cli("-", "-o", out, stdin=jsonl(messages))[2]
 
 
 def test_chat_without_a_template_is_refused_before_anything_is_written(cli, tiny_folder, tmp_path):
@@ -284,7 +284,7 @@ def test_a_resumed_run_keeps_what_is_done(cli, tmp_path):
     source.write_bytes(requests("Once upon a", *PROMPTS[1:]))
     code, _, err = cli(source, "-o", out, "-n", 3, "--force")
     again = [json.loads(line) for line in out.read_text().splitlines()]
-    assert code == 0 and "5 of 5 lines answered · 1 of them before" in err
+    assert code == 0 and "5 of 5 lines answered · 1 of them earlier" in err
     assert [row["line"] for row in again] == [1, 2, 3, 4, 5] and text_of(again[3]) == "kept"
     assert [choice(row)["token_ids"] for row in again[1:]] == [
         choice(row)["token_ids"] for row in rows[1:]
@@ -316,7 +316,7 @@ def test_a_killed_run_goes_on(cli, endless_folder, tmp_path, number, code):
     done = set(out.read_text().splitlines())
     source.write_bytes(requests(long, max_new_tokens=3) + requests(*short, max_new_tokens=2))
     resumed, _, err = cli(source, "-o", out, "-m", endless_folder)
-    assert resumed == 0 and "5 of 5 lines answered · 4 of them before" in err
+    assert resumed == 0 and "5 of 5 lines answered · 4 of them earlier" in err
     assert set(out.read_text().splitlines()[1:]) == done
 
 
@@ -412,7 +412,7 @@ def test_an_inserted_line_costs_one_answer(cli, tmp_path):
     after = [json.loads(line) for line in out.read_text().splitlines()]
     assert (
         code == 0
-        and "6 of 6 lines answered · 4 of them before" in err
+        and "6 of 6 lines answered · 4 of them earlier" in err
         and "other requests" not in err
     )
     assert [row["line"] for row in after] == [1, 2, 3, 4, 5, 6]
@@ -432,7 +432,7 @@ def test_answers_of_other_weights_dtype_context_or_settings_are_not_kept(
     def again(*flags):
         code, _, err = cli(source, "-o", out, "--force", "-n", 2, "-m", folder, *flags)
         assert code == 0, err
-        return "2 of them before" in err
+        return "2 of them earlier" in err
 
     assert not again() and again()
     assert not again("--dtype", "bfloat16") and not again() and again()
@@ -469,7 +469,7 @@ def test_what_a_crash_leaves_at_the_end_is_dropped(cli, tmp_path, tail):
     whole = out.read_bytes()
     out.write_bytes(whole + tail)
     code, _, err = cli(source, "-o", out, "-n", 2)
-    assert code == 0 and "2 of them before" in err and out.read_bytes() == whole
+    assert code == 0 and "2 of them earlier" in err and out.read_bytes() == whole
 
 
 def test_a_link_stays_a_link_and_a_private_file_private(cli, tmp_path):
@@ -499,7 +499,7 @@ def test_what_is_no_file_is_refused(cli, tmp_path):
         assert code == 2 and "is not a regular file" in err
     assert pipe.is_fifo() and not os.path.isfile("/dev/null")
     code, _, err = cli(source, "-o", tmp_path / "no" / "out.jsonl")
-    assert code == 2 and "is no folder" in err
+    assert code == 2 and "is not a folder" in err
 
 
 def test_the_eos_token_has_no_text_even_if_it_is_an_ordinary_word(cli, tiny_folder, tmp_path):

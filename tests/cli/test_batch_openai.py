@@ -189,11 +189,11 @@ def test_such_lines_can_be_resumed(cli, tmp_path):
         assert len(read_output(out)) == 2
         code, _, err = cli("-o", out, "--raw", lines=[plain, *lines])
         again = [json.loads(row) for row in out.read_text().splitlines()]
-        assert code == 0 and "4 of 4 lines answered · 2 of them before" in err
+        assert code == 0 and "4 of 4 lines answered · 2 of them earlier" in err
         assert again[0] == whole[3] | {"line": 1} and again[1] == whole[0]
         assert [row["custom_id"] for row in again[1:]] == ["r0", "r1", "r2"]
     assert (
-        "1 of them before"
+        "1 of them earlier"
         in cli("-o", out, "--force", lines=[lines[1], line(CHAT, "r2", **ask(max_tokens=4))])[2]
     )
 

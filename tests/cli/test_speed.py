@@ -115,7 +115,7 @@ def test_a_batch_that_the_plain_model_began_is_finished_by_the_kernels(
     )
     source.write_text('{"prompt": "Once"}\n{"prompt": "Then"}\n')
     code, _, err = cli("batch", source, "-o", out, "-m", tiny_folder, "-n", 3)
-    assert code == 0 and "2 of 2 lines answered · 1 of them before" in err and steps
+    assert code == 0 and "2 of 2 lines answered · 1 of them earlier" in err and steps
     plain, fast = (loaded_of(parsed("x", "-m", tiny_folder, *flags)) for flags in (["--plain"], []))
     assert plain.fingerprints() == fast.fingerprints()[:1]
     assert (

@@ -283,7 +283,7 @@ def test_an_output_of_the_first_release_is_resumed_in_one_shape(
     source.write_text("".join(json.dumps(line) + "\n" for line in REQUESTS))
     out.write_text(OLD)
     code, _, err = cli("batch", source, "-o", out, "-m", tiny_folder, "-n", "3")
-    assert code == 0 and "3 of 3 lines answered · 3 of them before" in err
+    assert code == 0 and "3 of 3 lines answered · 3 of them earlier" in err
     first, second, third = rows = [json.loads(line) for line in out.read_text().splitlines()]
     said = {"role": "assistant", "content": "b", "refusal": None, "reasoning_content": "a"}
     assert (second["id"], choice(second)["message"]) == ("mine", said)
@@ -306,7 +306,7 @@ def test_an_output_of_the_first_release_is_resumed_in_one_shape(
     }
     before = out.read_bytes()
     code, _, err = cli("batch", source, "-o", out, "-m", tiny_folder, "-n", "3")
-    assert code == 0 and "3 of them before" in err and out.read_bytes() == before
+    assert code == 0 and "3 of them earlier" in err and out.read_bytes() == before
     cli("batch", source, "-o", tmp_path / "fresh", "-m", tiny_folder, "-n", "3")
     fresh = [json.loads(line) for line in (tmp_path / "fresh").read_text().splitlines()]
     assert [list(row) for row in rows] == [list(row) for row in fresh]

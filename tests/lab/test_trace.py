@@ -517,11 +517,11 @@ def test_stdout_is_the_path_and_nothing_else(tmp_path):
         (["--cache", "paged"], "only the dict cache can be traced", "--cache"),
         (
             ["--fault", "start_pos_restart"],
-            "no fault 'start_pos_restart'",
+            "no fault is called 'start_pos_restart'",
             "did you mean start_pos_restarts",
         ),
         (["--fault", "top_left_mask"], "shows only in another situation", "one of"),
-        (["--context", "8"], "the context is 8", "smaller -n"),
+        (["--context", "8"], "the context of 8", "smaller -n"),
         (["--prompt", ""], "the prompt is empty", 'nanokv trace "What'),
     ],
 )

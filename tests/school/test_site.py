@@ -416,7 +416,9 @@ def test_a_page_that_is_older_than_its_notebook_is_told(tmp_path):
 
 def test_a_recording_that_fails_says_why(tmp_path):
     bad = recordings.Recording("bad", "Bad", "Nothing.", "x", "no_such_fault")
-    with pytest.raises(CourseError, match=r"the recording bad: .*no fault 'no_such_fault'"):
+    with pytest.raises(
+        CourseError, match=r"the recording bad: .*no fault is called 'no_such_fault'"
+    ):
         recordings.record(bad, tmp_path / "bad.html")
     faults = {one.fault for one in recordings.RECORDINGS} - {""}
     assert len(recordings.RECORDINGS) == 4 and len(faults) == 2

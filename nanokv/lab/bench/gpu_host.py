@@ -1,4 +1,4 @@
-"""How much of a decode step on a GPU is Python: the same code, with the GPU's work left out.
+"""The Python part of a decode step on a GPU: the same code, with the GPU's work left out.
 
 Graph replays and the draw of a token are replaced by no-ops, and the model has the 28 layers of
 Qwen3-0.6B, but tiny ones. The time that remains is spent in the generation loop or the engine, the

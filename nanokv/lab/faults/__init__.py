@@ -1,5 +1,5 @@
-"""Real KV-cache bugs that can be injected for the length of a `with` block, to learn how they show
-and which tests catch them.
+"""Real KV-cache bugs that can be injected for the length of a `with` block, to learn what they
+change and which tests catch them.
 
     with nanokv.faults.inject("start_pos_off_by_one"):
         ...                                              # models and caches used here have the bug
@@ -8,7 +8,7 @@ and which tests catch them.
 
 The model and the caches have no code for faults. A fault replaces functions from outside and is
 always undone when the block ends. FAULTS is the catalogue, by name. Faults do not affect models
-from nanokv.fast, which have another forward pass. Faults of masks do not affect a layer class
+from nanokv.fast, which have their own forward pass. Faults of masks do not affect a layer class
 that makes its own mask. A fault affects all threads; only one thread at a time may inject.
 """
 

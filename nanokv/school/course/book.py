@@ -1,4 +1,4 @@
-"""The course as web pages: every solution executed, its questions live, nothing from elsewhere.
+"""The course as web pages: every solution executed, its questions live, nothing loaded from elsewhere.
 
 The answers are typed in the page, by the forms of asked.py. A page has its scripts inside, and is
 readable without them. Light and dark follow the reader's system. Formulas are Unicode or code, so
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from nanokv.model import Transformer
 
 SCRIPTS = ("judge.js", "asked.js")  # of a page with forms, in this order
-# The boxes with coloured code: those of notebooks and texts, and those of the API.
+# The boxes with coloured code: in notebooks and texts, and in the API.
 CODE = (".highlight", ".pdoc-code")
 SENTENCE = 60  # characters: a longer cell of a table holds a sentence
 
@@ -137,7 +137,7 @@ def render(notebook: "NotebookNode") -> str:
 
 
 def markdown(text: str) -> str:
-    """A text as HTML. A table inside a list is a table, as on GitHub; nbconvert alone reads none."""
+    """Markdown as HTML. Tables inside lists are read, as on GitHub; nbconvert alone ignores them."""
     from mistune.plugins.table import table_in_list
     from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 
@@ -172,7 +172,7 @@ def _texts(tag: str, table: str) -> list[str]:
 
 
 def highlighting() -> str:
-    """The colours of code, a light and a dark set: as the system is, or as chosen on the site."""
+    """The colours of code, light and dark. The system's setting decides, or the choice on the site."""
     from pygments.formatters import HtmlFormatter
 
     light = HtmlFormatter(style="xcode").get_style_defs(list(CODE))

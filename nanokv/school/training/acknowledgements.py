@@ -1,8 +1,8 @@
 """Answers of other assistants: other words for a fact that the user gave, or no answer.
 
-A model that finds a fact only in its own echo of it loses the fact after another assistant's
-answer. In half of the conversations of the third stage another assistant gives a part of the
-answers. The model reads them and never learns them: their loss has weight 0.
+A model that finds a fact only where its own answer repeated it loses the fact after another
+assistant's answer. In half of the conversations of the third stage another assistant gives some of
+the answers. The model reads them but never learns them: their loss has weight 0.
 """
 
 from random import Random
@@ -13,7 +13,7 @@ from nanokv.school.training.phrases import phrases
 
 TEXTS = phrases("acknowledgements")
 ACKNOWLEDGED = 0.8  # share of the statements that another assistant answers
-ANSWERED = 0.15  # the same of questions
+ANSWERED = 0.15  # share of the questions that another assistant answers
 SILENT = 0.15  # share of its answers to statements that are empty
 GENERAL = 0.45  # share of its answers to statements that suit every statement
 UNNAMED = {"have", "like", "have relative", "home of"}
@@ -46,7 +46,7 @@ def foreign(text: str) -> dict:
 def acknowledged(rng: Random, meaning: tuple, half: str = "said") -> str:
     """The answer of another assistant to a statement.
 
-    `half` is said for the training, held for the evaluation.
+    `half`: "said" for training, "held" for the evaluation.
     """
     name, *values = rng.choice(meaning)
     texts = TEXTS[section(name, values)][half]

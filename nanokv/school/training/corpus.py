@@ -63,8 +63,8 @@ SEGMENTS = {  # exchange → how often
     small_talk.unknown: 5,
 }
 FIRST = Stage(SEGMENTS, words.list_word, WRAPPERS)
-# The exchanges of the first stage and those that are untidy, alike or hard. The order counts for
-# the random stream.
+# The exchanges of the first stage and those that are untidy, alike or hard. Their order
+# determines the random stream.
 EVERYTHING = {
     about_user.tell: 16,
     about_user.update: 18,
@@ -143,7 +143,7 @@ SECOND = Stage(
 
 
 def never_told(talk: Conversation) -> None:
-    """One to three facts, in some talks a pet, then one or two questions for other facts."""
+    """One to three facts, sometimes a pet, then one or two questions about other facts."""
     rng = talk.rng
     for _ in range(rng.randint(1, 3)):
         about_user.tell(talk)
@@ -231,7 +231,7 @@ def grow(said: Conversation, exchanges: int) -> None:
 def talk(
     rng: random.Random, exchanges: int, held_out: bool = False, stage: Stage = FIRST
 ) -> Conversation:
-    """A conversation of at least `exchanges`: messages and their meaning."""
+    """A conversation of at least `exchanges` exchanges: messages and their meaning."""
     said = begin(rng, held_out, stage)
     grow(said, exchanges)
     return said

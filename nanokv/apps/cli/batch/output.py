@@ -2,7 +2,7 @@
 
 stdout gets the answers in the input's order. A file gets them in any order while the run goes on,
 each line flushed when its answer is complete; at the end the file is replaced by one in the input's
-order. On resuming, a last line that a kill has cut off is dropped, and errors are tried again. A
+order. On resuming, a last line that was cut off is dropped, and lines that failed are tried again. A
 finished line is recognised by a digest of its prompt, settings and weights rather than by its
 number, so lines may be inserted into the input.
 """
@@ -106,7 +106,7 @@ class ResumableOutput(OrderedOutput):
                 "choose another file, or omit -o and redirect stdout",
             )
         if not self.path.parent.is_dir():
-            raise NanoKVError(f"{self.path.parent} is no folder", "create it first")
+            raise NanoKVError(f"{self.path.parent} is not a folder", "create it first")
         answers = read_output(self.path)
         if answers is None:
             raise NanoKVError(
@@ -269,7 +269,7 @@ class Progress:
 
 
 class Refusals:
-    """Warns of the first SHOWN lines that failed and counts the others."""
+    """Warns about the first SHOWN lines that failed and counts the others."""
 
     def __init__(self, file: str):
         self.file = "stdin" if file == "-" else file
@@ -293,7 +293,7 @@ def summary(output: OrderedOutput, total: int, done: bool) -> str:
     """The last line on stderr."""
     parts = [f"{output.finished:,} of {total:,} lines answered"]
     if output.kept:
-        parts.append(f"{output.kept:,} of them before")
+        parts.append(f"{output.kept:,} of them earlier")
     if output.failed:
         parts.append(f"{output.failed:,} failed")
     if not done and output.resumable:

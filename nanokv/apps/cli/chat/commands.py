@@ -396,7 +396,7 @@ def copy(chat: "Chat", rest: str) -> None:
     data = text.encode("utf-8", "replace")
     if len(data) > 74_000:
         raise NanoKVError(
-            f"{bytes_text(len(data))} is more than terminals take (74 kB)", "/save FILE"
+            f"{bytes_text(len(data))} is more than terminals accept (74 kB)", "/save FILE"
         )
     write_err(f"\x1b]52;c;{base64.b64encode(data).decode()}\x07")
     chat.view.say(f"sent {len(text):,} characters to the terminal's clipboard")

@@ -1,8 +1,8 @@
 """The interactive chat: read a line, run a command or stream an answer, save the turn, repeat.
 
 During an answer Ctrl-C sets a flag, which is read between tokens and prefill chunks; the partial
-answer stays in the history and on disk. After an error in a turn the chat goes on, with the message
-back in the input line.
+answer stays in the history and on disk. After an error in a turn the chat goes on, and the message
+is back in the input line.
 """
 
 import contextlib
@@ -222,7 +222,7 @@ class Chat:
         return f"context ▕{bar:<8}▏ {share:.0%}".replace("%", " %")
 
     def write(self, text: str) -> None:
-        """Write the text of /cache or /tokens, to stderr because it is no answer."""
+        """Write the text of /cache or /tokens, to stderr because it is not an answer."""
         write_err(text + "\n")
 
     def width(self) -> int:

@@ -1,7 +1,7 @@
 """`nanokv trace`: records a run, tensor by tensor, and writes it as one offline HTML page.
 
-stdout carries the path of the page and nothing else. With --fault the page also holds the same run
-with one of the bugs of nanokv.lab.faults, and opens at the first number that differs.
+stdout gets only the path of the page. With --fault the page also holds the same run with one of the
+bugs of nanokv.lab.faults, and opens at the first number that differs.
 """
 
 import webbrowser
@@ -38,8 +38,8 @@ EXAMPLES = (
     'nanokv trace "Reverse: moon, kettle, blorf" --fault start_pos_restarts -o fault.html',
 )
 DESCRIPTION = (
-    "Record a greedy run and write one self-contained HTML page, with a tour. stdout carries its "
-    "path only."
+    "Record a greedy run and write one self-contained HTML page, with a tour. stdout gets only its "
+    "path."
 )
 # Attention weights grow with the square of the tokens: 512 make about 15 MB for the bundled model.
 MOST_TOKENS = 512
@@ -202,7 +202,7 @@ def find_fault(name: str | None) -> "Fault | None":
         hint = f"one of {', '.join(possible)}"
         if close := arguments.nearest(name, possible):
             hint = f"did you mean {close}?"
-        raise NanoKVError(f"no fault {name!r}", hint)
+        raise NanoKVError(f"no fault is called {name!r}", hint)
     if name not in possible:
         raise NanoKVError(
             f"{name} shows only in another situation ({FAULTS[name].scenario}); "
@@ -266,5 +266,6 @@ def check_size(given: TraceOptions, loaded: Loaded, prompt: int, layers: int) ->
         )
     if total - 1 > loaded.context:  # the last token is never fed
         raise ContextError(
-            f"{prompt:,} + {new:,} tokens, and the context is {loaded.context:,}", "a smaller -n"
+            f"{prompt:,} + {new:,} tokens do not fit into the context of {loaded.context:,}",
+            "a smaller -n",
         )

@@ -21,12 +21,12 @@ from nanokv.errors import NanoKVError
 
 HEADER_S = 15.0  # for all headers of a request to arrive
 UNREAD_S = 5.0  # for the rest of a body whose request has been answered
-READER_S = 60.0  # for a client to read what was written
+READER_S = 60.0  # for a client to read the data that was sent
 FAREWELL_S = 3.0  # for a client to read the last bytes at shutdown
 
 
 class State(uvicorn.server.ServerState):
-    """What the connections of a server share."""
+    """The state that all connections of a server share."""
 
     def __init__(self, places: Places):
         super().__init__()

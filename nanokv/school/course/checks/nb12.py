@@ -43,7 +43,7 @@ def _judge_rectangle(answer, case):
     logits = prefill(case.model, rows, cache, start_pos=cache.length)
     for b, prompt in enumerate(prompts):
         if not torch.allclose(logits[b], score(case.model, [prompt])[0, -1], atol=1e-3):
-            return wrong(f"row {b} gives other logits than its prompt alone", "logits")
+            return wrong(f"row {b} gives different logits from its prompt alone", "logits")
     return RIGHT
 
 
@@ -63,7 +63,7 @@ def _rectangle_outcome(prompts, rows, pads):
         return wrong("the longest prompt was cut: fill up the short ones instead", "cut")
     if all(list(row[: len(prompt)]) == prompt for row, prompt in zip(rows, prompts, strict=True)):
         return wrong(
-            "the padding is on the right: what follows the last column would follow the padding",
+            "the padding is on the right: the next token would follow the padding",
             "right",
         )
     right = [len(row) - len(prompt) for row, prompt in zip(rows, prompts, strict=True)]
@@ -109,7 +109,7 @@ def _padding(c, of=lambda c: len(c.lengths) * max(c.lengths)):
 
 
 class Desk:
-    """The engine of a turn. It runs nanokv's own forward, and raises Told at the first mistake."""
+    """The engine of a turn. It runs nanokv's own forward pass. The first mistake raises Told."""
 
     def __init__(self, model: "Transformer", stop: list[int]):
         self.model = model
@@ -152,7 +152,7 @@ class Desk:
             )
         if not ids:
             return wrong(
-                "no token was fed: keep one token of the prompt less, its logits are needed",
+                "no token was fed: keep one token fewer of the prompt, for its logits",
                 "nothing fed",
             )
         if start_pos != held:
@@ -172,7 +172,7 @@ class Desk:
             )
         if len(self.fed) == self._most:
             return wrong(
-                f"token {self._most} of at most {self._most} was fed: it is the last one",
+                f"token {self._most} of at most {self._most} was fed: nothing reads its logits",
                 "last token fed",
             )
         return None

@@ -56,7 +56,7 @@ class Drawing:
         return data, {"image/svg+xml": {"alt": self.alt}}
 
     def _html(self) -> str:
-        """An <img>; with steps, also buttons and a script, without which all steps are visible."""
+        """An <img>; with steps also buttons and a script. Without the script all steps are visible."""
         style = "max-width:100%;height:auto"
         image = f'<img alt="{html.escape(self.alt)}" src="{address(self.svg)}" style="{style}">'
         if not self.steps:

@@ -2,7 +2,7 @@
 
 Any web server can serve the folder, under any path, and it can be opened from a file. No page loads
 anything from another machine. The site is built in a temporary folder and copied to its place only
-after every link was checked.
+after every link has been checked.
 
 mkdocs-material 9.8.2 with mkdocstrings was tried instead. Its search refuses a query that begins
 with a hyphen (`--prefill-worker`) and does not know other spellings (`quantised`). `--strict` reads
@@ -54,8 +54,8 @@ def build(
 ) -> Built:
     """Write the site of the checkout whose notebooks are in `folder`.
 
-    `ready`: the folder of a book that is already written. CourseError: the folder is in no
-    checkout, or a link of the site leads nowhere.
+    `ready`: the folder of a book that is already written. CourseError if the folder is not
+    in a checkout, or if a link of the site leads nowhere.
     """
     root = Path(folder).resolve().parent
     if not (root / "README.md").is_file() or not (root / "docs").is_dir():
