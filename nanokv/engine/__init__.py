@@ -5,7 +5,7 @@
     until all are finished; or `for step in engine.stream(one)`
 
 request.py defines a request, scheduler.py plans each step, turns.py decides whose request is
-admitted next, engine.py computes the step. prefilled.py takes over prompts that another process has
+admitted next, budget.py how many prompt tokens share a step with decodes, engine.py computes it. prefilled.py takes over prompts that another process has
 prefilled (nanokv/remote).
 """
 

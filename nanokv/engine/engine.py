@@ -23,6 +23,7 @@ from nanokv.checkpoint import Model
 from nanokv.decoding.draw import SamplingParams, Step, next_steps, sent, together
 from nanokv.decoding.generation import EosIds, eos_ids, prompt_ids
 from nanokv.decoding.ranges import check_sampling
+from nanokv.engine.budget import StepBudget
 from nanokv.engine.metrics import Metrics
 from nanokv.engine.packed import prefill_packed
 from nanokv.engine.prefilled import Prefilled, taken
@@ -37,8 +38,10 @@ class Engine:
     """Requests over a pool of `pages` pages of `page_size` tokens; at most `max_running` run.
 
     A step feeds at most `step_tokens` tokens; the default is that of one forward of a long prompt
-    (inference.prefill_chunk). Iterating yields (request, Step) as tokens are drawn, until no
-    request is left. `clock` is for tests.
+    (inference.prefill_chunk). If the engine is `paced`, prompts beside decodes get only so many of
+    them that a step stays short (budget.py); by default it is, unless `step_tokens` is given.
+    Iterating yields (request, Step) as tokens are drawn, until no request is left. `clock` is for
+    tests.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class Engine:
         step_tokens: int | None = None,
         max_running: int = 32,
         clock: Callable[[], float] = perf_counter,
+        paced: bool | None = None,
     ):
         sizes = {"pages": pages, "page_size": page_size, "max_running": max_running}
         if step_tokens is not None:
@@ -56,6 +60,8 @@ class Engine:
         for name, value in sizes.items():
             if type(value) is not int or value < 1:
                 raise GenerationError(f"{name} is {value!r}: it must be an integer ≥ 1")
+        if paced is None:
+            paced = step_tokens is None
         if step_tokens is None:
             # At least one token per running request.
             step_tokens = max(prefill_chunk(model), max_running)
@@ -66,6 +72,10 @@ class Engine:
         self.pool = PrefixPool(model.config, pages, page_size)
         self.metrics = Metrics()
         self.scheduler = Scheduler(model.config, self.pool, step_tokens, max_running, self.metrics)
+        self.budget: StepBudget | None = None
+        if paced:
+            self.budget = StepBudget(page_size, step_tokens)
+            self.scheduler.beside = self.budget.prompt_tokens
         self._submitted = 0
         self._batch: PagedBatch | None = None
         self._whole = True  # False while a step runs, and after one that was interrupted
@@ -278,6 +288,7 @@ class Engine:
     def _step(self) -> None:
         self._settle()
         self._whole = False
+        prefilled = self.metrics.prefill_tokens
         work = self.scheduler.plan() or self._plan_again()
         now = self.clock()
         fed = {id(request) for request, _ in work}
@@ -293,6 +304,10 @@ class Engine:
         self._decode(decodes)
         self.metrics.note_step(self.pool, self.scheduler.running)
         self._draw()
+        if self.budget is not None:
+            prefilled = self.metrics.prefill_tokens - prefilled
+            self.budget.note(self.clock() - now, prefilled, len(decodes))
+            self.scheduler.beside = self.budget.prompt_tokens
         self._whole = True
 
     def _plan_again(self) -> list[tuple[Request, int]]:

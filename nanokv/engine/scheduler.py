@@ -1,7 +1,8 @@
 """What to compute in the next step: admission, the token budget, and preemption when pages run out.
 
 The requests of a client are admitted in order of arrival, and clients take turns (turns.py). Decodes
-cost one token each and come first, prefill chunks share the rest of the budget. A request is
+cost one token each and come first, prefill chunks share the rest of the step's tokens, or the
+smaller `beside` (budget.py), so that no stream waits long for its next token. A request is
 admitted when the pool has room for all its known tokens. When pages run out later, the youngest
 running request is preempted, whoever its client is: it releases its pages, keeps its tokens and
 waits. The oldest running request can therefore always advance, and it fits alone (checked at
@@ -42,6 +43,7 @@ class Scheduler:
         self.config = config
         self.pool = pool
         self.step_tokens = step_tokens
+        self.beside: int | None = None  # most prompt tokens beside decodes; None: all that fit
         self.max_running = min(max_running, step_tokens)  # so that all decodes fit into a step
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -58,22 +60,29 @@ class Scheduler:
         for request in self.running:
             self.turns.charge(request)
         self.admit()
-        budget = self.step_tokens
-        work = []
         pending = [(request, request.pending) for request in self.running]
-        decodes = [(request, n) for request, n in pending if n == 1]
-        chunks = [(request, n) for request, n in pending if n > 1]
-        lacking = set(self.lacking([request for request, _ in decodes]))
-        for i, (request, n) in enumerate(decodes + chunks):
+        work = self.plan_decodes([request for request, n in pending if n == 1])
+        budget = self.step_tokens - len(work)
+        if work and self.beside is not None:
+            budget = min(budget, self.beside)
+        for request, n in pending:
             tokens = min(budget, n)
-            if request.state != RUNNING or not tokens:
-                continue
-            held = n == 1 and i not in lacking
-            if held or self.reserve(request, tokens):
+            chunk = n > 1 and tokens and request.state == RUNNING
+            if chunk and self.reserve(request, tokens):
                 work.append((request, tokens))
                 budget -= tokens
         # `reserve` may have preempted a request that was in `work` already.
         return [(request, tokens) for request, tokens in work if request.state == RUNNING]
+
+    def plan_decodes(self, requests: list[Request]) -> list[tuple[Request, int]]:
+        """One token of each request that gets a page for it."""
+        lacking = set(self.lacking(requests))
+        work = []
+        for i, request in enumerate(requests):
+            held = request.state == RUNNING and i not in lacking
+            if held or self.reserve(request, 1):
+                work.append((request, 1))
+        return [(request, 1) for request, _ in work if request.state == RUNNING]
 
     def lacking(self, decodes: list[Request]) -> list[int]:
         """Indices of the requests without a slot for the next token; found in one pass over all."""

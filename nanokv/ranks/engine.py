@@ -1,9 +1,10 @@
 """The engine on several ranks: rank 0 has the requests and draws, the others repeat its steps.
 
 Each step of rank 0 begins with a message to the other ranks: the events since the last step, which
-are new requests, drawn tokens and finished requests. The other ranks apply the events in the same order, so
-they hold the same pages for the same tokens and plan the same forwards. They draw nothing:
-sampling, grammars, stop strings, clients and clocks exist on rank 0 only.
+are new requests, drawn tokens and finished requests. The other ranks apply the events in the same
+order, so they hold the same pages for the same tokens and plan the same forwards. The message also
+has the number of prompt tokens that may share the step with decodes, which rank 0 measures. The
+other ranks draw nothing: sampling, grammars, stop strings, clients and clocks exist on rank 0 only.
 """
 
 from collections.abc import Callable
@@ -27,11 +28,13 @@ class LeadingEngine(Engine):
         page_size: int = 16,
         step_tokens: int | None = None,
         max_running: int = 32,
+        paced: bool | None = None,
     ):
-        super().__init__(model, pages, page_size, step_tokens, max_running)
+        super().__init__(model, pages, page_size, step_tokens, max_running, paced=paced)
         self.ranks = ranks
         self.events: list[list[Any]] = []
-        ranks.hear(["engine", [pages, page_size, step_tokens, max_running]])
+        # Not `step_tokens`: a default depends on the free memory of rank 0.
+        ranks.hear(["engine", [pages, page_size, self.scheduler.step_tokens, max_running]])
 
     def submit(self, ids: Any, *args: Any, **options: Any) -> Request:
         """Same as Engine.submit."""
@@ -44,7 +47,7 @@ class LeadingEngine(Engine):
         self._settle()  # draws the tokens of the last step
         events = self.events
         self.events = []
-        self.ranks.hear(["step", events])
+        self.ranks.hear(["step", events, self.scheduler.beside])
         super()._step()
 
     def aside(self, function: Callable[[Model], Any]) -> NoReturn:
@@ -72,8 +75,11 @@ class FollowingEngine(Engine):
         super().__init__(model, *sizes)
         self.requests: dict[int, Request] = {}
 
-    def follow(self, events: list) -> None:
-        """Apply the events of rank 0 since the last step, then run the next step."""
+    def follow(self, events: list, beside: int | None) -> None:
+        """Apply the events of rank 0 since the last step, then run the next step.
+
+        `beside`: the most prompt tokens of this step if it also decodes; None: all that fit.
+        """
         apply: dict[str, Callable[..., None]] = {
             "submit": self._apply_submit,
             "token": self._apply_token,
@@ -81,6 +87,7 @@ class FollowingEngine(Engine):
         }
         for kind, *values in events:
             apply[kind](*values)
+        self.scheduler.beside = beside
         self._step()
 
     def _apply_submit(self, prompt: list[int], max_new_tokens: int, salt: str, client: str) -> None:

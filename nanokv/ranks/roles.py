@@ -93,7 +93,7 @@ class Follower:
 
                 self.engine = FollowingEngine(self.model, *values[0])
             elif kind == "step" and self.engine is not None:
-                self.engine.follow(values[0])
+                self.engine.follow(*values)
 
     def heard(self) -> list:
         """The next message of rank 0, which the last answer may have received already."""

@@ -216,6 +216,7 @@ def test_who_says_nothing_gets_64_greedy_tokens_of_a_pool_of_256_pages():
         "page_size": 16,
         "step_tokens": None,
         "max_running": 32,
+        "paced": None,
     }
     assert defaults(Engine.submit) == ANSWER | SAMPLING | {
         "seed": None,

@@ -94,6 +94,39 @@ def test_an_engine_that_follows_computes_what_the_leading_one_computes(model):
     assert not following.requests and all_free(leading) and all_free(following)
 
 
+def test_the_other_ranks_feed_as_many_prompt_tokens_as_rank_0_has_measured(model):
+    """By a clock of rank 0 that ticks at every reading: prompts seem to take no time."""
+    sizes = SIZES | {"pages": 40, "step_tokens": 64}
+    long = random_ids(4, 1, 100)[0].tolist()
+
+    def lead(ranks):
+        times = iter(range(1_000))
+        engine = LeadingEngine(ranks, model, **sizes, paced=True)
+        engine.clock = lambda: next(times)
+        fed = []
+        for ids in PROMPTS:
+            engine.submit(ids, max_new_tokens=30, eos_token_ids=[])
+        while not engine.idle:
+            if engine.metrics.steps == 3:
+                engine.submit(long, max_new_tokens=2, eos_token_ids=[])
+            before = engine.metrics.prefill_tokens
+            engine.step()
+            fed.append(engine.metrics.prefill_tokens - before)
+        engine.step()  # what has happened in the last one is told with the next
+        ranks.hear(["end", 0])
+        return engine, fed
+
+    def follow(ranks):
+        cache = make_cache("dict", model.config)
+        follower = Follower(ranks, model, Following(ranks, model, cache, Generation))
+        follower.run()
+        return follower.engine
+
+    (leading, fed), following = on_two(lead, follow)
+    assert fed[3] == 2 * SIZES["page_size"] and max(fed[4:]) > fed[3]
+    assert following.metrics == leading.metrics and following.budget is None
+
+
 def test_a_conversation_is_followed_saved_and_loaded_by_all(model, monkeypatch, tmp_path):
     monkeypatch.setattr(parallel_work, "model_of", lambda group, folder: model)
     path = str(tmp_path / "talk.kv")

@@ -82,7 +82,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     _add_address(parser)
     _add_limits(parser)
     short = pool.SHORT_STEPS
-    steps = f"{short['cpu']}, on a GPU {short['cuda']:,}: no stream waits for long"
+    steps = (
+        f"{short['cpu']}, on a GPU {short['cuda']:,}, and fewer of prompts beside streams: "
+        "a stream waits for at most about three of its steps"
+    )
     pool.add_arguments(parser, steps)
 
 
@@ -305,7 +308,8 @@ def make_engine(given: ServeOptions, loaded: Loaded) -> "Engine":
     page = given.cache.options["page"]
     sizes = given.pool.on(loaded.device)
     pages = given.cache.options.get("pages") or pool_pages(sizes.running, loaded, page)
-    engine = loaded.make_engine(pages, page, sizes.step_tokens, sizes.running)
+    paced = given.pool.step_tokens is None
+    engine = loaded.make_engine(pages, page, sizes.step_tokens, sizes.running, paced)
     record(loaded.model, sizes.running, given)
     return engine
 

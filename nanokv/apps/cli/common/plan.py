@@ -91,15 +91,17 @@ class Loaded(Plan):
         """An empty cache of the kind of --cache, with room for the whole context."""
         return make_cache(self, self.dtype)
 
-    def make_engine(self, pages: int, page: int, step_tokens: int | None, running: int) -> "Engine":
-        """An Engine for this model."""
+    def make_engine(
+        self, pages: int, page: int, step_tokens: int | None, running: int, paced: bool
+    ) -> "Engine":
+        """An Engine for this model. `paced`: prompts leave room for the streams beside them."""
         if self.ranks.size > 1:
             from nanokv.ranks.engine import LeadingEngine
 
-            return LeadingEngine(self.ranks, self.model, pages, page, step_tokens, running)
+            return LeadingEngine(self.ranks, self.model, pages, page, step_tokens, running, paced)
         from nanokv.engine import Engine
 
-        return Engine(self.model, pages, page, step_tokens, running)
+        return Engine(self.model, pages, page, step_tokens, running, paced=paced)
 
     def leading(self, make: "Callable[..., Made]", how: str = "iterate") -> "Callable[..., Made]":
         """`make`, a function that makes Generations; on rank 0 of several, one that leads the others.
