@@ -1,9 +1,10 @@
-"""A soak of `nanokv serve`: `make soak`, or `python tests/tools/soak.py [--minutes 10] [--clients 24] [--seed 0]`.
+"""A soak of `nanokv serve`: `make soak`, or `python tests/tools/soak.py [--minutes 30] [--clients 24] [--seed 0]`.
 
-A real server process of the bundled model in fp32, and clients that come one after another without a pause. Some ask
-and compare the answer with the one of `nanokv.generate`, computed beforehand. Others leave at any byte, read slowly or
-not at all, send half a request, 10 MB, bytes that are no HTTP, or a wrong key. After a quarter of the time the server
-is killed (SIGKILL) and started again at the same port. At the end the clients stop and the server is asked to end.
+A real server process of the bundled model in fp32, and clients that come one after another without a pause. Some ask,
+in each of the server's APIs, and compare the answer with the one of `nanokv.generate`, computed beforehand. Others
+leave at any byte, read slowly or not at all, send half a request, 10 MB, a text that no context holds, bytes that are
+no HTTP, or a wrong key. One of three keys has most of the clients. After a quarter of the time the server is killed
+(SIGKILL) and started again at the same port. At the end the clients stop and the server is asked to end.
 
 The table counts how each kind of client fared; below it stand memory, pages and restart. Exit code 1 if an answer was
 wrong, lost or late, if pages are still taken, or if the memory of the second server has changed by more than 2 %
@@ -33,12 +34,15 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 CHAT = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
 KEYS = ("soak-one", "soak-two", "soak-three")
+SHARES = (6, 1, 1)  # of the clients
 PATIENCE_S = 60.0  # the longest that any client may wait; a body may take 30
 BODY_S = 35.0  # after which the server has sent away who does not send its body
 START_S = 120.0
 SAMPLES = 9  # of the memory, at least
-FLAGS = ("--dtype", "float32", "--running", "16", "--queue", "6", "--pages", "28", "--port")
+FLAGS = ("--dtype", "float32", "--running", "16", "--queue", "6", "--pages", "44", "--port")
 BROKEN = (
     httpx2.TransportError,
     OSError,
@@ -72,6 +76,19 @@ class Question:
     reason: str
     prompt: int  # tokens
 
+    def body(self, path: str, stream: bool = False) -> dict:
+        """The request in the form of this API."""
+        fields = self.fields
+        if path == RESPONSES:
+            fields = {
+                "input": fields["messages"],
+                "max_output_tokens": fields["max_tokens"],
+            }
+        return fields | {"stream": stream}
+
+
+LONG_TOKENS = 500  # of a prompt
+
 
 def questions() -> list[Question]:
     """Facts, sums, long talks, and stories that a seed draws; so that answers of others are told apart."""
@@ -94,6 +111,10 @@ def questions() -> list[Question]:
     asked += [([f"What is {number} + {number + 2}?"], {}) for number in range(8)]
     asked += [([*talk * (1 + number), f"What is {number} + 1?"], {}) for number in range(6)]
     asked += [(["Tell me a story."], {"temperature": 1.0, "seed": seed}) for seed in range(10)]
+    asked += [
+        ([f"My name is {name}.", "Hello.", *talk[2:] * 16, f"What is {number} + 2?"], {})
+        for number, name in enumerate(names)
+    ]
     found = []
     for turns, sampling in asked:
         messages = [
@@ -163,19 +184,23 @@ class Clients:
     """What they share: the address, the questions, and a generator of their own each."""
 
     def __init__(self, port: int, known: list[Question]):
-        self.port, self.known, self.until = port, known, 0.0
+        self.port, self.until = port, 0.0
+        self.lengthy = [question for question in known if question.prompt >= LONG_TOKENS]
+        self.known = [question for question in known if question.prompt < LONG_TOKENS]
+        # The form of the other APIs has no seed.
+        self.greedy = [question for question in self.known if "seed" not in question.fields]
         self.http = httpx2.AsyncClient(
             base_url=f"http://127.0.0.1:{port}", timeout=None, trust_env=False
         )
 
     def post(self, rng: random.Random, path: str, body: dict, **more):
-        headers = {"Authorization": f"Bearer {rng.choice(KEYS)}"}
+        headers = {"Authorization": f"Bearer {key(rng)}"}
         return self.http.stream("POST", path, json=body, headers=headers, **more)
 
     def raw(self, rng: random.Random, path: str, body: bytes, length: int | None = None) -> bytes:
         """A whole request in bytes; `length`: what its header says instead of the truth."""
         length = len(body) if length is None else length
-        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {rng.choice(KEYS)}\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key(rng)}\r\n"
         return f"{head}Content-Length: {length}\r\n\r\n".encode() + body
 
     async def connect(self) -> anyio.abc.SocketStream:
@@ -183,7 +208,13 @@ class Clients:
 
     async def whole(self, rng: random.Random) -> str:
         """Asks and compares."""
-        question = rng.choice(self.known)
+        return await self.compared(rng, rng.choice(self.known))
+
+    async def long(self, rng: random.Random) -> str:
+        """A prompt of many steps, while others stream."""
+        return await self.compared(rng, rng.choice(self.lengthy))
+
+    async def compared(self, rng: random.Random, question: Question) -> str:
         async with self.post(rng, CHAT, question.fields) as response:
             found = json.loads(await response.aread())
         if response.status_code == 429:
@@ -195,6 +226,96 @@ class Clients:
             question.reason,
         )
         expect(same and found["usage"]["prompt_tokens"] == question.prompt, (question, found))
+        return FINE
+
+    async def responses(self, rng: random.Random) -> str:
+        """Asks in the form of OpenAI's Responses, whole or as a stream, and compares."""
+        question, stream = rng.choice(self.greedy), rng.random() < 0.5
+        async with self.post(rng, RESPONSES, question.body(RESPONSES, stream)) as response:
+            if response.status_code == 429:
+                return busy(response)
+            found = (
+                response_of(await data_of(response))
+                if stream
+                else json.loads(await response.aread())
+            )
+        expect(response.status_code == 200, found)
+        parts = [part for item in found["output"] for part in item["content"]]
+        text = "".join(part["text"] for part in parts if part["type"] == "output_text")
+        status = {"stop": "completed", "length": "incomplete"}[question.reason]
+        said = (text, found["status"], found["usage"]["input_tokens"])
+        expect(said == (question.text, status, question.prompt), (question, found))
+        return FINE
+
+    async def messages(self, rng: random.Random) -> str:
+        """Asks in Anthropic's form, whole or as a stream, and compares."""
+        question, stream = rng.choice(self.greedy), rng.random() < 0.5
+        async with self.post(rng, MESSAGES, question.body(MESSAGES, stream)) as response:
+            if response.status_code == 429:
+                return busy(response)
+            found = (
+                message_of(await data_of(response))
+                if stream
+                else json.loads(await response.aread())
+            )
+        expect(response.status_code == 200, found)
+        text = "".join(block["text"] for block in found["content"])
+        reason = {"stop": "end_turn", "length": "max_tokens"}[question.reason]
+        prompt = found["usage"]["input_tokens"] + found["usage"]["cache_read_input_tokens"]
+        said = (text, found["stop_reason"], prompt)
+        expect(said == (question.text, reason, question.prompt), (question, found))
+        return FINE
+
+    async def counts(self, rng: random.Random) -> str:
+        """Asks how many tokens a prompt has, in both forms."""
+        question = rng.choice(self.known)
+        path, form = rng.choice(
+            ((f"{MESSAGES}/count_tokens", MESSAGES), (f"{RESPONSES}/input_tokens", RESPONSES))
+        )
+        body = question.body(form)
+        del body["stream"]
+        async with self.post(rng, path, body) as response:
+            found = json.loads(await response.aread())
+        if response.status_code == 429:
+            return busy(response)
+        expect(found.get("input_tokens") == question.prompt, (path, question, found))
+        return FINE
+
+    async def absolute(self, rng: random.Random) -> str:
+        """The target is a whole URL, and the Host header another one's, as a proxy's clients may write it."""
+        question = rng.choice(self.known)
+        target = f"http://127.0.0.1:{self.port}{CHAT}"
+        data = self.raw(rng, target, json.dumps(question.fields).encode())
+        data = data.replace(b"Host: localhost", b"Host: example.com\r\nConnection: close", 1)
+        found = b""
+        async with await self.connect() as connection:
+            await connection.send(data)
+            with contextlib.suppress(anyio.EndOfStream):
+                while True:
+                    found += await connection.receive()
+        head, _, body = found.partition(b"\r\n\r\n")
+        if not body:
+            raise httpx2.ReadError("no answer")
+        if b" 429 " in head.split(b"\r\n")[0]:
+            expect(b"retry-after: " in head.lower(), head)
+            return BUSY
+        expect(b" 200 " in head.split(b"\r\n")[0], found)
+        text = json.loads(body)["choices"][0]["message"]["content"]
+        expect(text == question.text, (question, text))
+        return FINE
+
+    async def overlong(self, rng: random.Random) -> str:
+        """A body of nearly 4 MB: its bytes say that no context holds it, so nothing tokenizes it."""
+        text = rng.choice("abcdefgh") * 3_900_000
+        path = rng.choice((CHAT, MESSAGES, RESPONSES))
+        asked = Question(
+            {"messages": [{"role": "user", "content": text}], "max_tokens": 4}, "", "", 0
+        )
+        async with self.post(rng, path, asked.body(path, rng.random() < 0.5)) as response:
+            found = await response.aread()
+        if response.status_code == 429:
+            return busy(response)
+        expect(response.status_code == 400 and b" bytes, which are at least " in found, found)
         return FINE
 
     async def stream(self, rng: random.Random) -> str:
@@ -222,13 +343,12 @@ class Clients:
 
     async def cancels(self, rng: random.Random) -> str:
         """Leaves after a few events of an answer that would go on."""
-        fields = rng.choice(self.known).fields | {
-            "stream": True,
-            "ignore_eos": True,
-            "max_tokens": 300,
-        }
+        path = rng.choice((CHAT, CHAT, RESPONSES, MESSAGES))
+        fields = rng.choice(self.greedy).body(path, stream=True)
+        if path == CHAT:
+            fields |= {"ignore_eos": True, "max_tokens": 300}
         count = rng.randrange(12)
-        async with self.post(rng, CHAT, fields) as response:
+        async with self.post(rng, path, fields) as response:
             if response.status_code == 429:
                 return busy(response)
             async for line in response.aiter_lines():
@@ -239,8 +359,9 @@ class Clients:
 
     async def leaves(self, rng: random.Random) -> str:
         """Closes after any byte of its request, or of the answer."""
-        body = rng.choice(self.known).fields | {"stream": rng.random() < 0.5}
-        data = self.raw(rng, CHAT, json.dumps(body).encode())
+        path = rng.choice((CHAT, CHAT, RESPONSES, MESSAGES))
+        body = rng.choice(self.greedy).body(path, rng.random() < 0.5)
+        data = self.raw(rng, path, json.dumps(body).encode())
         at = rng.choice((rng.randrange(len(data)), len(data)))
         async with await self.connect() as connection:
             await connection.send(data[:at])
@@ -315,6 +436,48 @@ class Clients:
         return LEFT
 
 
+def key(rng: random.Random) -> str:
+    """One of the keys, by its share of the clients."""
+    return rng.choices(KEYS, SHARES)[0]
+
+
+async def data_of(response: httpx2.Response) -> list[dict]:
+    """The events of a stream."""
+    events = [
+        json.loads(line.removeprefix("data: "))
+        async for line in response.aiter_lines()
+        if line.startswith("data: {")
+    ]
+    expect(not any(event["type"] == "error" for event in events), events)
+    return events
+
+
+def response_of(events: list[dict]) -> dict:
+    """The response of the last event, whose text the deltas before it must have."""
+    if not events or events[-1]["type"] not in ("response.completed", "response.incomplete"):
+        raise httpx2.ReadError("the stream ended too early")
+    deltas = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
+    whole = [event["text"] for event in events if event["type"] == "response.output_text.done"]
+    expect("".join(deltas) == "".join(whole), (deltas, whole))
+    return events[-1]["response"]
+
+
+def message_of(events: list[dict]) -> dict:
+    """The message that the events of a stream build."""
+    if not events or events[-1]["type"] != "message_stop":
+        raise httpx2.ReadError("the stream ended too early")
+    found: dict = {}
+    for event in events:
+        match event["type"]:
+            case "message_start":
+                found = event["message"]
+            case "content_block_delta":
+                found["content"].append(event["delta"])
+            case "message_delta":
+                found |= event["delta"]
+    return found
+
+
 def busy(response) -> str:
     """A 429 that says when to come back."""
     expect(int(response.headers["retry-after"]) >= 1, response.headers)
@@ -324,6 +487,12 @@ def busy(response) -> str:
 KINDS = {  # how often each comes
     Clients.whole: 60,
     Clients.stream: 60,
+    Clients.long: 6,
+    Clients.responses: 30,
+    Clients.messages: 30,
+    Clients.absolute: 10,
+    Clients.counts: 10,
+    Clients.overlong: 2,
     Clients.cancels: 30,
     Clients.leaves: 40,
     Clients.half: 6,
@@ -333,6 +502,7 @@ KINDS = {  # how often each comes
     Clients.tokenizes: 10,
     Clients.unread: 4,
 }
+ANSWERED = ("whole", "stream", "long", "responses", "messages", "absolute", "counts")
 Kind = Callable[[Clients, random.Random], Awaitable[str]]
 
 
@@ -375,7 +545,7 @@ class Result:
         ]
         found += [
             f"no client {kind} fared as expected"
-            for kind in ("whole", "stream")
+            for kind in ANSWERED
             if not self.tallies[kind][FINE]
         ]
         if taken := int(self.metrics["pages"] - self.metrics["pages_free"]):
@@ -498,7 +668,8 @@ class Soak:
         metrics = await anyio.to_thread.run_sync(self.quiet)
         self.server.process.terminate()
         exit_code = await anyio.to_thread.run_sync(self.server.process.wait)
-        answers = len({question.text for question in self.clients.known})
+        known = self.clients.known + self.clients.lengthy
+        answers = len({question.text for question in known})
         log = "".join(
             (self.folder / name).read_text(errors="replace") for name in ("first.log", "second.log")
         )
@@ -511,7 +682,7 @@ class Soak:
             restart_s,
             time.monotonic() - began,
             answers,
-            self.notes[:5],
+            notes=self.notes[:5],
         )
 
     def quiet(self) -> dict[str, float]:
@@ -527,7 +698,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--clients", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
