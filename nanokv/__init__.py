@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # for editors and type checkers: the names in _HOME and _MODU
     from nanokv.decoding.beam import beam_search
     from nanokv.decoding.generation import generate
     from nanokv.decoding.speculative import speculate
+    from nanokv.embeddings import embed
     from nanokv.engine import Engine
     from nanokv.fast import optimize
     from nanokv.inference import decode, prefill, prefill_chunks, score
@@ -61,6 +62,7 @@ _NAMES = {  # module → the names that `nanokv` exports from that module
     "decoding.beam": "beam_search",
     "decoding.generation": "generate",
     "decoding.speculative": "speculate",
+    "embeddings": "embed",
     "engine": "Engine",
     "fast": "optimize",
     "inference": "decode prefill prefill_chunks score",
@@ -101,6 +103,7 @@ __all__ = [
     "__version__",
     "beam_search",
     "decode",
+    "embed",
     "generate",
     "generate_padded",
     "generate_ragged",

@@ -31,6 +31,7 @@ from typing import Any, BinaryIO, NamedTuple
 from . import names
 from .installed import PACKAGES
 from .names import INDEX, SINGLE, missing_weights, read_weight_map
+from .pooling import MODULES, POOLING
 from .strict import LIMITS, CheckpointError, UnknownModel, quote, read_object
 
 # Folder of further chat templates. Their names are known; a list would cost a request.
@@ -170,6 +171,8 @@ def _fetch(repo: str, revision: str) -> Path:
     _announce(repo, folder)
     for name in SMALL:
         _optional(repo, name, commit)
+    if _optional(repo, MODULES, commit):  # of an embedding model
+        _optional(repo, POOLING, commit)
     if _optional(repo, SINGLE, commit):
         return folder
     index = _optional(repo, INDEX, commit)
@@ -206,7 +209,7 @@ def _limit(name: str) -> int | None:
     """The largest size of this file that is accepted; None if there is no limit."""
     if name.startswith(TEMPLATES):
         return LIMITS["chat_template.jinja"]
-    return LIMITS.get(name)
+    return LIMITS.get(Path(name).name)
 
 
 def _optional(repo: str, name: str, commit: str) -> Path | None:

@@ -18,6 +18,7 @@ MB = 1_000_000
 LIMITS = {  # file → most bytes that are read, a few times the size in the largest published model
     "config.json": MB,
     "generation_config.json": MB,
+    "modules.json": MB,
     "chat_template.jinja": MB,
     "tokenizer_config.json": 16 * MB,  # Gemma 3: 1.2 MB
     "tokenizer.json": 64 * MB,  # Qwen3: 11 MB, Gemma 3: 33 MB

@@ -29,6 +29,20 @@ def prefill_packed(
     The same as `prefill` of each prompt. The caches may be of any kind and hold one sequence each.
     After a failure, truncate all of them to start_pos.
     """
+    hidden = forward_packed(model, prompts, caches, start_pos)  # (N,C)
+    last = torch.tensor([len(prompt) for prompt in prompts]).cumsum(0) - 1  # (B,) last rows
+    with full_memory_named(model):
+        return model.lm_head(hidden[last])  # (B,C) → (B,V)
+
+
+@torch.inference_mode()
+def forward_packed(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    caches: Sequence[KVCache],
+    start_pos: Sequence[int],
+) -> Tensor:
+    """The forward of `prefill_packed`: the hidden states of all N tokens, in order, (N,C)."""
     tokens = [token_ids(model, [prompt]) for prompt in prompts]  # (1,T_b) each
     sizes = [rows.shape[1] for rows in tokens]
     pack = PackedCache(caches, sizes, model.config)
@@ -36,7 +50,5 @@ def prefill_packed(
     parts = [(T, attention_over(cache, T, device)) for cache, T in zip(caches, sizes, strict=True)]
     ranges = [start + torch.arange(T) for start, T in zip(start_pos, sizes, strict=True)]
     positions = torch.cat(ranges)  # (N,)
-    last = torch.tensor(sizes).cumsum(0) - 1  # (B,) the last row of each prompt
     with full_memory_named(model, pack):
-        hidden = model(torch.cat(tokens, 1).T, pack, positions, Packed(parts))  # (N,1,C)
-        return model.lm_head(hidden[last, 0])  # (B,C) → (B,V)
+        return model(torch.cat(tokens, 1).T, pack, positions, Packed(parts))[:, 0]  # (N,C)

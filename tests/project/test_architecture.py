@@ -50,7 +50,7 @@ LAYERS = [
     {"nanokv.lab.faults"},
     {"nanokv.lab.study"},
     # the library
-    {"nanokv.ranks", "nanokv.remote"},
+    {"nanokv.ranks", "nanokv.remote", "nanokv.embeddings"},
     {"nanokv.engine", "nanokv.chat"},
     {"nanokv.decoding"},
     {"nanokv.fast", "nanokv.parallel"},

@@ -66,7 +66,8 @@ class HubServer(ThreadingHTTPServer):
     def files(self, repo: str, commit: str) -> dict[str, Path]:
         root = self.folder / repo
         branch = next((p for p in root.glob("@*") if self.commit(repo, p.name[1:]) == commit), root)
-        found = [*branch.iterdir(), *branch.glob("additional_chat_templates/*")]
+        nested = [*branch.glob("additional_chat_templates/*"), *branch.glob("1_Pooling/*")]
+        found = [*branch.iterdir(), *nested]
         return {str(p.relative_to(branch)): p for p in sorted(found) if p.is_file()}
 
 

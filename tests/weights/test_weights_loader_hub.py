@@ -16,6 +16,7 @@ import pytest
 
 from hub_server import HubServer
 from real_model import fake_distribution
+from weights_loader import pooling
 from weights_loader.download import KEPT
 from weights_loader.strict import LIMITS
 
@@ -109,6 +110,16 @@ def test_the_whole_download_fetches_only_the_files_needed(hub, client, repos):
             repos / "org" / "tiny" / name
         ).read_bytes()
     assert len(hub.gets("model.safetensors")) == 1
+
+
+def test_the_files_of_an_embedding_model_are_fetched(hub, client, repos):
+    folder = repos / "org" / "tiny"
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode": "lasttoken"}')
+    (folder / "modules.json").write_text("[]")
+    answer = client("org/tiny")
+    assert set(answer["files"]) == WANTED | {"modules.json", "1_Pooling"}, answer
+    assert pooling.read_pooling(Path(answer["folder"])) == "last"
 
 
 def test_a_downloaded_folder_loads_through_its_symlinks(hub, client, repos, tiny_folder):
