@@ -69,6 +69,13 @@ class Turns:
             return waiting[0]
         return min(waiting, key=lambda request: self.counter(request.client))
 
+    def count(self, name: str, tokens: int) -> None:
+        """Count tokens that a client was served without a request, such as those of embeddings."""
+        client = self.clients.get(name, Client())
+        self.clients[name] = client._replace(
+            counter=client.counter + INPUT * tokens, prompt_tokens=client.prompt_tokens + tokens
+        )
+
     def charge(self, request: "Request") -> None:
         """Count what an admitted request was served since the last call; repeating it is safe."""
         client = self.clients.get(request.client, Client())

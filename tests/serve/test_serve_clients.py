@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import subprocess
+import textwrap
 from pathlib import Path
 
 import anthropic
@@ -307,6 +308,44 @@ def test_curl_is_told_what_went_wrong(locked, curl, fields, header, status):
     )
     body, _, code = done.stdout.rpartition("\n")
     assert code == status and ("error" in json.loads(body)) == (status != "200")
+
+
+# --- embeddings -------------------------------------------------------------------------------------------------------
+
+EMBEDDERS = {
+    "openai for Node": """
+        import OpenAI from "openai";
+        const client = new OpenAI({baseURL: "SERVER/v1", apiKey: "any"});
+        const found = await client.embeddings.create({model: "tiny", input: TEXTS});
+        console.log(JSON.stringify(found.data.map((one) => one.embedding)));""",
+    "AI SDK": """
+        import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
+        import { embedMany } from "ai";
+        const client = createOpenAICompatible({ name: "nanokv", baseURL: "SERVER/v1", apiKey: "any" });
+        const found = await embedMany({ model: client.embeddingModel("tiny"), values: TEXTS });
+        console.log(JSON.stringify(found.embeddings));""",
+    "langchain": """
+        from langchain_openai import OpenAIEmbeddings
+        model = OpenAIEmbeddings(
+            base_url="SERVER/v1", api_key="any", model="tiny", check_embedding_ctx_length=False
+        )
+        print(model.embed_documents(TEXTS))""",
+    "litellm": """
+        import litellm
+        found = litellm.embedding("openai/tiny", TEXTS, api_base="SERVER/v1", api_key="any")
+        print([one["embedding"] for one in found.data])""",
+}
+
+
+@pytest.mark.parametrize("client", EMBEDDERS)
+def test_a_client_gets_the_embeddings_that_a_plain_request_gets(client, loaded, run):
+    texts = ["Once upon", "a time"]
+    with Serving(*loaded, pooling="last") as server:
+        _, found = server.post("/v1/embeddings", {"input": texts})
+        code = textwrap.dedent(EMBEDDERS[client]).replace("SERVER", server.url)
+        language = "js" if "console.log" in code else "python"
+        said = run(language, code.replace("TEXTS", json.dumps(texts)))
+    assert json.loads(said) == [entry["embedding"] for entry in found["data"]]
 
 
 # --- the docs ---------------------------------------------------------------------------------------------------------

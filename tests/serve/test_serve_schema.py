@@ -13,7 +13,9 @@ import pytest
 
 import client_environment
 from nanokv.apps.serve.api import known, protocol, requests
+from nanokv.apps.serve.api.embeddings import EmbeddingRequest
 from nanokv.apps.serve.api.errors import ApiError
+from nanokv.apps.serve.api.fields import read
 from nanokv.apps.serve.http import openapi
 from serving import CHAT, MESSAGES, RESPONSES, TEXT, Serving, ask
 from tool_calls import HERMES, OSLO, TIME, TOOLS, tool, with_template
@@ -244,6 +246,32 @@ def test_the_document_takes_what_is_taken_of_a_completion(fields, right):
     assert is_valid(schema("TextRequest"), {"prompt": "a"} | fields) == right
 
 
+@pytest.mark.parametrize(
+    ("fields", "right"),
+    [
+        ({"input": ["a", "b", [1, 2]]}, True),
+        ({"input": [[1], [2]]}, True),
+        ({"input": ["a"] * 2048}, True),
+        ({"input": ["a"] * 2049}, False),
+        ({"input": ["a", ""]}, False),
+        ({"input": []}, False),
+        ({"input": 5}, False),
+        ({"dimensions": 64}, True),
+        ({"dimensions": 0}, False),
+        ({"dimensions": 1.5}, False),
+        ({"encoding_format": "base64", "user": "me", "normalize": True}, True),
+        ({"encoding_format": "int8"}, False),
+        ({"normalize": False}, False),
+        ({"truncate": True}, False),
+        ({"input_type": "query"}, False),
+    ],
+)
+def test_the_document_takes_what_is_taken_of_embeddings(fields, right):
+    fields = {"input": "a"} | fields
+    assert is_taken(lambda given: read(EmbeddingRequest, given), fields) == right
+    assert is_valid(schema("EmbeddingRequest"), fields) == right
+
+
 def is_taken(check, fields: dict) -> bool:
     try:
         check(protocol.parse_object(json.dumps(fields).encode()))
@@ -318,7 +346,13 @@ def test_generated_requests_find_no_fault(loaded, tmp_path, caplog):
     caplog.set_level(logging.INFO, "nanokv.apps.serve.http.security")
     model, tokenizer = loaded[0], with_template(loaded[1], HERMES)
     with Serving(
-        model, tokenizer, keys=["secret"], context=256, pages=400, max_new_tokens=4
+        model,
+        tokenizer,
+        keys=["secret"],
+        context=256,
+        pages=400,
+        max_new_tokens=4,
+        pooling="mean",
     ) as server:
         (tmp_path / "openapi.json").write_text(json.dumps(sampled_document()))
         said = client_environment.run(
@@ -329,5 +363,5 @@ def test_generated_requests_find_no_fault(loaded, tmp_path, caplog):
     answered = collections.Counter(
         tuple(record.getMessage().split()[1:3]) for record in caplog.records
     )
-    for path in (CHAT, TEXT, "/tokenize", "/detokenize"):
+    for path in (CHAT, TEXT, "/v1/embeddings", "/tokenize", "/detokenize"):
         assert answered[path, "200"] >= 5 and answered[path, "400"] >= 20, answered

@@ -147,7 +147,7 @@ class Serving:
         """No request has a place, and all pages can be had."""
         pool = self.engine.pool
         thread = self.engine_client.thread
-        idle = self.engine.idle and not (self.tickets or thread.running or thread.echoing)
+        idle = self.engine.idle and not (self.tickets or thread.running or thread.asides)
         return idle and pool.available() == len(pool.references)
 
     def client(self, key="any", **options) -> openai.OpenAI:

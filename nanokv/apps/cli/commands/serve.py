@@ -46,13 +46,15 @@ EXAMPLES = (
     "nanokv serve --host 0.0.0.0 --port 8080 --api-key SECRET",
 )
 DESCRIPTION = (
-    "Serve OpenAI's chat completions and completions over HTTP. Many clients share one engine, and "
-    "requests with equal beginnings share their pages. docs/serve.md lists the supported and the "
-    "refused fields.\n"
+    "Serve OpenAI's chat completions, completions and embeddings over HTTP. Many clients share one "
+    "engine, and requests with equal beginnings share their pages. docs/serve.md lists the "
+    "supported and the refused fields.\n"
     "Flags set the defaults; a value in a request overrides them."
 )
 NEEDED = ("starlette", "uvicorn", "prometheus_client", "pydantic")  # of the extra `serve`
 RANKS = "led"  # the other ranks follow rank 0
+ONE_PROCESS = "embeddings need one process, and --tensor-parallel spreads a model over several"
+POOLINGS = ("auto", "last", "mean")  # auto: what the model's folder names, else last
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class ServeOptions:
     queue: int
     timeout: float
     prefill_worker: bool
+    embeddings: str | None  # one of POOLINGS
     grace: float
     pool: PoolOptions
     template: TemplateOptions
@@ -162,6 +165,15 @@ def _add_limits(parser: ArgumentParser) -> None:
         "server's own process only decodes",
     )
     parser.add_argument(
+        "--embeddings",
+        nargs="?",
+        const="auto",
+        choices=POOLINGS,
+        metavar="POOLING",
+        help="answer /v1/embeddings too: auto, last or mean of the tokens; auto: what the model's "
+        "folder names, else last (default: off, unless the folder names one)",
+    )
+    parser.add_argument(
         "--grace",
         metavar="S",
         type=arguments.real(0),
@@ -207,6 +219,7 @@ def command_options(args: Namespace) -> ServeOptions:
         args.queue,
         args.timeout,
         args.prefill_worker,
+        args.embeddings,
         args.grace,
         pool.pool_options(args, pool.SHORT_STEPS),
         template,
@@ -263,6 +276,8 @@ def check_ranks(given: ServeOptions, ranks: int) -> None:
             "rank has pages for its own heads",
             "leave one of them out",
         )
+    if given.embeddings:
+        raise NanoKVError(ONE_PROCESS, "leave out --embeddings or --tensor-parallel")
 
 
 def with_pages(cache: CacheOptions, pages: int | None) -> CacheOptions:
@@ -279,7 +294,7 @@ def make_server(
     given: ServeOptions,
     loaded: Loaded,
     stop: "Stop",
-    ready: Callable[[], None],
+    ready: "Callable[[Served], None]",
     connections: int,
 ) -> "Server":
     """The Server, with its engine, its limits and the ASGI app."""
@@ -300,7 +315,8 @@ def make_server(
     hosts = Hosts(given.host, given.allow_hosts, given.allow_origins)
     keys = Keys(given.api_keys)
     app = make_app(served, client, hosts, keys, Limits(answer_s=given.timeout))
-    return Server(app, client, stop, stop.twice, given.grace, ready, connections)
+    announced = partial(ready, served)
+    return Server(app, client, stop, stop.twice, given.grace, announced, connections)
 
 
 def make_engine(given: ServeOptions, loaded: Loaded) -> "Engine":
@@ -318,6 +334,7 @@ def make_served(given: ServeOptions, loaded: Loaded, engine: "Engine") -> "Serve
     """The engine and the settings, for the API. Warns if the pool holds less than a context."""
     from nanokv.apps.serve.api.prompts import Served
 
+    pooling, answers = abilities(given, loaded)
     page = given.cache.options["page"]
     pages = len(engine.pool.references)
     context = min(loaded.context, pages * page)
@@ -336,7 +353,48 @@ def make_served(given: ServeOptions, loaded: Loaded, engine: "Engine") -> "Serve
         given.sampling.stop,
         given.template.values(),
         given.template.allow_special,
+        pooling=pooling,
+        answers=answers,
     )
+
+
+def abilities(given: ServeOptions, loaded: Loaded) -> tuple[str | None, bool]:
+    """(the pooling of embeddings or None, whether the model answers).
+
+    NanoKVError if the flag contradicts the model's folder, or if the model can do neither.
+    """
+    from weights_loader.pooling import read_pooling
+
+    said = read_pooling(loaded.folder)
+    wanted = given.embeddings
+    if said and wanted not in (None, "auto", said):
+        raise NanoKVError(
+            f"--embeddings {wanted} contradicts the model's folder, whose pooling is {said}",
+            "leave it out",
+        )
+    if said and loaded.ranks.size > 1:
+        raise NanoKVError(ONE_PROCESS, "leave out --tensor-parallel")
+    pooling = said or wanted
+    if pooling == "auto":
+        pooling = "last"
+    answers = said is None and has_head(loaded.fields)
+    if pooling is None and not answers:
+        raise NanoKVError(
+            f"{loaded.name} has no head (architectures {loaded.fields['architectures']}), so it "
+            "writes no answers",
+            "--embeddings last, or mean: as it was trained",
+        )
+    return pooling, answers
+
+
+def has_head(fields: dict) -> bool:
+    """Whether the model of this config.json has a head: its own, or the embedding.
+
+    A backbone that was saved alone names another architecture, Qwen3Model.
+    """
+    names = fields.get("architectures") or ["ForCausalLM"]
+    whole = any(str(name).endswith("ForCausalLM") for name in names)
+    return whole or fields.get("tie_word_embeddings") is not False
 
 
 def record(model: "Transformer", running: int, given: ServeOptions) -> None:
@@ -409,12 +467,17 @@ def pool_pages(running: int, loaded: Loaded, page: int) -> int:
     return min(wanted, most)
 
 
-def announce(given: ServeOptions, address: str) -> None:
+def announce(given: ServeOptions, address: str, served: "Served") -> None:
     """Print that the server is ready, with its addresses and an example call."""
-    call = f"curl {address}/v1/chat/completions"
+    path = "/v1/chat/completions"
+    body = '{"messages": [{"role": "user", "content": "Hi"}]}'
+    if not served.answers:
+        path = "/v1/embeddings"
+        body = '{"input": "Hi"}'
+    call = f"curl {address}{path}"
     if given.api_keys:
         call += " -H 'Authorization: Bearer KEY'"
-    call += """ -d '{"messages": [{"role": "user", "content": "Hi"}]}'"""
+    call += f" -d '{body}'"
     terminal.notice(f"ready: {address}/v1 · page {address} · {call}", given.output)
 
 

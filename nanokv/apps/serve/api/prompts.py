@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from nanokv.apps.serve.api import grammar
 from nanokv.apps.serve.api.answer import AnswerText, NoThoughts, Splitter
 from nanokv.apps.serve.api.calls import CLOSE, OPEN, NoCalls, ToolCalls
-from nanokv.apps.serve.api.errors import ApiError, named, refused
+from nanokv.apps.serve.api.errors import ApiError, named
 from nanokv.apps.serve.api.logprobs import Echo
 from nanokv.apps.serve.api.protocol import Asked
 from nanokv.apps.serve.api.schemas import repeats_allowed
@@ -24,7 +24,6 @@ from nanokv.config import Config
 from nanokv.decoding.draw import SamplingParams
 from nanokv.decoding.generation import prompt_ids
 from nanokv.decoding.ranges import chosen_seed
-from nanokv.errors import NanoKVError
 from nanokv.text.call_forms import fitted
 from nanokv.text.template import ChatTemplate, LeftOut
 from nanokv.text.thinking import ThinkSplitter, opens_thinking
@@ -64,6 +63,8 @@ class Served:
     template: dict = field(default_factory=dict)
     allow_special: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
+    pooling: str | None = None  # of embeddings; None: the server makes none
+    answers: bool = True  # False for a model of embeddings only
 
     @cached_property
     def vocabulary(self) -> "LLTokenizer":
@@ -158,6 +159,14 @@ class Prepared:
 def prepare(served: Served, asked: Asked, salt: str) -> Prepared:
     """Prepare a request of either kind. Answer i uses seed + i, so answer 0 is that with n = 1."""
     model = served.name(asked.model)
+    if not served.answers:
+        raise ApiError(
+            400,
+            f"{model} is a model of embeddings, which writes no answers",
+            "model",
+            "unsupported",
+            hint="POST /v1/embeddings",
+        )
     sampling = vars(served.sampling) | asked.sampling
     seed = chosen_seed(sampling["seed"])
     if seed is None:
@@ -203,20 +212,19 @@ def prompt_jobs(served: Served, asked: Asked, ids: list[int], settings: dict) ->
 
 def prompt(served: Served, asked: Asked, number: int) -> list[int]:
     """The ids of one prompt; ApiError if they leave no room for an answer."""
-    try:
-        if asked.chat:
-            text = chat_text(served, asked)
-            served.check_text(text, asked.param)
-            ids = served.tokenizer.encode(text)
-        else:
-            source = asked.sources[number]
-            if isinstance(source, str):
-                served.check_text(source, asked.param)
-            ids = text_ids(served, source, asked.special)
-        ids = prompt_ids(ids, served.engine.config.vocab_size)
-    except NanoKVError as error:
-        raise refused(error, asked.param) from error
-    served.room(len(ids), asked.param)
+    if not asked.chat:
+        return source_ids(served, asked.sources[number], asked.param, asked.special)
+    text = named(asked.param, chat_text, served, asked)
+    return source_ids(served, text, asked.param, False)
+
+
+def source_ids(served: Served, source: Any, param: str, special: bool) -> list[int]:
+    """The ids of a text, or checked ids; ApiError if there are none or they exceed the context."""
+    if isinstance(source, str):
+        served.check_text(source, param)
+    ids = named(param, text_ids, served, source, special)
+    ids = named(param, prompt_ids, ids, served.engine.config.vocab_size)
+    served.room(len(ids), param)
     return ids
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nanokv.apps.serve.api.errors import ApiError
-from nanokv.apps.serve.api.fields import read, say, unsupported
+from nanokv.apps.serve.api.fields import Fields, read, say, unsupported
 from nanokv.apps.serve.api.messages import Tools, for_template
 from nanokv.apps.serve.api.requests import (
     ENDLESS,
@@ -176,7 +176,7 @@ def common(request: Common) -> dict:
     }
 
 
-def note_unknown(fields: dict, model: type[Common]) -> None:
+def note_unknown(fields: dict, model: type[Fields]) -> None:
     """Log the names of unknown fields."""
     if unknown := [name for name in fields if name not in model.model_fields]:
         more = f" and {len(unknown) - 5:,} more" if len(unknown) > 5 else ""

@@ -338,6 +338,30 @@ class Message(Reply):
     usage: MessageUsage
 
 
+class EmbeddingUsage(Reply):
+    """Counts of tokens of all inputs."""
+
+    prompt_tokens: Count
+    total_tokens: Count
+
+
+class Vector(Reply):
+    """The embedding of one input: numbers, or the base64 of little-endian fp32."""
+
+    object: Literal["embedding"]
+    index: Count
+    embedding: list[float] | str
+
+
+class Embeddings(Reply):
+    """The answer of /v1/embeddings."""
+
+    object: Literal["list"]
+    data: Annotated[list[Vector], Field(min_length=1)]
+    model: str
+    usage: EmbeddingUsage
+
+
 class ShortModel(Reply):
     """One name of the model, as Codex reads it."""
 

@@ -84,27 +84,33 @@ def template_name(value: Any) -> str:
     return value
 
 
-def each_prompt(prompt: Any) -> list:
-    """Check `prompt`; returns a list of texts and lists of token ids."""
-    if not isinstance(prompt, str | list):
+def each_source(value: Any, name: str, most: int) -> list:
+    """Check `prompt` or `input`; returns a list of texts and lists of token ids."""
+    if not isinstance(value, str | list):
         raise expected("a text or a list")
     found: list[Any]
-    if isinstance(prompt, str):
-        found = [prompt]
-    elif not prompt or type(prompt[0]) is int:  # one prompt as token ids
-        found = [prompt]
+    if isinstance(value, str):
+        found = [value]
+    elif not value or type(value[0]) is int:  # one prompt as token ids
+        found = [value]
     else:
-        found = prompt
+        found = value
     if not all(isinstance(one, str | list) for one in found):
         raise expected("a list of texts or lists of token ids")
-    if len(found) > MOST_PROMPTS:
-        raise invalid(f"{len(found):,} prompts in one request, at most {MOST_PROMPTS} are answered")
+    if len(found) > most:
+        raise invalid(f"{len(found):,} {name}s in one request, at most {most:,} are answered")
     for one in found:
         if isinstance(one, list):
-            whole_numbers(one, "prompt")
+            whole_numbers(one, name)
     if "" in found or [] in found:
-        raise invalid("the prompt is empty: the model needs at least one token to continue")
+        raise invalid(f"the {name} is empty: the model needs at least one token")
     return found
+
+
+def sources(most: int) -> dict:
+    """The JSON schema of what `each_source` accepts."""
+    several = {"type": "array", "items": {"anyOf": PROMPT}, "minItems": 1, "maxItems": most}
+    return {"anyOf": [*PROMPT, several]}
 
 
 def whole_numbers(found: list, name: str) -> list[int]:
@@ -351,18 +357,8 @@ class TextRequest(_Text):
     prompt: Annotated[
         list,
         Checked(
-            each_prompt,
-            {
-                "anyOf": [
-                    *PROMPT,
-                    {
-                        "type": "array",
-                        "items": {"anyOf": PROMPT},
-                        "minItems": 1,
-                        "maxItems": MOST_PROMPTS,
-                    },
-                ]
-            },
+            lambda value: each_source(value, "prompt", MOST_PROMPTS),
+            sources(MOST_PROMPTS),
             needed=True,
         ),
     ]

@@ -1,5 +1,6 @@
 """The server's routes, and a request from its body to its place in the queue."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from nanokv.apps.serve.api import anthropic, prompts, protocol, responses
+from nanokv.apps.serve.api import anthropic, embeddings, prompts, protocol, responses
 from nanokv.apps.serve.api.anthropic_form import anthropic_model, messages_form
 from nanokv.apps.serve.api.errors import ApiError, ClientGone, internal, named
 from nanokv.apps.serve.api.fields import read
@@ -22,7 +23,7 @@ from nanokv.apps.serve.api.responses_form import responses_form
 from nanokv.apps.serve.http import openapi, page
 from nanokv.apps.serve.http.lanes import Lanes
 from nanokv.apps.serve.http.live import Live, Watching, tab_of
-from nanokv.apps.serve.http.response import Answer, Limits
+from nanokv.apps.serve.http.response import Answer, Limits, Watch, news
 from nanokv.apps.serve.http.security import Guard, Hosts, Keys, respond
 from nanokv.apps.serve.run.engine_client import EngineClient
 from nanokv.apps.serve.run.messages import Count
@@ -65,6 +66,9 @@ UNSERVED = {  # address of another API → the hint beside its 404
     "/messages": f"{CHATS}: the base URL of Anthropic's clients ends before /v1",
     "/v1/v1/messages": f"{CHATS}: the base URL of Anthropic's clients ends before /v1",
     "/models": "GET /v1/models lists the models",
+    "/embeddings": "POST /v1/embeddings makes embeddings: the base URL ends in /v1",
+    "/api/embed": "POST /v1/embeddings makes embeddings; Ollama's own API is not served",
+    "/api/embeddings": "POST /v1/embeddings makes embeddings; Ollama's own API is not served",
     "/v1/assistants": f"{CHATS}; assistants and threads are not served",
     "/v1/threads": f"{CHATS}; assistants and threads are not served",
     "/v1/audio/speech": f"{CHATS}; audio is not served",
@@ -104,6 +108,7 @@ class Application:
             Route("/v1/models/{name:path}", self.model),
             *[Route(path, self.answer, methods=["POST"]) for path in KINDS],
             *[Route(path, self.count, methods=["POST"]) for path in COUNTS],
+            Route("/v1/embeddings", self.embed, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
         ]
@@ -292,6 +297,28 @@ class Application:
         except BaseException:
             self.client.close(tickets)
             raise
+
+    async def embed(self, request: Request) -> Response:
+        """The embeddings of texts. The request has one place, however many texts it has."""
+        tickets: list[Ticket] = []
+        try:
+            async with self._body(request) as body:
+                tickets = self.admission.open(key=request.scope["salt"])
+                embedding = await self.prompts.run(self._embedding, body)
+            self.client.embed(tickets[0], embedding)
+            with Watch(self.client, tickets, request.receive, self.limits.answer_s):
+                async for _ in news(tickets):  # only of the end
+                    pass
+            request.scope["note"].append(
+                f"{embedding.tokens:,} tokens → {len(embedding.inputs):,} embeddings"
+            )
+            written = await asyncio.to_thread(embedding.written)
+        finally:
+            self.client.close(tickets)
+        return Response(written, media_type="application/json")
+
+    def _embedding(self, body: bytes) -> embeddings.Embedding:
+        return embeddings.prepare(self.served, protocol.parse_object(body))
 
     def _prepare(self, body: bytes, kind: Kind, salt: str) -> Prepared:
         return prompts.prepare(self.served, kind.read(protocol.parse_object(body)), salt)

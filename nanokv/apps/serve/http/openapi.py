@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
-from nanokv.apps.serve.api import anthropic, replies, requests, responses
+from nanokv.apps.serve.api import anthropic, embeddings, replies, requests, responses
 from nanokv.apps.serve.http.live import TAB, TABS
 from nanokv.apps.serve.http.security import ANTHROPIC
 
@@ -48,6 +48,7 @@ OPERATIONS = {
     ),
     "/v1/messages": Operation("post", (anthropic.MessagesRequest,), (replies.Message,), TABBED),
     "/v1/messages/count_tokens": Operation("post", (anthropic.Prompt,), (replies.MessageTokens,)),
+    "/v1/embeddings": Operation("post", (embeddings.EmbeddingRequest,), (replies.Embeddings,)),
     "/v1/models": Operation("get", (), (replies.Models,)),
     "/v1/models/{name}": Operation("get", (), (replies.Model,), NAMED),
     "/tokenize": Operation("post", (requests.ChatPrompt, requests.TokenizeText), (replies.Tokens,)),

@@ -2,6 +2,7 @@
 
 tickets = client.admission.open(tab, n)     one per answer; ApiError if there are too few places
 client.submit(ticket, job, param)           returns at once; results arrive in ticket.events
+client.embed(ticket, embedding)             the same for embeddings
 client.close(tickets)                       always: frees the places and the engine's pages
 await client.ask(Snapshot)                  requests and pages, between two steps
 """
@@ -11,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 from time import perf_counter
 
+from nanokv.apps.serve.api.embeddings import Embedding
 from nanokv.apps.serve.api.errors import ApiError, internal
 from nanokv.apps.serve.api.prompts import Job
 from nanokv.apps.serve.run.admission import Admission, Closed
@@ -18,6 +20,7 @@ from nanokv.apps.serve.run.engine_thread import EngineThread
 from nanokv.apps.serve.run.messages import (
     Cancel,
     Count,
+    Embed,
     End,
     Ended,
     Failed,
@@ -56,6 +59,11 @@ class EngineClient:
         """Send a job to the engine, which may be in the middle of a step."""
         ticket.submitted = True
         self.thread.put(Submit(ticket.number, job, param, ticket.tab, ticket.opened))
+
+    def embed(self, ticket: Ticket, embedding: Embedding) -> None:
+        """Send a request for embeddings to the engine's thread."""
+        ticket.submitted = True
+        self.thread.put(Embed(ticket.number, embedding, ticket.key, ticket.opened))
 
     def fail(self, tickets: Iterable[Ticket], error: Exception) -> None:
         """End these answers, unless they have ended, with an error from outside the engine."""

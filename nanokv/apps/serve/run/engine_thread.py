@@ -1,6 +1,8 @@
 """The engine's thread. Only it touches the engine: it takes messages, steps, and sends results.
 
 Messages are handled between two steps. The results of one step reach the event loop in one call.
+Forwards without a request of the engine (`asides`: echoed prompts and embeddings) run one at a time
+between two steps, for each client in turn.
 """
 
 import asyncio
@@ -20,6 +22,7 @@ from nanokv.apps.serve.run.messages import (
     Arrived,
     Cancel,
     Count,
+    Embed,
     End,
     Ended,
     Failed,
@@ -83,7 +86,7 @@ class EngineThread:
         self.prefills = prefills
         self.metrics = metrics
         self.running: dict[int, Running] = {}  # ticket → answer
-        self.echoing: list[Submit] = []  # their prompts' log-probabilities are computed first
+        self.asides: list[Submit | Embed] = []  # whose turn it is first; then in order of arrival
         self.departed: deque[Departed] = deque(maxlen=REMEMBERED)
         self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="nanokv-engine", daemon=True)
@@ -113,7 +116,7 @@ class EngineThread:
         try:
             while self._take():
                 self._step()
-                self._score()
+                self._run_aside()
                 self._enter_prefilled()
                 self._send()
         except ParallelError as error:
@@ -126,7 +129,7 @@ class EngineThread:
 
     def _take(self) -> bool:
         """Handle the queued messages; wait for one if there is nothing to do. False after End."""
-        while not (self.running or self.echoing) or not self._inbox.empty():
+        while not (self.running or self.asides) or not self._inbox.empty():
             message = self._inbox.get()
             if isinstance(message, End):
                 return False
@@ -168,7 +171,9 @@ class EngineThread:
     def _carry_out(self, message: ToEngine) -> None:
         match message:
             case Submit() if message.job.echo is not None:
-                self.echoing.append(message)
+                self.asides.append(message)
+            case Embed():
+                self.asides.append(message)
             case Submit():
                 self._begin(message)
             case Cancel(ticket):
@@ -218,25 +223,47 @@ class EngineThread:
         if text.complete:
             self.engine.cancel(request, "stop")
 
-    def _score(self) -> None:
-        """Compute one chunk of the oldest echo, so that other answers go on in between."""
-        if not self.echoing:
+    def _run_aside(self) -> None:
+        """Compute one chunk of an echo or of embeddings, so that answers go on in between."""
+        if not self.asides:
             return
-        submit = self.echoing[0]
-        assert submit.job.echo is not None
+        message = self.asides[0]
         try:
-            complete = self.engine.aside(submit.job.echo.advance)
+            if isinstance(message, Embed):
+                complete = self._embed(message)
+            else:
+                complete = self._echo(message)
         except Exception as error:
-            self.echoing.remove(submit)
-            self._post(Failed(submit.ticket, client_error(error, "echo")))
-        else:
-            if complete:
-                self.echoing.remove(submit)
-                self._begin(submit)
+            param = ""  # the inputs of embeddings were checked before
+            if isinstance(message, Submit):
+                param = "echo"
+            self._post(Failed(message.ticket, client_error(error, param)))
+            complete = True
+        if complete:
+            self.asides.remove(message)
+        self.asides.sort(key=lambda other: other.client == message.client)  # the others come first
+
+    def _echo(self, submit: Submit) -> bool:
+        """One chunk of an echoed prompt; the answer begins after the last one."""
+        assert submit.job.echo is not None
+        complete = self.engine.aside(submit.job.echo.advance)
+        if complete:
+            self._begin(submit)
+        return complete
+
+    def _embed(self, embed: Embed) -> bool:
+        """One forward of embeddings."""
+        chunk = self.engine.scheduler.step_tokens
+        complete = self.engine.aside(lambda model: embed.embedding.advance(model, chunk))
+        if complete:
+            self.engine.scheduler.turns.count(embed.client, embed.embedding.tokens)
+            seconds = {"total_s": perf_counter() - embed.opened}
+            self._post(Ended(embed.ticket, "embedded", None, 0, seconds))
+        return complete
 
     def _cancel(self, ticket: int) -> None:
         self.prefills.forget(ticket)
-        self.echoing = [submit for submit in self.echoing if submit.ticket != ticket]
+        self.asides = [message for message in self.asides if message.ticket != ticket]
         if ticket in self.running:
             self._leave(ticket)
 

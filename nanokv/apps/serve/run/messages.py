@@ -1,6 +1,6 @@
 """Messages between the event loop and the engine's thread; all are values.
 
-    to the engine       Submit, Cancel, Snapshot, Count, Arrived, End
+    to the engine       Submit, Embed, Cancel, Snapshot, Count, Arrived, End
     to the event loop   Pieces, Ended, Failed, Taken, Stopped
 
 `ticket` is the number of an answer's place (ticket.py), `question` that of a Snapshot or a Count.
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from nanokv.apps.serve.api.answer import Piece
+from nanokv.apps.serve.api.embeddings import Embedding
 from nanokv.apps.serve.api.prompts import Job
 from nanokv.errors import ParallelError
 
@@ -26,6 +27,21 @@ class Submit:
     param: str  # the request field to name if the engine refuses the job
     tab: str  # of the web page that sent the request, or ""
     opened: float  # perf_counter when the request arrived
+
+    @property
+    def client(self) -> str:
+        """Who asks."""
+        return str(self.job.settings["client"])
+
+
+@dataclass(frozen=True)
+class Embed:
+    """Compute embeddings. From now on the engine's thread owns `embedding`, until the Ended."""
+
+    ticket: int
+    embedding: Embedding
+    client: str
+    opened: float
 
 
 @dataclass(frozen=True)
@@ -124,5 +140,5 @@ class Stopped:
     lost: ParallelError | None
 
 
-ToEngine = Submit | Cancel | Snapshot | Count | Arrived | End
+ToEngine = Submit | Embed | Cancel | Snapshot | Count | Arrived | End
 FromEngine = Pieces | Ended | Failed | Taken | Stopped
