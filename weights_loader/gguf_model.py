@@ -21,6 +21,7 @@ from typing import Any
 
 from .gguf_file import GgufFile, TensorInfo, read_gguf
 from .neutral import is_off
+from .pooling import POOLING, gguf_pooling
 from .strict import CheckpointError, quote, read_object
 
 POINTER = "gguf.json"  # in the folder: the path of the GGUF file
@@ -106,7 +107,7 @@ def materialize(path: Path) -> Path:
         digest = hashlib.sha256(file.read(found.header))
     here = Path(__file__).parent
     # Another version of this code may write other files.
-    for source in (*here.glob("gguf_*.py"), here / "control_texts.py"):
+    for source in (*here.glob("gguf_*.py"), here / "control_texts.py", here / "pooling.py"):
         digest.update(source.read_bytes())
     digest.update(str(path.resolve()).encode())
     folder = cache_folder() / f"{path.stem}-{digest.hexdigest()[:16]}"
@@ -115,6 +116,7 @@ def materialize(path: Path) -> Path:
     files = small_files(found) | {POINTER: {"path": str(path.resolve())}}
     temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
     for name, fields in files.items():
+        (temporary / name).parent.mkdir(exist_ok=True)
         (temporary / name).write_text(
             json.dumps(fields, ensure_ascii=False) + "\n", encoding="utf-8"
         )
@@ -152,7 +154,11 @@ def small_files(found: GgufFile) -> dict[str, dict]:
         )
     config = model_config(found)
     names_of(found, config)  # raises for an unknown tensor
-    return {"config.json": config, **tokenizer_files(found)}
+    files = {"config.json": config, **tokenizer_files(found)}
+    pooling = gguf_pooling(found.metadata)
+    if pooling is not None:
+        files[POOLING] = {"pooling_mode": pooling}
+    return files
 
 
 def architecture(found: GgufFile) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from .control_texts import CONTROL_TEXTS, FILL_IN, FILL_IN_ENDS
 from .gguf_file import GgufFile
 from .gguf_rules import RULES, Rule, byte_level
+from .pooling import gguf_pooling
 from .strict import CheckpointError, quote
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -30,12 +31,13 @@ def tokenizer_files(found: GgufFile) -> dict[str, dict]:
     tokens = listed(found, "tokens", str)
     merges = listed(found, "merges", str)
     kinds = token_types(found, tokens, merges)
-    bos = add_bos(found)
+    bos = added(found, "add_bos_token", rule(found).bos)
     vocabulary = vocabulary_of(found, tokens, kinds)
     pairs = [pair(found, merge, vocabulary) for merge in merges]
     config = token_names(found, tokens, kinds)
     normalizer = {"type": "NFC"} if pre.nfc else None
-    post_processor = begin(config["bos_token"], tokens) if bos else None
+    first = config["bos_token"] if bos else None
+    last = config["eos_token"] if ends_texts(found) else None
     return {
         "tokenizer.json": {
             "version": "1.0",
@@ -44,7 +46,7 @@ def tokenizer_files(found: GgufFile) -> dict[str, dict]:
             "added_tokens": added_tokens(tokens, kinds),
             "normalizer": normalizer,
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(pre.steps)},
-            "post_processor": post_processor,
+            "post_processor": around(first, last, tokens),
             "decoder": byte_level(True),
             "model": bpe(vocabulary, pairs, pre.whole_words),
         },
@@ -141,14 +143,21 @@ def rule(found: GgufFile) -> Rule:
     return RULES[pre]
 
 
-def add_bos(found: GgufFile) -> bool:
-    """Whether texts begin with bos: the file's value, else the rule's default."""
-    value = found.metadata.get("tokenizer.ggml.add_bos_token", rule(found).bos)
+def added(found: GgufFile, key: str, default: bool) -> bool:
+    """Whether texts get bos or eos: the file's value, else the default."""
+    value = found.metadata.get(f"tokenizer.ggml.{key}", default)
     if type(value) is not bool:
         raise CheckpointError(
-            f"{found.path}: tokenizer.ggml.add_bos_token is {quote(value)}, not true or false"
+            f"{found.path}: tokenizer.ggml.{key} is {quote(value)}, not true or false"
         )
     return value
+
+
+def ends_texts(found: GgufFile) -> bool:
+    """Whether texts end with eos: only those of an embedding model, which continues no text."""
+    if gguf_pooling(found.metadata) is None:
+        return False
+    return added(found, "add_eos_token", False)
 
 
 def listed(found: GgufFile, key: str, kind: type) -> list:
@@ -226,15 +235,22 @@ def token_id(found: GgufFile, key: str, count: int) -> int | None:
     return id
 
 
-def begin(bos: str | None, tokens: list[str]) -> dict | None:
-    """The post-processor that puts bos before a text when encoding with special tokens."""
-    if bos is None:
+def around(first: str | None, last: str | None, tokens: list[str]) -> dict | None:
+    """The post-processor that puts bos before a text, and eos behind it, with special tokens."""
+    special = [token for token in (first, last) if token is not None]
+    if not special:
         return None
-    text = {"Sequence": {"id": "A", "type_id": 0}}
-    first = {"SpecialToken": {"id": bos, "type_id": 0}}
+    single: list[dict] = [{"Sequence": {"id": "A", "type_id": 0}}]
+    if first is not None:
+        single.insert(0, {"SpecialToken": {"id": first, "type_id": 0}})
+    if last is not None:
+        single.append({"SpecialToken": {"id": last, "type_id": 0}})
     return {
         "type": "TemplateProcessing",
-        "single": [first, text],
-        "pair": [first, text, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {bos: {"id": bos, "ids": [tokens.index(bos)], "tokens": [bos]}},
+        "single": single,
+        "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {
+            token: {"id": token, "ids": [tokens.index(token)], "tokens": [token]}
+            for token in special
+        },
     }

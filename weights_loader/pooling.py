@@ -1,4 +1,4 @@
-"""The pooling of a folder that sentence-transformers has saved, as Qwen3-Embedding is.
+"""The pooling of an embedding model, as sentence-transformers or a GGUF file names it.
 
 `modules.json` lists the steps from a text to its embedding; the step Pooling has a folder of its
 own, usually 1_Pooling, whose config.json names the pooling. Source: sentence-transformers'
@@ -22,6 +22,16 @@ FLAGS = {  # older files: flag → name
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
+GGUF = {1: "mean", 2: "cls", 3: "lasttoken"}  # llama.cpp's pooling_type → the name
+
+
+def gguf_pooling(metadata: dict[str, Any]) -> str | None:
+    """sentence-transformers' name of the pooling of a GGUF file; None if it has none."""
+    kind = metadata.get("general.architecture")
+    number = metadata.get(f"{kind}.pooling_type")
+    if type(number) is not int:
+        return None
+    return GGUF.get(number)
 
 
 def read_pooling(folder: Path) -> str | None:

@@ -29,6 +29,7 @@ from tiny_checkpoint import write_tokenizer
 from weights_loader import CheckpointError, gguf_rules
 from weights_loader.gguf_file import GgufFile, read_gguf
 from weights_loader.gguf_tokenizer import tokenizer_files
+from weights_loader.pooling import read_pooling
 
 SIZES = {"vocab_size": 320, "tie_word_embeddings": False}
 SHAPES = {
@@ -189,6 +190,20 @@ def test_bos_comes_as_the_file_says_and_never_twice(changes, first, make):
     assert ids[0] != 1 and tokenizer.encode("My name", add_special_tokens=True) == [*first, *ids]
     typed = tokenizer.encode("<|im_start|>My name", add_special_tokens=True)
     assert typed == [1, *ids]
+
+
+@pytest.mark.parametrize(
+    ("number", "pooling", "last"),
+    [(3, "last", [2]), (1, "mean", [2]), (0, None, []), (None, None, [])],
+)
+def test_an_embedding_model_names_its_pooling_and_ends_its_texts(number, pooling, last, make):
+    """As Qwen3-Embedding's files do. Of another model add_eos_token is not read: it would end each prompt."""
+    changes = [("llama.pooling_type", number), ("tokenizer.ggml.add_eos_token", True)]
+    _, path = make(changes=changes)
+    assert read_pooling(weights_loader.resolve(path)) == pooling
+    _, tokenizer = nanokv.load(path)
+    ids = tokenizer.encode("My name")
+    assert tokenizer.encode("My name", add_special_tokens=True) == [*ids, *last]
 
 
 @pytest.mark.parametrize(
