@@ -237,9 +237,37 @@ def test_a_text_that_just_fits_is_answered(loaded):
             assert (status, error(found)["code"]) == (400, "context_length_exceeded")
 
 
-def test_counting_has_no_bound(server):
-    assert server.post("/tokenize", {"prompt": "1" * 5_000})[1]["count"] == 5_000
-    assert server.post("/v1/messages/count_tokens", ask("1" * 5_000))[1]["input_tokens"] > 5_000
+COUNTING = {  # address → its body for a text
+    "/tokenize": lambda text: {"prompt": text},
+    "/v1/messages/count_tokens": ask,
+    "/v1/responses/input_tokens": lambda text: {"input": text},
+}
+
+
+@pytest.mark.parametrize("path", [*COUNTING, "/tokenize of a chat"])
+def test_counting_is_for_a_few_contexts(loaded, encoded, path):
+    body = COUNTING.get(path, ask)
+    path = path.split()[0]
+    with Serving(*loaded, context=64) as server:
+        for text in ("1" * 200, "grandmother" * 80):
+            status, found = server.post(path, body(text))
+            assert (status, found.get("count", found.get("input_tokens", 0)) > 64) == (200, True)
+        encoded.clear()
+        for text in ("1" * 257, "grandmother" * 94, "1" * 500_000, "\U0001f600" * 300):
+            status, found = server.post(path, body(text))
+            assert status == 400
+            assert " bytes, which are at least " in found["error"]["message"]
+            assert "At most 256 tokens or 1,024 bytes are counted." in found["error"]["message"]
+        assert not encoded
+
+
+def test_the_bounds_of_counting_are_tight(loaded):
+    with Serving(*loaded, context=64) as server:
+        long = "grandmother" * 93 + "g"  # 1,024 bytes
+        for text in ("1" * 256, long):
+            assert server.post("/tokenize", {"prompt": text})[0] == 200
+            status, found = server.post("/tokenize", {"prompt": text + "1"})
+            assert (status, error(found)["code"]) == (400, "context_length_exceeded")
 
 
 @pytest.mark.parametrize(("path", "name"), [(TEXT, "prompts"), ("/tokenize", "beside")])
@@ -251,7 +279,8 @@ def test_a_small_prompt_does_not_wait_for_large_ones(loaded, monkeypatch, path, 
         return text_ids(served, text[:5], *more)
 
     monkeypatch.setattr(prompts, "text_ids", slow)
-    monkeypatch.setattr(prompts.Served, "check_text", lambda *given: None)
+    for name in ("check_text", "check_counted"):
+        monkeypatch.setattr(prompts.Served, name, lambda *given: None)
     monkeypatch.setattr(lanes, "trim", trimmed.set)
     large = {"prompt": "x" * 2 * lanes.LARGE, "max_tokens": 1}
     with Serving(*loaded) as server, contextlib.ExitStack() as stack:

@@ -38,6 +38,10 @@ ANY = "*"  # the alias with which the model answers to every name
 TEXT_TOKENS = 16  # OpenAI's default max_tokens of a completion
 # Most prompt tokens of a request with log-probabilities, up to 1 kB of memory each.
 ECHOED = 100_000
+# Where the tokens of a text are only counted, it may have so many tokens and bytes per token of the
+# context. More take too much memory in the tokenizer: up to 400 bytes each token, 16 each byte.
+COUNTED = 4
+COUNTED_BYTES = 16
 
 
 class Holder(Protocol):
@@ -124,14 +128,31 @@ class Served:
         """
         fewest = self.tokenizer.fewest_tokens(text)
         if fewest > self.context:
-            size = len(text.encode("utf-8", "surrogatepass"))
-            raise ApiError(
-                400,
-                f"This model's maximum context length is {self.context} tokens. However, your "
-                f"{param} has {size:,} bytes, which are at least {fewest:,} tokens.",
-                param,
-                "context_length_exceeded",
-            )
+            raise self._too_long(param, bytes_of(text), fewest)
+
+    def check_counted(self, text: str, param: str) -> None:
+        """ApiError if a text is too long to count its tokens, before it is tokenized."""
+        fewest = self.tokenizer.fewest_tokens(text)
+        size = bytes_of(text)
+        tokens = COUNTED * self.context
+        most = COUNTED_BYTES * self.context
+        if fewest > tokens or size > most:
+            counted = f" At most {tokens:,} tokens or {most:,} bytes are counted."
+            raise self._too_long(param, size, fewest, counted)
+
+    def _too_long(self, param: str, size: int, fewest: int, more: str = "") -> ApiError:
+        return ApiError(
+            400,
+            f"This model's maximum context length is {self.context} tokens. However, your "
+            f"{param} has {size:,} bytes, which are at least {fewest:,} tokens.{more}",
+            param,
+            "context_length_exceeded",
+        )
+
+
+def bytes_of(text: str) -> int:
+    """The bytes of a text in UTF-8."""
+    return len(text.encode("utf-8", "surrogatepass"))
 
 
 @dataclass(frozen=True)
@@ -279,8 +300,10 @@ def job(
 
 
 def chat_ids(served: Served, asked: Asked) -> list[int]:
-    """The ids of a chat, however many they are, for requests that only count them."""
-    return served.tokenizer.encode(chat_text(served, asked))
+    """The ids of a chat, for requests that only count them. They may exceed the context."""
+    text = chat_text(served, asked)
+    served.check_counted(text, asked.param)
+    return served.tokenizer.encode(text)
 
 
 def chat_text(served: Served, asked: Asked) -> str:

@@ -205,6 +205,7 @@ class Application:
             asked = protocol.tokenize(fields)
             return named(asked.param, prompts.chat_ids, self.served, asked)
         request = read(TokenizeText, fields)
+        self.served.check_counted(request.prompt, "prompt")
         special = request.add_special_tokens is not False
         return named("prompt", prompts.text_ids, self.served, request.prompt, special)
 
