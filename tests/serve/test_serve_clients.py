@@ -156,6 +156,7 @@ def looking(roomy, scripted):
         ("openai_responses.mjs", []),
         ("anthropic_node.mjs", []),
         ("ai_sdk_vendors.mjs", ["openai"]),
+        ("ai_sdk_vendors.mjs", ["openai", "whole items"]),
         ("ai_sdk_vendors.mjs", ["anthropic"]),
         ("agents_client.py", []),
         ("litellm_forms.py", ["responses"]),

@@ -10,6 +10,9 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
+from nanokv.apps.serve.api import items
+from nanokv.apps.serve.api.errors import ApiError
+from nanokv.apps.serve.api.items import Items
 from nanokv.apps.serve.api.protocol import chat as chat_request
 from nanokv.apps.serve.api.responses import responses
 from serving import CHAT, Serving, ask, error
@@ -324,10 +327,101 @@ def test_what_cannot_be_done_is_refused_by_its_name(server, case):
     assert status == 400 and error(found)["param"] == param, found
 
 
-def test_a_reference_to_an_item_is_refused_with_the_setting_of_the_client(server):
-    """The AI SDK refers to items in the second step, unless store is false."""
-    status, found = server.post(RESPONSES, {"input": [{"type": "item_reference", "id": "msg_1"}]})
-    assert status == 400 and "store: false" in found["hint"]
+# --- references to items ----------------------------------------------------------------------------------------------
+
+
+def references(output: list[dict]) -> list[dict]:
+    """What the AI SDK sends in place of earlier items, unless store is false."""
+    return [{"type": "item_reference", "id": item["id"]} for item in output]
+
+
+def rest(output: list[dict]) -> list[dict]:
+    """The result of each call."""
+    calls = [item for item in output if item["type"] == "function_call"]
+    return [
+        {"type": "function_call_output", "call_id": one["call_id"], "output": "Rain."}
+        for one in calls
+    ]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_reference_stands_for_the_item(server, scripted, streamed):
+    scripted(f"<think>\nHm.\n</think>\n\nI look.\n{OSLO}\n{TIME}")
+    asked = TOOLS | {"input": [{"role": "user", "content": "Who?"}], "top_logprobs": 2}
+    if streamed:
+        first = events(server.stream(RESPONSES, asked))[-1]["response"]
+    else:
+        _, first = server.post(RESPONSES, asked)
+    output = first["output"]
+    assert first["store"] and len(output) == 4
+    found = []
+    for earlier in (output, references(output)):
+        again = asked | {"input": [*asked["input"], *earlier, *rest(output)]}
+        status, counted = server.post(f"{RESPONSES}/input_tokens", again)
+        assert status == 200, counted
+        status, answer = server.post(RESPONSES, again)
+        assert (status, answer["usage"]["input_tokens"]) == (200, counted["input_tokens"])
+        found.append((counted, shape(answer["output"])))
+    assert found[0] == found[1]
+
+
+def refused_reference(server, sent: list[dict], headers=None) -> str:
+    """The hint of the refusal of the first item."""
+    status, found = server.post(RESPONSES, {"input": sent}, headers)
+    assert (status, error(found)["param"]) == (400, "input[0].type")
+    return found["hint"]
+
+
+def test_a_reference_to_another_item_is_refused_with_the_setting_of_the_client(server):
+    assert "store: false" in refused_reference(server, references([{"id": "msg_1"}]))
+    for id in (None, 5, {}, [], ""):
+        refused_reference(server, [{"type": "item_reference", "id": id}])
+    _, found = server.post(RESPONSES, HELLO | {"store": False, "max_output_tokens": 2})
+    assert found["store"] is False
+    refused_reference(server, references(found["output"]))
+
+
+def test_no_key_finds_items_of_another(loaded):
+    def own(key):
+        return {"authorization": f"Bearer {key}"}
+
+    with Serving(*loaded, keys=["one", "two"]) as server:
+        _, found = server.post(RESPONSES, HELLO | {"max_output_tokens": 2}, own("one"))
+        again = references(found["output"])
+        assert server.post(RESPONSES, {"input": again}, own("one"))[0] == 200
+        refused_reference(server, again, own("two"))
+
+
+def message(number: int, text: str = "Yes.") -> dict:
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": [{}] * 9}
+    return {"type": "message", "id": f"msg_{number}", "role": "assistant", "content": [part]}
+
+
+def known(kept: Items, key: str, number: int) -> bool:
+    fields = {"input": references([message(number)])}
+    return kept.filled(key, fields) != fields
+
+
+def test_the_newest_items_of_each_key_are_kept(monkeypatch):
+    monkeypatch.setattr(items, "MOST_ITEMS", 3)
+    kept = Items()
+    kept.keep("b", [message(9)])
+    for number in range(5):
+        kept.keep("a", [message(number)])
+    assert [known(kept, "a", number) for number in range(5)] == [False, False, True, True, True]
+    assert known(kept, "b", 9) and not known(kept, "a", 9) and not known(kept, "c", 9)
+
+
+def test_the_bytes_of_items_are_bounded(monkeypatch):
+    monkeypatch.setattr(items, "MOST_BYTES", 1_000)
+    kept = Items()
+    for number in range(3):
+        kept.keep("", [message(number, "x" * 400)])
+    assert [known(kept, "", number) for number in range(3)] == [False, False, True]
+    with pytest.raises(ApiError, match=r"refers to 1,\d+ bytes of items, at most 1,000"):
+        kept.filled("", {"input": references([message(2)] * 2)})
+    kept.keep("", [message(7, "x" * 2_000)])
+    assert not known(kept, "", 7), "an item that is too large is not kept"
 
 
 def test_a_context_that_is_full_is_told_with_both_counts(server):

@@ -3,7 +3,7 @@ import { createAnthropic } from "@ai-sdk/anthropic";
 import { createOpenAI } from "@ai-sdk/openai";
 import { generateText, isStepCount, jsonSchema, streamText, tool } from "ai";
 
-const [url, key, vendor] = process.argv.slice(2);
+const [url, key, vendor, whole_items] = process.argv.slice(2);
 const create = { openai: createOpenAI, anthropic: createAnthropic }[vendor];
 const provider = (apiKey) => create({ baseURL: `${url}/v1`, apiKey });
 const model = provider(key)("tiny");
@@ -21,8 +21,8 @@ const look = tool({
   inputSchema: jsonSchema({ type: "object", properties: { number: { type: "integer" } }, additionalProperties: false }),
   execute: async ({ number }) => { numbers.push(number); return `Found ${number}.`; },
 });
-// By default the provider of OpenAI refers to stored items in the second step.
-const providerOptions = { openai: { store: false } };
+// By default the provider of OpenAI refers to earlier items in the second step.
+const providerOptions = whole_items ? { openai: { store: false } } : {};
 const loop = streamText({ ...request, providerOptions, prompt: "Look.", tools: { look }, stopWhen: isStepCount(20) });
 const end = await loop.text;
 console.log(JSON.stringify({

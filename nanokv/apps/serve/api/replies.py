@@ -266,7 +266,7 @@ class ResponseObject(BaseModel):
     model: str
     output: Annotated[list[OutputMessage | FunctionCall | Thoughts], Field(min_length=1)]
     previous_response_id: None
-    store: Literal[False]
+    store: bool
     usage: ResponseUsage
 
 

@@ -1,7 +1,7 @@
 """Requests of OpenAI's Responses API (/v1/responses), as the messages and tools of a chat.
 
-The server keeps no state between requests: the client sends all items of the conversation each
-time. `previous_response_id` and references to stored items are refused, and `store` is ignored.
+The server keeps no responses: the client sends all items of the conversation each time, or refers
+to recent ones by their ids (items.py). `previous_response_id` is refused.
 Tools and items that only OpenAI's own services can handle, such as web searches, are left out of
 the prompt, and the log names them. Agents offer those beside their functions without being asked.
 """
@@ -22,6 +22,7 @@ from nanokv.apps.serve.api.fields import (
     YesNo,
     read,
 )
+from nanokv.apps.serve.api.items import MOST_ITEMS
 from nanokv.apps.serve.api.known import HARMLESS, NOT_DONE, refused
 from nanokv.apps.serve.api.messages import Tools
 from nanokv.apps.serve.api.protocol import Asked, common, note_unknown, with_end
@@ -38,7 +39,10 @@ from nanokv.apps.serve.api.tools import OtherTool, Wish, kind_of_tool, note, too
 from nanokv.text.call_forms import as_object
 
 STATELESS = "this server keeps no responses: send the items of the conversation in input"
-NO_REFERENCES = f"{STATELESS}; most clients do with store: false"
+NO_REFERENCES = (
+    f"only the newest {MOST_ITEMS:,} items of answers are kept: send the items of the conversation "
+    "in input, as most clients do with store: false"
+)
 LOGPROBS = "message.output_text.logprobs"  # the value of `include` that asks for them
 
 # --- content --------------------------------------------------------------------------------------
@@ -133,7 +137,7 @@ class ReasoningItem(Fields):
 
 
 class ReferenceItem(Fields):
-    """An item of an earlier response, by its id."""
+    """An item of an earlier response that is not kept."""
 
     type: Annotated[Literal["item_reference"], Nothing(hint=NO_REFERENCES)]
 
@@ -297,6 +301,8 @@ def responses(fields: dict) -> Asked:
         settings["max_new_tokens"] = request.max_output_tokens
     likely = request.top_logprobs or 0
     wanted = likely or LOGPROBS in (request.include or [])
+    repeated = {name: fields.get(name, absent) for name, absent in REPEATED.items()}
+    repeated["store"] = fields.get("store") is not False
     return with_end(
         Asked(
             [list(messages(request))],
@@ -305,7 +311,7 @@ def responses(fields: dict) -> Asked:
             schema=schema(request.text.format),
             template=thinking(request.reasoning),
             tools=tools(request, fields),
-            repeated={name: fields.get(name, absent) for name, absent in REPEATED.items()},
+            repeated=repeated,
             **settings,
         )
     )

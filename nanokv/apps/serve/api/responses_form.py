@@ -7,7 +7,7 @@ announced, grows, and is repeated as a whole when it is complete. The events hav
 import json
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from nanokv.apps.serve.api import logprobs
@@ -33,6 +33,7 @@ class ResponsesForm:
         self.open = False
         self.number = 0  # of the next event
         self.cut = False  # the answer ended before the model ended it
+        self.keep: Callable[[list[dict]], None] | None = None  # gets the items at the end
         self.top: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -44,7 +45,6 @@ class ResponsesForm:
             "model": model,
             "output": [],
             "previous_response_id": None,
-            "store": False,
             "usage": None,
         } | repeated
 
@@ -97,6 +97,8 @@ class ResponsesForm:
     # --- the response -----------------------------------------------------------------------------
 
     def _response(self, usage: dict) -> dict:
+        if self.keep is not None and self.top["store"]:
+            self.keep(self.output)
         status = "incomplete" if self.cut else "completed"
         response = self.top | {"status": status, "output": self.output, "usage": counted(usage)}
         if self.cut:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
@@ -16,10 +17,11 @@ from nanokv.apps.serve.api.anthropic_form import anthropic_model, messages_form
 from nanokv.apps.serve.api.errors import ApiError, ClientGone, internal, named
 from nanokv.apps.serve.api.fields import read
 from nanokv.apps.serve.api.forms import Form, chat_form, text_form
+from nanokv.apps.serve.api.items import Items
 from nanokv.apps.serve.api.prompts import Prepared, Served
 from nanokv.apps.serve.api.protocol import Asked
 from nanokv.apps.serve.api.requests import Detokenize, TokenizeText
-from nanokv.apps.serve.api.responses_form import responses_form
+from nanokv.apps.serve.api.responses_form import ResponsesForm, responses_form
 from nanokv.apps.serve.http import openapi, page
 from nanokv.apps.serve.http.lanes import Lanes
 from nanokv.apps.serve.http.live import Live, Watching, tab_of
@@ -94,6 +96,7 @@ class Application:
         self.admission = client.admission
         self.watched = Live(client, served)
         self.prompts = Lanes("prompt")  # JSON, templates and tokenizers
+        self.items = Items()
         self.beside = Lanes("tokenize")  # /tokenize delays no chat
 
     def routes(self) -> list[Route]:
@@ -186,7 +189,7 @@ class Application:
         read_fields, more = COUNTS[request.scope["path"]]
 
         def counted(body: bytes) -> Response:
-            asked = read_fields(protocol.parse_object(body))
+            asked = self._asked(body, read_fields, request.scope["salt"])
             self.served.name(asked.model)
             ids = named(asked.param, prompts.chat_ids, self.served, asked)
             return JSONResponse(more | {"input_tokens": len(ids)})
@@ -274,6 +277,8 @@ class Application:
             for ticket, job in zip(tickets, prepared.jobs, strict=True):
                 self.client.submit(ticket, job, asked.param)
             form = kind.form(prepared, self.served.tokenizer)
+            if isinstance(form, ResponsesForm):
+                form.keep = partial(self.items.keep, request.scope["salt"])
             answer = Answer(self.client, tickets, prepared, form, self.limits)
             if asked.stream:
                 return answer  # its __call__ closes the tickets
@@ -322,7 +327,14 @@ class Application:
         return embeddings.prepare(self.served, protocol.parse_object(body))
 
     def _prepare(self, body: bytes, kind: Kind, salt: str) -> Prepared:
-        return prompts.prepare(self.served, kind.read(protocol.parse_object(body)), salt)
+        return prompts.prepare(self.served, self._asked(body, kind.read, salt), salt)
+
+    def _asked(self, body: bytes, read_fields: Callable[[dict], Asked], salt: str) -> Asked:
+        """The checked request, with the items that it refers to."""
+        fields = protocol.parse_object(body)
+        if read_fields is responses.responses:
+            fields = self.items.filled(salt, fields)
+        return read_fields(fields)
 
 
 def make_app(
