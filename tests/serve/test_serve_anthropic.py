@@ -18,7 +18,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from nanokv.apps.serve.api.anthropic import messages as messages_request
 from nanokv.apps.serve.api.protocol import chat as chat_request
-from serving import CHAT, Serving, ask, error
+from serving import CHAT, Serving, ask, error, named_events
 from tool_calls import HERMES, OSLO, TIME, with_template
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
@@ -43,14 +43,9 @@ def server(loaded):
 
 def events(found: list[str]) -> list[dict]:
     """The JSON of each event, which the vendor's types must read."""
-    told = []
-    for event in found:
-        name, data = event.split("\n")
-        value = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {value['type']}"
-        if value["type"] not in ("ping", "error"):
-            EVENT.validate_json(json.dumps(value))
-            told.append(value)
+    told = [value for value in named_events(found) if value["type"] not in ("ping", "error")]
+    for value in told:
+        EVENT.validate_json(json.dumps(value))
     return told
 
 

@@ -15,7 +15,7 @@ from nanokv.apps.serve.api.errors import ApiError
 from nanokv.apps.serve.api.items import Items
 from nanokv.apps.serve.api.protocol import chat as chat_request
 from nanokv.apps.serve.api.responses import responses
-from serving import CHAT, Serving, ask, error
+from serving import CHAT, Serving, ask, error, named_events
 from tool_calls import HERMES, OSLO, TIME, with_template, written
 
 RESPONSES = "/v1/responses"
@@ -40,15 +40,9 @@ def server(loaded):
 
 def events(found: list[str]) -> list[dict]:
     """The JSON of each event, which the official types must read without a field too many."""
-    told = []
-    for event in found:
-        if event.startswith(":"):
-            continue
-        name, data = event.split("\n")
-        value = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {value['type']}"
+    told = named_events(found)
+    for value in told:
         EVENT.validate_json(json.dumps(value))
-        told.append(value)
     assert [one["sequence_number"] for one in told] == list(range(len(told)))
     return told
 

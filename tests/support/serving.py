@@ -198,6 +198,18 @@ def ask(text="Who are you?", **fields) -> dict:
     return {"messages": [{"role": "user", "content": text}]} | fields
 
 
+def named_events(found: list[str]) -> list[dict]:
+    """The JSON of events whose type is also their name; comments are left out."""
+    told = []
+    for event in found:
+        if event.startswith(":"):
+            continue
+        name, data = event.split("\n")
+        told.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {told[-1]['type']}"
+    return told
+
+
 def error(found: dict) -> dict:
     """The error of a body, which must have OpenAI's form."""
     assert set(found) <= {"error", "hint"} and list(found["error"]) == [

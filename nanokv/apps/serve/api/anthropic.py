@@ -24,18 +24,17 @@ from nanokv.apps.serve.api.fields import (
     read,
 )
 from nanokv.apps.serve.api.known import HARMLESS, NOT_DONE, refused
-from nanokv.apps.serve.api.messages import Tools
+from nanokv.apps.serve.api.messages import Tools, kind_of_content
 from nanokv.apps.serve.api.protocol import Asked, common, note_unknown, with_end
 from nanokv.apps.serve.api.requests import (
     LONGEST_STOP,
     MOST_STOPS,
     MOST_TOOLS,
-    NAME,
     Common,
+    FunctionName,
     Stop,
 )
-from nanokv.apps.serve.api.tools import note
-from weights_loader.strict import quote
+from nanokv.apps.serve.api.tools import check_chosen, names_of, note, without_null
 
 # --- blocks ---------------------------------------------------------------------------------------
 
@@ -90,11 +89,6 @@ def joined(content: str | list) -> str:
         return content
     note("blocks", [block.type for block in content if isinstance(block, OtherBlock)])
     return "\n".join(block.text for block in content if isinstance(block, TextBlock))
-
-
-def kind_of_content(content: Any) -> str:
-    """The discriminator's tag of a whole content."""
-    return f"<{type(content).__name__}>"
 
 
 ResultBlock = Annotated[
@@ -179,11 +173,7 @@ class Turn(Fields):
 class Tool(Fields):
     """A function that the model may call."""
 
-    name: Annotated[
-        str,
-        Field(pattern=f"^{NAME.pattern}$"),
-        Expected("a name of 1 to 64 letters, digits, _ and -"),
-    ]
+    name: FunctionName
     type: Literal["custom"] | None = None
     description: Text = None
     input_schema: Object = None
@@ -370,11 +360,9 @@ def tools(request: Any) -> Tools:
                 "description": tool.description,
                 "parameters": tool.input_schema,
             }
-            functions.append({name: value for name, value in given.items() if value is not None})
+            functions.append(without_null(given))
     note("tools", [tool.type for tool in request.tools or [] if isinstance(tool, OtherTool)])
-    names = [str(one["name"]) for one in functions]
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise ApiError(400, f"tools has {min(twice)} twice", "tools")
+    names = names_of(functions)
     choice = request.tool_choice or Choice(type="auto")
     many = not choice.disable_parallel_tool_use
     return Tools(tuple(functions), chosen(choice, names), choice.type in ("any", "tool"), many)
@@ -383,9 +371,7 @@ def tools(request: Any) -> Tools:
 def chosen(choice: Choice, names: list[str]) -> str:
     """none, auto, required, or the name of the function that must be called."""
     if choice.type == "tool":
-        if choice.name not in names:
-            words = f"tool_choice names {quote(str(choice.name))}, which is not one of the tools"
-            raise ApiError(400, words, "tool_choice")
+        check_chosen(choice.name, names)
         return choice.name or ""
     if choice.type == "any":
         if not names:

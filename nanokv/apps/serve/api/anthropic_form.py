@@ -4,7 +4,6 @@ In a stream a block begins, grows and ends before the next one begins. `input_to
 tokens of the prompt that were computed; those found in the cache are `cache_read_input_tokens`.
 """
 
-import json
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
@@ -13,7 +12,7 @@ from typing import Any
 from nanokv.apps.serve.api.answer import Piece
 from nanokv.apps.serve.api.calls import Call
 from nanokv.apps.serve.api.errors import ApiError
-from nanokv.apps.serve.api.forms import joined
+from nanokv.apps.serve.api.forms import joined, written
 from nanokv.apps.serve.api.prompts import Prepared, Served
 from nanokv.text.tokenizer import Tokenizer
 from weights_loader.strict import loads
@@ -127,15 +126,6 @@ class MessagesForm:
     def _event(self, kind: str, **more: Any) -> Event:
         """An event about the newest block."""
         return {"type": kind, "index": len(self.content) - 1} | more
-
-
-def written(events: Iterable[Event]) -> bytes:
-    """Events as bytes of a stream."""
-    found = b""
-    for event in events:
-        text = json.dumps(event, separators=(",", ":"), allow_nan=False)
-        found += f"event: {event['type']}\ndata: {text}\n\n".encode()
-    return found
 
 
 def stopped(ended: dict) -> dict:

@@ -27,6 +27,14 @@ def data(value: dict) -> bytes:
     return b"data: " + json.dumps(value, separators=(",", ":"), allow_nan=False).encode() + b"\n\n"
 
 
+def written(events: Iterable[dict[str, Any]]) -> bytes:
+    """Events with names, as bytes of a stream. The type of each is its name."""
+    found = b""
+    for event in events:
+        found += f"event: {event['type']}\n".encode() + data(event)
+    return found
+
+
 class Form(Protocol):
     """Writes the answers to one request, as a stream or as one object.
 

@@ -42,11 +42,13 @@ def kind_of_content(content: Any) -> str:
     return f"<{type(content).__name__}>"
 
 
-def joined(content: str | list[TextPart | RefusalPart]) -> str:
-    """Join text parts with line breaks, as llama.cpp and vLLM do."""
+def joined(content: str | list) -> str:
+    """Join the parts with line breaks, as llama.cpp and vLLM do. Each has a text or a refusal."""
     if isinstance(content, str):
         return content
-    return "\n".join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
+    return "\n".join(
+        part.refusal if isinstance(part, RefusalPart) else part.text for part in content
+    )
 
 
 Part = Annotated[

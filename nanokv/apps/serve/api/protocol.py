@@ -8,6 +8,7 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 from nanokv.apps.serve.api.errors import ApiError
@@ -24,7 +25,7 @@ from nanokv.apps.serve.api.requests import (
     OfSchema,
     TextRequest,
 )
-from nanokv.apps.serve.api.tools import OtherTool, Wish, note, tools_of
+from nanokv.apps.serve.api.tools import Wish, sent_functions, tools_of
 from nanokv.decoding.ranges import RANGES
 from weights_loader.strict import loads, quote
 
@@ -299,15 +300,7 @@ def schema(request: ChatRequest) -> dict | None:
 
 def tools(request: ChatPrompt, fields: dict) -> Tools:
     """`tools`, `tool_choice`, `parallel_tool_calls`. Functions stay as the client sent them."""
-    functions = []
-    left_out = []
-    for tool, given in zip(request.tools or [], fields.get("tools") or [], strict=True):
-        if isinstance(tool, OtherTool):
-            left_out.append(tool.type)
-            continue
-        sent = given["function"]
-        functions.append({name: value for name, value in sent.items() if value is not None})
-    note("tools", left_out)
+    functions = sent_functions(request.tools, fields.get("tools"), itemgetter("function"))
     return tools_of(functions, wish(request.tool_choice), request.parallel_tool_calls is not False)
 
 

@@ -51,6 +51,11 @@ RESERVED = (  # template variables that are set by the renderer or the checkpoin
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 SCHEMA = "a JSON schema comes with the type json_schema, or as schema with json_object"
 NAME = re.compile("[A-Za-z0-9_-]{1,64}")  # of a function
+FunctionName = Annotated[
+    str,
+    Field(pattern=f"^{NAME.pattern}$"),
+    Expected("a name of 1 to 64 letters, digits, _ and -"),
+]
 IDS: dict = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 PROMPT: list[dict] = [{"type": "string", "minLength": 1}, IDS | {"minItems": 1}]
 ENDLESS = -1  # llama.cpp's and Ollama's number of tokens for an answer without a limit
@@ -142,11 +147,7 @@ class StreamOptions(Fields):
 class Function(Fields):
     """A function that the model may call. Its `parameters` are a JSON schema."""
 
-    name: Annotated[
-        str,
-        Field(pattern=f"^{NAME.pattern}$"),
-        Expected("a name of 1 to 64 letters, digits, _ and -"),
-    ]
+    name: FunctionName
     description: Text = None
     parameters: Object = None
     strict: YesNo = None

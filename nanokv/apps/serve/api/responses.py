@@ -24,18 +24,25 @@ from nanokv.apps.serve.api.fields import (
 )
 from nanokv.apps.serve.api.items import MOST_ITEMS
 from nanokv.apps.serve.api.known import HARMLESS, NOT_DONE, refused
-from nanokv.apps.serve.api.messages import Tools
+from nanokv.apps.serve.api.messages import RefusalPart, Tools, joined, kind_of_content
 from nanokv.apps.serve.api.protocol import Asked, common, note_unknown, with_end
 from nanokv.apps.serve.api.requests import (
     EFFORTS,
     MOST_LIKELY,
     MOST_TOOLS,
-    NAME,
     Common,
     Effort,
+    FunctionName,
     Tokens,
 )
-from nanokv.apps.serve.api.tools import OtherTool, Wish, kind_of_tool, note, tools_of
+from nanokv.apps.serve.api.tools import (
+    OtherTool,
+    Wish,
+    kind_of_tool,
+    note,
+    sent_functions,
+    tools_of,
+)
 from nanokv.text.call_forms import as_object
 
 STATELESS = "this server keeps no responses: send the items of the conversation in input"
@@ -43,6 +50,7 @@ NO_REFERENCES = (
     f"only the newest {MOST_ITEMS:,} items of answers are kept: send the items of the conversation "
     "in input, as most clients do with store: false"
 )
+SENT = ("name", "description", "parameters", "strict")  # fields of a function for the template
 LOGPROBS = "message.output_text.logprobs"  # the value of `include` that asks for them
 
 # --- content --------------------------------------------------------------------------------------
@@ -58,13 +66,6 @@ class TextPart(Fields):
     text: str
 
 
-class RefusalPart(Fields):
-    """A refusal by the assistant, in place of a text."""
-
-    type: Literal["refusal"]
-    refusal: str
-
-
 def kind_of_part(part: Any) -> str:
     """The discriminator's tag of a part. Images, files and audio have no model: refused."""
     if not isinstance(part, dict):
@@ -76,22 +77,13 @@ def kind_of_part(part: Any) -> str:
     return "<other>"
 
 
-def joined(content: str | list[TextPart | RefusalPart]) -> str:
-    """Join the parts with line breaks, as in a chat completion."""
-    if isinstance(content, str):
-        return content
-    return "\n".join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
-
-
 Part = Annotated[
     Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")],
     Discriminator(kind_of_part, "unsupported", "only parts of text are read"),
 ]
 Content = Annotated[
     Annotated[str, Tag("<str>")] | Annotated[list[Part], Field(fail_fast=True), Tag("<list>")],
-    Discriminator(
-        lambda value: f"<{type(value).__name__}>", "expected", "a text or a list of parts"
-    ),
+    Discriminator(kind_of_content, "expected", "a text or a list of parts"),
     AfterValidator(joined),
 ]
 
@@ -178,9 +170,7 @@ Item = Annotated[
 ]
 Input = Annotated[
     Annotated[str, Tag("<str>")] | Annotated[list[Item], Field(fail_fast=True), Tag("<list>")],
-    Discriminator(
-        lambda value: f"<{type(value).__name__}>", "expected", "a text or a list of items"
-    ),
+    Discriminator(kind_of_content, "expected", "a text or a list of items"),
 ]
 
 
@@ -191,11 +181,7 @@ class FunctionTool(Fields):
     """A function that the model may call."""
 
     type: Literal["function"]
-    name: Annotated[
-        str,
-        Field(pattern=f"^{NAME.pattern}$"),
-        Expected("a name of 1 to 64 letters, digits, _ and -"),
-    ]
+    name: FunctionName
     description: Text = None
     parameters: Object = None
 
@@ -408,15 +394,9 @@ def merged(turn: dict, item: Any) -> dict:
 
 def tools(request: ResponsesRequest, fields: dict) -> Tools:
     """The functions in the format of a chat completion; other tools are left out."""
-    functions = []
-    left_out = []
-    for tool, given in zip(request.tools or [], fields.get("tools") or [], strict=True):
-        if isinstance(tool, OtherTool):
-            left_out.append(tool.type)
-            continue
-        known = ("name", "description", "parameters", "strict")
-        functions.append({name: given[name] for name in known if given.get(name) is not None})
-    note("tools", left_out)
+    functions = sent_functions(
+        request.tools, fields.get("tools"), lambda tool: {name: tool.get(name) for name in SENT}
+    )
     return tools_of(functions, wish(request.tool_choice), request.parallel_tool_calls is not False)
 
 

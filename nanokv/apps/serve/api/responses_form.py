@@ -4,7 +4,6 @@ An item is a message, a call of a function, or the model's thoughts. In a stream
 announced, grows, and is repeated as a whole when it is complete. The events have numbers.
 """
 
-import json
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,7 +13,7 @@ from nanokv.apps.serve.api import logprobs
 from nanokv.apps.serve.api.answer import Piece
 from nanokv.apps.serve.api.calls import Call
 from nanokv.apps.serve.api.errors import ApiError
-from nanokv.apps.serve.api.forms import joined, shown_by
+from nanokv.apps.serve.api.forms import joined, shown_by, written
 from nanokv.apps.serve.api.prompts import Prepared
 from nanokv.text.tokenizer import Tokenizer
 
@@ -86,13 +85,11 @@ class ResponsesForm:
         return self._response(usage)
 
     def _written(self, events: Iterable[Event]) -> bytes:
-        written = b""
+        numbered = []
         for event in events:
-            numbered = {"type": event["type"], "sequence_number": self.number} | event
+            numbered.append({"type": event["type"], "sequence_number": self.number} | event)
             self.number += 1
-            text = json.dumps(numbered, separators=(",", ":"), allow_nan=False)
-            written += f"event: {event['type']}\ndata: {text}\n\n".encode()
-        return written
+        return written(numbered)
 
     # --- the response -----------------------------------------------------------------------------
 

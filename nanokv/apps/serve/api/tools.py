@@ -5,6 +5,7 @@ them. Agents offer those beside their functions without being asked.
 """
 
 import logging
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import WithJsonSchema
@@ -38,15 +39,51 @@ class Wish(NamedTuple):
     allowed: tuple[str, ...] | None = None  # the functions that may be called; None: all
 
 
-def tools_of(functions: list[dict], wish: Wish, parallel: bool) -> Tools:
-    """The functions and the wish, checked against each other; else ApiError."""
+def sent_functions(
+    tools: Sequence[Any] | None, given: list[dict] | None, function: Callable[[dict], dict]
+) -> list[dict]:
+    """The functions as the client sent them, without null fields. Other tools are left out.
+
+    tools: the checked tools; given: the same as the client sent them; function: the part of a given
+    tool that describes the function.
+    """
+    found = []
+    left_out = []
+    for tool, sent in zip(tools or [], given or [], strict=True):
+        if isinstance(tool, OtherTool):
+            left_out.append(tool.type)
+        else:
+            found.append(without_null(function(sent)))
+    note("tools", left_out)
+    return found
+
+
+def without_null(fields: dict) -> dict:
+    """The fields that have a value."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def names_of(functions: list[dict]) -> list[str]:
+    """The names of the functions; ApiError if two are the same."""
     names = [one["name"] for one in functions]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ApiError(400, f"tools has {min(twice)} twice", "tools")
+    return names
+
+
+def check_chosen(name: str | None, names: list[str]) -> None:
+    """ApiError unless `tool_choice` names one of the functions."""
+    if name not in names:
+        words = f"tool_choice names {quote(str(name))}, which is not one of the tools"
+        raise ApiError(400, words, "tool_choice")
+
+
+def tools_of(functions: list[dict], wish: Wish, parallel: bool) -> Tools:
+    """The functions and the wish, checked against each other; else ApiError."""
+    names = names_of(functions)
     for name in (wish.function, *(wish.allowed or ())):
-        if name is not None and name not in names:
-            words = f"tool_choice names {quote(name)}, which is not one of the tools"
-            raise ApiError(400, words, "tool_choice")
+        if name is not None:
+            check_chosen(name, names)
     if wish.function is not None:
         return Tools(tuple(functions), wish.function, True, parallel)
     allowed = None
