@@ -21,8 +21,7 @@ number of tokens that fit into the running requests. No turn is wasted: if anyon
 someone is admitted. The counters decide only between clients, so with one client all requests go in
 order of arrival. Preemption does not look at them (scheduler.py).
 
-Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024 (arXiv:2401.00588),
-Algorithm 2 and Theorem 4.4.
+Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024 (arXiv:2401.00588).
 """
 
 from typing import TYPE_CHECKING, NamedTuple

@@ -1,6 +1,6 @@
 """Clients take turns in the engine: what two busy ones are served differs by no more than the paper's bound.
 
-Sheng et al., "Fairness in Serving Large Language Models" (arXiv:2401.00588), Theorem 4.4.
+Sheng et al., "Fairness in Serving Large Language Models" (arXiv:2401.00588).
 """
 
 import itertools
