@@ -153,7 +153,7 @@ def test_what_needs_one_process_is_refused_on_several(model):
         hear = staticmethod(said.append)
 
     engine = LeadingEngine(Two(), model, **SIZES)
-    with pytest.raises(GenerationError, match="need one process, this model is on 2 ranks"):
+    with pytest.raises(GenerationError, match="need one process, but this model is on 2 ranks"):
         engine.aside(lambda model: pytest.fail("computed on rank 0 alone"))
     assert said == [["engine", [6, 4, 8, 32]]]
 
