@@ -381,12 +381,19 @@ def test_a_key_is_asked_for_and_another_keys_requests_are_lengths(browser, bundl
         assert not find(browser, "#key-form").is_displayed()
         with others(server, headers={"Authorization": "Bearer secret-2"}):
             wait(browser, "return cache.now.requests.length === 1")
-            assert "another key · " in find(browser, ".clients li").text
-            assert (
-                "reused" not in find(browser, ".clients li").text and table(browser, 2)[0][5] == "–"
-            )
+            # In one call: the list is made anew with every snapshot.
+            listed = browser.execute_script("return document.querySelector('.clients').textContent")
+            assert "another key · " in listed and "reused" not in listed
+            assert table(browser, 2)[0][5] == "–"
+            assert "Your key has 0 of 36 places; so far 0 prompt tokens" in figure(browser, 2)
             send(browser, "Who are you?")
             wait(browser, "return !chat.asking && chat.turns.at(-1).state === 'done'")
+            wait(browser, "return cache.now.key.places === 0 && cache.turn.reason")
+            turn = browser.execute_script("return cache.turn")
+            assert (
+                f"so far {turn['prompt']} prompt tokens and {turn['generated']} answer tokens "
+                "were served to it." in figure(browser, 2)
+            )
         browser.refresh()
         wait(browser, "return cache.now !== null")  # the key is still known in this tab
         assert not [entry for entry in browser.get_log("browser") if "401" not in entry["message"]]

@@ -253,12 +253,24 @@ const cache = {
     const hidden = engine.running + engine.waiting - requests.length;
     const end = hidden > 0 ? `, of which ${count(hidden)} are not listed.` : ".";
     this.clientFigure.readout.textContent =
-      `${count(engine.running)} running, ${count(engine.waiting)} in the queue${end}`;
+      `${count(engine.running)} running, ${count(engine.waiting)} in the queue${end}` +
+      this.keyText();
     this.clients.replaceChildren(...requests.map((request, n) => {
       const text = make("span", { textContent: this.requestText(request) });
       return make("li", {}, swatch(ownerLook(n, requests)), text, this.rail(request, most));
     }));
     this.clientFigure.fill();
+  },
+
+  // The places and tokens of this page's API key; nothing on a server without keys.
+  keyText() {
+    if (!key) return "";
+    const { places, share, prompt_tokens, generated_tokens } = this.now.key;
+    return (
+      ` Your key has ${count(places)} of ${plural(share, "place")}; so far ` +
+      `${plural(prompt_tokens, "prompt token")} and ` +
+      `${plural(generated_tokens, "answer token")} were served to it.`
+    );
   },
 
   // A bar of a request's tokens; `most` tokens are the full width.
