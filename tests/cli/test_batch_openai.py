@@ -4,6 +4,7 @@ Errors are counted, and a run of such lines can be resumed.
 """
 
 import json
+import subprocess
 import sys
 
 import pytest
@@ -11,7 +12,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 import nanokv
-from cli_helpers import FakeStdin, choice
+from cli_helpers import FakeStdin, choice, spawn_cli
 from nanokv.apps.cli import main
 from nanokv.apps.cli.batch.output import read_output
 from nanokv.support import installing
@@ -76,6 +77,7 @@ BODIES = [
     (CHAT, ask(response_format={"type": "text"}, max_tokens=600)),
     (TEXT, {"model": "any", "prompt": "Once upon", "max_tokens": 6, "stop": ["zq"], "logprobs": 2}),
     (TEXT, {"prompt": ["Once", [5, 6]], "max_tokens": 3}),
+    (TEXT, {"prompt": "Once upon", "max_tokens": 200, "stop": list("aeioutnsrhl ,.<d")}),
 ]
 
 
@@ -196,6 +198,30 @@ def test_such_lines_can_be_resumed(cli, tmp_path):
         "1 of them earlier"
         in cli("-o", out, "--force", lines=[lines[1], line(CHAT, "r2", **ask(max_tokens=4))])[2]
     )
+
+
+@pytest.mark.slow
+def test_a_killed_run_of_such_lines_goes_on(cli, endless_folder, tmp_path):
+    """Killed in the middle of a long answer: the short ones are kept, and the long one is asked for again."""
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    short = [line(CHAT, f"r{i}", **ask(f"Number {i}?", max_tokens=2, n=2)) for i in range(3)]
+    lines = [line(TEXT, "long", prompt="Once", max_tokens=90_000), *short]
+    source.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    process = spawn_cli("batch", source, "-o", out, "-m", endless_folder)
+    try:
+        while not (out.exists() and out.read_bytes().count(b"\n") == len(short)):
+            with pytest.raises(subprocess.TimeoutExpired):  # it must not end by itself
+                process.wait(0.1)
+    finally:
+        process.kill()
+        process.communicate(timeout=120)
+    done = set(out.read_text().splitlines())
+    assert {json.loads(row)["custom_id"] for row in done} == {"r0", "r1", "r2"}
+    lines[0]["body"]["max_tokens"] = 3
+    code, _, err = cli("-o", out, "-m", endless_folder, lines=lines)
+    assert code == 0 and "4 of 4 lines answered · 3 of them before" in err
+    rows = out.read_text().splitlines()
+    assert set(rows[1:]) == done and json.loads(rows[0])["custom_id"] == "long"
 
 
 def test_without_pydantic_the_install_line_is_told_and_plain_lines_go_on(cli, monkeypatch):

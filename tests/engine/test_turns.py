@@ -4,11 +4,12 @@ Sheng et al., "Fairness in Serving Large Language Models" (arXiv:2401.00588).
 """
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 
 from nanokv.engine import Engine
-from nanokv.engine.turns import INPUT, OUTPUT, Client
+from nanokv.engine.turns import INPUT, OUTPUT, Client, Turns
 from nanokv.errors import GenerationError
 from oracle import SHAPES, pair, random_ids
 
@@ -107,6 +108,16 @@ def test_a_lift_when_no_one_waits_is_to_the_client_admitted_last(model):
     submit(engine, "two", 1, 5, 1)
     turns = engine.scheduler.turns
     assert turns.counter("two") == turns.counter("one") == 2 * (5 * INPUT + 6 * OUTPUT)
+
+
+def test_a_lift_is_to_the_least_counter_of_those_who_wait():
+    turns = Turns()
+    turns.clients = {"one": Client(30), "two": Client(10), "idle": Client(2)}
+    waiting = [SimpleNamespace(client="one"), SimpleNamespace(client="two")]
+    turns.arrive(SimpleNamespace(client="new"), waiting)
+    turns.arrive(SimpleNamespace(client="one"), waiting)
+    assert turns.counter("new") == 10 and turns.counter("one") == 30
+    assert turns.first([*waiting, SimpleNamespace(client="idle")]).client == "idle"
 
 
 def test_preempted_and_cancelled_requests_count_once(model):
