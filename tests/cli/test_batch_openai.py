@@ -15,6 +15,8 @@ import nanokv
 from cli_helpers import FakeStdin, choice, spawn_cli
 from nanokv.apps.cli import main
 from nanokv.apps.cli.batch.output import read_output
+from nanokv.engine import Engine
+from nanokv.errors import NanoKVError
 from nanokv.support import installing
 from serving import CHAT, TEXT, Serving, ask
 
@@ -175,6 +177,28 @@ def test_what_is_refused_is_in_the_output_and_counted(cli):
             found = row["response"]["body"]
         assert said in found["error"]["message"], wrong
     assert len(cli("-q", lines=[WRONG[0][0]] * 5)[2].splitlines()) == 5
+
+
+def test_of_a_request_that_is_refused_no_answer_is_computed(cli, monkeypatch):
+    """Its first prompt has been submitted when the second one is refused."""
+    submit, cancel, cancelled = Engine.submit, Engine.cancel, []
+
+    def refusing(engine, prompt, *more, **settings):
+        if list(prompt) == [5, 6]:
+            raise NanoKVError("no room for it")
+        return submit(engine, prompt, *more, **settings)
+
+    def noted(engine, request, *more):
+        cancelled.append(request)
+        return cancel(engine, request, *more)
+
+    monkeypatch.setattr(Engine, "submit", refusing)
+    monkeypatch.setattr(Engine, "cancel", noted)
+    two = line(TEXT, prompt=["Once", [5, 6]], max_tokens=3)
+    _, rows, _ = cli("-q", lines=[two, line(TEXT, "b", prompt="Once", max_tokens=2)])
+    assert "no room for it" in json.dumps(rows[0]) and rows[1]["error"] is None
+    (first,) = cancelled
+    assert first.finish_reason == "cancelled" and not first.tokens
 
 
 def test_such_lines_can_be_resumed(cli, tmp_path):
