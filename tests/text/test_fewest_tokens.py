@@ -94,6 +94,7 @@ def test_no_normalization_shrinks_a_text_more(form):
 
 def test_there_is_no_bound_where_bytes_can_be_dropped():
     assert byte_level().fewest_tokens("x" * 900) == 300, "of three letters: gra"
+    assert byte_level().fewest_tokens("x" * 901) == 301
     assert byte_level(removed=True).fewest_tokens("x" * 900) == 0
     blanks = AddedToken("<|b|>", lstrip=True)
     assert byte_level(added=[blanks]).fewest_tokens("x" * 900) == 0

@@ -92,7 +92,6 @@ class Places:
             del self.open[address]
 
     def _refuse(self, words: str) -> None:
-        self.open = +self.open  # without the zero of an address that was looked up
         raise ApiError(
             503,
             f"{words}, which is the limit",
