@@ -294,6 +294,8 @@ def test_a_small_prompt_does_not_wait_for_large_ones(loaded, monkeypatch, path, 
         server.wait(lambda: all(waiting))
         assert [found[0][0] for found in waiting] == [200] * 4
         assert trimmed.wait(5), "their memory is returned"
+        trimmed.clear()
+        assert server.post(path, large)[0] == 200 and trimmed.wait(5), "and that of a later one"
 
 
 def test_memory_is_returned_where_the_allocator_can():
