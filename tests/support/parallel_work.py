@@ -138,24 +138,24 @@ def led(group, folder: str, prompts: list) -> list:
         None,
         Following(group, model, make_cache("sliding", model.config, window=64), Generation),
     )
-    for kind, value in heard(group, make):
+    for kind, values in heard(group, make):
         if kind == "engine":
-            engine = FollowingEngine(model, *value)
+            engine = FollowingEngine(model, *values[0])
         elif kind == "step":
-            engine.follow(value)
+            engine.follow(*values)
         elif kind == "answer":
-            make.answer(value)
+            make.answer(values[0])
     return [make.cache.length]
 
 
 def heard(group, make):
-    """(kind, value) of what rank 0 says, until it says that it is over."""
+    """(kind, values) of what rank 0 says, until it says that it is over."""
     while True:
         kind, *values = make.unheard or group.hear()
         make.unheard = None
         if kind == "end":
             return
-        yield kind, values[0]
+        yield kind, values
 
 
 def kept(group, folder: str, prompts: list, path: str) -> list:
@@ -171,8 +171,8 @@ def kept(group, folder: str, prompts: list, path: str) -> list:
     cache = make_cache("growing", model.config)
     if group.rank:
         make = Following(group, model, cache, Generation)
-        for kind, value in heard(group, make):
-            getattr(make, kind)(value)
+        for kind, values in heard(group, make):
+            getattr(make, kind)(*values)
             said += [checksum(make.cache)] if kind == "answer" else []
         return said
     make, ids = Leading(group, Generation), []
