@@ -1,6 +1,6 @@
 """Convert GGUF metadata to config.json, tokenizer.json and tokenizer_config.json, and tensor names.
 
-    folder = materialize(Path("model.gguf"))  # the three files; the weights stay in the GGUF file
+    folder = materialize(Path("model.gguf"))  # the small files; the weights stay in the GGUF file
     path, tensors = places(folder)            # Hugging Face's name → place of the values
 
 An unknown key of the architecture raises, like an unknown field of config.json, because it may
@@ -74,6 +74,13 @@ NEUTRAL = {  # keys with values besides those of `is_off` that have no effect
     "rope.dimension_sections": ([0, 0, 0, 0],),
 }
 FLOATS = {"rms_norm_eps", "rope_theta"}
+SAMPLING = {  # key after "general.sampling." → field of generation_config.json
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
 NAMES = {  # tensors of a layer
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -158,7 +165,27 @@ def small_files(found: GgufFile) -> dict[str, dict]:
     pooling = gguf_pooling(found.metadata)
     if pooling is not None:
         files[POOLING] = {"pooling_mode": pooling}
+    sampling = sampling_fields(found)
+    if sampling:
+        files["generation_config.json"] = sampling
     return files
+
+
+def sampling_fields(found: GgufFile) -> dict[str, Any]:
+    """The sampling defaults as fields of generation_config.json; {} if the file has none."""
+    fields = {}
+    for key, field in SAMPLING.items():
+        value = found.metadata.get(f"general.sampling.{key}")
+        if value is None:
+            continue
+        if type(value) not in (int, float):
+            raise CheckpointError(
+                f"{found.path}: general.sampling.{key} is {quote(value)}, not a number"
+            )
+        fields[field] = decimal(value)
+    if fields.get("temperature", 0) > 0:
+        fields["do_sample"] = True
+    return fields
 
 
 def architecture(found: GgufFile) -> str:
@@ -186,6 +213,8 @@ def model_config(found: GgufFile) -> dict:
     matrix = tensor(found, "blk.0.attn_q.weight", 2)
     fields["torch_dtype"] = DTYPES.get(matrix.type.name, "bfloat16")
     check_lengths(found, own, fields)
+    if kind == "llama":
+        fields["attention_bias"] = "blk.0.attn_q.bias" in found.tensors
     if kind == "qwen3moe":
         # The same as in llama.cpp.
         fields |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
@@ -332,19 +361,25 @@ def llama3(found: GgufFile, fields: dict) -> dict:
         )
     stored = numpy.fromfile(found.path, "<f4", info.shape[0], offset=info.start).astype(float)
     rule = {"factor": float(stored.max())} | LLAMA3
-    D = fields["head_dim"]
-    wavelength = 2 * math.pi * fields["rope_theta"] ** (numpy.arange(0, D, 2) / D)  # (D/2,)
-    turns = rule["original_max_position_embeddings"] / wavelength
-    low = rule["low_freq_factor"]
-    high = rule["high_freq_factor"]
-    keep = ((turns - low) / (high - low)).clip(0, 1)
-    expected = 1 / ((1 - keep) / rule["factor"] + keep)
+    expected = llama3_divisors(rule, fields["head_dim"], fields["rope_theta"])
     if not numpy.allclose(stored, expected, rtol=1e-4):
         raise CheckpointError(
             f"{found.path}: {ROPE_FACTORS} does not follow Llama 3.1's rule with factor "
             f"{rule['factor']:g}, which is the one that is implemented"
         )
     return rule
+
+
+def llama3_divisors(rule: dict, head_dim: int, theta: float) -> Any:
+    """(D/2,) numbers by which Llama 3.1's rule divides the frequencies of RoPE."""
+    import numpy
+
+    wavelength = 2 * math.pi * theta ** (numpy.arange(0, head_dim, 2) / head_dim)
+    turns = rule["original_max_position_embeddings"] / wavelength
+    low = rule["low_freq_factor"]
+    high = rule["high_freq_factor"]
+    keep = ((turns - low) / (high - low)).clip(0, 1)
+    return 1 / ((1 - keep) / rule["factor"] + keep)
 
 
 def tensor(found: GgufFile, name: str, dimensions: int) -> TensorInfo:

@@ -63,7 +63,10 @@ def whole_words_and_bos(regex: str) -> Rule:
 
 DIGITS = {"type": "Digits", "individual_digits": True}
 GPT2 = Rule((byte_level(True),))
+# The regex that a ByteLevel step with use_regex applies.
+GPT2_REGEX = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 DIGITS_FIRST = Rule((DIGITS, byte_level(True)))
+# The first name of each rule is the one that is written: the oldest, which every llama.cpp knows.
 RULES = {
     name: rule
     for names, rule in (
@@ -74,7 +77,7 @@ RULES = {
         ("mpt olmo jais trillion granite-docling exaone4", GPT2),
         ("smollm starcoder refact command-r codeshell exaone minerva-7b mellum2", DIGITS_FIRST),
         ("qwen2 deepseek-r1-qwen f2llmv2", replace(pieces(QWEN2), nfc=True)),
-        ("kormo megrez stablelm2 hunyuan solar-open grok-2", pieces(QWEN2)),
+        ("stablelm2 kormo megrez hunyuan solar-open grok-2", pieces(QWEN2)),
         ("qwen35", replace(pieces(QWEN35), nfc=True)),
         (
             "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",

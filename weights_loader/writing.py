@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +21,8 @@ from .strict import CheckpointError, quote
 
 if TYPE_CHECKING:
     import torch
+
+    from .shards import Entry
 
 CHECKPOINT = ("config.json", "generation_config.json", names.SINGLE, names.INDEX)
 TOKENIZER = (
@@ -99,7 +101,9 @@ def write_checkpoint(
     save_file(tensors, folder / names.SINGLE, metadata={"format": "pt"})
 
 
-def check_shapes(tensors: dict[str, "torch.Tensor"], expected: dict[str, tuple[int, ...]]) -> None:
+def check_shapes(
+    tensors: "Mapping[str, torch.Tensor | Entry]", expected: Mapping[str, tuple[int, ...]]
+) -> None:
     """CheckpointError unless the tensors have exactly these names and shapes."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     for name in sorted(expected.keys() | shapes.keys()):

@@ -28,7 +28,7 @@ PRE_TOKENIZERS = {"ByteLevel", "Digits", "Punctuation", "Split"}
 # These add nothing when encoding without special tokens.
 POST_PROCESSORS = {"ByteLevel", "TemplateProcessing"}
 REGEXES = {  # accepted in Split; the cost of an unknown regex cannot be determined
-    "GPT-2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    "GPT-2": gguf_rules.GPT2_REGEX,
     "Llama 3": gguf_rules.LLAMA3,
     "Qwen2, Qwen3": gguf_rules.QWEN2,
     "Qwen3.5": gguf_rules.QWEN35,

@@ -53,7 +53,7 @@ LAYERS = [
     {"nanokv.ranks", "nanokv.remote", "nanokv.embeddings"},
     {"nanokv.engine", "nanokv.chat"},
     {"nanokv.decoding"},
-    {"nanokv.fast", "nanokv.parallel"},
+    {"nanokv.fast", "nanokv.parallel", "nanokv.export"},
     {"nanokv.inference", "nanokv.loading"},
     {"nanokv.cache"},
     {"nanokv.model", "nanokv.costs"},

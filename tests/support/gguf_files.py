@@ -9,6 +9,35 @@ import torch
 
 from oracle import unfused
 
+SIZES = {"vocab_size": 320, "tie_word_embeddings": False}
+SHAPES = {
+    "qwen3": SIZES,
+    "qwen3-tied": SIZES | {"tie_word_embeddings": True},
+    "qwen2": SIZES | {"model_type": "qwen2"},
+    "llama": SIZES | {"model_type": "llama", "head_dim": None, "num_key_value_heads": 1},
+    "llama-3.1": SIZES
+    | {
+        "model_type": "llama",
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+    "moe": SIZES | {"model_type": "qwen3_moe", "norm_topk_prob": True, "moe_intermediate_size": 64},
+    "yarn": SIZES
+    | {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+        }
+    },
+}
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
 LEAVES = {
     "input_layernorm": "attn_norm",

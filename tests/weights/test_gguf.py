@@ -20,7 +20,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 import gguf_files
 import nanokv
 import weights_loader
-from gguf_files import write_gguf
+from gguf_files import SHAPES, write_gguf
 from nanokv.errors import NanoKVError
 from nanokv.inference import score
 from nanokv.text import endings
@@ -31,35 +31,6 @@ from weights_loader.gguf_file import GgufFile, read_gguf
 from weights_loader.gguf_tokenizer import tokenizer_files
 from weights_loader.pooling import read_pooling
 
-SIZES = {"vocab_size": 320, "tie_word_embeddings": False}
-SHAPES = {
-    "qwen3": SIZES,
-    "qwen3-tied": SIZES | {"tie_word_embeddings": True},
-    "qwen2": SIZES | {"model_type": "qwen2"},
-    "llama": SIZES | {"model_type": "llama", "head_dim": None, "num_key_value_heads": 1},
-    "llama-3.1": SIZES
-    | {
-        "model_type": "llama",
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 5e5,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    },
-    "moe": SIZES | {"model_type": "qwen3_moe", "norm_topk_prob": True, "moe_intermediate_size": 64},
-    "yarn": SIZES
-    | {
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 4.0,
-            "original_max_position_embeddings": 128,
-        }
-    },
-}
 # What the gguf package can write.
 TYPES = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]
 
@@ -223,6 +194,17 @@ def test_the_ends_are_those_that_the_file_names_and_those_that_are_known(changes
     assert set(model.generation_config.eos_token_ids) == ends
 
 
+def test_the_sampling_defaults_of_a_file(make):
+    """Fields of generation_config.json; a file without them is greedy."""
+    keys = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "penalty_repeat": 1.05}
+    _, path = make(changes=[(f"general.sampling.{key}", value) for key, value in keys.items()])
+    found = nanokv.load(path)[0].generation_config
+    assert (found.temperature, found.top_k, found.top_p) == (0.6, 20, 0.95)
+    assert found.repetition_penalty == 1.05 and found.eos_token_ids == (2, 0)
+    _, path = make()
+    assert nanokv.load(path)[0].generation_config.temperature == 0
+
+
 @pytest.mark.parametrize("kind", [1, 3, 4, 5], ids=["NORMAL", "CONTROL", "USER_DEFINED", "UNUSED"])
 @pytest.mark.parametrize("eos", [0, 2], ids=["eos of the base", "eos right"])
 def test_an_end_is_one_whatever_its_type(kind, eos, make, tmp_path):
@@ -310,6 +292,7 @@ def test_without_a_folder_that_can_be_written(make, monkeypatch, tmp_path):
         ("tokenizer.chat_template.rag", 7, r"chat_template\.rag"),
         ("tokenizer.ggml.add_bos_token", 1, "add_bos_token"),
         ("general.alignment", 12, "general.alignment"),
+        ("general.sampling.temp", "hot", r"general\.sampling\.temp"),
     ],
 )
 def test_what_is_not_implemented_or_contradicts_itself_is_refused_by_name(key, value, words, make):

@@ -1,0 +1,68 @@
+"""Write a checkpoint as a GGUF file, tensor by tensor, without building the model.
+
+weights_loader.gguf_writing writes the file. This module checks the checkpoint as `nanokv.load`
+does, and collects what the file records of the tokenizer.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import weights_loader
+from nanokv.config import Config
+from nanokv.loading import load_folder, skeleton
+from nanokv.model import Transformer
+from nanokv.text.tokenizer import Tokenizer
+from weights_loader.gguf_model import POINTER, places
+from weights_loader.gguf_types import PLAIN
+from weights_loader.gguf_vocabulary import Vocabulary
+from weights_loader.gguf_writing import write_gguf
+
+CPU = torch.device("cpu")
+
+
+def export_gguf(
+    folder: Path,
+    fields: dict[str, Any],
+    path: str | os.PathLike[str],
+    type_name: str,
+    name: str = "",
+) -> int:
+    """Write the checkpoint of `folder`, whose config.json has these `fields`, to the file `path`.
+
+    Returns the size of the file in bytes. type_name: a key of weights_loader.gguf_types.TYPES;
+    name: for general.name. An existing file is replaced once the new one is complete. Raises
+    CheckpointError, ConfigError or TokenizerError, before anything is written, for a checkpoint
+    that `nanokv.load` refuses or that a GGUF file has no place for.
+    """
+    fields = dict(fields)
+    model, tokenizer = load_folder(folder, fields, None, CPU, read=without_weights)
+    with weights_loader.readable(folder):
+        tensors = weights_loader.checked_entries(folder, fields)  # decides if the head is tied
+    config = Config.from_dict(fields).to_dict()
+    generation = model.generation_config
+    recorded = vocabulary(tokenizer, generation.eos_token_ids)
+    return write_gguf(path, config, tensors, type_name, recorded, generation.to_dict(), name)
+
+
+def without_weights(folder: Path, fields: dict[str, Any], *_: Any) -> Transformer:
+    """A model on the meta device, for `load_folder`."""
+    return skeleton(Config.from_dict(fields))
+
+
+def vocabulary(tokenizer: Tokenizer, ends: tuple[int, ...]) -> Vocabulary:
+    """What a GGUF file records of a tokenizer. `ends`: the ids that end an answer."""
+    fields = json.loads(tokenizer.backend.to_str())
+    return Vocabulary(fields, tokenizer.names, tokenizer.chat_templates, ends)
+
+
+def quantized_types(folder: Path) -> str:
+    """The quantized types in the GGUF file of `folder`, such as "Q4_1"; "" for plain numbers."""
+    if not (folder / POINTER).is_file():
+        return ""
+    _, tensors = places(folder)
+    found = {place[0].type.name for place in tensors.values()}
+    return ", ".join(sorted(found - set(PLAIN)))
