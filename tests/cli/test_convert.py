@@ -1,5 +1,6 @@
-"""`nanokv convert`: a GGUF file, or any model, as a Hugging Face folder with the same numbers and answers."""
+"""`nanokv convert`: any model as a Hugging Face folder or as a GGUF file, with the same numbers and answers."""
 
+import errno
 import json
 
 import pytest
@@ -73,12 +74,76 @@ def test_the_default_is_what_is_stored(source, dtype, convert, gguf_file, tmp_pa
     assert nanokv.load(out, dtype=None)[0].dtype == getattr(torch, dtype)
 
 
-@pytest.mark.parametrize("name", ["out.gguf", "out.GGUF"])
-def test_a_folder_is_not_called_like_a_gguf_file(convert, gguf_file, tmp_path, name):
-    code, out, err = convert(gguf_file, tmp_path / name)
-    assert (code, out) == (2, "") and "the result is a folder" in err
-    assert f"hint: nanokv convert {gguf_file} {tmp_path / 'out'}\n" in err
-    assert not (tmp_path / name).exists()
+@pytest.mark.parametrize(
+    ("name", "flags", "line"),
+    [
+        ("out.gguf", (), "Llama, 235 kB in bf16"),
+        ("out.GGUF", ("--type", "Q8_0"), "Llama, 130 kB in q8_0"),
+        ("out.gguf", ("--type", "fp32"), "Llama, 461 kB in f32"),
+    ],
+)
+def test_a_target_named_gguf_is_one_file(convert, gguf_file, tmp_path, name, flags, line):
+    out = tmp_path / name
+    code, said, err = convert(gguf_file, out, *flags)
+    note, last = err.splitlines()
+    assert (code, said, last) == (0, f"{out}\n", line)
+    assert note == "model.gguf is quantized already (Q8_0): what it lost stays lost"
+    (model, tokenizer), (again, theirs) = nanokv.load(gguf_file), nanokv.load(out)
+    ids = tokenizer.encode("My name is Zorbla.")
+    assert theirs.encode("My name is Zorbla.") == ids
+    assert theirs.chat_templates == tokenizer.chat_templates
+    ids = torch.tensor([ids])
+    assert gap(score(again.float(), ids), score(model.float(), ids)) <= 0.05
+    assert sorted(path.name for path in tmp_path.glob("*out*")) == [name]
+
+
+def test_the_bundled_model_as_a_file_and_back(convert, tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOKV_CACHE", str(tmp_path / "cache"))
+    file, folder = tmp_path / "tiny.gguf", tmp_path / "tiny"
+    assert convert("tiny", file) == (0, f"{file}\n", "Qwen3, 6.17 MB in bf16\n")
+    assert convert(file, folder)[0] == 0
+    ours, again = nanokv.load("tiny", dtype=None)[0], nanokv.load(folder, dtype=None)[0]
+    assert all(torch.equal(t, again.state_dict()[name]) for name, t in ours.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("target", "flags", "message", "hint"),
+    [
+        ("x.gguf", ("--type", "q4_k"), "'q4_k' is not one of bf16, ", "did you mean q4_k_m?"),
+        ("x.gguf", ("--type", "q3"), "'q3' is not one of bf16, ", "--help"),
+        ("x.gguf", ("--dtype", "fp16"), "--dtype float16 is for a folder", "x.gguf --type f16"),
+        ("x", ("--type", "q8_0"), "--type q8_0 is for a GGUF file", "x.gguf --type q8_0"),
+        ("no/x.gguf", (), "there is no folder ", "mkdir -p "),
+        ("here.gguf", ("--force",), "is a folder; a GGUF file cannot replace it", "another name"),
+    ],
+)
+def test_what_does_not_go_together(convert, tmp_path, target, flags, message, hint):
+    (tmp_path / "here.gguf").mkdir()
+    code, out, err = convert("tiny", tmp_path / target, *flags)
+    assert (code, out) == (2, "") and message in err and hint in err
+    assert [path.name for path in tmp_path.iterdir()] == ["here.gguf"]
+
+
+def test_a_file_is_not_replaced_unasked(convert, tmp_path):
+    out = tmp_path / "x.gguf"
+    out.write_bytes(b"before")
+    code, _, err = convert("tiny", out)
+    assert code == 2 and "would be replaced" in err and "--force" in err
+    assert out.read_bytes() == b"before"
+    assert convert("tiny", out, "--force", "--type", "q4_0")[0] == 0
+    assert nanokv.load(out)[0].config.model_type == "qwen3"
+
+
+def test_a_full_disk(convert, tmp_path, monkeypatch):
+    """One line with the free bytes; neither the file nor a part of it stays."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("weights_loader.gguf_writing.encode", full)
+    code, _, err = convert("tiny", tmp_path / "x.gguf")
+    assert code == 2 and "No space left on device" in err and " free" in err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_is_replaced_unasked(convert, gguf_file, tmp_path):

@@ -56,7 +56,7 @@ COMMANDS = {  # name → (module, one line for the help)
     "train": ("nanokv.apps.cli.commands.train", "train the bundled model from nothing"),
     "convert": (
         "nanokv.apps.cli.commands.convert",
-        "write a GGUF file, or any model, as a Hugging Face folder",
+        "write any model as a Hugging Face folder or as a GGUF file",
     ),
     "verify": (
         "nanokv.apps.cli.commands.verify",
