@@ -33,6 +33,8 @@ from nanokv.lab.bench.runners import Ours, Runner, Transformers, Uncached
 from nanokv.support import installing
 from oracle import SHAPES, gap, pair, put, reference_logits
 from small_model import needs_kernels, small
+from weights_loader.gguf_writing import their_name
+from weights_loader.names import to_hugging_face
 
 
 class Scripted(Runner):
@@ -257,9 +259,10 @@ def test_gguf_holds_the_same_weights_under_their_names(tmp_path):
     reader = GGUFReader(gguf.write(model, tmp_path / "model.gguf"))
     found = {tensor.name: tensor for tensor in reader.tensors}
     state = model.state_dict()
-    assert set(found) == {gguf.their_name(name) for name in state}
+    theirs_of = {name: their_name(to_hugging_face(name)) for name in state}
+    assert set(found) == set(theirs_of.values())
     for name, tensor in state.items():
-        theirs = found[gguf.their_name(name)]
+        theirs = found[theirs_of[name]]
         assert list(theirs.shape) == list(reversed(tensor.shape))
         data = torch.from_numpy(theirs.data.copy())
         data = data.view(torch.bfloat16).float() if tensor.dim() == 2 else data

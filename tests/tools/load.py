@@ -165,39 +165,13 @@ def folder_of(source: Path) -> Path:
 
 
 def bf16_gguf(source: Path, folder: Path) -> Path:
-    """The same numbers as the folder for llama.cpp: the file's own tokenizer, its matrices in bf16."""
-    import gguf
-
-    if source.suffix != ".gguf":
-        raise Unavailable("needs a GGUF file with a tokenizer: --model smollm2, or FILE.gguf")
+    """The same model as the folder for llama.cpp: its matrices in bf16."""
     path = folder.with_name(f"{folder.name}.BF16.gguf")
     with made(path) as new:
         if new:
-            copy_bf16(gguf.GGUFReader(source), new)
+            command = [sys.executable, "-m", "nanokv", "convert", source, new, "--quiet"]
+            subprocess.run([*command, "--type", "bf16"], check=True, stdout=subprocess.DEVNULL)
     return path
-
-
-def copy_bf16(reader, path: Path) -> None:
-    """Every field and every tensor; vectors stay in fp32."""
-    import gguf
-    import torch
-
-    fields = {name: field for name, field in reader.fields.items() if not name.startswith("GGUF.")}
-    writer = gguf.GGUFWriter(str(path), fields.pop("general.architecture").contents())
-    fields.pop("general.file_type", None)
-    for name, field in fields.items():
-        writer.add_key_value(name, field.contents(), field.types[0], field.types[-1])
-    for tensor in reader.tensors:
-        numbers = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
-        if numbers.dim() == 1:
-            writer.add_tensor(tensor.name, numbers.numpy())
-        else:
-            data = numbers.bfloat16().contiguous().view(torch.uint8).numpy()
-            writer.add_tensor(tensor.name, data, raw_dtype=gguf.GGMLQuantizationType.BF16)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 # --- the servers ----------------------------------------------------------------------------------------------------
