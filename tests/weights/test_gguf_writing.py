@@ -100,6 +100,7 @@ def test_config_weights_tokenizer_and_template_come_back(shape, save, tmp_path):
         tokenizer.encode(text) for text in TEXTS
     ]
     assert their_tokenizer.names == tokenizer.names
+    assert their_tokenizer.marked_ids == tokenizer.marked_ids == {0, 1, 2}
     assert their_tokenizer.chat_templates == tokenizer.chat_templates
     assert again.generation_config == model.generation_config
     assert read_gguf(path).metadata["general.name"] == "Zorbla"
@@ -348,8 +349,8 @@ def test_a_number_that_does_not_fit_is_refused_by_name(bad, type_name):
 def with_rule(tmp_path, pre, **changes) -> dict:
     """tokenizer.json of a file with this rule, changed."""
     write_tokenizer(tmp_path)
-    _, backend = None, nanokv.Tokenizer.from_folder(tmp_path)
-    keys = metadata(vocabulary(backend, ()), 320) | {"tokenizer.ggml.pre": pre}
+    tokenizer = nanokv.Tokenizer.from_folder(tmp_path)
+    keys = metadata(vocabulary(tokenizer, ()), 320) | {"tokenizer.ggml.pre": pre}
     fields = tokenizer_files(GgufFile(Path("x.gguf"), keys, {}, 0))["tokenizer.json"]
     return fields | changes
 
@@ -402,6 +403,13 @@ def test_an_added_token_that_needs_more_is_refused(flag, tmp_path):
     fields["added_tokens"][1][flag] = True
     with pytest.raises(CheckpointError, match=rf'"<\|im_start\|>" has {flag}'):
         metadata(Vocabulary(fields), 320)
+
+
+def test_a_token_that_is_shown_is_user_defined(tmp_path):
+    fields = with_rule(tmp_path, "gpt-2")
+    fields["added_tokens"][1]["special"] = False
+    kinds = metadata(Vocabulary(fields), 320)["tokenizer.ggml.token_type"]
+    assert kinds[:4] == [3, 4, 3, 1]
 
 
 def test_bos_before_a_text_and_nothing_else(tmp_path):
