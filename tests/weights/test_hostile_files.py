@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import nanokv
@@ -81,6 +81,7 @@ VALUES = st.recursive(
 )
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(VALUES)
 def test_honest_json_is_read_as_json_reads_it(value):
     text = json.dumps(value)
