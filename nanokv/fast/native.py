@@ -25,6 +25,15 @@ FORMATS: dict[torch.dtype | str, int] = {
     torch.bfloat16: 1,
     "int8": 2,
     "int4": 3,
+    # the types of GGUF files that have kernels
+    "q4_0": 4,
+    "q4_1": 5,
+    "q5_0": 6,
+    "q5_1": 7,
+    "q8_0": 8,
+    "q4_k": 9,
+    "q5_k": 10,
+    "q6_k": 11,
 }
 # malloc.h
 M_TRIM_THRESHOLD = -1
@@ -36,7 +45,10 @@ FLOAT = ctypes.c_float
 
 
 class Weight(ctypes.Structure):
-    """A matrix as the kernels read it. The module that made it keeps the memory alive."""
+    """A matrix as the kernels read it. The module that made it keeps the memory alive.
+
+    `next` points to a Weight with further rows, in a format of their own; `width` counts all rows.
+    """
 
     _fields_ = [
         ("data", POINTER),
@@ -45,6 +57,8 @@ class Weight(ctypes.Structure):
         ("N", LONG),
         ("K", LONG),
         ("format", INT),
+        ("width", LONG),
+        ("next", POINTER),
     ]
 
 

@@ -95,6 +95,7 @@ class Matrix(Addressed):
             N=self.N,
             K=self.K,
             format=native.FORMATS[self.format],
+            width=self.N,
         )
 
     @functools.cached_property

@@ -32,7 +32,7 @@ struct Matrix {
     std::vector<int64_t> sizes = array<int64_t>();  // N, K, format
     std::vector<char> data = array(), scale = array();
     std::vector<float> bias = array<float>();
-    Weight weight{data.data(), scale.data(), bias.empty() ? nullptr : bias.data(), sizes[0], sizes[1], (int32_t)sizes[2]};
+    Weight weight{data.data(), scale.data(), bias.empty() ? nullptr : bias.data(), sizes[0], sizes[1], (int32_t)sizes[2], sizes[0], nullptr};
 };
 
 typedef const std::vector<int64_t>& Sizes;

@@ -262,8 +262,8 @@ int64_t most_rows(const Weight* w) {
     return many ? 128 : 32;
 }
 
-// Rows n0 … n1−1 of the weights → (n1−n0,K) in `format`: codes as fp32 or bf16, bf16 weights as
-// fp32.
+// Rows n0 … n1−1 of the weights → (n1−n0,K) in `format`: codes and blocks as fp32 or bf16,
+// bf16 weights as fp32.
 void dense_rows(void* to, const Weight* w, int64_t n0, int64_t n1, int32_t format) {
     int64_t K = w->K;
 #pragma omp parallel for if ((n1 - n0) * K >= WORTH)
@@ -276,7 +276,7 @@ void dense_rows(void* to, const Weight* w, int64_t n0, int64_t n1, int32_t forma
 void before_cache(const Layer* layer, const float* x, int64_t M, const float* cos, const float* sin, int64_t rope_stride,
                   float* q, void* k, void* v) {
     Timer timer(QKV);
-    std::vector<float> all(M * layer->qkv.N);
+    std::vector<float> all(M * layer->qkv.width);
     norm_multiply(all.data(), x, M, layer->norm, layer->eps, layer->qkv);
     if (layer->format == FP32) split_heads(*layer, all.data(), M, cos, sin, rope_stride, q, (float*)k, (float*)v);
     else split_heads(*layer, all.data(), M, cos, sin, rope_stride, q, (bf16*)k, (bf16*)v);

@@ -3,6 +3,7 @@
 //     M rows of activations · N outputs · K inputs
 
 #pragma once
+#include "blocks.h"
 #include "tiles.h"
 
 // --- inner products: R rows of weights with one row of activations -------------------------------
@@ -50,6 +51,17 @@ static inline int64_t pairs_of(int64_t K) { return (K + 2 * GROUP - 1) / (2 * GR
 // Activations in 8 bits with a scale per group: x ≈ codes · scale. Padded with zeros to whole
 // blocks.
 const int64_t BLOCK_OF_CODES = 512;
+
+// 64 codes as the products with blocks read them. Lane i belongs to codes 4i … 4i+3.
+struct alignas(64) Step {
+    int8_t code[64];
+    float scale[16];
+    union {
+        int32_t start[16];  // −ZERO · sum of the 4 codes
+        float offset[16];   // in the first of 4 steps: the offset of group g in lane place(g), else 0
+    };
+};
+
 struct Codes {
     // split: the codes in the order of int4 weights: of 128 codes groups 0 and 2, then 1 and 3.
     std::vector<int8_t> code, split;
@@ -57,6 +69,7 @@ struct Codes {
     std::vector<float> scale, offset;
     std::vector<float> wide;  // each scale 8 times, one lane per sum of 4 products
     float total;              // sum of the offsets
+    std::unique_ptr<Step[]> steps;  // for blocks, where there are products of 64 codes
     void quantize(const float* x, int64_t K, int32_t format) {
         int64_t padded = (K + BLOCK_OF_CODES - 1) / BLOCK_OF_CODES * BLOCK_OF_CODES;
         code.assign(padded, 0), scale.assign(padded / GROUP, 0), offset.assign(padded / GROUP, 0), total = 0;
@@ -72,12 +85,31 @@ struct Codes {
         if (format == INT8) {
             wide.resize(padded / 4);
             for (int64_t i = 0; i < padded / 4; i++) wide[i] = scale[i / 8];
-        } else {
+        } else if (format == INT4) {
             split.resize(padded);
             for (int64_t g = 0; g < padded / GROUP; g++)
                 memcpy(&split[g / 4 * 128 + g % 2 * 64 + g % 4 / 2 * GROUP], &code[g * GROUP], GROUP);
         }
+#if defined(WIDE_PRODUCTS)
+        if (format >= Q4_0) with_blocks(format, [&](auto type) { make_steps<decltype(type)>(padded / 64); });
+#endif
     }
+#if defined(WIDE_PRODUCTS)
+    template <class B>
+    void make_steps(int64_t count) {
+        steps.reset(new Step[count]);
+        for (int64_t i = 0; i < count; i++) {
+            __m512i codes = _mm512_loadu_si512(&code[64 * i]);
+            __m512i sums = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), codes);
+            __m512 both = _mm512_insertf32x8(_mm512_set1_ps(scale[2 * i]), _mm256_set1_ps(scale[2 * i + 1]), 1);
+            _mm512_store_si512(steps[i].code, codes);
+            _mm512_store_ps(steps[i].scale, both);
+            _mm512_store_si512(steps[i].start, _mm512_mullo_epi32(sums, _mm512_set1_epi32(-B::ZERO)));
+        }
+        if constexpr (B::LEAST)
+            for (int64_t i = 0; i < 2 * count; i++) steps[i / 8 * 4].offset[B::Run::place(i % 8)] = offset[i];
+    }
+#endif
 };
 
 // Products of unsigned weights and signed activations are summed exactly in int32, four at a
@@ -186,6 +218,75 @@ static inline float dot_int4(const uint8_t* w, const bf16* scale, const Codes& x
 }
 #endif
 
+#if defined(WIDE_PRODUCTS)
+// A row of blocks with C rows of activations: 64 inputs are decoded once for all of them.
+template <class B, int C>
+static inline void add_wide(const Wide& w, const Step* const* x, int64_t i, __m512* sum) {
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) {
+        const Step& step = x[c][i];
+        __m512i start = B::ZERO ? _mm512_load_si512(step.start) : _mm512_setzero_si512();
+        __m512i products = _mm512_dpbusd_epi32(start, w.code, _mm512_load_si512(step.code));
+        sum[c] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(products), w.scale * _mm512_load_ps(step.scale), sum[c]);
+    }
+}
+// The sums of odd steps are separate, so that no addition waits for the previous one.
+template <class B, int C>
+static inline void dots_blocks(const uint8_t* row, const Codes* codes, int64_t K, float* y) {
+    __m512 even[C] = {}, odd[C] = {};
+    const Step* x[C];
+    for (int c = 0; c < C; c++) x[c] = codes[c].steps.get();
+    auto add_least = [&](const typename B::Run& run, int64_t i) {
+        if constexpr (B::LEAST)
+#pragma GCC unroll 4
+            for (int c = 0; c < C; c++) odd[c] = _mm512_fmadd_ps(run.all, _mm512_load_ps(x[c][i].offset), odd[c]);
+    };
+    int64_t k = 0;
+    for (; k + 256 <= K; k += 256) {
+        typename B::Run run(row, k, 256 / B::SIZE);
+        add_wide<B, C>(run.wide(0), x, k / 64, even);
+        add_wide<B, C>(run.wide(1), x, k / 64 + 1, odd);
+        add_wide<B, C>(run.wide(2), x, k / 64 + 2, even);
+        add_wide<B, C>(run.wide(3), x, k / 64 + 3, odd);
+        add_least(run, k / 64);
+    }
+    if (B::SIZE < 256 && k < K) {
+        typename B::Run run(row, k, (K - k) / B::SIZE);
+        for (int i = 0; k + 64 * i < K; i++) add_wide<B, C>(run.wide(i), x, k / 64 + i, even);
+        add_least(run, k / 64);
+    }
+    for (int c = 0; c < C; c++) y[c] = _mm512_reduce_add_ps(even[c] + odd[c]);
+}
+#else
+static inline void add_group(f32x8& sum, const Group& w, const int8_t* x, float scale) {
+#if defined(__AVX2__)
+    __m256i codes = _mm256_loadu_si256((const __m256i*)x), weights = _mm256_set_m128i((__m128i)w.code[1], (__m128i)w.code[0]);
+    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(codes, weights));
+    __m256i products = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+    __m256 both = _mm256_set_m128(_mm_set1_ps(w.scale[1]), _mm_set1_ps(w.scale[0]));
+    sum += _mm256_cvtepi32_ps(products) * (both * scale);
+#else
+    int products[2] = {};
+    for (int i = 0; i < GROUP; i++) products[i / 16] += (int8_t)w.code[i / 16][i % 16] * x[i];
+    sum += (products[0] * w.scale[0] + products[1] * w.scale[1]) * scale;
+#endif
+}
+template <class B, int C>
+static inline void dots_blocks(const uint8_t* row, const Codes* x, int64_t K, float* y) {
+    f32x8 sum[C];
+    float least[C] = {};
+    for (int c = 0; c < C; c++) sum[c] = zero8();
+    for (int64_t g = 0; g < K / GROUP; g++) {
+        Group w = B::group(row, g);
+        for (int c = 0; c < C; c++) {
+            add_group(sum[c], w, &x[c].code[g * GROUP], x[c].scale[g]);
+            if (B::LEAST) least[c] += w.least * x[c].offset[g];
+        }
+    }
+    for (int c = 0; c < C; c++) y[c] = sum8(sum[c], zero8()) + least[c];
+}
+#endif
+
 // A row of codes as bf16 (or fp32), rounded once: w = code · scale, with the scale in the same
 // format.
 template <class T>
@@ -208,13 +309,21 @@ static inline void unpack_int4(T* to, const uint8_t* w, const bf16* scale, int64
 
 // --- linear: y (M,N) = x (M,K) · wᵀ, or y += x · wᵀ ----------------------------------------------
 
+// A matrix, or its first rows: then the other rows follow in `next`, in a format of their own.
 struct Weight {  // filled by nanokv/fast/native.py
     const void* data;
     const void* scale;  // INT8: float (N); INT4: bf16 (N,K/32); else null
     const float* bias;  // (N) or null
     int64_t N, K;
     int32_t format;
+    int64_t width;  // outputs of the whole matrix: values between two rows of y
+    const Weight* next;
 };
+
+static inline int64_t row_bytes(const Weight& w) {
+    const int64_t bytes[] = {4 * w.K, 2 * w.K, w.K, pairs_of(w.K) * GROUP};
+    return w.format < Q4_0 ? bytes[w.format] : bytes_of_blocks(w.format, w.K);
+}
 
 // TILE: rows of a tile, of weights and of activations. AHEAD: how many rows of weights are
 // prefetched.
@@ -317,16 +426,19 @@ static inline void put16(float* y, const Weight& w, int64_t n, f32x16 values, bo
 struct Input {  // x in the form required by the format of the weights, made once for all threads
     const float* x;
     int64_t M;
-    std::vector<Codes> codes;  // for int8 and int4
+    int32_t format;  // of the weights
+    bool many;       // whether the weights have 32 rows
+    std::vector<Codes> codes;  // for int8, int4 and blocks
     // If the processor has bf16 products: rounded to bf16, as torch does between two products.
     std::vector<bf16> half;
     std::unique_ptr<Line[]> paired;  // `half` in blocks of 16 rows, for tiles or a row per lane
-    Input(const float* x, int64_t M, const Weight& w) : x(x), M(M) {
+    bool serves(const Weight& w) const { return w.format == format && (w.N >= 32) == many; }
+    Input(const float* x, int64_t M, const Weight& w) : x(x), M(M), format(w.format), many(w.N >= 32) {
         int64_t K = w.K;
 #if defined(__AVX512BF16__)
         if (K % 32 == 0 && (w.format == BF16 || (w.format >= INT8 && M > 2 * TILE))) {
             // Up to TILE rows memory is the limit.
-            if (M > (tiles_allowed() ? TILE : 2 * TILE) && w.N >= 32) {
+            if (M > (tiles_allowed() ? TILE : 2 * TILE) && many) {
                 paired.reset(new Line[(M + 15) / 16 * K / 2]);
 #pragma omp parallel for if (M * K >= MANY)
                 for (int64_t m = 0; m < M; m += 16) pack_pairs(x + m * K, M - m, K, (uint32_t*)&paired[m * K / 32]);
@@ -355,10 +467,10 @@ static void block_dense(float* y, const Weight& w, const Input& in, int64_t n, b
         float sums[R][TILE];
         dots<R, TILE>(data, in.x + m * w.K, w.K, sums);
         for (int c = 0; c < TILE; c++)
-            for (int r = 0; r < R; r++) put(y + (m + c) * w.N, w, n + r, sums[r][c], add);
+            for (int r = 0; r < R; r++) put(y + (m + c) * w.width, w, n + r, sums[r][c], add);
     }
     for (; m < in.M; m++)
-        for (int r = 0; r < R; r++) put(y + m * w.N, w, n + r, dot(data + r * w.K, in.x + m * w.K, w.K), add);
+        for (int r = 0; r < R; r++) put(y + m * w.width, w, n + r, dot(data + r * w.K, in.x + m * w.K, w.K), add);
 }
 
 template <class T>
@@ -369,15 +481,17 @@ static void rows_dense(float* y, const Weight& w, const Input& in, int64_t n0, i
 }
 
 template <class T>
-static void unpack(T* to, const Weight& w, int64_t n) {  // row n of int8 or int4 weights
-    int64_t bytes = pairs_of(w.K) * GROUP;
-    if (w.format == INT8) unpack_int8(to, (const uint8_t*)w.data + n * w.K, ((const float*)w.scale)[n], w.K);
-    else unpack_int4(to, (const uint8_t*)w.data + n * bytes, (const bf16*)w.scale + n * bytes / 16, w.K);
+static void unpack(T* to, const Weight& w, int64_t n) {  // row n of int8, int4 or blocks
+    int64_t bytes = row_bytes(w);
+    const uint8_t* row = (const uint8_t*)w.data + n * bytes;
+    if (w.format == INT8) unpack_int8(to, row, ((const float*)w.scale)[n], w.K);
+    else if (w.format == INT4) unpack_int4(to, row, (const bf16*)w.scale + n * bytes / 16, w.K);
+    else with_blocks(w.format, [&](auto type) { unpack_blocks<decltype(type)>(to, row, w.K); });
 }
 
 // Row n of weights in any format → (K) fp32.
 static void table_row(float* to, const Weight& w, int64_t n) {
-    if (w.format == INT8 || w.format == INT4) return unpack(to, w, n);
+    if (w.format >= INT8) return unpack(to, w, n);
     if (w.format == FP32) memcpy(to, (const float*)w.data + n * w.K, w.K * sizeof(float));
     for (int64_t k = 0; k < w.K && w.format == BF16; k++) to[k] = to_float(((const bf16*)w.data)[n * w.K + k]);
 }
@@ -397,7 +511,7 @@ static void rows_bf16(float* y, const Weight& w, const Input& in, int64_t n0, in
             const bf16* ahead = data + (AHEAD + pass % TILE) * K;
             tile(data, n1 - n, &in.half[pass * TILE * K], K, ahead, passes == 1 ? K : passes * K, sums);
             for (int64_t m = pass * TILE; m < in.M && m < (pass + 1) * TILE; m++)
-                put4(y + m * w.N, w, n, &sums[m % TILE * TILE], n1 - n, add);
+                put4(y + m * w.width, w, n, &sums[m % TILE * TILE], n1 - n, add);
         }
     }
 }
@@ -409,7 +523,7 @@ static void put_block(float* y, const Weight& w, int64_t n, const float (*sums)[
     __m512 turned[16];
     for (int i = 0; i < 16; i++) turned[i] = _mm512_loadu_ps(sums[i]);
     turn16(turned);
-    for (int64_t m = 0; m < rows; m++, y += w.N) {
+    for (int64_t m = 0; m < rows; m++, y += w.width) {
         if (from <= n && n + 16 <= to) {
             put16(y, w, n, (f32x16)turned[m], add);
             continue;
@@ -438,7 +552,7 @@ static void rows_lanes(float* y, const Weight& w, const Input& in, int64_t n0, i
                 product(block + r * K, &in.paired[m0 * K / 32], K, ahead, (float(*)[2 * PASS][16])sums[0][r]);
             }
             for (int64_t b = 0; 16 * b < left && b < 2; b++)
-                put_block(y + (m0 + 16 * b) * w.N, w, first, sums[b], left - 16 * b < 16 ? left - 16 * b : 16, n, n1, add);
+                put_block(y + (m0 + 16 * b) * w.width, w, first, sums[b], left - 16 * b < 16 ? left - 16 * b : 16, n, n1, add);
         }
     }
 }
@@ -486,12 +600,31 @@ static void rows_tiles(float* y, const Weight& w, const Input& in, int64_t n0, i
             product(block, &in.paired[m0 * w.K / 32], w.K, sums);
             for (int64_t b = 0; b < 4; b++) {  // two blocks of activations × two of weights
                 int64_t left = in.M - m0 - b / 2 * 16, at = first + b % 2 * 16;
-                if (left > 0) put_block(y + (m0 + b / 2 * 16) * w.N, w, at, sums[b], left < 16 ? left : 16, n, end, add);
+                if (left > 0) put_block(y + (m0 + b / 2 * 16) * w.width, w, at, sums[b], left < 16 ? left : 16, n, end, add);
             }
         }
     }
 }
 #endif
+
+// Rows of blocks, with four rows of activations at a time.
+template <class B>
+static void rows_blocks(float* y, const Weight& w, const Input& in, int64_t n0, int64_t n1, bool add) {
+    int64_t bytes = w.K / B::SIZE * B::BYTES;
+    for (int64_t n = n0; n < n1; n++) {
+        const uint8_t* row = (const uint8_t*)w.data + n * bytes;
+        float sums[TILE];
+        int64_t m = 0;
+        for (; m + TILE <= in.M; m += TILE) {
+            dots_blocks<B, TILE>(row, &in.codes[m], w.K, sums);
+            for (int c = 0; c < TILE; c++) put(y + (m + c) * w.width, w, n, sums[c], add);
+        }
+        for (; m < in.M; m++) {
+            dots_blocks<B, 1>(row, &in.codes[m], w.K, sums);
+            put(y + m * w.width, w, n, sums[0], add);
+        }
+    }
+}
 
 // Rows n0 … n1−1 of the weights. Each thread calls it with different rows.
 static void rows(float* y, const Weight& w, const Input& in, int64_t n0, int64_t n1, bool add) {
@@ -509,13 +642,17 @@ static void rows(float* y, const Weight& w, const Input& in, int64_t n0, int64_t
     if (!in.half.empty()) return rows_bf16(y, w, in, n0, n1, add);
 #endif
     if (w.format == BF16) return rows_dense<bf16>(y, w, in, n0, n1, add);
+    if (w.format >= Q4_0) {
+        with_blocks(w.format, [&](auto type) { rows_blocks<decltype(type)>(y, w, in, n0, n1, add); });
+        return;
+    }
     int64_t bytes = pairs_of(w.K) * GROUP;
     for (int64_t n = n0; n < n1; n++)
         for (int64_t m = 0; m < in.M; m++) {
             float value = w.format == INT8
                 ? dot_int8((const uint8_t*)w.data + n * w.K, ((const float*)w.scale)[n], in.codes[m], w.K)
                 : dot_int4((const uint8_t*)w.data + n * bytes, (const bf16*)w.scale + n * bytes / 16, in.codes[m], w.K);
-            put(y + m * w.N, w, n, value, add);
+            put(y + m * w.width, w, n, value, add);
         }
 }
 
@@ -524,11 +661,27 @@ static void rows(float* y, const Weight& w, const Input& in, int64_t n0, int64_t
 // half a megabyte is long enough for the loads to run ahead. With several rows, the first lines
 // of each part are not prefetched by the part before, so the parts are larger: 2 MB.
 static void multiply(float* y, const float* x, int64_t M, const Weight& w, bool add) {
-    Input in(x, M, w);
-    const int64_t bytes[] = {4 * w.K, 2 * w.K, w.K, w.K * 9 / 16};
-    int64_t part = (1 << (M > TILE ? 21 : 19)) / bytes[w.format], most = w.N / (2 * threads());
-    part = part > most ? most : part;
-    part = part < 8 ? 8 : part < 32 ? part / 8 * 8 : part / 32 * 32;
-#pragma omp parallel for schedule(dynamic) if (M * w.N * bytes[w.format] >= WORTH)
-    for (int64_t n = 0; n < w.N; n += part) rows(y, w, in, n, n + part < w.N ? n + part : w.N, add);
+    struct Job {
+        const Weight* w;
+        const Input* in;
+        float* y;
+        int64_t from, to;
+    };
+    std::vector<Job> jobs;
+    std::vector<std::unique_ptr<Input>> inputs;
+    int64_t work = 0;
+    for (const Weight* part = &w; part; y += part->N, part = part->next) {
+        const Input* in = nullptr;
+        for (auto& made : inputs)
+            if (made->serves(*part)) in = made.get();
+        if (!in) in = inputs.emplace_back(new Input(x, M, *part)).get();
+        int64_t bytes = row_bytes(*part), size = (1 << (M > TILE ? 21 : 19)) / bytes, most = w.width / (2 * threads());
+        size = size > most ? most : size;
+        size = size < 8 ? 8 : size < 32 ? size / 8 * 8 : size / 32 * 32;
+        for (int64_t n = 0; n < part->N; n += size)
+            jobs.push_back({part, in, y, n, n + size < part->N ? n + size : part->N});
+        work += M * part->N * bytes;
+    }
+#pragma omp parallel for schedule(dynamic) if (work >= WORTH)
+    for (size_t i = 0; i < jobs.size(); i++) rows(jobs[i].y, *jobs[i].w, *jobs[i].in, jobs[i].from, jobs[i].to, add);
 }

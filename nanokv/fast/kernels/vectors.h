@@ -68,10 +68,10 @@ inline int threads() {
 
 struct bf16 { uint16_t bits; };  // the upper half of a float
 
-enum Format { FP32, BF16, INT8, INT4 };
+enum Format { FP32, BF16, INT8, INT4, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K };
 const int64_t WORTH = 1 << 18;  // bytes, or as much arithmetic, that are worth several threads
 const int64_t MANY = 1 << 14;  // activations from which on work per row is divided among threads
-const int GROUP = 32;  // inputs that share a scale: activations for int8 and int4, weights for int4
+const int GROUP = 32;  // inputs that share a scale: activations for all codes, weights for int4
 
 // --- numbers -------------------------------------------------------------------------------------
 
@@ -256,6 +256,11 @@ static inline void turn16(__m512* v) {
 #ifndef IN_ORDER
 #define IN_ORDER(x) (x)
 #endif
+
+// The value itself, rounded before anything is added to it: no multiply-add takes it up.
+static inline floats apart(floats v) { return IN_ORDER(v); }
+template <class V>
+static inline Twice<V> apart(Twice<V> v) { return {apart(v.low), apart(v.high)}; }
 
 // e^x with an error of 2.6e-7: 2^n · e^r with |r| ≤ ln(2)/2 and e^r by its series. n·ln(2) is
 // subtracted in two parts. The first part of ln(2) has so few bits that its product with n is
