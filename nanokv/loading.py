@@ -3,6 +3,7 @@
 weights_loader reads the files; this module builds the model from the tensors.
 """
 
+import functools
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -38,6 +39,7 @@ def load(
     device: Device = "auto",
     revision: str | None = None,
     check_finite: bool = False,
+    dequantize: bool = True,
 ) -> tuple[Transformer, Tokenizer]:
     """A model in eval mode and its tokenizer.
 
@@ -50,6 +52,9 @@ def load(
     The model is built on the meta device and the loaded tensors are assigned to it, so that each
     weight exists once in memory. Raises CheckpointError or ConfigError before memory is allocated.
 
+    dequantize=False, for a GGUF file on a CPU: the model is the fast one of nanokv.optimize, and its
+    matrices stay in the blocks of the file. By default they become numbers of this dtype.
+
     check_finite also reads every weight, 0.1 to 0.2 s per GB on two cores, and rejects NaN and
     infinity: softmax can turn them into logits that are finite and wrong.
     """
@@ -60,7 +65,12 @@ def load(
         dtype = weights_loader.default_dtype(
             source, Config.from_dict(fields).torch_dtype, place.type
         )
-    return load_folder(folder, fields, dtype, place, check_finite)
+    if dequantize:
+        return load_folder(folder, fields, dtype, place, check_finite)
+    from nanokv.fast import stored  # imports this module
+
+    read = functools.partial(stored.read, check_finite=check_finite)
+    return load_folder(folder, fields, dtype, place, read=read)
 
 
 def load_folder(

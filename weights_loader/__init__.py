@@ -8,10 +8,11 @@ in families.py. It imports nothing of nanokv and builds no model. Importing it d
 """
 
 import contextlib
+import math
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -96,6 +97,47 @@ def read(
             for name, entry in entries.items()
         }
     return config, state
+
+
+def read_blocks(
+    folder: Path,
+    config: dict[str, Any],
+    dtype: "torch.dtype | None",
+    device: "torch.device",
+    types: Collection[str],
+) -> "tuple[dict[str, torch.Tensor], dict[str, tuple[str, torch.Tensor]]]":
+    """`read` for a GGUF file whose matrices of these `types` stay as stored.
+
+    Returns (name → tensor in `dtype`, name → (type, rows of blocks uint8)). Sets the config's
+    tie_word_embeddings.
+    """
+    from . import shards
+
+    state = {}
+    blocks = {}
+    with readable(folder):
+        for name, entry in checked_entries(folder, config).items():
+            name = names.to_nanokv(name)
+            if isinstance(entry, shards.GgufEntry) and entry.type.name in types:
+                blocks[name] = entry.type.name, entry.blocks()
+            else:
+                state[name] = shards.materialize(entry, dtype, device)
+    return state, blocks
+
+
+def stored_matrices(folder: Path) -> dict[str, tuple[str, int, int]]:
+    """The matrices of a GGUF file: name → (type, bytes, values); {} for any other folder."""
+    from . import gguf_model
+
+    if not (folder / gguf_model.POINTER).is_file():
+        return {}
+    _, places = gguf_model.places(folder)
+    found = {}
+    for name, (info, _, rows, _) in places.items():
+        if len(info.shape) > 1:  # an expert is some of the rows
+            values = rows * info.shape[-1]
+            found[name] = info.type.name, info.nbytes * values // math.prod(info.shape), values
+    return found
 
 
 def read_part(

@@ -8,6 +8,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (magic, versio
 pairs, tensor infos, padding, tensors).
 """
 
+import functools
 import math
 import mmap
 import struct
@@ -81,9 +82,19 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """The checked header; CheckpointError if it is malformed. No tensor is read."""
+    """The checked header; CheckpointError if it is malformed. No tensor is read.
+
+    The header that was read last is kept, because loading a model asks for it several times.
+    """
+    status = path.stat()
+    return read_version(path, (status.st_size, status.st_mtime_ns, status.st_ino))
+
+
+@functools.lru_cache(maxsize=1)
+def read_version(path: Path, version: tuple[int, ...]) -> GgufFile:
+    """`read_gguf` for one version of the file: its size, time of change and inode."""
     with open(path, "rb") as file:
-        size = path.stat().st_size
+        size = version[0]
         if size < 24 or file.read(4) != MAGIC:
             raise CheckpointError(
                 f"{path} is no GGUF file: it does not begin with GGUF and a header", DAMAGED

@@ -67,6 +67,14 @@ class Entry:
 
     def mapped(self, offset: int, nbytes: int) -> torch.Tensor:
         """Bytes [offset, offset + nbytes) of this tensor → (n,) of its dtype, without a copy."""
+        raw = self.raw(offset, nbytes)
+        # Legal in the file, but a view must be aligned.
+        if (self.start + offset) % self.dtype.itemsize:
+            raw = raw.clone()
+        return raw.view(self.dtype)
+
+    def raw(self, offset: int, nbytes: int) -> torch.Tensor:
+        """Bytes [offset, offset + nbytes) of this tensor → (nbytes,) uint8, without a copy."""
         start = self.start + offset
         skip = start % mmap.ALLOCATIONGRANULARITY  # a mapping must begin at a page
         with open(self.path, "rb") as file:
@@ -74,10 +82,7 @@ class Entry:
                 file.fileno(), nbytes + skip, access=mmap.ACCESS_COPY, offset=start - skip
             )
         # The tensor keeps the mapping alive.
-        raw = torch.frombuffer(pages, dtype=torch.uint8, count=nbytes, offset=skip)
-        if start % self.dtype.itemsize:  # legal in the file, but a view must be aligned
-            raw = raw.clone()
-        return raw.view(self.dtype)
+        return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes, offset=skip)
 
     def rows(self, first: int, end: int) -> "Entry":
         """Rows first … end−1 of dimension 0, which are contiguous in the file."""
@@ -139,6 +144,17 @@ class GgufEntry(Entry):
         part = super().rows(first, end)
         assert isinstance(part, GgufEntry)
         return replace(part, heads=self.heads * (end - first) // self.shape[0])
+
+    def blocks(self) -> torch.Tensor:
+        """The rows as stored, uint8 (rows, bytes of a row).
+
+        A view of the file; permuted rows are copied into their order.
+        """
+        rows = self.raw(0, self.nbytes).view(self.shape[0], -1)
+        if not self.heads:
+            return rows
+        pairs = rows.view(self.heads, -1, 2, rows.shape[1])  # (heads,D/2,2,bytes)
+        return pairs.transpose(1, 2).reshape(rows.shape)
 
     def chunks(self) -> Iterator[tuple[int, torch.Tensor]]:
         """(first element, (n,) fp32 values) for each part, in whole rows or whole heads."""

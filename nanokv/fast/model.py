@@ -28,7 +28,7 @@ from nanokv.fast.fusing import fused
 from nanokv.fast.weights import FORMATS, Addressed, Dense, Int8, Matrix
 from nanokv.inference import Position
 from nanokv.loading import skeleton
-from nanokv.model import MLP, RMSNorm, Transformer
+from nanokv.model import MLP, Transformer
 from nanokv.model import Block as PlainBlock
 from nanokv.rope import apply_rope, rope_frequencies
 
@@ -37,38 +37,60 @@ MakeMatrix = Callable[..., Matrix]  # (weight, bias or None)
 
 
 class Block(Addressed):
-    """One layer of the plain model, attention and MLP with their norms, over fused weights."""
+    """One layer of the plain model, attention and MLP with their norms, over fused weights.
+
+    `norms`: the weights, or None, of "norm", "q_norm", "k_norm" and "mlp_norm".
+    """
 
     norm: Tensor
     q_norm: Tensor | None  # not every family norms q and k
     k_norm: Tensor | None
     mlp_norm: Tensor
 
-    def __init__(self, plain: PlainBlock, config: Config, make_matrix: MakeMatrix):
+    def __init__(
+        self,
+        config: Config,
+        qkv: Matrix,
+        o: Matrix,
+        gate_up: Matrix,
+        down: Matrix,
+        norms: dict[str, Tensor | None],
+    ):
         super().__init__()
-        attention = plain.self_attn
-        mlp = cast(MLP, plain.mlp)  # check_plain has checked the class
         self.heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.eps = config.rms_norm_eps
-        self.dtype = attention.q_proj.weight.dtype  # of cached keys and values
+        self.dtype = qkv.dtype  # of cached keys and values
         _, Hk, D = self.heads
         # Shape and dtype of the keys that one token adds to a cache.
         self.like = torch.empty(1, Hk, 1, D, dtype=self.dtype, device="cpu")
-        self.qkv = make_matrix(*fused(attention.q_proj, attention.k_proj, attention.v_proj))
-        self.o = make_matrix(attention.o_proj.weight, attention.o_proj.bias)
-        self.gate_up = make_matrix(*fused(mlp.gate_proj, mlp.up_proj))
-        self.down = make_matrix(mlp.down_proj.weight)
+        self.qkv = qkv
+        self.o = o
+        self.gate_up = gate_up
+        self.down = down
+        for name, weight in norms.items():
+            if weight is not None:
+                weight = weight.detach().float().contiguous()
+            self.register_buffer(name, weight)
+
+    @classmethod
+    def of(cls, plain: PlainBlock, config: Config, make_matrix: MakeMatrix) -> "Block":
+        """The layer of a plain model, with the weights of q, k and v and of gate and up fused."""
+        attention = plain.self_attn
+        mlp = cast(MLP, plain.mlp)  # check_plain has checked the class
         norms = {
             "norm": plain.input_layernorm,
             "q_norm": attention.q_norm,
             "k_norm": attention.k_norm,
             "mlp_norm": plain.post_attention_layernorm,
         }
-        for name, norm in norms.items():
-            weight = getattr(norm, "weight", None)
-            if weight is not None:
-                weight = weight.detach().float().contiguous()
-            self.register_buffer(name, weight)
+        return cls(
+            config,
+            make_matrix(*fused(attention.q_proj, attention.k_proj, attention.v_proj)),
+            make_matrix(attention.o_proj.weight, attention.o_proj.bias),
+            make_matrix(*fused(mlp.gate_proj, mlp.up_proj)),
+            make_matrix(mlp.down_proj.weight),
+            {name: getattr(norm, "weight", None) for name, norm in norms.items()},
+        )
 
     @functools.cached_property
     def struct(self) -> native.Layer:
@@ -147,10 +169,10 @@ class Block(Addressed):
         matrices = self.qkv, self.o, self.gate_up, self.down
         if B * T <= min(matrix.most_rows for matrix in matrices):
             dtype = torch.float32
-            product = Matrix.forward
+            product = few_rows
         else:
             dtype = self.qkv.product_dtype
-            product = Matrix.product
+            product = many_rows
         form = native.FORMATS[dtype]
         qkv = product(self.qkv, self.rows_normed(kernels, x, self.norm, dtype))  # (B,T,(H+2Hk)·D)
         q, k, v = (x.new_empty(B, heads, T, D, dtype=self.dtype) for heads in (H, Hk, Hk))
@@ -236,6 +258,16 @@ class Block(Addressed):
         return F.rms_norm(x, weight.shape, weight, self.eps)
 
 
+def few_rows(matrix: Matrix, x: Tensor) -> Tensor:
+    """The product by the kernels."""
+    return matrix.forward(x)
+
+
+def many_rows(matrix: Matrix, x: Tensor) -> Tensor:
+    """The product by torch."""
+    return matrix.product(x)
+
+
 def flash(kernels: ctypes.CDLL, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal()(q, k, v) by the kernel, for bf16 tensors whose tokens are D values apart."""
     B, H, T, D = q.shape
@@ -283,7 +315,7 @@ def alike(new: Tensor, keys: Tensor, values: Tensor) -> bool:
 class Embedding(nn.Module):
     """Looks up rows of the table and returns them in fp32. A tied head is the same matrix."""
 
-    def __init__(self, table: Dense | Int8):
+    def __init__(self, table: Matrix):
         super().__init__()
         self.table = table
         self.num_embeddings = table.N
@@ -301,10 +333,10 @@ class Norm(Addressed):
 
     weight: Tensor
 
-    def __init__(self, plain: RMSNorm):
+    def __init__(self, weight: Tensor, eps: float):
         super().__init__()
-        self.register_buffer("weight", plain.weight.detach().float().contiguous())
-        self.eps = plain.eps
+        self.register_buffer("weight", weight.detach().float().contiguous())
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         kernels = None
@@ -435,10 +467,10 @@ def fuse(model: Transformer, weights: str | None) -> FastTransformer:
     table = make_table(model.embed_tokens.weight)
     tied = model.lm_head.weight is model.embed_tokens.weight
     fast.embed_tokens = Embedding(table)
-    fast.norm = Norm(model.norm)
+    fast.norm = Norm(model.norm.weight, model.norm.eps)
     fast.lm_head = table if tied else make_table(model.lm_head.weight)
     plain: list[Any] = list(model.layers)
-    fast.layers = nn.ModuleList(Block(layer, model.config, make_matrix) for layer in plain)
+    fast.layers = nn.ModuleList(Block.of(layer, model.config, make_matrix) for layer in plain)
     fast.generation_config = model.generation_config
     fast.weights = weights
     return fast.requires_grad_(False).eval()

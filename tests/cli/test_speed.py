@@ -132,7 +132,14 @@ def plan(**changes):
         Path(__file__).parents[2] / "weights_loader" / "checkpoints" / "tiny"
     )
     return SimpleNamespace(
-        **{"device": "cpu", "dtype_name": "float32", "config": config, "ranks": ALONE} | changes
+        **{
+            "device": "cpu",
+            "dtype_name": "float32",
+            "config": config,
+            "ranks": ALONE,
+            "stored": None,
+        }
+        | changes
     )
 
 

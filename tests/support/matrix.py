@@ -5,10 +5,12 @@ A situation is a function of a model and a maker of caches; it gives the logits 
 
 import contextlib
 import functools
+import itertools
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import gguf
 import pytest
 import torch
 
@@ -25,6 +27,7 @@ from nanokv.engine.packed import prefill_packed
 from nanokv.errors import CacheError, UnsupportedError
 from nanokv.fast import optimize
 from nanokv.fast.compiled import Compiled
+from nanokv.fast.stored import assembled
 from nanokv.inference import decode, prefill, prefill_chunks, verify_draft
 from nanokv.loading import build
 from nanokv.parallel import context
@@ -106,7 +109,7 @@ def dequantized(fast):
     }
     for i, layer in enumerate(fast.layers):
         sizes, names = (H * D, Hk * D, Hk * D), ("q_proj", "k_proj", "v_proj")
-        for kind, fused in (("weight", layer.qkv.dense()), ("bias", layer.qkv.bias)):
+        for kind, fused in (("weight", layer.qkv.dense()), ("bias", bias_of(layer.qkv))):
             for name, part in zip(
                 names, [None] * 3 if fused is None else fused.split(sizes), strict=True
             ):
@@ -127,6 +130,12 @@ def dequantized(fast):
     return build(fast.config, {name: tensor.float().clone() for name, tensor in there.items()})
 
 
+def bias_of(matrix):
+    """Of all rows, or None."""
+    biases = [part.bias for part in getattr(matrix, "stack", [matrix])]
+    return None if biases[0] is None else torch.cat(biases)
+
+
 def copied(dtype, family: str = ""):
     """The plain model once more: optimize makes views of the weights that it is given."""
     model = plain(family)
@@ -135,9 +144,22 @@ def copied(dtype, family: str = ""):
     )
 
 
+def as_stored(types: list[str], family: str):
+    """The fast model over the blocks of a GGUF file: one type after the other, so q, k and v have several."""
+    model, turn = plain(family), itertools.cycle(types)
+    state, blocks = dict(model.state_dict()), {}
+    for name in [name for name, tensor in state.items() if tensor.dim() == 2]:
+        kind, numbers = next(turn), state.pop(name).numpy()
+        rows = gguf.quants.quantize(numbers, gguf.GGMLQuantizationType[kind])
+        blocks[name] = kind, torch.from_numpy(rows)
+    return assembled(model.config, state, blocks, torch.float32)
+
+
 @functools.cache
 def fast(name: str):
     weights, _, family = name.partition(" ")
+    if weights.startswith("Q"):
+        return as_stored(weights.split("+"), family)
     return optimize(copied(torch.bfloat16 if weights == "bf16" else torch.float32, family), weights)
 
 
@@ -171,11 +193,13 @@ def same_numbers(name: str):
 NO_KERNELS = {"plain": 1e-5, "compiled": 1e-5, "gpu": 1e-5, "gpu-bf16": 0.03}
 MODELS = (
     NO_KERNELS
-    | {"fp32": 1e-5, "bf16": 0.015, "int8": 0.03, "int4": 0.03}
+    | {"fp32": 1e-5, "bf16": 0.015, "int8": 0.03, "int4": 0.03, "Q4_1+Q8_0+Q5_0": 0.03}
     | {
         "plain llama": 1e-5,
         "fp32 llama": 1e-5,
         "int8 llama": 0.03,
+        "Q8_0 llama": 0.03,
+        "Q5_1+Q4_0 qwen2": 0.025,
         "compiled qwen2": 1e-5,
         "fp32 qwen2": 1e-5,
         "bf16 qwen2": 0.015,

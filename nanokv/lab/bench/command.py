@@ -29,7 +29,7 @@ from nanokv.text.tokenizer import Tokenizer
 # value of `bench --weights` → flags of `generate` for the same weights
 FLAGS = {
     "plain": ["--plain"],
-    "fast": [],
+    "fast": ["--dequantize"],
     "int8": ["--quantize", "int8"],
     "int4": ["--quantize", "int4"],
 }

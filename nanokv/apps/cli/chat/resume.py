@@ -40,6 +40,7 @@ def kept(given: ChatOptions) -> list[tuple]:
         ("--fast", speed.fast, False),
         ("--plain", speed.plain, False),
         ("--quantize", speed.quantize, None),
+        ("--dequantize", speed.dequantize, False),
         ("--speculate", guess, None),
         ("--beams", beams.count, 0),
         ("--chat-template", template.choice, None),

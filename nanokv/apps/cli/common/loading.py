@@ -101,6 +101,7 @@ def _load_model(
     # A cache that does not suit the model is refused before weights are read. It is empty: 0 bytes.
     make_cache(plan, dtype)
     torch.set_num_threads(plan.threads)
+    plan = replace(plan, code=speed.confirmed(plan.code, output))
     plain, tokenizer = _read(plan, model, dtype, prefetched, ranks)
     made = speed.optimized(plain, plan.code, output)
     stamp("kernels")
@@ -125,7 +126,7 @@ def _read(
         plan.device,
         model.check_finite,
         prefetched,
-        read_of(ranks),
+        read_of(ranks, plan.code, model.check_finite),
         partial(choose_template, model.template),
     )
     ranks.meet()
@@ -143,7 +144,7 @@ def carried_out(
 ) -> Loaded:
     """The Loaded of a plan: `plain` is the model as read, `made` the one that speed.py returned."""
     code = plan.code
-    if made is plain and code.fast:  # a draft model is then plain as well
+    if made is plain and code.fast and not code.as_stored:  # a draft model is then plain as well
         code = Choice(False, "plain (kernels cannot be loaded)")
     # `made.config`, because only the tensors show whether the head is tied.
     changes = {"config": made.config, "code": code}
@@ -179,8 +180,12 @@ def compare(plan: Plan) -> None:
         )
 
 
-def read_of(ranks: Ranks) -> "Read | None":
-    """The reader of one rank's part of the weights; None: read all of them."""
+def read_of(ranks: Ranks, code: Choice, check_finite: bool) -> "Read | None":
+    """The reader of one rank's part of the weights, or of stored blocks; None: read plain weights."""
+    if code.as_stored:
+        from nanokv.fast import stored
+
+        return partial(stored.read, check_finite=check_finite)
     if ranks.size == 1:
         return None
     from nanokv.parallel.reading import reader
@@ -202,12 +207,21 @@ def decide(
     drafting = 0
     if wanted is not None:
         drafting = speculation.memory(wanted.speculate, plan)
-    taken = weight_bytes(plan.config, ITEMSIZE[plan.dtype_name]) + cache_memory(plan) + drafting
+    itemsize = ITEMSIZE[plan.dtype_name]
+    matrices = speed.stored_matrices(plan, wanted)
+    if matrices:
+        plan = replace(plan, stored=speed.stored_bytes(matrices, itemsize))
+    taken = weights_memory(plan) + cache_memory(plan) + drafting
 
     def fits(more: int) -> bool:
         return available is None or taken + more <= available
 
     plan = replace(plan, code=speed.choose(plan, wanted, fits))
+    if not plan.code.as_stored:
+        plan = replace(plan, stored=None)
+    elif others := speed.without_kernels(matrices):
+        counts = ", ".join(f"{count} of {kind}" for kind, count in others.items())
+        notice(f"{counts}: matrices without kernels, which become {plan.dtype_name}", output)
     if announce:
         announce(plan)
     elif speed.NEXT_START in plan.code.text:
@@ -215,7 +229,7 @@ def decide(
     flags = {}
     if drafting:
         flags["--speculate"] = drafting
-    if plan.code.requested:
+    if plan.code.requested and not plan.code.as_stored:
         flags["--fast"] = speed.fusing_bytes(plan)
     check_memory(plan, available, flags)
     return plan
@@ -401,7 +415,7 @@ def check_memory(plan: Plan, available: int | None, flags: dict[str, int] | None
     if available is None:
         return
     ranks = plan.ranks
-    weights = weight_bytes(plan.config, ITEMSIZE[plan.dtype_name]) * ranks.local // ranks.size
+    weights = weights_memory(plan) * ranks.local // ranks.size
     cached = cache_memory(plan) * ranks.local // ranks.size
     more = sum(flags.values())
     if weights + cached + more <= available:
@@ -419,6 +433,13 @@ def check_memory(plan: Plan, available: int | None, flags: dict[str, int] | None
         f"{bytes_text(available)} are free",
         hint,
     )
+
+
+def weights_memory(plan: Plan) -> int:
+    """Bytes of the weights: as stored, or in the dtype of the plan."""
+    if plan.stored is not None:
+        return plan.stored
+    return weight_bytes(plan.config, ITEMSIZE[plan.dtype_name])
 
 
 def cache_memory(plan: Plan, tokens: int | None = None) -> int:
@@ -449,7 +470,7 @@ def memory_hint(plan: Plan, available: int) -> str:
         if ITEMSIZE[dtype] > ITEMSIZE[plan.dtype_name]:
             continue
         other = replace(plan, dtype_name=dtype)
-        room = available - weight_bytes(plan.config, ITEMSIZE[dtype])
+        room = available - weights_memory(other)
         if plan.cache_options.get("pages"):
             size = smaller_pool(other, room)
         else:

@@ -46,11 +46,12 @@ class SpeedOptions:
     fast: bool = False
     plain: bool = False
     quantize: str | None = None
+    dequantize: bool = False
     speculate: tuple[str, int | str] | None = None  # (kind, value)
 
 
 def add_speed_arguments(parser: ArgumentParser) -> None:
-    """--fast, --plain and --quantize."""
+    """--fast, --plain, --quantize and --dequantize."""
     about = (
         "Default: native kernels, as soon as they are built in the background; on a GPU a decode "
         "step is a recorded graph."
@@ -68,11 +69,17 @@ def add_speed_arguments(parser: ArgumentParser) -> None:
         metavar="TYPE",
         help="weights in int8 or int4, on a CPU; implies --fast",
     )
+    group.add_argument(
+        "--dequantize",
+        action="store_true",
+        help="turn the blocks of a GGUF file into plain numbers; by default kernels read them as "
+        "stored",
+    )
 
 
 def speed_options(args: Namespace) -> SpeedOptions:
     """The options of the flags of add_speed_arguments."""
-    return SpeedOptions(args.fast, args.plain, args.quantize)
+    return SpeedOptions(args.fast, args.plain, args.quantize, args.dequantize)
 
 
 GUESSES = {"ngram": "ngram[:N]", "early-exit": "early-exit:K", "draft": "draft:MODEL"}

@@ -34,6 +34,7 @@ class Choice:
     text: str = ""  # "" for commands without these flags
     requested: bool = False  # with --fast or --quantize
     quantize: str | None = None
+    as_stored: bool = False  # the weights stay in the blocks of a GGUF file
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class Plan:
     cache_options: dict
     fields: dict = field(default_factory=dict, kw_only=True)  # the content of config.json
     code: Choice = field(default=Choice(False), kw_only=True)
+    # Bytes of the weights if they stay in the blocks of a GGUF file; else None.
+    stored: int | None = field(default=None, kw_only=True)
     # With several ranks, `config` describes one rank's part once the model is loaded.
     ranks: Ranks = field(default=ALONE, kw_only=True)
 

@@ -9,10 +9,12 @@ tokens of one run come from the same code.
     --plain                the model of nanokv/model.py
     --fast, --quantize     the fused model; waits for the compiler, and prints the reason if there
                            are no kernels
+    --dequantize           kernels over plain numbers; without it they read a GGUF file's blocks
 """
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nanokv.apps.cli.common.options import OutputOptions, SpeedOptions
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 NEXT_START = "kernels are being built for the next start"
 NO_MEMORY = "no memory to fuse weights"
+BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")  # as in fast/blocks.py
+PLAIN = ("F32", "F16", "BF16")
 GRAPHS = "CUDA graphs"  # the banner's text on a GPU
 
 
@@ -62,15 +66,55 @@ def choose(plan: Plan, wanted: SpeedOptions | None, fits: Callable[[int], bool])
         return choose_on_gpu(plan, wanted, fits)
     if wanted.fast or wanted.quantize:
         text = " ".join(filter(None, ("fast", wanted.quantize)))
-        return Choice(True, text, requested=True, quantize=wanted.quantize)
+        stored = plan.stored is not None and kernels_possible()
+        return Choice(True, text, requested=True, quantize=wanted.quantize, as_stored=stored)
     why = unusable(plan)
-    if not why and not fits(fusing_bytes(plan)):
+    if not why and plan.stored is None and not fits(fusing_bytes(plan)):
         why = NO_MEMORY
     if not why:
         why = not_built()
     if why:
         return Choice(False, f"plain ({why})")
+    if plan.stored is not None:
+        return Choice(True, "fast kernels, weights as stored", as_stored=True)
     return Choice(True, "fast kernels")
+
+
+def kernels_possible() -> bool:
+    """Whether kernels are built, or can be built now."""
+    found = building.state()
+    return found.ready or (found.missing and building.mode() != "off")
+
+
+def stored_matrices(plan: Plan, wanted: SpeedOptions | None) -> dict[str, tuple[str, int, int]]:
+    """name → (type, bytes, values) of the matrices of a GGUF file that kernels may read as stored.
+
+    {} if flags, the model or the device do not allow it, or if no matrix has a type with kernels.
+    """
+    if wanted is None or wanted.plain or wanted.quantize or wanted.dequantize:
+        return {}
+    if plan.ranks.size > 1 or unusable(plan):
+        return {}
+    from weights_loader import stored_matrices
+
+    found = stored_matrices(plan.folder)
+    if not any(kind in BLOCKS for kind, _, _ in found.values()):
+        return {}
+    return found
+
+
+def stored_bytes(matrices: dict[str, tuple[str, int, int]], itemsize: int) -> int:
+    """Bytes of these matrices in memory: those without kernels have `itemsize` per value."""
+    total = 0
+    for kind, nbytes, values in matrices.values():
+        total += nbytes if kind in BLOCKS else values * itemsize
+    return total
+
+
+def without_kernels(matrices: dict[str, tuple[str, int, int]]) -> dict[str, int]:
+    """Type → number of matrices, for the quantized types that have no kernels."""
+    kinds = [kind for kind, _, _ in matrices.values()]
+    return {kind: kinds.count(kind) for kind in sorted({*kinds} - {*BLOCKS, *PLAIN})}
 
 
 def not_built() -> str:
@@ -116,7 +160,8 @@ def prefetch(plan: Plan) -> "Prefetch | None":
     None if nothing is fused, or if quantized weights replace them. `check_memory` has counted
     these bytes.
     """
-    if plan.code.fast and plan.device == "cpu" and not plan.code.quantize:
+    code = plan.code
+    if code.fast and plan.device == "cpu" and not code.quantize and not code.as_stored:
         from weights_loader.prefetch import Prefetch
 
         return Prefetch(
@@ -152,6 +197,11 @@ def optimized(model: "Transformer", choice: Choice, output: OutputOptions) -> "T
         return model
     from nanokv.fast import native, optimize
 
+    if choice.as_stored:
+        if choice.requested:
+            notice(f"fast: {model.weights} weights as stored, {code_text()}", output)
+        return model
+
     if model.device.type == "cuda":
         return optimize(model)
     if not choice.requested:
@@ -162,11 +212,30 @@ def optimized(model: "Transformer", choice: Choice, output: OutputOptions) -> "T
             )
             return model
         return optimize(model)
-    if building.mode() != "off" and building.state().missing:
-        notice(f"building the native kernels, once: about {building.SECONDS} seconds", output)
+    announce_build(output)
     model = optimize(model, choice.quantize)
     notice(f"fast: {model.weights} weights, {code_text()}", output)
     return model
+
+
+def announce_build(output: OutputOptions) -> None:
+    """A notice if the next use of kernels waits for the compiler."""
+    if building.mode() != "off" and building.state().missing:
+        notice(f"building the native kernels, once: about {building.SECONDS} seconds", output)
+
+
+def confirmed(choice: Choice, output: OutputOptions) -> Choice:
+    """The choice, without as_stored if the kernels cannot be loaded. Waits for a requested build."""
+    if not choice.as_stored:
+        return choice
+    from nanokv.fast import native
+
+    if choice.requested:
+        announce_build(output)
+        usable = native.kernels() is not None
+    else:
+        usable = native.built()
+    return choice if usable else replace(choice, as_stored=False)
 
 
 def code_text() -> str:

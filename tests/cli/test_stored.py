@@ -1,0 +1,138 @@
+"""A GGUF file on the command line: kernels read its blocks as stored, unless a flag asks for numbers."""
+
+import importlib
+
+import pytest
+
+from gguf_files import write_gguf
+from nanokv.apps.cli import COMMANDS, make_parser
+from nanokv.apps.cli.common import loading, speed
+from nanokv.apps.cli.common.loading import load_model, weights_memory
+from nanokv.costs import weight_bytes
+from nanokv.errors import NanoKVError
+from nanokv.fast import blocks, building, native
+from nanokv.fast.blocks import Blocks
+from nanokv.fast.stored import FastTransformer
+from oracle import tiny_reference
+from small_model import needs_kernels
+from tiny_checkpoint import write_tokenizer
+
+pytestmark = needs_kernels
+
+
+@pytest.fixture
+def make(tmp_path):
+    def make(kind="Q8_0", **changes):
+        write_tokenizer(tmp_path)
+        reference = tiny_reference(vocab_size=320, tie_word_embeddings=False, **changes)
+        return write_gguf(tmp_path / "model.gguf", reference, tmp_path, kind)
+
+    return make
+
+
+def parsed(*argv):
+    """The options of `nanokv generate`."""
+    module = importlib.import_module(COMMANDS["generate"][0])
+    parser = make_parser("generate", module)
+    return module.command_options(parser.parse([str(word) for word in argv]))
+
+
+def loaded_of(given):
+    return load_model(given.model, given.cache, given.output)
+
+
+def kinds(model) -> set[str]:
+    return {part.kind for part in model.modules() if isinstance(part, Blocks)}
+
+
+@pytest.mark.parametrize(
+    ("flags", "found", "text"),
+    [
+        ([], {"Q4_1"}, "fast kernels, weights as stored"),
+        (["--fast"], {"Q4_1"}, "fast"),
+        (["--dequantize"], set(), "fast kernels"),
+        (["--fast", "--dequantize"], set(), "fast"),
+        (["--plain"], set(), "plain (--plain)"),
+        (["--quantize", "int8"], set(), "fast int8"),
+        (["--dtype", "float16"], set(), "plain (no kernels for float16)"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_which_flags_keep_the_blocks(make, flags, found, text):
+    loaded = loaded_of(parsed("x", "-m", make("Q4_1"), *flags))
+    assert kinds(loaded.model) == found and loaded.code.text == text
+    assert (loaded.stored is not None) == bool(found)
+    assert isinstance(loaded.model, FastTransformer) == text.startswith("fast")
+
+
+@pytest.mark.parametrize("kind", ["F32", "BF16"])
+def test_a_file_without_blocks_is_read_as_before(make, kind):
+    loaded = loaded_of(parsed("x", "-m", make(kind)))
+    assert (
+        not kinds(loaded.model) and loaded.code.text == "fast kernels" and loaded.plain is not None
+    )
+
+
+def test_experts_stay_dequantized(make):
+    path = make(model_type="qwen3_moe", norm_topk_prob=True, moe_intermediate_size=64)
+    loaded = loaded_of(parsed("x", "-m", path))
+    assert not kinds(loaded.model) and loaded.code.text == "plain (no kernels for experts)"
+
+
+def test_generate_and_chat_answer(cli, make):
+    path = make("Q5_0")
+    said = [
+        cli("generate", "Once", "-m", path, "-n", 6, "-t", 0, *flags)[:2]
+        for flags in ([], ["--fast"])
+    ]
+    assert said[0] == said[1] and said[0][0] == 0 and said[0][1]
+    code, out, err = cli("generate", "Once", "-m", path, "-n", 6, "-t", 0, "--fast")
+    assert code == 0 and "fast: Q5_0 weights as stored, native kernels" in err
+    code, out, err = cli("chat", "-m", path, "-n", 4, stdin=b"Who are you?\n")
+    assert code == 0 and out, err
+
+
+def test_matrices_without_kernels_are_named(cli, make, monkeypatch):
+    monkeypatch.setattr(speed, "BLOCKS", ("Q8_0",))
+    assert speed.without_kernels(
+        {"a": ("IQ2_S", 1, 4), "b": ("F16", 8, 4), "c": ("Q8_0", 9, 4)}
+    ) == {"IQ2_S": 1}
+    monkeypatch.setattr(
+        speed, "stored_matrices", lambda *_: {"a": ("IQ2_S", 1, 4), "c": ("Q8_0", 9, 4)}
+    )
+    code, _, err = cli("generate", "Once", "-m", make(), "-n", 2)
+    assert code == 0 and "1 of IQ2_S: matrices without kernels, which become bfloat16" in err
+
+
+def test_the_command_line_knows_the_types_that_have_kernels():
+    """It names them without torch."""
+    assert set(speed.BLOCKS) == set(blocks.SIZES)
+
+
+def test_kernels_that_cannot_be_loaded(make, monkeypatch):
+    monkeypatch.setattr(native, "built", lambda: False)
+    loaded = loaded_of(parsed("x", "-m", make()))
+    assert not kinds(loaded.model) and loaded.code.text == "plain (kernels cannot be loaded)"
+
+
+def test_a_machine_without_kernels_reads_numbers(make, monkeypatch):
+    monkeypatch.setattr(building, "state", lambda: building.State(False, "no C++ compiler"))
+    loaded = loaded_of(parsed("x", "-m", make()))
+    assert not kinds(loaded.model) and loaded.code.text == "plain (no C++ compiler)"
+
+
+def test_memory_is_counted_as_stored(make, monkeypatch):
+    path = make("Q4_0")
+    loaded = loaded_of(parsed("x", "-m", path))
+    plain = weight_bytes(loaded.config, 2)
+    assert 0.27 * plain <= weights_memory(loaded) < 0.3 * plain  # 4.5 of 16 bits
+    free = weights_memory(loaded) + loading.cache_memory(loaded) + 1000
+    monkeypatch.setattr(loading, "available_memory", lambda device: free)
+    loaded_of(parsed("x", "-m", path))
+    with pytest.raises(NanoKVError, match="for weights"):
+        loaded_of(parsed("x", "-m", path, "--dequantize"))
+
+
+def test_weights_that_are_no_numbers_are_found(make):
+    path = make()
+    loaded_of(parsed("x", "-m", path, "--check-finite"))
