@@ -70,6 +70,7 @@ class Estimate:
     batch: int = 1
     cache: str = "dict"
     options: dict[str, Any] = field(default_factory=dict)
+    stored: int | None = None  # bytes of a GGUF file's weights, if kernels read them as stored
 
     @property
     def itemsize(self) -> int:

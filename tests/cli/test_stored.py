@@ -1,6 +1,7 @@
 """A GGUF file on the command line: kernels read its blocks as stored, unless a flag asks for numbers."""
 
 import importlib
+import json
 
 import pytest
 
@@ -136,3 +137,23 @@ def test_memory_is_counted_as_stored(make, monkeypatch):
 def test_weights_that_are_no_numbers_are_found(make):
     path = make()
     loaded_of(parsed("x", "-m", path, "--check-finite"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "stored"),
+    [("Q4_0", [], True), ("F32", [], False), ("Q4_0", ["--dtype", "float16"], False)],
+)
+def test_the_memory_of_both_forms(cli, make, kind, flags, stored):
+    path = make(kind)
+    code, out, err = cli("memory", path, "--context", 64, "--json", *flags)
+    report = json.loads(out)
+    assert code == 0, err
+    if stored:
+        loaded = loaded_of(parsed("x", "-m", path))
+        assert report["stored_bytes"] == loaded.stored < 0.3 * report["weights_bytes"]
+    else:
+        assert report["stored_bytes"] is None
+    assert [row["stored_bytes"] for row in report["family"]][1:] == [None] * (
+        len(report["family"]) - 1
+    )
+    assert ("as stored" in cli("memory", path, "--context", 64, *flags)[1]) == stored

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from nanokv import costs
-from nanokv.apps.cli.common import layout, terminal
+from nanokv.apps.cli.common import layout, speed, terminal
 from nanokv.apps.cli.common.arguments import integer
 from nanokv.apps.cli.common.files import add_force, ask_to_replace
 from nanokv.apps.cli.common.loading import choose_dtype, display_name
@@ -119,9 +119,23 @@ def plan(model: ModelOptions, cache: CacheOptions, batch: int) -> Estimate:
     check_pool(cache.options, context, batch)
     device = "cpu" if model.device == "auto" else model.device
     dtype = choose_dtype(model, config, device)
+    stored = stored_size(model, config, dtype)
     return Estimate(
-        display_name(model.source), config, dtype, context, batch, cache.name, cache.options
+        display_name(model.source), config, dtype, context, batch, cache.name, cache.options, stored
     )
+
+
+def stored_size(model: ModelOptions, config: Config, dtype: str) -> int | None:
+    """Bytes of the weights of a GGUF file as kernels read them; None if they need plain numbers."""
+    if model.source in FAMILY | MIXTURES or config.experts or dtype == "float16":
+        return None
+    import weights_loader
+
+    path = weights_loader.config_file(model.source, model.revision)
+    matrices = weights_loader.stored_matrices(path.parent)
+    if not any(kind in speed.BLOCKS for kind, _, _ in matrices.values()):
+        return None
+    return speed.stored_bytes(matrices, costs.ITEMSIZE[dtype])
 
 
 def check_pool(options: dict, context: int, batch: int) -> None:
@@ -160,6 +174,8 @@ def text(
     width = layout.columns(sys.stdout)
     both = f"{estimate.weights:,} + {estimate.total - estimate.weights:,} B"
     rows = [*estimate.rows(), ("together", both, estimate.total)]
+    if estimate.stored is not None:
+        rows.insert(1, ("as stored", "blocks of the GGUF file, on a CPU", estimate.stored))
     *each, together = formula_lines(rows, width)
     lines = [*each, layout.paragraph(note, width, " " * 13), together]
     if memory is not None:
@@ -318,6 +334,7 @@ def numbers(row: Estimate) -> dict:
         "context": row.context,
         "batch": row.batch,
         "weights_bytes": row.weights,
+        "stored_bytes": row.stored,
         "kv_bytes_per_token": row.per_token,
         "kv_bytes_per_sequence": row.per_token * row.context,
         "kv_bytes": row.exact,
