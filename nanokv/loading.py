@@ -3,7 +3,6 @@
 weights_loader reads the files; this module builds the model from the tensors.
 """
 
-import functools
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,7 +38,7 @@ def load(
     device: Device = "auto",
     revision: str | None = None,
     check_finite: bool = False,
-    dequantize: bool = True,
+    read: Read | None = None,
 ) -> tuple[Transformer, Tokenizer]:
     """A model in eval mode and its tokenizer.
 
@@ -52,8 +51,9 @@ def load(
     The model is built on the meta device and the loaded tensors are assigned to it, so that each
     weight exists once in memory. Raises CheckpointError or ConfigError before memory is allocated.
 
-    dequantize=False, for a GGUF file on a CPU: the model is the fast one of nanokv.optimize, and its
-    matrices stay in the blocks of the file. By default they become numbers of this dtype.
+    read: builds the model from the weights. nanokv.fast.stored.read is for a GGUF file on a CPU: the
+    model is a fast one, as of nanokv.optimize, and its matrices stay in the blocks of the file. By
+    default all weights become numbers of this dtype.
 
     check_finite also reads every weight, 0.1 to 0.2 s per GB on two cores, and rejects NaN and
     infinity: softmax can turn them into logits that are finite and wrong.
@@ -65,12 +65,12 @@ def load(
         dtype = weights_loader.default_dtype(
             source, Config.from_dict(fields).torch_dtype, place.type
         )
-    if dequantize:
-        return load_folder(folder, fields, dtype, place, check_finite)
-    from nanokv.fast import stored  # imports this module
-
-    read = functools.partial(stored.read, check_finite=check_finite)
-    return load_folder(folder, fields, dtype, place, read=read)
+    if read is not None and check_finite:
+        raise ConfigError(
+            "check_finite with a reader of its own: only that reader knows its weights",
+            hint="functools.partial(nanokv.fast.stored.read, check_finite=True)",
+        )
+    return load_folder(folder, fields, dtype, place, check_finite, read=read)
 
 
 def load_folder(

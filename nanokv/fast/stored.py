@@ -46,12 +46,12 @@ def read(
         raise ConfigError(
             f"blocks of a GGUF file have kernels on a CPU in bfloat16 or float32, not for {dtype} "
             f"on {device}",
-            hint="dequantize them: dequantize=True, or --dequantize",
+            hint="dequantize them: load without `read`, or --dequantize",
         )
     if not weights_loader.stored_matrices(folder):
         raise ConfigError(
             f"{folder} is no GGUF file: its weights are numbers, there is nothing to dequantize",
-            hint="leave out dequantize=False",
+            hint="load it without `read`",
         )
     watch(torch.get_num_threads())
     state, blocks = weights_loader.read_blocks(folder, fields, dtype, device, SIZES)

@@ -1,5 +1,7 @@
 """A GGUF file whose weights stay as stored: the numbers of the dequantized model, in less memory."""
 
+import functools
+
 import gguf
 import pytest
 import torch
@@ -11,6 +13,7 @@ from nanokv.cache import make_cache
 from nanokv.errors import ConfigError
 from nanokv.fast import native, optimize
 from nanokv.fast.blocks import Blocks, Stacked
+from nanokv.fast.stored import read
 from nanokv.fast.weights import Dense
 from nanokv.inference import decode, prefill
 from oracle import random_ids, tiny_reference
@@ -64,7 +67,7 @@ def test_every_family_holds_the_numbers_of_the_dequantized_model(write, shape, k
     """To the bit: rows of q and k that llama.cpp permuted are in their order. Logits differ by rounded activations."""
     path = write(shape, kind)
     plain, _ = nanokv.load(path, dtype=torch.float32)
-    fast, _ = nanokv.load(path, dtype=torch.float32, dequantize=False)
+    fast, _ = nanokv.load(path, dtype=torch.float32, read=read)
     assert fast.weights == kind
     assert fast.config == plain.config and fast.generation_config == plain.generation_config
     for mine, its in zip(fast.layers, plain.layers, strict=True):
@@ -84,7 +87,7 @@ def test_every_family_holds_the_numbers_of_the_dequantized_model(write, shape, k
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_cache_has_the_dtype_of_the_model(write, dtype):
     path = write("qwen3", "Q4_1")
-    fast, _ = nanokv.load(path, dtype=dtype, dequantize=False)
+    fast, _ = nanokv.load(path, dtype=dtype, read=read)
     cache = make_cache("dict", fast.config)
     prefill(fast, random_ids(1, 1, 5, 320), cache)
     assert cache[0]["key"].dtype == dtype
@@ -106,7 +109,7 @@ def test_types_may_be_mixed_and_those_without_kernels_become_dense(write, monkey
 
     monkeypatch.setattr(gguf, "GGUFWriter", Writer)
     path = write("qwen2", "Q8_0")
-    fast, _ = nanokv.load(path, dtype=torch.float32, dequantize=False)
+    fast, _ = nanokv.load(path, dtype=torch.float32, read=read)
     plain, _ = nanokv.load(path, dtype=torch.float32)
     parts = {type(part) for part in fast.modules()}
     assert {Blocks, Stacked, Dense} <= parts and set(fast.weights.split(" and ")) == {
@@ -119,7 +122,7 @@ def test_types_may_be_mixed_and_those_without_kernels_become_dense(write, monkey
 def test_the_weights_are_the_mapped_file(write):
     """Its bytes are not copied, but for the rows of q and k that are put in order."""
     path = write("llama", "Q4_1")
-    fast, _ = nanokv.load(path, dequantize=False)
+    fast, _ = nanokv.load(path, read=read)
     sizes = {name: nbytes for name, (_, nbytes, _) in stored(path).items()}
     held = sum(part.weight.nbytes for part in fast.modules() if isinstance(part, Blocks))
     assert held == sum(sizes.values())
@@ -142,7 +145,7 @@ def stored(path):
 
 @needs_kernels
 def test_a_step_is_one_call(write, monkeypatch):
-    fast, _ = nanokv.load(write("llama", "Q4_0"), dequantize=False)
+    fast, _ = nanokv.load(write("llama", "Q4_0"), read=read)
     right, calls = native.kernels().forward_step, []
 
     class Counted:
@@ -166,16 +169,16 @@ def test_a_step_is_one_call(write, monkeypatch):
 )
 def test_what_has_no_kernels_is_refused(write, shape, kind, arguments, message):
     with pytest.raises(ConfigError, match=message):
-        nanokv.load(write(shape, kind), dequantize=False, **arguments)
+        nanokv.load(write(shape, kind), read=read, **arguments)
 
 
 def test_only_a_gguf_file_has_blocks():
     with pytest.raises(ConfigError, match="is no GGUF file"):
-        nanokv.load("tiny", dequantize=False)
+        nanokv.load("tiny", read=read)
 
 
 def test_it_is_optimized_already(write):
-    fast, _ = nanokv.load(write(), dequantize=False)
+    fast, _ = nanokv.load(write(), read=read)
     with pytest.raises(ConfigError, match="optimized already"):
         optimize(fast)
 
@@ -186,13 +189,15 @@ def test_a_block_that_is_no_number_is_found(write):
     data = bytearray(path.read_bytes())
     data[info.start : info.start + 2] = b"\x00\x7e"  # NaN in fp16
     path.write_bytes(data)
-    nanokv.load(path, dequantize=False)
+    nanokv.load(path, read=read)
     with pytest.raises(weights_loader.CheckpointError, match=r"gate_up\.stack\.1 \(Q8_0\)"):
-        nanokv.load(path, dequantize=False, check_finite=True)
+        nanokv.load(path, read=functools.partial(read, check_finite=True))
+    with pytest.raises(ConfigError, match="only that reader knows"):
+        nanokv.load(path, read=read, check_finite=True)
 
 
 def test_a_file_that_ends_early_is_refused(write):
     path = write("qwen3", "Q4_0")
     path.write_bytes(path.read_bytes()[:-5000])
     with pytest.raises(weights_loader.CheckpointError, match=r"ends at byte"):
-        nanokv.load(path, dequantize=False)
+        nanokv.load(path, read=read)

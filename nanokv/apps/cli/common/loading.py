@@ -181,7 +181,7 @@ def compare(plan: Plan) -> None:
 
 
 def read_of(ranks: Ranks, code: Choice, check_finite: bool) -> "Read | None":
-    """The reader of one rank's part of the weights, or of stored blocks; None: read plain weights."""
+    """The reader of one rank's part of the weights, or of blocks as stored; None: the usual one."""
     if code.as_stored:
         from nanokv.fast import stored
 

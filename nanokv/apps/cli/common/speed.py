@@ -107,7 +107,10 @@ def stored_bytes(matrices: dict[str, tuple[str, int, int]], itemsize: int) -> in
     """Bytes of these matrices in memory: those without kernels have `itemsize` per value."""
     total = 0
     for kind, nbytes, values in matrices.values():
-        total += nbytes if kind in BLOCKS else values * itemsize
+        if kind in BLOCKS:
+            total += nbytes
+        else:
+            total += values * itemsize
     return total
 
 
@@ -225,7 +228,7 @@ def announce_build(output: OutputOptions) -> None:
 
 
 def confirmed(choice: Choice, output: OutputOptions) -> Choice:
-    """The choice, without as_stored if the kernels cannot be loaded. Waits for a requested build."""
+    """The choice, without as_stored if kernels cannot be loaded. Waits for a requested build."""
     if not choice.as_stored:
         return choice
     from nanokv.fast import native
@@ -235,7 +238,9 @@ def confirmed(choice: Choice, output: OutputOptions) -> Choice:
         usable = native.kernels() is not None
     else:
         usable = native.built()
-    return choice if usable else replace(choice, as_stored=False)
+    if usable:
+        return choice
+    return replace(choice, as_stored=False)
 
 
 def code_text() -> str:
