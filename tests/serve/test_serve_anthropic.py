@@ -271,6 +271,7 @@ def test_what_claude_code_sends_gets_an_answer(server):
 UNHASHABLE = [{"role": "user", "content": [{"type": {}}]}]
 PREFILL = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 IMAGE = [{"role": "user", "content": [{"type": "image", "source": {}}]}]
+SOCK = {"format": {"type": "json_schema", "schema": {"type": "sock"}}}
 ABSENT = {"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "no"}}
 REFUSED = {
     "no messages": ({"messages": []}, "a list of at least 1 was expected"),
@@ -280,6 +281,8 @@ REFUSED = {
     "tool": (ABSENT, "not one of the tools"),
     "name": ({"tools": [{"name": "a b"}]}, "tools[0].name"),
     "tokens": ({"max_tokens": 0}, "max_tokens is 0"),
+    "schema": ({"output_config": SOCK}, "output_config.format cannot be turned into a grammar"),
+    "older schema": ({"output_format": SOCK["format"]}, "output_format cannot be turned"),
     "penalty": ({"frequency_penalty": 0.5}, "frequency_penalty"),
     "answers": ({"n": 2}, "n is 2"),
     "role": ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),

@@ -305,6 +305,10 @@ REFUSED = {
     "number": ({"input": 5}, "input"),
     "tokens": ({"max_output_tokens": 0}, "max_output_tokens"),
     "schema": ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+    "grammar": (
+        {"text": {"format": {"type": "json_schema", "schema": {"type": "sock"}}}},
+        "text.format",
+    ),
     "function": (
         {"tools": [WEATHER], "tool_choice": {"type": "function", "name": "no"}},
         "tool_choice",

@@ -282,11 +282,16 @@ def prompt(request: Any, settings: dict) -> Asked:
             400, words, "messages", "unsupported", hint="/v1/completions continues a text"
         )
     output = request.output_config or OutputConfig()
-    wanted = output.format or request.output_format
+    wanted = output.format
+    schema_field = "output_config.format"
+    if wanted is None:
+        wanted = request.output_format
+        schema_field = "output_format"
     return Asked(
         [list(chat(request))],
         "messages",
         schema=wanted.schema_ if wanted else None,
+        schema_field=schema_field,
         template=thinking(request.thinking, output.effort),
         tools=tools(request),
         **settings,

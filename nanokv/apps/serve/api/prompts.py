@@ -254,7 +254,7 @@ def grammar_of(served: Served, asked: Asked, ids: list[int]) -> grammar.Compiled
 
     It is compiled without thoughts first, so that a bad schema fails before the model thinks.
     """
-    param = "response_format"
+    param = asked.schema_field
     if asked.schema is None:
         param = "tools"
     grammar.needs_package(param)

@@ -59,6 +59,7 @@ class Asked:
     contrast: dict[str, dict] = field(default_factory=dict)
     tools: Tools = field(default_factory=Tools)
     schema: dict | None = None  # JSON schema of the answer
+    schema_field: str = "response_format"  # the field that has it
     repeated: dict = field(default_factory=dict)  # fields that the answer repeats
 
     @property

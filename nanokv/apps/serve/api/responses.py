@@ -295,6 +295,7 @@ def responses(fields: dict) -> Asked:
             "input",
             logprobs=likely if wanted else None,
             schema=schema(request.text.format),
+            schema_field="text.format",
             template=thinking(request.reasoning),
             tools=tools(request, fields),
             repeated=repeated,
