@@ -357,7 +357,7 @@ def chat(items: Iterable[Any]) -> Iterator[dict]:
             yield turn
             turn = {}
         if is_turn(item):
-            turn = merged(turn, item)
+            add(turn, item)
         elif isinstance(item, OutputItem):
             yield {"role": "tool", "tool_call_id": item.call_id, "content": item.output}
         else:
@@ -377,17 +377,20 @@ def is_turn(item: Any) -> bool:
     return isinstance(item, ReasoningItem | CallItem) or is_answer(item)
 
 
-def merged(turn: dict, item: Any) -> dict:
-    """The assistant's turn with one more item."""
-    turn = {"role": "assistant", "content": ""} | turn
+def add(turn: dict, item: Any) -> None:
+    """Put one more item into the assistant's turn. A turn can have tens of thousands of calls."""
+    if not turn:
+        turn |= {"role": "assistant", "content": ""}
     if isinstance(item, ReasoningItem):
-        thought = item.content or item.summary
-        return turn | ({"reasoning_content": thought} if thought else {})
-    if isinstance(item, MessageItem):
-        return turn | {"content": item.content}
-    function = {"name": item.name, "arguments": item.arguments}
-    call = {"type": "function", "function": function, "id": item.call_id}
-    return turn | {"tool_calls": [*turn.get("tool_calls", []), call]}
+        thoughts: list[Any] = [turn.get("reasoning_content"), item.content or item.summary]
+        if any(thoughts):
+            turn["reasoning_content"] = "\n".join(thought for thought in thoughts if thought)
+    elif isinstance(item, MessageItem):
+        turn["content"] = item.content
+    else:
+        function = {"name": item.name, "arguments": item.arguments}
+        call = {"type": "function", "function": function, "id": item.call_id}
+        turn.setdefault("tool_calls", []).append(call)
 
 
 # --- tools ----------------------------------------------------------------------------------------
