@@ -755,7 +755,8 @@ def test_who_guesses_is_counted_before_anything_is_loaded(cli, monkeypatch, tiny
     loads = []
     load = importlib.import_module("nanokv.loading").load_folder
     monkeypatch.setattr(
-        "nanokv.loading.load_folder", lambda *args: (loads.append(1), load(*args))[1]
+        "nanokv.loading.load_folder",
+        lambda *args, **options: (loads.append(1), load(*args, **options))[1],
     )
     draft = ("-m", tiny_folder, "--speculate", f"draft:{tiny_folder}")
     message, hint = memory_refusal(cli, monkeypatch, 2 * one - 1, *draft)

@@ -349,7 +349,7 @@ def test_load_takes_the_dtype_and_device_that_the_command_line_takes(tmp_path, m
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     seen = []
-    monkeypatch.setattr("nanokv.loading.load_folder", lambda *given: seen.append(given[2:4]))
+    monkeypatch.setattr("nanokv.loading.load_folder", lambda *given, **_: seen.append(given[2:4]))
     nanokv.load(folder)
     nanokv.load("tiny")
     nanokv.load("tiny", device="cpu")
