@@ -18,6 +18,7 @@ chats only compare texts badly. An instruction is part of the text.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -49,8 +50,10 @@ def embed(
     Kusupati et al. 2022, arXiv 2205.13147). A forward computes at most `chunk` tokens; the default
     is that of a long prompt. Raises TokenIdsError, ContextError or GenerationError.
     """
+    if chunk is None:
+        chunk = prefill_chunk(model)
     found: list[Tensor] = []
-    for part in embed_steps(model, texts, pooling, normalize, dimensions, chunk):
+    for part in embed_steps(model, texts, repeat(chunk), pooling, normalize, dimensions):
         found += part
     return torch.stack(found)
 
@@ -59,22 +62,21 @@ def embed(
 def embed_steps(
     model: Model,
     texts: Iterable[Ids],
+    chunks: Iterator[int],
     pooling: str = "last",
     normalize: bool = True,
     dimensions: int | None = None,
-    chunk: int | None = None,
 ) -> Iterator[list[Tensor]]:
     """`embed` forward by forward: yields the embeddings (C,) of the texts that each one completes.
 
-    Keys and values are kept only for the text that goes on in the next forward.
+    Each forward takes the most tokens that it computes from `chunks`. Keys and values are kept only
+    for the text that goes on in the next forward.
     """
     ids = checked_texts(model, texts)
-    if chunk is None:
-        chunk = prefill_chunk(model)
-    check_settings(model, pooling, dimensions, chunk)
+    check_settings(model, pooling, dimensions)
     kept = make_cache("dict", model.config)
     total = torch.zeros(model.config.hidden_size, device=model.embed_tokens.weight.device)
-    for pieces in laid_end_to_end([*map(len, ids)], chunk):
+    for pieces in laid_end_to_end([*map(len, ids)], chunks):
         caches = [kept if piece.start else new_cache(model, piece) for piece in pieces]
         parts = [ids[piece.text][piece.start : piece.end] for piece in pieces]
         hidden = forward_packed(model, parts, caches, [piece.start for piece in pieces])  # (N,C)
@@ -106,13 +108,14 @@ class Piece(NamedTuple):
     length: int
 
 
-def laid_end_to_end(lengths: Sequence[int], chunk: int) -> Iterator[list[Piece]]:
-    """The texts laid end to end and cut after every `chunk` tokens: the pieces of each forward.
+def laid_end_to_end(lengths: Sequence[int], chunks: Iterator[int]) -> Iterator[list[Piece]]:
+    """The texts laid end to end and cut after each of the `chunks`: the pieces of each forward.
 
-    lengths [3, 4], chunk 5: tokens 0 to 2 of the first text and 0 to 1 of the second, then 2 to 3.
+    lengths [3, 4], chunks 5, 5: tokens 0 to 2 of the first text and 0 to 1 of the second, then 2
+    to 3.
     """
     pieces: list[Piece] = []
-    room = chunk
+    room = next_of(chunks)
     for text, length in enumerate(lengths):
         start = 0
         while start < length:
@@ -123,9 +126,17 @@ def laid_end_to_end(lengths: Sequence[int], chunk: int) -> Iterator[list[Piece]]
             if room == 0:
                 yield pieces
                 pieces = []
-                room = chunk
+                room = next_of(chunks)
     if pieces:
         yield pieces
+
+
+def next_of(chunks: Iterator[int]) -> int:
+    """The size of the next forward; GenerationError if it is no number of tokens."""
+    chunk = next(chunks)
+    if type(chunk) is not int or chunk < 1:
+        raise GenerationError(f"chunk is {chunk!r}: it must be an integer ≥ 1")
+    return chunk
 
 
 def new_cache(model: Model, piece: Piece) -> KVCache:
@@ -166,10 +177,8 @@ def checked_texts(model: Model, texts: Iterable[Ids]) -> list[list[int]]:
     return found
 
 
-def check_settings(model: Model, pooling: str, dimensions: int | None, chunk: int) -> None:
+def check_settings(model: Model, pooling: str, dimensions: int | None) -> None:
     """GenerationError for an unknown pooling, or a number that is out of its range."""
-    if type(chunk) is not int or chunk < 1:
-        raise GenerationError(f"chunk is {chunk!r}: it must be an integer ≥ 1")
     if pooling not in POOLINGS:
         raise GenerationError(f"pooling is {pooling!r}: {' or '.join(POOLINGS)} was expected")
     size = model.config.hidden_size

@@ -237,6 +237,14 @@ class Engine:
         self._finish(request)
         self._whole = whole
 
+    @property
+    def aside_tokens(self) -> int:
+        """The most tokens of a forward between two steps, which running streams wait for."""
+        scheduler = self.scheduler
+        if self.budget is None or not scheduler.running:
+            return scheduler.step_tokens
+        return max(self.pool.page_size, scheduler.beside or 0)
+
     def aside(self, function: Callable[[Model], Any]) -> Any:
         """function(model), between two steps: for forwards without a request and its cache."""
         return function(self.model)

@@ -183,3 +183,16 @@ def test_prompts_without_a_stream_get_the_whole_step(model, monkeypatch):
     assert [request.tokens for request in requests] == [
         alone(model, request.prompt, max_new_tokens=2) for request in requests
     ]
+
+
+def test_a_forward_between_two_steps_has_the_budget_of_prompts(model, monkeypatch):
+    clock = Clock(monkeypatch)
+    engine = Engine(model, pages=300, page_size=PAGE, clock=clock)
+    assert engine.aside_tokens == engine.scheduler.step_tokens
+    engine.submit(prompt(0, 5), max_new_tokens=20)
+    engine.step()
+    assert engine.aside_tokens == PAGE, "no step has been measured"
+    engine.submit(prompt(9, 230), max_new_tokens=5)
+    for _ in range(5):
+        engine.step()
+    assert engine.aside_tokens == 32

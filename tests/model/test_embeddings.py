@@ -5,6 +5,7 @@ Each family's backbone is saved by transformers, without `model.` before its nam
 
 import copy
 import json
+from itertools import repeat
 
 import pytest
 import torch
@@ -88,11 +89,18 @@ def test_fewer_dimensions_are_the_first_ones_normalized_again(both):
 
 
 def test_texts_are_laid_end_to_end():
-    assert list(laid_end_to_end([3, 4], 5)) == [
+    assert list(laid_end_to_end([3, 4], repeat(5))) == [
         [Piece(0, 0, 3, 3), Piece(1, 0, 2, 4)],
         [Piece(1, 2, 4, 4)],
     ]
-    assert [len(pieces) for pieces in laid_end_to_end([5, 5], 5)] == [1, 1]
+    assert [len(pieces) for pieces in laid_end_to_end([5, 5], repeat(5))] == [1, 1]
+    each = laid_end_to_end([6, 2], iter([4, 1, 9]))
+    assert [(piece.start, piece.end) for pieces in each for piece in pieces] == [
+        (0, 4),
+        (4, 5),
+        (5, 6),
+        (0, 2),
+    ]
 
 
 def test_only_the_text_that_goes_on_keeps_its_cache(both, monkeypatch):

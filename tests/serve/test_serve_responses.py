@@ -313,7 +313,8 @@ REFUSED = {
     "conversation": ({"conversation": "conv_1"}, "conversation"),
     "background": ({"background": True}, "background"),
     "prompt": ({"prompt": {"id": "p"}}, "prompt"),
-    "reference": ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
+    "reference": ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].id"),
+    "reference without a type": ({"input": [{"id": "msg_1"}]}, "input[0].id"),
     "image": (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
         "input[0].content[0]",
@@ -373,20 +374,21 @@ def test_a_reference_stands_for_the_item(server, scripted, streamed):
     output = first["output"]
     assert first["store"] and len(output) == 4
     found = []
-    for earlier in (output, references(output)):
+    untyped = [{"id": item["id"]} for item in output]
+    for earlier in (output, references(output), untyped):
         again = asked | {"input": [*asked["input"], *earlier, *rest(output)]}
         status, counted = server.post(f"{RESPONSES}/input_tokens", again)
         assert status == 200, counted
         status, answer = server.post(RESPONSES, again)
         assert (status, answer["usage"]["input_tokens"]) == (200, counted["input_tokens"])
         found.append((counted, shape(answer["output"])))
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
 
 
 def refused_reference(server, sent: list[dict], headers=None) -> str:
     """The hint of the refusal of the first item."""
     status, found = server.post(RESPONSES, {"input": sent}, headers)
-    assert (status, error(found)["param"]) == (400, "input[0].type")
+    assert (status, error(found)["param"]) == (400, "input[0].id")
     return found["hint"]
 
 

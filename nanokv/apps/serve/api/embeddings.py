@@ -73,14 +73,21 @@ class Embedding:
         self.base64 = request.encoding_format == "base64"
         self._settings: dict[str, Any] = {"pooling": pooling, "dimensions": request.dimensions}
         self._vectors: list[Tensor] = []
+        self._chunk = 1  # the most tokens of the next forward
         self._rest: Iterator[list[Tensor]] | None = None
 
     def advance(self, model: Model, chunk: int) -> bool:
         """Run the next forward, of at most `chunk` tokens; True once all vectors are computed."""
+        self._chunk = chunk
         if self._rest is None:
-            self._rest = embed_steps(model, self.inputs, chunk=chunk, **self._settings)
+            self._rest = embed_steps(model, self.inputs, self._chunks(), **self._settings)
         self._vectors += [vector.cpu() for vector in next(self._rest)]
         return len(self._vectors) == len(self.inputs)
+
+    def _chunks(self) -> Iterator[int]:
+        """The size of each forward. The next one is drawn when the forward before it is done."""
+        while True:
+            yield self._chunk
 
     def written(self) -> bytes:
         """The body of the response.

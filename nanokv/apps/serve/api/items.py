@@ -54,7 +54,10 @@ def bare(item: dict) -> dict:
 
 
 def reference(item: Any) -> str:
-    """The id to which an item refers; "" for other items."""
-    if isinstance(item, dict) and item.get("type") == "item_reference":
+    """The id to which an item refers; "" for other items. A reference may leave out its type."""
+    if not isinstance(item, dict):
+        return ""
+    kind = item.get("type")
+    if kind == "item_reference" or (kind is None and "role" not in item and "id" in item):
         return str(item.get("id"))
     return ""

@@ -9,7 +9,7 @@ the prompt, and the log names them. Agents offer those beside their functions wi
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, create_model
+from pydantic import AfterValidator, Discriminator, Field, PlainValidator, Tag, create_model
 
 from nanokv.apps.serve.api.errors import ApiError
 from nanokv.apps.serve.api.fields import (
@@ -20,9 +20,10 @@ from nanokv.apps.serve.api.fields import (
     Object,
     Text,
     YesNo,
+    not_done,
     read,
 )
-from nanokv.apps.serve.api.items import MOST_ITEMS
+from nanokv.apps.serve.api.items import MOST_ITEMS, reference
 from nanokv.apps.serve.api.known import HARMLESS, NOT_DONE, refused
 from nanokv.apps.serve.api.messages import RefusalPart, Tools, joined, kind_of_content
 from nanokv.apps.serve.api.protocol import Asked, common, note_unknown, with_end
@@ -128,10 +129,16 @@ class ReasoningItem(Fields):
     content: Annotated[list[TextPart], AfterValidator(joined)] | None = None
 
 
+def unkept(_: Any) -> Any:
+    """No id is valid: `items` has put the kept items in place of their references."""
+    raise not_done(NO_REFERENCES)
+
+
 class ReferenceItem(Fields):
     """An item of an earlier response that is not kept."""
 
-    type: Annotated[Literal["item_reference"], Nothing(hint=NO_REFERENCES)]
+    id: Annotated[Any, PlainValidator(unkept)]
+    type: Literal["item_reference"] | None = None
 
 
 class OtherItem(Fields):
@@ -150,9 +157,11 @@ MODELS = {
 
 
 def kind_of_item(item: Any) -> str:
-    """The discriminator's tag of an item. A message may leave out its type."""
+    """The discriminator's tag of an item. A message or a reference may leave out its type."""
     if not isinstance(item, dict):
         return "<message>"
+    if reference(item):
+        return "<item_reference>"
     kind = item.get("type", "message")
     if isinstance(kind, str) and kind in MODELS:
         return f"<{kind}>"

@@ -253,7 +253,7 @@ class EngineThread:
 
     def _embed(self, embed: Embed) -> bool:
         """One forward of embeddings."""
-        chunk = self.engine.scheduler.step_tokens
+        chunk = self.engine.aside_tokens
         complete = self.engine.aside(lambda model: embed.embedding.advance(model, chunk))
         if complete:
             self.engine.scheduler.turns.count(embed.client, embed.embedding.tokens)
