@@ -243,7 +243,7 @@ def test_a_killed_run_of_such_lines_goes_on(cli, endless_folder, tmp_path):
     assert {json.loads(row)["custom_id"] for row in done} == {"r0", "r1", "r2"}
     lines[0]["body"]["max_tokens"] = 3
     code, _, err = cli("-o", out, "-m", endless_folder, lines=lines)
-    assert code == 0 and "4 of 4 lines answered · 3 of them before" in err
+    assert code == 0 and "4 of 4 lines answered · 3 of them earlier" in err
     rows = out.read_text().splitlines()
     assert set(rows[1:]) == done and json.loads(rows[0])["custom_id"] == "long"
 
