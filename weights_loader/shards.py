@@ -14,9 +14,10 @@ import math
 import mmap
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy
 import torch
@@ -30,6 +31,7 @@ from .strict import LIMITS, CheckpointError, parse_object, quote
 STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # in a GGUF file
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 CHUNK = 1 << 24  # bytes of the file that a conversion maps at once, its only temporary memory
+WINDOW = 1 << 30  # bytes of the file in the mapping that the tensors there share
 MOST_TENSORS = 50_000  # in one file; a shard of a large mixture of experts has some hundreds
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 FORMAT_HINT = "the file is incomplete or damaged: fetch it again"
@@ -52,6 +54,32 @@ class Slice:
 Part = Callable[[str, tuple[int, ...]], Slice]
 
 
+class Windows:
+    """The mappings that the tensors of one load share, each alive while a tensor is a view of it.
+
+    Each mapping keeps a file open. A mixture of experts has more tensors than a process may open
+    files: 18,867 in Qwen3-30B-A3B, and 1,024 files is the usual limit.
+    """
+
+    def __init__(self) -> None:
+        self.alive: WeakValueDictionary[tuple[Path, int, int], mmap.mmap] = WeakValueDictionary()
+
+    def around(self, path: Path, start: int, end: int) -> tuple[mmap.mmap, int]:
+        """A mapping of the whole windows around bytes [start, end), and its first byte's place."""
+        first = start // WINDOW
+        last = max(first, (end - 1) // WINDOW)
+        pages = self.alive.get((path, first, last))
+        if pages is None:
+            with open(path, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                length = min(size, (last + 1) * WINDOW) - first * WINDOW
+                pages = mmap.mmap(
+                    file.fileno(), length, access=mmap.ACCESS_COPY, offset=first * WINDOW
+                )
+            self.alive[path, first, last] = pages
+        return pages, first * WINDOW
+
+
 @dataclass(frozen=True)
 class Entry:
     """The place of one tensor: `nbytes` bytes from byte `start` of the file `path`."""
@@ -62,27 +90,39 @@ class Entry:
     shape: tuple[int, ...]
     start: int
     nbytes: int
+    windows: Windows = field(default_factory=Windows, kw_only=True, compare=False, repr=False)
 
     as_stored = True  # the file holds the values in this dtype and order
 
-    def mapped(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Bytes [offset, offset + nbytes) of this tensor → (n,) of its dtype, without a copy."""
-        raw = self.raw(offset, nbytes)
+    def view(self) -> torch.Tensor:
+        """The tensor, without a copy."""
+        return self.typed(0, self.raw()).view(self.shape)
+
+    def raw(self) -> torch.Tensor:
+        """The tensor's bytes (nbytes,) uint8, without a copy."""
+        end = self.start + self.nbytes
+        pages, first = self.windows.around(self.path, self.start, end)
+        place = self.start - first
+        # The tensor keeps the mapping alive.
+        return torch.frombuffer(pages, dtype=torch.uint8, count=self.nbytes, offset=place)
+
+    def typed(self, offset: int, raw: torch.Tensor) -> torch.Tensor:
+        """Bytes (nbytes,) from byte `offset` of this tensor on → (n,) of its dtype."""
         # Legal in the file, but a view must be aligned.
         if (self.start + offset) % self.dtype.itemsize:
             raw = raw.clone()
         return raw.view(self.dtype)
 
-    def raw(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Bytes [offset, offset + nbytes) of this tensor → (nbytes,) uint8, without a copy."""
+    def mapped(self, offset: int, nbytes: int) -> torch.Tensor:
+        """Bytes [offset, offset + nbytes) → (n,) of its dtype, in a mapping of their own."""
         start = self.start + offset
         skip = start % mmap.ALLOCATIONGRANULARITY  # a mapping must begin at a page
         with open(self.path, "rb") as file:
             pages = mmap.mmap(
                 file.fileno(), nbytes + skip, access=mmap.ACCESS_COPY, offset=start - skip
             )
-        # The tensor keeps the mapping alive.
-        return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes, offset=skip)
+        raw = torch.frombuffer(pages, dtype=torch.uint8, count=nbytes, offset=skip)
+        return self.typed(offset, raw)
 
     def rows(self, first: int, end: int) -> "Entry":
         """Rows first … end−1 of dimension 0, which are contiguous in the file."""
@@ -150,7 +190,7 @@ class GgufEntry(Entry):
 
         A view of the file; permuted rows are copied into their order.
         """
-        rows = self.raw(0, self.nbytes).view(self.shape[0], -1)
+        rows = self.raw().view(self.shape[0], -1)
         if not self.heads:
             return rows
         pairs = rows.view(self.heads, -1, 2, rows.shape[1])  # (heads,D/2,2,bytes)
@@ -211,11 +251,15 @@ def read_entries(folder: Path, tied: bool = True) -> dict[str, Entry]:
 
     The index names the shards. As in transformers, all tensors in the shards count, even if the
     index omits one. A tensor in the index must exist, except a `tied` head, which some writers list
-    and do not store.
+    and do not store. Views of the tensors share their mappings.
     """
+    windows = Windows()
     if (folder / POINTER).is_file():
         path, tensors = places(folder)
-        return {name: GgufEntry.of(path, name, *place) for name, place in tensors.items()}
+        return {
+            name: replace(GgufEntry.of(path, name, *place), windows=windows)
+            for name, place in tensors.items()
+        }
     files, weight_map = weight_files(folder)
     missing = [file for file in files if not (folder / file).is_file()]
     if missing:
@@ -236,7 +280,7 @@ def read_entries(folder: Path, tied: bool = True) -> dict[str, Entry]:
                 raise CheckpointError(
                     f"{folder / file} holds {quote(name)}, which {INDEX} puts in {listed}"
                 )
-            entries[name] = entry
+            entries[name] = replace(entry, windows=windows)
     _check_index(folder, weight_map, entries, tied)
     return entries
 
@@ -361,7 +405,7 @@ def materialize(
             at = prefetched.taken(entry.path, entry.start, entry.nbytes)
         if prefetched is None or at is None:
             # Takes no memory yet: pages are read on first access.
-            return entry.mapped(0, entry.nbytes).view(entry.shape)
+            return entry.view()
         whole = torch.frombuffer(prefetched.memory, dtype=torch.uint8)  # one storage for all
         return whole[at : at + entry.nbytes].view(entry.dtype).view(entry.shape)
     result = torch.empty(entry.shape, dtype=dtype or entry.dtype, device=device)

@@ -199,6 +199,24 @@ def test_writing_to_a_loaded_tensor_leaves_the_file_alone(tmp_path):
     assert not torch.equal(weights_loader.load(folder)[1]["norm.weight"], state["norm.weight"])
 
 
+def test_there_may_be_more_tensors_than_files_that_may_be_open(tmp_path, monkeypatch):
+    """As in every mixture of experts: 18,867 tensors in Qwen3-30B-A3B, and 1,024 files is the usual limit. Tensors of
+    one window of the file share a mapping; one that crosses a window's end has its own."""
+    resource = pytest.importorskip("resource", reason="no limit of open files to lower")
+    monkeypatch.setattr(shards, "WINDOW", 1 << 16)
+    config = CONFIG | {"num_hidden_layers": 40}
+    tensors = make_tensors(config)
+    write(tmp_path, config, tensors)
+    limits, used = resource.getrlimit(resource.RLIMIT_NOFILE), len(os.listdir("/dev/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 60, limits[1]))
+    try:
+        _, state = weights_loader.load(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert len(state) > 400
+    assert all(torch.equal(state[names.to_nanokv(name)], it) for name, it in tensors.items())
+
+
 def test_values_at_an_odd_byte_are_copied_right(tmp_path):
     """The format does not promise alignment: a header of odd length shifts every value."""
     folder = write(tmp_path)
