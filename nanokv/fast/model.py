@@ -34,10 +34,12 @@ from nanokv.rope import apply_rope, rope_frequencies
 
 Rope = tuple[Tensor, Tensor]  # cos, sin
 MakeMatrix = Callable[..., Matrix]  # (weight, bias or None)
+# The dtype of activations between products, and the product of a matrix with them.
+Way = tuple[torch.dtype, Callable[[Matrix, Tensor], Tensor]]
 
 
-class Block(Addressed):
-    """One layer of the plain model, attention and MLP with their norms, over fused weights.
+class Layer(Addressed):
+    """One layer of the plain model over fused weights: attention, then what a subclass has as MLP.
 
     `norms`: the weights, or None, of "norm", "q_norm", "k_norm" and "mlp_norm".
     """
@@ -47,15 +49,7 @@ class Block(Addressed):
     k_norm: Tensor | None
     mlp_norm: Tensor
 
-    def __init__(
-        self,
-        config: Config,
-        qkv: Matrix,
-        o: Matrix,
-        gate_up: Matrix,
-        down: Matrix,
-        norms: dict[str, Tensor | None],
-    ):
+    def __init__(self, config: Config, qkv: Matrix, o: Matrix, norms: dict[str, Tensor | None]):
         super().__init__()
         self.heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.eps = config.rms_norm_eps
@@ -65,39 +59,28 @@ class Block(Addressed):
         self.like = torch.empty(1, Hk, 1, D, dtype=self.dtype, device="cpu")
         self.qkv = qkv
         self.o = o
-        self.gate_up = gate_up
-        self.down = down
         for name, weight in norms.items():
             if weight is not None:
                 weight = weight.detach().float().contiguous()
             self.register_buffer(name, weight)
 
-    @classmethod
-    def of(cls, plain: PlainBlock, config: Config, make_matrix: MakeMatrix) -> "Block":
-        """The layer of a plain model, with the weights of q, k and v and of gate and up fused."""
-        attention = plain.self_attn
-        mlp = cast(MLP, plain.mlp)  # check_plain has checked the class
-        norms = {
-            "norm": plain.input_layernorm,
-            "q_norm": attention.q_norm,
-            "k_norm": attention.k_norm,
-            "mlp_norm": plain.post_attention_layernorm,
-        }
-        return cls(
-            config,
-            make_matrix(*fused(attention.q_proj, attention.k_proj, attention.v_proj)),
-            make_matrix(attention.o_proj.weight, attention.o_proj.bias),
-            make_matrix(*fused(mlp.gate_proj, mlp.up_proj)),
-            make_matrix(mlp.down_proj.weight),
-            {name: getattr(norm, "weight", None) for name, norm in norms.items()},
-        )
+    def matrices(self) -> list[Matrix]:
+        """The matrices with which every token is multiplied."""
+        return [self.qkv, self.o]
 
-    @functools.cached_property
-    def struct(self) -> native.Layer:
-        """The layer as the kernels read it, made once."""
-        matrices = (matrix.struct for matrix in (self.qkv, self.o, self.gate_up, self.down))
-        norms = map(native.pointer, (self.norm, self.q_norm, self.k_norm, self.mlp_norm))
-        return native.Layer(*matrices, *norms, *self.heads, self.eps, native.FORMATS[self.dtype])
+    def one_token(
+        self, kernels: ctypes.CDLL, x: Tensor, rope: Rope, cache: LayerCache, attend: Decode
+    ) -> Tensor | None:
+        """One token per row, in kernels of its own; None if there are none, and x is unchanged."""
+        return None
+
+    def add_mlp(self, kernels: ctypes.CDLL, x: Tensor, way: Way) -> None:
+        """Add the MLP of x (B,T,C) to x, by kernels."""
+        raise NotImplementedError
+
+    def mlp_path(self, x: Tensor) -> Tensor:
+        """The MLP by torch: x (B,T,C), which is normed, → (B,T,C)."""
+        raise NotImplementedError
 
     def forward(self, x: Tensor, rope: Rope, cache: LayerCache, attend: Attend) -> Tensor:
         """x (B,T,C) fp32 → (B,T,C)."""
@@ -107,53 +90,12 @@ class Block(Addressed):
         if kernels is None:
             return self.torch_path(x, rope, cache, attend)
         if x.shape[1] == 1 and sees_its_row(attend, cache):
-            reserve = reserve_of(cache)
-            pages = None
-            if reserve is not None:
-                pages = reserve(cache, self.token_like(len(x)))
-            if pages is not None:
-                return self.step(kernels, x, rope, pages)
-            if attend.mask is None:
-                return self.step_around(kernels, x, rope, cache)
+            y = self.one_token(kernels, x, rope, cache, attend)
+            if y is not None:
+                return y
         # `many` overwrites its input, and a hook may have kept x: pass a copy.
         own = x.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
         return self.many(kernels, own, rope, cache, attend)
-
-    def token_like(self, rows: int) -> Tensor:
-        """(B,Hk,1,D): the shape and dtype of the keys that one token per row adds to a cache."""
-        if rows == 1:
-            return self.like
-        return self.like.expand(rows, -1, -1, -1)
-
-    def step(self, kernels: ctypes.CDLL, x: Tensor, rope: Rope, pages: Pages) -> Tensor:
-        """One token per row; overwrites x. The kernel writes k and v into the pages."""
-        B = x.shape[0]
-        cos, sin = rope
-        angles = cos.data_ptr(), sin.data_ptr(), stride(cos, B, self.heads[2])
-        layers = native.addresses([self.struct])
-        places = native.addresses([native.pages_struct(pages)])
-        kernels.steps(layers, 1, x.data_ptr(), B, *angles, places)
-        return x
-
-    def step_around(self, kernels: ctypes.CDLL, x: Tensor, rope: Rope, cache: LayerCache) -> Tensor:
-        """One token per row; overwrites x. Two kernels, with the cache's `append` between them."""
-        B = x.shape[0]
-        cos, sin = rope
-        H, Hk, D = self.heads
-        layer = ctypes.byref(self.struct)
-        angles = cos.data_ptr(), sin.data_ptr(), stride(cos, B, D)
-        q = x.new_empty(B, H, D)
-        k, v = x.new_empty(2, B, Hk, 1, D, dtype=self.dtype)
-        outputs = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        kernels.before_cache(layer, x.data_ptr(), B, *angles, *outputs)
-        keys, values = cache.append(k, v)  # (B,Hk,S,D) ×2
-        if not alike(k, keys, values):  # possible with a custom `append`
-            return self.rest(x, Decode()(q[:, :, None].to(self.dtype), keys, values))
-        lengths: Any = [keys.shape[2]] * B  # Pages makes a tensor of it
-        pages = Pages(keys, values, lengths)
-        where = ctypes.byref(native.pages_struct(pages))
-        kernels.after_cache(layer, x.data_ptr(), B, q.data_ptr(), where)
-        return x
 
     def many(
         self, kernels: ctypes.CDLL, x: Tensor, rope: Rope, cache: LayerCache, attend: Attend
@@ -164,15 +106,26 @@ class Block(Addressed):
         Everything between them is done by kernels. Activations between torch's products have the
         weights' dtype, between the kernels' products fp32.
         """
+        way = self.qkv.product_dtype, many_rows
+        if x.shape[0] * x.shape[1] <= min(matrix.most_rows for matrix in self.matrices()):
+            way = torch.float32, few_rows
+        self.add_attention(kernels, x, rope, cache, attend, way)
+        self.add_mlp(kernels, x, way)
+        return x
+
+    def add_attention(
+        self,
+        kernels: ctypes.CDLL,
+        x: Tensor,
+        rope: Rope,
+        cache: LayerCache,
+        attend: Attend,
+        way: Way,
+    ) -> None:
+        """Add the attention of x (B,T,C) to x."""
+        dtype, product = way
         B, T, _ = x.shape
         H, Hk, D = self.heads
-        matrices = self.qkv, self.o, self.gate_up, self.down
-        if B * T <= min(matrix.most_rows for matrix in matrices):
-            dtype = torch.float32
-            product = few_rows
-        else:
-            dtype = self.qkv.product_dtype
-            product = many_rows
         form = native.FORMATS[dtype]
         qkv = product(self.qkv, self.rows_normed(kernels, x, self.norm, dtype))  # (B,T,(H+2Hk)·D)
         q, k, v = (x.new_empty(B, heads, T, D, dtype=self.dtype) for heads in (H, Hk, Hk))
@@ -185,12 +138,6 @@ class Block(Addressed):
         y = self.attended(kernels, attend, q, *cache.append(k, v))  # (B,H,T,D)
         y = product(self.o, y.transpose(1, 2).reshape(B, T, H * D))  # (B,T,C)
         kernels.add_rows(x.data_ptr(), y.data_ptr(), x.numel(), form)
-        both = product(self.gate_up, self.rows_normed(kernels, x, self.mlp_norm, dtype))  # (B,T,2I)
-        hidden = both.new_empty(B, T, both.shape[-1] // 2)
-        kernels.gate_rows(hidden.data_ptr(), both.data_ptr(), B * T, hidden.shape[-1], form)
-        y = product(self.down, hidden)
-        kernels.add_rows(x.data_ptr(), y.data_ptr(), x.numel(), form)
-        return x
 
     def rows_normed(
         self, kernels: ctypes.CDLL, x: Tensor, weight: Tensor, dtype: torch.dtype
@@ -248,14 +195,123 @@ class Block(Addressed):
     def rest(self, x: Tensor, y: Tensor) -> Tensor:
         """The layer after attention, by torch: x (B,T,C), y (B,H,T,D) → (B,T,C)."""
         x = x + self.o(y.transpose(1, 2).flatten(2))
-        gate, up = self.gate_up(self.normed(x, self.mlp_norm)).chunk(2, dim=-1)  # (B,T,I) ×2
-        return x + self.down(F.silu(gate) * up)
+        return x + self.mlp_path(self.normed(x, self.mlp_norm))
 
     def normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """RMSNorm of x, or x itself if the family has no such norm."""
         if weight is None:
             return x
         return F.rms_norm(x, weight.shape, weight, self.eps)
+
+
+class Block(Layer):
+    """A layer with a dense MLP, whose decode step is one kernel call."""
+
+    def __init__(
+        self,
+        config: Config,
+        qkv: Matrix,
+        o: Matrix,
+        gate_up: Matrix,
+        down: Matrix,
+        norms: dict[str, Tensor | None],
+    ):
+        super().__init__(config, qkv, o, norms)
+        self.gate_up = gate_up
+        self.down = down
+
+    @classmethod
+    def of(cls, plain: PlainBlock, config: Config, make_matrix: MakeMatrix) -> "Block":
+        """The layer of a plain model, with the weights of q, k and v and of gate and up fused."""
+        attention = plain.self_attn
+        mlp = cast(MLP, plain.mlp)  # check_plain has checked the class
+        norms = {
+            "norm": plain.input_layernorm,
+            "q_norm": attention.q_norm,
+            "k_norm": attention.k_norm,
+            "mlp_norm": plain.post_attention_layernorm,
+        }
+        return cls(
+            config,
+            make_matrix(*fused(attention.q_proj, attention.k_proj, attention.v_proj)),
+            make_matrix(attention.o_proj.weight, attention.o_proj.bias),
+            make_matrix(*fused(mlp.gate_proj, mlp.up_proj)),
+            make_matrix(mlp.down_proj.weight),
+            {name: getattr(norm, "weight", None) for name, norm in norms.items()},
+        )
+
+    @functools.cached_property
+    def struct(self) -> native.Layer:
+        """The layer as the kernels read it, made once."""
+        matrices = (matrix.struct for matrix in (self.qkv, self.o, self.gate_up, self.down))
+        norms = map(native.pointer, (self.norm, self.q_norm, self.k_norm, self.mlp_norm))
+        return native.Layer(*matrices, *norms, *self.heads, self.eps, native.FORMATS[self.dtype])
+
+    def matrices(self) -> list[Matrix]:
+        return [self.qkv, self.o, self.gate_up, self.down]
+
+    def one_token(
+        self, kernels: ctypes.CDLL, x: Tensor, rope: Rope, cache: LayerCache, attend: Decode
+    ) -> Tensor | None:
+        reserve = reserve_of(cache)
+        pages = None
+        if reserve is not None:
+            pages = reserve(cache, self.token_like(len(x)))
+        if pages is not None:
+            return self.step(kernels, x, rope, pages)
+        if attend.mask is None:
+            return self.step_around(kernels, x, rope, cache)
+        return None
+
+    def token_like(self, rows: int) -> Tensor:
+        """(B,Hk,1,D): the shape and dtype of the keys that one token per row adds to a cache."""
+        if rows == 1:
+            return self.like
+        return self.like.expand(rows, -1, -1, -1)
+
+    def step(self, kernels: ctypes.CDLL, x: Tensor, rope: Rope, pages: Pages) -> Tensor:
+        """One token per row; overwrites x. The kernel writes k and v into the pages."""
+        B = x.shape[0]
+        cos, sin = rope
+        angles = cos.data_ptr(), sin.data_ptr(), stride(cos, B, self.heads[2])
+        layers = native.addresses([self.struct])
+        places = native.addresses([native.pages_struct(pages)])
+        kernels.steps(layers, 1, x.data_ptr(), B, *angles, places)
+        return x
+
+    def step_around(self, kernels: ctypes.CDLL, x: Tensor, rope: Rope, cache: LayerCache) -> Tensor:
+        """One token per row; overwrites x. Two kernels, with the cache's `append` between them."""
+        B = x.shape[0]
+        cos, sin = rope
+        H, Hk, D = self.heads
+        layer = ctypes.byref(self.struct)
+        angles = cos.data_ptr(), sin.data_ptr(), stride(cos, B, D)
+        q = x.new_empty(B, H, D)
+        k, v = x.new_empty(2, B, Hk, 1, D, dtype=self.dtype)
+        outputs = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        kernels.before_cache(layer, x.data_ptr(), B, *angles, *outputs)
+        keys, values = cache.append(k, v)  # (B,Hk,S,D) ×2
+        if not alike(k, keys, values):  # possible with a custom `append`
+            return self.rest(x, Decode()(q[:, :, None].to(self.dtype), keys, values))
+        lengths: Any = [keys.shape[2]] * B  # Pages makes a tensor of it
+        pages = Pages(keys, values, lengths)
+        where = ctypes.byref(native.pages_struct(pages))
+        kernels.after_cache(layer, x.data_ptr(), B, q.data_ptr(), where)
+        return x
+
+    def add_mlp(self, kernels: ctypes.CDLL, x: Tensor, way: Way) -> None:
+        dtype, product = way
+        B, T, _ = x.shape
+        form = native.FORMATS[dtype]
+        both = product(self.gate_up, self.rows_normed(kernels, x, self.mlp_norm, dtype))  # (B,T,2I)
+        hidden = both.new_empty(B, T, both.shape[-1] // 2)
+        kernels.gate_rows(hidden.data_ptr(), both.data_ptr(), B * T, hidden.shape[-1], form)
+        y = product(self.down, hidden)
+        kernels.add_rows(x.data_ptr(), y.data_ptr(), x.numel(), form)
+
+    def mlp_path(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)  # (B,T,I) ×2
+        return self.down(F.silu(gate) * up)
 
 
 def few_rows(matrix: Matrix, x: Tensor) -> Tensor:
@@ -404,8 +460,11 @@ class FastTransformer(Transformer):
     def any_threads(self) -> bool:
         """Whether a decode step of one row gives the same bits with any number of threads.
 
-        A kernel computes each row of a matrix in one thread; torch does not.
+        A kernel computes each row of a matrix in one thread; torch does not, and attends in layers
+        of experts.
         """
+        if any(type(layer) is not Block for layer in self.layers):
+            return False
         return self.norm.weight.device.type == "cpu" and native.kernels() is not None
 
     def knows(self, tokens: Tensor) -> bool:

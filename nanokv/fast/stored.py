@@ -17,9 +17,12 @@ import weights_loader
 from nanokv.config import Config
 from nanokv.errors import ConfigError
 from nanokv.fast.blocks import SIZES, Blocks, stacked
-from nanokv.fast.model import Block, Embedding, FastTransformer, Norm
-from nanokv.fast.weights import Dense, Matrix, check_dense
+from nanokv.fast.experts import Expert, ExpertBlock
+from nanokv.fast.model import Block, Embedding, FastTransformer, Layer, Norm
+from nanokv.fast.weights import Dense, Matrix
 from nanokv.loading import skeleton
+from nanokv.model import Block as PlainBlock
+from nanokv.model import MixtureOfExperts
 from nanokv.support.neighbours import watch
 from weights_loader import CheckpointError
 from weights_loader.prefetch import Prefetch
@@ -38,10 +41,9 @@ def read(
     """The model of a GGUF file. A `Read` of nanokv.loading.
 
     `dtype` is that of the cache and of matrices without blocks. Raises ConfigError for a GPU, for
-    float16, for a folder of another kind and for experts, and CheckpointError for a damaged file.
+    float16 and for a folder of another kind, and CheckpointError for a damaged file.
     """
     fields = dict(fields)
-    check_dense(Config.from_dict(fields))
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         raise ConfigError(
             f"blocks of a GGUF file have kernels on a CPU in bfloat16 or float32, not for {dtype} "
@@ -82,7 +84,8 @@ def assembled(
     fast.lm_head = table if config.tie_word_embeddings else matrix("lm_head")
     fast.norm = Norm(state["norm.weight"], config.rms_norm_eps)
     fast.layers = nn.ModuleList(
-        layer(config, f"layers.{i}", matrix, state.get) for i in range(config.num_hidden_layers)
+        layer(plain, config, f"layers.{i}", matrix, state.get)
+        for i, plain in enumerate(fast.layers)
     )
     counts: Counter[str] = Counter()
     for kind, rows in blocks.values():
@@ -91,22 +94,34 @@ def assembled(
     return fast.requires_grad_(False).eval()
 
 
-def layer(config: Config, name: str, matrix: Callable[[str], Matrix], vector: Get) -> Block:
-    """The layer with this name. q, k and v keep their own types, and so do gate and up."""
+def layer(
+    plain: PlainBlock, config: Config, name: str, matrix: Callable[[str], Matrix], vector: Get
+) -> Layer:
+    """The layer with this name, in place of a plain one without weights.
+
+    q, k and v keep their own types, and so do gate and up.
+    """
     attention = f"{name}.self_attn"
-    return Block(
-        config,
-        stacked([matrix(f"{attention}.{part}_proj") for part in "qkv"]),
-        matrix(f"{attention}.o_proj"),
-        stacked([matrix(f"{name}.mlp.{part}_proj") for part in ("gate", "up")]),
-        matrix(f"{name}.mlp.down_proj"),
-        {
-            "norm": vector(f"{name}.input_layernorm.weight"),
-            "q_norm": vector(f"{attention}.q_norm.weight"),
-            "k_norm": vector(f"{attention}.k_norm.weight"),
-            "mlp_norm": vector(f"{name}.post_attention_layernorm.weight"),
-        },
-    )
+    qkv = stacked([matrix(f"{attention}.{part}_proj") for part in "qkv"])
+    o = matrix(f"{attention}.o_proj")
+    norms = {
+        "norm": vector(f"{name}.input_layernorm.weight"),
+        "q_norm": vector(f"{attention}.q_norm.weight"),
+        "k_norm": vector(f"{attention}.k_norm.weight"),
+        "mlp_norm": vector(f"{name}.post_attention_layernorm.weight"),
+    }
+    if not isinstance(plain.mlp, MixtureOfExperts):
+        return Block(config, qkv, o, *mlp(f"{name}.mlp", matrix), norms)
+    count = plain.mlp.sizes.num_experts
+    experts = [Expert(*mlp(f"{name}.mlp.experts.{e}", matrix)) for e in range(count)]
+    router = matrix(f"{name}.mlp.gate")
+    return ExpertBlock(config, qkv, o, plain.mlp, router, experts, norms)
+
+
+def mlp(name: str, matrix: Callable[[str], Matrix]) -> tuple[Matrix, Matrix]:
+    """(gate above up, down) of the MLP with this name."""
+    gate_up = stacked([matrix(f"{name}.{part}_proj") for part in ("gate", "up")])
+    return gate_up, matrix(f"{name}.down_proj")
 
 
 def refuse_unfinite(folder: Path, model: FastTransformer, state: dict[str, Tensor]) -> None:

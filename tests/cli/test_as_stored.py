@@ -74,10 +74,20 @@ def test_a_file_without_blocks_is_read_as_before(make, kind):
     )
 
 
-def test_experts_stay_dequantized(make):
+@pytest.mark.parametrize(
+    ("flags", "found", "text"),
+    [
+        ([], {"Q8_0"}, "fast kernels, weights as stored"),
+        (["--dequantize"], set(), "plain (no kernels for experts)"),
+    ],
+)
+def test_experts_keep_the_blocks_too(cli, make, flags, found, text):
     path = make(model_type="qwen3_moe", norm_topk_prob=True, moe_intermediate_size=64)
-    loaded = loaded_of(parsed("x", "-m", path))
-    assert not kinds(loaded.model) and loaded.code.text == "plain (no kernels for experts)"
+    loaded = loaded_of(parsed("x", "-m", path, *flags))
+    assert kinds(loaded.model) == found and loaded.code.text == text
+    if found:
+        code, out, err = cli("memory", path, "--context", 64, "--json")
+        assert code == 0 and json.loads(out)["stored_bytes"] == loaded.stored, err
 
 
 def test_generate_and_chat_answer(cli, make):

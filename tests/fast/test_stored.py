@@ -8,11 +8,12 @@ import torch
 
 import nanokv
 import weights_loader
-from gguf_files import write_gguf
+from gguf_files import SHAPES, write_gguf
 from nanokv.cache import make_cache
 from nanokv.errors import ConfigError
 from nanokv.fast import native, optimize
 from nanokv.fast.blocks import Blocks, Stacked
+from nanokv.fast.experts import ExpertBlock
 from nanokv.fast.stored import read
 from nanokv.fast.weights import Dense
 from nanokv.inference import decode, prefill
@@ -20,15 +21,9 @@ from oracle import random_ids, tiny_reference
 from small_model import needs_kernels
 from tiny_checkpoint import write_tokenizer
 
-SIZES = {"vocab_size": 320, "tie_word_embeddings": False}
-SHAPES = {
-    "qwen3": SIZES,
-    "qwen3-tied": SIZES | {"tie_word_embeddings": True},
-    "qwen2": SIZES | {"model_type": "qwen2"},
-    "llama": SIZES | {"model_type": "llama", "head_dim": None, "num_key_value_heads": 1},
-    "moe": SIZES | {"model_type": "qwen3_moe", "norm_topk_prob": True, "moe_intermediate_size": 64},
-}
-DENSE = [shape for shape in SHAPES if shape != "moe"]
+# With fewer experts per token, rounded activations would choose others where the router nearly had a tie.
+SHAPES = SHAPES | {"moe-all": SHAPES["moe"] | {"num_experts_per_tok": 6}}
+FAMILIES = ["qwen3", "qwen3-tied", "qwen2", "llama", "moe-all"]
 TYPES = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]  # that the gguf package can write
 
 
@@ -61,7 +56,15 @@ def logits(model):
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("shape", DENSE)
+def mlps(mine, its):
+    """(of a layer of the fast model, of the plain one), or one pair per expert, after the router."""
+    if not isinstance(mine, ExpertBlock):
+        return [(mine, its.mlp)]
+    assert torch.equal(mine.mlp.gate.dense(), its.mlp.gate.weight)
+    return zip(mine.mlp.experts, its.mlp.experts, strict=True)
+
+
+@pytest.mark.parametrize("shape", FAMILIES)
 @pytest.mark.parametrize("kind", TYPES)
 def test_every_family_holds_the_numbers_of_the_dequantized_model(write, shape, kind):
     """To the bit: rows of q and k that llama.cpp permuted are in their order. Logits differ by rounded activations."""
@@ -75,13 +78,24 @@ def test_every_family_holds_the_numbers_of_the_dequantized_model(write, shape, k
         qkv = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
         assert torch.equal(mine.qkv.dense(), torch.cat(qkv))
         assert torch.equal(mine.o.dense(), attention.o_proj.weight)
-        assert torch.equal(
-            mine.gate_up.dense(), torch.cat([its.mlp.gate_proj.weight, its.mlp.up_proj.weight])
-        )
-        assert torch.equal(mine.down.dense(), its.mlp.down_proj.weight)
+        for fused, parts in mlps(mine, its):
+            assert torch.equal(
+                fused.gate_up.dense(), torch.cat([parts.gate_proj.weight, parts.up_proj.weight])
+            )
+            assert torch.equal(fused.down.dense(), parts.down_proj.weight)
     assert torch.equal(fast.lm_head.dense(), plain.lm_head.weight)
     assert (fast.lm_head is fast.embed_tokens.table) == (shape == "qwen3-tied")
     assert distance(logits(fast), logits(plain)) <= 0.03
+
+
+def test_a_token_goes_through_the_experts_that_the_plain_model_chooses(write, monkeypatch):
+    """Without kernels nothing is rounded on the way to the router."""
+    path = write("moe", "Q4_0")
+    plain, _ = nanokv.load(path, dtype=torch.float32)
+    monkeypatch.setattr(native, "library", lambda: (None, "torch operators (test)"))
+    fast, _ = nanokv.load(path, dtype=torch.float32, read=read)
+    assert distance(logits(fast), logits(plain)) <= 1e-5
+    assert not fast.any_threads
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -163,7 +177,6 @@ def test_a_step_is_one_call(write, monkeypatch):
 @pytest.mark.parametrize(
     ("shape", "kind", "arguments", "message"),
     [
-        ("moe", "Q8_0", {}, "has experts"),
         ("qwen3", "Q8_0", {"dtype": "float16"}, "bfloat16 or float32, not for torch.float16"),
     ],
 )

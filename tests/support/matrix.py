@@ -27,6 +27,7 @@ from nanokv.engine.packed import prefill_packed
 from nanokv.errors import CacheError, UnsupportedError
 from nanokv.fast import optimize
 from nanokv.fast.compiled import Compiled
+from nanokv.fast.experts import ExpertBlock
 from nanokv.fast.stored import assembled
 from nanokv.inference import decode, prefill, prefill_chunks, verify_draft
 from nanokv.loading import build
@@ -86,17 +87,19 @@ def new(config, spec: str, rows: int = 1):
 
 
 FAMILIES = {
-    "": "G2-untied-bias",
-    "llama": "llama-G4-rope-bias",
-    "qwen2": "qwen2-G2",
-    "moe": "moe-every-2nd",
+    "": SHAPES["G2-untied-bias"],
+    "llama": SHAPES["llama-G4-rope-bias"],
+    "qwen2": SHAPES["qwen2-G2"],
+    "moe": SHAPES["moe-every-2nd"],
+    # All experts: rounded activations would let the router choose others where it nearly had a tie.
+    "moe-all": SHAPES["moe-every-2nd"] | {"moe_intermediate_size": 64, "num_experts_per_tok": 6},
 }
 
 
 @functools.cache
 def plain(family: str = ""):
     """3 or 4 layers; widths that come in groups of 32. Qwen3's: G = 2, biases, untied."""
-    return pair(**SHAPES[FAMILIES[family]])[1]
+    return pair(**FAMILIES[family])[1]
 
 
 def dequantized(fast):
@@ -116,9 +119,8 @@ def dequantized(fast):
                 state[f"layers.{i}.self_attn.{name}.{kind}"] = part
         state[f"layers.{i}.self_attn.o_proj.weight"] = layer.o.dense()
         state[f"layers.{i}.self_attn.o_proj.bias"] = layer.o.bias
-        gate, up = layer.gate_up.dense().chunk(2)
-        mlp = {"gate_proj": gate, "up_proj": up, "down_proj": layer.down.dense()}
-        state |= {f"layers.{i}.mlp.{name}.weight": weight for name, weight in mlp.items()}
+        for name, weight in dequantized_mlp(layer).items():
+            state[f"layers.{i}.mlp.{name}.weight"] = weight
         norms = {
             "input_layernorm": layer.norm,
             "post_attention_layernorm": layer.mlp_norm,
@@ -128,6 +130,19 @@ def dequantized(fast):
         state |= {f"layers.{i}.{name}.weight": weight for name, weight in norms.items()}
     there = {name: tensor for name, tensor in state.items() if tensor is not None}
     return build(fast.config, {name: tensor.float().clone() for name, tensor in there.items()})
+
+
+def dequantized_mlp(layer) -> dict:
+    """Name → weight, of a dense MLP, or of the router and all experts."""
+    parts, found = {"": layer}, {}
+    if isinstance(layer, ExpertBlock):
+        parts = {f"experts.{e}.": expert for e, expert in enumerate(layer.mlp.experts)}
+        found["gate"] = layer.mlp.gate.dense()
+    for prefix, part in parts.items():
+        gate, up = part.gate_up.dense().chunk(2)
+        found |= {f"{prefix}gate_proj": gate, f"{prefix}up_proj": up}
+        found[f"{prefix}down_proj"] = part.down.dense()
+    return found
 
 
 def bias_of(matrix):
@@ -148,7 +163,9 @@ def as_stored(types: list[str], family: str):
     """The fast model over the blocks of a GGUF file: one type after the other, so q, k and v have several."""
     model, turn = plain(family), itertools.cycle(types)
     state, blocks = dict(model.state_dict()), {}
-    for name in [name for name, tensor in state.items() if tensor.dim() == 2]:
+    # A router stays in fp32, as in every GGUF file.
+    matrices = [name for name, tensor in state.items() if tensor.dim() == 2]
+    for name in [name for name in matrices if not name.endswith("mlp.gate.weight")]:
         kind, numbers = next(turn), state.pop(name).numpy()
         rows = gguf.quants.quantize(numbers, gguf.GGMLQuantizationType[kind])
         blocks[name] = kind, torch.from_numpy(rows)
@@ -204,6 +221,7 @@ MODELS = (
         "fp32 qwen2": 1e-5,
         "bf16 qwen2": 0.015,
         "plain moe": 1e-5,
+        "Q8_0+Q5_0 moe-all": 0.03,
         "gpu llama": 1e-5,
         "gpu qwen2": 1e-5,
     }

@@ -127,7 +127,7 @@ def plan(model: ModelOptions, cache: CacheOptions, batch: int) -> Estimate:
 
 def stored_size(model: ModelOptions, config: Config, dtype: str) -> int | None:
     """Bytes of the weights of a GGUF file as kernels read them; None if they need plain numbers."""
-    if model.source in FAMILY | MIXTURES or config.experts or dtype == "float16":
+    if model.source in FAMILY | MIXTURES or dtype == "float16":
         return None
     import weights_loader
 

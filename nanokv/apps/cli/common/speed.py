@@ -93,7 +93,7 @@ def stored_matrices(plan: Plan, wanted: SpeedOptions | None) -> dict[str, tuple[
     """
     if wanted is None or wanted.plain or wanted.quantize or wanted.dequantize:
         return {}
-    if plan.ranks.size > 1 or unusable(plan):
+    if plan.ranks.size > 1 or not_for_kernels(plan):
         return {}
     from weights_loader import stored_matrices
 
@@ -175,12 +175,18 @@ def prefetch(plan: Plan) -> "Prefetch | None":
 
 def unusable(plan: Plan) -> str:
     """The reason why kernels cannot run this model, or ""."""
+    why = not_for_kernels(plan)
+    if not why and plan.config.experts and plan.stored is None:
+        why = "no kernels for experts"
+    return why
+
+
+def not_for_kernels(plan: Plan) -> str:
+    """The reason why this device or dtype has no kernels, or ""."""
     if plan.device != "cpu":
         return f"kernels are for CPUs, this is {plan.device.partition(':')[0]}"
     if plan.dtype_name not in ("float32", "bfloat16"):
         return f"no kernels for {plan.dtype_name}"
-    if plan.config.experts:
-        return "no kernels for experts"
     return ""
 
 
