@@ -59,6 +59,20 @@ def vocabulary(tokenizer: Tokenizer, ends: tuple[int, ...]) -> Vocabulary:
     return Vocabulary(fields, tokenizer.names, tokenizer.chat_templates, ends)
 
 
+def unreadable_elsewhere(config: Config) -> str:
+    """Why llama.cpp refuses a file with this config, or "".
+
+    Its qwen2 reads q as (C,C), whatever attention.key_length says (llama-model.cpp).
+    """
+    heads, D, C = config.num_attention_heads, config.head_dim, config.hidden_size
+    if config.model_type != "qwen2" or heads * D == C:
+        return ""
+    return (
+        f"llama.cpp refuses this file: in its qwen2 {heads} heads have {C} dimensions together, "
+        f"here {heads * D}"
+    )
+
+
 def quantized_types(folder: Path) -> str:
     """The quantized types in the GGUF file of `folder`, such as "Q4_1"; "" for plain numbers."""
     if not (folder / POINTER).is_file():

@@ -12,14 +12,16 @@ of Llama's q and k, stacked experts, vectors and routers in fp32). The header is
 `gguf` package.
 """
 
+import glob
 import math
 import os
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -102,13 +104,16 @@ def write_gguf(
 def temporary(path: Path) -> Iterator[Path]:
     """A new file beside `path`, which takes its name if no error is raised. It is on the disk then.
 
-    A process that is killed leaves the temporary file, never half of `path`.
+    A process that is killed leaves the temporary file, never half of `path`. The next one to write
+    `path` removes it.
     """
+    remove_leftovers(path)
     handle, place = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".new", dir=path.parent)
-    os.close(handle)
     file = Path(place)
     try:
-        yield file
+        with open(handle, "rb") as held:
+            lock(held)
+            yield file
         with open(file, "rb") as written:
             os.fsync(written.fileno())
         mask = os.umask(0)
@@ -117,6 +122,26 @@ def temporary(path: Path) -> Iterator[Path]:
         os.replace(file, path)
     finally:
         file.unlink(missing_ok=True)
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove the temporary files of processes that were killed while they wrote `path`."""
+    for place in path.parent.glob(f".{glob.escape(path.name)}.*.new"):
+        with suppress(OSError):  # its writer lives, or the file is not ours
+            with open(place, "rb") as file:
+                lock(file)
+                place.unlink()
+
+
+def lock(file: BinaryIO) -> None:
+    """Lock a file that is being written, until it is closed or the process ends.
+
+    OSError if another process holds it. Windows needs no lock: an open file cannot be removed.
+    """
+    if sys.platform != "win32":
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def header(

@@ -152,13 +152,20 @@ def _measured(path: Path, place: Path) -> Found:
     return Found(name, path, sum(one.stat().st_size for one in files), tuple(missing))
 
 
-def of_gguf(path: Path) -> tuple[dict, Counter]:
-    """(config.json, number of values per type) of a GGUF file, from its header alone."""
+def of_gguf(path: Path) -> tuple[dict, Counter, dict[str, tuple[str, int, int]]]:
+    """(config.json, number of values per type, matrices) of a GGUF file, from its header alone.
+
+    The matrices: name → (type, bytes, values).
+    """
     header = read_gguf(path)
     values: Counter[str] = Counter()
-    for tensor in header.tensors.values():
-        values[tensor.type.name] += math.prod(tensor.shape)
-    return model_config(header), values
+    matrices = {}
+    for name, tensor in header.tensors.items():
+        count = math.prod(tensor.shape)
+        values[tensor.type.name] += count
+        if len(tensor.shape) > 1:
+            matrices[name] = tensor.type.name, tensor.nbytes, count
+    return model_config(header), values, matrices
 
 
 def stored(folder: Path) -> Counter:

@@ -7,9 +7,9 @@ import pytest
 
 from gguf_files import write_gguf
 from nanokv.apps.cli import COMMANDS, make_parser
-from nanokv.apps.cli.common import loading, speed
+from nanokv.apps.cli.common import loading, speculation, speed
 from nanokv.apps.cli.common.loading import load_model, weights_memory
-from nanokv.costs import weight_bytes
+from nanokv.costs import kv_bytes, weight_bytes
 from nanokv.errors import NanoKVError
 from nanokv.fast import blocks, building, native
 from nanokv.fast.blocks import Blocks
@@ -88,6 +88,27 @@ def test_experts_keep_the_blocks_too(cli, make, flags, found, text):
     if found:
         code, out, err = cli("memory", path, "--context", 64, "--json")
         assert code == 0 and json.loads(out)["stored_bytes"] == loaded.stored, err
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [([], {"Q4_0"}), (["--fast"], {"Q4_0"}), (["--dequantize"], set()), (["--plain"], set())],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_draft_model_keeps_its_blocks(tmp_path, make, flags, found):
+    """Beside any target; its memory is counted as it is held."""
+    target = tmp_path / "target.gguf"
+    make("BF16").rename(target)
+    draft = make("Q4_0")
+    given = parsed("x", "-m", target, "--speculate", f"draft:{draft}", *flags)
+    loaded = loaded_of(given)
+    assert kinds(speculation.load_draft(str(draft), loaded)) == found
+    itemsize = loaded.dtype.itemsize
+    weights = weight_bytes(loaded.config, itemsize)
+    held = speculation.memory(given.model.speed, loaded) - kv_bytes(
+        loaded.config, loaded.context, 1, itemsize
+    )
+    assert held < 0.3 * weights if found else held == weights
 
 
 def test_generate_and_chat_answer(cli, make):

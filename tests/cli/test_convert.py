@@ -66,6 +66,16 @@ def test_all_templates_are_kept_and_none_of_the_model_that_was_here(convert, tmp
     assert AutoTokenizer.from_pretrained(out).chat_template == templates
 
 
+@pytest.mark.parametrize(("width", "told"), [(64, True), (128, False)])
+def test_a_file_that_llama_cpp_would_refuse_is_named(convert, tmp_path, width, told):
+    """Its qwen2 has no place for heads that are together wider than the model: 4 of 32 here."""
+    tiny_reference(model_type="qwen2", vocab_size=320, hidden_size=width).save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    code, _, err = convert(tmp_path, tmp_path / "out.gguf")
+    line = "in its qwen2 4 heads have 64 dimensions together, here 128; nanokv opens it"
+    assert code == 0 and (line in err) == told, err
+
+
 @pytest.mark.parametrize(("source", "dtype"), [("tiny", "bfloat16"), ("gguf", "bfloat16")])
 def test_the_default_is_what_is_stored(source, dtype, convert, gguf_file, tmp_path):
     out = tmp_path / "new"

@@ -258,6 +258,29 @@ def test_what_lies_in_the_working_folder_is_listed(cache, working_folder, monkey
     )
 
 
+def test_both_sizes_of_a_gguf_file_are_those_of_memory(cache, working_folder, monkeypatch):
+    """Its blocks as kernels read them, and plain numbers."""
+    from gguf_files import write_gguf
+    from oracle import tiny_reference
+
+    monkeypatch.setenv("NANOKV_CACHE", str(working_folder.parent / "files"))
+    write_gguf(
+        working_folder / "q.gguf",
+        tiny_reference(vocab_size=320),
+        working_folder.parent,
+        "Q4_0",
+    )
+    here = {one["name"]: one for one in json.loads(models(cache, "--json"))["models"]}
+    found = here["./q.gguf"]
+    expected = json.loads(run_cli("memory", "./q.gguf", "--context", "64", "--json").stdout)
+    assert found["stored_bytes"] == expected["stored_bytes"] < found["memory_bytes"] / 3
+    assert found["memory_bytes"] == expected["weights_bytes"]
+    assert here["./x\x1b[2J.gguf"]["stored_bytes"] is here["./my model"]["stored_bytes"] is None
+    out = models(cache)
+    assert re.search(r"on disk +in memory +dequantized", out)
+    assert re.search(r"-m ./q.gguf +[\d.]+ . +Q4_0( +[\d.]+ .B){3}", out), out
+
+
 def test_the_list_of_the_working_folder_is_bounded(cache, tmp_path, monkeypatch):
     for number in range(23):
         (tmp_path / "many" / f"m{number:02}").mkdir(parents=True)

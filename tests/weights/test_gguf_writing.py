@@ -531,6 +531,22 @@ def test_a_file_is_replaced_when_the_new_one_is_complete(save, tmp_path, monkeyp
     assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
+def test_what_a_killed_process_left_is_removed_by_the_next_one(tmp_path):
+    """Its lock ended with it; the file of a writer that lives is locked. Other files stay."""
+    path = tmp_path / "model[1].gguf"
+    left, others = tmp_path / ".model[1].gguf.a1b2.new", {".model1.gguf.a.new", ".model[1].gguf"}
+    for name in (left.name, *others):
+        (tmp_path / name).touch()
+    with gguf_writing.temporary(path) as first:
+        assert not left.exists()
+        with gguf_writing.temporary(path) as second:
+            second.write_bytes(b"second")
+        assert first.exists() and path.read_bytes() == b"second"
+        first.write_bytes(b"first")
+    assert path.read_bytes() == b"first"
+    assert {file.name for file in tmp_path.iterdir()} == {path.name} | others
+
+
 @pytest.mark.parametrize("kind", ["folder", "quantized file"])
 def test_one_tensor_at_a_time_is_in_memory(kind, save, tmp_path, monkeypatch):
     """Neither the tensors that were read nor the bytes that were written stay."""

@@ -161,13 +161,16 @@ def write_file(given: ConvertOptions) -> int:
     type_name = given.type or SAME_TYPES[plan.config.torch_dtype]
     ask_to_replace(given.force, given.target)
     check_address_space()
-    from nanokv.export import export_gguf, quantized_types
+    from nanokv.export import export_gguf, quantized_types, unreadable_elsewhere
 
     already = quantized_types(plan.folder)
     if already:
         terminal.notice(
             f"{plan.name} is quantized already ({already}): what it lost stays lost", given.output
         )
+    refused = unreadable_elsewhere(plan.config)
+    if refused:
+        terminal.notice(f"{refused}; nanokv opens it", given.output)
     with terminal.writing(given.target):
         size = export_gguf(plan.folder, plan.fields, given.target, type_name, plan.name)
     report(plan.config.family.title, size, type_name, given)

@@ -132,8 +132,8 @@ def stored_size(model: ModelOptions, config: Config, dtype: str) -> int | None:
     import weights_loader
 
     path = weights_loader.config_file(model.source, model.revision)
-    matrices = weights_loader.stored_matrices(path.parent)
-    if not any(kind in speed.BLOCKS for kind, _, _ in matrices.values()):
+    matrices = speed.blocks_in(path.parent)
+    if not matrices:
         return None
     return speed.stored_bytes(matrices, costs.ITEMSIZE[dtype])
 

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from nanokv.apps.cli.common import layout, terminal
+from nanokv.apps.cli.common import layout, speed, terminal
 from nanokv.apps.cli.common.arguments import environment
 from nanokv.apps.cli.common.loading import SHORT
 from nanokv.apps.cli.common.options import output_options
@@ -49,6 +49,12 @@ DOWNLOAD = {  # repository → bytes of its weights: 2 per value; two Qwen3 hold
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 ANY = ("chat", "generate", "batch", "memory", "bench", "profile", "trace", "verify")
 SHAPES = ("bench", "profile")
+SIZES = {  # where → titles of the columns after the dtype
+    "bundled": ("on disk",),
+    "folder": ("on disk", "in memory", "dequantized"),
+    "cache": ("on disk",),
+    "random": ("in memory",),
+}
 
 
 @dataclass
@@ -61,12 +67,13 @@ class Model:
     parameters: int | None
     dtype: str | None
     disk_bytes: int | None
-    memory_bytes: int | None  # bytes of the weights in that dtype
+    memory_bytes: int | None  # bytes of the weights as plain numbers
     commands: tuple[str, ...]
     folder: str | None = None
     problem: str | None = None
     licence: str | None = None
     source: str | None = None  # for a package: its name and version
+    stored_bytes: int | None = None  # of a GGUF file's weights as kernels read them; else None
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -139,14 +146,16 @@ def on_disk(found: inventory.Found, where: str) -> Model:
 
 def in_file(found: inventory.Found) -> Model:
     """A GGUF file, from its header."""
-    count = dtype = memory = problem = None
+    count = dtype = memory = stored = problem = None
     try:
-        fields, values = inventory.of_gguf(found.folder)
+        fields, values, matrices = inventory.of_gguf(found.folder)
         count = values.total()
         dtype = most_common(values)
         config = Config.from_dict(fields)
         count = parameters(config)
         memory = count * ITEMSIZE[config.torch_dtype]
+        if speed.with_blocks(matrices):
+            stored = speed.stored_bytes(matrices, ITEMSIZE[config.torch_dtype])
     except (NanoKVError, CheckpointError, OSError) as error:
         problem = str(error)
     return Model(
@@ -160,6 +169,7 @@ def in_file(found: inventory.Found) -> Model:
         runnable(problem),
         str(found.folder.absolute().parent),
         problem,
+        stored_bytes=stored,
     )
 
 
@@ -251,8 +261,7 @@ def section(where: str, models: list[Model], width: int | None) -> list[str]:
     rows = [row(model) for model in models if not model.problem]
     lines = []
     if rows:
-        size = "in memory" if where == "random" else "on disk"
-        lines += layout.table(("", "parameters", "dtype", size), rows, width)
+        lines += layout.table(("", "parameters", "dtype", *SIZES[where]), rows, width)
     elif where == "cache":
         lines.append(EMPTY)
     broken = [
@@ -311,15 +320,26 @@ EMPTY = "  no models; this one fetches 1.5 GB:\n  nanokv chat -m Qwen/Qwen3-0.6B
 
 def row(model: Model) -> tuple[str, ...]:
     """One line of a table."""
-    size = model.memory_bytes if model.where == "random" else model.disk_bytes
     # Only a model with a problem lacks one of these.
-    assert model.parameters is not None and model.dtype is not None and size is not None
+    assert model.parameters is not None and model.dtype is not None
     return (
         "  " + terminal.sanitize_line(model.argument),
         count_text(model.parameters),
         SHORT.get(model.dtype, terminal.sanitize_line(model.dtype)),
-        terminal.bytes_text(size),
+        *sizes(model),
     )
+
+
+def sizes(model: Model) -> list[str]:
+    """The columns of SIZES. A GGUF file has two sizes in memory: its blocks, and plain numbers."""
+    counts = [model.disk_bytes]
+    if model.where == "random":
+        counts = [model.memory_bytes]
+    elif model.where == "folder" and model.stored_bytes is None:
+        counts += [model.memory_bytes, None]
+    elif model.where == "folder":
+        counts += [model.stored_bytes, model.memory_bytes]
+    return ["" if count is None else terminal.bytes_text(count) for count in counts]
 
 
 def broken_name(model: Model) -> str:

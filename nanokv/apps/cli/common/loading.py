@@ -206,7 +206,7 @@ def decide(
     available = available_memory(plan.device)
     drafting = 0
     if wanted is not None:
-        drafting = speculation.memory(wanted.speculate, plan)
+        drafting = speculation.memory(wanted, plan)
     itemsize = ITEMSIZE[plan.dtype_name]
     matrices = speed.stored_matrices(plan, wanted)
     if matrices:

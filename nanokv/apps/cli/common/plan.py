@@ -35,6 +35,7 @@ class Choice:
     requested: bool = False  # with --fast or --quantize
     quantize: str | None = None
     as_stored: bool = False  # the weights stay in the blocks of a GGUF file
+    blocks: bool = False  # those of a draft model stay too, if it is a GGUF file
 
 
 @dataclass(frozen=True)

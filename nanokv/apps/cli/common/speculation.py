@@ -10,6 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from nanokv.apps.cli.common import speed
+from nanokv.apps.cli.common.options import SpeedOptions
 from nanokv.apps.cli.common.plan import Loaded, Plan
 from nanokv.apps.cli.common.terminal import sanitize_line
 from nanokv.config import Config
@@ -41,17 +43,21 @@ def generation_type(
     return loaded.leading(partial(speculative.Speculation, draft=draft))
 
 
-def memory(how: tuple[str, int | str] | None, plan: Plan) -> int:
+def memory(wanted: SpeedOptions, plan: Plan) -> int:
     """Bytes of speculation beside the model: a draft model's weights, and the draft's cache."""
-    if how is None:
+    if wanted.speculate is None:
         return 0
-    kind, value = how
+    kind, value = wanted.speculate
     itemsize = ITEMSIZE[plan.dtype_name]
     if kind == "draft":
         import weights_loader
 
-        config = Config.from_folder(weights_loader.resolve(str(value)))
+        folder = weights_loader.resolve(str(value))
+        config = Config.from_folder(folder)
         weights = weight_bytes(config, itemsize)
+        matrices = speed.stored_matrices(replace(plan, folder=folder, config=config), wanted)
+        if matrices:
+            weights = speed.stored_bytes(matrices, itemsize)
     elif kind == "early-exit":
         layers = min(int(value), plan.config.num_hidden_layers)
         config = replace(plan.config, num_hidden_layers=layers)
@@ -63,11 +69,18 @@ def memory(how: tuple[str, int | str] | None, plan: Plan) -> int:
 
 
 def load_draft(source: str, loaded: Loaded) -> "Transformer":
-    """Load the draft model. Its vocabulary size and special tokens must equal the target's."""
-    from nanokv.fast import optimize
+    """Load the draft model, as stored if it is a GGUF file with blocks and the target has kernels.
+
+    Its vocabulary size and special tokens must equal the target's.
+    """
+    import weights_loader
+    from nanokv.fast import optimize, stored
     from nanokv.loading import load
 
-    model, tokenizer = load(source, dtype=loaded.dtype, device=loaded.device)
+    read = None
+    if loaded.code.blocks and speed.blocks_in(weights_loader.resolve(source)):
+        read = stored.read
+    model, tokenizer = load(source, dtype=loaded.dtype, device=loaded.device, read=read)
     target = loaded.tokenizer
     if (
         tokenizer.vocab_size != target.vocab_size
@@ -78,7 +91,7 @@ def load_draft(source: str, loaded: Loaded) -> "Transformer":
             f"({tokenizer.vocab_size:,} tokens) than the model ({target.vocab_size:,} tokens)",
             "a smaller checkpoint of the same family, or --speculate ngram",
         )
-    if loaded.code.fast and not model.config.experts:
+    if loaded.code.fast and read is None and not model.config.experts:
         return optimize(model)
     return model
 

@@ -15,6 +15,7 @@ tokens of one run come from the same code.
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanokv.apps.cli.common.options import OutputOptions, SpeedOptions
@@ -64,10 +65,12 @@ def choose(plan: Plan, wanted: SpeedOptions | None, fits: Callable[[int], bool])
         return Choice(False, f"plain, {plan.ranks.size} ranks")
     if plan.device.startswith("cuda"):
         return choose_on_gpu(plan, wanted, fits)
+    blocks = not (wanted.dequantize or wanted.quantize)
     if wanted.fast or wanted.quantize:
         text = " ".join(filter(None, ("fast", wanted.quantize)))
-        stored = plan.stored is not None and kernels_possible()
-        return Choice(True, text, requested=True, quantize=wanted.quantize, as_stored=stored)
+        blocks = blocks and kernels_possible()
+        stored = blocks and plan.stored is not None
+        return Choice(True, text, True, wanted.quantize, stored, blocks)
     why = unusable(plan)
     if not why and plan.stored is None and not fits(fusing_bytes(plan)):
         why = NO_MEMORY
@@ -76,8 +79,8 @@ def choose(plan: Plan, wanted: SpeedOptions | None, fits: Callable[[int], bool])
     if why:
         return Choice(False, f"plain ({why})")
     if plan.stored is not None:
-        return Choice(True, "fast kernels, weights as stored", as_stored=True)
-    return Choice(True, "fast kernels")
+        return Choice(True, "fast kernels, weights as stored", as_stored=True, blocks=True)
+    return Choice(True, "fast kernels", blocks=blocks)
 
 
 def kernels_possible() -> bool:
@@ -95,12 +98,21 @@ def stored_matrices(plan: Plan, wanted: SpeedOptions | None) -> dict[str, tuple[
         return {}
     if plan.ranks.size > 1 or not_for_kernels(plan):
         return {}
+    return blocks_in(plan.folder)
+
+
+def blocks_in(folder: Path) -> dict[str, tuple[str, int, int]]:
+    """The matrices of a GGUF file; {} for another folder, or if no matrix has a type with kernels."""
     from weights_loader import stored_matrices
 
-    found = stored_matrices(plan.folder)
-    if not any(kind in BLOCKS for kind, _, _ in found.values()):
+    return with_blocks(stored_matrices(folder))
+
+
+def with_blocks(matrices: dict[str, tuple[str, int, int]]) -> dict[str, tuple[str, int, int]]:
+    """These matrices; {} if none has a type with kernels."""
+    if not any(kind in BLOCKS for kind, _, _ in matrices.values()):
         return {}
-    return found
+    return matrices
 
 
 def stored_bytes(matrices: dict[str, tuple[str, int, int]], itemsize: int) -> int:
@@ -246,7 +258,7 @@ def confirmed(choice: Choice, output: OutputOptions) -> Choice:
         usable = native.built()
     if usable:
         return choice
-    return replace(choice, as_stored=False)
+    return replace(choice, as_stored=False, blocks=False)
 
 
 def code_text() -> str:
