@@ -498,9 +498,8 @@ def test_requests_go_through_the_engine_and_through_transformers():
 
 @pytest.mark.slow
 def test_quality_tells_what_the_formats_cost():
-    result = run_cli(
-        "bench", "--quality", "--weights", "plain,fast,int8,int4", "--threads", "1", "--json"
-    )
+    weights = "plain,fast,int8,int4,bf16,q8_0,q4_0"
+    result = run_cli("bench", "--quality", "--weights", weights, "--threads", "1", "--json")
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     change = {row["weights"]: row["mean_change"] for row in found["rows"]}
@@ -508,6 +507,10 @@ def test_quality_tells_what_the_formats_cost():
         change["plain"] == 0
         and change["fast"] < 1e-5 < change["int8"] < 0.02 < change["int4"] < 0.2
     )
+    # Types of a GGUF file; tiny is stored in bf16.
+    assert change["bf16"] < 1e-5 < change["q8_0"] < 0.02 < change["q4_0"] < 0.2
+    held = {row["weights"]: row["bytes"] for row in found["rows"]}
+    assert held["q4_0"] < held["q8_0"] < 0.3 * held["plain"]
     assert all(abs(row["bias"]) <= row["mean_change"] for row in found["rows"])
     assert {row["cache"] for row in found["rows"]} == {None} and found[
         "text"

@@ -1,17 +1,26 @@
-"""Write a model as a GGUF file without a tokenizer, so that llama.cpp runs the same weights."""
+"""GGUF files for the bench: the same weights for llama.cpp, and for the model that reads them as stored.
 
+The files that are written here have no tokenizer.
+"""
+
+import json
+import tempfile
 from pathlib import Path
 
+import torch
+
 from nanokv.errors import NanoKVError
+from nanokv.fast import stored
 from nanokv.model import Transformer
+from weights_loader.gguf_model import POINTER
 from weights_loader.gguf_writing import write_gguf
 from weights_loader.names import to_hugging_face
 
 QUANTIZED = {"q8_0": "LLAMA_FTYPE_MOSTLY_Q8_0", "q4_0": "LLAMA_FTYPE_MOSTLY_Q4_0"}
 
 
-def write(model: Transformer, path: str | Path) -> Path:
-    """Write matrices in bf16 and vectors in fp32 to `path`; returns it. NanoKVError if the model
+def write(model: Transformer, path: str | Path, kind: str = "bf16") -> Path:
+    """Write matrices in `kind` and vectors in fp32 to `path`; returns it. NanoKVError if the model
     has experts or an extended context (YaRN, Llama 3 scaling)."""
     config = model.config
     if config.experts or config.yarn or config.llama3:
@@ -20,7 +29,7 @@ def write(model: Transformer, path: str | Path) -> Path:
             "leave llama.cpp out of --against",
         )
     tensors = {to_hugging_face(name): tensor for name, tensor in model.state_dict().items()}
-    write_gguf(path, config.to_dict(), tensors, "bf16", name="nanokv")
+    write_gguf(path, config.to_dict(), tensors, kind, name="nanokv")
     return Path(path)
 
 
@@ -34,3 +43,17 @@ def quantize(path: Path, kind: str) -> Path:
     if llama_cpp.llama_model_quantize(str(path).encode(), str(target).encode(), params):
         raise NanoKVError(f"llama.cpp could not quantize {path.name} to {kind}")
     return target
+
+
+def read_as(model: Transformer, kind: str, dtype: torch.dtype) -> Transformer:
+    """The model written as a GGUF file of this `kind` (convert's --type) and read as stored.
+
+    The file is deleted when its pages are mapped.
+    """
+    with tempfile.TemporaryDirectory(prefix="nanokv-bench-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        fields = model.config.to_dict()
+        path = write(model, folder / "model.gguf", kind)
+        (folder / "config.json").write_text(json.dumps(fields))
+        (folder / POINTER).write_text(json.dumps({"path": str(path)}))
+        return stored.read(folder, fields, dtype, torch.device("cpu"))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanokv.apps.cli.bench.peers import Peers
+from nanokv.apps.cli.commands.convert import GGUF_TYPES
 from nanokv.apps.cli.common import layout, options, terminal
 from nanokv.apps.cli.common.arguments import cache_name, integer, real
 from nanokv.apps.cli.common.files import add_force, ask_to_replace
@@ -35,6 +36,7 @@ EXAMPLES = (
     "> bench.json",
     "nanokv bench --requests 32 --against transformers",
     "nanokv bench --beside busy",
+    "nanokv bench --quality --weights fast,int8,q8_0,q4_k_m",
     "nanokv bench --quality --text README.md --weights fast "
     "--caches dict,quantized:bits=4,sliding:window=256:sinks=4",
 )
@@ -158,7 +160,9 @@ def _add_modes(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--quality",
         action="store_true",
-        help="instead: the effect of each of --weights and --caches on the likelihood of a text",
+        help="instead: the effect of each of --weights and --caches on the likelihood of a text; "
+        f"--weights may also be types of a GGUF file ({', '.join(GGUF_TYPES)}), which is written "
+        "for the run and read as stored",
     )
     parser.add_argument(
         "--text",
@@ -316,7 +320,10 @@ def check_plot(path: str) -> None:
 def weights_of(given: BenchOptions, ranks: int) -> list[str]:
     """The names of --weights. Kernels need whole weights, so several ranks default to plain."""
     usual = "plain" if ranks > 1 else "plain,fast"
-    return names("--weights", given.weights or usual, WEIGHTS)
+    known = WEIGHTS
+    if given.quality:
+        known = tuple(dict.fromkeys((*WEIGHTS, *GGUF_TYPES)))
+    return names("--weights", given.weights or usual, known)
 
 
 def check_ranks(given: BenchOptions, ranks: int) -> None:
@@ -557,6 +564,7 @@ def show_failed(rows: Iterable[tuple[str, str, str]]) -> None:
 def made(loaded: Loaded, weights: list[str]) -> dict:
     """Models by the name of their weights. Plain and fast weights share memory."""
     from nanokv.fast import optimize
+    from nanokv.lab.bench import gguf
 
     models = {}
     for name in weights:
@@ -564,6 +572,8 @@ def made(loaded: Loaded, weights: list[str]) -> dict:
             models[name] = loaded.model
         elif name == "fast":
             models[name] = optimize(loaded.model)
+        elif name in GGUF_TYPES:
+            models[name] = gguf.read_as(loaded.model, name, loaded.dtype)
         else:
             models[name] = optimize(loaded.model, name)
     return models
