@@ -238,3 +238,15 @@ def driver(tmp_path_factory):
     goes_on_when_drawn(driver)
     yield driver
     driver.quit()
+
+
+@pytest.fixture(params=["kernels", "torch"])
+def code(request, monkeypatch):
+    """With the native kernels, and with torch's operators alone."""
+    from nanokv.fast import native
+
+    if request.param == "torch":
+        monkeypatch.setattr(native, "library", lambda: (None, "torch operators (test)"))
+    elif native.library()[0] is None:
+        pytest.skip(f"no native kernels here: {native.library()[1]}")
+    return request.param

@@ -33,23 +33,13 @@ from matrix import (
 )
 from nanokv.attention import causal_attention
 from nanokv.cache import CACHES
-from nanokv.fast import native, optimize
+from nanokv.fast import optimize
 from nanokv.inference import decode, prefill, verify_draft
 from nanokv.model import Qwen3
 from oracle import random_ids
 from ranks import Ranks
 
 pytestmark = pytest.mark.sampled
-
-
-@pytest.fixture(params=["kernels", "torch"])
-def code(request, monkeypatch):
-    """With the native kernels, and with torch's operators alone."""
-    if request.param == "torch":
-        monkeypatch.setattr(native, "library", lambda: (None, "torch operators (test)"))
-    elif native.library()[0] is None:
-        pytest.skip(f"no native kernels here: {native.library()[1]}")
-    return request.param
 
 
 def check(model: str, situation: str):

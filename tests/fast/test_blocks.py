@@ -21,16 +21,6 @@ TYPES = pytest.mark.parametrize("type_", SIZES)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
-@pytest.fixture(params=["kernels", "torch"])
-def code(request, monkeypatch):
-    """With the native kernels, and with torch's operators alone."""
-    if request.param == "torch":
-        monkeypatch.setattr(native, "library", lambda: (None, "torch operators (test)"))
-    elif native.library()[0] is None:
-        pytest.skip(f"no native kernels here: {native.library()[1]}")
-    return request.param
-
-
 def gap(a, b):
     return float((a - b).abs().max() / b.abs().max())
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from oracle import unfused
+from weights_loader.gguf_writing import add_key
 
 SIZES = {"vocab_size": 320, "tie_word_embeddings": False}
 SHAPES = {
@@ -73,7 +74,7 @@ def write_gguf(path, reference, tokenizer_folder=None, kind: str = "F32", change
         if value is not None:
             values[key] = value
     for key, value in values.items():
-        add(writer, key, value)
+        add_key(writer, key, value)
     for name, array in arrays(reference).items():
         if array.ndim == 1 or array.shape[-1] % 32 or kind == "F32":
             writer.add_tensor(name, array)
@@ -85,19 +86,6 @@ def write_gguf(path, reference, tokenizer_folder=None, kind: str = "F32", change
     writer.write_tensors_to_file()
     writer.close()
     return path
-
-
-def add(writer, key: str, value) -> None:
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    else:
-        writer.add_array(key, value)
 
 
 def metadata(config, architecture: str) -> dict:

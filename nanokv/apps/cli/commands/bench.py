@@ -320,7 +320,7 @@ def check_plot(path: str) -> None:
 def weights_of(given: BenchOptions, ranks: int) -> list[str]:
     """The names of --weights. Kernels need whole weights, so several ranks default to plain."""
     usual = "plain" if ranks > 1 else "plain,fast"
-    known = WEIGHTS
+    known: tuple[str, ...] = WEIGHTS
     if given.quality:
         known = tuple(dict.fromkeys((*WEIGHTS, *GGUF_TYPES)))
     return names("--weights", given.weights or usual, known)
