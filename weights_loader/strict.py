@@ -75,13 +75,12 @@ def quote(value: object) -> str:
     text = str(value)
     if len(text) > 200:
         text = text[:197] + "..."
-    return "".join(map(_printable, json.dumps(text, ensure_ascii=False)))
+    return printable(json.dumps(text, ensure_ascii=False))
 
 
-def _printable(character: str) -> str:
-    if character.isprintable():
-        return character
-    return json.dumps(character)[1:-1]
+def printable(text: str) -> str:
+    """The text with its unprintable characters escaped as in JSON."""
+    return "".join(one if one.isprintable() else json.dumps(one)[1:-1] for one in text)
 
 
 def loads(data: bytes | str) -> Any:

@@ -75,7 +75,7 @@ def taken(cache: KVCache, tokens: Sequence[int], start: int = 0, **facts: Any) -
     """
     if cache.sizes.batch_size != 1 or cache.length != len(tokens):
         raise HandoverError(
-            f"{len(tokens)} tokens do not belong to {cache!r}",
+            f"{len(tokens)} tokens were passed for {cache!r}",
             "pass the ids of the tokens it holds",
         )
     held: list[Tensor] = []

@@ -299,7 +299,7 @@ def test_a_prefix_that_cannot_be_used_changes_nothing(model):
     with pytest.raises(CapacityError, match="6 pages of 4 tokens wanted, 4 of 4 free"):
         engine.add_prefix(cache)
     cache.tokens = tokens[:-1]
-    with pytest.raises(HandoverError, match="20 tokens do not belong to"):
+    with pytest.raises(HandoverError, match="20 tokens were passed for"):
         engine.add_prefix(cache)
     for name in ("quantized", "sliding"):
         cache, tokens = other.filled(

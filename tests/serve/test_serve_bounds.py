@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 import errno
+import gc
 import json
 import logging
 import resource
 import socket
+import sys
 import threading
 import time
 
@@ -19,6 +21,7 @@ from nanokv.apps.serve.api import prompts
 from nanokv.apps.serve.api.errors import ApiError
 from nanokv.apps.serve.http import connections, lanes
 from nanokv.apps.serve.http.connections import Listener, Places, Seldom, address_of
+from nanokv.apps.serve.http.server import SWITCH_S, share_the_interpreter
 from nanokv.errors import NanoKVError
 from serving import CHAT, TEXT, Serving, ask, error
 
@@ -300,3 +303,53 @@ def test_a_small_prompt_does_not_wait_for_large_ones(loaded, monkeypatch, path, 
 
 def test_memory_is_returned_where_the_allocator_can():
     lanes.trim()
+
+
+# --- other threads ----------------------------------------------------------------------------------------------------
+
+
+def many(path, count) -> dict:
+    """A body of so many messages, parts of a message, or parts inside a part."""
+    said = {"role": "user", "content": "a"}
+    part = {"type": "text", "text": "a"}
+    inside = {"type": "tool_result", "tool_use_id": "a", "content": [part] * (count - 2)}
+    bodies = {
+        CHAT: {"messages": [said] * count},
+        "/tokenize": {"messages": [said | {"content": [part] * (count - 1)}]},
+        "/v1/responses": {"input": [said] * count},
+        "/v1/messages": {"messages": [said | {"content": [inside]}], "max_tokens": 4},
+    }
+    bodies["/v1/responses/input_tokens"] = bodies["/v1/responses"]
+    bodies["/v1/messages/count_tokens"] = {"messages": [said] * count}
+    return bodies[path]
+
+
+@pytest.mark.parametrize(
+    "path", [CHAT, "/v1/responses", "/v1/messages", "/tokenize", *list(COUNTING)[1:]]
+)
+def test_more_messages_than_tokens_are_refused(loaded, path):
+    with Serving(*loaded, context=64) as server:
+        most = 64 if path in (CHAT, "/v1/responses", "/v1/messages") else 256
+        words = f" messages, parts and calls, and at most {most:,} are read."
+        assert words not in str(server.post(path, many(path, most)))
+        status, found = server.post(path, many(path, most + 1))
+        assert (status, f"{most + 1:,}{words}" in found["error"]["message"]) == (400, True)
+
+
+def test_100_000_messages_are_refused_before_they_are_checked(loaded):
+    with Serving(*loaded, context=64) as server:
+        messages = many(CHAT, 100_000)["messages"]
+        messages[-1] = {"role": "king"}
+        status, found = server.post(CHAT, {"messages": messages})
+        assert (status, error(found)["code"]) == (400, "context_length_exceeded")
+
+
+def test_objects_that_stay_are_not_collected_again(monkeypatch):
+    """A collection of 230,000 objects held the interpreter for 0.1 s."""
+    interval = sys.getswitchinterval()
+    try:
+        share_the_interpreter()
+        assert sys.getswitchinterval() == pytest.approx(SWITCH_S)
+        assert len(gc.get_objects()) < 20_000 < gc.get_freeze_count()
+    finally:
+        sys.setswitchinterval(interval)

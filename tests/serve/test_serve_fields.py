@@ -509,7 +509,7 @@ def test_what_is_not_done_is_refused_by_name_unless_it_asks_for_nothing(path):
                     "unsupported",
                     off.hint,
                 )
-                assert str(found) == f"{name} is {value!r}: this server does not do that"
+                assert str(found) == f"{name} is {json.dumps(value)}: this server does not do that"
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
@@ -569,11 +569,11 @@ def bracketed(values) -> str:
     [
         (
             {"temperature": "hot"},
-            "temperature is 'hot': 0 (always the likeliest token) or a number from 1e-30",
+            'temperature is "hot": 0 (always the likeliest token) or a number from 1e-30',
         ),
         ({"n": 1.0}, "n is 1.0: an integer from 1 to 16 was expected"),
-        ({"n": True}, "n is True: an integer"),
-        ({"stream": "yes"}, "stream is 'yes': true or false was expected"),
+        ({"n": True}, "n is true: an integer"),
+        ({"stream": "yes"}, 'stream is "yes": true or false was expected'),
         ({"model": 5}, "model is 5: a text was"),
         ({"stream_options": 1}, "stream_options is 1: an object was expected"),
         (
@@ -582,7 +582,7 @@ def bracketed(values) -> str:
         ),
         (
             {"stop": [""]},
-            "stop is ['']: a list of at most 16 texts of 1 to 1,000 characters was expected",
+            'stop is [""]: a list of at most 16 texts of 1 to 1,000 characters was expected',
         ),
         (
             {"stop_token_ids": [1.5]},
@@ -595,7 +595,7 @@ def bracketed(values) -> str:
         ({"max_tokens": -1}, "max_tokens is -1: an integer ≥ 1 was expected"),
         (
             {"tools": [{"type": "function", "function": {"name": "a b"}}]},
-            "tools[0].function.name is 'a b': a name of 1 to",
+            'tools[0].function.name is "a b": a name of 1 to',
         ),
         ({"tools": [{"type": "function"}]}, "tools[0].function is missing"),
         ({"tools": {}}, "tools is {}: a list was"),
@@ -621,11 +621,11 @@ def bracketed(values) -> str:
         ),
         (
             {"tool_choice": "sum"},
-            'tool_choice is \'sum\': none, auto, required, {"type": "function"',
+            'tool_choice is "sum": none, auto, required, {"type": "function"',
         ),
         (
             {"reasoning_effort": "hot"},
-            "reasoning_effort is 'hot': none, minimal, low, medium, high, xhigh, max was",
+            'reasoning_effort is "hot": none, minimal, low, medium, high, xhigh, max was',
         ),
         ({"messages": 5}, "messages is 5: a list was expected"),
         ({"messages": []}, "a list of at least 1 was expected"),
@@ -637,7 +637,7 @@ def bracketed(values) -> str:
                 ({"role": "user"}, ".content is missing"),
                 (
                     {"role": "king"},
-                    ".role is 'king': system, developer, user, assistant or tool was expected",
+                    '.role is "king": system, developer, user, assistant or tool was expected',
                 ),
                 (
                     {"role": "tool", "content": 5},

@@ -386,14 +386,16 @@ def test_a_reference_stands_for_the_item(server, scripted, streamed):
 
 
 def refused_reference(server, sent: list[dict], headers=None) -> str:
-    """The hint of the refusal of the first item."""
+    """The message of the refusal of the first item."""
     status, found = server.post(RESPONSES, {"input": sent}, headers)
     assert (status, error(found)["param"]) == (400, "input[0].id")
-    return found["hint"]
+    return found["error"]["message"]
 
 
 def test_a_reference_to_another_item_is_refused_with_the_setting_of_the_client(server):
-    assert "store: false" in refused_reference(server, references([{"id": "msg_1"}]))
+    said = refused_reference(server, references([{"id": "msg_1"}]))
+    assert said.startswith('no item "msg_1" is kept: it is unknown or forgotten')
+    assert "the newest 1,000 items" in said and "4 MB" in said and "store: false" in said
     for id in (None, 5, {}, [], ""):
         refused_reference(server, [{"type": "item_reference", "id": id}])
     _, found = server.post(RESPONSES, HELLO | {"store": False, "max_output_tokens": 2})

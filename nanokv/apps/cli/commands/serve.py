@@ -236,7 +236,7 @@ def run(args: Namespace, ranks: Ranks = ALONE) -> int:
     given = command_options(args)
     with terminal.loading():
         from nanokv.apps.serve.http.connections import allowed
-        from nanokv.apps.serve.http.server import listen, url
+        from nanokv.apps.serve.http.server import listen, share_the_interpreter, url
     connections = allowed()
     bound = listen(given.host, given.port)
 
@@ -248,6 +248,7 @@ def run(args: Namespace, ranks: Ranks = ALONE) -> int:
         logs = Log(given.output)
         ready = partial(announce, given, url(bound))
         server = make_server(given, loaded, stop, ready, connections)
+        share_the_interpreter()
         try:
             server.run(sockets=[bound])
         finally:

@@ -10,6 +10,7 @@
 No value is converted: "5" is not 5, and true is not 1. null means absent.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
@@ -17,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError, Wra
 
 from nanokv.apps.serve.api.errors import ApiError
 from nanokv.decoding.ranges import RANGES
+from weights_loader.strict import printable
 
 
 class Fields(BaseModel):
@@ -117,12 +119,18 @@ def place(steps: tuple) -> str:
     return path.removeprefix(".")
 
 
+JSON = json.JSONEncoder(ensure_ascii=False, default=str)
+
+
 def say(value: Any) -> str:
-    """A value for an error message, at most 60 characters."""
-    shown = repr(value)
-    if len(shown) > 60:
-        return f"{shown[:57]}..."
-    return shown
+    """A value for an error message, as JSON of at most 60 characters."""
+    shown = ""
+    for part in JSON.iterencode(value):  # no more of a large value than is shown
+        shown += part
+        if len(shown) > 60:
+            shown = f"{shown[:57]}..."
+            break
+    return printable(shown)
 
 
 # --- types ----------------------------------------------------------------------------------------

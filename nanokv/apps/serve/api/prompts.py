@@ -42,6 +42,7 @@ ECHOED = 100_000
 # context. More take too much memory in the tokenizer: up to 400 bytes each token, 16 each byte.
 COUNTED = 4
 COUNTED_BYTES = 16
+PARTS = ("content", "output", "tool_calls")  # fields of a message, item or part that list others
 
 
 class Holder(Protocol):
@@ -121,6 +122,22 @@ class Served:
             )
         return self.context - prompt + 1
 
+    def check_parts(self, messages: Any, param: str, most: int) -> None:
+        """ApiError if a chat has more than `most` messages, parts of their content and calls.
+
+        Each takes a token: the end of a message, the line break between two parts. Checking and
+        rendering 100,000 of them takes seconds, counting them takes none.
+        """
+        count = parts_in(messages)
+        if count > most:
+            raise ApiError(
+                400,
+                f"This model's maximum context length is {self.context} tokens. However, your "
+                f"{param} has {count:,} messages, parts and calls, and at most {most:,} are read.",
+                param,
+                "context_length_exceeded",
+            )
+
     def check_text(self, text: str, param: str) -> None:
         """ApiError if a prompt cannot fit into the context, before it is tokenized.
 
@@ -148,6 +165,15 @@ class Served:
             param,
             "context_length_exceeded",
         )
+
+
+def parts_in(messages: Any) -> int:
+    """The messages or items of a list, the parts of their content, and their calls."""
+    if not isinstance(messages, list):
+        return 0
+    objects = [one for one in messages if isinstance(one, dict)]
+    inner = sum(parts_in(one[name]) for one in objects for name in PARTS if name in one)
+    return len(messages) + inner
 
 
 def bytes_of(text: str) -> int:

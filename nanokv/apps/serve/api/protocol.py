@@ -99,7 +99,7 @@ def parse_object(data: bytes) -> dict:
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ApiError(400, f"the body is a JSON {type(value).__name__}, not an object")
+        raise ApiError(400, f"the body is {say(value)}: an object was expected")
     return {name: item for name, item in value.items() if item is not None}
 
 

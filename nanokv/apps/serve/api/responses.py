@@ -20,10 +20,11 @@ from nanokv.apps.serve.api.fields import (
     Object,
     Text,
     YesNo,
-    not_done,
+    invalid,
     read,
+    say,
 )
-from nanokv.apps.serve.api.items import MOST_ITEMS, reference
+from nanokv.apps.serve.api.items import MOST_BYTES, MOST_ITEMS, reference
 from nanokv.apps.serve.api.known import HARMLESS, NOT_DONE, refused
 from nanokv.apps.serve.api.messages import RefusalPart, Tools, joined, kind_of_content
 from nanokv.apps.serve.api.protocol import Asked, common, note_unknown, with_end
@@ -47,10 +48,6 @@ from nanokv.apps.serve.api.tools import (
 from nanokv.text.call_forms import as_object
 
 STATELESS = "this server keeps no responses: send the items of the conversation in input"
-NO_REFERENCES = (
-    f"only the newest {MOST_ITEMS:,} items of answers are kept: send the items of the conversation "
-    "in input, as most clients do with store: false"
-)
 SENT = ("name", "description", "parameters", "strict")  # fields of a function for the template
 LOGPROBS = "message.output_text.logprobs"  # the value of `include` that asks for them
 
@@ -129,9 +126,13 @@ class ReasoningItem(Fields):
     content: Annotated[list[TextPart], AfterValidator(joined)] | None = None
 
 
-def unkept(_: Any) -> Any:
+def unkept(id: Any) -> Any:
     """No id is valid: `items` has put the kept items in place of their references."""
-    raise not_done(NO_REFERENCES)
+    raise invalid(
+        f"no item {say(id)} is kept: it is unknown or forgotten, because only the newest "
+        f"{MOST_ITEMS:,} items of answers of a key stay, at most {MOST_BYTES // 10**6} MB. Send the "
+        "items of the conversation in input, as most clients do with store: false"
+    )
 
 
 class ReferenceItem(Fields):

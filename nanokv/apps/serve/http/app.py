@@ -38,22 +38,30 @@ from nanokv.text.tokenizer import Tokenizer
 DRAINED = 64_000_000
 
 
-class Kind(NamedTuple):
-    """A kind of request that the model answers."""
+class Reading(NamedTuple):
+    """How the body of an address becomes a request."""
 
-    read: Callable[[dict], Asked]  # the fields of its body → the checked request
-    form: Callable[[Prepared, Tokenizer], Form]  # of its answers
+    read: Callable[[dict], Asked]  # its fields → the checked request
+    chat: str  # the field that lists messages or items; "" if there is none
 
 
-KINDS = {  # address → kind
-    "/v1/chat/completions": Kind(protocol.chat, chat_form),
-    "/v1/completions": Kind(protocol.text, text_form),
-    "/v1/responses": Kind(responses.responses, responses_form),
-    "/v1/messages": Kind(anthropic.messages, messages_form),
+READINGS = {  # address → how its bodies are read
+    "/v1/chat/completions": Reading(protocol.chat, "messages"),
+    "/v1/completions": Reading(protocol.text, ""),
+    "/v1/responses": Reading(responses.responses, "input"),
+    "/v1/responses/input_tokens": Reading(responses.responses, "input"),
+    "/v1/messages": Reading(anthropic.messages, "messages"),
+    "/v1/messages/count_tokens": Reading(anthropic.count_tokens, "messages"),
 }
-COUNTS = {  # address that counts the tokens of a prompt → (fields of its body → request, the answer)
-    "/v1/messages/count_tokens": (anthropic.count_tokens, {}),
-    "/v1/responses/input_tokens": (responses.responses, {"object": "response.input_tokens"}),
+FORMS: dict[str, Callable[[Prepared, Tokenizer], Form]] = {  # address → form of its answers
+    "/v1/chat/completions": chat_form,
+    "/v1/completions": text_form,
+    "/v1/responses": responses_form,
+    "/v1/messages": messages_form,
+}
+COUNTS = {  # address that counts the tokens of a prompt → more fields of its answer
+    "/v1/messages/count_tokens": {},
+    "/v1/responses/input_tokens": {"object": "response.input_tokens"},
 }
 
 
@@ -109,7 +117,7 @@ class Application:
             Route("/openapi.json", self.described),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.model),
-            *[Route(path, self.answer, methods=["POST"]) for path in KINDS],
+            *[Route(path, self.answer, methods=["POST"]) for path in FORMS],
             *[Route(path, self.count, methods=["POST"]) for path in COUNTS],
             Route("/v1/embeddings", self.embed, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
@@ -186,13 +194,14 @@ class Application:
 
     async def count(self, request: Request) -> Response:
         """The tokens of the prompt that a request of the same fields would have."""
-        read_fields, more = COUNTS[request.scope["path"]]
+        path = request.scope["path"]
+        most = prompts.COUNTED * self.served.context
 
         def counted(body: bytes) -> Response:
-            asked = self._asked(body, read_fields, request.scope["salt"])
+            asked = self._asked(body, path, request.scope["salt"], most)
             self.served.name(asked.model)
             ids = named(asked.param, prompts.chat_ids, self.served, asked)
-            return JSONResponse(more | {"input_tokens": len(ids)})
+            return JSONResponse(COUNTS[path] | {"input_tokens": len(ids)})
 
         return await self._beside(request, counted)
 
@@ -205,6 +214,8 @@ class Application:
     def _ids(self, body: bytes) -> list[int]:
         fields = protocol.parse_object(body)
         if "messages" in fields:
+            most = prompts.COUNTED * self.served.context
+            self.served.check_parts(fields["messages"], "messages", most)
             asked = protocol.tokenize(fields)
             return named(asked.param, prompts.chat_ids, self.served, asked)
         request = read(TokenizeText, fields)
@@ -268,15 +279,14 @@ class Application:
     # --- answers ----------------------------------------------------------------------------------
 
     async def answer(self, request: Request) -> Response:
-        """The model's answers to a request of one of the KINDS."""
-        kind = KINDS[request.scope["path"]]
+        """The model's answers to a request of one of the FORMS."""
         async with self._body(request) as body:
-            tickets, prepared = await self._prepared(body, kind, request)
+            tickets, prepared = await self._prepared(body, request)
         asked = prepared.asked
         try:
             for ticket, job in zip(tickets, prepared.jobs, strict=True):
                 self.client.submit(ticket, job, asked.param)
-            form = kind.form(prepared, self.served.tokenizer)
+            form = FORMS[request.scope["path"]](prepared, self.served.tokenizer)
             if isinstance(form, ResponsesForm):
                 form.keep = partial(self.items.keep, request.scope["salt"])
             answer = Answer(self.client, tickets, prepared, form, self.limits)
@@ -290,15 +300,13 @@ class Application:
         self.client.close(tickets)
         return response
 
-    async def _prepared(
-        self, body: bytes, kind: Kind, request: Request
-    ) -> tuple[list[Ticket], Prepared]:
+    async def _prepared(self, body: bytes, request: Request) -> tuple[list[Ticket], Prepared]:
         tab = tab_of(request)
         # One place is taken before any work is done; then one for each answer.
         salt = request.scope["salt"]
         tickets = self.admission.open(tab, key=salt)
         try:
-            prepared = await self.prompts.run(self._prepare, body, kind, salt)
+            prepared = await self.prompts.run(self._prepare, body, request.scope["path"], salt)
             return self.admission.open(tab, len(prepared.jobs), tickets, salt), prepared
         except BaseException:
             self.client.close(tickets)
@@ -326,15 +334,18 @@ class Application:
     def _embedding(self, body: bytes) -> embeddings.Embedding:
         return embeddings.prepare(self.served, protocol.parse_object(body))
 
-    def _prepare(self, body: bytes, kind: Kind, salt: str) -> Prepared:
-        return prompts.prepare(self.served, self._asked(body, kind.read, salt), salt)
+    def _prepare(self, body: bytes, path: str, salt: str) -> Prepared:
+        asked = self._asked(body, path, salt, self.served.context)
+        return prompts.prepare(self.served, asked, salt)
 
-    def _asked(self, body: bytes, read_fields: Callable[[dict], Asked], salt: str) -> Asked:
-        """The checked request, with the items that it refers to."""
+    def _asked(self, body: bytes, path: str, salt: str, most: int) -> Asked:
+        """The checked request, with the items that it refers to; `most` messages and parts."""
+        reading = READINGS[path]
         fields = protocol.parse_object(body)
-        if read_fields is responses.responses:
+        self.served.check_parts(fields.get(reading.chat), reading.chat, most)
+        if reading.chat == "input":
             fields = self.items.filled(salt, fields)
-        return read_fields(fields)
+        return reading.read(fields)
 
 
 def make_app(

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +25,10 @@ HEADER_S = 15.0  # for all headers of a request to arrive
 UNREAD_S = 5.0  # for the rest of a body whose request has been answered
 READER_S = 60.0  # for a client to read the data that was sent
 FAREWELL_S = 3.0  # for a client to read the last bytes at shutdown
+# Seconds after which a thread that waits for Python's lock (the GIL) gets it. By default 5 ms: the
+# event loop waits so long at each of its system calls, and the engine at each operation of torch,
+# while another thread reads a large body.
+SWITCH_S = 0.0005
 
 
 class State(uvicorn.server.ServerState):
@@ -125,6 +131,17 @@ class Protocol(H11Protocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+
+def share_the_interpreter() -> None:
+    """Keep the pauses of this process short. Called once, when the model is loaded.
+
+    The garbage collector would look at all objects of torch and the model again and again: 0.1 s
+    each time, in which no other thread runs. What exists now stays until the end.
+    """
+    sys.setswitchinterval(SWITCH_S)
+    gc.collect()
+    gc.freeze()
 
 
 class Server(uvicorn.Server):
