@@ -24,13 +24,24 @@ order of arrival. Preemption does not look at them (scheduler.py).
 Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024 (arXiv:2401.00588).
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from nanokv.engine.request import Request
 
 INPUT = 1  # the paper's w_p, weight of a prompt's token
 OUTPUT = 2  # w_q, of an answer's token
+
+
+class Asking(Protocol):
+    """Anything that waits for its turn."""
+
+    @property
+    def client(self) -> str: ...
+
+
+Waiting = TypeVar("Waiting", bound=Asking)
 
 
 class Client(NamedTuple):
@@ -52,7 +63,7 @@ class Turns:
         """Weighted tokens; 0 for a client that is not known yet."""
         return self.clients.get(name, Client()).counter
 
-    def arrive(self, request: "Request", waiting: "list[Request]") -> None:
+    def arrive(self, request: Asking, waiting: Sequence[Asking]) -> None:
         """Lift the counter of a client that had no request in `waiting`; before it is added."""
         name = request.client
         if any(other.client == name for other in waiting):
@@ -62,14 +73,15 @@ class Turns:
         client = self.clients.get(name, Client())
         self.clients[name] = client._replace(counter=max(client.counter, least))
 
-    def first(self, waiting: "list[Request]") -> "Request":
-        """The request whose turn it is; `waiting` is not empty and in order of arrival."""
+    def first(self, waiting: Sequence[Waiting]) -> Waiting:
+        """The one whose turn it is; `waiting` is not empty and in order of arrival."""
         if len(self.clients) == 1:
             return waiting[0]
         return min(waiting, key=lambda request: self.counter(request.client))
 
     def count(self, name: str, tokens: int) -> None:
-        """Count tokens that a client was served without a request, such as those of embeddings."""
+        """Count prompt tokens that were computed without a request, such as those of embeddings."""
+        self.last = name
         client = self.clients.get(name, Client())
         self.clients[name] = client._replace(
             counter=client.counter + INPUT * tokens, prompt_tokens=client.prompt_tokens + tokens

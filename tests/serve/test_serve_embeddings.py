@@ -21,6 +21,7 @@ from transformers import AutoModel
 
 import nanokv
 from nanokv.apps.cli.commands.serve import abilities, has_head
+from nanokv.apps.serve.api import embeddings
 from nanokv.apps.serve.http import openapi
 from nanokv.apps.serve.http.response import Limits
 from nanokv.errors import NanoKVError
@@ -229,10 +230,55 @@ def test_echoes_and_embeddings_of_a_key_come_in_order(server):
     assert server.post(TEXT, body, KEY)[0] == 200
 
 
-def test_a_client_that_leaves_ends_its_embeddings(server):
-    with contextlib.closing(server.send("POST", EMBEDDINGS, {"input": [[5] * 40] * 2000}, KEY)):
-        server.wait(lambda: server.engine_client.thread.asides)
-    server.wait(lambda: server.free)
+def test_a_client_that_leaves_ends_its_embeddings_and_pays_for_what_was_computed(embedder):
+    thread = None
+    with Serving(*embedder, pooling="mean", step_tokens=16) as server:
+        thread, turns = server.engine_client.thread, server.engine.scheduler.turns
+        with contextlib.closing(server.send("POST", EMBEDDINGS, {"input": [[5] * 40] * 2000})):
+            server.wait(lambda: thread.asides and thread.asides[0].embedding.computed > 100)
+            (message,) = thread.asides
+        server.wait(lambda: server.free)
+        computed = message.embedding.computed
+        assert 100 < computed < message.embedding.tokens == 80_000
+        assert turns.clients[message.client].prompt_tokens == computed
+
+
+def test_a_key_that_was_served_less_comes_first(server):
+    """Two requests of a key for one of another: each forward is that of the key with fewer tokens."""
+    order = []
+    advance = embeddings.Embedding.advance
+
+    def noted(self, model, chunk):
+        order.append(self.tokens)
+        return advance(self, model, chunk)
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        patch.setattr(embeddings.Embedding, "advance", noted)
+        gate = threading.Event()
+        patch.setattr(server.engine, "aside", lambda f: (gate.wait(20), f(server.engine.model))[1])
+        for number, (key, length) in enumerate((("a", 64), ("a", 65), ("b", 33), ("b", 34)), 1):
+            headers = {"Authorization": f"Bearer {key}"}
+            sent = server.send("POST", EMBEDDINGS, {"input": [[5] * length]}, headers)
+            stack.enter_context(contextlib.closing(sent))
+            server.wait(lambda: sum(ticket.submitted for ticket in server.tickets) == number)  # noqa: B023
+        gate.set()
+        server.wait(lambda: server.free)
+    assert sorted(order[1:7]) == [33] * 3 + [64] * 3, "16 tokens each, in turns"
+    assert [length for length in order if length in (64, 65)] == [64] * 4 + [65] * 5
+    assert [length for length in order if length in (33, 34)] == [33] * 3 + [34] * 3
+
+
+def test_a_request_keeps_its_place_until_its_answer_is_read(embedder, monkeypatch):
+    monkeypatch.setattr(embeddings.Embedding, "written", lambda self: b'"' + b"x" * 12_000_000)
+    with Serving(*embedder, pooling="mean", running=1, queue=0) as server:
+        assert len(server.raw("POST", EMBEDDINGS, {"input": "a"})[2]) == 12_000_001
+        monkeypatch.setattr("nanokv.apps.serve.http.server.READER_S", 1.0)
+        with contextlib.closing(server.send("POST", EMBEDDINGS, {"input": "a"})):
+            ended = b'reason="embedded"} 1.0'
+            server.wait(lambda: server.tickets and server.tickets[0].end is not None)
+            assert server.post(EMBEDDINGS, {"input": "a"})[0] == 429
+            assert ended in server.engine_client.metrics.text({}), "only the first one is counted"
+            server.wait(lambda: server.free)
 
 
 def test_a_request_that_takes_too_long_and_one_without_a_place(embedder):

@@ -573,6 +573,8 @@ def bracketed(values) -> str:
         ),
         ({"n": 1.0}, "n is 1.0: an integer from 1 to 16 was expected"),
         ({"n": True}, "n is true: an integer"),
+        ({"stop": [None, "é\n\u2028"]}, 'stop is [null, "é\\n\\u2028"]: a list of'),
+        ({"max_tokens": {"a": [1] * 10**6}}, 'max_tokens is {"a": [1, 1, 1, 1, 1, 1,'),
         ({"stream": "yes"}, 'stream is "yes": true or false was expected'),
         ({"model": 5}, "model is 5: a text was"),
         ({"stream_options": 1}, "stream_options is 1: an object was expected"),

@@ -70,6 +70,7 @@ class Embedding:
         self.model = model
         self.inputs = inputs
         self.tokens = sum(map(len, inputs))
+        self.computed = 0  # tokens so far
         self.base64 = request.encoding_format == "base64"
         self._settings: dict[str, Any] = {"pooling": pooling, "dimensions": request.dimensions}
         self._vectors: list[Tensor] = []
@@ -82,6 +83,7 @@ class Embedding:
         if self._rest is None:
             self._rest = embed_steps(model, self.inputs, self._chunks(), **self._settings)
         self._vectors += [vector.cpu() for vector in next(self._rest)]
+        self.computed = min(self.tokens, self.computed + chunk)
         return len(self._vectors) == len(self.inputs)
 
     def _chunks(self) -> Iterator[int]:

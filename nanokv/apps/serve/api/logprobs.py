@@ -112,6 +112,11 @@ class Echo:
             self._steps += next(self._rest)
         return self.top is None or len(self._steps) == len(self.ids)
 
+    @property
+    def computed(self) -> int:
+        """Tokens of the prompt that were computed so far."""
+        return len(self._steps)
+
     def piece(self) -> Piece:
         """The whole prompt."""
         return Piece("prompt", self.text, tuple(zip(self._steps, self._at, strict=False)))

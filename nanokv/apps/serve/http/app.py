@@ -25,7 +25,7 @@ from nanokv.apps.serve.api.responses_form import ResponsesForm, responses_form
 from nanokv.apps.serve.http import openapi, page
 from nanokv.apps.serve.http.lanes import Lanes
 from nanokv.apps.serve.http.live import Live, Watching, tab_of
-from nanokv.apps.serve.http.response import Answer, Limits, Watch, news
+from nanokv.apps.serve.http.response import Answer, Large, Limits, Watch, news
 from nanokv.apps.serve.http.security import Guard, Hosts, Keys, respond
 from nanokv.apps.serve.run.engine_client import EngineClient
 from nanokv.apps.serve.run.messages import Count
@@ -326,10 +326,10 @@ class Application:
             request.scope["note"].append(
                 f"{embedding.tokens:,} tokens → {len(embedding.inputs):,} embeddings"
             )
-            written = await asyncio.to_thread(embedding.written)
-        finally:
+            return Large(self.client, tickets, await asyncio.to_thread(embedding.written))
+        except BaseException:
             self.client.close(tickets)
-        return Response(written, media_type="application/json")
+            raise
 
     def _embedding(self, body: bytes) -> embeddings.Embedding:
         return embeddings.prepare(self.served, protocol.parse_object(body))

@@ -181,6 +181,30 @@ class Answer(Response):
         return f"{new:,} new + {reused:,} reused → {usage['completion_tokens']:,} out{self.failure}"
 
 
+class Large(Response):
+    """A large body. Its places are freed when the client has read it, or has gone.
+
+    The server drops a client that does not read for READER_S (server.py), so that the places bound
+    the memory of all such bodies.
+    """
+
+    media_type = "application/json"
+
+    def __init__(self, client: EngineClient, tickets: Sequence[Ticket], body: bytes):
+        super().__init__(body)
+        self.client = client
+        self.tickets = tickets
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+            await send(start)
+            await send({"type": "http.response.body", "body": self.body, "more_body": True})
+            await send({"type": "http.response.body"})  # waits until the body is written
+        finally:
+            self.client.close(self.tickets)
+
+
 async def news(
     tickets: Sequence[Ticket], patience: float | None = None
 ) -> AsyncIterator[Pieces | Ended | None]:

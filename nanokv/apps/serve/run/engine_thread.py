@@ -2,7 +2,7 @@
 
 Messages are handled between two steps. The results of one step reach the event loop in one call.
 Forwards without a request of the engine (`asides`: echoed prompts and embeddings) run one at a time
-between two steps, for each client in turn.
+between two steps. Clients take turns in them as they do in the engine (engine/turns.py).
 """
 
 import asyncio
@@ -86,7 +86,7 @@ class EngineThread:
         self.prefills = prefills
         self.metrics = metrics
         self.running: dict[int, Running] = {}  # ticket → answer
-        self.asides: list[Submit | Embed] = []  # whose turn it is first; then in order of arrival
+        self.asides: list[Submit | Embed] = []  # in order of arrival
         self.departed: deque[Departed] = deque(maxlen=REMEMBERED)
         self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="nanokv-engine", daemon=True)
@@ -171,9 +171,9 @@ class EngineThread:
     def _carry_out(self, message: ToEngine) -> None:
         match message:
             case Submit() if message.job.echo is not None:
-                self.asides.append(message)
+                self._wait_aside(message)
             case Embed():
-                self.asides.append(message)
+                self._wait_aside(message)
             case Submit():
                 self._begin(message)
             case Cancel(ticket):
@@ -223,11 +223,16 @@ class EngineThread:
         if text.complete:
             self.engine.cancel(request, "stop")
 
+    def _wait_aside(self, message: Submit | Embed) -> None:
+        scheduler = self.engine.scheduler
+        scheduler.turns.arrive(message, [*scheduler.waiting, *self.asides])
+        self.asides.append(message)
+
     def _run_aside(self) -> None:
         """Compute one chunk of an echo or of embeddings, so that answers go on in between."""
         if not self.asides:
             return
-        message = self.asides[0]
+        message = self.engine.scheduler.turns.first(self.asides)
         try:
             if isinstance(message, Embed):
                 complete = self._embed(message)
@@ -241,22 +246,26 @@ class EngineThread:
             complete = True
         if complete:
             self.asides.remove(message)
-        self.asides.sort(key=lambda other: other.client == message.client)  # the others come first
 
     def _echo(self, submit: Submit) -> bool:
         """One chunk of an echoed prompt; the answer begins after the last one."""
-        assert submit.job.echo is not None
-        complete = self.engine.aside(submit.job.echo.advance)
+        echo = submit.job.echo
+        assert echo is not None
+        before = echo.computed
+        complete = self.engine.aside(echo.advance)
+        self.engine.scheduler.turns.count(submit.client, echo.computed - before)
         if complete:
             self._begin(submit)
         return complete
 
     def _embed(self, embed: Embed) -> bool:
         """One forward of embeddings."""
-        chunk = self.engine.aside_tokens
-        complete = self.engine.aside(lambda model: embed.embedding.advance(model, chunk))
+        embedding = embed.embedding
+        before = embedding.computed
+        advance = partial(embedding.advance, chunk=self.engine.aside_tokens)
+        complete = self.engine.aside(advance)
+        self.engine.scheduler.turns.count(embed.client, embedding.computed - before)
         if complete:
-            self.engine.scheduler.turns.count(embed.client, embed.embedding.tokens)
             seconds = {"total_s": perf_counter() - embed.opened}
             self._post(Ended(embed.ticket, "embedded", None, 0, seconds))
         return complete
