@@ -6,6 +6,7 @@ Errors are counted, and a run of such lines can be resumed.
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from openai.types import Completion
@@ -15,6 +16,8 @@ import nanokv
 from cli_helpers import FakeStdin, choice, spawn_cli
 from nanokv.apps.cli import main
 from nanokv.apps.cli.batch.output import read_output
+from nanokv.apps.cli.batch.served import ServedLine
+from nanokv.apps.serve.api import protocol
 from nanokv.engine import Engine
 from nanokv.errors import NanoKVError
 from nanokv.support import installing
@@ -155,6 +158,17 @@ WRONG = [
     ({"prompt": "Once", "n": 2, "messages": []}, "exactly one of prompt and messages"),
     ({"prompt": "Once", "n": 2, "temprature": 1}, "no setting 'n'"),
 ]
+
+
+def test_each_answer_of_a_line_needs_room():
+    """The pool of the pages is sized by them."""
+    asked = protocol.text({"prompt": ["a", "b"], "n": 3, "max_tokens": 4})
+    prompts = [[1] * 5, [1] * 7]
+    line = ServedLine(SimpleNamespace(max_new_tokens=None), asked, TEXT, prompts)
+    assert line.lengths() == [9, 9, 9, 11, 11, 11]
+    asked = protocol.chat(ask(n=2))
+    line = ServedLine(SimpleNamespace(max_new_tokens=30), asked, CHAT, [[1] * 5])
+    assert line.lengths() == [35, 35]
 
 
 def test_what_is_refused_is_in_the_output_and_counted(cli):
