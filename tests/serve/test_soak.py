@@ -1,12 +1,18 @@
 """The soak of `nanokv serve` (soak.py): what it judges, and a third of a minute of it."""
 
 import collections
+import dataclasses
+import random
 import subprocess
 import sys
 
+import anyio
 import pytest
+import torch
 
+import nanokv
 import soak
+from serving import CHAT, Serving, ask
 
 QUIET = {
     "pages": 8.0,
@@ -80,12 +86,40 @@ def test_every_kind_of_client(minutes):
     assert done.returncode == 0 and done.stdout.endswith("passed\n"), done.stdout + done.stderr
 
 
-@pytest.mark.slow
-def test_a_wrong_answer_is_found(monkeypatch, capsys):
-    """The comparison itself: the right answers are made wrong."""
-    known = soak.questions()
-    for question in known:
-        question.text += "x"
-    monkeypatch.setattr(soak, "questions", lambda: known)
-    assert soak.main(["--minutes", "0.1", "--flat", "100", "--clients", "4"]) == 1
-    assert " wrong\n" in capsys.readouterr().out
+@pytest.fixture(scope="module")
+def asked():
+    """(the port of a server of the bundled model, a question with its right answer)"""
+    model, tokenizer = nanokv.load("tiny", dtype=torch.float32)
+    known = ask("What is 2 + 3?", max_tokens=40)
+    with Serving(model, tokenizer, keys=soak.KEYS) as server:
+        _, found = server.post(CHAT, known, {"Authorization": f"Bearer {soak.KEYS[0]}"})
+        (choice,) = found["choices"]
+        text, reason = choice["message"]["content"], choice["finish_reason"]
+        yield server.port, soak.Question(known, text, reason, found["usage"]["prompt_tokens"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [
+        *[(kind, {"text": "x"}) for kind in ("whole", "long", "stream", "absolute")],
+        *[(kind, {"text": "x"}) for kind in ("responses", "messages")],
+        ("whole", {"prompt": 3}),
+        ("responses", {"reason": "?"}),
+        ("messages", {"prompt": 3}),
+    ],
+    ids=str,
+)
+def test_a_wrong_answer_is_found(asked, kind, wrong):
+    """The comparison itself: the right answer is made wrong."""
+    port, question = asked
+
+    async def come(question, seed):
+        clients = soak.Clients(port, [question])
+        clients.lengthy = [question]
+        async with clients.http:
+            return await getattr(clients, kind)(random.Random(seed))
+
+    for seed in (1, 2):  # whole, and as a stream
+        assert anyio.run(come, question, seed) == soak.FINE
+        with pytest.raises(soak.Unexpected):
+            anyio.run(come, dataclasses.replace(question, **wrong), seed)

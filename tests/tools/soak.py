@@ -38,12 +38,14 @@ RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
 KEYS = ("soak-one", "soak-two", "soak-three")
 SHARES = (6, 1, 1)  # of the clients
-MOST_COUNTED = 2_000  # characters: at most 2,816 tokens of a text are counted in this pool
+MOST_COUNTED = 1_600  # characters: at most 2,304 tokens of a text are counted in this pool
 PATIENCE_S = 60.0  # the longest that any client may wait; a body may take 30
 BODY_S = 35.0  # after which the server has sent away who does not send its body
 START_S = 120.0
 SAMPLES = 9  # of the memory, at least
-FLAGS = ("--dtype", "float32", "--running", "16", "--queue", "6", "--pages", "44", "--port")
+LONGER_S = 180.0  # so long may a soak go on beyond its time
+# One place fewer than clients, so that few of them are refused; fewer pages than 16 answers need.
+FLAGS = ("--dtype", "float32", "--running", "16", "--queue", "7", "--pages", "36", "--port")
 BROKEN = (
     httpx2.TransportError,
     OSError,
@@ -231,40 +233,31 @@ class Clients:
 
     async def responses(self, rng: random.Random) -> str:
         """Asks in the form of OpenAI's Responses, whole or as a stream, and compares."""
-        question, stream = rng.choice(self.greedy), rng.random() < 0.5
-        async with self.post(rng, RESPONSES, question.body(RESPONSES, stream)) as response:
-            if response.status_code == 429:
-                return busy(response)
-            found = (
-                response_of(await data_of(response))
-                if stream
-                else json.loads(await response.aread())
-            )
-        expect(response.status_code == 200, found)
-        parts = [part for item in found["output"] for part in item["content"]]
-        text = "".join(part["text"] for part in parts if part["type"] == "output_text")
-        status = {"stop": "completed", "length": "incomplete"}[question.reason]
-        said = (text, found["status"], found["usage"]["input_tokens"])
-        expect(said == (question.text, status, question.prompt), (question, found))
-        return FINE
+        return await self.formed(rng, RESPONSES, response_of, said_by_response)
 
     async def messages(self, rng: random.Random) -> str:
         """Asks in Anthropic's form, whole or as a stream, and compares."""
+        return await self.formed(rng, MESSAGES, message_of, said_by_message)
+
+    async def formed(
+        self,
+        rng: random.Random,
+        path: str,
+        joined: Callable[[list[dict]], dict],
+        said: Callable[[dict], tuple[str, str, int]],
+    ) -> str:
+        """`joined`: the events of a stream → the whole answer; `said`: what that says."""
         question, stream = rng.choice(self.greedy), rng.random() < 0.5
-        async with self.post(rng, MESSAGES, question.body(MESSAGES, stream)) as response:
+        async with self.post(rng, path, question.body(path, stream)) as response:
             if response.status_code == 429:
                 return busy(response)
-            found = (
-                message_of(await data_of(response))
-                if stream
-                else json.loads(await response.aread())
-            )
+            if stream:
+                found = joined(await data_of(response))
+            else:
+                found = json.loads(await response.aread())
         expect(response.status_code == 200, found)
-        text = "".join(block["text"] for block in found["content"])
-        reason = {"stop": "end_turn", "length": "max_tokens"}[question.reason]
-        prompt = found["usage"]["input_tokens"] + found["usage"]["cache_read_input_tokens"]
-        said = (text, found["stop_reason"], prompt)
-        expect(said == (question.text, reason, question.prompt), (question, found))
+        right = (question.text, question.reason, question.prompt)
+        expect(said(found) == right, (question, found))
         return FINE
 
     async def counts(self, rng: random.Random) -> str:
@@ -479,6 +472,22 @@ def message_of(events: list[dict]) -> dict:
     return found
 
 
+def said_by_response(found: dict) -> tuple[str, str, int]:
+    """(text, the chat's word for why it ended, tokens of the prompt)"""
+    parts = [part for item in found["output"] for part in item["content"]]
+    text = "".join(part["text"] for part in parts if part["type"] == "output_text")
+    reason = {"completed": "stop", "incomplete": "length"}[found["status"]]
+    return text, reason, found["usage"]["input_tokens"]
+
+
+def said_by_message(found: dict) -> tuple[str, str, int]:
+    """(text, the chat's word for why it ended, tokens of the prompt)"""
+    text = "".join(block["text"] for block in found["content"])
+    reason = {"end_turn": "stop", "max_tokens": "length"}[found["stop_reason"]]
+    usage = found["usage"]
+    return text, reason, usage["input_tokens"] + usage["cache_read_input_tokens"]
+
+
 def busy(response) -> str:
     """A 429 that says when to come back."""
     expect(int(response.headers["retry-after"]) >= 1, response.headers)
@@ -637,7 +646,7 @@ class Soak:
         while not self.over:
             (kind,) = rng.choices(list(KINDS), list(KINDS.values()))
             if await self.one(kind, rng) in (BUSY, CUT):
-                await anyio.sleep(rng.random())  # and tries again
+                await anyio.sleep(1 + rng.random())  # as Retry-After says, and tries again
             while self.down < time.monotonic() < self.up and not self.over:
                 await anyio.sleep(0.1)
 
@@ -661,7 +670,7 @@ class Soak:
                 group.start_soon(self.visitor, number)
             await anyio.sleep(seconds / 4)
             restart_s = await self.kill()
-            while time.monotonic() < began + seconds or len(self.memory) < SAMPLES:
+            while self.goes_on(began + seconds):
                 self.memory.append(await anyio.to_thread.run_sync(self.server.memory))
                 await anyio.sleep(1 if seconds > 100 else 0.25)
             self.over = True
@@ -685,6 +694,13 @@ class Soak:
             answers,
             notes=self.notes[:5],
         )
+
+    def goes_on(self, until: float) -> bool:
+        """Until the time is over; on a busy machine until each kind was answered, for LONGER_S at most."""
+        now = time.monotonic()
+        missing = not all(self.tallies[kind][FINE] for kind in ANSWERED)
+        few = missing and now < until + LONGER_S
+        return now < until or len(self.memory) < SAMPLES or few
 
     def quiet(self) -> dict[str, float]:
         """The metrics, once nothing runs any more; those of a request that never ends show it."""
