@@ -445,9 +445,10 @@ HOSTILE = {
 @pytest.mark.parametrize("body", HOSTILE.values(), ids=HOSTILE)
 @pytest.mark.parametrize("path", [CHAT, TEXT, "/tokenize", "/detokenize"])
 def test_hostile_bodies_are_400(server, body, path):
-    began = time.monotonic()
+    began = time.process_time()  # of the server too, which is a thread
     status, found = server.post(path, body)
-    assert status == 400 and len(error(found)["message"]) < 2_100 and time.monotonic() - began < 5
+    assert status == 400 and len(error(found)["message"]) < 2_100
+    assert time.process_time() - began < 5
 
 
 def test_a_body_that_is_too_long_is_413(server):

@@ -339,8 +339,8 @@ def test_the_end_of_the_server_ends_the_stream_at_once(loaded, monkeypatch):
         server.stop.set()
         assert error(watcher.wait(lambda found: "error" in found))["code"] == "shutting_down"
         assert watcher.next() is None
-        server.thread.join(5)
-        assert not server.thread.is_alive() and time.monotonic() - began < 3
+        server.thread.join(20)
+        assert not server.thread.is_alive() and time.monotonic() - began < live.CHECK_S / 2
 
 
 def test_an_engine_that_has_died_ends_the_stream(loaded, monkeypatch):

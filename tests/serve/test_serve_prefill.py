@@ -258,7 +258,7 @@ def test_when_the_process_is_killed_prompts_are_prefilled_here(slow, loaded, str
         found = [one.result(20) for one in asked]
         assert [one.result(20)[0] for one in others] == [
             200
-        ] * AHEAD and time.monotonic() - began < 10
+        ] * AHEAD and time.monotonic() - began < 25  # not after 30 s of silence
     with Serving(*loaded) as plain:
         text = plain.post(CHAT, body)[1]["choices"][0]["message"]["content"]
     said = [

@@ -314,20 +314,23 @@ def test_wrong_values_that_generated_requests_found(server, path, body):
     assert found["error"]["param"] == ("max_tokens" if "max_tokens" in body else next(iter(body)))
 
 
-def sampled_document() -> dict:
-    """The document with a twentieth of the fields that are not done or without effect: schemathesis tries many values
-    of each, and test_serve_fields.py tries all of these."""
+def sampled_document(share: int) -> dict:
+    """The document with one of `share` of the fields that are not done or without effect: schemathesis tries many
+    values of each, and test_serve_fields.py tries all of these."""
     document = copy.deepcopy(openapi.document())
     for name in ("ChatRequest", "TextRequest", "ResponsesRequest", "MessagesRequest"):
         fields = document["components"]["schemas"][name]["properties"]
         others = [field for field in fields if field in known.HARMLESS | known.NOT_DONE]
-        for field in set(others) - set(others[::20]):
+        for field in set(others) - set(others[::share]):
             del fields[field]
     return document
 
 
 @pytest.mark.slow
-def test_generated_requests_find_no_fault(loaded, tmp_path, caplog):
+@pytest.mark.parametrize(
+    ("examples", "share"), [(5, 100), pytest.param(20, 20, marks=pytest.mark.night)]
+)
+def test_generated_requests_find_no_fault(loaded, tmp_path, caplog, examples, share):
     """With a fixed seed. The document cannot say what is too long, nor which ids there are: that may be 400."""
     command = [
         client_environment.python_clients() / "bin" / "schemathesis",
@@ -335,7 +338,7 @@ def test_generated_requests_find_no_fault(loaded, tmp_path, caplog):
         "-H",
         f"Authorization: {KEY}",
         "--seed=1",
-        "--max-examples=20",
+        f"--max-examples={examples}",
         "--phases=coverage,fuzzing",
         "--exclude-checks=positive_data_acceptance",
         "--workers=1",
@@ -354,7 +357,7 @@ def test_generated_requests_find_no_fault(loaded, tmp_path, caplog):
         max_new_tokens=4,
         pooling="mean",
     ) as server:
-        (tmp_path / "openapi.json").write_text(json.dumps(sampled_document()))
+        (tmp_path / "openapi.json").write_text(json.dumps(sampled_document(share)))
         said = client_environment.run(
             [*command, f"--url={server.url}", "openapi.json"], cwd=tmp_path
         )

@@ -17,7 +17,7 @@ import pytest
 
 HERE = Path(__file__).parent / "clients"
 UV = "uv==0.13.9"
-SECONDS = 300  # for one step of the installation
+SECONDS = 900  # for one step of the installation, or a client on a busy machine
 
 
 def python_clients() -> Path:
