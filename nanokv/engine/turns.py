@@ -21,6 +21,9 @@ number of tokens that fit into the running requests. No turn is wasted: if anyon
 someone is admitted. The counters decide only between clients, so with one client all requests go in
 order of arrival. Preemption does not look at them (scheduler.py).
 
+Forwards without a request of the engine, such as those of embeddings, take turns by the same
+counters (apps/serve/run/engine_thread.py). Each counts its tokens when it is computed.
+
 Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024 (arXiv:2401.00588).
 """
 
