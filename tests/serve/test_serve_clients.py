@@ -159,6 +159,8 @@ def looking(roomy, scripted):
         ("ai_sdk_vendors.mjs", ["openai", "whole items"]),
         ("ai_sdk_vendors.mjs", ["anthropic"]),
         ("agents_client.py", []),
+        ("litellm_forms.py", ["responses"]),
+        ("litellm_forms.py", ["messages"]),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else value,
 )
@@ -167,13 +169,6 @@ def test_a_client_answers_ten_calls_in_a_row(looking, run, client, more):
     language = "js" if client.endswith(".mjs") else "python"
     found = json.loads(run(language, script, looking.url, "secret", *more))
     assert found == ten_calls(looking)
-
-
-def test_litellm_answers_ten_calls_in_a_row_in_both_forms(looking, run):
-    """In one process: litellm's import takes longer than all calls."""
-    script = (client_environment.HERE / "litellm_forms.py").read_text(encoding="utf-8")
-    found = json.loads(run("python", script, looking.url, "secret"))
-    assert found == dict.fromkeys(("responses", "messages"), ten_calls(looking))
 
 
 def ten_calls(server) -> dict:

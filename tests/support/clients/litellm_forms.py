@@ -1,14 +1,12 @@
-"""litellm and /v1/responses and /v1/messages, in one process:
-prints what tests/serve/test_serve_clients.py compares, by form."""
+"""litellm and /v1/responses or /v1/messages: prints what tests/serve/test_serve_clients.py compares."""
 
 import json
 import sys
-from collections.abc import Callable
 
 import litellm
 import openai
 
-url, key = sys.argv[1:]
+url, key, form = sys.argv[1:]
 litellm.suppress_debug_info = True
 LOOK = {
     "name": "look",
@@ -104,7 +102,10 @@ def read_messages() -> dict:
     }
 
 
-def status(ask: Callable, **fields) -> int:
+ask = {"responses": responses, "messages": completion}[form]
+
+
+def status(**fields) -> int:
     try:
         ask(message("Who are you?"), **fields)
     except openai.APIStatusError as error:
@@ -112,17 +113,16 @@ def status(ask: Callable, **fields) -> int:
     return 200
 
 
-FORMS = {
-    "responses": (responses, read_responses, loop_of_responses),
-    "messages": (completion, read_messages, loop_of_messages),
-}
-found = {}
-for form, (ask, read, loop) in FORMS.items():
-    numbers, end = loop()
-    found[form] = read() | {
-        "numbers": numbers,
-        "end": end,
-        "no_model": status(ask, model="gpt-9"),
-        "no_key": status(ask, key="wrong"),
-    }
-print(json.dumps(found))
+found = {"responses": read_responses, "messages": read_messages}[form]()
+numbers, end = {"responses": loop_of_responses, "messages": loop_of_messages}[form]()
+print(
+    json.dumps(
+        found
+        | {
+            "numbers": numbers,
+            "end": end,
+            "no_model": status(model="gpt-9"),
+            "no_key": status(key="wrong"),
+        }
+    )
+)
