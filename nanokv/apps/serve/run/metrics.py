@@ -106,7 +106,7 @@ class Metrics:
             "nanokv_key_places", "Answers of an API key that run or wait", labels=["key"]
         )
         prompt = CounterMetricFamily(
-            "nanokv_key_prompt_tokens", "Tokens of its admitted prompts", labels=["key"]
+            "nanokv_key_prompt_tokens", "Prompt tokens that count for its turns", labels=["key"]
         )
         new = CounterMetricFamily(
             "nanokv_key_generated_tokens", "Tokens generated for it", labels=["key"]
