@@ -35,13 +35,15 @@ class Pages:
     """Where the keys and values of every row lie, for an attention that reads them in place.
 
     Row b holds `lengths[b]` tokens in pages `table[b]`, oldest first. Without a table, row b is
-    page b.
+    page b. With `sequence`, several rows are adjacent tokens of one sequence: row b has the pages
+    `table[sequence[b]]`.
     """
 
     keys: torch.Tensor  # (P,Hk,page,D)
     values: torch.Tensor
     lengths: torch.Tensor  # (B,) int32; a list is converted
     table: torch.Tensor | None = None  # (B,n) int32
+    sequence: torch.Tensor | None = None  # (B,) int32
 
     def __post_init__(self):
         if isinstance(self.lengths, torch.Tensor) and self.lengths.dtype == torch.int32:

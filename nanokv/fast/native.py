@@ -74,6 +74,7 @@ class Pages(ctypes.Structure):
         ("table", POINTER),
         ("table_stride", LONG),
         ("lengths", POINTER),
+        ("sequence", POINTER),
         ("format", INT),
     ]
 
@@ -255,6 +256,8 @@ def pages_struct(pages: "capabilities.Pages") -> Pages:
         if pages.table is not None:
             made.table = pages.table.data_ptr()
             made.table_stride = pages.table.shape[1]
+        if pages.sequence is not None:
+            made.sequence = pages.sequence.data_ptr()
         made.tensors = keys, values  # keeps the memory behind the addresses alive
         vars(pages)["struct"] = made
     return made

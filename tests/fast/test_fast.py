@@ -680,6 +680,34 @@ def test_decode_attention_over_scattered_pages(dtype, G):
     assert gap(y, expected) <= (1e-5 if dtype == torch.float32 else 2e-5)
 
 
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("G", "D"), [(1, 48), (3, 64), (4, 20), (9, 16)])
+def test_decode_attention_of_adjacent_tokens_of_a_sequence(dtype, G, D):
+    """Chunks of 70, 1, 2 and 19 tokens behind 300, 520, 0 and 250: each query sees its sequence up to itself."""
+    Hk, page, starts, counts = 2, 16, [300, 520, 0, 250], [70, 1, 2, 19]
+    g = torch.Generator().manual_seed(0)
+    keys, values = (torch.full((90, Hk, page, D), torch.nan, dtype=dtype) for _ in "kv")
+    table, dense, lengths, first = torch.zeros(4, 40, dtype=torch.int32), [], [], 0
+    for i, (start, n) in enumerate(zip(starts, counts, strict=True)):
+        k, v = (torch.randn(Hk, start + n, D, generator=g).to(dtype) for _ in "kv")
+        for at in range(0, start + n, page):
+            table[i, at // page] = first
+            part = slice(at, min(at + page, start + n))
+            keys[first, :, : part.stop - at] = k[:, part]
+            values[first, :, : part.stop - at] = v[:, part]
+            first += 1
+        lengths += range(start + 1, start + n + 1)
+        dense += [(k[:, :seen], v[:, :seen]) for seen in range(start + 1, start + n + 1)]
+    sequence = torch.arange(4, dtype=torch.int32).repeat_interleave(torch.tensor(counts))
+    pages = Pages(keys, values, lengths, table, sequence)
+    y, expected = attended(
+        pages, torch.randn(sum(counts), Hk * G, D, generator=g), Hk, dtype, dense
+    )
+    # With bf16 instructions queries and weights are rounded to bf16, as in torch's attention.
+    assert gap(y, expected) <= (1e-5 if dtype == torch.float32 else 0.02)
+
+
 def attended(pages, q, Hk, dtype, dense):
     """(kernel, formula) for queries q (B,H,D); the kernel is reached through a layer whose other parts do nothing."""
     B, H, D = q.shape

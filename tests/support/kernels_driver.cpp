@@ -48,11 +48,12 @@ static void run_steps(Sizes n, std::vector<char>& y) {  // B, H, Hk, D, format, 
     auto norm = array<float>(), q_norm = array<float>(), k_norm = array<float>(), mlp_norm = array<float>();
     auto cos = array<float>(), sin = array<float>();
     auto keys = array(), values = array();
-    auto table = array<int32_t>(), lengths = array<int32_t>();
+    auto table = array<int32_t>(), lengths = array<int32_t>(), sequence = array<int32_t>();
     auto x = array();
     Layer layer{qkv.weight, o.weight, gate_up.weight, down.weight, norm.data(), q_norm.data(), k_norm.data(),
                 mlp_norm.data(), n[1], n[2], n[3], 1e-6f, (int32_t)n[4]};
-    Pages pages{keys.data(), values.data(), n[5], n[6], n[7], table.data(), n[8], lengths.data(), (int32_t)n[4]};
+    Pages pages{keys.data(), values.data(), n[5], n[6], n[7], table.data(), n[8], lengths.data(),
+                sequence.empty() ? nullptr : sequence.data(), (int32_t)n[4]};
     const Layer* layers[] = {&layer};
     const Pages* each[] = {&pages};
     steps(layers, 1, (float*)x.data(), n[0], cos.data(), sin.data(), n[3], each);

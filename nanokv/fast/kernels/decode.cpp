@@ -10,6 +10,7 @@
 //     M rows of activations · N outputs · K inputs
 //     H query heads · Hk KV heads · G = H / Hk · D head dim
 
+#include <algorithm>
 #include "products.h"
 
 // --- the rest of a layer -------------------------------------------------------------------------
@@ -45,22 +46,27 @@ static void split_heads(const Layer& layer, const float* qkv, int64_t M, const f
 
 // --- attention of one query per row over cached keys and values ----------------------------------
 //
-// FlashDecoding: each task is a part of the keys, and the results are merged.
+// FlashDecoding: each task is a part of the keys, and the results are merged. Rows may be adjacent
+// tokens of one sequence, as in a chunk of a prompt: a task then has several rows, for which a key
+// is read once.
 
 // The location of the keys and values of each row. A dense cache (B,Hk,S,D) is one page per row.
 struct Pages {
     const void *keys, *values;
     int64_t page_stride, head_stride;  // in values; tokens are D values apart, without gaps
     int64_t page_size;                 // in tokens
-    const int32_t* table;              // (B,pages), or null: row b has page b
+    const int32_t* table;              // (sequences,pages), or null: sequence i has page i
     int64_t table_stride;
     const int32_t* lengths;            // (B): how many keys row b sees
-    int32_t format;          // FP32 or BF16
+    const int32_t* sequence;           // (B): the sequence of row b, or null: row b is sequence b
+    int32_t format;                    // FP32 or BF16
 };
+
+static inline int64_t sequence_of(const Pages& p, int64_t b) { return p.sequence ? p.sequence[b] : b; }
 
 // The offset of token s of row b, in values from the start of the keys (or values).
 static inline int64_t place(const Pages& p, int64_t b, int64_t head, int64_t s, int64_t D) {
-    int64_t page = p.table ? p.table[b * p.table_stride + s / p.page_size] : b;
+    int64_t i = sequence_of(p, b), page = p.table ? p.table[i * p.table_stride + s / p.page_size] : i;
     return page * p.page_stride + head * p.head_stride + s % p.page_size * D;
 }
 
@@ -119,11 +125,11 @@ static void mix_run(const T* v, const T* next, int64_t n, const float* p, int64_
             for (int64_t d = 0; d < D; d++) out[g * D + d] += p[g * PART + s] * to_float(v[s * D + d]);
 }
 
-struct Task {  // keys from … to−1 of row b in one KV head
-    int64_t b, head, from, to;
+struct Task {  // keys from … to−1 of one KV head, for the queries of `rows` adjacent rows from b on
+    int64_t b, rows, head, from, to;
 };
 
-// The G queries of a task, with a softmax over its keys. `attention` merges the tasks.
+// The G queries of one row, with a softmax over the keys of a task. `attention` merges the tasks.
 template <class T, int G>
 static void attend_part(const Pages& p, const Task& task, const Task* next, const float* q, int64_t D, float* out,
                         float* largest, float* total) {
@@ -157,7 +163,7 @@ static void attend_part(const Pages& p, const Task& task, const Task* next, cons
     for (int64_t s = from; s < to; s += run(s)) mix_run<T, G>(at(p.values, s), then(s), run(s), &scores[s - from], D, out);
 }
 
-// All G queries of a KV head, up to 4 at a time.
+// All G queries of one row and KV head, up to 4 at a time.
 template <class T>
 static void attend_head(const Pages& p, const Task& task, const Task* next, const float* q, int64_t G, int64_t D,
                         float* out, float* largest, float* total) {
@@ -170,6 +176,163 @@ static void attend_head(const Pages& p, const Task& task, const Task* next, cons
     }
 }
 
+// --- the same for adjacent rows of one sequence --------------------------------------------------
+//
+// Each lane of a vector is a query, so no sum crosses lanes, and the softmax has a running maximum
+// per lane (FlashAttention). A number of a key or value is broadcast to all lanes, and with bf16
+// products a pair of numbers: adjacent ones of a key, those of adjacent values.
+
+const int FEW = 8;      // queries: fewer leave most lanes empty, and their rows are tasks of their own
+const int QUERIES = 64; // per task at most
+const int KEYS = 32;    // in fp32 they and their values fit into the first-level cache
+const int AT_ONCE = LANES == 16 ? 8 : 4;  // sums in registers
+
+struct Singles {  // products in fp32
+    static const int EACH = 1;
+    typedef float Number;
+    static inline f32x16 add(f32x16 sum, const float* number, f32x16 x) { return sum + *number * x; }
+    static void pair_up(f32x16*) {}
+    template <class T>
+    static void copy_key(const T* from, int64_t D, float* to) {
+        for (int64_t d = 0; d < D; d++) to[d] = to_float(from[d]);
+    }
+    template <class T>
+    static void copy_values(const T* const* rows, int64_t D, float* to) { copy_key(rows[0], D, to); }
+};
+
+#if defined(__AVX512BF16__)
+struct Pairs {
+    static const int EACH = 2;
+    typedef bf16 Number;
+    static inline f32x16 add(f32x16 sum, const float* numbers, f32x16 x) {
+        int32_t two;
+        memcpy(&two, numbers, 4);
+        return (f32x16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)_mm512_set1_epi32(two));
+    }
+    static inline __m512i rounded(f32x16 v) { return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)v)); }
+    static void pair_up(f32x16* p) {  // KEYS weights → KEYS / 2 pairs of weights
+        for (int s = 0; s < KEYS; s += 2)
+            p[s / 2] = (f32x16)_mm512_or_si512(rounded(p[s]), _mm512_slli_epi32(rounded(p[s + 1]), 16));
+    }
+    static void copy_key(const bf16* from, int64_t D, float* to) { memcpy(to, from, D * sizeof(bf16)); }
+    static void copy_values(const bf16* const* rows, int64_t D, float* to) {
+        for (int64_t d = 0; d < D; d++) {
+            uint32_t two = rows[0][d].bits | (uint32_t)rows[1][d].bits << 16;
+            memcpy(to + d, &two, 4);
+        }
+    }
+};
+typedef Pairs OfBf16;
+#else
+typedef Singles OfBf16;
+#endif
+
+// scores[s] = q · k_s for KEYS keys: q (steps,16), k (KEYS,steps)
+template <class Form>
+static void score_lanes(const float* q, const float* k, int64_t steps, f32x16* scores) {
+    for (int s = 0; s < KEYS; s += AT_ONCE) {
+        f32x16 sum[AT_ONCE] = {};
+        for (int64_t d = 0; d < steps; d++) {
+            f32x16 x = load16(q + 16 * d);
+#pragma GCC unroll 8
+            for (int i = 0; i < AT_ONCE; i++) sum[i] = Form::add(sum[i], k + (s + i) * steps + d, x);
+        }
+        for (int i = 0; i < AT_ONCE; i++) scores[s + i] = sum[i];
+    }
+}
+
+// N dims: out (N,16) = out · keep + Σ_s p[s] · v_s, v (KEYS / EACH,D)
+template <class Form, int N>
+static void mix_lanes(const f32x16* p, const float* v, int64_t D, f32x16 keep, float* out) {
+    f32x16 sum[N];
+    for (int i = 0; i < N; i++) sum[i] = load16(out + 16 * i) * keep;
+    for (int s = 0; s < KEYS / Form::EACH; s++) {
+        f32x16 weight = p[s];
+#pragma GCC unroll 8
+        for (int i = 0; i < N; i++) sum[i] = Form::add(sum[i], v + s * D + i, weight);
+    }
+    for (int i = 0; i < N; i++) store16(out + 16 * i, sum[i]);
+}
+
+// Up to 16 queries, one per lane, with what they have summed so far.
+template <class Form>
+struct Lanes {
+    std::vector<float> q;    // (D / EACH,16), each one number or a pair
+    std::vector<float> out;  // (D,16)
+    f32x16 most = (f32x16){} - 1e30f, total = {};
+    int64_t seen[16];        // how many keys each query sees
+    Lanes(int64_t D) : q(16 * D / Form::EACH), out(16 * D) {}
+
+    // n ≤ KEYS keys and values from position `from` on
+    void add(const float* k, const float* v, int64_t from, int64_t n, int64_t D) {
+        f32x16 scores[KEYS], high = most, sum = {};
+        score_lanes<Form>(q.data(), k, D / Form::EACH, scores);
+        for (int lane = 0; lane < 16; lane++)
+            for (int64_t s = std::clamp(seen[lane] - from, (int64_t)0, n); s < KEYS; s++)
+                ((float*)&scores[s])[lane] = -1e30f;
+        for (int s = 0; s < KEYS; s++) high = max16(scores[s], high);
+        f32x16 keep = exp16(most - high);
+        for (int s = 0; s < KEYS; s++) {
+            scores[s] = exp16(scores[s] - high);
+            sum += scores[s];
+        }
+        total = total * keep + sum, most = high;
+        Form::pair_up(scores);
+        int64_t d = 0;
+        for (; d + AT_ONCE <= D; d += AT_ONCE) mix_lanes<Form, AT_ONCE>(scores, v + d, D, keep, &out[16 * d]);
+        for (; d < D; d++) mix_lanes<Form, 1>(scores, v + d, D, keep, &out[16 * d]);
+    }
+};
+
+// The queries of a task with several rows: query g of row r is at q + r · stride + g · D.
+template <class T, class Form>
+static void attend_rows(const Pages& p, const Task& task, const float* q, int64_t stride, int64_t G, int64_t D,
+                        std::vector<Lanes<Form>>& all) {
+    const int EACH = Form::EACH;
+    for (int64_t i = 0; i < 16 * (int64_t)all.size(); i++) {
+        int64_t row = i / G < task.rows ? i / G : 0, lane = i % 16;
+        auto* to = (typename Form::Number*)all[i / 16].q.data();
+        all[i / 16].seen[lane] = p.lengths[task.b + row];
+        for (int64_t d = 0; d < D && i < task.rows * G; d++)
+            store(to + (d / EACH * 16 + lane) * EACH + d % EACH, q[row * stride + i % G * D + d]);
+    }
+    std::vector<float> keys(KEYS * D / EACH), values(KEYS * D / EACH);
+    std::vector<T> zeros(D);  // behind the last value, because others may be infinite
+    for (int64_t from = task.from; from < task.to; from += KEYS) {
+        int64_t n = task.to - from < KEYS ? task.to - from : KEYS;
+        const T* rows[KEYS];
+        for (int64_t s = 0; s < KEYS; s++) {
+            int64_t at = s < n ? place(p, task.b, task.head, from + s, D) : 0;
+            if (s < n) Form::copy_key((const T*)p.keys + at, D, &keys[s * D / EACH]);
+            rows[s] = s < n ? (const T*)p.values + at : zeros.data();
+        }
+        for (int64_t s = 0; s < KEYS; s += EACH) Form::copy_values(rows + s, D, &values[s / EACH * D]);
+        for (auto& lanes : all) lanes.add(keys.data(), values.data(), from, n, D);
+    }
+}
+
+// The same, with the results where `attention` merges them: those of query i at place(i).
+template <class T, class Form, class Place>
+static void attend_task(const Pages& p, const Task& task, const float* q, int64_t stride, int64_t G, int64_t D, Place place,
+                        float* out, float* largest, float* total) {
+    int64_t count = task.rows * G;
+    std::vector<Lanes<Form>> all((count + 15) / 16, Lanes<Form>(D));
+    attend_rows<T, Form>(p, task, q, stride, G, D, all);
+    for (int64_t i = 0; i < count; i++) {
+        auto& lanes = all[i / 16];
+        int64_t to = place(i), lane = i % 16;
+        for (int64_t d = 0; d < D; d++) out[to * D + d] = lanes.out[16 * d + lane];
+        largest[to] = ((float*)&lanes.most)[lane], total[to] = ((float*)&lanes.total)[lane];
+    }
+}
+
+// How many rows from b on one task takes: adjacent tokens of one sequence.
+static int64_t rows_together(const Pages& p, int64_t b, int64_t B, int64_t G) {
+    int64_t rows = 1, most = QUERIES / G;
+    while (p.sequence && rows < most && b + rows < B && p.sequence[b + rows] == p.sequence[b]) rows++;
+    return rows * G < FEW ? 1 : rows;
+}
+
 // q (B,H,D) → y (B,H,D): softmax(q kᵀ / √D) v, each key and value read once for its G queries
 static void attention(float* y, float* q, int64_t B, int64_t H, int64_t Hk, int64_t D, const Pages& pages) {
     int64_t G = H / Hk, longest = 0;
@@ -178,9 +341,14 @@ static void attention(float* y, float* q, int64_t B, int64_t H, int64_t Hk, int6
     std::vector<float> out(B * Hk * parts * G * D), largest(B * Hk * parts * G, -INFINITY), total(B * Hk * parts * G);
     for (int64_t i = 0; i < B * H * D; i++) q[i] /= sqrtf((float)D);
     std::vector<Task> tasks;
-    for (int64_t row = 0; row < B * Hk; row++)
-        for (int64_t from = 0, S = pages.lengths[row / Hk]; from < S; from += PART)
-            tasks.push_back({row / Hk, row % Hk, from, from + PART < S ? from + PART : S});
+    for (int64_t b = 0, rows; b < B; b += rows) {
+        rows = rows_together(pages, b, B, G);
+        for (int64_t head = 0; head < Hk; head++)
+            for (int64_t from = 0, S = pages.lengths[b + rows - 1]; from < S; from += PART)
+                tasks.push_back({b, rows, head, from, from + PART < S ? from + PART : S});
+    }
+    // The place of query g of a row and KV head for a part of the keys.
+    auto at = [&](int64_t b, int64_t head, int64_t part, int64_t g) { return ((b * Hk + head) * parts + part) * G + g; };
     // some: consecutive tasks of a thread, in which each task prefetches for the next.
     int64_t count = tasks.size(), some = count < 8 ? 1 : count < 32 ? 2 : count < 128 ? 4 : 8;
 #pragma omp parallel if (4 * B * Hk * longest * D >= WORTH)
@@ -189,21 +357,29 @@ static void attention(float* y, float* q, int64_t B, int64_t H, int64_t Hk, int6
         for (int64_t i = 0; i < count; i++) {
             const Task& task = tasks[i];
             const Task* next = (i + 1) % some && i + 1 < count ? &task + 1 : nullptr;
-            int64_t row = task.b * Hk + task.head, at = (row * parts + task.from / PART) * G;
-            auto f = pages.format == FP32 ? attend_head<float> : attend_head<bf16>;
-            f(pages, task, next, q + row * G * D, G, D, &out[at * D], &largest[at], &total[at]);
+            int64_t part = task.from / PART, first = at(task.b, task.head, part, 0);
+            const float* query = q + (task.b * H + task.head * G) * D;
+            if (task.rows == 1) {
+                auto f = pages.format == FP32 ? attend_head<float> : attend_head<bf16>;
+                f(pages, task, next, query, G, D, &out[first * D], &largest[first], &total[first]);
+                continue;
+            }
+            auto place = [&](int64_t i) { return at(task.b + i / G, task.head, part, i % G); };
+            auto f = pages.format == FP32 ? attend_task<float, Singles, decltype(place)>
+                                          : attend_task<bf16, OfBf16, decltype(place)>;
+            f(pages, task, query, H * D, G, D, place, out.data(), largest.data(), total.data());
         }
 #pragma omp for
         for (int64_t i = 0; i < B * H; i++) {  // merge the parts of head i % H of row i / H
             float most = -INFINITY, sum = 0, *to = y + i * D;
-            auto at = [&](int64_t part) { return (i / G * parts + part) * G + i % G; };
-            for (int64_t part = 0; part < parts; part++) most = fmaxf(most, largest[at(part)]);
+            auto place = [&](int64_t part) { return at(i / H, i % H / G, part, i % G); };
+            for (int64_t part = 0; part < parts; part++) most = fmaxf(most, largest[place(part)]);
             for (int64_t d = 0; d < D; d++) to[d] = 0;
             for (int64_t part = 0; part < parts; part++) {
                 // A part of NaNs is not skipped: 0 · NaN is NaN.
-                float weight = expf(largest[at(part)] - most);
-                sum += weight * total[at(part)];
-                for (int64_t d = 0; d < D; d++) to[d] += weight * out[at(part) * D + d];
+                float weight = expf(largest[place(part)] - most);
+                sum += weight * total[place(part)];
+                for (int64_t d = 0; d < D; d++) to[d] += weight * out[place(part) * D + d];
             }
             for (int64_t d = 0; d < D; d++) to[d] /= sum;
         }
