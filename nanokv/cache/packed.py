@@ -8,6 +8,7 @@ them per sequence.
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -65,6 +66,11 @@ class PackedCache(KVCache):
         )
 
     @property
+    def sequences(self) -> list[tuple[KVCache, int]]:
+        """(cache, tokens of this forward) of each sequence."""
+        return list(zip(self.caches, self.counts, strict=True))
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all sequences; a page that several sequences share counts once for each."""
         return sum(cache.nbytes for cache in self.caches)
@@ -72,8 +78,15 @@ class PackedCache(KVCache):
     @property
     def length(self) -> Any:
         """(N,) int64: the position of each row in its sequence."""
-        pairs = zip(self.caches, self.counts, strict=True)
-        return torch.cat([cache.length + torch.arange(n) for cache, n in pairs])
+        return positions([cache.length for cache in self.caches], self.counts)
+
+
+def positions(starts: Sequence[int], counts: Sequence[int]) -> Tensor:
+    """(N,) int64: starts[b] … starts[b] + counts[b] − 1 of every sequence, end to end."""
+    pairs = zip(starts, counts, strict=True)
+    return torch.from_numpy(
+        numpy.concatenate([numpy.arange(start, start + n) for start, n in pairs])
+    )
 
 
 class Packed:

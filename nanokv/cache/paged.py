@@ -46,7 +46,8 @@ class PagedCache(KVCache):
 
     def reserve(self, start: int, end: int) -> None:
         """Pages for positions start … end−1 of every row, none of them shared."""
-        self.pool.reserve(self.tables, [start] * len(self.tables), end - start)
+        rows = len(self.tables)
+        self.pool.reserve(self.tables, [start] * rows, [end - start] * rows)
 
     @property
     def length(self) -> int:
@@ -65,13 +66,13 @@ class PagedCache(KVCache):
             return counts[0]
         return None
 
-    def advance(self) -> None:
-        """Count one more token in each layer."""
+    def advance(self, tokens: int = 1) -> None:
+        """Count more tokens in each layer."""
         counts = self.counts
         if counts.count(counts[0]) == len(counts):
-            counts[:] = [counts[0] + 1] * len(counts)
+            counts[:] = [counts[0] + tokens] * len(counts)
         else:
-            counts[:] = [count + 1 for count in counts]
+            counts[:] = [count + tokens for count in counts]
 
     def pages(self, like: Tensor) -> list[Pages] | None:
         if not all_as_made([self]):  # ask each layer, so that a caller's append is respected

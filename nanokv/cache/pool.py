@@ -140,15 +140,15 @@ class PagePool:
         with torch.inference_mode(False):
             return torch.empty(shape, dtype=like.dtype, device=like.device)
 
-    def reserve(self, tables: list[Table], starts: Sequence[int], T: int) -> None:
-        """Give every row unshared pages for T tokens from starts[b] on; all rows get them or none.
+    def reserve(self, tables: list[Table], starts: Sequence[int], counts: Sequence[int]) -> None:
+        """Give row b unshared pages for counts[b] tokens from starts[b] on, or no row any.
 
         A page that is shared is copied before it is written (copy on write). Raises CapacityError.
         """
-        if not self.lacking(tables, starts, T):
+        if not self.lacking(tables, starts, counts):
             return
         with self.change():
-            shared, missing = self._wanted(tables, starts, T)
+            shared, missing = self._wanted(tables, starts, counts)
             fresh = self._take(len(shared) + len(missing))
             # Each table changes last, so that the pages it lists are valid at every line.
             for table, i in shared:
@@ -162,15 +162,15 @@ class PagePool:
                 table.append(fresh.pop())
 
     def _wanted(
-        self, tables: list[Table], starts: Sequence[int], T: int
+        self, tables: list[Table], starts: Sequence[int], counts: Sequence[int]
     ) -> tuple[list[SharedPage], list[Table]]:
-        """(pages to copy, tables that lack a page, once per page) before T tokens are written."""
+        """(pages to copy, tables that lack a page, once per page) before tokens are written."""
         size = self.page_size
         shared: list[SharedPage] = []
         missing: list[Table] = []
         seen: Counter[int] = Counter()
-        for table, start in zip(tables, starts, strict=True):
-            last = -(-(start + T) // size)  # pages start // size … last − 1 will be written
+        for table, start, count in zip(tables, starts, counts, strict=True):
+            last = -(-(start + count) // size)  # pages start // size … last − 1 will be written
             for i in range(start // size, min(last, len(table))):
                 page = table[i]
                 seen[page] += 1
@@ -180,15 +180,17 @@ class PagePool:
             missing += [table] * (last - len(table))
         return shared, missing
 
-    def lacking(self, tables: list[Table], starts: Sequence[int], T: int) -> list[int]:
-        """Rows that may need a page; every other row has an unshared page with T free slots."""
+    def lacking(
+        self, tables: list[Table], starts: Sequence[int], counts: Sequence[int]
+    ) -> list[int]:
+        """Rows that may need a page; any other row has an unshared page with counts[b] free slots."""
         self.settle()
         size = self.page_size
         references = self.references
         rows = []
-        for b, (table, start) in enumerate(zip(tables, starts, strict=True)):
+        for b, (table, start, count) in enumerate(zip(tables, starts, counts, strict=True)):
             i = start // size
-            if i >= len(table) or references[table[i]] != 1 or start + T > (i + 1) * size:
+            if i >= len(table) or references[table[i]] != 1 or start + count > (i + 1) * size:
                 rows.append(b)
         return rows
 

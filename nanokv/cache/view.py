@@ -119,7 +119,7 @@ def next_view(owner: Owner, layer: int, starts: list[int], T: int, like: Tensor)
     if layer and view is not None and view.next == (starts, T) and view.keys is pool.keys:
         return view
     check_append(like, like, expected=owner[layer]._expected)
-    pool.reserve(owner.tables, starts, T)
+    pool.reserve(owner.tables, starts, [T] * len(starts))
     tables = owner.tables
     if view is None or not view.follows(pool, tables):
         view = owner.view = View(pool, tables)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from nanokv.cache import KVCache
-from nanokv.cache.packed import Packed, PackedCache
+from nanokv.cache.packed import Packed, positions
+from nanokv.cache.paged_pack import pack
 from nanokv.checkpoint import Model
 from nanokv.inference import attention_over, token_ids
 from nanokv.support.device_memory import full_memory_named
@@ -45,10 +46,10 @@ def forward_packed(
     """The forward of `prefill_packed`: the hidden states of all N tokens, in order, (N,C)."""
     tokens = [token_ids(model, [prompt]) for prompt in prompts]  # (1,T_b) each
     sizes = [rows.shape[1] for rows in tokens]
-    pack = PackedCache(caches, sizes, model.config)
+    packed = pack(caches, sizes, model.config)
     device = tokens[0].device
     parts = [(T, attention_over(cache, T, device)) for cache, T in zip(caches, sizes, strict=True)]
-    ranges = [start + torch.arange(T) for start, T in zip(start_pos, sizes, strict=True)]
-    positions = torch.cat(ranges)  # (N,)
-    with full_memory_named(model, pack):
-        return model(torch.cat(tokens, 1).T, pack, positions, Packed(parts))[:, 0]  # (N,C)
+    rows = torch.cat(tokens, 1).T  # (N,1)
+    at = positions(start_pos, sizes)  # (N,)
+    with full_memory_named(model, packed):
+        return model(rows, packed, at, Packed(parts))[:, 0]  # (N,C)

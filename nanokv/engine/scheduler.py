@@ -87,7 +87,8 @@ class Scheduler:
     def lacking(self, decodes: list[Request]) -> list[int]:
         """Indices of the requests without a slot for the next token; found in one pass over all."""
         tables = [request.cache.tables[0] for request in decodes]
-        return self.pool.lacking(tables, [request.fed for request in decodes], 1)
+        starts = [request.fed for request in decodes]
+        return self.pool.lacking(tables, starts, [1] * len(decodes))
 
     def mend(self) -> None:
         """Complete interrupted moves out of `running`, and undo interrupted forwards."""

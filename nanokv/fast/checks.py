@@ -1,7 +1,8 @@
 """Checks of the assumptions that the kernels make, which they cannot check themselves.
 
 at optimize    every module is the plain one and matches the config
-at each step   no module has hooks or was replaced, and each query sees its whole row
+at each step   no module has hooks or was replaced, and each query sees its whole row, or in a
+               packed forward its sequence up to itself
 """
 
 from collections.abc import Iterable
@@ -14,9 +15,10 @@ from torch import nn
 from torch.nn.modules import module
 
 from nanokv import model as plain_model
-from nanokv.attention import Attend, Decode
+from nanokv.attention import Attend, Causal, Decode
 from nanokv.cache.base import KVCache, LayerCache
 from nanokv.cache.capabilities import has_pages, reserve_of
+from nanokv.cache.packed import Packed
 from nanokv.config import Config
 from nanokv.errors import ConfigError
 from nanokv.fast.weights import check_dense
@@ -103,8 +105,20 @@ def any_has_own_forward(parts: Iterable[nn.Module]) -> bool:
 def is_one_call(model: Transformer, kinds: Kinds, cache: KVCache, attend: Attend) -> bool:
     """Whether one kernel call computes the same as calling module after module.
 
-    False if a module has hooks or was replaced. `kinds`: the classes of embedding, norm and layers.
+    `kinds`: the classes of embedding, norm and layers.
     """
+    if not is_whole(model, kinds) or not has_pages(cache):
+        return False
+    return reserve_of(cache[0]) is not None and sees_its_row(attend, cache[0])
+
+
+def is_one_packed_call(model: Transformer, kinds: Kinds, cache: KVCache, attend: Packed) -> bool:
+    """`is_one_call` for a packed forward."""
+    return is_whole(model, kinds) and has_pages(cache) and sees_its_sequence(attend, cache)
+
+
+def is_whole(model: Transformer, kinds: Kinds) -> bool:
+    """False if a module has hooks or was replaced."""
     if module._global_forward_hooks or module._global_forward_pre_hooks:
         return False
     modules: dict[str, Any] = model._modules  # saves the two Python calls behind `model.layers`
@@ -113,9 +127,18 @@ def is_one_call(model: Transformer, kinds: Kinds, cache: KVCache, attend: Attend
     known = embedding, norm, *[block] * (len(parts) - 2)
     if tuple(map(type, parts)) != known or any_has_own_forward(parts):
         return False
-    if plain_model.rope_angles is not rope_angles or not has_pages(cache):
+    return plain_model.rope_angles is rope_angles
+
+
+def sees_its_sequence(attend: Packed, cache: KVCache) -> bool:
+    """Whether each query sees its sequence, a part of the cache, up to itself and no other."""
+    sequences = getattr(cache, "sequences", ())  # of a packed cache
+    if [n for _, n in sequences] != [T for T, _ in attend.parts]:
         return False
-    return reserve_of(cache[0]) is not None and sees_its_row(attend, cache[0])
+    return all(
+        type(own) is Causal and own.keys in (None, one.length + T)
+        for (one, _), (T, own) in zip(sequences, attend.parts, strict=True)
+    )
 
 
 def sees_its_row(attend: Attend, cache: LayerCache) -> TypeGuard[Decode]:

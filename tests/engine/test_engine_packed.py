@@ -6,17 +6,20 @@ import pytest
 import torch
 
 import nanokv
-from nanokv.cache import CACHES, make_cache
+from nanokv.cache import CACHES, PagePool, make_cache
 from nanokv.cache.packed import PackedCache
 from nanokv.engine import Engine
 from nanokv.engine.packed import prefill_packed
-from nanokv.errors import CacheError
+from nanokv.errors import CacheError, CapacityError
+from nanokv.fast import native
+from nanokv.fast.model import Block
 from nanokv.inference import decode, prefill
 from oracle import SHAPES, TOLERANCE, gap, interrupt_at, pair, random_ids, reference_logits
 
 pytestmark = pytest.mark.sampled
 
 LENGTHS = [5, 33, 1, 12]
+FEW = [5, 13, 1, 9]  # fewer in all than the rows of one kernel call
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +28,8 @@ def models():
     return pair(**SHAPES["G2-untied-bias"])
 
 
-def prompts(seed: int) -> list[list[int]]:
-    return [random_ids(seed + i, 1, n)[0].tolist() for i, n in enumerate(LENGTHS)]
+def prompts(seed: int, lengths=LENGTHS) -> list[list[int]]:
+    return [random_ids(seed + i, 1, n)[0].tolist() for i, n in enumerate(lengths)]
 
 
 def caches(kind, model, **options):
@@ -134,6 +137,89 @@ def test_what_does_not_fit_together_is_refused(models):
 def test_a_packed_cache_says_what_it_is(models):
     packed = PackedCache(caches("dict", models[1]), LENGTHS, models[1].config)
     assert repr(packed).startswith("<PackedCache 'packed': 3 layers")
+
+
+# --- in one kernel call -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def fast(models):
+    if native.kernels() is None:
+        pytest.skip("no kernels on this machine")
+    return nanokv.optimize(models[1])
+
+
+def over_one_pool(model, pages=64):
+    pool = PagePool(model.config, pages, 4)
+    return [make_cache("paged", model.config, pool=pool) for _ in LENGTHS]
+
+
+@pytest.fixture
+def layers_called(monkeypatch):
+    """The rows of every call of a layer: none in a forward that is one kernel call."""
+    called, forward = [], Block.forward
+    monkeypatch.setattr(
+        Block, "forward", lambda self, x, *rest: called.append(len(x)) or forward(self, x, *rest)
+    )
+    return called
+
+
+def together(model, caches, seed):
+    return prefill_packed(model, prompts(seed, FEW), caches, [cache.length for cache in caches])
+
+
+def test_pages_of_one_pool_are_one_call(models, fast, layers_called):
+    """And give what layer by layer gives; a caller's own `append` is still called."""
+    paged, dense, own = over_one_pool(fast), caches("dict", fast), over_one_pool(fast)
+    appended = []
+    append = own[1][0].append
+    own[1][0].append = lambda k, v: appended.append(k.shape) or append(k, v)
+    for seed in (0, 10):
+        logits = together(fast, paged, seed)
+        assert not layers_called
+        expected = together(fast, dense, seed)
+        assert gap(logits, expected) <= TOLERANCE
+        assert gap(together(fast, own, seed), expected) <= TOLERANCE
+        assert [cache.length for cache in paged] == [cache.length for cache in dense]
+        layers_called.clear()
+    assert appended == [(1, fast.config.num_key_value_heads, FEW[1], fast.config.head_dim)] * 2
+
+
+def test_more_rows_than_the_kernels_are_fast_for_go_layer_by_layer(fast, layers_called):
+    for n, layer_by_layer in ((fast.most_packed, False), (fast.most_packed + 1, True)):
+        cache = over_one_pool(fast)[0]
+        prefill_packed(fast, [random_ids(3, 1, n)[0].tolist()], [cache], [0])
+        assert bool(layers_called) == layer_by_layer
+
+
+def test_one_call_copies_shared_pages_before_it_writes(fast):
+    paged = over_one_pool(fast)
+    together(fast, paged, 0)
+    forks, before = [cache.fork() for cache in paged], [cache[0].state()["key"] for cache in paged]
+    together(fast, forks, 10)
+    for cache, fork, keys in zip(paged, forks, before, strict=True):
+        assert torch.equal(cache[0].state()["key"], keys)
+        assert torch.equal(fork[0].state()["key"][:, :, : cache.length], keys)
+
+
+def test_one_call_takes_pages_for_all_or_for_none(fast):
+    paged = over_one_pool(fast, pages=9)  # 10 are needed
+    with pytest.raises(CapacityError, match="exhausted"):
+        together(fast, paged, 0)
+    assert [cache.length for cache in paged] == [0] * 4 and len(paged[0].pool.free) == 9
+
+
+def test_one_call_that_failed_is_mended_by_truncating(fast, monkeypatch):
+    paged, clean = over_one_pool(fast), over_one_pool(fast)
+    for mine in (paged, clean):
+        together(fast, mine, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "addresses", lambda structs: exec("raise KeyboardInterrupt"))
+        with pytest.raises(KeyboardInterrupt):
+            together(fast, paged, 10)
+    for cache, length in zip(paged, FEW, strict=True):
+        cache.truncate(length)
+    assert torch.equal(together(fast, paged, 10), together(fast, clean, 10))
 
 
 # --- in the engine ------------------------------------------------------------------------------------------------

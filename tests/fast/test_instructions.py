@@ -17,9 +17,11 @@ import torch
 import torch.nn.functional as F
 
 from blocks import matrix, widths
-from nanokv.attention import Decode, causal_mask
+from nanokv.attention import Causal, Decode, causal_mask
 from nanokv.cache import make_cache
+from nanokv.cache.packed import Packed
 from nanokv.cache.paged_batch import PagedBatch
+from nanokv.cache.paged_pack import pack
 from nanokv.fast import building, native, optimize, weights
 from nanokv.fast.blocks import SIZES, dequantized
 from nanokv.inference import prefill
@@ -159,6 +161,7 @@ def record(path) -> int:
         record_blocks(cases, type_)
     for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 0.02)):
         record_step(cases, dtype, bound)
+        record_chunks(cases, dtype, bound)
     for dtype, bound in ((torch.float32, 2e-6), (torch.bfloat16, 0.008)):
         record_rows(cases, dtype, bound)
     cases.add("exp16", [100_000], 3e-7, torch.ones(100_000), torch.linspace(-86.9, 88.3, 100_000))
@@ -197,12 +200,40 @@ def record_step(cases, dtype, bound):
         return PagedBatch(rows, model.config)
 
     block, one, other = fast.layers[0], batch(), batch()
-    (H, Hk, D), x = block.heads, cases.random(3, 1, 64)
+    D, x = block.heads[2], cases.random(3, 1, 64)
     angles = cases.random(3, 1, D // 2).repeat(1, 1, 2)
     rope = angles.cos(), angles.sin()
     expected = block.torch_path(x, [angle[:, None] for angle in rope], one[0], Decode(one.mask(1)))
     pages = other[0].pages(block.like.expand(3, -1, -1, -1))
-    sizes = [3, H, Hk, D, native.FORMATS[dtype], Hk * 4 * D, 4 * D, 4, pages.table.shape[1]]
+    add_step(cases, block, bound, expected, rope, pages, x)
+
+
+def record_chunks(cases, dtype, bound):
+    """As record_step, for chunks of 1, 2 and 17 tokens: the last one has several queries per key."""
+    model, ids = small(dtype)
+    fast, counts = optimize(model), [1, 2, 17]
+
+    def chunks():
+        pool = make_cache("paged", model.config, page=4).pool
+        caches = [make_cache("paged", model.config, pool=pool) for _ in counts]
+        for cache, n in zip(caches, (5, 17, 33), strict=True):
+            prefill(model, ids[:, :n], cache)
+        return pack(caches, counts, model.config)
+
+    block, one, other = fast.layers[0], chunks(), chunks()
+    D, x = block.heads[2], cases.random(20, 1, 64)
+    angles = cases.random(20, 1, D // 2).repeat(1, 1, 2)
+    rope = angles.cos(), angles.sin()
+    attend = Packed((n, Causal()) for n in counts)
+    expected = block.torch_path(x, [angle[:, None] for angle in rope], one[0], attend)
+    pages = other.pages(block.like.expand(20, -1, -1, -1))[0]
+    add_step(cases, block, bound, expected, rope, pages, x)
+
+
+def add_step(cases, block, bound, expected, rope, pages, x):
+    """What one layer makes of x (B,1,C) over these pages."""
+    (H, Hk, D), form = block.heads, native.FORMATS[block.dtype]
+    sizes = [len(x), H, Hk, D, form, Hk * 4 * D, 4 * D, 4, pages.table.shape[1]]
     matrices = [
         part for matrix in (block.qkv, block.o, block.gate_up, block.down) for part in parts(matrix)
     ]
@@ -221,6 +252,7 @@ def record_step(cases, dtype, bound):
         pages.values,
         pages.table,
         pages.lengths,
+        pages.sequence,
         x,
     )
 

@@ -50,6 +50,7 @@ TESTS = {
     "nanokv/cache/padded.py": f"batching {CONTRACT}",
     "nanokv/cache/paged.py": f"caches_paged {CONTRACT} interrupts_caches engine",
     "nanokv/cache/paged_batch.py": f"engine caches_place caches_paged interrupts_caches {CONTRACT}",
+    "nanokv/cache/paged_pack.py": f"engine_packed {CONTRACT}",
     "nanokv/cache/pool.py": f"caches_paged caches_place interrupts_caches interrupts engine {CONTRACT}",
     "nanokv/cache/prefix.py": f"caches_paged interrupts_caches interrupts engine {CONTRACT}",
     "nanokv/cache/quantized.py": f"caches_quantized {CONTRACT} caches_place",
