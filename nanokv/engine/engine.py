@@ -1,9 +1,9 @@
 """The engine: feeds the tokens that the scheduler planned, then draws a token per fed request.
 
-A step runs one packed forward for all prefill chunks and one ragged forward for all decodes. The
-other requests of a step change only the rounding of sums: greedy and sampled answers are those of
-nanokv.generate, because every request has its generator. Single-threaded: callbacks run between
-two forwards and may submit and cancel.
+A step runs one packed forward for all prefill chunks and one ragged forward for all decodes, or one
+for both if they have few tokens. The other requests of a step change only the rounding of sums:
+greedy and sampled answers are those of nanokv.generate, because every request has its generator.
+Single-threaded: callbacks run between two forwards and may submit and cancel.
 
 Ctrl-C can come at any line. Nothing is undone then: the next step first completes the interrupted
 changes (`_settle`).
@@ -307,14 +307,15 @@ class Engine:
         pending = [(request.pending, request, tokens) for request, tokens in work]
         decodes = [request for n, request, _ in pending if n == 1]
         chunks = [(request, tokens) for n, request, tokens in pending if n > 1]
+        streams = len(decodes)
         while chunks:
-            chunks = self._prefill(chunks)
+            chunks, decodes = self._prefill(chunks, decodes)
         self._decode(decodes)
         self.metrics.note_step(self.pool, self.scheduler.running)
         self._draw()
         if self.budget is not None:
             prefilled = self.metrics.prefill_tokens - prefilled
-            self.budget.note(self.clock() - now, prefilled, len(decodes))
+            self.budget.note(self.clock() - now, prefilled, streams)
             self.scheduler.beside = self.budget.prompt_tokens
         self._whole = True
 
@@ -338,11 +339,14 @@ class Engine:
             self.scheduler.mend()
             self._draw()
 
-    def _prefill(self, chunks: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
+    def _prefill(
+        self, chunks: list[tuple[Request, int]], decodes: list[Request]
+    ) -> tuple[list[tuple[Request, int]], list[Request]]:
         """Feed the next chunk of each request in one forward; the last chunk gives the logits.
 
-        Returns the chunks that must wait: this forward computes their beginning for another
-        request, and they can reuse its pages afterwards.
+        The decodes join, if the model computes so many rows in one call: it then reads the weights
+        once for all. Returns the chunks and decodes that are left. A chunk must wait if this
+        forward computes its beginning for another request: it can reuse the pages afterwards.
         """
         now: list[tuple[Request, int]] = []
         later: list[tuple[Request, int]] = []
@@ -352,20 +356,24 @@ class Engine:
             tokens = min(tokens, request.pending)
             waits = any(self.scheduler.shares(request, other, more) for other, more in now)
             (later if waits else now).append((request, tokens))
-        requests = [request for request, _ in now]
+        joining: list[Request] = []
+        rows = sum(tokens for _, tokens in now) + len(decodes)
+        if rows <= getattr(self.model, "most_packed", 0):
+            joining, decodes = decodes, []
+        requests = [request for request, _ in now] + joining
         starts = [request.fed for request in requests]
-        parts = [
-            request.known[start : start + n]
-            for (request, n), start in zip(now, starts, strict=True)
-        ]
+        parts = [request.known[request.fed : request.fed + n] for request, n in now]
+        parts += [[request.newest] for request in joining]
         caches = [request.cache for request in requests]
         self.metrics.forwards += 1
         logits = prefill_packed(self.model, parts, caches, starts)  # (B,V)
-        for row, (request, tokens) in enumerate(now):
+        for row, request in enumerate(requests):
             request.feed(logits, row)
+        self.metrics.decode_tokens += len(joining)
+        for request, tokens in now:
             self.metrics.prefill_tokens += tokens
             request.cache.remember(request.known)
-        return later
+        return later, decodes
 
     def _decode(self, requests: list[Request]) -> None:
         """Feed the newest token of each request in one forward; rows may differ in length."""

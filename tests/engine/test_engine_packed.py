@@ -222,6 +222,20 @@ def test_one_call_that_failed_is_mended_by_truncating(fast, monkeypatch):
     assert torch.equal(together(fast, paged, 10), together(fast, clean, 10))
 
 
+def test_decodes_join_the_prompts_of_a_step(fast):
+    """One forward, if the rows are few; every answer is that of a prompt alone."""
+    engine = Engine(fast, pages=80, page_size=4, step_tokens=20)
+    asked = [engine.submit(ids, max_new_tokens=12, eos_token_ids=[]) for ids in prompts(30, FEW)]
+    engine.run()
+    steps = engine.metrics.steps
+    assert engine.metrics.forwards == steps
+    for ids, request in zip(prompts(30, FEW), asked, strict=True):
+        expected = nanokv.generate(fast, ids, max_new_tokens=12, eos_token_ids=[])
+        assert request.tokens == list(expected)
+    assert engine.metrics.decode_tokens == 4 * 12 - 3  # the shortest prompt is a decode too
+    assert engine.metrics.prefill_tokens == sum(FEW) - 1
+
+
 # --- in the engine ------------------------------------------------------------------------------------------------
 
 
