@@ -43,6 +43,8 @@ class Blocks(Matrix):
     `dtype`: of the model, and so of `dense`. ConfigError for another type or a part of a block.
     """
 
+    fewest_rows = 256  # a call decodes all weights
+
     def __init__(self, blocks: Tensor, kind: str, dtype: torch.dtype, bias: Tensor | None = None):
         if kind not in SIZES:
             raise ConfigError(
@@ -125,6 +127,10 @@ class Stacked(Matrix):
             struct.next = ctypes.addressof(after)
             struct.after = after  # keeps it alive
         return structs[0]
+
+    @functools.cached_property
+    def most_rows(self) -> int:
+        return min(each.most_rows for each in self.matrices)
 
     def product(self, x: Tensor) -> Tensor:
         return torch.cat([each.product(x) for each in self.matrices], -1)

@@ -71,6 +71,7 @@ class Matrix(Addressed):
     """x (…,K) → x·wᵀ + bias (…,N) in fp32. `dense` returns the weights as a tensor (N,K)."""
 
     format: Any  # a key of native.FORMATS
+    fewest_rows = 32  # of activations in a kernel call
     dtype: torch.dtype  # of the model
     weight: Tensor  # (N,K), or codes
     scale: Tensor | None
@@ -142,9 +143,9 @@ class Matrix(Addressed):
         """(first, end) of the rows of each kernel call.
 
         A call does at most 2³² multiplications, so that Ctrl-C takes effect soon. But it has at
-        least 32 rows if there are as many, because fewer rows take no less time.
+        least `fewest_rows` if there are as many, because fewer rows take no less time.
         """
-        step = max(32, 2**32 // (self.N * self.K))
+        step = max(self.fewest_rows, 2**32 // (self.N * self.K))
         return [(first, min(first + step, rows)) for first in range(0, rows, step)]
 
     def product(self, x: Tensor) -> Tensor:

@@ -51,48 +51,46 @@ struct Group {
 };
 
 #if defined(WIDE_PRODUCTS)
-// A Run is 256 inputs, of which wide(i) gives the i-th 64 with codes from 0 on: value = scale ·
-// (code − ZERO) + least. Lane j of the scale belongs to codes 4j … 4j+3. The least values are lanes
-// of `all`: that of group g is lane place(g).
-struct Wide {
-    __m512i code;
-    __m512 scale;
-};
+// A Unit is the next UNIT inputs of a row, with codes from 0 on: value = scale · (code − ZERO) +
+// sign · least.
+//
+//     codes(i)      64 codes; chunk(c) says which 16 inputs are the c-th 16 codes of the unit
+//     all           scales and least values: those of group g are lanes scale_at(g, half) and
+//                   least_at(g). A group has SCALES, 1 or one for each half
+//     spread(v, i)  lane j: the lane of v with the scale of codes 4j … 4j+3 of codes(i)
+//
+// SHARED steps of 64 codes have the same scales. `count` is the number of blocks left in the row: a
+// unit that has more takes the first one again, and the activations there are zeros.
 
-// Eight lanes `first` of `all`, then eight lanes `second`.
-static inline __m512 two_lanes(__m512 all, int first, int second) {
-    return _mm512_permutexvar_ps(_mm512_inserti64x4(_mm512_set1_epi32(first), _mm256_set1_epi32(second), 1), all);
-}
-// `count` adjacent blocks, 2 at most. No byte behind them is read.
-template <int BYTES>
-static inline __m512i two_blocks(const uint8_t* p, int64_t count) {
-    uint64_t bytes = count >= 2 ? 2 * BYTES : count == 1 ? BYTES : 0;
-    return _mm512_maskz_loadu_epi8(((__mmask64)1 << bytes) - 1, p);
-}
-// Of two blocks of WORDS words each: the low halves of 16 bytes from word FIRST on, then their high
-// halves, for both blocks.
-template <int FIRST, int WORDS>
-static inline __m512i four_bits(__m512i two) {
-    const __m512i shift = _mm512_set_epi64(4, 4, 0, 0, 4, 4, 0, 0), low4 = _mm512_set1_epi8(15);
-    const int A = FIRST | (FIRST + 1) << 16, B = A + WORDS * 0x10001, next = 0x20002;
-    const __m512i words = _mm512_setr_epi32(A, A + next, A + 2 * next, A + 3 * next, A, A + next, A + 2 * next, A + 3 * next,
-                                            B, B + next, B + 2 * next, B + 3 * next, B, B + next, B + 2 * next, B + 3 * next);
-    const int a = FIRST / 2, b = a + WORDS / 2;
-    const __m512i pairs = _mm512_setr_epi32(a, a + 1, a + 2, a + 3, a, a + 1, a + 2, a + 3, b, b + 1, b + 2, b + 3, b, b + 1, b + 2, b + 3);
-    bool even = FIRST % 2 == 0 && WORDS % 2 == 0;  // one instruction instead of two
-    __m512i codes = even ? _mm512_permutexvar_epi32(pairs, two) : _mm512_permutexvar_epi16(words, two);
-    return _mm512_and_si512(_mm512_srlv_epi64(codes, shift), low4);
-}
+static inline __m512i low_halves(__m512i bytes) { return _mm512_and_si512(bytes, _mm512_set1_epi8(15)); }
+static inline __m512i high_halves(__m512i bytes) { return low_halves(_mm512_srli_epi16(bytes, 4)); }
 static inline __m512i add_fifth(__m512i codes, __mmask64 bits) {
     return _mm512_mask_add_epi8(codes, bits, codes, _mm512_set1_epi8(16));
 }
-// The 32 bits at p, and those at `next` bytes behind it if there are two blocks.
-static inline __mmask64 two_masks(const uint8_t* p, int next, int64_t count) {
-    uint32_t low, high = 0;
-    memcpy(&low, p, 4);
-    if (count > 1) memcpy(&high, p + next, 4);
-    return low | (uint64_t)high << 32;
+// Eight lanes `first` of v, then eight lanes `second`.
+static inline __m512 two_lanes(__m512 v, int first, int second) {
+    return _mm512_permutexvar_ps(_mm512_inserti64x4(_mm512_set1_epi32(first), _mm256_set1_epi32(second), 1), v);
 }
+
+struct Four {  // adjacent blocks of 32 inputs
+    const uint8_t* at[4];
+    Four(const uint8_t* p, int64_t bytes, int64_t count) {
+        for (int b = 0; b < 4; b++) at[b] = p + (b < count ? b * bytes : 0);
+    }
+    inline __m128i words(int offset) const {  // 4 bytes of each
+        int32_t word[4];
+        for (int b = 0; b < 4; b++) memcpy(&word[b], at[b] + offset, 4);
+        return _mm_setr_epi32(word[0], word[1], word[2], word[3]);
+    }
+    inline __m512i lines(int offset) const {  // 16 bytes of each
+        auto line = [&](int b) { return _mm_loadu_si128((const __m128i*)(at[b] + offset)); };
+        __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(line(0)), line(1), 1);
+        __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(line(2)), line(3), 1);
+        return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+    }
+    // Lanes 2b and 2b+1: the first two fp16 of block b. A second one that is a code is never used.
+    inline __m512 halves() const { return _mm512_castps256_ps512(_mm256_cvtph_ps(words(0))); }
+};
 #endif
 
 // --- blocks of 32 inputs -------------------------------------------------------------------------
@@ -110,28 +108,30 @@ struct Small {
         return {{low - (uint8_t)ZERO, high - (uint8_t)ZERO}, {scale, scale}, LEAST ? half_at(block + 2) : 0};
     }
 #if defined(WIDE_PRODUCTS)
-    struct Run {
-        const uint8_t* start;
-        int64_t count;  // of blocks, 8 at most
-        __m512i two[4];
-        __m512 all;  // 4 lanes for two blocks, from the first 4 bytes of each block
-        Run(const uint8_t* row, int64_t k, int64_t count) : start(row + k / SIZE * BYTES), count(count) {
-            for (int i = 0; i < 4; i++) two[i] = two_blocks<BYTES>(start + 2 * i * BYTES, count - 2 * i);
-            const int b = BYTES / 4;
-            const __m512i four = _mm512_setr_epi32(0, b, 16, 16 + b, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
-            __m512i first = _mm512_permutex2var_epi32(two[0], four, two[1]);
-            __m512i second = _mm512_permutex2var_epi32(two[2], four, two[3]);
-            __m256i eight = _mm256_set_m128i(_mm512_castsi512_si128(second), _mm512_castsi512_si128(first));
-            all = _mm512_cvtph_ps(eight);
+    static const int UNIT = 128, SHARED = 2, SCALES = 1;
+    static inline int chunk(int c) { return c % 4 * 2 + c / 4; }
+    static inline int scale_at(int g, int) { return 2 * g; }
+    static inline int least_at(int g) { return 2 * g + 1; }
+    struct Unit {
+        __m512i both, fifth;
+        __m512 all;
+        Unit(const uint8_t* p, int64_t count) {
+            Four four(p, BYTES, count);
+            both = four.lines(CODES);
+            all = four.halves();
+            if (BITS == 5) fifth = _mm512_permutexvar_epi32(quarters(1), _mm512_castsi128_si512(four.words(FIFTH)));
         }
-        static inline int place(int g) { return 2 * g + 1; }
-        inline Wide wide(int i) const {
-            __m512i codes = four_bits<CODES / 2, BYTES / 2>(two[i]);
-            const uint8_t* at = start + 2 * i * BYTES;
-            if (BITS == 5) codes = add_fifth(codes, two_masks(at + FIFTH, BYTES, count - 2 * i));
-            // The second scale is the upper half of its 4 bytes if blocks have an odd number of words.
-            return {codes, two_lanes(all, 4 * i, 4 * i + 2 + BYTES / 2 % 2)};
+        static inline __m512i quarters(int step) {  // 0, step, 2·step and 3·step, four lanes each
+            return _mm512_mullo_epi32(_mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0), _mm512_set1_epi32(step));
         }
+        inline __m512i codes(int i) const {
+            __m512i codes = i ? high_halves(both) : low_halves(both);
+            if (BITS == 4) return codes;
+            const __m128i index = _mm_set_epi64x(0x0101010101010101 * (2 * i + 1), 0x0101010101010101 * (2 * i));
+            __m512i bytes = _mm512_shuffle_epi8(fifth, _mm512_broadcast_i32x4(index));
+            return add_fifth(codes, _mm512_test_epi8_mask(bytes, _mm512_set1_epi64((int64_t)0x8040201008040201)));
+        }
+        static inline __m512 spread(__m512 v, int) { return _mm512_permutexvar_ps(quarters(2), v); }
     };
 #endif
 };
@@ -144,19 +144,20 @@ struct Eight {  // Q8_0
         return {{bytes16(block + 2), bytes16(block + 18)}, {scale, scale}, 0};
     }
 #if defined(WIDE_PRODUCTS)
-    struct Run {
-        const uint8_t* start;
-        int64_t count;
-        Run(const uint8_t* row, int64_t k, int64_t count) : start(row + k / SIZE * BYTES), count(count) {}
-        inline Wide wide(int i) const {
-            const uint8_t *first = start + 2 * i * BYTES, *second = count > 2 * i + 1 ? first + BYTES : first;
-            int16_t a, b;
-            memcpy(&a, first, 2), memcpy(&b, second, 2);
-            __m256i low = _mm256_loadu_si256((const __m256i*)(first + 2)), high = _mm256_loadu_si256((const __m256i*)(second + 2));
-            __m512i codes = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
-            __m256i scales = _mm256_set_m128i(_mm_set1_epi16(b), _mm_set1_epi16(a));
-            return {_mm512_xor_si512(codes, _mm512_set1_epi8((char)ZERO)), _mm512_cvtph_ps(scales)};
+    static const int UNIT = 128, SHARED = 1, SCALES = 1;
+    static inline int chunk(int c) { return c; }
+    static inline int scale_at(int g, int) { return 2 * g; }
+    static inline int least_at(int g) { return 2 * g + 1; }
+    struct Unit {
+        Four four;
+        __m512 all;
+        Unit(const uint8_t* p, int64_t count) : four(p, BYTES, count), all(four.halves()) {}
+        inline __m512i codes(int i) const {
+            auto half = [&](int b) { return _mm256_loadu_si256((const __m256i*)(four.at[b] + 2)); };
+            __m512i codes = _mm512_inserti64x4(_mm512_castsi256_si512(half(2 * i)), half(2 * i + 1), 1);
+            return _mm512_xor_si512(codes, _mm512_set1_epi8((char)ZERO));
         }
+        static inline __m512 spread(__m512 v, int i) { return two_lanes(v, 4 * i, 4 * i + 2); }
     };
 #endif
 };
@@ -172,11 +173,22 @@ static inline u8x16 six_bits(const uint8_t* p) {
     uint32_t upper_least = (c >> 4 & 0x0f0f0f0f) | (b >> 2 & 0x30303030);
     return (u8x16)(four){a & 0x3f3f3f3f, upper_scales, b & 0x3f3f3f3f, upper_least};
 }
+#if defined(WIDE_PRODUCTS)
+// The same of the first 16 bytes of a block, without leaving the vector registers.
+static inline __m128i six_bits16(__m128i head) {
+    const __m128i low = _mm_setr_epi8(4, 5, 6, 7, 12, 13, 14, 15, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m128i high = _mm_setr_epi8(-1, -1, -1, -1, 4, 5, 6, 7, -1, -1, -1, -1, 8, 9, 10, 11);  // -1: 0
+    __m128i lower = _mm_srlv_epi32(_mm_shuffle_epi8(head, low), _mm_setr_epi32(0, 0, 0, 4));
+    __m128i upper = _mm_srli_epi32(_mm_shuffle_epi8(head, high), 2);
+    const __m128i masks = _mm_setr_epi32(0x3f3f3f3f, 0x0f0f0f0f, 0x3f3f3f3f, 0x0f0f0f0f);
+    return _mm_or_si128(_mm_and_si128(lower, masks), _mm_and_si128(upper, _mm_set1_epi8(0x30)));
+}
+#endif
 
 // Q4_K and Q5_K. Bytes: scale, scale of the least values, 12 of six_bits, fifth bits, codes.
 template <int BITS>
 struct Large {
-    static const int SIZE = 256, LEAST = 1, ZERO = 0, CODES = BITS == 5 ? 48 : 16, BYTES = CODES + 128;
+    static const int SIZE = 256, LEAST = -1, ZERO = 0, CODES = BITS == 5 ? 48 : 16, BYTES = CODES + 128;
     static inline Group group(const uint8_t* row, int64_t g) {
         const uint8_t *block = row + g / 8 * BYTES, *at = block + CODES + g % 8 / 2 * 32;
         int in_block = (int)(g % 8);
@@ -192,25 +204,29 @@ struct Large {
         return found;
     }
 #if defined(WIDE_PRODUCTS)
-    struct Run {
+    static const int UNIT = 256, SHARED = 1, SCALES = 1;
+    // Steps of groups 0 and 2, 1 and 3, 4 and 6, 5 and 7: the halves of 64 bytes.
+    static inline int chunk(int c) { return c / 8 * 8 + c / 4 % 2 * 2 + c / 2 % 2 * 4 + c % 2; }
+    static inline int scale_at(int g, int) { return g; }
+    static inline int least_at(int g) { return 8 + g; }
+    struct Unit {
         const uint8_t* block;
-        __m512 all;  // 8 scales, 8 least values
-        Run(const uint8_t* row, int64_t k, int64_t) : block(row + k / SIZE * BYTES) {
-            __m512 six = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32((__m128i)six_bits(block + 4)));
-            all = six * _mm512_insertf32x8(_mm512_set1_ps(half_at(block)), _mm256_set1_ps(-half_at(block + 2)), 1);
+        __m512 all;
+        Unit(const uint8_t* p, int64_t) : block(p) {
+            __m128i head = _mm_loadu_si128((const __m128i*)p);
+            __m512 scales = _mm512_castps128_ps512(_mm_cvtph_ps(head));
+            all = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(six_bits16(head))) * two_lanes(scales, 0, 1);
         }
-        static inline int place(int g) { return 8 + g; }
-        inline Wide wide(int i) const {
-            const __m512i shift = _mm512_set_epi64(4, 4, 4, 4, 0, 0, 0, 0), low4 = _mm512_set1_epi8(15);
-            __m512i pairs = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)(block + CODES + 32 * i)));
-            __m512i codes = _mm512_and_si512(_mm512_srlv_epi64(pairs, shift), low4);
-            if (BITS == 5) {
-                __m512i fifth = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)(block + 16)));
-                __m512i bits = _mm512_inserti64x4(_mm512_set1_epi8((char)(1 << 2 * i)), _mm256_set1_epi8((char)(2 << 2 * i)), 1);
-                codes = add_fifth(codes, _mm512_test_epi8_mask(fifth, bits));
-            }
-            return {codes, two_lanes(all, 2 * i, 2 * i + 1)};
+        inline __m512i codes(int i) const {
+            __m512i bytes = _mm512_loadu_si512(block + CODES + i / 2 * 64);
+            __m512i codes = i % 2 ? high_halves(bytes) : low_halves(bytes);
+            if (BITS == 4) return codes;
+            int bit = 1 << (i / 2 * 4 + i % 2);
+            __m512i fifth = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)(block + 16)));
+            __m512i bits = _mm512_inserti64x4(_mm512_set1_epi8((char)bit), _mm256_set1_epi8((char)(4 * bit)), 1);
+            return add_fifth(codes, _mm512_test_epi8_mask(fifth, bits));
         }
+        static inline __m512 spread(__m512 v, int i) { return two_lanes(v, i / 2 * 4 + i % 2, i / 2 * 4 + i % 2 + 2); }
     };
 #endif
 };
@@ -232,23 +248,31 @@ struct Six {
         return found;
     }
 #if defined(WIDE_PRODUCTS)
-    struct Run {
+    static const int UNIT = 256, SHARED = 1, SCALES = 2;
+    static inline int chunk(int c) { return c; }
+    static inline int scale_at(int g, int half) { return 2 * g + half; }
+    static inline int least_at(int) { return 0; }
+    struct Unit {
         const uint8_t* block;
-        __m512 all;  // 16 scales
-        Run(const uint8_t* row, int64_t k, int64_t) : block(row + k / SIZE * BYTES) {
-            __m512i eight = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(block + 192)));
-            all = _mm512_cvtepi32_ps(eight) * half_at(block + 208);
+        __m512 all;
+        Unit(const uint8_t* p, int64_t) : block(p) {
+            __m512i scales = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(p + 192)));
+            all = _mm512_cvtepi32_ps(scales) * half_at(p + 208);
         }
-        inline Wide wide(int i) const {
-            int upper = i % 2 * 4;  // the first 64 inputs of 128 are in the low halves
+        inline __m512i codes(int i) const {
             __m512i low = _mm512_loadu_si512(block + i / 2 * 64);
-            __m512i four = _mm512_and_si512(_mm512_srli_epi16(low, upper), _mm512_set1_epi8(15));
             __m512i high = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)(block + 128 + i / 2 * 32)));
-            __m512i shift = _mm512_inserti64x4(_mm512_set1_epi64(upper), _mm256_set1_epi64x(upper + 2), 1);
-            __m512i two = _mm512_and_si512(_mm512_srlv_epi64(high, shift), _mm512_set1_epi8(3));
-            __m512i index = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
-            __m512 scale = _mm512_permutexvar_ps(_mm512_add_epi32(index, _mm512_set1_epi32(4 * i)), all);
-            return {_mm512_or_si512(four, _mm512_slli_epi16(two, 4)), scale};
+            // The upper two bits → bits 4 and 5: of the first 32 codes, then of the others.
+            const __m512i left = _mm512_set_epi64(2, 2, 2, 2, 4, 4, 4, 4), right = _mm512_set_epi64(2, 2, 2, 2, 0, 0, 0, 0);
+            high = i % 2 ? _mm512_srlv_epi64(high, right) : _mm512_sllv_epi64(high, left);
+            low = i % 2 ? _mm512_srli_epi16(low, 4) : low;
+            const int choose = 0xca;  // a ? b : c, bit by bit
+            __m512i both = _mm512_ternarylogic_epi32(_mm512_set1_epi8(15), low, high, choose);
+            return _mm512_and_si512(both, _mm512_set1_epi8(63));
+        }
+        static inline __m512 spread(__m512 v, int i) {
+            const __m512i index = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
+            return _mm512_permutexvar_ps(_mm512_add_epi32(index, _mm512_set1_epi32(4 * i)), v);
         }
     };
 #endif

@@ -3,8 +3,7 @@
 //     M rows of activations · N outputs · K inputs
 
 #pragma once
-#include "blocks.h"
-#include "tiles.h"
+#include "panels.h"
 
 // --- inner products: R rows of weights with one row of activations -------------------------------
 
@@ -52,15 +51,17 @@ static inline int64_t pairs_of(int64_t K) { return (K + 2 * GROUP - 1) / (2 * GR
 // blocks.
 const int64_t BLOCK_OF_CODES = 512;
 
-// 64 codes as the products with blocks read them. Lane i belongs to codes 4i … 4i+3.
-struct alignas(64) Step {
-    int8_t code[64];
-    float scale[16];
-    union {
-        int32_t start[16];  // −ZERO · sum of the 4 codes
-        float offset[16];   // in the first of 4 steps: the offset of group g in lane place(g), else 0
-    };
+#if defined(WIDE_PRODUCTS)
+// Activations as a unit of blocks reads them: codes in its order, and the number by which each lane
+// of its `all` is multiplied.
+template <class B>
+struct alignas(64) Unit {
+    static const int STEPS = B::UNIT / 64;
+    int8_t code[STEPS][64];
+    float factor[16];
+    int32_t start[B::ZERO ? STEPS / B::SHARED : 1][16];  // −ZERO · sum of the codes of each lane
 };
+#endif
 
 struct Codes {
     // split: the codes in the order of int4 weights: of 128 codes groups 0 and 2, then 1 and 3.
@@ -69,7 +70,7 @@ struct Codes {
     std::vector<float> scale, offset;
     std::vector<float> wide;  // each scale 8 times, one lane per sum of 4 products
     float total;              // sum of the offsets
-    std::unique_ptr<Step[]> steps;  // for blocks, where there are products of 64 codes
+    std::unique_ptr<Line[]> units;  // for blocks, where there are products of 64 codes
     void quantize(const float* x, int64_t K, int32_t format) {
         int64_t padded = (K + BLOCK_OF_CODES - 1) / BLOCK_OF_CODES * BLOCK_OF_CODES;
         code.assign(padded, 0), scale.assign(padded / GROUP, 0), offset.assign(padded / GROUP, 0), total = 0;
@@ -91,23 +92,29 @@ struct Codes {
                 memcpy(&split[g / 4 * 128 + g % 2 * 64 + g % 4 / 2 * GROUP], &code[g * GROUP], GROUP);
         }
 #if defined(WIDE_PRODUCTS)
-        if (format >= Q4_0) with_blocks(format, [&](auto type) { make_steps<decltype(type)>(padded / 64); });
+        if (format >= Q4_0) with_blocks(format, [&](auto type) { make_units<decltype(type)>(padded / decltype(type)::UNIT); });
 #endif
     }
 #if defined(WIDE_PRODUCTS)
     template <class B>
-    void make_steps(int64_t count) {
-        steps.reset(new Step[count]);
-        for (int64_t i = 0; i < count; i++) {
-            __m512i codes = _mm512_loadu_si512(&code[64 * i]);
-            __m512i sums = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), codes);
-            __m512 both = _mm512_insertf32x8(_mm512_set1_ps(scale[2 * i]), _mm256_set1_ps(scale[2 * i + 1]), 1);
-            _mm512_store_si512(steps[i].code, codes);
-            _mm512_store_ps(steps[i].scale, both);
-            _mm512_store_si512(steps[i].start, _mm512_mullo_epi32(sums, _mm512_set1_epi32(-B::ZERO)));
+    void make_units(int64_t count) {
+        units.reset(new Line[count * sizeof(Unit<B>) / sizeof(Line)]);
+        for (int64_t u = 0; u < count; u++) {
+            Unit<B>& unit = ((Unit<B>*)units.get())[u];
+            for (int c = 0; c < B::UNIT / 16; c++) memcpy(unit.code[0] + 16 * c, &code[u * B::UNIT + 16 * B::chunk(c)], 16);
+            memset(unit.factor, 0, sizeof(unit.factor));
+            for (int g = 0; g < B::UNIT / GROUP; g++) {
+                int64_t at = u * B::UNIT / GROUP + g;
+                for (int half = 0; half < B::SCALES; half++) unit.factor[B::scale_at(g, half)] = scale[at];
+                if (B::LEAST) unit.factor[B::least_at(g)] = B::LEAST * offset[at];
+            }
+            for (int i = 0; i < Unit<B>::STEPS && B::ZERO; i += B::SHARED) {
+                __m512i sums = _mm512_setzero_si512();
+                for (int j = i; j < i + B::SHARED; j++)
+                    sums = _mm512_dpbusd_epi32(sums, _mm512_set1_epi8(1), _mm512_load_si512(unit.code[j]));
+                _mm512_store_si512(unit.start[i / B::SHARED], _mm512_mullo_epi32(sums, _mm512_set1_epi32(-B::ZERO)));
+            }
         }
-        if constexpr (B::LEAST)
-            for (int64_t i = 0; i < 2 * count; i++) steps[i / 8 * 4].offset[B::Run::place(i % 8)] = offset[i];
     }
 #endif
 };
@@ -219,43 +226,57 @@ static inline float dot_int4(const uint8_t* w, const bf16* scale, const Codes& x
 #endif
 
 #if defined(WIDE_PRODUCTS)
-// A row of blocks with C rows of activations: 64 inputs are decoded once for all of them.
+// A unit of a row of blocks with C rows of activations. Each lane of a scale and of a least value
+// is multiplied with its activation's number once, for all codes.
 template <class B, int C>
-static inline void add_wide(const Wide& w, const Step* const* x, int64_t i, __m512* sum) {
-#pragma GCC unroll 4
+static inline void add_unit(const typename B::Unit& w, const Unit<B>* const* x, int64_t u, __m512* sum, __m512* least) {
+    __m512 factor[C];
+    __m512i products[C];
     for (int c = 0; c < C; c++) {
-        const Step& step = x[c][i];
-        __m512i start = B::ZERO ? _mm512_load_si512(step.start) : _mm512_setzero_si512();
-        __m512i products = _mm512_dpbusd_epi32(start, w.code, _mm512_load_si512(step.code));
-        sum[c] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(products), w.scale * _mm512_load_ps(step.scale), sum[c]);
+        factor[c] = w.all * _mm512_load_ps(x[c][u].factor);
+        if (B::LEAST) least[c] += factor[c];
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < Unit<B>::STEPS; i++) {
+        __m512i codes = w.codes(i);
+        for (int c = 0; c < C; c++) {
+            const Unit<B>& unit = x[c][u];
+            if (i % B::SHARED == 0)
+                products[c] = B::ZERO ? _mm512_load_si512(unit.start[i / B::SHARED]) : _mm512_setzero_si512();
+            products[c] = _mm512_dpbusd_epi32(products[c], codes, _mm512_load_si512(unit.code[i]));
+            if (i % B::SHARED == B::SHARED - 1)
+                sum[c] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(products[c]), B::Unit::spread(factor[c], i), sum[c]);
+        }
     }
 }
-// The sums of odd steps are separate, so that no addition waits for the previous one.
-template <class B, int C>
-static inline void dots_blocks(const uint8_t* row, const Codes* codes, int64_t K, float* y) {
-    __m512 even[C] = {}, odd[C] = {};
-    const Step* x[C];
-    for (int c = 0; c < C; c++) x[c] = codes[c].steps.get();
-    auto add_least = [&](const typename B::Run& run, int64_t i) {
-        if constexpr (B::LEAST)
+// Rows of blocks between a load and its prefetch. The processor itself does not notice that
+// several rows are read at once.
+const int FETCHED = 16;
+
+// R rows of blocks with C rows of activations: y[r][c]. Codes are decoded once for C products.
+template <class B, int R, int C>
+static inline void dots_blocks(const uint8_t* row, const Codes* codes, int64_t K, float (*y)[C]) {
+    __m512 sum[R][C] = {}, least[R][C] = {};
+    const Unit<B>* x[C];
+    for (int c = 0; c < C; c++) x[c] = (const Unit<B>*)codes[c].units.get();
+    const int blocks = B::UNIT / B::SIZE;
+    int64_t count = K / B::SIZE, bytes = count * B::BYTES, u = 0;
+    auto add = [&](int64_t left) {
 #pragma GCC unroll 4
-            for (int c = 0; c < C; c++) odd[c] = _mm512_fmadd_ps(run.all, _mm512_load_ps(x[c][i].offset), odd[c]);
+        for (int r = 0; r < R; r++) {
+            const uint8_t* unit = row + r * bytes + u * blocks * B::BYTES;
+            if (R > 1)
+                for (int i = 0; i < blocks * B::BYTES; i += 64) __builtin_prefetch(unit + FETCHED * bytes + i, 0, 2);
+            add_unit<B, C>({unit, left}, x, u, sum[r], least[r]);
+        }
     };
-    int64_t k = 0;
-    for (; k + 256 <= K; k += 256) {
-        typename B::Run run(row, k, 256 / B::SIZE);
-        add_wide<B, C>(run.wide(0), x, k / 64, even);
-        add_wide<B, C>(run.wide(1), x, k / 64 + 1, odd);
-        add_wide<B, C>(run.wide(2), x, k / 64 + 2, even);
-        add_wide<B, C>(run.wide(3), x, k / 64 + 3, odd);
-        add_least(run, k / 64);
-    }
-    if (B::SIZE < 256 && k < K) {
-        typename B::Run run(row, k, (K - k) / B::SIZE);
-        for (int i = 0; k + 64 * i < K; i++) add_wide<B, C>(run.wide(i), x, k / 64 + i, even);
-        add_least(run, k / 64);
-    }
-    for (int c = 0; c < C; c++) y[c] = _mm512_reduce_add_ps(even[c] + odd[c]);
+    for (; (u + 1) * blocks <= count; u++) add(blocks);
+    if (u * blocks < count) add(count - u * blocks);
+    __mmask16 lanes = 0;
+    for (int g = 0; g < B::UNIT / GROUP; g++) lanes |= 1 << B::least_at(g);
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++)
+            y[r][c] = _mm512_reduce_add_ps(B::LEAST ? _mm512_mask_add_ps(sum[r][c], lanes, sum[r][c], least[r][c]) : sum[r][c]);
 }
 #else
 static inline void add_group(f32x8& sum, const Group& w, const int8_t* x, float scale) {
@@ -271,19 +292,21 @@ static inline void add_group(f32x8& sum, const Group& w, const int8_t* x, float 
     sum += (products[0] * w.scale[0] + products[1] * w.scale[1]) * scale;
 #endif
 }
-template <class B, int C>
-static inline void dots_blocks(const uint8_t* row, const Codes* x, int64_t K, float* y) {
-    f32x8 sum[C];
-    float least[C] = {};
-    for (int c = 0; c < C; c++) sum[c] = zero8();
-    for (int64_t g = 0; g < K / GROUP; g++) {
-        Group w = B::group(row, g);
-        for (int c = 0; c < C; c++) {
-            add_group(sum[c], w, &x[c].code[g * GROUP], x[c].scale[g]);
-            if (B::LEAST) least[c] += w.least * x[c].offset[g];
+template <class B, int R, int C>
+static inline void dots_blocks(const uint8_t* row, const Codes* x, int64_t K, float (*y)[C]) {
+    for (int r = 0; r < R; r++, row += K / B::SIZE * B::BYTES) {
+        f32x8 sum[C];
+        float least[C] = {};
+        for (int c = 0; c < C; c++) sum[c] = zero8();
+        for (int64_t g = 0; g < K / GROUP; g++) {
+            Group w = B::group(row, g);
+            for (int c = 0; c < C; c++) {
+                add_group(sum[c], w, &x[c].code[g * GROUP], x[c].scale[g]);
+                if (B::LEAST) least[c] += w.least * x[c].offset[g];
+            }
         }
+        for (int c = 0; c < C; c++) y[r][c] = sum8(sum[c], zero8()) + least[c];
     }
-    for (int c = 0; c < C; c++) y[c] = sum8(sum[c], zero8()) + least[c];
 }
 #endif
 
@@ -324,6 +347,9 @@ static inline int64_t row_bytes(const Weight& w) {
     const int64_t bytes[] = {4 * w.K, 2 * w.K, w.K, pairs_of(w.K) * GROUP};
     return w.format < Q4_0 ? bytes[w.format] : bytes_of_blocks(w.format, w.K);
 }
+
+// Groups of a row up to the next 256 inputs, which are whole units of every type of blocks.
+static inline int64_t groups_of_units(int64_t K) { return (K + 255) / 256 * 8; }
 
 // TILE: rows of a tile, of weights and of activations. AHEAD: how many rows of weights are
 // prefetched.
@@ -423,6 +449,14 @@ static inline void put16(float* y, const Weight& w, int64_t n, f32x16 values, bo
     store16(y + n, add ? load16(y + n) + values : values);
 }
 
+// The values of outputs `at` … at+15, of which only those from `from` to `to` − 1 are stored.
+static inline void put_some(float* y, const Weight& w, int64_t at, f32x16 values, int64_t from, int64_t to, bool add) {
+    if (from <= at && at + 16 <= to) return put16(y, w, at, values, add);
+    float each[16];
+    store16(each, values);
+    for (int64_t i = from > at ? from : at; i < to && i < at + 16; i++) put(y, w, i, each[i - at], add);
+}
+
 struct Input {  // x in the form required by the format of the weights, made once for all threads
     const float* x;
     int64_t M;
@@ -432,9 +466,36 @@ struct Input {  // x in the form required by the format of the weights, made onc
     // If the processor has bf16 products: rounded to bf16, as torch does between two products.
     std::vector<bf16> half;
     std::unique_ptr<Line[]> paired;  // `half` in blocks of 16 rows, for tiles or a row per lane
+#if defined(WIDE_PRODUCTS)
+    // For many rows with blocks: of each four rows all groups, up to whole units.
+    std::unique_ptr<Quad[]> quads;
+    void pack_quads(int64_t K) {
+        int64_t groups = groups_of_units(K);
+        quads.reset(new Quad[(M + 3) / 4 * groups]());
+#pragma omp parallel for if (M * K >= MANY)
+        for (int64_t first = 0; first < M; first += 4) {
+            Codes row;
+            for (int64_t m = 0; m < 4 && first + m < M; m++) {
+                row.quantize(x + (first + m) * K, K, FP32);
+                for (int64_t g = 0; g * GROUP < K; g++) {
+                    Quad& quad = quads[first / 4 * groups + g];
+                    memcpy(quad.code[m], &row.code[g * GROUP], GROUP);
+                    quad.scale[m] = row.scale[g], quad.offset[m] = row.offset[g];
+                    for (int i = 0; i < GROUP; i++) quad.sum[i / 16][m] += quad.code[m][i];
+                }
+            }
+        }
+    }
+#endif
     bool serves(const Weight& w) const { return w.format == format && (w.N >= 32) == many; }
     Input(const float* x, int64_t M, const Weight& w) : x(x), M(M), format(w.format), many(w.N >= 32) {
         int64_t K = w.K;
+#if defined(WIDE_PRODUCTS)
+        if (w.format >= Q4_0 && M > TILE && many && !tiles_allowed()) {
+            pack_quads(K);
+            return;
+        }
+#endif
 #if defined(__AVX512BF16__)
         if (K % 32 == 0 && (w.format == BF16 || (w.format >= INT8 && M > 2 * TILE))) {
             // Up to TILE rows memory is the limit.
@@ -523,13 +584,7 @@ static void put_block(float* y, const Weight& w, int64_t n, const float (*sums)[
     __m512 turned[16];
     for (int i = 0; i < 16; i++) turned[i] = _mm512_loadu_ps(sums[i]);
     turn16(turned);
-    for (int64_t m = 0; m < rows; m++, y += w.width) {
-        if (from <= n && n + 16 <= to) {
-            put16(y, w, n, (f32x16)turned[m], add);
-            continue;
-        }
-        for (int64_t i = from > n ? from : n; i < to && i < n + 16; i++) put(y, w, i, sums[i - n][m], add);
-    }
+    for (int64_t m = 0; m < rows; m++) put_some(y + m * w.width, w, n, (f32x16)turned[m], from, to, add);
 }
 
 // Sixteen rows of weights at a time, over all rows of activations. Codes are first converted to
@@ -607,24 +662,50 @@ static void rows_tiles(float* y, const Weight& w, const Input& in, int64_t n0, i
 }
 #endif
 
-// Rows of blocks, with four rows of activations at a time.
+// R rows of blocks with C rows of activations, from n and m on.
+template <class B, int R, int C>
+static inline void block_blocks(float* y, const Weight& w, const Input& in, int64_t n, int64_t m, bool add) {
+    float sums[R][C];
+    dots_blocks<B, R, C>((const uint8_t*)w.data + n * (w.K / B::SIZE * B::BYTES), &in.codes[m], w.K, sums);
+    for (int c = 0; c < C; c++)
+        for (int r = 0; r < R; r++) put(y + (m + c) * w.width, w, n + r, sums[r][c], add);
+}
+
+// Rows of blocks: four with a single row of activations, one with four.
 template <class B>
 static void rows_blocks(float* y, const Weight& w, const Input& in, int64_t n0, int64_t n1, bool add) {
-    int64_t bytes = w.K / B::SIZE * B::BYTES;
-    for (int64_t n = n0; n < n1; n++) {
-        const uint8_t* row = (const uint8_t*)w.data + n * bytes;
-        float sums[TILE];
+    int64_t n = n0;
+    for (; n + TILE <= n1 && in.M == 1; n += TILE) block_blocks<B, TILE, 1>(y, w, in, n, 0, add);
+    for (; n < n1; n++) {
         int64_t m = 0;
-        for (; m + TILE <= in.M; m += TILE) {
-            dots_blocks<B, TILE>(row, &in.codes[m], w.K, sums);
-            for (int c = 0; c < TILE; c++) put(y + (m + c) * w.width, w, n, sums[c], add);
+        for (; m + TILE <= in.M; m += TILE) block_blocks<B, 1, TILE>(y, w, in, n, m, add);
+        for (; m < in.M; m++) block_blocks<B, 1, 1>(y, w, in, n, m, add);
+    }
+}
+
+#if defined(WIDE_PRODUCTS)
+// As rows_lanes, with 32 rows of blocks and 4 of activations at a time.
+template <class B>
+static void rows_panels(float* y, const Weight& w, const Input& in, int64_t n0, int64_t n1, bool add) {
+    int64_t count = w.K / B::SIZE, bytes = count * B::BYTES, per = B::UNIT / B::SIZE, units = (count + per - 1) / per;
+    std::unique_ptr<Panel<B>[]> panels(new Panel<B>[2 * units]);
+    for (int64_t n = n0; n < n1; n += 32) {
+        int64_t first = n + 32 <= w.N ? n : w.N - 32, end = n + 32 < n1 ? n + 32 : n1;
+        for (int64_t i = 0; i < 2 * units; i++) {
+            const uint8_t* p = (const uint8_t*)w.data + (first + i % 2 * 16) * bytes + i / 2 * per * B::BYTES;
+            panels[i].fill(p, bytes, count - i / 2 * per);
         }
-        for (; m < in.M; m++) {
-            dots_blocks<B, 1>(row, &in.codes[m], w.K, sums);
-            put(y + m * w.width, w, n, sums[0], add);
+        for (int64_t m0 = 0; m0 < in.M; m0 += 4) {
+            const Quad* x = &in.quads[m0 / 4 * groups_of_units(w.K)];
+            __m512 sums[2][4] = {};
+            for (int64_t u = 0; u < units; u++) add_panels<B>(&panels[2 * u], x + u * B::UNIT / GROUP, sums);
+            for (int64_t m = m0; m < in.M && m < m0 + 4; m++)
+                for (int h = 0; h < 2; h++)
+                    put_some(y + m * w.width, w, first + 16 * h, (f32x16)sums[h][m - m0], n, end, add);
         }
     }
 }
+#endif
 
 // Rows n0 … n1−1 of the weights. Each thread calls it with different rows.
 static void rows(float* y, const Weight& w, const Input& in, int64_t n0, int64_t n1, bool add) {
@@ -642,6 +723,9 @@ static void rows(float* y, const Weight& w, const Input& in, int64_t n0, int64_t
     if (!in.half.empty()) return rows_bf16(y, w, in, n0, n1, add);
 #endif
     if (w.format == BF16) return rows_dense<bf16>(y, w, in, n0, n1, add);
+#if defined(WIDE_PRODUCTS)
+    if (in.quads) return with_blocks(w.format, [&](auto type) { rows_panels<decltype(type)>(y, w, in, n0, n1, add); });
+#endif
     if (w.format >= Q4_0) {
         with_blocks(w.format, [&](auto type) { rows_blocks<decltype(type)>(y, w, in, n0, n1, add); });
         return;
