@@ -309,6 +309,22 @@ def test_what_is_not_written_for_llama_cpp_is_refused(changes, tmp_path):
         gguf.write(small(torch.bfloat16, **changes)[0], tmp_path / "model.gguf")
 
 
+@pytest.mark.parametrize("kind", ["q8_0", "q4_k_m"])
+def test_a_model_is_written_and_read_as_stored(kind):
+    """Its blocks are numbers close to the weights, and a step reads no more than they take."""
+    model, ids = small(torch.bfloat16, hidden_size=256, head_dim=64)
+    stored = gguf.read_as(model, kind, torch.bfloat16)
+    assert stored.weights.startswith(kind[:4].upper()) and stored.config == model.config
+    dense = stored.layers[0].gate_up.dense()
+    mlp = model.layers[0].mlp
+    expected = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
+    assert (dense - expected).abs().max() <= expected.abs().max() / (100 if kind == "q8_0" else 6)
+    assert Ours(stored, kind, "dict", {}, 1, torch.bfloat16).weight_bytes < (
+        Ours(model, "plain", "dict", {}, 1, torch.bfloat16).weight_bytes * 0.6
+    )
+    assert prefill(stored, ids, make_cache("dict", model.config)).isfinite().all()
+
+
 def test_llama_cpp_gives_the_same_logits(tmp_path):
     """Where it is installed; nothing else here needs it."""
     pytest.importorskip(
@@ -665,6 +681,7 @@ def test_served_answers_are_those_of_generate():
         (["--batch", "0"], "hint: --batch 1,4"),
         (["--contexts", "2048"], "leaves no room"),
         (["--weights", "int3"], "'int3' is not one of plain"),
+        (["--weights", "stored"], "stored means the blocks of a GGUF file, and this model is none"),
         (["--against", "vllm"], "'vllm' is not one of"),
         (["--plot", "x.pdf"], "does not end in .png or .svg"),
         (["--caches", "ring"], "ring"),

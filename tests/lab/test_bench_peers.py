@@ -23,7 +23,7 @@ from nanokv.lab.bench.remote import PeerError, Process, Remote
 from nanokv.lab.bench.rotation import Rotation
 from nanokv.lab.bench.runners import Ours, Runner
 from nanokv.support import installing
-from small_model import small
+from small_model import needs_kernels, small
 
 BENCH = (
     "bench",
@@ -379,6 +379,22 @@ def test_llama_cpp_reads_a_file_of_the_same_weights_and_one_variant_may_crash(
     ]
     full, half = (row["step_bytes"] for row in found["rows"][1:])
     assert half < full < 2 * half
+
+
+@needs_kernels
+def test_a_gguf_file_runs_as_stored_and_llama_cpp_reads_the_same_file(cli, tmp_path, monkeypatch):
+    (tmp_path / "llama_cpp.py").write_text(FAKE_LLAMA)
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "model.gguf"
+    assert cli("convert", "tiny", str(path), "--type", "q8_0")[0] == 0
+    few = "--contexts", "16", "--steps", "1", "--repeat", "1", "--json"
+    code, out, err = cli("bench", "-m", str(path), *few, "--against", "llama.cpp:stored")
+    assert code == 0, err
+    stored, fast, theirs = json.loads(out)["rows"]
+    assert (stored["weights"], fast["weights"]) == ("stored", "fast")
+    assert stored["step_bytes"] < 0.6 * fast["step_bytes"]
+    assert (theirs["engine"], theirs["weights"]) == ("llama.cpp", "stored")
+    assert 0 <= theirs["step_bytes"] - path.stat().st_size < 1_000_000  # the file, and 17 tokens
 
 
 def test_llama_cpp_that_is_not_installed_is_named(cli, tmp_path, monkeypatch):

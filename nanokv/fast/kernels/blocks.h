@@ -5,8 +5,8 @@
 //     Q4_K, Q5_K        256 inputs in 8 groups, each with a scale and a least value of 6 bits
 //     Q6_K              256 inputs in 16 groups, each with a scale of 8 bits
 //
-// A type gives 32 inputs as a Group on every processor, and 256 as a Run where there are AVX-512 and
-// its products of bytes (VNNI). Source of the layouts: ggml-common.h and ggml-quants.c of
+// A type gives 32 inputs as a Group on every processor, and 128 or 256 as a Unit where there are
+// AVX-512 and its products of bytes (VNNI). Source of the layouts: ggml-common.h and ggml-quants.c of
 // llama.cpp.
 
 #pragma once

@@ -55,7 +55,7 @@ const int64_t BLOCK_OF_CODES = 512;
 // Activations as a unit of blocks reads them: codes in its order, and the number by which each lane
 // of its `all` is multiplied.
 template <class B>
-struct alignas(64) Unit {
+struct alignas(64) Activations {
     static const int STEPS = B::UNIT / 64;
     int8_t code[STEPS][64];
     float factor[16];
@@ -98,9 +98,9 @@ struct Codes {
 #if defined(WIDE_PRODUCTS)
     template <class B>
     void make_units(int64_t count) {
-        units.reset(new Line[count * sizeof(Unit<B>) / sizeof(Line)]);
+        units.reset(new Line[count * sizeof(Activations<B>) / sizeof(Line)]);
         for (int64_t u = 0; u < count; u++) {
-            Unit<B>& unit = ((Unit<B>*)units.get())[u];
+            Activations<B>& unit = ((Activations<B>*)units.get())[u];
             for (int c = 0; c < B::UNIT / 16; c++) memcpy(unit.code[0] + 16 * c, &code[u * B::UNIT + 16 * B::chunk(c)], 16);
             memset(unit.factor, 0, sizeof(unit.factor));
             for (int g = 0; g < B::UNIT / GROUP; g++) {
@@ -108,7 +108,7 @@ struct Codes {
                 for (int half = 0; half < B::SCALES; half++) unit.factor[B::scale_at(g, half)] = scale[at];
                 if (B::LEAST) unit.factor[B::least_at(g)] = B::LEAST * offset[at];
             }
-            for (int i = 0; i < Unit<B>::STEPS && B::ZERO; i += B::SHARED) {
+            for (int i = 0; i < Activations<B>::STEPS && B::ZERO; i += B::SHARED) {
                 __m512i sums = _mm512_setzero_si512();
                 for (int j = i; j < i + B::SHARED; j++)
                     sums = _mm512_dpbusd_epi32(sums, _mm512_set1_epi8(1), _mm512_load_si512(unit.code[j]));
@@ -229,7 +229,7 @@ static inline float dot_int4(const uint8_t* w, const bf16* scale, const Codes& x
 // A unit of a row of blocks with C rows of activations. Each lane of a scale and of a least value
 // is multiplied with its activation's number once, for all codes.
 template <class B, int C>
-static inline void add_unit(const typename B::Unit& w, const Unit<B>* const* x, int64_t u, __m512* sum, __m512* least) {
+static inline void add_unit(const typename B::Unit& w, const Activations<B>* const* x, int64_t u, __m512* sum, __m512* least) {
     __m512 factor[C];
     __m512i products[C];
     for (int c = 0; c < C; c++) {
@@ -237,10 +237,10 @@ static inline void add_unit(const typename B::Unit& w, const Unit<B>* const* x, 
         if (B::LEAST) least[c] += factor[c];
     }
 #pragma GCC unroll 4
-    for (int i = 0; i < Unit<B>::STEPS; i++) {
+    for (int i = 0; i < Activations<B>::STEPS; i++) {
         __m512i codes = w.codes(i);
         for (int c = 0; c < C; c++) {
-            const Unit<B>& unit = x[c][u];
+            const Activations<B>& unit = x[c][u];
             if (i % B::SHARED == 0)
                 products[c] = B::ZERO ? _mm512_load_si512(unit.start[i / B::SHARED]) : _mm512_setzero_si512();
             products[c] = _mm512_dpbusd_epi32(products[c], codes, _mm512_load_si512(unit.code[i]));
@@ -257,8 +257,8 @@ const int FETCHED = 16;
 template <class B, int R, int C>
 static inline void dots_blocks(const uint8_t* row, const Codes* codes, int64_t K, float (*y)[C]) {
     __m512 sum[R][C] = {}, least[R][C] = {};
-    const Unit<B>* x[C];
-    for (int c = 0; c < C; c++) x[c] = (const Unit<B>*)codes[c].units.get();
+    const Activations<B>* x[C];
+    for (int c = 0; c < C; c++) x[c] = (const Activations<B>*)codes[c].units.get();
     const int blocks = B::UNIT / B::SIZE;
     int64_t count = K / B::SIZE, bytes = count * B::BYTES, u = 0;
     auto add = [&](int64_t left) {

@@ -32,6 +32,7 @@ FLAGS = {
     "fast": ["--dequantize"],
     "int8": ["--quantize", "int8"],
     "int4": ["--quantize", "int4"],
+    "stored": ["--fast"],
 }
 WORDS = (
     "the of and to in is you that it he was for on are as with his they at be this have "

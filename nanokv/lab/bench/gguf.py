@@ -9,14 +9,19 @@ from pathlib import Path
 
 import torch
 
+import weights_loader
 from nanokv.errors import NanoKVError
 from nanokv.fast import stored
 from nanokv.model import Transformer
-from weights_loader.gguf_model import POINTER
+from weights_loader.gguf_model import POINTER, places
 from weights_loader.gguf_writing import write_gguf
 from weights_loader.names import to_hugging_face
 
-QUANTIZED = {"q8_0": "LLAMA_FTYPE_MOSTLY_Q8_0", "q4_0": "LLAMA_FTYPE_MOSTLY_Q4_0"}
+QUANTIZED = {
+    "q8_0": "LLAMA_FTYPE_MOSTLY_Q8_0",
+    "q4_0": "LLAMA_FTYPE_MOSTLY_Q4_0",
+    "q4_k_m": "LLAMA_FTYPE_MOSTLY_Q4_K_M",
+}
 
 
 def write(model: Transformer, path: str | Path, kind: str = "bf16") -> Path:
@@ -34,7 +39,7 @@ def write(model: Transformer, path: str | Path, kind: str = "bf16") -> Path:
 
 
 def quantize(path: Path, kind: str) -> Path:
-    """The same file as q8_0 or q4_0, made by llama.cpp's quantizer."""
+    """The same file in a type of QUANTIZED, made by llama.cpp's quantizer."""
     import llama_cpp  # type: ignore[import-not-found]  # optional
 
     target = path.with_suffix(f".{kind}.gguf")
@@ -57,3 +62,13 @@ def read_as(model: Transformer, kind: str, dtype: torch.dtype) -> Transformer:
         (folder / "config.json").write_text(json.dumps(fields))
         (folder / POINTER).write_text(json.dumps({"path": str(path)}))
         return stored.read(folder, fields, dtype, torch.device("cpu"))
+
+
+def file_of(folder: Path) -> Path:
+    """The GGUF file behind the folder of a loaded model. NanoKVError if there is none."""
+    if not weights_loader.stored_matrices(folder):
+        raise NanoKVError(
+            "stored means the blocks of a GGUF file, and this model is none",
+            f"-m FILE.gguf; or one of {', '.join(QUANTIZED)}, which are written for the run",
+        )
+    return places(folder)[0]

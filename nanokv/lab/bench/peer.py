@@ -115,7 +115,7 @@ def transformers(cache: str, **checkpoint: Any) -> "Transformers":
 
 def llama_cpp(path: str, variant: str, context: int, **checkpoint: Any) -> "LlamaCpp":
     """llama.cpp over the GGUF file at `path`, written by the first peer that needs it. A `variant`
-    other than bf16 is quantized by llama.cpp's own tool."""
+    of gguf.QUANTIZED is made of it by llama.cpp's own tool."""
     try:
         # fails before a file is written
         import llama_cpp as _  # type: ignore[import-not-found]  # noqa: F401
@@ -131,7 +131,7 @@ def llama_cpp(path: str, variant: str, context: int, **checkpoint: Any) -> "Llam
     file = Path(path)
     if not file.exists():
         gguf.write(model_of(**checkpoint), file.with_suffix(".half")).rename(file)
-    if variant != "bf16":
+    if variant in gguf.QUANTIZED:
         file = gguf.quantize(file, variant)
     return LlamaCpp(
         Config.from_folder(checkpoint["folder"]), file, variant, context, checkpoint["threads"]

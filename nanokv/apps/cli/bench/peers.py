@@ -61,7 +61,7 @@ class Peers:
     def commands(self, ours: Iterable[Any], context: int | None) -> list:
         """A `nanokv generate` for each of our variants that decodes one row with a cache."""
         from nanokv.cache.options import kind_text
-        from nanokv.lab.bench.command import Command, endless
+        from nanokv.lab.bench.command import FLAGS, Command, endless
 
         loaded = self.loaded
         folder = endless(self.weights, self.folder / "endless", loaded.config.vocab_size)
@@ -76,6 +76,7 @@ class Peers:
         if context:
             shared += ["--context", str(context)]
         cached = [one for one in ours if one.batch == 1 and one.cache != "none"]
+        cached = [one for one in cached if one.weights in FLAGS]  # no file of the others is kept
         caches = [kind_text(one.cache, one.options) for one in cached]
         return [
             Command(one, folder, [*shared, "--cache", cache])
@@ -84,6 +85,7 @@ class Peers:
 
     def runners(self, against: Iterable[str], room: int) -> list:
         """One runner per name in `against`."""
+        from nanokv.lab.bench import gguf
         from nanokv.lab.bench.remote import Remote
 
         found = []
@@ -96,11 +98,10 @@ class Peers:
             else:
                 weights = variant or "bf16"
                 cache = "fp16"
-                facts = {
-                    "path": str(self.folder / "model.gguf"),
-                    "variant": weights,
-                    "context": room,
-                }
+                path = self.folder / "model.gguf"
+                if weights == "stored":
+                    path = gguf.file_of(self.loaded.folder)
+                facts = {"path": str(path), "variant": weights, "context": room}
             found.append(
                 Remote(engine, weights, cache, self.start(engine, self.checkpoint() | facts))
             )

@@ -34,6 +34,7 @@ EXAMPLES = (
     "nanokv bench --weights plain,fast,int8 --contexts 128,512,1024 --plot bench.png",
     "nanokv bench -m qwen3-0.6b-random --dtype bf16 --against transformers,llama.cpp --json "
     "> bench.json",
+    "nanokv bench -m model.gguf --contexts 512 --against llama.cpp:stored",
     "nanokv bench --requests 32 --against transformers",
     "nanokv bench --beside busy",
     "nanokv bench --quality --weights fast,int8,q8_0,q4_k_m",
@@ -46,8 +47,10 @@ DESCRIPTION = (
     "one rank."
 )
 RANKS = "alike"  # every rank measures the same; rank 0 decides when to stop, and prints
-WEIGHTS = ("plain", "fast", "int8", "int4")
-AGAINST = ("transformers", "transformers:static", "llama.cpp", "llama.cpp:q8_0", "llama.cpp:q4_0")
+WRITTEN = ("q8_0", "q4_0", "q4_k_m")  # types of GGUF files that are written for the run
+WEIGHTS = ("plain", "fast", "int8", "int4", "stored", *WRITTEN)
+LLAMA_CPP = tuple(f"llama.cpp:{kind}" for kind in ("stored", *WRITTEN))
+AGAINST = ("transformers", "transformers:static", "llama.cpp", *LLAMA_CPP)
 # A run is called noisy above this spread of decode times or bandwidth (as a fraction), or above
 # this number of cores that other processes keep busy.
 NOISY = 0.15
@@ -108,8 +111,9 @@ def _add_own_runners(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--weights",
         metavar="W,W",
-        help="plain = the model as loaded, fast = nanokv.optimize, int8, int4 (default: "
-        "plain,fast; on several ranks plain)",
+        help="plain = the model as loaded, fast = nanokv.optimize, int8, int4, stored = the blocks "
+        f"of a GGUF file; {', '.join(WRITTEN)} = as stored in such a file, written for the run "
+        "(default: plain,fast; of a GGUF file stored,fast; on several ranks plain)",
     )
     parser.add_argument(
         "--batch", default="1", metavar="N,N", help="rows decoded together (default: %(default)s)"
@@ -563,7 +567,7 @@ def show_failed(rows: Iterable[tuple[str, str, str]]) -> None:
 
 def made(loaded: Loaded, weights: list[str]) -> dict:
     """Models by the name of their weights. Plain and fast weights share memory."""
-    from nanokv.fast import optimize
+    from nanokv.fast import optimize, stored
     from nanokv.lab.bench import gguf
 
     models = {}
@@ -572,6 +576,11 @@ def made(loaded: Loaded, weights: list[str]) -> dict:
             models[name] = loaded.model
         elif name == "fast":
             models[name] = optimize(loaded.model)
+        elif name == "stored":
+            gguf.file_of(loaded.folder)
+            models[name] = stored.read(
+                loaded.folder, loaded.fields, loaded.dtype, loaded.model.embed_tokens.weight.device
+            )
         elif name in GGUF_TYPES:
             models[name] = gguf.read_as(loaded.model, name, loaded.dtype)
         else:
@@ -580,12 +589,20 @@ def made(loaded: Loaded, weights: list[str]) -> dict:
 
 
 def runnable(given: BenchOptions, loaded: Loaded, weights: list[str]) -> list[str]:
-    """The weights to run: without the default's "fast" on a GPU that has no kernels.
+    """The weights to run. The default has no "fast" on a GPU that has no kernels, and "stored"
+    instead of "plain" for a GGUF file whose blocks have kernels here.
 
-    If --weights names "fast" there, `optimize` raises an error.
+    If --weights names "fast" on such a GPU, `optimize` raises an error.
     """
-    if given.weights or not loaded.device.startswith("cuda"):
+    if given.weights:
         return weights
+    if not loaded.device.startswith("cuda"):
+        from nanokv.fast import native
+        from weights_loader import stored_matrices
+
+        if loaded.device != "cpu" or loaded.ranks.size > 1 or native.kernels() is None:
+            return weights
+        return ["stored", "fast"] if stored_matrices(loaded.folder) else weights
     from nanokv.fast import gpu
 
     if why := gpu.missing(loaded.device, loaded.dtype):
