@@ -16,7 +16,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from nanokv.errors import ConfigError
+from nanokv.errors import ConfigError, UnimplementedError
 from weights_loader import families, names
 from weights_loader.neutral import ALWAYS, is_off
 from weights_loader.strict import CheckpointError, CheckpointWarning, read_object
@@ -189,7 +189,7 @@ def model_fields(fields: dict) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ConfigError(f"config.json holds a {type(fields).__name__}, not an object")
     fields = _by_loader(names.one_spelling, fields)
-    family = _by_loader(families.family_of, fields)
+    family = _family(fields)
     _refuse_unimplemented(fields, family)
     sizes = _by_loader(names.sizes, fields)
     if sizes["head_dim"] % 2:
@@ -203,7 +203,7 @@ def model_fields(fields: dict) -> dict[str, Any]:
         **scaling,
         "attention_bias": _flag(fields, "attention_bias") and family.qkv_bias is None,
         "tie_word_embeddings": _flag(fields, "tie_word_embeddings"),
-        "torch_dtype": _dtype(fields),
+        "torch_dtype": dtype_of(fields),
         "model_type": family.model_type,
         "experts": _experts(fields, sizes) if family.experts else None,
     }
@@ -331,6 +331,13 @@ def _has_effect(name: str, value: object, neutral: dict[str, tuple]) -> bool:
     return name not in SAMPLED | NO_EFFECT | NEUTRAL_SAMPLED.keys()
 
 
+def _family(fields: dict) -> families.Family:
+    try:
+        return families.family_of(fields)
+    except CheckpointError as error:
+        raise UnimplementedError(error.message, error.hint) from error
+
+
 def _refuse_unimplemented(fields: dict, family: families.Family) -> None:
     some = SOME | _values_of_family(fields, family)
     _check_values(fields, some, family)
@@ -351,7 +358,7 @@ def _check_values(fields: dict, some: dict[str, tuple], family: families.Family)
         off = not (value or values[0]) or (value is None and name != "hidden_act")
         if value not in values and not off:
             known = " or ".join(map(repr, values))
-            raise ConfigError(
+            raise UnimplementedError(
                 f"{name} {shown(value)} is not implemented: {family.title} has {name} {known} only"
             )
 
@@ -372,7 +379,7 @@ def _check_layer_types(fields: dict) -> None:
         layers = [layers]
     other = sorted({str(kind) for kind in layers} - {"full_attention"})
     if other:
-        raise ConfigError(
+        raise UnimplementedError(
             f"layer_types holds {', '.join(other)}: only full_attention is implemented"
         )
 
@@ -398,19 +405,24 @@ def _values_of_family(fields: dict, family: families.Family) -> dict[str, tuple]
 def _refuse_unknown(name: str, value: object, family: families.Family):
     label = shown(name)[1:-1]
     if QUANTIZED.fullmatch(name):
-        raise ConfigError(
+        raise UnimplementedError(
             f"{label} {shown(value)} is not implemented: the checkpoint is quantized",
             hint="take the original in bf16, or a GGUF file",
         )
     if ALWAYS.fullmatch(name):
-        raise ConfigError(
+        raise UnimplementedError(
             f"{label} {shown(value)} is not implemented: {family.title} has {label} True only"
         )
-    raise ConfigError(
+    raise UnimplementedError(
         f"{label} {shown(value)} is not implemented: it is no field of a {family.title} config "
         "and may change the maths",
         hint=f"where it does not, remove {label} from config.json",
     )
+
+
+def is_harmless(name: str) -> bool:
+    """Whether no family's logits depend on a field of this name."""
+    return name in HARMLESS or HARMLESS_NAMES.fullmatch(name) is not None
 
 
 def shown(value: object) -> str:
@@ -457,7 +469,8 @@ def _flag(fields: dict, name: str, default: bool = False) -> bool:
     return value
 
 
-def _dtype(fields: dict) -> str:
+def dtype_of(fields: dict) -> str:
+    """The dtype of a config.json; fp32 if it names none. Raises ConfigError for another one."""
     name = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch.")
     if name not in DTYPES:
         raise ConfigError(f"dtype {shown(name)} is not one of {', '.join(DTYPES)}")
@@ -481,14 +494,14 @@ def _rope(fields: dict) -> tuple[float, dict[str, Any]]:
     if kind == "linear" and rope.get("factor") == 1:  # positions divided by 1
         return theta, {}
     if not isinstance(kind, str) or kind not in ROPE_FIELDS:
-        raise ConfigError(
+        raise UnimplementedError(
             f"rope_type {shown(kind)} is not implemented: 'default', 'yarn' and 'llama3' are"
         )
     known = {"rope_type", "type", "rope_theta"} | ROPE_FIELDS[kind]
     for name, value in rope.items():
         if name not in known and not is_off(name, value):
             label = shown(name)[1:-1]
-            raise ConfigError(
+            raise UnimplementedError(
                 f"rope_type {shown(kind)} with {label} {shown(value)} is not implemented"
             )
     if kind == "yarn":

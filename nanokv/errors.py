@@ -24,6 +24,10 @@ class ConfigError(NanoKVError):
     """A field of config.json is malformed, or has a value that is not implemented here."""
 
 
+class UnimplementedError(ConfigError):
+    """config.json describes a model that nanokv does not run; its sizes may be right."""
+
+
 class CacheError(NanoKVError):
     """A cache was used in a way that would silently give a wrong answer."""
 

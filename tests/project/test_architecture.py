@@ -34,6 +34,7 @@ LAYERS = [
         "nanokv.apps.cli.chat",
         "nanokv.apps.cli.batch",
         "nanokv.apps.cli.bench",
+        "nanokv.apps.cli.memory",
         "nanokv.apps.cli.train",
     },
     {"nanokv.apps.cli.common"},

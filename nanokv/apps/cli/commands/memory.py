@@ -2,7 +2,8 @@
 
 Only config.json is needed. The configs of the Qwen3 family are built in, so these models need no
 network, weights or torch. --check is the exception: it allocates every kind of cache and compares
-`nbytes` with the formula; a mismatch is a bug of ours (exit code 1).
+`nbytes` with the formula; a mismatch is a bug of ours (exit code 1). The cache of a model that
+nanokv does not run is counted by nanokv/costs/other.
 """
 
 import os
@@ -19,6 +20,7 @@ from nanokv.apps.cli.common.loading import choose_dtype, display_name
 from nanokv.apps.cli.common.options import (
     CacheOptions,
     ModelOptions,
+    OutputOptions,
     add_model_arguments,
     cache_options,
     model_options,
@@ -26,6 +28,7 @@ from nanokv.apps.cli.common.options import (
 )
 from nanokv.apps.cli.common.plan import count_text
 from nanokv.apps.cli.common.text import to_json
+from nanokv.apps.cli.memory import other
 from nanokv.cache.options import check_options
 from nanokv.config import Config
 from nanokv.costs.memory import (
@@ -39,22 +42,30 @@ from nanokv.costs.memory import (
     parse_rate,
     parse_size,
 )
-from nanokv.errors import NanoKVError
+from nanokv.costs.other import estimate as other_models
+from nanokv.costs.other.estimate import Counted
+from nanokv.errors import ConfigError, NanoKVError, UnimplementedError
+from weights_loader.strict import read_object
 
 EXAMPLES = (
     "nanokv memory Qwen/Qwen3-0.6B --context 32768 --batch 4",
     "nanokv memory Qwen/Qwen3-8B --fits 24GiB --cache quantized:k_bits=8:v_bits=4",
     "nanokv memory tiny --check",
+    "nanokv memory gpt_oss --context 131072 --fits 80GB",
 )
 DESCRIPTION = (
-    "Bytes of weights and KV cache, from config.json alone. The Qwen3 family works offline."
+    "Bytes of weights and KV cache, from config.json alone. The Qwen3 family works offline. Of a "
+    "model that nanokv does not run, the cache is counted layer by layer, as in transformers."
 )
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The model as an argument, then the questions about it."""
     parser.add_argument(
-        "source", nargs="?", metavar="MODEL", help="as -m; also the path of a config.json"
+        "source",
+        nargs="?",
+        metavar="MODEL",
+        help="as -m; also the path of a config.json, or a model_type of transformers: gpt_oss",
     )
     parser.add_argument(
         "--batch", metavar="N", type=integer(1, 10**9), default=1, help="sequences (default: 1)"
@@ -86,8 +97,17 @@ def run(args: Namespace) -> int:
     memory = parse_size(args.fits) if args.fits else None
     link = parse_rate(args.link) if args.link else None
     model = replace(model_options(args), source=args.source or args.model)
-    estimate = plan(model, cache_options(args), args.batch)
+    cache = cache_options(args)
     output = output_options(args)
+    try:
+        estimate = plan(model, cache, args.batch)
+    except UnimplementedError as error:
+        reason = error.args[0]
+        counted = count_other(model, cache, args.batch)
+        given = {"--check": args.check, "--link": link, "--plot": args.plot}
+        given["--cache"] = cache.name != "dict" or cache.options
+        other.refuse([flag for flag, value in given.items() if value], counted, reason)
+        return print_other(counted, reason, memory, args.json, output)
     limit = estimate.config.max_position_embeddings
     if estimate.context > limit:
         terminal.warning(
@@ -125,6 +145,41 @@ def plan(model: ModelOptions, cache: CacheOptions, batch: int) -> Estimate:
     )
 
 
+def count_other(model: ModelOptions, cache: CacheOptions, batch: int) -> Counted:
+    """The cache of a model that nanokv does not run, from its config.json."""
+    name = display_name(model.source)
+    if is_architecture(model.source):
+        fields = {"model_type": model.source, "dtype": "bfloat16"}
+        return other_models.count(name, fields, model.dtype, cache.context, batch)
+    import weights_loader
+
+    path = weights_loader.config_file(model.source, model.revision)
+    fields = read_object(path, ConfigError)
+    weights = other.weight_bytes(path.parent)
+    return other_models.count(name, fields, model.dtype, cache.context, batch, weights)
+
+
+def is_architecture(source: str) -> bool:
+    """Whether a MODEL is neither on disk nor a model's name, but a model_type of transformers."""
+    return source in other_models.known() and not os.path.exists(source)
+
+
+def print_other(
+    counted: Counted, reason: str, memory: int | None, json: bool, output: OutputOptions
+) -> int:
+    """The report of a model that is counted and not run."""
+    if counted.limit and counted.context > counted.limit:
+        terminal.warning(
+            f"--context {counted.context:,} is more than the model's {counted.limit:,} positions"
+        )
+    if json:
+        terminal.write_out(to_json(other.report(counted, reason, memory)) + "\n")
+    else:
+        style = terminal.Style(sys.stdout, output.color)
+        terminal.write_out(other.text(counted, reason, memory, style))
+    return 0
+
+
 def stored_size(model: ModelOptions, config: Config, dtype: str) -> int | None:
     """Bytes of the weights of a GGUF file as kernels read them; None if they need plain numbers."""
     if model.source in FAMILY | MIXTURES or dtype == "float16":
@@ -156,6 +211,8 @@ def find_config(model: ModelOptions) -> Config:
         return (FAMILY | MIXTURES)[model.source]
     if model.offline:
         os.environ["HF_HUB_OFFLINE"] = "1"
+    if is_architecture(model.source):
+        raise UnimplementedError(f"these are the default sizes of {model.source} in transformers")
     import weights_loader
 
     return Config.from_folder(weights_loader.config_file(model.source, model.revision))
