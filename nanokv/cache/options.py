@@ -43,7 +43,16 @@ FOLDER = Rule(
 )
 OBJECT = None  # in place of a rule: only a Python caller can pass the value, and no check applies
 PAGES: dict[str, Rule | None] = {"page": at_least(1), "pages": at_least(0), "pool": OBJECT}
-BITS = (2, 4, 8)
+# Ways to round keys or values (cache/schemes.py) → bits per number; lloyd and qjl draw a rotation.
+SCHEMES: dict[str, tuple[int, ...]] = {
+    "channel": (2, 4, 8),
+    "token": (2, 4, 8),
+    "lloyd": (1, 2, 3, 4),
+    "qjl": (2, 3, 4),
+    "exact": (1, 2, 3, 4, 8),  # which it ignores
+}
+DRAWN = ("lloyd", "qjl")
+BITS = SCHEMES["exact"]
 KINDS: dict[str, dict[str, Rule | None]] = {  # cache → option → rule
     "dict": {},
     "static": {},
@@ -58,6 +67,12 @@ KINDS: dict[str, dict[str, Rule | None]] = {  # cache → option → rule
         "group": at_least(1),
         "residual": at_least(0),
         "rotate": one_of("none", "hadamard"),
+        "keys": one_of(*SCHEMES),
+        "values": one_of(*SCHEMES),
+        "v_rotate": one_of("none", "hadamard"),
+        "outliers": at_least(0),
+        "first": at_least(0),
+        "seed": at_least(0),
     },
     "offloaded": {"to": one_of("disk", "host"), "folder": FOLDER},
     "batch": {"of": TEXT},  # and the options of its rows
@@ -77,6 +92,8 @@ ELSEWHERE = {  # names in other programs, in lower case and without "cache" → 
     "q80": _QUANTIZED,
     "q40": _QUANTIZED,
     "fp8": _QUANTIZED,
+    "kivi": "'quantized:bits=2' has KIVI's scales",
+    "turboquant": "'quantized:bits=4:keys=lloyd:values=lloyd' is its first stage; qjl adds the second",
 }
 
 
@@ -136,6 +153,59 @@ def check_options(name: str, options: dict[str, Any], objects: bool = False) -> 
         rule = known[key]
         if rule is not OBJECT and not rule.accepts(value):
             raise CacheError(f"{key} is {value!r}: {rule.legal}")
+    if "quantized" in (name, options.get("of")):
+        check_schemes(options)
+
+
+class Half(NamedTuple):
+    """The scheme of the keys, or of the values."""
+
+    option: str  # "keys" or "values"
+    scheme: str
+    bits_option: str  # the option that gives the bits
+    bits: int
+
+
+def halves(options: dict[str, Any]) -> tuple[Half, Half]:
+    """Keys and values of a quantized cache with these options."""
+    found = []
+    for option, usual, own in (("keys", "channel", "k_bits"), ("values", "token", "v_bits")):
+        bits = options.get(own) or options.get("bits", 8)
+        given_by = own if options.get(own) else "bits"
+        found.append(Half(option, options.get(option, usual), given_by, bits))
+    keys, values = found
+    return keys, values
+
+
+def draws(name: str, options: dict[str, Any]) -> bool:
+    """Does a cache with these options draw a random rotation?"""
+    quantized = "quantized" in (name, options.get("of"))
+    return quantized and any(half.scheme in DRAWN for half in halves(options))
+
+
+def check_schemes(options: dict[str, Any]) -> None:
+    """CacheError for options of a quantized cache that contradict each other or mean nothing."""
+    keys, values = halves(options)
+    for half in (keys, values):
+        legal = SCHEMES[half.scheme]
+        if half.bits not in legal:
+            raise CacheError(
+                f"{half.bits_option} is {half.bits}: {', '.join(map(str, legal))} are implemented "
+                f"for {half.option}={half.scheme}"
+            )
+    for option, half in (("rotate", keys), ("v_rotate", values)):
+        if options.get(option, "none") != "none" and half.scheme in (*DRAWN, "exact"):
+            raise CacheError(
+                f"{option} means nothing to {half.option}={half.scheme}",
+                f"leave {option} out: channel and token have no rotation of their own",
+            )
+    if options.get("outliers") and keys.scheme == "exact":
+        raise CacheError("outliers means nothing to keys=exact", "leave outliers out")
+    if options.get("seed") and not {keys.scheme, values.scheme} & set(DRAWN):
+        raise CacheError(
+            f"seed means nothing to keys={keys.scheme} and values={values.scheme}",
+            f"leave seed out: {' and '.join(DRAWN)} draw a rotation",
+        )
 
 
 def _unknown(name: str) -> CacheError:

@@ -25,6 +25,7 @@ from nanokv.cache.paged_batch import PagedBatch
 from nanokv.cache.pool import ElasticPool, PagePool
 from nanokv.cache.prefix import ElasticPrefixPool, PrefixCache, PrefixPool
 from nanokv.cache.quantized import QuantizedCache
+from nanokv.cache.schemes import make_scheme
 from nanokv.cache.sliding import SlidingCache
 from nanokv.cache.static import GrowingCache, StaticCache
 from nanokv.cache.stores import DiskStore, HostStore
@@ -136,19 +137,36 @@ def make_quantized(
     group: int = 32,
     residual: int = 32,
     rotate: str = "none",
+    keys: str = "channel",
+    values: str = "token",
+    v_rotate: str = "none",
+    outliers: int = 0,
+    first: int = 0,
+    seed: int = 0,
 ) -> KVCache:
     """Keys and values in `bits` bits, or in k_bits and v_bits (K8V4: k_bits=8, v_bits=4).
 
-    rotate="hadamard" rotates the keys before they are quantized.
+    keys, values: a scheme of nanokv/cache/schemes.py; by default "channel" and "token".
+    rotate, v_rotate: "hadamard" rotates keys, or values, before they are quantized.
+    outliers: channels of the keys, per block, that stay in 8 bits.
+    first, residual: how many tokens stay exact, the first ones and the newest.
+    seed: of the random rotation of "lloyd" and "qjl".
     """
     k_bits = k_bits or bits
     v_bits = v_bits or bits
-    for value in (k_bits, v_bits):
-        if config.head_dim % (8 // value):
+    schemes = (
+        make_scheme(keys, k_bits, seed, rotate, outliers),
+        make_scheme(values, v_bits, seed, v_rotate),
+    )
+    for scheme, value in zip(schemes, (k_bits, v_bits), strict=True):
+        if config.head_dim % scheme.multiple:
             raise CacheError(f"head_dim {config.head_dim} cannot be packed in {value} bits")
+    if outliers >= config.head_dim:
+        raise CacheError(
+            f"outliers is {outliers}: fewer than head_dim {config.head_dim} were expected"
+        )
     layers = (
-        QuantizedCache(k_bits, v_bits, group, residual, rotate)
-        for _ in range(config.num_hidden_layers)
+        QuantizedCache(*schemes, group, residual, first) for _ in range(config.num_hidden_layers)
     )
     return KVCache(layers, config)
 

@@ -5,7 +5,7 @@ Nothing is measured here. `itemsize` is bytes per value: 4 for fp32, 2 for bf16 
 
 from typing import Any
 
-from nanokv.cache.options import check_options, growing_slots
+from nanokv.cache.options import Half, check_options, growing_slots, halves
 from nanokv.config import Config
 from nanokv.errors import CacheError, CapacityError
 
@@ -27,6 +27,7 @@ __all__ = [
     "quantized_parts",
     "weight_bytes",
 ]
+FP16 = 2  # bytes of a scale, an offset or a norm of a quantized cache
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -198,22 +199,41 @@ def quantized_parts(
     tokens: int,
     itemsize: int,
     *,
-    bits: int = 8,
-    k_bits: int = 0,
-    v_bits: int = 0,
     group: int = 32,
     residual: int = 32,
+    first: int = 0,
+    outliers: int = 0,
     last: int = 1,
-    **_: Any,
+    **options: Any,
 ) -> tuple[int, int, int]:
     """Bytes of one layer, KV head and row: (quantized keys, quantized values, exact tokens).
 
-    Keys have packed codes and two fp16 numbers per channel and block, values packed codes and two
-    fp16 numbers per token.
+    `outliers` channels of the keys have 8 bits more, and per block two fp16 numbers and a channel
+    number of 2 bytes.
     """
-    old = max(0, (tokens - last - residual) // group * group)  # quantized by the last append
+    later = max(0, tokens - first)
+    # Quantized by the last append.
+    old = max(0, (later - min(last, later) - residual) // group * group)
     D = config.head_dim
-    pair = 2 * 2  # scale and low, 2 bytes each
-    keys = old * D * (k_bits or bits) // 8 + old // group * D * pair
-    values = old * D * (v_bits or bits) // 8 + old * pair
+    keys, values = (
+        old * per_token + old // group * per_block
+        for per_token, per_block in (scheme_bytes(half, D, itemsize) for half in halves(options))
+    )
+    keys += old * outliers + old // group * outliers * 3 * FP16
     return keys, values, 2 * (tokens - old) * D * itemsize
+
+
+def scheme_bytes(half: Half, D: int, itemsize: int) -> tuple[int, int]:
+    """Bytes of packed codes and scales of one KV head: (per token, per block).
+
+    fp16 are: scale and offset, of a token or of a channel; the norm of lloyd; for qjl also the norm
+    of the rest.
+    """
+    packed = D * half.bits // 8
+    return {
+        "channel": (packed, 2 * FP16 * D),
+        "token": (packed + 2 * FP16, 0),
+        "lloyd": (packed + FP16, 0),
+        "qjl": (packed + 2 * FP16, 0),
+        "exact": (D * itemsize, 0),
+    }[half.scheme]

@@ -9,6 +9,7 @@ import torch
 from nanokv import costs
 from nanokv.cache import KVCache, make_cache
 from nanokv.cache.codes import dequantize, hadamard, pack, quantize, unpack
+from nanokv.cache.schemes import Channel, Token
 from nanokv.errors import CacheError
 from nanokv.inference import decode, prefill, score, verify_draft
 from oracle import SHAPES, gap, pair, random_ids
@@ -129,7 +130,8 @@ def test_the_defaults_are_8_bits_groups_of_32_and_32_exact_tokens(model):
     prefill(model, random_ids(0, 1, 100), cache)
     decode(model, random_ids(1, 1, 1), cache, start_pos=100)
     assert all(
-        layer.blocks == [32, 32] and layer.bits == (8, 8) and layer.newest == 37 for layer in cache
+        layer.blocks == [32, 32] and layer.schemes == (Channel(8), Token(8)) and layer.newest == 37
+        for layer in cache
     )
     assert cache.nbytes == costs.cache_bytes("quantized", model.config, 101, 1, 4)
 

@@ -136,6 +136,7 @@ def test_check_allocates_every_cache(cli, small):
         "paged:page=7",
         "quantized:k_bits=8:v_bits=4:group=16:residual=0",
         "sliding:window=9:sinks=2",
+        "quantized:bits=3:keys=lloyd:values=qjl:first=5:outliers=2",
         "batch:of=quantized:bits=2",
         "static",
     ],

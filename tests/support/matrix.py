@@ -61,6 +61,23 @@ CACHES_TRIED = {
         "group": 2,
     },
     "quantized:k_bits=8:v_bits=4": {"k_bits": 8, "v_bits": 4, "residual": 4, "group": 4},
+    "quantized:bits=3:keys=lloyd:values=qjl": {
+        "bits": 3,
+        "keys": "lloyd",
+        "values": "qjl",
+        "first": 2,
+        "residual": 2,
+        "group": 4,
+    },
+    "quantized:bits=4:keys=token:values=channel": {
+        "bits": 4,
+        "keys": "token",
+        "values": "channel",
+        "outliers": 2,
+        "v_rotate": "hadamard",
+        "residual": 4,
+        "group": 4,
+    },
     "offloaded": {},
     "offloaded:to=host": {"to": "host"},
     "batch": {},
@@ -227,7 +244,7 @@ MODELS = (
     }
 )
 # A key that is rounded otherwise may get the next code of a quantized cache.
-STEP = {"8": 0.01, "4": 0.03, "2": 0.06}
+STEP = {"8": 0.01, "4": 0.03, "3": 0.06, "2": 0.06}
 
 
 def tolerance(model: str, spec: str) -> float:
