@@ -572,6 +572,44 @@ def test_quality_tells_what_caches_cost_on_a_text_of_ones_own(cli, tmp_path):
     assert "quantized:bits=2" in cli(*argv)[1] and "perplexity" in cli(*argv)[1]
 
 
+def test_a_cache_that_draws_is_measured_with_three_seeds_and_facts_are_counted(cli):
+    caches = "dict,quantized:bits=2:keys=lloyd:residual=0,quantized:bits=2:keys=lloyd:seed=7"
+    argv = ("bench", "--quality", "--context", 60, "--weights", "plain", "--caches", caches)
+    code, out, _ = cli(*argv, "--recall", 3, "--json")
+    exact, three, one = json.loads(out)["rows"]
+    assert code == 0 and "perplexities" not in exact and "perplexities" not in one
+    low, middle, high = three["perplexities"]
+    assert low < middle < high and three["perplexity"] == middle
+    assert 0 <= exact["recalled"] <= 3 and exact["cpu_ms_per_token"] > 0
+    code, _, err = cli("bench", "--quality", "--recall", 3)
+    assert code == 2 and "--recall counts what the caches of --quality recall" in err
+    code, _, err = cli(*argv, "--recall", 81)
+    assert code == 2 and "there are 80 names" in err
+
+
+def test_a_fact_is_recalled_if_all_of_its_tokens_are_right(monkeypatch):
+    """Of four facts: two known, one with a wrong last token, one unknown."""
+    from nanokv.lab.bench import recall
+
+    model, tokenizer = nanokv.load("tiny")
+    asked = recall.facts(4)
+    known = [[tokenizer.encode(part) for part in fact] for fact in asked[:3]]
+
+    def knows(model, ids, cache, start):
+        logits = torch.zeros(1, ids.shape[1], model.config.vocab_size)
+        for number, (question, answer) in enumerate(known):
+            if ids[0].tolist() == question + answer[:-1]:
+                said = answer if number else [*answer[:-1], answer[-1] + 1]
+                logits[0, len(question) - 1 :] = torch.nn.functional.one_hot(
+                    torch.tensor(said), model.config.vocab_size
+                )
+        return logits
+
+    monkeypatch.setattr(recall, "verify_draft", knows)
+    cache = nanokv.make_cache("dict", model.config)
+    assert len(set(asked)) == 4 and recall.recalled(model, tokenizer, cache, 4) == 2
+
+
 def test_quality_that_is_interrupted_shows_the_rows_that_are_done(cli, monkeypatch):
     from nanokv.lab.bench import quality
 

@@ -73,6 +73,7 @@ class BenchOptions:
     requests: int | None
     quality: bool
     text: Path | None
+    recall: int | None
     beside: str | None
     json: bool
     plot: str | None
@@ -175,6 +176,13 @@ def _add_modes(parser: ArgumentParser) -> None:
         help="the text of --quality, up to --context tokens (default: conversations that are "
         "not in tiny's training corpus)",
     )
+    parser.add_argument(
+        "--recall",
+        type=integer(1),
+        metavar="N",
+        help="with --quality and --caches: also read N facts, and count those that are completed "
+        "at the end",
+    )
 
 
 def command_options(args: Namespace) -> BenchOptions:
@@ -193,6 +201,7 @@ def command_options(args: Namespace) -> BenchOptions:
         args.requests,
         args.quality,
         args.text,
+        args.recall,
         args.beside,
         args.json,
         args.plot,
@@ -306,6 +315,11 @@ def check_flags(given: BenchOptions, against: list[str]) -> None:
     if given.text and not given.quality:
         raise NanoKVError(
             "--text is the text of --quality", hint="nanokv bench --quality --text FILE"
+        )
+    if given.recall and not (given.quality and given.caches):
+        raise NanoKVError(
+            "--recall counts what the caches of --quality recall",
+            hint=f"nanokv bench --quality --caches dict,quantized:bits=4 --recall {given.recall}",
         )
 
 
@@ -478,17 +492,18 @@ def quality(given: BenchOptions, loaded: Loaded, weights: list[str]) -> int:
     import torch
 
     from nanokv.cache.options import check_options
-    from nanokv.lab.bench.quality import changes
+    from nanokv.lab.bench.quality import Text, changes
+    from nanokv.lab.bench.recall import check_count
 
     caches = {}
     if given.caches:
         caches = {text: cache_name(text) for text in given.caches.split(",")}
     for name, how in caches.values():
         check_options(name, how)
+    check_count(given.recall or 0)
     ids, source = text_ids(given.text, loaded)
-    measured = changes(
-        loaded.model, made(loaded, weights), torch.tensor([ids], device=loaded.device), caches
-    )
+    text = Text(torch.tensor([ids], device=loaded.device), loaded.tokenizer, given.recall or 0)
+    measured = changes(loaded.model, made(loaded, weights), text, caches)
     rows: list[dict] = []
     stop = carry_out(map(rows.append, measured), len(weights) * max(1, len(caches)), given.output)
     if given.json:
@@ -512,7 +527,21 @@ def quality_table(loaded: Loaded, text: str, rows: list[dict], caches: dict) -> 
     columns["mean |Δ log p|"] = lambda row: f"{row['mean_change']:.5f}"
     columns["mean Δ log p"] = lambda row: f"{row['bias']:.5f}"
     columns["perplexity"] = lambda row: f"{row['perplexity']:.4f}"
+    if any("perplexities" in row for row in rows):
+        columns["of 3 seeds"] = seeds_text
+    if any("recalled" in row for row in rows):
+        columns["recalled"] = lambda row: str(row["recalled"])
+    if caches:
+        columns["CPU ms/token"] = lambda row: f"{row['cpu_ms_per_token']:.1f}"
     show([f"{loaded.name} {loaded.dtype_name}", text], columns, rows, left)
+
+
+def seeds_text(row: dict) -> str:
+    """The lowest and the highest perplexity of the seeds; "" for a cache that draws nothing."""
+    if "perplexities" not in row:
+        return ""
+    low, *_, high = row["perplexities"]
+    return f"{low:.4g} to {high:.4g}"
 
 
 def text_ids(path: Path | None, loaded: Loaded) -> tuple[list[int], str]:
