@@ -47,7 +47,7 @@ LAYERS = [
     {"nanokv.school.training"},
     # lab: instruments
     {"nanokv.lab.live"},
-    {"nanokv.lab.verify", "nanokv.lab.bench", "nanokv.lab.trace"},
+    {"nanokv.lab.verify", "nanokv.lab.bench", "nanokv.lab.trace", "nanokv.lab.replay"},
     {"nanokv.lab.faults"},
     {"nanokv.lab.study"},
     # the library

@@ -19,6 +19,7 @@ COMMANDS = {  # each as short as it can be; FOLDER is a random model, OUT an emp
     "env": "env",
     "memory": "memory",
     "models": "models",
+    "replay": "replay TRACE",
     "chat --list": "chat --list",
     "course claims": "course claims",
     "generate": "generate -p Once -m FOLDER -n 2 -t 0",
@@ -43,7 +44,9 @@ NOBODY = 54321  # a user id that no system knows
 def run(name, folder, tmp_path, redirect="", env=None, wrap=(), limit=""):
     """The command through bash, so that the redirection is a user's own: `>&-`, `2>/dev/full`."""
     words = [
-        word.replace("FOLDER", str(folder)).replace("OUT", str(tmp_path))
+        word.replace("FOLDER", str(folder))
+        .replace("OUT", str(tmp_path))
+        .replace("TRACE", str(tmp_path / "trace.jsonl"))
         for word in COMMANDS[name].split()
     ]
     line = f"{limit} exec {' '.join([*wrap, *command(*words)])} {redirect}"
@@ -53,6 +56,7 @@ def run(name, folder, tmp_path, redirect="", env=None, wrap=(), limit=""):
     sessions.mkdir(parents=True, exist_ok=True)
     # Something for chat --list to print.
     (sessions / "one.jsonl").write_text('{"format": "nanokv-session-1"}\n')
+    (tmp_path / "trace.jsonl").write_text('{"tokens": [1, 2]}\n')  # for replay
     stdin = INPUT.get(name, b"Once\n" if name in READERS else b"")
     done = subprocess.run(
         ["bash", "-c", line], input=stdin, env=env, capture_output=True, timeout=300, check=False

@@ -378,6 +378,7 @@ HELP = [
     ["memory"],
     ["models"],
     ["profile"],
+    ["replay"],
     ["serve"],
     ["trace"],
     ["train"],

@@ -40,6 +40,10 @@ COMMANDS = {  # name → (module, one line for the help)
         "nanokv.apps.cli.commands.memory",
         "weights and cache of a model in bytes, from its config alone",
     ),
+    "replay": (
+        "nanokv.apps.cli.commands.replay",
+        "what a prefix cache would save on a trace of requests, without a model",
+    ),
     "bench": (
         "nanokv.apps.cli.commands.bench",
         "prefill and decode speed here, beside the memory bandwidth",
