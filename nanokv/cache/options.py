@@ -58,7 +58,7 @@ KINDS: dict[str, dict[str, Rule | None]] = {  # cache → option → rule
     "static": {},
     "growing": {},
     "paged": PAGES,
-    "prefix": PAGES | {"salt": TEXT},
+    "prefix": PAGES | {"salt": TEXT, "index": one_of("hash", "radix")},
     "sliding": {"window": at_least(0), "sinks": at_least(0)},
     "quantized": {
         "bits": one_of(*BITS),
@@ -86,7 +86,7 @@ ELSEWHERE = {  # names in other programs, in lower case and without "cache" → 
     "offloadedstatic": "did you mean 'offloaded'?",
     "slidingwindow": "did you mean 'sliding'?",
     "pagedattention": "did you mean 'paged'?",
-    "radix": "did you mean 'prefix'?",
+    "radix": "'prefix:index=radix' finds pages in a radix tree",
     "quanto": _QUANTIZED,
     "hqq": _QUANTIZED,
     "q80": _QUANTIZED,

@@ -1,116 +1,74 @@
 """A paged cache whose full pages outlive their request, for later prompts that begin the same way.
 
-A page is found by a chain of sha256 hashes: each hash covers the hash of the page before and the
-tokens of this page, so equal tokens after different beginnings get different hashes. The index
-also stores and compares the tokens and the parent: a hash collision costs a recomputation, never a
-wrong answer. A salt starts the chain; tenants with different salts share no pages, so a tenant
-cannot learn from response times what another one has sent. When the pool is full, pages that only
-the index holds are evicted, least recently used first; pages of running requests are never evicted.
-Reference: vLLM's prefix caching (which compares no tokens), nano-vllm's block manager (which does).
+An index finds the pages by their tokens: by hashes (prefix_index.py) or in a radix tree (radix.py).
+A salt separates tenants, who share no pages, so a tenant cannot learn from response times what
+another one has sent. When the pool is full, pages that only the index holds are evicted, least
+recently used first; pages of running requests are never evicted.
 """
 
-import hashlib
-from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
 from typing import Self
 
 from torch import Tensor
 
 from nanokv.cache.paged import PagedCache
 from nanokv.cache.pool import ElasticPool, PagePool, Table
+from nanokv.cache.prefix_index import HashIndex, PrefixIndex
+from nanokv.cache.radix import RadixIndex
 from nanokv.config import Config
 from nanokv.errors import CacheError
 
-
-@dataclass(frozen=True, eq=False)
-class Entry:
-    """A stored page, its tokens, and the entry before it (for the first page: the salt)."""
-
-    page: int
-    parent: "Entry | str"  # an entry is compared by identity, so an equal hash is not enough
-    tokens: tuple[int, ...]
+INDEXES: dict[str, type[PrefixIndex]] = {"hash": HashIndex, "radix": RadixIndex}
 
 
 class PrefixPool(PagePool):
     """A page pool with an index of reusable pages. The index counts as one owner of each page."""
 
-    def __init__(self, config: Config, pages: int, page_size: int):
+    def __init__(self, config: Config, pages: int, page_size: int, index: str = "hash"):
         super().__init__(config, pages, page_size)
-        self.index: OrderedDict[bytes, Entry] = OrderedDict()  # least recently used first
+        self.index = INDEXES[index](page_size)
 
     def owned(self) -> Counter[int]:
-        return super().owned() + Counter(entry.page for entry in self.index.values())
+        return super().owned() + Counter(self.index.pages())
 
     def make_room(self, count: int) -> None:
         """Evict pages that only the index holds, if that frees enough; a failure evicts nothing."""
         short = count - len(self.free)
-        if short > 0:
-            idle = [key for key, entry in self.index.items() if self.references[entry.page] == 1]
-            if short <= len(idle):
-                for key in idle[:short]:
-                    self._release([self.index.pop(key).page])
+        if 0 < short <= self.idle():
+            self._release(self.index.evict(short, self.is_idle))
         super().make_room(count)
+
+    def is_idle(self, page: int) -> bool:
+        """Whether only the index holds an indexed page."""
+        return self.references[page] == 1
+
+    def idle(self) -> int:
+        """The number of pages that only the index holds."""
+        return sum(map(self.is_idle, self.index.pages()))
 
     def available(self) -> int:
         """The number of pages that are free or that only the index holds."""
         self.settle()
-        idle = sum(self.references[entry.page] == 1 for entry in self.index.values())
-        return len(self.free) + idle
-
-    def chain(self, tokens: Sequence[int], salt: str) -> Iterator[tuple[bytes, tuple[int, ...]]]:
-        """(hash, tokens) of every full page of a sequence."""
-        key = hashlib.sha256(salt.encode(errors="surrogatepass")).digest()
-        for start in range(0, len(tokens) - self.page_size + 1, self.page_size):
-            part = tuple(tokens[start : start + self.page_size])
-            key = self.hash(key, part)
-            yield key, part
-
-    @staticmethod
-    def hash(parent: bytes, tokens: Sequence[int]) -> bytes:
-        return hashlib.sha256(parent + b",".join(b"%d" % token for token in tokens)).digest()
+        return len(self.free) + self.idle()
 
     def find(self, tokens: Sequence[int], salt: str) -> list[int]:
         """Pages of the longest stored prefix of `tokens`."""
-        found: dict[bytes, Entry] = {}
-        parent: Entry | str = salt
-        for key, part in self.chain(tokens, salt):
-            entry = self.index.get(key)
-            if entry is None or entry.tokens != part or entry.parent != parent:
-                break
-            found[key] = parent = entry
-        self.touch(found)
-        return [entry.page for entry in found.values()]
+        return self.index.match(tokens, salt)
 
     def remember(self, tokens: Sequence[int], table: Table, salt: str) -> None:
-        """Index the full pages of a sequence.
-
-        Pages already indexed are kept; on a hash collision the new page replaces the old one.
-        """
-        found: dict[bytes, Entry] = {}
-        parent: Entry | str = salt
+        """Index the full pages of a sequence; pages already indexed are kept."""
         with self.change():
-            for (key, part), page in zip(self.chain(tokens, salt), table, strict=False):
-                entry = self.index.get(key)
-                if entry is None or entry.tokens != part or entry.parent != parent:
-                    self._share([page])
-                    if entry is not None:
-                        self._release([entry.page])
-                    entry = self.index[key] = Entry(page, parent, part)
-                found[key] = parent = entry
-        self.touch(found)
-
-    def touch(self, keys: dict[bytes, Entry]) -> None:
-        """Mark `keys` (root first) as most recently used; a leaf is evicted before its root."""
-        for key in reversed(keys):
-            self.index.move_to_end(key)
+            added, dropped = self.index.insert(tokens, table, salt)
+            self._share(added)
+            self._release(dropped)
 
 
 class ElasticPrefixPool(PrefixPool, ElasticPool):
     """Grows to `keep` pages; beyond that, it grows only if the idle pages are not enough."""
 
-    def __init__(self, config: Config, pages: int, page_size: int, keep: int):
-        super().__init__(config, pages, page_size)
+    def __init__(self, config: Config, pages: int, page_size: int, keep: int, index: str = "hash"):
+        super().__init__(config, pages, page_size, index)
         self.keep = keep
 
     def make_room(self, count: int) -> None:

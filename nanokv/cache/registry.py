@@ -23,7 +23,7 @@ from nanokv.cache.options import check_options, read_kind
 from nanokv.cache.paged import PagedCache
 from nanokv.cache.paged_batch import PagedBatch
 from nanokv.cache.pool import ElasticPool, PagePool
-from nanokv.cache.prefix import ElasticPrefixPool, PrefixCache, PrefixPool
+from nanokv.cache.prefix import INDEXES, ElasticPrefixPool, PrefixCache, PrefixPool
 from nanokv.cache.quantized import QuantizedCache
 from nanokv.cache.schemes import make_scheme
 from nanokv.cache.sliding import SlidingCache
@@ -97,17 +97,22 @@ def make_prefix(
     pages: int = 0,
     pool: PagePool | None = None,
     salt: str = "",
+    index: str = "",
 ) -> KVCache:
-    """Pages that later requests with the same beginning reuse; sizes as for the paged cache."""
+    """Pages that later requests with the same beginning reuse; sizes as for the paged cache.
+
+    `index`: how they are found, "hash" (default) or "radix"; a pool that is passed has its own.
+    """
     if pool is None:
         page = page or 16
         if pages:
-            pool = PrefixPool(config, pages, page)
+            pool = PrefixPool(config, pages, page, index or "hash")
         else:
             slots = capacity or config.max_position_embeddings
             keep = batch_size * -(-slots // page)  # the pages of full rows
-            pool = ElasticPrefixPool(config, FIRST_PAGES, page, keep)
+            pool = ElasticPrefixPool(config, FIRST_PAGES, page, keep, index or "hash")
     check_pool(pool, PrefixPool, config, page, pages)
+    check_prefix_index(pool, index)
     cache = PrefixCache(pool, batch_size)
     cache.salt = salt
     return cache
@@ -299,6 +304,16 @@ def check_pool(pool: PagePool, kind: type, config: Config, page: int, pages: int
                 f"{name}={asked} contradicts the pool, which has {name}={has}",
                 hint=f"leave {name}= out",
             )
+
+
+def check_prefix_index(pool: Any, index: str) -> None:
+    """CacheError if `index` names another index than that of the pool."""
+    kind = type(pool.index)
+    if index and kind is not INDEXES[index]:
+        raise CacheError(
+            f"index={index} contradicts the pool, which has a {kind.__name__}",
+            hint="leave index= out",
+        )
 
 
 def check(name: str, value: object, low: int) -> None:

@@ -33,7 +33,7 @@ MOST_ROWS = 65_536  # a batch cache makes one object per row and layer
 MOST_PAGES = 4_194_304  # each takes about 40 bytes before a token is stored
 MAY_CHANGE = {  # options that decide only where bytes are stored, not what they mean
     "paged": {"pool", "page", "pages"},
-    "prefix": {"pool", "page", "pages", "salt"},
+    "prefix": {"pool", "page", "pages", "salt", "index"},
     "offloaded": {"to", "folder"},
 }
 

@@ -19,6 +19,7 @@ import torch
 
 from nanokv.cache import KVCache, PrefixPool, make_cache
 from nanokv.cache.paged_batch import PagedBatch
+from nanokv.cache.prefix import INDEXES
 from nanokv.checkpoint import Model
 from nanokv.decoding.draw import SamplingParams, Step, next_steps, sent, together
 from nanokv.decoding.generation import EosIds, eos_ids, prompt_ids
@@ -40,6 +41,7 @@ class Engine:
     A step feeds at most `step_tokens` tokens; the default is that of one forward of a long prompt
     (inference.prefill_chunk). If the engine is `paced`, prompts beside decodes get only so many of
     them that a step stays short (budget.py); by default it is, unless `step_tokens` is given.
+    `prefix` names the index that finds the pages of earlier prompts: "hash", or "radix" (a tree).
     Iterating yields (request, Step) as tokens are drawn, until no request is left. `clock` is for
     tests.
     """
@@ -53,6 +55,7 @@ class Engine:
         max_running: int = 32,
         clock: Callable[[], float] = perf_counter,
         paced: bool | None = None,
+        prefix: str = "hash",
     ):
         sizes = {"pages": pages, "page_size": page_size, "max_running": max_running}
         if step_tokens is not None:
@@ -69,7 +72,7 @@ class Engine:
         self.config = model.config
         self.clock = clock
         self.device = model.embed_tokens.weight.device
-        self.pool = PrefixPool(model.config, pages, page_size)
+        self.pool = PrefixPool(model.config, pages, page_size, checked_index(prefix))
         self.metrics = Metrics()
         self.scheduler = Scheduler(model.config, self.pool, step_tokens, max_running, self.metrics)
         self.budget: StepBudget | None = None
@@ -467,6 +470,13 @@ class Engine:
             "and no request of the engine runs",
             "something else holds pages of its pool",
         )
+
+
+def checked_index(name: str) -> str:
+    """The name itself; GenerationError unless an index has it."""
+    if name not in INDEXES:
+        raise GenerationError(f"prefix is {name!r}: {' or '.join(INDEXES)} was expected")
+    return name
 
 
 def check_given(salt: object, client: object, on_token: object, constrain: object) -> None:

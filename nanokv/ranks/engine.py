@@ -29,12 +29,16 @@ class LeadingEngine(Engine):
         step_tokens: int | None = None,
         max_running: int = 32,
         paced: bool | None = None,
+        prefix: str = "hash",
     ):
-        super().__init__(model, pages, page_size, step_tokens, max_running, paced=paced)
+        super().__init__(
+            model, pages, page_size, step_tokens, max_running, paced=paced, prefix=prefix
+        )
         self.ranks = ranks
         self.events: list[list[Any]] = []
         # Not `step_tokens`: a default depends on the free memory of rank 0.
-        ranks.hear(["engine", [pages, page_size, self.scheduler.step_tokens, max_running]])
+        steps = self.scheduler.step_tokens
+        ranks.hear(["engine", [pages, page_size, steps, max_running, prefix]])
 
     def submit(self, ids: Any, *args: Any, **options: Any) -> Request:
         """Same as Engine.submit."""
@@ -71,8 +75,16 @@ class LeadingEngine(Engine):
 class FollowingEngine(Engine):
     """The engine of another rank, which applies the events of rank 0."""
 
-    def __init__(self, model: Model, *sizes: Any):
-        super().__init__(model, *sizes)
+    def __init__(
+        self,
+        model: Model,
+        pages: int,
+        page_size: int,
+        step_tokens: int,
+        max_running: int,
+        prefix: str,
+    ):
+        super().__init__(model, pages, page_size, step_tokens, max_running, prefix=prefix)
         self.requests: dict[int, Request] = {}
 
     def follow(self, events: list, beside: int | None) -> None:

@@ -45,6 +45,7 @@ VARIANTS = {
     "paged page=1": ("paged", {"page": 1}),
     "paged page=3": ("paged", {"page": 3}),
     "prefix page=4": ("prefix", {"page": 4}),
+    "prefix radix": ("prefix", {"page": 4, "index": "radix"}),
     "sliding sinks": ("sliding", {"window": 60, "sinks": 4}),
     "quantized 4 bits": ("quantized", {"bits": 4, "residual": CAPACITY}),
     "quantized K8V4 hadamard": (

@@ -11,6 +11,7 @@ import torch
 from nanokv.cache import make_cache
 from nanokv.cache.pool import PagePool
 from nanokv.cache.prefix import PrefixPool
+from nanokv.cache.prefix_index import HashIndex
 from nanokv.errors import CacheError, CapacityError
 from nanokv.inference import decode, prefill, score
 from oracle import SHAPES, TOLERANCE, gap, pair, random_ids, whole_again
@@ -32,13 +33,13 @@ def pool(model):
         yield pool
 
 
-@pytest.fixture
-def prefixes(model):
+@pytest.fixture(params=["hash", "radix"])
+def prefixes(model, request):
     """12 pages of 4 tokens with an index; at the end the index is the only owner of what it lists."""
-    pool = PrefixPool(model.config, 12, PAGE)
+    pool = PrefixPool(model.config, 12, PAGE, request.param)
     yield pool
     gc.collect()
-    listed = sorted(entry.page for entry in pool.index.values())
+    listed = sorted(pool.index.pages())
     assert len(set(listed)) == len(listed)
     assert [pool.references[page] for page in listed] == [1] * len(listed)
     assert sorted(pool.free + listed) == list(range(12))
@@ -261,7 +262,7 @@ def test_a_hash_collision_costs_a_recomputation_and_never_a_wrong_answer(
     model, prefixes, monkeypatch, hash_
 ):
     """Pages of other tokens, of another parent and of another tenant all get the same hash."""
-    monkeypatch.setattr(PrefixPool, "hash", staticmethod(hash_))
+    monkeypatch.setattr(HashIndex, "hash", staticmethod(hash_))
     beginnings = [tokens(30 + i, 4) for i in range(3)]
     for step in range(18):
         i, j = step % 3, step * 7 % 3
@@ -275,7 +276,7 @@ def test_a_child_of_an_evicted_parent_is_not_found_through_a_colliding_one(
     model, prefixes, monkeypatch
 ):
     depth_only = staticmethod(lambda parent, part: b"root" if len(parent) == 32 else parent + b".")
-    monkeypatch.setattr(PrefixPool, "hash", depth_only)
+    monkeypatch.setattr(HashIndex, "hash", depth_only)
     x, y, z = tokens(50, 4), tokens(51, 4), tokens(52, 4)
     ask(model, prefixes, [*x, *z, 1])
     ask(model, prefixes, [*y, 1])  # takes the root's place in the index
@@ -304,11 +305,11 @@ def test_eviction_takes_the_least_recently_used_leaves_first_and_never_live_page
 
 def test_live_pages_are_not_evicted_even_if_nothing_else_is_left(model, prefixes):
     live, _ = ask(model, prefixes, tokens(63, 40))
-    before = books(prefixes), list(prefixes.index)
+    before = books(prefixes), list(prefixes.index.pages())
     with pytest.raises(CapacityError, match="3 pages of 4 tokens wanted, 2 of 12 free"):
         ask(model, prefixes, tokens(64, 12))
     gc.collect()
-    assert (books(prefixes), list(prefixes.index)) == before
+    assert (books(prefixes), list(prefixes.index.pages())) == before
     assert live.length == 40
 
 

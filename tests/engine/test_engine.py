@@ -102,11 +102,16 @@ REQUESTS = st.lists(
 
 
 @given(
-    REQUESTS, st.integers(8, 16), st.sampled_from([1, 2, 4]), st.integers(1, 12), st.integers(1, 4)
+    REQUESTS,
+    st.integers(8, 16),
+    st.sampled_from([1, 2, 4]),
+    st.integers(1, 12),
+    st.integers(1, 4),
+    st.sampled_from(["hash", "radix"]),
 )
 @settings(max_examples=25, deadline=None)
 def test_random_arrivals_in_tiny_pools(
-    exact_model, plan, slots, page_size, step_tokens, max_running
+    exact_model, plan, slots, page_size, step_tokens, max_running, prefix
 ):
     """Every greedy answer is the solo one, or a beginning of it when it was cancelled; no page is lost."""
     # 18 … 36 slots: a request may need 31, so at most one or two fit at a time.
@@ -117,6 +122,7 @@ def test_random_arrivals_in_tiny_pools(
         page_size=page_size,
         step_tokens=step_tokens,
         max_running=max_running,
+        prefix=prefix,
     )
     arrivals, step = sorted(enumerate(plan), key=lambda item: item[1][0]), 0
     requests = {}
@@ -142,6 +148,26 @@ def test_random_arrivals_in_tiny_pools(
         else:
             assert (request.tokens, request.finish_reason) == (solo, "length")
     assert all_free(engine)
+
+
+def test_a_tree_of_prefixes_reuses_what_the_hashes_do(model):
+    """Requests that begin alike in a pool that is too small: preempted, evicted, shared; the same steps for both."""
+    found = []
+    for prefix in ("hash", "radix"):
+        engine = Engine(model, pages=13, page_size=4, step_tokens=16, prefix=prefix)
+        shared = prompt(7, 16)
+        prompts = [shared[: 8 + i] + prompt(i, 2 * i) for i in range(7)]
+        for at in range(0, len(prompts), 3):
+            requests = [engine.submit(ids, max_new_tokens=12) for ids in prompts[at : at + 3]]
+            engine.run()
+            for request in requests:
+                assert request.tokens == alone(model, request.prompt, max_new_tokens=12)
+        counts = engine.metrics
+        found.append((counts.reused_tokens, counts.preemptions, counts.prefill_tokens))
+        assert all_free(engine)
+    assert found[0] == found[1] and min(found[0]) > 0
+    with pytest.raises(GenerationError, match="prefix is 'tree': hash or radix was expected"):
+        Engine(model, prefix="tree")
 
 
 def test_transformers_continuous_batching_gives_the_same_tokens(models):

@@ -162,7 +162,7 @@ def test_what_a_stopped_request_leaves_is_counted_until_it_is_evicted(engine):
 
 
 def kept_pages(engine):
-    return {entry.page for entry in engine.pool.index.values()}
+    return set(engine.pool.index.pages())
 
 
 def test_of_another_key_only_lengths_are_seen(engine):

@@ -10,7 +10,7 @@ def alone(model, ids, **options) -> list[int]:
 def all_free(engine) -> bool:
     """Nobody but the index holds a page, and what it holds can be taken."""
     pool = engine.pool
-    indexed = {entry.page for entry in pool.index.values()}
+    indexed = set(pool.index.pages())
     assert all(count == (page in indexed) for page, count in enumerate(pool.references))
     taken = pool.take(len(pool.references))
     pool.release(taken)

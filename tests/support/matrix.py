@@ -49,6 +49,7 @@ CACHES_TRIED = {
     "paged:page=3": {"page": 3},
     "prefix": {},
     "prefix:page=4": {"page": 4, "salt": "s"},
+    "prefix:index=radix": {"page": 3, "index": "radix"},
     "sliding": {},
     "sliding:window=6": {"window": 6},
     "sliding:window=6:sinks=2": {"window": 6, "sinks": 2},

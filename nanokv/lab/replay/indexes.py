@@ -115,6 +115,7 @@ class Radix(Hash):
     """Only leaves are in the order of eviction, so that every held page can be found."""
 
     def offer(self, page: Page) -> None:
+        page.entry = None  # its place from the time when it was a leaf
         if not page.children:
             super().offer(page)
 

@@ -397,6 +397,22 @@ def fail(refusals: Refusals, output: OrderedOutput, job: Job, error: Exception) 
 # --- the engine -----------------------------------------------------------------------------------
 
 
+def make_engine(given: BatchOptions, loaded: Loaded, jobs: Sequence[Job]) -> "Engine":
+    """The engine with its pool."""
+    page = given.cache.options["page"]
+    sizes = given.pool.on(loaded.device)
+    pages = given.cache.options.get("pages") or pool_pages(given, loaded, jobs, page)
+    # Nobody reads the tokens one by one: whole steps are faster.
+    return loaded.make_engine(
+        pages,
+        page,
+        sizes.step_tokens,
+        sizes.running,
+        paced=False,
+        prefix=given.cache.options.get("index", "hash"),
+    )
+
+
 def answer_all(
     given: BatchOptions,
     loaded: Loaded,
@@ -409,16 +425,13 @@ def answer_all(
 
     Only a few requests are submitted ahead, so that a long file costs no memory.
     """
-    page = given.cache.options["page"]
-    sizes = given.pool.on(loaded.device)
-    pages = given.cache.options.get("pages") or pool_pages(given, loaded, jobs, page)
-    # Nobody reads the tokens one by one: whole steps are faster.
-    engine = loaded.make_engine(pages, page, sizes.step_tokens, sizes.running, paced=False)
+    engine = make_engine(given, loaded, jobs)
+    ahead = 2 * given.pool.on(loaded.device).running
     progress = Progress(given.output.quiet, len(jobs))
     waiting = list(reversed(jobs))
     active: list[Job] = []
     while (waiting or active) and not stop.requested:
-        while waiting and len(active) < 2 * sizes.running:
+        while waiting and len(active) < ahead:
             job = waiting.pop()
             try:
                 submit(given, loaded, engine, job)

@@ -326,7 +326,8 @@ def make_engine(given: ServeOptions, loaded: Loaded) -> "Engine":
     sizes = given.pool.on(loaded.device)
     pages = given.cache.options.get("pages") or pool_pages(sizes.running, loaded, page)
     paced = given.pool.step_tokens is None
-    engine = loaded.make_engine(pages, page, sizes.step_tokens, sizes.running, paced)
+    index = given.cache.options.get("index", "hash")
+    engine = loaded.make_engine(pages, page, sizes.step_tokens, sizes.running, paced, index)
     record(loaded.model, sizes.running, given)
     return engine
 

@@ -96,16 +96,24 @@ class Loaded(Plan):
         return make_cache(self, self.dtype)
 
     def make_engine(
-        self, pages: int, page: int, step_tokens: int | None, running: int, paced: bool
+        self,
+        pages: int,
+        page: int,
+        step_tokens: int | None,
+        running: int,
+        paced: bool,
+        prefix: str,
     ) -> "Engine":
         """An Engine for this model. `paced`: prompts leave room for the streams beside them."""
         if self.ranks.size > 1:
             from nanokv.ranks.engine import LeadingEngine
 
-            return LeadingEngine(self.ranks, self.model, pages, page, step_tokens, running, paced)
+            return LeadingEngine(
+                self.ranks, self.model, pages, page, step_tokens, running, paced, prefix
+            )
         from nanokv.engine import Engine
 
-        return Engine(self.model, pages, page, step_tokens, running, paced=paced)
+        return Engine(self.model, pages, page, step_tokens, running, paced=paced, prefix=prefix)
 
     def leading(self, make: "Callable[..., Made]", how: str = "iterate") -> "Callable[..., Made]":
         """`make`, a function that makes Generations; on rank 0 of several, one that leads the others.

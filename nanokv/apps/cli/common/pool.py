@@ -72,8 +72,9 @@ def pool_options(args: Namespace, steps: dict[str, int] | None = None) -> PoolOp
 
 
 def sized(cache: CacheOptions, command: str) -> CacheOptions:
-    """Check --cache, which sizes the pool: prefix:page=P:pages=N. NanoKVError for other caches."""
-    if cache.name != "prefix" or set(cache.options) - {"page", "pages"}:
+    """Check --cache, which makes the pool: prefix:page=P:pages=N:index=radix. NanoKVError for other
+    caches."""
+    if cache.name != "prefix" or set(cache.options) - {"page", "pages", "index"}:
         raise NanoKVError(
             f"--cache {cache.name} with {command}",
             f"{command} runs on a page pool: --cache prefix:page=16:pages=256",

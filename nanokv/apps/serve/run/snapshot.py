@@ -9,7 +9,7 @@ A client sees state, tokens and pages of requests with another key, but not whic
 import hashlib
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice, takewhile
 
@@ -30,20 +30,20 @@ OTHERS_FIELDS = ("id", "state", "tokens", "held", "pages", "preemptions")
 
 @dataclass(frozen=True)
 class Departed:
-    """A request that has left the engine: its counts, and hashes that may still find its pages."""
+    """A request that has left the engine: its counts, and names of its pages in the index."""
 
     tab: str
     salt: str
     counts: dict
-    keys: tuple[bytes, ...]
+    keys: tuple[Hashable, ...]
 
 
 def departed(engine: Engine, request: Request, tab: str, held: int) -> Departed:
     """Describe a request that has left the engine. `held`: the tokens that it had in the cache.
 
-    Call it in the engine's thread. It computes the hashes of the request's full pages again.
+    Call it in the engine's thread. It looks for the request's full pages again.
     """
-    keys = tuple(key for key, _ in engine.pool.chain(request.known[:-1], request.salt))
+    keys = tuple(engine.pool.index.names(request.known[:-1], request.salt))
     fed = held
     if request.tokens:
         fed = len(request.prompt)
@@ -57,7 +57,7 @@ def snapshot(engine: Engine, tabs: Mapping[int, str], left: Iterable[Departed] =
     scheduler = engine.scheduler
     counts = engine.metrics
     listed = [*scheduler.running, *islice(scheduler.waiting, MOST_WAITING)]
-    kept = [entry.page for entry in pool.index.values() if pool.references[entry.page] == 1]
+    kept = [page for page in pool.index.pages() if pool.is_idle(page)]
     return {
         "pool": {
             "pages": len(pool.references),
@@ -163,7 +163,7 @@ def visible(request: dict, salt: str, tab: str) -> dict:
 
 def still_kept(pool: PrefixPool, one: Departed) -> int:
     """Tokens from the request's beginning that the next request would find in the cache."""
-    return pool.page_size * sum(1 for _ in takewhile(pool.index.__contains__, one.keys))
+    return pool.page_size * sum(1 for _ in takewhile(pool.index.holds, one.keys))
 
 
 # --- the pool -------------------------------------------------------------------------------------
