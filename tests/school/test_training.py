@@ -920,7 +920,7 @@ def test_quiet_says_nothing(tmp_path, small, capsys):
 
 
 @pytest.mark.parametrize(
-    ("steps", "cases"), [(1, 5), (6, 5), (860, 10), (4300, 50), (8600, 100), (9000, 100)]
+    ("steps", "cases"), [(1, 5), (6, 5), (1030, 10), (5150, 50), (10300, 100), (12000, 100)]
 )
 def test_a_short_run_is_evaluated_shortly(steps, cases):
     from nanokv.apps.cli.commands.train import cases_after
