@@ -183,6 +183,19 @@ def draws(name: str, options: dict[str, Any]) -> bool:
     return quantized and any(half.scheme in DRAWN for half in halves(options))
 
 
+def other_bits(half: Half) -> str:
+    """A hint: bits that every scheme has, and the schemes that have the given ones."""
+    found = [
+        f"{half.option}={scheme}"
+        for scheme, legal in SCHEMES.items()
+        if half.bits in legal and scheme != "exact"
+    ]
+    usual = f"{half.bits_option}=4"
+    return (
+        f"{usual}, or with {half.bits_option}={half.bits} {' or '.join(found)}" if found else usual
+    )
+
+
 def check_schemes(options: dict[str, Any]) -> None:
     """CacheError for options of a quantized cache that contradict each other or mean nothing."""
     keys, values = halves(options)
@@ -191,7 +204,8 @@ def check_schemes(options: dict[str, Any]) -> None:
         if half.bits not in legal:
             raise CacheError(
                 f"{half.bits_option} is {half.bits}: {', '.join(map(str, legal))} are implemented "
-                f"for {half.option}={half.scheme}"
+                f"for {half.option}={half.scheme}",
+                other_bits(half),
             )
     for option, half in (("rotate", keys), ("v_rotate", values)):
         if options.get(option, "none") != "none" and half.scheme in (*DRAWN, "exact"):

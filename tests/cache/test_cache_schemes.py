@@ -301,6 +301,20 @@ def test_options_that_contradict_each_other_are_refused(config, options, message
         make_cache(kind, config, **of, **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "hint"),
+    [
+        ({"bits": 3}, "bits=4, or with bits=3 keys=lloyd or keys=qjl"),
+        ({"values": "lloyd", "k_bits": 8}, "bits=4, or with bits=8 values=channel or values=token"),
+        ({"v_bits": 1, "values": "qjl"}, "v_bits=4, or with v_bits=1 values=lloyd"),
+    ],
+)
+def test_bits_that_a_scheme_lacks_come_with_what_has_them(config, options, hint):
+    with pytest.raises(CacheError) as error:
+        make_cache("quantized", config, **options)
+    assert error.value.hint == hint
+
+
 def test_a_norm_that_fp16_cannot_hold_is_refused(config):
     """Each number is below 65,000; the norm of 32 of them is not."""
     layer = new(config, bits=4, keys="lloyd")[0]

@@ -325,3 +325,9 @@ def test_counting_imports_neither_torch_nor_transformers(qwen35):
     subprocess.run(
         [sys.executable, "-c", code, qwen35], capture_output=True, env=environment(), check=True
     )
+
+
+@pytest.mark.parametrize("typed", ["gpt-oss", "GPT_OSS", "gptoss"])
+def test_a_model_type_in_another_spelling_is_suggested(cli, typed):
+    code, out, err = cli("memory", typed)
+    assert (code, out) == (2, "") and "hint: did you mean gpt_oss?" in err

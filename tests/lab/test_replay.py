@@ -302,7 +302,7 @@ MOONCAKE = '{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids"
             "1 hash_ids for 600 tokens: blocks of 512 are 2",
         ),
         ('{"input_length": 0, "hash_ids": []}', "input_length is 0"),
-        ('{"hash_ids": [0, 1]}', "input_length is None"),
+        ('{"hash_ids": [0, 1]}', "input_length is missing"),
         ('{"input_length": 600, "hash_ids": [0, -1]}', r"hash_ids\[1\] is -1"),
         ('{"input_length": 600, "hash_ids": [0, true]}', r"hash_ids\[1\] is True"),
         ('{"input_length": 600, "hash_ids": "0"}', "hash_ids is '0': a list"),
@@ -383,6 +383,7 @@ def test_the_command_prints_a_table_of_80_columns_and_json(cli, talk):
         (["--page", "all"], "--page all", "--page 16"),
         (["--tokens", "8"], "without room for one page of 16 tokens", ""),
         (["--pages", "1", "--tokens", "8"], "not allowed with", ""),
+        (["--weight", "8"], "--weight is the size of a snapshot", "--snapshot N"),
         (
             ["--waiting", "4", "--policy", "belady"],
             "Belady's bound with 4 waiting",

@@ -188,6 +188,8 @@ class Reader:
     def blocks(self, fields: dict) -> Blocks:
         ids = numbers(fields, "hash_ids")
         tokens = fields.get("input_length")
+        if tokens is None:
+            raise NanoKVError("input_length is missing: the tokens of the prompt", FORMS)
         if type(tokens) is not int or tokens < 1:
             raise NanoKVError(f"input_length is {tokens!r}: a whole number ≥ 1 was expected")
         needed = -(-tokens // self.block)

@@ -45,7 +45,7 @@ from nanokv.costs.memory import (
 from nanokv.costs.other import estimate as other_models
 from nanokv.costs.other.estimate import Counted
 from nanokv.errors import ConfigError, NanoKVError, UnimplementedError
-from weights_loader.strict import read_object
+from weights_loader.strict import UnknownModel, read_object
 
 EXAMPLES = (
     "nanokv memory Qwen/Qwen3-0.6B --context 32768 --batch 4",
@@ -215,7 +215,22 @@ def find_config(model: ModelOptions) -> Config:
         raise UnimplementedError(f"these are the default sizes of {model.source} in transformers")
     import weights_loader
 
-    return Config.from_folder(weights_loader.config_file(model.source, model.revision))
+    try:
+        path = weights_loader.config_file(model.source, model.revision)
+    except UnknownModel as error:
+        meant = similar_architecture(model.source)
+        raise UnknownModel(str(error), f"did you mean {meant}?" if meant else error.hint) from None
+    return Config.from_folder(path)
+
+
+def similar_architecture(source: str) -> str | None:
+    """The model_type that differs from `source` in case, `-` and `_` only: gpt-oss → gpt_oss."""
+    names = {letters(name): name for name in other_models.known()}
+    return names.get(letters(source))
+
+
+def letters(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "")
 
 
 # --- text -----------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     "nanokv replay conversation_trace.jsonl",
-    "nanokv replay trace.jsonl.gz --index flat,hash,radix --policy lru,fifo,lfu,size,belady",
+    "nanokv replay trace.jsonl.gz --index flat,hash,radix --policy lru,fifo,belady",
     "nanokv replay chats.jsonl -m tiny --page 1,16,64 --tokens 10000,all",
 )
 DESCRIPTION = (
@@ -159,6 +159,8 @@ def replay_options(args: Namespace) -> ReplayOptions:
     usual = ["lru", "belady"] if args.waiting == 1 else ["lru"]
     if None in args.page:
         raise NanoKVError("--page all", "pages of a number of tokens: --page 16")
+    if args.weight and not args.snapshot:
+        raise NanoKVError("--weight is the size of a snapshot", "--snapshot N keeps snapshots")
     return ReplayOptions(
         args.file,
         args.block,
@@ -246,7 +248,7 @@ def text(
     first = rows[0][0]
     cost = given.prices.without(first)
     about = [
-        f"{first.requests:,} requests",
+        "1 request" if first.requests == 1 else f"{first.requests:,} requests",
         f"{first.tokens:,} prompt tokens",
         f"${cost:,.2f} without reuse",
     ]
