@@ -108,20 +108,40 @@ def temporary(path: Path) -> Iterator[Path]:
     `path` removes it.
     """
     remove_leftovers(path)
-    handle, place = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".new", dir=path.parent)
-    file = Path(place)
+    held, file = created(path)
     try:
-        with open(handle, "rb") as held:
-            lock(held)
+        with held:
             yield file
-        with open(file, "rb") as written:
-            os.fsync(written.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
-        file.chmod(0o666 & ~mask)  # mkstemp's files are private
-        os.replace(file, path)
+            with open(file, "rb") as written:
+                os.fsync(written.fileno())
+            mask = os.umask(0)
+            os.umask(mask)
+            file.chmod(0o666 & ~mask)  # mkstemp's files are private
+            let_go(held)
+            os.replace(file, path)
     finally:
         file.unlink(missing_ok=True)
+
+
+def created(path: Path) -> tuple[BinaryIO, Path]:
+    """A new file beside `path`, locked.
+
+    Another process may take it for a leftover before it is locked: then it is one, and the next
+    file is ours. On a file system without locks nobody can take it.
+    """
+    while True:
+        handle, place = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".new", dir=path.parent)
+        held = open(handle, "rb")
+        try:
+            lock(held)
+        except BlockingIOError:
+            held.close()
+            continue
+        except OSError:
+            return held, Path(place)
+        if os.fstat(handle).st_nlink:
+            return held, Path(place)
+        held.close()
 
 
 def remove_leftovers(path: Path) -> None:
@@ -130,18 +150,29 @@ def remove_leftovers(path: Path) -> None:
         with suppress(OSError):  # its writer lives, or the file is not ours
             with open(place, "rb") as file:
                 lock(file)
+                let_go(file)
                 place.unlink()
 
 
 def lock(file: BinaryIO) -> None:
     """Lock a file that is being written, until it is closed or the process ends.
 
-    OSError if another process holds it. Windows needs no lock: an open file cannot be removed.
+    BlockingIOError if another process holds it. Windows needs no lock: an open file cannot be
+    removed.
     """
     if sys.platform != "win32":
         import fcntl
 
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def let_go(file: BinaryIO) -> None:
+    """Close a file that is removed or renamed next, on Windows, which does neither to an open one.
+
+    Elsewhere it stays locked until then.
+    """
+    if sys.platform == "win32":
+        file.close()
 
 
 def header(

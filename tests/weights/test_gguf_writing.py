@@ -4,7 +4,10 @@ The oracle of the quantized numbers is the `gguf` package; of Q4_K and Q6_K it c
 error on the same numbers, recorded here. The choice of types is compared with lists made by hand.
 """
 
+import errno
 import json
+import os
+import tempfile
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -545,6 +548,44 @@ def test_what_a_killed_process_left_is_removed_by_the_next_one(tmp_path):
         first.write_bytes(b"first")
     assert path.read_bytes() == b"first"
     assert {file.name for file in tmp_path.iterdir()} == {path.name} | others
+
+
+def test_a_finished_file_is_no_leftover_while_it_goes_to_the_disk(tmp_path, monkeypatch):
+    """That takes seconds: another process may begin to write the same path meanwhile."""
+    path = tmp_path / "model.gguf"
+    monkeypatch.setattr(os, "fsync", lambda file: gguf_writing.remove_leftovers(path))
+    with gguf_writing.temporary(path) as file:
+        file.write_bytes(b"whole")
+    assert [file.read_bytes() for file in tmp_path.iterdir()] == [b"whole"]
+
+
+def test_a_file_that_another_process_removes_before_it_is_locked_is_made_again(
+    tmp_path, monkeypatch
+):
+    path, made, mkstemp = tmp_path / "model.gguf", [], tempfile.mkstemp
+
+    def made_and_removed(**where):
+        made.append(mkstemp(**where))
+        if len(made) == 1:
+            gguf_writing.remove_leftovers(path)
+        return made[-1]
+
+    monkeypatch.setattr(tempfile, "mkstemp", made_and_removed)
+    with gguf_writing.temporary(path) as file:
+        gguf_writing.remove_leftovers(path)
+        assert file.exists() and len(made) == 2
+
+
+def test_a_file_system_without_locks_removes_nothing(tmp_path, monkeypatch):
+    def refuse(file):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(gguf_writing, "lock", refuse)
+    path = tmp_path / "model.gguf"
+    with gguf_writing.temporary(path) as first, gguf_writing.temporary(path) as second:
+        first.touch()
+        second.write_bytes(b"second")
+    assert path.read_bytes() == b""
 
 
 @pytest.mark.parametrize("kind", ["folder", "quantized file"])
