@@ -72,6 +72,12 @@ class Windows:
         if pages is None:
             with open(path, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
+                if size < end:
+                    raise CheckpointError(
+                        f"{path} has {size:,} bytes and its header lists {end:,}: it was cut "
+                        "while it was read",
+                        FORMAT_HINT,
+                    )
                 length = min(size, (last + 1) * WINDOW) - first * WINDOW
                 pages = mmap.mmap(
                     file.fileno(), length, access=mmap.ACCESS_COPY, offset=first * WINDOW

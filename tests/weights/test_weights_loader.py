@@ -217,6 +217,14 @@ def test_there_may_be_more_tensors_than_files_that_may_be_open(tmp_path, monkeyp
     assert all(torch.equal(state[names.to_nanokv(name)], it) for name, it in tensors.items())
 
 
+@pytest.mark.parametrize("size", [0, 1000])
+def test_a_file_that_is_cut_while_it_is_loaded_is_refused(tmp_path, size):
+    entries = shards.read_entries(write(tmp_path))
+    os.truncate(entries["model.norm.weight"].path, size)
+    with pytest.raises(CheckpointError, match=f"has {size:,} bytes .* cut while"):
+        entries["model.norm.weight"].view()
+
+
 def test_values_at_an_odd_byte_are_copied_right(tmp_path):
     """The format does not promise alignment: a header of odd length shifts every value."""
     folder = write(tmp_path)
