@@ -336,6 +336,20 @@ def test_more_messages_than_tokens_are_refused(loaded, path):
         assert (status, f"{most + 1:,}{words}" in found["error"]["message"]) == (400, True)
 
 
+@pytest.mark.parametrize("param", ["system", "input"])
+def test_parts_of_a_system_prompt_and_of_thoughts_count(loaded, param):
+    part = {"type": "text", "text": ""}
+    thoughts = {"type": "reasoning", "summary": [part | {"type": "summary_text"}] * 64}
+    path, body = {
+        "system": ("/v1/messages", {"messages": [], "max_tokens": 4, "system": [part] * 65}),
+        "input": ("/v1/responses", {"input": [thoughts]}),
+    }[param]
+    with Serving(*loaded, context=64) as server:
+        status, found = server.post(path, body)
+        words = f"your {param} has 65 messages, parts and calls, and at most 64 are read."
+        assert (status, words in found["error"]["message"]) == (400, True)
+
+
 def test_100_000_messages_are_refused_before_they_are_checked(loaded):
     with Serving(*loaded, context=64) as server:
         messages = many(CHAT, 100_000)["messages"]

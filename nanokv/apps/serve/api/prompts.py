@@ -42,7 +42,8 @@ ECHOED = 100_000
 # context. More take too much memory in the tokenizer: up to 400 bytes each token, 16 each byte.
 COUNTED = 4
 COUNTED_BYTES = 16
-PARTS = ("content", "output", "tool_calls")  # fields of a message, item or part that list others
+# Fields of a message, item or part that list others.
+PARTS = ("content", "output", "summary", "tool_calls")
 
 
 class Holder(Protocol):

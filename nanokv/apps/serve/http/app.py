@@ -342,7 +342,8 @@ class Application:
         """The checked request, with the items that it refers to; `most` messages and parts."""
         reading = READINGS[path]
         fields = protocol.parse_object(body)
-        self.served.check_parts(fields.get(reading.chat), reading.chat, most)
+        for name in (reading.chat, "system"):  # Anthropic's system prompt may be a list of parts
+            self.served.check_parts(fields.get(name), name, most)
         if reading.chat == "input":
             fields = self.items.filled(salt, fields)
         return reading.read(fields)
