@@ -6,10 +6,10 @@
     Q4_K, Q5_K               256 weights, a scale and a least value per 32             4.5, 5.5
     Q6_K                     256 weights, a scale per 16                               6.6
 
-The kernels read the file's bytes (kernels/blocks.h). With products of bytes (AVX-512 VNNI) they
-multiply any number of rows (kernels/panels.h); on other processors many rows go to torch's matrix
-product, over blocks turned into numbers. Without kernels the gguf package turns them into numbers,
-which is slow.
+The kernels read the file's bytes (kernels/blocks.h; several rows: kernels/panels.h). They round
+the activations of a few rows to 8 bits, as llama.cpp does, and those of more rows to bf16. A prompt
+goes to torch's matrix product, over blocks turned into numbers. Without kernels the gguf package
+turns them into numbers, which is slow.
 """
 
 import ctypes

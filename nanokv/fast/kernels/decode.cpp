@@ -426,12 +426,8 @@ void linear(float* y, const float* x, int64_t M, const Weight* w) {
 // weights, measured with the matrices of Qwen3-0.6B. With a row per lane, a prefill of 64 tokens
 // is faster by a quarter, one of 128 tokens by 7 %, and one of 256 tokens takes the same time.
 // Without bf16 instructions the kernel is faster by a quarter at 64 rows of bf16, and by 5 to 20 %
-// at 128. With tiles, more than 32 rows were not measured. Products of bytes with blocks are
-// faster for any number of rows.
+// at 128. With tiles, more than 32 rows were not measured.
 int64_t most_rows(const Weight* w) {
-#if defined(WIDE_PRODUCTS)
-    if (w->format >= Q4_0 && w->N >= 32 && !tiles_allowed()) return INT64_MAX;
-#endif
 #if defined(__AVX512BF16__)
     bool many = w->K % 32 == 0 && w->N >= 32 && !tiles_allowed();
 #elif defined(__AVX2__)

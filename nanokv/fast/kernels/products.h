@@ -457,6 +457,14 @@ static inline void put_some(float* y, const Weight& w, int64_t at, f32x16 values
     for (int64_t i = from > at ? from : at; i < to && i < at + 16; i++) put(y, w, i, each[i - at], add);
 }
 
+// The most rows of activations that are multiplied with blocks as bytes. A prompt has more: bf16
+// keeps its activations five times as exactly.
+#if defined(__AVX512BF16__)
+const int64_t MOST_IN_BYTES = 2 * TILE;
+#else
+const int64_t MOST_IN_BYTES = 32;
+#endif
+
 struct Input {  // x in the form required by the format of the weights, made once for all threads
     const float* x;
     int64_t M;
@@ -467,7 +475,7 @@ struct Input {  // x in the form required by the format of the weights, made onc
     std::vector<bf16> half;
     std::unique_ptr<Line[]> paired;  // `half` in blocks of 16 rows, for tiles or a row per lane
 #if defined(WIDE_PRODUCTS)
-    // For many rows with blocks: of each four rows all groups, up to whole units.
+    // For several rows with blocks: of each four rows all groups, up to whole units.
     std::unique_ptr<Quad[]> quads;
     void pack_quads(int64_t K) {
         int64_t groups = groups_of_units(K);
@@ -491,7 +499,7 @@ struct Input {  // x in the form required by the format of the weights, made onc
     Input(const float* x, int64_t M, const Weight& w) : x(x), M(M), format(w.format), many(w.N >= 32) {
         int64_t K = w.K;
 #if defined(WIDE_PRODUCTS)
-        if (w.format >= Q4_0 && M > TILE && many && !tiles_allowed()) {
+        if (w.format >= Q4_0 && M > TILE && M <= MOST_IN_BYTES && many && !tiles_allowed()) {
             pack_quads(K);
             return;
         }
