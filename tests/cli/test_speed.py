@@ -22,7 +22,7 @@ from nanokv.apps.cli.common.loading import load_model
 from nanokv.config import Config
 from nanokv.errors import NanoKVError
 from nanokv.fast import building, gpu, native, private
-from nanokv.fast.model import Block
+from nanokv.fast.model import FastTransformer
 from nanokv.lab.bench import machine
 from nanokv.parallel.group import ALONE
 from small_model import needs_kernels
@@ -42,10 +42,10 @@ def loaded_of(given):
 
 @pytest.fixture
 def steps(monkeypatch):
-    """Calls of fused layers."""
-    seen, real = [], Block.forward
+    """Forwards of the fast model."""
+    seen, real = [], FastTransformer.forward
     monkeypatch.setattr(
-        Block, "forward", lambda self, *rest: (seen.append(1), real(self, *rest))[1]
+        FastTransformer, "forward", lambda self, *rest: (seen.append(1), real(self, *rest))[1]
     )
     return seen
 

@@ -243,6 +243,7 @@ def test_who_says_nothing_gets_64_greedy_tokens_of_a_pool_of_256_pages():
         "step_tokens": None,
         "max_running": 32,
         "paced": None,
+        "prefix": "hash",
     }
     assert defaults(Engine.submit) == ANSWER | SAMPLING | {
         "seed": None,

@@ -1,7 +1,7 @@
 """Triton's kernels against the plain lines that they stand for: in the interpreter, or on a GPU
 where there is one.
 
-fp32 within 1e-6 of the largest number. bf16 and fp16 to the bit where no sum is ordered
+fp32 within 5e-6 of the largest number. bf16 and fp16 to the bit where no sum is ordered
 differently. And compiled for two GPUs without having one: nothing spilled, wide loads, shared
 memory that fits.
 """
@@ -34,7 +34,7 @@ from small_model import small
 EPS = 1e-6
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Of the largest number: rounding once more or less, where sums are ordered differently.
-CLOSE = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+CLOSE = {torch.float32: 5e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
 
 

@@ -205,15 +205,18 @@ def test_a_step_of_one_row_has_the_free_cores(crowded):
         assert torch.get_num_threads() == 1
 
 
+@pytest.mark.parametrize("alike", [True, False])
 @pytest.mark.parametrize("rows", [1, 2])
-def test_decode_takes_them_and_prefill_does_not(crowded, rows):
+def test_decode_takes_them_and_prefill_does_not(crowded, rows, alike, monkeypatch):
+    """Decode of one row does, where torch attends with the same bits."""
+    monkeypatch.setattr(neighbours, "attends_alike", lambda *_: alike)
     model, ids = small(vocab_size=128)
     used = []
     model.register_forward_pre_hook(lambda *call: used.append(torch.get_num_threads()))
     cache = nanokv.make_cache("dict", model.config, batch_size=rows)
     nanokv.prefill(model, ids.expand(rows, -1), cache)
     nanokv.decode(model, ids[:, :1].expand(rows, -1), cache, cache.length)
-    assert used == [2, 1 if rows == 1 else 2]
+    assert used == [2, 1 if rows == 1 and alike else 2]
     assert torch.get_num_threads() == 2
 
 

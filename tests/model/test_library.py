@@ -371,7 +371,7 @@ def test_options_of_a_cache_may_stand_in_its_name(loaded):
         "bits": 4
     }, "said twice"
     for text, words in (
-        ("quantized:bits=5", "bits is 5: 2, 4, 8"),
+        ("quantized:bits=5", "bits is 5: 1, 2, 3, 4, 8"),
         ("quantized:bits", "NAME:option=value"),
         ("quantised:bits=4", "no cache is called 'quantised'"),
         ("dict:bits=4", "has no option bits"),

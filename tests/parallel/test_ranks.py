@@ -155,7 +155,7 @@ def test_what_needs_one_process_is_refused_on_several(model):
     engine = LeadingEngine(Two(), model, **SIZES)
     with pytest.raises(GenerationError, match="need one process, but this model is on 2 ranks"):
         engine.aside(lambda model: pytest.fail("computed on rank 0 alone"))
-    assert said == [["engine", [6, 4, 8, 32]]]
+    assert said == [["engine", [6, 4, 8, 32, "hash"]]]
 
 
 def test_a_rank_of_torchrun_leaves_ctrl_c_to_rank_0(monkeypatch):
