@@ -245,7 +245,7 @@ MODELS = (
     }
 )
 # A key that is rounded otherwise may get the next code of a quantized cache.
-STEP = {"8": 0.01, "4": 0.03, "3": 0.1, "2": 0.06}
+STEP = {"8": 0.01, "4": 0.03, "3": 0.12, "2": 0.06}
 
 
 def tolerance(model: str, spec: str) -> float:
