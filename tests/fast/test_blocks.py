@@ -57,7 +57,7 @@ def test_products_with_blocks_and_whole_numbers(type_):
     for K in widths(type_):
         found, g = matrix(type_, 37, K), torch.Generator().manual_seed(0)
         expected = dequantized(found.weight, type_).double()
-        for rows in (1, 3, 8, 30):  # a row, four rows at a time, and panels with a part of four
+        for rows in (1, 3, 7, 8):  # a row, four rows at a time, and panels with a part of four
             x = torch.randint(-127, 128, (rows, K), generator=g).float()
             x[:, ::32] = 127
             assert gap(found(x).double(), x.double() @ expected.T) <= 1e-6
