@@ -28,7 +28,7 @@ from nanokv.school.training.evaluate import written_cases
 JOBS = Path(__file__).resolve().parents[1] / "support" / "live_page.mjs"
 CLOSE = 1e-3  # of the largest logit
 TOLD = "My name is Zorbla. What is my name?"
-LONG = ["My name is Zorbla.", "Repeat: moon, kettle, blorf", "What is my name?"]
+LONG = ["My name is Zorbla.", "Reverse: moon, kettle, blorf", "What is my name?"]
 
 
 @pytest.fixture(scope="module")

@@ -714,7 +714,7 @@ def test_what_a_run_leaves(finished):
     ]
     lines = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    assert [line["tokens"] for line in lines] == [*range(256, 7 * 256 + 1, 256), *range(1920, 2433, 128)]
+    assert [line["tokens"] for line in lines] == [*range(256, 9 * 256 + 1, 256), 2432, 2560, 2688]
     assert [line["step"] for line in lines if "validation" in line] == [4, 8, 12]
     picture = (finished / "loss.png").read_bytes()
     assert picture[:8] == b"\x89PNG\r\n\x1a\n" and len(picture) > 10_000
@@ -920,7 +920,7 @@ def test_quiet_says_nothing(tmp_path, small, capsys):
 
 
 @pytest.mark.parametrize(
-    ("steps", "cases"), [(1, 5), (6, 5), (1030, 10), (5150, 50), (10300, 100), (12000, 100)]
+    ("steps", "cases"), [(1, 5), (6, 5), (860, 10), (4300, 50), (8600, 100), (9000, 100)]
 )
 def test_a_short_run_is_evaluated_shortly(steps, cases):
     from nanokv.apps.cli.commands.train import cases_after

@@ -92,7 +92,7 @@ def start_pos_off_by_one() -> Swaps:
     "The cache and the loop both add the number of tokens fed, so the offset is 12 after a prompt "
     "of 6 tokens, and grows by two per token from there.",
     "skyzh/tiny-llm#46",
-    "logits",
+    "words",
 )
 def start_pos_advanced_twice() -> Swaps:
     """Positions begin at 2·start."""
