@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from weakref import WeakValueDictionary
 
 import numpy
@@ -32,6 +32,7 @@ STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  #
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 CHUNK = 1 << 24  # bytes of the file that a conversion maps at once, its only temporary memory
 WINDOW = 1 << 30  # bytes of the file in the mapping that the tensors there share
+MOST_MAPPINGS = 500  # of one load, half of the files that a process may usually open
 MOST_TENSORS = 50_000  # in one file; a shard of a large mixture of experts has some hundreds
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 FORMAT_HINT = "the file is incomplete or damaged: fetch it again"
@@ -54,7 +55,19 @@ class Slice:
 Part = Callable[[str, tuple[int, ...]], Slice]
 
 
-class Windows:
+class Mappings:
+    """A mapping for each tensor. With the tensor its pages leave the process."""
+
+    def around(self, path: Path, start: int, end: int) -> tuple[mmap.mmap, int]:
+        """A mapping that holds bytes [start, end), and its first byte's place in the file."""
+        first = start - start % mmap.ALLOCATIONGRANULARITY  # a mapping must begin at a page
+        with open(path, "rb") as file:
+            check_size(file, path, end)
+            pages = mmap.mmap(file.fileno(), end - first, access=mmap.ACCESS_COPY, offset=first)
+        return pages, first
+
+
+class Windows(Mappings):
     """The mappings that the tensors of one load share, each alive while a tensor is a view of it.
 
     Each mapping keeps a file open. A mixture of experts has more tensors than a process may open
@@ -65,25 +78,37 @@ class Windows:
         self.alive: WeakValueDictionary[tuple[Path, int, int], mmap.mmap] = WeakValueDictionary()
 
     def around(self, path: Path, start: int, end: int) -> tuple[mmap.mmap, int]:
-        """A mapping of the whole windows around bytes [start, end), and its first byte's place."""
         first = start // WINDOW
         last = max(first, (end - 1) // WINDOW)
         pages = self.alive.get((path, first, last))
         if pages is None:
             with open(path, "rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                if size < end:
-                    raise CheckpointError(
-                        f"{path} has {size:,} bytes and its header lists {end:,}: it was cut "
-                        "while it was read",
-                        FORMAT_HINT,
-                    )
+                size = check_size(file, path, end)
                 length = min(size, (last + 1) * WINDOW) - first * WINDOW
                 pages = mmap.mmap(
                     file.fileno(), length, access=mmap.ACCESS_COPY, offset=first * WINDOW
                 )
             self.alive[path, first, last] = pages
         return pages, first * WINDOW
+
+
+def check_size(file: BinaryIO, path: Path, end: int) -> int:
+    """The bytes of a file. CheckpointError if it ends before byte `end`."""
+    size = os.fstat(file.fileno()).st_size
+    if size < end:
+        raise CheckpointError(
+            f"{path} has {size:,} bytes and its header lists {end:,}: it was cut while it was read",
+            FORMAT_HINT,
+        )
+    return size
+
+
+def with_mappings(entries: "dict[str, Entry]") -> "dict[str, Entry]":
+    """The same entries; more than MOST_MAPPINGS of them share windows."""
+    if len(entries) <= MOST_MAPPINGS:
+        return entries
+    windows = Windows()
+    return {name: replace(entry, mappings=windows) for name, entry in entries.items()}
 
 
 @dataclass(frozen=True)
@@ -96,7 +121,7 @@ class Entry:
     shape: tuple[int, ...]
     start: int
     nbytes: int
-    windows: Windows = field(default_factory=Windows, kw_only=True, compare=False, repr=False)
+    mappings: Mappings = field(default_factory=Mappings, kw_only=True, compare=False, repr=False)
 
     as_stored = True  # the file holds the values in this dtype and order
 
@@ -107,7 +132,7 @@ class Entry:
     def raw(self) -> torch.Tensor:
         """The tensor's bytes (nbytes,) uint8, without a copy."""
         end = self.start + self.nbytes
-        pages, first = self.windows.around(self.path, self.start, end)
+        pages, first = self.mappings.around(self.path, self.start, end)
         place = self.start - first
         # The tensor keeps the mapping alive.
         return torch.frombuffer(pages, dtype=torch.uint8, count=self.nbytes, offset=place)
@@ -257,15 +282,14 @@ def read_entries(folder: Path, tied: bool = True) -> dict[str, Entry]:
 
     The index names the shards. As in transformers, all tensors in the shards count, even if the
     index omits one. A tensor in the index must exist, except a `tied` head, which some writers list
-    and do not store. Views of the tensors share their mappings.
+    and do not store.
     """
-    windows = Windows()
     if (folder / POINTER).is_file():
         path, tensors = places(folder)
-        return {
-            name: replace(GgufEntry.of(path, name, *place), windows=windows)
-            for name, place in tensors.items()
+        found: dict[str, Entry] = {
+            name: GgufEntry.of(path, name, *place) for name, place in tensors.items()
         }
+        return with_mappings(found)
     files, weight_map = weight_files(folder)
     missing = [file for file in files if not (folder / file).is_file()]
     if missing:
@@ -286,9 +310,9 @@ def read_entries(folder: Path, tied: bool = True) -> dict[str, Entry]:
                 raise CheckpointError(
                     f"{folder / file} holds {quote(name)}, which {INDEX} puts in {listed}"
                 )
-            entries[name] = replace(entry, windows=windows)
+            entries[name] = entry
     _check_index(folder, weight_map, entries, tied)
-    return entries
+    return with_mappings(entries)
 
 
 def _check_index(

@@ -204,6 +204,7 @@ def test_there_may_be_more_tensors_than_files_that_may_be_open(tmp_path, monkeyp
     one window of the file share a mapping; one that crosses a window's end has its own."""
     resource = pytest.importorskip("resource", reason="no limit of open files to lower")
     monkeypatch.setattr(shards, "WINDOW", 1 << 16)
+    monkeypatch.setattr(shards, "MOST_MAPPINGS", 50)
     config = CONFIG | {"num_hidden_layers": 40}
     tensors = make_tensors(config)
     write(tmp_path, config, tensors)
