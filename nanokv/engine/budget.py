@@ -8,12 +8,12 @@ is relative, and the two times behind it are running means:
 
     d = seconds of a step that only decodes
     c = seconds per prompt token by which a step takes longer
-    budget = 2·d / c, at least one page, at most step_tokens, rounded down to a power of two
+    budget = 1.5·d / c, at least one page, at most step_tokens, rounded down to a power of two
 
-so a step with prompts takes about 3·d.
+so a step with prompts takes about 2.5·d.
 """
 
-LONGER = 2.0  # prompts may make a step longer by so many decode steps
+LONGER = 1.5
 NEWEST = 0.25  # weight of the newest step in a mean
 FIRST_PAGES = 2  # per step, until c is known
 IN_A_ROW = 16  # steps with prompts; after them one step only decodes, because d changes
@@ -58,7 +58,7 @@ class StepBudget:
         )
 
     def _affordable(self, decode_s: float) -> int:
-        """2·d / c."""
+        """1.5·d / c."""
         if not self.tokens:
             return FIRST_PAGES * self.page_size
         if not self.longer_s:

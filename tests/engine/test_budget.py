@@ -44,16 +44,15 @@ def test_the_first_step_only_decodes_and_the_first_chunk_has_two_pages():
 @pytest.mark.parametrize(
     ("token_s", "tokens"),
     [
-        (1 / 16, 32),  # 2·d / c = 32
-        (1 / 20, 32),  # 40, rounded down
-        (1 / 31, 32),
-        (1 / 32, 64),
+        (1 / 24, 32),  # 1.5·d / c is 36, rounded down
+        (1 / 42, 32),
+        (1 / 43, 64),
         (2.0, PAGE),  # a token costs two decodes: one page all the same
         (1 / 1000, STEP),
         (0.0, STEP),  # too short to be seen
     ],
 )
-def test_prompts_make_a_step_longer_by_two_decodes(token_s, tokens):
+def test_prompts_make_a_step_longer_by_one_and_a_half_decodes(token_s, tokens):
     assert learnt(1.0, token_s).prompt_tokens == tokens
     assert learnt(0.01, token_s / 100).prompt_tokens == tokens
 
@@ -74,7 +73,7 @@ def test_a_chunk_of_few_tokens_has_little_weight():
     """The last three tokens of a prompt take as long as a page: c must not follow them."""
     budget = learnt(1.0, 1 / 32)
     budget.note(1.5, 3, 8)
-    assert budget.prompt_tokens == 32 and 2 / (0.5 / 3) < 16
+    assert budget.prompt_tokens == 32 and 1.5 / (0.5 / 3) < 16
 
 
 def test_means_follow_what_has_changed():
@@ -88,10 +87,10 @@ def test_means_follow_what_has_changed():
 
 
 def test_after_many_steps_with_prompts_one_only_decodes():
-    budget = learnt(1.0, 1 / 16)
+    budget = learnt(1.0, 1 / 24)
     for _ in range(IN_A_ROW - 1):
         assert budget.prompt_tokens == 32
-        budget.note(3.0, 32, 8)
+        budget.note(1 + 32 / 24, 32, 8)
     assert budget.prompt_tokens == 0
     budget.note(1.0, 0, 8)
     assert budget.prompt_tokens == 32
@@ -101,7 +100,7 @@ def test_after_many_steps_with_prompts_one_only_decodes():
 
 
 class Clock:
-    """Its time goes on by the work: 1 per decode step, 1/16 per token of a prompt."""
+    """Its time goes on by the work: 1 per decode step, 1/24 per token of a prompt."""
 
     def __init__(self, monkeypatch):
         self.now = 0.0
@@ -118,7 +117,7 @@ class Clock:
 
     def prefill(self, model, parts, *arguments):
         self.chunks.append([len(part) for part in parts])
-        self.now += sum(self.chunks[-1]) / 16
+        self.now += sum(self.chunks[-1]) / 24
         return prefill_packed(model, parts, *arguments)
 
 
@@ -146,7 +145,7 @@ def beside_streams(model, clock, **sizes):
 def test_long_prompts_beside_streams_leave_steps_short_and_answers_equal(model, monkeypatch):
     clock = Clock(monkeypatch)
     longest, requests = beside_streams(model, clock)
-    assert longest == 3.0  # a decode, and 32 tokens of a prompt
+    assert longest == pytest.approx(1 + 32 / 24)  # a decode, and 32 tokens of a prompt
     assert clock.chunks[0] == [FIRST_PAGES * PAGE]
     assert clock.chunks[1:7] == [[32]] * 6
     assert max(map(sum, clock.chunks)) == 32
@@ -162,10 +161,10 @@ def test_a_given_step_stays_as_it_is(model, monkeypatch):
     """Also for `nanokv batch`, whose engine is not paced."""
     clock = Clock(monkeypatch)
     longest, _ = beside_streams(model, clock, step_tokens=STEP)
-    assert clock.chunks[0] == [230, STEP - 3 - 230] and longest == 1 + 253 / 16
+    assert clock.chunks[0] == [230, STEP - 3 - 230] and longest == pytest.approx(1 + 253 / 24)
     clock.chunks.clear()
     longest, _ = beside_streams(model, clock, paced=False)
-    assert clock.chunks[0] == [230, 150] and longest == 1 + 380 / 16
+    assert clock.chunks[0] == [230, 150] and longest == pytest.approx(1 + 380 / 24)
 
 
 def test_a_given_step_bounds_a_paced_engine(model, monkeypatch):

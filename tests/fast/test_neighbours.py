@@ -11,6 +11,7 @@ import torch
 
 import nanokv
 from nanokv.fast import optimize
+from nanokv.lab.study import debug
 from nanokv.support import neighbours
 from nanokv.support.neighbours import Crowd, ShortWaits, Usage, Watch, fewer_threads, watch
 from small_model import needs_kernels, small
@@ -217,6 +218,18 @@ def test_decode_takes_them_and_prefill_does_not(crowded, rows, alike, monkeypatc
     nanokv.prefill(model, ids.expand(rows, -1), cache)
     nanokv.decode(model, ids[:, :1].expand(rows, -1), cache, cache.length)
     assert used == [2, 1 if rows == 1 and alike else 2]
+    assert torch.get_num_threads() == 2
+
+
+def test_who_watches_a_decode_does_not_see_the_trial(crowded):
+    """A recorded forward on a busy processor has the calls of the model and no others."""
+    neighbours.attends_alike.cache_clear()
+    model, ids = small(vocab_size=128)
+    cache = nanokv.make_cache("dict", model.config)
+    with debug.watch(model) as passes:
+        nanokv.decode(model, ids[:, :1], cache, 0)
+    assert neighbours.attends_alike.cache_info().misses == 1
+    assert [one.calls for one in passes] == [model.config.num_hidden_layers]
     assert torch.get_num_threads() == 2
 
 

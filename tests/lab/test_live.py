@@ -27,6 +27,8 @@ from nanokv.school.training.evaluate import written_cases
 
 JOBS = Path(__file__).resolve().parents[1] / "support" / "live_page.mjs"
 CLOSE = 1e-3  # of the largest logit
+# A number halfway between two steps of a 2-bit grid falls on either side, by the processor's sums.
+CLOSE_2_BITS = 5e-3
 TOLD = "My name is Zorbla. What is my name?"
 LONG = ["My name is Zorbla.", "Reverse: moon, kettle, blorf", "What is my name?"]
 
@@ -165,11 +167,11 @@ def test_every_character_of_the_first_plane_becomes_the_same_ids(node, loaded):
 # --- the model ----------------------------------------------------------------------------------------------------
 
 
-def check_close(found, expected) -> None:
-    """Logits, within CLOSE of the largest."""
+def check_close(found, expected, close=CLOSE) -> None:
+    """Logits, within `close` of the largest."""
     expected = expected.flatten()
     gap = (torch.tensor(found) - expected).abs().max()
-    assert gap <= CLOSE * expected.abs().max(), float(gap)
+    assert gap <= close * expected.abs().max(), float(gap)
 
 
 def test_logits_of_every_position(node, loaded):
@@ -197,11 +199,11 @@ def test_answers_have_the_same_tokens(node, loaded, count):
 # --- what is switched ---------------------------------------------------------------------------------------------
 
 
-def check_talk(found, expected, cache) -> None:
+def check_talk(found, expected, cache, close=CLOSE) -> None:
     assert [one["ids"] for one in found["answers"]] == [ids for ids, _, _ in expected]
     for one, (_, first, last) in zip(found["answers"], expected, strict=True):
-        check_close(one["first"], first)
-        check_close(one["last"], last)
+        check_close(one["first"], first, close)
+        check_close(one["last"], last, close)
     assert found["length"] == cache.length and found["nbytes"] == cache.nbytes
 
 
@@ -221,6 +223,10 @@ MORE = [
 ]
 
 
+def close_of(kind: str) -> float:
+    return CLOSE_2_BITS if "k_bits=2" in kind else CLOSE
+
+
 @pytest.fixture(scope="module")
 def talks(node):
     """The conversation held in every way, by one process: name → what came out."""
@@ -233,7 +239,7 @@ def talks(node):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cache_of_the_page_is_the_cache_of_the_package(talks, loaded, kind):
     """Words, logits, length and bytes after a conversation that is longer than each window."""
-    check_talk(talks[kind], *hold_in(loaded, kind, LONG))
+    check_talk(talks[kind], *hold_in(loaded, kind, LONG), close_of(kind))
 
 
 def test_numbers_in_few_bits_are_rounded_alike(node):
@@ -250,7 +256,7 @@ def test_numbers_in_few_bits_are_rounded_alike(node):
 @pytest.mark.parametrize("kind", MORE)
 def test_another_cache_of_the_page_is_the_cache_of_the_package(node, loaded, kind):
     (found,) = node({"do": "talk", "name": kind, "turns": LONG, "most": MOST})
-    check_talk(found, *hold_in(loaded, kind, LONG))
+    check_talk(found, *hold_in(loaded, kind, LONG), close_of(kind))
 
 
 @pytest.mark.parametrize("name", [*FAULTS, "multiplied"])
