@@ -8,7 +8,7 @@ is relative, and the two times behind it are running means:
 
     d = seconds of a step that only decodes
     c = seconds per prompt token by which a step takes longer
-    budget = 1.5·d / c, at least one page, at most step_tokens, rounded down to a power of two
+    budget = 1.5·d / c, at least half a page, at most step_tokens, rounded down to a power of two
 
 so a step with prompts takes about 2.5·d.
 """
@@ -54,7 +54,7 @@ class StepBudget:
         if self.decode_s is None or self.in_a_row >= IN_A_ROW:
             return 0
         return power_of_two(
-            min(self.step_tokens, max(self.page_size, self._affordable(self.decode_s)))
+            min(self.step_tokens, max((self.page_size + 1) // 2, self._affordable(self.decode_s)))
         )
 
     def _affordable(self, decode_s: float) -> int:

@@ -47,7 +47,7 @@ def test_the_first_step_only_decodes_and_the_first_chunk_has_two_pages():
         (1 / 24, 32),  # 1.5·d / c is 36, rounded down
         (1 / 42, 32),
         (1 / 43, 64),
-        (2.0, PAGE),  # a token costs two decodes: one page all the same
+        (2.0, PAGE // 2),  # a token costs two decodes: half a page all the same
         (1 / 1000, STEP),
         (0.0, STEP),  # too short to be seen
     ],
