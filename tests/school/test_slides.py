@@ -257,7 +257,7 @@ def test_a_long_exercise_shows_what_it_asks(text, shown, hidden):
 
 def test_a_claim_has_its_verdict_and_leads_to_its_article():
     for id, claim in claims.CLAIMS.items():
-        article, slide = claims.ARTICLES[int(id.split(".")[0])], slides.of_claim(id)
+        article, slide = claims.SOURCES[int(id.split(".")[0])], slides.of_claim(id)
         assert claim.verdict in slide.body[1] and words(slide) <= slides.WORDS
         assert (f'href="{article.address}"' in slide.body[2]) == bool(article.address)
 

@@ -302,7 +302,7 @@ def _last(sentences: list[str], room: int) -> list[str]:
 def of_claim(id: str) -> Slide:
     """The claim of an article, the verdict, and a link to the article."""
     claim = claims.CLAIMS[id]
-    article = claims.ARTICLES[int(id.split(".")[0])]
+    article = claims.SOURCES[int(id.split(".")[0])]
     where = html.escape(article.title)
     if article.address:
         where = f'<a href="{article.address}">{where}</a>'

@@ -1,8 +1,8 @@
-"""The claims of five articles about the KV cache, each with the truth and a notebook that shows it.
+"""The claims of five articles and two papers, each with the truth and a notebook that shows it.
 
-Claim N.k is the k-th statement of article N. If the truth is a number, `value` computes it with
-nanokv; tests/school/test_claims.py asserts it, and notebook `where` measures it. `nanokv course
-claims` prints all claims.
+Claim N.k is the k-th statement of article N; the papers have the numbers after the articles. If
+the truth is a number, `value` computes it with nanokv; tests/school/test_claims.py asserts it, and
+notebook `where` measures it. `nanokv course claims` prints all claims.
 """
 
 from nanokv.school.course.claims.claim import Article, Claim
@@ -24,21 +24,35 @@ ARTICLES = {
     ),
     4: Article("Course note 10, KV cache: reuse old keys, skip old work"),
 }
+PAPERS = {
+    5: Article("Zandieh and others, TurboQuant", "https://arxiv.org/abs/2504.19874"),
+    6: Article("Liu and others, KIVI", "https://arxiv.org/abs/2402.02750"),
+}
+SOURCES = ARTICLES | PAPERS
 VERDICTS = ("right", "misleading", "wrong")
 
 
 def _all() -> dict[str, Claim]:
-    from nanokv.school.course.claims import article0, article1, article2, article3, article4
+    from nanokv.school.course.claims import (
+        article0,
+        article1,
+        article2,
+        article3,
+        article4,
+        paper5,
+        paper6,
+    )
 
-    records = [c for a in (article0, article1, article2, article3, article4) for c in a.CLAIMS]
-    return {record.id: record for record in records}
+    modules = (article0, article1, article2, article3, article4, paper5, paper6)
+    return {record.id: record for module in modules for record in module.CLAIMS}
 
 
 def table() -> str:
-    """Every claim in three lines, by article."""
+    """Every claim in three lines, by article or paper."""
     lines = []
-    for number, article in ARTICLES.items():
-        lines += ["", f"article {number}: {article.title}"]
+    for number, article in SOURCES.items():
+        kind = "article" if number in ARTICLES else "paper"
+        lines += ["", f"{kind} {number}: {article.title}"]
         if article.address:
             lines.append(f"  {article.address}")
         for claim in (c for c in _all().values() if c.id.startswith(f"{number}.")):
@@ -58,9 +72,9 @@ def page() -> str:
         "",
         "A notebook executes each claim. Claim 2.7 is the seventh of article 2. The articles are "
         "in",
-        "the order of their numbers, from 0 on.",
+        "the order of their numbers, from 0 on. Behind them are two papers, by their abstracts.",
     ]
-    for number, article in ARTICLES.items():
+    for number, article in SOURCES.items():
         lines += [
             "",
             f"## {article.title}",
