@@ -12,6 +12,7 @@ import functools
 import math
 import mmap
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ MOST_TENSORS = 50_000
 MOST_ITEMS = 2_000_000  # in one list; Gemma 3 has 262,144 tokens and 514,906 merges
 LONGEST_KEY = 1_024  # bytes
 LONGEST_TEXT = 4_000_000  # bytes; the longest published chat templates have 20,000
+USUAL_TEXT = 32  # bytes of a token or a merge with its length; SmolLM2's have 15 on average
 MOST_DIMENSIONS = 4
 SCALARS = {
     0: "B",
@@ -113,7 +115,7 @@ def parse(path: Path, data: Data) -> GgufFile:
             f"{path} has GGUF version {version}{swapped}; 2 and 3 are read",
             "convert it again with a current llama.cpp",
         )
-    count, keys = header.numbers("Q", 2)
+    count, keys = header.numbers("2Q")
     for what, number, most in (("tensors", count, MOST_TENSORS), ("keys", keys, MOST_KEYS)):
         if number > most:
             raise header.damaged(f"says that it has {number:,} {what}, at most {most:,} are read")
@@ -146,12 +148,12 @@ class Header:
         self.position += count
         return self.position - count
 
-    def numbers(self, form: str, count: int) -> tuple:
-        start = self.take(count * struct.calcsize(form))
-        return struct.unpack_from(f"<{count}{form}", self.data, start)
+    def numbers(self, form: str) -> tuple:
+        form = "<" + form  # without padding
+        return struct.unpack_from(form, self.data, self.take(struct.calcsize(form)))
 
     def number(self, form: str) -> Any:
-        return self.numbers(form, 1)[0]
+        return self.numbers(form)[0]
 
     def text(self, longest: int = LONGEST_TEXT) -> str:
         length = self.number("Q")
@@ -172,7 +174,7 @@ class Header:
             return self.items(key)
         return self.scalars(key, kind, 1)[0]
 
-    def items(self, key: str) -> list:
+    def items(self, key: str) -> Sequence:
         """A list of scalars or of texts."""
         kind = self.number("I")
         count = self.number("Q")
@@ -186,12 +188,79 @@ class Header:
             raise self.damaged(
                 f"ends inside its header: key {quote(key)} announces {count:,} texts"
             )
-        return [self.text() for _ in range(count)]
+        found = plain_texts(self.path, self.data, self.position, count)
+        if found is None:
+            return [self.text() for _ in range(count)]
+        self.position += len(found.data)
+        return found
 
     def scalars(self, key: str, kind: int, count: int) -> tuple:
         if kind not in SCALARS:
             raise self.damaged(f"key {quote(key)} has a value of the unknown type {kind}")
-        return self.numbers(SCALARS[kind], count)
+        return self.numbers(f"{count}{SCALARS[kind]}")
+
+
+class Texts(Sequence[str]):
+    """A list of texts, decoded when the first one is asked for.
+
+    The weights are read without it. Decoding takes half the time of SmolLM2's header.
+    """
+
+    def __init__(self, path: Path, data: bytes, count: int):
+        """data: each text behind 8 zero bytes, and no other zero byte."""
+        self.path = path
+        self.data = data
+        self.length = count
+
+    @functools.cached_property
+    def decoded(self) -> list[str]:
+        try:
+            return self.data.decode("utf-8").split("\0" * 8)[1:]
+        except UnicodeDecodeError as error:
+            raise CheckpointError(
+                f"{self.path} has a text that is not UTF-8: {error.reason}", DAMAGED
+            ) from None
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.decoded[index]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self.decoded == list(other)
+
+
+def plain_texts(path: Path, data: Data, start: int, count: int) -> Texts | None:
+    """The `count` texts from byte `start` on; None if they are not plain.
+
+    Plain: 1 to 65,535 bytes without a zero byte, as in every published vocabulary. So the length
+    before a text ends with 6 zero bytes, and no text has them: they show where the texts begin, in
+    a tenth of the time of going from one to the next. Then each length must lead to the next text.
+    """
+    import numpy
+
+    size = min(USUAL_TEXT * count, len(data) - start)
+    if size < 8:
+        return None
+    window = numpy.frombuffer(data, numpy.uint8, size, start)
+    zero = window == 0
+    behind_zeros = ~zero[6:]
+    for i in range(6):
+        behind_zeros &= zero[i : i - 6]
+    first = numpy.flatnonzero(behind_zeros)[:count] + 6  # byte of each text
+    if len(first) < count or first[0] != 8:
+        return None
+    lengths = window[first - 8] + 256 * window[first - 7].astype(numpy.int64)
+    ends = first + lengths
+    if (first[1:] != ends[:-1] + 8).any() or ends[-1] > size:
+        return None
+    whole = window[: ends[-1]].copy()
+    whole[first - 8] = 0
+    whole[first - 7] = 0
+    if numpy.count_nonzero(whole) != lengths.sum():
+        return None
+    return Texts(path, whole.tobytes(), count)
 
 
 def tensors(header: Header, count: int, metadata: dict) -> tuple[dict[str, TensorInfo], int]:
@@ -239,9 +308,8 @@ def tensor_info(header: Header) -> tuple:
         raise header.damaged(
             f"gives tensor {quote(name)} {dimensions:,} dimensions, 1 to {MOST_DIMENSIONS} are read"
         )
-    shape = header.numbers("Q", dimensions)[::-1]
-    kind = header.number("I")
-    offset = header.number("Q")
+    *sizes, kind, offset = header.numbers(f"{dimensions}QIQ")
+    shape = tuple(reversed(sizes))
     try:
         type_ = gguf.GGMLQuantizationType(kind)
     except ValueError:

@@ -9,7 +9,7 @@ without an error.
 from typing import Any
 
 from .control_texts import CONTROL_TEXTS, FILL_IN, FILL_IN_ENDS
-from .gguf_file import GgufFile
+from .gguf_file import GgufFile, Texts
 from .gguf_rules import RULES, Rule, byte_level
 from .pooling import gguf_pooling
 from .strict import CheckpointError, quote
@@ -163,6 +163,8 @@ def ends_texts(found: GgufFile) -> bool:
 def listed(found: GgufFile, key: str, kind: type) -> list:
     """A list in the tokenizer's metadata, checked to hold only values of one type."""
     value = found.metadata.get(f"tokenizer.ggml.{key}")
+    if isinstance(value, Texts):
+        value = value.decoded
     if not isinstance(value, list) or not all(type(item) is kind for item in value):
         raise CheckpointError(f"{found.path}: tokenizer.ggml.{key} is no list of {kind.__name__}")
     return value

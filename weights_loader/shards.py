@@ -107,6 +107,11 @@ def with_mappings(entries: "dict[str, Entry]") -> "dict[str, Entry]":
     """The same entries; more than MOST_MAPPINGS of them share windows."""
     if len(entries) <= MOST_MAPPINGS:
         return entries
+    return in_windows(entries)
+
+
+def in_windows(entries: "dict[str, Entry]") -> "dict[str, Entry]":
+    """The same entries, with mappings that they share."""
     windows = Windows()
     return {name: replace(entry, mappings=windows) for name, entry in entries.items()}
 
@@ -221,11 +226,16 @@ class GgufEntry(Entry):
 
         A view of the file; permuted rows are copied into their order.
         """
-        rows = self.raw().view(self.shape[0], -1)
+        count = self.shape[0]
         if not self.heads:
-            return rows
-        pairs = rows.view(self.heads, -1, 2, rows.shape[1])  # (heads,D/2,2,bytes)
-        return pairs.transpose(1, 2).reshape(rows.shape)
+            return self.raw().view(count, -1)
+        # Read, not mapped, and permuted by numpy: no page enters the process only to be copied, and
+        # torch would wait for its threads at each of many small copies.
+        with open(self.path, "rb") as file:
+            raw = numpy.fromfile(file, numpy.uint8, self.nbytes, offset=self.start)
+            check_size(file, self.path, self.start + self.nbytes)
+        pairs = raw.reshape(self.heads, -1, 2, self.nbytes // count)  # (heads,D/2,2,bytes)
+        return torch.from_numpy(pairs.swapaxes(1, 2).reshape(count, -1))
 
     def chunks(self) -> Iterator[tuple[int, torch.Tensor]]:
         """(first element, (n,) fp32 values) for each part, in whole rows or whole heads."""

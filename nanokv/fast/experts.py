@@ -5,12 +5,13 @@ and torch attends. The step reads the weights of the chosen experts alone.
 """
 
 import ctypes
+from collections.abc import Iterable
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanokv.config import Config
+from nanokv.config import Config, Experts
 from nanokv.fast.model import Layer, Way
 from nanokv.fast.weights import Matrix
 from nanokv.model import MixtureOfExperts
@@ -29,23 +30,29 @@ class Expert(nn.Module):
         return self.down(F.silu(gate) * up)
 
 
+class Mixture(MixtureOfExperts):
+    """The plain model's mixture over a router (E,C) and fast experts."""
+
+    def __init__(self, sizes: Experts, router: Matrix, experts: Iterable[Expert]):
+        super(MixtureOfExperts, self).__init__()  # of the plain modules none is made
+        own: Any = self  # its modules are of other classes
+        self.sizes = sizes
+        own.gate = router
+        self.experts = nn.ModuleList(experts)
+
+
 class ExpertBlock(Layer):
-    """A layer whose MLP is the plain model's mixture, over a router (E,C) and fast experts."""
+    """A layer whose MLP is a mixture of experts."""
 
     def __init__(
         self,
         config: Config,
         qkv: Matrix,
         o: Matrix,
-        mixture: MixtureOfExperts,
-        router: Matrix,
-        experts: list[Expert],
+        mixture: Mixture,
         norms: dict[str, Tensor | None],
     ):
         super().__init__(config, qkv, o, norms)
-        mlp: Any = mixture  # its modules become those of other classes
-        mlp.gate = router
-        mlp.experts = nn.ModuleList(experts)
         self.mlp = mixture
 
     def add_mlp(self, kernels: ctypes.CDLL, x: Tensor, way: Way) -> None:

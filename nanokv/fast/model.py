@@ -9,7 +9,7 @@ same fused weights.
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -27,7 +27,6 @@ from nanokv.fast.checks import is_one_call, is_one_packed_call, sees_its_row
 from nanokv.fast.fusing import fused
 from nanokv.fast.weights import FORMATS, Addressed, Dense, Int8, Matrix
 from nanokv.inference import Position
-from nanokv.loading import skeleton
 from nanokv.model import MLP, Transformer
 from nanokv.model import Block as PlainBlock
 from nanokv.rope import apply_rope, rope_frequencies
@@ -425,7 +424,26 @@ class FastTransformer(Transformer):
 
     # (config, (D,) radians per position, factor of cos and sin)
     speeds: tuple[Config, Tensor, float] | None = None
-    weights: str  # the format
+
+    def __init__(
+        self,
+        config: Config,
+        table: Matrix,
+        layers: Iterable[Layer],
+        norm: Norm,
+        head: Matrix,
+        weights: str,
+    ):
+        """table (V,C), head (V,C), the same object if they are tied. `weights`: their formats."""
+        super(Transformer, self).__init__()  # of the plain modules none is made
+        own: Any = self  # its modules are of other classes
+        self.config = config
+        own.embed_tokens = Embedding(table)
+        self.layers = nn.ModuleList(layers)
+        own.norm = norm
+        own.lm_head = head
+        self.weights = weights
+        self.eval()  # no module has parameters
 
     def forward(
         self,
@@ -552,17 +570,15 @@ def fuse(model: Transformer, weights: str | None) -> FastTransformer:
             hint=f"one of: {', '.join(known)}; load the model in another dtype for the rest",
         )
     make_matrix = FORMATS[weights]
-    fast: Any = skeleton(model.config, FastTransformer)  # its modules are of other classes
     make_table: type[Int8] | type[Dense] = Dense
     if weights in ("int8", "int4"):
         make_table = Int8
     table = make_table(model.embed_tokens.weight)
     tied = model.lm_head.weight is model.embed_tokens.weight
-    fast.embed_tokens = Embedding(table)
-    fast.norm = Norm(model.norm.weight, model.norm.eps)
-    fast.lm_head = table if tied else make_table(model.lm_head.weight)
+    head = table if tied else make_table(model.lm_head.weight)
     plain: list[Any] = list(model.layers)
-    fast.layers = nn.ModuleList(Block.of(layer, model.config, make_matrix) for layer in plain)
+    layers = [Block.of(layer, model.config, make_matrix) for layer in plain]
+    norm = Norm(model.norm.weight, model.norm.eps)
+    fast = FastTransformer(model.config, table, layers, norm, head, weights)
     fast.generation_config = model.generation_config
-    fast.weights = weights
-    return fast.requires_grad_(False).eval()
+    return fast

@@ -11,18 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import weights_loader
 from nanokv.config import Config
 from nanokv.errors import ConfigError
 from nanokv.fast.blocks import SIZES, Blocks, stacked
-from nanokv.fast.experts import Expert, ExpertBlock
-from nanokv.fast.model import Block, Embedding, FastTransformer, Layer, Norm
+from nanokv.fast.experts import Expert, ExpertBlock, Mixture
+from nanokv.fast.model import Block, FastTransformer, Layer, Norm
 from nanokv.fast.weights import Dense, Matrix
-from nanokv.loading import skeleton
-from nanokv.model import Block as PlainBlock
-from nanokv.model import MixtureOfExperts
 from nanokv.support.neighbours import watch
 from weights_loader import CheckpointError
 from weights_loader.prefetch import Prefetch
@@ -78,29 +75,20 @@ def assembled(
         kind, rows = blocks[f"{name}.weight"]
         return Blocks(rows, kind, dtype, bias)
 
-    fast: Any = skeleton(config, FastTransformer)  # its modules are of other classes
     table = matrix("embed_tokens")
-    fast.embed_tokens = Embedding(table)
-    fast.lm_head = table if config.tie_word_embeddings else matrix("lm_head")
-    fast.norm = Norm(state["norm.weight"], config.rms_norm_eps)
-    fast.layers = nn.ModuleList(
-        layer(plain, config, f"layers.{i}", matrix, state.get)
-        for i, plain in enumerate(fast.layers)
-    )
+    head = table if config.tie_word_embeddings else matrix("lm_head")
+    norm = Norm(state["norm.weight"], config.rms_norm_eps)
+    layers = [layer(config, i, matrix, state.get) for i in range(config.num_hidden_layers)]
     counts: Counter[str] = Counter()
     for kind, rows in blocks.values():
         counts[kind] += rows.nbytes
-    fast.weights = " and ".join(kind for kind, _ in counts.most_common())
-    return fast.requires_grad_(False).eval()
+    kinds = " and ".join(kind for kind, _ in counts.most_common())
+    return FastTransformer(config, table, layers, norm, head, kinds)
 
 
-def layer(
-    plain: PlainBlock, config: Config, name: str, matrix: Callable[[str], Matrix], vector: Get
-) -> Layer:
-    """The layer with this name, in place of a plain one without weights.
-
-    q, k and v keep their own types, and so do gate and up.
-    """
+def layer(config: Config, number: int, matrix: Callable[[str], Matrix], vector: Get) -> Layer:
+    """The layer with this number. q, k and v keep their own types, and so do gate and up."""
+    name = f"layers.{number}"
     attention = f"{name}.self_attn"
     qkv = stacked([matrix(f"{attention}.{part}_proj") for part in "qkv"])
     o = matrix(f"{attention}.o_proj")
@@ -110,12 +98,12 @@ def layer(
         "k_norm": vector(f"{attention}.k_norm.weight"),
         "mlp_norm": vector(f"{name}.post_attention_layernorm.weight"),
     }
-    if not isinstance(plain.mlp, MixtureOfExperts):
+    sizes = config.experts_of(number)
+    if sizes is None:
         return Block(config, qkv, o, *mlp(f"{name}.mlp", matrix), norms)
-    count = plain.mlp.sizes.num_experts
-    experts = [Expert(*mlp(f"{name}.mlp.experts.{e}", matrix)) for e in range(count)]
-    router = matrix(f"{name}.mlp.gate")
-    return ExpertBlock(config, qkv, o, plain.mlp, router, experts, norms)
+    experts = [Expert(*mlp(f"{name}.mlp.experts.{e}", matrix)) for e in range(sizes.num_experts)]
+    mixture = Mixture(sizes, matrix(f"{name}.mlp.gate"), experts)
+    return ExpertBlock(config, qkv, o, mixture, norms)
 
 
 def mlp(name: str, matrix: Callable[[str], Matrix]) -> tuple[Matrix, Matrix]:

@@ -27,7 +27,7 @@ from nanokv.text import endings
 from oracle import gap, random_ids, reference_logits, tiny_reference
 from tiny_checkpoint import write_tokenizer
 from weights_loader import CheckpointError, gguf_rules
-from weights_loader.gguf_file import GgufFile, read_gguf
+from weights_loader.gguf_file import GgufFile, plain_texts, read_gguf
 from weights_loader.gguf_tokenizer import tokenizer_files
 from weights_loader.pooling import read_pooling
 
@@ -675,3 +675,60 @@ def test_the_published_qwen_tokenizer_survives_the_way_through_gguf(qwen3_files,
     assert "</s>" in fields["model"]["vocab"] and "</s>" not in ours.special_tokens, (
         "a word that merges make stays one"
     )
+
+
+# --- lists of texts, read all at once ---------------------------------------------------------------------------------
+
+SHORT = 4_000 * [b"x"]  # the longest texts are found beside many others
+LISTS = {  # name → texts as bytes; whether `plain_texts` finds them
+    "tokens": ([b"a", "\u0120the".encode(), b"hello"], True),
+    "one": ([b"x"], True),
+    "lengths around a byte": ([bytes([65]) * n for n in (255, 256, 257, 511, 512)] + SHORT, True),
+    "the longest plain text": ([b"a" * 65_535, *SHORT], True),
+    "longer": ([b"a" * 65_536, *SHORT], False),
+    "longer than usual": ([b"a" * 99, b"b"], False),
+    "an empty text": ([b"a", b"", b"b"], True),
+    "an empty text at the end": ([b"a", b"b", b""], True),
+    "two empty texts": ([b"a", b"", b"", b"b"], False),
+    "nothing": ([], False),
+    "a zero byte": ([b"a\0b", b"c"], False),
+    "a zero byte at the end": ([b"a\0", b"c"], False),
+    "a text with a length inside": ([b"a\5\0\0\0\0\0\0\0hello", *SHORT], False),
+    "zero bytes at the beginning": ([b"\0\0\0\0\0\0a", *SHORT], False),
+}
+
+
+@pytest.mark.parametrize(("texts", "plain"), LISTS.values(), ids=LISTS)
+def test_a_list_of_texts_is_read_at_once_only_if_that_gives_the_same(texts, plain, tmp_path):
+    """The list is followed by another key, which must begin where the list ends."""
+    data = b"".join(struct.pack("<Q", len(text)) + text for text in texts)
+    path = tmp_path / "x.gguf"
+    path.write_bytes(
+        b"GGUF"
+        + struct.pack("<IQQ", 3, 0, 2)
+        + KEY
+        + struct.pack("<IIQ", 9, 8, len(texts))
+        + data
+        + struct.pack("<Q", 3)
+        + b"end"
+        + struct.pack("<II", 4, 77)
+        + bytes(64)
+    )
+    assert read_gguf(path).metadata == {"k": [text.decode() for text in texts], "end": 77}
+    found = plain_texts(path, path.read_bytes(), 24 + 9 + 16, len(texts))
+    assert (found is not None) == plain
+
+
+@pytest.mark.parametrize(
+    "bad", [b"\xff\xfe", b"\xc4", b"\xa0"], ids=["wrong", "cut", "second half"]
+)
+def test_a_token_that_is_no_utf_8_is_refused(bad, make):
+    """The bytes of a character cannot be divided between two tokens: \xc4 and \xa0 are one."""
+    _, path = make()
+    found = read_gguf(path)
+    texts = found.metadata["tokenizer.ggml.tokens"]
+    long = max((text for text in texts if text.isascii()), key=len).encode()
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"\0" + long, b"\0" + bad + long[len(bad) :], 1))
+    with pytest.raises(CheckpointError, match="not UTF-8"):
+        nanokv.load(path)
