@@ -18,6 +18,7 @@ from nanokv.errors import TemplateError, TokenizerError
 from nanokv.text import endings
 from nanokv.text.thinking import opens_thinking, split_thinking
 from nanokv.text.tokenizer import LONG_TEXT, StreamDecoder, Tokenizer
+from nanokv.text.tokenizer_file import read_backend
 
 pytestmark = pytest.mark.sampled
 
@@ -530,6 +531,65 @@ def test_broken_files_are_named(small_folder, tmp_path, name, content, words):
         (tmp_path / name).write_text(content)
     with pytest.raises(TokenizerError, match=words):
         Tokenizer.from_folder(tmp_path)
+
+
+OLD = [" ".join(pair) for pair in (["h", "e"], ["he", "l"])]
+FORMS = {  # changes of a tokenizer.json that the library reads; fields of its model, then others
+    "as written": ({}, {}),
+    "merges before 2024": ({"merges": OLD}, {}),
+    "with the first line of merges.txt": ({"merges": ["#version: 0.2", *OLD]}, {}),
+    "no options": ({"dropout": None, "unk_token": None, "fuse_unk": None}, {}),
+    "all options": (
+        {"unk_token": "!", "fuse_unk": True, "byte_fallback": True, "ignore_merges": True},
+        {"normalizer": {"type": "NFC"}},
+    ),
+    "no vocabulary": ({"vocab": {}, "merges": []}, {"added_tokens": []}),
+}
+
+
+@pytest.mark.parametrize(("model", "others"), FORMS.values(), ids=FORMS)
+def test_the_backend_is_the_one_that_the_library_reads(model, others, small_folder, tmp_path):
+    """Vocabulary and merges are handed over without a second parse of the file."""
+    fields = json.loads((small_folder / "tokenizer.json").read_text()) | others
+    fields["model"] |= model
+    if None in model.values():
+        fields["model"] = {k: v for k, v in fields["model"].items() if v is not None}
+    for name in {"h", "e", "he", "l", "hel"} if OLD[0] in model.get("merges", []) else ():
+        fields["model"]["vocab"].setdefault(name, len(fields["model"]["vocab"]) + 1000)
+    if fields["added_tokens"]:
+        fields["added_tokens"][0] |= {"normalized": True, "lstrip": True}
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(fields))
+    theirs = tokenizers.Tokenizer.from_file(str(path))
+    ours, last = read_backend(path)
+    assert json.loads(ours.to_str()) == json.loads(theirs.to_str())
+    assert last == max(theirs.get_vocab().values(), default=-1)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ({"vocab": {"a": 1.0}}, "model.vocab is no object of whole numbers"),
+        ({"vocab": {"a": True}}, "model.vocab is no object of whole numbers"),
+        ({"vocab": ["a"]}, "model.vocab is no object of whole numbers"),
+        ({"vocab": {"a": -1}}, "an id below 0"),
+        ({"vocab": {"a": 1 << 32}}, "an id below 0 or above 4,294,967,295"),
+        ({"merges": None}, "model.merges is no list"),
+        ({"merges": [["a", "b", "c"]]}, "model.merges is no list of pairs"),
+        ({"merges": ["a b c"]}, "model.merges is no list of pairs"),
+        ({"merges": ["a b", ["a", "b"]]}, "model.merges is no list of pairs"),
+        ({"merges": [["a", 1]]}, "model.merges is no list of pairs"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_vocabulary_that_is_none(model, words, small_folder, tmp_path):
+    fields = json.loads((small_folder / "tokenizer.json").read_text())
+    fields["model"] |= model
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(fields))
+    with pytest.raises(TokenizerError, match=words) as caught:
+        read_backend(path)
+    assert str(path) in str(caught.value)
 
 
 def test_other_decoders_are_refused(tmp_path):
