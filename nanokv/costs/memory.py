@@ -78,7 +78,15 @@ class Estimate:
 
     @property
     def weights(self) -> int:
+        """Bytes of the weights as plain numbers."""
         return costs.weight_bytes(self.config, self.itemsize)
+
+    @property
+    def held(self) -> int:
+        """Bytes of the weights in memory: as stored if kernels read them so."""
+        if self.stored is None:
+            return self.weights
+        return self.stored
 
     @property
     def per_token(self) -> int:
@@ -99,12 +107,12 @@ class Estimate:
     @property
     def total(self) -> int:
         """Bytes of the weights and this cache at full context."""
-        return self.weights + self.cached(self.context, self.batch)
+        return self.held + self.cached(self.context, self.batch)
 
     @property
     def crossover(self) -> int | None:
         """The most tokens in total whose cache is no larger than the weights; None: no limit."""
-        return most_tokens(lambda tokens: self.cached(tokens, 1) <= self.weights)
+        return most_tokens(lambda tokens: self.cached(tokens, 1) <= self.held)
 
     @property
     def sent(self) -> int:
@@ -123,14 +131,14 @@ class Estimate:
     def max_batch(self, memory: int) -> int:
         """How many full sequences of this context fit beside the weights."""
         each = max(1, self.cached(self.context, 1))  # a window of one token keeps nothing
-        return max(0, memory - self.weights) // each
+        return max(0, memory - self.held) // each
 
     def max_context(self, memory: int) -> int | None:
         """Tokens per sequence that fit beside the weights with this batch; None: no limit.
 
         The model's context may be shorter.
         """
-        room = memory - self.weights
+        room = memory - self.held
         return most_tokens(lambda tokens: self.cached(tokens, self.batch) <= room)
 
     def rows(self) -> list[tuple[str, str, int]]:

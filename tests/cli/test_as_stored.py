@@ -5,13 +5,15 @@ import json
 
 import pytest
 
+import nanokv
+import weights_loader
 from gguf_files import write_gguf
 from nanokv.apps.cli import COMMANDS, make_parser
 from nanokv.apps.cli.common import loading, speculation, speed
 from nanokv.apps.cli.common.loading import load_model, weights_memory
 from nanokv.costs import kv_bytes, weight_bytes
 from nanokv.errors import NanoKVError
-from nanokv.fast import blocks, building, native
+from nanokv.fast import blocks, building, native, stored
 from nanokv.fast.blocks import Blocks
 from nanokv.fast.stored import FastTransformer
 from oracle import tiny_reference
@@ -188,3 +190,60 @@ def test_the_memory_of_both_forms(cli, make, kind, flags, stored):
         len(report["family"]) - 1
     )
     assert ("as stored" in cli("memory", path, "--context", 64, *flags)[1]) == stored
+
+
+def test_together_and_fits_count_the_weights_as_stored(cli, make):
+    """Q4_0 by hand: 18 bytes per 32 weights of the matrices, 4 per weight of a norm; q and k have norms too."""
+    path = make("Q4_0")
+    config = nanokv.Config.from_folder(weights_loader.resolve(path))
+    C, D, L = config.hidden_size, config.head_dim, config.num_hidden_layers
+    H, Hk = config.num_attention_heads, config.num_key_value_heads
+    layer = C * (H + 2 * Hk) * D + H * D * C + 3 * C * config.intermediate_size
+    stored = (2 * 320 * C + L * layer) // 32 * 18 + 4 * (L * (2 * C + 2 * D) + C)
+    per_token = 2 * L * Hk * D * 2
+    weights = 2 * (2 * 320 * C + L * layer + L * (2 * C + 2 * D) + C)
+    ask = ("memory", path, "--context", 64, "--batch", 3)
+    report = json.loads(cli(*ask, "--fits", f"{weights}B", "--json")[1])
+    assert report["stored_bytes"] == stored and report["weights_bytes"] == weights
+    assert report["total_bytes"] == stored + 64 * 3 * per_token
+    assert report["dequantized_total_bytes"] == weights + 64 * 3 * per_token
+    assert report["crossover_tokens"] == stored // per_token
+    room = weights - stored
+    assert report["fits"] == {
+        "bytes": weights,
+        "max_batch": room // (64 * per_token),
+        "max_context": room // (3 * per_token),
+        "dequantized": {"max_batch": 0, "max_context": 0},
+    }
+    assert report["family"][0]["total_bytes"] == report["total_bytes"]
+    out = cli(*ask, "--fits", f"{weights - 1}B")[1]
+    flat = " ".join(out.split())
+    assert f"together {stored:,} + {64 * 3 * per_token:,} B, as stored" in flat
+    assert f"dequantized {weights:,} + {64 * 3 * per_token:,} B" in flat
+    assert "hold the weights as stored and" in flat
+    assert "Dequantized:" in flat and "does not hold the weights: 1 B (1 B) are missing" in flat
+    out = " ".join(cli(*ask, "--fits", f"{stored - 1}B")[1].split())
+    assert "does not hold the weights as stored: 1 B (1 B) are missing" in out
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("Q4_1", {}),
+        ("Q8_0", {"model_type": "qwen3_moe", "norm_topk_prob": True, "moe_intermediate_size": 64}),
+        ("Q5_0", {"model_type": "qwen2"}),
+    ],
+    ids=["qwen3", "experts", "biases"],
+)
+def test_the_size_as_stored_is_that_of_the_loaded_model(cli, make, kind, changes):
+    path = make(kind, **changes)
+    model, _ = nanokv.load(path, dtype="bfloat16", read=stored.read)
+    report = json.loads(cli("memory", path, "--context", 64, "--json")[1])
+    assert report["stored_bytes"] == model.nbytes
+
+
+def test_a_gpu_has_no_weights_as_stored(cli, make):
+    code, out, err = cli("memory", make(), "--context", 64, "--json", "--device", "cuda")
+    report = json.loads(out)
+    assert code == 0 and report["stored_bytes"] is None, err
+    assert report["total_bytes"] == report["dequantized_total_bytes"]

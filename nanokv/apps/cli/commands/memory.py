@@ -181,8 +181,12 @@ def print_other(
 
 
 def stored_size(model: ModelOptions, config: Config, dtype: str) -> int | None:
-    """Bytes of the weights of a GGUF file as kernels read them; None if they need plain numbers."""
-    if model.source in FAMILY | MIXTURES or dtype == "float16":
+    """Bytes of the weights of a GGUF file as kernels read them; None if they need plain numbers.
+
+    --device auto counts as a CPU, so that the report does not depend on the machine.
+    """
+    on_cpu = model.device in ("auto", "cpu")
+    if model.source in FAMILY | MIXTURES or dtype == "float16" or not on_cpu:
         return None
     import weights_loader
 
@@ -190,7 +194,7 @@ def stored_size(model: ModelOptions, config: Config, dtype: str) -> int | None:
     matrices = speed.blocks_in(path.parent)
     if not matrices:
         return None
-    return speed.stored_bytes(matrices, costs.ITEMSIZE[dtype])
+    return speed.stored_bytes(matrices, config, costs.ITEMSIZE[dtype])
 
 
 def check_pool(options: dict, context: int, batch: int) -> None:
@@ -240,21 +244,46 @@ def text(
     estimate: Estimate, memory: int | None, checked: dict | None, style: terminal.Style
 ) -> str:
     """The rows with their formulas, then what fits, the check, and the table of the family."""
-    note = "never reaches the weights"
-    if estimate.crossover is not None:
-        note = f"equals the weights at {estimate.crossover:,} tokens"
     width = layout.columns(sys.stdout)
-    both = f"{estimate.weights:,} + {estimate.total - estimate.weights:,} B"
-    rows = [*estimate.rows(), ("together", both, estimate.total)]
+    rows = estimate.rows()
+    sums = [("together", sum_text(estimate), estimate.total)]
     if estimate.stored is not None:
+        numbers = dequantized(estimate)
         rows.insert(1, ("as stored", "blocks of the GGUF file, on a CPU", estimate.stored))
-    *each, together = formula_lines(rows, width)
-    lines = [*each, layout.paragraph(note, width, " " * 13), together]
+        sums.append(("dequantized", sum_text(numbers), numbers.total))
+    found = formula_lines(rows + sums, width)
+    note = layout.paragraph(crossover_text(estimate), width, " " * 13)
+    lines = [*found[: len(rows)], note, *found[len(rows) :]]
     if memory is not None:
         lines += ["", layout.paragraph(fits_text(estimate, memory), width)]
+        if estimate.stored is not None:
+            said = fits_text(dequantized(estimate), memory)
+            lines.append(layout.paragraph(f"Dequantized: {said}", width))
     if checked is not None:
         lines += ["", layout.paragraph(check_text(checked), width)]
     return "\n".join([*lines, "", *table(estimate, memory, style, width)]) + "\n"
+
+
+def dequantized(estimate: Estimate) -> Estimate:
+    """The same with plain numbers for weights: --dequantize, --plain, or a GPU."""
+    return replace(estimate, stored=None)
+
+
+def weights_text(estimate: Estimate) -> str:
+    return "the weights" if estimate.stored is None else "the weights as stored"
+
+
+def crossover_text(estimate: Estimate) -> str:
+    """At how many tokens the cache is as large as the weights."""
+    if estimate.crossover is None:
+        return f"never reaches {weights_text(estimate)}"
+    return f"equals {weights_text(estimate)} at {estimate.crossover:,} tokens"
+
+
+def sum_text(estimate: Estimate) -> str:
+    """Bytes of the weights + bytes of the cache."""
+    form = ", as stored" if estimate.stored is not None else ""
+    return f"{estimate.held:,} + {estimate.total - estimate.held:,} B{form}"
 
 
 def formula_lines(rows: list[tuple[str, str, int]], width: int) -> list[str]:
@@ -272,10 +301,10 @@ def formula_lines(rows: list[tuple[str, str, int]], width: int) -> list[str]:
 
 def fits_text(estimate: Estimate, memory: int) -> str:
     """`24.00 GiB hold …`, or how much is missing."""
-    if estimate.weights > memory:
-        missing = estimate.weights - memory
+    if estimate.held > memory:
+        missing = estimate.held - memory
         return (
-            f"{binary(memory)} does not hold the weights: "
+            f"{binary(memory)} does not hold {weights_text(estimate)}: "
             f"{decimal(missing)} ({binary(missing)}) are missing"
         )
     context = estimate.max_context(memory)
@@ -284,7 +313,7 @@ def fits_text(estimate: Estimate, memory: int) -> str:
     if context is None or context > limit:
         longest += f" (the model is made for {limit:,})"
     return (
-        f"{binary(memory)} hold the weights and {estimate.max_batch(memory):,} sequences of "
+        f"{binary(memory)} hold {weights_text(estimate)} and {estimate.max_batch(memory):,} sequences of "
         f"{estimate.context:,} tokens, or {estimate.batch:,} of {longest}"
     )
 
@@ -301,7 +330,10 @@ def family(estimate: Estimate, models: dict[str, Config] = FAMILY) -> list[Estim
     same = (estimate.dtype, estimate.context, estimate.batch, estimate.cache, estimate.options)
     rows = [Estimate(name, config, *same) for name, config in models.items()]
     if estimate.config in models.values():
-        return rows
+        stored = estimate.stored
+        return [
+            replace(row, stored=stored) if row.config == estimate.config else row for row in rows
+        ]
     return [estimate, *rows]
 
 
@@ -343,14 +375,14 @@ def link_text(estimate: Estimate, link: float, style: terminal.Style) -> str:
 
 def table(estimate: Estimate, memory: int | None, style: terminal.Style, width: int) -> list[str]:
     """One line per model; the requested model is marked."""
-    about = (
-        f"{SHORT[estimate.dtype]}, {estimate.cache} cache, "
-        f"{estimate.batch:,} × {estimate.context:,} tokens"
-    )
+    form = SHORT[estimate.dtype]
+    if estimate.stored is not None:
+        form += ", ▸ as stored"
+    about = f"{form}, {estimate.cache} cache, {estimate.batch:,} × {estimate.context:,} tokens"
     columns = {
         "": lambda row: marked_name(row, estimate),
         "params": lambda row: count_text(costs.parameters(row.config)),
-        "weights": lambda row: decimal(row.weights),
+        "weights": lambda row: decimal(row.held),
         "KV / token": lambda row: decimal(row.per_token),
         "a sequence": lambda row: binary(row.cached(row.context, 1)),
         "all": lambda row: binary(row.cached(row.context, row.batch)),
@@ -371,11 +403,9 @@ def report(
     """The same numbers as `text`, in bytes and tokens."""
     found = numbers(estimate)
     if memory is not None:
-        found["fits"] = {
-            "bytes": memory,
-            "max_batch": estimate.max_batch(memory),
-            "max_context": estimate.max_context(memory),
-        }
+        found["fits"] = {"bytes": memory} | fitting(estimate, memory)
+        if estimate.stored is not None:
+            found["fits"]["dequantized"] = fitting(dequantized(estimate), memory)
     found["family"] = [numbers(row) for row in family(estimate)]
     if link is not None:
         found["link"] = {"bytes_per_second": link} | transfer(estimate, link)
@@ -385,6 +415,14 @@ def report(
     if checked is not None:
         found["check"] = checked
     return found
+
+
+def fitting(estimate: Estimate, memory: int) -> dict:
+    """The most sequences, and the longest context, in `memory` bytes."""
+    return {
+        "max_batch": estimate.max_batch(memory),
+        "max_context": estimate.max_context(memory),
+    }
 
 
 def transfer(row: Estimate, link: float) -> dict:
@@ -417,6 +455,7 @@ def numbers(row: Estimate) -> dict:
             "bytes_per_sequence": row.cached(row.context, 1),
         },
         "total_bytes": row.total,
+        "dequantized_total_bytes": dequantized(row).total,
         "crossover_tokens": row.crossover,
     }
 
@@ -435,7 +474,7 @@ def plot(estimate: Estimate, path: Path) -> None:
         width = 2.5 if row.config == estimate.config else 1.2
         gigabytes = [row.cached(n, 1) / 1e9 for n in tokens]
         axes.plot(tokens, gigabytes, color=f"C{i}", lw=width, label=row.name)
-        axes.axhline(row.weights / 1e9, color=f"C{i}", lw=width / 2, ls="--")
+        axes.axhline(row.held / 1e9, color=f"C{i}", lw=width / 2, ls="--")
     axes.set(
         xscale="log", yscale="log", xlabel="tokens in the cache, over all sequences", ylabel="GB"
     )

@@ -155,7 +155,7 @@ def in_file(found: inventory.Found) -> Model:
         count = parameters(config)
         memory = count * ITEMSIZE[config.torch_dtype]
         if speed.with_blocks(matrices):
-            stored = speed.stored_bytes(matrices, ITEMSIZE[config.torch_dtype])
+            stored = speed.stored_bytes(matrices, config, ITEMSIZE[config.torch_dtype])
     except (NanoKVError, CheckpointError, OSError) as error:
         problem = str(error)
     return Model(

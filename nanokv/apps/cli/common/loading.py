@@ -210,7 +210,7 @@ def decide(
     itemsize = ITEMSIZE[plan.dtype_name]
     matrices = speed.stored_matrices(plan, wanted)
     if matrices:
-        plan = replace(plan, stored=speed.stored_bytes(matrices, itemsize))
+        plan = replace(plan, stored=speed.stored_bytes(matrices, plan.config, itemsize))
     taken = weights_memory(plan) + cache_memory(plan) + drafting
 
     def fits(more: int) -> bool:

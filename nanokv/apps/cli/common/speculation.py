@@ -57,7 +57,7 @@ def memory(wanted: SpeedOptions, plan: Plan) -> int:
         weights = weight_bytes(config, itemsize)
         matrices = speed.stored_matrices(replace(plan, folder=folder, config=config), wanted)
         if matrices:
-            weights = speed.stored_bytes(matrices, itemsize)
+            weights = speed.stored_bytes(matrices, config, itemsize)
     elif kind == "early-exit":
         layers = min(int(value), plan.config.num_hidden_layers)
         config = replace(plan.config, num_hidden_layers=layers)

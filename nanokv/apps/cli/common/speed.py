@@ -25,6 +25,7 @@ from nanokv.errors import ConfigError, NanoKVError
 from nanokv.fast import building
 
 if TYPE_CHECKING:
+    from nanokv.config import Config
     from nanokv.model import Transformer
     from weights_loader.prefetch import Prefetch
 
@@ -115,15 +116,22 @@ def with_blocks(matrices: dict[str, tuple[str, int, int]]) -> dict[str, tuple[st
     return matrices
 
 
-def stored_bytes(matrices: dict[str, tuple[str, int, int]], itemsize: int) -> int:
-    """Bytes of these matrices in memory: those without kernels have `itemsize` per value."""
+def stored_bytes(matrices: dict[str, tuple[str, int, int]], config: "Config", itemsize: int) -> int:
+    """Bytes of a model over these matrices: those without kernels have `itemsize` per value.
+
+    The other weights are vectors, norms and biases, which the fast model keeps in fp32.
+    """
+    from nanokv.costs import parameters
+
+    vectors = parameters(config)
     total = 0
     for kind, nbytes, values in matrices.values():
+        vectors -= values
         if kind in BLOCKS:
             total += nbytes
         else:
             total += values * itemsize
-    return total
+    return total + 4 * vectors
 
 
 def without_kernels(matrices: dict[str, tuple[str, int, int]]) -> dict[str, int]:
