@@ -279,6 +279,26 @@ def test_gguf_holds_the_same_weights_under_their_names(tmp_path):
     )
 
 
+@pytest.mark.parametrize(("batch", "read"), [(1, 2), (2, 4), (3, 4)])
+@pytest.mark.parametrize("kind", ["plain", "q8_0"])
+def test_a_step_reads_the_chosen_experts(kind, batch, read):
+    """Two of four experts per token, and never more than four: 2 bytes per weight, or 34 per 32."""
+    sizes = nanokv.config.Experts(4, 2, 64, norm_topk_prob=True)
+    model, _ = small(
+        torch.bfloat16, model_type="qwen3_moe", experts=sizes, tie_word_embeddings=False
+    )
+    config = model.config
+    expert = 3 * config.hidden_size * 64 * 2
+    table = config.vocab_size * config.hidden_size * 2
+    whole = costs.weight_bytes(config, 2) - table
+    if kind == "q8_0":
+        model = gguf.read_as(model, kind, torch.bfloat16)
+        expert = expert * 34 // 64
+        whole = model.nbytes - table * 34 // 64
+    found = Ours(model, kind, "dict", {}, batch, torch.bfloat16).weight_bytes
+    assert found == whole - config.num_hidden_layers * (4 - read) * expert
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_gguf_of_the_other_dense_families_is_read_back(family, tmp_path):
     """By the reader of weights_loader, which test_gguf.py holds to transformers'."""

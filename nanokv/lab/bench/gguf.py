@@ -33,8 +33,13 @@ def write(model: Transformer, path: str | Path, kind: str = "bf16") -> Path:
             f"{config} is not written for llama.cpp: experts or an extended context",
             "leave llama.cpp out of --against",
         )
+    return write_any(model, path, kind)
+
+
+def write_any(model: Transformer, path: str | Path, kind: str) -> Path:
+    """`write` for a reader of our own."""
     tensors = {to_hugging_face(name): tensor for name, tensor in model.state_dict().items()}
-    write_gguf(path, config.to_dict(), tensors, kind, name="nanokv")
+    write_gguf(path, model.config.to_dict(), tensors, kind, name="nanokv")
     return Path(path)
 
 
@@ -58,7 +63,7 @@ def read_as(model: Transformer, kind: str, dtype: torch.dtype) -> Transformer:
     with tempfile.TemporaryDirectory(prefix="nanokv-bench-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         fields = model.config.to_dict()
-        path = write(model, folder / "model.gguf", kind)
+        path = write_any(model, folder / "model.gguf", kind)
         (folder / "config.json").write_text(json.dumps(fields))
         (folder / POINTER).write_text(json.dumps({"path": str(path)}))
         return stored.read(folder, fields, dtype, torch.device("cpu"))

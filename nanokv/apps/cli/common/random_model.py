@@ -1,6 +1,8 @@
 """Models of published shapes with random weights: for timing and memory, without a download.
 
 `qwen3-0.6b-random` has the shape of Qwen/Qwen3-0.6B, `smollm2-135m-random` that of SmolLM2-135M.
+`qwen3-moe-0.6b-random` is a small mixture of experts that nobody published: 579 M weights, 183 M of
+them in a step.
 """
 
 import time
@@ -18,7 +20,7 @@ from nanokv.apps.cli.common.loading import (
 from nanokv.apps.cli.common.options import CacheOptions, ModelOptions
 from nanokv.apps.cli.common.plan import Loaded, Plan
 from nanokv.apps.cli.common.terminal import loading
-from nanokv.config import Config
+from nanokv.config import Config, Experts
 from nanokv.costs.free_memory import available_memory
 from nanokv.costs.memory import FAMILY
 from nanokv.parallel.group import ALONE, Ranks
@@ -40,6 +42,13 @@ SMOLLM2 = Config(  # from the published config.json of HuggingFaceTB/SmolLM2-135
 )
 RANDOM = {f"{name.removeprefix('Qwen/').lower()}-random": config for name, config in FAMILY.items()}
 RANDOM["smollm2-135m-random"] = SMOLLM2
+RANDOM["qwen3-moe-0.6b-random"] = replace(
+    FAMILY["Qwen/Qwen3-0.6B"],
+    model_type="qwen3_moe",
+    vocab_size=49_152,
+    num_hidden_layers=12,
+    experts=Experts(32, 4, 384, norm_topk_prob=True),
+)
 
 
 def load_random(model: ModelOptions, cache: CacheOptions, ranks: Ranks = ALONE) -> Loaded:
