@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # for editors and type checkers: the names in _HOME and _MODU
     from nanokv.decoding.speculative import speculate
     from nanokv.embeddings import embed
     from nanokv.engine import Engine
-    from nanokv.fast import optimize
+    from nanokv.fast import batch_invariant, optimize
     from nanokv.inference import decode, prefill, prefill_chunks, score
     from nanokv.lab import faults as faults
     from nanokv.lab import study as study
@@ -64,7 +64,7 @@ _NAMES = {  # module → the names that `nanokv` exports from that module
     "decoding.speculative": "speculate",
     "embeddings": "embed",
     "engine": "Engine",
-    "fast": "optimize",
+    "fast": "batch_invariant optimize",
     "inference": "decode prefill prefill_chunks score",
     "loading": "load",
     "model": "Qwen3",
@@ -101,6 +101,7 @@ __all__ = [
     "Session",
     "Tokenizer",
     "__version__",
+    "batch_invariant",
     "beam_search",
     "decode",
     "embed",

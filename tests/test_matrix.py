@@ -17,6 +17,7 @@ from matrix import (
     CACHES_TRIED,
     MODELS,
     NO_KERNELS,
+    ONE_ORDER,
     SITUATIONS,
     candidate,
     compare,
@@ -38,6 +39,7 @@ from nanokv.inference import decode, prefill, verify_draft
 from nanokv.model import Qwen3
 from oracle import random_ids
 from ranks import Ranks
+from small_model import needs_kernels
 
 pytestmark = pytest.mark.sampled
 
@@ -56,6 +58,14 @@ def test_all_caches(model, situation):
 @pytest.mark.parametrize("situation", SITUATIONS)
 @pytest.mark.parametrize("model", [name for name in MODELS if name.split()[0] not in NO_KERNELS])
 def test_all_caches_on_fused_weights(model, situation, code):
+    check(model, situation)
+
+
+@needs_kernels
+@pytest.mark.parametrize("situation", SITUATIONS)
+@pytest.mark.parametrize("model", ONE_ORDER)
+def test_all_caches_with_one_order_of_sums(model, situation):
+    """Without kernels there is none: batch_invariant refuses."""
     check(model, situation)
 
 

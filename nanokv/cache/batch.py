@@ -28,6 +28,7 @@ class BatchLayer(LayerCache):
 
     def __init__(self, parts: list[Any]):
         self.parts = parts  # LayerCaches of batch size 1
+        self.lossless = all(part.lossless for part in parts)
         self._expected = parts[0]._expected
 
     @property

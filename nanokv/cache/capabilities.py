@@ -188,6 +188,7 @@ class LayerCapabilities:
     nbytes: int
     length: int
     capacity: int | None = None  # the most tokens that fit; None = as memory allows
+    lossless = True  # append returns every key and value, bit for bit as it was appended
     _expected: Expected = ANYTHING
 
     @property
@@ -253,6 +254,7 @@ class CacheCapabilities(list[Layer], Generic[Layer]):
     # A list of ids, or one list per row: the ids saved with a cache that was loaded from a file.
     tokens: Sequence[Any] = ()
     made: Made = Made()
+    page_size: int | None = None  # tokens of a page; None = keys of a row lie end to end
 
     @property
     def capacity(self) -> int | None:

@@ -25,6 +25,7 @@ class PackedLayer(LayerCache):
 
     def __init__(self, parts: Sequence[LayerCache], counts: Sequence[int]):
         self.parts = parts
+        self.lossless = all(part.lossless for part in parts)
         self.counts = counts
         self._expected = parts[0]._expected
 

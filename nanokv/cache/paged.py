@@ -32,6 +32,7 @@ class PagedCache(KVCache):
         self.patched = False  # True once the caller replaces `append` or the class of a layer
         super().__init__(self.own, pool.config)
         self.pool = pool
+        self.page_size = pool.page_size
         self.tables: list[list[int]] = [[] for _ in range(batch_size)]
         self.view: View | None = None
         pool.join(self)

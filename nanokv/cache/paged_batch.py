@@ -67,6 +67,7 @@ class PagedBatch(BatchCache):
             raise CacheError(
                 "the rows of a paged batch must be paged caches of one sequence over one pool"
             )
+        self.page_size = self.pool.page_size
 
     def layers(self, rows: Sequence[KVCache]) -> list[LayerCache]:
         every = zip(*rows, strict=True)

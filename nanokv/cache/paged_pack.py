@@ -25,6 +25,10 @@ from nanokv.errors import CacheError
 class PagedPack(PackedCache):
     """`caches` are paged caches over one pool. Pages are taken for all sequences or for none."""
 
+    def __init__(self, caches: Sequence[KVCache], counts: Sequence[int], config: Config | None):
+        super().__init__(caches, counts, config)
+        self.page_size = caches[0].page_size
+
     def pages(self, like: Tensor) -> list[Pages] | None:
         """(N,Hk,1,D): the shape and dtype of the keys → the pages of every layer, for N rows."""
         caches: list[Any] = self.caches  # PagedCaches

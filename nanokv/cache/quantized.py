@@ -41,6 +41,7 @@ TENSORS = ("exact", "codes", "scales", "start")  # the fields of Held that are t
 class QuantizedCache(LayerCache):
     """Packed codes and scales of the old tokens; the newest, at least `residual`, are exact."""
 
+    lossless = False
     exact: tuple[Tensor, ...]  # these five are those of Held
     codes: tuple[Tensor, ...]
     scales: tuple[Tensor, ...]

@@ -27,6 +27,7 @@ class SlidingCache(LayerCache):
     `length` counts all tokens seen, also the forgotten ones.
     """
 
+    lossless = False
     keys: Tensor  # None until the first append
     values: Tensor
 

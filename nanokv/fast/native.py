@@ -91,17 +91,21 @@ class Layer(ctypes.Structure):
     ]
 
 
-SIGNATURES = {  # name: (arguments, result)
+BEFORE = POINTER, POINTER, LONG, POINTER, POINTER, LONG, POINTER, POINTER, POINTER
+AFTER = POINTER, POINTER, LONG, POINTER, POINTER
+STEPS = POINTER, LONG, POINTER, LONG, POINTER, POINTER, LONG, POINTER
+# name: (arguments, result). The functions `…_fixed` add in one order for any number of rows.
+SIGNATURES = {
     "times": ((), ctypes.POINTER(ctypes.c_double * 6)),
     "instructions": ((), ctypes.c_char_p),
     "linear": ((POINTER, POINTER, LONG, POINTER), None),
+    "linear_fixed": ((POINTER, POINTER, LONG, POINTER), None),
     "most_rows": ((POINTER,), LONG),
     "dense_rows": ((POINTER, POINTER, LONG, LONG, INT), None),
-    "before_cache": (
-        (POINTER, POINTER, LONG, POINTER, POINTER, LONG, POINTER, POINTER, POINTER),
-        None,
-    ),
-    "after_cache": ((POINTER, POINTER, LONG, POINTER, POINTER), None),
+    "before_cache": (BEFORE, None),
+    "before_cache_fixed": (BEFORE, None),
+    "after_cache": (AFTER, None),
+    "after_cache_fixed": (AFTER, None),
     "norm_rows": ((POINTER, POINTER, LONG, LONG, POINTER, FLOAT, INT), None),
     "split_rows": (
         (
@@ -138,7 +142,8 @@ SIGNATURES = {  # name: (arguments, result)
         ),
         None,
     ),
-    "steps": ((POINTER, LONG, POINTER, LONG, POINTER, POINTER, LONG, POINTER), None),
+    "steps": (STEPS, None),
+    "steps_fixed": (STEPS, None),
 }
 
 

@@ -1,7 +1,7 @@
 """The kernels for processors that are not this one: with fewer instructions, with matrix tiles, on Arm.
 
-The compiler is told to leave instructions out, or to call functions in the place of tiles; test_fast.py and
-test_blocks.py then run over what it made. Arm code runs in an emulator.
+The compiler is told to leave instructions out, or to call functions in the place of tiles; test_fast.py,
+test_blocks.py and test_invariant.py then run over what it made. Arm code runs in an emulator.
 """
 
 import ctypes
@@ -30,7 +30,10 @@ from small_model import needs_kernels, small
 
 pytestmark = [pytest.mark.slow, needs_kernels]
 
-KERNEL_TESTS = "products_with or flash or decode_attention or equal_on_every or chunks or ragged or gates or nan"
+KERNEL_TESTS = (
+    "products_with or flash or decode_attention or equal_on_every or chunks or ragged or gates or nan "
+    "or invariant"
+)
 
 
 def macros() -> str:
@@ -72,6 +75,7 @@ def test_kernels_compiled_for_another_processor(tmp_path, flags, needs, expected
             "no:cacheprovider",
             str(Path(__file__).with_name("test_fast.py")),
             str(Path(__file__).with_name("test_blocks.py")),
+            str(Path(__file__).with_name("test_invariant.py")),
         ],
         env=os.environ
         | {"CXX": f"{building.find_compiler()[0]} {flags}", "NANOKV_CACHE": str(tmp_path)},

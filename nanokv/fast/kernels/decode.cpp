@@ -11,6 +11,7 @@
 //     H query heads · Hk KV heads · G = H / Hk · D head dim
 
 #include <algorithm>
+#include <numeric>
 #include "products.h"
 
 // --- the rest of a layer -------------------------------------------------------------------------
@@ -125,8 +126,10 @@ static void mix_run(const T* v, const T* next, int64_t n, const float* p, int64_
             for (int64_t d = 0; d < D; d++) out[g * D + d] += p[g * PART + s] * to_float(v[s * D + d]);
 }
 
-struct Task {  // keys from … to−1 of one KV head, for the queries of `rows` adjacent rows from b on
-    int64_t b, rows, head, from, to;
+// Keys from … to−1 of one KV head, for the queries of `rows` adjacent rows from b on. `run`: at most so
+// many adjacent tokens are read at once; a page or a part of one.
+struct Task {
+    int64_t b, rows, head, from, to, run;
 };
 
 // The G queries of one row, with a softmax over the keys of a task. `attention` merges the tasks.
@@ -137,7 +140,7 @@ static void attend_part(const Pages& p, const Task& task, const Task* next, cons
     int64_t from = task.from, to = task.to;
     auto at = [&](const void* base, int64_t s) { return (const T*)base + place(p, task.b, task.head, s, D); };
     auto run = [&](int64_t s) {  // how many tokens from s on are contiguous
-        int64_t left = p.page_size - s % p.page_size;
+        int64_t left = task.run - s % task.run;
         return to - s < left ? to - s : left;
     };
     auto then = [&](int64_t s) {  // the key of the next task at the same position within the task
@@ -333,19 +336,25 @@ static int64_t rows_together(const Pages& p, int64_t b, int64_t B, int64_t G) {
     return rows * G < FEW ? 1 : rows;
 }
 
-// q (B,H,D) → y (B,H,D): softmax(q kᵀ / √D) v, each key and value read once for its G queries
-static void attention(float* y, float* q, int64_t B, int64_t H, int64_t Hk, int64_t D, const Pages& pages) {
+// The runs of FIXED: the same in pages of any multiple of 16 tokens and in a dense cache.
+const int64_t FIXED_RUN = 16;
+
+// q (B,H,D) → y (B,H,D): softmax(q kᵀ / √D) v, each key and value read once for its G queries. In FIXED
+// each row has tasks of its own.
+static void attention(float* y, float* q, int64_t B, int64_t H, int64_t Hk, int64_t D, const Pages& pages, Sums sums) {
     int64_t G = H / Hk, longest = 0;
     for (int64_t b = 0; b < B; b++) longest = pages.lengths[b] > longest ? pages.lengths[b] : longest;
     int64_t parts = (longest + PART - 1) / PART;
     std::vector<float> out(B * Hk * parts * G * D), largest(B * Hk * parts * G, -INFINITY), total(B * Hk * parts * G);
     for (int64_t i = 0; i < B * H * D; i++) q[i] /= sqrtf((float)D);
     std::vector<Task> tasks;
+    int64_t run = pages.page_size;
+    if (sums == FIXED) run = pages.table ? std::gcd(run, FIXED_RUN) : FIXED_RUN;
     for (int64_t b = 0, rows; b < B; b += rows) {
-        rows = rows_together(pages, b, B, G);
+        rows = sums == FIXED ? 1 : rows_together(pages, b, B, G);
         for (int64_t head = 0; head < Hk; head++)
             for (int64_t from = 0, S = pages.lengths[b + rows - 1]; from < S; from += PART)
-                tasks.push_back({b, rows, head, from, from + PART < S ? from + PART : S});
+                tasks.push_back({b, rows, head, from, from + PART < S ? from + PART : S, run});
     }
     // The place of query g of a row and KV head for a part of the keys.
     auto at = [&](int64_t b, int64_t head, int64_t part, int64_t g) { return ((b * Hk + head) * parts + part) * G + g; };
@@ -390,11 +399,51 @@ static void attention(float* y, float* q, int64_t B, int64_t H, int64_t Hk, int6
 
 thread_local double spent[6];
 
-static void norm_multiply(float* y, const float* x, int64_t M, const float* norm, float eps, const Weight& w) {
+static void norm_multiply(float* y, const float* x, int64_t M, const float* norm, float eps, const Weight& w,
+                          Sums sums) {
     std::vector<float> normed(M * w.K);
 #pragma omp parallel for if (M * w.K >= MANY)
     for (int64_t m = 0; m < M; m++) rms_norm(&normed[m * w.K], x + m * w.K, norm, w.K, eps);
-    multiply(y, normed.data(), M, w, false);
+    multiply(y, normed.data(), M, w, false, sums);
+}
+
+// Norm, one product, head norms, rotation: x (M,C) → q (M,H,D) fp32, k and v (M,Hk,D) in the
+// cache's format.
+static void before(const Layer& layer, const float* x, int64_t M, const float* cos, const float* sin, int64_t rope_stride,
+                   float* q, void* k, void* v, Sums sums) {
+    Timer timer(QKV);
+    std::vector<float> all(M * layer.qkv.width);
+    norm_multiply(all.data(), x, M, layer.norm, layer.eps, layer.qkv, sums);
+    if (layer.format == FP32) split_heads(layer, all.data(), M, cos, sin, rope_stride, q, (float*)k, (float*)v);
+    else split_heads(layer, all.data(), M, cos, sin, rope_stride, q, (bf16*)k, (bf16*)v);
+}
+
+// x (M,C) += o(attention), then x += down(silu(gate) · up) of the normed x. gate and up are the
+// halves of one matrix (2·I,C).
+static void after(const Layer& layer, float* x, int64_t M, float* q, const Pages& pages, Sums sums) {
+    int64_t I = layer.down.K, H = layer.H, D = layer.D;
+    std::vector<float> y(M * H * D), both(M * 2 * I), hidden(M * I);
+    {
+        Timer timer(ATTENTION);
+        attention(y.data(), q, M, H, layer.Hk, D, pages, sums);
+    }
+    {
+        Timer timer(O);
+        multiply(x, y.data(), M, layer.o, true, sums);
+    }
+    Timer timer(MLP);
+    norm_multiply(both.data(), x, M, layer.mlp_norm, layer.eps, layer.gate_up, sums);
+#pragma omp parallel for if (M * I >= MANY)
+    for (int64_t m = 0; m < M; m++) {
+        const float *gate = &both[m * 2 * I], *up = gate + I;
+        int64_t i = 0;
+        for (; i + 16 <= I; i += 16) {
+            f32x16 g = load16(gate + i);
+            store16(&hidden[m * I + i], g / (1 + exp16(-g)) * load16(up + i));
+        }
+        for (; i < I; i++) hidden[m * I + i] = gate[i] / (1 + expf(-gate[i])) * up[i];
+    }
+    multiply(x, hidden.data(), M, layer.down, true, sums);
 }
 
 extern "C" {
@@ -419,7 +468,11 @@ const char* instructions() {
 // y (M,N) = x·wᵀ
 void linear(float* y, const float* x, int64_t M, const Weight* w) {
     Timer timer(HEAD);
-    multiply(y, x, M, *w, false);
+    multiply(y, x, M, *w, false, FASTEST);
+}
+void linear_fixed(float* y, const float* x, int64_t M, const Weight* w) {
+    Timer timer(HEAD);
+    multiply(y, x, M, *w, false, FIXED);
 }
 
 // The most rows of activations for which `linear` is faster than torch's product of dense
@@ -447,65 +500,49 @@ void dense_rows(void* to, const Weight* w, int64_t n0, int64_t n1, int32_t forma
         format == FP32 ? table_row((float*)to + (n - n0) * K, *w, n) : unpack((bf16*)to + (n - n0) * K, *w, n);
 }
 
-// Norm, one product, head norms, rotation: x (M,C) → q (M,H,D) fp32, k and v (M,Hk,D) in the
-// cache's format.
+// The two halves of a layer, before and after the cache stores keys and values.
 void before_cache(const Layer* layer, const float* x, int64_t M, const float* cos, const float* sin, int64_t rope_stride,
                   float* q, void* k, void* v) {
-    Timer timer(QKV);
-    std::vector<float> all(M * layer->qkv.width);
-    norm_multiply(all.data(), x, M, layer->norm, layer->eps, layer->qkv);
-    if (layer->format == FP32) split_heads(*layer, all.data(), M, cos, sin, rope_stride, q, (float*)k, (float*)v);
-    else split_heads(*layer, all.data(), M, cos, sin, rope_stride, q, (bf16*)k, (bf16*)v);
+    before(*layer, x, M, cos, sin, rope_stride, q, k, v, FASTEST);
+}
+void after_cache(const Layer* layer, float* x, int64_t M, float* q, const Pages* pages) {
+    after(*layer, x, M, q, *pages, FASTEST);
 }
 
-// x (M,C) += o(attention), then x += down(silu(gate) · up) of the normed x. gate and up are the
-// halves of one matrix (2·I,C).
-void after_cache(const Layer* layer, float* x, int64_t M, float* q, const Pages* pages) {
-    int64_t I = layer->down.K, H = layer->H, D = layer->D;
-    std::vector<float> y(M * H * D), both(M * 2 * I), hidden(M * I);
-    {
-        Timer timer(ATTENTION);
-        attention(y.data(), q, M, H, layer->Hk, D, *pages);
-    }
-    {
-        Timer timer(O);
-        multiply(x, y.data(), M, layer->o, true);
-    }
-    Timer timer(MLP);
-    norm_multiply(both.data(), x, M, layer->mlp_norm, layer->eps, layer->gate_up);
-#pragma omp parallel for if (M * I >= MANY)
-    for (int64_t m = 0; m < M; m++) {
-        const float *gate = &both[m * 2 * I], *up = gate + I;
-        int64_t i = 0;
-        for (; i + 16 <= I; i += 16) {
-            f32x16 g = load16(gate + i);
-            store16(&hidden[m * I + i], g / (1 + exp16(-g)) * load16(up + i));
-        }
-        for (; i < I; i++) hidden[m * I + i] = gate[i] / (1 + expf(-gate[i])) * up[i];
-    }
-    multiply(x, hidden.data(), M, layer->down, true);
+// The same with FIXED sums. They are not inlined, so that all ways into a layer run the same code.
+__attribute__((noinline)) void before_cache_fixed(const Layer* layer, const float* x, int64_t M, const float* cos,
+                                                  const float* sin, int64_t rope_stride, float* q, void* k, void* v) {
+    before(*layer, x, M, cos, sin, rope_stride, q, k, v, FIXED);
+}
+__attribute__((noinline)) void after_cache_fixed(const Layer* layer, float* x, int64_t M, float* q, const Pages* pages) {
+    after(*layer, x, M, q, *pages, FIXED);
 }
 
 // One token per row through a whole layer. The cache has reserved a slot for it: key and value
 // are written to the last position.
 static void layer_step(const Layer* layer, float* x, int64_t M, const float* cos, const float* sin, int64_t rope_stride,
-                       const Pages* p) {
+                       const Pages* p, decltype(before_cache)* first, decltype(after_cache)* second) {
     int64_t Hk = layer->Hk, D = layer->D, size = layer->format == FP32 ? 4 : 2;
     std::vector<float> q(M * layer->H * D), k(M * Hk * D), v(M * Hk * D);  // room for either format
-    before_cache(layer, x, M, cos, sin, rope_stride, q.data(), k.data(), v.data());
+    first(layer, x, M, cos, sin, rope_stride, q.data(), k.data(), v.data());
     for (int64_t b = 0; b < M; b++)
         for (int64_t head = 0; head < Hk; head++) {
             int64_t to = place(*p, b, head, p->lengths[b] - 1, D) * size, from = (b * Hk + head) * D * size;
             memcpy((char*)p->keys + to, (char*)k.data() + from, D * size);
             memcpy((char*)p->values + to, (char*)v.data() + from, D * size);
         }
-    after_cache(layer, x, M, q.data(), p);
+    second(layer, x, M, q.data(), p);
 }
 
 // The same through L layers in one call.
 void steps(const Layer* const* layers, int64_t L, float* x, int64_t M, const float* cos, const float* sin,
            int64_t rope_stride, const Pages* const* pages) {
-    for (int64_t i = 0; i < L; i++) layer_step(layers[i], x, M, cos, sin, rope_stride, pages[i]);
+    for (int64_t i = 0; i < L; i++) layer_step(layers[i], x, M, cos, sin, rope_stride, pages[i], before_cache, after_cache);
+}
+void steps_fixed(const Layer* const* layers, int64_t L, float* x, int64_t M, const float* cos, const float* sin,
+                 int64_t rope_stride, const Pages* const* pages) {
+    for (int64_t i = 0; i < L; i++)
+        layer_step(layers[i], x, M, cos, sin, rope_stride, pages[i], before_cache_fixed, after_cache_fixed);
 }
 
 // The whole model without its head: ids (M) → x (M,C), through the embedding table, L layers and

@@ -400,6 +400,22 @@ static inline void tile_bf16(const bf16* w, int64_t rows, const bf16* x, int64_t
     *(f32x16*)y = sums16(sum);
 }
 
+// The same sums for four rows of weights and a single one of activations.
+template <int LINES>
+static inline void column_bf16(const bf16* w, int64_t rows, const bf16* x, int64_t K, const bf16* ahead, int64_t apart,
+                               float* y) {
+    const bf16* row[TILE];
+    for (int r = 0; r < TILE; r++) row[r] = w + (r < rows ? r : 0) * K;
+    __m512 sum[TILE] = {};
+    for (int64_t k = 0; k < K; k += 32) {
+        for (int i = 0; i < LINES; i++) __builtin_prefetch(ahead + i * apart + k, 0, 2);
+        __m512bh xk = (__m512bh)_mm512_loadu_si512(x + k);
+#pragma GCC unroll 4
+        for (int r = 0; r < TILE; r++) sum[r] = _mm512_dpbf16_ps(sum[r], (__m512bh)_mm512_loadu_si512(row[r] + k), xk);
+    }
+    _mm_storeu_ps(y, sums4(sum));
+}
+
 // For more than two tiles of activations, each lane of a vector is one row of activations: x
 // holds pairs of inputs of 16 rows side by side, and a pair of weights is broadcast to all lanes.
 // No sum crosses lanes, and activations, which no longer fit into the first-level cache, are
@@ -457,6 +473,15 @@ static inline void put_some(float* y, const Weight& w, int64_t at, f32x16 values
     for (int64_t i = from > at ? from : at; i < to && i < at + 16; i++) put(y, w, i, each[i - at], add);
 }
 
+// In which order a product adds.
+//
+//     FASTEST   the order that is fastest for this number of rows of activations
+//     FIXED     one order for any number: a row gives the same bits alone and among others
+//
+// In FIXED bf16 weights have tiles of 4 rows; without bf16 products, and in fp32, each row has a `dot`.
+// Codes and blocks have activations of 8 bits.
+enum Sums { FASTEST, FIXED };
+
 // The most rows of activations that are multiplied with blocks as bytes. A prompt has more: bf16
 // keeps its activations five times as exactly.
 #if defined(__AVX512BF16__)
@@ -470,6 +495,7 @@ struct Input {  // x in the form required by the format of the weights, made onc
     int64_t M;
     int32_t format;  // of the weights
     bool many;       // whether the weights have 32 rows
+    Sums sums;
     std::vector<Codes> codes;  // for int8, int4 and blocks
     // If the processor has bf16 products: rounded to bf16, as torch does between two products.
     std::vector<bf16> half;
@@ -496,18 +522,20 @@ struct Input {  // x in the form required by the format of the weights, made onc
     }
 #endif
     bool serves(const Weight& w) const { return w.format == format && (w.N >= 32) == many; }
-    Input(const float* x, int64_t M, const Weight& w) : x(x), M(M), format(w.format), many(w.N >= 32) {
+    Input(const float* x, int64_t M, const Weight& w, Sums sums)
+        : x(x), M(M), format(w.format), many(w.N >= 32), sums(sums) {
         int64_t K = w.K;
+        bool fastest = sums == FASTEST;
 #if defined(WIDE_PRODUCTS)
-        if (w.format >= Q4_0 && M > TILE && M <= MOST_IN_BYTES && many && !tiles_allowed()) {
+        if (fastest && w.format >= Q4_0 && M > TILE && M <= MOST_IN_BYTES && many && !tiles_allowed()) {
             pack_quads(K);
             return;
         }
 #endif
 #if defined(__AVX512BF16__)
-        if (K % 32 == 0 && (w.format == BF16 || (w.format >= INT8 && M > 2 * TILE))) {
+        if (K % 32 == 0 && (w.format == BF16 || (fastest && w.format >= INT8 && M > 2 * TILE))) {
             // Up to TILE rows memory is the limit.
-            if (M > (tiles_allowed() ? TILE : 2 * TILE) && many) {
+            if (fastest && M > (tiles_allowed() ? TILE : 2 * TILE) && many) {
                 paired.reset(new Line[(M + 15) / 16 * K / 2]);
 #pragma omp parallel for if (M * K >= MANY)
                 for (int64_t m = 0; m < M; m += 16) pack_pairs(x + m * K, M - m, K, (uint32_t*)&paired[m * K / 32]);
@@ -549,6 +577,25 @@ static void rows_dense(float* y, const Weight& w, const Input& in, int64_t n0, i
     for (; n < n1; n++) block_dense<1, T>(y, w, in, n, add);
 }
 
+// The products of FIXED without wide instructions. A compiler may add in another order in each place
+// where it inlines a sum, so these are functions of their own.
+template <class T>
+__attribute__((noinline)) static float dot_fixed(const T* w, const float* x, int64_t K) {
+    return dot(w, x, K);
+}
+template <class B>
+__attribute__((noinline)) static float dot_blocks_fixed(const uint8_t* row, const Codes* x, int64_t K) {
+    float y[1][1];
+    dots_blocks<B, 1, 1>(row, x, K, y);
+    return y[0][0];
+}
+template <class T>
+static void rows_fixed(float* y, const Weight& w, const Input& in, int64_t n0, int64_t n1, bool add) {
+    for (int64_t n = n0; n < n1; n++)
+        for (int64_t m = 0; m < in.M; m++)
+            put(y + m * w.width, w, n, dot_fixed((const T*)w.data + n * w.K, in.x + m * w.K, w.K), add);
+}
+
 template <class T>
 static void unpack(T* to, const Weight& w, int64_t n) {  // row n of int8, int4 or blocks
     int64_t bytes = row_bytes(w);
@@ -567,18 +614,21 @@ static void table_row(float* to, const Weight& w, int64_t n) {
 
 #if defined(__AVX512BF16__)
 // A tile of weights stays in the first-level cache while all rows of activations are multiplied
-// with it, four at a time. The prefetches of later rows are divided among these passes.
+// with it, four at a time. The prefetches of later rows are divided among these passes. In FIXED a
+// last row that is alone costs a quarter, for the same sums.
 static void rows_bf16(float* y, const Weight& w, const Input& in, int64_t n0, int64_t n1, bool add) {
     int64_t passes = (in.M + TILE - 1) / TILE, K = w.K;
     std::vector<bf16> unpacked(w.format == BF16 ? 0 : TILE * K);
     auto tile = w.format != BF16 ? tile_bf16<0> : passes == 1 ? tile_bf16<4> : passes < 4 ? tile_bf16<2> : tile_bf16<1>;
+    auto single = passes == 1 ? column_bf16<4> : column_bf16<1>;
     for (int64_t n = n0; n < n1; n += TILE) {
         const bf16* data = w.format == BF16 ? (const bf16*)w.data + n * K : unpacked.data();
         for (int64_t r = 0; r < TILE && n + r < n1 && w.format != BF16; r++) unpack(&unpacked[r * K], w, n + r);
         for (int64_t pass = 0; pass < passes; pass++) {
             float sums[TILE * TILE];
             const bf16* ahead = data + (AHEAD + pass % TILE) * K;
-            tile(data, n1 - n, &in.half[pass * TILE * K], K, ahead, passes == 1 ? K : passes * K, sums);
+            auto product = in.sums == FIXED && pass * TILE + 1 == in.M ? single : tile;
+            product(data, n1 - n, &in.half[pass * TILE * K], K, ahead, passes == 1 ? K : passes * K, sums);
             for (int64_t m = pass * TILE; m < in.M && m < (pass + 1) * TILE; m++)
                 put4(y + m * w.width, w, n, &sums[m % TILE * TILE], n1 - n, add);
         }
@@ -683,6 +733,13 @@ static inline void block_blocks(float* y, const Weight& w, const Input& in, int6
 template <class B>
 static void rows_blocks(float* y, const Weight& w, const Input& in, int64_t n0, int64_t n1, bool add) {
     int64_t n = n0;
+#if !defined(WIDE_PRODUCTS)
+    for (; n < n1 && in.sums == FIXED; n++)
+        for (int64_t m = 0; m < in.M; m++) {
+            const uint8_t* row = (const uint8_t*)w.data + n * (w.K / B::SIZE * B::BYTES);
+            put(y + m * w.width, w, n, dot_blocks_fixed<B>(row, &in.codes[m], w.K), add);
+        }
+#endif
     for (; n + TILE <= n1 && in.M == 1; n += TILE) block_blocks<B, TILE, 1>(y, w, in, n, 0, add);
     for (; n < n1; n++) {
         int64_t m = 0;
@@ -717,20 +774,21 @@ static void rows_panels(float* y, const Weight& w, const Input& in, int64_t n0, 
 
 // Rows n0 … n1−1 of the weights. Each thread calls it with different rows.
 static void rows(float* y, const Weight& w, const Input& in, int64_t n0, int64_t n1, bool add) {
-    if (w.format == FP32) return rows_dense<float>(y, w, in, n0, n1, add);
+    bool fixed = in.sums == FIXED;
+    if (w.format == FP32) return (fixed ? rows_fixed<float> : rows_dense<float>)(y, w, in, n0, n1, add);
 #if defined(TILES)
     if (in.paired && tiles_allowed()) return rows_tiles(y, w, in, n0, n1, add);
 #endif
 #if defined(__AVX512BF16__)
     const bf16* data = (const bf16*)w.data;
-    if (!in.half.empty() && in.M == 1) {
+    if (!in.half.empty() && in.M == 1 && !fixed) {
         for (int64_t n = n0; n < n1; n++) put(y, w, n, dot_bf16(data + n * w.K, in.half.data(), w.K), add);
         return;
     }
     if (in.paired) return rows_lanes(y, w, in, n0, n1, add);
     if (!in.half.empty()) return rows_bf16(y, w, in, n0, n1, add);
 #endif
-    if (w.format == BF16) return rows_dense<bf16>(y, w, in, n0, n1, add);
+    if (w.format == BF16) return (fixed ? rows_fixed<bf16> : rows_dense<bf16>)(y, w, in, n0, n1, add);
 #if defined(WIDE_PRODUCTS)
     if (in.quads) return with_blocks(w.format, [&](auto type) { rows_panels<decltype(type)>(y, w, in, n0, n1, add); });
 #endif
@@ -752,7 +810,7 @@ static void rows(float* y, const Weight& w, const Input& in, int64_t n0, int64_t
 // interrupted thread does not delay the others for long. With one row of activations a part of
 // half a megabyte is long enough for the loads to run ahead. With several rows, the first lines
 // of each part are not prefetched by the part before, so the parts are larger: 2 MB.
-static void multiply(float* y, const float* x, int64_t M, const Weight& w, bool add) {
+static void multiply(float* y, const float* x, int64_t M, const Weight& w, bool add, Sums sums) {
     struct Job {
         const Weight* w;
         const Input* in;
@@ -766,7 +824,7 @@ static void multiply(float* y, const float* x, int64_t M, const Weight& w, bool 
         const Input* in = nullptr;
         for (auto& made : inputs)
             if (made->serves(*part)) in = made.get();
-        if (!in) in = inputs.emplace_back(new Input(x, M, *part)).get();
+        if (!in) in = inputs.emplace_back(new Input(x, M, *part, sums)).get();
         int64_t bytes = row_bytes(*part), size = (1 << (M > TILE ? 21 : 19)) / bytes, most = w.width / (2 * threads());
         size = size > most ? most : size;
         size = size < 8 ? 8 : size < 32 ? size / 8 * 8 : size / 32 * 32;

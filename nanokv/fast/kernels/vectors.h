@@ -223,6 +223,16 @@ static inline f32x16 sums16(const f32x16* v) {
 }
 
 #if defined(__AVX512F__)
+// The sums of four vectors, added in the order of sums16: the same bits.
+static inline __m128 sums4(const __m512* s) {
+    __m512 two = _mm512_unpacklo_ps(s[0], s[1]) + _mm512_unpackhi_ps(s[0], s[1]);
+    __m512 more = _mm512_unpacklo_ps(s[2], s[3]) + _mm512_unpackhi_ps(s[2], s[3]);
+    __m512 four = (__m512)_mm512_unpacklo_pd((__m512d)two, (__m512d)more) +
+                  (__m512)_mm512_unpackhi_pd((__m512d)two, (__m512d)more);
+    __m512 half = four + _mm512_shuffle_f32x4(four, four, 0xb1);
+    return _mm512_castps512_ps128(half + _mm512_shuffle_f32x4(half, half, 0x4e));
+}
+
 // Transpose a block of 16 × 16 in 64 instructions.
 static inline void turn16(__m512* v) {
     __m512 a[16], b[16];
