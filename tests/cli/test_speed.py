@@ -104,6 +104,47 @@ def test_plain_contradicts_the_flags_that_ask_for_kernels(cli, tmp_path, command
 
 
 @needs_kernels
+@pytest.mark.parametrize("flags", [[], ["--quantize", "int8"]], ids=" ".join)
+def test_batch_invariant_answers_are_the_same_alone_and_together(cli, tmp_path, flags):
+    """A line alone and in a batch of four, and the same prompt by generate."""
+    ask = [f"My name is {name}. What is my name?" for name in ("Zorbla", "Bo", "Ines", "Anna")]
+    words = ["-n", "12", "-t", "0", "--batch-invariant", "--dtype", "bfloat16", *flags]
+
+    def answers(*prompts):
+        lines = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
+        code, out, err = cli("batch", "-", "--chat", *words, stdin=lines.encode())
+        assert code == 0 and "batch-invariant: " in err
+        return [json.loads(line)["choices"][0]["message"]["content"] for line in out.splitlines()]
+
+    together = answers(*ask)
+    assert [answers(prompt)[0] for prompt in ask[:2]] == together[:2]
+    code, out, _ = cli("generate", ask[0], *words, "--cache", "growing")
+    assert (code, out.strip()) == (0, together[0].strip())
+
+
+@pytest.mark.parametrize(
+    ("flags", "cause"),
+    [
+        (["--cache", "quantized"], "which keys it rounds or drops depends on the chunks"),
+        (["--cache", "sliding:window=8"], "--batch-invariant with a sliding cache"),
+        (["--cache", "paged:page=24"], "pages of 24 tokens"),
+        (["--plain"], "--plain and --batch-invariant contradict each other"),
+        (["--dtype", "float16"], "no kernels for float16"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_batch_invariant_is_refused_in_one_line(cli, flags, cause):
+    code, out, err = cli("generate", "x", "--batch-invariant", *flags)
+    assert (code, out) == (2, "") and cause in err and len(err.splitlines()) == 2
+
+
+def test_batch_invariance_is_refused_without_kernels(cli, monkeypatch):
+    monkeypatch.setenv("NANOKV_KERNELS", "off")
+    code, out, err = cli("generate", "x", "--batch-invariant")
+    assert (code, out) == (2, "") and "--batch-invariant: NANOKV_KERNELS=off" in err
+
+
+@needs_kernels
 def test_a_batch_that_the_plain_model_began_is_finished_by_the_kernels(
     cli, steps, tiny_folder, tmp_path
 ):

@@ -41,6 +41,7 @@ def kept(given: ChatOptions) -> list[tuple]:
         ("--plain", speed.plain, False),
         ("--quantize", speed.quantize, None),
         ("--dequantize", speed.dequantize, False),
+        ("--batch-invariant", speed.invariant, False),
         ("--speculate", guess, None),
         ("--beams", beams.count, 0),
         ("--chat-template", template.choice, None),

@@ -77,6 +77,7 @@ def _load_model(
 ) -> Loaded:
     start = time.perf_counter()
     speed.check(model.speed, ranks.size)
+    speed.check_invariant(model.speed, cache)
     ranks.hear()  # the other ranks wait here until rank 0 has a prompt
     plan = plan_model(model, cache, output, ranks)
     early = model.device == "cpu" or (model.device == "auto" and not _gpu_possible())

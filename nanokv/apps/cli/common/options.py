@@ -47,11 +47,12 @@ class SpeedOptions:
     plain: bool = False
     quantize: str | None = None
     dequantize: bool = False
+    invariant: bool = False
     speculate: tuple[str, int | str] | None = None  # (kind, value)
 
 
 def add_speed_arguments(parser: ArgumentParser) -> None:
-    """--fast, --plain, --quantize and --dequantize."""
+    """--fast, --plain, --quantize, --dequantize and --batch-invariant."""
     about = (
         "Default: native kernels, as soon as they are built in the background; on a GPU a decode "
         "step is a recorded graph."
@@ -75,11 +76,17 @@ def add_speed_arguments(parser: ArgumentParser) -> None:
         help="turn the blocks of a GGUF file into plain numbers; by default kernels read them as "
         "stored",
     )
+    group.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="the same answer whoever else is in the batch, on a CPU; slower (see "
+        "docs/batch-invariance.md); implies --fast",
+    )
 
 
 def speed_options(args: Namespace) -> SpeedOptions:
     """The options of the flags of add_speed_arguments."""
-    return SpeedOptions(args.fast, args.plain, args.quantize, args.dequantize)
+    return SpeedOptions(args.fast, args.plain, args.quantize, args.dequantize, args.batch_invariant)
 
 
 GUESSES = {"ngram": "ngram[:N]", "early-exit": "early-exit:K", "draft": "draft:MODEL"}

@@ -36,6 +36,7 @@ class Choice:
     quantize: str | None = None
     as_stored: bool = False  # the weights stay in the blocks of a GGUF file
     blocks: bool = False  # those of a draft model stay too, if it is a GGUF file
+    invariant: bool = False  # rows do not depend on other rows
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ tokens of one run come from the same code.
     --fast, --quantize     the fused model; waits for the compiler, and prints the reason if there
                            are no kernels
     --dequantize           kernels over plain numbers; without it they read a GGUF file's blocks
+    --batch-invariant      kernels with one order of sums; refused where there are none
 """
 
 import re
@@ -18,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanokv.apps.cli.common.options import OutputOptions, SpeedOptions
+from nanokv.apps.cli.common.options import CacheOptions, OutputOptions, SpeedOptions
 from nanokv.apps.cli.common.plan import Choice, Plan
 from nanokv.apps.cli.common.terminal import notice, sanitize_line
 from nanokv.errors import ConfigError, NanoKVError
@@ -38,9 +39,14 @@ GRAPHS = "CUDA graphs"  # the banner's text on a GPU
 
 def check(wanted: SpeedOptions | None, ranks: int) -> None:
     """Refuse flags that contradict each other, before anything is loaded."""
-    if wanted is None or not (wanted.fast or wanted.quantize):
+    flags = wanted and {
+        "--fast": wanted.fast,
+        "--quantize": wanted.quantize,
+        "--batch-invariant": wanted.invariant,
+    }
+    flag = next((name for name, given in (flags or {}).items() if given), None)
+    if wanted is None or flag is None:
         return
-    flag = "--fast" if wanted.fast else "--quantize"
     if wanted.plain:
         raise NanoKVError(
             f"--plain and {flag} contradict each other", f"leave out --plain, or {flag}"
@@ -53,6 +59,37 @@ def check(wanted: SpeedOptions | None, ranks: int) -> None:
         )
 
 
+def check_invariant(wanted: SpeedOptions | None, cache: CacheOptions) -> None:
+    """Refuse --batch-invariant over a cache whose rows depend on how tokens come."""
+    if wanted is None or not wanted.invariant:
+        return
+    kinds = {cache.name, cache.options.get("of")}
+    if found := kinds & {"quantized", "sliding"}:
+        raise NanoKVError(
+            f"--batch-invariant with a {found.pop()} cache: "
+            "which keys it rounds or drops depends on the chunks",
+            "--cache growing, static, dict, paged, prefix or offloaded",
+        )
+    page = cache.options.get("page") or 16
+    if page % 16:
+        raise NanoKVError(
+            f"--batch-invariant with pages of {page} tokens: it reads keys 16 at a time",
+            "a page size that is a multiple of 16",
+        )
+
+
+def refuse_variant(plan: Plan) -> None:
+    """NanoKVError for --batch-invariant if this model has no kernels here."""
+    why = not_for_kernels(plan)
+    if not why and plan.config.experts:
+        why = "no kernels compute whole layers of experts"
+    if not why and not kernels_possible():
+        found = building.state()
+        why = found.detail or found.why
+    if why:
+        raise NanoKVError(f"--batch-invariant: {sanitize_line(why)}", "leave out --batch-invariant")
+
+
 def choose(plan: Plan, wanted: SpeedOptions | None, fits: Callable[[int], bool]) -> Choice:
     """Choose from the flags, the model and the kernels that are built.
 
@@ -60,6 +97,8 @@ def choose(plan: Plan, wanted: SpeedOptions | None, fits: Callable[[int], bool])
     """
     if wanted is None:
         return Choice(False)
+    if wanted.invariant:
+        refuse_variant(plan)
     if wanted.plain:
         return Choice(False, "plain (--plain)")
     if plan.ranks.size > 1:
@@ -67,11 +106,12 @@ def choose(plan: Plan, wanted: SpeedOptions | None, fits: Callable[[int], bool])
     if plan.device.startswith("cuda"):
         return choose_on_gpu(plan, wanted, fits)
     blocks = not (wanted.dequantize or wanted.quantize)
-    if wanted.fast or wanted.quantize:
-        text = " ".join(filter(None, ("fast", wanted.quantize)))
+    if wanted.fast or wanted.quantize or wanted.invariant:
+        invariant = "batch-invariant" if wanted.invariant else None
+        text = " ".join(filter(None, ("fast", wanted.quantize, invariant)))
         blocks = blocks and kernels_possible()
         stored = blocks and plan.stored is not None
-        return Choice(True, text, True, wanted.quantize, stored, blocks)
+        return Choice(True, text, True, wanted.quantize, stored, blocks, wanted.invariant)
     why = unusable(plan)
     if not why and plan.stored is None and not fits(fusing_bytes(plan)):
         why = NO_MEMORY
@@ -224,6 +264,17 @@ def optimized(model: "Transformer", choice: Choice, output: OutputOptions) -> "T
     """The model that `choice` names. If kernels were requested, a notice names the code."""
     if not choice.fast:
         return model
+    fast = fused(model, choice, output)
+    if not choice.invariant:
+        return fast
+    from nanokv.fast import batch_invariant
+
+    notice("batch-invariant: a row has one order of sums, whoever else is in the batch", output)
+    return batch_invariant(fast)
+
+
+def fused(model: "Transformer", choice: Choice, output: OutputOptions) -> "Transformer":
+    """The model over kernels, or the plain one if those that are built cannot be loaded."""
     from nanokv.fast import native, optimize
 
     if choice.as_stored:
