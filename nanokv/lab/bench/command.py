@@ -30,6 +30,7 @@ from nanokv.text.tokenizer import Tokenizer
 FLAGS = {
     "plain": ["--plain"],
     "fast": ["--dequantize"],
+    "invariant": ["--dequantize", "--batch-invariant"],
     "int8": ["--quantize", "int8"],
     "int4": ["--quantize", "int4"],
     "stored": ["--fast"],

@@ -48,7 +48,7 @@ DESCRIPTION = (
 )
 RANKS = "alike"  # every rank measures the same; rank 0 decides when to stop, and prints
 WRITTEN = ("q8_0", "q4_0", "q4_k_m")  # types of GGUF files that are written for the run
-WEIGHTS = ("plain", "fast", "int8", "int4", "stored", *WRITTEN)
+WEIGHTS = ("plain", "fast", "invariant", "int8", "int4", "stored", *WRITTEN)
 LLAMA_CPP = tuple(f"llama.cpp:{kind}" for kind in ("stored", *WRITTEN))
 AGAINST = ("transformers", "transformers:static", "llama.cpp", *LLAMA_CPP)
 # A run is called noisy above this spread of decode times or bandwidth (as a fraction), or above
@@ -112,7 +112,8 @@ def _add_own_runners(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--weights",
         metavar="W,W",
-        help="plain = the model as loaded, fast = nanokv.optimize, int8, int4, stored = the blocks "
+        help="plain = the model as loaded, fast = nanokv.optimize, invariant = fast with "
+        "--batch-invariant, int8, int4, stored = the blocks "
         f"of a GGUF file; {', '.join(WRITTEN)} = as stored in such a file, written for the run "
         "(default: plain,fast; of a GGUF file stored,fast; on several ranks plain)",
     )
@@ -595,8 +596,8 @@ def show_failed(rows: Iterable[tuple[str, str, str]]) -> None:
 
 
 def made(loaded: Loaded, weights: list[str]) -> dict:
-    """Models by the name of their weights. Plain and fast weights share memory."""
-    from nanokv.fast import optimize, stored
+    """Models by the name of their weights. Plain, fast and invariant weights share memory."""
+    from nanokv.fast import batch_invariant, optimize, stored
     from nanokv.lab.bench import gguf
 
     models = {}
@@ -605,6 +606,8 @@ def made(loaded: Loaded, weights: list[str]) -> dict:
             models[name] = loaded.model
         elif name == "fast":
             models[name] = optimize(loaded.model)
+        elif name == "invariant":
+            models[name] = batch_invariant(models.get("fast") or optimize(loaded.model))
         elif name == "stored":
             gguf.file_of(loaded.folder)
             models[name] = stored.read(
