@@ -20,6 +20,7 @@ COMMANDS = {  # each as short as it can be; FOLDER is a random model, OUT an emp
     "memory": "memory",
     "models": "models",
     "replay": "replay TRACE",
+    "reuse": "reuse",
     "chat --list": "chat --list",
     "course claims": "course claims",
     "generate": "generate -p Once -m FOLDER -n 2 -t 0",

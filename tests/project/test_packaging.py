@@ -379,6 +379,7 @@ HELP = [
     ["models"],
     ["profile"],
     ["replay"],
+    ["reuse"],
     ["serve"],
     ["trace"],
     ["train"],

@@ -44,6 +44,10 @@ COMMANDS = {  # name → (module, one line for the help)
         "nanokv.apps.cli.commands.replay",
         "what a prefix cache would save on a trace of requests, without a model",
     ),
+    "reuse": (
+        "nanokv.apps.cli.commands.reuse",
+        "what a change of a conversation costs: tokens reused, and computed again",
+    ),
     "bench": (
         "nanokv.apps.cli.commands.bench",
         "prefill and decode speed here, beside the memory bandwidth",

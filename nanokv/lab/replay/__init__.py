@@ -7,6 +7,8 @@ still have had.
     order        which of the waiting requests is next
     simulation   one run of a trace over an index
     prices       what the prompts cost with and without reuse
+    changes      a conversation that goes on after a change: the tokens that are had and computed
+    served       the same through an engine, with its times
 
     trace = read("trace.jsonl.gz")
     replay(trace, Setup(page=512, pages=10_000)).rate      0.211: the share of pages that was reused
