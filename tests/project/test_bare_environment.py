@@ -21,6 +21,7 @@ COMMANDS = {  # each as short as it can be; FOLDER is a random model, OUT an emp
     "models": "models",
     "replay": "replay TRACE",
     "reuse": "reuse",
+    "blend": "blend --talks 1",
     "chat --list": "chat --list",
     "course claims": "course claims",
     "generate": "generate -p Once -m FOLDER -n 2 -t 0",

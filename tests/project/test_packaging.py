@@ -369,6 +369,7 @@ HELP = [
     [],
     ["batch"],
     ["bench"],
+    ["blend"],
     ["chat"],
     ["convert"],
     ["course"],

@@ -48,6 +48,10 @@ COMMANDS = {  # name → (module, one line for the help)
         "nanokv.apps.cli.commands.reuse",
         "what a change of a conversation costs: tokens reused, and computed again",
     ),
+    "blend": (
+        "nanokv.apps.cli.commands.blend",
+        "reuse text that is not a prefix: the errors, and what is forgotten",
+    ),
     "bench": (
         "nanokv.apps.cli.commands.bench",
         "prefill and decode speed here, beside the memory bandwidth",
