@@ -16,9 +16,11 @@ import torch
 
 from nanokv.cache import PrefixPool, make_cache
 from nanokv.config import Config
+from nanokv.engine import Engine
 from nanokv.errors import NanoKVError
 from nanokv.lab.replay import INDEXES, POLICIES, Prices, Replay, Setup, read, replay
 from nanokv.lab.replay.traces import Blocks, BlockTrace, Tokens, TokenTrace
+from small_model import small
 
 REAL = [name for name in POLICIES if name != "belady"]
 
@@ -224,6 +226,24 @@ def test_an_index_finds_what_that_of_the_prefix_pool_finds(page, index):
         assert replay(trace, Setup(page, capacity, index)).hit_tokens == hits
         some += hits < replay(trace, Setup(page, None)).hit_tokens
     assert some or page > 1, "nothing was ever evicted"
+
+
+@pytest.mark.parametrize("index", ["hash", "radix"])
+def test_an_engine_reuses_what_the_replay_of_its_requests_computes(index):
+    """Prompts that begin alike, in a pool that is too small; the trace has the tokens that were drawn."""
+    model, _ = small(num_hidden_layers=1)
+    for page, pages in ((1, 40), (4, 9)):
+        engine = Engine(model, pages, page, prefix=index)
+        rows, evicted = [], 0
+        for row in conversations(page, 25).rows:
+            request = engine.submit(row.prompt, 3, salt=row.salt, eos_token_ids=())
+            engine.run()
+            rows.append(Tokens(row.prompt, request.tokens[:-1], row.salt))
+        trace = TokenTrace(rows)
+        found = replay(trace, Setup(page, pages, index)).hit_tokens
+        assert engine.metrics.reused_tokens == found > 0
+        evicted += found < replay(trace, Setup(page, None)).hit_tokens
+        assert evicted or page > 1, "nothing was ever evicted"
 
 
 # --- page sizes, snapshots, order, prices ---------------------------------------------------------------------------

@@ -708,6 +708,30 @@ def test_a_second_turn_reuses_the_first(loaded):
         assert first["usage"]["prompt_tokens"] - 8 < cached <= second["usage"]["prompt_tokens"]
 
 
+def test_a_tree_of_prefixes_gives_the_same_answers_and_counts(loaded):
+    """A talk that grows, and one whose first turn is edited: answers, cached tokens and metrics, over HTTP."""
+    found = []
+    for prefix in ("hash", "radix"):
+        with Serving(*loaded, prefix=prefix, pages=60) as server:
+            answers = []
+            for first in ("My name is Zorbla.", "My name is Ada."):
+                turns = ask(first)["messages"]
+                for said in ("Who am I?", "And who are you?", "Bye."):
+                    _, one = server.post(CHAT, {"messages": turns, "max_tokens": 6})
+                    told = one["choices"][0]["message"]["content"]
+                    answers.append((told, one["usage"]["prompt_tokens_details"]["cached_tokens"]))
+                    turns = [
+                        *turns,
+                        {"role": "assistant", "content": told},
+                        {"role": "user", "content": said},
+                    ]
+            text = server.raw("GET", "/metrics")[2].decode()
+            hits = re.search(r"^nanokv_prefix_hit_tokens_total (\S+)$", text, re.MULTILINE)[1]
+            assert float(hits) == sum(cached for _, cached in answers) > 0
+            found.append(answers)
+    assert found[0] == found[1]
+
+
 def test_metrics_count_what_happened(loaded):
     with Serving(*loaded) as server:
         for _ in range(2):

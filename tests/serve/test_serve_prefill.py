@@ -19,6 +19,7 @@ import torch
 
 import handover_peer as other
 from nanokv.apps.serve.run.prefill import AHEAD, Elsewhere
+from nanokv.cache.prefix import INDEXES
 from nanokv.cache.saving import fingerprint
 from nanokv.engine import Engine
 from nanokv.errors import NanoKVError
@@ -405,6 +406,23 @@ def state(pid) -> str:
             return file.read().rpartition(")")[2].split()[0]
     except OSError:
         return "Z"
+
+
+@pytest.mark.parametrize(("cache", "index"), [("prefix", "hash"), ("prefix:index=radix", "radix")])
+def test_the_process_finds_pages_as_the_server_does(cli, monkeypatch, tiny_folder, cache, index):
+    """The command, up to the process that it would start; the banner names an index that was chosen."""
+    made = []
+
+    def stop(engine, load, sizes, weights):
+        made.append((engine.pool.index, Engine(engine.model, **sizes).pool.index))
+        raise NanoKVError("no process in this test")
+
+    monkeypatch.setattr("nanokv.apps.serve.run.prefill.Elsewhere", stop)
+    flags = ("--prefill-worker", "--port", "0", "--pages", "64", "--cache", cache)
+    code, out, err = cli("serve", "-m", tiny_folder, *flags)
+    assert (code, out) == (2, "") and "no process in this test" in err
+    assert f" · cache {cache} · " in err
+    assert [type(one) for one in made[0]] == [INDEXES[index]] * 2
 
 
 @pytest.mark.slow

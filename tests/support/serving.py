@@ -58,10 +58,11 @@ class Serving:
         origins=(),
         connections=1_000,
         step_tokens=256,
+        prefix="hash",
         prefills=lambda engine: Here(),
         **served,
     ):
-        self.engine = Engine(model, pages, page_size, step_tokens, running)
+        self.engine = Engine(model, pages, page_size, step_tokens, running, prefix=prefix)
         self.bound = listen("127.0.0.1", 0)
         self.url, self.port = url(self.bound), self.bound.getsockname()[1]
         self.served = Served(

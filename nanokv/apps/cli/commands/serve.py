@@ -326,10 +326,16 @@ def make_engine(given: ServeOptions, loaded: Loaded) -> "Engine":
     sizes = given.pool.on(loaded.device)
     pages = given.cache.options.get("pages") or pool_pages(sizes.running, loaded, page)
     paced = given.pool.step_tokens is None
-    index = given.cache.options.get("index", "hash")
-    engine = loaded.make_engine(pages, page, sizes.step_tokens, sizes.running, paced, index)
+    engine = loaded.make_engine(
+        pages, page, sizes.step_tokens, sizes.running, paced, index_of(given.cache)
+    )
     record(loaded.model, sizes.running, given)
     return engine
+
+
+def index_of(cache: CacheOptions) -> str:
+    """What finds the pages of earlier prompts, here and in the prefill process."""
+    return cache.options.get("index", "hash")
 
 
 def make_served(given: ServeOptions, loaded: Loaded, engine: "Engine") -> "Served":
@@ -435,6 +441,7 @@ def prefills(
         "page_size": page,
         "step_tokens": limits.step_tokens,
         "max_running": limits.running,
+        "prefix": index_of(given.cache),
     }
     elsewhere = Elsewhere(engine, partial(load_again, given), sizes, loaded.fingerprints()[0])
     elsewhere.load()

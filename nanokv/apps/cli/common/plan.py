@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanokv import __version__
+from nanokv.cache.options import kind_text
 from nanokv.config import Config
 from nanokv.costs import parameters
 from nanokv.costs.memory import SHORT
@@ -68,11 +69,12 @@ class Plan:
         where = self.device
         if self.device == "cpu":
             where = threads_text(self.threads)
+        shown = {key: value for key, value in self.cache_options.items() if key == "index"}
         parts = [
             f"nanokv {__version__}",
             f"{self.name} {count_text(parameters(self.config))} {SHORT[self.dtype_name]}",
             where,
-            f"cache {self.cache_name}",
+            f"cache {kind_text(self.cache_name, shown)}",
             f"context {self.context:,}",
         ]
         if self.code.text:
