@@ -57,8 +57,7 @@ class ReplayOptions:
     indexes: list[str]
     policies: list[str]
     page: list[int]  # empty: the trace's own
-    pages: list[int | None]
-    tokens: list[int | None] | None  # in place of `pages`
+    tokens: list[int | None] | None  # memory; None: of PAGES
     waiting: int
     snapshot: int
     weight: int
@@ -85,11 +84,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     server.add_argument(
         "--page", type=several(1), default=[], help=f"tokens per page ({PAGE}; of ids: a block)"
     )
-    memory = server.add_mutually_exclusive_group()
-    memory.add_argument(
-        "--pages", type=several(1), help="memory in pages, or all (1000,10000,50000,all)"
+    server.add_argument(
+        "--tokens",
+        type=several(1),
+        help="memory in tokens, or all (1,000, 10,000 and 50,000 pages, all)",
     )
-    memory.add_argument("--tokens", type=several(1), help="memory in tokens, or all")
     server.add_argument(
         "--waiting",
         metavar="N",
@@ -168,7 +167,6 @@ def replay_options(args: Namespace) -> ReplayOptions:
         args.index,
         args.policy or usual,
         args.page,
-        args.pages or list(PAGES),
         args.tokens,
         args.waiting,
         args.snapshot,
@@ -217,7 +215,7 @@ def setups(given: ReplayOptions, trace: Trace) -> Iterator[list[Setup]]:
     own = trace.block if isinstance(trace, BlockTrace) else PAGE
     for index in given.indexes:
         for page in given.page or [own]:
-            memory = given.pages
+            memory = list(PAGES)
             if given.tokens is not None:
                 memory = [None if n is None else n // page for n in given.tokens]
             for pages in memory:
