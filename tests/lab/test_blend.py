@@ -14,6 +14,7 @@ from nanokv.inference import verify_draft
 from nanokv.lab.bench.blend import CUTS, FAULT, FULL, TELLS, TURNED, rows, told
 from nanokv.lab.study.blend import CHOICES, Joined, alone, join, moved
 from nanokv.lab.study.quality import relative_error
+from real_model import smollm2
 from small_model import small
 
 PARTS = ((0, 9), (9, 22), (22, 40))
@@ -148,6 +149,20 @@ def test_a_fact_that_is_cut_needs_the_part_before(bundled):
     assert found["cut", FAULT].keys[0] > 1 > 1e-4 > found["cut", TURNED].keys[0]
     assert found["cut", "most changed"].computed == pytest.approx((1 + 0.15 * 5) / 6)
     assert found["whole", TURNED].known >= 10
+
+
+@pytest.mark.slow
+def test_a_real_model_is_joined_exactly_in_layer_0_and_computed_exactly_in_all():
+    """SmolLM2: one talk, 30 layers, sinks at the first token of each part."""
+    model, tokenizer = nanokv.load(smollm2(), dtype="float32")
+    parts = told(tokenizer, 0).parts["cut"]
+    full = alone(model, whole(parts))
+    joined = join(model, parts)
+    assert worst(joined, full, 0) < 1e-5 and worst(joined, full, 29) > 0.1
+    for choice in ("most changed", "first of each part"):
+        joined = join(model, parts)
+        CHOICES[choice](model, joined, 1.0)
+        assert max(worst(joined, full, layer) for layer in range(30)) < 1e-4
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
