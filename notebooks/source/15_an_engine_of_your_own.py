@@ -43,7 +43,7 @@ from nanokv import course
 from nanokv.cache.paged import PagedCache
 from nanokv.cache.paged_batch import PagedBatch
 from nanokv.cache.pool import PagePool
-from nanokv.errors import CapacityError
+from nanokv.errors import CapacityError, ConfigError
 from nanokv.school.course.own_engine import Engine, Request
 from nanokv.school.course.own_server import Server
 
@@ -276,6 +276,44 @@ course.figure("15.moved", moved + 1e-12)
 # other requests, to the bit, an engine is [batch invariant](glossary.md#batch-invariance); it needs special kernels for
 # that. In a greedy answer, rounding matters only where the two best tokens are almost equally likely. So the test of an
 # engine is: each request in a batch must get the same tokens as alone.
+#
+# Almost equal tokens are not rare enough for that. The next cell answers <!--def-->120<!--/def--> questions twice at
+# temperature 0, with the faster kernels in bf16: each alone, and all in one engine.
+
+# %%
+names = ["Zorbla", "Anna", "Miso", "Tarik", "Lena", "Bo", "Quill", "Ines"]
+things = ["a cat", "a red car", "two dogs", "a blue boat", "an old piano"]
+ends = ["What is my name?", "What do I have?", "Tell me a story about it."]
+asked = [ids_of(f"My name is {name}. I have {thing}. {end}")
+         for name in names for thing in things for end in ends]
+asked = asked[:course.sized(120, 6)]
+
+
+def changed(fast):
+    """How many greedy answers are not the same alone and together."""
+    engine = nanokv.Engine(fast, pages=1024)
+    requests = [engine.submit(ids, 48, temperature=0.0) for ids in asked]
+    engine.run()
+    single = [list(nanokv.generate(fast, ids, max_new_tokens=48, temperature=0.0))
+              for ids in asked]
+    return sum(request.tokens != answer for request, answer in zip(requests, single))
+
+
+fast = nanokv.optimize(nanokv.load("tiny", dtype=torch.bfloat16)[0])
+usual = changed(fast)
+print(f"{usual} of {len(asked)} answers have other words in company")
+try:
+    one_order = changed(nanokv.batch_invariant(fast))
+    print(f"{one_order} of {len(asked)}, if each row has one order of sums")
+except ConfigError as error:
+    print(error)  # there is no C++ compiler
+
+# %% [markdown]
+# Temperature 0 takes the largest logit, and which logit is largest is what the company changed. From there on the text
+# is another one. So the load of a server decides what it answers, and the same request gives another answer at another
+# time. `nanokv.batch_invariant` and `--batch-invariant` give each row one order of sums, whatever is computed beside it
+# and in whatever chunks: then no answer changes. That costs time, most of it in long prompts: `docs/batch-invariance.md` has
+# the figures.
 
 # %% [markdown]
 # ## What the articles say
