@@ -66,7 +66,7 @@ def read_talk(path: Path) -> Talk:
     if "assistant" not in roles or roles[-1] == "assistant":
         raise NanoKVError(
             f"{path}: a talk has an answer, and ends with a message that is not answered yet",
-            f"its roles are {', '.join(map(str, roles)) or 'none'}",
+            f"the last of its {len(roles):,} messages is of {', '.join(map(str, roles[-1:]))!r}",
         )
     return Talk(tuple(messages), tuple(tools), summary)
 
@@ -230,11 +230,18 @@ def spelled_out(talk: Talk) -> list[Message]:
         first = talk.messages[0]
     messages = []
     for message in talk.messages[first is talk.messages[0] :]:
-        calls = [json.dumps(call["function"]) for call in message.get("tool_calls") or ()]
+        calls = [json.dumps(function_of(call)) for call in message.get("tool_calls") or ()]
         text = "\n".join([*filter(None, [message.get("content")]), *calls])
         kept = {key: value for key, value in message.items() if key != "tool_calls"}
         messages.append(kept | {"content": text})
     return [first | {"content": "\n".join([first["content"], *tools])}, *messages]
+
+
+def function_of(call: Any) -> Any:
+    """The name and arguments of a call, without its id."""
+    if isinstance(call, dict):
+        return call.get("function", call)
+    return call
 
 
 def reused(requests: Requests, page: int, index: str) -> int:
