@@ -7,9 +7,11 @@ layer 0 keys and values depend on their token alone, above it on all tokens befo
 the tokens is computed again, over keys and values of which the others stay as they are.
 
     most changed   CacheBlend (Yao et al. 2024, arXiv 2405.16444): layer 0 is computed for all
-                   tokens, then those whose keys and values of layer 1 have changed most
+                   tokens, then those whose keys and values of layer 1 have changed most. The
+                   paper narrows its choice from layer to layer; here, as in LMCache, it is made
+                   once.
     first          EPIC (Hu et al. 2024, arXiv 2410.15332): the first tokens of each part
-    evenly         every n-th token: what a choice without thought gives
+    evenly         every n-th token, for comparison
 
 The first part is a prefix, and exact. 100 % is a full prefill, 0 % costs nothing.
 """
