@@ -101,6 +101,7 @@ class BatchCache(KVCache):
     def __init__(self, rows: Iterable[KVCache], config: Config | None):
         self.rows: list[Any] = list(rows)
         check_rows(self.rows, config)
+        check_plain_attention(self.rows)
         row = self.rows[0].made
         self.made = Made("batch", {"of": row.name} | row.options, row.capacity, len(self.rows))
         super().__init__(self.layers(self.rows), config)
@@ -188,6 +189,18 @@ def check_rows(rows: Sequence[KVCache], config: Config | None) -> None:
         )
     if wrong := [row.config for row in rows if row.config not in (None, config)]:
         raise CacheError(f"a row was made for another model than the batch: {wrong[0]}")
+
+
+def check_plain_attention(rows: Sequence[Any]) -> None:
+    """UnsupportedError for rows with an attention of their own, which the padding would hide."""
+    for row in rows:
+        if hasattr(row, "attention") and row.attention(1) is not None:
+            how = ":".join(f"{key}={value}" for key, value in row.made.options.items())
+            raise UnsupportedError(
+                f"a row of {row.made.name}:{how} computes attention itself, so it cannot be padded "
+                "to a batch",
+                hint="run such rows one by one",
+            )
 
 
 @contextmanager

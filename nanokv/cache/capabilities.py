@@ -351,6 +351,9 @@ class CacheCapabilities(list[Layer], Generic[Layer]):
     def _check_save(self) -> None:
         """UnsupportedError if a file cannot hold this cache."""
 
+    def _check_padding(self) -> None:
+        """UnsupportedError if rows cannot begin with padding."""
+
     @classmethod
     def load(
         cls,

@@ -53,6 +53,14 @@ SCHEMES: dict[str, tuple[int, ...]] = {
 }
 DRAWN = ("lloyd", "qjl")
 BITS = SCHEMES["exact"]
+# Policies of an evicting cache (cache/policies.py) → the options that each has beside the budget.
+POLICIES: dict[str, tuple[str, ...]] = {
+    "window": ("sinks",),
+    "h2o": ("sinks", "recent"),
+    "snapkv": ("sinks", "recent"),
+    "norms": ("sinks", "recent"),
+}
+RECENT = 32  # the newest entries that stay, unless the budget is less than twice as much
 KINDS: dict[str, dict[str, Rule | None]] = {  # cache → option → rule
     "dict": {},
     "static": {},
@@ -74,6 +82,12 @@ KINDS: dict[str, dict[str, Rule | None]] = {  # cache → option → rule
         "first": at_least(0),
         "seed": at_least(0),
     },
+    "evicting": {
+        "policy": one_of(*POLICIES),
+        "budget": at_least(0),
+        "sinks": at_least(0),
+        "recent": at_least(0),
+    },
     "offloaded": {"to": one_of("disk", "host"), "folder": FOLDER},
     "batch": {"of": TEXT},  # and the options of its rows
 }
@@ -92,6 +106,10 @@ ELSEWHERE = {  # names in other programs, in lower case and without "cache" → 
     "q80": _QUANTIZED,
     "q40": _QUANTIZED,
     "fp8": _QUANTIZED,
+    "streamingllm": "'sliding:window=N:sinks=4' moves the sinks, 'evicting:budget=N:sinks=4' does not",
+    "h2o": "'evicting:policy=h2o:budget=N'",
+    "snapkv": "'evicting:policy=snapkv:budget=N'",
+    "knorm": "'evicting:policy=norms:budget=N'",
     "kivi": "'quantized:bits=2' has KIVI's scales",
     "turboquant": "'quantized:bits=4:keys=lloyd:values=lloyd' is its first stage; qjl adds the second",
 }
@@ -155,6 +173,8 @@ def check_options(name: str, options: dict[str, Any], objects: bool = False) -> 
             raise CacheError(f"{key} is {value!r}: {rule.legal}")
     if "quantized" in (name, options.get("of")):
         check_schemes(options)
+    if "evicting" in (name, options.get("of")):
+        check_policy(options)
 
 
 class Half(NamedTuple):
@@ -220,6 +240,34 @@ def check_schemes(options: dict[str, Any]) -> None:
             f"seed means nothing to keys={keys.scheme} and values={values.scheme}",
             f"leave seed out: {' and '.join(DRAWN)} draw a rotation",
         )
+
+
+def check_policy(options: dict[str, Any]) -> None:
+    """CacheError for options of an evicting cache that mean nothing to its policy, or for a budget
+    that the entries which always stay fill."""
+    policy = options.get("policy", "window")
+    known = POLICIES[policy]
+    for option in ("sinks", "recent"):
+        if option in options and option not in known:
+            raise CacheError(
+                f"{option} means nothing to policy={policy}",
+                f"leave {option} out: it has {', '.join(known)}",
+            )
+    if not (budget := options.get("budget", 0)):  # decided later
+        return
+    always = options.get("sinks", 0) + options.get(
+        "recent", newest(budget) if "recent" in known else 0
+    )
+    if always >= budget:
+        raise CacheError(
+            f"budget={budget} leaves no entry to choose: {always} always stay",
+            f"budget={always + 1}, or smaller sinks or recent",
+        )
+
+
+def newest(budget: int) -> int:
+    """`recent` of an evicting cache that is not told: 32, at most half of the budget."""
+    return min(RECENT, budget // 2)
 
 
 def _unknown(name: str) -> CacheError:

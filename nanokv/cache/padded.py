@@ -36,6 +36,7 @@ class PaddedCache(KVCache):
             raise CacheError(
                 f"pads is {self.pads.tolist()!r}: a number of columns ≥ 0 for each row was expected"
             )
+        inner._check_padding()
         if inner.made.options.get("sinks") and self.pads.any():
             raise UnsupportedError(
                 "the attention sinks of a padded row would be its padding",

@@ -18,10 +18,12 @@ from nanokv.cache.batch import BatchCache
 from nanokv.cache.capabilities import Made
 from nanokv.cache.checks import Expected
 from nanokv.cache.dict_cache import DictCache
+from nanokv.cache.evicting import EvictingCache, EvictingLayer
 from nanokv.cache.offloaded import OffloadedCache
-from nanokv.cache.options import check_options, read_kind
+from nanokv.cache.options import check_options, check_policy, read_kind
 from nanokv.cache.paged import PagedCache
 from nanokv.cache.paged_batch import PagedBatch
+from nanokv.cache.policies import make_policy
 from nanokv.cache.pool import ElasticPool, PagePool
 from nanokv.cache.prefix import INDEXES, ElasticPrefixPool, PrefixCache, PrefixPool
 from nanokv.cache.quantized import QuantizedCache
@@ -176,6 +178,34 @@ def make_quantized(
     return KVCache(layers, config)
 
 
+def make_evicting(
+    config: Config,
+    batch_size: int,
+    capacity: Capacity,
+    *,
+    policy: str = "window",
+    budget: int = 0,
+    sinks: int = 0,
+    recent: int | None = None,
+) -> KVCache:
+    """At most `budget` entries per KV head (default: capacity, else the context).
+
+    policy: of nanokv/cache/policies.py, which entries stay.
+    sinks, recent: how many of the first and of the newest tokens always stay. recent is 32 by
+        default, at most half of the budget; the window keeps nothing but sinks and newest tokens.
+    """
+    budget = budget or capacity or config.max_position_embeddings
+    decided = {"policy": policy, "budget": budget, "sinks": sinks}
+    if recent is not None:
+        decided["recent"] = recent
+    check_policy(decided)
+    chooses = make_policy(policy, budget, sinks, recent)
+    cache = EvictingCache((EvictingLayer(chooses) for _ in range(config.num_hidden_layers)), config)
+    # Recorded, so that a saved file does not depend on the default.
+    cache.made = Made(options={"budget": budget})
+    return cache
+
+
 def make_offloaded(
     config: Config,
     batch_size: int,
@@ -224,6 +254,7 @@ CACHES: dict[str, Callable[..., KVCache]] = {
     "prefix": make_prefix,
     "sliding": make_sliding,
     "quantized": make_quantized,
+    "evicting": make_evicting,
     "offloaded": make_offloaded,
     "batch": make_batch,
 }

@@ -17,6 +17,7 @@ __all__ = [
     "cache_bytes",
     "cache_slots",
     "decode_flops",
+    "evicting_bytes",
     "forward_bytes",
     "kv_bytes",
     "kv_bytes_per_token",
@@ -28,6 +29,9 @@ __all__ = [
     "weight_bytes",
 ]
 FP16 = 2  # bytes of a scale, an offset or a norm of a quantized cache
+INT32 = 4  # bytes of a position in an evicting cache
+FP32 = 4  # bytes of a number that a policy notes per entry
+NOTES = {"window": 0, "norms": 0, "h2o": 1, "snapkv": 1}  # policy → numbers per entry
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -154,6 +158,9 @@ def cache_bytes(
             raise CacheError(f"{what} is {value!r}: a whole number ≥ 0 was expected")
     if name == "batch":
         name = options.pop("of", "dict")
+    if name == "evicting":
+        whole = capacity or config.max_position_embeddings
+        return batch_size * evicting_bytes(config, tokens, itemsize, whole, **options)
     if name == "quantized":
         return quantized_bytes(config, tokens, batch_size, itemsize, last=last, **options)
     slots = cache_slots(name, config, tokens, capacity, **options)
@@ -184,6 +191,25 @@ def cache_slots(
     if name == "sliding":
         return min(tokens, sinks + (window or whole) - 1)
     return tokens
+
+
+def evicting_bytes(
+    config: Config,
+    tokens: int,
+    itemsize: int,
+    whole: int,
+    *,
+    policy: str = "window",
+    budget: int = 0,
+    **_: Any,
+) -> int:
+    """Keys and values of the entries that stay, with a position each, and the policy's notes.
+
+    `whole`: the budget, unless one is given.
+    """
+    heads = config.num_hidden_layers * config.num_key_value_heads
+    entry = 2 * config.head_dim * itemsize + INT32 + FP32 * NOTES[policy]
+    return heads * min(tokens, budget or whole) * entry
 
 
 def quantized_bytes(

@@ -39,7 +39,7 @@ from weights_loader.strict import loads
 MAGIC = b"nanokv-1"
 LONGEST_HEADER = 1 << 28  # bytes: the ids of 30 million tokens
 WIDEST = 2 * 8  # bytes per value: more than any state takes, with scales
-NAMES = ("float32", "bfloat16", "float16", "float64", "uint8", "int16", "int64")
+NAMES = ("float32", "bfloat16", "float16", "float64", "uint8", "int16", "int32", "int64")
 DTYPES = {name: getattr(torch, name) for name in NAMES}
 # The caches whose state is rows of exact keys and values, so that one can be received as another.
 EXACT = ("dict", "static", "growing", "paged", "prefix", "offloaded")

@@ -70,7 +70,11 @@ def make(name, config, batch_size=1, **sizes):
 def made_with(name):
     """(name, options) as the cache itself knows them: what was left to the capacity is decided."""
     kind, options = KINDS[name]
-    decided = {"batch": {"of": "dict"}, "sliding": {"window": CAPACITY}}.get(kind, {})
+    decided = {
+        "batch": {"of": "dict"},
+        "sliding": {"window": CAPACITY},
+        "evicting": {"budget": CAPACITY},
+    }.get(kind, {})
     return kind, decided | options
 
 

@@ -102,6 +102,8 @@ ONLY = {
         "weights_loader",
         ("nanokv.support.device_memory", "full_memory"),
         ("nanokv.attention", "causal_mask"),
+        # A policy of an evicting cache may compute attention itself.
+        *(("nanokv.attention", name) for name in ("Causal", "Decode", "Masked", "is_causal")),
         # Sinks move: their keys are turned on.
         ("nanokv.rope", "apply_rope"),
         ("nanokv.rope", "rope_frequencies"),
