@@ -82,7 +82,9 @@ class EvictingLayer(LayerCache):
         """Rows, entries and bytes held; tokens can be rolled back until something is evicted, if
         the policy does not remember queries."""
         rows = None if self.held is None else self.held.keys.shape[0]
-        draft = 0 if self.policy.watches else max(0, self.policy.budget - self.length)
+        draft: int | None = None  # of Quest, any number
+        if self.policy.evicts:
+            draft = 0 if self.policy.watches else max(0, self.policy.budget - self.length)
         return Sizes(rows, self.entries, self.nbytes, draft)
 
     def _check_truncate(self, n: int):

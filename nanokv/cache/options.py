@@ -59,7 +59,10 @@ POLICIES: dict[str, tuple[str, ...]] = {
     "h2o": ("sinks", "recent"),
     "snapkv": ("sinks", "recent"),
     "norms": ("sinks", "recent"),
+    "matching": ("sinks", "recent"),
+    "quest": ("page",),
 }
+QUEST_PAGE = 16
 RECENT = 32  # the newest entries that stay, unless the budget is less than twice as much
 KINDS: dict[str, dict[str, Rule | None]] = {  # cache → option → rule
     "dict": {},
@@ -87,6 +90,7 @@ KINDS: dict[str, dict[str, Rule | None]] = {  # cache → option → rule
         "budget": at_least(0),
         "sinks": at_least(0),
         "recent": at_least(0),
+        "page": at_least(1),
     },
     "offloaded": {"to": one_of("disk", "host"), "folder": FOLDER},
     "batch": {"of": TEXT},  # and the options of its rows
@@ -110,6 +114,7 @@ ELSEWHERE = {  # names in other programs, in lower case and without "cache" → 
     "h2o": "'evicting:policy=h2o:budget=N'",
     "snapkv": "'evicting:policy=snapkv:budget=N'",
     "knorm": "'evicting:policy=norms:budget=N'",
+    "quest": "'evicting:policy=quest:budget=N'",
     "kivi": "'quantized:bits=2' has KIVI's scales",
     "turboquant": "'quantized:bits=4:keys=lloyd:values=lloyd' is its first stage; qjl adds the second",
 }
@@ -247,7 +252,7 @@ def check_policy(options: dict[str, Any]) -> None:
     that the entries which always stay fill."""
     policy = options.get("policy", "window")
     known = POLICIES[policy]
-    for option in ("sinks", "recent"):
+    for option in ("sinks", "recent", "page"):
         if option in options and option not in known:
             raise CacheError(
                 f"{option} means nothing to policy={policy}",
@@ -255,9 +260,15 @@ def check_policy(options: dict[str, Any]) -> None:
             )
     if not (budget := options.get("budget", 0)):  # decided later
         return
-    always = options.get("sinks", 0) + options.get(
-        "recent", newest(budget) if "recent" in known else 0
-    )
+    page = options.get("page", QUEST_PAGE)
+    if policy == "quest" and budget < 2 * page:
+        raise CacheError(
+            f"budget={budget} is less than two pages of {page}: a query reads its own and another",
+            f"budget={2 * page}, or a smaller page",
+        )
+    always = options.get("sinks", 0)
+    if "recent" in known:
+        always += options.get("recent", newest(budget))
     if always >= budget:
         raise CacheError(
             f"budget={budget} leaves no entry to choose: {always} always stay",

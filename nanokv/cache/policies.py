@@ -62,6 +62,7 @@ class Policy:
     numbers = 0  # fp32 numbers per entry that it notes
     watches = False  # needs the queries of every append
     attends = False  # computes attention itself
+    evicts = True
 
     def __init__(self, budget: int, sinks: int = 0, recent: int = 0):
         self.budget = budget  # entries per KV head
@@ -164,20 +165,188 @@ class SnapKV(Policy):
         window = max(1, self.recent)
         q = q[:, :, -window:]
         t = q.shape[2]
-        seen = weights(q, held, None if mask is None else mask[-t:]).mean(2)  # (B,Hk,t,n)
+        seen = weights(q, held, None if mask is None else mask[-t:], self.bias(held))
+        seen = seen.mean(2)  # (B,Hk,t,n)
         score = held.notes[0] * (1 - t / window) + seen.sum(2) / window  # (B,Hk,n)
         return held._replace(notes=(score, *held.notes[1:]))
 
+    def bias(self, held: Held) -> Tensor | None:
+        """(B,Hk,n): what attention adds to the scores of each entry; None: nothing."""
+        return None
+
+
+class AttentionMatching(SnapKV):
+    """The entries with the most attention by the newest queries; then biases and values are fitted,
+    so that attention over what stays gives nearly what it gave over all entries.
+
+    The reference queries are the newest of the append. An entry that stays counts as exp(bias)
+    entries, so that the sum of exp(scores) is as before; values follow by least squares, near the
+    old ones. The newest `recent` entries are not changed.
+    """
+
+    name = "matching"
+    numbers = 2  # the score of SnapKV, the bias
+    attends = True
+    queries = 64  # tokens
+    rounds = 20
+    ridge = 1e-2  # of the mean square of a query's weights
+
+    def scores(self, held: Held) -> Tensor:
+        return held.notes[0]
+
+    def bias(self, held: Held) -> Tensor:
+        return held.notes[1]
+
+    def attend(self, held: Held, q: Tensor, mask: Tensor | None) -> Tensor:
+        bias = self.bias(held)[:, :, None].to(q.dtype)  # (B,Hk,1,n)
+        if mask is not None:
+            bias = bias.masked_fill(~mask.to(q.device), -torch.inf)  # (B,Hk,T,n)
+        bias = bias.repeat_interleave(q.shape[1] // bias.shape[1], 1)  # (B,H,T or 1,n)
+        return Masked(bias)(q, held.keys, held.values)
+
+    def reduced(self, held: Held, q: Tensor | None = None) -> Held:
+        if held.entries <= self.budget or q is None:
+            return held
+        return self.fitted(held, self.chosen(held), q[:, :, -self.queries :])
+
+    def fitted(self, held: Held, index: Tensor, q: Tensor) -> Held:
+        """The entries index (B,Hk,m), with biases and values for the queries (B,H,t,D)."""
+        stays = held.taken(index)
+        old = (index < held.entries - self.recent)[:, :, None]  # (B,Hk,1,m)
+        whole = weights(q, held, None, self.bias(held)).flatten(2, 3)  # (B,Hk,Q,n), Q = G·t
+        part = whole.gather(3, index[:, :, None].expand(*whole.shape[:3], -1))  # (B,Hk,Q,m)
+        factor = self.factors(part, old)  # (B,Hk,1,m)
+        part = part * factor
+        part = part / part.sum(3, keepdim=True)
+        values = stays.values.to(part.dtype)
+        missing = whole @ held.values.to(part.dtype) - part @ values  # (B,Hk,Q,D)
+        values = values + self.change(part * old, missing)
+        score, bias = stays.notes
+        notes = score, bias + factor.squeeze(2).log().float()
+        return stays._replace(values=values.to(held.values.dtype), notes=notes)
+
+    def factors(self, part: Tensor, old: Tensor) -> Tensor:
+        """Positive factors (B,Hk,1,m) that bring the sum of `part` (B,Hk,Q,m) over m near 1.
+
+        Multiplicative updates of non-negative least squares (Lee & Seung 2001).
+        """
+        tiny = torch.finfo(part.dtype).tiny
+        factor = torch.ones_like(part[:, :, :1])  # (B,Hk,1,m)
+        wanted = part.sum(2, keepdim=True) + tiny  # (B,Hk,1,m)
+        for _ in range(self.rounds):
+            sums = (part * factor).sum(3, keepdim=True)  # (B,Hk,Q,1)
+            factor = torch.where(old, factor * wanted / ((part * sums).sum(2, True) + tiny), factor)
+        return factor
+
+    def change(self, part: Tensor, missing: Tensor) -> Tensor:
+        """The smallest change of values (B,Hk,m,D) with part (B,Hk,Q,m) @ change ≈ `missing`."""
+        square = part @ part.transpose(2, 3)  # (B,Hk,Q,Q)
+        diagonal = square.diagonal(dim1=2, dim2=3)  # (B,Hk,Q)
+        ridge = self.ridge * diagonal.mean(2)[:, :, None, None] + torch.finfo(part.dtype).tiny
+        square = square + ridge * torch.eye(square.shape[3], device=part.device, dtype=part.dtype)
+        return part.transpose(2, 3) @ torch.linalg.solve(square, missing)
+
+
+class Quest(Policy):
+    """All entries stay. Each query reads the pages with the largest bounds of its scores, and the
+    page that it is in: at most `budget` entries.
+
+    The bound is from the smallest and largest number per channel of a page's keys. Of the query
+    heads of a KV head, the largest bound counts. A query in a prompt reads pages too, so the result
+    does not depend on the parts in which a prompt is read.
+    """
+
+    name = "quest"
+    attends = True
+    evicts = False
+
+    def __init__(self, budget: int, page: int):
+        super().__init__(budget)
+        self.page = page
+
+    def noted(self, held: Held, T: int) -> tuple[Tensor, ...]:
+        """Smallest and largest keys (B,Hk,pages,D) ×2 of the full pages."""
+        pages = held.entries // self.page
+        none = held.keys[:, :, :0].clone()
+        low, high = held.notes or (none, none)
+        known = low.shape[2]
+        new = held.keys[:, :, known * self.page : pages * self.page]
+        new = new.unflatten(2, (pages - known, self.page))  # (B,Hk,new,page,D)
+        if known < pages:
+            low = torch.cat((low, new.amin(3)), 2)
+            high = torch.cat((high, new.amax(3)), 2)
+        return low, high
+
+    def reduced(self, held: Held, q: Tensor | None = None) -> Held:
+        return held
+
+    def first(self, held: Held, n: int) -> Held:
+        cut = super().first(held, n)
+        return cut._replace(notes=tuple(note[:, :, : n // self.page] for note in cut.notes))
+
+    def attend(self, held: Held, q: Tensor, mask: Tensor | None) -> Tensor:
+        if held.entries <= self.budget // self.page * self.page:  # all pages would be read
+            return super().attend(held, q, mask)
+        if q.shape[2] == 1 and mask is None:
+            return self.read(held, q)
+        seen = self.visible(held, q)
+        if mask is not None:
+            seen = seen & mask.to(seen.device)
+        return Masked(seen)(q, held.keys, held.values)
+
+    def pages(self, held: Held, q: Tensor) -> Tensor:
+        """(B,Hk,T,k) int64: the pages that the last T queries (B,H,T,D) read beside their own; for
+        one that has fewer pages before its own, any number."""
+        low, high = (note.to(exact(q))[:, :, None].transpose(3, 4) for note in held.notes)
+        B, _, T, D = q.shape
+        q = q.to(exact(q)).reshape(B, low.shape[1], -1, T, D)  # (B,Hk,G,T,D)
+        bound = q.relu() @ high - (-q).relu() @ low  # (B,Hk,G,T,pages)
+        bound = bound.amax(2)  # (B,Hk,T,pages)
+        page = torch.arange(bound.shape[3], device=q.device)
+        hidden = page >= self.own_page(held, T).to(q.device)[:, None]  # (T,pages)
+        k = min(self.budget // self.page - 1, bound.shape[3])
+        return bound.masked_fill(hidden, -torch.inf).topk(k, dim=3).indices
+
+    def own_page(self, held: Held, T: int) -> Tensor:
+        """(T,) the page of each of the last T queries."""
+        return torch.arange(held.entries - T, held.entries) // self.page
+
+    def visible(self, held: Held, q: Tensor) -> Tensor:
+        """(B,H,T,n) bool: the entries in the pages of each query, later ones too."""
+        H, T = q.shape[1:3]
+        pages = self.pages(held, q)  # (B,Hk,T,k)
+        count = -(-held.entries // self.page)
+        seen = torch.zeros(*pages.shape[:3], count, dtype=torch.bool, device=q.device)
+        seen = seen.scatter(3, pages, True)
+        own = self.own_page(held, T).to(q.device)
+        page = torch.arange(count, device=q.device)
+        seen = (seen & (page < own[:, None])) | (page == own[:, None])  # (B,Hk,T,count)
+        seen = seen.repeat_interleave(self.page, 3)[..., : held.entries]  # (B,Hk,T,n)
+        return seen.repeat_interleave(H // seen.shape[1], 1)
+
+    def read(self, held: Held, q: Tensor) -> Tensor:
+        """One query per row, q (B,H,1,D) → (B,H,1,D): only its pages are copied."""
+        within = torch.arange(self.page, device=q.device)
+        index = self.pages(held, q)[:, :, 0, :, None] * self.page + within  # (B,Hk,k,page)
+        start = int(self.own_page(held, 1)) * self.page
+        own = torch.arange(start, held.entries, device=q.device)
+        index = torch.cat((index.flatten(2), own.expand(*index.shape[:2], -1)), 2)  # (B,Hk,m)
+        part = held._replace(notes=()).taken(index)
+        return Decode()(q, part.keys, part.values)
+
 
 POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (Window, HeavyHitters, SnapKV, KeyNorms)
+    policy.name: policy
+    for policy in (Window, HeavyHitters, SnapKV, KeyNorms, AttentionMatching, Quest)
 }
 
 
-def make_policy(policy: str, budget: int, sinks: int, recent: int | None) -> Policy:
+def make_policy(policy: str, budget: int, sinks: int, recent: int | None, page: int) -> Policy:
     """The policy of these options, which options.py has checked."""
     if policy == "window":
         return Window(budget, sinks)
+    if policy == "quest":
+        return Quest(budget, page)
     return POLICIES[policy](budget, sinks, newest(budget) if recent is None else recent)
 
 

@@ -20,7 +20,7 @@ from nanokv.cache.checks import Expected
 from nanokv.cache.dict_cache import DictCache
 from nanokv.cache.evicting import EvictingCache, EvictingLayer
 from nanokv.cache.offloaded import OffloadedCache
-from nanokv.cache.options import check_options, check_policy, read_kind
+from nanokv.cache.options import POLICIES, QUEST_PAGE, check_options, check_policy, read_kind
 from nanokv.cache.paged import PagedCache
 from nanokv.cache.paged_batch import PagedBatch
 from nanokv.cache.policies import make_policy
@@ -187,19 +187,20 @@ def make_evicting(
     budget: int = 0,
     sinks: int = 0,
     recent: int | None = None,
+    page: int = QUEST_PAGE,
 ) -> KVCache:
     """At most `budget` entries per KV head (default: capacity, else the context).
 
     policy: of nanokv/cache/policies.py, which entries stay.
     sinks, recent: how many of the first and of the newest tokens always stay. recent is 32 by
         default, at most half of the budget; the window keeps nothing but sinks and newest tokens.
+    page: tokens per page of Quest.
     """
     budget = budget or capacity or config.max_position_embeddings
-    decided = {"policy": policy, "budget": budget, "sinks": sinks}
-    if recent is not None:
-        decided["recent"] = recent
-    check_policy(decided)
-    chooses = make_policy(policy, budget, sinks, recent)
+    given = {"sinks": sinks, "recent": recent, "page": page}
+    known = {key: given[key] for key in POLICIES[policy] if given[key] is not None}
+    check_policy({"policy": policy, "budget": budget} | known)
+    chooses = make_policy(policy, budget, sinks, recent, page)
     cache = EvictingCache((EvictingLayer(chooses) for _ in range(config.num_hidden_layers)), config)
     # Recorded, so that a saved file does not depend on the default.
     cache.made = Made(options={"budget": budget})

@@ -5,7 +5,7 @@ Nothing is measured here. `itemsize` is bytes per value: 4 for fp32, 2 for bf16 
 
 from typing import Any
 
-from nanokv.cache.options import Half, check_options, growing_slots, halves
+from nanokv.cache.options import QUEST_PAGE, Half, check_options, growing_slots, halves
 from nanokv.config import Config
 from nanokv.errors import CacheError, CapacityError
 
@@ -18,6 +18,7 @@ __all__ = [
     "cache_slots",
     "decode_flops",
     "evicting_bytes",
+    "evicting_parts",
     "forward_bytes",
     "kv_bytes",
     "kv_bytes_per_token",
@@ -31,7 +32,14 @@ __all__ = [
 FP16 = 2  # bytes of a scale, an offset or a norm of a quantized cache
 INT32 = 4  # bytes of a position in an evicting cache
 FP32 = 4  # bytes of a number that a policy notes per entry
-NOTES = {"window": 0, "norms": 0, "h2o": 1, "snapkv": 1}  # policy → numbers per entry
+NOTES = {
+    "window": 0,
+    "norms": 0,
+    "h2o": 1,
+    "snapkv": 1,
+    "matching": 2,
+    "quest": 0,
+}  # policy → numbers per entry
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -193,7 +201,13 @@ def cache_slots(
     return tokens
 
 
-def evicting_bytes(
+def evicting_bytes(config: Config, tokens: int, itemsize: int, whole: int, **options: Any) -> int:
+    """The sum of `evicting_parts` over all layers and KV heads of one row."""
+    entries, each, bounds = evicting_parts(config, tokens, itemsize, whole, **options)
+    return config.num_hidden_layers * config.num_key_value_heads * (entries * each + bounds)
+
+
+def evicting_parts(
     config: Config,
     tokens: int,
     itemsize: int,
@@ -201,15 +215,18 @@ def evicting_bytes(
     *,
     policy: str = "window",
     budget: int = 0,
+    page: int = QUEST_PAGE,
     **_: Any,
-) -> int:
-    """Keys and values of the entries that stay, with a position each, and the policy's notes.
+) -> tuple[int, int, int]:
+    """Of one layer, KV head and row: (entries, bytes of each, bytes of Quest's bounds).
 
-    `whole`: the budget, unless one is given.
+    An entry has a key, a value, a position and what the policy notes. `whole`: the budget, unless
+    one is given. Quest keeps all entries, and two keys per full page.
     """
-    heads = config.num_hidden_layers * config.num_key_value_heads
-    entry = 2 * config.head_dim * itemsize + INT32 + FP32 * NOTES[policy]
-    return heads * min(tokens, budget or whole) * entry
+    each = 2 * config.head_dim * itemsize + INT32 + FP32 * NOTES[policy]
+    if policy == "quest":
+        return tokens, each, tokens // page * 2 * config.head_dim * itemsize
+    return min(tokens, budget or whole), each, 0
 
 
 def quantized_bytes(

@@ -161,8 +161,13 @@ class Estimate:
         options = dict(self.options)
         if name == "batch":
             name = options.pop("of", "dict")
+        L, Hk = self.config.num_hidden_layers, self.config.num_key_value_heads
+        if name == "evicting":
+            entries, each, bounds = costs.evicting_parts(
+                self.config, self.context, self.itemsize, self.context, **options
+            )
+            return f"{L} × {Hk} × {self.batch:,} × ({entries:,} × {each:,} B + {bounds:,} bounds)"
         if name == "quantized":
-            L, Hk = self.config.num_hidden_layers, self.config.num_key_value_heads
             keys, values, exact = costs.quantized_parts(
                 self.config, self.context, self.itemsize, **options
             )

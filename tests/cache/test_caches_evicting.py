@@ -15,7 +15,7 @@ from nanokv.attention import causal_attention
 from nanokv.cache import BatchCache, KVCache, make_cache
 from nanokv.cache.evicting import EvictingCache, EvictingLayer
 from nanokv.cache.padded import PaddedCache
-from nanokv.cache.policies import make_policy
+from nanokv.cache.policies import Held, make_policy
 from nanokv.config import Config
 from nanokv.errors import CacheError, UnsupportedError
 from nanokv.inference import decode, prefill, verify_draft
@@ -29,6 +29,10 @@ SPECS = {
     "norms": {"policy": "norms", "budget": 7, "sinks": 1, "recent": 2},
     "h2o": {"policy": "h2o", "budget": 7, "sinks": 0, "recent": 3},
     "snapkv": {"policy": "snapkv", "budget": 9, "sinks": 1, "recent": 4},
+}
+OWN = {
+    "matching": {"policy": "matching", "budget": 9, "recent": 4},
+    "quest": {"policy": "quest", "budget": 9, "page": 4},
 }
 CHUNKS = [(24,), (11, 6, 1, 1, 5), (3, 3, 3, 3, 3, 3, 3, 3), (1,) * 24]
 
@@ -112,7 +116,7 @@ def test_outputs_are_those_of_full_attention_over_what_stays(name, chunks):
     q = torch.randn(B, HK * G, 24, D, generator=draw, dtype=torch.float64)
     k, v = (torch.randn(B, HK, 24, D, generator=draw, dtype=torch.float64) for _ in "kv")
     hands = [[ByHand(**options) for _ in range(HK)] for _ in range(B)]
-    policy = make_policy(**({"recent": None} | options))
+    policy = make_policy(**({"recent": None, "page": 0} | options))
     cache = EvictingCache([EvictingLayer(policy)])
     start = 0
     for T in chunks:
@@ -130,6 +134,86 @@ def test_outputs_are_those_of_full_attention_over_what_stays(name, chunks):
         assert cache.length == start and cache[0].entries <= options["budget"]
     if name == "norms":  # heads choose for themselves
         assert hands[0][0].kept != hands[0][1].kept
+
+
+def drawn(n, seed=3):
+    """q of 40 queries, keys and values of n entries, in fp64."""
+    draw = torch.Generator().manual_seed(seed)
+    q = torch.randn(1, HK * G, 40, D, generator=draw, dtype=torch.float64)
+    k, v = (torch.randn(1, HK, n, D, generator=draw, dtype=torch.float64) for _ in "kv")
+    return q, k, v
+
+
+def held_of(policy, k, v):
+    held = Held(k, v, torch.arange(k.shape[2]).int().expand(k.shape[:3]))
+    return held._replace(notes=policy.noted(held, k.shape[2]))
+
+
+def test_matching_finds_that_an_entry_stands_for_two():
+    """Every key and value twice; one of each stays: its bias is log 2, and any query gets what it got."""
+    q, k, v = drawn(6)
+    policy = make_policy("matching", 6, 0, 0, 0)
+    held = held_of(policy, k.repeat(1, 1, 2, 1), v.repeat(1, 1, 2, 1))
+    fitted = policy.fitted(held, torch.arange(6).expand(1, HK, 6), q)
+    assert (policy.bias(fitted) - math.log(2)).abs().max() <= 1e-6
+    assert (fitted.values - v).abs().max() <= 1e-6
+    others, *_ = drawn(6, seed=9)
+    right = causal_attention(others[:, :, :1], *held[:2])
+    assert (policy.attend(fitted, others[:, :, :1], None) - right).abs().max() <= 1e-6
+
+
+def test_matching_changes_old_values_by_least_squares():
+    """Against torch.linalg.lstsq with the ridge as further rows; the newest entries are as they were."""
+    q, k, v = drawn(20)
+    policy = make_policy("matching", 12, 0, 4, 0)
+    held = held_of(policy, k, v)
+    index = torch.cat((torch.arange(8), torch.arange(16, 20))).expand(1, HK, 12)
+    fitted = policy.fitted(held, index, q[:, :, -3:])
+    assert torch.equal(fitted.values[:, :, 8:], v[:, :, 16:])
+    assert not policy.bias(fitted)[:, :, 8:].any() and policy.bias(fitted)[:, :, :8].all()
+    for h in range(HK):
+        rows = q[0, h * G : (h + 1) * G, -3:].flatten(0, 1)  # (9,D)
+        whole = (rows @ k[0, h].T / math.sqrt(D)).softmax(1)
+        scores = rows @ k[0, h, index[0, h]].T / math.sqrt(D) + policy.bias(fitted)[0, h]
+        part = scores.softmax(1)
+        kept, new = v[0, h, index[0, h]], fitted.values[0, h]
+        ridge = policy.ridge * part[:, :8].pow(2).sum(1).mean()
+        left = torch.cat((part[:, :8], ridge.sqrt() * torch.eye(8)))
+        missing = whole @ v[0, h] - part @ kept
+        right = torch.linalg.lstsq(left, torch.cat((missing, missing.new_zeros(8, D)))).solution
+        assert (new[:8] - kept[:8] - right).abs().max() <= 1e-5
+        assert (part @ new - whole @ v[0, h]).norm() < 0.25 * missing.norm()
+        mass = (whole[:, index[0, h]] * policy.bias(fitted)[0, h].exp()).sum(1)
+        assert (mass - 1).norm() < 0.5 * (whole[:, index[0, h]].sum(1) - 1).norm()
+
+
+@pytest.mark.parametrize("chunks", CHUNKS, ids=lambda chunks: f"{len(chunks)} appends")
+def test_quest_reads_the_pages_with_the_largest_bounds(chunks):
+    """By hand: of each query, its own page and the two others whose keys could give the largest score."""
+    q, k, v = drawn(24)
+    q, page = q[:, :, :24], 4
+    cache = EvictingCache([EvictingLayer(make_policy("quest", 14, 0, None, page))])
+    start = 0
+    for T in chunks:
+        part = slice(start, start + T)
+        attend = cache.attention(T)
+        y = attend(q[:, :, part], *cache[0].append(k[:, :, part], v[:, :, part]))
+        for t in range(T):
+            p = start + t
+            for h in range(HK):
+                group = q[0, h * G : (h + 1) * G, p]  # (G,D)
+                bounds = []
+                for i in range(p // page):
+                    keys = k[0, h, i * page : (i + 1) * page]
+                    corners = torch.maximum(group * keys.amin(0), group * keys.amax(0))
+                    bounds.append((float(corners.sum(1).max()), i))
+                chosen = [i for _, i in sorted(bounds)[-2:]] + [p // page]
+                read = [j for j in range(p + 1) if j // page in chosen]
+                weights = (group @ k[0, h, read].T / math.sqrt(D)).softmax(1)
+                right = weights @ v[0, h, read]
+                assert (y[0, h * G : (h + 1) * G, t] - right).abs().max() <= 1e-6, (p, h)
+        start += T
+        assert cache[0].entries == start and cache.sizes.max_rollback is None
 
 
 # --- against kvpress ------------------------------------------------------------------------------------------------
@@ -175,15 +259,16 @@ def test_a_window_without_sinks_is_the_sliding_cache(model):
         assert gap(decode(model, new, mine, t), decode(model, new, theirs, t)) <= 1e-5
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", SPECS | OWN)
 def test_bytes_and_saved_files_of_every_policy(name, model, tmp_path):
-    ids, options = random_ids(1, 2, 31), SPECS[name]
+    ids, options = random_ids(1, 2, 31), (SPECS | OWN)[name]
     cache = make_cache("evicting", model.config, 2, **options)
     for start, end in ((0, 5), (5, 20)):
         prefill(model, ids[:, start:end], cache, start)
         expected = costs.cache_bytes("evicting", model.config, end, 2, 4, **options)
         assert cache.nbytes == cache.sizes.used_nbytes == expected
-        assert cache.sizes.held == min(end, options["budget"]) and cache.length == end
+        stays = end if name == "quest" else min(end, options["budget"])
+        assert cache.sizes.held == stays and cache.length == end
     cache.save(tmp_path / "cache")
     loaded, forked = KVCache.load(tmp_path / "cache", model.config), cache.fork()
     cache.reorder([1, 0])
@@ -216,6 +301,21 @@ def test_scores_of_queries_cannot_be_taken_back(model):
         cache.truncate(5)
 
 
+def test_quest_can_go_back(model):
+    """Nothing is gone; pages that are no longer full have no bounds."""
+    ids = random_ids(4, 1, 40)
+    cache, whole = (make_cache("evicting:policy=quest:budget=8:page=4", model.config) for _ in "ab")
+    prefill(model, ids[:, :30], cache)
+    cache.truncate(18)
+    prefill(model, ids[:, 18:39], cache, 18)
+    prefill(model, ids[:, :39], whole)
+    right = decode(model, ids[:, 39:], whole, 39)
+    assert gap(decode(model, ids[:, 39:], cache, 39), right) <= 1e-5
+    exact = make_cache("dict", model.config)
+    prefill(model, ids[:, :39], exact)
+    assert gap(decode(model, ids[:, 39:], exact, 39), right) > 0.01
+
+
 def test_a_policy_that_was_shown_no_queries_says_so(model):
     cache = make_cache("evicting:policy=snapkv:budget=8", model.config)
     ids = random_ids(2, 1, 6)
@@ -245,6 +345,8 @@ def test_rows_are_refused_where_padding_would_be_an_entry(model):
         ("budget=4:sinks=4", "budget=4 leaves no entry to choose: 4 always stay"),
         ("policy=h2o:budget=8:recent=6:sinks=2", "budget=8 leaves no entry to choose"),
         ("window=4", "has no option window"),
+        ("policy=quest:sinks=4", "sinks means nothing to policy=quest"),
+        ("policy=quest:budget=20", "budget=20 is less than two pages of 16"),
     ],
 )
 def test_options_are_checked(spec, message, model):

@@ -83,6 +83,9 @@ CACHES_TRIED = {
     "evicting:budget=6:sinks=2": {"budget": 6, "sinks": 2},
     "evicting:policy=h2o:budget=8": {"policy": "h2o", "budget": 8},
     "evicting:policy=snapkv:budget=8": {"policy": "snapkv", "budget": 8, "recent": 3},
+    "evicting:policy=matching:budget=8": {"policy": "matching", "budget": 8},
+    # All pages but one or two of the long prompt: with random keys, rounding would choose between few.
+    "evicting:policy=quest:budget=36": {"policy": "quest", "budget": 36, "page": 3},
     "offloaded": {},
     "offloaded:to=host": {"to": "host"},
     "batch": {},
@@ -96,7 +99,7 @@ CACHES_TRIED = {
     "batch:of=offloaded": {"of": "offloaded"},
 }
 LOSSY = ("window=6", "quantized", "of=sliding", "budget=")
-WATCHES = ("h2o", "snapkv")  # policies that need the queries
+WATCHES = ("h2o", "snapkv", "matching", "quest")  # policies with an attention of their own
 
 
 def lossy(spec: str) -> bool:
@@ -265,6 +268,8 @@ def tolerance(model: str, spec: str) -> float:
     """A code of another rounding moves fp32 logits rarely, those of other formats often. So does an entry that stays
     instead of another one with nearly the same score."""
     allowed = (MODELS | ONE_ORDER)[model]
+    if "matching" in spec:  # a least squares problem amplifies rounding
+        return allowed + (0.05 if allowed > 1e-5 else 2e-3)
     if any(policy in spec for policy in WATCHES):
         return allowed + (0.015 if allowed > 1e-5 else 0)
     if "quantized" not in spec:
@@ -524,8 +529,11 @@ def refused(situation: str, spec: str, model: str = "") -> bool:
     if situation in ("padded", "split"):
         return "sinks" in spec or spec.startswith("evicting")
     # Their own attention is not part of a batch of rows, and no other attention shows them queries.
+    # (Quest over another attention reads all pages.)
     watches = any(policy in spec for policy in WATCHES)
-    return situation in ("ragged", "packed", "own attend") and watches
+    if situation == "own attend":
+        return watches and "quest" not in spec
+    return situation in ("ragged", "packed") and watches
 
 
 def refused_by_invariant(situation: str, spec: str) -> bool:
@@ -561,8 +569,11 @@ def oldest_key_hidden():
             T, S = q.shape[2], k.shape[2]
             mask = torch.ones(T, S, dtype=torch.bool) if attn_mask is None else attn_mask
             mask = (mask.tril() if is_causal else mask).expand(*mask.shape[:-2], T, S)
-            oldest = mask & (mask.cumsum(-1) == 1) & (mask.sum(-1, keepdim=True) > 1)
-            return right(q, k, v, attn_mask=mask & ~oldest, enable_gqa=enable_gqa)
+            seen = mask if mask.dtype == torch.bool else mask.isfinite()
+            oldest = seen & (seen.cumsum(-1) == 1) & (seen.sum(-1, keepdim=True) > 1)
+            hidden = False if mask.dtype == torch.bool else -torch.inf
+            mask = mask.masked_fill(oldest, hidden)
+            return right(q, k, v, attn_mask=mask, enable_gqa=enable_gqa)
 
     nanokv.attention.F = Wrong
     try:
