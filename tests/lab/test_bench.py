@@ -12,6 +12,7 @@ import sys
 import time
 import types
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -595,7 +596,7 @@ def test_quality_tells_what_caches_cost_on_a_text_of_ones_own(cli, tmp_path):
 def test_a_cache_that_draws_is_measured_with_three_seeds_and_facts_are_counted(cli):
     caches = "dict,quantized:bits=2:keys=lloyd:residual=0,quantized:bits=2:keys=lloyd:seed=7"
     argv = ("bench", "--quality", "--context", 60, "--weights", "plain", "--caches", caches)
-    code, out, _ = cli(*argv, "--recall", 3, "--json")
+    code, out, _ = cli(*argv, "--recall", 3, "--text", "README.md", "--json")
     exact, three, one = json.loads(out)["rows"]
     assert code == 0 and "perplexities" not in exact and "perplexities" not in one
     low, middle, high = three["perplexities"]
@@ -628,6 +629,49 @@ def test_a_fact_is_recalled_if_all_of_its_tokens_are_right(monkeypatch):
     monkeypatch.setattr(recall, "verify_draft", knows)
     cache = nanokv.make_cache("dict", model.config)
     assert len(set(asked)) == 4 and recall.recalled(model, tokenizer, cache, 4) == 2
+
+
+def test_a_second_question_comes_after_the_facts_and_the_first_were_read_at_once(monkeypatch):
+    """Four facts, of which the model knows two: as a first question, and half a list later as a second one."""
+    from nanokv.lab.bench import recall
+
+    model, tokenizer = nanokv.load("tiny")
+    asked = [[tokenizer.encode(part) for part in fact] for fact in recall.facts(4)]
+    calls = []
+
+    def knows(model, ids, cache, start):
+        calls.append(ids[0].tolist())
+        logits = torch.zeros(1, ids.shape[1], model.config.vocab_size)
+        for _, answer in asked[:2]:
+            if calls[-1][1 - len(answer) :] == answer[:-1]:
+                known = torch.nn.functional.one_hot(torch.tensor(answer), logits.shape[2])
+                logits[0, -len(answer) :] = known
+        return logits
+
+    monkeypatch.setattr(recall, "verify_draft", knows)
+    new = partial(nanokv.make_cache, "dict", model.config)
+    assert recall.asked_with_the_facts(model, tokenizer, new, 4) == (2, 2)
+    facts = recall.text_ids(model, tokenizer, recall.facts(4))[0].tolist()
+    for i, (question, answer) in enumerate(asked):
+        read, first, second = calls[3 * i : 3 * i + 3]
+        later, its_answer = asked[(i + 2) % 4]
+        assert read == facts + question[:-1] and first == question[-1:] + answer[:-1]
+        assert second == answer[-1:] + tokenizer.encode("\n") + later + its_answer[:-1]
+
+
+def test_facts_of_conversations_are_counted_and_drawn(cli, tmp_path):
+    """Twelve entries are less than a question: an exact cache answers both, this one none."""
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "x.svg"
+    argv = ("bench", "--quality", "--context", 40, "--weights", "plain", "--recall", 1)
+    caches = ("--caches", "dict,evicting:budget=12,evicting:policy=h2o:budget=12")
+    code, out, _ = cli(*argv, *caches, "--json", "--plot", path)
+    exact, window, h2o = json.loads(out)["rows"]
+    assert code == 0 and exact["share"] == exact["recall_share"] == 1
+    assert exact["first"] == exact["second"] == 1 and "recalled" not in exact
+    assert window["second"] == h2o["second"] == 0 and window["recall_share"] < window["share"] < 0.4
+    picture = path.read_text()
+    assert all(line in picture for line in ("evicting:policy=h2o", "<!-- dict -->"))
 
 
 def test_quality_that_is_interrupted_shows_the_rows_that_are_done(cli, monkeypatch):

@@ -1,9 +1,16 @@
-"""Facts at the start of a text, each asked for at its end: what a mean over all tokens can hide."""
+"""Facts at the start of a text, each asked for at its end: what a mean over all tokens can hide.
+
+`recalled` asks after the facts were read in small parts. `asked_with_the_facts` reads them with a
+first question in one append, as a prompt is: a cache that evicts by the newest queries then knows
+what will be asked. The second question is the one that it did not know.
+"""
 
 import itertools
 import random
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from nanokv.cache import KVCache
 from nanokv.checkpoint import Model
@@ -37,16 +44,51 @@ def recalled(model: Model, tokenizer: Tokenizer, cache: KVCache, count: int, chu
     """How many of `count` facts the model completes, all tokens right, after it has read all of
     them through an empty cache, `chunk` tokens at a time. Each question is asked on a fork.
     """
-    device = model.embed_tokens.weight.device
     asked = facts(count)
-    text = "\n".join(begin + end for begin, end in asked) + "\n"
-    ids = torch.tensor([tokenizer.encode(text, add_special_tokens=True)], device=device)  # (1,T)
+    ids = text_ids(model, tokenizer, asked)
     for start in range(0, ids.shape[1], chunk):
         verify_draft(model, ids[:, start : start + chunk], cache, start)
     right = 0
     for begin, end in asked:
         question, answer = tokenizer.encode(begin), tokenizer.encode(end)
-        both = torch.tensor([question + answer[:-1]], device=device)  # (1,t)
-        logits = verify_draft(model, both, cache.fork(), ids.shape[1])  # (1,t,V)
-        right += logits[0, len(question) - 1 :].argmax(-1).tolist() == answer
+        right += completes(model, cache.fork(), question, answer)
     return right
+
+
+def text_ids(model: Model, tokenizer: Tokenizer, asked: list[tuple[str, str]]) -> Tensor:
+    """(1,T): all facts, a line each."""
+    text = "\n".join(begin + end for begin, end in asked) + "\n"
+    ids = tokenizer.encode(text, add_special_tokens=True)
+    return torch.tensor([ids], device=model.embed_tokens.weight.device)
+
+
+def completes(model: Model, cache: KVCache, question: list[int], answer: list[int]) -> bool:
+    """Does the model give all tokens of the answer after the question? Appends both, but for the
+    last token."""
+    device = model.embed_tokens.weight.device
+    both = torch.tensor([question + answer[:-1]], device=device)  # (1,t)
+    logits = verify_draft(model, both, cache, cache.length)  # (1,t,V)
+    return logits[0, len(question) - 1 :].argmax(-1).tolist() == answer
+
+
+def asked_with_the_facts(
+    model: Model, tokenizer: Tokenizer, new: Callable[[], KVCache], count: int
+) -> tuple[int, int]:
+    """How many of `count` facts the model completes (as first question, as second question).
+
+    For each fact, an empty cache reads all facts and the question, but for its last token, in one
+    append. The second question is for the fact half a list away, with the same cache.
+    """
+    asked = facts(count)
+    ids = text_ids(model, tokenizer, asked)
+    coded = [(tokenizer.encode(begin), tokenizer.encode(end)) for begin, end in asked]
+    newline = tokenizer.encode("\n")
+    first = second = 0
+    for i, (question, answer) in enumerate(coded):
+        cache = new()
+        start = torch.tensor([question[:-1]], device=ids.device)  # (1,t)
+        verify_draft(model, torch.cat((ids, start), 1), cache, 0)
+        first += completes(model, cache, question[-1:], answer)
+        later, its_answer = coded[(i + count // 2) % count]
+        second += completes(model, cache, answer[-1:] + newline + later, its_answer)
+    return first, second

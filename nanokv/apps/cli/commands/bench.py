@@ -7,6 +7,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ from nanokv.parallel.group import ALONE, Ranks
 if TYPE_CHECKING:
     from nanokv.lab.bench.rotation import Rotation, Row
     from nanokv.lab.bench.runners import Ours
+    from nanokv.lab.bench.talks import Talks
 
 EXAMPLES = (
     "nanokv bench",
@@ -181,8 +183,9 @@ def _add_modes(parser: ArgumentParser) -> None:
         "--recall",
         type=integer(1),
         metavar="N",
-        help="with --quality and --caches: also read N facts, and count those that are completed "
-        "at the end",
+        help="with --quality and --caches: also count the answers about N facts: without --text, in "
+        "N conversations with two questions each; else of a list, read in small parts (recalled), "
+        "and read with a first question, before a second one",
     )
 
 
@@ -304,7 +307,7 @@ def check_flags(given: BenchOptions, against: list[str]) -> None:
         )
     unused = {
         "--against": against and mode != "--requests",
-        "--plot": given.plot,
+        "--plot": given.plot and not (mode == "--quality" and given.caches),
         "--uncached": given.uncached,
         "--caches": given.caches and mode == "--requests",
         "--batch": given.batch != "1" and mode != "--beside",
@@ -503,7 +506,9 @@ def quality(given: BenchOptions, loaded: Loaded, weights: list[str]) -> int:
         check_options(name, how)
     check_count(given.recall or 0)
     ids, source = text_ids(given.text, loaded)
-    text = Text(torch.tensor([ids], device=loaded.device), loaded.tokenizer, given.recall or 0)
+    talks = talks_of(given, loaded) if given.recall and not given.text else None
+    tensor = torch.tensor([ids], device=loaded.device)
+    text = Text(tensor, loaded.tokenizer, given.recall or 0, talks)
     measured = changes(loaded.model, made(loaded, weights), text, caches)
     rows: list[dict] = []
     stop = carry_out(map(rows.append, measured), len(weights) * max(1, len(caches)), given.output)
@@ -512,7 +517,20 @@ def quality(given: BenchOptions, loaded: Loaded, weights: list[str]) -> int:
         terminal.write_out(to_json(facts | {"rows": rows}) + "\n")
     else:
         quality_table(loaded, f"{len(ids):,} tokens of {source}", rows, caches)
+    if given.plot and rows:
+        from nanokv.lab.bench.plot_quality import plot_quality
+
+        plot_quality(rows, caches, f"{loaded.name}, {len(ids):,} tokens of {source}", given.plot)
     return exit_code(stop)
+
+
+def talks_of(given: BenchOptions, loaded: Loaded) -> "Talks":
+    """--recall without --text: conversations with facts, held out from the bundled model's
+    training."""
+    from nanokv.lab.bench.talks import Talks
+    from nanokv.school.training.evaluate import two_questions
+
+    return Talks(loaded.model, loaded.tokenizer, two_questions(given.recall or 0))
 
 
 def quality_table(loaded: Loaded, text: str, rows: list[dict], caches: dict) -> None:
@@ -522,6 +540,7 @@ def quality_table(loaded: Loaded, text: str, rows: list[dict], caches: dict) -> 
     if caches:
         columns["cache"] = lambda row: row["cache"]
         columns["B/token"] = lambda row: f"{row['kv_bytes_per_token']:,.0f}"
+        columns["of exact"] = lambda row: f"{row['share']:.0%}"
         left = (0, 1)
     else:
         columns["MB/step"] = lambda row: f"{row['bytes'] / 1e6:.2f}"
@@ -530,8 +549,9 @@ def quality_table(loaded: Loaded, text: str, rows: list[dict], caches: dict) -> 
     columns["perplexity"] = lambda row: f"{row['perplexity']:.4f}"
     if any("perplexities" in row for row in rows):
         columns["of 3 seeds"] = seeds_text
-    if any("recalled" in row for row in rows):
-        columns["recalled"] = lambda row: str(row["recalled"])
+    if any("second" in row for row in rows):
+        found = [name for name in ("recalled", "first", "second") if name in rows[0]]
+        columns |= {name: itemgetter(name) for name in found}
     if caches:
         columns["CPU ms/token"] = lambda row: f"{row['cpu_ms_per_token']:.1f}"
     show([f"{loaded.name} {loaded.dtype_name}", text], columns, rows, left)
