@@ -166,10 +166,13 @@ class EvictingCache(KVCache):
         return Watched(self, self.mask(T))
 
     def _check_padding(self) -> None:
-        raise UnsupportedError(
-            "an evicting cache cannot hold padding: its entries are no columns of a rectangle",
-            hint="prefill rows of equal length together, or each row alone",
-        )
+        if not self.policy.newest_only:
+            raise UnsupportedError(
+                f"an evicting cache with policy={self.policy.name} cannot hold padding: its entries "
+                "are not the last columns of the rectangle",
+                hint="prefill rows of equal length together, or each row alone; or take "
+                "policy=window without sinks",
+            )
 
 
 class Watched:

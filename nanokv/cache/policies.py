@@ -63,6 +63,7 @@ class Policy:
     watches = False  # needs the queries of every append
     attends = False  # computes attention itself
     evicts = True
+    newest_only = False  # the entries that stay are always the last ones
 
     def __init__(self, budget: int, sinks: int = 0, recent: int = 0):
         self.budget = budget  # entries per KV head
@@ -110,6 +111,10 @@ class Window(Policy):
     """The newest entries."""
 
     name = "window"
+
+    @property
+    def newest_only(self) -> bool:  # type: ignore[override]  # read-only
+        return self.sinks == 0
 
     def scores(self, held: Held) -> Tensor:
         return held.positions.double()

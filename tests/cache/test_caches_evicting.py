@@ -331,7 +331,7 @@ def test_a_policy_that_was_shown_no_queries_says_so(model):
 
 def test_rows_are_refused_where_padding_would_be_an_entry(model):
     with pytest.raises(UnsupportedError, match="cannot hold padding"):
-        PaddedCache(make_cache("evicting:budget=8", model.config, 2), [0, 3])
+        PaddedCache(make_cache("evicting:budget=8:sinks=1", model.config, 2), [0, 3])
     row = make_cache("evicting:policy=h2o:budget=8", model.config)
     with pytest.raises(UnsupportedError, match=r"policy=h2o.* computes attention itself"):
         BatchCache([row], model.config)

@@ -15,7 +15,8 @@ from nanokv.errors import CacheError, NanoKVError, UnsupportedError
 from nanokv.lab.study import equality
 from nanokv.model import Qwen3
 
-EXACT = sorted(set(nanokv.CACHES) - {"quantized", "sliding"})  # these two round or forget by design
+# These round or forget by design.
+EXACT = sorted(set(nanokv.CACHES) - {"evicting", "quantized", "sliding"})
 
 
 @pytest.fixture(scope="module")

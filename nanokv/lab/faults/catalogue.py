@@ -21,6 +21,7 @@ from nanokv.attention import Attend, prefill_attention
 from nanokv.cache import BatchCache, KVCache
 from nanokv.cache.base import LayerCache
 from nanokv.cache.capabilities import CacheCapabilities
+from nanokv.cache.evicting import EvictingLayer
 from nanokv.cache.padded import PaddedCache
 from nanokv.cache.sliding import SlidingCache
 from nanokv.cache.static import StaticCache
@@ -334,15 +335,22 @@ def no_mask_on_chunk() -> Swaps:
 
 
 def masks(wrong: Callable) -> Swaps:
-    """Swaps for the mask of LayerCache and of the sliding cache. wrong(right, T, S) → mask (T,S) or
+    """Swaps for the mask of LayerCache and of caches that forget. wrong(right, T, S) → mask (T,S) or
     None, where right(T, S) is the correct mask."""
     right = nanokv.cache.base.causal_mask
-    band = SlidingCache.mask
 
     def mask(self, T):
         return wrong(right, T, self.length + T)
 
-    def window(self, T):
+    forget = SlidingCache, EvictingLayer
+    others = [(kind, "mask", forgetting(kind.mask, right, wrong)) for kind in forget]
+    return [(LayerCache, "mask", mask), *others]
+
+
+def forgetting(band: Callable, right: Callable, wrong: Callable) -> Callable:
+    """The swap for `band`, the mask of a cache that holds fewer keys than tokens."""
+
+    def mask(self, T):
         own = band(self, T)
         S = self.sizes.held + T
         if own is not None:
@@ -353,7 +361,7 @@ def masks(wrong: Callable) -> Swaps:
 
         return wrong(right_here, T, S)
 
-    return [(LayerCache, "mask", mask), (SlidingCache, "mask", window)]
+    return mask
 
 
 # --- batches -----------------------------------------------------------------------------------
