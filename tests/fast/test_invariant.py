@@ -89,7 +89,7 @@ def same_for_any_number_of_rows(matrix):
 def test_invariant_rows_are_equal_on_every_number_of_rows_and_chunks(weights):
     model = batch_invariant(fast_model(weights))
     alone = logits_of(model, 1)
-    for rows in ROWS:
+    for rows in (2, 3, 4, 5, 8, 9, 32):
         assert torch.equal(logits_of(model, rows), alone)
     for chunk in (1, 7, 64):
         assert torch.equal(logits_of(model, 2, chunk), alone)
