@@ -30,10 +30,9 @@ from nanokv.config import Config
 from nanokv.errors import CacheError, ConfigError
 from nanokv.fast import native
 from nanokv.fast.checks import is_whole, sees_its_row, sees_its_sequence
-from nanokv.fast.model import KINDS, Block, FastTransformer, Rope
+from nanokv.fast.model import KINDS, Block, FastTransformer, Norm, Rope
 from nanokv.fast.weights import Addressed, Matrix
 from nanokv.inference import Position
-from nanokv.loading import skeleton
 from nanokv.model import Transformer
 from nanokv.rope import rope_frequencies, turned
 
@@ -66,15 +65,7 @@ def batch_invariant(model: Transformer) -> "InvariantTransformer":
             hint="see nanokv env",
         )
     check_whole(model)
-    same: Any = skeleton(model.config, InvariantTransformer)  # its modules are of other classes
-    same.embed_tokens = model.embed_tokens
-    same.layers = model.layers
-    same.norm = model.norm
-    head: Any = model.lm_head
-    same.lm_head = Head(head.matrix if isinstance(head, Head) else head)
-    same.generation_config = model.generation_config
-    same.weights = model.weights
-    return same.requires_grad_(False).eval()
+    return InvariantTransformer(model)
 
 
 def check_whole(model: Transformer) -> None:
@@ -116,7 +107,19 @@ class Head(Addressed):
 class InvariantTransformer(FastTransformer):
     """The fast model with FIXED sums. Its tokens (B,T) are B·T rows of one token each."""
 
-    table: tuple[Config, Tensor, Tensor] | None = None  # of; cos and sin of each position, (n,D)
+    angles_of: tuple[Config, Tensor, Tensor] | None = None  # cos and sin of each position, (n,D)
+
+    def __init__(self, model: FastTransformer):
+        """Shares the modules of `model`."""
+        table: Any = model.embed_tokens.table
+        head: Any = model.lm_head
+        if isinstance(head, Head):  # of another InvariantTransformer
+            head = head.matrix
+        layers = cast(list[Block], list(model.layers))
+        super().__init__(model.config, table, layers, cast(Norm, model.norm), head, model.weights)
+        own: Any = self
+        own.lm_head = Head(head)
+        self.generation_config = model.generation_config
 
     def forward(
         self,
@@ -157,16 +160,16 @@ class InvariantTransformer(FastTransformer):
         From a table that is made in equal parts, so that torch computes an angle in one way. It
         takes 8·D bytes per position up to the last.
         """
-        if self.table is None or self.table[0] is not self.config:
+        if self.angles_of is None or self.angles_of[0] is not self.config:
             empty = torch.empty(0, self.config.head_dim)
-            self.table = self.config, empty, empty
-        _, cos, sin = self.table
+            self.angles_of = self.config, empty, empty
+        _, cos, sin = self.angles_of
         while len(cos) <= positions.max():
             part = torch.arange(len(cos), len(cos) + POSITIONS)
             speed, scale = rope_frequencies(self.config)
             more = turned(speed, scale, part, torch.float32)  # (POSITIONS,D) ×2
             cos, sin = torch.cat((cos, more[0])), torch.cat((sin, more[1]))
-            self.table = self.config, cos, sin
+            self.angles_of = self.config, cos, sin
         return cos[positions], sin[positions]
 
 
