@@ -27,6 +27,7 @@ class EvictingLayer(LayerCache):
     """`held` has at most policy.budget entries per KV head after an append; None: empty."""
 
     held: Held | None
+    lossless = False
 
     def __init__(self, policy: Policy):
         self.policy = policy

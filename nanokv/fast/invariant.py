@@ -46,8 +46,8 @@ def batch_invariant(model: Transformer) -> "InvariantTransformer":
 
     Takes a model from `optimize`, or one with the blocks of a GGUF file. Logits (torch.equal) are
     the same for any batch, chunk, page reuse and number of threads, with the caches that return
-    every key as it was appended: all but "quantized" and "sliding". Rows of different lengths need
-    pages. Another processor gives other bits.
+    every key as it was appended: all but "quantized", "sliding" and "evicting". Rows of different
+    lengths need pages. Another processor gives other bits.
 
     ConfigError for the plain model, whose products torch chooses by shape, and where there are no
     kernels: on a GPU, for experts, without a compiler.

@@ -181,6 +181,7 @@ def test_the_members_to_know_are_few():
         "fork",
         "nbytes",
         "capacity",
+        "lossless",
         "sizes",
         "pages",
         "reorder",
@@ -189,6 +190,7 @@ def test_the_members_to_know_are_few():
     }
     assert cache == {
         "length",
+        "page_size",
         "mask",
         "truncate",
         "fork",
@@ -203,7 +205,7 @@ def test_the_members_to_know_are_few():
         "tokens",
         "pages",
     }
-    assert (len(layer), len(cache)) == (12, 14)
+    assert (len(layer), len(cache)) == (13, 15)
 
 
 def test_the_null_object_has_no_length(model):

@@ -213,7 +213,7 @@ def test_what_cannot_be_invariant_is_refused():
         batch_invariant(fast)
     handle.remove()
     model = batch_invariant(fast)
-    for kind in ("quantized", "sliding:window=8"):
+    for kind in ("quantized", "sliding:window=8", "evicting:budget=8"):
         with pytest.raises(CacheError, match="not batch-invariant"):
             prefill(model, ids, make_cache(kind, model.config))
     with pytest.raises(CacheError, match="pages of 24 tokens"):

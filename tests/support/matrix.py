@@ -543,7 +543,10 @@ def refused_by_invariant(situation: str, spec: str) -> bool:
     """
     if situation in ("padded", "ragged", "own mask", "own attend", "split", "two ranks"):
         return True
-    if any(kind in spec for kind in ("quantized", "sliding", "evicting")) or CACHES_TRIED[spec].get("page", 16) % 16:
+    if (
+        any(kind in spec for kind in ("quantized", "sliding", "evicting"))
+        or CACHES_TRIED[spec].get("page", 16) % 16
+    ):
         return True
     return situation == "packed" and spec.partition(":")[0] not in ("paged", "prefix")
 

@@ -64,7 +64,7 @@ def check_invariant(wanted: SpeedOptions | None, cache: CacheOptions) -> None:
     if wanted is None or not wanted.invariant:
         return
     kinds = {cache.name, cache.options.get("of")}
-    if found := kinds & {"quantized", "sliding"}:
+    if found := kinds & {"quantized", "sliding", "evicting"}:
         raise NanoKVError(
             f"--batch-invariant with a {found.pop()} cache: "
             "which keys it rounds or drops depends on the chunks",
