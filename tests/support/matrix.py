@@ -84,8 +84,7 @@ CACHES_TRIED = {
     "evicting:policy=h2o:budget=8": {"policy": "h2o", "budget": 8},
     "evicting:policy=snapkv:budget=8": {"policy": "snapkv", "budget": 8, "recent": 3},
     "evicting:policy=matching:budget=8": {"policy": "matching", "budget": 8},
-    # All pages but one or two of the long prompt: with random keys, rounding would choose between few.
-    "evicting:policy=quest:budget=36": {"policy": "quest", "budget": 36, "page": 3},
+    "evicting:policy=quest:budget=8": {"policy": "quest", "budget": 8, "page": 3},
     "offloaded": {},
     "offloaded:to=host": {"to": "host"},
     "batch": {},
@@ -265,17 +264,19 @@ STEP = {"8": 0.01, "4": 0.03, "3": 0.1, "2": 0.06}
 
 
 def tolerance(model: str, spec: str) -> float:
-    """A code of another rounding moves fp32 logits rarely, those of other formats often. So does an entry that stays
-    instead of another one with nearly the same score."""
+    """A code of another rounding moves fp32 logits rarely, those of other formats often."""
     allowed = (MODELS | ONE_ORDER)[model]
     if "matching" in spec:  # a least squares problem amplifies rounding
-        return allowed + (0.05 if allowed > 1e-5 else 2e-3)
-    if any(policy in spec for policy in WATCHES):
-        return allowed + (0.015 if allowed > 1e-5 else 0)
+        return allowed + 2e-3
     if "quantized" not in spec:
         return allowed
     lowest = min((digit for digit in STEP if f"bits={digit}" in spec), default="8")
     return allowed + (STEP[lowest] if allowed > 1e-5 else 1e-3)
+
+
+def tried(name: str, spec: str) -> bool:
+    """Scores of a model that rounds may choose another entry or page, which changes more than any tolerance."""
+    return (MODELS | ONE_ORDER)[name] <= 1e-5 or not any(policy in spec for policy in WATCHES)
 
 
 def candidate(name: str, rows: int):
@@ -603,7 +604,7 @@ def distance(a, b) -> float:
 def compare(name: str, situation: str, specs) -> list[str]:
     """What is wrong, a line for each combination."""
     wrong = []
-    for spec in specs:
+    for spec in (spec for spec in specs if tried(name, spec)):
         try:
             got = run(candidate(name, SITUATIONS[situation][1]), situation, spec)
         except (CacheError, UnsupportedError) as error:
