@@ -267,12 +267,14 @@ def check_policy(options: dict[str, Any]) -> None:
             f"budget={2 * page}, or a smaller page",
         )
     always = options.get("sinks", 0)
+    enough = always + 1
     if "recent" in known:
         always += options.get("recent", newest(budget))
+        enough += options.get("recent", newest(2 * enough))  # newest(n) is n/2 at most
     if always >= budget:
         raise CacheError(
             f"budget={budget} leaves no entry to choose: {always} always stay",
-            f"budget={always + 1}, or smaller sinks or recent",
+            f"budget={enough}, or smaller sinks or recent",
         )
 
 

@@ -126,7 +126,7 @@ def test_batch_invariant_answers_are_the_same_alone_and_together(cli, tmp_path, 
     ("flags", "cause"),
     [
         (["--cache", "quantized"], "which keys it rounds or drops depends on the chunks"),
-        (["--cache", "sliding:window=8"], "--batch-invariant with a sliding cache"),
+        (["--cache", "sliding:window=8"], "--batch-invariant over --cache sliding"),
         (["--cache", "paged:page=24"], "pages of 24 tokens"),
         (["--plain"], "--plain and --batch-invariant contradict each other"),
         (["--dtype", "float16"], "no kernels for float16"),

@@ -401,7 +401,12 @@ def test_the_command_prints_a_table_of_80_columns_and_json(cli, talk):
         (["--policy", "lrv"], "'lrv' is not one of", "did you mean lru?"),
         (["--page", "0"], "0 is not a whole number", ""),
         (["--page", "all"], "--page all", "--page 16"),
-        (["--tokens", "8"], "without room for one page of 16 tokens", ""),
+        (["--tokens", "8"], "without room for one page of 16 tokens", "--tokens 16"),
+        (
+            ["--tokens", "32", "--snapshot", "10", "--weight", "11"],
+            "one page of 16 tokens and its part of a snapshot of 11 tokens every 10",
+            "--tokens 48",
+        ),
         (["--pages", "1"], "--pages", ""),
         (["--weight", "8"], "--weight is the size of a snapshot", "--snapshot N"),
         (
@@ -421,6 +426,19 @@ def test_a_flag_that_means_nothing_is_refused(cli, tmp_path, words, told, hint):
         return
     assert (code, out) == (2, "") and told in err and hint in err
     assert "Traceback" not in err
+
+
+def test_memories_of_as_many_pages_are_one_row(cli, tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"tokens": [1, 2, 3]}\n')
+    code, out, _ = cli("replay", path, "--tokens", "31,16,32,all,all", "--json")
+    runs = json.loads(out)["runs"]
+    assert code == 0
+    assert [run["setup"]["pages"] for run in runs if run["setup"]["policy"] == "lru"] == [
+        1,
+        2,
+        None,
+    ]
 
 
 def test_a_bad_trace_is_one_line_and_a_hint(cli, tmp_path):

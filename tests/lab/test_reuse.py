@@ -4,6 +4,7 @@ The tokenizer of the first tests has a token per character, so that every number
 """
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from nanokv.lab.replay.changes import (
     Talk,
     Writer,
     changes_of,
+    left_out,
     read_talk,
     reused,
     spelled_out,
@@ -80,7 +82,7 @@ def test_the_numbers_of_each_change_by_hand():
     #           sIt is 10:42.\nBe#…
     assert counts("clock, in the first line", talk()) == (28 + 13, 11)
     # Three clocks of 13 characters, of which the last is new.
-    assert counts("clock, in the last message", talk()) == (28 + 39, 21 + 26)
+    assert counts("clock, in each message", talk()) == (28 + 39, 21 + 26)
     #           sBe#u(removed)#aYo#uOne…     the second of three
     assert counts("a turn edited in the middle", talk()) == (28 + len(REMOVED) - 3, 13)
     #           sBe#uSummary of the conversation so far: SUM#aTwo#uAnd#a
@@ -98,6 +100,12 @@ def test_tools_come_before_everything_else():
         "tools in another order",
         "compaction",
     }
+    one = talk(tools=("A",))
+    assert left_out(one) == {
+        "tools in another order": "at most one tool",
+        "compaction": "no summary",
+    }
+    assert set(changes_of(one)) | set(left_out(one)) == set(CHANGES)
 
 
 def test_the_longest_of_all_earlier_requests_counts():
@@ -171,7 +179,7 @@ def test_a_recorded_talk_in_the_bundled_model():
         "messages appended": (1180, 1136),
         "thinking dropped": (1180, 1104),
         "clock, in the first line": (1190, 0),
-        "clock, in the last message": (1239, 1200),
+        "clock, in each message": (1239, 1200),
         "one more tool": (1269, 608),
         "tools in another order": (1180, 80),
         "a turn edited in the middle": (1096, 832),
@@ -188,7 +196,7 @@ def test_a_recorded_talk_in_qwen3(qwen3_files):
         "messages appended": (708, 656),
         "thinking dropped": (708, 368),
         "clock, in the first line": (717, 0),
-        "clock, in the last message": (762, 704),
+        "clock, in each message": (762, 704),
         "one more tool": (747, 304),
         "tools in another order": (708, 80),
         "a turn edited in the middle": (659, 496),
@@ -276,8 +284,10 @@ def test_the_command_prints_tables_of_80_columns_and_json(cli, said):
         ("{", "is not valid JSON"),
         ("{}", "is not a talk"),
         ('{"messages": ["a"]}', "is not a talk"),
-        ('{"messages": []}', "a talk has an answer"),
+        ('{"messages": []}', "none of its messages is an answer"),
+        ('{"messages": [{"role": "user", "content": "Hi."}]}', "none of its messages is an answer"),
         ('{"messages": [{"role": "assistant", "content": ""}]}', "ends with a message"),
+        ('{"messages": [{"role": "user", "content": 5}]}', "message 1 (user): content is 5"),
         (
             '{"messages": [{"role": "bot"}, {"role": "assistant"}, {"role": "user"}]}',
             "the role 'bot'",
@@ -289,3 +299,25 @@ def test_a_file_that_is_no_talk_is_one_line_and_a_hint(cli, tmp_path, text, told
     path.write_text(text)
     code, out, err = cli("reuse", path)
     assert (code, out) == (2, "") and told in err and len(err.splitlines()) <= 2
+    assert f"error: {path}" in err
+
+
+def test_each_file_has_a_table(cli, said):
+    """Files of the same name too; `agent` is bundled, and a talk without tools says what it lacks."""
+    other = said.parent / "other" / said.name
+    other.parent.mkdir()
+    other.write_text(said.read_text().replace("Hi.", "Hello."))
+    code, out, err = cli("reuse", said, other, "agent")
+    titles = [block.split("\n")[0] for block in out.split("\n\n")]
+    assert (code, err, titles) == (0, "", [str(said), str(other), "agent"])
+    assert out.count("left out: ") == 2 and "left out: thinking dropped (no thoughts)" in out
+    code, out, err = cli("reuse", "agnt")
+    assert (code, out) == (2, "") and "agnt does not exist" in err and "agent, chat" in err
+
+
+def test_a_folder_without_weights_is_enough(cli, said, qwen3_files, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(qwen3_files / "tokenizer", folder)
+    (folder / "config.json").write_text('{"vocab_size": 151936}')
+    code, out, err = cli("reuse", said, "-m", folder)
+    assert (code, err) == (0, "") and "messages appended" in out

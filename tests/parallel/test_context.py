@@ -280,7 +280,7 @@ def test_rows_of_different_lengths_and_files_are_refused(model, tmp_path):
     with pytest.raises(UnsupportedError, match="rank 0 holds 0 of 0 positions"):
         cache = PaddedCache(new(model.config, Alone(), rows=2), [0, 1])
         prefill(model, [[1, 2]] * 2, cache, cache.length)
-    with pytest.raises(UnsupportedError, match="rank 0 holds"):
+    with pytest.raises(UnsupportedError, match="a row of context: computes attention itself"):
         decode(model, [[1]], BatchCache([new(model.config, Alone())], model.config), 0)
     with pytest.raises(UnsupportedError, match="cannot be saved"):
         new(model.config, Alone()).save(tmp_path / "cache")

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 RECORDED = Path(__file__).parent / "recorded"  # talks of our own making: NAME.json
+ROLE = 'an answer has "role": "assistant"'
 REMOVED = "(removed)"  # in place of an edited turn
 MORE_TOOL = {
     "type": "function",
@@ -51,9 +52,22 @@ class Talk:
         return max(i for i, one in enumerate(self.messages) if one["role"] == "assistant")
 
 
+def bundled() -> dict[str, Path]:
+    """The talks in RECORDED by name."""
+    return {path.stem: path for path in sorted(RECORDED.glob("*.json"))}
+
+
+def talk_file(name: str) -> Path:
+    """The file of a bundled talk, or else the path `name`. NanoKVError if there is none."""
+    path = bundled().get(name) or Path(name)
+    if not path.exists():
+        raise NanoKVError(f"{path} does not exist", f"bundled talks: {', '.join(bundled())}")
+    return path
+
+
 def read_talk(path: Path) -> Talk:
     """The talk in a JSON file: {"messages": […], "tools": […], "summary": "…"}, as a request of
-    OpenAI's API. NanoKVError if it has no answer, or nothing after the last one."""
+    OpenAI's API. NanoKVError if it has no answer, or ends with one."""
     fields = read_object(path, NanoKVError)
     messages: Any = fields.get("messages")
     tools: Any = fields.get("tools") or []
@@ -62,11 +76,20 @@ def read_talk(path: Path) -> Talk:
     if not lists or not all(isinstance(one, dict) and "role" in one for one in messages):
         form = '{"messages": [{"role": …, "content": …}], "tools": [], "summary": ""}'
         raise NanoKVError(f"{path} is not a talk", form)
+    for number, one in enumerate(messages, 1):
+        content = one.get("content")
+        if content is not None and not isinstance(content, str):
+            raise NanoKVError(
+                f"{path}, message {number} ({one['role']}): content is {repr(content)[:60]}",
+                "a text was expected",
+            )
     roles = [one["role"] for one in messages]
-    if "assistant" not in roles or roles[-1] == "assistant":
+    if "assistant" not in roles:
+        raise NanoKVError(f"{path}: none of its messages is an answer", ROLE)
+    if roles[-1] == "assistant":
         raise NanoKVError(
-            f"{path}: a talk has an answer, and ends with a message that is not answered yet",
-            f"the last of its {len(roles):,} messages is of {', '.join(map(str, roles[-1:]))!r}",
+            f"{path}: the last of {len(roles):,} messages is an answer",
+            "a talk ends with a message that is not answered yet",
         )
     return Talk(tuple(messages), tuple(tools), summary)
 
@@ -103,8 +126,8 @@ def clock_first(talk: Talk, time: str) -> Talk:
     return replace(talk, messages=({"role": "system", "content": line}, *talk.messages))
 
 
-def clock_last(talk: Talk) -> Talk:
-    """Each message that is not an answer begins with the time at which it was sent."""
+def clock_each(talk: Talk) -> Talk:
+    """Each message of the user and of a tool begins with the time at which it was sent."""
     for place, message in enumerate(talk.messages):
         if message["role"] in ("user", "tool"):
             talk = edited(talk, place, f"It is 10:{place % 60:02}.\n{message['content']}")
@@ -122,7 +145,7 @@ def tools_reordered(talk: Talk) -> Talk:
 
 
 def turn_edited(talk: Talk) -> Talk:
-    """A message in the middle loses its text, as when an old result of a tool is removed."""
+    """REMOVED stands for the text of a message in the middle, for example a tool's old result."""
     told = [i for i, one in enumerate(talk.messages) if one["role"] in ("user", "tool")]
     return edited(talk, told[(len(told) - 1) // 2], REMOVED)
 
@@ -139,18 +162,24 @@ class Change(NamedTuple):
 
     before: Callable[[Talk], Talk]
     after: Callable[[Talk], Talk]
-    needs: str = ""  # the field of the talk without which there is nothing to change
+    needs: str = ""  # a key of LACKS: without it there is nothing to change
 
 
+LACKS = {  # what a change needs → the reason if a talk does not have it
+    "thoughts": "no thoughts",
+    "a tool": "no tools",
+    "two tools": "at most one tool",
+    "summary": "no summary",
+}
 CHANGES = {
     "messages appended": Change(unthinking, unthinking),
     "thinking dropped": Change(as_recorded, as_recorded, "thoughts"),
     "clock, in the first line": Change(
         partial(clock_first, time="10:41"), partial(clock_first, time="10:42")
     ),
-    "clock, in the last message": Change(clock_last, clock_last),
-    "one more tool": Change(as_recorded, one_more_tool, "tools"),
-    "tools in another order": Change(as_recorded, tools_reordered, "tools"),
+    "clock, in each message": Change(clock_each, clock_each),
+    "one more tool": Change(as_recorded, one_more_tool, "a tool"),
+    "tools in another order": Change(as_recorded, tools_reordered, "two tools"),
     "a turn edited in the middle": Change(as_recorded, turn_edited),
     "compaction": Change(as_recorded, compacted, "summary"),
 }
@@ -158,9 +187,20 @@ CHANGES = {
 
 def changes_of(talk: Talk) -> dict[str, Change]:
     """The changes that this talk can have. Only "thinking dropped" keeps the thoughts."""
-    has = {"": True, "tools": len(talk.tools) > 1, "summary": bool(talk.summary)}
-    has["thoughts"] = any(name in one for one in talk.messages for name in REASONING)
-    return {name: change for name, change in CHANGES.items() if has[change.needs]}
+    missing = left_out(talk)
+    return {name: change for name, change in CHANGES.items() if name not in missing}
+
+
+def left_out(talk: Talk) -> dict[str, str]:
+    """The changes that this talk cannot have, with the reason."""
+    has = {
+        "": True,
+        "thoughts": any(name in one for one in talk.messages for name in REASONING),
+        "a tool": bool(talk.tools),
+        "two tools": len(talk.tools) > 1,
+        "summary": bool(talk.summary),
+    }
+    return {n: LACKS[change.needs] for n, change in CHANGES.items() if not has[change.needs]}
 
 
 # --- tokens ---------------------------------------------------------------------------------------

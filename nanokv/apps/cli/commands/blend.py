@@ -30,8 +30,8 @@ EXAMPLES = (
 DESCRIPTION = (
     "Reuse of a text that is not a prefix: parts of a talk are read alone, their keys are rotated "
     "to the new positions, and a share of the tokens is computed again (CacheBlend, EPIC). Prints "
-    "the error of keys and values against a full prefill, and how many of the told facts the model "
-    "still knows."
+    "the error of keys and values against a full prefill (`key 5`: of the keys in layer 5), and how "
+    "many of the told facts the model still knows."
 )
 TITLES = {
     "whole": "parts that are cut between the facts",
@@ -64,7 +64,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="P",
         type=real(0, 100),
         default=15.0,
-        help="percent of the tokens behind the first part that are computed again (15)",
+        help="percent of the tokens behind the first part that are computed again, in the rows most "
+        "changed, first of each part and evenly (15)",
     )
     parser.add_argument(
         "--talks",

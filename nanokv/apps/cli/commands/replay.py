@@ -74,12 +74,15 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("-m", "--model", metavar="NAME", help="whose tokenizer reads messages")
     server = parser.add_argument_group("server")
     server.add_argument(
-        "--index", type=names(INDEXES), default=["flat"], help=f"of {', '.join(INDEXES)} (flat)"
+        "--index",
+        type=names(INDEXES),
+        default=["flat"],
+        help=f"one or more of {', '.join(INDEXES)}, comma-separated (default: flat)",
     )
     server.add_argument(
         "--policy",
         type=names(POLICIES),
-        help=f"of {', '.join(POLICIES)} (lru,belady)",
+        help=f"one or more of {', '.join(POLICIES)}, comma-separated (default: lru,belady)",
     )
     server.add_argument(
         "--page", type=several(1), default=[], help=f"tokens per page ({PAGE}; of ids: a block)"
@@ -87,7 +90,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     server.add_argument(
         "--tokens",
         type=several(1),
-        help="memory in tokens, or all (1,000, 10,000 and 50,000 pages, all)",
+        help="memory in tokens, rounded down to pages, or all (1,000, 10,000 and 50,000 pages, "
+        "all)",
     )
     server.add_argument(
         "--waiting",
@@ -102,7 +106,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="N",
         type=integer(1),
         default=0,
-        help="a recurrent model: its state is kept every N tokens, and reuse ends there",
+        help="a recurrent model: its state is kept every N tokens, and a prompt is reused up to a "
+        "kept state",
     )
     server.add_argument(
         "--weight",
@@ -148,7 +153,8 @@ def several(low: int) -> Callable[[str], list[int | None]]:
     number = integer(low)
 
     def convert(text: str) -> list[int | None]:
-        return [None if part == "all" else number(part) for part in text.split(",")]
+        parts = dict.fromkeys(text.split(","))
+        return [None if part == "all" else number(part) for part in parts]
 
     return convert
 
@@ -218,7 +224,7 @@ def setups(given: ReplayOptions, trace: Trace) -> Iterator[list[Setup]]:
             memory = list(PAGES)
             if given.tokens is not None:
                 memory = [None if n is None else n // page for n in given.tokens]
-            for pages in memory:
+            for pages in dict.fromkeys(memory):  # two memories may be as many pages
                 row = Setup(
                     page,
                     pages,
@@ -228,8 +234,18 @@ def setups(given: ReplayOptions, trace: Trace) -> Iterator[list[Setup]]:
                     weight=given.weight,
                 )
                 if row.capacity == 0:
-                    raise NanoKVError(f"a memory without room for one page of {page:,} tokens")
+                    raise too_small(row)
                 yield [replace(row, policy=policy) for policy in given.policies]
+
+
+def too_small(setup: Setup) -> NanoKVError:
+    """The error for a memory without room for one page."""
+    what = f"one page of {setup.page:,} tokens"
+    needed = setup.page
+    if setup.snapshot:
+        what += f" and its part of a snapshot of {setup.weight:,} tokens every {setup.snapshot:,}"
+        needed *= -(-(setup.snapshot + setup.weight) // setup.snapshot)
+    return NanoKVError(f"a memory without room for {what}", f"--tokens {needed}, or more")
 
 
 # --- text -----------------------------------------------------------------------------------------

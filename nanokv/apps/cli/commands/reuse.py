@@ -5,8 +5,8 @@ nanokv/lab/replay/changes.py has the changes, served.py sends them through an en
 
 import sys
 from argparse import Namespace
+from collections import Counter
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanokv.apps.cli.common import layout, terminal
@@ -19,14 +19,17 @@ from nanokv.apps.cli.common.options import (
     output_options,
 )
 from nanokv.apps.cli.common.text import to_json
+from nanokv.errors import NanoKVError
 from nanokv.lab.replay.changes import (
-    RECORDED,
     Requests,
     Talk,
     Writer,
+    bundled,
     changes_of,
+    left_out,
     read_talk,
     reused,
+    talk_file,
 )
 
 if TYPE_CHECKING:
@@ -35,14 +38,15 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     "nanokv reuse",
-    "nanokv reuse --time 5",
+    "nanokv reuse agent --time 5",
     "nanokv reuse talk.json -m Qwen/Qwen3-0.6B --page 64",
 )
 DESCRIPTION = (
     "What a change of a conversation costs: the tokens of the next prompt that a prefix cache has, "
     "and those that are computed again, after the tools have changed, a clock, a turn in the "
     "middle, after a compaction, and where the template drops thoughts. A talk is a JSON file: "
-    '{"messages": […], "tools": […], "summary": "…"}.'
+    '{"messages": […], "tools": […], "summary": "…"}. It contains an answer and ends with a '
+    "message that is not answered yet."
 )
 INDEXES = ("hash", "radix")
 START = "(nothing held)"
@@ -52,7 +56,7 @@ START = "(nothing held)"
 class ReuseOptions:
     """The options of this command."""
 
-    talks: list[Path]
+    talks: list[str]  # bundled names, or paths
     model: ModelOptions
     page: int
     repeat: int  # 0: no times
@@ -62,22 +66,22 @@ class ReuseOptions:
 
 def add_arguments(parser: Parser) -> None:
     """The talks, the model, the page."""
-    recorded = sorted(RECORDED.glob("*.json"))
-    names = " and ".join(path.stem for path in recorded)
+    names = list(bundled())
     parser.add_argument(
         "talks",
         nargs="*",
         metavar="TALK",
-        type=Path,
-        default=recorded,
-        help=f"files with a conversation each (default: two of our own, {names})",
+        default=names,
+        help=f"files with a conversation each, or bundled ones by name: {', '.join(names)} "
+        "(default: all bundled ones)",
     )
     parser.add_argument(
         "-m",
         "--model",
         metavar="NAME",
         default=environment("NANOKV_MODEL") or "tiny",
-        help="whose template and tokenizer write the prompts; only --time needs its weights "
+        help="whose template and tokenizer write the prompts; without --time, a folder without "
+        "weights is enough "
         "(default: $NANOKV_MODEL, else tiny)",
     )
     parser.add_argument(
@@ -123,20 +127,44 @@ class Row:
 def run(args: Namespace) -> int:
     """A table per talk."""
     given = command_options(args)
-    talks = {path.stem: read_talk(path) for path in given.talks}
+    names = named(given.talks)
+    talks = {name: read_talk(talk_file(talk)) for name, talk in names.items()}
+    model = None
     if given.repeat:
         loaded = load_model(given.model, CacheOptions(), given.output)
-        writer = Writer(loaded.tokenizer)
-        found = {name: timed(given, loaded.model, writer, talk) for name, talk in talks.items()}
+        model, writer = loaded.model, Writer(loaded.tokenizer)
     else:
         writer = Writer(tokenizer_of(given.model.source))
-        found = {name: counted(given, writer, talk) for name, talk in talks.items()}
+    found = {name: rows_of(given, model, writer, names[name], talk) for name, talk in talks.items()}
     if given.json:
         terminal.write_out(to_json(report(given, found)) + "\n")
         return 0
-    tables = [table(name, rows, layout.columns(sys.stdout)) for name, rows in found.items()]
+    width = layout.columns(sys.stdout)
+    tables = [
+        "\n".join(table(name, found[name], width) + missing(talk, width))
+        for name, talk in talks.items()
+    ]
     terminal.write_out("\n\n".join(tables) + "\n")
     return 0
+
+
+def named(talks: list[str]) -> dict[str, str]:
+    """The talks by their name in the output: the stem, or what was given where stems are equal."""
+    stems = {given: talk_file(given).stem for given in talks}
+    count = Counter(stems.values())
+    return {stem if count[stem] == 1 else given: given for given, stem in stems.items()}
+
+
+def rows_of(
+    given: ReuseOptions, model: "Transformer | None", writer: Writer, file: str, talk: Talk
+) -> list[Row]:
+    """The rows of a talk. An error names its file."""
+    try:
+        if model is None:
+            return counted(given, writer, talk)
+        return timed(given, model, writer, talk)
+    except NanoKVError as error:
+        raise NanoKVError(f"{file}: {error}", error.hint) from None
 
 
 def tokenizer_of(model: str) -> "Tokenizer":
@@ -177,7 +205,7 @@ def timed(given: ReuseOptions, model: "Transformer", writer: Writer, talk: Talk)
     return rows
 
 
-def table(name: str, rows: list[Row], width: int) -> str:
+def table(name: str, rows: list[Row], width: int) -> list[str]:
     """The rows of one talk. Both indexes find the same tokens; their times are beside each other."""
     times = [index for index in INDEXES if index in rows[0].ms]
     head = ["change", "prompt", "reused", "computed", "computed %", *(f"{i} ms" for i in times)]
@@ -187,7 +215,15 @@ def table(name: str, rows: list[Row], width: int) -> str:
         share = f"{100 * row.computed / row.prompt:.1f}"
         ms = [f"{row.ms[index]:.1f}" for index in times]
         cells.append([row.change, f"{row.prompt:,}", found, f"{row.computed:,}", share, *ms])
-    return "\n".join([terminal.sanitize_line(name), *layout.table(head, cells, width)])
+    return [terminal.sanitize_line(name), *layout.table(head, cells, width)]
+
+
+def missing(talk: Talk, width: int) -> list[str]:
+    """The changes that this talk cannot have, as lines below the table."""
+    reasons = [f"{name} ({reason})" for name, reason in left_out(talk).items()]
+    if not reasons:
+        return []
+    return [layout.paragraph(f"left out: {', '.join(reasons)}", width)]
 
 
 def report(given: ReuseOptions, found: dict[str, list[Row]]) -> dict:

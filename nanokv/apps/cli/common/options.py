@@ -79,8 +79,8 @@ def add_speed_arguments(parser: ArgumentParser) -> None:
     group.add_argument(
         "--batch-invariant",
         action="store_true",
-        help="the same answer whoever else is in the batch, on a CPU; slower (see "
-        "docs/batch-invariance.md); implies --fast",
+        help="the same answer whoever else is in the batch, and in chunks of any size; slower, on a "
+        "CPU, with caches that keep exact values (docs/batch-invariance.md); implies --fast",
     )
 
 

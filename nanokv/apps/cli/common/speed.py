@@ -66,7 +66,7 @@ def check_invariant(wanted: SpeedOptions | None, cache: CacheOptions) -> None:
     kinds = {cache.name, cache.options.get("of")}
     if found := kinds & {"quantized", "sliding", "evicting"}:
         raise NanoKVError(
-            f"--batch-invariant with a {found.pop()} cache: "
+            f"--batch-invariant over --cache {found.pop()}: "
             "which keys it rounds or drops depends on the chunks",
             "--cache growing, static, dict, paged, prefix or offloaded",
         )
