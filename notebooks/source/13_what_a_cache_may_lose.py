@@ -392,8 +392,8 @@ course.show(fig, alt="Three lines on a log scale against the size of a bias, fro
 # On random vectors the squared error is what theory says, <!--fig 13.lloyd4-->0.0091<!--/fig--> with 4 bits. On the
 # keys without a bias, the rotation loses <!--fig 13.rotated-->9.9<!--/fig--> percent. But its error is a fixed part of
 # the *norm*, and the norm now contains the bias. With a bias of 30 norms the error
-# is <!--fig 13.rotated30-->260<!--/fig--> percent of the keys: nothing is left of them. A scale per token
-# loses <!--fig 13.token30-->240<!--/fig--> percent, because its range covers the whole bias. A scale per channel
+# is <!--fig 13.rotated30 x1.5-->260<!--/fig--> percent of the keys: nothing is left of them. A scale per token
+# loses <!--fig 13.token30 x1.5-->240<!--/fig--> percent, because its range covers the whole bias. A scale per channel
 # loses <!--fig 13.channel30-->4.6<!--/fig--> percent, as without a bias: its offset takes the bias away. Such models
 # exist. The key projections of Qwen2.5 have biases with norms up to 390. There, `lloyd` in 4 bits raises the perplexity
 # from 72 to 100 and more, and a scale per channel does not change it (docs/quantization.md). So a small error on random
