@@ -15,7 +15,7 @@ A fast kernel may replace exactly these classes, and only if it honours all thei
 callable, including a subclass, is called unchanged.
 
 cache/packed.py has a fourth class (several sequences end to end), parallel/merge.py a fifth (keys
-split between ranks). A first reading may skip `row_blocks` and `Decode.lengths`.
+split between ranks), windows.py a sixth (layers that see only the newest positions). A first reading may skip `row_blocks` and `Decode.lengths`.
 """
 
 import functools
@@ -58,6 +58,10 @@ class Causal:
             parts.append(prefill_attention(queries, keys, values, mask))  # (B,H,b−a,D)
         return torch.cat(parts, 2)  # (B,H,T,D)
 
+    def visible(self, T: int, S: int, device: torch.device) -> Tensor | None:
+        """What each query sees of the last S keys, bool (T,S); None: all."""
+        return causal_mask(T, S, device)
+
     def check(self, T: int, S: int) -> None:
         """CacheError if S is less than T, or not the number that the cache announced."""
         if T <= S and self.keys in (None, S):
@@ -87,6 +91,10 @@ class Masked:
         parts = [prefill_attention(q[:, :, a:b], k, v, mask[..., a:b, :]) for a, b in blocks]
         return torch.cat(parts, 2)  # (B,H,T,D)
 
+    def visible(self, T: int, S: int, device: torch.device) -> Tensor | None:
+        """What each query sees of the last S keys, bool (…,T or 1,S); None: all."""
+        return last_keys(self.mask, S, device)
+
 
 class Decode:
     """One query per row. It sees every key, or those of a mask: bool (1,S) or (B,1,1,S).
@@ -113,6 +121,10 @@ class Decode:
             self.mask = self.mask.to(q.device)  # once, for all layers
         return decode_attention(q, k, v, self.mask)
 
+    def visible(self, T: int, S: int, device: torch.device) -> Tensor | None:
+        """What each query sees of the last S keys, bool (…,1,S); None: all."""
+        return last_keys(self.mask, S, device)
+
     @functools.cached_property
     def lengths(self) -> Tensor | None:
         """(B,) int64: row b sees its last lengths[b] keys. None if the mask hides anything else."""
@@ -127,6 +139,13 @@ class Decode:
         if not torch.equal(seen, behind_padding(lengths, seen.shape[1])):
             return None
         return lengths
+
+
+def last_keys(mask: Tensor | None, S: int, device: torch.device) -> Tensor | None:
+    """The columns of the last S keys, (…,S) on this device."""
+    if mask is None:
+        return None
+    return mask[..., -S:].to(device)
 
 
 def behind_padding(lengths: Tensor, S: int) -> Tensor:

@@ -4,7 +4,7 @@ Field names are Hugging Face's.
 """
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,14 @@ class Config:
     model_type: str = "qwen3"
     llama3: Llama3Rope | None = None
     experts: Experts | None = None
+    # "full_attention" or "sliding_attention" per layer; () = every layer sees all positions.
+    layer_types: tuple[str, ...] = ()
+    sliding_window: int | None = None  # positions that a "sliding_attention" layer sees
+    local_rope_theta: float | None = (
+        None  # RoPE of these layers, without yarn; None = as the others
+    )
+    unrotated: tuple[int, ...] = ()  # numbers of the layers without RoPE
+    query_pre_attn_scalar: int | None = None  # replaces D in 1 / sqrt(D); None = D
 
     @property
     def family(self) -> families.Family:
@@ -110,6 +118,25 @@ class Config:
             return None
         return self.experts
 
+    def window_of(self, layer: int) -> int | None:
+        """How many positions this layer sees; None: all."""
+        if "sliding_attention" not in self.layer_types[layer : layer + 1]:
+            return None
+        return self.sliding_window
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """`window_of` every layer."""
+        return tuple(map(self.window_of, range(self.num_hidden_layers)))
+
+    @property
+    def local(self) -> "Config | None":
+        """The config with the RoPE of windowed layers; None: as the others."""
+        if self.local_rope_theta is None:
+            return None
+        theta = self.local_rope_theta
+        return replace(self, rope_theta=theta, yarn=None, llama3=None, local_rope_theta=None)
+
     @classmethod
     def from_folder(cls, folder: str | os.PathLike[str]) -> "Config":
         """Read `folder/config.json`; `folder` may also be the path of the file itself."""
@@ -139,6 +166,11 @@ class Config:
             sizes += f" experts {self.experts.num_experts_per_tok}/{self.experts.num_experts}"
         sizes += f" H {self.num_attention_heads} Hk {self.num_key_value_heads} D {self.head_dim}"
         notes = [f"context {self.max_position_embeddings}", f"rope_theta={self.rope_theta:g}"]
+        windowed = sum(window is not None for window in self.windows)
+        if windowed:
+            notes.append(f"window {self.sliding_window} in {windowed} layers")
+        if self.unrotated:
+            notes.append(f"no RoPE in {len(self.unrotated)} layers")
         if self.yarn:
             notes.append(f"yarn ×{self.yarn.factor:g}")
         if self.llama3:

@@ -16,6 +16,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from nanokv import config_layers
 from nanokv.errors import ConfigError, UnimplementedError
 from weights_loader import families, names
 from weights_loader.neutral import ALWAYS, is_off
@@ -55,10 +56,9 @@ READ = names.SIZES.keys() | {
 }
 READ_EXPERTS = names.EXPERT_SIZES.keys() | {"norm_topk_prob", "mlp_only_layers"}
 SILU = ("silu", "swish")  # two names for the same function
+ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 SOME = {  # fields that change the maths, with the values that this model implements
-    "hidden_act": SILU,
-    "hidden_activation": SILU,
-    "activation_function": SILU,
+    **dict.fromkeys(ACTIVATIONS, SILU),
     "use_sliding_window": (False,),
     "mlp_bias": (False,),
     "use_mrope": (False,),
@@ -194,18 +194,20 @@ def model_fields(fields: dict) -> dict[str, Any]:
     sizes = _by_loader(names.sizes, fields)
     if sizes["head_dim"] % 2:
         raise ConfigError(f"head_dim {sizes['head_dim']} is odd: RoPE rotates pairs of dimensions")
-    theta, scaling = _rope(fields)
+    layers = config_layers.layer_fields(fields, family, sizes["num_hidden_layers"])
+    theta, scaling = _rope(config_layers.global_rope(fields, family), family.theta)
     return {
         **{name: sizes[name] for name in names.SIZES},
         "max_position_embeddings": _context(fields, scaling.get("yarn")),
-        "rms_norm_eps": _positive(fields, "rms_norm_eps", 1e-6, largest=1.0),
+        "rms_norm_eps": _positive(fields, "rms_norm_eps", family.eps, largest=1.0),
         "rope_theta": theta,
         **scaling,
         "attention_bias": _flag(fields, "attention_bias") and family.qkv_bias is None,
-        "tie_word_embeddings": _flag(fields, "tie_word_embeddings"),
+        "tie_word_embeddings": _flag(fields, "tie_word_embeddings", family.tied),
         "torch_dtype": dtype_of(fields),
         "model_type": family.model_type,
         "experts": _experts(fields, sizes) if family.experts else None,
+        **layers,
     }
 
 
@@ -213,6 +215,8 @@ def written(fields: dict, family: families.Family) -> dict:
     """The config.json of a model whose `Config` has these fields."""
     fields = dict(fields)
     yarn, llama3, experts = (fields.pop(name) for name in ("yarn", "llama3", "experts"))
+    layers = {name: fields.pop(name) for name in config_layers.FIELDS}
+    layers["num_hidden_layers"] = fields["num_hidden_layers"]
     theta = fields.pop("rope_theta")
     rope: dict[str, Any] = {"rope_type": "default"}
     if yarn:
@@ -225,11 +229,12 @@ def written(fields: dict, family: families.Family) -> dict:
         experts["mlp_only_layers"] = list(experts["mlp_only_layers"])
     return {
         "architectures": [family.architecture],
-        "hidden_act": "silu",
+        "hidden_act": family.activation,
         **fields,
         **(experts or {}),
         "rope_theta": theta,
         "rope_parameters": rope | {"rope_theta": theta},
+        **config_layers.written(layers, family, rope | {"rope_theta": theta}),
     }
 
 
@@ -342,8 +347,8 @@ def _refuse_unimplemented(fields: dict, family: families.Family) -> None:
     some = SOME | _values_of_family(fields, family)
     _check_values(fields, some, family)
     _check_types(fields)
-    _check_layer_types(fields)
-    in_tables = READ | some.keys() | HARMLESS
+    _check_layer_types(fields, family)
+    in_tables = READ | some.keys() | HARMLESS | config_layers.read_by(family)
     if family.experts:
         in_tables |= READ_EXPERTS
     for name, value in fields.items():
@@ -371,9 +376,9 @@ def _check_types(fields: dict) -> None:
             raise ConfigError(f"{name} is {shown(fields[name])}: {words} was expected")
 
 
-def _check_layer_types(fields: dict) -> None:
+def _check_layer_types(fields: dict, family: families.Family) -> None:
     layers = fields.get("layer_types")
-    if layers is None:
+    if layers is None or family.full_every:  # config_layers checks them
         return
     if not isinstance(layers, list):
         layers = [layers]
@@ -397,8 +402,10 @@ def _values_of_family(fields: dict, family: families.Family) -> dict[str, tuple]
     }
     if not family.experts:
         values |= {"num_experts": (0,), "decoder_sparse_step": (1,)}
-    if not family.window_switch:
+    if not family.window_switch and not family.full_every:
         values["sliding_window"] = (None,)
+    if family.activation != "silu":
+        values |= dict.fromkeys(ACTIVATIONS, (family.activation,))
     return values
 
 
@@ -477,7 +484,7 @@ def dtype_of(fields: dict) -> str:
     return name
 
 
-def _rope(fields: dict) -> tuple[float, dict[str, Any]]:
+def _rope(fields: dict, default: float = 10_000.0) -> tuple[float, dict[str, Any]]:
     """(theta, {} or {"yarn": …} or {"llama3": …}).
 
     Read from transformers 5's `rope_parameters`, or from `rope_theta` and `rope_scaling`. Both
@@ -487,7 +494,7 @@ def _rope(fields: dict) -> tuple[float, dict[str, Any]]:
     if new and old and _without_theta(new) != _without_theta(old):
         raise ConfigError(f"rope_parameters {shown(new)} contradicts rope_scaling {shown(old)}")
     rope = new | old
-    theta = _positive({**fields, **rope}, "rope_theta", 10_000.0)
+    theta = _positive({**fields, **rope}, "rope_theta", default)
     if (outer := _positive(fields, "rope_theta", theta)) != theta:
         raise ConfigError(f"rope_theta is {shown(outer)}, but rope_parameters says {shown(theta)}")
     kind = _rope_type(rope)

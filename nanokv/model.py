@@ -14,6 +14,9 @@ those five files are a language model with a KV cache.
 Reference: modeling_qwen3.py and its relatives in transformers; logits equal to 1e-5 in fp32.
 """
 
+import importlib
+from typing import Any, NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -66,7 +69,7 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(D, config.rms_norm_eps)
             self.k_norm = RMSNorm(D, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, rope: Rotation, cache: Layer, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, rope: Rotation | None, cache: Layer, attend: Attend) -> Tensor:
         B, T, _ = x.shape
         q = self.q_proj(x).view(B, T, -1, self.head_dim)  # (B,T,H,D)
         k = self.k_proj(x).view(B, T, -1, self.head_dim)  # (B,T,Hk,D)
@@ -147,16 +150,32 @@ class Block(nn.Module):
         return x + self.mlp(y)
 
 
+class Parts(NamedTuple):
+    """The classes that some families replace; layer_kinds.py has theirs."""
+
+    embedding: type[nn.Embedding] = nn.Embedding
+    block: type[Any] = Block  # called with (config, number of the layer)
+    norm: type[RMSNorm] = RMSNorm
+
+
+def parts_of(config: Config) -> Parts:
+    """The classes of this family. By name, because layer_kinds.py builds on this file."""
+    if not config.family.own_parts:
+        return Parts()
+    return importlib.import_module("nanokv.layer_kinds").PARTS[config.model_type]
+
+
 class Transformer(PretrainedModel):
     """Tokens in, hidden states out. The caller applies `lm_head` where it needs logits."""
 
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        parts = parts_of(config)
+        self.embed_tokens = parts.embedding(config.vocab_size, config.hidden_size)
         numbers = range(config.num_hidden_layers)
-        self.layers = nn.ModuleList(Block(config, layer) for layer in numbers)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(parts.block(config, layer) for layer in numbers)
+        self.norm = parts.norm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight

@@ -15,6 +15,12 @@ from nanokv.config import Config, Llama3Rope, Yarn
 Rotation = tuple[Tensor, Tensor]  # cos and sin of every position and dimension
 
 
+class TwoRotations(tuple[Tensor, Tensor]):
+    """A Rotation for the layers that see all positions, with one of windowed layers beside it."""
+
+    local: Rotation
+
+
 def rope_frequencies(
     config: Config, device: torch.device | str | None = None
 ) -> tuple[Tensor, float]:
@@ -92,7 +98,11 @@ def rope_angles(config: Config, positions: Tensor, dtype: torch.dtype) -> Rotati
     if cos.dim() == 3:
         cos = cos[:, None]  # (B,1,T,D): the same for every head
         sin = sin[:, None]  # (B,1,T,D)
-    return cos, sin
+    if config.local is None:
+        return cos, sin
+    both = TwoRotations((cos, sin))
+    both.local = rope_angles(config.local, positions, dtype)
+    return both
 
 
 def turned(speed: Tensor, scale: float, positions: Tensor, dtype: torch.dtype) -> Rotation:
@@ -105,8 +115,10 @@ def turned(speed: Tensor, scale: float, positions: Tensor, dtype: torch.dtype) -
     return cos.to(dtype), sin.to(dtype)
 
 
-def apply_rope(x: Tensor, rope: Rotation) -> Tensor:
-    """Rotate each pair (x_i, x_{i+D/2}) of x (B,H,T,D) by the angle of its position."""
+def apply_rope(x: Tensor, rope: Rotation | None) -> Tensor:
+    """Rotate each pair (x_i, x_{i+D/2}) of x (B,H,T,D) by the angle of its position; None: by 0."""
+    if rope is None:
+        return x
     cos, sin = rope
     x1, x2 = x.chunk(2, dim=-1)  # (B,H,T,D/2) ×2
     rotated = torch.cat((-x2, x1), dim=-1)  # (B,H,T,D)

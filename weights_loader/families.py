@@ -1,7 +1,7 @@
 """The supported model families, and the differences between them that config.json does not state.
 
 Source: the config and attention classes of transformers 5.23 (models/llama, qwen2, qwen3,
-qwen3_moe). A family that differs in more than these fields is not supported: its `model_type`
+qwen3_moe, smollm3, olmo3, gemma3). A family that differs in more than these fields is not supported: its `model_type`
 raises CheckpointError.
 """
 
@@ -22,6 +22,19 @@ class Family:
     output_bias: bool | None = None  # bias of o_proj; None: the field attention_bias decides
     experts: bool = False  # some layers have a router and experts instead of an MLP
     window_switch: bool = True  # sliding_window has no effect without use_sliding_window
+    # Every n-th layer sees all positions, the others a window; None: every layer sees all.
+    full_every: int | None = None
+    window: int | None = None  # sliding_window where the config has none
+    unrotated_every: int | None = None  # every n-th layer has no RoPE
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")  # of a layer
+    whole_norm: bool = False  # q_norm and k_norm are over all heads together
+    activation: str = "silu"
+    tied: bool = False  # tie_word_embeddings where the config has none
+    eps: float = 1e-6  # rms_norm_eps where the config has none
+    theta: float = 10_000.0  # rope_theta where the config has none
+    local_theta: float | None = None  # of windowed layers, where the config has none
+    query_scale: int | None = None  # query_pre_attn_scalar where the config has none
+    own_parts: bool = False  # blocks or norms of nanokv/layer_kinds.py
     defaults: dict[str, int | None] = field(default_factory=dict)
 
 
@@ -58,6 +71,54 @@ FAMILIES = {
             "LlamaForCausalLM",
             window_switch=False,
             defaults={"num_key_value_heads": None, "head_dim": None},
+        ),
+        Family(
+            "smollm3",
+            "SmolLM3",
+            "SmolLM3ForCausalLM",
+            unrotated_every=4,
+            tied=True,
+            theta=2_000_000.0,
+            own_parts=True,
+            defaults={"num_key_value_heads": 4, "head_dim": None},
+        ),
+        Family(
+            "olmo3",
+            "OLMo 3",
+            "Olmo3ForCausalLM",
+            qk_norm=True,
+            whole_norm=True,
+            window_switch=False,
+            full_every=4,
+            window=4096,
+            norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+            eps=1e-5,
+            theta=500_000.0,
+            local_theta=500_000.0,
+            own_parts=True,
+            defaults={"num_key_value_heads": None, "head_dim": None},
+        ),
+        Family(
+            "gemma3_text",
+            "Gemma 3",
+            "Gemma3ForCausalLM",
+            qk_norm=True,
+            window_switch=False,
+            full_every=6,
+            window=4096,
+            norms=(
+                "input_layernorm",
+                "post_attention_layernorm",
+                "pre_feedforward_layernorm",
+                "post_feedforward_layernorm",
+            ),
+            activation="gelu_pytorch_tanh",
+            tied=True,
+            theta=1_000_000.0,
+            local_theta=10_000.0,
+            query_scale=256,
+            own_parts=True,
+            defaults={"num_key_value_heads": 4, "head_dim": 256},
         ),
     )
 }

@@ -78,7 +78,7 @@ def expected(config: dict) -> Shapes:
     C = found["hidden_size"]
     V = found["vocab_size"]
     layer = attention_shapes(family, found)
-    layer |= {"input_layernorm.weight": (C,), "post_attention_layernorm.weight": (C,)}
+    layer |= {f"{norm}.weight": (C,) for norm in family.norms}
     layer |= bias_shapes(family, flag(config, "attention_bias"), layer)
     mlp = mlp_shapes("mlp.", C, found["intermediate_size"])
     experts = expert_shapes(found) if family.experts else {}
@@ -103,7 +103,9 @@ def attention_shapes(family: Family, found: dict[str, int]) -> Shapes:
         "self_attn.v_proj.weight": (Hk * D, C),
         "self_attn.o_proj.weight": (C, H * D),
     }
-    if family.qk_norm:
+    if family.whole_norm:
+        shapes |= {"self_attn.q_norm.weight": (H * D,), "self_attn.k_norm.weight": (Hk * D,)}
+    elif family.qk_norm:
         shapes |= {"self_attn.q_norm.weight": (D,), "self_attn.k_norm.weight": (D,)}
     return shapes
 

@@ -188,6 +188,7 @@ class LayerCapabilities:
     nbytes: int
     length: int
     capacity: int | None = None  # the most tokens that fit; None = as memory allows
+    windowed = False  # keeps only the newest positions, as the model's layer sees only them
     lossless = True  # append returns every key and value, bit for bit as it was appended
     _expected: Expected = ANYTHING
 
@@ -257,18 +258,28 @@ class CacheCapabilities(list[Layer], Generic[Layer]):
     page_size: int | None = None  # tokens of a page; None = keys of a row lie end to end
 
     @property
+    def widest(self) -> Layer:
+        """The first layer that keeps all positions, else the first: masks count its keys."""
+        return next((layer for layer in self if not layer.windowed), self[0])
+
+    @property
     def capacity(self) -> int | None:
         """The most tokens this cache can hold; None = as memory allows."""
-        return self[0].capacity if self else None
+        return self.widest.capacity if self else None
 
     @property
     def sizes(self) -> Sizes:
-        """Rows (of an empty cache: as made), keys of the first layer, bytes of all layers."""
+        """Rows (of an empty cache: as made), keys of the widest layer, bytes of all layers.
+
+        The layer that can take back the fewest tokens decides for all.
+        """
         if not self:
             return Sizes(self.made.batch_size, 0, 0)
-        first, *rest = (layer.sizes for layer in self)
-        used = first.used_nbytes + sum(sizes.used_nbytes for sizes in rest)
-        return Sizes(first.batch_size or self.made.batch_size, first.held, used, first.max_rollback)
+        layers = [layer.sizes for layer in self]
+        used = sum(sizes.used_nbytes for sizes in layers)
+        rows = layers[0].batch_size or self.made.batch_size
+        limits = [sizes.max_rollback for sizes in layers if sizes.max_rollback is not None]
+        return Sizes(rows, self.widest.sizes.held, used, min(limits, default=None))
 
     def pages(self, like: torch.Tensor) -> list[Pages] | None:
         """`pages` of every layer, for a kernel that runs all layers in one call.
@@ -295,8 +306,8 @@ class CacheCapabilities(list[Layer], Generic[Layer]):
         return found
 
     def _causal_keys(self, T: int) -> int | None:
-        """`causal_keys` of the first layer, which holds for all layers."""
-        return causal_keys(self[0], T) if self else None
+        """`causal_keys` of the widest layer, which holds for all layers."""
+        return causal_keys(self.widest, T) if self else None
 
     def copy(self) -> Any:
         return self.fork()

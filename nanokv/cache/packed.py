@@ -18,6 +18,7 @@ from nanokv.cache.capabilities import Made
 from nanokv.cache.checks import check_append
 from nanokv.config import Config
 from nanokv.errors import CacheError
+from nanokv.windows import within
 
 
 class PackedLayer(LayerCache):
@@ -110,3 +111,7 @@ class Packed:
             y = attend(rows.transpose(0, 2), k, v)  # (1,H,T_b,D)
             outputs.append(y.transpose(0, 2))
         return torch.cat(outputs)
+
+    def within(self, width: int) -> "Packed":
+        """The same sequences in a layer with a window of `width` positions."""
+        return Packed((size, within(attend, width)) for size, attend in self.parts)

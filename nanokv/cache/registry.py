@@ -6,7 +6,7 @@ capacity and does not treat it as a limit. An unknown option raises CacheError w
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -31,8 +31,9 @@ from nanokv.cache.schemes import make_scheme
 from nanokv.cache.sliding import SlidingCache
 from nanokv.cache.static import GrowingCache, StaticCache
 from nanokv.cache.stores import DiskStore, HostStore
+from nanokv.cache.window import WindowLayer
 from nanokv.config import Config
-from nanokv.errors import CacheError
+from nanokv.errors import CacheError, UnsupportedError
 from weights_loader import Device, Dtype
 
 __all__ = [
@@ -51,20 +52,26 @@ Capacity = int | None  # tokens per row
 FIRST_PAGES = 4  # the first size of a pool that grows; it doubles from there
 
 
+def by_kind(config: Config, make_layer: Callable[[], LayerCache]) -> Iterator[LayerCache]:
+    """What each layer of the model keeps: `make_layer()`, or a window if it sees no more."""
+    for window in config.windows:
+        yield make_layer() if window is None else WindowLayer(window)
+
+
 def make_dict(config: Config, batch_size: int, capacity: Capacity) -> KVCache:
     """One torch.cat per step: the reference."""
-    return KVCache((DictCache() for _ in range(config.num_hidden_layers)), config)
+    return KVCache(by_kind(config, DictCache), config)
 
 
 def make_static(config: Config, batch_size: int, capacity: Capacity) -> KVCache:
     """One slab per layer of `capacity` slots (default: the model's whole context)."""
     slots = capacity or config.max_position_embeddings
-    return KVCache((StaticCache(slots) for _ in range(config.num_hidden_layers)), config)
+    return KVCache(by_kind(config, partial(StaticCache, slots)), config)
 
 
 def make_growing(config: Config, batch_size: int, capacity: Capacity) -> KVCache:
     """A slab that doubles when full; it stops at `capacity` slots until more tokens come."""
-    return KVCache((GrowingCache(capacity) for _ in range(config.num_hidden_layers)), config)
+    return KVCache(by_kind(config, partial(GrowingCache, capacity)), config)
 
 
 def make_paged(
@@ -124,6 +131,7 @@ def make_sliding(
     config: Config, batch_size: int, capacity: Capacity, *, window: int = 0, sinks: int = 0
 ) -> KVCache:
     """The last `window` positions (default: capacity, else the context) and the first `sinks`."""
+    refuse_windows(config, "sliding")
     window = window or capacity or config.max_position_embeddings
     cache = KVCache(
         (SlidingCache(config, window, sinks) for _ in range(config.num_hidden_layers)), config
@@ -172,10 +180,8 @@ def make_quantized(
         raise CacheError(
             f"outliers is {outliers}: fewer than head_dim {config.head_dim} were expected"
         )
-    layers = (
-        QuantizedCache(*schemes, group, residual, first) for _ in range(config.num_hidden_layers)
-    )
-    return KVCache(layers, config)
+    make_layer = partial(QuantizedCache, *schemes, group, residual, first)
+    return KVCache(by_kind(config, make_layer), config)
 
 
 def make_evicting(
@@ -196,6 +202,7 @@ def make_evicting(
         default, at most half of the budget; the window keeps nothing but sinks and newest tokens.
     page: tokens per page of Quest.
     """
+    refuse_windows(config, "evicting")
     budget = budget or capacity or config.max_position_embeddings
     given = {"sinks": sinks, "recent": recent, "page": page}
     known = {key: given[key] for key in POLICIES[policy] if given[key] is not None}
@@ -319,6 +326,18 @@ def check_target(dtype: Dtype, device: Device) -> tuple[torch.dtype | None, torc
         fewer_bits = 'make_cache("quantized:bits=8", config)' if "int" in error.hint else error.hint
         raise CacheError(str(error), fewer_bits) from error
     return found, place if device else None
+
+
+def refuse_windows(config: Config, name: str) -> None:
+    """UnsupportedError if layers of the model have windows: they count positions from the end."""
+    windowed = sum(window is not None for window in config.windows)
+    if windowed:
+        raise UnsupportedError(
+            f"a {name} cache drops positions itself, and {windowed} of "
+            f"{config.num_hidden_layers} layers of {config.family.title} have a window of "
+            f"{config.sliding_window}",
+            hint="a cache that keeps all positions: growing, paged, quantized",
+        )
 
 
 def check_pool(pool: PagePool, kind: type, config: Config, page: int, pages: int) -> None:

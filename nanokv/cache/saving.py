@@ -258,10 +258,12 @@ def _states(path: PathText, tensors: dict[str, Tensor], config: Config) -> list[
         _, i, name = key.split(".", 2)
         states[int(i)][name] = tensor
     shapes = [{k: (t.shape, t.dtype) for k, t in state.items()} for state in states]
-    if any(shape != shapes[0] for shape in shapes):
+    # Layers with a window hold fewer positions than the others.
+    first = {window: i for i, window in reversed(list(enumerate(config.windows)))}
+    if any(shapes[i] != shapes[first[window]] for i, window in enumerate(config.windows)):
         raise CacheError(f"{path} is not what a save writes: its layers differ in shape")
     want = config.num_key_value_heads, config.head_dim
-    for name, tensor in states[0].items():
+    for name, tensor in (pair for i in first.values() for pair in states[i].items()):
         if name.rpartition(".")[2] not in ("key", "value"):
             continue
         if tensor.dim() != 4 or tensor.shape[1::2] != want:

@@ -333,10 +333,16 @@ def rounded_int4(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def check_dense(config: Config) -> None:
-    """ConfigError for a mixture of experts, which neither kernels nor compiled blocks support.
+    """ConfigError for experts or a family's own layers, which neither kernels nor compiled blocks support.
 
     The weights that a token needs are known only in the middle of a layer.
     """
+    if config.family.own_parts:
+        raise ConfigError(
+            f"{config.family.title} has layers of its own kinds, "
+            "which neither kernels nor compiled blocks compute",
+            hint="use the plain model: leave out --fast (or nanokv.optimize)",
+        )
     if config.experts:
         raise ConfigError(
             f"{config.family.title} has experts, "

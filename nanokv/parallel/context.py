@@ -91,6 +91,11 @@ class ContextCache(KVCache):
                 f"the positions of a rank cannot lie in a {share.made.name!r} cache",
                 f"one of: {', '.join(KINDS)}",
             )
+        if share.config is not None and any(share.config.windows):
+            raise UnsupportedError(
+                f"the positions of {share.config.family.title} cannot be split over ranks: "
+                "layers with a window see the end of all positions"
+            )
         if type(page) is not int or page < 1:
             raise CacheError(f"page is {page!r}: a whole number ≥ 1 of positions was expected")
         self.share = share

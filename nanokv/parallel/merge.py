@@ -3,13 +3,14 @@
 The parts may be on several ranks (context.py), or be computed in parallel for one query (`Split`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from nanokv.attention import row_blocks
+from nanokv.attention import Masked, row_blocks
 from nanokv.errors import CacheError
+from nanokv.windows import within
 
 
 class Split:
@@ -26,6 +27,10 @@ class Split:
             raise CacheError(f"n is {n!r}: keys are split into a whole number ≥ 1 of parts")
         self.mask = mask
         self.n = n
+
+    def within(self, width: int) -> Callable[..., Tensor]:
+        """The keys of a window, in one part."""
+        return within(Masked(self.mask), width)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (B,H,T,D), k and v (B,Hk,S,D) → (B,H,T,D)."""

@@ -26,6 +26,8 @@ def check_sizes(config: Config, ranks: int) -> None:
 def misfits(config: Config, ranks: int) -> list[str]:
     """["num_attention_heads 6 is no multiple of 4", …], or [] if the model can be split."""
     n = ranks
+    if n > 1 and config.family.own_parts:
+        return [f"only the plain blocks are split, and {config.family.title} has its own"]
     whole = {"num_attention_heads": config.num_attention_heads}
     if has_mlp(config):
         whole["intermediate_size"] = config.intermediate_size

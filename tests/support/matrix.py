@@ -36,7 +36,7 @@ from nanokv.parallel.context import ContextCache
 from nanokv.parallel.merge import Split
 from nanokv.remote.handover import receive, send
 from nanokv.remote.link import SocketLink
-from oracle import SHAPES, pair, random_ids
+from oracle import LAYERED, SHAPES, pair, random_ids
 from thread_ranks import on_ranks
 
 # Slots, tokens of a prompt, tokens of prompts of different lengths.
@@ -117,6 +117,9 @@ FAMILIES = {
     "llama": SHAPES["llama-G4-rope-bias"],
     "qwen2": SHAPES["qwen2-G2"],
     "moe": SHAPES["moe-every-2nd"],
+    "smollm3": LAYERED["smollm3-G2"],
+    "olmo3": LAYERED["olmo3-G2"],
+    "gemma3": LAYERED["gemma3-G2"],
     # All experts: rounded activations would let the router choose others where it nearly had a tie.
     "moe-all": SHAPES["moe-every-2nd"] | {"moe_intermediate_size": 64, "num_experts_per_tok": 6},
 }
@@ -253,6 +256,9 @@ MODELS = (
         "fp32 qwen2": 1e-5,
         "bf16 qwen2": 0.015,
         "plain moe": 1e-5,
+        "plain smollm3": 1e-5,
+        "plain olmo3": 1e-5,
+        "plain gemma3": 1e-5,
         "Q8_0+Q5_0 moe-all": 0.025,
         "gpu llama": 1e-5,
         "gpu qwen2": 1e-5,
@@ -450,12 +456,12 @@ def own_cache(model, new):
     """A layer class with an `append` of its own over each kind: it stores other values than it is given."""
     ids, cache = random_ids(5, 1, 42), new(1)
 
-    class Louder(type(cache[0])):
-        def append(self, k, v):
-            return super().append(k, 1.5 * v)
+    def append(self, k, v):
+        return super(type(self), self).append(k, 1.5 * v)
 
+    kinds = {kind: type("Louder", (kind,), {"append": append}) for kind in set(map(type, cache))}
     for layer in cache:
-        layer.__class__ = Louder
+        layer.__class__ = kinds[type(layer)]
     out = [prefill(model, ids[:, :36], cache)]
     for t in range(36, 39):
         out.append(decode(model, ids[:, t : t + 1], cache, cache.length))
@@ -521,9 +527,18 @@ UNSPLIT = {"split": "padded", "two ranks": "chunks"}
 IN_ONE_PROCESS = SITUATIONS | {"handed over": (continued, 3)}
 
 
+WINDOWED = ("olmo3", "gemma3")  # families whose layers have windows
+DROPS = ("sliding", "evicting")  # caches that choose positions themselves
+DROPS_ROWS = ("batch:of=sliding", "batch:of=evicting")
+
+
 def refused(situation: str, spec: str, model: str = "") -> bool:
     """What a combination cannot do, by a typed error: entries would be padding, a rank's share would not be exact."""
     if model.startswith("invariant") and refused_by_invariant(situation, spec):
+        return True
+    if model.partition(" ")[2] in WINDOWED and (
+        situation == "two ranks" or spec.startswith(DROPS) or spec.startswith(DROPS_ROWS)
+    ):
         return True
     if situation == "two ranks":
         return spec.partition(":")[0] not in context.KINDS

@@ -65,6 +65,52 @@ SHAPES = {  # name → what it differs in; G = query heads per KV head
         "tie_word_embeddings": False,
     },
 }
+BOTH_BASES = {
+    "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+LAYERED = {  # layers that differ from each other; windows that are full after 7 tokens
+    "smollm3-G2": {"model_type": "smollm3", "num_hidden_layers": 5},
+    "smollm3-own": {"model_type": "smollm3", "no_rope_layers": [0, 1, 1], "attention_bias": True},
+    "olmo3-G2": {
+        "model_type": "olmo3",
+        "num_hidden_layers": 5,
+        "sliding_window": 7,
+        "tie_word_embeddings": False,
+        "rope_parameters": BOTH_BASES,
+    },
+    "olmo3-G1-yarn": {
+        "model_type": "olmo3",
+        "num_key_value_heads": 4,
+        "sliding_window": 7,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "max_position_embeddings": 256,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "gemma3-G2": {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 7,
+        "sliding_window": 7,
+        "query_pre_attn_scalar": 32,
+        "rope_parameters": BOTH_BASES,
+    },
+    "gemma3-G4-scaled": {
+        "model_type": "gemma3_text",
+        "num_key_value_heads": 1,
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention"] * 3,
+        "query_pre_attn_scalar": 48,
+        "rope_parameters": BOTH_BASES,
+    },
+}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 
 

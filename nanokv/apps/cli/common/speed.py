@@ -105,7 +105,10 @@ def choose(plan: Plan, wanted: SpeedOptions | None, fits: Callable[[int], bool])
         return Choice(False, f"plain, {plan.ranks.size} ranks")
     if plan.device.startswith("cuda"):
         return choose_on_gpu(plan, wanted, fits)
-    blocks = not (wanted.dequantize or wanted.quantize)
+    blocks = not (wanted.dequantize or wanted.quantize or plan.config.family.own_parts)
+    if (wanted.fast or wanted.quantize) and plan.config.family.own_parts:
+        flag = "--fast" if wanted.fast else "--quantize"
+        raise NanoKVError(f"{flag}: {not_for_kernels(plan)}", f"leave out {flag}")
     if wanted.fast or wanted.quantize or wanted.invariant:
         invariant = "batch-invariant" if wanted.invariant else None
         text = " ".join(filter(None, ("fast", wanted.quantize, invariant)))
@@ -206,6 +209,8 @@ def choose_on_gpu(plan: Plan, wanted: SpeedOptions, fits: Callable[[int], bool])
         )
     if plan.config.experts:
         why = "experts"
+    elif plan.config.family.own_parts:
+        why = f"no kernels for {plan.config.family.title}"
     else:
         why = gpu.missing(plan.device, getattr(torch, plan.dtype_name))
     if not why and not fits(fusing_bytes(plan)):
@@ -247,6 +252,8 @@ def not_for_kernels(plan: Plan) -> str:
         return f"kernels are for CPUs, this is {plan.device.partition(':')[0]}"
     if plan.dtype_name not in ("float32", "bfloat16"):
         return f"no kernels for {plan.dtype_name}"
+    if plan.config.family.own_parts:
+        return f"no kernels for {plan.config.family.title}"
     return ""
 
 
