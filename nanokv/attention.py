@@ -15,7 +15,8 @@ A fast kernel may replace exactly these classes, and only if it honours all thei
 callable, including a subclass, is called unchanged.
 
 cache/packed.py has a fourth class (several sequences end to end), parallel/merge.py a fifth (keys
-split between ranks), windows.py a sixth (layers that see only the newest positions). A first reading may skip `row_blocks` and `Decode.lengths`.
+split between ranks), windows.py a sixth (layers that see only the newest positions). A first
+reading may skip `row_blocks`, `visible` and `Decode.lengths`.
 """
 
 import functools

@@ -62,6 +62,7 @@ POLICIES: dict[str, tuple[str, ...]] = {
     "matching": ("sinks", "recent"),
     "quest": ("page",),
 }
+SPARE = 64  # positions of a full window that truncate can take back
 QUEST_PAGE = 16
 RECENT = 32  # the newest entries that stay, unless the budget is less than twice as much
 KINDS: dict[str, dict[str, Rule | None]] = {  # cache → option → rule

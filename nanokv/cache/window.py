@@ -14,9 +14,8 @@ from torch import Tensor
 from nanokv.cache.base import LayerCache
 from nanokv.cache.capabilities import Index, Sizes
 from nanokv.cache.checks import check_append
+from nanokv.cache.options import SPARE
 from nanokv.errors import CacheError, UnsupportedError
-
-SPARE = 64  # tokens that truncate can take back once the window is full
 
 
 class WindowLayer(LayerCache):

@@ -5,11 +5,12 @@ Nothing is measured here. `itemsize` is bytes per value: 4 for fp32, 2 for bf16 
 
 from typing import Any
 
-from nanokv.cache.options import QUEST_PAGE, Half, check_options, growing_slots, halves
+from nanokv.cache.options import QUEST_PAGE, SPARE, Half, check_options, growing_slots, halves
 from nanokv.config import Config
 from nanokv.errors import CacheError, CapacityError
 
 __all__ = [
+    "EVERY_POSITION",
     "ITEMSIZE",
     "active_weights",
     "attention_parameters",
@@ -20,14 +21,17 @@ __all__ = [
     "evicting_bytes",
     "evicting_parts",
     "forward_bytes",
+    "full_layers",
     "kv_bytes",
     "kv_bytes_per_token",
     "layer_parameters",
     "parameters",
+    "position_bytes",
     "prefill_flops",
     "quantized_bytes",
     "quantized_parts",
     "weight_bytes",
+    "window_bytes",
 ]
 FP16 = 2  # bytes of a scale, an offset or a norm of a quantized cache
 INT32 = 4  # bytes of a position in an evicting cache
@@ -40,6 +44,7 @@ NOTES = {
     "matching": 2,
     "quest": 0,
 }  # policy → numbers per entry
+EVERY_POSITION = ("paged", "prefix", "offloaded")  # caches that keep windows whole
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -48,7 +53,10 @@ def attention_parameters(config: Config) -> int:
     C, D = config.hidden_size, config.head_dim
     H, Hk = config.num_attention_heads, config.num_key_value_heads
     biases = (H + 2 * Hk) * D * config.qkv_bias + C * config.output_bias
-    return 2 * C * H * D + 2 * C * Hk * D + 2 * D * config.qk_norm + biases
+    norms = 2 * D * config.qk_norm
+    if config.family.whole_norm:
+        norms = (H + Hk) * D
+    return 2 * C * H * D + 2 * C * Hk * D + norms + biases
 
 
 def mlp_parameters(config: Config, layer: int = 0) -> int:
@@ -61,8 +69,9 @@ def mlp_parameters(config: Config, layer: int = 0) -> int:
 
 
 def layer_parameters(config: Config, layer: int = 0) -> int:
-    """Attention, MLP or experts, and the two layer norms."""
-    return attention_parameters(config) + mlp_parameters(config, layer) + 2 * config.hidden_size
+    """Attention, MLP or experts, and the layer norms."""
+    norms = len(config.family.norms) * config.hidden_size
+    return attention_parameters(config) + mlp_parameters(config, layer) + norms
 
 
 def parameters(config: Config) -> int:
@@ -108,28 +117,57 @@ def forward_bytes(config: Config, itemsize: int) -> int:
 
 
 def kv_bytes_per_token(config: Config, itemsize: int) -> int:
-    """2 (K and V) × L × Hk × D × itemsize. Qwen3-0.6B in bf16: 114,688."""
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * itemsize
+    """2 (K and V) × L × Hk × D × itemsize. Qwen3-0.6B in bf16: 114,688.
+
+    Without the layers that have a window: once it is full, a token adds nothing there.
+    """
+    return full_layers(config) * position_bytes(config, itemsize)
+
+
+def full_layers(config: Config) -> int:
+    """Layers that keep all positions."""
+    return config.windows.count(None)
+
+
+def position_bytes(config: Config, itemsize: int) -> int:
+    """Bytes of the keys and values of one position in one layer."""
+    return 2 * config.num_key_value_heads * config.head_dim * itemsize
+
+
+def window_bytes(config: Config, tokens: int, itemsize: int) -> int:
+    """Bytes of a row in the layers with a window: at most window − 1 + SPARE positions each."""
+    held = sum(min(tokens, window - 1 + SPARE) for window in config.windows if window is not None)
+    return held * position_bytes(config, itemsize)
 
 
 def kv_bytes(config: Config, tokens: int, batch_size: int, itemsize: int) -> int:
     """Bytes that an exact cache holds for `tokens` tokens in each of batch_size rows."""
-    return kv_bytes_per_token(config, itemsize) * tokens * batch_size
+    row = kv_bytes_per_token(config, itemsize) * tokens + window_bytes(config, tokens, itemsize)
+    return batch_size * row
 
 
 def decode_flops(config: Config, context: int) -> int:
     """2 FLOPs per weight of every matrix, and 4·H·D per visible key (scores and mix) and layer."""
-    D, H, L = config.head_dim, config.num_attention_heads, config.num_hidden_layers
+    D, H = config.head_dim, config.num_attention_heads
     matrices = active_weights(config) + config.vocab_size * config.hidden_size
-    return 2 * matrices + 4 * L * H * D * context
+    keys = sum(min(context, window or context) for window in config.windows)
+    return 2 * matrices + 4 * H * D * keys
 
 
 def prefill_flops(config: Config, tokens: int, start_pos: int = 0) -> int:
     """T rows through every layer with causal attention, and one row through the head."""
-    D, H, L = config.head_dim, config.num_attention_heads, config.num_hidden_layers
-    seen = tokens * start_pos + tokens * (tokens + 1) // 2
+    D, H = config.head_dim, config.num_attention_heads
+    seen = sum(keys_seen(tokens, start_pos, window) for window in config.windows)
     head = 2 * config.vocab_size * config.hidden_size
-    return 2 * active_weights(config) * tokens + 4 * L * H * D * seen + head
+    return 2 * active_weights(config) * tokens + 4 * H * D * seen + head
+
+
+def keys_seen(tokens: int, start_pos: int, window: int | None) -> int:
+    """Keys that `tokens` queries from start_pos on see in one layer, all together."""
+    if window is None:
+        return tokens * start_pos + tokens * (tokens + 1) // 2
+    grows = max(0, min(tokens, window - start_pos))  # queries that see all positions up to theirs
+    return keys_seen(grows, start_pos, None) + (tokens - grows) * window
 
 
 def break_even_flops(config: Config, tokens: int, sent: int, link: float) -> float:
@@ -172,7 +210,10 @@ def cache_bytes(
     if name == "quantized":
         return quantized_bytes(config, tokens, batch_size, itemsize, last=last, **options)
     slots = cache_slots(name, config, tokens, capacity, **options)
-    return kv_bytes(config, slots, batch_size, itemsize)
+    if name in EVERY_POSITION:
+        return batch_size * slots * config.num_hidden_layers * position_bytes(config, itemsize)
+    row = kv_bytes_per_token(config, itemsize) * slots + window_bytes(config, tokens, itemsize)
+    return batch_size * row
 
 
 def cache_slots(
@@ -234,7 +275,8 @@ def quantized_bytes(
 ) -> int:
     """The sum of `quantized_parts` over all layers, KV heads and rows."""
     parts = quantized_parts(config, tokens, itemsize, **options)
-    return batch_size * config.num_hidden_layers * config.num_key_value_heads * sum(parts)
+    quantized = full_layers(config) * config.num_key_value_heads * sum(parts)
+    return batch_size * (quantized + window_bytes(config, tokens, itemsize))
 
 
 def quantized_parts(

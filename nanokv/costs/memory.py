@@ -90,7 +90,7 @@ class Estimate:
 
     @property
     def per_token(self) -> int:
-        """Bytes per token of one sequence in an exact cache."""
+        """Bytes per token of one sequence in an exact cache, once every window is full."""
         return costs.kv_bytes_per_token(self.config, self.itemsize)
 
     def cached(self, tokens: int, batch: int) -> int:
@@ -102,7 +102,7 @@ class Estimate:
     @property
     def exact(self) -> int:
         """Bytes of an exact cache without spare slots: "KV total" in the report."""
-        return self.per_token * self.context * self.batch
+        return costs.kv_bytes(self.config, self.context, self.batch, self.itemsize)
 
     @property
     def total(self) -> int:
@@ -117,7 +117,8 @@ class Estimate:
     @property
     def sent(self) -> int:
         """Bytes to send one full sequence: no empty slots, and quantized tokens stay packed."""
-        return min(self.cached(self.context, 1), self.per_token * self.context)
+        whole = costs.kv_bytes(self.config, self.context, 1, self.itemsize)
+        return min(self.cached(self.context, 1), whole)
 
     @property
     def prefill(self) -> int:
@@ -148,9 +149,16 @@ class Estimate:
         heads = f"{c.num_key_value_heads} KV heads × {c.head_dim} × {size} B"
         rows = [
             ("weights", f"{costs.parameters(c):,} × {size} B ({SHORT[self.dtype]})", self.weights),
-            ("KV / token", f"2 × {c.num_hidden_layers} layers × {heads}", self.per_token),
+            ("KV / token", f"2 × {costs.full_layers(c)} layers × {heads}", self.per_token),
             ("KV total", f"{self.per_token:,} × {self.context:,} × {self.batch:,}", self.exact),
         ]
+        windows = costs.window_bytes(c, self.context, size)
+        if windows:
+            count = c.num_hidden_layers - costs.full_layers(c)
+            held = windows // costs.position_bytes(c, size) // count
+            rows.insert(2, ("windows", f"2 × {count} layers × {held:,} tokens × {heads}", windows))
+            each = f"{self.per_token:,} × {self.context:,} + {windows:,}"
+            rows[3] = ("KV total", f"({each}) × {self.batch:,}", self.exact)
         if self.cache != "dict":
             rows.append((self.cache, self.formula(), self.cached(self.context, self.batch)))
         return rows
@@ -171,8 +179,16 @@ class Estimate:
             keys, values, exact = costs.quantized_parts(
                 self.config, self.context, self.itemsize, **options
             )
+            L = costs.full_layers(self.config)
             return f"{L} × {Hk} × {self.batch:,} × ({keys:,} K + {values:,} V + {exact:,} exact)"
         slots = costs.cache_slots(name, self.config, self.context, self.context, **options)
+        if name in costs.EVERY_POSITION:
+            each = L * costs.position_bytes(self.config, self.itemsize)
+            return f"{each:,} × {slots:,} slots × {self.batch:,}"
+        windows = costs.window_bytes(self.config, self.context, self.itemsize)
+        if windows:
+            row = f"{self.per_token:,} × {slots:,} slots + {windows:,}"
+            return f"({row}) × {self.batch:,}"
         return f"{self.per_token:,} × {slots:,} slots × {self.batch:,}"
 
 

@@ -137,11 +137,12 @@ def tiny_config(model_type: str = "qwen3", **changes):
 
 
 def randomise_(model, seed: int):
-    """Norm weights in 0.5 … 1.5 and random biases, in place."""
+    """Norms that scale by 0.5 … 1.5 and random biases, in place."""
     generator = torch.Generator().manual_seed(seed)
+    offset = 1.0 if model.config.model_type == "gemma3_text" else 0.0  # Gemma scales by 1 + weight
     for name, weight in model.named_parameters():
         if "norm" in name:
-            weight.data.uniform_(0.5, 1.5, generator=generator)
+            weight.data.uniform_(0.5 - offset, 1.5 - offset, generator=generator)
         elif name.endswith("bias"):
             weight.data.normal_(0, 0.3, generator=generator)
 

@@ -446,7 +446,7 @@ def numbers(row: Estimate) -> dict:
         "weights_bytes": row.weights,
         "stored_bytes": row.stored,
         "kv_bytes_per_token": row.per_token,
-        "kv_bytes_per_sequence": row.per_token * row.context,
+        "kv_bytes_per_sequence": row.exact // row.batch,
         "kv_bytes": row.exact,
         "cache": {
             "kind": row.cache,
