@@ -27,7 +27,7 @@ from nanokv.windows import within
 class UnrotatedAttention(Attention):
     """No RoPE (Kazemnejad et al. 2023, arXiv 2305.19466): only the causal mask orders positions."""
 
-    def forward(self, x: Tensor, rope: Rotation, cache: Layer, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, rope: Rotation | None, cache: Layer, attend: Attend) -> Tensor:
         return super().forward(x, None, cache, attend)
 
 
@@ -38,7 +38,7 @@ class WindowAttention(Attention):
         super().__init__(config)
         self.window = window
 
-    def forward(self, x: Tensor, rope: Rotation, cache: Layer, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, rope: Rotation | None, cache: Layer, attend: Attend) -> Tensor:
         local = getattr(rope, "local", rope)
         return super().forward(x, local, cache, within(attend, self.window))
 
