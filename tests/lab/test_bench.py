@@ -3,9 +3,11 @@
 The guards at the end count operators and bytes exactly, and compare times only as ratios of one run.
 """
 
+import dataclasses
 import json
 import math
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -28,7 +30,8 @@ from nanokv.errors import NanoKVError
 from nanokv.fast import native, optimize
 from nanokv.fast.weights import Matrix
 from nanokv.inference import decode, prefill
-from nanokv.lab.bench import beside, gguf, machine, profile, serving
+from nanokv.lab.bench import beside, facts, gguf, machine, profile, recall, serving
+from nanokv.lab.bench.facts import Question
 from nanokv.lab.bench.rotation import Rotation
 from nanokv.lab.bench.runners import Ours, Runner, Transformers, Uncached
 from nanokv.support import installing
@@ -452,6 +455,7 @@ def test_bench_prints_one_json_object_and_a_picture(tmp_path):
         (row["engine"], row["weights"], row["cache"], row["batch"]) for row in found["rows"]
     )
     assert len(kinds) == 3 * 2 * 2 + 3 + 1 and set(kinds.values()) == {2}
+    assert ("nanokv", "plain", "quantized:bits=4", 2) in kinds, "as --caches spells it"
     assert set(found["noise"]) == {"decode_spread", "bandwidth_spread", "other_cores"}
     assert found["noisy"] is any((value or 0) > 0.15 for value in found["noise"].values())
     for row in found["rows"]:
@@ -601,77 +605,90 @@ def test_a_cache_that_draws_is_measured_with_three_seeds_and_facts_are_counted(c
     assert code == 0 and "perplexities" not in exact and "perplexities" not in one
     low, middle, high = three["perplexities"]
     assert low < middle < high and three["perplexity"] == middle
-    assert 0 <= exact["recalled"] <= 3 and exact["cpu_ms_per_token"] > 0
+    assert exact["first"] == exact["second"] == 3 and exact["cpu_ms_per_token"] > 0
+    assert len(three["known"]) == 3 and three["known"] == sorted(three["known"])
+    assert three["first"] + three["second"] in three["known"] and "known" not in one
     code, _, err = cli("bench", "--quality", "--recall", 3)
     assert code == 2 and "--recall counts what the caches of --quality recall" in err
-    code, _, err = cli(*argv, "--recall", 81)
-    assert code == 2 and "there are 80 names" in err
 
 
-def test_a_fact_is_recalled_if_all_of_its_tokens_are_right(monkeypatch):
-    """Of four facts: two known, one with a wrong last token, one unknown."""
-    from nanokv.lab.bench import recall
+def test_a_fact_is_known_if_its_value_is_the_likeliest_of_six():
+    """By hand: token 7 is likelier than all six and no value; then another value is."""
+    logits = torch.zeros(20)
+    logits[4], logits[7] = 2.0, 5.0
+    asked = Question([1], values=[3, 1, 4, 15, 9, 2], right=2)
+    known, nats = asked.answered(logits)
+    assert known and nats == pytest.approx(2 - math.log(18 + math.exp(2) + math.exp(5)))
+    logits[15] = 3.0
+    assert not asked.answered(logits)[0]
 
+
+def test_a_talk_tells_two_facts_and_asks_for_both():
+    """Its two parts are one text; the second begins with the right answer of the first."""
+    tokenizer = nanokv.load("tiny")[1]
+    one = recall.talk(tokenizer, 3)
+    parts = [
+        tokenizer.decode(asked.ids, skip_special_tokens=False) for asked in (one.first, one.second)
+    ]
+    first, second = facts.drawn(random.Random(3), 2)
+    prompt, rest = parts
+    assert prompt.index(first.told) < prompt.index(second.told)
+    if prompt.endswith(second.opening):
+        first, second = second, first
+    assert prompt.endswith(f"{first.asked}<|im_end|>\n<|im_start|>assistant\n{first.opening}")
+    assert rest.startswith(f" {first.values[first.right]}.") and rest.endswith(second.opening)
+    assert second.asked in rest and second.asked not in prompt
+    assert one.first.values[one.first.right] == tokenizer.encode(rest)[0]
+
+
+def test_recall_counts_what_the_logits_of_the_whole_text_say():
+    """Eight talks and an exact cache, beside one pass without a cache. With another value said to be right, none."""
     model, tokenizer = nanokv.load("tiny")
-    asked = recall.facts(4)
-    known = [[tokenizer.encode(part) for part in fact] for fact in asked[:3]]
-
-    def knows(model, ids, cache, start):
-        logits = torch.zeros(1, ids.shape[1], model.config.vocab_size)
-        for number, (question, answer) in enumerate(known):
-            if ids[0].tolist() == question + answer[:-1]:
-                said = answer if number else [*answer[:-1], answer[-1] + 1]
-                logits[0, len(question) - 1 :] = torch.nn.functional.one_hot(
-                    torch.tensor(said), model.config.vocab_size
-                )
-        return logits
-
-    monkeypatch.setattr(recall, "verify_draft", knows)
-    cache = nanokv.make_cache("dict", model.config)
-    assert len(set(asked)) == 4 and recall.recalled(model, tokenizer, cache, 4) == 2
-
-
-def test_a_second_question_comes_after_the_facts_and_the_first_were_read_at_once(monkeypatch):
-    """Four facts, of which the model knows two: as a first question, and half a list later as a second one."""
-    from nanokv.lab.bench import recall
-
-    model, tokenizer = nanokv.load("tiny")
-    asked = [[tokenizer.encode(part) for part in fact] for fact in recall.facts(4)]
-    calls = []
-
-    def knows(model, ids, cache, start):
-        calls.append(ids[0].tolist())
-        logits = torch.zeros(1, ids.shape[1], model.config.vocab_size)
-        for _, answer in asked[:2]:
-            if calls[-1][1 - len(answer) :] == answer[:-1]:
-                known = torch.nn.functional.one_hot(torch.tensor(answer), logits.shape[2])
-                logits[0, -len(answer) :] = known
-        return logits
-
-    monkeypatch.setattr(recall, "verify_draft", knows)
+    talks = [recall.talk(tokenizer, seed) for seed in range(8)]
+    wanted = [0, 0]
+    for one in talks:
+        logits = nanokv.score(model, [one.first.ids + one.second.ids])[0]  # (T,V)
+        for i, (asked, at) in enumerate(((one.first, len(one.first.ids) - 1), (one.second, -1))):
+            best = max(asked.values, key=lambda token: logits[at, token])
+            wanted[i] += best == asked.values[asked.right]
     new = partial(nanokv.make_cache, "dict", model.config)
-    assert recall.asked_with_the_facts(model, tokenizer, new, 4) == (2, 2)
-    facts = recall.text_ids(model, tokenizer, recall.facts(4))[0].tolist()
-    for i, (question, answer) in enumerate(asked):
-        read, first, second = calls[3 * i : 3 * i + 3]
-        later, its_answer = asked[(i + 2) % 4]
-        assert read == facts + question[:-1] and first == question[-1:] + answer[:-1]
-        assert second == answer[-1:] + tokenizer.encode("\n") + later + its_answer[:-1]
+    first, second, caches = recall.recalled(model, talks, new)
+    assert [first, second] == wanted and min(wanted) >= 7
+    assert [len(one.first.ids + one.second.ids) for one in talks] == [c.length for c in caches]
+    assert sum(recall.recalled(model, [shifted(one) for one in talks], new)[:2]) <= 1
 
 
-def test_facts_of_conversations_are_counted_and_drawn(cli, tmp_path):
-    """Twelve entries are less than a question: an exact cache answers both, this one none."""
+def shifted(one):
+    """The talk with the next value of each question said to be right."""
+    pair = (
+        dataclasses.replace(asked, right=(asked.right + 1) % 6) for asked in (one.first, one.second)
+    )
+    return recall.Talk(*pair)
+
+
+def test_a_template_that_changes_earlier_turns_is_refused(monkeypatch):
+    tokenizer = nanokv.load("tiny")[1]
+    monkeypatch.setattr(tokenizer, "render", lambda messages: f"{len(messages)} messages")
+    with pytest.raises(NanoKVError, match="changes earlier turns"):
+        recall.talk(tokenizer, 0)
+
+
+def test_facts_of_talks_are_counted_and_drawn(cli, tmp_path):
+    """Twelve entries are less than a question: an exact cache knows all, these what chance knows."""
     pytest.importorskip("matplotlib")
     path = tmp_path / "x.svg"
-    argv = ("bench", "--quality", "--context", 40, "--weights", "plain", "--recall", 1)
+    argv = ("bench", "--quality", "--context", 40, "--weights", "plain", "--recall", 6)
     caches = ("--caches", "dict,evicting:budget=12,evicting:policy=h2o:budget=12")
     code, out, _ = cli(*argv, *caches, "--json", "--plot", path)
-    exact, window, h2o = json.loads(out)["rows"]
+    found = json.loads(out)
+    exact, window, h2o = found["rows"]
     assert code == 0 and exact["share"] == exact["recall_share"] == 1
-    assert exact["first"] == exact["second"] == 1 and "recalled" not in exact
-    assert window["second"] == h2o["second"] == 0 and window["recall_share"] < window["share"] < 0.4
+    assert exact["first"] == exact["second"] == found["talks"] == 6 and found["chance"] == 1
+    assert max(window["second"], h2o["second"]) <= 3
+    assert window["recall_share"] < window["share"] < 0.4
     picture = path.read_text()
     assert all(line in picture for line in ("evicting:policy=h2o", "<!-- dict -->"))
+    assert "known of 6 talks, chance: 1" in cli(*argv, "--caches", "dict")[1]
 
 
 def test_quality_that_is_interrupted_shows_the_rows_that_are_done(cli, monkeypatch):

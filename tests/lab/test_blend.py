@@ -11,7 +11,8 @@ import nanokv
 from nanokv.config import Yarn
 from nanokv.errors import NanoKVError
 from nanokv.inference import verify_draft
-from nanokv.lab.bench.blend import CUTS, FAULT, FULL, TELLS, TURNED, rows, told
+from nanokv.lab.bench.blend import CUTS, FAULT, FULL, TURNED, rows, told
+from nanokv.lab.bench.facts import TELLS
 from nanokv.lab.study.blend import CHOICES, Joined, alone, join, moved
 from nanokv.lab.study.quality import relative_error
 from real_model import smollm2

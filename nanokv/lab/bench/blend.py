@@ -10,47 +10,26 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from nanokv.cache import KVCache
 from nanokv.errors import NanoKVError
 from nanokv.inference import verify_draft
+from nanokv.lab.bench.facts import (
+    ACKNOWLEDGED,
+    OTHER,
+    SYSTEM,
+    Question,
+    drawn,
+    exchange,
+    question,
+)
 from nanokv.lab.study.blend import CHECKED, CHOICES, Joined, alone, join
 from nanokv.lab.study.quality import relative_error
 from nanokv.model import Transformer
 from nanokv.text.tokenizer import Tokenizer
 
-TELLS = (  # told, asked, the beginning of the answer, values; words of different first tokens
-    ("My name is", "What is my name?", "Your name is", "Ada Ben Clara David Emma Felix"),
-    ("I live in", "Where do I live?", "You live in", "Oslo Paris Rome Madrid Berlin Dublin"),
-    *(
-        (
-            f"My favourite {thing} is",
-            f"What is my favourite {thing}?",
-            f"Your favourite {thing} is",
-            values,
-        )
-        for thing, values in {
-            "colour": "red blue green yellow black white",
-            "animal": "cat dog horse bear fox owl",
-            "drink": "tea coffee milk water juice lemonade",
-            "sport": "tennis football chess golf rugby hockey",
-        }.items()
-    ),
-)
-ACKNOWLEDGED = "Thank you."
-OTHER = "-m NAME of another model"
 CUTS = ("whole", "cut")
 FULL, TURNED, FAULT = "full prefill", "rotated", "not rotated"
-
-
-@dataclass(frozen=True)
-class Question:
-    """Ids that follow the talk; the first token of each value, and which of them is right."""
-
-    ids: list[int]
-    values: list[int]
-    right: int
 
 
 @dataclass(frozen=True)
@@ -63,26 +42,17 @@ class Told:
 
 def told(tokenizer: Tokenizer, seed: int) -> Told:
     """A talk of six facts in an order and with values that the seed draws."""
-    draw = random.Random(seed)
-    kinds = draw.sample(TELLS, len(TELLS))
-    right = [draw.randrange(6) for _ in kinds]
-    messages = [{"role": "system", "content": "You are a helpful assistant."}]
-    sentences = []
-    for (begin, *_, values), number in zip(kinds, right, strict=True):
-        sentences.append(f"{begin} {values.split()[number]}.")
-        messages.append({"role": "user", "content": sentences[-1]})
-        messages.append({"role": "assistant", "content": ACKNOWLEDGED})
+    facts = drawn(random.Random(seed))
+    messages = [SYSTEM]
+    for fact in facts:
+        messages += exchange(fact.told, ACKNOWLEDGED)
     context, questions = "", []
-    for (_, asked, opening, values), number in zip(kinds, right, strict=True):
-        text = tokenizer.render([*messages, {"role": "user", "content": asked}])
-        context = text[: text.rindex(asked)].removesuffix(" ")  # a space is part of a word
-        firsts = [tokenizer.encode(f" {value}")[0] for value in values.split()]
-        if len(set(firsts)) < len(firsts):
-            raise NanoKVError(f"two of {values} begin with the same token", OTHER)
-        ids = tokenizer.encode(text[len(context) :] + opening)
-        questions.append(Question(ids, firsts, number))
-    places = [context.index(sentence) for sentence in sentences]
-    values_at = [at + len(kind[0]) for at, kind in zip(places, kinds, strict=True)]
+    for fact in facts:
+        text = tokenizer.render([*messages, {"role": "user", "content": fact.asked}])
+        context = text[: text.rindex(fact.asked)].removesuffix(" ")  # a space is part of a word
+        questions.append(question(tokenizer, text[len(context) :] + fact.opening, fact))
+    places = [context.index(fact.told) for fact in facts]
+    values_at = [at + len(fact.begin) for at, fact in zip(places, facts, strict=True)]
     begins = [at - (context[at - 1] == " ") for at in places]
     return Told(pieces(tokenizer, context, begins, values_at), questions)
 
@@ -196,8 +166,6 @@ def mean_of(lists: list[list[float]]) -> list[float]:
 
 
 def answer(model: Transformer, cache: KVCache, length: int, asked: Question) -> tuple[bool, float]:
-    """(whether the right value is the likeliest of the six, log p of its first token)."""
-    ids = torch.tensor([asked.ids])  # (1,t)
-    logits: Tensor = verify_draft(model, ids, cache.fork(), length)[0, -1].float()  # (V,)
-    likely = logits.log_softmax(-1)[asked.values]  # (6,)
-    return int(likely.argmax()) == asked.right, float(likely[asked.right])
+    """`Question.answered` over a fork of the cache."""
+    logits = verify_draft(model, torch.tensor([asked.ids]), cache.fork(), length)  # (1,t,V)
+    return asked.answered(logits[0, -1])

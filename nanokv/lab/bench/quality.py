@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,25 +13,20 @@ from nanokv.cache.options import draws
 from nanokv.checkpoint import Model
 from nanokv.costs.formulas import kv_bytes_per_token
 from nanokv.inference import score
-from nanokv.lab.bench.recall import asked_with_the_facts, recalled
+from nanokv.lab.bench.recall import Talk, recalled
 from nanokv.lab.bench.runners import Ours
-from nanokv.lab.bench.talks import Talks
 from nanokv.lab.study.quality import log_likelihood, log_likelihood_through
-from nanokv.text.tokenizer import Tokenizer
 
-LONGEST_TALK = 1024  # tokens
+LONGEST_TALK = 512  # tokens
 SEEDS = (0, 1, 2)  # of a cache that draws a rotation, unless its name says which
 
 
 @dataclass(frozen=True)
 class Text:
-    """What the models read: ids (1,T); and if `facts` is not 0, that many facts for recall.py, or
-    `talks`."""
+    """What the models read: ids (1,T), and talks for recall.py."""
 
     ids: Tensor
-    tokenizer: Tokenizer
-    facts: int = 0
-    talks: Talks | None = None
+    talks: Sequence[Talk] = ()
 
 
 def changes(plain: Model, models: dict, text: Text, caches: dict) -> Iterator[dict]:
@@ -40,7 +35,7 @@ def changes(plain: Model, models: dict, text: Text, caches: dict) -> Iterator[di
 
     bytes: of the weights that a decode step reads
     and the fields of `figures`. For a cache that draws: those of the seed with the median
-    perplexity, and `perplexities` of all seeds.
+    perplexity, and of all seeds `perplexities` and `known`, facts at both questions, sorted.
     """
     truth = log_likelihood(score(plain, text.ids), text.ids)  # (1,T−1)
     for name, model in models.items():
@@ -51,6 +46,8 @@ def changes(plain: Model, models: dict, text: Text, caches: dict) -> Iterator[di
             row = {"weights": name, "cache": label, "bytes": read} | found[len(found) // 2]
             if len(found) > 1:
                 row["perplexities"] = [each["perplexity"] for each in found]
+            if len(found) > 1 and text.talks:
+                row["known"] = sorted(each["first"] + each["second"] for each in found)
             yield row
 
 
@@ -71,7 +68,7 @@ def figures(model: Model, text: Text, truth: Tensor, kind: tuple[str, dict] | No
     kv_bytes_per_token: of the cache after the whole text
     cpu_ms_per_token: processor time of all threads while the text was read through the cache
     share: of the bytes that an exact cache takes for the text
-    and the fields of `recall` if there are facts; these with a cache only
+    and the fields of `recall` if there are talks; these with a cache only
     """
     began = time.process_time()
     if kind is None:
@@ -85,8 +82,6 @@ def figures(model: Model, text: Text, truth: Tensor, kind: tuple[str, dict] | No
         cost = {"kv_bytes_per_token": cache.nbytes / fed, "cpu_ms_per_token": 1e3 * spent / fed}
         cost["share"] = share(model, cache)
         if text.talks:
-            cost |= recall_of_talks(model, text, text.talks, kind)
-        elif text.facts:
             cost |= recall(model, text, kind)
     change = found - truth
     return {
@@ -98,21 +93,10 @@ def figures(model: Model, text: Text, truth: Tensor, kind: tuple[str, dict] | No
 
 
 def recall(model: Model, text: Text, kind: tuple[str, dict]) -> dict:
-    """recalled: of the facts, read in small parts; first, second: of the facts, by a question that
-    was read with them, and by the next one
-    recall_share: of the bytes that an exact cache takes for the facts
+    """first, second: talks in which the model knows the fact at that question
+    recall_share: of the bytes that an exact cache takes for a talk, the mean
     """
-    cache = new_cache(model, text, kind)
-    found: dict = {"recalled": recalled(model, text.tokenizer, cache, text.facts)}
-    found["recall_share"] = share(model, cache)
-    new = partial(new_cache, model, text, kind)
-    found["first"], found["second"] = asked_with_the_facts(model, text.tokenizer, new, text.facts)
-    return found
-
-
-def recall_of_talks(model: Model, text: Text, talks: Talks, kind: tuple[str, dict]) -> dict:
-    """The fields of `recall` but for the first: of conversations."""
-    first, second, caches = talks.asked(model, partial(new_cache, model, text, kind))
+    first, second, caches = recalled(model, text.talks, partial(new_cache, model, text, kind))
     shares = [share(model, cache) for cache in caches]
     return {"recall_share": sum(shares) / len(shares), "first": first, "second": second}
 
@@ -124,7 +108,7 @@ def share(model: Model, cache: KVCache) -> float:
 
 
 def new_cache(model: Model, text: Text, kind: tuple[str, dict]) -> KVCache:
-    """An empty cache for the text, or for the facts."""
+    """An empty cache for the text, or for a talk."""
     name, options = kind
-    capacity = max(text.ids.shape[1], 64 * text.facts, LONGEST_TALK * bool(text.talks))
+    capacity = max(text.ids.shape[1], LONGEST_TALK * bool(text.talks))
     return make_cache(name, model.config, capacity=capacity, device=text.ids.device, **options)

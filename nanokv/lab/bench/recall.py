@@ -1,94 +1,99 @@
-"""Facts at the start of a text, each asked for at its end: what a mean over all tokens can hide.
+"""Told facts and two questions about them: what a mean over all tokens can hide.
 
-`recalled` asks after the facts were read in small parts. `asked_with_the_facts` reads them with a
-first question in one append, as a prompt is: a cache that evicts by the newest queries then knows
-what will be asked. The second question is the one that it did not know.
+A prompt is read in one append, but for its last token: it ends with a first question, so a cache
+that evicts by the newest queries knows what is asked. The second question is the one that it did
+not know. facts.py says what is counted.
 """
 
-import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
 
 import torch
-from torch import Tensor
 
 from nanokv.cache import KVCache
 from nanokv.checkpoint import Model
 from nanokv.errors import NanoKVError
-from nanokv.inference import verify_draft
+from nanokv.inference import decode, prefill
+from nanokv.lab.bench.facts import (
+    ACKNOWLEDGED,
+    OTHER,
+    SYSTEM,
+    Question,
+    drawn,
+    exchange,
+    question,
+)
 from nanokv.text.tokenizer import Tokenizer
 
-COLOURS = ("red", "blue", "green", "white", "black", "yellow", "grey", "brown")
-THINGS = ("house", "boat", "tree", "door", "book", "horse", "bridge", "stone", "lamp", "chair")
-MOST = len(COLOURS) * len(THINGS)
+SMALL_TALK = (
+    "It rained a little before noon.",
+    "A train stopped and nobody got out.",
+    "The shop on the corner sells bread.",
+    "Somebody left a window open.",
+    "The streets are quiet in the morning.",
+    "The bus was late again.",
+)
+HEARD = "I see."
 
 
-def check_count(count: int) -> None:
-    """NanoKVError for more facts than there are names."""
-    if count > MOST:
-        raise NanoKVError(f"--recall {count}: there are {MOST} names", f"--recall {MOST}")
+@dataclass(frozen=True)
+class Talk:
+    """A prompt that ends with a question, and a second question that begins with the answer."""
+
+    first: Question
+    second: Question
 
 
-def facts(count: int) -> list[tuple[str, str]]:
-    """`count` pairs (a beginning such as "The number of the red house is", its end " 4731.")."""
-    draw = random.Random(0)
-    names = list(itertools.product(COLOURS, THINGS))
-    draw.shuffle(names)
-    return [
-        (f"The number of the {colour} {thing} is", f" {draw.randint(1000, 9999)}.")
-        for colour, thing in names[:count]
-    ]
+def talk(tokenizer: Tokenizer, seed: int) -> Talk:
+    """Two facts, other words after each, and a question about either, drawn by the seed."""
+    draw = random.Random(seed)
+    facts = drawn(draw, 2)
+    others = draw.sample(SMALL_TALK, 2)
+    told = [exchange(fact.told, ACKNOWLEDGED) for fact in facts]
+    heard = [exchange(other, HEARD) for other in others]
+    messages = [SYSTEM, *chain(*(a + b for a, b in zip(told, heard, strict=True)))]
+    draw.shuffle(facts)
+    one, two = facts
+    first = asked(tokenizer, messages, one.asked) + one.opening
+    messages += exchange(one.asked, one.answer)
+    second = asked(tokenizer, messages, two.asked) + two.opening
+    if not second.startswith(first):
+        raise NanoKVError("the chat template changes earlier turns, so no cache can go on", OTHER)
+    return Talk(
+        question(tokenizer, first, one), question(tokenizer, second.removeprefix(first), two)
+    )
 
 
-def recalled(model: Model, tokenizer: Tokenizer, cache: KVCache, count: int, chunk: int = 8) -> int:
-    """How many of `count` facts the model completes, all tokens right, after it has read all of
-    them through an empty cache, `chunk` tokens at a time. Each question is asked on a fork.
-    """
-    asked = facts(count)
-    ids = text_ids(model, tokenizer, asked)
-    for start in range(0, ids.shape[1], chunk):
-        verify_draft(model, ids[:, start : start + chunk], cache, start)
-    right = 0
-    for begin, end in asked:
-        question, answer = tokenizer.encode(begin), tokenizer.encode(end)
-        right += completes(model, cache.fork(), question, answer)
-    return right
+def asked(tokenizer: Tokenizer, messages: Sequence[dict], said: str) -> str:
+    """The prompt with one more message of the user."""
+    return tokenizer.render([*messages, {"role": "user", "content": said}])
 
 
-def text_ids(model: Model, tokenizer: Tokenizer, asked: list[tuple[str, str]]) -> Tensor:
-    """(1,T): all facts, a line each."""
-    text = "\n".join(begin + end for begin, end in asked) + "\n"
-    ids = tokenizer.encode(text, add_special_tokens=True)
-    return torch.tensor([ids], device=model.embed_tokens.weight.device)
-
-
-def completes(model: Model, cache: KVCache, question: list[int], answer: list[int]) -> bool:
-    """Does the model give all tokens of the answer after the question? Appends both, but for the
-    last token."""
-    device = model.embed_tokens.weight.device
-    both = torch.tensor([question + answer[:-1]], device=device)  # (1,t)
-    logits = verify_draft(model, both, cache, cache.length)  # (1,t,V)
-    return logits[0, len(question) - 1 :].argmax(-1).tolist() == answer
-
-
-def asked_with_the_facts(
-    model: Model, tokenizer: Tokenizer, new: Callable[[], KVCache], count: int
-) -> tuple[int, int]:
-    """How many of `count` facts the model completes (as first question, as second question).
-
-    For each fact, an empty cache reads all facts and the question, but for its last token, in one
-    append. The second question is for the fact half a list away, with the same cache.
-    """
-    asked = facts(count)
-    ids = text_ids(model, tokenizer, asked)
-    coded = [(tokenizer.encode(begin), tokenizer.encode(end)) for begin, end in asked]
-    newline = tokenizer.encode("\n")
+def recalled(
+    model: Model, talks: Sequence[Talk], new: Callable[[], KVCache]
+) -> tuple[int, int, list[KVCache]]:
+    """(facts known at the first question, at the second, the caches), a new cache per talk."""
     first = second = 0
-    for i, (question, answer) in enumerate(coded):
+    caches = []
+    for one in talks:
         cache = new()
-        start = torch.tensor([question[:-1]], device=ids.device)  # (1,t)
-        verify_draft(model, torch.cat((ids, start), 1), cache, 0)
-        first += completes(model, cache, question[-1:], answer)
-        later, its_answer = coded[(i + count // 2) % count]
-        second += completes(model, cache, answer[-1:] + newline + later, its_answer)
-    return first, second
+        first += knows_at_once(model, one.first, cache)
+        second += knows(model, one.second, cache)
+        caches.append(cache)
+    return first, second, caches
+
+
+def knows_at_once(model: Model, asked: Question, cache: KVCache) -> bool:
+    """Reads all but the last token in one append: what follows it reads what the cache kept."""
+    ids = torch.tensor([asked.ids], device=model.embed_tokens.weight.device)  # (1,t)
+    prefill(model, ids[:, :-1], cache)
+    logits = decode(model, ids[:, -1:], cache, cache.length)[0]  # (V,)
+    return asked.answered(logits)[0]
+
+
+def knows(model: Model, asked: Question, cache: KVCache) -> bool:
+    """Appends the question to what the cache holds."""
+    ids = torch.tensor([asked.ids], device=model.embed_tokens.weight.device)  # (1,t)
+    return asked.answered(prefill(model, ids, cache, cache.length)[0])[0]

@@ -107,26 +107,6 @@ def recall_case(rng: random.Random) -> Case:
     return _recall(talk, talk.facts[kind])
 
 
-def two_questions(count: int, seed: int = 0) -> list[tuple[Case, Case]]:
-    """`count` conversations with three or more facts and two questions at the end: a case for each.
-
-    The second case has the turns of both.
-    """
-    found = []
-    for i in range(count):
-        talk = _talk(random.Random(f"evaluation:{seed}:two questions:{i}"))
-        for _ in range(3):
-            about_user.tell(talk, facts.draw(talk.rng, talk.facts))
-        _fill(talk)
-        kinds = talk.rng.sample(list(talk.facts), 2)
-        for kind in kinds:
-            _ask(talk, kind)
-        turns = script(talk)
-        first, second = (talk.facts[kind] for kind in kinds)
-        found.append((Case(turns[:-1], first), Case(turns, second)))
-    return found
-
-
 def update_case(rng: random.Random) -> Case:
     """A fact, in half of the cases another one, a change of the first; its old value is wrong."""
     talk = _talk(rng)

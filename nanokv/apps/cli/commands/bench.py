@@ -29,7 +29,6 @@ from nanokv.parallel.group import ALONE, Ranks
 if TYPE_CHECKING:
     from nanokv.lab.bench.rotation import Rotation, Row
     from nanokv.lab.bench.runners import Ours
-    from nanokv.lab.bench.talks import Talks
 
 EXAMPLES = (
     "nanokv bench",
@@ -181,11 +180,10 @@ def _add_modes(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--recall",
-        type=integer(1),
+        type=integer(1, 1000),
         metavar="N",
-        help="with --quality and --caches: also count the answers about N facts: without --text, in "
-        "N conversations with two questions each; else of a list, read in small parts (recalled), "
-        "and read with a first question, before a second one",
+        help="with --quality and --caches: also N talks of two facts, asked for one after the other; "
+        "known = of six values the told one is the likeliest",
     )
 
 
@@ -496,27 +494,31 @@ def quality(given: BenchOptions, loaded: Loaded, weights: list[str]) -> int:
     import torch
 
     from nanokv.cache.options import check_options
+    from nanokv.lab.bench.facts import VALUES
     from nanokv.lab.bench.quality import Text, changes
-    from nanokv.lab.bench.recall import check_count
+    from nanokv.lab.bench.recall import talk
 
     caches = {}
     if given.caches:
         caches = {text: cache_name(text) for text in given.caches.split(",")}
     for name, how in caches.values():
         check_options(name, how)
-    check_count(given.recall or 0)
     ids, source = text_ids(given.text, loaded)
-    talks = talks_of(given, loaded) if given.recall and not given.text else None
-    tensor = torch.tensor([ids], device=loaded.device)
-    text = Text(tensor, loaded.tokenizer, given.recall or 0, talks)
+    talks = [talk(loaded.tokenizer, seed) for seed in range(given.recall or 0)]
+    text = Text(torch.tensor([ids], device=loaded.device), talks)
     measured = changes(loaded.model, made(loaded, weights), text, caches)
     rows: list[dict] = []
     stop = carry_out(map(rows.append, measured), len(weights) * max(1, len(caches)), given.output)
     if given.json:
         facts = facts_of(loaded) | {"text": source, "tokens": len(ids)}
+        if talks:
+            facts |= {"talks": len(talks), "chance": len(talks) / VALUES}
         terminal.write_out(to_json(facts | {"rows": rows}) + "\n")
     else:
-        quality_table(loaded, f"{len(ids):,} tokens of {source}", rows, caches)
+        facts_line = [f"{loaded.name} {loaded.dtype_name}", f"{len(ids):,} tokens of {source}"]
+        if talks:
+            facts_line.append(f"known of {len(talks)} talks, chance: {len(talks) / VALUES:.3g}")
+        quality_table(facts_line, rows, caches)
     if given.plot and rows:
         from nanokv.lab.bench.plot_quality import plot_quality
 
@@ -524,16 +526,7 @@ def quality(given: BenchOptions, loaded: Loaded, weights: list[str]) -> int:
     return exit_code(stop)
 
 
-def talks_of(given: BenchOptions, loaded: Loaded) -> "Talks":
-    """--recall without --text: conversations with facts, held out from the bundled model's
-    training."""
-    from nanokv.lab.bench.talks import Talks
-    from nanokv.school.training.evaluate import two_questions
-
-    return Talks(loaded.model, loaded.tokenizer, two_questions(given.recall or 0))
-
-
-def quality_table(loaded: Loaded, text: str, rows: list[dict], caches: dict) -> None:
+def quality_table(facts_line: list[str], rows: list[dict], caches: dict) -> None:
     """Print one row per model, or per model and cache."""
     columns = {"weights": lambda row: row["weights"]}
     left: tuple[int, ...] = (0,)
@@ -550,11 +543,12 @@ def quality_table(loaded: Loaded, text: str, rows: list[dict], caches: dict) -> 
     if any("perplexities" in row for row in rows):
         columns["of 3 seeds"] = seeds_text
     if any("second" in row for row in rows):
-        found = [name for name in ("recalled", "first", "second") if name in rows[0]]
-        columns |= {name: itemgetter(name) for name in found}
+        columns |= {name: itemgetter(name) for name in ("first", "second")}
+    if any("known" in row for row in rows):
+        columns["both, of 3 seeds"] = known_text
     if caches:
         columns["CPU ms/token"] = lambda row: f"{row['cpu_ms_per_token']:.1f}"
-    show([f"{loaded.name} {loaded.dtype_name}", text], columns, rows, left)
+    show(facts_line, columns, rows, left)
 
 
 def seeds_text(row: dict) -> str:
@@ -563,6 +557,14 @@ def seeds_text(row: dict) -> str:
         return ""
     low, *_, high = row["perplexities"]
     return f"{low:.4g} to {high:.4g}"
+
+
+def known_text(row: dict) -> str:
+    """The fewest and the most facts known with a seed, at both questions."""
+    if "known" not in row:
+        return ""
+    low, *_, high = row["known"]
+    return f"{low} to {high}"
 
 
 def text_ids(path: Path | None, loaded: Loaded) -> tuple[list[int], str]:
