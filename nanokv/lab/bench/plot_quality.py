@@ -17,7 +17,7 @@ def plot_quality(
     rows: Sequence[dict], caches: Mapping[str, tuple[str, dict]], title: str, path: str
 ) -> None:
     """Save a PNG or SVG. Left: perplexity over the share of an exact cache's bytes. Right, with
-    facts: those that a second question found, over theirs. One line per cache but for its sizes.
+    talks: facts known at the second question, over theirs. One line per cache but for its sizes.
     """
     recall = any("second" in row for row in rows)
     figure = figure_class()(figsize=(11 if recall else 6, 4.5), layout="constrained")
@@ -30,7 +30,7 @@ def plot_quality(
     if recall:
         draw(axes[1], lines, "recall_share", "second")
         axes[1].set(
-            xlabel="bytes of the cache, % of exact", ylabel="facts found by the second question"
+            xlabel="bytes of the cache, % of exact", ylabel="facts known at the second question"
         )
         axes[1].set_ylim(bottom=0)
     axes[-1].legend(fontsize=7)
