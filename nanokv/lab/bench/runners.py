@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nanokv import costs
 from nanokv.cache import make_cache
+from nanokv.cache.options import kind_text
 from nanokv.config import Config
 from nanokv.errors import NanoKVError
 from nanokv.inference import decode, prefill_chunk, prefill_chunks
@@ -29,7 +30,7 @@ class Runner:
 
     engine: str  # nanokv, transformers, llama.cpp
     weights: str  # plain, bf16, int8, …
-    cache: str
+    cache: str  # as --cache spells it: quantized:bits=4
     batch: int
     weight_bytes: int
     kv_bytes: int  # bytes per token of one row
@@ -109,14 +110,15 @@ class Ours(Runner):
             read -= table.nbytes
         read -= unread_bytes(model, batch)
         kv = costs.kv_bytes_per_token(model.config, dtype.itemsize)
-        super().__init__("nanokv", weights, cache, batch, read, kv)
+        super().__init__("nanokv", weights, kind_text(cache, options), batch, read, kv)
         self.model = model
+        self.kind = cache
         self.options = options
         self.device = table.device
 
     def start(self, ids: Tensor, room: int) -> None:
         self.store = make_cache(
-            self.cache,
+            self.kind,
             self.model.config,
             batch_size=self.batch,
             capacity=ids.shape[1] + room,

@@ -60,7 +60,6 @@ class Peers:
 
     def commands(self, ours: Iterable[Any], context: int | None) -> list:
         """A `nanokv generate` for each of our variants that decodes one row with a cache."""
-        from nanokv.cache.options import kind_text
         from nanokv.lab.bench.command import FLAGS, Command, endless
 
         loaded = self.loaded
@@ -77,11 +76,7 @@ class Peers:
             shared += ["--context", str(context)]
         cached = [one for one in ours if one.batch == 1 and one.cache != "none"]
         cached = [one for one in cached if one.weights in FLAGS]  # no file of the others is kept
-        caches = [kind_text(one.cache, one.options) for one in cached]
-        return [
-            Command(one, folder, [*shared, "--cache", cache])
-            for one, cache in zip(cached, caches, strict=True)
-        ]
+        return [Command(one, folder, [*shared, "--cache", one.cache]) for one in cached]
 
     def runners(self, against: Iterable[str], room: int) -> list:
         """One runner per name in `against`."""
