@@ -159,7 +159,7 @@ def _check_message(number: int, message: Any) -> None:
     content = message.get("content")
     if content not in (None, NULL) and not isinstance(content, str):
         raise TemplateError(
-            f"message {number} ({role}) has a {type(content).__name__} as content, not text"
+            f"message {number} ({role}) has content of type {type(content).__name__}, not text"
         )
     if not isinstance(message.get("tool_calls") or [], (list, tuple)):
         raise TemplateError(f"message {number} ({role}): tool_calls is not a list")

@@ -795,8 +795,11 @@ def test_errors_of_the_template_are_typed():
             [USER, {"role": "assistant", "text": "a typo"}],
             r"message 2 \(assistant\) has no content",
         ),
-        ([{"role": "user", "content": 3}], "a int as content"),
-        ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], "a list as content"),
+        ([{"role": "user", "content": 3}], "content of type int, not text"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+            "content of type list, not text",
+        ),
         ([{"role": "assistant", "content": "x", "tool_calls": "y"}], "tool_calls is not a list"),
     ],
 )
