@@ -273,7 +273,9 @@ def _add_cache_arguments(group: "_ActionsContainer", cache: str) -> None:
         metavar="KIND",
         type=cache_name,
         default=(cache, {}),
-        help=f"NAME or NAME:option=value (default: {cache})",
+        help="NAME or NAME:option=value, as quantized:bits=4 (default: "
+        f"{cache}; docs/quantization.md and docs/eviction.md list options; "
+        "an unknown NAME or option names those that exist)",
     )
     group.add_argument(
         "--context",
