@@ -774,6 +774,19 @@ def test_who_guesses_is_counted_before_anything_is_loaded(cli, monkeypatch, tiny
     assert memory_refusal(cli, monkeypatch, one, "-m", tiny_folder, "--speculate", "ngram") is None
 
 
+@pytest.mark.parametrize("policy", ["h2o", "snapkv", "matching", "norms"])
+def test_guesses_over_a_cache_that_takes_none_back_are_refused(cli, tiny_folder, policy):
+    """norms does, until its budget is full."""
+    cache = f"evicting:policy={policy}:budget=64"
+    argv = ("generate", "hi", "-m", tiny_folder, "-n", 2, "--speculate", "ngram", "--cache", cache)
+    code, _, err = cli(*argv)
+    if policy == "norms":
+        assert code == 0
+        return
+    assert code == 2 and f"--speculate has no effect with --cache {cache}: " in err
+    assert "hint: leave --speculate out, or take --cache growing" in err
+
+
 @pytest.mark.parametrize(
     ("stored", "flag", "itemsize"),
     [("float16", "auto", 4), ("bfloat16", "auto", 2), ("float32", "bfloat16", 2)],

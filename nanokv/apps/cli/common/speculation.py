@@ -14,6 +14,7 @@ from nanokv.apps.cli.common import speed
 from nanokv.apps.cli.common.options import SpeedOptions
 from nanokv.apps.cli.common.plan import Loaded, Plan
 from nanokv.apps.cli.common.terminal import sanitize_line
+from nanokv.cache.options import kind_text
 from nanokv.config import Config
 from nanokv.costs import ITEMSIZE, kv_bytes, weight_bytes
 from nanokv.errors import NanoKVError
@@ -32,6 +33,7 @@ def generation_type(
 
     if how is None:
         return loaded.leading(Generation)
+    check_cache(loaded)
     kind, value = how
     draft: speculative.Draft
     if kind == "ngram":
@@ -41,6 +43,19 @@ def generation_type(
     else:
         draft = speculative.DraftModel(load_draft(str(value), loaded))
     return loaded.leading(partial(speculative.Speculation, draft=draft))
+
+
+def check_cache(plan: Plan) -> None:
+    """NanoKVError for a cache that takes no token back: no guess could be checked."""
+    from nanokv.cache import make_cache
+
+    cache = make_cache(plan.cache_name, plan.config, capacity=64, **plan.cache_options)
+    if cache.sizes.max_rollback == 0:
+        raise NanoKVError(
+            f"--speculate has no effect with --cache {kind_text(plan.cache_name, plan.cache_options)}: "
+            "this cache cannot take back a wrong guess",
+            "leave --speculate out, or take --cache growing",
+        )
 
 
 def memory(wanted: SpeedOptions, plan: Plan) -> int:
