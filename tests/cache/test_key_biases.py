@@ -5,12 +5,14 @@ No command fetches its 491,400,064 bytes: $NANOKV_QWEN25 is the path of the file
 
 import hashlib
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 import nanokv
+from nanokv.lab.bench.recall import recalled, talk
 from nanokv.lab.study.quality import measure_cache
 
 pytestmark = pytest.mark.slow
@@ -49,3 +51,16 @@ def test_a_scale_per_channel_loses_little_and_a_rotation_much(loaded):
     assert found["channel"] < 0.1
     assert found["token"] > 4 * found["channel"]
     assert found["lloyd:seed=0"] > 8 * found["channel"]
+
+
+def test_told_facts_are_known_by_an_exact_cache_and_not_by_every_rotation(loaded):
+    """Six talks: 2 of 12 answers are right by chance. docs/quantization.md has 24 talks."""
+    model, tokenizer = loaded
+    talks = [talk(tokenizer, seed) for seed in range(6)]
+    found = {}
+    for kind in ("dict", f"{KEYS}:keys=channel", f"{KEYS}:keys=lloyd:seed=2"):
+        new = partial(nanokv.make_cache, kind, model.config)
+        found[kind] = sum(recalled(model, talks, new)[:2])
+    exact, channel, lloyd = found.values()
+    assert exact >= 11 and channel >= 11
+    assert lloyd < exact, found
