@@ -5,6 +5,7 @@ Timings differ from run to run; tests/project/test_record_chat.py compares every
 """
 
 import io
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.text import Text
 from nanokv.fast import building, native
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
+os.environ.setdefault("NANOKV_KERNELS", "explicit")  # as tests/conftest.py
 
 from chat_terminal import Terminal
 
