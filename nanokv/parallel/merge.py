@@ -46,7 +46,11 @@ class Split:
             masks = self.mask.tensor_split(self.n, -1)  # (…,T,S_p) each
         parts = [partial_attention(q, *part) for part in zip(keys, values, masks, strict=True)]
         outputs, lse = map(torch.stack, zip(*parts, strict=True))  # (n,B,H,T,D), (n,B,H,T)
-        return merge(outputs, lse).to(q.dtype)
+        return self.merged(outputs, lse).to(q.dtype)
+
+    def merged(self, outputs: Tensor, lse: Tensor) -> Tensor:
+        """`merge`, for a subclass with another one."""
+        return merge(outputs, lse)
 
 
 def partial_attention(

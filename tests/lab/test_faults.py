@@ -15,8 +15,12 @@ import pytest
 import torch
 
 import nanokv
+from nanokv.attention import Masked
+from nanokv.cache.base import NoCache
 from nanokv.errors import NanoKVError
 from nanokv.lab import faults
+from nanokv.lab.faults.scenarios import PAGE, adapted
+from nanokv.lab.faults.sinks import SINK, SplitWithSink
 from nanokv.lab.faults.substitute import PerObject
 from nanokv.lab.study import equality
 
@@ -24,6 +28,8 @@ pytestmark = pytest.mark.sampled
 
 EACH = pytest.mark.parametrize("name", faults.FAULTS)
 COST = ("cached_queries", "repeated_before_caching")
+# What the equality suite cannot meet: it checks lossless caches, one request to each, and their usual attention.
+ELSEWHERE = ("evicted", "split", "again", "adapters", "twins")
 IDS = torch.arange(2, 14)[None]  # (1,12)
 
 
@@ -52,7 +58,7 @@ def test_the_catalogue_is_complete_and_in_one_form():
     assert len(faults.FAULTS) >= 16
     for name, fault in faults.FAULTS.items():
         assert fault.name == name and fault.scenario in faults.SCENARIOS
-        assert fault.seen_by in ("words", "logits", "bytes", "error")
+        assert fault.seen_by in ("words", "logits", "bytes", "tokens", "error")
         assert re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", fault.thread), fault.name
         assert fault.title and not fault.title.endswith(".") and fault.cause.endswith(".")
     with pytest.raises(AttributeError):
@@ -61,7 +67,7 @@ def test_the_catalogue_is_complete_and_in_one_form():
 
 @EACH
 def test_what_is_stated_is_what_happens(name, bundled):
-    """words: the answer changes; logits: the words stay and the logits do not; bytes: not even those change."""
+    """words: the answer changes; logits: the words stay and the logits do not; bytes, tokens: not even those change."""
     model, tokenizer = bundled
     fault, found = faults.FAULTS[name], faults.diagnose(name, model, tokenizer)
     assert found.seen_by == fault.seen_by, str(found)
@@ -73,6 +79,9 @@ def test_what_is_stated_is_what_happens(name, bundled):
         assert (found.token, found.layer, max(found.deltas)) == (None, None, 0) and found.bytes[
             1
         ] > 2 * found.bytes[0]
+    elif fault.seen_by == "tokens":
+        assert (found.token, found.layer) == (None, None) and max(found.deltas) < 1e-4
+        assert found.bytes[0] == found.bytes[1]
     else:
         assert found.token is not None and (found.layer is not None or name == "right_padding")
     assert found.right[0] == "Your name is Zorbla." or fault.scenario == "long"
@@ -88,6 +97,11 @@ def test_what_is_stated_is_what_happens(name, bundled):
         ("top_left_mask", 0, 8, "attention"),  # the second chunk
         ("static_overflow", 0, 50, "rope_k"),  # room for 46 + 4
         ("not_cleared", 0, 0, "attention"),
+        ("offset_advanced_in_place", 0, 0, "rope_q"),  # padding comes earlier, and is not compared
+        ("entries_as_position", 0, 46, "rope_k"),  # 34 entries are kept, and 46 comes next
+        ("sink_per_part", 0, 0, "attention"),
+        ("page_key_without_adapter", 0, 44, "attention"),  # 11 pages of 4 are reused
+        ("page_freed_in_use", 0, 46, "attention"),
         ("wrong_axis", 0, 46, "the pass that failed"),
     ],
 )
@@ -103,6 +117,18 @@ def test_the_byte_faults_cost_what_they_say(bundled):
     queries, repeated = (faults.diagnose(name, *bundled).bytes for name in COST)
     assert queries[1] * 2 * Hk == queries[0] * (H + 2 * Hk)
     assert repeated[1] == repeated[0] * H // Hk
+
+
+def test_reuse_shows_in_the_tokens_that_are_computed(bundled):
+    """Two requests of 46 prompt tokens and 9 fed ones; 11 pages of 4 are reused, by right or wrongly."""
+    dead, shared = (
+        faults.diagnose(name, *bundled)
+        for name in ("prefix_never_eligible", "page_key_without_adapter")
+    )
+    both = 2 * (46 + 8)
+    assert PAGE == 4 and dead.computed == (both - 44, both) and shared.computed == (both, both - 44)
+    assert f"tokens computed {both - 44} → {both}" in str(dead)
+    assert dead.right == dead.wrong and shared.right == shared.wrong
 
 
 def test_a_model_without_a_tokenizer_is_diagnosed_by_ids(model):
@@ -142,7 +168,7 @@ def test_scenarios_agree_with_the_uncached_model(scenario, model):
             faults.SCENARIOS[scenario](model, prompts)
         return
     outcome = faults.SCENARIOS[scenario](model, prompts)
-    assert outcome.bytes > 0
+    assert outcome.bytes > 0 and outcome.computed > 0
     if scenario == "batch":
         expected = torch.cat([nanokv.score(model, [prompt])[:, -1] for prompt in prompts])
     elif scenario == "beams":
@@ -151,8 +177,90 @@ def test_scenarios_agree_with_the_uncached_model(scenario, model):
         )
     else:
         ids = prompts[0] + outcome.answers[0][:-1]
-        expected = nanokv.score(model, [ids])[0, 11:]
+        expected = expected_logits(scenario, model, torch.tensor([ids]))[0, 11:]
     assert torch.allclose(outcome.logits, expected, atol=1e-4)
+
+
+def expected_logits(scenario, model, ids):
+    """(1,S,V) without a cache: all keys, or the mask of the evicting cache, or a softmax with one more logit."""
+    S = ids.shape[1]
+    attend = {"evicted": window_after_prompt(S, budget=9), "split": softmax_with_sink}.get(scenario)
+    if attend is None:
+        return nanokv.score(model, ids)
+    with torch.inference_mode():
+        return model.lm_head(model(ids, NoCache(model.config.num_hidden_layers), 0, attend))
+
+
+def window_after_prompt(S, budget, prompt=12):
+    """The prompt sees all of itself; a later query sees the `budget` tokens before it and itself."""
+    query, key = torch.arange(S)[:, None], torch.arange(S)
+    return Masked((key <= query) & ((query < prompt) | (key >= query - budget)))
+
+
+def softmax_with_sink(q, k, v):
+    """As in transformers' modeling_gpt_oss: the sink is one more column, dropped after the softmax."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    T, S = q.shape[2], k.shape[2]
+    scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(
+        torch.ones(T, S).tril(S - T) == 0, -torch.inf
+    )
+    column = torch.full_like(scores[..., :1], SINK)
+    return torch.cat((scores, column), -1).softmax(-1)[..., :-1] @ v
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_a_sink_in_every_part_takes_as_many_shares(parts):
+    """All keys equal: each has weight 1, the sink exp(SINK), once in the right merge and in the wrong one per part."""
+    q, k, v = torch.zeros(1, 2, 1, 8), torch.zeros(1, 1, 12, 8), torch.ones(1, 1, 12, 8)
+    weight = float(torch.tensor(SINK).exp())
+    right = SplitWithSink(None, parts)(q, k, v)
+    with faults.inject("sink_per_part"):
+        wrong = SplitWithSink(None, parts)(q, k, v)
+    torch.testing.assert_close(right, torch.full_like(right, 12 / (12 + weight)))
+    torch.testing.assert_close(wrong, torch.full_like(wrong, 12 / (12 + parts * weight)))
+
+
+def test_an_offset_of_one_request_is_not_changed_in_place(model):
+    """The bug needs a tensor: one request, or rows that are equally long, are right."""
+    right = cached_logits(model)
+    with faults.inject("offset_advanced_in_place"):
+        assert torch.equal(cached_logits(model), right)
+
+
+def test_a_caller_that_counts_itself_notices_entries_as_position(model):
+    cache = nanokv.make_cache("evicting", model.config, budget=8)
+    with faults.inject("entries_as_position"):
+        nanokv.prefill(model, IDS[:, :8], cache, start_pos=0)
+        assert cache.length == 8, "nothing was evicted yet"
+        nanokv.decode(model, IDS[:, 8:9], cache, start_pos=8)
+        with pytest.raises(ValueError, match="start_pos is 9, but the cache holds 8 tokens"):
+            nanokv.decode(model, IDS[:, 9:10], cache, start_pos=9)
+
+
+def test_an_adapter_has_other_keys_and_values_and_leaves_the_model_alone(model):
+    before = [weight.clone() for weight in model.parameters()]
+    other = adapted(model)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+    changed = {
+        name
+        for (name, a), b in zip(other.named_parameters(), before, strict=True)
+        if not torch.equal(a, b)
+    }
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in changed} == {"k_proj", "v_proj"}
+    assert len(changed) == 2 * model.config.num_hidden_layers
+
+
+def test_a_longer_prompt_still_finds_what_it_contains_whole(model):
+    """prefix_never_eligible goes unnoticed where every turn only appends."""
+    first = nanokv.make_cache("prefix", model.config, page=PAGE)
+    with faults.inject("prefix_never_eligible"):
+        nanokv.prefill(model, IDS[:, :8], first, start_pos=0)
+        first.remember(IDS[0, :8])
+        found = [
+            nanokv.make_cache("prefix", model.config, pool=first.pool).reuse(ids)
+            for ids in (IDS[0], IDS[0, :8])
+        ]
+    assert found == [8, 0]
 
 
 # --- in and out -----------------------------------------------------------------------------------------------------
@@ -163,16 +271,16 @@ def test_everything_is_as_before_afterwards(name, model):
     """The same objects, not equal ones; also when an exception flies, and logits to the last bit."""
     before = cached_logits(model)
     places = [
-        (owner, attribute, vars(owner)[attribute])
+        (owner, attribute, vars(owner).get(attribute))  # None: inherited
         for owner, attribute, _ in faults.FAULTS[name].swaps()
     ]
     assert places
     with faults.inject(name) as fault:
         assert fault is faults.FAULTS[name]
-        assert all(vars(owner)[attribute] is not value for owner, attribute, value in places)
+        assert all(vars(owner).get(attribute) is not value for owner, attribute, value in places)
     with pytest.raises(KeyboardInterrupt), faults.inject(name):
         raise KeyboardInterrupt
-    assert all(vars(owner)[attribute] is value for owner, attribute, value in places)
+    assert all(vars(owner).get(attribute) is value for owner, attribute, value in places)
     assert torch.equal(cached_logits(model), before)
 
 
@@ -349,7 +457,7 @@ def test_smallest_tests_can_be_shown_and_pass_on_the_bundled_model(bundled):
 
 
 @pytest.mark.slow
-def test_the_full_equality_suite_kills_every_fault(monkeypatch):
+def test_the_full_equality_suite_kills_every_fault_that_it_can_meet(monkeypatch):
     # Its files are not needed after a power cut.
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
 
@@ -358,8 +466,13 @@ def test_the_full_equality_suite_kills_every_fault(monkeypatch):
             assert equality.check(kind, model, stop=True).passed
 
     grade = faults.grade(suite)
-    assert grade.survivors == () and set(grade.kills) == set(faults.FAULTS) and grade.score == 1
-    assert str(grade) == f"{len(faults.FAULTS)} of {len(faults.FAULTS)} faults killed (100%)"
+    missed = {name for name, fault in faults.FAULTS.items() if fault.scenario in ELSEWHERE}
+    assert set(grade.survivors) == missed and set(grade.kills) == faults.FAULTS.keys() - missed
+    everything = faults.grade(
+        lambda model: [faults.smallest_test(name)(model) for name in faults.FAULTS]
+    )
+    assert everything.survivors == () and everything.score == 1
+    assert str(everything) == f"{len(faults.FAULTS)} of {len(faults.FAULTS)} faults killed (100%)"
 
 
 def test_a_vacuous_test_kills_nothing_and_is_told_so():

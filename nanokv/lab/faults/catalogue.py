@@ -3,12 +3,13 @@ observation that reveals it.
 
 Every function below returns the swaps (see substitute.py) that put one bug into nanokv. `seen_by`
 is the weakest observation that suffices: an error, the words of the bundled model's answer, its
-logits, or a byte counter if all values are right and only memory is wasted. diagnose() measures
-it, and the tests compare the measurement with the entry here.
+logits; or, if all values are right, the bytes of the cache or the tokens that were computed.
+diagnose() measures it, and the tests compare the measurement with the entry here.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -21,14 +22,18 @@ from nanokv.attention import Attend, prefill_attention
 from nanokv.cache import BatchCache, KVCache
 from nanokv.cache.base import LayerCache
 from nanokv.cache.capabilities import CacheCapabilities
-from nanokv.cache.evicting import EvictingLayer
+from nanokv.cache.evicting import EvictingCache, EvictingLayer
 from nanokv.cache.padded import PaddedCache
+from nanokv.cache.pool import PagePool
+from nanokv.cache.prefix import PrefixPool
 from nanokv.cache.sliding import SlidingCache
 from nanokv.cache.static import StaticCache
 from nanokv.inference import prefill_chunks
+from nanokv.lab.faults.sinks import SINK, SplitWithSink
 from nanokv.lab.faults.substitute import (
     KeysValues,
     PerObject,
+    StandIn,
     Swaps,
     between,
     has_cache,
@@ -37,7 +42,8 @@ from nanokv.lab.faults.substitute import (
     real,
 )
 from nanokv.model import Attention, Transformer
-from nanokv.rope import apply_rope
+from nanokv.parallel.merge import merge
+from nanokv.rope import Rotation, apply_rope, rope_frequencies, turned
 
 TABLE = 32  # rows of the RoPE table that is too short
 
@@ -50,7 +56,7 @@ class Fault:
     title: str  # one line
     cause: str  # the mistake in the code, and why it is not noticed
     thread: str  # owner/repo#number of an issue with this bug, its symptom or the same idea
-    seen_by: str  # words, logits, bytes or error: measured on the bundled model
+    seen_by: str  # words, logits, bytes, tokens or error: measured on the bundled model
     scenario: str  # the situation in which the bug shows, a name in faults.SCENARIOS
     swaps: Callable[[], Swaps] = field(repr=False, compare=False)
 
@@ -147,6 +153,54 @@ def cached_before_rope() -> Swaps:
         return right(self, x, unrotated, cache, rotate_late)
 
     return [(Attention, "forward", forward)]
+
+
+@fault(
+    "the offset is advanced in place before queries are rotated",
+    "The layer reads the cache's offset, appends, and rotates the query afterwards. For one request "
+    "the offset is an int, which += replaces. For a batch it is a tensor, which += changes in place: "
+    "all queries of a batch are T positions too far from their keys. Rotate before the append, or "
+    "let the cache make a new tensor.",
+    "ml-explore/mlx-lm#1699",
+    "words",
+    "batch",
+)
+def offset_advanced_in_place() -> Swaps:
+    """Queries of T tokens are rotated T positions too far, if start_pos is a tensor."""
+    right = Transformer.forward
+
+    def forward(self, tokens, cache, start_pos, attention):
+        if isinstance(start_pos, Tensor):
+            speed, _ = rope_frequencies(self.config, tokens.device)
+            T = torch.tensor([tokens.shape[1]], device=tokens.device)
+            further = turned(speed, 1.0, T, torch.float32)  # cos, sin (1,D)
+            attention = StandIn(attention, rotating_queries(further))
+        return right(self, tokens, cache, start_pos, attention)
+
+    return [(Transformer, "forward", forward)]
+
+
+def rotating_queries(rope: Rotation) -> Callable[[Attend], Attend]:
+    """Turns an attention into one that rotates the queries once more, by `rope`."""
+
+    def attend(right):
+        return lambda q, k, v: right(apply_rope(q, rope).to(q.dtype), k, v)
+
+    return attend
+
+
+@fault(
+    "a cache that forgets counts its entries as positions",
+    "After an eviction the number of entries is no longer the position of the next token: it stops "
+    "at the budget, so all later tokens are rotated to one position. A caller that counts the "
+    "tokens itself, and states start_pos, gets an error. Count tokens and entries apart.",
+    "rajveer43/VeloxQuant-MLX#389",
+    "words",
+    "evicted",
+)
+def entries_as_position() -> Swaps:
+    """The length of an evicting cache is the number of its entries."""
+    return [(EvictingCache, "length", property(lambda cache: cache[0].entries))]
 
 
 # --- storage -----------------------------------------------------------------------------------
@@ -364,6 +418,29 @@ def forgetting(band: Callable, right: Callable, wrong: Callable) -> Callable:
     return mask
 
 
+# --- parts of the keys -------------------------------------------------------------------------
+
+
+@fault(
+    "the learned sink is counted once per part of the keys",
+    "Attention is computed in n parts of the keys. Each part has the sink in its softmax, and the "
+    "merge adds the parts, so the sink takes n shares. One part is right, and short texts have only "
+    "one. Add the sink in the merge.",
+    "EricLBuehler/mistral.rs#1872",
+    "logits",
+    "split",
+)
+def sink_per_part() -> Swaps:
+    """The divisor of every part's softmax has the sink."""
+
+    def merged(self, outputs, lse):
+        sink = torch.full_like(lse, SINK)  # (n,B,H,T)
+        share = (lse - sink).sigmoid()[..., None]  # of the part's keys, beside the sink
+        return merge(outputs * share, torch.logaddexp(lse, sink))
+
+    return [(SplitWithSink, "merged", merged)]
+
+
 # --- batches -----------------------------------------------------------------------------------
 
 
@@ -509,7 +586,90 @@ def truncate_keeps_rows() -> Swaps:
     return between(append, seeing_all_stale)
 
 
+# --- pages that requests share -----------------------------------------------------------------
+
+
+@fault(
+    "stored pages are found by their tokens alone",
+    "The keys and values of a token depend on the weights too, or on the adapter, but a page is "
+    "found by its tokens. A request reads what another adapter computed, and is even faster. The "
+    "name of the weights belongs into the page's key; in nanokv the salt is part of it.",
+    "ggml-org/llama.cpp#26207",
+    "logits",
+    "adapters",
+)
+def page_key_without_adapter() -> Swaps:
+    """The index gets no salt."""
+    right_find = PrefixPool.find
+    right_remember = PrefixPool.remember
+
+    def find(self, tokens, salt):
+        return right_find(self, tokens, "")
+
+    def remember(self, tokens, table, salt):
+        right_remember(self, tokens, table, "")
+
+    return [(PrefixPool, "find", find), (PrefixPool, "remember", remember)]
+
+
+@fault(
+    "a page is given back while a table lists it",
+    "Two requests compute the same prompt. The second finds the same tokens in the index and gives "
+    "its own pages back as duplicates, but its table still lists them, and another request writes "
+    "into them. Put the index's pages into the table first, or keep the duplicates to the end.",
+    "sgl-project/mini-sglang#142",
+    "words",
+    "twins",
+)
+def page_freed_in_use() -> Swaps:
+    """remember gives back the pages whose tokens are stored in other pages."""
+    right = PrefixPool.remember
+
+    def remember(self, tokens, table, salt):
+        right(self, tokens, table, salt)
+        stored = self.index.match(tokens, salt)
+        with self.change():
+            self._release([own for own, page in zip(table, stored, strict=False) if own != page])
+
+    def release(self, pages):
+        # nanokv's refuses a page without an owner, so it would notice when the table is freed
+        for page in pages:
+            self.references[page] -= 1
+            if self.references[page] == 0:
+                self.free.append(page)
+
+    return [(PrefixPool, "remember", remember), (PagePool, "_release", release)]
+
+
 # --- cost --------------------------------------------------------------------------------------
+
+
+@fault(
+    "a stored prefix is never found, and computed again",
+    "What is stored may be used if it begins before the common prefix ends. Its beginning is "
+    "reported as the end of the whole stored text, so the same prompt again finds nothing, and an "
+    "edited turn neither. Answers are right; prompts are computed from their first token on. Test "
+    "the number of reused tokens, not only the answer.",
+    "ggml-org/llama.cpp#22384",
+    "tokens",
+    "again",
+)
+def prefix_never_eligible() -> Swaps:
+    """A stored page counts as one that begins where its sequence ends."""
+    right_find = PrefixPool.find
+    right_remember = PrefixPool.remember
+    begins = PerObject()  # pool → {page: its first position, as reported}
+
+    def find(self, tokens, salt):
+        known = begins.of(self) or {}
+        pages = right_find(self, tokens, salt)
+        return list(takewhile(lambda page: known.get(page, 0) < len(tokens), pages))
+
+    def remember(self, tokens, table, salt):
+        right_remember(self, tokens, table, salt)
+        begins.keep(self, (begins.of(self) or {}) | dict.fromkeys(table, len(tokens)))
+
+    return [(PrefixPool, "find", find), (PrefixPool, "remember", remember)]
 
 
 @fault(

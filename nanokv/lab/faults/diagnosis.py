@@ -2,8 +2,8 @@
 first wrong tensor.
 
 The fault's scenario runs without and with the fault. The greedy answers are compared as text. Then
-the right answer is fed to both runs, and their logits, bytes and every operation of every layer are
-compared token by token.
+the right answer is fed to both runs, and their logits, bytes, computed tokens and every operation of
+every layer are compared token by token.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from nanokv.errors import NanoKVError
 from nanokv.lab.faults.catalogue import Fault
 from nanokv.lab.faults.injection import find, inject
 from nanokv.lab.faults.scenarios import SCENARIOS, Outcome, Scenario, solo
-from nanokv.lab.study.debug import Pass, compare, earliest, watch
+from nanokv.lab.study.debug import Key, Pass, compare, earliest, watch
 from nanokv.model import Transformer
 from nanokv.text.tokenizer import Tokenizer
 
@@ -33,12 +33,12 @@ TALK = (  # conversations that the bundled model answers well; the first one is 
 class Diagnosis:
     """right, wrong: the answers, one per row of a batch. layer, token: where values differ first.
 
-    deltas[i] is the max |Δ logits| at the i-th compared position (in a batch, of row i); bytes is
-    (right, wrong).
+    deltas[i] is the max |Δ logits| at the i-th compared position (in a batch, of row i); bytes and
+    computed, the tokens that the model computed in all requests, are (right, wrong).
     """
 
     fault: Fault
-    seen_by: str  # words, logits, bytes, error, or nothing
+    seen_by: str  # words, logits, bytes, tokens, error, or nothing
     right: list[str]
     wrong: list[str]
     layer: int | None
@@ -46,6 +46,7 @@ class Diagnosis:
     operation: str
     deltas: list[float]
     bytes: tuple[int, int]
+    computed: tuple[int, int]
     error: str
 
     def __str__(self) -> str:
@@ -62,6 +63,9 @@ class Diagnosis:
             lines.append(
                 f"  max |Δ logits| {max(self.deltas):.3g}, bytes {right_bytes:,} → {wrong_bytes:,}"
             )
+            right_tokens, wrong_tokens = self.computed
+            if right_tokens != wrong_tokens:
+                lines.append(f"  tokens computed {right_tokens:,} → {wrong_tokens:,}")
         if self.error:
             lines.append(f"  {self.error}")
         lines.append(f"  seen by: {self.seen_by}")
@@ -105,15 +109,15 @@ def diagnose(
     answers: list[list[int]] = [[] for _ in right.answers]
     if said is not None:
         answers = said.answers
-    deltas = []
-    sizes = (truth.bytes, 0)
-    if wrong is not None:
-        deltas = per_position(truth.logits, wrong.logits)
-        sizes = (truth.bytes, wrong.bytes)
+    if wrong is None:  # it failed: no position is compared
+        wrong = Outcome(truth.logits[:0], [], 0)
+    deltas = per_position(truth.logits, wrong.logits)
+    sizes = (truth.bytes, wrong.bytes)
+    computed = (truth.computed, wrong.computed)
     text = numbers if tokenizer is None else tokenizer.text_of
     return Diagnosis(
         fault,
-        seen_by(right.answers, answers, deltas, sizes, error),
+        seen_by(right.answers, answers, deltas, sizes, computed, error),
         [text(ids) for ids in right.answers],
         [text(ids) for ids in answers],
         layer,
@@ -121,6 +125,7 @@ def diagnose(
         step,
         deltas,
         sizes,
+        computed,
         error,
     )
 
@@ -152,14 +157,17 @@ def seen_by(
     wrong: list[list[int]],
     deltas: list[float],
     sizes: tuple[int, int],
+    computed: tuple[int, int],
     error: str,
 ) -> str:
-    """The weakest observation that reveals the fault: error, words, logits, bytes, or nothing."""
+    """The weakest observation that reveals the fault: error, words, logits, bytes, tokens, or
+    nothing."""
     seen = {
         "error": bool(error),
         "words": right != wrong,
         "logits": max(deltas, default=0) > SEEN,
         "bytes": sizes[0] != sizes[1],
+        "tokens": computed[0] != computed[1],
     }
     return next((observer for observer, sees in seen.items() if sees), "nothing")
 
@@ -183,19 +191,39 @@ def first_difference(
     right: list[Pass], wrong: list[Pass], failed: bool = False
 ) -> tuple[str, int | None, int | None]:
     """(operation, layer, token) where two lists of passes first differ; ("", None, None) if they
-    are equal."""
+    are equal.
+
+    The positions are those of the right pass: a wrong one may count them wrongly, or compute more
+    or fewer tokens. Both end with the same token.
+    """
     for a, b in zip(right, wrong, strict=False):
-        step = next((step for step in compare(a.values, b.values) if not step.ok), None)
-        first = step and earliest(a.values, b.values, step)
+        values = comparable(a, a, b)
+        seen = comparable(b, a, b)
+        step = next((step for step in compare(values, seen) if not step.ok), None)
+        first = step and earliest(values, seen, step)
         if failed and b is wrong[-1] and first is None:
             layer = max(layer for layer, _ in b.values if layer is not None)
-            return "the pass that failed", layer, position(b, (0, 0))
+            return "the pass that failed", layer, position(a, (0, 0))
         if step is not None:
             # the operation may cover the last tokens only, as the logits do
-            late = b.tokens.shape[1] - a.values[step.layer, step.operation].shape[1]
+            late = a.tokens.shape[1] - values[step.layer, step.operation].shape[1]
             at, row = first or (0, 0)
-            return step.operation, step.layer, position(b, (at + late, row))
+            return step.operation, step.layer, position(a, (at + late, row))
     return "", None, None
+
+
+def comparable(one: Pass, right: Pass, wrong: Pass) -> dict[Key, Tensor]:
+    """The values of a pass, for the last tokens that both passes have; 0 in padding, which is
+    never read."""
+    T = min(right.tokens.shape[1], wrong.tokens.shape[1])
+    columns = torch.arange(right.tokens.shape[1])[-T:]
+    padding = torch.as_tensor(right.start).reshape(-1, 1) + columns < 0  # (B,T), or (1,T)
+    values = {}
+    for key, value in one.values.items():
+        value = value[:, -T:]  # (B,t,…), t ≤ T
+        hidden = padding[:, -value.shape[1] :]  # (B,t)
+        values[key] = value.masked_fill(hidden.view(*hidden.shape, *[1] * (value.dim() - 2)), 0)
+    return values
 
 
 def position(one: Pass, first: tuple[int, int]) -> int:

@@ -7,8 +7,11 @@ given tokens are fed instead, so that the logits of two runs can be compared pos
 even after their answers differ.
 """
 
+import copy
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,22 +20,29 @@ from nanokv.cache import KVCache, make_cache
 from nanokv.decoding.batching import generate_padded
 from nanokv.decoding.beam import beam_search
 from nanokv.inference import decode, prefill, prefill_chunks
+from nanokv.lab.faults.sinks import SinkCache
 from nanokv.model import Transformer
 
 LONGEST = 40  # tokens of an answer
+PAGE = 4  # tokens of a page that requests share
+SIZE = 0.3  # of an adapter's update, relative to the weights
 
 
 @dataclass(frozen=True)
 class Outcome:
     """The results of a scenario: `logits` (N,V) of the compared positions, one answer (one per
-    row in a batch), and bytes of the cache."""
+    row in a batch), bytes of the cache, and the tokens that the model computed, in all requests."""
 
     logits: torch.Tensor
     answers: list[list[int]]
     bytes: int
+    computed: int = 0  # set by SCENARIOS
 
 
 Scenario = Callable[..., Outcome]
+
+
+# --- one cache ---------------------------------------------------------------------------------
 
 
 def solo(
@@ -101,6 +111,28 @@ def overflow(
     return go_on(model, cache, logits, forced)
 
 
+def evicted(
+    model: Transformer, prompts: list[list[int]], forced: list[list[int]] | None = None
+) -> Outcome:
+    """A cache that keeps three quarters as many tokens as the prompt has, at true positions."""
+    prompt = prompts[0]
+    cache = make_cache("evicting", model.config, budget=len(prompt) * 3 // 4)
+    logits = prefill(model, [prompt], cache, start_pos=0)
+    return go_on(model, cache, logits, forced)
+
+
+def split(
+    model: Transformer, prompts: list[list[int]], forced: list[list[int]] | None = None
+) -> Outcome:
+    """Attention over four parts of the keys and a learned sink, then a merge."""
+    cache = SinkCache(make_cache("dict", model.config), model.config)
+    logits = prefill(model, [prompts[0]], cache, start_pos=0)
+    return go_on(model, cache, logits, forced)
+
+
+# --- several rows ------------------------------------------------------------------------------
+
+
 def batch(
     model: Transformer, prompts: list[list[int]], forced: list[list[int]] | None = None
 ) -> Outcome:
@@ -129,10 +161,112 @@ def beams(
     return Outcome(logits, [list(best.ids)], cache.nbytes)
 
 
+# --- several requests, and pages that outlive them ---------------------------------------------
+
+
+def again(
+    model: Transformer, prompts: list[list[int]], forced: list[list[int]] | None = None
+) -> Outcome:
+    """The same prompt again: its pages are stored, with those of the first answer behind them."""
+    first: Any = make_cache("prefix", model.config, page=PAGE)
+    second = make_cache("prefix", model.config, pool=first.pool)
+    request(model, first, prompts[0])
+    return request(model, second, prompts[0], forced)
+
+
+def adapters(
+    model: Transformer, prompts: list[list[int]], forced: list[list[int]] | None = None
+) -> Outcome:
+    """The same prompt again, after a request to an adapter of the model. The salt is its name."""
+    theirs: Any = make_cache("prefix", model.config, page=PAGE, salt="adapter")
+    mine = make_cache("prefix", model.config, pool=theirs.pool)
+    request(adapted(model), theirs, prompts[0])
+    return request(model, mine, prompts[0], forced)
+
+
+def twins(
+    model: Transformer, prompts: list[list[int]], forced: list[list[int]] | None = None
+) -> Outcome:
+    """One prompt in two requests at the same time, so both compute it. A third request then takes
+    free pages, before the second answers."""
+    prompt = prompts[0]
+    first: Any = make_cache("prefix", model.config, page=PAGE)
+    second: Any = make_cache("prefix", model.config, pool=first.pool)
+    third = make_cache("prefix", model.config, pool=first.pool)
+    for cache in (first, second):
+        logits = prefill(model, [prompt], cache, start_pos=0)
+    for cache in (first, second):
+        cache.remember(prompt)
+    prefill(model, [prompts[1]], third, start_pos=0)
+    return go_on(model, second, logits, forced)
+
+
+def counted(scenario: Scenario) -> Scenario:
+    """The scenario, with `computed` in its Outcome."""
+
+    @functools.wraps(scenario)
+    def run(model, prompts, forced=None):
+        tokens: list[int] = []
+        hook = model.register_forward_pre_hook(lambda module, args: tokens.append(args[0].numel()))
+        try:
+            outcome = scenario(model, prompts, forced)
+        finally:
+            hook.remove()
+        return replace(outcome, computed=sum(tokens))
+
+    return run
+
+
 SCENARIOS = {
-    scenario.__name__: scenario
-    for scenario in (solo, long, chunked, two_requests, interleaved, undo, overflow, batch, beams)
+    scenario.__name__: counted(scenario)
+    for scenario in (
+        solo,
+        long,
+        chunked,
+        two_requests,
+        interleaved,
+        undo,
+        overflow,
+        evicted,
+        split,
+        batch,
+        beams,
+        again,
+        adapters,
+        twins,
+    )
 }
+
+
+# --- parts of the scenarios --------------------------------------------------------------------
+
+
+def request(
+    model: Transformer, cache: Any, prompt: list[int], forced: list[list[int]] | None = None
+) -> Outcome:
+    """One request to a prefix cache: reuse, prefill the rest, decode, remember."""
+    known = cache.reuse(prompt)
+    logits = prefill(model, [prompt[known:]], cache, start_pos=known)  # (1,V)
+    outcome = go_on(model, cache, logits, forced)
+    cache.remember(prompt + outcome.answers[0][:-1])
+    return outcome
+
+
+@torch.no_grad()
+def adapted(model: Transformer) -> Transformer:
+    """A copy of the model with an adapter: a random update of rank 1 for the keys and values of
+    every layer (LoRA, Hu et al. 2021, arXiv 2106.09685)."""
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(0)
+    for layer in other.layers:
+        attention: Any = layer.self_attn
+        for weight in (attention.k_proj.weight, attention.v_proj.weight):  # (Hk·D,C)
+            rows, columns = weight.shape
+            up = torch.randn(rows, 1, generator=generator)
+            down = torch.randn(1, columns, generator=generator)
+            update = (up @ down).to(weight)  # (Hk·D,C)
+            weight += SIZE * weight.norm() / update.norm() * update
+    return other
 
 
 def go_on(

@@ -2,18 +2,20 @@
 injected.
 
 Each test is a function of a model that uses only public names and is short enough to read at a
-glance (`inspect.getsource(nanokv.faults.smallest_test(name))`). Ten tests catch all faults,
+glance (`inspect.getsource(nanokv.faults.smallest_test(name))`). Fifteen tests catch all faults,
 because a test needs the situation in which a bug shows, and several bugs share one. The ids are
 arbitrary.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 import nanokv
 from nanokv.checkpoint import Model
 from nanokv.lab.faults.injection import find
+from nanokv.lab.faults.sinks import SinkCache
 
 
 def decode_equals_score(model: Model) -> None:
@@ -114,18 +116,76 @@ def bytes_equal_the_formula(model: Model) -> None:
     assert cache.nbytes == values * model.embed_tokens.weight.element_size()
 
 
+def forgotten_tokens_count(model: Model) -> None:
+    """The position after 12 tokens is 12, although the cache keeps 8 of them."""
+    cache = nanokv.make_cache("evicting", model.config, budget=8)
+    nanokv.prefill(model, torch.arange(2, 14)[None], cache, start_pos=0)
+    assert cache.length == 12
+
+
+def parts_do_not_matter(model: Model) -> None:
+    """Attention with a sink over one part of the keys, and over four."""
+    ids = torch.arange(2, 14)[None]
+    whole = SinkCache(nanokv.make_cache("dict", model.config), model.config, parts=1)
+    split = SinkCache(nanokv.make_cache("dict", model.config), model.config, parts=4)
+    expected = nanokv.prefill(model, ids, whole, start_pos=0)
+    logits = nanokv.prefill(model, ids, split, start_pos=0)
+    assert torch.allclose(logits, expected, atol=1e-3)
+
+
+def adapters_share_no_pages(model: Model) -> None:
+    """The tokens that one adapter computed are not found for another one."""
+    ids = torch.arange(2, 14)
+    mine: Any = nanokv.make_cache("prefix", model.config, page=4, salt="one adapter")
+    nanokv.prefill(model, ids[None], mine, start_pos=0)
+    mine.remember(ids)
+    other: Any = nanokv.make_cache("prefix", model.config, pool=mine.pool, salt="another")
+    assert other.reuse(ids) == 0
+
+
+def twins_keep_their_pages(model: Model) -> None:
+    """Of two requests that computed one prompt, the second goes on while a third begins."""
+    ids = torch.arange(2, 11)[None]
+    first: Any = nanokv.make_cache("prefix", model.config, page=4)
+    second: Any = nanokv.make_cache("prefix", model.config, pool=first.pool)
+    third = nanokv.make_cache("prefix", model.config, pool=first.pool)
+    for cache in (first, second):
+        nanokv.prefill(model, ids[:, :8], cache, start_pos=0)
+    for cache in (first, second):
+        cache.remember(ids[0, :8])
+    nanokv.prefill(model, torch.arange(20, 28)[None], third, start_pos=0)
+    logits = nanokv.decode(model, ids[:, 8:], second, start_pos=8)
+    assert torch.allclose(logits, nanokv.score(model, ids)[:, -1], atol=1e-3)
+
+
+def known_beginning_is_found(model: Model) -> None:
+    """Of 12 stored tokens, a prompt that begins with 10 of them finds two pages of 4."""
+    ids = torch.arange(2, 14)
+    first: Any = nanokv.make_cache("prefix", model.config, page=4)
+    nanokv.prefill(model, ids[None], first, start_pos=0)
+    first.remember(ids)
+    second: Any = nanokv.make_cache("prefix", model.config, pool=first.pool)
+    assert second.reuse(ids[:10]) == 8
+
+
 SMALLEST = {  # decode_equals_score catches all other faults
     "rope_table_too_short": decode_equals_score_far_out,
     "square_mask": two_chunks_equal_score,
     "top_left_mask": two_chunks_equal_score,
     "no_mask_on_chunk": two_chunks_equal_score,
     "right_padding": rows_answer_as_alone,
+    "offset_advanced_in_place": rows_answer_as_alone,
     "mask_of_row_0": rows_answer_as_alone,
     "reorder_ignored": rows_change_places,
     "not_cleared": second_request_equals_score,
     "shared_between_requests": two_requests_at_once,
     "truncate_keeps_rows": truncate_forgets,
     "static_overflow": full_cache_refuses,
+    "entries_as_position": forgotten_tokens_count,
+    "sink_per_part": parts_do_not_matter,
+    "page_key_without_adapter": adapters_share_no_pages,
+    "page_freed_in_use": twins_keep_their_pages,
+    "prefix_never_eligible": known_beginning_is_found,
     "cached_queries": bytes_equal_the_formula,
     "repeated_before_caching": bytes_equal_the_formula,
 }
