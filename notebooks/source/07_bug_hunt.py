@@ -49,9 +49,10 @@ for name, fault in faults.FAULTS.items():
 #
 # With each bug switched on, the model is asked a question such as *What is my name?*, in a situation in which the bug
 # has an effect. Which bugs leave the answer **word for word right**, without an error and without an odd word? Put
-# their names into a set. The titles are enough to decide. (Three words in them are in the glossary:
-# [chunk](glossary.md#chunk), [beams](glossary.md#beam-search) and [reordered](glossary.md#reorder). Notebook 11 uses
-# all three.)
+# their names into a set. The titles are enough to decide. (These words in them are in the glossary:
+# [adapter](glossary.md#adapter), [beams](glossary.md#beam-search), [chunk](glossary.md#chunk), [learned
+# sink](glossary.md#learned-sink), [page](glossary.md#page), [prefix](glossary.md#prefix) and
+# [reordered](glossary.md#reorder).)
 
 # %% tags=["exercise"]
 bet = ...  # {"…", "…"}
@@ -79,7 +80,7 @@ course.predict("07.b", noticed, unit="bugs noticed")
 # ## Experiment 1: read the answers
 #
 # `faults.diagnose` runs the situation of a bug twice, with the right code and with the bug. It compares the words, the
-# logits and the bytes of the cache. Both runs are fed the same tokens, so the logits can be compared position by
+# logits, the bytes of the cache and the number of tokens that were computed. Both runs are fed the same tokens, so the logits can be compared position by
 # position.
 
 # %%
@@ -91,11 +92,11 @@ for name, one in found.items():
     print(f"{name:<25} {'*' if name in bets else ' '} {one.seen_by:<7} "
           f"{' '.join(heard.split())[:60]}")
 silent = {name for name, one in found.items()
-          if one.seen_by in ("logits", "bytes", "nothing")}
+          if one.seen_by in ("logits", "bytes", "tokens", "nothing")}
 print(f"* = your bet: {len(bets & silent)} of {len(bets)} are silent, and "
       f"{len(silent - bets)} others are silent too")
 count = {kind: sum(one.seen_by == kind for one in found.values())
-         for kind in ("words", "error", "logits", "bytes")}
+         for kind in ("words", "error", "logits", "bytes", "tokens")}
 course.reveal("07.a", len(silent))
 
 # %% tags=["hide-input"]
@@ -104,13 +105,15 @@ course.figure("07.silent", len(silent))
 course.figure("07.words", count["words"])
 course.figure("07.errors", count["error"])
 course.figure("07.bytes", count["bytes"])
+course.figure("07.tokens", count["tokens"])
 
 # %% [markdown]
-# Of <!--fig 07.all-->22<!--/fig--> bugs, <!--fig 07.errors-->2<!--/fig--> stop with an error
-# and <!--fig 07.words-->10<!--/fig--> change words. Some of these answers are still correct sentences, for example one
-# with a different name. With the other <!--fig 07.silent-->10<!--/fig--> every word is right. Of
-# these, <!--fig 07.bytes-->2<!--/fig--> change no value at all and only cost memory. The plot shows how much the logits
-# change, for all bugs except the ones in batches and beams and the ones that stop with an error:
+# Of <!--fig 07.all-->28<!--/fig--> bugs, <!--fig 07.errors-->2<!--/fig--> stop with an error
+# and <!--fig 07.words-->13<!--/fig--> change words. Some of these answers are still correct sentences, for example one
+# with a different name. With the other <!--fig 07.silent-->13<!--/fig--> every word is right. Some of these change no
+# value at all: <!--fig 07.bytes-->2<!--/fig--> only cost memory, and <!--fig 07.tokens-->1<!--/fig--> only costs time,
+# because a known prefix is computed again. The plot shows how much the logits change, for all bugs except the ones in
+# batches and beams and the ones that stop with an error:
 
 # %% tags=["hide-input"]
 single = {name: one for name, one in found.items() if one.deltas
@@ -125,7 +128,7 @@ for row, name in enumerate(order):
 from matplotlib.colors import LogNorm
 
 orange, blue = course.COLORS[1], course.COLORS[0]
-fig, axis = course.subplots(width=9.5, height=5)
+fig, axis = course.subplots(width=9.5, height=5.6)
 image = axis.imshow(table, norm=LogNorm(1e-4, 100), aspect="auto")
 axis.grid(False)
 axis.set(xlabel="logits of step (0 = those after the prompt)",
@@ -176,7 +179,7 @@ print(f"(the prompt of the first conversation is tokens 0 to {prompt - 1})")
 #   chunk: the positions or the mask of a later chunk are wrong. (With `reorder_ignored` it is the first token after two
 #   prompts.)
 # - **Which operation.** `rope_k`: the key that reaches attention is wrong. Its position is wrong, or it was stored
-#   wrongly. `attention`: query, key and value of the new token are right and the output is wrong, so the error is in
+#   wrongly. `rope_q`: the key is right, and the query is rotated to another position. `attention`: query, key and value of the new token are right and the output is wrong, so the error is in
 #   the numbers read from the *cache*, or in the mask. `embed_tokens`: the [embedding](glossary.md#embedding) of the
 #   token differs, so a different token was fed at this position. `the pass that failed`: the run ended there, with an
 #   error.
@@ -192,7 +195,7 @@ print(f"(the prompt of the first conversation is tokens 0 to {prompt - 1})")
 # ```
 #
 # The page opens at the first key, value or attention weight that differs, and a button goes to the next one. Bugs that
-# need a batch, beams or a chunk cannot be recorded; the command lists the bugs that can.
+# need another situation, such as a batch or a chunk, cannot be recorded; the command lists the bugs that can.
 #
 # In exercise 07.2 you name a bug from its trace alone.
 
@@ -200,7 +203,7 @@ print(f"(the prompt of the first conversation is tokens 0 to {prompt - 1})")
 # ## Experiment 3: the situation that shows a bug
 #
 # We try every bug in every situation, with a small random model. Its words have no meaning, but the comparison does not
-# need meaning. Which bugs are visible in the logits, in an error, or in the bytes?
+# need meaning. Which bugs are visible in the logits, in an error, in the bytes, or in the tokens that were computed?
 
 # %%
 small = equality.small_model()
@@ -218,13 +221,13 @@ def outcome(run, forced=None):
 
 
 def difference(right, wrong):
-    """0 nothing, 1 bytes, 2 logits, 3 an error where there should be none, or none
-    where there should be one."""
+    """0 nothing, 1 bytes or computed tokens, 2 logits, 3 an error where there should be
+    none, or none where there should be one."""
     if isinstance(right, Exception) or isinstance(wrong, Exception):
         return 0 if type(right) is type(wrong) else 3
     if float((right.logits - wrong.logits).abs().max()) > 1e-3:
         return 2
-    return int(right.bytes != wrong.bytes)
+    return int((right.bytes, right.computed) != (wrong.bytes, wrong.computed))
 
 
 answer = [[7] * 12]  # the same 12 tokens are fed after every prompt
@@ -245,21 +248,22 @@ from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
 
 palette = ["#ECECEC", course.COLORS[5], orange, "black"]
-fig, axis = course.subplots(width=9.5, height=5.6)
+fig, axis = course.subplots(width=9.5, height=6.8)
 axis.imshow(list(shows.values()), cmap=ListedColormap(palette), vmin=0, vmax=3,
             aspect="auto")
 axis.grid(False)
 axis.set_yticks(range(len(shows)), list(shows), fontsize=8.5)
-axis.set_xticks(range(len(columns)), [name.replace("_", "\n") for name in columns],
-                fontsize=8.5)
+axis.set_xticks(range(len(columns)), list(columns), fontsize=8.5, rotation=40,
+                ha="right", rotation_mode="anchor")
 for i in range(len(shows) + 1):
     axis.axhline(i - 0.5, color="white", linewidth=1)
 for i in range(len(columns) + 1):
     axis.axvline(i - 0.5, color="white", linewidth=3)
 axis.set_title("where a bug shows")
-kinds = ["not at all", "in bytes", "in logits", "by an error, or one that is missing"]
+kinds = ["not at all", "in bytes or tokens", "in logits",
+         "by an error, or one that is missing"]
 axis.legend([Patch(color=color) for color in palette], kinds, loc="upper left",
-            bbox_to_anchor=(0, -0.12), ncols=4)
+            bbox_to_anchor=(0, -0.14), ncols=4)
 only = {situation: [name for name in shows if shows[name][i]
                     and sum(map(bool, shows[name])) == 1]
         for i, situation in enumerate(columns)}
@@ -271,8 +275,8 @@ course.show(fig, alt="A table of bugs and situations. About half of the bugs sho
 # %% [markdown]
 # One prompt and one answer (`solo`) reveal <!--fig 07.solo-->12<!--/fig--> of the bugs, if you compare logits and
 # bytes. Reading the prompt in chunks reveals <!--fig 07.chunked-->15<!--/fig-->. The others are visible only with a
-# second request, a batch, beams, an undone turn or a full buffer. So a test must create the situation in which a bug
-# has an effect.
+# second request, a batch, beams, an undone turn, a full buffer, a cache that forgets, stored pages or attention in
+# parts. So a test must create the situation in which a bug has an effect.
 
 # %% [markdown]
 # ## Experiment 4: grade the tests
@@ -495,7 +499,7 @@ culprit = "no_mask_on_chunk"
 course.check("07.2", culprit)
 
 # %% [markdown]
-# **07.3** Two bugs change no value. A layer has `H` query heads and `Hk` KV heads. By which factor do the bytes of a
+# **07.3** Two bugs change no value, but cost memory. A layer has `H` query heads and `Hk` KV heads. By which factor do the bytes of a
 # cache grow, first, if queries are cached too, and second, if KV heads are repeated for all query heads before they are
 # cached? Return both.
 
