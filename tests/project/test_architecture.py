@@ -59,7 +59,13 @@ LAYERS = [
     {"nanokv.cache"},
     {"nanokv.model", "nanokv.costs"},
     {"nanokv.checkpoint"},
-    {"nanokv.rope", "nanokv.text", "nanokv.attention", "nanokv.cache.options"},
+    {
+        "nanokv.rope",
+        "nanokv.recurrent",
+        "nanokv.text",
+        "nanokv.attention",
+        "nanokv.cache.options",
+    },
     {"nanokv.backends"},
     {"nanokv.config"},
     {"nanokv.config_file"},
@@ -75,6 +81,7 @@ PROGRAMS = {"nanokv.apps.cli", "nanokv.lab.faults", "nanokv.school.training"}
 ONLY = {
     "nanokv.model": {"nanokv.config", "nanokv.checkpoint", "nanokv.rope"},
     "nanokv.attention": {"nanokv.errors", "nanokv.backends"},
+    "nanokv.recurrent": set(),
     "nanokv.backends": set(),
     "nanokv.errors": {"weights_loader"},
     "nanokv.inference": {
