@@ -29,7 +29,7 @@ from nanokv.errors import ConfigError
 from nanokv.fast import private
 
 FOLDER = Path(__file__).with_name("kernels")
-SOURCES = FOLDER / "decode.cpp", FOLDER / "prefill.cpp"
+SOURCES = tuple(FOLDER / f"{name}.cpp" for name in ("decode", "prefill", "recurrent"))
 # The parts of -ffast-math that let the compiler vectorize sums. The full flag is wrong here: a
 # library linked with it flushes denormals to zero for all code in the thread that loads it, and the
 # compiler may assume that NaN and infinity do not occur.

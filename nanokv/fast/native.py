@@ -142,6 +142,7 @@ SIGNATURES = {
         ),
         None,
     ),
+    "gated_delta_step": ((*[POINTER] * 7, *[LONG] * 3), None),
     "steps": (STEPS, None),
     "steps_fixed": (STEPS, None),
 }

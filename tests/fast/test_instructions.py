@@ -1,7 +1,7 @@
 """The kernels for processors that are not this one: with fewer instructions, with matrix tiles, on Arm.
 
 The compiler is told to leave instructions out, or to call functions in the place of tiles; test_fast.py,
-test_blocks.py and test_invariant.py then run over what it made. Arm code runs in an emulator.
+test_blocks.py, test_invariant.py and test_recurrent_step.py then run over what it made. Arm code runs in an emulator.
 """
 
 import ctypes
@@ -25,6 +25,7 @@ from nanokv.cache.paged_pack import pack
 from nanokv.fast import building, native, optimize, weights
 from nanokv.fast.blocks import SIZES, dequantized
 from nanokv.inference import prefill
+from nanokv.recurrent import gated_delta_steps
 from nanokv.rope import apply_rope
 from small_model import needs_kernels, small
 
@@ -32,7 +33,7 @@ pytestmark = [pytest.mark.slow, needs_kernels]
 
 KERNEL_TESTS = (
     "products_with or flash or decode_attention or equal_on_every or chunks or ragged or gates or nan "
-    "or invariant"
+    "or invariant or delta_step"
 )
 
 
@@ -76,6 +77,7 @@ def test_kernels_compiled_for_another_processor(tmp_path, flags, needs, expected
             str(Path(__file__).with_name("test_fast.py")),
             str(Path(__file__).with_name("test_blocks.py")),
             str(Path(__file__).with_name("test_invariant.py")),
+            str(Path(__file__).with_name("test_recurrent_step.py")),
         ],
         env=os.environ
         | {"CXX": f"{building.find_compiler()[0]} {flags}", "NANOKV_CACHE": str(tmp_path)},
@@ -168,6 +170,8 @@ def record(path) -> int:
         record_chunks(cases, dtype, bound)
     for dtype, bound in ((torch.float32, 2e-6), (torch.bfloat16, 0.008)):
         record_rows(cases, dtype, bound)
+    for heads, Dk, Dv in ((6, 32, 48), (3, 10, 21)):
+        record_delta(cases, heads, Dk, Dv)
     cases.add("exp16", [100_000], 3e-7, torch.ones(100_000), torch.linspace(-86.9, 88.3, 100_000))
     for B, H, Hk, T, S, D in ((1, 4, 2, 70, 70, 64), (2, 2, 1, 33, 100, 48)):
         q, k, v = (cases.random(B, *shape, D).bfloat16() for shape in ((H, T), (Hk, S), (Hk, S)))
@@ -292,6 +296,16 @@ def record_rows(cases, dtype, bound):
         cases.add(
             "split_rows", [B, T, H, Hk, D, form, to], 0.008, expected.bfloat16(), qkv, *norms, *rope
         )
+
+
+def record_delta(cases, heads, Dk, Dv):
+    """One token through recurrent heads: y, then the new state."""
+    q, k = cases.random(2, 1, heads, 1, Dk) * Dk**-0.5
+    v, S = cases.random(1, heads, 1, Dv), cases.random(1, heads, Dk, Dv)
+    g, beta = -cases.random(1, heads, 1).abs(), cases.random(1, heads, 1).sigmoid()
+    y, new = gated_delta_steps(q, k, v, g, beta, S)
+    expected = torch.cat((y.flatten(), new.flatten()))
+    cases.add("gated_delta_step", [heads, Dk, Dv], 1e-6, expected, q, k, v, g, beta, S)
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@
 
 #include "decode.cpp"
 #include "prefill.cpp"
+#include "recurrent.cpp"
 
 static FILE* file;
 
@@ -99,10 +100,20 @@ static void run_flash(Sizes n, std::vector<char>& y) {  // B, H, Hk, T, S, D
     else y.clear();
 }
 
+static void run_delta(Sizes n, std::vector<char>& y) {  // heads, Dk, Dv → y and the new state
+    auto q = array<float>(), k = array<float>(), v = array<float>(), g = array<float>(), beta = array<float>();
+    auto S = array<float>();
+    std::vector<float> out(n[0] * n[2]);
+    gated_delta_step(out.data(), q.data(), k.data(), v.data(), g.data(), beta.data(), S.data(), n[0], n[1], n[2]);
+    memcpy(y.data(), out.data(), 4 * out.size());
+    memcpy(y.data() + 4 * out.size(), S.data(), 4 * S.size());
+}
+
 int main(int, char** arguments) {
     const struct { const char* name; void (*run)(Sizes, std::vector<char>&); } kernels[] = {
         {"linear", run_linear}, {"steps", run_steps}, {"norm_rows", run_norm}, {"split_rows", run_split},
-        {"gate_rows", run_gate}, {"exp16", run_exp}, {"flash_attention", run_flash}};
+        {"gate_rows", run_gate}, {"exp16", run_exp}, {"flash_attention", run_flash},
+        {"gated_delta_step", run_delta}};
     file = fopen(arguments[1], "rb");
     if (!file) return 2;
     printf("%s\n", instructions());
