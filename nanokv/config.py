@@ -57,6 +57,23 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Linear:
+    """A layer with the gated delta rule: a state of fixed size (recurrent.py)."""
+
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_key_head_dim: int  # Dk
+    linear_value_head_dim: int  # Dv
+    linear_conv_kernel_dim: int  # K
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: q, k and v."""
+        keys = self.linear_num_key_heads * self.linear_key_head_dim
+        return 2 * keys + self.linear_num_value_heads * self.linear_value_head_dim
+
+
+@dataclass(frozen=True)
 class Config:
     """Sizes and switches of a model. H·D may differ from C: in Qwen3-0.6B 2,048 and 1,024."""
 
@@ -77,13 +94,15 @@ class Config:
     model_type: str = "qwen3"
     llama3: Llama3Rope | None = None
     experts: Experts | None = None
-    # "full_attention" or "sliding_attention" per layer; () = every layer sees all positions.
+    # "full_attention", "sliding_attention" or "linear_attention" per layer; () = all full.
     layer_types: tuple[str, ...] = ()
     sliding_window: int | None = None  # positions that a "sliding_attention" layer sees
     local_rope_theta: float | None = (
         None  # RoPE of these layers, without yarn; None = as the others
     )
     unrotated: tuple[int, ...] = ()  # numbers of the layers without RoPE
+    linear: Linear | None = None  # sizes of "linear_attention" layers
+    partial_rotary_factor: float = 1.0  # share of the D dimensions that RoPE rotates
     query_pre_attn_scalar: int | None = None  # replaces D in 1 / sqrt(D); None = D
 
     @property
@@ -118,8 +137,24 @@ class Config:
             return None
         return self.experts
 
+    @property
+    def rotary_dim(self) -> int:
+        """The first dimensions of a head, which RoPE rotates; the others stay as they are."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    def is_linear(self, layer: int) -> bool:
+        """Whether this layer has a recurrent state instead of keys and values."""
+        return "linear_attention" in self.layer_types[layer : layer + 1]
+
+    @property
+    def states(self) -> int:
+        """How many layers have a recurrent state."""
+        return self.layer_types.count("linear_attention")
+
     def window_of(self, layer: int) -> int | None:
-        """How many positions this layer sees; None: all."""
+        """How many positions this layer sees; None: all, 0: it keeps a state."""
+        if self.is_linear(layer):
+            return 0
         if "sliding_attention" not in self.layer_types[layer : layer + 1]:
             return None
         return self.sliding_window
@@ -153,7 +188,8 @@ class Config:
         implement it.
         """
         found = config_file.model_fields(fields)
-        for name, kind in (("yarn", Yarn), ("llama3", Llama3Rope), ("experts", Experts)):
+        kinds = {"yarn": Yarn, "llama3": Llama3Rope, "experts": Experts, "linear": Linear}
+        for name, kind in kinds.items():
             if found.get(name):
                 found[name] = kind(**found[name])
         return cls(**found)
@@ -166,7 +202,9 @@ class Config:
             sizes += f" experts {self.experts.num_experts_per_tok}/{self.experts.num_experts}"
         sizes += f" H {self.num_attention_heads} Hk {self.num_key_value_heads} D {self.head_dim}"
         notes = [f"context {self.max_position_embeddings}", f"rope_theta={self.rope_theta:g}"]
-        windowed = sum(window is not None for window in self.windows)
+        windowed = self.layer_types.count("sliding_attention")
+        if self.states:
+            notes.append(f"a state in {self.states} layers")
         if windowed:
             notes.append(f"window {self.sliding_window} in {windowed} layers")
         if self.unrotated:

@@ -378,7 +378,7 @@ def _check_types(fields: dict) -> None:
 
 def _check_layer_types(fields: dict, family: families.Family) -> None:
     layers = fields.get("layer_types")
-    if layers is None or family.full_every:  # config_layers checks them
+    if layers is None or family.full_every or family.linear_every:  # config_layers checks them
         return
     if not isinstance(layers, list):
         layers = [layers]

@@ -6,12 +6,21 @@ Defaults are those of the config classes of transformers 5.23 (smollm3, olmo3, g
 from typing import Any
 
 from nanokv.errors import ConfigError, UnimplementedError
+from weights_loader import names
 from weights_loader.families import Family
 from weights_loader.strict import quote
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 # Fields of Config that this file reads and writes.
-FIELDS = ("layer_types", "sliding_window", "local_rope_theta", "unrotated", "query_pre_attn_scalar")
+FIELDS = (
+    "layer_types",
+    "sliding_window",
+    "local_rope_theta",
+    "unrotated",
+    "query_pre_attn_scalar",
+    "linear",
+    "partial_rotary_factor",
+)
 LARGEST_WINDOW = 100_000_000
 WINDOWS = {
     "layer_types",
@@ -20,17 +29,30 @@ WINDOWS = {
     "rope_local_base_freq",
     "query_pre_attn_scalar",
 }
+STATES = names.LINEAR_SIZES.keys() | {
+    "layer_types",
+    "full_attention_interval",
+    "partial_rotary_factor",
+    "mamba_ssm_dtype",
+    "attn_output_gate",
+    "mtp_num_hidden_layers",
+    "mtp_use_dedicated_embeddings",
+}
+# Of rope_parameters: read here, and sections for images, whose positions are equal in text.
+OF_STATES = {"partial_rotary_factor", "mrope_section", "mrope_interleaved"}
 UNROTATED = {"no_rope_layers", "no_rope_layer_interval"}
 
 
 def read_by(family: Family) -> set[str]:
     """Names of the fields that are read for this family."""
-    names: set[str] = set()
+    found: set[str] = set()
     if family.full_every:
-        names |= WINDOWS
+        found |= WINDOWS
     if family.unrotated_every:
-        names |= UNROTATED
-    return names
+        found |= UNROTATED
+    if family.linear_every:
+        found |= STATES
+    return found
 
 
 def layer_fields(fields: dict, family: Family, layers: int) -> dict[str, Any]:
@@ -38,9 +60,12 @@ def layer_fields(fields: dict, family: Family, layers: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if family.unrotated_every:
         found["unrotated"] = _unrotated(fields, family.unrotated_every, layers)
+    if family.linear_every:
+        return found | _states(fields, family.linear_every, layers)
     if not family.full_every:
         return found
-    found["layer_types"] = _layer_types(fields, family.full_every, layers)
+    every = _whole(fields, "sliding_window_pattern", family.full_every)
+    found["layer_types"] = _layer_types(fields, SLIDING, every, layers)
     found["sliding_window"] = _whole(fields, "sliding_window", family.window)
     found["local_rope_theta"] = _local_theta(fields, family)
     if family.query_scale:
@@ -49,21 +74,49 @@ def layer_fields(fields: dict, family: Family, layers: int) -> dict[str, Any]:
     return found
 
 
-def _layer_types(fields: dict, every: int, layers: int) -> tuple[str, ...]:
-    """The kind of each layer: the list, or every n-th layer full."""
+def _states(fields: dict, every: int, layers: int) -> dict[str, Any]:
+    """What differs in a model that has a recurrent state in most layers (Qwen3.5)."""
+    every = _whole(fields, "full_attention_interval", every)
+    kinds = _layer_types(fields, LINEAR, every, layers)
+    if fields.get("mamba_ssm_dtype") not in (None, "float32"):
+        dtype = quote(fields["mamba_ssm_dtype"])
+        raise UnimplementedError(f"mamba_ssm_dtype {dtype} is not implemented: a state is float32")
+    if fields.get("attn_output_gate") not in (None, True):
+        raise UnimplementedError("attn_output_gate false is not implemented: Qwen3.5 has a gate")
+    sizes = {name: names.size(fields, name, most) for name, most in names.LINEAR_SIZES.items()}
+    if sizes["linear_num_value_heads"] % sizes["linear_num_key_heads"]:
+        raise ConfigError(
+            f"linear_num_value_heads {sizes['linear_num_value_heads']} is not a multiple of "
+            f"linear_num_key_heads {sizes['linear_num_key_heads']}"
+        )
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    said = fields.get("partial_rotary_factor")
+    share = rope.get("partial_rotary_factor", 0.25 if said is None else said)
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+        raise ConfigError(f"partial_rotary_factor is {quote(share)}: above 0 and at most 1")
+    D = names.size(fields, "head_dim", names.SIZES["head_dim"])
+    if int(D * share) % 2 or int(D * share) == 0:
+        raise ConfigError(
+            f"partial_rotary_factor {share} of head_dim {D} is {int(D * share)}: "
+            "RoPE rotates pairs of dimensions"
+        )
+    return {"layer_types": kinds, "linear": sizes, "partial_rotary_factor": float(share)}
+
+
+def _layer_types(fields: dict, other: str, every: int, layers: int) -> tuple[str, ...]:
+    """The kind of each layer: the list, or every n-th layer full and the rest `other`."""
     kinds = fields.get("layer_types")
     if kinds is None:
-        every = _whole(fields, "sliding_window_pattern", every)
-        return tuple(SLIDING if (layer + 1) % every else FULL for layer in range(layers))
+        return tuple(other if (layer + 1) % every else FULL for layer in range(layers))
     if not isinstance(kinds, list) or len(kinds) != layers:
         count = len(kinds) if isinstance(kinds, list) else "no list of"
         raise ConfigError(
             f"layer_types has {count} kinds for {layers} layers: one per layer was expected"
         )
-    other = sorted({str(kind) for kind in kinds} - {FULL, SLIDING})
-    if other:
+    unknown = sorted({str(kind) for kind in kinds} - {FULL, other})
+    if unknown:
         raise UnimplementedError(
-            f"layer_types holds {', '.join(other)}: only {FULL} and {SLIDING} are implemented"
+            f"layer_types holds {', '.join(unknown)}: only {FULL} and {other} are implemented"
         )
     return tuple(kinds)
 
@@ -99,6 +152,12 @@ def by_kind(fields: dict) -> dict[str, dict] | None:
 
 def global_rope(fields: dict, family: Family) -> dict:
     """The fields with the RoPE of layers that see all positions, as one object."""
+    if family.linear_every:
+        rope = fields.get("rope_parameters") or fields.get("rope_scaling")
+        if not isinstance(rope, dict):
+            return fields
+        kept = {name: value for name, value in rope.items() if name not in OF_STATES}
+        return fields | {"rope_parameters": kept, "rope_scaling": None}
     kinds = by_kind(fields)
     if not family.full_every or kinds is None:
         return fields
@@ -149,6 +208,10 @@ def written(fields: dict, family: Family, rope: dict) -> dict[str, Any]:
     if family.unrotated_every:
         layers = range(fields["num_hidden_layers"])
         found["no_rope_layers"] = [int(layer not in fields["unrotated"]) for layer in layers]
+    if family.linear_every:
+        found["layer_types"] = list(fields["layer_types"])
+        share = {"partial_rotary_factor": fields["partial_rotary_factor"]}
+        return found | fields["linear"] | share | {"rope_parameters": rope | share}
     if not family.full_every:
         return found
     found["layer_types"] = list(fields["layer_types"])

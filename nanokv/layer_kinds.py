@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from nanokv.checkpoint import Attend, Layer
 from nanokv.config import Config
-from nanokv.model import MLP, Attention, Block, Parts, RMSNorm
+from nanokv.model import MLP, Attention, Block, RMSNorm
 from nanokv.rope import Rotation
 from nanokv.windows import within
 
@@ -163,10 +163,3 @@ class ScaledEmbedding(nn.Embedding):
     def forward(self, tokens: Tensor) -> Tensor:
         scale = torch.tensor(math.sqrt(self.embedding_dim)).to(self.weight.dtype)
         return super().forward(tokens) * scale.to(self.weight.device)
-
-
-PARTS = {
-    "smollm3": Parts(block=SmolBlock),
-    "olmo3": Parts(block=OlmoBlock, norm=WideNorm),
-    "gemma3_text": Parts(ScaledEmbedding, GemmaBlock, OnePlusNorm),
-}

@@ -15,6 +15,7 @@ Reference: modeling_qwen3.py and its relatives in transformers; logits equal to 
 """
 
 import importlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -151,18 +152,18 @@ class Block(nn.Module):
 
 
 class Parts(NamedTuple):
-    """The classes that some families replace; layer_kinds.py has theirs."""
+    """The classes that some families replace; other_families.py lists theirs."""
 
     embedding: type[nn.Embedding] = nn.Embedding
-    block: type[Any] = Block  # called with (config, number of the layer)
+    block: Callable[..., Any] = Block  # called with (config, number of the layer)
     norm: type[RMSNorm] = RMSNorm
 
 
 def parts_of(config: Config) -> Parts:
-    """The classes of this family. By name, because layer_kinds.py builds on this file."""
+    """The classes of this family. By name, because other_families.py builds on this file."""
     if not config.family.own_parts:
         return Parts()
-    return importlib.import_module("nanokv.layer_kinds").PARTS[config.model_type]
+    return importlib.import_module("nanokv.other_families").PARTS[config.model_type]
 
 
 class Transformer(PretrainedModel):

@@ -24,7 +24,7 @@ Reference: modeling_qwen3_5.py and modeling_lfm2.py in transformers; equal to 3e
 names match Hugging Face's, so loading a checkpoint only strips a prefix.
 """
 
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,46 @@ from torch import Tensor, nn
 
 CHUNK = 64  # tokens that gated_delta_chunks takes at once
 Pair = tuple[Tensor, Tensor]
+
+
+class Written(NamedTuple):
+    """What T tokens write: with the S before them it gives the state after any of them.
+
+    (K−1+T)·C + T·H·(Dk + Dv + 2) numbers per row.
+    """
+
+    T: int
+    window: Tensor  # (B,C,K−1+T): the inputs of the convolution, the past in front
+    k: Tensor | None = None  # (B,H,T,Dk); None: a layer without S
+    v: Tensor | None = None  # (B,H,T,Dv)
+    g: Tensor | None = None  # (B,H,T)
+    beta: Tensor | None = None  # (B,H,T)
+
+    def conv(self, n: int) -> Tensor:
+        """The last inputs of the convolution after n of the tokens, (B,C,K−1)."""
+        before = self.window.shape[2] - self.T
+        return self.window[:, :, n : n + before].clone()  # a view would keep the window alive
+
+    def first(self, n: int) -> "Written":
+        """What the first n of the tokens have written; views."""
+        parts = (None if x is None else x[:, :, :n] for x in self[2:])
+        end = self.window.shape[2] - self.T + n
+        return Written(n, self.window[:, :, :end], *parts)
+
+    def rows(self, index: Any) -> "Written":
+        """Row b becomes row index[b]."""
+        return Written(self.T, *(None if x is None else x[index] for x in self[1:]))
+
+    def state(self, n: int, S: Tensor | None) -> Tensor | None:
+        """S after n ≥ 1 of the tokens, from the S before them."""
+        if self.k is None or self.v is None or self.g is None or self.beta is None:
+            return None
+        k = self.k[:, :, :n]  # (B,H,n,Dk)
+        v = self.v[:, :, :n]  # (B,H,n,Dv)
+        if S is None:
+            S = k.new_zeros(*k.shape[:2], k.shape[3], v.shape[3])
+        # The queries do not change S.
+        return gated_delta_chunks(k, k, v, self.g[:, :, :n], self.beta[:, :, :n], S)[1]
 
 
 class State(Protocol):
@@ -43,23 +83,24 @@ class State(Protocol):
         `real`, bool (B,T), is False for the padding that rows begin with. None: no padding.
         """
 
-    def keep(self, conv: Tensor, S: Tensor | None, T: int) -> None:
-        """Take the state after these T tokens. S may be the tensor of `read`, changed in place."""
+    def keep(self, written: Written, S: Tensor | None) -> None:
+        """Take the state after these tokens. S may be the tensor of `read`, changed in place."""
 
 
 def causal_conv(x: Tensor, past: Tensor | None, conv: nn.Conv1d, real: Tensor | None) -> Pair:
-    """Per channel a weighted sum of an input and the K−1 before it: x (B,C,T) → (B,C,T), new past.
+    """Per channel a weighted sum of an input and the K−1 before it: x (B,C,T) → (B,C,T), window.
 
-    `past` (B,C,K−1) has the inputs before x; None: zeros. `real` is as in State.read.
+    `past` (B,C,K−1) has the inputs before x; None: zeros. The window (B,C,K−1+T) has both. `real`
+    is as in State.read.
     """
-    B, C, T = x.shape
+    B, C, _ = x.shape
     before = conv.kernel_size[0] - 1
     if past is None:
         past = x.new_zeros(B, C, before)
     window = torch.cat((past, x), 2)  # (B,C,K−1+T)
     if real is not None:
         window = window.gather(2, behind_padding(real, before)[:, None].expand_as(window))
-    return conv(window), window[:, :, T:].clone()  # (B,C,K−1); a view would keep the window alive
+    return conv(window), window
 
 
 def behind_padding(real: Tensor, before: int) -> Tensor:
@@ -140,8 +181,8 @@ class ShortConv(nn.Module):
         T = x.shape[1]
         past, _, real = state.read(T)
         before, after, x = self.in_proj(x).mT.chunk(3, dim=1)  # (B,C,T) ×3
-        y, past = causal_conv(before * x, past, self.conv, real)
-        state.keep(past, None, T)
+        y, window = causal_conv(before * x, past, self.conv, real)
+        state.keep(Written(T, window), None)
         return self.out_proj((after * y).mT)  # (B,T,C)
 
 
@@ -182,7 +223,7 @@ class GatedDeltaNet(nn.Module):
         B, T, _ = x.shape
         H, Dk, Dv = self.sizes
         past, S, real = state.read(T)
-        y, past = causal_conv(self.in_proj_qkv(x).mT, past, self.conv1d, real)
+        y, window = causal_conv(self.in_proj_qkv(x).mT, past, self.conv1d, real)
         q, k, v = F.silu(y).split(self.widths, 1)  # (B,Hk·Dk,T) ×2, (B,H·Dv,T)
         q, k, v = (x.unflatten(1, (-1, D)).mT for x, D in ((q, Dk), (k, Dk), (v, Dv)))
         q, k = delta_keys(q, k, H)  # (B,H,T,Dk) ×2; v is (B,H,T,Dv)
@@ -192,9 +233,10 @@ class GatedDeltaNet(nn.Module):
             g, beta = (x * real[..., None] for x in (g, beta))
         if S is None:
             S = q.new_zeros(B, H, Dk, Dv)
+        written = Written(T, window, k, v.float(), g.mT, beta.mT)
         rule = gated_delta_steps if T == 1 else gated_delta_chunks
-        y, S = rule(q, k, v.float(), g.mT, beta.mT, S)  # (B,H,T,Dv)
-        state.keep(past, S, T)
+        y, S = rule(q, *written[2:], S)  # (B,H,T,Dv)
+        state.keep(written, S)
         y = y.transpose(1, 2).to(x.dtype)  # (B,T,H,Dv)
         y = self.norm(y, self.in_proj_z(x).view(y.shape))
         return self.out_proj(y.flatten(2))  # (B,T,C)

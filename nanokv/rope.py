@@ -28,7 +28,7 @@ def rope_frequencies(
 
     Pair i rotates by theta^(-2i/D) radians per position, unless the config extends the context.
     """
-    D = config.head_dim
+    D = config.rotary_dim
     theta = config.rope_theta
     exponents = torch.arange(0, D, 2, device=device, dtype=torch.float32) / D  # (D/2,)
     wavelength = theta**exponents
@@ -120,6 +120,10 @@ def apply_rope(x: Tensor, rope: Rotation | None) -> Tensor:
     if rope is None:
         return x
     cos, sin = rope
+    rotated_dims = cos.shape[-1]
+    if rotated_dims < x.shape[-1]:  # Qwen3.5 rotates a quarter of the dimensions
+        first = apply_rope(x[..., :rotated_dims], rope)
+        return torch.cat((first, x[..., rotated_dims:]), dim=-1)  # (B,H,T,D)
     x1, x2 = x.chunk(2, dim=-1)  # (B,H,T,D/2) ×2
     rotated = torch.cat((-x2, x1), dim=-1)  # (B,H,T,D)
     return x * cos + rotated * sin

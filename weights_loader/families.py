@@ -26,6 +26,7 @@ class Family:
     full_every: int | None = None
     window: int | None = None  # sliding_window where the config has none
     unrotated_every: int | None = None  # every n-th layer has no RoPE
+    linear_every: int | None = None  # every n-th layer has attention, the others a state
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")  # of a layer
     whole_norm: bool = False  # q_norm and k_norm are over all heads together
     activation: str = "silu"
@@ -44,6 +45,13 @@ EXPERT_DEFAULTS: dict[str, int | None] = {
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
     "decoder_sparse_step": 1,
+}
+LINEAR_DEFAULTS: dict[str, int | None] = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
 }
 FAMILIES = {
     family.model_type: family
@@ -119,6 +127,15 @@ FAMILIES = {
             query_scale=256,
             own_parts=True,
             defaults={"num_key_value_heads": 4, "head_dim": 256},
+        ),
+        Family(
+            "qwen3_5_text",
+            "Qwen3.5",
+            "Qwen3_5ForCausalLM",
+            qk_norm=True,
+            linear_every=4,
+            own_parts=True,
+            defaults={"num_key_value_heads": 4, "head_dim": 256} | LINEAR_DEFAULTS,
         ),
     )
 }

@@ -33,6 +33,13 @@ EXPERT_SIZES = {  # for families with experts
     "moe_intermediate_size": 4_000_000,
     "decoder_sparse_step": 10_000,
 }
+LINEAR_SIZES = {  # for families whose layers have a recurrent state
+    "linear_num_key_heads": 10_000,
+    "linear_num_value_heads": 10_000,
+    "linear_key_head_dim": 65_536,
+    "linear_value_head_dim": 65_536,
+    "linear_conv_kernel_dim": 1_000,
+}
 MOST_EXPERTS = 200_000  # in all layers; Qwen3-235B-A22B has 12,032
 HEAD = "lm_head.weight"
 EMBEDDING = "embed_tokens.weight"
@@ -77,15 +84,17 @@ def expected(config: dict) -> Shapes:
     found = sizes(config)
     C = found["hidden_size"]
     V = found["vocab_size"]
-    layer = attention_shapes(family, found)
-    layer |= {f"{norm}.weight": (C,) for norm in family.norms}
-    layer |= bias_shapes(family, flag(config, "attention_bias"), layer)
+    attention = attention_shapes(family, found)
+    attention |= bias_shapes(family, flag(config, "attention_bias"), attention)
+    linear = linear_shapes(found) if family.linear_every else {}
+    norms: Shapes = {f"{norm}.weight": (C,) for norm in family.norms}
     mlp = mlp_shapes("mlp.", C, found["intermediate_size"])
     experts = expert_shapes(found) if family.experts else {}
     shapes: Shapes = {EMBEDDING: (V, C)}
     for i in range(found["num_hidden_layers"]):
         sparse = family.experts and is_sparse(config, i)
-        leaves = layer | (experts if sparse else mlp)
+        mixer = linear if is_linear(config, family, i) else attention
+        leaves = norms | mixer | (experts if sparse else mlp)
         shapes |= {f"layers.{i}.{leaf}": shape for leaf, shape in leaves.items()}
     shapes |= {"norm.weight": (C,), HEAD: (V, C)}
     return {to_hugging_face(name): shape for name, shape in shapes.items()}
@@ -97,8 +106,9 @@ def attention_shapes(family: Family, found: dict[str, int]) -> Shapes:
     D = found["head_dim"]
     H = found["num_attention_heads"]
     Hk = found["num_key_value_heads"]
+    gates = 2 if family.linear_every else 1  # q_proj computes a gate per value, too
     shapes: Shapes = {
-        "self_attn.q_proj.weight": (H * D, C),
+        "self_attn.q_proj.weight": (gates * H * D, C),
         "self_attn.k_proj.weight": (Hk * D, C),
         "self_attn.v_proj.weight": (Hk * D, C),
         "self_attn.o_proj.weight": (C, H * D),
@@ -120,6 +130,37 @@ def bias_shapes(family: Family, attention_bias: bool, weights: Shapes) -> Shapes
         if biased:
             shapes[f"self_attn.{leaf}.bias"] = weights[f"self_attn.{leaf}.weight"][:1]
     return shapes
+
+
+def linear_shapes(found: dict[str, int]) -> Shapes:
+    """Parameters of a layer with the gated delta rule (Qwen3.5)."""
+    C = found["hidden_size"]
+    H = found["linear_num_value_heads"]
+    keys = found["linear_num_key_heads"] * found["linear_key_head_dim"]
+    values = H * found["linear_value_head_dim"]
+    channels = 2 * keys + values
+    shapes: Shapes = {
+        "in_proj_qkv.weight": (channels, C),
+        "in_proj_z.weight": (values, C),
+        "in_proj_b.weight": (H, C),
+        "in_proj_a.weight": (H, C),
+        "conv1d.weight": (channels, 1, found["linear_conv_kernel_dim"]),
+        "A_log": (H,),
+        "dt_bias": (H,),
+        "norm.weight": (found["linear_value_head_dim"],),
+        "out_proj.weight": (C, values),
+    }
+    return {f"linear_attn.{leaf}": shape for leaf, shape in shapes.items()}
+
+
+def is_linear(config: dict, family: Family, layer: int) -> bool:
+    """Whether this layer has a recurrent state instead of keys and values."""
+    if not family.linear_every:
+        return False
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list | tuple) and layer < len(kinds):
+        return kinds[layer] == "linear_attention"
+    return (layer + 1) % (config.get("full_attention_interval") or family.linear_every) != 0
 
 
 def mlp_shapes(prefix: str, C: int, width: int) -> Shapes:
@@ -157,6 +198,8 @@ def sizes(config: dict) -> dict[str, int]:
     limits = SIZES
     if family.experts:
         limits = SIZES | EXPERT_SIZES
+    if family.linear_every:
+        limits = SIZES | LINEAR_SIZES
     found = {name: size(config, name, limit) for name, limit in limits.items()}
     heads = found["num_attention_heads"]
     kv_heads = found["num_key_value_heads"]

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from nanokv.attention import causal_mask
-from nanokv.cache.capabilities import CacheCapabilities, Index, LayerCapabilities, causal
+from nanokv.cache.capabilities import CacheCapabilities, Index, LayerCapabilities, NoState, causal
 from nanokv.cache.checks import check_index
 from nanokv.config import Config
 from nanokv.errors import CacheError, UnsupportedError
@@ -105,7 +105,7 @@ class NoCache(KVCache):
         check_index(index)
 
 
-class _KeepNothing(LayerCache):
+class _KeepNothing(NoState, LayerCache):
     capacity = 0  # refuses generation: a decode step would see only its own token
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -48,6 +48,18 @@ class BatchLayer(LayerCache):
             keys, values = zip(*pairs, strict=True)
             return _pad_left(keys, longest), _pad_left(values, longest)  # (B,Hk,S,D) ×2
 
+    def read(self, T: int) -> tuple[Tensor | None, Tensor | None, None]:
+        """The states of all rows, for a recurrent layer (recurrent.State)."""
+        reads = [row.read(T)[:2] for row in self.parts]
+        conv, S = zip(*reads, strict=True)
+        return _stacked(conv), _stacked(S), None
+
+    def keep(self, written: Any, S: Tensor | None) -> None:
+        """Each row keeps its part of the state."""
+        for b, row in enumerate(self.parts):
+            own = slice(b, b + 1)
+            row.keep(written.rows(own), None if S is None else S[own])
+
     @property
     def sizes(self) -> Sizes:
         rows = [row.sizes for row in self.parts]
@@ -228,6 +240,14 @@ def one_or_each(lengths: list[int]) -> Any:
     if len(set(lengths)) == 1:
         return lengths[0]
     return torch.from_numpy(numpy.array(lengths))
+
+
+def _stacked(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    """(1,…) each → (B,…); zeros where a row has none yet. None if no row has one."""
+    like = next((tensor for tensor in tensors if tensor is not None), None)
+    if like is None:
+        return None
+    return torch.cat([like.new_zeros(like.shape) if x is None else x for x in tensors])
 
 
 def _pad_left(tensors, longest: int):

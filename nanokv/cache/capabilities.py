@@ -230,6 +230,9 @@ class LayerCapabilities:
         if type(n) is not int or n < 0:
             raise CacheError(f"truncate({n!r}): a number of tokens ≥ 0 was expected")
 
+    def _pad(self, pads: torch.Tensor) -> None:
+        """Rows begin with pads (B,) tokens of padding. A mask hides their keys."""
+
     def _snapshot(self) -> Any:
         """What `_rollback` needs to undo the next append; references only, no copy."""
         return self.length
@@ -243,6 +246,16 @@ class LayerCapabilities:
         copy = self.fork()
         copy.reorder(index)
         return copy
+
+
+class NoState:
+    """The state of a recurrent layer before the first token, which stays so (recurrent.State)."""
+
+    def read(self, T: int) -> tuple[None, None, None]:
+        return None, None, None
+
+    def keep(self, written: Any, S: Any) -> None:
+        pass
 
 
 Layer = TypeVar("Layer", bound=LayerCapabilities)

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanokv.errors import CacheError
+from nanokv.config import Config
+from nanokv.errors import CacheError, UnsupportedError
 
 
 class Expected(NamedTuple):
@@ -37,6 +38,16 @@ def check_index(index: Sequence[int] | Tensor, rows: int | None = None) -> Tenso
     if rows is not None and index.max() >= rows:
         raise CacheError(f"reorder: row {int(index.max())} of a cache with {rows} rows")
     return index.long().cpu()  # a CPU index selects rows on any device
+
+
+def refuse_states(config: Config, name: str) -> None:
+    """UnsupportedError if layers of the model have a recurrent state, which this cache lacks."""
+    if config.states:
+        raise UnsupportedError(
+            f"a {name} cache has keys and values only, and {config.states} of "
+            f"{config.num_hidden_layers} layers of {config.family.title} have a recurrent state",
+            hint="growing, dict, static or quantized",
+        )
 
 
 def check_append(

@@ -15,7 +15,7 @@ from torch import Tensor
 from nanokv.cache.base import KVCache, LayerCache
 from nanokv.cache.batch import all_or_none, check_rows
 from nanokv.cache.capabilities import Made
-from nanokv.cache.checks import check_append
+from nanokv.cache.checks import check_append, refuse_states
 from nanokv.config import Config
 from nanokv.errors import CacheError
 from nanokv.windows import within
@@ -57,6 +57,8 @@ class PackedCache(KVCache):
 
     def __init__(self, caches: Sequence[KVCache], counts: Sequence[int], config: Config | None):
         check_rows(caches, config)
+        if config is not None:
+            refuse_states(config, "packed")
         if len(counts) != len(caches) or any(cache.sizes.batch_size != 1 for cache in caches):
             raise CacheError(
                 f"{len(counts)} prompts for {len(caches)} caches: one each, of one sequence each"

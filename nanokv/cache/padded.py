@@ -37,6 +37,8 @@ class PaddedCache(KVCache):
                 f"pads is {self.pads.tolist()!r}: a number of columns ≥ 0 for each row was expected"
             )
         inner._check_padding()
+        for layer in inner:
+            layer._pad(self.pads)
         if inner.made.options.get("sinks") and self.pads.any():
             raise UnsupportedError(
                 "the attention sinks of a padded row would be its padding",

@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from nanokv.cache.checks import refuse_states
 from nanokv.config import Config
 from nanokv.errors import CacheError, CapacityError
 
@@ -43,6 +44,7 @@ class PagePool:
     values: Tensor
 
     def __init__(self, config: Config, pages: int, page_size: int):
+        refuse_states(config, "paged")
         self.config = config
         self.page_size = page_size
         self.references = [0] * pages

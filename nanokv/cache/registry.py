@@ -16,7 +16,7 @@ import weights_loader
 from nanokv.cache.base import KVCache, LayerCache, NoCache
 from nanokv.cache.batch import BatchCache
 from nanokv.cache.capabilities import Made
-from nanokv.cache.checks import Expected
+from nanokv.cache.checks import Expected, refuse_states
 from nanokv.cache.dict_cache import DictCache
 from nanokv.cache.evicting import EvictingCache, EvictingLayer
 from nanokv.cache.offloaded import OffloadedCache
@@ -29,6 +29,7 @@ from nanokv.cache.prefix import INDEXES, ElasticPrefixPool, PrefixCache, PrefixP
 from nanokv.cache.quantized import QuantizedCache
 from nanokv.cache.schemes import make_scheme
 from nanokv.cache.sliding import SlidingCache
+from nanokv.cache.state import StateLayer
 from nanokv.cache.static import GrowingCache, StaticCache
 from nanokv.cache.stores import DiskStore, HostStore
 from nanokv.cache.window import WindowLayer
@@ -53,9 +54,14 @@ FIRST_PAGES = 4  # the first size of a pool that grows; it doubles from there
 
 
 def by_kind(config: Config, make_layer: Callable[[], LayerCache]) -> Iterator[LayerCache]:
-    """What each layer of the model keeps: `make_layer()`, or a window if it sees no more."""
-    for window in config.windows:
-        yield make_layer() if window is None else WindowLayer(window)
+    """What each layer of the model keeps: `make_layer()`, a window if it sees no more, a state."""
+    for number, window in enumerate(config.windows):
+        if config.is_linear(number):
+            yield StateLayer()
+        elif window is None:
+            yield make_layer()
+        else:
+            yield WindowLayer(window)
 
 
 def make_dict(config: Config, batch_size: int, capacity: Capacity) -> KVCache:
@@ -226,6 +232,7 @@ def make_offloaded(
 
     The default folder is the system's temporary one.
     """
+    refuse_states(config, "offloaded")
     if to == "disk":
         return OffloadedCache(config, partial(DiskStore, folder))
     return OffloadedCache(config, HostStore)
@@ -330,6 +337,7 @@ def check_target(dtype: Dtype, device: Device) -> tuple[torch.dtype | None, torc
 
 def refuse_windows(config: Config, name: str) -> None:
     """UnsupportedError if layers of the model have windows: they count positions from the end."""
+    refuse_states(config, name)
     windowed = sum(window is not None for window in config.windows)
     if windowed:
         raise UnsupportedError(

@@ -20,6 +20,7 @@ __all__ = [
     "decode_flops",
     "evicting_bytes",
     "evicting_parts",
+    "fixed_bytes",
     "forward_bytes",
     "full_layers",
     "kv_bytes",
@@ -30,6 +31,7 @@ __all__ = [
     "prefill_flops",
     "quantized_bytes",
     "quantized_parts",
+    "state_bytes",
     "weight_bytes",
     "window_bytes",
 ]
@@ -53,10 +55,32 @@ def attention_parameters(config: Config) -> int:
     C, D = config.hidden_size, config.head_dim
     H, Hk = config.num_attention_heads, config.num_key_value_heads
     biases = (H + 2 * Hk) * D * config.qkv_bias + C * config.output_bias
+    if config.linear is not None:  # a gate per value
+        biases += C * H * D + H * D * config.qkv_bias
     norms = 2 * D * config.qk_norm
     if config.family.whole_norm:
         norms = (H + Hk) * D
     return 2 * C * H * D + 2 * C * Hk * D + norms + biases
+
+
+def linear_parameters(config: Config) -> int:
+    """A layer with the gated delta rule: its matrices, convolution, decay and norm."""
+    sizes = config.linear
+    if sizes is None:
+        return 0
+    H = sizes.linear_num_value_heads
+    conv = sizes.channels * sizes.linear_conv_kernel_dim
+    return linear_weights(config) + conv + 2 * H + sizes.linear_value_head_dim
+
+
+def linear_weights(config: Config) -> int:
+    """The matrices of a layer with the gated delta rule: q, k, v; z, beta, decay; output."""
+    sizes = config.linear
+    if sizes is None:
+        return 0
+    H = sizes.linear_num_value_heads
+    values = H * sizes.linear_value_head_dim
+    return config.hidden_size * (sizes.channels + 2 * values + 2 * H)
 
 
 def mlp_parameters(config: Config, layer: int = 0) -> int:
@@ -71,6 +95,8 @@ def mlp_parameters(config: Config, layer: int = 0) -> int:
 def layer_parameters(config: Config, layer: int = 0) -> int:
     """Attention, MLP or experts, and the layer norms."""
     norms = len(config.family.norms) * config.hidden_size
+    if config.is_linear(layer):
+        return linear_parameters(config) + mlp_parameters(config, layer) + norms
     return attention_parameters(config) + mlp_parameters(config, layer) + norms
 
 
@@ -90,7 +116,10 @@ def active_weights(config: Config) -> int:
     """
     C, D, L = config.hidden_size, config.head_dim, config.num_hidden_layers
     heads = config.num_attention_heads + config.num_key_value_heads
-    total = L * 2 * C * D * heads
+    full = L - config.states
+    total = full * 2 * C * D * heads + config.states * linear_weights(config)
+    if config.linear is not None:  # a gate per value
+        total += full * C * D * config.num_attention_heads
     for experts in map(config.experts_of, range(L)):
         if experts is None:
             total += 3 * C * config.intermediate_size
@@ -136,22 +165,42 @@ def position_bytes(config: Config, itemsize: int) -> int:
 
 def window_bytes(config: Config, tokens: int, itemsize: int) -> int:
     """Bytes of a row in the layers with a window: at most window − 1 + SPARE positions each."""
-    held = sum(min(tokens, window - 1 + SPARE) for window in config.windows if window is not None)
+    held = sum(min(tokens, window - 1 + SPARE) for window in config.windows if window)
     return held * position_bytes(config, itemsize)
+
+
+def state_bytes(config: Config, itemsize: int) -> int:
+    """Bytes of a row in the layers with a recurrent state, whatever the number of tokens.
+
+    S in fp32, and K−1 inputs of the convolution. A cache holds more after less than 64 tokens: what
+    it needs to take tokens back (cache/state.py).
+    """
+    if config.linear is None:
+        return 0
+    sizes = config.linear
+    S = sizes.linear_num_value_heads * sizes.linear_key_head_dim * sizes.linear_value_head_dim
+    conv = sizes.channels * (sizes.linear_conv_kernel_dim - 1)
+    return config.states * (FP32 * S + itemsize * conv)
 
 
 def kv_bytes(config: Config, tokens: int, batch_size: int, itemsize: int) -> int:
     """Bytes that an exact cache holds for `tokens` tokens in each of batch_size rows."""
-    row = kv_bytes_per_token(config, itemsize) * tokens + window_bytes(config, tokens, itemsize)
+    row = kv_bytes_per_token(config, itemsize) * tokens + fixed_bytes(config, tokens, itemsize)
     return batch_size * row
+
+
+def fixed_bytes(config: Config, tokens: int, itemsize: int) -> int:
+    """Bytes of a row that stop growing: full windows, and states."""
+    states = state_bytes(config, itemsize) if tokens else 0
+    return window_bytes(config, tokens, itemsize) + states
 
 
 def decode_flops(config: Config, context: int) -> int:
     """2 FLOPs per weight of every matrix, and 4·H·D per visible key (scores and mix) and layer."""
     D, H = config.head_dim, config.num_attention_heads
     matrices = active_weights(config) + config.vocab_size * config.hidden_size
-    keys = sum(min(context, window or context) for window in config.windows)
-    return 2 * matrices + 4 * H * D * keys
+    keys = sum(context if seen is None else min(context, seen) for seen in config.windows)
+    return 2 * matrices + 4 * H * D * keys + rule_flops(config)
 
 
 def prefill_flops(config: Config, tokens: int, start_pos: int = 0) -> int:
@@ -159,7 +208,17 @@ def prefill_flops(config: Config, tokens: int, start_pos: int = 0) -> int:
     D, H = config.head_dim, config.num_attention_heads
     seen = sum(keys_seen(tokens, start_pos, window) for window in config.windows)
     head = 2 * config.vocab_size * config.hidden_size
-    return 2 * active_weights(config) * tokens + 4 * H * D * seen + head
+    rule = rule_flops(config) * tokens
+    return 2 * active_weights(config) * tokens + 4 * H * D * seen + rule + head
+
+
+def rule_flops(config: Config) -> int:
+    """FLOPs per token of the gated delta rule: decay, two products with S and the update."""
+    if config.linear is None:
+        return 0
+    sizes = config.linear
+    S = sizes.linear_num_value_heads * sizes.linear_key_head_dim * sizes.linear_value_head_dim
+    return 7 * S * config.states
 
 
 def keys_seen(tokens: int, start_pos: int, window: int | None) -> int:
@@ -212,7 +271,7 @@ def cache_bytes(
     slots = cache_slots(name, config, tokens, capacity, **options)
     if name in EVERY_POSITION:
         return batch_size * slots * config.num_hidden_layers * position_bytes(config, itemsize)
-    row = kv_bytes_per_token(config, itemsize) * slots + window_bytes(config, tokens, itemsize)
+    row = kv_bytes_per_token(config, itemsize) * slots + fixed_bytes(config, tokens, itemsize)
     return batch_size * row
 
 
@@ -276,7 +335,7 @@ def quantized_bytes(
     """The sum of `quantized_parts` over all layers, KV heads and rows."""
     parts = quantized_parts(config, tokens, itemsize, **options)
     quantized = full_layers(config) * config.num_key_value_heads * sum(parts)
-    return batch_size * (quantized + window_bytes(config, tokens, itemsize))
+    return batch_size * (quantized + fixed_bytes(config, tokens, itemsize))
 
 
 def quantized_parts(

@@ -154,10 +154,15 @@ class Estimate:
         ]
         windows = costs.window_bytes(c, self.context, size)
         if windows:
-            count = c.num_hidden_layers - costs.full_layers(c)
+            count = c.layer_types.count("sliding_attention")
             held = windows // costs.position_bytes(c, size) // count
             rows.insert(2, ("windows", f"2 × {count} layers × {held:,} tokens × {heads}", windows))
-            each = f"{self.per_token:,} × {self.context:,} + {windows:,}"
+        if c.states:
+            states = costs.state_bytes(c, size)
+            rows.insert(2, ("states", f"{c.states} layers × {states // c.states:,} B", states))
+        fixed = costs.fixed_bytes(c, self.context, size)
+        if fixed:
+            each = f"{self.per_token:,} × {self.context:,} + {fixed:,}"
             rows[3] = ("KV total", f"({each}) × {self.batch:,}", self.exact)
         if self.cache != "dict":
             rows.append((self.cache, self.formula(), self.cached(self.context, self.batch)))
@@ -185,9 +190,9 @@ class Estimate:
         if name in costs.EVERY_POSITION:
             each = L * costs.position_bytes(self.config, self.itemsize)
             return f"{each:,} × {slots:,} slots × {self.batch:,}"
-        windows = costs.window_bytes(self.config, self.context, self.itemsize)
-        if windows:
-            row = f"{self.per_token:,} × {slots:,} slots + {windows:,}"
+        fixed = costs.fixed_bytes(self.config, self.context, self.itemsize)
+        if fixed:
+            row = f"{self.per_token:,} × {slots:,} slots + {fixed:,}"
             return f"({row}) × {self.batch:,}"
         return f"{self.per_token:,} × {slots:,} slots × {self.batch:,}"
 

@@ -45,13 +45,14 @@ def check_plain(model: Transformer) -> None:
     That is a model without plain blocks, with experts, custom modules or hooks, with a bias or eps
     that the config does not have, or with weights of several dtypes.
     """
+    if isinstance(model, Transformer):
+        check_dense(model.config)
     if not all(hasattr(layer, "self_attn") for layer in getattr(model, "layers", [None])):
         raise ConfigError(
             f"{type(model).__name__} has no plain blocks to fuse: "
             "it is optimized already, or not a Transformer",
             hint="optimize the model that nanokv.load returns",
         )
-    check_dense(model.config)
     for name, part in model.named_modules():
         expected = PLAIN if name else (Transformer,)
         if type(part) not in expected or has_own_forward(part):

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from nanokv.cache.base import KVCache, LayerCache
 from nanokv.cache.capabilities import Index, Made, Sizes
-from nanokv.cache.checks import check_append
+from nanokv.cache.checks import check_append, refuse_states
 from nanokv.errors import CacheError, CapacityError, ParallelError, UnsupportedError
 from nanokv.parallel.merge import merge, partial_attention
 
@@ -91,6 +91,8 @@ class ContextCache(KVCache):
                 f"the positions of a rank cannot lie in a {share.made.name!r} cache",
                 f"one of: {', '.join(KINDS)}",
             )
+        if share.config is not None:
+            refuse_states(share.config, "context")
         if share.config is not None and any(share.config.windows):
             raise UnsupportedError(
                 f"the positions of {share.config.family.title} cannot be split over ranks: "

@@ -19,6 +19,7 @@ from nanokv.recurrent import (
     CHUNK,
     GatedDeltaNet,
     ShortConv,
+    Written,
     causal_conv,
     delta_keys,
     gated_delta_chunks,
@@ -42,8 +43,8 @@ class Kept:
         real = None if self.real is None else self.real[:, self.length : self.length + T]
         return self.conv, self.S, real
 
-    def keep(self, conv, S, T):
-        self.conv, self.S, self.length = conv, S, self.length + T
+    def keep(self, written, S):
+        self.conv, self.S, self.length = written.conv(written.T), S, self.length + written.T
 
 
 @pytest.fixture
@@ -152,7 +153,8 @@ def test_the_convolution_is_transformers(g, T, width):
     made, x, past = conv(g, width), normal(g, B, C, T), normal(g, B, C, width - 1)
     kept = past.clone()
     expected = causal_conv1d_update(x, kept, made.weight[:, 0], made.bias) if width > 1 else made(x)
-    y, new = causal_conv(x, past, made, None)
+    y, window = causal_conv(x, past, made, None)
+    new = Written(T, window).conv(T)
     assert gap(y, expected) <= TOLERANCE
     assert torch.equal(new, torch.cat((past, x), 2)[:, :, T:])
     assert new.untyped_storage().nbytes() == new.nbytes  # the inputs of a prefill are not kept
@@ -165,7 +167,8 @@ def test_a_row_behind_padding_is_the_row_alone(g, began):
     made, x = conv(g), normal(g, len(pads), C, T)
     past = normal(g, len(pads), C, K - 1) if began else None
     real = torch.arange(T) >= torch.tensor(pads)[:, None]
-    y, new = causal_conv(x, past, made, real)
+    y, window = causal_conv(x, past, made, real)
+    new = Written(T, window).conv(T)
     for b, pad in enumerate(pads):
         row = torch.zeros(1, C, K - 1) if past is None else past[b : b + 1]
         if pad == T:
@@ -173,7 +176,7 @@ def test_a_row_behind_padding_is_the_row_alone(g, began):
             continue
         expected, kept = causal_conv(x[b : b + 1, :, pad:], row, made, None)
         assert gap(y[b : b + 1, :, pad:], expected) <= TOLERANCE
-        assert torch.equal(new[b : b + 1], kept)
+        assert torch.equal(new[b : b + 1], Written(T - pad, kept).conv(T - pad))
 
 
 def test_padding_on_the_right_is_refused(g):

@@ -36,7 +36,7 @@ from nanokv.parallel.context import ContextCache
 from nanokv.parallel.merge import Split
 from nanokv.remote.handover import receive, send
 from nanokv.remote.link import SocketLink
-from oracle import LAYERED, SHAPES, pair, random_ids
+from oracle import HYBRID, LAYERED, SHAPES, pair, random_ids
 from thread_ranks import on_ranks
 
 # Slots, tokens of a prompt, tokens of prompts of different lengths.
@@ -120,6 +120,7 @@ FAMILIES = {
     "smollm3": LAYERED["smollm3-G2"],
     "olmo3": LAYERED["olmo3-G2"],
     "gemma3": LAYERED["gemma3-G2"],
+    "qwen35": HYBRID["qwen35-G2"],
     # All experts: rounded activations would let the router choose others where it nearly had a tie.
     "moe-all": SHAPES["moe-every-2nd"] | {"moe_intermediate_size": 64, "num_experts_per_tok": 6},
 }
@@ -259,6 +260,7 @@ MODELS = (
         "plain smollm3": 1e-5,
         "plain olmo3": 1e-5,
         "plain gemma3": 1e-5,
+        "plain qwen35": 1e-5,
         "Q8_0+Q5_0 moe-all": 0.025,
         "gpu llama": 1e-5,
         "gpu qwen2": 1e-5,
@@ -424,7 +426,7 @@ def own_mask(model, new):
     class Hides(type(cache)):
         def mask(self, T):
             mask = super().mask(T)
-            S = width(self[0], T, mask)
+            S = width(self.widest, T, mask)
             mask = torch.ones(T, S, dtype=torch.bool) if mask is None else mask.clone()
             mask[..., -1, -3] = False
             return mask
@@ -528,6 +530,7 @@ IN_ONE_PROCESS = SITUATIONS | {"handed over": (continued, 3)}
 
 
 WINDOWED = ("olmo3", "gemma3")  # families whose layers have windows
+WITHOUT_STATES = ("paged", "prefix", "sliding", "evicting", "offloaded")
 DROPS = ("sliding", "evicting")  # caches that choose positions themselves
 DROPS_ROWS = ("batch:of=sliding", "batch:of=evicting")
 
@@ -535,6 +538,10 @@ DROPS_ROWS = ("batch:of=sliding", "batch:of=evicting")
 def refused(situation: str, spec: str, model: str = "") -> bool:
     """What a combination cannot do, by a typed error: entries would be padding, a rank's share would not be exact."""
     if model.startswith("invariant") and refused_by_invariant(situation, spec):
+        return True
+    if model.partition(" ")[2] == "qwen35" and (
+        situation in ("two ranks", "packed") or any(kind in spec for kind in WITHOUT_STATES)
+    ):
         return True
     if model.partition(" ")[2] in WINDOWED and (
         situation == "two ranks" or spec.startswith(DROPS) or spec.startswith(DROPS_ROWS)

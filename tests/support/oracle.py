@@ -111,6 +111,43 @@ LAYERED = {  # layers that differ from each other; windows that are full after 7
         "rope_parameters": BOTH_BASES,
     },
 }
+HYBRID = {  # a recurrent state in most layers
+    "qwen35-G2": {
+        "model_type": "qwen3_5_text",
+        "initializer_range": 0.06,  # at 0.12 transformers' steps are 7e-5 from its own pass
+        "num_hidden_layers": 5,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [2, 1, 1],
+        },
+    },
+    "qwen35-G4-own": {
+        "model_type": "qwen3_5_text",
+        "initializer_range": 0.06,  # at 0.12 transformers' steps are 7e-5 from its own pass
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 1,
+        "layer_types": ["full_attention", *["linear_attention"] * 3],
+        "linear_num_key_heads": 3,
+        "linear_num_value_heads": 3,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": 3,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e6,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [4, 2, 2],
+        },
+    },
+}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 
 
@@ -139,10 +176,14 @@ def tiny_config(model_type: str = "qwen3", **changes):
 def randomise_(model, seed: int):
     """Norms that scale by 0.5 … 1.5 and random biases, in place."""
     generator = torch.Generator().manual_seed(seed)
-    offset = 1.0 if model.config.model_type == "gemma3_text" else 0.0  # Gemma scales by 1 + weight
+    # Gemma and Qwen3.5 scale by 1 + weight, except in Qwen3.5's norm with a gate.
+    shifted = model.config.model_type in ("gemma3_text", "qwen3_5_text")
     for name, weight in model.named_parameters():
         if "norm" in name:
+            offset = 1.0 if shifted and not name.endswith("linear_attn.norm.weight") else 0.0
             weight.data.uniform_(0.5 - offset, 1.5 - offset, generator=generator)
+        elif name.endswith(("A_log", "dt_bias")):
+            weight.data.uniform_(-1.0, 1.0, generator=generator)
         elif name.endswith("bias"):
             weight.data.normal_(0, 0.3, generator=generator)
 

@@ -1,0 +1,19 @@
+"""The families whose embedding, blocks or norms are not those of model.py."""
+
+from nanokv.hybrid import block_of
+from nanokv.layer_kinds import (
+    GemmaBlock,
+    OlmoBlock,
+    OnePlusNorm,
+    ScaledEmbedding,
+    SmolBlock,
+    WideNorm,
+)
+from nanokv.model import Parts
+
+PARTS = {
+    "smollm3": Parts(block=SmolBlock),
+    "olmo3": Parts(block=OlmoBlock, norm=WideNorm),
+    "gemma3_text": Parts(ScaledEmbedding, GemmaBlock, OnePlusNorm),
+    "qwen3_5_text": Parts(block=block_of, norm=OnePlusNorm),
+}
