@@ -54,13 +54,25 @@ class Written(NamedTuple):
 
     def first(self, n: int) -> "Written":
         """What the first n of the tokens have written; views."""
-        parts = (None if x is None else x[:, :, :n] for x in self[2:])
         end = self.window.shape[2] - self.T + n
-        return Written(n, self.window[:, :, :end], *parts)
+        whole = self._replace(T=n, window=self.window[:, :, :end])
+        if self.k is None or self.v is None or self.g is None or self.beta is None:
+            return whole
+        return whole._replace(
+            k=self.k[:, :, :n],
+            v=self.v[:, :, :n],
+            g=self.g[:, :, :n],
+            beta=self.beta[:, :, :n],
+        )
 
     def rows(self, index: Any) -> "Written":
         """Row b becomes row index[b]."""
-        return Written(self.T, *(None if x is None else x[index] for x in self[1:]))
+        parts = {name: x[index] for name, x in self.tensors().items()}
+        return self._replace(**parts)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them by name."""
+        return {name: x for name, x in self._asdict().items() if isinstance(x, Tensor)}
 
     def state(self, n: int, S: Tensor | None) -> Tensor | None:
         """S after n ≥ 1 of the tokens, from the S before them."""
@@ -233,9 +245,10 @@ class GatedDeltaNet(nn.Module):
             g, beta = (x * real[..., None] for x in (g, beta))
         if S is None:
             S = q.new_zeros(B, H, Dk, Dv)
-        written = Written(T, window, k, v.float(), g.mT, beta.mT)
+        v, g, beta = v.float(), g.mT, beta.mT  # g and beta (B,H,T)
         rule = gated_delta_steps if T == 1 else gated_delta_chunks
-        y, S = rule(q, *written[2:], S)  # (B,H,T,Dv)
+        y, S = rule(q, k, v, g, beta, S)  # (B,H,T,Dv)
+        written = Written(T, window, k, v, g, beta)
         state.keep(written, S)
         y = y.transpose(1, 2).to(x.dtype)  # (B,T,H,Dv)
         y = self.norm(y, self.in_proj_z(x).view(y.shape))

@@ -135,7 +135,7 @@ FAMILIES = {
             qk_norm=True,
             linear_every=4,
             own_parts=True,
-            defaults={"num_key_value_heads": 4, "head_dim": 256} | LINEAR_DEFAULTS,
+            defaults=LINEAR_DEFAULTS | {"num_key_value_heads": 4, "head_dim": 256},
         ),
     )
 }

@@ -178,5 +178,5 @@ class StateLayer(LayerCache):
         """Bytes of all states and of what was written, each tensor once."""
         old = self.history
         tensors = [tensor for mark in (old.now, *old.marks) for tensor in mark.tensors()]
-        tensors += [x for each in old.written for x in each[1:] if x is not None]
+        tensors += [x for each in old.written for x in each.tensors().values()]
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
