@@ -22,13 +22,8 @@ FIELDS = (
     "partial_rotary_factor",
 )
 LARGEST_WINDOW = 100_000_000
-WINDOWS = {
-    "layer_types",
-    "sliding_window",
-    "sliding_window_pattern",
-    "rope_local_base_freq",
-    "query_pre_attn_scalar",
-}
+WINDOWS = {"layer_types", "sliding_window"}
+GEMMA = {"sliding_window_pattern", "rope_local_base_freq", "query_pre_attn_scalar"}
 STATES = names.LINEAR_SIZES.keys() | {
     "layer_types",
     "full_attention_interval",
@@ -48,6 +43,8 @@ def read_by(family: Family) -> set[str]:
     found: set[str] = set()
     if family.full_every:
         found |= WINDOWS
+    if family.query_scale:
+        found |= GEMMA
     if family.unrotated_every:
         found |= UNROTATED
     if family.linear_every:
@@ -66,7 +63,10 @@ def layer_fields(fields: dict, family: Family, layers: int) -> dict[str, Any]:
         return found
     every = _whole(fields, "sliding_window_pattern", family.full_every)
     found["layer_types"] = _layer_types(fields, SLIDING, every, layers)
-    found["sliding_window"] = _whole(fields, "sliding_window", family.window)
+    if SLIDING in found["layer_types"]:
+        found["sliding_window"] = _whole(
+            {"sliding_window": family.window} | fields, "sliding_window"
+        )
     found["local_rope_theta"] = _local_theta(fields, family)
     if family.query_scale:
         scale = _whole(fields, "query_pre_attn_scalar", family.query_scale)
@@ -191,7 +191,7 @@ def _local_theta(fields: dict, family: Family) -> float:
     return float(theta)
 
 
-def _whole(fields: dict, name: str, default: int | None) -> int:
+def _whole(fields: dict, name: str, default: int | None = None) -> int:
     value = fields.get(name)
     if value is None:
         value = default
@@ -208,6 +208,8 @@ def written(fields: dict, family: Family, rope: dict) -> dict[str, Any]:
     if family.unrotated_every:
         layers = range(fields["num_hidden_layers"])
         found["no_rope_layers"] = [int(layer not in fields["unrotated"]) for layer in layers]
+        # The default of transformers, 128004, may be beyond the vocabulary, which it refuses.
+        found["pad_token_id"] = None
     if family.linear_every:
         found["layer_types"] = list(fields["layer_types"])
         share = {"partial_rotary_factor": fields["partial_rotary_factor"]}

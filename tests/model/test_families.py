@@ -18,7 +18,16 @@ from nanokv.fast import optimize
 from nanokv.inference import prefill, score
 from nanokv.loading import load, skeleton
 from nanokv.model import MixtureOfExperts
-from oracle import SHAPES, gap, pair, random_ids, reference_logits, tiny_config, tiny_reference
+from oracle import (
+    LAYERED,
+    SHAPES,
+    gap,
+    pair,
+    random_ids,
+    reference_logits,
+    tiny_config,
+    tiny_reference,
+)
 from tiny_checkpoint import write_tokenizer
 from weights_loader import CheckpointError, families, names
 
@@ -441,7 +450,7 @@ def test_no_kernel_routes_tokens_and_the_refusal_says_so(compile):
 
 
 @pytest.mark.parametrize(
-    "kind", ["mistral", "gemma3_text", "olmo2", "smollm3", "gpt_oss", "qwen3_next", "LLAMA", 7]
+    "kind", ["mistral", "gemma2", "gemma3", "olmo2", "gpt_oss", "qwen3_next", "LLAMA", 7]
 )
 def test_other_families_are_refused_by_name(kind):
     with pytest.raises(ConfigError, match="model_type") as caught:
@@ -518,4 +527,5 @@ def test_a_llama3_rope_that_is_not_quite_one_is_refused(change, words):
 
 
 def test_every_family_is_tried_here():
-    assert {shape.get("model_type", "qwen3") for shape in SHAPES.values()} == set(families.FAMILIES)
+    shapes = [*SHAPES.values(), *LAYERED.values()]  # the latter in test_layer_kinds_files.py
+    assert {shape.get("model_type", "qwen3") for shape in shapes} == set(families.FAMILIES)
