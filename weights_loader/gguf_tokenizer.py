@@ -1,9 +1,9 @@
 """The tokenizer in a GGUF file → tokenizer.json and tokenizer_config.json.
 
-tokenizer_config.json also names the tokens that end an answer. Byte-level BPE only. The file does
-not contain the pre-tokenizer: `tokenizer.ggml.pre` only names a rule of gguf_rules.py. An unknown
-name raises. A default rule would split digits and spaces differently and make the model worse
-without an error.
+tokenizer_config.json also names the tokens that end an answer. Byte-level BPE, and SentencePiece's
+BPE as Gemma has it (gguf_spaced.py). A file does not contain the pre-tokenizer of byte-level BPE:
+`tokenizer.ggml.pre` only names a rule of gguf_rules.py. An unknown name raises. A default rule
+would split digits and spaces differently and make the model worse without an error.
 """
 
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from .control_texts import CONTROL_TEXTS, FILL_IN, FILL_IN_ENDS
 from .gguf_file import GgufFile, Texts
 from .gguf_rules import RULES, Rule, byte_level
+from .gguf_spaced import DECODER, NORMALIZER, check_spaced, scored_merges
 from .pooling import gguf_pooling
 from .strict import CheckpointError, quote
 
@@ -27,15 +28,49 @@ SPECIAL = {
 
 def tokenizer_files(found: GgufFile) -> dict[str, dict]:
     """The contents of tokenizer.json and tokenizer_config.json by file name."""
+    if found.metadata.get("tokenizer.ggml.model") == "llama":
+        return spaced_files(found)
     pre = rule(found)
     tokens = listed(found, "tokens", str)
     merges = listed(found, "merges", str)
     kinds = token_types(found, tokens, merges)
-    bos = added(found, "add_bos_token", rule(found).bos)
     vocabulary = vocabulary_of(found, tokens, kinds)
     pairs = [pair(found, merge, vocabulary) for merge in merges]
+    steps = {
+        "normalizer": {"type": "NFC"} if pre.nfc else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(pre.steps)},
+        "decoder": byte_level(True),
+        "model": bpe(vocabulary, pairs) | {"ignore_merges": pre.whole_words},
+    }
+    return files(found, tokens, kinds, steps, pre.bos)
+
+
+def spaced_files(found: GgufFile) -> dict[str, dict]:
+    """`tokenizer_files` of a SentencePiece tokenizer."""
+    check_spaced(found)
+    tokens = listed(found, "tokens", str)
+    scores = listed(found, "scores", float)
+    kinds = token_types(found, tokens, [])
+    if len(scores) != len(tokens):
+        raise CheckpointError(f"{found.path}: {len(scores):,} scores for {len(tokens):,} tokens")
+    vocabulary = vocabulary_of(found, tokens, kinds)
+    scored = {token: scores[id] for token, id in vocabulary.items() if kinds[id] == NORMAL}
+    merges = scored_merges(found, scored, set(vocabulary))
+    steps = {
+        "normalizer": NORMALIZER,
+        "pre_tokenizer": None,
+        "decoder": DECODER,
+        "model": bpe(vocabulary, merges) | {"byte_fallback": True},
+    }
+    return files(found, tokens, kinds, steps, True)
+
+
+def files(
+    found: GgufFile, tokens: list[str], kinds: list[int], steps: dict[str, Any], bos: bool
+) -> dict[str, dict]:
+    """tokenizer.json with these steps, and tokenizer_config.json; bos: the default of the rule."""
+    bos = added(found, "add_bos_token", bos)
     config = token_names(found, tokens, kinds)
-    normalizer = {"type": "NFC"} if pre.nfc else None
     first = config["bos_token"] if bos else None
     last = config["eos_token"] if ends_texts(found) else None
     return {
@@ -44,12 +79,9 @@ def tokenizer_files(found: GgufFile) -> dict[str, dict]:
             "truncation": None,
             "padding": None,
             "added_tokens": added_tokens(tokens, kinds),
-            "normalizer": normalizer,
-            "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(pre.steps)},
             "post_processor": around(first, last, tokens),
-            "decoder": byte_level(True),
-            "model": bpe(vocabulary, pairs, pre.whole_words),
-        },
+        }
+        | steps,
         "tokenizer_config.json": config
         | {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": bos},
     }
@@ -84,7 +116,7 @@ def added_tokens(tokens: list[str], kinds: list[int]) -> list[dict]:
     ]
 
 
-def bpe(vocabulary: dict[str, int], pairs: list[list[str]], whole_words: bool) -> dict:
+def bpe(vocabulary: dict[str, int], pairs: list[list[str]]) -> dict:
     """`model` of tokenizer.json."""
     return {
         "type": "BPE",
@@ -94,7 +126,7 @@ def bpe(vocabulary: dict[str, int], pairs: list[list[str]], whole_words: bool) -
         "end_of_word_suffix": None,
         "fuse_unk": False,
         "byte_fallback": False,
-        "ignore_merges": whole_words,
+        "ignore_merges": False,
         "vocab": vocabulary,
         "merges": pairs,
     }
@@ -130,9 +162,8 @@ def rule(found: GgufFile) -> Rule:
     kind = found.metadata.get("tokenizer.ggml.model")
     if kind != "gpt2":
         raise CheckpointError(
-            f"{found.path}: tokenizer.ggml.model is {quote(kind)}, only byte-level BPE (gpt2) is "
-            "implemented",
-            "SentencePiece models (Llama 2, Mistral, Gemma) are not",
+            f"{found.path}: tokenizer.ggml.model is {quote(kind)}: byte-level BPE (gpt2) and "
+            "SentencePiece's BPE without a space in front (llama) are implemented",
         )
     pre = found.metadata.get("tokenizer.ggml.pre")
     if not isinstance(pre, str) or pre not in RULES:

@@ -1,6 +1,6 @@
 """A lower bound of the number of tokens of a text, without tokenizing it.
 
-A token of byte-level BPE is a run of the text's bytes. So a text of B bytes has at least B / L
+A token is a run of the text's bytes. So a text of B bytes has at least B / L
 tokens, where L is the number of bytes of the longest token. The same holds for the bytes of one
 class: a text of digits has at least as many tokens as it has digits, if no token has two of them.
 The largest of these bounds is used. It is never too high.
@@ -14,6 +14,8 @@ import string
 from typing import Any, NamedTuple
 
 import tokenizers
+
+from nanokv.text.token_bytes import ByteLevel, Spaced
 
 # Unicode normalization makes a text at most this many times shorter in UTF-8 (NFKC: 𝟎, 4 bytes,
 # becomes 0).
@@ -45,11 +47,11 @@ class Counts(NamedTuple):
 class FewestTokens:
     """The bound for one tokenizer. `longest` is None if there is none."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, byte_of: dict[str, int]):
+    def __init__(self, backend: tokenizers.Tokenizer, spelling: ByteLevel | Spaced):
         self.normalizes = backend.normalizer is not None
         self.longest: Counts | None = None
-        if keeps_all_bytes(backend, byte_of):
-            self.longest = longest(backend, byte_of)
+        if keeps_all_bytes(backend, spelling):
+            self.longest = longest(backend, spelling)
 
     def of(self, text: str) -> int:
         """At least so many ids has this text."""
@@ -63,15 +65,15 @@ class FewestTokens:
         return max(-(-count // max(1, most)) for count, most in pairs)
 
 
-def keeps_all_bytes(backend: tokenizers.Tokenizer, byte_of: dict[str, int]) -> bool:
+def keeps_all_bytes(backend: tokenizers.Tokenizer, spelling: ByteLevel | Spaced) -> bool:
     """Whether every byte of a normalized text belongs to a token."""
     added = backend.get_added_tokens_decoder().values()
     if any(token.lstrip or token.rstrip for token in added):
         return False
-    if any(backend.token_to_id(character) is None for character in byte_of):
+    if any(backend.token_to_id(token) is None for token in spelling.bytes):
         return False
     if backend.pre_tokenizer is None:
-        return False
+        return not spelling.split
     return not removes(json.loads(backend.pre_tokenizer.__getstate__()))
 
 
@@ -84,15 +86,11 @@ def removes(step: Any) -> bool:
     return False
 
 
-def longest(backend: tokenizers.Tokenizer, byte_of: dict[str, int]) -> Counts:
+def longest(backend: tokenizers.Tokenizer, spelling: ByteLevel | Spaced) -> Counts:
     """The most bytes of each class in one token."""
-    table = {ord(character): byte for character, byte in byte_of.items()}
     added = backend.get_added_tokens_decoder()
     most = [0, 0, 0, 0]
     for token, id in backend.get_vocab(with_added_tokens=True).items():
-        data = token.encode()
-        if id not in added:
-            # Characters are bytes here. One beyond the table occurs in no text.
-            data = token.translate(table).encode("latin-1", "replace")
+        data = spelling.added(token) if id in added else spelling.most(token)
         most = list(map(max, most, Counts.of(data)))
     return Counts(*most)

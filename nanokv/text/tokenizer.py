@@ -3,8 +3,9 @@
 The `tokenizers` library runs tokenizer.json. nanokv.text.template renders the checkpoint's chat
 template. StreamDecoder decodes token by token and never emits half a character.
 
-Byte-level BPE only (Qwen, GPT-2 and relatives): every token is a run of bytes, so a text can be
-decoded token by token. Training a tokenizer is in nanokv.school.training.
+Byte-level BPE (Qwen, GPT-2 and relatives) and BPE with byte fallback (Gemma): every token is a run
+of bytes, so a text can be decoded token by token. Training a tokenizer is in
+nanokv.school.training.
 """
 
 import codecs
@@ -23,24 +24,12 @@ from nanokv.text import chat_templates, render_process
 from nanokv.text.fewest_tokens import FewestTokens
 from nanokv.text.ids import Ids, id_list
 from nanokv.text.template import ChatTemplate
+from nanokv.text.token_bytes import spelling
 from nanokv.text.token_names import read_names, with_names
 from nanokv.text.tokenizer_file import read_backend, write_tokenizer
 from weights_loader.control_texts import TURN_ENDS
 from weights_loader.strict import read_object
 
-
-def _byte_alphabet() -> dict[str, int]:
-    """Character → byte: GPT-2's table, which gives every byte a visible character.
-
-    Radford et al. 2019.
-    """
-    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in visible]
-    found = {chr(byte): byte for byte in visible}
-    return found | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF = _byte_alphabet()
 LONG_TEXT = 10_000  # characters; from this length the library's batch call is faster
 # Tags that belong to the visible text.
 SPOKEN = ("<think>", "</think>", "<tool_call>", "</tool_call>")
@@ -66,6 +55,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
+        self._spelling = spelling(backend)
         added = backend.get_added_tokens_decoder()
         self.special_tokens = {token.content: id for id, token in sorted(added.items())}
         self.marked_ids = frozenset(id for id, token in added.items() if token.special)
@@ -204,7 +194,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _fewest(self) -> FewestTokens:
-        return FewestTokens(self.backend, _BYTE_OF)
+        return FewestTokens(self.backend, self._spelling)
 
     def decode(self, ids: Ids, skip_special_tokens: bool = False) -> str:
         """Text of ids (a list, an array or a tensor). Invalid UTF-8 becomes U+FFFD.
@@ -236,13 +226,9 @@ class Tokenizer:
 
     def _bytes_of(self, id: int) -> bytes:
         token = self.backend.id_to_token(id) or ""
-        # An added token is its own text, even if all its characters are in the byte table.
         if id in self._added_ids:
-            return token.encode()
-        try:
-            return bytes([_BYTE_OF[character] for character in token])
-        except KeyError:  # a word with characters outside the byte table
-            return token.encode()
+            return self._spelling.added(token)
+        return self._spelling.of(token)
 
     def render(
         self,

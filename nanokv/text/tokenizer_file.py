@@ -2,8 +2,8 @@
 
 The file is a program: its normalizers and pre-tokenizers run over each text. Nested Replace steps
 can double the text, a regex can take exponential time, and a bad table panics in Rust. So only the
-steps of published byte-level BPE tokenizers are accepted (GPT-2, Llama 3 and 4, Qwen2 to 3.5,
-SmolLM2, Mistral). Each of them is linear in the text. The meaning of ids is in
+steps of published byte-level BPE tokenizers (GPT-2, Llama 3 and 4, Qwen2 to 3.5, SmolLM2, Mistral)
+and of Gemma's BPE with byte fallback are accepted. Each of them is linear in the text. The meaning of ids is in
 nanokv.text.tokenizer.
 """
 
@@ -18,6 +18,7 @@ import tokenizers
 from nanokv.errors import TokenizerError, foreign
 from nanokv.text.chat_templates import DEFAULT, FILE, templates_in
 from weights_loader import gguf_rules
+from weights_loader.gguf_spaced import BYTES, DECODER, NORMALIZER, SPACE
 from weights_loader.strict import collector_paused, parse_object, quote, read_bytes
 
 MOST_STEPS = 8  # in a Sequence; the longest published Sequence (DeepSeek-V3) has 4
@@ -27,6 +28,12 @@ NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD"}
 PRE_TOKENIZERS = {"ByteLevel", "Digits", "Punctuation", "Split"}
 # These add nothing when encoding without special tokens.
 POST_PROCESSORS = {"ByteLevel", "TemplateProcessing"}
+SPACE_SPLIT = {  # of Gemma's tokenizer.json; it finds nothing after the normalizer
+    "type": "Split",
+    "pattern": {"String": " "},
+    "behavior": "MergedWithPrevious",
+    "invert": False,
+}
 BPE_OPTIONS = (
     "dropout",
     "unk_token",
@@ -140,11 +147,9 @@ def write_tokenizer(
 
 
 def check_fields(path: Path, fields: dict[str, Any]) -> None:
-    """TokenizerError unless every step is known and the model is deterministic byte-level BPE."""
-    for part, implemented in (("model", "BPE"), ("decoder", "ByteLevel")):
-        kind = _kind(fields.get(part))
-        if kind != implemented:
-            raise TokenizerError(f"{path}: {part} {quote(kind)}, only {implemented} is implemented")
+    """TokenizerError unless every step is known and the model is a deterministic BPE over bytes."""
+    if (kind := _kind(fields.get("model"))) != "BPE":
+        raise TokenizerError(f"{path}: model {quote(kind)}, only BPE is implemented")
     dropout = fields["model"].get("dropout")
     if dropout is not None and (type(dropout) not in (int, float) or dropout != 0):
         raise TokenizerError(
@@ -156,10 +161,43 @@ def check_fields(path: Path, fields: dict[str, Any]) -> None:
     for affix in ("continuing_subword_prefix", "end_of_word_suffix"):
         if text := fields["model"].get(affix):
             raise TokenizerError(f"{path}: model.{affix} is {quote(text)}, byte-level BPE has none")
-    check_steps(path, "normalizer", "normalizers", fields, NORMALIZERS)
     for step in check_steps(path, "post_processor", "processors", fields, POST_PROCESSORS):
         if _kind(step) == "TemplateProcessing":
             _check_template(path, step.get("single"))
+    if fields.get("decoder") == DECODER:
+        check_spaced(path, fields)
+    else:
+        check_byte_level(path, fields)
+    _check_added(path, fields.get("added_tokens") or [])
+
+
+def check_spaced(path: Path, fields: dict[str, Any]) -> None:
+    """TokenizerError unless the steps are Gemma's: ▁ for a space, bytes for other characters."""
+    if fields.get("normalizer") != NORMALIZER:
+        raise TokenizerError(
+            f"{path}: normalizer {quote(fields.get('normalizer'))}, with this decoder only a "
+            f"Replace of the space by {SPACE} is implemented"
+        )
+    if fields.get("pre_tokenizer") not in (None, SPACE_SPLIT):
+        raise TokenizerError(
+            f"{path}: pre_tokenizer {quote(fields['pre_tokenizer'])}, with this decoder only none "
+            "or a Split at spaces is implemented"
+        )
+    model = fields["model"]
+    vocab = model.get("vocab")
+    whole = isinstance(vocab, dict) and vocab.keys() >= set(BYTES)
+    if model.get("byte_fallback") is not True or not whole:
+        raise TokenizerError(
+            f"{path}: model.byte_fallback is {quote(model.get('byte_fallback'))} or a byte is no "
+            "token; with this decoder every character must have tokens"
+        )
+
+
+def check_byte_level(path: Path, fields: dict[str, Any]) -> None:
+    """TokenizerError unless the steps are those of byte-level BPE."""
+    if (kind := _kind(fields.get("decoder"))) != "ByteLevel":
+        raise TokenizerError(f"{path}: decoder {quote(kind)}, only ByteLevel is implemented")
+    check_steps(path, "normalizer", "normalizers", fields, NORMALIZERS)
     steps = check_steps(path, "pre_tokenizer", "pretokenizers", fields, PRE_TOKENIZERS)
     for step in steps:
         if _kind(step) == "Split":
@@ -169,7 +207,6 @@ def check_fields(path: Path, fields: dict[str, Any]) -> None:
         raise TokenizerError(
             f"{path}: pre_tokenizer has {count} ByteLevel steps, byte-level BPE has exactly 1"
         )
-    _check_added(path, fields.get("added_tokens") or [])
 
 
 def check_steps(

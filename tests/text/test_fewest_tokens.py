@@ -7,7 +7,8 @@ import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from nanokv.text.fewest_tokens import SHRINKS
-from nanokv.text.tokenizer import _BYTE_OF, Tokenizer
+from nanokv.text.token_bytes import BYTE_OF
+from nanokv.text.tokenizer import Tokenizer
 
 FORMS = {form: getattr(normalizers, form) for form in ("NFC", "NFD", "NFKC", "NFKD")}
 PIECES = [
@@ -32,7 +33,7 @@ PIECES = [
 def byte_level(normalizer=None, more=(), removed=False, added=()) -> Tokenizer:
     """Bytes, a few words, and two digits."""
     words = ["12", "gr", "gra", "ĠĠ", "ĠĠĠĠ", *more]
-    vocab = {token: id for id, token in enumerate([*_BYTE_OF, *words])}
+    vocab = {token: id for id, token in enumerate([*BYTE_OF, *words])}
     merges = [("1", "2"), ("g", "r"), ("gr", "a"), ("Ġ", "Ġ"), ("ĠĠ", "ĠĠ")]
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
     steps = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
