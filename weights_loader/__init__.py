@@ -134,9 +134,10 @@ def stored_matrices(folder: Path) -> dict[str, tuple[str, int, int]]:
         return {}
     _, places = gguf_model.places(folder)
     found = {}
-    for name, (info, _, rows, _) in places.items():
+    for name, place in places.items():
+        info = place.info
         if len(info.shape) > 1:  # an expert is some of the rows
-            values = rows * info.shape[-1]
+            values = place.rows * info.shape[-1]
             found[name] = info.type.name, info.nbytes * values // math.prod(info.shape), values
     return found
 

@@ -17,15 +17,24 @@ import re
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from . import gguf_layers
 from .gguf_file import GgufFile, TensorInfo, read_gguf
 from .neutral import is_off
 from .pooling import POOLING, gguf_pooling
 from .strict import CheckpointError, quote, read_object
 
 POINTER = "gguf.json"  # in the folder: the path of the GGUF file
-FAMILY_OF = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
+FAMILY_OF = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
+    "smollm3": "smollm3",
+    "olmo2": "olmo3",
+    "gemma3": "gemma3_text",
+}
 KEYS = {  # key after the architecture's name → field of config.json
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -81,9 +90,7 @@ SAMPLING = {  # key after "general.sampling." → field of generation_config.jso
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-NAMES = {  # tensors of a layer
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
+NAMES = {  # tensors of a layer, without the norms before and after attention and MLP
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
@@ -213,7 +220,7 @@ def model_config(found: GgufFile) -> dict:
     matrix = tensor(found, "blk.0.attn_q.weight", 2)
     fields["torch_dtype"] = DTYPES.get(matrix.type.name, "bfloat16")
     check_lengths(found, own, fields)
-    if kind == "llama":
+    if fields["model_type"] in gguf_layers.PERMUTED:
         fields["attention_bias"] = "blk.0.attn_q.bias" in found.tensors
     if kind == "qwen3moe":
         # The same as in llama.cpp.
@@ -225,17 +232,18 @@ def model_config(found: GgufFile) -> dict:
         )
     fields["rope_parameters"] = rope(found, own, fields)
     del fields["rope_theta"]
-    return fields
+    return fields | gguf_layers.layer_fields(found.path, own, fields)
 
 
 def own_keys(found: GgufFile, kind: str) -> dict[str, Any]:
     """The metadata of the architecture, without its name; CheckpointError for an unknown key."""
     own = {}
+    layers = gguf_layers.keys_of(FAMILY_OF[kind])
     for key, value in found.metadata.items():
         if not key.startswith(f"{kind}."):
             continue
         key = key.removeprefix(f"{kind}.")
-        known = key in KEYS or key in CHECKED | ROPE_SCALING | HARMLESS
+        known = key in KEYS or key in CHECKED | ROPE_SCALING | HARMLESS | layers
         if not known and not is_neutral(key, value):
             raise CheckpointError(
                 f"{found.path}: {kind}.{quote(key)[1:-1]} {quote(value)} is not implemented: "
@@ -394,25 +402,41 @@ def tensor(found: GgufFile, name: str, dimensions: int) -> TensorInfo:
 # --- tensors --------------------------------------------------------------------------------------
 
 
-def names_of(found: GgufFile, config: dict) -> dict[str, tuple[TensorInfo, int, int]]:
-    """Hugging Face's name → (tensor, first row, rows). An expert is a slice of a stacked tensor."""
+class Rows(NamedTuple):
+    """Where the values of one tensor are: rows of a tensor of the file."""
+
+    info: TensorInfo
+    first: int
+    rows: int
+    # Heads of a matrix with permuted rows, else 0. llama.cpp permutes them so that the pairs that
+    # RoPE rotates are adjacent.
+    heads: int = 0
+    shift: float = 0.0  # what the file adds to each value
+
+
+def names_of(found: GgufFile, config: dict) -> dict[str, Rows]:
+    """Hugging Face's name → its place. An expert is a slice of a stacked tensor."""
     named = {}
+    table = NAMES | gguf_layers.norms(config["model_type"])
     for name, info in found.tensors.items():
         if name == ROPE_FACTORS:
             continue
-        slices = slices_of(name, info)
+        slices = slices_of(name, info, table)
         if not slices:
             raise CheckpointError(
                 f"{found.path}: tensor {quote(name)} {list(info.shape)} has no place in "
                 f"{quote(config['model_type'])}"
             )
         for full_name, (first, rows) in slices.items():
-            named[full_name] = (info, first, rows)
+            named[full_name] = Rows(info, first, rows)
     return named
 
 
-def slices_of(name: str, info: TensorInfo) -> dict[str, tuple[int, int]]:
-    """Hugging Face's name → (first row, rows), for one tensor of the file; {} if it is unknown."""
+def slices_of(name: str, info: TensorInfo, table: dict[str, str]) -> dict[str, tuple[int, int]]:
+    """Hugging Face's name → (first row, rows), for one tensor of the file; {} if it is unknown.
+
+    table: the names of the tensors of a layer.
+    """
     whole = (0, info.shape[0])
     part, _, kind = name.rpartition(".")
     if part in ENDS and kind == "weight":
@@ -422,8 +446,8 @@ def slices_of(name: str, info: TensorInfo) -> dict[str, tuple[int, int]]:
         return {}
     prefix = f"model.layers.{layer[1]}"
     leaf = layer[2]
-    if leaf in NAMES and kind in ("weight", "bias"):
-        return {f"{prefix}.{NAMES[leaf]}.{kind}": whole}
+    if leaf in table and kind in ("weight", "bias"):
+        return {f"{prefix}.{table[leaf]}.{kind}": whole}
     if leaf in STACKED and kind == "weight" and len(info.shape) == 3:
         experts, rows, _ = info.shape
         prefix = f"{prefix}.mlp.experts"
@@ -431,23 +455,21 @@ def slices_of(name: str, info: TensorInfo) -> dict[str, tuple[int, int]]:
     return {}
 
 
-def places(folder: Path) -> tuple[Path, dict[str, tuple[TensorInfo, int, int, int]]]:
-    """(the GGUF file of the folder, Hugging Face's name → (tensor, first row, rows, heads)).
-
-    heads: the number of heads of a matrix with permuted rows, else 0. llama.cpp permutes rows so
-    that the pairs that RoPE rotates are adjacent.
-    """
+def places(folder: Path) -> tuple[Path, dict[str, Rows]]:
+    """(the GGUF file of the folder, Hugging Face's name → place of the values)."""
     path = Path(str(read_object(folder / POINTER).get("path")))
     if not path.is_file():
         raise CheckpointError(f"{path} is gone: {folder} holds its tokenizer and config only")
     found = read_gguf(path)
     config = read_object(folder / "config.json")
+    kind = config["model_type"]
     heads = {}
-    if config["model_type"] == "llama":
+    if kind in gguf_layers.PERMUTED:
         heads["q_proj"] = config["num_attention_heads"]
         heads["k_proj"] = config["num_key_value_heads"]
     tensors = {}
     for name, place in names_of(found, config).items():
         leaf = name.split(".")[-2]
-        tensors[name] = (*place, heads.get(leaf, 0))
+        shift = gguf_layers.norm_shift(kind, name)
+        tensors[name] = place._replace(heads=heads.get(leaf, 0), shift=shift)
     return path, tensors

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from . import names, readable
+from . import gguf_layers, names, readable
 from .gguf_model import (
     ENDS,
     FAMILY_OF,
@@ -45,7 +45,6 @@ from .strict import CheckpointError, quote
 from .writing import check_shapes
 
 ARCHITECTURES = {family: name for name, family in FAMILY_OF.items()}
-THEIR_NAMES = {ours: theirs for theirs, ours in (NAMES | ENDS).items()}
 THEIR_STACKS = {ours: theirs for theirs, ours in STACKED.items()}
 Tensors = Mapping[str, "torch.Tensor | Entry"]
 CPU = torch.device("cpu")
@@ -254,9 +253,10 @@ def config_keys(config: dict[str, Any]) -> dict[str, Any]:
     found["attention.value_length"] = config["head_dim"]
     found["rope.dimension_count"] = config["head_dim"]
     found["vocab_size"] = config["vocab_size"]
-    rope = config["rope_parameters"]
+    rope = gguf_layers.full_rope(config)
     if rope["rope_type"] == "yarn":
         found |= yarn_keys(rope)
+    found |= gguf_layers.layer_keys(config)
     return {f"{architecture}.{key}": value for key, value in found.items()}
 
 
@@ -273,7 +273,7 @@ def check_config(config: dict[str, Any]) -> None:
                 f"{ARCHITECTURES[kind]} it is always {quote(value)}",
                 HINT,
             )
-    rope = config["rope_parameters"]
+    rope = gguf_layers.full_rope(config)
     if rope["rope_type"] == "yarn" and not rope.get("truncate", True):
         raise CheckpointError(
             "config.json: YaRN with truncate false has no key in a GGUF file", HINT
@@ -323,31 +323,33 @@ def yarn_keys(rope: dict[str, Any]) -> dict[str, Any]:
 def places(config: dict[str, Any], shapes: Mapping[str, Shape]) -> list[Place]:
     """The tensors of the file in its order. The matrices of the experts of a layer are stacked."""
     sources: dict[str, list[str]] = {}
+    table = NAMES | gguf_layers.norms(config["model_type"]) | ENDS
+    theirs = {ours: their for their, ours in table.items()}
     for source in shapes:
-        sources.setdefault(their_name(source), []).append(source)
+        sources.setdefault(their_name(source, theirs), []).append(source)
     found = []
     for name, held in sources.items():
         shape = shapes[held[0]]
         if name.split(".")[-2] in STACKED:
             shape = (len(held), *shape)
         found.append(Place(name, shape, tuple(held)))
-    if config["rope_parameters"]["rope_type"] == "llama3":
+    if gguf_layers.full_rope(config)["rope_type"] == "llama3":
         found.append(Place(ROPE_FACTORS, (config["head_dim"] // 2,), ()))
     return found
 
 
-def their_name(name: str) -> str:
+def their_name(name: str, theirs: Mapping[str, str]) -> str:
     """model.layers.3.self_attn.q_proj.weight → blk.3.attn_q.weight
 
     The matrices of all experts of a layer have one name.
     """
     part, kind = name.rsplit(".", 1)
-    if part in THEIR_NAMES:
-        return f"{THEIR_NAMES[part]}.{kind}"
+    if part in theirs:
+        return f"{theirs[part]}.{kind}"
     _, _, layer, leaf = part.split(".", 3)
     if leaf.startswith("mlp.experts."):
         return f"blk.{layer}.{THEIR_STACKS[leaf.rsplit('.', 1)[1]]}.{kind}"
-    return f"blk.{layer}.{THEIR_NAMES[leaf]}.{kind}"
+    return f"blk.{layer}.{theirs[leaf]}.{kind}"
 
 
 def data(place: Place, config: dict[str, Any], tensors: Tensors, type_: str) -> Any:
@@ -361,6 +363,9 @@ def data(place: Place, config: dict[str, Any], tensors: Tensors, type_: str) -> 
     parts = []
     for source in place.sources:
         tensor = permuted(source, values(tensors[source]), config)
+        shift = gguf_layers.norm_shift(config["model_type"], source)
+        if shift:
+            tensor = tensor.float() + shift
         parts.append(encode(source, tensor, type_))
     if len(parts) == 1:
         return parts[0]
@@ -382,7 +387,7 @@ def permuted(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> torch.T
     """
     fields = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     field = fields.get(name.split(".")[-2])
-    if config["model_type"] != "llama" or field is None:
+    if config["model_type"] not in gguf_layers.PERMUTED or field is None:
         return tensor
     heads = config[field]
     D = config["head_dim"]

@@ -22,8 +22,7 @@ from weakref import WeakValueDictionary
 import numpy
 import torch
 
-from .gguf_file import TensorInfo
-from .gguf_model import POINTER, places
+from .gguf_model import POINTER, Rows, places
 from .names import HEAD, INDEX, SINGLE, read_weight_map
 from .prefetch import Prefetch
 from .strict import LIMITS, CheckpointError, parse_object, quote
@@ -179,39 +178,41 @@ class Entry:
 
 @dataclass(frozen=True)
 class GgufEntry(Entry):
-    """Rows of a tensor in a GGUF file that are quantized or permuted.
+    """Rows of a tensor in a GGUF file that are quantized, permuted or shifted.
 
-    llama.cpp permutes the rows of Llama's q and k so that the pairs that RoPE rotates are adjacent.
+    llama.cpp permutes the rows of Llama's q and k so that the pairs that RoPE rotates are adjacent,
+    and adds 1 to Gemma's norms.
     """
 
     type: Any = None  # gguf.GGMLQuantizationType
     heads: int = 0  # number of heads if the rows are permuted, else 0
+    shift: float = 0.0  # what the file adds to each value
 
     @classmethod
-    def of(
-        cls, path: Path, name: str, info: TensorInfo, first: int, rows: int, heads: int
-    ) -> Entry:
-        """`rows` rows from row `first` on. An Entry if they are neither quantized nor permuted."""
+    def of(cls, path: Path, name: str, place: Rows) -> Entry:
+        """The rows at `place`. An Entry if they are as the model has them."""
+        info, first, rows, heads, shift = place
         dtype = STORED.get(info.type.name, torch.float32)
         shape = info.shape
         row_bytes = info.nbytes // rows
         if len(info.shape) > 1:
             shape = (rows, info.shape[-1])
             row_bytes = info.nbytes // math.prod(info.shape[:-1])
-        place = (path, name, dtype, shape, info.start + first * row_bytes, rows * row_bytes)
+        start = info.start + first * row_bytes
+        nbytes = rows * row_bytes
         if heads and rows % (2 * heads):
             raise CheckpointError(
                 f"{path}: tensor {quote(name)} has {rows:,} rows, no pairs for {heads} heads"
             )
-        if info.type.name in STORED and not heads:
-            return Entry(*place)
+        if info.type.name in STORED and not heads and not shift:
+            return Entry(path, name, dtype, shape, start, nbytes)
         if not dequantizes(info.type):
             raise CheckpointError(
                 f"{path}: tensor {quote(name)} has type {info.type.name}, which the gguf package "
                 "does not turn into numbers",
                 "take a file with other quantization",
             )
-        return cls(*place, info.type, heads)
+        return cls(path, name, dtype, shape, start, nbytes, info.type, heads, shift)
 
     as_stored = False
 
@@ -248,7 +249,7 @@ class GgufEntry(Entry):
         blocks = numpy.memmap(self.path, numpy.uint8, "r", self.start, (rows, self.nbytes // rows))
         for first in range(0, rows, step):
             numbers = gguf.quants.dequantize(blocks[first : first + step], self.type)
-            values = torch.from_numpy(numbers.copy())
+            values = torch.from_numpy(numbers - numpy.float32(self.shift))
             if self.heads:  # (heads,D/2,2,K) → (heads,2,D/2,K)
                 values = values.view(-1, unit // 2, 2, width).transpose(1, 2)
             yield first * width, values.reshape(-1)
@@ -297,7 +298,7 @@ def read_entries(folder: Path, tied: bool = True) -> dict[str, Entry]:
     if (folder / POINTER).is_file():
         path, tensors = places(folder)
         found: dict[str, Entry] = {
-            name: GgufEntry.of(path, name, *place) for name, place in tensors.items()
+            name: GgufEntry.of(path, name, place) for name, place in tensors.items()
         }
         return with_mappings(found)
     files, weight_map = weight_files(folder)

@@ -52,9 +52,16 @@ def read(
             f"{folder} is no GGUF file: its weights are numbers, there is nothing to dequantize",
             hint="load it without `read`",
         )
+    config = Config.from_dict(fields)
+    if config.family.own_parts:
+        raise ConfigError(
+            f"{config.family.title} has layers of its own kinds, which no kernel computes over "
+            "blocks of a GGUF file",
+            hint="dequantize them: load without `read`, or --dequantize",
+        )
     watch(torch.get_num_threads())
     state, blocks = weights_loader.read_blocks(folder, fields, dtype, device, SIZES)
-    model = assembled(Config.from_dict(fields), state, blocks, dtype)
+    model = assembled(config, state, blocks, dtype)
     if check_finite:
         refuse_unfinite(folder, model, state)
     return model

@@ -39,7 +39,15 @@ SHAPES = {
         }
     },
 }
-ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
+ARCHITECTURES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+    "smollm3": "smollm3",
+    "olmo3": "olmo2",
+    "gemma3_text": "gemma3",
+}
 LEAVES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -53,6 +61,17 @@ LEAVES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
+}
+OWN_NORMS = {
+    "olmo3": {
+        "post_attention_layernorm": "post_attention_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+    },
+    "gemma3_text": {
+        "post_attention_layernorm": "post_attention_norm",
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+    },
 }
 ENDS = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -90,6 +109,8 @@ def write_gguf(path, reference, tokenizer_folder=None, kind: str = "F32", change
 
 def metadata(config, architecture: str) -> dict:
     heads = config.num_attention_heads
+    both = config.rope_parameters
+    rope = both.get("full_attention", both)
     found = {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
@@ -99,12 +120,11 @@ def metadata(config, architecture: str) -> dict:
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": getattr(config, "head_dim", None) or config.hidden_size // heads,
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        "rope.freq_base": float(rope["rope_theta"]),
         "vocab_size": config.vocab_size,
     }
     found["attention.value_length"] = found["rope.dimension_count"] = found["attention.key_length"]
-    if config.rope_parameters["rope_type"] == "yarn":
-        rope = config.rope_parameters
+    if rope["rope_type"] == "yarn":
         found |= {
             "rope.scaling.type": "yarn",
             "rope.scaling.factor": rope["factor"],
@@ -116,6 +136,11 @@ def metadata(config, architecture: str) -> dict:
             "expert_used_count": config.num_experts_per_tok,
             "expert_feed_forward_length": config.moe_intermediate_size,
         }
+    if architecture in ("olmo2", "gemma3"):
+        found["attention.sliding_window"] = config.sliding_window
+    if architecture == "olmo2":
+        windows = [kind == "sliding_attention" for kind in config.layer_types]
+        found["attention.sliding_window_pattern"] = windows
     return {f"{architecture}.{key}": value for key, value in found.items()}
 
 
@@ -141,7 +166,8 @@ def tokenizer(folder) -> dict:
 
 
 def arrays(reference) -> dict:
-    """GGUF name → fp32 array, as convert_hf_to_gguf.py arranges them: q and k of Llama permuted, experts stacked."""
+    """GGUF name → fp32 array, as convert_hf_to_gguf.py arranges them: q and k of Llama and SmolLM3 permuted, experts
+    stacked, 1 added to Gemma's norms."""
     config, found = reference.config, {}
     state = {}
     for name, tensor in reference.state_dict().items():
@@ -152,6 +178,8 @@ def arrays(reference) -> dict:
     stacks = {}
     for name, tensor in state.items():
         array = tensor.float().numpy()
+        if config.model_type == "gemma3_text" and name.endswith("norm.weight"):
+            array = array + np.float32(1)
         if name in ENDS:
             found[ENDS[name]] = array
             continue
@@ -160,13 +188,13 @@ def arrays(reference) -> dict:
         if part.startswith("mlp.experts."):
             stacks.setdefault((layer, part.rsplit(".", 1)[1]), []).append(array)
             continue
-        leaf = LEAVES[part]
-        if config.model_type == "llama" and leaf in heads:
+        leaf = (LEAVES | OWN_NORMS.get(config.model_type, {}))[part]
+        if config.model_type in ("llama", "smollm3") and leaf in heads:
             array = permuted(array, heads[leaf])
         found[f"blk.{layer}.{leaf}.{kind}"] = array
     for (layer, part), experts in stacks.items():
         found[f"blk.{layer}.ffn_{part.removesuffix('_proj')}_exps.weight"] = np.stack(experts)
-    if config.rope_parameters["rope_type"] == "llama3":
+    if config.rope_parameters.get("rope_type") == "llama3":
         found["rope_freqs.weight"] = rope_factors(reference)
     return found
 

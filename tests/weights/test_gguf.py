@@ -251,7 +251,8 @@ def test_without_a_folder_that_can_be_written(make, monkeypatch, tmp_path):
     ("key", "value", "words"),
     [
         ("split.count", 3, "one of 3 files"),
-        ("tokenizer.ggml.model", "llama", "byte-level BPE"),
+        ("tokenizer.ggml.model", "t5", "byte-level BPE"),
+        ("tokenizer.ggml.model", "llama", "add_space_prefix"),
         ("tokenizer.ggml.pre", "kimi-k2", "kimi-k2"),
         ("tokenizer.ggml.pre", "default", "default"),
         ("tokenizer.ggml.pre", None, "tokenizer.ggml.pre"),
@@ -503,12 +504,12 @@ def test_rules_by_hand():
 
 
 def test_another_architecture(tmp_path):
-    writer = gguf.GGUFWriter(str(tmp_path / "x.gguf"), "gemma3")
+    writer = gguf.GGUFWriter(str(tmp_path / "x.gguf"), "gemma2")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(CheckpointError, match=r'general\.architecture is "gemma3"'):
+    with pytest.raises(CheckpointError, match=r'general\.architecture is "gemma2"'):
         nanokv.load(tmp_path / "x.gguf")
 
 
