@@ -19,7 +19,7 @@ from nanokv.text.tokenizer import Tokenizer
 from weights_loader.gguf_model import POINTER, places
 from weights_loader.gguf_types import PLAIN
 from weights_loader.gguf_vocabulary import Vocabulary
-from weights_loader.gguf_writing import write_gguf
+from weights_loader.gguf_writing import ARCHITECTURES, write_gguf
 
 CPU = torch.device("cpu")
 
@@ -62,15 +62,20 @@ def vocabulary(tokenizer: Tokenizer, ends: tuple[int, ...]) -> Vocabulary:
 def unreadable_elsewhere(config: Config) -> str:
     """Why llama.cpp refuses a file with this config, or "".
 
-    Its qwen2 reads q as (C,C), whatever attention.key_length says (llama-model.cpp).
+    Its qwen2 and olmo2 read q as (C,C), whatever attention.key_length says, and its olmo2 demands
+    a head of its own (llama-model.cpp, olmo2.cpp).
     """
     heads, D, C = config.num_attention_heads, config.head_dim, config.hidden_size
-    if config.model_type != "qwen2" or heads * D == C:
+    if config.model_type not in ("qwen2", "olmo3"):
         return ""
-    return (
-        f"llama.cpp refuses this file: in its qwen2 {heads} heads have {C} dimensions together, "
-        f"here {heads * D}"
-    )
+    if heads * D != C:
+        return (
+            f"llama.cpp refuses this file: in its {ARCHITECTURES[config.model_type]} {heads} heads "
+            f"have {C} dimensions together, here {heads * D}"
+        )
+    if config.model_type == "olmo3" and config.tie_word_embeddings:
+        return "llama.cpp refuses this file: its olmo2 has a head that is not tied"
+    return ""
 
 
 def quantized_types(folder: Path) -> str:

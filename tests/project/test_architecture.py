@@ -57,7 +57,9 @@ LAYERS = [
     {"nanokv.fast", "nanokv.parallel", "nanokv.export"},
     {"nanokv.inference", "nanokv.loading"},
     {"nanokv.cache"},
+    {"nanokv.layer_kinds"},  # nanokv.model imports it by name, for the families that need it
     {"nanokv.model", "nanokv.costs"},
+    {"nanokv.windows"},
     {"nanokv.checkpoint"},
     {
         "nanokv.rope",
@@ -69,6 +71,7 @@ LAYERS = [
     {"nanokv.backends"},
     {"nanokv.config"},
     {"nanokv.config_file"},
+    {"nanokv.config_layers"},
     {"nanokv.support"},
     {"nanokv.errors"},
     {"weights_loader"},
@@ -109,6 +112,7 @@ ONLY = {
         "weights_loader",
         ("nanokv.support.device_memory", "full_memory"),
         ("nanokv.attention", "causal_mask"),
+        ("nanokv.windows", "within"),
         # A policy of an evicting cache may compute attention itself.
         *(("nanokv.attention", name) for name in ("Causal", "Decode", "Masked", "is_causal")),
         # Sinks move: their keys are turned on.

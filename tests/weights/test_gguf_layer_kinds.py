@@ -10,11 +10,12 @@ import torch
 import nanokv
 import weights_loader
 from gguf_files import write_gguf
+from nanokv.config import Config
 from nanokv.errors import ConfigError, NanoKVError
-from nanokv.export import export_gguf
+from nanokv.export import export_gguf, unreadable_elsewhere
 from nanokv.fast import stored
 from nanokv.inference import score
-from oracle import LAYERED, gap, random_ids, reference_logits, tiny_reference
+from oracle import LAYERED, gap, random_ids, reference_logits, tiny_config, tiny_reference
 from tiny_checkpoint import write_tokenizer
 from weights_loader import CheckpointError
 from weights_loader.gguf_file import read_gguf
@@ -182,3 +183,18 @@ def test_no_kernel_computes_their_blocks(tmp_path):
     _, path = converted("smollm3", tmp_path)
     with pytest.raises(ConfigError, match="SmolLM3 has layers of its own kinds"):
         nanokv.load(path, dtype=torch.float32, read=stored.read)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, ""),
+        ({"head_dim": 32}, "64 dimensions together, here 128"),
+        ({"tie_word_embeddings": True}, "not tied"),
+    ],
+)
+def test_a_file_that_llama_cpp_refuses_is_named(changes, words):
+    """OLMo 3: llama.cpp's olmo2 has heads of C / H dimensions and a head of its own."""
+    fields = tiny_config(**SHAPES["olmo3"]).to_dict() | changes
+    found = unreadable_elsewhere(Config.from_dict(fields))
+    assert words in found and bool(words) == bool(found)
