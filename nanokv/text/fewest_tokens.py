@@ -70,7 +70,7 @@ def keeps_all_bytes(backend: tokenizers.Tokenizer, spelling: ByteLevel | Spaced)
     added = backend.get_added_tokens_decoder().values()
     if any(token.lstrip or token.rstrip for token in added):
         return False
-    if any(backend.token_to_id(token) is None for token in spelling.bytes):
+    if any(backend.token_to_id(token) is None for token in spelling.single):
         return False
     if backend.pre_tokenizer is None:
         return not spelling.split

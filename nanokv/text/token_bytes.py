@@ -34,7 +34,7 @@ TABLE = {ord(character): byte for character, byte in BYTE_OF.items()}
 class ByteLevel:
     """GPT-2 and relatives: every token of the vocabulary is a run of bytes."""
 
-    bytes = tuple(BYTE_OF)  # the tokens that stand for single bytes
+    single = tuple(BYTE_OF)  # the tokens that stand for one byte each
     split = True  # a step of the pre-tokenizer turns a text into bytes
 
     def of(self, token: str) -> bytes:
@@ -56,7 +56,7 @@ class ByteLevel:
 class Spaced:
     """SentencePiece: a token is text, with ▁ for a space, or one byte."""
 
-    bytes = BYTES
+    single = BYTES
     split = False
 
     def of(self, token: str) -> bytes:

@@ -19,7 +19,7 @@ SOURCES = sorted(
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 LONGEST_FUNCTION = 40  # lines with its signature, without its docstring: one screen
 LONGER = {"paged_attention_kernel"}  # one loop, compiled as one program
-LONGEST_MODEL = 210  # one thing per line; and no file beside it but rope.py and recurrent.py
+LONGEST_MODEL = 230  # one thing per line; and no file beside it but rope.py and recurrent.py
 FLAGS = re.compile("add_(.*_)?arguments")  # of a command: a list, one flag after another
 MARKS = 25  # of which five are this file's own examples
 

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
+from transformers import GemmaTokenizer
 
 from nanokv.errors import TokenizerError
 from nanokv.text.tokenizer import StreamDecoder, Tokenizer
@@ -110,6 +111,20 @@ def test_the_files_survive_writing(tokenizer, tmp_path):
     tokenizer.write_files(tmp_path)
     again = Tokenizer.from_folder(tmp_path)
     assert again.encode(" the é\n") == tokenizer.encode(" the é\n")
+
+
+def test_the_file_that_transformers_writes_is_read(tmp_path):
+    """GemmaTokenizer's, which has a Split at spaces and an unknown token too."""
+    model = files()["model"]
+    vocab = model["vocab"] | {"<unk>": len(TOKENS), "<mask>": len(TOKENS) + 1}
+    theirs = GemmaTokenizer(vocab=vocab, merges=[tuple(pair) for pair in model["merges"]])
+    theirs.save_pretrained(tmp_path)
+    ours = Tokenizer.from_folder(tmp_path)
+    for text in ("a b ab", " the thing", "é 🙂 xyz", "<bos>in<eos>", "aba " * 9):
+        ids = ours.encode(text)
+        assert ids == theirs.encode(text, add_special_tokens=False)
+        assert ours.decode(ids) == theirs.decode(ids)
+        assert ours.fewest_tokens(text) <= len(ids)
 
 
 @pytest.mark.parametrize(

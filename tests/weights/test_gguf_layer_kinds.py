@@ -103,8 +103,8 @@ def test_written_keys_and_tensors_are_those_of_the_converter(name, tmp_path):
 
 @pytest.mark.parametrize("name", [*CONVERTED, "gemma3-all"])
 def test_llama_cpp_has_the_same_probabilities(name, tmp_path):
-    """Where it is installed. Its cache is in fp16, and so is its table of GELU. Another window, base or scale of a norm
-    changes them by more than 1."""
+    """Where it is installed. Its cache is in fp16, and so is its table of GELU. A window longer by one changes them by
+    more than 1, another RoPE base by more than 0.1 (Gemma 3: by 1)."""
     llama_cpp = pytest.importorskip(
         "llama_cpp", reason="llama-cpp-python is not installed (pip install nanokv[bench])"
     )
@@ -114,7 +114,7 @@ def test_llama_cpp_has_the_same_probabilities(name, tmp_path):
     llama = llama_cpp.Llama(str(path), n_ctx=64, logits_all=True, verbose=False, n_threads=1)
     llama.eval(ids[0].tolist())
     theirs = torch.tensor(np.array(llama.scores[:40])).log_softmax(-1)
-    assert gap(score(model, ids)[0].log_softmax(-1), theirs) <= 0.1
+    assert gap(score(model, ids)[0].log_softmax(-1), theirs) <= (0.1 if "gemma" in name else 0.01)
 
 
 def test_a_bf16_norm_comes_back_to_the_bit(tmp_path):

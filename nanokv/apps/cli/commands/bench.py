@@ -650,6 +650,10 @@ def runnable(given: BenchOptions, loaded: Loaded, weights: list[str]) -> list[st
     """
     if given.weights:
         return weights
+    family = loaded.model.config.family
+    if family.own_parts:
+        terminal.warning(f"plain only: no kernels for {family.title}")
+        return ["plain"]
     if not loaded.device.startswith("cuda"):
         from nanokv.fast import native
         from weights_loader import stored_matrices

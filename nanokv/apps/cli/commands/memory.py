@@ -188,6 +188,8 @@ def stored_size(model: ModelOptions, config: Config, dtype: str) -> int | None:
     on_cpu = model.device in ("auto", "cpu")
     if model.source in FAMILY | MIXTURES or dtype == "float16" or not on_cpu:
         return None
+    if config.family.own_parts:
+        return None
     import weights_loader
 
     path = weights_loader.config_file(model.source, model.revision)

@@ -154,7 +154,7 @@ def in_file(found: inventory.Found) -> Model:
         config = Config.from_dict(fields)
         count = parameters(config)
         memory = count * ITEMSIZE[config.torch_dtype]
-        if speed.with_blocks(matrices):
+        if speed.with_blocks(matrices) and not config.family.own_parts:
             stored = speed.stored_bytes(matrices, config, ITEMSIZE[config.torch_dtype])
     except (NanoKVError, CheckpointError, OSError) as error:
         problem = str(error)
