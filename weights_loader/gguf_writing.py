@@ -12,6 +12,7 @@ of Llama's q and k, stacked experts, vectors and routers in fp32). The header is
 `gguf` package.
 """
 
+import functools
 import glob
 import math
 import os
@@ -323,10 +324,9 @@ def yarn_keys(rope: dict[str, Any]) -> dict[str, Any]:
 def places(config: dict[str, Any], shapes: Mapping[str, Shape]) -> list[Place]:
     """The tensors of the file in its order. The matrices of the experts of a layer are stacked."""
     sources: dict[str, list[str]] = {}
-    table = NAMES | gguf_layers.norms(config["model_type"]) | ENDS
-    theirs = {ours: their for their, ours in table.items()}
     for source in shapes:
-        sources.setdefault(their_name(source, theirs), []).append(source)
+        name = their_name(source, config["model_type"])
+        sources.setdefault(name, []).append(source)
     found = []
     for name, held in sources.items():
         shape = shapes[held[0]]
@@ -338,11 +338,19 @@ def places(config: dict[str, Any], shapes: Mapping[str, Shape]) -> list[Place]:
     return found
 
 
-def their_name(name: str, theirs: Mapping[str, str]) -> str:
+@functools.cache
+def their_names(model_type: str) -> Mapping[str, str]:
+    """Our name → theirs, of the tensors outside layers and of those of a layer."""
+    table = NAMES | gguf_layers.norms(model_type) | ENDS
+    return {ours: theirs for theirs, ours in table.items()}
+
+
+def their_name(name: str, model_type: str) -> str:
     """model.layers.3.self_attn.q_proj.weight → blk.3.attn_q.weight
 
     The matrices of all experts of a layer have one name.
     """
+    theirs = their_names(model_type)
     part, kind = name.rsplit(".", 1)
     if part in theirs:
         return f"{theirs[part]}.{kind}"

@@ -263,7 +263,7 @@ def test_gguf_holds_the_same_weights_under_their_names(tmp_path):
     reader = GGUFReader(gguf.write(model, tmp_path / "model.gguf"))
     found = {tensor.name: tensor for tensor in reader.tensors}
     state = model.state_dict()
-    theirs_of = {name: their_name(to_hugging_face(name)) for name in state}
+    theirs_of = {name: their_name(to_hugging_face(name), "qwen3") for name in state}
     assert set(found) == set(theirs_of.values())
     for name, tensor in state.items():
         theirs = found[theirs_of[name]]

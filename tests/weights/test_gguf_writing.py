@@ -158,7 +158,7 @@ def test_the_file_holds_what_the_package_makes_of_each_matrix(type_name, save, t
     state = reference.state_dict()
     assert len(found) == len(state)
     for name, tensor in state.items():
-        type_, ours = found[gguf_writing.their_name(name)]
+        type_, ours = found[gguf_writing.their_name(name, "llama")]
         tensor = gguf_writing.permuted(name, tensor, reference.config.to_dict())
         if type_.endswith("_K"):  # the package cannot make it
             error = {"Q4_K": 0.1, "Q6_K": 0.03}[type_]
