@@ -15,8 +15,9 @@ A fast kernel may replace exactly these classes, and only if it honours all thei
 callable, including a subclass, is called unchanged.
 
 cache/packed.py has a fourth class (several sequences end to end), parallel/merge.py a fifth (keys
-split between ranks), windows.py a sixth (layers that see only the newest positions). A first
-reading may skip `row_blocks`, `visible` and `Decode.lengths`.
+split between ranks), windows.py a sixth (layers that see only the newest positions), sinks.py a
+seventh (a score beside the keys'). A first reading may skip `row_blocks`, `visible` and
+`Decode.lengths`.
 """
 
 import functools
@@ -30,6 +31,7 @@ from nanokv import backends
 from nanokv.errors import CacheError
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v → y
+Rows = tuple[int, int]  # the queries a … b−1 of T
 
 
 class Causal:
@@ -59,9 +61,12 @@ class Causal:
             parts.append(prefill_attention(queries, keys, values, mask))  # (B,H,b−a,D)
         return torch.cat(parts, 2)  # (B,H,T,D)
 
-    def visible(self, T: int, S: int, device: torch.device) -> Tensor | None:
-        """What each query sees of the last S keys, bool (T,S); None: all."""
-        return causal_mask(T, S, device)
+    def visible(self, rows: Rows, T: int, S: int, device: torch.device) -> Tensor | None:
+        """What these of T queries see of the last S keys, bool (rows,S); None: all."""
+        a, b = rows
+        position = torch.arange(S, device=device)  # (S,)
+        query = torch.arange(S - T + a, S - T + b, device=device)[:, None]  # (rows,1)
+        return None if T == 1 else position <= query
 
     def check(self, T: int, S: int) -> None:
         """CacheError if S is less than T, or not the number that the cache announced."""
@@ -92,9 +97,9 @@ class Masked:
         parts = [prefill_attention(q[:, :, a:b], k, v, mask[..., a:b, :]) for a, b in blocks]
         return torch.cat(parts, 2)  # (B,H,T,D)
 
-    def visible(self, T: int, S: int, device: torch.device) -> Tensor | None:
-        """What each query sees of the last S keys, bool (…,T or 1,S); None: all."""
-        return last_keys(self.mask, S, device)
+    def visible(self, rows: Rows, T: int, S: int, device: torch.device) -> Tensor | None:
+        """What these of T queries see of the last S keys, bool (…,rows or 1,S); None: all."""
+        return last_keys(self.mask, rows, S, device)
 
 
 class Decode:
@@ -122,9 +127,9 @@ class Decode:
             self.mask = self.mask.to(q.device)  # once, for all layers
         return decode_attention(q, k, v, self.mask)
 
-    def visible(self, T: int, S: int, device: torch.device) -> Tensor | None:
-        """What each query sees of the last S keys, bool (…,1,S); None: all."""
-        return last_keys(self.mask, S, device)
+    def visible(self, rows: Rows, T: int, S: int, device: torch.device) -> Tensor | None:
+        """What the query sees of the last S keys, bool (…,1,S); None: all."""
+        return last_keys(self.mask, rows, S, device)
 
     @functools.cached_property
     def lengths(self) -> Tensor | None:
@@ -142,10 +147,12 @@ class Decode:
         return lengths
 
 
-def last_keys(mask: Tensor | None, S: int, device: torch.device) -> Tensor | None:
-    """The columns of the last S keys, (…,S) on this device."""
+def last_keys(mask: Tensor | None, rows: Rows, S: int, device: torch.device) -> Tensor | None:
+    """These rows of a mask and the columns of the last S keys, (…,rows or 1,S) on this device."""
     if mask is None:
         return None
+    if mask.shape[-2] > 1:  # one row may serve all queries
+        mask = mask[..., rows[0] : rows[1], :]
     return mask[..., -S:].to(device)
 
 

@@ -55,6 +55,7 @@ READ = names.SIZES.keys() | {
     "model_type",
 }
 READ_EXPERTS = names.EXPERT_SIZES.keys() | {"norm_topk_prob", "mlp_only_layers"}
+READ_STACKED = {"num_experts", "num_experts_per_tok"}
 SILU = ("silu", "swish")  # two names for the same function
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 SOME = {  # fields that change the maths, with the values that this model implements
@@ -75,6 +76,8 @@ SOME = {  # fields that change the maths, with the values that this model implem
     "topk_group": (1, 0),
     "moe_layer_freq": (1,),
 }
+# Where the published checkpoint is quantized: what to take instead.
+BF16 = {"gpt_oss": "take a checkpoint in bf16, such as unsloth/gpt-oss-20b-BF16"}
 QUANTIZED = re.compile("(quantization|compression)(_config)?")  # tensors are not plain numbers
 # Fields for sampling, training, labels and bookkeeping. The logits do not depend on them.
 HARMLESS = frozenset(
@@ -206,7 +209,7 @@ def model_fields(fields: dict) -> dict[str, Any]:
         "tie_word_embeddings": _flag(fields, "tie_word_embeddings", family.tied),
         "torch_dtype": dtype_of(fields),
         "model_type": family.model_type,
-        "experts": _experts(fields, sizes) if family.experts else None,
+        "experts": _experts(fields, sizes, family) if family.experts else None,
         **layers,
     }
 
@@ -227,6 +230,9 @@ def written(fields: dict, family: families.Family) -> dict:
         del fields["attention_bias"]
     if experts:
         experts["mlp_only_layers"] = list(experts["mlp_only_layers"])
+    if experts and family.stacked:
+        chosen = experts["num_experts_per_tok"]
+        experts = {"num_local_experts": experts["num_experts"], "num_experts_per_tok": chosen}
     return {
         "architectures": [family.architecture],
         "hidden_act": family.activation,
@@ -350,7 +356,7 @@ def _refuse_unimplemented(fields: dict, family: families.Family) -> None:
     _check_layer_types(fields, family)
     in_tables = READ | some.keys() | HARMLESS | config_layers.read_by(family)
     if family.experts:
-        in_tables |= READ_EXPERTS
+        in_tables |= READ_STACKED if family.stacked else READ_EXPERTS
     for name, value in fields.items():
         if name not in in_tables and not HARMLESS_NAMES.fullmatch(name) and not is_off(name, value):
             _refuse_unknown(name, value, family)
@@ -406,7 +412,22 @@ def _values_of_family(fields: dict, family: families.Family) -> dict[str, tuple]
         values["sliding_window"] = (None,)
     if family.activation != "silu":
         values |= dict.fromkeys(ACTIVATIONS, (family.activation,))
+    if family.model_type == "gpt_oss":
+        values |= _values_of_gpt_oss(fields)
     return values
+
+
+def _values_of_gpt_oss(fields: dict) -> dict[str, tuple]:
+    """The constants of its experts, biases, and its config's second names of two fields."""
+    rope = _rope_object(fields, "rope_parameters") | _rope_object(fields, "rope_scaling")
+    original = "original_max_position_embeddings"
+    return {
+        "attention_bias": (True,),
+        "swiglu_alpha": (1.702,),
+        "swiglu_limit": (7.0,),
+        "experts_per_token": (fields.get("num_experts_per_tok"),),
+        "initial_context_length": (fields.get(original) or rope.get(original, 4096),),
+    }
 
 
 def _refuse_unknown(name: str, value: object, family: families.Family):
@@ -414,7 +435,7 @@ def _refuse_unknown(name: str, value: object, family: families.Family):
     if QUANTIZED.fullmatch(name):
         raise UnimplementedError(
             f"{label} {shown(value)} is not implemented: the checkpoint is quantized",
-            hint="take the original in bf16, or a GGUF file",
+            hint=BF16.get(family.model_type, "take the original in bf16, or a GGUF file"),
         )
     if ALWAYS.fullmatch(name):
         raise UnimplementedError(
@@ -590,10 +611,11 @@ def _llama3(fields: dict, rope: dict) -> dict[str, Any]:
     }
 
 
-def _experts(fields: dict, sizes: dict[str, int]) -> dict[str, Any]:
+def _experts(fields: dict, sizes: dict[str, int], family: families.Family) -> dict[str, Any]:
     return {
         **{name: sizes[name] for name in names.EXPERT_SIZES},
-        "norm_topk_prob": _flag(fields, "norm_topk_prob"),
+        # A softmax over the chosen experts alone is one over all, scaled to a sum of 1.
+        "norm_topk_prob": family.stacked or _flag(fields, "norm_topk_prob"),
         "mlp_only_layers": tuple(fields.get("mlp_only_layers") or ()),
     }
 

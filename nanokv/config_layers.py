@@ -1,6 +1,6 @@
 """The fields of a config.json that make layers differ: windows, layers without RoPE, two bases.
 
-Defaults are those of the config classes of transformers 5.23 (smollm3, olmo3, gemma3).
+Defaults are those of the config classes of transformers 5.23 (smollm3, olmo3, gemma3, gpt_oss).
 """
 
 from typing import Any
@@ -67,7 +67,8 @@ def layer_fields(fields: dict, family: Family, layers: int) -> dict[str, Any]:
         found["sliding_window"] = _whole(
             {"sliding_window": family.window} | fields, "sliding_window"
         )
-    found["local_rope_theta"] = _local_theta(fields, family)
+    if family.local_theta:
+        found["local_rope_theta"] = _local_theta(fields, family)
     if family.query_scale:
         scale = _whole(fields, "query_pre_attn_scalar", family.query_scale)
         found["query_pre_attn_scalar"] = scale
@@ -158,8 +159,10 @@ def global_rope(fields: dict, family: Family) -> dict:
             return fields
         kept = {name: value for name, value in rope.items() if name not in OF_STATES}
         return fields | {"rope_parameters": kept, "rope_scaling": None}
+    if not fields.get("rope_parameters") and not fields.get("rope_scaling") and family.rope:
+        return fields | {"rope_parameters": family.rope}
     kinds = by_kind(fields)
-    if not family.full_every or kinds is None:
+    if not family.local_theta or kinds is None:
         return fields
     theta = {} if "rope_theta" in kinds[FULL] else {"rope_theta": family.theta}
     return _without_rope(fields) | {"rope_parameters": kinds[FULL] | theta}
@@ -220,5 +223,7 @@ def written(fields: dict, family: Family, rope: dict) -> dict[str, Any]:
     found["sliding_window"] = fields["sliding_window"]
     if family.query_scale:
         found["query_pre_attn_scalar"] = fields["query_pre_attn_scalar"]
+    if not family.local_theta:
+        return found
     local = {"rope_type": "default", "rope_theta": fields["local_rope_theta"]}
     return found | {"rope_parameters": {FULL: rope, SLIDING: local}}

@@ -4,12 +4,15 @@
     OLMo 3    three of four layers have a window; norms follow attention and MLP
     Gemma 3   five of six layers have a window and their own RoPE base; norms before and after;
               norms scale by 1 + w; embeddings are scaled by sqrt(C)
+    gpt-oss   every second layer has a window; a sink per query head; experts in stacked tensors
 
 Each class is a module of model.py with one difference. Names are Hugging Face's.
-Reference: modeling_smollm3.py, modeling_olmo3.py, modeling_gemma3.py of transformers.
+Reference: modeling_smollm3.py, modeling_olmo3.py, modeling_gemma3.py, modeling_gpt_oss.py of
+transformers.
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +22,8 @@ from nanokv.checkpoint import Attend, Layer
 from nanokv.config import Config
 from nanokv.model import MLP, Attention, Block, RMSNorm
 from nanokv.rope import Rotation
+from nanokv.sinks import with_sinks
+from nanokv.stacked_experts import StackedExperts
 from nanokv.windows import within
 
 # --- attention ------------------------------------------------------------------------------------
@@ -155,6 +160,28 @@ class GemmaBlock(nn.Module):
         y = self.pre_feedforward_layernorm(x)
         y = self.mlp(y)
         return x + self.post_feedforward_layernorm(y)
+
+
+class SinkBlock(nn.Module):
+    """A block whose attention has sinks, and whose MLP is a mixture of experts with biases."""
+
+    def __init__(self, config: Config, layer: int):
+        super().__init__()
+        C = config.hidden_size
+        eps = config.rms_norm_eps
+        self.input_layernorm = WideNorm(C, eps)
+        self.self_attn: Any = attention_of(config, layer)
+        self.self_attn.sinks = nn.Parameter(torch.zeros(config.num_attention_heads))
+        self.post_attention_layernorm = WideNorm(C, eps)
+        experts = config.experts_of(layer)
+        assert experts is not None  # in every layer
+        self.mlp = StackedExperts(C, experts)
+
+    def forward(self, x: Tensor, rope: Rotation, cache: Layer, attend: Attend) -> Tensor:
+        y = self.input_layernorm(x)
+        x = x + self.self_attn(y, rope, cache, with_sinks(attend, self.self_attn.sinks))
+        y = self.post_attention_layernorm(x)
+        return x + self.mlp(y)
 
 
 class ScaledEmbedding(nn.Embedding):

@@ -6,6 +6,7 @@ from nanokv.layer_kinds import (
     OlmoBlock,
     OnePlusNorm,
     ScaledEmbedding,
+    SinkBlock,
     SmolBlock,
     WideNorm,
 )
@@ -14,6 +15,7 @@ from nanokv.model import Parts
 PARTS = {
     "smollm3": Parts(block=SmolBlock),
     "olmo3": Parts(block=OlmoBlock, norm=WideNorm),
+    "gpt_oss": Parts(block=SinkBlock, norm=WideNorm),
     "gemma3_text": Parts(ScaledEmbedding, GemmaBlock, OnePlusNorm),
     "qwen3_5_text": Parts(block=block_of, norm=OnePlusNorm),
 }

@@ -10,9 +10,10 @@ Sources: Beltagy et al. 2020, arXiv 2004.05150; masking_utils.py of transformers
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from nanokv.attention import Attend, decode_attention, prefill_attention, row_blocks
+from nanokv.attention import Attend, Rows, decode_attention, prefill_attention, row_blocks
 
 
 class Window:
@@ -30,7 +31,8 @@ class Window:
         if T == 1:
             k = k[:, :, -self.width :]  # (B,Hk,n,D), n ≤ width
             v = v[:, :, -self.width :]  # (B,Hk,n,D)
-            return decode_attention(q, k, v, self.attend.visible(1, k.shape[2], q.device))
+            mask = self.attend.visible((0, 1), 1, k.shape[2], q.device)
+            return decode_attention(q, k, v, mask)
         blocks = row_blocks(q, k.shape[2])
         parts = [self.block(q[:, :, a:b], k, v, T - b) for a, b in blocks]
         return torch.cat(parts, 2)  # (B,H,T,D)
@@ -48,14 +50,24 @@ class Window:
     def block(self, q: Tensor, k: Tensor, v: Tensor, later: int) -> Tensor:
         """The queries q (B,H,t,D) of a call, which `later` queries follow. → (B,H,t,D)"""
         t = q.shape[2]
-        end = k.shape[2] - later  # no query of this block sees a later key
-        first = max(0, end - t - self.width + 1)
+        T = t + later
+        first, end = self.span((0, t), T, k.shape[2])
         S = end - first
-        mask = band(t, S, self.width, q.device)  # (t,S)
-        visible = self.attend.visible(t + later, S + later, q.device)  # (…,t+later,S+later)
-        if visible is not None:
-            mask = mask & visible[..., :t, :S]  # (…,t,S)
+        mask = self.visible((0, t), T, S + later, q.device)[..., :S]  # (…,t,S)
         return prefill_attention(q, k[:, :, first:end], v[:, :, first:end], mask)
+
+    def span(self, rows: Rows, T: int, S: int) -> tuple[int, int]:
+        """The first of S keys that these of T queries see, and the one after the last."""
+        a, b = rows
+        return max(0, S - T + a - self.width + 1), S - T + b
+
+    def visible(self, rows: Rows, T: int, S: int, device: torch.device) -> Tensor:
+        """What these of T queries see of the last S keys, bool (…,rows,S)."""
+        a, b = rows
+        end = S - T + b  # no query of these sees a later key
+        mask = F.pad(band(b - a, end, self.width, device), (0, S - end))  # (rows,S)
+        seen = self.attend.visible(rows, T, S, device)  # (…,rows or 1,S)
+        return mask if seen is None else mask & seen
 
 
 def within(attend: Attend, width: int) -> Attend:

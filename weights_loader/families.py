@@ -1,11 +1,12 @@
 """The supported model families, and the differences between them that config.json does not state.
 
 Source: the config and attention classes of transformers 5.23 (models/llama, qwen2, qwen3,
-qwen3_moe, smollm3, olmo3, gemma3). A family that differs in more than these fields is not supported: its `model_type`
-raises CheckpointError.
+qwen3_moe, smollm3, olmo3, gemma3, gpt_oss). A family that differs in more than these fields is not
+supported: its `model_type` raises CheckpointError.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from .strict import CheckpointError, quote
 
@@ -21,6 +22,9 @@ class Family:
     qkv_bias: bool | None = None  # None: the field attention_bias decides
     output_bias: bool | None = None  # bias of o_proj; None: the field attention_bias decides
     experts: bool = False  # some layers have a router and experts instead of an MLP
+    # All layers have; all experts of a layer are in one tensor, (E,in,out), with biases.
+    stacked: bool = False
+    sinks: bool = False  # each query head has a learned score in the softmax beside its keys'
     window_switch: bool = True  # sliding_window has no effect without use_sliding_window
     # Every n-th layer sees all positions, the others a window; None: every layer sees all.
     full_every: int | None = None
@@ -33,6 +37,7 @@ class Family:
     tied: bool = False  # tie_word_embeddings where the config has none
     eps: float = 1e-6  # rms_norm_eps where the config has none
     theta: float = 10_000.0  # rope_theta where the config has none
+    rope: dict[str, Any] = field(default_factory=dict)  # rope_parameters where the config has none
     local_theta: float | None = None  # of windowed layers, where the config has none
     query_scale: int | None = None  # query_pre_attn_scalar where the config has none
     own_parts: bool = False  # blocks or norms of nanokv/layer_kinds.py
@@ -136,6 +141,36 @@ FAMILIES = {
             linear_every=4,
             own_parts=True,
             defaults=LINEAR_DEFAULTS | {"num_key_value_heads": 4, "head_dim": 256},
+        ),
+        Family(
+            "gpt_oss",
+            "gpt-oss",
+            "GptOssForCausalLM",
+            qkv_bias=True,
+            output_bias=True,
+            experts=True,
+            stacked=True,
+            sinks=True,
+            window_switch=False,
+            full_every=2,
+            window=128,
+            eps=1e-5,
+            theta=150_000.0,
+            rope={
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+            },
+            own_parts=True,
+            defaults={
+                "num_key_value_heads": 8,
+                "head_dim": 64,
+                "moe_intermediate_size": None,
+                "decoder_sparse_step": 1,
+            },
         ),
     )
 }

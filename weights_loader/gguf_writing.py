@@ -264,6 +264,11 @@ def config_keys(config: dict[str, Any]) -> dict[str, Any]:
 def check_config(config: dict[str, Any]) -> None:
     """CheckpointError for a field that changes the maths and has no key, or another value."""
     kind = config["model_type"]
+    if kind not in ARCHITECTURES:
+        raise CheckpointError(
+            f"config.json: model_type {quote(kind)} is not written as GGUF",
+            f"known: {', '.join(ARCHITECTURES)}",
+        )
     fixed = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
     if kind != "llama":  # llama.cpp has biases of attention in Llama only
         fixed["attention_bias"] = False

@@ -89,7 +89,7 @@ def expected(config: dict) -> Shapes:
     linear = linear_shapes(found) if family.linear_every else {}
     norms: Shapes = {f"{norm}.weight": (C,) for norm in family.norms}
     mlp = mlp_shapes("mlp.", C, found["intermediate_size"])
-    experts = expert_shapes(found) if family.experts else {}
+    experts = expert_shapes(family, found) if family.experts else {}
     shapes: Shapes = {EMBEDDING: (V, C)}
     for i in range(found["num_hidden_layers"]):
         sparse = family.experts and is_sparse(config, i)
@@ -117,6 +117,8 @@ def attention_shapes(family: Family, found: dict[str, int]) -> Shapes:
         shapes |= {"self_attn.q_norm.weight": (H * D,), "self_attn.k_norm.weight": (Hk * D,)}
     elif family.qk_norm:
         shapes |= {"self_attn.q_norm.weight": (D,), "self_attn.k_norm.weight": (D,)}
+    if family.sinks:
+        shapes["self_attn.sinks"] = (H,)
     return shapes
 
 
@@ -169,14 +171,28 @@ def mlp_shapes(prefix: str, C: int, width: int) -> Shapes:
     return {f"{prefix}{leaf}.weight": shape for leaf, shape in shapes.items()}
 
 
-def expert_shapes(found: dict[str, int]) -> Shapes:
+def expert_shapes(family: Family, found: dict[str, int]) -> Shapes:
     """The router and the experts of a layer."""
     C = found["hidden_size"]
     E = found["num_experts"]
+    if family.stacked:
+        return stacked_shapes(C, E, found["moe_intermediate_size"])
     shapes: Shapes = {"mlp.gate.weight": (E, C)}
     for expert in range(E):
         shapes |= mlp_shapes(f"mlp.experts.{expert}.", C, found["moe_intermediate_size"])
     return shapes
+
+
+def stacked_shapes(C: int, E: int, width: int) -> Shapes:
+    """The router and the experts of a layer, all experts in one tensor (E,in,out) for each matrix."""
+    return {
+        "mlp.router.weight": (E, C),
+        "mlp.router.bias": (E,),
+        "mlp.experts.gate_up_proj": (E, C, 2 * width),
+        "mlp.experts.gate_up_proj_bias": (E, 2 * width),
+        "mlp.experts.down_proj": (E, width, C),
+        "mlp.experts.down_proj_bias": (E, C),
+    }
 
 
 def is_sparse(config: dict, layer: int) -> bool:
@@ -269,6 +285,8 @@ def size(config: dict, field: str, limit: int) -> int:
     # Null means as many KV heads as query heads, as in transformers.
     if value is None and field == "num_key_value_heads":
         return size(config, "num_attention_heads", limit)
+    if value is None and field == "moe_intermediate_size" and field in defaults:
+        return size(config, "intermediate_size", limit)
     if value is None and field == "head_dim" and defaults[field] is None:
         C = size(config, "hidden_size", SIZES["hidden_size"])
         heads = size(config, "num_attention_heads", SIZES["num_attention_heads"])

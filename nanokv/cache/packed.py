@@ -18,6 +18,7 @@ from nanokv.cache.capabilities import Made
 from nanokv.cache.checks import check_append, refuse_states
 from nanokv.config import Config
 from nanokv.errors import CacheError
+from nanokv.sinks import with_sinks
 from nanokv.windows import within
 
 
@@ -113,6 +114,10 @@ class Packed:
             y = attend(rows.transpose(0, 2), k, v)  # (1,H,T_b,D)
             outputs.append(y.transpose(0, 2))
         return torch.cat(outputs)
+
+    def with_sinks(self, sinks: Tensor) -> "Packed":
+        """The same sequences with a score (H,) beside the keys' of each query."""
+        return Packed((size, with_sinks(attend, sinks)) for size, attend in self.parts)
 
     def within(self, width: int) -> "Packed":
         """The same sequences in a layer with a window of `width` positions."""

@@ -209,6 +209,12 @@ def make_evicting(
     page: tokens per page of Quest.
     """
     refuse_windows(config, "evicting")
+    if config.family.sinks:
+        raise UnsupportedError(
+            f"the attention of an evicting cache has no place for the sinks of "
+            f"{config.family.title}",
+            hint="a cache that keeps all positions: growing, paged, quantized",
+        )
     budget = budget or capacity or config.max_position_embeddings
     given = {"sinks": sinks, "recent": recent, "page": page}
     known = {key: given[key] for key in POLICIES[policy] if given[key] is not None}

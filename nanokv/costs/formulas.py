@@ -51,7 +51,7 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def attention_parameters(config: Config) -> int:
-    """q, k, v and o projections of one layer, with the biases and head norms of the family."""
+    """q, k, v and o projections of a layer, with biases, head norms and sinks of the family."""
     C, D = config.hidden_size, config.head_dim
     H, Hk = config.num_attention_heads, config.num_key_value_heads
     biases = (H + 2 * Hk) * D * config.qkv_bias + C * config.output_bias
@@ -60,7 +60,8 @@ def attention_parameters(config: Config) -> int:
     norms = 2 * D * config.qk_norm
     if config.family.whole_norm:
         norms = (H + Hk) * D
-    return 2 * C * H * D + 2 * C * Hk * D + norms + biases
+    sinks = H * config.family.sinks
+    return 2 * C * H * D + 2 * C * Hk * D + norms + biases + sinks
 
 
 def linear_parameters(config: Config) -> int:
@@ -89,7 +90,9 @@ def mlp_parameters(config: Config, layer: int = 0) -> int:
     experts = config.experts_of(layer)
     if experts is None:
         return 3 * C * config.intermediate_size
-    return experts.num_experts * (3 * C * experts.moe_intermediate_size + C)
+    width = experts.moe_intermediate_size
+    biases = (2 * width + C + 1) * config.family.stacked
+    return experts.num_experts * (3 * C * width + C + biases)
 
 
 def layer_parameters(config: Config, layer: int = 0) -> int:

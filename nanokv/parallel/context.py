@@ -98,6 +98,11 @@ class ContextCache(KVCache):
                 f"the positions of {share.config.family.title} cannot be split over ranks: "
                 "layers with a window see the end of all positions"
             )
+        if share.config is not None and share.config.family.sinks:
+            raise UnsupportedError(
+                f"the positions of {share.config.family.title} cannot be split over ranks: "
+                "each rank would count the sinks"
+            )
         if type(page) is not int or page < 1:
             raise CacheError(f"page is {page!r}: a whole number ≥ 1 of positions was expected")
         self.share = share

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from nanokv.attention import Masked, row_blocks
+from nanokv.attention import Masked, Rows, last_keys, row_blocks
 from nanokv.errors import CacheError
 from nanokv.windows import within
 
@@ -31,6 +31,10 @@ class Split:
     def within(self, width: int) -> Callable[..., Tensor]:
         """The keys of a window, in one part."""
         return within(Masked(self.mask), width)
+
+    def visible(self, rows: Rows, T: int, S: int, device: torch.device) -> Tensor | None:
+        """What these of T queries see of the last S keys, bool (…,rows or 1,S); None: all."""
+        return last_keys(self.mask, rows, S, device)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (B,H,T,D), k and v (B,Hk,S,D) → (B,H,T,D)."""

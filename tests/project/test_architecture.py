@@ -58,9 +58,10 @@ LAYERS = [
     {"nanokv.inference", "nanokv.loading"},
     {"nanokv.cache"},
     {"nanokv.layer_kinds"},  # nanokv.model imports it by name, for the families that need it
+    {"nanokv.stacked_experts"},
     {"nanokv.model", "nanokv.costs"},
+    {"nanokv.checkpoint", "nanokv.sinks"},
     {"nanokv.windows"},
-    {"nanokv.checkpoint"},
     {
         "nanokv.rope",
         "nanokv.recurrent",
@@ -112,9 +113,10 @@ ONLY = {
         "weights_loader",
         ("nanokv.support.device_memory", "full_memory"),
         ("nanokv.attention", "causal_mask"),
-        ("nanokv.windows", "within"),
         # A policy of an evicting cache may compute attention itself.
         *(("nanokv.attention", name) for name in ("Causal", "Decode", "Masked", "is_causal")),
+        ("nanokv.windows", "within"),
+        ("nanokv.sinks", "with_sinks"),
         # Sinks move: their keys are turned on.
         ("nanokv.rope", "apply_rope"),
         ("nanokv.rope", "rope_frequencies"),

@@ -121,6 +121,7 @@ FAMILIES = {
     "olmo3": LAYERED["olmo3-G2"],
     "gemma3": LAYERED["gemma3-G2"],
     "qwen35": HYBRID["qwen35-G2"],
+    "gptoss": LAYERED["gptoss-G2"],
     # All experts: rounded activations would let the router choose others where it nearly had a tie.
     "moe-all": SHAPES["moe-every-2nd"] | {"moe_intermediate_size": 64, "num_experts_per_tok": 6},
 }
@@ -261,6 +262,7 @@ MODELS = (
         "plain olmo3": 1e-5,
         "plain gemma3": 1e-5,
         "plain qwen35": 1e-5,
+        "plain gptoss": 1e-5,
         "Q8_0+Q5_0 moe-all": 0.025,
         "gpu llama": 1e-5,
         "gpu qwen2": 1e-5,
@@ -529,8 +531,8 @@ UNSPLIT = {"split": "padded", "two ranks": "chunks"}
 IN_ONE_PROCESS = SITUATIONS | {"handed over": (continued, 3)}
 
 
-WINDOWED = ("olmo3", "gemma3")  # families whose layers have windows
 WITHOUT_STATES = ("paged", "prefix", "sliding", "evicting", "offloaded")
+WINDOWED = ("olmo3", "gemma3", "gptoss")  # families whose layers have windows
 DROPS = ("sliding", "evicting")  # caches that choose positions themselves
 DROPS_ROWS = ("batch:of=sliding", "batch:of=evicting")
 

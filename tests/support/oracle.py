@@ -148,6 +148,32 @@ HYBRID = {  # a recurrent state in most layers
         },
     },
 }
+ORIGINAL_64 = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
+}
+GPT_OSS = {"model_type": "gpt_oss", "num_local_experts": 6, "sliding_window": 7}
+LAYERED |= {
+    "gptoss-G2": GPT_OSS
+    | {
+        "num_hidden_layers": 5,
+        "num_experts_per_tok": 3,
+        "max_position_embeddings": 256,
+        "rope_parameters": ORIGINAL_64,
+        "tie_word_embeddings": False,
+    },
+    "gptoss-G1-full": GPT_OSS
+    | {
+        "num_key_value_heads": 4,
+        "num_experts_per_tok": 1,
+        "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+    },
+}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 
 
@@ -174,7 +200,7 @@ def tiny_config(model_type: str = "qwen3", **changes):
 
 
 def randomise_(model, seed: int):
-    """Norms that scale by 0.5 … 1.5 and random biases, in place."""
+    """Norms that scale by 0.5 … 1.5, random biases and sinks, in place."""
     generator = torch.Generator().manual_seed(seed)
     # Gemma and Qwen3.5 scale by 1 + weight, except in Qwen3.5's norm with a gate.
     shifted = model.config.model_type in ("gemma3_text", "qwen3_5_text")
@@ -186,6 +212,8 @@ def randomise_(model, seed: int):
             weight.data.uniform_(-1.0, 1.0, generator=generator)
         elif name.endswith("bias"):
             weight.data.normal_(0, 0.3, generator=generator)
+        elif name.endswith("sinks"):  # scores are about as large
+            weight.data.normal_(1, 1, generator=generator)
 
 
 def tiny_reference(seed: int = 0, **changes):
@@ -202,9 +230,11 @@ def tiny_reference(seed: int = 0, **changes):
 
 def copy_of(reference):
     """Our model on the very tensors of a transformers model, by name; every name must match."""
-    state = {}
-    for name, tensor in reference.state_dict().items():
-        state |= unfused(name.removeprefix("model."), tensor)
+    state = {name.removeprefix("model."): x for name, x in reference.state_dict().items()}
+    if reference.config.model_type == "qwen3_moe":
+        fused, state = state, {}
+        for name, tensor in fused.items():
+            state |= unfused(name, tensor)
     if reference.config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
     return build(Config.from_dict(reference.config.to_dict()), state)
