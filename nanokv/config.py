@@ -104,6 +104,7 @@ class Config:
     linear: Linear | None = None  # sizes of "linear_attention" layers
     partial_rotary_factor: float = 1.0  # share of the D dimensions that RoPE rotates
     query_pre_attn_scalar: int | None = None  # replaces D in 1 / sqrt(D); None = D
+    kv_sharing_factor: int = 1  # so many layers in turn use the keys and values of the first
 
     @property
     def family(self) -> families.Family:
@@ -164,6 +165,15 @@ class Config:
         """`window_of` every layer."""
         return tuple(map(self.window_of, range(self.num_hidden_layers)))
 
+    def shares_kv(self, layer: int) -> bool:
+        """True if this layer uses the keys and values of an earlier one."""
+        return layer % self.kv_sharing_factor > 0
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers with keys and values of their own: the entries of a cache."""
+        return -(-self.num_hidden_layers // self.kv_sharing_factor)
+
     @property
     def local(self) -> "Config | None":
         """The config with the RoPE of windowed layers; None: as the others."""
@@ -207,6 +217,8 @@ class Config:
             notes.append(f"a state in {self.states} layers")
         if windowed:
             notes.append(f"window {self.sliding_window} in {windowed} layers")
+        if self.kv_sharing_factor > 1:
+            notes.append(f"keys of {self.num_kv_layers} layers")
         if self.unrotated:
             notes.append(f"no RoPE in {len(self.unrotated)} layers")
         if self.yarn:

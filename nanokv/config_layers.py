@@ -20,6 +20,7 @@ FIELDS = (
     "query_pre_attn_scalar",
     "linear",
     "partial_rotary_factor",
+    "kv_sharing_factor",
 )
 LARGEST_WINDOW = 100_000_000
 WINDOWS = {"layer_types", "sliding_window"}
@@ -49,6 +50,8 @@ def read_by(family: Family) -> set[str]:
         found |= UNROTATED
     if family.linear_every:
         found |= STATES
+    if family.shares_kv:
+        found.add("kv_sharing_factor")
     return found
 
 
@@ -59,6 +62,8 @@ def layer_fields(fields: dict, family: Family, layers: int) -> dict[str, Any]:
         found["unrotated"] = _unrotated(fields, family.unrotated_every, layers)
     if family.linear_every:
         return found | _states(fields, family.linear_every, layers)
+    if family.shares_kv:
+        found["kv_sharing_factor"] = _whole(fields, "kv_sharing_factor", None)
     if not family.full_every:
         return found
     every = _whole(fields, "sliding_window_pattern", family.full_every)
@@ -217,6 +222,8 @@ def written(fields: dict, family: Family, rope: dict) -> dict[str, Any]:
         found["layer_types"] = list(fields["layer_types"])
         share = {"partial_rotary_factor": fields["partial_rotary_factor"]}
         return found | fields["linear"] | share | {"rope_parameters": rope | share}
+    if family.shares_kv:
+        found["kv_sharing_factor"] = fields["kv_sharing_factor"]
     if not family.full_every:
         return found
     found["layer_types"] = list(fields["layer_types"])

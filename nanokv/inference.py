@@ -35,7 +35,7 @@ def score(model: Model, tokens: Rows) -> Tensor:
 
     The fp32 logits take B·T·V·4 bytes: 622 MB for T = 1,024 and V = 151,936.
     """
-    cache = NoCache(model.config.num_hidden_layers)
+    cache = NoCache(model.config.num_kv_layers)
     with full_memory_named(model):
         hidden = model(token_ids(model, tokens), cache, 0, Causal())  # (B,T,C)
         return model.lm_head(hidden)  # (B,T,V)

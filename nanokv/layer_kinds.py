@@ -4,6 +4,7 @@
     OLMo 3    three of four layers have a window; norms follow attention and MLP
     Gemma 3   five of six layers have a window and their own RoPE base; norms before and after;
               norms scale by 1 + w; embeddings are scaled by sqrt(C)
+    Qwen3-CLA of kv_sharing_factor layers in turn, the first has keys and values (cla.py)
     gpt-oss   every second layer has a window; a sink per query head; experts in stacked tensors
 
 Each class is a module of model.py with one difference. Names are Hugging Face's.

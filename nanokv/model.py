@@ -157,6 +157,8 @@ class Parts(NamedTuple):
     embedding: type[nn.Embedding] = nn.Embedding
     block: Callable[..., Any] = Block  # called with (config, number of the layer)
     norm: type[RMSNorm] = RMSNorm
+    # Called with (cache, config): the entry of each layer in one forward.
+    entries: Any = lambda cache, _: cache
 
 
 def parts_of(config: Config) -> Parts:
@@ -186,7 +188,7 @@ class Transformer(PretrainedModel):
     ) -> Tensor:
         """tokens (B,T) int64 at positions start_pos … start_pos+T-1 → hidden states (B,T,C).
 
-        A `start_pos` (B,) has one value per row. `cache` has one entry per layer.
+        A `start_pos` (B,) has one value per row. `cache` has one entry per layer with keys.
         `attend(q, k, v)` computes attention (see attention.py).
         Raises ValueError if `start_pos` is not the number of tokens that the cache holds, or if the
         cache was made for another model.
@@ -201,7 +203,8 @@ class Transformer(PretrainedModel):
 
     def run_layers(self, x: Tensor, rope: Rotation, cache: Cache, attend: Attend) -> Tensor:
         """Every block in turn, each with its entry of the cache. x (B,T,C) → (B,T,C)."""
-        for layer, layer_cache in zip(self.layers, cache, strict=True):
+        entries = parts_of(self.config).entries(cache, self.config)
+        for layer, layer_cache in zip(self.layers, entries, strict=True):
             x = layer(x, rope, layer_cache, attend)
         return x
 
@@ -216,7 +219,7 @@ class Transformer(PretrainedModel):
             )
         wrong = "the cache was made for another model, with"
         hint = "make_cache(name, model.config)"
-        if len(cache) != len(self.layers):
+        if len(cache) != self.config.num_kv_layers:
             raise ValueError(f"{wrong} {len(cache)} layers: {hint}")
         if cache.config not in (None, self.config):
             raise ValueError(f"{wrong} {cache.config}: {hint}")

@@ -1,5 +1,6 @@
 """The families whose embedding, blocks or norms are not those of model.py."""
 
+from nanokv.cla import SharingBlock, shared_entries
 from nanokv.hybrid import block_of
 from nanokv.layer_kinds import (
     GemmaBlock,
@@ -15,6 +16,7 @@ from nanokv.model import Parts
 PARTS = {
     "smollm3": Parts(block=SmolBlock),
     "olmo3": Parts(block=OlmoBlock, norm=WideNorm),
+    "qwen3_cla": Parts(block=SharingBlock, entries=shared_entries),
     "gpt_oss": Parts(block=SinkBlock, norm=WideNorm),
     "gemma3_text": Parts(ScaledEmbedding, GemmaBlock, OnePlusNorm),
     "qwen3_5_text": Parts(block=block_of, norm=OnePlusNorm),

@@ -24,6 +24,7 @@ class Family:
     experts: bool = False  # some layers have a router and experts instead of an MLP
     # All layers have; all experts of a layer are in one tensor, (E,in,out), with biases.
     stacked: bool = False
+    shares_kv: bool = False  # kv_sharing_factor layers in turn use the keys of the first
     sinks: bool = False  # each query head has a learned score in the softmax beside its keys'
     window_switch: bool = True  # sliding_window has no effect without use_sliding_window
     # Every n-th layer sees all positions, the others a window; None: every layer sees all.
@@ -132,6 +133,16 @@ FAMILIES = {
             query_scale=256,
             own_parts=True,
             defaults={"num_key_value_heads": 4, "head_dim": 256},
+        ),
+        # nanokv's own, no class of transformers: Qwen3 with cross-layer attention.
+        Family(
+            "qwen3_cla",
+            "Qwen3-CLA",
+            "Qwen3CLAForCausalLM",
+            qk_norm=True,
+            shares_kv=True,
+            own_parts=True,
+            defaults={"num_key_value_heads": 32, "head_dim": 128},
         ),
         Family(
             "qwen3_5_text",

@@ -41,6 +41,8 @@ LINEAR_SIZES = {  # for families whose layers have a recurrent state
     "linear_conv_kernel_dim": 1_000,
 }
 MOST_EXPERTS = 200_000  # in all layers; Qwen3-235B-A22B has 12,032
+MOST_SHARED = 10_000  # layers with the same keys and values
+OF_KEYS = re.compile(r"self_attn\.(k_proj|v_proj|k_norm)\.")
 HEAD = "lm_head.weight"
 EMBEDDING = "embed_tokens.weight"
 # A buffer in old checkpoints. RoPE recomputes it.
@@ -95,6 +97,8 @@ def expected(config: dict) -> Shapes:
         sparse = family.experts and is_sparse(config, i)
         mixer = linear if is_linear(config, family, i) else attention
         leaves = norms | mixer | (experts if sparse else mlp)
+        if family.shares_kv and i % size(config, "kv_sharing_factor", MOST_SHARED):
+            leaves = {leaf: shape for leaf, shape in leaves.items() if not OF_KEYS.match(leaf)}
         shapes |= {f"layers.{i}.{leaf}": shape for leaf, shape in leaves.items()}
     shapes |= {"norm.weight": (C,), HEAD: (V, C)}
     return {to_hugging_face(name): shape for name, shape in shapes.items()}

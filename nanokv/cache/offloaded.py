@@ -132,7 +132,7 @@ class OffloadedCache(KVCache):
         super().__init__((), config)
         self.make_store = make_store
         self.ferries: dict[torch.device, Ferry | None] = {}
-        self.extend(OffloadedLayer(self, i, make_store()) for i in range(config.num_hidden_layers))
+        self.extend(OffloadedLayer(self, i, make_store()) for i in range(config.num_kv_layers))
 
     def ferry(self, device: torch.device) -> Ferry | None:
         """The Ferry between the host and this device; None for a CPU."""

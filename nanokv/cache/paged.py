@@ -27,8 +27,8 @@ class PagedCache(KVCache):
     """B sequences of equal length; `tables[b]` lists the pages of row b, oldest first."""
 
     def __init__(self, pool: PagePool, batch_size: int = 1):
-        self.counts = [0] * pool.config.num_hidden_layers  # tokens of each layer
-        self.own = [PagedLayer(self, i) for i in range(pool.config.num_hidden_layers)]
+        self.counts = [0] * pool.config.num_kv_layers  # tokens of each layer
+        self.own = [PagedLayer(self, i) for i in range(pool.config.num_kv_layers)]
         self.patched = False  # True once the caller replaces `append` or the class of a layer
         super().__init__(self.own, pool.config)
         self.pool = pool

@@ -138,7 +138,7 @@ class PagePool:
     def empty(self, pages: int, like: Tensor) -> Tensor:
         """(L,pages,Hk,page,D), uninitialised. Usable outside inference mode too."""
         c = self.config
-        shape = c.num_hidden_layers, pages, c.num_key_value_heads, self.page_size, c.head_dim
+        shape = c.num_kv_layers, pages, c.num_key_value_heads, self.page_size, c.head_dim
         with torch.inference_mode(False):
             return torch.empty(shape, dtype=like.dtype, device=like.device)
 

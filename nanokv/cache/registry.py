@@ -55,7 +55,8 @@ FIRST_PAGES = 4  # the first size of a pool that grows; it doubles from there
 
 def by_kind(config: Config, make_layer: Callable[[], LayerCache]) -> Iterator[LayerCache]:
     """What each layer of the model keeps: `make_layer()`, a window if it sees no more, a state."""
-    for number, window in enumerate(config.windows):
+    for number in range(0, config.num_hidden_layers, config.kv_sharing_factor):
+        window = config.window_of(number)
         if config.is_linear(number):
             yield StateLayer()
         elif window is None:
@@ -140,7 +141,7 @@ def make_sliding(
     refuse_windows(config, "sliding")
     window = window or capacity or config.max_position_embeddings
     cache = KVCache(
-        (SlidingCache(config, window, sinks) for _ in range(config.num_hidden_layers)), config
+        (SlidingCache(config, window, sinks) for _ in range(config.num_kv_layers)), config
     )
     # Recorded, so that a saved file does not depend on the default.
     cache.made = Made(options={"window": window})
@@ -220,7 +221,13 @@ def make_evicting(
     known = {key: given[key] for key in POLICIES[policy] if given[key] is not None}
     check_policy({"policy": policy, "budget": budget} | known)
     chooses = make_policy(policy, budget, sinks, recent, page)
-    cache = EvictingCache((EvictingLayer(chooses) for _ in range(config.num_hidden_layers)), config)
+    if config.kv_sharing_factor > 1 and (chooses.watches or chooses.attends):
+        raise UnsupportedError(
+            f"policy={policy} chooses entries by the queries of one layer, and "
+            f"{config.kv_sharing_factor} layers of {config.family.title} share them",
+            hint="policy=window or policy=norms",
+        )
+    cache = EvictingCache((EvictingLayer(chooses) for _ in range(config.num_kv_layers)), config)
     # Recorded, so that a saved file does not depend on the default.
     cache.made = Made(options={"budget": budget})
     return cache

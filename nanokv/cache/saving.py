@@ -253,14 +253,15 @@ def _states(path: PathText, tensors: dict[str, Tensor], config: Config) -> list[
 
     Raises CacheError unless all layers are alike, with keys and values (B,Hk,S,D) of this config.
     """
-    states: list[dict[str, Tensor]] = [{} for _ in range(config.num_hidden_layers)]
+    states: list[dict[str, Tensor]] = [{} for _ in range(config.num_kv_layers)]
     for key, tensor in tensors.items():
         _, i, name = key.split(".", 2)
         states[int(i)][name] = tensor
     shapes = [{k: (t.shape, t.dtype) for k, t in state.items()} for state in states]
     # Layers with a window hold fewer positions than the others.
-    first = {window: i for i, window in reversed(list(enumerate(config.windows)))}
-    if any(shapes[i] != shapes[first[window]] for i, window in enumerate(config.windows)):
+    windows = config.windows[:: config.kv_sharing_factor]
+    first = {window: i for i, window in reversed(list(enumerate(windows)))}
+    if any(shapes[i] != shapes[first[window]] for i, window in enumerate(windows)):
         raise CacheError(f"{path} is not what a save writes: its layers differ in shape")
     want = config.num_key_value_heads, config.head_dim
     for name, tensor in (pair for i in first.values() for pair in states[i].items()):

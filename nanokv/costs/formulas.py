@@ -50,14 +50,15 @@ EVERY_POSITION = ("paged", "prefix", "offloaded")  # caches that keep windows wh
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def attention_parameters(config: Config) -> int:
+def attention_parameters(config: Config, layer: int = 0) -> int:
     """q, k, v and o projections of a layer, with biases, head norms and sinks of the family."""
     C, D = config.hidden_size, config.head_dim
-    H, Hk = config.num_attention_heads, config.num_key_value_heads
+    H = config.num_attention_heads
+    Hk = 0 if config.shares_kv(layer) else config.num_key_value_heads
     biases = (H + 2 * Hk) * D * config.qkv_bias + C * config.output_bias
     if config.linear is not None:  # a gate per value
         biases += C * H * D + H * D * config.qkv_bias
-    norms = 2 * D * config.qk_norm
+    norms = (D + D * (Hk > 0)) * config.qk_norm
     if config.family.whole_norm:
         norms = (H + Hk) * D
     sinks = H * config.family.sinks
@@ -100,7 +101,7 @@ def layer_parameters(config: Config, layer: int = 0) -> int:
     norms = len(config.family.norms) * config.hidden_size
     if config.is_linear(layer):
         return linear_parameters(config) + mlp_parameters(config, layer) + norms
-    return attention_parameters(config) + mlp_parameters(config, layer) + norms
+    return attention_parameters(config, layer) + mlp_parameters(config, layer) + norms
 
 
 def parameters(config: Config) -> int:
@@ -118,9 +119,10 @@ def active_weights(config: Config) -> int:
     With experts, the router and the experts that the token is sent to.
     """
     C, D, L = config.hidden_size, config.head_dim, config.num_hidden_layers
-    heads = config.num_attention_heads + config.num_key_value_heads
     full = L - config.states
-    total = full * 2 * C * D * heads + config.states * linear_weights(config)
+    own = config.num_kv_layers - config.states  # with keys and values of their own
+    heads = full * config.num_attention_heads + own * config.num_key_value_heads
+    total = 2 * C * D * heads + config.states * linear_weights(config)
     if config.linear is not None:  # a gate per value
         total += full * C * D * config.num_attention_heads
     for experts in map(config.experts_of, range(L)):
@@ -157,8 +159,8 @@ def kv_bytes_per_token(config: Config, itemsize: int) -> int:
 
 
 def full_layers(config: Config) -> int:
-    """Layers that keep all positions."""
-    return config.windows.count(None)
+    """Layers that keep keys and values of all positions."""
+    return config.windows[:: config.kv_sharing_factor].count(None)
 
 
 def position_bytes(config: Config, itemsize: int) -> int:
@@ -168,7 +170,8 @@ def position_bytes(config: Config, itemsize: int) -> int:
 
 def window_bytes(config: Config, tokens: int, itemsize: int) -> int:
     """Bytes of a row in the layers with a window: at most window − 1 + SPARE positions each."""
-    held = sum(min(tokens, window - 1 + SPARE) for window in config.windows if window)
+    kept = config.windows[:: config.kv_sharing_factor]
+    held = sum(min(tokens, window - 1 + SPARE) for window in kept if window)
     return held * position_bytes(config, itemsize)
 
 
@@ -273,7 +276,7 @@ def cache_bytes(
         return quantized_bytes(config, tokens, batch_size, itemsize, last=last, **options)
     slots = cache_slots(name, config, tokens, capacity, **options)
     if name in EVERY_POSITION:
-        return batch_size * slots * config.num_hidden_layers * position_bytes(config, itemsize)
+        return batch_size * slots * config.num_kv_layers * position_bytes(config, itemsize)
     row = kv_bytes_per_token(config, itemsize) * slots + fixed_bytes(config, tokens, itemsize)
     return batch_size * row
 
@@ -307,7 +310,7 @@ def cache_slots(
 def evicting_bytes(config: Config, tokens: int, itemsize: int, whole: int, **options: Any) -> int:
     """The sum of `evicting_parts` over all layers and KV heads of one row."""
     entries, each, bounds = evicting_parts(config, tokens, itemsize, whole, **options)
-    return config.num_hidden_layers * config.num_key_value_heads * (entries * each + bounds)
+    return config.num_kv_layers * config.num_key_value_heads * (entries * each + bounds)
 
 
 def evicting_parts(

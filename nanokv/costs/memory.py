@@ -174,7 +174,7 @@ class Estimate:
         options = dict(self.options)
         if name == "batch":
             name = options.pop("of", "dict")
-        L, Hk = self.config.num_hidden_layers, self.config.num_key_value_heads
+        L, Hk = self.config.num_kv_layers, self.config.num_key_value_heads
         if name == "evicting":
             entries, each, bounds = costs.evicting_parts(
                 self.config, self.context, self.itemsize, self.context, **options

@@ -33,7 +33,7 @@ class Prefilled:
 
     def check(self, config: Config, dtype: torch.dtype | None) -> None:
         """HandoverError for a shape, length or dtype that does not fit; None accepts any dtype."""
-        L, Hk, D = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+        L, Hk, D = config.num_kv_layers, config.num_key_value_heads, config.head_dim
         want = [L, Hk, len(self.tokens) - self.start, D]
         for name, found in (("keys", self.keys), ("values", self.values)):
             if list(found.shape) != want or not 0 <= self.start < len(self.tokens):

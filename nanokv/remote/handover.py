@@ -136,7 +136,7 @@ def check(
     longest = loads(meta["length"])
     if isinstance(longest, list):
         longest = max(longest)
-    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    per_token = 2 * config.num_kv_layers * config.num_key_value_heads * config.head_dim
     most = WIDEST * per_token * rows * longest
     if size(shapes) > most:
         raise HandoverError(

@@ -58,7 +58,7 @@ LAYERS = [
     {"nanokv.inference", "nanokv.loading"},
     {"nanokv.cache"},
     {"nanokv.layer_kinds"},  # nanokv.model imports it by name, for the families that need it
-    {"nanokv.stacked_experts"},
+    {"nanokv.stacked_experts", "nanokv.cla"},
     {"nanokv.model", "nanokv.costs"},
     {"nanokv.checkpoint", "nanokv.sinks"},
     {"nanokv.windows"},

@@ -36,7 +36,7 @@ from nanokv.parallel.context import ContextCache
 from nanokv.parallel.merge import Split
 from nanokv.remote.handover import receive, send
 from nanokv.remote.link import SocketLink
-from oracle import HYBRID, LAYERED, SHAPES, pair, random_ids
+from oracle import HYBRID, LAYERED, SHAPES, pair, random_ids, sharing
 from thread_ranks import on_ranks
 
 # Slots, tokens of a prompt, tokens of prompts of different lengths.
@@ -122,6 +122,7 @@ FAMILIES = {
     "gemma3": LAYERED["gemma3-G2"],
     "qwen35": HYBRID["qwen35-G2"],
     "gptoss": LAYERED["gptoss-G2"],
+    "cla": SHAPES["G2-untied-bias"] | {"num_hidden_layers": 5},
     # All experts: rounded activations would let the router choose others where it nearly had a tie.
     "moe-all": SHAPES["moe-every-2nd"] | {"moe_intermediate_size": 64, "num_experts_per_tok": 6},
 }
@@ -130,7 +131,8 @@ FAMILIES = {
 @functools.cache
 def plain(family: str = ""):
     """3 or 4 layers; widths that come in groups of 32. Qwen3's: G = 2, biases, untied."""
-    return pair(**FAMILIES[family])[1]
+    model = pair(**FAMILIES[family])[1]
+    return sharing(model) if family == "cla" else model
 
 
 def dequantized(fast):
@@ -263,6 +265,7 @@ MODELS = (
         "plain gemma3": 1e-5,
         "plain qwen35": 1e-5,
         "plain gptoss": 1e-5,
+        "plain cla": 1e-5,
         "Q8_0+Q5_0 moe-all": 0.025,
         "gpu llama": 1e-5,
         "gpu qwen2": 1e-5,
@@ -548,6 +551,8 @@ def refused(situation: str, spec: str, model: str = "") -> bool:
     if model.partition(" ")[2] in WINDOWED and (
         situation == "two ranks" or spec.startswith(DROPS) or spec.startswith(DROPS_ROWS)
     ):
+        return True
+    if model.endswith(" cla") and any(policy in spec for policy in WATCHES):
         return True
     if situation == "two ranks":
         return spec.partition(":")[0] not in context.KINDS

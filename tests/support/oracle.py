@@ -8,6 +8,7 @@ here and nowhere at run time.
 import gc
 import inspect
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
@@ -238,6 +239,16 @@ def copy_of(reference):
     if reference.config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
     return build(Config.from_dict(reference.config.to_dict()), state)
+
+
+def sharing(model, factor: int = 2):
+    """A twin of a plain Qwen3: of `factor` layers in turn, only the first has keys and values."""
+    config = replace(model.config, model_type="qwen3_cla", kv_sharing_factor=factor)
+    shared = [f"layers.{i}.self_attn." for i in range(99) if config.shares_kv(i)]
+    without = tuple(f"{at}{part}." for at in shared for part in ("k_proj", "v_proj", "k_norm"))
+    state = model.state_dict()
+    kept = {name: tensor for name, tensor in state.items() if not name.startswith(without)}
+    return build(config, kept)
 
 
 def unfused(name: str, tensor) -> dict:

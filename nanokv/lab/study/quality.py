@@ -96,7 +96,7 @@ class _Rounding(NoCache):
 
 def measure(model: Model, ids: Tensor, scheme: Scheme) -> Quality:
     """The quality of a scheme over ids (B,T), a text that the model was not trained on."""
-    cache = _Rounding(model.config.num_hidden_layers, scheme)
+    cache = _Rounding(model.config.num_kv_layers, scheme)
     with torch.inference_mode():
         hidden = model(ids, cache, 0, Causal())
         change = log_likelihood(model.lm_head(hidden), ids) - log_likelihood(score(model, ids), ids)

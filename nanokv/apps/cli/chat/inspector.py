@@ -90,7 +90,7 @@ def held_roles(roles: "list[Role]", held: int, sinks: int) -> "list[Role]":
 
 def formula(config: "Config", cache: "KVCache", length: int) -> str:
     """`2 × L × Hk × D × bytes × tokens`, with this model's numbers, and the measured total."""
-    L = config.num_hidden_layers
+    L = config.num_kv_layers
     Hk = config.num_key_value_heads
     D = config.head_dim
     element = element_size(cache)
