@@ -203,8 +203,8 @@ class Transformer(PretrainedModel):
 
     def run_layers(self, x: Tensor, rope: Rotation, cache: Cache, attend: Attend) -> Tensor:
         """Every block in turn, each with its entry of the cache. x (B,T,C) → (B,T,C)."""
-        entries = parts_of(self.config).entries(cache, self.config)
-        for layer, layer_cache in zip(self.layers, entries, strict=True):
+        cache = parts_of(self.config).entries(cache, self.config)
+        for layer, layer_cache in zip(self.layers, cache, strict=True):
             x = layer(x, rope, layer_cache, attend)
         return x
 

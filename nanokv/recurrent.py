@@ -67,7 +67,7 @@ class Written(NamedTuple):
 
     def rows(self, index: Any) -> "Written":
         """Row b becomes row index[b]."""
-        parts = {name: x[index] for name, x in self.tensors().items()}
+        parts: dict[str, Any] = {name: x[index] for name, x in self.tensors().items()}
         return self._replace(**parts)
 
     def tensors(self) -> dict[str, Tensor]:

@@ -191,8 +191,8 @@ def family_of(config: dict) -> Family:
     """The family of a config's model_type; CheckpointError if it is not supported."""
     kind = config.get("model_type", "qwen3")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        known = ", ".join(f"{family.title} ({family.model_type})" for family in FAMILIES.values())
         raise CheckpointError(
-            f"config.json: model_type {quote(kind)} is not implemented", hint=f"known: {known}"
+            f"config.json: model_type {quote(kind)} is not implemented",
+            hint=f"known: {', '.join(FAMILIES)}",
         )
     return FAMILIES[kind]

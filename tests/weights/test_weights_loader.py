@@ -568,8 +568,8 @@ def test_heads_must_divide(tmp_path):
 
 def test_another_architecture(tmp_path):
     folder = write(tmp_path)
-    (folder / "config.json").write_text(json.dumps(CONFIG | {"model_type": "gpt_oss"}))
-    refused(folder, '"gpt_oss"')
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"model_type": "mistral"}))
+    refused(folder, '"mistral"')
 
 
 # --- shards
