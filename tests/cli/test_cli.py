@@ -787,6 +787,38 @@ def test_guesses_over_a_cache_that_takes_none_back_are_refused(cli, tiny_folder,
     assert "hint: leave --speculate out, or take --cache growing" in err
 
 
+ENDS = "guesses only while the cache holds fewer than {} tokens · {} then drops some"
+
+
+@pytest.mark.parametrize(
+    ("cache", "most"),
+    [
+        ("evicting:policy=window:budget=64", 64),
+        ("evicting:policy=norms:budget=64", 64),
+        ("sliding:window=32:sinks=4", 35),
+        ("evicting:policy=norms:budget=512", None),  # the whole context: nothing is dropped
+        ("evicting:policy=quest:budget=64", None),  # all entries stay
+        ("quantized", None),  # takes back any newest block
+        ("growing", None),
+    ],
+)
+def test_where_guesses_end_is_said_at_the_start(cli, tiny_folder, cache, most):
+    argv = ("generate", "hi", "-m", tiny_folder, "-n", 2, "--cache", cache)
+    code, _, err = cli(*argv, "--speculate", "ngram")
+    assert code == 0
+    assert (ENDS.format(most, cache) in err.splitlines()[0]) == (most is not None)
+    assert ("guesses only" in err) == (most is not None)
+    assert "guesses only" not in cli(*argv, "--speculate", "ngram", "--quiet")[2]
+    assert "guesses only" not in cli(*argv)[2]
+
+
+def test_where_guesses_end_is_said_in_a_chat(cli, tiny_folder):
+    cache = "evicting:policy=window:budget=64"
+    argv = ("chat", "-m", tiny_folder, "-n", 2, "--cache", cache, "--speculate", "ngram")
+    code, _, err = cli(*argv, stdin=b"hi\n")
+    assert code == 0 and err.count(ENDS.format(64, cache)) == 1
+
+
 @pytest.mark.parametrize(
     ("stored", "flag", "itemsize"),
     [("float16", "auto", 4), ("bfloat16", "auto", 2), ("float32", "bfloat16", 2)],

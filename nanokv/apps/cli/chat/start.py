@@ -39,6 +39,7 @@ def make_session(given: ChatOptions, loaded: Loaded, saved: dict | None = None) 
         kind = beams.generation_type(sampling.beams, loaded)
     else:
         kind = speculation.generation_type(given.speed.speculate, loaded)
+        speculation.announce_end(given.speed.speculate, loaded, given.output)
     with loading():
         from nanokv.chat.session import Session  # imports torch, so only after the banner
 

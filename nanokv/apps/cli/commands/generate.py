@@ -111,6 +111,7 @@ def run_stream(given: GenerateOptions, loaded: Loaded, ids: list[int]) -> int:
     from nanokv.decoding.generation import TextStream
 
     make_generation = speculation.generation_type(given.model.speculate, loaded)
+    speculation.announce_end(given.model.speculate, loaded, given.output)
     cache = loaded.make_cache()
     sampling = given.sampling
     params = sampling.resolve(loaded.model.generation_config)

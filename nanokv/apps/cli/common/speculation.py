@@ -11,9 +11,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from nanokv.apps.cli.common import speed
-from nanokv.apps.cli.common.options import SpeedOptions
+from nanokv.apps.cli.common.options import OutputOptions, SpeedOptions
 from nanokv.apps.cli.common.plan import Loaded, Plan
-from nanokv.apps.cli.common.terminal import sanitize_line
+from nanokv.apps.cli.common.terminal import notice, sanitize_line
 from nanokv.cache.options import kind_text
 from nanokv.config import Config
 from nanokv.costs import ITEMSIZE, kv_bytes, weight_bytes
@@ -22,6 +22,8 @@ from nanokv.errors import NanoKVError
 if TYPE_CHECKING:
     from nanokv.decoding.generation import Generation
     from nanokv.model import Transformer
+
+DROPPING = ("sliding", "evicting")  # kinds of cache that take nothing back once they are full
 
 
 def generation_type(
@@ -47,15 +49,35 @@ def generation_type(
 
 def check_cache(plan: Plan) -> None:
     """NanoKVError for a cache that takes no token back: no guess could be checked."""
-    from nanokv.cache import make_cache
-
-    cache = make_cache(plan.cache_name, plan.config, capacity=64, **plan.cache_options)
-    if cache.sizes.max_rollback == 0:
+    if max_rollback(plan) == 0:
         raise NanoKVError(
             f"--speculate has no effect with --cache {kind_text(plan.cache_name, plan.cache_options)}: "
             "this cache cannot take back a wrong guess",
             "leave --speculate out, or take --cache growing",
         )
+
+
+def announce_end(how: tuple[str, int | str] | None, plan: Plan, output: OutputOptions) -> None:
+    """A notice if guesses end within the context, because the cache drops tokens from then on."""
+    kind = plan.cache_options.get("of", plan.cache_name)
+    if how is None or kind not in DROPPING:
+        return
+    most = max_rollback(plan)
+    if most is None or most >= plan.context:
+        return
+    notice(
+        f"--speculate guesses only while the cache holds fewer than {most:,} tokens · "
+        f"{kind_text(plan.cache_name, plan.cache_options)} then drops some, and takes no guess back",
+        output,
+    )
+
+
+def max_rollback(plan: Plan) -> int | None:
+    """The most tokens that the plan's cache can take back while it is empty; None: any number."""
+    from nanokv.cache import make_cache
+
+    cache = make_cache(plan.cache_name, plan.config, capacity=64, **plan.cache_options)
+    return cache.sizes.max_rollback
 
 
 def memory(wanted: SpeedOptions, plan: Plan) -> int:
