@@ -23,7 +23,8 @@
 #   prefill](glossary.md#chunked-prefill));
 # - write admission and [preemption](glossary.md#preemption) so that no request waits forever;
 # - stream several answers from one engine;
-# - test an engine: the same tokens as each request alone.
+# - test an engine: the same tokens as each request alone;
+# - write a sum that is the same to the bit, however many rows are computed beside it.
 #
 # Letters: `B` rows of the batch, `T` tokens that are fed at once, `V` entries of the vocabulary
 # ([all letters](glossary.md#letters)).
@@ -109,6 +110,19 @@ faster = 8  # a common first guess: eight at once
 
 # %%
 course.predict("15.c", faster, unit="times as many tokens per second")
+
+# %% [markdown]
+# Fourth: a kernel for 8 cores adds up the numbers of one row, four times: alone, and as one of `2`, `4` and `8` rows.
+# The numbers of the row do not change. How many different sums are there?
+
+# %% tags=["exercise"]
+different = ...
+
+# %% tags=["solution"]
+different = 1  # a common first guess: the numbers are the same
+
+# %%
+course.predict("15.d", different, unit="different sums")
 
 # %% [markdown]
 # ## Experiment 1: fixed and continuous batches
@@ -676,6 +690,70 @@ course.show(fig, alt=f"Bars of tokens per second, of three ways to serve: {ends}
 # yours. It admits requests, shares the budget and preempts by the same rules; you will recognise them in
 # `nanokv/engine/scheduler.py`. nanokv's engine can do more: it draws with a temperature, reuses the pages of known
 # prefixes, reports times, and survives an interrupt in any line.
+
+# %% [markdown]
+# ## One order of sums
+#
+# Why do the bits of a row depend on the other rows? A matrix product adds up products. Many rows give each core whole
+# rows to add. With few rows some cores would be idle, so each row is cut into parts, one per core, and the sums of the
+# parts are added at the end. `by_cores` adds in the same order as such a kernel. We give it one row alone, and then the
+# same row with others.
+
+
+# %%
+def by_cores(products, cores=8):
+    """The sum of each row (B,n) → (B,). The fewer rows, the more parts per row."""
+    B = len(products)
+    parts = products.view(B, max(1, cores // B), -1)  # (B,parts,n / parts)
+    return sum(sum(parts.unbind(2)).unbind(1))  # Python's sum adds from left to right
+
+
+eight = torch.rand(8, 64, generator=torch.Generator().manual_seed(12)) - 0.5
+lone = by_cores(eight[:1])[0]
+seen = set()
+for B in (1, 2, 4, 8):
+    row = by_cores(eight[:B])[0]
+    seen.add(float(row))
+    equal, close = torch.equal(row, lone), torch.allclose(row, lone)
+    print(f"one of {B} rows: {row:.9f}   equal: {equal!s:<5}   allclose: {close}")
+course.reveal("15.d", len(seen))
+
+# %% tags=["hide-input"]
+course.figure("15.orders", len(seen))
+
+# %% [markdown]
+# The orders of additions give <!--fig 15.orders-->4<!--/fig--> different sums; of another row, two may be rounded to the
+# same number. `torch.allclose` accepts all of them, because it allows for rounding. So it cannot test batch invariance;
+# `torch.equal` can.
+#
+# **15.7** Write the sums with one order. `products` is `(B,n)` in fp32. Cut each row into blocks of `size` numbers; the
+# last block may be shorter. Add the numbers of each block from left to right, then the sums of the blocks from left to
+# right. Add with `+`: `torch.sum` and `@` choose an order of their own. Return the sums, `(B,)` in fp32. Rows may be
+# computed together, but no row may get other bits than alone.
+
+
+# %% tags=["exercise"]
+def sums(products, size):
+    return ...
+
+
+# %% tags=["solution"]
+def sums(products, size):
+    total = 0
+    for block in products.split(size, dim=1):  # (B,size)
+        part = 0
+        for column in block.unbind(1):  # (B,)
+            part = part + column
+        total = total + part
+    return total
+
+
+# %%
+course.check("15.7", sums)
+
+# %% [markdown]
+# The blocks can still be divided among the cores, because where a block begins does not depend on the number of rows.
+# The kernels of `nanokv.batch_invariant` add in such an order: attention, for instance, in parts of `256` keys.
 
 # %%
 course.whose()

@@ -1,6 +1,7 @@
 """Notebook 15: each typical slip in a learner's engine is told by its name; what is given serves several readers."""
 
 import linecache
+import re
 from itertools import count
 from pathlib import Path
 from threading import Thread
@@ -289,14 +290,52 @@ def test_a_typical_stream_is_told_what_is_wrong_with_it(old, new, mistake):
     judged("15.6", "stream", old, new, mistake)
 
 
-@pytest.mark.parametrize("id", [f"15.{n}" for n in range(1, 7)])
+@pytest.mark.parametrize(
+    ("old", "new", "mistake"),
+    [
+        ("", "", ""),
+        ("split(size", "split(-(-products.shape[1] // len(products))", "order by rows"),
+        ("split(size", "split(products.shape[1]", "no blocks"),
+        ("products.split(size, dim=1)", "products.split(size, dim=1)[::-1]", "another order"),
+        ("products.split(size, dim=1)", "products.unfold(1, size, size).unbind(1)", "last block"),
+        ("return total", "return total / products.shape[1]", "terms"),
+        ("return total", "return total.flip(0)", "terms"),
+        ("products.split", "products.double().split", "dtype"),
+    ],
+)
+def test_a_typical_sum_is_told_what_is_wrong_with_it(old, new, mistake):
+    judged("15.7", "sums", old, new, mistake)
+
+
+@pytest.mark.parametrize(
+    "add",
+    [
+        lambda products, size: products.sum(1),
+        lambda products, size: products @ torch.ones(products.shape[1]),
+        lambda products, size: sum(block.sum(1) for block in products.split(size, dim=1)),
+    ],
+)
+def test_a_sum_of_torch_has_an_order_of_its_own(add):
+    """Which one depends on the machine."""
+    check = checking.find("15.7")
+    assert check.judge(add, check.case()).mistake in {"another order", "order by rows"}
+
+
+def test_the_first_difference_is_told_by_its_digits():
+    """Nine digits tell any two fp32 numbers apart; allclose calls these equal."""
+    outcome = judged("15.7", "sums", "split(size", "split(-(-64 // len(products))", "order by rows")
+    here, there = re.findall(r"-?\d+\.\d{9}", outcome.message)
+    assert here != there and float(here) == pytest.approx(float(there), rel=1e-4)
+
+
+@pytest.mark.parametrize("id", [f"15.{n}" for n in range(1, 8)])
 @pytest.mark.parametrize("odd", [..., None, 7, "step", print, lambda *a: exit(3), type])
 def test_an_absurd_answer_never_raises(id, odd):
     check = checking.find(id)
     assert check.judge(odd, check.case()).state == ("unanswered" if odd in (..., None) else "wrong")
 
 
-@pytest.mark.parametrize("id", [f"15.{n}" for n in range(1, 7)])
+@pytest.mark.parametrize("id", [f"15.{n}" for n in range(1, 8)])
 def test_a_stub_is_not_answered(id):
     check = checking.find(id)
     assert check.judge(lambda *_: ..., check.case()).state == "unanswered"

@@ -1,4 +1,4 @@
-"""Notebook 15, the learner's engine: admission, budget, preemption, a step, a stream."""
+"""Notebook 15, the learner's engine: admission, budget, preemption, a step, a stream, a sum."""
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
@@ -796,6 +796,114 @@ def _first_step(i, readers):
     return _streamed(stream, readers, _model())[2][i]
 
 
+# --- 15.7: one order of sums ----------------------------------------------------------------------
+
+# (rows, numbers per row, size of a block)
+SUMS = ((8, 64, 8), (5, 203, 32), (4, 6, 4), (2, 96, 200))
+ROUNDED = 1e-3  # a sum that differs by more has other terms
+
+
+def sums(products: "torch.Tensor", size: int) -> "torch.Tensor":
+    """nanokv's answer: the sums (B,) of the rows (B,n), by blocks, each from left to right."""
+    # Python's sum adds from left to right, all rows at once.
+    return sum(sum(block.unbind(1)) for block in products.split(size, dim=1))  # type: ignore[return-value]
+
+
+def _judge_sums(answer, case):
+    for B, n, size in SUMS:
+        products = _products(B, n)
+        together = _sums_of(answer, products, size)
+        alone = [_sums_of(answer, row[None], size)[0] for row in products]  # (B,) each
+        outcome = (
+            _terms(together, products, size)
+            or _company(together, alone, size)
+            or _order(together, products, size)
+        )
+        if outcome is not None:
+            return outcome
+    return RIGHT
+
+
+def _products(B, n):
+    """(B,n) in fp32, the same on every machine."""
+    import torch
+
+    rng = random.Random(f"15.7 {B} {n}")
+    return torch.tensor([[rng.uniform(-1, 1) for _ in range(n)] for _ in range(B)])
+
+
+def _sums_of(answer, products, size):
+    """The answer's sums (B,); raises Told if they are not fp32, or of another shape."""
+    import torch
+
+    given = result_of(answer, products.clone(), size, like=torch.zeros(len(products)))
+    if given.dtype != torch.float32:
+        raise Told(
+            wrong(
+                f"The sums are {given.dtype}. Add in the dtype of the products, fp32: a longer "
+                "dtype rounds later, and a kernel would need more time for it",
+                "dtype",
+            )
+        )
+    return given
+
+
+def _terms(given, products, size):
+    """An Outcome where numbers are missing or counted twice."""
+    exact = products.double().sum(1)  # (B,)
+    off = (given.double() - exact).abs() > ROUNDED  # (B,)
+    if not off.any():
+        return None
+    B, n = products.shape
+    whole = products[:, : n // size * size].double().sum(1)  # (B,)
+    if n % size and (given.double() - whole).abs().max() <= ROUNDED:
+        return wrong(
+            f"{n} numbers in blocks of {size}: the last block is shorter, and yours leaves it out",
+            "last block",
+        )
+    i = int(off.nonzero()[0])
+    return wrong(
+        f"Row {i} of {B} rows of {n} numbers: yours gives {given[i]:.6f}, and its sum is "
+        f"{exact[i]:.6f}. Each row is added up by itself",
+        "terms",
+    )
+
+
+def _company(together, alone, size):
+    """An Outcome where a row has other bits in company than alone."""
+    for i, (here, there) in enumerate(zip(together, alone, strict=True)):
+        if here != there:
+            return wrong(
+                f"Row {i} is {here:.9f} as one of {len(alone)} rows, and {there:.9f} alone. "
+                "torch.allclose calls them equal, and the bits differ: the order of additions "
+                f"depends on the number of rows. It may depend on `size` only, here {size}",
+                "order by rows",
+            )
+    return None
+
+
+def _order(given, products, size):
+    """An Outcome where each row has one order of additions, and it is not that of the blocks."""
+    import torch
+
+    expected = sums(products, size)
+    if torch.equal(given, expected):
+        return None
+    n = products.shape[1]
+    if torch.equal(given, sums(products, n)):
+        return wrong(
+            "Your rows are added from left to right without blocks. That is one order too, but "
+            f"only one core can work at a row. Add {size} numbers at a time, then these sums",
+            "no blocks",
+        )
+    return wrong(
+        f"Each row has the same bits alone and in company, but not in the order that was asked "
+        f"for: blocks of {size}, each from left to right, then their sums from left to right. "
+        "torch.sum and @ have other orders, which may be others on another machine",
+        "another order",
+    )
+
+
 CHECKS = (
     function(
         "15.1",
@@ -937,6 +1045,7 @@ CHECKS = (
     judged("15.4", _judge_reserve),
     judged("15.5", _judge_step),
     judged("15.6", _judge_stream),
+    judged("15.7", _judge_sums),
 )
 
 QUESTIONS = questions("15")
