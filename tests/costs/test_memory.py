@@ -146,9 +146,9 @@ def test_check_with_options(cli, small, cache):
 
 
 def test_a_wrong_formula_is_our_bug(cli, small, monkeypatch):
-    monkeypatch.setattr("nanokv.costs.formulas.kv_bytes", lambda *_: 1)
+    monkeypatch.setattr("nanokv.costs.formulas.position_bytes", lambda *_: 0)
     code, _, err = cli("memory", small, "--check")
-    assert code == 1 and "the formula says 1" in err
+    assert code == 1 and "the formula says 0" in err
 
 
 def test_the_names_and_options_are_those_of_make_cache():

@@ -164,7 +164,9 @@ def test_a_folder_that_transformers_saved_is_read_and_ours_is_read_by_it(name, t
     assert Config.from_folder(tmp_path / "ours") == model.config
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
     assert type(back) is type(reference)
-    assert torch.equal(reference_logits(back, ids), reference_logits(reference, ids))
+    # The experts of a model that was read run by another function than those of `reference`.
+    allowed = 1e-5 if name.startswith("gptoss") else 0
+    assert gap(reference_logits(back, ids), reference_logits(reference, ids)) <= allowed
 
 
 @pytest.mark.parametrize("family", ["smollm3", "olmo3", "gemma3_text"])

@@ -57,7 +57,9 @@ LAYERS = [
     {"nanokv.fast", "nanokv.parallel", "nanokv.export"},
     {"nanokv.inference", "nanokv.loading"},
     {"nanokv.cache"},
-    {"nanokv.layer_kinds"},  # nanokv.model imports it by name, for the families that need it
+    {"nanokv.other_families"},  # nanokv.model imports it by name, for the families that need it
+    {"nanokv.hybrid"},
+    {"nanokv.layer_kinds"},
     {"nanokv.stacked_experts", "nanokv.cla"},
     {"nanokv.model", "nanokv.costs"},
     {"nanokv.checkpoint", "nanokv.sinks"},
@@ -117,6 +119,7 @@ ONLY = {
         *(("nanokv.attention", name) for name in ("Causal", "Decode", "Masked", "is_causal")),
         ("nanokv.windows", "within"),
         ("nanokv.sinks", "with_sinks"),
+        ("nanokv.recurrent", "Written"),  # what tokens write to a state, so that they can go back
         # Sinks move: their keys are turned on.
         ("nanokv.rope", "apply_rope"),
         ("nanokv.rope", "rope_frequencies"),
