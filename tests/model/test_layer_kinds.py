@@ -15,6 +15,8 @@ from nanokv.decoding.speculative import PromptLookup, speculate
 from nanokv.errors import ConfigError, UnsupportedError
 from nanokv.fast import optimize
 from nanokv.inference import decode, prefill, score, verify_draft
+from nanokv.lab.study.debug import record
+from nanokv.lab.trace.recorder import Watch
 from nanokv.windows import Window, band, within
 from oracle import LAYERED, gap, pair, random_ids, reference_logits, tiny_config
 
@@ -198,3 +200,12 @@ def test_prefill_of_a_batch_with_padding_hides_padding_and_what_is_older(models)
         cache = make_cache("dict", ours.config)
         prefill(ours, ids[b : b + 1, :n], cache)
         assert gap(after[b : b + 1], decode(ours, ids[b : b + 1, :1], cache, n)) <= ALLOWED
+
+
+def test_instruments_that_know_plain_blocks_alone_refuse(models):
+    """A picture of attention without its window, or a comparison of other operations, would be wrong."""
+    _, ours = models
+    with pytest.raises(UnsupportedError, match=f"{ours.config.family.title} has its own"):
+        record(ours, random_ids(7, 1, 5))
+    with pytest.raises(UnsupportedError, match=f"{ours.config.family.title} has its own"):
+        Watch(ours, range(2))

@@ -23,6 +23,8 @@ from torch.utils.hooks import RemovableHandle
 
 from nanokv.attention import Causal
 from nanokv.cache import make_cache
+from nanokv.config import Config
+from nanokv.errors import UnsupportedError
 from nanokv.model import Transformer
 from nanokv.text.ids import Rows
 
@@ -107,6 +109,18 @@ def first_divergence(a: Any, b: Any, ids: Rows, tolerance: float | None = None) 
     return next((step for step in steps if not step.ok), None)
 
 
+def only_plain_blocks(config: Config, what: str) -> None:
+    """UnsupportedError for a family with layers of its own: windows, sinks and states.
+
+    The instruments know the operations of model.py's blocks, and show no others.
+    """
+    if config.family.own_parts:
+        raise UnsupportedError(
+            f"{what} knows the blocks of model.py alone, and {config.family.title} has its own",
+            hint="nanokv.inference.score and transformers' logits can be compared directly",
+        )
+
+
 @torch.inference_mode()
 def record(model: Any, ids: Rows) -> dict[Key, Tensor]:
     """One pass over ids (B,T) from an empty cache → {(layer or None, operation): (B,T,…) on the
@@ -115,6 +129,8 @@ def record(model: Any, ids: Rows) -> dict[Key, Tensor]:
     This includes the logits of all T positions, T·V values per row. The model is left unchanged.
     """
     body = _body(model)
+    if body is model:
+        only_plain_blocks(model.config, "the recorder")
     ids = torch.as_tensor(ids, device=body.embed_tokens.weight.device).long()
     found: dict[Key, Tensor] = {}
     with _hooks(model, found.__setitem__), _QuerySpy() as spy:

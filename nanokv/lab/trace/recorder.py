@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from nanokv.cache import make_cache
 from nanokv.decoding.generation import EosIds, Generation, SamplingParams
 from nanokv.inference import score
+from nanokv.lab.study.debug import only_plain_blocks
 from nanokv.model import Transformer
 from nanokv.rope import rope_angles
 
@@ -154,6 +155,7 @@ class Watch(TorchFunctionMode):
     """
 
     def __init__(self, model: Transformer, layers: Iterable[int]) -> None:
+        only_plain_blocks(model.config, "the recorder of a trace")
         super().__init__()
         self.layers = set(layers)
         self.layer = -1
