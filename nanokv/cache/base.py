@@ -78,7 +78,7 @@ class KVCache(CacheCapabilities[LayerCache]):
             raise CacheError(
                 "this cache has no layers: make_cache(name, config) builds one per model layer"
             )
-        return self.widest.mask(T)
+        return self._widest.mask(T)
 
     def truncate(self, n: int) -> None:
         """Remove positions ≥ n from every layer. Repairs layers of unequal length too."""

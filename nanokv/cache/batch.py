@@ -29,7 +29,7 @@ class BatchLayer(LayerCache):
     def __init__(self, parts: list[Any]):
         self.parts = parts  # LayerCaches of batch size 1
         self.lossless = all(part.lossless for part in parts)
-        self.windowed = all(part.windowed for part in parts)
+        self._windowed = all(part._windowed for part in parts)
         self._expected = parts[0]._expected
 
     @property
@@ -144,7 +144,7 @@ class BatchCache(KVCache):
         None or (T,S) while all rows are alike.
         """
         masks = [row.mask(T) for row in self.rows]
-        widths = [width(row.widest, T, mask) for row, mask in zip(self.rows, masks, strict=True)]
+        widths = [width(row._widest, T, mask) for row, mask in zip(self.rows, masks, strict=True)]
         longest = max(widths)
         if min(widths) == longest and (T == 1 or all(torch.equal(m, masks[0]) for m in masks)):
             return masks[0]

@@ -188,7 +188,7 @@ class LayerCapabilities:
     nbytes: int
     length: int
     capacity: int | None = None  # the most tokens that fit; None = as memory allows
-    windowed = False  # keeps only the newest positions, as the model's layer sees only them
+    _windowed = False  # keeps only the newest positions, as the model's layer sees only them
     lossless = True  # append returns every key and value, bit for bit as it was appended
     _expected: Expected = ANYTHING
 
@@ -271,14 +271,14 @@ class CacheCapabilities(list[Layer], Generic[Layer]):
     page_size: int | None = None  # tokens of a page; None = keys of a row lie end to end
 
     @property
-    def widest(self) -> Layer:
+    def _widest(self) -> Layer:
         """The first layer that keeps all positions, else the first: masks count its keys."""
-        return next((layer for layer in self if not layer.windowed), self[0])
+        return next((layer for layer in self if not getattr(layer, "_windowed", False)), self[0])
 
     @property
     def capacity(self) -> int | None:
         """The most tokens this cache can hold; None = as memory allows."""
-        return self.widest.capacity if self else None
+        return self._widest.capacity if self else None
 
     @property
     def sizes(self) -> Sizes:
@@ -292,7 +292,7 @@ class CacheCapabilities(list[Layer], Generic[Layer]):
         used = sum(sizes.used_nbytes for sizes in layers)
         rows = layers[0].batch_size or self.made.batch_size
         limits = [sizes.max_rollback for sizes in layers if sizes.max_rollback is not None]
-        return Sizes(rows, self.widest.sizes.held, used, min(limits, default=None))
+        return Sizes(rows, self._widest.sizes.held, used, min(limits, default=None))
 
     def pages(self, like: torch.Tensor) -> list[Pages] | None:
         """`pages` of every layer, for a kernel that runs all layers in one call.
@@ -320,7 +320,7 @@ class CacheCapabilities(list[Layer], Generic[Layer]):
 
     def _causal_keys(self, T: int) -> int | None:
         """`causal_keys` of the widest layer, which holds for all layers."""
-        return causal_keys(self.widest, T) if self else None
+        return causal_keys(self._widest, T) if self else None
 
     def copy(self) -> Any:
         return self.fork()

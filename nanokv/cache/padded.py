@@ -78,7 +78,7 @@ class PaddedCache(KVCache):
         length = self.inner.length
         if not self.pads.any():
             return mask
-        S = width(self.inner.widest, T, mask)
+        S = width(self.inner._widest, T, mask)
         if mask is None:
             mask = torch.ones(T, S, dtype=torch.bool)
         # The column of each key, padding included.

@@ -47,7 +47,7 @@ class History:
 class StateLayer(LayerCache):
     """`read` and `keep` take the place of `append` (recurrent.State). Tensors are never changed."""
 
-    windowed = True  # it has no keys for a mask to count
+    _windowed = True  # it has no keys for a mask to count
 
     def __init__(self) -> None:
         self.history = History()

@@ -25,7 +25,7 @@ class WindowLayer(LayerCache):
     layer's attention takes the last of its columns (windows.py).
     """
 
-    windowed = True
+    _windowed = True
     keys: Tensor  # None until the first append
     values: Tensor
 

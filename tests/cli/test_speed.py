@@ -26,6 +26,7 @@ from nanokv.fast.model import FastTransformer
 from nanokv.lab.bench import machine
 from nanokv.parallel.group import ALONE
 from small_model import needs_kernels
+from weights_loader.families import FAMILIES
 
 PROMPT = "My name is Zorbla. What is my name?"
 
@@ -200,7 +201,7 @@ def plan(**changes):
         ([], {"dtype_name": "float16"}, building.State(True), "plain (no kernels for float16)"),
         (
             [],
-            {"config": SimpleNamespace(experts=True)},
+            {"config": SimpleNamespace(experts=True, family=FAMILIES["qwen3_moe"])},
             building.State(True),
             "plain (no kernels for experts)",
         ),
@@ -527,7 +528,7 @@ def test_a_gpu_records_steps_by_default_or_says_why_not(lack):
     choice = choose()
     assert (choice.fast, choice.text) == (not lack, f"plain ({lack})" if lack else "CUDA graphs")
     assert choose("--plain").text == "plain (--plain)"
-    assert not choose(config=SimpleNamespace(experts=True)).fast
+    assert not choose(config=SimpleNamespace(experts=True, family=FAMILIES["qwen3_moe"])).fast
     with pytest.raises(NanoKVError, match=r"--quantize int8 on cuda: .* for CPUs"):
         choose("--quantize", "int8")
     if lack:

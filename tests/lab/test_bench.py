@@ -314,7 +314,8 @@ def test_gguf_of_the_other_dense_families_is_read_back(family, tmp_path):
     assert nanokv.Config.from_dict(config | {"torch_dtype": "float32"}) == model.config
     heads = {"q_proj": 4, "k_proj": 2} if family == "llama" else {}
     for name, place in gguf_model.names_of(found, config).items():
-        entry = shards.GgufEntry.of(found.path, name, *place, heads.get(name.split(".")[-2], 0))
+        permuted = place._replace(heads=heads.get(name.split(".")[-2], 0))
+        entry = shards.GgufEntry.of(found.path, name, permuted)
         ours = model.state_dict()[name.removeprefix("model.")]
         assert torch.equal(
             shards.materialize(entry, torch.float32, torch.device("cpu")), ours.float()

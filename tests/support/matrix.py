@@ -431,7 +431,7 @@ def own_mask(model, new):
     class Hides(type(cache)):
         def mask(self, T):
             mask = super().mask(T)
-            S = width(self.widest, T, mask)
+            S = width(self._widest, T, mask)
             mask = torch.ones(T, S, dtype=torch.bool) if mask is None else mask.clone()
             mask[..., -1, -3] = False
             return mask

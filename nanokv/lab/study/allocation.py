@@ -7,6 +7,7 @@ import torch
 
 from nanokv import costs
 from nanokv.cache import make_cache
+from nanokv.cache.checks import refuse_states
 from nanokv.cache.options import KINDS
 from nanokv.costs.free_memory import available_memory
 from nanokv.costs.memory import Estimate
@@ -28,9 +29,14 @@ def check(estimate: Estimate) -> dict[str, Any]:
     free = available_memory("cpu")
     if free is not None:
         budget = min(CHECK_BYTES, free // 8)
-    batch = min(estimate.batch, max(1, budget // (estimate.per_token * 64)))
-    tokens = max(1, min(estimate.context, budget // (estimate.per_token * batch)))
-    plain: dict[str, dict[str, Any]] = {name: {} for name in KINDS}
+    each = max(1, estimate.per_token)  # 0 if every layer has a window
+    batch = min(estimate.batch, max(1, budget // (each * 64)))
+    tokens = max(1, min(estimate.context, budget // (each * batch)))
+    refuse_states(estimate.config, "filled")
+    kept = list(KINDS)
+    if any(estimate.config.windows):
+        kept = [name for name in KINDS if name not in ("sliding", "evicting")]
+    plain: dict[str, dict[str, Any]] = {name: {} for name in kept}
     kinds = plain | {estimate.cache: estimate.options}
     for name, options in kinds.items():
         expect(f"{name} cache", *compare(estimate, name, options, tokens, batch))
