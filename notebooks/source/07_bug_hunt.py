@@ -248,7 +248,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
 
 palette = ["#ECECEC", course.COLORS[5], orange, "black"]
-fig, axis = course.subplots(width=9.5, height=6.8)
+fig, axis = course.subplots(width=9.5, height=6.0)
 axis.imshow(list(shows.values()), cmap=ListedColormap(palette), vmin=0, vmax=3,
             aspect="auto")
 axis.grid(False)
@@ -263,7 +263,7 @@ axis.set_title("where a bug shows")
 kinds = ["not at all", "in bytes or tokens", "in logits",
          "by an error, or one that is missing"]
 axis.legend([Patch(color=color) for color in palette], kinds, loc="upper left",
-            bbox_to_anchor=(0, -0.14), ncols=4)
+            bbox_to_anchor=(0, -0.17), ncols=4)
 only = {situation: [name for name in shows if shows[name][i]
                     and sum(map(bool, shows[name])) == 1]
         for i, situation in enumerate(columns)}
