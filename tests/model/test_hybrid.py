@@ -2,8 +2,6 @@
 step, with padding and after tokens were taken back; drafts, beams, batches and files as on every other model.
 """
 
-import itertools
-
 import pytest
 import torch
 
@@ -20,7 +18,7 @@ from nanokv.errors import ConfigError, UnsupportedError
 from nanokv.fast import optimize
 from nanokv.inference import decode, prefill, score, verify_draft
 from nanokv.loading import skeleton
-from oracle import HYBRID, gap, pair, random_ids, reference_logits, tiny_config
+from oracle import HYBRID, all_logits, gap, pair, random_ids, reference_logits, tiny_config
 from weights_loader import names
 
 ALLOWED = 3e-5  # logits up to 5; measured 7e-6 … 2e-5
@@ -29,19 +27,6 @@ ALLOWED = 3e-5  # logits up to 5; measured 7e-6 … 2e-5
 @pytest.fixture(scope="module", params=HYBRID)
 def models(request):
     return pair(**HYBRID[request.param])
-
-
-def all_logits(model, ids, cache, chunks):
-    """(B,T,V): a chunk of one goes through decode."""
-    out, start, sizes = [], 0, itertools.cycle(chunks)
-    while start < ids.shape[1]:
-        part = ids[:, start : start + next(sizes)]
-        if part.shape[1] == 1:
-            out.append(decode(model, part, cache, start)[:, None])
-        else:
-            out.append(verify_draft(model, part, cache, start))
-        start += part.shape[1]
-    return torch.cat(out, 1)
 
 
 @pytest.mark.parametrize("T", [1, 2, 41, 64, 65, 130])

@@ -2,8 +2,6 @@
 pass, in random chunks, step by step and after tokens were taken back; then what the config of such a model may say.
 """
 
-import itertools
-
 import pytest
 import torch
 
@@ -18,7 +16,7 @@ from nanokv.inference import decode, prefill, score, verify_draft
 from nanokv.lab.study.debug import record
 from nanokv.lab.trace.recorder import Watch
 from nanokv.windows import Window, band, within
-from oracle import LAYERED, gap, pair, random_ids, reference_logits, tiny_config
+from oracle import LAYERED, all_logits, gap, pair, random_ids, reference_logits, tiny_config
 
 ALLOWED = 3e-5  # logits up to 8
 
@@ -26,19 +24,6 @@ ALLOWED = 3e-5  # logits up to 8
 @pytest.fixture(scope="module", params=LAYERED)
 def models(request):
     return pair(**LAYERED[request.param])
-
-
-def all_logits(model, ids, cache, chunks):
-    """(B,T,V): a chunk of one goes through decode."""
-    out, start, sizes = [], 0, itertools.cycle(chunks)
-    while start < ids.shape[1]:
-        part = ids[:, start : start + next(sizes)]
-        if part.shape[1] == 1:
-            out.append(decode(model, part, cache, start)[:, None])
-        else:
-            out.append(verify_draft(model, part, cache, start))
-        start += part.shape[1]
-    return torch.cat(out, 1)
 
 
 def test_one_pass(models):

@@ -300,6 +300,8 @@ def test_a_typical_stream_is_told_what_is_wrong_with_it(old, new, mistake):
         ("products.split(size, dim=1)", "products.unfold(1, size, size).unbind(1)", "last block"),
         ("return total", "return total / products.shape[1]", "terms"),
         ("return total", "return total.flip(0)", "terms"),
+        ("return total", "return total * float('nan')", "terms"),
+        ("return total", "return total * (len(products) > 1)", "terms"),
         ("products.split", "products.double().split", "dtype"),
     ],
 )

@@ -7,6 +7,7 @@ here and nowhere at run time.
 
 import gc
 import inspect
+import itertools
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from nanokv.config import Config
-from nanokv.inference import score
+from nanokv.inference import decode, score, verify_draft
 from nanokv.loading import build
 
 TOLERANCE = 1e-5  # fp32, logits of size 4: measured 3e-7 … 4e-6
@@ -297,6 +298,19 @@ def reference_logits(reference, ids):
     """(B,T,V) of the reference without a cache."""
     with torch.inference_mode():
         return reference(ids, use_cache=False).logits
+
+
+def all_logits(model, ids, cache, chunks):
+    """(B,T,V): a chunk of one goes through decode."""
+    out, start, sizes = [], 0, itertools.cycle(chunks)
+    while start < ids.shape[1]:
+        part = ids[:, start : start + next(sizes)]
+        if part.shape[1] == 1:
+            out.append(decode(model, part, cache, start)[:, None])
+        else:
+            out.append(verify_draft(model, part, cache, start))
+        start += part.shape[1]
+    return torch.cat(out, 1)
 
 
 def new_reference_cache(reference) -> DynamicCache:

@@ -810,12 +810,16 @@ def sums(products: "torch.Tensor", size: int) -> "torch.Tensor":
 
 
 def _judge_sums(answer, case):
+    import torch
+
     for B, n, size in SUMS:
         products = _products(B, n)
         together = _sums_of(answer, products, size)
-        alone = [_sums_of(answer, row[None], size)[0] for row in products]  # (B,) each
+        rows = [_sums_of(answer, row[None], size) for row in products]  # (1,) each
+        alone = torch.cat(rows)  # (B,)
         outcome = (
             _terms(together, products, size)
+            or _terms(alone, products, size)
             or _company(together, alone, size)
             or _order(together, products, size)
         )
@@ -851,8 +855,8 @@ def _sums_of(answer, products, size):
 def _terms(given, products, size):
     """An Outcome where numbers are missing or counted twice."""
     exact = products.double().sum(1)  # (B,)
-    off = (given.double() - exact).abs() > ROUNDED  # (B,)
-    if not off.any():
+    near = (given.double() - exact).abs() <= ROUNDED  # (B,); NaN is not near
+    if near.all():
         return None
     B, n = products.shape
     whole = products[:, : n // size * size].double().sum(1)  # (B,)
@@ -861,7 +865,7 @@ def _terms(given, products, size):
             f"{n} numbers in blocks of {size}: the last block is shorter, and yours leaves it out",
             "last block",
         )
-    i = int(off.nonzero()[0])
+    i = int((~near).nonzero()[0])
     return wrong(
         f"Row {i} of {B} rows of {n} numbers: yours gives {given[i]:.6f}, and its sum is "
         f"{exact[i]:.6f}. Each row is added up by itself",
