@@ -1,13 +1,17 @@
 """Bytes and FLOPs of models whose layers have windows: the formulas against caches that are filled, and by hand."""
 
+import json
+
 import pytest
 import torch
 
+from meta_cache import cached_bytes, model_of
 from nanokv import costs
 from nanokv.cache import make_cache
+from nanokv.config import Config
 from nanokv.costs.formulas import keys_seen
 from nanokv.loading import skeleton
-from oracle import LAYERED, pair
+from oracle import HYBRID, LAYERED, pair, tiny_config
 
 KINDS = {
     "dict": {},
@@ -33,6 +37,21 @@ def test_bytes_of_every_cache(config, kind, tokens):
         layer.append(k, k)
     expected = costs.cache_bytes(kind, config, tokens, 2, 4, 256, last=tokens, **KINDS[kind])
     assert cache.nbytes == expected
+
+
+@pytest.mark.parametrize("name", LAYERED | HYBRID)
+def test_the_report_has_the_bytes_of_transformers_too(name, cli, tmp_path):
+    """Its cache keeps window − 1 positions and K inputs of a convolution; filled on the meta device."""
+    config = Config.from_dict(tiny_config(**(LAYERED | HYBRID)[name]).to_dict())
+    fields = config.to_dict() | {"torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    for context in (5, 200):
+        code, out, _ = cli("memory", tmp_path, "--context", context, "--json")
+        found = json.loads(out).get("transformers_kv_bytes")
+        expected = None
+        if any(config.windows) or config.states:
+            expected = cached_bytes(model_of(fields, "bfloat16"), [context], 1)
+        assert (code, found) == (0, expected)
 
 
 def test_weights_are_those_of_the_model(config):

@@ -248,6 +248,9 @@ def text(
     """The rows with their formulas, then what fits, the check, and the table of the family."""
     width = layout.columns(sys.stdout)
     rows = estimate.rows()
+    theirs = in_transformers(estimate)
+    if theirs is not None:
+        rows.append(("transformers", "its cache for the same tokens", theirs))
     sums = [("together", sum_text(estimate), estimate.total)]
     if estimate.stored is not None:
         numbers = dequantized(estimate)
@@ -264,6 +267,20 @@ def text(
     if checked is not None:
         lines += ["", layout.paragraph(check_text(checked), width)]
     return "\n".join([*lines, "", *table(estimate, memory, style, width)]) + "\n"
+
+
+def in_transformers(estimate: Estimate) -> int | None:
+    """Bytes of transformers' cache, if layers have windows or states; None: as many as here.
+
+    nanokv keeps 64 positions more in a full window, and one input less of a convolution.
+    """
+    config = estimate.config
+    if not any(config.windows) and not config.states:
+        return None
+    counted = other_models.count(
+        estimate.name, config.to_dict(), estimate.dtype, estimate.context, estimate.batch
+    )
+    return counted.cached(estimate.context, estimate.batch)
 
 
 def dequantized(estimate: Estimate) -> Estimate:
@@ -404,6 +421,9 @@ def report(
 ) -> dict:
     """The same numbers as `text`, in bytes and tokens."""
     found = numbers(estimate)
+    theirs = in_transformers(estimate)
+    if theirs is not None:
+        found["transformers_kv_bytes"] = theirs
     if memory is not None:
         found["fits"] = {"bytes": memory} | fitting(estimate, memory)
         if estimate.stored is not None:
