@@ -6,7 +6,8 @@
 This file has no cache, no kernel and no sampling. The caller passes in a cache and an attention
 function, so every cache and every fast path plugs into this one model. rope.py rotates queries and
 keys by their positions. Blocks choose what differs between families (a norm, a bias, experts) when
-they are built. Module names match Hugging Face's, so loading a checkpoint only strips a prefix.
+they are built; other_families.py lists the families with blocks of their own. Module names match
+Hugging Face's, so loading a checkpoint only strips a prefix.
 
 A first reading may stop after inference.py, attention.py, cache/base.py and cache/dict_cache.py:
 those five files are a language model with a KV cache.

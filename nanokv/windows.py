@@ -34,7 +34,7 @@ class Window:
             mask = self.attend.visible((0, 1), 1, k.shape[2], q.device)
             return decode_attention(q, k, v, mask)
         blocks = row_blocks(q, k.shape[2])
-        parts = [self.block(q[:, :, a:b], k, v, T - b) for a, b in blocks]
+        parts = [self.block(q, k, v, rows) for rows in blocks]
         return torch.cat(parts, 2)  # (B,H,T,D)
 
     def one_by_one(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -47,14 +47,13 @@ class Window:
             parts.append(self.attend(q[:, :, t : t + 1], k[:, :, first:end], v[:, :, first:end]))
         return torch.cat(parts, 2)  # (B,H,T,D)
 
-    def block(self, q: Tensor, k: Tensor, v: Tensor, later: int) -> Tensor:
-        """The queries q (B,H,t,D) of a call, which `later` queries follow. → (B,H,t,D)"""
-        t = q.shape[2]
-        T = t + later
-        first, end = self.span((0, t), T, k.shape[2])
-        S = end - first
-        mask = self.visible((0, t), T, S + later, q.device)[..., :S]  # (…,t,S)
-        return prefill_attention(q, k[:, :, first:end], v[:, :, first:end], mask)
+    def block(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
+        """These of the queries of a call. q (B,H,T,D) → (B,H,rows,D)."""
+        T, S = q.shape[2], k.shape[2]
+        first, end = self.span(rows, T, S)
+        mask = self.visible(rows, T, S - first, q.device)[..., : end - first]  # (…,rows,s)
+        queries = q[:, :, rows[0] : rows[1]]  # (B,H,rows,D)
+        return prefill_attention(queries, k[:, :, first:end], v[:, :, first:end], mask)
 
     def span(self, rows: Rows, T: int, S: int) -> tuple[int, int]:
         """The first of S keys that these of T queries see, and the one after the last."""

@@ -5,7 +5,7 @@ pass, in random chunks, step by step and after tokens were taken back; then what
 import pytest
 import torch
 
-from nanokv.attention import Causal, causal_mask
+from nanokv.attention import Causal, Masked, causal_mask, prefill_attention
 from nanokv.cache import make_cache
 from nanokv.config import Config
 from nanokv.decoding.generation import generate
@@ -15,6 +15,7 @@ from nanokv.fast import optimize
 from nanokv.inference import decode, prefill, score, verify_draft
 from nanokv.lab.study.debug import record
 from nanokv.lab.trace.recorder import Watch
+from nanokv.sinks import with_sinks
 from nanokv.windows import Window, band, within
 from oracle import LAYERED, all_logits, gap, pair, random_ids, reference_logits, tiny_config
 
@@ -161,6 +162,24 @@ def test_a_window_is_a_band_over_all_keys(T, S):
             if T > 9 and not isinstance(attend, Causal):
                 continue  # one query at a time
             assert gap(within(attend, width)(q, keys, values), right) <= 1e-6
+
+
+@pytest.mark.parametrize("block", [3, 5, 100])
+def test_a_long_call_is_computed_in_blocks_each_with_its_rows_of_the_mask(block, monkeypatch):
+    """Rows with padding of their own: every row of the mask is another."""
+    T, S, width, pads = 12, 20, 4, torch.tensor([0, 7])
+    q = torch.randn(2, 4, T, 16)
+    k, v = torch.randn(2, 2, 2, S, 16)
+    mask = causal_mask(T, S)[None, None] & (torch.arange(S) >= pads[:, None, None, None])
+    mask[..., 0, 3] = mask[..., 5, 12] = False  # so that rows differ in more than the end
+    blocks = [(a, min(a + block, T)) for a in range(0, T, block)]
+    monkeypatch.setattr("nanokv.windows.row_blocks", lambda q, S: blocks)
+    seen = mask & band(T, S, width)
+    right = prefill_attention(q, k, v, seen)
+    assert gap(within(Masked(mask), width)(q, k, v), right) <= 1e-6
+    ours = with_sinks(within(Masked(mask), width), torch.zeros(4))
+    lse = ((q @ k.repeat_interleave(2, 1).mT) / 4).masked_fill(~seen, -torch.inf).logsumexp(-1)
+    assert gap(ours(q, k, v), right * lse.sigmoid()[..., None]) <= 1e-6
 
 
 def test_a_window_wider_than_the_text_changes_nothing():
