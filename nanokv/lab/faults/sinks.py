@@ -1,7 +1,7 @@
 """Attention over parts of the keys with a learned sink, for the fault that counts it too often.
 
 A learned sink is a logit per head that no key belongs to (gpt-oss): it takes a share of the softmax
-and adds no value. The models of nanokv have none, so the lab adds the same one to every head.
+and adds no value. The bundled model has none, so the lab adds the same one to every head.
 """
 
 from collections.abc import Iterable
