@@ -65,6 +65,11 @@ class Written(NamedTuple):
             beta=self.beta[:, :, :n],
         )
 
+    def last(self, n: int) -> "Written":
+        """What the last n of the tokens have written; copies, so that the rest can be freed."""
+        parts: dict[str, Any] = {name: x[:, :, self.T - n :] for name, x in self.tensors().items()}
+        return self._replace(T=n, **{name: x.clone() for name, x in parts.items()})
+
     def rows(self, index: Any) -> "Written":
         """Row b becomes row index[b]."""
         parts: dict[str, Any] = {name: x[index] for name, x in self.tensors().items()}

@@ -61,6 +61,7 @@ class Sizes:
     held: int  # keys of the longest row: fewer than `length` if the cache has dropped some
     used_nbytes: int  # the part of `nbytes` that tokens take; the rest is reserved for later tokens
     max_rollback: int | None = None  # tokens that truncate can undo exactly; None = any number
+    snapshots: tuple[int, ...] = ()  # shorter lengths that truncate can go back to as well
 
 
 @dataclass(frozen=True)
@@ -230,6 +231,17 @@ class LayerCapabilities:
         if type(n) is not int or n < 0:
             raise CacheError(f"truncate({n!r}): a number of tokens ≥ 0 was expected")
 
+    def _nearest(self, n: int) -> int:
+        """The largest length ≤ n that truncate can go back to."""
+        try:
+            self._check_truncate(n)
+        except UnsupportedError:
+            return 0
+        return n
+
+    def _keep_snapshot(self) -> None:
+        """Keys and values of earlier tokens are there anyway; a state is kept now or lost."""
+
     def _pad(self, pads: torch.Tensor) -> None:
         """Rows begin with pads (B,) tokens of padding. A mask hides their keys."""
 
@@ -292,7 +304,24 @@ class CacheCapabilities(list[Layer], Generic[Layer]):
         used = sum(sizes.used_nbytes for sizes in layers)
         rows = layers[0].batch_size or self.made.batch_size
         limits = [sizes.max_rollback for sizes in layers if sizes.max_rollback is not None]
-        return Sizes(rows, self._widest.sizes.held, used, min(limits, default=None))
+        kept = max((sizes.snapshots for sizes in layers), key=len)
+        return Sizes(rows, self._widest.sizes.held, used, min(limits, default=None), kept)
+
+    def snapshot(self) -> None:
+        """Make sure that truncate can come back to this length, as at the end of a message.
+
+        Recurrent layers keep a copy of their state, others need nothing (cache/state.py).
+        """
+        for layer in self:
+            layer._keep_snapshot()
+
+    def nearest(self, n: int) -> int:
+        """The largest length ≤ n that truncate can go back to; the tokens from there to n must be
+        prefilled again. n itself, if the cache has keys and values of all positions."""
+        found = n
+        while (reached := min(layer._nearest(found) for layer in self)) < found:
+            found = reached
+        return found
 
     def pages(self, like: torch.Tensor) -> list[Pages] | None:
         """`pages` of every layer, for a kernel that runs all layers in one call.

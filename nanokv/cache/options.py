@@ -63,16 +63,20 @@ POLICIES: dict[str, tuple[str, ...]] = {
     "quest": ("page",),
 }
 SPARE = 64  # positions of a full window that truncate can take back
+SNAPSHOTS = 8  # that a recurrent layer keeps, unless it is told another number
 QUEST_PAGE = 16
 RECENT = 32  # the newest entries that stay, unless the budget is less than twice as much
+# Of models with recurrent layers (cache/state.py).
+STATES: dict[str, Rule | None] = {"snapshots": at_least(0), "every": at_least(0)}
 KINDS: dict[str, dict[str, Rule | None]] = {  # cache → option → rule
-    "dict": {},
-    "static": {},
-    "growing": {},
+    "dict": STATES,
+    "static": STATES,
+    "growing": STATES,
     "paged": PAGES,
     "prefix": PAGES | {"salt": TEXT, "index": one_of("hash", "radix")},
     "sliding": {"window": at_least(0), "sinks": at_least(0)},
-    "quantized": {
+    "quantized": STATES
+    | {
         "bits": one_of(*BITS),
         "k_bits": one_of(0, *BITS),
         "v_bits": one_of(0, *BITS),
@@ -177,6 +181,8 @@ def check_options(name: str, options: dict[str, Any], objects: bool = False) -> 
         rule = known[key]
         if rule is not OBJECT and not rule.accepts(value):
             raise CacheError(f"{key} is {value!r}: {rule.legal}")
+    if options.get("every") and options.get("snapshots") == 0:
+        raise CacheError("every means nothing to snapshots=0", "leave one of them out")
     if "quantized" in (name, options.get("of")):
         check_schemes(options)
     if "evicting" in (name, options.get("of")):

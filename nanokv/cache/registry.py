@@ -20,7 +20,15 @@ from nanokv.cache.checks import Expected, refuse_states
 from nanokv.cache.dict_cache import DictCache
 from nanokv.cache.evicting import EvictingCache, EvictingLayer
 from nanokv.cache.offloaded import OffloadedCache
-from nanokv.cache.options import POLICIES, QUEST_PAGE, check_options, check_policy, read_kind
+from nanokv.cache.options import (
+    POLICIES,
+    QUEST_PAGE,
+    SNAPSHOTS,
+    STATES,
+    check_options,
+    check_policy,
+    read_kind,
+)
 from nanokv.cache.paged import PagedCache
 from nanokv.cache.paged_batch import PagedBatch
 from nanokv.cache.policies import make_policy
@@ -29,7 +37,7 @@ from nanokv.cache.prefix import INDEXES, ElasticPrefixPool, PrefixCache, PrefixP
 from nanokv.cache.quantized import QuantizedCache
 from nanokv.cache.schemes import make_scheme
 from nanokv.cache.sliding import SlidingCache
-from nanokv.cache.state import StateLayer
+from nanokv.cache.state import PLAN, Plan, StateLayer
 from nanokv.cache.static import GrowingCache, StaticCache
 from nanokv.cache.stores import DiskStore, HostStore
 from nanokv.cache.window import WindowLayer
@@ -53,32 +61,55 @@ Capacity = int | None  # tokens per row
 FIRST_PAGES = 4  # the first size of a pool that grows; it doubles from there
 
 
-def by_kind(config: Config, make_layer: Callable[[], LayerCache]) -> Iterator[LayerCache]:
+def by_kind(
+    config: Config, make_layer: Callable[[], LayerCache], plan: Plan = PLAN
+) -> Iterator[LayerCache]:
     """What each layer of the model keeps: `make_layer()`, a window if it sees no more, a state."""
     for number in range(0, config.num_hidden_layers, config.kv_sharing_factor):
         window = config.window_of(number)
         if config.is_linear(number):
-            yield StateLayer()
+            yield StateLayer(plan)
         elif window is None:
             yield make_layer()
         else:
             yield WindowLayer(window)
 
 
-def make_dict(config: Config, batch_size: int, capacity: Capacity) -> KVCache:
+def make_dict(
+    config: Config,
+    batch_size: int,
+    capacity: Capacity,
+    *,
+    snapshots: int = SNAPSHOTS,
+    every: int = 0,
+) -> KVCache:
     """One torch.cat per step: the reference."""
-    return KVCache(by_kind(config, DictCache), config)
+    return KVCache(by_kind(config, DictCache, Plan(snapshots, every)), config)
 
 
-def make_static(config: Config, batch_size: int, capacity: Capacity) -> KVCache:
+def make_static(
+    config: Config,
+    batch_size: int,
+    capacity: Capacity,
+    *,
+    snapshots: int = SNAPSHOTS,
+    every: int = 0,
+) -> KVCache:
     """One slab per layer of `capacity` slots (default: the model's whole context)."""
     slots = capacity or config.max_position_embeddings
-    return KVCache(by_kind(config, partial(StaticCache, slots)), config)
+    return KVCache(by_kind(config, partial(StaticCache, slots), Plan(snapshots, every)), config)
 
 
-def make_growing(config: Config, batch_size: int, capacity: Capacity) -> KVCache:
+def make_growing(
+    config: Config,
+    batch_size: int,
+    capacity: Capacity,
+    *,
+    snapshots: int = SNAPSHOTS,
+    every: int = 0,
+) -> KVCache:
     """A slab that doubles when full; it stops at `capacity` slots until more tokens come."""
-    return KVCache(by_kind(config, partial(GrowingCache, capacity)), config)
+    return KVCache(by_kind(config, partial(GrowingCache, capacity), Plan(snapshots, every)), config)
 
 
 def make_paged(
@@ -165,6 +196,8 @@ def make_quantized(
     outliers: int = 0,
     first: int = 0,
     seed: int = 0,
+    snapshots: int = SNAPSHOTS,
+    every: int = 0,
 ) -> KVCache:
     """Keys and values in `bits` bits, or in k_bits and v_bits (K8V4: k_bits=8, v_bits=4).
 
@@ -188,7 +221,7 @@ def make_quantized(
             f"outliers is {outliers}: fewer than head_dim {config.head_dim} were expected"
         )
     make_layer = partial(QuantizedCache, *schemes, group, residual, first)
-    return KVCache(by_kind(config, make_layer), config)
+    return KVCache(by_kind(config, make_layer, Plan(snapshots, every)), config)
 
 
 def make_evicting(
@@ -315,6 +348,7 @@ def make_cache(
     check("batch_size", batch_size, 1)
     if capacity is not None:
         check("capacity", capacity, 1)
+    refuse_snapshots(config, name, options)
     dtype, target = check_target(dtype, device)
     cache = CACHES[name](config, batch_size, capacity, **options)
     cache.made = Made(name, options | cache.made.options, capacity, batch_size)
@@ -358,6 +392,16 @@ def refuse_windows(config: Config, name: str) -> None:
             f"{config.num_hidden_layers} layers of {config.family.title} have a window of "
             f"{config.sliding_window}",
             hint="a cache that keeps all positions: growing, paged, quantized",
+        )
+
+
+def refuse_snapshots(config: Config, name: str, options: dict[str, Any]) -> None:
+    """CacheError for options of recurrent layers if the model has none."""
+    given = ", ".join(key for key in STATES if key in options)
+    if given and name != "batch" and not config.states:
+        raise CacheError(
+            f"{given} means nothing to {config.family.title}: no layer has a recurrent state",
+            hint="leave it out: truncate goes back to any token",
         )
 
 

@@ -3,14 +3,18 @@
 A state is the sum of all tokens so far, so nothing of it can be cut off. The layer keeps the state
 at a mark, and what the tokens since that mark have written: the state after any of them is computed
 from these (recurrent.Written), without the model. There are two marks, SPARE tokens apart or more,
-so at least SPARE tokens can be taken back, as with a window; less right after a prompt, whose last
-chunk has more than SPARE tokens and leaves one mark at its end.
+so at least SPARE tokens can be taken back, as with a window.
 
-Bytes per row: S and conv of the newest token and of both marks, and what up to 2·SPARE tokens have
-written. In Qwen3.5 64 tokens of a layer have written as much as its state takes.
+Older states are kept as snapshots: where `snapshot` is called (the end of a message), and after
+each `every` tokens. `truncate` goes back to one of them and nowhere between; the tokens that follow
+it are prefilled again. A layer keeps the first snapshot and the newest others.
+
+Bytes per row: S and conv of the newest token, of both marks and of each snapshot, and what up to
+2·SPARE tokens have written. In Qwen3.5 in bf16, 64 tokens of a layer have written 1.5 times its
+state, and a snapshot of all layers takes as much as keys and values of 1,572 tokens.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
@@ -18,7 +22,7 @@ from torch import Tensor
 
 from nanokv.cache.base import LayerCache
 from nanokv.cache.capabilities import Index, Sizes
-from nanokv.cache.options import SPARE
+from nanokv.cache.options import SNAPSHOTS, SPARE
 from nanokv.errors import UnsupportedError
 from nanokv.recurrent import Written
 
@@ -36,12 +40,32 @@ class Mark:
 
 
 @dataclass(frozen=True)
+class Plan:
+    """Which states a layer keeps: at most `snapshots`, one after each `every` tokens (0: none)."""
+
+    snapshots: int = SNAPSHOTS
+    every: int = 0
+
+    def chosen(self, snapshots: tuple[Mark, ...]) -> tuple[Mark, ...]:
+        """Those that stay, oldest first: the first one, which many texts share, and the newest."""
+        if len(snapshots) <= self.snapshots:
+            return snapshots
+        if self.snapshots < 2:
+            return snapshots[len(snapshots) - self.snapshots :]
+        return (snapshots[0], *snapshots[1 - self.snapshots :])
+
+
+PLAN = Plan()
+
+
+@dataclass(frozen=True)
 class History:
     """Marks, oldest first, and what was written since the first of them, append by append."""
 
     now: Mark = Mark()
     marks: tuple[Mark, ...] = (Mark(),)
     written: tuple[Written, ...] = field(default=())
+    snapshots: tuple[Mark, ...] = field(default=())  # oldest first
 
 
 class StateLayer(LayerCache):
@@ -49,7 +73,8 @@ class StateLayer(LayerCache):
 
     _windowed = True  # it has no keys for a mask to count
 
-    def __init__(self) -> None:
+    def __init__(self, plan: Plan = PLAN) -> None:
+        self.plan = plan
         self.history = History()
         self.pads: Tensor | None = None  # (B,) tokens of padding that the rows begin with
 
@@ -77,8 +102,10 @@ class StateLayer(LayerCache):
         old = self.history
         length = old.now.length + written.T
         now = Mark(length, written.conv(written.T), S)
+        snapshots = self.plan.chosen((*old.snapshots, *self.passed(written, now)))
         if written.T > SPARE:
-            self.history = History(now, (now,), ())
+            first = after(written, written.T - SPARE, old.now)
+            self.history = History(now, (first,), (written.last(SPARE),), snapshots)
             return
         marks = old.marks
         since = (*old.written, written)
@@ -90,13 +117,32 @@ class StateLayer(LayerCache):
                 gone -= since[0].T
                 since = since[1:]
             marks = marks[1:]
-        self.history = History(now, marks, since)
+        self.history = History(now, marks, since, snapshots)
+
+    def passed(self, written: Written, now: Mark) -> list[Mark]:
+        """The states after each multiple of `every` tokens up to `now`."""
+        every, old = self.plan.every, self.history.now
+        if not every or not self.plan.snapshots:
+            return []
+        lengths = range(old.length // every * every + every, now.length + 1, every)
+        return [
+            now if length == now.length else after(written, length - old.length, old)
+            for length in lengths
+        ]
+
+    def _keep_snapshot(self) -> None:
+        old = self.history
+        others = tuple(mark for mark in old.snapshots if mark.length < self.length)
+        if self.length:
+            kept = self.plan.chosen((*others, old.now))
+            self.history = replace(old, snapshots=kept)
 
     @property
     def sizes(self) -> Sizes:
         now = self.history.now
         rows = None if now.conv is None else now.conv.shape[0]
-        return Sizes(rows, 0, self.nbytes, self.spare)
+        kept = tuple(mark.length for mark in self.snapshots)
+        return Sizes(rows, 0, self.nbytes, self.spare, kept)
 
     @property
     def spare(self) -> int | None:
@@ -104,15 +150,32 @@ class StateLayer(LayerCache):
         first = self.history.marks[0].length
         return None if first == 0 else self.length - first
 
+    def _nearest(self, n: int) -> int:
+        if n >= self.history.marks[0].length:
+            return n
+        return max((mark.length for mark in self.snapshots if mark.length <= n), default=0)
+
+    @property
+    def snapshots(self) -> tuple[Mark, ...]:
+        """The states that are kept apart, oldest first."""
+        return self.history.snapshots
+
     def _check_truncate(self, n: int):
         super()._check_truncate(n)
-        first = self.history.marks[0].length
-        if 0 < n < first:
+        nearest = self._nearest(n)
+        if n != nearest:
+            first = self.history.marks[0].length
             raise UnsupportedError(
-                f"a recurrent layer cannot go back from {self.length} tokens to {n}: its oldest "
-                f"state is that after {first}",
-                hint=f"truncate({first}), or truncate(0) and prefill again",
+                f"a recurrent layer cannot go back from {self.length} tokens to {n}: it has the "
+                f"states from {first} tokens on{self._listed()}",
+                hint=f"truncate({nearest}) and prefill the rest again",
             )
+
+    def _listed(self) -> str:
+        """The snapshots in an error."""
+        if not self.snapshots:
+            return ""
+        return " and after " + ", ".join(str(mark.length) for mark in self.snapshots)
 
     def truncate(self, n: int) -> None:
         self._check_truncate(n)
@@ -122,8 +185,12 @@ class StateLayer(LayerCache):
             self.history = self.before(n)
 
     def before(self, n: int) -> History:
-        """The history up to n tokens; n is not before the first mark."""
+        """The history up to n tokens, which `_check_truncate` has allowed."""
         old = self.history
+        snapshots = tuple(mark for mark in old.snapshots if mark.length <= n)
+        if n < old.marks[0].length:
+            now = snapshots[-1]
+            return History(now, (now,), (), snapshots)
         marks = tuple(mark for mark in old.marks if mark.length <= n)
         now = marks[0]
         kept = []
@@ -131,9 +198,9 @@ class StateLayer(LayerCache):
             count = min(written.T, n - now.length)
             if count <= 0:
                 break
-            now = Mark(now.length + count, written.conv(count), written.state(count, now.S))
+            now = after(written, count, now)
             kept.append(written.first(count))
-        return History(now, marks, tuple(kept))
+        return History(now, marks, tuple(kept), snapshots)
 
     def _snapshot(self) -> Any:
         return self.history  # tensors are replaced, never changed
@@ -142,7 +209,7 @@ class StateLayer(LayerCache):
         self.history = snapshot
 
     def fork(self) -> Self:
-        copy = type(self)()
+        copy = type(self)(self.plan)
         copy.history = self.history
         copy.pads = self.pads
         return copy
@@ -155,7 +222,8 @@ class StateLayer(LayerCache):
 
         old = self.history
         written = tuple(each.rows(index) for each in old.written)
-        self.history = History(rows(old.now), tuple(map(rows, old.marks)), written)
+        marks = tuple(map(rows, old.marks))
+        self.history = History(rows(old.now), marks, written, tuple(map(rows, old.snapshots)))
         if self.pads is not None:
             self.pads = self.pads[index]
 
@@ -177,6 +245,12 @@ class StateLayer(LayerCache):
     def nbytes(self) -> int:  # type: ignore[override]  # read-only
         """Bytes of all states and of what was written, each tensor once."""
         old = self.history
-        tensors = [tensor for mark in (old.now, *old.marks) for tensor in mark.tensors()]
+        marks = (old.now, *old.marks, *old.snapshots)
+        tensors = [tensor for mark in marks for tensor in mark.tensors()]
         tensors += [x for each in old.written for x in each.tensors().values()]
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+
+
+def after(written: Written, n: int, start: Mark) -> Mark:
+    """The state after n ≥ 1 of the tokens; `start` is the state before them."""
+    return Mark(start.length + n, written.conv(n), written.state(n, start.S))

@@ -310,6 +310,7 @@ class Session:
             kept = reply + tokens[:-1]
         # One statement, so that an interrupt never leaves the ids of another message.
         self.messages, self._reply_ids, self.answers = [*messages, message], kept, self.answers + 1
+        self.cache.snapshot()
 
     def _measure(self, turn: Turn, generation: Generation, tokens: list[int]) -> None:
         """Write counts, times and sizes into `turn`."""
@@ -402,14 +403,16 @@ class Session:
         return self._truncate(n)
 
     def _truncate(self, n: int) -> int:
-        """Truncate the cache; returns its length, 0 if it cannot go back to n."""
+        """Truncate the cache to n tokens, or to the nearest it can go back to; returns which."""
         if any(layer.length != n for layer in self.cache):
             try:
                 self.cache.truncate(n)
-            except UnsupportedError as error:  # a sliding cache cannot go back past its window
-                self.why = f"{error}: prefilled from the start"
-                self.cache.truncate(0)
-                n = 0
+            except UnsupportedError as error:  # a window has moved, a state has gone on
+                nearest = self.cache.nearest(n)
+                n = nearest if nearest < n else 0  # a cache of one's own may just refuse
+                self.cache.truncate(n)
+                since = f"token {n:,} on" if n else "the start"
+                self.why = f"{error}: prefilled from {since}"
         return n
 
     def roles(self) -> list[Role]:

@@ -31,6 +31,7 @@ __all__ = [
     "prefill_flops",
     "quantized_bytes",
     "quantized_parts",
+    "rollback_bytes",
     "state_bytes",
     "weight_bytes",
     "window_bytes",
@@ -178,8 +179,7 @@ def window_bytes(config: Config, tokens: int, itemsize: int) -> int:
 def state_bytes(config: Config, itemsize: int) -> int:
     """Bytes of a row in the layers with a recurrent state, whatever the number of tokens.
 
-    S in fp32, and K−1 inputs of the convolution. A cache holds more after less than 64 tokens: what
-    it needs to take tokens back (cache/state.py).
+    S in fp32, and K−1 inputs of the convolution. A snapshot of all layers weighs as much.
     """
     if config.linear is None:
         return 0
@@ -189,6 +189,23 @@ def state_bytes(config: Config, itemsize: int) -> int:
     return config.states * (FP32 * S + itemsize * conv)
 
 
+def rollback_bytes(config: Config, tokens: int, itemsize: int) -> int:
+    """Bytes of a row in the layers with a state, by which its last tokens can be taken back.
+
+    After a prompt: the state before its last SPARE tokens and what they have written
+    (cache/state.py). At most twice as much after more tokens.
+    """
+    if config.linear is None or not tokens:
+        return 0
+    sizes = config.linear
+    back = min(tokens, SPARE)
+    inputs = sizes.channels * (sizes.linear_conv_kernel_dim - 1 + back)
+    widths = sizes.linear_key_head_dim + sizes.linear_value_head_dim + 2  # k, v, g and beta
+    written = itemsize * inputs + FP32 * back * sizes.linear_num_value_heads * widths
+    mark = state_bytes(config, itemsize) if tokens > SPARE else 0
+    return config.states * written + mark
+
+
 def kv_bytes(config: Config, tokens: int, batch_size: int, itemsize: int) -> int:
     """Bytes that an exact cache holds for `tokens` tokens in each of batch_size rows."""
     row = kv_bytes_per_token(config, itemsize) * tokens + fixed_bytes(config, tokens, itemsize)
@@ -196,9 +213,10 @@ def kv_bytes(config: Config, tokens: int, batch_size: int, itemsize: int) -> int
 
 
 def fixed_bytes(config: Config, tokens: int, itemsize: int) -> int:
-    """Bytes of a row that stop growing: full windows, and states."""
+    """Bytes of a row that stop growing: full windows, states, and what takes tokens back."""
     states = state_bytes(config, itemsize) if tokens else 0
-    return window_bytes(config, tokens, itemsize) + states
+    back = rollback_bytes(config, tokens, itemsize)
+    return window_bytes(config, tokens, itemsize) + states + back
 
 
 def decode_flops(config: Config, context: int) -> int:

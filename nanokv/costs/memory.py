@@ -146,11 +146,15 @@ class Estimate:
         """(name, formula with numbers, bytes) of each row of the report."""
         c = self.config
         size = self.itemsize
+        fixed = costs.fixed_bytes(c, self.context, size)
+        total = f"{self.per_token:,} × {self.context:,}"
+        if fixed:
+            total = f"({total} + {fixed:,})"
         heads = f"{c.num_key_value_heads} KV heads × {c.head_dim} × {size} B"
         rows = [
             ("weights", f"{costs.parameters(c):,} × {size} B ({SHORT[self.dtype]})", self.weights),
             ("KV / token", f"2 × {costs.full_layers(c)} layers × {heads}", self.per_token),
-            ("KV total", f"{self.per_token:,} × {self.context:,} × {self.batch:,}", self.exact),
+            ("KV total", f"{total} × {self.batch:,}", self.exact),
         ]
         windows = costs.window_bytes(c, self.context, size)
         if windows:
@@ -159,11 +163,13 @@ class Estimate:
             rows.insert(2, ("windows", f"2 × {count} layers × {held:,} tokens × {heads}", windows))
         if c.states:
             states = costs.state_bytes(c, size)
-            rows.insert(2, ("states", f"{c.states} layers × {states // c.states:,} B", states))
-        fixed = costs.fixed_bytes(c, self.context, size)
-        if fixed:
-            each = f"{self.per_token:,} × {self.context:,} + {fixed:,}"
-            rows[3] = ("KV total", f"({each}) × {self.batch:,}", self.exact)
+            back = costs.rollback_bytes(c, self.context, size)
+            alike = f"= KV of {states // self.per_token:,} tokens" if self.per_token else ""
+            rows[2:2] = [
+                ("states", f"{c.states} layers × {states // c.states:,} B", states),
+                ("going back", "to each of the last 64 tokens", back),
+                ("a snapshot", f"the states once more {alike}", states),
+            ]
         if self.cache != "dict":
             rows.append((self.cache, self.formula(), self.cached(self.context, self.batch)))
         return rows

@@ -195,6 +195,7 @@ class Generation:
         logits = self._prefill()
         self.timings.prefill_seconds = perf_counter() - began
         if logits is not None:  # None if interrupted
+            self.cache.snapshot()
             yield from self._answer(logits, began)
 
     def _answer(self, logits: Tensor, began: float) -> Iterator[Step]:
@@ -269,8 +270,8 @@ class Generation:
 
     def _go_back(self, n: int) -> None:
         try:
-            self.cache.truncate(n)
-        except UnsupportedError:  # a window that has moved cannot go back, so it is emptied
+            self.cache.truncate(self.cache.nearest(n))  # a window that has moved is emptied
+        except UnsupportedError:  # a cache of one's own may go back to the start only
             self.cache.truncate(0)
 
     def _choose(self, logits: Tensor) -> list[Step]:

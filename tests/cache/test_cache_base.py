@@ -204,8 +204,10 @@ def test_the_members_to_know_are_few():
         "made",
         "tokens",
         "pages",
+        "snapshot",
+        "nearest",
     }
-    assert (len(layer), len(cache)) == (13, 15)
+    assert (len(layer), len(cache)) == (13, 17)
 
 
 def test_the_null_object_has_no_length(model):

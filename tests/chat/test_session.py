@@ -25,7 +25,7 @@ from nanokv.decoding.speculative import PromptLookup, Speculation
 from nanokv.errors import ContextError, NanoKVError, SessionError, UnsupportedError
 from nanokv.text.ids import common_prefix
 from nanokv.text.thinking import ThinkSplitter, split_thinking
-from oracle import Press
+from oracle import HYBRID, Press, pair
 
 
 @pytest.fixture(scope="module")
@@ -693,3 +693,66 @@ def test_a_cache_may_be_named(loaded, name):
     )
     assert session.ask("hi") == own.ask("hi") and session.cache.made.name == name.split(":")[0]
     assert session.context == 100 and (name != "static" or session.cache.capacity == 100)
+
+
+# --- recurrent layers ----------------------------------------------------------------------------------------------
+
+
+def hybrid_session(cache="growing", **settings):
+    """A conversation with a random model whose layers have states, in the bundled tokenizer's words."""
+    tokenizer = nanokv.load("tiny")[1]
+    sizes = HYBRID["qwen35-G2"] | {"vocab_size": 2048, "max_position_embeddings": 1024}
+    model = pair(**sizes)[1]
+    cache = nanokv.make_cache(cache, model.config)
+    return Session(model, tokenizer, cache=cache, params={"max_new_tokens": 90} | settings)
+
+
+def test_an_edited_turn_goes_back_to_the_snapshot_before_it():
+    """Only what follows the snapshot is prefilled again, and the answer is that of a fresh session."""
+    session = hybrid_session()
+    for text in ("My name is Zorbla.", "What is my name?", "Once upon a time"):
+        session.ask(text)
+    ends, cached = session.cache.sizes.snapshots, session.cached_ids
+    assert len(ends) >= 4  # of three prompts, and of answers whose text has the same ids again
+    history = session.messages[:2]
+    session.replace(history)
+    session.ask("Who are you?")
+    alike = common_prefix(cached, session.prompt_ids)
+    nearest = max(end for end in ends if end <= alike)
+    assert 0 < nearest < alike
+    assert session.last.reused == nearest
+    fresh = hybrid_session()
+    fresh.replace(history)
+    fresh.ask("Who are you?")
+    assert (fresh.last.reused, fresh.last.ids) == (0, session.last.ids)
+    kept = tuple(end for end in ends if end <= nearest)
+    assert session.cache.sizes.snapshots[: len(kept)] == kept
+
+
+def test_a_cache_without_snapshots_starts_again():
+    session = hybrid_session("growing:snapshots=0")
+    for text in ("My name is Zorbla.", "Once upon a time"):
+        session.ask(text)
+    session.replace([])
+    session.ask("Who are you?")
+    assert session.last.reused == 0
+
+
+def test_the_drawing_shows_states_and_snapshots():
+    session = hybrid_session()
+    session.ask("My name is Zorbla.")
+    session.ask("What is my name?")
+    cache, ends = session.cache, session.cache.sizes.snapshots
+    lines = inspector.draw(session, Style(sys.stderr, "never"), 400).splitlines()
+    assert lines[0].endswith(f"~ in a state · ◆ snapshots at {', '.join(map(str, ends))}")
+    states = [layer.nbytes for layer in cache if not layer.sizes.held]
+    rows = [re.fullmatch(r"layer  \d (\S+)  .*", line)[1] for line in lines[1:6]]
+    for layer, row in zip(cache, rows, strict=True):
+        assert len(row) == cache.length
+        marked = tuple(at + 1 for at, letter in enumerate(row) if letter == "◆")
+        assert (set(row) <= {"~", "◆"}, marked) == (
+            (True, ends) if not layer.sizes.held else (False, ())
+        )
+    whole = 2 * 2 * 32 * 4 * cache.length  # one layer keeps keys and values
+    said = f"= {whole:,} B · windows and states {sum(states):,} B · measured {cache.nbytes:,} B"
+    assert said in lines[6]

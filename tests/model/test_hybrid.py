@@ -9,19 +9,25 @@ from nanokv import costs
 from nanokv.cache import BatchCache, KVCache, PrefixPool, make_cache
 from nanokv.cache.options import SPARE
 from nanokv.cache.padded import PaddedCache
+from nanokv.cache.state import StateLayer
 from nanokv.config import Config
 from nanokv.decoding.beam import beam_search
 from nanokv.decoding.generation import generate
 from nanokv.decoding.speculative import PromptLookup, speculate
 from nanokv.engine import Engine
-from nanokv.errors import ConfigError, UnsupportedError
+from nanokv.errors import CacheError, ConfigError, UnsupportedError
 from nanokv.fast import optimize
 from nanokv.inference import decode, prefill, score, verify_draft
 from nanokv.loading import skeleton
-from oracle import HYBRID, all_logits, gap, pair, random_ids, reference_logits, tiny_config
+from oracle import HYBRID, SHAPES, all_logits, gap, pair, random_ids, reference_logits, tiny_config
 from weights_loader import names
 
 ALLOWED = 3e-5  # logits up to 5; measured 7e-6 … 2e-5
+
+
+def state_of(cache):
+    """The first layer with a state."""
+    return next(layer for layer in cache if isinstance(layer, StateLayer))
 
 
 @pytest.fixture(scope="module", params=HYBRID)
@@ -82,18 +88,85 @@ def test_a_state_goes_back_to_its_oldest_mark_and_no_further(models):
     _, ours = models
     cache = make_cache("dict", ours.config)
     prefill(ours, random_ids(6, 1, 100), cache)
-    assert cache.sizes.max_rollback == 0  # one long chunk: a single mark at its end
+    assert cache.sizes.max_rollback == SPARE  # of one long chunk the last tokens can go
     with pytest.raises(
-        UnsupportedError, match="from 100 tokens to 99: its oldest state is that after 100"
-    ):
-        cache.truncate(99)
+        UnsupportedError, match="from 100 tokens to 35: it has the states from 36 tokens on"
+    ) as refused:
+        cache.truncate(35)
+    assert refused.value.hint == "truncate(0) and prefill the rest again"
     assert {layer.length for layer in cache} == {100}  # no layer changed
-    verify_draft(ours, random_ids(7, 1, 5), cache, 100)
-    assert cache.sizes.max_rollback == 5
-    cache.truncate(102)
+    assert (cache.nearest(35), cache.nearest(36), cache.nearest(0)) == (0, 36, 0)
+    cache.truncate(36)
     for step in range(140):
-        decode(ours, random_ids(8 + step, 1, 1), cache, 102 + step)
+        decode(ours, random_ids(8 + step, 1, 1), cache, 36 + step)
     assert SPARE <= cache.sizes.max_rollback < 2 * SPARE
+
+
+@pytest.mark.parametrize("chunks", [(200, 100), (33, 1), (1,)])
+@pytest.mark.parametrize("every", [0, 50, 64])
+def test_snapshots_are_the_states_of_fresh_runs(models, chunks, every):
+    """Far back: to the nearest snapshot, and what follows it prefilled again."""
+    reference, ours = models
+    ids, others = random_ids(40, 2, 300), random_ids(41, 2, 5)
+    cache = make_cache("growing", ours.config, 2, every=every, snapshots=5)
+    all_logits(ours, ids[:, :90], cache, chunks)
+    cache.snapshot()
+    all_logits(ours, ids[:, 90:], cache, chunks)
+    kept = sorted({90, *range(every, 301, every)} if every else {90})
+    if len(kept) > 5:
+        kept = [kept[0], *kept[-4:]]
+    assert [mark.length for mark in state_of(cache).snapshots] == kept
+    for n in (170, 130, 89):
+        nearest = max((length for length in kept if length <= n), default=0)
+        copy = cache.fork()
+        assert copy.nearest(n) == nearest
+        with pytest.raises(UnsupportedError, match=f"from 300 tokens to {n}"):
+            copy.truncate(n)
+        copy.truncate(nearest)
+        if n > nearest:
+            prefill(ours, ids[:, nearest:n], copy, nearest)
+        got = verify_draft(ours, others, copy, n)
+        whole = torch.cat((ids[:, :n], others), 1)
+        assert gap(got, reference_logits(reference, whole)[:, -5:]) <= ALLOWED
+        assert all(mark.length <= n for mark in state_of(copy).snapshots)
+
+
+def test_snapshots_weigh_what_their_tensors_weigh(models):
+    """States of fixed size, each once; the first and the newest stay, and a copy shares them."""
+    _, ours = models
+    cache = make_cache("dict", ours.config, snapshots=3)
+    one = costs.state_bytes(ours.config, 4)
+    for turn in range(6):
+        prefill(ours, random_ids(50 + turn, 1, 70), cache, 70 * turn)
+        cache.snapshot()
+        cache.snapshot()  # the same state a second time is the same snapshot
+    assert [mark.length for mark in state_of(cache).snapshots] == [70, 350, 420]
+    before = cache.nbytes
+    decode(ours, random_ids(60, 1, 1), cache, 420)
+    assert cache.nbytes > before  # the newest snapshot was the state itself
+    states = [each for each in cache if isinstance(each, StateLayer)]
+    two = sum(t.nbytes for each in states for m in each.snapshots[:2] for t in m.tensors())
+    assert two == 2 * one
+    copy = cache.fork()
+    copy.reorder([0, 0])
+    first = state_of(copy)
+    assert [mark.length for mark in first.snapshots] == [70, 350, 420]
+    assert {tensor.shape[0] for mark in first.snapshots for tensor in mark.tensors()} == {2}
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "said"),
+    [
+        ("growing:every=0:snapshots=x", HYBRID, "snapshots is 'x'"),
+        ("growing:every=8:snapshots=0", HYBRID, "every means nothing to snapshots=0"),
+        ("growing:snapshots=2", SHAPES, "snapshots means nothing to Qwen3"),
+        ("batch:of=dict:every=4", SHAPES, "every means nothing to Qwen3"),
+    ],
+)
+def test_options_that_mean_nothing(name, config, said):
+    config = pair(**next(iter(config.values())))[1].config
+    with pytest.raises(CacheError, match=said):
+        make_cache(name, config)
 
 
 def test_speculation_gives_the_same_tokens(models):

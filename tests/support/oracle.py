@@ -302,9 +302,10 @@ def reference_logits(reference, ids):
 
 def all_logits(model, ids, cache, chunks):
     """(B,T,V): a chunk of one goes through decode."""
-    out, start, sizes = [], 0, itertools.cycle(chunks)
-    while start < ids.shape[1]:
-        part = ids[:, start : start + next(sizes)]
+    first = start = cache.length
+    out, sizes = [], itertools.cycle(chunks)
+    while start < first + ids.shape[1]:
+        part = ids[:, start - first :][:, : next(sizes)]
         if part.shape[1] == 1:
             out.append(decode(model, part, cache, start)[:, None])
         else:

@@ -1,7 +1,8 @@
 """The text of /cache and /tokens: the cache's contents, a row per layer, and its bytes by formula.
 
 Every cell covers the same number of tokens. It shows the letter of their most frequent role:
-s(ystem), u(ser), a(ssistant), or · for tokens that the cache dropped. Colour only repeats the
+s(ystem), u(ser), a(ssistant), or · for tokens that the cache dropped. A recurrent layer shows ~ for
+tokens that it has added to its state, and ◆ where it keeps a snapshot. Colour only repeats the
 letter. A row ends with the bytes of its tokens. The last line has the formula's value and the
 measured `nbytes` side by side, so a difference is visible. /tokens prints one line per message: its
 tokens as text, each with its id in small digits.
@@ -17,13 +18,14 @@ from nanokv.apps.cli.common import layout
 from nanokv.apps.cli.common.terminal import Style, bytes_text, sanitize_line
 
 if TYPE_CHECKING:
-    from nanokv.cache.base import KVCache
+    from nanokv.cache.base import KVCache, LayerCache
     from nanokv.chat.history import Role
     from nanokv.chat.session import Session
     from nanokv.config import Config
 COLOURS = {"s": "magenta", "u": "cyan", "a": "green"}
 SMALL = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 NAMES = {"s": "system", "u": "user", "a": "assistant", "·": "dropped"}
+IN_STATE, SNAPSHOT = "~", "◆"
 
 
 def cells(roles: "Sequence[Role]", width: int) -> tuple[str, int]:
@@ -46,12 +48,14 @@ def draw(session: "Session", style: Style, width: int = 80) -> str:
         if cache.nbytes:
             size = f" ({bytes_text(cache.nbytes)} of memory kept for the next tokens)"
         return layout.paragraph(f"cache empty: 0 tokens{size}", width)
-    held = cache[0].sizes.held  # a sliding cache holds fewer tokens than it has seen
-    roles = held_roles(session.roles()[:length], held, cache.made.options.get("sinks", 0))
+    sizes = cache.sizes
+    roles = session.roles()[:length]
+    sinks = cache.made.options.get("sinks", 0)
     label = len(f"layer {len(cache) - 1:>2} ")
-    letters, per = cells(roles, max(width - label - 12, 10))
-    painted = "".join(paint(letter, style) for letter in letters)
-    counts = Counter(letter for letter, _ in roles)
+    room = max(width - label - 12, 10)
+    shown = held_roles(roles, sizes.held, sinks)
+    _, per = cells(shown, room)
+    counts = Counter(letter for letter, _ in shown)
     parts = [
         f"{length:,} of {session.context:,} tokens",
         f"1 cell = {per:,} token{'s' * (per > 1)}",
@@ -59,15 +63,32 @@ def draw(session: "Session", style: Style, width: int = 80) -> str:
     for letter, name in NAMES.items():
         if counts[letter]:
             parts.append(f"{letter} {name} {counts[letter]:,}")
+    if config.states:
+        parts.append(f"{IN_STATE} in a state")
+        kept = ", ".join(f"{n:,}" for n in sizes.snapshots)
+        parts.append(f"{SNAPSHOT} snapshots at {kept}" if kept else "no snapshot")
     lines = [layout.joined(parts, width)]
     for i, layer in enumerate(cache):
         head = f"layer {i:>2} ".ljust(label)
+        letters = row(layer, roles, sinks, room)
+        painted = "".join(paint(letter, style) for letter in letters)
         lines.append(f"{head}{painted}  {bytes_text(layer.sizes.used_nbytes)}")
-    lines.append(layout.joined(formula(config, cache, held).split(" · "), width))
+    lines.append(layout.joined(formula(config, cache, sizes.held).split(" · "), width))
     for note in (balance(session), session.why):
         if note:
             lines.append(layout.paragraph(note, width))
     return "\n".join(lines)
+
+
+def row(layer: "LayerCache", roles: "list[Role]", sinks: int, width: int) -> str:
+    """The cells of one layer: what it keeps of each token."""
+    sizes = layer.sizes
+    if sizes.held:
+        return cells(held_roles(roles, sizes.held, sinks), width)[0]
+    _, per = cells(roles, width)
+    kept = {(n - 1) // per for n in sizes.snapshots}
+    count = -(-len(roles) // per)
+    return "".join(SNAPSHOT if cell in kept else IN_STATE for cell in range(count))
 
 
 def paint(letter: str, style: Style) -> str:
@@ -89,24 +110,40 @@ def held_roles(roles: "list[Role]", held: int, sinks: int) -> "list[Role]":
 
 
 def formula(config: "Config", cache: "KVCache", length: int) -> str:
-    """`2 × L × Hk × D × bytes × tokens`, with this model's numbers, and the measured total."""
-    L = config.num_kv_layers
+    """`2 × L × Hk × D × bytes × tokens`, with this model's numbers, and the measured total.
+
+    Only the layers that keep all positions are in the product.
+    """
+    from nanokv.costs import full_layers
+
+    L = full_layers(config)
     Hk = config.num_key_value_heads
     D = config.head_dim
-    element = element_size(cache)
+    element = element_size(config, cache)
     computed = 2 * L * Hk * D * element * length
-    total = f"= {computed:,} B · measured {cache.nbytes:,} B"
-    if cache.nbytes != computed:
-        total += f" ({cache.made.name} cache: {cache.nbytes / computed:.2f} × the formula)"
+    total = f"= {computed:,} B"
+    fixed = sum(layer.nbytes for layer, whole in kinds(config, cache) if not whole)
+    if fixed:
+        total += f" · windows and states {fixed:,} B"
+    total += f" · measured {cache.nbytes:,} B"
+    if cache.nbytes != computed + fixed:
+        times = (cache.nbytes - fixed) / computed
+        total += f" ({cache.made.name} cache: {times:.2f} × the formula)"
     return f"2 (K, V) × {L} layers × {Hk} KV heads × {D} × {element} B × {length:,} tokens {total}"
 
 
-def element_size(cache: "KVCache") -> int:
-    """Bytes per stored number, from the first layer's tensors; 4 if it does not show them."""
-    if not hasattr(cache[0], "state"):
+def kinds(config: "Config", cache: "KVCache") -> "list[tuple[LayerCache, bool]]":
+    """Each layer, and whether the model's layer sees all positions: no window, no state."""
+    windows = config.windows[:: config.kv_sharing_factor]
+    return [(layer, window is None) for layer, window in zip(cache, windows, strict=False)]
+
+
+def element_size(config: "Config", cache: "KVCache") -> int:
+    """Bytes per stored number, from the tensors of a layer; 4 if they do not show it."""
+    layer = next((layer for layer, whole in kinds(config, cache) if whole), cache[0])
+    if not hasattr(layer, "state"):
         return 4
-    tensors = cache[0].state().values()
-    return next((t.element_size() for t in tensors if t.is_floating_point()), 4)
+    return next((t.element_size() for t in layer.state().values() if t.is_floating_point()), 4)
 
 
 def balance(session: "Session") -> str:
