@@ -75,8 +75,7 @@ KINDS: dict[str, dict[str, Rule | None]] = {  # cache → option → rule
     "paged": PAGES,
     "prefix": PAGES | {"salt": TEXT, "index": one_of("hash", "radix")},
     "sliding": {"window": at_least(0), "sinks": at_least(0)},
-    "quantized": STATES
-    | {
+    "quantized": {
         "bits": one_of(*BITS),
         "k_bits": one_of(0, *BITS),
         "v_bits": one_of(0, *BITS),
@@ -89,6 +88,7 @@ KINDS: dict[str, dict[str, Rule | None]] = {  # cache → option → rule
         "outliers": at_least(0),
         "first": at_least(0),
         "seed": at_least(0),
+        **STATES,
     },
     "evicting": {
         "policy": one_of(*POLICIES),
