@@ -17,6 +17,7 @@ from nanokv.cache.base import KVCache, LayerCache, NoCache
 from nanokv.cache.batch import BatchCache
 from nanokv.cache.capabilities import Made
 from nanokv.cache.checks import Expected, refuse_states
+from nanokv.cache.convolution import ConvLayer
 from nanokv.cache.dict_cache import DictCache
 from nanokv.cache.evicting import EvictingCache, EvictingLayer
 from nanokv.cache.offloaded import OffloadedCache
@@ -54,10 +55,12 @@ FIRST_PAGES = 4  # the first size of a pool that grows; it doubles from there
 
 
 def by_kind(config: Config, make_layer: Callable[[], LayerCache]) -> Iterator[LayerCache]:
-    """What each layer of the model keeps: `make_layer()`, a window if it sees no more, a state."""
+    """What each layer of the model keeps: `make_layer()`, a window, a state, a few inputs."""
     for number in range(0, config.num_hidden_layers, config.kv_sharing_factor):
         window = config.window_of(number)
-        if config.is_linear(number):
+        if config.has_state(number) and config.conv is not None:
+            yield ConvLayer(config.conv.conv_L_cache)
+        elif config.has_state(number):
             yield StateLayer()
         elif window is None:
             yield make_layer()

@@ -44,33 +44,47 @@ class History:
     written: tuple[Written, ...] = field(default=())
 
 
-class StateLayer(LayerCache):
-    """`read` and `keep` take the place of `append` (recurrent.State). Tensors are never changed."""
+class Recurrent(LayerCache):
+    """A layer without keys: `read` and `keep` take the place of `append` (recurrent.State)."""
 
     _windowed = True  # it has no keys for a mask to count
+    kind = ""  # what it keeps, for an error
+    pads: Tensor | None = None  # (B,) tokens of padding that the rows begin with
+
+    def _pad(self, pads: Tensor) -> None:
+        self.pads = pads  # it has no mask: padding must not change what it keeps
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        raise UnsupportedError(f"{self.kind}, not keys and values")
+
+    def real(self, T: int) -> Tensor | None:
+        """Which of the next T tokens are no padding, bool (B,T); None: all."""
+        if self.pads is None or self.length >= int(self.pads.max()):
+            return None
+        column = torch.arange(self.length, self.length + T)  # (T,)
+        return column >= self.pads[:, None]  # (B,T)
+
+    def reorder(self, index: Index) -> None:
+        if self.pads is not None:
+            self.pads = self.pads[index]
+
+
+class StateLayer(Recurrent):
+    """The state of a layer with a recurrence. Tensors are never changed."""
+
+    kind = "a recurrent layer keeps a state"
 
     def __init__(self) -> None:
         self.history = History()
-        self.pads: Tensor | None = None  # (B,) tokens of padding that the rows begin with
 
     @property
     def length(self) -> int:  # type: ignore[override]  # read-only
         return self.history.now.length
 
-    def _pad(self, pads: Tensor) -> None:
-        self.pads = pads  # a state has no mask: padding must not change it
-
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        raise UnsupportedError("a recurrent layer keeps a state, not keys and values")
-
     def read(self, T: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """conv, S and which of the next T tokens are real (recurrent.State)."""
         now = self.history.now
-        real = None
-        if self.pads is not None and now.length < int(self.pads.max()):
-            column = torch.arange(now.length, now.length + T)  # (T,)
-            real = column >= self.pads[:, None]  # (B,T)
-        return now.conv, now.S, real
+        return now.conv, now.S, self.real(T)
 
     def keep(self, written: Written, S: Tensor | None) -> None:
         """The state after these tokens, and a new mark if the last one is SPARE tokens old."""
@@ -156,8 +170,7 @@ class StateLayer(LayerCache):
         old = self.history
         written = tuple(each.rows(index) for each in old.written)
         self.history = History(rows(old.now), tuple(map(rows, old.marks)), written)
-        if self.pads is not None:
-            self.pads = self.pads[index]
+        super().reorder(index)
 
     def state(self) -> dict[str, Tensor]:
         now = self.history.now

@@ -17,6 +17,7 @@ __all__ = [
     "break_even_flops",
     "cache_bytes",
     "cache_slots",
+    "conv_bytes",
     "decode_flops",
     "evicting_bytes",
     "evicting_parts",
@@ -85,6 +86,22 @@ def linear_weights(config: Config) -> int:
     return config.hidden_size * (sizes.channels + 2 * values + 2 * H)
 
 
+def conv_parameters(config: Config) -> int:
+    """A layer with a short convolution: its matrices, the convolution and the biases."""
+    sizes = config.conv
+    if sizes is None:
+        return 0
+    C = config.hidden_size
+    return 4 * C * C + C * sizes.conv_L_cache + 5 * C * sizes.conv_bias
+
+
+def state_weights(config: Config) -> int:
+    """The matrices of a layer without keys and values."""
+    if config.conv is not None:
+        return 4 * config.hidden_size**2  # two gates and the input; the output
+    return linear_weights(config)
+
+
 def mlp_parameters(config: Config, layer: int = 0) -> int:
     """The three SwiGLU matrices; with experts, those of all experts and the router."""
     C = config.hidden_size
@@ -99,9 +116,10 @@ def mlp_parameters(config: Config, layer: int = 0) -> int:
 def layer_parameters(config: Config, layer: int = 0) -> int:
     """Attention, MLP or experts, and the layer norms."""
     norms = len(config.family.norms) * config.hidden_size
-    if config.is_linear(layer):
-        return linear_parameters(config) + mlp_parameters(config, layer) + norms
-    return attention_parameters(config, layer) + mlp_parameters(config, layer) + norms
+    mixer = attention_parameters(config, layer)
+    if config.has_state(layer):
+        mixer = linear_parameters(config) + conv_parameters(config)  # one of them is 0
+    return mixer + mlp_parameters(config, layer) + norms
 
 
 def parameters(config: Config) -> int:
@@ -122,7 +140,7 @@ def active_weights(config: Config) -> int:
     full = L - config.states
     own = config.num_kv_layers - config.states  # with keys and values of their own
     heads = full * config.num_attention_heads + own * config.num_key_value_heads
-    total = 2 * C * D * heads + config.states * linear_weights(config)
+    total = 2 * C * D * heads + config.states * state_weights(config)
     if config.linear is not None:  # a gate per value
         total += full * C * D * config.num_attention_heads
     for experts in map(config.experts_of, range(L)):
@@ -189,6 +207,17 @@ def state_bytes(config: Config, itemsize: int) -> int:
     return config.states * (FP32 * S + itemsize * conv)
 
 
+def conv_bytes(config: Config, tokens: int, itemsize: int) -> int:
+    """Bytes of a row in the layers with a short convolution.
+
+    K−1 inputs, and those of up to SPARE tokens that can be taken back.
+    """
+    if config.conv is None:
+        return 0
+    kept = config.conv.conv_L_cache - 1 + min(tokens, SPARE)
+    return config.states * config.hidden_size * kept * itemsize
+
+
 def kv_bytes(config: Config, tokens: int, batch_size: int, itemsize: int) -> int:
     """Bytes that an exact cache holds for `tokens` tokens in each of batch_size rows."""
     row = kv_bytes_per_token(config, itemsize) * tokens + fixed_bytes(config, tokens, itemsize)
@@ -196,8 +225,10 @@ def kv_bytes(config: Config, tokens: int, batch_size: int, itemsize: int) -> int
 
 
 def fixed_bytes(config: Config, tokens: int, itemsize: int) -> int:
-    """Bytes of a row that stop growing: full windows, and states."""
-    states = state_bytes(config, itemsize) if tokens else 0
+    """Bytes of a row that stop growing: full windows, states and inputs of convolutions."""
+    if not tokens:
+        return 0
+    states = state_bytes(config, itemsize) + conv_bytes(config, tokens, itemsize)
     return window_bytes(config, tokens, itemsize) + states
 
 

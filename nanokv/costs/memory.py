@@ -158,8 +158,9 @@ class Estimate:
             held = windows // costs.position_bytes(c, size) // count
             rows.insert(2, ("windows", f"2 × {count} layers × {held:,} tokens × {heads}", windows))
         if c.states:
-            states = costs.state_bytes(c, size)
-            rows.insert(2, ("states", f"{c.states} layers × {states // c.states:,} B", states))
+            states = costs.state_bytes(c, size) + costs.conv_bytes(c, self.context, size)
+            name = "states" if c.conv is None else "convolutions"
+            rows.insert(2, (name, f"{c.states} layers × {states // c.states:,} B", states))
         fixed = costs.fixed_bytes(c, self.context, size)
         if fixed:
             each = f"{self.per_token:,} × {self.context:,} + {fixed:,}"
