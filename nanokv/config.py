@@ -74,6 +74,18 @@ class Linear:
 
 
 @dataclass(frozen=True)
+class Conv:
+    """A layer with a short convolution alone: it keeps its last inputs (recurrent.py)."""
+
+    conv_L_cache: int  # K
+    conv_bias: bool = False
+
+
+# Layers without keys and values → what they keep, in the words of reports and errors.
+STATES = {"linear_attention": "a recurrent state", "conv": "a short convolution"}
+
+
+@dataclass(frozen=True)
 class Config:
     """Sizes and switches of a model. H·D may differ from C: in Qwen3-0.6B 2,048 and 1,024."""
 
@@ -94,7 +106,7 @@ class Config:
     model_type: str = "qwen3"
     llama3: Llama3Rope | None = None
     experts: Experts | None = None
-    # "full_attention", "sliding_attention" or "linear_attention" per layer; () = all full.
+    # "full_attention", "sliding_attention", or a key of STATES per layer; () = all full.
     layer_types: tuple[str, ...] = ()
     sliding_window: int | None = None  # positions that a "sliding_attention" layer sees
     local_rope_theta: float | None = (
@@ -102,6 +114,7 @@ class Config:
     )
     unrotated: tuple[int, ...] = ()  # numbers of the layers without RoPE
     linear: Linear | None = None  # sizes of "linear_attention" layers
+    conv: Conv | None = None  # sizes of "conv" layers
     partial_rotary_factor: float = 1.0  # share of the D dimensions that RoPE rotates
     query_pre_attn_scalar: int | None = None  # replaces D in 1 / sqrt(D); None = D
     kv_sharing_factor: int = 1  # so many layers in turn use the keys and values of the first
@@ -143,18 +156,23 @@ class Config:
         """The first dimensions of a head, which RoPE rotates; the others stay as they are."""
         return int(self.head_dim * self.partial_rotary_factor)
 
-    def is_linear(self, layer: int) -> bool:
-        """Whether this layer has a recurrent state instead of keys and values."""
-        return "linear_attention" in self.layer_types[layer : layer + 1]
+    def has_state(self, layer: int) -> bool:
+        """Whether this layer keeps a state, or a convolution's inputs, not keys and values."""
+        return any(kind in STATES for kind in self.layer_types[layer : layer + 1])
 
     @property
     def states(self) -> int:
-        """How many layers have a recurrent state."""
-        return self.layer_types.count("linear_attention")
+        """How many layers have no keys and values."""
+        return sum(kind in STATES for kind in self.layer_types)
+
+    @property
+    def state_name(self) -> str:
+        """What these layers keep, in words."""
+        return STATES["linear_attention" if self.conv is None else "conv"]
 
     def window_of(self, layer: int) -> int | None:
         """How many positions this layer sees; None: all, 0: it keeps a state."""
-        if self.is_linear(layer):
+        if self.has_state(layer):
             return 0
         if "sliding_attention" not in self.layer_types[layer : layer + 1]:
             return None
@@ -198,7 +216,8 @@ class Config:
         implement it.
         """
         found = config_file.model_fields(fields)
-        kinds = {"yarn": Yarn, "llama3": Llama3Rope, "experts": Experts, "linear": Linear}
+        kinds = {"yarn": Yarn, "llama3": Llama3Rope, "experts": Experts}
+        kinds |= {"linear": Linear, "conv": Conv}
         for name, kind in kinds.items():
             if found.get(name):
                 found[name] = kind(**found[name])
@@ -214,7 +233,7 @@ class Config:
         notes = [f"context {self.max_position_embeddings}", f"rope_theta={self.rope_theta:g}"]
         windowed = self.layer_types.count("sliding_attention")
         if self.states:
-            notes.append(f"a state in {self.states} layers")
+            notes.append(f"{self.state_name} in {self.states} layers")
         if windowed:
             notes.append(f"window {self.sliding_window} in {windowed} layers")
         if self.kv_sharing_factor > 1:

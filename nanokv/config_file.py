@@ -191,8 +191,10 @@ def model_fields(fields: dict) -> dict[str, Any]:
     """
     if not isinstance(fields, dict):
         raise ConfigError(f"config.json holds a {type(fields).__name__}, not an object")
-    fields = _by_loader(names.one_spelling, fields)
     family = _family(fields)
+    if "norm_eps" in family.spellings:  # transformers reads no other name of it
+        fields = {"norm_eps": family.eps} | fields
+    fields = _by_loader(names.one_spelling, fields)
     _refuse_unimplemented(fields, family)
     sizes = _by_loader(names.sizes, fields)
     if sizes["head_dim"] % 2:
@@ -220,6 +222,7 @@ def written(fields: dict, family: families.Family) -> dict:
     yarn, llama3, experts = (fields.pop(name) for name in ("yarn", "llama3", "experts"))
     layers = {name: fields.pop(name) for name in config_layers.FIELDS}
     layers["num_hidden_layers"] = fields["num_hidden_layers"]
+    layers["rms_norm_eps"] = fields["rms_norm_eps"]
     theta = fields.pop("rope_theta")
     rope: dict[str, Any] = {"rope_type": "default"}
     if yarn:
@@ -384,7 +387,8 @@ def _check_types(fields: dict) -> None:
 
 def _check_layer_types(fields: dict, family: families.Family) -> None:
     layers = fields.get("layer_types")
-    if layers is None or family.full_every or family.linear_every:  # config_layers checks them
+    checked = family.full_every or family.linear_every or family.convolutions
+    if layers is None or checked:  # by config_layers
         return
     if not isinstance(layers, list):
         layers = [layers]
@@ -414,6 +418,8 @@ def _values_of_family(fields: dict, family: families.Family) -> dict[str, tuple]
         values |= dict.fromkeys(ACTIVATIONS, (family.activation,))
     if family.model_type == "gpt_oss":
         values |= _values_of_gpt_oss(fields)
+    if family.convolutions:
+        values |= _values_of_lfm2(fields)
     return values
 
 
@@ -427,6 +433,21 @@ def _values_of_gpt_oss(fields: dict) -> dict[str, tuple]:
         "swiglu_limit": (7.0,),
         "experts_per_token": (fields.get("num_experts_per_tok"),),
         "initial_context_length": (fields.get(original) or rope.get(original, 4096),),
+    }
+
+
+def _values_of_lfm2(fields: dict) -> dict[str, tuple]:
+    """Fields of published files that transformers does not read: second names, and constants."""
+    width = (fields.get("hidden_size"),)
+    return {
+        "attention_bias": (False,),
+        "block_dim": width,
+        "conv_dim": width,
+        "conv_dim_out": width,
+        "num_heads": (fields.get("num_attention_heads"),),
+        "block_norm_eps": (fields.get("rms_norm_eps"),),
+        "block_use_swiglu": (True,),
+        "use_pos_enc": (True,),
     }
 
 

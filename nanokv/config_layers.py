@@ -1,6 +1,6 @@
 """The fields of a config.json that make layers differ: windows, layers without RoPE, two bases.
 
-Defaults are those of the config classes of transformers 5.23 (smollm3, olmo3, gemma3, gpt_oss).
+Defaults are those of the config classes of transformers 5.23 (smollm3, olmo3, gemma3, gpt_oss, lfm2).
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from weights_loader import names
 from weights_loader.families import Family
 from weights_loader.strict import quote
 
-FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+FULL, SLIDING, LINEAR, CONV = "full_attention", "sliding_attention", "linear_attention", "conv"
 # Fields of Config that this file reads and writes.
 FIELDS = (
     "layer_types",
@@ -19,6 +19,7 @@ FIELDS = (
     "unrotated",
     "query_pre_attn_scalar",
     "linear",
+    "conv",
     "partial_rotary_factor",
     "kv_sharing_factor",
 )
@@ -33,6 +34,13 @@ STATES = names.LINEAR_SIZES.keys() | {
     "attn_output_gate",
     "mtp_num_hidden_layers",
     "mtp_use_dedicated_embeddings",
+}
+CONVOLUTIONS = names.CONV_SIZES.keys() | {
+    "layer_types",
+    "full_attn_idxs",
+    "conv_bias",
+    "block_auto_adjust_ff_dim",
+    "block_ffn_dim_multiplier",
 }
 # Of rope_parameters: read here, and sections for images, whose positions are equal in text.
 OF_STATES = {"partial_rotary_factor", "mrope_section", "mrope_interleaved"}
@@ -50,6 +58,8 @@ def read_by(family: Family) -> set[str]:
         found |= UNROTATED
     if family.linear_every:
         found |= STATES
+    if family.convolutions:
+        found |= CONVOLUTIONS
     if family.shares_kv:
         found.add("kv_sharing_factor")
     return found
@@ -62,6 +72,8 @@ def layer_fields(fields: dict, family: Family, layers: int) -> dict[str, Any]:
         found["unrotated"] = _unrotated(fields, family.unrotated_every, layers)
     if family.linear_every:
         return found | _states(fields, family.linear_every, layers)
+    if family.convolutions:
+        return found | _convolutions(fields, family, layers)
     if family.shares_kv:
         found["kv_sharing_factor"] = _whole(fields, "kv_sharing_factor", None)
     if not family.full_every:
@@ -107,6 +119,20 @@ def _states(fields: dict, every: int, layers: int) -> dict[str, Any]:
             "RoPE rotates pairs of dimensions"
         )
     return {"layer_types": kinds, "linear": sizes, "partial_rotary_factor": float(share)}
+
+
+def _convolutions(fields: dict, family: Family, layers: int) -> dict[str, Any]:
+    """What differs in a model that has a short convolution in most layers (LFM2)."""
+    numbers = range(layers)
+    kinds = tuple(names.kind_of(fields, family, layer) for layer in numbers)
+    if fields.get("layer_types") is not None:
+        kinds = _layer_types(fields, CONV, 1, layers)
+    said = fields.get("full_attn_idxs")
+    if said is not None and set(said) != {layer for layer in numbers if kinds[layer] == FULL}:
+        raise ConfigError(f"full_attn_idxs {quote(said)} contradicts layer_types {quote(kinds)}")
+    K = names.size(fields, "conv_L_cache", names.CONV_SIZES["conv_L_cache"])
+    sizes = {"conv_L_cache": K, "conv_bias": bool(fields.get("conv_bias"))}
+    return {"layer_types": kinds, "conv": sizes}
 
 
 def _layer_types(fields: dict, other: str, every: int, layers: int) -> tuple[str, ...]:
@@ -222,6 +248,10 @@ def written(fields: dict, family: Family, rope: dict) -> dict[str, Any]:
         found["layer_types"] = list(fields["layer_types"])
         share = {"partial_rotary_factor": fields["partial_rotary_factor"]}
         return found | fields["linear"] | share | {"rope_parameters": rope | share}
+    if family.convolutions:
+        found["layer_types"] = list(fields["layer_types"])
+        width = {"block_auto_adjust_ff_dim": False, "norm_eps": fields["rms_norm_eps"]}
+        return found | fields["conv"] | width
     if family.shares_kv:
         found["kv_sharing_factor"] = fields["kv_sharing_factor"]
     if not family.full_every:

@@ -1,8 +1,12 @@
-"""Qwen3.5's text model: three of four layers have a recurrent state, the fourth has attention.
+"""Models with keys and values in some layers only: Qwen3.5's text model, and LFM2.
 
-The state comes from recurrent.py. Attention has a gate per value and rotates a quarter of the
-dimensions. Norms scale by 1 + w. Names are Hugging Face's. Reference: modeling_qwen3_5.py of
-transformers.
+    Qwen3.5  three of four layers have a recurrent state. Attention has a gate per value and
+             rotates a quarter of the dimensions. Norms scale by 1 + w
+    LFM2     ten of sixteen layers have a short convolution; the others are the blocks of model.py,
+             with the norms of q and k, under other names (weights_loader/families.py)
+
+The layers without keys come from recurrent.py. Reference: modeling_qwen3_5.py and modeling_lfm2.py
+of transformers.
 """
 
 from typing import Any
@@ -10,10 +14,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from nanokv.checkpoint import Attend, Layer
-from nanokv.config import Config, Linear
+from nanokv.config import Config, Conv, Linear
 from nanokv.layer_kinds import OnePlusNorm
-from nanokv.model import MLP, Attention
-from nanokv.recurrent import GatedDeltaNet
+from nanokv.model import MLP, Attention, Block, RMSNorm
+from nanokv.recurrent import GatedDeltaNet, ShortConv
 from nanokv.rope import Rotation, apply_rope
 
 
@@ -94,7 +98,32 @@ class LinearBlock(HybridBlock):
 
 
 def block_of(config: Config, layer: int) -> HybridBlock:
-    """The block of this layer."""
-    if config.linear is not None and config.is_linear(layer):
+    """The block of this layer of Qwen3.5."""
+    if config.linear is not None and config.has_state(layer):
         return LinearBlock(config, config.linear)
     return AttentionBlock(config)
+
+
+class ConvBlock(nn.Module):
+    """The block of model.py with a short convolution in the place of attention."""
+
+    def __init__(self, config: Config, sizes: Conv):
+        super().__init__()
+        C = config.hidden_size
+        self.input_layernorm = RMSNorm(C, config.rms_norm_eps)
+        self.conv = ShortConv(C, sizes.conv_L_cache, sizes.conv_bias)
+        self.post_attention_layernorm = RMSNorm(C, config.rms_norm_eps)
+        self.mlp = MLP(C, config.intermediate_size)
+
+    def forward(self, x: Tensor, rope: Rotation, cache: Any, attend: Attend) -> Tensor:
+        y = self.input_layernorm(x)
+        x = x + self.conv(y, cache)  # the cache is a recurrent.State
+        y = self.post_attention_layernorm(x)
+        return x + self.mlp(y)
+
+
+def lfm2_block(config: Config, layer: int) -> Block | ConvBlock:
+    """The block of this layer of LFM2."""
+    if config.conv is not None and config.has_state(layer):
+        return ConvBlock(config, config.conv)
+    return Block(config, layer)

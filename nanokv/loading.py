@@ -152,11 +152,12 @@ def unfinite(model: Transformer) -> list[str]:
     and the maximum show it without a second tensor: if one value is NaN, both are NaN.
     """
     found = []
+    kind = model.config.model_type
     for name, weight in model.named_parameters():
         low, high = weight.aminmax()
         if low.isfinite() and high.isfinite():
             continue
-        name = names.to_hugging_face(name)
+        name = names.to_hugging_face(name, kind)
         nans = int(weight.isnan().sum())
         infinite = int(weight.isinf().sum())
         found.append(

@@ -92,8 +92,9 @@ def read(
     with readable(folder):
         entries = checked_entries(folder, config)
         where = (dtype, device, prefetched)
+        kind = families.family_of(config).model_type
         state = {
-            names.to_nanokv(name): shards.materialize(entry, *where)
+            names.to_nanokv(name, kind): shards.materialize(entry, *where)
             for name, entry in entries.items()
         }
     return config, state
@@ -115,10 +116,11 @@ def read_blocks(
 
     state = {}
     blocks = {}
+    kind = families.family_of(config).model_type
     with readable(folder):
         # The model keeps all of them, so they share mappings: 2 ms less for SmolLM2's 272 tensors.
         for name, entry in shards.in_windows(checked_entries(folder, config)).items():
-            name = names.to_nanokv(name)
+            name = names.to_nanokv(name, kind)
             if isinstance(entry, shards.GgufEntry) and entry.type.name in types:
                 blocks[name] = entry.type.name, entry.blocks()
             else:
@@ -156,9 +158,10 @@ def read_part(
     from . import shards
 
     state = {}
+    kind = families.family_of(config).model_type
     with readable(folder):
         for name, entry in checked_entries(folder, config).items():
-            name = names.to_nanokv(name)
+            name = names.to_nanokv(name, kind)
             wanted = part(name, entry.shape)
             if wanted.size:
                 state[name] = shards.materialize_slice(entry, wanted, dtype, device)
@@ -169,8 +172,9 @@ def checked_entries(folder: Path, config: dict[str, Any]) -> "dict[str, Entry]":
     """The entries that the config requires. Sets its tie_word_embeddings according to the files."""
     from . import shards
 
-    tied = names.flag(config, "tie_word_embeddings")
+    tied = names.is_tied(config)
     entries = check(folder, config, shards.read_entries(folder, tied))
+    config.pop("tie_embedding", None)  # LFM2's other name of the field
     config["tie_word_embeddings"] = names.HEAD not in entries
     return entries
 
@@ -427,7 +431,7 @@ def resolve_head(config: dict[str, Any], entries: "dict[str, Entry]") -> bool:
     """
     from . import shards
 
-    says_tied = names.flag(config, "tie_word_embeddings")
+    says_tied = names.is_tied(config)
     head = entries.get(names.HEAD)
     embedding = entries[names.to_hugging_face(names.EMBEDDING)]
     if head is None:

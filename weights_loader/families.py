@@ -1,7 +1,7 @@
 """The supported model families, and the differences between them that config.json does not state.
 
 Source: the config and attention classes of transformers 5.23 (models/llama, qwen2, qwen3,
-qwen3_moe, smollm3, olmo3, gemma3, gpt_oss). A family that differs in more than these fields is not
+qwen3_moe, smollm3, olmo3, gemma3, gpt_oss, lfm2). A family that differs in more than these fields is not
 supported: its `model_type` raises CheckpointError.
 """
 
@@ -32,6 +32,8 @@ class Family:
     window: int | None = None  # sliding_window where the config has none
     unrotated_every: int | None = None  # every n-th layer has no RoPE
     linear_every: int | None = None  # every n-th layer has attention, the others a state
+    # layer_types has "conv" too: a short convolution, without keys. The MLP's width is adjusted.
+    convolutions: bool = False
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")  # of a layer
     whole_norm: bool = False  # q_norm and k_norm are over all heads together
     activation: str = "silu"
@@ -41,6 +43,8 @@ class Family:
     rope: dict[str, Any] = field(default_factory=dict)  # rope_parameters where the config has none
     local_theta: float | None = None  # of windowed layers, where the config has none
     query_scale: int | None = None  # query_pre_attn_scalar where the config has none
+    names: dict[str, str] = field(default_factory=dict)  # Hugging Face's name → nanokv's
+    spellings: dict[str, str] = field(default_factory=dict)  # its name of a field → ours
     own_parts: bool = False  # blocks or norms of nanokv/layer_kinds.py
     defaults: dict[str, int | None] = field(default_factory=dict)
 
@@ -58,6 +62,17 @@ LINEAR_DEFAULTS: dict[str, int | None] = {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
+}
+LFM2_NAMES = {
+    "embedding_norm": "norm",  # of the whole model; the others are parts of a layer
+    "operator_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "self_attn.out_proj": "self_attn.o_proj",
+    "self_attn.q_layernorm": "self_attn.q_norm",
+    "self_attn.k_layernorm": "self_attn.k_norm",
 }
 FAMILIES = {
     family.model_type: family
@@ -152,6 +167,32 @@ FAMILIES = {
             linear_every=4,
             own_parts=True,
             defaults=LINEAR_DEFAULTS | {"num_key_value_heads": 4, "head_dim": 256},
+        ),
+        Family(
+            "lfm2",
+            "LFM2",
+            "Lfm2ForCausalLM",
+            qk_norm=True,
+            qkv_bias=False,
+            output_bias=False,
+            convolutions=True,
+            window_switch=False,
+            tied=True,
+            eps=1e-5,
+            theta=1_000_000.0,
+            names=LFM2_NAMES,
+            spellings={
+                "norm_eps": "rms_norm_eps",
+                "block_ff_dim": "intermediate_size",
+                "tie_embedding": "tie_word_embeddings",
+            },
+            own_parts=True,
+            defaults={
+                "num_key_value_heads": 8,
+                "head_dim": None,
+                "conv_L_cache": 3,
+                "block_multiple_of": 256,
+            },
         ),
         Family(
             "gpt_oss",

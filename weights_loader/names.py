@@ -1,7 +1,8 @@
 """The tensors that a checkpoint must contain, by config.json alone, and the files that hold them.
 
 Hugging Face's names have one prefix that nanokv's lack: "model.layers.0..." and "layers.0...". Only
-lm_head has no prefix, and a backbone that was saved alone has none at all. This is plain
+lm_head has no prefix, and a backbone that was saved alone has none at all. LFM2 has other names for
+the parts of a layer, too (Family.names). This is plain
 arithmetic: no tensor is read and no memory is allocated. Settings of the maths (rope, activation,
 window) are checked in nanokv.config.
 """
@@ -10,7 +11,7 @@ import re
 from collections.abc import Container, Iterable
 from pathlib import Path
 
-from .families import Family, family_of
+from .families import FAMILIES, Family, family_of
 from .strict import CheckpointError, quote, read_object
 
 SINGLE = "model.safetensors"
@@ -40,27 +41,42 @@ LINEAR_SIZES = {  # for families whose layers have a recurrent state
     "linear_value_head_dim": 65_536,
     "linear_conv_kernel_dim": 1_000,
 }
+CONV_SIZES = {  # for families with layers of a short convolution
+    "conv_L_cache": 1_000,
+    "block_multiple_of": 1_000_000,
+}
 MOST_EXPERTS = 200_000  # in all layers; Qwen3-235B-A22B has 12,032
 MOST_SHARED = 10_000  # layers with the same keys and values
 OF_KEYS = re.compile(r"self_attn\.(k_proj|v_proj|k_norm)\.")
 HEAD = "lm_head.weight"
 EMBEDDING = "embed_tokens.weight"
+# "layers.0." or "", the part's name, and ".weight" or ".bias".
+PLACE = re.compile(r"(layers\.\d+\.|)(.+)(\.\w+)")
 # A buffer in old checkpoints. RoPE recomputes it.
 IGNORED = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
-def to_nanokv(name: str) -> str:
-    """Hugging Face's name → nanokv's."""
+def to_nanokv(name: str, model_type: str = "qwen3") -> str:
+    """Hugging Face's name → nanokv's, in a checkpoint of this family."""
     if name == HEAD:
         return name
-    return name.removeprefix("model.")
+    return renamed(name.removeprefix("model."), FAMILIES[model_type].names)
 
 
-def to_hugging_face(name: str) -> str:
+def to_hugging_face(name: str, model_type: str = "qwen3") -> str:
     """nanokv's name → Hugging Face's; the inverse of to_nanokv."""
     if name == HEAD:
         return name
-    return f"model.{name}"
+    theirs = {ours: theirs for theirs, ours in FAMILIES[model_type].names.items()}
+    return f"model.{renamed(name, theirs)}"
+
+
+def renamed(name: str, table: dict[str, str]) -> str:
+    """The name with another name of its part, if the table has one."""
+    found = PLACE.fullmatch(name) if table else None
+    if found is None:
+        return name
+    return f"{found[1]}{table.get(found[2], found[2])}{found[3]}"
 
 
 def whole_names(stored: Iterable[str], expected: Container[str]) -> dict[str, str]:
@@ -88,20 +104,26 @@ def expected(config: dict) -> Shapes:
     V = found["vocab_size"]
     attention = attention_shapes(family, found)
     attention |= bias_shapes(family, flag(config, "attention_bias"), attention)
-    linear = linear_shapes(found) if family.linear_every else {}
+    mixers = {"full_attention": attention}
+    if family.linear_every:
+        mixers["linear_attention"] = linear_shapes(found)
+    if family.convolutions:
+        mixers["conv"] = conv_shapes(found, flag(config, "conv_bias"))
     norms: Shapes = {f"{norm}.weight": (C,) for norm in family.norms}
     mlp = mlp_shapes("mlp.", C, found["intermediate_size"])
     experts = expert_shapes(family, found) if family.experts else {}
     shapes: Shapes = {EMBEDDING: (V, C)}
     for i in range(found["num_hidden_layers"]):
         sparse = family.experts and is_sparse(config, i)
-        mixer = linear if is_linear(config, family, i) else attention
-        leaves = norms | mixer | (experts if sparse else mlp)
+        leaves = (
+            norms | mixers.get(kind_of(config, family, i), attention) | (experts if sparse else mlp)
+        )
         if family.shares_kv and i % size(config, "kv_sharing_factor", MOST_SHARED):
             leaves = {leaf: shape for leaf, shape in leaves.items() if not OF_KEYS.match(leaf)}
         shapes |= {f"layers.{i}.{leaf}": shape for leaf, shape in leaves.items()}
     shapes |= {"norm.weight": (C,), HEAD: (V, C)}
-    return {to_hugging_face(name): shape for name, shape in shapes.items()}
+    kind = family.model_type
+    return {to_hugging_face(name, kind): shape for name, shape in shapes.items()}
 
 
 def attention_shapes(family: Family, found: dict[str, int]) -> Shapes:
@@ -159,14 +181,44 @@ def linear_shapes(found: dict[str, int]) -> Shapes:
     return {f"linear_attn.{leaf}": shape for leaf, shape in shapes.items()}
 
 
-def is_linear(config: dict, family: Family, layer: int) -> bool:
-    """Whether this layer has a recurrent state instead of keys and values."""
-    if not family.linear_every:
-        return False
+def conv_shapes(found: dict[str, int], biased: bool) -> Shapes:
+    """Parameters of a layer with a short convolution (LFM2)."""
+    C = found["hidden_size"]
+    shapes: Shapes = {
+        "in_proj.weight": (3 * C, C),
+        "conv.weight": (C, 1, found["conv_L_cache"]),
+        "out_proj.weight": (C, C),
+    }
+    if biased:
+        shapes |= {"in_proj.bias": (3 * C,), "conv.bias": (C,), "out_proj.bias": (C,)}
+    return {f"conv.{leaf}": shape for leaf, shape in shapes.items()}
+
+
+def kind_of(config: dict, family: Family, layer: int) -> str:
+    """What mixes positions in this layer, as layer_types names it."""
     kinds = config.get("layer_types")
     if isinstance(kinds, list | tuple) and layer < len(kinds):
-        return kinds[layer] == "linear_attention"
-    return (layer + 1) % (config.get("full_attention_interval") or family.linear_every) != 0
+        return str(kinds[layer])
+    if family.convolutions:
+        return "full_attention" if layer in attention_layers(config) else "conv"
+    every = family.linear_every and (config.get("full_attention_interval") or family.linear_every)
+    if every is None or (layer + 1) % every == 0:
+        return "full_attention"
+    return "linear_attention"
+
+
+def attention_layers(config: dict) -> Container[int]:
+    """Numbers of the layers with attention (full_attn_idxs); all, if there is no list."""
+    layers = range(size(config, "num_hidden_layers", SIZES["num_hidden_layers"]))
+    found = config.get("full_attn_idxs")
+    if found is None:
+        return layers
+    if not isinstance(found, list) or not all(type(i) is int and i in layers for i in found):
+        raise CheckpointError(
+            f"config.json: full_attn_idxs is {quote(found)}, not a list of numbers below "
+            f"num_hidden_layers {len(layers)}"
+        )
+    return found
 
 
 def mlp_shapes(prefix: str, C: int, width: int) -> Shapes:
@@ -220,6 +272,8 @@ def sizes(config: dict) -> dict[str, int]:
         limits = SIZES | EXPERT_SIZES
     if family.linear_every:
         limits = SIZES | LINEAR_SIZES
+    if family.convolutions:
+        limits = SIZES | CONV_SIZES
     found = {name: size(config, name, limit) for name, limit in limits.items()}
     heads = found["num_attention_heads"]
     kv_heads = found["num_key_value_heads"]
@@ -230,20 +284,55 @@ def sizes(config: dict) -> dict[str, int]:
         )
     if family.experts:
         check_experts(config, found)
+    if family.convolutions:
+        attention_layers(config)  # raises for numbers that are no layer's
+        flag(config, "conv_bias")
+        found["intermediate_size"] = adjusted(config, found)
     return found
 
 
-def one_spelling(config: dict) -> dict:
-    """The config with num_local_experts, which transformers 5 writes, renamed to num_experts."""
-    if "num_local_experts" not in config:
-        return config
-    config = dict(config)
-    count = config.pop("num_local_experts")
-    if count is not None and config.setdefault("num_experts", count) != count:
+def adjusted(config: dict, found: dict[str, int]) -> int:
+    """The width of LFM2's MLP: with block_auto_adjust_ff_dim, 2/3 of intermediate_size.
+
+    That is multiplied, and rounded up to a multiple. As Lfm2MLP of transformers does it.
+    """
+    width = found["intermediate_size"]
+    if config.get("block_auto_adjust_ff_dim") is not None:
+        if not flag(config, "block_auto_adjust_ff_dim"):
+            return width
+    width = int(2 * width / 3)
+    factor = config.get("block_ffn_dim_multiplier", 1.0)
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < 1e3:
         raise CheckpointError(
-            f"config.json: num_experts {quote(config['num_experts'])} contradicts "
-            f"num_local_experts {quote(count)}"
+            f"config.json: block_ffn_dim_multiplier is {quote(factor)}, not a number from 0 "
+            "to 1,000"
         )
+    multiple = found["block_multiple_of"]
+    width = -(-int(factor * width) // multiple) * multiple
+    largest = SIZES["intermediate_size"]
+    if not 1 <= width <= largest:
+        raise CheckpointError(
+            f"config.json: intermediate_size {found['intermediate_size']:,} is adjusted to "
+            f"{width:,}; it must be from 1 to {largest:,}"
+        )
+    return width
+
+
+def one_spelling(config: dict) -> dict:
+    """The config with one name per field: num_experts for transformers 5's num_local_experts.
+
+    LFM2 has other names (Family.spellings). CheckpointError if two names of a field contradict.
+    """
+    family = family_of(config)
+    for theirs, ours in ({"num_local_experts": "num_experts"} | family.spellings).items():
+        if theirs not in config:
+            continue
+        config = dict(config)
+        value = config.pop(theirs)
+        if value is not None and config.setdefault(ours, value) != value:
+            raise CheckpointError(
+                f"config.json: {ours} {quote(config[ours])} contradicts {theirs} {quote(value)}"
+            )
     return config
 
 
@@ -275,6 +364,11 @@ def flag(config: dict, field: str) -> bool:
     if not isinstance(value, bool):
         raise CheckpointError(f"config.json: {field} is {quote(value)}, not true or false")
     return value
+
+
+def is_tied(config: dict) -> bool:
+    """Whether the config says, under any name, that the embedding is the head."""
+    return flag(one_spelling(config), "tie_word_embeddings")
 
 
 def size(config: dict, field: str, limit: int) -> int:

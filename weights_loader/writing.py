@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import names
+from .families import family_of
 from .strict import CheckpointError, quote
 
 if TYPE_CHECKING:
@@ -88,7 +89,8 @@ def write_checkpoint(
     from safetensors.torch import save_file
 
     tied = names.flag(config, "tie_word_embeddings")
-    tensors = {names.to_hugging_face(name): tensor for name, tensor in state_dict.items()}
+    kind = family_of(config).model_type
+    tensors = {names.to_hugging_face(name, kind): tensor for name, tensor in state_dict.items()}
     shapes = names.expected(config)
     if tied:
         tensors.pop(names.HEAD, None)

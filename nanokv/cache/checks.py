@@ -41,11 +41,11 @@ def check_index(index: Sequence[int] | Tensor, rows: int | None = None) -> Tenso
 
 
 def refuse_states(config: Config, name: str) -> None:
-    """UnsupportedError if layers of the model have a recurrent state, which this cache lacks."""
+    """UnsupportedError if layers of the model have no keys and values, but this cache has."""
     if config.states:
         raise UnsupportedError(
             f"a {name} cache has keys and values only, and {config.states} of "
-            f"{config.num_hidden_layers} layers of {config.family.title} have a recurrent state",
+            f"{config.num_hidden_layers} layers of {config.family.title} have {config.state_name}",
             hint="growing, dict, static or quantized",
         )
 

@@ -67,8 +67,8 @@ def by_kind(
     """What each layer of the model keeps: `make_layer()`, a window if it sees no more, a state."""
     for number in range(0, config.num_hidden_layers, config.kv_sharing_factor):
         window = config.window_of(number)
-        if config.is_linear(number):
-            yield StateLayer(plan)
+        if config.has_state(number):
+            yield StateLayer(plan, config.state_name)
         elif window is None:
             yield make_layer()
         else:

@@ -11,7 +11,8 @@ it are prefilled again. A layer keeps the first snapshot and the newest others.
 
 Bytes per row: S and conv of the newest token, of both marks and of each snapshot, and what up to
 2·SPARE tokens have written. In Qwen3.5 in bf16, 64 tokens of a layer have written 1.5 times its
-state, and a snapshot of all layers takes as much as keys and values of 1,572 tokens.
+state, and a snapshot of all layers takes as much as keys and values of 1,572 tokens. A layer with a
+short convolution alone (LFM2) has no S: its state is the last K−1 inputs.
 """
 
 from dataclasses import dataclass, field, replace
@@ -73,8 +74,9 @@ class StateLayer(LayerCache):
 
     _windowed = True  # it has no keys for a mask to count
 
-    def __init__(self, plan: Plan = PLAN) -> None:
+    def __init__(self, plan: Plan = PLAN, keeps: str = "a recurrent state") -> None:
         self.plan = plan
+        self.keeps = keeps  # Config.state_name, for errors
         self.history = History()
         self.pads: Tensor | None = None  # (B,) tokens of padding that the rows begin with
 
@@ -86,7 +88,7 @@ class StateLayer(LayerCache):
         self.pads = pads  # a state has no mask: padding must not change it
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        raise UnsupportedError("a recurrent layer keeps a state, not keys and values")
+        raise UnsupportedError(f"a layer with {self.keeps} has no keys and values")
 
     def read(self, T: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """conv, S and which of the next T tokens are real (recurrent.State)."""
@@ -166,8 +168,8 @@ class StateLayer(LayerCache):
         if n != nearest:
             first = self.history.marks[0].length
             raise UnsupportedError(
-                f"a recurrent layer cannot go back from {self.length} tokens to {n}: it has the "
-                f"states from {first} tokens on{self._listed()}",
+                f"a layer with {self.keeps} cannot go back from {self.length} tokens to {n}: it "
+                f"has the states from {first} tokens on{self._listed()}",
                 hint=f"truncate({nearest}) and prefill the rest again",
             )
 
@@ -209,7 +211,7 @@ class StateLayer(LayerCache):
         self.history = snapshot
 
     def fork(self) -> Self:
-        copy = type(self)(self.plan)
+        copy = type(self)(self.plan, self.keeps)
         copy.history = self.history
         copy.pads = self.pads
         return copy

@@ -86,6 +86,22 @@ def linear_weights(config: Config) -> int:
     return config.hidden_size * (sizes.channels + 2 * values + 2 * H)
 
 
+def conv_parameters(config: Config) -> int:
+    """A layer with a short convolution: its matrices, the convolution and the biases."""
+    sizes = config.conv
+    if sizes is None:
+        return 0
+    C = config.hidden_size
+    return 4 * C * C + C * sizes.conv_L_cache + 5 * C * sizes.conv_bias
+
+
+def state_weights(config: Config) -> int:
+    """The matrices of a layer without keys and values."""
+    if config.conv is not None:
+        return 4 * config.hidden_size**2  # two gates and the input; the output
+    return linear_weights(config)
+
+
 def mlp_parameters(config: Config, layer: int = 0) -> int:
     """The three SwiGLU matrices; with experts, those of all experts and the router."""
     C = config.hidden_size
@@ -100,9 +116,10 @@ def mlp_parameters(config: Config, layer: int = 0) -> int:
 def layer_parameters(config: Config, layer: int = 0) -> int:
     """Attention, MLP or experts, and the layer norms."""
     norms = len(config.family.norms) * config.hidden_size
-    if config.is_linear(layer):
-        return linear_parameters(config) + mlp_parameters(config, layer) + norms
-    return attention_parameters(config, layer) + mlp_parameters(config, layer) + norms
+    mixer = attention_parameters(config, layer)
+    if config.has_state(layer):
+        mixer = linear_parameters(config) + conv_parameters(config)  # one of them is 0
+    return mixer + mlp_parameters(config, layer) + norms
 
 
 def parameters(config: Config) -> int:
@@ -123,7 +140,7 @@ def active_weights(config: Config) -> int:
     full = L - config.states
     own = config.num_kv_layers - config.states  # with keys and values of their own
     heads = full * config.num_attention_heads + own * config.num_key_value_heads
-    total = 2 * C * D * heads + config.states * linear_weights(config)
+    total = 2 * C * D * heads + config.states * state_weights(config)
     if config.linear is not None:  # a gate per value
         total += full * C * D * config.num_attention_heads
     for experts in map(config.experts_of, range(L)):
@@ -181,12 +198,21 @@ def state_bytes(config: Config, itemsize: int) -> int:
 
     S in fp32, and K−1 inputs of the convolution. A snapshot of all layers weighs as much.
     """
-    if config.linear is None:
-        return 0
-    sizes = config.linear
-    S = sizes.linear_num_value_heads * sizes.linear_key_head_dim * sizes.linear_value_head_dim
-    conv = sizes.channels * (sizes.linear_conv_kernel_dim - 1)
-    return config.states * (FP32 * S + itemsize * conv)
+    S = 0
+    if config.linear is not None:
+        sizes = config.linear
+        S = sizes.linear_num_value_heads * sizes.linear_key_head_dim * sizes.linear_value_head_dim
+    channels, K = conv_sizes(config)
+    return config.states * (FP32 * S + itemsize * channels * (K - 1))
+
+
+def conv_sizes(config: Config) -> tuple[int, int]:
+    """(channels, K) of the convolution in the layers with a state; (0, 1) if there are none."""
+    if config.conv is not None:
+        return config.hidden_size, config.conv.conv_L_cache
+    if config.linear is not None:
+        return config.linear.channels, config.linear.linear_conv_kernel_dim
+    return 0, 1
 
 
 def rollback_bytes(config: Config, tokens: int, itemsize: int) -> int:
@@ -195,13 +221,15 @@ def rollback_bytes(config: Config, tokens: int, itemsize: int) -> int:
     After a prompt: the state before its last SPARE tokens and what they have written
     (cache/state.py). At most twice as much after more tokens.
     """
-    if config.linear is None or not tokens:
-        return 0
-    sizes = config.linear
     back = min(tokens, SPARE)
-    inputs = sizes.channels * (sizes.linear_conv_kernel_dim - 1 + back)
-    widths = sizes.linear_key_head_dim + sizes.linear_value_head_dim + 2  # k, v, g and beta
-    written = itemsize * inputs + FP32 * back * sizes.linear_num_value_heads * widths
+    if not config.states or not tokens:
+        return 0
+    channels, K = conv_sizes(config)
+    written = itemsize * channels * (K - 1 + back)
+    if config.linear is not None:
+        sizes = config.linear
+        widths = sizes.linear_key_head_dim + sizes.linear_value_head_dim + 2  # k, v, g and beta
+        written += FP32 * back * sizes.linear_num_value_heads * widths
     mark = state_bytes(config, itemsize) if tokens > SPARE else 0
     return config.states * written + mark
 

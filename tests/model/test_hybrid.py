@@ -1,9 +1,14 @@
-"""Qwen3.5's text model: a recurrent state in most layers. Logits against transformers in one pass, in chunks, step by
-step, with padding and after tokens were taken back; drafts, beams, batches and files as on every other model.
+"""Qwen3.5's text model and LFM2: a state, or a short convolution, in most layers. Logits against transformers in one
+pass, in chunks, step by step, with padding and after tokens were taken back; drafts, beams, batches and files as on
+every other model.
 """
+
+import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from nanokv import costs
 from nanokv.cache import BatchCache, KVCache, PrefixPool, make_cache
@@ -18,11 +23,23 @@ from nanokv.engine import Engine
 from nanokv.errors import CacheError, ConfigError, UnsupportedError
 from nanokv.fast import optimize
 from nanokv.inference import decode, prefill, score, verify_draft
-from nanokv.loading import skeleton
-from oracle import HYBRID, SHAPES, all_logits, gap, pair, random_ids, reference_logits, tiny_config
-from weights_loader import names
+from nanokv.loading import load, skeleton
+from oracle import (
+    HYBRID,
+    SHAPES,
+    all_logits,
+    gap,
+    pair,
+    random_ids,
+    reference_logits,
+    tiny_config,
+    tiny_reference,
+)
+from tiny_checkpoint import write_tokenizer
+from weights_loader import CheckpointError, names
 
 ALLOWED = 3e-5  # logits up to 5; measured 7e-6 … 2e-5
+LACKED = r"layers of (Qwen3\.5 have a recurrent state|LFM2 have a short convolution)"
 
 
 def state_of(cache):
@@ -82,6 +99,14 @@ def test_truncations_at_random_beside_fresh_runs(models):
         keep = text.shape[1] - draw(0, min(30, text.shape[1] - 1))
         cache.truncate(keep)
         text = text[:, :keep]
+
+
+def test_a_layer_without_keys_says_what_it_keeps():
+    k = torch.zeros(1, 2, 1, 32)
+    for name, words in (("qwen35-G2", "a recurrent state"), ("lfm2-G2", "a short convolution")):
+        layer = make_cache("dict", pair(**HYBRID[name])[1].config)[0]
+        with pytest.raises(UnsupportedError, match=f"with {words} has no keys and values"):
+            layer.append(k, k)
 
 
 def test_a_state_goes_back_to_its_oldest_mark_and_no_further(models):
@@ -254,15 +279,15 @@ def test_a_saved_cache_and_a_fork_are_continued(models, n, tmp_path):
 )
 def test_caches_without_states_are_refused(models, kind):
     _, ours = models
-    with pytest.raises(UnsupportedError, match=r"layers of Qwen3\.5 have a recurrent"):
+    with pytest.raises(UnsupportedError, match=LACKED):
         make_cache(kind, ours.config)
 
 
 def test_the_engine_and_kernels_are_refused(models):
     _, ours = models
-    with pytest.raises(UnsupportedError, match=r"layers of Qwen3\.5 have a recurrent"):
+    with pytest.raises(UnsupportedError, match=LACKED):
         Engine(ours)
-    with pytest.raises(UnsupportedError, match=r"layers of Qwen3\.5 have a recurrent"):
+    with pytest.raises(UnsupportedError, match=LACKED):
         PrefixPool(ours.config, 4, 16)
     with pytest.raises(ConfigError, match="layers of its own kinds"):
         optimize(ours)
@@ -271,11 +296,12 @@ def test_the_engine_and_kernels_are_refused(models):
 # --- sizes and the config -------------------------------------------------------------------------------------------
 
 
-def test_bytes_after_a_prompt_are_those_of_the_formula(models):
+@pytest.mark.parametrize("tokens", [1, 5, SPARE, SPARE + 1, 100])
+def test_bytes_after_a_prompt_are_those_of_the_formula(models, tokens):
     _, ours = models
     cache = make_cache("dict", ours.config, 2)
-    prefill(ours, random_ids(14, 2, 100), cache)
-    assert cache.nbytes == costs.cache_bytes("dict", ours.config, 100, 2, 4)
+    prefill(ours, random_ids(14, 2, tokens), cache)
+    assert cache.nbytes == costs.cache_bytes("dict", ours.config, tokens, 2, 4)
 
 
 def test_parameters_and_names(models):
@@ -311,6 +337,147 @@ DEFAULTS = {
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
 }
+
+
+LFM2 = {  # facts of LiquidAI/LFM2-1.2B's config.json
+    "architectures": ["Lfm2ForCausalLM"],
+    "block_auto_adjust_ff_dim": True,
+    "block_dim": 2048,
+    "block_ff_dim": 12288,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_mlp_init_scale": 1.0,
+    "block_multiple_of": 256,
+    "block_norm_eps": 1e-05,
+    "block_out_init_scale": 1.0,
+    "block_use_swiglu": True,
+    "block_use_xavier_init": True,
+    "bos_token_id": 1,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "conv_dim": 2048,
+    "conv_dim_out": 2048,
+    "conv_use_xavier_init": True,
+    "eos_token_id": 7,
+    "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "max_position_embeddings": 128000,
+    "model_type": "lfm2",
+    "norm_eps": 1e-05,
+    "num_attention_heads": 32,
+    "num_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "pad_token_id": 0,
+    "rope_theta": 1000000.0,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_pos_enc": True,
+    "vocab_size": 65536,
+}
+
+
+def test_a_published_config_of_lfm2():
+    """By hand, and beside transformers' model on the meta device."""
+    config = Config.from_dict(LFM2)
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LFM2))
+    shapes = {name: tuple(weight.shape) for name, weight in theirs.state_dict().items()}
+    assert names.expected(LFM2) == shapes
+    assert costs.parameters(config) == theirs.num_parameters() == 1_170_340_608
+    assert (config.intermediate_size, config.states, config.rms_norm_eps) == (8192, 10, 1e-5)
+    assert costs.kv_bytes_per_token(config, 2) == 2 * 6 * 8 * 64 * 2 == 12_288
+    assert costs.state_bytes(config, 2) == 10 * 2048 * 2 * 2 == 81_920
+    back = 10 * 2048 * (2 + (2 + SPARE)) * 2  # an older state, and the inputs since then
+    assert costs.rollback_bytes(config, 1000, 2) == back == 2_785_280
+
+
+@pytest.mark.parametrize("name", [name for name in HYBRID if "lfm2" in name])
+def test_a_folder_of_lfm2_that_transformers_saved_is_read_and_ours_is_read_by_it(name, tmp_path):
+    reference, ids = tiny_reference(**HYBRID[name] | {"vocab_size": 320}), random_ids(1, 2, 40)
+    reference.save_pretrained(tmp_path / "theirs")
+    write_tokenizer(tmp_path / "theirs")
+    fields = json.loads((tmp_path / "theirs/config.json").read_text())
+    fields["tie_embedding"] = fields["tie_word_embeddings"]  # as published files have it
+    (tmp_path / "theirs/config.json").write_text(json.dumps(fields))
+    model, tokenizer = load(tmp_path / "theirs")
+    assert gap(score(model, ids), reference_logits(reference, ids)) <= ALLOWED
+    model.save(tmp_path / "ours", tokenizer)
+    assert Config.from_folder(tmp_path / "ours") == model.config
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    assert type(back) is type(reference)
+    assert torch.equal(reference_logits(back, ids), reference_logits(reference, ids))
+
+
+@pytest.mark.parametrize("wrong", ["missing", "left over", "wrong shape"])
+def test_tensors_of_lfm2_that_do_not_fit_are_refused_by_their_own_names(wrong, tmp_path):
+    reference = tiny_reference(**HYBRID["lfm2-G2"] | {"vocab_size": 320})
+    reference.save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensor = tensors.pop("model.layers.0.feed_forward.w1.weight")
+    if wrong == "left over":
+        tensors["model.layers.0.mlp.gate_proj.weight"] = tensor.clone()  # nanokv's own name
+    if wrong == "wrong shape":
+        tensors["model.layers.0.feed_forward.w1.weight"] = tensor[:-1].clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    named = "mlp.gate_proj" if wrong == "left over" else r"feed_forward\.w1"
+    with pytest.raises(CheckpointError, match=named):
+        load(tmp_path)
+
+
+def test_the_pattern_and_widths_of_lfm2_are_those_of_transformers():
+    for changes in (
+        {},
+        {"full_attn_idxs": [1]},
+        {"block_auto_adjust_ff_dim": False},
+        {"block_ffn_dim_multiplier": 0.7, "block_multiple_of": 3},
+    ):
+        theirs = tiny_config("lfm2", **changes)
+        with torch.device("meta"):
+            shapes = AutoModelForCausalLM.from_config(theirs).state_dict()
+        fields = theirs.to_dict()
+        del fields["layer_types"]
+        config = Config.from_dict(fields)
+        assert list(config.layer_types) == theirs.layer_types
+        width = shapes["model.layers.0.feed_forward.w1.weight"].shape[0]
+        assert config.intermediate_size == width
+
+
+REFUSED = {  # field → values that change the maths, or contradict another field
+    "layer_types": (["sliding_attention"] * 5, ["conv"] * 4, ["conv"] * 5),
+    "full_attn_idxs": ([1], [2, 4, 5], [-1], "2", 2),
+    "block_ff_dim": (40,),
+    "tie_embedding": (False,),
+    "rms_norm_eps": (1e-3,),
+    "norm_eps": (0,),
+    "block_ffn_dim_multiplier": (0, "1", True, 1e9, None),
+    "block_multiple_of": (0, 1.5),
+    "block_auto_adjust_ff_dim": ("yes",),
+    "conv_L_cache": (0, None, 10**9),
+    "conv_bias": ("no",),
+    "conv_dim": (32,),
+    "num_heads": (8,),
+    "block_norm_eps": (1e-3,),
+    "block_use_swiglu": (False,),
+    "use_pos_enc": (False,),
+    "attention_bias": (True,),
+    "num_experts": (8,),
+    "sliding_window": (64,),
+    "partial_rotary_factor": (0.5,),
+    "hidden_act": ("gelu",),
+}
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_fields_of_lfm2_that_change_the_maths_are_refused_by_name(field):
+    fields = tiny_config(**HYBRID["lfm2-G2"]).to_dict()
+    Config.from_dict(fields)
+    for value in REFUSED[field]:
+        with pytest.raises(ConfigError, match=field):
+            Config.from_dict(fields | {field: value})
+    with pytest.raises(ConfigError, match="lfm2_moe"):
+        Config.from_dict(fields | {"model_type": "lfm2_moe"})
 
 
 def test_the_config_is_written_and_read_again(models):

@@ -121,6 +121,7 @@ FAMILIES = {
     "olmo3": LAYERED["olmo3-G2"],
     "gemma3": LAYERED["gemma3-G2"],
     "qwen35": HYBRID["qwen35-G2"],
+    "lfm2": HYBRID["lfm2-G2"],
     "gptoss": LAYERED["gptoss-G2"],
     "cla": SHAPES["G2-untied-bias"] | {"num_hidden_layers": 5},
     # All experts: rounded activations would let the router choose others where it nearly had a tie.
@@ -264,6 +265,7 @@ MODELS = (
         "plain olmo3": 1e-5,
         "plain gemma3": 1e-5,
         "plain qwen35": 1e-5,
+        "plain lfm2": 1e-5,
         "plain gptoss": 1e-5,
         "plain cla": 1e-5,
         "Q8_0+Q5_0 moe-all": 0.025,
@@ -544,7 +546,7 @@ def refused(situation: str, spec: str, model: str = "") -> bool:
     """What a combination cannot do, by a typed error: entries would be padding, a rank's share would not be exact."""
     if model.startswith("invariant") and refused_by_invariant(situation, spec):
         return True
-    if model.partition(" ")[2] == "qwen35" and (
+    if model.partition(" ")[2] in ("qwen35", "lfm2") and (
         situation in ("two ranks", "packed") or any(kind in spec for kind in WITHOUT_STATES)
     ):
         return True

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from nanokv.config import Config
 from nanokv.inference import decode, score, verify_draft
 from nanokv.loading import build
+from weights_loader.names import to_nanokv
 
 TOLERANCE = 1e-5  # fp32, logits of size 4: measured 3e-7 … 4e-6
 SHAPES = {  # name → what it differs in; G = query heads per KV head
@@ -150,6 +151,27 @@ HYBRID = {  # a recurrent state in most layers
         },
     },
 }
+HYBRID |= {
+    "lfm2-G2": {
+        "model_type": "lfm2",
+        "num_hidden_layers": 5,
+        "block_multiple_of": 8,
+        "block_ffn_dim_multiplier": 1.3,
+        "full_attn_idxs": [2, 4],
+    },
+    "lfm2-G4-bias": {
+        "model_type": "lfm2",
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 1,
+        "layer_types": ["full_attention", *["conv"] * 3],
+        "block_auto_adjust_ff_dim": False,
+        "conv_L_cache": 4,
+        "conv_bias": True,
+        "norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
 ORIGINAL_64 = {
     "rope_type": "yarn",
     "rope_theta": 150000.0,
@@ -232,7 +254,8 @@ def tiny_reference(seed: int = 0, **changes):
 
 def copy_of(reference):
     """Our model on the very tensors of a transformers model, by name; every name must match."""
-    state = {name.removeprefix("model."): x for name, x in reference.state_dict().items()}
+    family = reference.config.model_type
+    state = {to_nanokv(name, family): x for name, x in reference.state_dict().items()}
     if reference.config.model_type == "qwen3_moe":
         fused, state = state, {}
         for name, tensor in fused.items():

@@ -147,6 +147,9 @@ def test_published_configs_give_transformers_parameters(size, qwen3_files):
 def test_the_name_map_is_invertible():
     for name in names.expected(CONFIG | {"attention_bias": True}):
         assert names.to_hugging_face(names.to_nanokv(name)) == name
+    lfm2 = CONFIG | {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}
+    for name in names.expected(lfm2):
+        assert names.to_hugging_face(names.to_nanokv(name, "lfm2"), "lfm2") == name
 
 
 def test_defaults_are_those_of_transformers():

@@ -38,7 +38,8 @@ def write(model: Transformer, path: str | Path, kind: str = "bf16") -> Path:
 
 def write_any(model: Transformer, path: str | Path, kind: str) -> Path:
     """`write` for a reader of our own."""
-    tensors = {to_hugging_face(name): tensor for name, tensor in model.state_dict().items()}
+    family = model.config.model_type
+    tensors = {to_hugging_face(name, family): x for name, x in model.state_dict().items()}
     write_gguf(path, model.config.to_dict(), tensors, kind, name="nanokv")
     return Path(path)
 
