@@ -10,6 +10,7 @@ Bytes per row: S and conv of the newest token and of both marks, and what up to 
 written. In Qwen3.5 64 tokens of a layer have written as much as its state takes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -42,6 +43,32 @@ class History:
     now: Mark = Mark()
     marks: tuple[Mark, ...] = (Mark(),)
     written: tuple[Written, ...] = field(default=())
+
+
+def between(start: int, written: Sequence[Written], n: int) -> tuple[Written, ...]:
+    """What the tokens before token n have written; the first of them is token `start`."""
+    kept = []
+    for each in written:
+        count = min(each.T, n - start)
+        if count <= 0:
+            break
+        kept.append(each.first(count))
+        start += count
+    return tuple(kept)
+
+
+def state_after(mark: Mark, written: Sequence[Written]) -> Mark:
+    """The state after what follows a mark, in one pass over all of its tokens."""
+    if not written:
+        return mark
+    last = written[-1]
+    T = sum(each.T for each in written)
+    parts = [each.tensors() for each in written]
+    joined = {
+        name: torch.cat([part[name] for part in parts], 2) for name in parts[0] if name != "window"
+    }
+    S = last._replace(T=T, **joined).state(T, mark.S)
+    return Mark(mark.length + T, last.conv(last.T), S)
 
 
 class StateLayer(LayerCache):
@@ -125,15 +152,22 @@ class StateLayer(LayerCache):
         """The history up to n tokens; n is not before the first mark."""
         old = self.history
         marks = tuple(mark for mark in old.marks if mark.length <= n)
-        now = marks[0]
-        kept = []
-        for written in old.written:
-            count = min(written.T, n - now.length)
-            if count <= 0:
-                break
-            now = Mark(now.length + count, written.conv(count), written.state(count, now.S))
-            kept.append(written.first(count))
-        return History(now, marks, tuple(kept))
+        kept = between(old.marks[0].length, old.written, n)
+        since = between(old.marks[0].length, old.written, marks[-1].length)
+        now = state_after(marks[-1], kept[len(since) :])
+        return History(now, marks, kept)
+
+    def mark_at(self, n: int) -> Mark | None:
+        """The state after n tokens; None if the layer does not hold it any more."""
+        if not self.history.marks[0].length <= n <= self.length:
+            return None
+        if n == self.length:
+            return self.history.now
+        return self.before(n).now
+
+    def resume(self, mark: Mark) -> None:
+        """Continue from a state; it cannot go back further."""
+        self.history = History(mark, (mark,), ())
 
     def _snapshot(self) -> Any:
         return self.history  # tensors are replaced, never changed
@@ -170,8 +204,7 @@ class StateLayer(LayerCache):
         if not state:
             self.history = History()
             return
-        now = Mark(int(state["length"]), state["conv"], state.get("S"))
-        self.history = History(now, (now,), ())
+        self.resume(Mark(int(state["length"]), state["conv"], state.get("S")))
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]  # read-only
