@@ -78,6 +78,12 @@ def taken(cache: KVCache, tokens: Sequence[int], start: int = 0, **facts: Any) -
             f"{len(tokens)} tokens were passed for {cache!r}",
             "pass the ids of the tokens it holds",
         )
+    if cache.config is not None and cache.config.states:
+        raise HandoverError(
+            f"{cache.config.states} of {len(cache)} layers have a recurrent state, which is not "
+            "handed over",
+            "submit the prompt: this engine prefills it",
+        )
     held: list[Tensor] = []
     for i, layer in enumerate(cache):
         state = layer.state()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nanokv.decoding.draw import Sampler, SamplingParams, Step, next_steps, reason_to_end
-from nanokv.errors import GenerationError
+from nanokv.errors import GenerationError, UnsupportedError
 
 if TYPE_CHECKING:
     from nanokv.engine.prefilled import Prefilled
@@ -155,7 +155,15 @@ class Request:
         # The layers hold fewer than `fed` tokens only if `Scheduler.reuse` was interrupted.
         self.fed = min(self.fed, *lengths)
         if lengths != {self.fed}:
+            self._go_back()
+
+    def _go_back(self) -> None:
+        """Truncate to `fed`, or to 0 if a recurrent layer has no state there any more."""
+        try:
             self.cache.truncate(self.fed)
+        except UnsupportedError:
+            self.fed = 0
+            self.cache.truncate(0)
 
     def feed(self, logits: Tensor, row: int) -> None:
         """Record a complete forward: this row of `logits` (B,V) follows the cache's last token."""
