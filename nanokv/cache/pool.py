@@ -37,9 +37,11 @@ class SharedPage(NamedTuple):
 
 
 class PagePool:
-    """`pages` pages of `page_size` tokens for all layers with keys, each with a count of its owners."""
+    """`pages` pages of `page_size` tokens for the layers with keys, each with a count of owners."""
 
-    keys: Tensor  # (L,P,Hk,page,D), L without recurrent layers; None until the first append, which decides dtype and device
+    # (L,P,Hk,page,D), L without recurrent layers. None until the first append, which decides dtype
+    # and device.
+    keys: Tensor
     values: Tensor
 
     def __init__(self, config: Config, pages: int, page_size: int):

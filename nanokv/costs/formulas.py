@@ -276,7 +276,8 @@ def cache_bytes(
         return quantized_bytes(config, tokens, batch_size, itemsize, last=last, **options)
     slots = cache_slots(name, config, tokens, capacity, **options)
     if name in EVERY_POSITION:
-        return batch_size * slots * config.num_kv_layers * position_bytes(config, itemsize)
+        pages = slots * (config.num_kv_layers - config.states) * position_bytes(config, itemsize)
+        return batch_size * (pages + (state_bytes(config, itemsize) if tokens else 0))
     row = kv_bytes_per_token(config, itemsize) * slots + fixed_bytes(config, tokens, itemsize)
     return batch_size * row
 

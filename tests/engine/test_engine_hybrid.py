@@ -3,7 +3,6 @@
 import random
 
 import pytest
-import torch
 
 import nanokv
 from nanokv.cache import make_cache

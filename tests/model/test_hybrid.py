@@ -2,6 +2,8 @@
 step, with padding and after tokens were taken back; drafts, beams, batches and files as on every other model.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,7 +15,6 @@ from nanokv.config import Config
 from nanokv.decoding.beam import beam_search
 from nanokv.decoding.generation import generate
 from nanokv.decoding.speculative import PromptLookup, speculate
-from nanokv.engine import Engine
 from nanokv.errors import ConfigError, UnsupportedError
 from nanokv.fast import optimize
 from nanokv.inference import decode, prefill, score, verify_draft
@@ -176,21 +177,18 @@ def test_a_saved_cache_and_a_fork_are_continued(models, n, tmp_path):
     assert torch.equal(prefill(ours, ids[:, n:], fork, n), right)
 
 
-@pytest.mark.parametrize(
-    "kind", ["paged", "prefix", "sliding:window=8", "evicting:budget=8", "offloaded"]
-)
+@pytest.mark.parametrize("kind", ["sliding:window=8", "evicting:budget=8", "offloaded"])
 def test_caches_without_states_are_refused(models, kind):
     _, ours = models
     with pytest.raises(UnsupportedError, match=r"layers of Qwen3\.5 have a recurrent"):
         make_cache(kind, ours.config)
 
 
-def test_the_engine_and_kernels_are_refused(models):
+def test_pages_of_a_model_without_keys_and_kernels_are_refused(models):
     _, ours = models
+    kinds = ("linear_attention",) * ours.config.num_hidden_layers
     with pytest.raises(UnsupportedError, match=r"layers of Qwen3\.5 have a recurrent"):
-        Engine(ours)
-    with pytest.raises(UnsupportedError, match=r"layers of Qwen3\.5 have a recurrent"):
-        PrefixPool(ours.config, 4, 16)
+        PrefixPool(replace(ours.config, layer_types=kinds), 4, 16)
     with pytest.raises(ConfigError, match="layers of its own kinds"):
         optimize(ours)
 
