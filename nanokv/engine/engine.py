@@ -28,7 +28,7 @@ from nanokv.decoding.ranges import check_sampling
 from nanokv.engine.budget import StepBudget
 from nanokv.engine.metrics import Metrics
 from nanokv.engine.packed import prefill_packed
-from nanokv.engine.prefilled import Prefilled, taken
+from nanokv.engine.prefilled import Prefilled, taken, whole_pages
 from nanokv.engine.request import FINISHED, RUNNING, Drawn, Request, logits_of
 from nanokv.engine.scheduler import Scheduler
 from nanokv.errors import CapacityError, ContextError, GenerationError, HandoverError
@@ -176,6 +176,10 @@ class Engine:
         with inexact values; CapacityError if too few pages are free or idle.
         """
         check_salt(salt)
+        if cache.tokens:
+            cache = whole_pages(cache, self.pool.page_size)
+            if not cache.length:
+                return 0
         prefix = taken(cache, prompt_ids(list(cache.tokens), self.config.vocab_size))
         self.check_prefilled(prefix, list(prefix.tokens))
         tokens = prefix.tokens[: len(prefix.tokens) // self.pool.page_size * self.pool.page_size]

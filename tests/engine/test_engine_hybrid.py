@@ -1,6 +1,7 @@
 """Recurrent layers in the engine: answers as if alone, snapshots, and what is left afterwards."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,7 @@ from nanokv.cache.snapshots import Snapshots, Stops
 from nanokv.config import Config
 from nanokv.costs.formulas import kv_bytes_per_token, state_bytes
 from nanokv.engine import Engine
+from nanokv.engine.prefilled import taken
 from nanokv.errors import HandoverError
 from nanokv.inference import prefill
 from oracle import HYBRID, pair
@@ -183,13 +185,45 @@ def test_an_interrupted_forward_is_repeated(one, tokens, monkeypatch):
     check_pool(engine)
 
 
-def test_a_hand_over_is_refused_with_its_reason(one):
+@pytest.mark.parametrize("kind", ["dict", "paged"])
+def test_a_cache_from_elsewhere_is_a_prefix_up_to_its_last_full_page(one, kind):
+    engine = Engine(one, pages=64, page_size=4)
+    cache = make_cache(kind, one.config)
+    prefill(one, [ids_of(1, 30)], cache)
+    cache.tokens = ids_of(1, 30)
+    assert engine.add_prefix(cache) == 28
+    assert cache.length == 30
+    check_pool(engine)
+    request = submit(engine, ids_of(1, 30) + ids_of(2, 3), 3)
+    engine.run()
+    assert request.reused_tokens == 28
+    assert request.tokens == alone(one, request.prompt, 3)
+
+
+def test_a_cache_without_the_state_after_its_last_full_page_is_refused(one):
     engine = Engine(one, pages=64, page_size=4)
     cache = make_cache("dict", one.config)
-    prefill(one, [ids_of(1, 9)], cache)
-    cache.tokens = ids_of(1, 9)
-    with pytest.raises(HandoverError, match="4 of 5 layers have a recurrent state"):
+    prefill(one, [ids_of(1, 70)], cache)  # more than SPARE tokens: only the state after all of them
+    cache.tokens = ids_of(1, 70)
+    with pytest.raises(HandoverError, match="ends after 68 of 70 tokens") as error:
         engine.add_prefix(cache)
+    assert "first 68 tokens" in error.value.hint
+    check_pool(engine)
+
+
+def test_another_process_prefills(one):
+    """The states after the prompt go along; a hand-over without them is refused."""
+    engine = Engine(one, pages=64, page_size=4)
+    cache = make_cache("dict", one.config)
+    ids = ids_of(1, 30)
+    logits = prefill(one, [ids], cache)
+    given = taken(cache, ids, logits=logits)
+    request = engine.submit(ids, max_new_tokens=5, eos_token_ids=(), prefilled=given)
+    engine.run()
+    assert request.tokens == alone(one, ids, 5)
+    assert engine.metrics.prefill_tokens == 0
+    with pytest.raises(HandoverError, match="0 states of recurrent layers"):
+        engine.submit(ids, prefilled=replace(given, conv=None))
     check_pool(engine)
 
 
