@@ -46,7 +46,7 @@ def refuse_states(config: Config, name: str) -> None:
         raise UnsupportedError(
             f"a {name} cache has keys and values only, and {config.states} of "
             f"{config.num_hidden_layers} layers of {config.family.title} have {config.state_name}",
-            hint="growing, dict, static or quantized",
+            hint="growing, paged, prefix or quantized",
         )
 
 

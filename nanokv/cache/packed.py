@@ -59,7 +59,7 @@ class PackedCache(KVCache):
     def __init__(self, caches: Sequence[KVCache], counts: Sequence[int], config: Config | None):
         check_rows(caches, config)
         if config is not None:
-            refuse_states(config, "packed")
+            refuse_states(config, "packed")  # rows of one token: a state needs whole sequences
         if len(counts) != len(caches) or any(cache.sizes.batch_size != 1 for cache in caches):
             raise CacheError(
                 f"{len(counts)} prompts for {len(caches)} caches: one each, of one sequence each"

@@ -6,6 +6,9 @@ pool when its last owner releases it. Forked sequences share pages, and a shared
 before it is written. `append` returns dense keys gathered from the pages, so that any attention
 function can read them; this copies S rows per layer and step. `pages` copies nothing: it returns
 the location of the pages.
+
+Recurrent layers have no pages: each row's state is in a StateLayer of the cache, and forked caches
+share its tensors, which are never changed.
 """
 
 import weakref
@@ -20,6 +23,7 @@ from nanokv.cache.base import KVCache, LayerCache
 from nanokv.cache.capabilities import RESERVES, Index, Pages, Sizes, in_place, reserve_of
 from nanokv.cache.checks import check_append, check_index
 from nanokv.cache.pool import PagePool
+from nanokv.cache.state import StateLayer
 from nanokv.cache.view import View, next_view
 
 
@@ -27,15 +31,29 @@ class PagedCache(KVCache):
     """B sequences of equal length; `tables[b]` lists the pages of row b, oldest first."""
 
     def __init__(self, pool: PagePool, batch_size: int = 1):
-        self.counts = [0] * pool.config.num_kv_layers  # tokens of each layer
-        self.own = [PagedLayer(self, i) for i in range(pool.config.num_kv_layers)]
-        self.patched = False  # True once the caller replaces `append` or the class of a layer
+        self.counts = [0] * pool.layers  # tokens of each layer with keys
+        self.states: list[StateLayer] = []  # of the recurrent layers
+        self.own: list[LayerCache] = self.make_layers(pool)
+        # True once the caller replaces `append` or the class of a layer; a recurrent layer is found
+        # in the same way.
+        self.patched = bool(self.states)
         super().__init__(self.own, pool.config)
         self.pool = pool
         self.page_size = pool.page_size
         self.tables: list[list[int]] = [[] for _ in range(batch_size)]
         self.view: View | None = None
         pool.join(self)
+
+    def make_layers(self, pool: PagePool) -> list[LayerCache]:
+        """A PagedLayer or a StateLayer for each layer of the model."""
+        layers: list[LayerCache] = []
+        for number in range(0, pool.config.num_hidden_layers, pool.config.kv_sharing_factor):
+            if pool.config.has_state(number):
+                self.states.append(StateLayer(keeps=pool.config.state_name))
+                layers.append(self.states[-1])
+            else:
+                layers.append(PagedLayer(self, len(layers) - len(self.states)))
+        return layers
 
     @property
     def capacity(self) -> int | None:
@@ -58,12 +76,12 @@ class PagedCache(KVCache):
         return even
 
     def even(self) -> int | None:
-        """Tokens per layer, if all layers are the original ones and equally long; else None.
+        """Tokens per layer, if all layers are the original ones, with keys, and equally long.
 
-        Compares two lists at once, which is faster than asking 28 layers.
+        Else None. Compares two lists at once, which is faster than asking 28 layers.
         """
         counts = self.counts
-        if counts.count(counts[0]) == len(counts) and self.own == self:
+        if counts.count(counts[0]) == len(counts) and self.own == self and not self.states:
             return counts[0]
         return None
 
@@ -110,18 +128,27 @@ class PagedCache(KVCache):
     def fork(self) -> Self:
         copy = type(self)(self.pool, len(self.tables))
         copy.adopt(self.tables, self.length)
+        for mine, theirs in zip(copy.states, self.states, strict=True):
+            mine.history, mine.pads = theirs.history, theirs.pads
         return copy._made_like(self)
 
     def reorder(self, index: Index) -> None:
         index = check_index(index, rows=len(self.tables))
+        states = [state._reordered(index) for state in self.states]
         self.adopt([self.tables[i] for i in index.tolist()], self.length)
+        for mine, new in zip(self.states, states, strict=True):
+            mine.history, mine.pads = new.history, new.pads
 
     def adopt(self, tables: Sequence[list[int]], length: int) -> None:
-        """Become another owner of the pages that hold the first `length` tokens of each row."""
+        """Become another owner of the pages that hold the first `length` tokens of each row.
+
+        Recurrent layers stay as they are: the caller gives them their states.
+        """
         self.view = None
         self.pool.hold(self, [table[: self.pages_of(length)] for table in tables])
         for layer in self:
-            layer.length = length
+            if not isinstance(layer, StateLayer):
+                layer.length = length
 
     def __del__(self):
         if hasattr(self, "tables"):
@@ -129,20 +156,33 @@ class PagedCache(KVCache):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the pages that this cache uses, and of states; a page counts once."""
+        return self.page_nbytes + sum(state.nbytes for state in self.states)
+
+    @property
+    def page_nbytes(self) -> int:
         """Bytes of the pages that this cache uses; a page shared by rows counts once."""
         return len({page for table in self.tables for page in table}) * self.pool.bytes_per_page
 
     @property
     def sizes(self) -> Sizes:
         """Rows, keys and bytes held; only the slots of a page that hold a token count as used."""
+        states = [state.sizes for state in self.states]
+        limits = [each.max_rollback for each in states if each.max_rollback is not None]
+        used = self.page_used + sum(each.used_nbytes for each in states)
+        kept = states[0].snapshots if states else ()
+        return Sizes(len(self.tables), max(self.counts), used, min(limits, default=None), kept)
+
+    @property
+    def page_used(self) -> int:
+        """Bytes of the slots that hold a token."""
         size = self.pool.page_size
-        length = max(layer.length for layer in self)
+        length = max(self.counts)
         filled = {}  # page → slots in use; rows that share a page fill the same slots
         for table in self.tables:
             for i, page in enumerate(table):
                 filled[page] = min(size, length - i * size)
-        used = sum(filled.values()) * self.pool.bytes_per_page // size
-        return Sizes(len(self.tables), length, used)
+        return sum(filled.values()) * self.pool.bytes_per_page // size
 
 
 class PagedLayer(LayerCache):
@@ -223,12 +263,12 @@ class PagedLayer(LayerCache):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]  # read-only
-        return self.parent.nbytes // len(self.parent)
+        return self.parent.page_nbytes // self.parent.pool.layers
 
     @property
     def sizes(self) -> Sizes:
-        whole = self.parent.sizes
-        return Sizes(whole.batch_size, self.length, whole.used_nbytes // len(self.parent))
+        parent = self.parent
+        return Sizes(len(parent.tables), self.length, parent.page_used // parent.pool.layers)
 
 
 OWN = attrgetter("own")

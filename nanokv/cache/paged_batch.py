@@ -18,6 +18,7 @@ from nanokv.cache.capabilities import Pages, causal, in_place, reserve_of_all
 from nanokv.cache.checks import check_append
 from nanokv.cache.paged import all_as_made, as_made
 from nanokv.cache.pool import PagePool
+from nanokv.cache.state import StateLayer
 from nanokv.cache.view import View, next_view
 from nanokv.config import Config
 from nanokv.errors import CacheError
@@ -70,8 +71,15 @@ class PagedBatch(BatchCache):
         self.page_size = self.pool.page_size
 
     def layers(self, rows: Sequence[KVCache]) -> list[LayerCache]:
-        every = zip(*rows, strict=True)
-        return [PagedBatchLayer(self, i, list(parts)) for i, parts in enumerate(every)]
+        layers: list[LayerCache] = []
+        keyed = 0  # layers with pages so far: the number of the next one in the pool
+        for parts in zip(*rows, strict=True):
+            if isinstance(parts[0], StateLayer):
+                layers.append(BatchLayer(list(parts)))
+            else:
+                layers.append(PagedBatchLayer(self, keyed, list(parts)))
+                keyed += 1
+        return layers
 
     def pages(self, like: Tensor) -> list[Pages] | None:
         if type(self[0]) is not PagedBatchLayer or reserve_of_all(self) is None:

@@ -17,9 +17,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from nanokv.cache.checks import refuse_states
 from nanokv.config import Config
-from nanokv.errors import CacheError, CapacityError
+from nanokv.errors import CacheError, CapacityError, UnsupportedError
 
 Table = list[int]  # the pages of one row, oldest first
 
@@ -38,14 +37,22 @@ class SharedPage(NamedTuple):
 
 
 class PagePool:
-    """`pages` pages of `page_size` tokens for all layers, each with a count of its owners."""
+    """`pages` pages of `page_size` tokens for the layers with keys, each with a count of owners."""
 
-    keys: Tensor  # (L,P,Hk,page,D); None until the first append, which decides dtype and device
+    # (L,P,Hk,page,D), L without recurrent layers. None until the first append, which decides dtype
+    # and device.
+    keys: Tensor
     values: Tensor
 
     def __init__(self, config: Config, pages: int, page_size: int):
-        refuse_states(config, "paged")
         self.config = config
+        self.layers = config.num_kv_layers - config.states  # with keys and values
+        if not self.layers:
+            raise UnsupportedError(
+                f"pages hold keys and values, and all {config.states} layers of "
+                f"{config.family.title} have {config.state_name}",
+                hint="growing, dict, static or quantized",
+            )
         self.page_size = page_size
         self.references = [0] * pages
         # A stack: the page that was freed last is still in the CPU's cache.
@@ -138,7 +145,7 @@ class PagePool:
     def empty(self, pages: int, like: Tensor) -> Tensor:
         """(L,pages,Hk,page,D), uninitialised. Usable outside inference mode too."""
         c = self.config
-        shape = c.num_kv_layers, pages, c.num_key_value_heads, self.page_size, c.head_dim
+        shape = self.layers, pages, c.num_key_value_heads, self.page_size, c.head_dim
         with torch.inference_mode(False):
             return torch.empty(shape, dtype=like.dtype, device=like.device)
 

@@ -4,6 +4,9 @@ An index finds the pages by their tokens: by hashes (prefix_index.py) or in a ra
 A salt separates tenants, who share no pages, so a tenant cannot learn from response times what
 another one has sent. When the pool is full, pages that only the index holds are evicted, least
 recently used first; pages of running requests are never evicted.
+
+A model with recurrent layers continues only after a page with a snapshot of their states
+(snapshots.py).
 """
 
 from collections import Counter
@@ -16,6 +19,7 @@ from nanokv.cache.paged import PagedCache
 from nanokv.cache.pool import ElasticPool, PagePool, Table
 from nanokv.cache.prefix_index import HashIndex, PrefixIndex
 from nanokv.cache.radix import RadixIndex
+from nanokv.cache.snapshots import NoSnapshots, Snapshots, Stops
 from nanokv.config import Config
 from nanokv.errors import CacheError
 
@@ -28,6 +32,13 @@ class PrefixPool(PagePool):
     def __init__(self, config: Config, pages: int, page_size: int, index: str = "hash"):
         super().__init__(config, pages, page_size)
         self.index = INDEXES[index](page_size)
+        self.snapshots = NoSnapshots()
+        if config.states:
+            self.snapshots = Snapshots(page_size)
+
+    def count(self) -> None:
+        super().count()
+        self.snapshots.retain(self.index.pages())
 
     def owned(self) -> Counter[int]:
         return super().owned() + Counter(self.index.pages())
@@ -36,7 +47,9 @@ class PrefixPool(PagePool):
         """Evict pages that only the index holds, if that frees enough; a failure evicts nothing."""
         short = count - len(self.free)
         if 0 < short <= self.idle():
-            self._release(self.index.evict(short, self.is_idle))
+            dropped = self.index.evict(short, self.is_idle)
+            self.snapshots.drop(dropped)
+            self._release(dropped)
         super().make_room(count)
 
     def is_idle(self, page: int) -> bool:
@@ -53,13 +66,14 @@ class PrefixPool(PagePool):
         return len(self.free) + self.idle()
 
     def find(self, tokens: Sequence[int], salt: str) -> list[int]:
-        """Pages of the longest stored prefix of `tokens`."""
-        return self.index.match(tokens, salt)
+        """Pages of the longest stored prefix of `tokens` after which a sequence can continue."""
+        return self.snapshots.usable(self.index.match(tokens, salt))
 
     def remember(self, tokens: Sequence[int], table: Table, salt: str) -> None:
         """Index the full pages of a sequence; pages already indexed are kept."""
         with self.change():
             added, dropped = self.index.insert(tokens, table, salt)
+            self.snapshots.drop(dropped)
             self._share(added)
             self._release(dropped)
 
@@ -83,6 +97,7 @@ class PrefixCache(PagedCache):
     pool: PrefixPool
     salt = ""
     hits = 0  # tokens that `reuse` found
+    stops = Stops()
 
     def reuse(self, tokens: Sequence[int] | Tensor) -> int:
         """Take over the stored pages of the longest known prefix; returns its tokens.
@@ -93,9 +108,15 @@ class PrefixCache(PagedCache):
         if self.length or len(self.tables) != 1:
             return 0
         self.truncate(0)
-        pages = self.pool.find(tokens[: len(tokens) - 1], self.salt)
-        self.hits = len(pages) * self.pool.page_size
+        size = self.pool.page_size
+        known = self.pool.index.match(tokens[: len(tokens) - 1], self.salt)
+        pages = self.pool.snapshots.usable(known)
+        # A later prompt that parts from the known one at the same page can continue there.
+        branch = 0 if len(known) == len(pages) else len(known) * size
+        self.stops = Stops(branch, (len(tokens) - 1) // size * size)
+        self.hits = len(pages) * size
         self.adopt([pages], self.hits)
+        self.pool.snapshots.resume(self.states, pages)
         return self.hits
 
     def remember(self, tokens: Sequence[int] | Tensor) -> None:
@@ -108,8 +129,27 @@ class PrefixCache(PagedCache):
         tokens = [int(token) for token in tokens]
         if len(tokens) < self.length:
             raise CacheError(f"remember: {len(tokens)} tokens for a cache that holds {self.length}")
-        if len(self.tables) == 1:
-            self.pool.remember(tokens[: self.length], self.tables[0], self.salt)
+        if len(self.tables) != 1:
+            return
+        size = self.pool.page_size
+        self.pool.remember(tokens[: self.length], self.tables[0], self.salt)
+        self.snap(tokens, [self.length // size * size])
+
+    def remember_chunk(self, tokens: Sequence[int]) -> None:
+        """`remember` in the middle of a prompt: snapshots only where they are due."""
+        self.pool.remember(tokens[: self.length], self.tables[0], self.salt)
+        self.snap(tokens, self.pool.snapshots.due(self.length, self.stops))
+
+    def snap(self, tokens: Sequence[int], ends: list[int]) -> None:
+        """Keep the states after the first n tokens for each n in `ends`, ends of indexed pages."""
+        if not self.states or not ends:
+            return
+        size = self.pool.page_size
+        # The index may hold equal pages of another sequence instead of this one's.
+        pages = self.pool.index.match(tokens[: ends[-1]], self.salt)
+        for end in ends:
+            if 0 < end <= len(pages) * size:
+                self.pool.snapshots.put(pages[end // size - 1], end, self.states)
 
     def truncate(self, n: int) -> None:
         super().truncate(n)
@@ -118,5 +158,6 @@ class PrefixCache(PagedCache):
     def fork(self) -> Self:
         copy = super().fork()
         copy.salt = self.salt
+        copy.stops = self.stops
         copy.hits = self.hits
         return copy

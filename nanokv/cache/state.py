@@ -15,6 +15,7 @@ state, and a snapshot of all layers takes as much as keys and values of 1,572 to
 short convolution alone (LFM2) has no S: its state is the last K−1 inputs.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -67,6 +68,32 @@ class History:
     marks: tuple[Mark, ...] = (Mark(),)
     written: tuple[Written, ...] = field(default=())
     snapshots: tuple[Mark, ...] = field(default=())  # oldest first
+
+
+def between(start: int, written: Sequence[Written], n: int) -> tuple[Written, ...]:
+    """What the tokens before token n have written; the first of them is token `start`."""
+    kept = []
+    for each in written:
+        count = min(each.T, n - start)
+        if count <= 0:
+            break
+        kept.append(each.first(count))
+        start += count
+    return tuple(kept)
+
+
+def state_after(mark: Mark, written: Sequence[Written]) -> Mark:
+    """The state after what follows a mark, in one pass over all of its tokens."""
+    if not written:
+        return mark
+    last = written[-1]
+    T = sum(each.T for each in written)
+    parts = [each.tensors() for each in written]
+    joined = {
+        name: torch.cat([part[name] for part in parts], 2) for name in parts[0] if name != "window"
+    }
+    S = last._replace(T=T, **joined).state(T, mark.S)
+    return Mark(mark.length + T, last.conv(last.T), S)
 
 
 class StateLayer(LayerCache):
@@ -194,15 +221,22 @@ class StateLayer(LayerCache):
             now = snapshots[-1]
             return History(now, (now,), (), snapshots)
         marks = tuple(mark for mark in old.marks if mark.length <= n)
-        now = marks[0]
-        kept = []
-        for written in old.written:
-            count = min(written.T, n - now.length)
-            if count <= 0:
-                break
-            now = after(written, count, now)
-            kept.append(written.first(count))
-        return History(now, marks, tuple(kept), snapshots)
+        kept = between(old.marks[0].length, old.written, n)
+        since = between(old.marks[0].length, old.written, marks[-1].length)
+        now = state_after(marks[-1], kept[len(since) :])
+        return History(now, marks, kept, snapshots)
+
+    def mark_at(self, n: int) -> Mark | None:
+        """The state after n tokens; None if the layer does not hold it any more."""
+        if n > self.length or n != self._nearest(n):
+            return None
+        if n == self.length:
+            return self.history.now
+        return self.before(n).now
+
+    def resume(self, mark: Mark) -> None:
+        """Continue from a state; it cannot go back further."""
+        self.history = History(mark, (mark,), ())
 
     def _snapshot(self) -> Any:
         return self.history  # tensors are replaced, never changed
@@ -240,8 +274,7 @@ class StateLayer(LayerCache):
         if not state:
             self.history = History()
             return
-        now = Mark(int(state["length"]), state["conv"], state.get("S"))
-        self.history = History(now, (now,), ())
+        self.resume(Mark(int(state["length"]), state["conv"], state.get("S")))
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]  # read-only

@@ -23,6 +23,7 @@ __all__ = [
     "fixed_bytes",
     "forward_bytes",
     "full_layers",
+    "held_states",
     "kv_bytes",
     "kv_bytes_per_token",
     "layer_parameters",
@@ -234,6 +235,13 @@ def rollback_bytes(config: Config, tokens: int, itemsize: int) -> int:
     return config.states * written + mark
 
 
+def held_states(config: Config, tokens: int, itemsize: int) -> int:
+    """Bytes of a row in the layers with a state after a prompt, without snapshots."""
+    if not tokens:
+        return 0
+    return state_bytes(config, itemsize) + rollback_bytes(config, tokens, itemsize)
+
+
 def kv_bytes(config: Config, tokens: int, batch_size: int, itemsize: int) -> int:
     """Bytes that an exact cache holds for `tokens` tokens in each of batch_size rows."""
     row = kv_bytes_per_token(config, itemsize) * tokens + fixed_bytes(config, tokens, itemsize)
@@ -242,9 +250,7 @@ def kv_bytes(config: Config, tokens: int, batch_size: int, itemsize: int) -> int
 
 def fixed_bytes(config: Config, tokens: int, itemsize: int) -> int:
     """Bytes of a row that stop growing: full windows, states, and what takes tokens back."""
-    states = state_bytes(config, itemsize) if tokens else 0
-    back = rollback_bytes(config, tokens, itemsize)
-    return window_bytes(config, tokens, itemsize) + states + back
+    return window_bytes(config, tokens, itemsize) + held_states(config, tokens, itemsize)
 
 
 def decode_flops(config: Config, context: int) -> int:
@@ -322,7 +328,8 @@ def cache_bytes(
         return quantized_bytes(config, tokens, batch_size, itemsize, last=last, **options)
     slots = cache_slots(name, config, tokens, capacity, **options)
     if name in EVERY_POSITION:
-        return batch_size * slots * config.num_kv_layers * position_bytes(config, itemsize)
+        pages = slots * (config.num_kv_layers - config.states) * position_bytes(config, itemsize)
+        return batch_size * (pages + held_states(config, tokens, itemsize))
     row = kv_bytes_per_token(config, itemsize) * slots + fixed_bytes(config, tokens, itemsize)
     return batch_size * row
 

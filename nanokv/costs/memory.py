@@ -194,7 +194,10 @@ class Estimate:
             return f"{L} × {Hk} × {self.batch:,} × ({keys:,} K + {values:,} V + {exact:,} exact)"
         slots = costs.cache_slots(name, self.config, self.context, self.context, **options)
         if name in costs.EVERY_POSITION:
-            each = L * costs.position_bytes(self.config, self.itemsize)
+            each = (L - self.config.states) * costs.position_bytes(self.config, self.itemsize)
+            if self.config.states:
+                states = costs.held_states(self.config, self.context, self.itemsize)
+                return f"({each:,} × {slots:,} slots + {states:,}) × {self.batch:,}"
             return f"{each:,} × {slots:,} slots × {self.batch:,}"
         fixed = costs.fixed_bytes(self.config, self.context, self.itemsize)
         if fixed:

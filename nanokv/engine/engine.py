@@ -20,6 +20,7 @@ import torch
 from nanokv.cache import KVCache, PrefixPool, make_cache
 from nanokv.cache.paged_batch import PagedBatch
 from nanokv.cache.prefix import INDEXES
+from nanokv.cache.snapshots import EVERY, MOST, Snapshots
 from nanokv.checkpoint import Model
 from nanokv.decoding.draw import SamplingParams, Step, next_steps, sent, together
 from nanokv.decoding.generation import EosIds, eos_ids, prompt_ids
@@ -27,7 +28,7 @@ from nanokv.decoding.ranges import check_sampling
 from nanokv.engine.budget import StepBudget
 from nanokv.engine.metrics import Metrics
 from nanokv.engine.packed import prefill_packed
-from nanokv.engine.prefilled import Prefilled, taken
+from nanokv.engine.prefilled import Prefilled, taken, whole_pages
 from nanokv.engine.request import FINISHED, RUNNING, Drawn, Request, logits_of
 from nanokv.engine.scheduler import Scheduler
 from nanokv.errors import CapacityError, ContextError, GenerationError, HandoverError
@@ -42,6 +43,8 @@ class Engine:
     (inference.prefill_chunk). If the engine is `paced`, prompts beside decodes get only so many of
     them that a step stays short (budget.py); by default it is, unless `step_tokens` is given.
     `prefix` names the index that finds the pages of earlier prompts: "hash", or "radix" (a tree).
+    Of a model with recurrent layers at most `snapshots` snapshots are kept, one every
+    `snapshot_every` tokens of a prompt besides those of cache/snapshots.py.
     Iterating yields (request, Step) as tokens are drawn, until no request is left. `clock` is for
     tests.
     """
@@ -56,8 +59,11 @@ class Engine:
         clock: Callable[[], float] = perf_counter,
         paced: bool | None = None,
         prefix: str = "hash",
+        snapshots: int = MOST,
+        snapshot_every: int = EVERY,
     ):
         sizes = {"pages": pages, "page_size": page_size, "max_running": max_running}
+        sizes |= {"snapshots": snapshots, "snapshot_every": snapshot_every}
         if step_tokens is not None:
             sizes["step_tokens"] = step_tokens
         for name, value in sizes.items():
@@ -73,6 +79,8 @@ class Engine:
         self.clock = clock
         self.device = model.embed_tokens.weight.device
         self.pool = PrefixPool(model.config, pages, page_size, checked_index(prefix))
+        if model.config.states:
+            self.pool.snapshots = Snapshots(page_size, snapshot_every, snapshots)
         self.metrics = Metrics()
         self.scheduler = Scheduler(model.config, self.pool, step_tokens, max_running, self.metrics)
         self.budget: StepBudget | None = None
@@ -168,6 +176,10 @@ class Engine:
         with inexact values; CapacityError if too few pages are free or idle.
         """
         check_salt(salt)
+        if cache.tokens:
+            cache = whole_pages(cache, self.pool.page_size)
+            if not cache.length:
+                return 0
         prefix = taken(cache, prompt_ids(list(cache.tokens), self.config.vocab_size))
         self.check_prefilled(prefix, list(prefix.tokens))
         tokens = prefix.tokens[: len(prefix.tokens) // self.pool.page_size * self.pool.page_size]
@@ -358,7 +370,13 @@ class Engine:
             self.scheduler.reuse(request)
             tokens = min(tokens, request.pending)
             waits = any(self.scheduler.shares(request, other, more) for other, more in now)
-            (later if waits else now).append((request, tokens))
+            if waits:
+                later.append((request, tokens))
+                continue
+            first = self.scheduler.first_part(request, tokens)
+            now.append((request, first))
+            if first < tokens:
+                later.append((request, tokens - first))
         joining: list[Request] = []
         rows = sum(tokens for _, tokens in now) + len(decodes)
         if rows <= getattr(self.model, "most_packed", 0):
@@ -375,7 +393,7 @@ class Engine:
         self.metrics.decode_tokens += len(joining)
         for request, tokens in now:
             self.metrics.prefill_tokens += tokens
-            request.cache.remember(request.known)
+            request.cache.remember_chunk(request.known)
         return later, decodes
 
     def _decode(self, requests: list[Request]) -> None:

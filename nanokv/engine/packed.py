@@ -45,6 +45,8 @@ def forward_packed(
 ) -> Tensor:
     """The forward of `prefill_packed`: the hidden states of all N tokens, in order, (N,C)."""
     tokens = [token_ids(model, [prompt]) for prompt in prompts]  # (1,T_b) each
+    if model.config.states:
+        return forward_apart(model, tokens, caches, start_pos)
     sizes = [rows.shape[1] for rows in tokens]
     packed = pack(caches, sizes, model.config)
     device = tokens[0].device
@@ -53,3 +55,15 @@ def forward_packed(
     at = positions(start_pos, sizes)  # (N,)
     with full_memory_named(model, packed):
         return model(rows, packed, at, Packed(parts))[:, 0]  # (N,C)
+
+
+def forward_apart(
+    model: Model, tokens: Sequence[Tensor], caches: Sequence[KVCache], start_pos: Sequence[int]
+) -> Tensor:
+    """A forward per prompt, tokens[b] (1,T_b): a recurrent layer takes whole sequences → (N,C)."""
+    hidden = []
+    for rows, cache, start in zip(tokens, caches, start_pos, strict=True):
+        attend = attention_over(cache, rows.shape[1], rows.device)
+        with full_memory_named(model, cache):
+            hidden.append(model(rows, cache, start, attend)[0])  # (T_b,C)
+    return torch.cat(hidden)

@@ -155,7 +155,12 @@ class Request:
         # The layers hold fewer than `fed` tokens only if `Scheduler.reuse` was interrupted.
         self.fed = min(self.fed, *lengths)
         if lengths != {self.fed}:
-            self.cache.truncate(self.fed)
+            self._go_back()
+
+    def _go_back(self) -> None:
+        """Truncate to `fed`, or to the nearest state that recurrent layers still have."""
+        self.fed = self.cache.nearest(self.fed)
+        self.cache.truncate(self.fed)
 
     def feed(self, logits: Tensor, row: int) -> None:
         """Record a complete forward: this row of `logits` (B,V) follows the cache's last token."""

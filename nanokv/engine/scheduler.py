@@ -147,7 +147,14 @@ class Scheduler:
         mine = request.known[:-1]  # the last token is always computed
         theirs = other.known[: other.fed + tokens]
         alike = takewhile(lambda pair: pair[0] == pair[1], zip(mine, theirs, strict=False))
-        return sum(1 for _ in alike) // size * size > held
+        pages = sum(1 for _ in alike) // size * size
+        return self.pool.snapshots.reach(pages, other.fed + tokens, other.cache.stops) > held
+
+    def first_part(self, request: Request, tokens: int) -> int:
+        """How many of the next tokens to feed at once, so that a snapshot can be taken after it."""
+        start = request.fed
+        end = self.pool.snapshots.chunk(start, start + tokens, request.cache.stops)
+        return end - start
 
     def count_reused(self, request: Request, tokens: int) -> None:
         """Count tokens found in the index; a preempted request counts only in the engine's sum."""

@@ -319,6 +319,8 @@ class Prefiller:
         found = taken(request.cache, request.prompt, message["start"])
         meta = {"done": message["prefill"], "start": found.start, "reused": request.reused_tokens}
         tensors = {"keys": found.keys, "values": found.values, "logits": logits}
+        states = {"conv": found.conv, "S": found.S}
+        tensors |= {name: tensor for name, tensor in states.items() if tensor is not None}
         self.outbox.submit(self.words.say, meta, tensors)
 
 

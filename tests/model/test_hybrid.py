@@ -4,6 +4,7 @@ every other model.
 """
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,7 +20,6 @@ from nanokv.config import Config
 from nanokv.decoding.beam import beam_search
 from nanokv.decoding.generation import generate
 from nanokv.decoding.speculative import PromptLookup, speculate
-from nanokv.engine import Engine
 from nanokv.errors import CacheError, ConfigError, UnsupportedError
 from nanokv.fast import optimize
 from nanokv.inference import decode, prefill, score, verify_draft
@@ -274,21 +274,19 @@ def test_a_saved_cache_and_a_fork_are_continued(models, n, tmp_path):
     assert torch.equal(prefill(ours, ids[:, n:], fork, n), right)
 
 
-@pytest.mark.parametrize(
-    "kind", ["paged", "prefix", "sliding:window=8", "evicting:budget=8", "offloaded"]
-)
+@pytest.mark.parametrize("kind", ["sliding:window=8", "evicting:budget=8", "offloaded"])
 def test_caches_without_states_are_refused(models, kind):
     _, ours = models
     with pytest.raises(UnsupportedError, match=LACKED):
         make_cache(kind, ours.config)
 
 
-def test_the_engine_and_kernels_are_refused(models):
+def test_pages_of_a_model_without_keys_and_kernels_are_refused(models):
     _, ours = models
+    kinds = (ours.config.layer_types[ours.config.layer_types.index("full_attention") - 1],)
+    kinds *= ours.config.num_hidden_layers
     with pytest.raises(UnsupportedError, match=LACKED):
-        Engine(ours)
-    with pytest.raises(UnsupportedError, match=LACKED):
-        PrefixPool(ours.config, 4, 16)
+        PrefixPool(replace(ours.config, layer_types=kinds), 4, 16)
     with pytest.raises(ConfigError, match="layers of its own kinds"):
         optimize(ours)
 
@@ -297,11 +295,12 @@ def test_the_engine_and_kernels_are_refused(models):
 
 
 @pytest.mark.parametrize("tokens", [1, 5, SPARE, SPARE + 1, 100])
-def test_bytes_after_a_prompt_are_those_of_the_formula(models, tokens):
+@pytest.mark.parametrize("kind", ["dict", "static", "growing", "paged", "prefix"])
+def test_bytes_after_a_prompt_are_those_of_the_formula(models, tokens, kind):
     _, ours = models
-    cache = make_cache("dict", ours.config, 2)
+    cache = make_cache(kind, ours.config, 2, 128)
     prefill(ours, random_ids(14, 2, tokens), cache)
-    assert cache.nbytes == costs.cache_bytes("dict", ours.config, tokens, 2, 4)
+    assert cache.nbytes == costs.cache_bytes(kind, ours.config, tokens, 2, 4, 128)
 
 
 def test_parameters_and_names(models):

@@ -536,7 +536,7 @@ UNSPLIT = {"split": "padded", "two ranks": "chunks"}
 IN_ONE_PROCESS = SITUATIONS | {"handed over": (continued, 3)}
 
 
-WITHOUT_STATES = ("paged", "prefix", "sliding", "evicting", "offloaded")
+WITHOUT_STATES = ("sliding", "evicting", "offloaded")
 WINDOWED = ("olmo3", "gemma3", "gptoss")  # families whose layers have windows
 DROPS = ("sliding", "evicting")  # caches that choose positions themselves
 DROPS_ROWS = ("batch:of=sliding", "batch:of=evicting")
@@ -547,7 +547,7 @@ def refused(situation: str, spec: str, model: str = "") -> bool:
     if model.startswith("invariant") and refused_by_invariant(situation, spec):
         return True
     if model.partition(" ")[2] in ("qwen35", "lfm2") and (
-        situation in ("two ranks", "packed") or any(kind in spec for kind in WITHOUT_STATES)
+        situation == "two ranks" or any(kind in spec for kind in WITHOUT_STATES)
     ):
         return True
     if model.partition(" ")[2] in WINDOWED and (

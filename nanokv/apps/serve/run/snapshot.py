@@ -66,6 +66,7 @@ def snapshot(engine: Engine, tabs: Mapping[int, str], left: Iterable[Departed] =
             "page_size": pool.page_size,
             "bytes_per_page": pool.bytes_per_page,
             "cell": pages_per_cell(pool),
+            "states": states_kept(pool),
         },
         "engine": {
             "running": len(scheduler.running),
@@ -167,6 +168,24 @@ def still_kept(pool: PrefixPool, one: Departed) -> int:
 
 
 # --- the pool -------------------------------------------------------------------------------------
+
+
+def states_kept(pool: PrefixPool) -> dict[str, int]:
+    """Snapshots of recurrent layers: how many, at most, bytes, and as many tokens' keys and values.
+
+    All are 0 for a model without recurrent layers.
+    """
+    kept = pool.snapshots
+    tokens = 0
+    if pool.bytes_per_page:
+        tokens = kept.nbytes * pool.page_size // pool.bytes_per_page
+    return {
+        "held": len(kept),
+        "most": kept.most,
+        "bytes": kept.nbytes,
+        "as_tokens": tokens,
+        "hits": kept.hits,
+    }
 
 
 def pages_per_cell(pool: PrefixPool) -> int:

@@ -194,13 +194,19 @@ const cache = {
   // --- the pool ----------------------------------------------------------------------------------
 
   poolText() {
-    const { pages, free, kept, page_size, bytes_per_page, cell } = this.now.pool;
+    const { pages, free, kept, page_size, bytes_per_page, cell, states } = this.now.pool;
     const { preemptions } = this.now.engine;
     let text = `${plural(pages, "page")} of ${plural(page_size, "token")}`;
     if (bytes_per_page) text += `, ${bytes(pages * bytes_per_page)}`;
     text += `: ${count(pages - free - kept)} held by requests, `;
     text += `${count(kept)} kept for reuse, ${count(free)} free.`;
     if (cell > 1) text += ` A cell is ${cell} pages.`;
+    if (states.most) {
+      text += ` ${plural(states.held, "snapshot")} of the recurrent layers (at most ` +
+        `${count(states.most)}): ${bytes(states.bytes)}, as much as ` +
+        `${plural(states.as_tokens, "token")} of keys and values; ` +
+        `${plural(states.hits, "prompt")} resumed at one.`;
+    }
     if (preemptions) {
       const last = this.last ? `, most recently of ${this.last}` : "";
       text += ` ${plural(preemptions, "preemption")} so far${last}: the pool was full.`;
