@@ -101,7 +101,7 @@ def taken(cache: KVCache, tokens: Sequence[int], start: int = 0, **facts: Any) -
             "pass the ids of the tokens it holds",
         )
     states = [layer.state() for layer in cache if isinstance(layer, StateLayer)]
-    found = {
+    found: dict[str, Any] = {
         name: torch.cat([state[name] for state in states])  # (R,…)
         for name in ("conv", "S")
         if states and name in states[0]
