@@ -19,7 +19,7 @@ from nanokv.cache.paged import PagedCache
 from nanokv.cache.pool import ElasticPool, PagePool, Table
 from nanokv.cache.prefix_index import HashIndex, PrefixIndex
 from nanokv.cache.radix import RadixIndex
-from nanokv.cache.snapshots import NoSnapshots, Snapshots, Stops
+from nanokv.cache.snapshots import EVERY, MOST, NoSnapshots, Snapshots, Stops
 from nanokv.config import Config
 from nanokv.errors import CacheError
 
@@ -33,8 +33,12 @@ class PrefixPool(PagePool):
         super().__init__(config, pages, page_size)
         self.index = INDEXES[index](page_size)
         self.snapshots = NoSnapshots()
-        if config.states:
-            self.snapshots = Snapshots(page_size)
+        self.keep_snapshots(EVERY, MOST)
+
+    def keep_snapshots(self, every: int, most: int) -> None:
+        """Begin with no snapshots, at most `most`, if the model has recurrent layers."""
+        if self.config.states:
+            self.snapshots = Snapshots(self.page_size, every, most)
 
     def count(self) -> None:
         super().count()
@@ -66,8 +70,8 @@ class PrefixPool(PagePool):
         return len(self.free) + self.idle()
 
     def find(self, tokens: Sequence[int], salt: str) -> list[int]:
-        """Pages of the longest stored prefix of `tokens` after which a sequence can continue."""
-        return self.snapshots.usable(self.index.match(tokens, salt))
+        """Pages of the longest stored prefix of `tokens`."""
+        return self.index.match(tokens, salt)
 
     def remember(self, tokens: Sequence[int], table: Table, salt: str) -> None:
         """Index the full pages of a sequence; pages already indexed are kept."""
@@ -109,7 +113,7 @@ class PrefixCache(PagedCache):
             return 0
         self.truncate(0)
         size = self.pool.page_size
-        known = self.pool.index.match(tokens[: len(tokens) - 1], self.salt)
+        known = self.pool.find(tokens[: len(tokens) - 1], self.salt)
         pages = self.pool.snapshots.usable(known)
         # A later prompt that parts from the known one at the same page can continue there.
         branch = 0 if len(known) == len(pages) else len(known) * size

@@ -20,7 +20,7 @@ import torch
 from nanokv.cache import KVCache, PrefixPool, make_cache
 from nanokv.cache.paged_batch import PagedBatch
 from nanokv.cache.prefix import INDEXES
-from nanokv.cache.snapshots import EVERY, MOST, Snapshots
+from nanokv.cache.snapshots import EVERY, MOST
 from nanokv.checkpoint import Model
 from nanokv.decoding.draw import SamplingParams, Step, next_steps, sent, together
 from nanokv.decoding.generation import EosIds, eos_ids, prompt_ids
@@ -66,9 +66,7 @@ class Engine:
         sizes |= {"snapshots": snapshots, "snapshot_every": snapshot_every}
         if step_tokens is not None:
             sizes["step_tokens"] = step_tokens
-        for name, value in sizes.items():
-            if type(value) is not int or value < 1:
-                raise GenerationError(f"{name} is {value!r}: it must be an integer ≥ 1")
+        check_sizes(sizes)
         if paced is None:
             paced = step_tokens is None
         if step_tokens is None:
@@ -79,8 +77,7 @@ class Engine:
         self.clock = clock
         self.device = model.embed_tokens.weight.device
         self.pool = PrefixPool(model.config, pages, page_size, checked_index(prefix))
-        if model.config.states:
-            self.pool.snapshots = Snapshots(page_size, snapshot_every, snapshots)
+        self.pool.keep_snapshots(snapshot_every, snapshots)
         self.metrics = Metrics()
         self.scheduler = Scheduler(model.config, self.pool, step_tokens, max_running, self.metrics)
         self.budget: StepBudget | None = None
@@ -488,6 +485,13 @@ class Engine:
             "and no request of the engine runs",
             "something else holds pages of its pool",
         )
+
+
+def check_sizes(sizes: dict[str, int]) -> None:
+    """GenerationError unless all are whole numbers of at least 1."""
+    for name, value in sizes.items():
+        if type(value) is not int or value < 1:
+            raise GenerationError(f"{name} is {value!r}: it must be an integer ≥ 1")
 
 
 def checked_index(name: str) -> str:

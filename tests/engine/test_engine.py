@@ -244,6 +244,8 @@ def test_who_says_nothing_gets_64_greedy_tokens_of_a_pool_of_256_pages():
         "max_running": 32,
         "paced": None,
         "prefix": "hash",
+        "snapshots": 32,
+        "snapshot_every": 512,
     }
     assert defaults(Engine.submit) == ANSWER | SAMPLING | {
         "seed": None,

@@ -124,7 +124,8 @@ class Elsewhere(Here):
             submits = self.waiting.pop((salt, ids))
             self._number += 1
             self.asked[self._number] = ((salt, ids), submits)
-            held = len(self.engine.pool.find(ids[:-1], salt)) * self.engine.pool.page_size
+            pool = self.engine.pool
+            held = len(pool.snapshots.usable(pool.find(ids[:-1], salt))) * pool.page_size
             self.process.ask(self._number, ids, salt, held)
         return super().ready()
 
