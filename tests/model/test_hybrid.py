@@ -185,14 +185,14 @@ def test_caches_without_states_are_refused(models, kind):
         make_cache(kind, ours.config)
 
 
-def test_the_engine_and_kernels_are_refused(models):
+def test_the_engine_and_compiled_blocks_are_refused(models):
     _, ours = models
     with pytest.raises(UnsupportedError, match=r"layers of Qwen3\.5 have a recurrent"):
         Engine(ours)
     with pytest.raises(UnsupportedError, match=r"layers of Qwen3\.5 have a recurrent"):
         PrefixPool(ours.config, 4, 16)
     with pytest.raises(ConfigError, match="layers of its own kinds"):
-        optimize(ours)
+        optimize(ours, compile=32)
 
 
 # --- sizes and the config -------------------------------------------------------------------------------------------
