@@ -43,8 +43,9 @@ def optimize(
     weights. Raises ConfigError for another name, a shape that has no whole groups,
     a model in float16, or a model that is optimized already.
 
-    A family with blocks of its own keeps them: only its products are kernels then, activations
-    stay in the model's dtype, and the embedding stays as loaded (nanokv/fast/products.py).
+    A family with blocks of its own keeps them: its products and the attention and states of a
+    decode step are kernels then, activations stay in the model's dtype, and the embedding stays as
+    loaded (nanokv/fast/products.py).
 
     A kernel replaces attention only where it computes the same: causal prefill in bf16, and
     decode steps in which each query sees its whole row. Other masks, and custom attention

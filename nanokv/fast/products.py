@@ -1,8 +1,8 @@
 """Fast products in a model whose blocks no kernel computes whole.
 
-A family's own blocks stay as they are: norms, rotation, windows, sinks and residual streams are the
-plain model's, in its dtype. Their matrices go through the kernels, which read each weight once in
-its stored format. They are most of the bytes that a decode step reads.
+A family's own blocks stay as they are: norms, rotation and residual streams are the plain model's,
+in its dtype. What reads most bytes in a decode step goes through kernels, which read each byte
+once: the matrices, in their stored format, attention (attention.py) and states (recurrent.py).
 """
 
 import copy
@@ -10,10 +10,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from nanokv.checkpoint import Attend, Cache
 from nanokv.errors import ConfigError
+from nanokv.fast.attention import by_kernel
 from nanokv.fast.checks import check_one_dtype, has_own_forward
+from nanokv.fast.recurrent import delta_steps
 from nanokv.fast.weights import Dense, MakeMatrix, Matrix, formats
 from nanokv.model import Transformer
+from nanokv.recurrent import GatedDeltaNet
+from nanokv.rope import Rotation
 from nanokv.stacked_experts import Stack, clamped_swiglu
 
 # Small matrices that choose experts or forget a state. A rounded choice is another answer, and the
@@ -75,6 +80,10 @@ class ProductTransformer(Transformer):
         self.generation_config = plain.generation_config
         self.eval()
 
+    def run_layers(self, x: Tensor, rope: Rotation, cache: Cache, attend: Attend) -> Tensor:
+        """As Transformer.run_layers; the attention of a decode step is a kernel."""
+        return super().run_layers(x, rope, cache, by_kernel(attend))
+
 
 def with_products(model: Transformer, weights: str | None) -> ProductTransformer:
     """The fast model that `optimize` returns for a family with blocks of its own, on a CPU.
@@ -90,6 +99,8 @@ def with_products(model: Transformer, weights: str | None) -> ProductTransformer
     fast = copy.deepcopy(model, shared)  # new modules over the same tensors
     head = make_table(fast.lm_head.weight)
     for parent in list(fast.layers.modules()):
+        if type(parent) is GatedDeltaNet:
+            parent.one_token = delta_steps
         for name, part in list(parent.named_children()):
             make = Dense if name in KEPT else make_matrix
             if type(part) is nn.Linear:
